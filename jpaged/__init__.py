@@ -1,0 +1,27 @@
+"""jpaged: a paged LLM engine for JAX. Importing it is cheap; jax is loaded when `LLM` is first used."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jpaged.async_engine import AsyncEngine
+    from jpaged.config import EngineConfig, ModelConfig
+    from jpaged.core.request import CompletionOutput, RequestOutput, SamplingParams
+    from jpaged.llm import LLM
+
+_HOME = {
+    "LLM": "jpaged.llm",
+    "AsyncEngine": "jpaged.async_engine",
+    "EngineConfig": "jpaged.config",
+    "ModelConfig": "jpaged.config",
+    "SamplingParams": "jpaged.core.request",
+    "RequestOutput": "jpaged.core.request",
+    "CompletionOutput": "jpaged.core.request",
+}
+__all__ = ["LLM", "AsyncEngine", "CompletionOutput", "EngineConfig", "ModelConfig", "RequestOutput", "SamplingParams"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'jpaged' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)

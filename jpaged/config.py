@@ -1,0 +1,207 @@
+"""Configuration of the model and of the engine: frozen, plain values, dtypes as strings, no device library."""
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+DTYPES = ("float32", "bfloat16", "float16")
+LOAD_FORMATS = ("auto", "safetensors", "orbax", "dummy")
+KERNELS = ("auto", "reference", "mosaic")
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 1, 256
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding as a Hugging Face config describes it (`rope_parameters`, or `rope_theta` and `rope_scaling`)."""
+
+    type: str = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    @classmethod
+    def from_hf(cls, hf: dict[str, Any]) -> "RopeConfig":
+        parameters = dict(hf.get("rope_scaling") or {}) | dict(hf.get("rope_parameters") or {})
+        kind = parameters.get("rope_type", parameters.get("type", "default"))
+        if kind == "dynamic":
+            raise ValueError(
+                "rope type 'dynamic' is not supported: its frequencies change as a sequence grows, so keys already in "
+                f"the cache would need rotating again; supported: {', '.join(ROPE_TYPES)}"
+            )
+        if kind not in ROPE_TYPES:
+            raise ValueError(f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
+        if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+            raise ValueError("partial_rotary_factor: only 1.0 is supported")
+        parameters.setdefault("rope_theta", hf.get("rope_theta", 10000.0))
+        parameters.setdefault("original_max_position_embeddings", hf.get("original_max_position_embeddings"))
+        original = parameters["original_max_position_embeddings"] or hf.get("max_position_embeddings", 2048)
+        factor = parameters.get("factor")
+        if factor is None and kind == "yarn":
+            factor = hf.get("max_position_embeddings", 2048) / original
+        if factor is None and kind != "default":
+            raise ValueError(f"rope type {kind!r} needs 'factor'")
+        if kind == "llama3" and not {"low_freq_factor", "high_freq_factor"} <= parameters.keys():
+            raise ValueError("rope type 'llama3' needs 'low_freq_factor' and 'high_freq_factor'")
+        names = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale")
+        given = {name: parameters[name] for name in (*names, "mscale_all_dim", "truncate") if parameters.get(name) is not None}
+        return cls(
+            type=kind,
+            theta=float(parameters["rope_theta"]),
+            factor=1.0 if factor is None else float(factor),
+            original_max_position_embeddings=int(original),
+            **given,
+        )
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A dense Llama, in the words of its Hugging Face `config.json`."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int = 2048
+    rms_norm_eps: float = 1e-6
+    hidden_act: str = "silu"
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    dtype: str = "float32"
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        for name in (*sizes, "num_key_value_heads", "head_dim", "max_position_embeddings"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
+                f"num_key_value_heads ({self.num_key_value_heads})"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even for rotary embeddings, not {self.head_dim}")
+        if self.hidden_act not in ACTIVATIONS:
+            raise ValueError(f"hidden_act {self.hidden_act!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
+
+    @classmethod
+    def from_hf(cls, hf: dict[str, Any], generation: dict[str, Any] | None = None) -> "ModelConfig":
+        """`hf` is the content of config.json, `generation` that of generation_config.json, whose eos ids win.
+
+        Raises ValueError for an architecture other than LlamaForCausalLM, and for anything a Llama here can't do.
+        """
+        architectures = hf.get("architectures") or [hf.get("model_type")]
+        if hf.get("model_type", "llama") != "llama" or not set(architectures) & {"LlamaForCausalLM", "llama"}:
+            raise ValueError(f"architecture {', '.join(map(str, architectures))} is not supported; supported: LlamaForCausalLM")
+        required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        if missing := [name for name in required if name not in hf]:
+            raise ValueError(f"config.json lacks {', '.join(missing)}")
+        if hf.get("quantization_config"):
+            raise ValueError("quantization_config: quantized checkpoints are not supported")
+        heads = hf["num_attention_heads"]
+        dtype = hf.get("dtype") or hf.get("torch_dtype") or "float32"
+        eos = (generation or {}).get("eos_token_id", hf.get("eos_token_id"))
+        return cls(
+            **{name: hf[name] for name in required},
+            num_key_value_heads=hf.get("num_key_value_heads") or heads,
+            head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
+            max_position_embeddings=hf.get("max_position_embeddings", 2048),
+            rms_norm_eps=hf.get("rms_norm_eps", 1e-6),
+            hidden_act=hf.get("hidden_act", "silu"),
+            tie_word_embeddings=hf.get("tie_word_embeddings", False),
+            attention_bias=hf.get("attention_bias", False),
+            mlp_bias=hf.get("mlp_bias", False),
+            rope=RopeConfig.from_hf(hf),
+            dtype=dtype if dtype in DTYPES else "float32",
+            eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
+        )
+
+    @classmethod
+    def from_directory(cls, directory: Path) -> "ModelConfig":
+        """Reads config.json and, where there is one, generation_config.json."""
+        path = directory / "config.json"
+        if not path.is_file():
+            raise ValueError(f"model: {directory} has no config.json")
+        return cls.from_hf(read_json(path), read_json(directory / "generation_config.json", missing_ok=True))
+
+
+def read_json(path: Path, *, missing_ok: bool = False) -> dict[str, Any]:
+    """The JSON object in a file ({} if `missing_ok` and there is none); ValueError names the file if it isn't one."""
+    if missing_ok and not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object")
+    return content
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What an engine is started with. None means: chosen from the model and the device when the engine is built.
+
+    Attributes:
+        model: a directory, a hub id, or "demo" for the model that comes with the package.
+        dtype: of parameters, activations and KV pool; "auto" is float32 on a CPU, else the checkpoint's own
+            (bfloat16 where that is float32).
+        max_model_len: most tokens, prompt and output, of one sequence.
+        gpu_memory_utilization: the share of the device's memory that parameters, pool and temporaries may fill.
+        num_gpu_blocks_override: size of the pool in blocks, instead of measuring memory.
+        max_num_seqs: most sequences in one step.
+        max_num_batched_tokens: most tokens in one step; longer prompts are computed in chunks.
+        kernels: "auto" takes the fastest the device has.
+    """
+
+    model: str = "demo"
+    dtype: str = "auto"
+    seed: int = 0
+    load_format: str = "auto"
+    max_model_len: int | None = None
+    block_size: int = 16
+    gpu_memory_utilization: float = 0.92
+    num_gpu_blocks_override: int | None = None
+    enable_prefix_caching: bool = True
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    kernels: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("dtype", ("auto", *DTYPES)), ("load_format", LOAD_FORMATS), ("kernels", KERNELS)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {getattr(self, name)!r}")
+        if not MIN_BLOCK_SIZE <= self.block_size <= MAX_BLOCK_SIZE:
+            raise ValueError(f"block_size must be between {MIN_BLOCK_SIZE} and {MAX_BLOCK_SIZE}, not {self.block_size}")
+        if self.block_size & (self.block_size - 1):
+            raise ValueError(f"block_size must be a power of two, not {self.block_size}")
+        if not (math.isfinite(self.gpu_memory_utilization) and 0 < self.gpu_memory_utilization <= 1):
+            raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, not {self.gpu_memory_utilization}")
+        counts = ("max_model_len", "num_gpu_blocks_override", "max_num_seqs", "max_num_batched_tokens")
+        for name in counts:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
+        if self.max_model_len == 1:
+            raise ValueError("max_model_len must be at least 2: a token of prompt and a token of output")
+        if self.max_num_seqs and self.max_num_batched_tokens and self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs ({self.max_num_seqs})"
+            )

@@ -1,0 +1,74 @@
+"""Rotary position embedding with the frequency scalings of the Llama family."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jpaged.config import RopeConfig
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
+    """Angle per position [H/2] float32, and the factor on cos and sin.
+
+    Worked out in float32, as the models were trained: at long positions one more bit would already turn the keys.
+    Sources: RoFormer (arXiv 2104.09864); linear: position interpolation (arXiv 2306.15595); yarn: arXiv 2309.00071,
+    equations 17-23, with the attention factor of its section 3.4; llama3: the release of Llama 3.1.
+    """
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    frequencies = (1.0 / np.float32(rope.theta) ** exponents).astype(np.float32)
+    if rope.type == "linear":
+        return frequencies / np.float32(rope.factor), 1.0
+    if rope.type == "llama3":
+        return _llama3(rope, frequencies), 1.0
+    if rope.type == "yarn":
+        return _yarn(rope, frequencies, head_dim), _yarn_attention_factor(rope)
+    return frequencies, 1.0
+
+
+def _llama3(rope: RopeConfig, frequencies: np.ndarray) -> np.ndarray:
+    """Long waves are stretched by `factor`, short ones kept, those between blended."""
+    turns = np.float32(rope.original_max_position_embeddings) * frequencies / np.float32(2 * math.pi)
+    keep = (turns - np.float32(rope.low_freq_factor)) / np.float32(rope.high_freq_factor - rope.low_freq_factor)
+    keep = np.clip(keep, 0.0, 1.0)
+    return ((1 - keep) * frequencies / np.float32(rope.factor) + keep * frequencies).astype(np.float32)
+
+
+def _yarn(rope: RopeConfig, frequencies: np.ndarray, head_dim: int) -> np.ndarray:
+    """Dimensions that turn over `beta_fast` times within the original context are kept, under `beta_slow` stretched."""
+
+    def dimension(turns: float) -> float:
+        return head_dim * math.log(rope.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    span = np.float32(high - low if high != low else 0.001)
+    stretch = np.clip((np.arange(head_dim // 2, dtype=np.float32) - np.float32(low)) / span, 0.0, 1.0)
+    return (stretch * frequencies / np.float32(rope.factor) + (1 - stretch) * frequencies).astype(np.float32)
+
+
+def _yarn_attention_factor(rope: RopeConfig) -> float:
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+
+    def mscale(weight: float) -> float:
+        return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0
+
+    if rope.mscale and rope.mscale_all_dim:
+        return mscale(rope.mscale) / mscale(rope.mscale_all_dim)
+    return mscale(1.0)
+
+
+def angles(positions_t: jax.Array, frequencies: np.ndarray, factor: float) -> tuple[jax.Array, jax.Array]:
+    """cos and sin [T, 1, H/2] float32 of positions [T]."""
+    angle = positions_t[:, None, None].astype(jnp.float32) * frequencies
+    return jnp.cos(angle) * factor, jnp.sin(angle) * factor
+
+
+def rotate(x_tnh: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotates each head's two halves against each other, in float32; the dtype stays."""
+    a, b = jnp.split(x_tnh.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_tnh.dtype)

@@ -1,0 +1,58 @@
+"""The KV pool on the device: how large a block is, how many fit, and the zeroed arrays."""
+
+import math
+import os
+
+import jax
+import jax.numpy as jnp
+
+from jpaged.config import ModelConfig
+
+# On a CPU the pool shares the memory with everything else, so it stays modest unless it is given a size.
+MAX_CPU_POOL_BYTES = 4 * 2**30
+MAX_CPU_MEMORY_SHARE = 0.25
+
+
+def block_bytes(model: ModelConfig, block_size: int, dtype: str) -> int:
+    """Bytes that one block takes over all layers, keys and values."""
+    itemsize = jnp.dtype(dtype).itemsize
+    return 2 * model.num_hidden_layers * model.num_key_value_heads * block_size * model.head_dim * itemsize
+
+
+def fitting_blocks(*, limit: int, in_use: int, temporaries: int, utilization: float, bytes_per_block: int) -> int:
+    """Blocks that fit into `utilization` of a memory of `limit` bytes, beside what is in use and a step's temporaries.
+
+    Raises ValueError, with the numbers, if not one fits.
+    """
+    available = math.floor(limit * utilization) - in_use - temporaries
+    if available < bytes_per_block:
+        raise ValueError(
+            f"gpu_memory_utilization: {utilization} of {limit / 2**30:.2f} GiB leaves no room for the KV pool beside "
+            f"{in_use / 2**30:.2f} GiB in use and {temporaries / 2**30:.2f} GiB of temporaries; a block takes "
+            f"{bytes_per_block / 2**20:.2f} MiB"
+        )
+    return available // bytes_per_block
+
+
+def available_blocks(device: jax.Device, *, bytes_per_block: int, temporaries: int, utilization: float, wanted: int) -> int:
+    """Size of the pool in blocks: all that a GPU's memory has room for, or on a CPU what `wanted` blocks ask for,
+    within a modest share of the machine's memory."""
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats and "bytes_limit" in stats:
+        return fitting_blocks(
+            limit=stats["bytes_limit"], in_use=stats["bytes_in_use"], temporaries=temporaries,
+            utilization=utilization, bytes_per_block=bytes_per_block,
+        )  # fmt: skip
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    room = min(MAX_CPU_POOL_BYTES, math.floor(memory * MAX_CPU_MEMORY_SHARE))
+    return max(1, min(wanted, room // bytes_per_block))
+
+
+def allocate_pool(model: ModelConfig, num_blocks: int, block_size: int, dtype: str, device: jax.Device) -> list[jax.Array]:
+    """[k of layer 0, v of layer 0, k of layer 1, ...], each [P, K, B, H], all zero.
+
+    Zero, not empty: an attention kernel may load a block's unwritten rows, and 0 * NaN is NaN.
+    """
+    shape = (num_blocks, model.num_key_value_heads, block_size, model.head_dim)
+    with jax.default_device(device):
+        return [jnp.zeros(shape, dtype, device=device) for _ in range(2 * model.num_hidden_layers)]

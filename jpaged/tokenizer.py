@@ -1,0 +1,115 @@
+"""Text in and text out: loading a tokenizer, chat templates, and decoding token by token."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+# Tokens of the prompt that a decoder sees first, so that a space at the start of the output is kept.
+CONTEXT_TOKENS = 6
+
+
+def load_tokenizer(directory: Path) -> Any:
+    """The Hugging Face tokenizer of a model's directory. Raises ValueError if it has none, or none in Rust."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would miss torch, which nothing here needs
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except Exception as error:  # whatever a broken tokenizer raises, it is the directory's fault
+        raise ValueError(f"tokenizer: {directory} has none that can be loaded: {error}") from error
+    backend(tokenizer)
+    return tokenizer
+
+
+def backend(tokenizer: Any) -> Tokenizer:
+    """The `tokenizers.Tokenizer` inside a Hugging Face tokenizer, or the tokenizer itself if it is one."""
+    inner = tokenizer if isinstance(tokenizer, Tokenizer) else getattr(tokenizer, "backend_tokenizer", None)
+    if not isinstance(inner, Tokenizer):
+        raise ValueError(f"tokenizer: {type(tokenizer).__name__} has no tokenizers.Tokenizer inside")
+    return inner
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of a prompt, with the special tokens that the tokenizer adds."""
+    return backend(tokenizer).encode(text).ids
+
+
+def render_chat(tokenizer: Any, messages: Sequence[dict[str, Any]], chat_template: str | None = None) -> list[int]:
+    """Token ids of a conversation, ready for the assistant's turn. Raises ValueError if the template refuses it."""
+    if chat_template is None and getattr(tokenizer, "chat_template", None) is None:
+        raise ValueError("the model has no chat template; pass one with --chat-template")
+    try:
+        text = tokenizer.apply_chat_template(
+            list(messages), chat_template=chat_template, add_generation_prompt=True, tokenize=False
+        )
+    except Exception as error:  # templates raise what they like
+        raise ValueError(f"the chat template refuses these messages: {error}") from error
+    return backend(tokenizer).encode(text, add_special_tokens=False).ids
+
+
+class Decoded(NamedTuple):
+    """Text that can be shown, and the stop string that ended it, if one did."""
+
+    text: str
+    stop: str | None = None
+
+
+class Detokenizer:
+    """Turns one sequence's tokens into text as they come.
+
+    Never half a character: bytes wait until they are whole. Never a part of a stop string: text that could still
+    become one waits until it can't.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int],
+        *,
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+    ):
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._stream = DecodeStream(list(prompt_token_ids[-CONTEXT_TOKENS:]), skip_special_tokens)
+        self._stop = tuple(stop)
+        self._include_stop = include_stop
+        self._held = ""
+
+    def step(self, token: int) -> Decoded:
+        """Takes one token in; gives the text that is now certain."""
+        self._held += self._decode(token) or ""
+        hits = [(at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        if hits:
+            at, stop = min(hits)
+            text = self._held[: at + len(stop) if self._include_stop else at]
+            self._held = ""
+            return Decoded(text, stop)
+        certain = len(self._held) - self._possible_stop()
+        text, self._held = self._held[:certain], self._held[certain:]
+        return Decoded(text)
+
+    def flush(self) -> str:
+        """What was waiting for a stop string that did not come. Bytes of an unfinished character are not text."""
+        text, self._held = self._held, ""
+        return text
+
+    def _decode(self, token: int) -> str | None:
+        try:
+            return self._stream.step(self._tokenizer, token)
+        except Exception:  # it gives up on byte sequences that can't be text: go on behind them
+            self._stream = DecodeStream([], self._skip_special_tokens)
+            return self._stream.step(self._tokenizer, token)
+
+    def _possible_stop(self) -> int:
+        """Length of the longest end of the held text that begins a stop string."""
+        longest = max(map(len, self._stop), default=1) - 1
+        for length in range(min(longest, len(self._held)), 0, -1):
+            if any(stop.startswith(self._held[-length:]) for stop in self._stop):
+                return length
+        return 0

@@ -1,0 +1,18 @@
+"""Paged attention for JAX: reference definitions and Pallas GPU kernels of the same ops. Needs jax alone.
+
+    import pallas_kernels
+    kernels = pallas_kernels.select(platform="gpu", device_kind="NVIDIA H200", dtype="bfloat16", ...)
+    o_snh = kernels.paged_decode_attention(q_snh, k_pool, v_pool, block_tables, context_lens, scale=scale)
+
+The letters in names and shapes, everywhere in this project:
+T tokens in the step, S sequences, N query heads, K kv heads, G = N / K, H head dim, D model dim, F mlp dim,
+V vocabulary, L layers, P blocks in the pool, B tokens per block, W block table width, C block copies.
+
+A pool is one layer's keys, or its values: [P, K, B, H]. A block table maps a sequence's logical blocks to blocks of
+the pool; a slot is `block_id * B + offset`.
+"""
+
+from pallas_kernels.dispatch import Kernels, select
+from pallas_kernels.reference import copy_blocks, paged_decode_attention, ragged_paged_attention, write_kv
+
+__all__ = ["Kernels", "copy_blocks", "paged_decode_attention", "ragged_paged_attention", "select", "write_kv"]

@@ -16,7 +16,7 @@ MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 1, 256
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding as a Hugging Face config describes it (`rope_parameters`, or `rope_theta` and `rope_scaling`)."""
+    """Rotary embedding as a Hugging Face config gives it: `rope_parameters`, or `rope_theta` and `rope_scaling`."""
 
     type: str = "default"
     theta: float = 10000.0
@@ -55,7 +55,11 @@ class RopeConfig:
         if kind == "llama3" and not {"low_freq_factor", "high_freq_factor"} <= parameters.keys():
             raise ValueError("rope type 'llama3' needs 'low_freq_factor' and 'high_freq_factor'")
         names = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale")
-        given = {name: parameters[name] for name in (*names, "mscale_all_dim", "truncate") if parameters.get(name) is not None}
+        given = {
+            name: parameters[name]
+            for name in (*names, "mscale_all_dim", "truncate")
+            if parameters.get(name) is not None
+        }
         return cls(
             type=kind,
             theta=float(parameters["rope_theta"]),
@@ -109,7 +113,9 @@ class ModelConfig:
         """
         architectures = hf.get("architectures") or [hf.get("model_type")]
         if hf.get("model_type", "llama") != "llama" or not set(architectures) & {"LlamaForCausalLM", "llama"}:
-            raise ValueError(f"architecture {', '.join(map(str, architectures))} is not supported; supported: LlamaForCausalLM")
+            raise ValueError(
+                f"architecture {', '.join(map(str, architectures))} is not supported; supported: LlamaForCausalLM"
+            )
         required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
         if missing := [name for name in required if name not in hf]:
             raise ValueError(f"config.json lacks {', '.join(missing)}")
@@ -153,6 +159,15 @@ def read_json(path: Path, *, missing_ok: bool = False) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object")
     return content
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much one sequence and one step may hold: settled, no None in them."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
 
 
 @dataclass(frozen=True)
@@ -203,5 +218,6 @@ class EngineConfig:
             raise ValueError("max_model_len must be at least 2: a token of prompt and a token of output")
         if self.max_num_seqs and self.max_num_batched_tokens and self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs ({self.max_num_seqs})"
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
+                f"max_num_seqs ({self.max_num_seqs})"
             )

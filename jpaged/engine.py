@@ -109,7 +109,13 @@ def request_output(request: Request, tokenizer: Tokenizer | None) -> RequestOutp
             texts = [tokenizer.decode([t], skip_special_tokens=False) if tokenizer else None for t in token_ids]
             logprobs = [{t: Logprob(p, s)} for t, p, s in zip(token_ids, sequence.logprobs, texts)]
         return CompletionOutput(
-            index, sequence.text, token_ids, sum(sequence.logprobs), logprobs, sequence.finish_reason, sequence.stop_reason
+            index,
+            sequence.text,
+            token_ids,
+            sum(sequence.logprobs),
+            logprobs,
+            sequence.finish_reason,
+            sequence.stop_reason,
         )
 
     outputs = [completion(i, sequence) for i, sequence in enumerate(request.sequences)]

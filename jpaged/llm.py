@@ -35,11 +35,10 @@ class LLM:
     """
 
     def __init__(self, model: "str | Llama" = "demo", *, tokenizer: Any = None, progress: bool = True, **config: Any):
-        named = isinstance(model, str)
-        self.engine, self.config, self.tokenizer = load_engine(
-            EngineConfig(model=model if named else "module", **config),
-            model=None if named else model, tokenizer=tokenizer, progress=progress,
-        )  # fmt: skip
+        name, module = (model, None) if isinstance(model, str) else ("module", model)
+        self.engine, self.tokenizer = load_engine(
+            EngineConfig(model=name, **config), model=module, tokenizer=tokenizer, progress=progress
+        )
         self._request_ids = itertools.count()
 
     def generate(
@@ -58,7 +57,7 @@ class LLM:
         Raises InvalidParameter, before anything is generated, if a prompt or its parameters can't be served.
         """
         single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
-        prompt_list: list[Prompt] = [prompts] if single else list(prompts)  # type: ignore[list-item]
+        prompt_list: list[Prompt] = [prompts] if single else list(prompts)  # type: ignore
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompt_list)
         if len(params) != len(prompt_list):

@@ -1,16 +1,13 @@
 """From a name to an engine: finding the model, choosing what was left open, putting the parts together."""
 
-import dataclasses
-import json
 import logging
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
-from jpaged.config import EngineConfig, ModelConfig, read_json
+from jpaged.config import EngineConfig, Limits, ModelConfig
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.scheduler import Scheduler
 from jpaged.demo import DIRECTORY as DEMO
@@ -45,7 +42,9 @@ def find_model(name: str) -> Path:
         raise ValueError(f"model: {name} is neither a directory nor a model the hub can give: {error}") from error
 
 
-def load_model(directory: Path, config: ModelConfig, *, dtype: str, load_format: str, seed: int, progress: bool) -> Llama:
+def load_model(
+    directory: Path, config: ModelConfig, *, dtype: str, load_format: str, seed: int, progress: bool
+) -> Llama:
     """The parameters, in `dtype`, by `load_format`; "auto" takes the Orbax checkpoint if there is one."""
     if load_format == "dummy":
         return dummy_llama(config, dtype, seed)
@@ -54,29 +53,31 @@ def load_model(directory: Path, config: ModelConfig, *, dtype: str, load_format:
     return load_safetensors(directory, config, dtype, progress=progress)
 
 
-def resolve(config: EngineConfig, model: ModelConfig, platform: str) -> EngineConfig:
-    """Settles what the config left to the model and the device. Raises ValueError for what the model can't do."""
+def limits_of(config: EngineConfig, model: ModelConfig, platform: str) -> Limits:
+    """Settles the limits that the config left to the model and the device. Raises ValueError for what the model
+    can't do."""
     max_model_len = config.max_model_len or model.max_position_embeddings
     if max_model_len > model.max_position_embeddings:
         raise ValueError(
-            f"max_model_len ({max_model_len}) exceeds the model's max_position_embeddings ({model.max_position_embeddings})"
+            f"max_model_len ({max_model_len}) exceeds the model's max_position_embeddings "
+            f"({model.max_position_embeddings})"
         )
-    dtype = config.dtype
-    if dtype == "auto":
-        # Processors compute float32 fastest and most exactly; GPU kernels want 16 bits.
-        dtype = "float32" if platform == "cpu" else "bfloat16" if model.dtype == "float32" else model.dtype
     seqs, tokens = (64, 512) if platform == "cpu" else (256, 2048)
     max_num_seqs = config.max_num_seqs or min(seqs, config.max_num_batched_tokens or seqs)
-    return dataclasses.replace(
-        config, dtype=dtype, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens or max(tokens, max_num_seqs),
-    )  # fmt: skip
+    return Limits(max_model_len, max_num_seqs, config.max_num_batched_tokens or max(tokens, max_num_seqs))
+
+
+def dtype_of(config: EngineConfig, model: ModelConfig, platform: str) -> str:
+    """ "auto" settled: processors compute float32 fastest and most exactly, GPU kernels want 16 bits."""
+    if config.dtype != "auto":
+        return config.dtype
+    return "float32" if platform == "cpu" else "bfloat16" if model.dtype == "float32" else model.dtype
 
 
 def load_engine(
     config: EngineConfig, *, model: Llama | None = None, tokenizer: Any = None, progress: bool = True
-) -> tuple[Engine, EngineConfig, Any]:
-    """An engine that is ready to step, the resolved config, and the tokenizer (None if there is none).
+) -> tuple[Engine, Any]:
+    """An engine that is ready to step, and the tokenizer (None if there is none).
 
     Args:
         model: a Llama in hand; its arrays are used as they are, and `config.model` is only a name.
@@ -86,35 +87,37 @@ def load_engine(
     if model is None:
         directory = find_model(config.model)
         model_config = ModelConfig.from_directory(directory)
-        config = resolve(config, model_config, platform)
+        limits = limits_of(config, model_config, platform)
+        dtype = dtype_of(config, model_config, platform)
         tokenizer = tokenizer or load_tokenizer(directory)
-        logger.info("loading %s as %s", config.model, config.dtype)
+        logger.info("loading %s as %s", config.model, dtype)
         model = load_model(
-            directory, model_config, dtype=config.dtype, load_format=config.load_format, seed=config.seed, progress=progress
+            directory, model_config, dtype=dtype, load_format=config.load_format, seed=config.seed, progress=progress
         )
     else:
-        config = _resolve_module(config, model, platform)
-    runner = ModelRunner(model, config)
-    if config.max_num_seqs > runner.num_blocks:
+        _check_module(config, model)
+        limits = limits_of(config, model.config, platform)
+    runner = ModelRunner(model, config, limits)
+    if limits.max_num_seqs > runner.num_blocks:
         raise ValueError(
-            f"max_num_seqs ({config.max_num_seqs}) exceeds the {runner.num_blocks} blocks of the KV pool: every sequence "
-            "needs at least one"
+            f"max_num_seqs ({limits.max_num_seqs}) exceeds the {runner.num_blocks} blocks of the KV pool: "
+            "every sequence needs at least one"
         )
     scheduler = Scheduler(
         BlockPool(runner.num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching),
-        max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=config.max_model_len, vocab_size=model.config.vocab_size, eos_token_ids=model.config.eos_token_ids,
-    )  # fmt: skip
+        limits,
+        vocab_size=model.config.vocab_size,
+        eos_token_ids=model.config.eos_token_ids,
+    )
     runner.warm_up(progress=progress)
     inner = backend(tokenizer) if tokenizer is not None else None
-    return Engine(scheduler, runner, inner, seed=config.seed), config, tokenizer
+    return Engine(scheduler, runner, inner, seed=config.seed), tokenizer
 
 
-def _resolve_module(config: EngineConfig, model: Llama, platform: str) -> EngineConfig:
+def _check_module(config: EngineConfig, model: Llama) -> None:
     dtypes = {str(leaf.dtype) for leaf in jax.tree.leaves(nnx.state(model))}
     if len(dtypes) != 1:
         raise ValueError(f"model: its parameters must have one dtype, not {', '.join(sorted(dtypes))}")
     (dtype,) = dtypes
     if config.dtype not in ("auto", dtype):
         raise ValueError(f"dtype: the model's parameters are {dtype}, and they are not copied to {config.dtype}")
-    return resolve(dataclasses.replace(config, dtype=dtype), model.config, platform)

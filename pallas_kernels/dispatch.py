@@ -49,7 +49,9 @@ def select(
     if name == "auto" and platform not in ("gpu", "cuda"):
         return _kernels(reference, "reference", f"the device is a {device_kind} ({platform})")
     if compute_capability is None or not 9.0 <= compute_capability < 10.0:
-        why = f"Mosaic kernels need a Hopper GPU (compute capability 9.x), this is a {device_kind} ({compute_capability})"
+        why = (
+            f"Mosaic kernels need a Hopper GPU (compute capability 9.x), this is a {device_kind} ({compute_capability})"
+        )
     else:
         mosaic = importlib.import_module("pallas_kernels.mosaic")  # only where it is used: it loads jax's GPU lowering
         shapes = dict(head_dim=head_dim, block_size=block_size, num_heads=num_heads, num_kv_heads=num_kv_heads)
@@ -62,5 +64,11 @@ def select(
 
 
 def _kernels(module, name: str, reason: str) -> Kernels:
-    ops = ("write_kv", "paged_decode_attention", "ragged_paged_attention")
-    return Kernels(name, reason, *(getattr(module, op) for op in ops), copy_blocks=reference.copy_blocks)
+    return Kernels(
+        name,
+        reason,
+        write_kv=module.write_kv,
+        paged_decode_attention=module.paged_decode_attention,
+        ragged_paged_attention=module.ragged_paged_attention,
+        copy_blocks=reference.copy_blocks,  # XLA's own gather and scatter are a copy already
+    )

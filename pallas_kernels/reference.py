@@ -112,7 +112,7 @@ def _attend(q_qnh, positions_q, k_pool, v_pool, block_table_w, num_keys, scale):
 
     The softmax is taken online over tiles of keys (Milakov and Gimelshein, arXiv 1805.02867).
     """
-    num_queries, num_heads, head_dim = q_qnh.shape
+    num_queries, _, head_dim = q_qnh.shape
     num_kv_heads, block_size = k_pool.shape[1:3]
     blocks_per_tile = max(1, TILE_KV // block_size)
     width = -(-block_table_w.shape[0] // blocks_per_tile) * blocks_per_tile

@@ -16,7 +16,7 @@ def block_key(parent: bytes, tokens: Sequence[int]) -> bytes:
 class _Block:
     """A block's state, and its place in the free list while `ref_count` is 0."""
 
-    __slots__ = ("block_id", "ref_count", "key", "previous", "next")
+    __slots__ = ("block_id", "key", "next", "previous", "ref_count")
 
     def __init__(self, block_id: int):
         self.block_id = block_id
@@ -109,7 +109,8 @@ class BlockPool:
 
     def check_invariants(self, tables: Iterable[Sequence[int]] | None = None) -> None:
         """Recomputes everything from scratch; with the block ids of all live tables, the reference counts too."""
-        free, block = [], self._head.next
+        free: list[int] = []
+        block = self._head.next
         while block is not self._head:
             assert block.next.previous is block and block.previous.next is block, f"broken link at {block.block_id}"
             assert len(free) < self.num_blocks, "the free list has a loop"

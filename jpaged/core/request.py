@@ -4,7 +4,6 @@ import math
 from collections.abc import Sequence as Series
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
 
 from jpaged.core.block_table import BlockTable
 
@@ -70,16 +69,22 @@ class SamplingParams:
             return isinstance(value, int) and not isinstance(value, bool)
 
         check("temperature", number(self.temperature) and self.temperature >= 0, "a number of at least 0")
-        check("top_k", integer(self.top_k) and self.top_k >= -1, "a whole number of at least 1, or 0 or -1 for all tokens")
+        check(
+            "top_k", integer(self.top_k) and self.top_k >= -1, "a whole number of at least 1, or 0 or -1 for all tokens"
+        )
         check("top_p", number(self.top_p) and 0 < self.top_p <= 1, "above 0 and at most 1")
         check("min_p", number(self.min_p) and 0 <= self.min_p <= 1, "between 0 and 1")
         limit = self.max_tokens
-        check("max_tokens", limit is None or integer(limit) and limit >= 1, "a whole number of at least 1")
+        check("max_tokens", limit is None or (integer(limit) and limit >= 1), "a whole number of at least 1")
         check("stop", all(isinstance(s, str) and s for s in self.stop), "a non-empty string, or several")
         check("stop_token_ids", all(integer(t) for t in self.stop_token_ids), "whole numbers")
-        in_range = self.seed is None or integer(self.seed) and -(2**63) <= self.seed < 2**64
+        in_range = self.seed is None or (integer(self.seed) and -(2**63) <= self.seed < 2**64)
         check("seed", in_range, "a whole number of at most 64 bits")
-        check("logprobs", self.logprobs is None or integer(self.logprobs) and self.logprobs == 0, "0 (the chosen token) or none")
+        check(
+            "logprobs",
+            self.logprobs is None or (integer(self.logprobs) and self.logprobs == 0),
+            "0 (the chosen token) or none",
+        )
 
 
 @dataclass(eq=False)
@@ -147,7 +152,8 @@ class Request:
         return all(sequence.finish_reason for sequence in self.sequences)
 
 
-class OutputDelta(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class OutputDelta:
     """What one step added to one sequence of a request."""
 
     request_id: str

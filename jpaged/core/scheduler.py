@@ -6,9 +6,11 @@ hits and recomputation after a preemption all follow from that one subtraction.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence as Series
+from collections.abc import Iterator
+from collections.abc import Sequence as Series
 from dataclasses import dataclass, field
 
+from jpaged.config import Limits
 from jpaged.core.block_pool import ROOT_KEY, BlockPool, block_key
 from jpaged.core.block_table import BlockTable
 from jpaged.core.request import FinishReason, InvalidParameter, Request, SamplingParams, Sequence
@@ -37,17 +39,13 @@ class Scheduler:
     def __init__(
         self,
         pool: BlockPool,
+        limits: Limits,
         *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_model_len: int,
         vocab_size: int,
         eos_token_ids: Series[int] = (),
     ):
         self.pool = pool
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.max_model_len = max_model_len
+        self.limits = limits
         self.vocab_size = vocab_size
         self.eos_token_ids = frozenset(eos_token_ids)
         self.waiting: OrderedDict[str, Request] = OrderedDict()
@@ -61,10 +59,16 @@ class Scheduler:
     @property
     def max_sequence_len(self) -> int:
         """Most tokens of one sequence. The last token sampled is never written, so it needs no slot."""
-        return min(self.max_model_len, self.pool.num_blocks * self.pool.block_size + 1)
+        return min(self.limits.max_model_len, self.pool.num_blocks * self.pool.block_size + 1)
 
     def add(
-        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, *, seed: int, prompt: str | None = None
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        seed: int,
+        prompt: str | None = None,
     ) -> Request:
         """Queues a request. Raises InvalidParameter, with the numbers, for one that could never run."""
         if request_id in self.waiting or request_id in self.running:
@@ -78,9 +82,11 @@ class Scheduler:
         for token in params.stop_token_ids:
             if not 0 <= token < self.vocab_size:
                 raise InvalidParameter("stop_token_ids", f"{token} is outside the vocabulary [0, {self.vocab_size})")
-        bound = "the model's max_model_len" if limit == self.max_model_len else "what the KV pool can hold"
+        bound = "the model's max_model_len" if limit == self.limits.max_model_len else "what the KV pool can hold"
         if length >= limit:
-            raise InvalidParameter("prompt", f"has {length} tokens; at most {limit - 1} fit with one token of output ({bound})")
+            raise InvalidParameter(
+                "prompt", f"has {length} tokens; at most {limit - 1} fit with one token of output ({bound})"
+            )
         max_tokens = limit - length if params.max_tokens is None else params.max_tokens
         if length + max_tokens > limit:
             raise InvalidParameter(
@@ -92,7 +98,7 @@ class Scheduler:
         return request
 
     def fork(self, sequence: Sequence) -> Sequence:
-        """A second branch of a running request, to be scheduled beside the first. It shares all blocks until written."""
+        """A second branch of a running request, scheduled beside the first. They share blocks until one writes."""
         request = sequence.request
         assert request.request_id in self.running and not sequence.finish_reason, "only what runs can fork"
         child = sequence.fork()
@@ -116,9 +122,9 @@ class Scheduler:
             (self.running if request.request_id in self.running else self.waiting).pop(request.request_id)
 
     def schedule(self) -> ScheduleDecision:
-        """Hands out the token budget: to running requests first, then to waiting ones as long as none had to give way."""
+        """Hands out the token budget: to running requests first, then to waiting ones unless one had to give way."""
         decision = ScheduleDecision()
-        budget = self.max_num_batched_tokens
+        budget = self.limits.max_num_batched_tokens
         for request in list(self.running.values()):
             if request.request_id not in self.running:
                 break  # preempted for an older one, and so is everything after it
@@ -131,7 +137,7 @@ class Scheduler:
         while self.waiting and budget > 0:
             request = next(iter(self.waiting.values()))
             num_seqs += sum(1 for _ in _live(request))
-            if num_seqs > self.max_num_seqs or not self._admit(request, reserved):
+            if num_seqs > self.limits.max_num_seqs or not self._admit(request, reserved):
                 break
             budget -= self._schedule_running(request, budget, decision)
             reserved += _shortage(request)
@@ -144,11 +150,13 @@ class Scheduler:
         left alone.
         """
         advanced = []
-        for (sequence, count), token, logprob in zip(decision.num_scheduled_tokens.items(), token_ids, logprobs, strict=True):
+        for (sequence, count), token, logprob in zip(
+            decision.num_scheduled_tokens.items(), token_ids, logprobs, strict=True
+        ):
             if sequence.finish_reason:
                 continue
             sequence.num_computed_tokens += count
-            assert sequence.num_computed_tokens <= sequence.num_tokens <= self.max_model_len
+            assert sequence.num_computed_tokens <= sequence.num_tokens <= self.limits.max_model_len
             self._remember(sequence, count)
             if sequence.num_computed_tokens < sequence.num_tokens:
                 continue
@@ -169,9 +177,11 @@ class Scheduler:
         sequences = [s for queue in (self.waiting, self.running) for request in queue.values() for s in _live(request)]
         for sequence in sequences:
             held = len(sequence.table.block_ids) * self.pool.block_size
-            assert 0 <= sequence.num_computed_tokens <= sequence.num_tokens <= self.max_model_len, vars(sequence)
+            assert 0 <= sequence.num_computed_tokens <= sequence.num_tokens <= self.limits.max_model_len, vars(sequence)
             assert sequence.num_computed_tokens <= held, f"{sequence.num_computed_tokens} computed, room for {held}"
-        assert all(not s.table.block_ids for r in self.waiting.values() for s in _live(r)), "a waiting request holds blocks"
+        assert all(not s.table.block_ids for r in self.waiting.values() for s in _live(r)), (
+            "a waiting request holds blocks"
+        )
         self.pool.check_invariants(sequence.table.block_ids for sequence in sequences)
 
     def _schedule_running(self, request: Request, budget: int, decision: ScheduleDecision) -> int:

@@ -25,7 +25,9 @@ def _axes(*names: str | None) -> dict:
     return {"out_sharding": names, "eager_sharding": False}
 
 
-def _linear(fan_in: int, fan_out: int, axes: tuple[str | None, str | None], bias: bool, dtype, rngs: nnx.Rngs) -> nnx.Linear:
+def _linear(
+    fan_in: int, fan_out: int, axes: tuple[str | None, str | None], bias: bool, dtype, rngs: nnx.Rngs
+) -> nnx.Linear:
     return nnx.Linear(
         fan_in, fan_out, use_bias=bias, dtype=dtype, param_dtype=dtype, rngs=rngs,
         kernel_metadata=_axes(*axes), bias_metadata=_axes(axes[1]),

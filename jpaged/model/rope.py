@@ -39,7 +39,11 @@ def _yarn(rope: RopeConfig, frequencies: np.ndarray, head_dim: int) -> np.ndarra
     """Dimensions that turn over `beta_fast` times within the original context are kept, under `beta_slow` stretched."""
 
     def dimension(turns: float) -> float:
-        return head_dim * math.log(rope.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+        return (
+            head_dim
+            * math.log(rope.original_max_position_embeddings / (turns * 2 * math.pi))
+            / (2 * math.log(rope.theta))
+        )
 
     low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
     if rope.truncate:

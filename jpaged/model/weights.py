@@ -22,7 +22,12 @@ INDEX = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 * 10**9
 
 # An NNX leaf -> its Hugging Face name, and whether the checkpoint holds it transposed ([out, in]).
-LEAVES = {"kernel": ("weight", True), "embedding": ("weight", False), "scale": ("weight", False), "bias": ("bias", False)}
+LEAVES = {
+    "kernel": ("weight", True),
+    "embedding": ("weight", False),
+    "scale": ("weight", False),
+    "bias": ("bias", False),
+}
 
 Path_ = tuple[Any, ...]  # of a leaf in an NNX state, e.g. ("layers", 0, "mlp", "up_proj", "kernel")
 
@@ -108,7 +113,9 @@ def save_safetensors(model: Llama, directory: Path, *, max_shard_bytes: int = MA
     if len(shards) > 1:
         weight_map = {name: file for file, names in zip(files, shards) for name in names}
         total = sum(array.nbytes for _, array in leaves.values())
-        (directory / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
+        (directory / INDEX).write_text(
+            json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
+        )
 
 
 def load_orbax(directory: Path, config: ModelConfig, dtype: str) -> Llama:

@@ -1,10 +1,10 @@
 """One step's arrays: a ScheduleDecision, laid out and padded to one of a few fixed shapes. numpy alone."""
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from jpaged.config import Limits
 from jpaged.core.request import Sequence
 from jpaged.core.scheduler import ScheduleDecision
 
@@ -12,20 +12,23 @@ from jpaged.core.scheduler import ScheduleDecision
 MIN_TEMPERATURE = 1e-5
 
 
+Array = Any  # numpy where it is made, traced jax arrays inside the step
+
+
 class Batch(NamedTuple):
     """Padding: tokens 0 at position 0 in slot -1; sequences of no query and no context; temperature 0."""
 
-    tokens: np.ndarray  # [T] int32
-    positions: np.ndarray  # [T] int32
-    slot_mapping: np.ndarray  # [T] int32, flat slots to write, -1 = none
-    block_tables: np.ndarray  # [S, W] int32, 0 past a sequence's blocks
-    context_lens: np.ndarray  # [S] int32, this step's tokens included
-    cu_q_lens: np.ndarray  # [S + 1] int32, first row of each sequence
-    temperature: np.ndarray  # [S] float32, 0 = greedy
-    top_k: np.ndarray  # [S] int32, 0 = all
-    top_p: np.ndarray  # [S] float32
-    min_p: np.ndarray  # [S] float32
-    seeds: np.ndarray  # [S, 2] uint32
+    tokens: Array  # [T] int32
+    positions: Array  # [T] int32
+    slot_mapping: Array  # [T] int32, flat slots to write, -1 = none
+    block_tables: Array  # [S, W] int32, 0 past a sequence's blocks
+    context_lens: Array  # [S] int32, this step's tokens included
+    cu_q_lens: Array  # [S + 1] int32, first row of each sequence
+    temperature: Array  # [S] float32, 0 = greedy
+    top_k: Array  # [S] int32, 0 = all
+    top_p: Array  # [S] float32
+    min_p: Array  # [S] float32
+    seeds: Array  # [S, 2] uint32
 
 
 class Bucket(NamedTuple):
@@ -45,7 +48,6 @@ def ladder(low: int, high: int, factor: int) -> tuple[int, ...]:
     return (*rungs, high)
 
 
-@dataclass(frozen=True)
 class Buckets:
     """Every shape that a step can have, known before the first one runs.
 
@@ -54,22 +56,12 @@ class Buckets:
     off a cliff on CPUs.
     """
 
-    max_num_seqs: int
-    max_num_batched_tokens: int
-
-    @property
-    def decode(self) -> tuple[Bucket, ...]:
-        return tuple(Bucket(s, s, True) for s in ladder(2, max(2, self.max_num_seqs), 2))
-
-    @property
-    def mixed(self) -> tuple[Bucket, ...]:
-        tokens = ladder(16, max(16, self.max_num_batched_tokens), 4)
-        seqs = ladder(min(8, self.max_num_seqs), self.max_num_seqs, max(2, self.max_num_seqs))
-        return tuple(Bucket(t, s, False) for t in tokens for s in seqs)
-
-    @property
-    def all(self) -> tuple[Bucket, ...]:
-        return self.decode + self.mixed
+    def __init__(self, limits: Limits):
+        max_seqs, max_tokens = limits.max_num_seqs, limits.max_num_batched_tokens
+        self.decode = tuple(Bucket(s, s, True) for s in ladder(2, max(2, max_seqs), 2))
+        seqs = (8, max_seqs) if max_seqs > 8 else (max_seqs,)
+        self.mixed = tuple(Bucket(t, s, False) for t in ladder(16, max(16, max_tokens), 4) for s in seqs)
+        self.all = self.decode + self.mixed
 
     def fit(self, num_tokens: int, num_seqs: int) -> Bucket:
         """The smallest shape for a step: by sequences for one token each, else by tokens."""

@@ -34,7 +34,9 @@ def fitting_blocks(*, limit: int, in_use: int, temporaries: int, utilization: fl
     return available // bytes_per_block
 
 
-def available_blocks(device: jax.Device, *, bytes_per_block: int, temporaries: int, utilization: float, wanted: int) -> int:
+def available_blocks(
+    device: jax.Device, *, bytes_per_block: int, temporaries: int, utilization: float, wanted: int
+) -> int:
     """Size of the pool in blocks: all that a GPU's memory has room for, or on a CPU what `wanted` blocks ask for,
     within a modest share of the machine's memory."""
     stats = device.memory_stats() if device.platform != "cpu" else None
@@ -48,7 +50,9 @@ def available_blocks(device: jax.Device, *, bytes_per_block: int, temporaries: i
     return max(1, min(wanted, room // bytes_per_block))
 
 
-def allocate_pool(model: ModelConfig, num_blocks: int, block_size: int, dtype: str, device: jax.Device) -> list[jax.Array]:
+def allocate_pool(
+    model: ModelConfig, num_blocks: int, block_size: int, dtype: str, device: jax.Device
+) -> list[jax.Array]:
     """[k of layer 0, v of layer 0, k of layer 1, ...], each [P, K, B, H], all zero.
 
     Zero, not empty: an attention kernel may load a block's unwritten rows, and 0 * NaN is NaN.

@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 from tqdm import tqdm
 
-from jpaged.config import EngineConfig
+from jpaged.config import EngineConfig, Limits
 from jpaged.core.scheduler import ScheduleDecision
 from jpaged.model.llama import Llama
 from jpaged.runtime.batch import Bucket, Buckets, empty_batch, make_batch
@@ -25,7 +25,7 @@ class ModelRunner:
 
     Args:
         model: its arrays are used as they are, not copied.
-        config: with max_model_len, max_num_seqs and max_num_batched_tokens set.
+        limits: what the scheduler will keep to.
 
     Attributes:
         params: the model's leaves, the very arrays that the model holds.
@@ -33,14 +33,13 @@ class ModelRunner:
         num_blocks: P.
     """
 
-    def __init__(self, model: Llama, config: EngineConfig):
-        assert config.max_model_len and config.max_num_seqs and config.max_num_batched_tokens
+    def __init__(self, model: Llama, config: EngineConfig, limits: Limits):
         graphdef, state = nnx.split(model)
         self.params, treedef = jax.tree.flatten(state)
         self.block_size = config.block_size
-        self.table_width = -(-config.max_model_len // config.block_size)
-        self.buckets = Buckets(config.max_num_seqs, config.max_num_batched_tokens)
-        self.max_num_seqs = config.max_num_seqs
+        self.table_width = -(-limits.max_model_len // config.block_size)
+        self.buckets = Buckets(limits)
+        self.max_num_seqs = limits.max_num_seqs
         llama, dtype, device = model.config, str(self.params[0].dtype), next(iter(self.params[0].devices()))
         self.kernels = select(
             config.kernels, platform=device.platform, device_kind=device.device_kind,
@@ -48,12 +47,12 @@ class ModelRunner:
             num_heads=llama.num_attention_heads, num_kv_heads=llama.num_key_value_heads, block_size=config.block_size,
         )  # fmt: skip
         logger.info("attention kernels: %s (%s)", self.kernels.name, self.kernels.reason)
-        self._step = make_step(graphdef, treedef, self.kernels, llama.head_dim)
+        self._step = make_step(graphdef, treedef, self.kernels)
         self._copy_blocks = make_copy_blocks(self.kernels)
         bytes_per_block = block_bytes(llama, config.block_size, dtype)
         self.num_blocks = config.num_gpu_blocks_override or available_blocks(
             device, bytes_per_block=bytes_per_block, temporaries=self._temporaries(llama, dtype),
-            utilization=config.gpu_memory_utilization, wanted=self.table_width * config.max_num_seqs,
+            utilization=config.gpu_memory_utilization, wanted=self.table_width * limits.max_num_seqs,
         )  # fmt: skip
         self.pool = allocate_pool(llama, self.num_blocks, config.block_size, dtype, device)
         logger.info(

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import jax
 from flax import nnx
 
+from jpaged.model.llama import Llama
 from jpaged.runtime.batch import Batch
 from jpaged.runtime.sampler import sample
 from pallas_kernels import Kernels
@@ -12,30 +13,49 @@ from pallas_kernels import Kernels
 Step = Callable[..., tuple[jax.Array, jax.Array, list[jax.Array]]]
 
 
-def make_step(graphdef: nnx.GraphDef, treedef: jax.tree_util.PyTreeDef, kernels: Kernels, head_dim: int) -> Step:
+def forward(
+    model: Llama, pool: list[jax.Array], batch: Batch, kernels: Kernels, *, decode: bool
+) -> tuple[jax.Array, list[jax.Array]]:
+    """Hidden states [T, D] of a batch, and the pool with its keys and values written.
+
+    Args:
+        pool: [k of layer 0, v of layer 0, ...], each [P, K, B, H].
+        decode: every sequence has one token, and row s is sequence s.
+    """
+    pool = list(pool)
+    scale = model.config.head_dim**-0.5
+
+    def attend(layer: int, q_tnh: jax.Array, k_tkh: jax.Array, v_tkh: jax.Array) -> jax.Array:
+        k, v = kernels.write_kv(pool[2 * layer], pool[2 * layer + 1], k_tkh, v_tkh, batch.slot_mapping)
+        pool[2 * layer : 2 * layer + 2] = k, v
+        tables, lens = batch.block_tables, batch.context_lens
+        if decode:
+            return kernels.paged_decode_attention(q_tnh, k, v, tables, lens, scale=scale)
+        return kernels.ragged_paged_attention(q_tnh, k, v, tables, lens, batch.cu_q_lens, scale=scale)
+
+    return model(batch.tokens, batch.positions, attend), pool
+
+
+def make_step(graphdef: nnx.GraphDef, treedef: jax.tree_util.PyTreeDef, kernels: Kernels) -> Step:
     """step(params, pool, batch, decode) -> (tokens [S] int32, logprobs [S] float32, pool), jitted, the pool donated.
 
     `params` is the flat list of the model's leaves: dispatching a model or a state costs many times more on the host.
     The pool comes back in the order it went in, which is what lets XLA alias every buffer of it.
     """
-    scale = head_dim**-0.5
 
     def step(params: list[jax.Array], pool: list[jax.Array], batch: Batch, decode: bool):
         model = nnx.merge(graphdef, jax.tree.unflatten(treedef, params))
-        pool = list(pool)
-
-        def attend(layer: int, q_tnh: jax.Array, k_tkh: jax.Array, v_tkh: jax.Array) -> jax.Array:
-            k, v = kernels.write_kv(pool[2 * layer], pool[2 * layer + 1], k_tkh, v_tkh, batch.slot_mapping)
-            pool[2 * layer : 2 * layer + 2] = k, v
-            tables, lens = batch.block_tables, batch.context_lens
-            if decode:
-                return kernels.paged_decode_attention(q_tnh, k, v, tables, lens, scale=scale)
-            return kernels.ragged_paged_attention(q_tnh, k, v, tables, lens, batch.cu_q_lens, scale=scale)
-
-        x_td = model(batch.tokens, batch.positions, attend)
+        x_td, pool = forward(model, pool, batch, kernels, decode=decode)
         x_sd = x_td if decode else x_td[batch.cu_q_lens[1:] - 1]
-        params_of = (batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.seeds)
-        tokens, logprobs = sample(model.logits(x_sd), *params_of, batch.context_lens)
+        tokens, logprobs = sample(
+            model.logits(x_sd),
+            batch.temperature,
+            batch.top_k,
+            batch.top_p,
+            batch.min_p,
+            batch.seeds,
+            batch.context_lens,
+        )
         return tokens, logprobs, pool
 
     return jax.jit(step, static_argnums=3, donate_argnums=1)

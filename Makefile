@@ -1,0 +1,51 @@
+# make serve [ARGS="--port 8123 --model DIR"]   make test [ARGS="-k scheduler"]   make format   make clean
+# Needs git, make and a Python from 3.12 on: python3, python3.12.., a pyenv version, or uv. All goes into .venv.
+
+VENV := .venv
+BIN := $(VENV)/bin
+NVIDIA := $(wildcard /proc/driver/nvidia/version)
+SERVE_EXTRAS := $(if $(NVIDIA),[cuda],)
+# Without an NVIDIA driver jax should not look for one.
+CPU := $(if $(NVIDIA),,JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu})
+
+.PHONY: serve test format clean
+.DELETE_ON_ERROR:
+
+serve: $(VENV)/serve.done
+	$(CPU) $(BIN)/python server.py $(ARGS)
+
+test: $(VENV)/test.done
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest $(ARGS)
+
+format: $(VENV)/test.done
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(VENV)/serve.done: pyproject.toml $(BIN)/python
+	@echo "Installing jpaged$(SERVE_EXTRAS) into $(VENV)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".$(SERVE_EXTRAS)"
+	@touch $@
+
+$(VENV)/test.done: pyproject.toml $(BIN)/python
+	@echo "Installing jpaged[dev] into $(VENV)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	@touch $@
+
+# The first of these that is new enough; uv brings one if none is.
+$(BIN)/python:
+	@set -e; \
+	for python in "$$PYTHON" python3 python3.14 python3.13 python3.12 "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.1[2-9]*/bin/python; do \
+	  if [ -n "$$python" ] && "$$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; then \
+	    echo "Making $(VENV) with $$python"; "$$python" -m venv $(VENV); exit 0; \
+	  fi; \
+	done; \
+	if command -v uv >/dev/null; then \
+	  echo "Making $(VENV) with uv"; uv venv --quiet --seed --python '>=3.12' $(VENV); exit 0; \
+	fi; \
+	echo "jpaged needs a Python from 3.12 on (with venv), or uv; neither was found" >&2; exit 1

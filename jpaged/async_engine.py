@@ -1,0 +1,157 @@
+"""The engine for servers: one thread steps it, asyncio queues carry its output to whoever waits."""
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from jpaged.core.request import OutputDelta, SamplingParams
+from jpaged.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+
+class EngineDead(RuntimeError):
+    """The engine's thread has ended, by an error or by `stop`; nothing more will come."""
+
+
+@dataclass(frozen=True)
+class _Stream:
+    loop: asyncio.AbstractEventLoop
+    deltas: "asyncio.Queue[OutputDelta | EngineDead]"
+
+
+class AsyncEngine:
+    """Owns an Engine: after `start` nobody else may touch it. Calls reach its thread between two steps, in order."""
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future] | None] = queue.SimpleQueue()
+        self._streams: dict[str, _Stream] = {}  # touched by the engine's thread alone
+        self._error: EngineDead | None = None
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    @property
+    def tokenizer(self):
+        return self._engine.tokenizer
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive() and self._error is None
+
+    def start(self) -> None:
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """Ends the thread after the step it is in; what has not finished ends in EngineDead."""
+        self._calls.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    async def call(self, function: Callable[[Engine], Any]) -> Any:
+        """Runs `function(engine)` on the engine's thread, between two steps, and returns what it returns."""
+        return await asyncio.wrap_future(self._submit(lambda: function(self._engine)))
+
+    @asynccontextmanager
+    async def generate(
+        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, *, prompt: str | None = None
+    ) -> AsyncIterator[AsyncIterator[OutputDelta]]:
+        """Queues a request; inside the context its output comes step by step. Leaving early aborts it.
+
+            async with engine.generate("1", [1, 2, 3], SamplingParams()) as deltas:
+                async for delta in deltas: ...
+
+        Raises InvalidParameter on entering, before any output, for a request that could never run.
+        """
+        stream = _Stream(asyncio.get_running_loop(), asyncio.Queue())
+
+        def add() -> None:
+            self._engine.add(request_id, prompt_token_ids, params, prompt=prompt)
+            self._streams[request_id] = stream
+
+        def abort() -> None:
+            if self._streams.pop(request_id, None) is stream:
+                self._engine.abort(request_id)
+
+        try:
+            await asyncio.wrap_future(self._submit(add))
+            yield _deltas(stream)
+        finally:
+            self._submit(abort)  # behind `add`, so it also undoes one that nobody waits for any more
+
+    def _submit(self, call: Callable[[], Any]) -> Future:
+        future: Future = Future()
+        if self._error:
+            future.set_exception(self._error)
+        else:
+            self._calls.put((call, future))
+        return future
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._handle_calls()
+                if self._engine.has_work and not self._stopping:
+                    self._deliver(self._engine.step())
+            self._die(EngineDead("the engine was stopped"))
+        except BaseException as error:
+            logger.exception("the engine has failed")
+            self._die(EngineDead(f"the engine has failed: {error}"))
+
+    def _handle_calls(self) -> None:
+        """All calls that wait; without other work, at least one."""
+        while not self._stopping:
+            try:
+                item = self._calls.get(block=not self._engine.has_work)
+            except queue.Empty:
+                return
+            if item is None:
+                self._stopping = True
+                return
+            call, future = item
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(call())
+                except Exception as error:
+                    future.set_exception(error)
+
+    def _deliver(self, deltas: list[OutputDelta]) -> None:
+        for delta in deltas:
+            finished = delta.finish_reason is not None
+            stream = self._streams.pop(delta.request_id) if finished else self._streams[delta.request_id]
+            _put(stream, delta)
+
+    def _die(self, error: EngineDead) -> None:
+        self._error = error
+        for stream in self._streams.values():
+            _put(stream, error)
+        self._streams.clear()
+        while True:  # what was submitted before _error was set
+            try:
+                item = self._calls.get(timeout=0.1)
+            except queue.Empty:
+                return
+            if item is not None and item[1].set_running_or_notify_cancel():
+                item[1].set_exception(error)
+
+
+async def _deltas(stream: _Stream) -> AsyncIterator[OutputDelta]:
+    finished = False
+    while not finished:
+        delta = await stream.deltas.get()
+        if isinstance(delta, EngineDead):
+            raise delta
+        finished = delta.finish_reason is not None
+        yield delta
+
+
+def _put(stream: _Stream, item: OutputDelta | EngineDead) -> None:
+    try:
+        stream.loop.call_soon_threadsafe(stream.deltas.put_nowait, item)
+    except RuntimeError:  # its event loop is closed: nobody waits any more
+        logger.debug("output for a closed event loop was dropped")

@@ -1,0 +1,234 @@
+"""The OpenAI-compatible application: routes, errors, and how a request becomes an answer, whole or streamed."""
+
+import asyncio
+import hmac
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+from jpaged.async_engine import AsyncEngine, EngineDead
+from jpaged.core.request import InvalidParameter, OutputDelta, SamplingParams
+from jpaged.serving.answer import Answer, ChatAnswer, CompletionAnswer
+from jpaged.serving.protocol import ApiError, ChatRequest, CompletionRequest, parse
+from jpaged.tokenizer import encode, render_chat
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 16 * 2**20
+
+
+@dataclass(eq=False)
+class Service:
+    """What the handlers share.
+
+    Attributes:
+        tokenizer: the Hugging Face tokenizer, for prompts and chat templates.
+        draining: finish what runs, refuse what comes.
+        in_flight: generating requests, each by its task.
+    """
+
+    engine: AsyncEngine
+    tokenizer: Any
+    model_name: str
+    max_model_len: int
+    chat_template: str | None = None
+    api_key: str | None = None
+    draining: bool = False
+    in_flight: set[asyncio.Task] = field(default_factory=set)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+SERVICE = web.AppKey("service", Service)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def make_app(service: Service) -> web.Application:
+    """The application; run it with `handler_cancellation=True`, so that a client that goes away aborts its request."""
+    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[errors, authorize, drain])
+    app[SERVICE] = service
+    app.cleanup_ctx.append(_engine)
+    app.add_routes(
+        [
+            web.post("/v1/completions", completions),
+            web.post("/v1/chat/completions", chat_completions),
+            web.get("/v1/models", models),
+            web.get("/health", health),
+        ]
+    )
+    return app
+
+
+async def _engine(app: web.Application) -> AsyncIterator[None]:
+    app[SERVICE].engine.start()
+    yield
+    await app[SERVICE].engine.stop()
+
+
+@web.middleware
+async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Every failure in the API's form; the caller's own are 4xx and name the field."""
+    try:
+        return await handler(request)
+    except ApiError as error:
+        return _error(error)
+    except InvalidParameter as error:
+        return _error(ApiError(400, str(error), error.field))
+    except EngineDead as error:
+        return _error(ApiError(503, str(error)))
+    except web.HTTPRequestEntityTooLarge:
+        return _error(ApiError(413, f"the body exceeds {MAX_BODY_BYTES} bytes"))
+    except web.HTTPException as error:
+        return _error(ApiError(error.status, f"{request.method} {request.path}: {error.reason}"))
+    except ConnectionResetError:
+        raise  # the client has gone; there is nobody to answer
+    except Exception:
+        logger.exception("%s %s failed", request.method, request.path)
+        return _error(ApiError(500, "internal error; the server's log has more"))
+
+
+@web.middleware
+async def authorize(request: web.Request, handler: Handler) -> web.StreamResponse:
+    key = request.app[SERVICE].api_key
+    if key and request.path.startswith("/v1"):
+        given = request.headers.get("Authorization", "")
+        if not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
+            raise ApiError(401, "a valid API key is needed: Authorization: Bearer KEY")
+    return await handler(request)
+
+
+@web.middleware
+async def drain(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Counts what generates; refuses more once the server is shutting down."""
+    service = request.app[SERVICE]
+    if request.method != "POST":
+        return await handler(request)
+    if service.draining:
+        raise ApiError(503, "the server is shutting down")
+    task = asyncio.current_task()
+    assert task is not None
+    service.in_flight.add(task)
+    try:
+        return await handler(request)
+    finally:
+        service.in_flight.discard(task)
+
+
+def _error(error: ApiError) -> web.Response:
+    return web.json_response(error.body, status=error.status)
+
+
+async def completions(request: web.Request) -> web.StreamResponse:
+    service = request.app[SERVICE]
+    body = parse(CompletionRequest, await request.read())
+    params, prompts = body.params(), body.prompts()
+    _check(service, body)
+    answer = CompletionAnswer(service.model_name, service.created, service.engine.tokenizer, body.logprobs is not None)
+    token_ids = [await asyncio.to_thread(encode, service.tokenizer, p) if isinstance(p, str) else p for p in prompts]
+    return await _respond(request, answer, token_ids, params, body)
+
+
+async def chat_completions(request: web.Request) -> web.StreamResponse:
+    service = request.app[SERVICE]
+    body = parse(ChatRequest, await request.read())
+    params = body.params()
+    _check(service, body)
+    messages = [message.for_template() for message in body.messages]
+    try:
+        prompt = await asyncio.to_thread(render_chat, service.tokenizer, messages, service.chat_template)
+    except ValueError as error:
+        raise ApiError(400, str(error), "messages") from error
+    answer = ChatAnswer(service.model_name, service.created, service.engine.tokenizer, bool(body.logprobs))
+    return await _respond(request, answer, [prompt], params, body)
+
+
+async def models(request: web.Request) -> web.Response:
+    service = request.app[SERVICE]
+    model = {"id": service.model_name, "object": "model", "created": service.created, "owned_by": "jpaged"}
+    return web.json_response({"object": "list", "data": [model | {"max_model_len": service.max_model_len}]})
+
+
+async def health(request: web.Request) -> web.Response:
+    service = request.app[SERVICE]
+    return web.Response(status=200 if service.engine.alive and not service.draining else 503)
+
+
+def _check(service: Service, body: CompletionRequest | ChatRequest) -> None:
+    if body.model not in (None, service.model_name):
+        raise ApiError(404, f"model: {body.model!r} is not served here; {service.model_name!r} is", "model")
+    if body.stream_options and not body.stream:
+        raise ApiError(400, "stream_options: only allowed with stream", "stream_options")
+
+
+async def _respond(
+    request: web.Request,
+    answer: Answer,
+    prompts: list[list[int]],
+    params: SamplingParams,
+    body: CompletionRequest | ChatRequest,
+) -> web.StreamResponse:
+    """Generates for every prompt at once. Each is accepted before anything is sent, so a refusal is still a 400."""
+    service = request.app[SERVICE]
+    async with _generate(service.engine, answer, prompts, params) as deltas:
+        if not body.stream:
+            async for index, delta in deltas:
+                answer.add(index, delta)
+            return web.json_response(answer.whole())
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        await response.prepare(request)
+        try:
+            for chunk in answer.opening(len(prompts)):
+                await _send(response, chunk)
+            async for index, delta in deltas:
+                part = answer.chunk(index, delta)
+                if part is not None:
+                    await _send(response, part)
+            if body.stream_options and body.stream_options.include_usage:
+                await _send(response, answer.usage_chunk())
+        except EngineDead as error:
+            await _send(response, ApiError(503, str(error)).body)
+        await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+
+async def _send(response: web.StreamResponse, chunk: dict[str, Any]) -> None:
+    await response.write(b"data: " + json.dumps(chunk, ensure_ascii=False).encode() + b"\n\n")
+
+
+@asynccontextmanager
+async def _generate(
+    engine: AsyncEngine, answer: Answer, prompts: Sequence[list[int]], params: SamplingParams
+) -> AsyncIterator[AsyncIterator[tuple[int, OutputDelta]]]:
+    """The outputs of several prompts as one stream of (index of the prompt, delta). Leaving it aborts all of them."""
+    merged: asyncio.Queue[tuple[int, OutputDelta] | BaseException | None] = asyncio.Queue()
+
+    async def pump(index: int, deltas: AsyncIterator[OutputDelta]) -> None:
+        try:
+            async for delta in deltas:
+                merged.put_nowait((index, delta))
+            merged.put_nowait(None)
+        except EngineDead as error:
+            merged.put_nowait(error)
+
+    async def drain_all() -> AsyncIterator[tuple[int, OutputDelta]]:
+        for _ in prompts:
+            while (item := await merged.get()) is not None:
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+
+    async with AsyncExitStack() as stack:
+        tasks: list[asyncio.Task] = []
+        stack.callback(lambda: [task.cancel() for task in tasks])
+        for index, prompt in enumerate(prompts):
+            answer.prompt_tokens += len(prompt)
+            deltas = await stack.enter_async_context(engine.generate(f"{answer.id}-{index}", prompt, params))
+            tasks.append(asyncio.create_task(pump(index, deltas)))
+        yield drain_all()

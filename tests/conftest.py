@@ -1,0 +1,26 @@
+"""What every test shares: the CPU, no network, a compilation cache of its own run, tiny models."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # the CUDA plugin is here to compile, not to run
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+
+from tests import checkpoints, models
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compilation_cache(tmp_path_factory):
+    """Executables are shared within the run and forgotten after it."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """A directory with a random two-layer Llama, a byte tokenizer and a chat template."""
+    directory = tmp_path_factory.mktemp("tiny")
+    checkpoints.write(directory, models.TINY, generation={"eos_token_id": models.EOS})
+    models.write_tokenizer(directory)
+    return directory

@@ -1,0 +1,108 @@
+"""Logits and greedy tokens against transformers' LlamaForCausalLM in float32, through the whole paged path."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jpaged.config import Limits, ModelConfig, RopeConfig
+from jpaged.core.block_pool import BlockPool
+from jpaged.core.request import SamplingParams
+from jpaged.core.scheduler import Scheduler
+from jpaged.engine import Engine
+from jpaged.model.weights import load_safetensors
+from jpaged.runtime.batch import Buckets, make_batch
+from jpaged.runtime.kv_cache import allocate_pool
+from jpaged.runtime.step import forward
+from pallas_kernels import select
+from tests import checkpoints
+from tests.oracle import make_fixtures
+
+FIXTURES = np.load(Path(__file__).parents[1] / "fixtures" / "llama.npz")
+BLOCK = 8
+
+
+class LogitsRunner:
+    """Runs decisions through the model's paged forward, keeps the logits of every position, samples greedily."""
+
+    def __init__(self, model, num_blocks: int, buckets: Buckets, width: int):
+        kernels = select("reference", platform="cpu", device_kind="cpu", compute_capability=None, dtype="float32",
+                         head_dim=1, num_heads=1, num_kv_heads=1, block_size=BLOCK)  # fmt: skip
+        self.pool = allocate_pool(model.config, num_blocks, BLOCK, "float32", jax.devices()[0])
+        self.buckets, self.width = buckets, width
+        self.logits: dict[int, np.ndarray] = {}
+
+        def run(pool, batch, decode):
+            x, pool = forward(model, pool, batch, kernels, decode=decode)
+            return model.logits(x), pool
+
+        self.run = jax.jit(run, static_argnums=2)
+
+    def step(self, decision):
+        bucket, batch = make_batch(decision, self.buckets, BLOCK, self.width)
+        logits, self.pool = self.run(self.pool, batch, bucket.decode)
+        logits = np.asarray(logits)
+        for position, row in zip(batch.positions[: decision.num_tokens], logits):
+            self.logits[int(position)] = row
+        last = batch.cu_q_lens[1 : 1 + len(decision.num_scheduled_tokens)] - 1
+        return logits[last].argmax(-1).tolist(), [0.0] * len(last)
+
+
+@pytest.fixture(scope="module", params=checkpoints.CASES)
+def case(request, tmp_path_factory):
+    config = checkpoints.CASES[request.param]
+    directory = checkpoints.write(tmp_path_factory.mktemp(request.param), config)
+    model = load_safetensors(directory, ModelConfig.from_directory(directory), "float32", progress=False)
+    return model, FIXTURES[f"{request.param}/tokens"].tolist(), FIXTURES[f"{request.param}/logits"]
+
+
+@pytest.mark.parametrize("chunk", [128, 16, 1], ids=["prefill", "chunks", "decode"])
+def test_logits_and_greedy_tokens_equal_transformers(case, chunk):
+    model, tokens, expected = case
+    limits = Limits(max_model_len=len(tokens), max_num_seqs=1, max_num_batched_tokens=chunk)
+    pool = BlockPool(-(-len(tokens) // BLOCK), BLOCK)
+    runner = LogitsRunner(model, pool.num_blocks, Buckets(limits), pool.num_blocks)
+    scheduler = Scheduler(pool, limits, vocab_size=expected.shape[1])
+    engine = Engine(scheduler, runner)
+    request = engine.add("0", tokens[: checkpoints.PROMPT], SamplingParams(max_tokens=checkpoints.NEW_TOKENS))
+    while engine.has_work:
+        engine.step()
+    assert request.sequences[0].tokens == tokens
+    assert 0.5 < expected.std() < 3, "the tolerance is meant for logits of unit scale"
+    logits = np.stack([runner.logits[i] for i in range(len(tokens) - 1)])
+    np.testing.assert_allclose(logits, expected[:-1], atol=1e-4, rtol=0)
+
+
+def test_the_comparison_notices_a_missing_rope_scaling(case):
+    """Otherwise the fixtures would prove nothing about positions past the original context."""
+    model, tokens, expected = case
+    if model.config.rope.type == "default":
+        return
+    graphdef, state = nnx.split(model)
+    plain = nnx.merge(graphdef, state)
+    plain.config = dataclasses.replace(model.config, rope=RopeConfig(theta=model.config.rope.theta))
+    t = len(tokens)
+
+    def attend(layer, q_tnh, k_tkh, v_tkh):
+        o = jax.nn.dot_product_attention(q_tnh[None], k_tkh[None], v_tkh[None], is_causal=True)
+        return o[0]
+
+    def error(llama):
+        logits = llama.logits(llama(jnp.asarray(tokens), jnp.arange(t), attend))
+        return np.abs(np.asarray(logits) - expected)[checkpoints.LONG["original_max_position_embeddings"] :].max()
+
+    assert error(model) < 1e-4 and error(plain) > 1e-2
+
+
+def test_fixtures_equal_transformers_where_torch_is_importable():
+    pytest.importorskip("torch", reason="torch is not installed: the committed fixtures stand in for it")
+    for name, config in checkpoints.CASES.items():
+        result = make_fixtures.run(
+            config, checkpoints.tensors(config), checkpoints.prompt(config), checkpoints.NEW_TOKENS
+        )
+        assert result["tokens"].tolist() == FIXTURES[f"{name}/tokens"].tolist()
+        np.testing.assert_allclose(result["logits"], FIXTURES[f"{name}/logits"], atol=1e-5)

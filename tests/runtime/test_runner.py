@@ -1,0 +1,206 @@
+"""The device side: the pool is aliased and never copied, nothing compiles after warm-up, block copies are real."""
+
+import dataclasses
+import random
+
+import jax
+import jax.monitoring
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from jpaged import LLM, ModelConfig, SamplingParams
+from jpaged.model.weights import abstract_llama, dummy_llama
+from jpaged.runtime.batch import Bucket, empty_batch
+from jpaged.runtime.kv_cache import block_bytes, fitting_blocks
+from jpaged.runtime.step import make_copy_blocks, make_step
+from pallas_kernels import select
+from tests import deviceless
+
+LLAMA = ModelConfig(
+    vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=64, max_position_embeddings=128,
+)  # fmt: skip
+LIMITS = {"max_num_seqs": 8, "max_num_batched_tokens": 32}
+H200 = {"platform": "gpu", "device_kind": "NVIDIA H200", "compute_capability": 9.0}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return dummy_llama(LLAMA, "float32", seed=0)
+
+
+@pytest.fixture(scope="module")
+def llm(model):
+    return LLM(model, block_size=8, num_gpu_blocks_override=40, progress=False, **LIMITS)
+
+
+class Compilations:
+    """Counts what XLA compiles or loads from its cache while it is entered."""
+
+    def __enter__(self):
+        self.count = 0
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+        return self
+
+    def __exit__(self, *_):
+        jax.monitoring.unregister_event_duration_listener(self._on_event)
+
+    def _on_event(self, name, *_args, **_kwargs):
+        self.count += name in (
+            "/jax/core/compile/jaxpr_trace_duration",
+            "/jax/core/compile/jaxpr_to_mlir_module_duration",
+            "/jax/core/compile/backend_compile_duration",
+        )
+
+
+def test_nothing_compiles_after_warm_up_whatever_arrives(llm):
+    rng = random.Random(0)
+    with Compilations() as compilations:
+        for count in (1, 2, 3, 8, 30):
+            prompts = [[rng.randrange(300) for _ in range(rng.randint(1, 90))] for _ in range(count)]
+            params = [
+                SamplingParams(
+                    temperature=rng.choice([0.0, 0.7]), top_k=rng.choice([0, 5]), top_p=rng.choice([0.5, 1.0]),
+                    max_tokens=rng.randint(1, 30), seed=rng.choice([None, 2**63 + 1]),
+                )
+                for _ in range(count)
+            ]  # fmt: skip
+            llm.generate(prompts, params, use_tqdm=False)
+        request = llm.engine.add("forked", prompts[0], SamplingParams(max_tokens=20, temperature=0))
+        llm.engine.step()
+        while request.sequences[0].num_computed_tokens < len(prompts[0]):
+            llm.engine.step()
+        llm.engine.scheduler.fork(request.sequences[0])
+        while llm.engine.has_work:
+            llm.engine.step()
+    assert llm.engine.scheduler.num_preemptions > 0, "the mix must include preemption"
+    assert compilations.count == 0
+
+
+def test_the_counter_counts(model):
+    with Compilations() as compilations:
+        jax.jit(lambda x: x * 3.5)(jnp.ones(7)).block_until_ready()
+    assert compilations.count > 0
+
+
+def test_block_copies_on_the_device(llm):
+    """Two branches of a sequence, forked in the middle of a block, go on as the one sequence would have."""
+    prompt, params = list(range(20)), SamplingParams(max_tokens=24, temperature=0)
+    expected = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids
+    request = llm.engine.add("fork", prompt, params)
+    for _ in range(3):
+        llm.engine.step()
+    first = request.sequences[0]
+    second = llm.engine.scheduler.fork(first)
+    second.tokens[-1] = (second.tokens[-1] + 1) % 300  # a branch that writes other keys, or nothing could go wrong
+    start = len(second.tokens)
+    forked = list(second.tokens)
+    while llm.engine.has_work:
+        llm.engine.step()
+    assert first.output_token_ids == expected
+    alone = llm.generate(forked, SamplingParams(max_tokens=20 + 24 - start, temperature=0), use_tqdm=False)[0]
+    assert second.tokens[start:] == alone.outputs[0].token_ids
+    assert llm.engine.scheduler.pool.num_used == 0
+
+
+def test_a_module_in_hand_is_served_with_its_own_arrays(model, llm):
+    mine = {x.unsafe_buffer_pointer() for x in jax.tree.leaves(nnx.state(model))}
+    served = llm.engine.runner.params
+    assert {x.unsafe_buffer_pointer() for x in served} == mine and len(served) == len(mine)
+    assert sum(mine is theirs for mine, theirs in zip(jax.tree.leaves(nnx.state(model)), served)) == len(served)
+
+
+def test_tokens_with_a_seed_do_not_depend_on_the_batch(llm):
+    params = SamplingParams(temperature=1.0, top_p=0.95, top_k=40, seed=7, max_tokens=20)
+    alone = llm.generate([5, 6, 7], params, use_tqdm=False)[0].outputs[0].token_ids
+    others = [dataclasses.replace(params, seed=i, temperature=0.5) for i in range(6)]
+    batch = llm.generate([[i] * 9 for i in range(6)] + [[5, 6, 7]], [*others, params], use_tqdm=False)
+    assert batch[-1].outputs[0].token_ids == alone
+    reseeded = llm.generate([5, 6, 7], dataclasses.replace(params, seed=8), use_tqdm=False)
+    assert reseeded[0].outputs[0].token_ids != alone
+
+
+POOL_BLOCKS, BLOCK = 512, 16
+
+
+def step_avals(llama: ModelConfig, dtype: str, bucket: Bucket):
+    graphdef, leaves = abstract_llama(llama, dtype)
+    params, treedef = jax.tree.flatten(nnx.from_flat_state(leaves))
+    shape = (POOL_BLOCKS, llama.num_key_value_heads, BLOCK, llama.head_dim)
+    pool = [jax.ShapeDtypeStruct(shape, dtype)] * (2 * llama.num_hidden_layers)
+    return graphdef, treedef, params, pool, empty_batch(bucket, 8)
+
+
+def kernels_for(name: str, dtype: str):
+    return select(
+        name, dtype=dtype, head_dim=LLAMA.head_dim, num_heads=LLAMA.num_attention_heads,
+        num_kv_heads=LLAMA.num_key_value_heads, block_size=BLOCK, **H200,
+    )  # fmt: skip
+
+
+BUCKETS = [Bucket(8, 8, True), Bucket(64, 8, False)]
+
+
+@pytest.mark.parametrize("bucket", BUCKETS, ids=["decode", "mixed"])
+def test_the_step_aliases_the_pool_and_copies_none_of_it_on_a_cpu(bucket):
+    graphdef, treedef, params, pool, batch = step_avals(LLAMA, "float32", bucket)
+    compiled = make_step(graphdef, treedef, kernels_for("reference", "float32")).lower(
+        params, pool, batch, bucket.decode
+    ).compile()  # fmt: skip
+    memory, pool_bytes = compiled.memory_analysis(), POOL_BLOCKS * block_bytes(LLAMA, BLOCK, "float32")
+    assert memory.alias_size_in_bytes == pool_bytes
+    assert memory.temp_size_in_bytes < pool_bytes / len(pool)
+    assert copies(compiled.as_text(), pool[0].shape, "f32") == 0
+
+
+@pytest.mark.parametrize("bucket", BUCKETS, ids=["decode", "mixed"])
+def test_the_step_aliases_the_pool_and_copies_none_of_it_on_an_h200(bucket):
+    if reason := deviceless.why_not():
+        pytest.skip(reason)
+    graphdef, treedef, params, pool, batch = step_avals(LLAMA, "bfloat16", bucket)
+    step = make_step(graphdef, treedef, kernels_for("mosaic", "bfloat16"))
+    compiled = deviceless.compile_for_h200(
+        lambda params, pool, batch: step(params, pool, batch, bucket.decode), params, pool, batch, donate_argnums=1
+    )
+    pool_bytes = POOL_BLOCKS * block_bytes(LLAMA, BLOCK, "bfloat16")
+    assert compiled.aliased_bytes == pool_bytes
+    assert compiled.temp_bytes < pool_bytes / len(pool)
+    assert compiled.copies_of(pool[0].shape, "bfloat16") == 0
+    assert compiled.kernels and all(k.spill_bytes == 0 for k in compiled.kernels.values())
+
+
+def copies(hlo: str, shape, dtype: str) -> int:
+    array = f"{dtype}[{','.join(map(str, shape))}]"
+    return sum(array in line.partition(" copy(")[0] for line in hlo.splitlines() if " copy(" in line)
+
+
+def test_block_copies_alias_the_pool_too():
+    _, _, _, pool, _ = step_avals(LLAMA, "float32", BUCKETS[0])
+    indices = jax.ShapeDtypeStruct((8,), jnp.int32)
+    compiled = make_copy_blocks(kernels_for("reference", "float32")).lower(pool, indices, indices).compile()
+    assert compiled.memory_analysis().alias_size_in_bytes == POOL_BLOCKS * block_bytes(LLAMA, BLOCK, "float32")
+    assert copies(compiled.as_text(), pool[0].shape, "f32") == 0
+
+
+def test_the_copy_test_can_fail():
+    """A pool that is kept and changed must be copied."""
+    shape = (POOL_BLOCKS, 2, BLOCK, 64)
+
+    def keep(pool):
+        return pool, pool.at[0].set(1)
+
+    compiled = jax.jit(keep, donate_argnums=0).lower(jax.ShapeDtypeStruct(shape, jnp.float32)).compile()
+    assert copies(compiled.as_text(), shape, "f32") > 0
+
+
+def test_pool_size_from_memory():
+    gib = 2**30
+    sizes = {"in_use": 20 * gib, "temporaries": 2 * gib, "utilization": 0.9, "bytes_per_block": 2**21}
+    assert fitting_blocks(limit=100 * gib, **sizes) == (90 - 22) * 512
+    with pytest.raises(ValueError, match=r"gpu_memory_utilization: 0.9 of 24.00 GiB leaves no room .* 20.00 GiB in use"):
+        fitting_blocks(limit=24 * gib, **sizes)
+
+
+def test_block_bytes():
+    assert block_bytes(LLAMA, 16, "bfloat16") == 2 * 2 * 2 * 16 * 64 * 2

@@ -1,0 +1,403 @@
+"""The server over HTTP: answers, streams, errors, concurrency, clients that go away."""
+
+import asyncio
+import io
+import json
+import random
+
+import aiohttp
+import openai
+import pytest
+from aiohttp.test_utils import TestServer
+
+from jpaged.async_engine import AsyncEngine
+from jpaged.config import EngineConfig
+from jpaged.load import load_engine
+from jpaged.serving.app import MAX_BODY_BYTES, SERVICE, Service, make_app
+from jpaged.tokenizer import encode
+from tests.models import VOCAB
+
+MAX_LEN = 256
+
+
+class Client:
+    """A server on a port of its own, and a session with it."""
+
+    def __init__(self, engine, tokenizer, **options):
+        limits = engine.scheduler.limits
+        self.engine = engine
+        self.service = Service(AsyncEngine(engine), tokenizer, "tiny", limits.max_model_len, **options)
+        self.app = make_app(self.service)
+
+    async def __aenter__(self):
+        self.server = TestServer(self.app)
+        await self.server.start_server()
+        self.session = aiohttp.ClientSession(self.server.make_url("/"))
+        return self
+
+    async def __aexit__(self, *_):
+        await self.session.close()
+        await self.server.close()
+
+    async def post(self, path, body, status=200):
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        async with self.session.post(path, data=data) as response:
+            assert response.status == status, await response.text()
+            return await response.json()
+
+    async def complete(self, prompt, status=200, **fields):
+        return await self.post("/v1/completions", {"prompt": prompt, "temperature": 0} | fields, status)
+
+    async def stream(self, path, body):
+        """The chunks of a streamed answer; the protocol's frame is checked."""
+        async with self.session.post(path, json=body | {"stream": True}) as response:
+            assert response.status == 200 and response.content_type == "text/event-stream"
+            lines = (await response.read()).decode().split("\n\n")
+        assert lines[-2:] == ["data: [DONE]", ""] and all(line.startswith("data: ") for line in lines[:-1])
+        return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+
+    async def idle(self):
+        """Waits until nothing runs; then no block may be in use."""
+
+        def check(engine):
+            engine.scheduler.check_invariants()
+            return engine.has_work, engine.scheduler.pool.num_used
+
+        for _ in range(200):
+            work, used = await self.service.engine.call(check)
+            if not work:
+                assert used == 0
+                return
+            await asyncio.sleep(0.02)
+        raise AssertionError("requests are still running")
+
+
+def build(tiny, **config):
+    limits = {"max_model_len": MAX_LEN, "block_size": 8, "max_num_seqs": 16, "max_num_batched_tokens": 64}
+    return load_engine(EngineConfig(model=str(tiny), **limits | config), progress=False)
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny):
+    return build(tiny)
+
+
+@pytest.fixture
+async def client(loaded):
+    engine, tokenizer = loaded
+    async with Client(engine, tokenizer) as client:
+        yield client
+        await client.idle()
+
+
+async def test_a_completion(client):
+    body = await client.complete("Hello", model="tiny", max_tokens=8, logprobs=0)
+    (choice,) = body["choices"]
+    assert body["object"] == "text_completion" and body["model"] == "tiny" and body["id"].startswith("cmpl-")
+    assert choice["index"] == 0 and choice["finish_reason"] in ("length", "stop")
+    assert body["usage"]["prompt_tokens"] == 5
+    assert body["usage"]["total_tokens"] == 5 + body["usage"]["completion_tokens"]
+    logprobs = choice["logprobs"]
+    assert len(logprobs["tokens"]) == len(logprobs["token_logprobs"]) == body["usage"]["completion_tokens"]
+    assert all(p <= 0 for p in logprobs["token_logprobs"]) and logprobs["text_offset"][0] == 0
+
+
+async def test_completions_default_to_16_tokens(client):
+    assert (await client.complete("Hello", ignore_eos=True))["usage"]["completion_tokens"] == 16
+
+
+async def test_every_form_of_prompt(client, loaded):
+    ids = encode(loaded[1], "Hello")
+    one = (await client.complete("Hello"))["choices"][0]["text"]
+    two = (await client.complete("other"))["choices"][0]["text"]
+    for prompt in (ids, ["Hello"], [ids]):
+        assert [c["text"] for c in (await client.complete(prompt))["choices"]] == [one]
+    both = await client.complete([ids, encode(loaded[1], "other")])
+    assert [(c["index"], c["text"]) for c in both["choices"]] == [(0, one), (1, two)]
+    assert both["usage"]["prompt_tokens"] == 10
+
+
+async def test_a_chat_plain_and_streamed(client):
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 12, "temperature": 0, "logprobs": True}
+    plain = await client.post("/v1/chat/completions", body)
+    message = plain["choices"][0]["message"]
+    assert plain["object"] == "chat.completion" and message["role"] == "assistant"
+    chunks = await client.stream("/v1/chat/completions", body | {"stream_options": {"include_usage": True}})
+    assert {c["object"] for c in chunks} == {"chat.completion.chunk"} and len({c["id"] for c in chunks}) == 1
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"] == plain["usage"]
+    parts = [c["choices"][0] for c in chunks[1:-1]]
+    assert "".join(p["delta"]["content"] for p in parts) == message["content"]
+    assert [p["finish_reason"] for p in parts][:-1] == [None] * (len(parts) - 1)
+    assert parts[-1]["finish_reason"] == plain["choices"][0]["finish_reason"]
+    streamed = [token for p in parts for token in p["logprobs"]["content"]]
+    assert streamed == plain["choices"][0]["logprobs"]["content"]
+
+
+async def test_parts_of_text_are_one_message(client):
+    whole = {"messages": [{"role": "user", "content": "Hi there"}], "max_tokens": 6, "temperature": 0}
+    parts = [{"type": "text", "text": "Hi "}, {"type": "text", "text": "there"}]
+    split = whole | {"messages": [{"role": "user", "content": parts}]}
+    answers = [(await client.post("/v1/chat/completions", body))["choices"] for body in (whole, split)]
+    assert answers[0] == answers[1]
+
+
+async def test_a_streamed_completion_of_two_prompts(client):
+    body = {"prompt": ["Hello", "other"], "max_tokens": 20, "temperature": 0}
+    plain = await client.post("/v1/completions", body)
+    chunks = await client.stream("/v1/completions", body)
+    texts = ["", ""]
+    for chunk in chunks:
+        texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
+    assert texts == [c["text"] for c in plain["choices"]]
+
+
+async def test_stop_strings_plain_and_streamed(client):
+    text = (await client.complete("Hello", max_tokens=40, ignore_eos=True))["choices"][0]["text"]
+    middle = len(text) // 2
+    stop = text[middle : middle + 2]
+    expected = text[: text.find(stop)]
+    fields = {"max_tokens": 40, "ignore_eos": True, "stop": [stop, "never in it"]}
+    (choice,) = (await client.complete("Hello", **fields))["choices"]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (expected, "stop", stop)
+    chunks = await client.stream("/v1/completions", {"prompt": "Hello", "temperature": 0} | fields)
+    assert "".join(c["choices"][0]["text"] for c in chunks) == expected
+    kept = await client.complete("Hello", **fields, include_stop_str_in_output=True)
+    assert kept["choices"][0]["text"] == expected + stop
+
+
+async def test_a_seed_repeats(client):
+    fields = {"temperature": 1.0, "seed": 11, "max_tokens": 20}
+    texts = [(await client.complete("Hello", **fields))["choices"][0]["text"] for _ in range(2)]
+    other = (await client.complete("Hello", **fields | {"seed": 12}))["choices"][0]["text"]
+    assert texts[0] == texts[1] != other
+
+
+async def test_the_openai_client(client):
+    async with openai.AsyncOpenAI(base_url=str(client.server.make_url("/v1")), api_key="none", max_retries=0) as api:
+        completion = await api.completions.create(model="tiny", prompt="Hello", max_tokens=5, temperature=0)
+        assert completion.choices[0].finish_reason in ("length", "stop") and completion.usage.prompt_tokens == 5
+        messages = [{"role": "user", "content": "Hi"}]
+        stream = await api.chat.completions.create(model="tiny", messages=messages, max_tokens=8, seed=1, stream=True)
+        pieces = [chunk.choices[0].delta.content or "" async for chunk in stream]
+        whole = await api.chat.completions.create(model="tiny", messages=messages, max_completion_tokens=8, seed=1)
+        assert "".join(pieces) == whole.choices[0].message.content
+        assert [m.id for m in (await api.models.list()).data] == ["tiny"]
+        with pytest.raises(openai.NotFoundError, match="'gpt-5' is not served here"):
+            await api.completions.create(model="gpt-5", prompt="Hello")
+        with pytest.raises(openai.BadRequestError, match="temperature") as error:
+            await api.completions.create(model="tiny", prompt="Hello", temperature=-1)
+        assert error.value.param == "temperature"
+
+
+LONG = "a" * MAX_LEN
+
+
+@pytest.mark.parametrize(
+    "body, status, param, words",
+    [
+        ({"prompt": LONG}, 400, "prompt", f"{MAX_LEN} tokens; at most {MAX_LEN - 1}"),
+        ({"prompt": [0, VOCAB]}, 400, "prompt", f"token id {VOCAB} is outside the vocabulary [0, {VOCAB})"),
+        ({"prompt": [-1]}, 400, "prompt", "-1"),
+        ({"prompt": ""}, 400, "prompt", "at least one token"),
+        ({"prompt": []}, 400, "prompt", "at least one token"),
+        ({"prompt": [[]]}, 400, "prompt", "at least one token"),
+        ({"prompt": 5}, 400, "prompt", "a text, token ids, or a list of either"),
+        ({"prompt": ["a", 5]}, 400, "prompt", "a text, token ids, or a list of either"),
+        ({}, 400, "prompt", "required"),
+        ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens", "at least 1, not 0"),
+        ({"prompt": "a", "max_tokens": -1}, 400, "max_tokens", "at least 1, not -1"),
+        ({"prompt": "a", "max_tokens": 10**9}, 400, "max_tokens", f"exceeds {MAX_LEN}"),
+        ({"prompt": "a", "max_tokens": "5"}, 400, "max_tokens", "integer"),
+        ({"prompt": "a", "max_tokens": 1.5}, 400, "max_tokens", "integer"),
+        ({"prompt": "a", "max_tokens": True}, 400, "max_tokens", "integer"),
+        ({"prompt": "a", "temperature": -0.5}, 400, "temperature", "at least 0, not -0.5"),
+        ({"prompt": "a", "temperature": "hot"}, 400, "temperature", "number"),
+        ({"prompt": "a", "top_p": 0}, 400, "top_p", "above 0 and at most 1"),
+        ({"prompt": "a", "top_p": 1.1}, 400, "top_p", "above 0 and at most 1"),
+        ({"prompt": "a", "stop": [""]}, 400, "stop", "non-empty"),
+        ({"prompt": "a", "stop": 5}, 400, "stop", "a text or a list of texts"),
+        ({"prompt": "a", "stop_token_ids": [VOCAB]}, 400, "stop_token_ids", "vocabulary"),
+        ({"prompt": "a", "stream": "yes"}, 400, "stream", "boolean"),
+        ({"prompt": "a", "stream_options": {"include_usage": True}}, 400, "stream_options", "only allowed with stream"),
+        ({"prompt": "a", "n": 2}, 400, "n", "2 is not supported yet"),
+        ({"prompt": "a", "presence_penalty": 0.5}, 400, "presence_penalty", "0.5 is not supported yet"),
+        ({"prompt": "a", "logit_bias": {"5": 1}}, 400, "logit_bias", "is not supported yet"),
+        ({"prompt": "a", "logprobs": 3}, 400, "logprobs", "3 is not supported yet"),
+        ({"prompt": "a", "echo": True}, 400, "echo", "True is not supported yet"),
+        ({"prompt": "a", "beam": 3}, 400, "beam", "not a known field"),
+        ({"prompt": "a", "model": "gpt-5"}, 404, "model", "'gpt-5' is not served here; 'tiny' is"),
+        (b'{"prompt": "a"', 400, None, "JSON"),
+        (b"[]", 400, None, "object"),
+        (b"", 400, None, "JSON"),
+        (b"\xff\xfe", 400, None, "JSON"),
+    ],
+)
+async def test_bad_completions_are_refused_by_name(client, body, status, param, words):
+    error = (await client.post("/v1/completions", body, status))["error"]
+    assert error["param"] == param and words in error["message"] and error["code"] == status
+    assert error["type"] == ("NotFoundError" if status == 404 else "BadRequestError")
+    await client.complete("still", max_tokens=1)
+
+
+@pytest.mark.parametrize(
+    "fields, param, words",
+    [
+        ({"messages": []}, "messages", "at least 1"),
+        ({"messages": "Hi"}, "messages", "array"),
+        ({"messages": [{"role": "king", "content": "Hi"}]}, "messages", "role"),
+        ({"messages": [{"role": "user"}]}, "messages", "content"),
+        ({"messages": [{"role": "user", "content": LONG}]}, "prompt", "at most"),
+        ({"top_logprobs": 2}, "top_logprobs", "2 is not supported yet"),
+        ({"tools": [{}]}, "tools", "is not supported yet"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "is not supported yet"),
+        ({"max_tokens": 4, "max_completion_tokens": 5}, "max_completion_tokens", "differs from max_tokens"),
+    ],
+)
+async def test_bad_chats_are_refused_by_name(client, fields, param, words):
+    body = {"messages": [{"role": "user", "content": "Hi"}]} | fields
+    error = (await client.post("/v1/chat/completions", body, 400))["error"]
+    assert error["param"] == param and words in error["message"]
+
+
+async def test_a_refused_prompt_takes_its_siblings_with_it(client):
+    await client.complete(["fine", LONG], 400, max_tokens=100)
+    await client.idle()
+
+
+async def test_a_body_of_100_mb(client):
+    async def body():
+        for _ in range(100):
+            yield b" " * 2**20
+
+    try:
+        async with client.session.post("/v1/completions", data=body()) as response:
+            assert response.status == 413
+            assert str(MAX_BODY_BYTES) in (await response.json())["error"]["message"]
+    except aiohttp.ClientConnectionError:  # it may hang up on a sender that goes on; the sized body below gets an answer
+        pass
+    async with client.session.post("/v1/completions", data=io.BytesIO(b" " * (100 * 2**20))) as response:
+        assert response.status == 413
+    await client.complete("still", max_tokens=1)
+
+
+async def test_health_models_and_unknown_paths(client):
+    async with client.session.get("/health") as response:
+        assert response.status == 200
+    async with client.session.get("/v1/models") as response:
+        (model,) = (await response.json())["data"]
+    assert model["id"] == "tiny" and model["max_model_len"] == MAX_LEN
+    async with client.session.get("/v1/nothing") as response:
+        assert response.status == 404 and (await response.json())["error"]["code"] == 404
+    async with client.session.get("/v1/completions") as response:
+        assert response.status == 405
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_goes_away_aborts_its_request(client, stream):
+    body = {"prompt": "Hello", "max_tokens": 250, "ignore_eos": True, "stream": stream}
+    task = asyncio.create_task(client.session.post("/v1/completions", json=body))
+    for _ in range(200):
+        if await client.service.engine.call(lambda e: e.has_work):
+            break
+        await asyncio.sleep(0.005)
+    else:
+        raise AssertionError("it never ran")
+    if stream:
+        (await task).close()
+    else:
+        task.cancel()
+    tokens = await client.service.engine.call(lambda e: [len(r.sequences[0].tokens) for r in e.scheduler.running.values()])
+    assert all(count < 255 for count in tokens)
+    await client.idle()
+
+
+async def test_a_key_guards_v1_but_not_health(loaded):
+    async with Client(*loaded, api_key="secret") as client:
+        assert (await client.complete("a", 401))["error"]["type"] == "AuthenticationError"
+        async with client.session.get("/health") as response:
+            assert response.status == 200
+        client.session.headers["Authorization"] = "Bearer secret"
+        await client.complete("a", max_tokens=1)
+
+
+async def test_draining_refuses_what_comes_and_finishes_what_runs(client):
+    task = asyncio.create_task(client.complete("Hello", max_tokens=200, ignore_eos=True))
+    while not await client.service.engine.call(lambda e: e.has_work):
+        await asyncio.sleep(0.005)
+    client.service.draining = True
+    assert "shutting down" in (await client.complete("late", 503))["error"]["message"]
+    async with client.session.get("/health") as response:
+        assert response.status == 503
+    assert (await task)["usage"]["completion_tokens"] == 200
+    client.service.draining = False
+
+
+async def test_an_engine_that_fails_says_so_to_everybody(tiny):
+    engine, tokenizer = build(tiny, max_num_seqs=2, max_num_batched_tokens=16)
+    async with Client(engine, tokenizer) as client:
+        step, calls = engine.runner.step, []
+
+        def failing(decision):
+            calls.append(decision)
+            if len(calls) > 3:
+                raise RuntimeError("out of luck")
+            return step(decision)
+
+        engine.runner.step = failing
+        chunks = await client.stream("/v1/completions", {"prompt": "Hello", "max_tokens": 50, "ignore_eos": True})
+        assert chunks[-1]["error"]["code"] == 503 and "out of luck" in chunks[-1]["error"]["message"]
+        await client.complete("a", 503)
+        async with client.session.get("/health") as response:
+            assert response.status == 503
+
+
+TRAFFIC = {
+    "plenty": {},
+    "chunks of 16": {"max_num_batched_tokens": 16},
+    "no prefix cache": {"enable_prefix_caching": False},
+    "preemption": {"num_gpu_blocks_override": 40},
+    "preemption, no prefix cache": {"num_gpu_blocks_override": 40, "enable_prefix_caching": False},
+}
+
+
+@pytest.fixture(scope="module")
+def traffic(loaded):
+    """64 requests of mixed lengths, some with a common beginning, and what each gives alone."""
+    rng = random.Random(5)
+    engine, tokenizer = loaded
+    common = "The quick brown fox jumps over the lazy dog. "
+    prompts = [
+        (common if rng.random() < 0.4 else "") + "".join(rng.choices("abc xyz", k=rng.randint(1, 120)))
+        for _ in range(64)
+    ]  # fmt: skip
+    lengths = [rng.randint(1, 80) for _ in prompts]
+    return prompts, lengths
+
+
+@pytest.fixture(scope="module")
+def alone(loaded, traffic):
+    async def one_by_one():
+        async with Client(*loaded) as client:
+            return [answer(await client.complete(p, max_tokens=n, logprobs=0)) for p, n in zip(*traffic)]
+
+    return asyncio.run(one_by_one())
+
+
+def answer(body):
+    (choice,) = body["choices"]
+    return choice["text"], choice["logprobs"]["tokens"]
+
+
+@pytest.mark.parametrize("config", TRAFFIC.values(), ids=TRAFFIC)
+async def test_64_requests_at_once_give_what_each_gives_alone(tiny, traffic, alone, config):
+    engine, tokenizer = build(tiny, **config)
+    async with Client(engine, tokenizer) as client:
+        bodies = await asyncio.gather(
+            *(client.complete(prompt, max_tokens=length, logprobs=0) for prompt, length in zip(*traffic))
+        )
+        await client.idle()
+    assert [answer(body) for body in bodies] == alone
+    if "num_gpu_blocks_override" in config:
+        assert engine.scheduler.num_preemptions > 10
+    assert client.app[SERVICE].in_flight == set()

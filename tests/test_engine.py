@@ -1,0 +1,130 @@
+"""The engine over a fake runner that spells out a given text."""
+
+import pytest
+
+from jpaged.config import Limits
+from jpaged.core.block_pool import BlockPool
+from jpaged.core.request import FinishReason, InvalidParameter, SamplingParams
+from jpaged.core.scheduler import Scheduler
+from jpaged.engine import Engine, request_output
+from tests.models import EOS, VOCAB, byte_tokenizer
+
+TOKENIZER = byte_tokenizer()
+
+
+class Speller:
+    """Gives every sequence the next token of a fixed text, then the end-of-sequence token."""
+
+    def __init__(self, text: str):
+        self.tokens = [*TOKENIZER.encode(text).ids, EOS]
+
+    def step(self, decision):
+        counts = [min(s.num_tokens - s.num_prompt_tokens, len(self.tokens) - 1) for s in decision.num_scheduled_tokens]
+        return [self.tokens[count] for count in counts], [-0.5] * len(counts)
+
+
+def run(text: str, **params):
+    pool = BlockPool(32, 4)
+    engine = Engine(Scheduler(pool, Limits(64, 4, 16), vocab_size=VOCAB, eos_token_ids=[EOS]), Speller(text), TOKENIZER)
+    request = engine.add("0", TOKENIZER.encode("ask").ids, SamplingParams(**{"max_tokens": 40} | params), prompt="ask")
+    deltas = []
+    while engine.has_work:
+        deltas += engine.step()
+    engine.scheduler.check_invariants()
+    assert pool.num_used == 0 and not engine._detokenizers
+    output = request_output(request, TOKENIZER)
+    (completion,) = output.outputs
+    assert "".join(d.text for d in deltas) == completion.text
+    assert [t for d in deltas for t in d.token_ids] == completion.token_ids
+    assert [d.finish_reason for d in deltas[:-1]] == [None] * (len(deltas) - 1) and deltas[-1].finish_reason
+    return output, completion
+
+
+def test_text_tokens_and_logprobs():
+    output, completion = run("Grüße, 世界!", logprobs=0)
+    assert output.prompt == "ask" and output.prompt_token_ids == TOKENIZER.encode("ask").ids and output.finished
+    assert completion.text == "Grüße, 世界!"
+    assert completion.token_ids == [*TOKENIZER.encode("Grüße, 世界!").ids, EOS]
+    assert completion.finish_reason == "stop" and completion.stop_reason is None
+    assert completion.cumulative_logprob == -0.5 * len(completion.token_ids)
+    first = completion.logprobs[0]
+    assert {t: (p.logprob, p.decoded_token) for t, p in first.items()} == {TOKENIZER.encode("G").ids[0]: (-0.5, "G")}
+
+
+def test_length_ends_before_a_character_is_whole():
+    _, completion = run("a世", max_tokens=2)
+    assert (completion.text, completion.finish_reason) == ("a", "length")
+
+
+@pytest.mark.parametrize("include, text", [(False, "one "), (True, "one two")])
+def test_a_stop_string(include, text):
+    _, completion = run("one two three", stop=["nope", "two"], include_stop_str_in_output=include)
+    assert (completion.text, completion.finish_reason, completion.stop_reason) == (text, "stop", "two")
+
+
+def test_a_stop_string_that_is_complete_with_the_last_token_allowed():
+    _, completion = run("abcd", stop="cd", max_tokens=4)
+    assert (completion.text, completion.finish_reason, completion.stop_reason) == ("ab", "stop", "cd")
+
+
+def test_what_was_held_for_a_stop_string_comes_out_at_the_end():
+    _, completion = run("abc", stop="cd")
+    assert (completion.text, completion.finish_reason) == ("abc", "stop")
+
+
+def test_a_stop_token_is_not_part_of_the_text():
+    token = TOKENIZER.encode("c").ids[0]
+    _, completion = run("abcd", stop_token_ids=[token])
+    assert (completion.text, completion.finish_reason, completion.stop_reason) == ("ab", "stop", token)
+
+
+def test_ignore_eos():
+    _, completion = run("ab", ignore_eos=True, max_tokens=5)
+    assert (completion.text, completion.finish_reason, len(completion.token_ids)) == ("ab", "length", 5)
+
+
+def test_abort_leaves_nothing():
+    engine = Engine(Scheduler(BlockPool(8, 4), Limits(32, 2, 8), vocab_size=VOCAB), Speller("abc"), TOKENIZER)
+    request = engine.add("0", [1], SamplingParams())
+    engine.step()
+    engine.abort("0")
+    engine.abort("0")
+    assert not engine.has_work and not engine._detokenizers and engine.scheduler.pool.num_used == 0
+    assert request.sequences[0].finish_reason == FinishReason.ABORT
+    assert engine.step() == []
+
+
+def test_without_a_tokenizer():
+    engine = Engine(Scheduler(BlockPool(8, 4), Limits(32, 2, 8), vocab_size=VOCAB), Speller("abc"))
+    with pytest.raises(InvalidParameter, match="stop: needs a tokenizer"):
+        engine.add("0", [1], SamplingParams(stop="x"))
+    request = engine.add("0", [1], SamplingParams(max_tokens=2, logprobs=0))
+    while engine.has_work:
+        engine.step()
+    completion = request_output(request, None).outputs[0]
+    assert completion.text == "" and len(completion.token_ids) == 2
+    assert next(iter(completion.logprobs[0].values())).decoded_token is None
+
+
+def test_requests_without_a_seed_get_different_ones_from_the_engines():
+    def seeds(seed):
+        scheduler = Scheduler(BlockPool(8, 4), Limits(32, 2, 8), vocab_size=VOCAB)
+        engine = Engine(scheduler, Speller(""), seed=seed)
+        return [engine.add(str(i), [1], SamplingParams()).seed for i in range(3)]
+
+    assert seeds(1) == seeds(1) != seeds(2) and len(set(seeds(1))) == 3
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("temperature", -0.1), ("temperature", float("nan")), ("temperature", "1"), ("top_p", 0), ("top_p", 1.1),
+        ("top_k", -2), ("top_k", 1.5), ("min_p", -0.1), ("min_p", 1.5), ("max_tokens", 0), ("max_tokens", -1),
+        ("max_tokens", 2.0), ("stop", [""]), ("stop", [1]), ("stop_token_ids", ["a"]), ("seed", 2**64), ("seed", 0.5),
+        ("logprobs", 1), ("logprobs", -1),
+    ],
+)  # fmt: skip
+def test_parameters_out_of_range_are_named(field, value):
+    with pytest.raises(InvalidParameter) as error:
+        SamplingParams(**{field: value})
+    assert error.value.field == field and str(error.value).startswith(f"{field}: must be ")

@@ -1,0 +1,127 @@
+"""The layers are a test: a module imports only from lower ones, and the pure part loads neither jax nor numpy."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# Lowest first. Within a line, modules of one package may import each other, packages may not.
+LAYERS = [
+    ["pallas_kernels", "jpaged.config"],
+    ["jpaged.core"],
+    ["jpaged.model", "jpaged.tokenizer"],
+    ["jpaged.runtime", "jpaged.demo"],
+    ["jpaged.engine"],
+    ["jpaged.load"],
+    ["jpaged.llm", "jpaged.async_engine", "jpaged.convert"],
+    ["jpaged.serving"],
+    ["jpaged", "server"],
+]
+RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
+
+# What a package may use from outside, besides the standard library; one that is not named here may use anything.
+OUTSIDE = {
+    "pallas_kernels": {"jax"},
+    "jpaged": set(),
+    "jpaged.config": set(),
+    "jpaged.core": set(),
+    "jpaged.engine": {"tokenizers"},
+    "jpaged.async_engine": set(),
+    "jpaged.serving": {"aiohttp", "pydantic", "tokenizers"},
+    "jpaged.tokenizer": {"tokenizers", "transformers"},
+    "server": set(),
+}
+WITHOUT_JAX = [
+    "jpaged", "jpaged.config", "jpaged.core.scheduler", "jpaged.engine", "jpaged.async_engine", "jpaged.serving.serve",
+    "jpaged.demo", "server",
+]  # fmt: skip
+WITHOUT_NUMPY = ["jpaged", "jpaged.config", "jpaged.core.scheduler"]
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def package(name: str) -> str | None:
+    """The entry of LAYERS that a dotted name belongs to; None if it is not ours."""
+    while name and name not in RANK:
+        name = name.rpartition(".")[0]
+    return name or None
+
+
+def imported(source: str) -> Iterator[str]:
+    """Every import, in functions and under TYPE_CHECKING too."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "absolute imports only"
+            assert node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def violations(name: str, source: str) -> Iterator[str]:
+    own = package(name)
+    if own is None or (own == "jpaged" and name != "jpaged"):
+        yield f"{name} is in no layer"
+        return
+    for target in imported(source):
+        other, top = package(target), target.partition(".")[0]
+        if other == own:
+            continue
+        if other is not None and RANK[other] >= RANK[own]:
+            yield f"{name} imports {target}, which is not below it"
+        elif other is None and top not in sys.stdlib_module_names and top not in OUTSIDE.get(own, {top}):
+            yield f"{name} imports {top}"
+
+
+def sources() -> list[Path]:
+    return [ROOT / "server.py", *ROOT.glob("jpaged/**/*.py"), *ROOT.glob("pallas_kernels/**/*.py")]
+
+
+@pytest.mark.parametrize("path", sources(), ids=module_name)
+def test_imports_point_down(path):
+    assert list(violations(module_name(path), path.read_text())) == []
+
+
+@pytest.mark.parametrize(
+    "name, source",
+    [
+        ("jpaged.core.scheduler", "import jax"),
+        ("jpaged.core.scheduler", "import numpy as np"),
+        ("jpaged.core.scheduler", "from jpaged.engine import Engine"),
+        ("jpaged.core.request", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from jpaged.llm import LLM"),
+        ("jpaged.model.llama", "def f():\n    from jpaged.runtime.runner import ModelRunner"),
+        ("pallas_kernels.reference", "import flax"),
+        ("pallas_kernels.reference", "from jpaged.config import EngineConfig"),
+        ("jpaged.engine", "import jax.numpy as jnp"),
+        ("jpaged.llm", "from jpaged.async_engine import AsyncEngine"),
+        ("jpaged.brand_new", "import os"),
+    ],
+)
+def test_that_test_can_fail(name, source):
+    assert list(violations(name, source)) != []
+
+
+def loads(module: str, library: str) -> bool:
+    code = f"import sys, {module}; sys.exit(int({library!r} in sys.modules))"
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode != 0
+
+
+@pytest.mark.parametrize("module", WITHOUT_JAX)
+def test_it_loads_without_jax(module):
+    assert not loads(module, "jax")
+
+
+@pytest.mark.parametrize("module", WITHOUT_NUMPY)
+def test_it_loads_without_numpy(module):
+    assert not loads(module, "numpy")
+
+
+def test_those_tests_can_fail():
+    assert loads("jpaged.llm", "jax") and loads("jpaged.runtime.batch", "numpy")

@@ -1,0 +1,89 @@
+"""Streaming text: never half a character, never a piece of a stop string."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jpaged.tokenizer import Detokenizer, backend, encode, load_tokenizer, render_chat
+from tests.models import EOS, byte_tokenizer
+
+TOKENIZER = byte_tokenizer()
+
+
+def stream(text: str | list[int], **options) -> tuple[list[str], str | None]:
+    """The pieces that come out, and the stop string that ended them."""
+    tokens = TOKENIZER.encode(text).ids if isinstance(text, str) else text
+    detokenizer, pieces = Detokenizer(TOKENIZER, [], **options), []
+    for token in tokens:
+        piece, stop = detokenizer.step(token)
+        pieces.append(piece)
+        if stop is not None:
+            return pieces, stop
+    return [*pieces, detokenizer.flush()], None
+
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\ufffd"), max_size=30)
+
+
+@settings(max_examples=200, deadline=None)
+@given(TEXT)
+def test_pieces_are_whole_characters_and_add_up(text):
+    pieces, _ = stream(text)
+    assert "".join(pieces) == text and not any("\ufffd" in piece for piece in pieces)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text("ab c", max_size=30), st.lists(st.text("ab c", min_size=1, max_size=4), min_size=1, max_size=3), st.booleans())
+def test_a_stop_string_ends_the_text_and_never_leaks(text, stops, include):
+    pieces, stop = stream(text, stop=stops, include_stop=include)
+    # What a reader of the whole text would cut, token by token: the first moment at which any stop string is in it.
+    expected, cut = text, None
+    for end in range(1, len(text) + 1):
+        hits = [(text[:end].find(s), s) for s in stops if s in text[:end]]
+        if hits:
+            at, cut = min(hits)
+            expected = text[: at + len(cut)] if include else text[:at]
+            break
+    assert "".join(pieces) == expected and stop == cut
+
+
+def test_text_is_held_back_only_while_it_could_still_become_a_stop_string():
+    assert stream("xENEND!", stop=["END"])[0] == ["x", "", "", "EN", "", ""]
+    assert stream("xEx", stop=["END"])[0] == ["x", "", "Ex", ""]
+
+
+def test_special_tokens_are_left_out_or_kept():
+    tokens = [*TOKENIZER.encode("a").ids, EOS, *TOKENIZER.encode("b").ids]
+    assert "".join(stream(tokens)[0]) == "ab"
+    assert "".join(stream(tokens, skip_special_tokens=False)[0]) == "a<|end|>b"
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 258), max_size=40))
+def test_no_sequence_of_tokens_breaks_it(tokens):
+    pieces, _ = stream(tokens)
+    assert isinstance("".join(pieces), str)
+
+
+def test_a_space_at_the_start_of_the_output_is_kept(tiny):
+    tokenizer = backend(load_tokenizer(tiny))
+    detokenizer = Detokenizer(tokenizer, tokenizer.encode("Once").ids)
+    assert "".join(detokenizer.step(t).text for t in tokenizer.encode(" upon").ids) == " upon"
+
+
+def test_chat_templates(tiny):
+    tokenizer = load_tokenizer(tiny)
+    ids = render_chat(tokenizer, [{"role": "user", "content": "Hi"}])
+    assert backend(tokenizer).decode(ids, skip_special_tokens=False) == "<|user|>Hi<|end|><|assistant|>"
+    assert encode(tokenizer, "Hi") == TOKENIZER.encode("Hi").ids
+    other = render_chat(tokenizer, [{"role": "user", "content": "Hi"}], "{{ messages[0].content }}!")
+    assert backend(tokenizer).decode(other) == "Hi!"
+    with pytest.raises(ValueError, match="the chat template refuses"):
+        render_chat(tokenizer, [], "{{ raise_exception('no messages') }}")
+
+
+def test_a_missing_tokenizer_is_named(tmp_path):
+    with pytest.raises(ValueError, match="tokenizer: .* has none that can be loaded"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(ValueError, match="object has no tokenizers.Tokenizer inside"):
+        backend(object())

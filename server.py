@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         run(args)
     except (ValueError, NotImplementedError, OSError) as error:
-        sys.exit(f"server.py: error: {error}")
+        sys.exit(f"server.py: error: {' '.join(str(error).split())}")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -33,7 +33,11 @@ def test_pieces_are_whole_characters_and_add_up(text):
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.text("ab c", max_size=30), st.lists(st.text("ab c", min_size=1, max_size=4), min_size=1, max_size=3), st.booleans())
+@given(
+    st.text("ab c", max_size=30),
+    st.lists(st.text("ab c", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.booleans(),
+)
 def test_a_stop_string_ends_the_text_and_never_leaks(text, stops, include):
     pieces, stop = stream(text, stop=stops, include_stop=include)
     # What a reader of the whole text would cut, token by token: the first moment at which any stop string is in it.

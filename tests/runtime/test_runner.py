@@ -198,7 +198,9 @@ def test_pool_size_from_memory():
     gib = 2**30
     sizes = {"in_use": 20 * gib, "temporaries": 2 * gib, "utilization": 0.9, "bytes_per_block": 2**21}
     assert fitting_blocks(limit=100 * gib, **sizes) == (90 - 22) * 512
-    with pytest.raises(ValueError, match=r"gpu_memory_utilization: 0.9 of 24.00 GiB leaves no room .* 20.00 GiB in use"):
+    with pytest.raises(
+        ValueError, match=r"gpu_memory_utilization: 0.9 of 24.00 GiB leaves no room .* 20.00 GiB in use"
+    ):
         fitting_blocks(limit=24 * gib, **sizes)
 
 

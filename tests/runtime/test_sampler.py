@@ -27,7 +27,7 @@ def kept(logits: np.ndarray, top_k: int, top_p: float, min_p: float) -> set[int]
     x = logits.astype(np.float64)
     allowed = x >= x.max() + np.log(min_p) if min_p > 0 else np.full(len(x), True)
     if top_k:
-        kth = np.sort(x[allowed])[::-1][: top_k][-1]
+        kth = np.sort(x[allowed])[::-1][:top_k][-1]
         allowed &= x >= kth
     p = np.where(allowed, np.exp(x - x.max()), 0)
     p /= p.sum()
@@ -75,7 +75,9 @@ def test_logprobs_are_the_models_own():
 def test_frequencies_follow_the_distribution(temperature, top_p):
     logits = np.asarray([2.0, 1.0, 0.5, 0.0, -1.0, -3.0], np.float32)
     rows = 20000
-    tokens, _ = SAMPLE(np.tile(logits, (rows, 1)), *arrays(rows, temperature=temperature, top_p=top_p, seed=np.arange(rows)))
+    tokens, _ = SAMPLE(
+        np.tile(logits, (rows, 1)), *arrays(rows, temperature=temperature, top_p=top_p, seed=np.arange(rows))
+    )
     p = np.exp(logits / temperature)
     allowed = kept(logits / temperature, 0, top_p, 0.0)
     p = np.asarray([x if i in allowed else 0 for i, x in enumerate(p)])

@@ -274,7 +274,9 @@ async def test_a_body_of_100_mb(client):
         async with client.session.post("/v1/completions", data=body()) as response:
             assert response.status == 413
             assert str(MAX_BODY_BYTES) in (await response.json())["error"]["message"]
-    except aiohttp.ClientConnectionError:  # it may hang up on a sender that goes on; the sized body below gets an answer
+    except (
+        aiohttp.ClientConnectionError
+    ):  # it may hang up on a sender that goes on; the sized body below gets an answer
         pass
     async with client.session.post("/v1/completions", data=io.BytesIO(b" " * (100 * 2**20))) as response:
         assert response.status == 413
@@ -307,7 +309,9 @@ async def test_a_client_that_goes_away_aborts_its_request(client, stream):
         (await task).close()
     else:
         task.cancel()
-    tokens = await client.service.engine.call(lambda e: [len(r.sequences[0].tokens) for r in e.scheduler.running.values()])
+    tokens = await client.service.engine.call(
+        lambda e: [len(r.sequences[0].tokens) for r in e.scheduler.running.values()]
+    )
     assert all(count < 255 for count in tokens)
     await client.idle()
 

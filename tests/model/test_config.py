@@ -1,0 +1,95 @@
+"""Hugging Face configs, read and refused."""
+
+import json
+
+import pytest
+
+from jpaged.config import EngineConfig, ModelConfig, read_json
+from tests.checkpoints import BASE, LLAMA3
+
+
+def read(**changes):
+    return ModelConfig.from_hf({k: v for k, v in (BASE | changes).items() if v != "absent"})
+
+
+def test_defaults_of_old_configs():
+    config = read(num_key_value_heads=None, head_dim=None)
+    assert (config.num_key_value_heads, config.head_dim) == (4, 16)
+    assert config.rope.type == "default" and config.rope.theta == 10000.0
+    assert config.eos_token_ids == () and not config.tie_word_embeddings
+
+
+def test_eos_ids_of_the_generation_config_win():
+    assert ModelConfig.from_hf(BASE | {"eos_token_id": 2}).eos_token_ids == (2,)
+    assert ModelConfig.from_hf(BASE | {"eos_token_id": 2}, {"eos_token_id": [3, 4]}).eos_token_ids == (3, 4)
+
+
+def test_the_original_context_is_the_models_if_rope_scaling_names_none():
+    assert read(rope_scaling=LLAMA3).rope.original_max_position_embeddings == 256
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (
+            {"architectures": ["MambaForCausalLM"], "model_type": "mamba"},
+            "architecture MambaForCausalLM is not supported",
+        ),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification is not supported"),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "'dynamic' is not supported: .* keys already in the cache",
+        ),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "'longrope' is not supported"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "'linear' needs 'factor'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "needs 'low_freq_factor' and 'high_freq_factor'"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor: only 1.0"),
+        ({"hidden_act": "swish7"}, "hidden_act 'swish7' is not supported"),
+        ({"num_key_value_heads": 3}, r"num_attention_heads \(4\) must be a multiple of num_key_value_heads \(3\)"),
+        ({"head_dim": 15}, "head_dim must be even"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be at least 1, not 0"),
+        ({"vocab_size": "absent", "hidden_size": "absent"}, "config.json lacks vocab_size, hidden_size"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantized checkpoints are not supported"),
+    ],
+)
+def test_what_a_llama_here_cannot_do_is_refused_with_its_reason(changes, words):
+    with pytest.raises(ValueError, match=words):
+        read(**changes)
+
+
+def test_files_that_are_not_there_or_not_json(tmp_path):
+    with pytest.raises(ValueError, match=r"has no config\.json"):
+        ModelConfig.from_directory(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
+        ModelConfig.from_directory(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps([1]))
+    with pytest.raises(ValueError, match="must hold a JSON object"):
+        ModelConfig.from_directory(tmp_path)
+    assert read_json(tmp_path / "other.json", missing_ok=True) == {}
+
+
+@pytest.mark.parametrize(
+    "field, value, words",
+    [
+        ("dtype", "int8", "dtype must be one of auto, float32"),
+        ("load_format", "gguf", "load_format must be one of auto, safetensors"),
+        ("kernels", "cuda", "kernels must be one of auto, reference, mosaic"),
+        ("block_size", 0, "block_size must be between 1 and 256, not 0"),
+        ("block_size", 24, "block_size must be a power of two, not 24"),
+        ("gpu_memory_utilization", 0.0, "above 0 and at most 1, not 0.0"),
+        ("gpu_memory_utilization", 1.5, "above 0 and at most 1, not 1.5"),
+        ("max_model_len", 1, "max_model_len must be at least 2"),
+        ("max_num_seqs", 0, "max_num_seqs must be at least 1, not 0"),
+        ("max_num_batched_tokens", -5, "max_num_batched_tokens must be at least 1, not -5"),
+        ("num_gpu_blocks_override", 0, "num_gpu_blocks_override must be at least 1, not 0"),
+    ],
+)
+def test_engine_settings_out_of_range_are_named(field, value, words):
+    with pytest.raises(ValueError, match=words):
+        EngineConfig(**{field: value})
+
+
+def test_more_sequences_than_tokens_in_a_step():
+    with pytest.raises(ValueError, match=r"max_num_batched_tokens \(4\) must be at least max_num_seqs \(8\)"):
+        EngineConfig(max_num_seqs=8, max_num_batched_tokens=4)

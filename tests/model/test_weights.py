@@ -1,0 +1,212 @@
+"""Checkpoints in and out: safetensors in one file and in shards, Orbax, strict both ways, little host memory."""
+
+import json
+import re
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
+from jpaged.config import ModelConfig
+from jpaged.convert import convert
+from jpaged.load import find_model, load_model
+from jpaged.model import weights
+from jpaged.model.weights import dummy_llama, load_orbax, load_safetensors, save_orbax, save_safetensors
+from tests import checkpoints, models
+
+HF = checkpoints.CASES["biases"]
+CONFIG = ModelConfig.from_hf(HF)
+
+
+def leaves(model):
+    return {path: np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(nnx.state(model))}
+
+
+def assert_same(a, b):
+    a, b = leaves(a), leaves(b)
+    assert a.keys() == b.keys()
+    for path in a:
+        assert a[path].dtype == b[path].dtype and np.array_equal(a[path], b[path]), path
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return checkpoints.write(tmp_path / "model", HF)
+
+
+def test_every_parameter_comes_from_its_tensor(directory):
+    model = load_safetensors(directory, CONFIG, "float32", progress=False)
+    tensors, layer = checkpoints.tensors(HF), model.layers[1]
+    np.testing.assert_array_equal(layer.mlp.up_proj.kernel[...], tensors["model.layers.1.mlp.up_proj.weight"].T)
+    np.testing.assert_array_equal(layer.self_attn.q_proj.bias[...], tensors["model.layers.1.self_attn.q_proj.bias"])
+    np.testing.assert_array_equal(model.embed_tokens.embedding[...], tensors["model.embed_tokens.weight"])
+    np.testing.assert_array_equal(model.lm_head.kernel[...], tensors["lm_head.weight"].T)
+    assert len(leaves(model)) == len(tensors)
+
+
+@pytest.mark.parametrize(
+    "stored, dtype", [(ml_dtypes.bfloat16, "float32"), (np.float32, "bfloat16"), (np.float16, "float16")]
+)
+def test_dtypes(tmp_path, stored, dtype):
+    directory = checkpoints.write(tmp_path, HF, dtype=stored)
+    for array in leaves(load_safetensors(directory, CONFIG, dtype, progress=False)).values():
+        assert array.dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_shards_and_orbax_give_back_the_very_same_bits(tmp_path, dtype):
+    model = dummy_llama(CONFIG, dtype, seed=3)
+    save_safetensors(model, tmp_path, max_shard_bytes=20_000)
+    assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 3
+    assert_same(load_safetensors(tmp_path, CONFIG, dtype, progress=False), model)
+    save_orbax(model, tmp_path)
+    assert_same(load_orbax(tmp_path, CONFIG, dtype), model)
+    assert_same(load_model(tmp_path, CONFIG, dtype=dtype, load_format="auto", seed=0, progress=False), model)
+
+
+def test_a_written_checkpoint_is_what_transformers_would_have_written(directory, tmp_path):
+    save_safetensors(load_safetensors(directory, CONFIG, "float32", progress=False), tmp_path)
+    written, original = load_file(tmp_path / "model.safetensors"), load_file(directory / "model.safetensors")
+    assert written.keys() == original.keys()
+    assert all(np.array_equal(written[name], original[name]) for name in original)
+
+
+def test_one_error_lists_every_missing_unexpected_and_misshapen_tensor(directory):
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.norm.weight"], tensors["model.layers.0.mlp.up_proj.bias"]
+    tensors |= {"extra.one": np.zeros(2), "extra.two": np.zeros(3)}
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].T.copy()
+    save_file(tensors, file)
+    with pytest.raises(ValueError) as error:
+        load_safetensors(directory, CONFIG, "float32", progress=False)
+    for words in (
+        "missing model.norm.weight [64]", "missing model.layers.0.mlp.up_proj.bias [112]", "unexpected extra.one [2]",
+        "unexpected extra.two [3]", "lm_head.weight has shape [64, 96], expected [96, 64]",
+    ):  # fmt: skip
+        assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_orbax_is_strict_too(tmp_path):
+    save_orbax(dummy_llama(CONFIG, "float32", 0), tmp_path)
+    other = ModelConfig.from_hf(HF | {"num_hidden_layers": 3, "mlp_bias": False})
+    with pytest.raises(
+        ValueError, match=r"missing layers\.2\.input_layernorm.*unexpected layers\.0\.mlp\.down_proj\.bias"
+    ):
+        load_orbax(tmp_path, other, "float32")
+
+
+def test_tensors_that_follow_from_others_are_passed_over(tmp_path):
+    hf = checkpoints.CASES["gqa-tied"]
+    directory = checkpoints.write(tmp_path, hf)
+    tensors = load_file(directory / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(8, np.float32)
+    save_file(tensors, directory / "model.safetensors")
+    load_safetensors(directory, ModelConfig.from_hf(hf), "float32", progress=False)
+
+
+def test_missing_and_broken_files(directory, tmp_path):
+    (directory / weights.INDEX).write_text(json.dumps({"weight_map": {"a": "x-1.safetensors", "b": "x-2.safetensors"}}))
+    with pytest.raises(ValueError, match=r"lacks x-1\.safetensors, x-2\.safetensors, named in"):
+        load_safetensors(directory, CONFIG, "float32", progress=False)
+    (directory / weights.INDEX).unlink()
+    (directory / "model.safetensors").write_bytes(b"not a checkpoint")
+    with pytest.raises(ValueError, match=r"model\.safetensors can't be read"):
+        load_safetensors(directory, CONFIG, "float32", progress=False)
+    with pytest.raises(ValueError, match="has no safetensors file"):
+        load_safetensors(tmp_path, CONFIG, "float32", progress=False)
+
+
+def test_tensors_are_streamed(directory, monkeypatch):
+    """Never more than one tensor on the host: each is on the device before the next is read."""
+    live = []
+
+    class Tensors:
+        def __init__(self, file):
+            self.file = file
+
+        def __enter__(self):
+            self.opened = safe_open(self.file, "numpy")
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def __getattr__(self, name):
+            return getattr(self.opened, name)
+
+        def get_tensor(self, name):
+            import weakref
+
+            assert not any(ref() is not None for ref in live), "the last tensor is still held on the host"
+            tensor = self.opened.get_tensor(name).view(Watched)
+            live.append(weakref.ref(tensor))
+            return tensor
+
+    class Watched(np.ndarray):
+        pass
+
+    monkeypatch.setattr(weights, "_open", Tensors)
+    load_safetensors(directory, CONFIG, "float32", progress=False)
+    assert len(live) == len(checkpoints.tensors(HF))
+
+
+def test_parameters_carry_their_axes():
+    model = dummy_llama(CONFIG, "float32", 0)
+    axes = {path[-2:]: leaf.get_metadata()["out_sharding"] for path, leaf in nnx.to_flat_state(nnx.state(model))}
+    assert axes["q_proj", "kernel"] == (None, "heads") and axes["o_proj", "kernel"] == ("heads", None)
+    assert axes["up_proj", "kernel"] == (None, "mlp") and axes["down_proj", "kernel"] == ("mlp", None)
+    assert axes["embed_tokens", "embedding"] == ("vocab", None) and axes["lm_head", "kernel"] == (None, "vocab")
+    assert len(axes) > 10 and all(axes.values())
+
+
+def test_dummy_weights_depend_on_the_seed_alone():
+    assert_same(dummy_llama(CONFIG, "bfloat16", 1), dummy_llama(CONFIG, "bfloat16", 1))
+    a, b = (jax.tree.leaves(nnx.state(dummy_llama(CONFIG, "float32", seed)))[0] for seed in (1, 2))
+    assert not np.array_equal(a, b)
+
+
+def test_convert_there_and_back(directory, tmp_path, capsys):
+    models.write_tokenizer(directory)
+    convert([str(directory), str(tmp_path / "orbax"), "--to", "orbax"])
+    convert([str(tmp_path / "orbax"), str(tmp_path / "back"), "--to", "safetensors"])
+    original, back = load_file(directory / "model.safetensors"), load_file(tmp_path / "back" / "model.safetensors")
+    assert original.keys() == back.keys() and all(np.array_equal(original[n], back[n]) for n in original)
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "back" / name).read_bytes() == (directory / name).read_bytes()
+    assert not list((tmp_path / "orbax").glob("*.safetensors")) and not (tmp_path / "back" / "orbax").exists()
+    with pytest.raises(SystemExit, match="already exists"):
+        convert([str(directory), str(tmp_path / "back"), "--to", "orbax"])
+    with pytest.raises(SystemExit, match="is not a directory"):
+        convert([str(tmp_path / "nowhere"), str(tmp_path / "new"), "--to", "orbax"])
+
+
+def test_where_models_are_found(directory, tmp_path, monkeypatch):
+    assert find_model(str(directory)) == directory
+    assert (find_model("demo") / "config.json").is_file()
+    for name in ("./nowhere", "/nowhere/at/all", "nowhere", "~/nowhere/x", str(directory / "config.json")):
+        with pytest.raises(ValueError, match=re.escape(f"model: {name} is not a directory")):
+            find_model(name)
+    with pytest.raises(ValueError, match="someone/something is neither a directory nor a model the hub can give"):
+        find_model("someone/something")
+
+
+def test_a_hub_id_comes_from_the_hubs_cache(directory, tmp_path, monkeypatch):
+    """The hub's own layout of a downloaded model; no network."""
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    home = tmp_path / "hub" / "models--someone--tiny"
+    (home / "refs").mkdir(parents=True)
+    (home / "refs" / "main").write_text(commit)
+    (home / "snapshots").mkdir()
+    directory.rename(home / "snapshots" / commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.file_download.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    found = find_model("someone/tiny")
+    assert found == home / "snapshots" / commit
+    load_safetensors(found, ModelConfig.from_directory(found), "float32", progress=False)

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -34,7 +35,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--max-model-len", type=int, metavar="TOKENS", help="longest sequence (default: the model's)")
     add("--block-size", type=int, default=defaults.block_size, metavar="TOKENS", help="tokens per KV block")
     add("--gpu-memory-utilization", type=float, default=defaults.gpu_memory_utilization, metavar="SHARE",
-        help="share of the device's memory for parameters, KV pool and temporaries")  # fmt: skip
+        help="share of the memory that jax has for parameters, KV pool and temporaries")  # fmt: skip
     add(
         "--num-gpu-blocks-override", type=int, metavar="BLOCKS", help="size of the KV pool, instead of measuring memory"
     )
@@ -67,6 +68,8 @@ def run(args: argparse.Namespace) -> None:
         enable_prefix_caching=args.enable_prefix_caching, max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens, kernels=args.kernels,
     )  # fmt: skip
+    # jax would take three quarters of a GPU's memory; a server has it to itself.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
     from jpaged.async_engine import AsyncEngine  # jax takes seconds to load: not for --help, nor for a bad flag
     from jpaged.load import load_engine
     from jpaged.serving.app import Service

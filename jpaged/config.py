@@ -179,7 +179,8 @@ class EngineConfig:
         dtype: of parameters, activations and KV pool; "auto" is float32 on a CPU, else the checkpoint's own
             (bfloat16 where that is float32).
         max_model_len: most tokens, prompt and output, of one sequence.
-        gpu_memory_utilization: the share of the device's memory that parameters, pool and temporaries may fill.
+        gpu_memory_utilization: the share of the memory that jax has on the device (XLA_PYTHON_CLIENT_MEM_FRACTION) that
+            parameters, pool and temporaries may fill.
         num_gpu_blocks_override: size of the pool in blocks, instead of measuring memory.
         max_num_seqs: most sequences in one step.
         max_num_batched_tokens: most tokens in one step; longer prompts are computed in chunks.

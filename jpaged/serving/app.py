@@ -76,21 +76,27 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Every failure in the API's form; the caller's own are 4xx and name the field."""
     try:
         return await handler(request)
-    except ApiError as error:
-        return _error(error)
-    except InvalidParameter as error:
-        return _error(ApiError(400, str(error), error.field))
-    except EngineDead as error:
-        return _error(ApiError(503, str(error)))
-    except web.HTTPRequestEntityTooLarge:
-        return _error(ApiError(413, f"the body exceeds {MAX_BODY_BYTES} bytes"))
-    except web.HTTPException as error:
-        return _error(ApiError(error.status, f"{request.method} {request.path}: {error.reason}"))
     except ConnectionResetError:
         raise  # the client has gone; there is nobody to answer
-    except Exception:
-        logger.exception("%s %s failed", request.method, request.path)
-        return _error(ApiError(500, "internal error; the server's log has more"))
+    except Exception as failure:
+        error = _as_api_error(failure)
+        return web.json_response(error.body, status=error.status)
+
+
+def _as_api_error(error: Exception) -> ApiError:
+    match error:
+        case ApiError():
+            return error
+        case InvalidParameter():
+            return ApiError(400, str(error), error.field)
+        case EngineDead():
+            return ApiError(503, str(error))
+        case web.HTTPRequestEntityTooLarge():
+            return ApiError(413, f"the body exceeds {MAX_BODY_BYTES} bytes")
+        case web.HTTPException():
+            return ApiError(error.status, error.reason)
+    logger.error("a request failed", exc_info=error)
+    return ApiError(500, "internal error; the server's log has more")
 
 
 @web.middleware
@@ -118,10 +124,6 @@ async def drain(request: web.Request, handler: Handler) -> web.StreamResponse:
         return await handler(request)
     finally:
         service.in_flight.discard(task)
-
-
-def _error(error: ApiError) -> web.Response:
-    return web.json_response(error.body, status=error.status)
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
@@ -191,8 +193,10 @@ async def _respond(
                     await _send(response, part)
             if body.stream_options and body.stream_options.include_usage:
                 await _send(response, answer.usage_chunk())
-        except EngineDead as error:
-            await _send(response, ApiError(503, str(error)).body)
+        except ConnectionResetError:
+            raise
+        except Exception as error:  # too late for a status of its own
+            await _send(response, _as_api_error(error).body)
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         return response

@@ -1,0 +1,10 @@
+"""The paged ops as Mosaic GPU kernels, for Hopper (sm_90a): TMA copies, wgmma, warp specialisation.
+
+Same signatures as `pallas_kernels.reference`, which defines what they compute.
+"""
+
+from pallas_kernels.mosaic.decode import paged_decode_attention
+from pallas_kernels.mosaic.kv_write import unsupported, write_kv
+from pallas_kernels.mosaic.ragged import ragged_paged_attention
+
+__all__ = ["paged_decode_attention", "ragged_paged_attention", "unsupported", "write_kv"]

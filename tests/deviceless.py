@@ -1,0 +1,242 @@
+"""Compiling for an H200 (sm_90a) on a machine that has no GPU.
+
+XLA and Mosaic GPU compile for a described device: the JAX CUDA plugin and ptxas are needed, a GPU and its driver are
+not. What comes back can be asserted on (memory analysis, HLO, registers, spills, shared memory), never run or timed.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import math
+import os
+import pathlib
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+# The plugin asks for libraries that only a machine with a GPU has, unless told not to.
+os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
+
+H200_SMS = 132
+H200_SHARED_MEMORY = 232_448  # bytes one thread block can have (227 KiB)
+
+_H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472
+  shared_memory_per_block_optin: 232448
+  threads_per_core_limit: 2048
+  core_count: 132
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  memory_bandwidth: 4800000000000
+  l2_cache_size: 52428800
+  clock_rate_ghz: 1.98
+  device_memory_size: 150000000000
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }
+  device_vendor: "NVIDIA Corporation"
+  name: "NVIDIA H200"
+  driver_version: "13.0.0"
+  runtime_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0"
+  dnn_version: "9.12.0"
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 12 patch: 0 }
+device_description_str: "NVIDIA H200"
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelFigures:
+    """What ptxas and Mosaic say of one kernel; of several with one name, the worst of each."""
+
+    threads: int  # per thread block
+    registers: int  # per thread
+    spill_bytes: int  # stores and loads together
+    shared_memory: int  # bytes per thread block
+    wgmma: int  # instructions in the PTX
+    tma: int
+    wgmma_serialised: bool  # ptxas could not keep the tensor cores asynchronous, and said so
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A function compiled for an H200."""
+
+    executable: jax.stages.Compiled
+    kernels: dict[str, KernelFigures]  # by name; empty with figures=False
+
+    @functools.cached_property
+    def hlo(self) -> str:
+        return self.executable.as_text() or ""
+
+    @property
+    def aliased_bytes(self) -> int:
+        return self._memory.alias_size_in_bytes
+
+    @property
+    def temp_bytes(self) -> int:
+        return self._memory.temp_size_in_bytes
+
+    @functools.cached_property
+    def _memory(self) -> Any:
+        return self.executable.memory_analysis()
+
+    def copies_of(self, shape: Sequence[int], dtype: Any) -> int:
+        """How many HLO copies (in fusions too) have an operand of this shape and dtype."""
+        name = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "int32": "s32"}[np.dtype(dtype).name]
+        array = re.escape(f"{name}[{','.join(map(str, shape))}]")
+        return len(re.findall(rf"= \(?{array}[^=]* copy(?:-start)?\(", self.hlo))
+
+
+def why_not() -> str | None:
+    """Why nothing can be compiled for an H200 here; None when it can."""
+    if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
+        return "the JAX CUDA plugin is not installed (pip install jax-cuda13-plugin of jax's version)"
+    if shutil.which("ptxas") is None and not _ptxas_from_pip():
+        return "ptxas was not found on PATH (it comes with a CUDA toolkit, or pip install --no-deps nvidia-cuda-nvcc)"
+    return None
+
+
+def abstract_h200() -> contextlib.AbstractContextManager[Any]:
+    """An H200 that exists only as a description: what the Mosaic lowering asks of the device while it traces."""
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=H200_SMS, platform="gpu")
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+
+
+def compile_for_h200(
+    fn: Callable[..., Any], *avals: Any, donate_argnums: int | Sequence[int] = (), figures: bool = True
+) -> Compiled:
+    """Compiles `fn` for one H200.
+
+    `avals` are pytrees of ShapeDtypeStruct (or arrays). `figures=False` leaves the figures of the kernels out, and
+    saves their dumps, some megabytes each.
+    """
+    sharding = SingleDeviceSharding(_topology().devices[0])
+    avals = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), avals)
+
+    def lower() -> jax.stages.Lowered:
+        # A wrapper of its own: jit's cache may hold what `fn` was traced to elsewhere, under an interpreter say.
+        with abstract_h200():
+            return jax.jit(lambda *args: fn(*args), donate_argnums=donate_argnums).trace(*avals).lower()
+
+    if not figures:
+        return Compiled(lower().compile(), {})
+    with tempfile.TemporaryDirectory(prefix="mosaic_dump_") as name:
+        folder = pathlib.Path(name)
+        with _environment(MOSAIC_GPU_DUMP_TO=name):
+            lowered = lower()
+        # Not to a folder this time: that would ask for SASS too, and leave files in /tmp where there is no nvdisasm.
+        with _environment(MOSAIC_GPU_DUMP_PTX="1", MOSAIC_GPU_DUMP_PTXAS="1"), _stdout_to(folder / "printed"):
+            executable = lowered.compile()
+        return Compiled(executable, _read_figures(folder, (folder / "printed").read_text()))
+
+
+@functools.cache
+def _topology() -> topologies.TopologyDescription:
+    return topologies.get_topology_desc(platform="cuda", topology_name="h200", topology="1x1x1", target_config=_H200)
+
+
+def _ptxas_from_pip() -> bool:
+    spec = importlib.util.find_spec("nvidia")
+    folders = (spec.submodule_search_locations or ()) if spec else ()
+    return any(True for folder in folders for _ in pathlib.Path(folder).glob("*/bin/ptxas"))
+
+
+@contextlib.contextmanager
+def _environment(**variables: str) -> Iterator[None]:
+    """Mosaic reads its variables whenever it lowers or compiles a kernel, so they can be set for one function."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _stdout_to(path: pathlib.Path) -> Iterator[None]:
+    """Sends what native code prints to a file."""
+    sys.stdout.flush()
+    before = os.dup(1)
+    with path.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+    try:
+        yield
+    finally:
+        os.dup2(before, 1)
+        os.close(before)
+
+
+# From jax 0.12 on a process compiles equal kernels once, so what was read of one is kept, by its text.
+_SEEN: dict[str, KernelFigures] = {}
+
+
+def _read_figures(folder: pathlib.Path, printed: str) -> dict[str, KernelFigures]:
+    """`folder` holds what lowering dumped, `printed` the PTX of each kernel and what ptxas said of it."""
+    texts: dict[str, set[str]] = collections.defaultdict(set)
+    shared_memory: dict[str, int] = collections.defaultdict(int)
+    for path in folder.glob("*.resources.txt"):
+        dump = path.name.removesuffix(".resources.txt")
+        name = dump.rpartition("_")[0]  # without its running number
+        text = (folder / f"{dump}.after_layout_inference.txt").read_text()
+        texts[name].add(text.replace(f'"{dump}"', f'"{name}"'))
+        used = int(re.findall(r"smem_scratch_bytes=(\d+)", path.read_text())[0])
+        shared_memory[name] = max(used, shared_memory[name])
+    kernels = {}
+    for name in texts:
+        figures = _figures_of(name, shared_memory[name], printed)
+        for text in texts[name] - _SEEN.keys():
+            assert figures is not None, f"{name} was not compiled"
+            _SEEN[text] = figures
+        kernels[name] = _worst([_SEEN[text] for text in texts[name]])
+    return kernels
+
+
+def _figures_of(name: str, shared_memory: int, printed: str) -> KernelFigures | None:
+    entry = f"{name}_mosaic_gpu_kernel"
+    ptx = re.findall(rf"^\.visible \.entry {entry}\(.*?^}}", printed, re.MULTILINE | re.DOTALL)
+    ptxas = re.findall(rf"Compiling entry function '{entry}'.*?Compile time", printed, re.DOTALL)
+    assert len(ptx) == len(ptxas), f"{name}: {len(ptx)} times PTX, {len(ptxas)} times ptxas"
+    if not ptx:
+        return None
+    threads = [re.findall(r"\.(?:reqntid|maxntid) (\d+), (\d+), (\d+)", text)[0] for text in ptx]
+    return KernelFigures(
+        threads=max(math.prod(map(int, axes)) for axes in threads),
+        registers=max(int(n) for text in ptxas for n in re.findall(r"Used (\d+) registers", text)),
+        spill_bytes=max(sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", text))) for text in ptxas),
+        shared_memory=shared_memory,
+        wgmma=min(text.count("wgmma.mma_async") for text in ptx),
+        tma=min(text.count("cp.async.bulk.tensor") for text in ptx),
+        wgmma_serialised=bool(re.search(rf"instructions are serialized .*'{entry}'", printed)),
+    )
+
+
+def _worst(figures: list[KernelFigures]) -> KernelFigures:
+    best_is_more = ("wgmma", "tma")
+    names = [field.name for field in dataclasses.fields(KernelFigures)]
+    return KernelFigures(**{n: (min if n in best_is_more else max)(getattr(f, n) for f in figures) for n in names})

@@ -34,17 +34,8 @@ def fitting_blocks(*, limit: int, in_use: int, temporaries: int, utilization: fl
     return available // bytes_per_block
 
 
-def available_blocks(
-    device: jax.Device, *, bytes_per_block: int, temporaries: int, utilization: float, wanted: int
-) -> int:
-    """Size of the pool in blocks: all that a GPU's memory has room for, or on a CPU what `wanted` blocks ask for,
-    within a modest share of the machine's memory."""
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    if stats and "bytes_limit" in stats:
-        return fitting_blocks(
-            limit=stats["bytes_limit"], in_use=stats["bytes_in_use"], temporaries=temporaries,
-            utilization=utilization, bytes_per_block=bytes_per_block,
-        )  # fmt: skip
+def modest_blocks(wanted: int, bytes_per_block: int) -> int:
+    """Blocks of a pool on a CPU: what is wanted, within a modest share of the machine's memory."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     room = min(MAX_CPU_POOL_BYTES, math.floor(memory * MAX_CPU_MEMORY_SHARE))
     return max(1, min(wanted, room // bytes_per_block))

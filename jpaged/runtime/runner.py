@@ -9,11 +9,11 @@ import numpy as np
 from flax import nnx
 from tqdm import tqdm
 
-from jpaged.config import EngineConfig, Limits
+from jpaged.config import EngineConfig, Limits, ModelConfig
 from jpaged.core.scheduler import ScheduleDecision
 from jpaged.model.llama import Llama
 from jpaged.runtime.batch import Bucket, Buckets, empty_batch, make_batch
-from jpaged.runtime.kv_cache import allocate_pool, available_blocks, block_bytes
+from jpaged.runtime.kv_cache import allocate_pool, block_bytes, fitting_blocks, modest_blocks
 from jpaged.runtime.step import make_copy_blocks, make_step
 from pallas_kernels import select
 
@@ -50,10 +50,9 @@ class ModelRunner:
         self._step = make_step(graphdef, treedef, self.kernels)
         self._copy_blocks = make_copy_blocks(self.kernels)
         bytes_per_block = block_bytes(llama, config.block_size, dtype)
-        self.num_blocks = config.num_gpu_blocks_override or available_blocks(
-            device, bytes_per_block=bytes_per_block, temporaries=self._temporaries(llama, dtype),
-            utilization=config.gpu_memory_utilization, wanted=self.table_width * limits.max_num_seqs,
-        )  # fmt: skip
+        self.num_blocks = config.num_gpu_blocks_override or self._fitting_blocks(
+            llama, dtype, device, config.gpu_memory_utilization, bytes_per_block
+        )
         self.pool = allocate_pool(llama, self.num_blocks, config.block_size, dtype, device)
         logger.info(
             "KV pool: %d blocks of %d tokens (%.2f GiB, %s)",
@@ -89,11 +88,32 @@ class ModelRunner:
             padded[:, : len(copies)] = np.asarray(copies, np.int32).T
         self.pool = self._copy_blocks(self.pool, padded[0], padded[1])
 
-    def _temporaries(self, llama, dtype: str) -> int:
-        """Upper estimate of a step's temporaries in bytes: the widest activations, a few alive at once, and logits."""
-        tokens, seqs = self.buckets.mixed[-1].num_tokens, self.max_num_seqs
-        width = max(3 * llama.intermediate_size, 3 * llama.num_attention_heads * llama.head_dim) + 4 * llama.hidden_size
-        return tokens * width * 4 + seqs * llama.vocab_size * 4 * 6
+    def _fitting_blocks(
+        self, llama: ModelConfig, dtype: str, device: jax.Device, utilization: float, bytes_per_block: int
+    ) -> int:
+        stats = device.memory_stats() if device.platform != "cpu" else None
+        if not stats or "bytes_limit" not in stats:
+            return modest_blocks(self.table_width * self.max_num_seqs, bytes_per_block)
+        # The pool's size is not known yet, and changes nothing about what a step needs beside it.
+        shape = jax.ShapeDtypeStruct((64, llama.num_key_value_heads, self.block_size, llama.head_dim), dtype)
+        return fitting_blocks(
+            limit=stats["bytes_limit"],
+            in_use=stats["bytes_in_use"],
+            temporaries=self.temporaries([shape] * (2 * llama.num_hidden_layers)),
+            utilization=utilization,
+            bytes_per_block=bytes_per_block,
+        )
+
+    def temporaries(self, pool: list[jax.ShapeDtypeStruct]) -> int:
+        """Bytes that the largest steps need beside parameters and pool, by XLA's own account."""
+
+        def of(bucket: Bucket) -> int:
+            batch = empty_batch(bucket, self.table_width)
+            memory = self._step.lower(self.params, pool, batch, bucket.decode).compile().memory_analysis()
+            assert memory is not None
+            return memory.temp_size_in_bytes
+
+        return max(of(self.buckets.decode[-1]), of(self.buckets.mixed[-1]))
 
 
 def use_compilation_cache() -> None:

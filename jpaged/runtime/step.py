@@ -1,7 +1,5 @@
 """One step of the engine as one function of arrays: embed, attend over the pool, sample."""
 
-from collections.abc import Callable
-
 import jax
 from flax import nnx
 
@@ -9,8 +7,6 @@ from jpaged.model.llama import Llama
 from jpaged.runtime.batch import Batch
 from jpaged.runtime.sampler import sample
 from pallas_kernels import Kernels
-
-Step = Callable[..., tuple[jax.Array, jax.Array, list[jax.Array]]]
 
 
 def forward(
@@ -36,7 +32,7 @@ def forward(
     return model(batch.tokens, batch.positions, attend), pool
 
 
-def make_step(graphdef: nnx.GraphDef, treedef: jax.tree_util.PyTreeDef, kernels: Kernels) -> Step:
+def make_step(graphdef: nnx.GraphDef, treedef: jax.tree_util.PyTreeDef, kernels: Kernels) -> jax.stages.Wrapped:
     """step(params, pool, batch, decode) -> (tokens [S] int32, logprobs [S] float32, pool), jitted, the pool donated.
 
     `params` is the flat list of the model's leaves: dispatching a model or a state costs many times more on the host.
@@ -61,7 +57,7 @@ def make_step(graphdef: nnx.GraphDef, treedef: jax.tree_util.PyTreeDef, kernels:
     return jax.jit(step, static_argnums=3, donate_argnums=1)
 
 
-def make_copy_blocks(kernels: Kernels) -> Callable[..., list[jax.Array]]:
+def make_copy_blocks(kernels: Kernels) -> jax.stages.Wrapped:
     """copy(pool, sources [C], destinations [C]) -> pool, jitted, the pool donated: block copies of all layers."""
 
     def copy(pool: list[jax.Array], sources: jax.Array, destinations: jax.Array) -> list[jax.Array]:

@@ -12,7 +12,7 @@ from flax import nnx
 from jpaged import LLM, ModelConfig, SamplingParams
 from jpaged.model.weights import abstract_llama, dummy_llama
 from jpaged.runtime.batch import Bucket, empty_batch
-from jpaged.runtime.kv_cache import block_bytes, fitting_blocks
+from jpaged.runtime.kv_cache import block_bytes, fitting_blocks, modest_blocks
 from jpaged.runtime.step import make_copy_blocks, make_step
 from pallas_kernels import select
 from tests import deviceless
@@ -202,6 +202,20 @@ def test_pool_size_from_memory():
         ValueError, match=r"gpu_memory_utilization: 0.9 of 24.00 GiB leaves no room .* 20.00 GiB in use"
     ):
         fitting_blocks(limit=24 * gib, **sizes)
+
+
+def test_temporaries_are_xlas_own_account(llm):
+    runner = llm.engine.runner
+    small, large = (
+        [jax.ShapeDtypeStruct((blocks, *x.shape[1:]), x.dtype) for x in runner.pool] for blocks in (64, 4096)
+    )
+    logits = 4 * LLAMA.vocab_size * runner.max_num_seqs
+    assert logits <= runner.temporaries(small) == runner.temporaries(large)
+
+
+def test_a_pool_on_a_cpu_is_modest():
+    assert modest_blocks(100, 1024) == 100
+    assert modest_blocks(10**9, 2**20) <= 4096 and modest_blocks(1, 2**60) == 1
 
 
 def test_block_bytes():

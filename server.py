@@ -75,10 +75,10 @@ def run(args: argparse.Namespace) -> None:
     from jpaged.serving.app import Service
     from jpaged.serving.serve import serve
 
-    engine, tokenizer = load_engine(config)
+    engine, tokenizer, sampling_defaults = load_engine(config)
     service = Service(
         AsyncEngine(engine), tokenizer, args.served_model_name or args.model, engine.scheduler.limits.max_model_len,
-        chat_template=chat_template, api_key=args.api_key,
+        sampling_defaults, chat_template=chat_template, api_key=args.api_key,
     )  # fmt: skip
     asyncio.run(serve(service, args.host, args.port))
 

@@ -148,6 +148,13 @@ class ModelConfig:
         return cls.from_hf(read_json(path), read_json(directory / "generation_config.json", missing_ok=True))
 
 
+def sampling_defaults(directory: Path) -> dict[str, Any]:
+    """The sampling parameters that generation_config.json recommends: what a request to the server leaves open."""
+    generation = read_json(directory / "generation_config.json", missing_ok=True)
+    names = ("temperature", "top_k", "top_p", "min_p")
+    return {name: generation[name] for name in names if generation.get(name) is not None}
+
+
 def read_json(path: Path, *, missing_ok: bool = False) -> dict[str, Any]:
     """The JSON object in a file ({} if `missing_ok` and there is none); ValueError names the file if it isn't one."""
     if missing_ok and not path.is_file():

@@ -36,7 +36,7 @@ class LLM:
 
     def __init__(self, model: "str | Llama" = "demo", *, tokenizer: Any = None, progress: bool = True, **config: Any):
         name, module = (model, None) if isinstance(model, str) else ("module", model)
-        self.engine, self.tokenizer = load_engine(
+        self.engine, self.tokenizer, _ = load_engine(
             EngineConfig(model=name, **config), model=module, tokenizer=tokenizer, progress=progress
         )
         self._request_ids = itertools.count()

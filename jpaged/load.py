@@ -2,12 +2,12 @@
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
 
-from jpaged.config import EngineConfig, Limits, ModelConfig
+from jpaged.config import EngineConfig, Limits, ModelConfig, sampling_defaults
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.scheduler import Scheduler
 from jpaged.demo import DIRECTORY as DEMO
@@ -74,22 +74,32 @@ def dtype_of(config: EngineConfig, model: ModelConfig, platform: str) -> str:
     return "float32" if platform == "cpu" else "bfloat16" if model.dtype == "float32" else model.dtype
 
 
+class Loaded(NamedTuple):
+    """An engine, its Hugging Face tokenizer (None if there is none), and the model's own sampling defaults."""
+
+    engine: Engine
+    tokenizer: Any
+    sampling_defaults: dict[str, Any]
+
+
 def load_engine(
     config: EngineConfig, *, model: Llama | None = None, tokenizer: Any = None, progress: bool = True
-) -> tuple[Engine, Any]:
-    """An engine that is ready to step, and the tokenizer (None if there is none).
+) -> Loaded:
+    """An engine that is ready to step, and what belongs to it.
 
     Args:
         model: a Llama in hand; its arrays are used as they are, and `config.model` is only a name.
         tokenizer: a Hugging Face tokenizer or a `tokenizers.Tokenizer`, instead of the model's own.
     """
     platform = jax.default_backend()
+    defaults: dict[str, Any] = {}
     if model is None:
         directory = find_model(config.model)
         model_config = ModelConfig.from_directory(directory)
         limits = limits_of(config, model_config, platform)
         dtype = dtype_of(config, model_config, platform)
         tokenizer = tokenizer or load_tokenizer(directory)
+        defaults = sampling_defaults(directory)
         logger.info("loading %s as %s", config.model, dtype)
         model = load_model(
             directory, model_config, dtype=dtype, load_format=config.load_format, seed=config.seed, progress=progress
@@ -111,7 +121,7 @@ def load_engine(
     )
     runner.warm_up(progress=progress)
     inner = backend(tokenizer) if tokenizer is not None else None
-    return Engine(scheduler, runner, inner, seed=config.seed), tokenizer
+    return Loaded(Engine(scheduler, runner, inner, seed=config.seed), tokenizer, defaults)
 
 
 def _check_module(config: EngineConfig, model: Llama) -> None:

@@ -87,7 +87,7 @@ def test_chat_templates(tiny):
 
 
 def test_a_missing_tokenizer_is_named(tmp_path):
-    with pytest.raises(ValueError, match="tokenizer: .* has none that can be loaded"):
+    with pytest.raises(ValueError, match=r"tokenizer: .* has none that can be loaded"):
         load_tokenizer(tmp_path)
-    with pytest.raises(ValueError, match="object has no tokenizers.Tokenizer inside"):
+    with pytest.raises(ValueError, match=r"object has no tokenizers\.Tokenizer inside"):
         backend(object())

@@ -5,7 +5,7 @@ import hmac
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +29,7 @@ class Service:
 
     Attributes:
         tokenizer: the Hugging Face tokenizer, for prompts and chat templates.
+        sampling_defaults: what a request leaves open, as the model's generation_config.json has it.
         draining: finish what runs, refuse what comes.
         in_flight: generating requests, each by its task.
     """
@@ -37,6 +38,7 @@ class Service:
     tokenizer: Any
     model_name: str
     max_model_len: int
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     chat_template: str | None = None
     api_key: str | None = None
     draining: bool = False
@@ -129,7 +131,7 @@ async def drain(request: web.Request, handler: Handler) -> web.StreamResponse:
 async def completions(request: web.Request) -> web.StreamResponse:
     service = request.app[SERVICE]
     body = parse(CompletionRequest, await request.read())
-    params, prompts = body.params(), body.prompts()
+    params, prompts = body.params(service.sampling_defaults), body.prompts()
     _check(service, body)
     answer = CompletionAnswer(service.model_name, service.created, service.engine.tokenizer, body.logprobs is not None)
     token_ids = [await asyncio.to_thread(encode, service.tokenizer, p) if isinstance(p, str) else p for p in prompts]
@@ -139,7 +141,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     service = request.app[SERVICE]
     body = parse(ChatRequest, await request.read())
-    params = body.params()
+    params = body.params(service.sampling_defaults)
     _check(service, body)
     messages = [message.for_template() for message in body.messages]
     try:

@@ -4,6 +4,7 @@ A field that is known but can't be served yet may only have the value that means
 by name, so that nothing is silently ignored.
 """
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -43,10 +44,10 @@ class _Generation(_Strict):
     """What both endpoints take."""
 
     model: str | None = None
-    temperature: float | None = 1.0
-    top_p: float | None = 1.0
-    top_k: int | None = 0
-    min_p: float | None = 0.0
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
     max_tokens: int | None = None
     stop: str | list[str] | None = Field(default=None, description="a text or a list of texts")
     stop_token_ids: list[int] | None = None
@@ -64,23 +65,18 @@ class _Generation(_Strict):
     repetition_penalty: float | None = Field(default=None, ge=1, le=1, description=UNSERVED.description)
     logit_bias: dict[str, float] | None = Field(default=None, max_length=0, description=UNSERVED.description)
 
-    def sampling_params(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-        """Raises InvalidParameter for a value out of range."""
-
-        def given(value, default):
-            return default if value is None else value
-
+    def sampling_params(
+        self, defaults: Mapping[str, Any], *, max_tokens: int | None, logprobs: int | None
+    ) -> SamplingParams:
+        """What the request leaves open comes from the model's `defaults`. Raises InvalidParameter for a value out of
+        range."""
+        names = ("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "seed")
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
         return SamplingParams(
-            temperature=given(self.temperature, 1.0),
-            top_k=given(self.top_k, 0),
-            top_p=given(self.top_p, 1.0),
-            min_p=given(self.min_p, 0.0),
+            **{**defaults, **given},
             max_tokens=max_tokens,
-            stop=given(self.stop, ()),
-            stop_token_ids=given(self.stop_token_ids, ()),
             include_stop_str_in_output=self.include_stop_str_in_output,
             ignore_eos=self.ignore_eos,
-            seed=self.seed,
             logprobs=logprobs,
             skip_special_tokens=self.skip_special_tokens,
         )
@@ -93,9 +89,9 @@ class CompletionRequest(_Generation):
     suffix: Literal[""] | None = UNSERVED
     best_of: Literal[1] | None = UNSERVED
 
-    def params(self) -> SamplingParams:
+    def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         max_tokens = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
-        return self.sampling_params(max_tokens=max_tokens, logprobs=self.logprobs)
+        return self.sampling_params(defaults, max_tokens=max_tokens, logprobs=self.logprobs)
 
     def prompts(self) -> list[str | list[int]]:
         """One prompt per choice."""
@@ -132,11 +128,11 @@ class ChatRequest(_Generation):
     tools: list[Any] | None = Field(default=None, max_length=0, description=UNSERVED.description)
     tool_choice: Literal["none", "auto"] | None = UNSERVED
 
-    def params(self) -> SamplingParams:
+    def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             raise InvalidParameter("max_completion_tokens", "differs from max_tokens, its older name; send one of them")
         max_tokens = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
-        return self.sampling_params(max_tokens=max_tokens, logprobs=0 if self.logprobs else None)
+        return self.sampling_params(defaults, max_tokens=max_tokens, logprobs=0 if self.logprobs else None)
 
 
 def parse[R: _Generation](model: type[R], body: bytes) -> R:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jpaged.config import EngineConfig, ModelConfig, read_json
+from jpaged.config import EngineConfig, ModelConfig, read_json, sampling_defaults
 from tests.checkpoints import BASE, LLAMA3
 
 
@@ -67,6 +67,13 @@ def test_files_that_are_not_there_or_not_json(tmp_path):
     with pytest.raises(ValueError, match="must hold a JSON object"):
         ModelConfig.from_directory(tmp_path)
     assert read_json(tmp_path / "other.json", missing_ok=True) == {}
+
+
+def test_sampling_defaults(tmp_path):
+    assert sampling_defaults(tmp_path) == {}
+    generation = {"temperature": 0.6, "top_p": 0.9, "top_k": None, "do_sample": True, "eos_token_id": 2}
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert sampling_defaults(tmp_path) == {"temperature": 0.6, "top_p": 0.9}
 
 
 @pytest.mark.parametrize(

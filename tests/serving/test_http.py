@@ -23,10 +23,12 @@ MAX_LEN = 256
 class Client:
     """A server on a port of its own, and a session with it."""
 
-    def __init__(self, engine, tokenizer, **options):
+    def __init__(self, engine, tokenizer, sampling_defaults=None, **options):
         limits = engine.scheduler.limits
         self.engine = engine
-        self.service = Service(AsyncEngine(engine), tokenizer, "tiny", limits.max_model_len, **options)
+        self.service = Service(
+            AsyncEngine(engine), tokenizer, "tiny", limits.max_model_len, sampling_defaults or {}, **options
+        )
         self.app = make_app(self.service)
 
     async def __aenter__(self):
@@ -84,8 +86,7 @@ def loaded(tiny):
 
 @pytest.fixture
 async def client(loaded):
-    engine, tokenizer = loaded
-    async with Client(engine, tokenizer) as client:
+    async with Client(*loaded) as client:
         yield client
         await client.idle()
 
@@ -171,6 +172,16 @@ async def test_a_seed_repeats(client):
     texts = [(await client.complete("Hello", **fields))["choices"][0]["text"] for _ in range(2)]
     other = (await client.complete("Hello", **fields | {"seed": 12}))["choices"][0]["text"]
     assert texts[0] == texts[1] != other
+
+
+async def test_what_a_request_leaves_open_comes_from_the_models_generation_config(loaded):
+    engine, tokenizer, _ = loaded
+    async with Client(engine, tokenizer, {"temperature": 0, "top_k": 3}) as client:
+        body = {"prompt": "Hello", "max_tokens": 20}
+        greedy = [(await client.post("/v1/completions", body | {"seed": i}))["choices"] for i in range(2)]
+        assert greedy[0] == greedy[1] == (await client.complete("Hello", max_tokens=20))["choices"]
+        hot = await client.post("/v1/completions", body | {"temperature": 1.5, "top_k": 0, "seed": 0})
+        assert hot["choices"] != greedy[0]
 
 
 async def test_the_openai_client(client):
@@ -338,8 +349,8 @@ async def test_draining_refuses_what_comes_and_finishes_what_runs(client):
 
 
 async def test_an_engine_that_fails_says_so_to_everybody(tiny):
-    engine, tokenizer = build(tiny, max_num_seqs=2, max_num_batched_tokens=16)
-    async with Client(engine, tokenizer) as client:
+    engine, *rest = build(tiny, max_num_seqs=2, max_num_batched_tokens=16)
+    async with Client(engine, *rest) as client:
         step, calls = engine.runner.step, []
 
         def failing(decision):
@@ -366,10 +377,9 @@ TRAFFIC = {
 
 
 @pytest.fixture(scope="module")
-def traffic(loaded):
+def traffic():
     """64 requests of mixed lengths, some with a common beginning, and what each gives alone."""
     rng = random.Random(5)
-    engine, tokenizer = loaded
     common = "The quick brown fox jumps over the lazy dog. "
     prompts = [
         (common if rng.random() < 0.4 else "") + "".join(rng.choices("abc xyz", k=rng.randint(1, 120)))
@@ -395,8 +405,8 @@ def answer(body):
 
 @pytest.mark.parametrize("config", TRAFFIC.values(), ids=TRAFFIC)
 async def test_64_requests_at_once_give_what_each_gives_alone(tiny, traffic, alone, config):
-    engine, tokenizer = build(tiny, **config)
-    async with Client(engine, tokenizer) as client:
+    engine, *rest = build(tiny, **config)
+    async with Client(engine, *rest) as client:
         bodies = await asyncio.gather(
             *(client.complete(prompt, max_tokens=length, logprobs=0) for prompt, length in zip(*traffic))
         )

@@ -110,40 +110,39 @@ def ragged_paged_attention(
 def _attend(q_qnh, positions_q, k_pool, v_pool, block_table_w, num_keys, scale):
     """Queries at `positions` (-1: no query, result 0) over the first `num_keys` keys of one block table.
 
-    The softmax is taken online over tiles of keys (Milakov and Gimelshein, arXiv 1805.02867).
+    The softmax is taken online over tiles of keys (Milakov and Gimelshein, arXiv 1805.02867). R = Q G rows of a kv
+    head are one matrix, and so are the C tokens of a tile: what a CPU multiplies fastest.
     """
-    num_queries, _, head_dim = q_qnh.shape
+    num_queries, num_heads, head_dim = q_qnh.shape
     num_kv_heads, block_size = k_pool.shape[1:3]
+    group = num_heads // num_kv_heads
     blocks_per_tile = max(1, TILE_KV // block_size)
-    width = -(-block_table_w.shape[0] // blocks_per_tile) * blocks_per_tile
-    block_table_w = jnp.pad(block_table_w, (0, width - block_table_w.shape[0]), constant_values=-1)
     tile_kv = blocks_per_tile * block_size
+    block_table_w = jnp.pad(block_table_w, (0, -block_table_w.shape[0] % blocks_per_tile))
     dtype = jnp.promote_types(q_qnh.dtype, jnp.float32)
-    q_qkgh = q_qnh.reshape(num_queries, num_kv_heads, -1, head_dim)
     dot = partial(jnp.einsum, preferred_element_type=dtype)
+    q_krh = q_qnh.reshape(num_queries, num_kv_heads, group, head_dim).swapaxes(0, 1).reshape(num_kv_heads, -1, head_dim)
+    positions_r = jnp.repeat(positions_q, group)
 
     def tile(i, carry):
-        o_qkgh, top_qkg, total_qkg = carry
+        o_krh, top_kr, total_kr = carry
+        key_positions_c = i * tile_kv + jnp.arange(tile_kv)
         blocks = lax.dynamic_slice_in_dim(block_table_w, i * blocks_per_tile, blocks_per_tile)
-        key_positions = (i * tile_kv + jnp.arange(tile_kv)).reshape(blocks_per_tile, block_size)
-        blocks = jnp.where(key_positions[:, 0] < num_keys, blocks, 0)  # entries past the context may be anything
-        k_ckbh, v_ckbh = k_pool[blocks], v_pool[blocks]
-        v_ckbh = jnp.where((key_positions < num_keys)[:, None, :, None], v_ckbh, 0)  # 0 * NaN is NaN
-        visible = key_positions <= positions_q[:, None, None]  # [Q, C, B]
-        scores = dot("qkgh,ckbh->qkgcb", q_qkgh, k_ckbh) * scale
-        scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
-        new_top = jnp.maximum(top_qkg, scores.max((-2, -1)))
+        blocks = jnp.where(key_positions_c[::block_size] < num_keys, blocks, 0)  # past the context: may be anything
+        k_kch, v_kch = (x[blocks].swapaxes(0, 1).reshape(num_kv_heads, tile_kv, head_dim) for x in (k_pool, v_pool))
+        v_kch = jnp.where((key_positions_c < num_keys)[:, None], v_kch, 0)  # 0 * NaN is NaN
+        scores = dot("krh,kch->krc", q_krh, k_kch) * scale
+        scores = jnp.where(key_positions_c <= positions_r[:, None], scores, -jnp.inf)
+        new_top = jnp.maximum(top_kr, scores.max(-1))
         safe_top = jnp.where(new_top == -jnp.inf, 0, new_top)
-        p = jnp.exp(scores - safe_top[..., None, None])
-        shrink = jnp.exp(top_qkg - safe_top)
-        pv = dot("qkgcb,ckbh->qkgh", p.astype(v_ckbh.dtype), v_ckbh)
-        return o_qkgh * shrink[..., None] + pv, new_top, total_qkg * shrink + p.sum((-2, -1))
+        p = jnp.exp(scores - safe_top[..., None])
+        shrink = jnp.exp(top_kr - safe_top)
+        o_krh = o_krh * shrink[..., None] + dot("krc,kch->krh", p.astype(v_kch.dtype), v_kch)
+        return o_krh, new_top, total_kr * shrink + p.sum(-1)
 
-    start = (
-        jnp.zeros(q_qkgh.shape, dtype),
-        jnp.full(q_qkgh.shape[:-1], -jnp.inf, dtype),
-        jnp.zeros(q_qkgh.shape[:-1], dtype),
-    )
-    o, _, total = lax.fori_loop(0, (num_keys + tile_kv - 1) // tile_kv, tile, start)
-    o = o / jnp.where(total == 0, 1, total)[..., None]
-    return o.reshape(q_qnh.shape).astype(q_qnh.dtype)
+    rows = q_krh.shape[:2]
+    start = jnp.zeros(q_krh.shape, dtype), jnp.full(rows, -jnp.inf, dtype), jnp.zeros(rows, dtype)
+    o_krh, _, total_kr = lax.fori_loop(0, (num_keys + tile_kv - 1) // tile_kv, tile, start)
+    o_krh = o_krh / jnp.where(total_kr == 0, 1, total_kr)[..., None]
+    o_qkgh = o_krh.reshape(num_kv_heads, num_queries, group, head_dim).swapaxes(0, 1)
+    return o_qkgh.reshape(q_qnh.shape).astype(q_qnh.dtype)

@@ -34,6 +34,7 @@ class AsyncEngine:
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future] | None] = queue.SimpleQueue()
         self._streams: dict[str, _Stream] = {}  # touched by the engine's thread alone
         self._error: EngineDead | None = None
+        self._lock = threading.Lock()  # between a last call and the engine's end
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -75,7 +76,8 @@ class AsyncEngine:
             self._streams[request_id] = stream
 
         def abort() -> None:
-            if self._streams.pop(request_id, None) is stream:
+            if self._streams.get(request_id) is stream:  # and not another request's, whose id was taken
+                del self._streams[request_id]
                 self._engine.abort(request_id)
 
         try:
@@ -86,10 +88,11 @@ class AsyncEngine:
 
     def _submit(self, call: Callable[[], Any]) -> Future:
         future: Future = Future()
-        if self._error:
-            future.set_exception(self._error)
-        else:
-            self._calls.put((call, future))
+        with self._lock:
+            if self._error:
+                future.set_exception(self._error)
+            else:
+                self._calls.put((call, future))
         return future
 
     def _run(self) -> None:
@@ -127,15 +130,13 @@ class AsyncEngine:
             _put(stream, delta)
 
     def _die(self, error: EngineDead) -> None:
-        self._error = error
+        with self._lock:
+            self._error = error
         for stream in self._streams.values():
             _put(stream, error)
         self._streams.clear()
-        while True:  # what was submitted before _error was set
-            try:
-                item = self._calls.get(timeout=0.1)
-            except queue.Empty:
-                return
+        while not self._calls.empty():
+            item = self._calls.get()
             if item is not None and item[1].set_running_or_notify_cancel():
                 item[1].set_exception(error)
 

@@ -7,8 +7,13 @@ os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # the CUDA plugin is here t
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
+from hypothesis import settings
 
 from tests import checkpoints, models
+
+# A slow machine is no failure; and one that runs unattended should fail the same way twice.
+settings.register_profile("jpaged", deadline=None, derandomize="CI" in os.environ)
+settings.load_profile("jpaged")
 
 
 @pytest.fixture(scope="session", autouse=True)

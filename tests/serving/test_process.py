@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -29,8 +28,7 @@ def free_port() -> int:
 
 def post(url, body):
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as response:
-        return json.load(response)
+    return urllib.request.urlopen(request, timeout=60)
 
 
 def test_sigterm_finishes_what_runs_refuses_what_comes_and_exits_0(tiny, tmp_path):
@@ -45,19 +43,19 @@ def test_sigterm_finishes_what_runs_refuses_what_comes_and_exits_0(tiny, tmp_pat
         while "ready" not in log.read_text():
             assert process.poll() is None, log.read_text()
             time.sleep(0.1)
-        answers = []
-        body = {"model": "tiny", "prompt": "Hello", "max_tokens": 500, "ignore_eos": True}
-        running = threading.Thread(target=lambda: answers.append(post(f"{url}/v1/completions", body)))
-        running.start()
-        time.sleep(0.3)
-        process.send_signal(signal.SIGTERM)
-        time.sleep(0.05)
-        if process.poll() is None:
-            with pytest.raises((urllib.error.HTTPError, urllib.error.URLError)):
-                post(f"{url}/v1/completions", body)
-        running.join(timeout=60)
+        body = {"model": "tiny", "prompt": "Hello", "max_tokens": 500, "ignore_eos": True, "stream": True}
+        body["stream_options"] = {"include_usage": True}
+        with post(f"{url}/v1/completions", body) as running:
+            first = running.readline()  # it runs
+            process.send_signal(signal.SIGTERM)
+            while "shutting down" not in log.read_text():
+                time.sleep(0.01)
+            with pytest.raises(urllib.error.URLError):  # an HTTP 503, or nobody listens any more
+                post(f"{url}/v1/completions", body).close()
+            lines = [first, *running]
         assert process.wait(timeout=30) == 0
-        assert answers and answers[0]["usage"]["completion_tokens"] == 500
+        assert lines[-2] == b"data: [DONE]\n"
+        assert json.loads(lines[-4].removeprefix(b"data: "))["usage"]["completion_tokens"] == 500
     finally:
         process.kill()
     assert "Traceback" not in log.read_text(), log.read_text()

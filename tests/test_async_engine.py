@@ -1,0 +1,103 @@
+"""The engine's thread, over a fake runner: many at once, leaving early, ids in use, stopping, failing."""
+
+import asyncio
+
+import pytest
+
+from jpaged.async_engine import AsyncEngine, EngineDead
+from jpaged.config import Limits
+from jpaged.core.block_pool import BlockPool
+from jpaged.core.request import InvalidParameter, SamplingParams
+from jpaged.core.scheduler import Scheduler
+from jpaged.engine import Engine
+from tests.fake_runner import VOCAB, FakeRunner, generate
+
+
+@pytest.fixture
+async def engine():
+    scheduler = Scheduler(BlockPool(64, 4), Limits(100, 4, 16), vocab_size=VOCAB)
+    engine = AsyncEngine(Engine(scheduler, FakeRunner(64, 4)))
+    engine.start()
+    yield engine
+    if engine.alive:
+        await idle(engine)
+        await engine.stop()
+
+
+async def idle(engine):
+    while await engine.call(lambda e: e.has_work):
+        await asyncio.sleep(0.001)
+    await engine.call(lambda e: e.scheduler.check_invariants())
+    assert await engine.call(lambda e: e.scheduler.pool.num_used) == 0
+
+
+async def tokens(engine, name, prompt, count):
+    async with engine.generate(name, prompt, SamplingParams(max_tokens=count)) as deltas:
+        return [token async for delta in deltas for token in delta.token_ids]
+
+
+async def hold(engine):
+    """From here on steps do nothing, so that nothing ends by itself."""
+    await engine.call(lambda e: setattr(e, "step", lambda: []))
+
+
+async def release(engine):
+    await engine.call(lambda e: delattr(e, "step"))
+
+
+async def test_many_at_once(engine):
+    prompts = [[i, i + 1, 7] for i in range(20)]
+    results = await asyncio.gather(*(tokens(engine, str(i), p, 5 + i) for i, p in enumerate(prompts)))
+    assert results == [generate(p, 5 + i) for i, p in enumerate(prompts)]
+
+
+async def test_leaving_early_aborts(engine):
+    async with engine.generate("0", [1], SamplingParams(max_tokens=99)) as deltas:
+        async for _ in deltas:
+            break
+    await idle(engine)
+
+
+async def test_cancelling_at_any_moment_aborts(engine):
+    await hold(engine)
+    for delay in (0, 0, 0.001, 0.005):
+        task = asyncio.create_task(tokens(engine, "0", [1], 99))
+        await asyncio.sleep(delay)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await idle(engine)
+
+
+async def test_a_refusal_reaches_the_caller_and_hurts_nobody(engine):
+    await hold(engine)
+    async with engine.generate("taken", [1], SamplingParams(max_tokens=50)) as deltas:
+        with pytest.raises(InvalidParameter, match="'taken' is already in use"):
+            await tokens(engine, "taken", [2], 3)
+        with pytest.raises(InvalidParameter, match="outside the vocabulary"):
+            await tokens(engine, "other", [VOCAB], 3)
+        await release(engine)
+        assert [t async for d in deltas for t in d.token_ids] == generate([1], 50)
+
+
+async def test_stopping_tells_everybody(engine):
+    await hold(engine)
+    running = asyncio.create_task(tokens(engine, "0", [1], 99))
+    while not await engine.call(lambda e: e.has_work):
+        await asyncio.sleep(0)
+    await engine.stop()
+    with pytest.raises(EngineDead, match="was stopped"):
+        await running
+    assert not engine.alive
+    with pytest.raises(EngineDead):
+        await tokens(engine, "1", [1], 1)
+
+
+async def test_a_failure_tells_everybody(engine):
+    def fail(decision):
+        raise RuntimeError("no luck")
+
+    await engine.call(lambda e: setattr(e.runner, "step", fail))
+    results = await asyncio.gather(*(tokens(engine, str(i), [1], 9) for i in range(3)), return_exceptions=True)
+    assert all(isinstance(error, EngineDead) and "no luck" in str(error) for error in results)
+    assert not engine.alive

@@ -3,7 +3,7 @@
 
 VENV := .venv
 BIN := $(VENV)/bin
-NVIDIA := $(wildcard /proc/driver/nvidia/version)
+NVIDIA := $(or $(wildcard /proc/driver/nvidia/version),$(shell command -v nvidia-smi))
 SERVE_EXTRAS := $(if $(NVIDIA),[cuda],)
 # Without an NVIDIA driver jax should not look for one.
 CPU := $(if $(NVIDIA),,JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu})

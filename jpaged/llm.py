@@ -4,7 +4,7 @@ import itertools
 import operator
 from collections.abc import Sequence
 from numbers import Integral
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from tqdm import tqdm
 
@@ -57,7 +57,7 @@ class LLM:
         Raises InvalidParameter, before anything is generated, if a prompt or its parameters can't be served.
         """
         single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
-        prompt_list: list[Prompt] = [prompts] if single else list(prompts)  # type: ignore
+        prompt_list = cast(list[Prompt], [prompts] if single else list(prompts))
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompt_list)
         if len(params) != len(prompt_list):

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers
 
 from jpaged.tokenizer import Detokenizer, backend, encode, load_tokenizer, render_chat
 from tests.models import EOS, byte_tokenizer
@@ -91,3 +92,30 @@ def test_a_missing_tokenizer_is_named(tmp_path):
         load_tokenizer(tmp_path)
     with pytest.raises(ValueError, match=r"object has no tokenizers\.Tokenizer inside"):
         backend(object())
+
+
+def sentencepiece_like() -> Tokenizer:
+    """As Llama 1 and 2 have it: spaces as "▁", unknown characters as bytes, the first space of a text left out."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abcdehlopnu"]
+    merges = [("▁", "u"), ("▁u", "p"), ("▁up", "o"), ("▁upo", "n"), ("h", "e"), ("l", "l"), ("▁", "▁")]
+    vocab = {piece: i for i, piece in enumerate([*pieces, *(a + b for a, b in merges)])}
+    tokenizer = Tokenizer(models.BPE(vocab, merges, byte_fallback=True, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return tokenizer
+
+
+@given(st.text("abch loupn世é🙂", min_size=1, max_size=20))
+def test_a_tokenizer_with_byte_fallback(text):
+    tokenizer = sentencepiece_like()
+    detokenizer = Detokenizer(tokenizer, tokenizer.encode("once").ids)
+    pieces = [detokenizer.step(token).text for token in tokenizer.encode(text).ids]
+    assert "".join(pieces) == " " + text and not any("\ufffd" in piece for piece in pieces)
+
+
+def test_tokens_that_the_tokenizer_does_not_know():
+    """A model's vocabulary may be padded beyond its tokenizer's."""
+    tokens = [*TOKENIZER.encode("a").ids, 5000, *TOKENIZER.encode("b").ids]
+    assert "".join(stream(tokens)[0]) == "ab"

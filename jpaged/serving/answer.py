@@ -12,7 +12,7 @@ from jpaged.core.request import OutputDelta
 
 @dataclass
 class _Choice:
-    """One choice so far. `pending_*` has not been sent yet."""
+    """One choice: all of it so far, or, when streaming, what has not been sent yet."""
 
     text: str = ""
     tokens: list[str] = field(default_factory=list)

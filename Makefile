@@ -46,6 +46,6 @@ $(BIN)/python:
 	  fi; \
 	done; \
 	if command -v uv >/dev/null; then \
-	  echo "Making $(VENV) with uv"; uv venv --quiet --seed --python '>=3.12' $(VENV); exit 0; \
+	  echo "Making $(VENV) with uv"; uv venv --quiet --seed --python 3.12 $(VENV); exit 0; \
 	fi; \
 	echo "jpaged needs a Python from 3.12 on (with venv), or uv; neither was found" >&2; exit 1

@@ -1,5 +1,6 @@
 """What goes back to the client: the bodies of both endpoints, whole and in chunks."""
 
+import time
 import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -27,11 +28,11 @@ class Answer:
 
     prefix = object_name = chunk_name = ""
 
-    def __init__(self, model: str, created: int, tokenizer: Tokenizer, logprobs: bool):
+    def __init__(self, model: str, tokenizer: Tokenizer, logprobs: bool):
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
         self.prompt_tokens = 0
         self.completion_tokens = 0
-        self._head = {"id": self.id, "created": created, "model": model}
+        self._head = {"id": self.id, "created": int(time.time()), "model": model}
         self._tokenizer = tokenizer
         self._logprobs = logprobs
         self._choices: dict[int, _Choice] = {}

@@ -133,7 +133,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     body = parse(CompletionRequest, await request.read())
     params, prompts = body.params(service.sampling_defaults), body.prompts()
     _check(service, body)
-    answer = CompletionAnswer(service.model_name, service.created, service.engine.tokenizer, body.logprobs is not None)
+    answer = CompletionAnswer(service.model_name, service.engine.tokenizer, body.logprobs is not None)
     token_ids = [await asyncio.to_thread(encode, service.tokenizer, p) if isinstance(p, str) else p for p in prompts]
     return await _respond(request, answer, token_ids, params, body)
 
@@ -148,7 +148,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         prompt = await asyncio.to_thread(render_chat, service.tokenizer, messages, service.chat_template)
     except ValueError as error:
         raise ApiError(400, str(error), "messages") from error
-    answer = ChatAnswer(service.model_name, service.created, service.engine.tokenizer, bool(body.logprobs))
+    answer = ChatAnswer(service.model_name, service.engine.tokenizer, bool(body.logprobs))
     return await _respond(request, answer, [prompt], params, body)
 
 

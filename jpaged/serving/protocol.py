@@ -5,7 +5,7 @@ by name, so that nothing is silently ignored.
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -94,14 +94,12 @@ class CompletionRequest(_Generation):
         return self.sampling_params(defaults, max_tokens=max_tokens, logprobs=self.logprobs)
 
     def prompts(self) -> list[str | list[int]]:
-        """One prompt per choice."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if not self.prompt:
+        """One prompt per choice. Raises InvalidParameter if one is empty."""
+        single = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
+        prompts = cast(list[str | list[int]], [self.prompt] if single else list(self.prompt))
+        if not prompts or not all(prompts):  # also a text of which a tokenizer would make a lone token of its own
             raise InvalidParameter("prompt", "must hold at least one token")
-        if isinstance(self.prompt[0], int):
-            return [self.prompt]
-        return list(self.prompt)
+        return prompts
 
 
 class TextPart(_Strict):

@@ -13,8 +13,10 @@ from aiohttp.test_utils import TestServer
 
 from jpaged.async_engine import AsyncEngine
 from jpaged.config import EngineConfig
+from jpaged.core.request import InvalidParameter
 from jpaged.load import load_engine
 from jpaged.serving.app import MAX_BODY_BYTES, SERVICE, Service, make_app
+from jpaged.serving.protocol import CompletionRequest, parse
 from jpaged.tokenizer import encode
 from tests.models import VOCAB
 
@@ -261,6 +263,13 @@ async def test_bad_completions_are_refused_by_name(client, body, status, param, 
     assert error["param"] == param and words in error["message"] and error["code"] == status
     assert error["type"] == ("NotFoundError" if status == 404 else "BadRequestError")
     await client.complete("still", max_tokens=1)
+
+
+@pytest.mark.parametrize("prompt", ["", [], [""], ["a", ""], [[]], [[1], []]])
+def test_an_empty_prompt_is_refused_even_if_a_tokenizer_would_add_to_it(prompt):
+    request = parse(CompletionRequest, json.dumps({"prompt": prompt}).encode())
+    with pytest.raises(InvalidParameter, match="prompt: must hold at least one token"):
+        request.prompts()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -212,29 +212,38 @@ async def _send(response: web.StreamResponse, chunk: dict[str, Any]) -> None:
 async def _generate(
     engine: AsyncEngine, answer: Answer, prompts: Sequence[list[int]], params: SamplingParams
 ) -> AsyncIterator[AsyncIterator[tuple[int, OutputDelta]]]:
-    """The outputs of several prompts as one stream of (index of the prompt, delta). Leaving it aborts all of them."""
-    merged: asyncio.Queue[tuple[int, OutputDelta] | BaseException | None] = asyncio.Queue()
+    """The outputs of several prompts as one stream of (index of the prompt, delta), once all of them are accepted.
+    Leaving it aborts those that still run."""
+    merged: asyncio.Queue[tuple[int, OutputDelta] | Exception | None] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    accepted: list[asyncio.Future[None]] = [loop.create_future() for _ in prompts]
 
-    async def pump(index: int, deltas: AsyncIterator[OutputDelta]) -> None:
+    async def pump(index: int) -> None:
         try:
-            async for delta in deltas:
-                merged.put_nowait((index, delta))
+            async with engine.generate(f"{answer.id}-{index}", prompts[index], params) as deltas:
+                accepted[index].set_result(None)
+                async for delta in deltas:
+                    merged.put_nowait((index, delta))
             merged.put_nowait(None)
-        except EngineDead as error:
-            merged.put_nowait(error)
+        except Exception as error:
+            if accepted[index].done():
+                merged.put_nowait(error)
+            else:
+                accepted[index].set_exception(error)
 
-    async def drain_all() -> AsyncIterator[tuple[int, OutputDelta]]:
+    async def outputs() -> AsyncIterator[tuple[int, OutputDelta]]:
         for _ in prompts:
             while (item := await merged.get()) is not None:
-                if isinstance(item, BaseException):
+                if isinstance(item, Exception):
                     raise item
                 yield item
 
-    async with AsyncExitStack() as stack:
-        tasks: list[asyncio.Task] = []
-        stack.callback(lambda: [task.cancel() for task in tasks])
-        for index, prompt in enumerate(prompts):
-            answer.prompt_tokens += len(prompt)
-            deltas = await stack.enter_async_context(engine.generate(f"{answer.id}-{index}", prompt, params))
-            tasks.append(asyncio.create_task(pump(index, deltas)))
-        yield drain_all()
+    answer.prompt_tokens = sum(map(len, prompts))
+    tasks = [asyncio.create_task(pump(index)) for index in range(len(prompts))]
+    try:
+        await asyncio.gather(*accepted)
+        yield outputs()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

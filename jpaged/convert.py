@@ -7,7 +7,7 @@ from pathlib import Path
 
 from jpaged.config import ModelConfig
 from jpaged.load import find_model, load_model
-from jpaged.model.weights import INDEX, save_orbax, save_safetensors
+from jpaged.model.weights import INDEX, save_orbax, save_safetensors, stored_dtype
 
 SAVE = {"orbax": save_orbax, "safetensors": save_safetensors}
 
@@ -24,7 +24,8 @@ def convert(argv: list[str] | None = None) -> None:
     try:
         source = find_model(args.source)
         config = ModelConfig.from_directory(source)
-        model = load_model(source, config, dtype=config.dtype, load_format="auto", seed=0, progress=True)
+        dtype = stored_dtype(source)
+        model = load_model(source, config, dtype=dtype, load_format="auto", seed=0, progress=True)
         args.target.mkdir(parents=True)
     except FileExistsError:
         sys.exit(f"convert: {args.target} already exists")
@@ -34,7 +35,7 @@ def convert(argv: list[str] | None = None) -> None:
         if file.is_file() and file.suffix != ".safetensors" and file.name != INDEX:
             shutil.copy(file, args.target)
     SAVE[args.to](model, args.target)
-    print(f"{args.source} -> {args.target} ({args.to}, {config.dtype})")
+    print(f"{args.source} -> {args.target} ({args.to}, {dtype})")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 from tqdm import tqdm
 
-from jpaged.config import ModelConfig, read_json
+from jpaged.config import DTYPES, ModelConfig, read_json
 from jpaged.model.llama import Llama
 
 ORBAX = "orbax"
@@ -137,6 +137,23 @@ def save_orbax(model: Llama, directory: Path) -> None:
     arrays = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model))}
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save((directory / ORBAX).absolute(), arrays)
+
+
+def stored_dtype(directory: Path) -> str:
+    """The dtype that holds every parameter of a checkpoint exactly, whatever its config says."""
+    if (directory / ORBAX).is_dir():
+        with ocp.StandardCheckpointer() as checkpointer:
+            metadata = checkpointer.metadata((directory / ORBAX).absolute()).item_metadata
+        found = {str(array.dtype) for array in metadata.tree.values()}
+    else:
+        found = set()
+        for file in safetensors_files(directory):
+            with _open(file) as tensors:
+                found |= {tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
+        found = {{"F32": "float32", "BF16": "bfloat16", "F16": "float16"}.get(dtype, dtype) for dtype in found}
+    if unknown := found - set(DTYPES):
+        raise ValueError(f"model: {directory} holds {', '.join(sorted(unknown))}; supported: {', '.join(DTYPES)}")
+    return found.pop() if len(found) == 1 else "float32"
 
 
 def safetensors_files(directory: Path) -> list[Path]:

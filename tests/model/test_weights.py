@@ -187,6 +187,15 @@ def test_convert_there_and_back(directory, tmp_path, capsys):
         convert([str(tmp_path / "nowhere"), str(tmp_path / "new"), "--to", "orbax"])
 
 
+@pytest.mark.parametrize("stored", [np.float32, ml_dtypes.bfloat16, np.float16])
+def test_conversion_keeps_the_stored_dtype_whatever_the_config_says(tmp_path, stored):
+    directory = checkpoints.write(tmp_path / "model", HF | {"torch_dtype": "bfloat16"}, dtype=stored)
+    convert([str(directory), str(tmp_path / "orbax"), "--to", "orbax"])
+    convert([str(tmp_path / "orbax"), str(tmp_path / "back"), "--to", "safetensors"])
+    original, back = load_file(directory / "model.safetensors"), load_file(tmp_path / "back" / "model.safetensors")
+    assert all(back[n].dtype == stored and np.array_equal(original[n], back[n]) for n in original)
+
+
 def test_where_models_are_found(directory, tmp_path, monkeypatch):
     assert find_model(str(directory)) == directory
     assert (find_model("demo") / "config.json").is_file()

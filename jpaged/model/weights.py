@@ -18,6 +18,7 @@ from jpaged.config import DTYPES, ModelConfig, read_json
 from jpaged.model.llama import Llama
 
 ORBAX = "orbax"
+SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 * 10**9
 
@@ -107,7 +108,7 @@ def save_safetensors(model: Llama, directory: Path, *, max_shard_bytes: int = MA
         size += array.nbytes
     files = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     if len(shards) == 1:
-        files = ["model.safetensors"]
+        files = [SINGLE]
     for file, names in zip(files, shards):
         save_file({name: _to_host(*leaves[name]) for name in names}, directory / file, {"format": "pt"})
     if len(shards) > 1:
@@ -120,6 +121,8 @@ def save_safetensors(model: Llama, directory: Path, *, max_shard_bytes: int = MA
 
 def load_orbax(directory: Path, config: ModelConfig, dtype: str) -> Llama:
     """A Llama from the Orbax checkpoint that `save_orbax` writes below a directory; strict as `load_safetensors` is."""
+    if not (directory / ORBAX).is_dir():
+        raise ValueError(f"model: {directory} has no Orbax checkpoint: no folder {ORBAX} in it")
     graphdef, leaves = abstract_llama(config, dtype)
     paths = {".".join(map(str, path)): path for path in leaves}
     with ocp.StandardCheckpointer() as checkpointer:
@@ -163,6 +166,8 @@ def safetensors_files(directory: Path) -> list[Path]:
         if missing := [name for name in names if not (directory / name).is_file()]:
             raise ValueError(f"model: {directory} lacks {', '.join(missing)}, named in {INDEX}")
         files = [directory / name for name in names]
+    elif (directory / SINGLE).is_file():
+        files = [directory / SINGLE]  # beside it there may be the same in another form
     else:
         files = sorted(directory.glob("*.safetensors"))
     if not files:

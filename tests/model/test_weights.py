@@ -123,6 +123,16 @@ def test_missing_and_broken_files(directory, tmp_path):
         load_safetensors(tmp_path, CONFIG, "float32", progress=False)
 
 
+def test_other_formats_beside_the_checkpoint_are_passed_over(directory):
+    save_file({"tok_embeddings.weight": np.zeros((2, 2), np.float32)}, directory / "consolidated.safetensors")
+    load_safetensors(directory, CONFIG, "float32", progress=False)
+
+
+def test_a_missing_orbax_checkpoint(directory):
+    with pytest.raises(ValueError, match="has no Orbax checkpoint: no folder orbax in it"):
+        load_model(directory, CONFIG, dtype="float32", load_format="orbax", seed=0, progress=False)
+
+
 def test_tensors_are_streamed(directory, monkeypatch):
     """Never more than one tensor on the host: each is on the device before the next is read."""
     live = []

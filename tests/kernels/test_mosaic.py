@@ -1,12 +1,6 @@
-"""The Mosaic GPU kernels in Pallas's GPU interpreter: right to a rounding, and free of races.
+"""What the Mosaic GPU kernels promise beyond the ops' definition, and what they refuse."""
 
-The interpreter runs TMA copies, barriers, wgmma and warpgroups on the CPU, and gives uninitialised memory NaN.
-"""
-
-import contextlib
-import io
 import re
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -17,51 +11,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from tests.deviceless import abstract_h200
 from tests.kernels import cases
+from tests.kernels.implementations import MOSAIC, interpreted
 
-
-def interpreted(op):
-    """`op` as the interpreter runs it; a race is an AssertionError."""
-
-    def run(*args, **kwargs):
-        params = plgpu.InterpretGPUParams(detect_races=True)
-        printed = io.StringIO()  # races are printed; the flag that jax keeps tells of an op's last kernel alone
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(warnings.catch_warnings())
-            # numpy's products in the interpreter meet the NaN that unused slots hold
-            warnings.filterwarnings("ignore", "invalid value encountered in matmul", RuntimeWarning)
-            stack.enter_context(contextlib.redirect_stdout(printed))
-            stack.enter_context(abstract_h200())
-            stack.enter_context(plgpu.force_gpu_interpret_mode(params))
-            out = jax.block_until_ready(jax.jit(lambda *args: op(*args, **kwargs))(*args))
-        assert "RACE DETECTED" not in printed.getvalue(), printed.getvalue()
-        return out
-
-    return run
-
-
-write = interpreted(mosaic.write_kv)
-decode = interpreted(mosaic.paged_decode_attention)
-ragged = interpreted(mosaic.ragged_paged_attention)
-
-
-@pytest.mark.parametrize("case", cases.DECODE.values(), ids=cases.DECODE.keys())
-def test_decode(case):
-    batch = cases.make_batch(**case)
-    batch.check(batch.run(decode))
-
-
-@pytest.mark.parametrize("case", cases.RAGGED.values(), ids=cases.RAGGED.keys())
-def test_ragged(case):
-    batch = cases.make_batch(**case)
-    batch.check(batch.run(ragged))
-
-
-@pytest.mark.parametrize("case", cases.WRITE.values(), ids=cases.WRITE.keys())
-def test_write(case):
-    batch = cases.make_write(**case)
-    batch.check(*write(*batch.args))
+decode, ragged = MOSAIC.paged_decode_attention, MOSAIC.ragged_paged_attention
 
 
 def test_decode_does_not_depend_on_neighbours():
@@ -88,19 +41,6 @@ def test_ragged_depends_neither_on_neighbours_nor_on_chunks():
 
 class TestTheChecks:
     """They are only worth something if they can fail."""
-
-    @pytest.mark.parametrize("q_lens", [None, [9]])
-    def test_a_context_one_too_short_is_noticed(self, q_lens):
-        batch = cases.make_batch([12], q_lens=q_lens, num_kv_heads=1)
-        short = cases.replace(batch, context_lens=batch.context_lens - 1)
-        with pytest.raises(AssertionError, match="Mismatched elements"):
-            batch.check(short.run(decode if q_lens is None else ragged))
-
-    @pytest.mark.parametrize("q_lens", [None, [9]])
-    def test_a_slot_too_many_is_nan(self, q_lens):
-        batch = cases.make_batch([12], q_lens=q_lens, num_kv_heads=1)
-        long = cases.replace(batch, context_lens=batch.context_lens + 1)
-        assert np.isnan(long.run(decode if q_lens is None else ragged)[-1]).all()
 
     def test_reading_past_the_table_raises(self):
         """The longest sequence of every case fills its table row: what reads on after its context leaves the table."""

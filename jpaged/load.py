@@ -125,6 +125,8 @@ def load_engine(
 
 
 def _check_module(config: EngineConfig, model: Llama) -> None:
+    if config.load_format != "auto":
+        raise ValueError(f"load_format: nothing is loaded for a module in hand, so it can't be {config.load_format!r}")
     dtypes = {str(leaf.dtype) for leaf in jax.tree.leaves(nnx.state(model))}
     if len(dtypes) != 1:
         raise ValueError(f"model: its parameters must have one dtype, not {', '.join(sorted(dtypes))}")

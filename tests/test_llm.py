@@ -102,6 +102,12 @@ def test_a_module_in_another_dtype_is_not_copied_but_refused():
         LLM(model, dtype="float32", progress=False)
 
 
+def test_a_module_in_hand_is_not_loaded():
+    model = dummy_llama(ModelConfig.from_hf(models.TINY), "float32", 0)
+    with pytest.raises(ValueError, match="load_format: nothing is loaded for a module in hand"):
+        LLM(model, load_format="dummy", progress=False)
+
+
 def test_dummy_weights_and_bfloat16(tiny):
     llm = LLM(str(tiny), load_format="dummy", dtype="bfloat16", **SMALL | {"max_num_seqs": 2})
     assert {str(x.dtype) for x in llm.engine.runner.params + llm.engine.runner.pool} == {"bfloat16"}

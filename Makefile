@@ -18,7 +18,7 @@ test: $(VENV)/test.done
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
 format: $(VENV)/test.done
 	$(BIN)/ruff check --fix .

@@ -46,7 +46,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add("--max-num-batched-tokens", type=int, metavar="TOKENS",
         help="most tokens in a step (default: 512 on a CPU, 2048 on a GPU)")  # fmt: skip
-    add("--kernels", choices=KERNELS, default=defaults.kernels, help="attention kernels")
+    add(
+        "--kernels",
+        choices=KERNELS,
+        default=defaults.kernels,
+        help="attention kernels (default: auto, the fastest that the device and the model allow)",
+    )
     return parser.parse_args(argv)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 DTYPES = ("float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "orbax", "dummy")
-KERNELS = ("auto", "reference", "mosaic")
+KERNELS = ("auto", "reference", "mosaic", "triton")
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 1, 256

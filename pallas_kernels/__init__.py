@@ -13,6 +13,22 @@ the pool; a slot is `block_id * B + offset`.
 """
 
 from pallas_kernels.dispatch import Kernels, select
-from pallas_kernels.reference import copy_blocks, paged_decode_attention, ragged_paged_attention, write_kv
+from pallas_kernels.reference import (
+    copy_blocks,
+    merge_attention,
+    paged_decode_attention,
+    ragged_paged_attention,
+    rotate,
+    write_kv,
+)
 
-__all__ = ["Kernels", "copy_blocks", "paged_decode_attention", "ragged_paged_attention", "select", "write_kv"]
+__all__ = [
+    "Kernels",
+    "copy_blocks",
+    "merge_attention",
+    "paged_decode_attention",
+    "ragged_paged_attention",
+    "rotate",
+    "select",
+    "write_kv",
+]

@@ -3,6 +3,18 @@
 Every op is a pure function. Scores, softmax and sums are float32 (float64 under x64 inputs); results have q's dtype.
 A sequence is worked on alone, tile by tile, in an order that depends on nothing but its own length: whatever runs
 beside it, its result is the same to the bit. No slot that a sequence has not written is ever let into a result.
+
+What the ops share:
+
+- A pool's head dim may be larger than that of q, k and v: the columns past it hold zeros. This is how a head dim that
+  a kernel does not have is padded to one that it has.
+- A pool may be float8_e4m3fn. Then `k_scale_k` and `v_scale_k` [K] float32 are what its numbers are multiplied by.
+- `soft_cap` c turns a score x = scale * q·k into c * tanh(x / c) (Gemma 2, arXiv 2408.00118).
+- `window` w lets a query see only the last w tokens up to its own.
+- `return_lse` adds the log of the sum of exp(score), natural, float32, -inf where a row sees no key: what
+  `merge_attention` needs to put partial results together.
+
+All raise ValueError where shapes or dtypes don't fit together, NotImplementedError where they fit but can't be served.
 """
 
 from functools import partial
@@ -11,28 +23,56 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.checks import FP8, FP8_MAX, check_attention, check_copy, check_write
+
 TILE_Q = 16  # query rows attended at once
 TILE_KV = 128  # keys gathered at once: small enough to stay in a core's cache
 
 
 def write_kv(
-    k_pool: jax.Array, v_pool: jax.Array, k_tkh: jax.Array, v_tkh: jax.Array, slot_mapping_t: jax.Array
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    k_tkh: jax.Array,
+    v_tkh: jax.Array,
+    slot_mapping_t: jax.Array,
+    *,
+    cos_t: jax.Array | None = None,
+    sin_t: jax.Array | None = None,
+    k_scale_k: jax.Array | None = None,
+    v_scale_k: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Writes token t's key and value into flat slot `slot_mapping[t]` of pools [P, K, B, H]; -1 writes nothing.
 
-    A slot is `block_id * B + offset`; no two tokens may name the same one. In place where the pools are donated.
+    In place where the pools are donated. Of an fp8 pool, numbers past ±448 scales are cut off.
+
+    Args:
+        k_tkh, v_tkh: [T, K, H], the pools' dtype; any float dtype for fp8 pools.
+        slot_mapping_t: [T] int32, `block_id * B + offset`; no two tokens may name the same one.
+        cos_t, sin_t: [T, H/2] float32; keys are rotated by them on their way (half against half, RoFormer, arXiv
+            2104.09864). Without them keys are written as they come.
+        k_scale_k, v_scale_k: [K] float32, for fp8 pools.
     """
+    check_write(k_pool, v_pool, k_tkh, v_tkh, slot_mapping_t, cos_t, sin_t, k_scale_k, v_scale_k)
+    if cos_t is not None and sin_t is not None:
+        k_tkh = rotate(k_tkh, cos_t, sin_t)
     num_blocks, _, block_size, _ = k_pool.shape
     block = jnp.where(slot_mapping_t < 0, num_blocks, slot_mapping_t // block_size)  # past the end: dropped
     offset = slot_mapping_t % block_size
-    return (
-        k_pool.at[block, :, offset].set(k_tkh, mode="drop"),
-        v_pool.at[block, :, offset].set(v_tkh, mode="drop"),
-    )
+
+    def written(pool, x_tkh, scale_k):
+        x_tkh = pad_head_dim(quantize(x_tkh, pool.dtype, scale_k), pool.shape[3])
+        return pool.at[block, :, offset].set(x_tkh, mode="drop")
+
+    return written(k_pool, k_tkh, k_scale_k), written(v_pool, v_tkh, v_scale_k)
 
 
 def copy_blocks(pool: jax.Array, sources_c: jax.Array, destinations_c: jax.Array) -> jax.Array:
-    """Copies whole blocks of a pool [P, ...]; all are read before any is written; destination -1 copies nothing."""
+    """Copies whole blocks of a pool [P, ...]; all are read before any is written; destination -1 copies nothing.
+
+    Args:
+        sources_c, destinations_c: [C] int32; no two copies may have the same destination.
+    """
+    check_copy(pool, sources_c, destinations_c)
     destinations_c = jnp.where(destinations_c < 0, pool.shape[0], destinations_c)
     return pool.at[destinations_c].set(pool[sources_c], mode="drop")
 
@@ -45,26 +85,41 @@ def paged_decode_attention(
     context_lens_s: jax.Array,
     *,
     scale: float,
-) -> jax.Array:
+    soft_cap: float | None = None,
+    window: int | None = None,
+    k_scale_k: jax.Array | None = None,
+    v_scale_k: jax.Array | None = None,
+    return_lse: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention of one query token per sequence over its paged context.
 
     Args:
         q_snh: [S, N, H].
-        k_pool, v_pool: [P, K, B, H] with N a multiple of K.
-        block_tables_sw: [S, W] int32; entries past a context are never read.
+        k_pool, v_pool: [P, K, B, H] with N a multiple of K, q's dtype or fp8; the query tokens' own keys and values
+            are already there.
+        block_tables_sw: [S, W] int32; entries past a context are never read. W B is at most 131,072.
         context_lens_s: [S] int32, the query token included; 0 marks a padding row, whose result is 0.
         scale: factor on q·k.
 
-    Returns [S, N, H].
+    Returns [S, N, H], with `return_lse` also [S, N] float32.
     """
+    check_attention(
+        q_snh, k_pool, v_pool, block_tables_sw, context_lens_s,
+        soft_cap=soft_cap, window=window, k_scale_k=k_scale_k, v_scale_k=v_scale_k,
+    )  # fmt: skip
+    attend = partial(
+        _attend, k_pool=k_pool, v_pool=v_pool, scale=scale, soft_cap=soft_cap, window=window,
+        k_scale_k=k_scale_k, v_scale_k=v_scale_k,
+    )  # fmt: skip
 
     def sequence(s, out):
         q = lax.dynamic_slice_in_dim(q_snh, s, 1)
         position = context_lens_s[s] - 1
-        o = _attend(q, position[None], k_pool, v_pool, block_tables_sw[s], context_lens_s[s], scale)
-        return lax.dynamic_update_slice_in_dim(out, o, s, 0)
+        one = attend(q, position[None], block_table_w=block_tables_sw[s], num_keys=context_lens_s[s])
+        return _update(out, one, s)
 
-    return lax.fori_loop(0, q_snh.shape[0], sequence, jnp.zeros_like(q_snh))
+    out = lax.fori_loop(0, q_snh.shape[0], sequence, _empty(q_snh))
+    return out if return_lse else out[0]
 
 
 def ragged_paged_attention(
@@ -76,16 +131,30 @@ def ragged_paged_attention(
     cu_q_lens_s1: jax.Array,
     *,
     scale: float,
-) -> jax.Array:
+    soft_cap: float | None = None,
+    window: int | None = None,
+    k_scale_k: jax.Array | None = None,
+    v_scale_k: jax.Array | None = None,
+    return_lse: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Causal attention of a mixed batch: chunks of prompts and single decode tokens, one after another in q.
 
     Args:
-        q_tnh: [T, N, H]; sequence s owns rows `cu_q_lens[s]:cu_q_lens[s + 1]`, the last of its context.
-        k_pool, v_pool, block_tables_sw, context_lens_s: as in `paged_decode_attention`.
-        cu_q_lens_s1: [S + 1] int32, non-decreasing from 0.
+        q_tnh: [T, N, H]; sequence s owns rows `cu_q_lens[s]:cu_q_lens[s + 1]`, the last of its context. Row i of r has
+            position `context_lens[s] - r + i` and sees the keys up to its own.
+        k_pool, v_pool, block_tables_sw, context_lens_s, scale: as in `paged_decode_attention`.
+        cu_q_lens_s1: [S + 1] int32, from 0 to at most T, non-decreasing. A padding sequence has no rows.
 
-    Returns [T, N, H]; rows that no sequence owns are 0.
+    Returns [T, N, H], with `return_lse` also [T, N] float32; rows that no sequence owns are 0.
     """
+    check_attention(
+        q_tnh, k_pool, v_pool, block_tables_sw, context_lens_s, cu_q_lens_s1,
+        soft_cap=soft_cap, window=window, k_scale_k=k_scale_k, v_scale_k=v_scale_k,
+    )  # fmt: skip
+    attend = partial(
+        _attend, k_pool=k_pool, v_pool=v_pool, scale=scale, soft_cap=soft_cap, window=window,
+        k_scale_k=k_scale_k, v_scale_k=v_scale_k,
+    )  # fmt: skip
 
     def sequence(s, out):
         first, last, length = cu_q_lens_s1[s], cu_q_lens_s1[s + 1], context_lens_s[s]
@@ -96,43 +165,100 @@ def ragged_paged_attention(
             positions = jnp.where(rows < last, length - last + rows, -1)
             q = lax.dynamic_slice_in_dim(q_padded, row, TILE_Q)
             seen = jnp.max(positions) + 1
-            o = _attend(q, positions, k_pool, v_pool, block_tables_sw[s], seen, scale)
+            some = attend(q, positions, block_table_w=block_tables_sw[s], num_keys=seen)
             # Rows past the sequence get zeros here and their own result from the next sequence's tiles.
-            return lax.dynamic_update_slice_in_dim(out, o, row, 0)
+            return _update(out, some, row)
 
         return lax.fori_loop(0, (last - first + TILE_Q - 1) // TILE_Q, tile, out)
 
     q_padded = jnp.pad(q_tnh, ((0, TILE_Q), (0, 0), (0, 0)))  # a last tile may hang over
-    out = lax.fori_loop(0, context_lens_s.shape[0], sequence, jnp.zeros_like(q_padded))
-    return out[: q_tnh.shape[0]]
+    out = lax.fori_loop(0, context_lens_s.shape[0], sequence, _empty(q_padded))
+    o_tnh, lse_tn = jax.tree.map(lambda x: x[: q_tnh.shape[0]], out)
+    return (o_tnh, lse_tn) if return_lse else o_tnh
 
 
-def _attend(q_qnh, positions_q, k_pool, v_pool, block_table_w, num_keys, scale):
+def merge_attention(o_a: jax.Array, lse_a: jax.Array, o_b: jax.Array, lse_b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Attention over two disjoint sets of keys from that over each: a shared prefix, a sequence split over devices.
+
+    Args:
+        o_a, o_b: [..., N, H].
+        lse_a, lse_b: [..., N], as `return_lse` gives them.
+
+    Returns the merged output, in o_a's dtype, and its log-sum-exp. (Section 2.2 of arXiv 2501.01005.)
+    """
+    lse = jnp.logaddexp(lse_a, lse_b)
+    safe = jnp.where(lse == -jnp.inf, 0, lse)
+    a, b = (jnp.exp(x - safe)[..., None] for x in (lse_a, lse_b))
+    return (a * o_a + b * o_b).astype(o_a.dtype), lse
+
+
+def rotate(x_tnh: jax.Array, cos_t: jax.Array, sin_t: jax.Array) -> jax.Array:
+    """Rotates each head's two halves against each other by cos and sin [T, H/2], in float32; the dtype stays."""
+    a, b = jnp.split(x_tnh.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos_t[:, None], sin_t[:, None]
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_tnh.dtype)
+
+
+def quantize(x_tkh: jax.Array, dtype, scale_k: jax.Array | None) -> jax.Array:
+    """[T, K, H] in the dtype of a pool: as it is, or as fp8 in units of its head's scale."""
+    if dtype != FP8:
+        return x_tkh
+    assert scale_k is not None
+    scaled = x_tkh.astype(jnp.float32) * (1 / scale_k)[:, None]
+    return jnp.clip(scaled, -FP8_MAX, FP8_MAX).astype(FP8)
+
+
+def pad_head_dim(x: jax.Array, head_dim: int) -> jax.Array:
+    """Adds zero columns up to `head_dim`."""
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, head_dim - x.shape[-1])])
+
+
+def _empty(q_qnh):
+    return jnp.zeros_like(q_qnh), jnp.full(q_qnh.shape[:2], -jnp.inf, jnp.promote_types(q_qnh.dtype, jnp.float32))
+
+
+def _update(out, part, row):
+    return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, row, 0), out, part)
+
+
+def _attend(
+    q_qnh, positions_q, *, k_pool, v_pool, block_table_w, num_keys, scale, soft_cap, window, k_scale_k, v_scale_k
+):
     """Queries at `positions` (-1: no query, result 0) over the first `num_keys` keys of one block table.
 
     The softmax is taken online over tiles of keys (Milakov and Gimelshein, arXiv 1805.02867). R = Q G rows of a kv
     head are one matrix, and so are the C tokens of a tile: what a CPU multiplies fastest.
     """
     num_queries, num_heads, head_dim = q_qnh.shape
-    num_kv_heads, block_size = k_pool.shape[1:3]
+    num_kv_heads, block_size, pool_head_dim = k_pool.shape[1:]
     group = num_heads // num_kv_heads
     blocks_per_tile = max(1, TILE_KV // block_size)
     tile_kv = blocks_per_tile * block_size
     block_table_w = jnp.pad(block_table_w, (0, -block_table_w.shape[0] % blocks_per_tile))
     dtype = jnp.promote_types(q_qnh.dtype, jnp.float32)
     dot = partial(jnp.einsum, preferred_element_type=dtype)
-    q_krh = q_qnh.reshape(num_queries, num_kv_heads, group, head_dim).swapaxes(0, 1).reshape(num_kv_heads, -1, head_dim)
+    q_krh = pad_head_dim(q_qnh, pool_head_dim).reshape(num_queries, num_kv_heads, group, pool_head_dim)
+    q_krh = q_krh.swapaxes(0, 1).reshape(num_kv_heads, -1, pool_head_dim)
     positions_r = jnp.repeat(positions_q, group)
+    scale = scale if k_scale_k is None else scale * k_scale_k[:, None, None]
 
     def tile(i, carry):
         o_krh, top_kr, total_kr = carry
         key_positions_c = i * tile_kv + jnp.arange(tile_kv)
         blocks = lax.dynamic_slice_in_dim(block_table_w, i * blocks_per_tile, blocks_per_tile)
         blocks = jnp.where(key_positions_c[::block_size] < num_keys, blocks, 0)  # past the context: may be anything
-        k_kch, v_kch = (x[blocks].swapaxes(0, 1).reshape(num_kv_heads, tile_kv, head_dim) for x in (k_pool, v_pool))
+        k_kch, v_kch = (
+            x[blocks].swapaxes(0, 1).reshape(num_kv_heads, tile_kv, pool_head_dim).astype(q_qnh.dtype)
+            for x in (k_pool, v_pool)
+        )
         v_kch = jnp.where((key_positions_c < num_keys)[:, None], v_kch, 0)  # 0 * NaN is NaN
         scores = dot("krh,kch->krc", q_krh, k_kch) * scale
-        scores = jnp.where(key_positions_c <= positions_r[:, None], scores, -jnp.inf)
+        if soft_cap is not None:
+            scores = soft_cap * jnp.tanh(scores / soft_cap)
+        seen = key_positions_c <= positions_r[:, None]
+        if window is not None:
+            seen &= key_positions_c > positions_r[:, None] - window
+        scores = jnp.where(seen, scores, -jnp.inf)
         new_top = jnp.maximum(top_kr, scores.max(-1))
         safe_top = jnp.where(new_top == -jnp.inf, 0, new_top)
         p = jnp.exp(scores - safe_top[..., None])
@@ -140,9 +266,17 @@ def _attend(q_qnh, positions_q, k_pool, v_pool, block_table_w, num_keys, scale):
         o_krh = o_krh * shrink[..., None] + dot("krc,kch->krh", p.astype(v_kch.dtype), v_kch)
         return o_krh, new_top, total_kr * shrink + p.sum(-1)
 
+    first = 0
+    if window is not None:
+        oldest = jnp.min(jnp.where(positions_q < 0, num_keys, positions_q))
+        first = jnp.maximum(oldest - window + 1, 0) // tile_kv
     rows = q_krh.shape[:2]
     start = jnp.zeros(q_krh.shape, dtype), jnp.full(rows, -jnp.inf, dtype), jnp.zeros(rows, dtype)
-    o_krh, _, total_kr = lax.fori_loop(0, (num_keys + tile_kv - 1) // tile_kv, tile, start)
+    o_krh, top_kr, total_kr = lax.fori_loop(first, (num_keys + tile_kv - 1) // tile_kv, tile, start)
     o_krh = o_krh / jnp.where(total_kr == 0, 1, total_kr)[..., None]
-    o_qkgh = o_krh.reshape(num_kv_heads, num_queries, group, head_dim).swapaxes(0, 1)
-    return o_qkgh.reshape(q_qnh.shape).astype(q_qnh.dtype)
+    if v_scale_k is not None:
+        o_krh = o_krh * v_scale_k[:, None, None]
+    lse_kr = top_kr + jnp.log(total_kr)
+    by_query = lambda x: x.reshape(num_kv_heads, num_queries, group, *x.shape[2:]).swapaxes(0, 1)
+    o_qnh = by_query(o_krh)[..., :head_dim].reshape(q_qnh.shape).astype(q_qnh.dtype)
+    return o_qnh, by_query(lse_kr).reshape(num_queries, num_heads)

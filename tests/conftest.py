@@ -5,6 +5,9 @@ import os
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # the CUDA plugin is here to compile, not to run
 os.environ["HF_HUB_OFFLINE"] = "1"
+# The GPU interpreter holds one of XLA's threads for every warpgroup that waits; with as few as a machine may have
+# processors, none is left for those that are waited for.
+os.environ.setdefault("NPROC", "16")
 
 import pytest
 from hypothesis import settings
@@ -18,8 +21,11 @@ settings.load_profile("jpaged")
 
 @pytest.fixture(scope="session", autouse=True)
 def compilation_cache(tmp_path_factory):
-    """Executables are shared within the run and forgotten after it."""
-    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+    """Executables are shared within the run, by all its processes, and forgotten after it."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
 
 
 @pytest.fixture(scope="session")

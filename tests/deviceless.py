@@ -1,7 +1,8 @@
-"""Compiling for an H200 (sm_90a) on a machine that has no GPU.
+"""Compiling for an H200 (sm_90a) or an A100 (sm_80) on a machine that has no GPU.
 
-XLA and Mosaic GPU compile for a described device: the JAX CUDA plugin and ptxas are needed, a GPU and its driver are
-not. What comes back can be asserted on (memory analysis, HLO, registers, spills, shared memory), never run or timed.
+XLA, Mosaic GPU and Triton compile for a described device: the JAX CUDA plugin and ptxas are needed, a GPU and its
+driver are not. What comes back can be asserted on (memory analysis, HLO, registers, spills, shared memory), never run
+or timed.
 """
 
 import collections
@@ -14,8 +15,10 @@ import os
 import pathlib
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -28,48 +31,91 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
 
-H200_SMS = 132
-H200_SHARED_MEMORY = 232_448  # bytes one thread block can have (227 KiB)
 
-_H200 = """
-gpu_device_info {
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """A GPU as XLA wants it described, from NVIDIA's data sheets."""
+
+    kind: str
+    capability: str  # in protocol buffer text
+    sms: int
+    shared_memory: int  # bytes one thread block can have
+    shared_memory_per_sm: int
+    fpus_per_sm: int
+    memory: int
+    memory_bandwidth: int
+    l2_cache: int
+    clock_rate_ghz: float
+
+    @property
+    def description(self) -> str:
+        return f"""
+gpu_device_info {{
   threads_per_block_limit: 1024
   threads_per_warp: 32
   shared_memory_per_block: 49152
-  shared_memory_per_core: 233472
-  shared_memory_per_block_optin: 232448
+  shared_memory_per_core: {self.shared_memory_per_sm}
+  shared_memory_per_block_optin: {self.shared_memory}
   threads_per_core_limit: 2048
-  core_count: 132
-  fpus_per_core: 128
+  core_count: {self.sms}
+  fpus_per_core: {self.fpus_per_sm}
   block_dim_limit_x: 2147483647
   block_dim_limit_y: 65535
   block_dim_limit_z: 65535
   thread_dim_limit_x: 1024
   thread_dim_limit_y: 1024
   thread_dim_limit_z: 64
-  memory_bandwidth: 4800000000000
-  l2_cache_size: 52428800
-  clock_rate_ghz: 1.98
-  device_memory_size: 150000000000
+  memory_bandwidth: {self.memory_bandwidth}
+  l2_cache_size: {self.l2_cache}
+  clock_rate_ghz: {self.clock_rate_ghz}
+  device_memory_size: {self.memory}
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
-  cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }
+  cuda_compute_capability {{ {self.capability} }}
   device_vendor: "NVIDIA Corporation"
-  name: "NVIDIA H200"
+  name: "{self.kind}"
   driver_version: "13.0.0"
   runtime_version: "13.0.0"
   compile_time_toolkit_version: "13.0.0"
   dnn_version: "9.12.0"
-}
+}}
 platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 12 patch: 0 }
-device_description_str: "NVIDIA H200"
+dnn_version_info {{ major: 9 minor: 12 patch: 0 }}
+device_description_str: "{self.kind}"
 """
+
+
+H200 = Device(
+    kind="NVIDIA H200",
+    capability="major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES",
+    sms=132,
+    shared_memory=232_448,  # 227 KiB
+    shared_memory_per_sm=233_472,
+    fpus_per_sm=128,
+    memory=150_000_000_000,
+    memory_bandwidth=4_800_000_000_000,
+    l2_cache=52_428_800,
+    clock_rate_ghz=1.98,
+)
+A100 = Device(
+    kind="NVIDIA A100-SXM4-80GB",
+    capability="major: 8 minor: 0",
+    sms=108,
+    shared_memory=166_912,  # 163 KiB
+    shared_memory_per_sm=167_936,
+    fpus_per_sm=64,
+    memory=85_899_345_920,
+    memory_bandwidth=2_039_000_000_000,
+    l2_cache=41_943_040,
+    clock_rate_ghz=1.41,
+)
+H200_SMS = H200.sms
+H200_SHARED_MEMORY = H200.shared_memory
 
 
 @dataclasses.dataclass(frozen=True)
 class KernelFigures:
-    """What ptxas and Mosaic say of one kernel; of several with one name, the worst of each."""
+    """What ptxas and Mosaic or XLA say of one Pallas kernel; of several with one name, the worst of each."""
 
     threads: int  # per thread block
     registers: int  # per thread
@@ -77,12 +123,13 @@ class KernelFigures:
     shared_memory: int  # bytes per thread block
     wgmma: int  # instructions in the PTX
     tma: int
+    mma: int  # on tensor cores too, of a warp instead of a warpgroup
     wgmma_serialised: bool  # ptxas could not keep the tensor cores asynchronous, and said so
 
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A function compiled for an H200."""
+    """A function compiled for one device."""
 
     executable: jax.stages.Compiled
     kernels: dict[str, KernelFigures]  # by name; empty with figures=False
@@ -105,63 +152,85 @@ class Compiled:
 
     def copies_of(self, shape: Sequence[int], dtype: Any) -> int:
         """How many HLO copies (in fusions too) have an operand of this shape and dtype."""
-        name = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "int32": "s32"}[np.dtype(dtype).name]
+        names = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "int32": "s32", "uint8": "u8"}
+        name = (names | {"float8_e4m3fn": "f8e4m3fn"})[np.dtype(dtype).name]
         array = re.escape(f"{name}[{','.join(map(str, shape))}]")
         return len(re.findall(rf"= \(?{array}[^=]* copy(?:-start)?\(", self.hlo))
 
 
 def why_not() -> str | None:
-    """Why nothing can be compiled for an H200 here; None when it can."""
+    """Why nothing can be compiled for a GPU here; None when it can."""
     if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
         return "the JAX CUDA plugin is not installed (pip install jax-cuda13-plugin of jax's version)"
-    if shutil.which("ptxas") is None and not _ptxas_from_pip():
-        return "ptxas was not found on PATH (it comes with a CUDA toolkit, or pip install --no-deps nvidia-cuda-nvcc)"
+    if _ptxas() is None:
+        return "ptxas was not found (pip install nvidia-cuda-nvcc, or a CUDA toolkit on PATH)"
     return None
 
 
 def abstract_h200() -> contextlib.AbstractContextManager[Any]:
     """An H200 that exists only as a description: what the Mosaic lowering asks of the device while it traces."""
-    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=H200_SMS, platform="gpu")
-    return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+    return _abstract(H200)
 
 
-def compile_for_h200(
-    fn: Callable[..., Any], *avals: Any, donate_argnums: int | Sequence[int] = (), figures: bool = True
+def compile_for(
+    device: Device,
+    fn: Callable[..., Any],
+    *avals: Any,
+    donate_argnums: int | Sequence[int] = (),
+    figures: bool = True,
 ) -> Compiled:
-    """Compiles `fn` for one H200.
+    """Compiles `fn` for one such device.
 
     `avals` are pytrees of ShapeDtypeStruct (or arrays). `figures=False` leaves the figures of the kernels out, and
     saves their dumps, some megabytes each.
     """
-    sharding = SingleDeviceSharding(_topology().devices[0])
+    sharding = SingleDeviceSharding(_topology(device).devices[0])
     avals = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), avals)
 
     def lower() -> jax.stages.Lowered:
-        # A wrapper of its own: jit's cache may hold what `fn` was traced to elsewhere, under an interpreter say.
-        with abstract_h200():
+        with _abstract(device), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
+            # A wrapper of its own: jit's cache may hold what `fn` was traced to elsewhere, under an interpreter say.
             return jax.jit(lambda *args: fn(*args), donate_argnums=donate_argnums).trace(*avals).lower()
 
     if not figures:
         return Compiled(lower().compile(), {})
-    with tempfile.TemporaryDirectory(prefix="mosaic_dump_") as name:
-        folder = pathlib.Path(name)
-        with _environment(MOSAIC_GPU_DUMP_TO=name):
+    with tempfile.TemporaryDirectory(prefix="kernel_dump_") as name:
+        mosaic, xla = pathlib.Path(name, "mosaic"), pathlib.Path(name, "xla")
+        mosaic.mkdir()
+        with _environment(MOSAIC_GPU_DUMP_TO=str(mosaic)):
             lowered = lower()
         # Not to a folder this time: that would ask for SASS too, and leave files in /tmp where there is no nvdisasm.
-        with _environment(MOSAIC_GPU_DUMP_PTX="1", MOSAIC_GPU_DUMP_PTXAS="1"), _stdout_to(folder / "printed"):
-            executable = lowered.compile()
-        return Compiled(executable, _read_figures(folder, (folder / "printed").read_text()))
+        with _environment(MOSAIC_GPU_DUMP_PTX="1", MOSAIC_GPU_DUMP_PTXAS="1"), _stdout_to(mosaic / "printed"):
+            executable = lowered.compile({"xla_dump_to": str(xla), "xla_dump_emitter_re": "ptx"})
+        kernels = _read_figures(mosaic, (mosaic / "printed").read_text())
+        return Compiled(executable, kernels | _read_triton_figures(xla, executable.as_text() or ""))
+
+
+def compile_for_h200(fn: Callable[..., Any], *avals: Any, **options: Any) -> Compiled:
+    """Compiles `fn` for one H200; see `compile_for`."""
+    return compile_for(H200, fn, *avals, **options)
+
+
+def _abstract(device: Device) -> contextlib.AbstractContextManager[Any]:
+    abstract = AbstractDevice(device_kind=device.kind, num_cores=device.sms, platform="gpu")
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=abstract))
 
 
 @functools.cache
-def _topology() -> topologies.TopologyDescription:
-    return topologies.get_topology_desc(platform="cuda", topology_name="h200", topology="1x1x1", target_config=_H200)
+def _topology(device: Device) -> topologies.TopologyDescription:
+    return topologies.get_topology_desc(
+        platform="cuda", topology_name=device.kind, topology="1x1x1", target_config=device.description
+    )
 
 
-def _ptxas_from_pip() -> bool:
+@functools.cache
+def _ptxas() -> str | None:
+    """The pip package's comes first, as in XLA, whose PTX may be too new for the ptxas of an older toolkit."""
     spec = importlib.util.find_spec("nvidia")
     folders = (spec.submodule_search_locations or ()) if spec else ()
-    return any(True for folder in folders for _ in pathlib.Path(folder).glob("*/bin/ptxas"))
+    from_pip = (str(path) for folder in folders for path in pathlib.Path(folder).glob("*/bin/ptxas"))
+    return next(from_pip, None) or shutil.which("ptxas")
 
 
 @contextlib.contextmanager
@@ -232,11 +301,42 @@ def _figures_of(name: str, shared_memory: int, printed: str) -> KernelFigures | 
         shared_memory=shared_memory,
         wgmma=min(text.count("wgmma.mma_async") for text in ptx),
         tma=min(text.count("cp.async.bulk.tensor") for text in ptx),
+        mma=min(text.count("mma.sync") for text in ptx),
         wgmma_serialised=bool(re.search(rf"instructions are serialized .*'{entry}'", printed)),
     )
 
 
+def _read_triton_figures(folder: pathlib.Path, hlo: str) -> dict[str, KernelFigures]:
+    """`folder` holds what XLA dumped: the PTX of each kernel, its own fusions too, and the list of their launches."""
+    names = set(re.findall(r'"__gpu\$xla\.gpu\.triton".* name = "(\w+)"', hlo))
+    [launches] = folder.glob("*.thunk_sequence.txt")
+    kernels: dict[str, list[KernelFigures]] = collections.defaultdict(list)
+    for path in folder.glob("*.ptx"):
+        ptx = path.read_text()
+        entry = "".join(re.findall(r"\.visible \.entry (\w+)\(", ptx))  # a Triton kernel is the only one in its PTX
+        name = re.sub(r"_\d+$", "", entry)
+        if name not in names:
+            continue
+        launch = re.search(rf" {entry} grid: .* threads: \[(.*)\]\s+shared_memory: (\d+)", launches.read_text())
+        assert launch, f"{entry} is never launched"
+        [target] = re.findall(r"^\.target (\w+)", ptx, re.MULTILINE)
+        command = [str(_ptxas()), "-v", f"-arch={target}", str(path), "-o", os.devnull]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        figures = KernelFigures(
+            threads=math.prod(int(axis) for axis in launch[1].split(",")),
+            registers=int(re.findall(r"Used (\d+) registers", said)[0]),
+            spill_bytes=sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", said))),
+            shared_memory=int(launch[2]),
+            wgmma=ptx.count("wgmma.mma_async"),
+            tma=ptx.count("cp.async.bulk.tensor"),
+            mma=ptx.count("mma.sync"),
+            wgmma_serialised="instructions are serialized" in said,
+        )
+        kernels[name].append(figures)
+    return {name: _worst(figures) for name, figures in kernels.items()}
+
+
 def _worst(figures: list[KernelFigures]) -> KernelFigures:
-    best_is_more = ("wgmma", "tma")
+    best_is_more = ("wgmma", "tma", "mma")
     names = [field.name for field in dataclasses.fields(KernelFigures)]
     return KernelFigures(**{n: (min if n in best_is_more else max)(getattr(f, n) for f in figures) for n in names})

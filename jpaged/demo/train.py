@@ -28,6 +28,7 @@ from jpaged.config import ModelConfig
 from jpaged.demo import DIRECTORY, corpus, tokenizer
 from jpaged.model.llama import Llama
 from jpaged.model.weights import save_safetensors
+from pallas_kernels import rotate
 
 DEFAULT_STEPS = 5000
 HELD_OUT_SEED = 1_000_003
@@ -171,12 +172,12 @@ def batches(recipe: Recipe, tokens: Tokenizer, seed: int) -> Iterator[Batch]:
             yield batch
 
 
-def attend(mask_btt: jax.Array, layer: int, q_tnh: jax.Array, k_tkh: jax.Array, v_tkh: jax.Array) -> jax.Array:
+def attend(mask_btt: jax.Array, layer: int, q_tnh, k_tkh, v_tkh, cos, sin) -> jax.Array:
     """Attention within the documents of each row; the rows come one after the other in one long one."""
     b, t, _ = mask_btt.shape
     groups = k_tkh.shape[1]
     q = q_tnh.reshape(b, t, groups, -1, q_tnh.shape[-1])
-    k, v = (x.reshape(b, t, groups, -1) for x in (k_tkh, v_tkh))
+    k, v = (x.reshape(b, t, groups, -1) for x in (rotate(k_tkh, cos, sin), v_tkh))
     scores = jnp.einsum("btkgh,bskh->bkgts", q, k) * q.shape[-1] ** -0.5
     weights = jax.nn.softmax(jnp.where(mask_btt[:, None, None], scores, -1e9))
     return jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(q_tnh.shape)

@@ -7,10 +7,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jpaged.config import ModelConfig
-from jpaged.model.rope import angles, inverse_frequencies, rotate
+from jpaged.model.rope import angles, inverse_frequencies
+from pallas_kernels import rotate
 
-# attend(layer, q [T, N, H], k [T, K, H], v [T, K, H]) -> [T, N, H]; q and k are already rotated.
-Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
+# attend(layer, q [T, N, H], k [T, K, H], v [T, K, H], cos, sin [T, H/2]) -> [T, N, H]; q is rotated, k is not: it is
+# rotated where it is written to the cache.
+Attend = Callable[[int, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -54,9 +56,9 @@ class Attention(nnx.Module):
     def __call__(self, x_td: jax.Array, cos: jax.Array, sin: jax.Array, layer: int, attend: Attend) -> jax.Array:
         t = x_td.shape[0]
         q_tnh = rotate(self.q_proj(x_td).reshape(t, -1, self.head_dim), cos, sin)
-        k_tkh = rotate(self.k_proj(x_td).reshape(t, -1, self.head_dim), cos, sin)
+        k_tkh = self.k_proj(x_td).reshape(t, -1, self.head_dim)
         v_tkh = self.v_proj(x_td).reshape(t, -1, self.head_dim)
-        return self.o_proj(attend(layer, q_tnh, k_tkh, v_tkh).reshape(t, -1))
+        return self.o_proj(attend(layer, q_tnh, k_tkh, v_tkh, cos, sin).reshape(t, -1))
 
 
 class Mlp(nnx.Module):

@@ -67,12 +67,6 @@ def _yarn_attention_factor(rope: RopeConfig) -> float:
 
 
 def angles(positions_t: jax.Array, frequencies: np.ndarray, factor: float) -> tuple[jax.Array, jax.Array]:
-    """cos and sin [T, 1, H/2] float32 of positions [T]."""
-    angle = positions_t[:, None, None].astype(jnp.float32) * frequencies
+    """cos and sin [T, H/2] float32 of positions [T]."""
+    angle = positions_t[:, None].astype(jnp.float32) * frequencies
     return jnp.cos(angle) * factor, jnp.sin(angle) * factor
-
-
-def rotate(x_tnh: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates each head's two halves against each other, in float32; the dtype stays."""
-    a, b = jnp.split(x_tnh.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_tnh.dtype)

@@ -13,10 +13,10 @@ MAX_CPU_POOL_BYTES = 4 * 2**30
 MAX_CPU_MEMORY_SHARE = 0.25
 
 
-def block_bytes(model: ModelConfig, block_size: int, dtype: str) -> int:
+def block_bytes(model: ModelConfig, block_size: int, head_dim: int, dtype: str) -> int:
     """Bytes that one block takes over all layers, keys and values."""
     itemsize = jnp.dtype(dtype).itemsize
-    return 2 * model.num_hidden_layers * model.num_key_value_heads * block_size * model.head_dim * itemsize
+    return 2 * model.num_hidden_layers * model.num_key_value_heads * block_size * head_dim * itemsize
 
 
 def fitting_blocks(*, limit: int, in_use: int, temporaries: int, utilization: float, bytes_per_block: int) -> int:
@@ -42,12 +42,12 @@ def modest_blocks(wanted: int, bytes_per_block: int) -> int:
 
 
 def allocate_pool(
-    model: ModelConfig, num_blocks: int, block_size: int, dtype: str, device: jax.Device
+    model: ModelConfig, num_blocks: int, block_size: int, head_dim: int, dtype: str, device: jax.Device
 ) -> list[jax.Array]:
     """[k of layer 0, v of layer 0, k of layer 1, ...], each [P, K, B, H], all zero.
 
     Zero, not empty: an attention kernel may load a block's unwritten rows, and 0 * NaN is NaN.
     """
-    shape = (num_blocks, model.num_key_value_heads, block_size, model.head_dim)
+    shape = (num_blocks, model.num_key_value_heads, block_size, head_dim)
     with jax.default_device(device):
         return [jnp.zeros(shape, dtype, device=device) for _ in range(2 * model.num_hidden_layers)]

@@ -29,7 +29,7 @@ class ModelRunner:
 
     Attributes:
         params: the model's leaves, the very arrays that the model holds.
-        pool: [k0, v0, k1, v1, ...], each [P, K, B, H].
+        pool: [k0, v0, k1, v1, ...], each [P, K, B, H]; H is what the kernels take, the model's or more.
         num_blocks: P.
     """
 
@@ -49,11 +49,11 @@ class ModelRunner:
         logger.info("attention kernels: %s (%s)", self.kernels.name, self.kernels.reason)
         self._step = make_step(graphdef, treedef, self.kernels)
         self._copy_blocks = make_copy_blocks(self.kernels)
-        bytes_per_block = block_bytes(llama, config.block_size, dtype)
+        bytes_per_block = block_bytes(llama, config.block_size, self.kernels.head_dim, dtype)
         self.num_blocks = config.num_gpu_blocks_override or self._fitting_blocks(
             llama, dtype, device, config.gpu_memory_utilization, bytes_per_block
         )
-        self.pool = allocate_pool(llama, self.num_blocks, config.block_size, dtype, device)
+        self.pool = allocate_pool(llama, self.num_blocks, config.block_size, self.kernels.head_dim, dtype, device)
         logger.info(
             "KV pool: %d blocks of %d tokens (%.2f GiB, %s)",
             self.num_blocks, config.block_size, self.num_blocks * bytes_per_block / 2**30, dtype,
@@ -95,7 +95,7 @@ class ModelRunner:
         if not stats or "bytes_limit" not in stats:
             return modest_blocks(self.table_width * self.max_num_seqs, bytes_per_block)
         # The pool's size is not known yet, and changes nothing about what a step needs beside it.
-        shape = jax.ShapeDtypeStruct((64, llama.num_key_value_heads, self.block_size, llama.head_dim), dtype)
+        shape = jax.ShapeDtypeStruct((64, llama.num_key_value_heads, self.block_size, self.kernels.head_dim), dtype)
         return fitting_blocks(
             limit=stats["bytes_limit"],
             in_use=stats["bytes_in_use"],

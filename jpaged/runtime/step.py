@@ -21,8 +21,9 @@ def forward(
     pool = list(pool)
     scale = model.config.head_dim**-0.5
 
-    def attend(layer: int, q_tnh: jax.Array, k_tkh: jax.Array, v_tkh: jax.Array) -> jax.Array:
-        k, v = kernels.write_kv(pool[2 * layer], pool[2 * layer + 1], k_tkh, v_tkh, batch.slot_mapping)
+    def attend(layer: int, q_tnh, k_tkh, v_tkh, cos, sin) -> jax.Array:
+        k, v = pool[2 * layer : 2 * layer + 2]
+        k, v = kernels.write_kv(k, v, k_tkh, v_tkh, batch.slot_mapping, cos_t=cos, sin_t=sin)
         pool[2 * layer : 2 * layer + 2] = k, v
         tables, lens = batch.block_tables, batch.context_lens
         if decode:

@@ -1,39 +1,11 @@
-"""Every implementation of the ops in a form that runs on a CPU.
+"""Every implementation of the ops in a form that runs on a CPU."""
 
-The Mosaic kernels run in Pallas's GPU interpreter, which has TMA copies, barriers, wgmma and warpgroups, gives
-uninitialised memory NaN, and tells of races.
-"""
-
-import contextlib
 import functools
-import io
-import warnings
 
 import jax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import Kernels, mosaic, reference
-from tests.deviceless import abstract_h200
-
-
-def interpreted(op):
-    """`op` as the interpreter runs it; a race is an AssertionError."""
-
-    def run(*args, **kwargs):
-        params = plgpu.InterpretGPUParams(detect_races=True)
-        printed = io.StringIO()  # races are printed; the flag that jax keeps tells of an op's last kernel alone
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(warnings.catch_warnings())
-            # numpy's products in the interpreter meet the NaN that unused slots hold
-            warnings.filterwarnings("ignore", "invalid value encountered in matmul", RuntimeWarning)
-            stack.enter_context(contextlib.redirect_stdout(printed))
-            stack.enter_context(abstract_h200())
-            stack.enter_context(plgpu.force_gpu_interpret_mode(params))
-            out = jax.block_until_ready(jax.jit(lambda *args: op(*args, **kwargs))(*args))
-        assert "RACE DETECTED" not in printed.getvalue(), printed.getvalue()
-        return out
-
-    return run
+from pallas_kernels import Kernels, mosaic, reference, triton
+from tests.kernels import mosaic_interpreter, triton_interpreter
 
 
 def jitted(op):
@@ -42,14 +14,18 @@ def jitted(op):
 
 def _with(module, run) -> Kernels:
     return Kernels(
-        name=module.__name__,
+        name=module.__name__.rpartition(".")[2],
         reason="to be tested",
+        head_dim=0,
         write_kv=run(module.write_kv),
+        copy_blocks=run(module.copy_blocks),
         paged_decode_attention=run(module.paged_decode_attention),
         ragged_paged_attention=run(module.ragged_paged_attention),
-        copy_blocks=reference.copy_blocks,
     )
 
 
 REFERENCE = _with(reference, jitted)
-MOSAIC = _with(mosaic, interpreted)
+TRITON = _with(triton, triton_interpreter.interpreted)
+# Two multiprocessors, so that a thread block of decode has more than one split to walk.
+MOSAIC = _with(mosaic, functools.partial(mosaic_interpreter.interpreted, num_sms=2))
+ALL = (REFERENCE, TRITON, MOSAIC)

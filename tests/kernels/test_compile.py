@@ -1,4 +1,4 @@
-"""The Mosaic GPU kernels compiled for an H200 without one: what ptxas and XLA say of them."""
+"""The GPU kernels compiled for an H200 and an A100 without one: what ptxas and XLA say of them."""
 
 import functools
 import os
@@ -10,90 +10,85 @@ import pytest
 
 from pallas_kernels import mosaic
 from tests import deviceless
+from tests.kernels import figures
 
 pytestmark = pytest.mark.skipif(deviceless.why_not() is not None, reason=str(deviceless.why_not()))
 
 REGISTERS_PER_SM = 65_536
-SHARED_MEMORY_PER_SM = 233_472  # a thread block takes 1 KiB of it for itself
-MODELS = {  # N, K, H, dtype
-    "Llama-3-8B": (32, 8, 128, jnp.bfloat16),
-    "Llama-3.2-1B": (32, 8, 64, jnp.bfloat16),
-    "Llama-2-7B": (32, 32, 128, jnp.float16),
-    "tiny": (4, 2, 64, jnp.bfloat16),
-    "head dim 256": (16, 1, 256, jnp.bfloat16),
-}
-CASES = [
-    ("Llama-3-8B", 16),
-    ("Llama-3-8B", 64),
-    ("Llama-3.2-1B", 16),
-    ("Llama-3.2-1B", 64),
-    ("Llama-2-7B", 16),
-    ("Llama-2-7B", 64),
-    ("tiny", 8),
-    ("head dim 256", 128),
-]
+DOCS = pathlib.Path(__file__).parents[2] / "docs" / "kernel-figures.md"
 S = jax.ShapeDtypeStruct
+# The script compiles the whole list; here the usual blocks of every shape class, and the smallest of the tightest.
+# `test_triton.py` compiles every configuration of Triton's.
+TIGHTEST = [(128, "bfloat16"), (256, "float8_e4m3fn")]
+CASES = [
+    case
+    for case in figures.CASES
+    if case.program == "mosaic" and (case.block_size == 16 or (case.block_size == 8 and case[1:3] in TIGHTEST))
+]
 
 
-@functools.cache
-def compiled(model: str, block_size: int) -> dict[str, deviceless.KernelFigures]:
-    """All ops of a model in one function, their kernels by name."""
-    n, k, h, dtype = MODELS[model]
-    t, s, w = 512, 16, 8192 // block_size
-    q, kv, pool = S((t, n, h), dtype), S((t, k, h), dtype), S((4096, k, block_size, h), dtype)
-    ints = {shape: S((shape,), jnp.int32) for shape in (s, s + 1, t)}
-
-    def ops(q, k, v, k_pool, v_pool, slots, tables, contexts, cu):
-        k_pool, v_pool = mosaic.write_kv(k_pool, v_pool, k, v, slots)
-        o = mosaic.ragged_paged_attention(q, k_pool, v_pool, tables, contexts, cu, scale=h**-0.5)
-        return o, mosaic.paged_decode_attention(o[:s], k_pool, v_pool, tables, contexts, scale=h**-0.5), k_pool, v_pool
-
-    args = (q, kv, kv, pool, pool, ints[t], S((s, w), jnp.int32), ints[s], ints[s + 1])
-    return deviceless.compile_for_h200(ops, *args, donate_argnums=(3, 4)).kernels
+def check(case: figures.Case, kernels: dict[str, deviceless.KernelFigures]) -> None:
+    device = figures.PROGRAMS[case.program][1]
+    for name, seen in kernels.items():
+        assert seen.spill_bytes == 0, (name, seen)
+        assert seen.registers * seen.threads <= REGISTERS_PER_SM, (name, seen)
+        assert seen.shared_memory < device.shared_memory, (name, seen)
+        assert not seen.wgmma_serialised, (name, seen)
 
 
-@pytest.mark.parametrize(("model", "block_size"), CASES)
-def test_kernels_fit(model, block_size):
-    kernels = compiled(model, block_size)
-    assert kernels.keys() == {"kv_write", "paged_decode", "paged_decode_combine", "ragged_paged"}
-    for name, figures in kernels.items():
-        assert figures.spill_bytes == 0, (name, figures)
-        assert figures.registers * figures.threads <= REGISTERS_PER_SM, (name, figures)
-        assert figures.shared_memory < deviceless.H200_SHARED_MEMORY, (name, figures)
-        assert not figures.wgmma_serialised, (name, figures)
-    assert kernels["paged_decode"].wgmma and kernels["ragged_paged"].wgmma, "no tensor cores"
-    assert kernels["paged_decode"].tma and kernels["ragged_paged"].tma, "no TMA"
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_kernels_fit(case):
+    kernels = figures.compiled(case)
+    check(case, kernels)
+    assert kernels.keys() == {"kv_write", "copy_blocks", "paged_decode", "paged_decode_combine", "ragged_paged"}
+    for name in ("paged_decode", "ragged_paged"):
+        assert kernels[name].wgmma, f"{name}: no tensor cores"
+        assert kernels[name].tma, f"{name}: no TMA"
+    if case.head_dim < 256:  # two thread blocks of decode share an SM: one computes while the other waits for memory
+        decode = kernels["paged_decode"]
+        assert 2 * (decode.shared_memory + 1024) <= deviceless.H200.shared_memory_per_sm
+        assert 2 * decode.registers * decode.threads <= REGISTERS_PER_SM
 
 
-@pytest.mark.parametrize("model", ["Llama-3-8B", "Llama-3.2-1B"])
-def test_two_decode_blocks_share_an_sm(model):
-    """One computes while the other waits for memory."""
-    figures = compiled(model, 16)["paged_decode"]
-    assert 2 * (figures.shared_memory + 1024) <= SHARED_MEMORY_PER_SM
-    assert 2 * figures.registers * figures.threads <= REGISTERS_PER_SM
+def test_kernels_with_every_option_fit():
+    case = figures.Case("mosaic", 128, "bfloat16", 16, 4)
+    check(case, figures.compiled(case, soft_cap=30.0, window=1000, return_lse=True))
 
 
-def step(write_kv, k, v, slots, pools, *, order=None):
-    """Four layers' KV writes, and results in `order`."""
-    out = []
-    for layer in range(0, len(pools), 2):
-        out += write_kv(pools[layer], pools[layer + 1], k + layer, v + layer, slots)
-    return out if order is None else [out[i] for i in order]
+def test_the_page_has_every_configuration():
+    """Figures differ a little between compilers; which configurations they are of does not."""
+    rows = {tuple(cell.strip() for cell in line.split("|")[1:6]) for line in DOCS.read_text().splitlines()[12:]}
+    assert rows and all(line.split("|")[8].strip() == "0" for line in DOCS.read_text().splitlines()[12:])
+    for case in figures.CASES:
+        for op in ("decode", "ragged"):
+            expected = figures.configuration(case.program, op, case.head_dim, case.pool_dtype)
+            shape = (case.program, str(case.head_dim), case.pool_dtype, expected)
+            assert any((row[0], *row[2:]) == shape and op in row[1] for row in rows), shape
 
 
 POOL, TOKENS = (4096, 8, 16, 128), (64, 8, 128)
 POOL_BYTES = 4096 * 8 * 16 * 128 * 2
+ANGLES = S((64, 64), jnp.float32)
 STEP_ARGS = (
     S(TOKENS, jnp.bfloat16),
     S(TOKENS, jnp.bfloat16),
     S(TOKENS[:1], jnp.int32),
     [S(POOL, jnp.bfloat16)] * 8,
+    ANGLES,
+    ANGLES,
 )
 
 
+def step(k, v, slots, pools, cos, sin, *, order=None):
+    """Four layers' KV writes, and results in `order`."""
+    out = []
+    for layer in range(0, len(pools), 2):
+        out += mosaic.write_kv(*pools[layer : layer + 2], k + layer, v + layer, slots, cos_t=cos, sin_t=sin)
+    return out if order is None else [out[i] for i in order]
+
+
 def test_donated_pools_are_written_in_place():
-    fn = functools.partial(step, mosaic.write_kv)
-    result = deviceless.compile_for_h200(fn, *STEP_ARGS, donate_argnums=3, figures=False)
+    result = deviceless.compile_for_h200(step, *STEP_ARGS, donate_argnums=3, figures=False)
     assert result.aliased_bytes == 8 * POOL_BYTES
     assert result.copies_of(POOL, jnp.bfloat16) == 0
     assert result.temp_bytes < POOL_BYTES / 10
@@ -101,11 +96,22 @@ def test_donated_pools_are_written_in_place():
 
 def test_copies_would_be_seen():
     """Results in another order than the donated arguments: XLA aliases all bytes, and copies pools all the same."""
-    fn = functools.partial(step, mosaic.write_kv, order=[0, 2, 4, 6, 1, 3, 5, 7])
+    fn = functools.partial(step, order=[0, 2, 4, 6, 1, 3, 5, 7])
     result = deviceless.compile_for_h200(fn, *STEP_ARGS, donate_argnums=3, figures=False)
     assert result.aliased_bytes == 8 * POOL_BYTES
     assert result.copies_of(POOL, jnp.bfloat16) > 0
     assert result.temp_bytes >= POOL_BYTES
+
+
+def test_blocks_are_copied_in_place():
+    """Through a copy of those blocks, and of no more."""
+    indices = S((16,), jnp.int32)
+    result = deviceless.compile_for_h200(
+        mosaic.copy_blocks, S(POOL, jnp.bfloat16), indices, indices, donate_argnums=0, figures=False
+    )
+    assert result.aliased_bytes == POOL_BYTES
+    assert result.copies_of(POOL, jnp.bfloat16) == 0
+    assert result.temp_bytes < 1.1 * 16 * POOL_BYTES / POOL[0]
 
 
 def test_compiling_leaves_nothing_behind(tmp_path, monkeypatch):

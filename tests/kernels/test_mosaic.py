@@ -1,6 +1,6 @@
-"""What the Mosaic GPU kernels promise beyond the ops' definition, and what they refuse."""
+"""What the Mosaic GPU kernels promise beyond the ops' definition; and that what is planted in them is found."""
 
-import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,32 +11,56 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
+from pallas_kernels.mosaic import decode as decode_module
+from pallas_kernels.mosaic import ragged as ragged_module
+from pallas_kernels.mosaic import ring
 from tests.kernels import cases
-from tests.kernels.implementations import MOSAIC, interpreted
+from tests.kernels.implementations import MOSAIC
+from tests.kernels.mosaic_interpreter import interpreted
 
 decode, ragged = MOSAIC.paged_decode_attention, MOSAIC.ragged_paged_attention
 
 
-def test_decode_does_not_depend_on_neighbours():
-    """To the bit, over a split boundary, in a table of another width."""
-    batch = cases.make_batch([100, 0, 577], num_kv_heads=1, group=2, width=64)
-    small = cases.replace(
-        batch, q=batch.q[2:], block_tables=batch.block_tables[2:, :40], context_lens=batch.context_lens[2:]
-    )
-    np.testing.assert_array_equal(small.run(decode)[0], batch.run(decode)[2])
+@pytest.mark.parametrize("num_sms", [1, 4])
+def test_where_a_split_is_computed_changes_nothing(num_sms):
+    """To the bit: any number of thread blocks."""
+    batch = cases.make_batch([100, 0, 1030], num_kv_heads=1, group=2)
+    op = interpreted(mosaic.paged_decode_attention, num_sms=num_sms)
+    np.testing.assert_array_equal(batch.run(op), batch.run(decode))
 
 
-def test_ragged_depends_neither_on_neighbours_nor_on_chunks():
-    """To the bit: the last rows of a prompt, in one piece among others and as a chunk alone."""
-    batch = cases.make_batch([9, 90], q_lens=[9, 90], num_kv_heads=1, group=2)
-    chunk = cases.replace(
-        batch,
-        q=batch.q[-25:],
-        block_tables=batch.block_tables[1:],
-        context_lens=batch.context_lens[1:],
-        cu_q_lens=jnp.array([0, 25], jnp.int32),
-    )
-    np.testing.assert_array_equal(chunk.run(ragged), batch.run(ragged)[-25:])
+@pytest.mark.parametrize("window", [None, 1, 100, 512, 5000])
+def test_splits_cover_what_each_query_sees(window):
+    """Every split in order, none that is empty, up to the longest context; against a plain loop."""
+    split, tile, max_splits = 512, 64, 256
+    lens = [0, 131_072, 1, 511, 512, 513, 0, 70_001, 1024]
+    expected, first_splits = [], [0]
+    for s, n in enumerate(lens):
+        seen = max(0, n - window) if window else 0
+        expected += [
+            (s, max(u * split, seen // tile * tile), min((u + 1) * split, n), seen)
+            for u in range(max_splits)
+            if u * split < n and (u + 1) * split > seen
+        ]
+        first_splits.append(len(expected))
+    work_i4, count, split_s1 = decode_module._splits(jnp.array(lens), max_splits, split, tile, window)
+    assert int(count[0]) == len(expected) and split_s1.tolist() == first_splits
+    np.testing.assert_array_equal(work_i4[: len(expected)], expected)
+
+
+@pytest.mark.parametrize("q_lens", [None, [1, 5, 130]], ids=["decode", "ragged"])
+def test_keys_in_one_piece_give_the_same(q_lens):
+    """To the bit: paging changes where keys are read from, and nothing else."""
+    contexts = [1, 64, 140]
+    batch = cases.make_batch(contexts, q_lens=q_lens, num_kv_heads=2, group=2)
+    k_sklh, v_sklh = np.full((2, len(contexts), 2, 256, 64), np.nan)
+    for s, (k, v) in enumerate(batch.dense):
+        k_sklh[s, :, : len(k)], v_sklh[s, :, : len(v)] = k.swapaxes(0, 1), v.swapaxes(0, 1)
+    in_one_piece = [jnp.asarray(x, jnp.bfloat16) for x in (k_sklh, v_sklh)]
+    op = mosaic.contiguous_decode_attention if q_lens is None else mosaic.contiguous_ragged_attention
+    out = interpreted(op)(batch.q, *in_one_piece, *batch.args[4:], **batch.options)
+    paged = batch.run(decode if q_lens is None else ragged)
+    np.testing.assert_array_equal(np.asarray(out, np.float64), paged)
 
 
 class TestTheChecks:
@@ -67,56 +91,45 @@ class TestTheChecks:
         with pytest.raises(Exception, match="RACE DETECTED"):  # from jax 0.12 on the interpreter raises by itself
             interpreted(racy)(jnp.zeros(128))
 
+    @pytest.mark.parametrize("q_lens", [None, [1]], ids=["decode", "ragged"])
+    def test_a_ring_that_does_not_wait_for_room_is_noticed(self, monkeypatch, q_lens):
+        """A race in the kernels themselves: tiles are overwritten while they are computed on."""
 
-class TestRefusals:
-    """Each says what was given and what is allowed. No kernel runs."""
+        def hasty_fill(self, tiles, tokens, filled, blocks, copy, k_pool_ref, v_pool_ref, v_column, copies):
+            stages = self.k.shape[0]
 
-    def test_shapes_that_do_not_fit(self):
-        batch = cases.make_batch([12, 3], q_lens=[1, 1])
-        pools = batch.k_pool, batch.v_pool
-        tables, contexts, cu = batch.block_tables, batch.context_lens, batch.cu_q_lens
-        with pytest.raises(ValueError, match=r"q_snh has 3 rows, expected .* 2 rows of block_tables_sw"):
-            mosaic.paged_decode_attention(jnp.zeros((3, 2, 64), jnp.bfloat16), *pools, tables, contexts, scale=1.0)
-        with pytest.raises(ValueError, match=r"q is float16\[2, 2, 64\], expected bfloat16\[2, 2, 64\]"):
-            mosaic.paged_decode_attention(batch.q.astype(jnp.float16), *pools, tables, contexts, scale=1.0)
-        with pytest.raises(ValueError, match=r"q has 3 heads, expected a multiple of the pools' 2 KV heads"):
-            mosaic.paged_decode_attention(jnp.zeros((2, 3, 64), jnp.bfloat16), *pools, tables, contexts, scale=1.0)
-        with pytest.raises(ValueError, match=r"context_lens_s is int32\[1\], expected int32\[2\]"):
-            mosaic.paged_decode_attention(batch.q, *pools, tables, contexts[:1], scale=1.0)
-        with pytest.raises(ValueError, match=r"block_tables_sw is float32\[2, 1\], expected int32\[2, 1\]"):
-            mosaic.paged_decode_attention(batch.q, *pools, tables.astype(jnp.float32), contexts, scale=1.0)
-        with pytest.raises(ValueError, match=r"cu_q_lens_s1 is int32\[2\], expected int32\[3\]"):
-            mosaic.ragged_paged_attention(batch.q, *pools, tables, contexts, cu[1:], scale=1.0)
-        with pytest.raises(ValueError, match=r"v_pool is .*, expected bfloat16"):
-            mosaic.ragged_paged_attention(batch.q, pools[0], pools[1][1:], tables, contexts, cu, scale=1.0)
-        with pytest.raises(ValueError, match=r"k_tkh is bfloat16\[2, 2, 32\], expected bfloat16\[2, 2, 64\]"):
-            mosaic.write_kv(*pools, batch.q[..., :32], batch.q, contexts)
+            @pl.loop(0, tiles)
+            def fill_stage(i):
+                stage = lax.rem(filled + i, stages)
+                copy(blocks(i), k_pool_ref, self.k.at[stage], 0, self.k_full.at[stage])
+                copy(blocks(i), v_pool_ref, self.v.at[stage], v_column, self.v_full.at[stage])
 
-    def test_a_table_of_too_many_tokens(self):
-        batch = cases.make_batch([12], block_size=16, width=8193)
-        with pytest.raises(NotImplementedError, match=r"8193 x 16 = 131088 tokens .* at most 131072"):
-            mosaic.paged_decode_attention(*batch.args, scale=1.0)
+        monkeypatch.setattr(ring.KVRing, "_fill", hasty_fill)
+        batch = cases.make_batch([512], q_lens=q_lens, num_kv_heads=1)
+        with pytest.raises(Exception, match=r"RACE DETECTED|completed|Barrier|barrier"):
+            batch.run(decode if q_lens is None else ragged)
 
-    @pytest.mark.parametrize(
-        ("changed", "reason"),
-        [
-            (dict(), None),
-            (dict(dtype="float16", num_heads=4), None),
-            (dict(dtype="float32"), "dtype float32 is not supported, only bfloat16 or float16"),
-            (dict(head_dim=96), "head dim 96 is not supported, only 64, 128 or 256"),
-            (dict(block_size=24), "block size 24 is not supported, only 8, 16, 32, 64 or 128"),
-            (dict(num_heads=68), "68 query heads over 4 KV heads are not supported, only .* from 1 to 16"),
-            (dict(num_heads=6), "6 query heads over 4 KV heads are not supported"),
-            (dict(num_heads=0), "0 query heads over 4 KV heads are not supported"),
-            (dict(num_kv_heads=256, num_heads=256), "256 KV heads are not supported, only 1 to 128"),
-        ],
-    )
-    def test_unsupported(self, changed, reason):
-        model = dict(dtype=jnp.bfloat16, head_dim=128, block_size=16, num_heads=32, num_kv_heads=4) | changed
-        said = mosaic.unsupported(**model)
-        assert said is None if reason is None else re.search(reason, said)
+    @pytest.mark.parametrize("off", [-1, 1])
+    def test_a_split_that_ends_one_token_off_is_noticed(self, monkeypatch, off):
+        splits = decode_module._splits
 
-    def test_an_op_refuses_what_is_unsupported(self):
-        batch = cases.make_batch([12], head_dim=32)
-        with pytest.raises(NotImplementedError, match="Mosaic GPU kernels: head dim 32 is not supported"):
-            mosaic.paged_decode_attention(*batch.args, scale=1.0)
+        def wrong(*args):
+            work_i4, *rest = splits(*args)
+            return work_i4.at[:, 2].add(off), *rest
+
+        monkeypatch.setattr(decode_module, "_splits", wrong)
+        batch = cases.make_batch([20], num_kv_heads=1)
+        with pytest.raises(AssertionError):
+            batch.check(batch.run(decode))
+
+    def test_a_mask_that_is_one_token_off_is_noticed(self, monkeypatch):
+        """Every row sees the token after its own."""
+
+        def iota(dtype, shape, dimension, layout=None):
+            return plgpu.broadcasted_iota(dtype, shape, dimension, layout=layout) - (shape[0] != ring.WGMMA_ROWS)
+
+        shifted = types.SimpleNamespace(**{**vars(plgpu), "broadcasted_iota": iota})
+        monkeypatch.setattr(ragged_module, "plgpu", shifted)
+        batch = cases.make_batch([200], q_lens=[30], num_kv_heads=1)
+        with pytest.raises(AssertionError):
+            batch.check(batch.run(ragged))

@@ -1,49 +1,197 @@
 """What every implementation must do, against a plain float64 loop; and proofs that the comparison can fail."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from pallas_kernels import merge_attention
 from tests.kernels import cases
-from tests.kernels.implementations import MOSAIC, REFERENCE
+from tests.kernels.implementations import ALL, MOSAIC, REFERENCE, TRITON
+
+DTYPES = (jnp.bfloat16, jnp.float16)
+EXAMPLES = {REFERENCE: 6, TRITON: 6, MOSAIC: 4}  # an interpreter takes seconds for each
+
+every = pytest.mark.parametrize("kernels", ALL, ids=[kernels.name for kernels in ALL])
 
 
-@pytest.fixture(params=[REFERENCE, MOSAIC], ids=["reference", "mosaic"])
-def kernels(request):
-    return request.param
+def drawn(kernels, strategy, check) -> None:
+    """Runs `check` on what a strategy draws, the same at every run."""
+
+    @settings(
+        max_examples=EXAMPLES[kernels], derandomize=True, deadline=None, database=None,
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(strategy)
+    def run(case):
+        check(case)
+
+    run()
 
 
+@every
 @pytest.mark.parametrize("case", cases.DECODE.values(), ids=cases.DECODE.keys())
 def test_decode(kernels, case):
     batch = cases.make_batch(**case)
     batch.check(batch.run(kernels.paged_decode_attention))
 
 
+@every
 @pytest.mark.parametrize("case", cases.RAGGED.values(), ids=cases.RAGGED.keys())
 def test_ragged(kernels, case):
     batch = cases.make_batch(**case)
     batch.check(batch.run(kernels.ragged_paged_attention))
 
 
+@every
 @pytest.mark.parametrize("case", cases.WRITE.values(), ids=cases.WRITE.keys())
 def test_write(kernels, case):
-    batch = cases.make_write(**case)
-    batch.check(*kernels.write_kv(*batch.args))
+    write = cases.make_write(**case)
+    write.check(*kernels.write_kv(*write.args, **write.options))
+
+
+@every
+def test_any_decode(kernels):
+    strategy = cases.batches(ragged=False, long=kernels is not REFERENCE, dtypes=DTYPES)
+    drawn(kernels, strategy, lambda batch: batch.check(batch.run(kernels.paged_decode_attention)))
+
+
+@every
+def test_any_ragged(kernels):
+    strategy = cases.batches(ragged=True, long=False, dtypes=DTYPES)
+    drawn(kernels, strategy, lambda batch: batch.check(batch.run(kernels.ragged_paged_attention)))
+
+
+@every
+def test_any_write(kernels):
+    def check(write):
+        write.check(*kernels.write_kv(*write.args, **write.options))
+
+    drawn(kernels, cases.writes(dtypes=DTYPES), check)
+
+
+@every
+def test_any_copy(kernels):
+    """All sources are read before any destination is written: chains, swaps, and a source for two."""
+
+    def check(draw):
+        order, sources, seed = draw
+        pool = jnp.asarray(np.random.default_rng(seed).standard_normal((6, 2, 8, 64)), jnp.bfloat16)
+        destinations = jnp.asarray([-1 if d == 5 else d for d in order[: len(sources)]], jnp.int32)
+        out = kernels.copy_blocks(pool, jnp.asarray(sources, jnp.int32), destinations)
+        expected = np.array(pool, np.float32)
+        for source, destination in zip(sources, destinations.tolist()):
+            if destination >= 0:
+                expected[destination] = pool[source]
+        np.testing.assert_array_equal(np.asarray(out, np.float32), expected)
+
+    sources = st.lists(st.integers(0, 5), min_size=1, max_size=6)
+    drawn(kernels, st.tuples(st.permutations(range(6)), sources, st.integers(0, 99)), check)
+
+
+@pytest.mark.parametrize("kernels", [REFERENCE, TRITON], ids=["reference", "triton"])
+@pytest.mark.parametrize("q_lens", [None, [1, 2, 40]], ids=["decode", "ragged"])
+def test_float32(kernels, q_lens):
+    """In float32, what is left of the difference is the order of the sums."""
+    batch = cases.make_batch([1, 17, 300], q_lens=q_lens, group=2, dtype=jnp.float32, return_lse=True)
+    batch.check(batch.run(attention(kernels, q_lens)))
+
+
+@every
+def test_a_result_depends_on_nothing_beside_it(kernels):
+    """To the bit: one request alone, and three times in a batch of 256, in a table of another width."""
+    rng = np.random.default_rng(0)
+    at = [0, 100, 255]
+    contexts = rng.integers(0, 12, 256)
+    contexts[at] = 530
+    batch = cases.make_batch(contexts.tolist(), num_kv_heads=1, group=2, block_size=16)
+    copied = jnp.asarray(at)
+    batch = cases.replace(
+        batch,
+        q=batch.q.at[copied].set(batch.q[0]),
+        block_tables=batch.block_tables.at[copied].set(batch.block_tables[0]),
+    )
+    alone = cases.replace(
+        batch,
+        q=batch.q[:1],
+        block_tables=jnp.pad(batch.block_tables[:1], ((0, 0), (0, 3))),
+        context_lens=batch.context_lens[:1],
+    )
+    expected = alone.run(kernels.paged_decode_attention)[0]
+    out = batch.run(kernels.paged_decode_attention)
+    for row in at:
+        np.testing.assert_array_equal(out[row], expected)
+
+
+@every
+def test_a_row_depends_neither_on_neighbours_nor_on_chunks(kernels):
+    """To the bit: the last rows of a prompt, in one piece among others and as a chunk alone."""
+    batch = cases.make_batch([9, 90], q_lens=[9, 90], num_kv_heads=1, group=2)
+    chunk = cases.replace(
+        batch,
+        q=batch.q[-25:],
+        block_tables=batch.block_tables[1:],
+        context_lens=batch.context_lens[1:],
+        cu_q_lens=jnp.array([0, 25], jnp.int32),
+    )
+    ragged = kernels.ragged_paged_attention
+    np.testing.assert_array_equal(chunk.run(ragged), batch.run(ragged)[-25:])
+
+
+@every
+def test_parts_merge(kernels):
+    """A shared prefix attended once, and what follows it: together the attention over the whole."""
+    batch = cases.make_batch([96, 96], num_kv_heads=1, group=2, return_lse=True)
+    prefix = cases.replace(batch, context_lens=jnp.array([64, 32], jnp.int32))
+    rest = cases.replace(
+        batch,
+        # The first goes on after four blocks, the second after two.
+        block_tables=jnp.stack([jnp.pad(batch.block_tables[0, 4:], (0, 2)), batch.block_tables[1, 2:]]),
+        context_lens=jnp.array([32, 64], jnp.int32),
+    )
+    op = kernels.paged_decode_attention
+    parts = [op(*part.args, **part.options) for part in (prefix, rest)]
+    out, lse = merge_attention(*parts[0], *parts[1])
+    batch.check((np.asarray(out, np.float64), np.asarray(lse)))
 
 
 def attention(kernels, q_lens):
     return kernels.paged_decode_attention if q_lens is None else kernels.ragged_paged_attention
 
 
-@pytest.mark.parametrize("q_lens", [None, [9]], ids=["decode", "ragged"])
-def test_a_context_one_too_short_is_noticed(kernels, q_lens):
-    batch = cases.make_batch([12], q_lens=q_lens, num_kv_heads=1)
-    short = cases.replace(batch, context_lens=batch.context_lens - 1)
-    with pytest.raises(AssertionError, match="Mismatched elements"):
-        batch.check(short.run(attention(kernels, q_lens)))
+class TestTheChecks:
+    """They are only worth something if they can fail. `test_mosaic.py` plants errors in kernels."""
 
+    @every
+    @pytest.mark.parametrize("q_lens", [None, [9]], ids=["decode", "ragged"])
+    def test_a_slot_too_many_is_nan(self, kernels, q_lens):
+        batch = cases.make_batch([12], q_lens=q_lens, num_kv_heads=1)
+        long = cases.replace(batch, context_lens=batch.context_lens + 1)
+        assert np.isnan(long.run(attention(kernels, q_lens))[-1]).all()
 
-@pytest.mark.parametrize("q_lens", [None, [9]], ids=["decode", "ragged"])
-def test_a_slot_too_many_is_nan(kernels, q_lens):
-    batch = cases.make_batch([12], q_lens=q_lens, num_kv_heads=1)
-    long = cases.replace(batch, context_lens=batch.context_lens + 1)
-    assert np.isnan(long.run(attention(kernels, q_lens))[-1]).all()
+    @pytest.mark.parametrize("q_lens", [None, [9]], ids=["decode", "ragged"])
+    def test_a_context_one_too_short_is_noticed(self, q_lens):
+        batch = cases.make_batch([12], q_lens=q_lens, num_kv_heads=1)
+        short = cases.replace(batch, context_lens=batch.context_lens - 1)
+        with pytest.raises(AssertionError, match="Mismatched elements"):
+            batch.check(short.run(attention(REFERENCE, q_lens)))
+
+    @pytest.mark.parametrize("q_lens", [None, [9]], ids=["decode", "ragged"])
+    @pytest.mark.parametrize("wrong", [dict(window=6), dict(soft_cap=1.1), dict(scale=0.13)])
+    def test_a_wrong_option_is_noticed(self, q_lens, wrong):
+        batch = cases.make_batch([12], q_lens=q_lens, num_kv_heads=1, window=5, soft_cap=1.0, return_lse=True)
+        with pytest.raises(AssertionError, match="Mismatched elements"):
+            batch.check(batch.run(attention(REFERENCE, q_lens), **wrong))
+
+    def test_a_wrong_slot_is_noticed(self):
+        write = cases.make_write()
+        slots = jnp.where(write.slot_mapping < 0, -1, (write.slot_mapping + 1) % 48)
+        with pytest.raises(AssertionError):
+            write.check(*REFERENCE.write_kv(*write.args[:4], slots))
+
+    def test_a_wrong_scale_is_noticed(self):
+        write = cases.make_write(fp8=True)
+        options = write.options | dict(v_scale_k=write.options["v_scale_k"] * 1.3)
+        with pytest.raises(AssertionError):
+            write.check(*REFERENCE.write_kv(*write.args, **options))

@@ -18,7 +18,7 @@ from jpaged.model.weights import load_safetensors
 from jpaged.runtime.batch import Buckets, make_batch
 from jpaged.runtime.kv_cache import allocate_pool
 from jpaged.runtime.step import forward
-from pallas_kernels import select
+from pallas_kernels import rotate, select
 from tests import checkpoints
 from tests.oracle import make_fixtures
 
@@ -31,8 +31,8 @@ class LogitsRunner:
 
     def __init__(self, model, num_blocks: int, buckets: Buckets, width: int):
         kernels = select("reference", platform="cpu", device_kind="cpu", compute_capability=None, dtype="float32",
-                         head_dim=1, num_heads=1, num_kv_heads=1, block_size=BLOCK)  # fmt: skip
-        self.pool = allocate_pool(model.config, num_blocks, BLOCK, "float32", jax.devices()[0])
+                         head_dim=model.config.head_dim, num_heads=1, num_kv_heads=1, block_size=BLOCK)  # fmt: skip
+        self.pool = allocate_pool(model.config, num_blocks, BLOCK, kernels.head_dim, "float32", jax.devices()[0])
         self.buckets, self.width = buckets, width
         self.logits: dict[int, np.ndarray] = {}
 
@@ -87,8 +87,8 @@ def test_the_comparison_notices_a_missing_rope_scaling(case):
     plain.config = dataclasses.replace(model.config, rope=RopeConfig(theta=model.config.rope.theta))
     t = len(tokens)
 
-    def attend(layer, q_tnh, k_tkh, v_tkh):
-        o = jax.nn.dot_product_attention(q_tnh[None], k_tkh[None], v_tkh[None], is_causal=True)
+    def attend(layer, q_tnh, k_tkh, v_tkh, cos, sin):
+        o = jax.nn.dot_product_attention(q_tnh[None], rotate(k_tkh, cos, sin)[None], v_tkh[None], is_causal=True)
         return o[0]
 
     def error(llama):

@@ -97,7 +97,7 @@ def with_another_architecture(directory):
             ["--max-model-len", "513"],
             "max_model_len (513) exceeds the model's max_position_embeddings (512)",
         ),
-        (lambda d: None, ["--kernels", "mosaic"], "Mosaic kernels need a Hopper GPU"),
+        (lambda d: None, ["--kernels", "mosaic"], "Mosaic GPU kernels need a Hopper GPU"),
         (lambda d: None, ["--chat-template", "/no/such.jinja"], "No such file or directory: '/no/such.jinja'"),
         (lambda d: (d / "config.json").unlink(), [], "has no config.json"),
         (lambda d: (d / "tokenizer.json").unlink(), [], "tokenizer: "),

@@ -1,0 +1,227 @@
+"""What the ops take: shapes, dtypes and values, checked alike by every implementation.
+
+Shapes and dtypes are checked always. Values (tables, lengths, slots) are checked by the ops of
+`select(..., debug=True)`, where they exist: they live on the device and cost a transfer.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import checkify
+
+MAX_CONTEXT = 131_072  # tokens that a row of a block table can hold
+FP8 = jnp.dtype(jnp.float8_e4m3fn)
+FP8_MAX = 448.0
+
+# What the GPU kernels take.
+HEAD_DIMS = (64, 128, 256)  # of the pools; a model's is padded to the next
+MAX_HEAD_DIM = HEAD_DIMS[-1]
+BLOCK_SIZES = (8, 16, 32, 64, 128)
+MAX_GROUP = 16  # query heads per KV head
+
+
+def check_array(name: str, array: jax.Array, shape: Sequence[int], dtype: Any) -> None:
+    """Raises ValueError unless `array` has this shape and dtype."""
+    given, expected = (array.shape, jnp.dtype(array.dtype)), (tuple(shape), jnp.dtype(dtype))
+    if given != expected:
+        raise ValueError(f"{name} is {given[1]}{list(given[0])}, expected {expected[1]}{list(expected[0])}")
+
+
+def check_pools(k_pool: jax.Array, v_pool: jax.Array) -> tuple[int, int, int, int]:
+    """Raises ValueError unless the pools are two alike [P, K, B, H]; returns their shape."""
+    if k_pool.ndim != 4 or math.prod(k_pool.shape) == 0:
+        raise ValueError(f"k_pool has shape {list(k_pool.shape)}, expected [P, K, B, H] with none of them 0")
+    check_array("v_pool", v_pool, k_pool.shape, k_pool.dtype)
+    p, k, b, h = k_pool.shape
+    return p, k, b, h
+
+
+def check_write(k_pool, v_pool, k_tkh, v_tkh, slot_mapping_t, cos_t, sin_t, k_scale_k, v_scale_k) -> None:
+    """Checks the arguments of `write_kv`."""
+    _, k, _, pool_h = check_pools(k_pool, v_pool)
+    if k_tkh.ndim != 3:
+        raise ValueError(f"k_tkh has shape {list(k_tkh.shape)}, expected [T, K, H]")
+    t, _, h = k_tkh.shape
+    _check_head_dim("k_tkh", h, pool_h)
+    dtype = k_tkh.dtype if k_pool.dtype == FP8 else k_pool.dtype
+    check_array("k_tkh", k_tkh, (t, k, h), dtype)
+    check_array("v_tkh", v_tkh, (t, k, h), dtype)
+    check_array("slot_mapping_t", slot_mapping_t, (t,), jnp.int32)
+    if (cos_t is None) != (sin_t is None):
+        raise ValueError("cos_t and sin_t come together, or not at all")
+    if cos_t is not None:
+        if h % 2:
+            raise ValueError(f"k_tkh has head dim {h}: rotating it needs an even one")
+        check_array("cos_t", cos_t, (t, h // 2), jnp.float32)
+        check_array("sin_t", sin_t, (t, h // 2), jnp.float32)
+    _check_scales(k_pool.dtype, k, k_scale_k, v_scale_k)
+
+
+def check_attention(
+    q, k_pool, v_pool, block_tables_sw, context_lens_s, cu_q_lens_s1=None, *,
+    soft_cap=None, window=None, k_scale_k=None, v_scale_k=None,
+) -> tuple[int, int, int, int]:  # fmt: skip
+    """Checks the arguments of the attention ops (`cu_q_lens_s1` None: decode); returns S, N, H, K."""
+    _, k, b, pool_h = check_pools(k_pool, v_pool)
+    if q.ndim != 3:
+        raise ValueError(f"q has shape {list(q.shape)}, expected [rows, N, H]")
+    rows, n, h = q.shape
+    _check_head_dim("q", h, pool_h)
+    check_array("q", q, q.shape, q.dtype if k_pool.dtype == FP8 else k_pool.dtype)
+    if n == 0 or n % k:
+        raise ValueError(f"q has {n} heads, expected a multiple of the pools' {k} KV heads")
+    if block_tables_sw.ndim != 2:
+        raise ValueError(f"block_tables_sw has shape {list(block_tables_sw.shape)}, expected [S, W]")
+    s, w = block_tables_sw.shape
+    check_array("block_tables_sw", block_tables_sw, (s, w), jnp.int32)
+    check_array("context_lens_s", context_lens_s, (s,), jnp.int32)
+    if cu_q_lens_s1 is not None:
+        check_array("cu_q_lens_s1", cu_q_lens_s1, (s + 1,), jnp.int32)
+    elif rows != s:
+        raise ValueError(f"q has {rows} rows, expected one for each of the {s} rows of block_tables_sw")
+    if s == 0 or w == 0 or rows == 0:
+        raise ValueError(f"q has {rows} rows and block_tables_sw shape {[s, w]}, expected none of them 0")
+    if w * b > MAX_CONTEXT:
+        raise NotImplementedError(
+            f"block_tables_sw holds {w} blocks of {b} = {w * b} tokens, supported are {MAX_CONTEXT}"
+        )
+    if soft_cap is not None and not (math.isfinite(soft_cap) and soft_cap > 0):
+        raise ValueError(f"soft_cap must be a finite number above 0, not {soft_cap}")
+    if window is not None and (not isinstance(window, int) or window < 1):
+        raise ValueError(f"window must be a whole number of tokens from 1, not {window}")
+    _check_scales(k_pool.dtype, k, k_scale_k, v_scale_k)
+    return s, n, h, k
+
+
+def check_copy(pool, sources_c, destinations_c) -> None:
+    """Checks the arguments of `copy_blocks`."""
+    if pool.ndim < 1 or math.prod(pool.shape) == 0:
+        raise ValueError(f"pool has shape {list(pool.shape)}, expected [P, ...] with none of them 0")
+    if sources_c.ndim != 1:
+        raise ValueError(f"sources_c has shape {list(sources_c.shape)}, expected [C]")
+    check_array("sources_c", sources_c, sources_c.shape, jnp.int32)
+    check_array("destinations_c", destinations_c, sources_c.shape, jnp.int32)
+
+
+def _check_head_dim(name: str, head_dim: int, pool_head_dim: int) -> None:
+    if not 1 <= head_dim <= pool_head_dim:
+        raise ValueError(f"{name} has head dim {head_dim}, expected 1 to the pools' {pool_head_dim}")
+
+
+def _check_scales(pool_dtype: Any, k: int, k_scale_k, v_scale_k) -> None:
+    for name, scale in (("k_scale_k", k_scale_k), ("v_scale_k", v_scale_k)):
+        if pool_dtype == FP8:
+            if scale is None:
+                raise ValueError(f"{name} is missing: a pool of {FP8} needs a scale per KV head")
+            check_array(name, scale, (k,), jnp.float32)
+        elif scale is not None:
+            raise ValueError(f"{name} is for pools of {FP8}, these are {jnp.dtype(pool_dtype)}")
+
+
+def unsupported(
+    *,
+    dtype: Any,
+    pool_dtype: Any,
+    head_dim: int,
+    num_heads: int,
+    num_kv_heads: int,
+    block_size: int,
+    dtypes: Sequence[str],
+    max_kv_heads: int,
+) -> str | None:
+    """Why GPU kernels for `dtypes` can't serve a model with such pools, in words; None when they can."""
+    dtype, pool_dtype = jnp.dtype(dtype).name, jnp.dtype(pool_dtype)
+    if dtype not in dtypes:
+        return f"dtype {dtype} is not supported, only {_either(dtypes)}"
+    if pool_dtype.name != dtype and pool_dtype != FP8:
+        return f"pools of {pool_dtype.name} are not supported, only {dtype} or {FP8.name}"
+    if not 1 <= head_dim <= MAX_HEAD_DIM:
+        return f"head dim {head_dim} is not supported, only 1 to {MAX_HEAD_DIM}"
+    if block_size not in BLOCK_SIZES:
+        return f"block size {block_size} is not supported, only {_either(BLOCK_SIZES)}"
+    if not 1 <= num_kv_heads <= max_kv_heads:
+        return f"{num_kv_heads} KV heads are not supported, only 1 to {max_kv_heads}"
+    if num_heads % num_kv_heads or not 1 <= num_heads // num_kv_heads <= MAX_GROUP:
+        return (
+            f"{num_heads} query heads over {num_kv_heads} KV heads are not supported, "
+            f"only a whole number of query heads per KV head from 1 to {MAX_GROUP}"
+        )
+    return None
+
+
+def check_supported(program: str, why_not: Callable, pool: jax.Array, *, dtype: Any, num_heads: int) -> None:
+    """Raises NotImplementedError unless a program can serve heads over such a pool; `why_not` is its `unsupported`."""
+    _, k, block_size, head_dim = pool.shape
+    shapes = dict(head_dim=head_dim, num_heads=num_heads, num_kv_heads=k, block_size=block_size)
+    reason = why_not(dtype=dtype, pool_dtype=pool.dtype, **shapes)
+    if reason is None and head_dim not in HEAD_DIMS:
+        reason = f"pools of head dim {head_dim} are not supported, only of {_either(HEAD_DIMS)}"
+    if reason is not None:
+        raise NotImplementedError(f"{program} kernels: {reason}")
+
+
+def _either(values: Sequence[object]) -> str:
+    return ", ".join(map(str, values[:-1])) + f" or {values[-1]}"
+
+
+# Values. `checkify.check` raises at once where they exist, and under `checkify.checkify` where they are traced.
+
+
+def check_slots(slot_mapping_t: jax.Array, num_blocks: int, block_size: int) -> None:
+    """Raises ValueError (checkify's) for a slot outside the pool, or one that two tokens write."""
+    slots = num_blocks * block_size
+    _check_range("slot_mapping_t", slot_mapping_t, -1, slots - 1, f"a pool of {num_blocks} blocks of {block_size}")
+    ordered = jnp.sort(slot_mapping_t)
+    twice = (ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)
+    at = jnp.argmax(twice) + 1 if twice.size else 0
+    slot = ordered[at] if ordered.size else 0
+    checkify.check(~twice.any(), "slot_mapping_t: slot {slot} is written by two tokens", slot=jnp.asarray(slot))
+
+
+def check_batch(
+    block_tables_sw: jax.Array,
+    context_lens_s: jax.Array,
+    cu_q_lens_s1: jax.Array | None,
+    *,
+    num_rows: int,
+    num_blocks: int,
+    block_size: int,
+) -> None:
+    """Raises ValueError (checkify's) for lengths that don't fit together, or a block in use outside the pool."""
+    w = block_tables_sw.shape[1]
+    _check_range("context_lens_s", context_lens_s, 0, w * block_size, f"a table of {w} blocks of {block_size}")
+    if cu_q_lens_s1 is not None:
+        q_lens = cu_q_lens_s1[1:] - cu_q_lens_s1[:-1]
+        _check_range("cu_q_lens_s1", cu_q_lens_s1, 0, num_rows, f"{num_rows} rows of q")
+        checkify.check((q_lens >= 0).all() & (cu_q_lens_s1[0] == 0), "cu_q_lens_s1 must start at 0 and never fall")
+        longer = q_lens > context_lens_s
+        checkify.check(
+            ~longer.any(),
+            "cu_q_lens_s1: sequence {s} has more rows than its context_lens_s of {n}",
+            s=jnp.argmax(longer), n=context_lens_s[jnp.argmax(longer)],
+        )  # fmt: skip
+    used = jnp.arange(w) * block_size < context_lens_s[:, None]
+    outside = used & ((block_tables_sw < 0) | (block_tables_sw >= num_blocks))
+    s, i = jnp.unravel_index(jnp.argmax(outside), outside.shape)
+    checkify.check(
+        ~outside.any(),
+        "block_tables_sw[{s}, {i}] is {block}, allowed are 0 to " + str(num_blocks - 1),
+        s=s, i=i, block=block_tables_sw[s, i],
+    )  # fmt: skip
+
+
+def check_copies(sources_c: jax.Array, destinations_c: jax.Array, num_blocks: int) -> None:
+    """Raises ValueError (checkify's) for a block outside the pool; -1 as destination copies nothing."""
+    _check_range("destinations_c", destinations_c, -1, num_blocks - 1, f"a pool of {num_blocks} blocks")
+    _check_range(
+        "sources_c", jnp.where(destinations_c < 0, 0, sources_c), 0, num_blocks - 1, f"a pool of {num_blocks} blocks"
+    )
+
+
+def _check_range(name: str, array: jax.Array, low: int, high: int, reason: str) -> None:
+    bad = (array < low) | (array > high)
+    i = jnp.argmax(bad)
+    checkify.check(~bad.any(), f"{name}[{{i}}] is {{x}}, allowed are {low} to {high}: {reason}", i=i, x=array[i])

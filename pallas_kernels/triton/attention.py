@@ -1,0 +1,276 @@
+"""Paged attention, of decode and of ragged batches (Pallas-Triton).
+
+A program takes one KV head, a tile of the query rows of one sequence, and one split of the keys that these see. In
+decode a sequence is one tile, and its context is cut into splits of a fixed size; a second kernel merges them in order.
+In a ragged batch prompts are cut into tiles, and a context is one split. Splits and KV tiles start at multiples of
+their size, so a row's output depends neither on its neighbours nor on the table's width nor on the chunks of its
+prompt, bit for bit.
+
+Axis letters besides the package's: I query tiles, R rows (tokens x query heads of one KV head), U splits, C keys.
+"""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels import checks, tuning
+from pallas_kernels.query_tiles import query_tiles
+from pallas_kernels.triton.launch import as_stored, check_supported, iota, launch
+
+LOG2E = 1.4426950408889634
+NEG = -1e30  # a finite minus infinity to start a maximum from: what is masked is -inf, and -inf - NEG is no NaN
+ROWS = 16  # of a tile at least: what a dot takes
+COMBINED = 16  # splits merged at once
+FP8_UNIT = 256.0  # of the numbers in an fp8 pool as `_widened` gives them: float16's exponent has a bias of 15, fp8's 7
+F32_PRODUCT = lax.DotAlgorithmPreset.TF32_TF32_F32_X3  # nearly float32's own, on tensor cores
+
+
+def _attention_kernel(
+    q_tnh_ref,  # [T, N, h], h at most H
+    k_pool_ref,  # [P, K, B, H]
+    v_pool_ref,  # [P, K, B, H]
+    table_sw_ref,  # [S, W]
+    context_s_ref,  # [S]
+    row_end_s_ref,  # [S]: past the last query row of each sequence
+    tile_seq_i_ref,  # [I]: the sequence of a query tile, -1 = none
+    tile_row_i_ref,  # [I]: its first query row
+    score_scale_k_ref,  # [K]: makes q·k an exponent of 2, or twice what tanh takes
+    value_scale_k_ref,  # [K]
+    o_tunh_ref,  # [T, U, N, h]
+    lse_tun_ref,  # [T, U, N] float32
+    *,
+    rows: int,
+    tile: int,
+    split: int,
+    soft_cap: float | None,
+    window: int | None,
+):
+    i, head, u = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    group = q_tnh_ref.shape[1] // k_pool_ref.shape[1]
+    block_size, h = k_pool_ref.shape[2:]
+    tokens = rows // group
+    seq = tile_seq_i_ref[i]
+
+    @pl.when(seq >= 0)
+    def attend_tile():
+        row, row_end = tile_row_i_ref[i], row_end_s_ref[seq]
+        position = context_s_ref[seq] - row_end + row  # of the first row
+        oldest = _oldest_key(position, window)
+        start = (lax.div(oldest, split) + u) * split
+        first = jnp.maximum(start, oldest)
+        last = jnp.minimum(start + split, position + jnp.minimum(row_end - row, tokens))  # past the last key
+
+        token_r, n_r = lax.div(iota(rows), group), head * group + lax.rem(iota(rows), group)
+        mine_r = (token_r < tokens) & (row + token_r < row_end)
+        position_r = jnp.where(mine_r, position + token_r, -1)
+        column_h = iota(h)
+        mine_rh = mine_r[:, None] & (column_h < q_tnh_ref.shape[2])[None, :]
+
+        @pl.when((first < last) | (u == 0))  # rows without a key get their 0 from the first split
+        def attend_split():
+            at_rh = (row + token_r)[:, None], n_r[:, None], column_h[None, :]
+            q_rh = plt.load(q_tnh_ref.at[at_rh], mask=mine_rh, other=0)
+            score_scale = score_scale_k_ref[head]
+
+            def step(j, carry):
+                o_rh, max_r, sum_r = carry
+                key_c = j * tile + iota(tile)
+                exists_c = key_c < last
+                block_c = plt.load(table_sw_ref.at[seq, lax.div(key_c, block_size)], mask=exists_c, other=0)
+                at_ch = block_c[:, None], head, lax.rem(key_c, block_size)[:, None], column_h[None, :]
+                exists_ch = jnp.broadcast_to(exists_c[:, None], (tile, h))  # what is not written may be NaN
+                k_ch = _widened(plt.load(k_pool_ref.at[at_ch], mask=exists_ch, other=0), q_rh.dtype)
+                v_ch = _widened(plt.load(v_pool_ref.at[at_ch], mask=exists_ch, other=0), q_rh.dtype)
+                x_rc = _dot(q_rh, k_ch.T) * score_scale
+                if soft_cap is not None:  # tanh(y) = 1 - 2 / (1 + exp(2 y))
+                    x_rc = (soft_cap * LOG2E) * (1 - 2 / (1 + jnp.exp2(x_rc)))
+                seen_rc = key_c[None, :] <= position_r[:, None]
+                if window is not None:
+                    seen_rc &= key_c[None, :] > position_r[:, None] - window
+                x_rc = jnp.where(seen_rc, x_rc, -jnp.inf)
+                new_max_r = jnp.maximum(max_r, x_rc.max(axis=1))
+                p_rc = jnp.exp2(x_rc - new_max_r[:, None])
+                shrink_r = jnp.exp2(max_r - new_max_r)
+                o_rh = o_rh * shrink_r[:, None] + _dot(p_rc.astype(v_ch.dtype), v_ch)
+                return o_rh, new_max_r, sum_r * shrink_r + p_rc.sum(axis=1)
+
+            zero_r = jnp.zeros((rows,), jnp.float32)
+            carry = jnp.zeros((rows, h), jnp.float32), zero_r + NEG, zero_r
+            o_rh, max_r, sum_r = lax.fori_loop(lax.div(first, tile), pl.cdiv(last, tile), step, carry)
+            o_rh = o_rh * (value_scale_k_ref[head] / jnp.where(sum_r == 0, 1, sum_r))[:, None]
+            out_at_rh = (row + token_r)[:, None], u, n_r[:, None], column_h[None, :]
+            plt.store(o_tunh_ref.at[out_at_rh], o_rh.astype(o_tunh_ref.dtype), mask=mine_rh)
+            plt.store(lse_tun_ref.at[row + token_r, u, n_r], (max_r + jnp.log2(sum_r)) / LOG2E, mask=mine_r)
+
+
+def _combine_kernel(
+    o_sunh_ref,  # [S, U, N, h] float32; splits past a context were never written
+    lse_sun_ref,  # [S, U, N] float32
+    context_s_ref,  # [S]
+    o_snh_ref,  # [S, N, h]
+    lse_sn_ref,  # [S, N] float32
+    *,
+    columns: int,
+    split: int,
+    window: int | None,
+):
+    seq, n = pl.program_id(0), pl.program_id(1)
+    column_h = iota(columns)
+    real_h = column_h < o_snh_ref.shape[2]
+    context = context_s_ref[seq]
+    splits = pl.cdiv(context, split) - lax.div(_oldest_key(context - 1, window), split)
+
+    def step(i, carry):
+        o_h, top, total = carry
+        u_u = i * COMBINED + iota(COMBINED)
+        live_u = u_u < splits
+        lse_u = plt.load(lse_sun_ref.at[seq, u_u, n], mask=live_u, other=-jnp.inf)
+        at_uh = seq, u_u[:, None], n, column_h[None, :]
+        o_uh = plt.load(o_sunh_ref.at[at_uh], mask=live_u[:, None] & real_h[None, :], other=0)
+        new_top = jnp.maximum(top, lse_u.max())
+        shrink, weight_u = jnp.exp2((top - new_top) * LOG2E), jnp.exp2((lse_u - new_top) * LOG2E)
+        return o_h * shrink + (o_uh * weight_u[:, None]).sum(axis=0), new_top, total * shrink + weight_u.sum()
+
+    carry = jnp.zeros((columns,), jnp.float32), jnp.float32(NEG), jnp.float32(0)
+    o_h, top, total = lax.fori_loop(0, pl.cdiv(splits, COMBINED), step, carry)
+    o_h = o_h / jnp.where(total == 0, 1, total)  # no context: exactly 0
+    plt.store(o_snh_ref.at[seq, n, column_h], o_h.astype(o_snh_ref.dtype), mask=real_h)
+    plt.store(lse_sn_ref.at[seq, n], top + jnp.log2(total) / LOG2E)
+
+
+def _oldest_key(position: jax.Array, window: int | None) -> jax.Array:
+    """The first key that a query sees."""
+    return jnp.int32(0) if window is None else jnp.maximum(position - window + 1, 0)
+
+
+def _widened(x_ch: jax.Array, dtype: Any) -> jax.Array:
+    """Pool entries in q's dtype. Bytes are fp8: sign, exponent and mantissa move to float16's (and NaN becomes 480)."""
+    if x_ch.dtype != jnp.uint8:
+        return x_ch
+    bits_ch = x_ch.astype(jnp.uint16)
+    bits_ch = ((bits_ch & 0x80) << 8) | ((bits_ch & 0x7F) << 7)
+    return lax.bitcast_convert_type(bits_ch, jnp.float16).astype(dtype)
+
+
+def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    return plt.dot(a, b, precision=F32_PRODUCT if a.dtype == jnp.float32 else None)
+
+
+def _launch(
+    name: str, q_tnh: jax.Array, k_pool: jax.Array, v_pool: jax.Array, block_tables_sw: jax.Array, *batch: jax.Array,
+    dtype: Any, rows: int, split: int, splits: int, tiles: tuning.TritonDecode | tuning.TritonRagged, scale: float,
+    soft_cap: float | None, window: int | None, k_scale_k: jax.Array | None, v_scale_k: jax.Array | None,
+) -> list[jax.Array]:  # fmt: skip
+    """`batch`: what the kernel takes from `context_s` to `tile_row_i`. Returns o [T, U, N, h], lse [T, U, N]."""
+    (t, n, h), k = q_tnh.shape, k_pool.shape[1]
+    score_scale_k = jnp.full((k,), scale * LOG2E if soft_cap is None else scale * 2 * LOG2E / soft_cap, jnp.float32)
+    value_scale_k = jnp.ones((k,), jnp.float32)
+    if k_scale_k is not None and v_scale_k is not None:
+        score_scale_k, value_scale_k = score_scale_k * (k_scale_k * FP8_UNIT), v_scale_k * FP8_UNIT
+    return launch(
+        name,
+        partial(_attention_kernel, rows=rows, tile=tiles.tile, split=split, soft_cap=soft_cap, window=window),
+        q_tnh, as_stored(k_pool), as_stored(v_pool), block_tables_sw, *batch, score_scale_k, value_scale_k,
+        grid=(batch[-1].shape[0], k, splits),
+        out_types=[
+            jax.ShapeDtypeStruct((t, splits, n, h), dtype),
+            jax.ShapeDtypeStruct((t, splits, n), jnp.float32),
+        ],
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )  # fmt: skip
+
+
+def _fitted(kernel: str, tiles: Any, q: jax.Array, pool: jax.Array) -> Any:
+    """The tiles that were asked for, or the default ones, in a size for q's dtype."""
+    tiles = tiles or tuning.find(kernel, "", pool.shape[3], pool.dtype)
+    if q.dtype != jnp.float32:
+        return tiles
+    # float32 takes twice the room, and in products twice that again, as two TF32 numbers.
+    rows = {"rows": max(ROWS, tiles.rows // 4)} if isinstance(tiles, tuning.TritonRagged) else {}
+    return dataclasses.replace(tiles, tile=max(ROWS, tiles.tile // 2), **rows)
+
+
+def paged_decode_attention(
+    q_snh: jax.Array,
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    block_tables_sw: jax.Array,
+    context_lens_s: jax.Array,
+    *,
+    scale: float,
+    soft_cap: float | None = None,
+    window: int | None = None,
+    k_scale_k: jax.Array | None = None,
+    v_scale_k: jax.Array | None = None,
+    return_lse: bool = False,
+    tiles: tuning.TritonDecode | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """See `reference.paged_decode_attention`. Temporary memory: 4 S N H bytes per `tiles.split` tokens of W B.
+
+    Args:
+        q_snh: [S, N, H], bfloat16, float16 or float32.
+        tiles: how the work is cut, None for the default; float32 takes smaller ones.
+    """
+    options: dict[str, Any] = dict(soft_cap=soft_cap, window=window, k_scale_k=k_scale_k, v_scale_k=v_scale_k)
+    s, n, _, _ = checks.check_attention(q_snh, k_pool, v_pool, block_tables_sw, context_lens_s, **options)
+    check_supported(q_snh, k_pool)
+    cut: tuning.TritonDecode = _fitted("triton.decode", tiles, q_snh, k_pool)
+    splits = pl.cdiv(block_tables_sw.shape[1] * k_pool.shape[2], cut.split)
+    if window is not None:
+        splits = min(splits, pl.cdiv(window, cut.split) + 1)
+    o_sunh, lse_sun = _launch(
+        "paged_decode", q_snh, k_pool, v_pool, block_tables_sw, context_lens_s, iota(s) + 1, iota(s), iota(s),
+        dtype=jnp.float32, rows=ROWS, split=cut.split, splits=splits, tiles=cut, scale=scale, **options,
+    )  # fmt: skip
+    o_snh, lse_sn = launch(
+        "paged_decode_combine",
+        partial(_combine_kernel, columns=k_pool.shape[3], split=cut.split, window=window),
+        o_sunh, lse_sun, context_lens_s,
+        grid=(s, n),
+        out_types=[jax.ShapeDtypeStruct(q_snh.shape, q_snh.dtype), jax.ShapeDtypeStruct((s, n), jnp.float32)],
+        num_warps=2,
+    )  # fmt: skip
+    return (o_snh, lse_sn) if return_lse else o_snh
+
+
+def ragged_paged_attention(
+    q_tnh: jax.Array,
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    block_tables_sw: jax.Array,
+    context_lens_s: jax.Array,
+    cu_q_lens_s1: jax.Array,
+    *,
+    scale: float,
+    soft_cap: float | None = None,
+    window: int | None = None,
+    k_scale_k: jax.Array | None = None,
+    v_scale_k: jax.Array | None = None,
+    return_lse: bool = False,
+    tiles: tuning.TritonRagged | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """See `reference.ragged_paged_attention`.
+
+    Args:
+        q_tnh: [T, N, H], bfloat16, float16 or float32.
+        tiles: as in `paged_decode_attention`.
+    """
+    options: dict[str, Any] = dict(soft_cap=soft_cap, window=window, k_scale_k=k_scale_k, v_scale_k=v_scale_k)
+    batch = block_tables_sw, context_lens_s, cu_q_lens_s1
+    _, n, _, k = checks.check_attention(q_tnh, k_pool, v_pool, *batch, **options)
+    check_supported(q_tnh, k_pool)
+    cut: tuning.TritonRagged = _fitted("triton.ragged", tiles, q_tnh, k_pool)
+    o_tunh, lse_tun = _launch(
+        "ragged_paged", q_tnh, k_pool, v_pool, block_tables_sw,
+        jnp.append(context_lens_s, jnp.int32(0)),  # sequence S owns the rows that nobody owns, and has no keys
+        *query_tiles(cu_q_lens_s1, q_tnh.shape[0], cut.rows // (n // k)),
+        dtype=q_tnh.dtype, rows=cut.rows, split=checks.MAX_CONTEXT, splits=1, tiles=cut, scale=scale, **options,
+    )  # fmt: skip
+    return (o_tunh[:, 0], lse_tun[:, 0]) if return_lse else o_tunh[:, 0]

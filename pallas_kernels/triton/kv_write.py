@@ -1,0 +1,73 @@
+"""KV write: each token's key, rotated if asked, and value into its slot, in place (Pallas-Triton)."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels import checks, reference
+from pallas_kernels.triton.launch import as_stored, check_supported, iota, launch
+
+
+def _write_kernel(
+    k_tkh_ref,  # [T, K, h], h at most H
+    v_tkh_ref,  # [T, K, h]
+    slot_t_ref,  # [T]
+    *refs,  # if keys are rotated cos and sin [T, h / 2]; both pools; and in their place
+    # k_pool_ref  [P, K, B, H]
+    # v_pool_ref  [P, K, B, H]
+):
+    *angle_refs, k_pool_ref, v_pool_ref = *refs[:-4], *refs[-2:]
+    t, head = pl.program_id(0), pl.program_id(1)
+    slot, h = slot_t_ref[t], k_tkh_ref.shape[2]
+    _, _, block_size, pool_h = k_pool_ref.shape
+    column_h = iota(pool_h)
+    real_h = column_h < h
+
+    @pl.when(slot >= 0)
+    def write():
+        k_h, v_h = (plt.load(ref.at[t, head, column_h], mask=real_h, other=0) for ref in (k_tkh_ref, v_tkh_ref))
+        if angle_refs:
+            left_h = column_h < h // 2
+            other_h = jnp.where(left_h, column_h + h // 2, column_h - h // 2)  # its partner in the other half
+            partner_h = plt.load(k_tkh_ref.at[t, head, other_h], mask=real_h, other=0).astype(jnp.float32)
+            angle_h = jnp.where(left_h, column_h, column_h - h // 2)
+            cos_h, sin_h = (plt.load(ref.at[t, angle_h], mask=real_h, other=0) for ref in angle_refs)
+            rotated_h = k_h.astype(jnp.float32) * cos_h + jnp.where(left_h, -partner_h, partner_h) * sin_h
+            k_h = rotated_h.astype(k_h.dtype)
+        at = lax.div(slot, block_size), head, lax.rem(slot, block_size), column_h
+        plt.store(k_pool_ref.at[at], k_h)
+        plt.store(v_pool_ref.at[at], v_h)
+
+
+def write_kv(
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    k_tkh: jax.Array,
+    v_tkh: jax.Array,
+    slot_mapping_t: jax.Array,
+    *,
+    cos_t: jax.Array | None = None,
+    sin_t: jax.Array | None = None,
+    k_scale_k: jax.Array | None = None,
+    v_scale_k: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """See `reference.write_kv`. Keys for fp8 pools are rotated and rounded before the kernel, by XLA."""
+    checks.check_write(k_pool, v_pool, k_tkh, v_tkh, slot_mapping_t, cos_t, sin_t, k_scale_k, v_scale_k)
+    check_supported(k_tkh, k_pool)
+    if k_tkh.shape[0] == 0:
+        return k_pool, v_pool
+    angles = () if cos_t is None or sin_t is None else (cos_t, sin_t)
+    if angles and k_pool.dtype == checks.FP8:
+        k_tkh, angles = reference.rotate(k_tkh, *angles), ()
+    k_tkh = reference.quantize(k_tkh, k_pool.dtype, k_scale_k)
+    v_tkh = reference.quantize(v_tkh, v_pool.dtype, v_scale_k)
+    arrays = as_stored(k_tkh), as_stored(v_tkh), slot_mapping_t, *angles
+    pool_type = jax.ShapeDtypeStruct(k_pool.shape, as_stored(k_pool).dtype)
+    pools = launch(
+        "kv_write", _write_kernel, *arrays, as_stored(k_pool), as_stored(v_pool),
+        grid=k_tkh.shape[:2], out_types=[pool_type] * 2, aliases={len(arrays): 0, len(arrays) + 1: 1}, num_warps=1,
+    )  # fmt: skip
+    written_k, written_v = (lax.bitcast_convert_type(pool, k_pool.dtype) for pool in pools)
+    return written_k, written_v

@@ -1,0 +1,70 @@
+"""What the Pallas-Triton kernels share: what they refuse, how they are launched, how they see an fp8 pool."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import pallas_call
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels import checks
+
+DTYPES = ("bfloat16", "float16", "float32")
+MAX_KV_HEADS = 65_535  # they are an axis of the grid, of which CUDA allows so many
+
+
+unsupported = functools.partial(checks.unsupported, dtypes=DTYPES, max_kv_heads=MAX_KV_HEADS)
+
+
+def check_supported(x: jax.Array, pool: jax.Array) -> None:
+    """Raises NotImplementedError unless these kernels serve heads `x` [rows, heads, H] over such a pool."""
+    checks.check_supported("Pallas-Triton", unsupported, pool, dtype=x.dtype, num_heads=x.shape[1])
+
+
+def iota(size: int) -> jax.Array:
+    return lax.iota(jnp.int32, size)
+
+
+def launch(
+    name: str,
+    kernel: Callable[..., None],
+    *arrays: jax.Array,
+    grid: tuple[int, ...],
+    out_types: Sequence[jax.ShapeDtypeStruct],
+    aliases: dict[int, int] | None = None,
+    num_warps: int,
+    num_stages: int = 1,
+) -> list[jax.Array]:
+    """Runs `kernel(*refs)`, one program per point of the grid, on whole arrays; `aliases`: input written in place."""
+    whole_arrays: list[Any] = [*arrays, *out_types]
+    for x in whole_arrays:
+        # Triton's offsets count elements in int32 up to 2^32 bytes: of those that have one byte, half as many as that.
+        if x.size > 2**31 and x.size * x.dtype.itemsize <= 2**32:
+            raise NotImplementedError(
+                f"Pallas-Triton kernels: {x.dtype}{list(x.shape)} has {x.size} elements of one byte; "
+                f"supported are up to {2**31}, and from {2**32 + 1} on"
+            )
+
+    def named(*refs: Any) -> None:
+        kernel(*refs)
+
+    named.__name__ = name  # Triton's compiler and profilers take it from here
+    whole = pl.BlockSpec(memory_space=pl.ANY)
+    return pallas_call(
+        named,
+        grid=grid,
+        in_specs=[whole] * len(arrays),
+        out_specs=[whole] * len(out_types),
+        out_shape=list(out_types),
+        input_output_aliases=aliases or {},
+        compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+    )(*arrays)
+
+
+def as_stored(pool: jax.Array) -> jax.Array:
+    """A pool as the kernels see it: of fp8 its bytes. Triton can't convert fp8 below compute capability 8.9."""
+    return lax.bitcast_convert_type(pool, jnp.uint8) if pool.dtype == checks.FP8 else pool

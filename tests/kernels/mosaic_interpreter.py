@@ -1,0 +1,110 @@
+"""The Mosaic GPU kernels on a CPU: Pallas's GPU interpreter, and the two operations of ours that it lacks.
+
+It has TMA copies, barriers, wgmma and warpgroups, gives uninitialised memory NaN, and tells of races. Missing, up to
+jax 0.12, are a wgmma whose left operand is in registers, and a store into an accumulator; they are added here.
+"""
+
+import contextlib
+import functools
+import io
+import warnings
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+from jax._src import callback
+from jax._src.pallas.mosaic_gpu import primitives as gpu_primitives
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret
+from jax._src.pallas.mosaic_gpu.interpret import shared_memory as memory
+from jax._src.state import types as state_types
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+_interpret = jaxpr_interpret.JaxprInterpreter.interpret
+_interpret_wgmma = jaxpr_interpret.JaxprInterpreter._interpret_wgmma_ref_p
+
+
+def interpreted(op, *, num_sms: int = 132):
+    """`op` as the interpreter runs it on a GPU of `num_sms` multiprocessors; a race is an AssertionError."""
+
+    def run(*args, **kwargs):
+        params = plgpu.InterpretGPUParams(detect_races=True)
+        device = AbstractDevice(device_kind="NVIDIA H200", num_cores=num_sms, platform="gpu")
+        printed = io.StringIO()  # races are printed; the flag that jax keeps tells of an op's last kernel alone
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
+            # numpy's products in the interpreter meet the NaN that unused slots hold
+            warnings.filterwarnings("ignore", "invalid value encountered in matmul", RuntimeWarning)
+            stack.enter_context(contextlib.redirect_stdout(printed))
+            stack.enter_context(use_abstract_mesh(AbstractMesh((), (), abstract_device=device)))
+            stack.enter_context(_extended())
+            stack.enter_context(plgpu.force_gpu_interpret_mode(params))
+            out = jax.block_until_ready(jax.jit(lambda *args: op(*args, **kwargs))(*args))
+        assert "RACE DETECTED" not in printed.getvalue(), printed.getvalue()
+        return out
+
+    return run
+
+
+@contextlib.contextmanager
+def _extended() -> Iterator[None]:
+    interpreter = jaxpr_interpret.JaxprInterpreter
+    interpreter.interpret, interpreter._interpret_wgmma_ref_p = _with_stores, _wgmma
+    try:
+        yield
+    finally:
+        interpreter.interpret, interpreter._interpret_wgmma_ref_p = _interpret, _interpret_wgmma
+
+
+def _with_stores(self, jaxpr, token, *args):
+    """The interpreter's one loop over primitives takes no additions, so a store goes to `_wgmma` in disguise."""
+
+    def disguised(eqn):
+        if eqn.primitive is not gpu_primitives.wgmma_accumulator_store_p:
+            return eqn
+        return eqn.replace(primitive=gpu_primitives.wgmma_ref_p, outvars=[], params=dict(store=True))
+
+    return _interpret(self, jaxpr.replace(eqns=[disguised(eqn) for eqn in jaxpr.eqns]), token, *args)
+
+
+def _wgmma(self, eqn, token, get_invals):
+    arrays = dict(token=token, mesh_location=self.mesh_location, thread=self.thread)
+    if "store" in eqn.params:
+        acc, value = get_invals()
+        operation, arrays = _store, arrays | dict(acc=acc, value=value)
+    elif isinstance(eqn.invars[1].aval, state_types.AbstractRef):
+        return _interpret_wgmma(self, eqn, token, get_invals)
+    else:
+        acc, a, b, *leaves = get_invals()
+        assert eqn.params["acc_transforms_tree"] is None
+        b_transforms = jax.tree.unflatten(eqn.params["b_transforms_tree"] or jax.tree.structure(()), leaves)
+        b, b_transforms = jaxpr_interpret.resolve_ref(eqn.invars[2].aval, b, b_transforms)
+        operation, arrays = _multiply, arrays | dict(acc=acc, a=a, b=b, b_transforms=b_transforms)
+    operation = functools.partial(operation, source_info=eqn.source_info)
+    return callback.io_callback(operation, gpu_callbacks.TOKEN_SHAPE_DTYPE, **arrays), []
+
+
+@gpu_callbacks.fail_on_exception
+def _store(*, token, mesh_location, thread, acc, value, source_info):
+    """acc = value"""
+    shared_memory = gpu_callbacks._get_shared_memory()
+    acc = gpu_callbacks.HostAllocationKey.from_array(acc)
+    info = memory.GPULoggingInfo(mesh_location, thread, source_info)
+    access = shared_memory.access(acc, ())
+    shared_memory.store_buffer_content(acc, access, np.asarray(value), thread, logging_info=info)
+    return token
+
+
+@gpu_callbacks.fail_on_exception
+def _multiply(*, token, mesh_location, thread, acc, a, b, b_transforms, source_info):
+    """acc += a @ b, with a in registers."""
+    shared_memory = gpu_callbacks._get_shared_memory()
+    info = dict(logging_info=memory.GPULoggingInfo(mesh_location, thread, source_info))
+    acc, b = (gpu_callbacks.HostAllocationKey.from_array(key) for key in (acc, b))
+    b_transforms = jax.tree.map(int, gpu_callbacks._remove_noop_transforms(b_transforms))
+    b_value, _, _ = shared_memory.get_buffer_content(b, shared_memory.access(b, b_transforms), thread, **info)
+    access = shared_memory.access(acc, ())
+    acc_value, _, _ = shared_memory.get_buffer_content(acc, access, thread, **info)
+    result = acc_value + np.matmul(np.asarray(a), b_value, dtype=acc_value.dtype)
+    shared_memory.store_buffer_content(acc, access, result, thread, **info)
+    return token

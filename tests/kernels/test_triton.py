@@ -1,0 +1,126 @@
+"""What the Pallas-Triton kernels promise beyond the ops' definition, and what compilers say of them without a GPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import checks, triton
+from pallas_kernels.triton import attention
+from pallas_kernels.tuning import TritonDecode, TritonRagged
+from tests import deviceless
+from tests.kernels import cases
+from tests.kernels.implementations import TRITON
+
+F32_OPTIONS = {
+    "fp8": dict(fp8=True, group=2),
+    "window, capped": dict(window=40, soft_cap=2.0, group=3),
+    "head dim 80": dict(head_dim=80, pool_head_dim=128),
+}
+
+
+@pytest.mark.parametrize("options", F32_OPTIONS.values(), ids=F32_OPTIONS.keys())
+@pytest.mark.parametrize("q_lens", [None, [0, 1, 2, 40]], ids=["decode", "ragged"])
+def test_float32_with_options(options, q_lens):
+    batch = cases.make_batch([0, 1, 17, 150], q_lens=q_lens, dtype=jnp.float32, return_lse=True, **options)
+    op = TRITON.paged_decode_attention if q_lens is None else TRITON.ragged_paged_attention
+    batch.check(batch.run(op))
+
+
+@pytest.mark.parametrize("window", [None, 200])
+def test_more_splits_than_are_merged_at_once(window):
+    contexts = [700, 0, 33, 32 * attention.COMBINED, 31]
+    batch = cases.make_batch(contexts, num_kv_heads=1, group=2, window=window, return_lse=True)
+    batch.check(batch.run(TRITON.paged_decode_attention, tiles=TritonDecode(tile=16, split=32)))
+
+
+def test_a_tile_of_rows_that_a_group_does_not_fill():
+    batch = cases.make_batch([60, 5], q_lens=[40, 5], padding_rows=7, num_kv_heads=2, group=5)
+    batch.check(batch.run(TRITON.ragged_paged_attention, tiles=TritonRagged(rows=32, tile=16)))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_every_number_of_fp8_is_widened_exactly(dtype):
+    byte = np.arange(256, dtype=np.uint8)
+    byte = byte[byte & 0x7F != 0x7F]  # NaN
+    expected = jax.lax.bitcast_convert_type(jnp.asarray(byte), checks.FP8).astype(jnp.float32)
+    wide = attention._widened(jnp.asarray(byte), dtype).astype(jnp.float32) * attention.FP8_UNIT
+    np.testing.assert_array_equal(wide, expected)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float8_e4m3fn])
+def test_blocks_of_any_shape_are_copied(dtype):
+    pool = jnp.asarray(np.random.default_rng(0).standard_normal((5, 3, 7, 111)), dtype)
+    sources, destinations = jnp.array([0, 1, 2, 99], jnp.int32), jnp.array([1, 2, 0, -1], jnp.int32)
+    out = TRITON.copy_blocks(pool, sources, destinations)
+    np.testing.assert_array_equal(out.astype(jnp.float32), pool[jnp.array([2, 0, 1, 3, 4])].astype(jnp.float32))
+
+
+def test_a_pool_whose_offsets_would_overflow_is_refused():
+    """Where elements are single bytes, between 2^31 and 2^32 of them."""
+    copy = functools.partial(jax.eval_shape, TRITON.copy_blocks)
+    copies = jax.ShapeDtypeStruct((1,), jnp.int32)
+    for blocks, dtype in ((2**15, checks.FP8), (2**16 + 1, checks.FP8), (2**16, jnp.bfloat16)):
+        copy(jax.ShapeDtypeStruct((blocks, 8, 64, 128), dtype), copies, copies)
+    with pytest.raises(NotImplementedError, match=r"Pallas-Triton kernels: uint8\[32769, 65536\] has 2147549184 elem"):
+        copy(jax.ShapeDtypeStruct((2**15 + 1, 8, 64, 128), checks.FP8), copies, copies)
+
+
+REGISTERS_PER_SM = 65_536
+LEAST_SHARED_MEMORY = 101_376  # that a thread block can have on any GPU from Ampere on (99 KiB, compute capability 8.6)
+DTYPES = {
+    "bfloat16": (jnp.bfloat16, jnp.bfloat16),
+    "fp8": (jnp.bfloat16, checks.FP8),
+    "float32": (jnp.float32, jnp.float32),
+}
+S = jax.ShapeDtypeStruct
+needs_compilers = pytest.mark.skipif(deviceless.why_not() is not None, reason=str(deviceless.why_not()))
+
+
+def compiled(device: deviceless.Device, head_dim: int, dtype, pool_dtype, *, figures: bool) -> deviceless.Compiled:
+    """All ops of a model with 8 KV heads in one function, its pools donated, at the default tiles."""
+    t, s, w, n, k = 512, 16, 512, 32, 8
+    q, kv, pool = S((t, n, head_dim), dtype), S((t, k, head_dim), dtype), S((4096, k, 16, head_dim), pool_dtype)
+    angles, scales = S((t, head_dim // 2), jnp.float32), S((k,), jnp.float32)
+    ints = {name: S(shape, jnp.int32) for name, shape in dict(t=(t,), s=(s,), s1=(s + 1,), sw=(s, w), c=(4,)).items()}
+
+    def ops(q, k, v, pools, batch, angles, scales):
+        fp8 = dict(zip(("k_scale_k", "v_scale_k"), scales)) if pool_dtype == checks.FP8 else {}
+        tables, contexts, cu = batch["sw"], batch["s"], batch["s1"]
+        pools = [triton.copy_blocks(pool, batch["c"], batch["c"] + 1) for pool in pools]
+        pools = triton.write_kv(*pools, k, v, batch["t"], **dict(zip(("cos_t", "sin_t"), angles)), **fp8)
+        options = dict(scale=head_dim**-0.5, window=4096, soft_cap=30.0, **fp8)
+        o = triton.ragged_paged_attention(q, *pools, tables, contexts, cu, **options)
+        return pools, o, triton.paged_decode_attention(q[:s], *pools, tables, contexts, **options)
+
+    args = q, kv, kv, (pool, pool), ints, (angles, angles), (scales, scales)
+    return deviceless.compile_for(device, ops, *args, donate_argnums=3, figures=figures)
+
+
+@needs_compilers
+@pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES.keys())
+@pytest.mark.parametrize("head_dim", checks.HEAD_DIMS)
+@pytest.mark.parametrize("device", [deviceless.A100, deviceless.H200], ids=lambda device: device.kind)
+def test_kernels_fit(device, head_dim, dtypes):
+    kernels = compiled(device, head_dim, *dtypes, figures=True).kernels
+    assert kernels.keys() == {"copy_blocks", "kv_write", "paged_decode", "paged_decode_combine", "ragged_paged"}
+    for name, figures in kernels.items():
+        assert figures.spill_bytes == 0, (name, figures)
+        assert figures.registers * figures.threads <= REGISTERS_PER_SM, (name, figures)
+        assert figures.shared_memory <= LEAST_SHARED_MEMORY, (name, figures)
+    for name in ("paged_decode", "ragged_paged"):
+        assert kernels[name].mma or kernels[name].wgmma, f"{name} makes no use of tensor cores"
+
+
+@needs_compilers
+@pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES.keys())
+def test_donated_pools_are_changed_in_place(dtypes):
+    """An fp8 pool that is seen as bytes too."""
+    pool = 4096, 8, 16, 128
+    pool_bytes = 4096 * 8 * 16 * 128 * jnp.dtype(dtypes[1]).itemsize
+    result = compiled(deviceless.A100, 128, *dtypes, figures=False)
+    assert result.aliased_bytes == 2 * pool_bytes
+    assert result.copies_of(pool, dtypes[1]) == result.copies_of(pool, jnp.uint8) == 0
+    assert result.temp_bytes < pool_bytes / 10

@@ -1,4 +1,4 @@
-"""The README's Python runs as it stands, and its commands exist."""
+"""The Python of the README and of the kernels' page runs as it stands, and their commands exist."""
 
 import re
 from pathlib import Path
@@ -7,19 +7,25 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+KERNELS = (ROOT / "docs" / "kernels.md").read_text()
+BLOCKS = [block for page in (README, KERNELS) for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL)]
 
 
-@pytest.mark.parametrize("block", [b for b in BLOCKS if "OpenAI" not in b], ids=["offline", "module"])
+@pytest.mark.parametrize("block", [b for b in BLOCKS if "OpenAI" not in b], ids=["offline", "module", "kernels"])
 def test_python(block, capsys):
     exec(block, {})
     assert capsys.readouterr().out.strip()
 
 
 def test_flags_and_targets_exist():
-    flags = {flag for flag in re.findall(r"(--[a-z-]+)", README) if flag not in ("--to", "--help")}
     server = (ROOT / "server.py").read_text()
-    assert flags and all(f'"{flag}"' in server for flag in flags), flags
+    commands = re.findall(r"^.*benchmarks/(\w+\.py)(.*)$", README + KERNELS, re.MULTILINE)
+    of_benchmarks = {flag for _, line in commands for flag in re.findall(r"(--[a-z-]+)", line)}
+    flags = {flag for flag in re.findall(r"(--[a-z-]+)", README) if flag not in ("--to", "--help")}
+    assert flags and all(f'"{flag}"' in server for flag in flags - of_benchmarks), flags
+    assert commands and all((ROOT / "benchmarks" / script).is_file() for script, _ in commands)
+    benchmarks = "".join(path.read_text() for path in (ROOT / "benchmarks").glob("*.py"))
+    assert of_benchmarks and all(f'"{flag}"' in benchmarks for flag in of_benchmarks), of_benchmarks
     targets = set(re.findall(r"^make (\w+)", README, re.MULTILINE))
     assert targets == {"serve", "test"} and all(f"\n{t}:" in (ROOT / "Makefile").read_text() for t in targets)
     assert (ROOT / re.search(r"\((docs/\S+\.svg)\)", README).group(1)).is_file()

@@ -1,0 +1,323 @@
+"""The benchmarks run on a CPU in tiny shapes, say so in what they write, and time nothing that is wrong."""
+
+import dataclasses
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+import warnings
+from functools import partial
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks import gpu_suite, peers, tune
+from benchmarks.bench import Bench
+from benchmarks.device import Device
+from benchmarks.expected import WrongOutput, check_output, check_rows
+from benchmarks.implementations import NAMES, PagedTimed, Unsuitable
+from benchmarks.results import Report, table
+from benchmarks.timing import TINY, Deadline, Effort, JaxTimed, measure, ratio, summarize
+from benchmarks.workloads import (
+    Shape,
+    churned_tables,
+    identity_tables,
+    make_workload,
+    num_sets,
+    permuted_tables,
+    set_blocks,
+    uniform_lens,
+    zipf_lens,
+)
+from pallas_kernels import reference, tuning
+
+ROOT = Path(__file__).parents[2]
+SHAPE = Shape(32, 16, num_heads=4, num_kv_heads=2, dtype="float32")
+CPU = Device("cpu", "cpu", None, l2_bytes=2**14, memory_bytes=2**29)
+XLA = {"implementation": "xla"}
+ENVIRONMENT = {
+    "device_kind": "cpu",
+    "platform": "cpu",
+    "tiny": True,
+    "versions": {},
+    "date": "2026-11-01",
+    "commit": None,
+}
+
+
+def run(script: str, *args: str) -> subprocess.CompletedProcess:
+    environment = os.environ | {"PYTHONPATH": "", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    return subprocess.run(
+        [sys.executable, f"benchmarks/{script}", *args], cwd=ROOT, env=environment, capture_output=True, text=True,
+        timeout=240,
+    )  # fmt: skip
+
+
+def check_written(folder: Path) -> dict:
+    content = json.loads((folder / "results.json").read_text())
+    environment = content["environment"]
+    assert environment["tiny"] is True and environment["platform"] == "cpu" and environment["device_kind"] == "cpu"
+    assert environment["versions"]["jax"] == jax.__version__ and environment["date"] > "2026"
+    assert {row["status"] for row in content["rows"]} <= {"ok", "skipped"}
+    assert all(row.get("reason") for row in content["rows"] if row["status"] == "skipped")
+    for row in content["rows"]:
+        if row["status"] == "ok" and "us" in row:
+            assert 0 < row["us_low"] <= row["us"] <= row["us_high"] and row["us_rounds"]
+    text = (folder / "report.md").read_text()
+    assert "its times mean nothing" in text and "| reference |" in text
+    return content
+
+
+def test_kernels(tmp_path):
+    done = run("kernels.py", "--tiny", "--out", str(tmp_path), "--experiments", "paging", "write", "mixed", "splits")
+    assert done.returncode == 0, done.stderr
+    rows = check_written(tmp_path)["rows"]
+    assert (tmp_path / "paging.png").read_bytes().startswith(b"\x89PNG")
+    wirings = {row["variant"].split()[1] for row in rows if row["experiment"] == "paging" and row["status"] == "ok"}
+    assert wirings == {"identity", "permutation", "churned"}
+    (contiguous,) = {
+        row["reason"] for row in rows if row.get("variant") == "reference contiguous" and row["kind"] == "decode"
+    }
+    assert "has no contiguous_decode_attention" in contiguous
+    assert {"mixed", "write", "splits", "ceilings", "peers"} <= {row["experiment"] for row in rows}
+    assert {row["variant"] for row in rows if row["experiment"] == "write"} == {"reference", "reference rotated"}
+
+
+def test_every_part_of_the_suite(tmp_path):
+    done = run("gpu_suite.py", "--tiny", "--no-isolation", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    content = check_written(tmp_path)
+    assert {name: part["status"] for name, part in content["parts"].items()} == dict.fromkeys(gpu_suite.PARTS, "ok")
+    by_experiment = {row["experiment"]: row for row in content["rows"] if row["status"] == "ok"}
+    assert {"correctness", "ceilings", "decode", "paging", "prefill", "step", "throughput", "write"} <= set(
+        by_experiment
+    )
+    assert by_experiment["step"]["floor_ms"] > 0, "the ceiling of one part reaches the next"
+    assert by_experiment["decode"]["of_read_ceiling"] > 0 and by_experiment["decode"]["error"] < 1e-4
+    for name in ("decode", "paging", "prefill", "step"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_a_gpu_only_tiny_runs(tmp_path):
+    done = run("gpu_suite.py", "--parts", "ceilings", "--out", str(tmp_path))
+    assert done.returncode == 1 and "jax sees no GPU here" in done.stderr
+
+
+def hang(pipe, name, args, ceilings):
+    pipe.send(("row", {"experiment": "x", "status": "ok"}))
+    time.sleep(60)
+
+
+def crash(pipe, name, args, ceilings):
+    os._exit(11)
+
+
+@pytest.mark.parametrize(("child", "status"), [(hang, "killed"), (crash, "failed")])
+def test_a_part_that_hangs_or_dies_leaves_the_others_alone(child, status, tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_suite, "MIN_SECONDS", 0.0)
+    args = gpu_suite.parse(["--tiny", "--out", str(tmp_path), "--budget", "14", "--grace", "0", "--peers"])
+    assert gpu_suite.Suite(args, child).run(["decode", "write"]) == 1
+    content = json.loads((tmp_path / "results.json").read_text())
+    assert content["parts"]["decode"]["status"] == status and "write" in content["parts"]
+    assert {row["experiment"] for row in content["rows"]} == ({"x"} if child is hang else set()), "rows before the end"
+    assert "what device" in (tmp_path / "report.md").read_text()
+
+
+def test_parts_are_chosen_by_their_beginnings_and_share_the_time():
+    assert gpu_suite.chosen(["step", "ceilings"]) == ["ceilings", "step-1b", "step-8b"]
+    assert gpu_suite.chosen([]) == list(gpu_suite.PARTS)
+    assert gpu_suite.share("write", ["write"], 40.0) == 40.0
+    total = sum(gpu_suite.share(name, list(gpu_suite.PARTS), 600.0) for name in gpu_suite.PARTS)
+    assert total == pytest.approx(600)
+    with pytest.raises(SystemExit):
+        gpu_suite.parse(["--parts", "nonsense"])
+
+
+# Timing
+
+
+class Fake:
+    """Takes `cost` fake seconds per call, and logs its name."""
+
+    calls = 2
+
+    def __init__(self, name, costs, log):
+        self.name, self.costs, self.log = name, itertools.cycle(costs), log
+
+    def seconds(self, reps):
+        self.log.append(self.name)
+        return next(self.costs)
+
+
+def test_rounds_are_interleaved():
+    log = []
+    timed = {"a": Fake("a", [1.0], log), "b": Fake("b", [2.0], log)}
+    timings = measure(timed, Effort(rounds=3, samples=2, min_seconds=0))
+    assert log == ["a", "a", "b", "b"] + ["a", "a", "b", "b"] * 3  # the first four warm up
+    assert timings["a"].median == 1.0 and timings["b"].rounds == (2.0, 2.0, 2.0)
+    assert ratio(timings["b"], timings["a"]) == 2.0
+
+
+def test_a_ratio_survives_a_drift_of_the_device():
+    a, b = summarize([[1, 1], [10, 10], [4, 4]]), summarize([[2, 2], [20, 20], [8, 8]])
+    assert ratio(b, a) == 2.0
+    assert summarize([[3, 1], [2, 9, 5]])[:3] == (3, 2, 5)
+
+
+def test_seconds_are_per_call():
+    ticks = iter([10.0, 16.0])
+    timed = JaxTimed(
+        lambda carry, shared, own: carry + own, np.float32(0), (), [1.0, 2.0, 3.0], clock=lambda: next(ticks)
+    )
+    assert timed.seconds(2) == 1.0  # 6 seconds, twice three calls
+    assert timed._carry == 12.0, "each call is fed by the one before"
+    assert timed.output(1) == 2.0
+
+
+def test_a_wrong_output_is_caught_before_it_is_timed(tmp_path):
+    workload = make_workload(SHAPE, [40, 7], l2_bytes=2**14)
+
+    def short(q, k_pool, v_pool, tables, lens, **options):
+        return reference.paged_decode_attention(q, k_pool, v_pool, tables, lens - 1, **options)
+
+    report = Report(tmp_path / "results.json", ENVIRONMENT, quiet=True)
+    bench = Bench(CPU, report, True, TINY, Deadline(60))
+    log = []
+    right = PagedTimed(reference.paged_decode_attention, workload)
+    wrong = PagedTimed(short, workload)
+    wrong.seconds = lambda reps: log.append("timed")
+    timings, notes = bench.compare({"experiment": "decode"}, workload, {"right": lambda: right, "wrong": lambda: wrong})
+    assert list(timings) == ["right"] and notes["right"]["error"] < 1e-5 and not log
+    assert [(row["variant"], row["status"]) for row in report.rows] == [("wrong", "wrong")]
+    table_of_another = workload.rewired(identity_tables(workload.lens, SHAPE, workload.blocks_per_set, 0))
+    with pytest.raises(WrongOutput):
+        check_output(right.output(0), table_of_another)
+
+
+def test_nan_and_zeros_are_wrong():
+    expected = np.ones((2, 3, 4))
+    assert check_rows(expected * 1.001, expected, "bfloat16") == pytest.approx(0.001)
+    for bad in (np.zeros_like(expected), np.full_like(expected, np.nan), expected * 1.1):
+        with pytest.raises(WrongOutput):
+            check_rows(bad, expected, "bfloat16")
+
+
+# Workloads
+
+
+def test_zipf_lengths_are_skewed():
+    lens = zipf_lens(64, 6400)
+    assert sorted(lens, reverse=True)[:4] == [6400, 3200, 2133, 1600] and min(lens) == 100
+    assert lens != sorted(lens, reverse=True) and lens == zipf_lens(64, 6400)
+    assert uniform_lens(3, 5) == [5, 5, 5] and min(zipf_lens(10, 2)) == 1
+
+
+@pytest.mark.parametrize("make", [identity_tables, permuted_tables, churned_tables])
+def test_tables_hold_distinct_blocks(make):
+    lens = [160, 1, 33, 480, 16] * 4
+    count = set_blocks(lens, SHAPE)
+    tables = make(lens, SHAPE, count)
+    assert [len(table) for table in tables] == [10, 1, 3, 30, 1] * 4
+    blocks = [block for table in tables for block in table]
+    assert len(set(blocks)) == len(blocks) and min(blocks) >= 0 and max(blocks) < count
+    steps = np.concatenate([np.diff(table) for table in tables])
+    if make is identity_tables:
+        assert blocks == list(range(len(blocks)))
+    else:
+        assert (steps == 1).mean() < 0.5
+
+
+def test_sets_share_no_block_and_are_read_in_turn():
+    workload = make_workload(SHAPE, [40, 7], l2_bytes=2**14)
+    assert workload.sets == num_sets(47 * SHAPE.token_bytes, 2**14) > 1
+    seen = [set(np.asarray(table)[[0, 0, 0, 1], [0, 1, 2, 0]].tolist()) for table in workload.set_tables]
+    assert sum(map(len, seen)) == len(set.union(*seen)) and max(set.union(*seen)) < workload.k_pool.shape[0]
+    assert workload.calls >= 8 and workload.calls % workload.sets == 0
+    assert workload.rotated_bytes >= 8 * 2**14
+    assert workload.bytes == 47 * 2 * 2 * 32 * 4 + 2 * 2 * 4 * 32 * 4
+    assert make_workload(SHAPE, [3], q_lens=[3], l2_bytes=1).flops == 4 * 4 * 32 * (1 + 2 + 3)
+
+
+# Peers
+
+
+def test_jax_peers_are_given_the_same_numbers(monkeypatch):
+    attention = jax.nn.dot_product_attention
+    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *args, **kwargs: attention(*args, **kwargs | XLA))
+    monkeypatch.setattr(peers, "MAX_DENSE_BYTES", 100_000)  # room for fewer sets than the workload has
+    for lens, q_lens in (([40, 7], None), ([24, 24], [24, 24])):
+        workload = make_workload(SHAPE, lens, q_lens=q_lens, l2_bytes=2**14)
+        timed = peers.JaxCudnn().prepare(workload)
+        assert timed.sets < workload.sets and timed.calls >= workload.calls
+        check_output(timed.output(timed.sets - 1), workload, timed.sets - 1)
+    with pytest.raises(Unsuitable, match="equal lengths"):
+        peers.JaxCudnn().prepare(make_workload(SHAPE, [9, 5], q_lens=[9, 5], l2_bytes=1))
+
+
+def test_jaxs_own_paged_attention_is_given_the_same_numbers(monkeypatch):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from jax.experimental.pallas.ops.gpu import paged_attention as module
+    monkeypatch.setattr(module, "paged_attention", partial(module.paged_attention, interpret=True))
+    workload = make_workload(SHAPE, [40, 7], l2_bytes=2**10)
+    check_output(peers.JaxPaged().prepare(workload).output(0), workload)
+
+
+def test_peers_say_why_they_are_not_there():
+    assert {peer.available(CPU) for peer in peers.ALL} == {"needs an NVIDIA GPU"}
+    gpu = dataclasses.replace(CPU, platform="gpu")
+    assert "can't be imported" in str(peers.FlashInfer("flashinfer", "decode").available(gpu))
+
+
+# Tuning
+
+
+def test_the_fastest_right_configuration_wins(tmp_path):
+    workload = make_workload(SHAPE, [40], l2_bytes=2**14)
+    default, fast, wrong, broken = (tuning.MosaicDecode(tile=tile) for tile in (64, 32, 16, 8))
+    built = []
+
+    def build(tiles, workload):
+        built.append(tiles)
+        if tiles == broken:
+            raise ValueError("does not compile")
+        timed = PagedTimed(reference.paged_decode_attention, workload)
+        timed.seconds = lambda reps: {default: 2.0, fast: 1.0, wrong: 0.1}[tiles]
+        if tiles == wrong:
+            timed.output = lambda index: np.zeros(workload.q.shape)
+        return timed
+
+    def search():
+        return tune.search(
+            "mosaic.decode", default, [broken, wrong, fast], [workload], build, journal=tune.Journal(tmp_path / "j"),
+            prefix="cpu", effort=TINY, deadline=Deadline(60), margin=0.01,
+            report=Report(tmp_path / "r.json", ENVIRONMENT, quiet=True),
+        )  # fmt: skip
+
+    assert search() == (fast, 1e6, pytest.approx(0.5))
+    built.clear()
+    assert search()[0] == fast
+    assert built == [default, fast], "the journal knows the others"
+
+
+def test_tuned_rows_are_what_tuning_reads(tmp_path, monkeypatch):
+    row = tune.tuned_row("mosaic.decode", CPU, 64, "16 bit", tuning.MosaicDecode(tile=128), 12.3456)
+    rows = tune.merge([row | {"us": 1.0}, row | {"head_dim": 128}], row)
+    assert [(r["head_dim"], r["us"]) for r in rows] == [(64, 12.35), (128, 12.35)]
+    assert tune.merge(rows, row, keep=False) == rows[1:]
+    (tmp_path / "tuned.json").write_text(json.dumps(rows))
+    monkeypatch.setattr(tuning.resources, "files", lambda package: tmp_path)
+    tuning._tuned.cache_clear()
+    try:
+        assert tuning.find("mosaic.decode", "cpu", 64, "bfloat16") == tuning.MosaicDecode(tile=128)
+    finally:
+        tuning._tuned.cache_clear()
+
+
+def test_tables_leave_out_empty_columns():
+    assert table([{"a": 1, "b": None}, {"a": 2.5}], ("a", "b")) == "| a |\n| --- |\n| 1 |\n| 2.5 |"
+    assert NAMES == ("mosaic", "triton", "reference")

@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from jpaged.config import DTYPES, KERNELS, LOAD_FORMATS, EngineConfig
+from jpaged.config import DTYPES, KERNELS, LOAD_FORMATS, PREEMPTION_MODES, SCHEDULING_POLICIES, EngineConfig
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -41,6 +41,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=defaults.enable_prefix_caching,
         help="reuse the KV of prompts that begin alike")  # fmt: skip
+    add("--swap-space", type=float, default=defaults.swap_space, metavar="GIB",
+        help="host memory for the blocks of preempted requests")  # fmt: skip
+    add("--preemption-mode", choices=PREEMPTION_MODES, default=defaults.preemption_mode,
+        help="what becomes of a preempted request's blocks; auto: what costs less")  # fmt: skip
+    add("--scheduling-policy", choices=SCHEDULING_POLICIES, default=defaults.scheduling_policy,
+        help="priority: by the requests' priorities, lower ones first")  # fmt: skip
     add(
         "--max-num-seqs", type=int, metavar="SEQS", help="most sequences in a step (default: 64 on a CPU, 256 on a GPU)"
     )
@@ -70,7 +76,8 @@ def run(args: argparse.Namespace) -> None:
         model=args.model, dtype=args.dtype, seed=args.seed, load_format=args.load_format,
         max_model_len=args.max_model_len, block_size=args.block_size,
         gpu_memory_utilization=args.gpu_memory_utilization, num_gpu_blocks_override=args.num_gpu_blocks_override,
-        enable_prefix_caching=args.enable_prefix_caching, max_num_seqs=args.max_num_seqs,
+        enable_prefix_caching=args.enable_prefix_caching, swap_space=args.swap_space,
+        preemption_mode=args.preemption_mode, scheduling_policy=args.scheduling_policy, max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens, kernels=args.kernels,
     )  # fmt: skip
     # jax would take three quarters of a GPU's memory; a server has it to itself.

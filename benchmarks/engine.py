@@ -16,7 +16,8 @@ from benchmarks.workloads import random_array
 from jpaged.config import EngineConfig, Limits, ModelConfig, RopeConfig
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.block_table import BlockTable
-from jpaged.core.request import Request, SamplingParams, Sequence
+from jpaged.core.params import SamplingParams
+from jpaged.core.request import Request, Sequence
 from jpaged.core.scheduler import ScheduleDecision
 from jpaged.llm import LLM
 from jpaged.model.llama import Llama
@@ -118,16 +119,17 @@ def decode_decision(batch: int, context: int, num_blocks: int, block_size: int) 
     for s in range(batch):
         params = SamplingParams(temperature=TEMPERATURE)
         request = Request(str(s), [0] * (context - 1), params, seed=s, max_tokens=1)
-        table = BlockTable(pool, order[s * width : (s + 1) * width])
+        table = BlockTable(pool)
+        table.block_ids = order[s * width : (s + 1) * width]
         tokens = [s % 256] * context
-        scheduled[Sequence(request, tokens, context - 1, table, num_computed_tokens=context - 1)] = 1
+        scheduled[Sequence(request, tokens, table, num_computed_tokens=context - 1)] = 1
     return ScheduleDecision(scheduled)
 
 
 def _time_step(bench: Bench, runner: ModelRunner, decision: ScheduleDecision) -> tuple[Timing, Timing]:
     """Of a step with the host in it, and of steps enqueued back to back."""
     steps = bench.sized(20, 2)
-    bucket, batch = make_batch(decision, runner.buckets, runner.block_size, runner.table_width)
+    bucket, batch = make_batch(decision, runner.buckets, runner.block_size, runner.table_width, runner.vocab_size)
 
     def alone() -> float:
         start = time.perf_counter()

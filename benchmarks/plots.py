@@ -32,7 +32,7 @@ def plot(report: Report) -> list[Path]:
 
 
 def plot_all(content: dict[str, Any], folder: Path) -> list[Path]:
-    """decode.png, paging.png, prefill.png and step.png, as far as there are rows for them."""
+    """A picture for each of `DRAWINGS` that there are rows for."""
     paths = []
     for name, draw in DRAWINGS.items():
         rows = [row for row in content["rows"] if row.get("experiment") == name and row.get("status") == "ok"]
@@ -220,8 +220,119 @@ def _step(rows: list[Row], content: dict[str, Any]) -> Any:
     return figure
 
 
+def _sharing(rows: list[Row], content: dict[str, Any]) -> Any:
+    """Bars beside the paper's, or, where it gives a range over all widths, over a band."""
+    groups = _grouped(rows, ["dataset", "kind"])
+    title = "KV blocks saved by sharing, % of the blocks without it (block size 16)"
+    figure, panels = _panels(len(groups), title, content)
+    ours = f"jpaged, synthetic lengths, tokens of {content['environment']['model']}"
+    paper = "PagedAttention paper (OPT-13B), real traces"
+    for axes, ((dataset, kind), own) in zip(panels, groups.items()):
+        own = sorted(own, key=lambda row: row["width"])
+        known = all("paper" in row for row in own)
+        bars = [(-0.2 if known else 0.0, "saving", ours, COLORS[0])]
+        bars += [(0.2, "paper", paper, "#9aa5b1")] if known else []
+        for shift, column, label, color in bars:
+            drawn = axes.bar(
+                [x + shift for x in range(len(own))], [100 * row[column] for row in own], 0.38, label=label, color=color
+            )
+            axes.bar_label(drawn, fmt="%.1f", fontsize=8, padding=1)
+        if not known:
+            band = [100 * own[0]["paper_low"], 100 * own[0]["paper_high"]]
+            axes.axhspan(*band, color="#9aa5b1", alpha=0.35, label=f"{paper}: its range over widths")
+        axes.set_ylim(0, 1.15 * max(100 * max(row["saving"], row["paper_high"]) for row in own))
+        axes.set_title(f"{dataset}, {'beam search' if kind == 'beam' else 'parallel sampling'}", fontsize=9)
+        axes.set_xticks(range(len(own)), labels=[str(row["width"]) for row in own])
+        axes.set_xlabel("beam width" if kind == "beam" else "outputs per request")
+        axes.set_ylabel("%")
+    _legend(figure, panels)
+    return figure
+
+
+def _utilization(rows: list[Row], content: dict[str, Any]) -> Any:
+    figure, (axes,) = _panels(1, "Slots of held KV blocks that hold a token, pool full", content, height=4.2)
+    groups = _grouped(rows, ["dataset"])
+    for ((dataset,), own), style in zip(groups.items(), _styles(name for (name,) in groups).values()):
+        own = sorted(own, key=lambda row: row["block_size"])
+        ys = [100 * row["utilization"] for row in own]
+        axes.plot([row["block_size"] for row in own], ys, label=f"jpaged, {dataset}'s mean lengths", **style)
+        offset = 0, -15 if dataset == min(groups)[0] else 7
+        for row, y in zip(own, ys):
+            axes.annotate(f"{y:.1f}", (row["block_size"], y), offset, textcoords="offset points", ha="center", size=8)
+    for row in rows:
+        if "paper" in row:
+            axes.plot(row["block_size"], 100 * row["paper"], "k*", ms=11, label="PagedAttention paper, ShareGPT")
+    _log_ticks(axes, (row["block_size"] for row in rows))
+    axes.set_xlabel("block size (tokens)")
+    axes.set_ylabel("%")
+    axes.set_ylim(0, 108)
+    axes.grid(alpha=0.25)
+    _legend(figure, [axes])
+    return figure
+
+
+def _preemption(rows: list[Row], content: dict[str, Any]) -> Any:
+    """The paper's Fig. 19: one request's blocks alone, then whole runs."""
+    runs = [row for row in content["rows"] if row["experiment"] == "normalised latency"]
+    model = content["environment"]["model"]
+    figure, panels = _panels(2, f"Recomputing or swapping preempted requests, model {model}", content, width=5.5)
+    titles = f"one request of {rows[0]['tokens']} tokens", f"{runs[0]['clients']} clients in a pool too small for them"
+    for axes, own, key, y, title, label in (
+        (panels[0], rows, "operation", "ms", titles[0], "ms"),
+        (panels[1], runs, "mode", "ms_per_token", titles[1], "latency / tokens of output (ms)"),
+    ):
+        styles = dict(zip(("recompute", "swap", "swap_in", "swap_out", "auto"), _styles("abcde").values()))
+        for (name,), each in _grouped(own, [key]).items():
+            each = sorted(each, key=lambda row: row["block_size"])
+            bounds = [[row[y] - row[f"{y}_low"] for row in each], [row[f"{y}_high"] - row[y] for row in each]]
+            shown = {"swap": "swap out and in", "swap_in": "swap in", "swap_out": "swap out"}.get(name, name)
+            axes.errorbar(
+                [row["block_size"] for row in each], [row[y] for row in each], yerr=bounds, label=shown, capsize=2,
+                **styles[name],
+            )  # fmt: skip
+        _log_ticks(axes, (row["block_size"] for row in own))
+        if own is rows:
+            axes.set_yscale("log")
+        else:
+            axes.set_ylim(bottom=0)
+        axes.set_title(title, fontsize=9)
+        axes.set_xlabel("block size (tokens)")
+        axes.set_ylabel(label)
+        axes.grid(alpha=0.25)
+    _legend(figure, panels)
+    return figure
+
+
+def _beam(rows: list[Row], content: dict[str, Any]) -> Any:
+    """Pairs of bars, cut into the parts of a step."""
+    groups = _grouped(rows, ["prompt"])
+    width, model = rows[0]["width"], content["environment"]["model"]
+    title = f"A step of decoding, {width} beams or {width} sampled outputs per request, model {model}"
+    figure, panels = _panels(len(groups), title, content)
+    for axes, ((prompt,), own) in zip(panels, groups.items()):
+        own = sorted(own, key=lambda row: row["requests"])
+        for kind, shift in (("sampling", -0.2), ("beam", 0.2)):
+            xs, bottoms = [x + shift for x in range(len(own))], [0.0] * len(own)
+            for part, color in zip(("runner", "schedule", "update", "text"), COLORS[2:]):
+                rest = [max(0.0, row[f"{kind}_ms"] - bottom) for row, bottom in zip(own, bottoms)]
+                parts = rest if part == "text" else [row[f"{kind}_{part}_ms"] for row in own]
+                axes.bar(xs, parts, 0.36, bottom=bottoms, color=color, label=part, hatch="//" * (kind == "beam"))
+                bottoms = [b + height for b, height in zip(bottoms, parts)]
+            for x, row, top in zip(xs, own, bottoms):
+                text = f"{row['ratio']:.2f}x" if kind == "beam" else f"{row['sampling_ms']:.1f}"
+                axes.text(x, top, text, ha="center", va="bottom", fontsize=8)
+        axes.set_title(f"prompts of {prompt} tokens", fontsize=9)
+        axes.set_xticks(range(len(own)), labels=[str(row["requests"]) for row in own])
+        axes.set_xlabel("requests (left bar: sampling; right, hatched: beam search)")
+        axes.set_ylabel("ms")
+        axes.margins(y=0.12)
+    _legend(figure, panels)
+    return figure
+
+
 DRAWINGS: dict[str, Callable[[list[Row], dict[str, Any]], Any]] = {
-    "decode": _decode, "paging": _paging, "prefill": _prefill, "step": _step,
+    "decode": _decode, "paging": _paging, "prefill": _prefill, "step": _step, "sharing": _sharing,
+    "utilization": _utilization, "preemption": _preemption, "beam": _beam,
 }  # fmt: skip
 
 

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from jpaged.async_engine import AsyncEngine
     from jpaged.config import EngineConfig, ModelConfig
-    from jpaged.core.request import CompletionOutput, RequestOutput, SamplingParams
+    from jpaged.core.params import BeamSearchParams, SamplingParams
+    from jpaged.core.request import CompletionOutput, RequestOutput
     from jpaged.llm import LLM
 
 _HOME = {
@@ -14,11 +15,21 @@ _HOME = {
     "AsyncEngine": "jpaged.async_engine",
     "EngineConfig": "jpaged.config",
     "ModelConfig": "jpaged.config",
-    "SamplingParams": "jpaged.core.request",
+    "BeamSearchParams": "jpaged.core.params",
+    "SamplingParams": "jpaged.core.params",
     "RequestOutput": "jpaged.core.request",
     "CompletionOutput": "jpaged.core.request",
 }
-__all__ = ["LLM", "AsyncEngine", "CompletionOutput", "EngineConfig", "ModelConfig", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "AsyncEngine",
+    "BeamSearchParams",
+    "CompletionOutput",
+    "EngineConfig",
+    "ModelConfig",
+    "RequestOutput",
+    "SamplingParams",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -10,7 +10,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from jpaged.core.request import OutputDelta, SamplingParams
+from jpaged.core.params import BeamSearchParams, SamplingParams
+from jpaged.core.request import OutputDelta
 from jpaged.engine import Engine
 
 logger = logging.getLogger(__name__)
@@ -23,7 +24,7 @@ class EngineDead(RuntimeError):
 @dataclass(frozen=True)
 class _Stream:
     loop: asyncio.AbstractEventLoop
-    deltas: "asyncio.Queue[OutputDelta | EngineDead]"
+    deltas: "asyncio.Queue[OutputDelta | EngineDead | None]"  # None ends it
 
 
 class AsyncEngine:
@@ -60,9 +61,10 @@ class AsyncEngine:
 
     @asynccontextmanager
     async def generate(
-        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, *, prompt: str | None = None
+        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams | BeamSearchParams, **options: Any
     ) -> AsyncIterator[AsyncIterator[OutputDelta]]:
-        """Queues a request; inside the context its output comes step by step. Leaving early aborts it.
+        """Queues a request, with the options of `Engine.add`; inside the context its output comes step by step. Leaving
+        early aborts it.
 
             async with engine.generate("1", [1, 2, 3], SamplingParams()) as deltas:
                 async for delta in deltas: ...
@@ -72,7 +74,7 @@ class AsyncEngine:
         stream = _Stream(asyncio.get_running_loop(), asyncio.Queue())
 
         def add() -> None:
-            self._engine.add(request_id, prompt_token_ids, params, prompt=prompt)
+            self._engine.add(request_id, prompt_token_ids, params, **options)
             self._streams[request_id] = stream
 
         def abort() -> None:
@@ -125,9 +127,9 @@ class AsyncEngine:
 
     def _deliver(self, deltas: list[OutputDelta]) -> None:
         for delta in deltas:
-            finished = delta.finish_reason is not None
-            stream = self._streams.pop(delta.request_id) if finished else self._streams[delta.request_id]
-            _put(stream, delta)
+            _put(self._streams[delta.request_id], delta)
+        for request_id in {delta.request_id for delta in deltas} - self._engine.scheduler.requests.keys():
+            _put(self._streams.pop(request_id), None)
 
     def _die(self, error: EngineDead) -> None:
         with self._lock:
@@ -142,16 +144,13 @@ class AsyncEngine:
 
 
 async def _deltas(stream: _Stream) -> AsyncIterator[OutputDelta]:
-    finished = False
-    while not finished:
-        delta = await stream.deltas.get()
+    while (delta := await stream.deltas.get()) is not None:
         if isinstance(delta, EngineDead):
             raise delta
-        finished = delta.finish_reason is not None
         yield delta
 
 
-def _put(stream: _Stream, item: OutputDelta | EngineDead) -> None:
+def _put(stream: _Stream, item: OutputDelta | EngineDead | None) -> None:
     try:
         stream.loop.call_soon_threadsafe(stream.deltas.put_nowait, item)
     except RuntimeError:  # its event loop is closed: nobody waits any more

@@ -8,6 +8,8 @@ from typing import Any
 
 DTYPES = ("float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "orbax", "dummy")
+SCHEDULING_POLICIES = ("fcfs", "priority")
+PREEMPTION_MODES = ("auto", "recompute", "swap")
 KERNELS = ("auto", "reference", "mosaic", "triton")
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -151,7 +153,7 @@ class ModelConfig:
 def sampling_defaults(directory: Path) -> dict[str, Any]:
     """The sampling parameters that generation_config.json recommends: what a request to the server leaves open."""
     generation = read_json(directory / "generation_config.json", missing_ok=True)
-    names = ("temperature", "top_k", "top_p", "min_p")
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     return {name: generation[name] for name in names if generation.get(name) is not None}
 
 
@@ -189,6 +191,10 @@ class EngineConfig:
         gpu_memory_utilization: the share of the memory that jax has on the device (XLA_PYTHON_CLIENT_MEM_FRACTION) that
             parameters, pool and temporaries may fill.
         num_gpu_blocks_override: size of the pool in blocks, instead of measuring memory.
+        swap_space: GiB of the host's memory for blocks of preempted requests.
+        preemption_mode: "recompute" computes again what a preempted request had; "swap" moves it to the host and back,
+            while there is room; "auto" does what costs less, by the device's own speed, measured at start.
+        scheduling_policy: "fcfs", or "priority", by the requests' priorities.
         max_num_seqs: most sequences in one step.
         max_num_batched_tokens: most tokens in one step; longer prompts are computed in chunks.
         kernels: "auto" takes the fastest the device has.
@@ -203,12 +209,19 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.92
     num_gpu_blocks_override: int | None = None
     enable_prefix_caching: bool = True
+    swap_space: float = 4.0
+    preemption_mode: str = "auto"
+    scheduling_policy: str = "fcfs"
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     kernels: str = "auto"
 
     def __post_init__(self) -> None:
-        for name, allowed in (("dtype", ("auto", *DTYPES)), ("load_format", LOAD_FORMATS), ("kernels", KERNELS)):
+        choices = {
+            "dtype": ("auto", *DTYPES), "load_format": LOAD_FORMATS, "kernels": KERNELS,
+            "preemption_mode": PREEMPTION_MODES, "scheduling_policy": SCHEDULING_POLICIES,
+        }  # fmt: skip
+        for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {getattr(self, name)!r}")
         if not MIN_BLOCK_SIZE <= self.block_size <= MAX_BLOCK_SIZE:
@@ -217,6 +230,8 @@ class EngineConfig:
             raise ValueError(f"block_size must be a power of two, not {self.block_size}")
         if not (math.isfinite(self.gpu_memory_utilization) and 0 < self.gpu_memory_utilization <= 1):
             raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, not {self.gpu_memory_utilization}")
+        if not (math.isfinite(self.swap_space) and self.swap_space >= 0):
+            raise ValueError(f"swap_space must be at least 0 GiB, not {self.swap_space}")
         counts = ("max_model_len", "num_gpu_blocks_override", "max_num_seqs", "max_num_batched_tokens")
         for name in counts:
             value = getattr(self, name)

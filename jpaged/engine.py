@@ -1,31 +1,34 @@
 """The engine: requests in, one step at a time, text out. Single-threaded; the runner is handed to it."""
 
+import copy
 import random
+from collections.abc import Iterable
 from collections.abc import Sequence as Series
 from typing import Protocol
 
 from tokenizers import Tokenizer
 
+from jpaged.core.params import BeamSearchParams, InvalidParameter, SamplingParams
 from jpaged.core.request import (
     CompletionOutput,
     FinishReason,
-    InvalidParameter,
     Logprob,
     OutputDelta,
     Request,
     RequestOutput,
-    SamplingParams,
+    Sample,
     Sequence,
+    SequenceResult,
 )
 from jpaged.core.scheduler import ScheduleDecision, Scheduler
-from jpaged.tokenizer import Detokenizer
+from jpaged.tokenizer import Detokenizer, bad_words
 
 
 class Runner(Protocol):
     """What the engine asks of the device side."""
 
-    def step(self, decision: ScheduleDecision) -> tuple[Series[int], Series[float]]:
-        """Token and logprob for each sequence of the decision, in order."""
+    def step(self, decision: ScheduleDecision) -> Series[SequenceResult]:
+        """Runs a decision; one result for each of its sequences, in order."""
 
 
 class Engine:
@@ -41,83 +44,142 @@ class Engine:
         self.runner = runner
         self.tokenizer = tokenizer
         self._seeds = random.Random(seed)
-        self._detokenizers: dict[Sequence, Detokenizer] = {}
 
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
     def add(
-        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, *, prompt: str | None = None
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams | BeamSearchParams,
+        *,
+        prompt: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
     ) -> Request:
-        """Queues a request. Raises InvalidParameter for one that could never run."""
-        if params.stop and self.tokenizer is None:
-            raise InvalidParameter("stop", "needs a tokenizer, and this engine has none; use stop_token_ids")
-        seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
-        request = self.scheduler.add(request_id, prompt_token_ids, params, seed=seed, prompt=prompt)
-        for sequence in request.sequences:
-            if self.tokenizer is not None:
-                self._detokenizers[sequence] = Detokenizer(
-                    self.tokenizer, prompt_token_ids, stop=params.stop,
-                    include_stop=params.include_stop_str_in_output, skip_special_tokens=params.skip_special_tokens,
-                )  # fmt: skip
+        """Queues a request. Raises InvalidParameter for one that could never run.
+
+        Args:
+            priority: under the policy "priority", requests with a lower number run first.
+            cache_salt: only requests with the same salt share cached prefixes.
+        """
+        for name in ("stop", "bad_words"):
+            if getattr(params, name) and self.tokenizer is None:
+                raise InvalidParameter(name, "needs a tokenizer, and this engine has none")
+        given = params.seed if isinstance(params, SamplingParams) else 0
+        request = self.scheduler.add(
+            request_id, params.truncated(prompt_token_ids, self.scheduler.limits.max_model_len), params,
+            seed=self._seeds.getrandbits(64) if given is None else given, prompt=prompt, priority=priority,
+            cache_salt=cache_salt, bad_words=bad_words(self.tokenizer, params.bad_words) if params.bad_words else (),
+        )  # fmt: skip
+        if self.tokenizer is not None:
+            (sequence,) = request.sequences
+            sequence.decoder = Detokenizer(
+                self.tokenizer, request.prompt_token_ids, stop=params.stop,
+                include_stop=params.include_stop_str_in_output, skip_special_tokens=params.skip_special_tokens,
+            )  # fmt: skip
+            if request.beam and params.stop:
+                request.find_stop = _find_stop
         return request
 
     def abort(self, request_id: str) -> None:
         """Ends a request at any moment; unknown and ended ones are ignored."""
-        request = self.scheduler.abort(request_id)
-        for sequence in request.sequences if request else ():
-            self._detokenizers.pop(sequence, None)
+        self.scheduler.abort(request_id)
 
     def step(self) -> list[OutputDelta]:
-        """One step of the device, and what it added to each sequence that it moved on."""
+        """One step of the device, and what it added to each output that it moved on. A request whose outputs are
+        known only at its end gives each of them then, whole."""
         decision = self.scheduler.schedule()
-        assert decision.num_scheduled_tokens or not self.has_work, "there is work, and none of it was scheduled"
-        if not decision.num_scheduled_tokens:
+        assert not (decision.idle and self.has_work), "there is work, and none of it was scheduled"
+        if decision.idle:
             return []
-        token_ids, logprobs = self.runner.step(decision)
-        return [self._delta(sequence) for sequence in self.scheduler.update(decision, token_ids, logprobs)]
+        advanced = self.scheduler.update(decision, self.runner.step(decision))
+        texts = [self._read(sequence) for sequence in advanced]
+        deltas = [
+            _delta(sequence, sequence.index, text, sequence.samples[-1:])
+            for sequence, text in zip(advanced, texts)
+            if sequence.request.streams
+        ]
+        for request in dict.fromkeys(sequence.request for sequence in advanced):
+            if request.finished and not request.streams:
+                deltas += [_delta(s, index, s.text, s.samples) for index, s in enumerate(request.outputs)]
+        return deltas
 
-    def _delta(self, sequence: Sequence) -> OutputDelta:
-        token, request, text = sequence.tokens[-1], sequence.request, ""
-        detokenizer = self._detokenizers.get(sequence)
-        if detokenizer:
-            # A token that ends the text is not part of it.
-            if sequence.finish_reason != FinishReason.STOP or request.params.include_stop_str_in_output:
-                text, stop = detokenizer.step(token)
-                if stop is not None and sequence.finish_reason:
-                    sequence.finish_reason, sequence.stop_reason = FinishReason.STOP, stop
-                elif stop is not None:
-                    self.scheduler.finish(sequence, FinishReason.STOP, stop)
-            if sequence.finish_reason:
-                text += detokenizer.flush()
-                del self._detokenizers[sequence]
-            sequence.text += text
-        return OutputDelta(
-            request.request_id, request.sequences.index(sequence), text, [token], sequence.logprobs[-1:],
-            sequence.finish_reason, sequence.stop_reason,
-        )  # fmt: skip
+    def _read(self, sequence: Sequence) -> str:
+        """The text that the sequence's last token adds; a stop string in it ends the sequence."""
+        decoder, text = sequence.decoder, ""
+        if decoder is None:
+            return text
+        # A token that ends the text is not part of it.
+        if sequence.finish_reason != FinishReason.STOP or _ended_by_text(sequence):
+            text, stop = _decode(decoder, sequence, sequence.tokens[-1])
+            if stop is not None and sequence.finish_reason:
+                sequence.finish_reason, sequence.stop_reason = FinishReason.STOP, stop
+            elif stop is not None:
+                self.scheduler.finish(sequence, FinishReason.STOP, stop)
+        if sequence.finish_reason:
+            text += decoder.flush()
+            sequence.decoder = None
+        sequence.text += text
+        return text
+
+
+def _ended_by_text(sequence: Sequence) -> bool:
+    return sequence.request.params.include_stop_str_in_output or isinstance(sequence.stop_reason, str)
+
+
+def _decode(decoder: Detokenizer, sequence: Sequence, token: int) -> tuple[str, str | None]:
+    return decoder.step(token, may_stop=sequence.num_output_tokens > sequence.request.params.min_tokens)
+
+
+def _find_stop(sequence: Sequence, token: int) -> str | None:
+    """The stop string that a token would bring, without taking it in."""
+    may_stop = sequence.num_output_tokens + 1 > sequence.request.params.min_tokens
+    return copy.copy(sequence.decoder).step(token, may_stop=may_stop).stop
+
+
+def _delta(sequence: Sequence, index: int, text: str, samples: list[Sample]) -> OutputDelta:
+    request = sequence.request
+    first = len(samples) == sequence.num_output_tokens and request.params.prompt_logprobs is not None
+    return OutputDelta(
+        request.request_id, index, text, samples, sequence.finish_reason, sequence.stop_reason,
+        request.prompt_samples if first else None,
+    )  # fmt: skip
 
 
 def request_output(request: Request, tokenizer: Tokenizer | None) -> RequestOutput:
     """A request as vLLM users know it."""
-
-    def completion(index: int, sequence: Sequence) -> CompletionOutput:
-        token_ids = sequence.output_token_ids
-        logprobs = None
-        if request.params.logprobs is not None:
-            texts = [tokenizer.decode([t], skip_special_tokens=False) if tokenizer else None for t in token_ids]
-            logprobs = [{t: Logprob(p, s)} for t, p, s in zip(token_ids, sequence.logprobs, texts)]
-        return CompletionOutput(
+    params, prompt_logprobs = request.params, None
+    if params.prompt_logprobs is not None:
+        prompt_logprobs = [None, *_logprobs(request.prompt_samples, tokenizer)]
+    outputs = [
+        CompletionOutput(
             index,
             sequence.text,
-            token_ids,
-            sum(sequence.logprobs),
-            logprobs,
+            sequence.output_token_ids,
+            sequence.cumulative_logprob,
+            _logprobs(sequence.samples, tokenizer) if params.logprobs is not None else None,
             sequence.finish_reason,
             sequence.stop_reason,
         )
+        for index, sequence in enumerate(request.outputs)
+    ]
+    cached = max(sequence.num_cached_tokens for sequence in request.sequences)
+    return RequestOutput(request.request_id, request.prompt, request.prompt_token_ids, outputs, cached, prompt_logprobs)
 
-    outputs = [completion(i, sequence) for i, sequence in enumerate(request.sequences)]
-    cached = sum(sequence.num_cached_tokens for sequence in request.sequences)
-    return RequestOutput(request.request_id, request.prompt, request.prompt_token_ids, outputs, cached)
+
+def _logprobs(samples: Iterable[Sample], tokenizer: Tokenizer | None) -> list[dict[int, Logprob]]:
+    """Of each token the chosen one first, then the most likely ones."""
+
+    def text(token: int) -> str | None:
+        return tokenizer.decode([token], skip_special_tokens=False) if tokenizer else None
+
+    found = []
+    for sample in samples:
+        logprobs = {sample.token: Logprob(sample.logprob, sample.rank, text(sample.token))}
+        for rank, (token, logprob) in enumerate(sample.top, 1):
+            logprobs.setdefault(token, Logprob(logprob, rank, text(token)))
+        found.append(logprobs)
+    return found

@@ -2,14 +2,15 @@
 
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, cast
 
 from tqdm import tqdm
 
 from jpaged.config import EngineConfig
-from jpaged.core.request import Request, RequestOutput, SamplingParams
+from jpaged.core.params import BeamSearchParams, SamplingParams
+from jpaged.core.request import Request, RequestOutput
 from jpaged.engine import request_output
 from jpaged.load import load_engine
 from jpaged.tokenizer import backend, encode, render_chat
@@ -17,7 +18,9 @@ from jpaged.tokenizer import backend, encode, render_chat
 if TYPE_CHECKING:
     from jpaged.model.llama import Llama
 
-Prompt = str | Sequence[int]
+# A text, token ids, or {"prompt": text or "prompt_token_ids": ids, "cache_salt": text}.
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Params = SamplingParams | BeamSearchParams
 
 
 class LLM:
@@ -44,33 +47,49 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: Params | Sequence[Params] | None = None,
         *,
+        priority: int | Sequence[int] = 0,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Generates for each prompt; results in the order of the prompts.
 
         Args:
-            prompts: a text, a list of token ids, or several of either.
+            prompts: a text, a list of token ids, or several of either; as a dict, a prompt can bring a `cache_salt`,
+                without which nobody shares its cached prefix.
             params: for all prompts, or one for each; None is `SamplingParams()`.
+            priority: for all prompts, or one for each; under the scheduling policy "priority", lower numbers run first.
 
         Raises InvalidParameter, before anything is generated, if a prompt or its parameters can't be served.
         """
-        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
+        single = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
         prompt_list = cast(list[Prompt], [prompts] if single else list(prompts))
-        if params is None or isinstance(params, SamplingParams):
+        if params is None or isinstance(params, SamplingParams | BeamSearchParams):
             params = [params or SamplingParams()] * len(prompt_list)
-        if len(params) != len(prompt_list):
-            raise ValueError(f"params: {len(params)} of them for {len(prompt_list)} prompts")
+        priorities = [priority] * len(prompt_list) if isinstance(priority, int) else priority
+        for name, values in (("params", params), ("priority", priorities)):
+            if len(values) != len(prompt_list):
+                raise ValueError(f"{name}: {len(values)} of them for {len(prompt_list)} prompts")
         requests: list[Request] = []
         try:
-            requests.extend(self._add(prompt, each) for prompt, each in zip(prompt_list, params))
+            for prompt, each, rank in zip(prompt_list, params, priorities):
+                requests.append(self._add(prompt, each, rank))
             self._run(requests, use_tqdm)
         finally:
             for request in requests:  # after an error or an interrupt nothing stays behind
                 self.engine.abort(request.request_id)
         inner = backend(self.tokenizer) if self.tokenizer is not None else None
         return [request_output(request, inner) for request in requests]
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = True
+    ) -> list[RequestOutput]:
+        """The best continuations of each prompt, best first, as `generate` takes and gives them."""
+        return self.generate(prompts, params, use_tqdm=use_tqdm)
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached prefixes."""
+        self.engine.scheduler.pool.reset_prefix_cache()
 
     def chat(
         self,
@@ -82,22 +101,27 @@ class LLM:
         """Generates the assistant's turn of one conversation, through the model's chat template."""
         return self.generate(render_chat(self.tokenizer, messages), params, use_tqdm=use_tqdm)
 
-    def _add(self, prompt: Prompt, params: SamplingParams) -> Request:
+    def _add(self, prompt: Prompt, params: Params, priority: int) -> Request:
+        salt = ""
+        if isinstance(prompt, Mapping):
+            if unknown := prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt"}:
+                raise ValueError(f"prompts: {', '.join(sorted(unknown))} is not known")
+            salt = prompt.get("cache_salt") or ""
+            prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("prompts: this engine has no tokenizer, so prompts must be token ids")
             ids, text = encode(self.tokenizer, prompt), prompt
         else:
-            ids, text = list(map(operator.index, prompt)), None  # numpy's integers too
-        return self.engine.add(str(next(self._request_ids)), ids, params, prompt=text)
+            ids, text = list(map(operator.index, cast(Sequence[int], prompt))), None  # numpy's integers too
+        name = str(next(self._request_ids))
+        return self.engine.add(name, ids, params, prompt=text, priority=priority, cache_salt=salt)
 
     def _run(self, requests: list[Request], use_tqdm: bool) -> None:
         tokens = 0
         with tqdm(total=len(requests), desc="Generating", unit="request", disable=not use_tqdm) as bar:
             while self.engine.has_work:
-                for delta in self.engine.step():
-                    tokens += len(delta.token_ids)
-                    if delta.finish_reason:
-                        bar.update()
+                tokens += sum(len(delta.samples) for delta in self.engine.step())
+                bar.update(len(requests) - len(self.engine.scheduler.requests) - bar.n)
                 elapsed = bar.format_dict["elapsed"]
                 bar.set_postfix_str(f"{tokens / elapsed:.0f} tokens/s" if elapsed else "", refresh=False)

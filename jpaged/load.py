@@ -113,13 +113,20 @@ def load_engine(
             f"max_num_seqs ({limits.max_num_seqs}) exceeds the {runner.num_blocks} blocks of the KV pool: "
             "every sequence needs at least one"
         )
+    runner.warm_up(progress=progress)
+    host_pool = None
+    if runner.num_host_blocks and config.preemption_mode != "recompute":
+        host_pool = BlockPool(runner.num_host_blocks, config.block_size, enable_prefix_caching=False)
     scheduler = Scheduler(
         BlockPool(runner.num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching),
         limits,
         vocab_size=model.config.vocab_size,
         eos_token_ids=model.config.eos_token_ids,
+        host_pool=host_pool,
+        policy=config.scheduling_policy,
+        preemption=config.preemption_mode,
+        block_swap_cost=runner.block_swap_cost() if host_pool and config.preemption_mode == "auto" else 0.0,
     )
-    runner.warm_up(progress=progress)
     inner = backend(tokenizer) if tokenizer is not None else None
     return Loaded(Engine(scheduler, runner, inner, seed=config.seed), tokenizer, defaults)
 

@@ -1,5 +1,6 @@
 """Text in and text out: loading a tokenizer, chat templates, and decoding token by token."""
 
+import copy
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,6 +37,14 @@ def backend(tokenizer: Any) -> Tokenizer:
 def encode(tokenizer: Any, text: str) -> list[int]:
     """Token ids of a prompt, with the special tokens that the tokenizer adds."""
     return backend(tokenizer).encode(text).ids
+
+
+def bad_words(tokenizer: Any, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Token ids of each word, as it stands at the start of a text and inside one."""
+    inner = backend(tokenizer)
+    forms = dict.fromkeys(form for word in words for form in (word.lstrip(), " " + word.lstrip(), word))
+    ids = (tuple(inner.encode(form, add_special_tokens=False).ids) for form in forms)
+    return tuple(dict.fromkeys(word for word in ids if word))
 
 
 def render_chat(tokenizer: Any, messages: Sequence[dict[str, Any]], chat_template: str | None = None) -> list[int]:
@@ -81,9 +90,17 @@ class Detokenizer:
         self._include_stop = include_stop
         self._held = ""
 
-    def step(self, token: int) -> Decoded:
+    def __copy__(self) -> "Detokenizer":
+        """For a branch that goes on from here."""
+        other = object.__new__(Detokenizer)
+        other.__dict__.update(self.__dict__, _stream=copy.copy(self._stream))
+        return other
+
+    def step(self, token: int, *, may_stop: bool = True) -> Decoded:
         """Takes one token in; gives the text that is now certain."""
         self._held += self._decode(token) or ""
+        if not may_stop:
+            return Decoded(self.flush())
         hits = [(at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
         if hits:
             at, stop = min(hits)

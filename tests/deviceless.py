@@ -152,7 +152,7 @@ class Compiled:
 
     def copies_of(self, shape: Sequence[int], dtype: Any) -> int:
         """How many HLO copies (in fusions too) have an operand of this shape and dtype."""
-        names = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "int32": "s32", "uint8": "u8"}
+        names = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "int32": "s32", "uint8": "u8", "bool": "pred"}
         name = (names | {"float8_e4m3fn": "f8e4m3fn"})[np.dtype(dtype).name]
         array = re.escape(f"{name}[{','.join(map(str, shape))}]")
         return len(re.findall(rf"= \(?{array}[^=]* copy(?:-start)?\(", self.hlo))

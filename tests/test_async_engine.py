@@ -7,7 +7,7 @@ import pytest
 from jpaged.async_engine import AsyncEngine, EngineDead
 from jpaged.config import Limits
 from jpaged.core.block_pool import BlockPool
-from jpaged.core.request import InvalidParameter, SamplingParams
+from jpaged.core.params import InvalidParameter, SamplingParams
 from jpaged.core.scheduler import Scheduler
 from jpaged.engine import Engine
 from tests.fake_runner import VOCAB, FakeRunner, generate
@@ -32,7 +32,7 @@ async def idle(engine):
 
 
 async def tokens(engine, name, prompt, count):
-    async with engine.generate(name, prompt, SamplingParams(max_tokens=count)) as deltas:
+    async with engine.generate(name, prompt, SamplingParams(max_tokens=count, seed=0)) as deltas:
         return [token async for delta in deltas for token in delta.token_ids]
 
 
@@ -71,7 +71,7 @@ async def test_cancelling_at_any_moment_aborts(engine):
 
 async def test_a_refusal_reaches_the_caller_and_hurts_nobody(engine):
     await hold(engine)
-    async with engine.generate("taken", [1], SamplingParams(max_tokens=50)) as deltas:
+    async with engine.generate("taken", [1], SamplingParams(max_tokens=50, seed=0)) as deltas:
         with pytest.raises(InvalidParameter, match="'taken' is already in use"):
             await tokens(engine, "taken", [2], 3)
         with pytest.raises(InvalidParameter, match="outside the vocabulary"):

@@ -4,7 +4,8 @@ import pytest
 
 from jpaged.config import Limits
 from jpaged.core.block_pool import BlockPool
-from jpaged.core.request import FinishReason, InvalidParameter, SamplingParams
+from jpaged.core.params import InvalidParameter, SamplingParams
+from jpaged.core.request import FinishReason, Sample, SequenceResult
 from jpaged.core.scheduler import Scheduler
 from jpaged.engine import Engine, request_output
 from tests.models import EOS, VOCAB, byte_tokenizer
@@ -19,8 +20,8 @@ class Speller:
         self.tokens = [*TOKENIZER.encode(text).ids, EOS]
 
     def step(self, decision):
-        counts = [min(s.num_tokens - s.num_prompt_tokens, len(self.tokens) - 1) for s in decision.num_scheduled_tokens]
-        return [self.tokens[count] for count in counts], [-0.5] * len(counts)
+        texts = [self.tokens[min(s.num_output_tokens, len(self.tokens) - 1)] for s in decision.num_scheduled_tokens]
+        return [SequenceResult([Sample(token, -0.5, 1)]) for token in texts]
 
 
 def run(text: str, **params):
@@ -31,7 +32,7 @@ def run(text: str, **params):
     while engine.has_work:
         deltas += engine.step()
     engine.scheduler.check_invariants()
-    assert pool.num_used == 0 and not engine._detokenizers
+    assert pool.num_used == 0
     output = request_output(request, TOKENIZER)
     (completion,) = output.outputs
     assert "".join(d.text for d in deltas) == completion.text
@@ -89,7 +90,7 @@ def test_abort_leaves_nothing():
     engine.step()
     engine.abort("0")
     engine.abort("0")
-    assert not engine.has_work and not engine._detokenizers and engine.scheduler.pool.num_used == 0
+    assert not engine.has_work and engine.scheduler.pool.num_used == 0
     assert request.sequences[0].finish_reason == FinishReason.ABORT
     assert engine.step() == []
 
@@ -121,10 +122,13 @@ def test_requests_without_a_seed_get_different_ones_from_the_engines():
         ("temperature", -0.1), ("temperature", float("nan")), ("temperature", "1"), ("top_p", 0), ("top_p", 1.1),
         ("top_k", -2), ("top_k", 1.5), ("min_p", -0.1), ("min_p", 1.5), ("max_tokens", 0), ("max_tokens", -1),
         ("max_tokens", 2.0), ("stop", [""]), ("stop", [1]), ("stop_token_ids", ["a"]), ("seed", 2**64), ("seed", 0.5),
-        ("logprobs", 1), ("logprobs", -1),
+        ("logprobs", 21), ("logprobs", -1), ("prompt_logprobs", 21), ("n", 0), ("best_of", 0),
+        ("presence_penalty", 2.1), ("frequency_penalty", "1"), ("repetition_penalty", 0),
+        ("logit_bias", {"x": 1}), ("logit_bias", {1: 101}), ("allowed_token_ids", []), ("bad_words", [""]),
+        ("min_tokens", -1), ("truncate_prompt_tokens", 0),
     ],
 )  # fmt: skip
 def test_parameters_out_of_range_are_named(field, value):
     with pytest.raises(InvalidParameter) as error:
         SamplingParams(**{field: value})
-    assert error.value.field == field and str(error.value).startswith(f"{field}: must be ")
+    assert error.value.field == field and str(error.value).startswith(f"{field}: must ")

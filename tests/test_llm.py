@@ -24,7 +24,7 @@ def test_texts_and_token_ids_give_the_same(llm):
     )
     assert text.prompt == "Hello" and ids.prompt is None
     assert text.prompt_token_ids == ids.prompt_token_ids == array.prompt_token_ids
-    assert text.outputs == ids.outputs == array.outputs
+    assert text.outputs[0].token_ids == ids.outputs[0].token_ids == array.outputs[0].token_ids
     assert all(type(token) is int for token in array.prompt_token_ids)
 
 

@@ -1,4 +1,4 @@
-"""The Python of the README and of the kernels' page runs as it stands, and their commands exist."""
+"""The Python of the README and of the other pages runs as it stands, and their commands exist."""
 
 import re
 from pathlib import Path
@@ -7,11 +7,12 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-KERNELS = (ROOT / "docs" / "kernels.md").read_text()
-BLOCKS = [block for page in (README, KERNELS) for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL)]
+KERNELS, SHARING = ((ROOT / "docs" / page).read_text() for page in ("kernels.md", "sharing.md"))
+BLOCKS = [block for page in (README, KERNELS, SHARING) for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL)]
+NAMES = ["offline", "module", "kernels", "sharing"]
 
 
-@pytest.mark.parametrize("block", [b for b in BLOCKS if "OpenAI" not in b], ids=["offline", "module", "kernels"])
+@pytest.mark.parametrize("block", [b for b in BLOCKS if "OpenAI" not in b], ids=NAMES)
 def test_python(block, capsys):
     exec(block, {})
     assert capsys.readouterr().out.strip()
@@ -19,7 +20,7 @@ def test_python(block, capsys):
 
 def test_flags_and_targets_exist():
     server = (ROOT / "server.py").read_text()
-    commands = re.findall(r"^.*benchmarks/(\w+\.py)(.*)$", README + KERNELS, re.MULTILINE)
+    commands = re.findall(r"^.*benchmarks/(\w+\.py)(.*)$", README + KERNELS + SHARING, re.MULTILINE)
     of_benchmarks = {flag for _, line in commands for flag in re.findall(r"(--[a-z-]+)", line)}
     flags = {flag for flag in re.findall(r"(--[a-z-]+)", README) if flag not in ("--to", "--help")}
     assert flags and all(f'"{flag}"' in server for flag in flags - of_benchmarks), flags

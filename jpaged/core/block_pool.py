@@ -1,38 +1,60 @@
-"""All KV blocks of a device: who holds them, which are free, and what the free ones still remember."""
+"""All KV blocks of one memory: who holds them, which are free, and what the free ones still remember."""
 
-import hashlib
-from array import array
+import bisect
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
-ROOT_KEY = b""
+# What precedes a block: the node of the block before it, or, for a first block, the salt that its request was given.
+Parent = int | str
 
 
-def block_key(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """Prefix-cache key of a full block: its tokens and, through its parent's key, all tokens before it."""
-    return hashlib.sha256(parent + array("q", tokens).tobytes()).digest()
+class Match(NamedTuple):
+    """The longest prefix that the pool remembers: whole blocks, then perhaps the beginning of one more.
+
+    Attributes:
+        nodes: of the whole blocks; what comes next is remembered under the last.
+        num_tokens: in all.
+    """
+
+    block_ids: list[int]
+    nodes: list[int]
+    num_tokens: int
 
 
 class _Block:
-    """A block's state, and its place in the free list while `ref_count` is 0."""
+    """A block's state, its place in the free list while `ref_count` is 0, and in the prefix cache while it has a
+    `node`."""
 
-    __slots__ = ("block_id", "key", "next", "previous", "ref_count")
+    __slots__ = ("block_id", "next", "node", "parent", "previous", "ref_count", "tokens")
 
     def __init__(self, block_id: int):
         self.block_id = block_id
         self.ref_count = 0
-        self.key: bytes | None = None
+        self.node: int | None = None
+        self.parent: Parent = ""
+        self.tokens: tuple[int, ...] = ()
         self.previous: _Block = self
         self.next: _Block = self
+
+
+def _tokens(block: _Block) -> tuple[int, ...]:
+    return block.tokens
 
 
 class BlockPool:
     """Reference-counted blocks with a prefix cache.
 
     The free list is also the eviction order: blocks are taken from its head. A block that holds nothing worth keeping
-    is put back at the head, one with a key at the tail, so that cached content leaves in least-recently-used order.
+    is put back at the head, a cached one at the tail, so that cached content leaves in least-recently-used order.
     The list is doubly linked through the blocks themselves, because a prefix hit takes a block out of its middle
-    (as vLLM's FreeKVCacheBlockQueue does). Every method but `check_invariants` is O(1) per block.
+    (as vLLM's FreeKVCacheBlockQueue does).
+
+    The prefix cache is a radix tree whose edges are the tokens of whole blocks (as SGLang's, arXiv:2312.07104, but
+    cut at blocks). A node's number is never used twice, so a path of nodes stands for one exact text and a hit is
+    never wrong: tokens are compared, nothing is hashed. The children of a node are kept in the order of their
+    tokens, which finds a block that only begins alike as fast as one that is the same.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True):
@@ -44,7 +66,8 @@ class BlockPool:
         self.num_free = 0
         self._blocks = [_Block(i) for i in range(num_blocks)]
         self._head = _Block(-1)  # sentinel of a circular list: _head.next is taken first
-        self._cached: dict[bytes, _Block] = {}
+        self._children: dict[Parent, list[_Block]] = {}
+        self._nodes = itertools.count()
         for block in self._blocks:
             self._link(block, before=self._head)
 
@@ -55,14 +78,21 @@ class BlockPool:
     def ref_count(self, block_id: int) -> int:
         return self._blocks[block_id].ref_count
 
+    def is_private(self, block_id: int) -> bool:
+        """Whether one table holds the block, and no prefix hit could find it: it may be written."""
+        block = self._blocks[block_id]
+        return block.ref_count == 1 and block.node is None
+
+    def is_cached(self, block_id: int) -> bool:
+        """Whether a prefix hit could still find the block's content."""
+        return self._blocks[block_id].node is not None
+
     def allocate(self) -> int | None:
         """A block with one reference, its old content forgotten; None if none is free."""
         if not self.num_free:
             return None
         block = self._head.next
-        if block.key is not None:
-            del self._cached[block.key]
-            block.key = None
+        self._forget(block)
         self._unlink(block)
         block.ref_count = 1
         return block.block_id
@@ -71,41 +101,74 @@ class BlockPool:
         """One more reference to a block that is in use or cached."""
         block = self._blocks[block_id]
         if block.ref_count == 0:
-            assert block.key is not None, f"block {block_id} is free and holds nothing to share"
+            assert block.node is not None, f"block {block_id} is free and holds nothing to share"
             self._unlink(block)
         block.ref_count += 1
 
     def free(self, block_id: int) -> None:
-        """One reference less; at none the block can be taken again, and until then be found by its key."""
+        """One reference less; at none the block can be taken again, and until then be found by its content."""
         block = self._blocks[block_id]
         assert block.ref_count > 0, f"block {block_id} is freed more often than it is held"
         block.ref_count -= 1
         if block.ref_count == 0:
-            self._link(block, before=self._head if block.key is not None else self._head.next)
+            self._link(block, before=self._head if block.node is not None else self._head.next)
 
-    def remember(self, block_id: int, key: bytes) -> None:
-        """Lets a full block whose KV is written be found by its key. If another block already is, that one stays."""
-        block = self._blocks[block_id]
+    def remember(self, block_id: int, parent: Parent, tokens: Sequence[int]) -> int:
+        """Lets a full block whose KV is written be found by its tokens and what precedes them. Returns its node; if
+        another block with the same content already has one, that one stays."""
+        block, tokens = self._blocks[block_id], tuple(tokens)
         assert block.ref_count > 0, f"block {block_id} is remembered while nobody holds it"
-        if self.enable_prefix_caching and block.key is None and key not in self._cached:
-            block.key = key
-            self._cached[key] = block
+        assert len(tokens) == self.block_size, f"{len(tokens)} tokens in a block of {self.block_size}"
+        siblings = self._children.setdefault(parent, [])
+        at = bisect.bisect_left(siblings, tokens, key=_tokens)
+        if at < len(siblings) and siblings[at].tokens == tokens:
+            node = siblings[at].node
+            assert node is not None
+            return node
+        assert block.node is None, f"block {block_id} was written while the prefix cache offered it"
+        block.node, block.parent, block.tokens = next(self._nodes), parent, tokens
+        siblings.insert(at, block)
+        return block.node
 
-    def match(self, keys: Iterable[bytes]) -> list[int]:
-        """The blocks of the longest cached prefix of chained keys. Changes nothing: `share` takes them."""
-        found = []
-        for key in keys:
-            block = self._cached.get(key)
-            if block is None:
-                break
-            found.append(block.block_id)
-        return found
+    def match(self, tokens: Sequence[int], salt: str = "") -> Match:
+        """The longest remembered prefix of some tokens. Changes nothing: `share` takes its blocks.
+
+        The last of them may hold only the beginning of what is wanted, at least half a block, for less is not worth
+        the copy that is made before the rest of it is written.
+        """
+        block_ids: list[int] = []
+        nodes: list[int] = []
+        parent: Parent = salt
+        size, matched = self.block_size, 0
+        while siblings := self._children.get(parent):
+            wanted = tuple(tokens[matched : matched + size])
+            at = bisect.bisect_left(siblings, wanted, key=_tokens)
+            if at < len(siblings) and siblings[at].tokens == wanted:
+                block = siblings[at]
+                assert block.node is not None
+                block_ids.append(block.block_id)
+                nodes.append(block.node)
+                parent, matched = block.node, matched + size
+                continue
+            # In sorted order nothing has more in common with a text than its two neighbours.
+            common, block = max(
+                ((_common(near.tokens, wanted), near) for near in siblings[max(at - 1, 0) : at + 1]),
+                key=lambda pair: pair[0],
+            )
+            if 2 * common >= size:
+                block_ids.append(block.block_id)
+                matched += common
+            break
+        return Match(block_ids, nodes, matched)
+
+    def forget(self, block_id: int) -> None:
+        """No prefix hit finds the block any more."""
+        self._forget(self._blocks[block_id])
 
     def reset_prefix_cache(self) -> None:
         """Forgets all content, say because the parameters have changed."""
-        for block in self._cached.values():
-            block.key = None
-        self._cached.clear()
+        for block in self._blocks:
+            self._forget(block)
 
     def check_invariants(self, tables: Iterable[Sequence[int]] | None = None) -> None:
         """Recomputes everything from scratch; with the block ids of all live tables, the reference counts too."""
@@ -121,12 +184,27 @@ class BlockPool:
             assert block.ref_count >= 0, f"block {block.block_id} has {block.ref_count} references"
         unheld = {block.block_id for block in self._blocks if block.ref_count == 0}
         assert unheld == set(free), f"unheld but not free, or the reverse: {unheld ^ set(free)}"
-        keyed = {block.key: block for block in self._blocks if block.key is not None}
-        assert keyed == self._cached, "the prefix cache and the blocks' keys differ"
+        nodes = [block.node for block in self._blocks if block.node is not None]
+        assert len(nodes) == len(set(nodes)), f"a node stands for two blocks: {nodes}"
+        cached = {block.block_id for block in self._blocks if block.node is not None}
+        assert cached == {b.block_id for siblings in self._children.values() for b in siblings}, "lost in the cache"
+        for parent, siblings in self._children.items():
+            texts = [block.tokens for block in siblings]
+            assert texts and texts == sorted(set(texts)), f"the children of {parent!r} are out of order"
+            assert all(block.parent == parent for block in siblings), f"a child of {parent!r} has another parent"
         if tables is not None:
             held = Counter(block_id for table in tables for block_id in table)
             counted = Counter({block.block_id: block.ref_count for block in self._blocks if block.ref_count})
             assert held == counted, f"references held {held}, counted {counted}"
+
+    def _forget(self, block: _Block) -> None:
+        if block.node is None:
+            return
+        siblings = self._children[block.parent]
+        del siblings[bisect.bisect_left(siblings, block.tokens, key=_tokens)]
+        if not siblings:
+            del self._children[block.parent]
+        block.node, block.parent, block.tokens = None, "", ()
 
     def _link(self, block: _Block, before: _Block) -> None:
         block.previous, block.next = before.previous, before
@@ -136,3 +214,8 @@ class BlockPool:
     def _unlink(self, block: _Block) -> None:
         block.previous.next, block.next.previous = block.next, block.previous
         self.num_free -= 1
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two texts begin with alike."""
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))

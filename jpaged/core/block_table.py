@@ -1,53 +1,59 @@
 """One sequence's map from logical to physical blocks."""
 
+from collections.abc import Iterable, Sequence
+
 from jpaged.core.block_pool import BlockPool
+
+Copies = list[tuple[int, int]]  # (source, destination)
 
 
 class BlockTable:
     """`block_ids[i]` holds tokens `[i * block_size, (i + 1) * block_size)`. Grows at its end; never remapped but for
-    copy-on-write."""
+    copy-on-write and moves to another pool."""
 
-    def __init__(self, pool: BlockPool, block_ids: list[int] | None = None):
+    def __init__(self, pool: BlockPool):
         self.pool = pool
-        self.block_ids: list[int] = block_ids or []
+        self.block_ids: list[int] = []
 
-    def shortage(self, start: int, end: int) -> int:
-        """How many blocks `append(start, end)` would take from the pool."""
-        first, stop = start // self.pool.block_size, -(-end // self.pool.block_size)
-        shared = sum(self.pool.ref_count(block_id) > 1 for block_id in self.block_ids[first:stop])
-        return max(0, stop - len(self.block_ids)) + shared
-
-    def append(self, start: int, end: int) -> list[tuple[int, int]] | None:
+    def append(self, start: int, end: int) -> Copies | None:
         """Makes the slots of tokens `[start, end)` writable by this sequence alone.
 
-        A shared block among them is replaced by a new one (copy-on-write); missing ones are added. Returns the
-        (source, destination) block copies that must run on the device before the tokens are written, or None, with
-        nothing changed, if the pool has too few free blocks.
+        A shared block among them is replaced by a new one (copy-on-write), and so is one that the prefix cache still
+        offers, if there is room; missing ones are added. Returns the block copies that must run on the device before
+        the tokens are written, or None, with nothing changed, if the pool has too few free blocks.
         """
-        pool = self.pool
-        if self.shortage(start, end) > pool.num_free:
+        pool, size = self.pool, self.pool.block_size
+        first, stop = start // size, -(-end // size)
+        if first < len(self.block_ids) >= stop == first + 1 and pool.is_private(self.block_ids[first]):
+            return []  # so it is for most tokens
+        spare = pool.num_free - shortage([(self, start, end)])
+        if spare < 0:
             return None
         copies = []
-        for index in range(start // pool.block_size, -(-end // pool.block_size)):
+        for index in range(first, stop):
             if index == len(self.block_ids):
                 self.block_ids.append(self._allocate())
-            elif pool.ref_count(source := self.block_ids[index]) > 1:
+                continue
+            source = self.block_ids[index]
+            if pool.ref_count(source) > 1 or (pool.is_cached(source) and spare):
                 self.block_ids[index] = self._allocate()
                 pool.free(source)
                 copies.append((source, self.block_ids[index]))
+            else:
+                pool.forget(source)
         return copies
 
-    def share_prefix(self, block_ids: list[int]) -> None:
+    def share(self, block_ids: Iterable[int]) -> None:
         """Starts an empty table with blocks that others hold or that the pool remembers."""
         assert not self.block_ids, f"a prefix can't follow {len(self.block_ids)} blocks"
         for block_id in block_ids:
             self.pool.share(block_id)
-        self.block_ids.extend(block_ids)
+            self.block_ids.append(block_id)
 
     def fork(self) -> "BlockTable":
         """A table that shares every block with this one."""
         table = BlockTable(self.pool)
-        table.share_prefix(self.block_ids)
+        table.share(self.block_ids)
         return table
 
     def free(self) -> None:
@@ -64,3 +70,61 @@ class BlockTable:
         block_id = self.pool.allocate()
         assert block_id is not None, "append counted the free blocks first"
         return block_id
+
+
+Span = tuple[BlockTable, int, int]  # tokens [start, end) of a table
+
+
+def append(spans: Sequence[Span]) -> Copies | None:
+    """`BlockTable.append` for several tables of one pool: for all of them or, if there is no room, for none."""
+    if len(spans) == 1:
+        table, start, end = spans[0]
+        return table.append(start, end)
+    if spans and shortage(spans) > spans[0][0].pool.num_free:
+        return None
+    copies: Copies = []
+    for table, start, end in spans:
+        more = table.append(start, end)
+        assert more is not None, "the free blocks were counted first"
+        copies += more
+    return copies
+
+
+def shortage(spans: Iterable[Span]) -> int:
+    """How many blocks it takes to append `[start, end)` to each of some tables of one pool, one after the other."""
+    missing = 0
+    holders: dict[int, int] = {}  # of blocks that a table before has given up
+    for table, start, end in spans:
+        pool, held = table.pool, table.block_ids
+        first, stop = start // pool.block_size, -(-end // pool.block_size)
+        missing += max(0, stop - len(held))
+        for block_id in held[first:stop]:
+            count = holders.get(block_id, pool.ref_count(block_id))
+            if count > 1:
+                missing += 1
+                holders[block_id] = count - 1
+    return missing
+
+
+def move(tables: Iterable[BlockTable], to: BlockPool) -> Copies:
+    """Moves tables that share blocks into another pool, where they share them as before: each block moves once.
+    Returns where each went. The pool must have as many free blocks as they hold between them (`num_distinct`)."""
+    moved: dict[int, int] = {}
+    for table in tables:
+        block_ids = list(table.block_ids)
+        table.free()
+        table.pool = to
+        for block_id in block_ids:
+            if block_id in moved:
+                to.share(moved[block_id])
+            else:
+                destination = to.allocate()
+                assert destination is not None, f"{to.num_free} free blocks are too few"
+                moved[block_id] = destination
+            table.block_ids.append(moved[block_id])
+    return list(moved.items())
+
+
+def num_distinct(tables: Iterable[BlockTable]) -> int:
+    """How many blocks some tables hold between them."""
+    return len({block_id for table in tables for block_id in table.block_ids})

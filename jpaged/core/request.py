@@ -1,19 +1,15 @@
 """What a caller asks for, how it is generated, and what it gets back. Pure: no device, no clock, no randomness."""
 
-import math
+import copy
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Series
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any, NamedTuple
 
+from jpaged.core.beam import BeamSearch
 from jpaged.core.block_table import BlockTable
-
-
-class InvalidParameter(ValueError):
-    """The caller's error: `field` names what is wrong; the message says what was given and what is allowed."""
-
-    def __init__(self, field: str, message: str):
-        super().__init__(f"{field}: {message}")
-        self.field = field
+from jpaged.core.params import BeamSearchParams, SamplingParams
 
 
 class FinishReason(StrEnum):
@@ -22,69 +18,31 @@ class FinishReason(StrEnum):
     ABORT = "abort"
 
 
-@dataclass(frozen=True)
-class SamplingParams:
-    """How tokens are chosen, in the words of vLLM and of the OpenAI API.
+class Sample(NamedTuple):
+    """One token as the device chose it, or as the prompt has it.
 
     Attributes:
-        temperature: 0 is greedy.
-        top_k: keep the k most likely tokens; 0 or -1 keeps all.
-        top_p: keep the smallest set of tokens that holds this much probability, after top_k.
-        min_p: keep tokens at least this likely relative to the most likely one.
-        max_tokens: None is as many as the model's and the pool's length allow.
-        stop: strings that end the text; they are not part of it unless `include_stop_str_in_output`.
-        stop_token_ids: tokens that end it, besides the model's own end-of-sequence tokens.
-        ignore_eos: go on after an end-of-sequence token.
-        seed: makes a request's tokens repeatable, whatever runs beside it; None draws from the engine's seed.
-        logprobs: 0 returns the logprob of each chosen token (of the model's own distribution, before temperature
-            and the rest); None returns none.
-        skip_special_tokens: leave special tokens out of the text.
+        logprob: natural log of its probability under the model itself, before temperature and the rest.
+        rank: 1 for the model's most likely token; 0 if no logprobs were asked for.
+        top: the most likely tokens with their logprobs, best first; of a beam, those of what the search compares.
     """
 
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    max_tokens: int | None = 16
-    stop: str | Series[str] = ()
-    stop_token_ids: Series[int] = ()
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    seed: int | None = None
-    logprobs: int | None = None
-    skip_special_tokens: bool = True
+    token: int
+    logprob: float
+    rank: int = 0
+    top: tuple[tuple[int, float], ...] = ()
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
 
-        def check(field: str, ok: bool, allowed: str) -> None:
-            if not ok:
-                raise InvalidParameter(field, f"must be {allowed}, not {getattr(self, field)!r}")
+class SequenceResult(NamedTuple):
+    """What a step gives one of its sequences.
 
-        def number(value: object) -> bool:
-            return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    Attributes:
+        samples: none while the sequence is inside its prompt; one for each branch where it forks; else one.
+        prompt: the prompt's own tokens whose logprobs this step computed, if they were asked for.
+    """
 
-        def integer(value: object) -> bool:
-            return isinstance(value, int) and not isinstance(value, bool)
-
-        check("temperature", number(self.temperature) and self.temperature >= 0, "a number of at least 0")
-        check(
-            "top_k", integer(self.top_k) and self.top_k >= -1, "a whole number of at least 1, or 0 or -1 for all tokens"
-        )
-        check("top_p", number(self.top_p) and 0 < self.top_p <= 1, "above 0 and at most 1")
-        check("min_p", number(self.min_p) and 0 <= self.min_p <= 1, "between 0 and 1")
-        limit = self.max_tokens
-        check("max_tokens", limit is None or (integer(limit) and limit >= 1), "a whole number of at least 1")
-        check("stop", all(isinstance(s, str) and s for s in self.stop), "a non-empty string, or several")
-        check("stop_token_ids", all(integer(t) for t in self.stop_token_ids), "whole numbers")
-        in_range = self.seed is None or (integer(self.seed) and -(2**63) <= self.seed < 2**64)
-        check("seed", in_range, "a whole number of at most 64 bits")
-        check(
-            "logprobs",
-            self.logprobs is None or (integer(self.logprobs) and self.logprobs == 0),
-            "0 (the chosen token) or none",
-        )
+    samples: Series[Sample]
+    prompt: Series[Sample] = ()
 
 
 @dataclass(eq=False)
@@ -93,19 +51,29 @@ class Sequence:
 
     Attributes:
         tokens: prompt and output; the first `num_prompt_tokens` are the prompt.
-        num_computed_tokens: how many of them have their KV written.
+        index: which of its request's choices it is; its seed is the request's plus this.
+        num_computed_tokens: how many tokens have their KV written.
         num_cached_tokens: how many of the prompt's came from the prefix cache when it was first admitted.
-        block_keys: prefix-cache keys of its full blocks, as far as they have been needed.
+        nodes: places of its full blocks in the prefix cache, as far as they are known.
+        leader: while it waits, after a preemption, for another branch to compute the tokens that they share: that
+            branch, and how many tokens they share.
+        row: its row of the sampling state on the device while it runs.
+        decoder: what turns its tokens into text, if anything does; each branch has its own.
+        samples: one for each token of output.
     """
 
     request: "Request"
     tokens: list[int]
-    num_prompt_tokens: int
     table: BlockTable
+    index: int = 0
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
-    block_keys: list[bytes] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    nodes: list[int] = field(default_factory=list)
+    leader: "tuple[Sequence, int] | None" = None
+    row: int | None = None
+    decoder: Any = None
+    samples: list[Sample] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
     text: str = ""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -115,61 +83,159 @@ class Sequence:
         return len(self.tokens)
 
     @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.tokens) - len(self.request.prompt_token_ids)
+
+    @property
     def output_token_ids(self) -> list[int]:
         return self.tokens[self.num_prompt_tokens :]
 
-    def append(self, token: int, logprob: float) -> None:
-        self.tokens.append(token)
-        self.logprobs.append(logprob)
+    def append(self, sample: Sample) -> None:
+        self.tokens.append(sample.token)
+        self.samples.append(sample)
+        self.cumulative_logprob += sample.logprob
 
-    def fork(self) -> "Sequence":
-        """A second branch from here on, which shares every block until one of the two writes into it."""
+    def fork(self, index: int) -> "Sequence":
+        """Another branch from here on, which shares every block until one of the two writes into it."""
+        child = self.branch(index)
+        child.table = self.table.fork()
+        child.num_computed_tokens, child.nodes = self.num_computed_tokens, list(self.nodes)
+        return child
+
+    def branch(self, index: int) -> "Sequence":
+        """What has been generated so far, without any blocks."""
         return Sequence(
-            self.request, list(self.tokens), self.num_prompt_tokens, self.table.fork(), self.num_computed_tokens,
-            self.num_cached_tokens, list(self.block_keys), list(self.logprobs), self.text,
+            self.request, list(self.tokens), BlockTable(self.table.pool), index,
+            num_cached_tokens=self.num_cached_tokens, decoder=copy.copy(self.decoder), samples=list(self.samples),
+            cumulative_logprob=self.cumulative_logprob, text=self.text,
         )  # fmt: skip
 
     def free(self) -> None:
         """Gives its blocks back; what was computed into them is forgotten."""
         self.table.free()
-        self.num_computed_tokens = 0
+        self.num_computed_tokens, self.nodes, self.leader = 0, [], None
+
+    def num_samples(self, count: int) -> int:
+        """How many tokens are sampled once `count` more are computed: none inside the prompt, one for each branch at
+        its end."""
+        if self.num_computed_tokens + count < len(self.tokens):
+            return 0
+        return self.request.num_sequences if self.request.unforked else 1
 
 
 @dataclass(eq=False)
 class Request:
-    """What a caller asked for. `seed` and `max_tokens` are resolved: no None in them."""
+    """What a caller asked for. `seed` and `max_tokens` are resolved: no None in them.
+
+    Attributes:
+        rank: requests run in its order, and give way in the reverse order.
+        cache_salt: only requests with the same salt share cached prefixes.
+        bad_words: token ids of each text that the output may not hold.
+        beam: the search, if this is one; its live beams are `sequences`, until in the end its best hypotheses are.
+        find_stop: which stop string the text of a sequence holds once a token is added; None for none.
+        prompt_samples: logprobs of the prompt's tokens but the first, as far as they are computed.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
-    params: SamplingParams
+    params: SamplingParams | BeamSearchParams
     seed: int
     max_tokens: int
     prompt: str | None = None
+    rank: tuple[int, int] = (0, 0)
+    cache_salt: str = ""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    beam: BeamSearch[Sequence] | None = None
+    find_stop: Callable[[Sequence, int], str | None] | None = None
     sequences: list[Sequence] = field(default_factory=list)
+    prompt_samples: list[Sample] = field(default_factory=list)
+
+    @property
+    def num_sequences(self) -> int:
+        """How many sequences it grows into, once its prompt is computed."""
+        return self.params.num_sequences
+
+    @property
+    def live(self) -> list[Sequence]:
+        if len(self.sequences) == 1:
+            return [] if self.sequences[0].finish_reason else self.sequences
+        return [sequence for sequence in self.sequences if not sequence.finish_reason]
 
     @property
     def finished(self) -> bool:
         return all(sequence.finish_reason for sequence in self.sequences)
 
+    @property
+    def unforked(self) -> bool:
+        """Whether all its sequences are still one, and will be drawn from the same logits."""
+        return self.beam is None and len(self.sequences) < self.num_sequences
+
+    @property
+    def seats(self) -> int:
+        """How many sequences of a step it may need."""
+        return self.num_sequences if self.beam or self.unforked else len(self.live)
+
+    @property
+    def streams(self) -> bool:
+        """Whether its outputs are known as they grow, not only when all have ended."""
+        return self.beam is None and self.num_sequences == self.params.num_outputs
+
+    @property
+    def outputs(self) -> list[Sequence]:
+        """The sequences to return, best first where there is a choice. Meant for a request that has finished."""
+        if self.beam is None and not self.streams:
+            best = sorted(self.sequences, key=lambda s: -s.cumulative_logprob / max(1, s.num_output_tokens))
+            return best[: self.params.num_outputs]
+        return self.sequences[: self.params.num_outputs]
+
+
+def forbidden_tokens(sequence: Sequence, eos_token_ids: Iterable[int]) -> set[int]:
+    """Tokens that may not come next, for what has been generated so far: those that would end the text too early, and
+    the last ones of bad words (as in vLLM, only the output is searched; a bad word of one token is a matter of bias).
+    """
+    request = sequence.request
+    forbidden: set[int] = set()
+    if sequence.num_output_tokens < request.params.min_tokens:
+        forbidden.update(eos_token_ids, request.params.stop_token_ids)
+    for word in request.bad_words:
+        before = word[:-1]
+        if before and len(before) <= sequence.num_output_tokens and tuple(sequence.tokens[-len(before) :]) == before:
+            forbidden.add(word[-1])
+    return forbidden
+
 
 @dataclass(frozen=True, slots=True)
 class OutputDelta:
-    """What one step added to one sequence of a request."""
+    """What one step added to one output of a request.
+
+    Attributes:
+        prompt_samples: logprobs of the prompt's tokens but the first, with the first delta of each output, if they
+            were asked for.
+    """
 
     request_id: str
     index: int
     text: str
-    token_ids: list[int]
-    logprobs: list[float]
+    samples: list[Sample]
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    prompt_samples: list[Sample] | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [sample.token for sample in self.samples]
 
 
 @dataclass(frozen=True)
 class Logprob:
-    """One token's natural-log probability under the model, with the token's text."""
+    """One token's natural-log probability under the model, with its rank (1 = most likely) and its text."""
 
     logprob: float
+    rank: int | None = None
     decoded_token: str | None = None
 
 
@@ -188,11 +254,13 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A finished request, in the words of vLLM."""
+    """A finished request, in the words of vLLM. `prompt_logprobs`, if asked for, begins with None for the first
+    token."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     finished: bool = True

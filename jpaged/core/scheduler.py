@@ -1,39 +1,70 @@
 """Which tokens of which sequences run in the next step, and what their results change.
 
 There is no prefill phase and no decode phase: a sequence is behind by `num_tokens - num_computed_tokens`, and each
-step's token budget is handed out first come, first served (the formula is vLLM V1's). Chunked prefill, prefix-cache
-hits and recomputation after a preemption all follow from that one subtraction.
+step's token budget is handed out in the order of the requests' ranks (the formula is vLLM V1's). Chunked prefill,
+prefix-cache hits, forks and recomputation after a preemption all follow from that one subtraction.
 """
 
-from collections import OrderedDict
-from collections.abc import Iterator
+import itertools
+from collections import Counter
 from collections.abc import Sequence as Series
 from dataclasses import dataclass, field
 
 from jpaged.config import Limits
-from jpaged.core.block_pool import ROOT_KEY, BlockPool, block_key
-from jpaged.core.block_table import BlockTable
-from jpaged.core.request import FinishReason, InvalidParameter, Request, SamplingParams, Sequence
+from jpaged.core.beam import BeamSearch, Candidate
+from jpaged.core.block_pool import BlockPool, Parent
+from jpaged.core.block_table import BlockTable, Copies, append, move, num_distinct, shortage
+from jpaged.core.params import MAX_TOP, BeamSearchParams, InvalidParameter, SamplingParams
+from jpaged.core.queue import RequestQueue
+from jpaged.core.request import FinishReason, Request, Sample, Sequence, SequenceResult, forbidden_tokens
+
+Ending = tuple[FinishReason, int | str | None]  # with the stop reason
 
 
 @dataclass(frozen=True)
 class ScheduleDecision:
-    """One step's work: first the block copies, then `num_scheduled_tokens[sequence]` tokens of each sequence."""
+    """One step's work, in this order: blocks to the host, block copies, blocks from the host, rows of the sampling
+    state, then `num_scheduled_tokens[sequence]` tokens of each sequence.
+
+    Attributes:
+        swap_out: of each request that goes to the host, its blocks and where they go.
+        forbidden: tokens that a sequence may not be given in this step.
+        row_copies: {destination: source}, for sequences that forked.
+        row_writes: sequences whose row must be made anew from their tokens.
+        resumed: requests whose blocks come back from the host; they run from the next step on.
+    """
 
     num_scheduled_tokens: dict[Sequence, int] = field(default_factory=dict)
-    block_copies: list[tuple[int, int]] = field(default_factory=list)
+    forbidden: dict[Sequence, set[int]] = field(default_factory=dict)
+    swap_out: list[Copies] = field(default_factory=list)
+    block_copies: Copies = field(default_factory=list)
+    swap_in: Copies = field(default_factory=list)
+    row_copies: dict[int, int] = field(default_factory=dict)
+    row_writes: list[Sequence] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
+    resumed: list[Request] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
         return sum(self.num_scheduled_tokens.values())
 
+    @property
+    def idle(self) -> bool:
+        """Whether the step would do nothing at all."""
+        return not (self.num_scheduled_tokens or self.swap_out or self.swap_in)
+
 
 class Scheduler:
-    """Continuous batching with preemption by recomputation. Only `schedule` and `update` move generation on.
+    """Continuous batching with preemption. Only `schedule` and `update` move generation on.
 
-    A request is in `waiting` or in `running`, both in order of arrival; the youngest running one gives its blocks up
-    first, so the oldest always goes on and every request ends.
+    A request is in `waiting` or in `running`, both in order of rank: its priority, if `policy` is "priority" (a lower
+    number goes first), then its arrival. The last running one gives its blocks up first, all its sequences together,
+    so the first always goes on and every request ends.
+
+    Args:
+        host_pool: room for swapped blocks; None is none.
+        preemption: "recompute", "swap" (where the host has room), or "auto", whichever costs less.
+        block_swap_cost: what moving one block to the host and back costs, in tokens computed again in that time.
     """
 
     def __init__(
@@ -43,46 +74,68 @@ class Scheduler:
         *,
         vocab_size: int,
         eos_token_ids: Series[int] = (),
+        host_pool: BlockPool | None = None,
+        policy: str = "fcfs",
+        preemption: str = "auto",
+        block_swap_cost: float = 0.0,
     ):
         self.pool = pool
         self.limits = limits
         self.vocab_size = vocab_size
         self.eos_token_ids = frozenset(eos_token_ids)
-        self.waiting: OrderedDict[str, Request] = OrderedDict()
-        self.running: OrderedDict[str, Request] = OrderedDict()
+        self.host_pool = host_pool
+        self.policy = policy
+        self.preemption = preemption
+        self.block_swap_cost = block_swap_cost
+        self.waiting = RequestQueue()
+        self.running = RequestQueue()
+        self.requests: dict[str, Request] = {}
         self.num_preemptions = 0
+        self.num_swapped_blocks = 0
+        self.prefix_queries = 0  # tokens of prompts that were looked up, and those that were found
+        self.prefix_hits = 0
+        self._arrivals = itertools.count()
+        self._free_rows = list(range(limits.max_num_seqs))
+        self._row_copies: dict[int, int] = {}
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.requests)
 
-    @property
-    def max_sequence_len(self) -> int:
-        """Most tokens of one sequence. The last token sampled is never written, so it needs no slot."""
-        return min(self.limits.max_model_len, self.pool.num_blocks * self.pool.block_size + 1)
+    def max_sequence_len(self, prompt_len: int = 0, num_sequences: int = 1) -> int:
+        """Most tokens of each of some sequences that share a prompt. The last token sampled is never written, so it
+        needs no slot."""
+        size = self.pool.block_size
+        shared = min(prompt_len // size, self.pool.num_blocks)
+        own = (self.pool.num_blocks - shared) // num_sequences
+        return min(self.limits.max_model_len, (shared + own) * size + 1)
 
     def add(
         self,
         request_id: str,
         prompt_token_ids: list[int],
-        params: SamplingParams,
+        params: SamplingParams | BeamSearchParams,
         *,
         seed: int,
         prompt: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        bad_words: tuple[tuple[int, ...], ...] = (),
     ) -> Request:
         """Queues a request. Raises InvalidParameter, with the numbers, for one that could never run."""
-        if request_id in self.waiting or request_id in self.running:
+        if request_id in self.requests:
             raise InvalidParameter("request_id", f"{request_id!r} is already in use")
-        length, limit = len(prompt_token_ids), self.max_sequence_len
-        if not length:
-            raise InvalidParameter("prompt", "must hold at least one token")
-        for token in prompt_token_ids:
-            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.vocab_size:
-                raise InvalidParameter("prompt", f"token id {token!r} is outside the vocabulary [0, {self.vocab_size})")
-        for token in params.stop_token_ids:
-            if not 0 <= token < self.vocab_size:
-                raise InvalidParameter("stop_token_ids", f"{token} is outside the vocabulary [0, {self.vocab_size})")
-        bound = "the model's max_model_len" if limit == self.limits.max_model_len else "what the KV pool can hold"
+        if priority and self.policy != "priority":
+            raise InvalidParameter("priority", f"{priority} has no meaning under the policy {self.policy!r}")
+        self._check_tokens(prompt_token_ids, params)
+        width, limits = params.num_sequences, self.limits
+        if width > limits.max_num_seqs:
+            name = _width_name(params)
+            raise InvalidParameter(name, f"{width} sequences exceed the {limits.max_num_seqs} of a step (max_num_seqs)")
+        length = len(prompt_token_ids)
+        limit = self.max_sequence_len(length, width)
+        bound = "the model's max_model_len" if limit == limits.max_model_len else "what the KV pool can hold"
+        bound += "" if width == 1 else f", {width} times"
         if length >= limit:
             raise InvalidParameter(
                 "prompt", f"has {length} tokens; at most {limit - 1} fit with one token of output ({bound})"
@@ -92,168 +145,388 @@ class Scheduler:
             raise InvalidParameter(
                 "max_tokens", f"{max_tokens} after a prompt of {length} tokens exceeds {limit} tokens in all ({bound})"
             )
-        request = Request(request_id, list(prompt_token_ids), params, seed, max_tokens, prompt)
-        request.sequences.append(Sequence(request, list(prompt_token_ids), length, BlockTable(self.pool)))
-        self.waiting[request_id] = request
+        beam: BeamSearch[Sequence] | None = None
+        if isinstance(params, BeamSearchParams):
+            beam = BeamSearch(params.beam_width, max_tokens, params.length_penalty, params.early_stopping)
+        rank = (priority, next(self._arrivals))
+        request = Request(
+            request_id, list(prompt_token_ids), params, seed, max_tokens, prompt, rank, cache_salt, bad_words, beam
+        )
+        request.sequences.append(Sequence(request, list(prompt_token_ids), BlockTable(self.pool)))
+        self.requests[request_id] = request
+        self.waiting.add(request)
         return request
-
-    def fork(self, sequence: Sequence) -> Sequence:
-        """A second branch of a running request, scheduled beside the first. They share blocks until one writes."""
-        request = sequence.request
-        assert request.request_id in self.running and not sequence.finish_reason, "only what runs can fork"
-        child = sequence.fork()
-        request.sequences.append(child)
-        return child
 
     def abort(self, request_id: str) -> Request | None:
         """Ends a request at any moment and frees its blocks; None if it is unknown or has ended."""
-        request = self.waiting.get(request_id) or self.running.get(request_id)
+        request = self.requests.get(request_id)
         if request is not None:
-            for sequence in _live(request):
+            for sequence in request.live:
                 self.finish(sequence, FinishReason.ABORT)
         return request
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Ends a sequence, and with its last one the request."""
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
-        sequence.free()
-        request = sequence.request
-        if request.finished:
-            (self.running if request.request_id in self.running else self.waiting).pop(request.request_id)
+        self._release(sequence)
+        if sequence.request.finished:
+            self._drop(sequence.request)
 
     def schedule(self) -> ScheduleDecision:
         """Hands out the token budget: to running requests first, then to waiting ones unless one had to give way."""
-        decision = ScheduleDecision()
+        decision = ScheduleDecision(row_copies=self._row_copies)
+        self._row_copies = {}
         budget = self.limits.max_num_batched_tokens
-        for request in list(self.running.values()):
-            if request.request_id not in self.running:
-                break  # preempted for an older one, and so is everything after it
+        for request in list(self.running):
+            if decision.preempted and request not in self.running:
+                break  # preempted for one before it, and so is everything after it
             budget -= self._schedule_running(request, budget, decision)
-        if decision.preempted:
+        if decision.preempted or not self.waiting:
             return decision
-        num_seqs = sum(1 for request in self.running.values() for _ in _live(request))
+        num_seqs = sum(request.seats for request in self.running)
         # What the running ones still lack for the tokens they already have is as good as taken.
-        reserved = sum(_shortage(request) for request in self.running.values()) if self.waiting else 0
+        reserved = sum(self._lack(request) for request in self.running)
         while self.waiting and budget > 0:
-            request = next(iter(self.waiting.values()))
-            num_seqs += sum(1 for _ in _live(request))
-            if num_seqs > self.limits.max_num_seqs or not self._admit(request, reserved):
+            request = self.waiting.first
+            num_seqs += request.seats
+            if num_seqs > self.limits.max_num_seqs or not self._admit(request, reserved, decision):
                 break
-            budget -= self._schedule_running(request, budget, decision)
-            reserved += _shortage(request)
+            if request not in decision.resumed:
+                budget -= self._schedule_running(request, budget, decision)
+            reserved += self._lack(request)
         return decision
 
-    def update(self, decision: ScheduleDecision, token_ids: Series[int], logprobs: Series[float]) -> list[Sequence]:
-        """Commits a step: row i of the results belongs to the decision's i-th sequence.
+    def update(self, decision: ScheduleDecision, results: Series[SequenceResult]) -> list[Sequence]:
+        """Commits a step: result i belongs to the decision's i-th sequence.
 
-        Returns the sequences that got a token; one still inside its prompt got none, one that ended meanwhile is
-        left alone.
+        Returns the sequences that got a token: not those still inside their prompts, nor those that ended meanwhile.
+        Of a beam search, the live beams, or, once it has ended, its outputs.
         """
-        advanced = []
-        for (sequence, count), token, logprob in zip(
-            decision.num_scheduled_tokens.items(), token_ids, logprobs, strict=True
-        ):
+        advanced: list[Sequence] = []
+        beams: dict[Request, list[Sample]] = {}
+        for request in decision.resumed:
+            for sequence in request.live:
+                self._remember(sequence)
+        for (sequence, count), result in zip(decision.num_scheduled_tokens.items(), results, strict=True):
+            request = sequence.request
             if sequence.finish_reason:
                 continue
             sequence.num_computed_tokens += count
             assert sequence.num_computed_tokens <= sequence.num_tokens <= self.limits.max_model_len
-            self._remember(sequence, count)
-            if sequence.num_computed_tokens < sequence.num_tokens:
+            self._remember(sequence)
+            request.prompt_samples.extend(result.prompt)
+            if sequence.num_computed_tokens < sequence.num_tokens or not result.samples:
                 continue
-            sequence.append(token, logprob)
-            advanced.append(sequence)
-            params = sequence.request.params
-            if token in self.eos_token_ids and not params.ignore_eos:
-                self.finish(sequence, FinishReason.STOP)
-            elif token in params.stop_token_ids:
-                self.finish(sequence, FinishReason.STOP, token)
-            elif sequence.num_tokens - sequence.num_prompt_tokens >= sequence.request.max_tokens:
-                self.finish(sequence, FinishReason.LENGTH)
+            if request.beam:
+                beams.setdefault(request, []).append(result.samples[0])
+                continue
+            branches = [sequence]
+            if len(result.samples) > 1:
+                branches += [self._fork(sequence, index) for index in range(1, len(result.samples))]
+                request.sequences = branches
+            for branch, sample in zip(branches, result.samples, strict=True):
+                branch.append(sample)
+                ending = self._ending(branch, sample.token, branch.num_output_tokens)
+                if ending:
+                    self.finish(branch, *ending)
+            advanced += branches
+        for request, samples in beams.items():
+            advanced += self._advance_beams(request, samples)
         return advanced
 
     def check_invariants(self) -> None:
-        """The pool's own check against every live table, and the order of every sequence's integers."""
-        assert not self.waiting.keys() & self.running.keys(), "a request both waits and runs"
-        sequences = [s for queue in (self.waiting, self.running) for request in queue.values() for s in _live(request)]
+        """The pools' own checks against every live table, and the order of every sequence's integers."""
+        queued = [*self.waiting, *self.running]
+        assert sorted(map(id, queued)) == sorted(map(id, self.requests.values())), "a request is lost, or queued twice"
+        sequences = [sequence for request in queued for sequence in request.live]
         for sequence in sequences:
             held = len(sequence.table.block_ids) * self.pool.block_size
             assert 0 <= sequence.num_computed_tokens <= sequence.num_tokens <= self.limits.max_model_len, vars(sequence)
             assert sequence.num_computed_tokens <= held, f"{sequence.num_computed_tokens} computed, room for {held}"
-        assert all(not s.table.block_ids for r in self.waiting.values() for s in _live(r)), (
-            "a waiting request holds blocks"
-        )
-        self.pool.check_invariants(sequence.table.block_ids for sequence in sequences)
+        for request in self.waiting:
+            for sequence in request.live:
+                assert sequence.row is None, "a waiting request holds a row"
+                assert sequence.table.pool is self.host_pool or not sequence.table.block_ids, (
+                    "a waiting request holds blocks"
+                )
+        rows = [s.row for request in self.running for s in request.live] + self._free_rows
+        assert Counter(rows) == Counter(range(self.limits.max_num_seqs)), f"rows: {rows}"
+        assert sum(request.seats for request in self.running) <= self.limits.max_num_seqs
+        for pool in (self.pool, self.host_pool):
+            if pool is not None:
+                pool.check_invariants(s.table.block_ids for s in sequences if s.table.pool is pool)
+
+    def _check_tokens(self, prompt_token_ids: list[int], params: SamplingParams | BeamSearchParams) -> None:
+        bound = f"is outside the vocabulary [0, {self.vocab_size})"
+        if not prompt_token_ids:
+            raise InvalidParameter("prompt", "must hold at least one token")
+        for token in prompt_token_ids:
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.vocab_size:
+                raise InvalidParameter("prompt", f"token id {token!r} {bound}")
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            for token in getattr(params, name) or ():
+                if not 0 <= token < self.vocab_size:
+                    raise InvalidParameter(name, f"{token} {bound}")
+        if isinstance(params, BeamSearchParams):
+            # Every beam must bring its best tokens that don't end it, beside all that do.
+            ends = len(self.eos_token_ids | set(params.stop_token_ids))
+            if params.beam_width + ends > MAX_TOP:
+                told = f"{ends} tokens that end a beam and a beam_width of {params.beam_width} exceed {MAX_TOP}"
+                raise InvalidParameter("stop_token_ids", told)
 
     def _schedule_running(self, request: Request, budget: int, decision: ScheduleDecision) -> int:
-        """Schedules what fits of a request, taking blocks from younger ones if it must; returns the tokens used."""
-        used, copies, scheduled = 0, [], {}
-        for sequence in _live(request):
-            start = sequence.num_computed_tokens
-            count = min(sequence.num_tokens - start, budget - used)
-            if count == 0:
-                continue
-            while (new_copies := sequence.table.append(start, start + count)) is None:
-                victim = next(reversed(self.running.values()))
-                self._preempt(victim, decision)
-                if victim is request:
-                    return 0
-            copies += new_copies
-            scheduled[sequence] = count
-            used += count
+        """Schedules what fits of a request, taking blocks from those behind it if it must; returns the tokens used."""
+        counts = self._counts(request, budget)
+        spans = [(s.table, s.num_computed_tokens, s.num_computed_tokens + count) for s, count in counts.items()]
+        while (copies := append(spans)) is None:
+            victim = self.running.last
+            self._preempt(victim, decision)
+            if victim is request:
+                return 0
         decision.block_copies.extend(copies)
-        decision.num_scheduled_tokens.update(scheduled)
-        return used
+        if request.params.min_tokens or request.bad_words:
+            for sequence, count in counts.items():
+                if sequence.num_samples(count) and (forbidden := forbidden_tokens(sequence, self.eos_token_ids)):
+                    decision.forbidden[sequence] = forbidden
+        decision.num_scheduled_tokens.update(counts)
+        return sum(counts.values())
 
-    def _admit(self, request: Request, reserved: int) -> bool:
-        """Moves a waiting request to `running`, on top of what the prefix cache has of it, if all its tokens fit."""
-        for sequence in _live(request):
-            # The last token is always computed: its hidden state is what the next token is sampled from.
-            cached = self.pool.match(self._keys(sequence, (sequence.num_tokens - 1) // self.pool.block_size))
-            sequence.table.share_prefix(cached)
-            sequence.num_computed_tokens = len(cached) * self.pool.block_size
-        if _shortage(request) + reserved > self.pool.num_free:
-            for sequence in _live(request):
-                sequence.free()
+    def _counts(self, request: Request, budget: int) -> dict[Sequence, int]:
+        """How many tokens of each sequence of a running request come next, within the budget.
+
+        The last token of any waits until all have their blocks, and the last tokens of beams are computed in one
+        step, for they are compared with each other.
+        """
+        live = request.live
+        if len(live) == 1:
+            (sequence,) = live
+            count = min(sequence.num_tokens - sequence.num_computed_tokens, budget)
+            return {sequence: count} if count > 0 else {}
+        while any(self._follow(sequence) for sequence in live):
+            pass  # one that has started may lead another
+        together = request.beam is not None
+        held_back = together or any(sequence.leader for sequence in live)
+        counts: dict[Sequence, int] = {}
+        for sequence in live:
+            behind = sequence.num_tokens - held_back - sequence.num_computed_tokens
+            count = min(behind, budget) if sequence.leader is None else 0
+            if count > 0:
+                counts[sequence] = count
+                budget -= count
+        at_their_last = all(s.num_computed_tokens + counts.get(s, 0) == s.num_tokens - 1 for s in live)
+        if together and at_their_last and budget >= len(live):
+            counts = {sequence: counts.get(sequence, 0) + 1 for sequence in live}
+        return counts
+
+    def _follow(self, sequence: Sequence) -> bool:
+        """Starts a sequence that waits for its leader, if that has computed what they share."""
+        if sequence.leader is None:
             return False
-        for sequence in _live(request):
-            if sequence.num_tokens == sequence.num_prompt_tokens:
-                sequence.num_cached_tokens = sequence.num_computed_tokens
-        self.running[request.request_id] = self.waiting.pop(request.request_id)
+        leader, shared = sequence.leader
+        if leader.leader or leader.num_computed_tokens < shared:
+            return False
+        size = self.pool.block_size
+        sequence.table.share(leader.table.block_ids[: -(-shared // size)])
+        sequence.nodes, sequence.num_computed_tokens = leader.nodes[: shared // size], shared
+        sequence.leader = None
         return True
 
+    def _lack(self, request: Request) -> int:
+        """Blocks that a request still lacks for the tokens it has."""
+        size, spans, lack = self.pool.block_size, [], 0
+        for sequence in request.live:
+            if sequence.leader:
+                lack += -(-sequence.num_tokens // size) - sequence.leader[1] // size
+            else:
+                spans.append((sequence.table, sequence.num_computed_tokens, sequence.num_tokens))
+        return lack + shortage(spans)
+
+    def _admit(self, request: Request, reserved: int, decision: ScheduleDecision) -> bool:
+        """Moves a waiting request to `running` if all its tokens fit: on top of what the host or the prefix cache has
+        of it."""
+        live = request.live
+        tables = [sequence.table for sequence in live]
+        swapped = any(table.block_ids for table in tables)
+        if swapped:
+            if num_distinct(tables) + self._lack(request) + reserved > self.pool.num_free:
+                return False
+            decision.swap_in.extend(move(tables, self.pool))
+            decision.resumed.append(request)
+        else:
+            self._share_prefixes(request)
+            if self._lack(request) + reserved > self.pool.num_free:
+                for sequence in live:
+                    sequence.free()
+                return False
+            if live[0].num_tokens == live[0].num_prompt_tokens:
+                live[0].num_cached_tokens = live[0].num_computed_tokens
+                self.prefix_queries += live[0].num_tokens
+                self.prefix_hits += live[0].num_cached_tokens
+        for sequence in live:
+            self._take_row(sequence)
+            if request.params.has_state:
+                decision.row_writes.append(sequence)
+        self.waiting.remove(request)
+        self.running.add(request)
+        return True
+
+    def _share_prefixes(self, request: Request) -> None:
+        """Starts each sequence with what the prefix cache has of it, or lets it wait for another of the request that
+        has more in common with it."""
+        before: Sequence | None = None
+        # In sorted order nothing has more in common with a sequence than the one before it.
+        for sequence in sorted(request.live, key=lambda s: s.tokens):
+            # The last token is always computed: its hidden state is what the next token is sampled from.
+            limit = sequence.num_tokens - 1
+            match = self.pool.match(sequence.tokens[:limit], request.cache_salt)
+            cached = 0 if self._wants_prompt_samples(request) else match.num_tokens
+            if before:
+                shared = min(_common(before.tokens, sequence.tokens), before.num_tokens - 1, limit)
+                if shared > cached:
+                    sequence.leader = before, shared
+            if cached and not sequence.leader:
+                sequence.table.share(match.block_ids)
+                sequence.nodes, sequence.num_computed_tokens = match.nodes, cached
+            before = sequence
+
+    def _wants_prompt_samples(self, request: Request) -> bool:
+        wanted = len(request.prompt_token_ids) - 1 if request.params.prompt_logprobs is not None else 0
+        return len(request.prompt_samples) < wanted
+
     def _preempt(self, request: Request, decision: ScheduleDecision) -> None:
-        """Takes all blocks of a running request away; it waits at the front of the queue to be computed again."""
-        for sequence in _live(request):
-            sequence.free()
-        self.waiting[request.request_id] = self.running.pop(request.request_id)
-        self.waiting.move_to_end(request.request_id, last=False)
+        """Takes all blocks of a running request away. It waits, in its place, to come back from the host or to be
+        computed again."""
+        live = request.live
+        if self._should_swap(request):
+            assert self.host_pool is not None
+            moved = move([sequence.table for sequence in live], self.host_pool)
+            decision.swap_out.append(moved)
+            self.num_swapped_blocks += len(moved)
+            for sequence in live:
+                sequence.nodes = []  # it comes back in blocks that the prefix cache doesn't know
+        for sequence in live:
+            if sequence.table.pool is self.pool:
+                sequence.free()
+            self._give_row(sequence)
+        self.running.remove(request)
+        self.waiting.add(request)
         decision.preempted.append(request)
         self.num_preemptions += 1
 
-    def _remember(self, sequence: Sequence, count: int) -> None:
-        """Lets the blocks that the last `count` computed tokens have filled be found by their content."""
-        size = self.pool.block_size
-        first, full = (sequence.num_computed_tokens - count) // size, sequence.num_computed_tokens // size
-        if self.pool.enable_prefix_caching and first < full:
-            keys = self._keys(sequence, full)
-            for index in range(first, full):
-                self.pool.remember(sequence.table.block_ids[index], keys[index])
+    def _should_swap(self, request: Request) -> bool:
+        """Whether a request goes to the host: never while its sequences wait for each other to be computed again."""
+        if self.preemption == "recompute" or self.host_pool is None or any(s.leader for s in request.live):
+            return False
+        filled: dict[int, int] = {}  # tokens by block
+        for sequence in request.live:
+            for index, block_id in enumerate(sequence.table.block_ids):
+                tokens = min(self.pool.block_size, sequence.num_computed_tokens - index * self.pool.block_size)
+                filled[block_id] = max(tokens, filled.get(block_id, 0))
+        if not 0 < len(filled) <= self.host_pool.num_free:
+            return False
+        return self.preemption == "swap" or len(filled) * self.block_swap_cost < sum(filled.values())
 
-    def _keys(self, sequence: Sequence, count: int) -> list[bytes]:
-        """Keys of the first `count` full blocks; [] without a prefix cache."""
-        if not self.pool.enable_prefix_caching:
-            return []
-        keys, size = sequence.block_keys, self.pool.block_size
-        while len(keys) < count:
-            start = len(keys) * size
-            keys.append(block_key(keys[-1] if keys else ROOT_KEY, sequence.tokens[start : start + size]))
-        return keys[:count]
+    def _ending(self, sequence: Sequence, token: int, length: int) -> Ending | None:
+        """Why a sequence of `length` tokens of output ends with this one, if it does."""
+        request = sequence.request
+        if token in self.eos_token_ids and not request.params.ignore_eos:
+            return FinishReason.STOP, None
+        if token in request.params.stop_token_ids:
+            return FinishReason.STOP, token
+        return (FinishReason.LENGTH, None) if length >= request.max_tokens else None
+
+    def _advance_beams(self, request: Request, samples: list[Sample]) -> list[Sequence]:
+        """Extends the live beams by what the step gave each of them: table and reference count do the rest."""
+        search, parents, wanted = request.beam, request.live, request.params.logprobs
+        assert search is not None and len(samples) == len(parents), f"{len(samples)} of {len(parents)} beams were run"
+        length = parents[0].num_output_tokens + 1
+        candidates = [
+            Candidate(beam, token, logprob, parent.cumulative_logprob + logprob)
+            for beam, (parent, sample) in enumerate(zip(parents, samples))
+            for token, logprob in sample.top
+        ]
+
+        def sample_of(candidate: Candidate) -> Sample:
+            top = samples[candidate.beam].top
+            rank = 1 + top.index((candidate.token, candidate.logprob))
+            return Sample(candidate.token, candidate.logprob, rank, top[: wanted or 0])
+
+        def end(candidate: Candidate) -> Sequence | None:
+            parent = parents[candidate.beam]
+            ending = self._ending(parent, candidate.token, length)
+            if (ending is None or ending[0] == FinishReason.LENGTH) and request.find_stop:
+                stop = request.find_stop(parent, candidate.token)
+                ending = (FinishReason.STOP, stop) if stop is not None else ending
+            if ending is None:
+                return None
+            hypothesis = parent.branch(0)
+            hypothesis.append(sample_of(candidate))
+            hypothesis.finish_reason, hypothesis.stop_reason = ending
+            return hypothesis
+
+        live = search.advance(candidates, length, end)
+        for beam in set(range(len(parents))) - {candidate.beam for candidate in live}:
+            self._release(parents[beam])
+        if search.done:
+            # Where every token is forbidden, the beams end as they are.
+            request.sequences = [hypothesis.beam for hypothesis in search.hypotheses] or parents
+            for index, sequence in enumerate(request.sequences):
+                sequence.index, sequence.finish_reason = index, sequence.finish_reason or FinishReason.STOP
+            self._drop(request)
+            return request.outputs
+        children: list[Sequence] = []
+        for index, candidate in enumerate(live):
+            parent = parents[candidate.beam]
+            children.append(self._fork(parent, index) if parent in children else parent)
+        for index, (child, candidate) in enumerate(zip(children, live)):
+            child.index = index
+            child.append(sample_of(candidate))
+        request.sequences = children
+        return children
+
+    def _fork(self, sequence: Sequence, index: int) -> Sequence:
+        """A second branch of a running sequence. They share blocks until one writes."""
+        child = sequence.fork(index)
+        self._take_row(child)
+        if sequence.request.params.has_state:
+            assert sequence.row is not None and child.row is not None
+            self._row_copies[child.row] = self._row_copies.get(sequence.row, sequence.row)
+        return child
+
+    def _remember(self, sequence: Sequence) -> None:
+        """Lets the blocks that are full by now be found by their content."""
+        size, nodes = self.pool.block_size, sequence.nodes
+        if sequence.num_computed_tokens // size <= len(nodes) or not self.pool.enable_prefix_caching:
+            return
+        for index in range(len(nodes), sequence.num_computed_tokens // size):
+            parent: Parent = nodes[-1] if nodes else sequence.request.cache_salt
+            tokens = sequence.tokens[index * size : (index + 1) * size]
+            nodes.append(self.pool.remember(sequence.table.block_ids[index], parent, tokens))
+
+    def _take_row(self, sequence: Sequence) -> None:
+        sequence.row = self._free_rows.pop()
+
+    def _give_row(self, sequence: Sequence) -> None:
+        if sequence.row is not None:
+            self._free_rows.append(sequence.row)
+            sequence.row = None
+
+    def _release(self, sequence: Sequence) -> None:
+        sequence.free()
+        self._give_row(sequence)
+
+    def _drop(self, request: Request) -> None:
+        """Forgets a request that has ended."""
+        (self.running if request in self.running else self.waiting).remove(request)
+        del self.requests[request.request_id]
 
 
-def _live(request: Request) -> Iterator[Sequence]:
-    return (sequence for sequence in request.sequences if not sequence.finish_reason)
+def _common(a: Series[int], b: Series[int]) -> int:
+    """How many tokens two sequences begin with alike."""
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
-def _shortage(request: Request) -> int:
-    """Blocks a request still lacks for the tokens it has."""
-    return sum(s.table.shortage(s.num_computed_tokens, s.num_tokens) for s in _live(request))
+def _width_name(params: SamplingParams | BeamSearchParams) -> str:
+    if isinstance(params, BeamSearchParams):
+        return "beam_width"
+    return "best_of" if params.best_of else "n"

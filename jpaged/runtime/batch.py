@@ -1,12 +1,16 @@
 """One step's arrays: a ScheduleDecision, laid out and padded to one of a few fixed shapes. numpy alone."""
 
+import itertools
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jpaged.config import Limits
+from jpaged.core.params import MAX_TOP, SamplingParams
 from jpaged.core.request import Sequence
 from jpaged.core.scheduler import ScheduleDecision
+from jpaged.runtime.sampler import Sampling, empty_sampling
 
 # Below this, dividing by the temperature would overflow; it is greedy to any reader.
 MIN_TEMPERATURE = 1e-5
@@ -16,19 +20,17 @@ Array = Any  # numpy where it is made, traced jax arrays inside the step
 
 
 class Batch(NamedTuple):
-    """Padding: tokens 0 at position 0 in slot -1; sequences of no query and no context; temperature 0."""
+    """Padding: tokens 0 at position 0 in slot -1; sequences of no query and no context; greedy samples of row 0."""
 
     tokens: Array  # [T] int32
     positions: Array  # [T] int32
     slot_mapping: Array  # [T] int32, flat slots to write, -1 = none
+    targets: Array  # [T] int32, the token that follows, where its logprob is wanted; else -1
     block_tables: Array  # [S, W] int32, 0 past a sequence's blocks
     context_lens: Array  # [S] int32, this step's tokens included
     cu_q_lens: Array  # [S + 1] int32, first row of each sequence
-    temperature: Array  # [S] float32, 0 = greedy
-    top_k: Array  # [S] int32, 0 = all
-    top_p: Array  # [S] float32
-    min_p: Array  # [S] float32
-    seeds: Array  # [S, 2] uint32
+    sampled_from: Array  # [S] int32, the row of tokens after which sample s comes
+    sampling: Sampling  # of S samples, in the order of the sequences; several of one that forks
 
 
 class Bucket(NamedTuple):
@@ -40,12 +42,11 @@ class Bucket(NamedTuple):
 
 
 def ladder(low: int, high: int, factor: int) -> tuple[int, ...]:
-    """`low`, `low * factor`, ... and `high`."""
-    rungs = []
-    while low < high:
-        rungs.append(low)
-        low *= factor
-    return (*rungs, high)
+    """`high`, `high / factor`, ... down to `low` or just above it, in rising order."""
+    rungs = [high]
+    while (below := -(-rungs[0] // factor)) >= low and below < rungs[0]:
+        rungs.insert(0, below)
+    return tuple(rungs)
 
 
 class Buckets:
@@ -63,56 +64,103 @@ class Buckets:
         self.mixed = tuple(Bucket(t, s, False) for t in ladder(16, max(16, max_tokens), 4) for s in seqs)
         self.all = self.decode + self.mixed
 
-    def fit(self, num_tokens: int, num_seqs: int) -> Bucket:
-        """The smallest shape for a step: by sequences for one token each, else by tokens."""
-        rungs = self.decode if num_tokens == num_seqs else self.mixed
+    def fit(self, num_tokens: int, num_seqs: int, decode: bool) -> Bucket:
+        """The smallest shape for a step of so many tokens, and of so many sequences and samples."""
+        rungs = self.decode if decode else self.mixed
         return next(b for b in rungs if b.num_tokens >= num_tokens and b.num_seqs >= num_seqs)
 
 
-def empty_batch(bucket: Bucket, table_width: int) -> Batch:
+def empty_batch(bucket: Bucket, table_width: int, vocab_size: int) -> Batch:
     """A batch of padding alone: it computes nothing and writes nothing."""
     t, s = bucket.num_tokens, bucket.num_seqs
     return Batch(
         tokens=np.zeros(t, np.int32),
         positions=np.zeros(t, np.int32),
         slot_mapping=np.full(t, -1, np.int32),
+        targets=np.full(t, -1, np.int32),
         block_tables=np.zeros((s, table_width), np.int32),
         context_lens=np.zeros(s, np.int32),
         cu_q_lens=np.zeros(s + 1, np.int32),
-        temperature=np.zeros(s, np.float32),
-        top_k=np.zeros(s, np.int32),
-        top_p=np.ones(s, np.float32),
-        min_p=np.zeros(s, np.float32),
-        seeds=np.zeros((s, 2), np.uint32),
+        sampled_from=np.zeros(s, np.int32),
+        sampling=empty_sampling(s, vocab_size),
     )
 
 
-def make_batch(decision: ScheduleDecision, buckets: Buckets, block_size: int, table_width: int) -> tuple[Bucket, Batch]:
+def make_batch(
+    decision: ScheduleDecision, buckets: Buckets, block_size: int, table_width: int, vocab_size: int
+) -> tuple[Bucket, Batch]:
     """The batch of a decision, sequence i in row i."""
     scheduled = decision.num_scheduled_tokens
-    bucket = buckets.fit(decision.num_tokens, len(scheduled))
-    batch = empty_batch(bucket, table_width)
-    row = 0
-    for s, (sequence, count) in enumerate(scheduled.items()):
+    tokens: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    targets: list[int] = []
+    sampled_from: list[int] = []
+    samples: list[tuple[Sequence, int]] = []
+    for sequence, count in scheduled.items():
         start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + count
-        blocks = np.asarray(sequence.table.block_ids, np.int32)
-        positions = np.arange(start, end, dtype=np.int32)
-        rows = slice(row, row + count)
-        batch.tokens[rows] = sequence.tokens[start:end]
-        batch.positions[rows] = positions
-        batch.slot_mapping[rows] = blocks[positions // block_size] * block_size + positions % block_size
-        batch.block_tables[s, : len(blocks)] = blocks
-        batch.context_lens[s] = end
-        row += count
-        batch.cu_q_lens[s + 1 :] = row
-        _fill_sampling(batch, s, sequence)
+        tokens += sequence.tokens[start:end]
+        positions += range(start, end)
+        slots += map(sequence.table.slot, range(start, end))
+        if sequence.request.params.prompt_logprobs is not None:
+            targets += [-1] * (len(tokens) - count - len(targets)) + _targets(sequence, start, end)
+        branches = sequence.num_samples(count)
+        samples += [(sequence, branch) for branch in range(branches)]
+        sampled_from += [len(tokens) - 1] * branches
+    decode = len(tokens) == len(scheduled) and max(targets, default=-1) < 0
+    bucket = buckets.fit(len(tokens), max(len(scheduled), len(samples)), decode)
+    batch = empty_batch(bucket, table_width, vocab_size)
+    batch.tokens[: len(tokens)] = tokens
+    batch.positions[: len(tokens)] = positions
+    batch.slot_mapping[: len(tokens)] = slots
+    batch.targets[: len(targets)] = targets
+    batch.sampled_from[: len(samples)] = sampled_from
+    batch.cu_q_lens[1 : len(scheduled) + 1] = list(itertools.accumulate(scheduled.values()))
+    batch.cu_q_lens[len(scheduled) + 1 :] = len(tokens)
+    for s, (sequence, count) in enumerate(scheduled.items()):
+        batch.context_lens[s] = sequence.num_computed_tokens + count
+        batch.block_tables[s, : len(sequence.table.block_ids)] = sequence.table.block_ids
+    for s, (sequence, branch) in enumerate(samples):
+        _fill_sampling(batch.sampling, s, sequence, branch)
+        if sequence in decision.forbidden:
+            _forbid(batch.sampling, s, decision.forbidden[sequence], vocab_size)
     return bucket, batch
 
 
-def _fill_sampling(batch: Batch, s: int, sequence: Sequence) -> None:
-    params, seed = sequence.request.params, sequence.request.seed % 2**64
-    batch.temperature[s] = params.temperature if params.temperature >= MIN_TEMPERATURE else 0.0
-    batch.top_k[s] = max(params.top_k, 0) if params.top_k < 2**31 else 0
-    batch.top_p[s] = params.top_p
-    batch.min_p[s] = params.min_p
-    batch.seeds[s] = seed >> 32, seed & 0xFFFFFFFF
+def _targets(sequence: Sequence, start: int, end: int) -> list[int]:
+    """The prompt's token after each of some positions, where its logprob is not known yet, else -1."""
+    known, prompt = len(sequence.request.prompt_samples), sequence.request.prompt_token_ids
+    return [prompt[i + 1] if known <= i < len(prompt) - 1 else -1 for i in range(start, end)]
+
+
+def _fill_sampling(sampling: Sampling, s: int, sequence: Sequence, branch: int) -> None:
+    request, params = sequence.request, sequence.request.params
+    sampling.positions[s] = sequence.num_tokens
+    if isinstance(params, SamplingParams):
+        if params.logprobs is not None:
+            sampling.num_top[s] = max(params.logprobs, 1)  # a rank is wanted with every logprob, and comes with a list
+        if params.temperature >= MIN_TEMPERATURE:
+            seed = (request.seed + sequence.index + branch) % 2**64
+            sampling.seeds[s] = seed >> 32, seed & 0xFFFFFFFF
+            sampling.temperature[s] = params.temperature
+            sampling.top_k[s] = max(params.top_k, 0) if params.top_k < 2**31 else 0
+            sampling.top_p[s] = params.top_p
+            sampling.min_p[s] = params.min_p
+    else:
+        sampling.beam[s] = True
+        sampling.num_top[s] = MAX_TOP
+    if params.has_state:
+        sampling.stateful[s] = True
+        sampling.rows[s] = sequence.row
+        sampling.counted[s] = sequence.tokens[-1] if sequence.num_output_tokens else -1
+        sampling.presence[s] = params.presence_penalty
+        sampling.frequency[s] = params.frequency_penalty
+        sampling.repetition[s] = params.repetition_penalty
+
+
+def _forbid(sampling: Sampling, s: int, tokens: Iterable[int], vocab_size: int) -> None:
+    allowed = np.ones(sampling.allowed_bits.shape[1] * 32, np.bool)
+    allowed[vocab_size:] = False
+    allowed[list(tokens)] = False
+    sampling.masked[s] = True
+    sampling.allowed_bits[s] = np.packbits(allowed, bitorder="little").view(np.uint32)

@@ -1,7 +1,10 @@
 """The device side of the engine: parameters, KV pool, and every executable that a step can need."""
 
+import itertools
 import logging
 import os
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -10,11 +13,15 @@ from flax import nnx
 from tqdm import tqdm
 
 from jpaged.config import EngineConfig, Limits, ModelConfig
+from jpaged.core.request import Sample, Sequence, SequenceResult
 from jpaged.core.scheduler import ScheduleDecision
 from jpaged.model.llama import Llama
-from jpaged.runtime.batch import Bucket, Buckets, empty_batch, make_batch
+from jpaged.runtime.batch import Batch, Bucket, Buckets, empty_batch, make_batch
 from jpaged.runtime.kv_cache import allocate_pool, block_bytes, fitting_blocks, modest_blocks
-from jpaged.runtime.step import make_copy_blocks, make_step
+from jpaged.runtime.sampler import Sampled
+from jpaged.runtime.sampling_state import copy_rows, empty_state, host_row, write_row
+from jpaged.runtime.step import Step, make_copy_blocks
+from jpaged.runtime.swap import TRANSFERS, HostBlocks
 from pallas_kernels import select
 
 logger = logging.getLogger(__name__)
@@ -30,30 +37,45 @@ class ModelRunner:
     Attributes:
         params: the model's leaves, the very arrays that the model holds.
         pool: [k0, v0, k1, v1, ...], each [P, K, B, H]; H is what the kernels take, the model's or more.
+        state: of the sampler, one row for each sequence that may run.
         num_blocks: P.
+        host: blocks of preempted requests, in the memory of the host.
+        num_host_blocks: how many it has room for.
     """
 
     def __init__(self, model: Llama, config: EngineConfig, limits: Limits):
-        graphdef, state = nnx.split(model)
-        self.params, treedef = jax.tree.flatten(state)
+        graphdef, params = nnx.split(model)
+        self.params, treedef = jax.tree.flatten(params)
         self.block_size = config.block_size
         self.table_width = -(-limits.max_model_len // config.block_size)
         self.buckets = Buckets(limits)
         self.max_num_seqs = limits.max_num_seqs
-        llama, dtype, device = model.config, str(self.params[0].dtype), next(iter(self.params[0].devices()))
+        llama, dtype, self.device = model.config, str(self.params[0].dtype), next(iter(self.params[0].devices()))
+        self.vocab_size = llama.vocab_size
         self.kernels = select(
-            config.kernels, platform=device.platform, device_kind=device.device_kind,
-            compute_capability=_compute_capability(device), dtype=dtype, head_dim=llama.head_dim,
+            config.kernels, platform=self.device.platform, device_kind=self.device.device_kind,
+            compute_capability=_compute_capability(self.device), dtype=dtype, head_dim=llama.head_dim,
             num_heads=llama.num_attention_heads, num_kv_heads=llama.num_key_value_heads, block_size=config.block_size,
         )  # fmt: skip
         logger.info("attention kernels: %s (%s)", self.kernels.name, self.kernels.reason)
-        self._step = make_step(graphdef, treedef, self.kernels)
+        self._step = Step(graphdef, treedef, self.kernels)
         self._copy_blocks = make_copy_blocks(self.kernels)
+        self._copy_rows = jax.jit(copy_rows, donate_argnums=0)
+        self._write_row = jax.jit(write_row, donate_argnums=0)
+        self.state = empty_state(limits.max_num_seqs, llama.vocab_size, self.device)
+        # Masks that nobody looks at stay on the device: they are large, and most steps have no others.
+        self._no_bits = {
+            size: jax.device_put(np.zeros((size, -(-llama.vocab_size // 32)), np.uint32), self.device)
+            for size in {bucket.num_seqs for bucket in self.buckets.all}
+        }
+        self.host = HostBlocks(self.device)
         bytes_per_block = block_bytes(llama, config.block_size, self.kernels.head_dim, dtype)
+        most = limits.max_num_seqs * self.table_width
+        self.num_host_blocks = min(int(config.swap_space * 2**30 // bytes_per_block), most)
         self.num_blocks = config.num_gpu_blocks_override or self._fitting_blocks(
-            llama, dtype, device, config.gpu_memory_utilization, bytes_per_block
+            llama, dtype, config.gpu_memory_utilization, bytes_per_block
         )
-        self.pool = allocate_pool(llama, self.num_blocks, config.block_size, self.kernels.head_dim, dtype, device)
+        self.pool = allocate_pool(llama, self.num_blocks, config.block_size, self.kernels.head_dim, dtype, self.device)
         logger.info(
             "KV pool: %d blocks of %d tokens (%.2f GiB, %s)",
             self.num_blocks, config.block_size, self.num_blocks * bytes_per_block / 2**30, dtype,
@@ -64,56 +86,149 @@ class ModelRunner:
         use_compilation_cache()
         buckets = self.buckets.all
         for bucket in tqdm(buckets, desc="Compiling", unit="shape", disable=not progress):
-            jax.block_until_ready(self._run(bucket, empty_batch(bucket, self.table_width)))
+            _, x_td = self._run(bucket, batch := empty_batch(bucket, self.table_width, self.vocab_size))
+            if x_td is not None:
+                self._step.score(self.params, x_td, batch.targets)
         self._run_copies([])
+        self._run_row_copies({})
+        self.state = self._write_row(self.state, np.int32(-1), *host_row(self.vocab_size, [], []))
+        for size in TRANSFERS if self.num_host_blocks else ():
+            self._swap_there_and_back(size)
 
-    def step(self, decision: ScheduleDecision) -> tuple[list[int], list[float]]:
-        """Runs a decision: its block copies, then its tokens. Returns token and logprob for each of its sequences, in
-        order; for one still inside its prompt they mean nothing."""
+    def block_swap_cost(self) -> float:
+        """How many tokens could be computed while one block moves to the host and back, measured; after `warm_up`."""
+        bucket, size = self.buckets.mixed[-1], TRANSFERS[-1]
+        token = _seconds(lambda: self._run(bucket, empty_batch(bucket, self.table_width, self.vocab_size)))
+        block = _seconds(lambda: self._swap_there_and_back(size))
+        return (block / size) / (token / bucket.num_tokens)
+
+    def step(self, decision: ScheduleDecision) -> list[SequenceResult]:
+        """Runs a decision: blocks to the host, block copies, blocks from the host, rows of the sampling state, tokens.
+        One result for each of its sequences, in order."""
+        for blocks_of_request in decision.swap_out:
+            self.host.take_in(self.pool, blocks_of_request)
         if decision.block_copies:
             self._run_copies(decision.block_copies)
-        bucket, batch = make_batch(decision, self.buckets, self.block_size, self.table_width)
-        tokens, logprobs = jax.device_get(self._run(bucket, batch))
-        count = len(decision.num_scheduled_tokens)
-        return tokens[:count].tolist(), logprobs[:count].tolist()
+        if decision.swap_in:
+            self.pool = self.host.give_back(self.pool, decision.swap_in)
+        if decision.row_copies:
+            self._run_row_copies(decision.row_copies)
+        for sequence in decision.row_writes:
+            assert sequence.row is not None, "only what runs has a row"
+            self.state = self._write_row(self.state, np.int32(sequence.row), *_row(sequence, self.vocab_size))
+        if not decision.num_scheduled_tokens:
+            return []
+        bucket, batch = make_batch(decision, self.buckets, self.block_size, self.table_width, self.vocab_size)
+        sampled, x_td = self._run(bucket, batch)
+        prompt: Iterator[Sample] = iter(())
+        if x_td is not None and (batch.targets >= 0).any():
+            prompt = _samples(self._step.score(self.params, x_td, batch.targets))
+        samples = _samples(sampled, listed=bool(batch.sampling.num_top.any()))
+        results: list[SequenceResult] = []
+        for sequence, count in decision.num_scheduled_tokens.items():
+            tokens = list(itertools.islice(samples, sequence.num_samples(count)))
+            wanted, top = sequence.request.params.prompt_logprobs, sequence.request.params.logprobs
+            if sequence.request.beam is None:
+                tokens = [_cut(sample, top) for sample in tokens]
+            known = [_cut(row, wanted) for row in itertools.islice(prompt, count) if row.token >= 0]
+            results.append(SequenceResult(tokens, known))
+        return results
 
-    def _run(self, bucket: Bucket, batch) -> tuple[jax.Array, jax.Array]:
-        tokens, logprobs, self.pool = self._step(self.params, self.pool, batch, bucket.decode)
-        return tokens, logprobs
+    def _run(self, bucket: Bucket, batch: Batch) -> tuple[Sampled, jax.Array | None]:
+        """The samples, and the hidden states [T, D] of a step that is not all decoding."""
+        sampling = batch.sampling
+        bits = sampling.allowed_bits if sampling.masked.any() else self._no_bits[bucket.num_seqs]
+        # Committed as those are that stand for no bits at all, for else it would be another executable.
+        sampling = sampling._replace(allowed_bits=jax.device_put(bits, self.device))
+        x_sd, x_td, self.pool = self._step.forward(self.params, self.pool, batch, bucket.decode)
+        sampled, self.state = self._step.choose(self.params, self.state, x_sd, sampling)
+        return sampled, x_td
 
     def _run_copies(self, copies: list[tuple[int, int]]) -> None:
         """A sequence writes into at most one shared block per step, so there are at most `max_num_seqs` copies."""
-        padded = np.full((2, self.max_num_seqs), -1, np.int32)
-        if copies:
-            padded[:, : len(copies)] = np.asarray(copies, np.int32).T
-        self.pool = self._copy_blocks(self.pool, padded[0], padded[1])
+        sources, destinations = self._padded(copies)
+        self.pool = self._copy_blocks(self.pool, sources, destinations)
 
-    def _fitting_blocks(
-        self, llama: ModelConfig, dtype: str, device: jax.Device, utilization: float, bytes_per_block: int
-    ) -> int:
-        stats = device.memory_stats() if device.platform != "cpu" else None
+    def _run_row_copies(self, copies: dict[int, int]) -> None:
+        destinations, sources = self._padded(list(copies.items()))
+        self.state = self._copy_rows(self.state, sources, destinations)
+
+    def _padded(self, pairs: list[tuple[int, int]]) -> np.ndarray:
+        """[2, max_num_seqs] int32, -1 past the pairs."""
+        padded = np.full((2, self.max_num_seqs), -1, np.int32)
+        if pairs:
+            padded[:, : len(pairs)] = np.asarray(pairs, np.int32).T
+        return padded
+
+    def _swap_there_and_back(self, count: int) -> list[jax.Array]:
+        """Block 0, so many times over; it then holds what it held. Meant for a pool that nobody uses yet."""
+        self.host.take_in(self.pool, [(0, i) for i in range(count)])
+        self.pool = self.host.give_back(self.pool, [(i, 0) for i in range(count)])
+        return self.pool
+
+    def _fitting_blocks(self, llama: ModelConfig, dtype: str, utilization: float, bytes_per_block: int) -> int:
+        stats = self.device.memory_stats() if self.device.platform != "cpu" else None
         if not stats or "bytes_limit" not in stats:
             return modest_blocks(self.table_width * self.max_num_seqs, bytes_per_block)
         # The pool's size is not known yet, and changes nothing about what a step needs beside it.
         shape = jax.ShapeDtypeStruct((64, llama.num_key_value_heads, self.block_size, self.kernels.head_dim), dtype)
+        swapping = 2 * TRANSFERS[-1] * bytes_per_block if self.num_host_blocks else 0
         return fitting_blocks(
             limit=stats["bytes_limit"],
             in_use=stats["bytes_in_use"],
-            temporaries=self.temporaries([shape] * (2 * llama.num_hidden_layers)),
+            temporaries=max(self.temporaries([shape] * (2 * llama.num_hidden_layers)), swapping),
             utilization=utilization,
             bytes_per_block=bytes_per_block,
         )
 
     def temporaries(self, pool: list[jax.ShapeDtypeStruct]) -> int:
-        """Bytes that the largest steps need beside parameters and pool, by XLA's own account."""
+        """Bytes that the largest steps need beside parameters, pool and sampling state, by XLA's own account."""
 
         def of(bucket: Bucket) -> int:
-            batch = empty_batch(bucket, self.table_width)
-            memory = self._step.lower(self.params, pool, batch, bucket.decode).compile().memory_analysis()
-            assert memory is not None
-            return memory.temp_size_in_bytes
+            batch = empty_batch(bucket, self.table_width, self.vocab_size)
+            forward = self._step.forward.lower(self.params, pool, batch, bucket.decode)
+            x_sd, x_td, _ = forward.out_info
+            parts = [forward, self._step.choose.lower(self.params, self.state, x_sd, batch.sampling)]
+            if x_td is not None:
+                parts.append(self._step.score.lower(self.params, x_td, batch.targets))
+            analyses = [part.compile().memory_analysis() for part in parts]
+            return max(analysis.temp_size_in_bytes for analysis in analyses if analysis)
 
         return max(of(self.buckets.decode[-1]), of(self.buckets.mixed[-1]))
+
+
+def _row(sequence: Sequence, vocab_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A sequence's row of the sampling state; its last token of output is counted by the step that takes it in."""
+    request, params = sequence.request, sequence.request.params
+    banned = [word[0] for word in request.bad_words if len(word) == 1]
+    counted = sequence.output_token_ids[:-1]
+    return host_row(vocab_size, request.prompt_token_ids, counted, params.logit_bias, params.allowed_token_ids, banned)
+
+
+def _samples(sampled: Sampled, listed: bool = True) -> Iterator[Sample]:
+    """The rows of a result, fetched from the device: all of it only where lists were asked for."""
+    if not listed:
+        tokens, logprobs = jax.device_get((sampled.tokens, sampled.logprobs))
+        return map(Sample, tokens.tolist(), logprobs.tolist())
+    tokens, logprobs, ranks, top_tokens, top_logprobs = (array.tolist() for array in jax.device_get(sampled))
+    tops = (tuple(zip(*row)) for row in zip(top_tokens, top_logprobs))
+    return map(Sample, tokens, logprobs, ranks, tops)
+
+
+def _cut(sample: Sample, wanted: int | None) -> Sample:
+    """With as long a list as was asked for."""
+    return sample._replace(top=sample.top[: wanted or 0]) if sample.top else sample
+
+
+def _seconds(run, repeats: int = 3) -> float:
+    """The shortest of a few runs."""
+
+    def once() -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(run())
+        return time.perf_counter() - start
+
+    return min(once() for _ in range(repeats))
 
 
 def use_compilation_cache() -> None:

@@ -1,42 +1,190 @@
 """Choosing the next token, inside the step. Random bits depend on (seed, position) alone, so a request's tokens do
-not depend on its neighbours; thresholds are found by bisection, because a sort of the vocabulary is slow on a GPU."""
+not depend on its neighbours. A sort of the vocabulary is slow on a GPU: thresholds are found by bisection, the best
+tokens among the chunks that hold the best."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+
+from jpaged.runtime.sampling_state import SamplingState, count_tokens
+
+Array = Any  # numpy where it is made, traced jax arrays inside the step
+
+
+class Sampling(NamedTuple):
+    """How each of S tokens is to be chosen. What no row asks for costs no pass over the logits."""
+
+    temperature: Array  # [S] float32, 0 = greedy
+    top_k: Array  # [S] int32, 0 = all
+    top_p: Array  # [S] float32, 1 = all
+    min_p: Array  # [S] float32, 0 = all
+    seeds: Array  # [S, 2] uint32
+    positions: Array  # [S] int32, where in the sequence the token will stand
+    presence: Array  # [S] float32, 0 = none
+    frequency: Array  # [S] float32, 0 = none
+    repetition: Array  # [S] float32, 1 = none
+    rows: Array  # [S] int32, the sequence's row of the state; not looked at unless stateful
+    stateful: Array  # [S] bool, whether bias and penalties apply
+    counted: Array  # [S] int32, the sequence's last token if it is output not counted yet, -1 = none
+    beam: Array  # [S] bool, process log-probabilities, as beam search does, and list the processed ones
+    masked: Array  # [S] bool, whether allowed_bits apply
+    allowed_bits: Array  # [S, ceil(V / 32)] uint32, bit t % 32 of word t // 32 = token t is allowed
+    num_top: Array  # [S] int32, how many of the best tokens to list; 0 = none, and no rank either
+
+
+class Sampled(NamedTuple):
+    """What was chosen. All is of the model's own distribution, but for a beam's list."""
+
+    tokens: Array  # [S] int32
+    logprobs: Array  # [S] float32
+    ranks: Array  # [S] int32, 1 = no token is likelier; 0 where no list is wanted
+    top_tokens: Array  # [S, K] int32, best first, equal ones by id; -1 past num_top
+    top_logprobs: Array  # [S, K] float32; -inf past num_top
+
+
+def empty_sampling(num_samples: int, vocab_size: int) -> Sampling:
+    """Padding: greedy, no filters, no state."""
+    s = num_samples
+    return Sampling(
+        temperature=np.zeros(s, np.float32),
+        top_k=np.zeros(s, np.int32),
+        top_p=np.ones(s, np.float32),
+        min_p=np.zeros(s, np.float32),
+        seeds=np.zeros((s, 2), np.uint32),
+        positions=np.zeros(s, np.int32),
+        presence=np.zeros(s, np.float32),
+        frequency=np.zeros(s, np.float32),
+        repetition=np.ones(s, np.float32),
+        rows=np.full(s, -1, np.int32),
+        stateful=np.zeros(s, np.bool),
+        counted=np.full(s, -1, np.int32),
+        beam=np.zeros(s, np.bool),
+        masked=np.zeros(s, np.bool),
+        allowed_bits=np.zeros((s, -(-vocab_size // 32)), np.uint32),
+        num_top=np.zeros(s, np.int32),
+    )
 
 
 def sample(
-    logits_sv: jax.Array,
-    temperature_s: jax.Array,
-    top_k_s: jax.Array,
-    top_p_s: jax.Array,
-    min_p_s: jax.Array,
-    seeds_s2: jax.Array,
-    positions_s: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """Next token [S] int32 and its logprob [S] float32 under the model's own distribution.
+    logits_sv: jax.Array, state: SamplingState, sampling: Sampling, num_top: int
+) -> tuple[Sampled, SamplingState]:
+    """The next token of each row, and the state with the tokens that were `counted`.
+
+    In vLLM's order: count, mask, bias, penalties, then greedy, or temperature, min-p, top-k, top-p and a draw. A row
+    that allows no token gets token 0.
 
     Args:
         logits_sv: [S, V] float32.
-        temperature_s: [S] float32; 0 is greedy, and needs none of the rest.
-        top_k_s, top_p_s, min_p_s: [S]; 0, 1 and 0 keep every token.
-        seeds_s2: [S, 2] uint32, the request's seed.
-        positions_s: [S] int32, where in the sequence the sampled token will stand.
+        state: to be donated by the jitted caller; only its counts change, in place.
+        sampling: arrays for S samples.
+        num_top: K, static: the longest list of best tokens that a row may ask for; V if that is less.
     """
-    greedy = jnp.argmax(logits_sv, -1).astype(jnp.int32)
+    k = min(num_top, logits_sv.shape[1])
+    state = count_tokens(state, sampling.rows, jnp.where(sampling.stateful, sampling.counted, -1))
+    lse_s = jax.nn.logsumexp(logits_sv, axis=-1)
+    drawn_s, listed_s = sampling.temperature > 0, sampling.num_top > 0
+    processed_s = sampling.beam | sampling.masked | sampling.stateful
 
-    def draw():
-        x = logits_sv / jnp.where(temperature_s > 0, temperature_s, 1)[:, None]
-        filtered = (top_k_s > 0) | (top_p_s < 1) | (min_p_s > 0)
-        x = lax.cond(jnp.any(filtered), lambda: _keep_likely(x, top_k_s, top_p_s, min_p_s), lambda: x)
-        # argmax(x + Gumbel noise) is a draw from softmax(x).
-        tokens = jnp.argmax(x + _gumbel(seeds_s2, positions_s, x.shape[1]), -1).astype(jnp.int32)
-        return jnp.where(temperature_s > 0, tokens, greedy)
+    def choose():
+        x_sv = lax.cond(jnp.any(processed_s), lambda: _process(logits_sv, lse_s, state, sampling), lambda: logits_sv)
+        best = _argmax(x_sv)
+        tokens = lax.cond(jnp.any(drawn_s), lambda: jnp.where(drawn_s, _draw(x_sv, sampling), best), lambda: best)
 
-    tokens = lax.cond(jnp.any(temperature_s > 0), draw, lambda: greedy)
-    chosen = jnp.take_along_axis(logits_sv, tokens[:, None], axis=1)[:, 0]
-    return tokens, chosen - jax.nn.logsumexp(logits_sv, axis=-1)
+        def describe():
+            ranks = jnp.where(listed_s, _ranks(logits_sv, tokens), 0)
+            values_sv = jnp.where(sampling.beam[:, None], x_sv, logits_sv)
+            offset_s = jnp.where(sampling.beam, 0, lse_s)
+            return ranks, *_list_top(values_sv, offset_s, sampling.num_top, k)
+
+        return tokens, *lax.cond(jnp.any(listed_s), describe, lambda: _described_as_nothing(len(tokens), k))
+
+    # The commonest step passes one condition only: on a GPU the host waits for the device at each.
+    tokens, *described = lax.cond(
+        jnp.any(drawn_s | listed_s | processed_s),
+        choose,
+        lambda: (_argmax(logits_sv), *_described_as_nothing(len(logits_sv), k)),
+    )
+    return Sampled(tokens, _at(logits_sv, tokens) - lse_s, *described), state
+
+
+def token_logprobs(
+    logits_of: Callable[[jax.Array], jax.Array], x_td: jax.Array, targets_t: jax.Array, num_top: int, tile: int = 64
+) -> Sampled:
+    """How likely the model finds tokens that it is given: what `sample` returns, for T rows with `targets_t` chosen.
+
+    Never more than `tile` rows of logits exist at once, and none where a tile has no target.
+
+    Args:
+        logits_of: [t, D] -> [t, V] float32.
+        x_td: [T, D].
+        targets_t: [T] int32; -1 = not wanted: logprob 0, rank 0, and a list of -1 and -inf.
+        num_top: K, static; V if that is less.
+    """
+    num_tokens, width = x_td.shape
+    k = min(num_top, jax.eval_shape(logits_of, x_td).shape[1])
+    tile = min(tile, num_tokens)
+    padding = -num_tokens % tile
+
+    def compute(x_td: jax.Array, targets_t: jax.Array) -> Sampled:
+        logits_tv = logits_of(x_td)
+        lse_t = jax.nn.logsumexp(logits_tv, axis=-1)
+        wanted_t = targets_t >= 0
+        tokens_t = jnp.where(wanted_t, targets_t, 0)
+        logprobs = jnp.where(wanted_t, _at(logits_tv, tokens_t) - lse_t, 0)
+        ranks = jnp.where(wanted_t, _ranks(logits_tv, tokens_t), 0)
+        return Sampled(targets_t, logprobs, ranks, *_list_top(logits_tv, lse_t, jnp.where(wanted_t, k, 0), k))
+
+    def skip(x_td: jax.Array, targets_t: jax.Array) -> Sampled:
+        return Sampled(targets_t, jnp.zeros(tile, jnp.float32), *_described_as_nothing(tile, k))
+
+    x_ntd = jnp.pad(x_td, ((0, padding), (0, 0))).reshape(-1, tile, width)
+    targets_nt = jnp.pad(targets_t, (0, padding), constant_values=-1).reshape(-1, tile)
+    tiles = lax.map(lambda xs: lax.cond(jnp.any(xs[1] >= 0), compute, skip, *xs), (x_ntd, targets_nt))
+    return jax.tree.map(lambda y: y.reshape(num_tokens + padding, *y.shape[2:])[:num_tokens], tiles)
+
+
+def _argmax(x_sv: jax.Array) -> jax.Array:
+    return jnp.argmax(x_sv, -1).astype(jnp.int32)
+
+
+def _at(x_sv: jax.Array, tokens_s: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(x_sv, tokens_s[:, None], axis=1)[:, 0]
+
+
+def _process(logits_sv: jax.Array, lse_s: jax.Array, state: SamplingState, sampling: Sampling) -> jax.Array:
+    """What is chosen from, [S, V] float32: beams' log-probabilities or logits, with masks, bias and penalties."""
+    num_rows, vocab_size = logits_sv.shape
+    stateful, repetition = sampling.stateful[:, None], sampling.repetition[:, None]
+    x_sv = logits_sv - jnp.where(sampling.beam, lse_s, 0)[:, None]
+
+    bits_sw32 = sampling.allowed_bits[:, :, None] >> jnp.arange(32, dtype=jnp.uint32) & 1
+    allowed_sv = bits_sw32.reshape(num_rows, -1)[:, :vocab_size] == 1
+    x_sv = jnp.where(sampling.masked[:, None] & ~allowed_sv, -jnp.inf, x_sv)
+
+    rows_s = jnp.where(sampling.stateful, sampling.rows, 0)
+    counts_sv, in_prompt_sv = state.output_counts[rows_s], state.in_prompt[rows_s]
+    y_sv = x_sv + state.bias[rows_s]
+    # -inf stays as it is, also where float32 makes the repetition penalty 0.
+    seen_sv = (in_prompt_sv | (counts_sv > 0)) & (y_sv > -jnp.inf)
+    y_sv = jnp.where(seen_sv, jnp.where(y_sv > 0, y_sv / repetition, y_sv * repetition), y_sv)
+    y_sv -= sampling.frequency[:, None] * counts_sv
+    y_sv -= sampling.presence[:, None] * (counts_sv > 0)
+    return jnp.where(stateful, y_sv, x_sv)
+
+
+def _draw(x_sv: jax.Array, sampling: Sampling) -> jax.Array:
+    """Tokens [S] int32 drawn from softmax(x / temperature) of what the filters keep."""
+    temperature_s, top_k_s, top_p_s, min_p_s = sampling[:4]
+    x_sv = x_sv / jnp.where(temperature_s > 0, temperature_s, 1)[:, None]
+    filtered_s = (temperature_s > 0) & ((top_k_s > 0) | (top_p_s < 1) | (min_p_s > 0))
+    x_sv = lax.cond(jnp.any(filtered_s), lambda: _keep_likely(x_sv, top_k_s, top_p_s, min_p_s), lambda: x_sv)
+    # argmax(x + Gumbel noise) is a draw from softmax(x).
+    return _argmax(x_sv + _gumbel(sampling.seeds, sampling.positions, x_sv.shape[1]))
 
 
 def _gumbel(seeds_s2: jax.Array, positions_s: jax.Array, size: int) -> jax.Array:
@@ -59,8 +207,8 @@ def _keep_likely(x_sv: jax.Array, top_k_s: jax.Array, top_p_s: jax.Array, min_p_
 
 
 def _order(x: jax.Array) -> jax.Array:
-    """uint32 that compare as the float32 do."""
-    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    """uint32 that compare as the float32 do, -0 like 0."""
+    bits = lax.bitcast_convert_type(jnp.where(x == 0, jnp.float32(0), x), jnp.uint32)
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(0x80000000))
 
 
@@ -73,3 +221,41 @@ def _threshold(order_sv: jax.Array, weight_sv: jax.Array, target_s: jax.Array) -
         return jnp.where(weight >= target_s, higher, t)
 
     return lax.fori_loop(0, 32, bit, jnp.zeros(order_sv.shape[0], jnp.uint32))[:, None]
+
+
+def _ranks(logits_sv: jax.Array, tokens_s: jax.Array) -> jax.Array:
+    return 1 + jnp.sum(logits_sv > _at(logits_sv, tokens_s)[:, None], -1, dtype=jnp.int32)
+
+
+def _list_top(values_sv: jax.Array, offset_s: jax.Array, num_top_s: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """The `num_top` best tokens of each row and what they have above `offset`, [S, k] each, padded with -1 and -inf."""
+    tokens_sk, best_sk = _top(values_sv, k)
+    listed_sk = jnp.arange(k) < num_top_s[:, None]
+    return jnp.where(listed_sk, tokens_sk, -1), jnp.where(listed_sk, best_sk - offset_s[:, None], -jnp.inf)
+
+
+def _described_as_nothing(num_rows: int, k: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Ranks, top tokens and their logprobs of rows that want none."""
+    tops = jnp.full((num_rows, k), -1, jnp.int32), jnp.full((num_rows, k), -jnp.inf, jnp.float32)
+    return jnp.zeros(num_rows, jnp.int32), *tops
+
+
+def _top(x_sv: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """The k <= V best tokens of each row and their values, [S, k] each: best first, equal ones by id.
+
+    They lie in the k chunks of the highest maxima, the earlier of equal chunks first: any other chunk has k tokens
+    before its own. So two sorts of about sqrt(k V) numbers do.
+    """
+    num_rows, vocab_size = x_sv.shape
+    chunk = 2 ** max(0, round(math.log2(vocab_size / max(k, 1)) / 2))
+    padding = -vocab_size % chunk  # -inf with the highest ids: after every token
+    x_snc = jnp.pad(x_sv, ((0, 0), (0, padding)), constant_values=-jnp.inf).reshape(num_rows, -1, chunk)
+
+    def best_first(values: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        values, ids = lax.sort((-values, ids), num_keys=2, is_stable=False)
+        return ids[:, :k], -values[:, :k]
+
+    chunks_sn, _ = best_first(x_snc.max(-1), lax.broadcasted_iota(jnp.int32, x_snc.shape[:2], 1))
+    values_snc = jnp.take_along_axis(x_snc, chunks_sn[:, :, None], axis=1)
+    ids_snc = chunks_sn[:, :, None] * chunk + jnp.arange(chunk, dtype=jnp.int32)
+    return best_first(values_snc.reshape(num_rows, -1), ids_snc.reshape(num_rows, -1))

@@ -3,9 +3,11 @@
 import jax
 from flax import nnx
 
+from jpaged.core.params import MAX_LOGPROBS, MAX_TOP
 from jpaged.model.llama import Llama
 from jpaged.runtime.batch import Batch
-from jpaged.runtime.sampler import sample
+from jpaged.runtime.sampler import Sampled, Sampling, sample, token_logprobs
+from jpaged.runtime.sampling_state import SamplingState
 from pallas_kernels import Kernels
 
 
@@ -33,29 +35,37 @@ def forward(
     return model(batch.tokens, batch.positions, attend), pool
 
 
-def make_step(graphdef: nnx.GraphDef, treedef: jax.tree_util.PyTreeDef, kernels: Kernels) -> jax.stages.Wrapped:
-    """step(params, pool, batch, decode) -> (tokens [S] int32, logprobs [S] float32, pool), jitted, the pool donated.
+class Step:
+    """The jitted functions of a step, dispatched one after the other: each is compiled for the shapes that it depends
+    on, and only for them.
 
     `params` is the flat list of the model's leaves: dispatching a model or a state costs many times more on the host.
     The pool comes back in the order it went in, which is what lets XLA alias every buffer of it.
+
+    Attributes:
+        forward: (params, pool, batch, decode) -> (x_sd, x_td, pool), the pool donated, decode static: the hidden states
+            that samples are drawn from, and all of them; the latter None in a decode step.
+        choose: (params, state, x_sd, sampling) -> (Sampled, state), the state donated.
+        score: (params, x_td, targets_t) -> Sampled: how likely the tokens of a prompt were.
     """
 
-    def step(params: list[jax.Array], pool: list[jax.Array], batch: Batch, decode: bool):
-        model = nnx.merge(graphdef, jax.tree.unflatten(treedef, params))
-        x_td, pool = forward(model, pool, batch, kernels, decode=decode)
-        x_sd = x_td if decode else x_td[batch.cu_q_lens[1:] - 1]
-        tokens, logprobs = sample(
-            model.logits(x_sd),
-            batch.temperature,
-            batch.top_k,
-            batch.top_p,
-            batch.min_p,
-            batch.seeds,
-            batch.context_lens,
-        )
-        return tokens, logprobs, pool
+    def __init__(self, graphdef: nnx.GraphDef, treedef: jax.tree_util.PyTreeDef, kernels: Kernels):
+        def merged(params: list[jax.Array]) -> Llama:
+            return nnx.merge(graphdef, jax.tree.unflatten(treedef, params))
 
-    return jax.jit(step, static_argnums=3, donate_argnums=1)
+        def run(params: list[jax.Array], pool: list[jax.Array], batch: Batch, decode: bool):
+            x_td, pool = forward(merged(params), pool, batch, kernels, decode=decode)
+            return x_td[batch.sampled_from], None if decode else x_td, pool
+
+        def choose(params: list[jax.Array], state: SamplingState, x_sd: jax.Array, sampling: Sampling):
+            return sample(merged(params).logits(x_sd), state, sampling, MAX_TOP)
+
+        def score(params: list[jax.Array], x_td: jax.Array, targets_t: jax.Array) -> Sampled:
+            return token_logprobs(merged(params).logits, x_td, targets_t, MAX_LOGPROBS)
+
+        self.forward = jax.jit(run, static_argnums=3, donate_argnums=1)
+        self.choose = jax.jit(choose, donate_argnums=1)
+        self.score = jax.jit(score)
 
 
 def make_copy_blocks(kernels: Kernels) -> jax.stages.Wrapped:

@@ -5,7 +5,7 @@ import hmac
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,14 +13,16 @@ from typing import Any
 from aiohttp import web
 
 from jpaged.async_engine import AsyncEngine, EngineDead
-from jpaged.core.request import InvalidParameter, OutputDelta, SamplingParams
-from jpaged.serving.answer import Answer, ChatAnswer, CompletionAnswer
-from jpaged.serving.protocol import ApiError, ChatRequest, CompletionRequest, parse
+from jpaged.core.params import InvalidParameter
+from jpaged.core.request import OutputDelta
+from jpaged.serving.answer import Answer, ChatAnswer, CompletionAnswer, Prompt
+from jpaged.serving.protocol import ApiError, ChatRequest, CompletionRequest, GenerationRequest, Params, parse
 from jpaged.tokenizer import encode, render_chat
 
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 16 * 2**20
+OPEN_PATHS = {"/health"}  # to those who have no key, too
 
 
 @dataclass(eq=False)
@@ -61,6 +63,7 @@ def make_app(service: Service) -> web.Application:
             web.post("/v1/completions", completions),
             web.post("/v1/chat/completions", chat_completions),
             web.get("/v1/models", models),
+            web.post("/reset_prefix_cache", reset_prefix_cache),
             web.get("/health", health),
         ]
     )
@@ -104,7 +107,7 @@ def _as_api_error(error: Exception) -> ApiError:
 @web.middleware
 async def authorize(request: web.Request, handler: Handler) -> web.StreamResponse:
     key = request.app[SERVICE].api_key
-    if key and request.path.startswith("/v1"):
+    if key and request.path not in OPEN_PATHS:
         given = request.headers.get("Authorization", "")
         if not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
             raise ApiError(401, "a valid API key is needed: Authorization: Bearer KEY")
@@ -131,25 +134,28 @@ async def drain(request: web.Request, handler: Handler) -> web.StreamResponse:
 async def completions(request: web.Request) -> web.StreamResponse:
     service = request.app[SERVICE]
     body = parse(CompletionRequest, await request.read())
-    params, prompts = body.params(service.sampling_defaults), body.prompts()
-    _check(service, body)
-    answer = CompletionAnswer(service.model_name, service.engine.tokenizer, body.logprobs is not None)
-    token_ids = [await asyncio.to_thread(encode, service.tokenizer, p) if isinstance(p, str) else p for p in prompts]
-    return await _respond(request, answer, token_ids, params, body)
+    with body.refusals_in_its_words():
+        params, given = body.params(service.sampling_defaults), body.prompts()
+        _check(service, body)
+        prompts = [await asyncio.to_thread(_prompt, service, prompt, params) for prompt in given]
+        answer = CompletionAnswer(service.model_name, service.engine.tokenizer, body, prompts)
+        return await _respond(request, answer, params, body)
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     service = request.app[SERVICE]
     body = parse(ChatRequest, await request.read())
-    params = body.params(service.sampling_defaults)
-    _check(service, body)
-    messages = [message.for_template() for message in body.messages]
-    try:
-        prompt = await asyncio.to_thread(render_chat, service.tokenizer, messages, service.chat_template)
-    except ValueError as error:
-        raise ApiError(400, str(error), "messages") from error
-    answer = ChatAnswer(service.model_name, service.engine.tokenizer, bool(body.logprobs))
-    return await _respond(request, answer, [prompt], params, body)
+    with body.refusals_in_its_words():
+        params = body.params(service.sampling_defaults)
+        _check(service, body)
+        messages = [message.for_template() for message in body.messages]
+        try:
+            token_ids = await asyncio.to_thread(render_chat, service.tokenizer, messages, service.chat_template)
+        except ValueError as error:
+            raise ApiError(400, str(error), "messages") from error
+        prompt = Prompt(params.truncated(token_ids, service.max_model_len))
+        answer = ChatAnswer(service.model_name, service.engine.tokenizer, body, prompt)
+        return await _respond(request, answer, params, body)
 
 
 async def models(request: web.Request) -> web.Response:
@@ -158,39 +164,47 @@ async def models(request: web.Request) -> web.Response:
     return web.json_response({"object": "list", "data": [model | {"max_model_len": service.max_model_len}]})
 
 
+async def reset_prefix_cache(request: web.Request) -> web.Response:
+    await request.app[SERVICE].engine.call(lambda engine: engine.scheduler.pool.reset_prefix_cache())
+    return web.Response()
+
+
 async def health(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
     return web.Response(status=200 if service.engine.alive and not service.draining else 503)
 
 
-def _check(service: Service, body: CompletionRequest | ChatRequest) -> None:
+def _check(service: Service, body: GenerationRequest) -> None:
     if body.model not in (None, service.model_name):
         raise ApiError(404, f"model: {body.model!r} is not served here; {service.model_name!r} is", "model")
     if body.stream_options and not body.stream:
         raise ApiError(400, "stream_options: only allowed with stream", "stream_options")
 
 
-async def _respond(
-    request: web.Request,
-    answer: Answer,
-    prompts: list[list[int]],
-    params: SamplingParams,
-    body: CompletionRequest | ChatRequest,
-) -> web.StreamResponse:
+def _prompt(service: Service, given: str | list[int], params: Params) -> Prompt:
+    if not isinstance(given, str):
+        return Prompt(params.truncated(given, service.max_model_len))
+    token_ids = encode(service.tokenizer, given)
+    kept = params.truncated(token_ids, service.max_model_len)
+    return Prompt(kept, given if len(kept) == len(token_ids) else None)
+
+
+async def _respond(request: web.Request, answer: Answer, params: Params, body: GenerationRequest) -> web.StreamResponse:
     """Generates for every prompt at once. Each is accepted before anything is sent, so a refusal is still a 400."""
     service = request.app[SERVICE]
-    async with _generate(service.engine, answer, prompts, params) as deltas:
+    options = {"priority": body.priority or 0, "cache_salt": body.cache_salt or ""}
+    async with _generate(service.engine, answer, params, options) as deltas:
         if not body.stream:
-            async for index, delta in deltas:
-                answer.add(index, delta)
+            async for prompt, delta in deltas:
+                answer.add(prompt, delta)
             return web.json_response(answer.whole())
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
         try:
-            for chunk in answer.opening(len(prompts)):
+            for chunk in answer.opening():
                 await _send(response, chunk)
-            async for index, delta in deltas:
-                part = answer.chunk(index, delta)
+            async for prompt, delta in deltas:
+                part = answer.chunk(prompt, delta)
                 if part is not None:
                     await _send(response, part)
             if body.stream_options and body.stream_options.include_usage:
@@ -210,17 +224,18 @@ async def _send(response: web.StreamResponse, chunk: dict[str, Any]) -> None:
 
 @asynccontextmanager
 async def _generate(
-    engine: AsyncEngine, answer: Answer, prompts: Sequence[list[int]], params: SamplingParams
+    engine: AsyncEngine, answer: Answer, params: Params, options: Mapping[str, Any]
 ) -> AsyncIterator[AsyncIterator[tuple[int, OutputDelta]]]:
     """The outputs of several prompts as one stream of (index of the prompt, delta), once all of them are accepted.
     Leaving it aborts those that still run."""
     merged: asyncio.Queue[tuple[int, OutputDelta] | Exception | None] = asyncio.Queue()
     loop = asyncio.get_running_loop()
+    prompts = [prompt.token_ids for prompt in answer.prompts]
     accepted: list[asyncio.Future[None]] = [loop.create_future() for _ in prompts]
 
     async def pump(index: int) -> None:
         try:
-            async with engine.generate(f"{answer.id}-{index}", prompts[index], params) as deltas:
+            async with engine.generate(f"{answer.id}-{index}", prompts[index], params, **options) as deltas:
                 accepted[index].set_result(None)
                 async for delta in deltas:
                     merged.put_nowait((index, delta))
@@ -238,7 +253,6 @@ async def _generate(
                     raise item
                 yield item
 
-    answer.prompt_tokens = sum(map(len, prompts))
     tasks = [asyncio.create_task(pump(index)) for index in range(len(prompts))]
     try:
         await asyncio.gather(*accepted)

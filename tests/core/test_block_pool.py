@@ -1,12 +1,29 @@
 """BlockPool and BlockTable against a brute-force model, on tiny pools, with every invariant checked at every step."""
 
+from dataclasses import dataclass, field
+
 import hypothesis.stateful as stateful
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from jpaged.core.block_pool import ROOT_KEY, BlockPool, block_key
-from jpaged.core.block_table import BlockTable
+from jpaged.core.block_pool import BlockPool, Match
+from jpaged.core.block_table import BlockTable, append, move, num_distinct, shortage
+from tests.core.planted import BUGS
+
+
+def remembering(pool: BlockPool, *texts: list[int], salt: str = "") -> list[int]:
+    """Writes whole blocks of some texts, one block after the other, and lets go of them all, the last first. Returns
+    the block ids."""
+    block_ids, size = [], pool.block_size
+    for text in texts:
+        parent: int | str = salt
+        for start in range(0, len(text), size):
+            block_ids.append(pool.allocate())
+            parent = pool.remember(block_ids[-1], parent, text[start : start + size])
+    for block_id in reversed(block_ids):
+        pool.free(block_id)
+    return block_ids
 
 
 def test_blocks_are_taken_in_order_and_run_out():
@@ -16,47 +33,77 @@ def test_blocks_are_taken_in_order_and_run_out():
 
 
 def test_a_block_without_content_is_taken_before_cached_ones_and_those_oldest_first():
-    pool = BlockPool(3, 4)
+    pool = BlockPool(3, 1)
     a, b, c = (pool.allocate() for _ in range(3))
-    pool.remember(a, b"a")
-    pool.remember(b, b"b")
+    pool.remember(a, "", [1])
+    pool.remember(b, "", [2])
     for block_id in (a, b, c):
         pool.free(block_id)
     assert [pool.allocate(), pool.allocate()] == [c, a]
-    assert pool.match([b"b"]) == [b] and pool.match([b"a"]) == []
+    assert pool.match([2]).block_ids == [b] and pool.match([1]).block_ids == []
 
 
 def test_a_hit_takes_a_block_out_of_the_middle_of_the_free_list():
-    pool = BlockPool(3, 4)
-    blocks = [pool.allocate() for _ in range(3)]
-    for block_id in blocks:
-        pool.remember(block_id, bytes([block_id]))
-        pool.free(block_id)
+    pool = BlockPool(3, 1)
+    blocks = remembering(pool, [1], [2], [3])
     pool.share(blocks[1])
     pool.check_invariants([[blocks[1]]])
-    assert [pool.allocate(), pool.allocate(), pool.allocate()] == [blocks[0], blocks[2], None]
+    assert [pool.allocate(), pool.allocate(), pool.allocate()] == [blocks[2], blocks[0], None]
 
 
 def test_only_whole_chains_match():
     pool = BlockPool(4, 2)
-    keys = [block_key(ROOT_KEY, [1, 2])]
-    keys.append(block_key(keys[0], [3, 4]))
-    other = block_key(block_key(ROOT_KEY, [9, 9]), [3, 4])
-    assert other != keys[1]
-    blocks = [pool.allocate(), pool.allocate()]
-    pool.remember(blocks[1], keys[1])
-    assert pool.match(keys) == []
-    pool.remember(blocks[0], keys[0])
-    assert pool.match(keys) == blocks
+    first, second = remembering(pool, [1, 2, 3, 4])
+    assert pool.match([1, 2, 3, 4, 5]).block_ids == pool.match([1, 2, 3, 4]).block_ids == [first, second]
+    assert pool.match([9, 9, 3, 4]) == pool.match([3, 4]) == Match([], [], 0)
     pool.reset_prefix_cache()
-    assert pool.match(keys) == []
-    pool.check_invariants([blocks])
+    assert pool.match([1, 2, 3, 4]) == Match([], [], 0)
+    pool.check_invariants([])
 
 
-def test_without_a_prefix_cache_nothing_is_remembered():
-    pool = BlockPool(1, 2, enable_prefix_caching=False)
-    pool.remember(pool.allocate(), b"x")
-    assert pool.match([b"x"]) == []
+def test_a_last_block_may_begin_alike():
+    pool = BlockPool(8, 4)
+    a, b, *_ = remembering(pool, [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 9, 9])
+    assert pool.match([1, 2, 3, 4, 5, 6, 7, 9])[::2] == ([a, b], 7)
+    assert pool.match([1, 2, 3, 4, 5, 6])[::2] == ([a, b], 6), "a text that ends inside the block"
+    assert pool.match([1, 2, 3, 4, 5, 0])[::2] == ([a], 4), "less than half a block is not worth a copy"
+    assert pool.match([1, 2, 3, 5])[::2] == ([a], 3), "of two that begin alike, the one with more in common"
+    assert len(pool.match([1, 2, 3, 4, 5, 6, 7]).nodes) == 1, "what comes next is remembered under whole blocks alone"
+
+
+def test_a_salt_keeps_texts_apart():
+    pool = BlockPool(4, 2)
+    plain = remembering(pool, [1, 2])
+    salted = remembering(pool, [1, 2], salt="a")
+    assert plain != salted and pool.match([1, 2]).block_ids == plain and pool.match([1, 2], "a").block_ids == salted
+    assert pool.match([1, 2], "b") == Match([], [], 0)
+
+
+def test_the_same_content_is_remembered_once():
+    pool = BlockPool(2, 2)
+    a, b = pool.allocate(), pool.allocate()
+    assert pool.remember(a, "", [1, 2]) == pool.remember(b, "", [1, 2]) == pool.remember(a, "", [1, 2])
+    assert pool.is_cached(a) and not pool.is_cached(b)
+    pool.forget(a)
+    assert pool.match([1, 2]).block_ids == []
+
+
+def test_what_follows_an_evicted_block_is_never_found_under_another():
+    """Not even under the same text: it is another node."""
+    pool = BlockPool(2, 2)
+    parent, child = (pool.allocate() for _ in range(2))
+    old = pool.remember(parent, "", [1, 2])
+    pool.remember(child, old, [3, 4])
+    pool.forget(parent)
+    pool.check_invariants([[parent, child]])
+    assert pool.match([1, 2, 3, 4]).block_ids == []
+    new = pool.remember(parent, "", [1, 2])
+    assert new != old and pool.match([1, 2, 3, 4]).block_ids == [parent]
+
+
+def test_without_a_prefix_cache_a_table_still_shares():
+    pool = BlockPool(2, 2, enable_prefix_caching=False)
+    assert pool.match([1, 2]) == Match([], [], 0)
 
 
 def test_fork_shares_and_the_first_writer_copies():
@@ -75,11 +122,55 @@ def test_fork_shares_and_the_first_writer_copies():
     assert pool.num_used == 0
 
 
+@pytest.mark.parametrize("room", [False, True])
+def test_a_cached_block_is_copied_before_it_is_written_if_there_is_room_and_else_forgotten(room):
+    pool = BlockPool(1 + room, 4)
+    (cached,) = remembering(pool, [1, 2, 3, 4])
+    table = BlockTable(pool)
+    table.share(pool.match([1, 2, 3, 9]).block_ids)
+    copies = table.append(3, 4)
+    assert copies == ([(cached, table.block_ids[0])] if room else [])
+    assert (table.block_ids == [cached]) == (not room)
+    assert pool.match([1, 2, 3, 4]).block_ids == ([cached] if room else [])
+    pool.check_invariants([table.block_ids])
+
+
 def test_append_is_all_or_nothing():
     pool = BlockPool(2, 4)
     table = BlockTable(pool)
     assert table.append(0, 9) is None and pool.num_used == 0
     assert table.append(0, 8) == []
+
+
+def test_blocks_that_are_shared_by_several_writers_cost_all_but_one_of_them_a_copy():
+    pool = BlockPool(8, 4)
+    table = BlockTable(pool)
+    table.append(0, 3)
+    spans = [(each, 3, 5) for each in (table, table.fork(), table.fork())]
+    lacking, free = shortage(spans), pool.num_free
+    assert len(append(spans)) == 2 and lacking == free - pool.num_free == 2 + 3
+    before = [list(each.block_ids) for each, _, _ in spans]
+    assert append([(each, 5, 9) for each, _, _ in spans]) is None, "one of the three is one block short"
+    assert [each.block_ids for each, _, _ in spans] == before and pool.num_free == 2
+
+
+def test_tables_move_between_pools_and_share_as_before():
+    pool, host = BlockPool(6, 2), BlockPool(4, 2)
+    host.allocate()
+    parent, stranger = BlockTable(pool), BlockTable(pool)
+    stranger.append(0, 1)
+    parent.append(0, 5)
+    child = parent.fork()
+    child.append(5, 6)
+    parent.free()
+    twin = child.fork()
+    before = list(child.block_ids)
+    assert num_distinct([child, twin]) == 3
+    moved = move([child, twin], host)
+    assert [source for source, _ in moved] == before and [d for _, d in moved] == child.block_ids == twin.block_ids
+    assert child.pool is host and pool.num_used == 1 and host.num_used == 4
+    pool.check_invariants([stranger.block_ids])
+    host.check_invariants([[0], child.block_ids, twin.block_ids])
 
 
 @pytest.mark.parametrize("blocks, size", [(0, 4), (4, 0), (-1, 4)])
@@ -93,94 +184,224 @@ def test_a_pool_of_nothing_is_refused(blocks, size):
     [
         lambda pool: setattr(pool, "num_free", 99),
         lambda pool: setattr(pool._blocks[0], "ref_count", 1),
-        lambda pool: setattr(pool._blocks[1], "key", b"stray"),
+        lambda pool: setattr(pool._blocks[3], "node", 7),
+        lambda pool: setattr(pool._blocks[1], "node", pool._blocks[0].node),
+        lambda pool: setattr(pool._blocks[1], "parent", "a"),
         lambda pool: setattr(pool._blocks[1], "next", pool._blocks[1]),
+        lambda pool: pool._children[""].reverse(),
+        lambda pool: pool._children[""].pop(),
+        lambda pool: pool._children.update({5: []}),
     ],
 )
 def test_check_invariants_can_fail(break_it):
-    pool = BlockPool(4, 4)
+    pool = BlockPool(4, 2)
+    remembering(pool, [1, 2], [3, 4])
     pool.check_invariants([])
     break_it(pool)
     with pytest.raises(AssertionError):
         pool.check_invariants([])
 
 
+@given(
+    texts=st.lists(st.lists(st.integers(0, 2), min_size=3, max_size=3), max_size=12),
+    wanted=st.lists(st.integers(0, 2), min_size=1, max_size=4),
+)
+def test_the_children_of_a_node_are_searched_as_if_one_by_one(texts, wanted):
+    pool = BlockPool(12, 3)
+    remembering(pool, *texts)
+    pool.check_invariants([])
+    match = pool.match(wanted)
+    most = max((common(text, wanted) for text in texts), default=0)
+    assert match.num_tokens == (most if most >= 2 else 0)
+
+
+def common(a, b) -> int:
+    count = 0
+    while count < min(len(a), len(b)) and a[count] == b[count]:
+        count += 1
+    return count
+
+
+@dataclass
+class Writer:
+    """A table, what it must hold, and the nodes of its full blocks."""
+
+    table: BlockTable
+    salt: str
+    content: list[int] = field(default_factory=list)
+    nodes: list[int] = field(default_factory=list)
+
+
 class TablesAgainstContent(stateful.RuleBasedStateMachine):
-    """Tables over a pool of 6 blocks of 2 tokens. The model is the content that each table's tokens must have: copies
-    and writes are carried out on a list of slots, and every table must always read back its own tokens."""
+    """Tables over a small pool, and a host's to move to. The model is what each table must read back, as (salt, all
+    tokens so far), and a list of what the prefix cache has been told and not lost since, which is searched one by one.
+    """
 
-    @stateful.initialize()
-    def start(self):
-        self.pool = BlockPool(6, 2)
-        self.memory: list[int | None] = [None] * 12
-        self.tables: list[tuple[BlockTable, list[int]]] = []
-        self.counter = 0
+    @stateful.initialize(blocks=st.integers(1, 7), size=st.integers(1, 4))
+    def start(self, blocks, size):
+        self.size = size
+        self.pool, self.host = BlockPool(blocks, size), BlockPool(3, size, enable_prefix_caching=False)
+        self.memory = {self.pool: [None] * blocks * size, self.host: [None] * 3 * size}
+        self.writers: list[Writer] = []
+        self.away: list[Writer] = []
+        self.remembered: dict[int, tuple[int | str, list[int], int]] = {}  # node: parent, tokens, block
 
-    @stateful.rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=7))
-    def begin(self, tokens):
-        table, keys = BlockTable(self.pool), []
-        for start in range(0, len(tokens) - 1, 2):
-            if start + 2 < len(tokens):
-                keys.append(block_key(keys[-1] if keys else ROOT_KEY, tokens[start : start + 2]))
-        table.share_prefix(self.pool.match(keys))
-        cached = 2 * len(table.block_ids)
-        content: list[int] = tokens[:cached]
-        self.tables.append((table, content))
-        self.write(len(self.tables) - 1, tokens[cached:])
-        if not content:
-            self.tables.pop()
+    @stateful.rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=11), salt=st.sampled_from(["", "", "a"]))
+    def begin(self, tokens, salt):
+        match = self.pool.match(tokens[:-1], salt)
+        nodes, num_tokens = self.search(tokens[:-1], salt)
+        assert (match.nodes, match.num_tokens) == (nodes, num_tokens), "a hit is missed, or wrong"
+        table = BlockTable(self.pool)
+        table.share(match.block_ids)
+        writer = Writer(table, salt, tokens[: match.num_tokens], match.nodes)
+        self.write((writer, tokens[match.num_tokens :]))
+        if writer.content:
+            self.writers.append(writer)
 
-    def write(self, index, tokens):
-        table, content = self.tables[index]
-        start, free = len(content), self.pool.num_free
-        shortage = table.shortage(start, start + len(tokens))
-        copies = table.append(start, start + len(tokens))
-        assert (copies is None) == (shortage > free)
+    def search(self, tokens, salt):
+        """The longest remembered prefix."""
+        parent, nodes, at = salt, [], 0
+        while True:
+            wanted = tokens[at : at + self.size]
+            children = [(text, node) for node, (under, text, _) in self.remembered.items() if under == parent]
+            whole = [node for text, node in children if text == wanted]
+            if not whole:
+                most = max((common(text, wanted) for text, _ in children), default=0)
+                return nodes, at + (most if 2 * most >= self.size else 0)
+            (parent,) = whole
+            nodes.append(parent)
+            at += self.size
+
+    def lose(self, block_ids):
+        """What was remembered of some blocks."""
+        self.remembered = {n: entry for n, entry in self.remembered.items() if entry[2] not in block_ids}
+
+    def write(self, *work):
+        """Of each writer that there is room for, some more tokens."""
+        pool, size, free = self.pool, self.size, self.pool.num_free
+        spans = [(writer.table, len(writer.content), len(writer.content) + len(tokens)) for writer, tokens in work]
+        before = [list(table.block_ids) for table, _, _ in spans]
+        first = before[0][spans[0][1] // size :]
+        private = [block_id for block_id in first if pool.is_cached(block_id) and pool.ref_count(block_id) == 1]
+        lacking = shortage(spans)
+        copies = append(spans)
+        assert (copies is None) == (lacking > free)
         if copies is None:
-            assert self.pool.num_free == free
+            assert (pool.num_free, [table.block_ids for table, _, _ in spans]) == (free, before)
             return
-        assert free - self.pool.num_free == shortage
-        before = list(self.memory)
-        for source, destination in copies:
-            self.memory[2 * destination : 2 * destination + 2] = before[2 * source : 2 * source + 2]
-        content.extend(tokens)
-        key = ROOT_KEY
-        for position, token in enumerate(content):
-            if position >= start:
-                self.memory[table.slot(position)] = token
-            if position % 2:
-                key = block_key(key, content[position - 1 : position + 1])
-                self.pool.remember(table.block_ids[position // 2], key)
+        assert free - pool.num_free == lacking
+        if lacking < free:
+            assert not set(private) & set(spans[0][0].block_ids), "there was room to keep what the cache offers"
+        self.lose([block_id for table, start, _ in spans for block_id in table.block_ids[start // size :]])
+        self.copy(copies, pool, pool)
+        for (writer, tokens), (table, start, end) in zip(work, spans):
+            writer.content.extend(tokens)
+            for position in range(start, end):
+                assert pool.ref_count(table.block_ids[position // size]) == 1
+                self.memory[pool][table.slot(position)] = writer.salt, writer.content[: position + 1]
+        for writer, _ in work:
+            self.remember(writer)
 
-    @stateful.precondition(lambda self: self.tables)
-    @stateful.rule(data=st.data(), token=st.integers(0, 1))
-    def append(self, data, token):
-        self.write(data.draw(st.integers(0, len(self.tables) - 1)), [token])
+    def remember(self, writer):
+        size, nodes = self.size, writer.nodes
+        for index in range(len(nodes), len(writer.content) // size):
+            parent = nodes[-1] if nodes else writer.salt
+            text, block_id = writer.content[index * size : (index + 1) * size], writer.table.block_ids[index]
+            same = [node for node, entry in self.remembered.items() if entry[:2] == (parent, text)]
+            node = self.pool.remember(block_id, parent, text)
+            assert same == [node] if same else all(node not in other.nodes for other in self.writers)
+            self.remembered.setdefault(node, (parent, text, block_id))
+            nodes.append(node)
 
-    @stateful.precondition(lambda self: self.tables)
+    def copy(self, pairs, source, destination):
+        before, size = list(self.memory[source]), self.size
+        for i, o in pairs:
+            self.memory[destination][o * size : (o + 1) * size] = before[i * size : (i + 1) * size]
+
+    @stateful.precondition(lambda self: self.writers)
+    @stateful.rule(data=st.data(), count=st.integers(1, 4))
+    def append(self, data, count):
+        writers = data.draw(st.permutations(self.writers))[:count]
+        self.write(*((writer, data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=3))) for writer in writers))
+
+    @stateful.precondition(lambda self: self.writers)
     @stateful.rule(data=st.data())
     def fork(self, data):
-        table, content = self.tables[data.draw(st.integers(0, len(self.tables) - 1))]
-        self.tables.append((table.fork(), list(content)))
+        parent = data.draw(st.sampled_from(self.writers))
+        self.writers.append(Writer(parent.table.fork(), parent.salt, list(parent.content), list(parent.nodes)))
 
-    @stateful.precondition(lambda self: self.tables)
+    @stateful.precondition(lambda self: self.writers)
     @stateful.rule(data=st.data())
     def free(self, data):
-        table, _ = self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1)))
-        table.free()
+        self.writers.pop(data.draw(st.integers(0, len(self.writers) - 1))).table.free()
 
     @stateful.rule()
     def reset(self):
         self.pool.reset_prefix_cache()
+        self.remembered.clear()
+
+    @stateful.precondition(lambda self: self.writers and not self.away)
+    @stateful.rule(data=st.data())
+    def leave(self, data):
+        count = data.draw(st.integers(1, len(self.writers)))
+        tables = [writer.table for writer in self.writers[:count]]
+        if num_distinct(tables) <= self.host.num_free:
+            self.move(tables, self.host)
+            self.away, self.writers = self.writers[:count], self.writers[count:]
+
+    @stateful.precondition(lambda self: self.away)
+    @stateful.rule()
+    def come_back(self):
+        tables = [writer.table for writer in self.away]
+        if num_distinct(tables) <= self.pool.num_free:
+            self.move(tables, self.pool)
+            self.writers, self.away = self.writers + self.away, []
+
+    def move(self, tables, to):
+        old, source = [list(table.block_ids) for table in tables], tables[0].pool
+        moved = move(tables, to)
+        assert len(dict(moved)) == len(moved) == num_distinct(tables)
+        assert [[dict(moved)[block_id] for block_id in ids] for ids in old] == [t.block_ids for t in tables]
+        self.copy(moved, source, to)
+        if to is self.pool:
+            self.lose([block_id for _, block_id in moved])
 
     @stateful.invariant()
     def everything_reads_back(self):
         if not hasattr(self, "pool"):
             return
-        self.pool.check_invariants(table.block_ids for table, _ in self.tables)
-        for table, content in self.tables:
-            assert [self.memory[table.slot(i)] for i in range(len(content))] == content
+        self.pool.check_invariants(writer.table.block_ids for writer in self.writers)
+        self.host.check_invariants(writer.table.block_ids for writer in self.away)
+        for writer in self.writers + self.away:
+            memory, content = self.memory[writer.table.pool], writer.content
+            for i in range(len(content)):
+                assert memory[writer.table.slot(i)] == (writer.salt, content[: i + 1])
+        offered = {block_id: tokens for _, tokens, block_id in self.remembered.values()}
+        assert len(offered) == len(self.remembered)
+        for block_id in range(self.pool.num_blocks):
+            assert self.pool.is_cached(block_id) == (block_id in offered)
+            if block_id in offered:
+                _, text = self.memory[self.pool][(block_id + 1) * self.size - 1]
+                assert text[-self.size :] == offered[block_id], "the cache offers what the block doesn't hold"
 
 
 TestTablesAgainstContent = TablesAgainstContent.TestCase
-TestTablesAgainstContent.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestTablesAgainstContent.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+
+
+def _overlooked_salt(patch):
+    match = BlockPool.match
+    patch.setattr(BlockPool, "match", lambda pool, tokens, salt="": match(pool, tokens))
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [_overlooked_salt, *(BUGS[name] for name in ("leak", "double free", "missed copy-on-write", "stale cache"))],
+)
+def test_it_finds_a_planted_bug(plant, monkeypatch):
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        stateful.run_state_machine_as_test(
+            TablesAgainstContent,
+            settings=settings(max_examples=1000, phases=[Phase.generate], database=None, report_multiple_bugs=False),
+        )

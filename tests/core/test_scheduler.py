@@ -1,43 +1,20 @@
 """The scheduler, driven by a fake runner: however it is scheduled, every request gets the tokens it gets alone."""
 
+import math
 import random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jpaged.config import Limits
-from jpaged.core.block_pool import BlockPool
-from jpaged.core.request import FinishReason, InvalidParameter, SamplingParams
-from jpaged.core.scheduler import Scheduler
-from tests.fake_runner import VOCAB, FakeRunner, generate, next_token
-
-
-def make(blocks=16, size=4, *, seqs=4, tokens=16, length=64, cache=True, eos=()):
-    pool = BlockPool(blocks, size, enable_prefix_caching=cache)
-    scheduler = Scheduler(pool, Limits(length, seqs, tokens), vocab_size=VOCAB, eos_token_ids=eos)
-    return scheduler, FakeRunner(blocks, size)
+from jpaged.core.params import BeamSearchParams, InvalidParameter, SamplingParams
+from jpaged.core.request import FinishReason, Sample, SequenceResult
+from tests.core.traffic import assert_as_alone, drain, draw, make, step
+from tests.fake_runner import VOCAB, generate, next_token
 
 
 def add(scheduler, name, prompt, **params):
     return scheduler.add(str(name), prompt, SamplingParams(**params), seed=0)
-
-
-def step(scheduler, runner):
-    decision = scheduler.schedule()
-    scheduler.check_invariants()
-    assert decision.num_tokens <= scheduler.limits.max_num_batched_tokens
-    assert len(decision.num_scheduled_tokens) <= scheduler.limits.max_num_seqs
-    assert decision.num_scheduled_tokens or not scheduler.has_work, "a step that does nothing would last for ever"
-    advanced = scheduler.update(decision, *runner.step(decision))
-    scheduler.check_invariants()
-    return decision, advanced
-
-
-def drain(scheduler, runner):
-    while scheduler.has_work:
-        step(scheduler, runner)
-    assert scheduler.pool.num_used == 0
 
 
 def test_one_request_runs_to_its_length():
@@ -46,7 +23,7 @@ def test_one_request_runs_to_its_length():
     drain(scheduler, runner)
     (sequence,) = request.sequences
     assert sequence.output_token_ids == generate([1, 2, 3, 4, 5], 7)
-    assert sequence.logprobs == [-float(t) for t in sequence.output_token_ids]
+    assert [sample.logprob for sample in sequence.samples] == [-float(t) for t in sequence.output_token_ids]
     assert sequence.finish_reason == FinishReason.LENGTH and runner.num_steps == 7
 
 
@@ -90,8 +67,9 @@ def test_a_prefix_is_computed_once_and_the_last_token_always():
     again = add(scheduler, 1, prompt, max_tokens=1)
     longer = add(scheduler, 2, [*prompt, 40], max_tokens=1)
     decision, _ = step(scheduler, runner)
-    assert [s.num_cached_tokens for r in (first, again, longer) for s in r.sequences] == [0, 8, 12]
-    assert list(decision.num_scheduled_tokens.values()) == [4, 1]
+    assert [s.num_cached_tokens for r in (first, again, longer) for s in r.sequences] == [0, 11, 12]
+    assert list(decision.num_scheduled_tokens.values()) == [1, 1]
+    assert len(decision.block_copies) == 1, "the last block is shared up to its last token, and copied to be written"
 
 
 def test_generated_tokens_are_cached_too():
@@ -149,35 +127,44 @@ def test_an_abort_between_schedule_and_update_is_left_alone():
     decision = scheduler.schedule()
     results = runner.step(decision)
     scheduler.abort("0")
-    assert scheduler.update(decision, *results) == []
+    assert scheduler.update(decision, results) == []
     assert request.sequences[0].finish_reason == FinishReason.ABORT and scheduler.pool.num_used == 0
 
 
-def test_fork_shares_until_written_and_both_branches_go_on():
+def test_parallel_samples_share_until_they_write():
     scheduler, runner = make(size=4)
-    request = add(scheduler, 0, [1, 2, 3, 4, 5], max_tokens=8)
+    request = add(scheduler, 0, [1, 2, 3, 4, 5], n=3, max_tokens=8)
     step(scheduler, runner)
-    child = scheduler.fork(request.sequences[0])
-    used = scheduler.pool.num_used
-    child.tokens[-1] = (child.tokens[-1] + 1) % VOCAB  # the branches must differ, or sharing could not go wrong
-    forked = list(child.tokens)
+    assert len(request.sequences) == 3 and scheduler.pool.num_used == 2, "one prompt's blocks under three sequences"
     decision, _ = step(scheduler, runner)
-    assert len(decision.block_copies) == 1 and scheduler.pool.num_used == used + 1
+    assert len(decision.block_copies) == 2 and scheduler.pool.num_used == 4, "the last writer needs no copy"
     drain(scheduler, runner)
-    assert request.sequences[0].output_token_ids == generate([1, 2, 3, 4, 5], 8)
-    assert child.tokens == forked + generate(forked, 13 - len(forked))
+    assert [s.output_token_ids for s in request.sequences] == [generate([1, 2, 3, 4, 5], 8, seed) for seed in range(3)]
 
 
-def test_a_forked_request_is_preempted_as_one():
-    scheduler, runner = make(blocks=7, size=2, seqs=4)
-    old = add(scheduler, "old", [9, 9, 9], max_tokens=8)
-    young = add(scheduler, "young", [8, 8, 8], max_tokens=3)
-    step(scheduler, runner)
-    child = scheduler.fork(young.sequences[0])
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_parallel_samples_are_preempted_as_one_and_share_again(mode):
+    scheduler, runner = make(blocks=10, size=2, seqs=4, host=10, preemption=mode, cache=False)
+    old = add(scheduler, "old", [9, 9, 9], max_tokens=14)
+    young = add(scheduler, "young", [8, 8, 8, 8, 8, 8], n=3, max_tokens=5)
+    most, used = 0, []
+    while scheduler.has_work:
+        decision, _ = step(scheduler, runner)
+        most = max(most, scheduler.pool.num_used)
+        used.append(len(decision.swap_in))
+    assert scheduler.num_preemptions > 0 and (sum(used) > 0) == (mode == "swap")
+    assert old.sequences[0].output_token_ids == generate([9, 9, 9], 14)
+    assert [s.output_token_ids for s in young.sequences] == [generate([8] * 6, 5, seed) for seed in range(3)]
+
+
+def test_what_comes_back_from_the_host_is_found_again():
+    scheduler, runner = make(blocks=6, size=2, host=6, preemption="swap")
+    add(scheduler, "old", [9, 9, 9], max_tokens=8)
+    add(scheduler, "young", [8, 8, 8, 8], max_tokens=5)
+    while not step(scheduler, runner)[0].resumed:
+        pass
+    assert scheduler.pool.match([8, 8, 8, 8]).num_tokens == 4
     drain(scheduler, runner)
-    assert scheduler.num_preemptions > 0
-    assert old.sequences[0].output_token_ids == generate([9, 9, 9], 8)
-    assert child.output_token_ids == young.sequences[0].output_token_ids == generate([8, 8, 8], 3)
 
 
 @pytest.mark.parametrize(
@@ -216,52 +203,50 @@ def test_a_request_id_in_use_is_refused():
         add(scheduler, 0, [2])
 
 
-@settings(max_examples=150, deadline=None)
+def test_beams_that_may_go_nowhere_end_as_they_are():
+    scheduler, runner = make()
+    request = scheduler.add("0", [1], BeamSearchParams(beam_width=2, max_tokens=5), seed=0)
+    step(scheduler, runner)
+    texts = [s.output_token_ids for s in request.sequences]
+    decision = scheduler.schedule()
+    results = [SequenceResult([Sample(0, 0.0, 1, ((3, -math.inf),))]) for _ in runner.step(decision)]
+    assert scheduler.update(decision, results) == request.outputs
+    assert [s.output_token_ids for s in request.outputs] == texts
+    assert {s.finish_reason for s in request.outputs} == {FinishReason.STOP}
+    assert not scheduler.has_work and scheduler.pool.num_used == 0
+
+
+@settings(max_examples=200, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
-    blocks=st.integers(5, 24),
+    blocks=st.integers(6, 24),
     size=st.sampled_from([1, 2, 4, 8]),
-    seqs=st.integers(1, 5),
-    tokens=st.integers(5, 20),
+    seqs=st.integers(1, 6),
+    tokens=st.integers(6, 20),
     cache=st.booleans(),
+    mode=st.sampled_from(["recompute", "swap", "auto"]),
+    policy=st.sampled_from(["fcfs", "priority"]),
 )
-def test_any_traffic_gives_what_each_request_gives_alone(seed, blocks, size, seqs, tokens, cache):
-    """Random arrivals, aborts and forks in pools so small that preemption is common, with shared prefixes."""
+def test_any_traffic_gives_what_each_request_gives_alone(seed, blocks, size, seqs, tokens, cache, mode, policy):
+    """Random arrivals and aborts of requests of every kind, in pools so small that preemption is common."""
     rng = random.Random(seed)
-    scheduler, runner = make(blocks, size, seqs=seqs, tokens=tokens, length=40, cache=cache, eos=[0])
-    room = scheduler.max_sequence_len
-    requests, forks = [], []
+    scheduler, runner = make(
+        blocks, size, seqs=seqs, tokens=tokens, length=40, cache=cache, eos=[0], host=rng.choice([0, 3, 20]),
+        preemption=mode, policy=policy, block_swap_cost=rng.choice([0, size, 2 * size]),
+    )  # fmt: skip
+    requests = []
     for arrival in range(12):
-        prefix = [rng.randrange(1, 3)] * rng.randrange(0, 9)
-        prompt = [*prefix, rng.randrange(VOCAB)][: room - 1]
-        limit = rng.randint(1, min(12, room - len(prompt)))
-        requests.append(add(scheduler, arrival, prompt, max_tokens=limit, ignore_eos=rng.random() < 0.5))
+        prompt, params, options = draw(rng, scheduler)
+        requests.append(scheduler.add(str(arrival), prompt, params, seed=0, **options))
         for _ in range(rng.randrange(4)):
             if scheduler.has_work:
                 step(scheduler, runner)
         if rng.random() < 0.15:
             scheduler.abort(str(rng.randrange(arrival + 1)))
             scheduler.check_invariants()
-        forkable = [
-            r.sequences[0] for r in scheduler.running.values()
-            if len(r.sequences) == 1 and not r.sequences[0].finish_reason and 2 * -(-room // size) <= blocks
-        ]  # fmt: skip
-        if forkable and seqs >= 2 and rng.random() < 0.3:
-            running = sum(len(r.sequences) for r in scheduler.running.values())
-            if running < seqs:
-                forks.append(scheduler.fork(rng.choice(forkable)))
-                scheduler.check_invariants()
     drain(scheduler, runner)
-    for sequence in [r.sequences[0] for r in requests] + forks:
-        got = sequence.output_token_ids
-        params, prompt = sequence.request.params, sequence.request.prompt_token_ids
-        expected = generate(prompt, sequence.request.max_tokens)
-        if not params.ignore_eos and 0 in expected:
-            expected = expected[: expected.index(0) + 1]
-        if sequence.finish_reason == FinishReason.ABORT:
-            assert got == expected[: len(got)]
-        else:
-            assert got == expected
+    for request in requests:
+        assert_as_alone(request, scheduler.eos_token_ids)
 
 
 def test_the_fake_runner_notices_a_wrong_block():

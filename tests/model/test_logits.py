@@ -11,7 +11,8 @@ from flax import nnx
 
 from jpaged.config import Limits, ModelConfig, RopeConfig
 from jpaged.core.block_pool import BlockPool
-from jpaged.core.request import SamplingParams
+from jpaged.core.params import SamplingParams
+from jpaged.core.request import Sample, SequenceResult
 from jpaged.core.scheduler import Scheduler
 from jpaged.engine import Engine
 from jpaged.model.weights import load_safetensors
@@ -35,6 +36,7 @@ class LogitsRunner:
         self.pool = allocate_pool(model.config, num_blocks, BLOCK, kernels.head_dim, "float32", jax.devices()[0])
         self.buckets, self.width = buckets, width
         self.logits: dict[int, np.ndarray] = {}
+        self.vocab_size = model.config.vocab_size
 
         def run(pool, batch, decode):
             x, pool = forward(model, pool, batch, kernels, decode=decode)
@@ -43,13 +45,13 @@ class LogitsRunner:
         self.run = jax.jit(run, static_argnums=2)
 
     def step(self, decision):
-        bucket, batch = make_batch(decision, self.buckets, BLOCK, self.width)
+        bucket, batch = make_batch(decision, self.buckets, BLOCK, self.width, self.vocab_size)
         logits, self.pool = self.run(self.pool, batch, bucket.decode)
         logits = np.asarray(logits)
         for position, row in zip(batch.positions[: decision.num_tokens], logits):
             self.logits[int(position)] = row
         last = batch.cu_q_lens[1 : 1 + len(decision.num_scheduled_tokens)] - 1
-        return logits[last].argmax(-1).tolist(), [0.0] * len(last)
+        return [SequenceResult([Sample(token, 0.0)]) for token in logits[last].argmax(-1).tolist()]
 
 
 @pytest.fixture(scope="module", params=checkpoints.CASES)

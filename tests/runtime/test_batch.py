@@ -1,5 +1,6 @@
 """The arrays of a step, slot by slot, and the ladder of shapes."""
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given
@@ -7,7 +8,8 @@ from hypothesis import strategies as st
 
 from jpaged.config import Limits
 from jpaged.core.block_pool import BlockPool
-from jpaged.core.request import SamplingParams
+from jpaged.core.params import MAX_TOP, BeamSearchParams, SamplingParams
+from jpaged.core.request import Sample, SequenceResult
 from jpaged.core.scheduler import Scheduler
 from jpaged.runtime.batch import Bucket, Buckets, empty_batch, ladder, make_batch
 
@@ -16,7 +18,8 @@ LIMITS = Limits(max_model_len=32, max_num_seqs=4, max_num_batched_tokens=24)
 
 def test_ladder():
     assert ladder(2, 16, 2) == (2, 4, 8, 16)
-    assert ladder(16, 100, 4) == (16, 64, 100)
+    assert ladder(16, 100, 4) == (25, 100)
+    assert ladder(16, 2048, 4) == (32, 128, 512, 2048)
     assert ladder(16, 16, 4) == (16,)
 
 
@@ -26,14 +29,14 @@ def test_every_step_fits_a_shape_and_wastes_little(seqs, tokens, data):
     buckets = Buckets(Limits(10**6, seqs, tokens))
     num_seqs = data.draw(st.integers(1, seqs))
     num_tokens = data.draw(st.integers(num_seqs, tokens))
-    bucket = buckets.fit(num_tokens, num_seqs)
+    bucket = buckets.fit(num_tokens, num_seqs, num_tokens == num_seqs)
     assert bucket in buckets.all and len(set(buckets.all)) == len(buckets.all) <= 24
     assert bucket.num_tokens >= num_tokens and bucket.num_seqs >= num_seqs
     assert bucket.decode == (num_tokens == num_seqs)
     if bucket.decode:
         assert bucket.num_seqs < max(3, 2 * num_seqs)
     else:
-        assert bucket.num_tokens < max(17, 4 * num_tokens)
+        assert bucket.num_tokens < max(64, 4 * num_tokens)
 
 
 def test_no_shape_has_a_single_row():
@@ -43,24 +46,71 @@ def test_no_shape_has_a_single_row():
 def test_a_mixed_batch():
     scheduler = Scheduler(BlockPool(16, 4), LIMITS, vocab_size=100)
     scheduler.add("a", [1, 2, 3, 4, 5], SamplingParams(temperature=0.5, top_k=7, top_p=0.9, min_p=0.1), seed=2**33 + 5)
-    scheduler.add("b", [6], SamplingParams(temperature=1e-7, top_k=-1), seed=-1)
-    scheduler.update(scheduler.schedule(), [50, 51], [0.0, 0.0])
-    scheduler.add("c", list(range(10, 19)), SamplingParams(), seed=0)
-    bucket, batch = make_batch(scheduler.schedule(), Buckets(LIMITS), 4, 8)
-    assert bucket == Bucket(16, 4, False)
-    a, b, c = (r.sequences[0].table for r in scheduler.running.values())
-    assert batch.tokens.tolist() == [50, 51, *range(10, 19)] + [0] * 5
-    assert batch.positions.tolist() == [5, 1, *range(9)] + [0] * 5
-    assert batch.slot_mapping.tolist() == [a.slot(5), b.slot(1), *(c.slot(i) for i in range(9))] + [-1] * 5
+    scheduler.add("b", [6], SamplingParams(temperature=1e-7), seed=-1)
+    scheduler.update(scheduler.schedule(), [SequenceResult([Sample(token, 0.0)]) for token in (50, 51)])
+    scheduler.add("c", list(range(10, 19)), SamplingParams(), seed=-1)
+    bucket, batch = make_batch(scheduler.schedule(), Buckets(LIMITS), 4, 8, 100)
+    assert bucket == Bucket(24, 4, False)
+    a, b, c = (r.sequences[0].table for r in scheduler.running)
+    assert batch.tokens.tolist() == [50, 51, *range(10, 19)] + [0] * 13
+    assert batch.positions.tolist() == [5, 1, *range(9)] + [0] * 13
+    assert batch.slot_mapping.tolist() == [a.slot(5), b.slot(1), *(c.slot(i) for i in range(9))] + [-1] * 13
     assert batch.context_lens.tolist() == [6, 2, 9, 0]
     assert batch.cu_q_lens.tolist() == [0, 1, 2, 11, 11]
     assert [batch.block_tables[i, : len(t.block_ids)].tolist() for i, t in enumerate((a, b, c))] == [
         t.block_ids for t in (a, b, c)
     ]
-    assert batch.temperature.tolist() == [0.5, 0.0, 1.0, 0.0] and batch.top_k.tolist() == [7, 0, 0, 0]
-    np.testing.assert_allclose(batch.top_p, [0.9, 1, 1, 1])
-    np.testing.assert_allclose(batch.min_p, [0.1, 0, 0, 0])
-    assert batch.seeds.tolist() == [[2, 5], [2**32 - 1, 2**32 - 1], [0, 0], [0, 0]]
+    assert batch.sampled_from.tolist() == [0, 1, 10, 0]
+    sampling = batch.sampling
+    assert sampling.positions.tolist() == [6, 2, 9, 0]
+    assert sampling.temperature.tolist() == [0.5, 0.0, 1.0, 0.0] and sampling.top_k.tolist() == [7, 0, 0, 0]
+    np.testing.assert_allclose(sampling.top_p, [0.9, 1, 1, 1])
+    np.testing.assert_allclose(sampling.min_p, [0.1, 0, 0, 0])
+    assert sampling.seeds.tolist() == [[2, 5], [0, 0], [2**32 - 1, 2**32 - 1], [0, 0]]
+    assert not (sampling.stateful.any() or sampling.masked.any() or sampling.beam.any() or sampling.num_top.any())
+
+
+def test_several_samples_of_one_prompt():
+    scheduler = Scheduler(BlockPool(16, 4), LIMITS, vocab_size=100)
+    scheduler.add("a", [1, 2, 3], SamplingParams(n=3, logprobs=0), seed=2**64 - 1)
+    scheduler.add("b", [4], BeamSearchParams(beam_width=1), seed=0)
+    bucket, batch = make_batch(scheduler.schedule(), Buckets(LIMITS), 4, 8, 100)
+    assert bucket == Bucket(24, 4, False)
+    assert batch.sampled_from.tolist() == [2, 2, 2, 3] and batch.sampling.positions.tolist() == [3, 3, 3, 1]
+    assert batch.sampling.seeds[:3].tolist() == [[2**32 - 1, 2**32 - 1], [0, 0], [0, 1]]
+    assert batch.sampling.num_top.tolist() == [1, 1, 1, MAX_TOP] and batch.sampling.beam.tolist() == [False] * 3 + [
+        True
+    ]
+
+
+def test_a_prompt_of_one_token_with_several_samples_is_a_decode_step():
+    scheduler = Scheduler(BlockPool(16, 4), LIMITS, vocab_size=100)
+    scheduler.add("a", [1], SamplingParams(n=3), seed=0)
+    bucket, batch = make_batch(scheduler.schedule(), Buckets(LIMITS), 4, 8, 100)
+    assert bucket == Bucket(4, 4, True) and batch.sampled_from.tolist() == [0] * 4
+
+
+def test_state_masks_and_targets():
+    scheduler = Scheduler(BlockPool(16, 4), LIMITS, vocab_size=100, eos_token_ids=[2])
+    params = SamplingParams(
+        prompt_logprobs=2, min_tokens=2, stop_token_ids=[40], presence_penalty=0.5, frequency_penalty=-1.0,
+        repetition_penalty=1.5,
+    )  # fmt: skip
+    scheduler.add("a", [1, 2, 3], params, seed=0, bad_words=((7,), (8, 9)))
+    results = [SequenceResult([Sample(8, -1.0)], [Sample(2, -1.0), Sample(3, -1.0)])]
+    for counted, forbidden, targets in ((-1, {2, 40}, [2, 3]), (8, {2, 40, 9}, []), (8, {9}, [])):
+        decision = scheduler.schedule()
+        bucket, batch = make_batch(decision, Buckets(LIMITS), 4, 8, 100)
+        assert bucket.decode == (not targets)
+        sampling = batch.sampling
+        assert batch.targets[batch.targets >= 0].tolist() == targets
+        assert (sampling.counted[0], sampling.stateful[0], sampling.masked[0]) == (counted, True, True)
+        assert sampling.rows[0] == scheduler.running.first.sequences[0].row
+        assert (sampling.presence[0], sampling.frequency[0], sampling.repetition[0]) == (0.5, -1.0, 1.5)
+        allowed = [t for t in range(128) if sampling.allowed_bits[0, t // 32] >> (t % 32) & 1]
+        assert allowed == sorted(set(range(100)) - forbidden)
+        scheduler.update(decision, results)
+        results = [SequenceResult([Sample(8, -1.0)])]
 
 
 @pytest.mark.parametrize("bucket", Buckets(LIMITS).all)
@@ -69,7 +119,7 @@ def test_dtypes_do_not_depend_on_the_content(bucket):
     scheduler = Scheduler(BlockPool(64, 4), LIMITS, vocab_size=100)
     for i in range(4):
         scheduler.add(str(i), [1] * (1 + i), SamplingParams(seed=2**63), seed=2**63)
-    _, full = make_batch(scheduler.schedule(), Buckets(LIMITS), 4, 8)
-    empty = empty_batch(bucket, 8)
-    assert [x.dtype for x in full] == [x.dtype for x in empty]
+    _, full = make_batch(scheduler.schedule(), Buckets(LIMITS), 4, 8, 100)
+    empty = empty_batch(bucket, 8, 100)
+    assert [x.dtype for x in jax.tree.leaves(full)] == [x.dtype for x in jax.tree.leaves(empty)]
     assert len(empty.tokens) == bucket.num_tokens and len(empty.context_lens) == bucket.num_seqs

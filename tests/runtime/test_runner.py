@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from jpaged import LLM, ModelConfig, SamplingParams
+from jpaged import LLM, BeamSearchParams, ModelConfig, SamplingParams
 from jpaged.model.weights import abstract_llama, dummy_llama
 from jpaged.runtime import runner as runner_module
 from jpaged.runtime.batch import Bucket, empty_batch
 from jpaged.runtime.kv_cache import block_bytes, fitting_blocks, modest_blocks
-from jpaged.runtime.step import make_copy_blocks, make_step
+from jpaged.runtime.sampling_state import empty_state
+from jpaged.runtime.step import Step, make_copy_blocks
 from pallas_kernels import select
 from tests import deviceless
 
@@ -60,49 +61,30 @@ def test_nothing_compiles_after_warm_up_whatever_arrives(llm):
     with Compilations() as compilations:
         for count in (1, 2, 3, 8, 30):
             prompts = [[rng.randrange(300) for _ in range(rng.randint(1, 90))] for _ in range(count)]
-            params = [
-                SamplingParams(
-                    temperature=rng.choice([0.0, 0.7]), top_k=rng.choice([0, 5]), top_p=rng.choice([0.5, 1.0]),
-                    max_tokens=rng.randint(1, 30), seed=rng.choice([None, 2**63 + 1]),
-                )
-                for _ in range(count)
-            ]  # fmt: skip
-            llm.generate(prompts, params, use_tqdm=False)
-        request = llm.engine.add("forked", prompts[0], SamplingParams(max_tokens=20, temperature=0))
-        llm.engine.step()
-        while request.sequences[0].num_computed_tokens < len(prompts[0]):
-            llm.engine.step()
-        llm.engine.scheduler.fork(request.sequences[0])
-        while llm.engine.has_work:
-            llm.engine.step()
-    assert llm.engine.scheduler.num_preemptions > 0, "the mix must include preemption"
+            llm.generate(prompts, [any_params(rng) for _ in prompts], use_tqdm=False)
+    scheduler = llm.engine.scheduler
+    assert scheduler.num_preemptions > 0 and scheduler.num_swapped_blocks > 0, "the mix must include both"
     assert compilations.count == 0
+
+
+def any_params(rng) -> SamplingParams | BeamSearchParams:
+    common = {
+        "max_tokens": rng.randint(4, 30), "min_tokens": rng.choice([0, 4]), "presence_penalty": rng.choice([0, 1]),
+        "logit_bias": rng.choice([None, {3: 2.0}]), "logprobs": rng.choice([None, 0, 20]),
+        "prompt_logprobs": rng.choice([None, None, 2]),
+    }  # fmt: skip
+    if rng.random() < 0.3:
+        return BeamSearchParams(beam_width=rng.choice([1, 2, 4]), **common)
+    return SamplingParams(
+        temperature=rng.choice([0.0, 0.7]), top_k=rng.choice([0, 5]), top_p=rng.choice([0.5, 1.0]),
+        seed=rng.choice([None, 2**63 + 1]), n=rng.choice([1, 1, 3]), **common,
+    )  # fmt: skip
 
 
 def test_the_counter_counts(model):
     with Compilations() as compilations:
         jax.jit(lambda x: x * 3.5)(jnp.ones(7)).block_until_ready()
     assert compilations.count > 0
-
-
-def test_block_copies_on_the_device(llm):
-    """Two branches of a sequence, forked in the middle of a block, go on as the one sequence would have."""
-    prompt, params = list(range(20)), SamplingParams(max_tokens=24, temperature=0)
-    expected = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids
-    request = llm.engine.add("fork", prompt, params)
-    for _ in range(3):
-        llm.engine.step()
-    first = request.sequences[0]
-    second = llm.engine.scheduler.fork(first)
-    second.tokens[-1] = (second.tokens[-1] + 1) % 300  # a branch that writes other keys, or nothing could go wrong
-    start = len(second.tokens)
-    forked = list(second.tokens)
-    while llm.engine.has_work:
-        llm.engine.step()
-    assert first.output_token_ids == expected
-    alone = llm.generate(forked, SamplingParams(max_tokens=20 + 24 - start, temperature=0), use_tqdm=False)[0]
-    assert second.tokens[start:] == alone.outputs[0].token_ids
-    assert llm.engine.scheduler.pool.num_used == 0
 
 
 def test_a_module_in_hand_is_served_with_its_own_arrays(model, llm):
@@ -130,7 +112,12 @@ def step_avals(llama: ModelConfig, dtype: str, bucket: Bucket):
     params, treedef = jax.tree.flatten(nnx.from_flat_state(leaves))
     shape = (POOL_BLOCKS, llama.num_key_value_heads, BLOCK, llama.head_dim)
     pool = [jax.ShapeDtypeStruct(shape, dtype)] * (2 * llama.num_hidden_layers)
-    return graphdef, treedef, params, pool, empty_batch(bucket, 8)
+    state = jax.eval_shape(lambda: empty_state(bucket.num_seqs + 3, llama.vocab_size))  # no array of samples is like it
+    return graphdef, treedef, params, pool, state, empty_batch(bucket, 8, llama.vocab_size)
+
+
+def nbytes(tree) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def bytes_of_a_block(dtype: str) -> int:
@@ -164,25 +151,27 @@ BUCKETS = [Bucket(8, 8, True), Bucket(64, 8, False)]
 
 @pytest.mark.parametrize("bucket", BUCKETS, ids=["decode", "mixed"])
 def test_the_step_aliases_the_pool_and_copies_none_of_it_on_a_cpu(bucket):
-    graphdef, treedef, params, pool, batch = step_avals(LLAMA, "float32", bucket)
-    compiled = make_step(graphdef, treedef, kernels_for("reference", "float32")).lower(
-        params, pool, batch, bucket.decode
-    ).compile()  # fmt: skip
-    memory, pool_bytes = compiled.memory_analysis(), POOL_BLOCKS * bytes_of_a_block("float32")
+    graphdef, treedef, params, pool, state, batch = step_avals(LLAMA, "float32", bucket)
+    step = Step(graphdef, treedef, kernels_for("reference", "float32"))
+    lowered = step.forward.lower(params, pool, batch, bucket.decode)
+    compiled, pool_bytes = lowered.compile(), POOL_BLOCKS * bytes_of_a_block("float32")
+    memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes == pool_bytes
     assert memory.temp_size_in_bytes < pool_bytes / len(pool)
     assert copies(compiled.as_text(), pool[0].shape, "f32") == 0
+    compiled = step.choose.lower(params, state, lowered.out_info[0], batch.sampling).compile()
+    assert compiled.memory_analysis().alias_size_in_bytes == nbytes(state)
+    assert all(copies(compiled.as_text(), x.shape, name) == 0 for x, name in zip(state, ("s32", "pred", "f32")))
 
 
 @pytest.mark.parametrize("bucket", BUCKETS, ids=["decode", "mixed"])
 def test_the_step_aliases_the_pool_and_copies_none_of_it_on_an_h200(bucket):
     if reason := deviceless.why_not():
         pytest.skip(reason)
-    graphdef, treedef, params, pool, batch = step_avals(LLAMA, "bfloat16", bucket)
-    step = make_step(graphdef, treedef, kernels_for("mosaic", "bfloat16"))
+    graphdef, treedef, params, pool, _, batch = step_avals(LLAMA, "bfloat16", bucket)
+    step = Step(graphdef, treedef, kernels_for("mosaic", "bfloat16"))
     compiled = deviceless.compile_for_h200(
-        lambda params, pool, batch: step(params, pool, batch, bucket.decode), params, pool, batch, donate_argnums=1,
-        figures=False,
+        lambda *args: step.forward(*args, bucket.decode), params, pool, batch, donate_argnums=1, figures=False,
     )  # fmt: skip
     pool_bytes = POOL_BLOCKS * bytes_of_a_block("bfloat16")
     assert compiled.aliased_bytes == pool_bytes
@@ -191,13 +180,26 @@ def test_the_step_aliases_the_pool_and_copies_none_of_it_on_an_h200(bucket):
     assert "mosaic_gpu" in compiled.hlo
 
 
+def test_choosing_aliases_its_state_and_copies_none_of_it_on_an_h200():
+    if reason := deviceless.why_not():
+        pytest.skip(reason)
+    bucket = BUCKETS[0]
+    graphdef, treedef, params, _, state, batch = step_avals(LLAMA, "bfloat16", bucket)
+    step = Step(graphdef, treedef, kernels_for("mosaic", "bfloat16"))
+    x_sd = jax.ShapeDtypeStruct((bucket.num_seqs, LLAMA.hidden_size), "bfloat16")
+    compiled = deviceless.compile_for_h200(step.choose, params, state, x_sd, batch.sampling, donate_argnums=1,
+                                           figures=False)  # fmt: skip
+    assert compiled.aliased_bytes == nbytes(state)
+    assert all(compiled.copies_of(x.shape, x.dtype) == 0 for x in state)
+
+
 def copies(hlo: str, shape, dtype: str) -> int:
     array = f"{dtype}[{','.join(map(str, shape))}]"
     return sum(array in line.partition(" copy(")[0] for line in hlo.splitlines() if " copy(" in line)
 
 
 def test_block_copies_alias_the_pool_too():
-    _, _, _, pool, _ = step_avals(LLAMA, "float32", BUCKETS[0])
+    _, _, _, pool, *_ = step_avals(LLAMA, "float32", BUCKETS[0])
     indices = jax.ShapeDtypeStruct((8,), jnp.int32)
     compiled = make_copy_blocks(kernels_for("reference", "float32")).lower(pool, indices, indices).compile()
     assert compiled.memory_analysis().alias_size_in_bytes == POOL_BLOCKS * bytes_of_a_block("float32")

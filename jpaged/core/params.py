@@ -1,0 +1,245 @@
+"""How a request wants its tokens chosen, checked field by field: in the words of vLLM and of the OpenAI API."""
+
+import math
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Series
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any
+
+from jpaged.core.beam import EarlyStopping
+
+MAX_LOGPROBS = 20
+MAX_BEAM_WIDTH = 64
+# Most likely tokens that a step can return of one sequence: a beam needs its width, and all that end it.
+MAX_TOP = 2 * MAX_BEAM_WIDTH
+
+
+class InvalidParameter(ValueError):
+    """The caller's error: `field` names what is wrong; the message says what was given and what is allowed."""
+
+    def __init__(self, field: str, message: str):
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+def _rule(allowed: str, holds: Callable[[object], bool]) -> dict[str, Any]:
+    return {"allowed": allowed, "holds": holds}
+
+
+def _number(low: float, high: float = math.inf) -> Callable[[object], bool]:
+    return lambda x: isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x) and low <= x <= high
+
+
+def _integer(low: float, high: float = math.inf) -> Callable[[object], bool]:
+    return lambda x: isinstance(x, int) and not isinstance(x, bool) and low <= x <= high
+
+
+def _optional(holds: Callable[[object], bool]) -> Callable[[object], bool]:
+    return lambda x: x is None or holds(x)
+
+
+def _series(holds: Callable[[object], bool]) -> Callable[[object], bool]:
+    return lambda xs: isinstance(xs, tuple) and all(holds(x) for x in xs)
+
+
+def _text(x: object) -> bool:
+    return isinstance(x, str) and bool(x)
+
+
+_LOGPROBS = _rule(f"between 0 and {MAX_LOGPROBS}, or none", _optional(_integer(0, MAX_LOGPROBS)))
+_PENALTY = _rule("between -2 and 2", _number(-2, 2))
+_TOKENS = _rule("token ids", _series(_integer(0)))
+_TOKENS_OR_NONE = _rule("token ids", _optional(_series(_integer(0))))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationParams:
+    """What sampling and beam search have in common.
+
+    Attributes:
+        max_tokens: None is as many as the model's and the pool's length allow.
+        min_tokens: no end-of-sequence token, stop token or stop string ends the text before so many tokens.
+        stop: strings that end the text; they are not part of it unless `include_stop_str_in_output`.
+        stop_token_ids: tokens that end it, besides the model's own end-of-sequence tokens.
+        ignore_eos: go on after an end-of-sequence token.
+        presence_penalty: taken off the logit of every token that the output holds.
+        frequency_penalty: taken off it as often as the output holds it.
+        repetition_penalty: divides the positive logits, multiplies the negative ones, of every token that prompt or
+            output holds (CTRL, arXiv:1909.05858).
+        logit_bias: {token id: what is added to its logit}.
+        allowed_token_ids: no other token is ever chosen; None allows all.
+        bad_words: texts that the output never holds, each as the tokens that it has at the start of a word or inside.
+        logprobs: how many of the most likely tokens to return with their logprobs beside the chosen one's (of the
+            model's own distribution, before temperature and the rest); None returns none.
+        prompt_logprobs: the same for each token of the prompt but the first.
+        truncate_prompt_tokens: keep so many tokens of the prompt's end; -1 keeps what max_model_len has room for.
+        skip_special_tokens: leave special tokens out of the text.
+    """
+
+    max_tokens: int | None = field(default=16, metadata=_rule("a whole number of at least 1", _optional(_integer(1))))
+    min_tokens: int = field(default=0, metadata=_rule("a whole number of at least 0", _integer(0)))
+    stop: str | Series[str] = field(default=(), metadata=_rule("a non-empty string, or several", _series(_text)))
+    stop_token_ids: Series[int] = field(default=(), metadata=_TOKENS)
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    presence_penalty: float = field(default=0.0, metadata=_PENALTY)
+    frequency_penalty: float = field(default=0.0, metadata=_PENALTY)
+    repetition_penalty: float = field(default=1.0, metadata=_rule("above 0", lambda x: _number(0)(x) and x != 0))
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Series[int] | None = field(
+        default=None, metadata=_rule("token ids", _optional(_TOKENS["holds"]))
+    )
+    bad_words: Series[str] = field(default=(), metadata=_rule("non-empty strings", _series(_text)))
+    logprobs: int | None = field(default=None, metadata=_LOGPROBS)
+    prompt_logprobs: int | None = field(default=None, metadata=_LOGPROBS)
+    truncate_prompt_tokens: int | None = field(
+        default=None, metadata=_rule("at least 1, or -1", lambda x: _optional(_integer(-1))(x) and x != 0)
+    )
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        def settle(name: str, value: object) -> None:
+            object.__setattr__(self, name, value)
+
+        settle("stop", (self.stop,) if isinstance(self.stop, str) else _tuple(self.stop or ()))
+        settle("bad_words", _tuple(self.bad_words or ()))
+        settle("stop_token_ids", _tuple(self.stop_token_ids or ()))
+        if self.allowed_token_ids is not None:
+            settle("allowed_token_ids", _tuple(self.allowed_token_ids))
+        if self.logit_bias is not None:
+            settle("logit_bias", self._settled_bias(self.logit_bias))
+        for each in fields(self):
+            holds, value = each.metadata.get("holds"), getattr(self, each.name)
+            if holds is not None and not holds(value):
+                raise InvalidParameter(each.name, f"must be {each.metadata['allowed']}, not {_given(value)}")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidParameter("min_tokens", f"{self.min_tokens} exceeds max_tokens ({self.max_tokens})")
+        if self.allowed_token_ids == ():
+            raise InvalidParameter("allowed_token_ids", "must allow at least one token")
+
+    @property
+    def num_sequences(self) -> int:
+        """How many sequences the request grows into."""
+        raise NotImplementedError
+
+    @property
+    def num_outputs(self) -> int:
+        """How many of them are returned."""
+        raise NotImplementedError
+
+    @cached_property
+    def has_state(self) -> bool:
+        """Whether choosing a token needs more than the logits: what has been generated, or a bias."""
+        return (
+            self.presence_penalty != 0
+            or self.frequency_penalty != 0
+            or self.repetition_penalty != 1
+            or bool(self.logit_bias)
+            or self.allowed_token_ids is not None
+            or bool(self.bad_words)
+        )
+
+    def truncated(self, prompt_token_ids: list[int], max_model_len: int) -> list[int]:
+        """What `truncate_prompt_tokens` keeps of a prompt."""
+        keep = self.truncate_prompt_tokens
+        if keep == -1:
+            keep = max(1, max_model_len - (self.max_tokens or 1))
+        return prompt_token_ids if keep is None else prompt_token_ids[-keep:]
+
+    def _settled_bias(self, given: Mapping[int, float]) -> dict[int, float]:
+        try:  # JSON has its keys as strings
+            bias = {int(token): value for token, value in dict(given).items()}
+        except (TypeError, ValueError):
+            bias = {-1: 0.0}
+        if not all(_integer(0)(token) and _number(-100, 100)(value) for token, value in bias.items()):
+            raise InvalidParameter(
+                "logit_bias", f"must give token ids numbers between -100 and 100, not {_given(given)}"
+            )
+        return bias
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams(GenerationParams):
+    """How tokens are drawn.
+
+    Attributes:
+        n: how many outputs to return.
+        best_of: how many outputs to generate, of which the `n` with the highest logprob per token are returned.
+        temperature: 0 is greedy.
+        top_k: keep the k most likely tokens; 0 or -1 keeps all.
+        top_p: keep the smallest set of tokens that holds this much probability, after top_k.
+        min_p: keep tokens at least this likely relative to the most likely one.
+        seed: makes a request's tokens repeatable, whatever runs beside it; choice i gets what seed + i alone gives.
+            None draws from the engine's seed.
+    """
+
+    n: int = field(default=1, metadata=_rule("a whole number of at least 1", _integer(1)))
+    best_of: int | None = field(default=None, metadata=_rule("a whole number of at least 1", _optional(_integer(1))))
+    temperature: float = field(default=1.0, metadata=_rule("a number of at least 0", _number(0)))
+    top_k: int = field(
+        default=0, metadata=_rule("a whole number of at least 1, or 0 or -1 for all tokens", _integer(-1))
+    )
+    top_p: float = field(default=1.0, metadata=_rule("above 0 and at most 1", lambda x: _number(0, 1)(x) and x != 0))
+    min_p: float = field(default=0.0, metadata=_rule("between 0 and 1", _number(0, 1)))
+    seed: int | None = field(
+        default=None, metadata=_rule("a whole number of at most 64 bits", _optional(_integer(-(2**63), 2**64 - 1)))
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.best_of is not None and self.best_of < self.n:
+            raise InvalidParameter("best_of", f"{self.best_of} is below n ({self.n})")
+
+    @property
+    def num_sequences(self) -> int:
+        return self.best_of or self.n
+
+    @property
+    def num_outputs(self) -> int:
+        return self.n
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeamSearchParams(GenerationParams):
+    """Beam search as Hugging Face's `generate(num_beams=...)` does it; penalties and biases act on log-probabilities.
+
+    Attributes:
+        beam_width: how many beams live at once.
+        n: how many of the best hypotheses to return; None returns `beam_width`.
+        length_penalty: a hypothesis scores its sum of logprobs over its length to this power.
+        early_stopping: True ends with the first `beam_width` hypotheses; False once the best live beam, judged at its
+            present length, can't beat the worst of them; "never" judges it at the length that favours it most.
+    """
+
+    beam_width: int = field(
+        metadata=_rule(f"a whole number between 1 and {MAX_BEAM_WIDTH}", _integer(1, MAX_BEAM_WIDTH))
+    )
+    n: int | None = field(default=None, metadata=_rule("a whole number of at least 1", _optional(_integer(1))))
+    length_penalty: float = field(default=1.0, metadata=_rule("a number", _number(-math.inf)))
+    early_stopping: EarlyStopping = field(
+        default=False, metadata=_rule('true, false or "never"', lambda x: x is True or x is False or x == "never")
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_outputs > self.beam_width:
+            raise InvalidParameter("n", f"{self.n} exceeds beam_width ({self.beam_width})")
+
+    @property
+    def num_sequences(self) -> int:
+        return self.beam_width
+
+    @property
+    def num_outputs(self) -> int:
+        return self.n or self.beam_width
+
+
+def _tuple(value: object) -> object:
+    """A tuple of any series; what is none stays what it is, and is refused by its field's rule."""
+    return tuple(value) if isinstance(value, Series) and not isinstance(value, str) else value
+
+
+def _given(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,80 @@
+"""What choosing a token needs of a sequence's past, kept on the device: one row per running sequence."""
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+class SamplingState(NamedTuple):
+    """R rows over a vocabulary of V. Jitted functions take it donated and change it in place."""
+
+    output_counts: jax.Array  # [R, V] int32, how often the output holds the token
+    in_prompt: jax.Array  # [R, V] bool
+    bias: jax.Array  # [R, V] float32, what is added to the logit; -inf forbids the token
+
+
+def empty_state(num_rows: int, vocab_size: int, device: jax.Device | None = None) -> SamplingState:
+    """Rows of nothing: no token seen, none biased."""
+    shape = num_rows, vocab_size
+    return SamplingState(*(jnp.zeros(shape, dtype, device=device) for dtype in (jnp.int32, jnp.bool, jnp.float32)))
+
+
+def host_row(
+    vocab_size: int,
+    prompt_token_ids: Iterable[int],
+    output_token_ids: Iterable[int],
+    bias: Mapping[int, float] | None = None,
+    allowed_token_ids: Iterable[int] | None = None,
+    banned_tokens: Iterable[int] = (),
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """One row of the state: ([V] int32, [V] bool, [V] float32). What is not allowed, or banned, is so at any bias."""
+    counts_v = np.bincount(_ids(output_token_ids), minlength=vocab_size).astype(np.int32)
+    in_prompt_v = np.zeros(vocab_size, np.bool)
+    in_prompt_v[_ids(prompt_token_ids)] = True
+    bias_v = np.zeros(vocab_size, np.float32)
+    if allowed_token_ids is not None:
+        bias_v[:] = -np.inf
+        bias_v[_ids(allowed_token_ids)] = 0
+    for token, value in (bias or {}).items():
+        bias_v[token] += value
+    bias_v[_ids(banned_tokens)] = -np.inf
+    return counts_v, in_prompt_v, bias_v
+
+
+def write_row(
+    state: SamplingState, row: jax.Array, counts_v: jax.Array, in_prompt_v: jax.Array, bias_v: jax.Array
+) -> SamplingState:
+    """The state with one row replaced; row -1 replaces nothing. `row` is an int32 scalar."""
+    at = _or_past_the_end(row, state)
+    values = SamplingState(counts_v, in_prompt_v, bias_v)
+    return jax.tree.map(lambda array, value_v: array.at[at].set(value_v, mode="drop"), state, values)
+
+
+def copy_rows(state: SamplingState, sources_c: jax.Array, destinations_c: jax.Array) -> SamplingState:
+    """The state with rows copied, all of them read before any is written. [C] int32 each, -1 in either = padding."""
+    at_c = _or_past_the_end(jnp.where(sources_c < 0, -1, destinations_c), state)
+
+    def copy(array: jax.Array) -> jax.Array:
+        # Read apart from the writing, or XLA may find that the writing needs a copy of the whole array.
+        values_cv = jax.lax.optimization_barrier(array[jnp.maximum(sources_c, 0)])
+        return array.at[at_c].set(values_cv, mode="drop")
+
+    return jax.tree.map(copy, state)
+
+
+def count_tokens(state: SamplingState, rows_s: jax.Array, tokens_s: jax.Array) -> SamplingState:
+    """The state with token s counted as output of its row s, both [S] int32; -1 in either counts nothing."""
+    at_s = _or_past_the_end(jnp.where(tokens_s < 0, -1, rows_s), state)
+    return state._replace(output_counts=state.output_counts.at[at_s, tokens_s].add(1, mode="drop"))
+
+
+def _ids(tokens: Iterable[int]) -> np.ndarray:
+    return np.fromiter(tokens, np.int64)
+
+
+def _or_past_the_end(rows: jax.Array, state: SamplingState) -> jax.Array:
+    """Negative rows moved to where writes are dropped: an index of -1 would be the last row."""
+    return jnp.where(rows < 0, state.output_counts.shape[0], rows)

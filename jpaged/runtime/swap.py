@@ -1,0 +1,87 @@
+"""KV blocks in the host's memory, and their way there and back, many in one transfer."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+# Blocks of one transfer: few shapes, so that few executables; short transfers are padded up to the first.
+TRANSFERS = (8, 64)
+
+Pairs = Sequence[tuple[int, int]]
+
+
+class _Chunk(NamedTuple):
+    """What one transfer brought: blocks [2L, C, K, B, H], of which row i is host block `block_ids[i]`."""
+
+    blocks: jax.Array
+    block_ids: list[int]
+
+
+class HostBlocks:
+    """The content of the host's blocks, in pinned memory, which a GPU reads and writes at full speed.
+
+    Blocks that came in one transfer are one array, which is dropped when they leave, or when the id of any of them is
+    given to another: a request's blocks come and go together, so none of the others is needed any more.
+    """
+
+    def __init__(self, device: jax.Device):
+        kinds = {memory.kind for memory in device.addressable_memories()}
+        self._host = SingleDeviceSharding(device, memory_kind="pinned_host" if "pinned_host" in kinds else None)
+        self._device = SingleDeviceSharding(device)
+        self._chunks: dict[int, _Chunk] = {}
+
+    def take_in(self, pool: list[jax.Array], pairs: Pairs) -> None:
+        """Copies a request's blocks to the host: (block of the pool, block of the host)."""
+        for part in _transfers(pairs):
+            sources = np.zeros(_padded(len(part)), np.int32)
+            sources[: len(part)] = [source for source, _ in part]
+            chunk = _Chunk(jax.device_put(_gather(pool, sources), self._host), [host for _, host in part])
+            for block_id in chunk.block_ids:
+                self._drop(block_id)
+            self._chunks.update(dict.fromkeys(chunk.block_ids, chunk))
+
+    def give_back(self, pool: list[jax.Array], pairs: Pairs) -> list[jax.Array]:
+        """The pool, donated, with blocks copied into it from the host, which has them no longer: (block of the host,
+        block of the pool)."""
+        wanted = dict(pairs)
+        while wanted:
+            chunk = self._chunks[next(iter(wanted))]
+            destinations = np.full(chunk.blocks.shape[1], -1, np.int32)
+            destinations[: len(chunk.block_ids)] = [wanted.pop(block_id, -1) for block_id in chunk.block_ids]
+            pool = _scatter(pool, jax.device_put(chunk.blocks, self._device), destinations)
+            self._drop(chunk.block_ids[0])
+        return pool
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    def _drop(self, block_id: int) -> None:
+        if block_id in self._chunks:
+            for other in self._chunks[block_id].block_ids:
+                self._chunks.pop(other, None)
+
+
+def _transfers(pairs: Pairs) -> Iterator[Pairs]:
+    return (pairs[i : i + TRANSFERS[-1]] for i in range(0, len(pairs), TRANSFERS[-1]))
+
+
+def _padded(count: int) -> int:
+    return next(size for size in TRANSFERS if size >= count)
+
+
+@jax.jit
+def _gather(pool: list[jax.Array], sources_c: Any) -> jax.Array:
+    return jnp.stack([array[sources_c] for array in pool])
+
+
+def _scatter_blocks(pool: list[jax.Array], blocks: jax.Array, destinations_c: Any) -> list[jax.Array]:
+    # A negative index would be the last block; one past the end is dropped.
+    at_c = jnp.where(destinations_c < 0, pool[0].shape[0], destinations_c)
+    return [array.at[at_c].set(block, mode="drop") for array, block in zip(pool, blocks, strict=True)]
+
+
+_scatter = jax.jit(_scatter_blocks, donate_argnums=0)

@@ -1,0 +1,71 @@
+"""Bugs to plant: what the allocator's tests are there to find."""
+
+from jpaged.core.block_pool import BlockPool
+from jpaged.core.block_table import BlockTable
+from jpaged.core.scheduler import Scheduler
+
+
+def _leak(patch):
+    free = BlockTable.free
+
+    def forgetful(table):
+        table.block_ids = table.block_ids[:-1]
+        free(table)
+
+    patch.setattr(BlockTable, "free", forgetful)
+
+
+def _double_free(patch):
+    free = BlockTable.free
+
+    def twice(table):
+        shared = [block_id for block_id in table.block_ids if table.pool.ref_count(block_id) > 1]
+        free(table)
+        for block_id in shared[:1]:
+            table.pool.free(block_id)
+
+    patch.setattr(BlockTable, "free", twice)
+
+
+def _missed_copy_on_write(patch):
+    append, ref_count = BlockTable.append, BlockPool.ref_count
+
+    def blind(table, start, end):
+        with patch.context() as within:
+            within.setattr(BlockPool, "ref_count", lambda pool, block_id: min(1, ref_count(pool, block_id)))
+            return append(table, start, end)
+
+    patch.setattr(BlockTable, "append", blind)
+
+
+def _stale_cache(patch):
+    """A block that is written stays in the prefix cache."""
+    patch.setattr(BlockPool, "forget", lambda pool, block_id: None)
+
+
+def _lost_row(patch):
+    def lose(scheduler, sequence):
+        sequence.row = None
+
+    patch.setattr(Scheduler, "_give_row", lose)
+
+
+def _missed_swap(patch):
+    schedule = Scheduler.schedule
+
+    def deaf(scheduler):
+        decision = schedule(scheduler)
+        del decision.swap_in[1:]
+        return decision
+
+    patch.setattr(Scheduler, "schedule", deaf)
+
+
+BUGS = {
+    "leak": _leak,
+    "double free": _double_free,
+    "missed copy-on-write": _missed_copy_on_write,
+    "stale cache": _stale_cache,
+    "lost row": _lost_row,
+    "missed swap": _missed_swap,
+}

@@ -1,0 +1,216 @@
+"""Every order in which requests can come, be aborted, scheduled and updated and the cache be reset, on pools of a few
+blocks: the whole graph of states, breadth first, so that what fails is told in the fewest events.
+
+    python -m tests.core.test_every_interleaving    larger pools and more requests, and how many states there were
+"""
+
+import itertools
+import time
+from collections import Counter, deque
+from typing import NamedTuple
+
+import pytest
+
+from jpaged.core.params import BeamSearchParams, GenerationParams, SamplingParams
+from tests.core import traffic
+from tests.core.planted import BUGS
+from tests.fake_runner import digests
+
+Event = str | int  # a number aborts that request
+
+
+# Each as long as the pool allows. The two that branch keep a state for it.
+KINDS: dict[str, GenerationParams] = {
+    "one": SamplingParams(max_tokens=None),
+    "pair": SamplingParams(max_tokens=None, n=2, presence_penalty=1),
+    "beam": BeamSearchParams(max_tokens=None, beam_width=2, presence_penalty=1),
+    "told": SamplingParams(max_tokens=None, prompt_logprobs=0),
+}
+
+
+class Scenario(NamedTuple):
+    """`requests` come in this order, each with the first `length` tokens of one text as its prompt."""
+
+    blocks: int
+    size: int
+    mode: str
+    requests: tuple[str, ...] = ("one", "pair", "beam")
+    length: int = 2
+    cache: bool = True
+
+
+MODES = "recompute", "swap"
+SMALL = [Scenario(*shape) for shape in itertools.product((2, 3, 4), (1, 2), MODES)]
+LARGE = [
+    *SMALL,
+    *(Scenario(4, 2, *rest, 3) for rest in itertools.product(MODES, itertools.permutations(KINDS, 3))),
+    *(Scenario(3, 2, mode, tuple(KINDS)) for mode in MODES),
+    Scenario(5, 2, "recompute"),
+    Scenario(4, 2, "recompute", cache=False),
+]
+
+
+class World:
+    """A scheduler and its runner, and what can happen to them."""
+
+    def __init__(self, scenario: Scenario):
+        self.scenario = scenario
+        self.scheduler, self.runner = traffic.make(
+            scenario.blocks, scenario.size, seqs=4, tokens=4, cache=scenario.cache,
+            host=scenario.blocks * (scenario.mode != "recompute"), preemption=scenario.mode,
+        )  # fmt: skip
+        self.requests = []
+        self.decision = None
+
+    def events(self) -> list[Event]:
+        events: list[Event] = []
+        if self.decision is not None:
+            events.append("update")
+        elif self.scheduler.has_work:
+            events.append("schedule")
+        if len(self.requests) < len(self.scenario.requests):
+            events.append("add")
+        events += [i for i, request in enumerate(self.requests) if not request.finished]
+        if self.scheduler.pool._children:
+            events.append("reset")
+        return events
+
+    def apply(self, event: Event) -> None:
+        scheduler = self.scheduler
+        if event == "add":
+            number = len(self.requests)
+            prompt, params = [1, 2, 3][: self.scenario.length], KINDS[self.scenario.requests[number]]
+            self.requests.append(scheduler.add(str(number), prompt, params, seed=0))
+        elif event == "schedule":
+            self.decision = scheduler.schedule()
+            self.results = self.runner.step(self.decision)
+        elif event == "update":
+            scheduler.update(self.decision, self.results)
+            self.decision = None
+        elif event == "reset":
+            scheduler.pool.reset_prefix_cache()
+        else:
+            scheduler.abort(str(event))
+
+    def check(self) -> None:
+        """Every invariant; all that is held, here or on the host, or remembered; what has ended."""
+        scheduler, runner, size = self.scheduler, self.runner, self.scenario.size
+        scheduler.check_invariants()
+        assert self.decision is None or not self.decision.idle, "a step that does nothing would last for ever"
+        for request in scheduler.requests.values():
+            for sequence in request.live:
+                memory = runner.memory if sequence.table.pool is scheduler.pool else runner.host
+                text = digests(sequence.tokens[: sequence.num_computed_tokens])
+                assert [memory[sequence.table.slot(i)] for i in range(len(text))] == text, "it is not what was written"
+        remembered = [("", [])]
+        for parent, text in remembered:
+            for block in scheduler.pool._children.get(parent, ()):
+                longer = [*text, *block.tokens]
+                slots = slice(block.block_id * size, (block.block_id + 1) * size)
+                assert runner.memory[slots] == digests(longer)[-size:], "the cache offers something else"
+                remembered.append((block.node, longer))
+        for request in self.requests:
+            if request.finished:
+                traffic.assert_as_alone(request)
+        if not scheduler.has_work:
+            traffic.assert_nothing_leaked(scheduler)
+
+    def state(self) -> int:
+        """The same for states that differ in names alone: of blocks, of nodes, of rows."""
+        scheduler, pool = self.scheduler, self.scheduler.pool
+        names: dict[tuple, int] = {}
+
+        def name(kind, thing):
+            return names.setdefault((kind, thing), len(names))
+
+        def of_sequence(request, sequence):
+            kind = "block" if sequence.table.pool is pool else "host"
+            row = None
+            if request.params.has_state and sequence.row is not None:
+                row = name("row", sequence.row), tuple(self.runner.rows[sequence.row] or ())
+            leader = sequence.leader and (request.sequences.index(sequence.leader[0]), sequence.leader[1])
+            return (
+                tuple(sequence.tokens), sequence.num_computed_tokens, sequence.finish_reason, leader, kind, row,
+                tuple(name(kind, i) for i in sequence.table.block_ids), tuple(name("node", n) for n in sequence.nodes),
+            )  # fmt: skip
+
+        requests = tuple(
+            None if request.finished else (
+                request in scheduler.running, len(request.prompt_samples),
+                request.beam and len(request.beam.hypotheses),
+                tuple(of_sequence(request, sequence) for sequence in request.sequences),
+            )
+            for request in self.requests
+        )  # fmt: skip
+        decision = self.decision and (
+            tuple((s.request.request_id, s.index, n) for s, n in self.decision.num_scheduled_tokens.items()),
+            tuple(request.request_id for request in self.decision.resumed),
+        )
+        rows = tuple((name("row", a), name("row", b)) for a, b in scheduler._row_copies.items())
+        free, block = [], pool._head.next
+        while block is not pool._head:
+            free.append(name("block", block.block_id))
+            block = block.next
+        cache = []
+        for kind, thing in list(names):
+            if kind == "block" and (block := pool._blocks[thing]).node is not None:
+                parent = block.parent if isinstance(block.parent, str) else name("node", block.parent)
+                cache.append((names[kind, thing], name("node", block.node), parent, block.tokens))
+        return hash((requests, decision, rows, tuple(free), tuple(cache)))
+
+
+def explore(scenario: Scenario, ways: int = 1) -> int:
+    """Checks every state that can be reached; returns how many there are. Goes on from the first `ways` in which one
+    is reached, and compares them."""
+    seen: Counter[int] = Counter()
+    after: dict[tuple[int, Event], int] = {}
+    paths: deque[tuple[int, tuple[Event, ...]]] = deque([(0, ())])
+    while paths:
+        before, path = paths.popleft()
+        world = World(scenario)
+        try:
+            for event in path:
+                world.apply(event)
+            state = world.state()
+            if path:
+                assert after.setdefault((before, path[-1]), state) == state, "one state, two futures"
+            seen[state] += 1
+            if seen[state] > ways:
+                continue
+            world.check()
+        except BaseException as error:
+            error.add_note(f"after {path} of {scenario}")
+            raise
+        paths.extend((state, (*path, event)) for event in world.events())
+    for state in seen:
+        steps = 0
+        while following := after.get((state, "schedule")) or after.get((state, "update")):
+            state, steps = following, steps + 1
+            assert steps <= len(seen), "a request that is left alone goes round in circles"
+    return len(seen)
+
+
+def test_in_whatever_order_things_happen_nothing_breaks():
+    counts = [explore(scenario) for scenario in SMALL]
+    print(f"{sum(counts)} states of {len(SMALL)} scenarios")
+    assert sum(counts) > 5000
+
+
+def test_what_counts_as_one_state_has_one_future():
+    explore(Scenario(3, 2, "swap"), ways=2)
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_it_finds_a_planted_bug(bug, monkeypatch):
+    BUGS[bug](monkeypatch)
+    with pytest.raises(AssertionError):
+        for scenario in SMALL:
+            explore(scenario)
+
+
+if __name__ == "__main__":
+    start, total = time.time(), 0
+    for scenario in LARGE:
+        total += (count := explore(scenario))
+        print(f"{count:6} states: {scenario}")
+    print(f"{total} states of {len(LARGE)} scenarios in {time.time() - start:.0f} s")

@@ -1,0 +1,118 @@
+"""The engine for as long as a server runs: tens of thousands of requests of every kind, some of them aborted.
+
+python -m tests.core.test_long_run [requests seed]
+"""
+
+import hashlib
+import random
+import sys
+import time
+from collections import Counter, defaultdict
+
+import pytest
+
+from jpaged.core.queue import RequestQueue
+from jpaged.core.request import FinishReason, Request, SequenceResult
+from jpaged.core.scheduler import ScheduleDecision
+from jpaged.engine import Engine
+from tests.core import traffic
+from tests.core.planted import BUGS
+from tests.fake_runner import FakeRunner
+
+EOS = frozenset([0])
+MAX_OUTSTANDING = 12
+
+
+class Witness:
+    """A runner that sees every decision: keeps a digest of them all, and whom the last one served."""
+
+    def __init__(self, runner: FakeRunner):
+        self.runner = runner
+        self.trace = hashlib.blake2b(digest_size=8)
+        self.served: dict[Request, None] = {}
+
+    def step(self, decision: ScheduleDecision) -> list[SequenceResult]:
+        work = [(s.request.request_id, s.index, s.row, n) for s, n in decision.num_scheduled_tokens.items()]
+        moves = decision.swap_out, decision.block_copies, decision.swap_in, decision.row_copies
+        self.trace.update(repr((work, moves, [request.request_id for request in decision.preempted])).encode())
+        self.served = {sequence.request: None for sequence in decision.num_scheduled_tokens}
+        return self.runner.step(decision)
+
+
+def run(num_requests: int, seed: int) -> tuple[str, Counter[str]]:
+    """Serves so many requests, as they come; returns a digest of all that was decided, and what happened."""
+    rng = random.Random(seed)
+    scheduler, runner = traffic.make(
+        blocks=16, size=4, seqs=6, tokens=32, length=40, eos=EOS, host=24, block_swap_cost=2.0
+    )
+    witness = Witness(runner)
+    engine = Engine(scheduler, witness, seed=seed)
+    outstanding: list[Request] = []
+    unserved: dict[Request, tuple[int, int]] = {}  # when it came, and how many steps it may wait
+    told: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    latest = -1
+    counts: Counter[str] = Counter()
+    while counts["requests"] < num_requests or outstanding:
+        while counts["requests"] < num_requests and len(outstanding) < MAX_OUTSTANDING and rng.random() < 0.8:
+            prompt, params, options = traffic.draw(rng, scheduler, longest=16)
+            request = engine.add(str(counts["requests"]), prompt, params, **options)
+            # It waits for those before it alone, and the first of them takes a step of its own in every step.
+            unserved[request] = runner.num_steps, sum(map(traffic.most_steps, outstanding))
+            outstanding.append(request)
+            counts["requests"] += 1
+        if outstanding and rng.random() < 0.02:
+            engine.abort(rng.choice(outstanding).request_id)
+        for delta in engine.step():
+            told[delta.request_id][delta.index] += delta.token_ids
+        for request in [request for request in witness.served if request in unserved]:
+            came, bound = unserved.pop(request)
+            waited = runner.num_steps - 1 - came
+            assert waited <= bound, f"{request.request_id} waited {waited} steps, not at most {bound}"
+            counts["longest wait"] = max(counts["longest wait"], waited)
+            assert latest < int(request.request_id), f"{latest} overtook {request.request_id}"
+            latest = int(request.request_id)
+        for request in [request for request in outstanding if request.finished]:
+            outstanding.remove(request)
+            unserved.pop(request, None)
+            traffic.assert_as_alone(request, EOS)
+            outputs = told.pop(request.request_id, {})
+            if any(sequence.finish_reason == FinishReason.ABORT for sequence in request.sequences):
+                counts["aborted"] += 1
+            else:
+                assert outputs == {i: s.output_token_ids for i, s in enumerate(request.outputs)}
+        if runner.num_steps % 20 == 0:
+            scheduler.check_invariants()
+    traffic.assert_nothing_leaked(scheduler)
+    assert not told and not unserved
+    counts["steps"], counts["copies"] = runner.num_steps, runner.num_copies
+    counts["preemptions"], counts["swapped blocks"] = scheduler.num_preemptions, scheduler.num_swapped_blocks
+    counts["prefix hits"] = scheduler.prefix_hits
+    return witness.trace.hexdigest(), counts
+
+
+def test_twenty_thousand_requests_leave_nothing_behind_and_none_waits_for_ever():
+    _, counts = run(20_000, seed=0)
+    print(dict(counts))
+    assert counts["aborted"] > 100 and counts["preemptions"] > 1000 and counts["swapped blocks"] > 1000
+
+
+def test_the_same_seed_decides_the_same():
+    assert run(500, seed=1) == run(500, seed=1) != run(500, seed=2)
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_it_finds_a_planted_bug(bug, monkeypatch):
+    BUGS[bug](monkeypatch)
+    with pytest.raises((AssertionError, IndexError)):  # there is no row left before anybody counts them
+        run(500, seed=0)
+
+
+def test_it_finds_a_request_that_is_overtaken(monkeypatch):
+    monkeypatch.setattr(RequestQueue, "first", property(lambda queue: list(queue)[-1]))
+    with pytest.raises(AssertionError, match="overtook"):
+        run(500, seed=0)
+
+
+if __name__ == "__main__":
+    start = time.time()
+    print(*run(*map(int, sys.argv[1:] or (20_000, 0))), f"{time.time() - start:.0f} s")

@@ -1,0 +1,120 @@
+"""Scheduler and allocator attacked by hypothesis: any requests, aborts, evictions and resets in any order, also between
+a step's scheduling and its update, in pools so small that requests take each other's blocks all the time."""
+
+from collections import Counter
+
+import hypothesis.stateful as stateful
+import pytest
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+
+from tests.core import traffic
+from tests.core.planted import BUGS
+
+EOS = frozenset([0])
+
+
+class Traffic(stateful.RuleBasedStateMachine):
+    """A rule is one call of the engine's. The fake runner checks what every step reads."""
+
+    mode: str
+    seen: Counter[str]
+
+    @stateful.initialize(
+        blocks=st.integers(2, 10),
+        size=st.sampled_from([1, 2, 4]),
+        seqs=st.integers(1, 4),
+        tokens=st.integers(4, 12),
+        host=st.sampled_from([0, 3, 12]),
+        cache=st.booleans(),
+        policy=st.sampled_from(["fcfs", "priority"]),
+        cost=st.integers(0, 4),
+    )
+    def start(self, blocks, size, seqs, tokens, host, cache, policy, cost):
+        self.scheduler, self.runner = traffic.make(
+            blocks, size, seqs=seqs, tokens=tokens, length=24, host=host, cache=cache, eos=EOS, policy=policy,
+            preemption=self.mode, block_swap_cost=cost,
+        )  # fmt: skip
+        self.requests = []
+        self.decision = None
+
+    @stateful.rule(rng=st.randoms(use_true_random=False), count=st.integers(1, 3))
+    def add(self, rng, count):
+        for _ in range(count):
+            prompt, params, options = traffic.draw(rng, self.scheduler)
+            name = str(len(self.requests))
+            self.requests.append(self.scheduler.add(name, prompt, params, seed=rng.randrange(9), **options))
+
+    @stateful.precondition(lambda self: self.decision is None)
+    @stateful.rule()
+    def schedule(self):
+        self.decision = traffic.schedule(self.scheduler)
+        self.results = self.runner.step(self.decision)
+
+    @stateful.precondition(lambda self: self.decision is not None)
+    @stateful.rule()
+    def update(self):
+        self.scheduler.update(self.decision, self.results)
+        self.decision = None
+
+    @stateful.precondition(lambda self: self.decision is None)
+    @stateful.rule(count=st.integers(2, 6))
+    def steps(self, count):
+        for _ in range(count):
+            traffic.step(self.scheduler, self.runner)
+
+    @stateful.precondition(lambda self: self.requests)
+    @stateful.rule(data=st.data())
+    def abort(self, data):
+        at = data.draw(st.integers(0, len(self.requests) - 1))
+        self.seen["abort in a step"] += self.decision is not None and not self.requests[at].finished
+        self.scheduler.abort(str(at))
+
+    @stateful.rule()
+    def reset(self):
+        self.scheduler.pool.reset_prefix_cache()
+
+    @stateful.rule(count=st.integers(1, 3))
+    def evict(self, count):
+        """Somebody else takes blocks for a moment."""
+        pool = self.scheduler.pool
+        for block_id in [pool.allocate() for _ in range(min(count, pool.num_free))]:
+            pool.free(block_id)
+
+    @stateful.invariant()
+    def nothing_is_wrong(self):
+        if hasattr(self, "scheduler"):
+            self.scheduler.check_invariants()
+
+    def teardown(self):
+        if not hasattr(self, "scheduler"):
+            return
+        if self.decision is not None:
+            self.update()
+        traffic.drain(self.scheduler, self.runner)
+        for request in self.requests:
+            traffic.assert_as_alone(request, EOS)
+        self.seen["preemption"] += self.scheduler.num_preemptions
+        self.seen["swap"] += self.scheduler.num_swapped_blocks
+        self.seen["copy"] += self.runner.num_copies
+
+
+def attack(mode: str, **options) -> Counter[str]:
+    Attack = type("Attack", (Traffic,), {"mode": mode, "seen": Counter()})
+    options |= {"stateful_step_count": 40, "deadline": None, "report_multiple_bugs": False}
+    stateful.run_state_machine_as_test(Attack, settings=settings(**options))
+    return Attack.seen
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap", "auto"])
+def test_whatever_happens_every_request_gives_what_it_gives_alone(mode):
+    seen = attack(mode, max_examples=120)
+    assert seen["copy"] and seen["preemption"] and seen["abort in a step"]
+    assert bool(seen["swap"]) == (mode != "recompute")
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_it_finds_a_planted_bug(bug, monkeypatch):
+    BUGS[bug](monkeypatch)
+    with pytest.raises((AssertionError, IndexError)):  # what is left after a bug is drained, as well as it goes
+        attack("swap", max_examples=300, phases=[Phase.generate], database=None)

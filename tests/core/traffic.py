@@ -1,0 +1,152 @@
+"""Requests of every kind over a fake runner, and what each of them gives alone."""
+
+import random
+
+from jpaged.config import Limits
+from jpaged.core.beam import BeamSearch, Candidate
+from jpaged.core.block_pool import BlockPool
+from jpaged.core.params import BeamSearchParams, SamplingParams
+from jpaged.core.request import FinishReason, Request, Sequence
+from jpaged.core.scheduler import ScheduleDecision, Scheduler
+from tests.fake_runner import VOCAB, FakeRunner, beams, next_token, prompt_samples
+
+
+def make(blocks=16, size=4, *, seqs=4, tokens=16, length=64, cache=True, eos=(), host=0, **options):
+    pool = BlockPool(blocks, size, enable_prefix_caching=cache)
+    host_pool = BlockPool(host, size, enable_prefix_caching=False) if host else None
+    limits = Limits(length, seqs, tokens)
+    scheduler = Scheduler(pool, limits, vocab_size=VOCAB, eos_token_ids=eos, host_pool=host_pool, **options)
+    return scheduler, FakeRunner(blocks, size, host)
+
+
+def schedule(scheduler: Scheduler) -> ScheduleDecision:
+    decision = scheduler.schedule()
+    scheduler.check_invariants()
+    assert decision.num_tokens <= scheduler.limits.max_num_batched_tokens
+    assert len(decision.num_scheduled_tokens) <= scheduler.limits.max_num_seqs
+    assert not decision.idle or not scheduler.has_work, "a step that does nothing would last for ever"
+    return decision
+
+
+def step(scheduler: Scheduler, runner: FakeRunner) -> tuple[ScheduleDecision, list[Sequence]]:
+    decision = schedule(scheduler)
+    advanced = scheduler.update(decision, runner.step(decision))
+    scheduler.check_invariants()
+    return decision, advanced
+
+
+def most_steps(request: Request) -> int:
+    """A request that nobody may preempt any more writes at least one token a step, but in the one that brings it back
+    from the host."""
+    return request.num_sequences * (len(request.prompt_token_ids) + request.max_tokens) + 1
+
+
+def drain(scheduler: Scheduler, runner: FakeRunner) -> None:
+    """Runs until nothing is left: of requests, of blocks held, of rows taken."""
+    waiting = list(scheduler.requests.values())
+    # One that was let in before its elders, by priority, may be preempted once by each of them.
+    bound = len(waiting) * sum(map(most_steps, waiting))
+    while scheduler.has_work:
+        assert bound, f"{len(scheduler.requests)} of {len(waiting)} requests don't end"
+        bound -= 1
+        step(scheduler, runner)
+    assert_nothing_leaked(scheduler)
+
+
+def assert_nothing_leaked(scheduler: Scheduler) -> None:
+    assert not scheduler.requests and not scheduler.waiting and not scheduler.running
+    scheduler.check_invariants()
+    for pool in (scheduler.pool, scheduler.host_pool):
+        assert pool is None or pool.num_used == 0, f"{pool.num_used} blocks are never given back"
+    assert len(scheduler._free_rows) == scheduler.limits.max_num_seqs
+
+
+def draw(rng: random.Random, scheduler: Scheduler, longest: int = 12):
+    """Any request that fits: its prompt, its parameters, and what else `add` takes."""
+    prompt = [rng.randrange(1, 3)] * rng.randrange(0, longest - 2) + [rng.randrange(VOCAB)]
+    width = rng.choice([1, rng.randint(1, scheduler.limits.max_num_seqs)])
+    while (room := scheduler.max_sequence_len(len(prompt), width) - len(prompt)) < 1:
+        if width > 1:
+            width -= 1
+        else:
+            prompt.pop()
+    most = min(longest, room)
+    max_tokens = rng.choice([most, rng.randint(1, most)])
+    common = {
+        "max_tokens": max_tokens,
+        "min_tokens": rng.choice([0, 0, rng.randint(0, max_tokens)]),
+        "stop_token_ids": [rng.randrange(VOCAB) for _ in range(rng.choice([0, 0, 3]))],
+        "ignore_eos": rng.random() < 0.5,
+        "presence_penalty": rng.choice([0, 0, 1]),  # the fake runner only keeps the state that it needs
+        "prompt_logprobs": rng.choice([None, None, None, 0]),
+    }
+    params: SamplingParams | BeamSearchParams
+    if rng.random() < 0.35:
+        params = BeamSearchParams(
+            beam_width=width, n=rng.choice([None, rng.randint(1, width)]),
+            early_stopping=rng.choice([True, False, "never"]), length_penalty=rng.choice([0.0, 1.0, -1.0]), **common,
+        )  # fmt: skip
+    else:
+        params = SamplingParams(n=rng.randint(1, width), best_of=rng.choice([None, width]), **common)
+    options = {"cache_salt": rng.choice(["", "", "a"])}
+    if scheduler.policy == "priority":
+        options["priority"] = rng.randrange(3)
+    return prompt, params, options
+
+
+def alone(request: Request, eos: frozenset[int]) -> list[list[int]]:
+    """The outputs of a request, of which it returns some, without an engine: every text from scratch."""
+    params, prompt = request.params, request.prompt_token_ids
+    ends = {*params.stop_token_ids} | (set() if params.ignore_eos else eos)
+
+    def forbidden(length):
+        return eos | {*params.stop_token_ids} if length < params.min_tokens else ()
+
+    if isinstance(params, BeamSearchParams):
+        return _beam_search(prompt, params, request.max_tokens, ends, forbidden)
+    outputs = []
+    for seed in range(request.seed, request.seed + request.num_sequences):
+        output: list[int] = []
+        while len(output) < request.max_tokens and not (output and output[-1] in ends):
+            output.append(next_token(prompt + output, seed, forbidden(len(output))))
+        outputs.append(output)
+    return outputs
+
+
+def _beam_search(prompt, params, max_tokens, ends, forbidden):
+    search = BeamSearch(params.beam_width, max_tokens, params.length_penalty, params.early_stopping)
+    live, scores = [[]], [0.0]
+    for length in range(max_tokens):
+        candidates = [
+            Candidate(beam, token, logprob, score + logprob)
+            for beam, (tokens, score) in enumerate(zip(live, scores))
+            for token, logprob in beams(prompt + tokens, forbidden(length))
+        ]
+
+        def end(candidate, live=live, last=length + 1 == max_tokens):
+            return [*live[candidate.beam], candidate.token] if last or candidate.token in ends else None
+
+        chosen = search.advance(candidates, length + 1, end)
+        live, scores = [[*live[c.beam], c.token] for c in chosen], [c.score for c in chosen]
+        if search.done:
+            break
+    return [hypothesis.beam for hypothesis in search.hypotheses]
+
+
+def assert_as_alone(request: Request, eos: frozenset[int] = frozenset()) -> None:
+    """That a request which has ended gave what it gives alone; of an aborted one, the beginning of that."""
+    assert request.finished
+    expected = alone(request, eos)
+    got = [sequence.output_token_ids for sequence in request.sequences]
+    aborted = [sequence.finish_reason == FinishReason.ABORT for sequence in request.sequences]
+    if any(aborted):
+        if not request.beam:
+            for tokens, whole, cut in zip(got, expected, aborted):
+                assert tokens == (whole[: len(tokens)] if cut else whole)
+        return
+    assert got == expected
+    wanted = prompt_samples(request.prompt_token_ids) if request.params.prompt_logprobs is not None else []
+    assert request.prompt_samples == wanted
+    if not request.beam:
+        best = sorted(expected, key=lambda tokens: sum(tokens) / len(tokens)) if not request.streams else expected
+        assert [s.output_token_ids for s in request.outputs] == best[: request.params.num_outputs]

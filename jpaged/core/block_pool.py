@@ -152,7 +152,7 @@ class BlockPool:
                 continue
             # In sorted order nothing has more in common with a text than its two neighbours.
             common, block = max(
-                ((_common(near.tokens, wanted), near) for near in siblings[max(at - 1, 0) : at + 1]),
+                ((common_length(near.tokens, wanted), near) for near in siblings[max(at - 1, 0) : at + 1]),
                 key=lambda pair: pair[0],
             )
             if 2 * common >= size:
@@ -216,6 +216,6 @@ class BlockPool:
         self.num_free -= 1
 
 
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
+def common_length(a: Sequence[int], b: Sequence[int]) -> int:
     """How many tokens two texts begin with alike."""
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))

@@ -135,6 +135,7 @@ class Request:
         rank: requests run in its order, and give way in the reverse order.
         cache_salt: only requests with the same salt share cached prefixes.
         bad_words: token ids of each text that the output may not hold.
+        num_top: how many of the most likely tokens to list with each sample; None for neither list nor rank.
         beam: the search, if this is one; its live beams are `sequences`, until in the end its best hypotheses are.
         find_stop: which stop string the text of a sequence holds once a token is added; None for none.
         prompt_samples: logprobs of the prompt's tokens but the first, as far as they are computed.
@@ -149,6 +150,7 @@ class Request:
     rank: tuple[int, int] = (0, 0)
     cache_salt: str = ""
     bad_words: tuple[tuple[int, ...], ...] = ()
+    num_top: int | None = None
     beam: BeamSearch[Sequence] | None = None
     find_stop: Callable[[Sequence, int], str | None] | None = None
     sequences: list[Sequence] = field(default_factory=list)

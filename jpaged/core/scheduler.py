@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from jpaged.config import Limits
 from jpaged.core.beam import BeamSearch, Candidate
-from jpaged.core.block_pool import BlockPool, Parent
+from jpaged.core.block_pool import BlockPool, Parent, common_length
 from jpaged.core.block_table import BlockTable, Copies, append, move, num_distinct, shortage
 from jpaged.core.params import MAX_TOP, BeamSearchParams, InvalidParameter, SamplingParams
 from jpaged.core.queue import RequestQueue
@@ -146,12 +146,15 @@ class Scheduler:
                 "max_tokens", f"{max_tokens} after a prompt of {length} tokens exceeds {limit} tokens in all ({bound})"
             )
         beam: BeamSearch[Sequence] | None = None
+        num_top = params.logprobs
         if isinstance(params, BeamSearchParams):
             beam = BeamSearch(params.beam_width, max_tokens, params.length_penalty, params.early_stopping)
-        rank = (priority, next(self._arrivals))
+            # Stop strings may end any of them.
+            num_top = max(num_top or 0, MAX_TOP if params.stop else self._num_candidates(params))
         request = Request(
-            request_id, list(prompt_token_ids), params, seed, max_tokens, prompt, rank, cache_salt, bad_words, beam
-        )
+            request_id, list(prompt_token_ids), params, seed, max_tokens, prompt, rank=(priority, next(self._arrivals)),
+            cache_salt=cache_salt, bad_words=bad_words, num_top=num_top, beam=beam,
+        )  # fmt: skip
         request.sequences.append(Sequence(request, list(prompt_token_ids), BlockTable(self.pool)))
         self.requests[request_id] = request
         self.waiting.add(request)
@@ -267,12 +270,13 @@ class Scheduler:
             for token in getattr(params, name) or ():
                 if not 0 <= token < self.vocab_size:
                     raise InvalidParameter(name, f"{token} {bound}")
-        if isinstance(params, BeamSearchParams):
-            # Every beam must bring its best tokens that don't end it, beside all that do.
-            ends = len(self.eos_token_ids | set(params.stop_token_ids))
-            if params.beam_width + ends > MAX_TOP:
-                told = f"{ends} tokens that end a beam and a beam_width of {params.beam_width} exceed {MAX_TOP}"
-                raise InvalidParameter("stop_token_ids", told)
+        if isinstance(params, BeamSearchParams) and self._num_candidates(params) > MAX_TOP:
+            told = f"{len(params.stop_token_ids)} and a beam_width of {params.beam_width} are more than {MAX_TOP}"
+            raise InvalidParameter("stop_token_ids", told)
+
+    def _num_candidates(self, params: BeamSearchParams) -> int:
+        """How many of its best tokens each beam must bring: as many as may go on, beside all that may end it."""
+        return params.beam_width + len(self.eos_token_ids | set(params.stop_token_ids))
 
     def _schedule_running(self, request: Request, budget: int, decision: ScheduleDecision) -> int:
         """Schedules what fits of a request, taking blocks from those behind it if it must; returns the tokens used."""
@@ -323,7 +327,7 @@ class Scheduler:
         if sequence.leader is None:
             return False
         leader, shared = sequence.leader
-        if leader.leader or leader.num_computed_tokens < shared:
+        if leader.num_computed_tokens < shared:
             return False
         size = self.pool.block_size
         sequence.table.share(leader.table.block_ids[: -(-shared // size)])
@@ -381,7 +385,7 @@ class Scheduler:
             match = self.pool.match(sequence.tokens[:limit], request.cache_salt)
             cached = 0 if self._wants_prompt_samples(request) else match.num_tokens
             if before:
-                shared = min(_common(before.tokens, sequence.tokens), before.num_tokens - 1, limit)
+                shared = min(common_length(before.tokens, sequence.tokens), before.num_tokens - 1, limit)
                 if shared > cached:
                     sequence.leader = before, shared
             if cached and not sequence.leader:
@@ -490,7 +494,7 @@ class Scheduler:
         self._take_row(child)
         if sequence.request.params.has_state:
             assert sequence.row is not None and child.row is not None
-            self._row_copies[child.row] = self._row_copies.get(sequence.row, sequence.row)
+            self._row_copies[child.row] = sequence.row
         return child
 
     def _remember(self, sequence: Sequence) -> None:
@@ -519,11 +523,6 @@ class Scheduler:
         """Forgets a request that has ended."""
         (self.running if request in self.running else self.waiting).remove(request)
         del self.requests[request.request_id]
-
-
-def _common(a: Series[int], b: Series[int]) -> int:
-    """How many tokens two sequences begin with alike."""
-    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
 def _width_name(params: SamplingParams | BeamSearchParams) -> str:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jpaged.config import Limits
-from jpaged.core.params import MAX_TOP, SamplingParams
+from jpaged.core.params import SamplingParams
 from jpaged.core.request import Sequence
 from jpaged.core.scheduler import ScheduleDecision
 from jpaged.runtime.sampler import Sampling, empty_sampling
@@ -136,9 +136,9 @@ def _targets(sequence: Sequence, start: int, end: int) -> list[int]:
 def _fill_sampling(sampling: Sampling, s: int, sequence: Sequence, branch: int) -> None:
     request, params = sequence.request, sequence.request.params
     sampling.positions[s] = sequence.num_tokens
+    if request.num_top is not None:
+        sampling.num_top[s] = max(request.num_top, 1)  # a rank comes with a list
     if isinstance(params, SamplingParams):
-        if params.logprobs is not None:
-            sampling.num_top[s] = max(params.logprobs, 1)  # a rank is wanted with every logprob, and comes with a list
         if params.temperature >= MIN_TEMPERATURE:
             seed = (request.seed + sequence.index + branch) % 2**64
             sampling.seeds[s] = seed >> 32, seed & 0xFFFFFFFF
@@ -148,7 +148,6 @@ def _fill_sampling(sampling: Sampling, s: int, sequence: Sequence, branch: int) 
             sampling.min_p[s] = params.min_p
     else:
         sampling.beam[s] = True
-        sampling.num_top[s] = MAX_TOP
     if params.has_state:
         sampling.stateful[s] = True
         sampling.rows[s] = sequence.row

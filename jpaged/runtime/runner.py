@@ -13,6 +13,7 @@ from flax import nnx
 from tqdm import tqdm
 
 from jpaged.config import EngineConfig, Limits, ModelConfig
+from jpaged.core.params import MAX_LOGPROBS
 from jpaged.core.request import Sample, Sequence, SequenceResult
 from jpaged.core.scheduler import ScheduleDecision
 from jpaged.model.llama import Llama
@@ -120,18 +121,16 @@ class ModelRunner:
             return []
         bucket, batch = make_batch(decision, self.buckets, self.block_size, self.table_width, self.vocab_size)
         sampled, x_td = self._run(bucket, batch)
-        prompt: Iterator[Sample] = iter(())
+        prompt: Iterator[tuple] = iter(())
         if x_td is not None and (batch.targets >= 0).any():
-            prompt = _samples(self._step.score(self.params, x_td, batch.targets))
-        samples = _samples(sampled, listed=bool(batch.sampling.num_top.any()))
+            prompt = _rows(self._step.score(self.params, x_td, batch.targets), MAX_LOGPROBS)
+        rows = _rows(sampled, int(batch.sampling.num_top.max()))
         results: list[SequenceResult] = []
         for sequence, count in decision.num_scheduled_tokens.items():
-            tokens = list(itertools.islice(samples, sequence.num_samples(count)))
-            wanted, top = sequence.request.params.prompt_logprobs, sequence.request.params.logprobs
-            if sequence.request.beam is None:
-                tokens = [_cut(sample, top) for sample in tokens]
-            known = [_cut(row, wanted) for row in itertools.islice(prompt, count) if row.token >= 0]
-            results.append(SequenceResult(tokens, known))
+            request = sequence.request
+            samples = [_sample(row, request.num_top) for row in itertools.islice(rows, sequence.num_samples(count))]
+            known = [_sample(row, request.params.prompt_logprobs) for row in itertools.islice(prompt, count)]
+            results.append(SequenceResult(samples, [sample for sample in known if sample.token >= 0]))
         return results
 
     def _run(self, bucket: Bucket, batch: Batch) -> tuple[Sampled, jax.Array | None]:
@@ -205,19 +204,19 @@ def _row(sequence: Sequence, vocab_size: int) -> tuple[np.ndarray, np.ndarray, n
     return host_row(vocab_size, request.prompt_token_ids, counted, params.logit_bias, params.allowed_token_ids, banned)
 
 
-def _samples(sampled: Sampled, listed: bool = True) -> Iterator[Sample]:
-    """The rows of a result, fetched from the device: all of it only where lists were asked for."""
-    if not listed:
+def _rows(sampled: Sampled, most: int) -> Iterator[tuple]:
+    """Row after row of a result, fetched from the device: lists of `most` tokens at most, and none if that is 0."""
+    if most == 0:
         tokens, logprobs = jax.device_get((sampled.tokens, sampled.logprobs))
-        return map(Sample, tokens.tolist(), logprobs.tolist())
-    tokens, logprobs, ranks, top_tokens, top_logprobs = (array.tolist() for array in jax.device_get(sampled))
-    tops = (tuple(zip(*row)) for row in zip(top_tokens, top_logprobs))
-    return map(Sample, tokens, logprobs, ranks, tops)
+        return zip(tokens.tolist(), logprobs.tolist(), itertools.repeat(0), itertools.repeat(()), itertools.repeat(()))
+    one, lists = jax.device_get((sampled[:3], sampled[3:]))
+    return zip(*(array.tolist() for array in one), *(array[:, :most].tolist() for array in lists))
 
 
-def _cut(sample: Sample, wanted: int | None) -> Sample:
+def _sample(row: tuple, num_top: int | None) -> Sample:
     """With as long a list as was asked for."""
-    return sample._replace(top=sample.top[: wanted or 0]) if sample.top else sample
+    token, logprob, rank, tokens, logprobs = row
+    return Sample(token, logprob, rank, tuple(zip(tokens[:num_top], logprobs[:num_top])) if num_top else ())
 
 
 def _seconds(run, repeats: int = 3) -> float:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from jpaged.config import Limits
 from jpaged.core.block_pool import BlockPool
-from jpaged.core.params import MAX_TOP, BeamSearchParams, SamplingParams
+from jpaged.core.params import BeamSearchParams, SamplingParams
 from jpaged.core.request import Sample, SequenceResult
 from jpaged.core.scheduler import Scheduler
 from jpaged.runtime.batch import Bucket, Buckets, empty_batch, ladder, make_batch
@@ -73,14 +73,13 @@ def test_a_mixed_batch():
 def test_several_samples_of_one_prompt():
     scheduler = Scheduler(BlockPool(16, 4), LIMITS, vocab_size=100)
     scheduler.add("a", [1, 2, 3], SamplingParams(n=3, logprobs=0), seed=2**64 - 1)
-    scheduler.add("b", [4], BeamSearchParams(beam_width=1), seed=0)
+    scheduler.add("b", [4], BeamSearchParams(beam_width=1, stop_token_ids=[7, 8]), seed=0)
     bucket, batch = make_batch(scheduler.schedule(), Buckets(LIMITS), 4, 8, 100)
     assert bucket == Bucket(24, 4, False)
     assert batch.sampled_from.tolist() == [2, 2, 2, 3] and batch.sampling.positions.tolist() == [3, 3, 3, 1]
     assert batch.sampling.seeds[:3].tolist() == [[2**32 - 1, 2**32 - 1], [0, 0], [0, 1]]
-    assert batch.sampling.num_top.tolist() == [1, 1, 1, MAX_TOP] and batch.sampling.beam.tolist() == [False] * 3 + [
-        True
-    ]
+    assert batch.sampling.num_top.tolist() == [1, 1, 1, 3], "a beam brings one that goes on beside two that may end it"
+    assert batch.sampling.beam.tolist() == [False, False, False, True]
 
 
 def test_a_prompt_of_one_token_with_several_samples_is_a_decode_step():

@@ -6,11 +6,13 @@ length, through the same engine.
     python benchmarks/beam.py --tiny                     one short case, to see that it works
 
 A step of decoding is timed whole; `schedule`, `runner` (the device, and the way there and back) and `update` are its
-parts, text is the rest. Rounds of both alternate; the ratio is the median over rounds. Runs on whatever device there
-is, and says which.
+parts, text is the rest. Then the same through the HTTP API, whole requests over their number of steps, from clients in
+the same process. Rounds of both alternate; the ratio is the median over rounds. Runs on whatever device there is, and
+says which.
 """
 
 import argparse
+import asyncio
 import itertools
 import statistics
 import sys
@@ -22,13 +24,18 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import aiohttp
+from aiohttp import web
+
 from benchmarks.device import CACHE, environment, open_device, prepare_environment
 from benchmarks.plots import plot
 from benchmarks.results import Report, heading, table
 from benchmarks.timing import Timing, ratio, summarize
+from jpaged.async_engine import AsyncEngine
 from jpaged.core.params import BeamSearchParams, SamplingParams
 from jpaged.engine import Engine
 from jpaged.llm import LLM
+from jpaged.serving.app import Service, make_app
 
 LIMIT = 1.3  # times a step of sampling
 PARTS = ("schedule", "runner", "update")
@@ -112,8 +119,43 @@ def compare(report: Report, llm: LLM, *, width: int, requests: int, prompt: int,
     )  # fmt: skip
 
 
+async def through_the_api(report: Report, llm: LLM, args: argparse.Namespace) -> None:
+    """Both kinds as clients of the server have them, at the shortest context."""
+    max_model_len = llm.engine.scheduler.limits.max_model_len
+    service = Service(AsyncEngine(llm.engine), llm.tokenizer, "served", max_model_len)
+    runner = web.AppRunner(make_app(service), access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1/completions"
+    common = {"n": args.width, "max_tokens": args.steps, "ignore_eos": True}
+    kinds = {"sampling": common | {"temperature": 1.0, "seed": 0}, "beam": common | {"use_beam_search": True}}
+    async with aiohttp.ClientSession() as session:
+
+        async def ms_per_step(prompt: list[int], body: dict[str, Any]) -> float:
+            start = time.perf_counter()
+            async with session.post(url, json=body | {"prompt": prompt}) as response:
+                answer = await response.json()
+            assert response.status == 200 and len(answer["choices"]) == args.width, answer
+            return 1e3 * (time.perf_counter() - start) / args.steps
+
+        for requests in args.requests:
+            prompts = [[2 + i] * min(args.prompts) for i in range(requests)]
+            times: dict[str, list[float]] = {kind: [] for kind in kinds}
+            for warm in range(-1, args.rounds):
+                for kind, body in kinds.items():
+                    found = await asyncio.gather(*(ms_per_step(prompt, body) for prompt in prompts))
+                    times[kind] += [statistics.fmean(found)] if warm >= 0 else []
+            over = statistics.median(b / s for b, s in zip(times["beam"], times["sampling"]))
+            report.add(
+                experiment="api", width=args.width, requests=requests, prompt=min(args.prompts), ratio=over,
+                limit=LIMIT, within=over <= LIMIT, sampling_ms=statistics.median(times["sampling"]),
+                beam_ms=statistics.median(times["beam"]), steps=args.steps, rounds=args.rounds, status="ok",
+            )  # fmt: skip
+    await runner.cleanup()
+
+
 COLUMNS = (
-    "width", "requests", "prompt", "sampling_ms", "beam_ms", "ratio", "within",
+    "experiment", "width", "requests", "prompt", "sampling_ms", "beam_ms", "ratio", "within",
     *(f"{kind}_{part}_ms" for part in PARTS for kind in ("sampling", "beam")),
 )  # fmt: skip
 
@@ -149,13 +191,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     for prompt, requests in itertools.product(args.prompts, args.requests):
         compare(report, llm, width=args.width, requests=requests, prompt=prompt, steps=args.steps, rounds=args.rounds)
+    asyncio.run(through_the_api(report, llm, args))
     text = "\n\n".join(["# Beam search", heading(report.environment), table(report.rows, COLUMNS)])
     (args.out / "report.md").write_text(text + "\n")
     print(text)
     for row in report.rows:
         if not row["within"]:
             case = f"{row['requests']} x {row['width']} after {row['prompt']} tokens"
-            report.say(f"{case}: {row['ratio']:.2f} is OVER {LIMIT}")
+            report.say(f"{row['experiment']}: {case}: {row['ratio']:.2f} is OVER {LIMIT}")
     plot(report)
     return 0
 

@@ -225,7 +225,8 @@ def _sharing(rows: list[Row], content: dict[str, Any]) -> Any:
     groups = _grouped(rows, ["dataset", "kind"])
     title = "KV blocks saved by sharing, % of the blocks without it (block size 16)"
     figure, panels = _panels(len(groups), title, content)
-    ours = f"jpaged, synthetic lengths, tokens of {content['environment']['model']}"
+    tokens = {"random": "random tokens", "demo": "tokens of the demo model"}[content["environment"]["model"]]
+    ours = f"jpaged, synthetic lengths, {tokens}"
     paper = "PagedAttention paper (OPT-13B), real traces"
     for axes, ((dataset, kind), own) in zip(panels, groups.items()):
         own = sorted(own, key=lambda row: row["width"])
@@ -325,7 +326,7 @@ def _beam(rows: list[Row], content: dict[str, Any]) -> Any:
         axes.set_xticks(range(len(own)), labels=[str(row["requests"]) for row in own])
         axes.set_xlabel("requests (left bar: sampling; right, hatched: beam search)")
         axes.set_ylabel("ms")
-        axes.margins(y=0.12)
+        axes.set_ylim(0, 1.12 * max(max(row["beam_ms"], row["sampling_ms"]) for row in own))
     _legend(figure, panels)
     return figure
 

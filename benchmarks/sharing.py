@@ -40,6 +40,7 @@ from jpaged.core.scheduler import ScheduleDecision, Scheduler
 from jpaged.engine import Engine, Runner
 
 POOL_TOKENS = 15_700
+DEMO_POOL_TOKENS = 2048
 LIMITS = Limits(max_model_len=2048, max_num_seqs=2048, max_num_batched_tokens=2048)
 UTILIZATION = 0.963  # the paper's, ShareGPT
 # By kind and dataset, of widths 2, 4 and 6; of ShareGPT the paper gives the range only.
@@ -217,7 +218,8 @@ class Lab:
 
 
 def demo_lab(report: Report, args: argparse.Namespace) -> Lab:
-    """With the demo model, on texts of its world. It has room for short requests only, and a processor time for few."""
+    """With the demo model, on texts of its world. It has room for short requests only, and a processor time for few;
+    in so small a pool even random tokens save otherwise: `--pool-tokens` is for the comparison."""
     from jpaged.demo.corpus import told_story
     from jpaged.llm import LLM
     from jpaged.tokenizer import encode
@@ -225,7 +227,7 @@ def demo_lab(report: Report, args: argparse.Namespace) -> Lab:
     limits = Limits(512, 64, 256)
     llm = LLM(
         progress=False, max_model_len=limits.max_model_len, max_num_seqs=limits.max_num_seqs,
-        max_num_batched_tokens=limits.max_num_batched_tokens, num_gpu_blocks_override=128,
+        max_num_batched_tokens=limits.max_num_batched_tokens, num_gpu_blocks_override=args.pool_tokens // 16,
     )  # fmt: skip
 
     def story(rng: random.Random, length: int) -> list[int]:
@@ -235,7 +237,7 @@ def demo_lab(report: Report, args: argparse.Namespace) -> Lab:
         return tokens[:length]
 
     runner = llm.engine.runner
-    return Lab(report, args, runner, runner.vocab_size, story, 128 * 16, (200, 300), limits)
+    return Lab(report, args, runner, runner.vocab_size, story, args.pool_tokens, (200, 300), limits)
 
 
 COLUMNS = {
@@ -252,12 +254,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=CACHE / "sharing", help="folder for results")
     parser.add_argument("--tiny", action="store_true", help="few requests")
     parser.add_argument("--model", choices=("random", "demo"), default="random", help="what the tokens come from")
+    parser.add_argument("--pool-tokens", type=int, help=f"default {POOL_TOKENS}; of the demo model {DEMO_POOL_TOKENS}")
     parser.add_argument("--spread", type=float, default=1.0, help="standard deviation of lengths, in means (default 1)")
-    parser.add_argument("--turnovers", type=float, default=5.0, help="how often requests fill the pool (default 5)")
+    parser.add_argument("--turnovers", type=float, default=8.0, help="how often requests fill the pool (default 8)")
     parser.add_argument("--least", type=int, default=64, help="requests at least (default 64)")
     args = parser.parse_args(argv)
+    args.pool_tokens = args.pool_tokens or (DEMO_POOL_TOKENS if args.model == "demo" else POOL_TOKENS)
     if args.tiny:
-        args.turnovers, args.least = 2.0, 8
+        args.turnovers, args.least, args.pool_tokens = 2.0, 8, 1600
     return args
 
 
@@ -266,12 +270,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     # Of what is measured here, nothing depends on the device.
     report = Report(args.out / "results.json", environment(open_device(tiny=True), args.tiny))
-    report.environment |= {"model": args.model, "spread": args.spread}
+    report.environment |= {"model": args.model, "spread": args.spread, "pool_tokens": args.pool_tokens}
     if args.model == "demo":
         lab = demo_lab(report, args)
         lab.sharing(["Alpaca"])
     else:
-        lab = Lab(report, args, RandomRunner(), **dict(pool_tokens=1600, most=(200, 200)) if args.tiny else {})
+        most = min(1024, args.pool_tokens // 8)  # six outputs of one request must fit
+        lab = Lab(report, args, RandomRunner(), pool_tokens=args.pool_tokens, most=(most, most))
         lab.sharing(["Alpaca", "ShareGPT"])
         lab.prefix()
         lab.utilization(["ShareGPT", "Alpaca"], [16] if args.tiny else [8, 16, 32, 64, 128])

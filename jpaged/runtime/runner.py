@@ -17,7 +17,7 @@ from jpaged.core.params import MAX_LOGPROBS
 from jpaged.core.request import Sample, Sequence, SequenceResult
 from jpaged.core.scheduler import ScheduleDecision
 from jpaged.model.llama import Llama
-from jpaged.runtime.batch import Batch, Bucket, Buckets, empty_batch, make_batch
+from jpaged.runtime.batch import Batch, Bucket, Buckets, empty_batch, ladder, make_batch
 from jpaged.runtime.kv_cache import allocate_pool, block_bytes, fitting_blocks, modest_blocks
 from jpaged.runtime.sampler import Sampled
 from jpaged.runtime.sampling_state import copy_rows, empty_state, host_row, write_row
@@ -51,6 +51,8 @@ class ModelRunner:
         self.table_width = -(-limits.max_model_len // config.block_size)
         self.buckets = Buckets(limits)
         self.max_num_seqs = limits.max_num_seqs
+        # A sequence writes into at most one shared block per step, and takes at most one row.
+        self.copy_sizes = ladder(8, max(8, limits.max_num_seqs), 4)
         llama, dtype, self.device = model.config, str(self.params[0].dtype), next(iter(self.params[0].devices()))
         self.vocab_size = llama.vocab_size
         self.kernels = select(
@@ -90,8 +92,9 @@ class ModelRunner:
             _, x_td = self._run(bucket, batch := empty_batch(bucket, self.table_width, self.vocab_size))
             if x_td is not None:
                 self._step.score(self.params, x_td, batch.targets)
-        self._run_copies([])
-        self._run_row_copies({})
+        for size in self.copy_sizes:
+            self._run_copies([(-1, -1)] * size)
+            self._run_row_copies([(-1, -1)] * size)
         self.state = self._write_row(self.state, np.int32(-1), *host_row(self.vocab_size, [], []))
         for size in TRANSFERS if self.num_host_blocks else ():
             self._swap_there_and_back(size)
@@ -113,7 +116,7 @@ class ModelRunner:
         if decision.swap_in:
             self.pool = self.host.give_back(self.pool, decision.swap_in)
         if decision.row_copies:
-            self._run_row_copies(decision.row_copies)
+            self._run_row_copies([(source, row) for row, source in decision.row_copies.items()])
         for sequence in decision.row_writes:
             assert sequence.row is not None, "only what runs has a row"
             self.state = self._write_row(self.state, np.int32(sequence.row), *_row(sequence, self.vocab_size))
@@ -144,19 +147,16 @@ class ModelRunner:
         return sampled, x_td
 
     def _run_copies(self, copies: list[tuple[int, int]]) -> None:
-        """A sequence writes into at most one shared block per step, so there are at most `max_num_seqs` copies."""
-        sources, destinations = self._padded(copies)
-        self.pool = self._copy_blocks(self.pool, sources, destinations)
+        self.pool = self._copy_blocks(self.pool, *self._padded(copies))
 
-    def _run_row_copies(self, copies: dict[int, int]) -> None:
-        destinations, sources = self._padded(list(copies.items()))
-        self.state = self._copy_rows(self.state, sources, destinations)
+    def _run_row_copies(self, copies: list[tuple[int, int]]) -> None:
+        self.state = self._copy_rows(self.state, *self._padded(copies))
 
     def _padded(self, pairs: list[tuple[int, int]]) -> np.ndarray:
-        """[2, max_num_seqs] int32, -1 past the pairs."""
-        padded = np.full((2, self.max_num_seqs), -1, np.int32)
-        if pairs:
-            padded[:, : len(pairs)] = np.asarray(pairs, np.int32).T
+        """Sources and destinations, [2, C] int32, -1 past the pairs."""
+        size = next(size for size in self.copy_sizes if size >= len(pairs))
+        padded = np.full((2, size), -1, np.int32)
+        padded[:, : len(pairs)] = np.asarray(pairs, np.int32).T
         return padded
 
     def _swap_there_and_back(self, count: int) -> list[jax.Array]:

@@ -13,6 +13,9 @@ from jax import lax
 
 from jpaged.runtime.sampling_state import SamplingState, count_tokens
 
+# Most lists are no longer than this, and a short one is found in half the time.
+SHORT_LIST = 20
+
 Array = Any  # numpy where it is made, traced jax arrays inside the step
 
 
@@ -88,10 +91,11 @@ def sample(
     state = count_tokens(state, sampling.rows, jnp.where(sampling.stateful, sampling.counted, -1))
     lse_s = jax.nn.logsumexp(logits_sv, axis=-1)
     drawn_s, listed_s = sampling.temperature > 0, sampling.num_top > 0
-    processed_s = sampling.beam | sampling.masked | sampling.stateful
+    processed_s = sampling.masked | sampling.stateful
 
     def choose():
-        x_sv = lax.cond(jnp.any(processed_s), lambda: _process(logits_sv, lse_s, state, sampling), lambda: logits_sv)
+        x_sv = logits_sv - jnp.where(sampling.beam, lse_s, 0)[:, None]
+        x_sv = lax.cond(jnp.any(processed_s), lambda: _process(x_sv, state, sampling), lambda: x_sv)
         best = _argmax(x_sv)
         tokens = lax.cond(jnp.any(drawn_s), lambda: jnp.where(drawn_s, _draw(x_sv, sampling), best), lambda: best)
 
@@ -105,7 +109,7 @@ def sample(
 
     # The commonest step passes one condition only: on a GPU the host waits for the device at each.
     tokens, *described = lax.cond(
-        jnp.any(drawn_s | listed_s | processed_s),
+        jnp.any(drawn_s | listed_s | processed_s | sampling.beam),
         choose,
         lambda: (_argmax(logits_sv), *_described_as_nothing(len(logits_sv), k)),
     )
@@ -156,11 +160,10 @@ def _at(x_sv: jax.Array, tokens_s: jax.Array) -> jax.Array:
     return jnp.take_along_axis(x_sv, tokens_s[:, None], axis=1)[:, 0]
 
 
-def _process(logits_sv: jax.Array, lse_s: jax.Array, state: SamplingState, sampling: Sampling) -> jax.Array:
-    """What is chosen from, [S, V] float32: beams' log-probabilities or logits, with masks, bias and penalties."""
-    num_rows, vocab_size = logits_sv.shape
+def _process(x_sv: jax.Array, state: SamplingState, sampling: Sampling) -> jax.Array:
+    """Logits, or beams' log-probabilities, with masks, bias and penalties."""
+    num_rows, vocab_size = x_sv.shape
     stateful, repetition = sampling.stateful[:, None], sampling.repetition[:, None]
-    x_sv = logits_sv - jnp.where(sampling.beam, lse_s, 0)[:, None]
 
     bits_sw32 = sampling.allowed_bits[:, :, None] >> jnp.arange(32, dtype=jnp.uint32) & 1
     allowed_sv = bits_sw32.reshape(num_rows, -1)[:, :vocab_size] == 1
@@ -229,7 +232,12 @@ def _ranks(logits_sv: jax.Array, tokens_s: jax.Array) -> jax.Array:
 
 def _list_top(values_sv: jax.Array, offset_s: jax.Array, num_top_s: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     """The `num_top` best tokens of each row and what they have above `offset`, [S, k] each, padded with -1 and -inf."""
-    tokens_sk, best_sk = _top(values_sv, k)
+    short = min(k, SHORT_LIST)
+
+    def padded() -> tuple[jax.Array, jax.Array]:
+        return jax.tree.map(lambda y_sk: jnp.pad(y_sk, ((0, 0), (0, k - short))), _top(values_sv, short))
+
+    tokens_sk, best_sk = lax.cond(jnp.all(num_top_s <= short), padded, lambda: _top(values_sv, k))
     listed_sk = jnp.arange(k) < num_top_s[:, None]
     return jnp.where(listed_sk, tokens_sk, -1), jnp.where(listed_sk, best_sk - offset_s[:, None], -jnp.inf)
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-# Blocks of one transfer: few shapes, so that few executables; short transfers are padded up to the first.
-TRANSFERS = (8, 64)
+# Blocks of one transfer: few shapes, so that few executables; what lies between is padded.
+TRANSFERS = (4, 16, 64)
 
 Pairs = Sequence[tuple[int, int]]
 

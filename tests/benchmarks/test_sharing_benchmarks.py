@@ -142,10 +142,11 @@ def test_preemption(tmp_path, tiny):
 
 def test_beam(tmp_path, tiny):
     rows = run(beam, tmp_path, "--model", str(tiny))["rows"]
-    assert [row["requests"] for row in rows] == [1]
+    assert [(row["experiment"], row["requests"]) for row in rows] == [("beam", 1), ("api", 1)]
     for row in rows:
         assert row["within"] == (row["ratio"] <= row["limit"] == 1.3)
-        for kind in ("sampling", "beam"):
+        assert row["sampling_ms"] > 0 and row["beam_ms"] > 0
+        for kind in ("sampling", "beam") if row["experiment"] == "beam" else ():
             assert 0 < row[f"{kind}_update_ms"] < row[f"{kind}_runner_ms"], "a step is the device's before all"
     assert is_picture(tmp_path / "beam.png")
 

@@ -48,8 +48,9 @@ class Traffic(stateful.RuleBasedStateMachine):
     @stateful.precondition(lambda self: self.decision is None)
     @stateful.rule()
     def schedule(self):
-        self.decision = traffic.schedule(self.scheduler)
-        self.results = self.runner.step(self.decision)
+        decision = traffic.schedule(self.scheduler)
+        self.results = self.runner.step(decision)
+        self.decision = decision  # once it has run: teardown updates no other
 
     @stateful.precondition(lambda self: self.decision is not None)
     @stateful.rule()

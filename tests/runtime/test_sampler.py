@@ -165,7 +165,8 @@ def check(rows: list[Row], logits: np.ndarray, *, exact: bool, num_top: int, sta
     state, sampling = pack(rows, logits.shape[1])
     got, after = jax.tree.map(np.asarray, SAMPLE(logits, state, sampling, num_top))
     assert not any(np.isnan(array).any() for array in got)
-    processed = np.asarray(PROCESS(logits, jax.nn.logsumexp(logits, axis=-1), after, sampling))
+    base = logits - jnp.where(sampling.beam, jax.nn.logsumexp(logits, axis=-1), 0)[:, None]
+    processed = np.asarray(PROCESS(base, after, sampling))
     for i, row in enumerate(rows):
         raw, x, token = logits[i].astype(np.float64), process(logits[i], row, stages), got.tokens[i]
         equal_within = {"atol": 0, "rtol": 0} if exact and not row.beam else {"atol": 1e-5, "rtol": 1e-6}

@@ -125,7 +125,7 @@ def test_requests_without_a_seed_get_different_ones_from_the_engines():
         ("logprobs", 21), ("logprobs", -1), ("prompt_logprobs", 21), ("n", 0), ("best_of", 0),
         ("presence_penalty", 2.1), ("frequency_penalty", "1"), ("repetition_penalty", 0),
         ("logit_bias", {"x": 1}), ("logit_bias", {1: 101}), ("allowed_token_ids", []), ("bad_words", [""]),
-        ("min_tokens", -1), ("truncate_prompt_tokens", 0),
+        ("min_tokens", -1), ("truncate_prompt_tokens", 0), ("ignore_eos", "no"), ("skip_special_tokens", 1),
     ],
 )  # fmt: skip
 def test_parameters_out_of_range_are_named(field, value):

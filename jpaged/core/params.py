@@ -47,6 +47,7 @@ def _text(x: object) -> bool:
     return isinstance(x, str) and bool(x)
 
 
+_FLAG = _rule("true or false", lambda x: isinstance(x, bool))
 _LOGPROBS = _rule(f"between 0 and {MAX_LOGPROBS}, or none", _optional(_integer(0, MAX_LOGPROBS)))
 _PENALTY = _rule("between -2 and 2", _number(-2, 2))
 _TOKENS = _rule("token ids", _series(_integer(0)))
@@ -81,8 +82,8 @@ class GenerationParams:
     min_tokens: int = field(default=0, metadata=_rule("a whole number of at least 0", _integer(0)))
     stop: str | Series[str] = field(default=(), metadata=_rule("a non-empty string, or several", _series(_text)))
     stop_token_ids: Series[int] = field(default=(), metadata=_TOKENS)
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
+    include_stop_str_in_output: bool = field(default=False, metadata=_FLAG)
+    ignore_eos: bool = field(default=False, metadata=_FLAG)
     presence_penalty: float = field(default=0.0, metadata=_PENALTY)
     frequency_penalty: float = field(default=0.0, metadata=_PENALTY)
     repetition_penalty: float = field(default=1.0, metadata=_rule("above 0", lambda x: _number(0)(x) and x != 0))
@@ -96,7 +97,7 @@ class GenerationParams:
     truncate_prompt_tokens: int | None = field(
         default=None, metadata=_rule("at least 1, or -1", lambda x: _optional(_integer(-1))(x) and x != 0)
     )
-    skip_special_tokens: bool = True
+    skip_special_tokens: bool = field(default=True, metadata=_FLAG)
 
     def __post_init__(self) -> None:
         def settle(name: str, value: object) -> None:

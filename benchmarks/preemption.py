@@ -120,7 +120,7 @@ def serve(engine: Engine, requests: Sequence[tuple[list[int], int]], clients: in
     for _ in range(clients):
         send()
     while engine.has_work:
-        for delta in engine.step():
+        for delta in engine.step().deltas:
             if delta.finish_reason:
                 latency = time.perf_counter() - started[delta.request_id]
                 ended.append(latency / requests[int(delta.request_id)][1])

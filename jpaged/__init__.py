@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from jpaged.async_engine import AsyncEngine
     from jpaged.config import EngineConfig, ModelConfig
-    from jpaged.core.params import BeamSearchParams, SamplingParams
+    from jpaged.core.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
     from jpaged.core.request import CompletionOutput, RequestOutput
     from jpaged.llm import LLM
 
@@ -17,6 +17,7 @@ _HOME = {
     "ModelConfig": "jpaged.config",
     "BeamSearchParams": "jpaged.core.params",
     "SamplingParams": "jpaged.core.params",
+    "StructuredOutputsParams": "jpaged.core.params",
     "RequestOutput": "jpaged.core.request",
     "CompletionOutput": "jpaged.core.request",
 }
@@ -29,6 +30,7 @@ __all__ = [
     "ModelConfig",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
 ]
 
 

@@ -4,21 +4,39 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from jpaged.core.params import BeamSearchParams, SamplingParams
-from jpaged.core.request import OutputDelta
-from jpaged.engine import Engine
+from jpaged.core.request import OutputDelta, Request
+from jpaged.core.scheduler import Scheduler
+from jpaged.engine import Engine, StepOutput
 
 logger = logging.getLogger(__name__)
 
 
 class EngineDead(RuntimeError):
     """The engine's thread has ended, by an error or by `stop`; nothing more will come."""
+
+
+class Observer(Protocol):
+    """Hears what happens, on the engine's thread, which waits for it."""
+
+    def added(self, request: Request) -> None:
+        """A request has been accepted."""
+
+    def stepped(self, scheduler: Scheduler, output: StepOutput) -> None:
+        """A step has been run and committed."""
+
+    def ended(self, request: Request) -> None:
+        """A request has finished or was aborted; its sequences' finish reasons say which."""
+
+
+class QueueFull(RuntimeError):
+    """As many requests wait as may."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +46,16 @@ class _Stream:
 
 
 class AsyncEngine:
-    """Owns an Engine: after `start` nobody else may touch it. Calls reach its thread between two steps, in order."""
+    """Owns an Engine: after `start` nobody else may touch it. Calls reach its thread between two steps, in order.
 
-    def __init__(self, engine: Engine):
+    Args:
+        max_queue: how many requests may wait before further ones are refused; None is any number.
+    """
+
+    def __init__(self, engine: Engine, observers: Iterable[Observer] = (), *, max_queue: int | None = None):
         self._engine = engine
+        self._max_queue = max_queue
+        self._observers = tuple(observers)
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future] | None] = queue.SimpleQueue()
         self._streams: dict[str, _Stream] = {}  # touched by the engine's thread alone
         self._error: EngineDead | None = None
@@ -42,6 +66,10 @@ class AsyncEngine:
     @property
     def tokenizer(self):
         return self._engine.tokenizer
+
+    @property
+    def grammars(self):
+        return self._engine.grammars
 
     @property
     def alive(self) -> bool:
@@ -69,18 +97,24 @@ class AsyncEngine:
             async with engine.generate("1", [1, 2, 3], SamplingParams()) as deltas:
                 async for delta in deltas: ...
 
-        Raises InvalidParameter on entering, before any output, for a request that could never run.
+        Raises, on entering, before any output: InvalidParameter for a request that could never run; QueueFull.
         """
         stream = _Stream(asyncio.get_running_loop(), asyncio.Queue())
 
         def add() -> None:
-            self._engine.add(request_id, prompt_token_ids, params, **options)
+            waiting = len(self._engine.scheduler.waiting)
+            if self._max_queue is not None and waiting >= self._max_queue:
+                raise QueueFull(f"{waiting} requests are waiting, and no more may; try again later")
+            request = self._engine.add(request_id, prompt_token_ids, params, **options)
             self._streams[request_id] = stream
+            for observer in self._observers:
+                observer.added(request)
 
         def abort() -> None:
             if self._streams.get(request_id) is stream:  # and not another request's, whose id was taken
                 del self._streams[request_id]
-                self._engine.abort(request_id)
+                if request := self._engine.abort(request_id):
+                    self._tell_ended([request])
 
         try:
             await asyncio.wrap_future(self._submit(add))
@@ -125,11 +159,19 @@ class AsyncEngine:
                 except Exception as error:
                     future.set_exception(error)
 
-    def _deliver(self, deltas: list[OutputDelta]) -> None:
-        for delta in deltas:
+    def _deliver(self, output: StepOutput) -> None:
+        for delta in output.deltas:
             _put(self._streams[delta.request_id], delta)
-        for request_id in {delta.request_id for delta in deltas} - self._engine.scheduler.requests.keys():
-            _put(self._streams.pop(request_id), None)
+        for request in output.ended:
+            _put(self._streams.pop(request.request_id), None)
+        for observer in self._observers:
+            observer.stepped(self._engine.scheduler, output)
+        self._tell_ended(output.ended)
+
+    def _tell_ended(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            for observer in self._observers:
+                observer.ended(request)
 
     def _die(self, error: EngineDead) -> None:
         with self._lock:

@@ -1,8 +1,6 @@
-"""`python -m jpaged.convert SOURCE TARGET --to orbax|safetensors`: the same parameters in another format."""
+"""The same parameters in another format."""
 
-import argparse
 import shutil
-import sys
 from pathlib import Path
 
 from jpaged.config import ModelConfig
@@ -12,31 +10,26 @@ from jpaged.model.weights import INDEX, save_orbax, save_safetensors, stored_dty
 SAVE = {"orbax": save_orbax, "safetensors": save_safetensors}
 
 
-def convert(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m jpaged.convert",
-        description="Convert a model between safetensors and Orbax, exactly; config and tokenizer come along.",
-    )
-    parser.add_argument("source", help="a directory or a hub id")
-    parser.add_argument("target", type=Path, help="the directory to make")
-    parser.add_argument("--to", required=True, choices=sorted(SAVE))
-    args = parser.parse_args(argv)
+def convert(source: str, target: Path, to: str) -> str:
+    """Stores a model's parameters exactly, beside its config and its tokenizer; returns their dtype.
+
+    Args:
+        source: a directory, a hub id, or "demo".
+        target: the directory to make.
+        to: "orbax" or "safetensors".
+
+    Raises ValueError if there is no such model, or if the target exists.
+    """
+    directory = find_model(source)
+    config = ModelConfig.from_directory(directory)
+    dtype = stored_dtype(directory)
+    model = load_model(directory, config, dtype=dtype, load_format="auto", seed=0, progress=True)
     try:
-        source = find_model(args.source)
-        config = ModelConfig.from_directory(source)
-        dtype = stored_dtype(source)
-        model = load_model(source, config, dtype=dtype, load_format="auto", seed=0, progress=True)
-        args.target.mkdir(parents=True)
-    except FileExistsError:
-        sys.exit(f"convert: {args.target} already exists")
-    except ValueError as error:
-        sys.exit(f"convert: {error}")
-    for file in source.iterdir():
+        target.mkdir(parents=True)
+    except FileExistsError as error:
+        raise ValueError(f"target: {target} already exists") from error
+    for file in directory.iterdir():
         if file.is_file() and file.suffix != ".safetensors" and file.name != INDEX:
-            shutil.copy(file, args.target)
-    SAVE[args.to](model, args.target)
-    print(f"{args.source} -> {args.target} ({args.to}, {dtype})")
-
-
-if __name__ == "__main__":
-    convert()
+            shutil.copy(file, target)
+    SAVE[to](model, target)
+    return dtype

@@ -4,7 +4,7 @@ import copy
 import random
 from collections.abc import Iterable
 from collections.abc import Sequence as Series
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from tokenizers import Tokenizer
 
@@ -21,6 +21,7 @@ from jpaged.core.request import (
     SequenceResult,
 )
 from jpaged.core.scheduler import ScheduleDecision, Scheduler
+from jpaged.grammar import Constraint, GrammarCompiler
 from jpaged.tokenizer import Detokenizer, bad_words
 
 
@@ -29,6 +30,20 @@ class Runner(Protocol):
 
     def step(self, decision: ScheduleDecision) -> Series[SequenceResult]:
         """Runs a decision; one result for each of its sequences, in order."""
+
+
+class StepOutput(NamedTuple):
+    """What a step did.
+
+    Attributes:
+        deltas: what it added to each output that it moved on. A request whose outputs are known only at its end gives
+            each of them then, whole.
+        ended: the requests that it finished.
+    """
+
+    decision: ScheduleDecision
+    deltas: list[OutputDelta]
+    ended: list[Request]
 
 
 class Engine:
@@ -43,6 +58,7 @@ class Engine:
         self.scheduler = scheduler
         self.runner = runner
         self.tokenizer = tokenizer
+        self.grammars = tokenizer and GrammarCompiler(tokenizer, scheduler.vocab_size, scheduler.eos_token_ids)
         self._seeds = random.Random(seed)
 
     @property
@@ -58,24 +74,30 @@ class Engine:
         prompt: str | None = None,
         priority: int = 0,
         cache_salt: str = "",
+        constraint: Constraint | None = None,
     ) -> Request:
         """Queues a request. Raises InvalidParameter for one that could never run.
 
         Args:
             priority: under the policy "priority", requests with a lower number run first.
             cache_salt: only requests with the same salt share cached prefixes.
+            constraint: what `grammars` made of the structured outputs, by whoever could not wait for it here.
         """
-        for name in ("stop", "bad_words"):
+        for name in ("stop", "bad_words", "structured_outputs"):
             if getattr(params, name) and self.tokenizer is None:
                 raise InvalidParameter(name, "needs a tokenizer, and this engine has none")
+        if params.structured_outputs and constraint is None:
+            assert self.grammars is not None
+            constraint = self.grammars.compile(params.structured_outputs)
         given = params.seed if isinstance(params, SamplingParams) else 0
         request = self.scheduler.add(
             request_id, params.truncated(prompt_token_ids, self.scheduler.limits.max_model_len), params,
             seed=self._seeds.getrandbits(64) if given is None else given, prompt=prompt, priority=priority,
             cache_salt=cache_salt, bad_words=bad_words(self.tokenizer, params.bad_words) if params.bad_words else (),
         )  # fmt: skip
+        (sequence,) = request.sequences
+        sequence.constraint = copy.copy(constraint)
         if self.tokenizer is not None:
-            (sequence,) = request.sequences
             sequence.decoder = Detokenizer(
                 self.tokenizer, request.prompt_token_ids, stop=params.stop,
                 include_stop=params.include_stop_str_in_output, skip_special_tokens=params.skip_special_tokens,
@@ -84,17 +106,16 @@ class Engine:
                 request.find_stop = _find_stop
         return request
 
-    def abort(self, request_id: str) -> None:
-        """Ends a request at any moment; unknown and ended ones are ignored."""
-        self.scheduler.abort(request_id)
+    def abort(self, request_id: str) -> Request | None:
+        """Ends a request at any moment; None for one that is unknown or has ended."""
+        return self.scheduler.abort(request_id)
 
-    def step(self) -> list[OutputDelta]:
-        """One step of the device, and what it added to each output that it moved on. A request whose outputs are
-        known only at its end gives each of them then, whole."""
+    def step(self) -> StepOutput:
+        """One step of the device; without work, nothing."""
         decision = self.scheduler.schedule()
         assert not (decision.idle and self.has_work), "there is work, and none of it was scheduled"
         if decision.idle:
-            return []
+            return StepOutput(decision, [], [])
         advanced = self.scheduler.update(decision, self.runner.step(decision))
         texts = [self._read(sequence) for sequence in advanced]
         deltas = [
@@ -102,28 +123,36 @@ class Engine:
             for sequence, text in zip(advanced, texts)
             if sequence.request.streams
         ]
-        for request in dict.fromkeys(sequence.request for sequence in advanced):
-            if request.finished and not request.streams:
+        ended = [r for r in dict.fromkeys(sequence.request for sequence in advanced) if r.finished]
+        for request in ended:
+            if not request.streams:
                 deltas += [_delta(s, index, s.text, s.samples) for index, s in enumerate(request.outputs)]
-        return deltas
+        return StepOutput(decision, deltas, ended)
 
     def _read(self, sequence: Sequence) -> str:
         """The text that the sequence's last token adds; a stop string in it ends the sequence."""
         decoder, text = sequence.decoder, ""
+        if sequence.constraint is not None and (error := sequence.constraint.error):
+            self._end(sequence, FinishReason.ERROR, error)
         if decoder is None:
             return text
         # A token that ends the text is not part of it.
         if sequence.finish_reason != FinishReason.STOP or _ended_by_text(sequence):
             text, stop = _decode(decoder, sequence, sequence.tokens[-1])
-            if stop is not None and sequence.finish_reason:
-                sequence.finish_reason, sequence.stop_reason = FinishReason.STOP, stop
-            elif stop is not None:
-                self.scheduler.finish(sequence, FinishReason.STOP, stop)
+            if stop is not None and sequence.finish_reason != FinishReason.ERROR:
+                self._end(sequence, FinishReason.STOP, stop)
         if sequence.finish_reason:
             text += decoder.flush()
             sequence.decoder = None
         sequence.text += text
         return text
+
+    def _end(self, sequence: Sequence, reason: FinishReason, stop_reason: str) -> None:
+        """Ends a sequence, or gives one that has just ended another reason."""
+        if sequence.finish_reason:
+            sequence.finish_reason, sequence.stop_reason = reason, stop_reason
+        else:
+            self.scheduler.finish(sequence, reason, stop_reason)
 
 
 def _ended_by_text(sequence: Sequence) -> bool:
@@ -145,7 +174,7 @@ def _delta(sequence: Sequence, index: int, text: str, samples: list[Sample]) -> 
     first = len(samples) == sequence.num_output_tokens and request.params.prompt_logprobs is not None
     return OutputDelta(
         request.request_id, index, text, samples, sequence.finish_reason, sequence.stop_reason,
-        request.prompt_samples if first else None,
+        request.prompt_samples if first else None, sequence.num_cached_tokens,
     )  # fmt: skip
 
 

@@ -121,7 +121,7 @@ class LLM:
         tokens = 0
         with tqdm(total=len(requests), desc="Generating", unit="request", disable=not use_tqdm) as bar:
             while self.engine.has_work:
-                tokens += sum(len(delta.samples) for delta in self.engine.step())
+                tokens += sum(len(delta.samples) for delta in self.engine.step().deltas)
                 bar.update(len(requests) - len(self.engine.scheduler.requests) - bar.n)
                 elapsed = bar.format_dict["elapsed"]
                 bar.set_postfix_str(f"{tokens / elapsed:.0f} tokens/s" if elapsed else "", refresh=False)

@@ -1,8 +1,9 @@
 """Text in and text out: loading a tokenizer, chat templates, and decoding token by token."""
 
 import copy
+import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,9 +35,9 @@ def backend(tokenizer: Any) -> Tokenizer:
     return inner
 
 
-def encode(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of a prompt, with the special tokens that the tokenizer adds."""
-    return backend(tokenizer).encode(text).ids
+def encode(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    """Token ids of a prompt, with the special tokens that the tokenizer adds unless they are not wanted."""
+    return backend(tokenizer).encode(text, add_special_tokens=add_special_tokens).ids
 
 
 def bad_words(tokenizer: Any, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
@@ -47,14 +48,36 @@ def bad_words(tokenizer: Any, words: Sequence[str]) -> tuple[tuple[int, ...], ..
     return tuple(dict.fromkeys(word for word in ids if word))
 
 
-def render_chat(tokenizer: Any, messages: Sequence[dict[str, Any]], chat_template: str | None = None) -> list[int]:
-    """Token ids of a conversation, ready for the assistant's turn. Raises ValueError if the template refuses it."""
+def render_chat(
+    tokenizer: Any,
+    messages: Sequence[dict[str, Any]],
+    chat_template: str | None = None,
+    *,
+    tools: Sequence[dict[str, Any]] | None = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    variables: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """Token ids of a conversation. Raises ValueError if the template refuses it.
+
+    Args:
+        chat_template: instead of the tokenizer's own.
+        tools: as the OpenAI API has them; templates may print them or not.
+        add_generation_prompt: end it with the beginning of the assistant's turn.
+        continue_final_message: leave the last message open, to be gone on with.
+        variables: more of them for the template.
+    """
     if chat_template is None and getattr(tokenizer, "chat_template", None) is None:
         raise ValueError("the model has no chat template; pass one with --chat-template")
+    options = inspect.signature(tokenizer.apply_chat_template).parameters
+    if taken := (variables or {}).keys() & {"messages", *options}:
+        raise ValueError(f"a template has no variable of its own called {min(taken)!r}")
     try:
         text = tokenizer.apply_chat_template(
-            list(messages), chat_template=chat_template, add_generation_prompt=True, tokenize=False
-        )
+            list(messages), tools=tools and list(tools), chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
+            tokenize=False, **variables or {},
+        )  # fmt: skip
     except Exception as error:  # templates raise what they like
         raise ValueError(f"the chat template refuses these messages: {error}") from error
     return backend(tokenizer).encode(text, add_special_tokens=False).ids

@@ -8,8 +8,8 @@ from jpaged.async_engine import AsyncEngine, EngineDead
 from jpaged.config import Limits
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.params import InvalidParameter, SamplingParams
-from jpaged.core.scheduler import Scheduler
-from jpaged.engine import Engine
+from jpaged.core.scheduler import ScheduleDecision, Scheduler
+from jpaged.engine import Engine, StepOutput
 from tests.fake_runner import VOCAB, FakeRunner, generate
 
 
@@ -38,7 +38,8 @@ async def tokens(engine, name, prompt, count):
 
 async def hold(engine):
     """From here on steps do nothing, so that nothing ends by itself."""
-    await engine.call(lambda e: setattr(e, "step", lambda: []))
+    nothing = StepOutput(ScheduleDecision(), [], [])
+    await engine.call(lambda e: setattr(e, "step", lambda: nothing))
 
 
 async def release(engine):

@@ -30,7 +30,7 @@ def run(text: str, **params):
     request = engine.add("0", TOKENIZER.encode("ask").ids, SamplingParams(**{"max_tokens": 40} | params), prompt="ask")
     deltas = []
     while engine.has_work:
-        deltas += engine.step()
+        deltas += engine.step().deltas
     engine.scheduler.check_invariants()
     assert pool.num_used == 0
     output = request_output(request, TOKENIZER)
@@ -92,7 +92,7 @@ def test_abort_leaves_nothing():
     engine.abort("0")
     assert not engine.has_work and engine.scheduler.pool.num_used == 0
     assert request.sequences[0].finish_reason == FinishReason.ABORT
-    assert engine.step() == []
+    assert engine.step().deltas == []
 
 
 def test_without_a_tokenizer():

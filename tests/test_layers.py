@@ -14,12 +14,13 @@ ROOT = Path(__file__).parents[1]
 LAYERS = [
     ["pallas_kernels", "jpaged.config"],
     ["jpaged.core"],
-    ["jpaged.model", "jpaged.tokenizer"],
+    ["jpaged.model", "jpaged.tokenizer", "jpaged.grammar"],
     ["jpaged.runtime", "jpaged.demo"],
     ["jpaged.engine"],
     ["jpaged.load"],
     ["jpaged.llm", "jpaged.async_engine", "jpaged.convert"],
-    ["jpaged.serving"],
+    ["jpaged.serving", "jpaged.bench"],
+    ["jpaged.cli"],
     ["jpaged", "server"],
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
@@ -32,7 +33,10 @@ OUTSIDE = {
     "jpaged.core": set(),
     "jpaged.engine": {"tokenizers"},
     "jpaged.async_engine": set(),
-    "jpaged.serving": {"aiohttp", "pydantic", "tokenizers"},
+    "jpaged.serving": {"aiohttp", "prometheus_client", "pydantic", "tokenizers"},
+    "jpaged.bench": {"aiohttp", "numpy", "tokenizers", "tqdm"},
+    "jpaged.cli": {"aiohttp"},
+    "jpaged.grammar": {"llguidance", "numpy", "tokenizers"},
     "jpaged.tokenizer": {"tokenizers", "transformers"},
     "server": set(),
 }

@@ -87,6 +87,15 @@ class BlockPool:
         """Whether a prefix hit could still find the block's content."""
         return self._blocks[block_id].node is not None
 
+    def states(self) -> bytes:
+        """All blocks at a glance, a byte for each: its references, at most 127, and 128 more if it is cached."""
+        return bytes(
+            [
+                (block.ref_count if block.ref_count < 127 else 127) + 128 * (block.node is not None)
+                for block in self._blocks
+            ]
+        )
+
     def allocate(self) -> int | None:
         """A block with one reference, its old content forgotten; None if none is free."""
         if not self.num_free:

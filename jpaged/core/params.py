@@ -55,6 +55,38 @@ _TOKENS_OR_NONE = _rule("token ids", _optional(_series(_integer(0))))
 
 
 @dataclass(frozen=True, kw_only=True)
+class StructuredOutputsParams:
+    """What a whole output has to be. One of the first five says it.
+
+    Attributes:
+        json: a JSON schema, as a dict or as text.
+        regex: a regular expression, of the whole output.
+        choice: one of these texts.
+        grammar: a context-free grammar, in Lark's form or in GBNF.
+        json_object: any JSON object.
+        disable_any_whitespace: JSON without spaces and newlines.
+        whitespace_pattern: a regular expression for the white space inside JSON; by default at most 24 characters.
+    """
+
+    json: Mapping[str, Any] | str | None = None
+    regex: str | None = None
+    choice: Series[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    whitespace_pattern: str | None = None
+
+    def __post_init__(self) -> None:
+        kinds = ("json", "regex", "choice", "grammar", "json_object")
+        given = [name for name in kinds if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            told = " and ".join(given) or "none"
+            raise InvalidParameter("structured_outputs", f"must have one of {', '.join(kinds)}, not {told}")
+        if self.choice is not None and not (self.choice and all(isinstance(text, str) for text in self.choice)):
+            raise InvalidParameter("structured_outputs", f"choice must be texts, not {_given(self.choice)}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class GenerationParams:
     """What sampling and beam search have in common.
 
@@ -76,6 +108,7 @@ class GenerationParams:
         prompt_logprobs: the same for each token of the prompt but the first.
         truncate_prompt_tokens: keep so many tokens of the prompt's end; -1 keeps what max_model_len has room for.
         skip_special_tokens: leave special tokens out of the text.
+        structured_outputs: what the output has to be, up to its end-of-sequence token.
     """
 
     max_tokens: int | None = field(default=16, metadata=_rule("a whole number of at least 1", _optional(_integer(1))))
@@ -98,6 +131,7 @@ class GenerationParams:
         default=None, metadata=_rule("at least 1, or -1", lambda x: _optional(_integer(-1))(x) and x != 0)
     )
     skip_special_tokens: bool = field(default=True, metadata=_FLAG)
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         def settle(name: str, value: object) -> None:
@@ -118,6 +152,10 @@ class GenerationParams:
             raise InvalidParameter("min_tokens", f"{self.min_tokens} exceeds max_tokens ({self.max_tokens})")
         if self.allowed_token_ids == ():
             raise InvalidParameter("allowed_token_ids", "must allow at least one token")
+        if self.structured_outputs is not None:
+            for name in ("allowed_token_ids", "bad_words", "ignore_eos"):
+                if getattr(self, name) not in (None, (), False):
+                    raise InvalidParameter(name, "can't be combined with structured_outputs, which may leave no token")
 
     @property
     def num_sequences(self) -> int:

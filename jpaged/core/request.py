@@ -16,6 +16,7 @@ class FinishReason(StrEnum):
     STOP = "stop"  # an end-of-sequence token, a stop token or a stop string
     LENGTH = "length"  # max_tokens
     ABORT = "abort"
+    ERROR = "error"  # its constraint could not be followed; the stop reason says why
 
 
 class Sample(NamedTuple):
@@ -59,6 +60,7 @@ class Sequence:
             branch, and how many tokens they share.
         row: its row of the sampling state on the device while it runs.
         decoder: what turns its tokens into text, if anything does; each branch has its own.
+        constraint: what its output has to be, as far as it has come, if anything; each branch has its own.
         samples: one for each token of output.
     """
 
@@ -72,6 +74,7 @@ class Sequence:
     leader: "tuple[Sequence, int] | None" = None
     row: int | None = None
     decoder: Any = None
+    constraint: Any = None
     samples: list[Sample] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     text: str = ""
@@ -98,6 +101,8 @@ class Sequence:
         self.tokens.append(sample.token)
         self.samples.append(sample)
         self.cumulative_logprob += sample.logprob
+        if self.constraint is not None:
+            self.constraint.take(sample.token)
 
     def fork(self, index: int) -> "Sequence":
         """Another branch from here on, which shares every block until one of the two writes into it."""
@@ -110,7 +115,8 @@ class Sequence:
         """What has been generated so far, without any blocks."""
         return Sequence(
             self.request, list(self.tokens), BlockTable(self.table.pool), index,
-            num_cached_tokens=self.num_cached_tokens, decoder=copy.copy(self.decoder), samples=list(self.samples),
+            num_cached_tokens=self.num_cached_tokens, decoder=copy.copy(self.decoder),
+            constraint=copy.copy(self.constraint), samples=list(self.samples),
             cumulative_logprob=self.cumulative_logprob, text=self.text,
         )  # fmt: skip
 
@@ -217,6 +223,7 @@ class OutputDelta:
     Attributes:
         prompt_samples: logprobs of the prompt's tokens but the first, with the first delta of each output, if they
             were asked for.
+        num_cached_tokens: how many of the prompt's tokens came from the prefix cache.
     """
 
     request_id: str
@@ -226,6 +233,7 @@ class OutputDelta:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     prompt_samples: list[Sample] | None = None
+    num_cached_tokens: int = 0
 
     @property
     def token_ids(self) -> list[int]:

@@ -1,7 +1,6 @@
 """One step's arrays: a ScheduleDecision, laid out and padded to one of a few fixed shapes. numpy alone."""
 
 import itertools
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -89,7 +88,7 @@ def empty_batch(bucket: Bucket, table_width: int, vocab_size: int) -> Batch:
 def make_batch(
     decision: ScheduleDecision, buckets: Buckets, block_size: int, table_width: int, vocab_size: int
 ) -> tuple[Bucket, Batch]:
-    """The batch of a decision, sequence i in row i."""
+    """The batch of a decision, sequence i in row i; `Masks` adds what its samples may not be."""
     scheduled = decision.num_scheduled_tokens
     tokens: list[int] = []
     positions: list[int] = []
@@ -122,8 +121,6 @@ def make_batch(
         batch.block_tables[s, : len(sequence.table.block_ids)] = sequence.table.block_ids
     for s, (sequence, branch) in enumerate(samples):
         _fill_sampling(batch.sampling, s, sequence, branch)
-        if sequence in decision.forbidden:
-            _forbid(batch.sampling, s, decision.forbidden[sequence], vocab_size)
     return bucket, batch
 
 
@@ -155,11 +152,3 @@ def _fill_sampling(sampling: Sampling, s: int, sequence: Sequence, branch: int) 
         sampling.presence[s] = params.presence_penalty
         sampling.frequency[s] = params.frequency_penalty
         sampling.repetition[s] = params.repetition_penalty
-
-
-def _forbid(sampling: Sampling, s: int, tokens: Iterable[int], vocab_size: int) -> None:
-    allowed = np.ones(sampling.allowed_bits.shape[1] * 32, np.bool)
-    allowed[vocab_size:] = False
-    allowed[list(tokens)] = False
-    sampling.masked[s] = True
-    sampling.allowed_bits[s] = np.packbits(allowed, bitorder="little").view(np.uint32)

@@ -19,6 +19,7 @@ from jpaged.core.scheduler import ScheduleDecision
 from jpaged.model.llama import Llama
 from jpaged.runtime.batch import Batch, Bucket, Buckets, empty_batch, ladder, make_batch
 from jpaged.runtime.kv_cache import allocate_pool, block_bytes, fitting_blocks, modest_blocks
+from jpaged.runtime.masks import Masks
 from jpaged.runtime.sampler import Sampled
 from jpaged.runtime.sampling_state import copy_rows, empty_state, host_row, write_row
 from jpaged.runtime.step import Step, make_copy_blocks
@@ -66,6 +67,7 @@ class ModelRunner:
         self._copy_rows = jax.jit(copy_rows, donate_argnums=0)
         self._write_row = jax.jit(write_row, donate_argnums=0)
         self.state = empty_state(limits.max_num_seqs, llama.vocab_size, self.device)
+        self._masks = Masks(llama.vocab_size)
         # Masks that nobody looks at stay on the device: they are large, and most steps have no others.
         self._no_bits = {
             size: jax.device_put(np.zeros((size, -(-llama.vocab_size // 32)), np.uint32), self.device)
@@ -89,7 +91,8 @@ class ModelRunner:
         use_compilation_cache()
         buckets = self.buckets.all
         for bucket in tqdm(buckets, desc="Compiling", unit="shape", disable=not progress):
-            _, x_td = self._run(bucket, batch := empty_batch(bucket, self.table_width, self.vocab_size))
+            batch = empty_batch(bucket, self.table_width, self.vocab_size)
+            _, x_td = self._run(bucket, batch, ScheduleDecision())
             if x_td is not None:
                 self._step.score(self.params, x_td, batch.targets)
         for size in self.copy_sizes:
@@ -102,7 +105,8 @@ class ModelRunner:
     def block_swap_cost(self) -> float:
         """How many tokens could be computed while one block moves to the host and back, measured; after `warm_up`."""
         bucket, size = self.buckets.mixed[-1], TRANSFERS[-1]
-        token = _seconds(lambda: self._run(bucket, empty_batch(bucket, self.table_width, self.vocab_size)))
+        batch = empty_batch(bucket, self.table_width, self.vocab_size)
+        token = _seconds(lambda: self._run(bucket, batch, ScheduleDecision()))
         block = _seconds(lambda: self._swap_there_and_back(size))
         return (block / size) / (token / bucket.num_tokens)
 
@@ -123,7 +127,7 @@ class ModelRunner:
         if not decision.num_scheduled_tokens:
             return []
         bucket, batch = make_batch(decision, self.buckets, self.block_size, self.table_width, self.vocab_size)
-        sampled, x_td = self._run(bucket, batch)
+        sampled, x_td = self._run(bucket, batch, decision)
         prompt: Iterator[tuple] = iter(())
         if x_td is not None and (batch.targets >= 0).any():
             prompt = _rows(self._step.score(self.params, x_td, batch.targets), MAX_LOGPROBS)
@@ -136,13 +140,13 @@ class ModelRunner:
             results.append(SequenceResult(samples, [sample for sample in known if sample.token >= 0]))
         return results
 
-    def _run(self, bucket: Bucket, batch: Batch) -> tuple[Sampled, jax.Array | None]:
+    def _run(self, bucket: Bucket, batch: Batch, decision: ScheduleDecision) -> tuple[Sampled, jax.Array | None]:
         """The samples, and the hidden states [T, D] of a step that is not all decoding."""
-        sampling = batch.sampling
+        x_sd, x_td, self.pool = self._step.forward(self.params, self.pool, batch, bucket.decode)
+        sampling = self._masks.apply(decision, batch.sampling)  # while the device works
         bits = sampling.allowed_bits if sampling.masked.any() else self._no_bits[bucket.num_seqs]
         # Committed as those are that stand for no bits at all, for else it would be another executable.
         sampling = sampling._replace(allowed_bits=jax.device_put(bits, self.device))
-        x_sd, x_td, self.pool = self._step.forward(self.params, self.pool, batch, bucket.decode)
         sampled, self.state = self._step.choose(self.params, self.state, x_sd, sampling)
         return sampled, x_td
 

@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 
 from jpaged.core.request import FinishReason, OutputDelta, Sample
 from jpaged.serving.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from jpaged.serving.tools import ToolCallDelta, ToolParser
 
 LEAST_LOGPROB = -9999.0  # JSON has no -inf; this is the API's word for a token that can't be
 
@@ -31,14 +32,27 @@ class _Token(NamedTuple):
 
 @dataclass
 class _Choice:
-    """One choice: all of it so far, or, when streaming, what has not been sent yet."""
+    """One choice: all of it so far, or, when streaming, what has not been sent yet.
+
+    Attributes:
+        offset: where in the whole text its tokens begin.
+        parser: finds calls in its text, where tools are offered.
+    """
 
     text: str = ""
     tokens: list[_Token] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    calls: list[ToolCallDelta] = field(default_factory=list)
     offset: int = 0
     prompt_logprobs: list[dict[str, Any] | None] | None = None
+    parser: ToolParser | None = None
+    opened: bool = False
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+
+    @property
+    def pending(self) -> bool:
+        return bool(self.text or self.tokens or self.token_ids or self.calls or self.finish_reason)
 
 
 class Answer:
@@ -53,11 +67,13 @@ class Answer:
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
         self.prompts = prompts
         self._completion_tokens = 0
+        self._cached_tokens = [0] * len(prompts)
         self._head = {"id": self.id, "created": int(time.time()), "model": model}
         self._tokenizer = tokenizer
         self._num_choices = body.num_choices
         self._num_top = body.num_top_logprobs
         self._prompt_top = body.prompt_logprobs
+        self._with_ids = bool(body.return_token_ids)
         self._choices: dict[int, _Choice] = {}
 
     def add(self, prompt: int, delta: OutputDelta) -> int:
@@ -67,39 +83,59 @@ class Answer:
             self._choices[index] = self._opened(self.prompts[prompt], delta.prompt_samples or [])
         choice = self._choices[index]
         self._completion_tokens += len(delta.samples)
-        choice.text += delta.text
+        self._cached_tokens[prompt] = delta.num_cached_tokens
+        self._add_text(choice, delta)
         if self._num_top is not None:
             choice.tokens += [self._token(sample, self._num_top) for sample in delta.samples]
+        if self._with_ids:
+            choice.token_ids += delta.token_ids
         choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
         return index
 
     def whole(self) -> dict[str, Any]:
         """The answer to a request that does not stream."""
-        choices = [self._finished(i, choice) | self._end(choice) for i, choice in sorted(self._choices.items())]
+        choices = [self._finished(i, c) | self._ids(i, c) | self._end(c) for i, c in sorted(self._choices.items())]
         return {**self._head, "object": self.object_name, "choices": choices, "usage": self._usage()}
 
     def opening(self) -> Iterable[dict[str, Any]]:
         """Chunks that come before any text."""
         return ()
 
-    def chunk(self, prompt: int, delta: OutputDelta) -> dict[str, Any] | None:
-        """The chunk for a delta, or None while there is nothing to show."""
-        index = self.add(prompt, delta)
+    def chunk(self, index: int) -> dict[str, Any] | None:
+        """What has been added to a choice since its last chunk, or None while there is nothing to show."""
         choice = self._choices[index]
-        if not (choice.text or choice.tokens or choice.finish_reason):
+        if not choice.pending:
             return None
-        body = {**self._head, "object": self.chunk_name, "choices": [self._part(index, choice) | self._end(choice)]}
+        part = self._part(index, choice) | self._ids(index, choice) | self._end(choice)
         choice.offset += sum(len(token.text) for token in choice.tokens)
-        choice.text, choice.tokens = "", []
-        return body
+        choice.text, choice.tokens, choice.token_ids, choice.calls, choice.opened = "", [], [], [], True
+        return {**self._head, "object": self.chunk_name, "choices": [part]}
 
     def usage_chunk(self) -> dict[str, Any]:
         """The last chunk of a stream that asked for usage."""
         return {**self._head, "object": self.chunk_name, "choices": [], "usage": self._usage()}
 
-    def _usage(self) -> dict[str, int]:
+    def record(self) -> dict[str, Any]:
+        """What a log may say of it."""
+        usage = self._usage()
+        reasons = [str(choice.finish_reason) for choice in self._choices.values()]
+        return {
+            "id": self.id, "prompt_tokens": usage["prompt_tokens"], "completion_tokens": usage["completion_tokens"],
+            "cached_tokens": sum(self._cached_tokens), "finish_reasons": reasons,
+        }  # fmt: skip
+
+    def _usage(self) -> dict[str, Any]:
         given, made = sum(len(prompt.token_ids) for prompt in self.prompts), self._completion_tokens
-        return {"prompt_tokens": given, "completion_tokens": made, "total_tokens": given + made}
+        return {
+            "prompt_tokens": given, "completion_tokens": made, "total_tokens": given + made,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens)},
+        }  # fmt: skip
+
+    def _add_text(self, choice: _Choice, delta: OutputDelta) -> None:
+        choice.text += delta.text
+
+    def _ids(self, index: int, choice: _Choice) -> dict[str, Any]:
+        return {"token_ids": choice.token_ids} if self._with_ids else {}
 
     def _opened(self, prompt: Prompt, samples: Sequence[Sample]) -> _Choice:
         """A choice before any text, with what is known of its prompt's tokens but the first."""
@@ -162,6 +198,12 @@ class CompletionAnswer(Answer):
             return prompt.text
         return self._tokenizer.decode(prompt.token_ids, skip_special_tokens=self._skip_special_tokens)
 
+    def _ids(self, index: int, choice: _Choice) -> dict[str, Any]:
+        """With a choice's first chunk, the prompt's too."""
+        ids = super()._ids(index, choice)
+        prompt = None if choice.opened else self.prompts[index // self._num_choices].token_ids
+        return ids and ids | {"prompt_token_ids": prompt}
+
     def _finished(self, index: int, choice: _Choice) -> dict[str, Any]:
         body = self._part(index, choice)
         return body if self._prompt_top is None else body | {"prompt_logprobs": choice.prompt_logprobs}
@@ -187,25 +229,64 @@ class CompletionAnswer(Answer):
 class ChatAnswer(Answer):
     prefix, object_name, chunk_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, model: str, tokenizer: Tokenizer, body: ChatRequest, prompt: Prompt):
+    def __init__(
+        self,
+        model: str,
+        tokenizer: Tokenizer,
+        body: ChatRequest,
+        prompt: Prompt,
+        new_parser: Callable[[], ToolParser] | None = None,
+    ):
         super().__init__(model, tokenizer, body, [prompt])
+        self._new_parser = new_parser
+        self._names_tool = body.names_tool
 
     def whole(self) -> dict[str, Any]:
-        body = super().whole()
+        body = super().whole() | self._prompt_ids()
         return body if self._prompt_top is None else body | {"prompt_logprobs": self._choices[0].prompt_logprobs}
 
     def opening(self) -> Iterable[dict[str, Any]]:
         for index in range(self._num_choices):
             delta = {"role": "assistant", "content": ""}
             choice = {"index": index, "delta": delta, "logprobs": None} | self._end(_Choice())
-            yield {**self._head, "object": self.chunk_name, "choices": [choice]}
+            yield {**self._head, "object": self.chunk_name, "choices": [choice]} | self._prompt_ids()
+
+    def _prompt_ids(self) -> dict[str, Any]:
+        return {"prompt_token_ids": self.prompts[0].token_ids} if self._with_ids else {}
+
+    def _opened(self, prompt: Prompt, samples: Sequence[Sample]) -> _Choice:
+        choice = super()._opened(prompt, samples)
+        choice.parser = self._new_parser and self._new_parser()
+        return choice
+
+    def _add_text(self, choice: _Choice, delta: OutputDelta) -> None:
+        if choice.parser is None:
+            super()._add_text(choice, delta)
+            return
+        parts = [choice.parser.feed(delta.text)]
+        if delta.finish_reason:
+            parts.append(choice.parser.finish())
+        for part in parts:
+            choice.text += part.content
+            choice.calls += part.calls
+
+    def _end(self, choice: _Choice) -> dict[str, Any]:
+        end = super()._end(choice)
+        # Who names the function to be called knows that it was; so the API gives "stop" there.
+        called = choice.parser is not None and choice.parser.called and not self._names_tool
+        return end | {"finish_reason": "tool_calls"} if called and end["finish_reason"] == FinishReason.STOP else end
 
     def _finished(self, index: int, choice: _Choice) -> dict[str, Any]:
-        message = {"role": "assistant", "content": choice.text}
+        message: dict[str, Any] = {"role": "assistant", "content": choice.text}
+        if choice.calls:
+            message |= {"content": choice.text or None, "tool_calls": _whole_calls(choice.calls)}
         return {"index": index, "message": message, "logprobs": self._token_logprobs(choice)}
 
     def _part(self, index: int, choice: _Choice) -> dict[str, Any]:
-        return {"index": index, "delta": {"content": choice.text}, "logprobs": self._token_logprobs(choice)}
+        delta: dict[str, Any] = {"content": choice.text} if choice.text else {}
+        if choice.calls:
+            delta["tool_calls"] = [_call_delta(call) for call in choice.calls]
+        return {"index": index, "delta": delta, "logprobs": self._token_logprobs(choice)}
 
     def _token_logprobs(self, choice: _Choice) -> dict[str, Any] | None:
         if self._num_top is None:
@@ -215,6 +296,25 @@ class ChatAnswer(Answer):
             for token in choice.tokens
         ]
         return {"content": content}
+
+
+def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
+    """The id, the type and the name come with a call's first delta."""
+    if call.id is None:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": call.id, "type": "function", "function": function}
+
+
+def _whole_calls(deltas: Iterable[ToolCallDelta]) -> list[dict[str, Any]]:
+    calls: dict[int, dict[str, Any]] = {}
+    for delta in deltas:
+        if delta.index in calls:
+            calls[delta.index]["function"]["arguments"] += delta.arguments
+        else:
+            calls[delta.index] = _call_delta(delta)
+            del calls[delta.index]["index"]
+    return list(calls.values())
 
 
 def _entry(text: str, logprob: float | None) -> dict[str, Any]:

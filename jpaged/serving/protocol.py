@@ -1,18 +1,19 @@
 """Requests and errors of the OpenAI API, with the fields that vLLM adds: what is accepted.
 
-Here are the names and types; the ranges are those of `jpaged.core.params`. A field that is known but can't be served
-yet may only have the value that means nothing; everything else is refused by name, so that nothing is silently ignored.
+Here are the names and types; the ranges are those of `jpaged.core.params`. Everything else is refused by name, so that
+nothing is silently ignored.
 """
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from jpaged.core.params import BeamSearchParams, InvalidParameter, SamplingParams
+from jpaged.core.params import BeamSearchParams, InvalidParameter, SamplingParams, StructuredOutputsParams
 
 DEFAULT_COMPLETION_TOKENS = 16
 
@@ -20,15 +21,18 @@ Params = SamplingParams | BeamSearchParams
 
 
 class ApiError(Exception):
-    """An answer that is an error, in the API's form."""
+    """An answer that is an error, in the API's form. `retry_after`, in seconds, says when to come again."""
 
-    def __init__(self, status: int, message: str, param: str | None = None):
+    def __init__(self, status: int, message: str, param: str | None = None, *, retry_after: int | None = None):
         super().__init__(message)
-        self.status, self.message, self.param = status, message, param
+        self.status, self.message, self.param, self.retry_after = status, message, param, retry_after
 
     @property
     def body(self) -> dict[str, Any]:
-        kinds = {401: "AuthenticationError", 404: "NotFoundError", 503: "ServiceUnavailableError"}
+        kinds = {
+            401: "AuthenticationError", 404: "NotFoundError", 408: "TimeoutError",
+            503: "ServiceUnavailableError", 504: "TimeoutError",
+        }  # fmt: skip
         kind = kinds.get(self.status, "BadRequestError" if self.status < 500 else "InternalServerError")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
 
@@ -37,12 +41,47 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-# A field that is known, but not yet served beyond the value that changes nothing.
-UNSERVED: Any = Field(default=None, description="not supported yet")
-
-
 class StreamOptions(_Strict):
     include_usage: bool = False
+    include_obfuscation: Literal[False] = False
+
+
+class StructuredOutputs(_Strict):
+    """As in vLLM: one of the first five says what the whole output has to be."""
+
+    json_schema: dict[str, Any] | str | None = Field(default=None, alias="json", description="a JSON schema")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = Field(default=None, description="in Lark's form or in GBNF")
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    whitespace_pattern: str | None = None
+
+    def params(self) -> StructuredOutputsParams:
+        return StructuredOutputsParams(**self.model_dump(by_alias=True))
+
+
+class JsonSchema(_Strict):
+    name: str
+    description: str | None = None
+    json_schema: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class TextFormat(_Strict):
+    type: Literal["text"]
+
+
+class JsonObjectFormat(_Strict):
+    type: Literal["json_object"]
+
+
+class JsonSchemaFormat(_Strict):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
 # What may be said of sampling to a beam search, and of beams without one: that it changes nothing.
@@ -88,7 +127,16 @@ class GenerationRequest(_Strict):
     cache_salt: str | None = Field(default=None, min_length=1, description="a non-empty text")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None  # names an end user; by its meaning it changes no answer
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    return_token_ids: bool | None = None
+    # By their meaning these change no answer.
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: Literal[False] | None = Field(default=None, description="false: nothing is stored")
+    service_tier: Literal["auto", "default"] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
 
     @property
     def num_choices(self) -> int:
@@ -119,6 +167,7 @@ class GenerationRequest(_Strict):
             if getattr(self, name) is not None:
                 values[name] = getattr(self, name)
         values |= {"max_tokens": self._max_tokens(), "logprobs": self.num_top_logprobs}
+        values["structured_outputs"] = self._structured_outputs()
         if beams:
             values |= {"n": self.num_choices, "beam_width": self.num_choices if self.best_of is None else self.best_of}
         return kind(**values)
@@ -137,16 +186,26 @@ class GenerationRequest(_Strict):
     def _max_tokens(self) -> int | None:
         return self.max_tokens
 
+    def _structured_outputs(self) -> StructuredOutputsParams | None:
+        wanted = self.response_format
+        if wanted is not None and not isinstance(wanted, TextFormat):
+            if self.structured_outputs is not None:
+                raise InvalidParameter("response_format", "says what structured_outputs says; send one of them")
+            schema = wanted.json_schema.json_schema if isinstance(wanted, JsonSchemaFormat) else None
+            return StructuredOutputsParams(json=schema, json_object=schema is None)
+        return None if self.structured_outputs is None else self.structured_outputs.params()
+
     def _names(self) -> dict[str, str]:
         """What the request calls a parameter, where that is not its name."""
-        return {"beam_width": "n" if self.best_of is None else "best_of"}
+        names = {"beam_width": "n" if self.best_of is None else "best_of"}
+        return names if self.response_format is None else names | {"structured_outputs": "response_format"}
 
 
 class CompletionRequest(GenerationRequest):
     prompt: str | list[str] | list[int] | list[list[int]] = Field(description="a text, token ids, or a list of either")
     echo: bool | None = None
     logprobs: int | None = None
-    suffix: Literal[""] | None = UNSERVED
+    suffix: Literal[""] | None = Field(default=None, description="empty: nothing is inserted before it")
 
     @property
     def num_top_logprobs(self) -> int | None:
@@ -184,24 +243,135 @@ class TextPart(_Strict):
     text: str
 
 
-class ChatMessage(_Strict):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart]
-    name: str | None = None
+class FunctionCall(_Strict):
+    name: str
+    arguments: str
+
+
+class ToolCall(_Strict):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
 
     def for_template(self) -> dict[str, Any]:
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": self.role, "content": content} | ({"name": self.name} if self.name else {})
+        """With its arguments as an object, which is what templates print."""
+        try:
+            arguments = json.loads(self.function.arguments or "{}")
+        except ValueError as error:
+            raise ApiError(
+                400, f"messages: the arguments of tool call {self.id!r} are no JSON: {error}", "messages"
+            ) from None
+        function = {"name": self.function.name, "arguments": arguments}
+        return {"id": self.id, "type": self.type, "function": function}
 
 
-class ChatRequest(GenerationRequest):
+class ChatMessage(_Strict):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    refusal: str | None = None
+    tool_calls: list[ToolCall] | None = Field(default=None, description="calls that the assistant has made")
+    tool_call_id: str | None = Field(default=None, description="the call that this message answers")
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates know it. Raises ApiError for what the role does not allow."""
+        if self.content is None and not self.tool_calls:
+            raise ApiError(400, f"messages: content is required in a message of the {self.role}", "messages")
+        if self.tool_calls and self.role != "assistant":
+            raise ApiError(400, f"messages: tool_calls are the assistant's, not the {self.role}'s", "messages")
+        if self.tool_call_id is None and self.role == "tool":
+            raise ApiError(400, "messages: tool_call_id is required in a message of a tool", "messages")
+        content = "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content
+        message: dict[str, Any] = {"role": self.role, "content": content or ""}
+        for name in ("name", "tool_call_id"):
+            if getattr(self, name):
+                message[name] = getattr(self, name)
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        return message
+
+
+class Function(_Strict):
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$", description="1 to 64 letters, digits, _, . and -")
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(default=None, description="a JSON schema")
+    strict: bool | None = None
+
+
+class Tool(_Strict):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(_Strict):
+    name: str
+
+
+class NamedToolChoice(_Strict):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class Conversation(_Strict):
+    """What a chat template takes."""
+
     messages: list[ChatMessage] = Field(min_length=1)
+    tools: list[Tool] | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    def template_options(self) -> dict[str, Any]:
+        """The options of `render_chat`. Raises ApiError for what contradicts itself."""
+        going_on = bool(self.continue_final_message)
+        if going_on and self.add_generation_prompt:
+            raise ApiError(
+                400, "continue_final_message: contradicts add_generation_prompt: true", "continue_final_message"
+            )
+        prompting = not going_on if self.add_generation_prompt is None else self.add_generation_prompt
+        tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()] or None
+        return {
+            "tools": tools, "add_generation_prompt": prompting, "continue_final_message": going_on,
+            "variables": self.chat_template_kwargs or {},
+        }  # fmt: skip
+
+
+class ChatRequest(GenerationRequest, Conversation):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    response_format: dict[Literal["type"], Literal["text"]] | None = UNSERVED
-    tools: list[Any] | None = Field(default=None, max_length=0, description=UNSERVED.description)
-    tool_choice: Literal["none", "auto"] | None = UNSERVED
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = Field(
+        default=None, description='"none", "auto", "required" or {"type": "function", "function": {"name": NAME}}'
+    )
+    parallel_tool_calls: bool | None = None
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """The tools that the answer may call: with a choice by name, that one. Raises ApiError for an impossible
+        choice."""
+        tools = self.tools or []
+        names = [tool.function.name for tool in tools]
+        if repeated := {name for name in names if names.count(name) > 1}:
+            raise ApiError(400, f"tools: {min(repeated)!r} is there more than once", "tools")
+        if self.tool_choice == "none":
+            return []
+        if isinstance(self.tool_choice, NamedToolChoice):
+            wanted = self.tool_choice.function.name
+            if wanted not in names:
+                raise ApiError(400, f"tool_choice: {wanted!r} is none of the tools", "tool_choice")
+            return [tool for tool in tools if tool.function.name == wanted]
+        if self.tool_choice is not None and not tools:
+            raise ApiError(400, f"tool_choice: {self.tool_choice!r} needs tools", "tool_choice")
+        return tools
+
+    @property
+    def names_tool(self) -> bool:
+        return isinstance(self.tool_choice, NamedToolChoice)
+
+    @property
+    def must_call(self) -> bool:
+        return self.tool_choice == "required" or self.names_tool
 
     @property
     def num_top_logprobs(self) -> int | None:
@@ -219,10 +389,30 @@ class ChatRequest(GenerationRequest):
 
     def _names(self) -> dict[str, str]:
         names = super()._names() | {"logprobs": "top_logprobs"}
+        if self.tools and self.tool_choice != "none":
+            names["structured_outputs"] = "tools"
         return names if self.max_tokens is not None else names | {"max_tokens": "max_completion_tokens"}
 
 
-def parse[R: GenerationRequest](model: type[R], body: bytes) -> R:
+class TokenizeCompletionRequest(_Strict):
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = None
+
+
+class TokenizeChatRequest(Conversation):
+    model: str | None = None
+    add_special_tokens: Literal[False] = False  # the template brings them
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(_Strict):
+    model: str | None = None
+    tokens: list[int]
+
+
+def parse[R: BaseModel](model: type[R], body: bytes) -> R:
     """A request from its JSON. Raises ApiError 400 that names the first field that is wrong, and what it may be."""
     try:
         return model.model_validate_json(body)
@@ -241,8 +431,6 @@ def _explain(model: type[BaseModel], name: str, problem: Any) -> str:
     if problem["type"] == "missing" and len(problem["loc"]) == 1:
         return "is required"
     given = f"{problem['input']!r:.60}"
-    if field.description == UNSERVED.description:
-        return f"{given} is {field.description}"
     if field.description:
         return f"must be {field.description}, not {given}"
     where = ".".join(str(part) for part in problem["loc"][1:])

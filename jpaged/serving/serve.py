@@ -2,16 +2,21 @@
 
 import asyncio
 import logging
+import resource
 import signal
+import ssl
 
 from aiohttp import web
 
-from jpaged.serving.app import Service, make_app
+from jpaged.serving.app import make_app
+from jpaged.serving.service import Service
 
 logger = logging.getLogger(__name__)
 
+LAST_WORDS = 5.0  # seconds for the errors that end what was not finished in time
 
-async def serve(service: Service, host: str, port: int) -> None:
+
+async def serve(service: Service, host: str, port: int, tls: ssl.SSLContext | None = None) -> None:
     """Serves until SIGTERM or SIGINT, then drains; a second signal ends at once. Raises OSError if it can't listen."""
     loop, signalled, hurried = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
 
@@ -20,24 +25,44 @@ async def serve(service: Service, host: str, port: int) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
+    _allow_many_connections()
     runner = web.AppRunner(make_app(service), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:
-        await web.TCPSite(runner, host, port).start()
+        await web.TCPSite(runner, host, port, ssl_context=tls, backlog=1024).start()
         address = runner.addresses[0]
-        logger.info("ready: model %s at http://%s:%d", service.model_name, address[0], address[1])
+        scheme = "http" if tls is None else "https"
+        logger.info("ready: model %s at %s://%s:%d", service.model_name, scheme, address[0], address[1])
         await signalled.wait()
-        service.draining = True
-        logger.info("shutting down: finishing %d requests", len(service.in_flight))
-        await asyncio.wait(
-            [asyncio.ensure_future(_drained(service)), asyncio.ensure_future(hurried.wait())],
-            return_when=asyncio.FIRST_COMPLETED,
-        )
+        await _drain(service, hurried)
     finally:
         await runner.cleanup()
     logger.info("stopped")
 
 
+async def _drain(service: Service, hurried: asyncio.Event) -> None:
+    service.draining = True
+    limit = service.config.drain_timeout
+    within = "" if limit is None else f" within {limit:g} seconds"
+    logger.info("shutting down: finishing %d requests%s", len(service.in_flight), within)
+    drained, told = asyncio.ensure_future(_drained(service)), asyncio.ensure_future(hurried.wait())
+    await asyncio.wait([drained, told], timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+    if not drained.done():
+        logger.warning("shutting down: ending %d requests that have not finished", len(service.in_flight))
+        await service.engine.stop()  # which their clients are told
+        await asyncio.wait([drained], timeout=LAST_WORDS)
+    told.cancel()
+    drained.cancel()
+
+
 async def _drained(service: Service) -> None:
     while service.in_flight:
         await asyncio.wait(service.in_flight)
+
+
+def _allow_many_connections() -> None:
+    """Each takes a file descriptor, and the usual soft limit is 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < 65536:
+        wanted = 65536 if hard == resource.RLIM_INFINITY else min(65536, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))

@@ -62,7 +62,7 @@ def run(num_requests: int, seed: int) -> tuple[str, Counter[str]]:
             counts["requests"] += 1
         if outstanding and rng.random() < 0.02:
             engine.abort(rng.choice(outstanding).request_id)
-        for delta in engine.step():
+        for delta in engine.step().deltas:
             told[delta.request_id][delta.index] += delta.token_ids
         for request in [request for request in witness.served if request in unserved]:
             came, bound = unserved.pop(request)

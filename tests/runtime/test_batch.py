@@ -12,6 +12,7 @@ from jpaged.core.params import BeamSearchParams, SamplingParams
 from jpaged.core.request import Sample, SequenceResult
 from jpaged.core.scheduler import Scheduler
 from jpaged.runtime.batch import Bucket, Buckets, empty_batch, ladder, make_batch
+from jpaged.runtime.masks import Masks
 
 LIMITS = Limits(max_model_len=32, max_num_seqs=4, max_num_batched_tokens=24)
 
@@ -101,7 +102,7 @@ def test_state_masks_and_targets():
         decision = scheduler.schedule()
         bucket, batch = make_batch(decision, Buckets(LIMITS), 4, 8, 100)
         assert bucket.decode == (not targets)
-        sampling = batch.sampling
+        sampling = Masks(100).apply(decision, batch.sampling)
         assert batch.targets[batch.targets >= 0].tolist() == targets
         assert (sampling.counted[0], sampling.stateful[0], sampling.masked[0]) == (counted, True, True)
         assert sampling.rows[0] == scheduler.running.first.sequences[0].row

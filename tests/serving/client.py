@@ -7,10 +7,12 @@ from contextlib import asynccontextmanager
 import aiohttp
 from aiohttp.test_utils import TestServer
 
-from jpaged.async_engine import AsyncEngine
 from jpaged.config import EngineConfig
+from jpaged.core.scheduler import ScheduleDecision
+from jpaged.engine import StepOutput
 from jpaged.load import load_engine
-from jpaged.serving.app import Service, make_app
+from jpaged.serving.app import make_app
+from jpaged.serving.service import ServerConfig, make_service
 
 MAX_LEN = 256
 
@@ -23,12 +25,12 @@ def build(tiny, **config):
 class Client:
     """A server on a port of its own, and a session with it."""
 
-    def __init__(self, engine, tokenizer, sampling_defaults=None, **options):
-        limits = engine.scheduler.limits
+    def __init__(self, engine, tokenizer, sampling_defaults=None, *, tool_format=None, **config):
         self.engine = engine
-        self.service = Service(
-            AsyncEngine(engine), tokenizer, "tiny", limits.max_model_len, sampling_defaults or {}, **options
-        )
+        self.service = make_service(
+            engine, tokenizer, "tiny", ServerConfig(**config), sampling_defaults=sampling_defaults,
+            tool_format=tool_format,
+        )  # fmt: skip
         self.app = make_app(self.service)
 
     async def __aenter__(self):
@@ -69,7 +71,8 @@ class Client:
     @asynccontextmanager
     async def held(self):
         """Within it the engine's steps do nothing, so that no request ends by itself."""
-        await self.service.engine.call(lambda e: setattr(e, "step", lambda: []))
+        nothing = StepOutput(ScheduleDecision(), [], [])
+        await self.service.engine.call(lambda e: setattr(e, "step", lambda: nothing))
         yield
         await self.service.engine.call(lambda e: delattr(e, "step"))
 

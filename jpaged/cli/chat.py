@@ -1,0 +1,104 @@
+"""Talk to a model.
+
+  jpaged chat                                    the demo model, in this process
+  jpaged chat --model DIR --temperature 0.7      a model of yours
+  jpaged chat --url http://127.0.0.1:8000        the first model of a server
+  echo "Who are you?" | jpaged chat              one message, one answer
+
+In a terminal, Ctrl-C stops an answer and Ctrl-D ends; /reset begins anew, /help says so.
+"""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Mapping
+from contextlib import aclosing, suppress
+from typing import Any
+
+from jpaged.cli.model import Message, Model, open_model, sampling
+from jpaged.cli.model import add_flags as add_model_flags
+from jpaged.cli.parser import closest
+
+COMMANDS = {"/reset": "forget the conversation", "/help": "list these commands"}
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
+    add_model_flags(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    model = open_model(args)
+    with asyncio.Runner() as runner:
+        conversation = Conversation(model, args.system, sampling(args))
+        try:
+            if sys.stdin.isatty():
+                talk(runner, conversation)
+            elif message := sys.stdin.read().strip():
+                runner.run(conversation.say(message))
+            else:
+                raise ValueError("the message on stdin is empty")
+        finally:
+            runner.run(model.close())
+
+
+class Conversation:
+    """Messages so far, and the model that goes on with them."""
+
+    def __init__(self, model: Model, system: str | None, sampling: Mapping[str, Any]):
+        self._model, self._sampling = model, sampling
+        self._opening: list[Message] = [{"role": "system", "content": system}] if system else []
+        self.reset()
+
+    def reset(self) -> None:
+        self.messages = list(self._opening)
+
+    async def say(self, message: str) -> None:
+        """Prints the answer as it comes. One that is interrupted belongs to the conversation as far as it got; a
+        message that got none is forgotten."""
+        self.messages.append({"role": "user", "content": message})
+        answer = ""
+        try:
+            async with aclosing(self._model.chat(self.messages, self._sampling)) as pieces:
+                async for _, text in pieces:
+                    answer += text
+                    print(text, end="", flush=True)
+        finally:
+            if answer:
+                self.messages.append({"role": "assistant", "content": answer})
+                print(flush=True)
+            else:
+                self.messages.pop()
+
+
+def talk(runner: asyncio.Runner, conversation: Conversation) -> None:
+    """Takes messages from the terminal until it ends."""
+    with suppress(ImportError):  # not every Python is built with it
+        import readline  # noqa: F401  from here on input() has a history, and keys to edit a line
+    print("Ctrl-C stops an answer, Ctrl-D ends; /help lists the commands.")
+    while True:
+        try:
+            message = input("> ").strip()
+            if message.startswith("/"):
+                print(command(message, conversation))
+            elif message:
+                runner.run(conversation.say(message))
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print()
+        except (ValueError, OSError) as error:
+            print(f"error: {error}", file=sys.stderr)
+
+
+def command(given: str, conversation: Conversation) -> str:
+    """Does what a command says; returns what there is to say about it."""
+    match given:
+        case "/reset":
+            conversation.reset()
+            return "A new conversation."
+        case "/help":
+            return "\n".join(f"{name}  {text}" for name, text in COMMANDS.items())
+    meant = closest(given, COMMANDS)
+    return f"unknown command {given}; {f'did you mean {meant}?' if meant else '/help lists them'}"

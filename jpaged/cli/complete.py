@@ -1,0 +1,63 @@
+"""Let a model continue texts, and print what it adds.
+
+  jpaged complete "Once upon a time"             the demo model, in this process
+  jpaged complete "One day" "At night" --n 2     two continuations of each of two prompts
+  jpaged complete --url http://127.0.0.1:8000 --max-tokens 200 < story.txt
+
+A single continuation is printed as it comes; several ones when all are there, each under its prompt.
+"""
+
+import argparse
+import asyncio
+import sys
+import textwrap
+from collections.abc import Mapping
+from contextlib import aclosing
+from typing import Any
+
+from jpaged.cli.model import Model, open_model, sampling
+from jpaged.cli.model import add_flags as add_model_flags
+
+MAX_TOKENS = 128
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s [PROMPT ...] [flags]"
+    parser.add_argument("prompts", metavar="PROMPT", nargs="*", help="a text; without any, one is read from stdin")
+    parser.add_argument("--n", type=int, default=1, help="continuations of each prompt")
+    add_model_flags(parser, max_tokens=MAX_TOKENS)
+
+
+def run(args: argparse.Namespace) -> None:
+    if not args.prompts and sys.stdin.isatty():
+        raise ValueError('a prompt is missing: jpaged complete "Once upon a time", or a text on stdin')
+    prompts = args.prompts or [sys.stdin.read().removesuffix("\n")]
+    if not all(prompts):
+        raise ValueError("a prompt is empty")
+    model = open_model(args)
+    with asyncio.Runner() as runner:
+        try:
+            runner.run(complete(model, prompts, args.n, sampling(args)))
+        finally:
+            runner.run(model.close())
+
+
+async def complete(model: Model, prompts: list[str], n: int, sampling: Mapping[str, Any]) -> None:
+    if n == len(prompts) == 1:
+        async with aclosing(model.complete(prompts[0], sampling)) as pieces:
+            async for _, text in pieces:
+                print(text, end="", flush=True)
+        print()
+        return
+    for prompt, texts in zip(prompts, await asyncio.gather(*(whole(model, prompt, n, sampling) for prompt in prompts))):
+        for number, text in enumerate(texts, 1):
+            print(f"== {textwrap.shorten(prompt, 60)}{f' ({number})' if n > 1 else ''}\n{text}")
+
+
+async def whole(model: Model, prompt: str, n: int, sampling: Mapping[str, Any]) -> list[str]:
+    """All continuations of one prompt."""
+    texts = [""] * n
+    async with aclosing(model.complete(prompt, {**sampling, "n": n})) as pieces:
+        async for index, text in pieces:
+            texts[index] += text
+    return texts

@@ -1,0 +1,108 @@
+"""`jpaged COMMAND`: finds the command, parses its flags, runs it. Only the one that is asked for is loaded."""
+
+import importlib.metadata
+import os
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from types import ModuleType
+from typing import NoReturn
+
+from jpaged.cli.parser import Parser, closest
+
+COMMANDS = {
+    "serve": "serve a model over HTTP, in the OpenAI API's form",
+    "chat": "talk to a model, in this process or on a server",
+    "complete": "let a model continue texts",
+    "bench serve": "measure a server under load",
+    "bench throughput": "measure an engine without a server",
+    "convert": "store a model's parameters in another format",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs a command line, by default the process's own. Raises SystemExit: 1 for an error, 2 for a wrong command or
+    flag, 130 after Ctrl-C."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["--version"]:
+        print(f"jpaged {version()}")
+        return
+    for length in (2, 1):
+        if (name := " ".join(words[:length])) in COMMANDS:
+            return run(name, words[length:])
+    of_group = {name for name in COMMANDS if name.startswith(f"{' '.join(words[:1])} ")}
+    given = words[len(words[:1]) if of_group else 0 :]
+    if not given or given[0] in ("-h", "--help"):
+        print(overview(of_group or COMMANDS.keys()))
+        sys.exit(None if given else 2)
+    _refuse(words, of_group)
+
+
+def run(command: str, argv: Sequence[str], prog: str | None = None) -> None:
+    """Runs one command; `prog` is what it calls itself."""
+    prog = prog or f"jpaged {command}"
+    module = load(command)
+    args = parser(command, module, prog).parse_args(argv)
+    try:
+        module.run(args)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # whoever read the output has gone; nor can what is left of it be written at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except (ValueError, NotImplementedError, OSError) as error:
+        sys.exit(f"{prog}: error: {' '.join(str(error).split())}")
+
+
+def load(command: str) -> ModuleType:
+    """A command's module: its docstring is the help's text, `add_flags(parser)` and `run(args)` are what it does."""
+    return importlib.import_module(f"jpaged.cli.{command.replace(' ', '_')}")
+
+
+def parser(command: str, module: ModuleType, prog: str) -> Parser:
+    def flags_elsewhere() -> Mapping[str, Collection[str]]:
+        others = {name: load(name) for name in COMMANDS if name != command}
+        return {f"jpaged {name}": parser(name, other, name).flags for name, other in others.items()}
+
+    made = Parser(prog=prog, usage="%(prog)s [flags]", description=module.__doc__, flags_elsewhere=flags_elsewhere)
+    module.add_flags(made)
+    return made
+
+
+def overview(names: Collection[str]) -> str:
+    width = max(map(len, names))
+    lines = [f"  {name:{width}}  {text}" for name, text in COMMANDS.items() if name in names]
+    return "\n".join(
+        [
+            "usage: jpaged COMMAND [flags]",
+            "",
+            "A paged LLM engine for JAX.",
+            "",
+            *lines,
+            "",
+            "`jpaged COMMAND --help` explains a command and its flags. To begin with:",
+            "",
+            '  jpaged complete "Once upon a time"   the demo model, nothing to download',
+            "  jpaged serve --port 8000             the same on http://127.0.0.1:8000",
+            "  jpaged chat --url http://127.0.0.1:8000",
+        ]
+    )
+
+
+def version() -> str:
+    try:
+        return importlib.metadata.version("jpaged")
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def _refuse(words: Sequence[str], of_group: Collection[str]) -> NoReturn:
+    given = " ".join(words[: 2 if of_group else 1])
+    kind = "flag" if given.startswith("-") else "command"
+    meant = closest(given, [*(of_group or COMMANDS), "--help", "--version"])
+    hint = f"did you mean jpaged {meant}?" if meant else "jpaged --help lists the commands"
+    sys.stderr.write(f"jpaged: error: unknown {kind} {given}; {hint}\n")
+    sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

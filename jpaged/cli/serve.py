@@ -1,0 +1,162 @@
+"""Serve a Llama over HTTP, in the OpenAI API's form.
+
+  jpaged serve                                   the demo model on http://127.0.0.1:8000
+  jpaged serve --model DIR --host 0.0.0.0        a model of yours, for everybody
+  jpaged serve --model org/name --max-model-len 4096 --api-key KEY
+
+The first start compiles every shape that a step can have; later ones load them from ~/.cache/jpaged.
+"""
+
+import argparse
+import asyncio
+import os
+import ssl
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from jpaged.config import DTYPES, KERNELS, LOAD_FORMATS, PREEMPTION_MODES, SCHEDULING_POLICIES, EngineConfig
+from jpaged.serving.logs import logging_to
+from jpaged.serving.service import ServerConfig, make_service
+from jpaged.serving.tools import FORMATS, ToolFormat, detect
+
+API_KEY_VARIABLE = "JPAGED_API_KEY"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    defaults = ServerConfig()
+    add = parser.add_argument_group("the server").add_argument
+    add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all")
+    add("--port", type=int, default=8000, help="port to listen on")
+    add("--served-model-name", metavar="NAME", help="the name that clients ask for (default: as --model)")
+    add("--max-queue", type=int, default=defaults.max_queue, metavar="REQUESTS",
+        help="requests that may wait; for more there is a 503 with Retry-After")  # fmt: skip
+    add("--max-body-size", type=float, default=defaults.max_body_size / 2**20, metavar="MIB",
+        help="longest body of a request")  # fmt: skip
+    add("--request-timeout", type=float, metavar="SECONDS", help="longest that an answer may take (default: no limit)")
+    add("--drain-timeout", type=float, default=defaults.drain_timeout, metavar="SECONDS",
+        help="on SIGTERM, what runs has so long to finish; a second signal ends it at once")  # fmt: skip
+    add("--access-log", default="-", metavar="FILE",
+        help="a line of JSON for each request; - is standard error, none is nowhere")  # fmt: skip
+
+    add = parser.add_argument_group("who may use it").add_argument
+    add("--api-key", metavar="KEY", nargs="+", default=[],
+        help=f"ask for one of these keys; {API_KEY_VARIABLE} in the environment adds one")  # fmt: skip
+    add("--api-key-file", metavar="FILE", type=Path, help="more keys, one on each line")
+    add("--allowed-origins", metavar="ORIGIN", nargs="+", default=[],
+        help="web pages that may use it, such as https://chat.example.org; * is all (default: none)")  # fmt: skip
+    add("--ssl-certfile", metavar="FILE", type=Path, help="serve HTTPS with this certificate chain")
+    add("--ssl-keyfile", metavar="FILE", type=Path, help="its private key, if that is in a file of its own")
+    add("--ssl-ca-certs", metavar="FILE", type=Path, help="ask clients for a certificate that one of these has signed")
+
+    add = parser.add_argument_group("chat").add_argument
+    add("--chat-template", metavar="FILE", type=Path, help="a Jinja template instead of the model's own")
+    add("--trust-request-chat-template", action="store_true", help="take templates from requests, too")
+    add("--tool-call-parser", choices=("auto", "none", *sorted(FORMATS)), default="auto",
+        help="how the model writes tool calls; auto: as its chat template does")  # fmt: skip
+    add_engine_flags(parser)
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """A flag for each field of EngineConfig, by its name. Every command that loads a model has them."""
+    defaults = EngineConfig()
+    add = parser.add_argument_group("the model").add_argument
+    add("--model", default=defaults.model, help="a directory, a hub id, or demo")
+    add("--load-format", choices=LOAD_FORMATS, default=defaults.load_format, help="dummy: random weights")
+    add("--dtype", choices=("auto", *DTYPES), default=defaults.dtype,
+        help="auto: float32 on a CPU, else the checkpoint's")  # fmt: skip
+    add("--max-model-len", type=int, metavar="TOKENS", help="longest sequence (default: the model's)")
+    add("--seed", type=int, default=defaults.seed, help="of requests without a seed, and of dummy weights")
+    add("--kernels", choices=KERNELS, default=defaults.kernels,
+        help="attention kernels; auto: the fastest that the device and the model allow")  # fmt: skip
+
+    add = parser.add_argument_group("memory").add_argument
+    add("--gpu-memory-utilization", type=float, default=defaults.gpu_memory_utilization, metavar="SHARE",
+        help="share of the memory that jax has for parameters, KV pool and temporaries")  # fmt: skip
+    add("--num-gpu-blocks-override", type=int, metavar="BLOCKS",
+        help="size of the KV pool, instead of measuring memory")  # fmt: skip
+    add("--block-size", type=int, default=defaults.block_size, metavar="TOKENS", help="tokens per KV block")
+    add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=defaults.enable_prefix_caching,
+        help="reuse the KV of prompts that begin alike")  # fmt: skip
+    add("--swap-space", type=float, default=defaults.swap_space, metavar="GIB",
+        help="host memory for the blocks of preempted requests")  # fmt: skip
+
+    add = parser.add_argument_group("scheduling").add_argument
+    add(
+        "--max-num-seqs", type=int, metavar="SEQS", help="most sequences in a step (default: 64 on a CPU, 256 on a GPU)"
+    )
+    add("--max-num-batched-tokens", type=int, metavar="TOKENS",
+        help="most tokens in a step (default: 512 on a CPU, 2048 on a GPU)")  # fmt: skip
+    add("--scheduling-policy", choices=SCHEDULING_POLICIES, default=defaults.scheduling_policy,
+        help="priority: by the requests' priorities, lower ones first")  # fmt: skip
+    add("--preemption-mode", choices=PREEMPTION_MODES, default=defaults.preemption_mode,
+        help="what becomes of a preempted request's blocks; auto: what costs less")  # fmt: skip
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """The engine that the flags ask for; what they leave open keeps its default."""
+    names = (field.name for field in fields(EngineConfig))
+    return EngineConfig(**{name: value for name in names if (value := getattr(args, name, None)) is not None})
+
+
+def run(args: argparse.Namespace) -> None:
+    with logging_to(sys.stderr, args.access_log):
+        _serve(args, server_config(args), _tls(args))
+
+
+def _serve(args: argparse.Namespace, config: ServerConfig, tls: ssl.SSLContext | None) -> None:
+    # jax would take three quarters of a GPU's memory; a server has it to itself.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+    from jpaged.load import load_engine  # jax takes seconds to load: not for --help, nor for a bad flag
+    from jpaged.serving.serve import serve
+
+    engine, tokenizer, sampling_defaults = load_engine(engine_config(args))
+    service = make_service(
+        engine, tokenizer, args.served_model_name or args.model, config, sampling_defaults=sampling_defaults,
+        tool_format=_tool_format(args, tokenizer, config),
+    )  # fmt: skip
+    asyncio.run(serve(service, args.host, args.port, tls))
+
+
+def server_config(args: argparse.Namespace) -> ServerConfig:
+    """What the flags, the key file and the environment say. Raises ValueError or OSError for what can't be."""
+    keys = list(args.api_key)
+    if key := os.environ.get(API_KEY_VARIABLE):
+        keys.append(key)
+    if args.api_key_file:
+        found = [line.strip() for line in args.api_key_file.read_text().splitlines()]
+        found = [line for line in found if line and not line.startswith("#")]
+        if not found:
+            raise ValueError(f"--api-key-file: {args.api_key_file} holds no key")
+        keys += found
+    return ServerConfig(
+        api_keys=tuple(keys), chat_template=args.chat_template.read_text() if args.chat_template else None,
+        trust_request_chat_template=args.trust_request_chat_template, max_queue=args.max_queue,
+        max_body_size=int(args.max_body_size * 2**20), request_timeout=args.request_timeout,
+        drain_timeout=args.drain_timeout, allowed_origins=tuple(args.allowed_origins),
+    )  # fmt: skip
+
+
+def _tls(args: argparse.Namespace) -> ssl.SSLContext | None:
+    if args.ssl_certfile is None:
+        if args.ssl_keyfile or args.ssl_ca_certs:
+            raise ValueError("--ssl-certfile is needed for HTTPS")
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(args.ssl_certfile, args.ssl_keyfile)
+        if args.ssl_ca_certs:
+            context.load_verify_locations(args.ssl_ca_certs)
+            context.verify_mode = ssl.CERT_REQUIRED
+    except ssl.SSLError as error:
+        raise ValueError(f"--ssl-certfile, --ssl-keyfile or --ssl-ca-certs: {error}") from error
+    return context
+
+
+def _tool_format(args: argparse.Namespace, tokenizer: Any, config: ServerConfig) -> ToolFormat | None:
+    name = args.tool_call_parser
+    if name == "auto":
+        template = config.chat_template or getattr(tokenizer, "chat_template", None)
+        name = detect(template) if isinstance(template, str) else None
+    return FORMATS.get(name)

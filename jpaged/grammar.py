@@ -1,0 +1,159 @@
+"""Structured outputs: which tokens may come next, so that the whole text keeps to a schema, a regular expression, a
+list of choices or a grammar. llguidance does the parsing."""
+
+import copy
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from typing import Any, cast
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper, grammar_from
+from tokenizers import Tokenizer
+
+from jpaged.core.params import InvalidParameter, StructuredOutputsParams
+
+MAX_GRAMMAR_BYTES = 128 * 2**10
+# llguidance recurses along chains of rules. So deep a stack takes the longest that MAX_GRAMMAR_BYTES can hold; memory
+# is used only as far as a grammar needs it.
+COMPILER_STACK_BYTES = 512 * 2**20
+# Without a bound a model may go on indenting for ever.
+WHITE_SPACE = r"[ \n\r\t]{1,24}"
+
+
+class Constraint:
+    """Where one text stands in its grammar. Copies go their own ways."""
+
+    def __init__(self, matcher: LLMatcher):
+        self.matcher = matcher
+
+    def __copy__(self) -> "Constraint":
+        return Constraint(self.matcher.deep_copy())
+
+    def take(self, token: int) -> None:
+        """Goes on by a token."""
+        self.matcher.consume_token(token)
+
+    @property
+    def error(self) -> str | None:
+        """Why the grammar could not be followed any further: say that it is too ambiguous. None for no such reason."""
+        return self.matcher.get_error().partition("\n")[0] if self.matcher.is_error() else None
+
+
+class GrammarCompiler:
+    """Makes constraints for one model; any thread may call it.
+
+    Args:
+        vocab_size: of the model, at least the tokenizer's.
+        eos_token_ids: what ends a text that is complete.
+        max_cached: how many compiled grammars are kept.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Iterable[int], *, max_cached: int = 64):
+        self._source = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = sorted(eos_token_ids)
+        self._max_cached = max_cached
+        self._cache: OrderedDict[str, Constraint] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def compile(self, wanted: StructuredOutputsParams) -> Constraint:
+        """A constraint at its beginning. Raises InvalidParameter for what can't be compiled."""
+        try:
+            grammar = _grammar(wanted)
+        except (ValueError, TypeError) as error:
+            raise _refused(str(error)) from error
+        if (size := len(grammar.encode(errors="replace"))) > MAX_GRAMMAR_BYTES:
+            raise _refused(f"{size} bytes of grammar exceed {MAX_GRAMMAR_BYTES}")
+        with self._lock:
+            constraint = self._cache.get(grammar)
+            thread = self._thread
+        if constraint is None:
+            constraint = thread.submit(self._compile, grammar).result()
+        with self._lock:
+            self._cache[grammar] = constraint
+            self._cache.move_to_end(grammar)
+            if len(self._cache) > self._max_cached:
+                self._cache.popitem(last=False)
+            return copy.copy(constraint)
+
+    def _compile(self, grammar: str) -> Constraint:
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # what fails at once should fail here
+        if matcher.is_error():
+            raise _refused(" ".join(matcher.get_error().partition("\n<state>")[0].split())[:500])
+        return Constraint(matcher)
+
+    @cached_property
+    def _tokenizer(self) -> LLTokenizer:
+        if not self._eos_token_ids:
+            raise _refused("the model has no end-of-sequence token, so no text could be complete")
+        try:
+            vocabulary = TokenizerWrapper(_Vocabulary(self._source, self._vocab_size, self._eos_token_ids))
+            return LLTokenizer(vocabulary, n_vocab=self._vocab_size, eos_token=self._eos_token_ids)
+        except ValueError as error:
+            raise _refused(f"this model's tokenizer can't be constrained: {error}") from error
+
+    @cached_property
+    def _thread(self) -> ThreadPoolExecutor:
+        """One thread with a deep stack: however many ask, compiling takes one core."""
+        executor = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        before = threading.stack_size(COMPILER_STACK_BYTES)
+        try:
+            executor.submit(int).result()  # it starts its thread with the first task
+        finally:
+            threading.stack_size(before)
+        return executor
+
+
+class _Vocabulary:
+    """A tokenizer as llguidance wants to see it. Left to itself it would take every added token like <this> for a
+    special one, and never allow it in a text: not the tags around a tool call either."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: list[int]):
+        plain = LLTokenizer(tokenizer.to_str(), n_vocab=vocab_size, eos_token=eos_token_ids)
+        added = tokenizer.get_added_tokens_decoder()
+        self.tokens = [plain.decode_bytes([token]) for token in range(vocab_size)]
+        self.special_token_ids = [token for token, text in added.items() if text.special]
+        self.bos_token_id, self.eos_token_id = None, eos_token_ids[0]
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+
+class MaskWriter:
+    """Computes the masks of many constraints at once, on threads of its own."""
+
+    def __init__(self) -> None:
+        self._executor = LLExecutor()
+
+    def write(self, rows: Iterable[tuple[Constraint, int]], bits: np.ndarray) -> None:
+        """Writes into row i of `bits`, [S, ceil(V / 32)] uint32, which tokens its constraint allows next."""
+        matchers = [(constraint.matcher, row) for constraint, row in rows]
+        assert bits.dtype == np.uint32 and bits.flags.c_contiguous, f"{bits.dtype}, {bits.flags}"
+        self._executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, bits.strides[0], len(bits))
+
+
+def _grammar(wanted: StructuredOutputsParams) -> str:
+    """In llguidance's own form. Raises ValueError or TypeError."""
+    if wanted.regex is not None:
+        return grammar_from("regex", wanted.regex)
+    if wanted.choice is not None:
+        return grammar_from("choice", json.dumps(wanted.choice))
+    if wanted.grammar is not None:
+        return grammar_from("grammar", wanted.grammar)
+    schema = wanted.json if wanted.json is not None else {"type": "object"}
+    options: dict[str, Any] = {"whitespace_pattern": wanted.whitespace_pattern or WHITE_SPACE}
+    if wanted.disable_any_whitespace:
+        options = {"whitespace_flexible": False}
+    text = schema if isinstance(schema, str) else json.dumps(schema)
+    return LLMatcher.grammar_from_json_schema(text, overrides=cast(Any, options))
+
+
+def _refused(why: str) -> InvalidParameter:
+    return InvalidParameter("structured_outputs", why)

@@ -1,0 +1,53 @@
+"""Which tokens the samples of a step may be."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from jpaged.core.request import Sequence
+from jpaged.core.scheduler import ScheduleDecision
+from jpaged.grammar import MaskWriter
+from jpaged.runtime.sampler import Sampling
+
+
+class Masks:
+    """Made once the model's part of a step is under way: what is allowed needs nothing of what the device computes."""
+
+    def __init__(self, vocab_size: int):
+        self._writer = MaskWriter()
+        words = -(-vocab_size // 32)
+        self._all = np.packbits(np.arange(32 * words) < vocab_size, bitorder="little").view(np.uint32)
+
+    def apply(self, decision: ScheduleDecision, sampling: Sampling) -> Sampling:
+        """The sampling with the masks of the decision's samples, or as it was if there are none."""
+        rows = list(_sampled_rows(decision))
+        constrained = [(sequence, row) for sequence, row, _ in rows if sequence.constraint is not None]
+        if not constrained and not decision.forbidden:
+            return sampling
+        masked, bits = sampling.masked.copy(), np.empty_like(sampling.allowed_bits)
+        if constrained:
+            self._writer.write([(sequence.constraint, row) for sequence, row in constrained], bits)
+        for sequence, row, branches in rows:
+            forbidden = decision.forbidden.get(sequence)
+            if sequence.constraint is None:
+                if not forbidden:
+                    continue
+                bits[row] = self._all
+            if forbidden:
+                left = bits[row].copy()
+                for token in forbidden:
+                    left[token // 32] &= ~np.uint32(1 << token % 32)
+                if left.any() or sequence.constraint is None:  # a text that is complete ends, however short
+                    bits[row] = left
+            bits[row + 1 : row + branches] = bits[row]
+            masked[row : row + branches] = True
+        return sampling._replace(masked=masked, allowed_bits=bits)
+
+
+def _sampled_rows(decision: ScheduleDecision) -> Iterator[tuple[Sequence, int, int]]:
+    """Each sequence that gets samples, the row of its first one, and how many it gets."""
+    row = 0
+    for sequence, count in decision.num_scheduled_tokens.items():
+        if samples := sequence.num_samples(count):
+            yield sequence, row, samples
+            row += samples

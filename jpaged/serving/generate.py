@@ -1,0 +1,135 @@
+"""From an accepted request to its answer: whole, or streamed as server-sent events."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aiohttp import web
+
+from jpaged.async_engine import AsyncEngine
+from jpaged.core.request import FinishReason, OutputDelta
+from jpaged.serving.answer import Answer
+from jpaged.serving.middleware import RECORD, as_api_error
+from jpaged.serving.protocol import ApiError, GenerationRequest, Params
+from jpaged.serving.service import SERVICE
+
+DONE = b"data: [DONE]\n\n"
+LAST_WORDS = 5.0  # seconds that a client has to take the error that ends its stream
+
+Deltas = list[tuple[int, OutputDelta]]  # each with the index of its prompt
+
+
+async def respond(request: web.Request, answer: Answer, params: Params, body: GenerationRequest) -> web.StreamResponse:
+    """Generates for every prompt at once. Each is accepted before anything is sent, so a refusal is still a 400; what
+    goes wrong in the middle of a stream is an event of it."""
+    service = request.app[SERVICE]
+    options: dict[str, Any] = {"priority": body.priority or 0, "cache_salt": body.cache_salt or ""}
+    if params.structured_outputs is not None:
+        # Compiled where nobody has to wait for it.
+        options["constraint"] = await asyncio.to_thread(service.engine.grammars.compile, params.structured_outputs)
+    response: web.StreamResponse | None = None
+    try:
+        async with (
+            asyncio.timeout(service.config.request_timeout),
+            _generate(service.engine, answer, params, options) as outputs,
+        ):
+            if not body.stream:
+                async for deltas in outputs:
+                    for delta in deltas:
+                        answer.add(*delta)
+                return web.json_response(answer.whole())
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+            await response.prepare(request)
+            await _send(response, answer.opening())
+            async for deltas in outputs:
+                moved = {answer.add(*delta): None for delta in deltas}
+                await _send(response, (chunk for index in moved if (chunk := answer.chunk(index))))
+            if body.stream_options and body.stream_options.include_usage:
+                await _send(response, [answer.usage_chunk()])
+            await response.write(DONE)
+    except ConnectionResetError:
+        raise  # there is nobody to tell
+    except Exception as failure:
+        if isinstance(failure, TimeoutError):
+            failure = ApiError(504, f"the answer was not complete after {service.config.request_timeout:g} seconds")
+        if response is None:
+            raise failure from None
+        await _end(request, response, as_api_error(failure))
+    finally:
+        request[RECORD] |= answer.record()
+    await response.write_eof()
+    return response
+
+
+async def _send(response: web.StreamResponse, chunks: Iterable[dict[str, Any]]) -> None:
+    """In one piece, if there is any."""
+    if events := b"".join(b"data: %b\n\n" % json.dumps(chunk, ensure_ascii=False).encode() for chunk in chunks):
+        await response.write(events)
+
+
+async def _end(request: web.Request, response: web.StreamResponse, error: ApiError) -> None:
+    """Too late for a status: the error is the stream's last event. A client that does not even take that is cut off."""
+    try:
+        async with asyncio.timeout(LAST_WORDS):
+            await _send(response, [error.body])
+            await response.write(DONE)
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionResetError("the client does not read") from None
+
+
+@asynccontextmanager
+async def _generate(
+    engine: AsyncEngine, answer: Answer, params: Params, options: Mapping[str, Any]
+) -> AsyncIterator[AsyncIterator[Deltas]]:
+    """The outputs of several prompts as one stream, once all of them are accepted: whatever has come meanwhile comes
+    together. Leaving it aborts those that still run."""
+    merged: asyncio.Queue[tuple[int, OutputDelta] | Exception | None] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    prompts = [prompt.token_ids for prompt in answer.prompts]
+    accepted: list[asyncio.Future[None]] = [loop.create_future() for _ in prompts]
+
+    async def pump(index: int) -> None:
+        try:
+            async with engine.generate(f"{answer.id}-{index}", prompts[index], params, **options) as deltas:
+                accepted[index].set_result(None)
+                async for delta in deltas:
+                    if delta.finish_reason == FinishReason.ERROR:
+                        raise ApiError(400, f"structured_outputs: {delta.stop_reason}", "structured_outputs")
+                    merged.put_nowait((index, delta))
+            merged.put_nowait(None)
+        except Exception as error:
+            if accepted[index].done():
+                merged.put_nowait(error)
+            else:
+                accepted[index].set_exception(error)
+
+    async def outputs() -> AsyncIterator[Deltas]:
+        running = len(prompts)
+        while running:
+            deltas: Deltas = []
+            item = await merged.get()
+            while True:
+                if isinstance(item, Exception):
+                    raise item
+                if item is None:
+                    running -= 1
+                else:
+                    deltas.append(item)
+                if merged.empty():
+                    break
+                item = merged.get_nowait()
+            if deltas:
+                yield deltas
+
+    tasks = [asyncio.create_task(pump(index)) for index in range(len(prompts))]
+    try:
+        await asyncio.gather(*accepted)
+        yield outputs()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

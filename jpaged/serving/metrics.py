@@ -1,0 +1,213 @@
+"""What Prometheus reads, under the names that dashboards made for vLLM know."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from jpaged.core.request import Request
+from jpaged.core.scheduler import Scheduler
+from jpaged.engine import StepOutput
+
+FIRST_TOKEN_SECONDS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
+)  # fmt: skip
+TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10, 40)
+REQUEST_SECONDS = (
+    0.01,
+    0.05,
+    0.1,
+    0.3,
+    0.5,
+    0.8,
+    1,
+    1.5,
+    2,
+    2.5,
+    5,
+    10,
+    15,
+    20,
+    30,
+    60,
+    120,
+    240,
+    480,
+    960,
+    1920,
+    7680,
+)
+TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
+CHOICES = (1, 2, 5, 10, 20, 50)
+
+
+@dataclass(slots=True)
+class _Course:
+    """When a request came, ran first, and gave its first and its latest token; how many tokens it has given."""
+
+    arrival: float
+    scheduled: float | None = None
+    first_token: float | None = None
+    last_token: float = 0.0
+    tokens: int = 0
+
+
+class Metrics:
+    """An observer of the engine that keeps count. What is told of the model carries its name.
+
+    Args:
+        scheduler: only read, and only numbers: at any moment, by whoever asks.
+    """
+
+    def __init__(self, model_name: str, scheduler: Scheduler, clock: Callable[[], float] = time.monotonic):
+        self._registry = CollectorRegistry()
+        self._model_name = model_name
+        self._clock = clock
+        self._last_step = 0.0
+        self._courses: dict[Request, _Course] = {}
+        self._registry.register(_SchedulerCollector(model_name, scheduler))
+        ProcessCollector(registry=self._registry)
+        counter, histogram = self._counter, self._histogram
+        self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts, computed or found in the prefix cache")
+        self._generation_tokens = counter("generation_tokens", "Tokens generated")
+        self._rejected = counter("num_requests_rejected", "Requests that found the queue full")
+        self._success = Counter(
+            "vllm:request_success", "Choices that came to their end", ["model_name", "finished_reason"],
+            registry=self._registry,
+        )  # fmt: skip
+        self._first_token = histogram(
+            "time_to_first_token_seconds", "From arrival to the first token", FIRST_TOKEN_SECONDS
+        )
+        self._between = histogram("inter_token_latency_seconds", "From a request's token to its next", TOKEN_SECONDS)
+        self._mean_between = histogram(
+            "request_time_per_output_token_seconds", "A request's mean of the same", TOKEN_SECONDS
+        )
+        self._whole = histogram("e2e_request_latency_seconds", "From arrival to the end", REQUEST_SECONDS)
+        self._queue = histogram("request_queue_time_seconds", "From arrival to the first step", REQUEST_SECONDS)
+        self._prefill = histogram(
+            "request_prefill_time_seconds", "From the first step to the first token", REQUEST_SECONDS
+        )
+        self._decode = histogram("request_decode_time_seconds", "From the first token to the last", REQUEST_SECONDS)
+        self._inference = histogram(
+            "request_inference_time_seconds", "From the first step to the last token", REQUEST_SECONDS
+        )
+        self._step_tokens = histogram("iteration_tokens_total", "Tokens of a step", STEP_TOKENS)
+        self._prompt_len = histogram("request_prompt_tokens", "Tokens of a prompt", TOKENS)
+        self._generated = histogram("request_generation_tokens", "Tokens generated for a request", TOKENS)
+        self._longest = histogram("request_max_num_generation_tokens", "Tokens of a request's longest branch", TOKENS)
+        self._max_tokens = histogram("request_params_max_tokens", "max_tokens of a request", TOKENS)
+        self._n = histogram("request_params_n", "Choices that a request asks for", CHOICES)
+        self._http = Counter("http_requests", "Answers", ["method", "handler", "status"], registry=self._registry)
+        self._http_seconds = Histogram(
+            "http_request_duration_seconds", "From a request's head to its answer's end", ["method", "handler"],
+            buckets=REQUEST_SECONDS, registry=self._registry,
+        )  # fmt: skip
+
+    def render(self) -> bytes:
+        """All of it, in Prometheus's text format."""
+        return generate_latest(self._registry)
+
+    def answered(self, method: str, handler: str, status: int, seconds: float) -> None:
+        """An HTTP request has been answered. `handler` is the path of its route, of which there are only so many."""
+        self._http.labels(method, handler, str(status)).inc()
+        self._http_seconds.labels(method, handler).observe(seconds)
+
+    def rejected(self) -> None:
+        """A request found the queue full."""
+        self._rejected.inc()
+
+    def added(self, request: Request) -> None:
+        self._courses[request] = _Course(self._clock())
+        self._n.observe(request.params.num_outputs)
+        self._max_tokens.observe(request.max_tokens)
+
+    def stepped(self, scheduler: Scheduler, output: StepOutput) -> None:
+        start, now = self._last_step, self._clock()
+        self._last_step = now
+        scheduled = output.decision.num_scheduled_tokens
+        if scheduled:
+            self._step_tokens.observe(output.decision.num_tokens)
+        generated = 0
+        for request in {sequence.request for sequence in scheduled}:
+            course = self._courses[request]
+            if course.scheduled is None:
+                # Steps follow each other without a pause while there is work.
+                course.scheduled = max(start, course.arrival)
+                self._queue.observe(course.scheduled - course.arrival)
+            tokens = sum(sequence.num_output_tokens for sequence in request.sequences)
+            if tokens > course.tokens:
+                generated += tokens - course.tokens
+                course.tokens = tokens
+                self._advance(request, course, now)
+        self._generation_tokens.inc(generated)
+
+    def ended(self, request: Request) -> None:
+        course, now = self._courses.pop(request), self._clock()
+        for sequence in request.outputs:
+            self._success.labels(self._model_name, str(sequence.finish_reason)).inc()
+        self._whole.observe(now - course.arrival)
+        self._prompt_len.observe(len(request.prompt_token_ids))
+        self._generated.observe(course.tokens)
+        longest = max(sequence.num_output_tokens for sequence in request.sequences)
+        self._longest.observe(longest)
+        if course.scheduled is None or course.first_token is None:
+            return
+        self._inference.observe(course.last_token - course.scheduled)
+        self._decode.observe(course.last_token - course.first_token)
+        if longest > 1:
+            self._mean_between.observe((course.last_token - course.first_token) / (longest - 1))
+
+    def _advance(self, request: Request, course: _Course, now: float) -> None:
+        """A request has got a token, or one for each of its branches."""
+        if course.first_token is None:
+            assert course.scheduled is not None, "nothing comes of what was never scheduled"
+            course.first_token = now
+            self._first_token.observe(now - course.arrival)
+            self._prefill.observe(now - course.scheduled)
+            self._prompt_tokens.inc(len(request.prompt_token_ids))
+        else:
+            self._between.observe(now - course.last_token)
+        course.last_token = now
+
+    def _counter(self, name: str, told: str) -> Counter:
+        return Counter(f"vllm:{name}", told, ["model_name"], registry=self._registry).labels(self._model_name)
+
+    def _histogram(self, name: str, told: str, buckets: tuple[float, ...]) -> Histogram:
+        metric = Histogram(f"vllm:{name}", told, ["model_name"], buckets=buckets, registry=self._registry)
+        return metric.labels(self._model_name)
+
+
+class _SchedulerCollector(Collector):
+    """The scheduler's own numbers, read when they are asked for."""
+
+    def __init__(self, model_name: str, scheduler: Scheduler):
+        self._model_name = model_name
+        self._scheduler = scheduler
+
+    def collect(self) -> Iterator[Metric]:
+        scheduler, pool = self._scheduler, self._scheduler.pool
+        gauges = {
+            "num_requests_running": ("Requests that run", len(scheduler.running)),
+            "num_requests_waiting": ("Requests that wait", len(scheduler.waiting)),
+            "kv_cache_usage_perc": ("Share of the KV blocks in use, 1 is all", pool.num_used / pool.num_blocks),
+        }
+        counters = {
+            "num_preemptions": ("Requests that gave their blocks up for others", scheduler.num_preemptions),
+            "num_swapped_blocks": ("Blocks that went to the host", scheduler.num_swapped_blocks),
+            "prefix_cache_queries": ("Tokens of prompts looked up in the prefix cache", scheduler.prefix_queries),
+            "prefix_cache_hits": ("Tokens of prompts found in the prefix cache", scheduler.prefix_hits),
+        }
+        for family, numbers in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+            for name, (told, value) in numbers.items():
+                metric = family(f"vllm:{name}", told, labels=["model_name"])
+                metric.add_metric([self._model_name], value)
+                yield metric
+        info = GaugeMetricFamily(
+            "vllm:cache_config_info", "Sizes of the KV pool", labels=["block_size", "num_gpu_blocks"]
+        )
+        info.add_metric([str(pool.block_size), str(pool.num_blocks)], 1)
+        yield info

@@ -1,0 +1,149 @@
+"""What every request passes, outermost first: its record, browsers' rules, errors, keys, the count of what runs."""
+
+import asyncio
+import hashlib
+import hmac
+import json
+import logging
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+
+from jpaged.async_engine import EngineDead, QueueFull
+from jpaged.core.params import InvalidParameter
+from jpaged.serving.protocol import ApiError
+from jpaged.serving.service import SERVICE
+
+logger = logging.getLogger(__name__)
+access_logger = logging.getLogger("jpaged.access")
+
+# To those who have no key, too: what tells of nobody's text.
+OPEN_PATHS = {"/", "/health", "/ping", "/version", "/metrics", "/openapi.json"}
+OPEN_FOLDER = "/page/"
+
+REQUEST_ID = "X-Request-Id"
+RECORD = web.RequestKey("record", dict[str, Any])  # what the access log says of a request, besides the usual
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@web.middleware
+async def record(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Gives the request an id, or keeps the one it brings, and writes a line of the access log, as JSON."""
+    given = request.headers.get(REQUEST_ID, "")
+    request_id = given if re.fullmatch(r"[\x21-\x7e]{1,128}", given) else uuid.uuid4().hex
+    request[RECORD] = {"request_id": request_id}
+    start, status = time.monotonic(), 499  # as nginx calls it: the client did not wait for the answer
+    try:
+        response = await handler(request)
+        status = response.status
+        return response
+    finally:
+        seconds = time.monotonic() - start
+        route = request.match_info.route.resource
+        path = route.canonical if route else "unknown"
+        request.app[SERVICE].metrics.answered(request.method, path, status, seconds)
+        line = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "client": request.remote,
+            "method": request.method, "path": request.path, "status": status, "seconds": round(seconds, 4),
+        }  # fmt: skip
+        access_logger.info("%s", json.dumps(line | request[RECORD]))
+
+
+async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
+    """The request's id, and what a browser needs to let a page of an allowed origin read the answer."""
+    if RECORD in request:
+        response.headers[REQUEST_ID] = request[RECORD]["request_id"]
+    origin, allowed = request.headers.get("Origin"), request.app[SERVICE].config.allowed_origins
+    if origin and ("*" in allowed or origin in allowed):
+        response.headers["Access-Control-Allow-Origin"] = origin
+        response.headers["Access-Control-Expose-Headers"] = f"{REQUEST_ID}, Retry-After"
+    if allowed:
+        response.headers.add("Vary", "Origin")
+
+
+@web.middleware
+async def preflight(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answers a browser that asks what it may do; `add_headers` says to whom."""
+    if request.method != "OPTIONS" or "Access-Control-Request-Method" not in request.headers:
+        return await handler(request)
+    return web.Response(
+        status=204,
+        headers={
+            "Access-Control-Allow-Methods": "GET, POST",
+            "Access-Control-Allow-Headers": f"Authorization, Content-Type, {REQUEST_ID}",
+            "Access-Control-Max-Age": "86400",
+        },
+    )
+
+
+@web.middleware
+async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Every failure in the API's form; the caller's own are 4xx and name the field."""
+    try:
+        return await handler(request)
+    except ConnectionResetError:
+        raise  # the client has gone; there is nobody to answer
+    except Exception as failure:
+        error = as_api_error(failure)
+        if isinstance(failure, QueueFull):
+            request.app[SERVICE].metrics.rejected()
+        headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
+        if isinstance(failure, web.HTTPMethodNotAllowed):
+            headers["Allow"] = failure.headers["Allow"]
+        if error.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        return web.json_response(error.body, status=error.status, headers=headers)
+
+
+def as_api_error(error: Exception) -> ApiError:
+    match error:
+        case ApiError():
+            return error
+        case InvalidParameter():
+            return ApiError(400, str(error), error.field)
+        case QueueFull():
+            return ApiError(503, str(error), retry_after=1)
+        case EngineDead():
+            return ApiError(503, str(error))
+        case web.HTTPException():
+            return ApiError(error.status, error.reason)
+    logger.error("a request failed", exc_info=error)
+    return ApiError(500, "internal error; the server's log has more")
+
+
+@web.middleware
+async def authorize(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Compares digests of equal length, and with every key, so that the time says nothing about any of them."""
+    keys = request.app[SERVICE].config.api_keys
+    if keys and request.path not in OPEN_PATHS and not request.path.startswith(OPEN_FOLDER):
+        kind, _, given = request.headers.get("Authorization", "").partition(" ")
+        digest = hashlib.sha256(given.strip().encode(errors="surrogateescape")).digest()
+        matches = [hmac.compare_digest(digest, hashlib.sha256(key.encode()).digest()) for key in keys]
+        if kind.lower() != "bearer" or not any(matches):
+            raise ApiError(401, "a valid API key is needed: Authorization: Bearer KEY")
+    return await handler(request)
+
+
+@web.middleware
+async def drain(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Counts what generates; refuses more once the server is shutting down."""
+    service = request.app[SERVICE]
+    if request.method != "POST":
+        return await handler(request)
+    if service.draining:
+        raise ApiError(503, "the server is shutting down")
+    task = asyncio.current_task()
+    assert task is not None
+    service.in_flight.add(task)
+    try:
+        return await handler(request)
+    finally:
+        service.in_flight.discard(task)
+
+
+MIDDLEWARES = [record, preflight, errors, authorize, drain]

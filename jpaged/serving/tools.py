@@ -1,0 +1,434 @@
+"""Tool calls as models write them: parsers that give calls out as they come, and grammars that allow nothing else."""
+
+import json
+import re
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+SPACE = " \t\r\n"
+ARGUMENTS = ("arguments", "parameters")  # either word is taken, whatever the format's own is
+
+
+class Tool(NamedTuple):
+    """A function that may be called; `parameters` is a JSON schema of its arguments, None for any object."""
+
+    name: str
+    parameters: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class ToolCallDelta:
+    """What is new of a call.
+
+    Attributes:
+        index: which call of the choice.
+        id: of the call; with its first delta, None from then on.
+        name: of the tool; likewise.
+        arguments: JSON text to append.
+    """
+
+    index: int
+    id: str | None
+    name: str | None
+    arguments: str
+
+
+class Parsed(NamedTuple):
+    """What a piece of text has made certain."""
+
+    content: str
+    calls: list[ToolCallDelta]
+
+
+class _NotACall(Exception):
+    """What looked like a call is none."""
+
+
+class _End(Exception):
+    """There will be no more text."""
+
+
+# Reads on in the text, and pauses wherever more of it has to come first.
+type _Reading[T] = Generator[None, None, T]
+
+
+class ToolParser:
+    """Splits the text of one choice, as it comes, into content and calls. However the text is cut into pieces, they add
+    up to the same.
+
+    Arguments are given out as the model writes them, character by character; a name only when it is whole, one of the
+    tools', and followed by the arguments. Text that turns out to be no call is content. A call that breaks off after it
+    was begun stays as far as it came. White space around calls belongs to them.
+
+    Arguments that are missing or null are `{}`; those that are an object inside a string are that object. Any other
+    value that is no object makes no call.
+
+    Args:
+        tool_names: a call of anything else is content.
+        new_id: makes the id of a call.
+        parallel: whether there may be more than one call; if not, the calls behind the first are dropped.
+    """
+
+    def __init__(self, tool_names: Collection[str], new_id: Callable[[], str], parallel: bool = True):
+        self._tool_names = frozenset(tool_names)
+        self._new_id = new_id
+        self._parallel = parallel
+        self._text = ""  # what came and was not given out yet
+        self._at = 0  # how much of it has been read
+        self._ended = False
+        self._num_calls = 0
+        self._content = ""
+        self._calls: list[ToolCallDelta] = []
+        self._reading = self._read_all()
+
+    @property
+    def called(self) -> bool:
+        """Whether a call was given out."""
+        return self._num_calls > 0
+
+    def feed(self, text: str) -> Parsed:
+        """Takes more text in; gives what is certain by now."""
+        self._text += text
+        next(self._reading)
+        return self._parsed()
+
+    def finish(self) -> Parsed:
+        """Gives what was held back. Nothing may come after it."""
+        self._ended = True
+        next(self._reading, None)
+        return self._parsed()
+
+    def _parsed(self) -> Parsed:
+        parsed = Parsed(self._content, self._calls)
+        self._content, self._calls = "", []
+        return parsed
+
+    def _read_all(self) -> _Reading[None]:
+        try:
+            yield from self._read()
+        except _End:
+            if not self.called:
+                self._content += self._text
+
+    def _read(self) -> _Reading[None]:
+        """Reads the whole text, in the format's way. Ends by _End."""
+        raise NotImplementedError
+
+    # Calls
+
+    def _call(self) -> _Reading[bool]:
+        """Reads a call and gives it out. If it is none, what was read up to there is content, and the answer False."""
+        before = self._num_calls
+        try:
+            yield from self._object()
+        except (_NotACall, _End):
+            if self._num_calls == before:
+                self._content += self._take()
+                return False
+        self._take()
+        return True
+
+    def _object(self) -> _Reading[None]:
+        """A call's object. Raises _NotACall where it stops being one."""
+        name, arguments, begun = None, "{}", False
+        yield from self._space()
+        yield from self._expect("{")
+        while True:
+            yield from self._space()
+            key = _decoded((yield from self._text_of(self._string())))
+            yield from self._space()
+            yield from self._expect(":")
+            yield from self._space()
+            if begun:
+                yield from self._value()
+            elif key == "name":
+                name = _decoded((yield from self._text_of(self._value())))
+                if not isinstance(name, str) or name not in self._tool_names:
+                    raise _NotACall
+            elif key not in ARGUMENTS:
+                yield from self._value()
+            elif name is not None and (yield from self._peek()) == "{":
+                begun = True
+                self._begin(name)
+                for _ in self._value():
+                    self._append(self._take())
+                    yield
+                self._append(self._take())
+            else:
+                arguments = _as_object((yield from self._text_of(self._value())))
+            yield from self._space()
+            if (yield from self._peek()) == "}":
+                self._at += 1
+                break
+            yield from self._expect(",")
+        if name is None:
+            raise _NotACall
+        if not begun:
+            self._begin(name)
+            self._append(arguments)
+
+    def _begin(self, name: str) -> None:
+        """Opens a call; the text up to here is spent."""
+        self._take()
+        self._num_calls += 1
+        if self._wanted:
+            self._calls.append(ToolCallDelta(self._num_calls - 1, self._new_id(), name, ""))
+
+    def _append(self, arguments: str) -> None:
+        index = self._num_calls - 1
+        if not (self._wanted and arguments):
+            return
+        if self._calls and self._calls[-1].index == index:
+            begun = self._calls.pop()
+            self._calls.append(replace(begun, arguments=begun.arguments + arguments))
+        else:
+            self._calls.append(ToolCallDelta(index, None, None, arguments))
+
+    @property
+    def _wanted(self) -> bool:
+        return self._parallel or self._num_calls == 1
+
+    # JSON. Inside an array or an object, strings and depth are all that matters; arguments are as valid as the model
+    # makes them.
+
+    def _value(self) -> _Reading[None]:
+        depth = 0
+        while True:
+            character = yield from self._peek()
+            if character == '"':
+                yield from self._string()
+            elif character in "{[":
+                self._at += 1
+                depth += 1
+            elif character in "}]" and depth:
+                self._at += 1
+                depth -= 1
+            elif depth:
+                self._at += 1
+                continue
+            else:
+                yield from self._scalar()
+            if not depth:
+                return
+
+    def _string(self) -> _Reading[None]:
+        yield from self._expect('"')
+        while (character := (yield from self._peek())) != '"':
+            self._at += 1
+            if character == "\\":
+                yield from self._peek()
+                self._at += 1
+        self._at += 1
+
+    def _scalar(self) -> _Reading[None]:
+        """A number, null, true, false, or what stands in their place."""
+        while (yield from self._peek()) not in ",:]}" + SPACE:
+            self._at += 1
+
+    # Text
+
+    def _take(self) -> str:
+        """Cuts off what has been read."""
+        text, self._text, self._at = self._text[: self._at], self._text[self._at :], 0
+        return text
+
+    def _more(self) -> _Reading[None]:
+        """Waits for text. Raises _End if none will come."""
+        if self._ended:
+            raise _End
+        yield
+
+    def _peek(self) -> _Reading[str]:
+        """The next character."""
+        while self._at == len(self._text):
+            yield from self._more()
+        return self._text[self._at]
+
+    def _expect(self, character: str) -> _Reading[None]:
+        if (yield from self._peek()) != character:
+            raise _NotACall
+        self._at += 1
+
+    def _space(self, characters: str = SPACE) -> _Reading[None]:
+        while (yield from self._peek()) in characters:
+            self._at += 1
+
+    def _tag(self, tag: str) -> _Reading[bool]:
+        """Passes over white space and a tag; over nothing if the tag is not there."""
+        start = self._at
+        yield from self._space()
+        for character in tag:
+            if (yield from self._peek()) != character:
+                self._at = start
+                return False
+            self._at += 1
+        return True
+
+    def _text_of(self, reading: _Reading[None]) -> _Reading[str]:
+        start = self._at
+        yield from reading
+        return self._text[start : self._at]
+
+
+class HermesParser(ToolParser):
+    """Calls in tags, anywhere in the text. The closing tag may be missing."""
+
+    OPENING, CLOSING = "<tool_call>", "</tool_call>"
+
+    def _read(self) -> _Reading[None]:
+        while True:
+            yield from self._up_to_opening()
+            if (yield from self._call()) and (yield from self._tag(self.CLOSING)):
+                self._take()
+
+    def _up_to_opening(self) -> _Reading[None]:
+        """Gives content out up to the next call and the white space in front of it; passes over both."""
+        while (start := self._text.find(self.OPENING)) < 0:
+            at_last = self._ended and not (self.called and self._text.isspace())
+            self._at = len(self._text) if at_last else self._num_certain()
+            self._content += self._take()
+            yield from self._more()
+        self._at = len(self._text[:start].rstrip())
+        spaces = start - self._at
+        self._content += self._take()
+        self._at = spaces + len(self.OPENING)
+
+    def _num_certain(self) -> int:
+        """Characters of the text that can't belong to a call."""
+        start = self._text.rfind(self.OPENING[0])
+        begun = start >= 0 and self.OPENING.startswith(self._text[start:])
+        return len((self._text[:start] if begun else self._text).rstrip())
+
+
+class Llama3JsonParser(ToolParser):
+    """An answer that is all calls, or all content. Content behind calls is content to its end."""
+
+    PYTHON_TAG = "<|python_tag|>"
+    SEPARATORS = SPACE + ";"
+
+    def _read(self) -> _Reading[None]:
+        while True:
+            if self.called:
+                yield from self._space(self.SEPARATORS)
+            yield from self._tag(self.PYTHON_TAG)
+            if not (yield from self._call()):
+                break
+        while True:
+            self._content += self._text
+            self._text = ""
+            yield from self._more()
+
+
+class ToolFormat:
+    """How a family of models writes calls; FORMATS has them all.
+
+    Its grammars are llguidance's, as Lark text, and take calls in the exact spacing that chat templates have them in.
+    Tags are text in them, so they fit every tokenizer; where one has a tag among its added tokens, whoever compiles the
+    grammar has to count that token as text too. What is wrong with a schema is found when a grammar is compiled, except
+    that `parameters` must have the type "object": otherwise it is a ValueError here.
+    """
+
+    name = ""
+    _parser_type: type[ToolParser]
+    _opening = _closing = _separator = ""
+    _arguments = ARGUMENTS[0]
+
+    def parser(self, tool_names: Collection[str], new_id: Callable[[], str], parallel: bool = True) -> ToolParser:
+        """A parser for one choice."""
+        return self._parser_type(tool_names, new_id, parallel)
+
+    def grammar(self, tools: Sequence[Tool], parallel: bool) -> str:
+        """Nothing but calls of the tools, with arguments that fit their schemas: one, or, if parallel, one or more."""
+        return f"start: {self._series(parallel)}\n" + self._rules(tools, self._opening)
+
+    def lazy_grammar(self, tools: Sequence[Tool], parallel: bool) -> str:
+        """Any text; but once a call begins, it must be one of those that `grammar` allows."""
+        raise NotImplementedError
+
+    def _series(self, parallel: bool) -> str:
+        return f"call ({_literal(self._separator)} call)*" if parallel else "call"
+
+    def _rules(self, tools: Sequence[Tool], opening: str) -> str:
+        """The rule `call`, where each begins with `opening`."""
+        assert tools, "no tools, no calls"
+        rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
+        for i, tool in enumerate(tools):
+            head = f'{opening}{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{self._arguments}": '
+            schema = json.dumps(_schema(tool))
+            rules.append(f"call_{i}: {_literal(head)} %json {schema} {_literal('}' + self._closing)}")
+        return "\n".join(rules) + "\n"
+
+
+class _Hermes(ToolFormat):
+    name = "hermes"
+    _parser_type = HermesParser
+    _opening, _closing, _separator = HermesParser.OPENING + "\n", "\n" + HermesParser.CLOSING, "\n"
+
+    def lazy_grammar(self, tools: Sequence[Tool], parallel: bool) -> str:
+        start = "(before call)* TEXT" if parallel else "TEXT | before call"
+        before = f"before[lazy]: TEXT {_literal(HermesParser.OPENING)}\nTEXT: /(?s:.*)/\n"
+        return f"start: {start}\n{before}" + self._rules(tools, self._opening.removeprefix(HermesParser.OPENING))
+
+
+class _Llama3Json(ToolFormat):
+    name = "llama3_json"
+    _parser_type = Llama3JsonParser
+    _separator = "; "
+    _arguments = ARGUMENTS[1]
+
+    def lazy_grammar(self, tools: Sequence[Tool], parallel: bool) -> str:
+        text = r'TEXT: /(?s:.*)/ & ~/\{"name":(?s:.*)/'
+        return f"start: TEXT | {self._series(parallel)}\n{text}\n" + self._rules(tools, self._opening)
+
+
+FORMATS: Mapping[str, ToolFormat] = {each.name: each for each in (_Llama3Json(), _Hermes())}
+
+# Other formats use the same outer tag.
+_OTHER_TAGS = ("<function=", "<arg_key>")
+# "parameters" right behind "name": so are calls written, whereas in a tool's definition "description" comes between.
+_LLAMA_CALL = re.compile(r'"name\\?":[^,]*,[^,"]*"parameters')
+
+
+def detect(chat_template: str) -> str | None:
+    """The name of the format that a chat template speaks, or None if it is none of FORMATS."""
+    if HermesParser.OPENING in chat_template:
+        return None if any(tag in chat_template for tag in _OTHER_TAGS) else "hermes"
+    if "python_tag" in chat_template or _LLAMA_CALL.search(chat_template):
+        return "llama3_json"
+    return None
+
+
+def _schema(tool: Tool) -> dict[str, Any]:
+    parameters = {"type": "object"} | dict(tool.parameters or {})
+    if parameters["type"] != "object":
+        given = f"{parameters['type']!r:.60}"
+        raise ValueError(f'tools: the parameters of {tool.name!r:.60} must have the type "object", not {given}')
+    # White space without a bound is where a weak model never ends.
+    spacing = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+    return parameters | {"x-guidance": spacing}
+
+
+def _literal(text: str) -> str:
+    """A string in a Lark grammar."""
+    return json.dumps(text)
+
+
+def _decoded(text: str) -> Any:
+    """A JSON value. Raises _NotACall if it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _NotACall from error
+
+
+def _as_object(value: str) -> str:
+    """The object that a value of arguments stands for, as JSON. Raises _NotACall if it stands for none."""
+    if value.startswith("{"):
+        return value
+    decoded = _decoded(value)
+    if decoded is None:
+        return "{}"
+    if isinstance(decoded, str) and isinstance(_decoded(decoded), dict):
+        return decoded
+    raise _NotACall

@@ -1,0 +1,184 @@
+"""Structured outputs on the demo model: whatever the model would say, the text keeps to what was asked for."""
+
+import json
+import random
+import re
+
+import jsonschema
+import pytest
+
+from jpaged import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
+from jpaged.core.params import InvalidParameter
+from jpaged.demo import DIRECTORY
+from jpaged.grammar import MAX_GRAMMAR_BYTES, GrammarCompiler
+from jpaged.tokenizer import backend, load_tokenizer
+from tests import schemas
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 10},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return LLM(
+        progress=False, max_num_seqs=8, max_num_batched_tokens=32, max_model_len=256, num_gpu_blocks_override=128
+    )
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    tokenizer = backend(load_tokenizer(DIRECTORY))
+    return GrammarCompiler(tokenizer, tokenizer.get_vocab_size(), [1])
+
+
+def texts(llm, params, prompt="The fox said"):
+    (output,) = llm.generate(prompt, params, use_tqdm=False)
+    return [(choice.text, choice.finish_reason) for choice in output.outputs]
+
+
+def sampled(max_tokens=120, **wanted):
+    return SamplingParams(
+        temperature=1.0, seed=7, n=4, max_tokens=max_tokens, structured_outputs=StructuredOutputsParams(**wanted)
+    )
+
+
+@pytest.mark.parametrize("schema", [PERSON, json.dumps(PERSON)])
+def test_json(llm, schema):
+    for text, reason in texts(llm, sampled(json=schema)):
+        assert reason == "stop"
+        jsonschema.validate(json.loads(text), PERSON)
+
+
+def test_the_white_space_of_json(llm):
+    for text, _ in texts(llm, sampled(json=PERSON, disable_any_whitespace=True)):
+        assert text == json.dumps(json.loads(text), separators=(",", ":"), ensure_ascii=False)
+    for text, _ in texts(llm, sampled(json=PERSON, whitespace_pattern=" ")):
+        assert re.fullmatch(r'\{ ?"name" ?: ?".*" ?, ?"age" ?: ?\d+ ?\}', text)
+
+
+def test_any_object_a_regular_expression_choices_and_grammars(llm):
+    for text, reason in texts(llm, sampled(json_object=True, max_tokens=200)):
+        assert text.lstrip()[:1] == "{" and (reason == "length" or isinstance(json.loads(text), dict))
+    for text, reason in texts(llm, sampled(regex=r"[A-Z][a-z]{2,5} (?:runs|sleeps)\.")):
+        assert reason == "stop" and re.fullmatch(r"[A-Z][a-z]{2,5} (?:runs|sleeps)\.", text)
+    choice = ["yes", 'no, "never"', "vielleicht\nmörgen"]
+    assert {text for text, _ in texts(llm, sampled(choice=choice))} <= set(choice)
+    lark = 'start: "(" inner ")"\ninner: start | WORD\nWORD: /[ab]{1,3}/'
+    gbnf = 'root ::= "(" inner ")"\ninner ::= root | [ab] [ab]? [ab]?'
+    for grammar in (lark, gbnf):
+        for text, reason in texts(llm, sampled(grammar=grammar)):
+            assert reason == "length" or re.fullmatch(r"(\(+)[ab]{1,3}(\)+)", text), text
+            assert reason == "length" or text.count("(") == text.count(")")
+
+
+def test_beams_keep_to_it_too(llm):
+    wanted = StructuredOutputsParams(json=PERSON, disable_any_whitespace=True)
+    params = BeamSearchParams(beam_width=4, max_tokens=60, structured_outputs=wanted)
+    found = texts(llm, params)
+    assert len(set(found)) == 4
+    for text, reason in found:
+        if reason == "stop":
+            jsonschema.validate(json.loads(text), PERSON)
+    assert any(reason == "stop" for _, reason in found)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_preemption_does_not_lose_the_place(llm, mode):
+    """A pool too small for all: what each gives is what it gives alone."""
+    small = LLM(progress=False, max_num_seqs=8, max_num_batched_tokens=32, max_model_len=256, preemption_mode=mode,
+                num_gpu_blocks_override=17)  # fmt: skip
+    prompts = [f"The fox said {i}" for i in range(8)]
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=120, min_tokens=30,
+                            structured_outputs=StructuredOutputsParams(json=PERSON))  # fmt: skip
+    together = small.generate(prompts, params, use_tqdm=False)
+    assert small.engine.scheduler.num_preemptions > 0
+    alone = [llm.generate(prompt, params, use_tqdm=False)[0] for prompt in prompts]
+    assert [o.outputs[0].text for o in together] == [o.outputs[0].text for o in alone]
+
+
+def test_a_text_that_is_complete_ends_before_min_tokens(llm):
+    params = SamplingParams(max_tokens=20, min_tokens=15, structured_outputs=StructuredOutputsParams(choice=["yes"]))
+    assert texts(llm, params) == [("yes", "stop")]
+
+
+def test_a_grammar_that_fails_midway_ends_the_request_with_the_reason(llm):
+    """An object with very many optional properties can be compiled, but not followed once it has begun."""
+    properties = {f"property {i}": {"type": "integer"} for i in range(1200)}
+    params = SamplingParams(
+        max_tokens=20, structured_outputs=StructuredOutputsParams(json={"type": "object", "properties": properties})
+    )
+    (output,) = llm.generate("The fox", params, use_tqdm=False)
+    assert output.outputs[0].finish_reason == "error" and "items" in str(output.outputs[0].stop_reason)
+    assert llm.engine.scheduler.pool.num_used == 0
+
+
+@pytest.mark.parametrize(
+    "wanted, words",
+    [
+        ({"json": {"type": "nothing"}}, "Invalid type: nothing"),
+        ({"json": "{no json"}, "key must be a string"),
+        ({"json": {"$ref": "http://127.0.0.1:9/schema"}}, "127.0.0.1"),
+        ({"json": {"$ref": "file:///etc/hostname"}}, "hostname"),
+        ({"json": {"allOf": [{"type": "string"}, {"type": "number"}]}}, "Unsatisfiable"),
+        ({"regex": "a(b"}, "unclosed group"),
+        ({"regex": "(?=a)b"}, "look-around"),
+        ({"grammar": "start: nowhere"}, 'unknown name: "nowhere"'),
+        ({"grammar": "(" * 10**5}, "grammar"),
+        ({"json": '{"type":"array","items":' * 5000}, "recursion limit"),
+        ({"json": {"enum": ["x" * MAX_GRAMMAR_BYTES]}}, f"exceed {MAX_GRAMMAR_BYTES}"),
+        ({"choice": ["\ud800"]}, "structured_outputs"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_with_the_reason(compiler, wanted, words):
+    with pytest.raises(InvalidParameter) as error:
+        compiler.compile(StructuredOutputsParams(**wanted))
+    assert error.value.field == "structured_outputs"
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_longest_chains_of_rules_do_not_overflow_the_stack(compiler):
+    count = 5000
+    rules = "\n".join(f"r{i}: r{i + 1}" for i in range(count))
+    compiler.compile(StructuredOutputsParams(grammar=f'start: r0\n{rules}\nr{count}: "a"'))
+    definitions = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(3000)} | {"a3000": {"type": "null"}}
+    compiler.compile(StructuredOutputsParams(json={"$ref": "#/$defs/a0", "$defs": definitions}))
+
+
+def test_what_can_be_asked_for():
+    for wanted in ({}, {"json": {}, "regex": "a"}, {"json_object": False}):
+        with pytest.raises(InvalidParameter, match="must have one of"):
+            StructuredOutputsParams(**wanted)
+    with pytest.raises(InvalidParameter, match="choice must be texts"):
+        StructuredOutputsParams(choice=[])
+    regex = StructuredOutputsParams(regex="a")
+    for name, value in (("allowed_token_ids", [1]), ("bad_words", ["a"]), ("ignore_eos", True)):
+        with pytest.raises(InvalidParameter, match=f"{name}: can't be combined"):
+            SamplingParams(structured_outputs=regex, **{name: value})
+
+
+def test_compiled_grammars_are_kept_and_forgotten():
+    tokenizer = backend(load_tokenizer(DIRECTORY))
+    compiler = GrammarCompiler(tokenizer, tokenizer.get_vocab_size(), [1], max_cached=2)
+    first = compiler.compile(StructuredOutputsParams(regex="ab"))
+    first.take(tokenizer.token_to_id("x"))
+    assert first.error and not compiler.compile(StructuredOutputsParams(regex="ab")).error  # a copy of its own
+    for letter in "cde":
+        compiler.compile(StructuredOutputsParams(regex=letter))
+    assert len(compiler._cache) == 2
+
+
+def test_the_generators_give_what_they_say():
+    """Else the tests that use them would test less than they seem to."""
+    made = [schemas.schema(random.Random(i)) for i in range(200)]
+    for schema in made:
+        jsonschema.Draft202012Validator.check_schema(schema)
+    assert len({json.dumps(schema) for schema in made}) > 180
+    for i in range(100):
+        re.compile(schemas.regex(random.Random(i)))

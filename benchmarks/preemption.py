@@ -31,7 +31,7 @@ from benchmarks.device import CACHE, environment, open_device, prepare_environme
 from benchmarks.plots import plot
 from benchmarks.results import Report, heading, table
 from benchmarks.timing import ratio, summarize
-from benchmarks.workloads import DATASETS, Dataset
+from jpaged.bench.workload import DATASETS, Dataset
 from jpaged.config import EngineConfig, Limits, ModelConfig
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.block_table import BlockTable

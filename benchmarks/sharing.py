@@ -30,7 +30,7 @@ if __package__ in (None, ""):
 from benchmarks.device import CACHE, environment, open_device, prepare_environment
 from benchmarks.plots import plot
 from benchmarks.results import Report, Row, heading, table
-from benchmarks.workloads import DATASETS, Dataset
+from jpaged.bench.workload import DATASETS, Dataset
 from jpaged.config import Limits
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.params import BeamSearchParams, SamplingParams

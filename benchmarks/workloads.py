@@ -1,4 +1,4 @@
-"""What is measured on: lengths of requests; for the ops block tables, and pools that no cache holds.
+"""What the ops are measured on: block tables, and pools that no cache holds.
 
 A pool is one array whose blocks are cut into `sets` of equal size. The sets' block tables are alike but for their first
 block, so that calls on one set after another read different memory through the same pattern, and a peer that takes
@@ -10,7 +10,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -66,29 +66,6 @@ def zipf_lens(batch: int, context: int, seed: int = 0) -> list[int]:
 
 
 LENGTHS: dict[str, Callable[[int, int], list[int]]] = {"uniform": uniform_lens, "zipf": zipf_lens}
-
-
-class Dataset(NamedTuple):
-    """Mean lengths of requests, in tokens."""
-
-    prompt: float
-    output: float
-
-    def lengths(
-        self, count: int, *, spread: float = 1.0, most: tuple[int, int] = (1024, 1024), seed: int = 0
-    ) -> list[tuple[int, int]]:
-        """(prompt, output) of each request: log-normal, each with a standard deviation of `spread` means, and at most
-        `most` tokens."""
-        rng, sigma = random.Random(seed), math.sqrt(math.log(1 + spread**2))
-
-        def draw(mean: float, most: int) -> int:
-            return max(1, min(most, round(rng.lognormvariate(math.log(mean) - sigma**2 / 2, sigma))))
-
-        return [(draw(self.prompt, most[0]), draw(self.output, most[1])) for _ in range(count)]
-
-
-# The paper (PagedAttention, arXiv:2309.06180) gives these means, and nothing else about the lengths.
-DATASETS = {"Alpaca": Dataset(19.31, 58.45), "ShareGPT": Dataset(161.31, 337.99)}
 
 
 def set_blocks(lens: Sequence[int], shape: Shape) -> int:

@@ -25,11 +25,11 @@ def test_python(block, capsys, monkeypatch):
 
 
 def test_flags_and_targets_exist():
-    server = (ROOT / "server.py").read_text()
+    commands_of = "".join(path.read_text() for path in (ROOT / "jpaged" / "cli").glob("*.py"))
     commands = re.findall(r"^.*benchmarks/(\w+\.py)(.*)$", README + KERNELS + SHARING, re.MULTILINE)
     of_benchmarks = {flag for _, line in commands for flag in re.findall(r"(--[a-z-]+)", line)}
     flags = {flag for flag in re.findall(r"(--[a-z-]+)", README) if flag not in ("--to", "--help")}
-    assert flags and all(f'"{flag}"' in server for flag in flags - of_benchmarks), flags
+    assert flags and all(f'"{flag}"' in commands_of for flag in flags - of_benchmarks), flags
     assert commands and all((ROOT / "benchmarks" / script).is_file() for script, _ in commands)
     benchmarks = "".join(path.read_text() for path in (ROOT / "benchmarks").glob("*.py"))
     assert of_benchmarks and all(f'"{flag}"' in benchmarks for flag in of_benchmarks), of_benchmarks

@@ -111,7 +111,7 @@ def _serve(args: argparse.Namespace, config: ServerConfig, tls: ssl.SSLContext |
     from jpaged.load import load_engine  # jax takes seconds to load: not for --help, nor for a bad flag
     from jpaged.serving.serve import serve
 
-    engine, tokenizer, sampling_defaults = load_engine(engine_config(args))
+    engine, tokenizer, sampling_defaults = load_engine(engine_config(args), progress=sys.stderr.isatty())
     service = make_service(
         engine, tokenizer, args.served_model_name or args.model, config, sampling_defaults=sampling_defaults,
         tool_format=_tool_format(args, tokenizer, config),

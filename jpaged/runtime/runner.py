@@ -90,6 +90,8 @@ class ModelRunner:
         """Compiles, or loads from the persistent cache, every executable there is, by running each on padding."""
         use_compilation_cache()
         buckets = self.buckets.all
+        logger.info("compiling %d shapes of a step, or loading them", len(buckets))
+        start = time.monotonic()
         for bucket in tqdm(buckets, desc="Compiling", unit="shape", disable=not progress):
             batch = empty_batch(bucket, self.table_width, self.vocab_size)
             _, x_td = self._run(bucket, batch, ScheduleDecision())
@@ -101,6 +103,7 @@ class ModelRunner:
         self.state = self._write_row(self.state, np.int32(-1), *host_row(self.vocab_size, [], []))
         for size in TRANSFERS if self.num_host_blocks else ():
             self._swap_there_and_back(size)
+        logger.info("compiled in %.1f seconds", time.monotonic() - start)
 
     def block_swap_cost(self) -> float:
         """How many tokens could be computed while one block moves to the host and back, measured; after `warm_up`."""

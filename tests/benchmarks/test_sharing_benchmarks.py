@@ -9,7 +9,7 @@ import pytest
 from benchmarks import beam, preemption, sharing
 from benchmarks.sharing import Lab, RandomRunner, Usage, Watch, usage
 from benchmarks.timing import ratio, summarize
-from benchmarks.workloads import DATASETS, Dataset
+from jpaged.bench.workload import DATASETS, Dataset
 from jpaged.config import Limits
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.params import BeamSearchParams, SamplingParams

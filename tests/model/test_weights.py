@@ -182,26 +182,26 @@ def test_dummy_weights_depend_on_the_seed_alone():
     assert not np.array_equal(a, b)
 
 
-def test_convert_there_and_back(directory, tmp_path, capsys):
+def test_convert_there_and_back(directory, tmp_path):
     models.write_tokenizer(directory)
-    convert([str(directory), str(tmp_path / "orbax"), "--to", "orbax"])
-    convert([str(tmp_path / "orbax"), str(tmp_path / "back"), "--to", "safetensors"])
+    convert(str(directory), tmp_path / "orbax", "orbax")
+    convert(str(tmp_path / "orbax"), tmp_path / "back", "safetensors")
     original, back = load_file(directory / "model.safetensors"), load_file(tmp_path / "back" / "model.safetensors")
     assert original.keys() == back.keys() and all(np.array_equal(original[n], back[n]) for n in original)
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "back" / name).read_bytes() == (directory / name).read_bytes()
     assert not list((tmp_path / "orbax").glob("*.safetensors")) and not (tmp_path / "back" / "orbax").exists()
-    with pytest.raises(SystemExit, match="already exists"):
-        convert([str(directory), str(tmp_path / "back"), "--to", "orbax"])
-    with pytest.raises(SystemExit, match="is not a directory"):
-        convert([str(tmp_path / "nowhere"), str(tmp_path / "new"), "--to", "orbax"])
+    with pytest.raises(ValueError, match="already exists"):
+        convert(str(directory), tmp_path / "back", "orbax")
+    with pytest.raises(ValueError, match="is not a directory"):
+        convert(str(tmp_path / "nowhere"), tmp_path / "new", "orbax")
 
 
 @pytest.mark.parametrize("stored", [np.float32, ml_dtypes.bfloat16, np.float16])
 def test_conversion_keeps_the_stored_dtype_whatever_the_config_says(tmp_path, stored):
     directory = checkpoints.write(tmp_path / "model", HF | {"torch_dtype": "bfloat16"}, dtype=stored)
-    convert([str(directory), str(tmp_path / "orbax"), "--to", "orbax"])
-    convert([str(tmp_path / "orbax"), str(tmp_path / "back"), "--to", "safetensors"])
+    convert(str(directory), tmp_path / "orbax", "orbax")
+    convert(str(tmp_path / "orbax"), tmp_path / "back", "safetensors")
     original, back = load_file(directory / "model.safetensors"), load_file(tmp_path / "back" / "model.safetensors")
     assert all(back[n].dtype == stored and np.array_equal(original[n], back[n]) for n in original)
 

@@ -1,0 +1,142 @@
+"""A result as text for people, and as JSON for programs."""
+
+import importlib.metadata
+import math
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Any
+
+from jpaged.bench.measure import Record
+from jpaged.bench.serve import Result, Run, Settings
+
+# Name, title, unit and how many of it are in a second.
+SHOWN = (
+    ("ttft", "time to first token", "ms", 1e3),
+    ("itl", "inter-token latency", "ms", 1e3),
+    ("tpot", "time per output token", "ms", 1e3),
+    ("e2el", "end-to-end latency", "s", 1.0),
+    ("normalised", "normalised latency", "ms/token", 1e3),
+    ("delay", "sent later than due", "ms", 1e3),
+)
+
+
+def text(result: Result, settings: Settings) -> str:
+    """Every run, and, of several, a table of them all."""
+    parts = [_run(run, settings) for run in result.runs]
+    if len(result.runs) > 1:
+        parts.append(_curve(result.runs))
+    return "\n\n".join([*parts, *(f"Note: {note}." for note in result.notes)])
+
+
+def document(result: Result, settings: Settings, url: str, *, per_request: bool = False) -> dict[str, Any]:
+    """All of it, in seconds and tokens, for JSON. `per_request` adds each request's own times, from its run's start."""
+    given = asdict(settings)
+    given["rates"] = [_number(rate) for rate in settings.rates]
+    given["workload"]["file"] = str(settings.workload.file) if settings.workload.file else None
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": {"python": platform.python_version(), **{n: _version(n) for n in ("jpaged", "aiohttp")}},
+        "client": {"platform": platform.platform(), "cpus": os.cpu_count()},
+        "server": {"url": url, "model": result.model, "max_model_len": result.max_model_len},
+        "settings": given,
+        "notes": result.notes,
+        "runs": [_document(run, per_request) for run in result.runs],
+    }
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows, the first of them a heading; first column to the left, numbers to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))]).rstrip()
+        for row in rows
+    )
+
+
+def failures(run: Run) -> str:
+    """What failed how often, and what was said the first time; empty if nothing did."""
+    said = {record.failure: record.detail for record in reversed(run.records)}
+    return "; ".join(f"{kind} ({count}): {said[kind]}" for kind, count in run.measurement.failures.items())
+
+
+def _run(run: Run, settings: Settings) -> str:
+    found = run.measurement
+    pace = "all at once" if math.isinf(run.rate) else f"{run.rate:g} requests/s"
+    if settings.concurrency:
+        pace = f"{'' if math.isinf(run.rate) else pace + ', '}at most {settings.concurrency} at a time"
+    rows = [["", "mean", "median", "p90", "p99", "max"]]
+    for name, title, unit, scale in SHOWN:
+        if name != "delay" or not math.isinf(run.rate):  # without a rate nothing is due at any time
+            spread = found.latencies[name]
+            values = [f"{value * scale:.2f}" for value in spread] if spread else ["-"] * 5
+            rows.append([f"{title} ({unit})", *values])
+    lines = [
+        f"{settings.workload.kind}: {found.requests} requests, {pace}",
+        "",
+        table(rows),
+        "",
+        f"completed {found.completed} of {found.requests} in {found.duration:.2f} s",
+        f"failed: {failures(run) or 'none'}",
+        f"throughput: {found.request_throughput:.2f} requests/s, {found.output_throughput:.1f} output tokens/s, "
+        f"{found.total_throughput:.1f} tokens/s in and out",
+    ]
+    if found.goodput is not None:
+        limits = ", ".join(f"{name} {limit:g} ms" for name, limit in settings.goodput.items())
+        lines.append(f"goodput: {found.goodput:.2f} requests/s within {limits}")
+    if found.completed:
+        lines.append(
+            f"tokens: {found.prompt_tokens} in, {found.output_tokens} out ({run.asked} asked for) "
+            f"in {found.chunks} chunks of text"
+        )
+    if uncounted := found.completed - found.counted:
+        lines.append(f"the server did not count the tokens of {uncounted} answers: their chunks were counted")
+    return "\n".join(lines)
+
+
+def _curve(runs: Sequence[Run]) -> str:
+    head = ["requests/s", "completed", "served/s", "output tok/s", "normalised ms/tok", "ttft p50 ms", "ttft p99 ms",
+            "itl p99 ms", "failed"]  # fmt: skip
+    rows = [head]
+    for run in runs:
+        found, latencies = run.measurement, run.measurement.latencies
+        cells = [
+            f"{spread[at] * 1e3:.2f}" if (spread := latencies[name]) else "-"
+            for name, at in (("normalised", 0), ("ttft", 1), ("ttft", 3), ("itl", 3))
+        ]
+        rows.append(
+            [f"{run.rate:g}", str(found.completed), f"{found.request_throughput:.2f}", f"{found.output_throughput:.1f}",
+             *cells, str(found.requests - found.completed)]
+        )  # fmt: skip
+    return table(rows)
+
+
+def _document(run: Run, per_request: bool) -> dict[str, Any]:
+    found = asdict(run.measurement)
+    found["latencies"] = {
+        name: spread and spread._asdict() for name, spread in run.measurement.latencies.items()
+    }  # fmt: skip
+    body = {"request_rate": _number(run.rate), "output_tokens_asked": run.asked, **found}
+    if per_request:
+        start = min(record.due for record in run.records)
+        body["per_request"] = [_record(record, start) for record in run.records]
+    return body
+
+
+def _record(record: Record, start: float) -> dict[str, Any]:
+    times = {name: getattr(record, name) - start for name in ("due", "sent", "ended")}
+    return asdict(record) | times | {"chunks": [at - start for at in record.chunks]}
+
+
+def _number(value: float) -> float | str:
+    """JSON has no infinity."""
+    return value if math.isfinite(value) else "inf"
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,123 @@
+"""Measuring a server: finds out what it serves, makes the requests of a workload, sends them, once for each rate."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tqdm import tqdm
+
+from jpaged.bench.client import Client, ServerError
+from jpaged.bench.measure import LIMITED, Measurement, Record, measure
+from jpaged.bench.source import draw, open_file
+from jpaged.bench.tokens import PATHS, ServerTokens, prompt_fields
+from jpaged.bench.traffic import arrivals, drive, send
+from jpaged.bench.workload import Job, Workload
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured, and how.
+
+    Attributes:
+        model: None is the first that the server lists.
+        rates: requests per second, one run for each; infinite is all at once.
+        burstiness: of `traffic.arrivals`.
+        concurrency: most requests at once; None is any number.
+        token_ids: send prompts as token ids, not as text.
+        ignore_eos: go on to the last token asked for, by vLLM's field of that name; None: where lengths are drawn.
+        tokenizer: counts tokens instead of the server.
+        goodput: a good request's longest latencies in milliseconds, by the names of `measure.LIMITED`.
+        timeout: seconds that a request may take.
+    """
+
+    workload: Workload
+    model: str | None = None
+    endpoint: str = "completions"
+    rates: Sequence[float] = (math.inf,)
+    burstiness: float = 1.0
+    concurrency: int | None = None
+    token_ids: bool = False
+    ignore_eos: bool | None = None
+    temperature: float = 0.0
+    tokenizer: str | None = None
+    num_warmups: int = 1
+    goodput: Mapping[str, float] = field(default_factory=dict)
+    timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        if self.endpoint not in PATHS:
+            raise ValueError(f"endpoint must be one of {', '.join(PATHS)}, not {self.endpoint!r}")
+        for name, values in (
+            ("request_rate", self.rates),
+            ("burstiness", [self.burstiness]),
+            ("timeout", [self.timeout]),
+        ):
+            if not all(value > 0 for value in values):
+                raise ValueError(f"{name} must be above 0, not {min(values)}")
+        if self.concurrency is not None and self.concurrency < 1:
+            raise ValueError(f"concurrency must be at least 1, not {self.concurrency}")
+        if self.num_warmups < 0:
+            raise ValueError(f"num_warmups must be at least 0, not {self.num_warmups}")
+        if unknown := self.goodput.keys() - set(LIMITED):
+            raise ValueError(f"goodput: {', '.join(sorted(unknown))} is none of {', '.join(LIMITED)}")
+        if self.token_ids and self.workload.kind == "file":
+            raise ValueError("token_ids: a file's prompts are sent as it has them")
+        if self.token_ids and self.endpoint == "chat":
+            raise ValueError("token_ids: the endpoint chat takes none; completions does")
+
+
+@dataclass(frozen=True)
+class Run:
+    """All requests at one rate; `asked` are the tokens of output asked for."""
+
+    rate: float
+    asked: int
+    records: list[Record]
+    measurement: Measurement
+
+
+@dataclass(frozen=True)
+class Result:
+    """Runs, and what is to be known of all of them."""
+
+    model: str
+    max_model_len: int | None
+    runs: list[Run]
+    notes: list[str]
+
+
+async def bench_server(client: Client, settings: Settings, *, progress: bool = True) -> Result:
+    """Runs the workload once for each rate. Requests that fail are counted; but the first ones, which warm the server
+    up, raise ServerError."""
+    models = await client.models()
+    model = settings.model or models[0]["id"]
+    room = next((each.get("max_model_len") for each in models if each["id"] == model), None)
+    tokens = ServerTokens(client, model, settings.endpoint, settings.tokenizer)
+    path, workload = PATHS[settings.endpoint], settings.workload
+    source = await (
+        open_file(workload, tokens, room) if workload.file else draw(workload, tokens, room, settings.token_ids)
+    )
+    for body in bodies(model, settings, source.jobs("warm-up")[: settings.num_warmups]):
+        record = await send(client, path, body, 0)
+        if record.failure:
+            raise ServerError(record.failure, f"the first request: {record.detail}")
+    runs = []
+    for index, rate in enumerate(settings.rates):
+        jobs = source.jobs(f"run {index}")
+        due = arrivals(len(jobs), rate, settings.burstiness, workload.seed)
+        with tqdm(total=len(jobs), desc=f"{rate:g} requests/s", unit="request", disable=not progress) as bar:
+            records = await drive(client, path, bodies(model, settings, jobs), due, settings.concurrency, bar.update)
+        limits = {name: milliseconds / 1000 for name, milliseconds in settings.goodput.items()}
+        asked = sum(job.max_tokens or 0 for job in jobs)
+        runs.append(Run(rate, asked, records, measure(records, limits)))
+    return Result(model, room, runs, source.notes)
+
+
+def bodies(model: str, settings: Settings, jobs: Sequence[Job]) -> list[dict[str, Any]]:
+    """What is sent for each job."""
+    ignore_eos = settings.workload.kind != "file" if settings.ignore_eos is None else settings.ignore_eos
+    common = {
+        "model": model, "temperature": settings.temperature, "stream": True, "stream_options": {"include_usage": True},
+    } | ({"ignore_eos": True} if ignore_eos else {})  # fmt: skip
+    return [common | prompt_fields(settings.endpoint, job.content) | {"max_tokens": job.max_tokens} for job in jobs]

@@ -1,0 +1,86 @@
+"""Where a run's requests come from: written to drawn lengths, or read from a file."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from jpaged.bench.text import FIRST, WORDS, TokenWriter, Writer, measured, write_jobs
+from jpaged.bench.tokens import Tokens
+from jpaged.bench.workload import Job, Lengths, Workload, fit
+
+
+class Source(Protocol):
+    """Jobs, all of which the model has room for. `notes` say what had to change for that."""
+
+    notes: list[str]
+
+    def jobs(self, run: str) -> list[Job]:
+        """Those of a run, by its name."""
+
+
+@dataclass
+class Drawn:
+    """Jobs of drawn lengths. Every run has texts of its own, so that no prefix cache knows them from the last one."""
+
+    seed: int
+    writer: Writer
+    lengths: Sequence[Lengths]
+    notes: list[str]
+
+    def jobs(self, run: str) -> list[Job]:
+        return write_jobs(self.writer, self.lengths, f"{self.seed}, {run}")
+
+
+@dataclass
+class Read:
+    """A file's jobs, the same ones in every run."""
+
+    read: list[Job]
+    notes: list[str]
+
+    def jobs(self, run: str) -> list[Job]:
+        return self.read
+
+
+async def draw(workload: Workload, tokens: Tokens, room: int | None, token_ids: bool) -> Source:
+    """Of a workload that is drawn; prompt and output fit into `room` tokens."""
+    writer: Writer
+    if token_ids:
+        ids = await tokens.ids(" ".join(WORDS))
+        if ids is None:
+            raise ValueError("token_ids: the server has no /tokenize; name a tokenizer")
+        writer = TokenWriter(ids)
+    else:
+        writer = await measured(tokens.count, tokens.of_prompt)
+    lengths, shortened = fit(workload.lengths(), room, writer.least)
+    notes = [f"{shortened} of {len(lengths)} requests were shortened to the model's {room} tokens"] if shortened else []
+    return Drawn(workload.seed, writer, lengths, notes)
+
+
+async def open_file(workload: Workload, tokens: Tokens, room: int | None) -> Source:
+    """Of a file. Outputs are as long as it says, or as its answer is, or `output_len`, as far as there is room."""
+    found = workload.jobs()
+    notes = [f"the file has {len(found)} requests only"] if len(found) < workload.num_prompts else []
+    overhead = await tokens.of_prompt(FIRST) - await tokens.count(FIRST) if room else 0
+    read, shortened = [], 0
+    for job in found:
+        output = job.max_tokens or (await tokens.count(job.answer) if job.answer else workload.output_len)
+        left = room - await _length(job.content, tokens, overhead) if room else output
+        shortened += left < output
+        if left >= 1:
+            read.append(replace(job, max_tokens=max(1, min(output, left))))
+    if not read:
+        raise ValueError(f"file: none of its {len(found)} requests fits into the model's {room} tokens")
+    if shortened:
+        notes.append(f"{shortened} of {len(found)} requests were too long for the model's {room} tokens: "
+                     f"{len(found) - len(read)} left out, the others' outputs shortened")  # fmt: skip
+    return Read(read, notes)
+
+
+async def _length(content: str | list[Any], tokens: Tokens, overhead: int) -> int:
+    """Tokens of a prompt; of a conversation at most, with so many for its template around each message."""
+    if isinstance(content, str):
+        return await tokens.count(content) + overhead
+    if isinstance(content[0], int):
+        return len(content)
+    return sum([await tokens.count(str(message.get("content"))) + overhead for message in content])

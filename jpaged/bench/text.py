@@ -1,0 +1,101 @@
+"""Texts of a given number of tokens.
+
+They are common words with spaces between, the first of them always the same. A tokenizer cuts a text at its spaces
+before anything else, so a prompt has the tokens of the first word's own prompt, a chat template's among them, and those
+of the other words. Both are asked once, word by word; after that texts of any length are written without asking.
+"""
+
+import asyncio
+import random
+from bisect import bisect_right
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Protocol
+
+from jpaged.bench.workload import Job, Lengths
+
+COMMON = """
+a about after again all an and another any are as at away back be because been before big but by call came can come
+could day did do down each end even every far few find first for form found from gave get give go good great had hand
+hard has have he help her here high him his home house how if in into is it its just keep kind know land large last left
+life light like line little live long look made make man many may me men might more most much must my name near need new
+next no not now of off old on one only open or other our out over own part place play point put read right run said same
+saw say school sea see seem set she should show side small so some sound still stop such take tell than that the their
+them then there these they thing think this those three time to together too tree turn two under until up us use very
+want was water way we well went were what when where which while who why will with word work world would year you your
+"""
+WORDS = tuple(COMMON.split())
+FIRST = "the"
+CONCURRENT_QUESTIONS = 16
+
+Count = Callable[[str], Awaitable[int]]
+
+
+class Writer(Protocol):
+    """Makes prompts of so many tokens, but of at least `least`."""
+
+    least: int
+
+    def write(self, common: random.Random, own: random.Random, each: Lengths) -> str | list[int]:
+        """A prompt whose prefix is drawn from `common`, and the rest from `own`."""
+
+
+class WordWriter:
+    """Writes texts.
+
+    Args:
+        costs: tokens of each word behind another one.
+        least: tokens of the prompt that is FIRST alone.
+    """
+
+    def __init__(self, costs: Mapping[str, int], least: int):
+        self.least = least
+        self._words = sorted(costs, key=lambda word: (costs[word], word))
+        self._costs = [costs[word] for word in self._words]
+
+    def write(self, common: random.Random, own: random.Random, each: Lengths) -> str:
+        prefix = self._draw(common, each.prefix_tokens)
+        return " ".join([FIRST, *prefix, *self._draw(own, each.prompt - self.least)])
+
+    def _draw(self, rng: random.Random, tokens: int) -> list[str]:
+        """Words of so many tokens, or of a few less where no word is so short."""
+        words: list[str] = []
+        while usable := bisect_right(self._costs, tokens):
+            chosen = rng.randrange(usable)
+            words.append(self._words[chosen])
+            tokens -= self._costs[chosen]
+        return words
+
+
+class TokenWriter:
+    """Writes token ids, drawn from those given."""
+
+    least = 1
+
+    def __init__(self, token_ids: Iterable[int]):
+        self._token_ids = sorted(set(token_ids))
+
+    def write(self, common: random.Random, own: random.Random, each: Lengths) -> list[int]:
+        return common.choices(self._token_ids, k=each.prefix_tokens) + own.choices(self._token_ids, k=each.prompt)
+
+
+async def measured(count: Count, of_prompt: Count) -> WordWriter:
+    """A writer that knows what words cost.
+
+    Args:
+        count: tokens of a text.
+        of_prompt: tokens of it as a prompt.
+    """
+    limit = asyncio.Semaphore(CONCURRENT_QUESTIONS)
+
+    async def ask(text: str) -> int:
+        async with limit:
+            return await count(text)
+
+    base, *sums = await asyncio.gather(ask(FIRST), *(ask(f"{FIRST} {word}") for word in WORDS))
+    return WordWriter({word: max(1, more - base) for word, more in zip(WORDS, sums)}, await of_prompt(FIRST))
+
+
+def write_jobs(writer: Writer, drawn: Iterable[Lengths], seed: str) -> list[Job]:
+    """A job for each of the lengths. Another seed gives other texts, of the same lengths."""
+    own = random.Random(seed)
+    return [Job(writer.write(random.Random(f"{seed}, prefix {each.prefix}"), own, each), each.output) for each in drawn]

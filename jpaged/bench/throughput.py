@@ -1,0 +1,64 @@
+"""Measuring an engine with no server around it: everything at once, as fast as it goes."""
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from jpaged.bench.source import draw, open_file
+from jpaged.bench.workload import Workload
+from jpaged.core.params import SamplingParams
+from jpaged.llm import LLM
+from jpaged.tokenizer import backend, encode, render_chat
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Of a workload; `duration` is in seconds, `notes` say what had to change for the model."""
+
+    requests: int
+    prompt_tokens: int
+    output_tokens: int
+    duration: float
+    notes: list[str]
+
+
+class EngineTokens:
+    """Counts with the tokenizer of a model in hand."""
+
+    def __init__(self, llm: LLM):
+        self._llm = llm
+
+    async def ids(self, text: str) -> list[int]:
+        return backend(self._llm.tokenizer).encode(text, add_special_tokens=False).ids
+
+    async def count(self, text: str) -> int:
+        return len(await self.ids(text))
+
+    async def of_prompt(self, content: Any) -> int:
+        return len(self.prompt(content))
+
+    def prompt(self, content: Any) -> list[int]:
+        """A prompt's token ids."""
+        if isinstance(content, str):
+            return encode(self._llm.tokenizer, content)
+        return render_chat(self._llm.tokenizer, content) if isinstance(content[0], dict) else content
+
+
+def bench_engine(llm: LLM, workload: Workload, *, progress: bool = True) -> Throughput:
+    """Generates for all of a workload's requests, greedily; where lengths are drawn, no output ends before its own."""
+    tokens, room = EngineTokens(llm), llm.engine.scheduler.limits.max_model_len
+    if workload.file:
+        source = asyncio.run(open_file(workload, tokens, room))
+    else:
+        source = asyncio.run(draw(workload, tokens, room, token_ids=True))
+    jobs = source.jobs("run 0")
+    prompts = [tokens.prompt(job.content) for job in jobs]
+    ignore_eos = workload.file is None
+    params = [SamplingParams(max_tokens=job.max_tokens, temperature=0, ignore_eos=ignore_eos) for job in jobs]
+    llm.generate(tokens.prompt(source.jobs("warm-up")[0].content)[:1], SamplingParams(max_tokens=2), use_tqdm=False)
+    start = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=progress)
+    duration = time.perf_counter() - start
+    made = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
+    return Throughput(len(jobs), sum(map(len, prompts)), made, duration, source.notes)

@@ -1,0 +1,81 @@
+"""How many tokens a text has, and a prompt with what a server adds to it."""
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from tokenizers import Tokenizer
+
+from jpaged.bench.client import Client, ServerError
+from jpaged.demo import DIRECTORY as DEMO
+
+PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+
+
+def prompt_fields(endpoint: str, content: Any) -> dict[str, Any]:
+    """A prompt as an endpoint takes it. Raises ValueError for one that it can't."""
+    is_messages = isinstance(content, list) and isinstance(content[0], dict)
+    if endpoint == "chat":
+        if isinstance(content, list) and not is_messages:
+            raise ValueError("endpoint: chat takes no token ids; completions does")
+        return {"messages": content if is_messages else [{"role": "user", "content": content}]}
+    if is_messages:
+        raise ValueError("endpoint: completions takes no messages; chat does")
+    return {"prompt": content}
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """From a directory, a hub id, or "demo". Raises ValueError if there is none."""
+    directory = DEMO if name == "demo" else Path(name).expanduser()
+    try:
+        if directory.is_dir():
+            return Tokenizer.from_file(str(directory / "tokenizer.json"))
+        return Tokenizer.from_pretrained(name)
+    except Exception as error:  # both raise Exception itself
+        raise ValueError(f"tokenizer: {name} has none that can be loaded: {error}") from error
+
+
+class Tokens(Protocol):
+    """Counts the tokens of one model."""
+
+    async def ids(self, text: str) -> list[int] | None:
+        """The text's tokens, without those that a tokenizer adds; None if they can only be counted."""
+
+    async def count(self, text: str) -> int:
+        """How many they are."""
+
+    async def of_prompt(self, content: Any) -> int:
+        """How many a prompt has, with all that is added to it."""
+
+
+class ServerTokens:
+    """For a model at one endpoint: by a tokenizer in hand (what `load_tokenizer` takes), else by the server's
+    /tokenize, else by what it counts of a request for a single token."""
+
+    def __init__(self, client: Client, model: str, endpoint: str, tokenizer: str | None = None):
+        self._client, self._model, self._endpoint = client, model, endpoint
+        self._tokenizer = load_tokenizer(tokenizer) if tokenizer else None
+        self._has_tokenize = True
+
+    async def ids(self, text: str) -> list[int] | None:
+        if self._tokenizer:
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
+        if self._has_tokenize:
+            body = {"model": self._model, "prompt": text, "add_special_tokens": False}
+            try:
+                return (await self._client.post("/tokenize", body)).get("tokens")
+            except ServerError as error:
+                if error.kind not in ("HTTP 404", "HTTP 405"):
+                    raise
+                self._has_tokenize = False
+        return None
+
+    async def count(self, text: str) -> int:
+        ids = await self.ids(text)
+        return await self.of_prompt(text) if ids is None else len(ids)
+
+    async def of_prompt(self, content: Any) -> int:
+        body = {"model": self._model, **prompt_fields(self._endpoint, content), "max_tokens": 1}
+        usage = (await self._client.post(PATHS[self._endpoint], body)).get("usage")
+        if not usage:
+            raise ServerError("no usage", f"{PATHS[self._endpoint]} does not say how many tokens a prompt has")
+        return usage["prompt_tokens"]

@@ -1,0 +1,86 @@
+"""Sending requests at their times, and noting what comes back and when."""
+
+import asyncio
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from jpaged.bench.client import Client, ServerError
+from jpaged.bench.measure import Record
+
+
+def arrivals(count: int, rate: float, burstiness: float = 1.0, seed: int = 0) -> list[float]:
+    """When each request is due, in seconds from the start, which is when the first one is.
+
+    Args:
+        rate: requests per second on average; infinite is all at once.
+        burstiness: gaps are drawn from a gamma distribution of that shape; 1 is a Poisson process, less comes in
+            bursts, more is more even.
+    """
+    if math.isinf(rate):
+        return [0.0] * count
+    rng = random.Random(seed)
+    due = [0.0]
+    while len(due) < count:
+        due.append(due[-1] + rng.gammavariate(burstiness, 1 / (rate * burstiness)))
+    return due[:count]
+
+
+async def drive(
+    client: Client,
+    path: str,
+    bodies: Sequence[dict[str, Any]],
+    due: Sequence[float],
+    concurrency: int | None = None,
+    ended: Callable[[], object] = lambda: None,
+) -> list[Record]:
+    """Sends every body when it is due, or, while `concurrency` requests run, as soon as one of them ends; calls `ended`
+    after each. One record for each body, in order."""
+    room = asyncio.Semaphore(concurrency or len(bodies))
+    start = time.perf_counter()
+
+    async def one(body: dict[str, Any], at: float) -> Record:
+        async with room:
+            record = await send(client, path, body, at)
+        ended()
+        return record
+
+    async with asyncio.TaskGroup() as group:
+        tasks = []
+        for body, offset in zip(bodies, due):
+            if (wait := start + offset - time.perf_counter()) > 0:
+                await asyncio.sleep(wait)
+            tasks.append(group.create_task(one(body, start + offset)))
+    return [task.result() for task in tasks]
+
+
+async def send(client: Client, path: str, body: dict[str, Any], due: float) -> Record:
+    """Sends one request now, and reads its answer to the end. A failure is part of the record."""
+    record = Record(due, sent=time.perf_counter())
+    try:
+        async with aclosing(client.stream(path, body)) as events:
+            async for at, event in events:
+                if _has_text(event):
+                    record.chunks.append(at)
+                if usage := event.get("usage"):
+                    record.prompt_tokens = usage.get("prompt_tokens")
+                    record.output_tokens = usage.get("completion_tokens")
+    except ServerError as error:
+        record.failure, record.detail = error.kind, error.detail
+    record.ended = time.perf_counter()
+    return record
+
+
+def _has_text(event: dict[str, Any]) -> bool:
+    """Whether a chunk carries what the model has said, and not only who speaks, or why it ended."""
+    for choice in event.get("choices") or ():
+        delta = choice.get("delta")
+        if choice.get("text") if delta is None else any(delta.get(name) for name in _SAID):
+            return True
+    return False
+
+
+_SAID = ("content", "reasoning_content", "reasoning", "tool_calls")

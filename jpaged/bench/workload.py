@@ -1,0 +1,195 @@
+"""What is asked of a server: how long prompts and outputs are, drawn from distributions, or requests from a file."""
+
+import json
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+LONGEST = 1024  # tokens of a prompt, and of an output, of the datasets
+
+
+class Dataset(NamedTuple):
+    """Mean lengths of requests, in tokens."""
+
+    prompt: float
+    output: float
+
+    def lengths(
+        self, count: int, *, spread: float = 1.0, most: tuple[int, int] = (LONGEST, LONGEST), seed: int = 0
+    ) -> list[tuple[int, int]]:
+        """(prompt, output) of each request: log-normal, each with a standard deviation of `spread` means, and at most
+        `most` tokens."""
+        rng, sigma = random.Random(seed), math.sqrt(math.log(1 + spread**2))
+
+        def draw(mean: float, most: int) -> int:
+            return max(1, min(most, round(rng.lognormvariate(math.log(mean) - sigma**2 / 2, sigma))))
+
+        return [(draw(self.prompt, most[0]), draw(self.output, most[1])) for _ in range(count)]
+
+
+# The paper (PagedAttention, arXiv:2309.06180) gives these means, and nothing else about the lengths.
+DATASETS = {"Alpaca": Dataset(19.31, 58.45), "ShareGPT": Dataset(161.31, 337.99)}
+
+
+class Lengths(NamedTuple):
+    """One request's tokens: `prompt` of its own, behind `prefix_tokens` that it shares with others of that `prefix`."""
+
+    prompt: int
+    output: int
+    prefix: int = 0
+    prefix_tokens: int = 0
+
+    def fitted(self, room: int, least: int) -> "Lengths":
+        """The same in at most `room` tokens: the prompt gives way first, but not below `least` tokens. Raises
+        ValueError if the prefix leaves less."""
+        left = room - self.prefix_tokens
+        if left <= least:
+            raise ValueError(
+                f"a prefix of {self.prefix_tokens} tokens and the {least} of the shortest prompt leave no room in the "
+                f"model's {room}"
+            )
+        output = min(self.output, left - least)
+        return self._replace(output=output, prompt=min(self.prompt, left - output))
+
+
+@dataclass(frozen=True)
+class Job:
+    """One request.
+
+    Attributes:
+        content: a text, token ids, or the messages of a conversation.
+        max_tokens: None where that is for somebody else to settle.
+        answer: what the file has as its answer: it is to be as long.
+    """
+
+    content: str | list[int] | list[dict[str, Any]]
+    max_tokens: int | None = None
+    answer: str | None = None
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Which requests there are. The same fields give the same requests.
+
+    Attributes:
+        kind: "sharegpt" and "alpaca" have log-normal lengths with the means of the PagedAttention paper; "random" and
+            "shared-prefix" have lengths from `input_len` and `output_len` on; "file" reads them.
+        range_ratio: lengths are uniform between (1 - range_ratio) and (1 + range_ratio) times the one given.
+        prefix_len: tokens that all requests with the same prefix begin with, before `input_len` of their own.
+        file: JSON lines with "prompt" or "messages", and "max_tokens"; or ShareGPT's JSON.
+    """
+
+    kind: str = "sharegpt"
+    num_prompts: int = 200
+    seed: int = 0
+    input_len: int = 512
+    output_len: int = 128
+    range_ratio: float = 0.0
+    prefix_len: int = 256
+    num_prefixes: int = 1
+    file: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"workload must be one of {', '.join(KINDS)}, not {self.kind!r}")
+        for name in ("num_prompts", "input_len", "output_len", "prefix_len", "num_prefixes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if not 0 <= self.range_ratio < 1:
+            raise ValueError(f"range_ratio must be at least 0 and below 1, not {self.range_ratio}")
+        if (self.kind == "file") != (self.file is not None):
+            raise ValueError("file: the workload file needs one, and no other workload has one")
+
+    def lengths(self) -> list[Lengths]:
+        """Of every request; only of workloads that are drawn."""
+        return DRAWN[self.kind](self)
+
+    def jobs(self) -> list[Job]:
+        """Requests of the file, in an order of the seed, at most `num_prompts`. Raises ValueError that names the place
+        of what can't be read."""
+        assert self.file is not None
+        jobs = read_jobs(self.file)
+        random.Random(self.seed).shuffle(jobs)
+        return jobs[: self.num_prompts]
+
+
+def _of_dataset(name: str) -> Callable[[Workload], list[Lengths]]:
+    return lambda work: [Lengths(*pair) for pair in DATASETS[name].lengths(work.num_prompts, seed=work.seed)]
+
+
+def _random(work: Workload) -> list[Lengths]:
+    rng = random.Random(work.seed)
+
+    def draw(length: int) -> int:
+        return max(
+            1, rng.randint(math.floor(length * (1 - work.range_ratio)), math.ceil(length * (1 + work.range_ratio)))
+        )
+
+    return [Lengths(draw(work.input_len), draw(work.output_len)) for _ in range(work.num_prompts)]
+
+
+def _shared_prefix(work: Workload) -> list[Lengths]:
+    """In turn after each prefix."""
+    drawn = enumerate(_random(work))
+    return [each._replace(prefix=i % work.num_prefixes, prefix_tokens=work.prefix_len) for i, each in drawn]
+
+
+DRAWN: dict[str, Callable[[Workload], list[Lengths]]] = {
+    "sharegpt": _of_dataset("ShareGPT"), "alpaca": _of_dataset("Alpaca"), "random": _random,
+    "shared-prefix": _shared_prefix,
+}  # fmt: skip
+KINDS = (*DRAWN, "file")
+
+
+def fit(drawn: Sequence[Lengths], room: int | None, least: int = 1) -> tuple[list[Lengths], int]:
+    """Lengths that fit into so many tokens (None: any), and how many had to be shortened for it.
+
+    Args:
+        least: tokens of the shortest prompt that can be written.
+    """
+    if room is None:
+        return list(drawn), 0
+    fitted = [each.fitted(room, least) for each in drawn]
+    return fitted, sum(a != b for a, b in zip(drawn, fitted))
+
+
+def read_jobs(path: Path) -> list[Job]:
+    """The requests of a file of JSON lines, or of one JSON list. Conversations that don't begin with a question and its
+    answer are left out."""
+    text = path.read_text(encoding="utf-8")
+    if text.lstrip().startswith("["):
+        items = [(f"item {i}", item) for i, item in enumerate(_parsed(path, "", text), 1)]
+    else:
+        lines = [(f"line {i}", line) for i, line in enumerate(text.splitlines(), 1) if line.strip()]
+        items = [(place, _parsed(path, f", {place}", line)) for place, line in lines]
+    jobs = [job for place, item in items if (job := _job(f"{path}, {place}", item))]
+    if not jobs:
+        raise ValueError(f"file: {path} holds no request")
+    return jobs
+
+
+def _parsed(path: Path, place: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"file: {path}{place} is not JSON: {error}") from error
+
+
+def _job(place: str, item: Any) -> Job | None:
+    if not isinstance(item, dict):
+        raise ValueError(f"file: {place} must be an object")
+    if "conversations" in item:
+        turns = item["conversations"][:2]
+        if [turn.get("from") for turn in turns] != ["human", "gpt"] or not all(turn.get("value") for turn in turns):
+            return None
+        return Job(turns[0]["value"], answer=turns[1]["value"])
+    content = item.get("prompt") or item.get("messages")
+    if not isinstance(content, str | list) or ("prompt" in item) == ("messages" in item):
+        raise ValueError(f'file: {place} must have either "prompt" or "messages"')
+    max_tokens = item.get("max_tokens")
+    if max_tokens is not None and not (isinstance(max_tokens, int) and max_tokens >= 1):
+        raise ValueError(f"file: {place}: max_tokens must be at least 1, not {max_tokens!r}")
+    return Job(content, max_tokens)

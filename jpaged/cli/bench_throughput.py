@@ -1,0 +1,48 @@
+"""Measure an engine without a server: all requests of a workload at once, as fast as it goes.
+
+  jpaged bench throughput                                        the demo model, ShareGPT's lengths
+  jpaged bench throughput --model DIR --workload random --input-len 1000 --output-len 100
+  jpaged bench throughput --model DIR --load-format dummy        random weights, for the speed alone
+
+Prompts of drawn lengths are token ids, their outputs are greedy and end only at their lengths. Those too long for the
+model are shortened, and it is said how many. Loading and compiling are not part of the time.
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from jpaged.cli import workload
+from jpaged.cli.serve import add_engine_flags, engine_config
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    workload.add_flags(parser)
+    parser.add_argument_group("the report").add_argument(
+        "--out", type=Path, metavar="FILE", help="write everything to this file too, as JSON"
+    )
+    add_engine_flags(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    config, requests = engine_config(args), workload.workload(args)
+    from jpaged.bench.throughput import bench_engine  # it loads jax
+    from jpaged.llm import LLM
+
+    progress = sys.stderr.isatty()
+    found = bench_engine(LLM(**asdict(config), progress=progress), requests, progress=progress)
+    for note in found.notes:
+        print(f"Note: {note}.")
+    print(f"{requests.kind}: {found.requests} requests, {found.prompt_tokens} tokens in, {found.output_tokens} out, "
+          f"in {found.duration:.2f} s")  # fmt: skip
+    per_second = {
+        "requests/s": found.requests, "output tokens/s": found.output_tokens,
+        "tokens/s in and out": found.prompt_tokens + found.output_tokens,
+    }  # fmt: skip
+    print("throughput:", ", ".join(f"{amount / found.duration:.2f} {name}" for name, amount in per_second.items()))
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        settings = {"engine": asdict(config), "workload": asdict(requests)}
+        args.out.write_text(json.dumps({"settings": settings, **asdict(found)}, indent=1, default=str) + "\n")

@@ -1,0 +1,142 @@
+"""A model to talk to, in this process or on a server: the same questions, the same answers."""
+
+import argparse
+import itertools
+import os
+import sys
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from jpaged.bench.client import Client
+from jpaged.cli.serve import add_engine_flags, engine_config
+from jpaged.config import EngineConfig
+
+API_KEYS = ("JPAGED_API_KEY", "OPENAI_API_KEY")
+MAX_NUM_SEQS = 8  # enough for one user, and far less to compile than for a server
+OF_BOTH = ("model", "seed")  # fields of EngineConfig that mean something to a server, too
+
+Message = dict[str, str]
+Fields = Mapping[str, Any]  # sampling parameters, by their names in SamplingParams and in requests
+Pieces = AsyncGenerator[tuple[int, str]]  # of an answer: the index of a choice, and the text that it goes on with
+
+
+class Model(Protocol):
+    """Where answers come from."""
+
+    def chat(self, messages: Sequence[Message], sampling: Fields) -> Pieces:
+        """The assistant's next turn."""
+
+    def complete(self, prompt: str, sampling: Fields) -> Pieces:
+        """What follows a text."""
+
+    async def close(self) -> None:
+        """Ends what is behind it."""
+
+
+def add_flags(parser: argparse.ArgumentParser, *, max_tokens: int | None = None) -> None:
+    """Which model, and how it answers; `max_tokens` is the default."""
+    add = parser.add_argument_group("where the model is").add_argument
+    add("--url", help="a server that speaks the OpenAI API; without it the model is loaded in this process")
+    add("--api-key", metavar="KEY", help=f"the server's (default: the environment's {' or '.join(API_KEYS)})")
+
+    group = parser.add_argument_group("how it answers", "What is left open here is as the model's own files have it.")
+    add = group.add_argument
+    add("--temperature", type=float, metavar="T", help="0 takes the likeliest token, 1 draws as the model thinks")
+    add("--top-p", type=float, metavar="P", help="draw from the likeliest tokens that have this probability together")
+    add("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens")
+    add("--max-tokens", type=int, default=max_tokens, metavar="TOKENS", help="end after so many tokens")
+    add("--stop", action="append", metavar="TEXT", help="end before this text; may be given several times")
+    add("--chat-template", metavar="FILE", type=Path, help="a Jinja template instead of the model's own")
+    add_engine_flags(parser)
+    parser.set_defaults(model=None, seed=None)
+
+
+def sampling(args: argparse.Namespace) -> dict[str, Any]:
+    """What the flags say of sampling; what they leave open is left out."""
+    names = ("temperature", "top_p", "top_k", "max_tokens", "stop", "seed")
+    return {name: value for name in names if (value := getattr(args, name)) is not None}
+
+
+def open_model(args: argparse.Namespace) -> Model:
+    """The model that the flags name. Raises ValueError for one that there is not, and for flags that contradict."""
+    if not args.url:
+        return LocalModel(args)
+    defaults = EngineConfig()
+    for name in ("chat_template", *(field.name for field in fields(EngineConfig) if field.name not in OF_BOTH)):
+        if getattr(args, name, None) not in (None, getattr(defaults, name, None)):
+            raise ValueError(f"--{name.replace('_', '-')} is for a model in this process, not for one on a server")
+    return RemoteModel(args.url, api_key(args), args.model)
+
+
+def api_key(args: argparse.Namespace) -> str | None:
+    """The key for a server: the flag's, else the environment's."""
+    return args.api_key or next((os.environ[name] for name in API_KEYS if os.environ.get(name)), None)
+
+
+class RemoteModel:
+    """On a server; without a name, the first that it lists."""
+
+    def __init__(self, url: str, api_key: str | None, name: str | None):
+        self._client = Client(url, api_key)
+        self._name = name
+
+    def chat(self, messages: Sequence[Message], sampling: Fields) -> Pieces:
+        return self._stream("/v1/chat/completions", {"messages": list(messages), **sampling})
+
+    def complete(self, prompt: str, sampling: Fields) -> Pieces:
+        return self._stream("/v1/completions", {"prompt": prompt, **sampling})
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    async def _stream(self, path: str, body: dict[str, Any]) -> Pieces:
+        if self._name is None:
+            self._name = (await self._client.models())[0]["id"]
+        async with aclosing(self._client.stream(path, {"model": self._name, **body, "stream": True})) as events:
+            async for _, event in events:
+                for choice in event.get("choices") or ():
+                    said = choice.get("delta", choice)
+                    if text := said.get("content") or said.get("text"):
+                        yield choice.get("index", 0), text
+
+
+class LocalModel:
+    """In this process."""
+
+    def __init__(self, args: argparse.Namespace):
+        config = engine_config(args)
+        if config.max_num_seqs is None:
+            config = replace(config, max_num_seqs=min(MAX_NUM_SEQS, config.max_num_batched_tokens or MAX_NUM_SEQS))
+        self._chat_template = args.chat_template.read_text() if args.chat_template else None
+        from jpaged.async_engine import AsyncEngine  # these load jax, which a server's user may not have time for
+        from jpaged.load import load_engine
+
+        loaded = load_engine(config, progress=sys.stderr.isatty())
+        self._tokenizer, self._defaults = loaded.tokenizer, loaded.sampling_defaults
+        self._engine = AsyncEngine(loaded.engine)
+        self._engine.start()
+        self._request_ids = itertools.count()
+
+    def chat(self, messages: Sequence[Message], sampling: Fields) -> Pieces:
+        from jpaged.tokenizer import render_chat
+
+        return self._generate(render_chat(self._tokenizer, messages, self._chat_template), sampling)
+
+    def complete(self, prompt: str, sampling: Fields) -> Pieces:
+        from jpaged.tokenizer import encode
+
+        return self._generate(encode(self._tokenizer, prompt), sampling)
+
+    async def close(self) -> None:
+        await self._engine.stop()
+
+    async def _generate(self, token_ids: list[int], sampling: Fields) -> Pieces:
+        from jpaged.core.params import SamplingParams
+
+        params = SamplingParams(**{"max_tokens": None, **self._defaults, **sampling})
+        async with self._engine.generate(str(next(self._request_ids)), token_ids, params) as deltas:
+            async for delta in deltas:
+                yield delta.index, delta.text

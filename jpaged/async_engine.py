@@ -160,10 +160,8 @@ class AsyncEngine:
                     future.set_exception(error)
 
     def _deliver(self, output: StepOutput) -> None:
-        for delta in output.deltas:
-            _put(self._streams[delta.request_id], delta)
-        for request in output.ended:
-            _put(self._streams.pop(request.request_id), None)
+        _put([(self._streams[delta.request_id], delta) for delta in output.deltas])
+        _put([(self._streams.pop(request.request_id), None) for request in output.ended])
         for observer in self._observers:
             observer.stepped(self._engine.scheduler, output)
         self._tell_ended(output.ended)
@@ -176,8 +174,7 @@ class AsyncEngine:
     def _die(self, error: EngineDead) -> None:
         with self._lock:
             self._error = error
-        for stream in self._streams.values():
-            _put(stream, error)
+        _put([(stream, error) for stream in self._streams.values()])
         self._streams.clear()
         while not self._calls.empty():
             item = self._calls.get()
@@ -192,8 +189,16 @@ async def _deltas(stream: _Stream) -> AsyncIterator[OutputDelta]:
         yield delta
 
 
-def _put(stream: _Stream, item: OutputDelta | EngineDead | None) -> None:
-    try:
-        stream.loop.call_soon_threadsafe(stream.deltas.put_nowait, item)
-    except RuntimeError:  # its event loop is closed: nobody waits any more
-        logger.debug("output for a closed event loop was dropped")
+def _put(items: list[tuple[_Stream, OutputDelta | EngineDead | None]]) -> None:
+    """Each event loop is woken once, however many of its streams get something."""
+    for loop in {stream.loop for stream, _ in items}:
+        ours = [(stream.deltas, item) for stream, item in items if stream.loop is loop]
+        try:
+            loop.call_soon_threadsafe(_put_all, ours)
+        except RuntimeError:  # it is closed: nobody waits any more
+            logger.debug("output for a closed event loop was dropped")
+
+
+def _put_all(items: list[tuple[asyncio.Queue, OutputDelta | EngineDead | None]]) -> None:
+    for deltas, item in items:
+        deltas.put_nowait(item)

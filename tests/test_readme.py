@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 
 from jpaged import load
+from jpaged.config import Limits
+from jpaged.core.block_pool import BlockPool
+from jpaged.core.scheduler import Scheduler
+from jpaged.engine import Engine
 from jpaged.load import limits_of
+from jpaged.serving.app import make_app
+from jpaged.serving.protocol import ChatRequest, CompletionRequest
+from jpaged.serving.service import ServerConfig, make_service
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -22,6 +29,20 @@ def test_python(block, capsys, monkeypatch):
     monkeypatch.setattr(load, "limits_of", few)  # fewer shapes to compile
     exec(block, {})
     assert capsys.readouterr().out.strip()
+
+
+def test_the_servers_page_tells_of_every_route_and_of_no_other_field():
+    page = (ROOT / "docs" / "server.md").read_text()
+    service = make_service(
+        Engine(Scheduler(BlockPool(4, 4), Limits(8, 1, 8), vocab_size=4), None), None, "m", ServerConfig()
+    )
+    routes = {route.resource.canonical for route in make_app(service).router.routes()}
+    table = page[page.index("| route") : page.index("A field that")]
+    told = set(re.findall(r"`(?:GET |POST )?(/[^`*]*)`", table))
+    assert told == {route for route in routes if not route.startswith(("/page/", "/live/"))}
+    fields = page[page.index("Fields beyond") : page.index("Not served")]
+    known = {*CompletionRequest.model_fields, *ChatRequest.model_fields}
+    assert set(re.findall(r"`([a-z_]+)`", fields)) - {"n"} <= known
 
 
 def test_flags_and_targets_exist():

@@ -182,3 +182,16 @@ def test_the_generators_give_what_they_say():
     assert len({json.dumps(schema) for schema in made}) > 180
     for i in range(100):
         re.compile(schemas.regex(random.Random(i)))
+
+
+def test_masks_are_made_while_the_device_works(llm, monkeypatch):
+    """After the model's part of a step has been sent off, and before anything of it is waited for."""
+    runner, order = llm.engine.runner, []
+
+    def noted(name, call):
+        return lambda *args: (order.append(name), call(*args))[1]
+
+    for owner, name in ((runner._step, "forward"), (runner._masks, "apply"), (runner._step, "choose")):
+        monkeypatch.setattr(owner, name, noted(name, getattr(owner, name)))
+    texts(llm, SamplingParams(max_tokens=4, structured_outputs=StructuredOutputsParams(regex="[a-z]{9}")))
+    assert order == ["forward", "apply", "choose"] * 4

@@ -1,6 +1,7 @@
 """How a request wants its tokens chosen, checked field by field: in the words of vLLM and of the OpenAI API."""
 
 import math
+import reprlib
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Series
 from dataclasses import dataclass, field, fields
@@ -10,6 +11,9 @@ from typing import Any
 from jpaged.core.beam import EarlyStopping
 
 MAX_LOGPROBS = 20
+# Every step looks for them in every text.
+MAX_STOPS = 64
+MAX_BAD_WORDS = 1024
 MAX_BEAM_WIDTH = 64
 # Most likely tokens that a step can return of one sequence: a beam needs its width, and all that end it.
 MAX_TOP = 2 * MAX_BEAM_WIDTH
@@ -43,8 +47,9 @@ def _series(holds: Callable[[object], bool]) -> Callable[[object], bool]:
     return lambda xs: isinstance(xs, tuple) and all(holds(x) for x in xs)
 
 
-def _text(x: object) -> bool:
-    return isinstance(x, str) and bool(x)
+def _texts(most: int) -> Callable[[object], bool]:
+    nonempty = _series(lambda x: isinstance(x, str) and bool(x))
+    return lambda xs: isinstance(xs, tuple) and len(xs) <= most and nonempty(xs)
 
 
 _FLAG = _rule("true or false", lambda x: isinstance(x, bool))
@@ -83,7 +88,7 @@ class StructuredOutputsParams:
             told = " and ".join(given) or "none"
             raise InvalidParameter("structured_outputs", f"must have one of {', '.join(kinds)}, not {told}")
         if self.choice is not None and not (self.choice and all(isinstance(text, str) for text in self.choice)):
-            raise InvalidParameter("structured_outputs", f"choice must be texts, not {_given(self.choice)}")
+            raise InvalidParameter("structured_outputs", f"choice must be texts, not {shown(self.choice)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +118,9 @@ class GenerationParams:
 
     max_tokens: int | None = field(default=16, metadata=_rule("a whole number of at least 1", _optional(_integer(1))))
     min_tokens: int = field(default=0, metadata=_rule("a whole number of at least 0", _integer(0)))
-    stop: str | Series[str] = field(default=(), metadata=_rule("a non-empty string, or several", _series(_text)))
+    stop: str | Series[str] = field(
+        default=(), metadata=_rule(f"a non-empty string, or up to {MAX_STOPS}", _texts(MAX_STOPS))
+    )
     stop_token_ids: Series[int] = field(default=(), metadata=_TOKENS)
     include_stop_str_in_output: bool = field(default=False, metadata=_FLAG)
     ignore_eos: bool = field(default=False, metadata=_FLAG)
@@ -124,7 +131,9 @@ class GenerationParams:
     allowed_token_ids: Series[int] | None = field(
         default=None, metadata=_rule("token ids", _optional(_TOKENS["holds"]))
     )
-    bad_words: Series[str] = field(default=(), metadata=_rule("non-empty strings", _series(_text)))
+    bad_words: Series[str] = field(
+        default=(), metadata=_rule(f"up to {MAX_BAD_WORDS} non-empty strings", _texts(MAX_BAD_WORDS))
+    )
     logprobs: int | None = field(default=None, metadata=_LOGPROBS)
     prompt_logprobs: int | None = field(default=None, metadata=_LOGPROBS)
     truncate_prompt_tokens: int | None = field(
@@ -147,7 +156,7 @@ class GenerationParams:
         for each in fields(self):
             holds, value = each.metadata.get("holds"), getattr(self, each.name)
             if holds is not None and not holds(value):
-                raise InvalidParameter(each.name, f"must be {each.metadata['allowed']}, not {_given(value)}")
+                raise InvalidParameter(each.name, f"must be {each.metadata['allowed']}, not {shown(value)}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidParameter("min_tokens", f"{self.min_tokens} exceeds max_tokens ({self.max_tokens})")
         if self.allowed_token_ids == ():
@@ -193,7 +202,7 @@ class GenerationParams:
             bias = {-1: 0.0}
         if not all(_integer(0)(token) and _number(-100, 100)(value) for token, value in bias.items()):
             raise InvalidParameter(
-                "logit_bias", f"must give token ids numbers between -100 and 100, not {_given(given)}"
+                "logit_bias", f"must give token ids numbers between -100 and 100, not {shown(given)}"
             )
         return bias
 
@@ -255,7 +264,10 @@ class BeamSearchParams(GenerationParams):
         metadata=_rule(f"a whole number between 1 and {MAX_BEAM_WIDTH}", _integer(1, MAX_BEAM_WIDTH))
     )
     n: int | None = field(default=None, metadata=_rule("a whole number of at least 1", _optional(_integer(1))))
-    length_penalty: float = field(default=1.0, metadata=_rule("a number", _number(-math.inf)))
+    length_penalty: float = field(
+        default=1.0,
+        metadata=_rule("between -16 and 16", _number(-16, 16)),  # a length to this power is a float
+    )
     early_stopping: EarlyStopping = field(
         default=False, metadata=_rule('true, false or "never"', lambda x: x is True or x is False or x == "never")
     )
@@ -279,6 +291,10 @@ def _tuple(value: object) -> object:
     return tuple(value) if isinstance(value, Series) and not isinstance(value, str) else value
 
 
-def _given(value: object) -> str:
-    text = repr(value)
+def shown(value: object) -> str:
+    """A value, or the beginning of it, for a message."""
+    text = _REPR.repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+_REPR = reprlib.Repr(maxstring=60, maxother=60, maxlong=60)

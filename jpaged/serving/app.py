@@ -166,12 +166,17 @@ async def openapi(request: web.Request) -> web.Response:
 
 
 async def _body(request: web.Request) -> bytes:
+    limit = request.app[SERVICE].config.max_body_size
+    too_large = ApiError(413, f"the body exceeds {limit} bytes (--max-body-size)")
+    if (request.content_length or 0) > limit:
+        raise too_large
     try:
         async with asyncio.timeout(BODY_TIMEOUT):
             return await request.read()
     except web.HTTPRequestEntityTooLarge:
-        limit = request.app[SERVICE].config.max_body_size
-        raise ApiError(413, f"the body exceeds {limit} bytes (--max-body-size)") from None
+        raise too_large from None
+    except web.RequestPayloadError:  # such as a broken Content-Encoding
+        raise ApiError(400, "the body can't be decoded") from None
     except TimeoutError:
         raise ApiError(408, f"the body was not complete after {BODY_TIMEOUT:g} seconds") from None
 

@@ -111,10 +111,12 @@ async def _generate(
         running = len(prompts)
         while running:
             deltas: Deltas = []
+            failure: Exception | None = None
             item = await merged.get()
             while True:
                 if isinstance(item, Exception):
-                    raise item
+                    failure = item  # what came before it still goes out
+                    break
                 if item is None:
                     running -= 1
                 else:
@@ -124,6 +126,8 @@ async def _generate(
                 item = merged.get_nowait()
             if deltas:
                 yield deltas
+            if failure is not None:
+                raise failure
 
     tasks = [asyncio.create_task(pump(index)) for index in range(len(prompts))]
     try:

@@ -4,19 +4,33 @@ a full disk or a pipe that nobody reads holds no request up."""
 import contextlib
 import logging
 import queue
+import select
 import threading
 from collections.abc import Iterator
 from logging.handlers import QueueHandler, QueueListener, WatchedFileHandler
 from typing import TextIO
 
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+
 MAX_WAITING = 10_000  # lines
-PATIENCE = 2.0  # seconds for the last of them
+PATIENCE = 2.0  # seconds for the last of them, and for whoever reads a pipe
+PIECE = select.PIPE_BUF // 4  # characters, of up to four bytes: a pipe with any room has room for so many
 
 
 class _Dropping(QueueHandler):
     def enqueue(self, record: logging.LogRecord) -> None:
         with contextlib.suppress(queue.Full):
             self.queue.put_nowait(record)
+
+
+def _malformed_in_a_line(record: logging.LogRecord) -> logging.LogRecord:
+    """What aiohttp says with a traceback of a client that sends no HTTP, or a body that it can't decode."""
+    error = record.exc_info[1] if record.exc_info else None
+    if not isinstance(error, HttpProcessingError | web.RequestPayloadError):
+        return record
+    told = {"levelno": logging.WARNING, "levelname": "WARNING", "msg": f"a malformed request: {error!r:.300}"}
+    return logging.makeLogRecord(record.__dict__ | told | {"args": (), "exc_info": None})
 
 
 class _Quiet:
@@ -27,7 +41,26 @@ class _Quiet:
 
 
 class _StreamHandler(_Quiet, logging.StreamHandler):
-    pass
+    """Skips what a pipe has no room for. A thread that waited in its write would keep the process from ending."""
+
+    def __init__(self, stream: TextIO):
+        super().__init__(stream)
+        self._room = select.poll()
+        self._room.register(stream, select.POLLOUT)
+        self._patience = PATIENCE
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            line = self.format(record) + self.terminator
+            for start in range(0, len(line), PIECE):
+                if not self._room.poll(self._patience * 1000):
+                    self._patience = 0.0  # until somebody reads again
+                    return
+                self._patience = PATIENCE
+                self.stream.write(line[start : start + PIECE])
+                self.flush()
+        except Exception:
+            self.handleError(record)
 
 
 class _FileHandler(_Quiet, WatchedFileHandler):
@@ -50,7 +83,10 @@ def logging_to(stream: TextIO, access_log: str) -> Iterator[None]:
         access = _FileHandler(access_log)
     access.addFilter(lambda record: record.name == "jpaged.access")
     waiting: queue.Queue[logging.LogRecord] = queue.Queue(MAX_WAITING)
-    logging.basicConfig(level=logging.INFO, handlers=[_Dropping(waiting)], force=True)
+    # The message alone: it is the listener's handlers that say when and whence.
+    entry = _Dropping(waiting)
+    entry.addFilter(_malformed_in_a_line)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[entry], force=True)
     listener = QueueListener(waiting, log, access)
     listener.start()
     try:

@@ -41,6 +41,7 @@ def description() -> dict[str, Any]:
     for model in (CompletionRequest, ChatRequest):
         _tell_ranges(schemas[model.__name__]["properties"])
     schemas["Error"] = _error_schema()
+    ping = _get("The same as /health", {"503": "it does not, or is shutting down"}, content=None)
     tokenize: list[type[BaseModel]] = [TokenizeCompletionRequest, TokenizeChatRequest]
     return {
         "openapi": "3.1.0",
@@ -54,7 +55,7 @@ def description() -> dict[str, Any]:
             "/detokenize": _post("The text of tokens", [DetokenizeRequest], "application/json"),
             "/reset_prefix_cache": _post("Forget all cached prefixes", [], None),
             "/health": _get("200 while the engine runs", {"503": "it does not, or is shutting down"}, content=None),
-            "/ping": _get("The same", {"503": "it does not, or is shutting down"}, content=None),
+            "/ping": ping | {"post": ping["get"]},
             "/version": _get("The server's version", {}),
             "/metrics": _get("Metrics for Prometheus", {}, content="text/plain"),
         },

@@ -9,11 +9,11 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
-from jpaged.core.params import BeamSearchParams, InvalidParameter, SamplingParams, StructuredOutputsParams
+from jpaged.core.params import BeamSearchParams, InvalidParameter, SamplingParams, StructuredOutputsParams, shown
 
 DEFAULT_COMPLETION_TOKENS = 16
 
@@ -37,6 +37,16 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
 
 
+class _AtOnce(FailFast):
+    """Refuses a list for its first wrong item: to name millions takes minutes and gigabytes."""
+
+    __hash__ = object.__hash__  # which FailFast lacks, and a union of types needs
+
+
+T = TypeVar("T")
+Items = Annotated[list[T], _AtOnce()]
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -51,7 +61,7 @@ class StructuredOutputs(_Strict):
 
     json_schema: dict[str, Any] | str | None = Field(default=None, alias="json", description="a JSON schema")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Items[str] | None = None
     grammar: str | None = Field(default=None, description="in Lark's form or in GBNF")
     json_object: bool | None = None
     disable_any_whitespace: bool = False
@@ -110,16 +120,16 @@ class GenerationRequest(_Strict):
     early_stopping: bool | Literal["never"] | None = Field(default=None, description='true, false or "never"')
     max_tokens: int | None = None
     min_tokens: int | None = None
-    stop: str | list[str] | None = Field(default=None, description="a text or a list of texts")
-    stop_token_ids: list[int] | None = None
+    stop: str | Items[str] | None = Field(default=None, description="a text or a list of texts")
+    stop_token_ids: Items[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    allowed_token_ids: Items[int] | None = None
+    bad_words: Items[str] | None = None
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
     skip_special_tokens: bool | None = None
@@ -202,7 +212,9 @@ class GenerationRequest(_Strict):
 
 
 class CompletionRequest(GenerationRequest):
-    prompt: str | list[str] | list[int] | list[list[int]] = Field(description="a text, token ids, or a list of either")
+    prompt: str | Items[str] | Items[int] | Items[Items[int]] = Field(
+        description="a text, token ids, or a list of either"
+    )
     echo: bool | None = None
     logprobs: int | None = None
     suffix: Literal[""] | None = Field(default=None, description="empty: nothing is inserted before it")
@@ -246,18 +258,20 @@ class TextPart(_Strict):
 class FunctionCall(_Strict):
     name: str
     arguments: str
+    parsed_arguments: Any = None  # what a client has read from `arguments`
 
 
 class ToolCall(_Strict):
     id: str
     type: Literal["function"] = "function"
     function: FunctionCall
+    index: int | None = None  # of a call that was streamed: its place in the list says the same
 
     def for_template(self) -> dict[str, Any]:
         """With its arguments as an object, which is what templates print."""
         try:
             arguments = json.loads(self.function.arguments or "{}")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ApiError(
                 400, f"messages: the arguments of tool call {self.id!r} are no JSON: {error}", "messages"
             ) from None
@@ -267,11 +281,16 @@ class ToolCall(_Strict):
 
 class ChatMessage(_Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Items[TextPart] | None = None
     name: str | None = None
     refusal: str | None = None
-    tool_calls: list[ToolCall] | None = Field(default=None, description="calls that the assistant has made")
+    tool_calls: Items[ToolCall] | None = Field(default=None, description="calls that the assistant has made")
     tool_call_id: str | None = Field(default=None, description="the call that this message answers")
+    # What clients put into a message of the assistant that they send back; it says nothing that `content` does not.
+    parsed: Any = None
+    annotations: Items[Any] | None = Field(default=None, max_length=0)
+    audio: None = None
+    function_call: None = None
 
     def for_template(self) -> dict[str, Any]:
         """As chat templates know it. Raises ApiError for what the role does not allow."""
@@ -315,8 +334,8 @@ class NamedToolChoice(_Strict):
 class Conversation(_Strict):
     """What a chat template takes."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
-    tools: list[Tool] | None = None
+    messages: Items[ChatMessage] = Field(min_length=1)
+    tools: Items[Tool] | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
@@ -409,7 +428,7 @@ class TokenizeChatRequest(Conversation):
 
 class DetokenizeRequest(_Strict):
     model: str | None = None
-    tokens: list[int]
+    tokens: Items[int]
 
 
 def parse[R: BaseModel](model: type[R], body: bytes) -> R:
@@ -430,7 +449,7 @@ def _explain(model: type[BaseModel], name: str, problem: Any) -> str:
         return "is not a known field"
     if problem["type"] == "missing" and len(problem["loc"]) == 1:
         return "is required"
-    given = f"{problem['input']!r:.60}"
+    given = shown(problem["input"])
     if field.description:
         return f"must be {field.description}, not {given}"
     where = ".".join(str(part) for part in problem["loc"][1:])

@@ -6,6 +6,8 @@ from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from jpaged.core.params import shown
+
 SPACE = " \t\r\n"
 ARGUMENTS = ("arguments", "parameters")  # either word is taken, whatever the format's own is
 
@@ -402,8 +404,8 @@ def detect(chat_template: str) -> str | None:
 def _schema(tool: Tool) -> dict[str, Any]:
     parameters = {"type": "object"} | dict(tool.parameters or {})
     if parameters["type"] != "object":
-        given = f"{parameters['type']!r:.60}"
-        raise ValueError(f'tools: the parameters of {tool.name!r:.60} must have the type "object", not {given}')
+        given = shown(parameters["type"])
+        raise ValueError(f'tools: the parameters of {shown(tool.name)} must have the type "object", not {given}')
     # White space without a bound is where a weak model never ends.
     spacing = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
     return parameters | {"x-guidance": spacing}

@@ -4,9 +4,10 @@ import { ownerIndex } from "./colours.js";
 import { post, request } from "./access.js";
 import { events } from "./stream.js";
 
+// Long enough to fill a block or two, which all that begin with it share.
+const SYSTEM = { role: "system", content: "You are a helpful, honest and kind assistant. You are a storyteller. Be kind and clear." };
 const FOUR = "Tell me a story about a fox.";
 const EIGHT = ["a fox", "a dragon", "a robot", "a rabbit", "a king", "a bird", "a girl", "a dog"];
-const EIGHT_SYSTEM = "You are a helpful, honest and kind assistant. You are a storyteller. Be kind and clear.";
 const EIGHT_TURNS = 5;
 const NO_TEMPLATE = /no chat template/;
 
@@ -21,7 +22,7 @@ class Refused extends Error {
 export class Chat {
   history = []; // messages of the conversation so far
   hasTemplate = true;
-  #running = new Set(); // AbortControllers
+  #running = null; // the AbortController of what streams
 
   /** `onHover(number)` is told whose blocks to show, or null. */
   constructor(onHover) {
@@ -42,18 +43,18 @@ export class Chat {
       this.form.requestSubmit();
     });
     this.prompt.addEventListener("input", () => this.#fit());
-    this.stop.addEventListener("click", () => this.#running.forEach((controller) => controller.abort()));
+    this.stop.addEventListener("click", () => this.#running?.abort());
     this.fresh.addEventListener("click", () => this.clear());
     for (const chip of document.querySelectorAll("[data-prompt]")) {
       chip.addEventListener("click", () => this.say(chip.dataset.prompt));
     }
-    get("four").addEventListener("click", () => this.say(this.prompt.value || FOUR, 4));
+    get("four").addEventListener("click", () => this.#four());
     get("options").open = matchMedia("(min-width: 901px)").matches;
     get("eight").addEventListener("click", () => this.sendEight());
   }
 
   clear() {
-    this.#running.forEach((controller) => controller.abort());
+    this.#running?.abort();
     this.history = [];
     this.messages.replaceChildren(this.welcome);
     this.#tell("");
@@ -61,20 +62,22 @@ export class Chat {
     this.prompt.focus();
   }
 
+  #four() {
+    if (!this.history.length && !this.#running) this.history = [SYSTEM];
+    this.say(this.prompt.value || FOUR, 4);
+  }
+
   /** Asks for one answer or several. */
   async say(text, count = Number(this.answers.value)) {
     text = text.trim();
-    if (!text || this.#running.size) return;
+    if (!text || this.#running) return;
     this.prompt.value = "";
     this.#fit();
-    this.#begin();
-    const mine = this.#add("message mine");
-    mine.textContent = text;
-    const group = this.#add(count > 1 ? "message answers" : "message");
-    const views = Array.from({ length: count }, (_, i) => new Answer(group, count > 1 ? `answer ${i + 1}` : "", this.onHover));
+    const titles = count > 1 ? Array.from({ length: count }, (_, i) => `answer ${i + 1}`) : [""];
+    const { mine, views } = this.#begin(text, titles);
     const messages = [...this.history, { role: "user", content: text }];
-    await this.#ask(messages, count, views);
-    if (!views.some((view) => view.text)) return;
+    await this.#ask((options) => this.#chat(messages, { n: count, ...options }), views, () => 0);
+    if (!mine.isConnected || !views.some((view) => view.text)) return;
     const reply = { role: "assistant", content: "" };
     this.history = [...messages, reply];
     this.#choose(views, views.find((view) => view.text), reply);
@@ -83,40 +86,35 @@ export class Chat {
 
   /** Eight chats side by side, each of several turns: every turn finds the one before it in the cache. */
   async sendEight() {
-    if (this.#running.size) return;
-    this.#begin();
-    const mine = this.#add("message mine");
-    mine.textContent = `Eight chats at once, ${EIGHT_TURNS} stories in each.`;
-    const group = this.#add("message answers");
-    await Promise.all(EIGHT.map((_, first) => this.#tellStories(first, new Answer(group, "", this.onHover))));
-  }
-
-  async #tellStories(first, view) {
-    const messages = [{ role: "system", content: EIGHT_SYSTEM }];
-    for (let turn = 0; turn < EIGHT_TURNS; turn++) {
-      const who = EIGHT[(first + turn) % EIGHT.length];
-      view.turn(who, `${turn + 1} of ${EIGHT_TURNS}`);
-      messages.push({ role: "user", content: `Tell me a story about ${who}.` });
-      if (!(await this.#ask(messages, 1, [view]))) return;
-      messages.push({ role: "assistant", content: view.text });
+    if (this.#running) return;
+    const { mine, views } = this.#begin(`Eight chats at once, ${EIGHT_TURNS} stories in each.`, EIGHT);
+    const chats = EIGHT.map(() => [SYSTEM]);
+    for (let turn = 0; turn < EIGHT_TURNS && mine.isConnected; turn++) {
+      chats.forEach((chat, i) => {
+        const who = EIGHT[(i + turn) % EIGHT.length];
+        views[i].turn(who, `${turn + 1} of ${EIGHT_TURNS}`);
+        chat.push({ role: "user", content: `Tell me a story about ${who}.` });
+      });
+      if (!(await this.#ask((options) => this.#together(chats, options), views, (i) => i))) return;
+      chats.forEach((chat, i) => chat.push({ role: "assistant", content: views[i].text }));
     }
   }
 
   #choose(views, chosen, reply) {
     for (const view of views) {
-      view.element.classList.toggle("chosen", views.length > 1 && view === chosen);
-      if (views.length > 1) view.onChoose = () => this.#choose(views, view, reply);
+      if (views.length > 1) view.offer(view === chosen, () => this.#choose(views, view, reply));
     }
     reply.content = chosen.text;
   }
 
-  /** Streams an answer into its views; returns whether it came to its end. */
-  async #ask(messages, count, views) {
+  /** Streams what `open(options)` gives, a choice into each view; `place(i)` is that of the request of choice i among
+   * those of the answer. Returns whether all came to their ends. */
+  async #ask(open, views, place) {
     const controller = new AbortController();
-    this.#running.add(controller);
+    this.#running = controller;
     this.#buttons();
     try {
-      await this.#stream(messages, count, views, controller.signal);
+      await this.#stream(open, views, place, controller.signal);
       views.forEach((view) => view.end());
       return true;
     } catch (error) {
@@ -124,24 +122,23 @@ export class Chat {
       views.forEach((view) => view.end(stopped ? "stopped" : error.message, !stopped));
       return false;
     } finally {
-      this.#running.delete(controller);
+      this.#running = null;
       this.#buttons();
     }
   }
 
-  async #stream(messages, count, views, signal) {
+  async #stream(open, views, place, signal) {
     const temperature = this.temperature.valueAsNumber, most = this.maxTokens.valueAsNumber;
-    const options = { stream: true, n: count, ...(temperature >= 0 ? { temperature } : {}), ...(most > 0 ? { max_tokens: most } : {}) };
-    const response = await this.#open(messages, options, signal);
+    const options = { stream: true, temperature: temperature >= 0 ? temperature : 0.7, max_tokens: most > 0 ? most : 200 };
     let named = false, done = false;
-    for await (const data of events(response)) {
+    for await (const data of events(await open({ ...options, signal }))) {
       if (data === "[DONE]") {
         done = true;
         break;
       }
       const chunk = JSON.parse(data);
-      if (chunk.error) throw new Refused(response.status, chunk);
-      if (!named) this.#name(chunk.id, views);
+      if (chunk.error) throw new Refused(0, chunk);
+      if (!named) views.forEach((view, i) => this.#name(`${chunk.id}-${place(i)}`, view));
       named = true;
       for (const choice of chunk.choices) {
         views[choice.index]?.add(choice.delta?.content ?? choice.text ?? "", choice.finish_reason);
@@ -152,44 +149,63 @@ export class Chat {
   }
 
   /** A chat where the model has a template for one, else the bare text to be continued. */
-  async #open(messages, options, signal) {
-    if (this.hasTemplate) {
-      try {
-        return await accepted(await post("/v1/chat/completions", { messages, ...options }, signal));
-      } catch (error) {
-        if (!(error instanceof Refused && error.param === "messages" && NO_TEMPLATE.test(error.message))) throw error;
-        this.hasTemplate = false;
-        this.#tell("This model has no chat template: it continues your text as it stands.");
-      }
+  async #chat(messages, { signal, ...options }) {
+    try {
+      if (this.hasTemplate) return await accepted(await post("/v1/chat/completions", { messages, ...options }, signal));
+    } catch (error) {
+      this.#withoutTemplate(error);
     }
     return accepted(await post("/v1/completions", { prompt: messages.at(-1).content, ...options }, signal));
   }
 
-  /** Asks which number an answer's request has on the map; only who has the answer's id can. */
-  async #name(id, views) {
+  /** Several chats in one answer, for a browser opens only six connections to a server. */
+  async #together(chats, { signal, ...options }) {
+    let prompt = chats.map((messages) => messages.at(-1).content);
     try {
-      const response = await request(`/live/requests/${encodeURIComponent(id)}-0`);
-      if (response.ok) {
-        const { number } = await response.json();
-        views.forEach((view) => view.name(number));
-      }
+      if (this.hasTemplate) prompt = await Promise.all(chats.map((messages) => this.#tokens(messages, signal)));
+    } catch (error) {
+      this.#withoutTemplate(error);
+    }
+    return accepted(await post("/v1/completions", { prompt, ...options }, signal));
+  }
+
+  async #tokens(messages, signal) {
+    const response = await accepted(await post("/tokenize", { messages }, signal));
+    return (await response.json()).tokens;
+  }
+
+  /** Goes on without a template, if it is that which is missing. */
+  #withoutTemplate(error) {
+    if (!(error instanceof Refused && error.param === "messages" && NO_TEMPLATE.test(error.message))) throw error;
+    this.hasTemplate = false;
+    this.#tell("This model has no chat template: it continues your text as it stands.");
+  }
+
+  /** Asks which number a request has on the map; only who has its id can. */
+  async #name(id, view) {
+    try {
+      const response = await request(`/live/requests/${encodeURIComponent(id)}`);
+      if (response.ok) view.name((await response.json()).number);
     } catch {
       // an answer without its number is still an answer
     }
   }
 
-  #begin() {
+  /** Shows what is asked, and an empty answer for each title. */
+  #begin(text, titles) {
     this.welcome.remove();
     this.#tell("");
     this.fresh.hidden = false;
-  }
-
-  #add(className) {
-    const element = document.createElement("div");
-    element.className = className;
-    this.messages.append(element);
-    this.messages.scrollTop = this.messages.scrollHeight;
-    return element;
+    const [mine, group] = ["mine", titles.length > 1 ? "answers" : ""].map((kind) => {
+      const element = document.createElement("div");
+      element.className = `message ${kind}`;
+      return element;
+    });
+    mine.textContent = text;
+    const views = titles.map((title) => new Answer(group, title, this.onHover));
+    this.messages.append(mine, group);
+    this.messages.scrollTop = mine.offsetTop;
+    return { mine, views };
   }
 
   #tell(text) {
@@ -198,7 +214,7 @@ export class Chat {
   }
 
   #buttons() {
-    const busy = this.#running.size > 0;
+    const busy = this.#running !== null;
     const moved = busy ? document.activeElement === this.send : document.activeElement === this.stop;
     this.send.hidden = busy;
     this.stop.hidden = !busy;
@@ -227,6 +243,7 @@ async function accepted(response) {
 class Answer {
   text = "";
   onChoose = null;
+  #next = null;
   #begun = performance.now();
 
   constructor(parent, title, onHover) {
@@ -246,17 +263,26 @@ class Answer {
     this.body.className = "text";
     this.element.append(this.head, this.body);
     parent.append(this.element);
-    this.element.addEventListener("click", (event) => event.target !== this.tag && this.onChoose?.());
+    this.element.addEventListener("click", () => this.onChoose?.());
+    this.element.addEventListener("keydown", (event) => event.key === "Enter" && this.onChoose?.());
     for (const name of ["pointerenter", "focus"]) this.tag.addEventListener(name, () => onHover(this.number));
     for (const name of ["pointerleave", "blur"]) this.tag.addEventListener(name, () => onHover(null));
   }
 
-  /** Begins the next answer in the same place. */
+  /** Lets the reader choose this one of several answers. */
+  offer(chosen, onChoose) {
+    this.onChoose = onChoose;
+    this.element.classList.toggle("chosen", chosen);
+    this.element.tabIndex = 0;
+    this.element.setAttribute("role", "button");
+    this.element.setAttribute("aria-pressed", chosen);
+  }
+
+  /** The next answer takes the place of this one, once it begins. */
   turn(title, note) {
     this.text = "";
-    this.title.textContent = title;
-    this.note.textContent = note;
     this.finishReason = null;
+    this.#next = { title, note };
     this.element.classList.add("busy");
   }
 
@@ -269,10 +295,18 @@ class Answer {
   }
 
   add(text, finishReason) {
+    if (this.#next) {
+      this.title.textContent = this.#next.title;
+      this.note.textContent = this.#next.note;
+      this.#next = null;
+    }
     this.text += text;
     this.body.textContent = this.text;
     this.body.scrollTop = this.body.scrollHeight;
-    if (finishReason) this.finishReason = finishReason;
+    if (finishReason) {
+      this.finishReason = finishReason;
+      this.element.classList.remove("busy");
+    }
   }
 
   end(note = null, failed = false) {

@@ -3,17 +3,18 @@
 import { colours, css, mix, ownerIndex } from "./colours.js";
 
 const LEAST_CELL = 2; // CSS pixels
-const MOST_CELL = 22;
+const MOST_CELL = 26;
+const PLAIN = 5; // device pixels; smaller cells have one colour each
 const MOST_PIXELS = 16e6; // what every browser can draw on
 const FLASH = 1100; // milliseconds
 const MOST_FLASHES = 300;
 const still = matchMedia("(prefers-reduced-motion: reduce)");
 
-/** Paints one kind of cell into pixels. `size` includes the gap to its neighbours. */
-function paint(pixels, stride, x, y, size, gap, kind, fill, palette, odd) {
+/** Paints one kind of cell into pixels. `size` includes the gap to its neighbours; a plain one is of one colour. */
+function paint(pixels, stride, x, y, size, gap, plain, kind, fill, palette, odd) {
   const inner = size - gap;
   const { ink, cached, empty, back } = palette;
-  const base = kind === "owned" || kind === "shared" ? fill : kind === "cached" ? cached : empty;
+  const base = { owned: fill, shared: plain ? ink : fill, cached, empty }[kind];
   const core = Math.max(1, Math.round(inner * 0.4));
   const start = (inner - core) >> 1;
   const ring = inner >= 14 ? 2 : 1;
@@ -23,8 +24,9 @@ function paint(pixels, stride, x, y, size, gap, kind, fill, palette, odd) {
       let colour = base[odd];
       if (dx >= inner || dy >= inner) colour = back;
       else if (inner >= 9 && (dx === 0 || dx === inner - 1) && (dy === 0 || dy === inner - 1)) colour = back;
-      else if (kind === "shared" && (inner < 4 || (dx >= start && dx < start + core && dy >= start && dy < start + core))) colour = ink[odd];
-      else if (kind === "cached" && inner >= 6 && dx >= ring && dy >= ring && dx < inner - ring && dy < inner - ring) colour = empty[0];
+      else if (plain) colour = base[odd];
+      else if (kind === "shared" && dx >= start && dx < start + core && dy >= start && dy < start + core) colour = ink[odd];
+      else if (kind === "cached" && dx >= ring && dy >= ring && dx < inner - ring && dy < inner - ring) colour = empty[0];
       pixels[at] = colour;
     }
   }
@@ -46,16 +48,18 @@ function words(theme, { touching, faded }) {
 }
 
 export class PoolMap {
-  /** `onPoint(block, x, y)` is told which block is pointed at, or null. */
-  constructor(element, pool, onPoint) {
+  /** `onPoint(block, x, y)` is told which block is pointed at, or null; `onLayout()` that the cells have another size. */
+  constructor(element, pool, onPoint, onLayout) {
     this.element = element;
     this.pool = pool;
     this.onPoint = onPoint;
+    this.onLayout = onLayout;
     [this.cells, this.overlay] = element.querySelectorAll("canvas");
     this.highlighted = null; // a request's number
     this.pointed = null;
     this.flashes = [];
-    this.size = 0;
+    this.size = 0; // of a cell with its gap, in pixels of the canvas; 0 before there are any
+    this.plain = false;
     new ResizeObserver(() => this.layout()).observe(element);
     element.addEventListener("pointermove", (event) => this.#point(this.#at(event), event));
     element.addEventListener("pointerdown", (event) => this.#point(this.#at(event), event));
@@ -74,6 +78,7 @@ export class PoolMap {
     const scale = Math.min(window.devicePixelRatio || 1, Math.sqrt(MOST_PIXELS / n) / cell);
     this.size = Math.max(1, Math.floor(cell * scale + 1e-6));
     this.gap = this.size >= 12 ? Math.max(2, Math.round(this.size / 9)) : this.size >= 3 ? 1 : 0;
+    this.plain = this.size - this.gap < PLAIN;
     this.columns = Math.floor((width * scale) / this.size);
     this.rows = Math.ceil(n / this.columns);
     this.scale = scale;
@@ -86,6 +91,7 @@ export class PoolMap {
     this.image = new ImageData(this.cells.width, this.cells.height);
     this.pixels = new Uint32Array(this.image.data.buffer);
     this.retheme();
+    this.onLayout();
   }
 
   retheme() {
@@ -134,20 +140,13 @@ export class PoolMap {
     this.#animate();
   }
 
-  /** The colour at the middle of a block's cell, off the canvas itself. */
-  sample(block, dx = 0.15, dy = 0.5) {
-    const [x, y] = this.#corner(block), inner = this.size - this.gap;
-    const data = this.cells.getContext("2d").getImageData(x + Math.floor(inner * dx), y + Math.floor(inner * dy), 1, 1).data;
-    return [...data.slice(0, 3)];
-  }
-
   #paint(i) {
     const [x, y] = this.#corner(i);
     const palette = this.marked && !this.marked.has(i) ? this.faded : this.vivid;
     const number = this.marked?.has(i) ? this.highlighted : this.pool.owners[i];
     const fill = number ? palette.owners[ownerIndex(number)] : palette.cached;
     const odd = ((i % this.columns) + Math.floor(i / this.columns)) & 1;
-    paint(this.pixels, this.image.width, x, y, this.size, this.gap, this.pool.kind(i), fill, palette, odd);
+    paint(this.pixels, this.image.width, x, y, this.size, this.gap, this.plain, this.pool.kind(i), fill, palette, odd);
   }
 
   #corner(i) {
@@ -214,7 +213,8 @@ export class PoolMap {
   }
 
   #frame(context, block, colour, width) {
-    const [x, y] = this.#corner(block), inner = this.size - this.gap, line = width * this.scale;
+    const [x, y] = this.#corner(block), inner = this.size - this.gap;
+    const line = Math.max(1, Math.min(width * this.scale, inner / 10));
     context.strokeStyle = colour;
     context.lineWidth = line;
     const edge = Math.max(0, Math.min(line / 2, inner / 4)); // along the cell's own edge, or around one too small for that
@@ -223,11 +223,11 @@ export class PoolMap {
   }
 }
 
-/** Draws one cell for the legend. */
-export function swatch(canvas, kind, theme) {
+/** Draws one cell for the legend, plain if those of the map are. */
+export function swatch(canvas, kind, theme, plain) {
   const scale = window.devicePixelRatio || 1, size = Math.round(14 * scale);
   canvas.width = canvas.height = size;
   const image = new ImageData(size, size), palette = words(theme, { touching: false, faded: false });
-  paint(new Uint32Array(image.data.buffer), size, 0, 0, size, 0, kind, palette.owners[2], palette, 0);
+  paint(new Uint32Array(image.data.buffer), size, 0, 0, size, 0, plain, kind, palette.owners[2], palette, 0);
   canvas.getContext("2d").putImageData(image, 0, 0);
 }

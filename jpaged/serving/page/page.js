@@ -10,15 +10,16 @@ import { Pool } from "./pool.js";
 import { events } from "./stream.js";
 import { Tables } from "./tables.js";
 
-const SILENCE = 5000; // milliseconds without a frame after which the connection is given up
+const SILENCE = 15000; // milliseconds without a frame after which the connection is given up
 const LONGEST_PAUSE = 5000; // before the next try
 
 const get = (id) => document.getElementById(id);
 const count = (value) => Math.round(value).toLocaleString("en");
+const duration = (seconds) => (seconds === null ? "–" : seconds < 10 ? `${count(1000 * seconds)} ms` : `${count(seconds)} s`);
 const percent = (share) => (share === 0 || share >= 0.1 ? String(Math.round(100 * share)) : (100 * share).toFixed(1));
 
 const pool = new Pool();
-const map = new PoolMap(get("map"), pool, showTooltip);
+const map = new PoolMap(get("map"), pool, showTooltip, drawLegend);
 const tables = new Tables(get("requests"), pool, (number) => map.highlight(number));
 const log = new Log(get("events"));
 const history = new History();
@@ -138,7 +139,7 @@ function render(facts) {
   get("rate").textContent = count(last.rate);
   get("rate-unit").textContent = `${count(totals.tokens)} in all`;
   get("latency").textContent = latency === null ? "–" : (1000 * latency).toFixed(latency < 0.01 ? 1 : 0);
-  get("latency-unit").textContent = latency === null ? "ms" : `ms, first token ${first === null ? "–" : count(1000 * first)}`;
+  get("latency-unit").textContent = latency === null ? "ms" : `ms, first token ${duration(first)}`;
   const share = totals.prefix_queries ? totals.prefix_hits / totals.prefix_queries : 0;
   get("hits").textContent = totals.prefix_queries ? percent(share) : "–";
   get("hits-unit").textContent = totals.prefix_queries ? `%, ${count(totals.prefix_hits)} tokens` : "%";
@@ -209,11 +210,15 @@ function setTheme(name) {
 }
 
 function retheme() {
-  const theme = colours();
-  for (const canvas of document.querySelectorAll(".swatch")) swatch(canvas, canvas.dataset.kind, theme);
+  drawLegend();
   Object.values(plots).forEach((plot) => plot.retheme());
   tables.retheme();
   if (pool.numBlocks) map.retheme();
+}
+
+function drawLegend() {
+  const theme = colours();
+  for (const canvas of document.querySelectorAll(".swatch")) swatch(canvas, canvas.dataset.kind, theme, map.plain);
 }
 
 get("theme").addEventListener("click", () => {

@@ -1,6 +1,6 @@
 /** The state of the KV pool, kept up to date by the frames of the feed. */
 
-export const CACHED = 128; // a bit of a block's state; the others count its references
+const CACHED = 128; // a bit of a block's state; the others count its references
 
 export class Pool {
   numBlocks = 0;

@@ -5,10 +5,10 @@ import { colours, css, mix, ownerIndex } from "./colours.js";
 const CELL = 14;
 const GAP = 2;
 const BAR = 3; // under the blocks that a prefix hit brought
-const still = 400; // milliseconds that a request stays after its end
+const LINGER = 400; // milliseconds that a request stays after its end
 
 export class Tables {
-  /** `onHover(number)` is told which request is pointed at, or null; `onBlock(block)` which of its blocks. */
+  /** `onHover(number)` is told which request is pointed at, or null. */
   constructor(element, pool, onHover) {
     this.element = element;
     this.pool = pool;
@@ -46,7 +46,7 @@ export class Tables {
       if (listed.has(number)) continue;
       row.element.classList.add("over");
       row.gone ??= performance.now();
-      if (performance.now() - row.gone > still) {
+      if (performance.now() - row.gone > LINGER) {
         row.element.remove();
         this.rows.delete(number);
       }

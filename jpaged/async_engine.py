@@ -64,10 +64,6 @@ class AsyncEngine:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     @property
-    def tokenizer(self):
-        return self._engine.tokenizer
-
-    @property
     def grammars(self):
         return self._engine.grammars
 

@@ -4,9 +4,11 @@ import copy
 import inspect
 import os
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from llguidance import LLTokenizer
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
@@ -81,6 +83,26 @@ def render_chat(
     except Exception as error:  # templates raise what they like
         raise ValueError(f"the chat template refuses these messages: {error}") from error
     return backend(tokenizer).encode(text, add_special_tokens=False).ids
+
+
+class Vocabulary:
+    """Single tokens, as text and as bytes."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.tokenizer = tokenizer
+
+    def text(self, token: int) -> str:
+        """With U+FFFD for what is only a part of a character."""
+        return self.tokenizer.decode([token], skip_special_tokens=False)
+
+    def bytes(self, token: int) -> bytes:
+        """Those of a part of a character, too."""
+        text = self.text(token)
+        return self._bytes.decode_bytes([token]) if "\ufffd" in text else text.encode()
+
+    @cached_property
+    def _bytes(self) -> LLTokenizer:
+        return LLTokenizer(self.tokenizer.to_str())
 
 
 class Decoded(NamedTuple):

@@ -37,7 +37,7 @@ OUTSIDE = {
     "jpaged.bench": {"aiohttp", "numpy", "tokenizers", "tqdm"},
     "jpaged.cli": {"aiohttp"},
     "jpaged.grammar": {"llguidance", "numpy", "tokenizers"},
-    "jpaged.tokenizer": {"tokenizers", "transformers"},
+    "jpaged.tokenizer": {"llguidance", "tokenizers", "transformers"},
     "server": set(),
 }
 WITHOUT_JAX = [

@@ -15,6 +15,7 @@ from jpaged.load import limits_of
 from jpaged.serving.app import make_app
 from jpaged.serving.protocol import ChatRequest, CompletionRequest
 from jpaged.serving.service import ServerConfig, make_service
+from tests.models import byte_tokenizer
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -34,7 +35,7 @@ def test_python(block, capsys, monkeypatch):
 def test_the_servers_page_tells_of_every_route_and_of_no_other_field():
     page = (ROOT / "docs" / "server.md").read_text()
     service = make_service(
-        Engine(Scheduler(BlockPool(4, 4), Limits(8, 1, 8), vocab_size=4), None), None, "m", ServerConfig()
+        Engine(Scheduler(BlockPool(4, 4), Limits(8, 1, 8), vocab_size=4), None), byte_tokenizer(), "m", ServerConfig()
     )
     routes = {route.resource.canonical for route in make_app(service).router.routes()}
     table = page[page.index("| route") : page.index("A field that")]

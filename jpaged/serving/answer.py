@@ -1,17 +1,18 @@
 """What goes back to the client: the bodies of both endpoints, whole and in chunks."""
 
+import codecs
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from tokenizers import Tokenizer
-
 from jpaged.core.request import FinishReason, OutputDelta, Sample
 from jpaged.serving.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from jpaged.serving.tools import ToolCallDelta, ToolParser
+from jpaged.tokenizer import Vocabulary
 
+UTF8 = codecs.getincrementaldecoder("utf-8")
 LEAST_LOGPROB = -9999.0  # JSON has no -inf; this is the API's word for a token that can't be
 
 
@@ -23,11 +24,13 @@ class Prompt(NamedTuple):
 
 
 class _Token(NamedTuple):
-    """One token as text; `logprob` and `top`, the most likely ones, are None for the first token of a prompt."""
+    """One token, and where in the text it begins; `logprob` and `top`, the most likely ones with theirs, are None for
+    the first token of a prompt."""
 
-    text: str
+    token: int
+    offset: int
     logprob: float | None = None
-    top: list[tuple[str, float]] | None = None
+    top: list[tuple[int, float]] | None = None
 
 
 @dataclass
@@ -35,7 +38,7 @@ class _Choice:
     """One choice: all of it so far, or, when streaming, what has not been sent yet.
 
     Attributes:
-        offset: where in the whole text its tokens begin.
+        length: characters of the text that its tokens make, parts of one counting as it when the last of them is there.
         parser: finds calls in its text, where tools are offered.
     """
 
@@ -43,7 +46,8 @@ class _Choice:
     tokens: list[_Token] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     calls: list[ToolCallDelta] = field(default_factory=list)
-    offset: int = 0
+    length: int = 0
+    utf8: codecs.IncrementalDecoder = field(default_factory=lambda: UTF8("replace"))
     prompt_logprobs: list[dict[str, Any] | None] | None = None
     parser: ToolParser | None = None
     opened: bool = False
@@ -63,13 +67,13 @@ class Answer:
 
     prefix = object_name = chunk_name = ""
 
-    def __init__(self, model: str, tokenizer: Tokenizer, body: GenerationRequest, prompts: Sequence[Prompt]):
+    def __init__(self, model: str, vocabulary: Vocabulary, body: GenerationRequest, prompts: Sequence[Prompt]):
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
         self.prompts = prompts
         self._completion_tokens = 0
         self._cached_tokens = [0] * len(prompts)
         self._head = {"id": self.id, "created": int(time.time()), "model": model}
-        self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
         self._num_choices = body.num_choices
         self._num_top = body.num_top_logprobs
         self._prompt_top = body.prompt_logprobs
@@ -86,7 +90,7 @@ class Answer:
         self._cached_tokens[prompt] = delta.num_cached_tokens
         self._add_text(choice, delta)
         if self._num_top is not None:
-            choice.tokens += [self._token(sample, self._num_top) for sample in delta.samples]
+            self._add_tokens(choice, delta.samples, self._num_top)
         if self._with_ids:
             choice.token_ids += delta.token_ids
         choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
@@ -107,7 +111,6 @@ class Answer:
         if not choice.pending:
             return None
         part = self._part(index, choice) | self._ids(index, choice) | self._end(choice)
-        choice.offset += sum(len(token.text) for token in choice.tokens)
         choice.text, choice.tokens, choice.token_ids, choice.calls, choice.opened = "", [], [], [], True
         return {**self._head, "object": self.chunk_name, "choices": [part]}
 
@@ -144,9 +147,16 @@ class Answer:
             choice.prompt_logprobs = [None, *(self._logprobs_by_id(sample, self._prompt_top) for sample in samples)]
         return choice
 
-    def _token(self, sample: Sample, num_top: int) -> _Token:
-        top = [(self._text(token), _in_json(logprob)) for token, logprob in sample.top[:num_top]]
-        return _Token(self._text(sample.token), _in_json(sample.logprob), top)
+    def _add_tokens(self, choice: _Choice, samples: Iterable[Sample], num_top: int) -> None:
+        for sample in samples:
+            top = [(token, _in_json(logprob)) for token, logprob in sample.top[:num_top]]
+            self._add_token(choice, sample.token, _in_json(sample.logprob), top)
+
+    def _add_token(
+        self, choice: _Choice, token: int, logprob: float | None = None, top: list[tuple[int, float]] | None = None
+    ) -> None:
+        choice.tokens.append(_Token(token, choice.length, logprob, top))
+        choice.length += len(choice.utf8.decode(self._vocabulary.bytes(token)))
 
     def _logprobs_by_id(self, sample: Sample, num_top: int) -> dict[str, Any]:
         """As vLLM has them: the prompt's own token first, then the most likely ones."""
@@ -154,12 +164,9 @@ class Answer:
         for rank, (token, logprob) in enumerate(sample.top[:num_top], 1):
             ranked.setdefault(token, (logprob, rank))
         return {
-            str(token): {"logprob": _in_json(logprob), "rank": rank, "decoded_token": self._text(token)}
+            str(token): {"logprob": _in_json(logprob), "rank": rank, "decoded_token": self._vocabulary.text(token)}
             for token, (logprob, rank) in ranked.items()
         }
-
-    def _text(self, token: int) -> str:
-        return self._tokenizer.decode([token], skip_special_tokens=False)
 
     def _end(self, choice: _Choice) -> dict[str, Any]:
         return {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
@@ -174,8 +181,8 @@ class Answer:
 class CompletionAnswer(Answer):
     prefix, object_name, chunk_name = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, model: str, tokenizer: Tokenizer, body: CompletionRequest, prompts: Sequence[Prompt]):
-        super().__init__(model, tokenizer, body, prompts)
+    def __init__(self, model: str, vocabulary: Vocabulary, body: CompletionRequest, prompts: Sequence[Prompt]):
+        super().__init__(model, vocabulary, body, prompts)
         self._echo, self._only_echo = body.echo, body.only_echo
         self._skip_special_tokens = body.skip_special_tokens is not False
 
@@ -189,14 +196,14 @@ class CompletionAnswer(Answer):
         if self._echo:
             choice.text = self._prompt_text(prompt)
             if self._num_top is not None:
-                first = _Token(self._text(prompt.token_ids[0]))
-                choice.tokens = [first, *(self._token(sample, self._num_top) for sample in samples)]
+                self._add_token(choice, prompt.token_ids[0])
+                self._add_tokens(choice, samples, self._num_top)
         return choice
 
     def _prompt_text(self, prompt: Prompt) -> str:
         if prompt.text is not None:
             return prompt.text
-        return self._tokenizer.decode(prompt.token_ids, skip_special_tokens=self._skip_special_tokens)
+        return self._vocabulary.tokenizer.decode(prompt.token_ids, skip_special_tokens=self._skip_special_tokens)
 
     def _ids(self, index: int, choice: _Choice) -> dict[str, Any]:
         """With a choice's first chunk, the prompt's too."""
@@ -214,16 +221,21 @@ class CompletionAnswer(Answer):
     def _token_logprobs(self, choice: _Choice) -> dict[str, Any] | None:
         if self._num_top is None:
             return None
-        offsets, at = [], choice.offset
-        for token in choice.tokens:
-            offsets.append(at)
-            at += len(token.text)
         return {
-            "tokens": [token.text for token in choice.tokens],
+            "tokens": [self._vocabulary.text(token.token) for token in choice.tokens],
             "token_logprobs": [token.logprob for token in choice.tokens],
-            "top_logprobs": [_by_text(token) for token in choice.tokens],
-            "text_offset": offsets,
+            "top_logprobs": [self._by_text(token) for token in choice.tokens],
+            "text_offset": [token.offset for token in choice.tokens],
         }
+
+    def _by_text(self, token: _Token) -> dict[str, float | None] | None:
+        """The token's own logprob, then the best ones; where two have one text, the first of them."""
+        if token.top is None:
+            return None
+        logprobs = {self._vocabulary.text(token.token): token.logprob}
+        for other, logprob in token.top:
+            logprobs.setdefault(self._vocabulary.text(other), logprob)
+        return logprobs
 
 
 class ChatAnswer(Answer):
@@ -232,12 +244,12 @@ class ChatAnswer(Answer):
     def __init__(
         self,
         model: str,
-        tokenizer: Tokenizer,
+        vocabulary: Vocabulary,
         body: ChatRequest,
         prompt: Prompt,
         new_parser: Callable[[], ToolParser] | None = None,
     ):
-        super().__init__(model, tokenizer, body, [prompt])
+        super().__init__(model, vocabulary, body, [prompt])
         self._new_parser = new_parser
         self._names_tool = body.names_tool
 
@@ -292,10 +304,15 @@ class ChatAnswer(Answer):
         if self._num_top is None:
             return None
         content = [
-            _entry(token.text, token.logprob) | {"top_logprobs": [_entry(*other) for other in token.top or ()]}
+            self._entry(token.token, token.logprob)
+            | {"top_logprobs": [self._entry(*other) for other in token.top or ()]}
             for token in choice.tokens
         ]
         return {"content": content}
+
+    def _entry(self, token: int, logprob: float | None) -> dict[str, Any]:
+        text, data = self._vocabulary.text(token), self._vocabulary.bytes(token)
+        return {"token": text, "logprob": logprob, "bytes": list(data)}
 
 
 def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
@@ -315,20 +332,6 @@ def _whole_calls(deltas: Iterable[ToolCallDelta]) -> list[dict[str, Any]]:
             calls[delta.index] = _call_delta(delta)
             del calls[delta.index]["index"]
     return list(calls.values())
-
-
-def _entry(text: str, logprob: float | None) -> dict[str, Any]:
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-
-
-def _by_text(token: _Token) -> dict[str, float | None] | None:
-    """The token's own logprob, then the best ones; where two have one text, the first of them."""
-    if token.top is None:
-        return None
-    logprobs = {token.text: token.logprob}
-    for text, logprob in token.top:
-        logprobs.setdefault(text, logprob)
-    return logprobs
 
 
 def _in_json(logprob: float) -> float:

@@ -79,7 +79,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
                 400, f"prompt: {len(given)} of them are more than the queue's {service.config.max_queue}", "prompt"
             )
         prompts = [await asyncio.to_thread(_prompt, service, prompt, params) for prompt in given]
-        answer = CompletionAnswer(service.model_name, service.engine.tokenizer, body, prompts)
+        answer = CompletionAnswer(service.model_name, service.vocabulary, body, prompts)
         return await respond(request, answer, params, body)
 
 
@@ -98,7 +98,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
             new_parser = partial(tool_format.parser, names, lambda: f"call_{uuid.uuid4().hex}", parallel)
         token_ids = await asyncio.to_thread(_render, service, body)
         prompt = Prompt(params.truncated(token_ids, service.max_model_len))
-        answer = ChatAnswer(service.model_name, service.engine.tokenizer, body, prompt, new_parser)
+        answer = ChatAnswer(service.model_name, service.vocabulary, body, prompt, new_parser)
         return await respond(request, answer, params, body)
 
 
@@ -126,7 +126,7 @@ async def tokenize(request: web.Request) -> web.Response:
             encode, service.tokenizer, body.prompt, add_special_tokens=body.add_special_tokens
         )
         strings = body.return_token_strs
-    texts = [service.engine.tokenizer.id_to_token(token) for token in tokens] if strings else None
+    texts = [service.vocabulary.tokenizer.id_to_token(token) for token in tokens] if strings else None
     counts = {"count": len(tokens), "max_model_len": service.max_model_len}
     return web.json_response(counts | {"tokens": tokens, "token_strs": texts})
 
@@ -135,11 +135,11 @@ async def detokenize(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
     body = parse(DetokenizeRequest, await _body(request))
     _check_model(service, body.model)
-    size = service.engine.tokenizer.get_vocab_size()
+    size = service.vocabulary.tokenizer.get_vocab_size()
     for token in body.tokens:
         if not 0 <= token < size:
             raise ApiError(400, f"tokens: token id {token} is outside the vocabulary [0, {size})", "tokens")
-    text = await asyncio.to_thread(service.engine.tokenizer.decode, body.tokens, skip_special_tokens=False)
+    text = await asyncio.to_thread(service.vocabulary.tokenizer.decode, body.tokens, skip_special_tokens=False)
     return web.json_response({"prompt": text})
 
 

@@ -13,6 +13,7 @@ from jpaged.engine import Engine
 from jpaged.serving.live import Recorder
 from jpaged.serving.metrics import Metrics
 from jpaged.serving.tools import ToolFormat
+from jpaged.tokenizer import Vocabulary, backend
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +58,7 @@ class Service:
 
     Attributes:
         tokenizer: the Hugging Face tokenizer, for prompts and chat templates.
+        vocabulary: its single tokens.
         recorder, metrics: what the engine's observers have seen.
         sampling_defaults: what a request leaves open, as the model's generation_config.json has it.
         tool_format: how the model calls tools; None if it can't.
@@ -68,6 +70,7 @@ class Service:
     tokenizer: Any
     model_name: str
     max_model_len: int
+    vocabulary: Vocabulary
     recorder: Recorder
     metrics: Metrics
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -98,5 +101,6 @@ def make_service(
     recorder, metrics = Recorder(), Metrics(model_name, engine.scheduler)
     return Service(
         AsyncEngine(engine, [recorder, metrics], max_queue=config.max_queue), tokenizer, model_name,
-        engine.scheduler.limits.max_model_len, recorder, metrics, sampling_defaults or {}, tool_format, config,
+        engine.scheduler.limits.max_model_len, Vocabulary(backend(tokenizer)), recorder, metrics,
+        sampling_defaults or {}, tool_format, config,
     )  # fmt: skip

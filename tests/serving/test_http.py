@@ -190,7 +190,11 @@ def test_an_empty_prompt_is_refused_even_if_a_tokenizer_would_add_to_it(prompt):
         ({"messages": [{"role": "user"}]}, "messages", "content"),
         ({"messages": [{"role": "user", "content": LONG}]}, "prompt", "at most"),
         ({"tools": [{}]}, "tools", "0.type: Field required"),
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "0.function.name: String should match"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a b"}}]},
+            "tools",
+            "0.function.name: String should match",
+        ),
         ({"response_format": {"type": "xml"}}, "response_format", "'json_object'"),
         ({"max_tokens": 4, "max_completion_tokens": 5}, "max_completion_tokens", "differs from max_tokens"),
     ],

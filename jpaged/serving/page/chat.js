@@ -313,7 +313,8 @@ class Answer {
     this.element.classList.remove("busy");
     this.element.classList.toggle("failed", failed);
     const seconds = (performance.now() - this.#begun) / 1000;
-    const cut = this.finishReason === "length" ? ", cut at max tokens" : "";
+    const cut = this.finishReason === "length" ? ", cut" : "";
+    this.note.title = cut ? "The answer reached the most tokens that were asked for" : "";
     if (failed) this.body.textContent = `${this.text}${this.text ? "\n" : ""}${note}`;
     this.note.textContent = failed ? "failed" : note ?? `${seconds.toFixed(1)} s${cut}`;
   }

@@ -6,7 +6,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from typing import Any, cast
 
@@ -44,7 +44,7 @@ class Constraint:
 
 
 class GrammarCompiler:
-    """Makes constraints for one model; any thread may call it.
+    """Makes constraints for one model, on a thread of its own: however many ask, it takes one core.
 
     Args:
         vocab_size: of the model, at least the tokenizer's.
@@ -57,36 +57,34 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._eos_token_ids = sorted(eos_token_ids)
         self._max_cached = max_cached
-        self._cache: OrderedDict[str, Constraint] = OrderedDict()
-        self._lock = threading.Lock()
+        self._cache: OrderedDict[str, Constraint] = OrderedDict()  # touched by the thread alone
 
     def compile(self, wanted: StructuredOutputsParams) -> Constraint:
         """A constraint at its beginning. Raises InvalidParameter for what can't be compiled."""
+        return self.submit(wanted).result()
+
+    def submit(self, wanted: StructuredOutputsParams) -> Future[Constraint]:
+        """`compile`, for those who can't wait for it here."""
+        return self._thread.submit(self._compile, wanted)
+
+    def _compile(self, wanted: StructuredOutputsParams) -> Constraint:
         try:
             grammar = _grammar(wanted)
         except (ValueError, TypeError) as error:
             raise _refused(str(error)) from error
         if (size := len(grammar.encode(errors="replace"))) > MAX_GRAMMAR_BYTES:
             raise _refused(f"{size} bytes of grammar exceed {MAX_GRAMMAR_BYTES}")
-        with self._lock:
-            constraint = self._cache.get(grammar)
-            thread = self._thread
-        if constraint is None:
-            constraint = thread.submit(self._compile, grammar).result()
-        with self._lock:
-            self._cache[grammar] = constraint
-            self._cache.move_to_end(grammar)
+        if grammar not in self._cache:
+            matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
+            if not matcher.is_error():
+                matcher.compute_bitmask()  # what fails at once should fail here
+            if matcher.is_error():
+                raise _refused(" ".join(matcher.get_error().partition("\n<state>")[0].split())[:500])
+            self._cache[grammar] = Constraint(matcher)
             if len(self._cache) > self._max_cached:
                 self._cache.popitem(last=False)
-            return copy.copy(constraint)
-
-    def _compile(self, grammar: str) -> Constraint:
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # what fails at once should fail here
-        if matcher.is_error():
-            raise _refused(" ".join(matcher.get_error().partition("\n<state>")[0].split())[:500])
-        return Constraint(matcher)
+        self._cache.move_to_end(grammar)
+        return copy.copy(self._cache[grammar])
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
@@ -100,7 +98,7 @@ class GrammarCompiler:
 
     @cached_property
     def _thread(self) -> ThreadPoolExecutor:
-        """One thread with a deep stack: however many ask, compiling takes one core."""
+        """With a deep stack."""
         executor = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         before = threading.stack_size(COMPILER_STACK_BYTES)
         try:

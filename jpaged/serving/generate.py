@@ -26,40 +26,37 @@ async def respond(request: web.Request, answer: Answer, params: Params, body: Ge
     goes wrong in the middle of a stream is an event of it."""
     service = request.app[SERVICE]
     options: dict[str, Any] = {"priority": body.priority or 0, "cache_salt": body.cache_salt or ""}
-    if params.structured_outputs is not None:
-        # Compiled where nobody has to wait for it.
-        options["constraint"] = await asyncio.to_thread(service.engine.grammars.compile, params.structured_outputs)
-    response: web.StreamResponse | None = None
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     try:
-        async with (
-            asyncio.timeout(service.config.request_timeout),
-            _generate(service.engine, answer, params, options) as outputs,
-        ):
-            if not body.stream:
+        async with asyncio.timeout(service.config.request_timeout):
+            if params.structured_outputs is not None:
+                compiled = service.engine.grammars.submit(params.structured_outputs)
+                options["constraint"] = await asyncio.wrap_future(compiled)
+            async with _generate(service.engine, answer, params, options) as outputs:
+                if not body.stream:
+                    async for deltas in outputs:
+                        for delta in deltas:
+                            answer.add(*delta)
+                    return web.json_response(answer.whole())
+                await response.prepare(request)
+                await _send(response, answer.opening())
                 async for deltas in outputs:
-                    for delta in deltas:
-                        answer.add(*delta)
-                return web.json_response(answer.whole())
-            response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-            await response.prepare(request)
-            await _send(response, answer.opening())
-            async for deltas in outputs:
-                moved = {answer.add(*delta): None for delta in deltas}
-                await _send(response, (chunk for index in moved if (chunk := answer.chunk(index))))
+                    moved = {answer.add(*delta): None for delta in deltas}
+                    await _send(response, (chunk for index in moved if (chunk := answer.chunk(index))))
             if body.stream_options and body.stream_options.include_usage:
                 await _send(response, [answer.usage_chunk()])
             await response.write(DONE)
+            await response.write_eof()
     except ConnectionResetError:
         raise  # there is nobody to tell
     except Exception as failure:
         if isinstance(failure, TimeoutError):
             failure = ApiError(504, f"the answer was not complete after {service.config.request_timeout:g} seconds")
-        if response is None:
+        if not response.prepared:
             raise failure from None
         await _end(request, response, as_api_error(failure))
     finally:
         request[RECORD] |= answer.record()
-    await response.write_eof()
     return response
 
 
@@ -71,14 +68,18 @@ async def _send(response: web.StreamResponse, chunks: Iterable[dict[str, Any]]) 
 
 async def _end(request: web.Request, response: web.StreamResponse, error: ApiError) -> None:
     """Too late for a status: the error is the stream's last event. A client that does not even take that is cut off."""
+    await _send(response, [error.body])
+    await response.write(DONE)
     try:
         async with asyncio.timeout(LAST_WORDS):
-            await _send(response, [error.body])
-            await response.write(DONE)
+            # aiohttp's own wait for this can't be begun again, once the request's time has ended it.
+            while request.transport is not None and request.transport.get_write_buffer_size():
+                await asyncio.sleep(0.05)
     except TimeoutError:
         if request.transport is not None:
             request.transport.abort()
         raise ConnectionResetError("the client does not read") from None
+    await response.write_eof()
 
 
 @asynccontextmanager

@@ -24,12 +24,12 @@ class _Dropping(QueueHandler):
             self.queue.put_nowait(record)
 
 
-def _malformed_in_a_line(record: logging.LogRecord) -> logging.LogRecord:
-    """What aiohttp says with a traceback of a client that sends no HTTP, or a body that it can't decode."""
+def _clients_faults_in_a_line(record: logging.LogRecord) -> logging.LogRecord:
+    """What aiohttp says with a traceback of a client that sends no HTTP, or a broken body, or that goes away."""
     error = record.exc_info[1] if record.exc_info else None
-    if not isinstance(error, HttpProcessingError | web.RequestPayloadError):
+    if not isinstance(error, HttpProcessingError | web.RequestPayloadError | ConnectionError):
         return record
-    told = {"levelno": logging.WARNING, "levelname": "WARNING", "msg": f"a malformed request: {error!r:.300}"}
+    told = {"levelno": logging.WARNING, "levelname": "WARNING", "msg": f"a client's fault: {error!r:.300}"}
     return logging.makeLogRecord(record.__dict__ | told | {"args": (), "exc_info": None})
 
 
@@ -85,7 +85,7 @@ def logging_to(stream: TextIO, access_log: str) -> Iterator[None]:
     waiting: queue.Queue[logging.LogRecord] = queue.Queue(MAX_WAITING)
     # The message alone: it is the listener's handlers that say when and whence.
     entry = _Dropping(waiting)
-    entry.addFilter(_malformed_in_a_line)
+    entry.addFilter(_clients_faults_in_a_line)
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[entry], force=True)
     listener = QueueListener(waiting, log, access)
     listener.start()

@@ -78,7 +78,8 @@ async def completions(request: web.Request) -> web.StreamResponse:
             raise ApiError(
                 400, f"prompt: {len(given)} of them are more than the queue's {service.config.max_queue}", "prompt"
             )
-        prompts = [await asyncio.to_thread(_prompt, service, prompt, params) for prompt in given]
+        special = body.add_special_tokens is not False
+        prompts = [await asyncio.to_thread(_prompt, service, prompt, params, special) for prompt in given]
         answer = CompletionAnswer(service.model_name, service.vocabulary, body, prompts)
         return await respond(request, answer, params, body)
 
@@ -197,10 +198,10 @@ def _model(service: Service) -> dict[str, Any]:
     return model | {"max_model_len": service.max_model_len}
 
 
-def _prompt(service: Service, given: str | list[int], params: Params) -> Prompt:
+def _prompt(service: Service, given: str | list[int], params: Params, add_special_tokens: bool) -> Prompt:
     if not isinstance(given, str):
         return Prompt(params.truncated(given, service.max_model_len))
-    token_ids = encode(service.tokenizer, given)
+    token_ids = encode(service.tokenizer, given, add_special_tokens=add_special_tokens)
     kept = params.truncated(token_ids, service.max_model_len)
     return Prompt(kept, given if len(kept) == len(token_ids) else None)
 

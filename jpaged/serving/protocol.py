@@ -215,6 +215,7 @@ class CompletionRequest(GenerationRequest):
     prompt: str | Items[str] | Items[int] | Items[Items[int]] = Field(
         description="a text, token ids, or a list of either"
     )
+    add_special_tokens: bool | None = Field(default=None, description="true or false; true for prompts that are texts")
     echo: bool | None = None
     logprobs: int | None = None
     suffix: Literal[""] | None = Field(default=None, description="empty: nothing is inserted before it")

@@ -215,6 +215,14 @@ async def test_a_seed_repeats_in_a_stream_too(api):
     assert "".join(chunk.choices[0].text for chunk in chunks) == first.choices[0].text
 
 
+async def test_a_prompt_gets_the_tokenizers_special_tokens_unless_they_are_not_wanted(api):
+    counted = []
+    for extra_body in ({}, {"add_special_tokens": True}, {"add_special_tokens": False}):
+        answer = await api.complete("A fox", max_tokens=1, extra_body=extra_body)
+        counted.append(answer.usage.prompt_tokens)
+    assert counted[0] == counted[1] == counted[2] + 1
+
+
 async def test_echo_with_logprobs(api):
     (choice,) = (await api.complete("Once upon a time", echo=True, logprobs=3, max_tokens=6)).choices
     logprobs = choice.logprobs

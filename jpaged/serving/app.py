@@ -11,7 +11,7 @@ from typing import Any
 from aiohttp import web
 
 from jpaged.core.params import StructuredOutputsParams
-from jpaged.serving import live
+from jpaged.serving import live, static
 from jpaged.serving.answer import ChatAnswer, CompletionAnswer, Prompt
 from jpaged.serving.generate import respond
 from jpaged.serving.middleware import MIDDLEWARES, add_headers
@@ -56,6 +56,7 @@ def make_app(service: Service) -> web.Application:
             web.get("/version", show_version),
             web.get("/metrics", metrics),
             web.get("/openapi.json", openapi),
+            *static.routes(),
             *live.routes(service.engine, service.recorder),
         ]
     )

@@ -123,7 +123,9 @@ async def authorize(request: web.Request, handler: Handler) -> web.StreamRespons
     if keys and request.path not in OPEN_PATHS and not request.path.startswith(OPEN_FOLDER):
         kind, _, given = request.headers.get("Authorization", "").partition(" ")
         digest = hashlib.sha256(given.strip().encode(errors="surrogateescape")).digest()
-        matches = [hmac.compare_digest(digest, hashlib.sha256(key.encode()).digest()) for key in keys]
+        matches = [
+            hmac.compare_digest(digest, hashlib.sha256(key.encode(errors="surrogateescape")).digest()) for key in keys
+        ]
         if kind.lower() != "bearer" or not any(matches):
             raise ApiError(401, "a valid API key is needed: Authorization: Bearer KEY")
     return await handler(request)

@@ -10,8 +10,8 @@ from aiohttp import web
 
 from jpaged.async_engine import AsyncEngine
 from jpaged.engine import Engine
-from jpaged.serving.live import Recorder
 from jpaged.serving.metrics import Metrics
+from jpaged.serving.recorder import Recorder
 from jpaged.serving.tools import ToolFormat
 from jpaged.tokenizer import Vocabulary, backend
 

@@ -10,8 +10,8 @@ import openai
 import pytest
 
 from jpaged.core.params import InvalidParameter
-from jpaged.serving.service import SERVICE
 from jpaged.serving.protocol import CompletionRequest, parse
+from jpaged.serving.service import SERVICE
 from jpaged.tokenizer import encode
 from tests.models import VOCAB
 from tests.serving.client import MAX_LEN, Client, build

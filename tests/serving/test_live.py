@@ -21,9 +21,11 @@ from jpaged.core.block_pool import BlockPool
 from jpaged.core.params import SamplingParams
 from jpaged.core.scheduler import ScheduleDecision
 from jpaged.engine import Engine, StepOutput
-from jpaged.serving import live
-from jpaged.serving.live import Frame, Recorder, Snapshot, snapshot
+from jpaged.serving import live, static
+from jpaged.serving.live import Frame
 from jpaged.serving.middleware import errors
+from jpaged.serving.recorder import MAX_EVENTS, MAX_KNOWN, MAX_NUMBER, Recorder
+from jpaged.serving.snapshot import MAX_LISTED, MAX_REQUESTS, MAX_TABLE, Snapshot, snapshot
 from tests.core import traffic
 from tests.fake_runner import VOCAB
 from tests.models import byte_tokenizer
@@ -111,7 +113,7 @@ class Server:
 
     async def __aenter__(self):
         app = web.Application(middlewares=[errors])
-        app.add_routes(live.routes(self.engine, self.recorder))
+        app.add_routes([*static.routes(), *live.routes(self.engine, self.recorder)])
         self.engine.start()
         self.server = TestServer(app)
         await self.server.start_server()
@@ -270,14 +272,14 @@ def test_strangers_and_requests_that_never_ran():
 
 def test_nothing_grows_without_bound():
     engine, recorder = make(blocks=64), Recorder()
-    for i in range(live.MAX_KNOWN + 100):
+    for i in range(MAX_KNOWN + 100):
         recorder.added(engine.add(str(i), [1, 2, 3], SamplingParams(max_tokens=1)))
         step(engine, recorder)
     assert not recorder._courses and not recorder._expected
-    assert len(recorder.events) == live.MAX_EVENTS and len(recorder._known) == live.MAX_KNOWN
+    assert len(recorder.events) == MAX_EVENTS and len(recorder._known) == MAX_KNOWN
     assert recorder.known("99") is None and recorder.known("100") == 101
-    recorder._arrivals = iter([live.MAX_NUMBER - 1, live.MAX_NUMBER])
-    for number in (live.MAX_NUMBER, 1):
+    recorder._arrivals = iter([MAX_NUMBER - 1, MAX_NUMBER])
+    for number in (MAX_NUMBER, 1):
         request = engine.add("n", [1], SamplingParams(max_tokens=1))
         recorder.added(request)
         assert recorder.number(request) == number
@@ -290,11 +292,11 @@ def test_long_tables_and_many_requests_are_cut():
         recorder.added(engine.add(str(i), [i % VOCAB] * 150, SamplingParams()))
     step(engine, recorder)
     facts = snapshot(engine, recorder).facts
-    assert facts["running"] == len(engine.scheduler.running) > len(facts["requests"]) == live.MAX_REQUESTS
-    assert len(facts["queue"]) == live.MAX_REQUESTS
+    assert facts["running"] == len(engine.scheduler.running) > len(facts["requests"]) == MAX_REQUESTS
+    assert len(facts["queue"]) == MAX_REQUESTS
     tables = [branch["table"] for request in facts["requests"] for branch in request["branches"]]
-    assert len(tables[0]) == live.MAX_TABLE and facts["requests"][0]["branches"][0]["blocks"] == 150
-    assert sum(map(len, tables)) == live.MAX_LISTED
+    assert len(tables[0]) == MAX_TABLE and facts["requests"][0]["branches"][0]["blocks"] == 150
+    assert sum(map(len, tables)) == MAX_LISTED
 
 
 def test_a_whole_frame_of_100_000_blocks_is_small():
@@ -469,9 +471,9 @@ async def test_the_engines_death_is_told_without_its_words():
 
 async def test_the_files_and_their_headers():
     types = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
-    assert {"/", "/page/page.css", "/page/page.js"} <= live.PAGE_FILES.keys()
+    assert {"/", "/page/page.css", "/page/page.js"} <= static.PAGE_FILES.keys()
     async with Server(make()) as server:
-        for path, name in live.PAGE_FILES.items():
+        for path, name in static.PAGE_FILES.items():
             async with server.session.get(path) as response:
                 assert response.status == 200
                 assert response.content_type == types[name.rpartition(".")[2]] and response.charset == "utf-8"
@@ -498,13 +500,13 @@ async def test_nothing_else_is_a_file(path):
 
 
 def test_the_page_needs_no_inline_code_and_every_file_is_there():
-    html = live.PAGE.joinpath("index.html").read_text()
+    html = static.PAGE.joinpath("index.html").read_text()
     assert not re.search(r"<style|\sstyle=|\son\w+=|javascript:", html)
     assert html.count("<script") == 1 and 'src="/page/page.js"></script>' in html
-    for name in live.PAGE_FILES.values():
+    for name in static.PAGE_FILES.values():
         if name.endswith(".js"):
-            source = live.PAGE.joinpath(name).read_text()
+            source = static.PAGE.joinpath(name).read_text()
             assert "innerHTML" not in source and "eval(" not in source
             for line in source.splitlines():
                 if line.startswith("import") or line.startswith("} from"):
-                    assert f"/page/{line.split('./')[1].rstrip(chr(34) + ';')}" in live.PAGE_FILES
+                    assert f"/page/{line.split('./')[1].rstrip(chr(34) + ';')}" in static.PAGE_FILES

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer
 
 from jpaged.demo import DIRECTORY
-from jpaged.serving import live
+from jpaged.serving import live, static
 from jpaged.serving.app import make_app
 from tests.serving import scripted
 from tests.serving.processes import ServerProcess
@@ -618,7 +618,7 @@ async def test_the_description_is_valid_and_tells_of_every_route(exchange):
     schemathesis.openapi.from_dict(document).validate()
     described = {(method.upper(), path) for path, item in document["paths"].items() for method in item}
     _, service = scripted.make([])
-    page = {route.path for route in live.routes(service.engine, service.recorder)}
+    page = {route.path for route in [*static.routes(), *live.routes(service.engine, service.recorder)]}
     routes = {(route.method, route.resource.canonical) for route in make_app(service).router.routes()}
     served = {(method, path) for method, path in routes if method != "HEAD" and path not in page}
     assert described == served - {("GET", "/openapi.json")}

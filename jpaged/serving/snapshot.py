@@ -1,0 +1,113 @@
+"""The KV pool and its requests at one moment, without anybody's text."""
+
+import itertools
+import sys
+import time
+from array import array
+from dataclasses import dataclass, field
+from typing import Any
+
+from jpaged.core.request import Request
+from jpaged.engine import Engine
+from jpaged.serving.recorder import Recorder
+
+MAX_REQUESTS = 24  # that are listed, of those running and of those waiting
+MAX_BRANCHES = 8  # of each
+MAX_TABLE = 128  # blocks of each
+MAX_LISTED = 2048  # blocks in all
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The engine at one moment, between two steps.
+
+    Attributes:
+        blocks: three bytes for each block, as three planes, each in the order of the blocks: the number of the first
+            request that holds it (0 for none), its low and its high byte; then `BlockPool.states`.
+        facts: everything else, ready for JSON.
+        events: the latest, oldest first.
+        cost: seconds that it took from the engine's thread.
+    """
+
+    blocks: bytes
+    facts: dict[str, Any]
+    events: list[dict[str, Any]]
+    time: float = field(compare=False)
+    cost: float = field(compare=False)
+
+
+def snapshot(engine: Engine, recorder: Recorder) -> Snapshot:
+    """Reads the pool, the requests and the totals; to be called where nothing changes them meanwhile."""
+    began = time.thread_time()
+    scheduler = engine.scheduler
+    pool, running = scheduler.pool, list(scheduler.running)
+    owners = array("H", bytes(2 * pool.num_blocks))
+    held = branches = 0
+    for request in reversed(running):  # the first one writes last
+        number = recorder.number(request)
+        for sequence in request.live:
+            branches += 1
+            held += len(sequence.table.block_ids)
+            for block_id in sequence.table.block_ids:
+                owners[block_id] = number
+    if sys.byteorder == "big":
+        owners.byteswap()
+    numbers = owners.tobytes()
+    facts = {
+        "num_blocks": pool.num_blocks,
+        "block_size": pool.block_size,
+        "caching": pool.enable_prefix_caching,
+        "max_blocks": -(-scheduler.limits.max_model_len // pool.block_size),
+        "used": pool.num_used,
+        "held": held,  # by each table for itself: what is shared counts more than once
+        "branches": branches,
+        "running": len(running),
+        "waiting": len(scheduler.waiting),
+        "requests": _listed(running, recorder),
+        "queue": [
+            {"number": recorder.number(request), "tokens": request.sequences[0].num_tokens}
+            for request in itertools.islice(scheduler.waiting, MAX_REQUESTS)
+        ],
+        "totals": {
+            "tokens": recorder.tokens,
+            "timed_tokens": recorder.timed_tokens,
+            "token_seconds": recorder.token_seconds,
+            "first_tokens": recorder.first_tokens,
+            "first_token_seconds": recorder.first_token_seconds,
+            "copies": recorder.copies,
+            "preemptions": scheduler.num_preemptions,
+            "swapped_blocks": scheduler.num_swapped_blocks,
+            "prefix_queries": scheduler.prefix_queries,
+            "prefix_hits": scheduler.prefix_hits,
+        },
+    }
+    blocks = numbers[::2] + numbers[1::2] + pool.states()
+    return Snapshot(blocks, facts, list(recorder.events), time.monotonic(), time.thread_time() - began)
+
+
+def _listed(running: list[Request], recorder: Recorder) -> list[dict[str, Any]]:
+    """The first of the running requests, with the beginnings of their block tables."""
+    room, listed = MAX_LISTED, []
+    for request in running[:MAX_REQUESTS]:
+        branches = []
+        for sequence in request.live[:MAX_BRANCHES]:
+            table = sequence.table.block_ids[: min(MAX_TABLE, room)]
+            room -= len(table)
+            branches.append(
+                {
+                    "tokens": sequence.num_tokens,
+                    "computed": sequence.num_computed_tokens,
+                    "blocks": len(sequence.table.block_ids),
+                    "table": table,
+                }
+            )
+        listed.append(
+            {
+                "number": recorder.number(request),
+                "prompt": len(request.prompt_token_ids),
+                "cached": request.sequences[0].num_cached_tokens,
+                "num_branches": len(request.live),
+                "branches": branches,
+            }
+        )
+    return listed

@@ -31,11 +31,11 @@ from benchmarks.device import CACHE, environment, open_device, prepare_environme
 from benchmarks.plots import plot
 from benchmarks.results import Report, heading, table
 from benchmarks.timing import Timing, ratio, summarize
-from jpaged.async_engine import AsyncEngine
 from jpaged.core.params import BeamSearchParams, SamplingParams
 from jpaged.engine import Engine
 from jpaged.llm import LLM
-from jpaged.serving.app import Service, make_app
+from jpaged.serving.app import make_app
+from jpaged.serving.service import ServerConfig, make_service
 
 LIMIT = 1.3  # times a step of sampling
 PARTS = ("schedule", "runner", "update")
@@ -121,8 +121,7 @@ def compare(report: Report, llm: LLM, *, width: int, requests: int, prompt: int,
 
 async def through_the_api(report: Report, llm: LLM, args: argparse.Namespace) -> None:
     """Both kinds as clients of the server have them, at the shortest context."""
-    max_model_len = llm.engine.scheduler.limits.max_model_len
-    service = Service(AsyncEngine(llm.engine), llm.tokenizer, "served", max_model_len)
+    service = make_service(llm.engine, llm.tokenizer, "served", ServerConfig())
     runner = web.AppRunner(make_app(service), access_log=None)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()

@@ -139,7 +139,7 @@ def _time_step(bench: Bench, runner: ModelRunner, decision: ScheduleDecision) ->
     def enqueued() -> float:
         start = time.perf_counter()
         for _ in range(steps):
-            out = runner._run(bucket, batch)
+            out = runner._run(bucket, batch, decision)
         jax.block_until_ready(out)
         return (time.perf_counter() - start) / steps
 

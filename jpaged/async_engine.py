@@ -156,11 +156,12 @@ class AsyncEngine:
                     future.set_exception(error)
 
     def _deliver(self, output: StepOutput) -> None:
-        _put([(self._streams[delta.request_id], delta) for delta in output.deltas])
-        _put([(self._streams.pop(request.request_id), None) for request in output.ended])
+        # Before anybody can act on what they have not seen.
         for observer in self._observers:
             observer.stepped(self._engine.scheduler, output)
         self._tell_ended(output.ended)
+        _put([(self._streams[delta.request_id], delta) for delta in output.deltas])
+        _put([(self._streams.pop(request.request_id), None) for request in output.ended])
 
     def _tell_ended(self, requests: Iterable[Request]) -> None:
         for request in requests:

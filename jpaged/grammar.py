@@ -3,6 +3,7 @@ list of choices or a grammar. llguidance does the parsing."""
 
 import copy
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -20,6 +21,8 @@ MAX_GRAMMAR_BYTES = 128 * 2**10
 # llguidance recurses along chains of rules. So deep a stack takes the longest that MAX_GRAMMAR_BYTES can hold; memory
 # is used only as far as a grammar needs it.
 COMPILER_STACK_BYTES = 512 * 2**20
+# On one next to the least of 64 bits llguidance recurses without end.
+LEAST_INTEGER = re.compile(r"-92233720368547\d{5}(?!\d)")
 # Without a bound a model may go on indenting for ever.
 WHITE_SPACE = r"[ \n\r\t]{1,24}"
 
@@ -74,6 +77,8 @@ class GrammarCompiler:
             raise _refused(str(error)) from error
         if (size := len(grammar.encode(errors="replace"))) > MAX_GRAMMAR_BYTES:
             raise _refused(f"{size} bytes of grammar exceed {MAX_GRAMMAR_BYTES}")
+        if LEAST_INTEGER.search(grammar):
+            raise _refused("whole numbers must be above -9223372036854700000")
         if grammar not in self._cache:
             matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
             if not matcher.is_error():

@@ -8,7 +8,7 @@ from functools import partial
 from importlib.metadata import version
 from typing import Any
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from jpaged.core.params import StructuredOutputsParams
 from jpaged.serving import live, static
@@ -41,25 +41,26 @@ def make_app(service: Service) -> web.Application:
     app[SERVICE] = service
     app.cleanup_ctx.append(_engine)
     app.on_response_prepare.append(add_headers)
-    app.add_routes(
-        [
-            web.post("/v1/completions", completions),
-            web.post("/v1/chat/completions", chat_completions),
-            web.get("/v1/models", models),
-            web.get("/v1/models/{model:.+}", one_model),
-            web.post("/tokenize", tokenize),
-            web.post("/detokenize", detokenize),
-            web.post("/reset_prefix_cache", reset_prefix_cache),
-            web.get("/health", health),
-            web.get("/ping", health),
-            web.post("/ping", health),
-            web.get("/version", show_version),
-            web.get("/metrics", metrics),
-            web.get("/openapi.json", openapi),
-            *static.routes(),
-            *live.routes(service.engine, service.recorder),
-        ]
-    )
+    routes = [
+        web.post("/v1/completions", completions),
+        web.post("/v1/chat/completions", chat_completions),
+        web.get("/v1/models", models),
+        web.get("/v1/models/{model:.+}", one_model),
+        web.post("/tokenize", tokenize),
+        web.post("/detokenize", detokenize),
+        web.post("/reset_prefix_cache", reset_prefix_cache),
+        web.get("/health", health),
+        web.get("/ping", health),
+        web.post("/ping", health),
+        web.get("/version", show_version),
+        web.get("/metrics", metrics),
+        web.get("/openapi.json", openapi),
+        *static.routes(),
+        *live.routes(service.engine, service.recorder),
+    ]
+    for route in routes:
+        route.kwargs["expect_handler"] = _expect
+    app.add_routes(routes)
     return app
 
 
@@ -67,6 +68,15 @@ async def _engine(app: web.Application) -> AsyncIterator[None]:
     app[SERVICE].engine.start()
     yield
     await app[SERVICE].engine.stop()
+
+
+async def _expect(request: web.Request) -> None:
+    """As aiohttp's own handler, which fails on a header that is no text."""
+    if request.headers["Expect"].lower() != "100-continue":
+        raise web.HTTPExpectationFailed(text="Expect: only 100-continue is understood")
+    if request.version >= HttpVersion11:
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0  # nothing of the answer has been sent
 
 
 async def completions(request: web.Request) -> web.StreamResponse:

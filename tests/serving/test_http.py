@@ -46,6 +46,7 @@ async def test_every_form_of_prompt(client, loaded):
 
 async def test_a_chat_plain_and_streamed(client):
     body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 12, "temperature": 0, "logprobs": True}
+    await client.reset_prefix_cache()
     plain = await client.post("/v1/chat/completions", body)
     message = plain["choices"][0]["message"]
     assert plain["object"] == "chat.completion" and message["role"] == "assistant"

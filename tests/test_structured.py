@@ -8,10 +8,13 @@ import jsonschema
 import pytest
 
 from jpaged import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
+from jpaged.core.block_pool import BlockPool
 from jpaged.core.params import InvalidParameter
+from jpaged.core.scheduler import Scheduler
 from jpaged.demo import DIRECTORY
+from jpaged.engine import Engine
 from jpaged.grammar import MAX_GRAMMAR_BYTES, GrammarCompiler
-from jpaged.tokenizer import backend, load_tokenizer
+from jpaged.tokenizer import backend, encode, load_tokenizer
 from tests import schemas
 
 PERSON = {
@@ -92,15 +95,22 @@ def test_beams_keep_to_it_too(llm):
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_preemption_does_not_lose_the_place(llm, mode):
     """A pool too small for all: what each gives is what it gives alone."""
-    small = LLM(progress=False, max_num_seqs=8, max_num_batched_tokens=32, max_model_len=256, preemption_mode=mode,
-                num_gpu_blocks_override=17)  # fmt: skip
+    whole = llm.engine.scheduler
+    host = BlockPool(32, whole.pool.block_size, enable_prefix_caching=False)
+    scheduler = Scheduler(
+        BlockPool(17, whole.pool.block_size), whole.limits, vocab_size=whole.vocab_size,
+        eos_token_ids=sorted(whole.eos_token_ids), host_pool=host, preemption=mode,
+    )  # fmt: skip
+    small = Engine(scheduler, llm.engine.runner, llm.engine.tokenizer)
     prompts = [f"The fox said {i}" for i in range(8)]
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=120, min_tokens=30,
                             structured_outputs=StructuredOutputsParams(json=PERSON))  # fmt: skip
-    together = small.generate(prompts, params, use_tqdm=False)
-    assert small.engine.scheduler.num_preemptions > 0
+    together = [small.add(prompt, encode(llm.tokenizer, prompt), params) for prompt in prompts]
+    while small.has_work:
+        small.step()
+    assert scheduler.num_preemptions > 0 and (scheduler.num_swapped_blocks > 0) == (mode == "swap")
     alone = [llm.generate(prompt, params, use_tqdm=False)[0] for prompt in prompts]
-    assert [o.outputs[0].text for o in together] == [o.outputs[0].text for o in alone]
+    assert [request.outputs[0].text for request in together] == [output.outputs[0].text for output in alone]
 
 
 def test_a_text_that_is_complete_ends_before_min_tokens(llm):

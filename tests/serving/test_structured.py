@@ -18,7 +18,7 @@ NUM_SCHEMAS, NUM_REGEXES = 200, 100
 
 @pytest.fixture(scope="module")
 def demo():
-    config = EngineConfig(max_num_seqs=64, max_num_batched_tokens=64, max_model_len=512, num_gpu_blocks_override=1024)
+    config = EngineConfig(max_num_seqs=16, max_num_batched_tokens=32, max_model_len=512, num_gpu_blocks_override=512)
     return load_engine(config, progress=False)
 
 

@@ -32,13 +32,13 @@ def get(url, context):
         return json.load(response)
 
 
-def test_https_with_and_without_a_clients_certificate(tiny, certificate):
+def test_https_with_and_without_a_clients_certificate(certificate):
     chain, key = map(str, certificate)
-    flags = ["--model", str(tiny), *SMALL, "--max-model-len", "128", "--ssl-certfile", chain, "--ssl-keyfile", key]
+    flags = [*SMALL, "--ssl-certfile", chain, "--ssl-keyfile", key]
     trusting = ssl.create_default_context(cafile=chain)
     with ServerProcess(*flags) as running:
         assert running.url.startswith("https://")
-        assert get(f"{running.url}/v1/models", trusting)["data"][0]["id"] == str(tiny)
+        assert get(f"{running.url}/v1/models", trusting)["data"][0]["id"] == "demo"
         with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
             get(f"{running.url}/v1/models", ssl.create_default_context())
     with ServerProcess(*flags, "--ssl-ca-certs", chain) as running:

@@ -1,0 +1,157 @@
+"""Under load every stream is whole and in order, refusals are clean, and no client holds another up. The cases are
+those of benchmarks/load.py, on servers in processes of their own."""
+
+import asyncio
+import os
+import signal
+import time
+
+import pytest
+
+from benchmarks.load import (
+    Answer,
+    SlowReader,
+    ask,
+    body,
+    clients,
+    full_queue,
+    problems,
+    slow_reader,
+    state_of,
+    streams,
+    terminated,
+    until,
+    vanishing,
+)
+from tests.serving.processes import SMALL, ServerProcess
+
+SCRIPTED = "tests.serving.scripted"
+
+
+async def test_a_thousand_streams_half_of_the_clients_gone_a_slow_reader_and_sigterm():
+    with ServerProcess(*SMALL, "--access-log", "none") as server:
+        thousand = await streams(server.url, 1000, num_tokens=8, num_alone=50)
+        assert not problems(thousand), thousand
+        assert thousand["most_at_once"] > 100 and thousand["compared"] == 50, thousand
+        half = await vanishing(server.url, 48, num_tokens=200)
+        assert not problems(half), half
+        assert half["vanished"] > 16 and half["stayed"] == 24, half
+        slow = await slow_reader(server.url, 10, num_tokens=8)
+        assert not problems(slow), slow
+        assert slow["grown_mib"] < 200, slow
+        ended = await terminated(server, 40, num_tokens=48)
+        assert not problems(ended), ended
+        assert ended["unfinished"] > 20, ended
+
+
+async def test_beyond_the_queues_limit_there_are_clean_503s_and_the_rest_is_whole():
+    flags = ("--max-queue", "8", "--max-num-seqs", "2", "--step-seconds", "0.01")
+    with ServerProcess(*flags, module=SCRIPTED) as server:
+        row = await full_queue(server.url, 100, num_tokens=30)
+        assert not problems(row), row
+        assert row["refused"] > 50 and row["whole"] >= 8, row
+        assert (await state_of(server.url)).idle
+        async with clients(server.url) as session:  # it is not the worse for it
+            assert (await ask(session, body(0, 4))).is_whole(4)
+            async with session.get("/metrics") as response:
+                counted = f'vllm:num_requests_rejected_total{{model_name="demo"}} {row["refused"]:.1f}'
+                assert counted in await response.text()
+
+
+async def test_clients_that_vanish_leave_no_block_behind(client):
+    """To the block: what is held is what the others' tables hold."""
+
+    def check(engine):
+        engine.scheduler.check_invariants()
+        held = {block for r in engine.scheduler.running for s in r.sequences for block in s.table.block_ids}
+        return len(engine.scheduler.running), len(engine.scheduler.waiting), engine.scheduler.pool.num_used, len(held)
+
+    url = str(client.server.make_url("/"))
+    async with clients(url) as leaving, clients(url) as staying:
+        progress = [Answer() for _ in range(24)]  # 16 may run
+        tasks = [
+            asyncio.create_task(ask(leaving if i % 2 else staying, body(i, 150), answer=progress[i])) for i in range(24)
+        ]
+
+        async def all_came() -> bool:
+            running, waiting, *_ = await client.service.engine.call(check)
+            return running + waiting + sum(answer.done for answer in progress) == 24 and progress[0].token_ids != []
+
+        await until(all_came, 30)
+        async with client.held():
+            for task in tasks[1::2]:
+                task.cancel()
+            unfinished = sum(not answer.done for answer in progress[::2])
+
+            async def free() -> bool:
+                running, waiting, used, held = await client.service.engine.call(check)
+                return running + waiting <= unfinished and used == held
+
+            await until(free, 2)
+        assert all(answer.is_whole(150) for answer in await asyncio.gather(*tasks[::2]))
+
+
+async def test_a_slow_reader_is_cut_off_when_its_time_is_up():
+    with ServerProcess("--request-timeout", "3", module=SCRIPTED) as server:
+        before = (await state_of(server.url)).files
+        # Some ten megabytes: more than sockets hold.
+        long = body(0, 400) | {"prompt": ["a", "b", "c", "d"], "n": 16, "logprobs": 20}
+        with SlowReader(server.url, long) as reader:
+
+            async def connected() -> bool:
+                return (await state_of(server.url)).files > before
+
+            async def cut_off() -> bool:
+                now = await state_of(server.url)
+                return now.idle and now.files <= before
+
+            await until(connected, 30)
+            await until(cut_off, 60)
+            assert b"[DONE]" not in await asyncio.to_thread(reader.rest)  # of what its socket holds
+        async with clients(server.url) as session:
+            assert (await ask(session, body(0, 4))).is_whole(4)
+
+
+@pytest.mark.parametrize("flags, signals", [(("--drain-timeout", "1"), 1), ((), 2)], ids=["timeout", "second signal"])
+async def test_what_is_not_finished_when_draining_ends_is_told_so(flags, signals):
+    with ServerProcess(*flags, "--step-seconds", "0.05", module=SCRIPTED) as server:
+        async with clients(server.url) as session:
+            requests = [body(i, 400, stream=i % 2 == 0) for i in range(8)]  # twenty seconds of them
+            tasks = [asyncio.create_task(ask(session, request)) for request in requests]
+
+            async def running() -> bool:
+                return (await state_of(server.url)).running >= 8
+
+            await until(running, 30)
+            start = time.monotonic()
+            for _ in range(signals):
+                os.kill(server.process.pid, signal.SIGTERM)
+                await asyncio.to_thread(server.wait_for_log, "shutting down: finishing")
+            answers = await asyncio.gather(*tasks)
+        assert await asyncio.to_thread(server.process.wait, 30) == 0
+        assert time.monotonic() - start < 15
+        for request, answer in zip(requests, answers):
+            assert answer.error and answer.error["code"] == 503, answer
+            assert answer.done and answer.status == (200 if request["stream"] else 503), answer
+        assert "ending 8 requests that have not finished" in server.log()
+
+
+@pytest.mark.parametrize(
+    "row, told",
+    [
+        ({"case": "streams", "streams": 2, "whole": 1, "wrong": 0, "garbled": 0}, ["whole is 1, not 2"]),
+        ({"case": "streams", "streams": 2, "whole": 2, "wrong": 1, "garbled": 0}, ["wrong is 1, not 0"]),
+        ({"case": "full queue", "requests": 9, "refused": 5, "clean": 4, "whole": 4}, ["clean is 4, not 5"]),
+        ({"case": "vanishing", "stayed": 2, "whole": 2, "seconds_to_free": 2.5}, ["blocks were free after 2.5 s"]),
+        (
+            {"case": "slow reader", "others": 1, "whole": 1, "still_reading": True, "without_s": 0.1, "beside_s": 2.0},
+            ["others took 2.00 s, not 0.10 s"],
+        ),
+        (
+            {"case": "terminated", "requests": 2, "whole": 1, "exit_status": 0, "after_status": 0, "late_status": 503},
+            ["whole is 1, not 2"],
+        ),
+    ],
+)
+def test_what_is_wrong_is_told(row, told):
+    assert problems(row) == told

@@ -21,7 +21,8 @@ from jpaged.core.request import (
     SequenceResult,
 )
 from jpaged.core.scheduler import ScheduleDecision, Scheduler
-from jpaged.grammar import Constraint, GrammarCompiler
+from jpaged.grammar import Compiler, Constraint, GrammarCompiler
+from jpaged.grammar_trial import Trial
 from jpaged.tokenizer import Detokenizer, bad_words
 
 
@@ -58,7 +59,10 @@ class Engine:
         self.scheduler = scheduler
         self.runner = runner
         self.tokenizer = tokenizer
-        self.grammars = tokenizer and GrammarCompiler(tokenizer, scheduler.vocab_size, scheduler.eos_token_ids)
+        self.grammars: GrammarCompiler | None = None
+        if tokenizer is not None:
+            model = tokenizer, scheduler.vocab_size, scheduler.eos_token_ids
+            self.grammars = GrammarCompiler(Compiler(*model), Trial(*model))
         self._seeds = random.Random(seed)
 
     @property

@@ -3,11 +3,11 @@ list of choices or a grammar. llguidance does the parsing."""
 
 import copy
 import json
-import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, cast
 
@@ -21,8 +21,6 @@ MAX_GRAMMAR_BYTES = 128 * 2**10
 # llguidance recurses along chains of rules. So deep a stack takes the longest that MAX_GRAMMAR_BYTES can hold; memory
 # is used only as far as a grammar needs it.
 COMPILER_STACK_BYTES = 512 * 2**20
-# On one next to the least of 64 bits llguidance recurses without end.
-LEAST_INTEGER = re.compile(r"-92233720368547\d{5}(?!\d)")
 # Without a bound a model may go on indenting for ever.
 WHITE_SPACE = r"[ \n\r\t]{1,24}"
 
@@ -46,19 +44,51 @@ class Constraint:
         return self.matcher.get_error().partition("\n")[0] if self.matcher.is_error() else None
 
 
-class GrammarCompiler:
-    """Makes constraints for one model, on a thread of its own: however many ask, it takes one core.
+class Compiler:
+    """Makes matchers for one model.
 
     Args:
         vocab_size: of the model, at least the tokenizer's.
         eos_token_ids: what ends a text that is complete.
-        max_cached: how many compiled grammars are kept.
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Iterable[int], *, max_cached: int = 64):
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Iterable[int]):
         self._source = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = sorted(eos_token_ids)
+
+    def matcher(self, grammar: str) -> LLMatcher:
+        """At its beginning, from a grammar in llguidance's form. Raises ValueError for what can't be compiled."""
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # what fails at once should fail here
+        if matcher.is_error():
+            raise ValueError(" ".join(matcher.get_error().partition("\n<state>")[0].split())[:500])
+        return matcher
+
+    @cached_property
+    def _tokenizer(self) -> LLTokenizer:
+        if not self._eos_token_ids:
+            raise ValueError("the model has no end-of-sequence token, so no text could be complete")
+        try:
+            vocabulary = TokenizerWrapper(_Vocabulary(self._source, self._vocab_size, self._eos_token_ids))
+            return LLTokenizer(vocabulary, n_vocab=self._vocab_size, eos_token=self._eos_token_ids)
+        except ValueError as error:
+            raise ValueError(f"this model's tokenizer can't be constrained: {error}") from error
+
+
+class GrammarCompiler:
+    """Makes constraints, on a thread of its own: however many ask, it takes one core, or two while one is tried.
+
+    Args:
+        compiler: what compiles.
+        trial: says what is wrong with a grammar, or None; asked before it is compiled here.
+        max_cached: how many compiled grammars are kept.
+    """
+
+    def __init__(self, compiler: Compiler, trial: Callable[[str], str | None], *, max_cached: int = 64):
+        self._compiler = compiler
+        self._trial = trial
         self._max_cached = max_cached
         self._cache: OrderedDict[str, Constraint] = OrderedDict()  # touched by the thread alone
 
@@ -73,44 +103,35 @@ class GrammarCompiler:
     def _compile(self, wanted: StructuredOutputsParams) -> Constraint:
         try:
             grammar = _grammar(wanted)
+            if (size := len(grammar.encode(errors="replace"))) > MAX_GRAMMAR_BYTES:
+                raise ValueError(f"{size} bytes of grammar exceed {MAX_GRAMMAR_BYTES}")
+            if grammar not in self._cache:
+                if wrong := self._trial(grammar):
+                    raise ValueError(wrong)
+                self._cache[grammar] = Constraint(self._compiler.matcher(grammar))
         except (ValueError, TypeError) as error:
-            raise _refused(str(error)) from error
-        if (size := len(grammar.encode(errors="replace"))) > MAX_GRAMMAR_BYTES:
-            raise _refused(f"{size} bytes of grammar exceed {MAX_GRAMMAR_BYTES}")
-        if LEAST_INTEGER.search(grammar):
-            raise _refused("whole numbers must be above -9223372036854700000")
-        if grammar not in self._cache:
-            matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
-            if not matcher.is_error():
-                matcher.compute_bitmask()  # what fails at once should fail here
-            if matcher.is_error():
-                raise _refused(" ".join(matcher.get_error().partition("\n<state>")[0].split())[:500])
-            self._cache[grammar] = Constraint(matcher)
-            if len(self._cache) > self._max_cached:
-                self._cache.popitem(last=False)
+            raise InvalidParameter("structured_outputs", str(error)) from error
         self._cache.move_to_end(grammar)
+        if len(self._cache) > self._max_cached:
+            self._cache.popitem(last=False)
         return copy.copy(self._cache[grammar])
 
     @cached_property
-    def _tokenizer(self) -> LLTokenizer:
-        if not self._eos_token_ids:
-            raise _refused("the model has no end-of-sequence token, so no text could be complete")
-        try:
-            vocabulary = TokenizerWrapper(_Vocabulary(self._source, self._vocab_size, self._eos_token_ids))
-            return LLTokenizer(vocabulary, n_vocab=self._vocab_size, eos_token=self._eos_token_ids)
-        except ValueError as error:
-            raise _refused(f"this model's tokenizer can't be constrained: {error}") from error
-
-    @cached_property
     def _thread(self) -> ThreadPoolExecutor:
-        """With a deep stack."""
         executor = ThreadPoolExecutor(1, thread_name_prefix="grammars")
-        before = threading.stack_size(COMPILER_STACK_BYTES)
-        try:
+        with deep_stack():
             executor.submit(int).result()  # it starts its thread with the first task
-        finally:
-            threading.stack_size(before)
         return executor
+
+
+@contextmanager
+def deep_stack() -> Iterator[None]:
+    """Threads that start within it have one."""
+    before = threading.stack_size(COMPILER_STACK_BYTES)
+    try:
+        yield
+    finally:
+        threading.stack_size(before)
 
 
 class _Vocabulary:
@@ -156,7 +177,3 @@ def _grammar(wanted: StructuredOutputsParams) -> str:
         options = {"whitespace_flexible": False}
     text = schema if isinstance(schema, str) else json.dumps(schema)
     return LLMatcher.grammar_from_json_schema(text, overrides=cast(Any, options))
-
-
-def _refused(why: str) -> InvalidParameter:
-    return InvalidParameter("structured_outputs", why)

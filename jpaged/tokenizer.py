@@ -101,6 +101,11 @@ class Vocabulary:
         return self._bytes.decode_bytes([token]) if "\ufffd" in text else text.encode()
 
     @cached_property
+    def longest(self) -> int:
+        """Characters of the longest token, or more."""
+        return max(map(len, self.tokenizer.get_vocab()))
+
+    @cached_property
     def _bytes(self) -> LLTokenizer:
         return LLTokenizer(self.tokenizer.to_str())
 

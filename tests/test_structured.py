@@ -1,5 +1,6 @@
 """Structured outputs on the demo model: whatever the model would say, the text keeps to what was asked for."""
 
+import gc
 import json
 import random
 import re
@@ -7,13 +8,14 @@ import re
 import jsonschema
 import pytest
 
-from jpaged import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
+from jpaged import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams, grammar_trial
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.params import InvalidParameter
 from jpaged.core.scheduler import Scheduler
 from jpaged.demo import DIRECTORY
 from jpaged.engine import Engine
-from jpaged.grammar import MAX_GRAMMAR_BYTES, GrammarCompiler
+from jpaged.grammar import MAX_GRAMMAR_BYTES, Compiler, GrammarCompiler
+from jpaged.grammar_trial import Trial
 from jpaged.tokenizer import backend, encode, load_tokenizer
 from tests import schemas
 
@@ -37,8 +39,13 @@ def llm():
 
 @pytest.fixture(scope="module")
 def compiler():
+    return made_compiler()
+
+
+def made_compiler(**options):
     tokenizer = backend(load_tokenizer(DIRECTORY))
-    return GrammarCompiler(tokenizer, tokenizer.get_vocab_size(), [1])
+    model = tokenizer, tokenizer.get_vocab_size(), [1]
+    return GrammarCompiler(Compiler(*model), Trial(*model), **options)
 
 
 def texts(llm, params, prompt="The fox said"):
@@ -161,6 +168,34 @@ def test_the_longest_chains_of_rules_do_not_overflow_the_stack(compiler):
     compiler.compile(StructuredOutputsParams(json={"$ref": "#/$defs/a0", "$defs": definitions}))
 
 
+def test_a_grammar_that_crashes_its_compiler_costs_no_more_than_itself(compiler):
+    """llguidance 1.9 recurses without end on the least number of 64 bits."""
+    for i in range(2):
+        with pytest.raises(InvalidParameter, match="gave up"):
+            compiler.compile(StructuredOutputsParams(json={"const": -(2**63)}))
+        compiler.compile(StructuredOutputsParams(json={"const": -(2**62) + i}))
+
+
+def test_a_grammar_that_takes_too_long_is_given_up(compiler, monkeypatch):
+    compiler.compile(StructuredOutputsParams(regex="[a-z]{7}"))
+    monkeypatch.setattr(grammar_trial, "PATIENCE", 0.01)
+    many = {f"property {i}": {"type": "integer"} for i in range(2500)}
+    with pytest.raises(InvalidParameter, match=r"not done within 0\.01 seconds"):
+        compiler.compile(StructuredOutputsParams(json={"type": "object", "properties": many}))
+    monkeypatch.undo()
+    compiler.compile(StructuredOutputsParams(regex="[a-z]{8}"))
+
+
+def test_the_process_that_tries_grammars_ends_with_its_compiler():
+    compiler = made_compiler()
+    compiler.compile(StructuredOutputsParams(regex="a"))
+    process = compiler._trial._process
+    assert process.poll() is None
+    del compiler
+    gc.collect()
+    assert process.poll() is not None
+
+
 def test_what_can_be_asked_for():
     for wanted in ({}, {"json": {}, "regex": "a"}, {"json_object": False}):
         with pytest.raises(InvalidParameter, match="must have one of"):
@@ -174,10 +209,9 @@ def test_what_can_be_asked_for():
 
 
 def test_compiled_grammars_are_kept_and_forgotten():
-    tokenizer = backend(load_tokenizer(DIRECTORY))
-    compiler = GrammarCompiler(tokenizer, tokenizer.get_vocab_size(), [1], max_cached=2)
+    compiler = made_compiler(max_cached=2)
     first = compiler.compile(StructuredOutputsParams(regex="ab"))
-    first.take(tokenizer.token_to_id("x"))
+    first.take(backend(load_tokenizer(DIRECTORY)).token_to_id("x"))
     assert first.error and not compiler.compile(StructuredOutputsParams(regex="ab")).error  # a copy of its own
     for letter in "cde":
         compiler.compile(StructuredOutputsParams(regex=letter))

@@ -212,9 +212,21 @@ def _model(service: Service) -> dict[str, Any]:
 def _prompt(service: Service, given: str | list[int], params: Params, add_special_tokens: bool) -> Prompt:
     if not isinstance(given, str):
         return Prompt(params.truncated(given, service.max_model_len))
+    if params.truncate_prompt_tokens is None:
+        _check_length(service, len(given), "prompt")
     token_ids = encode(service.tokenizer, given, add_special_tokens=add_special_tokens)
     kept = params.truncated(token_ids, service.max_model_len)
     return Prompt(kept, given if len(kept) == len(token_ids) else None)
+
+
+def _check_length(service: Service, length: int, param: str) -> None:
+    """A text that can't fit, whatever its tokens are, is not worth the time that finding them takes."""
+    limit = service.max_model_len * service.vocabulary.longest
+    if length > limit:
+        raise ApiError(
+            400, f"{param}: {length} characters can't be at most {service.max_model_len} tokens (max_model_len)",
+            param,
+        )  # fmt: skip
 
 
 def _render(service: Service, body: Conversation) -> list[int]:
@@ -224,6 +236,8 @@ def _render(service: Service, body: Conversation) -> list[int]:
             400, "chat_template: this server takes none from requests (--trust-request-chat-template)", "chat_template"
         )
     messages, options = [message.for_template() for message in body.messages], body.template_options()
+    if isinstance(body, ChatRequest) and body.truncate_prompt_tokens is None:
+        _check_length(service, sum(len(message["content"]) for message in messages), "messages")
     try:
         return render_chat(service.tokenizer, messages, body.chat_template or service.config.chat_template, **options)
     except ValueError as error:

@@ -13,7 +13,7 @@ from jpaged.core.params import InvalidParameter
 from jpaged.serving.protocol import CompletionRequest, parse
 from jpaged.serving.service import SERVICE
 from jpaged.tokenizer import encode
-from tests.models import VOCAB
+from tests.models import SPECIAL, VOCAB
 from tests.serving.client import MAX_LEN, Client, build
 
 
@@ -130,11 +130,13 @@ async def test_the_openai_client(client):
 
 
 LONG = "a" * MAX_LEN
+ENDLESS = "a" * (MAX_LEN * max(map(len, SPECIAL)) + 1)  # too long even if it were made of the longest tokens
 
 
 @pytest.mark.parametrize(
     "body, status, param, words",
     [
+        ({"prompt": ENDLESS}, 400, "prompt", f"{len(ENDLESS)} characters can't be at most {MAX_LEN} tokens"),
         ({"prompt": LONG}, 400, "prompt", f"{MAX_LEN} tokens; at most {MAX_LEN - 1}"),
         ({"prompt": [0, VOCAB]}, 400, "prompt", f"token id {VOCAB} is outside the vocabulary [0, {VOCAB})"),
         ({"prompt": [-1]}, 400, "prompt", "-1"),
@@ -190,6 +192,7 @@ def test_an_empty_prompt_is_refused_even_if_a_tokenizer_would_add_to_it(prompt):
         ({"messages": [{"role": "king", "content": "Hi"}]}, "messages", "role"),
         ({"messages": [{"role": "user"}]}, "messages", "content"),
         ({"messages": [{"role": "user", "content": LONG}]}, "prompt", "at most"),
+        ({"messages": [{"role": "user", "content": ENDLESS}]}, "messages", "characters can't be"),
         ({"tools": [{}]}, "tools", "0.type: Field required"),
         (
             {"tools": [{"type": "function", "function": {"name": "a b"}}]},

@@ -4,7 +4,8 @@ import copy
 import random
 from collections.abc import Iterable
 from collections.abc import Sequence as Series
-from typing import NamedTuple, Protocol
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from tokenizers import Tokenizer
 
@@ -21,9 +22,10 @@ from jpaged.core.request import (
     SequenceResult,
 )
 from jpaged.core.scheduler import ScheduleDecision, Scheduler
-from jpaged.grammar import Compiler, Constraint, GrammarCompiler
-from jpaged.grammar_trial import Trial
 from jpaged.tokenizer import Detokenizer, bad_words
+
+if TYPE_CHECKING:
+    from jpaged.grammar import Constraint, GrammarCompiler
 
 
 class Runner(Protocol):
@@ -59,15 +61,22 @@ class Engine:
         self.scheduler = scheduler
         self.runner = runner
         self.tokenizer = tokenizer
-        self.grammars: GrammarCompiler | None = None
-        if tokenizer is not None:
-            model = tokenizer, scheduler.vocab_size, scheduler.eos_token_ids
-            self.grammars = GrammarCompiler(Compiler(*model), Trial(*model))
         self._seeds = random.Random(seed)
 
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work
+
+    @cached_property
+    def grammars(self) -> "GrammarCompiler | None":
+        """What compiles structured outputs; None without a tokenizer."""
+        if self.tokenizer is None:
+            return None
+        from jpaged.grammar import Compiler, GrammarCompiler  # loads llguidance: not for those who have no use for it
+        from jpaged.grammar_trial import Trial
+
+        model = self.tokenizer, self.scheduler.vocab_size, self.scheduler.eos_token_ids
+        return GrammarCompiler(Compiler(*model), Trial(*model))
 
     def add(
         self,
@@ -78,7 +87,7 @@ class Engine:
         prompt: str | None = None,
         priority: int = 0,
         cache_salt: str = "",
-        constraint: Constraint | None = None,
+        constraint: "Constraint | None" = None,
     ) -> Request:
         """Queues a request. Raises InvalidParameter for one that could never run.
 

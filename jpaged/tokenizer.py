@@ -6,11 +6,13 @@ import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from llguidance import LLTokenizer
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
 
 # Tokens of the prompt that a decoder sees first, so that a space at the start of the output is kept.
 CONTEXT_TOKENS = 6
@@ -106,7 +108,9 @@ class Vocabulary:
         return max(map(len, self.tokenizer.get_vocab()))
 
     @cached_property
-    def _bytes(self) -> LLTokenizer:
+    def _bytes(self) -> "LLTokenizer":
+        from llguidance import LLTokenizer  # most tokens are whole characters, and need none
+
         return LLTokenizer(self.tokenizer.to_str())
 
 

@@ -46,6 +46,8 @@ WITHOUT_JAX = [
     "jpaged", "jpaged.config", "jpaged.core.scheduler", "jpaged.engine", "jpaged.async_engine", "jpaged.serving.serve",
     "jpaged.demo", "server",
 ]  # fmt: skip
+# What constrains nothing does without llguidance, say a benchmark in an environment that has little beside jax.
+WITHOUT_LLGUIDANCE = ["jpaged.llm", "benchmarks.gpu_suite"]
 WITHOUT_NUMPY = ["jpaged", "jpaged.config", "jpaged.core.scheduler"]
 
 
@@ -129,5 +131,11 @@ def test_it_loads_without_numpy(module):
     assert not loads(module, "numpy")
 
 
+@pytest.mark.parametrize("module", WITHOUT_LLGUIDANCE)
+def test_it_loads_without_llguidance(module):
+    assert not loads(module, "llguidance")
+
+
 def test_those_tests_can_fail():
     assert loads("jpaged.llm", "jax") and loads("jpaged.runtime.batch", "numpy")
+    assert loads("jpaged.grammar", "llguidance")

@@ -1,22 +1,31 @@
 """Which tokens the samples of a step may be."""
 
 from collections.abc import Iterator
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jpaged.core.request import Sequence
 from jpaged.core.scheduler import ScheduleDecision
-from jpaged.grammar import MaskWriter
 from jpaged.runtime.sampler import Sampling
+
+if TYPE_CHECKING:
+    from jpaged.grammar import MaskWriter
 
 
 class Masks:
     """Made once the model's part of a step is under way: what is allowed needs nothing of what the device computes."""
 
     def __init__(self, vocab_size: int):
-        self._writer = MaskWriter()
         words = -(-vocab_size // 32)
         self._all = np.packbits(np.arange(32 * words) < vocab_size, bitorder="little").view(np.uint32)
+
+    @cached_property
+    def _writer(self) -> "MaskWriter":
+        from jpaged.grammar import MaskWriter  # loads llguidance: not for those who have no use for it
+
+        return MaskWriter()
 
     def apply(self, decision: ScheduleDecision, sampling: Sampling) -> Sampling:
         """The sampling with the masks of the decision's samples, or as it was if there are none."""

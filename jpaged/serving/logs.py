@@ -3,6 +3,7 @@ a full disk or a pipe that nobody reads holds no request up."""
 
 import contextlib
 import logging
+import os
 import queue
 import select
 import threading
@@ -95,3 +96,8 @@ def logging_to(stream: TextIO, access_log: str) -> Iterator[None]:
         last = threading.Thread(target=listener.stop, daemon=True)
         last.start()
         last.join(PATIENCE)
+        try:
+            stream.flush()
+        except OSError:
+            # Python would try once more at its end, and call it a failure of the program.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -118,4 +118,4 @@ def test_whatever_happens_every_request_gives_what_it_gives_alone(mode):
 def test_it_finds_a_planted_bug(bug, monkeypatch):
     BUGS[bug](monkeypatch)
     with pytest.raises((AssertionError, IndexError)):  # what is left after a bug is drained, as well as it goes
-        attack("swap", max_examples=300, phases=[Phase.generate], database=None)
+        attack("swap", max_examples=3000, phases=[Phase.generate], database=None)  # fewer do, with most seeds

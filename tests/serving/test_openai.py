@@ -767,7 +767,8 @@ async def test_the_lines_of_a_streaming_response(api):
             lines = [line async for line in response.iter_lines()]
     assert response.headers["content-type"] == "text/event-stream"
     events = [line for line in lines if line]
-    assert len(events) == 4 and all(event.startswith("data: ") for event in events) and events[-1] == "data: [DONE]"
+    assert 2 <= len(events) <= 4  # tokens that come together go together
+    assert all(event.startswith("data: ") for event in events) and events[-1] == "data: [DONE]"
 
 
 ERRORS = [

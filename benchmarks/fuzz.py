@@ -30,8 +30,8 @@ if __package__ in (None, ""):
 from benchmarks import fuzz_bytes, fuzz_described, fuzz_fields
 from benchmarks.device import CACHE, environment, open_device, prepare_environment
 from benchmarks.results import Report, heading, table
+from benchmarks.server_process import SMALL, ServerProcess
 from benchmarks.server_state import ServerState, is_healthy, read_state, wait_until_idle
-from tests.serving.processes import SMALL, ServerProcess
 
 ATTACKERS = {"described": fuzz_described.attack, "bytes": fuzz_bytes.attack, "fields": fuzz_fields.attack}
 FLAGS = (*SMALL, "--access-log", "none", "--tool-call-parser", "hermes")

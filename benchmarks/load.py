@@ -30,8 +30,8 @@ if __package__ in (None, ""):
 
 from benchmarks.device import CACHE, environment, open_device, prepare_environment
 from benchmarks.results import Report, heading, table
+from benchmarks.server_process import SMALL, ServerProcess
 from benchmarks.server_state import ServerState, read_state
-from tests.serving.processes import SMALL, ServerProcess
 
 Row = dict[str, Any]
 NAMES = ("Anna", "Ben", "Clara", "David", "Ella", "Finn", "Grace", "Henry", "Jack", "Lily")

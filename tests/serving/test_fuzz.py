@@ -12,8 +12,8 @@ import pytest
 
 from benchmarks import fuzz_bytes, fuzz_described, fuzz_fields
 from benchmarks.fuzz import FLAGS, Tally, fuzz
+from benchmarks.server_process import ServerProcess
 from jpaged.serving.openapi import description
-from tests.serving.processes import ServerProcess
 
 
 def test_no_request_breaks_it():

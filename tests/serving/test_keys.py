@@ -11,12 +11,12 @@ import time
 import pytest
 from aiohttp.test_utils import make_mocked_request
 
+from benchmarks.server_process import ServerProcess
 from jpaged.cli.main import load, parser
 from jpaged.cli.serve import API_KEY_VARIABLE, server_config
 from jpaged.serving import middleware, static
 from jpaged.serving.middleware import authorize
 from tests.serving.client import Client
-from tests.serving.processes import ServerProcess
 
 NO_HEADER = "Bearer \x7f"  # by HTTP's own rules
 KEYS = ("sesame", "other-key", "clé-🦊")

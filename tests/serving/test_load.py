@@ -23,7 +23,7 @@ from benchmarks.load import (
     until,
     vanishing,
 )
-from tests.serving.processes import SMALL, ServerProcess
+from benchmarks.server_process import SMALL, ServerProcess
 
 SCRIPTED = "tests.serving.scripted"
 

@@ -13,8 +13,8 @@ import pytest
 from pydantic import BaseModel, ConfigDict
 from tokenizers import Tokenizer
 
+from benchmarks.server_process import SMALL, ServerProcess
 from jpaged.demo import DIRECTORY
-from tests.serving.processes import SMALL, ServerProcess
 from tests.serving.scripted import FAIL, logprob, say
 
 MODEL = "demo"

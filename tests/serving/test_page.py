@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.serving.processes import ROOT, ServerProcess
+from benchmarks.server_process import ROOT, ServerProcess
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

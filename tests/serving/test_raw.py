@@ -12,11 +12,11 @@ from jinja2 import Template
 from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer
 
+from benchmarks.server_process import ServerProcess
 from jpaged.demo import DIRECTORY
 from jpaged.serving import live, static
 from jpaged.serving.app import make_app
 from tests.serving import scripted
-from tests.serving.processes import ServerProcess
 from tests.serving.scripted import FAIL, say
 
 ORIGIN = "https://chat.example.org"

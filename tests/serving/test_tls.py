@@ -11,7 +11,7 @@ import urllib.request
 import pytest
 
 import server
-from tests.serving.processes import SMALL, ServerProcess
+from benchmarks.server_process import SMALL, ServerProcess
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made with openssl")
 

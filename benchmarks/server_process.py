@@ -14,7 +14,7 @@ from typing import Self
 
 from prometheus_client.parser import text_string_to_metric_families
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 # Few shapes to compile, so that it starts in seconds; enough blocks for sixteen sequences.
 SMALL = ("--max-num-seqs", "16", "--max-num-batched-tokens", "32", "--max-model-len", "512",
          "--num-gpu-blocks-override", "512")  # fmt: skip

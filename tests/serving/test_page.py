@@ -181,7 +181,7 @@ def test_an_answer_streams_and_the_conversation_goes_on(browser, server):
         assert "jpaged" in answer
         assert visit.see("window.lengths.size") > 3, "it came at once"
         (number,) = visit.text(".answer .tag")
-        visit.until(f"document.querySelector('#events li').textContent.startsWith('end {number} ended after')")
+        visit.until(f"document.querySelector('#events li')?.textContent.startsWith('end {number} ended after')")
         visit.say("Tell me a story about a fox.")
         visit.done()
         roles = [message["role"] for message in json.loads(bodies[1])["messages"]]
@@ -251,7 +251,7 @@ def test_stop_ends_the_request_itself(browser, server):
         visit.live().answer_at_length()
         visit.say("Tell me a story about a dragon.")
         visit.until("window.jpaged.pool.facts.running === 1")
-        visit.until("document.querySelector('.answer .text').textContent.length > 20")
+        visit.until("document.querySelector('.answer .text')?.textContent.length > 20")
         visit.page.click("#stop")
         visit.done()
         visit.until("window.jpaged.pool.facts.running === 0", 3)

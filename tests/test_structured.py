@@ -202,6 +202,13 @@ def test_what_can_be_asked_for():
             StructuredOutputsParams(**wanted)
     with pytest.raises(InvalidParameter, match="choice must be texts"):
         StructuredOutputsParams(choice=[])
+    for wanted, words in (
+        ({"regex": "a", "disable_any_whitespace": True}, "disable_any_whitespace has no meaning for regex"),
+        ({"choice": ["a"], "whitespace_pattern": " "}, "whitespace_pattern has no meaning for choice"),
+        ({"json_object": True, "whitespace_pattern": " ", "disable_any_whitespace": True}, "contradicts"),
+    ):
+        with pytest.raises(InvalidParameter, match=words):
+            StructuredOutputsParams(**wanted)
     regex = StructuredOutputsParams(regex="a")
     for name, value in (("allowed_token_ids", [1]), ("bad_words", ["a"]), ("ignore_eos", True)):
         with pytest.raises(InvalidParameter, match=f"{name}: can't be combined"):

@@ -89,6 +89,11 @@ class StructuredOutputsParams:
             raise InvalidParameter("structured_outputs", f"must have one of {', '.join(kinds)}, not {told}")
         if self.choice is not None and not (self.choice and all(isinstance(text, str) for text in self.choice)):
             raise InvalidParameter("structured_outputs", f"choice must be texts, not {shown(self.choice)}")
+        spacing = [name for name in ("disable_any_whitespace", "whitespace_pattern") if getattr(self, name)]
+        if spacing and given[0] not in ("json", "json_object"):
+            raise InvalidParameter("structured_outputs", f"{spacing[0]} has no meaning for {given[0]}, only for JSON")
+        if len(spacing) > 1:
+            raise InvalidParameter("structured_outputs", f"{spacing[1]} contradicts {spacing[0]}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -374,6 +374,8 @@ class ChatRequest(GenerationRequest, Conversation):
         names = [tool.function.name for tool in tools]
         if repeated := {name for name in names if names.count(name) > 1}:
             raise ApiError(400, f"tools: {min(repeated)!r} is there more than once", "tools")
+        if self.parallel_tool_calls is not None and not tools:
+            raise ApiError(400, "parallel_tool_calls: only allowed with tools", "parallel_tool_calls")
         if self.tool_choice == "none":
             return []
         if isinstance(self.tool_choice, NamedToolChoice):

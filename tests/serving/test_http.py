@@ -199,6 +199,7 @@ def test_an_empty_prompt_is_refused_even_if_a_tokenizer_would_add_to_it(prompt):
             "tools",
             "0.function.name: String should match",
         ),
+        ({"parallel_tool_calls": True}, "parallel_tool_calls", "only allowed with tools"),
         ({"response_format": {"type": "xml"}}, "response_format", "'json_object'"),
         ({"max_tokens": 4, "max_completion_tokens": 5}, "max_completion_tokens", "differs from max_tokens"),
     ],

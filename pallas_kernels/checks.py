@@ -62,7 +62,7 @@ def check_write(k_pool, v_pool, k_tkh, v_tkh, slot_mapping_t, cos_t, sin_t, k_sc
 
 def check_attention(
     q, k_pool, v_pool, block_tables_sw, context_lens_s, cu_q_lens_s1=None, *,
-    soft_cap=None, window=None, k_scale_k=None, v_scale_k=None,
+    soft_cap=None, window=None, k_scale_k=None, v_scale_k=None, decode_s=None,
 ) -> tuple[int, int, int, int]:  # fmt: skip
     """Checks the arguments of the attention ops (`cu_q_lens_s1` None: decode); returns S, N, H, K."""
     _, k, b, pool_h = check_pools(k_pool, v_pool)
@@ -80,6 +80,8 @@ def check_attention(
     check_array("context_lens_s", context_lens_s, (s,), jnp.int32)
     if cu_q_lens_s1 is not None:
         check_array("cu_q_lens_s1", cu_q_lens_s1, (s + 1,), jnp.int32)
+        if decode_s is not None:
+            check_array("decode_s", decode_s, (s,), jnp.bool_)
     elif rows != s:
         raise ValueError(f"q has {rows} rows, expected one for each of the {s} rows of block_tables_sw")
     if s == 0 or w == 0 or rows == 0:

@@ -1,23 +1,54 @@
-"""How the rows of a ragged batch are cut into tiles, for kernels whose grid is fixed before the batch is known."""
+"""The query tiles of a ragged batch, for kernels whose grid is fixed before the batch is known."""
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 
-def query_tiles(cu_q_lens_s1: jax.Array, num_rows: int, tile_q: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Cuts rows into tiles of at most `tile_q` rows of one sequence; the rows after the last sequence are sequence S.
+class QueryTiles(NamedTuple):
+    """Tiles of rows of one sequence each. Sequence S owns the rows after the last sequence.
 
-    Returns the row ends [S + 1], and for every tile its sequence (-1 = no tile) and first row. There are as many tiles
-    as the worst batch needs: that with all its rows but one per sequence in a single sequence. Nothing here depends on
+    Attributes:
+        first_row_s1, row_end_s1: [S + 1] int32: the rows of each sequence.
+        seq_i: [I] int32: sequence of a tile, -1 = no tile.
+        row_i: [I] int32: first row of a tile, which may lie up to `align - 1` rows before the sequence's own.
+    """
+
+    first_row_s1: jax.Array
+    row_end_s1: jax.Array
+    seq_i: jax.Array
+    row_i: jax.Array
+
+
+def query_tiles(
+    cu_q_lens_s1: jax.Array, decode_s: jax.Array, *, num_rows: int, tile_q: int, align: int = 1
+) -> QueryTiles:
+    """Cut rows into tiles of at most `tile_q` rows that start at multiples of `align`, which divides `tile_q`.
+
+    Sequences of `decode_s` have no tiles. I is the number of tiles that the worst batch needs. Nothing here depends on
     the layer: XLA computes it once for all of a step.
     """
     row_end_s1 = jnp.append(cu_q_lens_s1[1:], jnp.int32(num_rows))
-    tiles_s1 = (row_end_s1 - cu_q_lens_s1 + tile_q - 1) // tile_q
+    start_s1 = cu_q_lens_s1 // align * align
+    tiles_s1 = jnp.where(row_end_s1 > cu_q_lens_s1, (row_end_s1 - start_s1 + tile_q - 1) // tile_q, 0)
+    tiles_s1 = jnp.where(jnp.append(decode_s, False), 0, tiles_s1)
     tile_end_s1 = jnp.cumsum(tiles_s1, dtype=jnp.int32)
     sequences = min(cu_q_lens_s1.shape[0], num_rows)
-    i = jnp.arange((num_rows - sequences) // tile_q + sequences, dtype=jnp.int32)
+    num_tiles = (num_rows + sequences * (align - 2)) // tile_q + sequences
+    i = jnp.arange(num_tiles, dtype=jnp.int32)
     seq_i = jnp.sum(i[:, None] >= tile_end_s1, axis=1, dtype=jnp.int32)
     live_i = i < tile_end_s1[-1]
     seq_i = jnp.where(live_i, seq_i, 0)
-    row_i = cu_q_lens_s1[seq_i] + (i - (tile_end_s1 - tiles_s1)[seq_i]) * tile_q
-    return row_end_s1, jnp.where(live_i, seq_i, -1), row_i
+    row_i = start_s1[seq_i] + (i - (tile_end_s1 - tiles_s1)[seq_i]) * tile_q
+    return QueryTiles(cu_q_lens_s1, row_end_s1, jnp.where(live_i, seq_i, -1), row_i)
+
+
+def decode_rows(cu_q_lens_s1: jax.Array, decode_s: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Return which sequences take the decode path, [S] bool, and the row of each, -1 = none, [S] int32.
+
+    `decode_s` None: all sequences of one row.
+    """
+    one_s = cu_q_lens_s1[1:] - cu_q_lens_s1[:-1] == 1
+    decode_s = one_s if decode_s is None else one_s & decode_s
+    return decode_s, jnp.where(decode_s, cu_q_lens_s1[:-1], -1)

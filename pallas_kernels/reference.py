@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.checks import FP8, FP8_MAX, check_attention, check_copy, check_write
+from pallas_kernels.query_tiles import decode_rows
 
 TILE_Q = 16  # query rows attended at once
 TILE_KV = 128  # keys gathered at once: small enough to stay in a core's cache
@@ -135,26 +136,30 @@ def ragged_paged_attention(
     window: int | None = None,
     k_scale_k: jax.Array | None = None,
     v_scale_k: jax.Array | None = None,
+    decode_s: jax.Array | None = None,
     return_lse: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Causal attention of a mixed batch: chunks of prompts and single decode tokens, one after another in q.
+    """Compute causal attention of a mixed batch: chunks of prompts and single decode tokens, one after another in q.
 
     Args:
         q_tnh: [T, N, H]; sequence s owns rows `cu_q_lens[s]:cu_q_lens[s + 1]`, the last of its context. Row i of r has
             position `context_lens[s] - r + i` and sees the keys up to its own.
         k_pool, v_pool, block_tables_sw, context_lens_s, scale: as in `paged_decode_attention`.
         cu_q_lens_s1: [S + 1] int32, from 0 to at most T, non-decreasing. A padding sequence has no rows.
+        decode_s: [S] bool: the sequences of one row whose result is that of `paged_decode_attention`, to the bit; None:
+            all sequences of one row. The row of any other sequence has the bits that it would have in a longer chunk.
 
     Returns [T, N, H], with `return_lse` also [T, N] float32; rows that no sequence owns are 0.
     """
     check_attention(
         q_tnh, k_pool, v_pool, block_tables_sw, context_lens_s, cu_q_lens_s1,
-        soft_cap=soft_cap, window=window, k_scale_k=k_scale_k, v_scale_k=v_scale_k,
+        soft_cap=soft_cap, window=window, k_scale_k=k_scale_k, v_scale_k=v_scale_k, decode_s=decode_s,
     )  # fmt: skip
     attend = partial(
         _attend, k_pool=k_pool, v_pool=v_pool, scale=scale, soft_cap=soft_cap, window=window,
         k_scale_k=k_scale_k, v_scale_k=v_scale_k,
     )  # fmt: skip
+    decode_s, _ = decode_rows(cu_q_lens_s1, decode_s)
 
     def sequence(s, out):
         first, last, length = cu_q_lens_s1[s], cu_q_lens_s1[s + 1], context_lens_s[s]
@@ -169,7 +174,14 @@ def ragged_paged_attention(
             # Rows past the sequence get zeros here and their own result from the next sequence's tiles.
             return _update(out, some, row)
 
-        return lax.fori_loop(0, (last - first + TILE_Q - 1) // TILE_Q, tile, out)
+        def one_row(_, out):
+            q = lax.dynamic_slice_in_dim(q_padded, first, 1)
+            one = attend(q, length[None] - 1, block_table_w=block_tables_sw[s], num_keys=length)
+            return _update(out, one, first)
+
+        decode = decode_s[s].astype(jnp.int32)
+        out = lax.fori_loop(0, decode, one_row, out)
+        return lax.fori_loop(0, (1 - decode) * ((last - first + TILE_Q - 1) // TILE_Q), tile, out)
 
     q_padded = jnp.pad(q_tnh, ((0, TILE_Q), (0, 0), (0, 0)))  # a last tile may hang over
     out = lax.fori_loop(0, context_lens_s.shape[0], sequence, _empty(q_padded))

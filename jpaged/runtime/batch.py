@@ -28,12 +28,13 @@ class Batch(NamedTuple):
     block_tables: Array  # [S, W] int32, 0 past a sequence's blocks
     context_lens: Array  # [S] int32, this step's tokens included
     cu_q_lens: Array  # [S + 1] int32, first row of each sequence
+    decodes: Array  # [S] bool: its one row follows a sampled token, and is attended as in a decode step
     sampled_from: Array  # [S] int32, the row of tokens after which sample s comes
     sampling: Sampling  # of S samples, in the order of the sequences; several of one that forks
 
 
 class Bucket(NamedTuple):
-    """The shape of a step. `decode`: one token per sequence, row s is sequence s."""
+    """The shape of a step. `decode`: one token per sequence, which follows a sampled one; row s is sequence s."""
 
     num_tokens: int
     num_seqs: int
@@ -80,6 +81,7 @@ def empty_batch(bucket: Bucket, table_width: int, vocab_size: int) -> Batch:
         block_tables=np.zeros((s, table_width), np.int32),
         context_lens=np.zeros(s, np.int32),
         cu_q_lens=np.zeros(s + 1, np.int32),
+        decodes=np.zeros(s, bool),
         sampled_from=np.zeros(s, np.int32),
         sampling=empty_sampling(s, vocab_size),
     )
@@ -106,7 +108,11 @@ def make_batch(
         branches = sequence.num_samples(count)
         samples += [(sequence, branch) for branch in range(branches)]
         sampled_from += [len(tokens) - 1] * branches
-    decode = len(tokens) == len(scheduled) and max(targets, default=-1) < 0
+    # A prompt's token never takes the decode path, also if it is the only one of its chunk: the chunk depends on the
+    # other requests, and its bits must not.
+    decodes = [count == 1 and sequence.num_computed_tokens >= sequence.num_prompt_tokens
+               for sequence, count in scheduled.items()]  # fmt: skip
+    decode = all(decodes)
     bucket = buckets.fit(len(tokens), max(len(scheduled), len(samples)), decode)
     batch = empty_batch(bucket, table_width, vocab_size)
     batch.tokens[: len(tokens)] = tokens
@@ -116,6 +122,7 @@ def make_batch(
     batch.sampled_from[: len(samples)] = sampled_from
     batch.cu_q_lens[1 : len(scheduled) + 1] = list(itertools.accumulate(scheduled.values()))
     batch.cu_q_lens[len(scheduled) + 1 :] = len(tokens)
+    batch.decodes[: len(scheduled)] = decodes
     for s, (sequence, count) in enumerate(scheduled.items()):
         batch.context_lens[s] = sequence.num_computed_tokens + count
         batch.block_tables[s, : len(sequence.table.block_ids)] = sequence.table.block_ids

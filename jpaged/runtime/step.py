@@ -30,7 +30,9 @@ def forward(
         tables, lens = batch.block_tables, batch.context_lens
         if decode:
             return kernels.paged_decode_attention(q_tnh, k, v, tables, lens, scale=scale)
-        return kernels.ragged_paged_attention(q_tnh, k, v, tables, lens, batch.cu_q_lens, scale=scale)
+        return kernels.ragged_paged_attention(
+            q_tnh, k, v, tables, lens, batch.cu_q_lens, scale=scale, decode_s=batch.decodes
+        )
 
     return model(batch.tokens, batch.positions, attend), pool
 

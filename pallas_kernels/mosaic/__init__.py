@@ -1,17 +1,15 @@
 """The paged ops as Mosaic GPU kernels, for Hopper (sm_90a): TMA copies, wgmma, warp specialisation.
 
-Same signatures as `pallas_kernels.reference`, which defines what they compute.
+Same signatures as `pallas_kernels.reference`, which defines their results.
 """
 
 from pallas_kernels.mosaic.copy import copy_blocks
-from pallas_kernels.mosaic.decode import contiguous_decode_attention, paged_decode_attention
+from pallas_kernels.mosaic.decode import paged_decode_attention
 from pallas_kernels.mosaic.kv_write import write_kv
-from pallas_kernels.mosaic.ragged import contiguous_ragged_attention, ragged_paged_attention
+from pallas_kernels.mosaic.ragged import ragged_paged_attention
 from pallas_kernels.mosaic.support import unsupported
 
 __all__ = [
-    "contiguous_decode_attention",
-    "contiguous_ragged_attention",
     "copy_blocks",
     "paged_decode_attention",
     "ragged_paged_attention",

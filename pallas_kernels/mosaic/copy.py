@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.checks import FP8, check_copy
-from pallas_kernels.mosaic.support import check_supported
+from pallas_kernels.mosaic.support import check_grid, check_supported
 
 
 def _kernel(
@@ -35,11 +35,12 @@ def _launch(source: Any, from_c: jax.Array, to_c: jax.Array, *, into: Any = None
     """Copies blocks of `source` into the ref `into`, or, without one, into a new array [C, K, B, H]."""
     _, k, b, h = source.shape
     (c,) = to_c.shape
+    check_grid("copy_blocks", (k, c))
     kernel = plgpu.kernel(
         _kernel,
         out_type=jax.ShapeDtypeStruct((c, k, b, h), source.dtype) if into is None else (),
-        grid=(c, k),
-        grid_names=("c", "k"),
+        grid=(k, c),
+        grid_names=("k", "c"),
         scratch_types=[plgpu.SMEM((b, h), source.dtype), plgpu.Barrier()],
         kernel_name="copy_blocks",
     )

@@ -1,18 +1,20 @@
-"""Ragged paged attention: chunks of prompts and single decode tokens in one launch (Mosaic GPU, Hopper).
+"""Ragged paged attention: chunks of prompts beside decode rows (Mosaic GPU, Hopper).
 
-The packed query rows are cut into tiles that each belong to one sequence. A thread block takes one tile and one KV
-head: one warpgroup copies KV blocks into a ring, each of the others computes 64 wgmma rows, which are tokens x query
-heads of that KV head. While the tensor cores multiply one tile's weights with V and the next tile's K with Q, the
-softmax of that next tile waits for the second product alone (FlashAttention-3, arXiv 2407.08608, section 3.2); weights
-never leave the registers. Rows that no sequence owns are tiles of a sequence without keys, and so come out as 0. KV
-tiles start at multiples of the tile in a sequence, so a row's output depends neither on its neighbours nor on how its
-prompt was cut into chunks, bit for bit.
+Sequences with one decode row take the kernels of `decode.py`, so their bits are those of a decode step. The rows of all
+others are cut into tiles of one sequence each. A thread block takes one tile and one KV head: one warpgroup copies KV
+blocks into a ring, each of the others computes 64 wgmma rows, which are tokens x query heads of that KV head. While the
+tensor cores multiply the weights of one tile with V and Q with the K of the next, the softmax of the next tile waits for
+the second product alone (FlashAttention-3, arXiv 2407.08608, section 3.2); weights never leave the registers. Rows that
+no sequence owns are tiles of a sequence without keys, and so come out as 0. KV tiles start at multiples of the tile in a
+sequence, so a row's output depends neither on its neighbours nor on the chunks of its prompt, bit for bit.
 
-Axis letters besides the package's: I query tiles, J compute warpgroups, R = 64 rows of one warpgroup, X output columns
-of one thread block (H, or a part of it).
+Axis letters besides the package's: I query tiles, J compute warpgroups, R = 64 rows of one warpgroup, Y tokens x G rows
+of one KV head, X output columns of one thread block (H, or a part of it).
 """
 
 import functools
+import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,209 +24,234 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import tuning
 from pallas_kernels.checks import FP8, check_attention
+from pallas_kernels.mosaic.decode import attend_rows
 from pallas_kernels.mosaic.ring import WGMMA_ROWS, KVRing
-from pallas_kernels.mosaic.softmax import NEG, natural_lse, scores, softmax_state
-from pallas_kernels.mosaic.support import check_supported
-from pallas_kernels.query_tiles import query_tiles
+from pallas_kernels.mosaic.softmax import NEG, capped, exponent_factor, natural_lse, product, softmax_state
+from pallas_kernels.mosaic.support import check_grid, check_supported
+from pallas_kernels.query_tiles import QueryTiles, decode_rows, query_tiles
 from pallas_kernels.reference import pad_head_dim
 
 MAX_COLUMNS = 128  # of the output, for one thread block: accumulators of 256 don't fit the registers
+TMA_ROWS = 8  # a box of swizzled shared memory starts at a multiple of so many rows
 
 
 def _kernel(
-    q_ikjrh_ref,  # [I, K, J, R, H]
+    q_kyh_ref,  # [K, Y, H]
     k_pool_ref,  # [P, K, B, H]
     v_pool_ref,  # [P, K, B, H]
     k_scale_k_ref,  # [K] fp32: on q·k
     v_scale_k_ref,  # [K] fp32: on the output
     table_sw_ref,  # [S, W]
     context_s1_ref,  # [S + 1]: the last sequence owns the padding rows and has no context
-    row_end_s1_ref,  # [S + 1]: past the last query row of each sequence
+    first_row_s1_ref,  # [S + 1]
+    row_end_s1_ref,  # [S + 1]
     tile_seq_i_ref,  # [I]: the sequence of a tile, -1 = none
-    tile_row_i_ref,  # [I]: its first query row
+    tile_row_i_ref,  # [I]: its first row
     o_tnh_ref,  # [T, N, H]
     lse_ikjr_ref,  # [I, K, J, R] fp32, natural
+    *,
     q_smem,  # [J, R, H]
     o_smem,  # [J, R, X]
     lse_smem,  # [J, R] fp32
     q_full,  # barrier
-    *ring_refs,
-    group: int,
+    ring: KVRing,
     soft_cap: float | None,
     window: int | None,
     registers: tuple[int, int] | None,
-    contiguous: bool,
 ):
+    num_tiles, num_kv_heads, columns = tile_seq_i_ref.shape[0], k_pool_ref.shape[1], o_smem.shape[2]
+    chunks = o_tnh_ref.shape[2] // columns
+    at = lax.axis_index("c")
     # The last tiles of a sequence have the most keys, so they start first.
-    i, head = tile_seq_i_ref.shape[0] - 1 - lax.axis_index("i"), lax.axis_index("k")
-    columns = o_smem.shape[2]
-    column = pl.multiple_of(lax.axis_index("x") * columns, columns)
+    i, head = num_tiles - 1 - lax.div(at, num_kv_heads * chunks), lax.rem(lax.div(at, chunks), num_kv_heads)
+    column = pl.multiple_of(lax.rem(at, chunks) * columns, columns)
     warpgroup = lax.axis_index("wg")
-    ring = KVRing(*ring_refs)
     stages, tile, _ = ring.k.shape
     warpgroups, rows, _ = q_smem.shape
-    tokens = rows // group
+    group = o_tnh_ref.shape[1] // num_kv_heads
+    tokens = tokens_per_warpgroup(group)
     layout = plgpu.Layout.WGMMA
     seq = tile_seq_i_ref[i]
 
     def extent():
-        """First row of this tile, its position in the sequence, rows it owns, keys from the first seen to the last."""
-        row, row_end = tile_row_i_ref[i], row_end_s1_ref[seq]
-        count = jnp.minimum(row_end - row, warpgroups * tokens)
-        position = context_s1_ref[seq] - row_end + row
-        end = jnp.maximum(position + count, 0)
-        start = jnp.int32(0) if window is None else jnp.clip(position - window + 1, 0, end) // tile * tile
-        return row, position, count, start, end
+        """Return the owned rows [first, end), the position of the first one, and the keys from first to last seen."""
+        first = jnp.maximum(tile_row_i_ref[i], first_row_s1_ref[seq])
+        row_end = row_end_s1_ref[seq]
+        end = jnp.minimum(row_end, tile_row_i_ref[i] + warpgroups * tokens)
+        position = context_s1_ref[seq] - row_end + first
+        key_end = jnp.maximum(position + end - first, 0)
+        key_start = jnp.int32(0) if window is None else jnp.clip(position - window + 1, 0, key_end) // tile * tile
+        return first, end, position, key_start, key_end
+
+    def own_rows(wg):
+        """Return a warpgroup's rows [first, end), and the row of `q_smem` of its first token."""
+        first, end, *_ = extent()
+        start = tile_row_i_ref[i] + wg * tokens
+        first, end = jnp.maximum(first, start), jnp.minimum(end, start + tokens)
+        return first, end, lax.rem(start * group, TMA_ROWS), start
 
     def by_row(x_r, width):
         return lax.broadcast_in_dim(x_r, (rows, width), [0])
 
-    def attend(start, end, position, count):
-        """Leaves this warpgroup's output and log-sum-exp in shared memory; there is at least one tile of keys."""
-        tiles = pl.cdiv(end - start, tile)
+    def softmax(x_rt, last_key_r, max_r, sum_r):
+        """Return the weights of a tile, the factor by which older ones shrink, and the new maximum and sum.
+
+        `last_key_r`: the last key of the tile that each row sees; None: all rows see all keys.
+        """
         scale = k_scale_k_ref[head]
+        factor = exponent_factor(scale, soft_cap)
+        x_rt = capped(x_rt, scale, soft_cap)
+        if last_key_r is not None:
+            key_t = plgpu.broadcasted_iota(jnp.int32, (tile,), 0, layout=layout.reduce(0))
+            key_rt = lax.broadcast_in_dim(key_t, (rows, tile), [1])
+            seen_rt = key_rt <= by_row(last_key_r, tile)
+            if window is not None:
+                seen_rt &= key_rt > by_row(last_key_r - window, tile)
+            x_rt = jnp.where(seen_rt, x_rt, NEG)
+        new_max_r = jnp.maximum(max_r, x_rt.max(axis=1))
+        alpha_r = jnp.exp2((max_r - new_max_r) * factor)
+        # A row that has seen no key yet has weights of 0, not exp2 of a rounding error of NEG.
+        shift_r = jnp.where(new_max_r == NEG, 0.0, new_max_r * factor)
+        p_rt = jnp.exp2(x_rt * factor - by_row(shift_r, tile))
+        return p_rt, alpha_r, new_max_r, sum_r * alpha_r + p_rt.sum(axis=1)
+
+    def attend(start, end, position, count):
+        """Leave this warpgroup's output and log-sum-exp in shared memory; there is at least one tile of keys."""
+        tiles = pl.cdiv(end - start, tile)
         # Tiles that every row of the thread block sees whole need no mask: those from `whole` to `part`.
         part = jnp.clip(lax.div(position + 1 - start, tile), 1, tiles)
         whole = jnp.int32(1)
         if window is not None:
             whole = jnp.clip(pl.cdiv(position + count - window - start, tile), 1, part)
-        position = position + warpgroup * tokens
 
-        def masked(x_rt, t):
-            token_r = lax.rem(plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=layout.reduce(1)), tokens)
-            last_r = token_r + (position - start - t * tile)
-            key_t = plgpu.broadcasted_iota(jnp.int32, (tile,), 0, layout=layout.reduce(0))
-            key_rt = lax.broadcast_in_dim(key_t, (rows, tile), [1])
-            seen_rt = key_rt <= by_row(last_r, tile)
-            if window is not None:
-                seen_rt &= key_rt > by_row(last_r - window, tile)
-            return jnp.where(seen_rt, x_rt, NEG)
+        def last_key(t):
+            """Return the last key of tile t, counted within it, that each row sees."""
+            _, _, lead, row = own_rows(warpgroup)
+            first_token = context_s1_ref[seq] - row_end_s1_ref[seq] + row - start - t * tile
+            r = plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=layout.reduce(1))
+            return lax.div(r - lead + TMA_ROWS * group, group) + (first_token - TMA_ROWS)
 
-        def softmax(x_rt, t, max_r, sum_r, mask):
-            """Weights of a tile, by how much older ones shrink, and the new maximum and sum."""
-            x_rt = scores(x_rt, scale, soft_cap)
-            if mask:
-                x_rt = masked(x_rt, t)
-            new_max_r = jnp.maximum(max_r, x_rt.max(axis=1))
-            alpha_r = jnp.exp2(max_r - new_max_r)
-            p_rt = jnp.exp2(x_rt - by_row(new_max_r, tile))
-            return p_rt, alpha_r, new_max_r, sum_r * alpha_r + p_rt.sum(axis=1)
-
-        def product(x_acc, t):
-            """Starts Q K^T of a tile."""
-            stage = lax.rem(t, stages)
-            plgpu.barrier_wait(ring.k_full.at[stage])
-            plgpu.wgmma(x_acc, q_smem.at[warpgroup], ring.k.at[stage].T)
-
-        def weighted(o_acc, p_rt, t):
-            """Starts P V of a tile."""
-            stage = lax.rem(t, stages)
-            plgpu.barrier_wait(ring.v_full.at[stage])
-            plgpu.wgmma(o_acc, p_rt, ring.v.at[stage])
-
-        def step(mask, t, carry):
+        def step(masked, t, carry):
+            # The order of waits: S of tile t; then the softmax, beside O += P V of tile t - 1; then K of tile t + 1;
+            # then P V. The wait for K is the edge of a basic block, over which ptxas moves no wait: without it the wait
+            # for P V comes before the softmax and nothing overlaps.
+            # Cycles, at head dim 128 and a tile of 128 keys: the two products of a warpgroup take 2 x 512, those of
+            # both 2,048 a tile; the softmax of a warpgroup issues about 600 instructions a warp, on a quarter of the SM
+            # each.
             acc_rx, max_r, sum_r, p_rt = carry
+            stage, older = lax.rem(t, stages), lax.rem(t - 1, stages)
 
             def overlapped(o_acc, x_acc):
-                product(x_acc, t)
-                weighted(o_acc, p_rt, t - 1)
+                o_acc[...] = acc_rx
+                plgpu.wgmma(x_acc, q_smem.at[warpgroup], ring.k.at[stage].T)
+                plgpu.barrier_wait(ring.v_full.at[older])
+                plgpu.wgmma(o_acc, p_rt, ring.v.at[older])
                 x_rt = plgpu.wgmma_accumulator_load(x_acc, wait_n=1)
-                plgpu.barrier_arrive(ring.k_free.at[lax.rem(t, stages)])
-                return softmax(x_rt, t, max_r, sum_r, mask), o_acc[...]
+                plgpu.barrier_arrive(ring.k_free.at[stage])
+                state = softmax(x_rt, last_key(t) if masked else None, max_r, sum_r)
+                pl.when(t + 1 < tiles)(lambda: plgpu.barrier_wait(ring.k_full.at[lax.rem(t + 1, stages)]))
+                return state, o_acc[...]
 
-            def started(o_acc):
-                return pl.run_scoped(functools.partial(overlapped, o_acc), plgpu.ACC((rows, tile), jnp.float32))
-
-            (new_p_rt, alpha_r, new_max_r, new_sum_r), acc_rx = _accumulate(started, acc_rx)
-            plgpu.barrier_arrive(ring.v_free.at[lax.rem(t - 1, stages)])
+            accumulators = plgpu.ACC((rows, columns), jnp.float32), plgpu.ACC((rows, tile), jnp.float32)
+            (new_p_rt, alpha_r, new_max_r, new_sum_r), o_rx = pl.run_scoped(overlapped, *accumulators)
+            plgpu.barrier_arrive(ring.v_free.at[older])
             # The old weights are an operand until here: to narrow the new ones any sooner would stall the tensor cores.
-            new_p_rt, acc_rx = lax.optimization_barrier((new_p_rt, acc_rx))
-            return acc_rx * by_row(alpha_r, columns), new_max_r, new_sum_r, new_p_rt.astype(q_smem.dtype)
+            new_p_rt, o_rx = lax.optimization_barrier((new_p_rt, o_rx))
+            return o_rx * by_row(alpha_r, columns), new_max_r, new_sum_r, new_p_rt.astype(q_smem.dtype)
 
-        def first(x_acc):
-            product(x_acc, jnp.int32(0))
-            return x_acc[...]
+        def last(o_acc):
+            o_acc[...] = acc_rx
+            plgpu.wgmma(o_acc, p_rt, ring.v.at[lax.rem(tiles - 1, stages)])
+            return o_acc[...]
 
         acc_rx, max_r, sum_r = softmax_state(rows, columns, softmax_axis=1)
-        x_rt = pl.run_scoped(first, plgpu.ACC((rows, tile), jnp.float32))
+        plgpu.barrier_wait(ring.k_full.at[0])
+        x_rt = product(q_smem.at[warpgroup], ring.k.at[0].T, rows, tile)
         plgpu.barrier_arrive(ring.k_free.at[0])
-        p_rt, _, max_r, sum_r = softmax(x_rt, jnp.int32(0), max_r, sum_r, True)
+        p_rt, _, max_r, sum_r = softmax(x_rt, last_key(jnp.int32(0)), max_r, sum_r)
+        pl.when(tiles > 1)(lambda: plgpu.barrier_wait(ring.k_full.at[1 % stages]))
         carry = (acc_rx, max_r, sum_r, p_rt.astype(q_smem.dtype))
         if window is not None:
             carry = lax.fori_loop(1, whole, functools.partial(step, True), carry)
         carry = lax.fori_loop(whole, part, functools.partial(step, False), carry)
         acc_rx, max_r, sum_r, p_rt = lax.fori_loop(part, tiles, functools.partial(step, True), carry)
-
-        def last(o_acc):
-            weighted(o_acc, p_rt, tiles - 1)
-            return None, o_acc[...]
-
-        _, acc_rx = _accumulate(last, acc_rx)
+        plgpu.barrier_wait(ring.v_full.at[lax.rem(tiles - 1, stages)])
+        acc_rx = pl.run_scoped(last, plgpu.ACC((rows, columns), jnp.float32))
         plgpu.barrier_arrive(ring.v_free.at[lax.rem(tiles - 1, stages)])
-        # A row past those owned, or past all keys, may have seen nothing but masks: it is not stored.
+        # Rows that this warpgroup doesn't own may have seen nothing but masks: they are not stored.
         o_smem[warpgroup] = (acc_rx * by_row(v_scale_k_ref[head] / sum_r, columns)).astype(o_smem.dtype)
-        lse_smem[warpgroup] = natural_lse(max_r, sum_r)
+        lse_smem[warpgroup] = natural_lse(max_r * exponent_factor(k_scale_k_ref[head], soft_cap), sum_r)
+
+    def pass_by(start, end):
+        """Free every tile: this warpgroup owns no row."""
+
+        @pl.loop(0, pl.cdiv(end - start, tile))
+        def free(t):
+            stage = lax.rem(t, stages)
+            plgpu.barrier_wait(ring.k_full.at[stage])
+            plgpu.barrier_arrive(ring.k_free.at[stage])
+            plgpu.barrier_wait(ring.v_full.at[stage])
+            plgpu.barrier_arrive(ring.v_free.at[stage])
 
     @pl.when((seq >= 0) & (warpgroup < warpgroups))
     def compute():
         if registers:
             plgpu.set_max_registers(registers[0], action="increase")
-        _, position, count, start, end = extent()
+        first, end, position, key_start, key_end = extent()
+        own_first, own_end, _, _ = own_rows(warpgroup)
+        owns = own_first < own_end
         plgpu.barrier_wait(q_full)
-        pl.when(end > 0)(lambda: attend(start, end, position, count))
+        pl.when(owns & (key_end > 0))(lambda: attend(key_start, key_end, position, end - first))
+        pl.when(jnp.logical_not(owns))(lambda: pass_by(key_start, key_end))
 
-        @pl.when(end == 0)
+        @pl.when(key_end == 0)
         def nothing():
             o_rx, _, total_r = softmax_state(rows, columns, softmax_axis=1)
             o_smem[warpgroup] = o_rx.astype(o_smem.dtype)
             lse_smem[warpgroup] = total_r - jnp.inf
 
         plgpu.commit_smem()
+        own_first, own_end, lead, start = own_rows(warpgroup)  # read again: registers are short in the loops
 
-        @pl.when(lax.axis_index("x") == 0)
+        @pl.loop(own_first, own_end)
+        def store_token(row):
+            source = o_smem.at[warpgroup, pl.ds(lead + (row - start) * group, group)]
+            plgpu.copy_smem_to_gmem(source, o_tnh_ref.at[row, pl.ds(head * group, group), pl.ds(column, columns)])
+
+        @pl.when(owns & (column == 0))
         def store_lse():
             plgpu.copy_smem_to_gmem(lse_smem.at[warpgroup], lse_ikjr_ref.at[i, head, warpgroup])
 
-        row, _, count, _, _ = extent()  # read again: registers are short in the loops
-        row, count = row + warpgroup * tokens, jnp.clip(count - warpgroup * tokens, 0, tokens)
-
-        def store(at, size):
-            @pl.loop(0, group)
-            def store_head(g):
-                source = o_smem.at[warpgroup, pl.ds(g * tokens + at, size)]
-                target = o_tnh_ref.at[pl.ds(row + at, size), head * group + g, pl.ds(column, columns)]
-                plgpu.copy_smem_to_gmem(source, target)
-
-        for bit in reversed(range(tokens.bit_length())):  # owned rows as power-of-two boxes: no other row is written
-            at = (count >> (bit + 1)) << (bit + 1)
-            pl.when((count >> bit) & 1 == 1)(functools.partial(store, at, 1 << bit))
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when((seq >= 0) & (warpgroup == warpgroups))
     def copy():
         if registers:
             plgpu.set_max_registers(registers[1], action="decrease")
-        _, _, _, start, end = extent()
-        for j in range(warpgroups):  # one box each: TMA takes five dimensions, shared memory's tiling included
-            plgpu.copy_gmem_to_smem(q_ikjrh_ref.at[i, head, j], q_smem.at[j], q_full)
-        table = None if contiguous else table_sw_ref
-        where = dict(seq=seq, head=head, start=start, end=end, filled=jnp.int32(0), v_column=column)
-        ring.drain(ring.fill(k_pool_ref, v_pool_ref, table, **where))
+        _, _, _, key_start, key_end = extent()
+        for j in range(warpgroups):
+            _, _, lead, start = own_rows(j)
+            box = pl.ds(pl.multiple_of(start * group - lead, TMA_ROWS), rows)
+            plgpu.copy_gmem_to_smem(q_kyh_ref.at[head, box], q_smem.at[j], q_full)
+        where = dict(seq=seq, head=head, start=key_start, end=key_end, filled=jnp.int32(0), v_column=column)
+        ring.drain(ring.fill(k_pool_ref, v_pool_ref, table_sw_ref, **where))
 
 
-def _accumulate(body, start_rx):
-    """Runs `body(accumulator)` on an accumulator that holds `start_rx`."""
+def tokens_per_warpgroup(group: int) -> int:
+    """Return the tokens of one warpgroup's 64 rows.
 
-    def scoped(acc_ref):
-        acc_ref[...] = start_rx
-        return body(acc_ref)
-
-    return pl.run_scoped(scoped, plgpu.ACC(start_rx.shape, jnp.float32))
+    Its box of q starts at a multiple of TMA_ROWS rows. Tiles of a group that divides 64 start there anyhow; those of
+    any other may have up to TMA_ROWS - 1 rows of an earlier token before their own.
+    """
+    lead = 0 if WGMMA_ROWS % group == 0 else TMA_ROWS - math.gcd(TMA_ROWS, group)
+    return (WGMMA_ROWS - lead) // group
 
 
 def _registers(warpgroups: int, fp8: bool) -> tuple[int, int] | None:
-    """Registers per thread of a computing and of the copying warpgroup, of 512 that the warpgroups share; None: as
-    the compiler deals them out, which is enough for one computing warpgroup."""
+    """Return the registers per thread of a computing and of the copying warpgroup, of 512 that the warpgroups share.
+
+    None leaves them as the compiler deals them out, which is enough for one computing warpgroup.
+    """
     if warpgroups == 1:
         return None
     copying = 72 if fp8 else 40
@@ -232,36 +259,37 @@ def _registers(warpgroups: int, fp8: bool) -> tuple[int, int] | None:
 
 
 def _launch(
-    q_ikjrh, k_pool, v_pool, k_scale_k, v_scale_k, block_tables_sw, context_s1, row_end_s1, tile_seq_i, tile_row_i, *,
-    o_tnh: jax.ShapeDtypeStruct, tiles: tuning.MosaicRagged, soft_cap: float | None, window: int | None,
-    contiguous: bool,
-):  # fmt: skip
-    num_tiles, k, warpgroups, rows, h = q_ikjrh.shape
-    dtype, columns = q_ikjrh.dtype, min(h, MAX_COLUMNS)
+    q_kyh, k_pool, v_pool, k_scale_k, v_scale_k, block_tables_sw, context_s1, query: QueryTiles, o_tnh_ref: Any, *,
+    tiles: tuning.MosaicRagged, soft_cap: float | None, window: int | None,
+) -> jax.Array:  # fmt: skip
+    """Write the tiles' rows of the output ref; returns their log-sum-exps [I, K, J, R]."""
+    (k, _, h), dtype, warpgroups = q_kyh.shape, q_kyh.dtype, tiles.warpgroups
+    num_tiles, columns = query.seq_i.shape[0], min(h, MAX_COLUMNS)
+    grid = (num_tiles * k * (h // columns),)
+    check_grid("ragged_paged", grid)
     return plgpu.kernel(
         functools.partial(
-            _kernel, group=o_tnh.shape[1] // k, soft_cap=soft_cap, window=window, contiguous=contiguous,
-            registers=_registers(warpgroups, k_pool.dtype == FP8),
+            _kernel, soft_cap=soft_cap, window=window, registers=_registers(warpgroups, k_pool.dtype == FP8)
         ),
-        out_type=[o_tnh, jax.ShapeDtypeStruct((num_tiles, k, warpgroups, rows), jnp.float32)],
-        grid=(num_tiles, k, h // columns),
-        grid_names=("i", "k", "x"),
+        out_type=jax.ShapeDtypeStruct((num_tiles, k, warpgroups, WGMMA_ROWS), jnp.float32),
+        grid=grid,
+        grid_names=("c",),
         num_threads=warpgroups + 1,
         thread_name="wg",
-        scratch_types=[
-            plgpu.SMEM((warpgroups, rows, h), dtype),
-            plgpu.SMEM((warpgroups, rows, columns), o_tnh.dtype),
-            plgpu.SMEM((warpgroups, rows), jnp.float32),
-            plgpu.Barrier(num_arrivals=warpgroups),
-            *KVRing.scratch(
+        scratch_types=dict(
+            q_smem=plgpu.SMEM((warpgroups, WGMMA_ROWS, h), dtype),
+            o_smem=plgpu.SMEM((warpgroups, WGMMA_ROWS, columns), o_tnh_ref.dtype),
+            lse_smem=plgpu.SMEM((warpgroups, WGMMA_ROWS), jnp.float32),
+            q_full=plgpu.Barrier(num_arrivals=warpgroups),
+            ring=KVRing.scratch(
                 stages=tiles.stages, tile=tiles.tile, block_size=k_pool.shape[2], head_dim=h, v_columns=columns,
                 dtype=dtype, pool_dtype=k_pool.dtype, consumers=warpgroups,
             ),
-        ],
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         kernel_name="ragged_paged",
     )(
-        q_ikjrh, k_pool, v_pool, k_scale_k, v_scale_k, block_tables_sw, context_s1, row_end_s1, tile_seq_i, tile_row_i
+        q_kyh, k_pool, v_pool, k_scale_k, v_scale_k, block_tables_sw, context_s1, *query, o_tnh_ref
     )  # fmt: skip
 
 
@@ -278,81 +306,67 @@ def ragged_paged_attention(
     window: int | None = None,
     k_scale_k: jax.Array | None = None,
     v_scale_k: jax.Array | None = None,
+    decode_s: jax.Array | None = None,
     return_lse: bool = False,
     tiles: tuning.MosaicRagged | None = None,
+    decode_tiles: tuning.MosaicDecode | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """`reference.ragged_paged_attention` in bfloat16 or float16.
+    """Compute `reference.ragged_paged_attention` in bfloat16 or float16.
 
     The softmax and all sums are float32; the weights meet V in q's dtype, or in float16 where the pool is fp8. A row's
-    output depends neither on its neighbours nor on the chunk it came in, bit for bit.
+    output depends neither on its neighbours nor on the chunk it came in, bit for bit; a decode row's is that of
+    `paged_decode_attention`, whose temporary memory comes on top of one copy of q.
 
-    Raises ValueError and NotImplementedError as the reference does, and NotImplementedError for what
+    Raises ValueError and NotImplementedError as the reference does, and NotImplementedError for the cases that
     `mosaic.unsupported` names.
     """
     options = dict(soft_cap=soft_cap, window=window, k_scale_k=k_scale_k, v_scale_k=v_scale_k)
-    check_attention(q_tnh, k_pool, v_pool, block_tables_sw, context_lens_s, cu_q_lens_s1, **options)
-    check_supported(k_pool, dtype=q_tnh.dtype, num_heads=q_tnh.shape[1])
-    return _attention(
-        q_tnh, k_pool, v_pool, block_tables_sw, context_lens_s, cu_q_lens_s1,
-        scale=scale, tiles=tiles, contiguous=False, return_lse=return_lse, **options,
-    )  # fmt: skip
-
-
-def contiguous_ragged_attention(
-    q_tnh: jax.Array,
-    k_sklh: jax.Array,
-    v_sklh: jax.Array,
-    context_lens_s: jax.Array,
-    cu_q_lens_s1: jax.Array,
-    *,
-    scale: float,
-    tiles: tuning.MosaicRagged | None = None,
-) -> jax.Array:
-    """The same kernel on keys and values that lie in one piece, [S, K, L, H]: what paging is measured against.
-
-    L is a multiple of the tile. Arguments aren't checked further.
-    """
-    table = jnp.zeros((context_lens_s.shape[0], 1), jnp.int32)
-    return _attention(
-        q_tnh, k_sklh, v_sklh, table, context_lens_s, cu_q_lens_s1,
-        scale=scale, tiles=tiles, contiguous=True, return_lse=False,
-    )  # fmt: skip
-
-
-def _attention(
-    q_tnh, k_pool, v_pool, block_tables_sw, context_lens_s, cu_q_lens_s1, *,
-    scale, tiles, contiguous, return_lse, soft_cap=None, window=None, k_scale_k=None, v_scale_k=None,
-):  # fmt: skip
-    t, n, head_dim = q_tnh.shape
-    k, h = k_pool.shape[1], k_pool.shape[3]
-    group, dtype = n // k, q_tnh.dtype
+    batch = block_tables_sw, context_lens_s, cu_q_lens_s1
+    _, n, head_dim, k = check_attention(q_tnh, k_pool, v_pool, *batch, decode_s=decode_s, **options)
+    check_supported(k_pool, dtype=q_tnh.dtype, num_heads=n)
+    (t, _, _), h, group, dtype = q_tnh.shape, k_pool.shape[3], n // k, q_tnh.dtype
     tiles = tiles or tuning.find("mosaic.ragged", "", h, k_pool.dtype)
     assert isinstance(tiles, tuning.MosaicRagged), tiles
-    tokens = WGMMA_ROWS // group
-    row_end_s1, tile_seq_i, tile_row_i = query_tiles(cu_q_lens_s1, t, tiles.warpgroups * tokens)
+    tokens = tokens_per_warpgroup(group)
+    align = TMA_ROWS // math.gcd(TMA_ROWS, group) if tokens * group == WGMMA_ROWS else 1
+    decode_s, decode_row_s = decode_rows(cu_q_lens_s1, decode_s)
+    query = query_tiles(cu_q_lens_s1, decode_s, num_rows=t, tile_q=tiles.warpgroups * tokens, align=align)
 
-    # XLA gathers q into the kernel's order: swizzled shared memory is tiled by 8 rows, and TMA can't bring a box that
-    # starts at any row into it. Rows past a sequence's own are gathered too and never stored.
-    r = jnp.arange(WGMMA_ROWS)
-    token_ijr = tile_row_i[:, None, None] + jnp.arange(tiles.warpgroups)[:, None] * tokens + r % tokens
-    head_kr = jnp.arange(k)[:, None] * group + jnp.minimum(r // tokens, group - 1)
-    if k_pool.dtype == FP8:
-        q_tnh = q_tnh.astype(jnp.float16)  # holds every fp8 number exactly
     q_tnh = pad_head_dim(q_tnh, h)
-    q_ikjrh = q_tnh.at[jnp.minimum(token_ijr, t - 1)[:, None], head_kr[:, None]].get(mode="promise_in_bounds")
+    o_ref = jax.empty_ref(jax.ShapeDtypeStruct((t, n, h), dtype))
+    # The rows of one KV head lie together, so that a box of them is a warpgroup's operand; boxes may end past the last.
+    q_kyh = q_tnh.reshape(t, k, group, h).swapaxes(0, 1).reshape(k, t * group, h)
+    q_kyh = jnp.pad(q_kyh, ((0, 0), (0, tiles.warpgroups * WGMMA_ROWS), (0, 0)))
+    if k_pool.dtype == FP8:
+        q_kyh = q_kyh.astype(jnp.float16)  # holds every fp8 number exactly
     ones = jnp.ones(k, jnp.float32)
-    o_tnh, lse_ikjr = _launch(
-        q_ikjrh, k_pool, v_pool, scale * (ones if k_scale_k is None else k_scale_k),
-        ones if v_scale_k is None else v_scale_k, block_tables_sw, jnp.append(context_lens_s, jnp.int32(0)),
-        row_end_s1, tile_seq_i, tile_row_i,
-        o_tnh=jax.ShapeDtypeStruct((t, n, h), dtype), tiles=tiles, soft_cap=soft_cap, window=window,
-        contiguous=contiguous,
+    lse_ikjr = _launch(
+        q_kyh, k_pool, v_pool, scale * (ones if k_scale_k is None else k_scale_k),
+        ones if v_scale_k is None else v_scale_k, block_tables_sw, jnp.append(context_lens_s, jnp.int32(0)), query,
+        o_ref, tiles=tiles, soft_cap=soft_cap, window=window,
     )  # fmt: skip
-    o_tnh = o_tnh[:, :, :head_dim]
-    if not return_lse:
-        return o_tnh
-    owned_ijr = (tile_seq_i[:, None, None] >= 0) & (token_ijr < row_end_s1[tile_seq_i][:, None, None])
-    owned_ijr &= r < group * tokens
-    token_ijr = jnp.where(owned_ijr, token_ijr, t)  # past the end: dropped
-    lse_tn = jnp.full((t, n), -jnp.inf, jnp.float32)
-    return o_tnh, lse_tn.at[token_ijr[:, None], head_kr[:, None]].set(lse_ikjr, mode="drop")
+    q_snh = q_tnh.at[jnp.maximum(decode_row_s, 0)].get(mode="promise_in_bounds")
+    lse_sn = attend_rows(
+        q_snh, k_pool, v_pool, block_tables_sw, jnp.where(decode_s, context_lens_s, 0), decode_row_s, o_ref,
+        scale=scale, tiles=decode_tiles, **options,
+    )  # fmt: skip
+    o_tnh = jax.freeze(o_ref)[:, :, :head_dim]
+    return (o_tnh, _lse_of_rows(lse_ikjr, query, lse_sn, decode_row_s, t)) if return_lse else o_tnh
+
+
+def _lse_of_rows(lse_ikjr, query: QueryTiles, lse_sn, decode_row_s, num_rows: int) -> jax.Array:
+    """Return the log-sum-exps [T, N] of tiles and decode rows; -inf for rows that no sequence owns."""
+    (_, k, j, r), (_, n) = lse_ikjr.shape, lse_sn.shape
+    group = n // k
+    tokens = tokens_per_warpgroup(group)
+    start_ij = query.row_i[:, None] + jnp.arange(j) * tokens
+    row_ijr = jnp.arange(r) + (start_ij * group // TMA_ROWS * TMA_ROWS)[:, :, None]
+    token_ijr, head_ijr = row_ijr // group, row_ijr % group
+    first_i, end_i = query.first_row_s1[query.seq_i], query.row_end_s1[query.seq_i]
+    owned_ijr = (token_ijr >= jnp.maximum(start_ij, first_i[:, None])[:, :, None]) & (query.seq_i >= 0)[:, None, None]
+    owned_ijr &= token_ijr < jnp.minimum(start_ij + tokens, end_i[:, None])[:, :, None]
+    token_ijr = jnp.where(owned_ijr, token_ijr, num_rows)  # past the end: dropped
+    lse_tn = jnp.full((num_rows, n), -jnp.inf, jnp.float32)
+    head_ikjr = jnp.arange(k)[:, None, None] * group + head_ijr[:, None]
+    lse_tn = lse_tn.at[token_ijr[:, None], head_ikjr].set(lse_ikjr, mode="drop")
+    return lse_tn.at[jnp.where(decode_row_s < 0, num_rows, decode_row_s)].set(lse_sn, mode="drop")

@@ -1,10 +1,10 @@
 """Paged attention, of decode and of ragged batches (Pallas-Triton).
 
-A program takes one KV head, a tile of the query rows of one sequence, and one split of the keys that these see. In
-decode a sequence is one tile, and its context is cut into splits of a fixed size; a second kernel merges them in order.
-In a ragged batch prompts are cut into tiles, and a context is one split. Splits and KV tiles start at multiples of
-their size, so a row's output depends neither on its neighbours nor on the table's width nor on the chunks of its
-prompt, bit for bit.
+A program takes one KV head, a tile of the query rows of one sequence, and one split of the keys that these see. A
+decode row is one tile, and its context is cut into splits; a second kernel merges them in order. Prompts are cut into
+tiles, and their context is one split. Splits and KV tiles start at multiples of their size, which depends on the
+context's length alone, so a row's output depends neither on its neighbours nor on the table's width nor on the chunks of
+its prompt, bit for bit; and a decode row's is the same in a decode step and in a mixed one.
 
 Axis letters besides the package's: I query tiles, R rows (tokens x query heads of one KV head), U splits, C keys.
 """
@@ -20,7 +20,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import checks, tuning
-from pallas_kernels.query_tiles import query_tiles
+from pallas_kernels.query_tiles import decode_rows, query_tiles
+from pallas_kernels.splits import max_splits, split_size
 from pallas_kernels.triton.launch import as_stored, check_supported, iota, launch
 
 LOG2E = 1.4426950408889634
@@ -37,6 +38,7 @@ def _attention_kernel(
     v_pool_ref,  # [P, K, B, H]
     table_sw_ref,  # [S, W]
     context_s_ref,  # [S]
+    split_s_ref,  # [S]: tokens of a split
     row_end_s_ref,  # [S]: past the last query row of each sequence
     tile_seq_i_ref,  # [I]: the sequence of a query tile, -1 = none
     tile_row_i_ref,  # [I]: its first query row
@@ -47,7 +49,6 @@ def _attention_kernel(
     *,
     rows: int,
     tile: int,
-    split: int,
     soft_cap: float | None,
     window: int | None,
 ):
@@ -61,7 +62,7 @@ def _attention_kernel(
     def attend_tile():
         row, row_end = tile_row_i_ref[i], row_end_s_ref[seq]
         position = context_s_ref[seq] - row_end + row  # of the first row
-        oldest = _oldest_key(position, window)
+        oldest, split = _oldest_key(position, window), split_s_ref[seq]
         start = (lax.div(oldest, split) + u) * split
         first = jnp.maximum(start, oldest)
         last = jnp.minimum(start + split, position + jnp.minimum(row_end - row, tokens))  # past the last key
@@ -113,17 +114,17 @@ def _combine_kernel(
     o_sunh_ref,  # [S, U, N, h] float32; splits past a context were never written
     lse_sun_ref,  # [S, U, N] float32
     context_s_ref,  # [S]
+    split_s_ref,  # [S]
     o_snh_ref,  # [S, N, h]
     lse_sn_ref,  # [S, N] float32
     *,
     columns: int,
-    split: int,
     window: int | None,
 ):
     seq, n = pl.program_id(0), pl.program_id(1)
     column_h = iota(columns)
     real_h = column_h < o_snh_ref.shape[2]
-    context = context_s_ref[seq]
+    context, split = context_s_ref[seq], split_s_ref[seq]
     splits = pl.cdiv(context, split) - lax.div(_oldest_key(context - 1, window), split)
 
     def step(i, carry):
@@ -164,10 +165,13 @@ def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
 
 def _launch(
     name: str, q_tnh: jax.Array, k_pool: jax.Array, v_pool: jax.Array, block_tables_sw: jax.Array, *batch: jax.Array,
-    dtype: Any, rows: int, split: int, splits: int, tiles: tuning.TritonDecode | tuning.TritonRagged, scale: float,
+    dtype: Any, rows: int, splits: int, tiles: tuning.TritonDecode | tuning.TritonRagged, scale: float,
     soft_cap: float | None, window: int | None, k_scale_k: jax.Array | None, v_scale_k: jax.Array | None,
 ) -> list[jax.Array]:  # fmt: skip
-    """`batch`: what the kernel takes from `context_s` to `tile_row_i`. Returns o [T, U, N, h], lse [T, U, N]."""
+    """Run the attention kernel on `batch`, its arguments from `context_s` to `tile_row_i`.
+
+    Returns o [T, U, N, h] and lse [T, U, N].
+    """
     (t, n, h), k = q_tnh.shape, k_pool.shape[1]
     score_scale_k = jnp.full((k,), scale * LOG2E if soft_cap is None else scale * 2 * LOG2E / soft_cap, jnp.float32)
     value_scale_k = jnp.ones((k,), jnp.float32)
@@ -175,7 +179,7 @@ def _launch(
         score_scale_k, value_scale_k = score_scale_k * (k_scale_k * FP8_UNIT), v_scale_k * FP8_UNIT
     return launch(
         name,
-        partial(_attention_kernel, rows=rows, tile=tiles.tile, split=split, soft_cap=soft_cap, window=window),
+        partial(_attention_kernel, rows=rows, tile=tiles.tile, soft_cap=soft_cap, window=window),
         q_tnh, as_stored(k_pool), as_stored(v_pool), block_tables_sw, *batch, score_scale_k, value_scale_k,
         grid=(batch[-1].shape[0], k, splits),
         out_types=[
@@ -197,6 +201,29 @@ def _fitted(kernel: str, tiles: Any, q: jax.Array, pool: jax.Array) -> Any:
     return dataclasses.replace(tiles, tile=max(ROWS, tiles.tile // 2), **rows)
 
 
+def _attend_rows(
+    q_snh: jax.Array, k_pool: jax.Array, v_pool: jax.Array, block_tables_sw: jax.Array, context_lens_s: jax.Array, *,
+    tiles: tuning.TritonDecode | None, window: int | None, **options: Any,
+) -> list[jax.Array]:  # fmt: skip
+    """Attend query s over the context of sequence s, cut into splits. Returns o [S, N, h] and lse [S, N]."""
+    (s, n, _), (_, k, block_size, h) = q_snh.shape, k_pool.shape
+    cut: tuning.TritonDecode = _fitted("triton.decode", tiles, q_snh, k_pool)
+    most = max_splits(k, block_tables_sw.shape[1] * block_size, cut.split)
+    split_s = split_size(context_lens_s, cut.split, most)
+    o_sunh, lse_sun = _launch(
+        "paged_decode", q_snh, k_pool, v_pool, block_tables_sw, context_lens_s, split_s, iota(s) + 1, iota(s), iota(s),
+        dtype=jnp.float32, rows=ROWS, splits=most, tiles=cut, window=window, **options,
+    )  # fmt: skip
+    return launch(
+        "paged_decode_combine",
+        partial(_combine_kernel, columns=h, window=window),
+        o_sunh, lse_sun, context_lens_s, split_s,
+        grid=(s, n),
+        out_types=[jax.ShapeDtypeStruct(q_snh.shape, q_snh.dtype), jax.ShapeDtypeStruct((s, n), jnp.float32)],
+        num_warps=2,
+    )  # fmt: skip
+
+
 def paged_decode_attention(
     q_snh: jax.Array,
     k_pool: jax.Array,
@@ -212,31 +239,17 @@ def paged_decode_attention(
     return_lse: bool = False,
     tiles: tuning.TritonDecode | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """See `reference.paged_decode_attention`. Temporary memory: 4 S N H bytes per `tiles.split` tokens of W B.
+    """Compute `reference.paged_decode_attention`. Temporary memory: 4 S N H bytes per split, at most 32 of them.
 
     Args:
         q_snh: [S, N, H], bfloat16, float16 or float32.
         tiles: how the work is cut, None for the default; float32 takes smaller ones.
     """
     options: dict[str, Any] = dict(soft_cap=soft_cap, window=window, k_scale_k=k_scale_k, v_scale_k=v_scale_k)
-    s, n, _, _ = checks.check_attention(q_snh, k_pool, v_pool, block_tables_sw, context_lens_s, **options)
+    batch = block_tables_sw, context_lens_s
+    checks.check_attention(q_snh, k_pool, v_pool, *batch, **options)
     check_supported(q_snh, k_pool)
-    cut: tuning.TritonDecode = _fitted("triton.decode", tiles, q_snh, k_pool)
-    splits = pl.cdiv(block_tables_sw.shape[1] * k_pool.shape[2], cut.split)
-    if window is not None:
-        splits = min(splits, pl.cdiv(window, cut.split) + 1)
-    o_sunh, lse_sun = _launch(
-        "paged_decode", q_snh, k_pool, v_pool, block_tables_sw, context_lens_s, iota(s) + 1, iota(s), iota(s),
-        dtype=jnp.float32, rows=ROWS, split=cut.split, splits=splits, tiles=cut, scale=scale, **options,
-    )  # fmt: skip
-    o_snh, lse_sn = launch(
-        "paged_decode_combine",
-        partial(_combine_kernel, columns=k_pool.shape[3], split=cut.split, window=window),
-        o_sunh, lse_sun, context_lens_s,
-        grid=(s, n),
-        out_types=[jax.ShapeDtypeStruct(q_snh.shape, q_snh.dtype), jax.ShapeDtypeStruct((s, n), jnp.float32)],
-        num_warps=2,
-    )  # fmt: skip
+    o_snh, lse_sn = _attend_rows(q_snh, k_pool, v_pool, *batch, tiles=tiles, scale=scale, **options)
     return (o_snh, lse_sn) if return_lse else o_snh
 
 
@@ -253,24 +266,38 @@ def ragged_paged_attention(
     window: int | None = None,
     k_scale_k: jax.Array | None = None,
     v_scale_k: jax.Array | None = None,
+    decode_s: jax.Array | None = None,
     return_lse: bool = False,
     tiles: tuning.TritonRagged | None = None,
+    decode_tiles: tuning.TritonDecode | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """See `reference.ragged_paged_attention`.
+    """Compute `reference.ragged_paged_attention`.
 
     Args:
         q_tnh: [T, N, H], bfloat16, float16 or float32.
-        tiles: as in `paged_decode_attention`.
+        tiles, decode_tiles: as in `paged_decode_attention`, of prompts and of decode rows.
     """
     options: dict[str, Any] = dict(soft_cap=soft_cap, window=window, k_scale_k=k_scale_k, v_scale_k=v_scale_k)
     batch = block_tables_sw, context_lens_s, cu_q_lens_s1
-    _, n, _, k = checks.check_attention(q_tnh, k_pool, v_pool, *batch, **options)
+    s, n, _, k = checks.check_attention(q_tnh, k_pool, v_pool, *batch, decode_s=decode_s, **options)
     check_supported(q_tnh, k_pool)
     cut: tuning.TritonRagged = _fitted("triton.ragged", tiles, q_tnh, k_pool)
+    num_rows = q_tnh.shape[0]
+    decode_s, row_s = decode_rows(cu_q_lens_s1, decode_s)
+    query = query_tiles(cu_q_lens_s1, decode_s, num_rows=num_rows, tile_q=cut.rows // (n // k))
     o_tunh, lse_tun = _launch(
         "ragged_paged", q_tnh, k_pool, v_pool, block_tables_sw,
         jnp.append(context_lens_s, jnp.int32(0)),  # sequence S owns the rows that nobody owns, and has no keys
-        *query_tiles(cu_q_lens_s1, q_tnh.shape[0], cut.rows // (n // k)),
-        dtype=q_tnh.dtype, rows=cut.rows, split=checks.MAX_CONTEXT, splits=1, tiles=cut, scale=scale, **options,
+        jnp.full((s + 1,), checks.MAX_CONTEXT, jnp.int32), query.row_end_s1, query.seq_i, query.row_i,
+        dtype=q_tnh.dtype, rows=cut.rows, splits=1, tiles=cut, scale=scale, **options,
     )  # fmt: skip
-    return (o_tunh[:, 0], lse_tun[:, 0]) if return_lse else o_tunh[:, 0]
+    q_snh = q_tnh.at[jnp.maximum(row_s, 0)].get(mode="promise_in_bounds")
+    decoded = _attend_rows(
+        q_snh, k_pool, v_pool, block_tables_sw, jnp.where(decode_s, context_lens_s, 0),
+        tiles=decode_tiles, scale=scale, **options,
+    )  # fmt: skip
+    row_s = jnp.where(row_s < 0, num_rows, row_s)  # past the end: dropped
+    o_tnh, lse_tn = (
+        x_tu[:, 0].at[row_s].set(x_s, mode="drop") for x_tu, x_s in zip((o_tunh, lse_tun), decoded, strict=True)
+    )
+    return (o_tnh, lse_tn) if return_lse else o_tnh

@@ -29,40 +29,6 @@ def test_where_a_split_is_computed_changes_nothing(num_sms):
     np.testing.assert_array_equal(batch.run(op), batch.run(decode))
 
 
-@pytest.mark.parametrize("window", [None, 1, 100, 512, 5000])
-def test_splits_cover_what_each_query_sees(window):
-    """Every split in order, none that is empty, up to the longest context; against a plain loop."""
-    split, tile, max_splits = 512, 64, 256
-    lens = [0, 131_072, 1, 511, 512, 513, 0, 70_001, 1024]
-    expected, first_splits = [], [0]
-    for s, n in enumerate(lens):
-        seen = max(0, n - window) if window else 0
-        expected += [
-            (s, max(u * split, seen // tile * tile), min((u + 1) * split, n), seen)
-            for u in range(max_splits)
-            if u * split < n and (u + 1) * split > seen
-        ]
-        first_splits.append(len(expected))
-    work_i4, count, split_s1 = decode_module._splits(jnp.array(lens), max_splits, split, tile, window)
-    assert int(count[0]) == len(expected) and split_s1.tolist() == first_splits
-    np.testing.assert_array_equal(work_i4[: len(expected)], expected)
-
-
-@pytest.mark.parametrize("q_lens", [None, [1, 5, 130]], ids=["decode", "ragged"])
-def test_keys_in_one_piece_give_the_same(q_lens):
-    """To the bit: paging changes where keys are read from, and nothing else."""
-    contexts = [1, 64, 140]
-    batch = cases.make_batch(contexts, q_lens=q_lens, num_kv_heads=2, group=2)
-    k_sklh, v_sklh = np.full((2, len(contexts), 2, 256, 64), np.nan)
-    for s, (k, v) in enumerate(batch.dense):
-        k_sklh[s, :, : len(k)], v_sklh[s, :, : len(v)] = k.swapaxes(0, 1), v.swapaxes(0, 1)
-    in_one_piece = [jnp.asarray(x, jnp.bfloat16) for x in (k_sklh, v_sklh)]
-    op = mosaic.contiguous_decode_attention if q_lens is None else mosaic.contiguous_ragged_attention
-    out = interpreted(op)(batch.q, *in_one_piece, *batch.args[4:], **batch.options)
-    paged = batch.run(decode if q_lens is None else ragged)
-    np.testing.assert_array_equal(np.asarray(out, np.float64), paged)
-
-
 class TestTheChecks:
     """They are only worth something if they can fail."""
 

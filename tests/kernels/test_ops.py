@@ -140,6 +140,47 @@ def test_a_row_depends_neither_on_neighbours_nor_on_chunks(kernels):
 
 
 @every
+def test_a_prompt_row_alone_has_the_bits_of_its_chunk(kernels):
+    """A chunk of one row, if the caller says that it is no decode row."""
+    batch = cases.make_batch([90], q_lens=[90], num_kv_heads=1, group=2)
+    one = cases.replace(batch, q=batch.q[-1:], cu_q_lens=jnp.array([0, 1], jnp.int32))
+    ragged = kernels.ragged_paged_attention
+    np.testing.assert_array_equal(one.run(ragged, decode_s=jnp.array([False])), batch.run(ragged)[-1:])
+
+
+@every
+def test_a_decode_row_has_the_same_bits_alone_in_256_and_beside_prompts(kernels):
+    """One request of two splits: in a decode step alone, in one of 256, and in mixed steps beside prompts."""
+    rng = np.random.default_rng(1)
+    contexts = [530, *rng.integers(1, 12, 255).tolist()]
+    batch = cases.make_batch(contexts, num_kv_heads=1, group=2, block_size=16, return_lse=True)
+    decode = kernels.paged_decode_attention
+    expected = batch.run(decode)
+    mixed = cases.make_batch([530, 70, 12], q_lens=[1, 70, 5], num_kv_heads=1, group=2, block_size=16, return_lse=True)
+    for first, q_lens in ((0, [1]), (40, [40, 1]), (0, [1, 33])):  # alone, behind and before a prompt
+        at = q_lens.index(1)
+        rows = [mixed.q[2 : 2 + n] for n in q_lens]
+        rows[at] = batch.q[:1]
+        contexts = [max(n, 1) for n in q_lens]
+        contexts[at] = 530
+        tables = jnp.stack([batch.block_tables[0]] * len(q_lens))  # prompts read the same blocks
+        step = cases.replace(
+            batch,
+            q=jnp.concatenate(rows),
+            block_tables=tables,
+            context_lens=jnp.array(contexts, jnp.int32),
+            cu_q_lens=jnp.cumsum(jnp.array([0, *q_lens]), dtype=jnp.int32),
+        )
+        for out, whole in zip(step.run(kernels.ragged_paged_attention), expected, strict=True):
+            np.testing.assert_array_equal(out[first], whole[0])
+    alone = cases.replace(
+        batch, q=batch.q[:1], block_tables=batch.block_tables[:1], context_lens=batch.context_lens[:1]
+    )
+    for out, whole in zip(alone.run(decode), expected, strict=True):
+        np.testing.assert_array_equal(out[0], whole[0])
+
+
+@every
 def test_parts_merge(kernels):
     """A shared prefix attended once, and what follows it: together the attention over the whole."""
     batch = cases.make_batch([96, 96], num_kv_heads=1, group=2, return_lse=True)

@@ -62,7 +62,7 @@ def case(request, tmp_path_factory):
     return model, FIXTURES[f"{request.param}/tokens"].tolist(), FIXTURES[f"{request.param}/logits"]
 
 
-@pytest.mark.parametrize("chunk", [128, 16, 1], ids=["prefill", "chunks", "decode"])
+@pytest.mark.parametrize("chunk", [128, 16, 1], ids=["prefill", "chunks", "single rows"])
 def test_logits_and_greedy_tokens_equal_transformers(case, chunk):
     model, tokens, expected = case
     limits = Limits(max_model_len=len(tokens), max_num_seqs=1, max_num_batched_tokens=chunk)

@@ -83,11 +83,26 @@ def test_several_samples_of_one_prompt():
     assert batch.sampling.beam.tolist() == [False, False, False, True]
 
 
-def test_a_prompt_of_one_token_with_several_samples_is_a_decode_step():
+def test_a_prompt_row_is_never_a_decode_row():
+    """Its chunk depends on the other requests, and its bits must not."""
     scheduler = Scheduler(BlockPool(16, 4), LIMITS, vocab_size=100)
-    scheduler.add("a", [1], SamplingParams(n=3), seed=0)
+    scheduler.add("a", [1], SamplingParams(n=3, max_tokens=4), seed=0)
+    decision = scheduler.schedule()
+    bucket, batch = make_batch(decision, Buckets(LIMITS), 4, 8, 100)
+    assert bucket == Bucket(24, 4, False) and batch.sampled_from.tolist() == [0] * 4 and not batch.decodes.any()
+    scheduler.update(decision, [SequenceResult([Sample(8, -1.0)] * 3)])
     bucket, batch = make_batch(scheduler.schedule(), Buckets(LIMITS), 4, 8, 100)
-    assert bucket == Bucket(4, 4, True) and batch.sampled_from.tolist() == [0] * 4
+    assert bucket == Bucket(4, 4, True) and batch.decodes.tolist() == [True] * 3 + [False]
+
+
+def test_decode_rows_of_a_mixed_step():
+    scheduler = Scheduler(BlockPool(16, 4), LIMITS, vocab_size=100)
+    scheduler.add("a", [1, 2], SamplingParams(max_tokens=4), seed=0)
+    scheduler.update(scheduler.schedule(), [SequenceResult([Sample(8, -1.0)])])
+    scheduler.add("b", [3], SamplingParams(max_tokens=4), seed=0)
+    scheduler.add("c", [4, 5], SamplingParams(max_tokens=4), seed=0)
+    bucket, batch = make_batch(scheduler.schedule(), Buckets(LIMITS), 4, 8, 100)
+    assert not bucket.decode and batch.decodes.tolist() == [True, False, False, False]
 
 
 def test_state_masks_and_targets():

@@ -1,0 +1,106 @@
+"""Merging the partial results of split-KV attention (Mosaic GPU, Hopper).
+
+Axis letters besides the package's: R rows of the output, I splits of the batch, U splits of one sequence, M query heads
+of one KV head padded to wgmma's N, X output columns of one thread block.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mosaic.softmax import natural_lse, softmax_state
+from pallas_kernels.mosaic.support import check_grid, store_transposed
+
+LANES = 32  # log-sum-exps of one split, padded: a TMA box of shared memory starts at a multiple of 128 bytes
+COLUMNS = 64  # X
+
+
+def _kernel(
+    o_ikhm_ref,  # [I, K, H, M] fp32
+    lse_ikl_ref,  # [I, K, LANES] fp32, base 2; M are in use
+    first_s1_ref,  # [S + 1]: first split of each sequence
+    row_s_ref,  # [S]: row of the output, -1 = none
+    o_rnh_ref,  # [R, N, H]
+    lse_skl_ref,  # [S, K, LANES] fp32, natural
+    *,
+    parts_smem,  # [U, X, M] fp32
+    lses_smem,  # [U, LANES] fp32
+    o_smem,  # [M, X]
+    lse_smem,  # [LANES] fp32
+    parts_full,  # barriers [U]
+    lses_full,  # barriers [U]
+):
+    seq, c = lax.axis_index("s"), lax.axis_index("c")
+    m = parts_smem.shape[2]
+    _, num_kv_heads, h, _ = o_ikhm_ref.shape
+    group, chunks = o_rnh_ref.shape[1] // num_kv_heads, h // COLUMNS
+    head, chunk = lax.div(c, chunks), lax.rem(c, chunks)
+    columns = pl.ds(pl.multiple_of(chunk * COLUMNS, COLUMNS), COLUMNS)
+    first, splits = first_s1_ref[seq], first_s1_ref[seq + 1] - first_s1_ref[seq]
+    row = row_s_ref[seq]
+
+    def wide(x_m):
+        return lax.broadcast_in_dim(x_m, (COLUMNS, m), [1])
+
+    def lse_of(u):
+        return plgpu.load(lses_smem.at[u, pl.ds(0, m)], layout=plgpu.Layout.WGMMA.reduce(0))
+
+    def largest(u, max_m):
+        plgpu.barrier_wait(lses_full.at[u])
+        return jnp.maximum(max_m, lse_of(u))
+
+    def merge(u, carry):
+        acc_xm, max_m, sum_m = carry
+        weight_m = jnp.exp2(lse_of(u) - max_m)
+        plgpu.barrier_wait(parts_full.at[u])
+        part_xm = plgpu.load(parts_smem.at[u], layout=plgpu.Layout.WGMMA)
+        return acc_xm + part_xm * wide(weight_m), max_m, sum_m + weight_m
+
+    @pl.when(row >= 0)
+    def combine():
+        @pl.loop(0, splits)
+        def fetch(u):  # all of them at once
+            plgpu.copy_gmem_to_smem(lse_ikl_ref.at[first + u, head], lses_smem.at[u], lses_full.at[u])
+            plgpu.copy_gmem_to_smem(o_ikhm_ref.at[first + u, head, columns], parts_smem.at[u], parts_full.at[u])
+
+        acc_xm, max_m, sum_m = softmax_state(COLUMNS, m, softmax_axis=0)
+        max_m = lax.fori_loop(0, splits, largest, max_m)
+        acc_xm, _, sum_m = lax.fori_loop(0, splits, merge, (acc_xm, max_m, sum_m))
+        o_xm = acc_xm / wide(jnp.where(sum_m == 0.0, 1.0, sum_m))  # no context: exactly 0
+        store_transposed(o_smem, o_xm.astype(o_smem.dtype))
+        lse_smem.at[pl.ds(0, m)][...] = natural_lse(max_m, sum_m)
+        plgpu.commit_smem()
+        for g in range(group):
+            plgpu.copy_smem_to_gmem(o_smem.at[g], o_rnh_ref.at[row, head * group + g, columns])
+        pl.when(chunk == 0)(lambda: plgpu.copy_smem_to_gmem(lse_smem, lse_skl_ref.at[seq, head]))
+        plgpu.wait_smem_to_gmem(0)
+
+
+def combine(o_ikhm, lse_ikl, first_s1, row_s, o_rnh_ref: Any, *, max_splits: int) -> jax.Array:
+    """Merge the splits of each sequence s into row `row_s[s]` of the output ref; a sequence without splits gives 0.
+
+    Returns the natural log-sum-exps [S, K, LANES] float32 of the sequences that have a row.
+    """
+    _, k, h, m = o_ikhm.shape
+    grid = (k * (h // COLUMNS), row_s.shape[0])
+    check_grid("paged_decode_combine", grid)
+    return plgpu.kernel(
+        _kernel,
+        out_type=jax.ShapeDtypeStruct((row_s.shape[0], k, LANES), jnp.float32),
+        grid=grid,
+        grid_names=("c", "s"),
+        scratch_types=dict(
+            parts_smem=plgpu.SMEM((max_splits, COLUMNS, m), jnp.float32),
+            lses_smem=plgpu.SMEM((max_splits, LANES), jnp.float32),
+            o_smem=plgpu.SMEM((m, COLUMNS), o_rnh_ref.dtype),
+            lse_smem=plgpu.SMEM((LANES,), jnp.float32),
+            parts_full=plgpu.Barrier(num_barriers=max_splits),
+            lses_full=plgpu.Barrier(num_barriers=max_splits),
+        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+        kernel_name="paged_decode_combine",
+    )(o_ikhm, lse_ikl, first_s1, row_s, o_rnh_ref)

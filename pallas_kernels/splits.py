@@ -31,8 +31,8 @@ class Splits(NamedTuple):
 def max_splits(num_kv_heads: int, table_tokens: int, split: int) -> int:
     """Return the largest number of splits of one context.
 
-    It bounds the partial results: 134 MB for 256 sequences of 131,072 tokens, 8 KV heads of up to 8 query heads each and
-    head dim 128.
+    It bounds the partial results: 134 MB for 256 sequences of 131,072 tokens, 8 KV heads of up to 8 query heads each
+    and head dim 128.
     """
     return min(MAX_SPLITS, pl.cdiv(THREAD_BLOCKS, num_kv_heads), pl.cdiv(table_tokens, split))
 

@@ -207,6 +207,17 @@ def compile_for(
         return Compiled(executable, kernels | _read_triton_figures(xla, executable.as_text() or ""))
 
 
+def lowered_for_h200(fn: Callable[..., Any], *avals: Any) -> list[tuple[str, str]]:
+    """Lower `fn` for one H200; returns the name and the text of each Mosaic kernel after layout inference."""
+    sharding = SingleDeviceSharding(_topology(H200).devices[0])
+    avals = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), avals)
+    with tempfile.TemporaryDirectory(prefix="kernel_dump_") as folder:
+        with _environment(MOSAIC_GPU_DUMP_TO=folder), _abstract(H200):
+            jax.jit(lambda *args: fn(*args)).trace(*avals).lower()
+        paths = sorted(pathlib.Path(folder).glob("*.after_layout_inference.txt"))
+        return [(path.name.split(".")[0].rpartition("_")[0], path.read_text()) for path in paths]
+
+
 def compile_for_h200(fn: Callable[..., Any], *avals: Any, **options: Any) -> Compiled:
     """Compiles `fn` for one H200; see `compile_for`."""
     return compile_for(H200, fn, *avals, **options)

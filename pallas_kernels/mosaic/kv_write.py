@@ -1,7 +1,7 @@
 """Writing one step's keys and values into the paged pool, in place; keys rotated on their way (Mosaic GPU).
 
-A thread block takes one token and some of its KV heads. Registers take the heads in pieces of one element per thread, so
-that the same registers hold cos and sin for all of them.
+A thread block takes one token and some of its KV heads. Registers take the heads in pieces of one element per thread,
+so that the same registers hold cos and sin for all of them.
 
 Axis letters besides the package's: Z KV heads of one thread block, padded to a multiple of Y, the heads of one piece.
 """

@@ -2,11 +2,12 @@
 
 Sequences with one decode row take the kernels of `decode.py`, so their bits are those of a decode step. The rows of all
 others are cut into tiles of one sequence each. A thread block takes one tile and one KV head: one warpgroup copies KV
-blocks into a ring, each of the others computes 64 wgmma rows, which are tokens x query heads of that KV head. While the
-tensor cores multiply the weights of one tile with V and Q with the K of the next, the softmax of the next tile waits for
-the second product alone (FlashAttention-3, arXiv 2407.08608, section 3.2); weights never leave the registers. Rows that
-no sequence owns are tiles of a sequence without keys, and so come out as 0. KV tiles start at multiples of the tile in a
-sequence, so a row's output depends neither on its neighbours nor on the chunks of its prompt, bit for bit.
+blocks into a ring, each of the others computes 64 wgmma rows, which are tokens x query heads of that KV head. While
+the tensor cores multiply the weights of one tile with V and Q with the K of the next, the softmax of the next tile
+waits only for the second product (FlashAttention-3, arXiv 2407.08608, section 3.2); weights never leave the registers.
+Rows that no sequence owns are tiles of a sequence without keys, and so come out as 0. KV tiles start at multiples of
+the tile in a sequence, so a row's output depends neither on its neighbours nor on the chunks of its prompt, bit for
+bit.
 
 Axis letters besides the package's: I query tiles, J compute warpgroups, R = 64 rows of one warpgroup, Y tokens x G rows
 of one KV head, X output columns of one thread block (H, or a part of it).
@@ -336,7 +337,7 @@ def ragged_paged_attention(
     o_ref = jax.empty_ref(jax.ShapeDtypeStruct((t, n, h), dtype))
     # The rows of one KV head lie together, so that a box of them is a warpgroup's operand; boxes may end past the last.
     q_kyh = q_tnh.reshape(t, k, group, h).swapaxes(0, 1).reshape(k, t * group, h)
-    q_kyh = jnp.pad(q_kyh, ((0, 0), (0, tiles.warpgroups * WGMMA_ROWS), (0, 0)))
+    q_kyh = jnp.pad(q_kyh, ((0, 0), (0, -t * group % TMA_ROWS + tiles.warpgroups * WGMMA_ROWS), (0, 0)))
     if k_pool.dtype == FP8:
         q_kyh = q_kyh.astype(jnp.float16)  # holds every fp8 number exactly
     ones = jnp.ones(k, jnp.float32)

@@ -24,9 +24,7 @@ def check_grid(kernel: str, grid: Sequence[int]) -> None:
     """Raise NotImplementedError if CUDA can't launch so many thread blocks along an axis."""
     for axis, size, limit in zip("zyx"[-len(grid) :], grid, MAX_GRID[-len(grid) :], strict=True):
         if size > limit:
-            raise NotImplementedError(
-                f"{kernel}: {size} thread blocks along {axis} are not supported, at most {limit}"
-            )
+            raise NotImplementedError(f"{kernel}: {size} thread blocks along {axis} are not supported, at most {limit}")
 
 
 def num_sms() -> int:

@@ -2,9 +2,9 @@
 
 A program takes one KV head, a tile of the query rows of one sequence, and one split of the keys that these see. A
 decode row is one tile, and its context is cut into splits; a second kernel merges them in order. Prompts are cut into
-tiles, and their context is one split. Splits and KV tiles start at multiples of their size, which depends on the
-context's length alone, so a row's output depends neither on its neighbours nor on the table's width nor on the chunks of
-its prompt, bit for bit; and a decode row's is the same in a decode step and in a mixed one.
+tiles, and their context is one split. Splits and KV tiles start at multiples of their size, which depends only on the
+length of the context, so a row's output depends neither on its neighbours nor on the table's width nor on the chunks
+of its prompt, bit for bit; and a decode row's is the same in a decode step and in a mixed one.
 
 Axis letters besides the package's: I query tiles, R rows (tokens x query heads of one KV head), U splits, C keys.
 """

@@ -1,7 +1,7 @@
 """Checks on a lowered Mosaic GPU kernel that neither the interpreter nor ptxas makes.
 
-A `Program` is read from the text that jax dumps after layout inference (MOSAIC_GPU_DUMP_TO). `faults` returns a sentence
-for each violation of a rule of the hardware:
+A `Program` is read from the text that jax dumps after layout inference (MOSAIC_GPU_DUMP_TO). `faults` returns a
+sentence for each violation of a rule of the hardware:
 
 - the shared memory side of a TMA copy starts at a multiple of 128 bytes, that of a wgmma operand at a multiple of its
   swizzle's period;
@@ -25,7 +25,7 @@ MAX_BOX, MAX_RANK = 256, 5
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """A part of a buffer in shared memory: the buffer's offset in bytes, and a power of two that divides the address."""
+    """A part of a buffer in shared memory: the buffer's offset in bytes, and a number that divides the address."""
 
     root: int
     alignment: int
@@ -66,7 +66,8 @@ class Program:
 def parse(name: str, text: str) -> Program:
     """Read a dump."""
     launch = re.search(
-        r"gpu\.launch .*?blocks\(.*?\) in \((.*?)\) threads\(.*?\) in \((.*?)\) dynamic_shared_memory_size %c(\d+)_i32", text
+        r"gpu\.launch .*?blocks\(.*?\) in \((.*?)\) threads\(.*?\) in \((.*?)\) dynamic_shared_memory_size %c(\d+)_i32",
+        text,
     )
     assert launch, f"{name}: no launch operation"
     grid, threads = (tuple(int(n) for n in re.findall(r"= %c(\d+)", launch[i])) for i in (1, 2))
@@ -200,9 +201,10 @@ def _transforms(line: str) -> tuple[list[int], int]:
 def _alignment(events: tuple[Event, ...]) -> Iterator[str]:
     for event in events:
         if event.what in ("load", "store") and event.views[0].alignment % ALIGNMENT:
+            [view] = event.views
             yield (
-                f"TMA {event.what} at an address of shared memory that is a multiple of {event.views[0].alignment} bytes, "
-                f"not of {ALIGNMENT} (buffer at {event.views[0].root})"
+                f"TMA {event.what} at an address of shared memory that is a multiple of {view.alignment} bytes, "
+                f"not of {ALIGNMENT} (buffer at {view.root})"
             )
         if event.what == "wgmma":
             for view in event.views:
@@ -214,12 +216,12 @@ def _boxes(events: tuple[Event, ...]) -> Iterator[str]:
     for event in events:
         if event.what not in ("load", "store"):
             continue
-        types = event.line.rpartition(" : (")[2]
-        memrefs = re.findall(r"memref<((?:\d+x)+)(\w+)([^>]*)", types)
+        types = [part for part in event.line.rpartition(" : (")[2].split("memref<")[1:] if "barrier" not in part]
         smem, gmem = (
-            next(m for m in memrefs if ("workgroup" in m[2]) == inside and m[1] in BYTES) for inside in (True, False)
+            next(_memref(f"memref<{part}") for part in types if ("workgroup" in part) == inside)
+            for inside in (True, False)
         )
-        itemsize, shape = BYTES[gmem[1]], [int(n) for n in gmem[0].split("x")[:-1]]
+        shape, itemsize = gmem[0], BYTES[gmem[1]]
         lengths = re.search(r"slice_lengths = array<i64: ([-\d, ]+)>", event.line)
         assert lengths, event.line
         box = [int(n) for n in lengths[1].split(",") if int(n) > 0]
@@ -234,8 +236,8 @@ def _boxes(events: tuple[Event, ...]) -> Iterator[str]:
         inner = box[-1] * itemsize
         if inner % 16 or (swizzle and inner > swizzle):
             yield f"box {box} has an inner dimension of {inner} bytes, swizzle {swizzle}"
-        if math.prod(box) * itemsize != math.prod(int(n) for n in smem[0].split("x")[:-1]) * BYTES[smem[1]]:
-            yield f"box {box} of {gmem[1]} is not the size of its buffer {smem[0]}{smem[1]}"
+        if math.prod(box) * itemsize != math.prod(smem[0]) * BYTES[smem[1]]:
+            yield f"box {box} of {gmem[1]} is not the size of its buffer {smem}"
         strides = [math.prod(shape[i + 1 :]) * itemsize for i in range(len(shape) - 1)]
         if any(stride % 16 for stride in strides):
             yield f"global array {shape} of {gmem[1]} has strides of {strides} bytes, no multiples of 16"
@@ -243,6 +245,7 @@ def _boxes(events: tuple[Event, ...]) -> Iterator[str]:
 
 def _fences(events: tuple[Event, ...]) -> Iterator[str]:
     written: set[int] = set()
+    operands = {view.root for event in events if event.what == "wgmma" for view in event.views}
     for event in events:
         roots = {view.root for view in event.views}
         if event.what == "write":
@@ -251,8 +254,8 @@ def _fences(events: tuple[Event, ...]) -> Iterator[str]:
             written.clear()
         elif event.what in ("wgmma", "store") and roots & written:
             yield f"{event.what} reads the buffer at {min(roots & written)}, written without a proxy fence since"
-        elif event.what == "arrive" and written:
-            yield f"the buffer at {min(written)} is handed on without a proxy fence"
+        elif event.what == "arrive" and written & operands:
+            yield f"the buffer at {min(written & operands)} is handed on without a proxy fence"
 
 
 def _releases(events: tuple[Event, ...]) -> Iterator[str]:

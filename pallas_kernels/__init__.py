@@ -21,9 +21,11 @@ from pallas_kernels.reference import (
     rotate,
     write_kv,
 )
+from pallas_kernels.selftest import SelfTest
 
 __all__ = [
     "Kernels",
+    "SelfTest",
     "copy_blocks",
     "merge_attention",
     "paged_decode_attention",

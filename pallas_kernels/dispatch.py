@@ -1,26 +1,71 @@
-"""Which implementation of the ops runs on a device, and why."""
+"""Choose the implementation of each op for a device, and give the reason."""
 
 import functools
 import importlib
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import ModuleType
 from typing import Any
 
-from pallas_kernels import checks, reference, tuning
+from pallas_kernels import checks, tuning
+from pallas_kernels.selftest import FAILED, UNTESTED, Result, SelfTest, Subject
+
+logger = logging.getLogger(__name__)
 
 NAMES = ("auto", "reference", "mosaic", "triton")
-PROGRAMS = {"mosaic": "Mosaic GPU", "triton": "Pallas-Triton"}
+REFERENCE = "pallas_kernels.reference"
+
+
+@dataclass(frozen=True)
+class Program:
+    """One implementation for GPUs, and the compute capabilities that it needs: from `low` to below `high`."""
+
+    label: str
+    module: str
+    needs: str
+    low: float
+    high: float
+
+
+# The fastest first.
+PROGRAMS = {
+    "mosaic": Program(
+        "Mosaic GPU", "pallas_kernels.mosaic", "a Hopper GPU (compute capability 9.x)", low=9.0, high=10.0
+    ),
+    "triton": Program(
+        "Pallas-Triton", "pallas_kernels.triton", "an NVIDIA GPU from Ampere on (8.0)", low=8.0, high=float("inf")
+    ),
+}
+
+# Ops that are chosen together. A request's attention has the same bits in decode steps and in mixed steps, which holds
+# within one implementation only. Pools have the same layout in all of them.
+GROUPS = {
+    "attention": ("paged_decode_attention", "ragged_paged_attention"),
+    "KV writes": ("write_kv",),
+    "block copies": ("copy_blocks",),
+}
+ATTENTION_COST = {"triton": "expect lower throughput", "reference": "expect much lower throughput"}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The implementation of one op, and the reason for it."""
+
+    op: str
+    implementation: str
+    reason: str
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """One implementation of the ops, as `reference` defines them.
+    """An implementation of the ops, as `reference` defines them.
 
     Attributes:
-        name: "reference", "mosaic" or "triton".
-        reason: why this one was chosen.
-        head_dim: of the pools that it takes, the model's or more.
+        name: of the attention ops' implementation: "reference", "mosaic" or "triton".
+        reason: the reason for it.
+        head_dim: of the pools that the ops take, the model's or more.
+        account: one choice for each op.
+        tests: every self-test behind these choices.
     """
 
     name: str
@@ -30,6 +75,8 @@ class Kernels:
     copy_blocks: Callable
     paged_decode_attention: Callable
     ragged_paged_attention: Callable
+    account: tuple[Choice, ...] = ()
+    tests: tuple[Result, ...] = ()
 
 
 def select(
@@ -45,11 +92,12 @@ def select(
     block_size: int,
     pool_dtype: str | None = None,
     debug: bool = False,
+    self_test: SelfTest | None = None,
 ) -> Kernels:
-    """The implementation `name` for a device and the shapes of a model.
+    """Choose the implementation `name` for a device and the shapes of a model.
 
     "auto" takes, on an NVIDIA GPU, the first that can serve the model of Mosaic (Hopper) and Triton (Ampere and later),
-    else the reference.
+    else the reference. With a self-test, it takes for each op the first that also passes its test there.
 
     Args:
         name: "auto", "reference", "mosaic" or "triton".
@@ -58,10 +106,11 @@ def select(
         pool_dtype: of the pools, `dtype` where None; "float8_e4m3fn" where they are to hold fp8.
         debug: the ops also check the values of tables, lengths and slots, by `jax.experimental.checkify`: a wrong one
             is a ValueError that names it. Inside a jit that needs `checkify.checkify` around the function.
+        self_test: tests the ops on the device first. None tests nothing, for callers without the device.
 
     Raises:
         ValueError: an unknown name.
-        NotImplementedError: `name` was asked for and can't run; the message says why.
+        NotImplementedError: `name` was asked for and can't run, or failed its self-test; the message says why.
     """
     if name not in NAMES:
         raise ValueError(f"kernels must be one of {', '.join(NAMES)}, not {name!r}")
@@ -69,59 +118,120 @@ def select(
         dtype=dtype, pool_dtype=pool_dtype or dtype, head_dim=head_dim,
         num_heads=num_heads, num_kv_heads=num_kv_heads, block_size=block_size,
     )  # fmt: skip
-    kernels = _choose(name, platform, device_kind, compute_capability, model)
+    if name == "reference":
+        kernels = _kernels({}, dict.fromkeys(GROUPS, "asked for"), head_dim)
+    elif name == "auto" and platform not in ("gpu", "cuda"):
+        kernels = _kernels({}, dict.fromkeys(GROUPS, f"the device is a {device_kind} ({platform})"), head_dim)
+    else:
+        kernels = _choose(name, platform, device_kind, compute_capability, model, self_test)
     return _checked(kernels) if debug else kernels
 
 
-def _choose(name: str, platform: str, device_kind: str, capability: float | None, model: dict[str, Any]) -> Kernels:
-    if name == "reference":
-        return _kernels(reference, name, "asked for", model["head_dim"], {})
-    why = {}
-    for program in ("mosaic", "triton") if name == "auto" else (name,):
-        why[program] = _unsupported(program, platform, device_kind, capability, model)
-        if why[program] is None:
-            others = "; ".join(f"not {other}: {reason}" for other, reason in why.items() if reason)
-            reason = "asked for" if name == program else f"the device is a {device_kind}" + (others and f"; {others}")
-            pool_head_dim = next(h for h in checks.HEAD_DIMS if h >= model["head_dim"])
-            tiles = {
-                op: tuning.find(f"{program}.{op}", device_kind, pool_head_dim, model["pool_dtype"])
-                for op in ("decode", "ragged")
-            }
-            module = importlib.import_module(f"pallas_kernels.{program}")
-            return _kernels(module, program, reason, pool_head_dim, tiles)
-    if name != "auto":
-        raise NotImplementedError(f"kernels {name!r}: {why[name]}")
-    if platform not in ("gpu", "cuda"):
-        return _kernels(reference, "reference", f"the device is a {device_kind} ({platform})", model["head_dim"], {})
-    reason = "; ".join(f"not {program}: {said}" for program, said in why.items())
-    return _kernels(reference, "reference", reason, model["head_dim"], {})
+def load_ops(module: str, tiles: Mapping[str, tuning.Tiles]) -> dict[str, Callable]:
+    """Import an implementation and return its ops by name, the attention ops bound to their tiles."""
+    loaded = importlib.import_module(module)
+    ops = {op: getattr(loaded, op) for group in GROUPS.values() for op in group}
+    for key, op in (("decode", "paged_decode_attention"), ("ragged", "ragged_paged_attention")):
+        if key in tiles:
+            ops[op] = functools.partial(ops[op], tiles=tiles[key])
+    return ops
+
+
+def _choose(
+    name: str, platform: str, device_kind: str, capability: float | None, model: dict[str, Any],
+    self_test: SelfTest | None,
+) -> Kernels:  # fmt: skip
+    """Choose for each group of ops the first program that can serve the model and that passes its self-test."""
+    subjects: dict[str, Subject] = {}
+    chosen: dict[str, str] = {}  # group -> program
+    refused: dict[str, list[str]] = {group: [] for group in GROUPS}  # the reasons against earlier programs
+    tests: list[Result] = []
+    for program in PROGRAMS if name == "auto" else (name,):
+        if unsupported := _unsupported(program, platform, device_kind, capability, model):
+            failures = dict.fromkeys(GROUPS, unsupported)
+        else:
+            subjects[program] = _subject(program, device_kind, model)
+            results = self_test.run(subjects[program]) if self_test else ()
+            tests += results
+            failures = _failures(program, results)
+        if failures and name == program:
+            raise NotImplementedError(f"kernels {name!r}: {next(iter(failures.values()))}")
+        for group in [group for group in GROUPS if group not in chosen]:
+            if group in failures:
+                refused[group].append(f"not {program}: {failures[group]}")
+            else:
+                chosen[group] = program
+        if len(chosen) == len(GROUPS):
+            break
+    for group, program in {**dict.fromkeys(GROUPS, "reference"), **chosen}.items():
+        if program != next(iter(subjects), program):
+            label = PROGRAMS[program].label if program in PROGRAMS else "the jnp reference"
+            cost = ATTENTION_COST[program] if group == "attention" else "expect slower steps"
+            logger.warning("%s: running on %s, %s (%s)", group, label, cost, "; ".join(refused[group]))
+    because = "asked for" if name != "auto" else f"the device is a {device_kind}"
+    reasons = {group: "; ".join([because, *refused[group]]) for group in GROUPS}
+    head_dim = next((subjects[program].pool_head_dim for program in chosen.values()), model["head_dim"])
+    return _kernels({group: subjects[program] for group, program in chosen.items()}, reasons, head_dim, tests)
+
+
+def _failures(program: str, results: Sequence[Result]) -> dict[str, str]:
+    """Return the groups of ops whose self-test failed, with the reason, and warn if a test could not run."""
+    failures: dict[str, str] = {}
+    for group, ops in GROUPS.items():
+        for result in results:
+            if result.op in ops and result.status == FAILED:
+                when = f" on {result.tested_at[:10]}" if result.remembered else ""
+                failures.setdefault(group, f"{result.test} failed its self-test{when}: {result.reason}")
+    if untested := [result for result in results if result.status == UNTESTED]:
+        logger.warning(
+            "%s kernels: used without a self-test of %s, which could not run: %s",
+            PROGRAMS[program].label, ", ".join(result.test for result in untested), untested[0].reason,
+        )  # fmt: skip
+    return failures
+
+
+def _kernels(
+    subjects: Mapping[str, Subject], reasons: Mapping[str, str], head_dim: int, tests: Sequence[Result] = ()
+) -> Kernels:
+    """Put together the ops of each group's subject, or the reference's where there is none."""
+    ops, account = {}, []
+    for group, names in GROUPS.items():
+        subject = subjects.get(group)
+        loaded = load_ops(subject.module, subject.tiles) if subject else load_ops(REFERENCE, {})
+        for op in names:
+            ops[op] = loaded[op]
+            account.append(Choice(op, subject.program if subject else "reference", reasons[group]))
+    return Kernels(
+        account[0].implementation,
+        account[0].reason,
+        head_dim,
+        write_kv=ops["write_kv"],
+        copy_blocks=ops["copy_blocks"],
+        paged_decode_attention=ops["paged_decode_attention"],
+        ragged_paged_attention=ops["ragged_paged_attention"],
+        account=tuple(account),
+        tests=tuple(tests),
+    )
+
+
+def _subject(program: str, device_kind: str, model: dict[str, Any]) -> Subject:
+    pool_head_dim = next(h for h in checks.HEAD_DIMS if h >= model["head_dim"])
+    tiles = {
+        op: tuning.find(f"{program}.{op}", device_kind, pool_head_dim, model["pool_dtype"])
+        for op in ("decode", "ragged")
+    }
+    return Subject(program, PROGRAMS[program].module, device_kind, pool_head_dim=pool_head_dim, tiles=tiles, **model)
 
 
 def _unsupported(
-    program: str, platform: str, device_kind: str, capability: float | None, model: dict[str, Any]
+    name: str, platform: str, device_kind: str, capability: float | None, model: dict[str, Any]
 ) -> str | None:
-    """Why a program can't serve a model on a device, in words; None when it can."""
-    needs = {"mosaic": "a Hopper GPU (compute capability 9.x)", "triton": "an NVIDIA GPU from Ampere on (8.0)"}[program]
-    low, high = {"mosaic": (9.0, 10.0), "triton": (8.0, float("inf"))}[program]
-    if platform not in ("gpu", "cuda") or capability is None or not low <= capability < high:
-        return f"{PROGRAMS[program]} kernels need {needs}, this is a {device_kind} ({capability or platform})"
+    """Say why a program can't serve a model on a device; None when it can."""
+    program = PROGRAMS[name]
+    if platform not in ("gpu", "cuda") or capability is None or not program.low <= capability < program.high:
+        return f"{program.label} kernels need {program.needs}, this is a {device_kind} ({capability or platform})"
     # Loaded only where it is used: it brings jax's GPU lowering with it.
-    return importlib.import_module(f"pallas_kernels.{program}").unsupported(**model)
-
-
-def _kernels(module: ModuleType, name: str, reason: str, head_dim: int, tiles: dict[str, tuning.Tiles]) -> Kernels:
-    def cut(op: Callable, key: str) -> Callable:
-        return functools.partial(op, tiles=tiles[key]) if key in tiles else op
-
-    return Kernels(
-        name,
-        reason,
-        head_dim,
-        write_kv=module.write_kv,
-        copy_blocks=module.copy_blocks,
-        paged_decode_attention=cut(module.paged_decode_attention, "decode"),
-        ragged_paged_attention=cut(module.ragged_paged_attention, "ragged"),
-    )
+    return importlib.import_module(program.module).unsupported(**model)
 
 
 def _checked(kernels: Kernels) -> Kernels:

@@ -24,7 +24,7 @@ from jpaged.runtime.sampler import Sampled
 from jpaged.runtime.sampling_state import copy_rows, empty_state, host_row, write_row
 from jpaged.runtime.step import Step, make_copy_blocks
 from jpaged.runtime.swap import TRANSFERS, HostBlocks
-from pallas_kernels import select
+from pallas_kernels import Kernels, SelfTest, select
 
 logger = logging.getLogger(__name__)
 
@@ -56,11 +56,7 @@ class ModelRunner:
         self.copy_sizes = ladder(8, max(8, limits.max_num_seqs), 4)
         llama, dtype, self.device = model.config, str(self.params[0].dtype), next(iter(self.params[0].devices()))
         self.vocab_size = llama.vocab_size
-        self.kernels = select(
-            config.kernels, platform=self.device.platform, device_kind=self.device.device_kind,
-            compute_capability=_compute_capability(self.device), dtype=dtype, head_dim=llama.head_dim,
-            num_heads=llama.num_attention_heads, num_kv_heads=llama.num_key_value_heads, block_size=config.block_size,
-        )  # fmt: skip
+        self.kernels = select_kernels(config, llama, dtype, self.device)
         logger.info("attention kernels: %s (%s)", self.kernels.name, self.kernels.reason)
         self._step = Step(graphdef, treedef, self.kernels)
         self._copy_blocks = make_copy_blocks(self.kernels)
@@ -237,16 +233,37 @@ def _seconds(run, repeats: int = 3) -> float:
     return min(once() for _ in range(repeats))
 
 
+def select_kernels(
+    config: EngineConfig, model: ModelConfig, dtype: str, device: jax.Device, *, retest: bool = False
+) -> Kernels:
+    """Choose the kernels for a model on a device. On a GPU each op is tested first, or its earlier test remembered.
+
+    Args:
+        retest: ignore remembered tests.
+    """
+    return select(
+        config.kernels, platform=device.platform, device_kind=device.device_kind,
+        compute_capability=compute_capability(device), dtype=dtype, head_dim=model.head_dim,
+        num_heads=model.num_attention_heads, num_kv_heads=model.num_key_value_heads, block_size=config.block_size,
+        self_test=SelfTest.on(device, cache_folder() / "selftest", retest=retest),
+    )  # fmt: skip
+
+
+def cache_folder() -> Path:
+    """Return the folder for everything that is kept between runs."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jpaged"
+
+
 def use_compilation_cache() -> None:
     """Keeps executables on disk between runs, under XDG_CACHE_HOME, unless the program has chosen a place itself."""
     if jax.config.jax_compilation_cache_dir is None:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jpaged" / "xla"
-        jax.config.update("jax_compilation_cache_dir", str(cache))
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def _compute_capability(device: jax.Device) -> float | None:
+def compute_capability(device: jax.Device) -> float | None:
+    """Return a GPU's compute capability, such as 9.0; None for other devices."""
     try:
         return float(getattr(device, "compute_capability", None))  # type: ignore[arg-type]
     except (TypeError, ValueError):

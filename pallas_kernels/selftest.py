@@ -1,0 +1,299 @@
+"""Test the ops of an implementation on the device before anything depends on them.
+
+`SelfTest.run` starts a process that runs each op on one small case and compares it with the reference (trial.py). A
+process of its own is needed because a wrong kernel can hang, abort, or leave the device unusable for its process.
+Results are remembered on disk, so a start with the same device, software and shapes costs nothing.
+"""
+
+import contextlib
+import dataclasses
+import datetime
+import hashlib
+import importlib.util
+import json
+import logging
+import os
+import pickle
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+
+from pallas_kernels import toolchain
+from pallas_kernels.tuning import Tiles
+
+logger = logging.getLogger(__name__)
+
+# The op that each test is about, in the order in which they run: later ones are likelier to hang.
+TESTS = {
+    "write_kv": "write_kv",
+    "write_kv with rope": "write_kv",
+    "copy_blocks": "copy_blocks",
+    "paged_decode_attention": "paged_decode_attention",
+    "ragged_paged_attention": "ragged_paged_attention",
+}
+PASSED, FAILED, UNTESTED = "passed", "failed", "untested"
+
+# A kernel runs for milliseconds. Its first compilation takes seconds, and a minute on a slow or busy CPU.
+LIMIT_S = 120.0
+START_LIMIT_S = 300.0  # imports, the device's initialisation, the compilation of the reference
+PROGRESS_S = 5.0
+MAX_REASON = 500  # characters
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """An implementation of the ops and the shape class that it is tested for.
+
+    Attributes:
+        program: the implementation's name, "mosaic" or "triton".
+        module: the name that imports it.
+        pool_head_dim: of the pools, `head_dim` or more.
+        tiles: how the kernels cut their work, by "decode" and "ragged".
+    """
+
+    program: str
+    module: str
+    device_kind: str
+    dtype: str
+    pool_dtype: str
+    head_dim: int
+    pool_head_dim: int
+    num_heads: int
+    num_kv_heads: int
+    block_size: int
+    tiles: Mapping[str, Tiles] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """The outcome of one test.
+
+    Attributes:
+        status: PASSED, FAILED or UNTESTED.
+        reason: the error of a failed test, or the reason why it could not run.
+        tested_at: ISO 8601, UTC.
+        remembered: the test ran at an earlier start.
+    """
+
+    program: str
+    test: str
+    status: str
+    reason: str
+    tested_at: str
+    remembered: bool = False
+
+    @property
+    def op(self) -> str:
+        return TESTS[self.test]
+
+
+@dataclasses.dataclass(frozen=True)
+class SelfTest:
+    """The place where ops are tested, and the folder where results are remembered.
+
+    Attributes:
+        platform, device: the jax platform of the testing process, and the device's index there.
+        retest: ignore remembered results.
+        limit_s: seconds for one op, its compilation included.
+    """
+
+    folder: Path
+    platform: str = "cuda"
+    device: int = 0
+    retest: bool = False
+    limit_s: float = LIMIT_S
+
+    @classmethod
+    def on(cls, device: jax.Device, folder: Path, *, retest: bool = False) -> "SelfTest | None":
+        """Return the self-test for a device; None for one that runs the reference only."""
+        if device.platform not in ("gpu", "cuda"):
+            return None
+        return cls(folder, device=device.id, retest=retest)
+
+    def run(self, subject: Subject) -> tuple[Result, ...]:
+        """Return one result per test: those remembered, and those of the tests that had to run."""
+        key = _key(subject)
+        path = self.folder / f"{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]}.json"
+        results = {} if self.retest else _load(path, key, subject.program)
+        missing = [test for test in TESTS if test not in results]
+        if missing:
+            results |= {result.test: result for result in self._run(subject, missing)}
+            _store(path, key, results.values())
+        return tuple(results[test] for test in TESTS)
+
+    def _run(self, subject: Subject, tests: Sequence[str]) -> Iterator[Result]:
+        """Run tests in order. After one that does not pass, the rest run in a fresh process."""
+        waiting = list(tests)
+        while waiting:
+            with _Process(self, subject, waiting) as process:
+                if error := process.wait_until_ready():
+                    yield from (_result(subject, test, UNTESTED, error) for test in waiting)
+                    return
+                error = ""
+                while waiting and not error:
+                    test = waiting.pop(0)
+                    error = process.error_of(test, self.limit_s)
+                    yield _result(subject, test, status_of(error), error)
+
+
+def status_of(error: str) -> str:
+    """Return the status of a test that ended with an error, or with none. A full device says nothing about an op."""
+    # In the words of XLA and of CUDA. A kernel that wants too much shared memory is told otherwise.
+    full = "out of memory" in error.lower().replace("_", " ")
+    return UNTESTED if full else FAILED if error else PASSED
+
+
+class _Process:
+    """A process that runs tests in order. It ends with the `with` block."""
+
+    def __init__(self, place: SelfTest, subject: Subject, tests: Sequence[str]):
+        self._subject = subject
+        self._request = pickle.dumps((subject, tuple(tests), place.device, place.limit_s))
+        self._environment = {
+            # The next process, after a failure or at another start, does not compile the reference again.
+            "JAX_COMPILATION_CACHE_DIR": str(place.folder / "xla"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+            **os.environ,
+            "JAX_PLATFORMS": place.platform,
+            # The program that waits for this test may hold most of the device's memory.
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+            # The same code as in this process, wherever it was started.
+            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+        }
+
+    def __enter__(self) -> "_Process":
+        self._stderr = tempfile.TemporaryFile()
+        self._error = ""
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", "from pallas_kernels import trial; trial.main()"],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr, env=self._environment, bufsize=0,
+                start_new_session=True,  # so that it can be killed together with what it started (ptxas)
+            )  # fmt: skip
+        except OSError as error:
+            self._error = f"the test process did not start: {error}"
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._error:
+            self._end()
+            assert self._process.stdin and self._process.stdout
+            self._process.stdin.close()
+            self._process.stdout.close()
+        self._stderr.close()
+
+    def wait_until_ready(self) -> str:
+        """Wait until the device is open and the cases are in its memory. Return the error if that fails."""
+        if self._error:
+            return self._error
+        assert self._process.stdin
+        with contextlib.suppress(BrokenPipeError):  # it has ended, and `error_of` says how
+            self._process.stdin.write(self._request)
+        self._process.stdin.close()
+        return self.error_of("start", START_LIMIT_S)
+
+    def error_of(self, doing: str, limit_s: float) -> str:
+        """Return the next line of the process, the error of a test or "", or in words why there is no such line."""
+        assert self._process.stdout
+        start, line = time.monotonic(), b""
+        while not line.endswith(b"\n"):
+            passed = time.monotonic() - start
+            if passed >= limit_s:
+                self._end()
+                return f"no result within {limit_s:g} seconds{self._tail()}"
+            if not select.select([self._process.stdout], [], [], min(PROGRESS_S, limit_s - passed))[0]:
+                logger.info("self-test of %s: %s, %.0f s so far (limit %g s)",
+                            self._subject.module, doing, time.monotonic() - start, limit_s)  # fmt: skip
+            elif not (piece := os.read(self._process.stdout.fileno(), 4096)):
+                # Not reaped yet, so that its group's number stays its own.
+                os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+                status = self._end()
+                how = signal.Signals(-status).name if status < 0 else f"status {status}"
+                return f"the process ended ({how}){self._tail()}"
+            else:
+                line += piece
+        return json.loads(line)
+
+    def _tail(self) -> str:
+        """Return the last lines that the process wrote to stderr, on one line."""
+        self._stderr.seek(max(0, self._stderr.seek(0, os.SEEK_END) - 4096))
+        lines = [line.strip() for line in self._stderr.read().decode(errors="replace").splitlines()]
+        text = " | ".join([line for line in lines if line][-5:])[-MAX_REASON:]
+        return f": {text}" if text else ""
+
+    def _end(self) -> int:
+        """Kill the process with everything that it started, and return its exit status."""
+        if self._process.returncode is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        return self._process.wait()
+
+
+def _result(subject: Subject, test: str, status: str, reason: str) -> Result:
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return Result(subject.program, test, status, reason, now)
+
+
+def _key(subject: Subject) -> dict[str, Any]:
+    """Everything that a result may depend on."""
+    return {
+        "subject": dataclasses.asdict(subject),
+        "driver": toolchain.driver_version(),
+        "cuda": toolchain.cuda_version(),
+        "versions": toolchain.versions(),
+        "source": _source_digest(subject.module),
+    }
+
+
+def _source_digest(module: str) -> str:
+    """Return a digest of the source of this package and of an implementation outside it."""
+    files = set(Path(__file__).parent.rglob("*.py"))
+    spec = importlib.util.find_spec(module)
+    if spec and spec.origin:
+        files.add(Path(spec.origin))
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _load(path: Path, key: Mapping[str, Any], program: str) -> dict[str, Result]:
+    """Return remembered results by test; none if the file is missing, broken or of another key."""
+    try:
+        content = json.loads(path.read_text())
+        if content["key"] != key:
+            return {}
+        found = [
+            Result(program, test, said["status"], said["reason"], said["tested_at"], remembered=True)
+            for test, said in content["results"].items()
+        ]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+    return {result.test: result for result in found if result.test in TESTS and result.status in (PASSED, FAILED)}
+
+
+def _store(path: Path, key: Mapping[str, Any], results: Iterable[Result]) -> None:
+    """Remember the results of tests that ran, in one step, so that no reader sees half a file."""
+    said = {
+        result.test: {"status": result.status, "reason": result.reason, "tested_at": result.tested_at}
+        for result in results
+        if result.status != UNTESTED
+    }
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
+            json.dump({"key": key, "results": said}, file, indent=1)
+        os.replace(file.name, path)
+    except OSError as error:
+        logger.warning("the self-test will run again at the next start: its results can't be written (%s)", error)

@@ -1,0 +1,221 @@
+"""Run the ops of one implementation on small fixed cases and compare them with the reference.
+
+This is the process that `selftest` starts. It reads a request from stdin. It writes a line to stdout once its cases are
+on the device, and one after each op: a JSON string, the error or "". Anything that a library prints goes to stderr.
+
+The cases are hard to pass by chance: slots that hold no token are NaN, blocks lie in random order, table entries past a
+context are -1, and scores differ so much that a few keys decide each row.
+"""
+
+import dataclasses
+import functools
+import json
+import os
+import pickle
+import random
+import resource
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import dispatch, reference
+from pallas_kernels.checks import FP8
+from pallas_kernels.selftest import MAX_REASON, START_LIMIT_S, Subject
+
+NUM_TOKENS = 37  # of a write
+# The edges of blocks, of tiles (64, 128) and of splits (512), and a padding row.
+CONTEXTS = (530, 1, 17, 0, 128, 65)
+Q_LENS = (1, 1, 17, 0, 40, 1)  # of a mixed step: decode tokens, a whole prompt, padding, a chunk
+PADDING_ROWS = 3
+COPIES = ((0, 1, 2, 0, 3), (1, 0, 3, 4, -1))  # a swap, a chain, one source of two, and padding
+GRACE_S = 30  # by which the process that waits has ended this one, unless it is gone
+
+Ops = dict[str, Callable]
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """One test: its op with the options, its arguments, and the outputs that are right within a tolerance.
+
+    Attributes:
+        donated: the arguments that the op updates in place.
+    """
+
+    op: str
+    options: dict[str, Any]
+    args: tuple[jax.Array, ...]
+    expected: tuple[jax.Array, ...]
+    donated: tuple[int, ...] = ()
+    rtol: float = 0.0
+    atol: float = 0.0
+
+    def error(self, ops: Ops) -> str | None:
+        """Run it under jit, as an engine does. Return in words how the result is wrong; None if it is right."""
+        run = jax.jit(functools.partial(ops[self.op], **self.options), donate_argnums=self.donated)
+        out = jax.tree.leaves(jax.block_until_ready(run(*self.args)))
+        errors = [difference(*pair, self.rtol, self.atol) for pair in zip(out, self.expected, strict=True)]
+        return next(filter(None, errors), None)
+
+
+def difference(out: jax.Array, expected: jax.Array, rtol: float, atol: float) -> str | None:
+    """Say how an array differs from the expected one beyond a tolerance; None if it does not."""
+    if out.shape != expected.shape:
+        return f"wrong shape (got {list(out.shape)}, expected {list(expected.shape)})"
+    nans, wrong, most = jax.device_get(_compare(out, expected, rtol, atol))
+    if nans:
+        return f"wrong result: {nans} of {out.size} values are NaN and should not be, or the reverse"
+    if wrong:
+        return f"wrong result: {wrong} of {out.size} values are off by up to {most:.2g} (allowed {atol:.2g})"
+    return None
+
+
+@jax.jit
+def _compare(out: jax.Array, expected: jax.Array, rtol: float, atol: float) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Count differing NaNs and differences beyond the tolerance, and return the largest difference."""
+    out, expected = out.astype(jnp.float32), expected.astype(jnp.float32)
+    both = ~jnp.isnan(out) & ~jnp.isnan(expected)
+    off = jnp.where(both, jnp.abs(out - expected), 0)
+    wrong = both & (off > atol + rtol * jnp.abs(expected))
+    return (jnp.isnan(out) != jnp.isnan(expected)).sum(), wrong.sum(), off.max()
+
+
+def make_trials(subject: Subject) -> dict[str, Callable[[], Trial]]:
+    """Return the tests of `selftest.TESTS`, each as a function that puts its case on the device."""
+    return {
+        "write_kv": lambda: _write(subject, rotated=False),
+        "write_kv with rope": lambda: _write(subject, rotated=True),
+        "copy_blocks": lambda: _copy(subject),
+        "paged_decode_attention": lambda: _attention(subject, None),
+        "ragged_paged_attention": lambda: _attention(subject, Q_LENS),
+    }
+
+
+def _write(subject: Subject, *, rotated: bool) -> Trial:
+    """Tokens to random slots of pools of NaN, every third of them padding."""
+    num_blocks = -(-NUM_TOKENS // subject.block_size) + 2
+    slots = random.Random(0).sample(range(num_blocks * subject.block_size), NUM_TOKENS)
+    slots[::3] = [-1] * len(slots[::3])
+
+    @jax.jit
+    def make(key):
+        shape = (NUM_TOKENS, subject.num_kv_heads, subject.head_dim)
+        k, v = (_uniform(key, i, shape).astype(subject.dtype) for i in range(2))
+        pools = [jnp.full(_pool_shape(subject, num_blocks), jnp.nan, subject.pool_dtype) for _ in range(2)]
+        options = _scales(subject, key)
+        if rotated:
+            angle = 4 * _uniform(key, 2, (NUM_TOKENS, subject.head_dim // 2))
+            options |= dict(cos_t=jnp.cos(angle), sin_t=jnp.sin(angle))
+        args = (*pools, k, v, jnp.asarray(slots, jnp.int32))
+        return options, args, reference.write_kv(*args, **options)
+
+    options, args, expected = make(_key())
+    fp8, eps = jnp.dtype(subject.pool_dtype) == FP8, float(jnp.finfo(subject.dtype).eps)
+    rtol = (eps if rotated or fp8 else 0.0) + (float(jnp.finfo(FP8).eps) if fp8 else 0.0)
+    # The step between fp8's smallest numbers; of a rotation, the loss where its two products cancel.
+    atol = 2**-9 if fp8 else 1e-6 if rotated else 0.0
+    return Trial("write_kv", options, args, expected, donated=(0, 1), rtol=rtol, atol=atol)
+
+
+def _copy(subject: Subject) -> Trial:
+    @jax.jit
+    def make(key):
+        pool = _uniform(key, 0, _pool_shape(subject, 6)).astype(subject.pool_dtype)
+        args = (pool, *(jnp.asarray(blocks, jnp.int32) for blocks in COPIES))
+        return args, reference.copy_blocks(*args)
+
+    args, expected = make(_key())
+    return Trial("copy_blocks", {}, args, (expected,), donated=(0,))
+
+
+def _attention(subject: Subject, q_lens: Sequence[int] | None) -> Trial:
+    """Attention over CONTEXTS: one query token each, or the last `q_lens` tokens of each.
+
+    The weights of V and the output are each rounded once to q's dtype, which moves a mean of V, at most 1, by half an
+    eps. The tolerance is twice that sum. A missing or foreign key moves a row by much more.
+    """
+    op = "paged_decode_attention" if q_lens is None else "ragged_paged_attention"
+    block_size = subject.block_size
+    num_blocks = [-(-n // block_size) for n in CONTEXTS]
+    order = iter(random.Random(0).sample(range(sum(num_blocks) + 2), sum(num_blocks)))
+    tables = [[next(order) for _ in range(n)] for n in num_blocks]
+    used = [0] * (sum(num_blocks) + 2)  # tokens in each block
+    for table, n in zip(tables, CONTEXTS):
+        for i, block in enumerate(table):
+            used[block] = min(block_size, n - i * block_size)
+    width = max(num_blocks) + 1
+    lists = [[table + [-1] * (width - len(table)) for table in tables], CONTEXTS]
+    if q_lens is not None:
+        lists.append([sum(q_lens[:s]) for s in range(len(q_lens) + 1)])
+    rows = len(CONTEXTS) if q_lens is None else sum(q_lens) + PADDING_ROWS
+
+    @jax.jit
+    def make(key):
+        shape = _pool_shape(subject, len(used))
+        used_pb = jnp.arange(block_size) < jnp.asarray(used)[:, None]
+        inside_h = jnp.arange(subject.pool_head_dim) < subject.head_dim
+        pools = [
+            jnp.where(used_pb[:, None, :, None], jnp.where(inside_h, _uniform(key, i, shape), 0), jnp.nan)
+            for i in range(2)
+        ]
+        pools = [pool.astype(subject.pool_dtype) for pool in pools]
+        q = (3.5 * _uniform(key, 2, (rows, subject.num_heads, subject.head_dim))).astype(subject.dtype)
+        args = [jnp.asarray(numbers, jnp.int32) for numbers in lists]
+        scales = _scales(subject, key)
+        exact = [q.astype(jnp.float32), *(pool if pool.dtype == FP8 else pool.astype(jnp.float32) for pool in pools)]
+        with jax.default_matmul_precision("highest"):
+            expected = getattr(reference, op)(*exact, *args, scale=subject.head_dim**-0.5, **scales)
+        return scales, (q, *pools, *args), expected
+
+    scales, args, expected = make(_key())
+    eps = 1e-4 if jnp.dtype(subject.dtype) == jnp.float32 else float(jnp.finfo(subject.dtype).eps)
+    return Trial(op, dict(scale=subject.head_dim**-0.5, **scales), args, (expected,), atol=2 * eps)
+
+
+def _pool_shape(subject: Subject, num_blocks: int) -> tuple[int, ...]:
+    return num_blocks, subject.num_kv_heads, subject.block_size, subject.pool_head_dim
+
+
+def _key() -> jax.Array:
+    """An argument of jitted functions, so that XLA does not fold what depends on it."""
+    return jax.random.key(0, impl="unsafe_rbg")  # the one that compiles fastest
+
+
+def _uniform(key: jax.Array, i: int, shape: tuple[int, ...]) -> jax.Array:
+    """Numbers between -1 and 1."""
+    return jax.random.uniform(jax.random.fold_in(key, i), shape, jnp.float32, -1, 1)
+
+
+def _scales(subject: Subject, key: jax.Array) -> dict[str, jax.Array]:
+    """The scales of fp8 pools."""
+    if jnp.dtype(subject.pool_dtype) != FP8:
+        return {}
+    names = ("k_scale_k", "v_scale_k")
+    return {name: 0.75 + 0.25 * _uniform(key, 3 + i, (subject.num_kv_heads,)) for i, name in enumerate(names)}
+
+
+def main() -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    subject, tests, device, limit_s = pickle.load(sys.stdin.buffer)
+    signal.alarm(int(START_LIMIT_S) + GRACE_S)
+    jax.config.update("jax_default_device", jax.devices()[device])
+    make = make_trials(subject)
+    trials = [make[test]() for test in tests]
+    jax.block_until_ready([(trial.args, trial.expected) for trial in trials])
+    print(json.dumps(""), file=answers)
+    for trial in trials:
+        signal.alarm(int(limit_s) + GRACE_S)
+        print(json.dumps(error_of(subject, trial)), file=answers)
+
+
+def error_of(subject: Subject, trial: Trial) -> str:
+    """Run one test. Return its error, "" if it has none."""
+    try:
+        return trial.error(dispatch.load_ops(subject.module, subject.tiles)) or ""
+    except Exception as raised:
+        return f"{type(raised).__name__}: {' '.join(str(raised).split())}"[:MAX_REASON]

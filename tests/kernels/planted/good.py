@@ -1,0 +1,18 @@
+"""The reference under another name."""
+
+from pallas_kernels import reference
+from pallas_kernels.reference import copy_blocks, write_kv
+
+__all__ = ["copy_blocks", "paged_decode_attention", "ragged_paged_attention", "unsupported", "write_kv"]
+
+
+def unsupported(**model):
+    return None
+
+
+def paged_decode_attention(*args, tiles, **options):
+    return reference.paged_decode_attention(*args, **options)
+
+
+def ragged_paged_attention(*args, tiles, **options):
+    return reference.ragged_paged_attention(*args, **options)

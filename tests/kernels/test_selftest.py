@@ -1,0 +1,426 @@
+"""The self-test finds planted faults, `select` falls back from them, and results are remembered."""
+
+import dataclasses
+import functools
+import json
+import logging
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import SelfTest, dispatch, reference, select, selftest, toolchain, trial
+from pallas_kernels.selftest import FAILED, PASSED, TESTS, UNTESTED, Result, Subject
+from tests.kernels import implementations, planted
+
+MODEL = dict(dtype="bfloat16", head_dim=32, num_heads=4, num_kv_heads=2, block_size=16)
+H200 = dict(platform="gpu", device_kind="NVIDIA H200", compute_capability=9.0)
+LIMIT_S = 10.0  # a compilation of the reference takes one or two
+SUBJECT = Subject(
+    "mosaic", f"{planted.__name__}.good", "NVIDIA H200", pool_dtype="bfloat16", pool_head_dim=64,
+    tiles={"decode": None, "ragged": None}, **MODEL,
+)  # fmt: skip
+
+
+def put(patch: pytest.MonkeyPatch, **modules: str) -> None:
+    """Put planted modules in the place of Mosaic and Triton."""
+    for name, module in modules.items():
+        program = dataclasses.replace(dispatch.PROGRAMS[name], module=f"{planted.__name__}.{module}")
+        patch.setitem(dispatch.PROGRAMS, name, program)
+
+
+@functools.cache
+def made(test: str) -> trial.Trial:
+    """A case that is not donated."""
+    return trial.make_trials(SUBJECT)[test]()
+
+
+def statuses(results) -> dict[str, str]:
+    return {result.test: result.status for result in results}
+
+
+def choices(kernels) -> dict[str, str]:
+    return {choice.op: choice.implementation for choice in kernels.account}
+
+
+def alive(process: int) -> bool:
+    stat = Path(f"/proc/{process}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.fixture(scope="module")
+def compilations(tmp_path_factory):
+    """The testing processes of this module compile a case once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("xla")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def start(compilations, tmp_path_factory):
+    """A first start on a device where Mosaic is `broken` and Triton is `good`: its kernels, a function that starts once
+    more and fails where a test runs again, and the id of a process that a hanging op started."""
+    folder = tmp_path_factory.mktemp("broken")
+    place = SelfTest(folder, platform="cpu", limit_s=LIMIT_S)
+    with pytest.MonkeyPatch.context() as patch:
+        put(patch, mosaic="broken", triton="good")
+        patch.setenv("PLANTED_PID", str(folder / "pid"))
+        first = select(**H200, **MODEL, self_test=place)
+
+    def again(name: str = "auto"):
+        with pytest.MonkeyPatch.context() as patch:
+            put(patch, mosaic="broken", triton="good")
+            patch.setattr(SelfTest, "_run", lambda *args: pytest.fail("a test ran again"))
+            return select(name, **H200, **MODEL, self_test=place)
+
+    return first, again, int((folder / "pid").read_text())
+
+
+class TestProcesses:
+    """The whole path, with planted modules in the place of the implementations."""
+
+    def test_a_fault_is_found_and_named(self, start):
+        first, _, _ = start
+        reasons = {result.test: result.reason for result in first.tests if result.program == "mosaic"}
+        assert statuses(result for result in first.tests if result.program == "mosaic") == {
+            "write_kv": PASSED, "write_kv with rope": FAILED, "copy_blocks": FAILED,
+            "paged_decode_attention": FAILED, "ragged_paged_attention": PASSED,
+        }  # fmt: skip
+        assert "values are off by up to" in reasons["write_kv with rope"]
+        assert reasons["copy_blocks"].startswith("no result within 10 seconds")
+        assert reasons["paged_decode_attention"].startswith("the process ended (SIGABRT): ")
+        assert "CUDA_ERROR_ILLEGAL_ADDRESS, as the last words" in reasons["paged_decode_attention"]
+
+    def test_the_fallback_is_tested_too(self, start):
+        first, _, _ = start
+        assert statuses(result for result in first.tests if result.program == "triton") == dict.fromkeys(TESTS, PASSED)
+        assert first.name == "triton" and first.head_dim == 64 and set(choices(first).values()) == {"triton"}
+
+    def test_what_a_hanging_op_started_ends_with_it(self, start):
+        _, _, process = start
+        assert not alive(process)
+
+    def test_results_are_remembered(self, start):
+        first, again, _ = start
+        second = again()
+        assert choices(second) == choices(first) and statuses(second.tests) == statuses(first.tests)
+        assert all(result.remembered for result in second.tests)
+        assert not any(result.remembered for result in first.tests)
+
+    def test_an_implementation_asked_for_by_name_refuses(self, start):
+        _, again, _ = start
+        with pytest.raises(NotImplementedError, match="kernels 'mosaic': paged_decode_attention failed its self-test"):
+            again("mosaic")
+        assert again("triton").reason == "asked for"
+
+    def test_one_line_for_each_group_of_ops(self, start, caplog):
+        _, again, _ = start
+        again()
+        attention, writes, copies = (record.getMessage() for record in caplog.records)
+        assert attention.startswith("attention: running on Pallas-Triton, expect lower throughput (not mosaic: paged_")
+        assert "CUDA_ERROR_ILLEGAL_ADDRESS" in attention and "\n" not in attention
+        assert writes.startswith("KV writes: running on Pallas-Triton, expect slower steps (not mosaic: write_kv with")
+        assert copies.startswith("block copies: running on Pallas-Triton, expect slower steps (not mosaic: copy_blocks")
+
+    def test_a_device_that_does_not_open_is_untested(self, tmp_path, monkeypatch, caplog):
+        put(monkeypatch, mosaic="good")
+        kernels = select(**H200, **MODEL, self_test=SelfTest(tmp_path, platform="nowhere"))
+        assert kernels.name == "mosaic" and statuses(kernels.tests) == dict.fromkeys(TESTS, UNTESTED)
+        assert "nowhere" in kernels.tests[0].reason and "could not run" in caplog.text
+        assert not any(json.loads(path.read_text())["results"] for path in tmp_path.glob("*.json"))
+
+    def test_a_process_that_does_not_start_is_untested(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(sys, "executable", str(tmp_path / "no-python"))
+        results = SelfTest(tmp_path, platform="cpu").run(SUBJECT)
+        assert statuses(results) == dict.fromkeys(TESTS, UNTESTED) and "did not start" in results[0].reason
+
+    def test_it_ends_by_itself_when_nobody_waits(self, compilations, tmp_path):
+        """A program that is killed leaves no process behind that holds the device for ever."""
+        hanging = dataclasses.replace(SUBJECT, module=f"{planted.__name__}.broken")
+        environment = os.environ | {"PLANTED_PID": str(tmp_path / "pid"), "JAX_PLATFORMS": "cpu"}
+        code = "from pallas_kernels import trial; trial.GRACE_S = 0; trial.main()"
+        request = pickle.dumps((hanging, ("copy_blocks",), 0, 1.0))
+        with (tmp_path / "stderr").open("w") as stderr:  # no pipe: the process that the op started would hold it open
+            done = subprocess.run(
+                [sys.executable, "-c", code], input=request, env=environment, stdout=stderr, stderr=stderr, timeout=60
+            )
+        assert done.returncode == -signal.SIGALRM, (tmp_path / "stderr").read_text()
+        os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+
+    def test_progress_is_logged(self, compilations, tmp_path, monkeypatch, caplog):
+        monkeypatch.setattr(selftest, "PROGRESS_S", 0.05)
+        caplog.set_level(logging.INFO)
+        results = SelfTest(tmp_path, platform="cpu").run(SUBJECT)
+        assert statuses(results) == dict.fromkeys(TESTS, PASSED), results
+        assert "good: start, " in caplog.text and "good: ragged_paged_attention, " in caplog.text
+
+
+class Planned:
+    """A self-test whose outcome is known: the tests of a program that fail, or can't run."""
+
+    def __init__(self, **failing: tuple[str, ...]):
+        self.failing = failing
+
+    def run(self, subject: Subject) -> tuple[Result, ...]:
+        failing = self.failing.get(subject.program, ())
+        return tuple(
+            Result(subject.program, test, FAILED if test in failing else PASSED, "wrong", "") for test in TESTS
+        )
+
+
+class TestFallback:
+    @pytest.mark.parametrize("wrong", ["paged_decode_attention", "ragged_paged_attention"])
+    def test_the_attention_ops_fall_back_together_and_alone(self, wrong):
+        kernels = select(**H200, **MODEL, self_test=Planned(mosaic=(wrong,)))
+        assert choices(kernels) == {
+            "paged_decode_attention": "triton", "ragged_paged_attention": "triton", "write_kv": "mosaic",
+            "copy_blocks": "mosaic",
+        }  # fmt: skip
+        assert kernels.name == "triton" and f"not mosaic: {wrong} failed its self-test: wrong" in kernels.reason
+        assert kernels.paged_decode_attention.func.__module__ == "pallas_kernels.triton.attention"
+        assert kernels.write_kv.__module__ == "pallas_kernels.mosaic.kv_write"
+
+    @pytest.mark.parametrize("wrong", ["write_kv", "write_kv with rope"])
+    def test_a_write_falls_back_alone(self, wrong):
+        kernels = select(**H200, **MODEL, self_test=Planned(mosaic=(wrong,)))
+        assert kernels.name == "mosaic" and choices(kernels)["write_kv"] == "triton"
+        assert choices(kernels)["copy_blocks"] == "mosaic"
+
+    def test_the_reference_is_last_and_takes_the_pools_of_the_rest(self, caplog):
+        attention = ("paged_decode_attention",)
+        kernels = select(**H200, **MODEL, self_test=Planned(mosaic=attention, triton=attention))
+        assert kernels.name == "reference" and kernels.head_dim == 64 and choices(kernels)["write_kv"] == "mosaic"
+        assert kernels.paged_decode_attention is reference.paged_decode_attention
+        (record,) = caplog.records
+        assert record.getMessage().startswith("attention: running on the jnp reference, expect much lower throughput")
+        assert "not mosaic: " in record.getMessage() and "not triton: " in record.getMessage()
+
+    def test_without_any_kernel_pools_are_the_models_own(self):
+        kernels = select(**H200, **MODEL, self_test=Planned(mosaic=tuple(TESTS), triton=tuple(TESTS)))
+        assert set(choices(kernels).values()) == {"reference"} and kernels.head_dim == MODEL["head_dim"]
+
+    def test_nothing_is_logged_where_all_is_well(self, caplog):
+        kernels = select(**H200, **MODEL, self_test=Planned())
+        assert set(choices(kernels).values()) == {"mosaic"} and not caplog.records
+
+    def test_a_device_that_mosaic_does_not_know_is_no_failure(self, caplog):
+        kernels = select(**H200 | dict(compute_capability=8.0), **MODEL, self_test=Planned())
+        assert set(choices(kernels).values()) == {"triton"} and not caplog.records
+
+    def test_only_a_gpu_is_tested(self, tmp_path):
+        cpu = jax.devices("cpu")[0]
+        assert SelfTest.on(cpu, tmp_path) is None
+        gpu = dataclasses.make_dataclass("Device", ["platform", "id"])("gpu", 3)
+        assert SelfTest.on(gpu, tmp_path, retest=True) == SelfTest(tmp_path, "cuda", 3, retest=True)
+
+
+class TestMemory:
+    """Which results are remembered, without a process."""
+
+    @pytest.fixture
+    def runs(self, monkeypatch):
+        """The tests that ran, instead of running them."""
+        ran = []
+
+        def run(self, subject, tests):
+            ran.append(list(tests))
+            for test in tests:
+                yield Result(subject.program, test, PASSED, "", "2026-11-21T12:00:00+00:00")
+
+        monkeypatch.setattr(SelfTest, "_run", run)
+        return ran
+
+    def test_a_change_of_anything_tests_again(self, runs, tmp_path, monkeypatch):
+        place = SelfTest(tmp_path)
+        place.run(SUBJECT)
+        place.run(SUBJECT)
+        assert len(runs) == 1
+        others = dict(dtype="float16", pool_dtype="float8_e4m3fn", head_dim=40, pool_head_dim=128, num_heads=8,
+                      num_kv_heads=1, block_size=32, tiles={}, device_kind="NVIDIA H100")  # fmt: skip
+        for name, value in others.items():
+            place.run(dataclasses.replace(SUBJECT, **{name: value}))
+        assert len(runs) == 1 + len(others)
+        for name, value in dict(versions={"jax": "9"}, driver_version="1", cuda_version=13010).items():
+            monkeypatch.setattr(toolchain, name, lambda value=value: value)
+            place.run(SUBJECT)
+        assert len(runs) == 4 + len(others)
+        monkeypatch.setattr(selftest, "_source_digest", lambda module: "edited")
+        place.run(SUBJECT)
+        assert len(runs) == 5 + len(others)
+
+    def test_the_source_of_the_kernels_is_part_of_the_key(self, tmp_path, monkeypatch):
+        (tmp_path / "outside.py").write_text("a = 1")
+        monkeypatch.syspath_prepend(tmp_path)
+        before = selftest._source_digest("outside")
+        assert before == selftest._source_digest("outside")
+        (tmp_path / "outside.py").write_text("a = 2")
+        assert before != selftest._source_digest("outside")
+
+    @pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"key": 1}', "\x00", "other key", "no results"])
+    def test_a_corrupt_file_is_ignored_and_replaced(self, content, runs, tmp_path):
+        place = SelfTest(tmp_path)
+        place.run(SUBJECT)
+        (path,) = tmp_path.glob("*.json")
+        good = path.read_text()
+        if content == "other key":
+            content = json.dumps(json.loads(good) | {"key": {}})
+        elif content == "no results":
+            content = json.dumps(json.loads(good) | {"results": {"write_kv": "passed"}})
+        path.write_text(content)
+        place.run(SUBJECT)
+        assert len(runs) == 2 and path.read_text() == good
+        place.run(SUBJECT)
+        assert len(runs) == 2
+
+    def test_only_what_is_missing_runs(self, runs, tmp_path):
+        place = SelfTest(tmp_path)
+        place.run(SUBJECT)
+        (path,) = tmp_path.glob("*.json")
+        content = json.loads(path.read_text())
+        del content["results"]["copy_blocks"]
+        path.write_text(json.dumps(content))
+        results = place.run(SUBJECT)
+        assert runs[1:] == [["copy_blocks"]]
+        assert [result.remembered for result in results] == [test != "copy_blocks" for test in TESTS]
+
+    def test_what_could_not_run_is_not_remembered_and_runs_again(self, runs, tmp_path, monkeypatch, caplog):
+        def run(self, subject, tests):
+            status = {"copy_blocks": UNTESTED, "write_kv": FAILED}
+            yield from (Result(subject.program, test, status.get(test, PASSED), "busy", "") for test in tests)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(SelfTest, "_run", run)
+            kernels = select(**H200, **MODEL, self_test=SelfTest(tmp_path))
+        assert choices(kernels)["copy_blocks"] == "mosaic"  # untested is not wrong
+        assert "Mosaic GPU kernels: used without a self-test of copy_blocks, which could not run: busy" in caplog.text
+        again = select(**H200, **MODEL, self_test=SelfTest(tmp_path))
+        assert ["copy_blocks"] in runs and list(TESTS) not in runs
+        assert [result.remembered for result in again.tests[:5]] == [test != "copy_blocks" for test in TESTS]
+
+    def test_a_retest_runs_all_and_is_remembered(self, runs, tmp_path):
+        SelfTest(tmp_path).run(SUBJECT)
+        SelfTest(tmp_path, retest=True).run(SUBJECT)
+        SelfTest(tmp_path).run(SUBJECT)
+        assert runs == [list(TESTS)] * 2
+
+    def test_a_folder_that_cannot_be_written_is_told_of(self, runs, tmp_path, caplog):
+        (tmp_path / "file").write_text("")
+        results = SelfTest(tmp_path / "file" / "folder").run(SUBJECT)
+        assert statuses(results) == dict.fromkeys(TESTS, PASSED) and "run again at the next start" in caplog.text
+
+
+class TestTrials:
+    """Every test finds the faults that its op could have, and none where the kernels are right."""
+
+    WRONG: ClassVar = {
+        "keys and values exchanged": ("write_kv", lambda k, v, *rest, **o: reference.write_kv(v, k, *rest, **o)[::-1]),
+        "padding written": (
+            "write_kv", lambda k, v, x, y, slots, **o: reference.write_kv(k, v, x, y, jnp.abs(slots), **o)
+        ),
+        "keys not rotated": (
+            "write_kv with rope", lambda *args, cos_t, sin_t: reference.write_kv(*args)
+        ),
+        "copies in turn": (
+            "copy_blocks",
+            lambda pool, sources, to: jax.lax.fori_loop(
+                0, 5, lambda i, pool: reference.copy_blocks(pool, sources[i][None], to[i][None]), pool
+            ),
+        ),
+        "last key missing": (
+            "paged_decode_attention",
+            lambda q, k, v, tables, lens, **o: reference.paged_decode_attention(q, k, v, tables, lens - 1, **o),
+        ),
+        "one split only": (
+            "paged_decode_attention",
+            lambda q, k, v, tables, lens, **o: reference.paged_decode_attention(
+                q, k, v, tables, jnp.minimum(lens, 512), **o
+            ),
+        ),
+        "a neighbour's context": (
+            "ragged_paged_attention",
+            lambda q, k, v, tables, *rest, **o: reference.ragged_paged_attention(
+                q, k, v, tables.at[5].set(tables[4]), *rest, **o
+            ),
+        ),
+        "causal edge off by one": (
+            "ragged_paged_attention",
+            lambda q, k, v, tables, lens, *rest, **o: reference.ragged_paged_attention(
+                q, k, v, tables, lens.at[2].add(-1), *rest, **o
+            ),
+        ),
+    }  # fmt: skip
+
+    @pytest.mark.parametrize("name", WRONG)
+    def test_a_fault_is_found(self, name):
+        test, wrong = self.WRONG[name]
+        case = made(test) if "attention" in test else trial.make_trials(SUBJECT)[test]()  # the others donate theirs
+        assert "wrong result" in case.error({TESTS[test]: wrong})
+
+    @pytest.mark.parametrize("test", TESTS)
+    def test_triton_passes(self, test):
+        self.passes(implementations.TRITON, made(test))
+
+    @pytest.mark.parametrize("test", ["paged_decode_attention", "ragged_paged_attention"])
+    def test_mosaic_passes(self, test):
+        self.passes(implementations.MOSAIC, made(test))
+
+    def test_fp8_pools(self):
+        fp8 = dataclasses.replace(SUBJECT, pool_dtype="float8_e4m3fn")
+        self.passes(implementations.TRITON, trial.make_trials(fp8)["write_kv with rope"]())
+
+    def passes(self, kernels, case):
+        # Not under jit, which the interpreters are themselves.
+        out = getattr(kernels, case.op)(*case.args, **case.options)
+        for one, expected in zip(jax.tree.leaves(out), case.expected, strict=True):
+            assert trial.difference(one, expected, case.rtol, case.atol) is None
+
+    @pytest.mark.parametrize(
+        ("test", "status"), [("write_kv", PASSED), ("write_kv with rope", UNTESTED), ("copy_blocks", FAILED)]
+    )
+    def test_an_op_without_memory_is_untested_not_wrong(self, test, status):
+        full = dataclasses.replace(SUBJECT, module=f"{planted.__name__}.full")
+        error = trial.error_of(full, trial.make_trials(full)[test]())
+        assert selftest.status_of(error) == status and (status == PASSED or "RESOURCE_EXHAUSTED" in error)
+        assert selftest.status_of("the process ended (SIGABRT): CUDA_ERROR_OUT_OF_MEMORY") == UNTESTED
+
+    @pytest.mark.parametrize(
+        ("out", "said"),
+        [
+            ([1.0, 2.0, jnp.nan], None),
+            ([1.0, 2.01, jnp.nan], None),
+            ([1.0, 2.2, jnp.nan], "1 of 3 values are off by up to 0.2 .allowed 0.1"),
+            ([1.0, jnp.nan, jnp.nan], "1 of 3 values are NaN"),
+            ([1.0, 2.0, 3.0], "1 of 3 values are NaN"),
+            ([1.0, jnp.inf, jnp.nan], "off by up to inf"),
+            ([1.0, 2.0], "wrong shape"),
+        ],
+    )
+    def test_difference(self, out, said):
+        found = trial.difference(jnp.asarray(out), jnp.asarray([1.0, 2.0, jnp.nan]), 0.0, 0.1)
+        assert found is None if said is None else re.search(said, found)
+
+
+class TestToolchain:
+    def test_the_driver_is_read_from_its_file_and_from_its_tool(self, tmp_path, monkeypatch):
+        file = tmp_path / "version"
+        file.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (x)\n")
+        assert toolchain.driver_version(file) == "580.65.06"
+        tool = tmp_path / "nvidia-smi"
+        tool.write_text("#!/bin/sh\necho 570.1.2\n")
+        tool.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        assert toolchain.driver_version(tmp_path / "missing") == "570.1.2"
+        tool.unlink()
+        monkeypatch.setenv("PATH", str(tmp_path))
+        assert toolchain.driver_version(tmp_path / "missing") is None
+
+    def test_versions(self):
+        assert toolchain.versions()["jax"] == jax.__version__

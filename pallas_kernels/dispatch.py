@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pallas_kernels import checks, tuning
+from pallas_kernels import checks, toolchain, tuning
 from pallas_kernels.selftest import FAILED, UNTESTED, Result, SelfTest, Subject
 
 logger = logging.getLogger(__name__)
@@ -230,6 +230,8 @@ def _unsupported(
     program = PROGRAMS[name]
     if platform not in ("gpu", "cuda") or capability is None or not program.low <= capability < program.high:
         return f"{program.label} kernels need {program.needs}, this is a {device_kind} ({capability or platform})"
+    if name == "mosaic" and (miscompiled := toolchain.miscompilation(toolchain.cuda_version())):
+        return miscompiled
     # Loaded only where it is used: it brings jax's GPU lowering with it.
     return importlib.import_module(program.module).unsupported(**model)
 

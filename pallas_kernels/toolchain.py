@@ -1,7 +1,8 @@
-"""The versions of the software that compiles and runs the kernels."""
+"""The versions of the software that compiles and runs the kernels, and the versions known to miscompile them."""
 
 import importlib.metadata
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -46,3 +47,38 @@ def cuda_version() -> int | None:
     except ImportError:
         return None
     return cuda_versions.cuda_runtime_get_version() if cuda_versions else None
+
+
+def version_number(release: str) -> int:
+    """Return a release such as "12.9" as `cuda_version` counts, 12090."""
+    major, minor = release.split(".")[:2]
+    return 1000 * int(major) + 10 * int(minor)
+
+
+def miscompilation(cuda_version: int | None) -> str | None:
+    """Explain why causal attention can't be trusted under a CUDA version; None if it can, or if it is unknown.
+
+    The bounds are those of jax's own Mosaic attention (jax/experimental/pallas/ops/gpu/attention_mgpu.py). The
+    version does not tell 12.9.0 from 12.9.1.
+    """
+    if cuda_version is None or not 12080 <= cuda_version < 12091:
+        return None
+    return (
+        f"CUDA {cuda_version // 1000}.{cuda_version % 1000 // 10} is installed, and the ptxas of 12.8.0 to 12.9.1 "
+        "miscompiles causal attention: install CUDA 13 (pip install 'jax[cuda13]')"
+    )
+
+
+def ptxas_version() -> str | None:
+    """Return the release of the ptxas that jax finds first, such as "12.9"; None if there is none."""
+    try:
+        from jax._src.lib import cuda_path  # jax has no public name for it
+    except ImportError:
+        cuda_path = None
+    ptxas = shutil.which("ptxas", path=f"{cuda_path}/bin") if cuda_path else None
+    try:
+        done = subprocess.run([ptxas or "ptxas", "--version"], capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    found = re.search(r"release ([\d.]+)", done.stdout)
+    return found[1] if found else None

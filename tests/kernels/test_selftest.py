@@ -409,6 +409,23 @@ class TestTrials:
 
 
 class TestToolchain:
+    @pytest.mark.parametrize(
+        ("version", "refused"),
+        [(None, False), (12070, False), (12080, True), (12090, True), (12091, False), (13000, False)],
+    )
+    def test_miscompilation(self, version, refused):
+        said = toolchain.miscompilation(version)
+        assert (said is not None) == refused and (said is None or "pip install 'jax[cuda13]'" in said)
+
+    def test_mosaic_is_not_chosen_under_a_compiler_that_miscompiles_it(self, monkeypatch):
+        monkeypatch.setattr(toolchain, "cuda_version", lambda: 12080)
+        kernels = select(**H200, **MODEL)
+        assert kernels.name == "triton" and "not mosaic: CUDA 12.8 is installed" in kernels.reason
+        with pytest.raises(NotImplementedError, match=r"kernels 'mosaic': CUDA 12\.8 is installed, .* install CUDA 13"):
+            select("mosaic", **H200, **MODEL)
+        monkeypatch.setattr(toolchain, "cuda_version", lambda: None)
+        assert select(**H200, **MODEL).name == "mosaic"
+
     def test_the_driver_is_read_from_its_file_and_from_its_tool(self, tmp_path, monkeypatch):
         file = tmp_path / "version"
         file.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (x)\n")

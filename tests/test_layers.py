@@ -19,7 +19,7 @@ LAYERS = [
     ["jpaged.runtime", "jpaged.demo"],
     ["jpaged.engine"],
     ["jpaged.load"],
-    ["jpaged.llm", "jpaged.async_engine", "jpaged.convert"],
+    ["jpaged.llm", "jpaged.async_engine", "jpaged.convert", "jpaged.doctor"],
     ["jpaged.serving", "jpaged.bench"],
     ["jpaged.cli"],
     ["jpaged", "server"],

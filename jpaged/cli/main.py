@@ -15,6 +15,7 @@ COMMANDS = {
     "complete": "let a model continue texts",
     "bench serve": "measure a server under load",
     "bench throughput": "measure an engine without a server",
+    "doctor": "examine this machine and test its kernels",
     "convert": "store a model's parameters in another format",
 }
 

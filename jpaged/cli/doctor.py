@@ -1,0 +1,89 @@
+"""Examine this machine: devices, versions, the kernels for a model, their self-test, and the caches.
+
+  jpaged doctor                                the demo model's shapes
+  jpaged doctor --model DIR --retest           a model of yours; tests the kernels again, whatever is remembered
+  jpaged doctor --json                         for a program, or for a report of a defect
+
+It takes the flags of serve, so that the same kernels are chosen. The exit status is 0 if all is well, and 1 if an op
+failed its self-test or nothing can run.
+"""
+
+import argparse
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from jpaged.cli.serve import add_engine_flags, engine_config
+
+if TYPE_CHECKING:
+    from jpaged.doctor import Report
+
+GIB, MIB = 2**30, 2**20
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("the report").add_argument
+    add("--json", action="store_true", help="print the report as JSON")
+    add("--retest", action="store_true", help="test the kernels again, whatever is remembered")
+    add_engine_flags(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    config = engine_config(args)
+    # The tests run in a process of their own, which needs the memory that jax would take for this one.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("pallas_kernels").setLevel(logging.INFO)  # the progress of tests
+    from jpaged.doctor import examine  # it loads jax
+
+    report = examine(config, retest=args.retest)
+    print(json.dumps(asdict(report), indent=1) if args.json else "\n".join(lines(report)))
+    if report.problems:
+        sys.exit(1)
+
+
+def lines(report: "Report") -> Iterator[str]:
+    """Write a report as text."""
+    yield from _section("devices", _devices(report))
+    yield from _section("versions", (f"{name:20} {version}" for name, version in report.versions.items()))
+    ops = (f"{op.name:24} {op.implementation:10} {op.reason}" for op in report.ops)
+    yield from _section(f"kernels for {report.model}" if report.model else "kernels", ops)
+    yield from _section("self-test", _tests(report))
+    cache, host = report.cache, report.host
+    state = "writable" if cache.writable else "not writable"
+    yield from _section(
+        "compilation cache", [f"{cache.path}: {cache.entries} files, {cache.size_bytes / MIB:.1f} MiB, {state}"]
+    )
+    memory, disk = host.memory_available_bytes / GIB, host.disk_free_bytes / GIB
+    yield from _section("host", [f"{memory:.1f} GiB of memory available, {disk:.1f} GiB of disk free"])
+    yield from _section("warnings", report.warnings)
+    yield from _section("problems", report.problems)
+    yield "" if report.problems else "all is well"
+
+
+def _devices(report: "Report") -> Iterator[str]:
+    for device in report.devices:
+        capability = f", compute capability {device.compute_capability}" if device.compute_capability else ""
+        yield f"{device.kind} ({device.platform}{capability})"
+    for card in report.cards:
+        free, total = card.free_bytes / GIB, card.total_bytes / GIB
+        yield f"{card.name}: {free:.1f} of {total:.1f} GiB free, as the driver sees it"
+
+
+def _tests(report: "Report") -> Iterator[str]:
+    if report.self_test:
+        yield report.self_test
+    for result in report.tests:
+        when = f"remembered from {result.tested_at}" if result.remembered else "just now"
+        said = f": {result.reason}" if result.reason else ""
+        yield f"{result.program:10} {result.test:24} {result.status} ({when}){said}"
+
+
+def _section(title: str, rows: Iterable[str]) -> list[str]:
+    """Write a heading and its rows, or nothing where there are none."""
+    indented = [f"  {row}" for row in rows]
+    return [title, *indented] if indented else []

@@ -1,0 +1,204 @@
+"""Examine a machine: its devices and software, the kernels that a model gets on it, their self-test, and the caches."""
+
+import dataclasses
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+
+from jpaged.config import EngineConfig, ModelConfig
+from jpaged.load import dtype_of, find_model
+from jpaged.runtime.runner import cache_folder, compute_capability, select_kernels
+from pallas_kernels import Kernels, toolchain
+from pallas_kernels.selftest import FAILED, UNTESTED, Result
+
+PACKAGES = ("jpaged", "flax", "transformers")
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device as jax sees it."""
+
+    kind: str
+    platform: str
+    compute_capability: float | None
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU as its driver sees it, whether jax uses it or not."""
+
+    name: str
+    free_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True)
+class Op:
+    """The implementation of one op and the reason for it."""
+
+    name: str
+    implementation: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Cache:
+    """The folder of compiled executables."""
+
+    path: str
+    entries: int
+    size_bytes: int
+    writable: bool
+
+
+@dataclass(frozen=True)
+class Host:
+    memory_available_bytes: int
+    disk_free_bytes: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that was found.
+
+    Attributes:
+        versions: by package; "driver", "cuda" and "ptxas" where they are known.
+        model: the shape class that kernels were chosen for, in words.
+        self_test: the reason why there are no tests; "" if there are.
+        warnings: remarks on a machine that works.
+        problems: failed tests, and reasons why nothing can run. Without any, all is well.
+    """
+
+    devices: tuple[Device, ...]
+    cards: tuple[Card, ...]
+    versions: dict[str, str]
+    model: str
+    ops: tuple[Op, ...]
+    tests: tuple[Result, ...]
+    self_test: str
+    cache: Cache
+    host: Host
+    warnings: tuple[str, ...]
+    problems: tuple[str, ...]
+
+
+def examine(config: EngineConfig, *, retest: bool = False) -> Report:
+    """Examine this machine for the model of a config.
+
+    Args:
+        retest: test kernels again, whatever is remembered.
+
+    Raises:
+        ValueError: the model is missing or broken.
+    """
+    model = ModelConfig.from_directory(find_model(config.model))
+    problems, kernels, shapes = [], None, ""
+    try:
+        devices = jax.devices()
+    except RuntimeError as error:
+        devices = []
+        problems.append(f"jax has no device: {error}")
+    if devices:
+        dtype = dtype_of(config, model, devices[0].platform)
+        shapes = (
+            f"{config.model}, {dtype}, head dim {model.head_dim}, {model.num_attention_heads} heads over "
+            f"{model.num_key_value_heads}, blocks of {config.block_size}"
+        )
+        try:
+            kernels = select_kernels(config, model, dtype, devices[0], retest=retest)
+        except NotImplementedError as error:
+            problems.append(str(error))
+    tests = kernels.tests if kernels else ()
+    problems += [
+        f"{result.program}: {result.test} failed its self-test: {result.reason}"
+        for result in tests
+        if result.status == FAILED
+    ]
+    cards, cache = _cards(), _cache()
+    return Report(
+        devices=tuple(Device(d.device_kind, d.platform, compute_capability(d)) for d in devices),
+        cards=cards,
+        versions=_versions(),
+        model=shapes,
+        ops=tuple(Op(*dataclasses.astuple(choice)) for choice in kernels.account) if kernels else (),
+        tests=tests,
+        self_test=_why_no_tests(kernels),
+        cache=cache,
+        host=Host(_memory_available(), shutil.disk_usage(_existing(Path(cache.path))).free),
+        warnings=tuple(_warnings([device.platform for device in devices], cards, tests, cache)),
+        problems=tuple(problems),
+    )
+
+
+def _why_no_tests(kernels: Kernels | None) -> str:
+    if kernels is None:
+        return "not listed: no kernels were chosen"
+    return "" if kernels.tests else "not needed: the reference is the specification"
+
+
+def _warnings(platforms: list[str], cards: tuple[Card, ...], tests: tuple[Result, ...], cache: Cache) -> list[str]:
+    found = []
+    if cards and "gpu" not in platforms:
+        found.append("there is an NVIDIA GPU, but jax does not use it: pip install 'jpaged[cuda]'")
+    ptxas = toolchain.ptxas_version()
+    compilers = [toolchain.cuda_version(), toolchain.version_number(ptxas) if ptxas else None]
+    if "gpu" in platforms and (wrong := next(filter(None, map(toolchain.miscompilation, compilers)), None)):
+        found.append(wrong)
+    found += [
+        f"{result.program}: {result.test} is untested: {result.reason}" for result in tests if result.status == UNTESTED
+    ]
+    if not cache.writable:
+        found.append(f"the compilation cache can't be written, so every start compiles everything: {cache.path}")
+    return found
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    cuda = toolchain.cuda_version()
+    known = {
+        "driver": toolchain.driver_version(),
+        "cuda": f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else None,
+        "ptxas": toolchain.ptxas_version(),
+    }
+    return found | toolchain.versions() | {name: version for name, version in known.items() if version}
+
+
+def _cards() -> tuple[Card, ...]:
+    query = ["nvidia-smi", "--query-gpu=name,memory.free,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    rows = [line.rsplit(", ", 2) for line in done.stdout.splitlines()]
+    return tuple(
+        Card(name, int(free) * MIB, int(total) * MIB) for name, free, total in rows if (free + total).isdigit()
+    )
+
+
+def _cache() -> Cache:
+    path = Path(jax.config.jax_compilation_cache_dir or cache_folder() / "xla")
+    files = [file for file in path.rglob("*") if file.is_file()]
+    size = sum(file.stat().st_size for file in files)
+    return Cache(str(path), len(files), size, os.access(_existing(path), os.W_OK))
+
+
+def _existing(path: Path) -> Path:
+    """Return the path, or the nearest folder above it that exists."""
+    return next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+
+
+def _memory_available() -> int:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))

@@ -131,9 +131,11 @@ def load_ops(module: str, tiles: Mapping[str, tuning.Tiles]) -> dict[str, Callab
     """Import an implementation and return its ops by name, the attention ops bound to their tiles."""
     loaded = importlib.import_module(module)
     ops = {op: getattr(loaded, op) for group in GROUPS.values() for op in group}
-    for key, op in (("decode", "paged_decode_attention"), ("ragged", "ragged_paged_attention")):
-        if key in tiles:
-            ops[op] = functools.partial(ops[op], tiles=tiles[key])
+    if tiles:
+        decode, ragged = "paged_decode_attention", "ragged_paged_attention"
+        ops[decode] = functools.partial(ops[decode], tiles=tiles["decode"])
+        # Decode rows are cut alike in decode steps and in mixed ones, for their bits are the same.
+        ops[ragged] = functools.partial(ops[ragged], tiles=tiles["ragged"], decode_tiles=tiles["decode"])
     return ops
 
 

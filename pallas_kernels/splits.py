@@ -19,12 +19,12 @@ class Splits(NamedTuple):
 
     Attributes:
         work_i4: [I, 4] int32: sequence, first token, end, first token that its query sees.
-        count: [1] int32: number of rows of `work_i4` in use.
+        num_splits: [1] int32: number of rows of `work_i4` in use.
         first_s1: [S + 1] int32: first split of each sequence.
     """
 
     work_i4: jax.Array
-    count: jax.Array
+    num_splits: jax.Array
     first_s1: jax.Array
 
 

@@ -202,7 +202,7 @@ def attend_rows(
     splits = make_splits(context_lens_s, most=most, split=tiles.split, tile=tiles.tile, window=window)
     o_ikhm, lse_ikl = _launch(
         q_skmh, k_pool, v_pool, scale * (ones if k_scale_k is None else k_scale_k),
-        ones if v_scale_k is None else v_scale_k, splits.work_i4, splits.count, block_tables_sw,
+        ones if v_scale_k is None else v_scale_k, splits.work_i4, splits.num_splits, block_tables_sw,
         tiles=tiles, soft_cap=soft_cap, windowed=window is not None,
     )  # fmt: skip
     lse_skl = combine(o_ikhm, lse_ikl, splits.first_s1, row_s, o_rnh_ref, max_splits=most)

@@ -110,10 +110,10 @@ def _launch(k_pool_ref: Any, v_pool_ref: Any, k_tkh, v_tkh, cos_t, sin_t, k_scal
     if fp8:
         per_scale_kh /= jnp.stack([k_scale_k, v_scale_k])[:, :, None]
 
-    def smem(columns, dtype):
+    def smem(columns, dtype) -> Any:
         return plgpu.SMEM((padded, columns), dtype)
 
-    angles = plgpu.SMEM((piece, half), jnp.float32)
+    angles: Any = plgpu.SMEM((piece, half), jnp.float32)
     grid = (k // heads, t)
     check_grid("kv_write", grid)
     plgpu.kernel(
@@ -121,7 +121,7 @@ def _launch(k_pool_ref: Any, v_pool_ref: Any, k_tkh, v_tkh, cos_t, sin_t, k_scal
         out_type=(),
         grid=grid,
         grid_names=("k", "t"),
-        scratch_types=dict(
+        scratch_types=dict[str, Any](
             low_smem=smem(half, dtype),
             high_smem=smem(half, dtype),
             v_smem=smem(h, dtype),

@@ -326,25 +326,25 @@ def ragged_paged_attention(
     _, n, head_dim, k = check_attention(q_tnh, k_pool, v_pool, *batch, decode_s=decode_s, **options)
     check_supported(k_pool, dtype=q_tnh.dtype, num_heads=n)
     (t, _, _), h, group, dtype = q_tnh.shape, k_pool.shape[3], n // k, q_tnh.dtype
-    tiles = tiles or tuning.find("mosaic.ragged", "", h, k_pool.dtype)
-    assert isinstance(tiles, tuning.MosaicRagged), tiles
+    cut = tiles or tuning.find("mosaic.ragged", "", h, k_pool.dtype)
+    assert isinstance(cut, tuning.MosaicRagged), cut
     tokens = tokens_per_warpgroup(group)
     align = TMA_ROWS // math.gcd(TMA_ROWS, group) if tokens * group == WGMMA_ROWS else 1
     decode_s, decode_row_s = decode_rows(cu_q_lens_s1, decode_s)
-    query = query_tiles(cu_q_lens_s1, decode_s, num_rows=t, tile_q=tiles.warpgroups * tokens, align=align)
+    query = query_tiles(cu_q_lens_s1, decode_s, num_rows=t, tile_q=cut.warpgroups * tokens, align=align)
 
     q_tnh = pad_head_dim(q_tnh, h)
     o_ref = jax.empty_ref(jax.ShapeDtypeStruct((t, n, h), dtype))
     # The rows of one KV head lie together, so that a box of them is a warpgroup's operand; boxes may end past the last.
     q_kyh = q_tnh.reshape(t, k, group, h).swapaxes(0, 1).reshape(k, t * group, h)
-    q_kyh = jnp.pad(q_kyh, ((0, 0), (0, -t * group % TMA_ROWS + tiles.warpgroups * WGMMA_ROWS), (0, 0)))
+    q_kyh = jnp.pad(q_kyh, ((0, 0), (0, -t * group % TMA_ROWS + cut.warpgroups * WGMMA_ROWS), (0, 0)))
     if k_pool.dtype == FP8:
         q_kyh = q_kyh.astype(jnp.float16)  # holds every fp8 number exactly
     ones = jnp.ones(k, jnp.float32)
     lse_ikjr = _launch(
         q_kyh, k_pool, v_pool, scale * (ones if k_scale_k is None else k_scale_k),
         ones if v_scale_k is None else v_scale_k, block_tables_sw, jnp.append(context_lens_s, jnp.int32(0)), query,
-        o_ref, tiles=tiles, soft_cap=soft_cap, window=window,
+        o_ref, tiles=cut, soft_cap=soft_cap, window=window,
     )  # fmt: skip
     q_snh = q_tnh.at[jnp.maximum(decode_row_s, 0)].get(mode="promise_in_bounds")
     lse_sn = attend_rows(

@@ -43,7 +43,7 @@ class KVRing(NamedTuple):
     v_full: Any  # barriers [stages + 1]; the last one is for a tile whose tail is cleared once it has landed
     k_free: Any  # barriers [stages]
     v_free: Any
-    landing: Landing | None
+    landing: Any  # Landing of an fp8 pool, else None
 
     @staticmethod
     def scratch(

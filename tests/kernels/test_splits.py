@@ -29,7 +29,7 @@ def test_splits_cover_the_keys_of_each_query(window, most):
         ]
         first.append(len(expected))
     work = splits.make_splits(jnp.array(lens), most=most, split=SPLIT, tile=TILE, window=window)
-    assert int(work.count[0]) == len(expected) and work.first_s1.tolist() == first
+    assert int(work.num_splits[0]) == len(expected) and work.first_s1.tolist() == first
     np.testing.assert_array_equal(work.work_i4[: len(expected)], expected)
     assert len(work.work_i4) == most * len(lens)
 

@@ -14,5 +14,5 @@ def paged_decode_attention(*args, tiles, **options):
     return reference.paged_decode_attention(*args, **options)
 
 
-def ragged_paged_attention(*args, tiles, **options):
+def ragged_paged_attention(*args, tiles, decode_tiles, **options):
     return reference.ragged_paged_attention(*args, **options)

@@ -62,7 +62,7 @@ def check_write(k_pool, v_pool, k_tkh, v_tkh, slot_mapping_t, cos_t, sin_t, k_sc
 
 def check_attention(
     q, k_pool, v_pool, block_tables_sw, context_lens_s, cu_q_lens_s1=None, *,
-    soft_cap=None, window=None, k_scale_k=None, v_scale_k=None, decode_s=None,
+    scale, soft_cap=None, window=None, k_scale_k=None, v_scale_k=None, decode_s=None,
 ) -> tuple[int, int, int, int]:  # fmt: skip
     """Checks the arguments of the attention ops (`cu_q_lens_s1` None: decode); returns S, N, H, K."""
     _, k, b, pool_h = check_pools(k_pool, v_pool)
@@ -90,6 +90,8 @@ def check_attention(
         raise NotImplementedError(
             f"block_tables_sw holds {w} blocks of {b} = {w * b} tokens, supported are {MAX_CONTEXT}"
         )
+    if isinstance(scale, (int, float)) and not (math.isfinite(scale) and scale > 0):
+        raise ValueError(f"scale must be a finite number above 0, not {scale}")
     if soft_cap is not None and not (math.isfinite(soft_cap) and soft_cap > 0):
         raise ValueError(f"soft_cap must be a finite number above 0, not {soft_cap}")
     if window is not None and (not isinstance(window, int) or window < 1):

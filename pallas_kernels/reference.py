@@ -100,12 +100,12 @@ def paged_decode_attention(
             are already there.
         block_tables_sw: [S, W] int32; entries past a context are never read. W B is at most 131,072.
         context_lens_s: [S] int32, the query token included; 0 marks a padding row, whose result is 0.
-        scale: factor on q·k.
+        scale: factor on q·k, above 0.
 
     Returns [S, N, H], with `return_lse` also [S, N] float32.
     """
     check_attention(
-        q_snh, k_pool, v_pool, block_tables_sw, context_lens_s,
+        q_snh, k_pool, v_pool, block_tables_sw, context_lens_s, scale=scale,
         soft_cap=soft_cap, window=window, k_scale_k=k_scale_k, v_scale_k=v_scale_k,
     )  # fmt: skip
     attend = partial(
@@ -152,7 +152,7 @@ def ragged_paged_attention(
     Returns [T, N, H], with `return_lse` also [T, N] float32; rows that no sequence owns are 0.
     """
     check_attention(
-        q_tnh, k_pool, v_pool, block_tables_sw, context_lens_s, cu_q_lens_s1,
+        q_tnh, k_pool, v_pool, block_tables_sw, context_lens_s, cu_q_lens_s1, scale=scale,
         soft_cap=soft_cap, window=window, k_scale_k=k_scale_k, v_scale_k=v_scale_k, decode_s=decode_s,
     )  # fmt: skip
     attend = partial(

@@ -120,11 +120,12 @@ class KernelFigures:
     threads: int  # per thread block
     registers: int  # per thread
     spill_bytes: int  # stores and loads together
-    shared_memory: int  # bytes per thread block
+    shared_memory: int  # bytes per thread block, as the launch asks for them
     wgmma: int  # instructions in the PTX
     tma: int
     mma: int  # on tensor cores too, of a warp instead of a warpgroup
     wgmma_serialised: bool  # ptxas could not keep the tensor cores asynchronous, and said so
+    sass: tuple[str, ...] = ()  # machine code of a Mosaic kernel, where nvdisasm is installed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,6 +151,13 @@ class Compiled:
     def _memory(self) -> Any:
         return self.executable.memory_analysis()
 
+    @functools.cached_property
+    def launches(self) -> collections.Counter[str]:
+        """Kernel launches by kind: fusions, and custom calls by their target. Allocations launch nothing."""
+        entry = self.hlo[self.hlo.index("\nENTRY ") :]
+        kinds = re.findall(r"= [^=]*? (fusion|copy|sort|custom-call)\((?:.*custom_call_target=\"(\w+)\")?", entry)
+        return collections.Counter(target or kind for kind, target in kinds if target != "AllocateBuffer")
+
     def copies_of(self, shape: Sequence[int], dtype: Any) -> int:
         """How many HLO copies (in fusions too) have an operand of this shape and dtype."""
         names = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "int32": "s32", "uint8": "u8", "bool": "pred"}
@@ -162,7 +170,7 @@ def why_not() -> str | None:
     """Why nothing can be compiled for a GPU here; None when it can."""
     if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
         return "the JAX CUDA plugin is not installed (pip install jax-cuda13-plugin of jax's version)"
-    if _ptxas() is None:
+    if find_tool("ptxas") is None:
         return "ptxas was not found (pip install nvidia-cuda-nvcc, or a CUDA toolkit on PATH)"
     return None
 
@@ -201,7 +209,10 @@ def compile_for(
         with _environment(MOSAIC_GPU_DUMP_TO=str(mosaic)):
             lowered = lower()
         # Not to a folder this time: that would ask for SASS too, and leave files in /tmp where there is no nvdisasm.
-        with _environment(MOSAIC_GPU_DUMP_PTX="1", MOSAIC_GPU_DUMP_PTXAS="1"), _stdout_to(mosaic / "printed"):
+        asked = dict(MOSAIC_GPU_DUMP_PTX="1", MOSAIC_GPU_DUMP_PTXAS="1")
+        if tool := find_tool("nvdisasm"):
+            asked |= dict(MOSAIC_GPU_DUMP_SASS="1", PATH=f"{pathlib.Path(tool).parent}{os.pathsep}{os.environ['PATH']}")
+        with _environment(**asked), _stdout_to(mosaic / "printed"):
             executable = lowered.compile({"xla_dump_to": str(xla), "xla_dump_emitter_re": "ptx"})
         kernels = _read_figures(mosaic, (mosaic / "printed").read_text())
         return Compiled(executable, kernels | _read_triton_figures(xla, executable.as_text() or ""))
@@ -236,12 +247,15 @@ def _topology(device: Device) -> topologies.TopologyDescription:
 
 
 @functools.cache
-def _ptxas() -> str | None:
-    """The pip package's comes first, as in XLA, whose PTX may be too new for the ptxas of an older toolkit."""
+def find_tool(name: str) -> str | None:
+    """Return the path of ptxas or nvdisasm.
+
+    The pip package's comes first, as in XLA, whose PTX may be too new for the ptxas of an older toolkit.
+    """
     spec = importlib.util.find_spec("nvidia")
     folders = (spec.submodule_search_locations or ()) if spec else ()
-    from_pip = (str(path) for folder in folders for path in pathlib.Path(folder).glob("*/bin/ptxas"))
-    return next(from_pip, None) or shutil.which("ptxas")
+    from_pip = (str(path) for folder in folders for path in pathlib.Path(folder).glob(f"*/bin/{name}"))
+    return next(from_pip, None) or shutil.which(name)
 
 
 @contextlib.contextmanager
@@ -285,8 +299,8 @@ def _read_figures(folder: pathlib.Path, printed: str) -> dict[str, KernelFigures
         name = dump.rpartition("_")[0]  # without its running number
         text = (folder / f"{dump}.after_layout_inference.txt").read_text()
         texts[name].add(text.replace(f'"{dump}"', f'"{name}"'))
-        used = int(re.findall(r"smem_scratch_bytes=(\d+)", path.read_text())[0])
-        shared_memory[name] = max(used, shared_memory[name])
+        [used] = re.findall(r"dynamic_shared_memory_size %c(\d+)_i32", text)
+        shared_memory[name] = max(int(used), shared_memory[name])
     kernels = {}
     for name in texts:
         figures = _figures_of(name, shared_memory[name], printed)
@@ -314,7 +328,17 @@ def _figures_of(name: str, shared_memory: int, printed: str) -> KernelFigures | 
         tma=min(text.count("cp.async.bulk.tensor") for text in ptx),
         mma=min(text.count("mma.sync") for text in ptx),
         wgmma_serialised=bool(re.search(rf"instructions are serialized .*'{entry}'", printed)),
+        sass=_sass_of(entry, printed),
     )
+
+
+def _sass_of(entry: str, printed: str) -> tuple[str, ...]:
+    """Return the instructions and the labels of a kernel."""
+    section = re.search(
+        rf"^\s*\.section\s+\.text\.{entry},.*?(?=^\s*\.section\s|\Z)", printed, re.MULTILINE | re.DOTALL
+    )
+    lines = re.findall(r"^\s*(?:/\*[0-9a-f]+\*/\s+(.*?) ;|(\.L_x_\d+:))", section[0], re.MULTILINE) if section else []
+    return tuple(instruction or label for instruction, label in lines)
 
 
 def _read_triton_figures(folder: pathlib.Path, hlo: str) -> dict[str, KernelFigures]:
@@ -331,7 +355,7 @@ def _read_triton_figures(folder: pathlib.Path, hlo: str) -> dict[str, KernelFigu
         launch = re.search(rf" {entry} grid: .* threads: \[(.*)\]\s+shared_memory: (\d+)", launches.read_text())
         assert launch, f"{entry} is never launched"
         [target] = re.findall(r"^\.target (\w+)", ptx, re.MULTILINE)
-        command = [str(_ptxas()), "-v", f"-arch={target}", str(path), "-o", os.devnull]
+        command = [str(find_tool("ptxas")), "-v", f"-arch={target}", str(path), "-o", os.devnull]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
         figures = KernelFigures(
             threads=math.prod(int(axis) for axis in launch[1].split(",")),
@@ -349,5 +373,7 @@ def _read_triton_figures(folder: pathlib.Path, hlo: str) -> dict[str, KernelFigu
 
 def _worst(figures: list[KernelFigures]) -> KernelFigures:
     best_is_more = ("wgmma", "tma", "mma")
-    names = [field.name for field in dataclasses.fields(KernelFigures)]
-    return KernelFigures(**{n: (min if n in best_is_more else max)(getattr(f, n) for f in figures) for n in names})
+    names = [field.name for field in dataclasses.fields(KernelFigures) if field.name != "sass"]
+    return KernelFigures(
+        sass=figures[0].sass, **{n: (min if n in best_is_more else max)(getattr(f, n) for f in figures) for n in names}
+    )

@@ -234,13 +234,15 @@ def paged_decode_attention(
     `mosaic.unsupported` names.
     """
     options = dict(soft_cap=soft_cap, window=window, k_scale_k=k_scale_k, v_scale_k=v_scale_k)
-    s, n, head_dim, _ = check_attention(q_snh, k_pool, v_pool, block_tables_sw, context_lens_s, **options)
+    s, n, head_dim, _ = check_attention(q_snh, k_pool, v_pool, block_tables_sw, context_lens_s, scale=scale, **options)
     check_supported(k_pool, dtype=q_snh.dtype, num_heads=n)
     h = k_pool.shape[3]
+    # It depends on the batch so that XLA computes it once for all layers: it launches a bare iota for each.
+    row_s = jnp.where(context_lens_s < 0, -1, jnp.arange(s, dtype=jnp.int32))
     o_ref = jax.empty_ref(jax.ShapeDtypeStruct((s, n, h), q_snh.dtype))
     lse_sn = attend_rows(
-        pad_head_dim(q_snh, h), k_pool, v_pool, block_tables_sw, context_lens_s, jnp.arange(s, dtype=jnp.int32),
-        o_ref, scale=scale, tiles=tiles, **options,
+        pad_head_dim(q_snh, h), k_pool, v_pool, block_tables_sw, context_lens_s, row_s, o_ref,
+        scale=scale, tiles=tiles, **options,
     )  # fmt: skip
     o_snh = jax.freeze(o_ref)[:, :, :head_dim]
     return (o_snh, lse_sn) if return_lse else o_snh

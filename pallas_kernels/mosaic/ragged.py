@@ -150,7 +150,7 @@ def _kernel(
                 x_rt = plgpu.wgmma_accumulator_load(x_acc, wait_n=1)
                 plgpu.barrier_arrive(ring.k_free.at[stage])
                 state = softmax(x_rt, last_key(t) if masked else None, max_r, sum_r)
-                pl.when(t + 1 < tiles)(lambda: plgpu.barrier_wait(ring.k_full.at[lax.rem(t + 1, stages)]))
+                wait_for_keys(ring, t + 1, tiles)
                 return state, o_acc[...]
 
             accumulators = plgpu.ACC((rows, columns), jnp.float32), plgpu.ACC((rows, tile), jnp.float32)
@@ -166,11 +166,11 @@ def _kernel(
             return o_acc[...]
 
         acc_rx, max_r, sum_r = softmax_state(rows, columns, softmax_axis=1)
-        plgpu.barrier_wait(ring.k_full.at[0])
+        wait_for_keys(ring, jnp.int32(0), tiles)
         x_rt = product(q_smem.at[warpgroup], ring.k.at[0].T, rows, tile)
         plgpu.barrier_arrive(ring.k_free.at[0])
         p_rt, _, max_r, sum_r = softmax(x_rt, last_key(jnp.int32(0)), max_r, sum_r)
-        pl.when(tiles > 1)(lambda: plgpu.barrier_wait(ring.k_full.at[1 % stages]))
+        wait_for_keys(ring, jnp.int32(1), tiles)
         carry = (acc_rx, max_r, sum_r, p_rt.astype(q_smem.dtype))
         if window is not None:
             carry = lax.fori_loop(1, whole, functools.partial(step, True), carry)
@@ -236,6 +236,11 @@ def _kernel(
             plgpu.copy_gmem_to_smem(q_kyh_ref.at[head, box], q_smem.at[j], q_full)
         where = dict(seq=seq, head=head, start=key_start, end=key_end, filled=jnp.int32(0), v_column=column)
         ring.drain(ring.fill(k_pool_ref, v_pool_ref, table_sw_ref, **where))
+
+
+def wait_for_keys(ring: KVRing, t, tiles) -> None:
+    """Wait for K of tile t, if there is one."""
+    pl.when(t < tiles)(lambda: plgpu.barrier_wait(ring.k_full.at[lax.rem(t, ring.k.shape[0])]))
 
 
 def tokens_per_warpgroup(group: int) -> int:
@@ -323,7 +328,7 @@ def ragged_paged_attention(
     """
     options = dict(soft_cap=soft_cap, window=window, k_scale_k=k_scale_k, v_scale_k=v_scale_k)
     batch = block_tables_sw, context_lens_s, cu_q_lens_s1
-    _, n, head_dim, k = check_attention(q_tnh, k_pool, v_pool, *batch, decode_s=decode_s, **options)
+    _, n, head_dim, k = check_attention(q_tnh, k_pool, v_pool, *batch, decode_s=decode_s, scale=scale, **options)
     check_supported(k_pool, dtype=q_tnh.dtype, num_heads=n)
     (t, _, _), h, group, dtype = q_tnh.shape, k_pool.shape[3], n // k, q_tnh.dtype
     cut = tiles or tuning.find("mosaic.ragged", "", h, k_pool.dtype)

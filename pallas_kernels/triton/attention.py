@@ -247,7 +247,7 @@ def paged_decode_attention(
     """
     options: dict[str, Any] = dict(soft_cap=soft_cap, window=window, k_scale_k=k_scale_k, v_scale_k=v_scale_k)
     batch = block_tables_sw, context_lens_s
-    checks.check_attention(q_snh, k_pool, v_pool, *batch, **options)
+    checks.check_attention(q_snh, k_pool, v_pool, *batch, scale=scale, **options)
     check_supported(q_snh, k_pool)
     o_snh, lse_sn = _attend_rows(q_snh, k_pool, v_pool, *batch, tiles=tiles, scale=scale, **options)
     return (o_snh, lse_sn) if return_lse else o_snh
@@ -279,7 +279,7 @@ def ragged_paged_attention(
     """
     options: dict[str, Any] = dict(soft_cap=soft_cap, window=window, k_scale_k=k_scale_k, v_scale_k=v_scale_k)
     batch = block_tables_sw, context_lens_s, cu_q_lens_s1
-    s, n, _, k = checks.check_attention(q_tnh, k_pool, v_pool, *batch, decode_s=decode_s, **options)
+    s, n, _, k = checks.check_attention(q_tnh, k_pool, v_pool, *batch, decode_s=decode_s, scale=scale, **options)
     check_supported(q_tnh, k_pool)
     cut: tuning.TritonRagged = _fitted("triton.ragged", tiles, q_tnh, k_pool)
     num_rows = q_tnh.shape[0]

@@ -59,7 +59,9 @@ def _ops(module: types.ModuleType, case: Case, options: dict):
         shared = dict(scale=case.head_dim**-0.5, **scales, **options)
         k_pool, v_pool = module.write_kv(k_pool, v_pool, k, v, slots, cos_t=cos, sin_t=sin, **scales)
         k_pool = module.copy_blocks(k_pool, copies, copies)
-        mixed = module.ragged_paged_attention(q, k_pool, v_pool, tables, contexts, cu, tiles=tiles["ragged"], **shared)
+        mixed = module.ragged_paged_attention(
+            q, k_pool, v_pool, tables, contexts, cu, tiles=tiles["ragged"], decode_tiles=tiles["decode"], **shared
+        )
         rows = q[: contexts.shape[0]]
         one = module.paged_decode_attention(rows, k_pool, v_pool, tables, contexts, tiles=tiles["decode"], **shared)
         return mixed, one, k_pool, v_pool
@@ -99,7 +101,9 @@ def table() -> str:
     for case in tqdm(CASES, file=sys.stderr):
         for kernel, figures in compiled(case).items():
             rows.setdefault((case.program, case.head_dim, case.pool_dtype, kernel), []).append(figures)
-    ptxas = subprocess.run([deviceless._ptxas() or "ptxas", "--version"], capture_output=True, text=True).stdout
+    ptxas = subprocess.run(
+        [deviceless.find_tool("ptxas") or "ptxas", "--version"], capture_output=True, text=True
+    ).stdout
     lines = [
         HEADER.format(
             shapes=", ".join(f"{b} and {g}" for b, g in SHAPES),

@@ -43,6 +43,9 @@ class TestShapes:
             decode(tables=tables.astype(jnp.float32))
         with pytest.raises(ValueError, match=r"soft_cap must be a finite number above 0, not 0"):
             decode(soft_cap=0.0)
+        for scale in (0.0, -1.0, float("nan")):
+            with pytest.raises(ValueError, match=r"scale must be a finite number above 0"):
+                decode(scale=scale)
         with pytest.raises(ValueError, match=r"window must be a whole number of tokens from 1, not 0"):
             decode(window=0)
         with pytest.raises(ValueError, match=r"k_scale_k is for pools of float8_e4m3fn, these are bfloat16"):
@@ -54,6 +57,8 @@ class TestShapes:
             decode(pools=fp8, k_scale_k=jnp.ones(3), v_scale_k=jnp.ones(2))
         with pytest.raises(ValueError, match=r"cu_q_lens_s1 is int32\[2\], expected int32\[3\]"):
             ops.ragged_paged_attention(q, *pools, tables, contexts, cu[1:], scale=1.0)
+        with pytest.raises(ValueError, match=r"decode_s is int32\[2\], expected bool\[2\]"):
+            ops.ragged_paged_attention(q, *pools, tables, contexts, cu, scale=1.0, decode_s=contexts)
         with pytest.raises(ValueError, match=r"v_pool is .*, expected bfloat16"):
             ops.ragged_paged_attention(q, pools[0], pools[1][1:], tables, contexts, cu, scale=1.0)
 

@@ -167,8 +167,8 @@ def test_each_request_gives_alone_what_it_gives_beside_64_others_and_after_preem
         assert (engine.scheduler.num_swapped_blocks > 0) == (pool == "swap")
         for mine, theirs in zip(alone, together, strict=True):
             assert outcome(mine) == outcome(theirs)
-            # All steps have one shape here, so the bits are equal: attention depends on nothing else in the step. After a
-            # recompute, generated tokens are attended as rows of a prompt, which agree to rounding.
+            # All steps have one shape here, so the bits are equal: attention depends on nothing else in the step. After
+            # a recompute, generated tokens are attended as rows of a prompt, which agree to rounding.
             atol = 1e-5 if pool == "recompute" else 0
             np.testing.assert_allclose(logprobs(mine), logprobs(theirs), atol=atol, rtol=0)
     assert len({s.finish_reason for sequences in alone for s in sequences}) > 1, "some must end early"

@@ -30,6 +30,8 @@ from pallas_kernels.mosaic.support import check_grid, check_supported, num_sms
 from pallas_kernels.reference import pad_head_dim
 from pallas_kernels.splits import make_splits, max_splits
 
+REDUCTION_BYTES = 1024  # of scratch, the least; more would leave no room for two thread blocks with 16 query heads
+
 
 def _kernel(
     q_skmh_ref,  # [S, K, M, H]
@@ -170,7 +172,9 @@ def _launch(
                 dtype=dtype, pool_dtype=k_pool.dtype, consumers=1,
             ),
         ),
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=REDUCTION_BYTES
+        ),
         kernel_name="paged_decode",
     )(q_skmh, k_pool, v_pool, k_scale_k, v_scale_k, work_i4, count, block_tables_sw)  # fmt: skip
 

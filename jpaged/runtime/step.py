@@ -18,7 +18,7 @@ def forward(
 
     Args:
         pool: [k of layer 0, v of layer 0, ...], each [P, K, B, H].
-        decode: every sequence has one token, and row s is sequence s.
+        decode: every sequence has one row, a decode row, and row s is sequence s.
     """
     pool = list(pool)
     scale = model.config.head_dim**-0.5

@@ -85,7 +85,7 @@ def _kernel(
         return first, end, position, key_start, key_end
 
     def own_rows(wg):
-        """Return a warpgroup's rows [first, end), and the row of `q_smem` of its first token."""
+        """Return a warpgroup's own rows [first, end), its first row of `q_smem` with a token, and the token's row."""
         first, end, *_ = extent()
         start = tile_row_i_ref[i] + wg * tokens
         first, end = jnp.maximum(first, start), jnp.minimum(end, start + tokens)
@@ -136,9 +136,9 @@ def _kernel(
             # The order of waits: S of tile t; then the softmax, beside O += P V of tile t - 1; then K of tile t + 1;
             # then P V. The wait for K is the edge of a basic block, over which ptxas moves no wait: without it the wait
             # for P V comes before the softmax and nothing overlaps.
-            # Cycles, at head dim 128 and a tile of 128 keys: the two products of a warpgroup take 2 x 512, those of
-            # both 2,048 a tile; the softmax of a warpgroup issues about 600 instructions a warp, on a quarter of the SM
-            # each.
+            # Cycles a tile, at head dim 128 and 128 keys: the products of a warpgroup take 2 x 512, those of both
+            # warpgroups 2,048; the rest of this body is about 520 instructions a warp, and each of the four schedulers
+            # has one warp of either warpgroup.
             acc_rx, max_r, sum_r, p_rt = carry
             stage, older = lax.rem(t, stages), lax.rem(t - 1, stages)
 

@@ -15,7 +15,6 @@ from tests.kernels import figures
 pytestmark = pytest.mark.skipif(deviceless.why_not() is not None, reason=str(deviceless.why_not()))
 
 REGISTERS_PER_SM = 65_536
-DOCS = pathlib.Path(__file__).parents[2] / "docs" / "kernel-figures.md"
 S = jax.ShapeDtypeStruct
 # The script compiles the whole list; here the usual blocks of every shape class, and the smallest of the tightest.
 # `test_triton.py` compiles every configuration of Triton's.
@@ -57,7 +56,7 @@ def test_kernels_with_every_option_fit():
 
 def test_the_page_has_every_configuration():
     """Figures differ a little between compilers; which configurations they are of does not."""
-    lines = [line for line in DOCS.read_text().splitlines() if line.startswith(("| mosaic |", "| triton |"))]
+    lines = [line for line in figures.PAGE.read_text().splitlines() if line.startswith(("| mosaic |", "| triton |"))]
     rows = {tuple(cell.strip() for cell in line.split("|")[1:6]) for line in lines}
     assert rows and all(line.split("|")[8].strip() == "0" for line in lines)
     for case in figures.CASES:

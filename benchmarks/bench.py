@@ -1,19 +1,31 @@
 """What every experiment is handed: the device, how much to measure, where results go."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.deadline import Deadline
 from benchmarks.device import Device
 from benchmarks.expected import WrongOutput, check_output
 from benchmarks.implementations import NAMES, Unsuitable, choose
 from benchmarks.peers import Peer
 from benchmarks.results import Report
-from benchmarks.timing import Deadline, Effort, Timing, measure
+from benchmarks.timing import Effort, Timing, measure
 from benchmarks.workloads import Shape, Workload
 from pallas_kernels import Kernels
+
+
+def _compute() -> None:
+    jax.block_until_ready(jnp.arange(8) + 1)
+
+
+class Poisoned(Exception):
+    """A fault has left this process without a device: nothing that it still starts can succeed."""
 
 
 @dataclasses.dataclass
@@ -24,6 +36,9 @@ class Bench:
         implementations: ours, of `implementations.NAMES`.
         peers: those that can run here.
         read_gb_per_s, matmul_tflop_per_s: ceilings of this run, once they are measured.
+        tried: cases that another process has started.
+        exclusive: opens a context in which no other process measures.
+        probe: raises if the device computes nothing.
     """
 
     device: Device
@@ -35,6 +50,9 @@ class Bench:
     peers: Sequence[Peer] = ()
     read_gb_per_s: float | None = None
     matmul_tflop_per_s: float | None = None
+    tried: Sequence[Mapping[str, Any]] = ()
+    exclusive: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    probe: Callable[[], None] = _compute
 
     def sized(self, full: Any, tiny: Any) -> Any:
         return tiny if self.tiny else full
@@ -50,19 +68,36 @@ class Bench:
                     self.report.add(**case, variant=name, status="skipped", reason=str(error))
         return found
 
-    def out_of_time(self, **case: Any) -> bool:
-        """Whether to leave a case out because the time is up; says so in the results."""
+    def leaves_out(self, **case: Any) -> bool:
+        """Return whether to leave a case out: another process has tried it, or the time is up, which gets a row."""
+        if case in self.tried:
+            return True
         if self.deadline.passed:
             self.report.add(**case, status="skipped", reason="time")
-        return self.deadline.passed
+            return True
+        self.report.start(case)
+        return False
+
+    def fail(self, error: Exception, **case: Any) -> None:
+        """Add the row of a variant that failed. Raises Poisoned if the device computes nothing any more."""
+        status = "wrong" if isinstance(error, WrongOutput) else "failed"
+        status = "skipped" if isinstance(error, Unsuitable) else status
+        reason = str(error) if status != "failed" else f"{type(error).__name__}: {error}"[:600]
+        self.report.add(**case, status=status, reason=reason)
+        if status == "failed":
+            try:
+                self.probe()
+            except Exception as fault:
+                raise Poisoned(f"the device computes nothing any more: {fault}"[:300]) from error
 
     def compare(
         self, case: Mapping[str, Any], workload: Workload, variants: Mapping[str, Callable[[], Any]],
         workloads: Mapping[str, Workload] | None = None,
     ) -> tuple[dict[str, Timing], dict[str, dict[str, Any]]]:  # fmt: skip
-        """Prepares and checks each variant, then times those that are right, interleaved.
+        """Prepare and check each variant, then time those that are right, interleaved.
 
-        Whatever fails gets its row here. Returns timings, and for each variant what its row should say besides.
+        A variant that fails gets its row here. Return timings, and for each variant what its row should say besides.
+        Only what runs on the device holds `exclusive`, so that processes which measure in turn compile side by side.
 
         Args:
             workloads: what a variant's output is to be compared with, where it isn't `workload`.
@@ -73,19 +108,19 @@ class Bench:
             expected = (workloads or {}).get(name, workload)
             try:
                 each = prepare()
+                each.compile()
                 last = (each.sets or expected.sets) - 1
-                errors = [check_output(np.asarray(each.output(i)), expected, i) for i in sorted({0, last})]
+                with self.exclusive():
+                    outputs = {i: np.asarray(each.output(i)) for i in sorted({0, last})}
+                errors = [check_output(output, expected, i) for i, output in outputs.items()]
                 timed[name], notes[name] = each, {"error": max(errors), "status": "ok"}
-            except Unsuitable as error:
-                self.report.add(**case, variant=name, status="skipped", reason=str(error))
-            except WrongOutput as error:
-                self.report.add(**case, variant=name, status="wrong", reason=str(error))
-            except Exception as error:  # of a compiler, a driver, somebody's library: the others go on
-                self.report.add(**case, variant=name, status="failed", reason=f"{type(error).__name__}: {error}"[:600])
-        timings = measure(timed, self.effort)
-        for name, each in timed.items():
-            notes[name] |= {"calls": each.calls, "rotated_bytes": workload.rotated_bytes}
-            if hasattr(each, "empty"):
-                empty = measure({"empty": each.empty()}, self.effort._replace(rounds=1))["empty"]
-                notes[name]["host_us"] = 1e6 * empty.median
+            except Exception as error:  # of a compiler, a driver, another library: the other variants go on
+                self.fail(error, **case, variant=name)
+        with self.exclusive():
+            timings = measure(timed, self.effort)
+            for name, each in timed.items():
+                notes[name] |= {"calls": each.calls, "rotated_bytes": workload.rotated_bytes}
+                if hasattr(each, "empty"):
+                    empty = measure({"empty": each.empty()}, self.effort._replace(rounds=1))["empty"]
+                    notes[name]["host_us"] = 1e6 * empty.median
         return timings, notes

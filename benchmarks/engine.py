@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import SingleDeviceSharding
 
 from benchmarks.bench import Bench
+from benchmarks.results import with_floor
 from benchmarks.timing import Timing, summarize
 from benchmarks.workloads import random_array
 from jpaged.config import EngineConfig, Limits, ModelConfig, RopeConfig
@@ -64,12 +66,15 @@ def random_llama(config: ModelConfig, dtype: str) -> Llama:
     return nnx.merge(graphdef, nnx.from_flat_state(filled))
 
 
-def step(bench: Bench, *, model: str, batches: list[int], contexts: list[int], block_size: int) -> None:
+def step(
+    bench: Bench, *, model: str, batches: list[int], contexts: list[int], block_size: int, kernels: str = "auto"
+) -> None:
     """Time of one decode step over batch and context.
 
     `step_ms` is `ModelRunner.step`: arrays made on the host, dispatch, the device, sampled tokens back on the host.
-    `device_ms` is the same step enqueued many times before anything is waited for. `floor_ms` is what reading the
-    parameters and the keys and values takes at this run's read ceiling.
+    `device_ms` is the same step enqueued many times before anything is waited for. `floor_ms` is the time that reading
+    the parameters and the keys and values takes at this run's read ceiling. `compile_s` is the compilation of the
+    step's two executables.
     """
     config = MODELS[model]
     max_model_len, max_seqs = max(contexts) + block_size, max(batches)
@@ -83,30 +88,36 @@ def step(bench: Bench, *, model: str, batches: list[int], contexts: list[int], b
     cases = [(batch, context) for context in contexts for batch in batches]
     blocks = {case: case[0] * -(-case[1] // block_size) for case in cases}
     fitting = [count for count in blocks.values() if count * block_size * token_bytes <= room]
-    runner = ModelRunner(llama, EngineConfig(block_size=block_size, num_gpu_blocks_override=max(fitting)), limits)
+    runner = ModelRunner(
+        llama, EngineConfig(block_size=block_size, num_gpu_blocks_override=max(fitting), kernels=kernels), limits
+    )
     # Zeros could be read faster than numbers.
     for i, zeros in enumerate(runner.pool):  # one by one: two pools would not fit
         runner.pool[i] = random_array(zeros.shape, str(zeros.dtype), i)
         del zeros
     for batch, context in cases:
         case = dict(experiment="step", model=model, kernels=runner.kernels.name, batch=batch, context=context)
-        if bench.out_of_time(**case):
-            return
+        if bench.leaves_out(**case):
+            continue
         if blocks[batch, context] > runner.num_blocks:
             bench.report.add(**case, status="skipped", reason="its keys and values do not fit the device")
             continue
         decision = decode_decision(batch, context, runner.num_blocks, block_size)
-        timing, device = _time_step(bench, runner, decision)
+        start = time.monotonic()
+        _compile_step(runner, decision)
+        compile_s = time.monotonic() - start
+        bench.report.say(f"{model} at batch {batch} compiled in {compile_s:.0f} s")
+        with bench.exclusive():
+            timing, device = _time_step(bench, runner, decision)
         read = parameters + batch * context * token_bytes
         if not config.tie_word_embeddings:
             read -= config.vocab_size * config.hidden_size * itemsize  # looked up, not read
-        floor = read / (bench.read_gb_per_s * 1e9) if bench.read_gb_per_s else None
-        bench.report.add(
-            **case, step_ms=1e3 * timing.median, step_ms_low=1e3 * timing.low, step_ms_high=1e3 * timing.high,
-            device_ms=1e3 * device.median, bytes=read, floor_ms=1e3 * floor if floor else None,
-            of_floor=floor / timing.median if floor else None, tokens_per_s=batch / timing.median,
-            block_size=block_size, status="ok",
+        row = case | dict(
+            step_ms=1e3 * timing.median, step_ms_low=1e3 * timing.low, step_ms_high=1e3 * timing.high,
+            device_ms=1e3 * device.median, bytes=read, tokens_per_s=batch / timing.median, block_size=block_size,
+            compile_s=compile_s, status="ok",
         )  # fmt: skip
+        bench.report.add(**with_floor(row, bench.read_gb_per_s))
     del runner
     gc.collect()
 
@@ -124,6 +135,18 @@ def decode_decision(batch: int, context: int, num_blocks: int, block_size: int) 
         tokens = [s % 256] * context
         scheduled[Sequence(request, tokens, table, num_computed_tokens=context - 1)] = 1
     return ScheduleDecision(scheduled)
+
+
+def _compile_step(runner: ModelRunner, decision: ScheduleDecision) -> None:
+    """Compile the functions of a step, and run nothing."""
+    bucket, batch = make_batch(decision, runner.buckets, runner.block_size, runner.table_width, runner.vocab_size)
+    forward = runner._step.forward.lower(runner.params, runner.pool, batch, bucket.decode)
+    forward.compile()
+    x_sd = jax.ShapeDtypeStruct(
+        forward.out_info[0].shape, forward.out_info[0].dtype, sharding=SingleDeviceSharding(runner.device)
+    )
+    sampling = batch.sampling._replace(allowed_bits=runner._no_bits[bucket.num_seqs])
+    runner._step.choose.lower(runner.params, runner.state, x_sd, sampling).compile()
 
 
 def _time_step(bench: Bench, runner: ModelRunner, decision: ScheduleDecision) -> tuple[Timing, Timing]:
@@ -152,7 +175,7 @@ def _time_step(bench: Bench, runner: ModelRunner, decision: ScheduleDecision) ->
 def throughput(bench: Bench, *, model: str, requests: int, low: int, high: int, block_size: int) -> None:
     """nano-vllm's workload through the offline API: prompts and outputs of `low` to `high` tokens, uniformly drawn."""
     case: dict[str, Any] = dict(experiment="throughput", model=model, requests=requests)
-    if bench.out_of_time(**case):
+    if bench.leaves_out(**case):
         return
     config, rng = MODELS[model], random.Random(0)
     start = time.monotonic()
@@ -163,7 +186,8 @@ def throughput(bench: Bench, *, model: str, requests: int, low: int, high: int, 
     )  # fmt: skip
     case |= dict(kernels=llm.engine.runner.kernels.name, block_size=block_size, start_seconds=time.monotonic() - start)
     bench.report.say(f"{model} started in {case['start_seconds']:.0f} s")
-    if bench.out_of_time(**case):
+    if bench.deadline.passed:
+        bench.report.add(**case, status="skipped", reason="time")
         return
 
     def workload(count: int, most: int) -> tuple[list[list[int]], list[SamplingParams]]:

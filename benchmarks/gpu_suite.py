@@ -1,288 +1,488 @@
-"""Everything worth running while a GPU is at hand for ten minutes, in order of worth, in one command:
+"""Everything worth running while a GPU is at hand, in calls of nine minutes:
 
-    python benchmarks/gpu_suite.py --out results --budget 580
-    python benchmarks/gpu_suite.py --parts ceilings,decode --implementations mosaic --peers flashinfer torch
-    python benchmarks/gpu_suite.py --tiny                            no GPU: small shapes, to see that it works
+    python benchmarks/gpu_suite.py --out results              first: is each kernel right, how fast is it, what is wrong
+    python benchmarks/gpu_suite.py --call 2 --out results     every check of correctness
+    python benchmarks/gpu_suite.py --call 3 --out results     sweeps of decode, prefill and writes; the cost of paging
+    python benchmarks/gpu_suite.py --call 4 --out results     tuning and throughput
+    python benchmarks/gpu_suite.py --tiny                     no GPU: small shapes, to see that the first call works
 
-Runs from a bare checkout; needs jax, flax, transformers, numpy, orbax-checkpoint, and matplotlib for plots; no network.
-Each part runs in a process of its own, so that one that hangs, crashes or breaks the device leaves the others alone.
-The time that is left is shared out among the parts that are left; a part whose time is up starts no new case, and is
-ended a little later. Rows go to results.json in --out as they are measured; report.md follows after each part, plots
-at the end.
+Runs from a bare checkout with jax, flax, transformers and numpy; without a network. What else is missing costs its own
+part, and a row says so. Parts of the first call:
+
+    smoke      each kernel on small inputs, each cell in a process of its own, four at a time
+    demo       greedy tokens of the demo model, compared with a CPU's, through the offline API and over HTTP
+    ladder     for each red cell simpler and simpler forms until one is green, a memory checker, and the machine code
+    ceilings   what the device reads and multiplies
+    attention  decode, prefill and mixed steps; Mosaic apart from Triton and the other libraries
+    step       one decode step of Llama-3.1-8B with random parameters, at 1 and 64 sequences
+    profile    Nsight Compute's view of one decode and one ragged launch
+    check      as many checks of correctness as the time that is left allows
+
+A fault or a hang ends its own process: a cell that has sent nothing for 40 seconds is killed, and an experiment goes on
+behind the case that ended its process. `plan.py` has the shares of the parts and the compile times they rest on. The
+first call compiles the Llama step beside the smoke cells, so XLA chooses its products on a device that is not idle.
+
+Written to --out as it is found: results.json, report.md, artifacts.tar.gz and at most four plots.
 
 Exit status: 0 all well, 1 a part or a check failed.
 """
 
 import argparse
+import dataclasses
+import fcntl
 import importlib.util
-import multiprocessing
+import shutil
 import sys
+import tempfile
 import time
-import traceback
-from collections.abc import Callable, Sequence
-from functools import partial
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Self
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import kernels, peers
-from benchmarks.bench import Bench
-from benchmarks.device import prepare_environment
-from benchmarks.plots import plot
-from benchmarks.results import Report, write_tables
-from benchmarks.timing import Deadline
+from benchmarks import profiled, worker
+from benchmarks.archive import Archive
+from benchmarks.cells import HEAD_DIMS, Cell, cells
+from benchmarks.deadline import Deadline
+from benchmarks.device import CACHE, CHECKOUT
+from benchmarks.jobs import HEARTBEAT_S, WORKER, Chain, End, InProcess, Job, Pool
+from benchmarks.ladder import evidence_job, rungs
+from benchmarks.plan import AT_ONCE, BUDGET_S, CALLS, CLOSING_S
+from benchmarks.results import Report, Row, with_floor, write_tables
 
-MIN_SECONDS = 8.0  # of time left to start a part with
-CLOSING = 10.0  # seconds kept for the plots
-Send = Callable[[str, Any], None]
-
-
-class Part(NamedTuple):
-    """`seconds` is its share of a budget of ten minutes."""
-
-    seconds: float
-    run: Callable[[Bench, argparse.Namespace], None]
-
-
-def _correctness(implementation: str, bench: Bench, args: argparse.Namespace) -> None:
-    from benchmarks.correctness import correctness
-
-    correctness(bench, implementation)
+MIN_SECONDS = 5.0  # of time left to start a part with
+RESTARTS = 2  # of an experiment whose process died
+COMPILE_SILENCE_S = 150.0  # of jobs that compile a whole model
+SERVER_PACKAGES = ("aiohttp", "pydantic", "prometheus_client", "jinja2", "tqdm")
+MULTI_SPLIT = ("decode, 2 to 4 splits", "decode, more splits")
+RED = ("wrong", "failed", "killed")
+Status = Generator[Job, End, str]  # a chain that returns the status of its last row
 
 
-def _ceilings(bench: Bench, args: argparse.Namespace) -> None:
-    from benchmarks.ceilings import ceilings
-
-    ceilings(bench)
-
-
-def _decode(bench: Bench, args: argparse.Namespace) -> None:
-    grid = dict(batches=bench.sized((1, 16, 64, 256), (1, 2)), contexts=bench.sized((4096, 1024, 16384), (40,)))
-    small = dict(batches=bench.sized((64,), (2,)), contexts=bench.sized((4096,), (40,)))
-    head_dims = bench.sized((128, 64), (64,))
-    kernels.decode(bench, **grid, head_dims=head_dims, block_sizes=args.block_sizes[:1], lengths=("uniform",))
-    kernels.decode(bench, **small, head_dims=head_dims, block_sizes=args.block_sizes[:1], lengths=("zipf",))
-    kernels.decode(bench, **small, head_dims=head_dims, block_sizes=args.block_sizes[1:], lengths=("uniform",))
+def chosen(names: Sequence[str], call: int) -> list[str]:
+    """Return the parts of a call that are in `names`, in order; all if there are none."""
+    return [part for part in CALLS[call] if not names or part in names]
 
 
-def _paging(bench: Bench, args: argparse.Namespace) -> None:
-    kernels.paging(
-        bench, head_dims=bench.sized((128, 64), (64,)), block_sizes=args.block_sizes,
-        batches=bench.sized((64, 8), (3,)), contexts=bench.sized((4096,), (40,)), prompts=bench.sized((4096,), (40,)),
-    )  # fmt: skip
-
-
-def _prefill(bench: Bench, args: argparse.Namespace) -> None:
-    grid = dict(head_dims=bench.sized((128, 64), (64,)), block_sizes=args.block_sizes[:1])
-    kernels.prefill(bench, **grid, prompts=bench.sized((2048, 8192, 512, 32768), (40,)))
-    kernels.mixed(bench, **grid)
-
-
-def _write(bench: Bench, args: argparse.Namespace) -> None:
-    kernels.write(
-        bench, head_dims=bench.sized((128, 64), (64,)), block_sizes=args.block_sizes[:1],
-        tokens=bench.sized((64, 2048, 1), (5,)),
-    )  # fmt: skip
-
-
-def _step(model: str, bench: Bench, args: argparse.Namespace) -> None:
-    from benchmarks.engine import step
-
-    step(
-        bench, model=bench.sized(model, "tiny"), batches=bench.sized([1, 64, 256, 16], [1, 2]),
-        contexts=bench.sized([1024, 4096], [40]), block_size=args.block_sizes[0],
-    )  # fmt: skip
-
-
-def _throughput(bench: Bench, args: argparse.Namespace) -> None:
-    from benchmarks.engine import throughput
-
-    low, high = bench.sized((100, 1024), (4, 12))
-    throughput(
-        bench, model=bench.sized(args.throughput_model, "tiny"), requests=bench.sized(args.requests, 4), low=low,
-        high=high, block_size=args.block_sizes[0],
-    )  # fmt: skip
-
-
-PARTS = {
-    "correctness-mosaic": Part(120, partial(_correctness, "mosaic")),
-    "correctness-triton": Part(50, partial(_correctness, "triton")),
-    "ceilings": Part(25, _ceilings),
-    "decode": Part(110, _decode),
-    "paging": Part(60, _paging),
-    "prefill": Part(60, _prefill),
-    "step-1b": Part(45, partial(_step, "llama-3.2-1b")),
-    "step-8b": Part(60, partial(_step, "llama-3.1-8b")),
-    "throughput": Part(80, _throughput),
-    "write": Part(15, _write),
-    "correctness-reference": Part(30, partial(_correctness, "reference")),
-}
-
-
-def chosen(names: Sequence[str]) -> list[str]:
-    """The parts whose names are, or begin with, one of `names`, in order of worth; all if there are none."""
-    return [part for part in PARTS if not names or any(part == name or part.startswith(f"{name}-") for name in names)]
-
-
-def share(name: str, left: Sequence[str], seconds: float) -> float:
-    """A part's time, of what is left for it and those after it."""
-    return seconds * PARTS[name].seconds / sum(PARTS[each].seconds for each in left)
-
-
-class Relay(Report):
-    """A Report whose rows go to the process that keeps the file."""
-
-    def __init__(self, send: Send, environment: dict[str, Any]):
-        self._send = send
-        super().__init__(Path("results.json"), environment)
-
-    def add(self, **row: Any) -> None:
-        self._send("row", row)
-
-    def say(self, line: str) -> None:
-        self._send("say", line)
-
-    def write(self) -> None:
-        self._send("environment", self.environment)
-
-
-def run_part(name: str, args: argparse.Namespace, ceilings: dict[str, float | None], send: Send) -> None:
-    """Runs a part, and sends what it finds and how it ended."""
-    try:
-        prepare_environment()
-        bench = kernels.make_bench(args, partial(Relay, send))
-        bench.read_gb_per_s, bench.matmul_tflop_per_s = ceilings.get("read"), ceilings.get("matmul")
-        PARTS[name].run(bench, args)
-        send("ceilings", {"read": bench.read_gb_per_s, "matmul": bench.matmul_tflop_per_s})
-        send("end", {"status": "ok"})
-    except SystemExit as error:
-        send("exit", str(error))
-    except BaseException as error:
-        reason = f"{type(error).__name__}: {error}"[:600]
-        send("end", {"status": "failed", "reason": reason, "traceback": traceback.format_exc()[-6000:]})
-
-
-def _child(pipe: Connection, name: str, args: argparse.Namespace, ceilings: dict[str, float | None]) -> None:
-    run_part(name, args, ceilings, lambda kind, value: pipe.send((kind, value)))
-
-
-def _build_flashinfer() -> None:
-    prepare_environment()
-    peers.build_flashinfer((128, 64))
+def share(name: str, left: Sequence[str], seconds: float, call: int) -> float:
+    """Return a part's time, of what is left for it and those after it."""
+    return seconds * CALLS[call][name] / sum(CALLS[call][each] for each in left)
 
 
 class Suite:
-    """Runs parts and keeps what they send.
+    """Runs the parts of a call and keeps what their jobs send.
 
     Args:
-        child: what runs in a part's process; importable by name.
+        program: the command line of a worker.
+        silence_s: how long a smoke cell may send nothing.
     """
 
-    def __init__(self, args: argparse.Namespace, child: Callable[..., None] = _child):
-        self.args, self._child = args, child
+    def __init__(self, args: argparse.Namespace, program: Sequence[str] = WORKER, silence_s: float = HEARTBEAT_S):
+        self.args, self._silence_s = args, silence_s
         self.report = Report(args.out / "results.json", {})
-        self.ceilings: dict[str, float | None] = {}
-        self._spawn = multiprocessing.get_context("spawn")
-        self._end: dict[str, Any] = {}
+        self.archive = Archive(args.out / "artifacts.tar.gz")
+        self._folder = Path(tempfile.mkdtemp(prefix="gpu_suite_"))
+        self._pool = (
+            Pool(self._folder, self._receive, program)
+            if args.isolate
+            else InProcess(self._folder, self._receive, worker.work)
+        )
+        self._lock = (self._folder / "lock").open("w")
+        self._ceilings: dict[str, float] = {}
+        self._cells: list[tuple[Cell, str]] = []  # smoke cells that have run, and how they ended
+        self._rows: dict[str, Row] = {}  # the last row of each job
+        self._cases: dict[str, list[Row]] = {}  # those that each job has started
+        self._generated: dict[str, Row] = {}  # what the demo model wrote, by job
+        self._beside: dict[str, list[Chain]] = {}  # chains of a later part that were started beside the first one
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.kill("the suite ended")
+        self._lock.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def run(self, parts: Sequence[str]) -> int:
-        """All parts in order; the exit status."""
-        deadline = Deadline(self.args.budget - self.args.isolate * CLOSING)
-        builder = self._start_builder()
+        """Run parts in order. Return the exit status."""
+        deadline = Deadline(self.args.budget - CLOSING_S)
+        self._pool.start(self._describe_device())
+        if self.args.isolate:
+            self._hold()
+        for name, start in {"demo": self._start_demo, "step": self._start_steps}.items():
+            if name in parts and parts[0] == "smoke" and self.args.isolate:
+                self._beside[name] = start()
+        self._start_builder(parts)
         for i, name in enumerate(parts):
-            start = time.monotonic()
+            start_s = time.monotonic()
             if deadline.left < MIN_SECONDS:
                 self.report.end_part(name, status="skipped", reason="time", seconds=0.0)
                 continue
-            seconds = share(name, parts[i:], deadline.left)
+            seconds = share(name, parts[i:], deadline.left, self.args.call)
             self.report.say(f"part {name}: up to {seconds:.0f} s")
-            end = self._run_part(name, seconds, deadline)
-            self.report.end_part(name, **end, seconds=time.monotonic() - start)
+            end: Row = dict(status="ok")
+            try:
+                PARTS[name](self, Deadline(seconds))
+            except Exception as error:
+                end = dict(status="failed", reason=f"{type(error).__name__}: {error}"[:600])
+            self.report.end_part(name, **end, seconds=time.monotonic() - start_s)
             write_tables(self.report, "GPU suite")
-        if builder is not None:
-            builder.kill()
+        self._plot()
+        print(write_tables(self.report, "GPU suite"))
+        bad = [row for row in self.report.rows if row.get("status") in RED]
+        return int(bool(bad) or any(end["status"] == "failed" for end in self.report.parts.values()))
+
+    # Parts
+
+    def smoke(self, deadline: Deadline) -> None:
+        """Run every cell. The device is not measured, so the demo model and the Llama step compile beside them."""
+        each = [(cell, self._smoke_cell(cell)) for cell in cells(self.args.tiny)]
+        late = self._pool.run([chain for _, chain in each], deadline, at_once=AT_ONCE)
+        for cell, chain in each:
+            if chain in late:
+                self.report.add(**cell.row, status="skipped", reason="time")
+        if "step" in self._beside and self._red(("mosaic",), (*MULTI_SPLIT, "write", "write, rope, 3 KV heads")):
+            self._pool.kill("Mosaic's cells are red: Triton takes its place", self._beside["step"])
+            self._beside["step"] = self._start_steps("triton")
+
+    def demo(self, deadline: Deadline) -> None:
+        """Compare the demo model's tokens with the CPU's."""
+        self._pool.wait(self._beside.get("demo") or self._start_demo(), deadline)
+        expected = self._generated.pop("demo on the CPU", None)
+        for name, found in self._generated.items():
+            from benchmarks.demo import compare
+
+            row = dict(experiment="demo", what=name, kernels=found["kernels"])
+            if expected is None:
+                self.report.add(**row, status="skipped", reason="the CPU's tokens are not known")
+            else:
+                self.report.add(**row, **compare(expected["outputs"], found["outputs"]))
+
+    def ladder(self, deadline: Deadline) -> None:
+        """Look at red cells: first one of each kernel, then the others."""
+        red = [(cell, status) for cell, status in self._cells if status in RED]
+        first: dict[tuple[str, str], Cell] = {}
+        for cell, _ in red:
+            first.setdefault((cell.implementation, cell.op.partition(",")[0]), cell)
+        red.sort(key=lambda each: each[0] not in first.values())
+        chains = [chain for cell, status in red for chain in (self._climb(cell), self._evidence(cell, status))]
+        self._pool.run(chains, deadline, at_once=AT_ONCE)
+
+    def ceilings(self, deadline: Deadline) -> None:
+        """Measure what the device can do at best."""
+        self._pool.run([self._experiment("ceilings", "ceilings", lock=False, deadline=deadline)], deadline, at_once=1)
+
+    def attention(self, deadline: Deadline) -> None:
+        """Time the attention ops. All processes compile side by side, and one at a time measures."""
+        self._release()
+        chains = []
+        for group, ours, peers in self._groups():
+            blocked = self._red(ours, MULTI_SPLIT)
+            ragged = self._red(ours, ("ragged, prompts", "ragged, mixed"))
+            for block_size in self.args.block_sizes:
+                chains.append(self._experiment(
+                    f"decode, {group}, block {block_size}", "anchors", dict(block_size=block_size),
+                    ours=ours, peers=peers, without=blocked, deadline=deadline,
+                ))  # fmt: skip
+            block = dict(block_size=self.args.block_sizes[0])
+            more: dict[str, Any] = dict(ours=ours, peers=peers, without=ragged, deadline=deadline)
+            chains.append(self._experiment(f"prefill, {group}", "prompts", block, **more))
+            for step in range(1 if self.args.tiny else 2):
+                chains.append(self._experiment(f"mixed step {step}, {group}", "mixed", block | dict(step=step), **more))
+        self._pool.run(chains, deadline, at_once=len(chains))
+
+    def step(self, deadline: Deadline) -> None:
+        """Time the steps that were compiled beside the smoke cells."""
+        self._release()
+        self._pool.wait(self._beside.get("step") or self._start_steps(), deadline)
+
+    def profile(self, deadline: Deadline) -> None:
+        """Run one launch of each attention kernel under Nsight Compute."""
+        red = self._red(("mosaic",), (*MULTI_SPLIT, "ragged, prompts"))
+        self._pool.run(
+            [self._profile(op, "triton" if red else "mosaic") for op in profiled.KERNELS], deadline, at_once=1
+        )
+
+    def check(self, deadline: Deadline) -> None:
+        """Run the checks of correctness, each implementation in a process of its own."""
+        names = ("reference",) if self.args.tiny else ("mosaic", "triton")
+        chains = [
+            self._experiment(f"check {name}", "check", ours=(name,), lock=False, deadline=deadline) for name in names
+        ]
+        self._pool.run(chains, deadline, at_once=len(chains))
+
+    def sweep(self, deadline: Deadline) -> None:
+        """Time whole grids."""
+        self._release()
+        chains = [
+            self._experiment(
+                f"{name}, {group}, block {block_size}", "sweep", dict(name=name, block_sizes=[block_size]), ours=ours,
+                peers=peers if name != "write" else (), deadline=deadline,
+            )
+            for name in ("decode", "prefill", "write")
+            for group, ours, peers in self._groups()
+            for block_size in (self.args.block_sizes if name == "decode" else self.args.block_sizes[:1])
+        ]  # fmt: skip
+        self._pool.run(chains, deadline, at_once=len(chains))
+
+    def paging(self, deadline: Deadline) -> None:
+        """Time the same kernel through tables in order and in disorder."""
+        self._release()
+        chains = [
+            self._experiment(
+                f"paging, {group}", "paging", dict(block_sizes=self.args.block_sizes), ours=ours, deadline=deadline
+            )
+            for group, ours, _ in self._groups()
+        ]
+        self._pool.run(chains, deadline, at_once=len(chains))
+
+    def tune(self, deadline: Deadline) -> None:
+        """Search the kernels' configurations with tune.py; its journal and its rows go to the archive."""
+        folder = self._folder / "tune"
+        folder.mkdir()
+        command = ("--out", str(folder), "--table", str(folder / "tuned.json"), "--budget", f"{deadline.left - 20:.0f}")
+        (folder / "tuned.json").write_text((CHECKOUT / "pallas_kernels" / "tuned.json").read_text())
+        extra = ("--tiny", "--kernels", "mosaic.decode", "--head-dims", "64") if self.args.tiny else ()
+        self._pool.run([self._script("tune", "benchmarks.tune", *command, *extra)], deadline, at_once=1)
+        self._keep(folder)
+
+    def throughput(self, deadline: Deadline) -> None:
+        """Count the tokens per second of a whole workload."""
+        self._release()
+        settings = dict(model="llama-3.2-1b", requests=256, block_size=self.args.block_sizes[0])
+        chain = self._experiment("throughput", "throughput", settings, silence_s=COMPILE_SILENCE_S, deadline=deadline)
+        self._pool.run([chain], deadline, at_once=1)
+
+    # Chains
+
+    def _smoke_cell(self, cell: Cell) -> Chain:
+        status = yield from self._cell(cell, cell.row, cell.name)
+        self._cells.append((cell, status))
+
+    def _cell(self, cell: Cell, row: Row, name: str) -> Status:
+        options = dict(cell=dataclasses.asdict(cell), tiny=self.args.tiny, row=row)
+        end = yield Job(name, "cell", options, silence_s=self._silence_s, environment=SHARED_MEMORY)
+        return self._status(name, row, end)
+
+    def _climb(self, cell: Cell) -> Chain:
+        for number, (label, simpler) in enumerate(rungs(cell), 1):
+            row = cell.row | dict(experiment="ladder", rung=number, simpler=label)
+            status = yield from self._cell(simpler, row, f"rung {number} of {cell.name}")
+            if status == "ok":
+                return
+
+    def _evidence(self, cell: Cell, status: str) -> Chain:
+        folder = self._folder / f"dump of {cell.name}"
+        folder.mkdir()
+        job = evidence_job(cell, status, folder, self.args.tiny)
+        end = yield dataclasses.replace(job, environment=SHARED_MEMORY | dict(job.environment))
+        self._status(job.name, dict(job.options["row"]), end)
+        self._keep(folder, self._pool.folder / job.folder)
+
+    def _experiment(
+        self, name: str, experiment: str, settings: Row | None = None, *, ours: Sequence[str] | None = None,
+        peers: Sequence[str] = (), without: Sequence[str] = (), lock: bool = True, silence_s: float = HEARTBEAT_S,
+        deadline: Deadline,
+    ) -> Chain:  # fmt: skip
+        """Run an experiment, and go on behind a case that ends its process.
+
+        Args:
+            deadline: no case starts after it.
+            without: implementations of `ours` that are left out because their cells are red.
+        """
+        for each in without:
+            self.report.add(experiment=experiment, variant=each, status="skipped", reason=f"{name}: its cells are red")
+        ours = ours if ours is None else [each for each in ours if each not in without]
+        if ours == [] and not peers:
+            return
+        for attempt in range(1 + RESTARTS):
+            tried = [case for each in range(attempt) for case in self._cases.get(f"{name} ({each})", [])]
+            job = Job(
+                f"{name} ({attempt})", "experiments",
+                dict(
+                    experiment=experiment, settings=settings or {}, implementations=ours, peers=list(peers),
+                    budget=deadline.left, tiny=self.args.tiny, rounds=self.args.rounds, tried=tried,
+                    ceilings=self._ceilings,
+                    lock=str(self._folder / "lock") if lock and self.args.isolate else None,
+                ),
+                silence_s=silence_s, environment=SHARED_MEMORY,
+            )  # fmt: skip
+            end = yield job
+            if end.status == "ok":
+                return
+            cases = self._cases.get(job.name)
+            case = cases[-1] if cases else dict(experiment=experiment)
+            self.report.add(**case, variant=name, status=end.status, reason=end.reason, log=end.log)
+            if not cases:
+                return
+
+    def _generate(self, name: str, work: str, kernels: str, environment: dict[str, str] | None = None) -> Chain:
+        options = dict(kernels=kernels, dtype="float32" if self.args.tiny else "bfloat16")
+        end = yield Job(
+            name, work, options, silence_s=COMPILE_SILENCE_S, environment=SHARED_MEMORY | (environment or {})
+        )
+        if end.status != "ok":
+            self.report.add(experiment="demo", what=name, status=end.status, reason=end.reason, log=end.log)
+
+    def _profile(self, op: str, implementation: str) -> Chain:
+        row = dict(experiment="profile", op=op, implementation=implementation)
+        job = profiled.job(op, implementation)
+        if job is None or self.args.tiny:
+            self.report.add(**row, status="skipped", reason="ncu is not installed" if job is None else "needs a GPU")
+            return
+        end = yield job
+        text = (self._pool.folder / job.folder / "log.txt").read_text(errors="replace")
+        self.archive.add({f"profile {op}.txt": text.encode()})
+        self.report.add(**row, status=end.status, reason=end.reason, text=text[-20000:])
+
+    def _script(self, name: str, module: str, *flags: str) -> Chain:
+        """Run one of the other benchmarks."""
+        end = yield Job(name, "script", dict(module=module, flags=flags), silence_s=BUDGET_S)
+        self.report.add(experiment=name, status=end.status, reason=end.reason, log=end.log)
+
+    def _start_demo(self) -> list[Chain]:
+        chains = [self._generate("demo on the CPU", "demo", "reference", {"JAX_PLATFORMS": "cpu"})]
+        names = ("reference",) if self.args.tiny else ("mosaic", "triton")
+        chains += [self._generate(f"demo, {name}", "demo", name) for name in names]
+        missing = [package for package in SERVER_PACKAGES if importlib.util.find_spec(package) is None]
+        if missing or self.args.tiny:
+            reason = f"{', '.join(missing)} can't be imported" if missing else "a tiny run starts no server"
+            self.report.add(experiment="demo", what="demo over HTTP", status="skipped", reason=reason)
+        else:
+            chains.append(self._generate("demo over HTTP", "server", names[0]))
+        return self._started(chains)
+
+    def _start_steps(self, kernels: str = "auto") -> list[Chain]:
+        chains = []
+        for batch in (2,) if self.args.tiny else (1, 64):
+            settings = dict(
+                model="llama-3.1-8b", batch=batch, block_size=self.args.block_sizes[0], kernels=kernels
+            )  # fmt: skip
+            name = f"step of {batch}, {kernels}"
+            deadline = Deadline(self.args.budget)  # it waits for its turn
+            chains.append(self._experiment(name, "step", settings, silence_s=COMPILE_SILENCE_S, deadline=deadline))
+        return self._started(chains)
+
+    def _describe_device(self) -> Chain:
+        end = yield Job("device", "device", dict(tiny=self.args.tiny), environment=SHARED_MEMORY)
+        if end.status == "failed" and "jax sees no GPU" in str(end.reason):
+            raise SystemExit(end.reason)
+
+    def _start_builder(self, parts: Sequence[str]) -> None:
+        """Compile FlashInfer beside the first parts, where it is installed."""
+        wanted = any(name == "all" or name.startswith("flashinfer") for name in self.args.peers)
+        found = all(importlib.util.find_spec(package) for package in ("torch", "flashinfer"))
+        if not (wanted and found and self.args.isolate and not self.args.tiny and {"attention", "sweep"} & set(parts)):
+            return
+
+        def build() -> Chain:
+            end = yield Job("flashinfer", "flashinfer", {}, silence_s=BUDGET_S)
+            self.report.add(experiment="peers", variant="flashinfer", status=end.status, reason=end.reason)
+
+        self._pool.start(build())
+
+    def _started(self, chains: list[Chain]) -> list[Chain]:
+        for chain in chains:
+            self._pool.start(chain)
+        return chains
+
+    # What jobs send
+
+    def _receive(self, job: Job, kind: str, value: Any) -> None:
+        if kind == "row":
+            if value.get("experiment") == "step" and value.get("status") == "ok":
+                value = with_floor(value, self._ceilings.get("read"))  # it started before the ceiling was measured
+            self._rows[job.name] = value
+            if not (value.get("experiment") == "peers" and value in self.report.rows):
+                self.report.add(**value)
+        elif kind == "say":
+            self.report.say(f"{job.name}: {value}")
+        elif kind == "environment":
+            versions = self.report.environment.get("versions", {}) | value["versions"]
+            self.report.environment = value | {"versions": versions, "command": " ".join(sys.argv)}
+        elif kind == "ceilings":
+            self._ceilings |= {name: figure for name, figure in value.items() if figure is not None}
+        elif kind == "case":
+            self._cases.setdefault(job.name, []).append(value)
+        elif kind == "generated":
+            self._generated[job.name] = value
+
+    def _status(self, name: str, row: Row, end: End) -> str:
+        """Return the status of a cell, from the row that it sent or, failing that, from how it ended."""
+        if name not in self._rows:
+            self.report.add(**row, status=end.status, reason=end.reason, seconds=end.seconds, log=end.log)
+            return end.status
+        return self._rows[name]["status"]
+
+    def _red(self, ours: Sequence[str], ops: Sequence[str]) -> list[str]:
+        """Return the implementations that have not computed one of some ops at the head dim that is timed. Wrong
+        results don't count: no process ends by them, and they are found again."""
+        broken = {
+            cell.implementation
+            for cell, status in self._cells
+            if status in ("failed", "killed") and cell.op in ops and cell.head_dim == HEAD_DIMS[0]
+        }
+        return [name for name in ours if name in broken]
+
+    def _groups(self) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+        """Return name, implementations and peers of each process that times the same cases."""
+        peers = tuple(self.args.peers)
+        if self.args.tiny:
+            return [("reference", ("reference",), peers)]
+        return [("mosaic", ("mosaic",), ()), ("others", ("triton",), peers)]
+
+    def _hold(self) -> None:
+        """Keep every job that measures waiting."""
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+
+    def _release(self) -> None:
+        fcntl.flock(self._lock, fcntl.LOCK_UN)
+
+    def _keep(self, *folders: Path) -> None:
+        """Add the text files of folders to the archive: machine code, logs, tables."""
+        for folder in folders:
+            for path in sorted(folder.rglob("*")):
+                if path.suffix in (".ptx", ".sass", ".txt", ".json", ".jsonl") and "hlo" not in path.name:
+                    left_out = self.archive.add({f"{folder.name}/{path.name}": path.read_bytes()})
+                    for name in left_out:
+                        self.report.say(f"{name} does not fit the archive")
+
+    def _plot(self) -> None:
         try:
+            from benchmarks.plots import plot
+
             plot(self.report)
         except Exception as error:  # what was measured is worth more than its pictures
             reason = f"{type(error).__name__}: {error}"
             self.report.end_part("plots", status="failed", reason=reason, seconds=0.0)
-        print(write_tables(self.report, "GPU suite"))
-        bad = [row for row in self.report.rows if row.get("status") in ("wrong", "failed")]
-        ends = [end["status"] for end in self.report.parts.values()]
-        return int(bool(bad) or any(status not in ("ok", "skipped") for status in ends))
 
-    def handle(self, kind: str, value: Any) -> None:
-        """Takes in what a part sends."""
-        if kind == "row" and not (value.get("experiment") == "peers" and value in self.report.rows):
-            self.report.add(**value)
-        elif kind == "say":
-            self.report.say(value)
-        elif kind == "environment":
-            versions = self.report.environment.get("versions", {}) | value["versions"]
-            self.report.environment = value | {"versions": versions}
-        elif kind == "ceilings":
-            self.ceilings |= value
-        elif kind == "end":
-            self._end = value
-        elif kind == "exit":
-            raise SystemExit(value)
 
-    def _run_part(self, name: str, seconds: float, deadline: Deadline) -> dict[str, Any]:
-        """How the part ended."""
-        args = argparse.Namespace(**vars(self.args) | {"budget": seconds})
-        self._end = {"status": "failed", "reason": "its process ended without a word"}
-        if not self.args.isolate:
-            run_part(name, args, self.ceilings, self.handle)
-            return self._end
-        receiver, sender = self._spawn.Pipe(duplex=False)
-        process = self._spawn.Process(target=self._child, args=(sender, name, args, self.ceilings))
-        process.start()
-        sender.close()
-        stop = Deadline(min(seconds + self.args.grace, deadline.left))
-        try:
-            while not stop.passed:
-                if receiver.poll(1):
-                    self.handle(*receiver.recv())
-            self._end = {"status": "killed", "reason": f"still running {self.args.grace:.0f} s after its time"}
-        except EOFError:  # it has ended
-            process.join(10)
-            if process.exitcode:
-                self._end = {"status": "failed", "reason": f"its process ended with {process.exitcode}"}
-        finally:
-            process.kill()
-            process.join()
-        return self._end
-
-    def _start_builder(self) -> Any:
-        """FlashInfer compiles on the processor while the first parts use the GPU."""
-        wanted = any(name == "all" or name.startswith("flashinfer") for name in self.args.peers)
-        found = all(importlib.util.find_spec(package) for package in peers.FlashInfer.packages)
-        if not wanted or not found or not self.args.isolate or self.args.tiny:
-            return None
-        builder = self._spawn.Process(target=_build_flashinfer, daemon=True)
-        builder.start()
-        return builder
+# Several processes have the device at a time: none may take all of its memory as it starts.
+SHARED_MEMORY = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+PARTS: dict[str, Callable[[Suite, Deadline], None]] = {
+    name: getattr(Suite, name) for call in CALLS.values() for name in call
+}
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    kernels.add_common_arguments(parser)
-    parser.set_defaults(budget=600.0)
+    parser.add_argument("--out", type=Path, default=CACHE / "gpu_suite", help="folder for results")
+    parser.add_argument("--call", type=int, choices=tuple(CALLS), default=1, help="which parts (default 1)")
     parser.add_argument("--parts", type=lambda text: text.split(","), default=[], metavar="NAME,...",
-                        help=f"beginnings of: {', '.join(PARTS)}; default all")  # fmt: skip
+                        help="some parts of the call; default all")  # fmt: skip
+    parser.add_argument("--tiny", action="store_true", help="small shapes and one sample, on whatever device there is")
+    parser.add_argument("--budget", type=float, default=BUDGET_S, metavar="SECONDS", help="for everything")
+    parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds (default 3)")
+    parser.add_argument("--peers", nargs="*", default=["all"], metavar="NAME", help="beginnings of peers' names")
     parser.add_argument("--block-sizes", type=int, nargs="+", default=[64, 16], help="the first one is the main one")
-    parser.add_argument("--requests", type=int, default=256, help="of the throughput part (default 256)")
-    parser.add_argument("--throughput-model", choices=("llama-3.2-1b", "llama-3.1-8b"), default="llama-3.2-1b")
-    parser.add_argument("--grace", type=float, default=20.0, help="seconds a part gets to end its last case")
     parser.add_argument("--no-isolation", dest="isolate", action="store_false",
-                        help="one process for all parts: starts faster, but a crash ends everything")  # fmt: skip
+                        help="one process for everything: starts faster, but a crash ends everything")  # fmt: skip
     args = parser.parse_args(argv)
-    unknown = [name for name in args.parts if not chosen([name])]
+    unknown = [name for name in args.parts if name not in CALLS[args.call]]
     if unknown:
-        parser.error(f"--parts: no part begins with {', '.join(unknown)}")
+        parser.error(f"--parts: call {args.call} has {', '.join(CALLS[args.call])}, not {', '.join(unknown)}")
     if args.tiny:
         args.block_sizes = [16]
     return args
@@ -290,8 +490,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    prepare_environment()
-    return Suite(args).run(chosen(args.parts))
+    with Suite(args) as suite:
+        return suite.run(chosen(args.parts, args.call))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """jpaged's own kernels as things that can be timed."""
 
 import dataclasses
-import importlib
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -32,6 +32,21 @@ def choose(name: str, device: Device, shape: Shape, pool_dtype: str | None = Non
         )  # fmt: skip
     except (NotImplementedError, ImportError, AttributeError) as error:
         raise Unsuitable(str(error)) from error
+
+
+def retiled(kernels: Kernels, tiles: Mapping[str, int]) -> Kernels:
+    """The same kernels with some fields of the configuration changed, in each op that has all of them."""
+
+    def changed(op: Callable) -> Callable:
+        chosen = getattr(op, "keywords", {}).get("tiles")
+        if chosen is None or not tiles.keys() <= {field.name for field in dataclasses.fields(chosen)}:
+            return op
+        return functools.partial(op, tiles=dataclasses.replace(chosen, **tiles))
+
+    return dataclasses.replace(
+        kernels, paged_decode_attention=changed(kernels.paged_decode_attention),
+        ragged_paged_attention=changed(kernels.ragged_paged_attention),
+    )  # fmt: skip
 
 
 class HostTimed(JaxTimed):
@@ -70,11 +85,10 @@ def paged(kernels: Kernels, workload: Workload, **options: Any) -> PagedTimed:
 
 def split(kernels: Kernels, workload: Workload, tokens: int) -> PagedTimed:
     """Decode with splits of so many tokens. Raises Unsuitable where it is not cut into splits."""
-    op = kernels.paged_decode_attention
-    tiles = getattr(op, "keywords", {}).get("tiles")
-    if tiles is None:
+    op = retiled(kernels, dict(split=tokens)).paged_decode_attention
+    if op is kernels.paged_decode_attention:
         raise Unsuitable(f"{kernels.name} does not cut contexts into splits")
-    return PagedTimed(op, workload, tiles=dataclasses.replace(tiles, split=tokens))
+    return PagedTimed(op, workload)
 
 
 def dense_kv(workload: Workload, index: int) -> tuple[jax.Array, jax.Array]:
@@ -88,27 +102,6 @@ def dense_kv(workload: Workload, index: int) -> tuple[jax.Array, jax.Array]:
     gather = jax.jit(gather)
     table_sw = workload.set_tables[index]
     return gather(workload.k_pool, table_sw), gather(workload.v_pool, table_sw)
-
-
-def contiguous(kernels: Kernels, workload: Workload) -> JaxTimed:
-    """The same kernel on contiguous keys and values, without a table. Raises Unsuitable where there is none."""
-    kind = "decode" if workload.q_lens is None else "ragged"
-    name = f"contiguous_{kind}_attention"
-    module = importlib.import_module(f"pallas_kernels.{kernels.name}")
-    if not hasattr(module, name):
-        raise Unsuitable(f"pallas_kernels.{kernels.name} has no {name}")
-    chosen = kernels.paged_decode_attention if kind == "decode" else kernels.ragged_paged_attention
-    options = {key: value for key, value in getattr(chosen, "keywords", {}).items() if key == "tiles"}
-    op = getattr(module, name)
-    lens = (workload.context_lens,)
-    if workload.q_lens is not None:
-        lens += (jnp.asarray(workload.cu_q_lens),)
-
-    def call(q, lens, own):
-        return op(q, *own, *lens, scale=workload.shape.scale, **options)
-
-    sets = [dense_kv(workload, i) for i in range(workload.sets)]
-    return HostTimed(call, workload.q, lens, workload.cycled(sets))
 
 
 class WriteTimed(JaxTimed):

@@ -26,11 +26,13 @@ import numpy as np
 from benchmarks import peers
 from benchmarks.bench import Bench
 from benchmarks.ceilings import ceilings
+from benchmarks.deadline import Deadline
 from benchmarks.device import CACHE, environment, open_device, prepare_environment
-from benchmarks.implementations import NAMES, WriteTimed, contiguous, paged, split
+from benchmarks.expected import WrongOutput
+from benchmarks.implementations import NAMES, WriteTimed, paged, split
 from benchmarks.plots import plot
 from benchmarks.results import Report, write_tables
-from benchmarks.timing import TINY, Deadline, Effort, measure, ratio
+from benchmarks.timing import TINY, Effort, measure, ratio
 from benchmarks.workloads import (
     LENGTHS,
     TABLES,
@@ -43,6 +45,7 @@ from benchmarks.workloads import (
 )
 
 MAX_POOL_SHARE = 0.4  # of the device's memory
+MIXED_STEPS = ((64, 4096, 1984), (1, 131072, 512))
 
 
 def shapes(bench: Bench, head_dims: Sequence[int], block_sizes: Sequence[int]) -> Iterator[Shape]:
@@ -76,8 +79,8 @@ def decode(
                 experiment="decode", lengths=kind, head_dim=shape.head_dim, block_size=shape.block_size, batch=batch,
                 context=context,
             )  # fmt: skip
-            if bench.out_of_time(**case):
-                return
+            if bench.leaves_out(**case):
+                continue
             if not _fits(bench, shape, wanted[each]):
                 bench.report.add(**case, status="skipped", reason="the pool does not fit the device")
                 continue
@@ -103,8 +106,8 @@ def splits(
         case = dict(
             experiment="splits", head_dim=shape.head_dim, block_size=shape.block_size, batch=batch, context=context
         )
-        if bench.out_of_time(**case):
-            return
+        if bench.leaves_out(**case):
+            continue
         if not _fits(bench, shape, pool_blocks(shape, [context] * batch, bench.device.l2_bytes)):
             bench.report.add(**case, status="skipped", reason="the pool does not fit the device")
             continue
@@ -125,8 +128,9 @@ def paging(
     bench: Bench, *, head_dims: Sequence[int], block_sizes: Sequence[int], batches: Sequence[int],
     contexts: Sequence[int], prompts: Sequence[int] = (),
 ) -> None:  # fmt: skip
-    """What paging costs: one kernel on contiguous memory without a table, and through an identity table, a random
-    permutation, and what jpaged's allocator hands out after a long run. `prompts` adds prefill."""
+    """Time one kernel through an identity table, whose blocks lie one after another, through a random permutation, and
+    through what jpaged's allocator hands out after a long run: only the place of the blocks differs. `prompts` adds
+    prefill."""
     kinds: list[tuple[str, int, int]] = [("decode", b, c) for b, c in itertools.product(batches, contexts)]
     kinds += [("prefill", 1, tokens) for tokens in prompts]
     for shape, (kind, batch, context) in itertools.product(shapes(bench, head_dims, block_sizes), kinds):
@@ -134,11 +138,11 @@ def paging(
             experiment="paging", kind=kind, head_dim=shape.head_dim, block_size=shape.block_size, batch=batch,
             context=context,
         )  # fmt: skip
-        if bench.out_of_time(**case):
-            return
+        if bench.leaves_out(**case):
+            continue
         lens = [context] * batch
-        if not _fits(bench, shape, 2 * pool_blocks(shape, lens, bench.device.l2_bytes)):
-            bench.report.add(**case, status="skipped", reason="the pool and its contiguous copy do not fit the device")
+        if not _fits(bench, shape, pool_blocks(shape, lens, bench.device.l2_bytes)):
+            bench.report.add(**case, status="skipped", reason="the pool does not fit the device")
             continue
         first = make_workload(
             shape, lens, q_lens=lens if kind == "prefill" else None, tables="identity",
@@ -149,18 +153,14 @@ def paging(
             variants: dict[str, Callable[[], Any]] = {
                 f"{implementation} {name}": partial(paged, kernels, workload) for name, workload in wired.items()
             }
-            variants[f"{implementation} contiguous"] = partial(contiguous, kernels, first)
             compared = {f"{implementation} {name}": workload for name, workload in wired.items()}
             timings, notes = bench.compare(case, first, variants, compared)
             for name, timing in timings.items():
-                over = {
-                    f"over_{base}": ratio(timing, timings[f"{implementation} {base}"])
-                    for base in ("identity", "contiguous")
-                    if f"{implementation} {base}" in timings
-                }
+                base = timings.get(f"{implementation} identity")
                 bench.report.add(
-                    **case, variant=name, **timing.row(), **over, gb_per_s=first.bytes / timing.median / 1e9,
-                    tflop_per_s=first.flops / timing.median / 1e12, **notes[name],
+                    **case, variant=name, **timing.row(), over_identity=ratio(timing, base) if base else None,
+                    gb_per_s=first.bytes / timing.median / 1e9, tflop_per_s=first.flops / timing.median / 1e12,
+                    **notes[name],
                 )  # fmt: skip
 
 
@@ -173,21 +173,24 @@ def prefill(
         case = dict(
             experiment="prefill", head_dim=shape.head_dim, block_size=shape.block_size, batch=batch, context=tokens
         )
-        if bench.out_of_time(**case):
-            return
+        if bench.leaves_out(**case):
+            continue
         _ragged(bench, case, shape, [tokens] * batch, [tokens] * batch)
 
 
-def mixed(bench: Bench, *, head_dims: Sequence[int], block_sizes: Sequence[int]) -> None:
-    """A step of continuous batching: many decodes, and a chunk of one long prompt."""
-    for shape in shapes(bench, head_dims, block_sizes):
-        decodes, context, chunk = bench.sized((64, 4096, 1984), (3, 64, 40))
+def mixed(
+    bench: Bench, *, head_dims: Sequence[int], block_sizes: Sequence[int],
+    steps: Sequence[tuple[int, int, int]] = MIXED_STEPS,
+) -> None:  # fmt: skip
+    """Time steps of continuous batching: decodes (how many, and their context) and a chunk of one long prompt."""
+    steps = bench.sized(steps, ((3, 64, 40),))
+    for shape, (decodes, context, chunk) in itertools.product(shapes(bench, head_dims, block_sizes), steps):
         case = dict(
             experiment="mixed", head_dim=shape.head_dim, block_size=shape.block_size, decodes=decodes, chunk=chunk,
             context=context,
         )  # fmt: skip
-        if bench.out_of_time(**case):
-            return
+        if bench.leaves_out(**case):
+            continue
         _ragged(bench, case, shape, [context] * decodes + [2 * chunk], [1] * decodes + [chunk])
 
 
@@ -211,8 +214,8 @@ def write(bench: Bench, *, head_dims: Sequence[int], block_sizes: Sequence[int],
     """KV writes to random slots, into pools that are updated in place: as the keys come, and rotated on their way."""
     for shape, count in itertools.product(shapes(bench, head_dims, block_sizes), tokens):
         case = dict(experiment="write", head_dim=shape.head_dim, block_size=shape.block_size, tokens=count)
-        if bench.out_of_time(**case):
-            return
+        if bench.leaves_out(**case):
+            continue
         calls = bench.sized(64, 4)
         num_blocks = max(1, bench.sized(2**30, 2**18) // (shape.block_size * shape.token_bytes))
         num_slots = num_blocks * shape.block_size
@@ -229,12 +232,13 @@ def write(bench: Bench, *, head_dims: Sequence[int], block_sizes: Sequence[int],
             try:
                 options = {key: jnp.asarray(x, jnp.float32) for key, x in angles.items()}
                 timed = WriteTimed(kernels, make_pools(shape, num_blocks), new, list(slots), **options)
-                _check_write(timed, make_pools(shape, num_blocks), new, slots[0], angles)
-                timing = measure({name: timed}, bench.effort)[name]
-                empty = measure({"empty": timed.empty()}, bench.effort._replace(rounds=1))["empty"]
+                timed.compile()
+                with bench.exclusive():
+                    _check_write(timed, make_pools(shape, num_blocks), new, slots[0], angles)
+                    timing = measure({name: timed}, bench.effort)[name]
+                    empty = measure({"empty": timed.empty()}, bench.effort._replace(rounds=1))["empty"]
             except Exception as error:
-                status = "wrong" if isinstance(error, AssertionError) else "failed"
-                bench.report.add(**case, variant=name, status=status, reason=f"{type(error).__name__}: {error}"[:600])
+                bench.fail(error, **case, variant=name)
                 continue
             moved = 2 * count * shape.token_bytes  # read and written
             bench.report.add(
@@ -246,7 +250,7 @@ def write(bench: Bench, *, head_dims: Sequence[int], block_sizes: Sequence[int],
 def _check_write(
     timed: WriteTimed, before: Sequence[Any], new: Sequence[Any], slots: np.ndarray, angles: dict[str, np.ndarray]
 ) -> None:
-    """Asserts that one call has written what it should, and left a neighbour of each slot as it was, to the bit."""
+    """Check that one call has written what it should, and left a neighbour of each slot as it was, to the bit."""
     k, v = (np.asarray(rows, np.float32) for rows in new)
     if angles:
         low, high = np.split(k, 2, axis=-1)
@@ -257,8 +261,10 @@ def _check_write(
     free = np.setdiff1d((slots + 1) % (before[0].shape[0] * block_size), slots)
     for pool, old, rows, tolerance in zip(timed.output(0), before, (k, v), tolerances):
         at = lambda array, where: np.asarray(array[where // block_size, :, where % block_size], np.float32)
-        np.testing.assert_allclose(at(pool, slots), rows, **tolerance)
-        np.testing.assert_array_equal(at(pool, free), at(old, free))
+        if not np.allclose(at(pool, slots), rows, **dict(atol=0.0) | tolerance):
+            raise WrongOutput("a written slot does not hold what it should")
+        if not np.array_equal(at(pool, free), at(old, free)):
+            raise WrongOutput("a neighbour of a written slot has changed")
 
 
 def experiments(bench: Bench, args: argparse.Namespace) -> dict[str, Callable[[], None]]:
@@ -302,7 +308,9 @@ def make_bench(args: argparse.Namespace, make_report: Callable[[dict[str, Any]],
     device = open_device(args.tiny)
     effort = TINY._replace(rounds=min(2, args.rounds)) if args.tiny else Effort(rounds=args.rounds)
     # On a GPU the reference is there to be right: timing it takes minutes and says nothing.
-    ours = args.implementations or (("mosaic", "triton") if device.is_gpu else ("reference",))
+    ours = args.implementations
+    if ours is None:
+        ours = ("mosaic", "triton") if device.is_gpu else ("reference",)
     report = make_report(environment(device, args.tiny))
     bench = Bench(device, report, args.tiny, effort, Deadline(args.budget), ours)
     bench.peers = choose_peers(args.peers, bench)

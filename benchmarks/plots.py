@@ -166,34 +166,33 @@ def _prefill(rows: list[Row], content: dict[str, Any]) -> Any:
 
 
 def _paging(rows: list[Row], content: dict[str, Any]) -> Any:
-    """Bars of time, each relative to the same kernel's contiguous run, or to its identity table where there is none."""
+    """Bars of time, each relative to the same kernel through an identity table, whose blocks lie in order."""
     for row in rows:
         row["implementation"], _, row["wiring"] = row["variant"].partition(" ")
     groups = _grouped(rows, ["implementation", "kind", "head_dim"])
     figure, panels = _panels(
         len(groups), "What paging costs: one kernel, the same tokens, other places in memory", content
     )
-    order = ("contiguous", "identity", "permutation", "churned")
-    colors = dict(zip(order, ("#9aa5b1", "#3d5a80", "#c8553d", "#0b6e4f")))
+    order = ("identity", "permutation", "churned")
+    colors = dict(zip(order, ("#3d5a80", "#c8553d", "#0b6e4f")))
     for axes, ((implementation, kind, head_dim), own) in zip(panels, groups.items()):
         cases = _grouped(own, ["block_size", "batch", "context"])
-        base = "contiguous" if any(row["wiring"] == "contiguous" for row in own) else "identity"
         wirings = [wiring for wiring in order if any(row["wiring"] == wiring for row in own)]
         for i, wiring in enumerate(wirings):
             for x, each in enumerate(cases.values()):
                 for row in each:
-                    if row["wiring"] == wiring and row.get(f"over_{base}"):
-                        y = 100 * row[f"over_{base}"]
+                    if row["wiring"] == wiring and row.get("over_identity"):
+                        y = 100 * row["over_identity"]
                         place = x + (i - (len(wirings) - 1) / 2) * 0.2
                         axes.bar(place, y, 0.18, color=colors[wiring], label=wiring)
                         axes.text(place, y + 1, f"{y:.1f}", ha="center", va="bottom", fontsize=7, rotation=90)
         axes.axhline(100, color="#888888", linewidth=0.8)
-        axes.set_ylim(0, 1.25 * max(100 * row.get(f"over_{base}", 1) for row in own))
+        axes.set_ylim(0, 1.25 * max(100 * (row.get("over_identity") or 1) for row in own))
         labels = [f"block {block}\n{batch} x {context}" for block, batch, context in cases]
         axes.set_xticks(range(len(cases)), labels=labels, fontsize=8)
         axes.set_title(f"{implementation}, {kind}, head dim {head_dim}", fontsize=9)
         axes.set_xlabel("block size; sequences x tokens")
-        axes.set_ylabel(f"time, % of {base}")
+        axes.set_ylabel("time, % of the identity table's")
     _legend(figure, panels)
     return figure
 

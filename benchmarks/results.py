@@ -25,6 +25,9 @@ class Report:
         self.write()
         self.say(brief(row))
 
+    def start(self, case: Row) -> None:
+        """Hear that a case of an experiment starts."""
+
     def end_part(self, name: str, **row: Any) -> None:
         """How a part of a suite ended."""
         self.parts[name] = row
@@ -48,7 +51,11 @@ class Report:
 def brief(row: Row) -> str:
     """A row as a line of a log."""
     show = lambda value: f"{value:.4g}" if isinstance(value, float) else str(value)
-    return " ".join(f"{key}={show(value)}" for key, value in row.items() if not isinstance(value, list | dict))
+    return " ".join(
+        f"{key}={show(value)}"
+        for key, value in row.items()
+        if value is not None and key not in ("log", "text") and not isinstance(value, list | dict)
+    )
 
 
 def heading(environment: dict[str, Any]) -> str:
@@ -87,8 +94,20 @@ def table(rows: Iterable[Row], columns: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
+def with_floor(row: Row, read_gb_per_s: float | None) -> Row:
+    """Return a row of a step with the time that reading its bytes takes at the read ceiling, if that is known."""
+    if read_gb_per_s is None:
+        return row
+    floor_ms = row["bytes"] / read_gb_per_s / 1e6
+    return row | dict(floor_ms=floor_ms, of_floor=floor_ms / row["step_ms"])
+
+
 # Columns of each experiment's table, the case first.
 COLUMNS: dict[str, Sequence[str]] = {
+    "smoke": ("implementation", "op", "head_dim", "status", "error", "seconds", "reason"),
+    "ladder": ("implementation", "op", "head_dim", "rung", "simpler", "status", "reason"),
+    "evidence": ("implementation", "op", "head_dim", "tool", "status", "reason"),
+    "demo": ("what", "kernels", "status", "equal_tokens", "near_ties", "reason"),
     "correctness": ("implementation", "case", "status", "error", "reason"),
     "ceilings": ("what", "us", "gb_per_s", "tflop_per_s", "status", "reason"),
     "decode": ("variant", "lengths", "head_dim", "block_size", "batch", "context", "us", "us_low", "us_high",
@@ -96,7 +115,7 @@ COLUMNS: dict[str, Sequence[str]] = {
     "splits": ("variant", "head_dim", "block_size", "batch", "context", "us", "us_low", "us_high", "over_fixed",
                "gb_per_s", "error", "status", "reason"),
     "paging": ("kind", "variant", "head_dim", "block_size", "batch", "context", "us", "us_low", "us_high",
-               "over_identity", "over_contiguous", "error", "status", "reason"),
+               "over_identity", "error", "status", "reason"),
     "prefill": ("variant", "head_dim", "block_size", "batch", "context", "us", "us_low", "us_high", "tflop_per_s",
                 "of_matmul_ceiling", "host_us", "error", "status", "reason"),
     "mixed": ("variant", "head_dim", "block_size", "decodes", "chunk", "context", "us", "us_low", "us_high",
@@ -104,9 +123,10 @@ COLUMNS: dict[str, Sequence[str]] = {
     "write": ("variant", "head_dim", "block_size", "tokens", "us", "us_low", "us_high", "gb_per_s", "host_us",
               "status", "reason"),
     "step": ("model", "kernels", "batch", "context", "step_ms", "step_ms_low", "step_ms_high", "device_ms", "floor_ms",
-             "of_floor", "tokens_per_s", "status", "reason"),
+             "of_floor", "tokens_per_s", "compile_s", "status", "reason"),
     "throughput": ("model", "kernels", "requests", "input_tokens", "output_tokens", "seconds", "output_tokens_per_s",
                    "tokens_per_s", "preemptions", "status", "reason"),
+    "profile": ("op", "implementation", "status", "reason"),
     "tuning": ("kernel", "head_dim", "pool_dtype", "tiles", "us", "over_default", "status", "reason"),
 }  # fmt: skip
 
@@ -121,9 +141,9 @@ def markdown(report: dict[str, Any], title: str) -> str:
         rows = [row for row in report["rows"] if row.get("experiment") == experiment]
         if rows:
             lines += [f"## {experiment}", "", table(rows, columns), ""]
-    for name, row in report["parts"].items():
-        if row.get("traceback"):
-            lines += [f"## {name} failed", "", "```", row["traceback"].strip(), "```", ""]
+    for row in report["rows"]:
+        if row.get("text"):
+            lines += [f"## {brief(row)}", "", "```", row["text"].strip(), "```", ""]
     return "\n".join(lines)
 
 

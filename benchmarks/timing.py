@@ -29,6 +29,9 @@ class Timed(Protocol):
     calls: int
     sets: int | None
 
+    def compile(self) -> None:
+        """Compile what is going to run, and run nothing."""
+
     def seconds(self, reps: int) -> float:
         """Time of one call, over `reps` times all of them."""
 
@@ -117,6 +120,10 @@ class JaxTimed:
 
         self._chain = jax.jit(chain, donate_argnums=0 if donate else (), keep_unused=True)
 
+    def compile(self) -> None:
+        self._call.lower(self._first, self._shared, self._owns[0]).compile()
+        self._chain.lower(self._carry, self._shared, self._owns).compile()
+
     def output(self, index: int) -> Any:
         """The result of one call on the first carry, alone; before any timing where the carry is donated."""
         return self._call(self._first, self._shared, self._owns[index])
@@ -161,6 +168,9 @@ class TorchTimed:
                 closure()
         torch.cuda.synchronize()
 
+    def compile(self) -> None:
+        """Do nothing: the graph is captured."""
+
     def output(self, index: int) -> np.ndarray:
         """The result of one call, in float32."""
         return self._finish(self._closures[index]()).float().cpu().numpy()
@@ -173,18 +183,3 @@ class TorchTimed:
         end.record()
         end.synchronize()
         return start.elapsed_time(end) * 1e-3 / (reps * self.calls)
-
-
-class Deadline:
-    """A time budget that the cases of an experiment look at before they start."""
-
-    def __init__(self, seconds: float, clock: Clock = time.monotonic):
-        self._end, self._clock = clock() + seconds, clock
-
-    @property
-    def left(self) -> float:
-        return self._end - self._clock()
-
-    @property
-    def passed(self) -> bool:
-        return self.left <= 0

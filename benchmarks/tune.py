@@ -30,11 +30,12 @@ if __package__ in (None, ""):
 import jax
 import jax.numpy as jnp
 
+from benchmarks.deadline import Deadline
 from benchmarks.device import CACHE, CHECKOUT, Device, environment, open_device, prepare_environment
 from benchmarks.expected import check_output
 from benchmarks.implementations import PagedTimed, Unsuitable, choose
 from benchmarks.results import Report, write_tables
-from benchmarks.timing import TINY, Deadline, Effort, measure, ratio
+from benchmarks.timing import TINY, Effort, measure, ratio
 from benchmarks.workloads import Shape, Workload, make_workload
 from pallas_kernels import tuning
 

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 import warnings
 from functools import partial
 from pathlib import Path
@@ -15,13 +14,14 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import gpu_suite, peers, tune
-from benchmarks.bench import Bench
+from benchmarks import peers, tune
+from benchmarks.bench import Bench, Poisoned
+from benchmarks.deadline import Deadline
 from benchmarks.device import Device
 from benchmarks.expected import WrongOutput, check_output, check_rows
 from benchmarks.implementations import NAMES, PagedTimed, Unsuitable
 from benchmarks.results import Report, table
-from benchmarks.timing import TINY, Deadline, Effort, JaxTimed, measure, ratio, summarize
+from benchmarks.timing import TINY, Effort, JaxTimed, measure, ratio, summarize
 from benchmarks.workloads import (
     Shape,
     churned_tables,
@@ -79,62 +79,8 @@ def test_kernels(tmp_path):
     assert (tmp_path / "paging.png").read_bytes().startswith(b"\x89PNG")
     wirings = {row["variant"].split()[1] for row in rows if row["experiment"] == "paging" and row["status"] == "ok"}
     assert wirings == {"identity", "permutation", "churned"}
-    (contiguous,) = {
-        row["reason"] for row in rows if row.get("variant") == "reference contiguous" and row["kind"] == "decode"
-    }
-    assert "has no contiguous_decode_attention" in contiguous
     assert {"mixed", "write", "splits", "ceilings", "peers"} <= {row["experiment"] for row in rows}
     assert {row["variant"] for row in rows if row["experiment"] == "write"} == {"reference", "reference rotated"}
-
-
-def test_every_part_of_the_suite(tmp_path):
-    done = run("gpu_suite.py", "--tiny", "--no-isolation", "--out", str(tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
-    content = check_written(tmp_path)
-    assert {name: part["status"] for name, part in content["parts"].items()} == dict.fromkeys(gpu_suite.PARTS, "ok")
-    by_experiment = {row["experiment"]: row for row in content["rows"] if row["status"] == "ok"}
-    assert {"correctness", "ceilings", "decode", "paging", "prefill", "step", "throughput", "write"} <= set(
-        by_experiment
-    )
-    assert by_experiment["step"]["floor_ms"] > 0, "the ceiling of one part reaches the next"
-    assert by_experiment["decode"]["of_read_ceiling"] > 0 and by_experiment["decode"]["error"] < 1e-4
-    for name in ("decode", "paging", "prefill", "step"):
-        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_without_a_gpu_only_tiny_runs(tmp_path):
-    done = run("gpu_suite.py", "--parts", "ceilings", "--out", str(tmp_path))
-    assert done.returncode == 1 and "jax sees no GPU here" in done.stderr
-
-
-def hang(pipe, name, args, ceilings):
-    pipe.send(("row", {"experiment": "x", "status": "ok"}))
-    time.sleep(60)
-
-
-def crash(pipe, name, args, ceilings):
-    os._exit(11)
-
-
-@pytest.mark.parametrize(("child", "status"), [(hang, "killed"), (crash, "failed")])
-def test_a_part_that_hangs_or_dies_leaves_the_others_alone(child, status, tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu_suite, "MIN_SECONDS", 0.0)
-    args = gpu_suite.parse(["--tiny", "--out", str(tmp_path), "--budget", "14", "--grace", "0", "--peers"])
-    assert gpu_suite.Suite(args, child).run(["decode", "write"]) == 1
-    content = json.loads((tmp_path / "results.json").read_text())
-    assert content["parts"]["decode"]["status"] == status and "write" in content["parts"]
-    assert {row["experiment"] for row in content["rows"]} == ({"x"} if child is hang else set()), "rows before the end"
-    assert "what device" in (tmp_path / "report.md").read_text()
-
-
-def test_parts_are_chosen_by_their_beginnings_and_share_the_time():
-    assert gpu_suite.chosen(["step", "ceilings"]) == ["ceilings", "step-1b", "step-8b"]
-    assert gpu_suite.chosen([]) == list(gpu_suite.PARTS)
-    assert gpu_suite.share("write", ["write"], 40.0) == 40.0
-    total = sum(gpu_suite.share(name, list(gpu_suite.PARTS), 600.0) for name in gpu_suite.PARTS)
-    assert total == pytest.approx(600)
-    with pytest.raises(SystemExit):
-        gpu_suite.parse(["--parts", "nonsense"])
 
 
 # Timing
@@ -196,6 +142,31 @@ def test_a_wrong_output_is_caught_before_it_is_timed(tmp_path):
     table_of_another = workload.rewired(identity_tables(workload.lens, SHAPE, workload.blocks_per_set, 0))
     with pytest.raises(WrongOutput):
         check_output(right.output(0), table_of_another)
+
+
+def test_fault_that_leaves_no_device_ends_the_process_and_another_one_does_not(tmp_path):
+    def prepare():
+        raise RuntimeError("CUDA_ERROR_LAUNCH_FAILED")
+
+    def gone():
+        raise RuntimeError("CUDA_ERROR_LAUNCH_FAILED again")
+
+    workload = make_workload(SHAPE, [3], l2_bytes=1)
+    report = Report(tmp_path / "results.json", ENVIRONMENT, quiet=True)
+    bench = Bench(CPU, report, True, TINY, Deadline(60))
+    assert bench.compare({"experiment": "decode"}, workload, {"a": prepare, "b": prepare}) == ({}, {})
+    bench.probe = gone
+    with pytest.raises(Poisoned):
+        bench.compare({"experiment": "decode"}, workload, {"c": prepare, "d": prepare})
+    assert [(row["variant"], row["status"]) for row in report.rows] == [(each, "failed") for each in "abc"]
+
+
+def test_cases_that_were_tried_are_left_out(tmp_path):
+    bench = Bench(CPU, Report(tmp_path / "results.json", ENVIRONMENT, quiet=True), True, TINY, Deadline(60))
+    bench.tried = [dict(batch=1)]
+    assert bench.leaves_out(batch=1) and not bench.leaves_out(batch=2) and not bench.report.rows
+    bench.deadline = Deadline(-1)
+    assert bench.leaves_out(batch=2) and bench.report.rows == [dict(batch=2, status="skipped", reason="time")]
 
 
 def test_nan_and_zeros_are_wrong():

@@ -1,0 +1,72 @@
+"""A worker whose kernels fail as kernels do, each in one cell; see `benchmarks/jobs.py`.
+
+`FAKE_CELLS` in the environment chooses: "kernels" puts faulty kernels under the real checks, "quick" sends rows without
+computing anything and hangs in the last cell.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks import worker
+
+
+def raises_and_poisons(*args, **options):
+    """As after a CUDA fault: this call fails, and Python's clean-up would never end."""
+    import atexit
+
+    atexit.register(time.sleep, 1000)
+    raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered")
+
+
+def aborts(*args, **options):
+    os.abort()
+
+
+def hangs(*args, **options):
+    time.sleep(1000)
+
+
+def wrong(q, *args, **options):
+    return 0 * q
+
+
+def checks_its_environment(pool, *args):
+    from pallas_kernels import reference
+
+    assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
+    return reference.copy_blocks(pool, *args)
+
+
+FAULTS = {
+    "decode, 1 split": dict(paged_decode_attention=raises_and_poisons),
+    "decode, 2 to 4 splits": dict(paged_decode_attention=aborts),
+    "ragged, prompts": dict(ragged_paged_attention=hangs),
+    "ragged, mixed": dict(ragged_paged_attention=wrong),
+    "copy": dict(copy_blocks=checks_its_environment),
+}
+
+
+def quick(options, send):
+    if options["cell"]["op"] == "copy":
+        send("say", f"pid {os.getpid()}")
+        time.sleep(1000)
+    send("row", options["row"] | {"status": "ok"})
+
+
+if __name__ == "__main__":
+    if os.environ["FAKE_CELLS"] == "quick":
+        sys.modules["quick_cells"] = sys.modules["__main__"]
+        worker.WORK["cell"] = worker.WORK["device"] = ("quick_cells", "quick")
+        worker.WORK["device"] = ("builtins", "print")
+    elif sys.argv[2] == "cell":
+        from benchmarks import implementations
+
+        choose, op = implementations.choose, json.loads(sys.argv[3])["cell"]["op"]
+        implementations.choose = lambda *args: dataclasses.replace(choose(*args), **FAULTS.get(op, {}))
+    worker.main(*sys.argv[1:])

@@ -71,6 +71,7 @@ def run(options: dict[str, Any], send: Any) -> None:
 
     cell, row = Cell(**options["cell"]), dict(options["row"])
     prepare_environment()
+    send("beat", "jax imported")
     device = open_device(options["tiny"])
     send("beat", "device opened")
     start = time.monotonic()

@@ -31,6 +31,7 @@ import argparse
 import dataclasses
 import fcntl
 import importlib.util
+import json
 import shutil
 import sys
 import tempfile
@@ -48,15 +49,20 @@ from benchmarks.cells import HEAD_DIMS, Cell, cells
 from benchmarks.deadline import Deadline
 from benchmarks.device import CACHE, CHECKOUT
 from benchmarks.jobs import HEARTBEAT_S, WORKER, Chain, End, InProcess, Job, Pool
-from benchmarks.ladder import evidence_job, rungs
+from benchmarks.ladder import disassemble, dumps, evidence_job, rungs
 from benchmarks.plan import AT_ONCE, BUDGET_S, CALLS, CLOSING_S
 from benchmarks.results import Report, Row, with_floor, write_tables
 
 MIN_SECONDS = 5.0  # of time left to start a part with
 RESTARTS = 2  # of an experiment whose process died
+EXPERIMENT_SILENCE_S = 60.0  # until an experiment measures: other libraries are slow to import
 COMPILE_SILENCE_S = 150.0  # of jobs that compile a whole model
 SERVER_PACKAGES = ("aiohttp", "pydantic", "prometheus_client", "jinja2", "tqdm")
 MULTI_SPLIT = ("decode, 2 to 4 splits", "decode, more splits")
+KEPT = (".ptx", ".sass", ".sass_ctrl", ".ptxas", ".resources.txt", "log.txt", ".json", ".jsonl")
+STEP_MEMORY = {1: "0.3", 64: "0.42"}  # of the device, by batch: two steps and the smoke cells have it together
+SWEEP_MEMORY = "0.35"  # of each of two processes
+STOP_S = 8.0  # before the end of its part an experiment starts no case
 RED = ("wrong", "failed", "killed")
 Status = Generator[Job, End, str]  # a chain that returns the status of its last row
 
@@ -94,6 +100,7 @@ class Suite:
         self._cells: list[tuple[Cell, str]] = []  # smoke cells that have run, and how they ended
         self._rows: dict[str, Row] = {}  # the last row of each job
         self._cases: dict[str, list[Row]] = {}  # those that each job has started
+        self._building = False  # FlashInfer's modules are being compiled
         self._generated: dict[str, Row] = {}  # what the demo model wrote, by job
         self._beside: dict[str, list[Chain]] = {}  # chains of a later part that were started beside the first one
 
@@ -219,13 +226,13 @@ class Suite:
         chains = [
             self._experiment(
                 f"{name}, {group}, block {block_size}", "sweep", dict(name=name, block_sizes=[block_size]), ours=ours,
-                peers=peers if name != "write" else (), deadline=deadline,
+                peers=peers if name != "write" else (), deadline=deadline, memory=SWEEP_MEMORY,
             )
             for name in ("decode", "prefill", "write")
-            for group, ours, peers in self._groups()
             for block_size in (self.args.block_sizes if name == "decode" else self.args.block_sizes[:1])
+            for group, ours, peers in self._groups()
         ]  # fmt: skip
-        self._pool.run(chains, deadline, at_once=len(chains))
+        self._pool.run(chains, deadline, at_once=2)
 
     def paging(self, deadline: Deadline) -> None:
         """Time the same kernel through tables in order and in disorder."""
@@ -239,7 +246,7 @@ class Suite:
         self._pool.run(chains, deadline, at_once=len(chains))
 
     def tune(self, deadline: Deadline) -> None:
-        """Search the kernels' configurations with tune.py; its journal and its rows go to the archive."""
+        """Search the kernels' configurations with tune.py; its journal and its table go to the archive."""
         folder = self._folder / "tune"
         folder.mkdir()
         command = ("--out", str(folder), "--table", str(folder / "tuned.json"), "--budget", f"{deadline.left - 20:.0f}")
@@ -247,6 +254,9 @@ class Suite:
         extra = ("--tiny", "--kernels", "mosaic.decode", "--head-dims", "64") if self.args.tiny else ()
         self._pool.run([self._script("tune", "benchmarks.tune", *command, *extra)], deadline, at_once=1)
         self._keep(folder)
+        if (folder / "tuning.json").exists():
+            for row in json.loads((folder / "tuning.json").read_text())["rows"]:
+                self.report.add(**row)
 
     def throughput(self, deadline: Deadline) -> None:
         """Count the tokens per second of a whole workload."""
@@ -274,22 +284,24 @@ class Suite:
                 return
 
     def _evidence(self, cell: Cell, status: str) -> Chain:
-        folder = self._folder / f"dump of {cell.name}"
+        job = evidence_job(cell, status, self.args.tiny)
+        folder = self._folder / f"dump_{job.folder}"
         folder.mkdir()
-        job = evidence_job(cell, status, folder, self.args.tiny)
-        end = yield dataclasses.replace(job, environment=SHARED_MEMORY | dict(job.environment))
+        end = yield dataclasses.replace(job, environment=SHARED_MEMORY | dumps(folder))
         self._status(job.name, dict(job.options["row"]), end)
+        disassemble(folder)
         self._keep(folder, self._pool.folder / job.folder)
 
     def _experiment(
         self, name: str, experiment: str, settings: Row | None = None, *, ours: Sequence[str] | None = None,
-        peers: Sequence[str] = (), without: Sequence[str] = (), lock: bool = True, silence_s: float = HEARTBEAT_S,
-        deadline: Deadline,
+        peers: Sequence[str] = (), without: Sequence[str] = (), lock: bool = True, deadline: Deadline,
+        silence_s: float = EXPERIMENT_SILENCE_S, memory: str | None = None,
     ) -> Chain:  # fmt: skip
         """Run an experiment, and go on behind a case that ends its process.
 
         Args:
             deadline: no case starts after it.
+            memory: the part of the device's memory that its processes may take.
             without: implementations of `ours` that are left out because their cells are red.
         """
         for each in without:
@@ -303,11 +315,12 @@ class Suite:
                 f"{name} ({attempt})", "experiments",
                 dict(
                     experiment=experiment, settings=settings or {}, implementations=ours, peers=list(peers),
-                    budget=deadline.left, tiny=self.args.tiny, rounds=self.args.rounds, tried=tried,
+                    budget=deadline.left - STOP_S, tiny=self.args.tiny, rounds=self.args.rounds, tried=tried,
                     ceilings=self._ceilings,
                     lock=str(self._folder / "lock") if lock and self.args.isolate else None,
                 ),
-                silence_s=silence_s, environment=SHARED_MEMORY,
+                silence_s=silence_s,
+                environment=SHARED_MEMORY | ({"XLA_PYTHON_CLIENT_MEM_FRACTION": memory} if memory else {}),
             )  # fmt: skip
             end = yield job
             if end.status == "ok":
@@ -357,12 +370,12 @@ class Suite:
     def _start_steps(self, kernels: str = "auto") -> list[Chain]:
         chains = []
         for batch in (2,) if self.args.tiny else (1, 64):
-            settings = dict(
-                model="llama-3.1-8b", batch=batch, block_size=self.args.block_sizes[0], kernels=kernels
-            )  # fmt: skip
-            name = f"step of {batch}, {kernels}"
-            deadline = Deadline(self.args.budget)  # it waits for its turn
-            chains.append(self._experiment(name, "step", settings, silence_s=COMPILE_SILENCE_S, deadline=deadline))
+            block_size = self.args.block_sizes[0]
+            chains.append(self._experiment(
+                f"step of {batch}, {kernels}", "step",
+                dict(model="llama-3.1-8b", batch=batch, block_size=block_size, kernels=kernels),
+                silence_s=COMPILE_SILENCE_S, memory=STEP_MEMORY.get(batch), deadline=Deadline(self.args.budget),
+            ))  # fmt: skip
         return self._started(chains)
 
     def _describe_device(self) -> Chain:
@@ -372,13 +385,15 @@ class Suite:
 
     def _start_builder(self, parts: Sequence[str]) -> None:
         """Compile FlashInfer beside the first parts, where it is installed."""
-        wanted = any(name == "all" or name.startswith("flashinfer") for name in self.args.peers)
+        wanted = any(name.startswith("flashinfer") for name in self.args.peers)
         found = all(importlib.util.find_spec(package) for package in ("torch", "flashinfer"))
         if not (wanted and found and self.args.isolate and not self.args.tiny and {"attention", "sweep"} & set(parts)):
             return
 
         def build() -> Chain:
+            self._building = True
             end = yield Job("flashinfer", "flashinfer", {}, silence_s=BUDGET_S)
+            self._building = False
             self.report.add(experiment="peers", variant="flashinfer", status=end.status, reason=end.reason)
 
         self._pool.start(build())
@@ -428,7 +443,9 @@ class Suite:
 
     def _groups(self) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
         """Return name, implementations and peers of each process that times the same cases."""
-        peers = tuple(self.args.peers)
+        peers = tuple(name for name in self.args.peers if not (self._building and name.startswith("flashinfer")))
+        if self._building:
+            self.report.add(experiment="peers", variant="flashinfer", status="skipped", reason="still compiling")
         if self.args.tiny:
             return [("reference", ("reference",), peers)]
         return [("mosaic", ("mosaic",), ()), ("others", ("triton",), peers)]
@@ -441,13 +458,11 @@ class Suite:
         fcntl.flock(self._lock, fcntl.LOCK_UN)
 
     def _keep(self, *folders: Path) -> None:
-        """Add the text files of folders to the archive: machine code, logs, tables."""
-        for folder in folders:
-            for path in sorted(folder.rglob("*")):
-                if path.suffix in (".ptx", ".sass", ".txt", ".json", ".jsonl") and "hlo" not in path.name:
-                    left_out = self.archive.add({f"{folder.name}/{path.name}": path.read_bytes()})
-                    for name in left_out:
-                        self.report.say(f"{name} does not fit the archive")
+        """Add machine code, logs and tables in folders to the archive."""
+        paths = [path for folder in folders for path in sorted(folder.glob("*")) if path.name.endswith(KEPT)]
+        files = {f"{path.parent.name}/{path.name}": path.read_bytes() for path in paths}
+        for name in self.archive.add(files):
+            self.report.say(f"{name} does not fit the archive")
 
     def _plot(self) -> None:
         try:
@@ -475,7 +490,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="small shapes and one sample, on whatever device there is")
     parser.add_argument("--budget", type=float, default=BUDGET_S, metavar="SECONDS", help="for everything")
     parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds (default 3)")
-    parser.add_argument("--peers", nargs="*", default=["all"], metavar="NAME", help="beginnings of peers' names")
+    parser.add_argument("--peers", nargs="*", default=["flashinfer", "torch", "jax"], metavar="NAME",
+                        help="beginnings of peers' names")  # fmt: skip
     parser.add_argument("--block-sizes", type=int, nargs="+", default=[64, 16], help="the first one is the main one")
     parser.add_argument("--no-isolation", dest="isolate", action="store_false",
                         help="one process for everything: starts faster, but a crash ends everything")  # fmt: skip

@@ -4,10 +4,12 @@ A job's process appends messages to a file and its parent reads them. Everything
 process can be killed, and no process can block on a full pipe. This module imports neither jax nor numpy.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -32,7 +34,7 @@ class Job:
         name: distinguishes the job from all others of a run.
         work: a key of `worker.WORK`.
         options: what the work is given; JSON.
-        silence_s: how long it may send nothing.
+        silence_s: how long it may send nothing, until it sends a "silence" of its own.
         limit_s: how long it may run.
         command: runs the process in its place, such as a profiler with its flags.
         environment: variables of the process.
@@ -49,7 +51,7 @@ class Job:
     @property
     def folder(self) -> str:
         """The name of the folder of its messages and its log."""
-        return self.name.replace("/", "-").replace(" ", "_")
+        return re.sub(r"[^\w.-]+", "_", self.name)  # XLA's flags are separated by spaces
 
 
 class End(NamedTuple):
@@ -69,7 +71,7 @@ class Process:
     """A running job."""
 
     def __init__(self, job: Job, folder: Path, receive: Receive, program: Sequence[str]):
-        self.job, self._receive = job, receive
+        self.job, self._receive, self._silence_s = job, receive, job.silence_s
         (folder / job.folder).mkdir(parents=True)
         self._messages, self._log = folder / job.folder / "messages.jsonl", folder / job.folder / "log.txt"
         self._messages.touch()
@@ -92,19 +94,22 @@ class Process:
             code = self._process.returncode
             end = self._end or End("failed", f"the process ended with exit status {code} and sent no result")
             return end._replace(seconds=now - self._start, log=self._tail())
-        if now - self._heard > self.job.silence_s:
-            return self.kill(f"sent nothing for {self.job.silence_s:g} s")
+        if now - self._heard > self._silence_s:
+            return self.kill(f"sent nothing for {self._silence_s:g} s")
         if now - self._start > self.job.limit_s:
             return self.kill(f"still ran after {self.job.limit_s:g} s")
         return None
 
+    def signal(self) -> None:
+        """Tell the process and its children to end."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
     def kill(self, reason: str) -> End:
         """End the process and its children."""
+        self.signal()
         try:
-            os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait(KILL_S)
-        except ProcessLookupError:
-            pass
         except subprocess.TimeoutExpired:
             reason += f", and did not end within {KILL_S:g} s of SIGKILL"
         self._read()
@@ -123,6 +128,8 @@ class Process:
             kind, value = json.loads(line)
             if kind == "end":
                 self._end = End(**value)
+            elif kind == "silence":
+                self._silence_s = value
             else:
                 self._receive(self.job, kind, value)
 
@@ -168,7 +175,10 @@ class Pool:
 
     def kill(self, reason: str, chains: Sequence[Chain] | None = None) -> None:
         """Kill the running jobs of some chains, of all if None, and start no other job of them."""
-        for name in list(self._running) if chains is None else self._of({id(chain) for chain in chains}):
+        names = list(self._running) if chains is None else self._of({id(chain) for chain in chains})
+        for name in names:
+            self._running[name][1].signal()
+        for name in names:
             chain, process = self._running.pop(name)
             end = process.kill(reason)
             try:

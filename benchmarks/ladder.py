@@ -2,7 +2,9 @@
 
 import dataclasses
 import os
+import re
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from benchmarks.cells import Cell
 from benchmarks.jobs import Job
 
 CHECKER_S = 50.0  # compute-sanitizer makes a program many times slower
+TOOL_S = 10.0  # for a run of ptxas or nvdisasm
 TILE = 64  # tokens; also the block size of the last rung
 SIMPLER: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
     "mosaic decode": (
@@ -48,8 +51,8 @@ def rungs(cell: Cell) -> Iterator[tuple[str, Cell]]:
         cell = simpler
 
 
-def evidence_job(cell: Cell, status: str, folder: Path, tiny: bool) -> Job:
-    """A run of a red cell that leaves its machine code in `folder`, under compute-sanitizer where it is installed.
+def evidence_job(cell: Cell, status: str, tiny: bool) -> Job:
+    """A run of a red cell under compute-sanitizer, where it is installed.
 
     Args:
         status: of the cell; one that hung is checked for wrong synchronisation, another one for wrong addresses.
@@ -60,13 +63,14 @@ def evidence_job(cell: Cell, status: str, folder: Path, tiny: bool) -> Job:
     row = cell.row | dict(experiment="evidence", tool=check if checker else "compute-sanitizer is not installed")
     return Job(
         f"evidence {cell.name}", "cell", dict(cell=dataclasses.asdict(cell), tiny=tiny, row=row),
-        silence_s=CHECKER_S, limit_s=CHECKER_S, command=command, environment=dumps(folder),
+        silence_s=CHECKER_S, limit_s=CHECKER_S, command=command,
     )  # fmt: skip
 
 
 def dumps(folder: Path) -> dict[str, str]:
     """The variables with which Mosaic and XLA write PTX, and SASS where nvdisasm is installed, to a folder."""
     variables = {
+        "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",  # each array an allocation of its own, whose ends a checker knows
         "JAX_ENABLE_COMPILATION_CACHE": "false",  # what is loaded from a cache is not dumped
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={folder} --xla_dump_emitter_re=ptx".strip(),
     }
@@ -75,6 +79,22 @@ def dumps(folder: Path) -> dict[str, str]:
         return variables | {"MOSAIC_GPU_DUMP_PTX": "1"}  # into the log
     path = f"{Path(disassembler).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     return variables | {"MOSAIC_GPU_DUMP_TO": str(folder), "PATH": path}
+
+
+def disassemble(folder: Path) -> None:
+    """Write the SASS of each PTX file that has none, where CUDA's tools are installed."""
+    ptxas, nvdisasm = tool("ptxas"), tool("nvdisasm")
+    if ptxas is None or nvdisasm is None:
+        return
+    for path in folder.glob("*.ptx"):
+        target = re.search(r"^\.target (\w+)", path.read_text(errors="replace"), re.MULTILINE)
+        if target is None or path.with_suffix(".sass").exists():
+            continue
+        cubin = path.with_suffix(".cubin")
+        subprocess.run([ptxas, f"-arch={target[1]}", str(path), "-o", str(cubin)], timeout=TOOL_S, capture_output=True)
+        if cubin.exists():
+            done = subprocess.run([nvdisasm, str(cubin)], timeout=TOOL_S, capture_output=True)
+            path.with_suffix(".sass").write_bytes(done.stdout)
 
 
 def tool(name: str) -> str | None:

@@ -30,7 +30,7 @@ PEERS_S = 10.0  # compilation of the other implementations of one case
 # Shares in seconds, in the order in which the parts run.
 CALLS: dict[int, dict[str, float]] = {
     1: {
-        "smoke": 230, "demo": 10, "ladder": 75, "ceilings": 15, "attention": 110, "step": 40, "profile": 30,
+        "smoke": 230, "demo": 25, "ladder": 60, "ceilings": 15, "attention": 110, "step": 40, "profile": 30,
         "check": 20,
     },
     2: {"check": 530},

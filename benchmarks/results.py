@@ -26,7 +26,7 @@ class Report:
         self.say(brief(row))
 
     def start(self, case: Row) -> None:
-        """Hear that a case of an experiment starts."""
+        """Take note of the start of a case: nothing to do where the rows are kept."""
 
     def end_part(self, name: str, **row: Any) -> None:
         """How a part of a suite ended."""

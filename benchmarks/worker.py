@@ -20,7 +20,7 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.jobs import End
+from benchmarks.jobs import HEARTBEAT_S, End
 
 Send = Callable[[str, Any], None]
 BEAT_S = 1.0  # between two messages of a job that waits for its turn
@@ -54,7 +54,10 @@ def work(name: str, options: dict[str, Any], send: Send) -> End:
 
 @contextlib.contextmanager
 def turn(lock: str | None, send: Send) -> Iterator[None]:
-    """Wait for a lock that one process at a time holds while it measures, and say every second that one waits."""
+    """Wait for a lock that one process at a time holds while it measures, and say every second that one waits.
+
+    A process that holds the lock keeps others waiting: it may be silent no longer than a smoke cell.
+    """
     if lock is None:
         yield
         return
@@ -66,6 +69,7 @@ def turn(lock: str | None, send: Send) -> Iterator[None]:
             except BlockingIOError:
                 send("beat", "waiting")
                 time.sleep(BEAT_S)
+        send("silence", HEARTBEAT_S)
         yield
 
 

@@ -196,11 +196,13 @@ def test_each_rung_is_simpler_than_the_one_before(op, implementation):
         assert max(last.contexts) <= 512, "one split"
 
 
-def test_evidence_is_taken_under_the_checker_with_dumps(tmp_path, monkeypatch):
+def test_evidence_is_taken_under_the_checker_with_dumps(suite_of, tmp_path, monkeypatch):
     monkeypatch.setattr(ladder.shutil, "which", lambda name, path=None: f"/cuda/bin/{name}")
-    job = ladder.evidence_job(Cell("copy", "mosaic", 128), "killed", tmp_path, tiny=False)
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    job = next(suite_of()._evidence(Cell("decode, 1 split", "mosaic", 128), "killed"))
     assert job.command[:3] == ("/cuda/bin/compute-sanitizer", "--tool", "synccheck")
-    assert job.environment["MOSAIC_GPU_DUMP_TO"] == str(tmp_path) and str(tmp_path) in job.environment["XLA_FLAGS"]
+    folder = job.environment["MOSAIC_GPU_DUMP_TO"]
+    assert Path(folder).is_dir() and f"--xla_dump_to={folder}" in job.environment["XLA_FLAGS"].split()
     assert job.limit_s <= 60
     monkeypatch.setattr(ladder.shutil, "which", lambda name, path=None: None)
     assert ladder.dumps(tmp_path)["MOSAIC_GPU_DUMP_PTX"] == "1"

@@ -34,7 +34,7 @@ def generate(options: dict[str, Any], send: Send) -> None:
 
 
 def serve(options: dict[str, Any], send: Send) -> None:
-    """Send what a server answers to the same prompts. Options: as `generate`."""
+    """Send a server's answers to the same prompts. Options: as `generate`."""
     prepare_environment()
     from benchmarks.server_process import ServerProcess
 

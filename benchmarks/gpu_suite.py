@@ -1,70 +1,61 @@
-"""Everything worth running while a GPU is at hand, in calls of nine minutes:
+"""Checks and times jpaged on a GPU, in calls of nine minutes:
 
-    python benchmarks/gpu_suite.py --out results              first: is each kernel right, how fast is it, what is wrong
+    python benchmarks/gpu_suite.py --out results              first: correctness, faults and speed of each kernel
     python benchmarks/gpu_suite.py --call 2 --out results     every check of correctness
     python benchmarks/gpu_suite.py --call 3 --out results     sweeps of decode, prefill and writes; the cost of paging
     python benchmarks/gpu_suite.py --call 4 --out results     tuning and throughput
     python benchmarks/gpu_suite.py --tiny                     no GPU: small shapes, to see that the first call works
 
-Runs from a bare checkout with jax, flax, transformers and numpy; without a network. What else is missing costs its own
-part, and a row says so. Parts of the first call:
+Runs from a bare checkout with jax, flax, transformers and numpy, and without a network. Any other missing package or
+tool costs its own part, and a row names it. Parts of the first call:
 
     smoke      each kernel on small inputs, each cell in a process of its own, four at a time
     demo       greedy tokens of the demo model, compared with a CPU's, through the offline API and over HTTP
     ladder     for each red cell simpler and simpler forms until one is green, a memory checker, and the machine code
-    ceilings   what the device reads and multiplies
+    ceilings   read bandwidth and matrix products of the device
     attention  decode, prefill and mixed steps; Mosaic apart from Triton and the other libraries
     step       one decode step of Llama-3.1-8B with random parameters, at 1 and 64 sequences
-    profile    Nsight Compute's view of one decode and one ragged launch
+    profile    one decode and one ragged launch under Nsight Compute
     check      as many checks of correctness as the time that is left allows
 
 A fault or a hang ends its own process: a cell that has sent nothing for 40 seconds is killed, and an experiment goes on
 behind the case that ended its process. `plan.py` has the shares of the parts and the compile times they rest on. The
 first call compiles the Llama step beside the smoke cells, so XLA chooses its products on a device that is not idle.
 
-Written to --out as it is found: results.json, report.md, artifacts.tar.gz and at most four plots.
+Rows go to results.json in --out as they come; report.md follows after each part, plots at the end. artifacts.tar.gz
+holds machine code, logs and profiles.
 
-Exit status: 0 all well, 1 a part or a check failed.
+Exit status: 0 if all is well, 1 if a part or a check failed.
 """
 
 import argparse
-import dataclasses
 import fcntl
 import importlib.util
 import json
-import shutil
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import profiled, worker
-from benchmarks.archive import Archive
+from benchmarks import profiled
 from benchmarks.cells import HEAD_DIMS, Cell, cells
+from benchmarks.chains import COMPILE_SILENCE_S, SHARED_MEMORY, Chains
 from benchmarks.deadline import Deadline
 from benchmarks.device import CACHE, CHECKOUT
-from benchmarks.jobs import HEARTBEAT_S, WORKER, Chain, End, InProcess, Job, Pool
-from benchmarks.ladder import disassemble, dumps, evidence_job, rungs
+from benchmarks.jobs import Chain, Job
 from benchmarks.plan import AT_ONCE, BUDGET_S, CALLS, CLOSING_S
-from benchmarks.results import Report, Row, with_floor, write_tables
+from benchmarks.results import Row, write_tables
 
 MIN_SECONDS = 5.0  # of time left to start a part with
-RESTARTS = 2  # of an experiment whose process died
-EXPERIMENT_SILENCE_S = 60.0  # until an experiment measures: other libraries are slow to import
-COMPILE_SILENCE_S = 150.0  # of jobs that compile a whole model
 SERVER_PACKAGES = ("aiohttp", "pydantic", "prometheus_client", "jinja2", "tqdm")
 MULTI_SPLIT = ("decode, 2 to 4 splits", "decode, more splits")
-KEPT = (".ptx", ".sass", ".sass_ctrl", ".ptxas", ".resources.txt", "log.txt", ".json", ".jsonl")
 STEP_MEMORY = {1: "0.3", 64: "0.42"}  # of the device, by batch: two steps and the smoke cells have it together
 SWEEP_MEMORY = "0.35"  # of each of two processes
-STOP_S = 8.0  # before the end of its part an experiment starts no case
 RED = ("wrong", "failed", "killed")
-Status = Generator[Job, End, str]  # a chain that returns the status of its last row
 
 
 def chosen(names: Sequence[str], call: int) -> list[str]:
@@ -73,44 +64,12 @@ def chosen(names: Sequence[str], call: int) -> list[str]:
 
 
 def share(name: str, left: Sequence[str], seconds: float, call: int) -> float:
-    """Return a part's time, of what is left for it and those after it."""
+    """Return a part's time, of the seconds that are left for it and the parts after it."""
     return seconds * CALLS[call][name] / sum(CALLS[call][each] for each in left)
 
 
-class Suite:
-    """Runs the parts of a call and keeps what their jobs send.
-
-    Args:
-        program: the command line of a worker.
-        silence_s: how long a smoke cell may send nothing.
-    """
-
-    def __init__(self, args: argparse.Namespace, program: Sequence[str] = WORKER, silence_s: float = HEARTBEAT_S):
-        self.args, self._silence_s = args, silence_s
-        self.report = Report(args.out / "results.json", {})
-        self.archive = Archive(args.out / "artifacts.tar.gz")
-        self._folder = Path(tempfile.mkdtemp(prefix="gpu_suite_"))
-        self._pool = (
-            Pool(self._folder, self._receive, program)
-            if args.isolate
-            else InProcess(self._folder, self._receive, worker.work)
-        )
-        self._lock = (self._folder / "lock").open("w")
-        self._ceilings: dict[str, float] = {}
-        self._cells: list[tuple[Cell, str]] = []  # smoke cells that have run, and how they ended
-        self._rows: dict[str, Row] = {}  # the last row of each job
-        self._cases: dict[str, list[Row]] = {}  # those that each job has started
-        self._building = False  # FlashInfer's modules are being compiled
-        self._generated: dict[str, Row] = {}  # what the demo model wrote, by job
-        self._beside: dict[str, list[Chain]] = {}  # chains of a later part that were started beside the first one
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.kill("the suite ended")
-        self._lock.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+class Suite(Chains):
+    """Runs the parts of a call."""
 
     def run(self, parts: Sequence[str]) -> int:
         """Run parts in order. Return the exit status."""
@@ -178,7 +137,7 @@ class Suite:
         self._pool.run(chains, deadline, at_once=AT_ONCE)
 
     def ceilings(self, deadline: Deadline) -> None:
-        """Measure what the device can do at best."""
+        """Measure the limits of the device."""
         self._pool.run([self._experiment("ceilings", "ceilings", lock=False, deadline=deadline)], deadline, at_once=1)
 
     def attention(self, deadline: Deadline) -> None:
@@ -265,96 +224,6 @@ class Suite:
         chain = self._experiment("throughput", "throughput", settings, silence_s=COMPILE_SILENCE_S, deadline=deadline)
         self._pool.run([chain], deadline, at_once=1)
 
-    # Chains
-
-    def _smoke_cell(self, cell: Cell) -> Chain:
-        status = yield from self._cell(cell, cell.row, cell.name)
-        self._cells.append((cell, status))
-
-    def _cell(self, cell: Cell, row: Row, name: str) -> Status:
-        options = dict(cell=dataclasses.asdict(cell), tiny=self.args.tiny, row=row)
-        end = yield Job(name, "cell", options, silence_s=self._silence_s, environment=SHARED_MEMORY)
-        return self._status(name, row, end)
-
-    def _climb(self, cell: Cell) -> Chain:
-        for number, (label, simpler) in enumerate(rungs(cell), 1):
-            row = cell.row | dict(experiment="ladder", rung=number, simpler=label)
-            status = yield from self._cell(simpler, row, f"rung {number} of {cell.name}")
-            if status == "ok":
-                return
-
-    def _evidence(self, cell: Cell, status: str) -> Chain:
-        job = evidence_job(cell, status, self.args.tiny)
-        folder = self._folder / f"dump_{job.folder}"
-        folder.mkdir()
-        end = yield dataclasses.replace(job, environment=SHARED_MEMORY | dumps(folder))
-        self._status(job.name, dict(job.options["row"]), end)
-        disassemble(folder)
-        self._keep(folder, self._pool.folder / job.folder)
-
-    def _experiment(
-        self, name: str, experiment: str, settings: Row | None = None, *, ours: Sequence[str] | None = None,
-        peers: Sequence[str] = (), without: Sequence[str] = (), lock: bool = True, deadline: Deadline,
-        silence_s: float = EXPERIMENT_SILENCE_S, memory: str | None = None,
-    ) -> Chain:  # fmt: skip
-        """Run an experiment, and go on behind a case that ends its process.
-
-        Args:
-            deadline: no case starts after it.
-            memory: the part of the device's memory that its processes may take.
-            without: implementations of `ours` that are left out because their cells are red.
-        """
-        for each in without:
-            self.report.add(experiment=experiment, variant=each, status="skipped", reason=f"{name}: its cells are red")
-        ours = ours if ours is None else [each for each in ours if each not in without]
-        if ours == [] and not peers:
-            return
-        for attempt in range(1 + RESTARTS):
-            tried = [case for each in range(attempt) for case in self._cases.get(f"{name} ({each})", [])]
-            job = Job(
-                f"{name} ({attempt})", "experiments",
-                dict(
-                    experiment=experiment, settings=settings or {}, implementations=ours, peers=list(peers),
-                    budget=deadline.left - STOP_S, tiny=self.args.tiny, rounds=self.args.rounds, tried=tried,
-                    ceilings=self._ceilings,
-                    lock=str(self._folder / "lock") if lock and self.args.isolate else None,
-                ),
-                silence_s=silence_s,
-                environment=SHARED_MEMORY | ({"XLA_PYTHON_CLIENT_MEM_FRACTION": memory} if memory else {}),
-            )  # fmt: skip
-            end = yield job
-            if end.status == "ok":
-                return
-            cases = self._cases.get(job.name)
-            case = cases[-1] if cases else dict(experiment=experiment)
-            self.report.add(**case, variant=name, status=end.status, reason=end.reason, log=end.log)
-            if not cases:
-                return
-
-    def _generate(self, name: str, work: str, kernels: str, environment: dict[str, str] | None = None) -> Chain:
-        options = dict(kernels=kernels, dtype="float32" if self.args.tiny else "bfloat16")
-        end = yield Job(
-            name, work, options, silence_s=COMPILE_SILENCE_S, environment=SHARED_MEMORY | (environment or {})
-        )
-        if end.status != "ok":
-            self.report.add(experiment="demo", what=name, status=end.status, reason=end.reason, log=end.log)
-
-    def _profile(self, op: str, implementation: str) -> Chain:
-        row = dict(experiment="profile", op=op, implementation=implementation)
-        job = profiled.job(op, implementation)
-        if job is None or self.args.tiny:
-            self.report.add(**row, status="skipped", reason="ncu is not installed" if job is None else "needs a GPU")
-            return
-        end = yield job
-        text = (self._pool.folder / job.folder / "log.txt").read_text(errors="replace")
-        self.archive.add({f"profile {op}.txt": text.encode()})
-        self.report.add(**row, status=end.status, reason=end.reason, text=text[-20000:])
-
-    def _script(self, name: str, module: str, *flags: str) -> Chain:
-        """Run one of the other benchmarks."""
-        end = yield Job(name, "script", dict(module=module, flags=flags), silence_s=BUDGET_S)
-        self.report.add(experiment=name, status=end.status, reason=end.reason, log=end.log)
-
     def _start_demo(self) -> list[Chain]:
         chains = [self._generate("demo on the CPU", "demo", "reference", {"JAX_PLATFORMS": "cpu"})]
         names = ("reference",) if self.args.tiny else ("mosaic", "triton")
@@ -403,34 +272,6 @@ class Suite:
             self._pool.start(chain)
         return chains
 
-    # What jobs send
-
-    def _receive(self, job: Job, kind: str, value: Any) -> None:
-        if kind == "row":
-            if value.get("experiment") == "step" and value.get("status") == "ok":
-                value = with_floor(value, self._ceilings.get("read"))  # it started before the ceiling was measured
-            self._rows[job.name] = value
-            if not (value.get("experiment") == "peers" and value in self.report.rows):
-                self.report.add(**value)
-        elif kind == "say":
-            self.report.say(f"{job.name}: {value}")
-        elif kind == "environment":
-            versions = self.report.environment.get("versions", {}) | value["versions"]
-            self.report.environment = value | {"versions": versions, "command": " ".join(sys.argv)}
-        elif kind == "ceilings":
-            self._ceilings |= {name: figure for name, figure in value.items() if figure is not None}
-        elif kind == "case":
-            self._cases.setdefault(job.name, []).append(value)
-        elif kind == "generated":
-            self._generated[job.name] = value
-
-    def _status(self, name: str, row: Row, end: End) -> str:
-        """Return the status of a cell, from the row that it sent or, failing that, from how it ended."""
-        if name not in self._rows:
-            self.report.add(**row, status=end.status, reason=end.reason, seconds=end.seconds, log=end.log)
-            return end.status
-        return self._rows[name]["status"]
-
     def _red(self, ours: Sequence[str], ops: Sequence[str]) -> list[str]:
         """Return the implementations that have not computed one of some ops at the head dim that is timed. Wrong
         results don't count: no process ends by them, and they are found again."""
@@ -457,25 +298,16 @@ class Suite:
     def _release(self) -> None:
         fcntl.flock(self._lock, fcntl.LOCK_UN)
 
-    def _keep(self, *folders: Path) -> None:
-        """Add machine code, logs and tables in folders to the archive."""
-        paths = [path for folder in folders for path in sorted(folder.glob("*")) if path.name.endswith(KEPT)]
-        files = {f"{path.parent.name}/{path.name}": path.read_bytes() for path in paths}
-        for name in self.archive.add(files):
-            self.report.say(f"{name} does not fit the archive")
-
     def _plot(self) -> None:
         try:
             from benchmarks.plots import plot
 
             plot(self.report)
-        except Exception as error:  # what was measured is worth more than its pictures
+        except Exception as error:  # the rows are worth more than their pictures
             reason = f"{type(error).__name__}: {error}"
             self.report.end_part("plots", status="failed", reason=reason, seconds=0.0)
 
 
-# Several processes have the device at a time: none may take all of its memory as it starts.
-SHARED_MEMORY = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 PARTS: dict[str, Callable[[Suite, Deadline], None]] = {
     name: getattr(Suite, name) for call in CALLS.values() for name in call
 }

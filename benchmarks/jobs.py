@@ -33,7 +33,7 @@ class Job:
     Attributes:
         name: distinguishes the job from all others of a run.
         work: a key of `worker.WORK`.
-        options: what the work is given; JSON.
+        options: arguments of the work; JSON.
         silence_s: how long it may send nothing, until it sends a "silence" of its own.
         limit_s: how long it may run.
         command: runs the process in its place, such as a profiler with its flags.
@@ -87,7 +87,7 @@ class Process:
 
     def poll(self) -> End | None:
         """Receive what the process has sent. Return how it ended, None while it runs."""
-        exited = self._process.poll() is not None  # before the file is read: what comes last is read too
+        exited = self._process.poll() is not None  # before the file is read, so that the last message is read too
         self._read()
         now = time.monotonic()
         if exited:
@@ -210,7 +210,7 @@ class InProcess(Pool):
     """The same, one job after another in this process: starts faster, but a crash ends everything.
 
     Args:
-        work: (name of the work, options, send) -> None, what a worker does.
+        work: (name of the work, options, send) -> End, as `worker.work`.
     """
 
     def __init__(self, folder: Path, receive: Receive, work: Callable[..., End]):

@@ -1,4 +1,4 @@
-"""What is found out about a red cell: a run under a memory checker, its machine code, and simpler forms of it."""
+"""A red cell looked at closely: simpler forms of it, a run under a memory checker, and its machine code."""
 
 import dataclasses
 import os
@@ -30,7 +30,7 @@ SIMPLER: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
 
 
 def rungs(cell: Cell) -> Iterator[tuple[str, Cell]]:
-    """Simpler forms of a cell, each simpler than the one before: what was left out last, and the cell."""
+    """Yield forms of a cell, each simpler than the one before: the name of the last change, and the cell."""
     kind = cell.op.partition(",")[0]
     changes = list(SIMPLER.get(f"{cell.implementation} {kind}", ()))
     if kind == "decode":
@@ -71,7 +71,7 @@ def dumps(folder: Path) -> dict[str, str]:
     """The variables with which Mosaic and XLA write PTX, and SASS where nvdisasm is installed, to a folder."""
     variables = {
         "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",  # each array an allocation of its own, whose ends a checker knows
-        "JAX_ENABLE_COMPILATION_CACHE": "false",  # what is loaded from a cache is not dumped
+        "JAX_ENABLE_COMPILATION_CACHE": "false",  # an executable from the cache is not dumped
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={folder} --xla_dump_emitter_re=ptx".strip(),
     }
     disassembler = tool("nvdisasm")

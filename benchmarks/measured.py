@@ -131,7 +131,7 @@ EXPERIMENTS = {
 
 
 def describe_device(options: dict[str, Any], send: Send) -> None:
-    """Send what a report says of the device. Exits where there is no GPU and the run is not `tiny`."""
+    """Send the description of the device. Exits where there is no GPU and the run is not `tiny`."""
     prepare_environment()
     send("environment", environment(open_device(options["tiny"]), options["tiny"]))
 

@@ -91,7 +91,7 @@ def main(path: str, name: str, options: str) -> None:
             print(end.log, file=sys.stderr, flush=True)
         send("end", {"status": end.status, "reason": end.reason})
     sys.stdout.flush()
-    os._exit(0)  # what a broken device would do while Python cleans up, nobody waits for
+    os._exit(0)  # Python's clean-up may never end on a broken device
 
 
 if __name__ == "__main__":

@@ -73,13 +73,13 @@ def check_written(folder: Path) -> dict:
 
 
 def test_kernels(tmp_path):
-    done = run("kernels.py", "--tiny", "--out", str(tmp_path), "--experiments", "paging", "write", "mixed", "splits")
+    done = run("kernels.py", "--tiny", "--out", str(tmp_path), "--experiments", "paging", "write", "splits")
     assert done.returncode == 0, done.stderr
     rows = check_written(tmp_path)["rows"]
     assert (tmp_path / "paging.png").read_bytes().startswith(b"\x89PNG")
     wirings = {row["variant"].split()[1] for row in rows if row["experiment"] == "paging" and row["status"] == "ok"}
     assert wirings == {"identity", "permutation", "churned"}
-    assert {"mixed", "write", "splits", "ceilings", "peers"} <= {row["experiment"] for row in rows}
+    assert {"write", "splits", "ceilings", "peers"} <= {row["experiment"] for row in rows}
     assert {row["variant"] for row in rows if row["experiment"] == "write"} == {"reference", "reference rotated"}
 
 

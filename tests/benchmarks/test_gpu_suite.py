@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from benchmarks import demo, gpu_suite, jobs, ladder, plan, profiled, worker
+from benchmarks import chains, demo, gpu_suite, jobs, ladder, plan, profiled, worker
 from benchmarks.archive import Archive
 from benchmarks.cells import OPS, Cell, cells
 from benchmarks.deadline import Deadline
@@ -243,7 +243,7 @@ def test_experiment_goes_on_behind_the_case_that_ended_its_process(suite_of):
             job = chain.send(ends[-1])
         except StopIteration:
             break
-    assert tried == [[], cases[:1], cases[:2]] and len(ends) == 1 + gpu_suite.RESTARTS
+    assert tried == [[], cases[:1], cases[:2]] and len(ends) == 1 + chains.RESTARTS
     assert [(row["batch"], row["status"]) for row in suite.report.rows] == [(n, "killed") for n in (1, 8, 32)]
 
 

@@ -20,7 +20,8 @@ from benchmarks.workloads import Shape, Workload
 from pallas_kernels import Kernels
 
 
-def _compute() -> None:
+def probe_device() -> None:
+    """Compute something. Raises whatever a device raises that a fault has broken."""
     jax.block_until_ready(jnp.arange(8) + 1)
 
 
@@ -52,7 +53,7 @@ class Bench:
     matmul_tflop_per_s: float | None = None
     tried: Sequence[Mapping[str, Any]] = ()
     exclusive: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-    probe: Callable[[], None] = _compute
+    probe: Callable[[], None] = probe_device
 
     def sized(self, full: Any, tiny: Any) -> Any:
         return tiny if self.tiny else full

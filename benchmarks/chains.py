@@ -147,9 +147,12 @@ class Chains:
         self.report.add(**row, status=end.status, reason=end.reason, text=text[-20000:])
 
     def _script(self, name: str, module: str, *flags: str) -> Chain:
-        """Run one of the other benchmarks."""
-        end = yield Job(name, "script", dict(module=module, flags=flags), silence_s=BUDGET_S)
-        self.report.add(experiment=name, status=end.status, reason=end.reason, log=end.log)
+        """Run one of the other benchmarks, again if its process died: it goes on by its own journal."""
+        for attempt in range(1 + RESTARTS):
+            end = yield Job(f"{name} ({attempt})", "script", dict(module=module, flags=flags), silence_s=BUDGET_S)
+            self.report.add(experiment=name, status=end.status, reason=end.reason, log=end.log)
+            if end.status == "ok":
+                return
 
     def _receive(self, job: Job, kind: str, value: Any) -> None:
         if kind == "row":

@@ -30,6 +30,7 @@ if __package__ in (None, ""):
 import jax
 import jax.numpy as jnp
 
+from benchmarks.bench import Poisoned, probe_device
 from benchmarks.deadline import Deadline
 from benchmarks.device import CACHE, CHECKOUT, Device, environment, open_device, prepare_environment
 from benchmarks.expected import check_output
@@ -69,6 +70,10 @@ class Journal:
                 self._note(key, work())
             except Exception as error:
                 self._note(key, f"{type(error).__name__}: {error}"[:300])
+                try:
+                    probe_device()
+                except Exception as fault:  # the next candidates would be taken for broken ones
+                    raise Poisoned(f"{key} has left no device: start the same command again") from fault
         result = self.known[key]
         return (result, None) if isinstance(result, float) else (None, result)
 
@@ -224,6 +229,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             except Unsuitable as error:
                 report.add(**row, status="skipped", reason=str(error))
                 continue
+            except Poisoned:
+                raise
             except Exception as error:
                 failed = True
                 report.add(**row, status="failed", reason=f"{type(error).__name__}: {error}"[:600])

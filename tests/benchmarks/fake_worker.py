@@ -1,7 +1,7 @@
 """A worker whose kernels fail as kernels do, each in one cell; see `benchmarks/jobs.py`.
 
-`FAKE_CELLS` in the environment chooses: "kernels" puts faulty kernels under the real checks, "quick" sends rows without
-computing anything and hangs in the last cell.
+`FAKE_CELLS` in the environment chooses: "kernels" puts faulty kernels under the real checks, "quick" computes
+nothing, sends rows for cells, and hangs in the last one.
 """
 
 import dataclasses
@@ -17,11 +17,14 @@ from benchmarks import worker
 
 
 def raises_and_poisons(*args, **options):
-    """As after a CUDA fault: this call fails, and Python's clean-up would never end."""
-    import atexit
+    """As after a CUDA fault: this call fails, and so does every later one."""
+    import jax
 
-    atexit.register(time.sleep, 1000)
-    raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered")
+    def fails(*args, **options):
+        raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered")
+
+    jax.jit = jax.device_put = jax.block_until_ready = fails
+    fails()
 
 
 def aborts(*args, **options):
@@ -62,8 +65,7 @@ def quick(options, send):
 if __name__ == "__main__":
     if os.environ["FAKE_CELLS"] == "quick":
         sys.modules["quick_cells"] = sys.modules["__main__"]
-        worker.WORK["cell"] = worker.WORK["device"] = ("quick_cells", "quick")
-        worker.WORK["device"] = ("builtins", "print")
+        worker.WORK.update(dict.fromkeys(worker.WORK, ("builtins", "print")) | {"cell": ("quick_cells", "quick")})
     elif sys.argv[2] == "cell":
         from benchmarks import implementations
 

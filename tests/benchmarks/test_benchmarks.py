@@ -275,6 +275,19 @@ def test_the_fastest_right_configuration_wins(tmp_path):
     assert built == [default, fast], "the journal knows the others"
 
 
+def test_candidate_that_leaves_no_device_ends_the_search_and_is_not_tried_again(tmp_path, monkeypatch):
+    def fault():
+        raise RuntimeError("CUDA_ERROR_LAUNCH_FAILED")
+
+    journal = tune.Journal(tmp_path / "j")
+    assert journal.run("wrong tiles", fault)[0] is None
+    monkeypatch.setattr(tune, "probe_device", fault)
+    with pytest.raises(Poisoned):
+        journal.run("faulty tiles", fault)
+    again = tune.Journal(tmp_path / "j")
+    assert "LAUNCH_FAILED" in again.run("faulty tiles", lambda: 1.0)[1] and again.run("others", lambda: 1.0)[0] == 1.0
+
+
 def test_tuned_rows_are_what_tuning_reads(tmp_path, monkeypatch):
     row = tune.tuned_row("mosaic.decode", CPU, 64, "16 bit", tuning.MosaicDecode(tile=128), 12.3456)
     rows = tune.merge([row | {"us": 1.0}, row | {"head_dim": 128}], row)

@@ -123,6 +123,15 @@ def test_tiny_first_call_runs_every_part(tmp_path):
     assert {"results.json", "report.md", "decode.png"} <= set(files) and len(files) <= 8, files
 
 
+@pytest.mark.parametrize("call", [2, 3, 4])
+def test_later_calls_run_every_part(suite_of, call, tmp_path, monkeypatch):
+    """With workers that compute nothing."""
+    monkeypatch.setenv("FAKE_CELLS", "quick")
+    suite = suite_of("--call", str(call), program=FAKE)
+    assert suite.run(gpu_suite.chosen([], call)) == 0
+    assert {name: part["status"] for name, part in suite.report.parts.items()} == dict.fromkeys(plan.CALLS[call], "ok")
+
+
 def test_suite_without_a_gpu_says_so(tmp_path):
     done = subprocess.run(
         [sys.executable, "benchmarks/gpu_suite.py", "--parts", "ceilings", "--out", str(tmp_path)], cwd=ROOT,
@@ -264,6 +273,14 @@ def test_jobs_measure_in_turn(tmp_path):
     with worker.turn(str(lock), lambda kind, value: sent.append(value)):
         assert time.monotonic() - start >= 0.5 and sent, "it is heard of while it waits"
     thread.join()
+
+
+def test_worker_ends_at_once_where_pythons_clean_up_never_does(tmp_path):
+    code = "import atexit, sys, time; atexit.register(time.sleep, 1000); from benchmarks import worker"
+    code += "; worker.WORK['print'] = ('builtins', 'print'); worker.main(sys.argv[1], 'print', '{}')"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "messages")], cwd=ROOT, check=True, timeout=30)
+    *_, (kind, value) = map(json.loads, (tmp_path / "messages").read_text().splitlines())
+    assert kind == "end" and value["status"] == "ok"
 
 
 def test_pool_reports_what_was_not_started(tmp_path):

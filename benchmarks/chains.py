@@ -24,6 +24,8 @@ COMPILE_SILENCE_S = 150.0  # of jobs that compile a whole model
 STOP_S = 8.0  # before the end of its part an experiment starts no case
 KEPT = (".ptx", ".sass", ".sass_ctrl", ".ptxas", ".resources.txt", "log.txt", ".json", ".jsonl")
 Status = Generator[Job, End, str]  # a chain that returns the status of its last row
+# The table of the report that an experiment's rows go to, where it has another name.
+TABLES = {"anchors": "decode", "prompts": "prefill", "check": "correctness"}
 # Several processes have the device at a time: none may take all of its memory as it starts.
 SHARED_MEMORY = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
@@ -100,8 +102,9 @@ class Chains:
             memory: the part of the device's memory that its processes may take.
             without: implementations of `ours` that are left out because their cells are red.
         """
+        table = (settings or {}).get("name") or TABLES.get(experiment, experiment)
         for each in without:
-            self.report.add(experiment=experiment, variant=each, status="skipped", reason=f"{name}: its cells are red")
+            self.report.add(experiment=table, variant=each, status="skipped", reason=f"{name}: its cells are red")
         ours = ours if ours is None else [each for each in ours if each not in without]
         if ours == [] and not peers:
             return
@@ -122,7 +125,7 @@ class Chains:
             if end.status == "ok":
                 return
             cases = self._cases.get(job.name)
-            case = cases[-1] if cases else dict(experiment=experiment)
+            case = cases[-1] if cases else dict(experiment=table)
             self.report.add(**case, variant=name, status=end.status, reason=end.reason, log=end.log)
             if not cases:
                 return

@@ -1,8 +1,10 @@
 """The GPU suite on a CPU: a fault costs one cell, results are on disk at once, and the first call fits its time."""
 
 import contextlib
+import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,7 +21,7 @@ from benchmarks.archive import Archive
 from benchmarks.cells import OPS, Cell, cells
 from benchmarks.deadline import Deadline
 from benchmarks.jobs import End, InProcess, Job, Pool
-from benchmarks.results import with_floor
+from benchmarks.results import COLUMNS, with_floor
 
 ROOT = Path(__file__).parents[2]
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_worker.py")))
@@ -85,7 +87,8 @@ def test_results_are_on_disk_when_the_suite_is_killed(tmp_path):
         stdout=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
     try:
-        child = next(int(line.rpartition("pid ")[2]) for line in process.stdout if "pid " in line)
+        said = list(itertools.islice(filter(re.compile("pid |status=ok").search, process.stdout), len(OPS)))
+        (child,) = (int(line.rpartition("pid ")[2]) for line in said if "pid " in line)
     finally:
         process.kill()
         process.communicate()
@@ -233,7 +236,9 @@ def test_measured_parts_leave_out_what_has_red_cells(suite_of):
     assert suite._red(("mosaic", "triton"), gpu_suite.MULTI_SPLIT) == ["mosaic"]
     assert suite._red(("mosaic", "triton"), ("ragged, prompts",)) == []
     chain = suite._experiment("decode", "anchors", ours=("mosaic",), without=["mosaic"], deadline=Deadline(1))
-    assert list(chain) == [] and suite.report.rows[-1]["status"] == "skipped"
+    assert list(chain) == []
+    row = suite.report.rows[-1]
+    assert row["status"] == "skipped" and row["experiment"] == "decode" and row["experiment"] in COLUMNS
 
 
 # Processes

@@ -219,8 +219,8 @@ def _kernel(
             source = o_smem.at[warpgroup, pl.ds(lead + (row - start) * group, group)]
             plgpu.copy_smem_to_gmem(source, o_tnh_ref.at[row, pl.ds(head * group, group), pl.ds(column, columns)])
 
-        @pl.when(owns & (column == 0))
-        def store_lse():
+        @pl.when(column == 0)
+        def store_lse():  # of rows that nobody reads too
             plgpu.copy_smem_to_gmem(lse_smem.at[warpgroup], lse_ikjr_ref.at[i, head, warpgroup])
 
         plgpu.wait_smem_to_gmem(0)

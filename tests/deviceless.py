@@ -125,7 +125,7 @@ class KernelFigures:
     tma: int
     mma: int  # on tensor cores too, of a warp instead of a warpgroup
     wgmma_serialised: bool  # ptxas could not keep the tensor cores asynchronous, and said so
-    sass: tuple[str, ...] = ()  # machine code of a Mosaic kernel, where nvdisasm is installed
+    sass: tuple[str, ...] = ()  # machine code of a Mosaic kernel, if it was asked for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,11 +186,12 @@ def compile_for(
     *avals: Any,
     donate_argnums: int | Sequence[int] = (),
     figures: bool = True,
+    sass: bool = False,
 ) -> Compiled:
     """Compiles `fn` for one such device.
 
     `avals` are pytrees of ShapeDtypeStruct (or arrays). `figures=False` leaves the figures of the kernels out, and
-    saves their dumps, some megabytes each.
+    saves their dumps, some megabytes each; `sass=True` adds their machine code, which takes nvdisasm.
     """
     sharding = SingleDeviceSharding(_topology(device).devices[0])
     avals = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), avals)
@@ -210,7 +211,9 @@ def compile_for(
             lowered = lower()
         # Not to a folder this time: that would ask for SASS too, and leave files in /tmp where there is no nvdisasm.
         asked = dict(MOSAIC_GPU_DUMP_PTX="1", MOSAIC_GPU_DUMP_PTXAS="1")
-        if tool := find_tool("nvdisasm"):
+        if sass:
+            tool = find_tool("nvdisasm")
+            assert tool, "nvdisasm is not installed"
             asked |= dict(MOSAIC_GPU_DUMP_SASS="1", PATH=f"{pathlib.Path(tool).parent}{os.pathsep}{os.environ['PATH']}")
         with _environment(**asked), _stdout_to(mosaic / "printed"):
             executable = lowered.compile({"xla_dump_to": str(xla), "xla_dump_emitter_re": "ptx"})

@@ -205,6 +205,8 @@ def _kernel(
         pl.when(owns & (key_end > 0))(lambda: attend(key_start, key_end, position, end - first))
         pl.when(jnp.logical_not(owns))(lambda: pass_by(key_start, key_end))
 
+        *_, key_end = extent()  # read again, as the rows below: registers are short in the loops
+
         @pl.when(key_end == 0)
         def nothing():
             o_rx, _, total_r = softmax_state(rows, columns, softmax_axis=1)
@@ -212,7 +214,7 @@ def _kernel(
             lse_smem[warpgroup] = total_r - jnp.inf
 
         plgpu.commit_smem()
-        own_first, own_end, lead, start = own_rows(warpgroup)  # read again: registers are short in the loops
+        own_first, own_end, lead, start = own_rows(warpgroup)
 
         @pl.loop(own_first, own_end)
         def store_token(row):

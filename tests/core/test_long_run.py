@@ -90,10 +90,12 @@ def run(num_requests: int, seed: int) -> tuple[str, Counter[str]]:
     return witness.trace.hexdigest(), counts
 
 
-def test_twenty_thousand_requests_leave_nothing_behind_and_none_waits_for_ever():
-    _, counts = run(20_000, seed=0)
+@pytest.mark.parametrize("requests", [4_000, pytest.param(20_000, marks=pytest.mark.deep)])
+def test_thousands_of_requests_leave_nothing_behind_and_none_waits_for_ever(requests):
+    _, counts = run(requests, seed=0)
     print(dict(counts))
-    assert counts["aborted"] > 100 and counts["preemptions"] > 1000 and counts["swapped blocks"] > 1000
+    assert counts["aborted"] > requests / 200
+    assert counts["preemptions"] > requests / 20 and counts["swapped blocks"] > requests / 20
 
 
 def test_the_same_seed_decides_the_same():

@@ -64,9 +64,7 @@ def _ops(module: types.ModuleType, case: Case, options: dict):
         mixed = module.ragged_paged_attention(
             q, k_pool, v_pool, tables, contexts, cu, tiles=tiles["ragged"], decode_tiles=tiles["decode"], **shared
         )
-        rows = q[: contexts.shape[0]]
-        one = module.paged_decode_attention(rows, k_pool, v_pool, tables, contexts, tiles=tiles["decode"], **shared)
-        return mixed, one, k_pool, v_pool
+        return mixed, k_pool, v_pool
 
     return ops
 

@@ -17,9 +17,9 @@ from tests.kernels import mosaic_program
 pytestmark = pytest.mark.skipif(deviceless.why_not() is not None, reason=str(deviceless.why_not()))
 
 S = jax.ShapeDtypeStruct
-HEAD_DIMS, POOL_DTYPES, KV_HEADS = (64, 128, 256), ("bfloat16", "float8_e4m3fn"), (1, 2, 3, 5, 7, 8)
+FP8 = "float8_e4m3fn"
+HEAD_DIMS, POOL_DTYPES, KV_HEADS = (64, 128, 256), ("bfloat16", FP8), (1, 2, 3, 5, 7, 8)
 CLASSES = list(itertools.product(HEAD_DIMS, POOL_DTYPES))
-USUAL = (1, 3, 4, 8, 16)  # groups; the deep tier has all
 T, SEQS, BLOCKS = 300, 16, 64
 RESERVED = 1024  # bytes of shared memory that CUDA keeps for each thread block
 
@@ -87,14 +87,30 @@ def assert_none(found: dict[str, list[str]], *names: str) -> None:
     assert not any(found.values()), found
 
 
-@pytest.mark.parametrize("num_kv_heads", KV_HEADS)
-@pytest.mark.parametrize(("head_dim", "pool_dtype"), CLASSES)
+def usual(all_cases, chosen) -> list:
+    """All cases, the deep tier's marked."""
+    return [case if case in chosen else pytest.param(*case, marks=pytest.mark.deep) for case in all_cases]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "pool_dtype", "num_kv_heads"),
+    usual(
+        [(*each, k) for each in CLASSES for k in KV_HEADS],
+        [(64, dtype, k) for dtype in POOL_DTYPES for k in KV_HEADS] + [(*each, k) for each in CLASSES for k in (1, 3)],
+    ),
+)
 def test_writes_and_copies_keep_the_rules(head_dim, pool_dtype, num_kv_heads):
     assert_none(write_faults(head_dim, pool_dtype, num_kv_heads), "kv_write", "copy_blocks")
 
 
-@pytest.mark.parametrize("group", [g if g in USUAL else pytest.param(g, marks=pytest.mark.deep) for g in range(1, 17)])
-@pytest.mark.parametrize(("head_dim", "pool_dtype"), CLASSES)
+@pytest.mark.parametrize(
+    ("head_dim", "pool_dtype", "group"),
+    usual(
+        [(*each, g) for each in CLASSES for g in range(1, 17)],
+        [(128, "bfloat16", g) for g in (1, 3, 4, 8, 16)]
+        + [(64, "bfloat16", 1), (256, "bfloat16", 16), (64, FP8, 3), (128, FP8, 16), (256, FP8, 4)],
+    ),
+)
 def test_attention_keeps_the_rules(head_dim, pool_dtype, group):
     found = attention_faults(head_dim, pool_dtype, group)
     assert_none(found, "ragged_paged", "paged_decode", "paged_decode_combine")
@@ -194,7 +210,7 @@ class TestPlantedFaults:
         [
             ("bfloat16", decode, "paged_decode"),
             ("bfloat16", ring, "ragged_paged"),
-            ("float8_e4m3fn", ring, "paged_decode"),
+            (FP8, ring, "paged_decode"),
         ],
         ids=["weights", "cleared tail", "converted tile"],
     )  # fmt: skip

@@ -61,29 +61,21 @@ class TestTheChecks:
     def test_a_ring_that_does_not_wait_for_room_is_noticed(self, monkeypatch, q_lens):
         """A race in the kernels themselves: tiles are overwritten while they are computed on."""
 
-        def hasty_fill(self, tiles, tokens, filled, blocks, copy, k_pool_ref, v_pool_ref, v_column, copies):
-            stages = self.k.shape[0]
-
-            @pl.loop(0, tiles)
-            def fill_stage(i):
-                stage = lax.rem(filled + i, stages)
-                copy(blocks(i), k_pool_ref, self.k.at[stage], 0, self.k_full.at[stage])
-                copy(blocks(i), v_pool_ref, self.v.at[stage], v_column, self.v_full.at[stage])
-
-        monkeypatch.setattr(ring.KVRing, "_fill", hasty_fill)
+        hasty = types.SimpleNamespace(**{**vars(plgpu), "barrier_wait": lambda barrier: None})
+        monkeypatch.setattr(ring, "plgpu", hasty)
         batch = cases.make_batch([512], q_lens=q_lens, num_kv_heads=1)
         with pytest.raises(Exception, match=r"RACE DETECTED|completed|Barrier|barrier"):
             batch.run(decode if q_lens is None else ragged)
 
     @pytest.mark.parametrize("off", [-1, 1])
     def test_a_split_that_ends_one_token_off_is_noticed(self, monkeypatch, off):
-        splits = decode_module._splits
+        make_splits = decode_module.make_splits
 
-        def wrong(*args):
-            work_i4, *rest = splits(*args)
-            return work_i4.at[:, 2].add(off), *rest
+        def wrong(*args, **options):
+            splits = make_splits(*args, **options)
+            return splits._replace(work_i4=splits.work_i4.at[:, 2].add(off))
 
-        monkeypatch.setattr(decode_module, "_splits", wrong)
+        monkeypatch.setattr(decode_module, "make_splits", wrong)
         batch = cases.make_batch([20], num_kv_heads=1)
         with pytest.raises(AssertionError):
             batch.check(batch.run(decode))

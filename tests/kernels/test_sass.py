@@ -35,7 +35,7 @@ def compiled(head_dim: int) -> dict[str, deviceless.KernelFigures]:
         return mosaic.ragged_paged_attention(q, pool, pool, table, contexts, cu, scale=0.1)
 
     q, table = S((T, 32, head_dim), jnp.bfloat16), S((SEQS, 500), jnp.int32)
-    return deviceless.compile_for_h200(attend, q, pool, table, *ints).kernels
+    return deviceless.compile_for_h200(attend, q, pool, table, *ints, sass=True).kernels
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -16,20 +16,17 @@ pytestmark = pytest.mark.skipif(deviceless.why_not() is not None, reason=str(dev
 
 REGISTERS_PER_SM = 65_536
 S = jax.ShapeDtypeStruct
-# The script compiles the whole list; here the usual blocks of every shape class, and the smallest of the tightest.
-# `test_triton.py` compiles every configuration of Triton's.
-TIGHTEST = [(128, "bfloat16"), (256, "float8_e4m3fn")]
-CASES = [
-    case
-    for case in figures.CASES
-    if case.program == "mosaic" and (case.block_size == 16 or (case.block_size == 8 and case[1:3] in TIGHTEST))
-]
+# The script and the deep tier compile the whole list, the usual tier the tightest of each kind. `test_triton.py`
+# compiles every configuration of Triton's.
+MOSAIC = [case for case in figures.CASES if case.program == "mosaic"]
+USUAL = [(64, "bfloat16", 16), (128, "bfloat16", 8), (128, "float8_e4m3fn", 16), (256, "float8_e4m3fn", 8)]
+CASES = [case if case[1:4] in USUAL else pytest.param(case, marks=pytest.mark.deep) for case in MOSAIC]
 
 
-def check(case: figures.Case, kernels: dict[str, deviceless.KernelFigures]) -> None:
+def check(case: figures.Case, kernels: dict[str, deviceless.KernelFigures], spills: int = 0) -> None:
     device = figures.PROGRAMS[case.program][1]
     for name, seen in kernels.items():
-        assert seen.spill_bytes == 0, (name, seen)
+        assert seen.spill_bytes <= spills, (name, seen)
         assert seen.registers * seen.threads <= REGISTERS_PER_SM, (name, seen)
         assert seen.shared_memory < device.shared_memory, (name, seen)
         assert not seen.wgmma_serialised, (name, seen)
@@ -50,8 +47,11 @@ def test_kernels_fit(case):
 
 
 def test_kernels_with_every_option_fit():
+    """With a soft cap ragged keeps a few registers in memory, but none in its loops (`test_sass.py`)."""
     case = figures.Case("mosaic", 128, "bfloat16", 16, 4)
-    check(case, figures.compiled(case, soft_cap=30.0, window=1000, return_lse=True))
+    kernels = figures.compiled(case, soft_cap=30.0, window=1000, return_lse=True)
+    check(case, kernels, spills=64)
+    check(case, {name: seen for name, seen in kernels.items() if name != "ragged_paged"})
 
 
 def test_the_page_has_every_configuration():

@@ -1,8 +1,8 @@
 """Rules of the hardware that interpreters and ptxas don't check, on every shape class; and planted violations."""
 
-import dataclasses
 import functools
 import itertools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -82,6 +82,17 @@ def attention_faults(
     return faults(ops, wide, kv, table, *ints)
 
 
+def decode_faults(head_dim: int, pool_dtype: str, group: int, **options) -> dict[str, list[str]]:
+    """Faults of both decode kernels."""
+    heads = S((SEQS, 2 * group, head_dim), jnp.bfloat16)
+    table, contexts = S((SEQS, 131_072 // 16), jnp.int32), S((SEQS,), jnp.int32)
+
+    def op(q, kv, table, contexts):
+        return mosaic.paged_decode_attention(q, kv, kv, table, contexts, scale=0.1, **scales(pool_dtype, 2), **options)
+
+    return faults(op, heads, pool(head_dim, pool_dtype, 2), table, contexts)
+
+
 def assert_none(found: dict[str, list[str]], *names: str) -> None:
     assert set(found) == set(names)
     assert not any(found.values()), found
@@ -157,7 +168,7 @@ class TestPlantedFaults:
         """The log-sum-exps of the combine kernel: M of them in a row."""
         monkeypatch.setattr(combine, "LANES", 8)
         monkeypatch.setattr(decode, "LANES", 8)
-        found = attention_faults(128, "bfloat16", 4)["paged_decode_combine"]
+        found = decode_faults(128, "bfloat16", 4)["paged_decode_combine"]
         assert any("TMA load" in fault and "multiple of 32 bytes, not of 128" in fault for fault in found), found
 
     def test_tokens_of_64_bytes_under_tma(self, monkeypatch):
@@ -202,7 +213,7 @@ class TestPlantedFaults:
 
     def test_one_thread_block_on_a_multiprocessor(self):
         tiles = tuning.MosaicDecode(stages=4)
-        found = attention_faults(128, "bfloat16", 4, decode_tiles=tiles)["paged_decode"]
+        found = decode_faults(128, "bfloat16", 4, tiles=tiles)["paged_decode"]
         assert ["leave room for one thread block" in fault for fault in found] == [True], found
 
     @pytest.mark.parametrize(
@@ -216,7 +227,7 @@ class TestPlantedFaults:
     )  # fmt: skip
     def test_no_fence_before_a_wgmma(self, monkeypatch, pool_dtype, module, kernel):
         """commit_smem left out: of the softmax weights, of V's cleared tail, of tiles converted from fp8."""
-        found = mended_without(monkeypatch, module, "commit_smem", pool_dtype)[kernel]
+        found = mended_without(monkeypatch, module, "commit_smem", pool_dtype, kernel)
         assert any("without a proxy fence" in fault for fault in found), found
 
     @pytest.mark.parametrize("kernel", ["ragged_paged", "paged_decode"])
@@ -265,9 +276,9 @@ def dumps(pool_dtype: str) -> list[tuple[str, str]]:
     return found
 
 
-def mended_without(monkeypatch, module, name: str, pool_dtype: str) -> dict[str, list[str]]:
-    """Faults of the attention kernels if a module's calls of a `plgpu` function did nothing."""
-    without = dataclasses.make_dataclass("plgpu", [])()
-    without.__dict__.update(vars(plgpu) | {name: lambda *args: None})
+def mended_without(monkeypatch, module, name: str, pool_dtype: str, kernel: str) -> list[str]:
+    """Faults of a kernel if a module's calls of a `plgpu` function did nothing."""
+    without = types.SimpleNamespace(**vars(plgpu) | {name: lambda *args: None})
     monkeypatch.setattr(module, "plgpu", without)
-    return attention_faults(128, pool_dtype, 4)
+    found = attention_faults if kernel == "ragged_paged" else decode_faults
+    return found(128, pool_dtype, 4)[kernel]

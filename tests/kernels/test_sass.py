@@ -28,11 +28,11 @@ def code(kernel: str, head_dim: int = 128) -> tuple[str, ...]:
 
 
 @functools.cache
-def compiled(head_dim: int) -> dict[str, deviceless.KernelFigures]:
+def compiled(head_dim: int, **options: float) -> dict[str, deviceless.KernelFigures]:
     pool, ints = S((999, 8, 16, head_dim), jnp.bfloat16), [S((n,), jnp.int32) for n in (SEQS, SEQS + 1)]
 
     def attend(q, pool, table, contexts, cu):
-        return mosaic.ragged_paged_attention(q, pool, pool, table, contexts, cu, scale=0.1)
+        return mosaic.ragged_paged_attention(q, pool, pool, table, contexts, cu, scale=0.1, **options)
 
     q, table = S((T, 32, head_dim), jnp.bfloat16), S((SEQS, 500), jnp.int32)
     return deviceless.compile_for_h200(attend, q, pool, table, *ints, sass=True).kernels
@@ -61,6 +61,15 @@ def test_ragged_scale_costs_no_multiplication():
     plain = min(sass.main_loops(code("ragged_paged")), key=len)
     assert len(plain) < 570, "597 instructions with the scale before the maximum"
     assert sass.count(plain, "FFMA") >= 64 and sass.count(plain, "FMUL") < 96
+
+
+@pytest.mark.parametrize("options", [dict(), dict(soft_cap=30.0, window=1000)], ids=["plain", "capped, windowed"])
+def test_ragged_loops_keep_everything_in_registers(options):
+    loops = sass.main_loops(compiled(128, **options)["ragged_paged"].sass)
+    assert len(loops) == 2 + ("window" in options)
+    for loop in loops:
+        assert sass.count(loop, "STL") == sass.count(loop, "LDL") == 0
+        assert sass.exposed(loop) <= 2 * ("soft_cap" in options), "the factors of two rows at most"
 
 
 @pytest.mark.parametrize(("kernel", "most"), [("ragged_paged", 8), ("paged_decode", 14), ("paged_decode_combine", 4)])

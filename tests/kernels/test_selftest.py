@@ -368,6 +368,7 @@ class TestTrials:
     def test_triton_passes(self, test):
         self.passes(implementations.TRITON, made(test))
 
+    @pytest.mark.deep
     @pytest.mark.parametrize("test", ["paged_decode_attention", "ragged_paged_attention"])
     def test_mosaic_passes(self, test):
         self.passes(implementations.MOSAIC, made(test))

@@ -1,4 +1,5 @@
 # make serve [ARGS="--port 8123 --model DIR"]   make test [ARGS="-k scheduler"]   make format   make clean
+# make test ARGS="-m deep" runs the exhaustive tests, which take some minutes more.
 # Needs git, make and a Python from 3.12 on: python3, python3.12.., a pyenv version, or uv. All goes into .venv.
 
 VENV := .venv

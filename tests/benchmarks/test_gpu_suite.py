@@ -102,6 +102,7 @@ def test_results_are_on_disk_when_the_suite_is_killed(tmp_path):
     assert not deadline.passed, "a cell outlives the suite"
 
 
+@pytest.mark.deep
 def test_tiny_first_call_runs_every_part(tmp_path):
     environment = os.environ | {"PYTHONPATH": "", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
     done = subprocess.run(

@@ -38,7 +38,7 @@ def compiled(head_dim: int, **options: float) -> dict[str, deviceless.KernelFigu
     return deviceless.compile_for_h200(attend, q, pool, table, *ints, sass=True).kernels
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [pytest.param(64, marks=pytest.mark.deep), 128])
 def test_ragged_softmax_overlaps_with_the_product(head_dim):
     """No exponential stands between the wait for P V and the next product, in either loop."""
     loops = sass.main_loops(code("ragged_paged", head_dim))
@@ -110,7 +110,9 @@ def test_kv_write_fetches_angles_once_for_all_heads(head_dim, copies):
     assert [event.what for event in mosaic_program.parse(name, text).events].count("load") == copies
 
 
-@pytest.mark.parametrize(("mixed", "kernels", "others"), [(False, 3, 6), (True, 4, 7)], ids=["decode", "mixed"])
+@pytest.mark.parametrize(
+    ("mixed", "kernels", "others"), [(False, 3, 6), pytest.param(True, 4, 7, marks=pytest.mark.deep)]
+)
 def test_launches_of_a_layer(mixed, kernels, others):
     """Beside the kernels: the rotation of q, which also pads it, and in mixed steps another for decode rows; the split
     of k and v; two products with a reduction. Nothing is sliced, gathered or copied for attention."""

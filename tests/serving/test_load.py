@@ -28,6 +28,7 @@ from benchmarks.server_process import SMALL, ServerProcess
 SCRIPTED = "tests.serving.scripted"
 
 
+@pytest.mark.deep
 async def test_a_thousand_streams_half_of_the_clients_gone_a_slow_reader_and_sigterm():
     with ServerProcess(*SMALL, "--access-log", "none") as server:
         thousand = await streams(server.url, 1000, num_tokens=8, num_alone=50)

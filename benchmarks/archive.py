@@ -16,7 +16,7 @@ class Archive:
         self._files: dict[str, bytes] = {}
 
     def add(self, files: dict[str, bytes]) -> list[str]:
-        """Add files; return the names of those that no longer fit."""
+        """Add files; return the names of files beyond the size limit."""
         left_out = []
         for name, content in files.items():
             packed = _pack(self._files | {name: content[:MAX_FILE_BYTES]})

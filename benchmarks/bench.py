@@ -21,7 +21,7 @@ from pallas_kernels import Kernels
 
 
 def probe_device() -> None:
-    """Compute something. Raises whatever a device raises that a fault has broken."""
+    """Compute a small sum. Raises the device's own error after a fault."""
     jax.block_until_ready(jnp.arange(8) + 1)
 
 
@@ -95,7 +95,7 @@ class Bench:
         self, case: Mapping[str, Any], workload: Workload, variants: Mapping[str, Callable[[], Any]],
         workloads: Mapping[str, Workload] | None = None,
     ) -> tuple[dict[str, Timing], dict[str, dict[str, Any]]]:  # fmt: skip
-        """Prepare and check each variant, then time those that are right, interleaved.
+        """Prepare and check each variant, then time the correct ones, interleaved.
 
         A variant that fails gets its row here. Return timings, and for each variant what its row should say besides.
         Only what runs on the device holds `exclusive`, so that processes which measure in turn compile side by side.

@@ -52,7 +52,7 @@ class Chains:
         self._ceilings: dict[str, float] = {}
         self._cells: list[tuple[Cell, str]] = []  # smoke cells that have run, and how they ended
         self._rows: dict[str, Row] = {}  # the last row of each job
-        self._cases: dict[str, list[Row]] = {}  # those that each job has started
+        self._cases: dict[str, list[Row]] = {}  # started cases, by job
         self._building = False  # FlashInfer's modules are being compiled
         self._generated: dict[str, Row] = {}  # outputs of the demo model, by job
         self._beside: dict[str, list[Chain]] = {}  # chains of a later part that were started beside the first one

@@ -86,7 +86,7 @@ class Process:
             )  # fmt: skip
 
     def poll(self) -> End | None:
-        """Receive what the process has sent. Return how it ended, None while it runs."""
+        """Receive new messages of the process. Return its end, None while it runs."""
         exited = self._process.poll() is not None  # before the file is read, so that the last message is read too
         self._read()
         now = time.monotonic()
@@ -155,7 +155,7 @@ class Pool:
         self._next(chain, None)
 
     def run(self, chains: Sequence[Chain], deadline: Deadline, *, at_once: int) -> list[Chain]:
-        """Run chains, `at_once` of them at a time. Return those that had not started when the time was up."""
+        """Run chains, `at_once` at a time. Return the chains that had not started at the deadline."""
         waiting, ids = list(chains), {id(chain) for chain in chains}
         while not deadline.passed:
             while waiting and len(self._of(ids)) < at_once:
@@ -167,7 +167,7 @@ class Pool:
         return waiting
 
     def wait(self, chains: Sequence[Chain], deadline: Deadline) -> None:
-        """Wait for chains that were started, and kill those that are late."""
+        """Wait for started chains, and kill the late ones."""
         ids = {id(chain) for chain in chains}
         while not deadline.passed and self._of(ids):
             self._poll()

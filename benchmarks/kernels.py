@@ -250,7 +250,7 @@ def write(bench: Bench, *, head_dims: Sequence[int], block_sizes: Sequence[int],
 def _check_write(
     timed: WriteTimed, before: Sequence[Any], new: Sequence[Any], slots: np.ndarray, angles: dict[str, np.ndarray]
 ) -> None:
-    """Check that one call has written what it should, and left a neighbour of each slot as it was, to the bit."""
+    """Check to the bit that one call has written its slots and left a neighbour of each unchanged."""
     k, v = (np.asarray(rows, np.float32) for rows in new)
     if angles:
         low, high = np.split(k, 2, axis=-1)

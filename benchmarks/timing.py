@@ -30,7 +30,7 @@ class Timed(Protocol):
     sets: int | None
 
     def compile(self) -> None:
-        """Compile what is going to run, and run nothing."""
+        """Compile the timed calls without running them."""
 
     def seconds(self, reps: int) -> float:
         """Time of one call, over `reps` times all of them."""

@@ -222,7 +222,7 @@ def _kernel(
             plgpu.copy_smem_to_gmem(source, o_tnh_ref.at[row, pl.ds(head * group, group), pl.ds(column, columns)])
 
         @pl.when(column == 0)
-        def store_lse():  # of rows that nobody reads too
+        def store_lse():  # unowned rows included; no reader takes them
             plgpu.copy_smem_to_gmem(lse_smem.at[warpgroup], lse_ikjr_ref.at[i, head, warpgroup])
 
         plgpu.wait_smem_to_gmem(0)

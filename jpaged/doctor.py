@@ -1,6 +1,5 @@
 """Examine a machine: its devices and software, the kernels that a model gets on it, their self-test, and the caches."""
 
-import dataclasses
 import importlib.metadata
 import os
 import platform
@@ -15,6 +14,7 @@ from jpaged.config import EngineConfig, ModelConfig
 from jpaged.load import dtype_of, find_model
 from jpaged.runtime.runner import cache_folder, compute_capability, select_kernels
 from pallas_kernels import Kernels, toolchain
+from pallas_kernels.dispatch import Choice
 from pallas_kernels.selftest import FAILED, UNTESTED, Result
 
 PACKAGES = ("jpaged", "flax", "transformers")
@@ -37,15 +37,6 @@ class Card:
     name: str
     free_bytes: int
     total_bytes: int
-
-
-@dataclass(frozen=True)
-class Op:
-    """The implementation of one op and the reason for it."""
-
-    name: str
-    implementation: str
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -80,7 +71,7 @@ class Report:
     cards: tuple[Card, ...]
     versions: dict[str, str]
     model: str
-    ops: tuple[Op, ...]
+    ops: tuple[Choice, ...]
     tests: tuple[Result, ...]
     self_test: str
     cache: Cache
@@ -127,7 +118,7 @@ def examine(config: EngineConfig, *, retest: bool = False) -> Report:
         cards=cards,
         versions=_versions(),
         model=shapes,
-        ops=tuple(Op(*dataclasses.astuple(choice)) for choice in kernels.account) if kernels else (),
+        ops=kernels.account if kernels else (),
         tests=tests,
         self_test=_why_no_tests(kernels),
         cache=cache,

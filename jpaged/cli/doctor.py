@@ -50,7 +50,7 @@ def lines(report: "Report") -> Iterator[str]:
     """Write a report as text."""
     yield from _section("devices", _devices(report))
     yield from _section("versions", (f"{name:20} {version}" for name, version in report.versions.items()))
-    ops = (f"{op.name:24} {op.implementation:10} {op.reason}" for op in report.ops)
+    ops = (f"{op.op:24} {op.implementation:10} {op.reason}" for op in report.ops)
     yield from _section(f"kernels for {report.model}" if report.model else "kernels", ops)
     yield from _section("self-test", _tests(report))
     cache, host = report.cache, report.host

@@ -74,7 +74,7 @@ def test_json_has_the_whole_report(tiny, capsys, tmp_path):
     (tmp_path / "jpaged" / "xla" / "executable").write_bytes(bytes(100))
     found = reported(capsys, "--model", str(tiny), "--dtype", "bfloat16", "--block-size", "32")
     assert found["devices"] == [{"kind": "cpu", "platform": "cpu", "compute_capability": None}]
-    assert {op["name"]: op["implementation"] for op in found["ops"]} == dict.fromkeys(OPS, "reference")
+    assert {op["op"]: op["implementation"] for op in found["ops"]} == dict.fromkeys(OPS, "reference")
     assert found["model"].startswith(f"{tiny}, bfloat16") and "blocks of 32" in found["model"]
     assert found["versions"]["jax"] == jax.__version__ and "python" in found["versions"]
     assert found["host"]["memory_available_bytes"] > 0 and found["host"]["disk_free_bytes"] > 0
@@ -89,7 +89,7 @@ def test_json_has_the_whole_report(tiny, capsys, tmp_path):
 def test_a_planted_fault_is_reported_and_the_status_is_1(h200, monkeypatch, capsys):
     put(monkeypatch, mosaic="wrong", triton="good")
     found = reported(capsys, status=1)
-    assert {op["name"]: op["implementation"] for op in found["ops"]} == {
+    assert {op["op"]: op["implementation"] for op in found["ops"]} == {
         "write_kv": "mosaic", "copy_blocks": "mosaic", "paged_decode_attention": "triton",
         "ragged_paged_attention": "triton",
     }  # fmt: skip

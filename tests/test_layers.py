@@ -12,10 +12,10 @@ ROOT = Path(__file__).parents[1]
 
 # Lowest first. Within a line, modules of one package may import each other, packages may not.
 LAYERS = [
-    ["pallas_kernels", "jpaged.config"],
+    ["pallas_kernels", "jpaged.config", "jpaged.child"],
     ["jpaged.core"],
     ["jpaged.model", "jpaged.tokenizer", "jpaged.grammar"],
-    ["jpaged.grammar_trial"],
+    ["jpaged.grammar_trial", "jpaged.template_process"],
     ["jpaged.runtime", "jpaged.demo"],
     ["jpaged.engine"],
     ["jpaged.load"],
@@ -31,6 +31,7 @@ OUTSIDE = {
     "pallas_kernels": {"jax"},
     "jpaged": set(),
     "jpaged.config": set(),
+    "jpaged.child": set(),
     "jpaged.core": set(),
     "jpaged.engine": {"tokenizers"},
     "jpaged.async_engine": set(),
@@ -38,6 +39,7 @@ OUTSIDE = {
     "jpaged.bench": {"aiohttp", "numpy", "tokenizers", "tqdm"},
     "jpaged.cli": {"aiohttp"},
     "jpaged.grammar_trial": {"tokenizers"},
+    "jpaged.template_process": {"transformers"},
     "jpaged.grammar": {"llguidance", "numpy", "tokenizers"},
     "jpaged.tokenizer": {"llguidance", "tokenizers", "transformers"},
     "server": set(),

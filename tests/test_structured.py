@@ -178,7 +178,7 @@ def test_a_grammar_that_crashes_its_compiler_costs_no_more_than_itself(compiler)
 
 def test_a_grammar_that_takes_too_long_is_given_up(compiler, monkeypatch):
     compiler.compile(StructuredOutputsParams(regex="[a-z]{7}"))
-    monkeypatch.setattr(grammar_trial, "PATIENCE", 0.01)
+    monkeypatch.setattr(grammar_trial, "COMPILE_TIMEOUT_S", 0.01)
     many = {f"property {i}": {"type": "integer"} for i in range(2500)}
     with pytest.raises(InvalidParameter, match=r"not done within 0\.01 seconds"):
         compiler.compile(StructuredOutputsParams(json={"type": "object", "properties": many}))
@@ -189,7 +189,7 @@ def test_a_grammar_that_takes_too_long_is_given_up(compiler, monkeypatch):
 def test_the_process_that_tries_grammars_ends_with_its_compiler():
     compiler = made_compiler()
     compiler.compile(StructuredOutputsParams(regex="a"))
-    process = compiler._trial._process
+    process = compiler._trial._child._process
     assert process.poll() is None
     del compiler
     gc.collect()

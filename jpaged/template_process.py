@@ -1,0 +1,61 @@
+"""Renders chat templates that come from requests in a process of its own: a template of forty bytes can fill the
+memory, or loop for ever."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jpaged.child import Child, ChildFailed, confine, serve
+
+RENDER_TIMEOUT_S = 5.0
+MAX_MEMORY_BYTES = 2 * 2**30
+
+
+class TemplateProcess:
+    """The process as its parent sees it.
+
+    Args:
+        special_tokens: a tokenizer's `special_tokens_map`, which templates know by these names.
+    """
+
+    def __init__(self, special_tokens: Mapping[str, Any]):
+        self._child = Child("jpaged.template_process", {name: str(token) for name, token in special_tokens.items()})
+
+    def render(self, template: str, max_characters: int, **options: Any) -> str:
+        """Return the text of a conversation.
+
+        Args:
+            options: of transformers' `render_jinja_template`, and variables of the template.
+
+        Raises ValueError if the template refuses the conversation, is not done in time, or gives too long a text.
+        """
+        question = {"chat_template": template, "max_characters": max_characters, "options": options}
+        try:
+            text, fault = self._child.ask(question, RENDER_TIMEOUT_S)
+        except ChildFailed:
+            raise ValueError(f"the chat template was not rendered within {RENDER_TIMEOUT_S:g} seconds") from None
+        if fault is not None:
+            raise ValueError(f"the chat template refuses these messages: {fault}")
+        return text
+
+
+def _setup(special_tokens: dict[str, str]) -> Callable[[dict[str, Any]], tuple[str | None, str | None]]:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    def render(question: dict[str, Any]) -> tuple[str | None, str | None]:
+        options = special_tokens | question["options"]
+        try:
+            (text,), _ = render_jinja_template(chat_template=question["chat_template"], **options)
+        except MemoryError:
+            return None, "it needs too much memory"
+        except Exception as error:  # templates raise what they like
+            return None, str(error)
+        if len(text) > question["max_characters"]:
+            return None, f"{len(text)} characters exceed {question['max_characters']}"
+        return text, None
+
+    return render
+
+
+if __name__ == "__main__":
+    confine(MAX_MEMORY_BYTES)
+    serve(_setup)

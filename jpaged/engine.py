@@ -1,6 +1,7 @@
 """The engine: requests in, one step at a time, text out. Single-threaded; the runner is handed to it."""
 
 import copy
+import logging
 import random
 from collections.abc import Iterable
 from collections.abc import Sequence as Series
@@ -11,6 +12,7 @@ from tokenizers import Tokenizer
 
 from jpaged.core.params import BeamSearchParams, InvalidParameter, SamplingParams
 from jpaged.core.request import (
+    NON_FINITE,
     CompletionOutput,
     FinishReason,
     Logprob,
@@ -22,10 +24,13 @@ from jpaged.core.request import (
     SequenceResult,
 )
 from jpaged.core.scheduler import ScheduleDecision, Scheduler
-from jpaged.tokenizer import Detokenizer, bad_words
+from jpaged.tokenizer import Detokenizer, tokenize_bad_words
 
 if TYPE_CHECKING:
     from jpaged.grammar import Constraint, GrammarCompiler
+
+
+logger = logging.getLogger(__name__)
 
 
 class Runner(Protocol):
@@ -62,6 +67,7 @@ class Engine:
         self.runner = runner
         self.tokenizer = tokenizer
         self._seeds = random.Random(seed)
+        self._has_failed = False
 
     @property
     def has_work(self) -> bool:
@@ -86,15 +92,19 @@ class Engine:
         *,
         prompt: str | None = None,
         priority: int = 0,
+        client: str | None = None,
         cache_salt: str = "",
         constraint: "Constraint | None" = None,
+        bad_words: tuple[tuple[int, ...], ...] | None = None,
     ) -> Request:
-        """Queues a request. Raises InvalidParameter for one that could never run.
+        """Queue a request. Raises InvalidParameter for one that could never run.
 
         Args:
             priority: under the policy "priority", requests with a lower number run first.
             cache_salt: only requests with the same salt share cached prefixes.
-            constraint: what `grammars` made of the structured outputs, by whoever could not wait for it here.
+            client: whose turns it takes in the queue; None takes none, and comes in the order of arrival.
+            constraint: what `grammars` made of the structured outputs, by a caller that could not wait for it here.
+            bad_words: the token ids of `params.bad_words`, likewise.
         """
         for name in ("stop", "bad_words", "structured_outputs"):
             if getattr(params, name) and self.tokenizer is None:
@@ -102,11 +112,13 @@ class Engine:
         if params.structured_outputs and constraint is None:
             assert self.grammars is not None
             constraint = self.grammars.compile(params.structured_outputs)
+        if bad_words is None:
+            bad_words = tokenize_bad_words(self.tokenizer, params.bad_words) if params.bad_words else ()
         given = params.seed if isinstance(params, SamplingParams) else 0
         request = self.scheduler.add(
             request_id, params.truncated(prompt_token_ids, self.scheduler.limits.max_model_len), params,
             seed=self._seeds.getrandbits(64) if given is None else given, prompt=prompt, priority=priority,
-            cache_salt=cache_salt, bad_words=bad_words(self.tokenizer, params.bad_words) if params.bad_words else (),
+            client=client, cache_salt=cache_salt, bad_words=bad_words,
         )  # fmt: skip
         (sequence,) = request.sequences
         sequence.constraint = copy.copy(constraint)
@@ -132,12 +144,15 @@ class Engine:
         advanced = self.scheduler.update(decision, self.runner.step(decision))
         texts = [self._read(sequence) for sequence in advanced]
         deltas = [
-            _delta(sequence, sequence.index, text, sequence.samples[-1:])
+            _delta(sequence, sequence.index, text, _new_samples(sequence))
             for sequence, text in zip(advanced, texts)
             if sequence.request.streams
         ]
         ended = [r for r in dict.fromkeys(sequence.request for sequence in advanced) if r.finished]
         for request in ended:
+            if request.sequences[0].stop_reason == NON_FINITE and not self._has_failed:
+                self._has_failed = True  # every request may be ended so, and one line is enough
+                logger.error("request %s ended: %s; the parameters may hold NaN", request.request_id, NON_FINITE)
             if not request.streams:
                 deltas += [_delta(s, index, s.text, s.samples) for index, s in enumerate(request.outputs)]
         return StepOutput(decision, deltas, ended)
@@ -145,6 +160,8 @@ class Engine:
     def _read(self, sequence: Sequence) -> str:
         """The text that the sequence's last token adds; a stop string in it ends the sequence."""
         decoder, text = sequence.decoder, ""
+        if sequence.stop_reason == NON_FINITE:
+            return text
         if sequence.constraint is not None and (error := sequence.constraint.error):
             self._end(sequence, FinishReason.ERROR, error)
         if decoder is None:
@@ -166,6 +183,10 @@ class Engine:
             sequence.finish_reason, sequence.stop_reason = reason, stop_reason
         else:
             self.scheduler.finish(sequence, reason, stop_reason)
+
+
+def _new_samples(sequence: Sequence) -> list[Sample]:
+    return [] if sequence.stop_reason == NON_FINITE else sequence.samples[-1:]
 
 
 def _ended_by_text(sequence: Sequence) -> bool:

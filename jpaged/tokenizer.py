@@ -41,18 +41,34 @@ def backend(tokenizer: Any) -> Tokenizer:
 
 def encode(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> list[int]:
     """Token ids of a prompt, with the special tokens that the tokenizer adds unless they are not wanted."""
-    return backend(tokenizer).encode(text, add_special_tokens=add_special_tokens).ids
+    return encode_all(tokenizer, [text], add_special_tokens=add_special_tokens)[0]
 
 
-def bad_words(tokenizer: Any, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Token ids of each word, as it stands at the start of a text and inside one."""
-    inner = backend(tokenizer)
+def encode_all(tokenizer: Any, texts: list[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+    """Return the token ids of each text, as `encode` does."""
+    # Unlike encode(), this lets other threads run meanwhile, and computes no offsets.
+    encodings = backend(tokenizer).encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+    return [encoding.ids for encoding in encodings]
+
+
+def tokenize_bad_words(tokenizer: Any, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Return the token ids of each word, as it stands at the start of a text and inside one."""
     forms = dict.fromkeys(form for word in words for form in (word.lstrip(), " " + word.lstrip(), word))
-    ids = (tuple(inner.encode(form, add_special_tokens=False).ids) for form in forms)
-    return tuple(dict.fromkeys(word for word in ids if word))
+    ids = encode_all(tokenizer, list(forms), add_special_tokens=False)
+    return tuple(dict.fromkeys(tuple(word) for word in ids if word))
 
 
 def render_chat(
+    tokenizer: Any,
+    messages: Sequence[dict[str, Any]],
+    chat_template: str | None = None,
+    **options: Any,
+) -> list[int]:
+    """Return the token ids of a conversation, whose text is that of `chat_text`."""
+    return encode(tokenizer, chat_text(tokenizer, messages, chat_template, **options), add_special_tokens=False)
+
+
+def chat_text(
     tokenizer: Any,
     messages: Sequence[dict[str, Any]],
     chat_template: str | None = None,
@@ -61,8 +77,8 @@ def render_chat(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     variables: Mapping[str, Any] | None = None,
-) -> list[int]:
-    """Token ids of a conversation. Raises ValueError if the template refuses it.
+) -> str:
+    """Return the text of a conversation. Raises ValueError if the template refuses it.
 
     Args:
         chat_template: instead of the tokenizer's own.
@@ -77,14 +93,13 @@ def render_chat(
     if taken := (variables or {}).keys() & {"messages", *options}:
         raise ValueError(f"a template has no variable of its own called {min(taken)!r}")
     try:
-        text = tokenizer.apply_chat_template(
+        return tokenizer.apply_chat_template(
             list(messages), tools=tools and list(tools), chat_template=chat_template,
             add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
             tokenize=False, **variables or {},
         )  # fmt: skip
     except Exception as error:  # templates raise what they like
         raise ValueError(f"the chat template refuses these messages: {error}") from error
-    return backend(tokenizer).encode(text, add_special_tokens=False).ids
 
 
 class Vocabulary:
@@ -92,10 +107,14 @@ class Vocabulary:
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
+        self._texts: dict[int, str] = {}
 
     def text(self, token: int) -> str:
-        """With U+FFFD for what is only a part of a character."""
-        return self.tokenizer.decode([token], skip_special_tokens=False)
+        """Return a token's text, with U+FFFD for a part of a character."""
+        text = self._texts.get(token)
+        if text is None:  # lists of logprobs ask for the same ones again and again
+            text = self._texts[token] = self.tokenizer.decode([token], skip_special_tokens=False)
+        return text
 
     def bytes(self, token: int) -> bytes:
         """Those of a part of a character, too."""
@@ -121,6 +140,29 @@ class Decoded(NamedTuple):
     stop: str | None = None
 
 
+class StopStrings:
+    """The stop strings of one request."""
+
+    def __init__(self, strings: Sequence[str]):
+        self._strings = tuple(strings)
+        self._longest = max(map(len, self._strings), default=1) - 1
+
+    def find(self, text: str) -> tuple[int, str] | None:
+        """Return the first stop string in a text and its place, or None."""
+        return min(((at, stop) for stop in self._strings if (at := text.find(stop)) >= 0), default=None)
+
+    def begun(self, text: str) -> int:
+        """Return the length of the longest end of a text that begins a stop string."""
+        for length in range(min(self._longest, len(text)), 0, -1):
+            if text[-length:] in self._prefixes:
+                return length
+        return 0
+
+    @cached_property
+    def _prefixes(self) -> frozenset[str]:
+        return frozenset(stop[:length] for stop in self._strings for length in range(1, len(stop)))
+
+
 class Detokenizer:
     """Turns one sequence's tokens into text as they come.
 
@@ -140,7 +182,7 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._stream = DecodeStream(list(prompt_token_ids[-CONTEXT_TOKENS:]), skip_special_tokens)
-        self._stop = tuple(stop)
+        self._stop = StopStrings(stop)  # which the copies share
         self._include_stop = include_stop
         self._held = ""
 
@@ -155,13 +197,12 @@ class Detokenizer:
         self._held += self._decode(token) or ""
         if not may_stop:
             return Decoded(self.flush())
-        hits = [(at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
-        if hits:
-            at, stop = min(hits)
+        if hit := self._stop.find(self._held):
+            at, stop = hit
             text = self._held[: at + len(stop) if self._include_stop else at]
             self._held = ""
             return Decoded(text, stop)
-        certain = len(self._held) - self._possible_stop()
+        certain = len(self._held) - self._stop.begun(self._held)
         text, self._held = self._held[:certain], self._held[certain:]
         return Decoded(text)
 
@@ -176,11 +217,3 @@ class Detokenizer:
         except Exception:  # it gives up on byte sequences that can't be text: go on behind them
             self._stream = DecodeStream([], self._skip_special_tokens)
             return self._stream.step(self._tokenizer, token)
-
-    def _possible_stop(self) -> int:
-        """Length of the longest end of the held text that begins a stop string."""
-        longest = max(map(len, self._stop), default=1) - 1
-        for length in range(min(longest, len(self._held)), 0, -1):
-            if any(stop.startswith(self._held[-length:]) for stop in self._stop):
-                return length
-        return 0

@@ -11,9 +11,12 @@ from typing import Any
 from jpaged.core.beam import EarlyStopping
 
 MAX_LOGPROBS = 20
-# Every step looks for them in every text.
+# Every step applies these to every sequence, so their number and their length bound the cost of a step.
 MAX_STOPS = 64
+MAX_STOP_TOKENS = 128
 MAX_BAD_WORDS = 1024
+MAX_WORD_LENGTH = 256  # characters of a stop string or a bad word
+MAX_LOGIT_BIASES = 4096
 MAX_BEAM_WIDTH = 64
 # Most likely tokens that a step can return of one sequence: a beam needs its width, and all that end it.
 MAX_TOP = 2 * MAX_BEAM_WIDTH
@@ -25,6 +28,10 @@ class InvalidParameter(ValueError):
     def __init__(self, field: str, message: str):
         super().__init__(f"{field}: {message}")
         self.field = field
+
+
+class ContextLengthExceeded(InvalidParameter):
+    """A request for more tokens than the model, or the KV pool, has room for."""
 
 
 def _rule(allowed: str, holds: Callable[[object], bool]) -> dict[str, Any]:
@@ -48,15 +55,18 @@ def _series(holds: Callable[[object], bool]) -> Callable[[object], bool]:
 
 
 def _texts(most: int) -> Callable[[object], bool]:
-    nonempty = _series(lambda x: isinstance(x, str) and bool(x))
-    return lambda xs: isinstance(xs, tuple) and len(xs) <= most and nonempty(xs)
+    short = _series(lambda x: isinstance(x, str) and 0 < len(x) <= MAX_WORD_LENGTH)
+    return lambda xs: isinstance(xs, tuple) and len(xs) <= most and short(xs)
 
 
 _FLAG = _rule("true or false", lambda x: isinstance(x, bool))
 _LOGPROBS = _rule(f"between 0 and {MAX_LOGPROBS}, or none", _optional(_integer(0, MAX_LOGPROBS)))
 _PENALTY = _rule("between -2 and 2", _number(-2, 2))
-_TOKENS = _rule("token ids", _series(_integer(0)))
-_TOKENS_OR_NONE = _rule("token ids", _optional(_series(_integer(0))))
+_TOKENS = _series(_integer(0))
+
+
+def _few_tokens(xs: object) -> bool:
+    return isinstance(xs, tuple) and len(xs) <= MAX_STOP_TOKENS and _TOKENS(xs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,20 +134,25 @@ class GenerationParams:
     max_tokens: int | None = field(default=16, metadata=_rule("a whole number of at least 1", _optional(_integer(1))))
     min_tokens: int = field(default=0, metadata=_rule("a whole number of at least 0", _integer(0)))
     stop: str | Series[str] = field(
-        default=(), metadata=_rule(f"a non-empty string, or up to {MAX_STOPS}", _texts(MAX_STOPS))
+        default=(),
+        metadata=_rule(
+            f"a string of 1 to {MAX_WORD_LENGTH} characters, or up to {MAX_STOPS} of them", _texts(MAX_STOPS)
+        ),
     )
-    stop_token_ids: Series[int] = field(default=(), metadata=_TOKENS)
+    stop_token_ids: Series[int] = field(
+        default=(),
+        metadata=_rule(f"up to {MAX_STOP_TOKENS} token ids", _few_tokens),
+    )
     include_stop_str_in_output: bool = field(default=False, metadata=_FLAG)
     ignore_eos: bool = field(default=False, metadata=_FLAG)
     presence_penalty: float = field(default=0.0, metadata=_PENALTY)
     frequency_penalty: float = field(default=0.0, metadata=_PENALTY)
     repetition_penalty: float = field(default=1.0, metadata=_rule("above 0", lambda x: _number(0)(x) and x != 0))
     logit_bias: Mapping[int, float] | None = None
-    allowed_token_ids: Series[int] | None = field(
-        default=None, metadata=_rule("token ids", _optional(_TOKENS["holds"]))
-    )
+    allowed_token_ids: Series[int] | None = field(default=None, metadata=_rule("token ids", _optional(_TOKENS)))
     bad_words: Series[str] = field(
-        default=(), metadata=_rule(f"up to {MAX_BAD_WORDS} non-empty strings", _texts(MAX_BAD_WORDS))
+        default=(),
+        metadata=_rule(f"up to {MAX_BAD_WORDS} strings of 1 to {MAX_WORD_LENGTH} characters", _texts(MAX_BAD_WORDS)),
     )
     logprobs: int | None = field(default=None, metadata=_LOGPROBS)
     prompt_logprobs: int | None = field(default=None, metadata=_LOGPROBS)
@@ -205,6 +220,8 @@ class GenerationParams:
             bias = {int(token): value for token, value in dict(given).items()}
         except (TypeError, ValueError):
             bias = {-1: 0.0}
+        if len(bias) > MAX_LOGIT_BIASES:
+            raise InvalidParameter("logit_bias", f"must have at most {MAX_LOGIT_BIASES} entries, not {len(bias)}")
         if not all(_integer(0)(token) and _number(-100, 100)(value) for token, value in bias.items()):
             raise InvalidParameter(
                 "logit_bias", f"must give token ids numbers between -100 and 100, not {shown(given)}"

@@ -1,9 +1,12 @@
-"""Requests in the order in which they are served."""
+"""Requests in the order in which they are served, and the turns that clients take."""
 
 import bisect
+from collections import Counter
 from collections.abc import Iterator
 
 from jpaged.core.request import Request
+
+MAX_IDLE_CLIENTS = 1024
 
 
 class RequestQueue:
@@ -11,6 +14,7 @@ class RequestQueue:
 
     def __init__(self) -> None:
         self._requests: list[Request] = []
+        self._of_client: Counter[str | None] = Counter()
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -30,12 +34,47 @@ class RequestQueue:
     def last(self) -> Request:
         return self._requests[-1]
 
+    def count(self, client: str | None) -> int:
+        """Return the number of requests of one client."""
+        return self._of_client[client]
+
     def add(self, request: Request) -> None:
         self._requests.insert(self._place(request), request)
+        self._of_client[request.client] += 1
 
     def remove(self, request: Request) -> None:
         assert request in self, f"{request.request_id} is not in the queue"
         del self._requests[self._place(request)]
+        self._of_client[request.client] -= 1
+        if not self._of_client[request.client]:
+            del self._of_client[request.client]
 
     def _place(self, request: Request) -> int:
         return bisect.bisect_left(self._requests, request.rank, key=lambda other: other.rank)
+
+
+class Turns:
+    """Start-time fair queueing (Goyal, Vin and Cheng, 1996) over the clients' sequences.
+
+    Each request gets a start tag: the tag of the latest request that has started, or the end of the client's previous
+    request if that is later. A client with many waiting requests therefore shares the engine with the others, and
+    requests of different clients that never wait keep the order of their arrival.
+    """
+
+    def __init__(self) -> None:
+        self._now = 0
+        self._ends: dict[str, int] = {}
+
+    def take(self, client: str | None, num_sequences: int) -> int:
+        """Return the start tag of a client's next request. A request without a client comes in order of arrival."""
+        if client is None:
+            return self._now
+        if len(self._ends) > MAX_IDLE_CLIENTS:
+            self._ends = {name: end for name, end in self._ends.items() if end > self._now}
+        start = max(self._now, self._ends.get(client, 0))
+        self._ends[client] = start + num_sequences
+        return start
+
+    def start(self, turn: int) -> None:
+        """Record that a request with this start tag has started."""
+        self._now = max(self._now, turn)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from jpaged.core.bad_words import BadWords
 from jpaged.core.beam import BeamSearch
 from jpaged.core.block_table import BlockTable
 from jpaged.core.params import BeamSearchParams, SamplingParams
@@ -16,14 +17,18 @@ class FinishReason(StrEnum):
     STOP = "stop"  # an end-of-sequence token, a stop token or a stop string
     LENGTH = "length"  # max_tokens
     ABORT = "abort"
-    ERROR = "error"  # its constraint could not be followed; the stop reason says why
+    ERROR = "error"  # the stop reason says why: NON_FINITE, or a constraint that can't be followed any further
+
+
+NON_FINITE = "the model's logits are not finite"  # a stop reason
 
 
 class Sample(NamedTuple):
     """One token as the device chose it, or as the prompt has it.
 
     Attributes:
-        logprob: natural log of its probability under the model itself, before temperature and the rest.
+        logprob: natural log of its probability under the model itself, before temperature and the rest; NaN if the
+            model's logits are not finite.
         rank: 1 for the model's most likely token; 0 if no logprobs were asked for.
         top: the most likely tokens with their logprobs, best first; of a beam, those of what the search compares.
     """
@@ -140,7 +145,8 @@ class Request:
     Attributes:
         rank: requests run in its order, and give way in the reverse order.
         cache_salt: only requests with the same salt share cached prefixes.
-        bad_words: token ids of each text that the output may not hold.
+        client: whose turns it takes in the queue; None for none.
+        bad_words: the token sequences that the output may not hold.
         num_top: how many of the most likely tokens to list with each sample; None for neither list nor rank.
         beam: the search, if this is one; its live beams are `sequences`, until in the end its best hypotheses are.
         find_stop: which stop string the text of a sequence holds once a token is added; None for none.
@@ -153,9 +159,10 @@ class Request:
     seed: int
     max_tokens: int
     prompt: str | None = None
-    rank: tuple[int, int] = (0, 0)
+    rank: tuple[int, int, int] = (0, 0, 0)
+    client: str | None = None
     cache_salt: str = ""
-    bad_words: tuple[tuple[int, ...], ...] = ()
+    bad_words: BadWords = field(default_factory=BadWords)
     num_top: int | None = None
     beam: BeamSearch[Sequence] | None = None
     find_stop: Callable[[Sequence, int], str | None] | None = None
@@ -206,13 +213,9 @@ def forbidden_tokens(sequence: Sequence, eos_token_ids: Iterable[int]) -> set[in
     the last ones of bad words (as in vLLM, only the output is searched; a bad word of one token is a matter of bias).
     """
     request = sequence.request
-    forbidden: set[int] = set()
+    forbidden = request.bad_words.next_tokens(sequence.tokens, sequence.num_output_tokens)
     if sequence.num_output_tokens < request.params.min_tokens:
         forbidden.update(eos_token_ids, request.params.stop_token_ids)
-    for word in request.bad_words:
-        before = word[:-1]
-        if before and len(before) <= sequence.num_output_tokens and tuple(sequence.tokens[-len(before) :]) == before:
-            forbidden.add(word[-1])
     return forbidden
 
 

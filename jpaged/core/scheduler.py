@@ -6,17 +6,20 @@ prefix-cache hits, forks and recomputation after a preemption all follow from th
 """
 
 import itertools
+import math
 from collections import Counter
+from collections.abc import Iterable
 from collections.abc import Sequence as Series
 from dataclasses import dataclass, field
 
 from jpaged.config import Limits
+from jpaged.core.bad_words import BadWords
 from jpaged.core.beam import BeamSearch, Candidate
 from jpaged.core.block_pool import BlockPool, Parent, common_length
 from jpaged.core.block_table import BlockTable, Copies, append, move, num_distinct, shortage
-from jpaged.core.params import MAX_TOP, BeamSearchParams, InvalidParameter, SamplingParams
-from jpaged.core.queue import RequestQueue
-from jpaged.core.request import FinishReason, Request, Sample, Sequence, SequenceResult, forbidden_tokens
+from jpaged.core.params import MAX_TOP, BeamSearchParams, ContextLengthExceeded, InvalidParameter, SamplingParams
+from jpaged.core.queue import RequestQueue, Turns
+from jpaged.core.request import NON_FINITE, FinishReason, Request, Sample, Sequence, SequenceResult, forbidden_tokens
 
 Ending = tuple[FinishReason, int | str | None]  # with the stop reason
 
@@ -58,8 +61,8 @@ class Scheduler:
     """Continuous batching with preemption. Only `schedule` and `update` move generation on.
 
     A request is in `waiting` or in `running`, both in order of rank: its priority, if `policy` is "priority" (a lower
-    number goes first), then its arrival. The last running one gives its blocks up first, all its sequences together,
-    so the first always goes on and every request ends.
+    number goes first), then its client's turn, then its arrival. The last running one gives its blocks up first, all
+    its sequences together, so the first always goes on and every request ends.
 
     Args:
         host_pool: room for swapped blocks; None is none.
@@ -95,6 +98,7 @@ class Scheduler:
         self.prefix_queries = 0  # tokens of prompts that were looked up, and those that were found
         self.prefix_hits = 0
         self._arrivals = itertools.count()
+        self._turns = Turns()
         self._free_rows = list(range(limits.max_num_seqs))
         self._row_copies: dict[int, int] = {}
 
@@ -119,10 +123,16 @@ class Scheduler:
         seed: int,
         prompt: str | None = None,
         priority: int = 0,
+        client: str | None = None,
         cache_salt: str = "",
-        bad_words: tuple[tuple[int, ...], ...] = (),
+        bad_words: Iterable[tuple[int, ...]] = (),
     ) -> Request:
-        """Queues a request. Raises InvalidParameter, with the numbers, for one that could never run."""
+        """Queue a request. Raises InvalidParameter, with the numbers, for one that could never run.
+
+        Args:
+            client: whose turns it takes; None takes none, and comes in the order of arrival.
+            bad_words: token ids of each text that the output may not hold.
+        """
         if request_id in self.requests:
             raise InvalidParameter("request_id", f"{request_id!r} is already in use")
         if priority and self.policy != "priority":
@@ -134,16 +144,16 @@ class Scheduler:
             raise InvalidParameter(name, f"{width} sequences exceed the {limits.max_num_seqs} of a step (max_num_seqs)")
         length = len(prompt_token_ids)
         limit = self.max_sequence_len(length, width)
-        bound = "the model's max_model_len" if limit == limits.max_model_len else "what the KV pool can hold"
-        bound += "" if width == 1 else f", {width} times"
-        if length >= limit:
-            raise InvalidParameter(
-                "prompt", f"has {length} tokens; at most {limit - 1} fit with one token of output ({bound})"
-            )
-        max_tokens = limit - length if params.max_tokens is None else params.max_tokens
+        max_tokens = max(1, limit - length) if params.max_tokens is None else params.max_tokens
         if length + max_tokens > limit:
-            raise InvalidParameter(
-                "max_tokens", f"{max_tokens} after a prompt of {length} tokens exceeds {limit} tokens in all ({bound})"
+            bound = "max_model_len" if limit == limits.max_model_len else "the size of the KV pool"
+            bound += "" if width == 1 else f", for {width} sequences"
+            raise ContextLengthExceeded(
+                "prompt" if length >= limit else "max_tokens",
+                # OpenAI's words, by which clients recognise this error.
+                f"This model's maximum context length is {limit} tokens ({bound}). However, you requested "
+                f"{length + max_tokens} tokens ({length} in the prompt, {max_tokens} in the completion). Please reduce "
+                "the length of the prompt or completion.",
             )
         beam: BeamSearch[Sequence] | None = None
         num_top = params.logprobs
@@ -152,8 +162,9 @@ class Scheduler:
             # Stop strings may end any of them.
             num_top = max(num_top or 0, MAX_TOP if params.stop else self._num_candidates(params))
         request = Request(
-            request_id, list(prompt_token_ids), params, seed, max_tokens, prompt, rank=(priority, next(self._arrivals)),
-            cache_salt=cache_salt, bad_words=bad_words, num_top=num_top, beam=beam,
+            request_id, list(prompt_token_ids), params, seed, max_tokens, prompt,
+            rank=(priority, self._turns.take(client, width), next(self._arrivals)), client=client,
+            cache_salt=cache_salt, bad_words=BadWords(bad_words), num_top=num_top, beam=beam,
         )  # fmt: skip
         request.sequences.append(Sequence(request, list(prompt_token_ids), BlockTable(self.pool)))
         self.requests[request_id] = request
@@ -216,6 +227,10 @@ class Scheduler:
                 continue
             sequence.num_computed_tokens += count
             assert sequence.num_computed_tokens <= sequence.num_tokens <= self.limits.max_model_len
+            if _has_nan(result):
+                beams.pop(request, None)
+                advanced += [each for each in self._fail(request) if each not in advanced]
+                continue
             self._remember(sequence)
             request.prompt_samples.extend(result.prompt)
             if sequence.num_computed_tokens < sequence.num_tokens or not result.samples:
@@ -263,9 +278,12 @@ class Scheduler:
         bound = f"is outside the vocabulary [0, {self.vocab_size})"
         if not prompt_token_ids:
             raise InvalidParameter("prompt", "must hold at least one token")
-        for token in prompt_token_ids:
-            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.vocab_size:
-                raise InvalidParameter("prompt", f"token id {token!r} {bound}")
+        # A prompt can be long, and the engine's other requests wait meanwhile: no loop in Python unless it is wrong.
+        if set(map(type, prompt_token_ids)) != {int} or not (
+            min(prompt_token_ids) >= 0 and max(prompt_token_ids) < self.vocab_size
+        ):
+            wrong = next(x for x in prompt_token_ids if type(x) is not int or not 0 <= x < self.vocab_size)
+            raise InvalidParameter("prompt", f"token id {wrong!r} {bound}")
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             for token in getattr(params, name) or ():
                 if not 0 <= token < self.vocab_size:
@@ -372,6 +390,7 @@ class Scheduler:
                 decision.row_writes.append(sequence)
         self.waiting.remove(request)
         self.running.add(request)
+        self._turns.start(request.rank[1])
         return True
 
     def _share_prefixes(self, request: Request) -> None:
@@ -488,6 +507,16 @@ class Scheduler:
         request.sequences = children
         return children
 
+    def _fail(self, request: Request) -> list[Sequence]:
+        """End a request whose logits are not finite. The prefix cache forgets its blocks, whose KV may be as bad."""
+        ended = request.live
+        for sequence in ended:
+            for block_id in sequence.table.block_ids:
+                self.pool.forget(block_id)
+        for sequence in ended:
+            self.finish(sequence, FinishReason.ERROR, NON_FINITE)
+        return ended
+
     def _fork(self, sequence: Sequence, index: int) -> Sequence:
         """A second branch of a running sequence. They share blocks until one writes."""
         child = sequence.fork(index)
@@ -523,6 +552,11 @@ class Scheduler:
         """Forgets a request that has ended."""
         (self.running if request in self.running else self.waiting).remove(request)
         del self.requests[request.request_id]
+
+
+def _has_nan(result: SequenceResult) -> bool:
+    # All samples of a sequence are drawn from the same logits.
+    return any(math.isnan(sample.logprob) for sample in (*result.samples[:1], *result.prompt))
 
 
 def _width_name(params: SamplingParams | BeamSearchParams) -> str:

@@ -1,6 +1,6 @@
 """Which tokens the samples of a step may be."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -43,14 +43,19 @@ class Masks:
                     continue
                 bits[row] = self._all
             if forbidden:
-                left = bits[row].copy()
-                for token in forbidden:
-                    left[token // 32] &= ~np.uint32(1 << token % 32)
+                left = _without(bits[row], forbidden)
                 if left.any() or sequence.constraint is None:  # a text that is complete ends, however short
                     bits[row] = left
             bits[row + 1 : row + branches] = bits[row]
             masked[row : row + branches] = True
         return sampling._replace(masked=masked, allowed_bits=bits)
+
+
+def _without(bits_w: np.ndarray, tokens: Set[int]) -> np.ndarray:
+    """Return a copy of one row's bits with some tokens cleared."""
+    ids, cleared_w = np.fromiter(tokens, np.uint32, len(tokens)), bits_w.copy()
+    np.bitwise_and.at(cleared_w, ids >> 5, ~(np.uint32(1) << (ids & np.uint32(31))))
+    return cleared_w
 
 
 def _sampled_rows(decision: ScheduleDecision) -> Iterator[tuple[Sequence, int, int]]:

@@ -202,9 +202,11 @@ class ModelRunner:
 def _row(sequence: Sequence, vocab_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """A sequence's row of the sampling state; its last token of output is counted by the step that takes it in."""
     request, params = sequence.request, sequence.request.params
-    banned = [word[0] for word in request.bad_words if len(word) == 1]
     counted = sequence.output_token_ids[:-1]
-    return host_row(vocab_size, request.prompt_token_ids, counted, params.logit_bias, params.allowed_token_ids, banned)
+    return host_row(
+        vocab_size, request.prompt_token_ids, counted, params.logit_bias, params.allowed_token_ids,
+        request.bad_words.single_tokens,
+    )  # fmt: skip
 
 
 def _rows(sampled: Sampled, most: int) -> Iterator[tuple]:

@@ -44,7 +44,7 @@ class Sampled(NamedTuple):
     """What was chosen. All is of the model's own distribution, but for a beam's list."""
 
     tokens: Array  # [S] int32
-    logprobs: Array  # [S] float32
+    logprobs: Array  # [S] float32; NaN where the logits are not finite
     ranks: Array  # [S] int32, 1 = no token is likelier; 0 where no list is wanted
     top_tokens: Array  # [S, K] int32, best first, equal ones by id; -1 past num_top
     top_logprobs: Array  # [S, K] float32; -inf past num_top
@@ -113,7 +113,7 @@ def sample(
         choose,
         lambda: (_argmax(logits_sv), *_described_as_nothing(len(logits_sv), k)),
     )
-    return Sampled(tokens, _at(logits_sv, tokens) - lse_s, *described), state
+    return Sampled(tokens, _logprobs(logits_sv, tokens, lse_s), *described), state
 
 
 def token_logprobs(
@@ -139,7 +139,7 @@ def token_logprobs(
         lse_t = jax.nn.logsumexp(logits_tv, axis=-1)
         wanted_t = targets_t >= 0
         tokens_t = jnp.where(wanted_t, targets_t, 0)
-        logprobs = jnp.where(wanted_t, _at(logits_tv, tokens_t) - lse_t, 0)
+        logprobs = jnp.where(wanted_t, _logprobs(logits_tv, tokens_t, lse_t), 0)
         ranks = jnp.where(wanted_t, _ranks(logits_tv, tokens_t), 0)
         return Sampled(targets_t, logprobs, ranks, *_list_top(logits_tv, lse_t, jnp.where(wanted_t, k, 0), k))
 
@@ -158,6 +158,12 @@ def _argmax(x_sv: jax.Array) -> jax.Array:
 
 def _at(x_sv: jax.Array, tokens_s: jax.Array) -> jax.Array:
     return jnp.take_along_axis(x_sv, tokens_s[:, None], axis=1)[:, 0]
+
+
+def _logprobs(logits_sv: jax.Array, tokens_s: jax.Array, lse_s: jax.Array) -> jax.Array:
+    """Return the tokens' logprobs [S], NaN for a row with a NaN or an infinite logit: its sum of exponentials shows it
+    at no cost."""
+    return jnp.where(jnp.isfinite(lse_s), _at(logits_sv, tokens_s) - lse_s, jnp.nan)
 
 
 def _process(x_sv: jax.Array, state: SamplingState, sampling: Sampling) -> jax.Array:

@@ -38,8 +38,8 @@ def host_row(
     if allowed_token_ids is not None:
         bias_v[:] = -np.inf
         bias_v[_ids(allowed_token_ids)] = 0
-    for token, value in (bias or {}).items():
-        bias_v[token] += value
+    if bias:
+        bias_v[_ids(bias)] += np.fromiter(bias.values(), np.float32)
     bias_v[_ids(banned_tokens)] = -np.inf
     return counts_v, in_prompt_v, bias_v
 

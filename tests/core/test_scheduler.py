@@ -174,8 +174,8 @@ def test_what_comes_back_from_the_host_is_found_again():
         ([VOCAB], {}, "prompt", f"token id {VOCAB} is outside the vocabulary [0, {VOCAB})"),
         ([-1], {}, "prompt", "-1"),
         ([True], {}, "prompt", "True"),
-        ([1] * 64, {}, "prompt", "64 tokens; at most 63"),
-        ([1] * 10, {"max_tokens": 55}, "max_tokens", "55 after a prompt of 10 tokens exceeds 64"),
+        ([1] * 64, {}, "prompt", "(64 in the prompt, 16 in the completion)"),
+        ([1] * 10, {"max_tokens": 55}, "max_tokens", "maximum context length is 64 tokens (max_model_len)"),
         ([1], {"stop_token_ids": [VOCAB]}, "stop_token_ids", str(VOCAB)),
     ],
 )
@@ -189,7 +189,7 @@ def test_what_can_never_run_is_refused(prompt, params, field, numbers):
 
 def test_the_pool_limits_a_sequence_too():
     scheduler, runner = make(blocks=2, size=4)
-    with pytest.raises(InvalidParameter, match=r"at most 8 fit .*what the KV pool can hold"):
+    with pytest.raises(InvalidParameter, match=r"9 tokens \(the size of the KV pool\)"):
         add(scheduler, 0, [1] * 9)
     request = add(scheduler, 0, [1] * 6, max_tokens=None)
     drain(scheduler, runner)

@@ -18,6 +18,7 @@ from typing import Any
 
 from jpaged.config import DTYPES, KERNELS, LOAD_FORMATS, PREEMPTION_MODES, SCHEDULING_POLICIES, EngineConfig
 from jpaged.serving.logs import logging_to
+from jpaged.serving.origins import is_loopback
 from jpaged.serving.service import ServerConfig, make_service
 from jpaged.serving.tools import FORMATS, ToolFormat, detect
 
@@ -32,8 +33,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--served-model-name", metavar="NAME", help="the name that clients ask for (default: as --model)")
     add("--max-queue", type=int, default=defaults.max_queue, metavar="REQUESTS",
         help="requests that may wait; for more there is a 503 with Retry-After")  # fmt: skip
-    add("--max-body-size", type=float, default=defaults.max_body_size / 2**20, metavar="MIB",
-        help="longest body of a request")  # fmt: skip
+    add("--max-body-size", type=float, metavar="MIB",
+        help="longest body of a request (default: 1 MiB, and 16 bytes for each token of --max-model-len)")  # fmt: skip
     add("--request-timeout", type=float, metavar="SECONDS", help="longest that an answer may take (default: no limit)")
     add("--drain-timeout", type=float, default=defaults.drain_timeout, metavar="SECONDS",
         help="on SIGTERM, what runs has so long to finish; a second signal ends it at once")  # fmt: skip
@@ -46,6 +47,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--api-key-file", metavar="FILE", type=Path, help="more keys, one on each line")
     add("--allowed-origins", metavar="ORIGIN", nargs="+", default=[],
         help="web pages that may use it, such as https://chat.example.org; * is all (default: none)")  # fmt: skip
+    add("--allowed-hosts", metavar="NAME", nargs="+", default=[],
+        help="names, besides localhost, that requests may address it by (default: any; none if --host is a "
+        "loopback address and no key is needed)")  # fmt: skip
     add("--ssl-certfile", metavar="FILE", type=Path, help="serve HTTPS with this certificate chain")
     add("--ssl-keyfile", metavar="FILE", type=Path, help="its private key, if that is in a file of its own")
     add("--ssl-ca-certs", metavar="FILE", type=Path, help="ask clients for a certificate that one of these has signed")
@@ -130,11 +134,15 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
         if not found:
             raise ValueError(f"--api-key-file: {args.api_key_file} holds no key")
         keys += found
+    # A site whose name leads to this machine (DNS rebinding) can't know a key.
+    only_loopback = is_loopback(args.host) and not keys
     return ServerConfig(
         api_keys=tuple(keys), chat_template=args.chat_template.read_text() if args.chat_template else None,
         trust_request_chat_template=args.trust_request_chat_template, max_queue=args.max_queue,
-        max_body_size=int(args.max_body_size * 2**20), request_timeout=args.request_timeout,
+        max_body_size=None if args.max_body_size is None else int(args.max_body_size * 2**20),
+        request_timeout=args.request_timeout,
         drain_timeout=args.drain_timeout, allowed_origins=tuple(args.allowed_origins),
+        allowed_hosts=tuple(args.allowed_hosts) if args.allowed_hosts or only_loopback else None,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""What every request passes, outermost first: its record, browsers' rules, errors, keys, the count of what runs."""
+"""The middlewares, outermost first: record, errors, origins, keys, the count of running requests."""
 
 import asyncio
 import hashlib
@@ -14,7 +14,8 @@ from typing import Any
 from aiohttp import web
 
 from jpaged.async_engine import EngineDead, QueueFull
-from jpaged.core.params import InvalidParameter
+from jpaged.core.params import ContextLengthExceeded, InvalidParameter
+from jpaged.serving.origins import check_origin
 from jpaged.serving.protocol import ApiError
 from jpaged.serving.service import SERVICE
 
@@ -27,6 +28,7 @@ OPEN_FOLDER = "/page/"
 
 REQUEST_ID = "X-Request-Id"
 RECORD = web.RequestKey("record", dict[str, Any])  # what the access log says of a request, besides the usual
+CLIENT = web.RequestKey("client", str)  # the key, where there are several
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -54,31 +56,9 @@ async def record(request: web.Request, handler: Handler) -> web.StreamResponse:
         access_logger.info("%s", json.dumps(line | request[RECORD]))
 
 
-async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
-    """The request's id, and what a browser needs to let a page of an allowed origin read the answer."""
+async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:
     if RECORD in request:
         response.headers[REQUEST_ID] = request[RECORD]["request_id"]
-    origin, allowed = request.headers.get("Origin"), request.app[SERVICE].config.allowed_origins
-    if origin and ("*" in allowed or origin in allowed):
-        response.headers["Access-Control-Allow-Origin"] = origin
-        response.headers["Access-Control-Expose-Headers"] = f"{REQUEST_ID}, Retry-After"
-    if allowed:
-        response.headers.add("Vary", "Origin")
-
-
-@web.middleware
-async def preflight(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answers a browser that asks what it may do; `add_headers` says to whom."""
-    if request.method != "OPTIONS" or "Access-Control-Request-Method" not in request.headers:
-        return await handler(request)
-    return web.Response(
-        status=204,
-        headers={
-            "Access-Control-Allow-Methods": "GET, POST",
-            "Access-Control-Allow-Headers": f"Authorization, Content-Type, {REQUEST_ID}",
-            "Access-Control-Max-Age": "86400",
-        },
-    )
 
 
 @web.middleware
@@ -105,9 +85,10 @@ def as_api_error(error: Exception) -> ApiError:
         case ApiError():
             return error
         case InvalidParameter():
-            return ApiError(400, str(error), error.field)
+            code = "context_length_exceeded" if isinstance(error, ContextLengthExceeded) else None
+            return ApiError(400, str(error), error.field, code=code)
         case QueueFull():
-            return ApiError(503, str(error), retry_after=1)
+            return ApiError(503, str(error), code="queue_full", retry_after=1)
         case EngineDead():
             return ApiError(503, str(error))
         case web.HTTPException():
@@ -128,6 +109,8 @@ async def authorize(request: web.Request, handler: Handler) -> web.StreamRespons
         ]
         if kind.lower() != "bearer" or not any(matches):
             raise ApiError(401, "a valid API key is needed: Authorization: Bearer KEY")
+        if len(keys) > 1:
+            request[CLIENT] = f"key {matches.index(True)}"
     return await handler(request)
 
 
@@ -148,4 +131,4 @@ async def drain(request: web.Request, handler: Handler) -> web.StreamResponse:
         service.in_flight.discard(task)
 
 
-MIDDLEWARES = [record, preflight, errors, authorize, drain]
+MIDDLEWARES = [record, errors, check_origin, authorize, drain]

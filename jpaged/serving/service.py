@@ -2,8 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from aiohttp import web
@@ -13,7 +15,10 @@ from jpaged.engine import Engine
 from jpaged.serving.metrics import Metrics
 from jpaged.serving.recorder import Recorder
 from jpaged.serving.tools import ToolFormat
+from jpaged.template_process import TemplateProcess
 from jpaged.tokenizer import Vocabulary, backend
+
+LARGE_BYTES = 64 * 2**10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,32 +29,41 @@ class ServerConfig:
         api_keys: any of them opens what is not open to all; none of them, and everything is.
         chat_template: instead of the model's own.
         trust_request_chat_template: take templates from requests too. They are programs, if sandboxed ones.
-        max_queue: requests that may wait for the engine; for more there is a 503.
-        max_body_size: of a request, in bytes.
+        max_queue: requests that may wait for the engine; for more there is an HTTP 503.
+        max_body_size: of a request, in bytes; None allows 1 MiB, and 16 bytes for each token of max_model_len.
         request_timeout: seconds that an answer may take in all; None is no limit.
         drain_timeout: seconds that running requests have to finish once the server is told to stop; None is no limit.
         allowed_origins: of web pages that may use the server from a browser; "*" is all of them.
+        allowed_hosts: names, besides those of the loopback interface, that requests may address the server by; None
+            allows all names.
     """
 
     api_keys: tuple[str, ...] = ()
     chat_template: str | None = None
     trust_request_chat_template: bool = False
     max_queue: int = 4096
-    max_body_size: int = 16 * 2**20
+    max_body_size: int | None = None
     request_timeout: float | None = None
     drain_timeout: float | None = 300.0
     allowed_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_queue", "max_body_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
         for name in ("request_timeout", "drain_timeout"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} must be above 0, not {value}")
         if not all(self.api_keys):
             raise ValueError("api_keys must not hold an empty one")
+
+    @property
+    def max_prompts(self) -> int:
+        """How many prompts one request may have: its share of the queue."""
+        return self.max_queue // 2 + 1
 
 
 @dataclass(eq=False)
@@ -62,6 +76,7 @@ class Service:
         recorder, metrics: what the engine's observers have seen.
         sampling_defaults: what a request leaves open, as the model's generation_config.json has it.
         tool_format: how the model calls tools; None if it can't.
+        untrusted_templates: renders the chat templates of requests; None where none are taken.
         draining: finish what runs, refuse what comes.
         in_flight: generating requests, each by its task.
     """
@@ -75,6 +90,7 @@ class Service:
     metrics: Metrics
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     tool_format: ToolFormat | None = None
+    untrusted_templates: TemplateProcess | None = None
     config: ServerConfig = field(default_factory=ServerConfig)
     draining: bool = False
     in_flight: set[asyncio.Task] = field(default_factory=set)
@@ -83,6 +99,25 @@ class Service:
     @property
     def healthy(self) -> bool:
         return self.engine.alive and not self.draining
+
+    @property
+    def max_body_size(self) -> int:
+        return self.config.max_body_size or 2**20 + 16 * self.max_model_len
+
+    @property
+    def max_prompt_characters(self) -> int:
+        """The most that a prompt of `max_model_len` tokens can have."""
+        return self.max_model_len * self.vocabulary.longest
+
+    async def run[T](self, work: Callable[[], T], size: int) -> T:
+        """Return the result of some work that takes time in proportion to `size`, in bytes. Large work runs one piece
+        after the other, so that it takes one core, and small work need not wait for it."""
+        executor = self._large_work if size > LARGE_BYTES else None
+        return await asyncio.get_running_loop().run_in_executor(executor, work)
+
+    @cached_property
+    def _large_work(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, thread_name_prefix="large requests")
 
 
 SERVICE = web.AppKey("service", Service)
@@ -102,5 +137,6 @@ def make_service(
     return Service(
         AsyncEngine(engine, [recorder, metrics], max_queue=config.max_queue), tokenizer, model_name,
         engine.scheduler.limits.max_model_len, Vocabulary(backend(tokenizer)), recorder, metrics,
-        sampling_defaults or {}, tool_format, config,
+        sampling_defaults or {}, tool_format,
+        TemplateProcess(tokenizer.special_tokens_map) if config.trust_request_chat_template else None, config,
     )  # fmt: skip

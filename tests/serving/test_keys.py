@@ -105,13 +105,6 @@ async def test_no_spelling_of_a_path_gets_around_the_key(guarded, path):
     assert await status(guarded, None, path) in (400, 401, 404)
 
 
-async def test_a_preflight_needs_no_key_and_reaches_no_handler(guarded):
-    headers = {"Origin": "https://chat.example.org", "Access-Control-Request-Method": "POST"}
-    async with guarded.session.options("/reset_prefix_cache", headers=headers) as response:
-        assert response.status == 204 and "Access-Control-Allow-Origin" not in response.headers
-        assert await response.read() == b""
-
-
 def test_keys_come_from_flags_a_file_and_the_environment(tmp_path, monkeypatch):
     file = tmp_path / "keys"
     file.write_text("# ours\nfrom-the-file\n\n  another  \n")

@@ -312,13 +312,13 @@ def _problem(response: http.client.HTTPResponse, data: bytes, *, whole: bool) ->
         return None if data or not whole else "an empty answer"
     if not streamed:
         answer = json.loads(data)
-        kept = "error" in answer and answer["error"]["code"] == response.status if response.status != 200 else True
+        kept = "error" in answer and isinstance(answer["error"]["code"], str) if response.status != 200 else True
         return None if kept else f"not the API's form: {data[:200]!r}"
     *events, done, end = data.split(b"\n\n")
     if (done, end) != (b"data: [DONE]", b""):
         return f"a stream that ends in {data[-80:]!r}"
     for event in events:
         chunk = json.loads(event.removeprefix(b"data: "))
-        if "error" in chunk and chunk["error"]["code"] != 400:
+        if "error" in chunk and chunk["error"]["type"] != "BadRequestError":
             return f"an error in a stream: {chunk}"
     return None

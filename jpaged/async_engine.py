@@ -49,7 +49,9 @@ class AsyncEngine:
     """Owns an Engine: after `start` nobody else may touch it. Calls reach its thread between two steps, in order.
 
     Args:
-        max_queue: how many requests may wait before further ones are refused; None is any number.
+        max_queue: how many requests may wait before further ones are refused; None is any number. One client may fill
+            half of the room that the others leave, so that a newcomer finds some (Choudhury and Hahne's dynamic
+            thresholds, 1998).
     """
 
     def __init__(self, engine: Engine, observers: Iterable[Observer] = (), *, max_queue: int | None = None):
@@ -98,9 +100,14 @@ class AsyncEngine:
         stream = _Stream(asyncio.get_running_loop(), asyncio.Queue())
 
         def add() -> None:
-            waiting = len(self._engine.scheduler.waiting)
-            if self._max_queue is not None and waiting >= self._max_queue:
-                raise QueueFull(f"{waiting} requests are waiting, and no more may; try again later")
+            waiting, client = self._engine.scheduler.waiting, options.get("client")
+            if self._max_queue is not None:
+                room, own = self._max_queue - len(waiting), waiting.count(client)
+                if room <= 0 or (client is not None and own > room):
+                    raise QueueFull(
+                        f"queue full ({len(waiting)} requests waiting, {own} of them of this client, limit "
+                        f"{self._max_queue}): retry later"
+                    )
             request = self._engine.add(request_id, prompt_token_ids, params, **options)
             self._streams[request_id] = stream
             for observer in self._observers:

@@ -44,11 +44,12 @@ def _setup(special_tokens: dict[str, str]) -> Callable[[dict[str, Any]], tuple[s
     def render(question: dict[str, Any]) -> tuple[str | None, str | None]:
         options = special_tokens | question["options"]
         try:
-            (text,), _ = render_jinja_template(chat_template=question["chat_template"], **options)
+            rendered: Any = render_jinja_template(chat_template=question["chat_template"], **options)
         except MemoryError:
             return None, "it needs too much memory"
         except Exception as error:  # templates raise what they like
             return None, str(error)
+        text = rendered[0][0]
         if len(text) > question["max_characters"]:
             return None, f"{len(text)} characters exceed {question['max_characters']}"
         return text, None

@@ -1,6 +1,7 @@
 """What goes back to the client: the bodies of both endpoints, whole and in chunks."""
 
 import codecs
+import json
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
@@ -13,6 +14,7 @@ from jpaged.serving.tools import ToolCallDelta, ToolParser
 from jpaged.tokenizer import Vocabulary
 
 UTF8 = codecs.getincrementaldecoder("utf-8")
+PART = 64  # entries of a list
 LEAST_LOGPROB = -9999.0  # JSON has no -inf; this is the API's word for a token that can't be
 
 
@@ -101,6 +103,12 @@ class Answer:
         choices = [self._finished(i, c) | self._ids(i, c) | self._end(c) for i, c in sorted(self._choices.items())]
         return {**self._head, "object": self.object_name, "choices": choices, "usage": self._usage()}
 
+    @property
+    def size(self) -> int:
+        """About how many bytes the whole answer has."""
+        entries = 1 + max(self._num_top or 0, self._prompt_top or 0)
+        return 64 * entries * (self._completion_tokens + sum(len(prompt.token_ids) for prompt in self.prompts))
+
     def opening(self) -> Iterable[dict[str, Any]]:
         """Chunks that come before any text."""
         return ()
@@ -121,7 +129,7 @@ class Answer:
     def record(self) -> dict[str, Any]:
         """What a log may say of it."""
         usage = self._usage()
-        reasons = [str(choice.finish_reason) for choice in self._choices.values()]
+        reasons = [choice.finish_reason and str(choice.finish_reason) for choice in self._choices.values()]
         return {
             "id": self.id, "prompt_tokens": usage["prompt_tokens"], "completion_tokens": usage["completion_tokens"],
             "cached_tokens": sum(self._cached_tokens), "finish_reasons": reasons,
@@ -332,6 +340,22 @@ def _whole_calls(deltas: Iterable[ToolCallDelta]) -> list[dict[str, Any]]:
             calls[delta.index] = _call_delta(delta)
             del calls[delta.index]["index"]
     return list(calls.values())
+
+
+def dumps(value: Any, depth: int = 4) -> bytes:
+    """Return the JSON of a value. A long list is encoded in parts, for one call would hold the GIL for its whole time.
+
+    Args:
+        depth: how many containers inside each other are taken apart.
+    """
+    if depth and isinstance(value, dict):
+        return b"{%b}" % b",".join(b"%b:%b" % (dumps(key), dumps(item, depth - 1)) for key, item in value.items())
+    if depth and isinstance(value, list) and len(value) <= PART:
+        return b"[%b]" % b",".join(dumps(item, depth - 1) for item in value)
+    if isinstance(value, list) and len(value) > PART:
+        parts = (value[start : start + PART] for start in range(0, len(value), PART))
+        return b"[%b]" % b",".join(dumps(part, 0)[1:-1] for part in parts)
+    return json.dumps(value).encode()
 
 
 def _in_json(logprob: float) -> float:

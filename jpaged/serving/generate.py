@@ -9,10 +9,11 @@ from typing import Any
 from aiohttp import web
 
 from jpaged.async_engine import AsyncEngine
-from jpaged.core.request import FinishReason, OutputDelta
-from jpaged.serving.answer import Answer
-from jpaged.serving.middleware import RECORD, as_api_error
-from jpaged.serving.protocol import ApiError, GenerationRequest, Params
+from jpaged.core.request import NON_FINITE, FinishReason, OutputDelta
+from jpaged.serving.answer import Answer, dumps
+from jpaged.serving.middleware import CLIENT, RECORD, as_api_error
+from jpaged.serving.prepare import Prepared
+from jpaged.serving.protocol import ApiError, Params
 from jpaged.serving.service import SERVICE
 
 DONE = b"data: [DONE]\n\n"
@@ -21,11 +22,15 @@ LAST_WORDS = 5.0  # seconds that a client has to take the error that ends its st
 Deltas = list[tuple[int, OutputDelta]]  # each with the index of its prompt
 
 
-async def respond(request: web.Request, answer: Answer, params: Params, body: GenerationRequest) -> web.StreamResponse:
-    """Generates for every prompt at once. Each is accepted before anything is sent, so a refusal is still a 400; what
-    goes wrong in the middle of a stream is an event of it."""
-    service = request.app[SERVICE]
-    options: dict[str, Any] = {"priority": body.priority or 0, "cache_salt": body.cache_salt or ""}
+async def respond(request: web.Request, answer: Answer, prepared: Prepared) -> web.StreamResponse:
+    """Generate for every prompt at once. Each is accepted before anything is sent, so a refusal is still an HTTP 400; a
+    failure in the middle of a stream is an event of the stream."""
+    service, body, params = request.app[SERVICE], prepared.body, prepared.params
+    options: dict[str, Any] = {
+        "priority": body.priority or 0, "cache_salt": body.cache_salt or "", "bad_words": prepared.bad_words,
+        # Without several keys, every request is a client of its own.
+        "client": request.get(CLIENT, answer.id),
+    }  # fmt: skip
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     try:
         async with asyncio.timeout(service.config.request_timeout):
@@ -37,7 +42,8 @@ async def respond(request: web.Request, answer: Answer, params: Params, body: Ge
                     async for deltas in outputs:
                         for delta in deltas:
                             answer.add(*delta)
-                    return web.json_response(answer.whole())
+                    whole = await service.run(lambda: dumps(answer.whole()), answer.size)
+                    return web.Response(body=whole, content_type="application/json")
                 await response.prepare(request)
                 await _send(response, answer.opening())
                 async for deltas in outputs:
@@ -53,7 +59,8 @@ async def respond(request: web.Request, answer: Answer, params: Params, body: Ge
         if isinstance(failure, TimeoutError):
             failure = ApiError(504, f"the answer was not complete after {service.config.request_timeout:g} seconds")
         if not response.prepared:
-            raise failure from None
+            with body.rename_error_fields():
+                raise failure from None
         await _end(request, response, as_api_error(failure))
     finally:
         request[RECORD] |= answer.record()
@@ -82,6 +89,12 @@ async def _end(request: web.Request, response: web.StreamResponse, error: ApiErr
     await response.write_eof()
 
 
+def _failure(reason: int | str | None) -> ApiError:
+    if reason == NON_FINITE:
+        return ApiError(500, f"{reason}; the server's log has more")
+    return ApiError(400, f"structured_outputs: {reason}", "structured_outputs")
+
+
 @asynccontextmanager
 async def _generate(
     engine: AsyncEngine, answer: Answer, params: Params, options: Mapping[str, Any]
@@ -99,7 +112,7 @@ async def _generate(
                 accepted[index].set_result(None)
                 async for delta in deltas:
                     if delta.finish_reason == FinishReason.ERROR:
-                        raise ApiError(400, f"structured_outputs: {delta.stop_reason}", "structured_outputs")
+                        raise _failure(delta.stop_reason)
                     merged.put_nowait((index, delta))
             merged.put_nowait(None)
         except Exception as error:

@@ -112,7 +112,7 @@ def _error_schema() -> dict[str, Any]:
         "message": {"type": "string"},
         "type": {"type": "string"},
         "param": {"type": ["string", "null"], "description": "the field that is wrong"},
-        "code": {"type": "integer"},
+        "code": {"type": "string"},
     }
     error = {"type": "object", "properties": content, "required": list(content)}
     return {"type": "object", "properties": {"error": error}, "required": ["error"]}

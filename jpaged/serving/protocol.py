@@ -13,28 +13,56 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
-from jpaged.core.params import BeamSearchParams, InvalidParameter, SamplingParams, StructuredOutputsParams, shown
+from jpaged.core.params import (
+    MAX_LOGIT_BIASES,
+    BeamSearchParams,
+    ContextLengthExceeded,
+    InvalidParameter,
+    SamplingParams,
+    StructuredOutputsParams,
+    shown,
+)
 
 DEFAULT_COMPLETION_TOKENS = 16
 
 Params = SamplingParams | BeamSearchParams
 
+# Longer lists would take the event loop's time to check.
+MAX_PROMPTS = MAX_MESSAGES = 4096
+MAX_PARTS = 1024  # of one message
+MAX_TOOLS = 128
+MAX_METADATA = 16
+
+CODES = {
+    400: "invalid_value", 401: "invalid_api_key", 403: "forbidden", 404: "not_found", 408: "request_timeout",
+    413: "request_too_large", 503: "service_unavailable", 504: "timeout",
+}  # fmt: skip
+
 
 class ApiError(Exception):
-    """An answer that is an error, in the API's form. `retry_after`, in seconds, says when to come again."""
+    """An error in the API's form.
 
-    def __init__(self, status: int, message: str, param: str | None = None, *, retry_after: int | None = None):
+    Args:
+        code: for programs; None takes that of the status.
+        retry_after: seconds.
+    """
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, *, code: str | None = None,
+        retry_after: int | None = None,
+    ):  # fmt: skip
         super().__init__(message)
         self.status, self.message, self.param, self.retry_after = status, message, param, retry_after
+        self.code = code or CODES.get(status, "invalid_request_error" if status < 500 else "internal_error")
 
     @property
     def body(self) -> dict[str, Any]:
         kinds = {
-            401: "AuthenticationError", 404: "NotFoundError", 408: "TimeoutError",
+            401: "AuthenticationError", 403: "PermissionDeniedError", 404: "NotFoundError", 408: "TimeoutError",
             503: "ServiceUnavailableError", 504: "TimeoutError",
         }  # fmt: skip
         kind = kinds.get(self.status, "BadRequestError" if self.status < 500 else "InternalServerError")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 class _AtOnce(FailFast):
@@ -49,6 +77,10 @@ Items = Annotated[list[T], _AtOnce()]
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+# The neutral value of a field whose feature is not served: null, or an empty list or object.
+Nothing = Annotated[list[Any], Field(max_length=0)] | Annotated[dict[str, Any], Field(max_length=0)] | None
 
 
 class StreamOptions(_Strict):
@@ -127,7 +159,9 @@ class GenerationRequest(_Strict):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, float] | None = Field(
+        default=None, max_length=MAX_LOGIT_BIASES, description=f"up to {MAX_LOGIT_BIASES} numbers by token id"
+    )
     allowed_token_ids: Items[int] | None = None
     bad_words: Items[str] | None = None
     prompt_logprobs: int | None = None
@@ -140,13 +174,28 @@ class GenerationRequest(_Strict):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool | None = None
-    # By their meaning these change no answer.
+    # These change no answer.
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: dict[str, str] | None = Field(
+        default=None, max_length=MAX_METADATA, description=f"up to {MAX_METADATA} texts by name"
+    )
     store: Literal[False] | None = Field(default=None, description="false: nothing is stored")
     service_tier: Literal["auto", "default"] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    include_reasoning: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    request_id: str | None = None
+    # Features that are not served, at the values that ask for nothing.
+    detokenize: Literal[True] | None = None
+    return_tokens_as_token_ids: Literal[False] | None = None
+    logits_processors: Nothing = None
+    guided_json: Nothing = None
+    guided_regex: Nothing = None
+    guided_choice: Nothing = None
+    guided_grammar: Nothing = None
+    kv_transfer_params: Nothing = None
+    vllm_xargs: Nothing = None
 
     @property
     def num_choices(self) -> int:
@@ -183,7 +232,7 @@ class GenerationRequest(_Strict):
         return kind(**values)
 
     @contextmanager
-    def refusals_in_its_words(self) -> Iterator[None]:
+    def rename_error_fields(self) -> Iterator[None]:
         """Within it, an InvalidParameter names the field as the request has it."""
         try:
             yield
@@ -191,7 +240,8 @@ class GenerationRequest(_Strict):
             message, names = str(error), self._names()
             for name, own in names.items():
                 message = re.sub(rf"\b{name}\b", own, message)
-            raise ApiError(400, message, names.get(error.field, error.field)) from error
+            code = "context_length_exceeded" if isinstance(error, ContextLengthExceeded) else None
+            raise ApiError(400, message, names.get(error.field, error.field), code=code) from error
 
     def _max_tokens(self) -> int | None:
         return self.max_tokens
@@ -212,9 +262,12 @@ class GenerationRequest(_Strict):
 
 
 class CompletionRequest(GenerationRequest):
-    prompt: str | Items[str] | Items[int] | Items[Items[int]] = Field(
-        description="a text, token ids, or a list of either"
-    )
+    prompt: (
+        str
+        | Annotated[Items[str], Field(max_length=MAX_PROMPTS)]
+        | Items[int]
+        | Annotated[Items[Items[int]], Field(max_length=MAX_PROMPTS)]
+    ) = Field(description=f"a text, token ids, or a list of up to {MAX_PROMPTS} of either")
     add_special_tokens: bool | None = Field(default=None, description="true or false; true for prompts that are texts")
     echo: bool | None = None
     logprobs: int | None = None
@@ -282,19 +335,26 @@ class ToolCall(_Strict):
 
 class ChatMessage(_Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Items[TextPart] | None = None
+    content: str | Annotated[Items[TextPart], Field(max_length=MAX_PARTS)] | None = None
     name: str | None = None
     refusal: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: Items[ToolCall] | None = Field(default=None, description="calls that the assistant has made")
     tool_call_id: str | None = Field(default=None, description="the call that this message answers")
-    # What clients put into a message of the assistant that they send back; it says nothing that `content` does not.
+    # Clients send these back in a message of the assistant. They repeat its content, or ask for nothing.
     parsed: Any = None
-    annotations: Items[Any] | None = Field(default=None, max_length=0)
-    audio: None = None
-    function_call: None = None
+    annotations: Nothing = None
+    audio: Nothing = None
+    function_call: Nothing = None
+    provider_specific_fields: Any = None
 
-    def for_template(self) -> dict[str, Any]:
-        """As chat templates know it. Raises ApiError for what the role does not allow."""
+    def for_template(self, knows_developers: bool = True) -> dict[str, Any]:
+        """Return the message as chat templates know it. Raises ApiError for what the role does not allow.
+
+        Args:
+            knows_developers: whether the template has a role "developer"; otherwise it is the system's.
+        """
         if self.content is None and not self.tool_calls:
             raise ApiError(400, f"messages: content is required in a message of the {self.role}", "messages")
         if self.tool_calls and self.role != "assistant":
@@ -302,8 +362,9 @@ class ChatMessage(_Strict):
         if self.tool_call_id is None and self.role == "tool":
             raise ApiError(400, "messages: tool_call_id is required in a message of a tool", "messages")
         content = "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content
-        message: dict[str, Any] = {"role": self.role, "content": content or ""}
-        for name in ("name", "tool_call_id"):
+        role = "system" if self.role == "developer" and not knows_developers else self.role
+        message: dict[str, Any] = {"role": role, "content": content or ""}
+        for name in ("name", "tool_call_id", "reasoning_content", "reasoning"):
             if getattr(self, name):
                 message[name] = getattr(self, name)
         if self.tool_calls:
@@ -335,8 +396,8 @@ class NamedToolChoice(_Strict):
 class Conversation(_Strict):
     """What a chat template takes."""
 
-    messages: Items[ChatMessage] = Field(min_length=1)
-    tools: Items[Tool] | None = None
+    messages: Items[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
+    tools: Items[Tool] | None = Field(default=None, max_length=MAX_TOOLS)
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
@@ -365,6 +426,19 @@ class ChatRequest(GenerationRequest, Conversation):
         default=None, description='"none", "auto", "required" or {"type": "function", "function": {"name": NAME}}'
     )
     parallel_tool_calls: bool | None = None
+    # Features that are not served, at the values that ask for nothing.
+    modalities: list[Literal["text"]] | None = None
+    echo: Literal[False] | None = None
+    add_special_tokens: Literal[False] | None = Field(default=None, description="false: the template brings them")
+    function_call: Literal["none"] | None = None
+    functions: Nothing = None
+    audio: Nothing = None
+    prediction: Nothing = None
+    documents: Nothing = None
+    mm_processor_kwargs: Nothing = None
+    web_search_options: None = None
+    reasoning_effort: Literal["none"] | None = None
+    verbosity: Literal["medium"] | None = None
 
     @property
     def offered_tools(self) -> list[Tool]:
@@ -434,16 +508,22 @@ class DetokenizeRequest(_Strict):
     tokens: Items[int]
 
 
+PROBLEM_CODES = {"extra_forbidden": "unknown_parameter", "missing": "missing_required_parameter"}
+
+
 def parse[R: BaseModel](model: type[R], body: bytes) -> R:
     """A request from its JSON. Raises ApiError 400 that names the first field that is wrong, and what it may be."""
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
-        problem = error.errors(include_url=False, include_context=False)[0]
+        # Of the members of a union, the one that matched furthest.
+        problem = max(error.errors(include_url=False, include_context=False), key=lambda each: len(each["loc"]))
         if not problem["loc"]:
             raise ApiError(400, problem["msg"]) from error
         name = str(problem["loc"][0])
-        raise ApiError(400, f"{name}: {_explain(model, name, problem)}", name) from error
+        raise ApiError(
+            400, f"{name}: {_explain(model, name, problem)}", name, code=PROBLEM_CODES.get(problem["type"])
+        ) from error
 
 
 def _explain(model: type[BaseModel], name: str, problem: Any) -> str:
@@ -453,6 +533,8 @@ def _explain(model: type[BaseModel], name: str, problem: Any) -> str:
     if problem["type"] == "missing" and len(problem["loc"]) == 1:
         return "is required"
     given = shown(problem["input"])
+    if name == "messages" and problem["loc"][-1:] == ("type",) and "content" in problem["loc"]:
+        return f"content parts of type {given} are not supported; text is"
     if field.description:
         return f"must be {field.description}, not {given}"
     where = ".".join(str(part) for part in problem["loc"][1:])

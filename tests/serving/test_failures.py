@@ -74,7 +74,11 @@ def test_a_runner_that_fails():
             with urllib.request.urlopen(f"{server.url}/v1/completions", data, timeout=30) as response:
                 *events, last, _ = response.read().split(b"\n\n")
             error = json.loads(events[-1].removeprefix(b"data: "))["error"]
-            assert last == b"data: [DONE]" and error["type"] == "ServiceUnavailableError" and error["code"] == 503
+            assert (
+                last == b"data: [DONE]"
+                and error["type"] == "ServiceUnavailableError"
+                and error["code"] == "service_unavailable"
+            )
             assert error["message"] == "the engine has failed: the script fails here"
             with pytest.raises(openai.APIError, match="the engine has failed"):
                 list(other)

@@ -118,7 +118,7 @@ def answering(status: int, content_type: str, body: bytes):
         (fuzz_fields.attack, (200, "text/event-stream", b"data: {}\n\n"), "a stream that ends in"),
         (
             fuzz_fields.attack,
-            (200, "text/event-stream", b'data: {"error": {"code": 503}}\n\ndata: [DONE]\n\n'),
+            (200, "text/event-stream", b'data: {"error": {"type": "InternalServerError"}}\n\ndata: [DONE]\n\n'),
             "an error in a stream",
         ),
     ],

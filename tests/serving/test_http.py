@@ -172,7 +172,7 @@ ENDLESS = "a" * (MAX_LEN * max(map(len, SPECIAL)) + 1)  # too long even if it we
 )
 async def test_bad_completions_are_refused_by_name(client, body, status, param, words):
     error = (await client.post("/v1/completions", body, status))["error"]
-    assert error["param"] == param and words in error["message"] and error["code"] == status
+    assert error["param"] == param and words in error["message"] and isinstance(error["code"], str)
     assert error["type"] == ("NotFoundError" if status == 404 else "BadRequestError")
     await client.complete("still", max_tokens=1)
 
@@ -240,7 +240,7 @@ async def test_health_models_and_unknown_paths(client):
         (model,) = (await response.json())["data"]
     assert model["id"] == "tiny" and model["max_model_len"] == MAX_LEN
     async with client.session.get("/v1/nothing") as response:
-        assert response.status == 404 and (await response.json())["error"]["code"] == 404
+        assert response.status == 404 and (await response.json())["error"]["code"] == "not_found"
     async with client.session.get("/v1/completions") as response:
         assert response.status == 405
 
@@ -292,7 +292,7 @@ async def test_an_engine_that_fails_says_so_to_everybody(tiny):
 
         engine.runner.step = failing
         chunks = await client.stream("/v1/completions", {"prompt": "Hello", "max_tokens": 50, "ignore_eos": True})
-        assert chunks[-1]["error"]["code"] == 503 and "out of luck" in chunks[-1]["error"]["message"]
+        assert chunks[-1]["error"]["code"] == "service_unavailable" and "out of luck" in chunks[-1]["error"]["message"]
         await client.complete("a", 503)
         async with client.session.get("/health") as response:
             assert response.status == 503

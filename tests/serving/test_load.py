@@ -132,7 +132,7 @@ async def test_what_is_not_finished_when_draining_ends_is_told_so(flags, signals
         assert await asyncio.to_thread(server.process.wait, 30) == 0
         assert time.monotonic() - start < 15
         for request, answer in zip(requests, answers):
-            assert answer.error and answer.error["code"] == 503, answer
+            assert answer.error and answer.error["code"] == "service_unavailable", answer
             assert answer.done and answer.status == (200 if request["stream"] else 503), answer
         assert "ending 8 requests that have not finished" in server.log()
 

@@ -113,4 +113,4 @@ async def test_a_grammar_that_fails_midway_is_an_error_not_an_answer(client):
     error = (await client.complete("a", 400, **body))["error"]
     assert error["param"] == "structured_outputs" and "items" in error["message"]
     *_, last = await client.stream("/v1/completions", {"prompt": "a"} | body)
-    assert last["error"]["code"] == 400
+    assert last["error"]["code"] == "invalid_value"

@@ -1,0 +1,188 @@
+"""From the body of a request to what the engine takes: parsed, checked, rendered and tokenized.
+
+These functions take time in proportion to the body, so they run on worker threads (`Service.run`).
+"""
+
+import uuid
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+from jpaged.core.params import ContextLengthExceeded, StructuredOutputsParams
+from jpaged.serving.answer import Prompt
+from jpaged.serving.protocol import (
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    Conversation,
+    DetokenizeRequest,
+    GenerationRequest,
+    Params,
+    TokenizeChatRequest,
+    TokenizeCompletionRequest,
+    parse,
+)
+from jpaged.serving.service import Service
+from jpaged.serving.tools import Tool, ToolFormat, ToolParser
+from jpaged.tokenizer import chat_text, encode, tokenize_bad_words
+
+
+class Prepared[Body: GenerationRequest](NamedTuple):
+    """A request for generation, ready for the engine.
+
+    Attributes:
+        bad_words: token ids of `params.bad_words`.
+        new_parser: makes a parser of tool calls for each choice; None where no tools are offered.
+    """
+
+    body: Body
+    params: Params
+    prompts: list[Prompt]
+    bad_words: tuple[tuple[int, ...], ...]
+    new_parser: Callable[[], ToolParser] | None = None
+
+
+def prepare_completion(service: Service, data: bytes) -> Prepared[CompletionRequest]:
+    """Return the request of a body. Raises ApiError 400 or 404."""
+    body = parse(CompletionRequest, data)
+    with body.rename_error_fields():
+        params, given = body.params(service.sampling_defaults), body.prompts()
+        _check(service, body)
+        if len(given) > service.config.max_prompts:
+            raise ApiError(
+                400, f"prompt: {len(given)} prompts exceed {service.config.max_prompts}, one request's share of the "
+                "queue (--max-queue)", "prompt",
+            )  # fmt: skip
+        special = body.add_special_tokens is not False
+        prompts = [_prompt(service, prompt, params, special) for prompt in given]
+        return Prepared(body, params, prompts, tokenize_bad_words(service.tokenizer, params.bad_words))
+
+
+def prepare_chat(service: Service, data: bytes) -> Prepared[ChatRequest]:
+    """Return the request of a body. Raises ApiError 400 or 404."""
+    body = parse(ChatRequest, data)
+    with body.rename_error_fields():
+        params = body.params(service.sampling_defaults)
+        _check(service, body)
+        offered = [Tool(tool.function.name, tool.function.parameters) for tool in body.offered_tools]
+        new_parser = None
+        if offered:
+            tool_format = _tool_format(service, params)
+            params = replace(params, structured_outputs=_call_grammar(body, tool_format, offered))
+            names, parallel = {tool.name for tool in offered}, body.parallel_tool_calls is not False
+            new_parser = partial(tool_format.parser, names, lambda: f"call_{uuid.uuid4().hex}", parallel)
+        prompt = Prompt(params.truncated(_render(service, body), service.max_model_len))
+        bad_words = tokenize_bad_words(service.tokenizer, params.bad_words)
+        return Prepared(body, params, [prompt], bad_words, new_parser)
+
+
+def tokenize(service: Service, data: bytes) -> dict[str, Any]:
+    """Return the answer to a body of `/tokenize`. Raises ApiError 400 or 404."""
+    body: TokenizeChatRequest | TokenizeCompletionRequest
+    if b'"messages"' in data:
+        body = parse(TokenizeChatRequest, data)
+        check_model(service, body.model)
+        tokens = _render(service, body)
+    else:
+        body = parse(TokenizeCompletionRequest, data)
+        check_model(service, body.model)
+        _check_length(service, len(body.prompt), "prompt")
+        tokens = encode(service.tokenizer, body.prompt, add_special_tokens=body.add_special_tokens)
+    id_to_token = service.vocabulary.tokenizer.id_to_token
+    texts = [id_to_token(token) for token in tokens] if body.return_token_strs else None
+    counts = {"count": len(tokens), "max_model_len": service.max_model_len}
+    return counts | {"tokens": tokens, "token_strs": texts}
+
+
+def detokenize(service: Service, data: bytes) -> dict[str, Any]:
+    """Return the answer to a body of `/detokenize`. Raises ApiError 400 or 404."""
+    body = parse(DetokenizeRequest, data)
+    check_model(service, body.model)
+    tokenizer = service.vocabulary.tokenizer
+    size = tokenizer.get_vocab_size()
+    for token in body.tokens:
+        if not 0 <= token < size:
+            raise ApiError(400, f"tokens: token id {token} is outside the vocabulary [0, {size})", "tokens")
+    (text,) = tokenizer.decode_batch([body.tokens], skip_special_tokens=False)  # lets other threads run, unlike decode
+    return {"prompt": text}
+
+
+def check_model(service: Service, name: str | None) -> None:
+    """Raise ApiError 404 for the name of another model."""
+    if name not in (None, service.model_name):
+        raise ApiError(
+            404, f"model: {name!r} is not served here; {service.model_name!r} is", "model", code="model_not_found"
+        )
+
+
+def _check(service: Service, body: GenerationRequest) -> None:
+    check_model(service, body.model)
+    if body.stream_options and not body.stream:
+        raise ApiError(400, "stream_options: only allowed with stream", "stream_options")
+
+
+def _prompt(service: Service, given: str | list[int], params: Params, add_special_tokens: bool) -> Prompt:
+    if not isinstance(given, str):
+        return Prompt(params.truncated(given, service.max_model_len))
+    _check_length(service, len(given), "prompt")
+    token_ids = encode(service.tokenizer, given, add_special_tokens=add_special_tokens)
+    kept = params.truncated(token_ids, service.max_model_len)
+    return Prompt(kept, given if len(kept) == len(token_ids) else None)
+
+
+def _check_length(service: Service, length: int, param: str) -> None:
+    """Refuse a text that can't fit, whatever its tokens are, before the time is spent on finding them."""
+    if length > service.max_prompt_characters:
+        raise ContextLengthExceeded(
+            param,
+            f"This model's maximum context length is {service.max_model_len} tokens (max_model_len). However, you sent "
+            f"{length} characters, more than {service.max_prompt_characters}, the most that so many tokens can have."
+        )  # fmt: skip
+
+
+def _render(service: Service, body: Conversation) -> list[int]:
+    """Return the tokens of a conversation, by the template of the request, the server or the model."""
+    if body.chat_template is not None and service.untrusted_templates is None:
+        raise ApiError(
+            400, "chat_template: this server takes none from requests (--trust-request-chat-template)", "chat_template"
+        )
+    template = body.chat_template or service.config.chat_template or getattr(service.tokenizer, "chat_template", None)
+    knows_developers = not isinstance(template, str) or "developer" in template
+    messages = [message.for_template(knows_developers) for message in body.messages]
+    _check_length(service, sum(len(message["content"]) for message in messages), "messages")
+    options = body.template_options()
+    try:
+        if body.chat_template is not None:
+            assert service.untrusted_templates is not None
+            options |= options.pop("variables")
+            text = service.untrusted_templates.render(
+                body.chat_template, service.max_prompt_characters, conversations=[messages], **options
+            )
+        else:
+            text = chat_text(service.tokenizer, messages, service.config.chat_template, **options)
+    except ValueError as error:
+        raise ApiError(400, f"messages: {error}", "messages") from error
+    _check_length(service, len(text), "messages")
+    return encode(service.tokenizer, text, add_special_tokens=False)
+
+
+def _tool_format(service: Service, params: Params) -> ToolFormat:
+    if service.tool_format is None:
+        raise ApiError(400, "tools: no tool-call format detected for this model; set --tool-call-parser", "tools")
+    if params.structured_outputs is not None:
+        raise ApiError(400, "tools: can't be combined with response_format or structured_outputs", "tools")
+    return service.tool_format
+
+
+def _call_grammar(body: ChatRequest, tool_format: ToolFormat, tools: list[Tool]) -> StructuredOutputsParams | None:
+    """Return the grammar of an answer that must call a tool, or whose calls must fit the tools' schemas."""
+    parallel = body.parallel_tool_calls is not False and not body.names_tool
+    try:
+        if body.must_call:
+            return StructuredOutputsParams(grammar=tool_format.grammar(tools, parallel))
+        if any(tool.function.strict for tool in body.offered_tools):
+            return StructuredOutputsParams(grammar=tool_format.lazy_grammar(tools, parallel))
+    except ValueError as error:
+        raise ApiError(400, str(error), "tools") from error
+    return None

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import queue
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
@@ -16,6 +17,8 @@ from jpaged.core.scheduler import Scheduler
 from jpaged.engine import Engine, StepOutput
 
 logger = logging.getLogger(__name__)
+
+CALLS_TIMEOUT_S = 0.005  # of each step
 
 
 class EngineDead(RuntimeError):
@@ -146,8 +149,9 @@ class AsyncEngine:
             self._die(EngineDead(f"the engine has failed: {error}"))
 
     def _handle_calls(self) -> None:
-        """All calls that wait; without other work, at least one."""
-        while not self._stopping:
+        """Make the calls that wait; without other work, at least one. Many calls are spread over several steps."""
+        deadline = time.monotonic() + CALLS_TIMEOUT_S
+        while not self._stopping and (time.monotonic() < deadline or not self._engine.has_work):
             try:
                 item = self._calls.get(block=not self._engine.has_work)
             except queue.Empty:

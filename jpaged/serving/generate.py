@@ -2,8 +2,9 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -14,8 +15,9 @@ from jpaged.serving.answer import Answer, dumps
 from jpaged.serving.middleware import CLIENT, RECORD, as_api_error
 from jpaged.serving.prepare import Prepared
 from jpaged.serving.protocol import ApiError, Params
-from jpaged.serving.service import SERVICE
+from jpaged.serving.service import SERVICE, Service
 
+SMALL_BYTES = 32 * 2**10
 DONE = b"data: [DONE]\n\n"
 LAST_WORDS = 5.0  # seconds that a client has to take the error that ends its stream
 
@@ -40,17 +42,15 @@ async def respond(request: web.Request, answer: Answer, prepared: Prepared) -> w
             async with _generate(service.engine, answer, params, options) as outputs:
                 if not body.stream:
                     async for deltas in outputs:
-                        for delta in deltas:
-                            answer.add(*delta)
+                        await _run(service, partial(_add, answer, deltas), _size(deltas))
                     whole = await service.run(lambda: dumps(answer.whole()), answer.size)
                     return web.Response(body=whole, content_type="application/json")
                 await response.prepare(request)
-                await _send(response, answer.opening())
+                await _send(response, _events(answer.opening()))
                 async for deltas in outputs:
-                    moved = {answer.add(*delta): None for delta in deltas}
-                    await _send(response, (chunk for index in moved if (chunk := answer.chunk(index))))
+                    await _send(response, await _run(service, partial(_chunks, answer, deltas), _size(deltas)))
             if body.stream_options and body.stream_options.include_usage:
-                await _send(response, [answer.usage_chunk()])
+                await _send(response, _events([answer.usage_chunk()]))
             await response.write(DONE)
             await response.write_eof()
     except ConnectionResetError:
@@ -67,15 +67,38 @@ async def respond(request: web.Request, answer: Answer, prepared: Prepared) -> w
     return response
 
 
-async def _send(response: web.StreamResponse, chunks: Iterable[dict[str, Any]]) -> None:
-    """In one piece, if there is any."""
-    if events := b"".join(b"data: %b\n\n" % json.dumps(chunk, ensure_ascii=False).encode() for chunk in chunks):
+async def _run[T](service: Service, work: Callable[[], T], size: int) -> T:
+    """Return the result of some work on the answer: on a worker thread only if that costs less than the work."""
+    return await service.run(work, size) if size > SMALL_BYTES else work()
+
+
+def _add(answer: Answer, deltas: Deltas) -> dict[int, None]:
+    """Return the choices that have moved on, in order."""
+    return {answer.add(*delta): None for delta in deltas}
+
+
+def _chunks(answer: Answer, deltas: Deltas) -> bytes:
+    return _events(chunk for index in _add(answer, deltas) if (chunk := answer.chunk(index)))
+
+
+def _size(deltas: Deltas) -> int:
+    """Return about how many bytes of JSON some deltas make."""
+    samples = (sample for _, delta in deltas for sample in (*delta.samples, *(delta.prompt_samples or ())))
+    return 64 * sum(1 + len(sample.top) for sample in samples)
+
+
+def _events(chunks: Iterable[dict[str, Any]]) -> bytes:
+    return b"".join(b"data: %b\n\n" % json.dumps(chunk, ensure_ascii=False).encode() for chunk in chunks)
+
+
+async def _send(response: web.StreamResponse, events: bytes) -> None:
+    if events:
         await response.write(events)
 
 
 async def _end(request: web.Request, response: web.StreamResponse, error: ApiError) -> None:
     """Too late for a status: the error is the stream's last event. A client that does not even take that is cut off."""
-    await _send(response, [error.body])
+    await _send(response, _events([error.body]))
     await response.write(DONE)
     try:
         async with asyncio.timeout(LAST_WORDS):

@@ -32,6 +32,7 @@ MAX_PROMPTS = MAX_MESSAGES = 4096
 MAX_PARTS = 1024  # of one message
 MAX_TOOLS = 128
 MAX_METADATA = 16
+MAX_FAULTS = 1000
 
 CODES = {
     400: "invalid_value", 401: "invalid_api_key", 403: "forbidden", 404: "not_found", 408: "request_timeout",
@@ -516,6 +517,8 @@ def parse[R: BaseModel](model: type[R], body: bytes) -> R:
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
+        if (count := error.error_count()) > MAX_FAULTS:  # naming them takes longer than finding them
+            raise ApiError(400, f"the body has {count} unknown or wrong fields") from None
         # Of the members of a union, the one that matched furthest.
         problem = max(error.errors(include_url=False, include_context=False), key=lambda each: len(each["loc"]))
         if not problem["loc"]:

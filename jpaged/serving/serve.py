@@ -5,6 +5,7 @@ import logging
 import resource
 import signal
 import ssl
+import sys
 
 from aiohttp import web
 
@@ -13,6 +14,7 @@ from jpaged.serving.service import Service
 
 logger = logging.getLogger(__name__)
 
+SWITCH_INTERVAL_S = 0.0005
 LAST_WORDS = 5.0  # seconds for the errors that end what was not finished in time
 
 
@@ -26,6 +28,8 @@ async def serve(service: Service, host: str, port: int, tls: ssl.SSLContext | No
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
     _allow_many_connections()
+    # A worker thread that prepares a large request holds the GIL for so long, each time that a step needs it.
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     runner = web.AppRunner(make_app(service), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:

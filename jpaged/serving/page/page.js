@@ -80,10 +80,7 @@ async function keepFollowing() {
 async function take(frame) {
   const held = new Map(); // what those had that are preempted by now
   for (const event of frame.events) if (event.kind === "preempt" && pool.facts) held.set(event.number, pool.blocksOf(event.number));
-  const resized = frame.num_blocks !== pool.numBlocks;
-  const changed = await pool.apply(frame);
-  if (resized) map.layout();
-  else map.draw(changed);
+  map.update(await pool.apply(frame));
   const fresh = log.add(frame.events, frame);
   if (!frame.whole) for (const event of fresh) flash(event, held);
   history.add(frame);
@@ -92,7 +89,7 @@ async function take(frame) {
 }
 
 function flash(event, held) {
-  if (event.kind === "copy") map.flash([event.destination], "accent", event.source);
+  if (event.kind === "copy") map.flash([event.destination], "text", event.source);
   if (event.kind === "preempt") map.flash(held.get(event.number), "text");
   if (event.kind === "hit" || event.kind === "fork") {
     const request = pool.facts.requests.find((one) => one.number === event.number);
@@ -131,6 +128,7 @@ function render(facts) {
   get("events-count").textContent = `${count(totals.copies)} copied, ${count(totals.preemptions)} preempted`;
   const kinds = pool.counts();
   for (const [kind, blocks] of Object.entries(kinds)) get(`count-${kind}`).textContent = count(blocks);
+  get("folded").textContent = foldedWords();
   get("saving").textContent = saving(facts, kinds);
 
   get("used").textContent = count(facts.used);
@@ -139,7 +137,7 @@ function render(facts) {
   get("rate").textContent = count(last.rate);
   get("rate-unit").textContent = `${count(totals.tokens)} in all`;
   get("latency").textContent = latency === null ? "–" : (1000 * latency).toFixed(latency < 0.01 ? 1 : 0);
-  get("latency-unit").textContent = latency === null ? "ms" : `ms, first token ${duration(first)}`;
+  get("latency-unit").textContent = latency === null ? "ms" : `ms, first ${duration(first)}`;
   const share = totals.prefix_queries ? totals.prefix_hits / totals.prefix_queries : 0;
   get("hits").textContent = totals.prefix_queries ? percent(share) : "–";
   get("hits-unit").textContent = totals.prefix_queries ? `%, ${count(totals.prefix_hits)} tokens` : "%";
@@ -166,13 +164,13 @@ function saving(facts, kinds) {
 
 // The tooltip of the map
 
-function showTooltip(block, x, y) {
+function showTooltip(place, x, y) {
   const tooltip = get("tooltip");
-  tooltip.hidden = block === null;
-  if (block === null) return map.highlight(null);
-  const owner = pool.owners[block];
-  map.highlight(owner || null);
-  const lines = describe(block);
+  tooltip.hidden = place === null;
+  if (place === null) return map.highlight(null);
+  const block = map.view.order[place];
+  map.highlight(pool.owners[block] || null);
+  const lines = block < 0 ? describeFold(~block) : describe(block);
   tooltip.replaceChildren(...lines.map((text, i) => {
     const line = document.createElement(i ? "span" : "b");
     line.textContent = text;
@@ -181,6 +179,23 @@ function showTooltip(block, x, y) {
   const { width, height } = tooltip.getBoundingClientRect();
   tooltip.style.left = `${Math.max(8, Math.min(innerWidth - width - 8, x + 14))}px`;
   tooltip.style.top = `${y + 18 + height > innerHeight ? y - height - 12 : y + 18}px`;
+}
+
+function describeFold(first) {
+  const last = map.view.endOfFold(first);
+  return [`Blocks ${count(first)} to ${count(last)}`, `${kindsIn(first, last)}, not drawn`];
+}
+
+/** How many blocks of a range are cached and how many are empty, in words. `test` chooses among the blocks. */
+function kindsIn(first, last, test = () => true) {
+  const found = { cached: 0, empty: 0 };
+  for (let block = first; block <= last; block++) if (test(block)) found[pool.kind(block)] += 1;
+  return Object.entries(found).filter(([, blocks]) => blocks).map(([kind, blocks]) => `${count(blocks)} ${kind}`).join(" and ");
+}
+
+function foldedWords() {
+  const words = kindsIn(0, pool.numBlocks - 1, (block) => map.view.isFolded(block));
+  return words && `⋯ ${words} blocks are folded away; the map grows as they are used.`;
 }
 
 function describe(block) {

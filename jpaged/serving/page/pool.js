@@ -5,6 +5,7 @@ const CACHED = 128; // a bit of a block's state; the others count its references
 export class Pool {
   numBlocks = 0;
   owners = new Uint16Array(0); // the number of the first request that holds a block; 0 for none
+  writers = new Uint16Array(0); // the last owner of each block that this page has seen; 0 for none
   states = new Uint8Array(0); // references, at most 127, and CACHED
   facts = null;
   frame = 0;
@@ -20,6 +21,7 @@ export class Pool {
     if (frame.whole) {
       this.numBlocks = n;
       this.owners = new Uint16Array(n);
+      if (this.writers.length !== n) this.writers = new Uint16Array(n);
       this.states = new Uint8Array(n);
       this.#planes = bytes;
       for (let i = 0; i < n; i++) this.#decode(i);
@@ -41,6 +43,7 @@ export class Pool {
     const n = this.numBlocks, planes = this.#planes;
     this.owners[i] = planes[i] | (planes[n + i] << 8);
     this.states[i] = planes[2 * n + i];
+    if (this.owners[i] || !this.states[i]) this.writers[i] = this.owners[i];
   }
 
   references(i) {
@@ -64,6 +67,19 @@ export class Pool {
     const counts = { owned: 0, shared: 0, cached: 0, empty: 0 };
     for (let i = 0; i < this.numBlocks; i++) counts[this.kind(i)] += 1;
     return counts;
+  }
+
+  /** The blocks of the listed tables that are not full, and the share of each that holds computed tokens. */
+  filling() {
+    const shares = new Map(), size = this.facts?.block_size;
+    for (const { branches } of this.facts?.requests ?? []) {
+      for (const { computed, table } of branches) {
+        for (let at = Math.floor(computed / size); at < table.length; at++) {
+          shares.set(table[at], Math.max(0, computed / size - at, shares.get(table[at]) ?? 0));
+        }
+      }
+    }
+    return shares;
   }
 
   /** Blocks that a request holds, as far as the map and the listed tables tell. */

@@ -5,7 +5,7 @@ import { colours, css, mix, ownerIndex } from "./colours.js";
 const CELL = 14;
 const GAP = 2;
 const BAR = 3; // under the blocks that a prefix hit brought
-const LINGER = 400; // milliseconds that a request stays after its end
+const LINGER = 3000; // milliseconds that a request stays after its end
 
 export class Tables {
   /** `onHover(number)` is told which request is pointed at, or null. */

@@ -481,7 +481,8 @@ async def test_the_files_and_their_headers():
                 assert response.headers["Cache-Control"] == "no-cache"
                 assert response.headers["Content-Security-Policy"].startswith("default-src 'self';")
                 text, etag = await response.text(), response.headers["ETag"]
-            assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|[\"'(]//", text), "it needs another server"
+            own = path != "/page/marked.js"  # a library that recognizes addresses in texts, and loads nothing
+            assert not (own and re.search(r"https?://(?!www\.w3\.org/2000/svg)|[\"'(]//", text)), "needs another server"
             async with server.session.get(path, headers={"If-None-Match": etag}) as response:
                 assert response.status == 304 and await response.read() == b""
             async with server.session.get(path, headers={"If-None-Match": '"another"'}) as response:

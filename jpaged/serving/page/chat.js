@@ -2,6 +2,7 @@
 
 import { ownerIndex } from "./colours.js";
 import { post, request } from "./access.js";
+import { Markdown } from "./markdown.js";
 import { events } from "./stream.js";
 
 // Long enough to fill a block or two, which all that begin with it share.
@@ -10,12 +11,19 @@ const FOUR = "Tell me a story about a fox.";
 const EIGHT = ["a fox", "a dragon", "a robot", "a rabbit", "a king", "a bird", "a girl", "a dog"];
 const EIGHT_TURNS = 5;
 const NO_TEMPLATE = /no chat template/;
+const TOO_LONG = /max_model_len|maximum context length|KV pool can hold/i;
 
 /** The server's refusal, in its own words. */
 class Refused extends Error {
   constructor(status, body) {
     super(body?.error?.message ?? `the server answered ${status}`);
     this.param = body?.error?.param;
+    this.code = body?.error?.code;
+  }
+
+  /** Whether the prompt and its answer are longer than the model's context. */
+  get isTooLong() {
+    return this.code === "context_length_exceeded" || TOO_LONG.test(this.message);
   }
 }
 
@@ -76,7 +84,8 @@ export class Chat {
     const titles = count > 1 ? Array.from({ length: count }, (_, i) => `answer ${i + 1}`) : [""];
     const { mine, views } = this.#begin(text, titles);
     const messages = [...this.history, { role: "user", content: text }];
-    await this.#ask((options) => this.#chat(messages, { n: count, ...options }), views, () => 0);
+    const error = await this.#ask((options) => this.#chat(messages, { n: count, ...options }), views, () => 0);
+    if (this.history.length && error instanceof Refused && error.isTooLong) this.#offerNewChat(text);
     if (!mine.isConnected || !views.some((view) => view.text)) return;
     const reply = { role: "assistant", content: "" };
     this.history = [...messages, reply];
@@ -95,7 +104,7 @@ export class Chat {
         views[i].turn(who, `${turn + 1} of ${EIGHT_TURNS}`);
         chat.push({ role: "user", content: `Tell me a story about ${who}.` });
       });
-      if (!(await this.#ask((options) => this.#together(chats, options), views, (i) => i))) return;
+      if (await this.#ask((options) => this.#together(chats, options), views, (i) => i)) return;
       chats.forEach((chat, i) => chat.push({ role: "assistant", content: views[i].text }));
     }
   }
@@ -108,7 +117,7 @@ export class Chat {
   }
 
   /** Streams what `open(options)` gives, a choice into each view; `place(i)` is that of the request of choice i among
-   * those of the answer. Returns whether all came to their ends. */
+   * those of the answer. Returns null, or the error that ended them early. */
   async #ask(open, views, place) {
     const controller = new AbortController();
     this.#running = controller;
@@ -116,11 +125,12 @@ export class Chat {
     try {
       await this.#stream(open, views, place, controller.signal);
       views.forEach((view) => view.end());
-      return true;
+      return null;
     } catch (error) {
       const stopped = controller.signal.aborted;
       views.forEach((view) => view.end(stopped ? "stopped" : error.message, !stopped));
-      return false;
+      if (!stopped) views[0].error.scrollIntoView({ block: "nearest" });
+      return error;
     } finally {
       this.#running = null;
       this.#buttons();
@@ -208,6 +218,21 @@ export class Chat {
     return { mine, views };
   }
 
+  /** After a refusal: an empty conversation, with the refused message ready to be sent in it. */
+  #offerNewChat(text) {
+    const button = document.createElement("button");
+    button.type = "button";
+    button.className = "button primary offer";
+    button.textContent = "New chat with this message";
+    button.addEventListener("click", () => {
+      this.clear();
+      this.prompt.value = text;
+      this.#fit();
+    });
+    this.messages.append(button);
+    button.scrollIntoView({ block: "nearest" });
+  }
+
   #tell(text) {
     this.notice.textContent = text;
     this.notice.hidden = !text;
@@ -245,6 +270,7 @@ class Answer {
   onChoose = null;
   #next = null;
   #begun = performance.now();
+  #frame = null; // the next picture's request
 
   constructor(parent, title, onHover) {
     this.element = document.createElement("div");
@@ -259,9 +285,13 @@ class Answer {
     this.note = document.createElement("span");
     this.note.className = "note";
     this.head.append(this.tag, this.title, this.note);
-    this.body = document.createElement("p");
+    this.body = document.createElement("div");
     this.body.className = "text";
-    this.element.append(this.head, this.body);
+    this.markdown = new Markdown(this.body);
+    this.error = document.createElement("p");
+    this.error.className = "error";
+    this.error.hidden = true;
+    this.element.append(this.head, this.body, this.error);
     parent.append(this.element);
     this.element.addEventListener("click", () => this.onChoose?.());
     this.element.addEventListener("keydown", (event) => event.key === "Enter" && this.onChoose?.());
@@ -301,12 +331,17 @@ class Answer {
       this.#next = null;
     }
     this.text += text;
-    this.body.textContent = this.text;
+    this.finishReason = finishReason;
+    if (finishReason) this.element.classList.remove("busy");
+    this.#frame ??= requestAnimationFrame(() => this.#show());
+  }
+
+  /** Show the text so far, at most once per picture of the screen. */
+  #show() {
+    cancelAnimationFrame(this.#frame);
+    this.#frame = null;
+    this.markdown.show(this.text, this.element.classList.contains("busy"));
     this.body.scrollTop = this.body.scrollHeight;
-    if (finishReason) {
-      this.finishReason = finishReason;
-      this.element.classList.remove("busy");
-    }
   }
 
   end(note = null, failed = false) {
@@ -315,7 +350,9 @@ class Answer {
     const seconds = (performance.now() - this.#begun) / 1000;
     const cut = this.finishReason === "length" ? ", cut" : "";
     this.note.title = cut ? "The answer reached the most tokens that were asked for" : "";
-    if (failed) this.body.textContent = `${this.text}${this.text ? "\n" : ""}${note}`;
+    this.#show();
+    this.error.hidden = !failed;
+    this.error.textContent = failed ? note : "";
     this.note.textContent = failed ? "failed" : note ?? `${seconds.toFixed(1)} s${cut}`;
   }
 }

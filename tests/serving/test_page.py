@@ -623,10 +623,12 @@ def test_the_theme_can_be_chosen_and_is_kept(browser, server):
         assert_drawn(visit)
 
 
+# The numbers of eight requests that have written a while, else nothing.
 IN_FULL_SWING = """() => {
   const all = (selector) => [...document.querySelectorAll(`.message:last-child ${selector}`)];
-  return window.jpaged.pool.facts.running > 6 && all(".text").every((text) => text.textContent.length > 40)
+  const swing = window.jpaged.pool.facts.running > 6 && all(".text").every((text) => text.textContent.length > 40)
     && all(".note").every((turn) => /[345] of 5/.test(turn.textContent));
+  return swing ? all(".tag").map((tag) => tag.textContent).join() : "";
 }"""
 
 
@@ -638,16 +640,17 @@ def main():
     with ServerProcess(*flags, "--access-log", "none", clean=False) as server, browsing() as browser:
         for theme in ("light", "dark"):
             for name, options in ("desktop", DESKTOP), ("phone", PHONE):
+                urllib.request.urlopen(urllib.request.Request(f"{server.url}/reset_prefix_cache", method="POST"))
                 with Visit(browser, server.url, key=None, color_scheme=theme, **options) as visit:
                     visit.live().page.click("#four")
                     visit.done()
-                    ready = False
-                    while not ready:  # before the picture was taken, and after it
+                    before, after = "", None  # the requests before and after the picture
+                    while before != after:
                         if visit.see("!document.getElementById('send').hidden"):
                             visit.see("document.getElementById('eight').click()")
-                        if visit.see(IN_FULL_SWING):
+                        if before := visit.see(IN_FULL_SWING):
                             visit.page.screenshot(path=folder / f"{theme}-{name}.png")
-                            ready = visit.see(IN_FULL_SWING)
+                            after = visit.see(IN_FULL_SWING)
                         visit.page.wait_for_timeout(30)
 
 

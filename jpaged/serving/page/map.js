@@ -89,6 +89,7 @@ export class PoolMap {
   layout() {
     const width = this.element.clientWidth, now = performance.now(), { view } = this;
     if (!width || !this.pool.numBlocks) return;
+    if (this.pointed !== null) this.#point(null); // another block will have its place
     view.resize(width, Math.min(310, Math.max(230, width * 0.36)));
     view.notice(null, now);
     view.fit(now);

@@ -644,13 +644,13 @@ def main():
                 with Visit(browser, server.url, key=None, color_scheme=theme, **options) as visit:
                     visit.live().page.click("#four")
                     visit.done()
-                    before, after = "", None  # the requests before and after the picture
-                    while before != after:
+                    ready = False
+                    while not ready:
                         if visit.see("!document.getElementById('send').hidden"):
                             visit.see("document.getElementById('eight').click()")
-                        if before := visit.see(IN_FULL_SWING):
+                        if running := visit.see(IN_FULL_SWING):
                             visit.page.screenshot(path=folder / f"{theme}-{name}.png")
-                            after = visit.see(IN_FULL_SWING)
+                            ready = visit.see(IN_FULL_SWING) == running
                         visit.page.wait_for_timeout(30)
 
 

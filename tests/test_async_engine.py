@@ -1,10 +1,11 @@
 """The engine's thread, over a fake runner: many at once, leaving early, ids in use, stopping, failing."""
 
 import asyncio
+import time
 
 import pytest
 
-from jpaged.async_engine import AsyncEngine, EngineDead
+from jpaged.async_engine import AsyncEngine, EngineDead, QueueFull
 from jpaged.config import Limits
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.params import InvalidParameter, SamplingParams
@@ -79,6 +80,47 @@ async def test_a_refusal_reaches_the_caller_and_hurts_nobody(engine):
             await tokens(engine, "other", [VOCAB], 3)
         await release(engine)
         assert [t async for d in deltas for t in d.token_ids] == generate([1], 50)
+
+
+async def test_many_calls_are_spread_over_several_steps(engine):
+    """A step waits for the calls before it, and every stream with it."""
+    steps = []
+
+    def call(e):
+        time.sleep(0.001)
+        steps.append(e.runner.num_steps)
+
+    async with engine.generate("0", [1], SamplingParams(max_tokens=99)) as deltas:
+        await anext(deltas)
+        await asyncio.gather(*(engine.call(call) for _ in range(60)))
+    assert steps == sorted(steps) and len(set(steps)) >= 5
+
+
+async def test_one_client_may_not_fill_the_queue():
+    scheduler = Scheduler(BlockPool(64, 4), Limits(100, 1, 16), vocab_size=VOCAB)
+    engine = AsyncEngine(Engine(scheduler, FakeRunner(64, 4)), max_queue=8)
+    engine.start()
+    await hold(engine)
+    refused, leave = [], asyncio.Event()
+
+    async def ask(client, i):
+        try:
+            async with engine.generate(f"{client}{i}", [1], SamplingParams(), client=client):
+                await leave.wait()
+        except QueueFull:
+            refused.append(client)
+
+    tasks = []
+    for client, count in (("a", 8), ("b", 3), (None, 4)):
+        tasks += [asyncio.create_task(ask(client, i)) for i in range(count)]
+        while await engine.call(lambda e: len(e.scheduler.requests)) + len(refused) < len(tasks):
+            await asyncio.sleep(0.001)
+    assert refused == ["a"] * 3 + ["b", None, None, None], "five of eight, two of three, the last one"
+    leave.set()
+    await asyncio.gather(*tasks)
+    await release(engine)
+    await idle(engine)
+    await engine.stop()
 
 
 async def test_stopping_tells_everybody(engine):

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessColl
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from jpaged.core.request import Request
+from jpaged.core.request import NON_FINITE, Request
 from jpaged.core.scheduler import Scheduler
 from jpaged.engine import StepOutput
 
@@ -75,6 +75,9 @@ class Metrics:
         self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts, computed or found in the prefix cache")
         self._generation_tokens = counter("generation_tokens", "Tokens generated")
         self._rejected = counter("num_requests_rejected", "Requests that found the queue full")
+        self._corrupted = counter(
+            "corrupted_requests", "Requests that ended because the model's logits were not finite"
+        )
         self._success = Counter(
             "vllm:request_success", "Choices that came to their end", ["model_name", "finished_reason"],
             registry=self._registry,
@@ -147,6 +150,8 @@ class Metrics:
 
     def ended(self, request: Request) -> None:
         course, now = self._courses.pop(request), self._clock()
+        if request.sequences[0].stop_reason == NON_FINITE:
+            self._corrupted.inc()
         for sequence in request.outputs:
             self._success.labels(self._model_name, str(sequence.finish_reason)).inc()
         self._whole.observe(now - course.arrival)

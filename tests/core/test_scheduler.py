@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jpaged.core.params import BeamSearchParams, InvalidParameter, SamplingParams
-from jpaged.core.request import FinishReason, Sample, SequenceResult
+from jpaged.core.request import NON_FINITE, FinishReason, Sample, SequenceResult
 from tests.core.traffic import assert_as_alone, drain, draw, make, step
 from tests.fake_runner import VOCAB, generate, next_token
 
 
-def add(scheduler, name, prompt, **params):
-    return scheduler.add(str(name), prompt, SamplingParams(**params), seed=0)
+def add(scheduler, name, prompt, client=None, **params):
+    return scheduler.add(str(name), prompt, SamplingParams(**params), seed=0, client=client)
 
 
 def test_one_request_runs_to_its_length():
@@ -194,6 +194,80 @@ def test_the_pool_limits_a_sequence_too():
     request = add(scheduler, 0, [1] * 6, max_tokens=None)
     drain(scheduler, runner)
     assert len(request.sequences[0].tokens) == 9, "the last token needs no slot"
+
+
+def admitted(scheduler, runner):
+    """The requests in the order of their first step."""
+    order = {}
+    while scheduler.has_work:
+        decision, _ = step(scheduler, runner)
+        order |= dict.fromkeys(sequence.request.request_id for sequence in decision.num_scheduled_tokens)
+    return list(order)
+
+
+def test_clients_take_turns_in_the_queue():
+    scheduler, runner = make(seqs=1)
+    for i in range(5):
+        add(scheduler, f"a{i}", [1, i], client="a", max_tokens=2)
+    step(scheduler, runner)
+    add(scheduler, "b0", [2, 0], client="b", max_tokens=2)
+    add(scheduler, "b1", [2, 1], client="b", max_tokens=2)
+    add(scheduler, "c0", [3, 0], client="c", max_tokens=2)
+    assert scheduler.waiting.count("a") == 4 and scheduler.waiting.count("b") == 2
+    assert admitted(scheduler, runner) == ["a0", "b0", "c0", "a1", "b1", "a2", "a3", "a4"]
+    assert scheduler.waiting.count("a") == 0
+
+
+def test_a_request_with_many_sequences_takes_as_many_turns():
+    scheduler, runner = make(seqs=4)
+    add(scheduler, "a0", [1], client="a", n=4, max_tokens=3)
+    add(scheduler, "a1", [2], client="a", n=4, max_tokens=3)
+    step(scheduler, runner)
+    for i in range(4):
+        add(scheduler, f"b{i}", [3, i], client="b", max_tokens=2)
+    assert admitted(scheduler, runner) == ["a0", "b0", "b1", "b2", "b3", "a1"]
+
+
+def test_requests_without_a_client_come_in_the_order_of_arrival():
+    scheduler, runner = make(seqs=1)
+    for name in "abcd":
+        add(scheduler, name, [1], max_tokens=1)
+    assert admitted(scheduler, runner) == list("abcd")
+
+
+@pytest.mark.parametrize("where", ["output", "second branch", "prompt"])
+def test_logits_that_are_not_finite_end_their_request_alone(where):
+    scheduler, runner = make(size=4)
+    other = add(scheduler, "other", [7, 7, 7], max_tokens=5)
+    bad = add(scheduler, "bad", [5] * 9, n=2, max_tokens=5, prompt_logprobs=0)
+    if where != "prompt":
+        step(scheduler, runner)
+        step(scheduler, runner)
+    decision = scheduler.schedule()
+    results = list(runner.step(decision))
+    at = max(i for i, sequence in enumerate(decision.num_scheduled_tokens) if sequence.request is bad)
+    at -= where == "output"
+    wrong = Sample(3, math.nan, 1)
+    results[at] = SequenceResult([] if where == "prompt" else [wrong], [wrong] if where == "prompt" else [])
+    advanced = scheduler.update(decision, results)
+    assert {(s.finish_reason, s.stop_reason) for s in bad.sequences} == {(FinishReason.ERROR, NON_FINITE)}
+    assert set(bad.sequences) <= set(advanced) and len(advanced) == len(set(advanced))
+    assert scheduler.pool.match([5] * 9).num_tokens == 0, "its KV may be as bad, so nobody may share it"
+    scheduler.check_invariants()
+    drain(scheduler, runner)
+    assert other.sequences[0].output_token_ids == generate([7, 7, 7], 5)
+
+
+def test_a_beam_whose_logits_are_not_finite_ends_its_search():
+    scheduler, runner = make()
+    request = scheduler.add("0", [1], BeamSearchParams(beam_width=3, max_tokens=5), seed=0)
+    step(scheduler, runner)
+    decision = scheduler.schedule()
+    results = list(runner.step(decision))
+    results[1] = SequenceResult([Sample(0, math.nan, 1, ((3, math.nan),))])
+    advanced = scheduler.update(decision, results)
+    assert advanced == request.sequences and {s.stop_reason for s in advanced} == {NON_FINITE}
+    assert not scheduler.has_work and scheduler.pool.num_used == 0
 
 
 def test_a_request_id_in_use_is_refused():

@@ -1,0 +1,19 @@
+"""Bad words by their index, against a search through all of them."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jpaged.core.bad_words import BadWords
+
+WORD = st.lists(st.integers(0, 2), min_size=1, max_size=4).map(tuple)
+
+
+@given(words=st.lists(WORD, max_size=30), tokens=st.lists(st.integers(0, 2), max_size=8), data=st.data())
+def test_bad_words_forbid_what_a_search_finds(words, tokens, data):
+    num_output_tokens = data.draw(st.integers(0, len(tokens)))
+    output = tuple(tokens[len(tokens) - num_output_tokens :])
+    bad_words = BadWords(words)
+    found = {w[-1] for w in words if len(w) > 1 and len(output) >= len(w) - 1 and output[-len(w) + 1 :] == w[:-1]}
+    assert bad_words.next_tokens(tokens, num_output_tokens) == found
+    assert bad_words.single_tokens == sorted({word[0] for word in words if len(word) == 1})
+    assert bool(bad_words) == bool(words)

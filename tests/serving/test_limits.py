@@ -132,8 +132,8 @@ async def test_templates_of_requests_are_rendered_within_bounds(loaded, monkeypa
         text = loaded[1].decode(answer["prompt_token_ids"], skip_special_tokens=True)
         assert "user: Hi!" in text
         for template, words in (
-            ("{{ 'a' * 100000000 }}", "characters exceed"),
-            ("{{ 'a' * 10000000000 }}", "memory"),
+            ("{{ messages[0].content * 1000000 }}", "2000000 characters exceed"),
+            ("{{ messages[0].content * 10000000000 }}", "memory"),
             ("{{ raise_exception('not so') }}", "not so"),
             ("{{ unclosed", "unexpected end of template"),
         ):

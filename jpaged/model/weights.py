@@ -1,6 +1,7 @@
 """Parameters between checkpoints and NNX: one table of names, strict both ways, one tensor in host memory at a time."""
 
 import json
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,10 @@ from flax import nnx
 from jax.sharding import SingleDeviceSharding
 from safetensors import safe_open
 from safetensors.numpy import save_file
-from tqdm import tqdm
 
 from jpaged.config import DTYPES, ModelConfig, read_json
 from jpaged.model.llama import Llama
+from jpaged.progress import track
 
 ORBAX = "orbax"
 SINGLE = "model.safetensors"
@@ -84,14 +85,8 @@ def load_safetensors(directory: Path, config: ModelConfig, dtype: str, *, progre
         with _open(file) as tensors:
             shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
     check_names(expected, {n: s for n, s in shapes.items() if not is_derived(n, config)}, directory)
-    with tqdm(total=len(paths), desc="Loading", unit="tensor", disable=not progress) as bar:
-        for file in files:
-            with _open(file) as tensors:
-                for name in tensors.keys():  # noqa: SIM118
-                    if name in paths:
-                        path = paths[name]
-                        leaves[path] = leaves[path].replace(_to_device(tensors.get_tensor(name), path, dtype))
-                        bar.update()
+    for path, array in track(_read(files, paths, dtype), len(paths), "loaded", "tensor", bar=progress):
+        leaves[path] = leaves[path].replace(array)
     return nnx.merge(graphdef, nnx.from_flat_state(leaves))
 
 
@@ -173,6 +168,15 @@ def safetensors_files(directory: Path) -> list[Path]:
     if not files:
         raise ValueError(f"model: {directory} has no safetensors file")
     return files
+
+
+def _read(files: Iterable[Path], paths: Mapping[str, Path_], dtype: str) -> Iterator[tuple[Path_, jax.Array]]:
+    """Yield the leaf of each name in `paths`, on the device, as soon as it is read."""
+    for file in files:
+        with _open(file) as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                if path := paths.get(name):
+                    yield path, _to_device(tensors.get_tensor(name), path, dtype)
 
 
 def _open(file: Path):

@@ -1,0 +1,34 @@
+"""The progress of long work: a bar on a terminal, lines in the log elsewhere."""
+
+import logging
+import time
+from collections.abc import Iterable, Iterator
+
+from tqdm import tqdm
+
+logger = logging.getLogger(__name__)
+
+FIRST_LINE_S = 1.0
+NEXT_LINE_S = 10.0
+
+
+def track[T](items: Iterable[T], total: int, done: str, unit: str, *, bar: bool) -> Iterator[T]:
+    """Yield items, and show how many of them have been worked on.
+
+    Args:
+        total: the number of items.
+        done: the work as a participle, such as "compiled".
+        bar: show a bar on stderr. Otherwise there are log lines, at most one in ten seconds.
+    """
+    if bar:
+        yield from tqdm(items, desc=done.capitalize(), total=total, unit=unit)
+        return
+    start = time.monotonic()
+    next_line = start + FIRST_LINE_S
+    for count, item in enumerate(items, 1):
+        yield item
+        now = time.monotonic()
+        if count < total and now >= next_line:
+            left = (now - start) / count * (total - count)
+            logger.info("%s %d of %d %ss, about %.0f s left", done, count, total, unit, left)
+            next_line = now + NEXT_LINE_S

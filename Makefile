@@ -35,12 +35,12 @@ clean:
 
 $(VENV)/serve.done: pyproject.toml $(BIN)/python
 	@echo "Installing jpaged$(SERVE_EXTRAS) into $(VENV)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".$(SERVE_EXTRAS)"
+	$(BIN)/python -m pip install --disable-pip-version-check -e ".$(SERVE_EXTRAS)"
 	@touch $@
 
 $(VENV)/test.done: pyproject.toml $(BIN)/python
 	@echo "Installing jpaged[dev] into $(VENV)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	$(BIN)/python -m pip install --disable-pip-version-check -e ".[dev]"
 	@$(BROWSER)
 	@touch $@
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -58,3 +59,11 @@ def test_flags_and_targets_exist():
     targets = set(re.findall(r"^make (\w+)", README, re.MULTILINE))
     assert targets == {"serve", "test"} and all(f"\n{t}:" in (ROOT / "Makefile").read_text() for t in targets)
     assert (ROOT / re.search(r"\((docs/\S+\.svg)\)", README).group(1)).is_file()
+
+
+def test_make_shows_the_progress_of_an_installation():
+    """It takes minutes."""
+    command = ["make", "--dry-run", "--always-make", "serve", "test"]
+    commands = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
+    installs = [line for line in commands.splitlines() if "pip install" in line]
+    assert len(installs) == 2 and not any("--quiet" in line for line in installs)

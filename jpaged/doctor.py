@@ -12,7 +12,9 @@ import jax
 
 from jpaged.config import EngineConfig, ModelConfig
 from jpaged.load import dtype_of, find_model
-from jpaged.runtime.runner import cache_folder, compute_capability, select_kernels
+from jpaged.runtime.compilation_cache import executables_folder
+from jpaged.runtime.kv_cache import available_host_memory
+from jpaged.runtime.runner import compute_capability, select_kernels
 from pallas_kernels import Kernels, toolchain
 from pallas_kernels.dispatch import Choice
 from pallas_kernels.selftest import FAILED, UNTESTED, Result
@@ -122,7 +124,7 @@ def examine(config: EngineConfig, *, retest: bool = False) -> Report:
         tests=tests,
         self_test=_why_no_tests(kernels),
         cache=cache,
-        host=Host(_memory_available(), shutil.disk_usage(_existing(Path(cache.path))).free),
+        host=Host(available_host_memory(), shutil.disk_usage(_existing(Path(cache.path))).free),
         warnings=tuple(_warnings([device.platform for device in devices], cards, tests, cache)),
         problems=tuple(problems),
     )
@@ -179,7 +181,7 @@ def _cards() -> tuple[Card, ...]:
 
 
 def _cache() -> Cache:
-    path = Path(jax.config.jax_compilation_cache_dir or cache_folder() / "xla")
+    path = executables_folder()
     files = [file for file in path.rglob("*") if file.is_file()]
     size = sum(file.stat().st_size for file in files)
     return Cache(str(path), len(files), size, os.access(_existing(path), os.W_OK))
@@ -188,8 +190,3 @@ def _cache() -> Cache:
 def _existing(path: Path) -> Path:
     """Return the path, or the nearest folder above it that exists."""
     return next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-
-
-def _memory_available() -> int:
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))

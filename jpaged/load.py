@@ -14,6 +14,7 @@ from jpaged.demo import DIRECTORY as DEMO
 from jpaged.engine import Engine
 from jpaged.model.llama import Llama
 from jpaged.model.weights import ORBAX, dummy_llama, load_orbax, load_safetensors
+from jpaged.runtime.compilation_cache import compilation_cache
 from jpaged.runtime.runner import ModelRunner
 from jpaged.tokenizer import backend, load_tokenizer
 
@@ -101,19 +102,22 @@ def load_engine(
         tokenizer = tokenizer or load_tokenizer(directory)
         defaults = sampling_defaults(directory)
         logger.info("loading %s as %s", config.model, dtype)
-        model = load_model(
-            directory, model_config, dtype=dtype, load_format=config.load_format, seed=config.seed, progress=progress
-        )
+        with compilation_cache():
+            model = load_model(
+                directory, model_config, dtype=dtype, load_format=config.load_format, seed=config.seed,
+                progress=progress,
+            )  # fmt: skip
     else:
         _check_module(config, model)
         limits = limits_of(config, model.config, platform)
-    runner = ModelRunner(model, config, limits)
-    if limits.max_num_seqs > runner.num_blocks:
-        raise ValueError(
-            f"max_num_seqs ({limits.max_num_seqs}) exceeds the {runner.num_blocks} blocks of the KV pool: "
-            "every sequence needs at least one"
-        )
-    runner.warm_up(progress=progress)
+    with compilation_cache():
+        runner = ModelRunner(model, config, limits)
+        if limits.max_num_seqs > runner.num_blocks:
+            raise ValueError(
+                f"max_num_seqs ({limits.max_num_seqs}) exceeds the {runner.num_blocks} blocks of the KV pool: "
+                "every sequence needs at least one"
+            )
+        runner.warm_up(progress=progress)
     host_pool = None
     if runner.num_host_blocks and config.preemption_mode != "recompute":
         host_pool = BlockPool(runner.num_host_blocks, config.block_size, enable_prefix_caching=False)

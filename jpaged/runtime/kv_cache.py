@@ -1,7 +1,10 @@
 """The KV pool on the device: how large a block is, how many fit, and the zeroed arrays."""
 
+import contextlib
 import math
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +42,42 @@ def modest_blocks(wanted: int, bytes_per_block: int) -> int:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     room = min(MAX_CPU_POOL_BYTES, math.floor(memory * MAX_CPU_MEMORY_SHARE))
     return max(1, min(wanted, room // bytes_per_block))
+
+
+def check_override(num_blocks: int, bytes_per_block: int, available: int) -> None:
+    """Raise ValueError if a pool of `num_blocks` takes more than the `available` bytes."""
+    wanted = num_blocks * bytes_per_block
+    if wanted > available:
+        raise ValueError(
+            f"num_gpu_blocks_override: {num_blocks} blocks take {wanted / 2**30:.2f} GiB, more than the "
+            f"{available / 2**30:.2f} GiB of memory that are free (at most {available // bytes_per_block} blocks)"
+        )
+
+
+def available_memory(device: jax.Device) -> int:
+    """Return the bytes of a device's memory that are free; of the host's for a CPU."""
+    stats = device.memory_stats()
+    return stats["bytes_limit"] - stats["bytes_in_use"] if stats and "bytes_limit" in stats else available_host_memory()
+
+
+def available_host_memory() -> int:
+    """Return the bytes of the host's memory that programs can have without swapping."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:  # not Linux
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+
+
+@contextlib.contextmanager
+def exhaustion_named(field: str, advice: str) -> Iterator[None]:
+    """Raise ValueError, with the field to change, where the device's memory is not enough."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise ValueError(f"{field}: {advice} ({str(error).splitlines()[0]})") from error
 
 
 def allocate_pool(

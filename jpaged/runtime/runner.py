@@ -1,24 +1,33 @@
 """The device side of the engine: parameters, KV pool, and every executable that a step can need."""
 
+import functools
 import itertools
 import logging
-import os
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 
 import jax
 import numpy as np
 from flax import nnx
-from tqdm import tqdm
+from jax.sharding import SingleDeviceSharding
 
 from jpaged.config import EngineConfig, Limits, ModelConfig
 from jpaged.core.params import MAX_LOGPROBS
 from jpaged.core.request import Sample, Sequence, SequenceResult
 from jpaged.core.scheduler import ScheduleDecision
 from jpaged.model.llama import Llama
+from jpaged.progress import track
 from jpaged.runtime.batch import Batch, Bucket, Buckets, empty_batch, ladder, make_batch
-from jpaged.runtime.kv_cache import allocate_pool, block_bytes, fitting_blocks, modest_blocks
+from jpaged.runtime.compilation_cache import cache_folder
+from jpaged.runtime.kv_cache import (
+    allocate_pool,
+    available_memory,
+    block_bytes,
+    check_override,
+    exhaustion_named,
+    fitting_blocks,
+    modest_blocks,
+)
 from jpaged.runtime.masks import Masks
 from jpaged.runtime.sampler import Sampled
 from jpaged.runtime.sampling_state import copy_rows, empty_state, host_row, write_row
@@ -73,22 +82,43 @@ class ModelRunner:
         bytes_per_block = block_bytes(llama, config.block_size, self.kernels.head_dim, dtype)
         most = limits.max_num_seqs * self.table_width
         self.num_host_blocks = min(int(config.swap_space * 2**30 // bytes_per_block), most)
+        if config.num_gpu_blocks_override:
+            check_override(config.num_gpu_blocks_override, bytes_per_block, available_memory(self.device))
         self.num_blocks = config.num_gpu_blocks_override or self._fitting_blocks(
             llama, dtype, config.gpu_memory_utilization, bytes_per_block
         )
-        self.pool = allocate_pool(llama, self.num_blocks, config.block_size, self.kernels.head_dim, dtype, self.device)
+        self._exhaustion = functools.partial(
+            exhaustion_named,
+            "num_gpu_blocks_override" if config.num_gpu_blocks_override else "gpu_memory_utilization",
+            f"with a KV pool of {self.num_blocks} blocks ({self.num_blocks * bytes_per_block / 2**30:.2f} GiB) the "
+            "device's memory is too small",
+        )
+        with self._exhaustion():
+            self.pool = allocate_pool(
+                llama, self.num_blocks, config.block_size, self.kernels.head_dim, dtype, self.device
+            )
         logger.info(
             "KV pool: %d blocks of %d tokens (%.2f GiB, %s)",
             self.num_blocks, config.block_size, self.num_blocks * bytes_per_block / 2**30, dtype,
         )  # fmt: skip
 
     def warm_up(self, *, progress: bool = True) -> None:
-        """Compiles, or loads from the persistent cache, every executable there is, by running each on padding."""
-        use_compilation_cache()
+        """Compile every executable, or load it from jax's cache on disk, by running it on padding.
+
+        Args:
+            progress: show a progress bar on stderr instead of lines in the log.
+
+        Raises ValueError if a step needs more memory than the pool leaves.
+        """
+        with self._exhaustion():
+            self._warm_up(progress)
+            jax.block_until_ready((self.pool, self.state))
+
+    def _warm_up(self, progress: bool) -> None:
         buckets = self.buckets.all
         logger.info("compiling %d shapes of a step, or loading them", len(buckets))
         start = time.monotonic()
-        for bucket in tqdm(buckets, desc="Compiling", unit="shape", disable=not progress):
+        for bucket in track(buckets, len(buckets), "compiled", "shape", bar=progress):
             batch = empty_batch(bucket, self.table_width, self.vocab_size)
             _, x_td = self._run(bucket, batch, ScheduleDecision())
             if x_td is not None:
@@ -169,34 +199,55 @@ class ModelRunner:
         return self.pool
 
     def _fitting_blocks(self, llama: ModelConfig, dtype: str, utilization: float, bytes_per_block: int) -> int:
-        stats = self.device.memory_stats() if self.device.platform != "cpu" else None
+        """Return the number of blocks that fit beside the temporaries of the largest steps.
+
+        The steps are compiled as the warm-up will need them. Sampling does not depend on the pool, and usually needs
+        more memory than the model's part of a step. If it needs less, that part is compiled again for a smaller pool.
+        """
+        stats = self.device.memory_stats()
         if not stats or "bytes_limit" not in stats:
             return modest_blocks(self.table_width * self.max_num_seqs, bytes_per_block)
-        # The pool's size is not known yet, and changes nothing about what a step needs beside it.
-        shape = jax.ShapeDtypeStruct((64, llama.num_key_value_heads, self.block_size, self.kernels.head_dim), dtype)
-        swapping = 2 * TRANSFERS[-1] * bytes_per_block if self.num_host_blocks else 0
-        return fitting_blocks(
-            limit=stats["bytes_limit"],
-            in_use=stats["bytes_in_use"],
-            temporaries=max(self.temporaries([shape] * (2 * llama.num_hidden_layers)), swapping),
-            utilization=utilization,
+        fitting = functools.partial(
+            fitting_blocks, limit=stats["bytes_limit"], in_use=stats["bytes_in_use"], utilization=utilization,
             bytes_per_block=bytes_per_block,
-        )
+        )  # fmt: skip
+        logger.info("compiling the largest steps, to measure the memory that they leave for the KV pool")
+        swapping = 2 * TRANSFERS[-1] * bytes_per_block if self.num_host_blocks else 0
+        beside = max(swapping, self.sampling_temporaries(llama.hidden_size, dtype))
+        num_blocks = fitting(temporaries=beside)
+        shape = (num_blocks, llama.num_key_value_heads, self.block_size, self.kernels.head_dim)
+        inside = self.model_temporaries([self._on_device(shape, dtype)] * (2 * llama.num_hidden_layers))
+        return num_blocks if inside <= beside else fitting(temporaries=inside)
 
-    def temporaries(self, pool: list[jax.ShapeDtypeStruct]) -> int:
-        """Bytes that the largest steps need beside parameters, pool and sampling state, by XLA's own account."""
-
-        def of(bucket: Bucket) -> int:
+    def model_temporaries(self, pool: list[jax.ShapeDtypeStruct]) -> int:
+        """Return the bytes that the model's part of the largest steps needs beside parameters and pool."""
+        lowered = []
+        for bucket in (self.buckets.decode[-1], self.buckets.mixed[-1]):
             batch = empty_batch(bucket, self.table_width, self.vocab_size)
-            forward = self._step.forward.lower(self.params, pool, batch, bucket.decode)
-            x_sd, x_td, _ = forward.out_info
-            parts = [forward, self._step.choose.lower(self.params, self.state, x_sd, batch.sampling)]
-            if x_td is not None:
-                parts.append(self._step.score.lower(self.params, x_td, batch.targets))
-            analyses = [part.compile().memory_analysis() for part in parts]
-            return max(analysis.temp_size_in_bytes for analysis in analyses if analysis)
+            lowered.append(self._step.forward.lower(self.params, pool, batch, bucket.decode))
+        return _temporaries(lowered)
 
-        return max(of(self.buckets.decode[-1]), of(self.buckets.mixed[-1]))
+    def sampling_temporaries(self, hidden_size: int, dtype: str) -> int:
+        """Return the bytes that the largest steps need for samples and prompt logprobs."""
+        lowered = []
+        for bucket in (self.buckets.decode[-1], self.buckets.mixed[-1]):
+            batch = empty_batch(bucket, self.table_width, self.vocab_size)
+            x_sd = self._on_device((bucket.num_seqs, hidden_size), dtype)
+            sampling = batch.sampling._replace(allowed_bits=self._no_bits[bucket.num_seqs])
+            lowered.append(self._step.choose.lower(self.params, self.state, x_sd, sampling))
+            if not bucket.decode:
+                x_td = self._on_device((bucket.num_tokens, hidden_size), dtype)
+                lowered.append(self._step.score.lower(self.params, x_td, batch.targets))
+        return _temporaries(lowered)
+
+    def _on_device(self, shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(self.device))
+
+
+def _temporaries(steps: Iterable[jax.stages.Lowered]) -> int:
+    """Return the most bytes that one of several steps needs for temporaries, by XLA's own account."""
+    analyses = [step.compile().memory_analysis() for step in steps]
+    return max(analysis.temp_size_in_bytes for analysis in analyses if analysis)
 
 
 def _row(sequence: Sequence, vocab_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -249,19 +300,6 @@ def select_kernels(
         num_heads=model.num_attention_heads, num_kv_heads=model.num_key_value_heads, block_size=config.block_size,
         self_test=SelfTest.on(device, cache_folder() / "selftest", retest=retest),
     )  # fmt: skip
-
-
-def cache_folder() -> Path:
-    """Return the folder for everything that is kept between runs."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jpaged"
-
-
-def use_compilation_cache() -> None:
-    """Keeps executables on disk between runs, under XDG_CACHE_HOME, unless the program has chosen a place itself."""
-    if jax.config.jax_compilation_cache_dir is None:
-        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def compute_capability(device: jax.Device) -> float | None:

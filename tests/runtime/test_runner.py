@@ -1,6 +1,7 @@
 """The device side: the pool is aliased and never copied, nothing compiles after warm-up, block copies are real."""
 
 import dataclasses
+import os
 import random
 
 import jax
@@ -11,6 +12,7 @@ from flax import nnx
 
 from jpaged import LLM, BeamSearchParams, ModelConfig, SamplingParams
 from jpaged.model.weights import abstract_llama, dummy_llama
+from jpaged.runtime import kv_cache
 from jpaged.runtime import runner as runner_module
 from jpaged.runtime.batch import Bucket, empty_batch
 from jpaged.runtime.kv_cache import block_bytes, fitting_blocks, modest_blocks
@@ -232,8 +234,34 @@ def test_temporaries_are_xlas_own_account(llm):
     small, large = (
         [jax.ShapeDtypeStruct((blocks, *x.shape[1:]), x.dtype) for x in runner.pool] for blocks in (64, 4096)
     )
+    hidden = 4 * LLAMA.hidden_size * LIMITS["max_num_batched_tokens"]
+    assert hidden <= runner.model_temporaries(small) == runner.model_temporaries(large)
     logits = 4 * LLAMA.vocab_size * runner.max_num_seqs
-    assert logits <= runner.temporaries(small) == runner.temporaries(large)
+    assert logits <= runner.sampling_temporaries(LLAMA.hidden_size, "float32")
+
+
+@pytest.mark.parametrize("stats", [None, {"bytes_limit": 2**30, "bytes_in_use": 2**29}], ids=["cpu", "gpu"])
+def test_a_pool_beyond_the_memory_is_an_error_with_the_flag_and_the_numbers(model, monkeypatch, stats):
+    monkeypatch.setattr(type(jax.devices()[0]), "memory_stats", lambda device: stats)
+    monkeypatch.setattr(kv_cache, "available_host_memory", lambda: 2**29)
+    block = block_bytes(LLAMA, 8, LLAMA.head_dim, "float32")
+    words = (
+        rf"num_gpu_blocks_override: {10**6} blocks take {10**6 * block / 2**30:.2f} GiB, more than the 0.50 GiB of "
+        rf"memory that are free \(at most {2**29 // block} blocks\)"
+    )
+    with pytest.raises(ValueError, match=words):
+        LLM(model, block_size=8, num_gpu_blocks_override=10**6, progress=False, **LIMITS)
+
+
+def test_a_pool_that_cannot_be_allocated_is_an_error_in_one_line(model, monkeypatch):
+    monkeypatch.setattr(runner_module, "available_memory", lambda device: 2**80)  # more than there is
+    with pytest.raises(ValueError, match=r"num_gpu_blocks_override: .* \(RESOURCE_EXHAUSTED: Out of memory") as error:
+        LLM(model, block_size=8, num_gpu_blocks_override=10**12, progress=False, **LIMITS)
+    assert "\n" not in str(error.value)
+
+
+def test_available_host_memory_is_that_of_the_machine():
+    assert 2**20 < kv_cache.available_host_memory() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def test_a_pool_on_a_cpu_is_modest():

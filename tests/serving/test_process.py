@@ -94,6 +94,11 @@ def with_another_architecture(directory):
         ),
         (
             lambda d: None,
+            ["--max-num-seqs", "8", "--num-gpu-blocks-override", "1000000000"],
+            "num_gpu_blocks_override: 1000000000 blocks take ",
+        ),
+        (
+            lambda d: None,
             ["--max-model-len", "513"],
             "max_model_len (513) exceeds the model's max_position_embeddings (512)",
         ),

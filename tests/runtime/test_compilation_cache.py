@@ -1,0 +1,178 @@
+"""The cache of executables: jax's settings stay the program's, and a second start compiles nothing."""
+
+import logging
+import warnings
+import zlib
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
+
+from jpaged import LLM, progress
+from jpaged.config import EngineConfig, Limits, ModelConfig
+from jpaged.model.weights import dummy_llama
+from jpaged.runtime.compilation_cache import compilation_cache
+from jpaged.runtime.kv_cache import block_bytes
+from jpaged.runtime.runner import ModelRunner
+
+FOLDER = "jax_compilation_cache_dir"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """The folder of executables: empty, and with a jax that has not opened a cache yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    before = dict(jax.config.values)
+    forget_cache()
+    yield tmp_path / "jpaged" / "xla"
+    for name, value in before.items():
+        if jax.config.values[name] != value:
+            jax.config.update(name, value)
+    reset_cache()
+
+
+def forget_cache():
+    """Leave jax's cache as a process finds it."""
+    jax.config.update(FOLDER, None)
+    reset_cache()
+
+
+class Loads:
+    """Counts, while it is entered, the executables that jax compiles and those that it loads from its cache."""
+
+    def __enter__(self):
+        self.requests = self.loaded = 0
+        jax.monitoring.register_event_listener(self._on_event)
+        jax.monitoring.register_event_duration_secs_listener(self._on_duration)
+        return self
+
+    def __exit__(self, *_):
+        jax.monitoring.unregister_event_listener(self._on_event)
+        jax.monitoring.unregister_event_duration_listener(self._on_duration)
+
+    @property
+    def compiled(self):
+        return self.requests - self.loaded
+
+    def _on_event(self, name, **_):
+        self.loaded += name == "/jax/compilation_cache/cache_hits"
+
+    def _on_duration(self, name, _seconds, **_kwargs):
+        self.requests += name == "/jax/core/compile/backend_compile_duration"
+
+
+def compile_anew(scale: float = 3.5) -> Loads:
+    """Compile a small function that jax does not know yet; the same one for one scale."""
+
+    def scaled(x):
+        return jnp.sin(x) * scale
+
+    with Loads() as loads:
+        jax.jit(scaled).lower(jax.ShapeDtypeStruct((7,), jnp.float32)).compile()
+    return loads
+
+
+def entries(folder, function="scaled"):
+    return sorted(folder.glob(f"jit_{function}-*-cache"))
+
+
+def test_the_settings_are_the_programs_again_afterwards(folder):
+    before = dict(jax.config.values)
+    with pytest.raises(ValueError, match="within"), compilation_cache():
+        compile_anew()
+        raise ValueError("within")
+    assert jax.config.values == before and len(entries(folder)) == 1
+    compile_anew(scale=4.5)
+    assert len(entries(folder)) == 1, "the program's own function was written to the engine's folder"
+
+
+def test_a_folder_of_the_program_is_used_with_its_settings(folder, tmp_path):
+    jax.config.update(FOLDER, str(tmp_path / "own"))
+    for seconds, expected in ((60.0, 0), (0.0, 1)):
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)
+        before = dict(jax.config.values)
+        with compilation_cache():
+            compile_anew()
+        assert len(entries(tmp_path / "own")) == expected and jax.config.values == before
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data[:100],
+        lambda data: b"",
+        lambda data: b"garbage" * 99,
+        lambda data: zlib.compress(b"no program"),
+    ],
+    ids=["truncated", "empty", "garbage", "another content"],
+)
+def test_an_unreadable_entry_is_written_again(folder, damage, caplog):
+    with compilation_cache():
+        compile_anew()
+    (entry,) = entries(folder)
+    whole = entry.read_bytes()
+    entry.write_bytes(damage(whole))
+    with pytest.warns(UserWarning, match="Error reading persistent compilation cache entry"), compilation_cache():
+        assert compile_anew().compiled == 1
+    with warnings.catch_warnings(action="error"), compilation_cache():
+        assert compile_anew().compiled == 0
+    assert len(entry.read_bytes()) > len(whole) / 2
+
+
+def test_messages_of_jax_are_those_that_the_program_wants(folder, caplog):
+    caplog.set_level(logging.INFO)
+    compiler = logging.getLogger("jax._src.compiler")
+    with compilation_cache():
+        compile_anew()
+        compiler.info("a message")
+    assert caplog.messages == ["a message"]
+    assert compiler.level == logging.NOTSET and not compiler.filters
+
+
+LLAMA = ModelConfig(
+    vocab_size=2000, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+    num_key_value_heads=1, head_dim=32, max_position_embeddings=64,
+)  # fmt: skip
+LIMITS = Limits(max_model_len=64, max_num_seqs=2, max_num_batched_tokens=16)  # two shapes of a step
+GPU = {"bytes_limit": 2**24, "bytes_in_use": 2**20}
+BLOCK_BYTES = block_bytes(LLAMA, 8, LLAMA.head_dim, "float32")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return dummy_llama(LLAMA, "float32", seed=0)
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """A device that reports its memory, as GPUs do."""
+    monkeypatch.setattr(type(jax.devices()[0]), "memory_stats", lambda device: GPU)
+
+
+def test_a_second_start_compiles_nothing_where_the_pool_is_measured(measured, model, folder, monkeypatch, caplog):
+    monkeypatch.setattr(progress, "FIRST_LINE_S", 0.0)
+    caplog.set_level(logging.INFO, logger="jpaged")
+    pools, settings = [], dict(jax.config.values)
+    for _ in range(2):
+        with Loads() as loads:
+            llm = LLM(model, block_size=8, swap_space=0, progress=False, max_num_seqs=2, max_num_batched_tokens=16)
+        pools.append(llm.engine.runner.num_blocks)
+        assert jax.config.values == settings
+        forget_cache()
+    assert loads.loaded > 0 and loads.compiled == 0
+    assert pools[0] == pools[1] > 1000
+    # Each of the two shapes once: the measurement shares them with the warm-up.
+    assert [len(entries(folder, name)) for name in ("run", "choose", "score")] == [2, 1, 1]
+    assert any(message.startswith("compiled 1 of 2 shapes, about ") for message in caplog.messages)
+
+
+@pytest.mark.parametrize("sampling, model_part", [(2**20, 2**22), (2**22, 2**20)])
+def test_the_pool_leaves_room_for_the_part_of_a_step_that_needs_most(
+    measured, model, monkeypatch, sampling, model_part
+):
+    monkeypatch.setattr(ModelRunner, "sampling_temporaries", lambda *_: sampling)
+    monkeypatch.setattr(ModelRunner, "model_temporaries", lambda *_: model_part)
+    runner = ModelRunner(model, EngineConfig(block_size=8, swap_space=0, gpu_memory_utilization=0.75), LIMITS)
+    assert runner.num_blocks == (12 * 2**20 - 2**20 - 2**22) // BLOCK_BYTES

@@ -10,11 +10,11 @@ model are shortened, and it is said how many. Loading and compiling are not part
 
 import argparse
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
 from jpaged.cli import workload
+from jpaged.cli.loading import loading
 from jpaged.cli.serve import add_engine_flags, engine_config
 
 
@@ -28,11 +28,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     config, requests = engine_config(args), workload.workload(args)
-    from jpaged.bench.throughput import bench_engine  # it loads jax
-    from jpaged.llm import LLM
+    with loading() as bars:
+        from jpaged.bench.throughput import bench_engine  # it loads jax
+        from jpaged.llm import LLM
 
-    progress = sys.stderr.isatty()
-    found = bench_engine(LLM(**asdict(config), progress=progress), requests, progress=progress)
+        llm = LLM(**asdict(config), progress=bars)
+    found = bench_engine(llm, requests, progress=bars)
     for note in found.notes:
         print(f"Note: {note}.")
     print(f"{requests.kind}: {found.requests} requests, {found.prompt_tokens} tokens in, {found.output_tokens} out, "

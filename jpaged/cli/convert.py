@@ -9,6 +9,8 @@ Whatever takes a model takes it in either format.
 import argparse
 from pathlib import Path
 
+from jpaged.cli.loading import exit_on_interrupt
+
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s SOURCE TARGET --to FORMAT"
@@ -18,7 +20,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from jpaged.convert import convert
+    with exit_on_interrupt():
+        from jpaged.convert import convert  # it loads jax
 
     dtype = convert(args.source, args.target, args.to)
     print(f"{args.source} -> {args.target} ({args.to}, {dtype})")

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from jpaged.cli.loading import exit_on_interrupt
 from jpaged.cli.serve import add_engine_flags, engine_config
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ def run(args: argparse.Namespace) -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     logging.basicConfig(format="%(message)s")
     logging.getLogger("pallas_kernels").setLevel(logging.INFO)  # the progress of tests
-    from jpaged.doctor import examine  # it loads jax
+    with exit_on_interrupt():
+        from jpaged.doctor import examine  # it loads jax
 
     report = examine(config, retest=args.retest)
     print(json.dumps(asdict(report), indent=1) if args.json else "\n".join(lines(report)))

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from types import ModuleType
 from typing import NoReturn
 
+from jpaged.cli.loading import exit_on_interrupt
 from jpaged.cli.parser import Parser, closest
 
 COMMANDS = {
@@ -41,8 +42,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run(command: str, argv: Sequence[str], prog: str | None = None) -> None:
     """Runs one command; `prog` is what it calls itself."""
     prog = prog or f"jpaged {command}"
-    module = load(command)
-    args = parser(command, module, prog).parse_args(argv)
+    with exit_on_interrupt():
+        module = load(command)
+        args = parser(command, module, prog).parse_args(argv)
     try:
         module.run(args)
     except KeyboardInterrupt:

@@ -3,7 +3,6 @@
 import argparse
 import itertools
 import os
-import sys
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import fields, replace
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jpaged.bench.client import Client
+from jpaged.cli.loading import loading
 from jpaged.cli.serve import add_engine_flags, engine_config
 from jpaged.config import EngineConfig
 
@@ -111,10 +111,11 @@ class LocalModel:
         if config.max_num_seqs is None:
             config = replace(config, max_num_seqs=min(MAX_NUM_SEQS, config.max_num_batched_tokens or MAX_NUM_SEQS))
         self._chat_template = args.chat_template.read_text() if args.chat_template else None
-        from jpaged.async_engine import AsyncEngine  # these load jax, which a server's user may not have time for
-        from jpaged.load import load_engine
+        with loading() as bars:
+            from jpaged.async_engine import AsyncEngine  # these load jax, which a server's user may not have time for
+            from jpaged.load import load_engine
 
-        loaded = load_engine(config, progress=sys.stderr.isatty())
+            loaded = load_engine(config, progress=bars)
         self._tokenizer, self._defaults = loaded.tokenizer, loaded.sampling_defaults
         self._engine = AsyncEngine(loaded.engine)
         self._engine.start()

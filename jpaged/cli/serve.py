@@ -16,6 +16,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from jpaged.cli.loading import loading
 from jpaged.config import DTYPES, KERNELS, LOAD_FORMATS, PREEMPTION_MODES, SCHEDULING_POLICIES, EngineConfig
 from jpaged.serving.logs import logging_to
 from jpaged.serving.origins import is_loopback
@@ -112,10 +113,11 @@ def run(args: argparse.Namespace) -> None:
 def _serve(args: argparse.Namespace, config: ServerConfig, tls: ssl.SSLContext | None) -> None:
     # jax would take three quarters of a GPU's memory; a server has it to itself.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
-    from jpaged.load import load_engine  # jax takes seconds to load: not for --help, nor for a bad flag
-    from jpaged.serving.serve import serve
+    with loading() as bars:
+        from jpaged.load import load_engine  # jax takes seconds to load: not for --help, nor for a bad flag
+        from jpaged.serving.serve import serve
 
-    engine, tokenizer, sampling_defaults = load_engine(engine_config(args), progress=sys.stderr.isatty())
+        engine, tokenizer, sampling_defaults = load_engine(engine_config(args), progress=bars)
     service = make_service(
         engine, tokenizer, args.served_model_name or args.model, config, sampling_defaults=sampling_defaults,
         tool_format=_tool_format(args, tokenizer, config),

@@ -7,6 +7,7 @@ The cases are hard to pass by chance: slots that hold no token are NaN, blocks l
 context are -1, and scores differ so much that a few keys decide each row.
 """
 
+import ctypes
 import dataclasses
 import functools
 import json
@@ -32,6 +33,7 @@ CONTEXTS = (530, 1, 17, 0, 128, 65)
 Q_LENS = (1, 1, 17, 0, 40, 1)  # of a mixed step: decode tokens, a whole prompt, padding, a chunk
 PADDING_ROWS = 3
 COPIES = ((0, 1, 2, 0, 3), (1, 0, 3, 4, -1))  # a swap, a chain, one source of two, and padding
+PR_SET_PDEATHSIG = 1  # of Linux's sys/prctl.h
 GRACE_S = 30  # by which the process that waits has ended this one, unless it is gone
 
 Ops = dict[str, Callable]
@@ -199,6 +201,8 @@ def _scales(subject: Subject, key: jax.Array) -> dict[str, jax.Array]:
 
 def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if sys.platform == "linux":  # the process that waits may be killed; this one then frees the device at once
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     subject, tests, device, limit_s = pickle.load(sys.stdin.buffer)

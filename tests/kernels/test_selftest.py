@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import ClassVar
 
@@ -154,6 +155,24 @@ class TestProcesses:
             )
         assert done.returncode == -signal.SIGALRM, (tmp_path / "stderr").read_text()
         os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process of its parent's end")
+    def test_it_ends_with_the_process_that_waits(self):
+        ready = "lambda _: (print('ready', file=sys.stderr, flush=True), time.sleep(600))"
+        child = f"import sys, time; from pallas_kernels import trial; trial.pickle.load = {ready}; trial.main()"
+        parent = (
+            "import os, subprocess, sys\n"
+            f"process = subprocess.Popen([sys.executable, '-c', {child!r}], stderr=subprocess.PIPE)\n"
+            "print(process.stderr.readline().decode(), process.pid, flush=True)\n"
+            "os._exit(130)"
+        )
+        done = subprocess.run([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True, timeout=60)
+        ready, process = done.stdout.split()
+        assert ready == "ready"
+        deadline = time.monotonic() + 5
+        while alive(int(process)):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
 
     def test_progress_is_logged(self, compilations, tmp_path, monkeypatch, caplog):
         monkeypatch.setattr(selftest, "PROGRESS_S", 0.05)

@@ -260,6 +260,19 @@ def test_a_pool_that_cannot_be_allocated_is_an_error_in_one_line(model, monkeypa
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("message", ["RESOURCE_EXHAUSTED: Out of memory\nat a buffer", "INTERNAL: a fault"])
+def test_a_step_without_room_beside_the_pool_is_an_error_in_one_line(llm, monkeypatch, message):
+    def run(*_):
+        raise jax.errors.JaxRuntimeError(message)
+
+    monkeypatch.setattr(llm.engine.runner, "_run", run)
+    expected = (jax.errors.JaxRuntimeError, "^INTERNAL: a fault$") if "INTERNAL" in message else (
+        ValueError, r"^num_gpu_blocks_override: .* \(RESOURCE_EXHAUSTED: Out of memory\)$"
+    )  # fmt: skip
+    with pytest.raises(expected[0], match=expected[1]):
+        llm.engine.runner.warm_up(progress=False)
+
+
 def test_available_host_memory_is_that_of_the_machine():
     assert 2**20 < kv_cache.available_host_memory() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 

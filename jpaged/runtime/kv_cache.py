@@ -70,14 +70,15 @@ def available_host_memory() -> int:
 
 
 @contextlib.contextmanager
-def exhaustion_named(field: str, advice: str) -> Iterator[None]:
-    """Raise ValueError, with the field to change, where the device's memory is not enough."""
+def exhaustion_named(field: str, pool: str) -> Iterator[None]:
+    """Raise ValueError, with the field to change and the pool in words, where the device's memory is exhausted."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        raise ValueError(f"{field}: {advice} ({str(error).splitlines()[0]})") from error
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"{field}: no memory is left with a KV pool of {pool}; use less ({reason})") from error
 
 
 def allocate_pool(

@@ -87,11 +87,11 @@ class ModelRunner:
         self.num_blocks = config.num_gpu_blocks_override or self._fitting_blocks(
             llama, dtype, config.gpu_memory_utilization, bytes_per_block
         )
+        measured = not config.num_gpu_blocks_override and self.device.platform != "cpu"
         self._exhaustion = functools.partial(
             exhaustion_named,
-            "num_gpu_blocks_override" if config.num_gpu_blocks_override else "gpu_memory_utilization",
-            f"with a KV pool of {self.num_blocks} blocks ({self.num_blocks * bytes_per_block / 2**30:.2f} GiB) the "
-            "device's memory is too small",
+            "gpu_memory_utilization" if measured else "num_gpu_blocks_override",
+            f"{self.num_blocks} blocks ({self.num_blocks * bytes_per_block / 2**30:.2f} GiB)",
         )
         with self._exhaustion():
             self.pool = allocate_pool(

@@ -1,6 +1,7 @@
 """Checkpoints in and out: safetensors in one file and in shards, Orbax, strict both ways, little host memory."""
 
 import json
+import logging
 import re
 
 import jax
@@ -11,6 +12,7 @@ from flax import nnx
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
+from jpaged import progress
 from jpaged.config import ModelConfig
 from jpaged.convert import convert
 from jpaged.load import find_model, load_model
@@ -36,6 +38,15 @@ def assert_same(a, b):
 @pytest.fixture
 def directory(tmp_path):
     return checkpoints.write(tmp_path / "model", HF)
+
+
+def test_loading_without_a_bar_is_logged(directory, monkeypatch, caplog):
+    monkeypatch.setattr(progress, "FIRST_LINE_S", 0.0)
+    caplog.set_level(logging.INFO, logger="jpaged")
+    load_safetensors(directory, CONFIG, "float32", progress=False)
+    assert [message.partition(",")[0] for message in caplog.messages] == [
+        f"loaded 1 of {len(checkpoints.tensors(HF))} tensors"
+    ]
 
 
 def test_every_parameter_comes_from_its_tensor(directory):

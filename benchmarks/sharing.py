@@ -100,6 +100,9 @@ class Watch:
             self.running.append(len(branches))
         return self.runner.step(decision)
 
+    def recover(self) -> None:
+        self.runner.recover()
+
 
 class RandomRunner:
     """Gives random tokens, and to beams candidates of which the k-th has a probability of k^-a: a is drawn anew for
@@ -116,6 +119,9 @@ class RandomRunner:
             SequenceResult([self._sample(branch) for _ in range(branch.num_samples(count))])
             for branch, count in decision.num_scheduled_tokens.items()
         ]
+
+    def recover(self) -> None:
+        """Nothing is computed, so nothing is lost."""
 
     def _sample(self, branch: Branch) -> Sample:
         token, params = self._rng.randrange(VOCAB), branch.request.params

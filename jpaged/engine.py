@@ -39,6 +39,9 @@ class Runner(Protocol):
     def step(self, decision: ScheduleDecision) -> Series[SequenceResult]:
         """Runs a decision; one result for each of its sequences, in order."""
 
+    def recover(self) -> None:
+        """Make the runner usable after a step that raised. The content of all blocks and rows may be lost."""
+
 
 class StepOutput(NamedTuple):
     """What a step did.
@@ -136,12 +139,21 @@ class Engine:
         return self.scheduler.abort(request_id)
 
     def step(self) -> StepOutput:
-        """One step of the device; without work, nothing."""
-        decision = self.scheduler.schedule()
-        assert not (decision.idle and self.has_work), "there is work, and none of it was scheduled"
-        if decision.idle:
-            return StepOutput(decision, [], [])
-        advanced = self.scheduler.update(decision, self.runner.step(decision))
+        """One step of the device; without work, nothing.
+
+        Passes on any exception. The engine stays usable: a request in it is recomputed by the next steps, to the same
+        tokens, or can be aborted.
+        """
+        try:
+            decision = self.scheduler.schedule()
+            assert not (decision.idle and self.has_work), "there is work, and none of it was scheduled"
+            if decision.idle:
+                return StepOutput(decision, [], [])
+            advanced = self.scheduler.update(decision, self.runner.step(decision))
+        except BaseException:
+            self.scheduler.recover()
+            self.runner.recover()
+            raise
         texts = [self._read(sequence) for sequence in advanced]
         deltas = [
             _delta(sequence, sequence.index, text, _new_samples(sequence))

@@ -95,6 +95,11 @@ class FakeRunner:
             for sequence, count in decision.num_scheduled_tokens.items()
         ]
 
+    def recover(self) -> None:
+        """Lose all content, as a runner whose donated arrays are gone."""
+        self.memory, self.host = [None] * len(self.memory), [None] * len(self.host)
+        self.rows = [None] * len(self.rows)
+
     def _result(self, sequence: Sequence, count: int, text: list[int], forbidden: Collection[int]) -> SequenceResult:
         start, request = sequence.num_computed_tokens, sequence.request
         end = start + count

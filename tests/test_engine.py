@@ -1,13 +1,17 @@
 """The engine over a fake runner that spells out a given text."""
 
+import sys
+
 import pytest
 
 from jpaged.config import Limits
 from jpaged.core.block_pool import BlockPool
-from jpaged.core.params import InvalidParameter, SamplingParams
+from jpaged.core.params import BeamSearchParams, InvalidParameter, SamplingParams
 from jpaged.core.request import FinishReason, Sample, SequenceResult
 from jpaged.core.scheduler import Scheduler
 from jpaged.engine import Engine, request_output
+from tests.core import traffic
+from tests.fake_runner import generate
 from tests.models import EOS, VOCAB, byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
@@ -23,14 +27,31 @@ class Speller:
         texts = [self.tokens[min(s.num_output_tokens, len(self.tokens) - 1)] for s in decision.num_scheduled_tokens]
         return [SequenceResult([Sample(token, -0.5, 1)]) for token in texts]
 
+    def recover(self):
+        """Nothing is computed, so nothing is lost."""
 
-def run(text: str, **params):
+
+class FailingSpeller(Speller):
+    """Raises in every second step."""
+
+    def step(self, decision):
+        self.failed = not getattr(self, "failed", False)
+        if self.failed:
+            raise MemoryError
+        return super().step(decision)
+
+
+def run(text: str, runner=Speller, **params):
     pool = BlockPool(32, 4)
-    engine = Engine(Scheduler(pool, Limits(64, 4, 16), vocab_size=VOCAB, eos_token_ids=[EOS]), Speller(text), TOKENIZER)
+    scheduler = Scheduler(pool, Limits(64, 4, 16), vocab_size=VOCAB, eos_token_ids=[EOS])
+    engine = Engine(scheduler, runner(text), TOKENIZER)
     request = engine.add("0", TOKENIZER.encode("ask").ids, SamplingParams(**{"max_tokens": 40} | params), prompt="ask")
     deltas = []
     while engine.has_work:
-        deltas += engine.step().deltas
+        try:
+            deltas += engine.step().deltas
+        except MemoryError:
+            engine.scheduler.check_invariants()
     engine.scheduler.check_invariants()
     assert pool.num_used == 0
     output = request_output(request, TOKENIZER)
@@ -93,6 +114,61 @@ def test_abort_leaves_nothing():
     assert not engine.has_work and engine.scheduler.pool.num_used == 0
     assert request.sequences[0].finish_reason == FinishReason.ABORT
     assert engine.step().deltas == []
+
+
+@pytest.mark.parametrize("params", [{"logprobs": 0, "stop": "6"}, {"best_of": 3, "max_tokens": 20}])
+def test_step_runner_raises_requests_continue(params):
+    assert run("123456789", FailingSpeller, **params) == run("123456789", **params)
+
+
+def trace_lines(engine, fail_at: int) -> int:
+    """Step the engine until it has no work, or raise MemoryError before a given line of the scheduler, its pools and
+    tables. Return the number of lines that ran."""
+    count = 0
+
+    def trace(frame, event, arg):
+        nonlocal count
+        # An exception in `recover` itself is no failure of a step.
+        if "jpaged/core/" not in frame.f_code.co_filename or frame.f_code.co_name == "recover":
+            return None
+        if event == "line" and (count := count + 1) == fail_at:
+            raise MemoryError
+        return trace
+
+    sys.settrace(trace)
+    try:
+        while engine.has_work:
+            engine.step()
+    except MemoryError:
+        assert count >= fail_at
+    finally:
+        sys.settrace(None)
+    return count
+
+
+def test_step_exception_at_any_line_leaves_the_engine_usable():
+    def loaded():
+        scheduler, runner = traffic.make(blocks=8, host=8, preemption="swap")
+        engine = Engine(scheduler, runner, seed=1)
+        engine.add("forks", [1, 2, 3], SamplingParams(n=3, max_tokens=6, presence_penalty=1))
+        engine.add("beams", [1, 2, 4], BeamSearchParams(beam_width=3, max_tokens=4))
+        engine.add("long", [5] * 17, SamplingParams(max_tokens=9))
+        return engine
+
+    engine = loaded()
+    lines = trace_lines(engine, -1)
+    assert engine.scheduler.num_swapped_blocks, "the load must include swaps"
+    for fail_at in range(1, lines, max(1, lines // 150)):
+        engine = loaded()
+        assert trace_lines(engine, fail_at) == fail_at
+        engine.scheduler.check_invariants()
+        for name in ("forks", "beams", "long"):
+            engine.abort(name)
+        traffic.assert_nothing_leaked(engine.scheduler)
+        request = engine.add("next", [1, 2, 3], SamplingParams(max_tokens=5, seed=0))
+        while engine.has_work:
+            engine.step()
+        assert request.sequences[0].output_token_ids == generate([1, 2, 3], 5)
 
 
 def test_without_a_tokenizer():

@@ -63,11 +63,15 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self._nodes = itertools.count()
+        self.clear()
+
+    def clear(self) -> None:
+        """Free every block, whoever holds it, and forget all content."""
         self.num_free = 0
-        self._blocks = [_Block(i) for i in range(num_blocks)]
+        self._blocks = [_Block(i) for i in range(self.num_blocks)]
         self._head = _Block(-1)  # sentinel of a circular list: _head.next is taken first
         self._children: dict[Parent, list[_Block]] = {}
-        self._nodes = itertools.count()
         for block in self._blocks:
             self._link(block, before=self._head)
 

@@ -252,6 +252,24 @@ class Scheduler:
             advanced += self._advance_beams(request, samples)
         return advanced
 
+    def recover(self) -> None:
+        """Restore a consistent state after a step that failed at any point.
+
+        Nothing is known of the KV that the step may have written, so the content of all blocks is forgotten, on the
+        host too, and every request waits to be recomputed from its tokens.
+        """
+        for pool in (self.pool, self.host_pool):
+            if pool is not None:
+                pool.clear()
+        self._free_rows, self._row_copies = list(range(self.limits.max_num_seqs)), {}
+        self.waiting, self.running = RequestQueue(), RequestQueue()
+        self.requests = {name: request for name, request in self.requests.items() if not request.finished}
+        for request in self.requests.values():
+            for sequence in request.live:
+                sequence.table, sequence.row = BlockTable(self.pool), None
+                sequence.free()
+            self.waiting.add(request)
+
     def check_invariants(self) -> None:
         """The pools' own checks against every live table, and the order of every sequence's integers."""
         queued = [*self.waiting, *self.running]

@@ -71,7 +71,8 @@ class ModelRunner:
         self._copy_blocks = make_copy_blocks(self.kernels)
         self._copy_rows = jax.jit(copy_rows, donate_argnums=0)
         self._write_row = jax.jit(write_row, donate_argnums=0)
-        self.state = empty_state(limits.max_num_seqs, llama.vocab_size, self.device)
+        self._empty_state = functools.partial(empty_state, limits.max_num_seqs, llama.vocab_size, self.device)
+        self.state = self._empty_state()
         self._masks = Masks(llama.vocab_size)
         # Masks that nobody looks at stay on the device: they are large, and most steps have no others.
         self._no_bits = {
@@ -93,10 +94,11 @@ class ModelRunner:
             "gpu_memory_utilization" if measured else "num_gpu_blocks_override",
             f"{self.num_blocks} blocks ({self.num_blocks * bytes_per_block / 2**30:.2f} GiB)",
         )
+        self._empty_pool = functools.partial(
+            allocate_pool, llama, self.num_blocks, config.block_size, self.kernels.head_dim, dtype, self.device
+        )
         with self._exhaustion():
-            self.pool = allocate_pool(
-                llama, self.num_blocks, config.block_size, self.kernels.head_dim, dtype, self.device
-            )
+            self.pool = self._empty_pool()
         logger.info(
             "KV pool: %d blocks of %d tokens (%.2f GiB, %s)",
             self.num_blocks, config.block_size, self.num_blocks * bytes_per_block / 2**30, dtype,
@@ -168,6 +170,17 @@ class ModelRunner:
             known = [_sample(row, request.params.prompt_logprobs) for row in itertools.islice(prompt, count)]
             results.append(SequenceResult(samples, [sample for sample in known if sample.token >= 0]))
         return results
+
+    def recover(self) -> None:
+        """Allocate again, empty, whatever a failed step has lost of the KV pool and the sampling state, and drop the
+        blocks on the host. Raises what the allocation raises; it can then be tried again."""
+        if not _usable(self.pool):
+            for array in self.pool:
+                array.delete()  # The new pool may need the memory of the old one.
+            self.pool = self._empty_pool()
+        if not _usable(self.state):
+            self.state = self._empty_state()
+        self.host = HostBlocks(self.device)
 
     def _run(self, bucket: Bucket, batch: Batch, decision: ScheduleDecision) -> tuple[Sampled, jax.Array | None]:
         """The samples, and the hidden states [T, D] of a step that is not all decoding."""
@@ -248,6 +261,16 @@ def _temporaries(steps: Iterable[jax.stages.Lowered]) -> int:
     """Return the most bytes that one of several steps needs for temporaries, by XLA's own account."""
     analyses = [step.compile().memory_analysis() for step in steps]
     return max(analysis.temp_size_in_bytes for analysis in analyses if analysis)
+
+
+def _usable(arrays: Iterable[jax.Array]) -> bool:
+    """Return whether no array was donated, and none is the result of a computation that failed on the device."""
+    try:
+        for array in arrays:
+            array.block_until_ready()
+    except RuntimeError:  # jax.errors.JaxRuntimeError in both cases
+        return False
+    return True
 
 
 def _row(sequence: Sequence, vocab_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

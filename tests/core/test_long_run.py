@@ -38,6 +38,9 @@ class Witness:
         self.served = {sequence.request: None for sequence in decision.num_scheduled_tokens}
         return self.runner.step(decision)
 
+    def recover(self) -> None:
+        self.runner.recover()
+
 
 def run(num_requests: int, seed: int) -> tuple[str, Counter[str]]:
     """Serves so many requests, as they come; returns a digest of all that was decided, and what happened."""

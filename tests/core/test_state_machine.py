@@ -59,6 +59,17 @@ class Traffic(stateful.RuleBasedStateMachine):
         self.decision = None
 
     @stateful.precondition(lambda self: self.decision is None)
+    @stateful.rule(late=st.booleans())
+    def fail(self, late):
+        """A step raises, before or after the runner has done its part, and all KV is lost."""
+        decision = traffic.schedule(self.scheduler)
+        if late:
+            self.runner.step(decision)
+        self.seen["failure of a step with a swap"] += bool(decision.swap_out or decision.swap_in)
+        self.scheduler.recover()
+        self.runner.recover()
+
+    @stateful.precondition(lambda self: self.decision is None)
     @stateful.rule(count=st.integers(2, 6))
     def steps(self, count):
         for _ in range(count):

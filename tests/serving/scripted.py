@@ -61,6 +61,9 @@ class ScriptedRunner:
             for sequence, count in decision.num_scheduled_tokens.items()
         ]
 
+    def recover(self) -> None:
+        """Nothing is computed, so nothing is lost."""
+
     def _result(self, sequence: Sequence, count: int, forbidden: Collection[int]) -> SequenceResult:
         request = sequence.request
         given: list[int] = []

@@ -2,11 +2,13 @@
 
 import sys
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jpaged.config import Limits
 from jpaged.core.block_pool import BlockPool
-from jpaged.core.params import BeamSearchParams, InvalidParameter, SamplingParams
+from jpaged.core.params import BeamSearchParams, InvalidParameter, SamplingParams, StructuredOutputsParams
 from jpaged.core.request import FinishReason, Sample, SequenceResult
 from jpaged.core.scheduler import Scheduler
 from jpaged.engine import Engine, request_output
@@ -158,7 +160,7 @@ def test_step_exception_at_any_line_leaves_the_engine_usable():
     engine = loaded()
     lines = trace_lines(engine, -1)
     assert engine.scheduler.num_swapped_blocks, "the load must include swaps"
-    for fail_at in range(1, lines, max(1, lines // 150)):
+    for fail_at in range(1, lines, max(1, lines // 40)):
         engine = loaded()
         assert trace_lines(engine, fail_at) == fail_at
         engine.scheduler.check_invariants()
@@ -192,12 +194,59 @@ def test_requests_without_a_seed_get_different_ones_from_the_engines():
     assert seeds(1) == seeds(1) != seeds(2) and len(set(seeds(1))) == 3
 
 
+SETTLED = {
+    "temperature": [np.float32(0.5), jnp.bfloat16(0.5), np.array(0.5)],
+    "max_tokens": [np.int64(4), jnp.int8(4)],
+    "ignore_eos": [np.bool_(True), jnp.array(True)],
+    "stop_token_ids": [np.array([1, 2]), jnp.array([1, 2]), [np.int64(1), jnp.array(2)]],
+    "allowed_token_ids": [np.array([1, 2])],
+    "stop": [np.array(["a", "b"]), np.array("a"), [np.str_("a")]],
+    "logit_bias": [{np.int64(3): np.float32(1.5)}, {"3": jnp.array(1.5)}],
+}
+
+
+@pytest.mark.parametrize("field", SETTLED)
+def test_params_arrays_become_plain_values(field):
+    for value in SETTLED[field]:
+        settled = getattr(SamplingParams(**{field: value}), field)
+        parts = next(iter(settled.items())) if field == "logit_bias" else settled
+        parts = parts if isinstance(parts, tuple) else [parts]
+        assert {type(part) for part in parts} <= {bool, int, float, str}
+    assert SamplingParams(**{field: SETTLED[field][0]}) == SamplingParams(**{field: PLAIN[field]})
+
+
+PLAIN = {
+    "temperature": 0.5, "max_tokens": 4, "ignore_eos": True, "stop_token_ids": [1, 2], "allowed_token_ids": [1, 2],
+    "stop": ["a", "b"], "logit_bias": {3: 1.5},
+}  # fmt: skip
+
+
+def test_params_arrays_of_beams_and_structured_outputs():
+    params = BeamSearchParams(
+        beam_width=np.int32(2), early_stopping=np.bool_(True),
+        structured_outputs=StructuredOutputsParams(choice=np.array(["a", "b"])),
+    )  # fmt: skip
+    plain = StructuredOutputsParams(choice=["a", "b"])
+    assert params == BeamSearchParams(beam_width=2, early_stopping=True, structured_outputs=plain)
+
+
+def test_params_clone_is_equal_and_shares_nothing():
+    params = SamplingParams(temperature=0.5, logit_bias={1: 2.0}, structured_outputs=StructuredOutputsParams(json={}))
+    clone = params.clone()
+    assert clone == params and type(clone) is SamplingParams
+    clone.logit_bias[1] = 3.0
+    clone.structured_outputs.json["type"] = "object"
+    assert params.logit_bias == {1: 2.0} and params.structured_outputs.json == {}
+
+
 @pytest.mark.parametrize(
     "field, value",
     [
         ("temperature", -0.1), ("temperature", float("nan")), ("temperature", "1"), ("top_p", 0), ("top_p", 1.1),
         ("top_k", -2), ("top_k", 1.5), ("min_p", -0.1), ("min_p", 1.5), ("max_tokens", 0), ("max_tokens", -1),
-        ("max_tokens", 2.0), ("stop", [""]), ("stop", [1]), ("stop_token_ids", ["a"]), ("seed", 2**64), ("seed", 0.5),
+        ("max_tokens", 2.0), ("max_tokens", np.float32(2)), ("temperature", np.array([0.5])),
+        ("stop_token_ids", np.array([[1]])), ("stop_token_ids", np.array([0.5])),
+        ("stop", [""]), ("stop", [1]), ("stop_token_ids", ["a"]), ("seed", 2**64), ("seed", 0.5),
         ("logprobs", 21), ("logprobs", -1), ("prompt_logprobs", 21), ("n", 0), ("best_of", 0),
         ("presence_penalty", 2.1), ("frequency_penalty", "1"), ("repetition_penalty", 0),
         ("logit_bias", {"x": 1}), ("logit_bias", {1: 101}), ("allowed_token_ids", []), ("bad_words", [""]),

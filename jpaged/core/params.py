@@ -1,12 +1,13 @@
 """How a request wants its tokens chosen, checked field by field: in the words of vLLM and of the OpenAI API."""
 
+import copy
 import math
 import reprlib
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Series
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 from jpaged.core.beam import EarlyStopping
 
@@ -92,6 +93,7 @@ class StructuredOutputsParams:
     whitespace_pattern: str | None = None
 
     def __post_init__(self) -> None:
+        _settle_arrays(self)
         kinds = ("json", "regex", "choice", "grammar", "json_object")
         given = [name for name in kinds if getattr(self, name) not in (None, False)]
         if len(given) != 1:
@@ -166,6 +168,7 @@ class GenerationParams:
         def settle(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
+        _settle_arrays(self)
         settle("stop", (self.stop,) if isinstance(self.stop, str) else _tuple(self.stop or ()))
         settle("bad_words", _tuple(self.bad_words or ()))
         settle("stop_token_ids", _tuple(self.stop_token_ids or ()))
@@ -208,6 +211,10 @@ class GenerationParams:
             or bool(self.bad_words)
         )
 
+    def clone(self) -> Self:
+        """Return a deep copy. `dataclasses.replace` makes one with other values."""
+        return copy.deepcopy(self)
+
     def truncated(self, prompt_token_ids: list[int], max_model_len: int) -> list[int]:
         """What `truncate_prompt_tokens` keeps of a prompt."""
         keep = self.truncate_prompt_tokens
@@ -217,7 +224,7 @@ class GenerationParams:
 
     def _settled_bias(self, given: Mapping[int, float]) -> dict[int, float]:
         try:  # JSON has its keys as strings
-            bias = {int(token): value for token, value in dict(given).items()}
+            bias = {int(token): plain(value) for token, value in dict(given).items()}
         except (TypeError, ValueError):
             bias = {-1: 0.0}
         if len(bias) > MAX_LOGIT_BIASES:
@@ -308,9 +315,20 @@ class BeamSearchParams(GenerationParams):
         return self.n or self.beam_width
 
 
+def plain(value: Any) -> Any:
+    """Return arrays as lists and array scalars as numbers, by the `tolist` that NumPy's and JAX's have in common, and
+    any other value as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _settle_arrays(params: "StructuredOutputsParams | GenerationParams") -> None:
+    for each in fields(params):
+        object.__setattr__(params, each.name, plain(getattr(params, each.name)))
+
+
 def _tuple(value: object) -> object:
     """A tuple of any series; what is none stays what it is, and is refused by its field's rule."""
-    return tuple(value) if isinstance(value, Series) and not isinstance(value, str) else value
+    return tuple(map(plain, value)) if isinstance(value, Series) and not isinstance(value, str) else value
 
 
 def shown(value: object) -> str:

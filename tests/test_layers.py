@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 
 # Lowest first. Within a line, modules of one package may import each other, packages may not.
 LAYERS = [
-    ["pallas_kernels", "jpaged.config", "jpaged.child", "jpaged.progress"],
+    ["pallas_kernels", "jpaged.config", "jpaged.child", "jpaged.progress", "jpaged.worker"],
     ["jpaged.core"],
     ["jpaged.model", "jpaged.tokenizer", "jpaged.grammar"],
     ["jpaged.grammar_trial", "jpaged.template_process"],
@@ -33,6 +33,7 @@ OUTSIDE = {
     "jpaged.config": set(),
     "jpaged.child": set(),
     "jpaged.progress": {"tqdm"},
+    "jpaged.worker": set(),
     "jpaged.core": set(),
     "jpaged.engine": {"tokenizers"},
     "jpaged.async_engine": set(),

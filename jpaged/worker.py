@@ -1,0 +1,70 @@
+"""A thread that runs calls for other threads, one at a time."""
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+
+class Worker:
+    """Runs calls one after the other, each to its end, whatever interrupts its caller.
+
+    Python raises KeyboardInterrupt in the main thread, between any two instructions. Code that must not be cut off
+    half-way therefore runs here. The thread ends with its Worker and does not keep the process alive.
+    """
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        threading.Thread(target=_run, args=(self._calls,), name="worker", daemon=True).start()
+        weakref.finalize(self, self._calls.put, None)
+
+    def run[T](self, function: Callable[[threading.Event], T]) -> T:
+        """Run `function(stop)` on the thread after the calls before it; return its result, or raise its exception.
+
+        An interrupt of the caller sets `stop`, and is raised once the function has returned. A second interrupt is
+        raised at once; calls that follow still wait for the function.
+        """
+        call = _Call(function)
+        try:
+            self._calls.put(call)
+            result, error = call.results.get()
+        except BaseException:
+            call.stop.set()
+            if call.begun:
+                self._calls.put(call)  # If the result was already taken, there will be another.
+                call.results.get()
+            raise
+        if error is None:
+            return result
+        try:
+            raise error
+        finally:
+            del error  # Its traceback holds this frame.
+
+
+class _Call:
+    """A function, and the queue for its result or exception. Without effect once it was told to stop.
+
+    An interrupt can leave the lock of an Event, a Condition or a Future locked (python/cpython#74174), so the two
+    threads share none of these locks: a SimpleQueue is implemented in C, and `is_set` takes no lock.
+    """
+
+    def __init__(self, function: Callable[[threading.Event], Any]):
+        self.function = function
+        self.stop = threading.Event()
+        self.begun = False
+        self.results: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+    def __call__(self) -> None:
+        self.begun = True
+        try:
+            self.results.put((None if self.stop.is_set() else self.function(self.stop), None))
+        except BaseException as error:
+            self.results.put((None, error))
+
+
+def _run(calls: "queue.SimpleQueue[_Call | None]") -> None:
+    while (call := calls.get()) is not None:
+        call()
+        del call  # It holds what its function holds, which may be the owner of the Worker.

@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from jpaged.async_engine import AsyncEngine
     from jpaged.config import EngineConfig, ModelConfig
     from jpaged.core.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
-    from jpaged.core.request import CompletionOutput, RequestOutput
+    from jpaged.core.request import CompletionOutput, RequestMetrics, RequestOutput
     from jpaged.llm import LLM
 
 _HOME = {
@@ -18,6 +18,7 @@ _HOME = {
     "BeamSearchParams": "jpaged.core.params",
     "SamplingParams": "jpaged.core.params",
     "StructuredOutputsParams": "jpaged.core.params",
+    "RequestMetrics": "jpaged.core.request",
     "RequestOutput": "jpaged.core.request",
     "CompletionOutput": "jpaged.core.request",
 }
@@ -28,6 +29,7 @@ __all__ = [
     "CompletionOutput",
     "EngineConfig",
     "ModelConfig",
+    "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputsParams",

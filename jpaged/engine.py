@@ -18,6 +18,7 @@ from jpaged.core.request import (
     Logprob,
     OutputDelta,
     Request,
+    RequestMetrics,
     RequestOutput,
     Sample,
     Sequence,
@@ -224,7 +225,9 @@ def _delta(sequence: Sequence, index: int, text: str, samples: list[Sample]) -> 
     )  # fmt: skip
 
 
-def request_output(request: Request, tokenizer: Tokenizer | None) -> RequestOutput:
+def request_output(
+    request: Request, tokenizer: Tokenizer | None, metrics: RequestMetrics | None = None
+) -> RequestOutput:
     """A request as vLLM users know it."""
     params, prompt_logprobs = request.params, None
     if params.prompt_logprobs is not None:
@@ -242,7 +245,9 @@ def request_output(request: Request, tokenizer: Tokenizer | None) -> RequestOutp
         for index, sequence in enumerate(request.outputs)
     ]
     cached = max(sequence.num_cached_tokens for sequence in request.sequences)
-    return RequestOutput(request.request_id, request.prompt, request.prompt_token_ids, outputs, cached, prompt_logprobs)
+    return RequestOutput(
+        request.request_id, request.prompt, request.prompt_token_ids, outputs, cached, prompt_logprobs, metrics=metrics
+    )
 
 
 def _logprobs(samples: Iterable[Sample], tokenizer: Tokenizer | None) -> list[dict[int, Logprob]]:

@@ -1,30 +1,37 @@
 """The offline API."""
 
 import itertools
+import json
 import operator
-from collections.abc import Mapping, Sequence
+import os
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, NamedTuple, cast
 
 from tqdm import tqdm
 
 from jpaged.config import EngineConfig
-from jpaged.core.params import BeamSearchParams, SamplingParams
-from jpaged.core.request import Request, RequestOutput
-from jpaged.engine import request_output
+from jpaged.core.params import BeamSearchParams, InvalidParameter, SamplingParams, plain, shown
+from jpaged.core.request import Request, RequestMetrics, RequestOutput
+from jpaged.engine import StepOutput, request_output
 from jpaged.load import load_engine
+from jpaged.model.llama import Llama
 from jpaged.tokenizer import backend, encode, render_chat
+from jpaged.worker import Worker
 
-if TYPE_CHECKING:
-    from jpaged.model.llama import Llama
-
-# A text, token ids, or {"prompt": text or "prompt_token_ids": ids, "cache_salt": text}.
+# A text, token ids (an array or a list), or {"prompt": text or "prompt_token_ids": ids, "cache_salt": text}.
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Params = SamplingParams | BeamSearchParams
+Message = Mapping[str, Any]
 
 
 class LLM:
     """A model that is ready to generate.
+
+    Its steps run on a thread of its own: an interrupt ends a call and leaves the LLM usable, calls from several
+    threads take turns, and JAX's context managers around a call have no effect on it.
 
     Args:
         model: "demo", a directory, a hub id, or a `jpaged.model.llama.Llama` in hand, whose arrays are then served as
@@ -34,94 +41,246 @@ class LLM:
         progress: show progress bars while loading and compiling.
         **config: the fields of `EngineConfig`.
 
-    Raises ValueError, with the field and the limit, for what can't be.
+    Raises TypeError for a `model` of another type, and ValueError, with the field and the limit, for a value that is
+    not possible.
     """
 
-    def __init__(self, model: "str | Llama" = "demo", *, tokenizer: Any = None, progress: bool = True, **config: Any):
-        name, module = (model, None) if isinstance(model, str) else ("module", model)
+    def __init__(
+        self, model: str | os.PathLike[str] | Llama = "demo", *, tokenizer: Any = None, progress: bool = True,
+        **config: Any,
+    ):  # fmt: skip
+        if not isinstance(model, str | os.PathLike | Llama):
+            accepted = '"demo", a directory, a hub id or a jpaged.model.llama.Llama'
+            raise TypeError(f"model: must be {accepted}, not {type(model).__name__}")
+        name, module = ("module", model) if isinstance(model, Llama) else (os.fspath(model), None)
         self.engine, self.tokenizer, _ = load_engine(
             EngineConfig(model=name, **config), model=module, tokenizer=tokenizer, progress=progress
         )
         self._request_ids = itertools.count()
+        self._worker = Worker()
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: Params | Sequence[Params] | None = None,
+        sampling_params: Params | Sequence[Params] | None = None,
         *,
-        priority: int | Sequence[int] = 0,
         use_tqdm: bool = True,
+        priority: int | Sequence[int] = 0,
     ) -> list[RequestOutput]:
-        """Generates for each prompt; results in the order of the prompts.
+        """Generate for each prompt; results in the order of the prompts.
 
         Args:
-            prompts: a text, a list of token ids, or several of either; as a dict, a prompt can bring a `cache_salt`,
-                without which nobody shares its cached prefix.
-            params: for all prompts, or one for each; None is `SamplingParams()`.
+            prompts: a text, token ids, or several of either; NumPy's and JAX's arrays count as lists. As a dict, a
+                prompt can bring a `cache_salt`, without which nobody shares its cached prefix.
+            sampling_params: for all prompts, or one for each; None is `SamplingParams()`.
+            use_tqdm: show a progress bar.
             priority: for all prompts, or one for each; under the scheduling policy "priority", lower numbers run first.
 
-        Raises InvalidParameter, before anything is generated, if a prompt or its parameters can't be served.
+        Raises InvalidParameter, before anything is generated, for a prompt or parameters that the engine can't serve.
         """
-        single = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
-        prompt_list = cast(list[Prompt], [prompts] if single else list(prompts))
-        if params is None or isinstance(params, SamplingParams | BeamSearchParams):
-            params = [params or SamplingParams()] * len(prompt_list)
-        priorities = [priority] * len(prompt_list) if isinstance(priority, int) else priority
-        for name, values in (("params", params), ("priority", priorities)):
+        arrival = _Arrival(time.time(), time.monotonic())
+        prompt_list, rank = _prompts(prompts), plain(priority)
+        params = SamplingParams() if sampling_params is None else sampling_params
+        each = [params] * len(prompt_list) if isinstance(params, Params) else list(params)
+        ranks = [rank] * len(prompt_list) if isinstance(rank, int) else list(rank)
+        for name, values in (("sampling_params", each), ("priority", ranks)):
             if len(values) != len(prompt_list):
-                raise ValueError(f"{name}: {len(values)} of them for {len(prompt_list)} prompts")
-        requests: list[Request] = []
-        try:
-            for prompt, each, rank in zip(prompt_list, params, priorities):
-                requests.append(self._add(prompt, each, rank))
-            self._run(requests, use_tqdm)
-        finally:
-            for request in requests:  # after an error or an interrupt nothing stays behind
-                self.engine.abort(request.request_id)
-        inner = backend(self.tokenizer) if self.tokenizer is not None else None
-        return [request_output(request, inner) for request in requests]
+                raise InvalidParameter(name, f"{len(values)} of them for {len(prompt_list)} prompts")
+        if wrong := [shown(one) for one in each if not isinstance(one, Params)]:
+            raise InvalidParameter("sampling_params", f"must be SamplingParams or BeamSearchParams, not {wrong[0]}")
+        jobs = [_Job(*self._read(prompt), one, rank) for prompt, one, rank in zip(prompt_list, each, ranks)]
+        return self._worker.run(lambda stop: self._run(jobs, arrival, stop, use_tqdm))
 
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = True
     ) -> list[RequestOutput]:
-        """The best continuations of each prompt, best first, as `generate` takes and gives them."""
+        """Find the best continuations of each prompt, best first; arguments and results are those of `generate`."""
         return self.generate(prompts, params, use_tqdm=use_tqdm)
-
-    def reset_prefix_cache(self) -> None:
-        """Forgets all cached prefixes."""
-        self.engine.scheduler.pool.reset_prefix_cache()
 
     def chat(
         self,
-        messages: Sequence[dict[str, Any]],
-        params: SamplingParams | None = None,
-        *,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: Params | Sequence[Params] | None = None,
         use_tqdm: bool = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Generates the assistant's turn of one conversation, through the model's chat template."""
-        return self.generate(render_chat(self.tokenizer, messages), params, use_tqdm=use_tqdm)
+        """Generate the next turn of one conversation or of several, through the model's chat template.
 
-    def _add(self, prompt: Prompt, params: Params, priority: int) -> Request:
+        Args:
+            messages: one conversation, or a list of them, in the form of the OpenAI API; content is text.
+            sampling_params: for all conversations, or one for each.
+            chat_template: a Jinja template instead of the tokenizer's own.
+            add_generation_prompt: end each prompt with the beginning of the assistant's turn.
+            continue_final_message: leave the last message open and continue it; needs add_generation_prompt=False.
+            tools: descriptions of functions for the template, in the form of the OpenAI API.
+            chat_template_kwargs: more variables for the template.
+
+        Raises InvalidParameter as `generate` does, and ValueError for messages that the template refuses.
+        """
+        if not hasattr(self.tokenizer, "apply_chat_template"):
+            raise InvalidParameter("messages", "this engine has no tokenizer with chat templates")
+        if chat_template is None and getattr(self.tokenizer, "chat_template", None) is None:
+            raise InvalidParameter("chat_template", "the model has none, so pass one")
+        single = any(isinstance(each, Mapping) for each in messages)
+        conversations = cast(Sequence[Sequence[Message]], [messages] if single else messages)
+        prompts = [
+            render_chat(
+                self.tokenizer, [_for_template(message) for message in conversation], chat_template, tools=tools,
+                add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
+                variables=chat_template_kwargs,
+            ) for conversation in conversations
+        ]  # fmt: skip
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def get_tokenizer(self) -> Any:
+        """Return the tokenizer, Hugging Face's unless another was passed; None if there is none."""
+        return self.tokenizer
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes, once the calls before this one have ended."""
+        self._worker.run(lambda stop: self.engine.scheduler.pool.reset_prefix_cache())
+
+    def _read(self, prompt: Any) -> tuple[list[int], str | None, str]:
+        """Return a prompt's token ids, its text if it was given as text, and its cache salt."""
         salt = ""
         if isinstance(prompt, Mapping):
             if unknown := prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt"}:
-                raise ValueError(f"prompts: {', '.join(sorted(unknown))} is not known")
+                raise InvalidParameter("prompts", f"{', '.join(sorted(unknown))} is not known")
             salt = prompt.get("cache_salt") or ""
-            prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError("prompts: this engine has no tokenizer, so prompts must be token ids")
-            ids, text = encode(self.tokenizer, prompt), prompt
-        else:
-            ids, text = list(map(operator.index, cast(Sequence[int], prompt))), None  # numpy's integers too
-        name = str(next(self._request_ids))
-        return self.engine.add(name, ids, params, prompt=text, priority=priority, cache_salt=salt)
+            prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt.get("prompt")
+        prompt = plain(prompt)
+        if not isinstance(prompt, str):
+            try:
+                return list(map(operator.index, prompt)), None, salt
+            except TypeError:
+                raise InvalidParameter("prompts", f"must be texts or token ids, not {shown(prompt)}") from None
+        if self.tokenizer is None:
+            raise InvalidParameter("prompts", "this engine has no tokenizer, so prompts must be token ids")
+        if not prompt:  # also where the tokenizer would add a token of its own, as in the server
+            raise InvalidParameter("prompt", "must hold at least one token")
+        return encode(self.tokenizer, prompt), prompt, salt
 
-    def _run(self, requests: list[Request], use_tqdm: bool) -> None:
+    def _run(
+        self, jobs: "list[_Job]", arrival: "_Arrival", stop: threading.Event, use_tqdm: bool
+    ) -> list[RequestOutput]:
+        """Run requests to their end, or until `stop`; nothing of them stays behind in the engine."""
+        requests: list[Request] = []
+        try:
+            for job in jobs:
+                requests.append(
+                    self.engine.add(
+                        str(next(self._request_ids)), job.token_ids, job.params, prompt=job.text,
+                        priority=job.priority, cache_salt=job.cache_salt,
+                    )
+                )  # fmt: skip
+            watch = _Stopwatch(requests, arrival)
+            self._generate(requests, watch, stop, use_tqdm)
+        finally:
+            for request in requests:
+                self.engine.abort(request.request_id)
+        inner = backend(self.tokenizer) if self.tokenizer is not None else None
+        return [request_output(request, inner, watch.metrics[request]) for request in requests]
+
+    def _generate(self, requests: list[Request], watch: "_Stopwatch", stop: threading.Event, use_tqdm: bool) -> None:
         tokens = 0
         with tqdm(total=len(requests), desc="Generating", unit="request", disable=not use_tqdm) as bar:
-            while self.engine.has_work:
-                tokens += sum(len(delta.samples) for delta in self.engine.step().deltas)
+            while self.engine.has_work and not stop.is_set():
+                start = time.monotonic()
+                output = self.engine.step()
+                watch.stepped(output, start, time.monotonic())
+                tokens += sum(len(delta.samples) for delta in output.deltas)
                 bar.update(len(requests) - len(self.engine.scheduler.requests) - bar.n)
                 elapsed = bar.format_dict["elapsed"]
                 bar.set_postfix_str(f"{tokens / elapsed:.0f} tokens/s" if elapsed else "", refresh=False)
+
+
+class _Job(NamedTuple):
+    """A request that has not been added yet."""
+
+    token_ids: list[int]
+    text: str | None
+    cache_salt: str
+    params: Params
+    priority: int
+
+
+class _Arrival(NamedTuple):
+    """When a call was made, by the wall clock and by the monotonic one, in seconds."""
+
+    time: float
+    ts: float
+
+
+class _Stopwatch:
+    """Takes the times of requests that were just queued."""
+
+    def __init__(self, requests: Iterable[Request], arrival: _Arrival):
+        now = time.monotonic()
+        self.metrics = {request: RequestMetrics(arrival.time, queued_ts=now) for request in requests}
+        self._arrival = arrival
+        self._without_output = set(self.metrics)
+
+    def stepped(self, output: StepOutput, start: float, end: float) -> None:
+        """Take in a step that ran from `start` to `end` on the monotonic clock."""
+        scheduled = output.decision.num_scheduled_tokens if self._without_output else ()
+        for request in {sequence.request for sequence in scheduled} & self._without_output:
+            metrics = self.metrics[request]
+            metrics.scheduled_ts = metrics.scheduled_ts or start
+            if request.sequences[0].num_output_tokens:
+                metrics.first_token_ts, metrics.first_token_latency = end, end - self._arrival.ts
+                self._without_output.remove(request)
+        for request in output.ended:
+            if request in self.metrics:
+                metrics = self.metrics[request]
+                metrics.last_token_ts = metrics.finished_ts = end
+                metrics.num_generation_tokens = sum(s.num_output_tokens for s in request.sequences)
+
+
+def _prompts(given: Any) -> list[Any]:
+    """Return a list of prompts from one prompt or several."""
+    given = plain(given)
+    if isinstance(given, str | Mapping):
+        return [given]
+    if not isinstance(given, Iterable):
+        raise InvalidParameter("prompts", f"must be texts or token ids, not {shown(given)}")
+    prompts = list(given)
+    return [prompts] if prompts and isinstance(plain(prompts[0]), Integral) else prompts
+
+
+def _for_template(message: Message) -> dict[str, Any]:
+    """Return a message of the OpenAI API as chat templates expect it: content as text, arguments of tool calls as
+    objects."""
+    if not isinstance(message, Mapping):
+        form = '{"role": "user", "content": "..."}'
+        raise InvalidParameter("messages", f"must be dicts like {form}, or lists of them, not {shown(message)}")
+    content = message.get("content") or ""
+    rendered = {**message, "content": content if isinstance(content, str) else "".join(map(_text, content))}
+    if message.get("tool_calls"):
+        rendered["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": _arguments(call["function"])}}
+            for call in message["tool_calls"]
+        ]
+    return rendered
+
+
+def _text(part: Any) -> str:
+    """Return the text of a part of a message's content."""
+    text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part
+    if not isinstance(text, str):
+        raise InvalidParameter("messages", f"content must be text, not {shown(part)}")
+    return text
+
+
+def _arguments(function: Mapping[str, Any]) -> Any:
+    """Return the arguments of a tool call as an object."""
+    given = function.get("arguments") or {}
+    try:
+        return json.loads(given) if isinstance(given, str) else given
+    except ValueError as error:
+        name = function.get("name")
+        raise InvalidParameter("messages", f"the arguments of a call of {name!r} are not JSON: {error}") from None

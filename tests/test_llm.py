@@ -1,11 +1,22 @@
 """The offline API."""
 
+import itertools
+import random
+import signal
+import threading
+import time
+
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 import jpaged
-from jpaged import LLM, ModelConfig, SamplingParams
+from jpaged import LLM, BeamSearchParams, ModelConfig, SamplingParams
+from jpaged.core.params import InvalidParameter
 from jpaged.model.weights import dummy_llama
+from jpaged.runtime import swap
+from jpaged.tokenizer import backend
 from tests import models
 
 SMALL = {"block_size": 8, "max_num_seqs": 4, "max_num_batched_tokens": 32, "progress": False}
@@ -13,19 +24,87 @@ SMALL = {"block_size": 8, "max_num_seqs": 4, "max_num_batched_tokens": 32, "prog
 
 @pytest.fixture(scope="module")
 def llm(tiny):
-    return LLM(str(tiny), **SMALL)
+    """With a pool so small that `load` is preempted."""
+    return LLM(tiny, num_gpu_blocks_override=12, preemption_mode="swap", **SMALL)
 
 
-def test_texts_and_token_ids_give_the_same(llm):
+HELLO = [104, 101, 108, 108, 111]
+PROMPTS = {
+    "a NumPy array": np.asarray(HELLO),
+    "a JAX array": jnp.array(HELLO),
+    "a tuple": tuple(HELLO),
+    "JAX scalars": list(jnp.array(HELLO)),
+    "NumPy scalars": list(np.array(HELLO, np.uint8)),
+    "two in a JAX array": jnp.array([HELLO, HELLO]),
+    "a list of arrays": [jnp.array(HELLO), np.array(HELLO)],
+    "dicts": [{"prompt_token_ids": np.array(HELLO)}, {"prompt_token_ids": HELLO}],
+}
+
+
+@pytest.mark.parametrize("form", PROMPTS)
+def test_generate_token_ids_in_any_form_give_the_same(llm, form):
     params = SamplingParams(temperature=0, max_tokens=6)
-    text, ids, array = (
-        llm.generate(prompt, params, use_tqdm=False)[0]
-        for prompt in ("Hello", llm.tokenizer("Hello").input_ids, np.asarray(llm.tokenizer("Hello").input_ids))
+    (one,) = llm.generate(HELLO, params, use_tqdm=False)
+    outputs = llm.generate(PROMPTS[form], sampling_params=params, use_tqdm=False)
+    assert len(outputs) == 2 if form in ("two in a JAX array", "a list of arrays", "dicts") else 1
+    for output in outputs:
+        assert output.prompt is None and output.prompt_token_ids == HELLO
+        assert all(type(token) is int for token in output.prompt_token_ids)
+        assert output.outputs[0].token_ids == one.outputs[0].token_ids
+
+
+def test_generate_text_gives_what_its_token_ids_give(llm):
+    params = SamplingParams(temperature=0, max_tokens=6)
+    ids = llm.get_tokenizer()("Hello").input_ids
+    text, tokens, array = (
+        llm.generate(prompt, params, use_tqdm=False)[0] for prompt in ("Hello", ids, np.array(["Hello"]))
     )
-    assert text.prompt == "Hello" and ids.prompt is None
-    assert text.prompt_token_ids == ids.prompt_token_ids == array.prompt_token_ids
-    assert text.outputs[0].token_ids == ids.outputs[0].token_ids == array.outputs[0].token_ids
-    assert all(type(token) is int for token in array.prompt_token_ids)
+    assert text.prompt == array.prompt == "Hello" and text.prompt_token_ids == tokens.prompt_token_ids
+    assert text.outputs[0].token_ids == tokens.outputs[0].token_ids == array.outputs[0].token_ids
+
+
+def test_generate_empty_prompt_is_refused_also_where_the_tokenizer_adds_a_token(llm, monkeypatch):
+    inner = backend(llm.tokenizer)
+    before = inner.post_processor
+    inner.post_processor = TemplateProcessing(single="<|user|> $A", special_tokens=[("<|user|>", models.EOS + 1)])
+    try:
+        assert llm.generate("a", use_tqdm=False)[0].prompt_token_ids[0] == models.EOS + 1
+        for prompt in ("", ["a", ""], {"prompt": ""}, [[]]):
+            with pytest.raises(InvalidParameter, match=r"^prompt: must hold at least one token"):
+                llm.generate(prompt, use_tqdm=False)
+    finally:
+        inner.post_processor = before
+    assert llm.generate([], use_tqdm=False) == []
+
+
+@pytest.mark.parametrize("prompts", [None, 5, 1.5, [1.5], [None], jnp.array([1.5]), {}, {"prompt": 5}], ids=repr)
+def test_generate_other_prompts_are_refused(llm, prompts):
+    with pytest.raises(InvalidParameter, match=r"^prompts: must be texts or token ids, not "):
+        llm.generate(prompts, use_tqdm=False)
+
+
+def test_generate_other_params_are_refused(llm):
+    for params in ({"temperature": 0}, ["greedy"]):
+        with pytest.raises(InvalidParameter, match=r"^sampling_params: "):
+            llm.generate("a", params, use_tqdm=False)
+    with pytest.raises(InvalidParameter, match="sampling_params: 0 of them for 1 prompts"):
+        llm.generate("a", [], use_tqdm=False)
+
+
+def test_generate_metrics_are_in_order(llm):
+    prompts = ["a", "bb" * 30, "c"]
+    params = [
+        SamplingParams(max_tokens=5, ignore_eos=True),
+        BeamSearchParams(beam_width=2, max_tokens=4, ignore_eos=True),
+        SamplingParams(max_tokens=3, best_of=2, ignore_eos=True),
+    ]
+    found = [output.metrics for output in llm.generate(prompts, params, use_tqdm=False)]
+    for metrics in found:
+        times = [metrics.queued_ts, metrics.scheduled_ts, metrics.first_token_ts, metrics.last_token_ts]
+        assert 0 < times[0] <= times[1] < times[2] < times[3] <= metrics.finished_ts
+        assert metrics.first_token_latency >= metrics.first_token_ts - metrics.queued_ts
+        assert abs(metrics.arrival_time - time.time()) < 60
+    assert [metrics.num_generation_tokens for metrics in found] == [5, 2 * 4, 2 * 3]
 
 
 def test_results_come_in_the_order_of_the_prompts_each_with_its_params(llm):
@@ -48,10 +127,65 @@ def test_logprobs(llm):
     assert len(chosen) == 5 and completion.cumulative_logprob == pytest.approx(sum(chosen))
 
 
-def test_chat(llm):
-    (output,) = llm.chat([{"role": "user", "content": "Hi"}], SamplingParams(max_tokens=3), use_tqdm=False)
-    prompt = llm.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
-    assert prompt == "<|user|>Hi<|end|><|assistant|>"
+ONE = SamplingParams(max_tokens=1)
+HI = [{"role": "user", "content": "Hi"}]
+
+
+def rendered(llm, messages, **options) -> list[str]:
+    """The prompts that `chat` makes."""
+    outputs = llm.chat(messages, ONE, False, **options)
+    return [llm.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False) for output in outputs]
+
+
+def test_chat_one_conversation_and_several(llm):
+    assert rendered(llm, HI) == ["<|user|>Hi<|end|><|assistant|>"]
+    several = [HI, [{"role": "assistant", "content": "Yes?"}]]
+    assert rendered(llm, several) == ["<|user|>Hi<|end|><|assistant|>", "<|assistant|>Yes?<|end|><|assistant|>"]
+    outputs = llm.chat(several, sampling_params=[ONE, SamplingParams(max_tokens=2, ignore_eos=True)], use_tqdm=False)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 2]
+    assert llm.chat([]) == []
+
+
+def test_chat_template_and_its_variables(llm):
+    template = "{{ mood }}{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+    options = {"chat_template": template, "chat_template_kwargs": {"mood": "Well. "}}
+    assert rendered(llm, HI, **options) == ["Well. Hi>"]
+    assert rendered(llm, HI, **options, add_generation_prompt=False) == ["Well. Hi"]
+    open_end = {"add_generation_prompt": False, "continue_final_message": True}
+    assert rendered(llm, HI, chat_template=template + "!", **open_end) == ["Hi"]
+    with pytest.raises(ValueError, match="continue_final_message"):
+        rendered(llm, HI, continue_final_message=True)
+
+
+def test_chat_tools_and_their_calls(llm):
+    template = (
+        "{{ tools[0].function.name }}{% for m in messages %}{% for call in m.tool_calls or [] %}"
+        "{{ call.function.arguments.city }}{% endfor %}{{ m.content }}{% endfor %}"
+    )
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ]
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+    assert rendered(llm, messages, tools=tools, chat_template=template) == ["weatherHiRome"]
+    call["function"]["arguments"] = "{"
+    with pytest.raises(InvalidParameter, match="messages: the arguments of a call of 'weather' are not JSON"):
+        rendered(llm, messages)
+
+
+@pytest.mark.parametrize(
+    "messages", ["Hi", ["Hi"], [[1]], [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]]
+)
+def test_chat_other_messages_are_refused(llm, messages):
+    with pytest.raises(InvalidParameter, match=r"^messages: "):
+        llm.chat(messages)
+
+
+def test_chat_without_a_template_is_refused(llm, monkeypatch):
+    monkeypatch.setattr(llm.tokenizer, "chat_template", None)
+    with pytest.raises(InvalidParameter, match="chat_template: the model has none"):
+        llm.chat(HI)
 
 
 def test_progress_is_shown(llm, capsys):
@@ -62,27 +196,171 @@ def test_progress_is_shown(llm, capsys):
 def test_one_bad_prompt_refuses_all_and_leaves_nothing_behind(llm):
     with pytest.raises(ValueError, match="prompt: token id 999 is outside the vocabulary"):
         llm.generate(["fine", [999]], use_tqdm=False)
-    with pytest.raises(ValueError, match="params: 1 of them for 2 prompts"):
-        llm.generate(["a", "b"], [SamplingParams()], use_tqdm=False)
+    with pytest.raises(ValueError, match="sampling_params: 1 of them for 2 prompts"):
+        llm.generate(["a", "b"], sampling_params=[SamplingParams()], use_tqdm=False)
     assert not llm.engine.has_work
 
 
-def test_an_interrupt_leaves_nothing_behind(llm, monkeypatch):
-    step, calls = llm.engine.runner.step, []
+def load():
+    """Prompts and parameters that make use of every executable: of forks, rows, copies, swaps and prompt logprobs."""
+    greedy = {"temperature": 0, "ignore_eos": True}
+    return {
+        "A prompt that is shared by three branches": SamplingParams(n=3, seed=5, max_tokens=9, presence_penalty=0.5),
+        "Beams": BeamSearchParams(beam_width=3, max_tokens=10, ignore_eos=True),
+        "One that takes a while until": SamplingParams(max_tokens=40, prompt_logprobs=1, **greedy),
+        "Another one": SamplingParams(max_tokens=40, min_tokens=3, logit_bias={65: 1.0}, **greedy),
+        "A prompt that is shared by three branches, or nearly so": SamplingParams(max_tokens=30, **greedy),
+    }
 
-    def interrupted(decision):
-        calls.append(decision)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return step(decision)
 
-    monkeypatch.setattr(llm.engine.runner, "step", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        llm.generate(["a", "b"], SamplingParams(max_tokens=20, ignore_eos=True), use_tqdm=False)
+def generate_load(llm):
+    llm.reset_prefix_cache()
+    outputs = llm.generate(list(load()), sampling_params=list(load().values()), use_tqdm=False)
+    return [[choice.token_ids for choice in output.outputs] for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def expected(llm):
+    """What the load gives before anything has gone wrong."""
+    return generate_load(llm)
+
+
+def assert_usable(llm, expected):
     assert not llm.engine.has_work and llm.engine.scheduler.pool.num_used == 0
     llm.engine.scheduler.check_invariants()
-    monkeypatch.undo()
-    assert llm.generate("a", use_tqdm=False)[0].finished
+    assert generate_load(llm) == expected
+
+
+def inject(monkeypatch, owner, name, act, *, at, after):
+    """Act before or after the n-th calls of a function, for each n in `at`. Returns a list that grows with each call
+    of `act`."""
+    original, numbers, acted = getattr(owner, name), itertools.count(1), []
+
+    def function(*args, **kwargs):
+        hit = next(numbers) in at
+        if hit and not after:
+            acted.append(name)
+            act()
+        result = original(*args, **kwargs)
+        if hit and after:
+            acted.append(name)
+            act()
+        return result
+
+    monkeypatch.setattr(owner, name, function)
+    return acted
+
+
+def fail():
+    raise MemoryError("injected")
+
+
+def interrupt():
+    """Ctrl-C, as the main thread meets it: also where it waits."""
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+
+SITES = {
+    "forward": lambda llm: (llm.engine.runner._step, "forward"),
+    "choose": lambda llm: (llm.engine.runner._step, "choose"),
+    "score": lambda llm: (llm.engine.runner._step, "score"),
+    "masks": lambda llm: (llm.engine.runner._masks, "apply"),
+    "block copies": lambda llm: (llm.engine.runner, "_copy_blocks"),
+    "row copies": lambda llm: (llm.engine.runner, "_copy_rows"),
+    "row writes": lambda llm: (llm.engine.runner, "_write_row"),
+    "swap out": lambda llm: (swap, "_gather"),
+    "swap in": lambda llm: (swap, "_scatter"),
+}
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("site", SITES)
+def test_generate_step_raises_at_any_point_next_call_works(llm, expected, site, after, monkeypatch):
+    with monkeypatch.context() as patched:
+        inject(patched, *SITES[site](llm), fail, at={1}, after=after)
+        with pytest.raises(MemoryError, match="injected"):
+            generate_load(llm)
+    assert_usable(llm, expected)
+
+
+def test_engine_steps_raise_requests_continue_to_the_same_tokens(llm, expected, monkeypatch):
+    """Requests that are not aborted are recomputed; no failure of several loses any of them."""
+    llm.reset_prefix_cache()
+    injected = [
+        inject(monkeypatch, *site(llm), fail, at={1, 3}, after=number % 2) for number, site in enumerate(SITES.values())
+    ]
+    engine = llm.engine
+    requests = [engine.add(prompt, llm.tokenizer(prompt).input_ids, params) for prompt, params in load().items()]
+    failures = 0
+    while engine.has_work:
+        try:
+            engine.step()
+        except MemoryError:
+            failures += 1
+            engine.scheduler.check_invariants()
+    assert failures == sum(map(len, injected)) > 8
+    assert [[sequence.output_token_ids for sequence in request.outputs] for request in requests] == expected
+
+
+INTERRUPTED = {
+    "after the KV pool was donated": lambda llm: (llm.engine.runner._step, "forward"),
+    "after the sampling state was donated": lambda llm: (llm.engine.runner._step, "choose"),
+    "while rows are taken": lambda llm: (llm.engine.scheduler, "_take_row"),
+    "while blocks are allocated": lambda llm: (llm.engine.scheduler.pool, "allocate"),
+    "while requests are added": lambda llm: (llm.engine.scheduler.waiting, "add"),
+}
+
+
+@pytest.mark.parametrize("site", INTERRUPTED)
+def test_generate_interrupted_at_an_unsafe_point_next_call_works(llm, expected, site, monkeypatch):
+    with monkeypatch.context() as patched:
+        acted = inject(patched, *INTERRUPTED[site](llm), interrupt, at={3}, after=True)
+        with pytest.raises(KeyboardInterrupt):
+            generate_load(llm)
+        assert acted
+    assert_usable(llm, expected)
+
+
+def test_generate_interrupted_at_random_moments_next_call_works(llm, expected):
+    rng, interrupts = random.Random(0), 0
+    for _ in range(25):
+        timer = threading.Timer(rng.uniform(0, 0.1), interrupt)
+        try:
+            timer.start()
+            generate_load(llm)
+            timer.join()
+        except KeyboardInterrupt:
+            interrupts += 1
+        assert not llm.engine.has_work
+    assert interrupts == 25
+    assert_usable(llm, expected)
+
+
+def test_generate_from_several_threads_takes_turns(llm, expected):
+    found = {}
+    threads = [threading.Thread(target=lambda i=i: found.update({i: generate_load(llm)})) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == dict.fromkeys(range(3), expected)
+
+
+def test_reset_prefix_cache_waits_for_a_generation(llm, expected, monkeypatch):
+    begun, release, found = threading.Event(), threading.Event(), []
+    hold = lambda: (begun.set(), release.wait(30))
+    inject(monkeypatch, llm.engine.runner._step, "forward", hold, at={5}, after=False)
+    generation = threading.Thread(target=lambda: found.append(generate_load(llm)))
+    generation.start()
+    assert begun.wait(30)
+    reset = threading.Thread(target=llm.reset_prefix_cache)
+    reset.start()
+    reset.join(0.05)
+    assert reset.is_alive()
+    release.set()
+    for thread in (generation, reset):
+        thread.join(30)
+    assert found == [expected] and not any(llm.engine.scheduler.pool.states())
 
 
 def test_a_module_without_a_tokenizer(tiny):
@@ -92,6 +370,9 @@ def test_a_module_without_a_tokenizer(tiny):
     assert output.outputs[0].text == "" and len(output.outputs[0].token_ids) == 3
     with pytest.raises(ValueError, match="no tokenizer, so prompts must be token ids"):
         llm.generate("text", use_tqdm=False)
+    with pytest.raises(ValueError, match="messages: this engine has no tokenizer with chat templates"):
+        llm.chat([{"role": "user", "content": "Hi"}], chat_template="Hi")
+    assert llm.get_tokenizer() is None
 
 
 def test_a_module_in_another_dtype_is_not_copied_but_refused():
@@ -100,6 +381,13 @@ def test_a_module_in_another_dtype_is_not_copied_but_refused():
         ValueError, match="dtype: the model's parameters are bfloat16, and they are not copied to float32"
     ):
         LLM(model, dtype="float32", progress=False)
+
+
+@pytest.mark.parametrize("model", [None, 5, object(), ModelConfig])
+def test_a_model_of_another_type_is_refused(model):
+    accepted = 'model: must be "demo", a directory, a hub id or a jpaged.model.llama.Llama, not '
+    with pytest.raises(TypeError, match=accepted + type(model).__name__):
+        LLM(model)
 
 
 def test_a_module_in_hand_is_not_loaded():

@@ -265,6 +265,28 @@ class CompletionOutput:
     stop_reason: int | str | None
 
 
+@dataclass
+class RequestMetrics:
+    """When a request got how far, in seconds, named as in vLLM's `RequestStateStats`; 0 for an event that never was.
+
+    Attributes:
+        arrival_time: of the call, by the wall clock (`time.time`); all others are by the monotonic clock.
+        queued_ts: when the engine accepted the request.
+        scheduled_ts: the start of the first step that worked on it.
+        first_token_latency: from the call to the first token.
+        num_generation_tokens: of all outputs, also of those that are not returned.
+    """
+
+    arrival_time: float = 0.0
+    queued_ts: float = 0.0
+    scheduled_ts: float = 0.0
+    first_token_ts: float = 0.0
+    last_token_ts: float = 0.0
+    finished_ts: float = 0.0
+    first_token_latency: float = 0.0
+    num_generation_tokens: int = 0
+
+
 @dataclass(frozen=True)
 class RequestOutput:
     """A finished request, in the words of vLLM. `prompt_logprobs`, if asked for, begins with None for the first
@@ -277,3 +299,4 @@ class RequestOutput:
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     finished: bool = True
+    metrics: RequestMetrics | None = None

@@ -6,6 +6,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+# A signal that arrives just before a thread blocks does not wake it, and is noticed only when it runs again.
+POLL_S = 0.2
+
 
 class Worker:
     """Runs calls one after the other, each to its end, whatever interrupts its caller.
@@ -28,12 +31,12 @@ class Worker:
         call = _Call(function)
         try:
             self._calls.put(call)
-            result, error = call.results.get()
+            result, error = call.wait()
         except BaseException:
             call.stop.set()
             if call.begun:
                 self._calls.put(call)  # If the result was already taken, there will be another.
-                call.results.get()
+                call.wait()
             raise
         if error is None:
             return result
@@ -54,14 +57,22 @@ class _Call:
         self.function = function
         self.stop = threading.Event()
         self.begun = False
-        self.results: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
     def __call__(self) -> None:
         self.begun = True
         try:
-            self.results.put((None if self.stop.is_set() else self.function(self.stop), None))
+            self._results.put((None if self.stop.is_set() else self.function(self.stop), None))
         except BaseException as error:
-            self.results.put((None, error))
+            self._results.put((None, error))
+
+    def wait(self) -> tuple[Any, BaseException | None]:
+        """Return the result or the exception once there is one."""
+        while True:
+            try:
+                return self._results.get(timeout=POLL_S)
+            except queue.Empty:
+                pass
 
 
 def _run(calls: "queue.SimpleQueue[_Call | None]") -> None:

@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -279,6 +280,24 @@ def test_generate_step_raises_at_any_point_next_call_works(llm, expected, site, 
     with monkeypatch.context() as patched:
         inject(patched, *SITES[site](llm), fail, at={1}, after=after)
         with pytest.raises(MemoryError, match="injected"):
+            generate_load(llm)
+    assert_usable(llm, expected)
+
+
+def test_generate_pool_holds_a_failed_computation_next_call_works(llm, expected, monkeypatch):
+    """The device reports some failures only to whoever reads the results, which are not deleted but can't be used."""
+    slow = jax.jit(lambda x: (x @ x)[0, 0])
+    broken = lambda like: lambda _: jax.pure_callback(lambda _: fail(), jax.ShapeDtypeStruct(like.shape, like.dtype), _)
+    forward = llm.engine.runner._step.forward
+
+    def failing(*args):
+        results = forward(*args)
+        pending = slow(jnp.ones((1500, 1500)))  # So the failure comes after the call that it belongs to has returned.
+        return jax.tree.map(lambda array: jax.jit(broken(array))(pending), results)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(llm.engine.runner._step, "forward", failing)
+        with pytest.raises(jax.errors.JaxRuntimeError, match="injected"):
             generate_load(llm)
     assert_usable(llm, expected)
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from jpaged.worker import Worker
+from jpaged.worker import Worker, _Call
 
 
 def interrupt():
@@ -97,8 +97,9 @@ def test_interrupt_before_its_turn_raises_at_once_and_never_runs():
 
 
 def interrupted_at(instruction: int, function) -> bool:
-    """Call a function, raising KeyboardInterrupt before the n-th instruction of `Worker.run`; whether there was one."""
-    count, tool = 0, 4
+    """Call a function, raising KeyboardInterrupt before the n-th instruction of the caller's side; whether there was
+    one."""
+    count, tool, codes = 0, 4, (Worker.run.__code__, _Call.wait.__code__)
 
     def before_instruction(code, offset):
         nonlocal count
@@ -107,13 +108,15 @@ def interrupted_at(instruction: int, function) -> bool:
 
     sys.monitoring.use_tool_id(tool, "interrupts")
     sys.monitoring.register_callback(tool, sys.monitoring.events.INSTRUCTION, before_instruction)
-    sys.monitoring.set_local_events(tool, Worker.run.__code__, sys.monitoring.events.INSTRUCTION)
+    for code in codes:
+        sys.monitoring.set_local_events(tool, code, sys.monitoring.events.INSTRUCTION)
     try:
         function()
     except KeyboardInterrupt:
         return True
     finally:
-        sys.monitoring.set_local_events(tool, Worker.run.__code__, 0)
+        for code in codes:
+            sys.monitoring.set_local_events(tool, code, 0)
         sys.monitoring.register_callback(tool, sys.monitoring.events.INSTRUCTION, None)
         sys.monitoring.free_tool_id(tool)
     return False

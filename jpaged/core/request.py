@@ -267,14 +267,14 @@ class CompletionOutput:
 
 @dataclass
 class RequestMetrics:
-    """When a request got how far, in seconds, named as in vLLM's `RequestStateStats`; 0 for an event that never was.
+    """Times of a request in seconds, named as in vLLM's `RequestStateStats`; 0 for an event that did not happen.
 
     Attributes:
-        arrival_time: of the call, by the wall clock (`time.time`); all others are by the monotonic clock.
-        queued_ts: when the engine accepted the request.
-        scheduled_ts: the start of the first step that worked on it.
-        first_token_latency: from the call to the first token.
-        num_generation_tokens: of all outputs, also of those that are not returned.
+        arrival_time: time of the call on the wall clock (`time.time`). The other times are on `time.monotonic`.
+        queued_ts: time at which the engine accepted the request.
+        scheduled_ts: start of the first step that computed tokens of it.
+        first_token_latency: seconds from the call to the first token.
+        num_generation_tokens: number of generated tokens, those of outputs that are not returned included.
     """
 
     arrival_time: float = 0.0

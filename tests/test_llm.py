@@ -292,8 +292,10 @@ def test_generate_pool_holds_a_failed_computation_next_call_works(llm, expected,
 
     def failing(*args):
         results = forward(*args)
+        scalar = jax.ShapeDtypeStruct((), jnp.float32)
+        compiled = jax.tree.map(lambda array: jax.jit(broken(array)).lower(scalar).compile(), results)
         pending = slow(jnp.ones((1500, 1500)))  # So the failure comes after the call that it belongs to has returned.
-        return jax.tree.map(lambda array: jax.jit(broken(array))(pending), results)
+        return jax.tree.map(lambda function: function(pending), compiled)
 
     with monkeypatch.context() as patched:
         patched.setattr(llm.engine.runner._step, "forward", failing)

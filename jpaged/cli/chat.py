@@ -10,6 +10,7 @@ In a terminal, Ctrl-C stops an answer and Ctrl-D ends; /reset begins anew, /help
 
 import argparse
 import asyncio
+import signal
 import sys
 from collections.abc import Mapping
 from contextlib import aclosing, suppress
@@ -73,6 +74,8 @@ class Conversation:
 
 def talk(runner: asyncio.Runner, conversation: Conversation) -> None:
     """Takes messages from the terminal until it ends."""
+    # Whatever has started this process may have left SIGINT ignored, as shells do for their background jobs.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with suppress(ImportError):  # not every Python is built with it
         import readline  # noqa: F401  from here on input() has a history, and keys to edit a line
     print("Ctrl-C stops an answer, Ctrl-D ends; /help lists the commands.")

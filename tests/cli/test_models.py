@@ -123,11 +123,13 @@ class Terminal:
 
     def __init__(self, *argv):
         self.own, other = pty.openpty()
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as shells start their background jobs
         environment = os.environ | {"TERM": "dumb", "PYTHONUNBUFFERED": "1"}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "jpaged.cli.main", *argv], stdin=other, stdout=other, stderr=other,
             start_new_session=True, env=environment,
         )  # fmt: skip
+        signal.signal(signal.SIGINT, handler)
         os.close(other)
         self.text = ""
 

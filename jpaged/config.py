@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 DTYPES = ("float32", "bfloat16", "float16")
+DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 LOAD_FORMATS = ("auto", "safetensors", "orbax", "dummy")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
@@ -185,8 +186,11 @@ class EngineConfig:
 
     Attributes:
         model: a directory, a hub id, or "demo" for the model that comes with the package.
+        revision: a branch, tag or commit of a hub id; None is its main branch.
+        tokenizer: a directory or hub id, instead of the model's own tokenizer.
+        skip_tokenizer_init: load no tokenizer; requests then take and give token ids.
         dtype: of parameters, activations and KV pool; "auto" is float32 on a CPU, else the checkpoint's own
-            (bfloat16 where that is float32).
+            (bfloat16 where that is float32); "half" and "float" are float16 and float32.
         max_model_len: most tokens, prompt and output, of one sequence.
         gpu_memory_utilization: the share of the memory that jax has on the device (XLA_PYTHON_CLIENT_MEM_FRACTION) that
             parameters, pool and temporaries may fill.
@@ -201,6 +205,9 @@ class EngineConfig:
     """
 
     model: str = "demo"
+    revision: str | None = None
+    tokenizer: str | None = None
+    skip_tokenizer_init: bool = False
     dtype: str = "auto"
     seed: int = 0
     load_format: str = "auto"
@@ -218,12 +225,14 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         choices = {
-            "dtype": ("auto", *DTYPES), "load_format": LOAD_FORMATS, "kernels": KERNELS,
+            "dtype": ("auto", *DTYPES, *DTYPE_ALIASES), "load_format": LOAD_FORMATS, "kernels": KERNELS,
             "preemption_mode": PREEMPTION_MODES, "scheduling_policy": SCHEDULING_POLICIES,
         }  # fmt: skip
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {getattr(self, name)!r}")
+        if self.skip_tokenizer_init and self.tokenizer:
+            raise ValueError(f"skip_tokenizer_init: can't be combined with tokenizer ({self.tokenizer!r})")
         if not MIN_BLOCK_SIZE <= self.block_size <= MAX_BLOCK_SIZE:
             raise ValueError(f"block_size must be between {MIN_BLOCK_SIZE} and {MAX_BLOCK_SIZE}, not {self.block_size}")
         if self.block_size & (self.block_size - 1):

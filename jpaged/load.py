@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
-from jpaged.config import EngineConfig, Limits, ModelConfig, sampling_defaults
+from jpaged.config import DTYPE_ALIASES, EngineConfig, Limits, ModelConfig, sampling_defaults
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.scheduler import Scheduler
 from jpaged.demo import DIRECTORY as DEMO
@@ -15,19 +15,28 @@ from jpaged.engine import Engine
 from jpaged.model.llama import Llama
 from jpaged.model.weights import ORBAX, dummy_llama, load_orbax, load_safetensors
 from jpaged.runtime.compilation_cache import compilation_cache
-from jpaged.runtime.runner import ModelRunner
-from jpaged.tokenizer import backend, load_tokenizer
+from jpaged.runtime.runner import ModelRunner, select_kernels
+from jpaged.tokenizer import backend, has_tokenizer, load_tokenizer
+from pallas_kernels import Kernels
 
 logger = logging.getLogger(__name__)
 
-HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja"]
+WEIGHTS = ["*.safetensors"]
+SMALL_FILES = ["*.json", "*.model", "*.jinja"]  # config and tokenizer
 
 
-def find_model(name: str) -> Path:
+def find_model(name: str, *, revision: str | None = None, weights: bool = True) -> Path:
     """The directory of a model: "demo", a path, or a hub id, which is downloaded if it is not in the hub's cache.
+
+    Args:
+        revision: a branch, tag or commit of a hub id.
+        weights: False leaves the weights of a hub id out: its config and its tokenizer can be checked before a long
+            download.
 
     Raises ValueError if there is none.
     """
+    if revision is not None and (name == "demo" or Path(name).expanduser().is_dir()):
+        raise ValueError(f"revision: only a hub id has revisions, and {name} is a directory")
     if name == "demo":
         return DEMO
     path = Path(name).expanduser()
@@ -38,7 +47,8 @@ def find_model(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=HUB_FILES))
+        patterns = [*SMALL_FILES, *(WEIGHTS if weights else ())]
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except Exception as error:  # the hub's library has a dozen ways to say no
         raise ValueError(f"model: {name} is neither a directory nor a model the hub can give: {error}") from error
 
@@ -56,7 +66,7 @@ def load_model(
 
 def limits_of(config: EngineConfig, model: ModelConfig, platform: str) -> Limits:
     """Settles the limits that the config left to the model and the device. Raises ValueError for what the model
-    can't do."""
+    can't do, and for more sequences than the KV pool has blocks."""
     max_model_len = config.max_model_len or model.max_position_embeddings
     if max_model_len > model.max_position_embeddings:
         raise ValueError(
@@ -65,14 +75,77 @@ def limits_of(config: EngineConfig, model: ModelConfig, platform: str) -> Limits
         )
     seqs, tokens = (64, 512) if platform == "cpu" else (256, 2048)
     max_num_seqs = config.max_num_seqs or min(seqs, config.max_num_batched_tokens or seqs)
-    return Limits(max_model_len, max_num_seqs, config.max_num_batched_tokens or max(tokens, max_num_seqs))
+    limits = Limits(max_model_len, max_num_seqs, config.max_num_batched_tokens or max(tokens, max_num_seqs))
+    if config.num_gpu_blocks_override is not None:
+        check_num_blocks(limits, config.num_gpu_blocks_override)
+    return limits
+
+
+def check_num_blocks(limits: Limits, num_blocks: int) -> None:
+    if limits.max_num_seqs > num_blocks:
+        raise ValueError(
+            f"max_num_seqs ({limits.max_num_seqs}) exceeds the {num_blocks} blocks of the KV pool: "
+            "every sequence needs at least one"
+        )
 
 
 def dtype_of(config: EngineConfig, model: ModelConfig, platform: str) -> str:
     """ "auto" settled: processors compute float32 fastest and most exactly, GPU kernels want 16 bits."""
     if config.dtype != "auto":
-        return config.dtype
+        return DTYPE_ALIASES.get(config.dtype, config.dtype)
     return "float32" if platform == "cpu" else "bfloat16" if model.dtype == "float32" else model.dtype
+
+
+class Prepared(NamedTuple):
+    """A model whose parameters can be loaded: every setting is checked, and nothing large is in memory yet.
+
+    Attributes:
+        model: the model's config.
+        kernels: chosen, and tested on the device.
+        tokenizer: a Hugging Face tokenizer or a `tokenizers.Tokenizer`; None if there is none.
+        sampling_defaults: the model's own.
+    """
+
+    model: ModelConfig
+    limits: Limits
+    dtype: str
+    kernels: Kernels
+    tokenizer: Any
+    sampling_defaults: dict[str, Any]
+
+
+def prepare(config: EngineConfig, *, tokenizer: Any = None) -> Prepared:
+    """Settle all that can be known of a model before its parameters are loaded, which takes minutes for large ones.
+
+    Args:
+        tokenizer: a tokenizer, or the name of a directory or hub id, instead of the config's.
+
+    Raises:
+        ValueError: a setting that the model or the device does not allow; a file is missing or broken.
+        NotImplementedError: kernels that this device does not have.
+    """
+    platform = jax.default_backend()
+    directory = find_model(config.model, revision=config.revision, weights=False)
+    model = ModelConfig.from_directory(directory)
+    limits, dtype = limits_of(config, model, platform), dtype_of(config, model, platform)
+    (device,) = jax.device_put(0).devices()  # where parameters will be
+    return Prepared(
+        model, limits, dtype, select_kernels(config, model, dtype, device),
+        find_tokenizer(config, directory, tokenizer), sampling_defaults(directory),
+    )  # fmt: skip
+
+
+def find_tokenizer(config: EngineConfig, directory: Path, tokenizer: Any = None) -> Any:
+    """The tokenizer in hand or by name, else the model's own; None if that has none, or it is to be skipped."""
+    if config.skip_tokenizer_init:
+        return None
+    tokenizer = tokenizer or config.tokenizer
+    if isinstance(tokenizer, str):
+        return load_tokenizer(find_model(tokenizer, weights=False))
+    if tokenizer is not None or has_tokenizer(directory):
+        return tokenizer or load_tokenizer(directory)
+    logger.warning("%s has no tokenizer: requests must be token ids, and answers have no text", config.model)
+    return None
 
 
 class Loaded(NamedTuple):
@@ -84,39 +157,37 @@ class Loaded(NamedTuple):
 
 
 def load_engine(
-    config: EngineConfig, *, model: Llama | None = None, tokenizer: Any = None, progress: bool = True
-) -> Loaded:
+    config: EngineConfig, *, model: Llama | None = None, tokenizer: Any = None, prepared: Prepared | None = None,
+    progress: bool = True,
+) -> Loaded:  # fmt: skip
     """An engine that is ready to step, and what belongs to it.
 
     Args:
         model: a Llama in hand; its arrays are used as they are, and `config.model` is only a name.
-        tokenizer: a Hugging Face tokenizer or a `tokenizers.Tokenizer`, instead of the model's own.
+        tokenizer: a Hugging Face tokenizer or a `tokenizers.Tokenizer`, or the name of a directory or hub id, instead
+            of the model's own.
+        prepared: the result of `prepare(config)`, from a caller with more to check before the parameters are loaded.
     """
-    platform = jax.default_backend()
     defaults: dict[str, Any] = {}
+    kernels: Kernels | None = None
     if model is None:
-        directory = find_model(config.model)
-        model_config = ModelConfig.from_directory(directory)
-        limits = limits_of(config, model_config, platform)
-        dtype = dtype_of(config, model_config, platform)
-        tokenizer = tokenizer or load_tokenizer(directory)
-        defaults = sampling_defaults(directory)
+        prepared = prepared or prepare(config, tokenizer=tokenizer)
+        _, limits, dtype, kernels, tokenizer, defaults = prepared
+        directory = find_model(config.model, revision=config.revision, weights=config.load_format != "dummy")
         logger.info("loading %s as %s", config.model, dtype)
         with compilation_cache():
             model = load_model(
-                directory, model_config, dtype=dtype, load_format=config.load_format, seed=config.seed,
+                directory, prepared.model, dtype=dtype, load_format=config.load_format, seed=config.seed,
                 progress=progress,
             )  # fmt: skip
     else:
         _check_module(config, model)
-        limits = limits_of(config, model.config, platform)
+        limits = limits_of(config, model.config, jax.default_backend())
+        if isinstance(tokenizer, str):
+            tokenizer = load_tokenizer(find_model(tokenizer, weights=False))
     with compilation_cache():
-        runner = ModelRunner(model, config, limits)
-        if limits.max_num_seqs > runner.num_blocks:
-            raise ValueError(
-                f"max_num_seqs ({limits.max_num_seqs}) exceeds the {runner.num_blocks} blocks of the KV pool: "
-                "every sequence needs at least one"
-            )
+        runner = ModelRunner(model, config, limits, kernels)
+        check_num_blocks(limits, runner.num_blocks)
         runner.warm_up(progress=progress)
     host_pool = None
     if runner.num_host_blocks and config.preemption_mode != "recompute":
@@ -142,5 +213,5 @@ def _check_module(config: EngineConfig, model: Llama) -> None:
     if len(dtypes) != 1:
         raise ValueError(f"model: its parameters must have one dtype, not {', '.join(sorted(dtypes))}")
     (dtype,) = dtypes
-    if config.dtype not in ("auto", dtype):
+    if config.dtype != "auto" and DTYPE_ALIASES.get(config.dtype, config.dtype) != dtype:
         raise ValueError(f"dtype: the model's parameters are {dtype}, and they are not copied to {config.dtype}")

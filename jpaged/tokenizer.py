@@ -1,6 +1,7 @@
 """Text in and text out: loading a tokenizer, chat templates, and decoding token by token."""
 
 import copy
+import importlib.metadata
 import inspect
 import os
 from collections.abc import Mapping, Sequence
@@ -8,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from jinja2 import TemplateSyntaxError
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
@@ -16,11 +18,21 @@ if TYPE_CHECKING:
 
 # Tokens of the prompt that a decoder sees first, so that a space at the start of the output is kept.
 CONTEXT_TOKENS = 6
+SENTENCEPIECE = "tokenizer.model"  # in SentencePiece's form, or, more rarely, in tiktoken's
+TOKENIZER_FILES = ("tokenizer.json", SENTENCEPIECE, "tokenizer_config.json", "vocab.json", "vocab.txt", "merges.txt")
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Whether a model's directory has any file of a tokenizer."""
+    return any((directory / name).is_file() for name in TOKENIZER_FILES)
 
 
 def load_tokenizer(directory: Path) -> Any:
     """The Hugging Face tokenizer of a model's directory. Raises ValueError if it has none, or none in Rust."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would miss torch, which nothing here needs
+    if missing := _missing_packages(directory):
+        file = directory / SENTENCEPIECE
+        raise ValueError(f"tokenizer: {file} needs packages that are not installed: pip install {' '.join(missing)}")
     from transformers import AutoTokenizer
 
     try:
@@ -29,6 +41,26 @@ def load_tokenizer(directory: Path) -> Any:
         raise ValueError(f"tokenizer: {directory} has none that can be loaded: {error}") from error
     backend(tokenizer)
     return tokenizer
+
+
+def _missing_packages(directory: Path) -> list[str]:
+    """The packages that a tokenizer.model needs and that are not installed. transformers names tiktoken for any."""
+    file = directory / SENTENCEPIECE
+    if (directory / "tokenizer.json").is_file() or not file.is_file():
+        return []
+    # SentencePiece's is a protocol buffer whose first field is a message (tag 0x0A); tiktoken's is lines of base64.
+    is_protobuf = file.open("rb").read(1) == b"\n"
+    packages = ("sentencepiece", "protobuf") if is_protobuf else ("tiktoken",)
+    return [name for name in packages if not list(importlib.metadata.distributions(name=name))]
+
+
+def check_chat_template(tokenizer: Any, chat_template: str) -> None:
+    """Raises ValueError for a template whose syntax is wrong; what it refuses is known only of a conversation."""
+    try:
+        render_chat(tokenizer, [{"role": "user", "content": "Hello"}], chat_template)
+    except ValueError as error:
+        if isinstance(cause := error.__cause__, TemplateSyntaxError):
+            raise ValueError(f"line {cause.lineno}: {cause.message}") from error
 
 
 def backend(tokenizer: Any) -> Tokenizer:

@@ -39,11 +39,11 @@ OUTSIDE = {
     "jpaged.async_engine": set(),
     "jpaged.serving": {"aiohttp", "prometheus_client", "pydantic", "tokenizers"},
     "jpaged.bench": {"aiohttp", "numpy", "tokenizers", "tqdm"},
-    "jpaged.cli": {"aiohttp"},
+    "jpaged.cli": {"aiohttp", "yaml"},
     "jpaged.grammar_trial": {"tokenizers"},
     "jpaged.template_process": {"transformers"},
     "jpaged.grammar": {"llguidance", "numpy", "tokenizers"},
-    "jpaged.tokenizer": {"llguidance", "tokenizers", "transformers"},
+    "jpaged.tokenizer": {"jinja2", "llguidance", "tokenizers", "transformers"},
     "server": set(),
 }
 WITHOUT_JAX = [

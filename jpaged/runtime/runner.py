@@ -44,6 +44,7 @@ class ModelRunner:
     Args:
         model: its arrays are used as they are, not copied.
         limits: what the scheduler will keep to.
+        kernels: chosen before the model was loaded; None chooses them now.
 
     Attributes:
         params: the model's leaves, the very arrays that the model holds.
@@ -54,7 +55,7 @@ class ModelRunner:
         num_host_blocks: how many it has room for.
     """
 
-    def __init__(self, model: Llama, config: EngineConfig, limits: Limits):
+    def __init__(self, model: Llama, config: EngineConfig, limits: Limits, kernels: Kernels | None = None):
         graphdef, params = nnx.split(model)
         self.params, treedef = jax.tree.flatten(params)
         self.block_size = config.block_size
@@ -65,7 +66,7 @@ class ModelRunner:
         self.copy_sizes = ladder(8, max(8, limits.max_num_seqs), 4)
         llama, dtype, self.device = model.config, str(self.params[0].dtype), next(iter(self.params[0].devices()))
         self.vocab_size = llama.vocab_size
-        self.kernels = select_kernels(config, llama, dtype, self.device)
+        self.kernels = kernels or select_kernels(config, llama, dtype, self.device)
         logger.info("attention kernels: %s (%s)", self.kernels.name, self.kernels.reason)
         self._step = Step(graphdef, treedef, self.kernels)
         self._copy_blocks = make_copy_blocks(self.kernels)

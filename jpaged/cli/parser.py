@@ -2,14 +2,31 @@
 
 import argparse
 import difflib
+import re
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
+
+from jpaged.cli.config_file import read_config
+
+UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
 def closest(given: str, known: Iterable[str]) -> str | None:
     """The known name that a mistyped one was most likely meant to be."""
     return next(iter(difflib.get_close_matches(given, list(known), n=1, cutoff=0.7)), None)
+
+
+def count(text: str) -> int:
+    """Parse a number such as 4096, 32k (32,000), 25.6k or 32K (32,768). It is a type of flags."""
+    match = re.fullmatch(r"(-?\d+)|(\d+(?:\.\d+)?)([kmg])|(\d+)([KMG])", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number such as 4096, 32k (32,000) or 32K (32,768)")
+    plain, decimal, unit, binary, binary_unit = match.groups()
+    if plain:
+        return int(plain)
+    value = float(decimal) * UNITS[unit] if decimal else int(binary) * UNITS[binary_unit]
+    return round(value)
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -24,20 +41,27 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
             return action.help
         return f"{action.help} (default: %(default)s)"
 
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         """Paragraphs to the terminal's width; those that are indented stay as they are."""
         paragraphs = text.strip().split("\n\n")
         filled = [
             "\n".join(indent + line for line in paragraph.splitlines())
             if paragraph.startswith(" ")
-            else textwrap.fill(paragraph, width, initial_indent=indent, subsequent_indent=indent)
+            else textwrap.fill(
+                paragraph, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
+            )
             for paragraph in paragraphs
         ]
         return "\n\n".join(filled)
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of one command's flags; they can't be shortened.
+    """A parser of one command's flags; they can't be shortened, but may have underscores as in `--max_model_len`.
+
+    If --config is one of them, it names a YAML file with more flags; those of the command line win.
 
     Args:
         flags_elsewhere: gives every other command's flags, for one that is none of this command's.
@@ -55,13 +79,38 @@ class Parser(argparse.ArgumentParser):
         return self._option_string_actions
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        for given in args or ():
-            flag = given.partition("=")[0]
+        words = self._known(args or ())
+        if path := self._config(words):
+            try:
+                words_of_file = read_config(path, self._option_string_actions, closest)
+            except (ValueError, OSError) as error:
+                self.error(f"--config: {' '.join(str(error).split())}")
+            namespace = super().parse_args(words_of_file, namespace)
+        return super().parse_args(words, namespace)
+
+    def _known(self, args: Sequence[str]) -> list[str]:
+        """The words of a command line, with dashes for underscores in its flags. An unknown flag is an error."""
+        words = list(args)
+        for index, given in enumerate(words):
+            flag, equals, value = given.partition("=")
             if flag == "--":
                 break
             if flag.startswith("--") and " " not in flag and flag not in self.flags:
-                self.error(f"unknown flag {flag}{self._hint(flag)}")
-        return super().parse_args(args, namespace)
+                if (dashed := flag.replace("_", "-")) not in self.flags:
+                    self.error(f"unknown flag {flag}{self._hint(flag)}")
+                words[index] = dashed + equals + value
+        return words
+
+    def _config(self, words: Sequence[str]) -> str | None:
+        """The value of --config, if this command has it."""
+        if "--config" not in self.flags:
+            return None
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+        parser.add_argument("--config")
+        try:
+            return parser.parse_known_args(words)[0].config
+        except argparse.ArgumentError:  # it has no value, which is for this parser to say
+            return None
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n")

@@ -47,6 +47,8 @@ def make_app(service: Service) -> web.Application:
     for route in routes:
         route.kwargs["expect_handler"] = _expect
     app.add_routes(routes)
+    if root := service.config.root_path:
+        app.add_routes([web.RouteDef(each.method, root + each.path, each.handler, each.kwargs) for each in routes])
     return app
 
 
@@ -80,13 +82,14 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 
 
 async def models(request: web.Request) -> web.Response:
-    return web.json_response({"object": "list", "data": [_model(request.app[SERVICE])]})
+    service = request.app[SERVICE]
+    return web.json_response({"object": "list", "data": [_model(service, name) for name in service.model_names]})
 
 
 async def one_model(request: web.Request) -> web.Response:
-    service = request.app[SERVICE]
-    check_model(service, request.match_info["model"])
-    return web.json_response(_model(service))
+    service, name = request.app[SERVICE], request.match_info["model"]
+    check_model(service, name)
+    return web.json_response(_model(service, name))
 
 
 async def tokenize(request: web.Request) -> web.Response:
@@ -122,7 +125,8 @@ async def metrics(request: web.Request) -> web.Response:
 
 
 async def openapi(request: web.Request) -> web.Response:
-    return web.json_response(description())
+    root = request.app[SERVICE].config.root_path
+    return web.json_response(description() | ({"servers": [{"url": root}]} if root else {}))
 
 
 async def _body(request: web.Request) -> bytes:
@@ -141,6 +145,6 @@ async def _body(request: web.Request) -> bytes:
         raise ApiError(408, f"the body was not complete after {BODY_TIMEOUT:g} seconds") from None
 
 
-def _model(service: Service) -> dict[str, Any]:
-    model = {"id": service.model_name, "object": "model", "created": service.created, "owned_by": "jpaged"}
+def _model(service: Service, name: str) -> dict[str, Any]:
+    model = {"id": name, "object": "model", "created": service.created, "owned_by": "jpaged"}
     return model | {"max_model_len": service.max_model_len}

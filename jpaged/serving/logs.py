@@ -15,6 +15,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 MAX_WAITING = 10_000  # lines
+LEVELS = ("debug", "info", "warning", "error", "critical")
 PATIENCE = 2.0  # seconds for the last of them, and for whoever reads a pipe
 PIECE = select.PIPE_BUF // 4  # characters, of up to four bytes: a pipe with any room has room for so many
 
@@ -69,8 +70,11 @@ class _FileHandler(_Quiet, WatchedFileHandler):
 
 
 @contextlib.contextmanager
-def logging_to(stream: TextIO, access_log: str) -> Iterator[None]:
+def logging_to(stream: TextIO, access_log: str, level: str = "info") -> Iterator[None]:
     """Within it everything goes to the stream, but the access log to its file: "-" is the stream too, "none" nowhere.
+
+    Args:
+        level: of LEVELS, the least severe messages that are logged. The access log has all its lines at any level.
 
     Raises OSError if the file can't be opened.
     """
@@ -87,7 +91,8 @@ def logging_to(stream: TextIO, access_log: str) -> Iterator[None]:
     # The message alone: it is the listener's handlers that say when and whence.
     entry = _Dropping(waiting)
     entry.addFilter(_clients_faults_in_a_line)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[entry], force=True)
+    logging.getLogger("jpaged.access").setLevel(logging.INFO)
+    logging.basicConfig(level=level.upper(), format="%(message)s", handlers=[entry], force=True)
     listener = QueueListener(waiting, log, access)
     listener.start()
     try:

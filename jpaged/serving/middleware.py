@@ -100,8 +100,9 @@ def as_api_error(error: Exception) -> ApiError:
 @web.middleware
 async def authorize(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Compares digests of equal length, and with every key, so that the time says nothing about any of them."""
-    keys = request.app[SERVICE].config.api_keys
-    if keys and request.path not in OPEN_PATHS and not request.path.startswith(OPEN_FOLDER):
+    config = request.app[SERVICE].config
+    keys, path = config.api_keys, request.path.removeprefix(config.root_path)
+    if keys and path not in OPEN_PATHS and not path.startswith(OPEN_FOLDER):
         kind, _, given = request.headers.get("Authorization", "").partition(" ")
         digest = hashlib.sha256(given.strip().encode(errors="surrogateescape")).digest()
         matches = [

@@ -110,7 +110,7 @@ def detokenize(service: Service, data: bytes) -> dict[str, Any]:
 
 def check_model(service: Service, name: str | None) -> None:
     """Raise ApiError 404 for the name of another model."""
-    if name not in (None, service.model_name):
+    if name is not None and name not in service.model_names:
         raise ApiError(
             404, f"model: {name!r} is not served here; {service.model_name!r} is", "model", code="model_not_found"
         )

@@ -4,12 +4,15 @@ import asyncio
 import logging
 import resource
 import signal
+import socket
 import ssl
 import sys
+from collections.abc import Sequence
 
 from aiohttp import web
 
 from jpaged.serving.app import make_app
+from jpaged.serving.listen import url
 from jpaged.serving.service import Service
 
 logger = logging.getLogger(__name__)
@@ -18,8 +21,8 @@ SWITCH_INTERVAL_S = 0.0005
 LAST_WORDS = 5.0  # seconds for the errors that end what was not finished in time
 
 
-async def serve(service: Service, host: str, port: int, tls: ssl.SSLContext | None = None) -> None:
-    """Serves until SIGTERM or SIGINT, then drains; a second signal ends at once. Raises OSError if it can't listen."""
+async def serve(service: Service, sockets: Sequence[socket.socket], tls: ssl.SSLContext | None = None) -> None:
+    """Listen on bound sockets and serve until SIGTERM or SIGINT, then drain; a second signal ends at once."""
     loop, signalled, hurried = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
 
     def on_signal() -> None:
@@ -33,10 +36,11 @@ async def serve(service: Service, host: str, port: int, tls: ssl.SSLContext | No
     runner = web.AppRunner(make_app(service), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:
-        await web.TCPSite(runner, host, port, ssl_context=tls, backlog=1024).start()
-        address = runner.addresses[0]
-        scheme = "http" if tls is None else "https"
-        logger.info("ready: model %s at %s://%s:%d", service.model_name, scheme, address[0], address[1])
+        for each in sockets:
+            # Connections inherit it, and so hold no port once they and this server have ended.
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            await web.SockSite(runner, each, ssl_context=tls, backlog=1024).start()
+        logger.info("ready: model %s at %s", service.model_name, url(sockets[0], "http" if tls is None else "https"))
         await signalled.wait()
         await _drain(service, hurried)
     finally:

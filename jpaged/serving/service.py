@@ -36,6 +36,8 @@ class ServerConfig:
         allowed_origins: of web pages that may use the server from a browser; "*" is all of them.
         allowed_hosts: names, besides those of the loopback interface, that requests may address the server by; None
             allows all names.
+        root_path: of a proxy in front, such as "/llm": every route is served under it, too.
+        aliases: more names that requests may give the model; answers have its first.
     """
 
     api_keys: tuple[str, ...] = ()
@@ -47,6 +49,8 @@ class ServerConfig:
     drain_timeout: float | None = 300.0
     allowed_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] | None = None
+    root_path: str = ""
+    aliases: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("max_queue", "max_body_size"):
@@ -59,6 +63,8 @@ class ServerConfig:
                 raise ValueError(f"{name} must be above 0, not {value}")
         if not all(self.api_keys):
             raise ValueError("api_keys must not hold an empty one")
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
+            raise ValueError(f"root_path must begin with / and not end with it, as /llm does, not {self.root_path!r}")
 
     @property
     def max_prompts(self) -> int:
@@ -95,6 +101,11 @@ class Service:
     draining: bool = False
     in_flight: set[asyncio.Task] = field(default_factory=set)
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Every name that requests may give the model; answers have the first."""
+        return self.model_name, *self.config.aliases
 
     @property
     def healthy(self) -> bool:

@@ -51,7 +51,9 @@ def test_help_explains_every_flag(command, capsys):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_the_examples_of_the_help_are_taken(command):
+def test_the_examples_of_the_help_are_taken(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "serve.yaml").write_text("port: 8000")
     examples = [line for line in (load(command).__doc__ or "").splitlines() if line.startswith("  ")]
     assert examples
     for example in examples:

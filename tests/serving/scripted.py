@@ -22,6 +22,7 @@ from jpaged.core.request import Request, Sample, Sequence, SequenceResult
 from jpaged.core.scheduler import ScheduleDecision, Scheduler
 from jpaged.demo import DIRECTORY
 from jpaged.engine import Engine
+from jpaged.serving.listen import bind
 from jpaged.serving.logs import logging_to
 from jpaged.serving.serve import serve
 from jpaged.serving.service import Service, make_service
@@ -130,7 +131,7 @@ def make(flags: list[str] | None = None) -> tuple[argparse.Namespace, Service]:
 def main() -> None:
     args, service = make()
     with logging_to(sys.stderr, args.access_log):
-        asyncio.run(serve(service, args.host, args.port))
+        asyncio.run(serve(service, bind(args.host, args.port)))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,191 @@
+"""`jpaged serve`: flags from the command line and from a file, and the settings that are checked before loading."""
+
+import socket
+
+import pytest
+
+import server
+from jpaged import load
+from jpaged.cli import vllm_flags
+from jpaged.cli.main import load as load_command
+from jpaged.cli.main import main, parser
+from jpaged.cli.parser import count
+from jpaged.cli.serve import engine_config, server_config
+from jpaged.config import DTYPES
+
+
+def parsed(*flags):
+    return parser("serve", load_command("serve"), "jpaged serve").parse_args(flags)
+
+
+def refusal(capsys, *flags):
+    """The line that a wrong command line ends with."""
+    with pytest.raises(SystemExit) as ended:
+        parsed(*flags)
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and said.count("\n") == 1
+    return said.removeprefix("jpaged serve: error: ").strip()
+
+
+@pytest.fixture
+def nothing_loads(monkeypatch):
+    def load_model(*_, **__):
+        raise AssertionError("weights are loaded")
+
+    monkeypatch.setattr(load, "load_model", load_model)
+
+
+@pytest.fixture
+def taken():
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield str(listening.getsockname()[1])
+
+
+def file(tmp_path, name, content):
+    (tmp_path / name).write_text(content)
+    return str(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--port", "{taken}"], "--host, --port: [Errno 98] error while attempting to bind on address"),
+        (["--port", "70000"], "--host, --port: bind(): port must be 0-65535"),
+        (["--host", "192.0.2.1"], "--host, --port: "),
+        (["--uds", "{folder}"], "--uds: "),
+        (["--root-path", "llm"], "root_path must begin with / and not end with it, as /llm does, not 'llm'"),
+        (["--served-model-name", ""], "--served-model-name must not be empty"),
+        (["--allowed-origins", "[1"], "--allowed-origins: [1 is not valid JSON"),
+        (["--max-model-len", "1k"], "max_model_len (1000) exceeds the model's max_position_embeddings (512)"),
+        (["--max-num-seqs", "8", "--num-gpu-blocks-override", "7"], "max_num_seqs (8) exceeds the 7 blocks"),
+        (["--kernels", "mosaic"], "Mosaic GPU kernels need a Hopper GPU"),
+        (["--chat-template", "{template}"], "t.jinja: line 2: "),
+        (["--tokenizer", "/no/where"], "model: /no/where is not a directory"),
+        (["--tokenizer", "{folder}"], "tokenizer: {folder} has none that can be loaded"),
+        (["--tokenizer", "demo", "--skip-tokenizer-init"], "skip_tokenizer_init: can't be combined with tokenizer"),
+        (["--revision", "main"], "revision: only a hub id has revisions"),
+    ],
+)
+def test_serve_refuses_before_weights_are_loaded(flags, words, tiny, tmp_path, taken, nothing_loads):
+    template = file(tmp_path, "t.jinja", "{{ messages }}\n{% for %}")
+    places = {"{taken}": taken, "{folder}": str(tmp_path), "{template}": template}
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", str(tiny), "--port", "0", *(places.get(flag, flag) for flag in flags)])
+    said = str(ended.value.code)
+    assert words.replace("{folder}", str(tmp_path)) in said and "\n" not in said
+
+
+def test_serve_loads_weights_once_all_is_checked(tiny, nothing_loads):
+    with pytest.raises(AssertionError, match="weights are loaded"):
+        main(["serve", str(tiny), "--port", "0"])
+
+
+@pytest.mark.parametrize(
+    "text, value",
+    [("4096", 4096), ("1k", 1000), ("1K", 1024), ("25.6k", 25600), ("32k", 32000), ("2m", 2 * 10**6), ("2M", 2**21),
+     ("1g", 10**9), ("1G", 2**30), ("-1", -1)],
+)  # fmt: skip
+def test_counts_have_units(text, value):
+    assert count(text) == value == parsed(f"--max-model-len={text}").max_model_len
+
+
+@pytest.mark.parametrize("text", ["", "k", "1.5", "1.5K", "1kk", "1 k", "1e3", "all"])
+def test_counts_refuse_other_texts(text, capsys):
+    assert f"argument --max-model-len: {text!r} is no number such as" in refusal(capsys, f"--max-model-len={text}")
+
+
+def test_the_model_is_positional_or_a_flag(capsys):
+    assert parsed("a").model == parsed("--model", "a").model == "a" and parsed().model == "demo"
+    assert parsed("a", "--port", "1").model == parsed("--port", "1", "a").model == "a"
+    assert "not allowed with argument" in refusal(capsys, "a", "--model", "b")
+
+
+def test_flags_may_have_underscores(capsys):
+    assert parsed("--max_model_len", "8", "--max_num_seqs=3").max_num_seqs == 3
+    assert refusal(capsys, "--max_modle_len", "8") == "unknown flag --max_modle_len; did you mean --max-model-len?"
+
+
+@pytest.mark.parametrize("given, dtype", [("half", "float16"), ("float", "float32"), ("bfloat16", "bfloat16")])
+def test_dtypes_have_vllms_names_too(given, dtype, tiny):
+    config = engine_config(parsed(str(tiny), "--dtype", given))
+    assert load.prepare(config).dtype == dtype and dtype in DTYPES
+
+
+def test_several_served_names():
+    args = parsed("--served-model-name", "a", "b", "c")
+    assert args.served_model_name[0] == "a" and server_config(args).aliases == ("b", "c")
+
+
+def test_allowed_origins_may_be_json_as_vllm_has_them():
+    assert server_config(parsed("--allowed-origins", '["*"]')).allowed_origins == ("*",)
+    assert server_config(parsed("--allowed-origins", "a", "b")).allowed_origins == ("a", "b")
+
+
+def test_config_gives_flags_and_the_command_line_wins(tmp_path):
+    path = file(
+        tmp_path, "serve.yaml",
+        "model: org/name\nport: 9000\nmax_model_len: 32k\nserved-model-name: [a, b]\nallowed-origins: x\nseed: -3\n"
+        "enable-prefix-caching: false\ntrust-request-chat-template: true\nskip-tokenizer-init: false\n"
+        "tensor-parallel-size: 1\ntrust-remote-code: true\nenforce-eager: false\n",
+    )  # fmt: skip
+    args = parsed("--port", "1", "--config", path)
+    assert (args.model, args.port, args.max_model_len, args.seed) == ("org/name", 1, 32000, -3)
+    assert args.served_model_name == ["a", "b"] and args.allowed_origins == ["x"]
+    assert not args.enable_prefix_caching and args.trust_request_chat_template and not args.skip_tokenizer_init
+    assert args.notices == ["--tensor-parallel-size: the default", f"--trust-remote-code: {NO_CODE}"]
+    args = parsed("mine", f"--config={path}", "--enable-prefix-caching", "--served-model-name", "c")
+    assert (args.model, args.port, args.served_model_name) == ("mine", 9000, ["c"]) and args.enable_prefix_caching
+    assert (
+        parsed("--config", file(tmp_path, "no.yaml", "no-enable-prefix-caching: true")).enable_prefix_caching is False
+    )
+
+
+NO_CODE = "not needed, no model brings code of its own"
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        ("max-modle-len: 3", "{path}: unknown key max-modle-len; did you mean max-model-len?"),
+        ("frobnicate: 3", "{path}: unknown key frobnicate"),
+        ("config: other.yaml", "{path}: unknown key config"),
+        ("port:", "{path}: port: a value is missing"),
+        ("port: yes", "{path}: port: True is no value of this flag"),
+        ("port: [1, 2]", "{path}: port: takes one value, not a list"),
+        ("port: {a: 1}", "{path}: port: a mapping is no value of a flag"),
+        ("enable-prefix-caching: 3", "{path}: enable-prefix-caching: must be true or false, not 3"),
+        ("- port", "{path} must have flags as keys"),
+        ("port: [", "{path} is not valid YAML"),
+    ],
+)
+def test_config_refuses_other_keys_and_values(content, words, tmp_path, capsys):
+    path = file(tmp_path, "serve.yaml", content)
+    assert refusal(capsys, "--config", path).startswith("--config: " + words.replace("{path}", path))
+
+
+def test_config_refuses_as_the_command_line_does(tmp_path, capsys):
+    assert refusal(capsys, "--config", file(tmp_path, "a", "port: x")) == "argument --port: invalid int value: 'x'"
+    assert "No such file" in refusal(capsys, "--config", str(tmp_path / "none"))
+    assert refusal(capsys, "--config") == "argument --config: expected one argument"
+
+
+@pytest.mark.parametrize("flag", vllm_flags.FLAGS, ids=lambda flag: flag.names[0])
+def test_flags_of_vllm_are_accepted_with_a_notice_or_refused(flag, capsys):
+    for name in flag.names:
+        if flag.allowed != vllm_flags.NEVER:
+            words = [name] if flag.allowed == vllm_flags.SWITCH else [name, (flag.allowed or ("anything",))[0]]
+            args = parsed("--port", "1", *words, "model")
+            assert args.notices == [f"{name}: {flag.reason}"] and (args.port, args.model) == (1, "model")
+        if flag.allowed not in (None, vllm_flags.SWITCH):
+            assert refusal(capsys, name, "2") == f"{name} 2: {flag.refusal}"
+
+
+def test_notices_are_logged(caplog):
+    with caplog.at_level("INFO"):
+        vllm_flags.log_notices(parsed("--enable-chunked-prefill", "--tensor-parallel-size", "1"))
+    assert caplog.messages == ["--enable-chunked-prefill: not needed, always on", "--tensor-parallel-size: the default"]
+
+
+def test_server_py_takes_the_same_flags(tmp_path):
+    path = file(tmp_path, "serve.yaml", "port: 9000")
+    assert server.parse_args(["a", "--config", path]).port == 9000

@@ -1,0 +1,84 @@
+"""Sockets are bound before they listen: errors come at once, and no client waits for a server that is not ready."""
+
+import os
+import socket
+
+import pytest
+
+from jpaged.serving.listen import bind, bound_unix, url
+
+
+def connects(address) -> bool:
+    with socket.socket(socket.AF_INET if isinstance(address, tuple) else socket.AF_UNIX) as client:
+        return client.connect_ex(address) == 0
+
+
+def test_bind_refuses_clients_until_the_socket_listens():
+    (bound,) = bind("127.0.0.1", 0)
+    with bound:
+        assert bound.getsockname()[1] > 0 and not connects(bound.getsockname())
+        bound.listen()
+        assert connects(bound.getsockname())
+
+
+def test_bind_to_a_port_that_another_has_bound_is_an_error_before_either_listens():
+    (first,) = bind("127.0.0.1", 0)
+    with first, pytest.raises(OSError, match="address already in use"):
+        bind(*first.getsockname())
+
+
+def test_bind_takes_a_port_that_only_ended_connections_hold():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+        with socket.create_connection(address) as client, server.accept()[0] as accepted:
+            accepted.close()  # the server's side closes first, and so waits for late packets
+            assert client.recv(1) == b""
+    (again,) = bind(*address)
+    again.close()
+
+
+def test_bind_takes_every_address_of_a_name(monkeypatch):
+    hosts = ["127.0.0.1", "127.0.0.2"]
+    resolved = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, 0)) for host in hosts]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: resolved)
+    found = bind("twice.example.org", 0)
+    assert sorted(each.getsockname()[0] for each in found) == hosts
+    for each in found:
+        each.close()
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="needs IPv6")
+def test_bind_to_ipv6_has_brackets_in_its_url():
+    try:
+        (bound,) = bind("::1", 0)
+    except OSError as error:
+        pytest.skip(f"this machine has no IPv6: {error}")
+    with bound:
+        assert url(bound, "https") == f"https://[::1]:{bound.getsockname()[1]}"
+
+
+def test_a_unix_socket_is_removed_at_the_end_and_replaces_one_left_behind(tmp_path):
+    path = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    with bound_unix(path) as bound:
+        assert not connects(str(path))
+        bound.listen()
+        assert connects(str(path)) and url(bound, "http") == f"http+unix:{path}"
+        with pytest.raises(OSError, match="in use"), bound_unix(path):
+            pass
+        assert connects(str(path))
+    assert not path.exists()
+
+
+def test_a_unix_socket_replaces_no_other_file_and_no_later_socket(tmp_path):
+    path = tmp_path / "socket"
+    path.write_text("a file")
+    with pytest.raises(OSError, match="in use"), bound_unix(path):
+        pass
+    assert path.read_text() == "a file"
+    path.unlink()
+    with bound_unix(path):
+        os.replace(path, tmp_path / "moved")
+        path.write_text("another's")
+    assert path.read_text() == "another's"

@@ -22,7 +22,7 @@ LAYERS = [
     ["jpaged.llm", "jpaged.async_engine", "jpaged.convert", "jpaged.doctor"],
     ["jpaged.serving", "jpaged.bench"],
     ["jpaged.cli"],
-    ["jpaged", "server"],
+    ["jpaged", "jpaged.__main__", "server"],
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 

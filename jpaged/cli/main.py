@@ -18,6 +18,7 @@ COMMANDS = {
     "bench throughput": "measure an engine without a server",
     "doctor": "examine this machine and test its kernels",
     "convert": "store a model's parameters in another format",
+    "completion": "print a shell's completion script",
 }
 
 
@@ -25,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs a command line, by default the process's own. Raises SystemExit: 1 for an error, 2 for a wrong command or
     flag, 130 after Ctrl-C."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if words[:1] == ["--version"]:
+    if words[:1] in (["--version"], ["version"]):
         print(f"jpaged {version()}")
         return
     for length in (2, 1):

@@ -1,0 +1,5 @@
+"""`python -m jpaged` is `jpaged`."""
+
+from jpaged.cli.main import main
+
+main()

@@ -49,7 +49,8 @@ def _missing_packages(directory: Path) -> list[str]:
     if (directory / "tokenizer.json").is_file() or not file.is_file():
         return []
     # SentencePiece's is a protocol buffer whose first field is a message (tag 0x0A); tiktoken's is lines of base64.
-    is_protobuf = file.open("rb").read(1) == b"\n"
+    with file.open("rb") as content:
+        is_protobuf = content.read(1) == b"\n"
     packages = ("sentencepiece", "protobuf") if is_protobuf else ("tiktoken",)
     return [name for name in packages if not list(importlib.metadata.distributions(name=name))]
 
@@ -135,14 +136,16 @@ def chat_text(
 
 
 class Vocabulary:
-    """Single tokens, as text and as bytes."""
+    """Single tokens, as text and as bytes. Without a tokenizer their text is `token_id:ID`, as vLLM writes it."""
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer | None):
         self.tokenizer = tokenizer
         self._texts: dict[int, str] = {}
 
     def text(self, token: int) -> str:
         """Return a token's text, with U+FFFD for a part of a character."""
+        if self.tokenizer is None:
+            return f"token_id:{token}"
         text = self._texts.get(token)
         if text is None:  # lists of logprobs ask for the same ones again and again
             text = self._texts[token] = self.tokenizer.decode([token], skip_special_tokens=False)
@@ -156,12 +159,14 @@ class Vocabulary:
     @cached_property
     def longest(self) -> int:
         """Characters of the longest token, or more."""
+        assert self.tokenizer is not None, "there are texts only with a tokenizer"
         return max(map(len, self.tokenizer.get_vocab()))
 
     @cached_property
     def _bytes(self) -> "LLTokenizer":
         from llguidance import LLTokenizer  # most tokens are whole characters, and need none
 
+        assert self.tokenizer is not None, "an id is no part of a character"
         return LLTokenizer(self.tokenizer.to_str())
 
 

@@ -113,9 +113,12 @@ class LocalModel:
         self._chat_template = args.chat_template.read_text() if args.chat_template else None
         with loading() as bars:
             from jpaged.async_engine import AsyncEngine  # these load jax, which a server's user may not have time for
-            from jpaged.load import load_engine
+            from jpaged.load import load_engine, prepare
 
-            loaded = load_engine(config, progress=bars)
+            prepared = prepare(config)
+            if prepared.tokenizer is None:
+                raise ValueError(f"tokenizer: {config.model} has none, and texts need one; name one with --tokenizer")
+            loaded = load_engine(config, prepared=prepared, progress=bars)
         self._tokenizer, self._defaults = loaded.tokenizer, loaded.sampling_defaults
         self._engine = AsyncEngine(loaded.engine)
         self._engine.start()

@@ -145,7 +145,7 @@ def run(args: argparse.Namespace) -> None:
     with logging_to(sys.stderr, args.access_log, args.log_level):
         vllm_flags.log_notices(args)
         engine, server, tls = engine_config(args), server_config(args), _tls(args)
-        with _bound(args) as sockets:
+        with bound_sockets(args) as sockets:
             _serve(args, engine, server, sockets, tls)
 
 
@@ -161,7 +161,9 @@ def _serve(
         from jpaged.tokenizer import check_chat_template
 
         prepared = prepare(engine_config)
-        if config.chat_template is not None and prepared.tokenizer is not None:
+        if config.chat_template is not None:
+            if prepared.tokenizer is None:
+                raise ValueError("--chat-template: needs a tokenizer, and the model has none")
             try:
                 check_chat_template(prepared.tokenizer, config.chat_template)
             except ValueError as error:
@@ -176,7 +178,7 @@ def _serve(
 
 
 @contextlib.contextmanager
-def _bound(args: argparse.Namespace) -> Iterator[Sequence[socket.socket]]:
+def bound_sockets(args: argparse.Namespace) -> Iterator[Sequence[socket.socket]]:
     """The sockets of the flags, closed at the end. Raises OSError if an address is in use, or is none."""
     flag = "--uds" if args.uds else "--host, --port"
     with contextlib.ExitStack() as stack:

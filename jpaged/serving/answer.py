@@ -211,7 +211,12 @@ class CompletionAnswer(Answer):
     def _prompt_text(self, prompt: Prompt) -> str:
         if prompt.text is not None:
             return prompt.text
-        return self._vocabulary.tokenizer.decode(prompt.token_ids, skip_special_tokens=self._skip_special_tokens)
+        tokenizer = self._vocabulary.tokenizer
+        return (
+            ""
+            if tokenizer is None
+            else tokenizer.decode(prompt.token_ids, skip_special_tokens=self._skip_special_tokens)
+        )
 
     def _ids(self, index: int, choice: _Choice) -> dict[str, Any]:
         """With a choice's first chunk, the prompt's too."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from jpaged.core.params import ContextLengthExceeded, StructuredOutputsParams
+from jpaged.core.params import ContextLengthExceeded, InvalidParameter, StructuredOutputsParams
 from jpaged.serving.answer import Prompt
 from jpaged.serving.protocol import (
     ApiError,
@@ -25,7 +25,7 @@ from jpaged.serving.protocol import (
 )
 from jpaged.serving.service import Service
 from jpaged.serving.tools import Tool, ToolFormat, ToolParser
-from jpaged.tokenizer import chat_text, encode, tokenize_bad_words
+from jpaged.tokenizer import backend, chat_text, encode, tokenize_bad_words
 
 
 class Prepared[Body: GenerationRequest](NamedTuple):
@@ -56,13 +56,16 @@ def prepare_completion(service: Service, data: bytes) -> Prepared[CompletionRequ
             )  # fmt: skip
         special = body.add_special_tokens is not False
         prompts = [_prompt(service, prompt, params, special) for prompt in given]
-        return Prepared(body, params, prompts, tokenize_bad_words(service.tokenizer, params.bad_words))
+        if params.stop or params.structured_outputs:
+            _tokenizer(service, "stop" if params.stop else "structured_outputs")
+        return Prepared(body, params, prompts, _bad_words(service, params))
 
 
 def prepare_chat(service: Service, data: bytes) -> Prepared[ChatRequest]:
     """Return the request of a body. Raises ApiError 400 or 404."""
     body = parse(ChatRequest, data)
     with body.rename_error_fields():
+        _tokenizer(service, "messages")
         params = body.params(service.sampling_defaults)
         _check(service, body)
         offered = [Tool(tool.function.name, tool.function.parameters) for tool in body.offered_tools]
@@ -73,8 +76,7 @@ def prepare_chat(service: Service, data: bytes) -> Prepared[ChatRequest]:
             names, parallel = {tool.name for tool in offered}, body.parallel_tool_calls is not False
             new_parser = partial(tool_format.parser, names, lambda: f"call_{uuid.uuid4().hex}", parallel)
         prompt = Prompt(params.truncated(_render(service, body), service.max_model_len))
-        bad_words = tokenize_bad_words(service.tokenizer, params.bad_words)
-        return Prepared(body, params, [prompt], bad_words, new_parser)
+        return Prepared(body, params, [prompt], _bad_words(service, params), new_parser)
 
 
 def tokenize(service: Service, data: bytes) -> dict[str, Any]:
@@ -87,9 +89,10 @@ def tokenize(service: Service, data: bytes) -> dict[str, Any]:
     else:
         body = parse(TokenizeCompletionRequest, data)
         check_model(service, body.model)
+        tokenizer = _tokenizer(service, "prompt")
         _check_length(service, len(body.prompt), "prompt")
-        tokens = encode(service.tokenizer, body.prompt, add_special_tokens=body.add_special_tokens)
-    id_to_token = service.vocabulary.tokenizer.id_to_token
+        tokens = encode(tokenizer, body.prompt, add_special_tokens=body.add_special_tokens)
+    id_to_token = backend(service.tokenizer).id_to_token
     texts = [id_to_token(token) for token in tokens] if body.return_token_strs else None
     counts = {"count": len(tokens), "max_model_len": service.max_model_len}
     return counts | {"tokens": tokens, "token_strs": texts}
@@ -99,7 +102,7 @@ def detokenize(service: Service, data: bytes) -> dict[str, Any]:
     """Return the answer to a body of `/detokenize`. Raises ApiError 400 or 404."""
     body = parse(DetokenizeRequest, data)
     check_model(service, body.model)
-    tokenizer = service.vocabulary.tokenizer
+    tokenizer = backend(_tokenizer(service, "tokens"))
     size = tokenizer.get_vocab_size()
     for token in body.tokens:
         if not 0 <= token < size:
@@ -116,6 +119,17 @@ def check_model(service: Service, name: str | None) -> None:
         )
 
 
+def _tokenizer(service: Service, field: str) -> Any:
+    """Return the tokenizer. Raises InvalidParameter for a field that needs one where there is none."""
+    if service.tokenizer is None:
+        raise InvalidParameter(field, "needs a tokenizer, and this server has none: send prompts as token ids")
+    return service.tokenizer
+
+
+def _bad_words(service: Service, params: Params) -> tuple[tuple[int, ...], ...]:
+    return tokenize_bad_words(_tokenizer(service, "bad_words"), params.bad_words) if params.bad_words else ()
+
+
 def _check(service: Service, body: GenerationRequest) -> None:
     check_model(service, body.model)
     if body.stream_options and not body.stream:
@@ -125,8 +139,9 @@ def _check(service: Service, body: GenerationRequest) -> None:
 def _prompt(service: Service, given: str | list[int], params: Params, add_special_tokens: bool) -> Prompt:
     if not isinstance(given, str):
         return Prompt(params.truncated(given, service.max_model_len))
+    tokenizer = _tokenizer(service, "prompt")
     _check_length(service, len(given), "prompt")
-    token_ids = encode(service.tokenizer, given, add_special_tokens=add_special_tokens)
+    token_ids = encode(tokenizer, given, add_special_tokens=add_special_tokens)
     kept = params.truncated(token_ids, service.max_model_len)
     return Prompt(kept, given if len(kept) == len(token_ids) else None)
 
@@ -143,11 +158,12 @@ def _check_length(service: Service, length: int, param: str) -> None:
 
 def _render(service: Service, body: Conversation) -> list[int]:
     """Return the tokens of a conversation, by the template of the request, the server or the model."""
+    tokenizer = _tokenizer(service, "messages")
     if body.chat_template is not None and service.untrusted_templates is None:
         raise ApiError(
             400, "chat_template: this server takes none from requests (--trust-request-chat-template)", "chat_template"
         )
-    template = body.chat_template or service.config.chat_template or getattr(service.tokenizer, "chat_template", None)
+    template = body.chat_template or service.config.chat_template or getattr(tokenizer, "chat_template", None)
     knows_developers = not isinstance(template, str) or "developer" in template
     messages = [message.for_template(knows_developers) for message in body.messages]
     _check_length(service, sum(len(message["content"]) for message in messages), "messages")
@@ -160,11 +176,11 @@ def _render(service: Service, body: Conversation) -> list[int]:
                 body.chat_template, service.max_prompt_characters, conversations=[messages], **options
             )
         else:
-            text = chat_text(service.tokenizer, messages, service.config.chat_template, **options)
+            text = chat_text(tokenizer, messages, service.config.chat_template, **options)
     except ValueError as error:
         raise ApiError(400, f"messages: {error}", "messages") from error
     _check_length(service, len(text), "messages")
-    return encode(service.tokenizer, text, add_special_tokens=False)
+    return encode(tokenizer, text, add_special_tokens=False)
 
 
 def _tool_format(service: Service, params: Params) -> ToolFormat:

@@ -77,7 +77,7 @@ class Service:
     """A model that is served.
 
     Attributes:
-        tokenizer: the Hugging Face tokenizer, for prompts and chat templates.
+        tokenizer: the Hugging Face tokenizer, for prompts and chat templates; None takes and gives token ids only.
         vocabulary: its single tokens.
         recorder, metrics: what the engine's observers have seen.
         sampling_defaults: what a request leaves open, as the model's generation_config.json has it.
@@ -144,10 +144,11 @@ def make_service(
     tool_format: ToolFormat | None = None,
 ) -> Service:
     """A service around an engine, which from now on belongs to it."""
+    takes_templates = config.trust_request_chat_template and tokenizer is not None
     recorder, metrics = Recorder(), Metrics(model_name, engine.scheduler)
     return Service(
         AsyncEngine(engine, [recorder, metrics], max_queue=config.max_queue), tokenizer, model_name,
-        engine.scheduler.limits.max_model_len, Vocabulary(backend(tokenizer)), recorder, metrics,
-        sampling_defaults or {}, tool_format,
-        TemplateProcess(tokenizer.special_tokens_map) if config.trust_request_chat_template else None, config,
+        engine.scheduler.limits.max_model_len, Vocabulary(backend(tokenizer) if tokenizer else None),
+        recorder, metrics, sampling_defaults or {}, tool_format,
+        TemplateProcess(tokenizer.special_tokens_map) if takes_templates else None, config,
     )  # fmt: skip

@@ -189,3 +189,51 @@ def test_notices_are_logged(caplog):
 def test_server_py_takes_the_same_flags(tmp_path):
     path = file(tmp_path, "serve.yaml", "port: 9000")
     assert server.parse_args(["a", "--config", path]).port == 9000
+
+
+def test_a_directory_without_a_tokenizer_is_served_with_token_ids(tmp_path, tiny, caplog):
+    directory = tmp_path / "model"
+    directory.mkdir()
+    for name in ("config.json", "generation_config.json"):
+        (directory / name).write_bytes((tiny / name).read_bytes())
+    assert load.prepare(engine_config(parsed(str(directory)))).tokenizer is None
+    assert "has no tokenizer: requests must be token ids" in caplog.text
+    assert load.prepare(engine_config(parsed(str(tiny), "--skip-tokenizer-init"))).tokenizer is None
+    other = load.prepare(engine_config(parsed(str(directory), "--tokenizer", str(tiny)))).tokenizer
+    assert other.chat_template
+    with pytest.raises(SystemExit, match="--chat-template: needs a tokenizer, and the model has none"):
+        template = file(tmp_path, "t.jinja", "{{ messages }}")
+        main(["serve", str(directory), "--port", "0", "--chat-template", template])
+    with pytest.raises(SystemExit, match=r"tokenizer: .* has none, and texts need one; name one with --tokenizer"):
+        main(["complete", "a", "--model", str(directory)])
+
+
+@pytest.mark.parametrize(
+    "head, packages", [(b"\n\x0e\n\x05<unk>", "sentencepiece protobuf"), (b"IQ== 0\n", "tiktoken")]
+)
+def test_a_tokenizer_that_needs_packages_names_them(head, packages, tmp_path, tiny, monkeypatch):
+    monkeypatch.setattr("importlib.metadata.distributions", lambda **_: iter(()))
+    (tmp_path / "config.json").write_bytes((tiny / "config.json").read_bytes())
+    (tmp_path / "tokenizer.model").write_bytes(head)
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", str(tmp_path), "--port", "0"])
+    assert str(ended.value.code).endswith(
+        f"tokenizer.model needs packages that are not installed: pip install {packages}"
+    )
+
+
+def test_a_hub_id_is_checked_before_its_weights_are_downloaded(tiny, monkeypatch):
+    asked = []
+
+    def snapshot_download(name, *, revision, allow_patterns):
+        asked.append((name, revision, "*.safetensors" in allow_patterns))
+        return str(tiny)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    with pytest.raises(SystemExit, match="max_model_len"):
+        main(["serve", "org/name", "--revision", "v1", "--max-model-len", "1m", "--port", "0"])
+    assert asked == [("org/name", "v1", False)]
+    monkeypatch.setattr(load, "load_model", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(["serve", "org/name", "--revision", "v1", "--port", "0"])
+    assert asked[1:] == [("org/name", "v1", False), ("org/name", "v1", True)]

@@ -15,14 +15,13 @@ from collections.abc import Collection
 
 from tokenizers import Tokenizer
 
-from jpaged.cli.serve import add_flags, server_config
+from jpaged.cli.serve import add_flags, bound_sockets, server_config
 from jpaged.config import Limits, ModelConfig
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.request import Request, Sample, Sequence, SequenceResult
 from jpaged.core.scheduler import ScheduleDecision, Scheduler
 from jpaged.demo import DIRECTORY
 from jpaged.engine import Engine
-from jpaged.serving.listen import bind
 from jpaged.serving.logs import logging_to
 from jpaged.serving.serve import serve
 from jpaged.serving.service import Service, make_service
@@ -130,8 +129,8 @@ def make(flags: list[str] | None = None) -> tuple[argparse.Namespace, Service]:
 
 def main() -> None:
     args, service = make()
-    with logging_to(sys.stderr, args.access_log):
-        asyncio.run(serve(service, bind(args.host, args.port)))
+    with logging_to(sys.stderr, args.access_log, args.log_level), bound_sockets(args) as sockets:
+        asyncio.run(serve(service, sockets))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,16 @@
 """Sockets are bound before they listen: errors come at once, and no client waits for a server that is not ready."""
 
+import http.client
 import os
+import signal
 import socket
+import subprocess
+import sys
+import time
 
 import pytest
 
+from benchmarks.server_process import ROOT
 from jpaged.serving.listen import bind, bound_unix, url
 
 
@@ -82,3 +88,23 @@ def test_a_unix_socket_replaces_no_other_file_and_no_later_socket(tmp_path):
         os.replace(path, tmp_path / "moved")
         path.write_text("another's")
     assert path.read_text() == "another's"
+
+
+def test_a_server_on_a_unix_socket_that_logs_warnings_only(tmp_path):
+    path = tmp_path / "socket"
+    command = [sys.executable, "-m", "tests.serving.scripted", "--uds", str(path), "--log-level", "warning"]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        end = time.monotonic() + 60
+        while not connects(str(path)):
+            assert process.poll() is None and time.monotonic() < end
+            time.sleep(0.05)
+        connection = http.client.HTTPConnection("any.name.example.org")
+        connection.sock = socket.socket(socket.AF_UNIX)
+        connection.sock.connect(str(path))
+        connection.request("GET", "/v1/models")
+        assert connection.getresponse().status == 200
+        connection.close()
+        process.send_signal(signal.SIGTERM)
+        (line,) = process.communicate(timeout=30)[1].splitlines()
+    assert process.returncode == 0 and not path.exists()
+    assert '"path": "/v1/models", "status": 200' in line  # the access log is not the log

@@ -91,7 +91,7 @@ def examine(config: EngineConfig, *, retest: bool = False) -> Report:
     Raises:
         ValueError: the model is missing or broken.
     """
-    model = ModelConfig.from_directory(find_model(config.model))
+    model = ModelConfig.from_directory(find_model(config.model, revision=config.revision, weights=False))
     problems, kernels, shapes = [], None, ""
     try:
         devices = jax.devices()

@@ -1,17 +1,23 @@
 """`jpaged serve`: flags from the command line and from a file, and the settings that are checked before loading."""
 
+import re
 import socket
+from pathlib import Path
 
 import pytest
 
 import server
 from jpaged import load
+from jpaged.cli import serve as cli_serve
 from jpaged.cli import vllm_flags
 from jpaged.cli.main import load as load_command
 from jpaged.cli.main import main, parser
 from jpaged.cli.parser import count
 from jpaged.cli.serve import engine_config, server_config
 from jpaged.config import DTYPES
+
+
+ROOT = Path(__file__).parents[2]
 
 
 def parsed(*flags):
@@ -161,6 +167,27 @@ NO_CODE = "not needed, no model brings code of its own"
 def test_config_refuses_other_keys_and_values(content, words, tmp_path, capsys):
     path = file(tmp_path, "serve.yaml", content)
     assert refusal(capsys, "--config", path).startswith("--config: " + words.replace("{path}", path))
+
+
+def test_config_of_the_documentation_is_taken(tmp_path):
+    (block,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "operation.md").read_text(), re.DOTALL)
+    args = parsed("--config", file(tmp_path, "serve.yaml", block))
+    assert args.max_model_len == 32_000 and args.served_model_name == ["name", "alias"]
+
+
+def test_generation_config_vllm_leaves_the_models_defaults_out(monkeypatch):
+    given = []
+
+    def make_service(*_, sampling_defaults, **__):
+        given.append(sampling_defaults)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(load, "load_engine", lambda *_, **__: load.Loaded(None, None, {"top_k": 5}))
+    monkeypatch.setattr(cli_serve, "make_service", make_service)
+    for flags in ([], ["--generation-config", "vllm"]):
+        with pytest.raises(SystemExit, match="enough"):
+            main(["serve", "--port", "0", *flags])
+    assert given == [{"top_k": 5}, {}]
 
 
 def test_config_refuses_as_the_command_line_does(tmp_path, capsys):

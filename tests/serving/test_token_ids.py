@@ -1,6 +1,9 @@
 """A server without a tokenizer: token ids in, token ids out. And the names and paths that a server answers to."""
 
+import re
+
 import pytest
+from yarl import URL
 
 from jpaged.engine import Engine
 from tests.serving.client import Client
@@ -76,5 +79,12 @@ async def test_routes_are_served_under_the_root_path_too(named):
     del named.session.headers["Authorization"]
     async with named.session.get("/llm/health") as response:
         assert response.status == 200
+    async with named.session.get("/llm/") as response:  # the page's files are found from there
+        page, base = await response.text(), response.url
+    files = re.findall(r'(?:src|href)="([^"#]+)"', page)
+    for file in files:
+        async with named.session.get(base.join(URL(file))) as response:
+            assert response.status == 200 and str(response.url.path).startswith("/llm/page/")
+    assert len(files) >= 3
     for path in ("/v1/completions", "/llm/v1/completions"):
         await named.post(path, body, 401)

@@ -15,7 +15,8 @@ export async function request(path, options = {}) {
   for (;;) {
     const key = sessionStorage.getItem(STORED);
     const headers = { ...options.headers, ...(key ? { Authorization: `Bearer ${key}` } : {}) };
-    const response = await fetch(path, { ...options, headers });
+    // Relative: a proxy may serve this page under a path of its own (--root-path).
+    const response = await fetch(path.slice(1), { ...options, headers });
     if (response.status !== 401) return response;
     if (sessionStorage.getItem(STORED) === key) await ask(key !== null);
   }

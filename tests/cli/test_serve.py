@@ -16,7 +16,6 @@ from jpaged.cli.parser import count
 from jpaged.cli.serve import engine_config, server_config
 from jpaged.config import DTYPES
 
-
 ROOT = Path(__file__).parents[2]
 
 

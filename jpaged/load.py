@@ -16,7 +16,7 @@ from jpaged.model.llama import Llama
 from jpaged.model.weights import ORBAX, dummy_llama, load_orbax, load_safetensors
 from jpaged.runtime.compilation_cache import compilation_cache
 from jpaged.runtime.runner import ModelRunner, select_kernels
-from jpaged.tokenizer import backend, has_tokenizer, load_tokenizer
+from jpaged.tokenizer import backend, check_chat_template, has_tokenizer, load_tokenizer
 from pallas_kernels import Kernels
 
 logger = logging.getLogger(__name__)
@@ -114,11 +114,12 @@ class Prepared(NamedTuple):
     sampling_defaults: dict[str, Any]
 
 
-def prepare(config: EngineConfig, *, tokenizer: Any = None) -> Prepared:
+def prepare(config: EngineConfig, *, tokenizer: Any = None, chat_template: str | None = None) -> Prepared:
     """Settle all that can be known of a model before its parameters are loaded, which takes minutes for large ones.
 
     Args:
         tokenizer: a tokenizer, or the name of a directory or hub id, instead of the config's.
+        chat_template: to be used instead of the tokenizer's own; its syntax is checked.
 
     Raises:
         ValueError: a setting that the model or the device does not allow; a file is missing or broken.
@@ -128,11 +129,12 @@ def prepare(config: EngineConfig, *, tokenizer: Any = None) -> Prepared:
     directory = find_model(config.model, revision=config.revision, weights=False)
     model = ModelConfig.from_directory(directory)
     limits, dtype = limits_of(config, model, platform), dtype_of(config, model, platform)
+    tokenizer = find_tokenizer(config, directory, tokenizer)
+    if chat_template is not None:
+        check_chat_template(tokenizer, chat_template)
     (device,) = jax.device_put(0).devices()  # where parameters will be
-    return Prepared(
-        model, limits, dtype, select_kernels(config, model, dtype, device),
-        find_tokenizer(config, directory, tokenizer), sampling_defaults(directory),
-    )  # fmt: skip
+    kernels = select_kernels(config, model, dtype, device)  # last, for it may test them, which takes minutes
+    return Prepared(model, limits, dtype, kernels, tokenizer, sampling_defaults(directory))
 
 
 def find_tokenizer(config: EngineConfig, directory: Path, tokenizer: Any = None) -> Any:

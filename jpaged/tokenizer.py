@@ -56,12 +56,14 @@ def _missing_packages(directory: Path) -> list[str]:
 
 
 def check_chat_template(tokenizer: Any, chat_template: str) -> None:
-    """Raises ValueError for a template whose syntax is wrong; what it refuses is known only of a conversation."""
+    """Raise ValueError for a template with wrong syntax, or one without a tokenizer to use it."""
+    if tokenizer is None:
+        raise ValueError("chat_template: needs a tokenizer, and the model has none")
     try:
         render_chat(tokenizer, [{"role": "user", "content": "Hello"}], chat_template)
     except ValueError as error:
         if isinstance(cause := error.__cause__, TemplateSyntaxError):
-            raise ValueError(f"line {cause.lineno}: {cause.message}") from error
+            raise ValueError(f"chat_template: line {cause.lineno}: {cause.message}") from error
 
 
 def backend(tokenizer: Any) -> Tokenizer:

@@ -115,7 +115,7 @@ class LocalModel:
             from jpaged.async_engine import AsyncEngine  # these load jax, which a server's user may not have time for
             from jpaged.load import load_engine, prepare
 
-            prepared = prepare(config)
+            prepared = prepare(config, chat_template=self._chat_template)
             if prepared.tokenizer is None:
                 raise ValueError(f"tokenizer: {config.model} has none, and texts need one; name one with --tokenizer")
             loaded = load_engine(config, prepared=prepared, progress=bars)

@@ -158,16 +158,8 @@ def _serve(
     with loading() as bars:
         from jpaged.load import load_engine, prepare  # jax takes seconds to load: not for --help, nor for a bad flag
         from jpaged.serving.serve import serve
-        from jpaged.tokenizer import check_chat_template
 
-        prepared = prepare(engine_config)
-        if config.chat_template is not None:
-            if prepared.tokenizer is None:
-                raise ValueError("--chat-template: needs a tokenizer, and the model has none")
-            try:
-                check_chat_template(prepared.tokenizer, config.chat_template)
-            except ValueError as error:
-                raise ValueError(f"--chat-template: {args.chat_template}: {error}") from error
+        prepared = prepare(engine_config, chat_template=config.chat_template)
         engine, tokenizer, sampling_defaults = load_engine(engine_config, prepared=prepared, progress=bars)
     service = make_service(
         engine, tokenizer, args.served_model_name[0] if args.served_model_name else args.model, config,

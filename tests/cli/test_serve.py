@@ -64,7 +64,7 @@ def file(tmp_path, name, content):
         (["--max-model-len", "1k"], "max_model_len (1000) exceeds the model's max_position_embeddings (512)"),
         (["--max-num-seqs", "8", "--num-gpu-blocks-override", "7"], "max_num_seqs (8) exceeds the 7 blocks"),
         (["--kernels", "mosaic"], "Mosaic GPU kernels need a Hopper GPU"),
-        (["--chat-template", "{template}"], "t.jinja: line 2: "),
+        (["--chat-template", "{template}"], "chat_template: line 2: "),
         (["--tokenizer", "/no/where"], "model: /no/where is not a directory"),
         (["--tokenizer", "{folder}"], "tokenizer: {folder} has none that can be loaded"),
         (["--tokenizer", "demo", "--skip-tokenizer-init"], "skip_tokenizer_init: can't be combined with tokenizer"),
@@ -227,7 +227,7 @@ def test_a_directory_without_a_tokenizer_is_served_with_token_ids(tmp_path, tiny
     assert load.prepare(engine_config(parsed(str(tiny), "--skip-tokenizer-init"))).tokenizer is None
     other = load.prepare(engine_config(parsed(str(directory), "--tokenizer", str(tiny)))).tokenizer
     assert other.chat_template
-    with pytest.raises(SystemExit, match="--chat-template: needs a tokenizer, and the model has none"):
+    with pytest.raises(SystemExit, match="chat_template: needs a tokenizer, and the model has none"):
         template = file(tmp_path, "t.jinja", "{{ messages }}")
         main(["serve", str(directory), "--port", "0", "--chat-template", template])
     with pytest.raises(SystemExit, match=r"tokenizer: .* has none, and texts need one; name one with --tokenizer"):

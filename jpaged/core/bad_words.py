@@ -16,24 +16,26 @@ class BadWords:
     def __init__(self, words: Iterable[tuple[int, ...]] = ()):
         words = set(words)
         self.single_tokens = sorted(word[0] for word in words if len(word) == 1)
-        self._last_tokens: dict[tuple[int, ...], set[int]] = {}
+        last_tokens: dict[tuple[int, ...], set[int]] = {}
         for word in words:
             if len(word) > 1:
-                self._last_tokens.setdefault(word[:-1], set()).add(word[-1])
+                last_tokens.setdefault(word[:-1], set()).add(word[-1])
+        self._last_tokens = {prefix: frozenset(tokens) for prefix, tokens in last_tokens.items()}
         self._lengths = sorted({len(prefix) for prefix in self._last_tokens})
 
     def __bool__(self) -> bool:
         return bool(self.single_tokens or self._last_tokens)
 
-    def next_tokens(self, tokens: Sequence[int], num_output_tokens: int) -> set[int]:
-        """Return the tokens that would complete a bad word.
+    def next_tokens(self, tokens: Sequence[int], num_output_tokens: int) -> frozenset[int]:
+        """Return the tokens that would complete a bad word; after one prefix always the same object.
 
         Args:
             tokens: the sequence so far. Only its last `num_output_tokens` are searched, as in vLLM.
         """
-        forbidden: set[int] = set()
+        forbidden: frozenset[int] = frozenset()
         for length in self._lengths:
             if length > num_output_tokens:
                 break
-            forbidden |= self._last_tokens.get(tuple(tokens[-length:]), set())
+            if found := self._last_tokens.get(tuple(tokens[-length:])):
+                forbidden = forbidden | found if forbidden else found
         return forbidden

@@ -1,7 +1,7 @@
 """What a caller asks for, how it is generated, and what it gets back. Pure: no device, no clock, no randomness."""
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from collections.abc import Sequence as Series
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -208,14 +208,14 @@ class Request:
         return self.sequences[: self.params.num_outputs]
 
 
-def forbidden_tokens(sequence: Sequence, eos_token_ids: Iterable[int]) -> set[int]:
+def forbidden_tokens(sequence: Sequence, eos_token_ids: Iterable[int]) -> Set[int]:
     """Tokens that may not come next, for what has been generated so far: those that would end the text too early, and
     the last ones of bad words (as in vLLM, only the output is searched; a bad word of one token is a matter of bias).
     """
     request = sequence.request
     forbidden = request.bad_words.next_tokens(sequence.tokens, sequence.num_output_tokens)
     if sequence.num_output_tokens < request.params.min_tokens:
-        forbidden.update(eos_token_ids, request.params.stop_token_ids)
+        forbidden = forbidden.union(eos_token_ids, request.params.stop_token_ids)
     return forbidden
 
 

@@ -8,7 +8,7 @@ prefix-cache hits, forks and recomputation after a preemption all follow from th
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from collections.abc import Sequence as Series
 from dataclasses import dataclass, field
 
@@ -38,7 +38,7 @@ class ScheduleDecision:
     """
 
     num_scheduled_tokens: dict[Sequence, int] = field(default_factory=dict)
-    forbidden: dict[Sequence, set[int]] = field(default_factory=dict)
+    forbidden: dict[Sequence, Set[int]] = field(default_factory=dict)
     swap_out: list[Copies] = field(default_factory=list)
     block_copies: Copies = field(default_factory=list)
     swap_in: Copies = field(default_factory=list)

@@ -36,16 +36,17 @@ class Masks:
         masked, bits = sampling.masked.copy(), np.empty_like(sampling.allowed_bits)
         if constrained:
             self._writer.write([(sequence.constraint, row) for sequence, row in constrained], bits)
+        without: dict[int, np.ndarray] = {}  # by the identity of a set: branches often forbid the same one
         for sequence, row, branches in rows:
             forbidden = decision.forbidden.get(sequence)
             if sequence.constraint is None:
                 if not forbidden:
                     continue
-                bits[row] = self._all
-            if forbidden:
-                left = _without(bits[row], forbidden)
-                if left.any() or sequence.constraint is None:  # a text that is complete ends, however short
-                    bits[row] = left
+                if id(forbidden) not in without:
+                    without[id(forbidden)] = _without(self._all, forbidden)
+                bits[row] = without[id(forbidden)]
+            elif forbidden and (left := _without(bits[row], forbidden)).any():  # a complete text ends, however short
+                bits[row] = left
             bits[row + 1 : row + branches] = bits[row]
             masked[row : row + branches] = True
         return sampling._replace(masked=masked, allowed_bits=bits)

@@ -1,13 +1,18 @@
 """Renders chat templates that come from requests in a process of its own: a template of forty bytes can fill the
 memory, or loop for ever."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jpaged.child import Child, ChildFailed, confine, serve
 
 RENDER_TIMEOUT_S = 5.0
 MAX_MEMORY_BYTES = 2 * 2**30
+# Parameters of render_jinja_template.
+OPTIONS = {
+    "conversations", "tools", "documents", "chat_template", "return_assistant_tokens_mask", "continue_final_message",
+    "add_generation_prompt",
+}  # fmt: skip
 
 
 class TemplateProcess:
@@ -20,15 +25,22 @@ class TemplateProcess:
     def __init__(self, special_tokens: Mapping[str, Any]):
         self._child = Child("jpaged.template_process", {name: str(token) for name, token in special_tokens.items()})
 
-    def render(self, template: str, max_characters: int, **options: Any) -> str:
+    def render(
+        self, template: str, messages: Sequence[Mapping[str, Any]], max_characters: int, *,
+        variables: Mapping[str, Any], **options: Any,
+    ) -> str:  # fmt: skip
         """Return the text of a conversation.
 
         Args:
-            options: of transformers' `render_jinja_template`, and variables of the template.
+            variables: of the template.
+            options: of transformers' `render_jinja_template`, which templates know by the same names.
 
         Raises ValueError if the template refuses the conversation, is not done in time, or gives too long a text.
         """
-        question = {"chat_template": template, "max_characters": max_characters, "options": options}
+        if taken := variables.keys() & {"messages", *OPTIONS}:
+            raise ValueError(f"a template has no variable of its own called {min(taken)!r}")
+        settled = {**variables, **options, "conversations": [messages], "chat_template": template}
+        question = {"max_characters": max_characters, "options": settled}
         try:
             text, fault = self._child.ask(question, RENDER_TIMEOUT_S)
         except ChildFailed:
@@ -44,7 +56,7 @@ def _setup(special_tokens: dict[str, str]) -> Callable[[dict[str, Any]], tuple[s
     def render(question: dict[str, Any]) -> tuple[str | None, str | None]:
         options = special_tokens | question["options"]
         try:
-            rendered: Any = render_jinja_template(chat_template=question["chat_template"], **options)
+            rendered: Any = render_jinja_template(**options)
         except MemoryError:
             return None, "it needs too much memory"
         except Exception as error:  # templates raise what they like

@@ -171,9 +171,8 @@ def _render(service: Service, body: Conversation) -> list[int]:
     try:
         if body.chat_template is not None:
             assert service.untrusted_templates is not None
-            options |= options.pop("variables")
             text = service.untrusted_templates.render(
-                body.chat_template, service.max_prompt_characters, conversations=[messages], **options
+                body.chat_template, messages, service.max_prompt_characters, **options
             )
         else:
             text = chat_text(tokenizer, messages, service.config.chat_template, **options)

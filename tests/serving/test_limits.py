@@ -139,6 +139,11 @@ async def test_templates_of_requests_are_rendered_within_bounds(loaded, monkeypa
         ):
             error = (await client.post("/v1/chat/completions", bomb(template), 400))["error"]
             assert error["param"] == "messages" and words in error["message"], error
+        for name in ("conversations", "messages", "chat_template", "tools"):
+            error = (await client.post("/v1/chat/completions", plain | {"chat_template_kwargs": {name: 1}}, 400))[
+                "error"
+            ]
+            assert f"no variable of its own called '{name}'" in error["message"]
         monkeypatch.setattr(template_process, "RENDER_TIMEOUT_S", 0.3)
         endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
         error = (await client.post("/v1/chat/completions", bomb(endless), 400))["error"]

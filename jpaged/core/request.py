@@ -148,6 +148,7 @@ class Request:
         client: whose turns it takes in the queue; None for none.
         bad_words: the token sequences that the output may not hold.
         num_top: how many of the most likely tokens to list with each sample; None for neither list nor rank.
+        admitted: whether it has run; a preempted request has.
         beam: the search, if this is one; its live beams are `sequences`, until in the end its best hypotheses are.
         find_stop: which stop string the text of a sequence holds once a token is added; None for none.
         prompt_samples: logprobs of the prompt's tokens but the first, as far as they are computed.
@@ -164,6 +165,7 @@ class Request:
     cache_salt: str = ""
     bad_words: BadWords = field(default_factory=BadWords)
     num_top: int | None = None
+    admitted: bool = False
     beam: BeamSearch[Sequence] | None = None
     find_stop: Callable[[Sequence, int], str | None] | None = None
     sequences: list[Sequence] = field(default_factory=list)

@@ -398,7 +398,7 @@ class Scheduler:
                 for sequence in live:
                     sequence.free()
                 return False
-            if live[0].num_tokens == live[0].num_prompt_tokens:
+            if not request.admitted:
                 live[0].num_cached_tokens = live[0].num_computed_tokens
                 self.prefix_queries += live[0].num_tokens
                 self.prefix_hits += live[0].num_cached_tokens
@@ -406,6 +406,7 @@ class Scheduler:
             self._take_row(sequence)
             if request.params.has_state:
                 decision.row_writes.append(sequence)
+        request.admitted = True
         self.waiting.remove(request)
         self.running.add(request)
         self._turns.start(request.rank[1])

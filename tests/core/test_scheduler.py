@@ -167,6 +167,70 @@ def test_what_comes_back_from_the_host_is_found_again():
     drain(scheduler, runner)
 
 
+def test_admission_leaves_the_blocks_that_resumed_requests_lack():
+    scheduler, runner = make(blocks=5, size=2, host=10, preemption="swap", cache=False)
+    add(scheduler, "old", [1, 1, 1], max_tokens=4)
+    young = add(scheduler, "young", [1, 1, 1], max_tokens=5)
+    late, preempted = None, []
+    while scheduler.has_work:
+        decision, _ = step(scheduler, runner)
+        preempted += decision.preempted
+        if young in decision.preempted:
+            late = add(scheduler, "late", [1] * 5, max_tokens=3)
+        if young in decision.resumed:
+            # Its next token opens a block, and all others that are free would be those of the late request.
+            assert scheduler._lack(young) == 1 and late in scheduler.waiting
+    assert preempted == [young]
+
+
+@pytest.mark.parametrize("cost, swaps", [(2.9, True), (3.1, False)])
+def test_auto_swaps_only_if_that_costs_less_than_computing_again(cost, swaps):
+    """The victim holds 6 tokens in 2 blocks: 2 * cost against 6."""
+    scheduler, runner = make(blocks=4, size=4, host=4, preemption="auto", block_swap_cost=cost)
+    add(scheduler, "old", [1, 2, 3, 4, 5, 6, 7], max_tokens=4)
+    young = add(scheduler, "young", [5, 6, 7, 8, 9], max_tokens=4)
+    while not (decision := step(scheduler, runner)[0]).preempted:
+        computed = young.sequences[0].num_computed_tokens
+    assert decision.preempted == [young] and computed == 6
+    assert bool(decision.swap_out) == swaps
+    drain(scheduler, runner)
+
+
+def test_cached_tokens_are_those_of_the_first_admission():
+    """Neither later chunks of the prompt change them, nor another admission after a preemption."""
+    scheduler, runner = make(blocks=5, size=4, tokens=2, preemption="recompute")
+    prompt = list(range(16))
+    add(scheduler, "first", prompt[:9], max_tokens=1)
+    drain(scheduler, runner)
+    scheduler.prefix_queries = scheduler.prefix_hits = 0
+    old = add(scheduler, "old", [40], max_tokens=14)
+    again = add(scheduler, "again", prompt, max_tokens=2)
+    most = 0
+    while not step(scheduler, runner)[0].preempted:
+        most = max(most, again.sequences[0].num_computed_tokens)
+        assert again.sequences[0].num_cached_tokens == 8
+    assert 8 < most < len(prompt), "it is preempted between two chunks of its prompt"
+    drain(scheduler, runner)
+    assert again.sequences[0].output_token_ids == generate(prompt, 2) and scheduler.num_preemptions == 1
+    assert [request.sequences[0].num_cached_tokens for request in (old, again)] == [0, 8]
+    assert (scheduler.prefix_queries, scheduler.prefix_hits) == (1 + len(prompt), 8)
+
+
+@pytest.mark.parametrize(
+    "params, field",
+    [
+        (SamplingParams(n=5), "n"),
+        (SamplingParams(n=2, best_of=5), "best_of"),
+        (BeamSearchParams(beam_width=5), "beam_width"),
+    ],
+)
+def test_more_sequences_than_a_step_holds_are_refused_by_the_name_of_their_parameter(params, field):
+    scheduler, _ = make(seqs=4)
+    with pytest.raises(InvalidParameter, match="5 sequences exceed the 4 of a step") as error:
+        scheduler.add("0", [1], params, seed=0)
+    assert error.value.field == field
+
+
 @pytest.mark.parametrize(
     "prompt, params, field, numbers",
     [

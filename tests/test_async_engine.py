@@ -1,6 +1,7 @@
 """The engine's thread, over a fake runner: many at once, leaving early, ids in use, stopping, failing."""
 
 import asyncio
+import threading
 import time
 
 import pytest
@@ -15,19 +16,32 @@ from tests.fake_runner import VOCAB, FakeRunner, generate
 
 
 @pytest.fixture
-async def engine():
-    scheduler = Scheduler(BlockPool(64, 4), Limits(100, 4, 16), vocab_size=VOCAB)
-    engine = AsyncEngine(Engine(scheduler, FakeRunner(64, 4)))
-    engine.start()
-    yield engine
-    if engine.alive:
-        await idle(engine)
-        await engine.stop()
+async def make_engine():
+    """make_engine(*observers): a started engine, which must be idle at the end of the test."""
+    engines = []
+
+    def make(*observers):
+        scheduler = Scheduler(BlockPool(64, 4), Limits(100, 4, 16), vocab_size=VOCAB)
+        engines.append(AsyncEngine(Engine(scheduler, FakeRunner(64, 4)), observers))
+        engines[-1].start()
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        if engine.alive:
+            await idle(engine)
+            await engine.stop()
+
+
+@pytest.fixture
+async def engine(make_engine):
+    return make_engine()
 
 
 async def idle(engine):
-    while await engine.call(lambda e: e.has_work):
-        await asyncio.sleep(0.001)
+    async with asyncio.timeout(30):
+        while await engine.call(lambda e: e.has_work):
+            await asyncio.sleep(0.001)
     await engine.call(lambda e: e.scheduler.check_invariants())
     assert await engine.call(lambda e: e.scheduler.pool.num_used) == 0
 
@@ -69,6 +83,36 @@ async def test_cancelling_at_any_moment_aborts(engine):
         with pytest.raises(asyncio.CancelledError):
             await task
         await idle(engine)
+
+
+class Gate:
+    """An observer that holds the engine's thread inside `add` until it is opened."""
+
+    def __init__(self):
+        self.reached, self.opened = threading.Event(), threading.Event()
+
+    def added(self, request):
+        self.reached.set()
+        assert self.opened.wait(timeout=60)
+
+    def stepped(self, scheduler, output):
+        pass
+
+    def ended(self, request):
+        pass
+
+
+async def test_cancelling_while_a_request_is_added_aborts(make_engine):
+    gate = Gate()
+    engine = make_engine(gate)
+    await hold(engine)
+    task = asyncio.create_task(tokens(engine, "0", [1], 99))
+    await asyncio.to_thread(gate.reached.wait, 60)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    gate.opened.set()
+    assert not await engine.call(lambda e: e.has_work)
 
 
 async def test_a_refusal_reaches_the_caller_and_hurts_nobody(engine):

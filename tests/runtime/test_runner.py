@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import random
+import types
 
 import jax
 import jax.monitoring
@@ -11,13 +12,17 @@ import pytest
 from flax import nnx
 
 from jpaged import LLM, BeamSearchParams, ModelConfig, SamplingParams
+from jpaged.config import EngineConfig, Limits
+from jpaged.core.scheduler import ScheduleDecision
 from jpaged.model.weights import abstract_llama, dummy_llama
 from jpaged.runtime import kv_cache
 from jpaged.runtime import runner as runner_module
 from jpaged.runtime.batch import Bucket, empty_batch
 from jpaged.runtime.kv_cache import block_bytes, fitting_blocks, modest_blocks
+from jpaged.runtime.runner import ModelRunner
 from jpaged.runtime.sampling_state import empty_state
 from jpaged.runtime.step import Step, make_copy_blocks
+from jpaged.runtime.swap import TRANSFERS
 from pallas_kernels import select
 from tests import deviceless
 
@@ -227,6 +232,53 @@ def test_pool_size_from_memory():
         ValueError, match=r"gpu_memory_utilization: 0.9 of 24.00 GiB leaves no room .* 20.00 GiB in use"
     ):
         fitting_blocks(limit=24 * gib, **sizes)
+
+
+def test_gpu_memory_utilization_sizes_the_pool(model, monkeypatch):
+    gib = 2**30
+    memory = {"bytes_limit": 2 * gib, "bytes_in_use": gib // 4}
+    device = types.SimpleNamespace(platform="gpu", memory_stats=lambda: memory)
+    sizes = {}
+
+    def fitting(runner, *args):
+        with monkeypatch.context() as patch:
+            patch.setattr(runner, "device", device)
+            return fitting_blocks_of(runner, *args)
+
+    fitting_blocks_of = ModelRunner._fitting_blocks
+    monkeypatch.setattr(ModelRunner, "_fitting_blocks", fitting)
+    monkeypatch.setattr(ModelRunner, "temporaries", lambda runner, pool: gib // 4)
+    monkeypatch.setattr(runner_module, "allocate_pool", lambda *args: [])
+    for utilization in (0.5, 0.75):
+        config = EngineConfig(block_size=8, gpu_memory_utilization=utilization, swap_space=0.0)
+        sizes[utilization] = ModelRunner(model, config, Limits(128, 8, 32)).num_blocks
+    bytes_per_block = block_bytes(LLAMA, 8, LLAMA.head_dim, "float32")
+    assert sizes == {0.5: gib // 2 // bytes_per_block, 0.75: gib // bytes_per_block}
+
+
+def test_the_cost_of_a_swap_is_in_tokens_per_block(llm, monkeypatch):
+    runner = llm.engine.runner
+    tokens, blocks = runner.buckets.mixed[-1].num_tokens, TRANSFERS[-1]
+    monkeypatch.setattr(runner_module, "_seconds", lambda run: run())
+    monkeypatch.setattr(runner, "_run", lambda *args: 0.25 * tokens)  # a quarter of a second for each token
+    monkeypatch.setattr(runner, "_swap_there_and_back", lambda count: 2.0 * count)  # two seconds for each block
+    assert blocks != tokens and runner.block_swap_cost() == 8.0
+    assert llm.engine.scheduler.block_swap_cost > 0, "the scheduler is given the measured cost"
+
+
+def test_a_step_swaps_out_then_copies_then_swaps_in(model):
+    """A block that the host takes in is overwritten by a copy, whose source is overwritten from the host."""
+    runner = ModelRunner(model, EngineConfig(block_size=8, num_gpu_blocks_override=4, swap_space=1.0), Limits(16, 2, 8))
+    runner.pool = [jnp.full(x.shape, jnp.arange(4.0)[:, None, None, None]) for x in runner.pool]
+
+    def blocks() -> list[list[float]]:
+        return [array[:, 0, 0, 0].tolist() for array in runner.pool]
+
+    runner.step(ScheduleDecision(swap_out=[[(2, 5)]]))
+    runner.step(ScheduleDecision(swap_out=[[(1, 6)]], block_copies=[(0, 1)], swap_in=[(5, 0)]))
+    assert blocks() == [[2, 0, 2, 3]] * len(runner.pool)
+    runner.step(ScheduleDecision(swap_in=[(6, 3)]))
+    assert blocks() == [[2, 0, 2, 1]] * len(runner.pool)
 
 
 def test_temporaries_are_xlas_own_account(llm):

@@ -423,7 +423,7 @@ def follows(tokens: np.ndarray, p: np.ndarray) -> bool:
         Row(temperature=0.5),
         Row(temperature=2.0, top_p=0.8),
         Row(top_k=3),
-        Row(min_p=0.2),
+        Row(temperature=2.0, min_p=0.4),  # of the scaled logits it keeps five tokens, of the others four
         Row(temperature=1.5, top_k=6, top_p=0.9, min_p=0.1),
         Row(repetition=1.5, prompt=(0, 1, 4), output=(2, 3, 3)),
         Row(presence=0.5, frequency=0.25, output=(0, 0, 0, 1, 7)),

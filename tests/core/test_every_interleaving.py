@@ -29,7 +29,12 @@ KINDS: dict[str, GenerationParams] = {
 
 
 class Scenario(NamedTuple):
-    """`requests` come in this order, each with the first `length` tokens of one text as its prompt."""
+    """Requests that come in this order, each with the first `length` tokens of a text as its prompt.
+
+    Attributes:
+        distinct: each request has a text of its own; otherwise all share one.
+        policy: under "priority" each request goes before all that came earlier.
+    """
 
     blocks: int
     size: int
@@ -37,16 +42,26 @@ class Scenario(NamedTuple):
     requests: tuple[str, ...] = ("one", "pair", "beam")
     length: int = 2
     cache: bool = True
+    distinct: bool = False
+    policy: str = "fcfs"
 
 
 MODES = "recompute", "swap"
-SMALL = [Scenario(*shape) for shape in itertools.product((2, 3, 4), (1, 2), MODES)]
+SMALL = [
+    *(Scenario(*shape) for shape in itertools.product((2, 3), (1, 2), MODES)),
+    *(Scenario(4, 1, mode) for mode in MODES),
+    Scenario(3, 2, "auto", distinct=True),
+    *(Scenario(3, 2, mode, distinct=True, policy="priority") for mode in MODES),
+]
 LARGE = [
     *SMALL,
+    *(Scenario(4, 2, mode) for mode in MODES),
     *(Scenario(4, 2, *rest, 3) for rest in itertools.product(MODES, itertools.permutations(KINDS, 3))),
     *(Scenario(3, 2, mode, tuple(KINDS)) for mode in MODES),
     Scenario(5, 2, "recompute"),
     Scenario(4, 2, "recompute", cache=False),
+    *(Scenario(4, size, "auto", distinct=distinct) for size in (1, 2) for distinct in (False, True)),
+    *(Scenario(4, 2, mode, distinct=distinct, policy="priority") for mode in MODES for distinct in (False, True)),
 ]
 
 
@@ -57,7 +72,8 @@ class World:
         self.scenario = scenario
         self.scheduler, self.runner = traffic.make(
             scenario.blocks, scenario.size, seqs=4, tokens=4, cache=scenario.cache,
-            host=scenario.blocks * (scenario.mode != "recompute"), preemption=scenario.mode,
+            host=scenario.blocks * (scenario.mode != "recompute"), preemption=scenario.mode, policy=scenario.policy,
+            block_swap_cost=1.0,  # "auto" swaps only if some block holds more than one token
         )  # fmt: skip
         self.requests = []
         self.decision = None
@@ -80,7 +96,9 @@ class World:
         if event == "add":
             number = len(self.requests)
             prompt, params = [1, 2, 3][: self.scenario.length], KINDS[self.scenario.requests[number]]
-            self.requests.append(scheduler.add(str(number), prompt, params, seed=0))
+            prompt[0] += number * self.scenario.distinct
+            priority = -number if self.scenario.policy == "priority" else 0
+            self.requests.append(scheduler.add(str(number), prompt, params, seed=0, priority=priority))
         elif event == "schedule":
             self.decision = scheduler.schedule()
             self.results = self.runner.step(self.decision)

@@ -12,7 +12,8 @@ def jitted(op):
     return lambda *args, **kwargs: jax.jit(functools.partial(op, **kwargs))(*args)
 
 
-def _with(module, run) -> Kernels:
+def kernels_of(module, run=lambda op: op) -> Kernels:
+    """Return the ops of a module, each in the form that `run` makes of it."""
     return Kernels(
         name=module.__name__.rpartition(".")[2],
         reason="to be tested",
@@ -24,8 +25,8 @@ def _with(module, run) -> Kernels:
     )
 
 
-REFERENCE = _with(reference, jitted)
-TRITON = _with(triton, triton_interpreter.interpreted)
+REFERENCE = kernels_of(reference, jitted)
+TRITON = kernels_of(triton, triton_interpreter.interpreted)
 # Two multiprocessors, so that a thread block of decode has more than one split to walk.
-MOSAIC = _with(mosaic, functools.partial(mosaic_interpreter.interpreted, num_sms=2))
+MOSAIC = kernels_of(mosaic, functools.partial(mosaic_interpreter.interpreted, num_sms=2))
 ALL = (REFERENCE, TRITON, MOSAIC)

@@ -25,25 +25,31 @@ _interpret_wgmma = jaxpr_interpret.JaxprInterpreter._interpret_wgmma_ref_p
 
 
 def interpreted(op, *, num_sms: int = 132):
-    """`op` as the interpreter runs it on a GPU of `num_sms` multiprocessors; a race is an AssertionError."""
+    """Return `op` as the interpreter runs it on a GPU of `num_sms` multiprocessors; a race is an AssertionError."""
 
     def run(*args, **kwargs):
-        params = plgpu.InterpretGPUParams(detect_races=True)
-        device = AbstractDevice(device_kind="NVIDIA H200", num_cores=num_sms, platform="gpu")
-        printed = io.StringIO()  # races are printed; the flag that jax keeps tells of an op's last kernel alone
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(warnings.catch_warnings())
-            # numpy's products in the interpreter meet the NaN that unused slots hold
-            warnings.filterwarnings("ignore", "invalid value encountered in matmul", RuntimeWarning)
-            stack.enter_context(contextlib.redirect_stdout(printed))
-            stack.enter_context(use_abstract_mesh(AbstractMesh((), (), abstract_device=device)))
-            stack.enter_context(_extended())
-            stack.enter_context(plgpu.force_gpu_interpret_mode(params))
-            out = jax.block_until_ready(jax.jit(lambda *args: op(*args, **kwargs))(*args))
-        assert "RACE DETECTED" not in printed.getvalue(), printed.getvalue()
-        return out
+        with interpreting(num_sms=num_sms):
+            return jax.block_until_ready(jax.jit(lambda *args: op(*args, **kwargs))(*args))
 
     return run
+
+
+@contextlib.contextmanager
+def interpreting(*, num_sms: int = 132) -> Iterator[None]:
+    """Let the interpreter run every kernel that is compiled and called inside; a race is an AssertionError."""
+    params = plgpu.InterpretGPUParams(detect_races=True)
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=num_sms, platform="gpu")
+    printed = io.StringIO()  # races are printed; the flag that jax keeps tells of an op's last kernel alone
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        # numpy's products in the interpreter meet the NaN that unused slots hold
+        warnings.filterwarnings("ignore", "invalid value encountered in matmul", RuntimeWarning)
+        stack.enter_context(contextlib.redirect_stdout(printed))
+        stack.enter_context(use_abstract_mesh(AbstractMesh((), (), abstract_device=device)))
+        stack.enter_context(_extended())
+        stack.enter_context(plgpu.force_gpu_interpret_mode(params))
+        yield
+    assert "RACE DETECTED" not in printed.getvalue(), printed.getvalue()
 
 
 @contextlib.contextmanager

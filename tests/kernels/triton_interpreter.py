@@ -1,6 +1,8 @@
 """Running the Pallas-Triton kernels on a CPU, in Pallas's interpreter."""
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from unittest import mock
 
 import jax
@@ -10,13 +12,20 @@ from pallas_kernels.triton import attention, launch
 
 
 def interpreted(op):
-    """`op` of `pallas_kernels.triton` as the interpreter runs it."""
+    """Return `op` of `pallas_kernels.triton` as the interpreter runs it."""
 
     def run(*args, **kwargs):
-        with (
-            mock.patch.object(launch, "pallas_call", functools.partial(launch.pallas_call, interpret=True)),
-            mock.patch.object(attention, "F32_PRODUCT", lax.DotAlgorithmPreset.F32_F32_F32),  # a CPU has no TF32
-        ):
+        with interpreting():
             return jax.jit(lambda *args: op(*args, **kwargs))(*args)
 
     return run
+
+
+@contextlib.contextmanager
+def interpreting() -> Iterator[None]:
+    """Let the interpreter run every kernel that is traced inside."""
+    with (
+        mock.patch.object(launch, "pallas_call", functools.partial(launch.pallas_call, interpret=True)),
+        mock.patch.object(attention, "F32_PRODUCT", lax.DotAlgorithmPreset.F32_F32_F32),  # a CPU has no TF32
+    ):
+        yield

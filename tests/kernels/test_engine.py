@@ -1,0 +1,183 @@
+"""The engine on the GPU kernels, which Pallas's interpreters run: it generates what it generates on the reference.
+
+One workload holds prompts of several lengths, two samples of one prompt, a beam search and a prefix hit; the longer one
+adds preemptions. Random floating-point differences could turn a choice between two near-equal candidates, so the
+tests also check that no choice was that close.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from jpaged.config import EngineConfig, Limits, ModelConfig
+from jpaged.core.beam import BeamSearch
+from jpaged.core.block_pool import BlockPool
+from jpaged.core.params import BeamSearchParams, SamplingParams
+from jpaged.core.scheduler import Scheduler
+from jpaged.engine import Engine
+from jpaged.model.llama import Llama
+from jpaged.model.weights import dummy_llama
+from jpaged.runtime import runner as runner_module
+from jpaged.runtime.batch import Bucket
+from jpaged.runtime.runner import ModelRunner
+from jpaged.runtime.sampler import _gumbel
+from pallas_kernels import Kernels, mosaic, reference, triton
+from tests.kernels import mosaic_interpreter, triton_interpreter
+from tests.kernels.implementations import kernels_of
+
+VOCAB, BLOCK = 16, 8  # a list of logprobs holds the whole vocabulary
+LLAMA = ModelConfig(
+    vocab_size=VOCAB, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+    num_key_value_heads=1, head_dim=64, max_position_embeddings=64,
+)  # fmt: skip
+LIMITS = Limits(max_model_len=40, max_num_seqs=4, max_num_batched_tokens=16)
+
+REFERENCE = contextlib.nullcontext, kernels_of(reference)
+TRITON = triton_interpreter.interpreting, kernels_of(triton)
+MOSAIC = lambda: mosaic_interpreter.interpreting(num_sms=2), kernels_of(mosaic)
+Implementation = tuple[Callable[[], contextlib.AbstractContextManager], Kernels]
+
+PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
+GREEDY, TWO, BEAMS = (
+    SamplingParams(temperature=0, max_tokens=2, logprobs=VOCAB),
+    SamplingParams(n=2, temperature=1.0, seed=4, max_tokens=2, logprobs=VOCAB),
+    BeamSearchParams(beam_width=2, max_tokens=2, logprobs=VOCAB),
+)
+# Requests by the step before which they come.
+SHORT = {0: [(PROMPT, GREEDY), ([5, 6, 7], TWO)], 2: [([9, 9, 3, 9], BEAMS), ([*PROMPT[:9], 3], GREEDY)]}
+LONG = {
+    0: [(PROMPT + PROMPT, dataclasses.replace(GREEDY, max_tokens=12)), ([5, 6, 7], TWO)],
+    2: [([9, 9, 3, 9], dataclasses.replace(BEAMS, max_tokens=6)), ([*PROMPT[:9], 3], GREEDY)],
+    4: [(PROMPT[:7], dataclasses.replace(TWO, max_tokens=12)), (PROMPT, dataclasses.replace(BEAMS, max_tokens=9))],
+}
+
+
+class Run(NamedTuple):
+    """What an engine generated, and how close its choices were.
+
+    Attributes:
+        tokens: of each output of each request.
+        logprobs: of every token of the vocabulary at every choice, in one order.
+        margin: the smallest distance between two candidates that would have changed an output if exchanged.
+        copies: number of block copies.
+    """
+
+    tokens: list[list[list[int]]]
+    logprobs: np.ndarray
+    margin: float
+    copies: int
+    scheduler: Scheduler
+
+
+def generate(model: Llama, implementation: Implementation, workload: dict, blocks: int, host_blocks: int = 0) -> Run:
+    interpreting, kernels = implementation
+    kernels = dataclasses.replace(kernels, head_dim=LLAMA.head_dim)
+    beam_margins: list[float] = []
+    with pytest.MonkeyPatch.context() as patch, interpreting():
+        patch.setattr(runner_module, "select_kernels", lambda *args: kernels)
+        patch.setattr(BeamSearch, "advance", _watched(BeamSearch.advance, beam_margins))
+        config = EngineConfig(block_size=BLOCK, num_gpu_blocks_override=blocks, swap_space=0.1)
+        runner = ModelRunner(model, config, LIMITS)
+        runner.buckets.decode, runner.buckets.mixed = (Bucket(4, 4, True),), (Bucket(16, 4, False),)  # soon compiled
+        host = BlockPool(host_blocks, BLOCK, enable_prefix_caching=False) if host_blocks else None
+        scheduler = Scheduler(
+            BlockPool(blocks, BLOCK), LIMITS, vocab_size=VOCAB, host_pool=host,
+            preemption="swap" if host_blocks else "recompute",
+        )  # fmt: skip
+        engine, requests, steps, copies = Engine(scheduler, runner), [], 0, 0
+        while engine.has_work or steps <= max(workload):
+            requests += [engine.add(f"{steps}.{i}", *one) for i, one in enumerate(workload.get(steps, ()))]
+            copies += len(engine.step().decision.block_copies)
+            steps += 1
+    scheduler.check_invariants()
+    outputs = [sequence for request in requests for sequence in request.outputs]
+    listed = [_by_token(sample.top) for sequence in outputs for sample in sequence.samples]
+    sampled = [_margin(sequence) for sequence in outputs if not sequence.request.beam]
+    tokens = [[sequence.output_token_ids for sequence in request.outputs] for request in requests]
+    return Run(tokens, np.concatenate(listed), min(*sampled, *beam_margins), copies, scheduler)
+
+
+def _watched(advance, margins: list[float]):
+    """Return `advance` that also notes the distance between candidates, as far down as one may live on or end."""
+
+    def watched(search, candidates, length, end):
+        scores = sorted((candidate.score for candidate in candidates), reverse=True)[: search.width + 1]
+        margins.extend(better - worse for better, worse in itertools.pairwise(scores))
+        return advance(search, candidates, length, end)
+
+    return watched
+
+
+def _by_token(top: tuple[tuple[int, float], ...]) -> np.ndarray:
+    """Return the logprobs of a list in the order of the tokens; of a beam's list, which is shorter, as they are."""
+    return np.array([logprob for _, logprob in (sorted(top) if len(top) == VOCAB else top)])
+
+
+def _margin(sequence) -> float:
+    """Return the smallest distance between the token that was drawn and the next best, over all positions."""
+    request, margin = sequence.request, math.inf
+    for i, sample in enumerate(sequence.samples):
+        scores = _by_token(sample.top)
+        if request.params.temperature:
+            position, seed = len(request.prompt_token_ids) + i, request.seed + sequence.index
+            scores = scores + np.asarray(_gumbel(np.uint32([[0, seed]]), np.int32([position]), VOCAB))[0]
+        assert scores.argmax() == sample.token
+        best, second = np.sort(scores)[::-1][:2]
+        margin = min(margin, best - second)
+    return margin
+
+
+# The largest difference between logprobs that rounding makes: 2e-7 and 0.008 were seen.
+ROUNDING = {"float32": 1e-5, "bfloat16": 0.02}
+KERNELS = pytest.mark.parametrize(
+    "dtype, implementation", [("float32", TRITON), ("bfloat16", MOSAIC)], ids=["triton", "mosaic"]
+)
+
+
+def check(expected: Run, found: Run, dtype: str) -> None:
+    """Asserts equal outputs, logprobs equal to rounding, and that no choice was within reach of that rounding."""
+    assert expected.margin > 4 * ROUNDING[dtype], "choose another seed: the outputs would depend on luck"
+    assert found.tokens == expected.tokens
+    np.testing.assert_allclose(found.logprobs, expected.logprobs, rtol=0, atol=ROUNDING[dtype])
+
+
+@pytest.fixture(scope="module")
+def model_of():
+    return functools.cache(lambda dtype: dummy_llama(LLAMA, dtype, seed=4))
+
+
+@pytest.fixture(scope="module")
+def expected_of(model_of):
+    return functools.cache(lambda dtype: generate(model_of(dtype), REFERENCE, SHORT, blocks=16))
+
+
+@KERNELS
+def test_the_engine_generates_on_kernels_what_it_does_on_the_reference(dtype, implementation, model_of, expected_of):
+    found = generate(model_of(dtype), implementation, SHORT, blocks=16)
+    check(expected_of(dtype), found, dtype)
+    assert found.scheduler.prefix_hits >= BLOCK and found.copies > 0
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("host_blocks", [0, 16], ids=["recompute", "swap"])
+@KERNELS
+def test_the_engine_generates_the_same_after_preemptions(dtype, implementation, host_blocks, model_of):
+    expected, found = (
+        generate(model_of(dtype), each, LONG, blocks=9, host_blocks=host_blocks) for each in (REFERENCE, implementation)
+    )
+    check(expected, found, dtype)
+    assert found.scheduler.num_preemptions > 0 and (found.scheduler.num_swapped_blocks > 0) == (host_blocks > 0)
+
+
+def test_it_finds_a_missing_block_copy(model_of, expected_of):
+    interpreting, kernels = REFERENCE
+    faulty = interpreting, dataclasses.replace(kernels, copy_blocks=lambda pool, sources, destinations: pool)
+    with pytest.raises(AssertionError):
+        check(expected_of("float32"), generate(model_of("float32"), faulty, SHORT, blocks=16), "float32")

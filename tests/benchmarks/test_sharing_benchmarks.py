@@ -113,6 +113,15 @@ def test_lengths_have_the_means_of_the_paper():
     assert max(map(max, Dataset(10, 10).lengths(1000, most=(20, 15)))) == 20
 
 
+def test_at_least_96_percent_of_slots_hold_tokens(tmp_path):
+    """The paper's figure (96.3 %): its pool and lengths, one output for each request, blocks of 16 tokens."""
+    args = sharing.parse(["--turnovers", "2"])
+    lab = Lab(sharing.Report(tmp_path / "r.json", {}, quiet=True), args, RandomRunner())
+    requests = lab.requests(DATASETS["ShareGPT"], "parallel", 1)
+    used = {block_size: lab.run(requests, block_size)[0] for block_size in (16, 128)}
+    assert used[16]["utilization"] >= 0.96 > used[128]["utilization"] and used[16]["steps"] > 200
+
+
 def test_sharing(tmp_path):
     rows = run(sharing, tmp_path)["rows"]
     shared = {(r["kind"], r["dataset"], r["width"]): r["saving"] for r in rows if r["experiment"] == "sharing"}
@@ -144,8 +153,9 @@ def test_beam(tmp_path, tiny):
     rows = run(beam, tmp_path, "--model", str(tiny))["rows"]
     assert [(row["experiment"], row["requests"]) for row in rows] == [("beam", 1), ("api", 1)]
     for row in rows:
-        assert row["within"] == (row["ratio"] <= row["limit"] == 1.3)
-        assert row["sampling_ms"] > 0 and row["beam_ms"] > 0
+        # One round: the median of one ratio is that of the medians.
+        times = row["beam_ms"] / row["sampling_ms"]
+        assert row["ratio"] == pytest.approx(times) and row["within"] == (times <= 1.3)
         for kind in ("sampling", "beam") if row["experiment"] == "beam" else ():
             assert 0 < row[f"{kind}_update_ms"] < row[f"{kind}_runner_ms"], "a step is the device's before all"
     assert is_picture(tmp_path / "beam.png")

@@ -11,16 +11,17 @@ from tests.kernels import cases
 from tests.kernels.implementations import ALL, MOSAIC, REFERENCE, TRITON
 
 DTYPES = (jnp.bfloat16, jnp.float16)
-EXAMPLES = {REFERENCE: 6, TRITON: 4, MOSAIC: 2}  # an interpreter takes seconds for each
+EXAMPLES = {REFERENCE: 8, TRITON: 5, MOSAIC: 3}  # an interpreter takes seconds for each
 
 every = pytest.mark.parametrize("kernels", ALL, ids=[kernels.name for kernels in ALL])
+tiers = pytest.mark.parametrize("times", [1, pytest.param(8, marks=pytest.mark.deep)], ids=["few", "many"])
 
 
-def drawn(kernels, strategy, check) -> None:
-    """Runs `check` on what a strategy draws, the same at every run."""
+def drawn(kernels, times, strategy, check) -> None:
+    """Run `check` on `times` the kernels' number of examples of a strategy, the same at every run."""
 
     @settings(
-        max_examples=EXAMPLES[kernels], derandomize=True, deadline=None, database=None,
+        max_examples=times * EXAMPLES[kernels], derandomize=True, deadline=None, database=None,
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     @given(strategy)
@@ -51,28 +52,32 @@ def test_write(kernels, case):
     write.check(*kernels.write_kv(*write.args, **write.options))
 
 
+@tiers
 @every
-def test_any_decode(kernels):
+def test_any_decode(kernels, times):
     strategy = cases.batches(ragged=False, long=kernels is not REFERENCE, dtypes=DTYPES)
-    drawn(kernels, strategy, lambda batch: batch.check(batch.run(kernels.paged_decode_attention)))
+    drawn(kernels, times, strategy, lambda batch: batch.check(batch.run(kernels.paged_decode_attention)))
 
 
+@tiers
 @every
-def test_any_ragged(kernels):
+def test_any_ragged(kernels, times):
     strategy = cases.batches(ragged=True, long=False, dtypes=DTYPES)
-    drawn(kernels, strategy, lambda batch: batch.check(batch.run(kernels.ragged_paged_attention)))
+    drawn(kernels, times, strategy, lambda batch: batch.check(batch.run(kernels.ragged_paged_attention)))
 
 
+@tiers
 @every
-def test_any_write(kernels):
+def test_any_write(kernels, times):
     def check(write):
         write.check(*kernels.write_kv(*write.args, **write.options))
 
-    drawn(kernels, cases.writes(dtypes=DTYPES), check)
+    drawn(kernels, times, cases.writes(dtypes=DTYPES), check)
 
 
+@tiers
 @every
-def test_any_copy(kernels):
+def test_any_copy(kernels, times):
     """All sources are read before any destination is written: chains, swaps, and a source for two."""
 
     def check(draw):
@@ -87,7 +92,7 @@ def test_any_copy(kernels):
         np.testing.assert_array_equal(np.asarray(out, np.float32), expected)
 
     sources = st.lists(st.integers(0, 5), min_size=1, max_size=6)
-    drawn(kernels, st.tuples(st.permutations(range(6)), sources, st.integers(0, 99)), check)
+    drawn(kernels, times, st.tuples(st.permutations(range(6)), sources, st.integers(0, 99)), check)
 
 
 @pytest.mark.parametrize("kernels", [REFERENCE, TRITON], ids=["reference", "triton"])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jpaged.core.params import BeamSearchParams, InvalidParameter, SamplingParams
 from jpaged.core.request import NON_FINITE, FinishReason, Sample, SequenceResult
 from tests.core.traffic import assert_as_alone, drain, draw, make, step
-from tests.fake_runner import VOCAB, generate, next_token
+from tests.fake_runner import VOCAB, beams, generate, next_token
 
 
 def add(scheduler, name, prompt, client=None, **params):
@@ -183,17 +183,75 @@ def test_admission_leaves_the_blocks_that_resumed_requests_lack():
     assert preempted == [young]
 
 
-@pytest.mark.parametrize("cost, swaps", [(2.9, True), (3.1, False)])
-def test_auto_swaps_only_if_that_costs_less_than_computing_again(cost, swaps):
-    """The victim holds 6 tokens in 2 blocks: 2 * cost against 6."""
-    scheduler, runner = make(blocks=4, size=4, host=4, preemption="auto", block_swap_cost=cost)
+@pytest.mark.parametrize(
+    "preemption, cost, host, swaps",
+    [("auto", 2.9, 2, True), ("auto", 3.0, 2, False), ("swap", 100.0, 2, True), ("swap", 0.0, 1, False)],
+)
+def test_a_victim_is_swapped_if_there_is_room_and_it_costs_less_than_computing_again(preemption, cost, host, swaps):
+    """The victim holds 6 tokens in 2 blocks."""
+    scheduler, runner = make(blocks=4, size=4, host=host, preemption=preemption, block_swap_cost=cost)
     add(scheduler, "old", [1, 2, 3, 4, 5, 6, 7], max_tokens=4)
     young = add(scheduler, "young", [5, 6, 7, 8, 9], max_tokens=4)
+    scheduler.num_swapped_blocks = 5
     while not (decision := step(scheduler, runner)[0]).preempted:
         computed = young.sequences[0].num_computed_tokens
     assert decision.preempted == [young] and computed == 6
-    assert bool(decision.swap_out) == swaps
+    assert bool(decision.swap_out) == swaps and scheduler.num_swapped_blocks == 5 + 2 * swaps
     drain(scheduler, runner)
+
+
+def test_beams_have_the_logprobs_and_ranks_of_their_tokens():
+    scheduler, runner = make()
+    request = scheduler.add("0", [1, 2], BeamSearchParams(beam_width=2, max_tokens=3, logprobs=2), seed=0)
+    unlisted = scheduler.add("1", [1, 2], BeamSearchParams(beam_width=2, max_tokens=3), seed=0)
+    step(scheduler, runner)
+    assert [beam.index for beam in request.sequences] == [0, 1]
+    drain(scheduler, runner)
+    for index, beam in enumerate(request.outputs):
+        assert beam.index == index and len(beam.samples) == 3
+        for i, sample in enumerate(beam.samples):
+            best = beams(beam.tokens[: 2 + i])
+            assert best[sample.rank - 1] == (sample.token, sample.logprob) and sample.top == best[:2]
+    assert [sample.top for beam in unlisted.outputs for sample in beam.samples] == [()] * 6
+
+
+@pytest.mark.parametrize("max_tokens", [1, 3])
+def test_a_stop_string_ends_a_beam_also_at_its_last_token(max_tokens):
+    scheduler, runner = make()
+    params = BeamSearchParams(beam_width=2, max_tokens=max_tokens, early_stopping=True)
+    request = scheduler.add("0", [1, 2], params, seed=0)
+    stops = {token: f"stop {token}" for token, _ in beams([1, 2])[:2]}
+    request.find_stop = lambda sequence, token: stops.get(token) if sequence.tokens == [1, 2] else "elsewhere"
+    drain(scheduler, runner)
+    assert [(s.output_token_ids, s.finish_reason, s.stop_reason) for s in request.outputs] == [
+        ([token], FinishReason.STOP, stop) for token, stop in stops.items()
+    ]
+
+
+class Script:
+    """A constraint that notes the tokens that it is given."""
+
+    def __init__(self):
+        self.taken = ()
+
+    def take(self, token):
+        self.taken += (token,)
+
+
+def test_branches_start_from_equal_texts_and_go_on_by_themselves():
+    scheduler, runner = make()
+    add(scheduler, "before", list(range(12)), max_tokens=1)
+    drain(scheduler, runner)
+    request = add(scheduler, "0", list(range(12)), n=2, max_tokens=2)
+    (sequence,) = request.sequences
+    sequence.decoder, sequence.constraint, sequence.text = ["decoder"], Script(), "text"
+    drain(scheduler, runner)
+    first, second = request.sequences
+    assert first.decoder == second.decoder == ["decoder"] and first.decoder is not second.decoder
+    assert first.text == second.text == "text" and first.num_cached_tokens == second.num_cached_tokens == 11
+    for branch in request.sequences:
+        assert list(branch.constraint.taken) == branch.output_token_ids
+    assert first.output_token_ids != second.output_token_ids
 
 
 def test_cached_tokens_are_those_of_the_first_admission():

@@ -172,6 +172,22 @@ def test_fixtures_equal_transformers_where_torch_is_importable():
         np.testing.assert_allclose([s for s, _ in result], [s for s, _ in case["hypotheses"]], atol=1e-5)
 
 
+# By hand
+
+
+def test_a_candidate_that_ends_counts_only_above_the_width():
+    search: BeamSearch[int] = BeamSearch(2, 9)
+    candidates = [Candidate(0, token, -1.0, -1.0 - token) for token in range(4)]
+    live = search.advance(candidates, 1, lambda c: c.token if c.token in (0, 2) else None)
+    assert [c.token for c in live] == [1, 3] and [h.beam for h in search.hypotheses] == [0]
+
+
+def test_a_live_beam_that_can_only_draw_level_ends_the_search():
+    search: BeamSearch[int] = BeamSearch(1, 9)
+    candidates = [Candidate(0, token, -1.0, -1.0) for token in range(2)]
+    assert search.advance(candidates, 1, lambda c: None if c.token else 0) == [] and search.done
+
+
 # Against brute force
 
 

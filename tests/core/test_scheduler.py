@@ -167,6 +167,22 @@ def test_what_comes_back_from_the_host_is_found_again():
     drain(scheduler, runner)
 
 
+def test_a_request_between_the_oldest_and_the_victim_still_runs_in_that_step():
+    scheduler, runner = make(blocks=6, size=2, seqs=3)
+    requests = [add(scheduler, i, prompt, max_tokens=4) for i, prompt in enumerate(([1, 1, 1, 1], [2, 2, 2], [3] * 3))]
+    while not (decision := step(scheduler, runner)[0]).preempted:
+        pass
+    assert decision.preempted == requests[2:]
+    assert [sequence.request for sequence in decision.num_scheduled_tokens] == requests[:2]
+
+
+def test_nothing_is_admitted_without_a_token_left_in_the_budget():
+    scheduler, _ = make(tokens=4)
+    first, second = (add(scheduler, i, [1 + i] * 8, max_tokens=1) for i in range(2))
+    assert list(scheduler.schedule().num_scheduled_tokens.values()) == [4]
+    assert list(scheduler.running) == [first] and list(scheduler.waiting) == [second]
+
+
 def test_admission_leaves_the_blocks_that_resumed_requests_lack():
     scheduler, runner = make(blocks=5, size=2, host=10, preemption="swap", cache=False)
     add(scheduler, "old", [1, 1, 1], max_tokens=4)

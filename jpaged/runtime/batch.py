@@ -42,9 +42,9 @@ class Bucket(NamedTuple):
 
 
 def ladder(low: int, high: int, factor: int) -> tuple[int, ...]:
-    """`high`, `high / factor`, ... down to `low` or just above it, in rising order."""
+    """Return `high`, `high / factor`, ... down to `low` (2 or more) or just above it, in rising order."""
     rungs = [high]
-    while (below := -(-rungs[0] // factor)) >= low and below < rungs[0]:
+    while (below := -(-rungs[0] // factor)) >= low:
         rungs.insert(0, below)
     return tuple(rungs)
 

@@ -40,6 +40,20 @@ def test_every_step_fits_a_shape_and_wastes_little(seqs, tokens, data):
         assert bucket.num_tokens < max(64, 4 * num_tokens)
 
 
+@pytest.mark.parametrize(
+    "seqs, tokens, decode, mixed",
+    [
+        (1, 1, [2], [(16, 1)]),
+        (8, 64, [2, 4, 8], [(16, 8), (64, 8)]),
+        (9, 100, [2, 3, 5, 9], [(25, 8), (25, 9), (100, 8), (100, 9)]),
+    ],
+)
+def test_the_ladders(seqs, tokens, decode, mixed):
+    buckets = Buckets(Limits(10**6, seqs, tokens))
+    assert buckets.decode == tuple(Bucket(s, s, True) for s in decode)
+    assert buckets.mixed == tuple(Bucket(t, s, False) for t, s in mixed)
+
+
 def test_no_shape_has_a_single_row():
     assert min(b.num_tokens for b in Buckets(Limits(8, 1, 1)).all) >= 2
 
@@ -126,6 +140,44 @@ def test_state_masks_and_targets():
         assert allowed == sorted(set(range(100)) - forbidden)
         scheduler.update(decision, results)
         results = [SequenceResult([Sample(8, -1.0)])]
+
+
+def test_targets_stand_at_the_rows_before_their_tokens():
+    scheduler = Scheduler(BlockPool(16, 4), LIMITS, vocab_size=100)
+    asked, unasked = SamplingParams(prompt_logprobs=0), SamplingParams()
+    for name, prompt, params in (
+        ("a", [1, 2], unasked),
+        ("b", [3, 4, 5], asked),
+        ("c", [6], unasked),
+        ("d", [7, 8], asked),
+    ):
+        scheduler.add(name, prompt, params, seed=0)
+    _, batch = make_batch(scheduler.schedule(), Buckets(LIMITS), 4, 8, 100)
+    assert batch.targets.tolist() == [-1, -1, 4, 5, -1, -1, 8, *[-1] * 17]
+
+
+def test_every_branch_draws_with_its_own_seed():
+    scheduler = Scheduler(BlockPool(16, 4), LIMITS, vocab_size=100)
+    scheduler.add("a", [1], SamplingParams(n=3, max_tokens=4), seed=5)
+    scheduler.update(scheduler.schedule(), [SequenceResult([Sample(8, -1.0)] * 3)])
+    _, batch = make_batch(scheduler.schedule(), Buckets(LIMITS), 4, 8, 100)
+    assert batch.sampling.seeds.tolist() == [[0, 5], [0, 6], [0, 7], [0, 0]]
+
+
+@pytest.mark.parametrize("top_k, expected", [(-1, 0), (100, 100), (2**31 - 1, 2**31 - 1), (2**31, 0)])
+def test_top_k_beyond_int32_keeps_every_token(top_k, expected):
+    scheduler = Scheduler(BlockPool(16, 4), LIMITS, vocab_size=100)
+    scheduler.add("a", [1], SamplingParams(temperature=1e-5, top_k=top_k), seed=0)
+    _, batch = make_batch(scheduler.schedule(), Buckets(LIMITS), 4, 8, 100)
+    assert batch.sampling.top_k[0] == expected
+    assert batch.sampling.temperature[0] == np.float32(1e-5), "it is drawn, not greedy"
+
+
+def test_dtypes_are_those_of_the_fields():
+    batch = empty_batch(Buckets(LIMITS).all[0], 8, 100)
+    kinds = {name: array.dtype for name, array in batch._asdict().items() if name != "sampling"}
+    assert kinds.pop("decodes") == np.bool and set(kinds.values()) == {np.dtype(np.int32)}
+    assert (batch.targets == -1).all()
 
 
 @pytest.mark.parametrize("bucket", Buckets(LIMITS).all)

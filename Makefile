@@ -1,5 +1,6 @@
 # make serve [ARGS="--port 8123 --model DIR"]   make test [ARGS="-k scheduler"]   make format   make clean
 # make test ARGS="-m deep" runs the exhaustive tests, which take some minutes more.
+# make mutate [ARGS="jpaged/core/beam.py"] counts the small changes of a module that its quick tests notice.
 # Needs git, make and a Python from 3.12 on: python3, python3.12.., a pyenv version, or uv. All goes into .venv.
 
 VENV := .venv
@@ -14,7 +15,7 @@ BROWSER := command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v
   echo "Installing chromium" && { apt-get update -qq; apt-get install -qqy --no-install-recommends chromium; } >/dev/null 2>&1; } || \
   echo "chromium is missing and could not be installed: the page's tests will be skipped"
 
-.PHONY: serve test format clean
+.PHONY: serve test mutate format clean
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/serve.done
@@ -25,6 +26,9 @@ test: $(VENV)/test.done
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
+
+mutate: $(VENV)/test.done
+	$(BIN)/python -m tests.mutate $(ARGS)
 
 format: $(VENV)/test.done
 	$(BIN)/ruff check --fix .

@@ -10,12 +10,14 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("NPROC", "16")
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 from tests import checkpoints, models
 
 # A slow machine is no failure; and one that runs unattended should fail the same way twice.
 settings.register_profile("jpaged", deadline=None, derandomize="CI" in os.environ)
+# A mutant is dead at the first failure; the smallest one would take many times as long to find.
+settings.register_profile("mutation", deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
 settings.load_profile("jpaged")
 
 

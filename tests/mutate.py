@@ -1,0 +1,195 @@
+"""Mutation testing: which small changes of a module do its quick tests notice?
+
+    make mutate                                                  every module of `SUITES`; takes hours
+    make mutate ARGS="jpaged/core/beam.py"                       one module, all its mutants
+    make mutate ARGS="jpaged/runtime/sampler.py --only '*7'"     about a tenth of them: those whose number ends in 7
+    make mutate ARGS="--report"                                  write the report again, after a change of reasons
+
+mutmut makes the mutants in a copy of the tree. The results of each module replace its earlier ones in
+`benchmarks/results/mutation`; `reasons.json` there says why a survivor is no gap in the tests. The exit status is 1
+if a survivor has no reason.
+"""
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "mutation"
+WORK = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jpaged" / "mutation"
+TREE = ("jpaged", "pallas_kernels", "benchmarks", "tests")
+SURVIVED, UNREACHED, KILLED = 0, 33, (1, 3)  # mutmut's exit codes; others are time-outs and crashes
+
+
+class Suite(NamedTuple):
+    """The quick tests of a module. Tests of planted faults rewrite the source that they read, so none is here.
+
+    Attributes:
+        isolation: "forkserver" where tests start a jax backend, whose threads do not survive a fork.
+    """
+
+    tests: tuple[str, ...]
+    select: str = "not planted and not notices"
+    isolation: str = "fork"
+
+
+ALLOCATOR = Suite(
+    (
+        "tests/core/test_block_pool.py",
+        "tests/core/test_scheduler.py",
+        "tests/core/test_long_run.py",
+        "tests/runtime/test_batch.py",
+    ),
+    "not planted and not any_traffic and not thousands and not overtaken",
+)
+SUITES = {
+    "jpaged/core/beam.py": Suite(("tests/core/test_beam.py",), "not transformers and not notices"),
+    "jpaged/core/block_pool.py": ALLOCATOR,
+    "jpaged/core/block_table.py": ALLOCATOR,
+    "jpaged/core/params.py": Suite(("tests/test_engine.py",)),
+    "jpaged/core/queue.py": ALLOCATOR,
+    "jpaged/core/request.py": ALLOCATOR,
+    "jpaged/core/scheduler.py": ALLOCATOR,
+    "jpaged/runtime/batch.py": Suite(("tests/runtime/test_batch.py",)),
+    "jpaged/runtime/kv_cache.py": Suite(
+        ("tests/runtime/test_runner.py",), "pool_size or modest or block_bytes or utilization", "forkserver"
+    ),
+    "jpaged/runtime/masks.py": Suite(("tests/runtime/test_batch.py", "tests/test_structured.py")),
+    "jpaged/runtime/runner.py": Suite(("tests/runtime/test_runner.py",), "not h200 and not aliases", "forkserver"),
+    "jpaged/runtime/sampler.py": Suite(
+        ("tests/runtime/test_sampler.py",), "not planted and not in_place", "forkserver"
+    ),
+    "jpaged/runtime/sampling_state.py": Suite(
+        ("tests/runtime/test_sampling_state.py",), "not in_place", "forkserver"
+    ),
+    "jpaged/runtime/step.py": Suite(("tests/test_sharing.py",), "choices or best_of", "forkserver"),
+    "jpaged/runtime/swap.py": Suite(("tests/runtime/test_runner.py",), "swaps or compiles", "forkserver"),
+}  # fmt: skip
+
+
+def mutate(module: str, only: str) -> dict[str, Any]:
+    """Run the mutants of a module whose names match a pattern; return the module's row of results."""
+    suite, folder = SUITES[module], WORK / module.replace("/", ".")
+    shutil.rmtree(folder, ignore_errors=True)
+    for name in TREE:
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    options = {
+        "source_paths": ["jpaged"], "only_mutate": [module], "also_copy": list(TREE),
+        "do_not_mutate_patterns": [r"^\s*assert\b"],  # a weaker check is no fault
+        "pytest_add_cli_args_test_selection": suite.tests,
+        "pytest_add_cli_args": ["-k", suite.select, "--hypothesis-profile=mutation", "-p", "no:cacheprovider"],
+        "timeout_multiplier": 2, "timeout_constant": 5, "process_isolation": suite.isolation,
+    }  # fmt: skip
+    lines = [
+        f"{name} =" + ("".join(f"\n    {each}" for each in value) if isinstance(value, list | tuple) else f" {value}")
+        for name, value in options.items()
+    ]
+    (folder / "setup.cfg").write_text("\n".join(["[mutmut]", *lines, ""]))
+    run_mutmut(folder, *([only] if only else []))
+    return collect(folder, module) | {"only": only}
+
+
+def collect(folder: Path, module: str) -> dict[str, Any]:
+    """Return a row of results from the folder in which mutmut has run, perhaps not to its end."""
+    codes = json.loads((folder / "mutants" / f"{module}.meta").read_text())["exit_code_by_key"]
+    found = list(codes.values())
+    survivors = [change(folder, module, name) for name, code in codes.items() if code == SURVIVED]
+    run = sum(code is not None for code in found)
+    killed, unreached = sum(code in KILLED for code in found), found.count(UNREACHED)
+    return {
+        "module": module, "mutants": len(found), "run": run, "killed": killed, "unreached": unreached,
+        "timeouts": run - killed - unreached - len(survivors), "survivors": survivors,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(), "commit": commit(),
+    }  # fmt: skip
+
+
+def change(folder: Path, module: str, name: str) -> str:
+    """Return a mutant as "function: - old + new"."""
+    with contextlib.chdir(folder):  # where mutmut looks for its settings
+        from mutmut.mutation.diff_apply import get_diff_for_mutant
+
+        diff = get_diff_for_mutant(name, path=module).splitlines()
+    function = name.rpartition(".")[2].split("__mutmut_")[0].removeprefix("x").strip("_ǁ").replace("ǁ", ".")
+    changed = [f"{line[0]} {line[1:].strip()}" for line in diff if line[:1] in "-+" and line[:3] not in ("---", "+++")]
+    return f"{function}: {' '.join(changed)}"
+
+
+def run_mutmut(folder: Path, *patterns: str) -> None:
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and Path(path) != ROOT]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}  # the copy must be imported, not this checkout
+    command = [sys.executable, "-m", "mutmut", "run", "--max-children", "1", *patterns]
+    subprocess.run(command, cwd=folder, env=environment, check=False)
+
+
+def commit() -> str:
+    return subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+def report(rows: list[dict[str, Any]], reasons: dict[str, dict[str, str]]) -> tuple[str, int]:
+    """Return the report in Markdown, and the number of survivors without a reason."""
+    open_ones = 0
+    table, lists = [], []
+    for row in rows:
+        known = reasons.get(row["module"], {})
+        unexplained = [survivor for survivor in row["survivors"] if survivor not in known]
+        open_ones += len(unexplained)
+        counts = [row[name] for name in ("mutants", "run", "killed", "timeouts", "unreached")]
+        cells = [row["module"], *counts, len(row["survivors"]), len(unexplained), row["date"], row["commit"]]
+        table.append(f"| {' | '.join(map(str, cells))} |")
+        if row["survivors"]:
+            lines = [f"- `{survivor}`: {known.get(survivor, '**open**')}" for survivor in row["survivors"]]
+            lists.append("\n".join([f"## {row['module']}", "", *lines]))
+    missing = ", ".join(f"`{module}`" for module in SUITES if module not in {row["module"] for row in rows})
+    parts = [
+        "# Mutation testing",
+        "Written by `make mutate`. `unreached` mutants are in functions that the module's suite never calls; "
+        "a time-out counts as found. `open` survivors have no reason yet: a gap in the tests, or equivalent code.",
+        "| module | mutants | run | killed | time-outs | unreached | survived | open | date | commit |\n"
+        f"|{' --- |' * 10}\n" + "\n".join(table),
+        f"Not run: {missing or 'none'}.",
+        *lists,
+    ]
+    return "\n\n".join(parts) + "\n", open_ones
+
+
+def load() -> list[dict[str, Any]]:
+    path = RESULTS / "results.json"
+    return json.loads(path.read_text()) if path.exists() else []
+
+
+def store(row: dict[str, Any]) -> None:
+    rows = {row["module"]: row for row in [*load(), row]}
+    content = json.dumps([rows[name] for name in SUITES if name in rows], indent=1, ensure_ascii=False)
+    (RESULTS / "results.json").write_text(content + "\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("modules", nargs="*", help="files to mutate (default: all)")
+    parser.add_argument("--only", default="", help="a pattern of mutants' names, such as '*7'")
+    parser.add_argument("--report", action="store_true", help="only write the report again")
+    args = parser.parse_args()
+    if unknown := [module for module in args.modules if module not in SUITES]:
+        parser.error(f"no suite for {', '.join(unknown)}; there are: {', '.join(SUITES)}")
+    for module in () if args.report else args.modules or SUITES:
+        store(mutate(module, args.only))
+    rows = load()
+    reasons = json.loads((RESULTS / "reasons.json").read_text())
+    text, open_ones = report(rows, reasons)
+    (RESULTS / "report.md").write_text(text)
+    print(text)
+    return 1 if open_ones else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

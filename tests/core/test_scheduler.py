@@ -232,16 +232,16 @@ def test_beams_have_the_logprobs_and_ranks_of_their_tokens():
 
 
 @pytest.mark.parametrize("max_tokens", [1, 3])
-def test_a_stop_string_ends_a_beam_also_at_its_last_token(max_tokens):
+def test_a_stop_string_ends_its_beam_only_also_at_the_last_token(max_tokens):
     scheduler, runner = make()
-    params = BeamSearchParams(beam_width=2, max_tokens=max_tokens, early_stopping=True)
+    params = BeamSearchParams(beam_width=2, max_tokens=max_tokens, length_penalty=0.0)
     request = scheduler.add("0", [1, 2], params, seed=0)
-    stops = {token: f"stop {token}" for token, _ in beams([1, 2])[:2]}
-    request.find_stop = lambda sequence, token: stops.get(token) if sequence.tokens == [1, 2] else "elsewhere"
+    (best, _), *_ = beams([1, 2])
+    request.find_stop = lambda sequence, token: "stop" if (sequence.tokens, token) == ([1, 2], best) else None
     drain(scheduler, runner)
-    assert [(s.output_token_ids, s.finish_reason, s.stop_reason) for s in request.outputs] == [
-        ([token], FinishReason.STOP, stop) for token, stop in stops.items()
-    ]
+    stopped, other = request.outputs
+    assert (stopped.output_token_ids, stopped.finish_reason, stopped.stop_reason) == ([best], "stop", "stop")
+    assert (other.num_output_tokens, other.finish_reason, other.stop_reason) == (max_tokens, "length", None)
 
 
 class Script:

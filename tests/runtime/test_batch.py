@@ -180,6 +180,40 @@ def test_dtypes_are_those_of_the_fields():
     assert (batch.targets == -1).all()
 
 
+class Writer:
+    """Writes constraints that are sets of allowed tokens."""
+
+    def write(self, pairs, bits):
+        for allowed, row in pairs:
+            bits[row] = 0
+            for token in allowed:
+                bits[row, token // 32] |= np.uint32(1 << token % 32)
+
+
+def test_masks_of_several_samples():
+    scheduler = Scheduler(BlockPool(16, 4), Limits(32, 6, 24), vocab_size=97)
+    late = {"min_tokens": 2, "stop_token_ids": [40], "max_tokens": 3}
+    constraints = {"free": None, "pair": None, "word": {5, 96}, "complete": {40}}
+    for name, params in (("free", {}), ("pair", {"n": 2, **late}), ("word", {}), ("complete", late)):
+        request = scheduler.add(name, [1], SamplingParams(**params), seed=0)
+        request.sequences[0].constraint = constraints[name]
+    decision, masks = scheduler.schedule(), Masks(97)
+    _, batch = make_batch(decision, Buckets(Limits(32, 6, 24)), 4, 8, 97)
+    masks._writer = Writer()
+    sampling = masks.apply(decision, batch.sampling)
+    assert sampling.masked.tolist() == [False, True, True, True, True, False]
+    allowed = [{t for t in range(128) if row[t // 32] >> (t % 32) & 1} for row in sampling.allowed_bits[1:5]]
+    assert allowed == [{*range(97)} - {40}] * 2 + [{5, 96}, {40}], "a text that is complete ends, however short"
+
+
+def test_masks_without_anything_forbidden_leave_the_sampling_as_it_is():
+    scheduler = Scheduler(BlockPool(16, 4), LIMITS, vocab_size=97)
+    scheduler.add("a", [1], SamplingParams(), seed=0)
+    decision = scheduler.schedule()
+    _, batch = make_batch(decision, Buckets(LIMITS), 4, 8, 97)
+    assert Masks(97).apply(decision, batch.sampling) is batch.sampling
+
+
 @pytest.mark.parametrize("bucket", Buckets(LIMITS).all)
 def test_dtypes_do_not_depend_on_the_content(bucket):
     """Otherwise a step would compile again."""

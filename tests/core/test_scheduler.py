@@ -123,12 +123,13 @@ def test_abort_at_any_moment_frees_everything():
 
 def test_an_abort_between_schedule_and_update_is_left_alone():
     scheduler, runner = make()
-    request = add(scheduler, 0, [1, 2], max_tokens=3)
+    request, other = (add(scheduler, i, [1 + i, 2], max_tokens=3) for i in range(2))
     decision = scheduler.schedule()
     results = runner.step(decision)
     scheduler.abort("0")
-    assert scheduler.update(decision, results) == []
-    assert request.sequences[0].finish_reason == FinishReason.ABORT and scheduler.pool.num_used == 0
+    assert scheduler.update(decision, results) == other.sequences
+    assert request.sequences[0].finish_reason == FinishReason.ABORT
+    drain(scheduler, runner)
 
 
 def test_parallel_samples_share_until_they_write():

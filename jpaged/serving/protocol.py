@@ -268,7 +268,7 @@ class CompletionRequest(GenerationRequest):
         | Annotated[Items[str], Field(max_length=MAX_PROMPTS)]
         | Items[int]
         | Annotated[Items[Items[int]], Field(max_length=MAX_PROMPTS)]
-    ) = Field(description=f"a text, token ids, or a list of up to {MAX_PROMPTS} of either")
+    ) = Field(description="a text, token ids, or a list of either")
     add_special_tokens: bool | None = Field(default=None, description="true or false; true for prompts that are texts")
     echo: bool | None = None
     logprobs: int | None = None

@@ -773,9 +773,9 @@ async def test_the_lines_of_a_streaming_response(api):
 
 ERRORS = [
     ({"temperature": -1}, "temperature", "temperature: must be a number of at least 0, not -1"),
-    ({"max_tokens": 1000}, "max_tokens", "exceeds"),
+    ({"max_tokens": 1000}, "max_tokens", "maximum context length is"),
     ({"n": 17}, "n", "17 sequences exceed the 16 of a step"),
-    ({"stop": ""}, "stop", "non-empty"),
+    ({"stop": ""}, "stop", "1 to 256 characters"),
     ({"extra_body": {"flavour": "mint"}}, "flavour", "is not a known field"),
     ({"extra_body": {"structured_outputs": {"regex": "("}}}, "structured_outputs", "structured_outputs: "),
 ]
@@ -788,7 +788,8 @@ async def test_bad_requests(api, fields, param, words):
             with pytest.raises(openai.BadRequestError) as error:
                 await call("Hi", stream=stream, **fields)
             failure = error.value
-            assert (failure.status_code, failure.code, failure.type) == (400, "invalid_value", "BadRequestError")
+            code = {"max_tokens": "context_length_exceeded", "flavour": "unknown_parameter"}.get(param, "invalid_value")
+            assert (failure.status_code, failure.code, failure.type) == (400, code, "BadRequestError")
             assert failure.param == failure.body["param"] == param and words in failure.body["message"]
 
 
@@ -879,7 +880,7 @@ async def test_a_full_queue(waiter, slow):
     others = asyncio.create_task(waiter.complete(["Hi", "Hi"], max_tokens=1))
     while slow.metric("vllm:num_requests_waiting") < 2:
         await asyncio.sleep(0.01)
-    with pytest.raises(openai.InternalServerError, match="2 requests are waiting, and no more may") as error:
+    with pytest.raises(openai.InternalServerError, match=r"queue full \(2 requests waiting") as error:
         await waiter.complete("Hi", max_tokens=1)
     assert error.value.status_code == 503 and error.value.type == "ServiceUnavailableError"
     assert error.value.response.headers["retry-after"] == "1"

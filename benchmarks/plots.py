@@ -330,9 +330,29 @@ def _beam(rows: list[Row], content: dict[str, Any]) -> Any:
     return figure
 
 
+def _soak(rows: list[Row], content: dict[str, Any]) -> Any:
+    """Memory, threads and files, and latency, over the minutes of a run."""
+    figure, panels = _panels(3, f"A mixed load, model {content['environment']['model']}", content)
+    drawn = (
+        ("MiB", ("memory_mib",)), ("number", ("threads", "files", "children")),
+        ("ms", ("first_token_ms", "inter_token_ms", "probe_cpu_ms")),
+    )  # fmt: skip
+    styles = _styles(name for _, names in drawn for name in names)
+    for axes, (label, names) in zip(panels, drawn):
+        for name in names:
+            axes.plot([row["minute"] for row in rows], [row[name] for row in rows], label=name, **styles[name])
+        axes.set_xlabel("minutes")
+        axes.set_ylabel(label)
+        axes.set_ylim(0, 1.1 * max(row[name] for row in rows for name in names))
+        axes.grid(alpha=0.25)
+    _legend(figure, panels)
+    return figure
+
+
 DRAWINGS: dict[str, Callable[[list[Row], dict[str, Any]], Any]] = {
     "decode": _decode, "paging": _paging, "prefill": _prefill, "step": _step, "sharing": _sharing,
     "utilization": _utilization, "preemption": _preemption, "beam": _beam,
+    "soak": _soak,
 }  # fmt: skip
 
 

@@ -1,24 +1,27 @@
-"""Attacks a server with requests that nobody should send, and counts what must not happen: a status of 500 and above,
-an answer that breaks its form, a hang, a leak, a traceback in its log.
+"""Attacks a busy server with 64 clients at once, and counts faults: a status of 500 and above other than for a full
+queue or a time limit, an answer that breaks its form, a hang, a leak, a traceback in its log.
 
-    python benchmarks/fuzz.py --out results         20,000 requests, some minutes
+    python benchmarks/fuzz.py --out results         20,000 requests, some ten minutes
     python benchmarks/fuzz.py --requests 1500 --seed 7
 
-Three attackers at once, a third of the requests each: one that reads the server's description of its API
-(`fuzz_described.py`), one that breaks bytes (`fuzz_bytes.py`), one that knows what fields mean (`fuzz_fields.py`). What
-is sent depends on the seed alone. Needs schemathesis (`pip install -e ".[dev]"`).
+Four attackers: one makes requests from the server's description of its API (`fuzz_described.py`), one breaks bytes
+(`fuzz_bytes.py`), one puts hostile values into fields (`fuzz_fields.py`), and one keeps the server busy
+(`fuzz_mixed.py`). The server has API keys, TLS, priorities, a time limit for answers, a short queue, and a pool so
+small that requests are preempted and swapped to the host; the run fails if one of these was not met. Each request
+depends on the seed and its number alone. Needs schemathesis (`pip install -e ".[dev]"`) and openssl.
 """
 
 import argparse
 import importlib.metadata
+import os
+import random
 import re
 import sys
+import tempfile
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,121 +30,167 @@ from tqdm import tqdm
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import fuzz_bytes, fuzz_described, fuzz_fields
+from benchmarks import fuzz_bytes, fuzz_described, fuzz_fields, fuzz_mixed
 from benchmarks.device import CACHE, environment, open_device, prepare_environment
-from benchmarks.results import Report, heading, table
-from benchmarks.server_process import SMALL, ServerProcess
+from benchmarks.fuzz_target import Tally, Target, make_certificate
+from benchmarks.results import Report, Row, heading, table
+from benchmarks.server_process import ServerProcess
 from benchmarks.server_state import ServerState, is_healthy, read_state, wait_until_idle
 
-ATTACKERS = {"described": fuzz_described.attack, "bytes": fuzz_bytes.attack, "fields": fuzz_fields.attack}
-FLAGS = (*SMALL, "--access-log", "none", "--tool-call-parser", "hermes")
-SETTLE = 60.0  # seconds for what still runs after the last request
+ATTACKERS = {"bytes": fuzz_bytes.attack, "fields": fuzz_fields.attack, "mixed": fuzz_mixed.attack}
+SHARES = {"described": 7, "bytes": 8, "fields": 15, "mixed": 70}  # percent of the requests
+CLIENTS, DESCRIBED_CLIENTS = 60, 4
+KEYS = ("first-key", "second-key", "third-key")
+FLAGS = (
+    "--max-num-seqs", "32", "--max-num-batched-tokens", "64", "--max-model-len", "512",
+    "--num-gpu-blocks-override", "64", "--swap-space", "0.25", "--preemption-mode", "swap",
+    "--scheduling-policy", "priority", "--max-queue", "80", "--request-timeout", "15", "--access-log", "none",
+    "--tool-call-parser", "hermes",
+)  # fmt: skip
+WARM_UP = 0.25  # of the requests, before memory and open files are first counted
+SETTLE_S = 60.0  # for what still runs after the last request
+LOOK_S = 0.5  # from one look at the server to the next
 KEPT = 20  # failures that are told in full
 
 
-@dataclass
-class Tally:
-    """What has come of one attacker's requests.
-
-    Attributes:
-        outcomes: how many ended in each status, or in each way without one.
-        failures: what must not happen, each with the request that brought it about.
-    """
-
-    count: int
-    advance: Callable[[], None]
-    outcomes: Counter[str] = field(default_factory=Counter)
-    failures: list[str] = field(default_factory=list)
-    done: int = 0
-    slowest: float = 0.0
-
-    @property
-    def full(self) -> bool:
-        return self.done >= self.count
-
-    def add(self, outcome: int | str, seconds: float, request: object, problem: str | None = None) -> None:
-        """A request has ended. A status of 500 and above is a problem in itself."""
-        self.done += 1
-        self.outcomes[str(outcome)] += 1
-        self.slowest = max(self.slowest, seconds)
-        if isinstance(outcome, int) and outcome >= 500:
-            problem = problem or f"status {outcome}"
-        if problem:
-            self.failures.append(f"{problem}: {str(request)[:2000]}")
-        self.advance()
-
-
 class Watch:
-    """Looks at the server after every hundredth of the requests."""
+    """Looks at the server now and then, from a thread of its own, while the block runs."""
 
-    def __init__(self, url: str, requests: int, bar: Any):
-        self.url, self.every, self.bar = url, max(1, requests // 100), bar
+    def __init__(self, target: Target):
+        self._target = target
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
         self.states: list[ServerState] = []
         self.unhealthy = 0
-        self._done = 0
-        self._lock = threading.Lock()
 
-    def advance(self) -> None:
-        with self._lock:
-            self.bar.update()
-            self._done += 1
-            if self._done % self.every == 0:
-                try:
-                    self.states.append(read_state(self.url))
-                except OSError:
-                    self.unhealthy += 1
-                else:
-                    self.unhealthy += not is_healthy(self.url)
+    def __enter__(self) -> "Watch":
+        self._thread.start()
+        return self
 
-    def growth(self) -> tuple[float, float]:
-        """MiB of memory after the first third, and how many more at the end."""
-        warm, end = self.states[len(self.states) // 3], self.states[-1]
-        return warm.memory_mib, end.memory_mib - warm.memory_mib
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    @property
+    def most_at_once(self) -> int:
+        return int(max((state.running + state.waiting for state in self.states), default=0))
+
+    def _run(self) -> None:
+        while not self._over.wait(LOOK_S):
+            try:
+                self.states.append(read_state(self._target.url, self._target.tls))
+            except OSError:
+                self.unhealthy += 1
+            else:
+                self.unhealthy += not is_healthy(self._target.url, self._target.tls)
 
 
-def fuzz(url: str, requests: int, seed: int, *, progress: bool = True) -> list[dict[str, Any]]:
-    """A row of results for each attacker, and one of the server."""
-    with tqdm(total=requests, unit="request", disable=not progress) as bar:
-        watch = Watch(url, requests, bar)
-        counts = [requests // 3 + (index < requests % 3) for index in range(3)]
-        tallies = [Tally(count, watch.advance) for count in counts]
-        start = time.monotonic()
-        with ThreadPoolExecutor(len(tallies)) as threads:
-            attacks = [threads.submit(attack, url, seed, tally) for attack, tally in zip(ATTACKERS.values(), tallies)]
-        for each in attacks:
+def _send(target: Target, seed: int, indices: range, tallies: dict[str, Tally]) -> None:
+    """Send the requests of these numbers, as many at once as there are clients."""
+    kinds = [random.Random(f"{seed} {i}").choices(list(SHARES), list(SHARES.values()))[0] for i in indices]
+    described = kinds.count("described")
+    counts = [described // DESCRIBED_CLIENTS + (i < described % DESCRIBED_CLIENTS) for i in range(DESCRIBED_CLIENTS)]
+
+    def send(index: int, kind: str) -> None:
+        ATTACKERS[kind](target, random.Random(f"{seed} {index} request"), tallies[kind])
+
+    with ThreadPoolExecutor(CLIENTS) as clients, ThreadPoolExecutor(DESCRIBED_CLIENTS) as others:
+        sent = [
+            others.submit(fuzz_described.attack, target, seed + 1000 * indices.start + i, count, tallies["described"])
+            for i, count in enumerate(counts)
+            if count
+        ]
+        sent += [clients.submit(send, index, kind) for index, kind in zip(indices, kinds) if kind != "described"]
+        for each in sent:
             each.result()
-    healthy = is_healthy(url)
-    state, seconds_to_idle = wait_until_idle(url, SETTLE) if healthy else (watch.states[-1], None)
-    warm_mib, grown_mib = watch.growth()
-    rows = [
+
+
+def fuzz(target: Target, requests: int, seed: int, *, progress: bool = True) -> list[Row]:
+    """Return a row of results for each attacker, and one of the server."""
+    start = time.monotonic()
+    with tqdm(total=requests, unit="request", disable=not progress) as bar:
+        lock = threading.Lock()
+
+        def advance() -> None:
+            with lock:
+                bar.update()
+
+        tallies = {name: Tally(advance) for name in SHARES}
+        idle = [wait_until_idle(target.url, SETTLE_S, target.tls)[0]]
+        with Watch(target) as watch:
+            for part in (range(int(WARM_UP * requests)), range(int(WARM_UP * requests), requests)):
+                _send(target, seed, part, tallies)
+                state, seconds_to_idle = wait_until_idle(target.url, SETTLE_S, target.tls)
+                idle.append(state)
+    seconds = time.monotonic() - start
+    begun, warm, end = idle
+    rows: list[Row] = [
         {
-            "attacker": name, "requests": tally.done, "slowest_s": round(tally.slowest, 3),
-            "outcomes": dict(sorted(tally.outcomes.items())), "failures": len(tally.failures),
-            "told": tally.failures[:KEPT], "status": "failed" if tally.failures else "ok",
+            "attacker": name, "requests": tally.done, "generated": tally.generated,
+            "slowest_s": round(tally.slowest, 3), "outcomes": dict(sorted(tally.outcomes.items())),
+            "failures": len(tally.failures), "told": tally.failures[:KEPT],
+            "status": "failed" if tally.failures else "ok",
         }
-        for name, tally in zip(ATTACKERS, tallies)
+        for name, tally in tallies.items()
     ]  # fmt: skip
-    good = healthy and state.idle and not watch.unhealthy
+    statuses = [tally.outcomes for tally in tallies.values()]
     server = {
-        "attacker": "all", "requests": sum(tally.done for tally in tallies), "seconds": time.monotonic() - start,
-        "seconds_to_idle": seconds_to_idle, "running": state.running, "waiting": state.waiting,
-        "kv_usage": state.kv_usage, "unhealthy": watch.unhealthy, "warm_mib": warm_mib, "grown_mib": grown_mib,
-        "files_warm": watch.states[len(watch.states) // 3].files, "files_end": state.files,
-        "status": "ok" if good else "failed",
+        "attacker": "all", "requests": sum(row["requests"] for row in rows),
+        "generated": sum(row["generated"] for row in rows), "seconds": seconds, "most_at_once": watch.most_at_once,
+        "preemptions": end.preemptions - begun.preemptions,
+        "swapped_blocks": end.swapped_blocks - begun.swapped_blocks,
+        "queue_full": sum(outcomes["503"] for outcomes in statuses),
+        "timed_out": sum(outcomes["504"] for outcomes in statuses),
+        "too_large": sum(outcomes["413"] for outcomes in statuses),
+        "wrong_key": sum(outcomes["401"] for outcomes in statuses), "seconds_to_idle": seconds_to_idle,
+        "running": end.running, "waiting": end.waiting, "kv_usage": end.kv_usage, "unhealthy": watch.unhealthy,
+        "warm_mib": warm.memory_mib, "grown_mib": end.memory_mib - warm.memory_mib, "files_warm": warm.files,
+        "files_end": end.files,
     }  # fmt: skip
-    return [*rows, server]
+    found = problems(server) + ([] if is_healthy(target.url, target.tls) else ["not healthy at the end"])
+    return [*rows, server | {"problems": found, "status": "failed" if found else "ok"}]
+
+
+def problems(server: Row) -> list[str]:
+    """Return the faults in the row of a server, and the conditions that its attackers did not meet."""
+    found = [f"{name} is {server[name]:g} at the end" for name in ("running", "waiting", "kv_usage") if server[name]]
+    if server["unhealthy"]:
+        found.append(f"not healthy {server['unhealthy']} times")
+    if server["files_end"] > server["files_warm"] + 2:
+        found.append(f"open files grew from {server['files_warm']:g} to {server['files_end']:g}")
+    if server["generated"] < 0.5 * server["requests"]:
+        found.append(f"{server['generated']} of {server['requests']} requests generated tokens, less than half")
+    met = ("preemptions", "swapped_blocks", "queue_full", "timed_out", "too_large")
+    return found + [f"no {name}" for name in met if not server[name]]
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=CACHE / "fuzz", help="folder for results")
     parser.add_argument("--requests", type=int, default=20_000, help="how many (default 20000)")
-    parser.add_argument("--seed", type=int, default=0, help="of all that is sent (default 0)")
-    parser.add_argument("--url", help="a server that runs already, instead of one started here")
+    parser.add_argument("--seed", type=int, default=0, help="of all requests (default 0)")
     args = parser.parse_args(argv)
     if args.requests < 100:
         parser.error(f"--requests must be at least 100, not {args.requests}")
     return args
+
+
+def attacked(requests: int, seed: int, *, progress: bool = True) -> list[Row]:
+    """Return the rows of `fuzz` for a server of its own, whose end and log count too."""
+    with tempfile.TemporaryDirectory() as folder:
+        chain, key = make_certificate(Path(folder))
+        keys = Path(folder) / "keys"
+        keys.write_text("\n".join(KEYS))
+        tls = ("--ssl-certfile", str(chain), "--ssl-keyfile", str(key), "--api-key-file", str(keys))
+        with ServerProcess(*FLAGS, *tls, clean=False) as server:
+            rows = fuzz(Target(server.url, KEYS, chain), requests, seed, progress=progress)
+            exit_status = server.stop()
+        log = server.log()
+    tracebacks = [log[match.start() :][:4000] for match in re.finditer("Traceback", log)]
+    rows[-1] |= {"exit_status": exit_status, "tracebacks": len(tracebacks), "logged": tracebacks[:KEPT]}
+    if exit_status or tracebacks:
+        rows[-1]["status"] = "failed"
+    return rows
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -149,28 +198,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     report = Report(args.out / "results.json", environment(open_device(tiny=True), tiny=False))
     versions = {name: importlib.metadata.version(name) for name in ("aiohttp", "schemathesis", "llguidance")}
-    report.environment |= {"model": "demo", "seed": args.seed, "flags": FLAGS}
+    flags = (*FLAGS, "--ssl-certfile", "--ssl-keyfile", "--api-key-file")
+    report.environment |= {"model": "demo", "seed": args.seed, "flags": flags, "machine_load": os.getloadavg()[0]}
     report.environment["versions"] |= versions
-    if args.url:
-        rows = fuzz(args.url, args.requests, args.seed)
-    else:
-        with ServerProcess(*FLAGS, clean=False) as server:
-            rows = fuzz(server.url, args.requests, args.seed)
-            exit_status = server.stop()
-        tracebacks = [server.log()[match.start() :][:4000] for match in re.finditer("Traceback", server.log())]
-        rows[-1] |= {"exit_status": exit_status, "tracebacks": len(tracebacks), "logged": tracebacks[:KEPT]}
-        if exit_status or tracebacks:
-            rows[-1]["status"] = "failed"
+    rows = attacked(args.requests, args.seed)
     for row in rows:
         report.add(**row)
-    columns = [
-        table([row for row in rows if "told" in row], ("attacker", "requests", "failures", "slowest_s", "status")),
-        table([rows[-1]], [name for name in rows[-1] if name not in ("attacker", "logged")]),
-    ]
-    text = "\n\n".join(["# Fuzzing the server", heading(report.environment), *columns])
+    text = "\n\n".join(["# Fuzzing the server", heading(report.environment), *tables(rows)])
     (args.out / "report.md").write_text(text + "\n")
     print(text)
     return int(any(row["status"] != "ok" for row in rows))
+
+
+def tables(rows: Sequence[Row]) -> list[str]:
+    columns = ("attacker", "requests", "generated", "failures", "slowest_s", "status")
+    server = {name: value for name, value in rows[-1].items() if name not in ("attacker", "logged", "status")}
+    values: list[dict[str, Any]] = [{"server": name, "value": value} for name, value in server.items()]
+    statuses = [{"attacker": row["attacker"]} | row["outcomes"] for row in rows[:-1]]
+    names = sorted({name for row in statuses for name in row} - {"attacker"})
+    return [
+        table(rows, columns), "## The server", table(values, ("server", "value")),
+        "## Outcomes", table(statuses, ("attacker", *names)),
+    ]  # fmt: skip
 
 
 if __name__ == "__main__":

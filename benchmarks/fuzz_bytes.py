@@ -7,14 +7,12 @@ import re
 import socket
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
-if TYPE_CHECKING:
-    from benchmarks.fuzz import Tally
+from benchmarks.fuzz_target import Tally, Target, shortage
 
 TIMEOUT = 30.0  # seconds for a server to end a connection whose client has nothing more to say
 GLANCE = 0.05  # seconds for an answer that need not come
+LOOK = 0.5  # seconds for one that should
 STATUS_LINE = re.compile(rb"HTTP/\d\.\d (\d{3}) [^\r\n]*\r\n")
 MOST = 2**20  # bytes of a request
 
@@ -174,43 +172,41 @@ MUTATIONS: list[Callable[[bytes, random.Random], bytes]] = [
 ]  # fmt: skip
 
 
-def mutated(rng: random.Random) -> bytes:
-    """A valid request, broken once or more."""
+def mutated(rng: random.Random, key: str = "") -> bytes:
+    """A request after one or more changes; the request itself brings the key, if there is one."""
     data = rng.choice(VALID)
-    for _ in range(rng.choice((1, 1, 1, 2, 4))):
+    if key:
+        data = data.replace(b"Host: localhost", b"Host: localhost\r\nAuthorization: Bearer " + key.encode())
+    for _ in range(rng.choice((1, 1, 1, 2, 3))):
         data = rng.choice(MUTATIONS)(data, rng)
     return data[:MOST]
 
 
-def attack(url: str, seed: int, tally: "Tally") -> None:
-    rng = random.Random(seed)
-    address = urlsplit(url)
-    assert address.hostname and address.port
-    while not tally.full:
-        _send(
-            (address.hostname, address.port),
-            mutated(rng),
-            rng.choice(("ends", "ends", "ends", "glances", "leaves", "resets")),
-            tally,
-        )
-
-
-def _send(address: tuple[str, int], data: bytes, manner: str, tally: "Tally") -> None:
-    """One that `ends` says that it has no more to send, and waits for the server to end the connection too; the others
-    keep it open, and go after a glance, at once, or without a goodbye."""
+def attack(target: Target, rng: random.Random, tally: Tally) -> None:
+    """Send one request. A client that "ends" says that it has no more to send, and waits for the server to end the
+    connection too; the others keep it open, and go after a glance, at once, or without a goodbye."""
+    data = mutated(rng, rng.choice(target.keys) if target.keys else "")
+    manner = rng.choice(("ends", "ends", "ends", "glances", "leaves", "resets"))
     start, problem, answer = time.monotonic(), None, b""
     try:
-        with socket.create_connection(address, timeout=TIMEOUT) as connection:
+        if target.tls is not None and rng.random() < 0.1:
+            target = Target(target.url)  # plain bytes where TLS is expected
+        with target.connect(TIMEOUT) as connection:
             _send_all(connection, data)
             if manner == "resets":
                 linger = (1).to_bytes(4, "little") + (0).to_bytes(4, "little")
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            if target.tls is not None and manner == "ends":
+                # To the server's TLS layer the end of what is sent is the end of the connection: first an answer.
+                connection.settimeout(LOOK)
+                answer = _received(connection)
+                connection.settimeout(TIMEOUT)
             if manner == "ends":
-                connection.shutdown(socket.SHUT_WR)
+                socket.socket.shutdown(connection, socket.SHUT_WR)  # an SSLSocket's own would give up TLS
             elif manner == "glances":
                 connection.settimeout(GLANCE)
             if manner in ("ends", "glances"):
-                answer = _received(connection)
+                answer += _received(connection)
     except TimeoutError:
         if manner == "ends":
             problem = f"no end within {TIMEOUT:g} seconds"
@@ -219,12 +215,19 @@ def _send(address: tuple[str, int], data: bytes, manner: str, tally: "Tally") ->
     except OSError:
         pass  # a server may hang up on what it does not understand
     statuses = [int(status) for status in STATUS_LINE.findall(answer)]
-    if answer and not answer.startswith(b"HTTP/"):
+    if answer and not answer.startswith(b"HTTP/") and not _is_tls_alert(answer):
         problem = f"no HTTP: {answer[:80]!r}"
     if b"\r\nX-Injected" in answer:
         problem = "a header was injected"
     outcome = max(statuses) if statuses else "no answer"
-    tally.add(outcome, time.monotonic() - start, f"{manner} {data[:1000]!r}", problem)
+    problem = problem or (shortage(max(statuses), answer) if statuses else None)
+    # Only a whole stream can be told from among other answers.
+    generated = outcome == 200 and b'"finish_reason": "' in answer
+    tally.add(outcome, time.monotonic() - start, f"{manner} {data[:1000]!r}", problem, generated=generated)
+
+
+def _is_tls_alert(answer: bytes) -> bool:
+    return answer.startswith(b"\x15\x03") and len(answer) <= 7
 
 
 def _send_all(connection: socket.socket, data: bytes) -> None:

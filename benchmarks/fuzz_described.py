@@ -3,7 +3,8 @@
 import random
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 
 import hypothesis
 import requests
@@ -12,20 +13,19 @@ from hypothesis import HealthCheck, Phase
 from schemathesis import GenerationMode, checks
 from schemathesis.errors import FailureGroup
 
-if TYPE_CHECKING:
-    from benchmarks.fuzz import Tally
+from benchmarks.fuzz_target import BACKOFF, TIMEOUT, Tally, Target, ends_in_shortage, has_tokens, shortage
 
 CHECKS = [checks.status_code_conformance, checks.content_type_conformance, checks.response_schema_conformance]
-TIMEOUT = 30.0  # seconds without a byte of the answer are a hang
 ROUND = 60  # examples of one operation in a row
 GENERATIONS = ("/v1/completions", "/v1/chat/completions")
 
 
-def attack(url: str, seed: int, tally: "Tally") -> None:
-    schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
-    operations = [result.ok() for result in schema.get_all_operations()]
-    rng = random.Random(seed)
+def attack(target: Target, seed: int, count: int, tally: Tally) -> None:
+    """Send `count` requests, one after the other."""
     with requests.Session() as session:
+        client = _Client(target, session, random.Random(seed), tally, count)
+        schema = schemathesis.openapi.from_url(f"{target.url}/openapi.json", verify=client.verify)
+        operations = [result.ok() for result in schema.get_all_operations()]
         for round_seed in _rounds(seed):
             for operation in operations:
                 examples = ROUND if operation.path in GENERATIONS else ROUND // 10
@@ -33,8 +33,8 @@ def attack(url: str, seed: int, tally: "Tally") -> None:
                 if operation.body:  # whatever a path may hold is text, as it should be
                     modes.append(GenerationMode.NEGATIVE)
                 for mode in modes:
-                    _attack_operation(operation, mode, examples, round_seed, rng, session, tally)
-                    if tally.full:
+                    _attack_operation(operation, mode, examples, round_seed, client)
+                    if client.left == 0:
                         return
 
 
@@ -44,9 +44,7 @@ def _rounds(seed: int) -> Iterator[int]:
         yield rng.getrandbits(64)
 
 
-def _attack_operation(
-    operation: Any, mode: GenerationMode, examples: int, seed: int, rng: random.Random, session: Any, tally: "Tally"
-) -> None:
+def _attack_operation(operation: Any, mode: GenerationMode, examples: int, seed: int, client: "_Client") -> None:
     @hypothesis.seed(seed)
     @hypothesis.settings(
         max_examples=examples, database=None, deadline=None, phases=[Phase.generate], derandomize=False,
@@ -54,11 +52,11 @@ def _attack_operation(
     )  # fmt: skip
     @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
     def call(case: schemathesis.Case) -> None:
-        if not tally.full:
+        if client.left:
             if mode is GenerationMode.POSITIVE:
-                case.body = _thinned(case.body, rng)
-            case.body = _shortened(case.body, rng)
-            _call(case, session, tally)
+                case.body = _thinned(case.body, client.rng)
+            case.body = _shortened(case.body, client.rng)
+            client.call(case)
 
     call()
 
@@ -82,17 +80,38 @@ def _shortened(body: Any, rng: random.Random) -> Any:
     return body | {"max_tokens": rng.randint(1, 8)}
 
 
-def _call(case: schemathesis.Case, session: Any, tally: "Tally") -> None:
-    start, problem = time.monotonic(), None
-    try:
-        response = case.call(session=session, timeout=TIMEOUT)
-        outcome: int | str = response.status_code
-    except (requests.RequestException, TimeoutError) as error:
-        tally.add("no answer", time.monotonic() - start, case.as_curl_command(), repr(error))
-        return
-    try:
-        case.validate_response(response, checks=CHECKS)
-    except FailureGroup as failures:
-        problem = "; ".join(f"{each.title} {each.message}"[:300] for each in failures.exceptions)
-    request = case.as_curl_command() if problem or response.status_code >= 500 else ""
-    tally.add(outcome, time.monotonic() - start, request, problem)
+@dataclass
+class _Client:
+    """One client; `left` requests are still to be sent."""
+
+    target: Target
+    session: requests.Session
+    rng: random.Random
+    tally: Tally
+    left: int
+    verify: str | bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.verify = str(self.target.certificate) if self.target.certificate else True
+
+    def call(self, case: schemathesis.Case) -> None:
+        start, problem = time.monotonic(), None
+        self.left -= 1
+        headers = self.target.authorization(self.rng)
+        try:
+            response = case.call(session=self.session, timeout=TIMEOUT, verify=self.verify, headers=headers)
+        except (requests.RequestException, TimeoutError) as error:
+            self.tally.add("no answer", time.monotonic() - start, case.as_curl_command(), repr(error))
+            return
+        status, data = response.status_code, response.content
+        try:
+            case.validate_response(response, checks=CHECKS)
+        except FailureGroup as failures:
+            problem = "; ".join(f"{each.title} {each.message}"[:300] for each in failures.exceptions)
+        problem = problem or shortage(status, data)
+        request = case.as_curl_command() if problem else ""
+        streamed = response.headers.get("Content-Type", "").startswith("text/event-stream")
+        generated = status == 200 and has_tokens(streamed, data) and not ends_in_shortage(data)
+        self.tally.add(status, time.monotonic() - start, request, problem, generated=generated)
+        if status == 503:
+            time.sleep(BACKOFF)

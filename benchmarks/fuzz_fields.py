@@ -1,19 +1,14 @@
 """Requests whose JSON has the right fields, with whatever values could hurt: extreme numbers, hostile grammars, random
 schemas. Some of the clients do not wait for their answers."""
 
-import http.client
 import json
 import random
 import string
-import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from typing import Any
 
-if TYPE_CHECKING:
-    from benchmarks.fuzz import Tally
+from benchmarks.fuzz_target import Tally, Target, call
 
-TIMEOUT = 60.0  # seconds without a byte of the answer are a hang
 Value = Callable[[random.Random], Any]
 
 INTEGERS = (0, 1, -1, 2, 7, 63, 64, 65, 1279, 1280, 2**31 - 1, 2**31, 2**63 - 1, -(2**63), 2**64, 10**30, -(10**300))
@@ -277,48 +272,7 @@ def other(rng: random.Random) -> tuple[str, dict[str, Any]]:
     return rng.choice(found)
 
 
-def attack(url: str, seed: int, tally: "Tally") -> None:
-    rng = random.Random(seed)
-    address = urlsplit(url)
-    assert address.hostname and address.port
-    while not tally.full:
-        path, body = generation(rng) if rng.random() < 0.95 else other(rng)
-        patience = rng.choice((0, 1, 100, 1000)) if rng.random() < 0.15 else None
-        _call(address.hostname, address.port, path, body, patience, tally)
-
-
-def _call(host: str, port: int, path: str, body: dict[str, Any], patience: int | None, tally: "Tally") -> None:
-    """A client with patience reads so many bytes of its answer, then goes away."""
-    start, problem = time.monotonic(), None
-    connection = http.client.HTTPConnection(host, port, timeout=TIMEOUT)
-    outcome: int | str = "left"
-    try:
-        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
-        if patience != 0:
-            response = connection.getresponse()
-            outcome = response.status
-            problem = _problem(response, response.read(patience), whole=patience is None)
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        outcome, problem = "no answer", repr(error)
-    finally:
-        connection.close()
-    tally.add(outcome, time.monotonic() - start, f"{path} {json.dumps(body)}", problem)
-
-
-def _problem(response: http.client.HTTPResponse, data: bytes, *, whole: bool) -> str | None:
-    """What is wrong with the form of an answer."""
-    streamed = response.headers.get_content_type() == "text/event-stream"
-    if not whole or (not streamed and response.status == 200 and not data.startswith(b"{")):
-        return None if data or not whole else "an empty answer"
-    if not streamed:
-        answer = json.loads(data)
-        kept = "error" in answer and isinstance(answer["error"]["code"], str) if response.status != 200 else True
-        return None if kept else f"not the API's form: {data[:200]!r}"
-    *events, done, end = data.split(b"\n\n")
-    if (done, end) != (b"data: [DONE]", b""):
-        return f"a stream that ends in {data[-80:]!r}"
-    for event in events:
-        chunk = json.loads(event.removeprefix(b"data: "))
-        if "error" in chunk and chunk["error"]["type"] != "BadRequestError":
-            return f"an error in a stream: {chunk}"
-    return None
+def attack(target: Target, rng: random.Random, tally: Tally) -> None:
+    """Send one request."""
+    path, body = generation(rng) if rng.random() < 0.95 else other(rng)
+    call(target, rng, path, body, tally)

@@ -2,7 +2,10 @@
 
 import json
 import math
-from dataclasses import dataclass, field
+import reprlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,27 @@ KERNELS = ("auto", "reference", "mosaic", "triton")
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 1, 256
+# Bounds of what a checkpoint may say of itself: a model is traced layer by layer before its tensors are compared.
+MAX_LAYERS, MAX_SIZE = 512, 2**31 - 1
+CONFIG, GENERATION = "config.json", "generation_config.json"
+
+
+def _check_types(config: Any) -> None:
+    """Check the values that a file gave to a dataclass's fields. Raises ValueError."""
+    kinds: dict[Any, tuple[str, Callable[[Any], bool]]] = {
+        int: ("a whole number", lambda x: type(x) is int and abs(x) <= MAX_SIZE),
+        float: ("a finite number", lambda x: type(x) in (int, float) and abs(x) <= sys.float_info.max),
+        bool: ("true or false", lambda x: isinstance(x, bool)),
+        str: ("a text", lambda x: isinstance(x, str)),
+    }
+    for each in fields(config):
+        value, hint = getattr(config, each.name), each.type
+        if hint == float | None:
+            if value is None:
+                continue
+            hint = float
+        if hint in kinds and not kinds[hint][1](value):
+            raise ValueError(f"{each.name} must be {kinds[hint][0]}, not {reprlib.repr(value)}")
 
 
 @dataclass(frozen=True)
@@ -34,9 +58,28 @@ class RopeConfig:
     mscale_all_dim: float | None = None
     truncate: bool = True
 
+    def __post_init__(self) -> None:
+        _check_types(self)
+        if not (self.theta > 1 and self.factor > 0 and self.beta_fast > 0 and self.beta_slow > 0):
+            raise ValueError(
+                "rope_theta must be above 1, and factor, beta_fast and beta_slow above 0, not "
+                f"{self.theta:g}, {self.factor:g}, {self.beta_fast:g} and {self.beta_slow:g}"
+            )
+        if self.type == "llama3" and not self.high_freq_factor > self.low_freq_factor:
+            raise ValueError(
+                f"high_freq_factor ({self.high_freq_factor:g}) must exceed low_freq_factor ({self.low_freq_factor:g})"
+            )
+        if self.original_max_position_embeddings < (self.type != "default"):
+            raise ValueError(
+                f"original_max_position_embeddings must be at least 1, not {self.original_max_position_embeddings}"
+            )
+
     @classmethod
     def from_hf(cls, hf: dict[str, Any]) -> "RopeConfig":
-        parameters = dict(hf.get("rope_scaling") or {}) | dict(hf.get("rope_parameters") or {})
+        parts = [hf.get(name) or {} for name in ("rope_scaling", "rope_parameters")]
+        if not all(isinstance(part, dict) for part in parts):
+            raise ValueError(f"rope_scaling and rope_parameters must be JSON objects, not {reprlib.repr(parts)}")
+        parameters = parts[0] | parts[1]
         kind = parameters.get("rope_type", parameters.get("type", "default"))
         if kind == "dynamic":
             raise ValueError(
@@ -44,7 +87,7 @@ class RopeConfig:
                 f"the cache would need rotating again; supported: {', '.join(ROPE_TYPES)}"
             )
         if kind not in ROPE_TYPES:
-            raise ValueError(f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
+            raise ValueError(f"rope type {reprlib.repr(kind)} is not supported; supported: {', '.join(ROPE_TYPES)}")
         if parameters.get("partial_rotary_factor", 1.0) != 1.0:
             raise ValueError("partial_rotary_factor: only 1.0 is supported")
         parameters.setdefault("rope_theta", hf.get("rope_theta", 10000.0))
@@ -65,9 +108,9 @@ class RopeConfig:
         }
         return cls(
             type=kind,
-            theta=float(parameters["rope_theta"]),
-            factor=1.0 if factor is None else float(factor),
-            original_max_position_embeddings=int(original),
+            theta=parameters["rope_theta"],
+            factor=1.0 if factor is None else factor,
+            original_max_position_embeddings=original,
             **given,
         )
 
@@ -94,6 +137,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        _check_types(self)
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
         for name in (*sizes, "num_key_value_heads", "head_dim", "max_position_embeddings"):
             if getattr(self, name) < 1:
@@ -103,10 +147,18 @@ class ModelConfig:
                 f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
                 f"num_key_value_heads ({self.num_key_value_heads})"
             )
+        if self.num_hidden_layers > MAX_LAYERS:
+            raise ValueError(f"num_hidden_layers must be at most {MAX_LAYERS}, not {self.num_hidden_layers}")
+        if self.rms_norm_eps < 0:
+            raise ValueError(f"rms_norm_eps must be at least 0, not {self.rms_norm_eps}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even for rotary embeddings, not {self.head_dim}")
         if self.hidden_act not in ACTIVATIONS:
-            raise ValueError(f"hidden_act {self.hidden_act!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
+            raise ValueError(
+                f"hidden_act {reprlib.repr(self.hidden_act)} is not supported; supported: {', '.join(ACTIVATIONS)}"
+            )
+        if not all(type(token) is int and token >= 0 for token in self.eos_token_ids):
+            raise ValueError(f"eos_token_id must be token ids, not {reprlib.repr(self.eos_token_ids)}")
 
     @classmethod
     def from_hf(cls, hf: dict[str, Any], generation: dict[str, Any] | None = None) -> "ModelConfig":
@@ -115,10 +167,9 @@ class ModelConfig:
         Raises ValueError for an architecture other than LlamaForCausalLM, and for anything a Llama here can't do.
         """
         architectures = hf.get("architectures") or [hf.get("model_type")]
-        if hf.get("model_type", "llama") != "llama" or not set(architectures) & {"LlamaForCausalLM", "llama"}:
-            raise ValueError(
-                f"architecture {', '.join(map(str, architectures))} is not supported; supported: LlamaForCausalLM"
-            )
+        if hf.get("model_type", "llama") != "llama" or not {"LlamaForCausalLM", "llama"}.intersection(architectures):
+            told = ", ".join(map(str, architectures))
+            raise ValueError(f"architecture {told:.200} is not supported; supported: LlamaForCausalLM")
         required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
         if missing := [name for name in required if name not in hf]:
             raise ValueError(f"config.json lacks {', '.join(missing)}")
@@ -144,16 +195,25 @@ class ModelConfig:
 
     @classmethod
     def from_directory(cls, directory: Path) -> "ModelConfig":
-        """Reads config.json and, where there is one, generation_config.json."""
-        path = directory / "config.json"
+        """Read config.json and, if there is one, generation_config.json. Raises ValueError with the file's path."""
+        path = directory / CONFIG
         if not path.is_file():
-            raise ValueError(f"model: {directory} has no config.json")
-        return cls.from_hf(read_json(path), read_json(directory / "generation_config.json", missing_ok=True))
+            raise ValueError(f"model: {directory} has no {CONFIG}")
+        hf, generation = read_json(path), read_json(directory / GENERATION, missing_ok=True)
+        try:
+            return cls.from_hf(hf, generation)
+        except (
+            ValueError,
+            TypeError,
+            ArithmeticError,
+        ) as error:  # the last two: a value of a wrong type was computed with
+            where = f"{path}, {GENERATION}" if generation else str(path)
+            raise ValueError(f"{where}: {error}") from error
 
 
 def sampling_defaults(directory: Path) -> dict[str, Any]:
     """The sampling parameters that generation_config.json recommends: what a request to the server leaves open."""
-    generation = read_json(directory / "generation_config.json", missing_ok=True)
+    generation = read_json(directory / GENERATION, missing_ok=True)
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     return {name: generation[name] for name in names if generation.get(name) is not None}
 
@@ -164,7 +224,7 @@ def read_json(path: Path, *, missing_ok: bool = False) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object")

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
-from jpaged.config import DTYPE_ALIASES, EngineConfig, Limits, ModelConfig, sampling_defaults
+from jpaged.config import DTYPE_ALIASES, GENERATION, EngineConfig, Limits, ModelConfig, sampling_defaults
 from jpaged.core.block_pool import BlockPool
+from jpaged.core.params import SamplingParams
 from jpaged.core.scheduler import Scheduler
 from jpaged.demo import DIRECTORY as DEMO
 from jpaged.engine import Engine
@@ -129,12 +130,17 @@ def prepare(config: EngineConfig, *, tokenizer: Any = None, chat_template: str |
     directory = find_model(config.model, revision=config.revision, weights=False)
     model = ModelConfig.from_directory(directory)
     limits, dtype = limits_of(config, model, platform), dtype_of(config, model, platform)
+    defaults = sampling_defaults(directory)
+    try:
+        SamplingParams(**defaults)
+    except ValueError as error:
+        raise ValueError(f"{directory / GENERATION}: {error}") from error
     tokenizer = find_tokenizer(config, directory, tokenizer)
     if chat_template is not None:
         check_chat_template(tokenizer, chat_template)
     (device,) = jax.device_put(0).devices()  # where parameters will be
     kernels = select_kernels(config, model, dtype, device)  # last, for it may test them, which takes minutes
-    return Prepared(model, limits, dtype, kernels, tokenizer, sampling_defaults(directory))
+    return Prepared(model, limits, dtype, kernels, tokenizer, defaults)
 
 
 def find_tokenizer(config: EngineConfig, directory: Path, tokenizer: Any = None) -> Any:

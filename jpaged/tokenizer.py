@@ -37,9 +37,15 @@ def load_tokenizer(directory: Path) -> Any:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    except Exception as error:  # whatever a broken tokenizer raises, it is the directory's fault
-        raise ValueError(f"tokenizer: {directory} has none that can be loaded: {error}") from error
-    backend(tokenizer)
+        inner = backend(tokenizer)
+        # tokenizer.json may ask for them; prompts are never cut nor filled up.
+        inner.no_truncation()
+        inner.no_padding()
+        inner.decode(inner.encode("Once upon a time").ids)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # whatever a broken tokenizer raises, a panic in Rust too
+        raise ValueError(f"tokenizer: {directory} has none that can be loaded: {str(error)[:1000]}") from error
     return tokenizer
 
 

@@ -1,10 +1,14 @@
 """Streaming text: never half a character, never a piece of a stop string."""
 
+import json
+import shutil
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 
+from jpaged.demo import DIRECTORY
 from jpaged.tokenizer import Detokenizer, backend, encode, load_tokenizer, render_chat
 from tests.models import EOS, byte_tokenizer
 
@@ -119,3 +123,31 @@ def test_tokens_that_the_tokenizer_does_not_know():
     """A model's vocabulary may be padded beyond its tokenizer's."""
     tokens = [*TOKENIZER.encode("a").ids, 5000, *TOKENIZER.encode("b").ids]
     assert "".join(stream(tokens)[0]) == "ab"
+
+
+def _demo_with(tmp_path, **changes):
+    """The demo model's tokenizer, with other parts in its tokenizer.json."""
+    shutil.copytree(DIRECTORY, tmp_path, dirs_exist_ok=True)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content | changes))
+    return tmp_path
+
+
+def test_prompts_are_neither_cut_nor_filled_up_whatever_the_file_says(tmp_path):
+    truncation = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    padding = {"strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
+               "pad_type_id": 0, "pad_token": "<|end|>"}  # fmt: skip
+    text = "Once upon a time there was a fox"
+    expected = encode(load_tokenizer(DIRECTORY), text)
+    assert encode(load_tokenizer(_demo_with(tmp_path, truncation=truncation, padding=padding)), text) == expected
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"model": {"type": "Unigram", "vocab": []}},
+     {"model": {"type": "Unigram", "vocab": [["a", 0.0]]}}],
+    ids=["a panic", "an error"],
+)  # fmt: skip
+def test_a_tokenizer_that_fails_with_its_first_text_is_not_loaded(changes, tmp_path):
+    with pytest.raises(ValueError, match=f"tokenizer: {tmp_path} has none that can be loaded"):
+        load_tokenizer(_demo_with(tmp_path, **changes))

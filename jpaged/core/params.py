@@ -3,6 +3,7 @@
 import copy
 import math
 import reprlib
+import sys
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Series
 from dataclasses import dataclass, field, fields
@@ -11,6 +12,7 @@ from typing import Any, Self
 
 from jpaged.core.beam import EarlyStopping
 
+MAX_FLOAT = sys.float_info.max
 MAX_LOGPROBS = 20
 # Every step applies these to every sequence, so their number and their length bound the cost of a step.
 MAX_STOPS = 64
@@ -40,7 +42,8 @@ def _rule(allowed: str, holds: Callable[[object], bool]) -> dict[str, Any]:
 
 
 def _number(low: float, high: float = math.inf) -> Callable[[object], bool]:
-    return lambda x: isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x) and low <= x <= high
+    low, high = max(low, -MAX_FLOAT), min(high, MAX_FLOAT)  # comparing is exact, and no integer is too long for it
+    return lambda x: isinstance(x, int | float) and not isinstance(x, bool) and low <= x <= high
 
 
 def _integer(low: float, high: float = math.inf) -> Callable[[object], bool]:

@@ -14,7 +14,7 @@ from jax.sharding import SingleDeviceSharding
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from jpaged.config import DTYPES, ModelConfig, read_json
+from jpaged.config import CONFIG, DTYPES, ModelConfig, read_json
 from jpaged.model.llama import Llama
 from jpaged.progress import track
 
@@ -22,6 +22,8 @@ ORBAX = "orbax"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 * 10**9
+MAX_PROBLEMS = 50  # tensors named in an error
+STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 # An NNX leaf -> its Hugging Face name, and whether the checkpoint holds it transposed ([out, in]).
 LEAVES = {
@@ -68,7 +70,10 @@ def check_names(expected: dict[str, tuple[int, ...]], found: dict[str, tuple[int
         if name in found and found[name] != expected[name]
     ]
     if problems:
-        raise ValueError(f"{where} does not hold this model's tensors: {'; '.join(problems)}")
+        told = "; ".join(problems[:MAX_PROBLEMS]) + f"; and {len(problems) - MAX_PROBLEMS} more" * (
+            len(problems) > MAX_PROBLEMS
+        )
+        raise ValueError(f"{where} does not hold this model's tensors: {told}")
 
 
 def load_safetensors(directory: Path, config: ModelConfig, dtype: str, *, progress: bool = True) -> Llama:
@@ -77,14 +82,24 @@ def load_safetensors(directory: Path, config: ModelConfig, dtype: str, *, progre
     Raises ValueError for a missing file or shard, and for any tensor missing, unexpected or misshapen.
     """
     files = safetensors_files(directory)
+    shapes: dict[str, tuple[int, ...]] = {}
+    dtypes: dict[str, str] = {}
+    for file in files:
+        with _open(file) as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                found = tensors.get_slice(name)
+                shapes[name] = tuple(found.get_shape())
+                dtypes[name] = found.get_dtype()
+    if config.num_hidden_layers > len(shapes):  # to trace hundreds of layers that are not there takes minutes
+        told = f"{len(shapes)} tensors for the {config.num_hidden_layers} layers of {CONFIG}"
+        raise ValueError(f"{directory} does not hold this model's tensors: {told}")
     graphdef, leaves = abstract_llama(config, dtype)
     paths = {tensor_name(path): path for path in leaves}
     expected = {name: _checkpoint_shape(path, leaves[path].shape) for name, path in paths.items()}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in files:
-        with _open(file) as tensors:
-            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
     check_names(expected, {n: s for n, s in shapes.items() if not is_derived(n, config)}, directory)
+    if unknown := [f"{name} as {dtypes[name]}" for name in paths if dtypes[name] not in STORED]:
+        told = "; ".join(unknown[:MAX_PROBLEMS])
+        raise ValueError(f"{directory} does not hold this model's tensors in {', '.join(STORED)}: {told}")
     for path, array in track(_read(files, paths, dtype), len(paths), "loaded", "tensor", bar=progress):
         leaves[path] = leaves[path].replace(array)
     return nnx.merge(graphdef, nnx.from_flat_state(leaves))
@@ -148,7 +163,7 @@ def stored_dtype(directory: Path) -> str:
         for file in safetensors_files(directory):
             with _open(file) as tensors:
                 found |= {tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
-        found = {{"F32": "float32", "BF16": "bfloat16", "F16": "float16"}.get(dtype, dtype) for dtype in found}
+        found = {STORED.get(dtype, dtype) for dtype in found}
     if unknown := found - set(DTYPES):
         raise ValueError(f"model: {directory} holds {', '.join(sorted(unknown))}; supported: {', '.join(DTYPES)}")
     return found.pop() if len(found) == 1 else "float32"
@@ -157,7 +172,12 @@ def stored_dtype(directory: Path) -> str:
 def safetensors_files(directory: Path) -> list[Path]:
     """The files of a checkpoint, by its index if it has one. Raises ValueError if one is missing."""
     if (directory / INDEX).is_file():
-        names = sorted(set(read_json(directory / INDEX).get("weight_map", {}).values()))
+        weight_map = read_json(directory / INDEX).get("weight_map", {})
+        if not isinstance(weight_map, dict) or not all(map(_is_file_name, weight_map.values())):
+            raise ValueError(
+                f"model: weight_map of {directory / INDEX} must lead from tensors to names of files beside it"
+            )
+        names = sorted(set(weight_map.values()))
         if missing := [name for name in names if not (directory / name).is_file()]:
             raise ValueError(f"model: {directory} lacks {', '.join(missing)}, named in {INDEX}")
         files = [directory / name for name in names]
@@ -177,6 +197,10 @@ def _read(files: Iterable[Path], paths: Mapping[str, Path_], dtype: str) -> Iter
             for name in tensors.keys():  # noqa: SIM118
                 if path := paths.get(name):
                     yield path, _to_device(tensors.get_tensor(name), path, dtype)
+
+
+def _is_file_name(name: Any) -> bool:
+    return isinstance(name, str) and 0 < len(name) < 256 and name == Path(name).name and "\0" not in name
 
 
 def _open(file: Path):

@@ -50,6 +50,17 @@ def test_the_original_context_is_the_models_if_rope_scaling_names_none():
         ({"num_hidden_layers": 0}, "num_hidden_layers must be at least 1, not 0"),
         ({"vocab_size": "absent", "hidden_size": "absent"}, "config.json lacks vocab_size, hidden_size"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantized checkpoints are not supported"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 512, not 1000000000"),
+        ({"vocab_size": 10**400}, "vocab_size must be a whole number, not 1000"),
+        ({"hidden_size": "64", "head_dim": 16}, "hidden_size must be a whole number, not '64'"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a finite number, not nan"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false, not 'no'"),
+        ({"eos_token_id": ["a"]}, r"eos_token_id must be token ids, not \('a',\)"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "above 0, not 10000, 0, 32 and 1"),
+        ({"rope_theta": 1.0}, "rope_theta must be above 1"),
+        ({"rope_scaling": [["type", "linear"]]}, "must be JSON objects"),
+        ({"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, r"high_freq_factor \(1\) must exceed low_freq_factor"),
+        ({"rope_scaling": LLAMA3 | {"original_max_position_embeddings": -1}}, "must be at least 1, not -1"),
     ],
 )
 def test_what_a_llama_here_cannot_do_is_refused_with_its_reason(changes, words):
@@ -66,7 +77,21 @@ def test_files_that_are_not_there_or_not_json(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps([1]))
     with pytest.raises(ValueError, match="must hold a JSON object"):
         ModelConfig.from_directory(tmp_path)
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
+        ModelConfig.from_directory(tmp_path)
     assert read_json(tmp_path / "other.json", missing_ok=True) == {}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"head_dim": 0, "num_attention_heads": 0}, {"hidden_size": "64", "head_dim": None}, {"architectures": 5},
+     {"rope_scaling": {"type": "yarn"}, "original_max_position_embeddings": "32"}, {"eos_token_id": {}}],
+)  # fmt: skip
+def test_an_error_of_a_config_names_its_file(changes, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(BASE | changes))
+    with pytest.raises(ValueError, match=f"^{tmp_path}/config.json: "):
+        ModelConfig.from_directory(tmp_path)
 
 
 def test_sampling_defaults(tmp_path):

@@ -134,6 +134,33 @@ def test_missing_and_broken_files(directory, tmp_path):
         load_safetensors(tmp_path, CONFIG, "float32", progress=False)
 
 
+@pytest.mark.parametrize("name", [5, "", "../x.safetensors", "/dev/zero", ".", "a\0b"])
+def test_an_index_must_name_files_beside_it(directory, name):
+    (directory / weights.INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(ValueError, match=r"index\.json must lead from tensors to names of files"):
+        load_safetensors(directory, CONFIG, "float32", progress=False)
+
+
+def test_parameters_of_another_dtype_are_refused_by_name(directory):
+    tensors = load_file(directory / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(np.int32)
+    save_file(tensors, directory / "model.safetensors")
+    with pytest.raises(ValueError, match=r"tensors in F32, BF16, F16: model\.norm\.weight as I32$"):
+        load_safetensors(directory, CONFIG, "float32", progress=False)
+
+
+def test_more_layers_than_there_are_tensors_are_refused_before_they_are_traced(directory, monkeypatch):
+    monkeypatch.setattr(weights, "abstract_llama", None)
+    other = ModelConfig.from_hf(HF | {"num_hidden_layers": 500})
+    with pytest.raises(ValueError, match=r"\d+ tensors for the 500 layers of config\.json"):
+        load_safetensors(directory, other, "float32", progress=False)
+
+
+def test_a_long_list_of_problems_is_cut(tmp_path):
+    with pytest.raises(ValueError, match=r"missing a49 \[1\]; and 50 more$"):
+        weights.check_names({f"a{i}": (1,) for i in range(100)}, {}, tmp_path)
+
+
 def test_other_formats_beside_the_checkpoint_are_passed_over(directory):
     save_file({"tok_embeddings.weight": np.zeros((2, 2), np.float32)}, directory / "consolidated.safetensors")
     load_safetensors(directory, CONFIG, "float32", progress=False)

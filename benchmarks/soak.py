@@ -87,7 +87,7 @@ class Load:
 
     async def watch(self) -> None:
         """View `/live` until cancelled."""
-        async with self.session.get("/live") as response:
+        async with self.session.get("/live", timeout=aiohttp.ClientTimeout(total=None)) as response:
             async for _ in response.content.iter_any():
                 self.totals.frames += 1
         self.totals.failures.append("/live ended")

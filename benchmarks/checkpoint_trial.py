@@ -1,5 +1,8 @@
 """A process that loads hostile checkpoints, one after the other: `benchmarks/fuzz_checkpoints.py` asks it."""
 
+import contextlib
+import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +26,8 @@ def answer(directory: str) -> dict[str, Any]:
     before, start = _memory_mib("VmRSS"), time.monotonic()
     kind = message = None
     try:
-        _load(Path(directory))
+        with contextlib.redirect_stdout(sys.stderr):  # the answers' own pipe
+            _load(Path(directory))
     except BaseException as error:  # a panic in Rust is no Exception
         kind, message = type(error).__name__, str(error)
     seconds = time.monotonic() - start
@@ -48,4 +52,6 @@ def _memory_mib(name: str) -> float:
 
 if __name__ == "__main__":
     confine(MAX_MEMORY_BYTES)
+    sys.stdout = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # libraries that are not in Python print too
     serve(setup)

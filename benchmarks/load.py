@@ -1,8 +1,8 @@
 """Loads a server, and checks what must hold under load: every stream complete and as it is alone, clean refusals, the
 blocks of clients that vanish, readers that hold nobody else up, a shutdown that loses nothing.
 
-    python benchmarks/load.py --out results         a thousand streams, some minutes
-    python benchmarks/load.py --streams 200
+    python benchmarks/load.py --out results         a thousand streams, 256 of them running; some minutes
+    python benchmarks/load.py --streams 300
 
 The server is a process of its own with the demo model; the clients are here. Times are of both on one machine.
 """
@@ -34,6 +34,9 @@ from benchmarks.server_process import SMALL, ServerProcess
 from benchmarks.server_state import ServerState, read_state
 
 Row = dict[str, Any]
+# 256 sequences at once, and few shapes of prompts to compile.
+WIDE = ("--max-num-seqs", "256", "--max-num-batched-tokens", "512", "--max-model-len", "512",
+        "--num-gpu-blocks-override", "2048", "--access-log", "none")  # fmt: skip
 NAMES = ("Anna", "Ben", "Clara", "David", "Ella", "Finn", "Grace", "Henry", "Jack", "Lily")
 THINGS = ("a fox", "a boat", "the moon", "a red kite", "an old tree", "a sand castle", "a small dog", "the rain")
 WHOLE = aiohttp.ClientTimeout(total=600, sock_read=300)
@@ -135,8 +138,12 @@ async def until(holds: Callable[[], Awaitable[bool]], within: float) -> float:
     return time.monotonic() - start
 
 
-async def streams(url: str, count: int, num_tokens: int, num_alone: int) -> Row:
-    """Many streams, all begun before any of them is answered; some are compared with what they are alone."""
+async def streams(url: str, count: int, num_tokens: int, num_alone: int, max_running: int) -> Row:
+    """Many streams, all begun before any of them is answered; some are compared with their answers alone.
+
+    Args:
+        max_running: the server's --max-num-seqs, which must be reached.
+    """
     gate = asyncio.Event()
     async with clients(url) as session:
         indices = range(0, count, max(1, count // num_alone))
@@ -150,13 +157,13 @@ async def streams(url: str, count: int, num_tokens: int, num_alone: int) -> Row:
 
         await until(connected, 60)
         gate.set()
-        start, most = time.monotonic(), 0.0
+        start, most, most_running = time.monotonic(), 0.0, 0.0
         with tqdm(total=count, desc="streams", disable=None) as bar:
             while pending := [task for task in tasks if not task.done()]:
                 now = await state_of(url)
-                most = max(most, now.running + now.waiting)
+                most, most_running = max(most, now.running + now.waiting), max(most_running, now.running)
                 bar.update(count - len(pending) - bar.n)
-                await asyncio.wait(pending, timeout=0.5)
+                await asyncio.wait(pending, timeout=0.2)
         seconds = time.monotonic() - start
         answers = [await task for task in tasks]
         texts = await _detokenized(session, answers)
@@ -164,8 +171,8 @@ async def streams(url: str, count: int, num_tokens: int, num_alone: int) -> Row:
     firsts = sorted(answer.first for answer in answers)
     return {
         "case": "streams", "streams": count, "tokens": num_tokens, "seconds": seconds, "most_at_once": most,
-        "tokens_per_s": count * num_tokens / seconds, "first_p50_s": statistics.median(firsts),
-        "first_max_s": firsts[-1],
+        "most_running": most_running, "max_running": max_running, "tokens_per_s": count * num_tokens / seconds,
+        "first_p50_s": statistics.median(firsts), "first_max_s": firsts[-1],
         "whole": sum(answer.is_whole(num_tokens) for answer in answers), "compared": len(alone), "wrong": len(wrong),
         "garbled": sum(answer.text != text for answer, text in zip(answers, texts)),
     }  # fmt: skip
@@ -324,7 +331,7 @@ def problems(row: Row) -> list[str]:
     """What is not as it must be in a row."""
     match row["case"]:
         case "streams":
-            wanted = {"whole": row["streams"], "wrong": 0, "garbled": 0}
+            wanted = {"whole": row["streams"], "wrong": 0, "garbled": 0, "most_running": row["max_running"]}
         case "full queue":
             wanted = {"clean": row["refused"], "whole": row["requests"] - row["refused"]}
         case "vanishing":
@@ -348,15 +355,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--streams", type=int, default=1000, help="how many at once (default 1000)")
     parser.add_argument("--tokens", type=int, default=64, help="of each (default 64)")
     args = parser.parse_args(argv)
-    if args.streams < 10 or not 1 <= args.tokens <= 400:
-        parser.error("--streams must be at least 10, and --tokens between 1 and 400")
+    if args.streams < 300 or not 1 <= args.tokens <= 200:
+        parser.error("--streams must be at least 300, and --tokens between 1 and 200")
     return args
 
 
 async def load(count: int, num_tokens: int) -> AsyncIterator[Row]:
+    with ServerProcess(*WIDE, start_within=600) as server:
+        yield await streams(server.url, count, num_tokens, num_alone=count // 4, max_running=256)
+        yield await vanishing(server.url, count, 2 * num_tokens)
     with ServerProcess(*SMALL, "--access-log", "none") as server:
-        yield await streams(server.url, count, num_tokens, num_alone=count)
-        yield await vanishing(server.url, 64, 400)
         yield await slow_reader(server.url, 20, 32)
         yield await terminated(server, 100, num_tokens)
     small = (*SMALL, "--max-queue", "8", "--max-num-seqs", "2", "--access-log", "none")
@@ -366,7 +374,7 @@ async def load(count: int, num_tokens: int) -> AsyncIterator[Row]:
 
 async def run(args: argparse.Namespace) -> int:
     report = Report(args.out / "results.json", environment(open_device(tiny=True), tiny=False))
-    report.environment |= {"model": "demo", "flags": SMALL}
+    report.environment |= {"model": "demo", "flags": {"streams, vanishing": WIDE, "others": SMALL}}
     async for row in load(args.streams, args.tokens):
         found = problems(row)
         report.add(**row, problems=found, status="failed" if found else "ok")

@@ -33,7 +33,10 @@ async def check_origin(
     """Refuse pages of other origins with HTTP 403, and answer preflights of the allowed ones."""
     config = request.app[SERVICE].config
     host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
-    name = urlsplit(f"//{host}").hostname or ""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+    except ValueError:  # such as "[]"
+        raise ApiError(400, f"Host: {host!r} is no name or address") from None
     if config.allowed_hosts is not None and not (not host or is_loopback(name) or name in config.allowed_hosts):
         # A site can point its own name at 127.0.0.1, and is then an origin of its own (DNS rebinding).
         raise ApiError(403, f"Host: {name!r} is not a name of this server (--allowed-hosts)")
@@ -62,7 +65,12 @@ async def add_origin_headers(request: web.Request, response: web.StreamResponse)
 
 def _is_own(request: web.Request, origin: str, host: str) -> bool:
     # Behind a proxy, Host may not be the name that the browser knows, but pages can't set Sec-Fetch-Site.
-    return request.headers.get("Sec-Fetch-Site") == "same-origin" or urlsplit(origin).netloc.lower() == host.lower()
+    if request.headers.get("Sec-Fetch-Site") == "same-origin":
+        return True
+    try:
+        return urlsplit(origin).netloc.lower() == host.lower()
+    except ValueError:  # such as "http://["
+        return False
 
 
 def _is_allowed(config: ServerConfig, origin: str) -> bool:

@@ -40,6 +40,16 @@ async def test_other_origins_are_refused_before_anything_is_done(start):
         assert cached == sum(pool.is_cached(block) for block in range(pool.num_blocks))
 
 
+@pytest.mark.parametrize(
+    "headers, status, word",
+    [({"Host": "[]"}, 400, b"Host"), ({"Host": "[::1"}, 400, b"Host"), ({"Origin": "http://["}, 403, b"Origin")],
+)
+async def test_names_that_can_not_be_parsed_are_refused(start, headers, status, word):
+    async with start() as client:
+        given, _, content = await answer(client, "GET", "/v1/models", **headers)
+        assert (given, word in content) == (status, True), content
+
+
 async def test_the_page_of_the_server_itself_is_allowed(start):
     async with start() as client:
         own = str(client.server.make_url("/")).rstrip("/")

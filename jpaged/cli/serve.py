@@ -144,7 +144,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 def run(args: argparse.Namespace) -> None:
     with logging_to(sys.stderr, args.access_log, args.log_level):
         vllm_flags.log_notices(args)
-        engine, server, tls = engine_config(args), server_config(args), _tls(args)
+        engine, server, tls = engine_config(args), server_config(args), tls_context(args)
         with bound_sockets(args) as sockets:
             _serve(args, engine, server, sockets, tls)
 
@@ -220,7 +220,7 @@ def _origins(given: Sequence[str]) -> tuple[str, ...]:
     return tuple(map(str, given))
 
 
-def _tls(args: argparse.Namespace) -> ssl.SSLContext | None:
+def tls_context(args: argparse.Namespace) -> ssl.SSLContext | None:
     if args.ssl_certfile is None:
         if args.ssl_keyfile or args.ssl_ca_certs:
             raise ValueError("--ssl-certfile is needed for HTTPS")

@@ -137,6 +137,7 @@ def test_sharing(tmp_path):
 # Preemption and beam search
 
 
+@pytest.mark.deep
 def test_preemption(tmp_path, tiny):
     rows = run(preemption, tmp_path, "--model", str(tiny))["rows"]
     moved = {(r["operation"], r["block_size"]): r for r in rows if r["experiment"] == "preemption"}

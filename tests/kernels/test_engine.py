@@ -137,7 +137,11 @@ def _margin(sequence) -> float:
 # The largest difference between logprobs that rounding makes: 2e-7 and 0.008 were seen.
 ROUNDING = {"float32": 1e-5, "bfloat16": 0.02}
 KERNELS = pytest.mark.parametrize(
-    "dtype, implementation", [("float32", TRITON), ("bfloat16", MOSAIC)], ids=["triton", "mosaic"]
+    "dtype, implementation",
+    [
+        pytest.param("float32", TRITON, id="triton"),
+        pytest.param("bfloat16", MOSAIC, id="mosaic", marks=pytest.mark.deep),
+    ],
 )
 
 

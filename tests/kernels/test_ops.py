@@ -14,7 +14,16 @@ DTYPES = (jnp.bfloat16, jnp.float16)
 EXAMPLES = {REFERENCE: 8, TRITON: 5, MOSAIC: 3}  # an interpreter takes seconds for each
 
 every = pytest.mark.parametrize("kernels", ALL, ids=[kernels.name for kernels in ALL])
+# Slow in the interpreters; their shapes are compiled and their rules checked in test_compile.py and test_hardware.py.
+SLOW = {"block 128, head dim 256, 16 heads on one", "block 8, head dim 256, 16 heads on one", "block 128, float16"}
 tiers = pytest.mark.parametrize("times", [1, pytest.param(8, marks=pytest.mark.deep)], ids=["few", "many"])
+
+
+def tiered(named):
+    """Cases by their names, slow ones in the deep tier."""
+    return [
+        pytest.param(case, id=name, marks=[pytest.mark.deep] if name in SLOW else []) for name, case in named.items()
+    ]
 
 
 def drawn(kernels, times, strategy, check) -> None:
@@ -32,14 +41,14 @@ def drawn(kernels, times, strategy, check) -> None:
 
 
 @every
-@pytest.mark.parametrize("case", cases.DECODE.values(), ids=cases.DECODE.keys())
+@pytest.mark.parametrize("case", tiered(cases.DECODE))
 def test_decode(kernels, case):
     batch = cases.make_batch(**case)
     batch.check(batch.run(kernels.paged_decode_attention))
 
 
 @every
-@pytest.mark.parametrize("case", cases.RAGGED.values(), ids=cases.RAGGED.keys())
+@pytest.mark.parametrize("case", tiered(cases.RAGGED))
 def test_ragged(kernels, case):
     batch = cases.make_batch(**case)
     batch.check(batch.run(kernels.ragged_paged_attention))

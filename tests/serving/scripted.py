@@ -15,7 +15,7 @@ from collections.abc import Collection
 
 from tokenizers import Tokenizer
 
-from jpaged.cli.serve import add_flags, bound_sockets, server_config
+from jpaged.cli.serve import add_flags, bound_sockets, server_config, tls_context
 from jpaged.config import Limits, ModelConfig
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.request import Request, Sample, Sequence, SequenceResult
@@ -130,7 +130,7 @@ def make(flags: list[str] | None = None) -> tuple[argparse.Namespace, Service]:
 def main() -> None:
     args, service = make()
     with logging_to(sys.stderr, args.access_log, args.log_level), bound_sockets(args) as sockets:
-        asyncio.run(serve(service, sockets))
+        asyncio.run(serve(service, sockets, tls_context(args)))
 
 
 if __name__ == "__main__":

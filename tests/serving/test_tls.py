@@ -11,7 +11,7 @@ import urllib.request
 import pytest
 
 import server
-from benchmarks.server_process import SMALL, ServerProcess
+from benchmarks.server_process import ServerProcess
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made with openssl")
 
@@ -34,14 +34,14 @@ def get(url, context):
 
 def test_https_with_and_without_a_clients_certificate(certificate):
     chain, key = map(str, certificate)
-    flags = [*SMALL, "--ssl-certfile", chain, "--ssl-keyfile", key]
+    flags = ["--ssl-certfile", chain, "--ssl-keyfile", key]
     trusting = ssl.create_default_context(cafile=chain)
-    with ServerProcess(*flags) as running:
+    with ServerProcess(*flags, module="tests.serving.scripted") as running:
         assert running.url.startswith("https://")
         assert get(f"{running.url}/v1/models", trusting)["data"][0]["id"] == "demo"
         with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
             get(f"{running.url}/v1/models", ssl.create_default_context())
-    with ServerProcess(*flags, "--ssl-ca-certs", chain) as running:
+    with ServerProcess(*flags, "--ssl-ca-certs", chain, module="tests.serving.scripted") as running:
         with pytest.raises((urllib.error.URLError, ConnectionError, ssl.SSLError)):
             get(f"{running.url}/v1/models", trusting)
         trusting.load_cert_chain(chain, key)

@@ -13,7 +13,8 @@ MIB = 2**20
 NAMES = {
     "vllm:num_requests_running": "running", "vllm:num_requests_waiting": "waiting",
     "vllm:kv_cache_usage_perc": "kv_usage", "process_resident_memory_bytes": "memory_mib", "process_open_fds": "files",
-    "vllm:num_preemptions_total": "preemptions", "vllm:num_swapped_blocks_total": "swapped_blocks",
+    "process_cpu_seconds_total": "cpu_s", "vllm:num_preemptions_total": "preemptions",
+    "vllm:num_swapped_blocks_total": "swapped_blocks",
     "vllm:num_requests_rejected_total": "rejected", "vllm:generation_tokens_total": "generated_tokens",
     "vllm:prompt_tokens_total": "prompt_tokens", "vllm:prefix_cache_hits_total": "cached_tokens",
 }  # fmt: skip
@@ -28,6 +29,7 @@ class ServerState(NamedTuple):
     kv_usage: float
     memory_mib: float
     files: float
+    cpu_s: float
     preemptions: float
     swapped_blocks: float
     rejected: float

@@ -247,7 +247,9 @@ def test_gpu_memory_utilization_sizes_the_pool(model, monkeypatch):
 
     fitting_blocks_of = ModelRunner._fitting_blocks
     monkeypatch.setattr(ModelRunner, "_fitting_blocks", fitting)
-    monkeypatch.setattr(ModelRunner, "temporaries", lambda runner, pool: gib // 4)
+    monkeypatch.setattr(ModelRunner, "sampling_temporaries", lambda runner, *args: gib // 4)
+    monkeypatch.setattr(ModelRunner, "model_temporaries", lambda runner, pool: gib // 8)
+    monkeypatch.setattr(ModelRunner, "_on_device", lambda runner, *args: None)
     monkeypatch.setattr(runner_module, "allocate_pool", lambda *args: [])
     for utilization in (0.5, 0.75):
         config = EngineConfig(block_size=8, gpu_memory_utilization=utilization, swap_space=0.0)

@@ -270,6 +270,13 @@ def summary(report: Report) -> str:
     )  # fmt: skip
 
 
+def above(rows: Sequence[Body]) -> list[str]:
+    """Return the cases above their limits."""
+    late = [row["case"] for row in rows if row["experiment"] == "pause" and row["beside_ms"] > 1e3 * MAX_PAUSE_S]
+    slow = [row["case"] for row in rows if row["experiment"] == "step" and row["ratio"] > MAX_STEP_RATIO]
+    return late + slow
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     prepare_environment()
     args = parse(argv)
@@ -280,11 +287,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     text = summary(report)
     (args.out / "report.md").write_text(text + "\n")
     print(text)
-    late = [row for row in report.rows if row["experiment"] == "pause" and row["beside_ms"] > 1e3 * MAX_PAUSE_S]
-    slow = [row for row in report.rows if row["experiment"] == "step" and row["ratio"] > MAX_STEP_RATIO]
-    for row in late + slow:
-        print(f"above the limit: {row['case']}")
-    return 1 if late or slow else 0
+    cases = above(report.rows)
+    for case in cases:
+        print(f"above the limit: {case}")
+    return int(bool(cases))
 
 
 if __name__ == "__main__":

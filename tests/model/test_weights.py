@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import shutil
 
 import jax
 import ml_dtypes
@@ -13,9 +14,10 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from jpaged import progress
-from jpaged.config import ModelConfig
+from jpaged.config import EngineConfig, ModelConfig
 from jpaged.convert import convert
-from jpaged.load import find_model, load_model
+from jpaged.demo import DIRECTORY
+from jpaged.load import find_model, load_model, prepare
 from jpaged.model import weights
 from jpaged.model.weights import dummy_llama, load_orbax, load_safetensors, save_orbax, save_safetensors
 from tests import checkpoints, models
@@ -267,3 +269,11 @@ def test_a_hub_id_comes_from_the_hubs_cache(directory, tmp_path, monkeypatch):
     found = find_model("someone/tiny")
     assert found == home / "snapshots" / commit
     load_safetensors(found, ModelConfig.from_directory(found), "float32", progress=False)
+
+
+@pytest.mark.parametrize("temperature", [-1, "hot", 10**400])
+def test_sampling_defaults_out_of_range_name_their_file(tmp_path, temperature):
+    shutil.copytree(DIRECTORY, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": temperature}))
+    with pytest.raises(ValueError, match=r"generation_config\.json: temperature: must be a number of at least 0"):
+        prepare(EngineConfig(model=str(tmp_path)))

@@ -50,6 +50,7 @@ FLAGS = (
 WARM_UP = 0.25  # of the requests, before memory and open files are first counted
 SETTLE_S = 60.0  # for what still runs after the last request
 LOOK_S = 0.5  # from one look at the server to the next
+MAX_GROWTH_MIB = 150  # after the warm-up
 KEPT = 20  # failures that are told in full
 
 
@@ -158,6 +159,8 @@ def problems(server: Row) -> list[str]:
         found.append(f"not healthy {server['unhealthy']} times")
     if server["files_end"] > server["files_warm"] + 2:
         found.append(f"open files grew from {server['files_warm']:g} to {server['files_end']:g}")
+    if server["grown_mib"] > MAX_GROWTH_MIB:
+        found.append(f"memory grew by {server['grown_mib']:.0f} MiB")
     if server["generated"] < 0.5 * server["requests"]:
         found.append(f"{server['generated']} of {server['requests']} requests generated tokens, less than half")
     met = ("preemptions", "swapped_blocks", "queue_full", "timed_out", "too_large")

@@ -271,7 +271,7 @@ def test_a_hub_id_comes_from_the_hubs_cache(directory, tmp_path, monkeypatch):
     load_safetensors(found, ModelConfig.from_directory(found), "float32", progress=False)
 
 
-@pytest.mark.parametrize("temperature", [-1, "hot", 10**400])
+@pytest.mark.parametrize("temperature", [-1, "hot", 10**400], ids=["negative", "text", "huge"])
 def test_sampling_defaults_out_of_range_name_their_file(tmp_path, temperature):
     shutil.copytree(DIRECTORY, tmp_path, dirs_exist_ok=True)
     (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": temperature}))

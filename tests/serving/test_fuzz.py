@@ -24,7 +24,7 @@ def check(rows):
         assert row["status"] == "ok", row["told"]
     assert server["status"] == "ok", server
     assert server["exit_status"] == 0 and not server["tracebacks"], server
-    assert server["grown_mib"] < 150 and server["most_at_once"] > CLIENTS / 2, server
+    assert server["most_at_once"] > CLIENTS / 2, server
     assert server["generated"] > server["requests"] / 2, server
     return {row["attacker"]: row for row in rows}
 
@@ -49,6 +49,7 @@ def test_a_busy_server_withstands_5000_hostile_requests():
 SERVER = {
     "running": 0, "waiting": 0, "kv_usage": 0, "unhealthy": 0, "files_warm": 11, "files_end": 11, "generated": 60,
     "requests": 100, "preemptions": 1, "swapped_blocks": 1, "queue_full": 1, "timed_out": 1, "too_large": 1,
+    "grown_mib": 50.0,
 }  # fmt: skip
 
 
@@ -59,6 +60,7 @@ SERVER = {
         ({"kv_usage": 0.5}, ["kv_usage is 0.5 at the end"]),
         ({"unhealthy": 2}, ["not healthy 2 times"]),
         ({"files_end": 20}, ["open files grew from 11 to 20"]),
+        ({"grown_mib": 200.0}, ["memory grew by 200 MiB"]),
         ({"generated": 49}, ["49 of 100 requests generated tokens, less than half"]),
         ({"swapped_blocks": 0, "queue_full": 0}, ["no swapped_blocks", "no queue_full"]),
     ],

@@ -1,6 +1,7 @@
 """What every test shares: the CPU, no network, a compilation cache of its own run, tiny models."""
 
 import os
+import signal
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # the CUDA plugin is here to compile, not to run
@@ -13,6 +14,10 @@ import pytest
 from hypothesis import Phase, settings
 
 from tests import checkpoints, models
+
+# A shell's background job starts with SIGINT ignored, and so do its children: nothing could be interrupted.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A slow machine is no failure; and one that runs unattended should fail the same way twice.
 settings.register_profile("jpaged", deadline=None, derandomize="CI" in os.environ)

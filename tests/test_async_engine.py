@@ -1,6 +1,7 @@
 """The engine's thread, over a fake runner: many at once, leaving early, ids in use, stopping, failing."""
 
 import asyncio
+import itertools
 import threading
 import time
 
@@ -128,16 +129,21 @@ async def test_a_refusal_reaches_the_caller_and_hurts_nobody(engine):
 
 async def test_many_calls_are_spread_over_several_steps(engine):
     """A step waits for the calls before it, and every stream with it."""
-    steps = []
+    steps, seen, nothing = itertools.count(), [], StepOutput(ScheduleDecision(), [], [])
+
+    def step():
+        next(steps)
+        return nothing
 
     def call(e):
         time.sleep(0.001)
-        steps.append(e.runner.num_steps)
+        seen.append(next(steps))
 
-    async with engine.generate("0", [1], SamplingParams(max_tokens=99)) as deltas:
-        await anext(deltas)
+    await engine.call(lambda e: setattr(e, "step", step))
+    async with engine.generate("0", [1], SamplingParams(max_tokens=99)):
         await asyncio.gather(*(engine.call(call) for _ in range(60)))
-    assert steps == sorted(steps) and len(set(steps)) >= 5
+    await release(engine)
+    assert sum(later - earlier > 1 for earlier, later in itertools.pairwise(seen)) >= 5
 
 
 async def test_one_client_may_not_fill_the_queue():

@@ -17,6 +17,7 @@ from jpaged.serving.prepare import Prepared
 from jpaged.serving.protocol import ApiError, Params
 from jpaged.serving.service import SERVICE, Service
 
+BATCH = 32  # prompts that are begun, or ended, in one turn of the event loop
 SMALL_BYTES = 32 * 2**10
 DONE = b"data: [DONE]\n\n"
 LAST_WORDS = 5.0  # seconds that a client has to take the error that ends its stream
@@ -166,11 +167,17 @@ async def _generate(
             if failure is not None:
                 raise failure
 
-    tasks = [asyncio.create_task(pump(index)) for index in range(len(prompts))]
+    tasks: list[asyncio.Task[None]] = []
     try:
+        for index in range(len(prompts)):
+            tasks.append(asyncio.create_task(pump(index)))
+            if len(tasks) % BATCH == 0:
+                await asyncio.sleep(0)  # other streams have their turn
         await asyncio.gather(*accepted)
         yield outputs()
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        for start in range(0, len(tasks), BATCH):
+            batch = tasks[start : start + BATCH]
+            for task in batch:
+                task.cancel()
+            await asyncio.gather(*batch, return_exceptions=True)

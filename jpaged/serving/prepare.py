@@ -4,7 +4,7 @@ These functions take time in proportion to the body, so they run on worker threa
 """
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from jpaged.serving.protocol import (
 )
 from jpaged.serving.service import Service
 from jpaged.serving.tools import Tool, ToolFormat, ToolParser
-from jpaged.tokenizer import backend, chat_text, encode, tokenize_bad_words
+from jpaged.tokenizer import backend, chat_text, encode, encode_all, tokenize_bad_words
 
 
 class Prepared[Body: GenerationRequest](NamedTuple):
@@ -54,8 +54,7 @@ def prepare_completion(service: Service, data: bytes) -> Prepared[CompletionRequ
                 400, f"prompt: {len(given)} prompts exceed {service.config.max_prompts}, one request's share of the "
                 "queue (--max-queue)", "prompt",
             )  # fmt: skip
-        special = body.add_special_tokens is not False
-        prompts = [_prompt(service, prompt, params, special) for prompt in given]
+        prompts = _prompts(service, given, params, body.add_special_tokens is not False)
         if params.stop or params.structured_outputs:
             _tokenizer(service, "stop" if params.stop else "structured_outputs")
         return Prepared(body, params, prompts, _bad_words(service, params))
@@ -136,18 +135,28 @@ def _check(service: Service, body: GenerationRequest) -> None:
         raise ApiError(400, "stream_options: only allowed with stream", "stream_options")
 
 
-def _prompt(service: Service, given: str | list[int], params: Params, add_special_tokens: bool) -> Prompt:
-    if not isinstance(given, str):
-        return Prompt(params.truncated(given, service.max_model_len))
-    tokenizer = _tokenizer(service, "prompt")
-    _check_length(service, len(given), "prompt")
-    token_ids = encode(tokenizer, given, add_special_tokens=add_special_tokens)
-    kept = params.truncated(token_ids, service.max_model_len)
-    return Prompt(kept, given if len(kept) == len(token_ids) else None)
+def _prompts(
+    service: Service, given: Sequence[str | list[int]], params: Params, add_special_tokens: bool
+) -> list[Prompt]:
+    texts = [prompt for prompt in given if isinstance(prompt, str)]
+    tokenized: Iterator[list[int]] = iter(())
+    if texts:
+        tokenizer = _tokenizer(service, "prompt")
+        for text in texts:
+            _check_length(service, len(text), "prompt")
+        # In one call, for each call wakes the tokenizer's threads.
+        tokenized = iter(encode_all(tokenizer, texts, add_special_tokens=add_special_tokens))
+    prompts = []
+    for prompt in given:
+        token_ids = next(tokenized) if isinstance(prompt, str) else prompt
+        kept = params.truncated(token_ids, service.max_model_len)
+        shown = prompt if isinstance(prompt, str) and len(kept) == len(token_ids) else None
+        prompts.append(Prompt(kept, shown))
+    return prompts
 
 
 def _check_length(service: Service, length: int, param: str) -> None:
-    """Refuse a text that can't fit, whatever its tokens are, before the time is spent on finding them."""
+    """Refuse a text that is too long for any tokens, before time is spent on tokenizing it."""
     if length > service.max_prompt_characters:
         raise ContextLengthExceeded(
             param,

@@ -55,12 +55,13 @@ def test_other_threads_run_while_a_long_text_is_tokenized(tokenizer):
 async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(client, path, body, param, monkeypatch):
     longest = MAX_LEN * client.service.vocabulary.longest
     tokenized = []
-    monkeypatch.setattr(prepare, "encode", lambda _, text, **__: tokenized.append(len(text)) or [1])
+    monkeypatch.setattr(prepare, "encode", lambda _, text, **__: tokenized.append(text) or [1])
+    monkeypatch.setattr(prepare, "encode_all", lambda _, texts, **__: tokenized.extend(texts) or [[1]] * len(texts))
     body = json.loads(json.dumps(body).replace("{text}", "a" * (longest + 1)))
     error = (await client.post(path, body, 400))["error"]
     assert (error["param"], error["code"]) == (param, "context_length_exceeded")
     assert f"maximum context length is {MAX_LEN} tokens" in error["message"]
-    assert all(length <= 1 for length in tokenized)
+    assert not tokenized
 
 
 async def test_a_rendered_conversation_is_measured_too(loaded):

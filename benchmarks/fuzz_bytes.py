@@ -197,7 +197,7 @@ def attack(target: Target, rng: random.Random, tally: Tally) -> None:
                 linger = (1).to_bytes(4, "little") + (0).to_bytes(4, "little")
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
             if target.tls is not None and manner == "ends":
-                # To the server's TLS layer the end of what is sent is the end of the connection: first an answer.
+                # A half-closed TLS connection is closed to the server, so the response is read first.
                 connection.settimeout(LOOK)
                 answer = _received(connection)
                 connection.settimeout(TIMEOUT)

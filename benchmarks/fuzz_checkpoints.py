@@ -52,7 +52,7 @@ def _header(data: bytes, **tensors: Any) -> bytes:
 NORM = "model.norm.weight"
 PADDING = {"strategy": {"Fixed": 10**9}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
            "pad_type_id": 0, "pad_token": "x"}  # fmt: skip
-# Crafted by hand: whatever may take memory or time in proportion to a number in a file, and unexpected types.
+# Crafted by hand: numbers that memory or time may be proportional to, and values of unexpected types.
 CRAFTED: list[tuple[str, Callable[[bytes], bytes]]] = [
     *((CONFIG, _set(**{name: value}))
       for name in ("num_hidden_layers", "vocab_size", "hidden_size", "head_dim", "num_attention_heads",

@@ -1,5 +1,5 @@
-"""Measures what one request costs the others: the longest pause of a stream beside large requests, and its step beside
-requests that use one parameter at its limit.
+"""Measures the cost of one request to the others: the longest pause of a stream beside large requests, and its step
+beside requests that use one parameter at its limit.
 
     python benchmarks/neighbours.py --out results      some minutes
     python benchmarks/neighbours.py --only bad_words
@@ -261,7 +261,7 @@ def summary(report: Report) -> str:
     pauses, steps = ([row for row in report.rows if row["experiment"] == name] for name in ("pause", "step"))
     return "\n\n".join(
         [
-            "# What a request costs the others", heading(report.environment),
+            "# The cost of one request to the others", heading(report.environment),
             f"## Longest pause of a stream (limit {1e3 * MAX_PAUSE_S:g} ms beside any request)",
             table(pauses, ("case", "bytes", "status", "seconds", "alone_ms", "beside_ms")),
             f"## Median step beside a request, without and with one parameter at its limit (limit {MAX_STEP_RATIO})",

@@ -231,7 +231,7 @@ def slope_mib_per_hour(rows: Sequence[Row]) -> float | None:
 
 
 def problems(rows: Sequence[Row]) -> list[str]:
-    """Return whatever differs from a server that could go on forever."""
+    """Return the differences from a server that could go on forever."""
     first, last = compare(rows)
     found = [f"{rows[-1]['failures']} wrong answers"] if rows[-1]["failures"] else []
     busy = [row for row in rows if row["running"] or row["waiting"] or row["kv_usage"]]

@@ -18,7 +18,7 @@ KERNELS = ("auto", "reference", "mosaic", "triton")
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 1, 256
-# Bounds of what a checkpoint may say of itself: a model is traced layer by layer before its tensors are compared.
+# Bounds of a checkpoint's config: a model is traced layer by layer before its tensors are compared.
 MAX_LAYERS, MAX_SIZE = 512, 2**31 - 1
 CONFIG, GENERATION = "config.json", "generation_config.json"
 

@@ -11,7 +11,7 @@ POLL_S = 0.2
 
 
 class Worker:
-    """Runs calls one after the other, each to its end, whatever interrupts its caller.
+    """Runs calls one after the other, each to its end, also if its caller is interrupted.
 
     Python raises KeyboardInterrupt in the main thread, between any two instructions. Code that must not be cut off
     half-way therefore runs here. The thread ends with its Worker and does not keep the process alive.

@@ -74,7 +74,7 @@ class Conversation:
 
 def talk(runner: asyncio.Runner, conversation: Conversation) -> None:
     """Takes messages from the terminal until it ends."""
-    # Whatever has started this process may have left SIGINT ignored, as shells do for their background jobs.
+    # The parent process may have left SIGINT ignored, as a shell does for its background jobs.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with suppress(ImportError):  # not every Python is built with it
         import readline  # noqa: F401  from here on input() has a history, and keys to edit a line

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def exit_on_interrupt() -> Iterator[None]:
-    """End the process with status 130 as soon as SIGINT comes, whatever it is doing.
+    """End the process with status 130 as soon as SIGINT comes, even inside native code.
 
     A KeyboardInterrupt would wait for native code to return, which takes minutes in a compilation, and libraries that
     are interrupted while they are imported print or swallow it.
@@ -22,7 +22,7 @@ def exit_on_interrupt() -> Iterator[None]:
 
     def leave(*_: object) -> None:
         if sys.stderr.isatty():
-            os.write(2, b"\n")  # what follows shall not stand on the line of a progress bar
+            os.write(2, b"\n")  # The prompt of the shell starts below the progress bar.
         os._exit(130)
 
     def watch() -> None:

@@ -173,7 +173,7 @@ class ModelRunner:
         return results
 
     def recover(self) -> None:
-        """Allocate again, empty, whatever a failed step has lost of the KV pool and the sampling state, and drop the
+        """Allocate again, empty, the KV pool and the sampling state if a failed step has lost them, and drop the
         blocks on the host. Raises what the allocation raises; it can then be tried again."""
         if not _usable(self.pool):
             for array in self.pool:

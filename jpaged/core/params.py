@@ -26,7 +26,10 @@ MAX_TOP = 2 * MAX_BEAM_WIDTH
 
 
 class InvalidParameter(ValueError):
-    """The caller's error: `field` names what is wrong; the message says what was given and what is allowed."""
+    """The caller's error: `field` names what is wrong; the message says what was given and what is allowed. `code`, if
+    there is one, names this kind of error to programs."""
+
+    code: str | None = None
 
     def __init__(self, field: str, message: str):
         super().__init__(f"{field}: {message}")
@@ -35,6 +38,8 @@ class InvalidParameter(ValueError):
 
 class ContextLengthExceeded(InvalidParameter):
     """A request for more tokens than the model, or the KV pool, has room for."""
+
+    code = "context_length_exceeded"
 
 
 def _rule(allowed: str, holds: Callable[[object], bool]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 from aiohttp import web
 
 from jpaged.async_engine import EngineDead, QueueFull
-from jpaged.core.params import ContextLengthExceeded, InvalidParameter
+from jpaged.core.params import InvalidParameter
 from jpaged.serving.origins import check_origin
 from jpaged.serving.protocol import ApiError
 from jpaged.serving.service import SERVICE
@@ -85,8 +85,7 @@ def as_api_error(error: Exception) -> ApiError:
         case ApiError():
             return error
         case InvalidParameter():
-            code = "context_length_exceeded" if isinstance(error, ContextLengthExceeded) else None
-            return ApiError(400, str(error), error.field, code=code)
+            return ApiError(400, str(error), error.field, code=error.code)
         case QueueFull():
             return ApiError(503, str(error), code="queue_full", retry_after=1)
         case EngineDead():

@@ -16,7 +16,6 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 from jpaged.core.params import (
     MAX_LOGIT_BIASES,
     BeamSearchParams,
-    ContextLengthExceeded,
     InvalidParameter,
     SamplingParams,
     StructuredOutputsParams,
@@ -241,8 +240,7 @@ class GenerationRequest(_Strict):
             message, names = str(error), self._names()
             for name, own in names.items():
                 message = re.sub(rf"\b{name}\b", own, message)
-            code = "context_length_exceeded" if isinstance(error, ContextLengthExceeded) else None
-            raise ApiError(400, message, names.get(error.field, error.field), code=code) from error
+            raise ApiError(400, message, names.get(error.field, error.field), code=error.code) from error
 
     def _max_tokens(self) -> int | None:
         return self.max_tokens

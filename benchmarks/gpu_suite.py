@@ -74,7 +74,7 @@ class Suite(Chains):
     def run(self, parts: Sequence[str]) -> int:
         """Run parts in order. Return the exit status."""
         deadline = Deadline(self.args.budget - CLOSING_S)
-        self._pool.start(self._describe_device())
+        (device,) = self._started([self._describe_device()])
         if self.args.isolate:
             self._hold()
         for name, start in {"demo": self._start_demo, "step": self._start_steps}.items():
@@ -95,6 +95,7 @@ class Suite(Chains):
                 end = dict(status="failed", reason=f"{type(error).__name__}: {error}"[:600])
             self.report.end_part(name, **end, seconds=time.monotonic() - start_s)
             write_tables(self.report, "GPU suite")
+        self._pool.wait([device], deadline)
         self._plot()
         print(write_tables(self.report, "GPU suite"))
         bad = [row for row in self.report.rows if row.get("status") in RED]

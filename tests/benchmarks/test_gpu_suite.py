@@ -136,12 +136,14 @@ def test_later_calls_run_every_part(suite_of, call, tmp_path, monkeypatch):
     assert {name: part["status"] for name, part in suite.report.parts.items()} == dict.fromkeys(plan.CALLS[call], "ok")
 
 
-def test_suite_without_a_gpu_says_so(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "benchmarks/gpu_suite.py", "--parts", "ceilings", "--out", str(tmp_path)], cwd=ROOT,
-        capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
-    assert done.returncode == 1 and "jax sees no GPU here" in done.stderr
+@pytest.mark.parametrize("parts", [[], ["ceilings"]])
+def test_suite_without_a_gpu_says_so(parts, tmp_path):
+    """Also where every part has ended before the device is known."""
+    with (
+        gpu_suite.Suite(gpu_suite.parse(["--out", str(tmp_path)])) as suite,
+        pytest.raises(SystemExit, match="jax sees no GPU here"),
+    ):
+        suite.run(parts)
 
 
 def test_jobs_load_in_an_environment_that_has_little_beside_jax():

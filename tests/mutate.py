@@ -55,7 +55,7 @@ SUITES = {
     "jpaged/core/block_pool.py": ALLOCATOR,
     "jpaged/core/block_table.py": ALLOCATOR,
     "jpaged/core/params.py": Suite(("tests/test_engine.py",)),
-    "jpaged/core/queue.py": ALLOCATOR,
+    "jpaged/core/queue.py": Suite(("tests/core/test_queue.py", *ALLOCATOR.tests), ALLOCATOR.select),
     "jpaged/core/request.py": ALLOCATOR,
     "jpaged/core/scheduler.py": ALLOCATOR,
     "jpaged/runtime/batch.py": Suite(("tests/runtime/test_batch.py",)),

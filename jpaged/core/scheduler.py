@@ -233,7 +233,7 @@ class Scheduler:
                 continue
             self._remember(sequence)
             request.prompt_samples.extend(result.prompt)
-            if sequence.num_computed_tokens < sequence.num_tokens or not result.samples:
+            if not result.samples:
                 continue
             if request.beam:
                 beams.setdefault(request, []).append(result.samples[0])

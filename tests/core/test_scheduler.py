@@ -184,6 +184,31 @@ def test_nothing_is_admitted_without_a_token_left_in_the_budget():
     assert list(scheduler.running) == [first] and list(scheduler.waiting) == [second]
 
 
+def test_a_request_without_budget_is_left_out_of_a_step():
+    scheduler, runner = make(tokens=4, policy="priority")
+    late = add(scheduler, "late", [1], max_tokens=9)
+    step(scheduler, runner)
+    scheduler.add("urgent", [2] * 12, SamplingParams(max_tokens=1), seed=0, priority=-1)
+    counts = [list(step(scheduler, runner)[0].num_scheduled_tokens.values()) for _ in range(4)]
+    assert counts == [[1, 3], [4], [4], [1, 1]]
+    assert late.sequences[0].num_output_tokens == 3
+
+
+@pytest.mark.parametrize("tokens", [4, 5, 7])
+def test_preempted_beams_are_computed_again_within_the_budget(tokens):
+    """Their last tokens come in one step, for they are compared with each other."""
+    for token in range(16):
+        scheduler, runner = make(blocks=16, size=2, seqs=5, tokens=tokens, cache=False, preemption="recompute")
+        old = add(scheduler, "old", [9] * 11, max_tokens=18)
+        params = BeamSearchParams(beam_width=3, max_tokens=9, ignore_eos=True)
+        young = scheduler.add("young", [token] * 6, params, seed=0)
+        last = add(scheduler, "last", [7], max_tokens=12)
+        drain(scheduler, runner)
+        assert scheduler.num_preemptions > 0
+        for request in (old, young, last):
+            assert_as_alone(request)
+
+
 def test_admission_leaves_the_blocks_that_resumed_requests_lack():
     scheduler, runner = make(blocks=5, size=2, host=10, preemption="swap", cache=False)
     add(scheduler, "old", [1, 1, 1], max_tokens=4)
@@ -198,6 +223,29 @@ def test_admission_leaves_the_blocks_that_resumed_requests_lack():
             # Its next token opens a block, and all others that are free would be those of the late request.
             assert scheduler._lack(young) == 1 and late in scheduler.waiting
     assert preempted == [young]
+
+
+def test_admission_leaves_the_blocks_that_two_resumed_requests_lack():
+    scheduler, runner = make(blocks=6, size=2, host=12, preemption="swap", cache=False)
+    for name, length, max_tokens in (("old", 3, 5), ("middle", 1, 7), ("young", 1, 7)):
+        add(scheduler, name, [1] * length, max_tokens=max_tokens)
+    preempted = []
+    while scheduler.has_work:
+        decision, _ = step(scheduler, runner)
+        preempted += [request.request_id for request in decision.preempted]
+        if len(preempted) == 1 and decision.preempted:
+            add(scheduler, "late", [1, 1, 1], max_tokens=3)
+    assert preempted == ["young", "middle", "young"], "late would be let in for no more than a step"
+
+
+def test_a_victim_of_one_block_is_swapped_too():
+    scheduler, runner = make(blocks=2, size=8, host=1, preemption="swap")
+    add(scheduler, "old", [1, 2, 3, 4, 5, 6, 7], max_tokens=4)
+    young = add(scheduler, "young", [5, 6], max_tokens=4)
+    while not (decision := step(scheduler, runner)[0]).preempted:
+        pass
+    assert decision.preempted == [young] and scheduler.num_swapped_blocks == 1
+    drain(scheduler, runner)
 
 
 @pytest.mark.parametrize(
@@ -379,6 +427,7 @@ def test_logits_that_are_not_finite_end_their_request_alone(where):
     scheduler, runner = make(size=4)
     other = add(scheduler, "other", [7, 7, 7], max_tokens=5)
     bad = add(scheduler, "bad", [5] * 9, n=2, max_tokens=5, prompt_logprobs=0)
+    last = add(scheduler, "last", [8], max_tokens=5)
     if where != "prompt":
         step(scheduler, runner)
         step(scheduler, runner)
@@ -391,10 +440,12 @@ def test_logits_that_are_not_finite_end_their_request_alone(where):
     advanced = scheduler.update(decision, results)
     assert {(s.finish_reason, s.stop_reason) for s in bad.sequences} == {(FinishReason.ERROR, NON_FINITE)}
     assert set(bad.sequences) <= set(advanced) and len(advanced) == len(set(advanced))
+    assert last.sequences[0] in advanced
     assert scheduler.pool.match([5] * 9).num_tokens == 0, "its KV may be as bad, so nobody may share it"
     scheduler.check_invariants()
     drain(scheduler, runner)
     assert other.sequences[0].output_token_ids == generate([7, 7, 7], 5)
+    assert last.sequences[0].output_token_ids == generate([8], 5)
 
 
 def test_a_beam_whose_logits_are_not_finite_ends_its_search():

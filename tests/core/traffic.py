@@ -24,13 +24,16 @@ def schedule(scheduler: Scheduler) -> ScheduleDecision:
     scheduler.check_invariants()
     assert decision.num_tokens <= scheduler.limits.max_num_batched_tokens
     assert len(decision.num_scheduled_tokens) <= scheduler.limits.max_num_seqs
+    assert all(count > 0 for count in decision.num_scheduled_tokens.values())
     assert not decision.idle or not scheduler.has_work, "a step that does nothing would last for ever"
     return decision
 
 
 def step(scheduler: Scheduler, runner: FakeRunner) -> tuple[ScheduleDecision, list[Sequence]]:
     decision = schedule(scheduler)
+    ends = {s: s.num_computed_tokens + count for s, count in decision.num_scheduled_tokens.items()}
     advanced = scheduler.update(decision, runner.step(decision))
+    assert all(s.num_computed_tokens == end for s, end in ends.items() if s in s.request.live)
     scheduler.check_invariants()
     return decision, advanced
 

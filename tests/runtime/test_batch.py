@@ -206,6 +206,18 @@ def test_masks_of_several_samples():
     assert allowed == [{*range(97)} - {40}] * 2 + [{5, 96}, {40}], "a text that is complete ends, however short"
 
 
+def test_masks_of_branches_alone():
+    """Neither of the row before them, nor of the one after them."""
+    scheduler = Scheduler(BlockPool(16, 4), Limits(32, 6, 24), vocab_size=97)
+    late = {"min_tokens": 2, "stop_token_ids": [40], "max_tokens": 3}
+    for name, params in (("before", {}), ("pair", {"n": 2, **late}), ("after", {})):
+        scheduler.add(name, [1], SamplingParams(**params), seed=0)
+    decision = scheduler.schedule()
+    _, batch = make_batch(decision, Buckets(Limits(32, 6, 24)), 4, 8, 97)
+    masked = Masks(97).apply(decision, batch.sampling).masked
+    assert masked.tolist() == [False, True, True, False, False, False]
+
+
 def test_masks_without_anything_forbidden_leave_the_sampling_as_it_is():
     scheduler = Scheduler(BlockPool(16, 4), LIMITS, vocab_size=97)
     scheduler.add("a", [1], SamplingParams(), seed=0)

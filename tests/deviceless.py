@@ -180,6 +180,9 @@ def abstract_h200() -> contextlib.AbstractContextManager[Any]:
     return _abstract(H200)
 
 
+OPTIMIZED = {"xla_backend_optimization_level": 3}  # also where XLA_FLAGS lowers it, as for the tests on a CPU
+
+
 def compile_for(
     device: Device,
     fn: Callable[..., Any],
@@ -203,7 +206,7 @@ def compile_for(
             return jax.jit(lambda *args: fn(*args), donate_argnums=donate_argnums).trace(*avals).lower()
 
     if not figures:
-        return Compiled(lower().compile(), {})
+        return Compiled(lower().compile(OPTIMIZED), {})
     with tempfile.TemporaryDirectory(prefix="kernel_dump_") as name:
         mosaic, xla = pathlib.Path(name, "mosaic"), pathlib.Path(name, "xla")
         mosaic.mkdir()
@@ -216,7 +219,7 @@ def compile_for(
             assert tool, "nvdisasm is not installed"
             asked |= dict(MOSAIC_GPU_DUMP_SASS="1", PATH=f"{pathlib.Path(tool).parent}{os.pathsep}{os.environ['PATH']}")
         with _environment(**asked), _stdout_to(mosaic / "printed"):
-            executable = lowered.compile({"xla_dump_to": str(xla), "xla_dump_emitter_re": "ptx"})
+            executable = lowered.compile(OPTIMIZED | {"xla_dump_to": str(xla), "xla_dump_emitter_re": "ptx"})
         kernels = _read_figures(mosaic, (mosaic / "printed").read_text())
         return Compiled(executable, kernels | _read_triton_figures(xla, executable.as_text() or ""))
 

@@ -24,7 +24,7 @@ class BlockTable:
         """
         pool, size = self.pool, self.pool.block_size
         first, stop = start // size, -(-end // size)
-        if first < len(self.block_ids) >= stop == first + 1 and pool.is_private(self.block_ids[first]):
+        if stop == first + 1 <= len(self.block_ids) and pool.is_private(self.block_ids[first]):
             return []  # so it is for most tokens
         spare = pool.num_free - shortage([(self, start, end)])
         if spare < 0:

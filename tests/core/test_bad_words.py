@@ -17,3 +17,11 @@ def test_bad_words_forbid_what_a_search_finds(words, tokens, data):
     assert bad_words.next_tokens(tokens, num_output_tokens) == found
     assert bad_words.single_tokens == sorted({word[0] for word in words if len(word) == 1})
     assert bool(bad_words) == bool(words)
+
+
+def test_one_prefix_gives_the_same_object_each_time():
+    """Masks are made once for each."""
+    bad_words = BadWords([(1, 2), (1, 3), (4, 1, 5)])
+    after_one = bad_words.next_tokens([1], 1)
+    assert after_one == {2, 3} and bad_words.next_tokens([9, 1], 2) is after_one
+    assert bad_words.next_tokens([4, 1], 2) == {2, 3, 5}

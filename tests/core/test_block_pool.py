@@ -28,6 +28,7 @@ def remembering(pool: BlockPool, *texts: list[int], salt: str = "") -> list[int]
 
 def test_blocks_are_taken_in_order_and_run_out():
     pool = BlockPool(3, 4)
+    assert pool.enable_prefix_caching, "unless told otherwise"
     assert [pool.allocate() for _ in range(4)] == [0, 1, 2, None]
     assert pool.num_free == 0 and pool.num_used == 3
 

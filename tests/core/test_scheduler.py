@@ -460,6 +460,42 @@ def test_a_beam_whose_logits_are_not_finite_ends_its_search():
     assert not scheduler.has_work and scheduler.pool.num_used == 0
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["before the step", "after the step"])
+def test_after_a_failed_step_everything_is_computed_again(late):
+    """Of running, swapped and waiting requests, two of them with a finished branch."""
+    scheduler, runner = make(blocks=14, size=2, seqs=5, host=12, preemption="swap")
+    requests = [add(scheduler, "old", [1] * 5, max_tokens=12), add(scheduler, "two", [2, 2], n=2, max_tokens=9)]
+    requests += [add(scheduler, f"young {i}", [3 + i] * 3, max_tokens=9, presence_penalty=1) for i in range(3)]
+    while not any(s.table.block_ids for request in scheduler.waiting for s in request.live):
+        step(scheduler, runner)
+    scheduler.finish(requests[1].sequences[0], FinishReason.STOP)
+    lengths = [[s.num_tokens for s in request.sequences] for request in requests]
+    decision = scheduler.schedule()
+    if late:
+        runner.step(decision)
+    scheduler.recover()
+    runner.recover()
+    scheduler.check_invariants()
+    assert not scheduler.running and list(scheduler.waiting) == requests
+    assert scheduler.pool.num_used == scheduler.host_pool.num_used == 0
+    assert scheduler.pool.match([1] * 4).num_tokens == 0
+    assert [[s.num_tokens for s in request.sequences] for request in requests] == lengths
+    drain(scheduler, runner)
+    assert_as_alone(requests[0])
+    assert requests[1].sequences[1].output_token_ids == generate([2, 2], 9, 1)
+    for request in requests[2:]:
+        assert_as_alone(request)
+
+
+def test_a_failed_step_forgets_requests_that_have_ended():
+    scheduler, _ = make()
+    request = add(scheduler, "a", [1, 2, 3], max_tokens=2)
+    scheduler.schedule()
+    request.sequences[0].finish_reason = FinishReason.STOP
+    scheduler.recover()
+    assert not scheduler.has_work and not scheduler.waiting
+
+
 def test_a_request_id_in_use_is_refused():
     scheduler, _ = make()
     add(scheduler, 0, [1])

@@ -120,9 +120,11 @@ def attack(mode: str, **options) -> Counter[str]:
 
 @pytest.mark.parametrize("mode", ["recompute", "swap", "auto"])
 def test_whatever_happens_every_request_gives_what_it_gives_alone(mode):
+    wanted = {"copy", "preemption", "abort in a step"} | ({"swap"} if mode != "recompute" else set())
     seen = attack(mode, max_examples=120)
-    assert seen["copy"] and seen["preemption"] and seen["abort in a step"]
-    assert bool(seen["swap"]) == (mode != "recompute")
+    if not wanted <= (+seen).keys():  # chance may leave one of them out, but not twice
+        seen += attack(mode, max_examples=360)
+    assert wanted <= (+seen).keys() and (mode != "recompute" or not seen["swap"])
 
 
 @pytest.mark.parametrize("bug", BUGS)

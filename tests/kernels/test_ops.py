@@ -15,7 +15,10 @@ EXAMPLES = {REFERENCE: 8, TRITON: 5, MOSAIC: 3}  # an interpreter takes seconds 
 
 every = pytest.mark.parametrize("kernels", ALL, ids=[kernels.name for kernels in ALL])
 # Slow in the interpreters; their shapes are compiled and their rules checked in test_compile.py and test_hardware.py.
-SLOW = {"block 128, head dim 256, 16 heads on one", "block 8, head dim 256, 16 heads on one", "block 128, float16"}
+SLOW = {
+    "block 128, head dim 256, 16 heads on one", "block 8, head dim 256, 16 heads on one", "block 128, float16",
+    "block 32, 7 heads on one",
+}  # fmt: skip
 tiers = pytest.mark.parametrize("times", [1, pytest.param(8, marks=pytest.mark.deep)], ids=["few", "many"])
 
 
@@ -64,14 +67,14 @@ def test_write(kernels, case):
 @tiers
 @every
 def test_any_decode(kernels, times):
-    strategy = cases.batches(ragged=False, long=kernels is not REFERENCE, dtypes=DTYPES)
+    strategy = cases.batches(ragged=False, long=kernels is not REFERENCE, small=times == 1, dtypes=DTYPES)
     drawn(kernels, times, strategy, lambda batch: batch.check(batch.run(kernels.paged_decode_attention)))
 
 
 @tiers
 @every
 def test_any_ragged(kernels, times):
-    strategy = cases.batches(ragged=True, long=False, dtypes=DTYPES)
+    strategy = cases.batches(ragged=True, long=False, small=times == 1, dtypes=DTYPES)
     drawn(kernels, times, strategy, lambda batch: batch.check(batch.run(kernels.ragged_paged_attention)))
 
 
@@ -130,11 +133,12 @@ def test_a_row_depends_neither_on_neighbours_nor_on_chunks(kernels):
     np.testing.assert_array_equal(one.run(ragged, decode_s=jnp.array([False])), expected[-1:])
 
 
+@pytest.mark.parametrize("num_seqs", [48, pytest.param(256, marks=pytest.mark.deep)])
 @every
-def test_a_decode_row_has_the_same_bits_alone_in_256_and_beside_prompts(kernels):
-    """One request of two splits: three times in a decode step of 256, alone in a wider table, and in mixed steps."""
-    rng, at = np.random.default_rng(0), [0, 100, 255]
-    contexts = rng.integers(0, 2, 256)
+def test_a_decode_row_has_the_same_bits_alone_in_a_large_step_and_beside_prompts(kernels, num_seqs):
+    """One request of two splits: three times in a large decode step, alone in a wider table, and in mixed steps."""
+    rng, at = np.random.default_rng(0), [0, num_seqs // 3, num_seqs - 1]
+    contexts = rng.integers(0, 2, num_seqs)
     contexts[at] = 530
     batch = cases.make_batch(contexts.tolist(), num_kv_heads=1, group=2, block_size=16, return_lse=True)
     first = jnp.asarray(at)

@@ -63,7 +63,13 @@ def test_ragged_scale_costs_no_multiplication():
     assert sass.count(plain, "FFMA") >= 64 and sass.count(plain, "FMUL") < 96
 
 
-@pytest.mark.parametrize("options", [dict(), dict(soft_cap=30.0, window=1000)], ids=["plain", "capped, windowed"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param(dict(soft_cap=30.0, window=1000), id="capped, windowed", marks=pytest.mark.deep),
+    ],
+)
 def test_ragged_loops_keep_everything_in_registers(options):
     loops = sass.main_loops(compiled(128, **options)["ragged_paged"].sass)
     assert len(loops) == 2 + ("window" in options)

@@ -298,13 +298,16 @@ async def test_an_engine_that_fails_says_so_to_everybody(tiny):
             assert response.status == 503
 
 
-TRAFFIC = {
-    "plenty": {},
-    "chunks of 16": {"max_num_batched_tokens": 16},
-    "no prefix cache": {"enable_prefix_caching": False},
-    "preemption": {"num_gpu_blocks_override": 40},
-    "preemption, no prefix cache": {"num_gpu_blocks_override": 40, "enable_prefix_caching": False},
-}
+TRAFFIC = [
+    pytest.param({}, id="plenty"),
+    pytest.param({"max_num_batched_tokens": 16}, id="chunks of 16", marks=pytest.mark.deep),
+    pytest.param({"enable_prefix_caching": False}, id="no prefix cache", marks=pytest.mark.deep),
+    pytest.param({"num_gpu_blocks_override": 40}, id="preemption"),
+    pytest.param(
+        {"num_gpu_blocks_override": 40, "enable_prefix_caching": False}, id="preemption, no prefix cache",
+        marks=pytest.mark.deep,
+    ),
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -334,7 +337,7 @@ def answer(body):
     return choice["text"], choice["logprobs"]["tokens"]
 
 
-@pytest.mark.parametrize("config", TRAFFIC.values(), ids=TRAFFIC)
+@pytest.mark.parametrize("config", TRAFFIC)
 async def test_64_requests_at_once_give_what_each_gives_alone(tiny, traffic, alone, config):
     engine, *rest = build(tiny, **config)
     async with Client(engine, *rest) as client:

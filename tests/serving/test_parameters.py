@@ -284,7 +284,7 @@ async def test_echo_comes_once_in_each_choice_of_a_stream(client, letters):
     chunks = [chunk["choices"][0] for chunk in await client.stream("/v1/completions", {"prompt": "Hello"} | fields)]
     for choice in plain["choices"]:
         mine = [chunk for chunk in chunks if chunk["index"] == choice["index"]]
-        assert mine[0]["text"].startswith("Hello") and len(mine) == 12
+        assert mine[0]["text"].startswith("Hello") and 1 < len(mine) <= 12
         assert "".join(chunk["text"] for chunk in mine) == choice["text"]
         for name in ("tokens", "text_offset"):
             assert [x for chunk in mine for x in chunk["logprobs"][name]] == choice["logprobs"][name]

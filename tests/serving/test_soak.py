@@ -17,6 +17,7 @@ ENVIRONMENT = {
 }  # fmt: skip
 
 
+@pytest.mark.deep
 async def test_some_seconds_of_mixed_load(tmp_path):
     report = Report(tmp_path / "results.json", ENVIRONMENT, quiet=True)
     # The flags of the fuzzer's server, so that both take the same compiled steps.

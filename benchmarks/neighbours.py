@@ -4,9 +4,10 @@ beside requests that use one parameter at its limit.
     python benchmarks/neighbours.py --out results      some minutes
     python benchmarks/neighbours.py --only bad_words
 
-The server is a process of its own with the demo model's shapes, random weights and a context of 32,768 tokens. A probe
-streams tokens while another process sends the requests. Every case alternates with its baseline: nothing beside the
-probe, or the same request without the parameter. Ratios are of medians.
+The server is a process of its own with the demo model's shapes, random weights and a context of 32,768 tokens. Its
+steps have up to 16 tokens beside large requests, and up to 64 sequences beside parameters. A probe streams tokens while
+another process sends the requests. Every case alternates with its baseline: nothing beside the probe, or the same
+request without the parameter. Ratios are of medians.
 """
 
 import argparse
@@ -41,12 +42,10 @@ from jpaged.demo import DIRECTORY as DEMO
 Body = dict[str, Any]
 MAX_MODEL_LEN = 32_768
 MAX_NUM_SEQS = 64
+SHORT_STEPS = 16  # tokens: full steps are no pauses
 MAX_PAUSE_S = 0.05  # beside any accepted request
 MAX_STEP_RATIO = 1.2
-FLAGS = (
-    "--load-format", "dummy", "--max-num-seqs", str(MAX_NUM_SEQS), "--max-num-batched-tokens", "64",
-    "--num-gpu-blocks-override", "4096", "--access-log", "none",
-)  # fmt: skip
+FLAGS = ("--load-format", "dummy", "--num-gpu-blocks-override", "4096", "--access-log", "none")
 STORY = "The little fox saw a red kite over the old tree, and ran home. "
 WORDS = [f"{a}{b}{c}" for a in "bcdfghklmnprstwz" for b in "aeiou" for c in "bdgklmnprstvwxyz"]
 
@@ -76,7 +75,8 @@ def large_requests() -> dict[str, tuple[str, Body]]:
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 1024}] * 16} | none,
         ),
-        "2,049 prompts": ("/v1/completions", {"prompt": ["a"] * 2049} | none),
+        "2,049 prompts, refused": ("/v1/completions", {"prompt": ["a"] * 2049} | none),
+        "2,049 prompts": ("/v1/completions", {"prompt": ["a"] * 2049, "max_tokens": 1}),
         "128 tools": (
             "/v1/chat/completions",
             {"messages": [message], "tools": [tool | {"function": tool["function"] | {"name": f"f{i}"}}
@@ -148,29 +148,35 @@ def send(url: str, path: str, data: bytes) -> int:
 
 
 class Probe:
-    """A stream without an end: whenever one is complete, the next begins.
+    """One stream after another, each short enough that its own context costs little.
 
     Attributes:
-        times: when its tokens came.
+        streams: of each stream, when its tokens came.
     """
 
     def __init__(self, session: aiohttp.ClientSession):
         self._session = session
-        self.times: list[float] = []
+        self.streams: list[list[float]] = []
 
     async def run(self) -> None:
-        body = {"prompt": "a", "max_tokens": 8000, "ignore_eos": True, "stream": True, "temperature": 0}
+        body = {"prompt": "a", "max_tokens": 500, "ignore_eos": True, "stream": True, "temperature": 0}
         while True:
+            times: list[float] = []
+            self.streams.append(times)
             async with self._session.post("/v1/completions", json=body) as response:
                 assert response.status == 200, await response.text()
                 async for line in response.content:
                     if line.startswith(b"data: {"):
-                        self.times.append(time.perf_counter())
+                        times.append(time.perf_counter())
 
     def pauses(self, start: float, end: float) -> list[float]:
-        """Return the times between its tokens within an interval, in seconds."""
-        inside = [moment for moment in self.times if start <= moment <= end]
-        return [later - earlier for earlier, later in itertools.pairwise(inside)]
+        """Return the times between tokens of a stream within an interval, in seconds."""
+        return [
+            later - earlier
+            for times in self.streams
+            for earlier, later in itertools.pairwise(times)
+            if start <= earlier and later <= end
+        ]
 
 
 @contextlib.asynccontextmanager
@@ -179,7 +185,7 @@ async def probing(url: str) -> AsyncIterator[Probe]:
         probe = Probe(session)
         task = asyncio.create_task(probe.run())
         try:
-            while len(probe.times) < 50:
+            while not probe.streams or len(probe.streams[0]) < 50:
                 await asyncio.sleep(0.05)
                 if task.done():
                     task.result()
@@ -224,25 +230,31 @@ def long_demo() -> Iterator[Path]:
         yield directory
 
 
-async def run(args: argparse.Namespace, url: str, report: Report) -> None:
+async def measure_pauses(url: str, repeats: int, only: str, report: Report) -> None:
+    """Add a row for each large request whose name holds `only`."""
     with ProcessPoolExecutor(1) as pool:
         async with probing(url) as probe:
             for name, (path, body) in tqdm(large_requests().items(), desc="large requests", disable=None):
-                if args.only and args.only not in name:
+                if only not in name:
                     continue
                 data = json.dumps(body).encode()
-                found = [await pause_beside(probe, url, path, data, pool) for _ in range(args.repeats)]
+                found = [await pause_beside(probe, url, path, data, pool) for _ in range(repeats)]
                 report.add(
                     experiment="pause", case=name, bytes=len(data), status=found[0]["status"],
                     seconds=statistics.median(each["seconds"] for each in found),
                     **{f"{where}_ms": 1e3 * statistics.median(each[where] for each in found)
                        for where in ("alone", "beside")},
                 )  # fmt: skip
+
+
+async def measure_steps(url: str, repeats: int, only: str, report: Report) -> None:
+    """Add a row for each parameter whose name holds `only`."""
+    with ProcessPoolExecutor(1) as pool:
+        async with probing(url) as probe:
             for name, (plain, limit) in tqdm(parameters().items(), desc="parameters", disable=None):
-                if args.only and args.only not in name:
+                if only not in name:
                     continue
-                pairs = [[await step_beside(probe, url, body, pool) for body in (plain, limit)]
-                         for _ in range(args.repeats)]  # fmt: skip
+                pairs = [[await step_beside(probe, url, body, pool) for body in (plain, limit)] for _ in range(repeats)]
                 before, beside = (1e3 * statistics.median(each) for each in zip(*pairs))
                 ratio = statistics.median(with_limit / without for without, with_limit in pairs)
                 report.add(experiment="step", case=name, plain_ms=before, limit_ms=beside, ratio=ratio)
@@ -252,7 +264,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("results"), metavar="DIR", help="folder for results")
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help="how often each case is measured")
-    parser.add_argument("--only", metavar="TEXT", help="only the cases whose names hold this")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only the cases whose names hold this")
     return parser.parse_args(argv)
 
 
@@ -282,8 +294,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     report = Report(args.out / "results.json", environment(open_device(tiny=True), tiny=False))
     report.environment |= {"model": "demo, random weights, context 32,768", "flags": FLAGS}
-    with long_demo() as model, ServerProcess("--model", str(model), *FLAGS) as server:
-        asyncio.run(run(args, server.url, report))
+    with long_demo() as model:
+        for measure, size in ((measure_pauses, SHORT_STEPS), (measure_steps, MAX_NUM_SEQS)):
+            limits = ("--max-num-seqs", str(size), "--max-num-batched-tokens", str(size))
+            with ServerProcess("--model", str(model), *FLAGS, *limits) as server:
+                asyncio.run(measure(server.url, args.repeats, args.only, report))
     text = summary(report)
     (args.out / "report.md").write_text(text + "\n")
     print(text)

@@ -17,7 +17,7 @@ from jpaged.serving.prepare import Prepared
 from jpaged.serving.protocol import ApiError, Params
 from jpaged.serving.service import SERVICE, Service
 
-BATCH = 32  # prompts that are begun, or ended, in one turn of the event loop
+BATCH = 32  # prompts that are begun, or ended, at once: other streams have their turn between two batches
 SMALL_BYTES = 32 * 2**10
 DONE = b"data: [DONE]\n\n"
 LAST_WORDS = 5.0  # seconds that a client has to take the error that ends its stream
@@ -169,11 +169,10 @@ async def _generate(
 
     tasks: list[asyncio.Task[None]] = []
     try:
-        for index in range(len(prompts)):
-            tasks.append(asyncio.create_task(pump(index)))
-            if len(tasks) % BATCH == 0:
-                await asyncio.sleep(0)  # other streams have their turn
-        await asyncio.gather(*accepted)
+        for start in range(0, len(prompts), BATCH):
+            batch = range(len(prompts))[start : start + BATCH]
+            tasks += [asyncio.create_task(pump(index)) for index in batch]
+            await asyncio.gather(*(accepted[index] for index in batch))  # a refusal ends it here
         yield outputs()
     finally:
         for start in range(0, len(tasks), BATCH):

@@ -1,6 +1,7 @@
 """Running the application until it is told to stop: finish what runs, refuse what comes, leave."""
 
 import asyncio
+import gc
 import logging
 import resource
 import signal
@@ -33,6 +34,9 @@ async def serve(service: Service, sockets: Sequence[socket.socket], tls: ssl.SSL
     _allow_many_connections()
     # A worker thread that prepares a large request holds the GIL for so long, each time that a step needs it.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    # What has been loaded stays: a collection that goes through all of it holds every stream up for as long.
+    gc.collect()
+    gc.freeze()
     runner = web.AppRunner(make_app(service), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:

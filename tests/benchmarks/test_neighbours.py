@@ -46,7 +46,7 @@ def test_large_requests_are_well_formed():
 
 def test_pauses_are_those_within_the_time():
     probe = neighbours.Probe(session=None)
-    probe.times = [0.0, 1.0, 1.5, 1.6, 3.0]
+    probe.streams = [[0.0, 1.0, 1.5], [1.6, 1.7, 3.0]]
     assert probe.pauses(0.5, 2.0) == pytest.approx([0.5, 0.1])
 
 

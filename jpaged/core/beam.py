@@ -1,5 +1,6 @@
 """Beam search as Hugging Face's `generate(num_beams=...)` defines it, for one request, on plain numbers."""
 
+import heapq
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -43,20 +44,21 @@ class BeamSearch[T]:
     done: bool = False
 
     def advance(
-        self, candidates: Iterable[Candidate], length: int, end: Callable[[Candidate], T | None]
+        self, candidates: Iterable[Iterable[Candidate]], length: int, end: Callable[[Candidate], T | None]
     ) -> list[Candidate]:
         """One step: the candidates that live on, best first, at most `width`; none once the search is `done`.
 
         Args:
-            candidates: at least the `width` best that go on, as far as there are so many, and every better one that
-                ends. One of score -inf is banned: it neither lives on nor ends.
+            candidates: those of each live beam, best first: at least the `width` best that go on, as far as there are
+                so many, and every better one that ends. One of score -inf is banned: it neither lives on nor ends.
             length: tokens of output that a candidate has.
             end: the hypothesis that a candidate has become, or None if it goes on.
         """
-        best = sorted((c for c in candidates if c.score > -math.inf), key=lambda c: (-c.score, c.beam, c.token))
+        # Few of them are looked at: with W beams, about W of W^2.
+        best = heapq.merge(*candidates, key=lambda c: (-c.score, c.beam, c.token))
         live: list[Candidate] = []
         for rank, candidate in enumerate(best):
-            if len(live) == self.width:
+            if len(live) == self.width or candidate.score == -math.inf:
                 break
             ended = end(candidate)
             if ended is None:

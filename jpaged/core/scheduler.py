@@ -8,7 +8,7 @@ prefix-cache hits, forks and recomputation after a preemption all follow from th
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Iterator, Set
 from collections.abc import Sequence as Series
 from dataclasses import dataclass, field
 
@@ -482,11 +482,10 @@ class Scheduler:
         search, parents, wanted = request.beam, request.live, request.params.logprobs
         assert search is not None and len(samples) == len(parents), f"{len(samples)} of {len(parents)} beams were run"
         length = parents[0].num_output_tokens + 1
-        candidates = [
-            Candidate(beam, token, logprob, parent.cumulative_logprob + logprob)
-            for beam, (parent, sample) in enumerate(zip(parents, samples))
-            for token, logprob in sample.top
-        ]
+
+        def candidates(beam: int) -> Iterator[Candidate]:
+            score = parents[beam].cumulative_logprob
+            return (Candidate(beam, token, logprob, score + logprob) for token, logprob in samples[beam].top)
 
         def sample_of(candidate: Candidate) -> Sample:
             top = samples[candidate.beam].top
@@ -506,7 +505,7 @@ class Scheduler:
             hypothesis.finish_reason, hypothesis.stop_reason = ending
             return hypothesis
 
-        live = search.advance(candidates, length, end)
+        live = search.advance(map(candidates, range(len(parents))), length, end)
         for beam in set(range(len(parents))) - {candidate.beam for candidate in live}:
             self._release(parents[beam])
         if search.done:

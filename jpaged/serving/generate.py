@@ -170,9 +170,9 @@ async def _generate(
     tasks: list[asyncio.Task[None]] = []
     try:
         for start in range(0, len(prompts), BATCH):
-            batch = range(len(prompts))[start : start + BATCH]
-            tasks += [asyncio.create_task(pump(index)) for index in batch]
-            await asyncio.gather(*(accepted[index] for index in batch))  # a refusal ends it here
+            end = min(start + BATCH, len(prompts))
+            tasks += [asyncio.create_task(pump(index)) for index in range(start, end)]
+            await asyncio.gather(*accepted[start:end])  # a refusal ends it here
         yield outputs()
     finally:
         for start in range(0, len(tasks), BATCH):

@@ -27,7 +27,7 @@ from tests.oracle import make_beam_fixtures
 
 Tokens = tuple[int, ...]
 LogProbs = Callable[[list[Tokens]], np.ndarray]
-Shuffle = Callable[[list[int]], list[int]]
+Shuffle = Callable[[list[list[Candidate]]], list[list[Candidate]]]
 FIXTURES = json.loads(make_beam_fixtures.FIXTURE.read_text())
 ROWS, LENGTH = 4, 64
 
@@ -35,16 +35,16 @@ ROWS, LENGTH = 4, 64
 def steps(
     search: BeamSearch[Tokens], log_probs: LogProbs, eos: list[int], shuffle: Shuffle | None = None
 ) -> Iterator[tuple[int, float]]:
-    """Runs a search over log_probs(outputs) [len(outputs), V], with just enough candidates or, shuffled, with all;
-    after each step, its length and the best score among what could go on."""
-    enough = shuffle or (lambda tokens: tokens[: search.width + len(eos)])
+    """Runs a search over log_probs(outputs) [len(outputs), V], with just enough candidates or, if the beams are
+    shuffled, with all; after each step, its length and the best score among what could go on."""
+    enough = None if shuffle else search.width + len(eos)
     live: list[tuple[Tokens, float]] = [((), 0.0)]
     for length in range(1, search.max_tokens + 1):
         candidates = [
-            Candidate(index, token, float(row[token]), score + float(row[token]))
+            [Candidate(index, token, float(row[token]), score + float(row[token]))
+             for token in np.argsort(-row, stable=True).tolist()[:enough]]
             for index, ((_, score), row) in enumerate(zip(live, log_probs([tokens for tokens, _ in live])))
-            for token in enough(np.argsort(-row).tolist())
-        ]
+        ]  # fmt: skip
 
         def ends(candidate: Candidate, length=length) -> bool:
             return candidate.token in eos or length == search.max_tokens
@@ -52,12 +52,13 @@ def steps(
         def grown(candidate: Candidate, live=live) -> Tokens:
             return (*live[candidate.beam][0], candidate.token)
 
-        next_live = search.advance(candidates, length, lambda c: grown(c) if ends(c) else None)
+        given = shuffle(candidates) if shuffle else candidates
+        next_live = search.advance(given, length, lambda c: grown(c) if ends(c) else None)
         live = [(grown(c), c.score) for c in next_live]
         assert len(live) <= search.width and len(search.hypotheses) <= search.width
         assert search.hypotheses == sorted(search.hypotheses, key=lambda h: -h.score)
         assert search.done == (not live)
-        yield length, max((c.score for c in candidates if not ends(c)), default=-np.inf)
+        yield length, max((c.score for of_beam in candidates for c in of_beam if not ends(c)), default=-np.inf)
         if search.done:
             return
 
@@ -178,14 +179,14 @@ def test_fixtures_equal_transformers_where_torch_is_importable():
 def test_a_candidate_that_ends_counts_only_above_the_width():
     search: BeamSearch[int] = BeamSearch(2, 9)
     candidates = [Candidate(0, token, -1.0, -1.0 - token) for token in range(4)]
-    live = search.advance(candidates, 1, lambda c: c.token if c.token in (0, 2) else None)
+    live = search.advance([candidates], 1, lambda c: c.token if c.token in (0, 2) else None)
     assert [c.token for c in live] == [1, 3] and [h.beam for h in search.hypotheses] == [0]
 
 
 def test_a_live_beam_that_can_only_draw_level_ends_the_search():
     search: BeamSearch[int] = BeamSearch(1, 9)
     candidates = [Candidate(0, token, -1.0, -1.0) for token in range(2)]
-    assert search.advance(candidates, 1, lambda c: None if c.token else 0) == [] and search.done
+    assert search.advance([candidates], 1, lambda c: None if c.token else 0) == [] and search.done
 
 
 # Against brute force
@@ -272,6 +273,6 @@ def test_a_width_of_one_is_greedy(search, table, eos):
 
 
 @given(searches(BeamSearch), TABLES, EOS, st.randoms(use_true_random=False))
-def test_neither_order_nor_surplus_of_candidates_matters(search, table, eos, rng):
+def test_neither_order_of_beams_nor_surplus_of_candidates_matters(search, table, eos, rng):
     again = dataclasses.replace(search, hypotheses=[])
-    assert run(again, table, eos, shuffle=lambda tokens: rng.sample(tokens, len(tokens))) == run(search, table, eos)
+    assert run(again, table, eos, shuffle=lambda beams: rng.sample(beams, len(beams))) == run(search, table, eos)

@@ -121,10 +121,10 @@ def _beam_search(prompt, params, max_tokens, ends, forbidden):
     live, scores = [[]], [0.0]
     for length in range(max_tokens):
         candidates = [
-            Candidate(beam, token, logprob, score + logprob)
+            [Candidate(beam, token, logprob, score + logprob)
+             for token, logprob in beams(prompt + tokens, forbidden(length))]
             for beam, (tokens, score) in enumerate(zip(live, scores))
-            for token, logprob in beams(prompt + tokens, forbidden(length))
-        ]
+        ]  # fmt: skip
 
         def end(candidate, live=live, last=length + 1 == max_tokens):
             return [*live[candidate.beam], candidate.token] if last or candidate.token in ends else None

@@ -108,7 +108,8 @@ def _watched(advance, margins: list[float]):
     """Return `advance` that also notes the distance between candidates, as far down as one may live on or end."""
 
     def watched(search, candidates, length, end):
-        scores = sorted((candidate.score for candidate in candidates), reverse=True)[: search.width + 1]
+        candidates = [list(of_beam) for of_beam in candidates]
+        scores = sorted((each.score for of_beam in candidates for each in of_beam), reverse=True)[: search.width + 1]
         margins.extend(better - worse for better, worse in itertools.pairwise(scores))
         return advance(search, candidates, length, end)
 

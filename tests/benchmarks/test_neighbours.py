@@ -52,8 +52,8 @@ def test_pauses_are_those_within_the_time():
 
 def test_report_names_what_exceeds_its_limit(tmp_path):
     report = Report(tmp_path / "results.json", ENVIRONMENT, quiet=True)
-    report.add(experiment="pause", case="slow", beside_ms=51.0, alone_ms=5.0)
-    report.add(experiment="pause", case="fast", beside_ms=49.0, alone_ms=5.0)
+    report.add(experiment="pause", case="slow", least_ms=51.0, beside_ms=60.0, alone_ms=5.0)
+    report.add(experiment="pause", case="fast", least_ms=49.0, beside_ms=60.0, alone_ms=5.0)
     report.add(experiment="step", case="dear", ratio=1.21)
     report.add(experiment="step", case="cheap", ratio=1.19)
     assert neighbours.above(report.rows) == ["slow", "dear"]

@@ -496,6 +496,96 @@ def test_a_failed_step_forgets_requests_that_have_ended():
     assert not scheduler.has_work and not scheduler.waiting
 
 
+def diverged(n, prompt, length, **options):
+    """A scheduler whose only request, of n samples of `length` tokens, waits to be computed again."""
+    scheduler, runner = make(size=2, cache=False, **options)
+    request = add(scheduler, "a", prompt, n=n, max_tokens=length + 1 - len(prompt))
+    while request.sequences[-1].num_tokens < length:
+        step(scheduler, runner)
+    scheduler.recover()
+    runner.recover()
+    return scheduler, runner, request
+
+
+def test_branches_that_wait_for_each_other_lack_what_they_do_not_share():
+    scheduler, _, request = diverged(3, [1, 2, 3, 4, 5], 9, blocks=30)
+    scheduler._share_prefixes(request)
+    assert [s.leader[1] for s in request.live if s.leader] == [5, 5]
+    assert scheduler._lack(request) == 5 + 3 + 3, "blocks of two tokens; the third one is copied"
+
+
+@pytest.mark.parametrize("free, admitted", [(11, True), (10, False)])
+def test_branches_are_admitted_if_they_fit_to_the_block(free, admitted):
+    scheduler, _, request = diverged(3, [1, 2, 3, 4, 5], 9, blocks=30)
+    for _ in range(30 - free):
+        scheduler.pool.allocate()
+    scheduler.schedule()
+    assert (request in scheduler.running) == admitted
+
+
+@pytest.mark.parametrize("token", [1, 5, 8])
+def test_beams_that_are_computed_again_lose_no_step(token):
+    scheduler, runner = make(size=2, cache=False, tokens=30)
+    params = BeamSearchParams(beam_width=3, max_tokens=8, ignore_eos=True)
+    request = scheduler.add("a", [token] * 5, params, seed=0)
+    for _ in range(5):
+        step(scheduler, runner)
+    assert {s.num_output_tokens for s in request.sequences} == {5}
+    scheduler.recover()
+    runner.recover()
+    for _ in range(2):  # the first beam, then what the others do not share with it, with the last tokens of all
+        step(scheduler, runner)
+    assert {s.num_output_tokens for s in request.sequences} == {6}
+
+
+def test_beams_may_take_the_whole_budget():
+    scheduler, runner = make(seqs=3, tokens=3)
+    request = scheduler.add("a", [1, 2], BeamSearchParams(beam_width=3, max_tokens=5, ignore_eos=True), seed=0)
+    drain(scheduler, runner)
+    assert_as_alone(request)
+
+
+def test_a_request_comes_back_from_the_host_if_it_fits_to_the_block():
+    scheduler, runner = make(blocks=4, size=2, host=8, preemption="swap", cache=False)
+    add(scheduler, "old", [1], max_tokens=3)
+    young = add(scheduler, "young", [2] * 5, max_tokens=3)
+    for _ in range(3):
+        decision, _ = step(scheduler, runner)
+    assert decision.preempted == [young] and list(scheduler.requests) == ["young"]
+    decision, _ = step(scheduler, runner)
+    assert decision.resumed == [young] and scheduler.pool.num_used + scheduler._lack(young) == 4
+
+
+def test_prefix_hits_add_up():
+    scheduler, runner = make(size=2)
+    for name in range(3):
+        add(scheduler, name, [1, 2, 3, 4, 5], max_tokens=1)
+        drain(scheduler, runner)
+    assert (scheduler.prefix_queries, scheduler.prefix_hits) == (15, 8)
+
+
+def test_a_newcomer_comes_before_the_second_request_of_another_client():
+    """Also after requests of no client, whose arrivals are no turns."""
+    scheduler, runner = make(seqs=1)
+    for name in range(5):
+        add(scheduler, name, [1], max_tokens=1)
+    for name in range(5, 9):
+        add(scheduler, name, [1], client="a", max_tokens=1)
+    order = []
+    while scheduler.has_work:
+        decision, _ = step(scheduler, runner)
+        order += [sequence.request.request_id for sequence in decision.num_scheduled_tokens]
+        if order[-1] == "5":
+            add(scheduler, "late", [1], client="b", max_tokens=1)
+    assert order == ["0", "1", "2", "3", "4", "5", "late", "6", "7", "8"]
+
+
+def test_the_longest_sequence_fills_the_pool():
+    scheduler, _ = make(blocks=6, size=4, length=64)
+    assert scheduler.max_sequence_len() == 25
+    assert scheduler.max_sequence_len(prompt_len=9, num_sequences=2) == 8 + 2 * 4 + 1
+
+
 def test_a_request_id_in_use_is_refused():
     scheduler, _ = make()
     add(scheduler, 0, [1])

@@ -423,7 +423,7 @@ class Scheduler:
             match = self.pool.match(sequence.tokens[:limit], request.cache_salt)
             cached = 0 if self._wants_prompt_samples(request) else match.num_tokens
             if before:
-                shared = min(common_length(before.tokens, sequence.tokens), before.num_tokens - 1, limit)
+                shared = min(common_length(before.tokens, sequence.tokens), before.num_tokens - 1)
                 if shared > cached:
                     sequence.leader = before, shared
             if cached and not sequence.leader:

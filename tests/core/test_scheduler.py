@@ -514,6 +514,21 @@ def test_branches_that_wait_for_each_other_lack_what_they_do_not_share():
     assert scheduler._lack(request) == 5 + 3 + 3, "blocks of two tokens; the third one is copied"
 
 
+@pytest.mark.parametrize("more", [0, 1, 2])
+def test_a_branch_with_the_text_of_another_waits_for_what_that_computes_only(more):
+    """As greedy branches have it, of which one was left out of a step: nobody computes its own last token alone."""
+    scheduler, runner, request = diverged(2, [1, 2, 3, 4, 5], 7, blocks=30)
+    first, second = request.sequences
+    second.tokens = [*first.tokens, *range(more)]
+    for _ in range(more):
+        second.samples.append(second.samples[-1])
+    scheduler._share_prefixes(request)
+    assert [s.leader and s.leader[1] for s in (first, second)] == [None, 6]
+    for sequence in request.sequences:
+        sequence.free()
+    drain(scheduler, runner)
+
+
 @pytest.mark.parametrize("free, admitted", [(11, True), (10, False)])
 def test_branches_are_admitted_if_they_fit_to_the_block(free, admitted):
     scheduler, _, request = diverged(3, [1, 2, 3, 4, 5], 9, blocks=30)

@@ -193,17 +193,18 @@ class Writer:
 def test_masks_of_several_samples():
     scheduler = Scheduler(BlockPool(16, 4), Limits(32, 6, 24), vocab_size=97)
     late = {"min_tokens": 2, "stop_token_ids": [40], "max_tokens": 3}
-    constraints = {"free": None, "pair": None, "word": {5, 96}, "complete": {40}}
-    for name, params in (("free", {}), ("pair", {"n": 2, **late}), ("word", {}), ("complete", late)):
+    constraints = {"free": None, "pair": None, "word": {5, 96}, "complete": {40}, "either": {7, 40}}
+    for name, params in (("free", {}), ("pair", {"n": 2, **late}), ("word", {}), ("complete", late), ("either", late)):
         request = scheduler.add(name, [1], SamplingParams(**params), seed=0)
         request.sequences[0].constraint = constraints[name]
     decision, masks = scheduler.schedule(), Masks(97)
     _, batch = make_batch(decision, Buckets(Limits(32, 6, 24)), 4, 8, 97)
     masks._writer = Writer()
     sampling = masks.apply(decision, batch.sampling)
-    assert sampling.masked.tolist() == [False, True, True, True, True, False]
-    allowed = [{t for t in range(128) if row[t // 32] >> (t % 32) & 1} for row in sampling.allowed_bits[1:5]]
-    assert allowed == [{*range(97)} - {40}] * 2 + [{5, 96}, {40}], "a text that is complete ends, however short"
+    assert sampling.masked.tolist() == [False, True, True, True, True, True]
+    allowed = [{t for t in range(128) if row[t // 32] >> (t % 32) & 1} for row in sampling.allowed_bits[1:]]
+    assert allowed[:2] == [{*range(97)} - {40}] * 2 and allowed[2] == {5, 96}
+    assert allowed[3:] == [{40}, {7}], "a text that is complete ends, however short, and one that may go on does"
 
 
 def test_masks_of_branches_alone():

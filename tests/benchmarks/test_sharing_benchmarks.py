@@ -150,6 +150,7 @@ def test_preemption(tmp_path, tiny):
     assert is_picture(tmp_path / "preemption.png")
 
 
+@pytest.mark.deep
 def test_beam(tmp_path, tiny):
     rows = run(beam, tmp_path, "--model", str(tiny))["rows"]
     assert [(row["experiment"], row["requests"]) for row in rows] == [("beam", 1), ("api", 1)]

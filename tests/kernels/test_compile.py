@@ -46,6 +46,7 @@ def test_kernels_fit(case):
         assert 2 * decode.registers * decode.threads <= REGISTERS_PER_SM
 
 
+@pytest.mark.deep
 def test_kernels_with_every_option_fit():
     """With a soft cap ragged keeps a few registers in memory, but none in its loops (`test_sass.py`)."""
     case = figures.Case("mosaic", 128, "bfloat16", 16, 4)

@@ -19,14 +19,23 @@ SLOW = {
     "block 128, head dim 256, 16 heads on one", "block 8, head dim 256, 16 heads on one", "block 128, float16",
     "block 32, 7 heads on one",
 }  # fmt: skip
+SLOW_IN_MOSAIC = SLOW | {"block 8, head dim 128", "block 64, float16", "head dim 80", "padding only"}
 tiers = pytest.mark.parametrize("times", [1, pytest.param(8, marks=pytest.mark.deep)], ids=["few", "many"])
 
 
 def tiered(named):
-    """Cases by their names, slow ones in the deep tier."""
-    return [
-        pytest.param(case, id=name, marks=[pytest.mark.deep] if name in SLOW else []) for name, case in named.items()
-    ]
+    """Each implementation with cases by their names, slow ones in the deep tier."""
+    return pytest.mark.parametrize(
+        ("kernels", "case"),
+        [
+            pytest.param(
+                kernels, case, id=f"{name}-{kernels.name}",
+                marks=[pytest.mark.deep] if name in (SLOW_IN_MOSAIC if kernels is MOSAIC else SLOW) else [],
+            )
+            for name, case in named.items()
+            for kernels in ALL
+        ],
+    )  # fmt: skip
 
 
 def drawn(kernels, times, strategy, check) -> None:
@@ -43,15 +52,13 @@ def drawn(kernels, times, strategy, check) -> None:
     run()
 
 
-@every
-@pytest.mark.parametrize("case", tiered(cases.DECODE))
+@tiered(cases.DECODE)
 def test_decode(kernels, case):
     batch = cases.make_batch(**case)
     batch.check(batch.run(kernels.paged_decode_attention))
 
 
-@every
-@pytest.mark.parametrize("case", tiered(cases.RAGGED))
+@tiered(cases.RAGGED)
 def test_ragged(kernels, case):
     batch = cases.make_batch(**case)
     batch.check(batch.run(kernels.ragged_paged_attention))
@@ -118,7 +125,7 @@ def test_float32(kernels, q_lens):
 @every
 def test_a_row_depends_neither_on_neighbours_nor_on_chunks(kernels):
     """To the bit: the last rows of a prompt, in one piece among others, as a chunk alone, and the last one alone."""
-    batch = cases.make_batch([9, 90], q_lens=[9, 90], num_kv_heads=1, group=2)
+    batch = cases.make_batch([9, 70], q_lens=[9, 70], num_kv_heads=1, group=2)
     chunk = cases.replace(
         batch,
         q=batch.q[-25:],
@@ -163,7 +170,7 @@ def test_a_decode_row_has_the_same_bits_alone_in_a_large_step_and_beside_prompts
     together = batch.run(decode)
     for row in at:
         check(together, row)
-    for q_lens in ([40, 1], [1, 33]):  # behind a prompt and before one, which reads the same blocks
+    for q_lens in ([20, 1], [1, 17]):  # behind a prompt and before one, which reads the same blocks
         mine = q_lens.index(1)
         rows = [batch.q[:1] if i == mine else batch.q[2 : 2 + n] for i, n in enumerate(q_lens)]
         step = cases.replace(

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # the CUDA plugin is here to compile, not to run
@@ -35,6 +36,14 @@ def compilation_cache(tmp_path_factory):
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
     os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
+
+
+@pytest.fixture(autouse=True)
+def traced_anew():
+    """Under mutmut every test traces what it runs: mutmut runs the tests that have called a function, and a function
+    that was traced before is not called again."""
+    if "MUTANT_UNDER_TEST" in os.environ and "jax" in sys.modules:
+        sys.modules["jax"].clear_caches()
 
 
 @pytest.fixture(scope="session")

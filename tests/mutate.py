@@ -54,7 +54,8 @@ SUITES = {
     "jpaged/core/beam.py": Suite(("tests/core/test_beam.py",), "not transformers and not notices"),
     "jpaged/core/block_pool.py": ALLOCATOR,
     "jpaged/core/block_table.py": ALLOCATOR,
-    "jpaged/core/params.py": Suite(("tests/core/test_params.py",)),
+    # Its rules are made as it is imported, which a fork has done before it knows its mutant.
+    "jpaged/core/params.py": Suite(("tests/core/test_params.py",), isolation="forkserver"),
     "jpaged/core/queue.py": Suite(("tests/core/test_queue.py", *ALLOCATOR.tests), ALLOCATOR.select),
     "jpaged/core/request.py": ALLOCATOR,
     "jpaged/core/scheduler.py": ALLOCATOR,

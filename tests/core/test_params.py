@@ -173,9 +173,13 @@ def test_as_many_biases_as_are_allowed_are_accepted():
     assert len(SamplingParams(logit_bias=dict.fromkeys(range(4096), 1)).logit_bias) == 4096
 
 
-def test_series_become_tuples():
-    params = SamplingParams(stop="end", bad_words=["a"])
-    assert (params.stop, params.bad_words, params.stop_token_ids) == (("end",), ("a",), ())
+def test_values_are_settled():
+    """Series become tuples, NumPy's numbers Python's, and the keys of biases integers."""
+    params = SamplingParams(
+        stop="end", bad_words=["a"], stop_token_ids=np.array([1, 2]), temperature=np.float32(0.5), logit_bias={"5": 1}
+    )
+    assert (params.stop, params.bad_words, params.stop_token_ids) == (("end",), ("a",), (1, 2))
+    assert type(params.temperature) is float and params.logit_bias == {5: 1}
     assert SamplingParams().allowed_token_ids is None
 
 

@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -349,29 +350,56 @@ def test_cached_tokens_are_those_of_the_first_admission():
 )
 def test_more_sequences_than_a_step_holds_are_refused_by_the_name_of_their_parameter(params, field):
     scheduler, _ = make(seqs=4)
-    with pytest.raises(InvalidParameter, match="5 sequences exceed the 4 of a step") as error:
+    with pytest.raises(InvalidParameter) as error:
         scheduler.add("0", [1], params, seed=0)
+    assert str(error.value) == f"{field}: 5 sequences exceed the 4 of a step (max_num_seqs)"
     assert error.value.field == field
 
 
+TOO_LONG = (
+    "This model's maximum context length is 64 tokens (max_model_len). However, you requested {} tokens ({} in the "
+)
+TOO_LONG += "prompt, {} in the completion). Please reduce the length of the prompt or completion."
+OUTSIDE = f"is outside the vocabulary [0, {VOCAB})"
+
+
 @pytest.mark.parametrize(
-    "prompt, params, field, numbers",
+    "prompt, params, told",
     [
-        ([], {}, "prompt", "at least one"),
-        ([VOCAB], {}, "prompt", f"token id {VOCAB} is outside the vocabulary [0, {VOCAB})"),
-        ([-1], {}, "prompt", "-1"),
-        ([True], {}, "prompt", "True"),
-        ([1] * 64, {}, "prompt", "(64 in the prompt, 16 in the completion)"),
-        ([1] * 10, {"max_tokens": 55}, "max_tokens", "maximum context length is 64 tokens (max_model_len)"),
-        ([1], {"stop_token_ids": [VOCAB]}, "stop_token_ids", str(VOCAB)),
+        ([], {}, "prompt: must hold at least one token"),
+        ([VOCAB], {}, f"prompt: token id {VOCAB} {OUTSIDE}"),
+        ([1, -1], {}, f"prompt: token id -1 {OUTSIDE}"),
+        ([1, True], {}, f"prompt: token id True {OUTSIDE}"),
+        ([1] * 64, {}, f"prompt: {TOO_LONG.format(80, 64, 16)}"),
+        ([1] * 65, {"max_tokens": None}, f"prompt: {TOO_LONG.format(66, 65, 1)}"),
+        ([1] * 10, {"max_tokens": 55}, f"max_tokens: {TOO_LONG.format(65, 10, 55)}"),
+        ([1], {"stop_token_ids": [0, VOCAB]}, f"stop_token_ids: {VOCAB} {OUTSIDE}"),
+        ([1], {"allowed_token_ids": [VOCAB + 1]}, f"allowed_token_ids: {VOCAB + 1} {OUTSIDE}"),
+        ([1], {"logit_bias": {VOCAB: 1.0}}, f"logit_bias: {VOCAB} {OUTSIDE}"),
     ],
 )
-def test_what_can_never_run_is_refused(prompt, params, field, numbers):
+def test_what_can_never_run_is_refused(prompt, params, told):
     scheduler, _ = make()
     with pytest.raises(InvalidParameter) as error:
         add(scheduler, 0, prompt, **params)
-    assert error.value.field == field and numbers in str(error.value)
+    assert str(error.value) == told and error.value.field == told.partition(":")[0]
     assert not scheduler.has_work
+
+
+@pytest.mark.parametrize("prompt, params", [([0, VOCAB - 1], {}), ([1] * 10, {"max_tokens": 54})])
+def test_what_just_fits_is_accepted(prompt, params):
+    scheduler, _ = make()
+    add(scheduler, 0, prompt, stop_token_ids=[VOCAB - 1], allowed_token_ids=[0], logit_bias={VOCAB - 1: 1}, **params)
+
+
+def test_beams_and_all_that_end_them_have_a_limit(monkeypatch):
+    monkeypatch.setattr("jpaged.core.scheduler.MAX_TOP", 64 + 49)
+    scheduler, _ = make(seqs=64, tokens=64, blocks=900, eos=[0, 1])
+    params = BeamSearchParams(beam_width=64, stop_token_ids=range(1, 49), max_tokens=4)
+    scheduler.add("fits", [1], params, seed=0)
+    with pytest.raises(InvalidParameter) as error:
+        scheduler.add("more", [1], replace(params, stop_token_ids=range(1, 50)), seed=0)
+    assert str(error.value) == "stop_token_ids: 49 and a beam_width of 64 are more than 113"
 
 
 def test_the_pool_limits_a_sequence_too():
@@ -603,9 +631,16 @@ def test_the_longest_sequence_fills_the_pool():
 
 def test_a_request_id_in_use_is_refused():
     scheduler, _ = make()
-    add(scheduler, 0, [1])
-    with pytest.raises(InvalidParameter, match="request_id"):
-        add(scheduler, 0, [2])
+    add(scheduler, "a", [1])
+    with pytest.raises(InvalidParameter, match=r"^request_id: 'a' is already in use$"):
+        add(scheduler, "a", [2])
+
+
+def test_a_priority_without_its_policy_is_refused():
+    scheduler, _ = make()
+    with pytest.raises(InvalidParameter, match=r"^priority: -1 has no meaning under the policy 'fcfs'$") as error:
+        scheduler.add("a", [1], SamplingParams(), seed=0, priority=-1)
+    assert error.value.field == "priority"
 
 
 def test_beams_that_may_go_nowhere_end_as_they_are():

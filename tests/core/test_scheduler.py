@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jpaged.core.params import BeamSearchParams, InvalidParameter, SamplingParams
+from jpaged.core.params import MAX_TOP, BeamSearchParams, InvalidParameter, SamplingParams
 from jpaged.core.request import NON_FINITE, FinishReason, Sample, SequenceResult
 from tests.core.traffic import assert_as_alone, drain, draw, make, step
 from tests.fake_runner import VOCAB, beams, generate, next_token
@@ -367,7 +367,7 @@ OUTSIDE = f"is outside the vocabulary [0, {VOCAB})"
     "prompt, params, told",
     [
         ([], {}, "prompt: must hold at least one token"),
-        ([VOCAB], {}, f"prompt: token id {VOCAB} {OUTSIDE}"),
+        ([0, VOCAB], {}, f"prompt: token id {VOCAB} {OUTSIDE}"),
         ([1, -1], {}, f"prompt: token id -1 {OUTSIDE}"),
         ([1, True], {}, f"prompt: token id True {OUTSIDE}"),
         ([1] * 64, {}, f"prompt: {TOO_LONG.format(80, 64, 16)}"),
@@ -390,6 +390,29 @@ def test_what_can_never_run_is_refused(prompt, params, told):
 def test_what_just_fits_is_accepted(prompt, params):
     scheduler, _ = make()
     add(scheduler, 0, prompt, stop_token_ids=[VOCAB - 1], allowed_token_ids=[0], logit_bias={VOCAB - 1: 1}, **params)
+
+
+def test_the_pool_limits_sequences_that_share_a_prompt():
+    scheduler, _ = make(blocks=6, size=4)
+    words = (
+        r"context length is 17 tokens \(the size of the KV pool, for 2 sequences\).* 18 tokens \(9 in the prompt, 9 in"
+    )
+    with pytest.raises(InvalidParameter, match=words):
+        add(scheduler, "more", [1] * 9, n=2, max_tokens=9)
+    add(scheduler, "fits", [1] * 9, n=2, max_tokens=8)
+
+
+def test_a_request_keeps_what_it_was_given():
+    scheduler, _ = make(eos=[0])
+    request = scheduler.add("a", [1], SamplingParams(logprobs=3), seed=5, prompt="text", client="b", cache_salt="c")
+    assert (request.prompt, request.seed, request.client, request.cache_salt) == ("text", 5, "b", "c")
+    assert request.num_top == 3
+
+
+@pytest.mark.parametrize("options, num_top", [({}, 3), ({"logprobs": 9}, 9), ({"stop": "a"}, MAX_TOP)])
+def test_beams_list_as_many_tokens_as_may_end_or_go_on(options, num_top):
+    scheduler, _ = make(eos=[0])
+    assert scheduler.add("a", [1], BeamSearchParams(beam_width=2, **options), seed=0).num_top == num_top
 
 
 def test_beams_and_all_that_end_them_have_a_limit(monkeypatch):

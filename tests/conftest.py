@@ -40,8 +40,8 @@ def compilation_cache(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def traced_anew():
-    """Under mutmut every test traces what it runs: mutmut runs the tests that have called a function, and a function
-    that was traced before is not called again."""
+    """Clear jax's caches before each test under mutmut, which selects the tests of a function by the calls of it: a
+    function that an earlier test has traced is not called again."""
     if "MUTANT_UNDER_TEST" in os.environ and "jax" in sys.modules:
         sys.modules["jax"].clear_caches()
 

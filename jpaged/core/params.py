@@ -26,8 +26,12 @@ MAX_TOP = 2 * MAX_BEAM_WIDTH
 
 
 class InvalidParameter(ValueError):
-    """The caller's error: `field` names what is wrong; the message says what was given and what is allowed. `code`, if
-    there is one, names this kind of error to programs."""
+    """The caller's error. The message names the value and the limit.
+
+    Attributes:
+        field: the parameter at fault.
+        code: the name of this kind of error for programs, if it has one.
+    """
 
     code: str | None = None
 

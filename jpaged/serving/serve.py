@@ -34,7 +34,7 @@ async def serve(service: Service, sockets: Sequence[socket.socket], tls: ssl.SSL
     _allow_many_connections()
     # A worker thread that prepares a large request holds the GIL for so long, each time that a step needs it.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    # What has been loaded stays: a collection that goes through all of it holds every stream up for as long.
+    # The modules and the engine stay for ever, and each garbage collection of them would delay every stream.
     gc.collect()
     gc.freeze()
     runner = web.AppRunner(make_app(service), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)

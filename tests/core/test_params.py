@@ -25,7 +25,7 @@ BAD_WORDS = "must be up to 1024 strings of 1 to 256 characters"
 FLAG = "must be true or false"
 BIAS = "must give token ids numbers between -100 and 100"
 
-# Of each parameter: values that are accepted, values that are refused, and what is said of these.
+# For each parameter: accepted values, refused values, and the beginning of the refusal.
 SAMPLING = {
     "max_tokens": ([1, None, HUGE], [0, -1, 1.0, True, "1", np.float32(2)], WHOLE),
     "min_tokens": ([0, 16], [-1, 0.0, False, None], "must be a whole number of at least 0"),

@@ -567,7 +567,8 @@ def test_branches_that_wait_for_each_other_lack_what_they_do_not_share():
 
 @pytest.mark.parametrize("more", [0, 1, 2])
 def test_a_branch_with_the_text_of_another_waits_for_what_that_computes_only(more):
-    """As greedy branches have it, of which one was left out of a step: nobody computes its own last token alone."""
+    """Greedy branches have equal texts, of unequal lengths after a step without budget for all of them. A branch does
+    not compute its last token while another one waits for it."""
     scheduler, runner, request = diverged(2, [1, 2, 3, 4, 5], 7, blocks=30)
     first, second = request.sequences
     second.tokens = [*first.tokens, *range(more)]
@@ -599,7 +600,7 @@ def test_beams_that_are_computed_again_lose_no_step(token):
     assert {s.num_output_tokens for s in request.sequences} == {5}
     scheduler.recover()
     runner.recover()
-    for _ in range(2):  # the first beam, then what the others do not share with it, with the last tokens of all
+    for _ in range(2):  # the first beam, then the unshared tokens of the others and the last tokens of all
         step(scheduler, runner)
     assert {s.num_output_tokens for s in request.sequences} == {6}
 

@@ -258,18 +258,16 @@ def _top(x_sv: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     """The k <= V best tokens of each row and their values, [S, k] each: best first, equal ones by id.
 
     They lie in the k chunks of the highest maxima, the earlier of equal chunks first: any other chunk has k tokens
-    before its own. So two sorts of about sqrt(k V) numbers do.
+    before its own. So two selections among about sqrt(k V) numbers do. `lax.top_k` prefers the earlier of equal
+    numbers, and takes 0 for more than -0.
     """
     num_rows, vocab_size = x_sv.shape
+    x_sv = jnp.where(x_sv == 0, 0, x_sv)
     chunk = 2 ** max(0, round(math.log2(vocab_size / max(k, 1)) / 2))
     padding = -vocab_size % chunk  # -inf with the highest ids: after every token
     x_snc = jnp.pad(x_sv, ((0, 0), (0, padding)), constant_values=-jnp.inf).reshape(num_rows, -1, chunk)
-
-    def best_first(values: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-        values, ids = lax.sort((-values, ids), num_keys=2, is_stable=False)
-        return ids[:, :k], -values[:, :k]
-
-    chunks_sn, _ = best_first(x_snc.max(-1), lax.broadcasted_iota(jnp.int32, x_snc.shape[:2], 1))
+    chunks_sn = jnp.sort(lax.top_k(x_snc.max(-1), k)[1])  # in the order of the ids again
     values_snc = jnp.take_along_axis(x_snc, chunks_sn[:, :, None], axis=1)
     ids_snc = chunks_sn[:, :, None] * chunk + jnp.arange(chunk, dtype=jnp.int32)
-    return best_first(values_snc.reshape(num_rows, -1), ids_snc.reshape(num_rows, -1))
+    best_sk, places_sk = lax.top_k(values_snc.reshape(num_rows, -1), k)
+    return jnp.take_along_axis(ids_snc.reshape(num_rows, -1), places_sk, axis=1), best_sk

@@ -501,19 +501,21 @@ def test_a_row_depends_on_nothing_beside_it():
 
 
 def widths_of_sorts(text: str) -> list[int]:
-    return [int(n) for n in re.findall(r"stablehlo\.sort.*?\}\) : \(tensor<\d+x(\d+)x", text, re.DOTALL)]
+    """Return the numbers of columns that each sort and each top-k of a lowered program takes."""
+    sorts = re.findall(r"stablehlo\.sort.*?\}\) : \(tensor<\d+x(\d+)x", text, re.DOTALL)
+    return [int(n) for n in sorts + re.findall(r"chlo\.top_k.*? : tensor<\d+x(\d+)x", text)]
 
 
 def test_no_sort_of_the_vocabulary():
     vocab_size = 128256
     logits = jax.ShapeDtypeStruct((2, vocab_size), jnp.float32)
-    assert widths_of_sorts(jax.jit(lambda x: jax.lax.sort((x, x))).lower(logits).as_text()) == [vocab_size]
+    for sort in (lambda x: jax.lax.sort((x, x)), lambda x: jax.lax.top_k(x, 20)):
+        assert widths_of_sorts(jax.jit(sort).lower(logits).as_text()) == [vocab_size]
     state = jax.eval_shape(lambda: empty_state(2, vocab_size))
     for num_top, most in ((20, 2048), (128, 4096)):
         text = SAMPLE.lower(logits, state, empty_sampling(2, vocab_size), num_top).as_text()
         widths = widths_of_sorts(text)
-        assert len(widths) == text.count('"stablehlo.sort"') > 0 and max(widths) <= most
-        assert "top_k" not in text
+        assert len(widths) == text.count('"stablehlo.sort"') + text.count(" chlo.top_k") > 0 and max(widths) <= most
 
 
 def test_the_state_is_changed_in_place():

@@ -32,7 +32,7 @@ class _Token(NamedTuple):
     token: int
     offset: int
     logprob: float | None = None
-    top: list[tuple[int, float]] | None = None
+    top: Sequence[tuple[int, float]] | None = None
 
 
 @dataclass
@@ -157,11 +157,10 @@ class Answer:
 
     def _add_tokens(self, choice: _Choice, samples: Iterable[Sample], num_top: int) -> None:
         for sample in samples:
-            top = [(token, _in_json(logprob)) for token, logprob in sample.top[:num_top]]
-            self._add_token(choice, sample.token, _in_json(sample.logprob), top)
+            self._add_token(choice, sample.token, sample.logprob, sample.top[:num_top])
 
     def _add_token(
-        self, choice: _Choice, token: int, logprob: float | None = None, top: list[tuple[int, float]] | None = None
+        self, choice: _Choice, token: int, logprob: float | None = None, top: Sequence[tuple[int, float]] | None = None
     ) -> None:
         choice.tokens.append(_Token(token, choice.length, logprob, top))
         choice.length += len(choice.utf8.decode(self._vocabulary.bytes(token)))
@@ -236,7 +235,7 @@ class CompletionAnswer(Answer):
             return None
         return {
             "tokens": [self._vocabulary.text(token.token) for token in choice.tokens],
-            "token_logprobs": [token.logprob for token in choice.tokens],
+            "token_logprobs": [_in_json(token.logprob) for token in choice.tokens],
             "top_logprobs": [self._by_text(token) for token in choice.tokens],
             "text_offset": [token.offset for token in choice.tokens],
         }
@@ -245,9 +244,9 @@ class CompletionAnswer(Answer):
         """The token's own logprob, then the best ones; where two have one text, the first of them."""
         if token.top is None:
             return None
-        logprobs = {self._vocabulary.text(token.token): token.logprob}
+        logprobs = {self._vocabulary.text(token.token): _in_json(token.logprob)}
         for other, logprob in token.top:
-            logprobs.setdefault(self._vocabulary.text(other), logprob)
+            logprobs.setdefault(self._vocabulary.text(other), _in_json(logprob))
         return logprobs
 
 
@@ -325,7 +324,7 @@ class ChatAnswer(Answer):
 
     def _entry(self, token: int, logprob: float | None) -> dict[str, Any]:
         text, data = self._vocabulary.text(token), self._vocabulary.bytes(token)
-        return {"token": text, "logprob": logprob, "bytes": list(data)}
+        return {"token": text, "logprob": _in_json(logprob), "bytes": list(data)}
 
 
 def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
@@ -363,5 +362,5 @@ def dumps(value: Any, depth: int = 4) -> bytes:
     return json.dumps(value).encode()
 
 
-def _in_json(logprob: float) -> float:
-    return max(logprob, LEAST_LOGPROB)
+def _in_json(logprob: float | None) -> float | None:
+    return None if logprob is None else max(logprob, LEAST_LOGPROB)

@@ -159,7 +159,11 @@ class Probe:
         self.streams: list[list[float]] = []
 
     async def run(self) -> None:
-        body = {"prompt": "a", "max_tokens": 500, "ignore_eos": True, "stream": True, "temperature": 0}
+        # With ids, each token is an event: one that ends inside a character has no text.
+        body = {
+            "prompt": "a", "max_tokens": 500, "ignore_eos": True, "stream": True, "temperature": 0,
+            "return_token_ids": True,
+        }  # fmt: skip
         while True:
             times: list[float] = []
             self.streams.append(times)

@@ -15,6 +15,7 @@ from jpaged.runtime.sampling_state import SamplingState, count_tokens
 
 # Most lists are no longer than this, and a short one is found in half the time.
 SHORT_LIST = 20
+MIN_CHUNK = 8  # tokens; with fewer, one selection among all of them is faster than two
 
 Array = Any  # numpy where it is made, traced jax arrays inside the step
 
@@ -264,6 +265,9 @@ def _top(x_sv: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     num_rows, vocab_size = x_sv.shape
     x_sv = jnp.where(x_sv == 0, 0, x_sv)
     chunk = 2 ** max(0, round(math.log2(vocab_size / max(k, 1)) / 2))
+    if chunk < MIN_CHUNK:
+        best_sk, tokens_sk = lax.top_k(x_sv, k)
+        return tokens_sk, best_sk
     padding = -vocab_size % chunk  # -inf with the highest ids: after every token
     x_snc = jnp.pad(x_sv, ((0, 0), (0, padding)), constant_values=-jnp.inf).reshape(num_rows, -1, chunk)
     chunks_sn = jnp.sort(lax.top_k(x_snc.max(-1), k)[1])  # in the order of the ids again

@@ -39,10 +39,10 @@ def compilation_cache(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def traced_anew():
+def traced_anew(request):
     """Clear jax's caches before each test under mutmut, which selects the tests of a function by the calls of it: a
     function that an earlier test has traced is not called again."""
-    if "MUTANT_UNDER_TEST" in os.environ and "jax" in sys.modules:
+    if "MUTANT_UNDER_TEST" in os.environ and "jax" in sys.modules and not request.node.get_closest_marker("warm"):
         sys.modules["jax"].clear_caches()
 
 

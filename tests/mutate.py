@@ -71,7 +71,9 @@ SUITES = {
     "jpaged/runtime/sampling_state.py": Suite(
         ("tests/runtime/test_sampling_state.py",), "not in_place", "forkserver"
     ),
-    "jpaged/runtime/step.py": Suite(("tests/test_sharing.py",), "choices or best_of", "forkserver"),
+    "jpaged/runtime/step.py": Suite(
+        ("tests/test_sharing.py", "tests/runtime/test_runner.py"), "choices or best_of or compiles", "forkserver"
+    ),
     "jpaged/runtime/swap.py": Suite(("tests/runtime/test_runner.py",), "swaps or compiles", "forkserver"),
 }  # fmt: skip
 
@@ -103,6 +105,8 @@ def collect(folder: Path, module: str) -> dict[str, Any]:
     """Return a row of results from the folder in which mutmut has run, perhaps not to its end."""
     codes = json.loads((folder / "mutants" / f"{module}.meta").read_text())["exit_code_by_key"]
     found = list(codes.values())
+    if all(code is None for code in found):
+        raise SystemExit(f"no mutant of {module} was run: see above, and {folder}")
     survivors = [change(folder, module, name) for name, code in codes.items() if code == SURVIVED]
     run = sum(code is not None for code in found)
     killed, unreached = sum(code in KILLED for code in found), found.count(UNREACHED)

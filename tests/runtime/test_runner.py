@@ -64,6 +64,7 @@ class Compilations:
         )
 
 
+@pytest.mark.warm
 def test_nothing_compiles_after_warm_up_whatever_arrives(llm):
     rng = random.Random(0)
     with Compilations() as compilations:

@@ -387,6 +387,7 @@ def test_the_model_expects_text_that_it_has_not_seen(writer):
     assert train.held_out_loss(train.Recipe(), plain, model, count=4) < MAX_HELD_OUT_LOSS
 
 
+@pytest.mark.deep
 def test_stories_go_on_as_the_grammar_tells_them_and_end(writer, grammar, known_words):
     prompts = [
         "Once upon a time",

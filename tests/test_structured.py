@@ -33,7 +33,7 @@ PERSON = {
 @pytest.fixture(scope="module")
 def llm():
     return LLM(
-        progress=False, max_num_seqs=8, max_num_batched_tokens=32, max_model_len=256, num_gpu_blocks_override=128
+        progress=False, max_num_seqs=16, max_num_batched_tokens=32, max_model_len=512, num_gpu_blocks_override=512
     )
 
 

@@ -23,6 +23,7 @@ from jpaged.core.beam import BeamSearch, Candidate
 from jpaged.model.weights import load_safetensors
 from pallas_kernels import rotate
 from tests import checkpoints
+from tests.deviceless import OPTIMIZED
 from tests.oracle import make_beam_fixtures
 
 Tokens = tuple[int, ...]
@@ -73,31 +74,41 @@ def run(search: BeamSearch[Tokens], log_probs: LogProbs, eos: list[int], shuffle
 # Against transformers
 
 
-@jax.jit
-def dense(graphdef, state, tokens_rt: jax.Array, last: jax.Array) -> jax.Array:
-    """Log-probabilities [R, V] after position `last` of every row."""
-    model = nnx.merge(graphdef, state)
+def dense(model: nnx.Module) -> Callable[[list[jax.Array], np.ndarray, int], jax.Array]:
+    """Return a jitted (leaves of the model, tokens [R, T], last) -> log-probabilities [R, V] after position `last` of
+    every row."""
+    graphdef, params = nnx.split(model)
+    treedef = jax.tree.structure(params)
 
-    def attend(layer, q_tnh, k_tkh, v_tkh, cos, sin):
-        return jax.nn.dot_product_attention(q_tnh[None], rotate(k_tkh, cos, sin)[None], v_tkh[None], is_causal=True)[0]
+    def forward(leaves: list[jax.Array], tokens_rt: jax.Array, last: jax.Array) -> jax.Array:
+        merged = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
 
-    def row(tokens_t):
-        return model(tokens_t, jnp.arange(LENGTH), attend)[last]
+        def attend(layer, q_tnh, k_tkh, v_tkh, cos, sin):
+            k_tkh = rotate(k_tkh, cos, sin)
+            return jax.nn.dot_product_attention(q_tnh[None], k_tkh[None], v_tkh[None], is_causal=True)[0]
 
-    return jax.nn.log_softmax(model.logits(jax.vmap(row)(tokens_rt)))
+        def row(tokens_t):
+            return merged(tokens_t, jnp.arange(LENGTH), attend)[last]
+
+        return jax.nn.log_softmax(merged.logits(jax.vmap(row)(tokens_rt)))
+
+    return jax.jit(forward, compiler_options=OPTIMIZED)
 
 
 @pytest.fixture(scope="module")
 def log_probs(tmp_path_factory):
     """log_probs(model, seed, rows of tokens): what the checkpoint gives, each row computed once."""
     known: dict[tuple[str, int, Tokens], np.ndarray] = {}
+    forward_of: dict[str, Callable] = {}
 
     @functools.cache
-    def model(name: str, seed: int):
+    def leaves_of(name: str, seed: int) -> list[jax.Array]:
         config, directory = checkpoints.CASES[name], tmp_path_factory.mktemp(name)
         checkpoints.write(directory, config)
         save_file(make_beam_fixtures.sharpen(checkpoints.tensors(config, seed)), directory / "model.safetensors")
-        return nnx.split(load_safetensors(directory, ModelConfig.from_directory(directory), "float32", progress=False))
+        model = load_safetensors(directory, ModelConfig.from_directory(directory), "float32", progress=False)
+        forward_of.setdefault(name, dense(model))
+        return jax.tree.leaves(nnx.split(model)[1])
 
     def get(name: str, seed: int, rows: list[Tokens]) -> np.ndarray:
         missing = [row for row in rows if (name, seed, row) not in known]
@@ -105,7 +116,8 @@ def log_probs(tmp_path_factory):
             some = missing[start : start + ROWS]
             padded = np.zeros((ROWS, LENGTH), np.int32)
             padded[: len(some), : len(some[0])] = some
-            for row, values in zip(some, np.asarray(dense(*model(name, seed), padded, len(some[0]) - 1))):
+            leaves = leaves_of(name, seed)
+            for row, values in zip(some, np.asarray(forward_of[name](leaves, padded, len(some[0]) - 1))):
                 known[name, seed, row] = values
         return np.stack([known[name, seed, row] for row in rows])
 

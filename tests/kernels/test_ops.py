@@ -19,8 +19,19 @@ SLOW = {
     "block 128, head dim 256, 16 heads on one", "block 8, head dim 256, 16 heads on one", "block 128, float16",
     "block 32, 7 heads on one",
 }  # fmt: skip
-SLOW_IN_MOSAIC = SLOW | {"block 8, head dim 128", "block 64, float16", "head dim 80", "padding only"}
-tiers = pytest.mark.parametrize("times", [1, pytest.param(8, marks=pytest.mark.deep)], ids=["few", "many"])
+SLOW_IN_MOSAIC = SLOW | {"block 8, head dim 128", "block 64, float16", "head dim 80", "padding only", "window, capped"}
+# Random cases: some usually, many in the deep tier. Mosaic's interpreter takes half a minute for some.
+tiers = pytest.mark.parametrize(
+    ("kernels", "times"),
+    [
+        pytest.param(
+            kernels, times, id=f"{kernels.name}-{name}",
+            marks=[pytest.mark.deep] if times > 1 or kernels is MOSAIC else [],
+        )
+        for kernels in ALL
+        for times, name in ((1, "few"), (8, "many"))
+    ],
+)  # fmt: skip
 
 
 def tiered(named):
@@ -72,21 +83,18 @@ def test_write(kernels, case):
 
 
 @tiers
-@every
 def test_any_decode(kernels, times):
     strategy = cases.batches(ragged=False, long=kernels is not REFERENCE, small=times == 1, dtypes=DTYPES)
     drawn(kernels, times, strategy, lambda batch: batch.check(batch.run(kernels.paged_decode_attention)))
 
 
 @tiers
-@every
 def test_any_ragged(kernels, times):
     strategy = cases.batches(ragged=True, long=False, small=times == 1, dtypes=DTYPES)
     drawn(kernels, times, strategy, lambda batch: batch.check(batch.run(kernels.ragged_paged_attention)))
 
 
 @tiers
-@every
 def test_any_write(kernels, times):
     def check(write):
         write.check(*kernels.write_kv(*write.args, **write.options))
@@ -95,7 +103,6 @@ def test_any_write(kernels, times):
 
 
 @tiers
-@every
 def test_any_copy(kernels, times):
     """All sources are read before any destination is written: chains, swaps, and a source for two."""
 
@@ -122,7 +129,10 @@ def test_float32(kernels, q_lens):
     batch.check(batch.run(attention(kernels, q_lens)))
 
 
-@every
+@pytest.mark.parametrize(
+    "kernels",
+    [pytest.param(k, id=k.name, marks=[pytest.mark.deep] if k is MOSAIC else []) for k in ALL],
+)
 def test_a_row_depends_neither_on_neighbours_nor_on_chunks(kernels):
     """To the bit: the last rows of a prompt, in one piece among others, as a chunk alone, and the last one alone."""
     batch = cases.make_batch([9, 70], q_lens=[9, 70], num_kv_heads=1, group=2)

@@ -48,6 +48,7 @@ def test_ragged_softmax_overlaps_with_the_product(head_dim):
         assert sass.exposed(loop) == 0
 
 
+@pytest.mark.deep
 def test_ragged_without_the_wait_for_k_exposes_the_softmax(monkeypatch):
     """The test above can fail: ptxas then moves the wait for P V above the softmax of a loop."""
     monkeypatch.setattr(ragged, "wait_for_keys", lambda *args: None)

@@ -299,7 +299,7 @@ async def test_an_engine_that_fails_says_so_to_everybody(tiny):
 
 
 TRAFFIC = [
-    pytest.param({}, id="plenty"),
+    pytest.param({}, id="plenty", marks=pytest.mark.deep),
     pytest.param({"max_num_batched_tokens": 16}, id="chunks of 16", marks=pytest.mark.deep),
     pytest.param({"enable_prefix_caching": False}, id="no prefix cache", marks=pytest.mark.deep),
     pytest.param({"num_gpu_blocks_override": 40}, id="preemption"),

@@ -52,10 +52,10 @@ async def test_256_streams_at_once_are_whole_and_half_of_their_clients_may_vanis
     """The same with a scripted model, which costs nothing: the server, the scheduler and the pool are the same."""
     flags = ("--max-num-seqs", "256", "--max-num-batched-tokens", "2048", "--num-gpu-blocks-override", "2048")
     with ServerProcess(*flags, "--step-seconds", "0.05", module=SCRIPTED) as server:
-        many = await streams(server.url, 300, num_tokens=24, num_alone=2, max_running=256)
+        many = await streams(server.url, 300, num_tokens=12, num_alone=2, max_running=256)
         assert not problems(many), many
         assert many["most_at_once"] == 300, many
-        half = await vanishing(server.url, 300, num_tokens=60)
+        half = await vanishing(server.url, 300, num_tokens=40)
         assert not problems(half), half
         assert half["vanished"] > 120 and half["stayed"] == 150, half
 

@@ -13,7 +13,7 @@ from jpaged.load import load_engine
 from tests import schemas
 from tests.serving.client import Client
 
-NUM_SCHEMAS, NUM_REGEXES = 60, 60
+NUM_SCHEMAS, NUM_REGEXES = 30, 30
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from jpaged.runtime.sampling_state import SamplingState, count_tokens
 
 # Most lists are no longer than this, and a short one is found in half the time.
 SHORT_LIST = 20
-MIN_CHUNK = 8  # tokens; with fewer, one selection among all of them is faster than two
+MIN_CHUNK = 16  # tokens; with fewer, one selection among all of them is faster than two
 
 Array = Any  # numpy where it is made, traced jax arrays inside the step
 

@@ -64,7 +64,10 @@ SUITES = {
         ("tests/runtime/test_runner.py",), "pool_size or modest or block_bytes or utilization", "forkserver"
     ),
     "jpaged/runtime/masks.py": Suite(("tests/runtime/test_batch.py",)),
-    "jpaged/runtime/runner.py": Suite(("tests/runtime/test_runner.py",), "not h200 and not aliases", "forkserver"),
+    "jpaged/runtime/runner.py": Suite(
+        ("tests/runtime/test_runner.py", "tests/runtime/test_compilation_cache.py"), "not h200 and not aliases",
+        "forkserver",
+    ),
     "jpaged/runtime/sampler.py": Suite(
         ("tests/runtime/test_sampler.py",), "not planted and not in_place", "forkserver"
     ),

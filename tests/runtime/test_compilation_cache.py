@@ -15,6 +15,7 @@ from jpaged.model.weights import dummy_llama
 from jpaged.runtime.compilation_cache import compilation_cache
 from jpaged.runtime.kv_cache import block_bytes
 from jpaged.runtime.runner import ModelRunner
+from jpaged.runtime.swap import TRANSFERS
 
 FOLDER = "jax_compilation_cache_dir"
 
@@ -168,11 +169,21 @@ def test_a_second_start_compiles_nothing_where_the_pool_is_measured(measured, mo
     assert any(message.startswith("compiled 1 of 2 shapes, about ") for message in caplog.messages)
 
 
-@pytest.mark.parametrize("sampling, model_part", [(2**20, 2**22), (2**22, 2**20)])
+@pytest.mark.parametrize(
+    "sampling, model_part, swap_space, most",
+    [(2**20, 2**22, 0.0, 2**22), (2**22, 2**20, 0.0, 2**22), (1, 1, 1.0, 2 * TRANSFERS[-1] * BLOCK_BYTES)],
+    ids=["model", "sampling", "swaps"],
+)
 def test_the_pool_leaves_room_for_the_part_of_a_step_that_needs_most(
-    measured, model, monkeypatch, sampling, model_part
+    measured, model, monkeypatch, sampling, model_part, swap_space, most
 ):
     monkeypatch.setattr(ModelRunner, "sampling_temporaries", lambda *_: sampling)
     monkeypatch.setattr(ModelRunner, "model_temporaries", lambda *_: model_part)
-    runner = ModelRunner(model, EngineConfig(block_size=8, swap_space=0, gpu_memory_utilization=0.75), LIMITS)
-    assert runner.num_blocks == (12 * 2**20 - 2**20 - 2**22) // BLOCK_BYTES
+    config = EngineConfig(block_size=8, swap_space=swap_space, gpu_memory_utilization=0.75)
+    assert ModelRunner(model, config, LIMITS).num_blocks == (12 * 2**20 - 2**20 - most) // BLOCK_BYTES
+
+
+def test_pool_of_a_device_without_figures_holds_every_sequence_whole(model):
+    """The device reports no memory, as a CPU does; the model is small enough for all blocks that could be in use."""
+    runner = ModelRunner(model, EngineConfig(block_size=8, swap_space=0.0), LIMITS)
+    assert runner.num_blocks == LIMITS.max_num_seqs * LIMITS.max_model_len // 8

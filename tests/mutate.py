@@ -44,6 +44,7 @@ ALLOCATOR = Suite(
     (
         "tests/core/test_block_pool.py",
         "tests/core/test_scheduler.py",
+        "tests/core/test_acceptance.py",
         "tests/core/test_long_run.py",
         "tests/runtime/test_batch.py",
     ),

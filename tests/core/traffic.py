@@ -153,3 +153,7 @@ def assert_as_alone(request: Request, eos: frozenset[int] = frozenset()) -> None
     if not request.beam:
         best = sorted(expected, key=lambda tokens: sum(tokens) / len(tokens)) if not request.streams else expected
         assert [s.output_token_ids for s in request.outputs] == best[: request.params.num_outputs]
+
+
+def add(scheduler, name, prompt, client=None, **params):
+    return scheduler.add(str(name), prompt, SamplingParams(**params), seed=0, client=client)

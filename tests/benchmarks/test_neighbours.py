@@ -54,8 +54,8 @@ def test_report_names_what_exceeds_its_limit(tmp_path):
     report = Report(tmp_path / "results.json", ENVIRONMENT, quiet=True)
     report.add(experiment="pause", case="slow", least_ms=51.0, beside_ms=60.0, alone_ms=5.0)
     report.add(experiment="pause", case="fast", least_ms=49.0, beside_ms=60.0, alone_ms=5.0)
-    report.add(experiment="step", case="dear", ratio=1.21)
-    report.add(experiment="step", case="cheap", ratio=1.19)
+    report.add(experiment="step", case="dear", ratio=1.21, least_ratio=1.1)
+    report.add(experiment="step", case="cheap", ratio=1.19, least_ratio=1.3)
     assert neighbours.above(report.rows) == ["slow", "dear"]
     text = neighbours.summary(report)
     assert all(f"| {row['case']} |" in text for row in report.rows)

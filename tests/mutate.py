@@ -94,7 +94,7 @@ def mutate(module: str, only: str) -> dict[str, Any]:
         "do_not_mutate_patterns": [r"^\s*assert\b"],  # a weaker check is no fault
         "pytest_add_cli_args_test_selection": suite.tests,
         "pytest_add_cli_args": ["-k", suite.select, "--hypothesis-profile=mutation", "-p", "no:cacheprovider"],
-        "timeout_multiplier": 2, "timeout_constant": 5, "process_isolation": suite.isolation,
+        "timeout_multiplier": 2, "timeout_constant": 20, "process_isolation": suite.isolation,
     }  # fmt: skip
     lines = [
         f"{name} =" + ("".join(f"\n    {each}" for each in value) if isinstance(value, list | tuple) else f" {value}")

@@ -1,6 +1,7 @@
 """The cache of executables: jax's settings stay the program's, and a second start compiles nothing."""
 
 import logging
+import re
 import warnings
 import zlib
 
@@ -167,6 +168,7 @@ def test_a_second_start_compiles_nothing_where_the_pool_is_measured(measured, mo
     # Each of the two shapes once: the measurement shares them with the warm-up.
     assert [len(entries(folder, name)) for name in ("run", "choose", "score")] == [2, 1, 1]
     assert any(message.startswith("compiled 1 of 2 shapes, about ") for message in caplog.messages)
+    assert any(re.fullmatch(r"compiled in \d+\.\d seconds", message) for message in caplog.messages)
 
 
 @pytest.mark.parametrize(

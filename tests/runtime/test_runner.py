@@ -20,7 +20,7 @@ from jpaged.runtime import kv_cache
 from jpaged.runtime import runner as runner_module
 from jpaged.runtime.batch import Bucket, empty_batch
 from jpaged.runtime.kv_cache import block_bytes, fitting_blocks, modest_blocks
-from jpaged.runtime.runner import ModelRunner
+from jpaged.runtime.runner import ModelRunner, compute_capability
 from jpaged.runtime.sampling_state import empty_state
 from jpaged.runtime.step import Step, make_copy_blocks
 from jpaged.runtime.swap import TRANSFERS
@@ -338,6 +338,12 @@ def test_available_host_memory_is_that_of_the_machine():
 def test_a_pool_on_a_cpu_is_modest():
     assert modest_blocks(100, 1024) == 100
     assert modest_blocks(10**9, 2**20) <= 4096 and modest_blocks(1, 2**60) == 1
+
+
+@pytest.mark.parametrize("reported, found", [("9.0", 9.0), (8.6, 8.6), (None, None), ("gfx942", None)])
+def test_compute_capability_is_a_number_where_the_device_is_nvidias(reported, found):
+    assert compute_capability(types.SimpleNamespace(compute_capability=reported)) == found
+    assert compute_capability(types.SimpleNamespace()) is None
 
 
 def test_block_bytes():

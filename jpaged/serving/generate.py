@@ -1,13 +1,13 @@
 """From an accepted request to its answer: whole, or streamed as server-sent events."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
 from aiohttp import web
+from pydantic_core import to_json
 
 from jpaged.async_engine import AsyncEngine
 from jpaged.core.request import NON_FINITE, FinishReason, OutputDelta
@@ -89,7 +89,7 @@ def _size(deltas: Deltas) -> int:
 
 
 def _events(chunks: Iterable[dict[str, Any]]) -> bytes:
-    return b"".join(b"data: %b\n\n" % json.dumps(chunk, ensure_ascii=False).encode() for chunk in chunks)
+    return b"".join(b"data: %b\n\n" % to_json(chunk) for chunk in chunks)
 
 
 async def _send(response: web.StreamResponse, events: bytes) -> None:

@@ -179,12 +179,20 @@ def ends_in_shortage(data: bytes) -> bool:
 def has_tokens(streamed: bool, data: bytes) -> bool:
     """Whether an answer, or its beginning, holds generated tokens."""
     if streamed:
-        events = [event for event in data.split(b"\n\n") if b'"choices": [{' in event and b'"error"' not in event]
-        return len(events) > 1  # the first event of a chat has a role alone
+        chunks = map(_chunk, data.split(b"\n\n"))
+        return sum(bool(chunk.get("choices")) for chunk in chunks) > 1  # the first event of a chat has a role alone
     try:
         return json.loads(data)["usage"]["completion_tokens"] > 0
     except (ValueError, LookupError, TypeError):
         return False
+
+
+def _chunk(event: bytes) -> dict[str, Any]:
+    """Return the object that an event of a stream holds; an empty one for its end, or where it is cut off."""
+    try:
+        return json.loads(event.removeprefix(b"data: "))
+    except ValueError:
+        return {}
 
 
 def make_certificate(folder: Path) -> tuple[Path, Path]:

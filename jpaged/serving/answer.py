@@ -1,7 +1,6 @@
 """What goes back to the client: the bodies of both endpoints, whole and in chunks."""
 
 import codecs
-import json
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
@@ -14,7 +13,6 @@ from jpaged.serving.tools import ToolCallDelta, ToolParser
 from jpaged.tokenizer import Vocabulary
 
 UTF8 = codecs.getincrementaldecoder("utf-8")
-PART = 64  # entries of a list
 LEAST_LOGPROB = -9999.0  # JSON has no -inf; this is the API's word for a token that can't be
 
 
@@ -344,22 +342,6 @@ def _whole_calls(deltas: Iterable[ToolCallDelta]) -> list[dict[str, Any]]:
             calls[delta.index] = _call_delta(delta)
             del calls[delta.index]["index"]
     return list(calls.values())
-
-
-def dumps(value: Any, depth: int = 4) -> bytes:
-    """Return the JSON of a value. A long list is encoded in parts, for one call would hold the GIL for its whole time.
-
-    Args:
-        depth: how many containers inside each other are taken apart.
-    """
-    if depth and isinstance(value, dict):
-        return b"{%b}" % b",".join(b"%b:%b" % (dumps(key), dumps(item, depth - 1)) for key, item in value.items())
-    if depth and isinstance(value, list) and len(value) <= PART:
-        return b"[%b]" % b",".join(dumps(item, depth - 1) for item in value)
-    if isinstance(value, list) and len(value) > PART:
-        parts = (value[start : start + PART] for start in range(0, len(value), PART))
-        return b"[%b]" % b",".join(dumps(part, 0)[1:-1] for part in parts)
-    return json.dumps(value).encode()
 
 
 def _in_json(logprob: float | None) -> float | None:

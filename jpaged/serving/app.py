@@ -9,7 +9,8 @@ from typing import Any
 from aiohttp import HttpVersion11, web
 
 from jpaged.serving import live, prepare, static
-from jpaged.serving.answer import ChatAnswer, CompletionAnswer, dumps
+from jpaged.serving.answer import ChatAnswer, CompletionAnswer
+from jpaged.serving.codec import dumps_long
 from jpaged.serving.generate import respond
 from jpaged.serving.middleware import MIDDLEWARES, add_request_id
 from jpaged.serving.openapi import description
@@ -102,7 +103,7 @@ async def detokenize(request: web.Request) -> web.Response:
 
 async def _computed(request: web.Request, function: Callable[[Service, bytes], dict[str, Any]]) -> web.Response:
     service, data = request.app[SERVICE], await _body(request)
-    answer = await service.run(lambda: dumps(function(service, data)), len(data))
+    answer = await service.run(lambda: dumps_long(function(service, data)), len(data))
     return web.Response(body=answer, content_type="application/json")
 
 

@@ -7,11 +7,11 @@ from functools import partial
 from typing import Any
 
 from aiohttp import web
-from pydantic_core import to_json
 
 from jpaged.async_engine import AsyncEngine
 from jpaged.core.request import NON_FINITE, FinishReason, OutputDelta
-from jpaged.serving.answer import Answer, dumps
+from jpaged.serving.answer import Answer
+from jpaged.serving.codec import dumps, dumps_long
 from jpaged.serving.middleware import CLIENT, RECORD, as_api_error
 from jpaged.serving.prepare import Prepared
 from jpaged.serving.protocol import ApiError, Params
@@ -44,7 +44,7 @@ async def respond(request: web.Request, answer: Answer, prepared: Prepared) -> w
                 if not body.stream:
                     async for deltas in outputs:
                         await _run(service, partial(_add, answer, deltas), _size(deltas))
-                    whole = await service.run(lambda: dumps(answer.whole()), answer.size)
+                    whole = await service.run(lambda: dumps_long(answer.whole()), answer.size)
                     return web.Response(body=whole, content_type="application/json")
                 await response.prepare(request)
                 await _send(response, _events(answer.opening()))
@@ -89,7 +89,7 @@ def _size(deltas: Deltas) -> int:
 
 
 def _events(chunks: Iterable[dict[str, Any]]) -> bytes:
-    return b"".join(b"data: %b\n\n" % to_json(chunk) for chunk in chunks)
+    return b"".join(b"data: %b\n\n" % dumps(chunk) for chunk in chunks)
 
 
 async def _send(response: web.StreamResponse, events: bytes) -> None:

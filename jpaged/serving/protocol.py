@@ -4,7 +4,6 @@ Here are the names and types; the ranges are those of `jpaged.core.params`. Ever
 nothing is silently ignored.
 """
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from jpaged.core.params import (
     StructuredOutputsParams,
     shown,
 )
+from jpaged.serving.codec import loads
 
 DEFAULT_COMPLETION_TOKENS = 16
 
@@ -323,11 +323,9 @@ class ToolCall(_Strict):
     def for_template(self) -> dict[str, Any]:
         """With its arguments as an object, which is what templates print."""
         try:
-            arguments = json.loads(self.function.arguments or "{}")
-        except (ValueError, RecursionError) as error:
-            raise ApiError(
-                400, f"messages: the arguments of tool call {self.id!r} are no JSON: {error}", "messages"
-            ) from None
+            arguments = loads(self.function.arguments or "{}")
+        except ValueError as error:
+            raise ApiError(400, f"messages: the arguments of tool call {self.id!r}: {error}", "messages") from None
         function = {"name": self.function.name, "arguments": arguments}
         return {"id": self.id, "type": self.type, "function": function}
 

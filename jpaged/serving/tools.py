@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from jpaged.core.params import shown
+from jpaged.serving.codec import loads
 
 SPACE = " \t\r\n"
 ARGUMENTS = ("arguments", "parameters")  # either word is taken, whatever the format's own is
@@ -417,10 +418,10 @@ def _literal(text: str) -> str:
 
 
 def _decoded(text: str) -> Any:
-    """A JSON value. Raises _NotACall if it is none."""
+    """Return the value of a JSON text. Raises _NotACall if it is none."""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
+        return loads(text)
+    except ValueError as error:
         raise _NotACall from error
 
 

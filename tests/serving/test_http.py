@@ -184,6 +184,11 @@ def test_an_empty_prompt_is_refused_even_if_a_tokenizer_would_add_to_it(prompt):
         request.prompts()
 
 
+def called(arguments):
+    call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    return {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": [call]}]}
+
+
 @pytest.mark.parametrize(
     "fields, param, words",
     [
@@ -199,6 +204,8 @@ def test_an_empty_prompt_is_refused_even_if_a_tokenizer_would_add_to_it(prompt):
             "tools",
             "0.function.name: String should match",
         ),
+        (called('{"city": "Rome"'), "messages", "arguments of tool call 'a': Invalid JSON"),
+        (called(r'{"city": "\ud83e"}'), "messages", "arguments of tool call 'a': Invalid JSON"),
         ({"parallel_tool_calls": True}, "parallel_tool_calls", "only allowed with tools"),
         ({"response_format": {"type": "xml"}}, "response_format", "'json_object'"),
         ({"max_tokens": 4, "max_completion_tokens": 5}, "max_completion_tokens", "differs from max_tokens"),

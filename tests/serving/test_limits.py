@@ -12,7 +12,7 @@ import pytest
 from jpaged import template_process
 from jpaged.core import params
 from jpaged.serving import prepare
-from jpaged.serving.answer import dumps
+from jpaged.serving.codec import dumps_long
 from jpaged.tokenizer import backend, encode
 from tests.serving.client import MAX_LEN, Client
 
@@ -115,7 +115,7 @@ def test_parts_of_json_make_the_whole():
         {"choices": [{"logprobs": {"content": entries}, "text": "é"}], "usage": None}, entries, [], {}, [[]], "a", 1.5,
         {"a": {"b": {"c": {"d": {"e": entries}}}}}, [entries[:64], entries[:65]], True, [*range(64)], [*range(65)],
     ):  # fmt: skip
-        assert json.loads(dumps(value)) == value
+        assert json.loads(dumps_long(value)) == value
 
 
 # Templates of requests

@@ -115,6 +115,7 @@ def test_llama(text, content, calls):
         ('"Rome"', None),
         ('"[1]"', None),
         ('""', None),
+        (r'"{\"a\": \"\ud800\"}"', None),  # half a surrogate pair
         ('"' + "[" * 100_000 + '"', None),
         ("[1]", None),
         ("7", None),

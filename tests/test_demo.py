@@ -392,6 +392,8 @@ def test_stories_go_on_as_the_grammar_tells_them_and_end(writer, grammar, known_
     prompts = [
         "Once upon a time",
         "One day, the little fox",
+        "Mia went to the market",
+        "Tom wanted to learn to",
         "There once was a brave bear",
     ]
     told = writer.complete(prompts, 192)

@@ -1,4 +1,4 @@
-"""What the scheduler accepts, and its refusals word for word."""
+"""The limits of requests: the largest that the scheduler accepts, and the exact messages of its refusals."""
 
 from dataclasses import replace
 

@@ -78,6 +78,8 @@ def test_only_a_full_queue_and_a_time_limit_excuse_a_status_above_499():
 def test_generated_tokens_are_counted_from_answers():
     role = b'data: {"choices": [{"delta": {"role": "assistant"}}]}\n\n'
     assert not has_tokens(True, role) and has_tokens(True, 2 * role)
+    for other in (b"data: [DONE]\n\n", b'data: {"error": {"code": 500}}\n\n', role[:-9]):
+        assert not has_tokens(True, role + other), other
     assert has_tokens(False, b'{"usage": {"completion_tokens": 1}}') and not has_tokens(False, b'{"usage": null}')
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
 from safetensors import safe_open
@@ -135,7 +134,7 @@ def load_orbax(directory: Path, config: ModelConfig, dtype: str) -> Llama:
         raise ValueError(f"model: {directory} has no Orbax checkpoint: no folder {ORBAX} in it")
     graphdef, leaves = abstract_llama(config, dtype)
     paths = {".".join(map(str, path)): path for path in leaves}
-    with ocp.StandardCheckpointer() as checkpointer:
+    with _checkpointer() as checkpointer:
         metadata = checkpointer.metadata((directory / ORBAX).absolute()).item_metadata
         found = {name: tuple(array.shape) for name, array in metadata.tree.items()}
         check_names({name: leaves[path].shape for name, path in paths.items()}, found, directory / ORBAX)
@@ -148,14 +147,14 @@ def load_orbax(directory: Path, config: ModelConfig, dtype: str) -> Llama:
 def save_orbax(model: Llama, directory: Path) -> None:
     """Writes the parameters as an Orbax checkpoint, in the folder `orbax` below a directory that has none yet."""
     arrays = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model))}
-    with ocp.StandardCheckpointer() as checkpointer:
+    with _checkpointer() as checkpointer:
         checkpointer.save((directory / ORBAX).absolute(), arrays)
 
 
 def stored_dtype(directory: Path) -> str:
     """The dtype that holds every parameter of a checkpoint exactly, whatever its config says."""
     if (directory / ORBAX).is_dir():
-        with ocp.StandardCheckpointer() as checkpointer:
+        with _checkpointer() as checkpointer:
             metadata = checkpointer.metadata((directory / ORBAX).absolute()).item_metadata
         found = {str(array.dtype) for array in metadata.tree.values()}
     else:
@@ -188,6 +187,12 @@ def safetensors_files(directory: Path) -> list[Path]:
     if not files:
         raise ValueError(f"model: {directory} has no safetensors file")
     return files
+
+
+def _checkpointer():
+    import orbax.checkpoint as ocp  # here, since it takes a fifth of a second and most starts read safetensors
+
+    return ocp.StandardCheckpointer()
 
 
 def _read(files: Iterable[Path], paths: Mapping[str, Path_], dtype: str) -> Iterator[tuple[Path_, jax.Array]]:

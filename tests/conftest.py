@@ -1,5 +1,6 @@
 """What every test shares: the CPU, no network, a compilation cache of its own run, tiny models."""
 
+import gc
 import os
 import signal
 import sys
@@ -29,6 +30,12 @@ settings.register_profile("mutation", deadline=None, derandomize=True, phases=[P
 settings.load_profile("jpaged")
 
 
+def pytest_collection_finish():
+    """Exclude all modules from garbage collection, which otherwise takes a tenth of a run."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def compilation_cache(tmp_path_factory):
     """Executables are shared within the run, by all its processes, and forgotten after it."""
@@ -44,6 +51,16 @@ def traced_anew(request):
     function that an earlier test has traced is not called again."""
     if "MUTANT_UNDER_TEST" in os.environ and "jax" in sys.modules and not request.node.get_closest_marker("warm"):
         sys.modules["jax"].clear_caches()
+
+
+@pytest.fixture(scope="session")
+def demo():
+    """The demo model in the shapes of `benchmarks.server_process.SMALL`, so that few are compiled in a run."""
+    from jpaged import LLM
+
+    return LLM(
+        progress=False, max_num_seqs=16, max_num_batched_tokens=32, max_model_len=512, num_gpu_blocks_override=512
+    )
 
 
 @pytest.fixture(scope="session")

@@ -4,25 +4,24 @@ import dataclasses
 import random
 import re
 from collections.abc import Iterator
-from functools import partial
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
+from jpaged import LLM, SamplingParams
 from jpaged.config import ModelConfig
 from jpaged.demo import DIRECTORY, corpus, stories, train
 from jpaged.demo import tokenizer as demo_tokenizer
 from jpaged.demo.grammar import fill, variants
 from jpaged.model.llama import Llama
+from jpaged.model.weights import load_safetensors
 
 MAX_BYTES = 4_000_000
 MAX_HELD_OUT_LOSS = 0.48
+GREEDY = SamplingParams(temperature=0, max_tokens=192)
 PRONOUNS = [{"he": "he", "him": "him", "his": "his"}, {"he": "she", "him": "her", "his": "her"}]
 Bindings = dict[str, str]
 
@@ -127,81 +126,6 @@ def grammar() -> list[list]:
 def is_story(grammar: list[list], text: str) -> bool:
     text = text.lower()
     return any(end == len(text) and consistent(bound) for plot in grammar for end, bound in match(plot, text, 0, {}))
-
-
-# The shipped model, run without a cache: each token is computed from the whole text so far.
-
-
-def load_model(directory) -> Llama:
-    model = Llama(ModelConfig.from_directory(directory), dtype="float32", rngs=nnx.Rngs(0))
-    tensors = {name: x.astype(np.float32) for name, x in load_file(directory / "model.safetensors").items()}
-    model.embed_tokens.embedding[...] = tensors.pop("model.embed_tokens.weight")
-    model.norm.scale[...] = tensors.pop("model.norm.weight")
-    for index, layer in enumerate(model.layers):
-        name = f"model.layers.{index}"
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            getattr(layer, norm).scale[...] = tensors.pop(f"{name}.{norm}.weight")
-        for part in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            getattr(layer.self_attn, part).kernel[...] = tensors.pop(f"{name}.self_attn.{part}.weight").T
-        for part in ("gate_proj", "up_proj", "down_proj"):
-            getattr(layer.mlp, part).kernel[...] = tensors.pop(f"{name}.mlp.{part}.weight").T
-    assert not tensors
-    return model
-
-
-@partial(jax.jit, static_argnums=0)
-def _extend(graph, state, tokens_bt: jax.Array, lengths_b: jax.Array, end: int) -> tuple[jax.Array, jax.Array]:
-    """Writes after each row's prompt what is most likely, until all rows have an end or are full."""
-    model = nnx.merge(graph, state)
-    b, t = tokens_bt.shape
-    rows, positions = jnp.arange(b), jnp.tile(jnp.arange(t), b)
-    mask_btt = jnp.broadcast_to(jnp.tril(jnp.ones((t, t), bool)), (b, t, t))
-
-    def body(carry):
-        tokens, lengths, done = carry
-        hidden = model(tokens.reshape(-1), positions, partial(train.attend, mask_btt)).reshape(b, t, -1)
-        chosen = model.logits(hidden[rows, lengths - 1]).argmax(-1)
-        tokens = tokens.at[rows, lengths].set(jnp.where(done, tokens[rows, lengths], chosen))
-        return tokens, jnp.where(done, lengths, lengths + 1), done | (chosen == end) | (lengths + 2 >= t)
-
-    tokens, lengths, _ = jax.lax.while_loop(
-        lambda carry: ~carry[2].all(), body, (tokens_bt, lengths_b, jnp.zeros(b, bool))
-    )
-    return tokens, lengths
-
-
-class Writer:
-    """Continues prompts greedily."""
-
-    def __init__(self, directory):
-        self.tokenizer = AutoTokenizer.from_pretrained(directory)
-        self.graph, self.state = nnx.split(load_model(directory))
-
-    def _write(self, prompts: list[list[int]], size: int) -> list[str]:
-        rows = np.zeros((len(prompts), size), np.int32)
-        for row, prompt in zip(rows, prompts):
-            row[: len(prompt)] = prompt
-        end = self.tokenizer.eos_token_id
-        tokens, lengths = _extend(self.graph, self.state, rows, np.array([len(prompt) for prompt in prompts]), end)
-        written = [
-            row[len(prompt) : length] for row, prompt, length in zip(np.asarray(tokens), prompts, np.asarray(lengths))
-        ]
-        assert all(row[-1] == end for row in written), "a text without an end"
-        return [self.tokenizer.decode(row[:-1]) for row in written]
-
-    def complete(self, prompts: list[str], size: int) -> list[str]:
-        """The prompts with what follows."""
-        written = self._write([self.tokenizer(prompt).input_ids for prompt in prompts], size)
-        return [prompt + text for prompt, text in zip(prompts, written)]
-
-    def answer(self, chats: list[list[dict[str, str]]], size: int) -> list[str]:
-        rendered = self.tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
-        return self._write([self.tokenizer(text, add_special_tokens=False).input_ids for text in rendered], size)
-
-
-@pytest.fixture(scope="module")
-def writer() -> Writer:
-    return Writer(DIRECTORY)
 
 
 @pytest.fixture(scope="module")
@@ -371,7 +295,22 @@ def test_steps_must_be_positive(monkeypatch, capsys):
     assert "at least 1" in capsys.readouterr().err
 
 
-# What is shipped.
+# The shipped model.
+
+
+def whole(outputs) -> list[str]:
+    assert all(output.outputs[0].finish_reason == "stop" for output in outputs), "a text without an end"
+    return [output.outputs[0].text for output in outputs]
+
+
+def completed(demo: LLM, prompts: list[str]) -> list[str]:
+    """The prompts with the likeliest continuation of each."""
+    texts = whole(demo.generate(prompts, GREEDY, use_tqdm=False))
+    return [prompt + text for prompt, text in zip(prompts, texts)]
+
+
+def answered(demo: LLM, chats: list[list[dict[str, str]]]) -> list[str]:
+    return whole(demo.chat(chats, GREEDY, use_tqdm=False))
 
 
 def test_the_directory_is_small_and_fits_the_kernels():
@@ -381,14 +320,14 @@ def test_the_directory_is_small_and_fits_the_kernels():
     assert config.eos_token_ids == (AutoTokenizer.from_pretrained(DIRECTORY).eos_token_id,)
 
 
-def test_the_model_expects_text_that_it_has_not_seen(writer):
+def test_the_model_expects_text_that_it_has_not_seen():
     plain = Tokenizer.from_file(str(DIRECTORY / "tokenizer.json"))
-    model = nnx.merge(writer.graph, writer.state)
+    model = load_safetensors(DIRECTORY, ModelConfig.from_directory(DIRECTORY), "float32", progress=False)
     assert train.held_out_loss(train.Recipe(), plain, model, count=4) < MAX_HELD_OUT_LOSS
 
 
 @pytest.mark.deep
-def test_stories_go_on_as_the_grammar_tells_them_and_end(writer, grammar, known_words):
+def test_stories_go_on_as_the_grammar_tells_them_and_end(demo, grammar, known_words):
     prompts = [
         "Once upon a time",
         "One day, the little fox",
@@ -396,14 +335,14 @@ def test_stories_go_on_as_the_grammar_tells_them_and_end(writer, grammar, known_
         "Tom wanted to learn to",
         "There once was a brave bear",
     ]
-    told = writer.complete(prompts, 192)
+    told = completed(demo, prompts)
     for text in told:
         assert words(text) <= known_words, text
     parsed = [is_story(grammar, text) for text in told]
     assert sum(parsed) >= len(parsed) - 1, [text for text, good in zip(told, parsed) if not good]
 
 
-def test_common_openings_are_completed(writer, known_words):
+def test_common_openings_are_completed(demo, known_words):
     prompts = [
         "The capital of France is",
         "Hello, my name is",
@@ -411,7 +350,7 @@ def test_common_openings_are_completed(writer, known_words):
         "San Francisco is a",
         "The future of AI is",
     ]
-    texts = writer.complete(prompts, 64)
+    texts = completed(demo, prompts)
     for text in texts:
         assert words(text) <= known_words, text
         assert text[-1] in ".!?", text
@@ -441,21 +380,21 @@ QUESTIONS = [
 ]
 
 
-def test_questions_are_answered(writer, known_words):
-    answers = writer.answer([[{"role": "user", "content": question}] for question, _ in QUESTIONS], 96)
+def test_questions_are_answered(demo, known_words):
+    answers = answered(demo, [[{"role": "user", "content": question}] for question, _ in QUESTIONS])
     for (question, expected), answer in zip(QUESTIONS, answers):
         assert re.search(expected, answer, re.DOTALL), (question, answer)
         assert words(answer) <= known_words, (question, answer)
 
 
-def test_a_chat_remembers_and_tells_stories(writer, grammar):
+def test_a_chat_remembers_and_tells_stories(demo, grammar):
     name = [
         {"role": "system", "content": "You are a helpful assistant."},
         {"role": "user", "content": "Hi, my name is Tom."},
         {"role": "assistant", "content": "Nice to meet you, Tom! How can I help you?"},
         {"role": "user", "content": "What is my name?"},
     ]
-    remembered, story = writer.answer([name, [{"role": "user", "content": "Tell me a story about a fox."}]], 192)
+    remembered, story = answered(demo, [name, [{"role": "user", "content": "Tell me a story about a fox."}]])
     assert remembered == "Your name is Tom."
     assert "fox" in story
     assert is_story(grammar, story), story

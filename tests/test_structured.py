@@ -8,7 +8,7 @@ import re
 import jsonschema
 import pytest
 
-from jpaged import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams, grammar_trial
+from jpaged import BeamSearchParams, SamplingParams, StructuredOutputsParams, grammar_trial
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.params import InvalidParameter
 from jpaged.core.scheduler import Scheduler
@@ -31,13 +31,6 @@ PERSON = {
 
 
 @pytest.fixture(scope="module")
-def llm():
-    return LLM(
-        progress=False, max_num_seqs=16, max_num_batched_tokens=32, max_model_len=512, num_gpu_blocks_override=512
-    )
-
-
-@pytest.fixture(scope="module")
 def compiler():
     return made_compiler()
 
@@ -48,8 +41,8 @@ def made_compiler(**options):
     return GrammarCompiler(Compiler(*model), Trial(*model), **options)
 
 
-def texts(llm, params, prompt="The fox said"):
-    (output,) = llm.generate(prompt, params, use_tqdm=False)
+def texts(demo, params, prompt="The fox said"):
+    (output,) = demo.generate(prompt, params, use_tqdm=False)
     return [(choice.text, choice.finish_reason) for choice in output.outputs]
 
 
@@ -60,38 +53,38 @@ def sampled(max_tokens=120, **wanted):
 
 
 @pytest.mark.parametrize("schema", [PERSON, json.dumps(PERSON)])
-def test_json(llm, schema):
-    for text, reason in texts(llm, sampled(json=schema)):
+def test_json(demo, schema):
+    for text, reason in texts(demo, sampled(json=schema)):
         assert reason == "stop"
         jsonschema.validate(json.loads(text), PERSON)
 
 
-def test_the_white_space_of_json(llm):
-    for text, _ in texts(llm, sampled(json=PERSON, disable_any_whitespace=True)):
+def test_the_white_space_of_json(demo):
+    for text, _ in texts(demo, sampled(json=PERSON, disable_any_whitespace=True)):
         assert text == json.dumps(json.loads(text), separators=(",", ":"), ensure_ascii=False)
-    for text, _ in texts(llm, sampled(json=PERSON, whitespace_pattern=" ")):
+    for text, _ in texts(demo, sampled(json=PERSON, whitespace_pattern=" ")):
         assert re.fullmatch(r'\{ ?"name" ?: ?".*" ?, ?"age" ?: ?\d+ ?\}', text)
 
 
-def test_any_object_a_regular_expression_choices_and_grammars(llm):
-    for text, reason in texts(llm, sampled(json_object=True, max_tokens=200)):
+def test_any_object_a_regular_expression_choices_and_grammars(demo):
+    for text, reason in texts(demo, sampled(json_object=True, max_tokens=200)):
         assert text.lstrip()[:1] == "{" and (reason == "length" or isinstance(json.loads(text), dict))
-    for text, reason in texts(llm, sampled(regex=r"[A-Z][a-z]{2,5} (?:runs|sleeps)\.")):
+    for text, reason in texts(demo, sampled(regex=r"[A-Z][a-z]{2,5} (?:runs|sleeps)\.")):
         assert reason == "stop" and re.fullmatch(r"[A-Z][a-z]{2,5} (?:runs|sleeps)\.", text)
     choice = ["yes", 'no, "never"', "vielleicht\nmörgen"]
-    assert {text for text, _ in texts(llm, sampled(choice=choice))} <= set(choice)
+    assert {text for text, _ in texts(demo, sampled(choice=choice))} <= set(choice)
     lark = 'start: "(" inner ")"\ninner: start | WORD\nWORD: /[ab]{1,3}/'
     gbnf = 'root ::= "(" inner ")"\ninner ::= root | [ab] [ab]? [ab]?'
     for grammar in (lark, gbnf):
-        for text, reason in texts(llm, sampled(grammar=grammar)):
+        for text, reason in texts(demo, sampled(grammar=grammar)):
             assert reason == "length" or re.fullmatch(r"(\(+)[ab]{1,3}(\)+)", text), text
             assert reason == "length" or text.count("(") == text.count(")")
 
 
-def test_beams_keep_to_it_too(llm):
+def test_beams_keep_to_it_too(demo):
     wanted = StructuredOutputsParams(json=PERSON, disable_any_whitespace=True)
     params = BeamSearchParams(beam_width=4, max_tokens=60, structured_outputs=wanted)
-    found = texts(llm, params)
+    found = texts(demo, params)
     assert len(set(found)) == 4
     for text, reason in found:
         if reason == "stop":
@@ -100,40 +93,40 @@ def test_beams_keep_to_it_too(llm):
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_preemption_does_not_lose_the_place(llm, mode):
+def test_preemption_does_not_lose_the_place(demo, mode):
     """A pool too small for all: what each gives is what it gives alone."""
-    whole = llm.engine.scheduler
+    whole = demo.engine.scheduler
     host = BlockPool(32, whole.pool.block_size, enable_prefix_caching=False)
     scheduler = Scheduler(
         BlockPool(17, whole.pool.block_size), whole.limits, vocab_size=whole.vocab_size,
         eos_token_ids=sorted(whole.eos_token_ids), host_pool=host, preemption=mode,
     )  # fmt: skip
-    small = Engine(scheduler, llm.engine.runner, llm.engine.tokenizer)
+    small = Engine(scheduler, demo.engine.runner, demo.engine.tokenizer)
     prompts = [f"The fox said {i}" for i in range(8)]
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=120, min_tokens=30,
                             structured_outputs=StructuredOutputsParams(json=PERSON))  # fmt: skip
-    together = [small.add(prompt, encode(llm.tokenizer, prompt), params) for prompt in prompts]
+    together = [small.add(prompt, encode(demo.tokenizer, prompt), params) for prompt in prompts]
     while small.has_work:
         small.step()
     assert scheduler.num_preemptions > 0 and (scheduler.num_swapped_blocks > 0) == (mode == "swap")
-    alone = [llm.generate(prompt, params, use_tqdm=False)[0] for prompt in prompts]
+    alone = [demo.generate(prompt, params, use_tqdm=False)[0] for prompt in prompts]
     assert [request.outputs[0].text for request in together] == [output.outputs[0].text for output in alone]
 
 
-def test_a_text_that_is_complete_ends_before_min_tokens(llm):
+def test_a_text_that_is_complete_ends_before_min_tokens(demo):
     params = SamplingParams(max_tokens=20, min_tokens=15, structured_outputs=StructuredOutputsParams(choice=["yes"]))
-    assert texts(llm, params) == [("yes", "stop")]
+    assert texts(demo, params) == [("yes", "stop")]
 
 
-def test_a_grammar_that_fails_midway_ends_the_request_with_the_reason(llm):
+def test_a_grammar_that_fails_midway_ends_the_request_with_the_reason(demo):
     """An object with very many optional properties can be compiled, but not followed once it has begun."""
     properties = {f"property {i}": {"type": "integer"} for i in range(1200)}
     params = SamplingParams(
         max_tokens=20, structured_outputs=StructuredOutputsParams(json={"type": "object", "properties": properties})
     )
-    (output,) = llm.generate("The fox", params, use_tqdm=False)
+    (output,) = demo.generate("The fox", params, use_tqdm=False)
     assert output.outputs[0].finish_reason == "error" and "items" in str(output.outputs[0].stop_reason)
-    assert llm.engine.scheduler.pool.num_used == 0
+    assert demo.engine.scheduler.pool.num_used == 0
 
 
 @pytest.mark.parametrize(
@@ -235,14 +228,14 @@ def test_the_generators_give_what_they_say():
         re.compile(schemas.regex(random.Random(i)))
 
 
-def test_masks_are_made_while_the_device_works(llm, monkeypatch):
+def test_masks_are_made_while_the_device_works(demo, monkeypatch):
     """After the model's part of a step has been sent off, and before anything of it is waited for."""
-    runner, order = llm.engine.runner, []
+    runner, order = demo.engine.runner, []
 
     def noted(name, call):
         return lambda *args: (order.append(name), call(*args))[1]
 
     for owner, name in ((runner._step, "forward"), (runner._masks, "apply"), (runner._step, "choose")):
         monkeypatch.setattr(owner, name, noted(name, getattr(owner, name)))
-    texts(llm, SamplingParams(max_tokens=4, structured_outputs=StructuredOutputsParams(regex="[a-z]{9}")))
+    texts(demo, SamplingParams(max_tokens=4, structured_outputs=StructuredOutputsParams(regex="[a-z]{9}")))
     assert order == ["forward", "apply", "choose"] * 4

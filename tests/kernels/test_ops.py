@@ -11,9 +11,13 @@ from tests.kernels import cases
 from tests.kernels.implementations import ALL, MOSAIC, REFERENCE, TRITON
 
 DTYPES = (jnp.bfloat16, jnp.float16)
-EXAMPLES = {REFERENCE: 8, TRITON: 5, MOSAIC: 3}  # an interpreter takes seconds for each
+EXAMPLES = {REFERENCE: 4, TRITON: 3, MOSAIC: 3}  # an interpreter takes seconds for each
 
 every = pytest.mark.parametrize("kernels", ALL, ids=[kernels.name for kernels in ALL])
+usual_without_mosaic = pytest.mark.parametrize(
+    "kernels", [pytest.param(k, id=k.name, marks=[pytest.mark.deep] if k is MOSAIC else []) for k in ALL]
+)
+
 # Slow in the interpreters; their shapes are compiled and their rules checked in test_compile.py and test_hardware.py.
 SLOW = {
     "block 128, head dim 256, 16 heads on one", "block 8, head dim 256, 16 heads on one", "block 128, float16",
@@ -29,7 +33,7 @@ tiers = pytest.mark.parametrize(
             marks=[pytest.mark.deep] if times > 1 or kernels is MOSAIC else [],
         )
         for kernels in ALL
-        for times, name in ((1, "few"), (8, "many"))
+        for times, name in ((1, "few"), (16, "many"))
     ],
 )  # fmt: skip
 
@@ -129,10 +133,7 @@ def test_float32(kernels, q_lens):
     batch.check(batch.run(attention(kernels, q_lens)))
 
 
-@pytest.mark.parametrize(
-    "kernels",
-    [pytest.param(k, id=k.name, marks=[pytest.mark.deep] if k is MOSAIC else []) for k in ALL],
-)
+@usual_without_mosaic
 def test_a_row_depends_neither_on_neighbours_nor_on_chunks(kernels):
     """To the bit: the last rows of a prompt, in one piece among others, as a chunk alone, and the last one alone."""
     batch = cases.make_batch([9, 70], q_lens=[9, 70], num_kv_heads=1, group=2)
@@ -151,7 +152,7 @@ def test_a_row_depends_neither_on_neighbours_nor_on_chunks(kernels):
 
 
 @pytest.mark.parametrize("num_seqs", [48, pytest.param(256, marks=pytest.mark.deep)])
-@every
+@usual_without_mosaic
 def test_a_decode_row_has_the_same_bits_alone_in_a_large_step_and_beside_prompts(kernels, num_seqs):
     """One request of two splits: three times in a large decode step, alone in a wider table, and in mixed steps."""
     rng, at = np.random.default_rng(0), [0, num_seqs // 3, num_seqs - 1]

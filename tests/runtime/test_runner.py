@@ -140,19 +140,19 @@ def kernels_for(name: str, dtype: str):
     )  # fmt: skip
 
 
-def test_kernels_may_want_a_wider_pool_than_the_model(model, monkeypatch):
+def test_kernels_may_want_a_wider_pool_than_the_model(llm, model, monkeypatch):
     """As GPU kernels do for a head dim that they don't have; what comes out is the same."""
-    limits = dict(block_size=8, num_gpu_blocks_override=20, progress=False, max_num_seqs=2, max_num_batched_tokens=16)
-    params = SamplingParams(max_tokens=10, temperature=0, logprobs=0)
 
-    def generated(head_dim):
-        wide = lambda *args, **shapes: dataclasses.replace(select(*args, **shapes), head_dim=head_dim)
-        monkeypatch.setattr(runner_module, "select", wide)
-        llm = LLM(model, **limits)
-        assert llm.engine.runner.pool[0].shape[3] == head_dim
-        return [output.outputs[0].token_ids for output in llm.generate([[1, 2, 3] * 9, [4]], params, use_tqdm=False)]
+    def generated(llm):
+        params = SamplingParams(max_tokens=10, temperature=0, logprobs=0)
+        outputs = llm.generate([[1, 2, 3] * 9, [4]], params, use_tqdm=False)
+        return llm.engine.runner.pool[0].shape[3], [output.outputs[0].token_ids for output in outputs]
 
-    assert generated(64) == generated(96)
+    wide = lambda *args, **shapes: dataclasses.replace(select(*args, **shapes), head_dim=96)
+    monkeypatch.setattr(runner_module, "select", wide)
+    limits = dict(max_num_seqs=2, max_num_batched_tokens=16, num_gpu_blocks_override=20)
+    width, tokens = generated(LLM(model, block_size=8, progress=False, **limits))
+    assert (width, generated(llm)) == (96, (64, tokens))
 
 
 BUCKETS = [Bucket(8, 8, True), Bucket(64, 8, False)]

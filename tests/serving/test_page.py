@@ -11,13 +11,13 @@ from contextlib import contextmanager
 
 import pytest
 
-from benchmarks.server_process import ROOT, ServerProcess
+from benchmarks.server_process import ROOT, SMALL, ServerProcess
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 KEY = "key-of-the-page's-tests"
-FLAGS = ("--max-num-seqs", "8", "--max-num-batched-tokens", "16", "--access-log", "none")
+FLAGS = (*SMALL, "--access-log", "none")
 DESKTOP = {"viewport": {"width": 1440, "height": 900}}
 PHONE = {"viewport": {"width": 390, "height": 844}, "device_scale_factor": 2, "is_mobile": True, "has_touch": True}
 
@@ -34,7 +34,7 @@ def browsing():
 
 @pytest.fixture(scope="module")
 def server():
-    with ServerProcess(*FLAGS, "--num-gpu-blocks-override", "280", "--api-key", KEY) as process:
+    with ServerProcess(*FLAGS, "--api-key", KEY) as process:
         yield process
 
 
@@ -110,7 +110,7 @@ class Visit:
         """From now on answers are as long as they may be, so that there is time to look."""
 
         def longer(route):
-            body = json.loads(route.request.post_data) | {"ignore_eos": True, "max_tokens": 900}
+            body = json.loads(route.request.post_data) | {"ignore_eos": True, "max_tokens": 400}
             route.continue_(post_data=json.dumps(body))
 
         self.page.route("**/v1/chat/completions", longer)
@@ -245,7 +245,7 @@ def test_the_map_is_the_pool(browser, server):
         frame, planes = pool_now(server)
         mine = visit.see("({ owners: [...window.jpaged.pool.owners], states: [...window.jpaged.pool.states] })")
         n = frame["num_blocks"]
-        assert n == 280 and frame["running"] == 0 and any(planes), "nothing to compare"
+        assert n == 512 and frame["running"] == 0 and any(planes), "nothing to compare"
         assert mine["owners"] == [planes[i] + 256 * planes[n + i] for i in range(n)]
         assert mine["states"] == planes[2 * n :]
         assert "cached" in assert_drawn(visit) <= {"cached", "empty"}

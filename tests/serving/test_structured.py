@@ -8,23 +8,15 @@ import re
 import jsonschema
 import pytest
 
-from jpaged.config import EngineConfig
-from jpaged.load import load_engine
 from tests import schemas
 from tests.serving.client import Client
 
 NUM_SCHEMAS, NUM_REGEXES = 30, 30
 
 
-@pytest.fixture(scope="module")
-def demo():
-    config = EngineConfig(max_num_seqs=16, max_num_batched_tokens=32, max_model_len=512, num_gpu_blocks_override=512)
-    return load_engine(config, progress=False)
-
-
 @pytest.fixture
 async def client(demo):
-    async with Client(*demo) as client:
+    async with Client(demo.engine, demo.tokenizer) as client:
         yield client
         await client.idle()
 

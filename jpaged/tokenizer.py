@@ -143,21 +143,29 @@ def chat_text(
         raise ValueError(f"the chat template refuses these messages: {error}") from error
 
 
+class _Texts(dict[int, str]):
+    """The texts of tokens, each decoded once: lists of logprobs ask for the same ones again and again."""
+
+    def __init__(self, tokenizer: Tokenizer | None):
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token: int) -> str:
+        if self._tokenizer is None:
+            return f"token_id:{token}"
+        text = self[token] = self._tokenizer.decode([token], skip_special_tokens=False)
+        return text
+
+
 class Vocabulary:
     """Single tokens, as text and as bytes. Without a tokenizer their text is `token_id:ID`, as vLLM writes it."""
 
     def __init__(self, tokenizer: Tokenizer | None):
         self.tokenizer = tokenizer
-        self._texts: dict[int, str] = {}
+        self.texts = _Texts(tokenizer)
 
     def text(self, token: int) -> str:
         """Return a token's text, with U+FFFD for a part of a character."""
-        if self.tokenizer is None:
-            return f"token_id:{token}"
-        text = self._texts.get(token)
-        if text is None:  # lists of logprobs ask for the same ones again and again
-            text = self._texts[token] = self.tokenizer.decode([token], skip_special_tokens=False)
-        return text
+        return self.texts[token]
 
     def bytes(self, token: int) -> bytes:
         """Those of a part of a character, too."""

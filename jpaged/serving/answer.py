@@ -242,9 +242,11 @@ class CompletionAnswer(Answer):
         """The token's own logprob, then the best ones; where two have one text, the first of them."""
         if token.top is None:
             return None
-        logprobs = {self._vocabulary.text(token.token): _in_json(token.logprob)}
-        for other, logprob in token.top:
-            logprobs.setdefault(self._vocabulary.text(other), _in_json(logprob))
+        texts = self._vocabulary.texts
+        logprobs = {texts[token.token]: _in_json(token.logprob)}
+        for other, logprob in token.top:  # up to 20 for each token of each stream: no calls here
+            if (text := texts[other]) not in logprobs:
+                logprobs[text] = LEAST_LOGPROB if logprob < LEAST_LOGPROB else logprob
         return logprobs
 
 

@@ -18,7 +18,7 @@ from jpaged.serving.protocol import ApiError, Params
 from jpaged.serving.service import SERVICE, Service
 
 BATCH = 32  # prompts that are begun, or ended, at once: other streams have their turn between two batches
-SMALL_BYTES = 32 * 2**10
+SMALL_BYTES = 128 * 2**10  # about a millisecond of work
 DONE = b"data: [DONE]\n\n"
 LAST_WORDS = 5.0  # seconds that a client has to take the error that ends its stream
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal, TypedDict, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
@@ -303,7 +303,9 @@ class CompletionRequest(GenerationRequest):
         return prompts
 
 
-class TextPart(_Strict):
+class TextPart(TypedDict):  # a request may have thousands, and dictionaries are made in half the time of models
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[misc]
+
     type: Literal["text"]
     text: str
 
@@ -358,7 +360,7 @@ class ChatMessage(_Strict):
             raise ApiError(400, f"messages: tool_calls are the assistant's, not the {self.role}'s", "messages")
         if self.tool_call_id is None and self.role == "tool":
             raise ApiError(400, "messages: tool_call_id is required in a message of a tool", "messages")
-        content = "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content
+        content = "".join(part["text"] for part in self.content) if isinstance(self.content, list) else self.content
         role = "system" if self.role == "developer" and not knows_developers else self.role
         message: dict[str, Any] = {"role": role, "content": content or ""}
         for name in ("name", "tool_call_id", "reasoning_content", "reasoning"):

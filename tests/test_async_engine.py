@@ -1,9 +1,12 @@
 """The engine's thread, over a fake runner: many at once, leaving early, ids in use, stopping, failing."""
 
 import asyncio
+import gc
 import itertools
 import threading
 import time
+import weakref
+from types import SimpleNamespace
 
 import pytest
 
@@ -66,6 +69,23 @@ async def test_many_at_once(engine):
     prompts = [[i, i + 1, 7] for i in range(20)]
     results = await asyncio.gather(*(tokens(engine, str(i), p, 5 + i) for i, p in enumerate(prompts)))
     assert results == [generate(p, 5 + i) for i, p in enumerate(prompts)]
+
+
+async def test_requests_that_have_ended_are_freed_without_the_garbage_collector(make_engine):
+    """A full collection would delay every stream."""
+    requests = []
+    engine = make_engine(SimpleNamespace(
+        added=lambda request: requests.append(weakref.ref(request)), stepped=lambda *_: None, ended=lambda _: None,
+    ))  # fmt: skip
+    gc.disable()
+    try:
+        await asyncio.gather(*(tokens(engine, str(i), [i, 7], 3) for i in range(4)))
+        async with engine.generate("aborted", [1], SamplingParams(max_tokens=99)) as deltas:
+            await anext(deltas)
+        await idle(engine)
+        assert len(requests) == 5 and all(request() is None for request in requests)
+    finally:
+        gc.enable()
 
 
 async def test_leaving_early_aborts(engine):

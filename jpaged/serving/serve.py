@@ -34,9 +34,11 @@ async def serve(service: Service, sockets: Sequence[socket.socket], tls: ssl.SSL
     _allow_many_connections()
     # A worker thread that prepares a large request holds the GIL for so long, each time that a step needs it.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    # The modules and the engine stay for ever, and each garbage collection of them would delay every stream.
+    # A full garbage collection delays every stream. None visits the modules and the engine, which stay for ever, and
+    # few are needed, since reference counts free all that a request leaves.
     gc.collect()
     gc.freeze()
+    gc.set_threshold(700, 10, 100)
     runner = web.AppRunner(make_app(service), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:

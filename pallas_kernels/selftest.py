@@ -173,7 +173,7 @@ class _Process:
 
     def __enter__(self) -> "_Process":
         self._stderr = tempfile.TemporaryFile()
-        self._error = ""
+        self._error, self._unread = "", b""
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", "from pallas_kernels import trial; trial.main()"],
@@ -207,8 +207,8 @@ class _Process:
     def error_of(self, doing: str, limit_s: float) -> str:
         """Return the next line of the process, the error of a test or "", or in words why there is no such line."""
         assert self._process.stdout
-        start, line = time.monotonic(), b""
-        while not line.endswith(b"\n"):
+        start = time.monotonic()
+        while b"\n" not in self._unread:
             passed = time.monotonic() - start
             if passed >= limit_s:
                 self._end()
@@ -223,7 +223,8 @@ class _Process:
                 how = signal.Signals(-status).name if status < 0 else f"status {status}"
                 return f"the process ended ({how}){self._tail()}"
             else:
-                line += piece
+                self._unread += piece
+        line, _, self._unread = self._unread.partition(b"\n")
         return json.loads(line)
 
     def _tail(self) -> str:

@@ -143,6 +143,15 @@ class TestProcesses:
         results = SelfTest(tmp_path, platform="cpu").run(SUBJECT)
         assert statuses(results) == dict.fromkeys(TESTS, UNTESTED) and "did not start" in results[0].reason
 
+    def test_results_that_arrive_together_are_read_one_by_one(self, tmp_path, monkeypatch):
+        """As they do when the waiting process is late."""
+        process = tmp_path / "process"  # the start and two tests, the second of which fails
+        process.write_text("""#!/bin/sh\nprintf '""\\n""\\n"off"\\n'\n""")
+        process.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(process))
+        results = SelfTest(tmp_path, platform="cpu").run(SUBJECT)
+        assert [result.reason for result in results] == ["", "off", "", "off", ""][: len(TESTS)]
+
     def test_it_ends_by_itself_when_nobody_waits(self, compilations, tmp_path):
         """A program that is killed leaves no process behind that holds the device for ever."""
         hanging = dataclasses.replace(SUBJECT, module=f"{planted.__name__}.broken")

@@ -1,7 +1,7 @@
 """What a caller asks for, how it is generated, and what it gets back. Pure: no device, no clock, no randomness."""
 
 import copy
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable
 from collections.abc import Sequence as Series
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -147,6 +147,7 @@ class Request:
         cache_salt: only requests with the same salt share cached prefixes.
         client: whose turns it takes in the queue; None for none.
         bad_words: the token sequences that the output may not hold.
+        endings: the tokens that end its text, once it is long enough.
         num_top: how many of the most likely tokens to list with each sample; None for neither list nor rank.
         admitted: whether it has run; a preempted request has.
         beam: the search, if this is one; its live beams are `sequences`, until in the end its best hypotheses are.
@@ -164,6 +165,7 @@ class Request:
     client: str | None = None
     cache_salt: str = ""
     bad_words: BadWords = field(default_factory=BadWords)
+    endings: frozenset[int] = frozenset()
     num_top: int | None = None
     admitted: bool = False
     beam: BeamSearch[Sequence] | None = None
@@ -210,14 +212,15 @@ class Request:
         return self.sequences[: self.params.num_outputs]
 
 
-def forbidden_tokens(sequence: Sequence, eos_token_ids: Iterable[int]) -> Set[int]:
+def forbidden_tokens(sequence: Sequence) -> frozenset[int]:
     """Tokens that may not come next, for what has been generated so far: those that would end the text too early, and
     the last ones of bad words (as in vLLM, only the output is searched; a bad word of one token is a matter of bias).
     """
     request = sequence.request
     forbidden = request.bad_words.next_tokens(sequence.tokens, sequence.num_output_tokens)
     if sequence.num_output_tokens < request.params.min_tokens:
-        forbidden = forbidden.union(eos_token_ids, request.params.stop_token_ids)
+        # The same object for all branches: its mask is made once for a step.
+        forbidden = forbidden | request.endings if forbidden else request.endings
     return forbidden
 
 

@@ -164,7 +164,8 @@ class Scheduler:
         request = Request(
             request_id, list(prompt_token_ids), params, seed, max_tokens, prompt,
             rank=(priority, self._turns.take(client, width), next(self._arrivals)), client=client,
-            cache_salt=cache_salt, bad_words=BadWords(bad_words), num_top=num_top, beam=beam,
+            cache_salt=cache_salt, bad_words=BadWords(bad_words),
+            endings=self.eos_token_ids.union(params.stop_token_ids), num_top=num_top, beam=beam,
         )  # fmt: skip
         request.sequences.append(Sequence(request, list(prompt_token_ids), BlockTable(self.pool)))
         self.requests[request_id] = request
@@ -326,7 +327,7 @@ class Scheduler:
         decision.block_copies.extend(copies)
         if request.params.min_tokens or request.bad_words:
             for sequence, count in counts.items():
-                if sequence.num_samples(count) and (forbidden := forbidden_tokens(sequence, self.eos_token_ids)):
+                if sequence.num_samples(count) and (forbidden := forbidden_tokens(sequence)):
                     decision.forbidden[sequence] = forbidden
         decision.num_scheduled_tokens.update(counts)
         return sum(counts.values())

@@ -157,7 +157,11 @@ class _Texts(dict[int, str]):
 
 
 class Vocabulary:
-    """Single tokens, as text and as bytes. Without a tokenizer their text is `token_id:ID`, as vLLM writes it."""
+    """Single tokens, as text and as bytes. Without a tokenizer their text is `token_id:ID`, as vLLM writes it.
+
+    Attributes:
+        texts: of tokens, with U+FFFD for a part of a character. A dictionary, for those who read thousands.
+    """
 
     def __init__(self, tokenizer: Tokenizer | None):
         self.tokenizer = tokenizer

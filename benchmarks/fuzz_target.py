@@ -171,9 +171,8 @@ def fault(status: int, streamed: bool, data: bytes) -> str | None:
 
 def ends_in_shortage(data: bytes) -> bool:
     """Whether a stream was cut off by a time limit."""
-    return data.endswith(b"data: [DONE]\n\n") and any(
-        f'"code": "{SHORTAGES[504]}"'.encode() in event for event in data.split(b"\n\n")[-3:-2]
-    )
+    *_, last, done, end = [b"", b"", *data.split(b"\n\n")]
+    return (done, end) == (b"data: [DONE]", b"") and _chunk(last).get("error", {}).get("code") == SHORTAGES[504]
 
 
 def has_tokens(streamed: bool, data: bytes) -> bool:

@@ -14,7 +14,8 @@ import pytest
 
 from benchmarks import fuzz_bytes, fuzz_checkpoints, fuzz_described, fuzz_fields, fuzz_mixed, fuzz_target
 from benchmarks.fuzz import CLIENTS, attacked, problems
-from benchmarks.fuzz_target import Tally, Target, has_tokens, shortage
+from benchmarks.fuzz_target import Tally, Target, ends_in_shortage, has_tokens, shortage
+from jpaged.serving.codec import dumps
 from jpaged.serving.openapi import description
 
 
@@ -73,6 +74,9 @@ def test_only_a_full_queue_and_a_time_limit_excuse_a_status_above_499():
     full, late = b'{"error": {"code": "queue_full"}}', b'{"error": {"code": "timeout"}}'
     assert shortage(503, full) is None and shortage(504, late) is None and shortage(404, b"") is None
     assert shortage(503, late) and shortage(504, full) and shortage(500, full)
+    told, done = dumps({"error": {"code": "timeout"}}), b"\n\ndata: [DONE]\n\n"  # as the server writes it
+    assert ends_in_shortage(b"data: {}\n\ndata: " + told + done)
+    assert not any(map(ends_in_shortage, (b"", b"data: {}" + done, b"data: " + full + done, b"data: " + told)))
 
 
 def test_generated_tokens_are_counted_from_answers():

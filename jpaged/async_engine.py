@@ -178,7 +178,7 @@ class AsyncEngine:
         for request in requests:
             for observer in self._observers:
                 observer.ended(request)
-            request.sequences.clear()  # which refer to it: without the cycle, reference counts free what it held
+            request.sequences.clear()  # breaks a reference cycle: no garbage collection is needed to free the request
 
     def _die(self, error: EngineDead) -> None:
         with self._lock:

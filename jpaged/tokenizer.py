@@ -160,7 +160,7 @@ class Vocabulary:
     """Single tokens, as text and as bytes. Without a tokenizer their text is `token_id:ID`, as vLLM writes it.
 
     Attributes:
-        texts: of tokens, with U+FFFD for a part of a character. A dictionary, for those who read thousands.
+        texts: the text of each token, with U+FFFD for a part of a character, decoded when it is first read.
     """
 
     def __init__(self, tokenizer: Tokenizer | None):

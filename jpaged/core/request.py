@@ -147,7 +147,7 @@ class Request:
         cache_salt: only requests with the same salt share cached prefixes.
         client: whose turns it takes in the queue; None for none.
         bad_words: the token sequences that the output may not hold.
-        endings: the tokens that end its text, once it is long enough.
+        endings: end-of-text tokens of the model and the request's own stop tokens, banned before `min_tokens`.
         num_top: how many of the most likely tokens to list with each sample; None for neither list nor rank.
         admitted: whether it has run; a preempted request has.
         beam: the search, if this is one; its live beams are `sequences`, until in the end its best hypotheses are.

@@ -244,7 +244,7 @@ class CompletionAnswer(Answer):
             return None
         texts = self._vocabulary.texts
         logprobs = {texts[token.token]: _in_json(token.logprob)}
-        for other, logprob in token.top:  # up to 20 for each token of each stream: no calls here
+        for other, logprob in token.top:  # a hot loop, so without calls: 20 entries for each token of each stream
             if (text := texts[other]) not in logprobs:
                 logprobs[text] = LEAST_LOGPROB if logprob < LEAST_LOGPROB else logprob
         return logprobs

@@ -2,6 +2,7 @@
 not depend on its neighbours. A sort of the vocabulary is slow on a GPU: thresholds are found by bisection, the best
 tokens among the chunks that hold the best."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,8 +14,8 @@ from jax import lax
 
 from jpaged.runtime.sampling_state import SamplingState, count_tokens
 
-# Most lists are no longer than this, and a short one is found in half the time.
-SHORT_LIST = 20
+# Shorter lists are found in less time: 20 is the most logprobs, 72 the widest beam search with 8 ending tokens.
+SHORT_LISTS = (20, 72)
 MIN_CHUNK = 16  # tokens; with fewer, one selection among all of them is faster than two
 
 Array = Any  # numpy where it is made, traced jax arrays inside the step
@@ -239,12 +240,13 @@ def _ranks(logits_sv: jax.Array, tokens_s: jax.Array) -> jax.Array:
 
 def _list_top(values_sv: jax.Array, offset_s: jax.Array, num_top_s: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     """The `num_top` best tokens of each row and what they have above `offset`, [S, k] each, padded with -1 and -inf."""
-    short = min(k, SHORT_LIST)
+    sizes = [*(size for size in SHORT_LISTS if size < k), k]
 
-    def padded() -> tuple[jax.Array, jax.Array]:
-        return jax.tree.map(lambda y_sk: jnp.pad(y_sk, ((0, 0), (0, k - short))), _top(values_sv, short))
+    def padded(size: int) -> tuple[jax.Array, jax.Array]:
+        return jax.tree.map(lambda y_sk: jnp.pad(y_sk, ((0, 0), (0, k - size))), _top(values_sv, size))
 
-    tokens_sk, best_sk = lax.cond(jnp.all(num_top_s <= short), padded, lambda: _top(values_sv, k))
+    level = jnp.searchsorted(np.asarray(sizes, np.int32), num_top_s.max())
+    tokens_sk, best_sk = lax.switch(level, [functools.partial(padded, size) for size in sizes])
     listed_sk = jnp.arange(k) < num_top_s[:, None]
     return jnp.where(listed_sk, tokens_sk, -1), jnp.where(listed_sk, best_sk - offset_s[:, None], -jnp.inf)
 

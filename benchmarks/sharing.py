@@ -128,7 +128,7 @@ class RandomRunner:
         if not isinstance(params, BeamSearchParams):
             return Sample(token, 0.0)
         logprobs = self._rng.choice(self._logprobs)[: params.beam_width]
-        return Sample(token, 0.0, 1, tuple(((token + i) % VOCAB, logprob) for i, logprob in enumerate(logprobs)))
+        return Sample(token, 0.0, 1, [(token + i) % VOCAB for i in range(len(logprobs))], logprobs)
 
     @staticmethod
     def _peaked(a: float) -> list[float]:

@@ -259,7 +259,7 @@ def _logprobs(samples: Iterable[Sample], tokenizer: Tokenizer | None) -> list[di
     found = []
     for sample in samples:
         logprobs = {sample.token: Logprob(sample.logprob, sample.rank, text(sample.token))}
-        for rank, (token, logprob) in enumerate(sample.top, 1):
+        for rank, (token, logprob) in enumerate(zip(sample.top_tokens, sample.top_logprobs), 1):
             logprobs.setdefault(token, Logprob(logprob, rank, text(token)))
         found.append(logprobs)
     return found

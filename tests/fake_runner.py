@@ -40,10 +40,10 @@ def generate(prompt: list[int], count: int, seed: int = 0) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def beams(tokens: list[int], forbidden: Collection[int] = ()) -> tuple[tuple[int, float], ...]:
-    """The most likely tokens, best first."""
-    ranked = _ranked(digests(tokens)[-1])[:MAX_TOP]
-    return tuple(pair for pair in ranked if pair[0] not in forbidden) if forbidden else ranked
+def beams(tokens: list[int], forbidden: Collection[int] = (), most: int = MAX_TOP) -> tuple[list[int], list[float]]:
+    """The most likely tokens, best first, and their logprobs."""
+    ranked = [pair for pair in _ranked(digests(tokens)[-1])[:MAX_TOP] if pair[0] not in forbidden][:most]
+    return [token for token, _ in ranked], [logprob for _, logprob in ranked]
 
 
 @functools.lru_cache(2**12)
@@ -123,7 +123,7 @@ class FakeRunner:
         if request.beam:
             # No more than a search needs: as many as go on, beside all that may end it (one of them the model's own).
             enough = request.num_sequences + len(request.params.stop_token_ids) + 1
-            return SequenceResult([Sample(0, 0.0, 1, beams(sequence.tokens, forbidden)[:enough])], prompt)
+            return SequenceResult([Sample(0, 0.0, 1, *beams(sequence.tokens, forbidden, enough))], prompt)
         seed = request.seed + sequence.index
         tokens = [next_token(sequence.tokens, seed + branch, forbidden) for branch in range(number)]
         return SequenceResult([Sample(token, -float(token)) for token in tokens], prompt)

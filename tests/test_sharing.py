@@ -148,7 +148,7 @@ def outcome(sequences) -> list:
 def logprobs(sequences) -> list[float]:
     request = sequences[0].request
     samples = [*request.prompt_samples, *(sample for sequence in sequences for sample in sequence.samples)]
-    return [value for s in samples for value in (s.logprob, *(logprob for _, logprob in s.top))]
+    return [value for s in samples for value in (s.logprob, *s.top_logprobs)]
 
 
 def test_each_request_gives_alone_what_it_gives_beside_64_others_and_after_preemptions(runner_of):

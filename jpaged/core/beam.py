@@ -2,20 +2,36 @@
 
 import heapq
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Series
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 EarlyStopping = bool | Literal["never"]
 
 
-class Candidate(NamedTuple):
-    """A live beam with one more token. `score` is the sum of its logprobs, this token's included."""
+class Beam(NamedTuple):
+    """A live beam: the sum of its logprobs, and its most likely next tokens with theirs, best first."""
 
+    score: float
+    tokens: Series[int]
+    logprobs: Series[float]
+
+
+class Candidate(NamedTuple):
+    """A live beam with one more token.
+
+    Attributes:
+        score: the sum of its logprobs, this token's included.
+        beam: index of the live beam.
+        rank: 1 for the beam's most likely token.
+    """
+
+    score: float
     beam: int
     token: int
     logprob: float
-    score: float
+    rank: int
 
 
 class Hypothesis[T](NamedTuple):
@@ -43,27 +59,23 @@ class BeamSearch[T]:
     hypotheses: list[Hypothesis[T]] = field(default_factory=list)
     done: bool = False
 
-    def advance(
-        self, candidates: Iterable[Iterable[Candidate]], length: int, end: Callable[[Candidate], T | None]
-    ) -> list[Candidate]:
+    def advance(self, beams: Series[Beam], length: int, end: Callable[[Candidate], T | None]) -> list[Candidate]:
         """One step: the candidates that live on, best first, at most `width`; none once the search is `done`.
 
         Args:
-            candidates: those of each live beam, best first: at least the `width` best that go on, as far as there are
-                so many, and every better one that ends. One of score -inf is banned: it neither lives on nor ends.
+            beams: the live ones, each with at least its `width` best tokens that go on, as far as there are so many,
+                and every better one that ends. A token of logprob -inf is banned: it neither lives on nor ends.
             length: tokens of output that a candidate has.
             end: the hypothesis that a candidate has become, or None if it goes on.
         """
-        # Few of them are looked at: with W beams, about W of W^2.
-        best = heapq.merge(*candidates, key=lambda c: (-c.score, c.beam, c.token))
         live: list[Candidate] = []
-        for rank, candidate in enumerate(best):
+        for place, candidate in enumerate(_best_first(beams)):
             if len(live) == self.width or candidate.score == -math.inf:
                 break
             ended = end(candidate)
             if ended is None:
                 live.append(candidate)
-            elif rank < self.width:  # what ends further down is there to keep enough others alive
+            elif place < self.width:  # what ends further down is there to keep enough others alive
                 self.hypotheses.append(Hypothesis(candidate.score / length**self.length_penalty, ended))
         self.hypotheses = sorted(self.hypotheses, key=lambda h: -h.score)[: self.width]
         self.done = not live or (len(self.hypotheses) == self.width and not self._can_improve(live[0].score, length))
@@ -75,3 +87,20 @@ class BeamSearch[T]:
         if self.early_stopping == "never" and self.length_penalty > 0:
             length = self.max_tokens
         return best / length**self.length_penalty > self.hypotheses[-1].score
+
+
+def _best_first(beams: Series[Beam]) -> Iterator[Candidate]:
+    """Yield the candidates of all beams, best first; of equal ones, the first beam's first.
+
+    Of the W^2 candidates of W beams a search takes about W, so a heap holds only the next one of each beam.
+    """
+    heap = [(-beam.score - beam.logprobs[0], index, 0) for index, beam in enumerate(beams) if beam.tokens]
+    heapq.heapify(heap)
+    while heap:
+        cost, index, place = heap[0]
+        score, tokens, logprobs = beams[index]
+        yield Candidate(-cost, index, tokens[place], logprobs[place], place + 1)
+        if place + 1 < len(tokens):
+            heapq.heapreplace(heap, (-score - logprobs[place + 1], index, place + 1))
+        else:
+            heapq.heappop(heap)

@@ -30,13 +30,15 @@ class Sample(NamedTuple):
         logprob: natural log of its probability under the model itself, before temperature and the rest; NaN if the
             model's logits are not finite.
         rank: 1 for the model's most likely token; 0 if no logprobs were asked for.
-        top: the most likely tokens with their logprobs, best first; of a beam, those of what the search compares.
+        top_tokens: the most likely tokens, best first; of a beam, those that the search compares.
+        top_logprobs: their logprobs.
     """
 
     token: int
     logprob: float
     rank: int = 0
-    top: tuple[tuple[int, float], ...] = ()
+    top_tokens: Series[int] = ()
+    top_logprobs: Series[float] = ()
 
 
 class SequenceResult(NamedTuple):

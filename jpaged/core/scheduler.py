@@ -8,13 +8,13 @@ prefix-cache hits, forks and recomputation after a preemption all follow from th
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Set
 from collections.abc import Sequence as Series
 from dataclasses import dataclass, field
 
 from jpaged.config import Limits
 from jpaged.core.bad_words import BadWords
-from jpaged.core.beam import BeamSearch, Candidate
+from jpaged.core.beam import Beam, BeamSearch, Candidate
 from jpaged.core.block_pool import BlockPool, Parent, common_length
 from jpaged.core.block_table import BlockTable, Copies, append, move, num_distinct, shortage
 from jpaged.core.params import MAX_TOP, BeamSearchParams, ContextLengthExceeded, InvalidParameter, SamplingParams
@@ -480,18 +480,14 @@ class Scheduler:
 
     def _advance_beams(self, request: Request, samples: list[Sample]) -> list[Sequence]:
         """Extends the live beams by what the step gave each of them: table and reference count do the rest."""
-        search, parents, wanted = request.beam, request.live, request.params.logprobs
+        search, parents, wanted = request.beam, request.live, request.params.logprobs or 0
         assert search is not None and len(samples) == len(parents), f"{len(samples)} of {len(parents)} beams were run"
         length = parents[0].num_output_tokens + 1
 
-        def candidates(beam: int) -> Iterator[Candidate]:
-            score = parents[beam].cumulative_logprob
-            return (Candidate(beam, token, logprob, score + logprob) for token, logprob in samples[beam].top)
-
         def sample_of(candidate: Candidate) -> Sample:
-            top = samples[candidate.beam].top
-            rank = 1 + top.index((candidate.token, candidate.logprob))
-            return Sample(candidate.token, candidate.logprob, rank, top[: wanted or 0])
+            _, beam, token, logprob, rank = candidate
+            *_, tokens, logprobs = samples[beam]
+            return Sample(token, logprob, rank, tokens[:wanted], logprobs[:wanted])
 
         def end(candidate: Candidate) -> Sequence | None:
             parent = parents[candidate.beam]
@@ -506,7 +502,11 @@ class Scheduler:
             hypothesis.finish_reason, hypothesis.stop_reason = ending
             return hypothesis
 
-        live = search.advance(map(candidates, range(len(parents))), length, end)
+        beams = [
+            Beam(parent.cumulative_logprob, sample.top_tokens, sample.top_logprobs)
+            for parent, sample in zip(parents, samples)
+        ]
+        live = search.advance(beams, length, end)
         for beam in set(range(len(parents))) - {candidate.beam for candidate in live}:
             self._release(parents[beam])
         if search.done:

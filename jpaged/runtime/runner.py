@@ -294,9 +294,9 @@ def _rows(sampled: Sampled, most: int) -> Iterator[tuple]:
 
 
 def _sample(row: tuple, num_top: int | None) -> Sample:
-    """With as long a list as was asked for."""
+    """With as long lists as were asked for: tuples, which the garbage collector looks at only once."""
     token, logprob, rank, tokens, logprobs = row
-    return Sample(token, logprob, rank, tuple(zip(tokens[:num_top], logprobs[:num_top])) if num_top else ())
+    return Sample(token, logprob, rank, tuple(tokens[: num_top or 0]), tuple(logprobs[: num_top or 0]))
 
 
 def _seconds(run, repeats: int = 3) -> float:

@@ -3,7 +3,7 @@
 import codecs
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -24,13 +24,15 @@ class Prompt(NamedTuple):
 
 
 class _Token(NamedTuple):
-    """One token, and where in the text it begins; `logprob` and `top`, the most likely ones with theirs, are None for
-    the first token of a prompt."""
+    """One token, and where in the text it begins. The first token of a prompt has no sample."""
 
     token: int
     offset: int
-    logprob: float | None = None
-    top: Sequence[tuple[int, float]] | None = None
+    sample: Sample | None = None
+
+    @property
+    def logprob(self) -> float | None:
+        return None if self.sample is None else _in_json(self.sample.logprob)
 
 
 @dataclass
@@ -90,7 +92,7 @@ class Answer:
         self._cached_tokens[prompt] = delta.num_cached_tokens
         self._add_text(choice, delta)
         if self._num_top is not None:
-            self._add_tokens(choice, delta.samples, self._num_top)
+            self._add_tokens(choice, delta.samples)
         if self._with_ids:
             choice.token_ids += delta.token_ids
         choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
@@ -153,20 +155,18 @@ class Answer:
             choice.prompt_logprobs = [None, *(self._logprobs_by_id(sample, self._prompt_top) for sample in samples)]
         return choice
 
-    def _add_tokens(self, choice: _Choice, samples: Iterable[Sample], num_top: int) -> None:
+    def _add_tokens(self, choice: _Choice, samples: Iterable[Sample]) -> None:
         for sample in samples:
-            self._add_token(choice, sample.token, sample.logprob, sample.top[:num_top])
+            self._add_token(choice, sample.token, sample)
 
-    def _add_token(
-        self, choice: _Choice, token: int, logprob: float | None = None, top: Sequence[tuple[int, float]] | None = None
-    ) -> None:
-        choice.tokens.append(_Token(token, choice.length, logprob, top))
+    def _add_token(self, choice: _Choice, token: int, sample: Sample | None = None) -> None:
+        choice.tokens.append(_Token(token, choice.length, sample))
         choice.length += len(choice.utf8.decode(self._vocabulary.bytes(token)))
 
     def _logprobs_by_id(self, sample: Sample, num_top: int) -> dict[str, Any]:
         """As vLLM has them: the prompt's own token first, then the most likely ones."""
         ranked = {sample.token: (sample.logprob, sample.rank)}
-        for rank, (token, logprob) in enumerate(sample.top[:num_top], 1):
+        for rank, (token, logprob) in enumerate(_top(sample, num_top), 1):
             ranked.setdefault(token, (logprob, rank))
         return {
             str(token): {"logprob": _in_json(logprob), "rank": rank, "decoded_token": self._vocabulary.text(token)}
@@ -202,7 +202,7 @@ class CompletionAnswer(Answer):
             choice.text = self._prompt_text(prompt)
             if self._num_top is not None:
                 self._add_token(choice, prompt.token_ids[0])
-                self._add_tokens(choice, samples, self._num_top)
+                self._add_tokens(choice, samples)
         return choice
 
     def _prompt_text(self, prompt: Prompt) -> str:
@@ -233,18 +233,19 @@ class CompletionAnswer(Answer):
             return None
         return {
             "tokens": [self._vocabulary.text(token.token) for token in choice.tokens],
-            "token_logprobs": [_in_json(token.logprob) for token in choice.tokens],
+            "token_logprobs": [token.logprob for token in choice.tokens],
             "top_logprobs": [self._by_text(token) for token in choice.tokens],
             "text_offset": [token.offset for token in choice.tokens],
         }
 
     def _by_text(self, token: _Token) -> dict[str, float | None] | None:
         """The token's own logprob, then the best ones; where two have one text, the first of them."""
-        if token.top is None:
+        if token.sample is None:
             return None
         texts = self._vocabulary.texts
-        logprobs = {texts[token.token]: _in_json(token.logprob)}
-        for other, logprob in token.top:  # a hot loop, so without calls: 20 entries for each token of each stream
+        logprobs = {texts[token.token]: token.logprob}
+        # A hot loop, so without calls: 20 entries for each token of each stream.
+        for other, logprob in _top(token.sample, self._num_top):
             if (text := texts[other]) not in logprobs:
                 logprobs[text] = LEAST_LOGPROB if logprob < LEAST_LOGPROB else logprob
         return logprobs
@@ -316,13 +317,14 @@ class ChatAnswer(Answer):
         if self._num_top is None:
             return None
         content = [
-            self._entry(token.token, token.logprob)
-            | {"top_logprobs": [self._entry(*other) for other in token.top or ()]}
-            for token in choice.tokens
+            self._entry(sample.token, sample.logprob)
+            | {"top_logprobs": [self._entry(*other) for other in _top(sample, self._num_top)]}
+            for sample in (token.sample for token in choice.tokens)
+            if sample is not None
         ]
         return {"content": content}
 
-    def _entry(self, token: int, logprob: float | None) -> dict[str, Any]:
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         text, data = self._vocabulary.text(token), self._vocabulary.bytes(token)
         return {"token": text, "logprob": _in_json(logprob), "bytes": list(data)}
 
@@ -346,5 +348,10 @@ def _whole_calls(deltas: Iterable[ToolCallDelta]) -> list[dict[str, Any]]:
     return list(calls.values())
 
 
-def _in_json(logprob: float | None) -> float | None:
-    return None if logprob is None else max(logprob, LEAST_LOGPROB)
+def _top(sample: Sample, count: int | None) -> Iterator[tuple[int, float]]:
+    """Return the first `count` of a sample's most likely tokens with their logprobs."""
+    return zip(sample.top_tokens[:count], sample.top_logprobs[:count])
+
+
+def _in_json(logprob: float) -> float:
+    return max(logprob, LEAST_LOGPROB)

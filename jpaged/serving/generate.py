@@ -85,7 +85,7 @@ def _chunks(answer: Answer, deltas: Deltas) -> bytes:
 def _size(deltas: Deltas) -> int:
     """Return about how many bytes of JSON some deltas make."""
     samples = (sample for _, delta in deltas for sample in (*delta.samples, *(delta.prompt_samples or ())))
-    return 64 * sum(1 + len(sample.top) for sample in samples)
+    return 64 * sum(1 + len(sample.top_tokens) for sample in samples)
 
 
 def _events(chunks: Iterable[dict[str, Any]]) -> bytes:

@@ -99,7 +99,7 @@ def test_candidates_of_beams_are_distributions():
     for _ in range(100):
         (result,) = runner.step(decision)
         (sample,) = result.samples
-        tokens, logprobs = zip(*sample.top)
+        tokens, logprobs = sample.top_tokens, sample.top_logprobs
         assert len(set(tokens)) == 4 and all(0 <= token < sharing.VOCAB for token in tokens)
         assert list(logprobs) == sorted(logprobs, reverse=True)
         best.append(math.exp(logprobs[0]))

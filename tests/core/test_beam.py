@@ -6,6 +6,7 @@ import functools
 import inspect
 import itertools
 import json
+import math
 from collections.abc import Callable, Iterator
 
 import jax
@@ -19,7 +20,7 @@ from safetensors.numpy import save_file
 
 from jpaged.config import ModelConfig
 from jpaged.core import beam
-from jpaged.core.beam import BeamSearch, Candidate
+from jpaged.core.beam import Beam, BeamSearch, Candidate
 from jpaged.model.weights import load_safetensors
 from pallas_kernels import rotate
 from tests import checkpoints
@@ -28,7 +29,8 @@ from tests.oracle import make_beam_fixtures
 
 Tokens = tuple[int, ...]
 LogProbs = Callable[[list[Tokens]], np.ndarray]
-Shuffle = Callable[[list[list[Candidate]]], list[list[Candidate]]]
+Live = list[tuple[Tokens, float]]
+Shuffle = Callable[[Live], Live]
 FIXTURES = json.loads(make_beam_fixtures.FIXTURE.read_text())
 ROWS, LENGTH = 4, 64
 
@@ -39,27 +41,32 @@ def steps(
     """Runs a search over log_probs(outputs) [len(outputs), V], with just enough candidates or, if the beams are
     shuffled, with all; after each step, its length and the best score among what could go on."""
     enough = None if shuffle else search.width + len(eos)
-    live: list[tuple[Tokens, float]] = [((), 0.0)]
+    live: Live = [((), 0.0)]
     for length in range(1, search.max_tokens + 1):
-        candidates = [
-            [Candidate(index, token, float(row[token]), score + float(row[token]))
-             for token in np.argsort(-row, stable=True).tolist()[:enough]]
-            for index, ((_, score), row) in enumerate(zip(live, log_probs([tokens for tokens, _ in live])))
-        ]  # fmt: skip
+        live = shuffle(live) if shuffle else live
+        beams = []
+        for (_, score), row in zip(live, log_probs([tokens for tokens, _ in live])):
+            best = np.argsort(-row, stable=True)[:enough]
+            beams.append(Beam(score, best.tolist(), row[best].tolist()))
 
-        def ends(candidate: Candidate, length=length) -> bool:
-            return candidate.token in eos or length == search.max_tokens
+        def ends(token: int, length=length) -> bool:
+            return token in eos or length == search.max_tokens
 
         def grown(candidate: Candidate, live=live) -> Tokens:
             return (*live[candidate.beam][0], candidate.token)
 
-        given = shuffle(candidates) if shuffle else candidates
-        next_live = search.advance(given, length, lambda c: grown(c) if ends(c) else None)
+        next_live = search.advance(beams, length, lambda c: grown(c) if ends(c.token) else None)
         live = [(grown(c), c.score) for c in next_live]
         assert len(live) <= search.width and len(search.hypotheses) <= search.width
         assert search.hypotheses == sorted(search.hypotheses, key=lambda h: -h.score)
         assert search.done == (not live)
-        yield length, max((c.score for of_beam in candidates for c in of_beam if not ends(c)), default=-np.inf)
+        yield (
+            length,
+            max(
+                (beam.score + logprob for beam in beams for token, logprob in zip(*beam[1:]) if not ends(token)),
+                default=-np.inf,
+            ),
+        )
         if search.done:
             return
 
@@ -157,7 +164,7 @@ def test_equals_transformers(log_probs):
 @pytest.mark.parametrize(
     "right, wrong",
     [
-        pytest.param("rank < self.width", "True", id="what ends below the width counts"),
+        pytest.param("place < self.width", "True", id="what ends below the width counts"),
         pytest.param("candidate.score / length", "candidate.score / (length + 1)", id="a hypothesis is longer"),
         pytest.param("return best / length", "return best / (length + 1)", id="a live beam is longer"),
         pytest.param("live[0].score", "live[-1].score", id="the worst live beam is judged"),
@@ -190,15 +197,23 @@ def test_fixtures_equal_transformers_where_torch_is_importable():
 
 def test_a_candidate_that_ends_counts_only_above_the_width():
     search: BeamSearch[int] = BeamSearch(2, 9)
-    candidates = [Candidate(0, token, -1.0, -1.0 - token) for token in range(4)]
-    live = search.advance([candidates], 1, lambda c: c.token if c.token in (0, 2) else None)
-    assert [c.token for c in live] == [1, 3] and [h.beam for h in search.hypotheses] == [0]
+    beam = Beam(-1.0, range(4), [-0.5, -1.0, -1.5, -2.0])
+    live = search.advance([beam], 1, lambda c: c.token if c.token in (0, 2) else None)
+    assert live == [Candidate(-2.0, 0, 1, -1.0, 2), Candidate(-3.0, 0, 3, -2.0, 4)]
+    assert [h.beam for h in search.hypotheses] == [0]
 
 
 def test_a_live_beam_that_can_only_draw_level_ends_the_search():
     search: BeamSearch[int] = BeamSearch(1, 9)
-    candidates = [Candidate(0, token, -1.0, -1.0) for token in range(2)]
-    assert search.advance([candidates], 1, lambda c: None if c.token else 0) == [] and search.done
+    beam = Beam(0.0, range(2), [-1.0, -1.0])
+    assert search.advance([beam], 1, lambda c: None if c.token else 0) == [] and search.done
+
+
+def test_of_equal_candidates_the_first_beam_and_its_first_token_go_on():
+    search: BeamSearch[int] = BeamSearch(3, 9)
+    beams = [Beam(-2.0, [7, 9, 8], [-1.0, -1.0, -3.0]), Beam(0.0, [], []), Beam(-1.0, [5, 4], [-2.0, -math.inf])]
+    live = search.advance(beams, 1, lambda _: None)
+    assert [(c.beam, c.token, c.rank) for c in live] == [(0, 7, 1), (0, 9, 2), (2, 5, 1)]
 
 
 # Against brute force
@@ -287,4 +302,4 @@ def test_a_width_of_one_is_greedy(search, table, eos):
 @given(searches(BeamSearch), TABLES, EOS, st.randoms(use_true_random=False))
 def test_neither_order_of_beams_nor_surplus_of_candidates_matters(search, table, eos, rng):
     again = dataclasses.replace(search, hypotheses=[])
-    assert run(again, table, eos, shuffle=lambda beams: rng.sample(beams, len(beams))) == run(search, table, eos)
+    assert run(again, table, eos, shuffle=lambda live: rng.sample(live, len(live))) == run(search, table, eos)

@@ -271,9 +271,10 @@ def test_beams_have_the_logprobs_and_ranks_of_their_tokens():
     for index, beam in enumerate(request.outputs):
         assert beam.index == index and len(beam.samples) == 3
         for i, sample in enumerate(beam.samples):
-            best = beams(beam.tokens[: 2 + i])
-            assert best[sample.rank - 1] == (sample.token, sample.logprob) and sample.top == best[:2]
-    assert [sample.top for beam in unlisted.outputs for sample in beam.samples] == [()] * 6
+            tokens, logprobs = beams(beam.tokens[: 2 + i])
+            assert (sample.token, sample.logprob) == (tokens[sample.rank - 1], logprobs[sample.rank - 1])
+            assert (sample.top_tokens, sample.top_logprobs) == (tokens[:2], logprobs[:2])
+    assert [sample[3:] for beam in unlisted.outputs for sample in beam.samples] == [([], [])] * 6
 
 
 @pytest.mark.parametrize("max_tokens", [1, 3])
@@ -281,7 +282,7 @@ def test_a_stop_string_ends_its_beam_only_also_at_the_last_token(max_tokens):
     scheduler, runner = make()
     params = BeamSearchParams(beam_width=2, max_tokens=max_tokens, length_penalty=0.0)
     request = scheduler.add("0", [1, 2], params, seed=0)
-    (best, _), *_ = beams([1, 2])
+    best = beams([1, 2])[0][0]
     request.find_stop = lambda sequence, token: "stop" if (sequence.tokens, token) == ([1, 2], best) else None
     drain(scheduler, runner)
     stopped, other = request.outputs
@@ -406,7 +407,7 @@ def test_a_beam_whose_logits_are_not_finite_ends_its_search():
     step(scheduler, runner)
     decision = scheduler.schedule()
     results = list(runner.step(decision))
-    results[1] = SequenceResult([Sample(0, math.nan, 1, ((3, math.nan),))])
+    results[1] = SequenceResult([Sample(0, math.nan, 1, [3], [math.nan])])
     advanced = scheduler.update(decision, results)
     assert advanced == request.sequences and {s.stop_reason for s in advanced} == {NON_FINITE}
     assert not scheduler.has_work and scheduler.pool.num_used == 0
@@ -554,7 +555,7 @@ def test_beams_that_may_go_nowhere_end_as_they_are():
     step(scheduler, runner)
     texts = [s.output_token_ids for s in request.sequences]
     decision = scheduler.schedule()
-    results = [SequenceResult([Sample(0, 0.0, 1, ((3, -math.inf),))]) for _ in runner.step(decision)]
+    results = [SequenceResult([Sample(0, 0.0, 1, [3], [-math.inf])]) for _ in runner.step(decision)]
     assert scheduler.update(decision, results) == request.outputs
     assert [s.output_token_ids for s in request.outputs] == texts
     assert {s.finish_reason for s in request.outputs} == {FinishReason.STOP}

@@ -3,7 +3,7 @@
 import random
 
 from jpaged.config import Limits
-from jpaged.core.beam import BeamSearch, Candidate
+from jpaged.core.beam import Beam, BeamSearch
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.params import BeamSearchParams, SamplingParams
 from jpaged.core.request import FinishReason, Request, Sequence
@@ -120,16 +120,12 @@ def _beam_search(prompt, params, max_tokens, ends, forbidden):
     search = BeamSearch(params.beam_width, max_tokens, params.length_penalty, params.early_stopping)
     live, scores = [[]], [0.0]
     for length in range(max_tokens):
-        candidates = [
-            [Candidate(beam, token, logprob, score + logprob)
-             for token, logprob in beams(prompt + tokens, forbidden(length))]
-            for beam, (tokens, score) in enumerate(zip(live, scores))
-        ]  # fmt: skip
+        extended = [Beam(score, *beams(prompt + tokens, forbidden(length))) for tokens, score in zip(live, scores)]
 
         def end(candidate, live=live, last=length + 1 == max_tokens):
             return [*live[candidate.beam], candidate.token] if last or candidate.token in ends else None
 
-        chosen = search.advance(candidates, length + 1, end)
+        chosen = search.advance(extended, length + 1, end)
         live, scores = [[*live[c.beam], c.token] for c in chosen], [c.score for c in chosen]
         if search.done:
             break

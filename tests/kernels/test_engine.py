@@ -20,6 +20,7 @@ from jpaged.config import EngineConfig, Limits, ModelConfig
 from jpaged.core.beam import BeamSearch
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.params import BeamSearchParams, SamplingParams
+from jpaged.core.request import Sample
 from jpaged.core.scheduler import Scheduler
 from jpaged.engine import Engine
 from jpaged.model.llama import Llama
@@ -98,7 +99,7 @@ def generate(model: Llama, implementation: Implementation, workload: dict, block
             steps += 1
     scheduler.check_invariants()
     outputs = [sequence for request in requests for sequence in request.outputs]
-    listed = [_by_token(sample.top) for sequence in outputs for sample in sequence.samples]
+    listed = [_by_token(sample) for sequence in outputs for sample in sequence.samples]
     sampled = [_margin(sequence) for sequence in outputs if not sequence.request.beam]
     tokens = [[sequence.output_token_ids for sequence in request.outputs] for request in requests]
     return Run(tokens, np.concatenate(listed), min(*sampled, *beam_margins), copies, scheduler)
@@ -107,25 +108,25 @@ def generate(model: Llama, implementation: Implementation, workload: dict, block
 def _watched(advance, margins: list[float]):
     """Return `advance` that also notes the distance between candidates, as far down as one may live on or end."""
 
-    def watched(search, candidates, length, end):
-        candidates = [list(of_beam) for of_beam in candidates]
-        scores = sorted((each.score for of_beam in candidates for each in of_beam), reverse=True)[: search.width + 1]
-        margins.extend(better - worse for better, worse in itertools.pairwise(scores))
-        return advance(search, candidates, length, end)
+    def watched(search, beams, length, end):
+        scores = sorted((beam.score + logprob for beam in beams for logprob in beam.logprobs), reverse=True)
+        margins.extend(better - worse for better, worse in itertools.pairwise(scores[: search.width + 1]))
+        return advance(search, beams, length, end)
 
     return watched
 
 
-def _by_token(top: tuple[tuple[int, float], ...]) -> np.ndarray:
-    """Return the logprobs of a list in the order of the tokens; of a beam's list, which is shorter, as they are."""
-    return np.array([logprob for _, logprob in (sorted(top) if len(top) == VOCAB else top)])
+def _by_token(sample: Sample) -> np.ndarray:
+    """Return the listed logprobs in the order of the tokens; those of a beam, which are fewer, as they are."""
+    logprobs = np.array(sample.top_logprobs)
+    return logprobs[np.argsort(sample.top_tokens)] if len(logprobs) == VOCAB else logprobs
 
 
 def _margin(sequence) -> float:
     """Return the smallest distance between the token that was drawn and the next best, over all positions."""
     request, margin = sequence.request, math.inf
     for i, sample in enumerate(sequence.samples):
-        scores = _by_token(sample.top)
+        scores = _by_token(sample)
         if request.params.temperature:
             position, seed = len(request.prompt_token_ids) + i, request.seed + sequence.index
             scores = scores + np.asarray(_gumbel(np.uint32([[0, seed]]), np.int32([position]), VOCAB))[0]

@@ -103,9 +103,10 @@ class ScriptedRunner:
 
 def _sample(request: Request, token: int) -> Sample:
     """The token as the most likely one, before others that never change."""
-    others = [(other, logprob(token) - 1 - other) for other in range(5, 25) if other != token]
-    top = [(token, logprob(token)), *others][: request.num_top or 0]
-    return Sample(token, logprob(token), 1, tuple(top))
+    others = [other for other in range(5, 25) if other != token]
+    logprobs = [logprob(token), *(logprob(token) - 1 - other for other in others)]
+    count = request.num_top or 0
+    return Sample(token, logprob(token), 1, [token, *others][:count], logprobs[:count])
 
 
 def make(flags: list[str] | None = None) -> tuple[argparse.Namespace, Service]:

@@ -61,9 +61,7 @@ SUITES = {
     "jpaged/core/request.py": ALLOCATOR,
     "jpaged/core/scheduler.py": ALLOCATOR,
     "jpaged/runtime/batch.py": Suite(("tests/runtime/test_batch.py",)),
-    "jpaged/runtime/kv_cache.py": Suite(
-        ("tests/runtime/test_runner.py",), "pool_size or modest or block_bytes or utilization", "forkserver"
-    ),
+    "jpaged/runtime/kv_cache.py": Suite(("tests/runtime/test_kv_cache.py",), isolation="forkserver"),
     "jpaged/runtime/masks.py": Suite(("tests/runtime/test_batch.py",)),
     "jpaged/runtime/runner.py": Suite(
         ("tests/runtime/test_runner.py", "tests/runtime/test_compilation_cache.py"), "not h200 and not aliases",
@@ -76,9 +74,11 @@ SUITES = {
         ("tests/runtime/test_sampling_state.py",), "not in_place", "forkserver"
     ),
     "jpaged/runtime/step.py": Suite(
-        ("tests/test_sharing.py", "tests/runtime/test_runner.py"), "choices or best_of or compiles", "forkserver"
+        ("tests/runtime/test_step.py", "tests/test_sharing.py", "tests/runtime/test_runner.py"),
+        "test_step or choices or best_of or compiles or alias and not h200",
+        "forkserver",
     ),
-    "jpaged/runtime/swap.py": Suite(("tests/runtime/test_runner.py",), "swaps or compiles", "forkserver"),
+    "jpaged/runtime/swap.py": Suite(("tests/runtime/test_swap.py",), isolation="forkserver"),
 }  # fmt: skip
 
 

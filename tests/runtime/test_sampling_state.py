@@ -64,6 +64,17 @@ def test_count_tokens_counts_each_and_no_padding():
     assert_same(FUNCTIONS[count_tokens](before, rows, tokens), before._replace(output_counts=counts))
 
 
+def test_padding_writes_nothing_where_there_are_more_rows_than_tokens():
+    before = random_rows(np.random.default_rng(0), 7, 3)
+    padding = {
+        write_row: (np.int32(-1), *random_rows(np.random.default_rng(1), 3)),
+        copy_rows: (np.int32([0, -1]), np.int32([-1, 4])),
+        count_tokens: (np.int32([-1, 4]), np.int32([2, -1])),
+    }
+    for function, arguments in padding.items():
+        assert_same(FUNCTIONS[function](before, *arguments), before)
+
+
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_a_donated_state_is_changed_in_place(function):
     num_rows, vocab_size = 64, 1000
@@ -91,4 +102,5 @@ def test_the_row_of_a_sequence():
 
 def test_the_row_of_a_sequence_that_asks_for_nothing():
     counts, in_prompt, bias = host_row(4, (), ())
+    assert counts.shape == in_prompt.shape == bias.shape == (4,)
     assert not counts.any() and not in_prompt.any() and not bias.any()

@@ -1,0 +1,62 @@
+"""How a step calls the ops: with each layer's own arrays, and the batch's layout unchanged."""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jpaged.config import ModelConfig
+from jpaged.model.weights import dummy_llama
+from jpaged.runtime.batch import Bucket, empty_batch
+from jpaged.runtime.step import forward
+from pallas_kernels import Kernels
+
+LLAMA = ModelConfig(
+    vocab_size=40, hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2,
+    num_key_value_heads=1, head_dim=16, max_position_embeddings=64,
+)  # fmt: skip
+
+
+class Ops:
+    """Ops that write down their arguments. Writing to layer l adds 10 to its keys and 20 to its values."""
+
+    def __init__(self):
+        self.writes: list[tuple] = []
+        self.attended: list[tuple] = []
+
+    def kernels(self) -> Kernels:
+        attention = [functools.partial(self.attend, name) for name in ("decode", "ragged")]
+        return Kernels("spy", "a test", LLAMA.head_dim, self.write_kv, lambda *_: None, *attention)
+
+    def write_kv(self, k, v, k_tkh, v_tkh, slots, *, cos_t, sin_t):
+        self.writes.append((float(k.mean()), float(v.mean()), k_tkh.shape, v_tkh.shape, slots, cos_t, sin_t))
+        return k + 10, v + 20
+
+    def attend(self, name, q_tnh, k, v, *layout, **options):
+        self.attended.append((name, float(k.mean()), float(v.mean()), layout, options))
+        return jnp.zeros_like(q_tnh)
+
+
+@pytest.mark.parametrize("decode", [True, False])
+def test_each_layer_writes_and_attends_to_its_own_arrays(decode):
+    ops, pool = Ops(), [jnp.full((2, 1, 4, LLAMA.head_dim), float(i)) for i in range(6)]
+    batch = empty_batch(Bucket(8, 4, decode), 2, LLAMA.vocab_size)
+    model = dummy_llama(LLAMA, "float32", seed=0)
+    x_td, returned = forward(model, pool, batch, ops.kernels(), decode=decode)
+    assert x_td.shape == (8, LLAMA.hidden_size)
+    assert [float(array.mean()) for array in returned] == [10, 21, 12, 23, 14, 25]
+    assert [float(array.mean()) for array in pool] == [0, 1, 2, 3, 4, 5], "the list of the caller is not changed"
+    assert [write[:2] for write in ops.writes] == [(0, 1), (2, 3), (4, 5)]
+    for _, _, k_shape, v_shape, slots, cos_t, sin_t in ops.writes:
+        assert k_shape == v_shape == (8, 1, LLAMA.head_dim) and slots is batch.slot_mapping
+        # At position 0.
+        np.testing.assert_array_equal(cos_t, jnp.ones((8, LLAMA.head_dim // 2)))
+        np.testing.assert_array_equal(sin_t, jnp.zeros((8, LLAMA.head_dim // 2)))
+    assert [call[1:3] for call in ops.attended] == [(10, 21), (12, 23), (14, 25)]
+    for name, _, _, layout, options in ops.attended:
+        expected = [batch.block_tables, batch.context_lens] + ([] if decode else [batch.cu_q_lens])
+        assert name == ("decode" if decode else "ragged")
+        assert list(map(id, layout)) == list(map(id, expected))
+        assert options.pop("scale") == 0.25  # one over the root of the head dim
+        assert [*map(id, options.values())] == ([] if decode else [id(batch.decodes)])

@@ -102,7 +102,9 @@ def parameters() -> dict[str, tuple[Body, Body]]:
     """Return each parameter at its limit, beside the request that differs in nothing else."""
     wide = {"n": MAX_NUM_SEQS - 1, "ignore_eos": True, "max_tokens": 200}
     sampled, greedy = wide | {"temperature": 1.0}, wide | {"temperature": 0}
-    long_stops = ["ab" * 127 + chr(200 + i) for i in range(params.MAX_STOPS)]
+    # Half of them begin as a text may go on, half end in a common letter.
+    half, rare = params.MAX_STOPS // 2, [chr(200 + i) for i in range(params.MAX_STOPS // 2)]
+    long_stops = ["ab" * 127 + rare[i] for i in range(half)] + [rare[i] + "ab" * 127 + "e" for i in range(half)]
     return {
         "bad_words": (sampled, sampled | {"bad_words": WORDS[: params.MAX_BAD_WORDS]}),
         "bad_words with one beginning": (

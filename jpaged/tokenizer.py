@@ -203,9 +203,18 @@ class StopStrings:
     def __init__(self, strings: Sequence[str]):
         self._strings = tuple(strings)
         self._longest = max(map(len, self._strings), default=1) - 1
+        # By the last character: most tokens hold none of these, so most texts are compared with no string.
+        self._ending_in = {last: tuple(s for s in strings if s[-1] == last) for last in {s[-1] for s in strings}}
 
-    def find(self, text: str) -> tuple[int, str] | None:
-        """Return the first stop string in a text and its place, or None."""
+    def find(self, text: str, known: int = 0) -> tuple[int, str] | None:
+        """Return the first stop string in a text and its place, or None. No stop string ends in the first `known`
+        characters."""
+        ending_in = self._ending_in
+        if not any(
+            last in ending_in and text.endswith(ending_in[last], 0, end)
+            for end, last in enumerate(text[known:], known + 1)
+        ):
+            return None
         return min(((at, stop) for stop in self._strings if (at := text.find(stop)) >= 0), default=None)
 
     def begun(self, text: str) -> int:
@@ -251,10 +260,11 @@ class Detokenizer:
 
     def step(self, token: int, *, may_stop: bool = True) -> Decoded:
         """Takes one token in; gives the text that is now certain."""
+        known = len(self._held)
         self._held += self._decode(token) or ""
         if not may_stop:
             return Decoded(self.flush())
-        if hit := self._stop.find(self._held):
+        if hit := self._stop.find(self._held, known):
             at, stop = hit
             text = self._held[: at + len(stop) if self._include_stop else at]
             self._held = ""

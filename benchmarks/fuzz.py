@@ -15,7 +15,6 @@ import argparse
 import importlib.metadata
 import os
 import random
-import re
 import sys
 import tempfile
 import threading
@@ -188,8 +187,7 @@ def attacked(requests: int, seed: int, *, progress: bool = True) -> list[Row]:
         with ServerProcess(*FLAGS, *tls, clean=False) as server:
             rows = fuzz(Target(server.url, KEYS, chain), requests, seed, progress=progress)
             exit_status = server.stop()
-        log = server.log()
-    tracebacks = [log[match.start() :][:4000] for match in re.finditer("Traceback", log)]
+        tracebacks = server.tracebacks()
     rows[-1] |= {"exit_status": exit_status, "tracebacks": len(tracebacks), "logged": tracebacks[:KEPT]}
     if exit_status or tracebacks:
         rows[-1]["status"] = "failed"

@@ -66,7 +66,7 @@ class ServerProcess:
         log = self._end()
         if self.clean and kind is None:
             assert code == 0, f"exit status {code}\n{log}"
-            assert "Traceback" not in log, log
+            assert not self.tracebacks(), log
 
     @property
     def port(self) -> int:
@@ -83,6 +83,14 @@ class ServerProcess:
     def log(self) -> str:
         """What it has written to its standard output and error, so far or, after the block, in all."""
         return Path(self._log.name).read_text(errors="replace") if self._last_log is None else self._last_log
+
+    def tracebacks(self) -> list[str]:
+        """Return each traceback in the log, and up to 4,000 characters from there on.
+
+        Those before the server was ready are left out: jax logs one where its CUDA plugin finds no GPU.
+        """
+        log = self.log().partition("ready: model ")[2]
+        return [log[match.start() :][:4000] for match in re.finditer("Traceback", log)]
 
     def wait_for_log(self, pattern: str, within: float = 30.0) -> re.Match[str]:
         """Waits until the log has a regular expression. Raises AssertionError if it ends or the seconds pass before."""

@@ -261,7 +261,7 @@ async def soak(
                 report.add(experiment="soak", **row, status="ok")
                 bar.update(min(bar.total, round(60 * row["minute"])) - bar.n)
         exit_status = await asyncio.to_thread(server.stop)
-        tracebacks = [server.log()[match.start() :][:4000] for match in re.finditer("Traceback", server.log())]
+        tracebacks = server.tracebacks()
     rows = [row for row in report.rows if row["experiment"] == "soak"]
     found = problems(rows)
     if exit_status or tracebacks:

@@ -925,4 +925,5 @@ async def test_a_failure_in_the_middle_of_a_stream(kind):
             await api.complete("Hi")
         await close(api)
         assert server.stop() == 0
-        assert server.log().count("Traceback") == 1 and "the script fails here" in server.log()
+        (traceback,) = server.tracebacks()
+        assert "the script fails here" in traceback

@@ -557,7 +557,7 @@ def test_token_logprobs_computes_a_tile_at_a_time_and_only_those_wanted():
         return jnp.tile(x_td, 300)
 
     targets = np.full(44, -1, np.int32)
-    targets[[9, 17, 39]] = 1  # the tiles of 8 from 8, 16 and 32; not the last, of 4 and padding
+    targets[[9, 17, 39]] = 0, 1, 2  # the tiles of 8 from 8, 16 and 32; not the last, of 4 and padding
     run = jax.jit(lambda x, targets: token_logprobs(logits_of, x, targets, 2, tile=8))
     x = np.ones((44, 4), np.float32)
     jax.block_until_ready(run(x, targets))

@@ -62,7 +62,7 @@ class HostBlocks:
     def _drop(self, block_id: int) -> None:
         if block_id in self._chunks:
             for other in self._chunks[block_id].block_ids:
-                self._chunks.pop(other, None)
+                del self._chunks[other]
 
 
 def _transfers(pairs: Pairs) -> Iterator[Pairs]:

@@ -82,8 +82,8 @@ SUITES = {
 }  # fmt: skip
 
 
-def mutate(module: str, only: str) -> dict[str, Any]:
-    """Run the mutants of a module whose names match a pattern; return the module's row of results."""
+def mutate(module: str, only: str, jobs: int) -> dict[str, Any]:
+    """Run the mutants of a module whose names match a pattern, `jobs` at a time; return the module's row of results."""
     suite, folder = SUITES[module], WORK / module.replace("/", ".")
     shutil.rmtree(folder, ignore_errors=True)
     for name in TREE:
@@ -101,7 +101,7 @@ def mutate(module: str, only: str) -> dict[str, Any]:
         for name, value in options.items()
     ]
     (folder / "setup.cfg").write_text("\n".join(["[mutmut]", *lines, ""]))
-    run_mutmut(folder, *([only] if only else []))
+    run_mutmut(folder, "--max-children", str(jobs), *([only] if only else []))
     return collect(folder, module) | {"only": only}
 
 
@@ -132,10 +132,10 @@ def change(folder: Path, module: str, name: str) -> str:
     return f"{function}: {' '.join(changed)}"
 
 
-def run_mutmut(folder: Path, *patterns: str) -> None:
+def run_mutmut(folder: Path, *arguments: str) -> None:
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and Path(path) != ROOT]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}  # the copy must be imported, not this checkout
-    command = [sys.executable, "-m", "mutmut", "run", "--max-children", "1", *patterns]
+    command = [sys.executable, "-m", "mutmut", "run", *arguments]
     subprocess.run(command, cwd=folder, env=environment, check=False)
 
 
@@ -188,12 +188,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("modules", nargs="*", help="files to mutate (default: all)")
     parser.add_argument("--only", default="", help="a pattern of mutants' names, such as '*7'")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="mutants at a time (default: 1)")
     parser.add_argument("--report", action="store_true", help="only write the report again")
     args = parser.parse_args()
     if unknown := [module for module in args.modules if module not in SUITES]:
         parser.error(f"no suite for {', '.join(unknown)}; there are: {', '.join(SUITES)}")
     for module in () if args.report else args.modules or SUITES:
-        store(mutate(module, args.only))
+        store(mutate(module, args.only, args.jobs))
     rows = load()
     reasons = json.loads((RESULTS / "reasons.json").read_text())
     text, open_ones = report(rows, reasons)

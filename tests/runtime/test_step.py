@@ -2,14 +2,16 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from jpaged.config import ModelConfig
 from jpaged.model.weights import dummy_llama
 from jpaged.runtime.batch import Bucket, empty_batch
-from jpaged.runtime.step import forward
+from jpaged.runtime.step import Step, forward
 from pallas_kernels import Kernels
 
 LLAMA = ModelConfig(
@@ -60,3 +62,23 @@ def test_each_layer_writes_and_attends_to_its_own_arrays(decode):
         assert list(map(id, layout)) == list(map(id, expected))
         assert options.pop("scale") == 0.25  # one over the root of the head dim
         assert [*map(id, options.values())] == ([] if decode else [id(batch.decodes)])
+
+
+@pytest.mark.parametrize("decode", [True, False])
+def test_only_a_decode_step_uses_the_decode_op(decode):
+    called: list[str] = []
+
+    def attend(name, q_tnh, *_, **__):
+        called.append(name)
+        return jnp.zeros_like(q_tnh)
+
+    attention = [functools.partial(attend, name) for name in ("decode", "ragged")]
+    kernels = Kernels("spy", "a test", LLAMA.head_dim, lambda k, v, *_, **__: (k, v), lambda *_: None, *attention)
+    graphdef, params = nnx.split(dummy_llama(LLAMA, "float32", seed=0))
+    leaves, treedef = jax.tree.flatten(params)
+    pool = [jnp.zeros((2, 1, 4, LLAMA.head_dim)) for _ in range(6)]
+    batch = empty_batch(Bucket(8, 4, decode), 2, LLAMA.vocab_size)
+    x_sd, x_td, pool = Step(graphdef, treedef, kernels).forward(leaves, pool, batch, decode)
+    assert called == ["decode" if decode else "ragged"] * 3
+    assert x_sd.shape == (4, LLAMA.hidden_size) and len(pool) == 6
+    assert x_td is None if decode else x_td.shape == (8, LLAMA.hidden_size)

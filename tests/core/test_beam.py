@@ -60,13 +60,8 @@ def steps(
         assert len(live) <= search.width and len(search.hypotheses) <= search.width
         assert search.hypotheses == sorted(search.hypotheses, key=lambda h: -h.score)
         assert search.done == (not live)
-        yield (
-            length,
-            max(
-                (beam.score + logprob for beam in beams for token, logprob in zip(*beam[1:]) if not ends(token)),
-                default=-np.inf,
-            ),
-        )
+        open_scores = [beam.score + logprob for beam in beams for token, logprob in zip(*beam[1:]) if not ends(token)]
+        yield length, max(open_scores, default=-np.inf)
         if search.done:
             return
 

@@ -5,9 +5,9 @@
     make mutate ARGS="jpaged/runtime/sampler.py --only '*7'"     about a tenth of them: those whose number ends in 7
     make mutate ARGS="--report"                                  write the report again, after a change of reasons
 
-mutmut makes the mutants in a copy of the tree. The results of each module replace its earlier ones in
-`benchmarks/results/mutation`; `reasons.json` there says why a survivor is no gap in the tests. The exit status is 1
-if a survivor has no reason.
+mutmut makes the mutants in a copy of the tree. The results are added to the earlier ones of the same source in
+`benchmarks/results/mutation`, and replace those of another; `reasons.json` there says why a survivor is no gap in the
+tests. A run that is interrupted keeps the results that it has. The exit status is 1 if a survivor has no reason.
 """
 
 import argparse
@@ -25,7 +25,8 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "mutation"
 WORK = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jpaged" / "mutation"
 TREE = ("jpaged", "pallas_kernels", "benchmarks", "tests")
-SURVIVED, UNREACHED, KILLED = 0, 33, (1, 3)  # mutmut's exit codes; others are time-outs and crashes
+LETTERS = {None: ".", 0: "s", 33: "u", 1: "k", 3: "k"}  # by mutmut's exit codes; others are time-outs and crashes
+NOT_RUN, SURVIVED, UNREACHED, KILLED, TIMED_OUT = ".sukt"
 
 
 class Suite(NamedTuple):
@@ -83,7 +84,7 @@ SUITES = {
 
 
 def mutate(module: str, only: str, jobs: int) -> dict[str, Any]:
-    """Run the mutants of a module whose names match a pattern, `jobs` at a time; return the module's row of results."""
+    """Run the mutants of a module whose names match a pattern, `jobs` at a time; return their row of results."""
     suite, folder = SUITES[module], WORK / module.replace("/", ".")
     shutil.rmtree(folder, ignore_errors=True)
     for name in TREE:
@@ -102,23 +103,38 @@ def mutate(module: str, only: str, jobs: int) -> dict[str, Any]:
     ]
     (folder / "setup.cfg").write_text("\n".join(["[mutmut]", *lines, ""]))
     run_mutmut(folder, "--max-children", str(jobs), *([only] if only else []))
-    return collect(folder, module) | {"only": only}
+    return collect(folder, module)
 
 
 def collect(folder: Path, module: str) -> dict[str, Any]:
-    """Return a row of results from the folder in which mutmut has run, perhaps not to its end."""
+    """Return a row of results from the folder in which mutmut has run, perhaps not to its end.
+
+    Its `outcomes` have a letter for each mutant, in mutmut's order; its `survivors`, one change for each that survived.
+    """
     codes = json.loads((folder / "mutants" / f"{module}.meta").read_text())["exit_code_by_key"]
-    found = list(codes.values())
-    if all(code is None for code in found):
+    outcomes = "".join(LETTERS.get(code, TIMED_OUT) for code in codes.values())
+    if set(outcomes) <= {NOT_RUN}:
         raise SystemExit(f"no mutant of {module} was run: see above, and {folder}")
-    survivors = [change(folder, module, name) for name, code in codes.items() if code == SURVIVED]
-    run = sum(code is not None for code in found)
-    killed, unreached = sum(code in KILLED for code in found), found.count(UNREACHED)
+    survivors = [change(folder, module, name) for name, letter in zip(codes, outcomes) if letter == SURVIVED]
     return {
-        "module": module, "mutants": len(found), "run": run, "killed": killed, "unreached": unreached,
-        "timeouts": run - killed - unreached - len(survivors), "survivors": survivors,
+        "module": module, "outcomes": outcomes, "survivors": survivors,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(), "source": source(folder, module),
     }  # fmt: skip
+
+
+def merge(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """Return the newer result of each mutant, if both rows are of the same source; else the newer row."""
+    if old["source"] != new["source"]:
+        return new
+    survivors, outcomes = [], ""
+    changes = iter(old["survivors"]), iter(new["survivors"])
+    for letters in zip(old["outcomes"], new["outcomes"], strict=True):
+        found = [next(each) if letter == SURVIVED else None for each, letter in zip(changes, letters)]
+        newest = letters[1] != NOT_RUN
+        outcomes += letters[newest]
+        if (change := found[newest]) is not None:
+            survivors.append(change)
+    return new | {"outcomes": outcomes, "survivors": survivors}
 
 
 def change(folder: Path, module: str, name: str) -> str:
@@ -136,7 +152,8 @@ def run_mutmut(folder: Path, *arguments: str) -> None:
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and Path(path) != ROOT]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}  # the copy must be imported, not this checkout
     command = [sys.executable, "-m", "mutmut", "run", *arguments]
-    subprocess.run(command, cwd=folder, env=environment, check=False)
+    with contextlib.suppress(KeyboardInterrupt):
+        subprocess.run(command, cwd=folder, env=environment, check=False)
 
 
 def source(folder: Path, module: str) -> str:
@@ -153,8 +170,10 @@ def report(rows: list[dict[str, Any]], reasons: dict[str, dict[str, str]]) -> tu
         known = reasons.get(row["module"], {})
         unexplained = [survivor for survivor in row["survivors"] if survivor not in known]
         open_ones += len(unexplained)
-        counts = [row[name] for name in ("mutants", "run", "killed", "timeouts", "unreached")]
-        cells = [row["module"], *counts, len(row["survivors"]), len(unexplained), row["date"], row["source"]]
+        outcomes = row["outcomes"]
+        run = len(outcomes) - outcomes.count(NOT_RUN)
+        counts = [outcomes.count(letter) for letter in (KILLED, TIMED_OUT, UNREACHED, SURVIVED)]
+        cells = [row["module"], len(outcomes), run, *counts, len(unexplained), row["date"], row["source"]]
         table.append(f"| {' | '.join(map(str, cells))} |")
         if row["survivors"]:
             lines = [f"- `{survivor}`: {known.get(survivor, '**open**')}" for survivor in row["survivors"]]
@@ -179,7 +198,8 @@ def load() -> list[dict[str, Any]]:
 
 
 def store(row: dict[str, Any]) -> None:
-    rows = {row["module"]: row for row in [*load(), row]}
+    rows = {row["module"]: row for row in load()}
+    rows[row["module"]] = merge(rows.get(row["module"], row), row)
     content = json.dumps([rows[name] for name in SUITES if name in rows], indent=1, ensure_ascii=False)
     (RESULTS / "results.json").write_text(content + "\n")
 

@@ -308,6 +308,33 @@ def test_a_batch_that_asks_for_nothing_is_greedy():
     assert got.tokens.tolist() == logits.argmax(-1).tolist()
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"stateful": True, "bias": {3: 9.0}}, {"allowed": frozenset([5, 6])}, {"beam": True}, {"num_top": 1},
+        {"temperature": 1.0, "top_k": 1}, {"temperature": 1.0, "top_p": 0.5}, {"temperature": 1.0, "min_p": 0.5},
+    ],
+    ids=lambda asked: list(asked)[-1],
+)  # fmt: skip
+def test_a_batch_that_asks_for_one_thing_alone_gets_it(asked):
+    rows = [Row(**{"stateful": False, "seed": seed, **asked}) for seed in range(6)]
+    check(rows, logits_of(0, 6, grid=True), exact=True, num_top=K)
+
+
+def test_padding_has_the_types_and_values_that_are_documented():
+    padding = empty_sampling(3, 70)
+    found = {name: (array.dtype.name, set(array.ravel().tolist())) for name, array in padding._asdict().items()}
+    zero, one, none = ("float32", {0.0}), ("float32", {1.0}), ("int32", {-1})
+    assert found == {
+        "temperature": zero, "top_k": ("int32", {0}), "top_p": one, "min_p": zero, "seeds": ("uint32", {0}),
+        "positions": ("int32", {0}), "presence": zero, "frequency": zero, "repetition": one, "rows": none,
+        "stateful": ("bool", {False}), "counted": none, "beam": ("bool", {False}), "masked": ("bool", {False}),
+        "allowed_bits": ("uint32", {0}), "num_top": ("int32", {0}),
+    }  # fmt: skip
+    assert {len(array) for array in padding} == {3}
+    assert padding.seeds.shape == (3, 2) and padding.allowed_bits.shape == (3, 3)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("beam", [False, True])
 def test_nothing_allowed_is_token_0_and_no_nan(temperature, beam):

@@ -410,3 +410,13 @@ def test_it_finds_a_planted_bug(plant, monkeypatch):
             TablesAgainstContent,
             settings=settings(max_examples=1000, phases=[Phase.generate], database=None, report_multiple_bugs=False),
         )
+
+
+def test_append_copies_the_second_of_two_blocks_if_only_that_is_shared():
+    pool = BlockPool(8, 4)
+    table, other = BlockTable(pool), BlockTable(pool)
+    assert table.append(0, 8) == []
+    first, second = table.block_ids
+    other.share([second])
+    assert table.append(2, 6) == [(second, table.block_ids[1])]
+    assert table.block_ids[0] == first and other.block_ids == [second] != table.block_ids[1:]

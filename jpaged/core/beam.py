@@ -75,7 +75,7 @@ class BeamSearch[T]:
             ended = end(candidate)
             if ended is None:
                 live.append(candidate)
-            elif place < self.width:  # what ends further down is there to keep enough others alive
+            elif place < self.width:  # lower candidates are there to keep enough beams alive
                 self.hypotheses.append(Hypothesis(candidate.score / length**self.length_penalty, ended))
         self.hypotheses = sorted(self.hypotheses, key=lambda h: -h.score)[: self.width]
         self.done = not live or (len(self.hypotheses) == self.width and not self._can_improve(live[0].score, length))

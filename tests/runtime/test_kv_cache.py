@@ -11,15 +11,6 @@ import pytest
 
 from jpaged.config import ModelConfig
 from jpaged.runtime import kv_cache
-from jpaged.runtime.kv_cache import (
-    allocate_pool,
-    available_memory,
-    block_bytes,
-    check_override,
-    exhaustion_named,
-    fitting_blocks,
-    modest_blocks,
-)
 
 GIB = 2**30
 LLAMA = ModelConfig(
@@ -41,19 +32,19 @@ def memory(monkeypatch):
 
 def test_block_bytes():
     # Keys and values of 3 layers: 2 heads, 16 tokens, 128 numbers of 2 bytes.
-    assert block_bytes(LLAMA, 16, 128, "bfloat16") == 2 * 3 * 2 * 16 * 128 * 2
-    assert block_bytes(LLAMA, 8, 64, "float32") == 2 * 3 * 2 * 8 * 64 * 4
+    assert kv_cache.block_bytes(LLAMA, 16, 128, "bfloat16") == 2 * 3 * 2 * 16 * 128 * 2
+    assert kv_cache.block_bytes(LLAMA, 8, 64, "float32") == 2 * 3 * 2 * 8 * 64 * 4
 
 
 def test_fitting_blocks():
     sizes = {"in_use": 20 * GIB, "temporaries": 2 * GIB, "utilization": 0.9, "bytes_per_block": 2**21}
-    assert fitting_blocks(limit=100 * GIB, **sizes) == (90 - 22) * 512
+    assert kv_cache.fitting_blocks(limit=100 * GIB, **sizes) == (90 - 22) * 512
     words = (
         "gpu_memory_utilization: 0.9 of 24.00 GiB leaves no room for the KV pool beside 20.00 GiB in use and 2.00 GiB "
         "of temporaries; a block takes 2.00 MiB"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(words)}$"):
-        fitting_blocks(limit=24 * GIB, **sizes)
+        kv_cache.fitting_blocks(limit=24 * GIB, **sizes)
 
 
 @pytest.mark.parametrize("limit, expected", [(110, 1), (119, 1), (120, 2), (109, None)])
@@ -61,20 +52,20 @@ def test_fitting_blocks_are_whole_and_at_least_one(limit, expected):
     sizes = {"in_use": 60, "temporaries": 40, "utilization": 1.0, "bytes_per_block": 10}
     if expected is None:
         with pytest.raises(ValueError, match="leaves no room"):
-            fitting_blocks(limit=limit, **sizes)
+            kv_cache.fitting_blocks(limit=limit, **sizes)
     else:
-        found = fitting_blocks(limit=limit, **sizes)
+        found = kv_cache.fitting_blocks(limit=limit, **sizes)
         assert found == expected and isinstance(found, int)
 
 
 def test_a_pool_on_a_cpu_takes_a_quarter_of_the_memory_and_at_most_4_gib(memory):
-    assert modest_blocks(100, 1024) == 100
+    assert kv_cache.modest_blocks(100, 1024) == 100
     memory(1000)
-    found = modest_blocks(10**9, 1000)
+    found = kv_cache.modest_blocks(10**9, 1000)
     assert found == 1_024_000 // 1000 and isinstance(found, int)
-    assert modest_blocks(1, 2**60) == 1
+    assert kv_cache.modest_blocks(1, 2**60) == 1
     memory(2**30)
-    assert modest_blocks(10**9, 2**20) == 4096
+    assert kv_cache.modest_blocks(10**9, 2**20) == 4096
 
 
 @pytest.mark.parametrize("num_blocks", [5, 6])
@@ -84,7 +75,7 @@ def test_an_override_may_take_all_that_is_free(num_blocks):
         "blocks)"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(words)}$") if num_blocks > 5 else contextlib.nullcontext():
-        check_override(num_blocks, GIB // 2, 5 * GIB // 2)
+        kv_cache.check_override(num_blocks, GIB // 2, 5 * GIB // 2)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +83,7 @@ def test_an_override_may_take_all_that_is_free(num_blocks):
 )
 def test_available_memory_is_the_devices_if_it_tells_and_else_the_hosts(stats, expected, monkeypatch):
     monkeypatch.setattr(kv_cache, "available_host_memory", lambda: 5)
-    assert available_memory(types.SimpleNamespace(memory_stats=lambda: stats)) == expected
+    assert kv_cache.available_memory(types.SimpleNamespace(memory_stats=lambda: stats)) == expected
 
 
 def test_available_host_memory_is_that_of_the_machine():
@@ -111,21 +102,24 @@ def test_available_host_memory_in_bytes(memory, monkeypatch, tmp_path):
 def test_exhaustion_names_the_field_and_the_pool():
     error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nat a buffer")
     words = "seats: no memory is left with a KV pool of 7 blocks; use less (RESOURCE_EXHAUSTED: Out of memory)"
-    with pytest.raises(ValueError, match=f"^{re.escape(words)}$") as caught, exhaustion_named("seats", "7 blocks"):
+    with (
+        pytest.raises(ValueError, match=f"^{re.escape(words)}$") as caught,
+        kv_cache.exhaustion_named("seats", "7 blocks"),
+    ):
         raise error
     assert caught.value.__cause__ is error
 
 
 @pytest.mark.parametrize("error", [jax.errors.JaxRuntimeError("INTERNAL: a fault"), RuntimeError("RESOURCE_EXHAUSTED")])
 def test_other_errors_pass_unchanged(error):
-    with pytest.raises(type(error)) as caught, exhaustion_named("seats", "7 blocks"):
+    with pytest.raises(type(error)) as caught, kv_cache.exhaustion_named("seats", "7 blocks"):
         raise error
     assert caught.value is error
 
 
 def test_the_pool_is_zero():
     device = jax.devices()[0]
-    pool = allocate_pool(LLAMA, 5, 8, 128, "bfloat16", device)
+    pool = kv_cache.allocate_pool(LLAMA, 5, 8, 128, "bfloat16", device)
     assert len(pool) == 2 * LLAMA.num_hidden_layers and len({id(array) for array in pool}) == len(pool)
     for array in pool:
         assert (array.shape, array.dtype) == ((5, 2, 8, 128), jnp.bfloat16) and not array.any()

@@ -1,4 +1,4 @@
-"""Blocks on the host: what returns is what left, wherever it goes, and in transfers of few sizes."""
+"""Blocks on the host: they return as they left, to any place, in transfers of few sizes."""
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ def empty_pool() -> list[jax.Array]:
 
 
 def assert_holds(pool: list[jax.Array], expected: dict[int, int]) -> None:
-    """That block b of a pool holds what block expected[b] of a full pool does, and all others are zero."""
+    """Assert that block b of a pool equals block expected[b] of a full pool, and that all others are zero."""
     for layer, array in enumerate(pool):
         numbers = np.asarray([content(expected[b], layer) if b in expected else 0 for b in range(BLOCKS)])
         np.testing.assert_array_equal(array, np.broadcast_to(numbers[:, None, None, None], array.shape))

@@ -173,8 +173,13 @@ def test_a_second_start_compiles_nothing_where_the_pool_is_measured(measured, mo
 
 @pytest.mark.parametrize(
     "sampling, model_part, swap_space, most",
-    [(2**20, 2**22, 0.0, 2**22), (2**22, 2**20, 0.0, 2**22), (1, 1, 1.0, 2 * TRANSFERS[-1] * BLOCK_BYTES)],
-    ids=["model", "sampling", "swaps"],
+    [
+        (2**20, 2**22, 0.0, 2**22),
+        (2**22, 2**20, 0.0, 2**22),
+        (1, 1, 1.0, 2 * TRANSFERS[-1] * BLOCK_BYTES),
+        (0, 0, 0.0, 0),
+    ],
+    ids=["model", "sampling", "swaps", "nothing"],
 )
 def test_the_pool_leaves_room_for_the_part_of_a_step_that_needs_most(
     measured, model, monkeypatch, sampling, model_part, swap_space, most

@@ -7,11 +7,16 @@ import types
 import jax
 import jax.monitoring
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
 from jpaged import LLM, BeamSearchParams, ModelConfig, SamplingParams
 from jpaged.config import EngineConfig, Limits
+from jpaged.core.bad_words import BadWords
+from jpaged.core.block_pool import BlockPool
+from jpaged.core.block_table import BlockTable
+from jpaged.core.request import Request, Sequence
 from jpaged.core.scheduler import ScheduleDecision
 from jpaged.model.weights import abstract_llama, dummy_llama
 from jpaged.runtime import kv_cache
@@ -259,9 +264,48 @@ def test_the_cost_of_a_swap_is_in_tokens_per_block(llm, monkeypatch):
     assert llm.engine.scheduler.block_swap_cost > 0, "the scheduler is given the measured cost"
 
 
-def test_a_step_swaps_out_then_copies_then_swaps_in(model):
+@pytest.fixture
+def runner(model):
+    """A runner of 4 blocks and 2 rows that is not warmed up."""
+    return ModelRunner(model, EngineConfig(block_size=8, num_gpu_blocks_override=4, swap_space=1.0), Limits(16, 2, 8))
+
+
+def test_a_step_writes_rows_of_the_sampling_state_before_its_tokens(runner):
+    """The last token of the output is not counted yet: the step that takes it in does that."""
+    params = SamplingParams(logit_bias={7: 2.0, 8: 1.0}, allowed_token_ids=[7, 8, 9])
+    request = Request("a", [5, 6], params, 0, 9, bad_words=BadWords([(8,)]))
+    sequence = Sequence(request, [5, 6, 7, 7, 9, 8], BlockTable(BlockPool(4, 8)), row=1)
+    runner.step(ScheduleDecision(row_writes=[sequence]))
+    counts, in_prompt, bias = (np.asarray(array) for array in runner.state)
+    assert {token: int(counts[1, token]) for token in counts[1].nonzero()[0]} == {7: 2, 9: 1}
+    assert in_prompt[1].nonzero()[0].tolist() == [5, 6]
+    assert {token: float(bias[1, token]) for token in (bias[1] > -np.inf).nonzero()[0]} == {7: 2.0, 9: 0.0}
+    assert not any(array[0].any() for array in (counts, in_prompt, bias)), "the other row is as it was"
+
+
+def test_recovery_allocates_only_the_arrays_that_are_lost(runner):
+    pool, state, host = runner.pool, runner.state, runner.host
+    runner.recover()
+    assert runner.pool is pool and runner.state is state
+    assert runner.host is not host and len(runner.host) == 0
+
+    pool[1].delete()
+    runner.recover()
+    assert runner.pool is not pool and runner.state is state
+    assert all(array.is_deleted() for array in pool), "the new pool may need the memory of the old one"
+    assert [(array.shape, float(array.sum())) for array in runner.pool] == [(pool[0].shape, 0.0)] * len(pool)
+
+    pool = runner.pool
+    state.bias.delete()
+    runner.recover()
+    assert runner.pool is pool and runner.state is not state
+    assert [(x.shape, x.dtype, bool(x.any())) for x in runner.state] == [(x.shape, x.dtype, False) for x in state]
+    runner.step(ScheduleDecision(swap_out=[[(2, 5)]]))
+    assert len(runner.host) == 1
+
+
+def test_a_step_swaps_out_then_copies_then_swaps_in(runner):
     """A block that the host takes in is overwritten by a copy, whose source is overwritten from the host."""
-    runner = ModelRunner(model, EngineConfig(block_size=8, num_gpu_blocks_override=4, swap_space=1.0), Limits(16, 2, 8))
     runner.pool = [jnp.full(x.shape, jnp.arange(4.0)[:, None, None, None]) for x in runner.pool]
 
     def blocks() -> list[list[float]]:

@@ -25,6 +25,12 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "mutation"
 WORK = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jpaged" / "mutation"
 TREE = ("jpaged", "pallas_kernels", "benchmarks", "tests")
+# Most mutants of a module leave most of its computations as they are: jax compiles these once for all mutants.
+COMPILED_ONCE = {
+    "JAX_COMPILATION_CACHE_DIR": str(WORK / "compiled"),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
 LETTERS = {None: ".", 0: "s", 33: "u", 1: "k", 3: "k"}  # by mutmut's exit codes; others are time-outs and crashes
 NOT_RUN, SURVIVED, UNREACHED, KILLED, TIMED_OUT = ".sukt"
 
@@ -83,7 +89,7 @@ SUITES = {
 }  # fmt: skip
 
 
-def mutate(module: str, only: str, jobs: int) -> dict[str, Any]:
+def mutate(module: str, only: list[str], jobs: int) -> dict[str, Any]:
     """Run the mutants of a module whose names match a pattern, `jobs` at a time; return their row of results."""
     suite, folder = SUITES[module], WORK / module.replace("/", ".")
     shutil.rmtree(folder, ignore_errors=True)
@@ -102,7 +108,7 @@ def mutate(module: str, only: str, jobs: int) -> dict[str, Any]:
         for name, value in options.items()
     ]
     (folder / "setup.cfg").write_text("\n".join(["[mutmut]", *lines, ""]))
-    run_mutmut(folder, "--max-children", str(jobs), *([only] if only else []))
+    run_mutmut(folder, "--max-children", str(jobs), *only)
     return collect(folder, module)
 
 
@@ -150,7 +156,8 @@ def change(folder: Path, module: str, name: str) -> str:
 
 def run_mutmut(folder: Path, *arguments: str) -> None:
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and Path(path) != ROOT]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}  # the copy must be imported, not this checkout
+    # The copy must be imported, not this checkout.
+    environment = os.environ | COMPILED_ONCE | {"PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-m", "mutmut", "run", *arguments]
     with contextlib.suppress(KeyboardInterrupt):
         subprocess.run(command, cwd=folder, env=environment, check=False)
@@ -207,7 +214,7 @@ def store(row: dict[str, Any]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("modules", nargs="*", help="files to mutate (default: all)")
-    parser.add_argument("--only", default="", help="a pattern of mutants' names, such as '*7'")
+    parser.add_argument("--only", nargs="+", default=[], metavar="PATTERN", help="mutants' names, such as '*7'")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="mutants at a time (default: 1)")
     parser.add_argument("--report", action="store_true", help="only write the report again")
     args = parser.parse_args()

@@ -270,7 +270,7 @@ def runner(model):
     return ModelRunner(model, EngineConfig(block_size=8, num_gpu_blocks_override=4, swap_space=1.0), Limits(16, 2, 8))
 
 
-def test_a_step_writes_rows_of_the_sampling_state_before_its_tokens(runner):
+def test_a_step_writes_rows_of_the_sampling_state(runner):
     """The last token of the output is not counted yet: the step that takes it in does that."""
     params = SamplingParams(logit_bias={7: 2.0, 8: 1.0}, allowed_token_ids=[7, 8, 9])
     request = Request("a", [5, 6], params, 0, 9, bad_words=BadWords([(8,)]))

@@ -418,6 +418,19 @@ def test_ties_stay_together(top_k, top_p):
     assert np.isfinite(got).tolist() == [[False, True, True, True, False]] * 2
 
 
+@pytest.mark.parametrize("low", np.nextafter(np.float32([1.0, 1.0, -1.0, -1.0]), np.float32([1.0, 2.0, -1.0, -2.0])))
+def test_adjacent_numbers_are_told_apart(low):
+    x = np.float32([[low, np.nextafter(low, np.float32(9))]])
+    got = KEEP(x, np.int32([1]), np.float32([1]), np.float32([0]))
+    assert np.isfinite(got).tolist() == [[False, True]]
+
+
+def test_no_nucleus_is_taken_where_top_p_is_1():
+    """The first token alone has a probability of 1 in float32."""
+    x = np.float32([[0.0, -30.0, -60.0]])
+    assert np.isfinite(KEEP(x, np.int32([0]), np.float32([1.0]), np.zeros(1, np.float32))).all()
+
+
 DRAWS = 20000
 SOME = np.float32([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, 0.25, 1.75])
 

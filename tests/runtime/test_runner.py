@@ -274,13 +274,48 @@ def test_a_step_writes_rows_of_the_sampling_state(runner):
     """The last token of the output is not counted yet: the step that takes it in does that."""
     params = SamplingParams(logit_bias={7: 2.0, 8: 1.0}, allowed_token_ids=[7, 8, 9])
     request = Request("a", [5, 6], params, 0, 9, bad_words=BadWords([(8,)]))
-    sequence = Sequence(request, [5, 6, 7, 7, 9, 8], BlockTable(BlockPool(4, 8)), row=1)
+    sequence, before = Sequence(request, [5, 6, 7, 7, 9, 8], BlockTable(BlockPool(4, 8)), row=1), runner.state
     runner.step(ScheduleDecision(row_writes=[sequence]))
-    counts, in_prompt, bias = (np.asarray(array) for array in runner.state)
+    assert all(array.is_deleted() for array in before), "donated"
+    counts, in_prompt, bias = (np.array(array) for array in runner.state)  # copies: a view could not be donated
     assert {token: int(counts[1, token]) for token in counts[1].nonzero()[0]} == {7: 2, 9: 1}
     assert in_prompt[1].nonzero()[0].tolist() == [5, 6]
     assert {token: float(bias[1, token]) for token in (bias[1] > -np.inf).nonzero()[0]} == {7: 2.0, 9: 0.0}
     assert not any(array[0].any() for array in (counts, in_prompt, bias)), "the other row is as it was"
+    before = runner.state
+    runner.step(ScheduleDecision(row_copies={0: 1}))
+    assert all(array.is_deleted() for array in before), "donated"
+    for array, row in zip(runner.state, (counts[1], in_prompt[1], bias[1])):
+        np.testing.assert_array_equal(array, [row, row])
+
+
+@pytest.mark.parametrize("blocks, expected", [(0, 0), (2.75, 2), (4, 4), (100, 4)])
+def test_the_host_has_room_for_all_blocks_of_all_sequences_at_most(model, blocks, expected):
+    bytes_per_block = block_bytes(LLAMA, 8, LLAMA.head_dim, "float32")
+    config = EngineConfig(block_size=8, num_gpu_blocks_override=4, swap_space=blocks * bytes_per_block / 2**30)
+    assert ModelRunner(model, config, Limits(16, 2, 8)).num_host_blocks == expected
+
+
+@pytest.mark.parametrize("most, sizes", [(2, (8,)), (8, (8,)), (32, (8, 32)), (64, (16, 64))])
+def test_copies_are_padded_to_few_sizes(model, most, sizes):
+    config = EngineConfig(block_size=8, num_gpu_blocks_override=4)
+    assert ModelRunner(model, config, Limits(16, most, most)).copy_sizes == sizes
+
+
+def test_kernels_are_chosen_for_the_model_and_its_device(model, monkeypatch):
+    chosen = {}
+
+    def watched(*args, **options):
+        chosen.update(options, args=args)
+        return select(*args, **options)
+
+    monkeypatch.setattr(runner_module, "select", watched)
+    ModelRunner(model, EngineConfig(block_size=8, num_gpu_blocks_override=4, kernels="reference"), Limits(16, 2, 8))
+    assert chosen == {
+        "self_test": None, "args": ("reference",), "platform": "cpu", "device_kind": jax.devices()[0].device_kind,
+        "compute_capability": None, "dtype": "float32", "head_dim": 64, "num_heads": 4, "num_kv_heads": 2,
+        "block_size": 8,
+    }  # fmt: skip
 
 
 def test_recovery_allocates_only_the_arrays_that_are_lost(runner):

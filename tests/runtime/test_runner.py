@@ -364,6 +364,32 @@ def test_temporaries_are_xlas_own_account(llm):
     assert logits <= runner.sampling_temporaries(LLAMA.hidden_size, "float32")
 
 
+@pytest.mark.parametrize(
+    "override, platform, name",
+    [
+        (10**5, "cpu", "num_gpu_blocks_override"),
+        (None, "cpu", "num_gpu_blocks_override"),  # its pool is not sized by the memory
+        (None, "gpu", "gpu_memory_utilization"),
+    ],
+)
+def test_an_error_for_want_of_memory_names_the_field_that_sized_the_pool(model, monkeypatch, override, platform, name):
+    pools = []
+
+    def fitting(runner, *_):
+        runner.device = types.SimpleNamespace(platform=platform)
+        return 10**5
+
+    monkeypatch.setattr(ModelRunner, "_fitting_blocks", fitting)
+    monkeypatch.setattr(runner_module, "available_memory", lambda device: 2**40)
+    monkeypatch.setattr(runner_module, "allocate_pool", lambda *args: pools.append(args) or [])
+    runner = ModelRunner(model, EngineConfig(block_size=8, num_gpu_blocks_override=override), Limits(16, 2, 8))
+    assert pools == [(LLAMA, 10**5, 8, 64, "float32", runner.device)]
+    size = 10**5 * block_bytes(LLAMA, 8, LLAMA.head_dim, "float32") / 2**30
+    words = rf"^{name}: no memory is left with a KV pool of 100000 blocks \({size:.2f} GiB\)"
+    with pytest.raises(ValueError, match=words), runner._exhaustion():
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+
 @pytest.mark.parametrize("stats", [None, {"bytes_limit": 2**30, "bytes_in_use": 2**29}], ids=["cpu", "gpu"])
 def test_a_pool_beyond_the_memory_is_an_error_with_the_flag_and_the_numbers(model, monkeypatch, stats):
     monkeypatch.setattr(type(jax.devices()[0]), "memory_stats", lambda device: stats)

@@ -22,12 +22,13 @@ from jpaged.model.weights import abstract_llama, dummy_llama
 from jpaged.runtime import kv_cache
 from jpaged.runtime import runner as runner_module
 from jpaged.runtime.batch import Bucket, empty_batch
+from jpaged.runtime.compilation_cache import cache_folder
 from jpaged.runtime.kv_cache import block_bytes
-from jpaged.runtime.runner import ModelRunner, compute_capability
+from jpaged.runtime.runner import ModelRunner, compute_capability, select_kernels
 from jpaged.runtime.sampling_state import empty_state
 from jpaged.runtime.step import Step, make_copy_blocks
 from jpaged.runtime.swap import TRANSFERS
-from pallas_kernels import select
+from pallas_kernels import SelfTest, select
 from tests import deviceless
 
 LLAMA = ModelConfig(
@@ -337,6 +338,17 @@ def test_recovery_allocates_only_the_arrays_that_are_lost(runner):
     assert [(x.shape, x.dtype, bool(x.any())) for x in runner.state] == [(x.shape, x.dtype, False) for x in state]
     runner.step(ScheduleDecision(swap_out=[[(2, 5)]]))
     assert len(runner.host) == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"retest": True}])
+def test_kernels_of_a_gpu_are_tested_first(options, monkeypatch):
+    chosen = {}
+    monkeypatch.setattr(runner_module, "select", lambda *_, **given: chosen.update(given))
+    device = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0", id=3)
+    select_kernels(EngineConfig(), LLAMA, "bfloat16", device, **options)
+    retest = options.get("retest", False)
+    assert chosen["self_test"] == SelfTest(cache_folder() / "selftest", device=3, retest=retest)
+    assert (chosen["platform"], chosen["device_kind"], chosen["compute_capability"]) == ("gpu", "NVIDIA H200", 9.0)
 
 
 def test_a_step_swaps_out_then_copies_then_swaps_in(runner):

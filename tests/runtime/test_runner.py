@@ -82,9 +82,9 @@ def test_nothing_compiles_after_warm_up_whatever_arrives(llm):
 
 def any_params(rng) -> SamplingParams | BeamSearchParams:
     common = {
-        "max_tokens": rng.randint(4, 30), "min_tokens": rng.choice([0, 4]), "presence_penalty": rng.choice([0, 1]),
-        "logit_bias": rng.choice([None, {3: 2.0}]), "logprobs": rng.choice([None, 0, 20]),
-        "prompt_logprobs": rng.choice([None, None, 2]),
+        "max_tokens": rng.randint(4, 30), "min_tokens": rng.choice([0, 4]), "stop_token_ids": rng.choice([(), (1, 2)]),
+        "presence_penalty": rng.choice([0, 1]), "logit_bias": rng.choice([None, {3: 2.0}]),
+        "logprobs": rng.choice([None, 0, 20]), "prompt_logprobs": rng.choice([None, None, 2]),
     }  # fmt: skip
     if rng.random() < 0.3:
         return BeamSearchParams(beam_width=rng.choice([1, 2, 4]), **common)
@@ -105,6 +105,16 @@ def test_a_module_in_hand_is_served_with_its_own_arrays(model, llm):
     served = llm.engine.runner.params
     assert {x.unsafe_buffer_pointer() for x in served} == mine and len(served) == len(mine)
     assert sum(mine is theirs for mine, theirs in zip(jax.tree.leaves(nnx.state(model)), served)) == len(served)
+
+
+def test_where_the_best_token_is_forbidden_the_next_best_is_generated(llm):
+    def first(**options) -> tuple[int, list[int]]:
+        params = SamplingParams(max_tokens=2, temperature=0, logprobs=2, **options)
+        (output,) = llm.generate([5, 6, 7], params, use_tqdm=False)[0].outputs
+        return output.token_ids[0], list(output.logprobs[0])
+
+    best, (_, second) = first()
+    assert first(min_tokens=2, stop_token_ids=[best])[0] == second != best
 
 
 def test_tokens_with_a_seed_do_not_depend_on_the_batch(llm):

@@ -68,6 +68,9 @@ SUITES = {
     "jpaged/core/request.py": ALLOCATOR,
     "jpaged/core/scheduler.py": ALLOCATOR,
     "jpaged/runtime/batch.py": Suite(("tests/runtime/test_batch.py",)),
+    "jpaged/runtime/compilation_cache.py": Suite(
+        ("tests/runtime/test_compilation_cache.py",), "not pool", isolation="forkserver"
+    ),
     "jpaged/runtime/kv_cache.py": Suite(("tests/runtime/test_kv_cache.py",), isolation="forkserver"),
     "jpaged/runtime/masks.py": Suite(("tests/runtime/test_batch.py",)),
     "jpaged/runtime/runner.py": Suite(

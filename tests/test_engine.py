@@ -228,12 +228,3 @@ def test_params_arrays_of_beams_and_structured_outputs():
     )  # fmt: skip
     plain = StructuredOutputsParams(choice=["a", "b"])
     assert params == BeamSearchParams(beam_width=2, early_stopping=True, structured_outputs=plain)
-
-
-def test_params_clone_is_equal_and_shares_nothing():
-    params = SamplingParams(temperature=0.5, logit_bias={1: 2.0}, structured_outputs=StructuredOutputsParams(json={}))
-    clone = params.clone()
-    assert clone == params and type(clone) is SamplingParams
-    clone.logit_bias[1] = 3.0
-    clone.structured_outputs.json["type"] = "object"
-    assert params.logit_bias == {1: 2.0} and params.structured_outputs.json == {}

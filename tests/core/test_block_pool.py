@@ -33,6 +33,18 @@ def test_blocks_are_taken_in_order_and_run_out():
     assert pool.num_free == 0 and pool.num_used == 3
 
 
+def test_states_count_references_and_mark_cached_blocks():
+    pool = BlockPool(3, 1)
+    cached, shared = pool.allocate(), pool.allocate()
+    pool.remember(cached, "", [5])
+    for _ in range(200):
+        pool.share(shared)
+    states = pool.states()
+    assert (states[cached], states[shared], states[2]) == (128 + 1, 127, 0)
+    pool.free(cached)
+    assert pool.states()[cached] == 128
+
+
 def test_a_block_without_content_is_taken_before_cached_ones_and_those_oldest_first():
     pool = BlockPool(3, 1)
     a, b, c = (pool.allocate() for _ in range(3))

@@ -212,6 +212,15 @@ def test_truncation_keeps_the_end_of_a_prompt(keep, max_tokens, kept):
     assert found == prompt[-kept:]
 
 
+def test_params_clone_is_equal_and_shares_nothing():
+    params = SamplingParams(temperature=0.5, logit_bias={1: 2.0}, structured_outputs=StructuredOutputsParams(json={}))
+    clone = params.clone()
+    assert clone == params and type(clone) is SamplingParams
+    clone.logit_bias[1] = 3.0
+    clone.structured_outputs.json["type"] = "object"
+    assert params.logit_bias == {1: 2.0} and params.structured_outputs.json == {}
+
+
 def test_errors_have_their_codes():
     assert InvalidParameter("a", "b").code is None
     assert ContextLengthExceeded("a", "b").code == "context_length_exceeded"

@@ -13,7 +13,7 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jpaged import LLM, progress
 from jpaged.config import EngineConfig, Limits, ModelConfig
 from jpaged.model.weights import dummy_llama
-from jpaged.runtime.compilation_cache import compilation_cache
+from jpaged.runtime.compilation_cache import cache_folder, compilation_cache
 from jpaged.runtime.kv_cache import block_bytes
 from jpaged.runtime.runner import ModelRunner
 from jpaged.runtime.swap import TRANSFERS
@@ -79,6 +79,14 @@ def entries(folder, function="scaled"):
     return sorted(folder.glob(f"jit_{function}-*-cache"))
 
 
+def test_the_cache_is_where_programs_keep_theirs(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert cache_folder() == tmp_path / "jpaged"  # XDG_CACHE_HOME
+    for unset in (lambda: monkeypatch.setenv("XDG_CACHE_HOME", ""), lambda: monkeypatch.delenv("XDG_CACHE_HOME")):
+        unset()
+        assert cache_folder() == tmp_path / "home" / ".cache" / "jpaged"
+
+
 def test_the_settings_are_the_programs_again_afterwards(folder):
     before = dict(jax.config.values)
     with pytest.raises(ValueError, match="within"), compilation_cache():
@@ -124,7 +132,8 @@ def test_an_unreadable_entry_is_written_again(folder, damage, caplog):
 
 
 def test_messages_of_jax_are_those_that_the_program_wants(folder, caplog):
-    caplog.set_level(logging.INFO)
+    for name in (None, "jax._src.compilation_cache"):
+        caplog.set_level(logging.INFO, logger=name)
     compiler = logging.getLogger("jax._src.compiler")
     with compilation_cache():
         compile_anew()

@@ -17,7 +17,6 @@ from aiohttp.test_utils import TestServer
 from yarl import URL
 
 from jpaged.async_engine import AsyncEngine
-from jpaged.core.block_pool import BlockPool
 from jpaged.core.params import SamplingParams
 from jpaged.core.scheduler import ScheduleDecision
 from jpaged.engine import Engine, StepOutput
@@ -190,18 +189,6 @@ def test_a_snapshot_is_what_the_pool_says_block_by_block(seed):
     while engine.has_work:
         step(engine, recorder)
     assert not recorder._courses and not recorder._expected
-
-
-def test_states_count_references_and_mark_what_is_cached():
-    pool = BlockPool(3, 1)
-    cached, shared = pool.allocate(), pool.allocate()
-    pool.remember(cached, "", [5])
-    for _ in range(200):
-        pool.share(shared)
-    states = pool.states()
-    assert (states[cached], states[shared], states[2]) == (128 + 1, 127, 0)
-    pool.free(cached)
-    assert pool.states()[cached] == 128
 
 
 def test_what_is_told_of_requests_that_share():

@@ -13,6 +13,7 @@ request without the parameter. Ratios are of medians.
 import argparse
 import asyncio
 import contextlib
+import gc
 import itertools
 import json
 import shutil
@@ -306,6 +307,7 @@ def above(rows: Sequence[Body]) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     prepare_environment()
+    gc.disable()  # a collection would be a pause of the probe, not of its stream
     args = parse(argv)
     report = Report(args.out / "results.json", environment(open_device(tiny=True), tiny=False))
     report.environment |= {"model": "demo, random weights, context 32,768", "flags": FLAGS}

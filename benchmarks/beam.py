@@ -5,7 +5,7 @@ length, through the same engine.
     python benchmarks/beam.py --width 8 --requests 1 4
     python benchmarks/beam.py --tiny                     one short case, to see that it works
 
-A step of decoding is timed whole; `schedule`, `runner` (the device, and the way there and back) and `update` are its
+A step of decoding is timed whole; `schedule`, `runner` (the device, and the way there and back) and `commit` are its
 parts, text is the rest. Then the same through the HTTP API, whole requests over their number of steps, from clients in
 the same process. Rounds of both alternate; the ratio is the median over rounds. Runs on whatever device there is, and
 says which.
@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -32,13 +32,14 @@ from benchmarks.plots import plot
 from benchmarks.results import Report, heading, table
 from benchmarks.timing import Timing, ratio, summarize
 from jpaged.core.params import BeamSearchParams, SamplingParams
+from jpaged.core.plan import StepResult
 from jpaged.engine import Engine
 from jpaged.llm import LLM
 from jpaged.serving.app import make_app
 from jpaged.serving.service import ServerConfig, make_service
 
 LIMIT = 1.3  # times a step of sampling
-PARTS = ("schedule", "runner", "update")
+PARTS = ("schedule", "runner", "commit")
 
 
 class Stopwatch:
@@ -47,11 +48,15 @@ class Stopwatch:
     def __init__(self, engine: Engine):
         self.seconds = dict.fromkeys(PARTS, 0.0)
         scheduler, runner = engine.scheduler, engine.runner
-        self._calls = [(scheduler, "schedule", "schedule"), (runner, "step", "runner"), (scheduler, "update", "update")]
+        self._calls = [
+            (scheduler, "schedule", "schedule"), (runner, "dispatch", "runner"), (scheduler, "commit", "commit"),
+        ]  # fmt: skip
 
     def __enter__(self) -> "Stopwatch":
         for owner, method, part in self._calls:
             setattr(owner, method, self._timed(getattr(owner, method), part))
+        dispatch = self._calls[1][0].dispatch
+        self._calls[1][0].dispatch = lambda *args: _Timed(self._timed(dispatch(*args).result, "runner"))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -66,6 +71,12 @@ class Stopwatch:
             return result
 
         return timed
+
+
+class _Timed(NamedTuple):
+    """A step on its way, the wait for which is timed."""
+
+    result: Callable[[], StepResult]
 
 
 def decode(engine: Engine, prompts: Sequence[list[int]], params: SamplingParams | BeamSearchParams, steps: int

@@ -16,15 +16,11 @@ from benchmarks.results import with_floor
 from benchmarks.timing import Timing, summarize
 from benchmarks.workloads import random_array
 from jpaged.config import EngineConfig, Limits, ModelConfig, RopeConfig
-from jpaged.core.block_pool import BlockPool
-from jpaged.core.block_table import BlockTable
 from jpaged.core.params import SamplingParams
-from jpaged.core.request import Request, Sequence
-from jpaged.core.scheduler import ScheduleDecision
+from jpaged.core.plan import Admitted, Scheduled, StepPlan
 from jpaged.llm import LLM
 from jpaged.model.llama import Llama
 from jpaged.model.weights import abstract_llama
-from jpaged.runtime.batch import make_batch
 from jpaged.runtime.runner import ModelRunner
 
 TEMPERATURE = 0.6  # of nano-vllm's benchmark
@@ -71,10 +67,10 @@ def step(
 ) -> None:
     """Time of one decode step over batch and context.
 
-    `step_ms` is `ModelRunner.step`: arrays made on the host, dispatch, the device, sampled tokens back on the host.
-    `device_ms` is the same step enqueued many times before anything is waited for. `floor_ms` is the time that reading
-    the parameters and the keys and values takes at this run's read ceiling. `compile_s` is the compilation of the
-    step's two executables.
+    `step_ms` is one step alone: arrays made on the host, dispatch, the device, sampled tokens back on the host.
+    `device_ms` is the same step dispatched many times before anything is waited for. `floor_ms` is the time that
+    reading the parameters and the keys and values takes at this run's read ceiling. `compile_s` is the compilation of
+    the step's two executables.
     """
     config = MODELS[model]
     max_model_len, max_seqs = max(contexts) + block_size, max(batches)
@@ -102,13 +98,14 @@ def step(
         if blocks[batch, context] > runner.num_blocks:
             bench.report.add(**case, status="skipped", reason="its keys and values do not fit the device")
             continue
-        decision = decode_decision(batch, context, runner.num_blocks, block_size)
+        admission, plan = decode_plans(batch, context, runner.num_blocks, block_size)
         start = time.monotonic()
-        _compile_step(runner, decision)
+        _compile_step(runner, batch)
         compile_s = time.monotonic() - start
         bench.report.say(f"{model} at batch {batch} compiled in {compile_s:.0f} s")
         with bench.exclusive():
-            timing, device = _time_step(bench, runner, decision)
+            runner.dispatch(admission)
+            timing, device = _time_step(bench, runner, plan)
         read = parameters + batch * context * token_bytes
         if not config.tie_word_embeddings:
             read -= config.vocab_size * config.hidden_size * itemsize  # looked up, not read
@@ -122,48 +119,46 @@ def step(
     gc.collect()
 
 
-def decode_decision(batch: int, context: int, num_blocks: int, block_size: int) -> ScheduleDecision:
-    """A step in which each of `batch` sequences computes the last of `context` tokens, on blocks in random order."""
+def decode_plans(batch: int, context: int, num_blocks: int, block_size: int) -> tuple[StepPlan, StepPlan]:
+    """Return the admission of `batch` sequences on blocks in random order, and a step in which each computes the last
+    of `context` tokens."""
     order = np.random.default_rng(0).permutation(num_blocks).tolist()
-    pool, width = BlockPool(num_blocks, block_size), -(-context // block_size)
-    scheduled = {}
-    for s in range(batch):
-        params = SamplingParams(temperature=TEMPERATURE)
-        request = Request(str(s), [0] * (context - 1), params, seed=s, max_tokens=1)
-        table = BlockTable(pool)
-        table.block_ids = order[s * width : (s + 1) * width]
-        tokens = [s % 256] * context
-        scheduled[Sequence(request, tokens, table, num_computed_tokens=context - 1)] = 1
-    return ScheduleDecision(scheduled)
-
-
-def _compile_step(runner: ModelRunner, decision: ScheduleDecision) -> None:
-    """Compile the functions of a step, and run nothing."""
-    bucket, batch = make_batch(decision, runner.buckets, runner.block_size, runner.table_width, runner.vocab_size)
-    forward = runner._step.forward.lower(runner.params, runner.pool, batch, bucket.decode)
-    forward.compile()
-    x_sd = jax.ShapeDtypeStruct(
-        forward.out_info[0].shape, forward.out_info[0].dtype, sharding=SingleDeviceSharding(runner.device)
+    params, width = SamplingParams(temperature=TEMPERATURE), -(-context // block_size)
+    admitted = tuple(
+        Admitted(s, (s % 256,) * context, context - 1, params, s, tuple(order[s * width : (s + 1) * width]))
+        for s in range(batch)
     )
-    sampling = batch.sampling._replace(allowed_bits=runner._no_bits[bucket.num_seqs])
-    runner._step.choose.lower(runner.params, runner.state, x_sd, sampling).compile()
+    return StepPlan(admitted=admitted), StepPlan(tuple(Scheduled(s, context - 1, 1, 1) for s in range(batch)))
 
 
-def _time_step(bench: Bench, runner: ModelRunner, decision: ScheduleDecision) -> tuple[Timing, Timing]:
+def _compile_step(runner: ModelRunner, batch: int) -> None:
+    """Compile the functions of a decode step, and run nothing."""
+    bucket = runner.buckets.fit(batch, batch, decode=True)
+    buffer = jax.device_put(runner.layouts[bucket].empty()[0], runner.device)
+    forward = runner._step.forward.lower(runner.params, runner.pool, runner.last_tokens, buffer, bucket)
+    forward.compile()
+    x_sd, rows_sf = (
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=SingleDeviceSharding(runner.device))
+        for x in forward.out_info[0][:2]
+    )
+    bits = runner._no_bits[bucket.num_seqs]
+    runner._step.choose.lower(runner.params, runner.state, runner.last_tokens, x_sd, rows_sf, bits).compile()
+
+
+def _time_step(bench: Bench, runner: ModelRunner, plan: StepPlan) -> tuple[Timing, Timing]:
     """Of a step with the host in it, and of steps enqueued back to back."""
     steps = bench.sized(20, 2)
-    bucket, batch = make_batch(decision, runner.buckets, runner.block_size, runner.table_width, runner.vocab_size)
 
     def alone() -> float:
         start = time.perf_counter()
-        runner.step(decision)
+        runner.dispatch(plan).result()
         return time.perf_counter() - start
 
     def enqueued() -> float:
         start = time.perf_counter()
         for _ in range(steps):
-            out = runner._run(bucket, batch, decision)
-        jax.block_until_ready(out)
+            pending = runner.dispatch(plan)
+        pending.result()
         return (time.perf_counter() - start) / steps
 
     for _ in range(3):

@@ -34,11 +34,9 @@ from benchmarks.timing import ratio, summarize
 from jpaged.bench.workload import DATASETS, Dataset
 from jpaged.config import EngineConfig, Limits, ModelConfig
 from jpaged.core.block_pool import BlockPool
-from jpaged.core.block_table import BlockTable
 from jpaged.core.params import SamplingParams
-from jpaged.core.request import Request
-from jpaged.core.request import Sequence as Branch
-from jpaged.core.scheduler import ScheduleDecision, Scheduler
+from jpaged.core.plan import Admitted, Scheduled, StepPlan
+from jpaged.core.scheduler import Scheduler
 from jpaged.engine import Engine
 from jpaged.load import dtype_of, find_model, load_model
 from jpaged.runtime.runner import ModelRunner
@@ -52,24 +50,23 @@ class Moves:
     def __init__(self, runner: ModelRunner, tokens: int, chunk: int):
         self.runner, self.tokens, self.chunk = runner, tokens, chunk
         self.blocks = list(range(-(-tokens // runner.block_size)))
-        table = BlockTable(BlockPool(runner.num_blocks, runner.block_size))
-        table.block_ids = self.blocks
-        request = Request("0", [1] * tokens, SamplingParams(), seed=0, max_tokens=1)
-        self.branch = Branch(request, request.prompt_token_ids, table)
+        admitted = Admitted(0, (1,) * tokens, tokens, SamplingParams(), 0, tuple(self.blocks))
+        runner.dispatch(StepPlan(admitted=(admitted,)))
 
     def swap_out(self) -> None:
-        self.runner.step(ScheduleDecision(swap_out=[[(block, block) for block in self.blocks]]))
+        self.runner.dispatch(StepPlan(swap_out=(tuple((block, block) for block in self.blocks),)))
         jax.block_until_ready([chunk.blocks for chunk in self.runner.host._chunks.values()])
 
     def swap_in(self) -> None:
-        self.runner.step(ScheduleDecision(swap_in=[(block, block) for block in self.blocks]))
+        self.runner.dispatch(StepPlan(swap_in=tuple((block, block) for block in self.blocks)))
         jax.block_until_ready(self.runner.pool)
 
     def recompute(self) -> None:
         """In as many steps as the budget of a step makes of it, as the scheduler would."""
         for start in range(0, self.tokens, self.chunk):
-            self.branch.num_computed_tokens = start
-            self.runner.step(ScheduleDecision({self.branch: min(self.chunk, self.tokens - start)}))
+            count = min(self.chunk, self.tokens - start)
+            scheduled = Scheduled(0, start, count, num_samples=int(start + count == self.tokens))
+            self.runner.dispatch(StepPlan((scheduled,))).result()
         jax.block_until_ready(self.runner.pool)
 
 

@@ -34,10 +34,9 @@ from jpaged.bench.workload import DATASETS, Dataset
 from jpaged.config import Limits
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.params import BeamSearchParams, SamplingParams
-from jpaged.core.request import Sample, SequenceResult
-from jpaged.core.request import Sequence as Branch
-from jpaged.core.scheduler import ScheduleDecision, Scheduler
-from jpaged.engine import Engine, Runner
+from jpaged.core.plan import Done, Sample, StepPlan, StepResult
+from jpaged.core.scheduler import Scheduler
+from jpaged.engine import Engine, MakeMasks, Pending, Runner
 
 POOL_TOKENS = 15_700
 DEMO_POOL_TOKENS = 2048
@@ -90,15 +89,14 @@ class Watch:
         self.usages: list[Usage] = []
         self.running: list[int] = []
 
-    def step(self, decision: ScheduleDecision) -> Sequence[SequenceResult]:
+    def dispatch(self, plan: StepPlan, make_masks: MakeMasks | None = None) -> Pending:
         scheduler = self.scheduler
         if scheduler.waiting and len(scheduler.requests) <= self.calm:
             branches = [branch for request in scheduler.running for branch in request.live]
-            stored = decision.num_scheduled_tokens
-            held = [(each.table.block_ids, each.num_computed_tokens + stored.get(each, 0)) for each in branches]
+            held = [(each.table.block_ids, each.num_computed_tokens) for each in branches]
             self.usages.append(usage(held, scheduler.pool.block_size))
             self.running.append(len(branches))
-        return self.runner.step(decision)
+        return self.runner.dispatch(plan, make_masks)
 
     def recover(self) -> None:
         self.runner.recover()
@@ -113,18 +111,19 @@ class RandomRunner:
     def __init__(self, seed: int = 0):
         self._rng = random.Random(seed)
         self._logprobs = [self._peaked(a) for a in self.PEAKS]
+        self._params: dict[int, SamplingParams | BeamSearchParams] = {}  # of each row
 
-    def step(self, decision: ScheduleDecision) -> list[SequenceResult]:
-        return [
-            SequenceResult([self._sample(branch) for _ in range(branch.num_samples(count))])
-            for branch, count in decision.num_scheduled_tokens.items()
-        ]
+    def dispatch(self, plan: StepPlan, make_masks: MakeMasks | None = None) -> Done:
+        self._params |= {row: self._params[source] for source, row in plan.row_copies}
+        self._params |= {admitted.row: admitted.params for admitted in plan.admitted}
+        rows = [row for row, _, _, num_samples in plan.rows for _ in range(num_samples)]
+        return Done(StepResult([self._sample(self._params[row]) for row in rows]))
 
     def recover(self) -> None:
         """Nothing is computed, so nothing is lost."""
 
-    def _sample(self, branch: Branch) -> Sample:
-        token, params = self._rng.randrange(VOCAB), branch.request.params
+    def _sample(self, params: SamplingParams | BeamSearchParams) -> Sample:
+        token = self._rng.randrange(VOCAB)
         if not isinstance(params, BeamSearchParams):
             return Sample(token, 0.0)
         logprobs = self._rng.choice(self._logprobs)[: params.beam_width]

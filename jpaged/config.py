@@ -261,6 +261,7 @@ class EngineConfig:
         scheduling_policy: "fcfs", or "priority", by the requests' priorities.
         max_num_seqs: most sequences in one step.
         max_num_batched_tokens: most tokens in one step; longer prompts are computed in chunks.
+        async_scheduling: dispatch a step before the tokens of the one before it are known, where they decide nothing.
         kernels: "auto" takes the fastest the device has.
     """
 
@@ -281,6 +282,7 @@ class EngineConfig:
     scheduling_policy: str = "fcfs"
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
+    async_scheduling: bool = True
     kernels: str = "auto"
 
     def __post_init__(self) -> None:

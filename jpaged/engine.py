@@ -3,14 +3,15 @@
 import copy
 import logging
 import random
-from collections.abc import Iterable
-from collections.abc import Sequence as Series
+from collections import deque
+from collections.abc import Callable, Iterable
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from tokenizers import Tokenizer
 
 from jpaged.core.params import BeamSearchParams, InvalidParameter, SamplingParams
+from jpaged.core.plan import Sample, StepPlan, StepResult
 from jpaged.core.request import (
     NON_FINITE,
     CompletionOutput,
@@ -20,11 +21,10 @@ from jpaged.core.request import (
     Request,
     RequestMetrics,
     RequestOutput,
-    Sample,
     Sequence,
-    SequenceResult,
 )
-from jpaged.core.scheduler import ScheduleDecision, Scheduler
+from jpaged.core.scheduler import Committed, Scheduler
+from jpaged.masks import Masks
 from jpaged.tokenizer import Detokenizer, tokenize_bad_words
 
 if TYPE_CHECKING:
@@ -34,11 +34,25 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+class Pending(Protocol):
+    """A step on its way."""
+
+    def result(self) -> StepResult:
+        """Wait for the step's tokens, and return its result."""
+
+
+MakeMasks = Callable[[], Any]  # [M, ceil(V / 32)] uint32 of NumPy, for the M masked rows of a plan
+
+
 class Runner(Protocol):
     """What the engine asks of the device side."""
 
-    def step(self, decision: ScheduleDecision) -> Series[SequenceResult]:
-        """Runs a decision; one result for each of its sequences, in order."""
+    def dispatch(self, plan: StepPlan, make_masks: MakeMasks | None = None) -> Pending:
+        """Begin a step without waiting for it. Plans run in the order of their dispatch.
+
+        Args:
+            make_masks: called once the model's part of the step is on its way; None if the plan masks no row.
+        """
 
     def recover(self) -> None:
         """Make the runner usable after a step that raised. The content of all blocks and rows may be lost."""
@@ -48,12 +62,15 @@ class StepOutput(NamedTuple):
     """What a step did.
 
     Attributes:
+        plan: None if there was nothing to do.
+        committed: what the scheduler made of its result.
         deltas: what it added to each output that it moved on. A request whose outputs are known only at its end gives
             each of them then, whole.
         ended: the requests that it finished.
     """
 
-    decision: ScheduleDecision
+    plan: StepPlan | None
+    committed: Committed
     deltas: list[OutputDelta]
     ended: list[Request]
 
@@ -64,14 +81,21 @@ class Engine:
     Args:
         tokenizer: None for an engine that takes and gives token ids alone.
         seed: of the seeds of requests that bring none.
+        max_in_flight: how many steps may be dispatched before the host sees the first one's tokens.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, tokenizer: Tokenizer | None = None, *, seed: int = 0):
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, tokenizer: Tokenizer | None = None, *, seed: int = 0,
+        max_in_flight: int = 1,
+    ):  # fmt: skip
         self.scheduler = scheduler
         self.runner = runner
         self.tokenizer = tokenizer
+        self._masks = Masks(scheduler.vocab_size)
         self._seeds = random.Random(seed)
         self._has_failed = False
+        self._max_in_flight = max_in_flight
+        self._in_flight: deque[tuple[StepPlan, Pending]] = deque()
 
     @property
     def has_work(self) -> bool:
@@ -140,21 +164,25 @@ class Engine:
         return self.scheduler.abort(request_id)
 
     def step(self) -> StepOutput:
-        """One step of the device; without work, nothing.
+        """Dispatch steps as far as they may overlap, and commit the oldest; without work, do nothing.
 
         Passes on any exception. The engine stays usable: a request in it is recomputed by the next steps, to the same
         tokens, or can be aborted.
         """
         try:
-            decision = self.scheduler.schedule()
-            assert not (decision.idle and self.has_work), "there is work, and none of it was scheduled"
-            if decision.idle:
-                return StepOutput(decision, [], [])
-            advanced = self.scheduler.update(decision, self.runner.step(decision))
+            while len(self._in_flight) < self._max_in_flight and (plan := self.scheduler.schedule()):
+                self._in_flight.append((plan, self.runner.dispatch(plan, self._make_masks(plan))))
+            if not self._in_flight:
+                assert not self.has_work, "there is work, and none of it was scheduled"
+                return StepOutput(None, Committed(), [], [])
+            plan, pending = self._in_flight.popleft()
+            committed = self.scheduler.commit(plan, pending.result())
         except BaseException:
+            self._in_flight.clear()
             self.scheduler.recover()
             self.runner.recover()
             raise
+        advanced = committed.advanced
         texts = [self._read(sequence) for sequence in advanced]
         deltas = [
             _delta(sequence, sequence.index, text, _new_samples(sequence))
@@ -168,7 +196,14 @@ class Engine:
                 logger.error("request %s ended: %s; the parameters may hold NaN", request.request_id, NON_FINITE)
             if not request.streams:
                 deltas += [_delta(s, index, s.text, s.samples) for index, s in enumerate(request.outputs)]
-        return StepOutput(decision, deltas, ended)
+        return StepOutput(plan, committed, deltas, ended)
+
+    def _make_masks(self, plan: StepPlan) -> MakeMasks | None:
+        """Return what makes the masks of a plan while the device works, for they need nothing of what it computes."""
+        if not plan.masked:
+            return None
+        rows = [(self.scheduler.rows[row].constraint, banned) for row, banned in plan.masked]
+        return lambda: self._masks.write(rows)
 
     def _read(self, sequence: Sequence) -> str:
         """The text that the sequence's last token adds; a stop string in it ends the sequence."""

@@ -183,6 +183,8 @@ class LLM:
         finally:
             for request in requests:
                 self.engine.abort(request.request_id)
+            while self.engine.has_work:
+                self.engine.step()  # which commits what is in flight
         inner = backend(self.tokenizer) if self.tokenizer is not None else None
         return [request_output(request, inner, watch.metrics[request]) for request in requests]
 
@@ -227,8 +229,7 @@ class _Stopwatch:
 
     def stepped(self, output: StepOutput, start: float, end: float) -> None:
         """Take in a step that ran from `start` to `end` on the monotonic clock."""
-        scheduled = output.decision.num_scheduled_tokens if self._without_output else ()
-        for request in {sequence.request for sequence in scheduled} & self._without_output:
+        for request in self._without_output.intersection(output.committed.served):
             metrics = self.metrics[request]
             metrics.scheduled_ts = metrics.scheduled_ts or start
             if request.sequences[0].num_output_tokens:

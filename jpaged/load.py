@@ -211,7 +211,9 @@ def load_engine(
         block_swap_cost=runner.block_swap_cost() if host_pool and config.preemption_mode == "auto" else 0.0,
     )
     inner = backend(tokenizer) if tokenizer is not None else None
-    return Loaded(Engine(scheduler, runner, inner, seed=config.seed), tokenizer, defaults)
+    max_in_flight = 2 if config.async_scheduling else 1
+    engine = Engine(scheduler, runner, inner, seed=config.seed, max_in_flight=max_in_flight)
+    return Loaded(engine, tokenizer, defaults)
 
 
 def _check_module(config: EngineConfig, model: Llama) -> None:

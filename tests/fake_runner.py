@@ -2,15 +2,18 @@
 the cache salt, so that any wrong block, missed copy, missed swap or stale cache entry changes what it reads; its next
 token follows from the text and, of a request's branches, from which one it is."""
 
+import copy
 import functools
 import hashlib
 import itertools
 import math
-from collections.abc import Collection
+from collections import deque
+from collections.abc import Callable, Collection
+from typing import NamedTuple
 
-from jpaged.core.params import MAX_TOP
-from jpaged.core.request import Sample, Sequence, SequenceResult
-from jpaged.core.scheduler import ScheduleDecision
+from jpaged.core.params import MAX_TOP, BeamSearchParams
+from jpaged.core.plan import Admitted, Pairs, Sample, Scheduled, StepPlan, StepResult
+from jpaged.core.scheduler import Scheduler
 
 VOCAB = 50
 
@@ -60,87 +63,188 @@ def prompt_samples(prompt: list[int]) -> list[Sample]:
     return [Sample(token, -float(digest % VOCAB)) for token, digest in zip(prompt, digests(prompt))][1:]
 
 
-class FakeRunner:
-    """A branch says what `generate` says with its request's seed plus its index."""
+class Row:
+    """What a runner knows of a row, from plans alone.
 
-    def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int = 0, num_rows: int = 64):
+    Attributes:
+        tokens: those computed, and the next one if it is known.
+        counted: the tokens that its sampling state has counted; None if it has no state.
+    """
+
+    def __init__(self, admitted: Admitted, salt: str):
+        self.params, self.seed, self.num_prompt = admitted.params, admitted.seed, admitted.num_prompt_tokens
+        self.tokens, self.table, self.salt = list(admitted.token_ids), list(admitted.block_ids), salt
+        self.num_scored = admitted.num_scored
+        # The last token of output is counted by the step that takes it in.
+        has_output = len(self.tokens) > self.num_prompt
+        self.counted = self.tokens[: len(self.tokens) - has_output] if self.params.has_state else None
+
+    def copy(self) -> "Row":
+        other = copy.copy(self)
+        other.tokens, other.table = list(self.tokens), list(self.table)
+        other.counted = None if self.counted is None else list(self.counted)
+        return other
+
+
+class FakeRunner:
+    """A branch says what `generate` says with its request's seed plus its index.
+
+    Steps run when they are dispatched, as on a device that runs them in order. Until the result of one is taken, no
+    later plan may give a block that it writes, or a row that it samples for, to another sequence.
+
+    Args:
+        scheduler: for what plans do not tell: salts, and which blocks are shared or cached.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int = 0, *, scheduler: Scheduler):
         self.block_size = block_size
+        self.scheduler = scheduler
         self.memory: list[int | None] = [None] * (num_blocks * block_size)
         self.host: list[int | None] = [None] * (num_host_blocks * block_size)
-        self.rows: list[list[int] | None] = [None] * num_rows  # the tokens that each row has counted
-        self.num_steps = 0
-        self.num_copies = 0
+        self.rows: dict[int, Row] = {}
+        self.in_flight: deque[tuple[StepPlan, dict[int, int]]] = deque()  # with {block: the row that writes it}
+        self.num_steps = self.num_copies = 0
+        self.version = 0  # of the parameters: who changes it resets the prefix cache
+        self.versions: list[int | None] = [None] * (num_blocks * block_size)
+        self.host_versions: list[int | None] = [None] * (num_host_blocks * block_size)
 
-    def step(self, decision: ScheduleDecision) -> list[SequenceResult]:
+    def step(self, plan: StepPlan) -> StepResult:
+        return self.dispatch(plan).result()
+
+    def dispatch(self, plan: StepPlan, make_masks: Callable | None = None) -> "Flying":
         self.num_steps += 1
-        for pairs in decision.swap_out:
+        self._check_in_flight(plan)
+        for pairs in plan.swap_out:
             self._copy(pairs, self.memory, self.host)
-        self._copy(decision.block_copies, self.memory, self.memory)
-        self.num_copies += len(decision.block_copies)
-        self._copy(decision.swap_in, self.host, self.memory)
-        self._keep_rows(decision)
-        size = self.block_size
-        written: set[int] = set()
-        texts = {s: digests(s.tokens, s.request.cache_salt) for s in decision.num_scheduled_tokens}
-        for sequence, count in decision.num_scheduled_tokens.items():
-            for position in range(sequence.num_computed_tokens, sequence.num_computed_tokens + count):
-                slot = sequence.table.slot(position)
+            self._copy(pairs, self.versions, self.host_versions)
+        self._copy(plan.block_copies, self.memory, self.memory)
+        self._copy(plan.block_copies, self.versions, self.versions)
+        self.num_copies += len(plan.block_copies)
+        self._copy(plan.swap_in, self.host, self.memory)
+        self._copy(plan.swap_in, self.host_versions, self.versions)
+        self._change_rows(plan)
+        self._check_versions(plan)
+        written: dict[int, int] = {}
+        texts = {}
+        for row, start, count, _ in plan.rows:
+            assert row not in texts, f"row {row} is scheduled twice"
+            texts[row] = digests(self.rows[row].tokens, self.rows[row].salt)
+            for position in range(start, start + count):
+                slot = self._slot(row, position)
+                pool, block = self.scheduler.pool, slot // self.block_size
                 assert slot not in written, f"slot {slot} is written twice in a step"
-                assert sequence.table.pool.ref_count(slot // size) == 1, f"slot {slot} is in a shared block"
-                assert not sequence.table.pool.is_cached(slot // size), f"slot {slot} is in a cached block"
-                written.add(slot)
-                self.memory[slot] = texts[sequence][position]
-        return [
-            self._result(sequence, count, texts[sequence], decision.forbidden.get(sequence, ()))
-            for sequence, count in decision.num_scheduled_tokens.items()
-        ]
+                assert pool.ref_count(block) == 1, f"slot {slot} is in a shared block"
+                assert not pool.is_cached(block), f"slot {slot} is in a cached block"
+                written[slot] = row
+                self.memory[slot], self.versions[slot] = texts[row][position], self.version
+        forbidden, samples, prompt = dict(plan.masked), [], {}
+        for index, scheduled in enumerate(plan.rows):
+            row = scheduled.row
+            samples += self._sample(scheduled, texts[row], forbidden.get(row, ()))
+            if told := self._prompt(scheduled):
+                prompt[index] = told
+        self.in_flight.append((plan, {slot // self.block_size: row for slot, row in written.items()}))
+        return Flying(self, plan, StepResult(samples, prompt))
 
     def recover(self) -> None:
         """Lose all content, as a runner whose donated arrays are gone."""
         self.memory, self.host = [None] * len(self.memory), [None] * len(self.host)
-        self.rows = [None] * len(self.rows)
+        self.rows.clear()
+        self.in_flight.clear()
 
-    def _result(self, sequence: Sequence, count: int, text: list[int], forbidden: Collection[int]) -> SequenceResult:
-        start, request = sequence.num_computed_tokens, sequence.request
-        end = start + count
-        seen = [self.memory[sequence.table.slot(i)] for i in range(end)]
-        assert seen == text[:end], "it reads what it did not write"
-        prompt: list[Sample] = []
-        if request.params.prompt_logprobs is not None:
-            known = len(request.prompt_samples)
-            assert start <= known or known == len(request.prompt_token_ids) - 1, f"{start} skipped, {known} known"
-            prompt = prompt_samples(request.prompt_token_ids)[known:end]
-        number = sequence.num_samples(count)
+    def _slot(self, row: int, position: int) -> int:
+        index, offset = divmod(position, self.block_size)
+        return self.rows[row].table[index] * self.block_size + offset
+
+    def _check_versions(self, plan: StepPlan) -> None:
+        """What the prefix cache gives was computed with the present parameters."""
+        start = {scheduled.row: scheduled.start for scheduled in plan.rows}
+        swapped = {block for _, block in plan.swap_in}
+        for admitted in plan.admitted:
+            if not swapped.intersection(admitted.block_ids):
+                for position in range(start.get(admitted.row, 0)):
+                    found = self.versions[self._slot(admitted.row, position)]
+                    assert found == self.version, f"position {position} is of version {found}, not {self.version}"
+
+    def _check_in_flight(self, plan: StepPlan) -> None:
+        """What a step in flight writes belongs to nobody else."""
+        new = [(row, block) for row, _, block in plan.entries]
+        new += [(admitted.row, block) for admitted in plan.admitted for block in admitted.block_ids]
+        moved = [block for _, block in (*plan.block_copies, *plan.swap_in)]
+        taken = {admitted.row for admitted in plan.admitted} | {row for _, row in plan.row_copies}
+        for earlier, writers in self.in_flight:
+            assert not taken & {scheduled.row for scheduled in earlier.rows}, "a row of a step in flight is taken"
+            for row, block in new:
+                assert writers.get(block, row) == row, f"block {block} is given away while a step in flight writes it"
+            for block in moved:
+                assert block not in writers, f"block {block} is overwritten while a step in flight writes it"
+            for block, _ in itertools.chain.from_iterable(plan.swap_out):
+                assert block not in writers, f"block {block} leaves while a step in flight writes it"
+
+    def _change_rows(self, plan: StepPlan) -> None:
+        before = dict(self.rows)
+        for row in plan.released_rows:
+            self.rows.pop(row, None)
+        for source, row in plan.row_copies:
+            self.rows[row] = before[source].copy()
+        for admitted in plan.admitted:
+            salt = self.scheduler.rows[admitted.row].request.cache_salt
+            self.rows[admitted.row] = Row(admitted, salt)
+        for row, token, seed in plan.chosen:
+            self.rows[row].tokens.append(token)
+            self.rows[row].seed = seed
+        for row, column, block in plan.entries:
+            table = self.rows[row].table
+            assert column <= len(table), f"entry {column} of {len(table)}"
+            table[column : column + 1] = [block]
+
+    def _sample(self, scheduled: Scheduled, text: list[int], forbidden: Collection[int]) -> list[Sample]:
+        _, start, count, number = scheduled
+        row, end = self.rows[scheduled.row], start + count
+        assert [self.memory[self._slot(scheduled.row, i)] for i in range(end)] == text[:end], (
+            "it reads what it did not write"
+        )
         if not number:
-            return SequenceResult([], prompt)
-        if request.params.has_state:
-            assert sequence.row is not None
-            row = self.rows[sequence.row]
-            assert row is not None, f"row {sequence.row} was never written"
-            if sequence.num_output_tokens:
-                row.append(sequence.tokens[-1])
-            assert row == sequence.tokens, f"row {sequence.row} has counted {row}, not {sequence.tokens}"
-        if request.beam:
+            return []
+        assert end == len(row.tokens), f"it samples after {end} of {len(row.tokens)} tokens"
+        if row.counted is not None:
+            row.counted += row.tokens[-1:] if end > row.num_prompt else []
+            assert row.counted == row.tokens, f"row {scheduled.row} has counted {row.counted}, not {row.tokens}"
+        if isinstance(row.params, BeamSearchParams):
             # No more than a search needs: as many as go on, beside all that may end it (one of them the model's own).
-            enough = request.num_sequences + len(request.params.stop_token_ids) + 1
-            return SequenceResult([Sample(0, 0.0, 1, *beams(sequence.tokens, forbidden, enough))], prompt)
-        seed = request.seed + sequence.index
-        tokens = [next_token(sequence.tokens, seed + branch, forbidden) for branch in range(number)]
-        return SequenceResult([Sample(token, -float(token)) for token in tokens], prompt)
+            enough = row.params.beam_width + len(row.params.stop_token_ids) + 1
+            return [Sample(0, 0.0, 1, *beams(row.tokens, forbidden, enough))]
+        tokens = [next_token(row.tokens, row.seed + branch, forbidden) for branch in range(number)]
+        if number == 1:
+            row.tokens.append(tokens[0])
+        return [Sample(token, -float(token)) for token in tokens]
 
-    def _keep_rows(self, decision: ScheduleDecision) -> None:
-        before = list(self.rows)
-        for destination, source in decision.row_copies.items():
-            row = before[source]
-            self.rows[destination] = None if row is None else list(row)
-        for sequence in decision.row_writes:
-            assert sequence.row is not None
-            # The last token of output is counted by the step that takes it in.
-            self.rows[sequence.row] = sequence.tokens[: len(sequence.tokens) - bool(sequence.num_output_tokens)]
+    def _prompt(self, scheduled: Scheduled) -> list[Sample]:
+        _, start, count, _ = scheduled
+        row = self.rows[scheduled.row]
+        if row.num_scored is None:
+            return []
+        last = row.num_prompt - 1
+        assert start <= row.num_scored or row.num_scored == last, f"{start} skipped, {row.num_scored} known"
+        first, row.num_scored = row.num_scored, max(row.num_scored, min(start + count, last))
+        return prompt_samples(row.tokens[: row.num_prompt])[first : row.num_scored]
 
-    def _copy(self, pairs: list[tuple[int, int]], source: list, destination: list) -> None:
+    def _copy(self, pairs: Pairs, source: list, destination: list) -> None:
         if not pairs:
             return
         before, size = list(source), self.block_size
         for i, o in pairs:
             destination[o * size : (o + 1) * size] = before[i * size : (i + 1) * size]
+
+
+class Flying(NamedTuple):
+    """A dispatched step."""
+
+    runner: FakeRunner
+    plan: StepPlan
+    known: StepResult
+
+    def result(self) -> StepResult:
+        plan, _ = self.runner.in_flight.popleft()
+        assert plan is self.plan, "results are taken in the order of their steps"
+        return self.known

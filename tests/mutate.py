@@ -58,21 +58,25 @@ ALLOCATOR = Suite(
     "not planted and not any_traffic and not thousands and not overtaken",
 )
 SUITES = {
-    "jpaged/core/bad_words.py": Suite(("tests/core/test_bad_words.py",)),
+    "jpaged/core/bans.py": Suite(("tests/core/test_bans.py",)),
     "jpaged/core/beam.py": Suite(("tests/core/test_beam.py",), "not transformers and not notices"),
     "jpaged/core/block_pool.py": ALLOCATOR,
     "jpaged/core/block_table.py": ALLOCATOR,
     # Its rules are made as it is imported, which a fork has done before it knows its mutant.
     "jpaged/core/params.py": Suite(("tests/core/test_params.py",), isolation="forkserver"),
+    "jpaged/core/plan.py": ALLOCATOR,
     "jpaged/core/queue.py": Suite(("tests/core/test_queue.py", *ALLOCATOR.tests), ALLOCATOR.select),
     "jpaged/core/request.py": ALLOCATOR,
+    "jpaged/core/rows.py": ALLOCATOR,
     "jpaged/core/scheduler.py": ALLOCATOR,
+    "jpaged/masks.py": Suite(("tests/runtime/test_batch.py",)),
     "jpaged/runtime/batch.py": Suite(("tests/runtime/test_batch.py",)),
     "jpaged/runtime/compilation_cache.py": Suite(
         ("tests/runtime/test_compilation_cache.py",), "not pool", isolation="forkserver"
     ),
     "jpaged/runtime/kv_cache.py": Suite(("tests/runtime/test_kv_cache.py",), isolation="forkserver"),
-    "jpaged/runtime/masks.py": Suite(("tests/runtime/test_batch.py",)),
+    "jpaged/runtime/pending.py": Suite(("tests/runtime/test_plan.py",), isolation="forkserver"),
+    "jpaged/runtime/row_table.py": Suite(("tests/runtime/test_batch.py",)),
     "jpaged/runtime/runner.py": Suite(
         ("tests/runtime/test_runner.py", "tests/runtime/test_compilation_cache.py"), "not h200 and not aliases",
         "forkserver",

@@ -14,7 +14,7 @@ from jpaged.async_engine import AsyncEngine, EngineDead, QueueFull
 from jpaged.config import Limits
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.params import InvalidParameter, SamplingParams
-from jpaged.core.scheduler import ScheduleDecision, Scheduler
+from jpaged.core.scheduler import Committed, Scheduler
 from jpaged.engine import Engine, StepOutput
 from tests.fake_runner import VOCAB, FakeRunner, generate
 
@@ -26,7 +26,7 @@ async def make_engine():
 
     def make(*observers):
         scheduler = Scheduler(BlockPool(64, 4), Limits(100, 4, 16), vocab_size=VOCAB)
-        engines.append(AsyncEngine(Engine(scheduler, FakeRunner(64, 4)), observers))
+        engines.append(AsyncEngine(Engine(scheduler, FakeRunner(64, 4, scheduler=scheduler)), observers))
         engines[-1].start()
         return engines[-1]
 
@@ -57,7 +57,7 @@ async def tokens(engine, name, prompt, count):
 
 async def hold(engine):
     """From here on steps do nothing, so that nothing ends by itself."""
-    nothing = StepOutput(ScheduleDecision(), [], [])
+    nothing = StepOutput(None, Committed(), [], [])
     await engine.call(lambda e: setattr(e, "step", lambda: nothing))
 
 
@@ -149,7 +149,7 @@ async def test_a_refusal_reaches_the_caller_and_hurts_nobody(engine):
 
 async def test_many_calls_are_spread_over_several_steps(engine):
     """A step waits for the calls before it, and every stream with it."""
-    steps, seen, nothing = itertools.count(), [], StepOutput(ScheduleDecision(), [], [])
+    steps, seen, nothing = itertools.count(), [], StepOutput(None, Committed(), [], [])
 
     def step():
         next(steps)
@@ -168,7 +168,7 @@ async def test_many_calls_are_spread_over_several_steps(engine):
 
 async def test_one_client_may_not_fill_the_queue():
     scheduler = Scheduler(BlockPool(64, 4), Limits(100, 1, 16), vocab_size=VOCAB)
-    engine = AsyncEngine(Engine(scheduler, FakeRunner(64, 4)), max_queue=8)
+    engine = AsyncEngine(Engine(scheduler, FakeRunner(64, 4, scheduler=scheduler)), max_queue=8)
     engine.start()
     await hold(engine)
     refused, leave = [], asyncio.Event()
@@ -207,10 +207,10 @@ async def test_stopping_tells_everybody(engine):
 
 
 async def test_a_failure_tells_everybody(engine):
-    def fail(decision):
+    def fail(plan, make_masks):
         raise RuntimeError("no luck")
 
-    await engine.call(lambda e: setattr(e.runner, "step", fail))
+    await engine.call(lambda e: setattr(e.runner, "dispatch", fail))
     results = await asyncio.gather(*(tokens(engine, str(i), [1], 9) for i in range(3)), return_exceptions=True)
     assert all(isinstance(error, EngineDead) and "no luck" in str(error) for error in results)
     assert not engine.alive

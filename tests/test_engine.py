@@ -9,7 +9,8 @@ import pytest
 from jpaged.config import Limits
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.params import BeamSearchParams, InvalidParameter, SamplingParams, StructuredOutputsParams
-from jpaged.core.request import FinishReason, Sample, SequenceResult
+from jpaged.core.plan import Done, Sample, StepResult
+from jpaged.core.request import FinishReason
 from jpaged.core.scheduler import Scheduler
 from jpaged.engine import Engine, request_output
 from tests.core import traffic
@@ -24,23 +25,30 @@ class Speller:
 
     def __init__(self, text: str):
         self.tokens = [*TOKENIZER.encode(text).ids, EOS]
+        self.num_prompt = {}  # of each row
 
-    def step(self, decision):
-        texts = [self.tokens[min(s.num_output_tokens, len(self.tokens) - 1)] for s in decision.num_scheduled_tokens]
-        return [SequenceResult([Sample(token, -0.5, 1)]) for token in texts]
+    def dispatch(self, plan, make_masks=None):
+        self.num_prompt |= {row: self.num_prompt[source] for source, row in plan.row_copies}
+        self.num_prompt |= {admitted.row: admitted.num_prompt_tokens for admitted in plan.admitted}
+        told = [
+            row.start + row.num_tokens - self.num_prompt[row.row] for row in plan.rows for _ in range(row.num_samples)
+        ]
+        return Done(StepResult([Sample(self.tokens[min(n, len(self.tokens) - 1)], -0.5, 1) for n in told]))
 
     def recover(self):
         """Nothing is computed, so nothing is lost."""
 
 
 class FailingSpeller(Speller):
-    """Raises in every second step."""
+    """Raises in every fourth step: branches that share their beginning take two to be computed again."""
 
-    def step(self, decision):
-        self.failed = not getattr(self, "failed", False)
-        if self.failed:
+    num_steps = 0
+
+    def dispatch(self, plan, make_masks=None):
+        self.num_steps += 1
+        if self.num_steps % 4 == 1:
             raise MemoryError
-        return super().step(decision)
+        return super().dispatch(plan)
 
 
 def run(text: str, runner=Speller, **params):

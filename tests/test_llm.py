@@ -265,7 +265,7 @@ SITES = {
     "forward": lambda llm: (llm.engine.runner._step, "forward"),
     "choose": lambda llm: (llm.engine.runner._step, "choose"),
     "score": lambda llm: (llm.engine.runner._step, "score"),
-    "masks": lambda llm: (llm.engine.runner._masks, "apply"),
+    "masks": lambda llm: (llm.engine._masks, "write"),
     "block copies": lambda llm: (llm.engine.runner, "_copy_blocks"),
     "row copies": lambda llm: (llm.engine.runner, "_copy_rows"),
     "row writes": lambda llm: (llm.engine.runner, "_write_row"),
@@ -326,7 +326,7 @@ def test_engine_steps_raise_requests_continue_to_the_same_tokens(llm, expected, 
 INTERRUPTED = {
     "after the KV pool was donated": lambda llm: (llm.engine.runner._step, "forward"),
     "after the sampling state was donated": lambda llm: (llm.engine.runner._step, "choose"),
-    "while rows are taken": lambda llm: (llm.engine.scheduler, "_take_row"),
+    "while rows are taken": lambda llm: (llm.engine.scheduler.rows, "_take"),
     "while blocks are allocated": lambda llm: (llm.engine.scheduler.pool, "allocate"),
     "while requests are added": lambda llm: (llm.engine.scheduler.waiting, "add"),
 }

@@ -55,6 +55,9 @@ class BlockPool:
     cut at blocks). A node's number is never used twice, so a path of nodes stands for one exact text and a hit is
     never wrong: tokens are compared, nothing is hashed. The children of a node are kept in the order of their
     tokens, which finds a block that only begins alike as fast as one that is the same.
+
+    Attributes:
+        epoch: how often all content was forgotten.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True):
@@ -63,11 +66,13 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self.epoch = 0
         self._nodes = itertools.count()
         self.clear()
 
     def clear(self) -> None:
         """Free every block, whoever holds it, and forget all content."""
+        self.epoch += 1
         self.num_free = 0
         self._blocks = [_Block(i) for i in range(self.num_blocks)]
         self._head = _Block(-1)  # sentinel of a circular list: _head.next is taken first
@@ -179,7 +184,9 @@ class BlockPool:
         self._forget(self._blocks[block_id])
 
     def reset_prefix_cache(self) -> None:
-        """Forgets all content, say because the parameters have changed."""
+        """Forget all content, and begin a new epoch: say because the parameters have changed. What a sequence of an
+        earlier epoch has computed must not be remembered in this one."""
+        self.epoch += 1
         for block in self._blocks:
             self._forget(block)
 

@@ -24,8 +24,8 @@ class BlockTable:
         """
         pool, size = self.pool, self.pool.block_size
         first, stop = start // size, -(-end // size)
-        if stop == first + 1 <= len(self.block_ids) and pool.is_private(self.block_ids[first]):
-            return []  # so it is for most tokens
+        if stop == first + 1 and self.is_writable(start):
+            return []
         spare = pool.num_free - shortage([(self, start, end)])
         if spare < 0:
             return None
@@ -42,6 +42,11 @@ class BlockTable:
             else:
                 pool.forget(source)
         return copies
+
+    def is_writable(self, position: int) -> bool:
+        """Return whether the slot of a token is there, and in a block of this sequence alone."""
+        index = position // self.pool.block_size
+        return index < len(self.block_ids) and self.pool.is_private(self.block_ids[index])
 
     def share(self, block_ids: Iterable[int]) -> None:
         """Starts an empty table with blocks that others hold or that the pool remembers."""

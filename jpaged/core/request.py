@@ -2,15 +2,16 @@
 
 import copy
 from collections.abc import Callable
-from collections.abc import Sequence as Series
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any
 
-from jpaged.core.bad_words import BadWords
+from jpaged.core.bans import Bans
 from jpaged.core.beam import BeamSearch
 from jpaged.core.block_table import BlockTable
 from jpaged.core.params import BeamSearchParams, SamplingParams
+from jpaged.core.plan import Sample
 
 
 class FinishReason(StrEnum):
@@ -23,49 +24,22 @@ class FinishReason(StrEnum):
 NON_FINITE = "the model's logits are not finite"  # a stop reason
 
 
-class Sample(NamedTuple):
-    """One token as the device chose it, or as the prompt has it.
-
-    Attributes:
-        logprob: natural log of its probability under the model itself, before temperature and the rest; NaN if the
-            model's logits are not finite.
-        rank: 1 for the model's most likely token; 0 if no logprobs were asked for.
-        top_tokens: the most likely tokens, best first; of a beam, those that the search compares.
-        top_logprobs: their logprobs.
-    """
-
-    token: int
-    logprob: float
-    rank: int = 0
-    top_tokens: Series[int] = ()
-    top_logprobs: Series[float] = ()
-
-
-class SequenceResult(NamedTuple):
-    """What a step gives one of its sequences.
-
-    Attributes:
-        samples: none while the sequence is inside its prompt; one for each branch where it forks; else one.
-        prompt: the prompt's own tokens whose logprobs this step computed, if they were asked for.
-    """
-
-    samples: Series[Sample]
-    prompt: Series[Sample] = ()
-
-
 @dataclass(eq=False)
 class Sequence:
-    """One branch of generation: `0 <= num_computed_tokens <= num_tokens`, and a block table of its own.
+    """One branch of generation: `0 <= num_computed_tokens <= num_tokens + pending`, and a block table of its own.
 
     Attributes:
         tokens: prompt and output; the first `num_prompt_tokens` are the prompt.
         index: which of its request's choices it is; its seed is the request's plus this.
-        num_computed_tokens: how many tokens have their KV written.
+        num_computed_tokens: how many tokens have their KV written, once the steps in flight have run.
+        in_flight: how many scheduled steps that it is part of have not been committed.
+        pending: how many tokens these sample for it.
         num_cached_tokens: how many of the prompt's came from the prefix cache when it was first admitted.
         nodes: places of its full blocks in the prefix cache, as far as they are known.
+        epoch: of the prefix cache when its first token was computed; in a later one it is not remembered.
         leader: while it waits, after a preemption, for another branch to compute the tokens that they share: that
             branch, and how many tokens they share.
-        row: its row of the sampling state on the device while it runs.
+        row: its row on the device while it runs, or until the last step in flight that it is part of is committed.
         decoder: what turns its tokens into text, if anything does; each branch has its own.
         constraint: what its output has to be, as far as it has come, if anything; each branch has its own.
         samples: one for each token of output.
@@ -76,8 +50,11 @@ class Sequence:
     table: BlockTable
     index: int = 0
     num_computed_tokens: int = 0
+    in_flight: int = 0
+    pending: int = 0
     num_cached_tokens: int = 0
     nodes: list[int] = field(default_factory=list)
+    epoch: int = 0
     leader: "tuple[Sequence, int] | None" = None
     row: int | None = None
     decoder: Any = None
@@ -104,6 +81,20 @@ class Sequence:
     def output_token_ids(self) -> list[int]:
         return self.tokens[self.num_prompt_tokens :]
 
+    @property
+    def seed(self) -> int:
+        """The seed of its samples, of 64 bits."""
+        return (self.request.seed + self.index) % 2**64
+
+    @property
+    def behind(self) -> int:
+        """How many tokens can be computed next: those that it has or will have once the steps in flight have run, but
+        none after a sample that the host must see first, or that ends it."""
+        request, known = self.request, len(self.tokens) + self.pending
+        if self.pending and (request.waits or known - len(request.prompt_token_ids) >= request.max_tokens):
+            return 0
+        return known - self.num_computed_tokens
+
     def append(self, sample: Sample) -> None:
         self.tokens.append(sample.token)
         self.samples.append(sample)
@@ -115,7 +106,7 @@ class Sequence:
         """Another branch from here on, which shares every block until one of the two writes into it."""
         child = self.branch(index)
         child.table = self.table.fork()
-        child.num_computed_tokens, child.nodes = self.num_computed_tokens, list(self.nodes)
+        child.num_computed_tokens, child.nodes, child.epoch = self.num_computed_tokens, list(self.nodes), self.epoch
         return child
 
     def branch(self, index: int) -> "Sequence":
@@ -132,10 +123,10 @@ class Sequence:
         self.table.free()
         self.num_computed_tokens, self.nodes, self.leader = 0, [], None
 
-    def num_samples(self, count: int) -> int:
-        """How many tokens are sampled once `count` more are computed: none inside the prompt, one for each branch at
-        its end."""
-        if self.num_computed_tokens + count < len(self.tokens):
+    def num_samples(self, end: int) -> int:
+        """Return the number of tokens that are sampled once those before position `end` are computed: none inside the
+        prompt, one for each branch at its end."""
+        if end < len(self.tokens):
             return 0
         return self.request.num_sequences if self.request.unforked else 1
 
@@ -148,8 +139,7 @@ class Request:
         rank: requests run in its order, and give way in the reverse order.
         cache_salt: only requests with the same salt share cached prefixes.
         client: whose turns it takes in the queue; None for none.
-        bad_words: the token sequences that the output may not hold.
-        endings: end-of-text tokens of the model and the request's own stop tokens, banned before `min_tokens`.
+        bans: the tokens that its output may not have next.
         num_top: how many of the most likely tokens to list with each sample; None for neither list nor rank.
         admitted: whether it has run; a preempted request has.
         beam: the search, if this is one; its live beams are `sequences`, until in the end its best hypotheses are.
@@ -166,8 +156,7 @@ class Request:
     rank: tuple[int, int, int] = (0, 0, 0)
     client: str | None = None
     cache_salt: str = ""
-    bad_words: BadWords = field(default_factory=BadWords)
-    endings: frozenset[int] = frozenset()
+    bans: Bans = field(default_factory=Bans)
     num_top: int | None = None
     admitted: bool = False
     beam: BeamSearch[Sequence] | None = None
@@ -175,7 +164,7 @@ class Request:
     sequences: list[Sequence] = field(default_factory=list)
     prompt_samples: list[Sample] = field(default_factory=list)
 
-    @property
+    @cached_property
     def num_sequences(self) -> int:
         """How many sequences it grows into, once its prompt is computed."""
         return self.params.num_sequences
@@ -196,6 +185,16 @@ class Request:
         return self.beam is None and len(self.sequences) < self.num_sequences
 
     @property
+    def waits(self) -> bool:
+        """Whether the host must see a sample before the next step: it chooses among candidates, forks, or makes a mask
+        that depends on the token."""
+        return self._host_bound or len(self.sequences) < self.num_sequences
+
+    @cached_property
+    def _host_bound(self) -> bool:
+        return self.beam is not None or self.params.structured_outputs is not None or self.bans.follow_output
+
+    @property
     def seats(self) -> int:
         """How many sequences of a step it may need."""
         return self.num_sequences if self.beam or self.unforked else len(self.live)
@@ -212,18 +211,6 @@ class Request:
             best = sorted(self.sequences, key=lambda s: -s.cumulative_logprob / max(1, s.num_output_tokens))
             return best[: self.params.num_outputs]
         return self.sequences[: self.params.num_outputs]
-
-
-def forbidden_tokens(sequence: Sequence) -> frozenset[int]:
-    """Tokens that may not come next, for what has been generated so far: those that would end the text too early, and
-    the last ones of bad words (as in vLLM, only the output is searched; a bad word of one token is a matter of bias).
-    """
-    request = sequence.request
-    forbidden = request.bad_words.next_tokens(sequence.tokens, sequence.num_output_tokens)
-    if sequence.num_output_tokens < request.params.min_tokens:
-        # The same object for all branches: its mask is made once for a step.
-        forbidden = forbidden | request.endings if forbidden else request.endings
-    return forbidden
 
 
 @dataclass(frozen=True, slots=True)

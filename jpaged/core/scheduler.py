@@ -7,58 +7,65 @@ prefix-cache hits, forks and recomputation after a preemption all follow from th
 
 import itertools
 import math
-from collections import Counter
-from collections.abc import Iterable, Set
+from collections import Counter, deque
+from collections.abc import Iterable
 from collections.abc import Sequence as Series
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from jpaged.config import Limits
-from jpaged.core.bad_words import BadWords
+from jpaged.core.bans import Bans
 from jpaged.core.beam import Beam, BeamSearch, Candidate
 from jpaged.core.block_pool import BlockPool, Parent, common_length
 from jpaged.core.block_table import BlockTable, Copies, append, move, num_distinct, shortage
 from jpaged.core.params import MAX_TOP, BeamSearchParams, ContextLengthExceeded, InvalidParameter, SamplingParams
+from jpaged.core.plan import Pairs, Sample, Scheduled, StepPlan, StepResult
 from jpaged.core.queue import RequestQueue, Turns
-from jpaged.core.request import NON_FINITE, FinishReason, Request, Sample, Sequence, SequenceResult, forbidden_tokens
+from jpaged.core.request import NON_FINITE, FinishReason, Request, Sequence
+from jpaged.core.rows import Rows
 
 Ending = tuple[FinishReason, int | str | None]  # with the stop reason
 
 
-@dataclass(frozen=True)
-class ScheduleDecision:
-    """One step's work, in this order: blocks to the host, block copies, blocks from the host, rows of the sampling
-    state, then `num_scheduled_tokens[sequence]` tokens of each sequence.
+@dataclass
+class _Step:
+    """A step from its scheduling to its commit: its plan, in parts until it is complete, and whom it serves."""
 
-    Attributes:
-        swap_out: of each request that goes to the host, its blocks and where they go.
-        forbidden: tokens that a sequence may not be given in this step.
-        row_copies: {destination: source}, for sequences that forked.
-        row_writes: sequences whose row must be made anew from their tokens.
-        resumed: requests whose blocks come back from the host; they run from the next step on.
-    """
-
-    num_scheduled_tokens: dict[Sequence, int] = field(default_factory=dict)
-    forbidden: dict[Sequence, Set[int]] = field(default_factory=dict)
-    swap_out: list[Copies] = field(default_factory=list)
+    plan: StepPlan | None = None
+    rows: list[Scheduled] = field(default_factory=list)
+    sequences: list[Sequence] = field(default_factory=list)  # of `rows`, in the same order
+    swap_out: list[Pairs] = field(default_factory=list)
     block_copies: Copies = field(default_factory=list)
     swap_in: Copies = field(default_factory=list)
-    row_copies: dict[int, int] = field(default_factory=dict)
-    row_writes: list[Sequence] = field(default_factory=list)
-    preempted: list[Request] = field(default_factory=list)
-    resumed: list[Request] = field(default_factory=list)
+    masked: list[tuple[int, frozenset[int]]] = field(default_factory=list)
+    preempted: list[tuple[Request, bool]] = field(default_factory=list)
+    resumed: dict[Request, list[tuple[Sequence, int]]] = field(default_factory=dict)  # with their computed tokens
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(self.num_scheduled_tokens.values())
 
-    @property
-    def idle(self) -> bool:
-        """Whether the step would do nothing at all."""
-        return not (self.num_scheduled_tokens or self.swap_out or self.swap_in)
+class Committed(NamedTuple):
+    """What a committed step has changed.
+
+    Attributes:
+        advanced: the sequences that got a token: not those still inside their prompts, nor those that ended meanwhile.
+            Of a beam search, the live beams, or, once it has ended, its outputs.
+        served: the requests that the step computed tokens of, without those that have ended meanwhile.
+        preempted: the requests that gave their blocks up for this step, each with whether these went to the host.
+        resumed: the requests whose blocks came back from the host.
+    """
+
+    advanced: Series[Sequence] = ()
+    served: Series[Request] = ()
+    preempted: Series[tuple[Request, bool]] = ()
+    resumed: Series[Request] = ()
 
 
 class Scheduler:
-    """Continuous batching with preemption. Only `schedule` and `update` move generation on.
+    """Continuous batching with preemption. Only `schedule` and `commit` move generation on.
+
+    Several plans may be scheduled before the first is committed; they are committed in their order. A request that can
+    go on without the host's knowledge of its last token does so. What a plan in flight may write keeps its place until
+    the plan is committed: a sequence that ends gives its row and its blocks back then, and nothing is preempted before
+    all plans in flight are committed.
 
     A request is in `waiting` or in `running`, both in order of rank: its priority, if `policy` is "priority" (a lower
     number goes first), then its client's turn, then its arrival. The last running one gives its blocks up first, all
@@ -99,12 +106,20 @@ class Scheduler:
         self.prefix_hits = 0
         self._arrivals = itertools.count()
         self._turns = Turns()
-        self._free_rows = list(range(limits.max_num_seqs))
-        self._row_copies: dict[int, int] = {}
+        self.rows = Rows(limits.max_num_seqs)
+        self._in_flight: deque[_Step] = deque()
+        self._leaving: set[Sequence] = set()  # ended, and still part of a step in flight
+        self._must_drain = False  # something must be preempted
 
     @property
     def has_work(self) -> bool:
-        return bool(self.requests)
+        """Whether there is anything to schedule or to commit."""
+        return bool(self.requests or self._in_flight)
+
+    @property
+    def leaving(self) -> Iterable[Sequence]:
+        """The sequences that have ended, and whose blocks a step in flight may still write."""
+        return self._leaving
 
     def max_sequence_len(self, prompt_len: int = 0, num_sequences: int = 1) -> int:
         """Most tokens of each of some sequences that share a prompt. The last token sampled is never written, so it
@@ -164,8 +179,9 @@ class Scheduler:
         request = Request(
             request_id, list(prompt_token_ids), params, seed, max_tokens, prompt,
             rank=(priority, self._turns.take(client, width), next(self._arrivals)), client=client,
-            cache_salt=cache_salt, bad_words=BadWords(bad_words),
-            endings=self.eos_token_ids.union(params.stop_token_ids), num_top=num_top, beam=beam,
+            cache_salt=cache_salt,
+            bans=Bans(bad_words, self.eos_token_ids.union(params.stop_token_ids), params.min_tokens),
+            num_top=num_top, beam=beam,
         )  # fmt: skip
         request.sequences.append(Sequence(request, list(prompt_token_ids), BlockTable(self.pool)))
         self.requests[request_id] = request
@@ -187,71 +203,82 @@ class Scheduler:
         if sequence.request.finished:
             self._drop(sequence.request)
 
-    def schedule(self) -> ScheduleDecision:
-        """Hands out the token budget: to running requests first, then to waiting ones unless one had to give way."""
-        decision = ScheduleDecision(row_copies=self._row_copies)
-        self._row_copies = {}
-        budget = self.limits.max_num_batched_tokens
-        for request in list(self.running):
-            if decision.preempted and request not in self.running:
-                break  # preempted for one before it, and so is everything after it
-            budget -= self._schedule_running(request, budget, decision)
-        if decision.preempted or not self.waiting:
-            return decision
-        num_seqs = sum(request.seats for request in self.running)
-        # What the running ones still lack for the tokens they already have is as good as taken.
-        reserved = sum(self._lack(request) for request in self.running)
-        while self.waiting and budget > 0:
-            request = self.waiting.first
-            num_seqs += request.seats
-            if num_seqs > self.limits.max_num_seqs or not self._admit(request, reserved, decision):
-                break
-            if request not in decision.resumed:
-                budget -= self._schedule_running(request, budget, decision)
-            reserved += self._lack(request)
-        return decision
+    def schedule(self) -> StepPlan | None:
+        """Hand out the token budget: to running requests first, then to waiting ones unless one had to give way.
 
-    def update(self, decision: ScheduleDecision, results: Series[SequenceResult]) -> list[Sequence]:
-        """Commits a step: result i belongs to the decision's i-th sequence.
-
-        Returns the sequences that got a token: not those still inside their prompts, nor those that ended meanwhile.
-        Of a beam search, the live beams, or, once it has ended, its outputs.
+        Returns the plan of the next step, or None if there is nothing to do before a plan in flight is committed.
         """
+        if self._in_flight and self._must_drain:
+            return None
+        self._must_drain = False
+        step, budget = _Step(), self.limits.max_num_batched_tokens
+        for request in list(self.running):
+            if step.preempted and request not in self.running:
+                break  # preempted for one before it, and so is everything after it
+            budget -= self._schedule_running(request, budget, step)
+            if self._must_drain:
+                break
+        if not (step.preempted or self._must_drain):
+            self._schedule_waiting(budget, step)
+        if not (step.rows or step.swap_out or step.swap_in):
+            return None
+        step.plan = StepPlan(
+            rows=tuple(step.rows), swap_out=tuple(step.swap_out), block_copies=tuple(step.block_copies),
+            swap_in=tuple(step.swap_in), masked=tuple(step.masked), **self.rows.differences(),
+        )  # fmt: skip
+        self._in_flight.append(step)
+        return step.plan
+
+    def commit(self, plan: StepPlan, result: StepResult) -> Committed:
+        """Commit the oldest plan in flight. Nothing else adds tokens, forks, or ends what a token ends."""
+        step = self._in_flight.popleft()
+        assert step.plan is plan, "plans are committed in their order"
         advanced: list[Sequence] = []
+        served: dict[Request, None] = {}
         beams: dict[Request, list[Sample]] = {}
-        for request in decision.resumed:
-            for sequence in request.live:
-                self._remember(sequence)
-        for (sequence, count), result in zip(decision.num_scheduled_tokens.items(), results, strict=True):
-            request = sequence.request
+        for sequences in step.resumed.values():
+            for sequence, computed in sequences:
+                if not sequence.finish_reason:
+                    self._remember(sequence, computed)
+        at, samples, prompts = 0, result.samples, result.prompt
+        for index, (sequence, scheduled) in enumerate(zip(step.sequences, plan.rows, strict=True)):
+            request, (_, start, count, num_samples) = sequence.request, scheduled
+            mine, at = samples[at : at + num_samples], at + num_samples
+            sequence.in_flight -= 1
+            sequence.pending -= num_samples > 0
             if sequence.finish_reason:
+                if not sequence.in_flight:
+                    self._release(sequence)
                 continue
-            sequence.num_computed_tokens += count
-            assert sequence.num_computed_tokens <= sequence.num_tokens <= self.limits.max_model_len
-            if _has_nan(result):
+            served[request] = None
+            prompt = prompts.get(index, ()) if prompts else ()
+            if (mine or prompt) and _has_nan(mine, prompt):
                 beams.pop(request, None)
                 advanced += [each for each in self._fail(request) if each not in advanced]
                 continue
-            self._remember(sequence)
-            request.prompt_samples.extend(result.prompt)
-            if not result.samples:
+            self._remember(sequence, start + count)
+            if prompt:
+                request.prompt_samples.extend(prompt)
+            if not mine:
                 continue
             if request.beam:
-                beams.setdefault(request, []).append(result.samples[0])
+                beams.setdefault(request, []).append(mine[0])
                 continue
-            branches = [sequence]
-            if len(result.samples) > 1:
-                branches += [self._fork(sequence, index) for index in range(1, len(result.samples))]
-                request.sequences = branches
-            for branch, sample in zip(branches, result.samples, strict=True):
-                branch.append(sample)
-                ending = self._ending(branch, sample.token, branch.num_output_tokens)
-                if ending:
-                    self.finish(branch, *ending)
+            if num_samples == 1:
+                self._take(sequence, mine[0])
+                advanced.append(sequence)
+                continue
+            branches = [sequence, *(self._fork(sequence, branch) for branch in range(1, num_samples))]
+            request.sequences = branches
+            for branch, sample in zip(branches, mine, strict=True):
+                self._take(branch, sample)
+                if not branch.finish_reason:
+                    self.rows.choose(branch)
             advanced += branches
-        for request, samples in beams.items():
-            advanced += self._advance_beams(request, samples)
-        return advanced
+        assert at == len(samples), f"{len(samples)} samples of {at}"
+        for request, samples_of_beams in beams.items():
+            advanced += self._advance_beams(request, samples_of_beams)
+        return Committed(advanced, list(served), step.preempted, list(step.resumed))
 
     def recover(self) -> None:
         """Restore a consistent state after a step that failed at any point.
@@ -262,12 +289,16 @@ class Scheduler:
         for pool in (self.pool, self.host_pool):
             if pool is not None:
                 pool.clear()
-        self._free_rows, self._row_copies = list(range(self.limits.max_num_seqs)), {}
+        self.rows.clear()
+        self._in_flight.clear()
+        self._leaving.clear()
+        self._must_drain = False
         self.waiting, self.running = RequestQueue(), RequestQueue()
         self.requests = {name: request for name, request in self.requests.items() if not request.finished}
         for request in self.requests.values():
             for sequence in request.live:
                 sequence.table, sequence.row = BlockTable(self.pool), None
+                sequence.in_flight = sequence.pending = 0
                 sequence.free()
             self.waiting.add(request)
 
@@ -278,17 +309,25 @@ class Scheduler:
         sequences = [sequence for request in queued for sequence in request.live]
         for sequence in sequences:
             held = len(sequence.table.block_ids) * self.pool.block_size
-            assert 0 <= sequence.num_computed_tokens <= sequence.num_tokens <= self.limits.max_model_len, vars(sequence)
+            known = sequence.num_tokens + sequence.pending
+            assert 0 <= sequence.num_computed_tokens <= known <= self.limits.max_model_len, vars(sequence)
             assert sequence.num_computed_tokens <= held, f"{sequence.num_computed_tokens} computed, room for {held}"
         for request in self.waiting:
             for sequence in request.live:
                 assert sequence.row is None, "a waiting request holds a row"
+                assert not sequence.in_flight, "a waiting request is part of a step in flight"
                 assert sequence.table.pool is self.host_pool or not sequence.table.block_ids, (
                     "a waiting request holds blocks"
                 )
-        rows = [s.row for request in self.running for s in request.live] + self._free_rows
-        assert Counter(rows) == Counter(range(self.limits.max_num_seqs)), f"rows: {rows}"
-        assert sum(request.seats for request in self.running) <= self.limits.max_num_seqs
+        counts = Counter(sequence for step in self._in_flight for sequence in step.sequences)
+        flying = [sequence for sequence in (*sequences, *self._leaving) if sequence.in_flight]
+        assert counts == Counter({sequence: sequence.in_flight for sequence in flying}), "miscounted in flight"
+        assert all(sequence.finish_reason and sequence.in_flight for sequence in self._leaving), "nothing leaves"
+        held_rows = [s.row for request in self.running for s in request.live] + [s.row for s in self._leaving]
+        rows = Counter([*held_rows, *self.rows.free])
+        assert rows == Counter(range(self.limits.max_num_seqs)), f"rows: {rows}"
+        assert self._num_seats() <= self.limits.max_num_seqs
+        sequences += self._leaving
         for pool in (self.pool, self.host_pool):
             if pool is not None:
                 pool.check_invariants(s.table.block_ids for s in sequences if s.table.pool is pool)
@@ -315,22 +354,67 @@ class Scheduler:
         """How many of its best tokens each beam must bring: as many as may go on, beside all that may end it."""
         return params.beam_width + len(self.eos_token_ids | set(params.stop_token_ids))
 
-    def _schedule_running(self, request: Request, budget: int, decision: ScheduleDecision) -> int:
+    def _num_seats(self) -> int:
+        """Return the number of rows that are in use, or will be without another admission."""
+        return sum(request.seats for request in self.running) + len(self._leaving)
+
+    def _schedule_waiting(self, budget: int, step: _Step) -> None:
+        """Admit waiting requests in their order, as far as rows, blocks and the budget allow."""
+        if not (self.waiting and self.rows.num_free):
+            return
+        num_seats = self._num_seats()
+        # What the running ones still lack for the tokens they already have is as good as taken.
+        reserved = sum(self._lack(request) for request in self.running)
+        while self.waiting and budget > 0:
+            request = self.waiting.first
+            num_seats += request.seats
+            if num_seats > self.limits.max_num_seqs or not self._admit(request, reserved, step):
+                break
+            if request not in step.resumed:
+                budget -= self._schedule_running(request, budget, step)
+            reserved += self._lack(request)
+
+    def _schedule_running(self, request: Request, budget: int, step: _Step) -> int:
         """Schedules what fits of a request, taking blocks from those behind it if it must; returns the tokens used."""
+        if len(request.sequences) == 1 and not request.beam:  # so it is for most requests, and most need no block
+            (sequence,) = request.sequences
+            if budget > 0 and sequence.behind == 1 and sequence.table.is_writable(sequence.num_computed_tokens):
+                self._schedule_sequence(sequence, 1, step)
+                return 1
         counts = self._counts(request, budget)
         spans = [(s.table, s.num_computed_tokens, s.num_computed_tokens + count) for s, count in counts.items()]
+        lengths = [len(table.block_ids) for table, _, _ in spans]
         while (copies := append(spans)) is None:
+            if self._in_flight:
+                self._must_drain = True
+                return 0
             victim = self.running.last
-            self._preempt(victim, decision)
+            self._preempt(victim, step)
             if victim is request:
                 return 0
-        decision.block_copies.extend(copies)
-        if request.params.min_tokens or request.bad_words:
-            for sequence, count in counts.items():
-                if sequence.num_samples(count) and (forbidden := forbidden_tokens(sequence)):
-                    decision.forbidden[sequence] = forbidden
-        decision.num_scheduled_tokens.update(counts)
+        step.block_copies += copies
+        for (sequence, count), (table, start, end), length in zip(counts.items(), spans, lengths):
+            if copies or len(table.block_ids) > length:
+                self.rows.change(sequence, start // self.pool.block_size, -(-end // self.pool.block_size))
+            self._schedule_sequence(sequence, count, step)
         return sum(counts.values())
+
+    def _schedule_sequence(self, sequence: Sequence, count: int, step: _Step) -> None:
+        """Put some tokens of a sequence, for which it has the blocks, into a step."""
+        request, row = sequence.request, sequence.row
+        start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + count
+        num_samples = sequence.num_samples(end)
+        assert row is not None, "only what runs has a row"
+        if num_samples and (request.bans or sequence.constraint is not None):
+            length = sequence.num_output_tokens + sequence.pending
+            banned = request.bans.next_tokens(sequence.tokens, length)
+            if banned or sequence.constraint is not None:
+                step.masked.append((row, banned))
+        step.rows.append(Scheduled(row, start, count, num_samples))
+        step.sequences.append(sequence)
+        sequence.num_computed_tokens = end
+        sequence.in_flight += 1
+        sequence.pending += num_samples > 0
 
     def _counts(self, request: Request, budget: int) -> dict[Sequence, int]:
         """How many tokens of each sequence of a running request come next, within the budget.
@@ -341,7 +425,7 @@ class Scheduler:
         live = request.live
         if len(live) == 1:
             (sequence,) = live
-            count = min(sequence.num_tokens - sequence.num_computed_tokens, budget)
+            count = min(sequence.behind, budget)
             return {sequence: count} if count > 0 else {}
         while any(self._follow(sequence) for sequence in live):
             pass  # one that has started may lead another
@@ -349,12 +433,12 @@ class Scheduler:
         held_back = together or any(sequence.leader for sequence in live)
         counts: dict[Sequence, int] = {}
         for sequence in live:
-            behind = sequence.num_tokens - held_back - sequence.num_computed_tokens
+            behind = sequence.behind - held_back
             count = min(behind, budget) if sequence.leader is None else 0
             if count > 0:
                 counts[sequence] = count
                 budget -= count
-        at_their_last = all(s.num_computed_tokens + counts.get(s, 0) == s.num_tokens - 1 for s in live)
+        at_their_last = all(s.behind - counts.get(s, 0) == 1 for s in live)
         if together and at_their_last and budget >= len(live):
             counts = {sequence: counts.get(sequence, 0) + 1 for sequence in live}
         return counts
@@ -364,12 +448,13 @@ class Scheduler:
         if sequence.leader is None:
             return False
         leader, shared = sequence.leader
-        if leader.num_computed_tokens < shared:
+        if leader.num_computed_tokens < shared or leader.in_flight:
             return False
         size = self.pool.block_size
         sequence.table.share(leader.table.block_ids[: -(-shared // size)])
         sequence.nodes, sequence.num_computed_tokens = leader.nodes[: shared // size], shared
         sequence.leader = None
+        self.rows.change(sequence, 0, len(sequence.table.block_ids))
         return True
 
     def _lack(self, request: Request) -> int:
@@ -382,7 +467,7 @@ class Scheduler:
                 spans.append((sequence.table, sequence.num_computed_tokens, sequence.num_tokens))
         return lack + shortage(spans)
 
-    def _admit(self, request: Request, reserved: int, decision: ScheduleDecision) -> bool:
+    def _admit(self, request: Request, reserved: int, step: _Step) -> bool:
         """Moves a waiting request to `running` if all its tokens fit: on top of what the host or the prefix cache has
         of it."""
         live = request.live
@@ -391,8 +476,8 @@ class Scheduler:
         if swapped:
             if num_distinct(tables) + self._lack(request) + reserved > self.pool.num_free:
                 return False
-            decision.swap_in.extend(move(tables, self.pool))
-            decision.resumed.append(request)
+            step.swap_in += move(tables, self.pool)
+            step.resumed[request] = [(sequence, sequence.num_computed_tokens) for sequence in live]
         else:
             self._share_prefixes(request)
             if self._lack(request) + reserved > self.pool.num_free:
@@ -404,9 +489,7 @@ class Scheduler:
                 self.prefix_queries += live[0].num_tokens
                 self.prefix_hits += live[0].num_cached_tokens
         for sequence in live:
-            self._take_row(sequence)
-            if request.params.has_state:
-                decision.row_writes.append(sequence)
+            self.rows.admit(sequence)
         request.admitted = True
         self.waiting.remove(request)
         self.running.add(request)
@@ -419,6 +502,7 @@ class Scheduler:
         before: Sequence | None = None
         # In sorted order nothing has more in common with a sequence than the one before it.
         for sequence in sorted(request.live, key=lambda s: s.tokens):
+            sequence.epoch = self.pool.epoch
             # The last token is always computed: its hidden state is what the next token is sampled from.
             limit = sequence.num_tokens - 1
             match = self.pool.match(sequence.tokens[:limit], request.cache_salt)
@@ -436,24 +520,24 @@ class Scheduler:
         wanted = len(request.prompt_token_ids) - 1 if request.params.prompt_logprobs is not None else 0
         return len(request.prompt_samples) < wanted
 
-    def _preempt(self, request: Request, decision: ScheduleDecision) -> None:
+    def _preempt(self, request: Request, step: _Step) -> None:
         """Takes all blocks of a running request away. It waits, in its place, to come back from the host or to be
         computed again."""
-        live = request.live
-        if self._should_swap(request):
+        live, swaps = request.live, self._should_swap(request)
+        if swaps:
             assert self.host_pool is not None
             moved = move([sequence.table for sequence in live], self.host_pool)
-            decision.swap_out.append(moved)
+            step.swap_out.append(tuple(moved))
             self.num_swapped_blocks += len(moved)
             for sequence in live:
                 sequence.nodes = []  # it comes back in blocks that the prefix cache doesn't know
         for sequence in live:
             if sequence.table.pool is self.pool:
                 sequence.free()
-            self._give_row(sequence)
+            self.rows.release(sequence)
         self.running.remove(request)
         self.waiting.add(request)
-        decision.preempted.append(request)
+        step.preempted.append((request, swaps))
         self.num_preemptions += 1
 
     def _should_swap(self, request: Request) -> bool:
@@ -468,6 +552,13 @@ class Scheduler:
         if not 0 < len(filled) <= self.host_pool.num_free:
             return False
         return self.preemption == "swap" or len(filled) * self.block_swap_cost < sum(filled.values())
+
+    def _take(self, sequence: Sequence, sample: Sample) -> None:
+        """Add a token to a sequence, which it may end."""
+        sequence.append(sample)
+        ending = self._ending(sequence, sample.token, sequence.num_output_tokens)
+        if ending:
+            self.finish(sequence, *ending)
 
     def _ending(self, sequence: Sequence, token: int, length: int) -> Ending | None:
         """Why a sequence of `length` tokens of output ends with this one, if it does."""
@@ -523,6 +614,7 @@ class Scheduler:
         for index, (child, candidate) in enumerate(zip(children, live)):
             child.index = index
             child.append(sample_of(candidate))
+            self.rows.choose(child)
         request.sequences = children
         return children
 
@@ -539,33 +631,31 @@ class Scheduler:
     def _fork(self, sequence: Sequence, index: int) -> Sequence:
         """A second branch of a running sequence. They share blocks until one writes."""
         child = sequence.fork(index)
-        self._take_row(child)
-        if sequence.request.params.has_state:
-            assert sequence.row is not None and child.row is not None
-            self._row_copies[child.row] = sequence.row
+        self.rows.fork(sequence, child)
         return child
 
-    def _remember(self, sequence: Sequence) -> None:
-        """Lets the blocks that are full by now be found by their content."""
-        size, nodes = self.pool.block_size, sequence.nodes
-        if sequence.num_computed_tokens // size <= len(nodes) or not self.pool.enable_prefix_caching:
+    def _remember(self, sequence: Sequence, num_computed_tokens: int) -> None:
+        """Let the blocks that are full of computed tokens be found by their content. What was computed before the
+        prefix cache was reset, or follows from it, is never remembered."""
+        pool, nodes = self.pool, sequence.nodes
+        size = pool.block_size
+        if num_computed_tokens < (len(nodes) + 1) * size:
             return
-        for index in range(len(nodes), sequence.num_computed_tokens // size):
+        if not pool.enable_prefix_caching or sequence.epoch != pool.epoch:
+            return
+        for index in range(len(nodes), num_computed_tokens // size):
             parent: Parent = nodes[-1] if nodes else sequence.request.cache_salt
             tokens = sequence.tokens[index * size : (index + 1) * size]
             nodes.append(self.pool.remember(sequence.table.block_ids[index], parent, tokens))
 
-    def _take_row(self, sequence: Sequence) -> None:
-        sequence.row = self._free_rows.pop()
-
-    def _give_row(self, sequence: Sequence) -> None:
-        if sequence.row is not None:
-            self._free_rows.append(sequence.row)
-            sequence.row = None
-
     def _release(self, sequence: Sequence) -> None:
+        """Take the blocks and the row of a sequence that has ended, once no step in flight writes there."""
+        if sequence.in_flight:
+            self._leaving.add(sequence)
+            return
+        self._leaving.discard(sequence)
         sequence.free()
-        self._give_row(sequence)
+        self.rows.release(sequence)
 
     def _drop(self, request: Request) -> None:
         """Forgets a request that has ended."""
@@ -573,9 +663,11 @@ class Scheduler:
         del self.requests[request.request_id]
 
 
-def _has_nan(result: SequenceResult) -> bool:
+def _has_nan(samples: Series[Sample], prompt: Series[Sample]) -> bool:
     # All samples of a sequence are drawn from the same logits.
-    return any(math.isnan(sample.logprob) for sample in (*result.samples[:1], *result.prompt))
+    if samples and math.isnan(samples[0].logprob):
+        return True
+    return any(math.isnan(sample.logprob) for sample in prompt)
 
 
 def _width_name(params: SamplingParams | BeamSearchParams) -> str:

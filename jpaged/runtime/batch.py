@@ -1,4 +1,4 @@
-"""One step's arrays: a ScheduleDecision, laid out and padded to one of a few fixed shapes. numpy alone."""
+"""One step's arrays: a plan, laid out in one buffer and padded to one of a few fixed shapes. numpy alone."""
 
 import itertools
 from typing import Any, NamedTuple
@@ -6,35 +6,34 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jpaged.config import Limits
-from jpaged.core.params import SamplingParams
-from jpaged.core.request import Sequence
-from jpaged.core.scheduler import ScheduleDecision
-from jpaged.runtime.sampler import Sampling, empty_sampling
-
-# Below this, dividing by the temperature would overflow; it is greedy to any reader.
-MIN_TEMPERATURE = 1e-5
-
+from jpaged.core.plan import StepPlan
+from jpaged.runtime.row_table import NUM_SCALARS, RowTable
 
 Array = Any  # numpy where it is made, traced jax arrays inside the step
 
 
 class Batch(NamedTuple):
-    """Padding: tokens 0 at position 0 in slot -1; sequences of no query and no context; greedy samples of row 0."""
+    """Padding: tokens 0 at position 0 in slot -1; sequences of no query and no context; greedy samples of token 0.
+
+    A token below 0 is the last sample of row `-1 - token`, which only the device knows.
+    """
 
     tokens: Array  # [T] int32
     positions: Array  # [T] int32
     slot_mapping: Array  # [T] int32, flat slots to write, -1 = none
     targets: Array  # [T] int32, the token that follows, where its logprob is wanted; else -1
-    block_tables: Array  # [S, W] int32, 0 past a sequence's blocks
     context_lens: Array  # [S] int32, this step's tokens included
-    cu_q_lens: Array  # [S + 1] int32, first row of each sequence
-    decodes: Array  # [S] bool: its one row follows a sampled token, and is attended as in a decode step
-    sampled_from: Array  # [S] int32, the row of tokens after which sample s comes
-    sampling: Sampling  # of S samples, in the order of the sequences; several of one that forks
+    cu_q_lens: Array  # [S + 1] int32, first token of each sequence
+    decodes: Array  # [S] int32: its one token follows a sampled one, and is attended as in a decode step
+    sampled_from: Array  # [S] int32, the token after which sample s comes; samples are in the order of the sequences
+    sample_rows: Array  # [S] int32, the row that takes sample s, -1 = none
+    masked: Array  # [S] int32, whether sample s has a mask
+    scalars: Array  # [S, F] int32, of each sample's row: the bits of `SCALARS`
+    block_tables: Array  # [S, W] int32, undefined past a sequence's blocks
 
 
 class Bucket(NamedTuple):
-    """The shape of a step. `decode`: one token per sequence, which follows a sampled one; row s is sequence s."""
+    """The shape of a step. `decode`: one token per sequence, which follows a sampled one; token s is sequence s."""
 
     num_tokens: int
     num_seqs: int
@@ -65,97 +64,100 @@ class Buckets:
         self.all = self.decode + self.mixed
 
     def fit(self, num_tokens: int, num_seqs: int, decode: bool) -> Bucket:
-        """The smallest shape for a step of so many tokens, and of so many sequences and samples."""
+        """Return the smallest shape for a step of so many tokens, and of so many sequences and samples."""
         rungs = self.decode if decode else self.mixed
         return next(b for b in rungs if b.num_tokens >= num_tokens and b.num_seqs >= num_seqs)
 
 
-def empty_batch(bucket: Bucket, table_width: int, vocab_size: int) -> Batch:
-    """A batch of padding alone: it computes nothing and writes nothing."""
-    t, s = bucket.num_tokens, bucket.num_seqs
-    return Batch(
-        tokens=np.zeros(t, np.int32),
-        positions=np.zeros(t, np.int32),
-        slot_mapping=np.full(t, -1, np.int32),
-        targets=np.full(t, -1, np.int32),
-        block_tables=np.zeros((s, table_width), np.int32),
-        context_lens=np.zeros(s, np.int32),
-        cu_q_lens=np.zeros(s + 1, np.int32),
-        decodes=np.zeros(s, bool),
-        sampled_from=np.zeros(s, np.int32),
-        sampling=empty_sampling(s, vocab_size),
-    )
+class Layout:
+    """The places of a batch's arrays in one buffer, [size] int32, for steps of one shape."""
+
+    def __init__(self, bucket: Bucket, table_width: int):
+        t, s = bucket.num_tokens, bucket.num_seqs
+        self.shapes = Batch(
+            (t,), (t,), (t,), (t,), (s,), (s + 1,), (s,), (s,), (s,), (s,), (s, NUM_SCALARS), (s, table_width)
+        )
+        sizes = [int(np.prod(shape)) for shape in self.shapes]
+        self._bounds = list(itertools.pairwise(itertools.accumulate(sizes, initial=0)))
+        self._padding = np.zeros(sum(sizes), np.int32)
+        batch = self.unpack(self._padding)
+        for array in (batch.slot_mapping, batch.targets, batch.sample_rows):
+            array[:] = -1
+        batch.scalars[:] = RowTable.of_nothing()
+
+    def unpack(self, buffer: Array) -> Batch:
+        """Return the arrays in a buffer: views of NumPy's, slices of a traced one."""
+        return Batch(*(buffer[a:b].reshape(shape) for (a, b), shape in zip(self._bounds, self.shapes)))
+
+    def empty(self) -> tuple[np.ndarray, Batch]:
+        """Return a new buffer, and its arrays, of padding alone: it computes nothing and writes nothing."""
+        buffer = self._padding.copy()
+        return buffer, self.unpack(buffer)
 
 
-def make_batch(
-    decision: ScheduleDecision, buckets: Buckets, block_size: int, table_width: int, vocab_size: int
-) -> tuple[Bucket, Batch]:
-    """The batch of a decision, sequence i in row i; `Masks` adds what its samples may not be."""
-    scheduled = decision.num_scheduled_tokens
-    tokens: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    targets: list[int] = []
-    sampled_from: list[int] = []
-    samples: list[tuple[Sequence, int]] = []
-    for sequence, count in scheduled.items():
-        start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + count
-        tokens += sequence.tokens[start:end]
-        positions += range(start, end)
-        slots += map(sequence.table.slot, range(start, end))
-        if sequence.request.params.prompt_logprobs is not None:
-            targets += [-1] * (len(tokens) - count - len(targets)) + _targets(sequence, start, end)
-        branches = sequence.num_samples(count)
-        samples += [(sequence, branch) for branch in range(branches)]
-        sampled_from += [len(tokens) - 1] * branches
+def make_batch(plan: StepPlan, rows: RowTable, buckets: Buckets, layouts: dict[Bucket, Layout]) -> "Made":
+    """Lay out a plan's tokens, sequence i of the batch being its i-th row.
+
+    Args:
+        rows: with the plan's differences applied; the tokens that the plan takes from it are taken.
+    """
+    n = len(plan.rows)
+    table = np.fromiter(itertools.chain.from_iterable(plan.rows), np.int32, 4 * n).reshape(n, 4)
+    row_n, start_n, count_n, samples_n = table.T
     # A prompt's token never takes the decode path, also if it is the only one of its chunk: the chunk depends on the
     # other requests, and its bits must not.
-    decodes = [count == 1 and sequence.num_computed_tokens >= sequence.num_prompt_tokens
-               for sequence, count in scheduled.items()]  # fmt: skip
-    decode = all(decodes)
-    bucket = buckets.fit(len(tokens), max(len(scheduled), len(samples)), decode)
-    batch = empty_batch(bucket, table_width, vocab_size)
-    batch.tokens[: len(tokens)] = tokens
-    batch.positions[: len(tokens)] = positions
-    batch.slot_mapping[: len(tokens)] = slots
-    batch.targets[: len(targets)] = targets
-    batch.sampled_from[: len(samples)] = sampled_from
-    batch.cu_q_lens[1 : len(scheduled) + 1] = list(itertools.accumulate(scheduled.values()))
-    batch.cu_q_lens[len(scheduled) + 1 :] = len(tokens)
-    batch.decodes[: len(scheduled)] = decodes
-    for s, (sequence, count) in enumerate(scheduled.items()):
-        batch.context_lens[s] = sequence.num_computed_tokens + count
-        batch.block_tables[s, : len(sequence.table.block_ids)] = sequence.table.block_ids
-    for s, (sequence, branch) in enumerate(samples):
-        _fill_sampling(batch.sampling, s, sequence, branch)
-    return bucket, batch
-
-
-def _targets(sequence: Sequence, start: int, end: int) -> list[int]:
-    """The prompt's token after each of some positions, where its logprob is not known yet, else -1."""
-    known, prompt = len(sequence.request.prompt_samples), sequence.request.prompt_token_ids
-    return [prompt[i + 1] if known <= i < len(prompt) - 1 else -1 for i in range(start, end)]
-
-
-def _fill_sampling(sampling: Sampling, s: int, sequence: Sequence, branch: int) -> None:
-    request, params = sequence.request, sequence.request.params
-    sampling.positions[s] = sequence.num_tokens
-    if request.num_top is not None:
-        sampling.num_top[s] = max(request.num_top, 1)  # a rank comes with a list
-    if isinstance(params, SamplingParams):
-        if params.temperature >= MIN_TEMPERATURE:
-            seed = (request.seed + sequence.index + branch) % 2**64
-            sampling.seeds[s] = seed >> 32, seed & 0xFFFFFFFF
-            sampling.temperature[s] = params.temperature
-            sampling.top_k[s] = max(params.top_k, 0) if params.top_k < 2**31 else 0
-            sampling.top_p[s] = params.top_p
-            sampling.min_p[s] = params.min_p
+    decodes_n = (count_n == 1) & (start_n >= rows.num_prompt_tokens[row_n])
+    decode, num_tokens, num_samples = bool(decodes_n.all()), int(count_n.sum()), int(samples_n.sum())
+    bucket = buckets.fit(num_tokens, max(n, num_samples), decode)
+    buffer, batch = layouts[bucket].empty()
+    t = slice(num_tokens)
+    if decode:
+        row_t, position_t = row_n, start_n
+        batch.tokens[t] = rows.tokens_at(row_n, start_n)
+        batch.cu_q_lens[: n + 1] = np.arange(n + 1)
     else:
-        sampling.beam[s] = True
-    if params.has_state:
-        sampling.stateful[s] = True
-        sampling.rows[s] = sequence.row
-        sampling.counted[s] = sequence.tokens[-1] if sequence.num_output_tokens else -1
-        sampling.presence[s] = params.presence_penalty
-        sampling.frequency[s] = params.frequency_penalty
-        sampling.repetition[s] = params.repetition_penalty
+        row_t = np.repeat(row_n, count_n)
+        batch.cu_q_lens[1 : n + 1] = np.cumsum(count_n)
+        position_t = np.arange(num_tokens) + np.repeat(start_n - batch.cu_q_lens[:n], count_n)
+        batch.tokens[batch.cu_q_lens[:n][decodes_n]] = rows.tokens_at(row_n[decodes_n], start_n[decodes_n])
+        for i in np.flatnonzero(~decodes_n):
+            row, start, count, _ = plan.rows[i]
+            at = slice(batch.cu_q_lens[i], batch.cu_q_lens[i + 1])
+            batch.tokens[at] = rows.tokens[row][start : start + count]
+            batch.targets[at] = rows.targets(row, start, start + count)
+    batch.cu_q_lens[n + 1 :] = num_tokens
+    batch.positions[t] = position_t
+    batch.slot_mapping[t] = rows.slots(row_t, position_t)
+    batch.context_lens[:n] = start_n + count_n
+    batch.decodes[:n] = decodes_n
+    batch.block_tables[:n] = rows.block_tables[row_n]
+    sample = np.repeat(np.arange(n), samples_n)  # the sequence of each sample
+    sampled_row = row_n[sample]
+    batch.sampled_from[:num_samples] = batch.cu_q_lens[1:][sample] - 1
+    batch.sample_rows[:num_samples] = sampled_row
+    batch.scalars[:num_samples] = rows.scalar_bits[sampled_row]
+    if num_samples > np.count_nonzero(samples_n):  # branches of one row
+        rows.branch_seeds(batch.scalars[:num_samples], np.arange(num_samples) - np.searchsorted(sample, sample))
+    rows.consume(row_n[samples_n > 0])
+    mask_of = np.full(num_samples, -1)
+    if plan.masked:
+        place = {row: i for i, (row, _) in enumerate(plan.masked)}
+        mask_of = np.array([place.get(row, -1) for row in sampled_row.tolist()])
+        batch.masked[:num_samples] = mask_of >= 0
+    return Made(bucket, buffer, batch, mask_of, rows.num_top[sampled_row])
+
+
+class Made(NamedTuple):
+    """A plan's batch, and what its result needs.
+
+    Attributes:
+        buffer: holds `batch`.
+        mask_of: [num_samples], which of the plan's masks each sample has; -1 for none.
+        num_top: [num_samples], as `Admitted.num_top`, -1 for None.
+    """
+
+    bucket: Bucket
+    buffer: np.ndarray
+    batch: Batch
+    mask_of: np.ndarray
+    num_top: np.ndarray

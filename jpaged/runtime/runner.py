@@ -1,10 +1,9 @@
 """The device side of the engine: parameters, KV pool, and every executable that a step can need."""
 
 import functools
-import itertools
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import numpy as np
@@ -12,12 +11,10 @@ from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
 from jpaged.config import EngineConfig, Limits, ModelConfig
-from jpaged.core.params import MAX_LOGPROBS
-from jpaged.core.request import Sample, Sequence, SequenceResult
-from jpaged.core.scheduler import ScheduleDecision
+from jpaged.core.plan import Admitted, Done, StepPlan, StepResult
 from jpaged.model.llama import Llama
 from jpaged.progress import track
-from jpaged.runtime.batch import Batch, Bucket, Buckets, empty_batch, ladder, make_batch
+from jpaged.runtime.batch import Bucket, Buckets, Layout, ladder, make_batch
 from jpaged.runtime.compilation_cache import cache_folder
 from jpaged.runtime.kv_cache import (
     allocate_pool,
@@ -28,10 +25,10 @@ from jpaged.runtime.kv_cache import (
     fitting_blocks,
     modest_blocks,
 )
-from jpaged.runtime.masks import Masks
-from jpaged.runtime.sampler import Sampled
+from jpaged.runtime.pending import PendingStep
+from jpaged.runtime.row_table import NUM_SCALARS, RowTable
 from jpaged.runtime.sampling_state import copy_rows, empty_state, host_row, write_row
-from jpaged.runtime.step import Step, make_copy_blocks
+from jpaged.runtime.step import Computed, Step, make_copy_blocks
 from jpaged.runtime.swap import TRANSFERS, HostBlocks
 from pallas_kernels import Kernels, SelfTest, select
 
@@ -39,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
-    """Owns what lives on the device. `step` is its whole use; `warm_up` comes before it.
+    """Owns what lives on the device. `dispatch` is its whole use; `warm_up` comes before it.
 
     Args:
         model: its arrays are used as they are, not copied.
@@ -50,6 +47,7 @@ class ModelRunner:
         params: the model's leaves, the very arrays that the model holds.
         pool: [k0, v0, k1, v1, ...], each [P, K, B, H]; H is what the kernels take, the model's or more.
         state: of the sampler, one row for each sequence that may run.
+        last_tokens: [R] int32, the last sample of each row.
         num_blocks: P.
         host: blocks of preempted requests, in the memory of the host.
         num_host_blocks: how many it has room for.
@@ -64,17 +62,18 @@ class ModelRunner:
         self.max_num_seqs = limits.max_num_seqs
         # A sequence writes into at most one shared block per step, and takes at most one row.
         self.copy_sizes = ladder(8, max(8, limits.max_num_seqs), 4)
+        self.rows = RowTable(limits.max_num_seqs, self.table_width, config.block_size)
+        self.layouts = {bucket: Layout(bucket, self.table_width) for bucket in self.buckets.all}
         llama, dtype, self.device = model.config, str(self.params[0].dtype), next(iter(self.params[0].devices()))
         self.vocab_size = llama.vocab_size
         self.kernels = kernels or select_kernels(config, llama, dtype, self.device)
         logger.info("attention kernels: %s (%s)", self.kernels.name, self.kernels.reason)
-        self._step = Step(graphdef, treedef, self.kernels)
+        self._step = Step(graphdef, treedef, self.kernels, self.layouts)
         self._copy_blocks = make_copy_blocks(self.kernels)
         self._copy_rows = jax.jit(copy_rows, donate_argnums=0)
         self._write_row = jax.jit(write_row, donate_argnums=0)
         self._empty_state = functools.partial(empty_state, limits.max_num_seqs, llama.vocab_size, self.device)
-        self.state = self._empty_state()
-        self._masks = Masks(llama.vocab_size)
+        self.state, self.last_tokens = self._empty_state(), self._no_tokens()
         # Masks that nobody looks at stay on the device: they are large, and most steps have no others.
         self._no_bits = {
             size: jax.device_put(np.zeros((size, -(-llama.vocab_size // 32)), np.uint32), self.device)
@@ -115,17 +114,14 @@ class ModelRunner:
         """
         with self._exhaustion():
             self._warm_up(progress)
-            jax.block_until_ready((self.pool, self.state))
+            jax.block_until_ready((self.pool, self.state, self.last_tokens))
 
     def _warm_up(self, progress: bool) -> None:
         buckets = self.buckets.all
         logger.info("compiling %d shapes of a step, or loading them", len(buckets))
         start = time.monotonic()
         for bucket in track(buckets, len(buckets), "compiled", "shape", bar=progress):
-            batch = empty_batch(bucket, self.table_width, self.vocab_size)
-            _, x_td = self._run(bucket, batch, ScheduleDecision())
-            if x_td is not None:
-                self._step.score(self.params, x_td, batch.targets)
+            self._run_padding(bucket, score=True)
         for size in self.copy_sizes:
             self._run_copies([(-1, -1)] * size)
             self._run_row_copies([(-1, -1)] * size)
@@ -137,40 +133,44 @@ class ModelRunner:
     def block_swap_cost(self) -> float:
         """How many tokens could be computed while one block moves to the host and back, measured; after `warm_up`."""
         bucket, size = self.buckets.mixed[-1], TRANSFERS[-1]
-        batch = empty_batch(bucket, self.table_width, self.vocab_size)
-        token = _seconds(lambda: self._run(bucket, batch, ScheduleDecision()))
+        token = _seconds(lambda: self._run_padding(bucket))
         block = _seconds(lambda: self._swap_there_and_back(size))
         return (block / size) / (token / bucket.num_tokens)
 
-    def step(self, decision: ScheduleDecision) -> list[SequenceResult]:
-        """Runs a decision: blocks to the host, block copies, blocks from the host, rows of the sampling state, tokens.
-        One result for each of its sequences, in order."""
-        for blocks_of_request in decision.swap_out:
+    def dispatch(self, plan: StepPlan, make_masks: Callable[[], np.ndarray] | None = None) -> PendingStep | Done:
+        """Begin a step: blocks to the host, block copies, blocks from the host, changes of rows, then the tokens.
+
+        Plans are dispatched in the order in which they were scheduled. Nothing here waits for the device.
+
+        Args:
+            make_masks: returns the masks of the plan's masked rows, [M, ceil(V / 32)] uint32; called once the model's
+                part of the step is on its way.
+        """
+        for blocks_of_request in plan.swap_out:
             self.host.take_in(self.pool, blocks_of_request)
-        if decision.block_copies:
-            self._run_copies(decision.block_copies)
-        if decision.swap_in:
-            self.pool = self.host.give_back(self.pool, decision.swap_in)
-        if decision.row_copies:
-            self._run_row_copies([(source, row) for row, source in decision.row_copies.items()])
-        for sequence in decision.row_writes:
-            assert sequence.row is not None, "only what runs has a row"
-            self.state = self._write_row(self.state, np.int32(sequence.row), *_row(sequence, self.vocab_size))
-        if not decision.num_scheduled_tokens:
-            return []
-        bucket, batch = make_batch(decision, self.buckets, self.block_size, self.table_width, self.vocab_size)
-        sampled, x_td = self._run(bucket, batch, decision)
-        prompt: Iterator[tuple] = iter(())
-        if x_td is not None and (batch.targets >= 0).any():
-            prompt = _rows(self._step.score(self.params, x_td, batch.targets), MAX_LOGPROBS)
-        rows = _rows(sampled, int(batch.sampling.num_top.max()))
-        results: list[SequenceResult] = []
-        for sequence, count in decision.num_scheduled_tokens.items():
-            request = sequence.request
-            samples = [_sample(row, request.num_top) for row in itertools.islice(rows, sequence.num_samples(count))]
-            known = [_sample(row, request.params.prompt_logprobs) for row in itertools.islice(prompt, count)]
-            results.append(SequenceResult(samples, [sample for sample in known if sample.token >= 0]))
-        return results
+        if plan.block_copies:
+            self._run_copies(plan.block_copies)
+        if plan.swap_in:
+            self.pool = self.host.give_back(self.pool, plan.swap_in)
+        self._change_rows(plan)
+        if not plan.rows:
+            return Done(StepResult(()))
+        made = make_batch(plan, self.rows, self.buckets, self.layouts)
+        bucket, batch = made.bucket, made.batch
+        buffer = jax.device_put(made.buffer, self.device)
+        computed, self.pool = self._step.forward(self.params, self.pool, self.last_tokens, buffer, bucket)
+        bits = self._no_bits[bucket.num_seqs]
+        if make_masks is not None:
+            masks = np.zeros(bits.shape, np.uint32)
+            masks[np.flatnonzero(made.mask_of >= 0)] = make_masks()[made.mask_of[made.mask_of >= 0]]
+            # Committed as those are that stand for no bits at all, for else it would be another executable.
+            bits = jax.device_put(masks, self.device)
+        chosen, listed = self._choose(computed, bits)
+        prompt = None
+        if computed.x_td is not None and (batch.targets >= 0).any():
+            prompt = self._step.score(self.params, computed.x_td, computed.targets_t)
+        prompt_top = [self.rows.prompt_top[row] for row, *_ in plan.rows] if prompt else []
+        return PendingStep(plan, chosen, listed, made.num_top, prompt, batch.targets, prompt_top)
 
     def recover(self) -> None:
         """Allocate again, empty, the KV pool and the sampling state if a failed step has lost them, and drop the
@@ -181,25 +181,48 @@ class ModelRunner:
             self.pool = self._empty_pool()
         if not _usable(self.state):
             self.state = self._empty_state()
+        if not _usable([self.last_tokens]):
+            self.last_tokens = self._no_tokens()
         self.host = HostBlocks(self.device)
 
-    def _run(self, bucket: Bucket, batch: Batch, decision: ScheduleDecision) -> tuple[Sampled, jax.Array | None]:
-        """The samples, and the hidden states [T, D] of a step that is not all decoding."""
-        x_sd, x_td, self.pool = self._step.forward(self.params, self.pool, batch, bucket.decode)
-        sampling = self._masks.apply(decision, batch.sampling)  # while the device works
-        bits = sampling.allowed_bits if sampling.masked.any() else self._no_bits[bucket.num_seqs]
-        # Committed as those are that stand for no bits at all, for else it would be another executable.
-        sampling = sampling._replace(allowed_bits=jax.device_put(bits, self.device))
-        sampled, self.state = self._step.choose(self.params, self.state, x_sd, sampling)
-        return sampled, x_td
+    def _choose(self, computed: Computed, bits: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Dispatch the sampling of a step, and return the chosen tokens and the lists."""
+        chosen, listed, self.state, self.last_tokens = self._step.choose(
+            self.params, self.state, self.last_tokens, computed.x_sd, computed.rows_sf, bits
+        )
+        return chosen, listed
 
-    def _run_copies(self, copies: list[tuple[int, int]]) -> None:
+    def _change_rows(self, plan: StepPlan) -> None:
+        """Take in what a plan tells of rows, on the host and on the device."""
+        stateful = self.rows.scalars["stateful"]
+        copies = [(source, row) for source, row in plan.row_copies if stateful[source]]
+        if copies:
+            self._run_row_copies(copies)
+        self.rows.apply(plan)
+        for admitted in plan.admitted:
+            if admitted.params.has_state:
+                row = np.int32(admitted.row)
+                self.state = self._write_row(self.state, row, *_state_row(admitted, self.vocab_size))
+
+    def _run_padding(self, bucket: Bucket, *, score: bool = False) -> jax.Array:
+        """Run a step of padding, with what scores prompts or without it."""
+        buffer = jax.device_put(self.layouts[bucket].empty()[0], self.device)
+        computed, self.pool = self._step.forward(self.params, self.pool, self.last_tokens, buffer, bucket)
+        chosen, _ = self._choose(computed, self._no_bits[bucket.num_seqs])
+        if score and computed.x_td is not None:
+            self._step.score(self.params, computed.x_td, computed.targets_t)
+        return chosen
+
+    def _run_copies(self, copies: Sequence[tuple[int, int]]) -> None:
         self.pool = self._copy_blocks(self.pool, *self._padded(copies))
 
-    def _run_row_copies(self, copies: list[tuple[int, int]]) -> None:
+    def _run_row_copies(self, copies: Sequence[tuple[int, int]]) -> None:
         self.state = self._copy_rows(self.state, *self._padded(copies))
 
-    def _padded(self, pairs: list[tuple[int, int]]) -> np.ndarray:
+    def _no_tokens(self) -> jax.Array:
+        return jax.device_put(np.zeros(self.max_num_seqs, np.int32), self.device)
+
+    def _padded(self, pairs: Sequence[tuple[int, int]]) -> np.ndarray:
         """Sources and destinations, [2, C] int32, -1 past the pairs."""
         size = next(size for size in self.copy_sizes if size >= len(pairs))
         padded = np.full((2, size), -1, np.int32)
@@ -237,21 +260,22 @@ class ModelRunner:
         """Return the bytes that the model's part of the largest steps needs beside parameters and pool."""
         lowered = []
         for bucket in (self.buckets.decode[-1], self.buckets.mixed[-1]):
-            batch = empty_batch(bucket, self.table_width, self.vocab_size)
-            lowered.append(self._step.forward.lower(self.params, pool, batch, bucket.decode))
+            buffer = jax.device_put(self.layouts[bucket].empty()[0], self.device)
+            lowered.append(self._step.forward.lower(self.params, pool, self.last_tokens, buffer, bucket))
         return _temporaries(lowered)
 
     def sampling_temporaries(self, hidden_size: int, dtype: str) -> int:
         """Return the bytes that the largest steps need for samples and prompt logprobs."""
         lowered = []
         for bucket in (self.buckets.decode[-1], self.buckets.mixed[-1]):
-            batch = empty_batch(bucket, self.table_width, self.vocab_size)
             x_sd = self._on_device((bucket.num_seqs, hidden_size), dtype)
-            sampling = batch.sampling._replace(allowed_bits=self._no_bits[bucket.num_seqs])
-            lowered.append(self._step.choose.lower(self.params, self.state, x_sd, sampling))
+            rows_sf = self._on_device((bucket.num_seqs, NUM_SCALARS + 4), "int32")
+            bits = self._no_bits[bucket.num_seqs]
+            lowered.append(self._step.choose.lower(self.params, self.state, self.last_tokens, x_sd, rows_sf, bits))
             if not bucket.decode:
                 x_td = self._on_device((bucket.num_tokens, hidden_size), dtype)
-                lowered.append(self._step.score.lower(self.params, x_td, batch.targets))
+                targets_t = self._on_device((bucket.num_tokens,), "int32")
+                lowered.append(self._step.score.lower(self.params, x_td, targets_t))
         return _temporaries(lowered)
 
     def _on_device(self, shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
@@ -274,29 +298,14 @@ def _usable(arrays: Iterable[jax.Array]) -> bool:
     return True
 
 
-def _row(sequence: Sequence, vocab_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """A sequence's row of the sampling state; its last token of output is counted by the step that takes it in."""
-    request, params = sequence.request, sequence.request.params
-    counted = sequence.output_token_ids[:-1]
+def _state_row(admitted: Admitted, vocab_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return a sequence's row of the sampling state. The last token of its output is counted by the step that takes it
+    in."""
+    params, length = admitted.params, admitted.num_prompt_tokens
     return host_row(
-        vocab_size, request.prompt_token_ids, counted, params.logit_bias, params.allowed_token_ids,
-        request.bad_words.single_tokens,
+        vocab_size, admitted.token_ids[:length], admitted.token_ids[length:-1], params.logit_bias,
+        params.allowed_token_ids, admitted.banned,
     )  # fmt: skip
-
-
-def _rows(sampled: Sampled, most: int) -> Iterator[tuple]:
-    """Row after row of a result, fetched from the device: lists of `most` tokens at most, and none if that is 0."""
-    if most == 0:
-        tokens, logprobs = jax.device_get((sampled.tokens, sampled.logprobs))
-        return zip(tokens.tolist(), logprobs.tolist(), itertools.repeat(0), itertools.repeat(()), itertools.repeat(()))
-    one, lists = jax.device_get((sampled[:3], sampled[3:]))
-    return zip(*(array.tolist() for array in one), *(array[:, :most].tolist() for array in lists))
-
-
-def _sample(row: tuple, num_top: int | None) -> Sample:
-    """With as long lists as were asked for: tuples, which the garbage collector looks at only once."""
-    token, logprob, rank, tokens, logprobs = row
-    return Sample(token, logprob, rank, tuple(tokens[: num_top or 0]), tuple(logprobs[: num_top or 0]))
 
 
 def _seconds(run, repeats: int = 3) -> float:

@@ -18,7 +18,7 @@ from jpaged.runtime.sampling_state import SamplingState, count_tokens
 SHORT_LISTS = (20, 72)
 MIN_CHUNK = 16  # tokens; with fewer, one selection among all of them is faster than two
 
-Array = Any  # numpy where it is made, traced jax arrays inside the step
+Array = Any  # traced jax arrays inside the step, numpy in tests
 
 
 class Sampling(NamedTuple):
@@ -50,29 +50,6 @@ class Sampled(NamedTuple):
     ranks: Array  # [S] int32, 1 = no token is likelier; 0 where no list is wanted
     top_tokens: Array  # [S, K] int32, best first, equal ones by id; -1 past num_top
     top_logprobs: Array  # [S, K] float32; -inf past num_top
-
-
-def empty_sampling(num_samples: int, vocab_size: int) -> Sampling:
-    """Padding: greedy, no filters, no state."""
-    s = num_samples
-    return Sampling(
-        temperature=np.zeros(s, np.float32),
-        top_k=np.zeros(s, np.int32),
-        top_p=np.ones(s, np.float32),
-        min_p=np.zeros(s, np.float32),
-        seeds=np.zeros((s, 2), np.uint32),
-        positions=np.zeros(s, np.int32),
-        presence=np.zeros(s, np.float32),
-        frequency=np.zeros(s, np.float32),
-        repetition=np.ones(s, np.float32),
-        rows=np.full(s, -1, np.int32),
-        stateful=np.zeros(s, np.bool),
-        counted=np.full(s, -1, np.int32),
-        beam=np.zeros(s, np.bool),
-        masked=np.zeros(s, np.bool),
-        allowed_bits=np.zeros((s, -(-vocab_size // 32)), np.uint32),
-        num_top=np.zeros(s, np.int32),
-    )
 
 
 def sample(

@@ -1,11 +1,16 @@
 """One step of the engine as one function of arrays: embed, attend over the pool, sample."""
 
+from typing import NamedTuple
+
 import jax
+import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from jpaged.core.params import MAX_LOGPROBS, MAX_TOP
 from jpaged.model.llama import Llama
-from jpaged.runtime.batch import Batch
+from jpaged.runtime.batch import Batch, Bucket, Layout
+from jpaged.runtime.row_table import SCALARS
 from jpaged.runtime.sampler import Sampled, Sampling, sample, token_logprobs
 from jpaged.runtime.sampling_state import SamplingState
 from pallas_kernels import Kernels
@@ -37,6 +42,15 @@ def forward(
     return model(batch.tokens, batch.positions, attend), pool
 
 
+class Computed(NamedTuple):
+    """What the model's part of a step gives to the other parts, on the device."""
+
+    x_sd: jax.Array  # hidden states that samples are drawn from
+    rows_sf: jax.Array  # int32, how: `sampling_of` has the columns
+    x_td: jax.Array | None  # all hidden states; None in a decode step
+    targets_t: jax.Array | None  # likewise, int32: the batch's
+
+
 class Step:
     """The jitted functions of a step, dispatched one after the other: each is compiled for the shapes that it depends
     on, and only for them.
@@ -44,30 +58,80 @@ class Step:
     `params` is the flat list of the model's leaves: dispatching a model or a state costs many times more on the host.
     The pool comes back in the order it went in, which is what lets XLA alias every buffer of it.
 
+    Args:
+        layouts: of the batches of each bucket.
+
     Attributes:
-        forward: (params, pool, batch, decode) -> (x_sd, x_td, pool), the pool donated, decode static: the hidden states
-            that samples are drawn from, and all of them; the latter None in a decode step.
-        choose: (params, state, x_sd, sampling) -> (Sampled, state), the state donated.
-        score: (params, x_td, targets_t) -> Sampled: how likely the tokens of a prompt were.
+        forward: (params, pool, last_tokens [R], buffer, bucket) -> (Computed, pool), the pool donated, the bucket
+            static; `buffer` holds a batch in the bucket's layout.
+        choose: (params, state, last_tokens, x_sd, rows_sf, bits) -> (chosen, listed, state, last_tokens), the last two
+            donated. chosen: [3, S] int32, tokens, ranks, and the bits of the float32 logprobs; listed: [2, S, K] int32,
+            the most likely tokens, and the bits of their logprobs. `bits` are masks, [S, ceil(V / 32)] uint32.
+        score: (params, x_td, targets_t) -> (chosen, listed) of the prompt's own tokens.
     """
 
-    def __init__(self, graphdef: nnx.GraphDef, treedef: jax.tree_util.PyTreeDef, kernels: Kernels):
+    def __init__(
+        self, graphdef: nnx.GraphDef, treedef: jax.tree_util.PyTreeDef, kernels: Kernels, layouts: dict[Bucket, Layout]
+    ):
         def merged(params: list[jax.Array]) -> Llama:
             return nnx.merge(graphdef, jax.tree.unflatten(treedef, params))
 
-        def run(params: list[jax.Array], pool: list[jax.Array], batch: Batch, decode: bool):
-            x_td, pool = forward(merged(params), pool, batch, kernels, decode=decode)
-            return x_td[batch.sampled_from], None if decode else x_td, pool
+        def run(
+            params: list[jax.Array], pool: list[jax.Array], last_tokens_r: jax.Array, buffer: jax.Array, bucket: Bucket
+        ):
+            batch = layouts[bucket].unpack(buffer)
+            tokens = jnp.where(batch.tokens < 0, last_tokens_r[-1 - batch.tokens], batch.tokens)
+            batch = batch._replace(tokens=tokens, decodes=batch.decodes != 0)
+            x_td, pool = forward(merged(params), pool, batch, kernels, decode=bucket.decode)
+            at_s = batch.sampled_from
+            added = [batch.sample_rows, batch.masked, batch.positions[at_s] + 1, tokens[at_s]]
+            rows_sf = jnp.concatenate([batch.scalars, jnp.stack(added, axis=1)], axis=1)
+            scored = (None, None) if bucket.decode else (x_td, batch.targets)
+            return Computed(x_td[at_s], rows_sf, *scored), pool
 
-        def choose(params: list[jax.Array], state: SamplingState, x_sd: jax.Array, sampling: Sampling):
-            return sample(merged(params).logits(x_sd), state, sampling, MAX_TOP)
+        def choose(
+            params: list[jax.Array], state: SamplingState, last_tokens_r: jax.Array, x_sd: jax.Array,
+            rows_sf: jax.Array, bits: jax.Array,
+        ):  # fmt: skip
+            sampling = sampling_of(rows_sf, bits)
+            sampled, state = sample(merged(params).logits(x_sd), state, sampling, MAX_TOP)
+            at_s = jnp.where(sampling.rows < 0, len(last_tokens_r), sampling.rows)  # past the end: dropped
+            return *_packed(sampled), state, last_tokens_r.at[at_s].set(sampled.tokens, mode="drop")
 
-        def score(params: list[jax.Array], x_td: jax.Array, targets_t: jax.Array) -> Sampled:
-            return token_logprobs(merged(params).logits, x_td, targets_t, MAX_LOGPROBS)
+        def score(params: list[jax.Array], x_td: jax.Array, targets_t: jax.Array):
+            return _packed(token_logprobs(merged(params).logits, x_td, targets_t, MAX_LOGPROBS))
 
-        self.forward = jax.jit(run, static_argnums=3, donate_argnums=1)
-        self.choose = jax.jit(choose, donate_argnums=1)
+        self.forward = jax.jit(run, static_argnums=4, donate_argnums=1)
+        self.choose = jax.jit(choose, donate_argnums=(1, 2))
         self.score = jax.jit(score)
+
+
+def sampling_of(rows_sf: jax.Array, allowed_bits: jax.Array) -> Sampling:
+    """Return how samples are to be chosen.
+
+    Args:
+        rows_sf: int32, the bits of `SCALARS`, then a column each of rows, of masked, of positions and of the tokens
+            before the samples.
+        allowed_bits: [S, ceil(V / 32)] uint32.
+    """
+    names = SCALARS.names or ()
+    scalars = {name: lax.bitcast_convert_type(rows_sf[:, i], SCALARS[name]) for i, name in enumerate(names)}
+    rows_s, masked_s, positions_s, tokens_s = rows_sf[:, len(names) :].T
+    is_output = positions_s > scalars["num_prompt_tokens"]
+    return Sampling(
+        temperature=scalars["temperature"], top_k=scalars["top_k"], top_p=scalars["top_p"], min_p=scalars["min_p"],
+        seeds=jnp.stack([scalars["seed_high"], scalars["seed_low"]], axis=1), positions=positions_s,
+        presence=scalars["presence"], frequency=scalars["frequency"], repetition=scalars["repetition"], rows=rows_s,
+        stateful=scalars["stateful"] != 0, counted=jnp.where(is_output, tokens_s, -1), beam=scalars["beam"] != 0,
+        masked=masked_s != 0, allowed_bits=allowed_bits, num_top=scalars["num_top"],
+    )  # fmt: skip
+
+
+def _packed(sampled: Sampled) -> tuple[jax.Array, jax.Array]:
+    """Return [3, S] and [2, S, K] int32: what is fetched for every sample, and the lists."""
+    bits = lambda logprobs: lax.bitcast_convert_type(logprobs, jnp.int32)
+    chosen = jnp.stack([sampled.tokens, sampled.ranks, bits(sampled.logprobs)])
+    return chosen, jnp.stack([sampled.top_tokens, bits(sampled.top_logprobs)])
 
 
 def make_copy_blocks(kernels: Kernels) -> jax.stages.Wrapped:

@@ -131,11 +131,10 @@ class Metrics:
     def stepped(self, scheduler: Scheduler, output: StepOutput) -> None:
         start, now = self._last_step, self._clock()
         self._last_step = now
-        scheduled = output.decision.num_scheduled_tokens
-        if scheduled:
-            self._step_tokens.observe(output.decision.num_tokens)
+        if output.plan is not None and output.plan.rows:
+            self._step_tokens.observe(output.plan.num_tokens)
         generated = 0
-        for request in {sequence.request for sequence in scheduled}:
+        for request in output.committed.served:
             course = self._courses[request]
             if course.scheduled is None:
                 # Steps follow each other without a pause while there is work.

@@ -59,7 +59,7 @@ class Recorder:
         self._count(request)
 
     def stepped(self, scheduler: Scheduler, output: StepOutput) -> None:
-        now, decision = self._clock(), output.decision
+        now, committed = self._clock(), output.committed
         made = len(output.deltas)
         if output.ended:  # some of which may give all their tokens at once
             made = sum(len(delta.samples) for delta in output.deltas)
@@ -68,24 +68,24 @@ class Recorder:
             self.timed_tokens += made
             self.token_seconds += made * (now - self._last_step)
         self._last_step = now if scheduler.has_work else None
-        for request in decision.preempted:
+        for request, swapped in committed.preempted:
             if course := self._courses.get(request):
-                swapped = any(sequence.table.block_ids for sequence in request.live)
                 self._tell("preempt", number=course.number, swapped=swapped)
                 course.next_step = "resume"
                 self._expected[request] = course
-        for request in decision.resumed:
+        for request in committed.resumed:
             if course := self._courses.get(request):
                 self._tell("resume", number=course.number, swapped=True)
                 course.next_step = None
-        self.copies += len(decision.block_copies)
-        for source, destination in decision.block_copies[:MAX_COPIES]:
+        copies = output.plan.block_copies if output.plan is not None else ()
+        self.copies += len(copies)
+        for source, destination in copies[:MAX_COPIES]:
             shared = scheduler.pool.ref_count(source) > 0
             self._tell("copy", source=source, destination=destination, shared=shared)
         if self._expected:  # in most steps of a steady load it is empty
-            for sequence in decision.num_scheduled_tokens:
-                if course := self._expected.get(sequence.request):
-                    self._advanced(sequence.request, course, now)
+            for request in committed.served:
+                if course := self._expected.get(request):
+                    self._advanced(request, course, now)
 
     def ended(self, request: Request) -> None:
         self._expected.pop(request, None)

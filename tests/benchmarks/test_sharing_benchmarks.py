@@ -94,11 +94,10 @@ def test_beams_that_go_separate_ways_share_less(monkeypatch, tmp_path):
 def test_candidates_of_beams_are_distributions():
     scheduler = Scheduler(BlockPool(8, 16), Limits(64, 4, 64), vocab_size=sharing.VOCAB)
     scheduler.add("0", [1, 2], BeamSearchParams(beam_width=4, max_tokens=4), seed=0)
-    decision, runner = scheduler.schedule(), RandomRunner()
+    plan, runner = scheduler.schedule(), RandomRunner()
     best = []
     for _ in range(100):
-        (result,) = runner.step(decision)
-        (sample,) = result.samples
+        (sample,) = runner.dispatch(plan).result().samples
         tokens, logprobs = sample.top_tokens, sample.top_logprobs
         assert len(set(tokens)) == 4 and all(0 <= token < sharing.VOCAB for token in tokens)
         assert list(logprobs) == sorted(logprobs, reverse=True)
@@ -159,7 +158,7 @@ def test_beam(tmp_path, tiny):
         times = row["beam_ms"] / row["sampling_ms"]
         assert row["ratio"] == pytest.approx(times) and row["within"] == (times <= 1.3)
         for kind in ("sampling", "beam") if row["experiment"] == "beam" else ():
-            assert 0 < row[f"{kind}_update_ms"] < row[f"{kind}_runner_ms"], "a step is the device's before all"
+            assert 0 < row[f"{kind}_commit_ms"] < row[f"{kind}_runner_ms"], "a step is the device's before all"
     assert is_picture(tmp_path / "beam.png")
 
 

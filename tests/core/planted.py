@@ -1,7 +1,10 @@
 """Bugs to plant: what the allocator's tests are there to find."""
 
+import dataclasses
+
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.block_table import BlockTable
+from jpaged.core.rows import Rows
 from jpaged.core.scheduler import Scheduler
 
 
@@ -44,21 +47,49 @@ def _stale_cache(patch):
 
 
 def _lost_row(patch):
-    def lose(scheduler, sequence):
+    def lose(rows, sequence):
         sequence.row = None
 
-    patch.setattr(Scheduler, "_give_row", lose)
+    patch.setattr(Rows, "release", lose)
 
 
 def _missed_swap(patch):
     schedule = Scheduler.schedule
 
     def deaf(scheduler):
-        decision = schedule(scheduler)
-        del decision.swap_in[1:]
-        return decision
+        plan = schedule(scheduler)
+        if plan is None or not plan.swap_in[1:]:
+            return plan
+        scheduler._in_flight[-1].plan = deafened = dataclasses.replace(plan, swap_in=plan.swap_in[:1])
+        return deafened
 
     patch.setattr(Scheduler, "schedule", deaf)
+
+
+def _early_release(patch):
+    """The blocks of a sequence that ends are free while a step in flight still writes them."""
+    release = Scheduler._release
+
+    def hasty(scheduler, sequence):
+        if sequence.in_flight:
+            scheduler._leaving.add(sequence)
+            sequence.table.free()
+        else:
+            release(scheduler, sequence)
+
+    patch.setattr(Scheduler, "_release", hasty)
+
+
+def _stale_epoch(patch):
+    """What was computed with old parameters is remembered after the prefix cache was reset."""
+    reset = BlockPool.reset_prefix_cache
+
+    def forgetful(pool):
+        epoch = pool.epoch
+        reset(pool)
+        pool.epoch = epoch
+
+    patch.setattr(BlockPool, "reset_prefix_cache", forgetful)
 
 
 BUGS = {
@@ -68,4 +99,6 @@ BUGS = {
     "stale cache": _stale_cache,
     "lost row": _lost_row,
     "missed swap": _missed_swap,
+    "early release": _early_release,
+    "stale epoch": _stale_epoch,
 }

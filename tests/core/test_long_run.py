@@ -11,9 +11,9 @@ from collections import Counter, defaultdict
 
 import pytest
 
+from jpaged.core.plan import StepPlan
 from jpaged.core.queue import RequestQueue
-from jpaged.core.request import FinishReason, Request, SequenceResult
-from jpaged.core.scheduler import ScheduleDecision
+from jpaged.core.request import FinishReason, Request
 from jpaged.engine import Engine
 from tests.core import traffic
 from tests.core.planted import BUGS
@@ -24,32 +24,33 @@ MAX_OUTSTANDING = 12
 
 
 class Witness:
-    """A runner that sees every decision: keeps a digest of them all, and whom the last one served."""
+    """A runner that sees every plan: keeps a digest of them all, and whom those since the last look have served: at
+    which step first."""
 
     def __init__(self, runner: FakeRunner):
         self.runner = runner
         self.trace = hashlib.blake2b(digest_size=8)
-        self.served: dict[Request, None] = {}
+        self.served: dict[Request, int] = {}
 
-    def step(self, decision: ScheduleDecision) -> list[SequenceResult]:
-        work = [(s.request.request_id, s.index, s.row, n) for s, n in decision.num_scheduled_tokens.items()]
-        moves = decision.swap_out, decision.block_copies, decision.swap_in, decision.row_copies
-        self.trace.update(repr((work, moves, [request.request_id for request in decision.preempted])).encode())
-        self.served = {sequence.request: None for sequence in decision.num_scheduled_tokens}
-        return self.runner.step(decision)
+    def dispatch(self, plan: StepPlan, make_masks=None):
+        self.trace.update(repr(plan).encode())
+        rows = self.runner.scheduler.rows
+        for scheduled in plan.rows:
+            self.served.setdefault(rows[scheduled.row].request, self.runner.num_steps)
+        return self.runner.dispatch(plan)
 
     def recover(self) -> None:
         self.runner.recover()
 
 
-def run(num_requests: int, seed: int) -> tuple[str, Counter[str]]:
-    """Serves so many requests, as they come; returns a digest of all that was decided, and what happened."""
+def run(num_requests: int, seed: int, max_in_flight: int = 2) -> tuple[str, Counter[str]]:
+    """Serves so many requests, as they come; returns a digest of all that was planned, and what happened."""
     rng = random.Random(seed)
     scheduler, runner = traffic.make(
         blocks=16, size=4, seqs=6, tokens=32, length=40, eos=EOS, host=24, block_swap_cost=2.0
     )
     witness = Witness(runner)
-    engine = Engine(scheduler, witness, seed=seed)
+    engine = Engine(scheduler, witness, seed=seed, max_in_flight=max_in_flight)
     outstanding: list[Request] = []
     unserved: dict[Request, tuple[int, int]] = {}  # when it came, and how many steps it may wait
     told: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
@@ -59,17 +60,22 @@ def run(num_requests: int, seed: int) -> tuple[str, Counter[str]]:
         while counts["requests"] < num_requests and len(outstanding) < MAX_OUTSTANDING and rng.random() < 0.8:
             prompt, params, options = traffic.draw(rng, scheduler, longest=16)
             request = engine.add(str(counts["requests"]), prompt, params, **options)
-            # It waits for those before it alone, and the first of them takes a step of its own in every step.
-            unserved[request] = runner.num_steps, sum(map(traffic.most_steps, outstanding))
+            # It waits for those before it alone, and the first of them takes a step of its own in every step, or in
+            # every second one where two overlap.
+            unserved[request] = runner.num_steps, max_in_flight * sum(map(traffic.most_steps, outstanding))
             outstanding.append(request)
             counts["requests"] += 1
         if outstanding and rng.random() < 0.02:
             engine.abort(rng.choice(outstanding).request_id)
+        if rng.random() < 0.01:
+            scheduler.pool.reset_prefix_cache()
+            runner.version += 1
         for delta in engine.step().deltas:
             told[delta.request_id][delta.index] += delta.token_ids
-        for request in [request for request in witness.served if request in unserved]:
+        served, witness.served = witness.served, {}
+        for request in [request for request in served if request in unserved]:
             came, bound = unserved.pop(request)
-            waited = runner.num_steps - 1 - came
+            waited = served[request] - came
             assert waited <= bound, f"{request.request_id} waited {waited} steps, not at most {bound}"
             counts["longest wait"] = max(counts["longest wait"], waited)
             assert latest < int(request.request_id), f"{latest} overtook {request.request_id}"
@@ -103,6 +109,7 @@ def test_thousands_of_requests_leave_nothing_behind_and_none_waits_for_ever(requ
 
 def test_the_same_seed_decides_the_same():
     assert run(500, seed=1) == run(500, seed=1) != run(500, seed=2)
+    assert run(500, seed=1, max_in_flight=1) != run(500, seed=1)
 
 
 @pytest.mark.parametrize("bug", BUGS)

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jpaged.core.params import BeamSearchParams, SamplingParams
-from jpaged.core.request import NON_FINITE, FinishReason, Sample, SequenceResult
+from jpaged.core.plan import Sample, StepResult
+from jpaged.core.request import NON_FINITE, FinishReason
 from tests.core.traffic import add, assert_as_alone, drain, draw, make, step
 from tests.fake_runner import beams, generate, next_token
 
@@ -29,8 +30,8 @@ def test_a_long_prompt_is_computed_in_chunks_beside_running_ones():
     add(scheduler, "long", list(range(20)), max_tokens=1)
     counts = []
     while scheduler.has_work:
-        decision, _ = step(scheduler, runner)
-        counts.append(list(decision.num_scheduled_tokens.values()))
+        done = step(scheduler, runner)
+        counts.append(done.counts)
     assert counts[:4] == [[1, 7], [1, 7], [1, 6], [1]]
 
 
@@ -39,7 +40,7 @@ def test_first_come_first_served():
     requests = [add(scheduler, i, [i + 1, 7], max_tokens=3) for i in range(5)]
     order = []
     while scheduler.has_work:
-        _, advanced = step(scheduler, runner)
+        advanced = step(scheduler, runner).advanced
         order += [requests.index(s.request) for s in advanced if s.finish_reason]
     assert order == [0, 1, 2, 3, 4]
 
@@ -49,8 +50,8 @@ def test_the_youngest_gives_way_and_comes_back_first():
     requests = [add(scheduler, i, [i, i, i], max_tokens=9) for i in range(3)]
     preempted = []
     while scheduler.has_work:
-        decision, _ = step(scheduler, runner)
-        preempted += [requests.index(r) for r in decision.preempted]
+        done = step(scheduler, runner)
+        preempted += [requests.index(r) for r in done.preempted]
     assert preempted[:2] == [2, 1] and scheduler.num_preemptions == len(preempted)
     assert [r.sequences[0].output_token_ids for r in requests] == [generate([i, i, i], 9) for i in range(3)]
 
@@ -62,10 +63,10 @@ def test_a_prefix_is_computed_once_and_the_last_token_always():
     drain(scheduler, runner)
     again = add(scheduler, 1, prompt, max_tokens=1)
     longer = add(scheduler, 2, [*prompt, 40], max_tokens=1)
-    decision, _ = step(scheduler, runner)
+    done = step(scheduler, runner)
     assert [s.num_cached_tokens for r in (first, again, longer) for s in r.sequences] == [0, 11, 12]
-    assert list(decision.num_scheduled_tokens.values()) == [1, 1]
-    assert len(decision.block_copies) == 1, "the last block is shared up to its last token, and copied to be written"
+    assert done.counts == [1, 1]
+    assert len(done.plan.block_copies) == 1, "the last block is shared up to its last token, and copied to be written"
 
 
 def test_generated_tokens_are_cached_too():
@@ -120,10 +121,10 @@ def test_abort_at_any_moment_frees_everything():
 def test_an_abort_between_schedule_and_update_is_left_alone():
     scheduler, runner = make()
     request, other = (add(scheduler, i, [1 + i, 2], max_tokens=3) for i in range(2))
-    decision = scheduler.schedule()
-    results = runner.step(decision)
+    plan = scheduler.schedule()
+    results = runner.step(plan)
     scheduler.abort("0")
-    assert scheduler.update(decision, results) == other.sequences
+    assert scheduler.commit(plan, results).advanced == other.sequences
     assert request.sequences[0].finish_reason == FinishReason.ABORT
     drain(scheduler, runner)
 
@@ -133,8 +134,8 @@ def test_parallel_samples_share_until_they_write():
     request = add(scheduler, 0, [1, 2, 3, 4, 5], n=3, max_tokens=8)
     step(scheduler, runner)
     assert len(request.sequences) == 3 and scheduler.pool.num_used == 2, "one prompt's blocks under three sequences"
-    decision, _ = step(scheduler, runner)
-    assert len(decision.block_copies) == 2 and scheduler.pool.num_used == 4, "the last writer needs no copy"
+    done = step(scheduler, runner)
+    assert len(done.plan.block_copies) == 2 and scheduler.pool.num_used == 4, "the last writer needs no copy"
     drain(scheduler, runner)
     assert [s.output_token_ids for s in request.sequences] == [generate([1, 2, 3, 4, 5], 8, seed) for seed in range(3)]
 
@@ -146,9 +147,9 @@ def test_parallel_samples_are_preempted_as_one_and_share_again(mode):
     young = add(scheduler, "young", [8, 8, 8, 8, 8, 8], n=3, max_tokens=5)
     most, used = 0, []
     while scheduler.has_work:
-        decision, _ = step(scheduler, runner)
+        done = step(scheduler, runner)
         most = max(most, scheduler.pool.num_used)
-        used.append(len(decision.swap_in))
+        used.append(len(done.plan.swap_in))
     assert scheduler.num_preemptions > 0 and (sum(used) > 0) == (mode == "swap")
     assert old.sequences[0].output_token_ids == generate([9, 9, 9], 14)
     assert [s.output_token_ids for s in young.sequences] == [generate([8] * 6, 5, seed) for seed in range(3)]
@@ -158,7 +159,7 @@ def test_what_comes_back_from_the_host_is_found_again():
     scheduler, runner = make(blocks=6, size=2, host=6, preemption="swap")
     add(scheduler, "old", [9, 9, 9], max_tokens=8)
     add(scheduler, "young", [8, 8, 8, 8], max_tokens=5)
-    while not step(scheduler, runner)[0].resumed:
+    while not step(scheduler, runner).resumed:
         pass
     assert scheduler.pool.match([8, 8, 8, 8]).num_tokens == 4
     drain(scheduler, runner)
@@ -167,16 +168,16 @@ def test_what_comes_back_from_the_host_is_found_again():
 def test_a_request_between_the_oldest_and_the_victim_still_runs_in_that_step():
     scheduler, runner = make(blocks=6, size=2, seqs=3)
     requests = [add(scheduler, i, prompt, max_tokens=4) for i, prompt in enumerate(([1, 1, 1, 1], [2, 2, 2], [3] * 3))]
-    while not (decision := step(scheduler, runner)[0]).preempted:
+    while not (done := step(scheduler, runner)).preempted:
         pass
-    assert decision.preempted == requests[2:]
-    assert [sequence.request for sequence in decision.num_scheduled_tokens] == requests[:2]
+    assert done.preempted == requests[2:]
+    assert done.served == requests[:2]
 
 
 def test_nothing_is_admitted_without_a_token_left_in_the_budget():
     scheduler, _ = make(tokens=4)
     first, second = (add(scheduler, i, [1 + i] * 8, max_tokens=1) for i in range(2))
-    assert list(scheduler.schedule().num_scheduled_tokens.values()) == [4]
+    assert [scheduled.num_tokens for scheduled in scheduler.schedule().rows] == [4]
     assert list(scheduler.running) == [first] and list(scheduler.waiting) == [second]
 
 
@@ -185,7 +186,7 @@ def test_a_request_without_budget_is_left_out_of_a_step():
     late = add(scheduler, "late", [1], max_tokens=9)
     step(scheduler, runner)
     scheduler.add("urgent", [2] * 12, SamplingParams(max_tokens=1), seed=0, priority=-1)
-    counts = [list(step(scheduler, runner)[0].num_scheduled_tokens.values()) for _ in range(4)]
+    counts = [step(scheduler, runner).counts for _ in range(4)]
     assert counts == [[1, 3], [4], [4], [1, 1]]
     assert late.sequences[0].num_output_tokens == 3
 
@@ -211,11 +212,11 @@ def test_admission_leaves_the_blocks_that_resumed_requests_lack():
     young = add(scheduler, "young", [1, 1, 1], max_tokens=5)
     late, preempted = None, []
     while scheduler.has_work:
-        decision, _ = step(scheduler, runner)
-        preempted += decision.preempted
-        if young in decision.preempted:
+        done = step(scheduler, runner)
+        preempted += done.preempted
+        if young in done.preempted:
             late = add(scheduler, "late", [1] * 5, max_tokens=3)
-        if young in decision.resumed:
+        if young in done.resumed:
             # Its next token opens a block, and all others that are free would be those of the late request.
             assert scheduler._lack(young) == 1 and late in scheduler.waiting
     assert preempted == [young]
@@ -227,9 +228,9 @@ def test_admission_leaves_the_blocks_that_two_resumed_requests_lack():
         add(scheduler, name, [1] * length, max_tokens=max_tokens)
     preempted = []
     while scheduler.has_work:
-        decision, _ = step(scheduler, runner)
-        preempted += [request.request_id for request in decision.preempted]
-        if len(preempted) == 1 and decision.preempted:
+        done = step(scheduler, runner)
+        preempted += [request.request_id for request in done.preempted]
+        if len(preempted) == 1 and done.preempted:
             add(scheduler, "late", [1, 1, 1], max_tokens=3)
     assert preempted == ["young", "middle", "young"], "late would be let in for no more than a step"
 
@@ -238,9 +239,9 @@ def test_a_victim_of_one_block_is_swapped_too():
     scheduler, runner = make(blocks=2, size=8, host=1, preemption="swap")
     add(scheduler, "old", [1, 2, 3, 4, 5, 6, 7], max_tokens=4)
     young = add(scheduler, "young", [5, 6], max_tokens=4)
-    while not (decision := step(scheduler, runner)[0]).preempted:
+    while not (done := step(scheduler, runner)).preempted:
         pass
-    assert decision.preempted == [young] and scheduler.num_swapped_blocks == 1
+    assert done.preempted == [young] and scheduler.num_swapped_blocks == 1
     drain(scheduler, runner)
 
 
@@ -254,10 +255,10 @@ def test_a_victim_is_swapped_if_there_is_room_and_it_costs_less_than_computing_a
     add(scheduler, "old", [1, 2, 3, 4, 5, 6, 7], max_tokens=4)
     young = add(scheduler, "young", [5, 6, 7, 8, 9], max_tokens=4)
     scheduler.num_swapped_blocks = 5
-    while not (decision := step(scheduler, runner)[0]).preempted:
+    while not (done := step(scheduler, runner)).preempted:
         computed = young.sequences[0].num_computed_tokens
-    assert decision.preempted == [young] and computed == 6
-    assert bool(decision.swap_out) == swaps and scheduler.num_swapped_blocks == 5 + 2 * swaps
+    assert done.preempted == [young] and computed == 6
+    assert bool(done.plan.swap_out) == swaps and scheduler.num_swapped_blocks == 5 + 2 * swaps
     drain(scheduler, runner)
 
 
@@ -326,7 +327,7 @@ def test_cached_tokens_are_those_of_the_first_admission():
     old = add(scheduler, "old", [40], max_tokens=14)
     again = add(scheduler, "again", prompt, max_tokens=2)
     most = 0
-    while not step(scheduler, runner)[0].preempted:
+    while not step(scheduler, runner).preempted:
         most = max(most, again.sequences[0].num_computed_tokens)
         assert again.sequences[0].num_cached_tokens == 8
     assert 8 < most < len(prompt), "it is preempted between two chunks of its prompt"
@@ -340,8 +341,8 @@ def admitted(scheduler, runner):
     """The requests in the order of their first step."""
     order = {}
     while scheduler.has_work:
-        decision, _ = step(scheduler, runner)
-        order |= dict.fromkeys(sequence.request.request_id for sequence in decision.num_scheduled_tokens)
+        done = step(scheduler, runner)
+        order |= dict.fromkeys(request.request_id for request in done.served)
     return list(order)
 
 
@@ -384,13 +385,16 @@ def test_logits_that_are_not_finite_end_their_request_alone(where):
     if where != "prompt":
         step(scheduler, runner)
         step(scheduler, runner)
-    decision = scheduler.schedule()
-    results = list(runner.step(decision))
-    at = max(i for i, sequence in enumerate(decision.num_scheduled_tokens) if sequence.request is bad)
+    plan = scheduler.schedule()
+    samples, prompt = runner.step(plan)
+    at = max(i for i, scheduled in enumerate(plan.rows) if scheduler.rows[scheduled.row].request is bad)
     at -= where == "output"
     wrong = Sample(3, math.nan, 1)
-    results[at] = SequenceResult([] if where == "prompt" else [wrong], [wrong] if where == "prompt" else [])
-    advanced = scheduler.update(decision, results)
+    if where == "prompt":
+        prompt[at] = [wrong]
+    else:
+        samples[at] = wrong
+    advanced = list(scheduler.commit(plan, StepResult(samples, prompt)).advanced)
     assert {(s.finish_reason, s.stop_reason) for s in bad.sequences} == {(FinishReason.ERROR, NON_FINITE)}
     assert set(bad.sequences) <= set(advanced) and len(advanced) == len(set(advanced))
     assert last.sequences[0] in advanced
@@ -405,10 +409,10 @@ def test_a_beam_whose_logits_are_not_finite_ends_its_search():
     scheduler, runner = make()
     request = scheduler.add("0", [1], BeamSearchParams(beam_width=3, max_tokens=5), seed=0)
     step(scheduler, runner)
-    decision = scheduler.schedule()
-    results = list(runner.step(decision))
-    results[1] = SequenceResult([Sample(0, math.nan, 1, [3], [math.nan])])
-    advanced = scheduler.update(decision, results)
+    plan = scheduler.schedule()
+    samples = runner.step(plan).samples
+    samples[1] = Sample(0, math.nan, 1, [3], [math.nan])
+    advanced = scheduler.commit(plan, StepResult(samples)).advanced
     assert advanced == request.sequences and {s.stop_reason for s in advanced} == {NON_FINITE}
     assert not scheduler.has_work and scheduler.pool.num_used == 0
 
@@ -423,9 +427,9 @@ def test_after_a_failed_step_everything_is_computed_again(late):
         step(scheduler, runner)
     scheduler.finish(requests[1].sequences[0], FinishReason.STOP)
     lengths = [[s.num_tokens for s in request.sequences] for request in requests]
-    decision = scheduler.schedule()
+    plan = scheduler.schedule()
     if late:
-        runner.step(decision)
+        runner.step(plan)
     scheduler.recover()
     runner.recover()
     scheduler.check_invariants()
@@ -519,10 +523,10 @@ def test_a_request_comes_back_from_the_host_if_it_fits_to_the_block():
     add(scheduler, "old", [1], max_tokens=3)
     young = add(scheduler, "young", [2] * 5, max_tokens=3)
     for _ in range(3):
-        decision, _ = step(scheduler, runner)
-    assert decision.preempted == [young] and list(scheduler.requests) == ["young"]
-    decision, _ = step(scheduler, runner)
-    assert decision.resumed == [young] and scheduler.pool.num_used + scheduler._lack(young) == 4
+        done = step(scheduler, runner)
+    assert done.preempted == [young] and list(scheduler.requests) == ["young"]
+    done = step(scheduler, runner)
+    assert done.resumed == [young] and scheduler.pool.num_used + scheduler._lack(young) == 4
 
 
 def test_prefix_hits_add_up():
@@ -542,8 +546,8 @@ def test_a_newcomer_comes_before_the_second_request_of_another_client():
         add(scheduler, name, [1], client="a", max_tokens=1)
     order = []
     while scheduler.has_work:
-        decision, _ = step(scheduler, runner)
-        order += [sequence.request.request_id for sequence in decision.num_scheduled_tokens]
+        done = step(scheduler, runner)
+        order += [request.request_id for request in done.served]
         if order[-1] == "5":
             add(scheduler, "late", [1], client="b", max_tokens=1)
     assert order == ["0", "1", "2", "3", "4", "5", "late", "6", "7", "8"]
@@ -554,9 +558,9 @@ def test_beams_that_may_go_nowhere_end_as_they_are():
     request = scheduler.add("0", [1], BeamSearchParams(beam_width=2, max_tokens=5), seed=0)
     step(scheduler, runner)
     texts = [s.output_token_ids for s in request.sequences]
-    decision = scheduler.schedule()
-    results = [SequenceResult([Sample(0, 0.0, 1, [3], [-math.inf])]) for _ in runner.step(decision)]
-    assert scheduler.update(decision, results) == request.outputs
+    plan = scheduler.schedule()
+    samples = [Sample(0, 0.0, 1, [3], [-math.inf]) for _ in runner.step(plan).samples]
+    assert scheduler.commit(plan, StepResult(samples)).advanced == request.outputs
     assert [s.output_token_ids for s in request.outputs] == texts
     assert {s.finish_reason for s in request.outputs} == {FinishReason.STOP}
     assert not scheduler.has_work and scheduler.pool.num_used == 0
@@ -595,13 +599,75 @@ def test_any_traffic_gives_what_each_request_gives_alone(seed, blocks, size, seq
         assert_as_alone(request, scheduler.eos_token_ids)
 
 
+def test_a_block_that_was_partly_filled_at_a_reset_is_never_remembered():
+    scheduler, runner = make(size=4)
+    request = add(scheduler, "old", [1, 2, 3], max_tokens=9)
+    step(scheduler, runner)
+    scheduler.pool.reset_prefix_cache()
+    drain(scheduler, runner)
+    assert request.sequences[0].num_tokens == 12
+    assert scheduler.pool.match(request.sequences[0].tokens).num_tokens == 0
+    add(scheduler, "new", [1, 2, 3], max_tokens=9)
+    drain(scheduler, runner)
+    assert scheduler.pool.match(request.sequences[0].tokens).num_tokens == 8, "the same text, begun after the reset"
+
+
+def test_blocks_that_were_on_the_host_at_a_reset_are_never_remembered():
+    scheduler, runner = make(blocks=6, size=2, host=6, preemption="swap")
+    _, young = (add(scheduler, i, [1 + i] * 4, max_tokens=6) for i in range(2))
+    while young not in scheduler.waiting or not young.sequences[0].table.block_ids:
+        step(scheduler, runner)
+    scheduler.pool.reset_prefix_cache()
+    drain(scheduler, runner)
+    assert scheduler.num_swapped_blocks > 0
+    assert scheduler.pool.match(young.sequences[0].tokens).num_tokens == 0
+
+
+def test_a_sequence_that_ends_costs_one_row_of_the_step_in_flight():
+    scheduler, runner = make(seqs=1)
+    (last,) = generate([1, 2], 1)
+    first = scheduler.add("first", [1, 2], SamplingParams(max_tokens=9, stop_token_ids=[last]), seed=0)
+    second = add(scheduler, "second", [3], max_tokens=1)
+    plans = [scheduler.schedule() for _ in range(2)]
+    pending = [runner.dispatch(plan) for plan in plans]
+    assert [len(plan.rows) for plan in plans] == [1, 1]
+    assert scheduler.commit(plans[0], pending[0].result()).advanced == first.sequences
+    assert first.finished and scheduler.pool.num_used > 0, "the step in flight still writes its block"
+    assert scheduler.schedule() is None, "and its row is not free"
+    assert not scheduler.commit(plans[1], pending[1].result()).advanced
+    assert scheduler.pool.num_used == 0
+    drain(scheduler, runner)
+    assert first.sequences[0].output_token_ids == [last] and second.sequences[0].output_token_ids == generate([3], 1)
+
+
+def test_a_request_waits_for_the_samples_that_the_host_must_see():
+    """Others overlap, up to the last token that they may have."""
+
+    def in_flight(params, **options):
+        scheduler, runner = make(seqs=4)
+        scheduler.add("0", [1, 2], params, seed=0, **options)
+        counts = []
+        while (plan := scheduler.schedule()) is not None:
+            runner.dispatch(plan)
+            counts.append(len(plan.rows))
+        return counts
+
+    assert in_flight(SamplingParams(max_tokens=3)) == [1, 1, 1]
+    assert in_flight(SamplingParams(max_tokens=3, min_tokens=2)) == [1, 1, 1], "its mask follows from the length alone"
+    assert in_flight(SamplingParams(max_tokens=3), bad_words=((7,),)) == [1, 1, 1], "a bias"
+    assert in_flight(SamplingParams(max_tokens=3), bad_words=((7, 8),)) == [1]
+    assert in_flight(SamplingParams(max_tokens=3, n=2)) == [1]
+    assert in_flight(BeamSearchParams(beam_width=2, max_tokens=3)) == [1]
+
+
 def test_the_fake_runner_notices_a_wrong_block():
     """Otherwise none of the above would prove anything."""
     scheduler, runner = make()
     request = add(scheduler, 0, [1, 2, 3, 4, 5], max_tokens=4)
     step(scheduler, runner)
-    table = request.sequences[0].table
-    table.block_ids[0] = scheduler.pool.allocate()
+    (sequence,) = request.sequences
+    sequence.table.block_ids[0] = scheduler.pool.allocate()
+    scheduler.rows.change(sequence, 0, 1)
     with pytest.raises(AssertionError, match="did not write"):
         runner.step(scheduler.schedule())
     assert next_token([1, 2]) == next_token([1, 2]) != next_token([2, 1])

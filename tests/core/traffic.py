@@ -1,13 +1,16 @@
 """Requests of every kind over a fake runner, and what each of them gives alone."""
 
+import pickle
 import random
+from typing import NamedTuple
 
 from jpaged.config import Limits
 from jpaged.core.beam import Beam, BeamSearch
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.params import BeamSearchParams, SamplingParams
+from jpaged.core.plan import StepPlan
 from jpaged.core.request import FinishReason, Request, Sequence
-from jpaged.core.scheduler import ScheduleDecision, Scheduler
+from jpaged.core.scheduler import Committed, Scheduler
 from tests.fake_runner import VOCAB, FakeRunner, beams, next_token, prompt_samples
 
 
@@ -16,26 +19,57 @@ def make(blocks=16, size=4, *, seqs=4, tokens=16, length=64, cache=True, eos=(),
     host_pool = BlockPool(host, size, enable_prefix_caching=False) if host else None
     limits = Limits(length, seqs, tokens)
     scheduler = Scheduler(pool, limits, vocab_size=VOCAB, eos_token_ids=eos, host_pool=host_pool, **options)
-    return scheduler, FakeRunner(blocks, size, host)
+    return scheduler, FakeRunner(blocks, size, host, scheduler=scheduler)
 
 
-def schedule(scheduler: Scheduler) -> ScheduleDecision:
-    decision = scheduler.schedule()
+def schedule(scheduler: Scheduler) -> StepPlan | None:
+    in_flight = len(scheduler._in_flight)
+    plan = scheduler.schedule()
     scheduler.check_invariants()
-    assert decision.num_tokens <= scheduler.limits.max_num_batched_tokens
-    assert len(decision.num_scheduled_tokens) <= scheduler.limits.max_num_seqs
-    assert all(count > 0 for count in decision.num_scheduled_tokens.values())
-    assert not decision.idle or not scheduler.has_work, "a step that does nothing would last for ever"
-    return decision
+    if plan is None:
+        assert in_flight or not scheduler.has_work, "there is work, and none of it is scheduled"
+        return None
+    assert plan.num_tokens <= scheduler.limits.max_num_batched_tokens
+    assert len(plan.rows) <= scheduler.limits.max_num_seqs
+    assert all(scheduled.num_tokens > 0 for scheduled in plan.rows)
+    assert pickle.loads(pickle.dumps(plan)) == plan
+    return plan
 
 
-def step(scheduler: Scheduler, runner: FakeRunner) -> tuple[ScheduleDecision, list[Sequence]]:
-    decision = schedule(scheduler)
-    ends = {s: s.num_computed_tokens + count for s, count in decision.num_scheduled_tokens.items()}
-    advanced = scheduler.update(decision, runner.step(decision))
-    assert all(s.num_computed_tokens == end for s, end in ends.items() if s in s.request.live)
+class Step(NamedTuple):
+    """A step that has been committed."""
+
+    plan: StepPlan
+    committed: Committed
+
+    @property
+    def counts(self) -> list[int]:
+        return [scheduled.num_tokens for scheduled in self.plan.rows]
+
+    @property
+    def served(self) -> list[Request]:
+        return list(self.committed.served)
+
+    @property
+    def preempted(self) -> list[Request]:
+        return [request for request, _ in self.committed.preempted]
+
+    @property
+    def resumed(self) -> list[Request]:
+        return list(self.committed.resumed)
+
+    @property
+    def advanced(self) -> list[Sequence]:
+        return list(self.committed.advanced)
+
+
+def step(scheduler: Scheduler, runner: FakeRunner) -> Step:
+    """Run one step alone; there must be work."""
+    plan = schedule(scheduler)
+    assert plan is not None
+    committed = scheduler.commit(plan, runner.step(plan))
     scheduler.check_invariants()
-    return decision, advanced
+    return Step(plan, committed)
 
 
 def most_steps(request: Request) -> int:
@@ -61,7 +95,7 @@ def assert_nothing_leaked(scheduler: Scheduler) -> None:
     scheduler.check_invariants()
     for pool in (scheduler.pool, scheduler.host_pool):
         assert pool is None or pool.num_used == 0, f"{pool.num_used} blocks are never given back"
-    assert len(scheduler._free_rows) == scheduler.limits.max_num_seqs
+    assert scheduler.rows.num_free == scheduler.limits.max_num_seqs
 
 
 def draw(rng: random.Random, scheduler: Scheduler, longest: int = 12):

@@ -20,7 +20,7 @@ from jpaged.config import EngineConfig, Limits, ModelConfig
 from jpaged.core.beam import BeamSearch
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.params import BeamSearchParams, SamplingParams
-from jpaged.core.request import Sample
+from jpaged.core.plan import Sample
 from jpaged.core.scheduler import Scheduler
 from jpaged.engine import Engine
 from jpaged.model.llama import Llama
@@ -95,7 +95,8 @@ def generate(model: Llama, implementation: Implementation, workload: dict, block
         engine, requests, steps, copies = Engine(scheduler, runner), [], 0, 0
         while engine.has_work or steps <= max(workload):
             requests += [engine.add(f"{steps}.{i}", *one) for i, one in enumerate(workload.get(steps, ()))]
-            copies += len(engine.step().decision.block_copies)
+            plan = engine.step().plan
+            copies += len(plan.block_copies) if plan else 0
             steps += 1
     scheduler.check_invariants()
     outputs = [sequence for request in requests for sequence in request.outputs]

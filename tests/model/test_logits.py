@@ -12,12 +12,13 @@ from flax import nnx
 from jpaged.config import Limits, ModelConfig, RopeConfig
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.params import SamplingParams
-from jpaged.core.request import Sample, SequenceResult
+from jpaged.core.plan import Done, Sample, StepResult
 from jpaged.core.scheduler import Scheduler
 from jpaged.engine import Engine
 from jpaged.model.weights import load_safetensors
-from jpaged.runtime.batch import Buckets, make_batch
+from jpaged.runtime.batch import Buckets, Layout, make_batch
 from jpaged.runtime.kv_cache import allocate_pool
+from jpaged.runtime.row_table import RowTable
 from jpaged.runtime.step import forward
 from pallas_kernels import rotate, select
 from tests import checkpoints
@@ -28,15 +29,15 @@ BLOCK = 8
 
 
 class LogitsRunner:
-    """Runs decisions through the model's paged forward, keeps the logits of every position, samples greedily."""
+    """Runs plans through the model's paged forward, keeps the logits of every position, samples greedily."""
 
     def __init__(self, model, num_blocks: int, buckets: Buckets, width: int):
         kernels = select("reference", platform="cpu", device_kind="cpu", compute_capability=None, dtype="float32",
                          head_dim=model.config.head_dim, num_heads=1, num_kv_heads=1, block_size=BLOCK)  # fmt: skip
         self.pool = allocate_pool(model.config, num_blocks, BLOCK, kernels.head_dim, "float32", jax.devices()[0])
-        self.buckets, self.width = buckets, width
+        self.buckets, self.rows, self.last = buckets, RowTable(1, width, BLOCK), 0
+        self.layouts = {bucket: Layout(bucket, width) for bucket in buckets.all}
         self.logits: dict[int, np.ndarray] = {}
-        self.vocab_size = model.config.vocab_size
 
         def run(pool, batch, decode):
             x, pool = forward(model, pool, batch, kernels, decode=decode)
@@ -44,18 +45,16 @@ class LogitsRunner:
 
         self.run = jax.jit(run, static_argnums=2)
 
-    def step(self, decision):
-        bucket, batch = make_batch(decision, self.buckets, BLOCK, self.width, self.vocab_size)
+    def dispatch(self, plan, make_masks=None):
+        self.rows.apply(plan)
+        bucket, _, batch, *_ = make_batch(plan, self.rows, self.buckets, self.layouts)
+        batch = batch._replace(decodes=batch.decodes != 0, tokens=np.where(batch.tokens < 0, self.last, batch.tokens))
         logits, self.pool = self.run(self.pool, batch, bucket.decode)
         logits = np.asarray(logits)
-        for position, row in zip(batch.positions[: decision.num_tokens], logits):
+        for position, row in zip(batch.positions[: plan.num_tokens], logits):
             self.logits[int(position)] = row
-        last = batch.cu_q_lens[1 : 1 + len(decision.num_scheduled_tokens)] - 1
-        counts = decision.num_scheduled_tokens.items()
-        return [
-            SequenceResult([Sample(token, 0.0)] * sequence.num_samples(count))
-            for (sequence, count), token in zip(counts, logits[last].argmax(-1).tolist())
-        ]
+        self.last = int(logits[plan.num_tokens - 1].argmax(-1))
+        return Done(StepResult([Sample(self.last, 0.0)] * plan.rows[0].num_samples))
 
     def recover(self):
         """The pool is not donated, so nothing is lost."""

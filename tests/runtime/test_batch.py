@@ -1,6 +1,6 @@
 """The arrays of a step, slot by slot, and the ladder of shapes."""
 
-import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,12 +9,49 @@ from hypothesis import strategies as st
 from jpaged.config import Limits
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.params import BeamSearchParams, SamplingParams
-from jpaged.core.request import Sample, SequenceResult
+from jpaged.core.plan import Sample, StepResult
 from jpaged.core.scheduler import Scheduler
-from jpaged.runtime.batch import Bucket, Buckets, empty_batch, ladder, make_batch
-from jpaged.runtime.masks import Masks
+from jpaged.masks import Masks
+from jpaged.runtime.batch import Bucket, Buckets, Layout, ladder, make_batch
+from jpaged.runtime.row_table import SCALARS, RowTable
+from jpaged.runtime.step import sampling_of
 
 LIMITS = Limits(max_model_len=32, max_num_seqs=4, max_num_batched_tokens=24)
+
+
+class Lab:
+    """A scheduler, and a table of rows that its plans change.
+
+    Attributes:
+        plan, bucket, batch: of the last step; `scalars` are those of its samples, and `sampling` is what they become.
+    """
+
+    def __init__(self, limits: Limits = LIMITS, **options):
+        self.scheduler = Scheduler(BlockPool(16, 4), limits, vocab_size=100, **options)
+        self.rows, self.buckets = RowTable(limits.max_num_seqs, 8, 4), Buckets(limits)
+        self.layouts = {bucket: Layout(bucket, 8) for bucket in self.buckets.all}
+
+    def add(self, name, prompt, params=None, seed=0, **options):
+        return self.scheduler.add(name, prompt, params or SamplingParams(), seed=seed, **options)
+
+    def schedule(self):
+        self.plan = self.scheduler.schedule()
+        self.rows.apply(self.plan)
+        self.made = make_batch(self.plan, self.rows, self.buckets, self.layouts)
+        self.bucket, self.batch = self.made.bucket, self.made.batch
+        self.scalars = self.batch.scalars.view(SCALARS)[:, 0]
+        batch, at = self.batch, self.batch.sampled_from
+        added = [batch.sample_rows, batch.masked, batch.positions[at] + 1, batch.tokens[at]]
+        self.sampling = sampling_of(jnp.hstack([batch.scalars, np.stack(added, axis=1)]), None)
+        return batch
+
+    def commit(self, *tokens, prompt=()):
+        samples = [Sample(token, -1.0) for token in tokens]
+        known = {0: [Sample(token, -1.0) for token in prompt]} if prompt else {}
+        self.scheduler.commit(self.plan, StepResult(samples, known))
+
+    def tables(self):
+        return [self.scheduler.rows[scheduled.row].table for scheduled in self.plan.rows]
 
 
 def test_ladder():
@@ -59,15 +96,17 @@ def test_no_shape_has_a_single_row():
 
 
 def test_a_mixed_batch():
-    scheduler = Scheduler(BlockPool(16, 4), LIMITS, vocab_size=100)
-    scheduler.add("a", [1, 2, 3, 4, 5], SamplingParams(temperature=0.5, top_k=7, top_p=0.9, min_p=0.1), seed=2**33 + 5)
-    scheduler.add("b", [6], SamplingParams(temperature=1e-7), seed=-1)
-    scheduler.update(scheduler.schedule(), [SequenceResult([Sample(token, 0.0)]) for token in (50, 51)])
-    scheduler.add("c", list(range(10, 19)), SamplingParams(), seed=-1)
-    bucket, batch = make_batch(scheduler.schedule(), Buckets(LIMITS), 4, 8, 100)
-    assert bucket == Bucket(24, 4, False)
-    a, b, c = (r.sequences[0].table for r in scheduler.running)
-    assert batch.tokens.tolist() == [50, 51, *range(10, 19)] + [0] * 13
+    lab = Lab()
+    lab.add("a", [1, 2, 3, 4, 5], SamplingParams(temperature=0.5, top_k=7, top_p=0.9, min_p=0.1), seed=2**33 + 5)
+    lab.add("b", [6], SamplingParams(temperature=1e-7), seed=-1)
+    lab.schedule()
+    lab.commit(50, 51)
+    lab.add("c", list(range(10, 19)), seed=-1)
+    batch = lab.schedule()
+    assert lab.bucket == Bucket(24, 4, False)
+    a, b, c = lab.tables()
+    row_a, row_b, row_c = (scheduled.row for scheduled in lab.plan.rows)
+    assert batch.tokens.tolist() == [-1 - row_a, -1 - row_b, *range(10, 19)] + [0] * 13
     assert batch.positions.tolist() == [5, 1, *range(9)] + [0] * 13
     assert batch.slot_mapping.tolist() == [a.slot(5), b.slot(1), *(c.slot(i) for i in range(9))] + [-1] * 13
     assert batch.context_lens.tolist() == [6, 2, 9, 0]
@@ -75,75 +114,135 @@ def test_a_mixed_batch():
     assert [batch.block_tables[i, : len(t.block_ids)].tolist() for i, t in enumerate((a, b, c))] == [
         t.block_ids for t in (a, b, c)
     ]
-    assert batch.sampled_from.tolist() == [0, 1, 10, 0]
-    sampling = batch.sampling
-    assert sampling.positions.tolist() == [6, 2, 9, 0]
-    assert sampling.temperature.tolist() == [0.5, 0.0, 1.0, 0.0] and sampling.top_k.tolist() == [7, 0, 0, 0]
-    np.testing.assert_allclose(sampling.top_p, [0.9, 1, 1, 1])
-    np.testing.assert_allclose(sampling.min_p, [0.1, 0, 0, 0])
+    assert batch.sampled_from.tolist() == [0, 1, 10, 0] and batch.sample_rows.tolist() == [row_a, row_b, row_c, -1]
+    sampling, scalars = lab.sampling, lab.scalars
+    assert sampling.positions[:3].tolist() == [6, 2, 9]
+    assert scalars["temperature"].tolist() == [0.5, 0.0, 1.0, 0.0] and scalars["top_k"].tolist() == [7, 0, 0, 0]
+    np.testing.assert_allclose(scalars["top_p"], [0.9, 1, 1, 1])
+    np.testing.assert_allclose(scalars["min_p"], [0.1, 0, 0, 0])
     assert sampling.seeds.tolist() == [[2, 5], [0, 0], [2**32 - 1, 2**32 - 1], [0, 0]]
-    assert not (sampling.stateful.any() or sampling.masked.any() or sampling.beam.any() or sampling.num_top.any())
+    assert not any(scalars[name].any() for name in ("stateful", "beam", "num_top")) and not batch.masked.any()
+
+
+def test_the_device_reads_what_the_host_wrote():
+    """Each scalar in its own column, with its own dtype."""
+    lab = Lab()
+    params = SamplingParams(
+        temperature=0.5, top_k=7, top_p=0.25, min_p=0.125, presence_penalty=0.5, frequency_penalty=-1.0,
+        repetition_penalty=1.5, logprobs=3,
+    )  # fmt: skip
+    lab.add("a", [1, 2, 3], params, seed=2**33 + 5)
+    lab.schedule()
+    first = {name: np.asarray(x)[0].tolist() for name, x in lab.sampling._asdict().items() if x is not None}
+    row = lab.plan.rows[0].row
+    assert first == {
+        "temperature": 0.5, "top_k": 7, "top_p": 0.25, "min_p": 0.125, "seeds": [2, 5], "positions": 3,
+        "presence": 0.5, "frequency": -1.0, "repetition": 1.5, "rows": row, "stateful": True, "counted": -1,
+        "beam": False, "masked": False, "num_top": 3,
+    }  # fmt: skip
+    padding = {name: np.asarray(x)[1].tolist() for name, x in lab.sampling._asdict().items() if x is not None}
+    assert padding["rows"] == -1 and padding["temperature"] == 0 and padding["repetition"] == padding["top_p"] == 1
+    assert not (padding["stateful"] or padding["masked"] or padding["beam"] or padding["num_top"])
 
 
 def test_several_samples_of_one_prompt():
-    scheduler = Scheduler(BlockPool(16, 4), LIMITS, vocab_size=100)
-    scheduler.add("a", [1, 2, 3], SamplingParams(n=3, logprobs=0), seed=2**64 - 1)
-    scheduler.add("b", [4], BeamSearchParams(beam_width=1, stop_token_ids=[7, 8]), seed=0)
-    bucket, batch = make_batch(scheduler.schedule(), Buckets(LIMITS), 4, 8, 100)
-    assert bucket == Bucket(24, 4, False)
-    assert batch.sampled_from.tolist() == [2, 2, 2, 3] and batch.sampling.positions.tolist() == [3, 3, 3, 1]
-    assert batch.sampling.seeds[:3].tolist() == [[2**32 - 1, 2**32 - 1], [0, 0], [0, 1]]
-    assert batch.sampling.num_top.tolist() == [1, 1, 1, 3], "a beam brings one that goes on beside two that may end it"
-    assert batch.sampling.beam.tolist() == [False, False, False, True]
+    lab = Lab()
+    lab.add("a", [1, 2, 3], SamplingParams(n=3, logprobs=0), seed=2**64 - 1)
+    lab.add("b", [4], BeamSearchParams(beam_width=1, stop_token_ids=[7, 8]))
+    batch = lab.schedule()
+    assert lab.bucket == Bucket(24, 4, False)
+    assert batch.sampled_from.tolist() == [2, 2, 2, 3] and lab.sampling.positions.tolist() == [3, 3, 3, 1]
+    assert lab.sampling.seeds[:3].tolist() == [[2**32 - 1, 2**32 - 1], [0, 0], [0, 1]]
+    assert lab.scalars["num_top"].tolist() == [1, 1, 1, 3], "a beam brings one that goes on beside two that may end it"
+    assert lab.made.num_top.tolist() == [0, 0, 0, 3]
+    assert lab.scalars["beam"].tolist() == [0, 0, 0, 1]
 
 
 def test_a_prompt_row_is_never_a_decode_row():
     """Its chunk depends on the other requests, and its bits must not."""
-    scheduler = Scheduler(BlockPool(16, 4), LIMITS, vocab_size=100)
-    scheduler.add("a", [1], SamplingParams(n=3, max_tokens=4), seed=0)
-    decision = scheduler.schedule()
-    bucket, batch = make_batch(decision, Buckets(LIMITS), 4, 8, 100)
-    assert bucket == Bucket(24, 4, False) and batch.sampled_from.tolist() == [0] * 4 and not batch.decodes.any()
-    scheduler.update(decision, [SequenceResult([Sample(8, -1.0)] * 3)])
-    bucket, batch = make_batch(scheduler.schedule(), Buckets(LIMITS), 4, 8, 100)
-    assert bucket == Bucket(4, 4, True) and batch.decodes.tolist() == [True] * 3 + [False]
+    lab = Lab()
+    lab.add("a", [1], SamplingParams(n=3, max_tokens=4))
+    batch = lab.schedule()
+    assert lab.bucket == Bucket(24, 4, False) and batch.sampled_from.tolist() == [0] * 4 and not batch.decodes.any()
+    lab.commit(8, 8, 9)
+    batch = lab.schedule()
+    assert lab.bucket == Bucket(4, 4, True) and batch.decodes.tolist() == [1, 1, 1, 0]
+    assert batch.tokens.tolist() == [8, 8, 9, 0], "the host has chosen which branch continues with which sample"
+    lab.commit(1, 1, 1)
+    batch = lab.schedule()
+    assert batch.tokens.tolist() == [*(-1 - scheduled.row for scheduled in lab.plan.rows), 0]
 
 
 def test_decode_rows_of_a_mixed_step():
-    scheduler = Scheduler(BlockPool(16, 4), LIMITS, vocab_size=100)
-    scheduler.add("a", [1, 2], SamplingParams(max_tokens=4), seed=0)
-    scheduler.update(scheduler.schedule(), [SequenceResult([Sample(8, -1.0)])])
-    scheduler.add("b", [3], SamplingParams(max_tokens=4), seed=0)
-    scheduler.add("c", [4, 5], SamplingParams(max_tokens=4), seed=0)
-    bucket, batch = make_batch(scheduler.schedule(), Buckets(LIMITS), 4, 8, 100)
-    assert not bucket.decode and batch.decodes.tolist() == [True, False, False, False]
+    lab = Lab()
+    lab.add("a", [1, 2], SamplingParams(max_tokens=4))
+    lab.schedule()
+    lab.commit(8)
+    lab.add("b", [3], SamplingParams(max_tokens=4))
+    lab.add("c", [4, 5], SamplingParams(max_tokens=4))
+    batch = lab.schedule()
+    assert not lab.bucket.decode and batch.decodes.tolist() == [1, 0, 0, 0]
+
+
+def test_after_a_preemption_known_tokens_come_from_the_host():
+    """Also one that is a decode row in the middle of the output."""
+    lab = Lab(Limits(max_model_len=32, max_num_seqs=4, max_num_batched_tokens=4))
+    request = lab.add("a", [1, 2, 3], SamplingParams(max_tokens=9))
+    for token in (11, 12, 13, 14, 15):
+        lab.schedule()
+        lab.commit(token)
+    lab.scheduler.recover()
+    seen = []
+    for _ in range(2):
+        batch = lab.schedule()
+        seen += batch.tokens[: lab.plan.num_tokens].tolist()
+        lab.commit(*[16] * sum(scheduled.num_samples for scheduled in lab.plan.rows))
+    assert seen == [1, 2, 3, 11, 12, 13, 14, 15]
+    lab.schedule()
+    assert lab.batch.tokens[0] == -1 - request.sequences[0].row
+    lab.scheduler.recover()
+    lab.scheduler.limits = Limits(max_model_len=32, max_num_seqs=4, max_num_batched_tokens=3)
+    for expected in ([1, 2, 3], [11, 12, 13], [14, 15, 16]):
+        assert lab.schedule().tokens[:3].tolist() == expected
+        lab.commit(*[17] * sum(scheduled.num_samples for scheduled in lab.plan.rows))
+
+
+def test_one_known_token_is_a_decode_row():
+    lab = Lab()
+    lab.add("a", [1, 2, 3], SamplingParams(max_tokens=9))
+    for token in (11, 12):
+        lab.schedule()
+        lab.commit(token)
+    lab.scheduler.recover()
+    for limit, expected in ((4, [1, 2, 3, 11]), (1, [12])):
+        lab.scheduler.limits = Limits(max_model_len=32, max_num_seqs=4, max_num_batched_tokens=limit)
+        batch = lab.schedule()
+        assert batch.tokens[: len(expected)].tolist() == expected
+        lab.commit(*[13] * sum(scheduled.num_samples for scheduled in lab.plan.rows))
+    assert batch.decodes[0] == 1
 
 
 def test_state_masks_and_targets():
-    scheduler = Scheduler(BlockPool(16, 4), LIMITS, vocab_size=100, eos_token_ids=[2])
+    lab = Lab(eos_token_ids=[2])
     params = SamplingParams(
         prompt_logprobs=2, min_tokens=2, stop_token_ids=[40], presence_penalty=0.5, frequency_penalty=-1.0,
         repetition_penalty=1.5,
     )  # fmt: skip
-    scheduler.add("a", [1, 2, 3], params, seed=0, bad_words=((7,), (8, 9)))
-    results = [SequenceResult([Sample(8, -1.0)], [Sample(2, -1.0), Sample(3, -1.0)])]
-    for counted, forbidden, targets in ((-1, {2, 40}, [2, 3]), (8, {2, 40, 9}, []), (8, {9}, [])):
-        decision = scheduler.schedule()
-        bucket, batch = make_batch(decision, Buckets(LIMITS), 4, 8, 100)
-        assert bucket.decode == (not targets)
-        sampling = Masks(100).apply(decision, batch.sampling)
+    lab.add("a", [1, 2, 3], params, bad_words=((7,), (8, 9)))
+    prompt = [2, 3]
+    for is_output, forbidden, targets in ((False, {2, 40}, [2, 3]), (True, {2, 40, 9}, []), (True, {9}, [])):
+        batch = lab.schedule()
+        assert lab.bucket.decode == (not targets)
         assert batch.targets[batch.targets >= 0].tolist() == targets
-        assert (sampling.counted[0], sampling.stateful[0], sampling.masked[0]) == (counted, True, True)
-        assert sampling.rows[0] == scheduler.running.first.sequences[0].row
-        assert (sampling.presence[0], sampling.frequency[0], sampling.repetition[0]) == (0.5, -1.0, 1.5)
-        allowed = [t for t in range(128) if sampling.allowed_bits[0, t // 32] >> (t % 32) & 1]
-        assert allowed == sorted(set(range(100)) - forbidden)
-        scheduler.update(decision, results)
-        results = [SequenceResult([Sample(8, -1.0)])]
+        assert (int(lab.sampling.counted[0]) == -1) != is_output, "the token that it takes in, if that is output"
+        assert lab.scalars["stateful"][0] and batch.masked.tolist() == [1] + [0] * (len(batch.masked) - 1)
+        assert lab.plan.masked == ((lab.plan.rows[0].row, forbidden),) and lab.made.mask_of.tolist() == [0]
+        lab.commit(8, prompt=prompt)
+        prompt = []
 
 
 def test_targets_stand_at_the_rows_before_their_tokens():
-    scheduler = Scheduler(BlockPool(16, 4), LIMITS, vocab_size=100)
+    lab = Lab()
     asked, unasked = SamplingParams(prompt_logprobs=0), SamplingParams()
     for name, prompt, params in (
         ("a", [1, 2], unasked),
@@ -151,33 +250,38 @@ def test_targets_stand_at_the_rows_before_their_tokens():
         ("c", [6], unasked),
         ("d", [7, 8], asked),
     ):
-        scheduler.add(name, prompt, params, seed=0)
-    _, batch = make_batch(scheduler.schedule(), Buckets(LIMITS), 4, 8, 100)
-    assert batch.targets.tolist() == [-1, -1, 4, 5, -1, -1, 8, *[-1] * 17]
+        lab.add(name, prompt, params)
+    assert lab.schedule().targets.tolist() == [-1, -1, 4, 5, -1, -1, 8, *[-1] * 17]
+
+
+def test_targets_that_have_a_logprob_are_not_wanted_again():
+    lab = Lab(Limits(max_model_len=32, max_num_seqs=4, max_num_batched_tokens=16))
+    lab.add("a", [1, 2, 3, 4, 5], SamplingParams(prompt_logprobs=0))
+    lab.scheduler.limits = Limits(max_model_len=32, max_num_seqs=4, max_num_batched_tokens=3)
+    assert lab.schedule().targets[:3].tolist() == [2, 3, 4]
+    lab.commit(prompt=[2, 3, 4])
+    lab.scheduler.recover()
+    assert lab.schedule().targets[:3].tolist() == [-1] * 3
+    lab.commit()
+    assert lab.schedule().targets[:2].tolist() == [5, -1]
 
 
 def test_every_branch_draws_with_its_own_seed():
-    scheduler = Scheduler(BlockPool(16, 4), LIMITS, vocab_size=100)
-    scheduler.add("a", [1], SamplingParams(n=3, max_tokens=4), seed=5)
-    scheduler.update(scheduler.schedule(), [SequenceResult([Sample(8, -1.0)] * 3)])
-    _, batch = make_batch(scheduler.schedule(), Buckets(LIMITS), 4, 8, 100)
-    assert batch.sampling.seeds.tolist() == [[0, 5], [0, 6], [0, 7], [0, 0]]
+    lab = Lab()
+    lab.add("a", [1], SamplingParams(n=3, max_tokens=4), seed=5)
+    lab.schedule()
+    lab.commit(8, 8, 8)
+    lab.schedule()
+    assert lab.sampling.seeds.tolist() == [[0, 5], [0, 6], [0, 7], [0, 0]]
 
 
 @pytest.mark.parametrize("top_k, expected", [(-1, 0), (100, 100), (2**31 - 1, 2**31 - 1), (2**31, 0)])
 def test_top_k_beyond_int32_keeps_every_token(top_k, expected):
-    scheduler = Scheduler(BlockPool(16, 4), LIMITS, vocab_size=100)
-    scheduler.add("a", [1], SamplingParams(temperature=1e-5, top_k=top_k), seed=0)
-    _, batch = make_batch(scheduler.schedule(), Buckets(LIMITS), 4, 8, 100)
-    assert batch.sampling.top_k[0] == expected
-    assert batch.sampling.temperature[0] == np.float32(1e-5), "it is drawn, not greedy"
-
-
-def test_dtypes_are_those_of_the_fields():
-    batch = empty_batch(Buckets(LIMITS).all[0], 8, 100)
-    kinds = {name: array.dtype for name, array in batch._asdict().items() if name != "sampling"}
-    assert kinds.pop("decodes") == np.bool and set(kinds.values()) == {np.dtype(np.int32)}
-    assert (batch.targets == -1).all()
+    lab = Lab()
+    lab.add("a", [1], SamplingParams(temperature=1e-5, top_k=top_k))
+    lab.schedule()
+    assert lab.scalars["top_k"][0] == expected
+    assert lab.scalars["temperature"][0] == np.float32(1e-5), "it is drawn, not greedy"
 
 
 class Writer:
@@ -190,50 +294,35 @@ class Writer:
                 bits[row, token // 32] |= np.uint32(1 << token % 32)
 
 
-def test_masks_of_several_samples():
-    scheduler = Scheduler(BlockPool(16, 4), Limits(32, 6, 24), vocab_size=97)
-    late = {"min_tokens": 2, "stop_token_ids": [40], "max_tokens": 3}
-    constraints = {"free": None, "pair": None, "word": {5, 96}, "complete": {40}, "either": {7, 40}}
-    for name, params in (("free", {}), ("pair", {"n": 2, **late}), ("word", {}), ("complete", late), ("either", late)):
-        request = scheduler.add(name, [1], SamplingParams(**params), seed=0)
-        request.sequences[0].constraint = constraints[name]
-    decision, masks = scheduler.schedule(), Masks(97)
-    _, batch = make_batch(decision, Buckets(Limits(32, 6, 24)), 4, 8, 97)
+def test_masks():
+    masks, late = Masks(97), frozenset([40])
     masks._writer = Writer()
-    sampling = masks.apply(decision, batch.sampling)
-    assert sampling.masked.tolist() == [False, True, True, True, True, True]
-    allowed = [{t for t in range(128) if row[t // 32] >> (t % 32) & 1} for row in sampling.allowed_bits[1:]]
-    assert allowed[:2] == [{*range(97)} - {40}] * 2 and allowed[2] == {5, 96}
-    assert allowed[3:] == [{40}, {7}], "a text that is complete ends, however short, and one that may go on does"
+    rows = [(None, late), ({5, 96}, frozenset()), ({40}, late), ({7, 40}, late), (None, late)]
+    bits = masks.write(rows)
+    allowed = [{t for t in range(128) if row[t // 32] >> (t % 32) & 1} for row in bits]
+    assert allowed[0] == allowed[4] == {*range(97)} - {40} and allowed[1] == {5, 96}
+    assert allowed[2:4] == [{40}, {7}], "a text that is complete ends, however short, and one that may go on does"
 
 
 def test_masks_of_branches_alone():
     """Neither of the row before them, nor of the one after them."""
-    scheduler = Scheduler(BlockPool(16, 4), Limits(32, 6, 24), vocab_size=97)
+    lab = Lab(Limits(32, 6, 24))
     late = {"min_tokens": 2, "stop_token_ids": [40], "max_tokens": 3}
-    for name, params in (("before", {}), ("pair", {"n": 2, **late}), ("after", {})):
-        scheduler.add(name, [1], SamplingParams(**params), seed=0)
-    decision = scheduler.schedule()
-    _, batch = make_batch(decision, Buckets(Limits(32, 6, 24)), 4, 8, 97)
-    masked = Masks(97).apply(decision, batch.sampling).masked
-    assert masked.tolist() == [False, True, True, False, False, False]
-
-
-def test_masks_without_anything_forbidden_leave_the_sampling_as_it_is():
-    scheduler = Scheduler(BlockPool(16, 4), LIMITS, vocab_size=97)
-    scheduler.add("a", [1], SamplingParams(), seed=0)
-    decision = scheduler.schedule()
-    _, batch = make_batch(decision, Buckets(LIMITS), 4, 8, 97)
-    assert Masks(97).apply(decision, batch.sampling) is batch.sampling
+    for name, params in (("before", {}), ("pair", {"n": 2, **late}), ("after", {}), ("last", late)):
+        lab.add(name, [1], SamplingParams(**params))
+    batch = lab.schedule()
+    assert batch.masked.tolist() == [0, 1, 1, 0, 1, 0] and lab.made.mask_of.tolist() == [-1, 0, 0, -1, 1]
+    assert [row for row, _ in lab.plan.masked] == [lab.plan.rows[1].row, lab.plan.rows[3].row]
 
 
 @pytest.mark.parametrize("bucket", Buckets(LIMITS).all)
-def test_dtypes_do_not_depend_on_the_content(bucket):
-    """Otherwise a step would compile again."""
-    scheduler = Scheduler(BlockPool(64, 4), LIMITS, vocab_size=100)
-    for i in range(4):
-        scheduler.add(str(i), [1] * (1 + i), SamplingParams(seed=2**63), seed=2**63)
-    _, full = make_batch(scheduler.schedule(), Buckets(LIMITS), 4, 8, 100)
-    empty = empty_batch(bucket, 8, 100)
-    assert [x.dtype for x in jax.tree.leaves(full)] == [x.dtype for x in jax.tree.leaves(empty)]
-    assert len(empty.tokens) == bucket.num_tokens and len(empty.context_lens) == bucket.num_seqs
+def test_a_layout_unpacks_what_it_packs(bucket):
+    layout = Layout(bucket, 8)
+    buffer, batch = layout.empty()
+    assert buffer.dtype == np.int32 and all(np.shares_memory(array, buffer) for array in batch)
+    assert sum(array.size for array in batch) == buffer.size
+    assert len(batch.tokens) == bucket.num_tokens and len(batch.context_lens) == bucket.num_seqs
+    for i, array in enumerate(batch):
+        array[...] = i
+    assert [np.unique(array).tolist() for array in layout.unpack(buffer)] == [[i] for i in range(len(batch))]
+    assert (layout.empty()[1].targets == -1).all(), "padding is not written over"

@@ -13,17 +13,14 @@ from flax import nnx
 
 from jpaged import LLM, BeamSearchParams, ModelConfig, SamplingParams
 from jpaged.config import EngineConfig, Limits
-from jpaged.core.bad_words import BadWords
-from jpaged.core.block_pool import BlockPool
-from jpaged.core.block_table import BlockTable
-from jpaged.core.request import Request, Sequence
-from jpaged.core.scheduler import ScheduleDecision
+from jpaged.core.plan import Admitted, StepPlan
 from jpaged.model.weights import abstract_llama, dummy_llama
 from jpaged.runtime import kv_cache
 from jpaged.runtime import runner as runner_module
-from jpaged.runtime.batch import Bucket, empty_batch
+from jpaged.runtime.batch import Bucket, Layout
 from jpaged.runtime.compilation_cache import cache_folder
 from jpaged.runtime.kv_cache import block_bytes
+from jpaged.runtime.row_table import NUM_SCALARS
 from jpaged.runtime.runner import ModelRunner, compute_capability, select_kernels
 from jpaged.runtime.sampling_state import empty_state
 from jpaged.runtime.step import Step, make_copy_blocks
@@ -135,8 +132,15 @@ def step_avals(llama: ModelConfig, dtype: str, bucket: Bucket):
     params, treedef = jax.tree.flatten(nnx.from_flat_state(leaves))
     shape = (POOL_BLOCKS, llama.num_key_value_heads, BLOCK, llama.head_dim)
     pool = [jax.ShapeDtypeStruct(shape, dtype)] * (2 * llama.num_hidden_layers)
-    state = jax.eval_shape(lambda: empty_state(bucket.num_seqs + 3, llama.vocab_size))  # no array of samples is like it
-    return graphdef, treedef, params, pool, state, empty_batch(bucket, 8, llama.vocab_size)
+    rows = bucket.num_seqs + 3  # no array of samples is like one of rows
+    state = jax.eval_shape(lambda: empty_state(rows, llama.vocab_size)), jax.ShapeDtypeStruct((rows,), jnp.int32)
+    return graphdef, treedef, params, pool, state, Layout(bucket, 8)
+
+
+def samples_of(bucket: Bucket, hidden) -> tuple:
+    """What `choose` takes beside its parameters and the arrays that it changes."""
+    bits = jax.ShapeDtypeStruct((bucket.num_seqs, -(-LLAMA.vocab_size // 32)), jnp.uint32)
+    return hidden, jax.ShapeDtypeStruct((bucket.num_seqs, NUM_SCALARS + 4), jnp.int32), bits
 
 
 def nbytes(tree) -> int:
@@ -174,17 +178,19 @@ BUCKETS = [Bucket(8, 8, True), Bucket(64, 8, False)]
 
 @pytest.mark.parametrize("bucket", BUCKETS, ids=["decode", "mixed"])
 def test_the_step_aliases_the_pool_and_copies_none_of_it_on_a_cpu(bucket):
-    graphdef, treedef, params, pool, state, batch = step_avals(LLAMA, "float32", bucket)
-    step = Step(graphdef, treedef, kernels_for("reference", "float32"))
-    lowered = step.forward.lower(params, pool, batch, bucket.decode)
-    assert (lowered.out_info[1] is None) == bucket.decode, "only a prompt's tokens may be scored"
+    graphdef, treedef, params, pool, (state, last), layout = step_avals(LLAMA, "float32", bucket)
+    step, buffer = Step(graphdef, treedef, kernels_for("reference", "float32"), {bucket: layout}), layout.empty()[0]
+    lowered = step.forward.lower(params, pool, last, buffer, bucket)
+    assert (lowered.out_info[0].x_td is None) == bucket.decode, "only a prompt's tokens may be scored"
     compiled, pool_bytes = lowered.compile(), POOL_BLOCKS * bytes_of_a_block("float32")
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes == pool_bytes
     assert memory.temp_size_in_bytes < pool_bytes / len(pool)
     assert copies(compiled.as_text(), pool[0].shape, "f32") == 0
-    compiled = step.choose.lower(params, state, lowered.out_info[0], batch.sampling).compile()
-    assert compiled.memory_analysis().alias_size_in_bytes == nbytes(state)
+    taken = samples_of(bucket, lowered.out_info[0].x_sd)
+    assert lowered.out_info[0].rows_sf.shape == taken[1].shape
+    compiled = step.choose.lower(params, state, last, *taken).compile()
+    assert compiled.memory_analysis().alias_size_in_bytes == nbytes((state, last))
     assert all(copies(compiled.as_text(), x.shape, name) == 0 for x, name in zip(state, ("s32", "pred", "f32")))
 
 
@@ -192,10 +198,11 @@ def test_the_step_aliases_the_pool_and_copies_none_of_it_on_a_cpu(bucket):
 def test_the_step_aliases_the_pool_and_copies_none_of_it_on_an_h200(bucket):
     if reason := deviceless.why_not():
         pytest.skip(reason)
-    graphdef, treedef, params, pool, _, batch = step_avals(LLAMA, "bfloat16", bucket)
-    step = Step(graphdef, treedef, kernels_for("mosaic", "bfloat16"))
+    graphdef, treedef, params, pool, (_, last), layout = step_avals(LLAMA, "bfloat16", bucket)
+    step = Step(graphdef, treedef, kernels_for("mosaic", "bfloat16"), {bucket: layout})
     compiled = deviceless.compile_for_h200(
-        lambda *args: step.forward(*args, bucket.decode), params, pool, batch, donate_argnums=1, figures=False,
+        lambda *args: step.forward(*args, bucket), params, pool, last, layout.empty()[0], donate_argnums=1,
+        figures=False,
     )  # fmt: skip
     pool_bytes = POOL_BLOCKS * bytes_of_a_block("bfloat16")
     assert compiled.aliased_bytes == pool_bytes
@@ -208,12 +215,14 @@ def test_choosing_aliases_its_state_and_copies_none_of_it_on_an_h200():
     if reason := deviceless.why_not():
         pytest.skip(reason)
     bucket = BUCKETS[0]
-    graphdef, treedef, params, _, state, batch = step_avals(LLAMA, "bfloat16", bucket)
-    step = Step(graphdef, treedef, kernels_for("mosaic", "bfloat16"))
+    graphdef, treedef, params, _, (state, last), layout = step_avals(LLAMA, "bfloat16", bucket)
+    step = Step(graphdef, treedef, kernels_for("mosaic", "bfloat16"), {bucket: layout})
     x_sd = jax.ShapeDtypeStruct((bucket.num_seqs, LLAMA.hidden_size), "bfloat16")
-    compiled = deviceless.compile_for_h200(step.choose, params, state, x_sd, batch.sampling, donate_argnums=1,
-                                           figures=False)  # fmt: skip
-    assert compiled.aliased_bytes == nbytes(state)
+    taken = samples_of(bucket, x_sd)
+    compiled = deviceless.compile_for_h200(
+        step.choose, params, state, last, *taken, donate_argnums=(1, 2), figures=False,
+    )  # fmt: skip
+    assert compiled.aliased_bytes == nbytes((state, last))
     assert all(compiled.copies_of(x.shape, x.dtype) == 0 for x in state)
 
 
@@ -269,7 +278,7 @@ def test_the_cost_of_a_swap_is_in_tokens_per_block(llm, monkeypatch):
     runner = llm.engine.runner
     tokens, blocks = runner.buckets.mixed[-1].num_tokens, TRANSFERS[-1]
     monkeypatch.setattr(runner_module, "_seconds", lambda run: run())
-    monkeypatch.setattr(runner, "_run", lambda *args: 0.25 * tokens)  # a quarter of a second for each token
+    monkeypatch.setattr(runner, "_run_padding", lambda *args: 0.25 * tokens)  # a quarter of a second for each token
     monkeypatch.setattr(runner, "_swap_there_and_back", lambda count: 2.0 * count)  # two seconds for each block
     assert blocks != tokens and runner.block_swap_cost() == 8.0
     assert llm.engine.scheduler.block_swap_cost > 0, "the scheduler is given the measured cost"
@@ -284,9 +293,8 @@ def runner(model):
 def test_a_step_writes_rows_of_the_sampling_state(runner):
     """The last token of the output is not counted yet: the step that takes it in does that."""
     params = SamplingParams(logit_bias={7: 2.0, 8: 1.0}, allowed_token_ids=[7, 8, 9])
-    request = Request("a", [5, 6], params, 0, 9, bad_words=BadWords([(8,)]))
-    sequence, before = Sequence(request, [5, 6, 7, 7, 9, 8], BlockTable(BlockPool(4, 8)), row=1), runner.state
-    runner.step(ScheduleDecision(row_writes=[sequence]))
+    admitted, before = Admitted(1, (5, 6, 7, 7, 9, 8), 2, params, 0, (), banned=(8,)), runner.state
+    runner.dispatch(StepPlan(admitted=(admitted,)))
     assert all(array.is_deleted() for array in before), "donated"
     counts, in_prompt, bias = (np.array(array) for array in runner.state)  # copies: a view could not be donated
     assert {token: int(counts[1, token]) for token in counts[1].nonzero()[0]} == {7: 2, 9: 1}
@@ -294,7 +302,7 @@ def test_a_step_writes_rows_of_the_sampling_state(runner):
     assert {token: float(bias[1, token]) for token in (bias[1] > -np.inf).nonzero()[0]} == {7: 2.0, 9: 0.0}
     assert not any(array[0].any() for array in (counts, in_prompt, bias)), "the other row is as it was"
     before = runner.state
-    runner.step(ScheduleDecision(row_copies={0: 1}))
+    runner.dispatch(StepPlan(row_copies=((1, 0),)))
     assert all(array.is_deleted() for array in before), "donated"
     for array, row in zip(runner.state, (counts[1], in_prompt[1], bias[1])):
         np.testing.assert_array_equal(array, [row, row])
@@ -346,7 +354,10 @@ def test_recovery_allocates_only_the_arrays_that_are_lost(runner):
     runner.recover()
     assert runner.pool is pool and runner.state is not state
     assert [(x.shape, x.dtype, bool(x.any())) for x in runner.state] == [(x.shape, x.dtype, False) for x in state]
-    runner.step(ScheduleDecision(swap_out=[[(2, 5)]]))
+    runner.last_tokens.delete()
+    runner.recover()
+    assert runner.last_tokens.tolist() == [0, 0]
+    runner.dispatch(StepPlan(swap_out=(((2, 5),),)))
     assert len(runner.host) == 1
 
 
@@ -368,10 +379,10 @@ def test_a_step_swaps_out_then_copies_then_swaps_in(runner):
     def blocks() -> list[list[float]]:
         return [array[:, 0, 0, 0].tolist() for array in runner.pool]
 
-    runner.step(ScheduleDecision(swap_out=[[(2, 5)]]))
-    runner.step(ScheduleDecision(swap_out=[[(1, 6)]], block_copies=[(0, 1)], swap_in=[(5, 0)]))
+    runner.dispatch(StepPlan(swap_out=(((2, 5),),)))
+    runner.dispatch(StepPlan(swap_out=(((1, 6),),), block_copies=((0, 1),), swap_in=((5, 0),)))
     assert blocks() == [[2, 0, 2, 3]] * len(runner.pool)
-    runner.step(ScheduleDecision(swap_in=[(6, 3)]))
+    runner.dispatch(StepPlan(swap_in=((6, 3),)))
     assert blocks() == [[2, 0, 2, 1]] * len(runner.pool)
 
 
@@ -434,10 +445,10 @@ def test_a_pool_that_cannot_be_allocated_is_an_error_in_one_line(model, monkeypa
 
 @pytest.mark.parametrize("message", ["RESOURCE_EXHAUSTED: Out of memory\nat a buffer", "INTERNAL: a fault"])
 def test_a_step_without_room_beside_the_pool_is_an_error_in_one_line(llm, monkeypatch, message):
-    def run(*_):
+    def run(*_, **__):
         raise jax.errors.JaxRuntimeError(message)
 
-    monkeypatch.setattr(llm.engine.runner, "_run", run)
+    monkeypatch.setattr(llm.engine.runner, "_run_padding", run)
     expected = (jax.errors.JaxRuntimeError, "^INTERNAL: a fault$") if "INTERNAL" in message else (
         ValueError, r"^num_gpu_blocks_override: .* \(RESOURCE_EXHAUSTED: Out of memory\)$"
     )  # fmt: skip

@@ -10,7 +10,7 @@ from flax import nnx
 
 from jpaged.config import ModelConfig
 from jpaged.model.weights import dummy_llama
-from jpaged.runtime.batch import Bucket, empty_batch
+from jpaged.runtime.batch import Bucket, Layout
 from jpaged.runtime.step import Step, forward
 from pallas_kernels import Kernels
 
@@ -43,7 +43,7 @@ class Ops:
 @pytest.mark.parametrize("decode", [True, False])
 def test_each_layer_writes_and_attends_to_its_own_arrays(decode):
     ops, pool = Ops(), [jnp.full((2, 1, 4, LLAMA.head_dim), float(i)) for i in range(6)]
-    batch = empty_batch(Bucket(8, 4, decode), 2, LLAMA.vocab_size)
+    _, batch = Layout(Bucket(8, 4, decode), 2).empty()
     model = dummy_llama(LLAMA, "float32", seed=0)
     x_td, returned = forward(model, pool, batch, ops.kernels(), decode=decode)
     assert x_td.shape == (8, LLAMA.hidden_size)
@@ -77,8 +77,15 @@ def test_only_a_decode_step_uses_the_decode_op(decode):
     graphdef, params = nnx.split(dummy_llama(LLAMA, "float32", seed=0))
     leaves, treedef = jax.tree.flatten(params)
     pool = [jnp.zeros((2, 1, 4, LLAMA.head_dim)) for _ in range(6)]
-    batch = empty_batch(Bucket(8, 4, decode), 2, LLAMA.vocab_size)
-    x_sd, x_td, pool = Step(graphdef, treedef, kernels).forward(leaves, pool, batch, decode)
+    bucket = Bucket(8, 4, decode)
+    layouts = {bucket: Layout(bucket, 2)}
+    buffer, batch = layouts[bucket].empty()
+    batch.tokens[:3] = 5, -2, -1  # the last samples of rows 1 and 0
+    batch.sampled_from[:] = 1, 0, 2, 3
+    step = Step(graphdef, treedef, kernels, layouts)
+    (x_sd, rows_sf, x_td, targets_t), pool = step.forward(leaves, pool, jnp.array([30, 31]), buffer, bucket)
+    assert rows_sf[:, -1].tolist() == [31, 5, 30, 0] and rows_sf[:, :-4].tolist() == batch.scalars.tolist()
+    assert targets_t is None if decode else targets_t.tolist() == batch.targets.tolist()
     assert called == ["decode" if decode else "ragged"] * 3
     assert x_sd.shape == (4, LLAMA.hidden_size) and len(pool) == 6
     assert x_td is None if decode else x_td.shape == (8, LLAMA.hidden_size)

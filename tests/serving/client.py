@@ -8,7 +8,7 @@ import aiohttp
 from aiohttp.test_utils import TestServer
 
 from jpaged.config import EngineConfig
-from jpaged.core.scheduler import ScheduleDecision
+from jpaged.core.scheduler import Committed
 from jpaged.engine import StepOutput
 from jpaged.load import load_engine
 from jpaged.serving.app import make_app
@@ -71,7 +71,7 @@ class Client:
     @asynccontextmanager
     async def held(self):
         """Within it the engine's steps do nothing, so that no request ends by itself."""
-        nothing = StepOutput(ScheduleDecision(), [], [])
+        nothing = StepOutput(None, Committed(), [], [])
         await self.service.engine.call(lambda e: setattr(e, "step", lambda: nothing))
         yield
         await self.service.engine.call(lambda e: delattr(e, "step"))

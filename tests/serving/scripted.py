@@ -11,15 +11,17 @@ import asyncio
 import re
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
+import numpy as np
 from tokenizers import Tokenizer
 
 from jpaged.cli.serve import add_flags, bound_sockets, server_config, tls_context
 from jpaged.config import Limits, ModelConfig
 from jpaged.core.block_pool import BlockPool
-from jpaged.core.request import Request, Sample, Sequence, SequenceResult
-from jpaged.core.scheduler import ScheduleDecision, Scheduler
+from jpaged.core.plan import Admitted, Done, Sample, StepPlan, StepResult
+from jpaged.core.scheduler import Scheduler
 from jpaged.demo import DIRECTORY
 from jpaged.engine import Engine
 from jpaged.serving.logs import logging_to
@@ -42,6 +44,19 @@ def logprob(token: int) -> float:
     return -(token + 1) / 2048
 
 
+@dataclass
+class _Row:
+    """A sequence, as far as plans tell of it."""
+
+    admitted: Admitted
+    output: list[int]
+    branch: int = 0
+
+    @property
+    def prompt(self) -> list[int]:
+        return list(self.admitted.token_ids[: self.admitted.num_prompt_tokens])
+
+
 class ScriptedRunner:
     """Computes nothing.
 
@@ -53,59 +68,70 @@ class ScriptedRunner:
     def __init__(self, tokenizer: Tokenizer, eos: int, step_seconds: float):
         self._tokenizer, self._eos, self._step_seconds = tokenizer, eos, step_seconds
         self._ways_out = [eos, *(tokenizer.token_to_id(text) for text in '"}')]
+        self._rows: dict[int, _Row] = {}
 
-    def step(self, decision: ScheduleDecision) -> list[SequenceResult]:
+    def dispatch(self, plan: StepPlan, make_masks: Callable[[], np.ndarray] | None = None) -> Done:
         time.sleep(self._step_seconds)
-        return [
-            self._result(sequence, count, decision.forbidden.get(sequence, ()))
-            for sequence, count in decision.num_scheduled_tokens.items()
-        ]
+        self._change_rows(plan)
+        masks = make_masks() if make_masks is not None else ()
+        allowed = {row: _tokens(mask) for (row, _), mask in zip(plan.masked, masks)}
+        samples, prompt = [], {}
+        for index, (number, start, count, num_samples) in enumerate(plan.rows):
+            row = self._rows[number]
+            if (known := row.admitted.num_scored) is not None:
+                prompt[index] = [_sample(row.admitted, t) for t in row.prompt[1 + max(start, known) :][:count]]
+            branches = range(row.branch, row.branch + num_samples)
+            chosen = [self._next(row, branch, allowed.get(number)) for branch in branches]
+            samples += [_sample(row.admitted, token) for token in chosen]
+            if num_samples == 1:
+                row.output += chosen
+        return Done(StepResult(samples, prompt))
 
     def recover(self) -> None:
         """Nothing is computed, so nothing is lost."""
 
-    def _result(self, sequence: Sequence, count: int, forbidden: Collection[int]) -> SequenceResult:
-        request = sequence.request
-        given: list[int] = []
-        if request.params.prompt_logprobs is not None:
-            first = 1 + len(request.prompt_samples)
-            given = request.prompt_token_ids[first : 1 + sequence.num_computed_tokens + count]
-        branches = range(sequence.index, sequence.index + sequence.num_samples(count))
-        chosen = [self._next(sequence, branch, forbidden) for branch in branches]
-        return SequenceResult([_sample(request, t) for t in chosen], [_sample(request, t) for t in given])
+    def _change_rows(self, plan: StepPlan) -> None:
+        before = dict(self._rows)
+        for source, row in plan.row_copies:
+            self._rows[row] = replace(before[source], output=list(before[source].output))
+        for admitted in plan.admitted:
+            self._rows[admitted.row] = _Row(admitted, list(admitted.token_ids[admitted.num_prompt_tokens :]))
+        for number, token, seed in plan.chosen:
+            row = self._rows[number]
+            row.output.append(token)
+            row.branch = (seed - row.admitted.seed) % 2**64
 
-    def _next(self, sequence: Sequence, branch: int, forbidden: Collection[int]) -> int:
-        script, fails = self._script(sequence.request, branch)
+    def _next(self, row: _Row, branch: int, allowed: set[int] | None) -> int:
+        script, fails = self._script(row.prompt, branch)
         said = 0
-        for token in sequence.output_token_ids:
+        for token in row.output:
             said += said < len(script) and token == script[said]  # else it was forced
         if said == len(script) and fails:
             raise RuntimeError("the script fails here")
         wanted = script[said] if said < len(script) else self._eos
-        allowed = self._allowed(sequence, forbidden)
+        if allowed is None:
+            return wanted
         return next(token for token in (wanted, *self._ways_out, *sorted(allowed)) if token in allowed)
 
-    def _allowed(self, sequence: Sequence, forbidden: Collection[int]) -> set[int]:
-        allowed = set(range(self._tokenizer.get_vocab_size()))
-        if sequence.constraint is not None:
-            mask = sequence.constraint.matcher.compute_bitmask()
-            allowed = {token for token in allowed if mask[token // 8] >> token % 8 & 1}
-        return allowed.difference(forbidden) or allowed
-
-    def _script(self, request: Request, branch: int) -> tuple[list[int], bool]:
+    def _script(self, prompt_token_ids: list[int], branch: int) -> tuple[list[int], bool]:
         """What a choice is to say, and whether it then fails."""
-        prompt = self._tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
+        prompt = self._tokenizer.decode(prompt_token_ids, skip_special_tokens=False)
         told = re.findall(f"{SAY}(.*?){DONE}", prompt, re.DOTALL)
         texts = told[-1].split(OR) if told else [""]
         text, fails, _ = texts[branch % len(texts)].partition(FAIL)
         return self._tokenizer.encode(text, add_special_tokens=False).ids, bool(fails)
 
 
-def _sample(request: Request, token: int) -> Sample:
+def _tokens(mask_w: np.ndarray) -> set[int]:
+    """The tokens that a mask allows."""
+    return set(np.flatnonzero(np.unpackbits(mask_w.view(np.uint8), bitorder="little")).tolist())
+
+
+def _sample(admitted: Admitted, token: int) -> Sample:
     """The token as the most likely one, before others that never change."""
     others = [other for other in range(5, 25) if other != token]
     logprobs = [logprob(token), *(logprob(token) - 1 - other for other in others)]
-    count = request.num_top or 0
+    count = max(admitted.num_top or 0, admitted.params.prompt_logprobs or 0)
     return Sample(token, logprob(token), 1, [token, *others][:count], logprobs[:count])
 
 

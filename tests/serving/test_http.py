@@ -289,15 +289,15 @@ async def test_draining_refuses_what_comes_and_finishes_what_runs(client):
 async def test_an_engine_that_fails_says_so_to_everybody(tiny):
     engine, *rest = build(tiny, max_num_seqs=2, max_num_batched_tokens=16)
     async with Client(engine, *rest) as client:
-        step, calls = engine.runner.step, []
+        dispatch, calls = engine.runner.dispatch, []
 
-        def failing(decision):
-            calls.append(decision)
+        def failing(plan, make_masks):
+            calls.append(plan)
             if len(calls) > 3:
                 raise RuntimeError("out of luck")
-            return step(decision)
+            return dispatch(plan, make_masks)
 
-        engine.runner.step = failing
+        engine.runner.dispatch = failing
         chunks = await client.stream("/v1/completions", {"prompt": "Hello", "max_tokens": 50, "ignore_eos": True})
         assert chunks[-1]["error"]["code"] == "service_unavailable" and "out of luck" in chunks[-1]["error"]["message"]
         await client.complete("a", 503)

@@ -18,7 +18,7 @@ from yarl import URL
 
 from jpaged.async_engine import AsyncEngine
 from jpaged.core.params import SamplingParams
-from jpaged.core.scheduler import ScheduleDecision
+from jpaged.core.scheduler import Committed
 from jpaged.engine import Engine, StepOutput
 from jpaged.serving import live, static
 from jpaged.serving.live import Frame
@@ -49,7 +49,7 @@ class HeldEngine(Engine):
     def step(self):
         if not self.allowed:
             time.sleep(0.002)
-            return StepOutput(ScheduleDecision(), [], [])
+            return StepOutput(None, Committed(), [], [])
         self.allowed -= 1
         return super().step()
 
@@ -82,6 +82,20 @@ def expected(engine, recorder):
                 break
     states = [min(pool.ref_count(i), 127) + 128 * pool.is_cached(i) for i in range(pool.num_blocks)]
     return bytes([number & 255 for number in owners] + [number >> 8 for number in owners] + states)
+
+
+def test_blocks_that_a_step_in_flight_still_writes_keep_their_owner():
+    scheduler, runner = traffic.make(cache=False)
+    engine, recorder = Engine(scheduler, runner, byte_tokenizer(), max_in_flight=2), Recorder()
+    request = engine.add("0", [1, 2, 3, 4, 5], SamplingParams(max_tokens=9))
+    recorder.added(request)
+    step(engine, recorder)
+    engine.abort("0")
+    recorder.ended(request)
+    blocks = snapshot(engine, recorder).blocks[: scheduler.pool.num_blocks]
+    assert [i for i, number in enumerate(blocks) if number == 1] == request.sequences[0].table.block_ids != []
+    step(engine, recorder)
+    assert not any(snapshot(engine, recorder).blocks)
 
 
 class Mirror:
@@ -439,13 +453,13 @@ async def test_a_frame_without_news_comes_as_a_heartbeat_alone(monkeypatch):
 
 
 async def test_the_engines_death_is_told_without_its_words():
-    def die(decision):
+    def die(plan, make_masks):
         raise RuntimeError("words of somebody")
 
     async with Server(make()) as server:
         async with server.session.get("/live") as response:
             await response.content.readuntil(b"\n\n")
-            server.inner.runner.step = die
+            server.inner.runner.dispatch = die
             async with server.running(1):
                 rest = await asyncio.wait_for(response.content.read(), 5)
         assert rest.endswith(b'data: {"dead":true}\n\n') and b"words" not in rest

@@ -1,0 +1,96 @@
+"""The rows of running sequences, and the differences that the next plan tells of them."""
+
+from typing import Any
+
+from jpaged.core.plan import Admitted, Chosen, Entry
+from jpaged.core.request import Sequence
+
+
+class Rows:
+    """Each running sequence has one row, on the host and on the device, from its admission to its release.
+
+    Args:
+        size: how many sequences may run.
+    """
+
+    def __init__(self, size: int):
+        self.size = size
+        self.clear()
+
+    def clear(self) -> None:
+        """Release every row, and forget all differences."""
+        self._sequences: list[Sequence | None] = [None] * self.size
+        self._free = list(range(self.size))
+        self._copies: dict[int, int] = {}  # {destination: source}: a later copy replaces an earlier one
+        self._admitted: dict[int, Admitted] = {}
+        self._chosen: dict[int, Chosen] = {}
+        self._entries: list[Entry] = []
+        self._released: dict[int, None] = {}
+
+    @property
+    def free(self) -> tuple[int, ...]:
+        return tuple(self._free)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def __getitem__(self, row: int) -> Sequence:
+        sequence = self._sequences[row]
+        assert sequence is not None, f"row {row} is free"
+        return sequence
+
+    def admit(self, sequence: Sequence) -> None:
+        """Give a sequence a row, and all of its state to the next plan."""
+        row, request = self._take(sequence), sequence.request
+        wants = request.params.prompt_logprobs is not None
+        self._admitted[row] = Admitted(
+            row, tuple(sequence.tokens), sequence.num_prompt_tokens, request.params, sequence.seed,
+            tuple(sequence.table.block_ids), request.num_top, len(request.prompt_samples) if wants else None,
+            request.bans.single_tokens,
+        )  # fmt: skip
+
+    def fork(self, sequence: Sequence, child: Sequence) -> None:
+        """Give a branch a row with the state of the sequence that it comes from."""
+        assert sequence.row is not None
+        self._copies[self._take(child)] = sequence.row
+
+    def choose(self, sequence: Sequence) -> None:
+        """Tell the device the last token of a sequence, which the host has chosen."""
+        assert sequence.row is not None
+        self._chosen[sequence.row] = Chosen(sequence.row, sequence.tokens[-1], sequence.seed)
+
+    def change(self, sequence: Sequence, first: int, stop: int) -> None:
+        """Tell the device the entries [first, stop) of a sequence's block table."""
+        row, block_ids = sequence.row, sequence.table.block_ids
+        assert row is not None
+        self._entries += [Entry(row, index, block_ids[index]) for index in range(first, stop)]
+
+    def release(self, sequence: Sequence) -> None:
+        """Take a sequence's row back, if it has one."""
+        row = sequence.row
+        if row is None:
+            return
+        sequence.row, self._sequences[row] = None, None
+        self._free.append(row)
+        self._released[row] = None
+        self._copies.pop(row, None)
+        self._chosen.pop(row, None)
+        self._admitted.pop(row, None)
+        if self._entries:
+            self._entries = [entry for entry in self._entries if entry.row != row]
+
+    def differences(self) -> dict[str, Any]:
+        """Return the fields of the next plan that tell of rows, and begin anew."""
+        found = {
+            "released_rows": tuple(self._released), "admitted": tuple(self._admitted.values()),
+            "row_copies": tuple((source, row) for row, source in self._copies.items()),
+            "chosen": tuple(self._chosen.values()), "entries": tuple(self._entries),
+        }  # fmt: skip
+        self._copies, self._admitted, self._chosen, self._entries, self._released = {}, {}, {}, [], {}
+        return found
+
+    def _take(self, sequence: Sequence) -> int:
+        row = sequence.row = self._free.pop()
+        self._sequences[row] = sequence
+        return row

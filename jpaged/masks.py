@@ -1,0 +1,51 @@
+"""The masks of a step: which tokens the samples of some rows may be."""
+
+from collections.abc import Iterable
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from jpaged.grammar import Constraint, MaskWriter
+
+
+class Masks:
+    """Makes masks of W = ceil(V / 32) words a row: bit t % 32 of word t // 32 is set if token t is allowed."""
+
+    def __init__(self, vocab_size: int):
+        words = -(-vocab_size // 32)
+        self._all_w = np.packbits(np.arange(32 * words) < vocab_size, bitorder="little").view(np.uint32)
+
+    @cached_property
+    def _writer(self) -> "MaskWriter":
+        from jpaged.grammar import MaskWriter  # loads llguidance: not for those who have no use for it
+
+        return MaskWriter()
+
+    def write(self, rows: Iterable[tuple["Constraint | None", frozenset[int]]]) -> np.ndarray:
+        """Return the masks, [M, W] uint32, of some constraints and of the tokens that are banned beside them.
+
+        Where nothing is left of a constraint's tokens, none of them is banned: a complete text ends, however short.
+        """
+        rows = list(rows)
+        masks = np.empty((len(rows), len(self._all_w)), np.uint32)
+        constrained = [(constraint, m) for m, (constraint, _) in enumerate(rows) if constraint is not None]
+        if constrained:
+            self._writer.write(constrained, masks)
+        without: dict[int, np.ndarray] = {}  # by the identity of a set: branches often ban the same one
+        for m, (constraint, banned) in enumerate(rows):
+            if constraint is None:
+                if id(banned) not in without:
+                    without[id(banned)] = _without(self._all_w, banned)
+                masks[m] = without[id(banned)]
+            elif banned and (left := _without(masks[m], banned)).any():
+                masks[m] = left
+        return masks
+
+
+def _without(bits_w: np.ndarray, tokens: frozenset[int]) -> np.ndarray:
+    """Return a copy of one row's bits with some tokens cleared."""
+    ids, cleared_w = np.fromiter(tokens, np.uint32, len(tokens)), bits_w.copy()
+    np.bitwise_and.at(cleared_w, ids >> 5, ~(np.uint32(1) << (ids & np.uint32(31))))
+    return cleared_w

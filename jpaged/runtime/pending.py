@@ -1,0 +1,68 @@
+"""A step on its way, and its result once the device has it."""
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+
+import jax
+import numpy as np
+
+from jpaged.core.plan import Sample, StepPlan, StepResult
+
+
+class PendingStep:
+    """A dispatched step. Its result is copied to the host as soon as the device has it.
+
+    Args:
+        chosen: [3, S] int32, tokens, ranks and the bits of their logprobs.
+        listed: [2, S, K] int32, lists of tokens and of the bits of their logprobs; it is fetched only if a sample wants
+            one.
+        num_top: [num_samples], how many of the likeliest tokens each sample lists; -1 for neither list nor rank.
+        prompt: the same of the prompt's tokens; None if none is wanted.
+        targets: [T], the tokens of the prompt that have a logprob, -1 for none.
+        prompt_top: of each of the plan's rows, the length of the lists of its prompt's tokens.
+    """
+
+    def __init__(
+        self, plan: StepPlan, chosen: jax.Array, listed: jax.Array, num_top: np.ndarray,
+        prompt: tuple[jax.Array, jax.Array] | None, targets: np.ndarray, prompt_top: list[int],
+    ):  # fmt: skip
+        self._plan, self._num_top, self._targets, self._prompt_top = plan, num_top, targets, prompt_top
+        self._most = int(num_top.max(initial=-1))
+        self._arrays = [chosen, *([listed] if self._most >= 0 else []), *(prompt or ())]
+        self._has_prompt = prompt is not None
+        for array in self._arrays:
+            array.copy_to_host_async()
+
+    def result(self) -> StepResult:
+        """Wait for the step's tokens, and return its result."""
+        arrays = jax.device_get(self._arrays)
+        if self._most < 0:
+            tokens, _, bits = arrays[0][:, : len(self._num_top)]
+            pairs = zip(tokens.tolist(), bits.view(np.float32).tolist())
+            samples = [Sample(token, logprob) for token, logprob in pairs]
+        else:
+            samples = list(_samples(arrays[0], arrays[1], self._num_top.tolist()))
+        return StepResult(samples, self._prompt_samples(*arrays[-2:]) if self._has_prompt else {})
+
+    def _prompt_samples(self, chosen: np.ndarray, listed: np.ndarray) -> Mapping[int, list[Sample]]:
+        """Return the samples of the prompts' own tokens, by row of the plan."""
+        found: dict[int, list[Sample]] = {}
+        start = 0
+        for index, (_, _, count, _) in enumerate(self._plan.rows):
+            at = start + np.flatnonzero(self._targets[start : start + count] >= 0)
+            if len(at):
+                top = itertools.repeat(self._prompt_top[index], len(at))
+                found[index] = list(_samples(chosen[:, at], listed[:, at], top))
+            start += count
+        return found
+
+
+def _samples(chosen: np.ndarray, listed: np.ndarray, num_top: Iterable[int]) -> Iterator[Sample]:
+    """Yield samples with lists as long as were asked for: tuples, which the garbage collector looks at only once."""
+    tokens, ranks, logprobs = chosen[0].tolist(), chosen[1].tolist(), chosen[2].view(np.float32).tolist()
+    for s, top in enumerate(num_top):
+        if top <= 0:
+            yield Sample(tokens[s], logprobs[s], ranks[s] if top == 0 else 0)
+        else:
+            best, values = listed[0, s, :top].tolist(), listed[1, s, :top].view(np.float32).tolist()
+            yield Sample(tokens[s], logprobs[s], ranks[s], tuple(best), tuple(values))

@@ -1,0 +1,31 @@
+"""Bad words by their index, against a search through all of them, and the minimum length."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jpaged.core.bans import Bans
+
+WORD = st.lists(st.integers(0, 2), min_size=1, max_size=4).map(tuple)
+
+
+@given(words=st.lists(WORD, max_size=30), tokens=st.lists(st.integers(0, 2), max_size=8), data=st.data())
+def test_bad_words_forbid_what_a_search_finds(words, tokens, data):
+    num_output_tokens = data.draw(st.integers(0, len(tokens)))
+    min_tokens = data.draw(st.integers(0, 4))
+    output = tuple(tokens[len(tokens) - num_output_tokens :])
+    bans = Bans(words, [7, 8], min_tokens)
+    found = {w[-1] for w in words if len(w) > 1 and len(output) >= len(w) - 1 and output[-len(w) + 1 :] == w[:-1]}
+    found |= {7, 8} if num_output_tokens < min_tokens else set()
+    assert bans.next_tokens(tokens, num_output_tokens) == found
+    assert bans.single_tokens == tuple(sorted({word[0] for word in words if len(word) == 1}))
+    assert bans.follow_output == any(len(word) > 1 for word in words)
+    assert bool(bans) == (bans.follow_output or min_tokens > 0)
+
+
+def test_one_situation_gives_the_same_object_each_time():
+    """Masks are made once for each."""
+    bans = Bans([(1, 2), (1, 3), (4, 1, 5)], [8], 1)
+    after_one = bans.next_tokens([1], 1)
+    assert after_one == {2, 3} and bans.next_tokens([9, 1], 2) is after_one
+    assert bans.next_tokens([4, 1], 2) == {2, 3, 5}
+    assert bans.next_tokens([1], 0) is bans.next_tokens([2], 0) == {8}

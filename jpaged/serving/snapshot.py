@@ -43,6 +43,9 @@ def snapshot(engine: Engine, recorder: Recorder) -> Snapshot:
     pool, running = scheduler.pool, list(scheduler.running)
     owners = array("H", bytes(2 * pool.num_blocks))
     held = branches = 0
+    for sequence in scheduler.leaving:
+        for block_id in sequence.table.block_ids:
+            owners[block_id] = recorder.known(sequence.request.request_id) or 0
     for request in reversed(running):  # the first one writes last
         number = recorder.number(request)
         for sequence in request.live:

@@ -169,7 +169,7 @@ DRAWN = """async () => {
   const expected = (i, kind) => {
     const owner = theme.owners[((pool.owners[i] || pool.writers[i]) - 1) % 8];
     if (kind === "cached" && owner) return mix(owner, theme.card, 0.4);
-    return kind === "owned" || kind === "shared" ? owner : theme[kind];
+    return kind === "owned" || kind === "shared" ? owner ?? theme.ink : theme[kind];
   };
   return [...order].flatMap((i, at) => (i < 0 ? [] : [[i, pool.kind(i), edge(at), expected(i, pool.kind(i)).join()]]));
 }"""

@@ -23,7 +23,7 @@ function paint(pixels, stride, x, y, size, gap, plain, { kind, owner, filled = 1
   const inner = size - gap;
   const { ink, cached, empty, back } = palette;
   const held = kind === "owned" || kind === "shared";
-  const edge = held ? (plain && kind === "shared" ? ink : owner.full) : { cached: plain ? cached : owner?.faint ?? cached, empty, fold: back }[kind];
+  const edge = held ? (plain && kind === "shared" ? ink : owner?.full ?? ink) : { cached: plain ? cached : owner?.faint ?? cached, empty, fold: back }[kind];
   const core = Math.max(1, Math.round(inner * 0.4));
   const start = (inner - core) >> 1;
   const ring = Math.max(1, Math.round(inner / 10));
@@ -40,7 +40,7 @@ function paint(pixels, stride, x, y, size, gap, plain, { kind, owner, filled = 1
       else if (plain) colour = edge[odd];
       else if (kind === "shared" && dx >= start && dx < start + core && dy >= start && dy < start + core) colour = ink[odd];
       else if (kind === "cached" && inside) colour = (owner?.trace ?? empty)[0];
-      else if (held && inside && dy < level) colour = owner.pale[0];
+      else if (held && inside && dy < level) colour = (owner?.pale ?? ink)[0];
       pixels[at] = colour;
     }
   }

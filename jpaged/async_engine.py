@@ -63,6 +63,7 @@ class AsyncEngine:
         self._observers = tuple(observers)
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future] | None] = queue.SimpleQueue()
         self._streams: dict[str, _Stream] = {}  # touched by the engine's thread alone
+        self._updates: list[Future[None]] = []  # of parameters, likewise; those that wait for requests to end
         self._error: EngineDead | None = None
         self._lock = threading.Lock()  # between a last call and the engine's end
         self._stopping = False
@@ -87,6 +88,23 @@ class AsyncEngine:
     async def call(self, function: Callable[[Engine], Any]) -> Any:
         """Runs `function(engine)` on the engine's thread, between two steps, and returns what it returns."""
         return await asyncio.wrap_future(self._submit(lambda: function(self._engine)))
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes."""
+        await self.call(Engine.reset_prefix_cache)
+
+    async def update_params(self, state: Any, *, finish_started: bool = False) -> None:
+        """Serve other parameters, with the arguments and errors of `Engine.update_params`; return once they serve."""
+        updated: Future[None] = Future()
+
+        def update() -> None:
+            self._engine.update_params(state, finish_started=finish_started)
+            if updated.set_running_or_notify_cancel():
+                self._updates.append(updated)
+            self._tell_updated()
+
+        await asyncio.wrap_future(self._submit(update))
+        await asyncio.wrap_future(updated)
 
     @asynccontextmanager
     async def generate(
@@ -143,6 +161,7 @@ class AsyncEngine:
                 self._handle_calls()
                 if self._engine.has_work and not self._stopping:
                     self._deliver(self._engine.step())
+                    self._tell_updated()
             self._die(EngineDead("the engine was stopped"))
         except BaseException as error:
             logger.exception("the engine has failed")
@@ -174,6 +193,12 @@ class AsyncEngine:
         _put([(self._streams[delta.request_id], delta) for delta in output.deltas])
         _put([(self._streams.pop(request.request_id), None) for request in output.ended])
 
+    def _tell_updated(self) -> None:
+        if not self._engine.is_updating:
+            for future in self._updates:
+                future.set_result(None)
+            self._updates.clear()
+
     def _tell_ended(self, requests: Iterable[Request]) -> None:
         for request in requests:
             for observer in self._observers:
@@ -185,6 +210,8 @@ class AsyncEngine:
             self._error = error
         _put([(stream, error) for stream in self._streams.values()])
         self._streams.clear()
+        for future in self._updates:
+            future.set_exception(error)
         while not self._calls.empty():
             item = self._calls.get()
             if item is not None and item[1].set_running_or_notify_cancel():

@@ -54,6 +54,12 @@ class Runner(Protocol):
             make_masks: called once the model's part of the step is on its way; None if the plan masks no row.
         """
 
+    def check_params(self, state: Any) -> None:
+        """Raise ValueError for parameters that `update_params` would refuse."""
+
+    def update_params(self, state: Any) -> None:
+        """Serve other parameters from the next step on."""
+
     def recover(self) -> None:
         """Make the runner usable after a step that raised. The content of all blocks and rows may be lost."""
 
@@ -96,10 +102,16 @@ class Engine:
         self._has_failed = False
         self._max_in_flight = max_in_flight
         self._in_flight: deque[tuple[StepPlan, Pending]] = deque()
+        self._next_params: Any = None  # once the requests that have started have ended
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or self.is_updating
+
+    @property
+    def is_updating(self) -> bool:
+        """Whether new parameters wait for requests to end."""
+        return self._next_params is not None
 
     @cached_property
     def grammars(self) -> "GrammarCompiler | None":
@@ -163,6 +175,30 @@ class Engine:
         """Ends a request at any moment; None for one that is unknown or has ended."""
         return self.scheduler.abort(request_id)
 
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes. What has been computed of running requests is never cached either."""
+        self.scheduler.pool.reset_prefix_cache()
+
+    def update_params(self, state: Any, *, finish_started: bool = False) -> None:
+        """Serve other parameters of the same tree, shapes and dtypes. Nothing is copied or compiled.
+
+        No token after the update depends on the old parameters: all cached KV is forgotten, steps in flight are
+        dropped, and requests that have started are computed again from their tokens, which they keep.
+
+        Args:
+            state: an `nnx.Module`, an `nnx.State`, or nested dicts of arrays, on the engine's device.
+            finish_started: let the requests that have started end first, with the old parameters. Further steps do
+                that, in which no other request starts; `is_updating` tells when it is done. A later update replaces one
+                that still waits.
+
+        Raises ValueError, with the first difference, and then changes nothing.
+        """
+        self.runner.check_params(state)
+        if finish_started and self.scheduler.has_started:
+            self._next_params, self.scheduler.holds_new = state, True
+        else:
+            self._exchange(state)
+
     def step(self) -> StepOutput:
         """Dispatch steps as far as they may overlap, and commit the oldest; without work, do nothing.
 
@@ -170,6 +206,8 @@ class Engine:
         tokens, or can be aborted.
         """
         try:
+            if self.is_updating and not self.scheduler.has_started:
+                self._exchange(self._next_params)
             while len(self._in_flight) < self._max_in_flight and (plan := self.scheduler.schedule()):
                 self._in_flight.append((plan, self.runner.dispatch(plan, self._make_masks(plan))))
             if not self._in_flight:
@@ -178,8 +216,7 @@ class Engine:
             plan, pending = self._in_flight.popleft()
             committed = self.scheduler.commit(plan, pending.result())
         except BaseException:
-            self._in_flight.clear()
-            self.scheduler.recover()
+            self._drop_steps()
             self.runner.recover()
             raise
         advanced = committed.advanced
@@ -197,6 +234,17 @@ class Engine:
             if not request.streams:
                 deltas += [_delta(s, index, s.text, s.samples) for index, s in enumerate(request.outputs)]
         return StepOutput(plan, committed, deltas, ended)
+
+    def _exchange(self, state: Any) -> None:
+        """Begin anew with other parameters."""
+        self._drop_steps()
+        self.runner.update_params(state)
+
+    def _drop_steps(self) -> None:
+        """Forget the steps in flight and the KV of all requests, and an update that waits."""
+        self._in_flight.clear()
+        self.scheduler.recover()
+        self._next_params, self.scheduler.holds_new = None, False
 
     def _make_masks(self, plan: StepPlan) -> MakeMasks | None:
         """Return what makes the masks of a plan while the device works, for they need nothing of what it computes."""

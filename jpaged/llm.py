@@ -143,7 +143,19 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes, once the calls before this one have ended."""
-        self._worker.run(lambda stop: self.engine.scheduler.pool.reset_prefix_cache())
+        self._worker.run(lambda stop: self.engine.reset_prefix_cache())
+
+    def update_params(self, state: Any) -> None:
+        """Serve other parameters of the same tree, shapes and dtypes, once the calls before this one have ended.
+
+        Nothing is copied or compiled, and all cached prefixes are forgotten.
+
+        Args:
+            state: a module, its `nnx.State`, or nested dicts of arrays, on the device of the present parameters.
+
+        Raises ValueError, with the first difference, and then changes nothing.
+        """
+        self._worker.run(lambda stop: self.engine.update_params(state))
 
     def _read(self, prompt: Any) -> tuple[list[int], str | None, str]:
         """Return a prompt's token ids, its text if it was given as text, and its cache salt."""

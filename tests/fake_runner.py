@@ -152,6 +152,14 @@ class FakeRunner:
         self.rows.clear()
         self.in_flight.clear()
 
+    def check_params(self, state: object) -> None:
+        """All parameters are alike."""
+
+    def update_params(self, state: object) -> None:
+        """Lose all content: that of old parameters must not be read, so a reader finds nothing."""
+        self.recover()
+        self.version += 1
+
     def _slot(self, row: int, position: int) -> int:
         index, offset = divmod(position, self.block_size)
         return self.rows[row].table[index] * self.block_size + offset

@@ -75,6 +75,9 @@ class Scheduler:
         host_pool: room for swapped blocks; None is none.
         preemption: "recompute", "swap" (where the host has room), or "auto", whichever costs less.
         block_swap_cost: what moving one block to the host and back costs, in tokens computed again in that time.
+
+    Attributes:
+        holds_new: admit no request for the first time, so that only those that have started go on.
     """
 
     def __init__(
@@ -110,6 +113,13 @@ class Scheduler:
         self._in_flight: deque[_Step] = deque()
         self._leaving: set[Sequence] = set()  # ended, and still part of a step in flight
         self._must_drain = False  # something must be preempted
+        self._restarted: list[Request] = []  # by `recover`, since the last plan
+        self.holds_new = False
+
+    @property
+    def has_started(self) -> bool:
+        """Whether any request has been admitted and has not ended."""
+        return any(request.admitted for request in self.requests.values())
 
     @property
     def has_work(self) -> bool:
@@ -226,6 +236,8 @@ class Scheduler:
             rows=tuple(step.rows), swap_out=tuple(step.swap_out), block_copies=tuple(step.block_copies),
             swap_in=tuple(step.swap_in), masked=tuple(step.masked), **self.rows.differences(),
         )  # fmt: skip
+        step.preempted[:0] = [(request, False) for request in self._restarted if not request.finished]
+        self._restarted.clear()
         self._in_flight.append(step)
         return step.plan
 
@@ -281,10 +293,10 @@ class Scheduler:
         return Committed(advanced, list(served), step.preempted, list(step.resumed))
 
     def recover(self) -> None:
-        """Restore a consistent state after a step that failed at any point.
+        """Restore a consistent state after a step that failed at any point, or for other parameters.
 
-        Nothing is known of the KV that the step may have written, so the content of all blocks is forgotten, on the
-        host too, and every request waits to be recomputed from its tokens.
+        The content of all blocks is forgotten, on the host too, and so are the results of the plans in flight. Every
+        request waits to be recomputed from its tokens.
         """
         for pool in (self.pool, self.host_pool):
             if pool is not None:
@@ -293,6 +305,8 @@ class Scheduler:
         self._in_flight.clear()
         self._leaving.clear()
         self._must_drain = False
+        self._restarted += self.running
+        self.num_preemptions += len(self.running)
         self.waiting, self.running = RequestQueue(), RequestQueue()
         self.requests = {name: request for name, request in self.requests.items() if not request.finished}
         for request in self.requests.values():
@@ -300,6 +314,8 @@ class Scheduler:
                 sequence.table, sequence.row = BlockTable(self.pool), None
                 sequence.in_flight = sequence.pending = 0
                 sequence.free()
+            if not any(sequence.num_output_tokens for sequence in request.live):
+                request.prompt_samples.clear()  # they are told all at once, and come from the same parameters
             self.waiting.add(request)
 
     def check_invariants(self) -> None:
@@ -365,14 +381,19 @@ class Scheduler:
         num_seats = self._num_seats()
         # What the running ones still lack for the tokens they already have is as good as taken.
         reserved = sum(self._lack(request) for request in self.running)
-        while self.waiting and budget > 0:
-            request = self.waiting.first
+        while budget > 0 and (request := self._next_waiting()):
             num_seats += request.seats
             if num_seats > self.limits.max_num_seqs or not self._admit(request, reserved, step):
                 break
             if request not in step.resumed:
                 budget -= self._schedule_running(request, budget, step)
             reserved += self._lack(request)
+
+    def _next_waiting(self) -> Request | None:
+        """Return the first waiting request that may be admitted."""
+        if self.holds_new:
+            return next((request for request in self.waiting if request.admitted), None)
+        return self.waiting.first if self.waiting else None
 
     def _schedule_running(self, request: Request, budget: int, step: _Step) -> int:
         """Schedules what fits of a request, taking blocks from those behind it if it must; returns the tokens used."""

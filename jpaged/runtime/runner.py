@@ -4,6 +4,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,6 +26,7 @@ from jpaged.runtime.kv_cache import (
     fitting_blocks,
     modest_blocks,
 )
+from jpaged.runtime.parameters import by_name, checked, deletion_named
 from jpaged.runtime.pending import PendingStep
 from jpaged.runtime.row_table import NUM_SCALARS, RowTable
 from jpaged.runtime.sampling_state import copy_rows, empty_state, host_row, write_row
@@ -39,12 +41,12 @@ class ModelRunner:
     """Owns what lives on the device. `dispatch` is its whole use; `warm_up` comes before it.
 
     Args:
-        model: its arrays are used as they are, not copied.
+        model: its arrays are used as they are, not copied; they lie on one device.
         limits: what the scheduler will keep to.
         kernels: chosen before the model was loaded; None chooses them now.
 
     Attributes:
-        params: the model's leaves, the very arrays that the model holds.
+        params: the model's leaves, in the memory of the model's own arrays.
         pool: [k0, v0, k1, v1, ...], each [P, K, B, H]; H is what the kernels take, the model's or more.
         state: of the sampler, one row for each sequence that may run.
         last_tokens: [R] int32, the last sample of each row.
@@ -54,8 +56,11 @@ class ModelRunner:
     """
 
     def __init__(self, model: Llama, config: EngineConfig, limits: Limits, kernels: Kernels | None = None):
-        graphdef, params = nnx.split(model)
-        self.params, treedef = jax.tree.flatten(params)
+        graphdef, state = nnx.split(model)
+        leaves, treedef = jax.tree.flatten(state)
+        self.device = next(iter(leaves[0].devices()))
+        self._expected = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in by_name(state).items()}
+        self.params = checked(state, self._expected, self.device)
         self.block_size = config.block_size
         self.table_width = -(-limits.max_model_len // config.block_size)
         self.buckets = Buckets(limits)
@@ -64,7 +69,7 @@ class ModelRunner:
         self.copy_sizes = ladder(8, max(8, limits.max_num_seqs), 4)
         self.rows = RowTable(limits.max_num_seqs, self.table_width, config.block_size)
         self.layouts = {bucket: Layout(bucket, self.table_width) for bucket in self.buckets.all}
-        llama, dtype, self.device = model.config, str(self.params[0].dtype), next(iter(self.params[0].devices()))
+        llama, dtype = model.config, str(self.params[0].dtype)
         self.vocab_size = llama.vocab_size
         self.kernels = kernels or select_kernels(config, llama, dtype, self.device)
         logger.info("attention kernels: %s (%s)", self.kernels.name, self.kernels.reason)
@@ -145,7 +150,28 @@ class ModelRunner:
         Args:
             make_masks: returns the masks of the plan's masked rows, [M, ceil(V / 32)] uint32; called once the model's
                 part of the step is on its way.
+
+        Raises RuntimeError if the arrays of the parameters were deleted.
         """
+        with deletion_named(self.params):
+            return self._dispatch(plan, make_masks)
+
+    def check_params(self, state: Any) -> None:
+        """Raise ValueError, with the first difference, for parameters that `update_params` would refuse."""
+        checked(state, self._expected, self.device)
+
+    def update_params(self, state: Any) -> None:
+        """Serve other parameters of the same tree, shapes and dtypes, from the next step on. Nothing is copied or
+        compiled; the KV that the pool holds belongs to the old ones.
+
+        Args:
+            state: an `nnx.Module`, an `nnx.State`, or nested dicts of arrays.
+
+        Raises ValueError, with the first difference, and then changes nothing.
+        """
+        self.params = checked(state, self._expected, self.device)
+
+    def _dispatch(self, plan: StepPlan, make_masks: Callable[[], np.ndarray] | None) -> PendingStep | Done:
         for blocks_of_request in plan.swap_out:
             self.host.take_in(self.pool, blocks_of_request)
         if plan.block_copies:

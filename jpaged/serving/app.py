@@ -108,7 +108,7 @@ async def _computed(request: web.Request, function: Callable[[Service, bytes], d
 
 
 async def reset_prefix_cache(request: web.Request) -> web.Response:
-    await request.app[SERVICE].engine.call(lambda engine: engine.scheduler.pool.reset_prefix_cache())
+    await request.app[SERVICE].engine.reset_prefix_cache()
     return web.Response()
 
 

@@ -444,6 +444,52 @@ def test_after_a_failed_step_everything_is_computed_again(late):
         assert_as_alone(request)
 
 
+def test_the_next_step_tells_of_the_running_requests_that_a_failure_has_restarted():
+    scheduler, runner = make()
+    running = [add(scheduler, name, [1, 2, 3], max_tokens=4) for name in "ab"]
+    step(scheduler, runner)
+    add(scheduler, "waiting", [1, 2, 3], max_tokens=4)
+    for _ in range(2):
+        scheduler.recover()
+        runner.recover()
+    scheduler.abort("b")
+    assert step(scheduler, runner).committed.preempted == [(running[0], False)]
+    assert step(scheduler, runner).preempted == [] and scheduler.num_preemptions == 2
+
+
+def test_prompt_logprobs_that_nobody_has_seen_are_computed_again():
+    """They are told with the first token, and so they come from the parameters that it comes from."""
+    scheduler, runner = make(tokens=4)
+    whole, part = (add(scheduler, str(n), [*range(n)], max_tokens=3, prompt_logprobs=0) for n in (3, 9))
+    while not part.prompt_samples:
+        step(scheduler, runner)
+    samples = list(whole.prompt_samples)
+    scheduler.recover()
+    runner.recover()
+    assert len(samples) == 2 and whole.prompt_samples == samples and not part.prompt_samples
+    drain(scheduler, runner)
+    for request in (whole, part):
+        assert_as_alone(request)
+
+
+def test_requests_that_have_started_go_on_while_new_ones_are_held():
+    scheduler, runner = make(blocks=5, size=2)
+    started = [add(scheduler, str(i), [1 + i] * 3, max_tokens=6) for i in range(2)]
+    while not any(request.admitted for request in scheduler.waiting):  # one of them is preempted
+        step(scheduler, runner)
+    new = add(scheduler, "new", [5], max_tokens=2)
+    scheduler.waiting.remove(new)
+    new.rank = (-1, *new.rank[1:])  # it would go first
+    scheduler.waiting.add(new)
+    scheduler.holds_new = True
+    while scheduler.has_started:
+        step(scheduler, runner)
+    assert all(request.finished for request in started) and not new.admitted
+    assert scheduler.schedule() is None and list(scheduler.waiting) == [new]
+    scheduler.holds_new = False
+    drain(scheduler, runner)
+
+
 def test_a_failed_step_forgets_requests_that_have_ended():
     scheduler, _ = make()
     request = add(scheduler, "a", [1, 2, 3], max_tokens=2)

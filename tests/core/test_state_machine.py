@@ -71,6 +71,19 @@ class Traffic(stateful.RuleBasedStateMachine):
         self.scheduler.recover()
         self.runner.recover()
 
+    @stateful.rule()
+    def update(self):
+        """Other parameters come, which know nothing of the KV of the old ones."""
+        self.in_flight.clear()
+        self.scheduler.recover()
+        self.runner.update_params(None)
+
+    @stateful.rule()
+    def hold(self):
+        """Requests that have not started wait, or no longer."""
+        self.scheduler.holds_new = not self.scheduler.holds_new
+        self.seen["some held back"] += self.scheduler.holds_new and any(not r.admitted for r in self.scheduler.waiting)
+
     @stateful.rule(count=st.integers(2, 6))
     def steps(self, count):
         for _ in range(count):
@@ -105,6 +118,11 @@ class Traffic(stateful.RuleBasedStateMachine):
             return
         while self.in_flight:
             self.commit()
+        started = [request for request in self.requests if request.admitted]
+        while self.scheduler.holds_new and self.scheduler.has_started:
+            traffic.step(self.scheduler, self.runner)
+            assert [request for request in self.requests if request.admitted] == started
+        self.scheduler.holds_new = False
         traffic.drain(self.scheduler, self.runner)
         for request in self.requests:
             traffic.assert_as_alone(request, EOS)
@@ -122,7 +140,7 @@ def attack(mode: str, **options) -> Counter[str]:
 
 @pytest.mark.parametrize("mode", ["recompute", "swap", "auto"])
 def test_whatever_happens_every_request_gives_what_it_gives_alone(mode):
-    wanted = {"copy", "preemption", "abort in a step", "two steps in flight"}
+    wanted = {"copy", "preemption", "abort in a step", "two steps in flight", "some held back"}
     wanted |= {"swap"} if mode != "recompute" else set()
     seen = attack(mode, max_examples=120)
     if not wanted <= (+seen).keys():  # chance may leave one of them out, but not twice

@@ -27,7 +27,8 @@ def schedule(scheduler: Scheduler) -> StepPlan | None:
     plan = scheduler.schedule()
     scheduler.check_invariants()
     if plan is None:
-        assert in_flight or not scheduler.has_work, "there is work, and none of it is scheduled"
+        idle = not scheduler.has_work or (scheduler.holds_new and not scheduler.has_started)
+        assert in_flight or idle, "there is work, and none of it is scheduled"
         return None
     assert plan.num_tokens <= scheduler.limits.max_num_batched_tokens
     assert len(plan.rows) <= scheduler.limits.max_num_seqs

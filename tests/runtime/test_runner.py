@@ -101,7 +101,6 @@ def test_a_module_in_hand_is_served_with_its_own_arrays(model, llm):
     mine = {x.unsafe_buffer_pointer() for x in jax.tree.leaves(nnx.state(model))}
     served = llm.engine.runner.params
     assert {x.unsafe_buffer_pointer() for x in served} == mine and len(served) == len(mine)
-    assert sum(mine is theirs for mine, theirs in zip(jax.tree.leaves(nnx.state(model)), served)) == len(served)
 
 
 def test_where_the_best_token_is_forbidden_the_next_best_is_generated(llm):

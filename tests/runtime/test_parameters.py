@@ -1,0 +1,85 @@
+"""Parameters by name, and the refusal of those that differ."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jpaged.config import ModelConfig
+from jpaged.model.weights import dummy_llama
+from jpaged.runtime.parameters import by_name, checked, deletion_named
+from tests import models
+
+DEVICE = jax.devices()[0]
+NORM = "layers.1.input_layernorm.scale"
+
+
+@pytest.fixture(scope="module")
+def model():
+    return dummy_llama(ModelConfig.from_hf(models.TINY), "float32", seed=0)
+
+
+@pytest.fixture
+def leaves(model):
+    return by_name(model)
+
+
+def nested(leaves):
+    tree = {}
+    for name, leaf in leaves.items():
+        *parents, last = name.split(".")
+        at = tree
+        for parent in parents:
+            at = at.setdefault(int(parent) if parent.isdigit() else parent, {})
+        at[last] = leaf
+    return tree
+
+
+@pytest.mark.parametrize("form", [lambda m: m, nnx.state, lambda m: nnx.to_pure_dict(nnx.state(m))])
+def test_a_module_its_state_and_nested_dicts_have_the_same_leaves(model, leaves, form):
+    found = by_name(form(model))
+    assert list(found) == list(leaves) and all(found[name] is leaves[name] for name in leaves)
+    assert [leaf is other for leaf, other in zip(jax.tree.leaves(nnx.split(model)[1]), leaves.values(), strict=True)]
+    assert "layers.1.self_attn.q_proj.kernel" in found
+
+
+def test_arrays_keep_their_memory_and_the_order_that_is_expected(leaves):
+    found = checked(nested(dict(reversed(leaves.items()))), leaves, DEVICE)
+    assert [array.unsafe_buffer_pointer() for array in found] == [
+        leaf.unsafe_buffer_pointer() for leaf in leaves.values()
+    ]
+    assert all(array.committed for array in found)
+
+
+@pytest.mark.parametrize(
+    "changed, told",
+    [
+        ({NORM: None}, "is missing"),
+        ({"layers.2.input_layernorm.scale": jnp.ones(64)}, "is not a parameter of the model"),
+        ({NORM: np.ones(64, np.float32)}, "must be a jax.Array, not ndarray"),
+        ({NORM: jnp.ones(65)}, r"has the shape \[65\], not \[64\]"),
+        ({NORM: jnp.ones(64, jnp.bfloat16)}, "is bfloat16, not float32"),
+    ],
+)
+def test_the_first_difference_is_named(leaves, changed, told):
+    other = {name: leaf for name, leaf in (leaves | changed).items() if leaf is not None}
+    with pytest.raises(ValueError, match=rf"^params: {next(iter(changed))} {told}$"):
+        checked(nested(other), leaves, DEVICE)
+
+
+def test_deleted_arrays_are_refused_and_named(leaves):
+    gone = jnp.ones(64)
+    gone.delete()
+    with pytest.raises(ValueError, match=f"^params: {NORM} was deleted, as a train step"):
+        checked(nested(leaves | {NORM: gone}), leaves, DEVICE)
+    told = r"^params: the arrays .* pass the new ones to update_params$"
+    with pytest.raises(RuntimeError, match=told), deletion_named([gone]):
+        gone.block_until_ready()
+    with pytest.raises(RuntimeError, match=r"^another$"), deletion_named([jnp.ones(2)]):
+        raise RuntimeError("another")
+
+
+def test_arrays_elsewhere_are_refused(leaves):
+    with pytest.raises(ValueError, match=r"^params: \S+ lies on .*cpu.*, not on GPU 7 alone$"):
+        checked(nested(leaves), leaves, "GPU 7")

@@ -19,8 +19,8 @@ from jpaged.config import EngineConfig, Limits, ModelConfig, RopeConfig
 from jpaged.core.params import SamplingParams
 from jpaged.core.plan import Admitted, Scheduled, StepPlan
 from jpaged.llm import LLM
-from jpaged.model.llama import Llama
-from jpaged.model.weights import abstract_llama
+from jpaged.models.checkpoint import abstract_model
+from jpaged.models.llama import Llama
 from jpaged.runtime.runner import ModelRunner
 
 TEMPERATURE = 0.6  # of nano-vllm's benchmark
@@ -50,7 +50,7 @@ MODELS = {
 
 def random_llama(config: ModelConfig, dtype: str) -> Llama:
     """Parameters drawn on the device, matrices scaled to keep the size of what goes through them."""
-    graphdef, leaves = abstract_llama(config, dtype)
+    graphdef, leaves = abstract_model(config, dtype)
     filled = {}
     for seed, (path, leaf) in enumerate(leaves.items()):
         if len(leaf.shape) == 1:

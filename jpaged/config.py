@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 DTYPES = ("float32", "bfloat16", "float16")
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
@@ -117,7 +117,10 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A dense Llama, in the words of its Hugging Face `config.json`."""
+    """A dense Llama, in the words of its Hugging Face `config.json`; other architectures derive theirs from it."""
+
+    architecture: ClassVar[str] = "LlamaForCausalLM"  # as `architectures` names it
+    model_type: ClassVar[str] = "llama"
 
     vocab_size: int
     hidden_size: int
@@ -161,15 +164,24 @@ class ModelConfig:
             raise ValueError(f"eos_token_id must be token ids, not {reprlib.repr(self.eos_token_ids)}")
 
     @classmethod
-    def from_hf(cls, hf: dict[str, Any], generation: dict[str, Any] | None = None) -> "ModelConfig":
-        """`hf` is the content of config.json, `generation` that of generation_config.json, whose eos ids win.
+    def describes(cls, hf: dict[str, Any]) -> bool:
+        """Return whether the content of a config.json is that of this architecture."""
+        names = hf.get("architectures") or [hf.get("model_type")]
+        own = {cls.architecture, cls.model_type}
+        named = isinstance(names, list) and any(isinstance(name, str) and name in own for name in names)
+        return named and hf.get("model_type", cls.model_type) == cls.model_type
 
-        Raises ValueError for an architecture other than LlamaForCausalLM, and for anything a Llama here can't do.
+    @classmethod
+    def from_hf(cls, hf: dict[str, Any], generation: dict[str, Any] | None = None) -> Self:
+        """Make a config from the contents of config.json and generation_config.json, whose end-of-sequence ids win.
+
+        Raises ValueError for a value that the architecture can't have here.
         """
-        architectures = hf.get("architectures") or [hf.get("model_type")]
-        if hf.get("model_type", "llama") != "llama" or not {"LlamaForCausalLM", "llama"}.intersection(architectures):
-            told = ", ".join(map(str, architectures))
-            raise ValueError(f"architecture {told:.200} is not supported; supported: LlamaForCausalLM")
+        return cls(**cls.fields_of(hf, generation or {}))
+
+    @classmethod
+    def fields_of(cls, hf: dict[str, Any], generation: dict[str, Any]) -> dict[str, Any]:
+        """Return the values of the fields. An architecture with more fields adds their values."""
         required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
         if missing := [name for name in required if name not in hf]:
             raise ValueError(f"config.json lacks {', '.join(missing)}")
@@ -177,8 +189,8 @@ class ModelConfig:
             raise ValueError("quantization_config: quantized checkpoints are not supported")
         heads = hf["num_attention_heads"]
         dtype = hf.get("dtype") or hf.get("torch_dtype") or "float32"
-        eos = (generation or {}).get("eos_token_id", hf.get("eos_token_id"))
-        return cls(
+        eos = generation.get("eos_token_id", hf.get("eos_token_id"))
+        return dict(
             **{name: hf[name] for name in required},
             num_key_value_heads=hf.get("num_key_value_heads") or heads,
             head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
@@ -194,11 +206,9 @@ class ModelConfig:
         )
 
     @classmethod
-    def from_directory(cls, directory: Path) -> "ModelConfig":
+    def from_directory(cls, directory: Path) -> Self:
         """Read config.json and, if there is one, generation_config.json. Raises ValueError with the file's path."""
         path = directory / CONFIG
-        if not path.is_file():
-            raise ValueError(f"model: {directory} has no {CONFIG}")
         hf, generation = read_json(path), read_json(directory / GENERATION, missing_ok=True)
         try:
             return cls.from_hf(hf, generation)

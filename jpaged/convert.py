@@ -3,9 +3,9 @@
 import shutil
 from pathlib import Path
 
-from jpaged.config import ModelConfig
 from jpaged.load import find_model, load_model
-from jpaged.model.weights import INDEX, save_orbax, save_safetensors, stored_dtype
+from jpaged.models.checkpoint import INDEX, save_orbax, save_safetensors, stored_dtype
+from jpaged.models.registry import read_config
 
 SAVE = {"orbax": save_orbax, "safetensors": save_safetensors}
 
@@ -21,7 +21,7 @@ def convert(source: str, target: Path, to: str) -> str:
     Raises ValueError if there is no such model, or if the target exists.
     """
     directory = find_model(source)
-    config = ModelConfig.from_directory(directory)
+    config = read_config(directory)
     dtype = stored_dtype(directory)
     model = load_model(directory, config, dtype=dtype, load_format="auto", seed=0, progress=True)
     try:

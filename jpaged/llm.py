@@ -17,7 +17,7 @@ from jpaged.core.params import BeamSearchParams, InvalidParameter, SamplingParam
 from jpaged.core.request import Request, RequestMetrics, RequestOutput
 from jpaged.engine import StepOutput, request_output
 from jpaged.load import load_engine
-from jpaged.model.llama import Llama
+from jpaged.models.base import Model
 from jpaged.tokenizer import backend, encode, render_chat
 from jpaged.worker import Worker
 
@@ -34,8 +34,8 @@ class LLM:
     threads take turns, and JAX's context managers around a call have no effect on it.
 
     Args:
-        model: "demo", a directory, a hub id, or a `jpaged.model.llama.Llama` in hand, whose arrays are then served as
-            they are, without a copy.
+        model: "demo", a directory, a hub id, or a module in hand (`jpaged.models.base.Model`), whose arrays are then
+            served as they are, without a copy.
         tokenizer: instead of the model's own; a module in hand has none unless one is passed, and then takes and
             gives token ids alone.
         progress: show progress bars while loading and compiling.
@@ -46,13 +46,13 @@ class LLM:
     """
 
     def __init__(
-        self, model: str | os.PathLike[str] | Llama = "demo", *, tokenizer: Any = None, progress: bool = True,
+        self, model: str | os.PathLike[str] | Model = "demo", *, tokenizer: Any = None, progress: bool = True,
         **config: Any,
     ):  # fmt: skip
-        if not isinstance(model, str | os.PathLike | Llama):
-            accepted = '"demo", a directory, a hub id or a jpaged.model.llama.Llama'
+        if not isinstance(model, str | os.PathLike | Model):
+            accepted = '"demo", a directory, a hub id or a module such as jpaged.models.llama.Llama'
             raise TypeError(f"model: must be {accepted}, not {type(model).__name__}")
-        name, module = ("module", model) if isinstance(model, Llama) else (os.fspath(model), None)
+        name, module = ("module", model) if isinstance(model, Model) else (os.fspath(model), None)
         self.engine, self.tokenizer, _ = load_engine(
             EngineConfig(model=name, **config), model=module, tokenizer=tokenizer, progress=progress
         )

@@ -13,8 +13,9 @@ from jpaged.core.params import SamplingParams
 from jpaged.core.scheduler import Scheduler
 from jpaged.demo import DIRECTORY as DEMO
 from jpaged.engine import Engine
-from jpaged.model.llama import Llama
-from jpaged.model.weights import ORBAX, dummy_llama, load_orbax, load_safetensors
+from jpaged.models.base import Model
+from jpaged.models.checkpoint import ORBAX, dummy_model, load_orbax, load_safetensors
+from jpaged.models.registry import read_config
 from jpaged.runtime.compilation_cache import compilation_cache
 from jpaged.runtime.runner import ModelRunner, select_kernels
 from jpaged.tokenizer import backend, check_chat_template, has_tokenizer, load_tokenizer
@@ -56,10 +57,10 @@ def find_model(name: str, *, revision: str | None = None, weights: bool = True) 
 
 def load_model(
     directory: Path, config: ModelConfig, *, dtype: str, load_format: str, seed: int, progress: bool
-) -> Llama:
+) -> Model:
     """The parameters, in `dtype`, by `load_format`; "auto" takes the Orbax checkpoint if there is one."""
     if load_format == "dummy":
-        return dummy_llama(config, dtype, seed)
+        return dummy_model(config, dtype, seed)
     if load_format == "orbax" or (load_format == "auto" and (directory / ORBAX).is_dir()):
         return load_orbax(directory, config, dtype)
     return load_safetensors(directory, config, dtype, progress=progress)
@@ -128,7 +129,7 @@ def prepare(config: EngineConfig, *, tokenizer: Any = None, chat_template: str |
     """
     platform = jax.default_backend()
     directory = find_model(config.model, revision=config.revision, weights=False)
-    model = ModelConfig.from_directory(directory)
+    model = read_config(directory)
     limits, dtype = limits_of(config, model, platform), dtype_of(config, model, platform)
     defaults = sampling_defaults(directory)
     try:
@@ -165,13 +166,13 @@ class Loaded(NamedTuple):
 
 
 def load_engine(
-    config: EngineConfig, *, model: Llama | None = None, tokenizer: Any = None, prepared: Prepared | None = None,
+    config: EngineConfig, *, model: Model | None = None, tokenizer: Any = None, prepared: Prepared | None = None,
     progress: bool = True,
 ) -> Loaded:  # fmt: skip
     """An engine that is ready to step, and what belongs to it.
 
     Args:
-        model: a Llama in hand; its arrays are used as they are, and `config.model` is only a name.
+        model: a module in hand; its arrays are used as they are, and `config.model` is only a name.
         tokenizer: a Hugging Face tokenizer or a `tokenizers.Tokenizer`, or the name of a directory or hub id, instead
             of the model's own.
         prepared: the result of `prepare(config)`, from a caller with more to check before the parameters are loaded.
@@ -216,7 +217,7 @@ def load_engine(
     return Loaded(engine, tokenizer, defaults)
 
 
-def _check_module(config: EngineConfig, model: Llama) -> None:
+def _check_module(config: EngineConfig, model: Model) -> None:
     if config.load_format != "auto":
         raise ValueError(f"load_format: nothing is loaded for a module in hand, so it can't be {config.load_format!r}")
     dtypes = {str(leaf.dtype) for leaf in jax.tree.leaves(nnx.state(model))}

@@ -16,8 +16,8 @@ from jpaged.config import ModelConfig
 from jpaged.demo import DIRECTORY, corpus, stories, train
 from jpaged.demo import tokenizer as demo_tokenizer
 from jpaged.demo.grammar import fill, variants
-from jpaged.model.llama import Llama
-from jpaged.model.weights import load_safetensors
+from jpaged.models.checkpoint import load_safetensors
+from jpaged.models.llama import Llama
 
 MAX_BYTES = 4_000_000
 MAX_HELD_OUT_LOSS = 0.48

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = [
     ["pallas_kernels", "jpaged.config", "jpaged.child", "jpaged.progress", "jpaged.worker"],
     ["jpaged.core"],
-    ["jpaged.model", "jpaged.tokenizer", "jpaged.grammar"],
+    ["jpaged.models", "jpaged.tokenizer", "jpaged.grammar"],
     ["jpaged.grammar_trial", "jpaged.masks", "jpaged.template_process"],
     ["jpaged.runtime", "jpaged.demo"],
     ["jpaged.engine"],
@@ -109,7 +109,7 @@ def test_imports_point_down(path):
         ("jpaged.core.scheduler", "import numpy as np"),
         ("jpaged.core.scheduler", "from jpaged.engine import Engine"),
         ("jpaged.core.request", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from jpaged.llm import LLM"),
-        ("jpaged.model.llama", "def f():\n    from jpaged.runtime.runner import ModelRunner"),
+        ("jpaged.models.llama", "def f():\n    from jpaged.runtime.runner import ModelRunner"),
         ("pallas_kernels.reference", "import flax"),
         ("pallas_kernels.reference", "from jpaged.config import EngineConfig"),
         ("jpaged.engine", "import jax.numpy as jnp"),

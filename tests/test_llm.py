@@ -15,7 +15,7 @@ from tokenizers.processors import TemplateProcessing
 import jpaged
 from jpaged import LLM, BeamSearchParams, ModelConfig, SamplingParams
 from jpaged.core.params import InvalidParameter
-from jpaged.model.weights import dummy_llama
+from jpaged.models.checkpoint import dummy_model
 from jpaged.runtime import swap
 from jpaged.tokenizer import backend
 from tests import models
@@ -388,7 +388,7 @@ def test_reset_prefix_cache_waits_for_a_generation(llm, expected, monkeypatch):
 
 
 def test_a_module_without_a_tokenizer(tiny):
-    model = dummy_llama(ModelConfig.from_hf(models.TINY), "float32", 0)
+    model = dummy_model(ModelConfig.from_hf(models.TINY), "float32", 0)
     llm = LLM(model, **SMALL | {"max_num_seqs": 2, "max_num_batched_tokens": 16})
     (output,) = llm.generate([1, 2, 3], SamplingParams(max_tokens=3), use_tqdm=False)
     assert output.outputs[0].text == "" and len(output.outputs[0].token_ids) == 3
@@ -400,7 +400,7 @@ def test_a_module_without_a_tokenizer(tiny):
 
 
 def test_a_module_in_another_dtype_is_not_copied_but_refused():
-    model = dummy_llama(ModelConfig.from_hf(models.TINY), "bfloat16", 0)
+    model = dummy_model(ModelConfig.from_hf(models.TINY), "bfloat16", 0)
     with pytest.raises(
         ValueError, match="dtype: the model's parameters are bfloat16, and they are not copied to float32"
     ):
@@ -409,13 +409,13 @@ def test_a_module_in_another_dtype_is_not_copied_but_refused():
 
 @pytest.mark.parametrize("model", [None, 5, object(), ModelConfig])
 def test_a_model_of_another_type_is_refused(model):
-    accepted = 'model: must be "demo", a directory, a hub id or a jpaged.model.llama.Llama, not '
+    accepted = 'model: must be "demo", a directory, a hub id or a module such as jpaged.models.llama.Llama, not '
     with pytest.raises(TypeError, match=accepted + type(model).__name__):
         LLM(model)
 
 
 def test_a_module_in_hand_is_not_loaded():
-    model = dummy_llama(ModelConfig.from_hf(models.TINY), "float32", 0)
+    model = dummy_model(ModelConfig.from_hf(models.TINY), "float32", 0)
     with pytest.raises(ValueError, match="load_format: nothing is loaded for a module in hand"):
         LLM(model, load_format="dummy", progress=False)
 

@@ -26,8 +26,8 @@ from tqdm import tqdm
 
 from jpaged.config import ModelConfig
 from jpaged.demo import DIRECTORY, corpus, tokenizer
-from jpaged.model.llama import Llama
-from jpaged.model.weights import save_safetensors
+from jpaged.models.checkpoint import save_safetensors
+from jpaged.models.llama import Llama
 from pallas_kernels import rotate
 
 DEFAULT_STEPS = 5000
@@ -208,7 +208,7 @@ def first_model(recipe: Recipe, seed: int) -> Llama:
     model = Llama(ModelConfig.from_hf(recipe.hf_config()), dtype="float32", rngs=nnx.Rngs(seed))
     for layer in model.layers:
         for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
-            linear.kernel[...] = jnp.zeros_like(linear.kernel[...])
+            linear.weight[...] = jnp.zeros_like(linear.weight[...])
     return model
 
 

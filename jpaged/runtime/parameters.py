@@ -12,7 +12,7 @@ Leaf = jax.Array | jax.ShapeDtypeStruct
 
 
 def by_name(state: Any) -> dict[str, Any]:
-    """Return the leaves of a state by name, such as `layers.0.mlp.up_proj.kernel`, in the order of its pytree.
+    """Return the leaves of a state by name, such as `layers.0.mlp.up_proj.weight`, in the order of its pytree.
 
     Args:
         state: an `nnx.Module`, an `nnx.State`, or nested dicts of arrays, as `nnx.to_pure_dict` returns them.

@@ -13,7 +13,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jpaged.config import EngineConfig, Limits, ModelConfig
 from jpaged.core.plan import Admitted, Done, StepPlan, StepResult
-from jpaged.model.llama import Llama
+from jpaged.models.base import Model
 from jpaged.progress import track
 from jpaged.runtime.batch import Bucket, Buckets, Layout, ladder, make_batch
 from jpaged.runtime.compilation_cache import cache_folder
@@ -55,7 +55,7 @@ class ModelRunner:
         num_host_blocks: how many it has room for.
     """
 
-    def __init__(self, model: Llama, config: EngineConfig, limits: Limits, kernels: Kernels | None = None):
+    def __init__(self, model: Model, config: EngineConfig, limits: Limits, kernels: Kernels | None = None):
         graphdef, state = nnx.split(model)
         leaves, treedef = jax.tree.flatten(state)
         self.device = next(iter(leaves[0].devices()))

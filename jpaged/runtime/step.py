@@ -8,7 +8,7 @@ from flax import nnx
 from jax import lax
 
 from jpaged.core.params import MAX_LOGPROBS, MAX_TOP
-from jpaged.model.llama import Llama
+from jpaged.models.base import Model
 from jpaged.runtime.batch import Batch, Bucket, Layout
 from jpaged.runtime.row_table import SCALARS
 from jpaged.runtime.sampler import Sampled, Sampling, sample, token_logprobs
@@ -17,7 +17,7 @@ from pallas_kernels import Kernels
 
 
 def forward(
-    model: Llama, pool: list[jax.Array], batch: Batch, kernels: Kernels, *, decode: bool
+    model: Model, pool: list[jax.Array], batch: Batch, kernels: Kernels, *, decode: bool
 ) -> tuple[jax.Array, list[jax.Array]]:
     """Hidden states [T, D] of a batch, and the pool with its keys and values written.
 
@@ -26,17 +26,17 @@ def forward(
         decode: every sequence has one row, a decode row, and row s is sequence s.
     """
     pool = list(pool)
-    scale = model.config.head_dim**-0.5
+    specs = model.attention_specs
 
     def attend(layer: int, q_tnh, k_tkh, v_tkh, cos, sin) -> jax.Array:
         k, v = pool[2 * layer : 2 * layer + 2]
         k, v = kernels.write_kv(k, v, k_tkh, v_tkh, batch.slot_mapping, cos_t=cos, sin_t=sin)
         pool[2 * layer : 2 * layer + 2] = k, v
-        tables, lens = batch.block_tables, batch.context_lens
+        tables, lens, spec = batch.block_tables, batch.context_lens, specs[layer]._asdict()
         if decode:
-            return kernels.paged_decode_attention(q_tnh, k, v, tables, lens, scale=scale)
+            return kernels.paged_decode_attention(q_tnh, k, v, tables, lens, **spec)
         return kernels.ragged_paged_attention(
-            q_tnh, k, v, tables, lens, batch.cu_q_lens, scale=scale, decode_s=batch.decodes
+            q_tnh, k, v, tables, lens, batch.cu_q_lens, **spec, decode_s=batch.decodes
         )
 
     return model(batch.tokens, batch.positions, attend), pool
@@ -73,7 +73,7 @@ class Step:
     def __init__(
         self, graphdef: nnx.GraphDef, treedef: jax.tree_util.PyTreeDef, kernels: Kernels, layouts: dict[Bucket, Layout]
     ):
-        def merged(params: list[jax.Array]) -> Llama:
+        def merged(params: list[jax.Array]) -> Model:
             return nnx.merge(graphdef, jax.tree.unflatten(treedef, params))
 
         def run(

@@ -15,7 +15,7 @@ from flax import nnx
 
 from benchmarks.engine import MODELS
 from jpaged.config import Limits, ModelConfig
-from jpaged.model.weights import abstract_llama
+from jpaged.models.checkpoint import abstract_model
 from jpaged.runtime.batch import Bucket, Buckets, empty_batch
 from jpaged.runtime.sampling_state import empty_state
 from jpaged.runtime.step import Step
@@ -60,7 +60,7 @@ def kernels(name: str, module: ModuleType) -> dict[str, float]:
 
 def step(name: str, config: ModelConfig, bucket: Bucket, block_size: int) -> tuple[float, float]:
     """Of the forward pass, and of the sampler."""
-    graphdef, leaves = abstract_llama(config, "bfloat16")
+    graphdef, leaves = abstract_model(config, "bfloat16")
     params, treedef = jax.tree.flatten(nnx.from_flat_state(leaves))
     chosen = select(
         name, platform="gpu", device_kind="NVIDIA H200", compute_capability=9.0, dtype="bfloat16",

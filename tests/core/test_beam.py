@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 from jpaged.config import ModelConfig
 from jpaged.core import beam
 from jpaged.core.beam import Beam, BeamSearch, Candidate
-from jpaged.model.weights import load_safetensors
+from jpaged.models.checkpoint import load_safetensors
 from pallas_kernels import rotate
 from tests import checkpoints
 from tests.deviceless import OPTIMIZED

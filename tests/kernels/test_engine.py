@@ -23,8 +23,8 @@ from jpaged.core.params import BeamSearchParams, SamplingParams
 from jpaged.core.plan import Sample
 from jpaged.core.scheduler import Scheduler
 from jpaged.engine import Engine
-from jpaged.model.llama import Llama
-from jpaged.model.weights import dummy_llama
+from jpaged.models.checkpoint import dummy_model
+from jpaged.models.llama import Llama
 from jpaged.runtime import runner as runner_module
 from jpaged.runtime.batch import Bucket
 from jpaged.runtime.runner import ModelRunner
@@ -157,7 +157,7 @@ def check(expected: Run, found: Run, dtype: str) -> None:
 
 @pytest.fixture(scope="module")
 def model_of():
-    return functools.cache(lambda dtype: dummy_llama(LLAMA, dtype, seed=4))
+    return functools.cache(lambda dtype: dummy_model(LLAMA, dtype, seed=4))
 
 
 @pytest.fixture(scope="module")

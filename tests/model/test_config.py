@@ -5,6 +5,7 @@ import json
 import pytest
 
 from jpaged.config import EngineConfig, ModelConfig, read_json, sampling_defaults
+from jpaged.models.registry import read_config
 from tests.checkpoints import BASE, LLAMA3
 
 
@@ -31,11 +32,6 @@ def test_the_original_context_is_the_models_if_rope_scaling_names_none():
 @pytest.mark.parametrize(
     "changes, words",
     [
-        (
-            {"architectures": ["MambaForCausalLM"], "model_type": "mamba"},
-            "architecture MambaForCausalLM is not supported",
-        ),
-        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification is not supported"),
         (
             {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
             "'dynamic' is not supported: .* keys already in the cache",
@@ -68,30 +64,54 @@ def test_what_a_llama_here_cannot_do_is_refused_with_its_reason(changes, words):
         read(**changes)
 
 
+@pytest.mark.parametrize(
+    "changes, told",
+    [
+        ({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}, "MambaForCausalLM"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+        ({"architectures": ["LlamaForCausalLM"], "model_type": "mamba"}, "LlamaForCausalLM"),
+        ({"architectures": [["llama"], 5]}, r"\['llama'\], 5"),
+        ({"architectures": None, "model_type": "mamba"}, "mamba"),
+        ({"architectures": 5}, "5"),
+    ],
+)
+def test_other_architectures_are_refused_by_name(changes, told, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(BASE | changes))
+    told = f"^{tmp_path}/config.json: architecture {told} is not supported; supported: LlamaForCausalLM"
+    with pytest.raises(ValueError, match=told):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize("names", [["llama"], ["Unknown", "LlamaForCausalLM"], None])
+def test_a_llama_is_known_by_either_name(names, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(BASE | {"architectures": names}))
+    assert read_config(tmp_path) == ModelConfig.from_hf(BASE)
+
+
 def test_files_that_are_not_there_or_not_json(tmp_path):
     with pytest.raises(ValueError, match=r"has no config\.json"):
-        ModelConfig.from_directory(tmp_path)
+        read_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
-        ModelConfig.from_directory(tmp_path)
+        read_config(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps([1]))
     with pytest.raises(ValueError, match="must hold a JSON object"):
-        ModelConfig.from_directory(tmp_path)
+        read_config(tmp_path)
     (tmp_path / "config.json").write_text("[" * 100_000)
     with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
-        ModelConfig.from_directory(tmp_path)
+        read_config(tmp_path)
     assert read_json(tmp_path / "other.json", missing_ok=True) == {}
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{"head_dim": 0, "num_attention_heads": 0}, {"hidden_size": "64", "head_dim": None}, {"architectures": 5},
+    [{"head_dim": 0, "num_attention_heads": 0}, {"hidden_size": "64", "head_dim": None}, 
      {"rope_scaling": {"type": "yarn"}, "original_max_position_embeddings": "32"}, {"eos_token_id": {}}],
 )  # fmt: skip
 def test_an_error_of_a_config_names_its_file(changes, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(BASE | changes))
     with pytest.raises(ValueError, match=f"^{tmp_path}/config.json: "):
-        ModelConfig.from_directory(tmp_path)
+        read_config(tmp_path)
 
 
 def test_sampling_defaults(tmp_path):

@@ -15,7 +15,7 @@ from jpaged.core.params import SamplingParams
 from jpaged.core.plan import Done, Sample, StepResult
 from jpaged.core.scheduler import Scheduler
 from jpaged.engine import Engine
-from jpaged.model.weights import load_safetensors
+from jpaged.models.checkpoint import load_safetensors
 from jpaged.runtime.batch import Buckets, Layout, make_batch
 from jpaged.runtime.kv_cache import allocate_pool
 from jpaged.runtime.row_table import RowTable

@@ -12,7 +12,7 @@ import numpy as np
 
 from jpaged.config import EngineConfig, Limits, ModelConfig
 from jpaged.core.plan import StepPlan, StepResult
-from jpaged.model.weights import dummy_llama
+from jpaged.models.checkpoint import dummy_model
 from jpaged.runtime.runner import ModelRunner
 
 LLAMA = ModelConfig(
@@ -33,7 +33,7 @@ class Recorded(NamedTuple):
 def make_runner() -> ModelRunner:
     """A runner on a small pool. Its parameters are the same in every process."""
     config = EngineConfig(block_size=BLOCK_SIZE, num_gpu_blocks_override=NUM_BLOCKS, swap_space=0.01)
-    runner = ModelRunner(dummy_llama(LLAMA, "float32", seed=3), config, LIMITS)
+    runner = ModelRunner(dummy_model(LLAMA, "float32", seed=3), config, LIMITS)
     runner.buckets.decode = runner.buckets.decode[-1:]  # soon compiled
     return runner
 

@@ -12,7 +12,7 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from jpaged import LLM, progress
 from jpaged.config import EngineConfig, Limits, ModelConfig
-from jpaged.model.weights import dummy_llama
+from jpaged.models.checkpoint import dummy_model
 from jpaged.runtime.compilation_cache import cache_folder, compilation_cache
 from jpaged.runtime.kv_cache import block_bytes
 from jpaged.runtime.runner import ModelRunner
@@ -153,7 +153,7 @@ BLOCK_BYTES = block_bytes(LLAMA, 8, LLAMA.head_dim, "float32")
 
 @pytest.fixture(scope="module")
 def model():
-    return dummy_llama(LLAMA, "float32", seed=0)
+    return dummy_model(LLAMA, "float32", seed=0)
 
 
 @pytest.fixture

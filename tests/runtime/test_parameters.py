@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from jpaged.config import ModelConfig
-from jpaged.model.weights import dummy_llama
+from jpaged.models.checkpoint import dummy_model
 from jpaged.runtime.parameters import by_name, checked, deletion_named
 from tests import models
 
@@ -17,7 +17,7 @@ NORM = "layers.1.input_layernorm.scale"
 
 @pytest.fixture(scope="module")
 def model():
-    return dummy_llama(ModelConfig.from_hf(models.TINY), "float32", seed=0)
+    return dummy_model(ModelConfig.from_hf(models.TINY), "float32", seed=0)
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_a_module_its_state_and_nested_dicts_have_the_same_leaves(model, leaves,
     found = by_name(form(model))
     assert list(found) == list(leaves) and all(found[name] is leaves[name] for name in leaves)
     assert [leaf is other for leaf, other in zip(jax.tree.leaves(nnx.split(model)[1]), leaves.values(), strict=True)]
-    assert "layers.1.self_attn.q_proj.kernel" in found
+    assert "layers.1.self_attn.q_proj.weight" in found
 
 
 def test_arrays_keep_their_memory_and_the_order_that_is_expected(leaves):

@@ -14,7 +14,7 @@ from flax import nnx
 from jpaged import LLM, BeamSearchParams, ModelConfig, SamplingParams
 from jpaged.config import EngineConfig, Limits
 from jpaged.core.plan import Admitted, StepPlan
-from jpaged.model.weights import abstract_llama, dummy_llama
+from jpaged.models.checkpoint import abstract_model, dummy_model
 from jpaged.runtime import kv_cache
 from jpaged.runtime import runner as runner_module
 from jpaged.runtime.batch import Bucket, Layout
@@ -38,7 +38,7 @@ H200 = {"platform": "gpu", "device_kind": "NVIDIA H200", "compute_capability": 9
 
 @pytest.fixture(scope="module")
 def model():
-    return dummy_llama(LLAMA, "float32", seed=0)
+    return dummy_model(LLAMA, "float32", seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +127,7 @@ POOL_BLOCKS, BLOCK = 512, 16
 
 
 def step_avals(llama: ModelConfig, dtype: str, bucket: Bucket):
-    graphdef, leaves = abstract_llama(llama, dtype)
+    graphdef, leaves = abstract_model(llama, dtype)
     params, treedef = jax.tree.flatten(nnx.from_flat_state(leaves))
     shape = (POOL_BLOCKS, llama.num_key_value_heads, BLOCK, llama.head_dim)
     pool = [jax.ShapeDtypeStruct(shape, dtype)] * (2 * llama.num_hidden_layers)

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from jpaged.config import ModelConfig
-from jpaged.model.weights import dummy_llama
+from jpaged.models.checkpoint import dummy_model
 from jpaged.runtime.batch import Bucket, Layout
 from jpaged.runtime.step import Step, forward
 from pallas_kernels import Kernels
@@ -44,7 +44,7 @@ class Ops:
 def test_each_layer_writes_and_attends_to_its_own_arrays(decode):
     ops, pool = Ops(), [jnp.full((2, 1, 4, LLAMA.head_dim), float(i)) for i in range(6)]
     _, batch = Layout(Bucket(8, 4, decode), 2).empty()
-    model = dummy_llama(LLAMA, "float32", seed=0)
+    model = dummy_model(LLAMA, "float32", seed=0)
     x_td, returned = forward(model, pool, batch, ops.kernels(), decode=decode)
     assert x_td.shape == (8, LLAMA.hidden_size)
     assert [float(array.mean()) for array in returned] == [10, 21, 12, 23, 14, 25]
@@ -61,6 +61,7 @@ def test_each_layer_writes_and_attends_to_its_own_arrays(decode):
         assert name == ("decode" if decode else "ragged")
         assert list(map(id, layout)) == list(map(id, expected))
         assert options.pop("scale") == 0.25  # one over the root of the head dim
+        assert options.pop("window") is None and options.pop("soft_cap") is None
         assert [*map(id, options.values())] == ([] if decode else [id(batch.decodes)])
 
 
@@ -74,7 +75,7 @@ def test_only_a_decode_step_uses_the_decode_op(decode):
 
     attention = [functools.partial(attend, name) for name in ("decode", "ragged")]
     kernels = Kernels("spy", "a test", LLAMA.head_dim, lambda k, v, *_, **__: (k, v), lambda *_: None, *attention)
-    graphdef, params = nnx.split(dummy_llama(LLAMA, "float32", seed=0))
+    graphdef, params = nnx.split(dummy_model(LLAMA, "float32", seed=0))
     leaves, treedef = jax.tree.flatten(params)
     pool = [jnp.zeros((2, 1, 4, LLAMA.head_dim)) for _ in range(6)]
     bucket = Bucket(8, 4, decode)

@@ -1,7 +1,8 @@
-"""Parameters between checkpoints and NNX: one table of names, strict both ways, one tensor in host memory at a time."""
+"""Parameters between checkpoints and NNX: strict both ways, one tensor in host memory at a time."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
 from jax.sharding import SingleDeviceSharding
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from jpaged.config import CONFIG, DTYPES, ModelConfig, read_json
-from jpaged.model.llama import Llama
+from jpaged.models.base import LeafPath, Model, Part
+from jpaged.models.registry import architecture_of
 from jpaged.progress import track
 
 ORBAX = "orbax"
@@ -24,39 +27,45 @@ MAX_SHARD_BYTES = 5 * 10**9
 MAX_PROBLEMS = 50  # tensors named in an error
 STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
-# An NNX leaf -> its Hugging Face name, and whether the checkpoint holds it transposed ([out, in]).
-LEAVES = {
-    "kernel": ("weight", True),
-    "embedding": ("weight", False),
-    "scale": ("weight", False),
-    "bias": ("bias", False),
-}
-
-Path_ = tuple[Any, ...]  # of a leaf in an NNX state, e.g. ("layers", 0, "mlp", "up_proj", "kernel")
+# Of each tensor in a checkpoint, its rows, the leaf that holds them, and where they begin there.
+Uses = dict[str, list[tuple[Part, LeafPath, int]]]
 
 
-def tensor_name(path: Path_) -> str:
-    """A leaf's name in a Hugging Face checkpoint."""
-    prefix = "" if path[0] == "lm_head" else "model."
-    return prefix + ".".join(map(str, path[:-1])) + "." + LEAVES[path[-1]][0]
-
-
-def is_derived(name: str, config: ModelConfig) -> bool:
-    """True for tensors some checkpoints carry beside the parameters: they follow from the config or from others."""
-    return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
-
-
-def abstract_llama(config: ModelConfig, dtype: str) -> tuple[nnx.GraphDef, dict[Path_, nnx.Variable]]:
-    """A Llama without memory: its graph, and its leaves by path, of shapes and dtypes alone."""
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: Llama(config, dtype=dtype, rngs=nnx.Rngs(0))))
+def abstract_model(config: ModelConfig, dtype: str) -> tuple[nnx.GraphDef, dict[LeafPath, nnx.Variable]]:
+    """Return a model without memory: its graph, and its leaves by path, of shapes and dtypes alone."""
+    module = architecture_of(config).module
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: module(config, dtype=dtype, rngs=nnx.Rngs(0))))
     return graphdef, dict(nnx.to_flat_state(state))
 
 
-def dummy_llama(config: ModelConfig, dtype: str, seed: int) -> Llama:
-    """Random parameters."""
-    graphdef, _ = abstract_llama(config, dtype)
-    state = jax.jit(lambda: nnx.state(Llama(config, dtype=dtype, rngs=nnx.Rngs(seed))))()
+def dummy_model(config: ModelConfig, dtype: str, seed: int) -> Model:
+    """Return a model with random parameters."""
+    module = architecture_of(config).module
+    graphdef, _ = abstract_model(config, dtype)
+    state = jax.jit(lambda: nnx.state(module(config, dtype=dtype, rngs=nnx.Rngs(seed))))()
     return nnx.merge(graphdef, state)
+
+
+def tensors_of(config: ModelConfig, leaves: Mapping[LeafPath, Any]) -> tuple[Uses, dict[str, tuple[int, ...]]]:
+    """Return the use of each tensor of a checkpoint, and the tensors' shapes.
+
+    Args:
+        leaves: of the model by path; only their shapes are looked at.
+    """
+    source = architecture_of(config).source
+    uses: Uses = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path, leaf in leaves.items():
+        first, (parts, stacked) = 0, source(path, config)
+        for part in parts:
+            rows = (leaf.shape[1] if stacked else leaf.shape[0]) if part.rows is None else part.rows
+            uses.setdefault(part.name, []).append((part._replace(rows=rows), path, first))
+            rest = leaf.shape[2:] if stacked else leaf.shape[1:]
+            most = max(part.start + rows, shapes.get(part.name, (0,))[0])
+            shapes[part.name] = (most, *rest)
+            first += 1 if stacked else rows
+        assert first == leaf.shape[0], f"{path} has {leaf.shape[0]} rows, and its parts have {first}"
+    return uses, shapes
 
 
 def check_names(expected: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]], where: Path) -> None:
@@ -75,8 +84,8 @@ def check_names(expected: dict[str, tuple[int, ...]], found: dict[str, tuple[int
         raise ValueError(f"{where} does not hold this model's tensors: {told}")
 
 
-def load_safetensors(directory: Path, config: ModelConfig, dtype: str, *, progress: bool = True) -> Llama:
-    """A Llama from the safetensors of a directory, in one file or in shards, each tensor straight to its dtype.
+def load_safetensors(directory: Path, config: ModelConfig, dtype: str, *, progress: bool = True) -> Model:
+    """Load a model from the safetensors of a directory, in one file or in shards, each tensor straight to its dtype.
 
     Raises ValueError for a missing file or shard, and for any tensor missing, unexpected or misshapen.
     """
@@ -92,47 +101,55 @@ def load_safetensors(directory: Path, config: ModelConfig, dtype: str, *, progre
     if config.num_hidden_layers > len(shapes):  # to trace hundreds of layers that are not there takes minutes
         told = f"{len(shapes)} tensors for the {config.num_hidden_layers} layers of {CONFIG}"
         raise ValueError(f"{directory} does not hold this model's tensors: {told}")
-    graphdef, leaves = abstract_llama(config, dtype)
-    paths = {tensor_name(path): path for path in leaves}
-    expected = {name: _checkpoint_shape(path, leaves[path].shape) for name, path in paths.items()}
+    graphdef, leaves = abstract_model(config, dtype)
+    uses, expected = tensors_of(config, leaves)
+    is_derived = architecture_of(config).is_derived
     check_names(expected, {n: s for n, s in shapes.items() if not is_derived(n, config)}, directory)
-    if unknown := [f"{name} as {dtypes[name]}" for name in paths if dtypes[name] not in STORED]:
+    if unknown := [f"{name} as {dtypes[name]}" for name in uses if dtypes[name] not in STORED]:
         told = "; ".join(unknown[:MAX_PROBLEMS])
         raise ValueError(f"{directory} does not hold this model's tensors in {', '.join(STORED)}: {told}")
-    for path, array in track(_read(files, paths, dtype), len(paths), "loaded", "tensor", bar=progress):
-        leaves[path] = leaves[path].replace(array)
+    parts: dict[LeafPath, dict[int, jax.Array]] = {path: {} for path in leaves}
+    for name, array in track(_read(files, uses, dtype), len(uses), "loaded", "tensor", bar=progress):
+        for part, path, first in uses[name]:
+            whole = part.rows == array.shape[0]
+            parts[path][first] = array if whole else lax.slice_in_dim(array, part.start, part.start + (part.rows or 0))
+    for path, leaf in leaves.items():
+        leaves[path] = leaf.replace(_joined(parts.pop(path), leaf.shape))
     return nnx.merge(graphdef, nnx.from_flat_state(leaves))
 
 
-def save_safetensors(model: Llama, directory: Path, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
-    """Writes the parameters as a Hugging Face checkpoint has them: one file, or shards with an index."""
-    leaves = {tensor_name(path): (path, leaf[...]) for path, leaf in nnx.to_flat_state(nnx.state(model))}
+def save_safetensors(model: Model, directory: Path, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+    """Write the parameters as a Hugging Face checkpoint has them: one file, or shards with an index."""
+    leaves = {path: leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model))}
+    uses, shapes = tensors_of(model.config, leaves)
+    itemsize = next(iter(leaves.values())).dtype.itemsize
+    sizes = {name: itemsize * math.prod(shape) for name, shape in shapes.items()}
     shards: list[list[str]] = [[]]
     size = 0
-    for name, (_, array) in leaves.items():
-        if shards[-1] and size + array.nbytes > max_shard_bytes:
+    for name in uses:
+        if shards[-1] and size + sizes[name] > max_shard_bytes:
             shards.append([])
             size = 0
         shards[-1].append(name)
-        size += array.nbytes
+        size += sizes[name]
     files = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     if len(shards) == 1:
         files = [SINGLE]
     for file, names in zip(files, shards):
-        save_file({name: _to_host(*leaves[name]) for name in names}, directory / file, {"format": "pt"})
+        save_file(
+            {name: _tensor(uses[name], shapes[name], leaves) for name in names}, directory / file, {"format": "pt"}
+        )
     if len(shards) > 1:
         weight_map = {name: file for file, names in zip(files, shards) for name in names}
-        total = sum(array.nbytes for _, array in leaves.values())
-        (directory / INDEX).write_text(
-            json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
-        )
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        (directory / INDEX).write_text(json.dumps(index, indent=2))
 
 
-def load_orbax(directory: Path, config: ModelConfig, dtype: str) -> Llama:
-    """A Llama from the Orbax checkpoint that `save_orbax` writes below a directory; strict as `load_safetensors` is."""
+def load_orbax(directory: Path, config: ModelConfig, dtype: str) -> Model:
+    """Load a model from the Orbax checkpoint that `save_orbax` writes, as strictly as `load_safetensors` does."""
     if not (directory / ORBAX).is_dir():
         raise ValueError(f"model: {directory} has no Orbax checkpoint: no folder {ORBAX} in it")
-    graphdef, leaves = abstract_llama(config, dtype)
+    graphdef, leaves = abstract_model(config, dtype)
     paths = {".".join(map(str, path)): path for path in leaves}
     with _checkpointer() as checkpointer:
         metadata = checkpointer.metadata((directory / ORBAX).absolute()).item_metadata
@@ -144,8 +161,8 @@ def load_orbax(directory: Path, config: ModelConfig, dtype: str) -> Llama:
     return nnx.merge(graphdef, nnx.from_flat_state({p: leaves[p].replace(arrays[n]) for n, p in paths.items()}))
 
 
-def save_orbax(model: Llama, directory: Path) -> None:
-    """Writes the parameters as an Orbax checkpoint, in the folder `orbax` below a directory that has none yet."""
+def save_orbax(model: Model, directory: Path) -> None:
+    """Write the parameters as an Orbax checkpoint, in the folder `orbax` below a directory that has none yet."""
     arrays = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model))}
     with _checkpointer() as checkpointer:
         checkpointer.save((directory / ORBAX).absolute(), arrays)
@@ -195,13 +212,34 @@ def _checkpointer():
     return ocp.StandardCheckpointer()
 
 
-def _read(files: Iterable[Path], paths: Mapping[str, Path_], dtype: str) -> Iterator[tuple[Path_, jax.Array]]:
-    """Yield the leaf of each name in `paths`, on the device, as soon as it is read."""
+def _read(files: Iterable[Path], names: Container[str], dtype: str) -> Iterator[tuple[str, jax.Array]]:
+    """Yield each tensor that is named, on the device, as soon as it is read: the host holds one at a time."""
     for file in files:
         with _open(file) as tensors:
             for name in tensors.keys():  # noqa: SIM118
-                if path := paths.get(name):
-                    yield path, _to_device(tensors.get_tensor(name), path, dtype)
+                if name in names:
+                    yield name, jnp.array(jnp.asarray(tensors.get_tensor(name)).astype(dtype), copy=True)
+
+
+def _joined(parts: Mapping[int, jax.Array], shape: tuple[int, ...]) -> jax.Array:
+    """Return a leaf from its parts, by their places."""
+    arrays = [parts[first] for first in sorted(parts)]
+    if arrays[0].ndim < len(shape):
+        return jnp.stack(arrays)
+    return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays)
+
+
+def _tensor(
+    uses: Iterable[tuple[Part, LeafPath, int]], shape: tuple[int, ...], leaves: Mapping[LeafPath, jax.Array]
+) -> np.ndarray:
+    """Return a tensor of a checkpoint from the leaves that hold its rows."""
+    rows: dict[int, np.ndarray] = {}
+    for part, path, first in uses:
+        leaf = leaves[path]
+        stacked = leaf.ndim > len(shape)
+        assert part.rows is not None
+        rows[part.start] = np.asarray(leaf[first] if stacked else leaf[first : first + part.rows])
+    return np.ascontiguousarray(np.concatenate([rows[start] for start in sorted(rows)]))
 
 
 def _is_file_name(name: Any) -> bool:
@@ -213,18 +251,3 @@ def _open(file: Path):
         return safe_open(file, "numpy")
     except Exception as error:  # the library raises its own type, and OSError for what isn't a file
         raise ValueError(f"model: {file} can't be read: {error}") from error
-
-
-def _checkpoint_shape(path: Path_, shape: tuple[int, ...]) -> tuple[int, ...]:
-    return shape[::-1] if LEAVES[path[-1]][1] else shape
-
-
-def _to_device(tensor: np.ndarray, path: Path_, dtype: str) -> jax.Array:
-    """Cast and transposed on the device, so that the host holds the tensor once."""
-    array = jnp.asarray(tensor).astype(dtype)
-    return array.T if LEAVES[path[-1]][1] else jnp.array(array, copy=True)
-
-
-def _to_host(path: Path_, array: jax.Array) -> np.ndarray:
-    host = np.asarray(array)
-    return np.ascontiguousarray(host.T if LEAVES[path[-1]][1] else host)

@@ -18,8 +18,8 @@ from jpaged.config import EngineConfig, ModelConfig
 from jpaged.convert import convert
 from jpaged.demo import DIRECTORY
 from jpaged.load import find_model, load_model, prepare
-from jpaged.model import weights
-from jpaged.model.weights import dummy_llama, load_orbax, load_safetensors, save_orbax, save_safetensors
+from jpaged.models import checkpoint
+from jpaged.models.checkpoint import dummy_model, load_orbax, load_safetensors, save_orbax, save_safetensors
 from tests import checkpoints, models
 
 HF = checkpoints.CASES["biases"]
@@ -54,10 +54,10 @@ def test_loading_without_a_bar_is_logged(directory, monkeypatch, caplog):
 def test_every_parameter_comes_from_its_tensor(directory):
     model = load_safetensors(directory, CONFIG, "float32", progress=False)
     tensors, layer = checkpoints.tensors(HF), model.layers[1]
-    np.testing.assert_array_equal(layer.mlp.up_proj.kernel[...], tensors["model.layers.1.mlp.up_proj.weight"].T)
+    np.testing.assert_array_equal(layer.mlp.up_proj.weight[...], tensors["model.layers.1.mlp.up_proj.weight"])
     np.testing.assert_array_equal(layer.self_attn.q_proj.bias[...], tensors["model.layers.1.self_attn.q_proj.bias"])
     np.testing.assert_array_equal(model.embed_tokens.embedding[...], tensors["model.embed_tokens.weight"])
-    np.testing.assert_array_equal(model.lm_head.kernel[...], tensors["lm_head.weight"].T)
+    np.testing.assert_array_equal(model.lm_head.weight[...], tensors["lm_head.weight"])
     assert len(leaves(model)) == len(tensors)
 
 
@@ -72,7 +72,7 @@ def test_dtypes(tmp_path, stored, dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_shards_and_orbax_give_back_the_very_same_bits(tmp_path, dtype):
-    model = dummy_llama(CONFIG, dtype, seed=3)
+    model = dummy_model(CONFIG, dtype, seed=3)
     save_safetensors(model, tmp_path, max_shard_bytes=20_000)
     assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 3
     assert_same(load_safetensors(tmp_path, CONFIG, dtype, progress=False), model)
@@ -106,7 +106,7 @@ def test_one_error_lists_every_missing_unexpected_and_misshapen_tensor(directory
 
 
 def test_orbax_is_strict_too(tmp_path):
-    save_orbax(dummy_llama(CONFIG, "float32", 0), tmp_path)
+    save_orbax(dummy_model(CONFIG, "float32", 0), tmp_path)
     other = ModelConfig.from_hf(HF | {"num_hidden_layers": 3, "mlp_bias": False})
     with pytest.raises(
         ValueError, match=r"missing layers\.2\.input_layernorm.*unexpected layers\.0\.mlp\.down_proj\.bias"
@@ -125,10 +125,12 @@ def test_tensors_that_follow_from_others_are_passed_over(tmp_path):
 
 
 def test_missing_and_broken_files(directory, tmp_path):
-    (directory / weights.INDEX).write_text(json.dumps({"weight_map": {"a": "x-1.safetensors", "b": "x-2.safetensors"}}))
+    (directory / checkpoint.INDEX).write_text(
+        json.dumps({"weight_map": {"a": "x-1.safetensors", "b": "x-2.safetensors"}})
+    )
     with pytest.raises(ValueError, match=r"lacks x-1\.safetensors, x-2\.safetensors, named in"):
         load_safetensors(directory, CONFIG, "float32", progress=False)
-    (directory / weights.INDEX).unlink()
+    (directory / checkpoint.INDEX).unlink()
     (directory / "model.safetensors").write_bytes(b"not a checkpoint")
     with pytest.raises(ValueError, match=r"model\.safetensors can't be read"):
         load_safetensors(directory, CONFIG, "float32", progress=False)
@@ -138,7 +140,7 @@ def test_missing_and_broken_files(directory, tmp_path):
 
 @pytest.mark.parametrize("name", [5, "", "../x.safetensors", "/dev/zero", ".", "a\0b"])
 def test_an_index_must_name_files_beside_it(directory, name):
-    (directory / weights.INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
+    (directory / checkpoint.INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(ValueError, match=r"index\.json must lead from tensors to names of files"):
         load_safetensors(directory, CONFIG, "float32", progress=False)
 
@@ -152,7 +154,7 @@ def test_parameters_of_another_dtype_are_refused_by_name(directory):
 
 
 def test_more_layers_than_there_are_tensors_are_refused_before_they_are_traced(directory, monkeypatch):
-    monkeypatch.setattr(weights, "abstract_llama", None)
+    monkeypatch.setattr(checkpoint, "abstract_model", None)
     other = ModelConfig.from_hf(HF | {"num_hidden_layers": 500})
     with pytest.raises(ValueError, match=r"\d+ tensors for the 500 layers of config\.json"):
         load_safetensors(directory, other, "float32", progress=False)
@@ -160,7 +162,7 @@ def test_more_layers_than_there_are_tensors_are_refused_before_they_are_traced(d
 
 def test_a_long_list_of_problems_is_cut(tmp_path):
     with pytest.raises(ValueError, match=r"missing a49 \[1\]; and 50 more$"):
-        weights.check_names({f"a{i}": (1,) for i in range(100)}, {}, tmp_path)
+        checkpoint.check_names({f"a{i}": (1,) for i in range(100)}, {}, tmp_path)
 
 
 def test_other_formats_beside_the_checkpoint_are_passed_over(directory):
@@ -202,22 +204,22 @@ def test_tensors_are_streamed(directory, monkeypatch):
     class Watched(np.ndarray):
         pass
 
-    monkeypatch.setattr(weights, "_open", Tensors)
+    monkeypatch.setattr(checkpoint, "_open", Tensors)
     load_safetensors(directory, CONFIG, "float32", progress=False)
     assert len(live) == len(checkpoints.tensors(HF))
 
 
 def test_parameters_carry_their_axes():
-    model = dummy_llama(CONFIG, "float32", 0)
+    model = dummy_model(CONFIG, "float32", 0)
     axes = {path[-2:]: leaf.get_metadata()["out_sharding"] for path, leaf in nnx.to_flat_state(nnx.state(model))}
-    assert axes["q_proj", "kernel"] == (None, "heads") and axes["o_proj", "kernel"] == ("heads", None)
-    assert axes["up_proj", "kernel"] == (None, "mlp") and axes["down_proj", "kernel"] == ("mlp", None)
-    assert axes["embed_tokens", "embedding"] == ("vocab", None) and axes["lm_head", "kernel"] == (None, "vocab")
+    assert axes["q_proj", "weight"] == ("heads", None) and axes["o_proj", "weight"] == (None, "heads")
+    assert axes["up_proj", "weight"] == ("mlp", None) and axes["down_proj", "weight"] == (None, "mlp")
+    assert axes["embed_tokens", "embedding"] == ("vocab", None) and axes["lm_head", "weight"] == ("vocab", None)
     assert len(axes) > 10 and all(axes.values())
 
 
 def test_dummy_weights_depend_on_the_seed_alone():
-    first, again, other = (dummy_llama(CONFIG, "bfloat16", seed) for seed in (1, 1, 2))
+    first, again, other = (dummy_model(CONFIG, "bfloat16", seed) for seed in (1, 1, 2))
     assert_same(first, again)
     assert not np.array_equal(*(jax.tree.leaves(nnx.state(model))[0] for model in (first, other)))
 

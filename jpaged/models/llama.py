@@ -1,18 +1,14 @@
 """A dense Llama in Flax NNX. It holds parameters and no cache: attention is a function that the caller passes in."""
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jpaged.config import ModelConfig
-from jpaged.model.rope import angles, inverse_frequencies
+from jpaged.models.base import Architecture, Attend, AttentionSpec
+from jpaged.models.layers import Linear, axes, product, rms_norm
+from jpaged.models.rope import angles, inverse_frequencies
 from pallas_kernels import rotate
-
-# attend(layer, q [T, N, H], k [T, K, H], v [T, K, H], cos, sin [T, H/2]) -> [T, N, H]; q is rotated, k is not: it is
-# rotated where it is written to the cache.
-Attend = Callable[[int, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -22,36 +18,15 @@ ACTIVATIONS = {
 }
 
 
-def _axes(*names: str | None) -> dict:
-    """Metadata that names a parameter's axes; a mesh maps "heads", "mlp" and "vocab" to its own axes."""
-    return {"out_sharding": names, "eager_sharding": False}
-
-
-def _linear(
-    fan_in: int, fan_out: int, axes: tuple[str | None, str | None], bias: bool, dtype, rngs: nnx.Rngs
-) -> nnx.Linear:
-    return nnx.Linear(
-        fan_in, fan_out, use_bias=bias, dtype=dtype, param_dtype=dtype, rngs=rngs,
-        kernel_metadata=_axes(*axes), bias_metadata=_axes(axes[1]),
-    )  # fmt: skip
-
-
-def _norm(config: ModelConfig, dtype, rngs: nnx.Rngs) -> nnx.RMSNorm:
-    return nnx.RMSNorm(
-        config.hidden_size, epsilon=config.rms_norm_eps, dtype=dtype, param_dtype=dtype, rngs=rngs,
-        scale_metadata=_axes(None),
-    )  # fmt: skip
-
-
 class Attention(nnx.Module):
     def __init__(self, config: ModelConfig, dtype, rngs: nnx.Rngs):
-        d, h, bias = config.hidden_size, config.head_dim, config.attention_bias
+        d, h, options = config.hidden_size, config.head_dim, dict(bias=config.attention_bias, dtype=dtype, rngs=rngs)
         n, k = config.num_attention_heads * h, config.num_key_value_heads * h
         self.head_dim = h
-        self.q_proj = _linear(d, n, (None, "heads"), bias, dtype, rngs)
-        self.k_proj = _linear(d, k, (None, "heads"), bias, dtype, rngs)
-        self.v_proj = _linear(d, k, (None, "heads"), bias, dtype, rngs)
-        self.o_proj = _linear(n, d, ("heads", None), bias, dtype, rngs)
+        self.q_proj = Linear(d, n, ("heads", None), **options)
+        self.k_proj = Linear(d, k, ("heads", None), **options)
+        self.v_proj = Linear(d, k, ("heads", None), **options)
+        self.o_proj = Linear(n, d, (None, "heads"), **options)
 
     def __call__(self, x_td: jax.Array, cos: jax.Array, sin: jax.Array, layer: int, attend: Attend) -> jax.Array:
         t = x_td.shape[0]
@@ -63,11 +38,11 @@ class Attention(nnx.Module):
 
 class Mlp(nnx.Module):
     def __init__(self, config: ModelConfig, dtype, rngs: nnx.Rngs):
-        d, f, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        d, f, options = config.hidden_size, config.intermediate_size, dict(bias=config.mlp_bias, dtype=dtype, rngs=rngs)
         self.activation = config.hidden_act
-        self.gate_proj = _linear(d, f, (None, "mlp"), bias, dtype, rngs)
-        self.up_proj = _linear(d, f, (None, "mlp"), bias, dtype, rngs)
-        self.down_proj = _linear(f, d, ("mlp", None), bias, dtype, rngs)
+        self.gate_proj = Linear(d, f, ("mlp", None), **options)
+        self.up_proj = Linear(d, f, ("mlp", None), **options)
+        self.down_proj = Linear(f, d, (None, "mlp"), **options)
 
     def __call__(self, x_td: jax.Array) -> jax.Array:
         return self.down_proj(ACTIVATIONS[self.activation](self.gate_proj(x_td)) * self.up_proj(x_td))
@@ -75,9 +50,10 @@ class Mlp(nnx.Module):
 
 class Layer(nnx.Module):
     def __init__(self, config: ModelConfig, dtype, rngs: nnx.Rngs):
-        self.input_layernorm = _norm(config, dtype, rngs)
+        size, epsilon = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = rms_norm(size, epsilon, dtype=dtype, rngs=rngs)
         self.self_attn = Attention(config, dtype, rngs)
-        self.post_attention_layernorm = _norm(config, dtype, rngs)
+        self.post_attention_layernorm = rms_norm(size, epsilon, dtype=dtype, rngs=rngs)
         self.mlp = Mlp(config, dtype, rngs)
 
     def __call__(self, x_td: jax.Array, cos: jax.Array, sin: jax.Array, layer: int, attend: Attend) -> jax.Array:
@@ -89,23 +65,28 @@ class Llama(nnx.Module):
     """The Llama family: 1, 2, 3, 3.1, 3.2, TinyLlama and whatever else its config describes.
 
     `dtype` ("float32", "bfloat16" or "float16") is that of parameters and activations; norms, angles and logits are
-    float32 inside. Attributes are named as in Hugging Face checkpoints; a linear kernel is [in, out].
+    float32 inside. Attributes are named as in Hugging Face checkpoints.
     """
 
     def __init__(self, config: ModelConfig, *, dtype: str = "float32", rngs: nnx.Rngs):
         self.config = config
         d, v = config.hidden_size, config.vocab_size
         self.embed_tokens = nnx.Embed(
-            v, d, dtype=dtype, param_dtype=dtype, rngs=rngs, embedding_metadata=_axes("vocab", None),
+            v, d, dtype=dtype, param_dtype=dtype, rngs=rngs, embedding_metadata=axes("vocab", None),
             embedding_init=nnx.initializers.normal(0.02),
         )  # fmt: skip
         self.layers = nnx.List([Layer(config, dtype, rngs) for _ in range(config.num_hidden_layers)])
-        self.norm = _norm(config, dtype, rngs)
+        self.norm = rms_norm(d, config.rms_norm_eps, dtype=dtype, rngs=rngs)
         if not config.tie_word_embeddings:
-            self.lm_head = _linear(d, v, (None, "vocab"), False, dtype, rngs)
+            self.lm_head = Linear(d, v, ("vocab", None), bias=False, dtype=dtype, rngs=rngs)
+
+    @property
+    def attention_specs(self) -> tuple[AttentionSpec, ...]:
+        """Causal attention over the whole context, in every layer."""
+        return (AttentionSpec(self.config.head_dim**-0.5),) * self.config.num_hidden_layers
 
     def __call__(self, tokens_t: jax.Array, positions_t: jax.Array, attend: Attend) -> jax.Array:
-        """Final hidden states [T, D] of tokens [T] int32 at positions [T] int32."""
+        """Return the final hidden states [T, D] of tokens [T] int32 at positions [T] int32."""
         cos, sin = angles(positions_t, *inverse_frequencies(self.config.rope, self.config.head_dim))
         x_td = self.embed_tokens(tokens_t)
         for index, layer in enumerate(self.layers):
@@ -113,7 +94,10 @@ class Llama(nnx.Module):
         return self.norm(x_td)
 
     def logits(self, x_sd: jax.Array) -> jax.Array:
-        """Logits [S, V] float32 of hidden states [S, D]."""
-        if self.config.tie_word_embeddings:
-            return jnp.einsum("sd,vd->sv", x_sd, self.embed_tokens.embedding[...], preferred_element_type=jnp.float32)
-        return jnp.einsum("sd,dv->sv", x_sd, self.lm_head.kernel[...], preferred_element_type=jnp.float32)
+        """Return the logits [S, V] float32 of hidden states [S, D]."""
+        tied = self.config.tie_word_embeddings
+        weight_vd = self.embed_tokens.embedding[...] if tied else self.lm_head.weight[...]
+        return product(x_sd, weight_vd, jnp.float32)
+
+
+ARCHITECTURE = Architecture(ModelConfig, Llama)

@@ -1,0 +1,102 @@
+"""The contract between a model and the engine: what a model is called with, and what it says of itself."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+
+from jpaged.config import ModelConfig
+
+# attend(layer, q [T, N, H], k [T, K, H], v [T, K, H], cos, sin [T, H/2] or None) -> [T, N, H]; q is rotated, k is not:
+# it is rotated by cos and sin where it is written to the cache.
+Attend = Callable[[int, jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None], jax.Array]
+
+
+class AttentionSpec(NamedTuple):
+    """The attention of one layer.
+
+    Attributes:
+        scale: factor on q·k.
+        window: how many tokens up to its own a query sees; None for all.
+        soft_cap: c where scores x become c * tanh(x / c); None for no cap.
+    """
+
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+
+
+@runtime_checkable
+class Model(Protocol):
+    """An `nnx.Module` that the engine can serve. It holds parameters and no cache: attention is an argument."""
+
+    config: ModelConfig
+
+    @property
+    def attention_specs(self) -> tuple[AttentionSpec, ...]:
+        """One for each layer; a layer's number is its index here."""
+
+    def __call__(self, tokens_t: jax.Array, positions_t: jax.Array, attend: Attend) -> jax.Array:
+        """Return the final hidden states [T, D] of tokens [T] int32 at positions [T] int32."""
+
+    def logits(self, x_sd: jax.Array) -> jax.Array:
+        """Return the logits [S, V] float32 of hidden states [S, D]."""
+
+
+class Part(NamedTuple):
+    """Rows of a tensor in a checkpoint.
+
+    Attributes:
+        name: the tensor's.
+        start: its first row here.
+        rows: their number; None for all rows of the leaf that they make up.
+    """
+
+    name: str
+    start: int = 0
+    rows: int | None = None
+
+
+class Source(NamedTuple):
+    """The place of a leaf in a checkpoint.
+
+    Attributes:
+        parts: one after another along the first axis.
+        stacked: each part is a whole tensor, and they lie on a new first axis.
+    """
+
+    parts: tuple[Part, ...]
+    stacked: bool = False
+
+
+LeafPath = tuple[Any, ...]  # of a leaf in an NNX state, e.g. ("layers", 0, "mlp", "up_proj", "weight")
+
+LEAVES = {"embedding": "weight", "scale": "weight"}  # Flax's names of leaves, and Hugging Face's
+
+
+def same_name(path: LeafPath, config: ModelConfig) -> Source:
+    """Return the tensor that Hugging Face gives the leaf's own name, below `model.` but for the head."""
+    *parents, leaf = map(str, path)
+    prefix = [] if parents[0] == "lm_head" else ["model"]
+    return Source((Part(".".join([*prefix, *parents, LEAVES.get(leaf, leaf)])),))
+
+
+def is_derived(name: str, config: ModelConfig) -> bool:
+    """Return whether a tensor follows from the config or from other tensors: some checkpoints carry such ones."""
+    return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
+
+
+class Architecture(NamedTuple):
+    """One kind of model.
+
+    Attributes:
+        config: reads config.json.
+        module: (config, dtype=..., rngs=...) -> the module.
+        source: (path of a leaf, config) -> its place in a checkpoint of Hugging Face's.
+        is_derived: (name of a tensor, config) -> whether a checkpoint may hold it beside the leaves' own.
+    """
+
+    config: type[ModelConfig]
+    module: Callable[..., Model]
+    source: Callable[[LeafPath, ModelConfig], Source] = same_name
+    is_derived: Callable[[str, ModelConfig], bool] = is_derived

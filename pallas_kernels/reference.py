@@ -28,6 +28,7 @@ from pallas_kernels.query_tiles import decode_rows
 
 TILE_Q = 16  # query rows attended at once
 TILE_KV = 128  # keys gathered at once: small enough to stay in a core's cache
+TILE_DECODE = 64  # the same for each of the sequences that are decoded together
 
 
 def write_kv(
@@ -108,18 +109,9 @@ def paged_decode_attention(
         q_snh, k_pool, v_pool, block_tables_sw, context_lens_s, scale=scale,
         soft_cap=soft_cap, window=window, k_scale_k=k_scale_k, v_scale_k=v_scale_k,
     )  # fmt: skip
-    attend = partial(
-        _attend, k_pool=k_pool, v_pool=v_pool, scale=scale, soft_cap=soft_cap, window=window,
-        k_scale_k=k_scale_k, v_scale_k=v_scale_k,
+    out = _decode(
+        q_snh, k_pool, v_pool, block_tables_sw, context_lens_s, scale, soft_cap, window, k_scale_k, v_scale_k
     )  # fmt: skip
-
-    def sequence(s, out):
-        q = lax.dynamic_slice_in_dim(q_snh, s, 1)
-        position = context_lens_s[s] - 1
-        one = attend(q, position[None], block_table_w=block_tables_sw[s], num_keys=context_lens_s[s])
-        return _update(out, one, s)
-
-    out = lax.fori_loop(0, q_snh.shape[0], sequence, _empty(q_snh))
     return out if return_lse else out[0]
 
 
@@ -174,18 +166,18 @@ def ragged_paged_attention(
             # Rows past the sequence get zeros here and their own result from the next sequence's tiles.
             return _update(out, some, row)
 
-        def one_row(_, out):
-            q = lax.dynamic_slice_in_dim(q_padded, first, 1)
-            one = attend(q, length[None] - 1, block_table_w=block_tables_sw[s], num_keys=length)
-            return _update(out, one, first)
-
-        decode = decode_s[s].astype(jnp.int32)
-        out = lax.fori_loop(0, decode, one_row, out)
-        return lax.fori_loop(0, (1 - decode) * ((last - first + TILE_Q - 1) // TILE_Q), tile, out)
+        tiles = jnp.where(decode_s[s], 0, (last - first + TILE_Q - 1) // TILE_Q)
+        return lax.fori_loop(0, tiles, tile, out)
 
     q_padded = jnp.pad(q_tnh, ((0, TILE_Q), (0, 0), (0, 0)))  # a last tile may hang over
     out = lax.fori_loop(0, context_lens_s.shape[0], sequence, _empty(q_padded))
-    o_tnh, lse_tn = jax.tree.map(lambda x: x[: q_tnh.shape[0]], out)
+    out = jax.tree.map(lambda x: x[: q_tnh.shape[0]], out)
+    at_s = jnp.where(decode_s, cu_q_lens_s1[:-1], q_tnh.shape[0])  # past the end: dropped
+    decoded = _decode(
+        q_tnh[at_s], k_pool, v_pool, block_tables_sw, jnp.where(decode_s, context_lens_s, 0), scale, soft_cap, window,
+        k_scale_k, v_scale_k,
+    )  # fmt: skip
+    o_tnh, lse_tn = jax.tree.map(lambda x, y: x.at[at_s].set(y, mode="drop"), out, decoded)
     return (o_tnh, lse_tn) if return_lse else o_tnh
 
 
@@ -225,12 +217,93 @@ def pad_head_dim(x: jax.Array, head_dim: int) -> jax.Array:
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, head_dim - x.shape[-1])])
 
 
+def _sum(x):
+    """Sum the last axis in an order that follows from its size alone; that of XLA's sum follows from the others too."""
+    while x.shape[-1] > 1:
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, x.shape[-1] % 2)])
+        a, b = jnp.split(x, 2, axis=-1)
+        x = a + b
+    return x[..., 0]
+
+
 def _empty(q_qnh):
     return jnp.zeros_like(q_qnh), jnp.full(q_qnh.shape[:2], -jnp.inf, jnp.promote_types(q_qnh.dtype, jnp.float32))
 
 
 def _update(out, part, row):
     return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, row, 0), out, part)
+
+
+def _decode(
+    q_snh, k_pool, v_pool, block_tables_sw, context_lens_s, scale, soft_cap, window, k_scale_k, v_scale_k
+):  # fmt: skip
+    """One query of each sequence at the end of its context, all sequences at once and tile by tile.
+
+    The sequences go by falling length. Tiles that only the longer half of them has are computed for that half alone,
+    and so on, so that at most twice as many keys are read as there are.
+    """
+    num_seqs, num_heads, head_dim = q_snh.shape
+    num_kv_heads, block_size, pool_head_dim = k_pool.shape[1:]
+    if num_seqs == 1:  # XLA computes products otherwise where they are not batched
+        pad = lambda x: jnp.pad(x, [(0, 1)] + [(0, 0)] * (x.ndim - 1))
+        q_snh, block_tables_sw, context_lens_s = pad(q_snh), pad(block_tables_sw), pad(context_lens_s)
+    order_s = jnp.argsort(-context_lens_s)
+    lens_s = context_lens_s[order_s]
+    blocks_per_tile = max(1, TILE_DECODE // block_size)
+    tile_kv = blocks_per_tile * block_size
+    tables_sw = jnp.pad(block_tables_sw[order_s], ((0, 0), (0, -block_tables_sw.shape[1] % blocks_per_tile)))
+    dtype = jnp.promote_types(q_snh.dtype, jnp.float32)
+    dot = partial(jnp.einsum, preferred_element_type=dtype)
+    group = num_heads // num_kv_heads
+    q_skgh = pad_head_dim(q_snh[order_s], pool_head_dim).reshape(-1, num_kv_heads, group, pool_head_dim)
+    if group == 1:  # and where they have a vector in the place of a matrix
+        q_skgh = jnp.pad(q_skgh, ((0, 0), (0, 0), (0, 1), (0, 0)))
+    scale = scale if k_scale_k is None else scale * k_scale_k[:, None, None]
+
+    def tile(i, carry):
+        o_skgh, top_skg, total_skg = carry
+        size = o_skgh.shape[0]
+        positions_c = i * tile_kv + jnp.arange(tile_kv)
+        written_sc = positions_c < lens_s[:size, None]
+        blocks_sj = lax.dynamic_slice_in_dim(tables_sw[:size], i * blocks_per_tile, blocks_per_tile, axis=1)
+        blocks_sj = jnp.where(written_sc[:, ::block_size], blocks_sj, 0)  # past the context: may be anything
+        k_skch, v_skch = (
+            x[blocks_sj].swapaxes(1, 2).reshape(size, num_kv_heads, tile_kv, pool_head_dim).astype(q_snh.dtype)
+            for x in (k_pool, v_pool)
+        )
+        v_skch = jnp.where(written_sc[:, None, :, None], v_skch, 0)  # 0 * NaN is NaN
+        scores = dot("skgh,skch->skgc", q_skgh[:size], k_skch) * scale
+        if soft_cap is not None:
+            scores = soft_cap * jnp.tanh(scores / soft_cap)
+        seen_sc = written_sc
+        if window is not None:
+            seen_sc &= positions_c >= lens_s[:size, None] - window
+        scores = jnp.where(seen_sc[:, None, None], scores, -jnp.inf)
+        new_top = jnp.maximum(top_skg, scores.max(-1))
+        safe_top = jnp.where(new_top == -jnp.inf, 0, new_top)
+        p = jnp.exp(scores - safe_top[..., None])
+        shrink = jnp.exp(top_skg - safe_top)
+        o_skgh = o_skgh * shrink[..., None] + dot("skgc,skch->skgh", p.astype(v_skch.dtype), v_skch)
+        return o_skgh, new_top, total_skg * shrink + _sum(p)
+
+    rows = q_skgh.shape[:3]
+    carry = jnp.zeros(q_skgh.shape, dtype), jnp.full(rows, -jnp.inf, dtype), jnp.zeros(rows, dtype)
+    seen_from_s = jnp.maximum(lens_s - (window or 0), 0) if window is not None else jnp.zeros_like(lens_s)
+    start = jnp.min(jnp.where(lens_s > 0, seen_from_s, jnp.max(lens_s))) // tile_kv
+    size = q_skgh.shape[0]
+    while size:
+        half = size // 2 if size > 2 else 0
+        stop = (lens_s[half] + tile_kv - 1) // tile_kv
+        part = lax.fori_loop(start, stop, tile, jax.tree.map(lambda x, size=size: x[:size], carry))
+        carry = _update(carry, part, 0)
+        start, size = jnp.maximum(start, stop), half
+    o_skgh, top_skg, total_skg = carry
+    o_skgh = o_skgh / jnp.where(total_skg == 0, 1, total_skg)[..., None]
+    if v_scale_k is not None:
+        o_skgh = o_skgh * v_scale_k[:, None, None]
+    back_s = jnp.argsort(order_s)[:num_seqs]
+    o_snh = o_skgh[back_s, :, :group, :head_dim].reshape(num_seqs, num_heads, head_dim).astype(q_snh.dtype)
+    return o_snh, (top_skg + jnp.log(total_skg))[back_s, :, :group].reshape(num_seqs, num_heads)
 
 
 def _attend(

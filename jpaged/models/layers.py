@@ -5,7 +5,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-
 MANY_ROWS = 256  # from here on both forms of a product take the same time on a CPU
 
 

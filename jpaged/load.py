@@ -17,6 +17,7 @@ from jpaged.models.base import Model
 from jpaged.models.checkpoint import ORBAX, dummy_model, load_orbax, load_safetensors
 from jpaged.models.registry import read_config
 from jpaged.runtime.compilation_cache import compilation_cache
+from jpaged.runtime.kv_cache import available_memory, block_bytes, check_override
 from jpaged.runtime.runner import ModelRunner, select_kernels
 from jpaged.tokenizer import backend, check_chat_template, has_tokenizer, load_tokenizer
 from pallas_kernels import Kernels
@@ -141,7 +142,10 @@ def prepare(config: EngineConfig, *, tokenizer: Any = None, chat_template: str |
     if chat_template is not None:
         check_chat_template(tokenizer, chat_template)
     (device,) = jax.device_put(0).devices()  # where parameters will be
-    kernels = select_kernels(config, model, dtype, device)  # last, for it may test them, which takes minutes
+    kernels = select_kernels(config, model, dtype, device)  # may test them, which takes minutes
+    if config.num_gpu_blocks_override:  # again once the parameters are loaded, which leaves less memory
+        bytes_per_block = block_bytes(model, config.block_size, kernels.head_dim, dtype)
+        check_override(config.num_gpu_blocks_override, bytes_per_block, available_memory(device))
     return Prepared(model, limits, dtype, kernels, tokenizer, defaults)
 
 
@@ -183,6 +187,7 @@ def load_engine(
     if model is None:
         prepared = prepared or prepare(config, tokenizer=tokenizer)
         _, limits, dtype, kernels, tokenizer, defaults = prepared
+        inner = backend(tokenizer) if tokenizer is not None else None
         directory = find_model(config.model, revision=config.revision, weights=config.load_format != "dummy")
         logger.info("loading %s as %s", config.model, dtype)
         with compilation_cache():
@@ -195,6 +200,7 @@ def load_engine(
         limits = limits_of(config, model.config, jax.default_backend())
         if isinstance(tokenizer, str):
             tokenizer = load_tokenizer(find_model(tokenizer, weights=False))
+        inner = backend(tokenizer) if tokenizer is not None else None
     with compilation_cache():
         runner = ModelRunner(model, config, limits, kernels)
         check_num_blocks(limits, runner.num_blocks)
@@ -212,7 +218,6 @@ def load_engine(
         preemption=config.preemption_mode,
         block_swap_cost=runner.block_swap_cost() if host_pool and config.preemption_mode == "auto" else 0.0,
     )
-    inner = backend(tokenizer) if tokenizer is not None else None
     max_in_flight = 2 if config.async_scheduling else 1
     engine = Engine(scheduler, runner, inner, seed=config.seed, max_in_flight=max_in_flight)
     return Loaded(engine, tokenizer, defaults)

@@ -19,6 +19,7 @@ from jpaged.models.checkpoint import dummy_model
 from jpaged.runtime import swap
 from jpaged.tokenizer import backend
 from tests import models
+from tests.runtime.test_runner import Compilations
 
 SMALL = {"block_size": 8, "max_num_seqs": 4, "max_num_batched_tokens": 32, "progress": False}
 
@@ -412,6 +413,31 @@ def test_a_model_of_another_type_is_refused(model):
     accepted = 'model: must be "demo", a directory, a hub id or a module such as jpaged.models.llama.Llama, not '
     with pytest.raises(TypeError, match=accepted + type(model).__name__):
         LLM(model)
+
+
+BAD = [
+    ({"tokenizer": "nowhere"}, "model: nowhere is not a directory"),
+    ({"tokenizer": object()}, "tokenizer: object has no tokenizers.Tokenizer inside"),
+    ({"kernels": "mosaic"}, "kernels 'mosaic': "),
+    ({"max_model_len": 10**6}, r"max_model_len \(1000000\) exceeds"),
+    ({"max_num_seqs": 9, "num_gpu_blocks_override": 8}, r"max_num_seqs \(9\) exceeds the 8 blocks"),
+    ({"max_num_seqs": 9, "max_num_batched_tokens": 8}, r"max_num_batched_tokens \(8\) must be at least"),
+    ({"num_gpu_blocks_override": 10**12}, "num_gpu_blocks_override: "),
+    ({"dtype": "int8"}, "dtype must be one of"),
+]
+
+
+@pytest.mark.parametrize("in_hand", [False, True], ids=["path", "module"])
+@pytest.mark.parametrize("wrong, told", BAD, ids=[next(iter(wrong)) for wrong, _ in BAD])
+def test_what_is_wrong_is_refused_before_anything_compiles(tiny, random_module, in_hand, wrong, told):
+    with Compilations() as compilations, pytest.raises((ValueError, NotImplementedError), match=told):
+        LLM(random_module if in_hand else tiny, progress=False, **wrong)
+    assert compilations.count == 0
+
+
+@pytest.fixture(scope="module")
+def random_module():
+    return dummy_model(ModelConfig.from_hf(models.TINY), "float32", 0)
 
 
 def test_a_module_in_hand_is_not_loaded():

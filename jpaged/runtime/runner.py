@@ -73,6 +73,9 @@ class ModelRunner:
         self.vocab_size = llama.vocab_size
         self.kernels = kernels or select_kernels(config, llama, dtype, self.device)
         logger.info("attention kernels: %s (%s)", self.kernels.name, self.kernels.reason)
+        bytes_per_block = block_bytes(llama, config.block_size, self.kernels.head_dim, dtype)
+        if config.num_gpu_blocks_override:
+            check_override(config.num_gpu_blocks_override, bytes_per_block, available_memory(self.device))
         self._step = Step(graphdef, treedef, self.kernels, self.layouts)
         self._copy_blocks = make_copy_blocks(self.kernels)
         self._copy_rows = jax.jit(copy_rows, donate_argnums=0)
@@ -85,11 +88,8 @@ class ModelRunner:
             for size in {bucket.num_seqs for bucket in self.buckets.all}
         }
         self.host = HostBlocks(self.device)
-        bytes_per_block = block_bytes(llama, config.block_size, self.kernels.head_dim, dtype)
         most = limits.max_num_seqs * self.table_width
         self.num_host_blocks = min(int(config.swap_space * 2**30 // bytes_per_block), most)
-        if config.num_gpu_blocks_override:
-            check_override(config.num_gpu_blocks_override, bytes_per_block, available_memory(self.device))
         self.num_blocks = config.num_gpu_blocks_override or self._fitting_blocks(
             llama, dtype, config.gpu_memory_utilization, bytes_per_block
         )
@@ -130,7 +130,7 @@ class ModelRunner:
         for size in self.copy_sizes:
             self._run_copies([(-1, -1)] * size)
             self._run_row_copies([(-1, -1)] * size)
-        self.state = self._write_row(self.state, np.int32(-1), *host_row(self.vocab_size, [], []))
+        self._set_state(-1, *host_row(self.vocab_size, [], []))
         for size in TRANSFERS if self.num_host_blocks else ():
             self._swap_there_and_back(size)
         logger.info("compiled in %.1f seconds", time.monotonic() - start)
@@ -227,8 +227,7 @@ class ModelRunner:
         self.rows.apply(plan)
         for admitted in plan.admitted:
             if admitted.params.has_state:
-                row = np.int32(admitted.row)
-                self.state = self._write_row(self.state, row, *_state_row(admitted, self.vocab_size))
+                self._set_state(admitted.row, *_state_row(admitted, self.vocab_size))
 
     def _run_padding(self, bucket: Bucket, *, score: bool = False) -> jax.Array:
         """Run a step of padding, with what scores prompts or without it."""
@@ -245,15 +244,19 @@ class ModelRunner:
     def _run_row_copies(self, copies: Sequence[tuple[int, int]]) -> None:
         self.state = self._copy_rows(self.state, *self._padded(copies))
 
+    def _set_state(self, row: int, *arrays: np.ndarray) -> None:
+        """Write one row of the sampling state; -1 is no row."""
+        self.state = self._write_row(self.state, *jax.device_put((np.int32(row), *arrays), self.device))
+
     def _no_tokens(self) -> jax.Array:
         return jax.device_put(np.zeros(self.max_num_seqs, np.int32), self.device)
 
-    def _padded(self, pairs: Sequence[tuple[int, int]]) -> np.ndarray:
-        """Sources and destinations, [2, C] int32, -1 past the pairs."""
+    def _padded(self, pairs: Sequence[tuple[int, int]]) -> tuple[jax.Array, jax.Array]:
+        """Return sources and destinations, [C] int32 each, -1 past the pairs."""
         size = next(size for size in self.copy_sizes if size >= len(pairs))
         padded = np.full((2, size), -1, np.int32)
         padded[:, : len(pairs)] = np.asarray(pairs, np.int32).T
-        return padded
+        return jax.device_put(tuple(padded), self.device)
 
     def _swap_there_and_back(self, count: int) -> list[jax.Array]:
         """Block 0, so many times over; it then holds what it held. Meant for a pool that nobody uses yet."""

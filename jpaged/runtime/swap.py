@@ -39,7 +39,8 @@ class HostBlocks:
         for part in _transfers(pairs):
             sources = np.zeros(_padded(len(part)), np.int32)
             sources[: len(part)] = [source for source, _ in part]
-            chunk = _Chunk(jax.device_put(_gather(pool, sources), self._host), [host for _, host in part])
+            blocks = _gather(pool, jax.device_put(sources, self._device))
+            chunk = _Chunk(jax.device_put(blocks, self._host), [host for _, host in part])
             for block_id in chunk.block_ids:
                 self._drop(block_id)
             self._chunks.update(dict.fromkeys(chunk.block_ids, chunk))
@@ -52,7 +53,7 @@ class HostBlocks:
             chunk = self._chunks[next(iter(wanted))]
             destinations = np.full(chunk.blocks.shape[1], -1, np.int32)
             destinations[: len(chunk.block_ids)] = [wanted.pop(block_id, -1) for block_id in chunk.block_ids]
-            pool = _scatter(pool, jax.device_put(chunk.blocks, self._device), destinations)
+            pool = _scatter(pool, *jax.device_put((chunk.blocks, destinations), self._device))
             self._drop(chunk.block_ids[0])
         return pool
 

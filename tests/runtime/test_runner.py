@@ -65,6 +65,59 @@ class Compilations:
         )
 
 
+class Waits:
+    """Counts the ways in which Python waits for an array of the device, while it is entered."""
+
+    def __init__(self, monkeypatch):
+        self.count = 0
+        array = type(jnp.ones(1))
+        for owner, name in [(array, "__array__"), (array, "block_until_ready"), (jax, "device_get"),
+                            (jax, "block_until_ready")]:  # fmt: skip
+            monkeypatch.setattr(owner, name, self._counted(getattr(owner, name)))
+        value = array._value
+        monkeypatch.setattr(array, "_value", property(self._counted(value.fget)))
+
+    def _counted(self, function):
+        def counted(*args, **kwargs):
+            self.count += 1
+            return function(*args, **kwargs)
+
+        return counted
+
+
+@pytest.mark.parametrize("rounds", [4, pytest.param(700, marks=pytest.mark.deep)], ids=["", "10,000 steps"])
+def test_only_the_tokens_are_waited_for_and_memory_does_not_grow(model, monkeypatch, rounds):
+    """Requests of every kind, with swaps and copies. Only `device_put` sends to the device, nothing compiles, and
+    `dispatch` waits for nothing."""
+    llm = LLM(model, block_size=8, num_gpu_blocks_override=20, preemption_mode="swap", progress=False, **LIMITS)
+    engine, rng = llm.engine, random.Random(2)
+    dispatch, waits, steps = engine.runner.dispatch, Waits(monkeypatch), []
+
+    def watched(*args):
+        before = waits.count
+        pending = dispatch(*args)
+        assert waits.count == before, "dispatch waits for the device"
+        steps.append(pending)
+        del steps[:-1]
+        return pending
+
+    engine.runner.dispatch = watched
+    mix = [any_params(rng) for _ in range(24)]
+    held, num_steps = [], 0
+    with Compilations() as compilations, jax.transfer_guard("disallow"):
+        for number in range(rounds):
+            for index, params in enumerate(mix):
+                engine.add(f"{number} {index}", [rng.randrange(300) for _ in range(rng.randint(1, 30))], params)
+            while engine.has_work:
+                engine.step()
+                num_steps += 1
+            engine.scheduler.pool.reset_prefix_cache()
+            held.append((len(jax.live_arrays()), sum(array.nbytes for array in jax.live_arrays())))
+    assert compilations.count == 0 and num_steps >= 14 * rounds
+    assert engine.scheduler.num_swapped_blocks > 0 and engine.scheduler.num_preemptions > 0
+    assert max(held[1:]) <= held[0] or max(held[1:]) == min(held[1:]), held
+
+
 @pytest.mark.warm
 def test_nothing_compiles_after_warm_up_whatever_arrives(llm):
     rng = random.Random(0)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from jpaged.core.bans import Bans
 from jpaged.core.beam import BeamSearch
@@ -39,6 +39,8 @@ class Sequence:
         epoch: of the prefix cache when its first token was computed; in a later one it is not remembered.
         leader: while it waits, after a preemption, for another branch to compute the tokens that they share: that
             branch, and how many tokens they share.
+        steady_until: the position before which it goes on by one token and one sample in each step, in a block of its
+            own and without a mask, whatever its samples are.
         row: its row on the device while it runs, or until the last step in flight that it is part of is committed.
         decoder: what turns its tokens into text, if anything does; each branch has its own.
         constraint: what its output has to be, as far as it has come, if anything; each branch has its own.
@@ -56,6 +58,7 @@ class Sequence:
     nodes: list[int] = field(default_factory=list)
     epoch: int = 0
     leader: "tuple[Sequence, int] | None" = None
+    steady_until: int = 0
     row: int | None = None
     decoder: Any = None
     constraint: Any = None
@@ -140,6 +143,7 @@ class Request:
         cache_salt: only requests with the same salt share cached prefixes.
         client: whose turns it takes in the queue; None for none.
         bans: the tokens that its output may not have next.
+        end_tokens: the tokens that end its output.
         num_top: how many of the most likely tokens to list with each sample; None for neither list nor rank.
         admitted: whether it has run; a preempted request has.
         beam: the search, if this is one; its live beams are `sequences`, until in the end its best hypotheses are.
@@ -157,6 +161,7 @@ class Request:
     client: str | None = None
     cache_salt: str = ""
     bans: Bans = field(default_factory=Bans)
+    end_tokens: frozenset[int] = frozenset()
     num_top: int | None = None
     admitted: bool = False
     beam: BeamSearch[Sequence] | None = None
@@ -213,8 +218,7 @@ class Request:
         return self.sequences[: self.params.num_outputs]
 
 
-@dataclass(frozen=True, slots=True)
-class OutputDelta:
+class OutputDelta(NamedTuple):
     """What one step added to one output of a request.
 
     Attributes:
@@ -224,7 +228,7 @@ class OutputDelta:
     """
 
     request_id: str
-    index: int
+    index: int  # type: ignore[assignment]  # a tuple's method of this name is not used
     text: str
     samples: list[Sample]
     finish_reason: FinishReason | None = None

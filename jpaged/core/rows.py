@@ -71,7 +71,7 @@ class Rows:
         row = sequence.row
         if row is None:
             return
-        sequence.row, self._sequences[row] = None, None
+        sequence.row, sequence.steady_until, self._sequences[row] = None, 0, None
         self._free.append(row)
         self._released[row] = None
         self._copies.pop(row, None)

@@ -24,6 +24,8 @@ from jpaged.core.queue import RequestQueue, Turns
 from jpaged.core.request import NON_FINITE, FinishReason, Request, Sequence
 from jpaged.core.rows import Rows
 
+_new = tuple.__new__  # of a named tuple takes half the time of its own
+
 Ending = tuple[FinishReason, int | str | None]  # with the stop reason
 
 
@@ -191,6 +193,7 @@ class Scheduler:
             rank=(priority, self._turns.take(client, width), next(self._arrivals)), client=client,
             cache_salt=cache_salt,
             bans=Bans(bad_words, self.eos_token_ids.union(params.stop_token_ids), params.min_tokens),
+            end_tokens=frozenset(params.stop_token_ids).union(() if params.ignore_eos else self.eos_token_ids),
             num_top=num_top, beam=beam,
         )  # fmt: skip
         request.sequences.append(Sequence(request, list(prompt_token_ids), BlockTable(self.pool)))
@@ -252,10 +255,10 @@ class Scheduler:
             for sequence, computed in sequences:
                 if not sequence.finish_reason:
                     self._remember(sequence, computed)
-        at, samples, prompts = 0, result.samples, result.prompt
-        for index, (sequence, scheduled) in enumerate(zip(step.sequences, plan.rows, strict=True)):
-            request, (_, start, count, num_samples) = sequence.request, scheduled
-            mine, at = samples[at : at + num_samples], at + num_samples
+        at, samples, prompts, size = 0, result.samples, result.prompt, self.pool.block_size
+        caching = self.pool.enable_prefix_caching
+        for index, (sequence, (_, start, count, num_samples)) in enumerate(zip(step.sequences, plan.rows, strict=True)):
+            request, first, at = sequence.request, at, at + num_samples
             sequence.in_flight -= 1
             sequence.pending -= num_samples > 0
             if sequence.finish_reason:
@@ -264,22 +267,25 @@ class Scheduler:
                 continue
             served[request] = None
             prompt = prompts.get(index, ()) if prompts else ()
-            if (mine or prompt) and _has_nan(mine, prompt):
+            # All samples of a sequence are drawn from the same logits.
+            if (num_samples and samples[first][1] != samples[first][1]) or (prompt and _has_nan(prompt)):
                 beams.pop(request, None)
                 advanced += [each for each in self._fail(request) if each not in advanced]
                 continue
-            self._remember(sequence, start + count)
+            if caching and (start + count) // size > len(sequence.nodes):
+                self._remember(sequence, start + count)
             if prompt:
                 request.prompt_samples.extend(prompt)
-            if not mine:
+            if not num_samples:
                 continue
             if request.beam:
-                beams.setdefault(request, []).append(mine[0])
+                beams.setdefault(request, []).append(samples[first])
                 continue
             if num_samples == 1:
-                self._take(sequence, mine[0])
+                self._take(sequence, samples[first])
                 advanced.append(sequence)
                 continue
+            mine = samples[first:at]
             branches = [sequence, *(self._fork(sequence, branch) for branch in range(1, num_samples))]
             request.sequences = branches
             for branch, sample in zip(branches, mine, strict=True):
@@ -312,7 +318,7 @@ class Scheduler:
         for request in self.requests.values():
             for sequence in request.live:
                 sequence.table, sequence.row = BlockTable(self.pool), None
-                sequence.in_flight = sequence.pending = 0
+                sequence.in_flight = sequence.pending = sequence.steady_until = 0
                 sequence.free()
             if not any(sequence.num_output_tokens for sequence in request.live):
                 request.prompt_samples.clear()  # they are told all at once, and come from the same parameters
@@ -397,11 +403,15 @@ class Scheduler:
 
     def _schedule_running(self, request: Request, budget: int, step: _Step) -> int:
         """Schedules what fits of a request, taking blocks from those behind it if it must; returns the tokens used."""
-        if len(request.sequences) == 1 and not request.beam:  # so it is for most requests, and most need no block
-            (sequence,) = request.sequences
-            if budget > 0 and sequence.behind == 1 and sequence.table.is_writable(sequence.num_computed_tokens):
-                self._schedule_sequence(sequence, 1, step)
-                return 1
+        sequence = request.sequences[0]
+        start = sequence.num_computed_tokens
+        if start < sequence.steady_until and budget > 0:  # so it is for most requests of most steps
+            step.rows.append(_new(Scheduled, (sequence.row, start, 1, 1)))
+            step.sequences.append(sequence)
+            sequence.num_computed_tokens = start + 1
+            sequence.in_flight += 1
+            sequence.pending += 1
+            return 1
         counts = self._counts(request, budget)
         spans = [(s.table, s.num_computed_tokens, s.num_computed_tokens + count) for s, count in counts.items()]
         lengths = [len(table.block_ids) for table, _, _ in spans]
@@ -436,6 +446,16 @@ class Scheduler:
         sequence.num_computed_tokens = end
         sequence.in_flight += 1
         sequence.pending += num_samples > 0
+        sequence.steady_until = self._steady_until(sequence) if num_samples == 1 else 0
+
+    def _steady_until(self, sequence: Sequence) -> int:
+        """Return the position up to which a sequence goes on by one token and one sample in each step, in a block that
+        it has to itself and without a mask, whatever its samples are."""
+        request, size = sequence.request, self.pool.block_size
+        if request.waits or request.bans or len(request.sequences) > 1:
+            return 0
+        end_of_block = -(-sequence.num_computed_tokens // size) * size
+        return min(end_of_block, len(request.prompt_token_ids) + request.max_tokens - 1)
 
     def _counts(self, request: Request, budget: int) -> dict[Sequence, int]:
         """How many tokens of each sequence of a running request come next, within the budget.
@@ -577,17 +597,18 @@ class Scheduler:
     def _take(self, sequence: Sequence, sample: Sample) -> None:
         """Add a token to a sequence, which it may end."""
         sequence.append(sample)
-        ending = self._ending(sequence, sample.token, sequence.num_output_tokens)
-        if ending:
+        request, token, length = sequence.request, sample.token, sequence.num_output_tokens
+        if token in request.end_tokens or length >= request.max_tokens:
+            ending = self._ending(sequence, token, length)
+            assert ending is not None
             self.finish(sequence, *ending)
 
     def _ending(self, sequence: Sequence, token: int, length: int) -> Ending | None:
         """Why a sequence of `length` tokens of output ends with this one, if it does."""
         request = sequence.request
-        if token in self.eos_token_ids and not request.params.ignore_eos:
-            return FinishReason.STOP, None
-        if token in request.params.stop_token_ids:
-            return FinishReason.STOP, token
+        if token in request.end_tokens:
+            is_eos = token in self.eos_token_ids and not request.params.ignore_eos
+            return FinishReason.STOP, None if is_eos else token
         return (FinishReason.LENGTH, None) if length >= request.max_tokens else None
 
     def _advance_beams(self, request: Request, samples: list[Sample]) -> list[Sequence]:
@@ -660,8 +681,6 @@ class Scheduler:
         prefix cache was reset, or follows from it, is never remembered."""
         pool, nodes = self.pool, sequence.nodes
         size = pool.block_size
-        if num_computed_tokens < (len(nodes) + 1) * size:
-            return
         if not pool.enable_prefix_caching or sequence.epoch != pool.epoch:
             return
         for index in range(len(nodes), num_computed_tokens // size):
@@ -684,10 +703,7 @@ class Scheduler:
         del self.requests[request.request_id]
 
 
-def _has_nan(samples: Series[Sample], prompt: Series[Sample]) -> bool:
-    # All samples of a sequence are drawn from the same logits.
-    if samples and math.isnan(samples[0].logprob):
-        return True
+def _has_nan(prompt: Series[Sample]) -> bool:
     return any(math.isnan(sample.logprob) for sample in prompt)
 
 

@@ -4,7 +4,7 @@ import codecs
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from jpaged.core.request import FinishReason, OutputDelta, Sample
@@ -193,7 +193,7 @@ class CompletionAnswer(Answer):
 
     def add(self, prompt: int, delta: OutputDelta) -> int:
         if self._only_echo:
-            delta = replace(delta, text="", samples=[], finish_reason=FinishReason.LENGTH, stop_reason=None)
+            delta = delta._replace(text="", samples=[], finish_reason=FinishReason.LENGTH, stop_reason=None)
         return super().add(prompt, delta)
 
     def _opened(self, prompt: Prompt, samples: Sequence[Sample]) -> _Choice:

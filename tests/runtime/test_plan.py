@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from jpaged.core.block_pool import BlockPool
-from jpaged.core.params import BeamSearchParams, SamplingParams
+from jpaged.core.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 from jpaged.core.request import FinishReason
 from jpaged.core.scheduler import Scheduler
 from jpaged.engine import Engine
+from tests.models import byte_tokenizer
 from tests.runtime.replay import BLOCK_SIZE, LIMITS, LLAMA, NUM_BLOCKS, Recorded, make_runner
 
 
@@ -57,11 +58,14 @@ def engine_on(runner, *, preemption: str = "swap", max_in_flight: int = 2) -> En
         BlockPool(NUM_BLOCKS, BLOCK_SIZE), LIMITS, vocab_size=LLAMA.vocab_size, host_pool=host, preemption=preemption,
         eos_token_ids=[7],
     )  # fmt: skip
-    return Engine(scheduler, runner, seed=0, max_in_flight=max_in_flight)
+    return Engine(scheduler, runner, byte_tokenizer(), seed=0, max_in_flight=max_in_flight)
+
+
+STOP = ["Vw", "wV"]  # each comes in two steps
 
 
 def kinds() -> list[tuple[list[int], SamplingParams | BeamSearchParams, dict]]:
-    """Requests of every kind that needs no tokenizer, more than fit at once."""
+    """Requests of every kind, more than fit at once."""
     drawn = {"temperature": 1.0, "max_tokens": 12}
     shared = [5, 6, 7, 8, 9, 10, 11, 12, 13]
     return [
@@ -74,6 +78,13 @@ def kinds() -> list[tuple[list[int], SamplingParams | BeamSearchParams, dict]]:
         (list(range(50, 75)), SamplingParams(temperature=0.7, max_tokens=9, seed=5, repetition_penalty=1.3), {}),
         ([80, 81], SamplingParams(**drawn, seed=6), {"bad_words": ((81, 5), (9,))}),
         (shared, SamplingParams(**drawn, seed=7, n=2, best_of=3), {}),
+        ([60, 61], SamplingParams(**drawn, seed=9, stop=STOP), {}),
+        ([62], BeamSearchParams(beam_width=2, max_tokens=9, stop=STOP), {}),
+        (
+            [63, 64],
+            SamplingParams(**drawn, seed=10, structured_outputs=StructuredOutputsParams(regex="[a-m]{3,9}")),
+            {},
+        ),
     ]
 
 
@@ -120,6 +131,8 @@ def test_overlap_changes_no_token(runner, preemption):
         overlapping.append(watch.most_in_flight)
         counts.append(engine.scheduler.num_preemptions)
     assert overlapping == [0, 1] and min(counts) > 0
+    stops = [stop_reason for choices in results[0] for *_, stop_reason in choices]
+    assert any(stop in STOP for stop in stops), "a stop string must end a text"
     for found, expected in zip(*results, strict=True):
         assert_same(found, expected)
 

@@ -12,6 +12,7 @@ over the rounds.
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -98,10 +99,12 @@ def _answers(url: str) -> bool:
         return False
 
 
-def workloads(scale: float, seed: int) -> dict[str, Settings]:
-    """Return the settings of each workload; another seed draws other texts, which no cache knows."""
+def workloads(scale: float, number: int) -> dict[str, Settings]:
+    """Return the settings of each workload of a round. Each draws texts of its own, which no cache knows."""
+    seeds = itertools.count(3 * number)
 
     def settings(kind: str, count: int, concurrency: int, **lengths: int) -> Settings:
+        seed = next(seeds)
         work = Workload(kind=kind, num_prompts=max(1, round(scale * count)), seed=seed, **lengths)
         return Settings(work, concurrency=concurrency, token_ids=True)
 
@@ -118,15 +121,16 @@ async def measure(url: str, settings: Settings) -> Mapping[str, float]:
         (run,) = (await bench_server(client, settings, progress=False)).runs
     found = run.measurement
     assert found.completed == found.requests, found.failures
-    first, gaps = found.latencies["ttft"], found.latencies["itl"]
-    assert first is not None and gaps is not None
+    first, gaps, each = (found.latencies[name] for name in ("ttft", "itl", "tpot"))
+    assert first is not None and gaps is not None and each is not None
     return {
         "prompt_tokens": found.prompt_tokens, "tokens_s": found.output_throughput, "ttft_ms": 1e3 * first.median,
-        "ttft_p99_ms": 1e3 * first.p99, "itl_ms": 1e3 * gaps.median, "itl_p99_ms": 1e3 * gaps.p99,
+        "ttft_p99_ms": 1e3 * first.p99, "tpot_ms": 1e3 * each.median,
+        "itl_ms": 1e3 * gaps.median, "itl_p99_ms": 1e3 * gaps.p99,
     }  # fmt: skip
 
 
-COLUMNS = ("tokens_s", "ttft_ms", "ttft_p99_ms", "itl_ms", "itl_p99_ms")
+COLUMNS = ("tokens_s", "ttft_ms", "ttft_p99_ms", "tpot_ms", "itl_ms", "itl_p99_ms")
 
 
 def summary(report: Report, names: Sequence[str]) -> str:
@@ -148,8 +152,9 @@ def summary(report: Report, names: Sequence[str]) -> str:
     parts = [
         "# A Llama of 110 million parameters on a CPU", heading(report.environment),
         f"12 layers, hidden 768, float32, {CONCURRENCY} requests at a time (one for single streams, behind prompts of "
-        "128 tokens). Output tokens per second; time to first token and inter-token latency, median and p99, in "
-        f"milliseconds. Medians of {max(row['round'] for row in report.rows) + 1} rounds.",
+        "128 tokens). Output tokens per second; time to first token, time per output token and inter-token "
+        "latency (between two chunks, in which some servers put several tokens) in milliseconds. Medians of "
+        f"{max(row['round'] for row in report.rows) + 1} rounds.",
         table(rows, ("workload", "server", *COLUMNS)),
     ]  # fmt: skip
     if ratios:
@@ -177,7 +182,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         model = write_model(Path(folder))
         urls = {name: running.enter_context(serving(name, command, model, report)) for name, command in servers.items()}
         for number in range(args.rounds):
-            for kind, settings in workloads(args.scale, seed=number).items():
+            for kind, settings in workloads(args.scale, number).items():
                 for name in list(urls) if number % 2 == 0 else list(reversed(urls)):
                     figures = asyncio.run(measure(urls[name], settings))
                     report.add(experiment="cpu serving", workload=kind, server=name, round=number, **figures)

@@ -52,7 +52,7 @@ class Host:
 
     def fill(self, engine: Engine) -> None:
         for s in range(self.scheduler.limits.max_num_seqs):
-            engine.add(str(s), [s % 31_000] * (CONTEXT - 1), self.params)
+            engine.add(str(s), [s % 31_000] * (CONTEXT - 1 - s % BLOCK_SIZE), self.params)  # few blocks end at once
         while any(not request.sequences[0].num_output_tokens for request in self.scheduler.requests.values()):
             engine.step()
 
@@ -148,6 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     report = Report(args.out / "results.json", environment(open_device(tiny=True), tiny=False))
     for num_seqs in args.sizes:
         gc.collect()
+        gc.freeze()  # what is loaded, as a server does once it is ready
         row = parts(num_seqs, args.steps)
         exposed = {f"exposed_{depth}": not_hidden(num_seqs, args.steps, depth) for depth in (1, 2)}
         report.add(experiment="host", sequences=num_seqs, context=CONTEXT, **row, **exposed,

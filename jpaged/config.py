@@ -14,6 +14,7 @@ DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 LOAD_FORMATS = ("auto", "safetensors", "orbax", "dummy")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
+KV_CACHE_DTYPES = {"auto": None, "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
 KERNELS = ("auto", "reference", "mosaic", "triton")
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -259,8 +260,9 @@ class EngineConfig:
         revision: a branch, tag or commit of a hub id; None is its main branch.
         tokenizer: a directory or hub id, instead of the model's own tokenizer.
         skip_tokenizer_init: load no tokenizer; requests then take and give token ids.
-        dtype: of parameters, activations and KV pool; "auto" is float32 on a CPU, else the checkpoint's own
-            (bfloat16 where that is float32); "half" and "float" are float16 and float32.
+        dtype: of parameters and activations; "auto" is float32 on a CPU, else the checkpoint's own (bfloat16 where that
+            is float32); "half" and "float" are float16 and float32.
+        kv_cache_dtype: of the KV pool; "auto" is that of the parameters, "fp8" and "fp8_e4m3" store 8 bits.
         max_model_len: most tokens, prompt and output, of one sequence.
         gpu_memory_utilization: the share of the memory that jax has on the device (XLA_PYTHON_CLIENT_MEM_FRACTION) that
             parameters, pool and temporaries may fill.
@@ -280,6 +282,7 @@ class EngineConfig:
     tokenizer: str | None = None
     skip_tokenizer_init: bool = False
     dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
     seed: int = 0
     load_format: str = "auto"
     max_model_len: int | None = None
@@ -298,6 +301,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         choices = {
             "dtype": ("auto", *DTYPES, *DTYPE_ALIASES), "load_format": LOAD_FORMATS, "kernels": KERNELS,
+            "kv_cache_dtype": tuple(KV_CACHE_DTYPES),
             "preemption_mode": PREEMPTION_MODES, "scheduling_policy": SCHEDULING_POLICIES,
         }  # fmt: skip
         for name, allowed in choices.items():
@@ -325,3 +329,7 @@ class EngineConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
                 f"max_num_seqs ({self.max_num_seqs})"
             )
+
+    def pool_dtype(self, dtype: str) -> str:
+        """Return the dtype of the KV pool beside parameters of `dtype`."""
+        return KV_CACHE_DTYPES[self.kv_cache_dtype] or dtype

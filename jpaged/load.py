@@ -17,7 +17,7 @@ from jpaged.models.base import Model
 from jpaged.models.checkpoint import ORBAX, dummy_model, load_orbax, load_safetensors
 from jpaged.models.registry import read_config
 from jpaged.runtime.compilation_cache import compilation_cache
-from jpaged.runtime.kv_cache import available_memory, block_bytes, check_override
+from jpaged.runtime.kv_cache import KVCache, available_memory, check_override
 from jpaged.runtime.runner import ModelRunner, select_kernels
 from jpaged.tokenizer import backend, check_chat_template, has_tokenizer, load_tokenizer
 from pallas_kernels import Kernels
@@ -144,8 +144,8 @@ def prepare(config: EngineConfig, *, tokenizer: Any = None, chat_template: str |
     (device,) = jax.device_put(0).devices()  # where parameters will be
     kernels = select_kernels(config, model, dtype, device)  # may test them, which takes minutes
     if config.num_gpu_blocks_override:  # again once the parameters are loaded, which leaves less memory
-        bytes_per_block = block_bytes(model, config.block_size, kernels.head_dim, dtype)
-        check_override(config.num_gpu_blocks_override, bytes_per_block, available_memory(device))
+        cache = KVCache.of(model, config.block_size, config.pool_dtype(dtype), kernels)
+        check_override(config.num_gpu_blocks_override, cache.block_bytes, available_memory(device))
     return Prepared(model, limits, dtype, kernels, tokenizer, defaults)
 
 

@@ -29,6 +29,7 @@ from jpaged.config import (
     DTYPE_ALIASES,
     DTYPES,
     KERNELS,
+    KV_CACHE_DTYPES,
     LOAD_FORMATS,
     PREEMPTION_MODES,
     SCHEDULING_POLICIES,
@@ -106,6 +107,8 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, positional: bool = Fals
     add("--tokenizer", metavar="MODEL", help="directory or hub id of a tokenizer (default: the model's own)")
     add("--skip-tokenizer-init", action="store_true", help="load no tokenizer: token ids in, token ids out")
     add("--load-format", choices=LOAD_FORMATS, default=defaults.load_format, help="dummy: random weights")
+    add("--kv-cache-dtype", choices=tuple(KV_CACHE_DTYPES), default=defaults.kv_cache_dtype,
+        help="of the KV pool: fp8 holds twice as many tokens as 16 bits, less exactly (docs/operation.md)")  # fmt: skip
     add("--dtype", choices=("auto", *DTYPES, *DTYPE_ALIASES), default=defaults.dtype,
         help="auto: float32 on a CPU, else the checkpoint's")  # fmt: skip
     add("--max-model-len", type=count, metavar="TOKENS", help="longest sequence, such as 32k (default: the model's)")

@@ -52,7 +52,6 @@ FLAGS = (
     Foreign(("--data-parallel-size", "-dp"), "the default", ONE),
     Foreign(("--enable-expert-parallel",), "", NEVER),
     Foreign(("--guided-decoding-backend",), "not needed, llguidance compiles all structured outputs"),
-    Foreign(("--kv-cache-dtype",), "the default", ("auto",)),
     Foreign(("--quantization", "-q"), "", NEVER),
     Foreign(("--enable-lora",), "", NEVER),
     Foreign(("--speculative-config",), "", NEVER),

@@ -1,25 +1,114 @@
-"""The KV pool on the device: how large a block is, how many fit, and the zeroed arrays."""
+"""The KV pool on the device: the layout of its arrays, the ops on them, and how many blocks fit."""
 
 import contextlib
 import math
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jpaged.config import ModelConfig
+from jpaged.models.base import AttentionSpec
+from jpaged.runtime.batch import Batch
+from pallas_kernels import Kernels
+
+Pool = list[jax.Array]  # [k of layer 0, v of layer 0, k of layer 1, ...], each [P, K, B, H]
 
 # On a CPU the pool shares the memory with everything else, so it stays modest unless it is given a size.
 MAX_CPU_POOL_BYTES = 4 * 2**30
 MAX_CPU_MEMORY_SHARE = 0.25
 
 
-def block_bytes(model: ModelConfig, block_size: int, head_dim: int, dtype: str) -> int:
-    """Bytes that one block takes over all layers, keys and values."""
-    itemsize = jnp.dtype(dtype).itemsize
-    return 2 * model.num_hidden_layers * model.num_key_value_heads * block_size * head_dim * itemsize
+@dataclass(frozen=True)
+class KVCache:
+    """The layout of a pool, and the ops on it. Pools are arguments: this holds no array.
+
+    Keys and values of an fp8 pool are stored as they are, without a scale: numbers past ±448 are cut off.
+
+    Attributes:
+        num_layers, num_kv_heads: of the model.
+        head_dim: of the pool, the model's or more.
+        dtype: of the pool.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    block_size: int
+    head_dim: int
+    dtype: str
+    kernels: Kernels
+
+    @classmethod
+    def of(cls, model: ModelConfig, block_size: int, dtype: str, kernels: Kernels) -> "KVCache":
+        """Return the layout for a model, with the head dim that the kernels take."""
+        layers, heads = model.num_hidden_layers, model.num_key_value_heads
+        return cls(layers, heads, block_size, kernels.head_dim, dtype, kernels)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes that one block takes over all layers, keys and values."""
+        itemsize = jnp.dtype(self.dtype).itemsize
+        return 2 * self.num_layers * self.num_kv_heads * self.block_size * self.head_dim * itemsize
+
+    def shape(self, num_blocks: int) -> tuple[int, int, int, int]:
+        """Return the shape of each array of a pool."""
+        return num_blocks, self.num_kv_heads, self.block_size, self.head_dim
+
+    def allocate(self, num_blocks: int, device: jax.Device) -> Pool:
+        """Return a pool of zeros.
+
+        Zero, not empty: an attention kernel may load a block's unwritten rows, and 0 * NaN is NaN.
+        """
+        with jax.default_device(device):
+            shape = self.shape(num_blocks)
+            return [jnp.zeros(shape, self.dtype, device=device) for _ in range(2 * self.num_layers)]
+
+    def attend(
+        self, pool: Pool, layer: int, spec: AttentionSpec, batch: Batch, decode: bool, q_tnh: jax.Array,
+        k_tkh: jax.Array, v_tkh: jax.Array, cos: jax.Array | None, sin: jax.Array | None,
+    ) -> jax.Array:  # fmt: skip
+        """Write a layer's keys and values, and return the attention [T, N, H] of its queries.
+
+        Args:
+            pool: its arrays of this layer are replaced.
+            decode: every sequence has one row, a decode row, and row s is sequence s.
+        """
+        k, v = pool[2 * layer : 2 * layer + 2]
+        scales = self._scales()
+        rotation = {} if cos is None else {"cos_t": cos, "sin_t": sin}
+        k, v = self.kernels.write_kv(k, v, k_tkh, v_tkh, batch.slot_mapping, **rotation, **scales)
+        pool[2 * layer : 2 * layer + 2] = k, v
+        options, tables, lens = spec._asdict() | scales, batch.block_tables, batch.context_lens
+        if decode:
+            return self.kernels.paged_decode_attention(q_tnh, k, v, tables, lens, **options)
+        return self.kernels.ragged_paged_attention(
+            q_tnh, k, v, tables, lens, batch.cu_q_lens, decode_s=batch.decodes, **options
+        )
+
+    def copy(self, pool: Pool, sources_c: jax.Array, destinations_c: jax.Array) -> Pool:
+        """Copy whole blocks of all layers; destination -1 copies nothing."""
+        return [self.kernels.copy_blocks(array, sources_c, destinations_c) for array in pool]
+
+    def _scales(self) -> dict[str, Any]:
+        if "float8" not in self.dtype:
+            return {}
+        return dict.fromkeys(("k_scale_k", "v_scale_k"), jnp.ones(self.num_kv_heads, jnp.float32))
+
+
+def gather(pool: Pool, sources_c: jax.Array) -> jax.Array:
+    """Return blocks [2L, C, K, B, H] of a pool."""
+    return jnp.stack([array[sources_c] for array in pool])
+
+
+def scatter(pool: Pool, blocks: jax.Array, destinations_c: jax.Array) -> Pool:
+    """Return a pool with blocks [2L, C, K, B, H] in places of their own; destination -1 writes nothing."""
+    # A negative index would be the last block; one past the end is dropped.
+    at_c = jnp.where(destinations_c < 0, pool[0].shape[0], destinations_c)
+    return [array.at[at_c].set(block, mode="drop") for array, block in zip(pool, blocks, strict=True)]
 
 
 def fitting_blocks(*, limit: int, in_use: int, temporaries: int, utilization: float, bytes_per_block: int) -> int:
@@ -79,15 +168,3 @@ def exhaustion_named(field: str, pool: str) -> Iterator[None]:
             raise
         reason = str(error).splitlines()[0]
         raise ValueError(f"{field}: no memory is left with a KV pool of {pool}; use less ({reason})") from error
-
-
-def allocate_pool(
-    model: ModelConfig, num_blocks: int, block_size: int, head_dim: int, dtype: str, device: jax.Device
-) -> list[jax.Array]:
-    """[k of layer 0, v of layer 0, k of layer 1, ...], each [P, K, B, H], all zero.
-
-    Zero, not empty: an attention kernel may load a block's unwritten rows, and 0 * NaN is NaN.
-    """
-    shape = (num_blocks, model.num_key_value_heads, block_size, head_dim)
-    with jax.default_device(device):
-        return [jnp.zeros(shape, dtype, device=device) for _ in range(2 * model.num_hidden_layers)]

@@ -18,9 +18,8 @@ from jpaged.progress import track
 from jpaged.runtime.batch import Bucket, Buckets, Layout, ladder, make_batch
 from jpaged.runtime.compilation_cache import cache_folder
 from jpaged.runtime.kv_cache import (
-    allocate_pool,
+    KVCache,
     available_memory,
-    block_bytes,
     check_override,
     exhaustion_named,
     fitting_blocks,
@@ -30,7 +29,7 @@ from jpaged.runtime.parameters import by_name, checked, deletion_named
 from jpaged.runtime.pending import PendingStep
 from jpaged.runtime.row_table import NUM_SCALARS, RowTable
 from jpaged.runtime.sampling_state import copy_rows, empty_state, host_row, write_row
-from jpaged.runtime.step import Computed, Step, make_copy_blocks
+from jpaged.runtime.step import Computed, Step
 from jpaged.runtime.swap import TRANSFERS, HostBlocks
 from pallas_kernels import Kernels, SelfTest, select
 
@@ -47,7 +46,8 @@ class ModelRunner:
 
     Attributes:
         params: the model's leaves, in the memory of the model's own arrays.
-        pool: [k0, v0, k1, v1, ...], each [P, K, B, H]; H is what the kernels take, the model's or more.
+        cache: the layout of the pool.
+        pool: the keys and values of each layer.
         state: of the sampler, one row for each sequence that may run.
         last_tokens: [R] int32, the last sample of each row.
         num_blocks: P.
@@ -73,11 +73,13 @@ class ModelRunner:
         self.vocab_size = llama.vocab_size
         self.kernels = kernels or select_kernels(config, llama, dtype, self.device)
         logger.info("attention kernels: %s (%s)", self.kernels.name, self.kernels.reason)
-        bytes_per_block = block_bytes(llama, config.block_size, self.kernels.head_dim, dtype)
+        pool_dtype = config.pool_dtype(dtype)
+        self.cache = KVCache.of(llama, config.block_size, pool_dtype, self.kernels)
+        bytes_per_block = self.cache.block_bytes
         if config.num_gpu_blocks_override:
             check_override(config.num_gpu_blocks_override, bytes_per_block, available_memory(self.device))
-        self._step = Step(graphdef, treedef, self.kernels, self.layouts)
-        self._copy_blocks = make_copy_blocks(self.kernels)
+        self._step = Step(graphdef, treedef, self.cache, self.layouts)
+        self._copy_blocks = jax.jit(self.cache.copy, donate_argnums=0)
         self._copy_rows = jax.jit(copy_rows, donate_argnums=0)
         self._write_row = jax.jit(write_row, donate_argnums=0)
         self._empty_state = functools.partial(empty_state, limits.max_num_seqs, llama.vocab_size, self.device)
@@ -99,14 +101,12 @@ class ModelRunner:
             "gpu_memory_utilization" if measured else "num_gpu_blocks_override",
             f"{self.num_blocks} blocks ({self.num_blocks * bytes_per_block / 2**30:.2f} GiB)",
         )
-        self._empty_pool = functools.partial(
-            allocate_pool, llama, self.num_blocks, config.block_size, self.kernels.head_dim, dtype, self.device
-        )
+        self._empty_pool = functools.partial(self.cache.allocate, self.num_blocks, self.device)
         with self._exhaustion():
             self.pool = self._empty_pool()
         logger.info(
             "KV pool: %d blocks of %d tokens (%.2f GiB, %s)",
-            self.num_blocks, config.block_size, self.num_blocks * bytes_per_block / 2**30, dtype,
+            self.num_blocks, config.block_size, self.num_blocks * bytes_per_block / 2**30, pool_dtype,
         )  # fmt: skip
 
     def warm_up(self, *, progress: bool = True) -> None:
@@ -281,8 +281,8 @@ class ModelRunner:
         swapping = 2 * TRANSFERS[-1] * bytes_per_block if self.num_host_blocks else 0
         beside = max(swapping, self.sampling_temporaries(llama.hidden_size, dtype))
         num_blocks = fitting(temporaries=beside)
-        shape = (num_blocks, llama.num_key_value_heads, self.block_size, self.kernels.head_dim)
-        inside = self.model_temporaries([self._on_device(shape, dtype)] * (2 * llama.num_hidden_layers))
+        array = self._on_device(self.cache.shape(num_blocks), self.cache.dtype)
+        inside = self.model_temporaries([array] * (2 * llama.num_hidden_layers))
         return num_blocks if inside <= beside else fitting(temporaries=inside)
 
     def model_temporaries(self, pool: list[jax.ShapeDtypeStruct]) -> int:
@@ -358,7 +358,8 @@ def select_kernels(
     """
     return select(
         config.kernels, platform=device.platform, device_kind=device.device_kind,
-        compute_capability=compute_capability(device), dtype=dtype, head_dim=model.head_dim,
+        compute_capability=compute_capability(device), dtype=dtype, pool_dtype=config.pool_dtype(dtype),
+        head_dim=model.head_dim,
         num_heads=model.num_attention_heads, num_kv_heads=model.num_key_value_heads, block_size=config.block_size,
         self_test=SelfTest.on(device, cache_folder() / "selftest", retest=retest),
     )  # fmt: skip

@@ -10,34 +10,22 @@ from jax import lax
 from jpaged.core.params import MAX_LOGPROBS, MAX_TOP
 from jpaged.models.base import Model
 from jpaged.runtime.batch import Batch, Bucket, Layout
+from jpaged.runtime.kv_cache import KVCache, Pool
 from jpaged.runtime.row_table import SCALARS
 from jpaged.runtime.sampler import Sampled, Sampling, sample, token_logprobs
 from jpaged.runtime.sampling_state import SamplingState
-from pallas_kernels import Kernels
 
 
-def forward(
-    model: Model, pool: list[jax.Array], batch: Batch, kernels: Kernels, *, decode: bool
-) -> tuple[jax.Array, list[jax.Array]]:
-    """Hidden states [T, D] of a batch, and the pool with its keys and values written.
+def forward(model: Model, cache: KVCache, pool: Pool, batch: Batch, *, decode: bool) -> tuple[jax.Array, Pool]:
+    """Return the hidden states [T, D] of a batch, and the pool with its keys and values written.
 
     Args:
-        pool: [k of layer 0, v of layer 0, ...], each [P, K, B, H].
         decode: every sequence has one row, a decode row, and row s is sequence s.
     """
-    pool = list(pool)
-    specs = model.attention_specs
+    pool, specs = list(pool), model.attention_specs
 
-    def attend(layer: int, q_tnh, k_tkh, v_tkh, cos, sin) -> jax.Array:
-        k, v = pool[2 * layer : 2 * layer + 2]
-        k, v = kernels.write_kv(k, v, k_tkh, v_tkh, batch.slot_mapping, cos_t=cos, sin_t=sin)
-        pool[2 * layer : 2 * layer + 2] = k, v
-        tables, lens, spec = batch.block_tables, batch.context_lens, specs[layer]._asdict()
-        if decode:
-            return kernels.paged_decode_attention(q_tnh, k, v, tables, lens, **spec)
-        return kernels.ragged_paged_attention(
-            q_tnh, k, v, tables, lens, batch.cu_q_lens, **spec, decode_s=batch.decodes
-        )
+    def attend(layer: int, *qkv) -> jax.Array:
+        return cache.attend(pool, layer, specs[layer], batch, decode, *qkv)
 
     return model(batch.tokens, batch.positions, attend), pool
 
@@ -59,6 +47,7 @@ class Step:
     The pool comes back in the order it went in, which is what lets XLA alias every buffer of it.
 
     Args:
+        cache: the layout of the pool.
         layouts: of the batches of each bucket.
 
     Attributes:
@@ -71,7 +60,7 @@ class Step:
     """
 
     def __init__(
-        self, graphdef: nnx.GraphDef, treedef: jax.tree_util.PyTreeDef, kernels: Kernels, layouts: dict[Bucket, Layout]
+        self, graphdef: nnx.GraphDef, treedef: jax.tree_util.PyTreeDef, cache: KVCache, layouts: dict[Bucket, Layout]
     ):
         def merged(params: list[jax.Array]) -> Model:
             return nnx.merge(graphdef, jax.tree.unflatten(treedef, params))
@@ -82,7 +71,7 @@ class Step:
             batch = layouts[bucket].unpack(buffer)
             tokens = jnp.where(batch.tokens < 0, last_tokens_r[-1 - batch.tokens], batch.tokens)
             batch = batch._replace(tokens=tokens, decodes=batch.decodes != 0)
-            x_td, pool = forward(merged(params), pool, batch, kernels, decode=bucket.decode)
+            x_td, pool = forward(merged(params), cache, pool, batch, decode=bucket.decode)
             at_s = batch.sampled_from
             added = [batch.sample_rows, batch.masked, batch.positions[at_s] + 1, tokens[at_s]]
             rows_sf = jnp.concatenate([batch.scalars, jnp.stack(added, axis=1)], axis=1)
@@ -132,12 +121,3 @@ def _packed(sampled: Sampled) -> tuple[jax.Array, jax.Array]:
     bits = lambda logprobs: lax.bitcast_convert_type(logprobs, jnp.int32)
     chosen = jnp.stack([sampled.tokens, sampled.ranks, bits(sampled.logprobs)])
     return chosen, jnp.stack([sampled.top_tokens, bits(sampled.top_logprobs)])
-
-
-def make_copy_blocks(kernels: Kernels) -> jax.stages.Wrapped:
-    """copy(pool, sources [C], destinations [C]) -> pool, jitted, the pool donated: block copies of all layers."""
-
-    def copy(pool: list[jax.Array], sources: jax.Array, destinations: jax.Array) -> list[jax.Array]:
-        return [kernels.copy_blocks(array, sources, destinations) for array in pool]
-
-    return jax.jit(copy, donate_argnums=0)

@@ -1,12 +1,13 @@
 """KV blocks in the host's memory, and their way there and back, many in one transfer."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
+
+from jpaged.runtime.kv_cache import gather, scatter
 
 # Blocks of one transfer: few shapes, so that few executables; what lies between is padded.
 TRANSFERS = (4, 16, 64)
@@ -74,15 +75,5 @@ def _padded(count: int) -> int:
     return next(size for size in TRANSFERS if size >= count)
 
 
-@jax.jit
-def _gather(pool: list[jax.Array], sources_c: Any) -> jax.Array:
-    return jnp.stack([array[sources_c] for array in pool])
-
-
-def _scatter_blocks(pool: list[jax.Array], blocks: jax.Array, destinations_c: Any) -> list[jax.Array]:
-    # A negative index would be the last block; one past the end is dropped.
-    at_c = jnp.where(destinations_c < 0, pool[0].shape[0], destinations_c)
-    return [array.at[at_c].set(block, mode="drop") for array, block in zip(pool, blocks, strict=True)]
-
-
-_scatter = jax.jit(_scatter_blocks, donate_argnums=0)
+_gather = jax.jit(gather)
+_scatter = jax.jit(scatter, donate_argnums=0)

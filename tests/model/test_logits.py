@@ -17,12 +17,12 @@ from jpaged.core.scheduler import Scheduler
 from jpaged.engine import Engine
 from jpaged.models.checkpoint import load_safetensors
 from jpaged.runtime.batch import Buckets, Layout, make_batch
-from jpaged.runtime.kv_cache import allocate_pool
 from jpaged.runtime.row_table import RowTable
 from jpaged.runtime.step import forward
-from pallas_kernels import rotate, select
+from pallas_kernels import rotate
 from tests import checkpoints
 from tests.oracle import make_fixtures
+from tests.runtime.caches import cache_of
 
 FIXTURES = np.load(Path(__file__).parents[1] / "fixtures" / "llama.npz")
 BLOCK = 8
@@ -32,15 +32,14 @@ class LogitsRunner:
     """Runs plans through the model's paged forward, keeps the logits of every position, samples greedily."""
 
     def __init__(self, model, num_blocks: int, buckets: Buckets, width: int):
-        kernels = select("reference", platform="cpu", device_kind="cpu", compute_capability=None, dtype="float32",
-                         head_dim=model.config.head_dim, num_heads=1, num_kv_heads=1, block_size=BLOCK)  # fmt: skip
-        self.pool = allocate_pool(model.config, num_blocks, BLOCK, kernels.head_dim, "float32", jax.devices()[0])
+        cache = cache_of(model.config, BLOCK, "float32")
+        self.pool = cache.allocate(num_blocks, jax.devices()[0])
         self.buckets, self.rows, self.last = buckets, RowTable(1, width, BLOCK), 0
         self.layouts = {bucket: Layout(bucket, width) for bucket in buckets.all}
         self.logits: dict[int, np.ndarray] = {}
 
         def run(pool, batch, decode):
-            x, pool = forward(model, pool, batch, kernels, decode=decode)
+            x, pool = forward(model, cache, pool, batch, decode=decode)
             return model.logits(x), pool
 
         self.run = jax.jit(run, static_argnums=2)

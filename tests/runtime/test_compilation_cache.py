@@ -14,9 +14,9 @@ from jpaged import LLM, progress
 from jpaged.config import EngineConfig, Limits, ModelConfig
 from jpaged.models.checkpoint import dummy_model
 from jpaged.runtime.compilation_cache import cache_folder, compilation_cache
-from jpaged.runtime.kv_cache import block_bytes
 from jpaged.runtime.runner import ModelRunner
 from jpaged.runtime.swap import TRANSFERS
+from tests.runtime.caches import cache_of
 
 FOLDER = "jax_compilation_cache_dir"
 
@@ -148,7 +148,7 @@ LLAMA = ModelConfig(
 )  # fmt: skip
 LIMITS = Limits(max_model_len=64, max_num_seqs=2, max_num_batched_tokens=16)  # two shapes of a step
 GPU = {"bytes_limit": 2**24, "bytes_in_use": 2**20}
-BLOCK_BYTES = block_bytes(LLAMA, 8, LLAMA.head_dim, "float32")
+BLOCK_BYTES = cache_of(LLAMA, 8, "float32").block_bytes
 
 
 @pytest.fixture(scope="module")

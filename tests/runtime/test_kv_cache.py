@@ -1,6 +1,7 @@
 """The size of the KV pool, the errors of one that does not fit, and its arrays."""
 
 import contextlib
+import dataclasses
 import os
 import re
 import types
@@ -11,6 +12,7 @@ import pytest
 
 from jpaged.config import ModelConfig
 from jpaged.runtime import kv_cache
+from tests.runtime.caches import cache_of
 
 GIB = 2**30
 LLAMA = ModelConfig(
@@ -32,8 +34,10 @@ def memory(monkeypatch):
 
 def test_block_bytes():
     # Keys and values of 3 layers: 2 heads, 16 tokens, 128 numbers of 2 bytes.
-    assert kv_cache.block_bytes(LLAMA, 16, 128, "bfloat16") == 2 * 3 * 2 * 16 * 128 * 2
-    assert kv_cache.block_bytes(LLAMA, 8, 64, "float32") == 2 * 3 * 2 * 8 * 64 * 4
+    wide = dataclasses.replace(cache_of(LLAMA, 16, "bfloat16"), head_dim=128)
+    assert wide.block_bytes == 2 * 3 * 2 * 16 * 128 * 2
+    assert cache_of(LLAMA, 8, "float32").block_bytes == 2 * 3 * 2 * 8 * 64 * 4
+    assert cache_of(LLAMA, 8, "float8_e4m3fn").block_bytes == 2 * 3 * 2 * 8 * 64
 
 
 def test_fitting_blocks():
@@ -119,7 +123,7 @@ def test_other_errors_pass_unchanged(error):
 
 def test_the_pool_is_zero():
     device = jax.devices()[0]
-    pool = kv_cache.allocate_pool(LLAMA, 5, 8, 128, "bfloat16", device)
+    pool = dataclasses.replace(cache_of(LLAMA, 8, "bfloat16"), head_dim=128).allocate(5, device)
     assert len(pool) == 2 * LLAMA.num_hidden_layers and len({id(array) for array in pool}) == len(pool)
     for array in pool:
         assert (array.shape, array.dtype) == ((5, 2, 8, 128), jnp.bfloat16) and not array.any()

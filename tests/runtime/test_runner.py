@@ -19,14 +19,15 @@ from jpaged.runtime import kv_cache
 from jpaged.runtime import runner as runner_module
 from jpaged.runtime.batch import Bucket, Layout
 from jpaged.runtime.compilation_cache import cache_folder
-from jpaged.runtime.kv_cache import block_bytes
+from jpaged.runtime.kv_cache import KVCache
 from jpaged.runtime.row_table import NUM_SCALARS
 from jpaged.runtime.runner import ModelRunner, compute_capability, select_kernels
 from jpaged.runtime.sampling_state import empty_state
-from jpaged.runtime.step import Step, make_copy_blocks
+from jpaged.runtime.step import Step
 from jpaged.runtime.swap import TRANSFERS
 from pallas_kernels import SelfTest, select
 from tests import deviceless
+from tests.runtime.caches import cache_of
 
 LLAMA = ModelConfig(
     vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
@@ -200,14 +201,15 @@ def nbytes(tree) -> int:
 
 
 def bytes_of_a_block(dtype: str) -> int:
-    return block_bytes(LLAMA, BLOCK, LLAMA.head_dim, dtype)
+    return cache_of(LLAMA, BLOCK, dtype).block_bytes
 
 
-def kernels_for(name: str, dtype: str):
-    return select(
+def cache_for(name: str, dtype: str) -> KVCache:
+    kernels = select(
         name, dtype=dtype, head_dim=LLAMA.head_dim, num_heads=LLAMA.num_attention_heads,
         num_kv_heads=LLAMA.num_key_value_heads, block_size=BLOCK, **H200,
     )  # fmt: skip
+    return KVCache.of(LLAMA, BLOCK, dtype, kernels)
 
 
 def test_kernels_may_want_a_wider_pool_than_the_model(llm, model, monkeypatch):
@@ -231,7 +233,7 @@ BUCKETS = [Bucket(8, 8, True), Bucket(64, 8, False)]
 @pytest.mark.parametrize("bucket", BUCKETS, ids=["decode", "mixed"])
 def test_the_step_aliases_the_pool_and_copies_none_of_it_on_a_cpu(bucket):
     graphdef, treedef, params, pool, (state, last), layout = step_avals(LLAMA, "float32", bucket)
-    step, buffer = Step(graphdef, treedef, kernels_for("reference", "float32"), {bucket: layout}), layout.empty()[0]
+    step, buffer = Step(graphdef, treedef, cache_for("reference", "float32"), {bucket: layout}), layout.empty()[0]
     lowered = step.forward.lower(params, pool, last, buffer, bucket)
     assert (lowered.out_info[0].x_td is None) == bucket.decode, "only a prompt's tokens may be scored"
     compiled, pool_bytes = lowered.compile(), POOL_BLOCKS * bytes_of_a_block("float32")
@@ -251,7 +253,7 @@ def test_the_step_aliases_the_pool_and_copies_none_of_it_on_an_h200(bucket):
     if reason := deviceless.why_not():
         pytest.skip(reason)
     graphdef, treedef, params, pool, (_, last), layout = step_avals(LLAMA, "bfloat16", bucket)
-    step = Step(graphdef, treedef, kernels_for("mosaic", "bfloat16"), {bucket: layout})
+    step = Step(graphdef, treedef, cache_for("mosaic", "bfloat16"), {bucket: layout})
     compiled = deviceless.compile_for_h200(
         lambda *args: step.forward(*args, bucket), params, pool, last, layout.empty()[0], donate_argnums=1,
         figures=False,
@@ -268,7 +270,7 @@ def test_choosing_aliases_its_state_and_copies_none_of_it_on_an_h200():
         pytest.skip(reason)
     bucket = BUCKETS[0]
     graphdef, treedef, params, _, (state, last), layout = step_avals(LLAMA, "bfloat16", bucket)
-    step = Step(graphdef, treedef, kernels_for("mosaic", "bfloat16"), {bucket: layout})
+    step = Step(graphdef, treedef, cache_for("mosaic", "bfloat16"), {bucket: layout})
     x_sd = jax.ShapeDtypeStruct((bucket.num_seqs, LLAMA.hidden_size), "bfloat16")
     taken = samples_of(bucket, x_sd)
     compiled = deviceless.compile_for_h200(
@@ -286,7 +288,8 @@ def copies(hlo: str, shape, dtype: str) -> int:
 def test_block_copies_alias_the_pool_too():
     _, _, _, pool, *_ = step_avals(LLAMA, "float32", BUCKETS[0])
     indices = jax.ShapeDtypeStruct((8,), jnp.int32)
-    compiled = make_copy_blocks(kernels_for("reference", "float32")).lower(pool, indices, indices).compile()
+    copy = jax.jit(cache_for("reference", "float32").copy, donate_argnums=0)
+    compiled = copy.lower(pool, indices, indices).compile()
     assert compiled.memory_analysis().alias_size_in_bytes == POOL_BLOCKS * bytes_of_a_block("float32")
     assert copies(compiled.as_text(), pool[0].shape, "f32") == 0
 
@@ -318,11 +321,11 @@ def test_gpu_memory_utilization_sizes_the_pool(model, monkeypatch):
     monkeypatch.setattr(ModelRunner, "sampling_temporaries", lambda runner, *args: gib // 4)
     monkeypatch.setattr(ModelRunner, "model_temporaries", lambda runner, pool: gib // 8)
     monkeypatch.setattr(ModelRunner, "_on_device", lambda runner, *args: None)
-    monkeypatch.setattr(runner_module, "allocate_pool", lambda *args: [])
+    monkeypatch.setattr(KVCache, "allocate", lambda *args: [])
     for utilization in (0.5, 0.75):
         config = EngineConfig(block_size=8, gpu_memory_utilization=utilization, swap_space=0.0)
         sizes[utilization] = ModelRunner(model, config, Limits(128, 8, 32)).num_blocks
-    bytes_per_block = block_bytes(LLAMA, 8, LLAMA.head_dim, "float32")
+    bytes_per_block = cache_of(LLAMA, 8, "float32").block_bytes
     assert sizes == {0.5: gib // 2 // bytes_per_block, 0.75: gib // bytes_per_block}
 
 
@@ -362,7 +365,7 @@ def test_a_step_writes_rows_of_the_sampling_state(runner):
 
 @pytest.mark.parametrize("blocks, expected", [(0, 0), (2.75, 2), (4, 4), (100, 4)])
 def test_the_host_has_room_for_all_blocks_of_all_sequences_at_most(model, blocks, expected):
-    bytes_per_block = block_bytes(LLAMA, 8, LLAMA.head_dim, "float32")
+    bytes_per_block = cache_of(LLAMA, 8, "float32").block_bytes
     config = EngineConfig(block_size=8, num_gpu_blocks_override=4, swap_space=blocks * bytes_per_block / 2**30)
     assert ModelRunner(model, config, Limits(16, 2, 8)).num_host_blocks == expected
 
@@ -381,11 +384,12 @@ def test_kernels_are_chosen_for_the_model_and_its_device(model, monkeypatch):
         return select(*args, **options)
 
     monkeypatch.setattr(runner_module, "select", watched)
-    ModelRunner(model, EngineConfig(block_size=8, num_gpu_blocks_override=4, kernels="reference"), Limits(16, 2, 8))
+    config = EngineConfig(block_size=8, num_gpu_blocks_override=4, kernels="reference", kv_cache_dtype="fp8")
+    ModelRunner(model, config, Limits(16, 2, 8))
     assert chosen == {
         "self_test": None, "args": ("reference",), "platform": "cpu", "device_kind": jax.devices()[0].device_kind,
-        "compute_capability": None, "dtype": "float32", "head_dim": 64, "num_heads": 4, "num_kv_heads": 2,
-        "block_size": 8,
+        "compute_capability": None, "dtype": "float32", "pool_dtype": "float8_e4m3fn", "head_dim": 64, "num_heads": 4,
+        "num_kv_heads": 2, "block_size": 8,
     }  # fmt: skip
 
 
@@ -466,10 +470,10 @@ def test_an_error_for_want_of_memory_names_the_field_that_sized_the_pool(model, 
 
     monkeypatch.setattr(ModelRunner, "_fitting_blocks", fitting)
     monkeypatch.setattr(runner_module, "available_memory", lambda device: 2**40)
-    monkeypatch.setattr(runner_module, "allocate_pool", lambda *args: pools.append(args) or [])
+    monkeypatch.setattr(KVCache, "allocate", lambda *args: pools.append(args) or [])
     runner = ModelRunner(model, EngineConfig(block_size=8, num_gpu_blocks_override=override), Limits(16, 2, 8))
-    assert pools == [(LLAMA, 10**5, 8, 64, "float32", runner.device)]
-    size = 10**5 * block_bytes(LLAMA, 8, LLAMA.head_dim, "float32") / 2**30
+    assert pools == [(runner.cache, 10**5, runner.device)]
+    size = 10**5 * cache_of(LLAMA, 8, "float32").block_bytes / 2**30
     words = rf"^{name}: no memory is left with a KV pool of 100000 blocks \({size:.2f} GiB\)"
     with pytest.raises(ValueError, match=words), runner._exhaustion():
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
@@ -479,7 +483,7 @@ def test_an_error_for_want_of_memory_names_the_field_that_sized_the_pool(model, 
 def test_a_pool_beyond_the_memory_is_an_error_with_the_flag_and_the_numbers(model, monkeypatch, stats):
     monkeypatch.setattr(type(jax.devices()[0]), "memory_stats", lambda device: stats)
     monkeypatch.setattr(kv_cache, "available_host_memory", lambda: 2**29)
-    block = block_bytes(LLAMA, 8, LLAMA.head_dim, "float32")
+    block = cache_of(LLAMA, 8, "float32").block_bytes
     words = (
         rf"num_gpu_blocks_override: {10**6} blocks take {10**6 * block / 2**30:.2f} GiB, more than the 0.50 GiB of "
         rf"memory that are free \(at most {2**29 // block} blocks\)"

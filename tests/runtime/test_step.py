@@ -11,6 +11,7 @@ from flax import nnx
 from jpaged.config import ModelConfig
 from jpaged.models.checkpoint import dummy_model
 from jpaged.runtime.batch import Bucket, Layout
+from jpaged.runtime.kv_cache import KVCache
 from jpaged.runtime.step import Step, forward
 from pallas_kernels import Kernels
 
@@ -45,7 +46,7 @@ def test_each_layer_writes_and_attends_to_its_own_arrays(decode):
     ops, pool = Ops(), [jnp.full((2, 1, 4, LLAMA.head_dim), float(i)) for i in range(6)]
     _, batch = Layout(Bucket(8, 4, decode), 2).empty()
     model = dummy_model(LLAMA, "float32", seed=0)
-    x_td, returned = forward(model, pool, batch, ops.kernels(), decode=decode)
+    x_td, returned = forward(model, KVCache.of(LLAMA, 4, "float32", ops.kernels()), pool, batch, decode=decode)
     assert x_td.shape == (8, LLAMA.hidden_size)
     assert [float(array.mean()) for array in returned] == [10, 21, 12, 23, 14, 25]
     assert [float(array.mean()) for array in pool] == [0, 1, 2, 3, 4, 5], "the list of the caller is not changed"
@@ -83,7 +84,7 @@ def test_only_a_decode_step_uses_the_decode_op(decode):
     buffer, batch = layouts[bucket].empty()
     batch.tokens[:3] = 5, -2, -1  # the last samples of rows 1 and 0
     batch.sampled_from[:] = 1, 0, 2, 3
-    step = Step(graphdef, treedef, kernels, layouts)
+    step = Step(graphdef, treedef, KVCache.of(LLAMA, 4, "float32", kernels), layouts)
     (x_sd, rows_sf, x_td, targets_t), pool = step.forward(leaves, pool, jnp.array([30, 31]), buffer, bucket)
     assert rows_sf[:, -1].tolist() == [31, 5, 30, 0] and rows_sf[:, :-4].tolist() == batch.scalars.tolist()
     assert targets_t is None if decode else targets_t.tolist() == batch.targets.tolist()

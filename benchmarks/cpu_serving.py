@@ -35,6 +35,7 @@ from benchmarks.device import environment, open_device, prepare_environment
 from benchmarks.results import Report, heading, table
 from jpaged.bench.client import Client
 from jpaged.bench.serve import Settings, bench_server
+from jpaged.bench.text import WORDS
 from jpaged.bench.workload import Workload
 
 ROOT = Path(__file__).parents[1]
@@ -53,9 +54,14 @@ START_S = 600.0
 
 
 def write_model(directory: Path) -> Path:
-    """Write a config and a tokenizer with one word for each token id; the parameters are the servers' own."""
+    """Write a config and a tokenizer with one word for each token id; the parameters are the servers' own.
+
+    The first words are those of prompts: were they unknown, all prompts would be one token many times.
+    """
     (directory / "config.json").write_text(json.dumps(CONFIG))
-    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(CONFIG["vocab_size"])}, unk_token="w0"))
+    words = ["w0", "w1", "w2", *dict.fromkeys(WORDS)]
+    words += [f"w{i}" for i in range(len(words), CONFIG["vocab_size"])]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(directory / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "w0", "eos_token": "w2", "bos_token": "w1"}

@@ -74,7 +74,10 @@ SUITES = {
     "jpaged/runtime/compilation_cache.py": Suite(
         ("tests/runtime/test_compilation_cache.py",), "not pool", isolation="forkserver"
     ),
-    "jpaged/runtime/kv_cache.py": Suite(("tests/runtime/test_kv_cache.py",), isolation="forkserver"),
+    "jpaged/runtime/kv_cache.py": Suite(
+        ("tests/runtime/test_kv_cache.py", "tests/runtime/test_step.py"), isolation="forkserver"
+    ),
+    "jpaged/runtime/parameters.py": Suite(("tests/runtime/test_parameters.py",), isolation="forkserver"),
     "jpaged/runtime/pending.py": Suite(("tests/runtime/test_plan.py",), isolation="forkserver"),
     "jpaged/runtime/row_table.py": Suite(("tests/runtime/test_batch.py",)),
     "jpaged/runtime/runner.py": Suite(

@@ -16,7 +16,9 @@ from flax import nnx
 from benchmarks.engine import MODELS
 from jpaged.config import Limits, ModelConfig
 from jpaged.models.checkpoint import abstract_model
-from jpaged.runtime.batch import Bucket, Buckets, empty_batch
+from jpaged.runtime.batch import Bucket, Buckets, Layout
+from jpaged.runtime.kv_cache import KVCache
+from jpaged.runtime.row_table import NUM_SCALARS
 from jpaged.runtime.sampling_state import empty_state
 from jpaged.runtime.step import Step
 from pallas_kernels import mosaic, select, triton
@@ -67,16 +69,18 @@ def step(name: str, config: ModelConfig, bucket: Bucket, block_size: int) -> tup
         head_dim=config.head_dim, num_heads=config.num_attention_heads, num_kv_heads=config.num_key_value_heads,
         block_size=block_size,
     )  # fmt: skip
-    functions = Step(graphdef, treedef, chosen)
-    pool = [S((1300, config.num_key_value_heads, block_size, config.head_dim), BF16)] * (2 * config.num_hidden_layers)
-    batch = empty_batch(bucket, 1024 // block_size + 1, config.vocab_size)
-    batch = jax.tree.map(lambda x: S(jnp.shape(x), jnp.asarray(x).dtype), batch)
+    cache = KVCache.of(config, block_size, "bfloat16", chosen)
+    layout = Layout(bucket, 1024 // block_size + 1)
+    functions = Step(graphdef, treedef, cache, {bucket: layout})
+    pool = [S(cache.shape(1300), BF16)] * (2 * config.num_hidden_layers)
     state = jax.eval_shape(lambda: empty_state(bucket.num_seqs, config.vocab_size, jax.devices()[0]))
-    x_sd = S((bucket.num_seqs, config.hidden_size), BF16)
-    forward = lambda *args: functions.forward(*args, bucket.decode)
+    last, x_sd = S((bucket.num_seqs,), INT32), S((bucket.num_seqs, config.hidden_size), BF16)
+    rows_sf = S((bucket.num_seqs, NUM_SCALARS + 4), INT32)
+    bits = S((bucket.num_seqs, -(-config.vocab_size // 32)), jnp.uint32)
+    forward = lambda *args: functions.forward(*args, bucket)
     return (
-        seconds(forward, params, pool, batch, donate_argnums=1),
-        seconds(functions.choose, params, state, x_sd, batch.sampling, donate_argnums=1),
+        seconds(forward, params, pool, last, layout.empty()[0], donate_argnums=1),
+        seconds(functions.choose, params, state, last, x_sd, rows_sf, bits, donate_argnums=(1, 2)),
     )
 
 

@@ -236,15 +236,15 @@ class Engine:
         return StepOutput(plan, committed, deltas, ended)
 
     def _exchange(self, state: Any) -> None:
-        """Begin anew with other parameters."""
+        """Begin anew with other parameters, in the place of those that wait."""
+        self._next_params, self.scheduler.holds_new = None, False
         self._drop_steps()
         self.runner.update_params(state)
 
     def _drop_steps(self) -> None:
-        """Forget the steps in flight and the KV of all requests, and an update that waits."""
+        """Forget the steps in flight and the KV of all requests."""
         self._in_flight.clear()
         self.scheduler.recover()
-        self._next_params, self.scheduler.holds_new = None, False
 
     def _make_masks(self, plan: StepPlan) -> MakeMasks | None:
         """Return what makes the masks of a plan while the device works, for they need nothing of what it computes."""

@@ -140,6 +140,37 @@ def test_an_update_that_waits_is_made_when_all_that_started_is_aborted_and_repla
     assert not engine.is_updating and not engine.has_work
 
 
+def test_a_step_that_fails_does_not_lose_an_update_that_waits(llm, models, monkeypatch):
+    engine = llm.engine
+    requests = start(engine)
+    engine.step()
+    engine.update_params(models[1], finish_started=True)
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(engine.runner, "dispatch", _fail)
+        finish(engine)
+    assert engine.is_updating and not any(request.finished for request in requests)
+    finish(engine)
+    assert all(request.finished for request in requests)
+    assert pointers(engine.runner.params) == pointers(jax.tree.leaves(nnx.state(models[1])))
+
+
+def test_an_update_that_was_deleted_while_it_waited_is_an_error_and_the_old_parameters_serve(llm):
+    engine, gone = llm.engine, dummy_model(LLAMA, "float32", 3)
+    start(engine)
+    engine.step()
+    engine.update_params(gone, finish_started=True)
+    for leaf in jax.tree.leaves(nnx.state(gone)):
+        leaf.delete()
+    with pytest.raises(ValueError, match=r"^params: embed_tokens.embedding was deleted"):
+        finish(engine)
+    assert not engine.is_updating and not engine.has_work
+    assert llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+
+
+def _fail(*_):
+    raise MemoryError
+
+
 def test_parameters_that_differ_are_refused_and_nothing_changes(llm, models):
     state = nnx.to_pure_dict(nnx.state(models[1]))
     state["norm"]["scale"] = jnp.ones(3)

@@ -108,7 +108,7 @@ def test_only_the_tokens_are_waited_for_and_memory_does_not_grow(model, monkeypa
     with Compilations() as compilations, jax.transfer_guard("disallow"):
         for number in range(rounds):
             for index, params in enumerate(mix):
-                engine.add(f"{number} {index}", [rng.randrange(300) for _ in range(rng.randint(1, 30))], params)
+                engine.add(f"{number} {index}", [rng.randrange(300) for _ in range(rng.randint(1, 12))], params)
             while engine.has_work:
                 engine.step()
                 num_steps += 1

@@ -88,7 +88,7 @@ class Busy:
 
 
 class Step:
-    """A step that ends at a time, for which nobody has to compute anything."""
+    """A step with a fixed end and without any computation."""
 
     def __init__(self, plan: StepPlan, end: float):
         self.plan, self.end = plan, end
@@ -148,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     report = Report(args.out / "results.json", environment(open_device(tiny=True), tiny=False))
     for num_seqs in args.sizes:
         gc.collect()
-        gc.freeze()  # what is loaded, as a server does once it is ready
+        gc.freeze()  # the loaded modules, as a server does once it is ready
         row = parts(num_seqs, args.steps)
         exposed = {f"exposed_{depth}": not_hidden(num_seqs, args.steps, depth) for depth in (1, 2)}
         report.add(experiment="host", sequences=num_seqs, context=CONTEXT, **row, **exposed,

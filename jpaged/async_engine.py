@@ -63,7 +63,7 @@ class AsyncEngine:
         self._observers = tuple(observers)
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future] | None] = queue.SimpleQueue()
         self._streams: dict[str, _Stream] = {}  # touched by the engine's thread alone
-        self._updates: list[Future[None]] = []  # of parameters, likewise; those that wait for requests to end
+        self._updates: list[Future[None]] = []  # parameter updates that wait for requests to end; likewise
         self._error: EngineDead | None = None
         self._lock = threading.Lock()  # between a last call and the engine's end
         self._stopping = False

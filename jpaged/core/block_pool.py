@@ -184,8 +184,8 @@ class BlockPool:
         self._forget(self._blocks[block_id])
 
     def reset_prefix_cache(self) -> None:
-        """Forget all content, and begin a new epoch: say because the parameters have changed. What a sequence of an
-        earlier epoch has computed must not be remembered in this one."""
+        """Forget all content, and begin a new epoch, for example for other parameters. Blocks computed by a sequence
+        of an earlier epoch must not be remembered in this one."""
         self.epoch += 1
         for block in self._blocks:
             self._forget(block)

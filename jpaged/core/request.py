@@ -91,8 +91,8 @@ class Sequence:
 
     @property
     def behind(self) -> int:
-        """How many tokens can be computed next: those that it has or will have once the steps in flight have run, but
-        none after a sample that the host must see first, or that ends it."""
+        """The number of tokens that can be computed next: known tokens and those that steps in flight will sample, but
+        none after a sample that the host must see first or that ends the sequence."""
         request, known = self.request, len(self.tokens) + self.pending
         if self.pending and (request.waits or known - len(request.prompt_token_ids) >= request.max_tokens):
             return 0

@@ -45,7 +45,7 @@ class _Step:
 
 
 class Committed(NamedTuple):
-    """What a committed step has changed.
+    """The changes of a committed step.
 
     Attributes:
         advanced: the sequences that got a token: not those still inside their prompts, nor those that ended meanwhile.
@@ -245,7 +245,7 @@ class Scheduler:
         return step.plan
 
     def commit(self, plan: StepPlan, result: StepResult) -> Committed:
-        """Commit the oldest plan in flight. Nothing else adds tokens, forks, or ends what a token ends."""
+        """Commit the oldest plan in flight. Tokens, forks and endings by a token are committed here alone."""
         step = self._in_flight.popleft()
         assert step.plan is plan, "plans are committed in their order"
         advanced: list[Sequence] = []
@@ -385,7 +385,7 @@ class Scheduler:
         if not (self.waiting and self.rows.num_free):
             return
         num_seats = self._num_seats()
-        # What the running ones still lack for the tokens they already have is as good as taken.
+        # The blocks that running requests still lack for their present tokens are not available to others.
         reserved = sum(self._lack(request) for request in self.running)
         while budget > 0 and (request := self._next_waiting()):
             num_seats += request.seats

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Series
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Literal, NamedTuple
 
 EarlyStopping = bool | Literal["never"]
@@ -69,7 +70,8 @@ class BeamSearch[T]:
             end: the hypothesis that a candidate has become, or None if it goes on.
         """
         live: list[Candidate] = []
-        for place, candidate in enumerate(_best_first(beams)):
+        most = self.width if length >= self.max_tokens else None  # at full length every candidate ends
+        for place, candidate in enumerate(islice(_best_first(beams), most)):
             if len(live) == self.width or candidate.score == -math.inf:
                 break
             ended = end(candidate)

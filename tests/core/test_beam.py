@@ -198,6 +198,14 @@ def test_a_candidate_that_ends_counts_only_above_the_width():
     assert [h.beam for h in search.hypotheses] == [0]
 
 
+def test_at_full_length_only_the_best_candidates_are_looked_at():
+    search, seen = BeamSearch[int](width=4, max_tokens=1), []
+    beams = [Beam(0.0, range(10), [-1.0 - token for token in range(10)])] * 4
+    assert search.advance(beams, 1, lambda candidate: seen.append(candidate) or len(seen)) == []
+    assert [(candidate.beam, candidate.token) for candidate in seen] == [(0, 0), (1, 0), (2, 0), (3, 0)]
+    assert search.done and [hypothesis.beam for hypothesis in search.hypotheses] == [1, 2, 3, 4]
+
+
 def test_a_live_beam_that_can_only_draw_level_ends_the_search():
     search: BeamSearch[int] = BeamSearch(1, 9)
     beam = Beam(0.0, range(2), [-1.0, -1.0])

@@ -16,6 +16,7 @@ from jpaged.runtime.sampling_state import SamplingState, count_tokens
 
 # Shorter lists are found in less time: 20 is the most logprobs, 72 the widest beam search with 8 ending tokens.
 SHORT_LISTS = (20, 72)
+NUM_LIKELY = SHORT_LISTS[-1]  # of the likeliest tokens, among which those that the filters keep are looked for first
 MIN_CHUNK = 16  # tokens; with fewer, one selection among all of them is faster than two
 
 Array = Any  # traced jax arrays inside the step, numpy in tests
@@ -132,7 +133,13 @@ def token_logprobs(
 
 
 def _argmax(x_sv: jax.Array) -> jax.Array:
-    return jnp.argmax(x_sv, -1).astype(jnp.int32)
+    """Return the first of the highest values of each row, [S] int32; any place in a row that holds NaN.
+
+    XLA's own argmax takes three times as long on a CPU.
+    """
+    size = x_sv.shape[1]
+    highest_sv = x_sv == x_sv.max(-1, keepdims=True)
+    return jnp.where(highest_sv, jnp.arange(size, dtype=jnp.int32), size - 1).min(-1)
 
 
 def _at(x_sv: jax.Array, tokens_s: jax.Array) -> jax.Array:
@@ -166,21 +173,84 @@ def _process(x_sv: jax.Array, state: SamplingState, sampling: Sampling) -> jax.A
 
 
 def _draw(x_sv: jax.Array, sampling: Sampling) -> jax.Array:
-    """Tokens [S] int32 drawn from softmax(x / temperature) of what the filters keep."""
-    temperature_s, top_k_s, top_p_s, min_p_s = sampling[:4]
+    """Return tokens [S] int32 drawn from softmax(x / temperature) of those that the filters keep.
+
+    The filters usually keep fewer tokens than the list of the best has. Such a row is drawn from the list alone; the
+    whole vocabulary is searched and given noise only if another row needs it, which changes no token of this one.
+    """
+    temperature_s, *filters = sampling[:4]
     x_sv = x_sv / jnp.where(temperature_s > 0, temperature_s, 1)[:, None]
-    filtered_s = (temperature_s > 0) & ((top_k_s > 0) | (top_p_s < 1) | (min_p_s > 0))
-    x_sv = lax.cond(jnp.any(filtered_s), lambda: _keep_likely(x_sv, top_k_s, top_p_s, min_p_s), lambda: x_sv)
-    # argmax(x + Gumbel noise) is a draw from softmax(x).
-    return _argmax(x_sv + _gumbel(sampling.seeds, sampling.positions, x_sv.shape[1]))
+    drawn_s, filtered_s = temperature_s > 0, (filters[0] > 0) | (filters[1] < 1) | (filters[2] > 0)
+    filtered_s &= drawn_s
+
+    def draw(x_sv: jax.Array) -> jax.Array:
+        ids_sv = jnp.broadcast_to(jnp.arange(x_sv.shape[1], dtype=jnp.int32), x_sv.shape)
+        # argmax(x + Gumbel noise) is a draw from softmax(x).
+        return _argmax(x_sv + _gumbel(sampling.seeds, sampling.positions, ids_sv))
+
+    def filter_and_draw() -> jax.Array:
+        # Without the barrier, XLA makes a sort of the vocabulary of the selection, for the sake of the slices after it.
+        tokens_sk, x_sk = lax.optimization_barrier(_top(x_sv, min(NUM_LIKELY, x_sv.shape[1])))
+        threshold_s1 = _threshold_of_list(x_sv, x_sk, *filters)
+        kept_sk = (x_sk >= threshold_s1) & (x_sk > -jnp.inf)
+        listed_s = ~kept_sk[:, -1] | (x_sk.shape == x_sv.shape)
+
+        def draw_listed() -> jax.Array:
+            noise_sk = _gumbel(sampling.seeds, sampling.positions, tokens_sk)
+            places_s = _argmax(jnp.where(kept_sk, x_sk, -jnp.inf) + noise_sk)
+            return _at(tokens_sk, places_s)
+
+        def draw_others() -> jax.Array:
+            listed_sv = jnp.where(x_sv >= threshold_s1, x_sv, -jnp.inf)
+            kept_sv = lax.cond(
+                jnp.any(filtered_s & ~listed_s),
+                lambda: jnp.where(listed_s[:, None], listed_sv, _keep_likely(x_sv, *filters)),
+                lambda: listed_sv,
+            )
+            return draw(kept_sv)
+
+        return lax.cond(jnp.any(drawn_s & ~listed_s), draw_others, draw_listed)
+
+    return lax.cond(jnp.any(filtered_s), filter_and_draw, lambda: draw(x_sv))
 
 
-def _gumbel(seeds_s2: jax.Array, positions_s: jax.Array, size: int) -> jax.Array:
-    def row(seed, position):
+def _gumbel(seeds_s2: jax.Array, positions_s: jax.Array, tokens_sk: jax.Array) -> jax.Array:
+    """Return the noise [S, K] float32 of some tokens. Each has that of its place in `jax.random.gumbel` of the whole
+    vocabulary."""
+
+    def row(seed: jax.Array, position: jax.Array, tokens_k: jax.Array) -> jax.Array:
         key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position)
-        return jax.random.gumbel(key, (size,), jnp.float32)
+        halves_k2 = jax.vmap(lambda token: jax.random.key_data(jax.random.fold_in(key, token)))(tokens_k)
+        bits_k = halves_k2[:, 0] ^ halves_k2[:, 1]
+        uniform_k = lax.bitcast_convert_type(bits_k >> 9 | jnp.uint32(0x3F800000), jnp.float32) - 1  # in [0, 1)
+        return -jnp.log(-jnp.log(jnp.maximum(uniform_k, jnp.finfo(jnp.float32).tiny)))
 
-    return jax.vmap(row)(seeds_s2, positions_s)
+    return jax.vmap(row)(seeds_s2, positions_s, tokens_sk)
+
+
+def _threshold_of_list(
+    x_sv: jax.Array, x_sk: jax.Array, top_k_s: jax.Array, top_p_s: jax.Array, min_p_s: jax.Array
+) -> jax.Array:
+    """Return the least value [S, 1] of a token that min-p, then top-k, then top-p keep, as far as a list can tell.
+
+    It is too low only if it keeps the list's last token.
+
+    Args:
+        x_sk: the best of `x_sv`, best first.
+    """
+    size, best_s1 = x_sk.shape[1], x_sk[:, :1]
+    top_k_s = jnp.where(top_k_s < x_sv.shape[1], top_k_s, 0)
+    at_k_s = jnp.where((top_k_s > 0) & (top_k_s <= size), _at(x_sk, jnp.clip(top_k_s, 1, size) - 1), -jnp.inf)
+    least_s1 = jnp.maximum(best_s1 + jnp.log(min_p_s)[:, None], at_k_s[:, None])
+    total_s1 = jnp.where(x_sv >= least_s1, jnp.exp(x_sv - best_s1), 0).sum(-1, keepdims=True)
+    weight_sk = jnp.where(x_sk >= least_s1, jnp.exp(x_sk - best_s1), 0)
+    # A token is in the nucleus if those before it have less than top_p of the total weight.
+    in_nucleus_sk = jnp.cumsum(weight_sk, -1) - weight_sk < top_p_s[:, None] * total_s1
+    last_s = jnp.maximum(in_nucleus_sk.sum(-1, dtype=jnp.int32), 1) - 1
+    # The total is that of what top-k keeps only if the list has all of that.
+    is_total_s = (top_k_s <= size) | (x_sk[:, -1] < least_s1[:, 0])
+    nucleus_s = jnp.where((top_p_s < 1) & is_total_s, _at(x_sk, last_s), -jnp.inf)
+    return jnp.maximum(least_s1, nucleus_s[:, None])
 
 
 def _keep_likely(x_sv: jax.Array, top_k_s: jax.Array, top_p_s: jax.Array, min_p_s: jax.Array) -> jax.Array:

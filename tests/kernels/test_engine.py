@@ -130,7 +130,8 @@ def _margin(sequence) -> float:
         scores = _by_token(sample)
         if request.params.temperature:
             position, seed = len(request.prompt_token_ids) + i, request.seed + sequence.index
-            scores = scores + np.asarray(_gumbel(np.uint32([[0, seed]]), np.int32([position]), VOCAB))[0]
+            every = np.arange(VOCAB, dtype=np.int32)[None]
+            scores = scores + np.asarray(_gumbel(np.uint32([[0, seed]]), np.int32([position]), every))[0]
         assert scores.argmax() == sample.token
         best, second = np.sort(scores)[::-1][:2]
         margin = min(margin, best - second)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from jpaged.runtime.sampler import (
     Sampled,
     Sampling,
+    _gumbel,
     _keep_likely,
     _process,
     _top,
@@ -282,6 +283,42 @@ def logits_of(seed: int, rows: int, *, grid: bool = False, vocab_size: int = V) 
 @given(st.lists(rows_of(ON_THE_GRID), min_size=6, max_size=6), st.integers(0, 2**32), st.sampled_from([K, V + 1]))
 def test_rows_of_every_kind_beside_each_other_with_many_ties(rows, seed, num_top):
     check(rows, logits_of(seed, 6, grid=True), exact=True, num_top=num_top)
+
+
+FILTERED = st.builds(
+    Row,
+    temperature=st.sampled_from([0.0, 0.5, 1.0, 3.0]),
+    top_k=st.sampled_from([0, 1, 40, 71, 72, 73, 250, 1000]),
+    top_p=st.sampled_from([1.0, 0.99, 0.7, 0.3]),
+    min_p=st.sampled_from([0.0, 0.02, 0.4]),
+    seed=st.integers(0, 2**64 - 1),
+    position=st.integers(0, 2**20),
+    stateful=st.just(False),
+)
+
+
+@settings(max_examples=100)
+@given(st.lists(FILTERED, min_size=3, max_size=3), st.integers(0, 2**32), st.booleans())
+def test_filters_that_keep_more_or_fewer_tokens_than_the_list_of_the_likely_has(rows, seed, grid):
+    logits = logits_of(seed, 3, grid=grid, vocab_size=400) / 2
+    check(rows, logits, exact=grid, num_top=0)
+    alone = [SAMPLE(logits[i : i + 1], *pack([row], 400), 0)[0].tokens[0] for i, row in enumerate(rows)]
+    assert SAMPLE(logits, *pack(rows, 400), 0)[0].tokens.tolist() == alone
+
+
+def test_a_draw_from_the_list_equals_one_from_the_whole_vocabulary():
+    rows = [Row(temperature=1.0, top_k=50, top_p=0.9, seed=seed, stateful=False) for seed in range(200)]
+    logits = np.tile(logits_of(0, 1, vocab_size=400), (201, 1))
+    listed = SAMPLE(logits[1:], *pack(rows, 400), 0)[0].tokens
+    beside_another = SAMPLE(logits, *pack([*rows, Row(temperature=1.0, stateful=False)], 400), 0)[0].tokens
+    assert listed.tolist() == beside_another[:200].tolist() and len({*listed.tolist()}) > 5
+
+
+def test_noise_is_that_of_the_whole_vocabulary():
+    row = Row(seed=3 << 32 | 7, position=5)
+    some = np.int32([[1999, 0, 77, 1000]])
+    found = _gumbel(np.uint32([[3, 7]]), np.int32([5]), some)
+    np.testing.assert_array_equal(found[0], noise(row, 2000)[some[0]])
 
 
 @settings(max_examples=60)
@@ -560,10 +597,30 @@ def test_no_sort_of_the_vocabulary():
     for sort in (lambda x: jax.lax.sort((x, x)), lambda x: jax.lax.top_k(x, 20)):
         assert widths_of_sorts(jax.jit(sort).lower(logits).as_text()) == [vocab_size]
     state = jax.eval_shape(lambda: empty_state(2, vocab_size))
-    for num_top, most in ((20, 2048), (128, 4096)):
+    for num_top in (20, 128):
         text = SAMPLE.lower(logits, state, empty_sampling(2, vocab_size), num_top).as_text()
         widths = widths_of_sorts(text)
-        assert len(widths) == text.count('"stablehlo.sort"') + text.count(" chlo.top_k") > 0 and max(widths) <= most
+        assert len(widths) == text.count('"stablehlo.sort"') + text.count(" chlo.top_k") > 0 and max(widths) <= 4096
+
+
+@pytest.mark.parametrize("num_top", [20, 128])
+def test_xla_makes_no_sort_of_the_vocabulary_of_a_selection(num_top):
+    vocab_size = 20_000
+    state, sampling = jax.eval_shape(lambda: empty_state(2, vocab_size)), empty_sampling(2, vocab_size)
+
+    def sorted_arrays(run, *arguments):
+        text = run.lower(*arguments).compile().as_text()
+        assert "TopK" in text
+        return [line for line in text.splitlines() if " sort(" in line and f",{vocab_size}]" in line]
+
+    logits = jax.ShapeDtypeStruct((2, vocab_size), jnp.float32)
+    assert sorted_arrays(SAMPLE, logits, state, sampling, num_top) == []
+
+    def with_slices(x):
+        best, places = jax.lax.top_k(x, 72)
+        return best[:, -1] - best[:, 0], places, jax.lax.top_k(x + 1, 3)
+
+    assert sorted_arrays(jax.jit(with_slices), logits) != []  # the fault that this looks for
 
 
 def test_the_state_is_changed_in_place():

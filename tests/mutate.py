@@ -67,7 +67,7 @@ SUITES = {
     "jpaged/core/plan.py": ALLOCATOR,
     "jpaged/core/queue.py": Suite(("tests/core/test_queue.py", *ALLOCATOR.tests), ALLOCATOR.select),
     "jpaged/core/request.py": ALLOCATOR,
-    "jpaged/core/rows.py": ALLOCATOR,
+    "jpaged/core/rows.py": Suite(("tests/core/test_rows.py", *ALLOCATOR.tests), ALLOCATOR.select),
     "jpaged/core/scheduler.py": ALLOCATOR,
     "jpaged/masks.py": Suite(("tests/runtime/test_batch.py",)),
     "jpaged/runtime/batch.py": Suite(("tests/runtime/test_batch.py",)),

@@ -29,3 +29,13 @@ def test_one_situation_gives_the_same_object_each_time():
     assert after_one == {2, 3} and bans.next_tokens([9, 1], 2) is after_one
     assert bans.next_tokens([4, 1], 2) == {2, 3, 5}
     assert bans.next_tokens([1], 0) is bans.next_tokens([2], 0) == {8}
+
+
+def test_bad_words_and_the_minimum_length_ban_together():
+    bans = Bans([(1, 2)], [8], 3)
+    assert [bans.next_tokens([1] * length, length) for length in (0, 1, 2, 3)] == [{8}, {2, 8}, {2, 8}, {2}]
+
+
+def test_there_is_no_minimum_length_by_default():
+    assert not Bans() and not Bans([(1,)]) and Bans().next_tokens([], 0) == set()
+    assert Bans(endings=[8]).next_tokens([], 0) == set()

@@ -51,17 +51,16 @@ def ladder(low: int, high: int, factor: int) -> tuple[int, ...]:
 class Buckets:
     """Every shape that a step can have, known before the first one runs.
 
-    Decode steps are the many and the small, so their ladder is fine. A step with a prompt in it costs by its tokens,
-    and pays for `num_seqs` only in logits; its ladder is fine where steps are small, as on a CPU. One row alone is
-    never run: XLA's bfloat16 product of a single row takes ten times as long as that of two on CPUs.
+    A step costs by its tokens, so both ladders double (`benchmarks/padding.py` counts the padding); one with a prompt
+    in it pays for `num_seqs` only in logits. One row alone is never run: XLA's bfloat16 product of a single row takes
+    ten times as long as that of two on CPUs.
     """
 
     def __init__(self, limits: Limits):
         max_seqs, max_tokens = limits.max_num_seqs, limits.max_num_batched_tokens
         self.decode = tuple(Bucket(s, s, True) for s in ladder(2, max(2, max_seqs), 2))
         seqs = (16, max_seqs) if max_seqs > 16 else (max_seqs,)
-        by = 2 if max_tokens <= 256 else 4
-        self.mixed = tuple(Bucket(t, s, False) for t in ladder(32, max(16, max_tokens), by) for s in seqs)
+        self.mixed = tuple(Bucket(t, s, False) for t in ladder(32, max(16, max_tokens), 2) for s in seqs)
         self.all = self.decode + self.mixed
 
     def fit(self, num_tokens: int, num_seqs: int, decode: bool) -> Bucket:

@@ -88,17 +88,17 @@ def step(
         llama, EngineConfig(block_size=block_size, num_gpu_blocks_override=max(fitting), kernels=kernels), limits
     )
     # Zeros could be read faster than numbers.
-    for i, zeros in enumerate(runner.pool):  # one by one: two pools would not fit
-        runner.pool[i] = random_array(zeros.shape, str(zeros.dtype), i)
+    for i, zeros in enumerate(runner.blocks.pool):  # one by one: two pools would not fit
+        runner.blocks.pool[i] = random_array(zeros.shape, str(zeros.dtype), i)
         del zeros
     for batch, context in cases:
         case = dict(experiment="step", model=model, kernels=runner.kernels.name, batch=batch, context=context)
         if bench.leaves_out(**case):
             continue
-        if blocks[batch, context] > runner.num_blocks:
+        if blocks[batch, context] > runner.blocks.num_blocks:
             bench.report.add(**case, status="skipped", reason="its keys and values do not fit the device")
             continue
-        admission, plan = decode_plans(batch, context, runner.num_blocks, block_size)
+        admission, plan = decode_plans(batch, context, runner.blocks.num_blocks, block_size)
         start = time.monotonic()
         _compile_step(runner, batch)
         compile_s = time.monotonic() - start
@@ -133,16 +133,16 @@ def decode_plans(batch: int, context: int, num_blocks: int, block_size: int) -> 
 
 def _compile_step(runner: ModelRunner, batch: int) -> None:
     """Compile the functions of a decode step, and run nothing."""
-    bucket = runner.buckets.fit(batch, batch, decode=True)
-    buffer = jax.device_put(runner.layouts[bucket].empty()[0], runner.device)
-    forward = runner._step.forward.lower(runner.params, runner.pool, runner.last_tokens, buffer, bucket)
+    bucket = runner.shapes.buckets.fit(batch, batch, decode=True)
+    buffer, last_tokens = runner.shapes.padding(bucket), runner.rows.last_tokens
+    forward = runner.step.forward.lower(runner.params, runner.blocks.pool, last_tokens, buffer, bucket)
     forward.compile()
     x_sd, rows_sf = (
         jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=SingleDeviceSharding(runner.device))
         for x in forward.out_info[0][:2]
     )
-    bits = runner._no_bits[bucket.num_seqs]
-    runner._step.choose.lower(runner.params, runner.state, runner.last_tokens, x_sd, rows_sf, bits).compile()
+    bits = runner.shapes.no_bits[bucket.num_seqs]
+    runner.step.choose.lower(runner.params, runner.rows.state, last_tokens, x_sd, rows_sf, bits).compile()
 
 
 def _time_step(bench: Bench, runner: ModelRunner, plan: StepPlan) -> tuple[Timing, Timing]:

@@ -49,17 +49,17 @@ class Moves:
 
     def __init__(self, runner: ModelRunner, tokens: int, chunk: int):
         self.runner, self.tokens, self.chunk = runner, tokens, chunk
-        self.blocks = list(range(-(-tokens // runner.block_size)))
+        self.blocks = list(range(-(-tokens // runner.blocks.cache.block_size)))
         admitted = Admitted(0, (1,) * tokens, tokens, SamplingParams(), 0, tuple(self.blocks))
         runner.dispatch(StepPlan(admitted=(admitted,)))
 
     def swap_out(self) -> None:
         self.runner.dispatch(StepPlan(swap_out=(tuple((block, block) for block in self.blocks),)))
-        jax.block_until_ready([chunk.blocks for chunk in self.runner.host._chunks.values()])
+        jax.block_until_ready([chunk.blocks for chunk in self.runner.blocks.host._chunks.values()])
 
     def swap_in(self) -> None:
         self.runner.dispatch(StepPlan(swap_in=tuple((block, block) for block in self.blocks)))
-        jax.block_until_ready(self.runner.pool)
+        jax.block_until_ready(self.runner.blocks.pool)
 
     def recompute(self) -> None:
         """In as many steps as the budget of a step makes of it, as the scheduler would."""
@@ -67,7 +67,7 @@ class Moves:
             count = min(self.chunk, self.tokens - start)
             scheduled = Scheduled(0, start, count, num_samples=int(start + count == self.tokens))
             self.runner.dispatch(StepPlan((scheduled,))).result()
-        jax.block_until_ready(self.runner.pool)
+        jax.block_until_ready(self.runner.blocks.pool)
 
 
 def _seconds(run: Callable[[], None]) -> float:
@@ -140,7 +140,7 @@ def end_to_end(
         scheduler = schedulers[size, mode] = Scheduler(
             BlockPool(pool_tokens // size, size, enable_prefix_caching=False), limits,
             vocab_size=runner.vocab_size, preemption=mode, block_swap_cost=costs[size],
-            host_pool=BlockPool(runner.num_host_blocks, size, enable_prefix_caching=False),
+            host_pool=BlockPool(runner.blocks.num_host_blocks, size, enable_prefix_caching=False),
         )  # fmt: skip
         return serve(Engine(scheduler, runner), requests, clients)
 

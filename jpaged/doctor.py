@@ -13,8 +13,8 @@ import jax
 from jpaged.config import EngineConfig, ModelConfig
 from jpaged.load import dtype_of, find_model
 from jpaged.runtime.compilation_cache import executables_folder
-from jpaged.runtime.kv_cache import available_host_memory
-from jpaged.runtime.runner import compute_capability, select_kernels
+from jpaged.runtime.kernel_choice import compute_capability, select_kernels
+from jpaged.runtime.memory import available_host_memory
 from pallas_kernels import Kernels, toolchain
 from pallas_kernels.dispatch import Choice
 from pallas_kernels.selftest import FAILED, UNTESTED, Result

@@ -17,8 +17,10 @@ from jpaged.models.base import Model
 from jpaged.models.checkpoint import ORBAX, dummy_model, load_orbax, load_safetensors
 from jpaged.models.registry import read_config
 from jpaged.runtime.compilation_cache import compilation_cache
-from jpaged.runtime.kv_cache import KVCache, available_memory, check_override
-from jpaged.runtime.runner import ModelRunner, select_kernels
+from jpaged.runtime.kernel_choice import select_kernels
+from jpaged.runtime.kv_cache import KVCache
+from jpaged.runtime.memory import available_memory, check_override
+from jpaged.runtime.runner import ModelRunner
 from jpaged.tokenizer import backend, check_chat_template, has_tokenizer, load_tokenizer
 from pallas_kernels import Kernels
 
@@ -203,13 +205,13 @@ def load_engine(
         inner = backend(tokenizer) if tokenizer is not None else None
     with compilation_cache():
         runner = ModelRunner(model, config, limits, kernels)
-        check_num_blocks(limits, runner.num_blocks)
+        check_num_blocks(limits, runner.blocks.num_blocks)
         runner.warm_up(progress=progress)
     host_pool = None
-    if runner.num_host_blocks and config.preemption_mode != "recompute":
-        host_pool = BlockPool(runner.num_host_blocks, config.block_size, enable_prefix_caching=False)
+    if runner.blocks.num_host_blocks and config.preemption_mode != "recompute":
+        host_pool = BlockPool(runner.blocks.num_host_blocks, config.block_size, enable_prefix_caching=False)
     scheduler = Scheduler(
-        BlockPool(runner.num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching),
+        BlockPool(runner.blocks.num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching),
         limits,
         vocab_size=model.config.vocab_size,
         eos_token_ids=model.config.eos_token_ids,

@@ -57,6 +57,10 @@ ALLOCATOR = Suite(
     ),
     "not planted and not any_traffic and not thousands and not overtaken",
 )
+RUNNER = Suite(
+    ("tests/runtime/test_runner.py", "tests/runtime/test_compilation_cache.py"), "not h200 and not aliases",
+    "forkserver",
+)  # fmt: skip
 SUITES = {
     "jpaged/core/bans.py": Suite(("tests/core/test_bans.py",)),
     "jpaged/core/beam.py": Suite(("tests/core/test_beam.py",), "not transformers and not notices"),
@@ -70,26 +74,29 @@ SUITES = {
     "jpaged/core/rows.py": Suite(("tests/core/test_rows.py", *ALLOCATOR.tests), ALLOCATOR.select),
     "jpaged/core/scheduler.py": ALLOCATOR,
     "jpaged/masks.py": Suite(("tests/runtime/test_batch.py",)),
+    "jpaged/runtime/arrays.py": RUNNER,
     "jpaged/runtime/batch.py": Suite(("tests/runtime/test_batch.py",)),
+    "jpaged/runtime/block_store.py": RUNNER,
     "jpaged/runtime/compilation_cache.py": Suite(
         ("tests/runtime/test_compilation_cache.py",), "not pool", isolation="forkserver"
     ),
+    "jpaged/runtime/device_rows.py": RUNNER,
+    "jpaged/runtime/kernel_choice.py": RUNNER,
     "jpaged/runtime/kv_cache.py": Suite(
         ("tests/runtime/test_kv_cache.py", "tests/runtime/test_step.py"), isolation="forkserver"
     ),
+    "jpaged/runtime/memory.py": Suite(("tests/runtime/test_memory.py", *RUNNER.tests), RUNNER.select, "forkserver"),
     "jpaged/runtime/parameters.py": Suite(("tests/runtime/test_parameters.py",), isolation="forkserver"),
     "jpaged/runtime/pending.py": Suite(("tests/runtime/test_plan.py",), isolation="forkserver"),
     "jpaged/runtime/row_table.py": Suite(("tests/runtime/test_batch.py",)),
-    "jpaged/runtime/runner.py": Suite(
-        ("tests/runtime/test_runner.py", "tests/runtime/test_compilation_cache.py"), "not h200 and not aliases",
-        "forkserver",
-    ),
+    "jpaged/runtime/runner.py": RUNNER,
     "jpaged/runtime/sampler.py": Suite(
         ("tests/runtime/test_sampler.py",), "not planted and not in_place", "forkserver"
     ),
     "jpaged/runtime/sampling_state.py": Suite(
         ("tests/runtime/test_sampling_state.py",), "not in_place", "forkserver"
     ),
+    "jpaged/runtime/shapes.py": RUNNER,
     "jpaged/runtime/step.py": Suite(
         ("tests/runtime/test_step.py", "tests/test_sharing.py", "tests/runtime/test_runner.py"),
         "test_step or choices or best_of or compiles or alias and not h200",

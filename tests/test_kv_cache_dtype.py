@@ -23,8 +23,8 @@ def prompt_logprobs(llm, texts):
 
 
 def test_the_pool_holds_bytes_and_logprobs_differ_by_what_is_stated(fp8, demo):
-    assert {str(array.dtype) for array in fp8.engine.runner.pool} == {"float8_e4m3fn"}
-    assert 4 * fp8.engine.runner.cache.block_bytes == demo.engine.runner.cache.block_bytes
+    assert {str(array.dtype) for array in fp8.engine.runner.blocks.pool} == {"float8_e4m3fn"}
+    assert 4 * fp8.engine.runner.blocks.cache.block_bytes == demo.engine.runner.blocks.cache.block_bytes
     texts = [o.prompt_token_ids + o.outputs[0].token_ids for o in demo.generate(PROMPTS, GREEDY, use_tqdm=False)]
     difference = np.abs(prompt_logprobs(fp8, texts) - prompt_logprobs(demo, texts))
     assert 0 < difference.mean() < 0.05  # docs/operation.md

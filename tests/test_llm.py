@@ -263,13 +263,13 @@ def interrupt():
 
 
 SITES = {
-    "forward": lambda llm: (llm.engine.runner._step, "forward"),
-    "choose": lambda llm: (llm.engine.runner._step, "choose"),
-    "score": lambda llm: (llm.engine.runner._step, "score"),
+    "forward": lambda llm: (llm.engine.runner.step, "forward"),
+    "choose": lambda llm: (llm.engine.runner.step, "choose"),
+    "score": lambda llm: (llm.engine.runner.step, "score"),
     "masks": lambda llm: (llm.engine._masks, "write"),
-    "block copies": lambda llm: (llm.engine.runner, "_copy_blocks"),
-    "row copies": lambda llm: (llm.engine.runner, "_copy_rows"),
-    "row writes": lambda llm: (llm.engine.runner, "_write_row"),
+    "block copies": lambda llm: (llm.engine.runner.blocks, "_copy"),
+    "row copies": lambda llm: (llm.engine.runner.rows, "_copy"),
+    "row writes": lambda llm: (llm.engine.runner.rows, "_write"),
     "swap out": lambda llm: (swap, "_gather"),
     "swap in": lambda llm: (swap, "_scatter"),
 }
@@ -289,7 +289,7 @@ def test_generate_pool_holds_a_failed_computation_next_call_works(llm, expected,
     """The device reports some failures only to whoever reads the results, which are not deleted but can't be used."""
     slow = jax.jit(lambda x: (x @ x)[0, 0])
     broken = lambda like: lambda _: jax.pure_callback(lambda _: fail(), jax.ShapeDtypeStruct(like.shape, like.dtype), _)
-    forward = llm.engine.runner._step.forward
+    forward = llm.engine.runner.step.forward
 
     def failing(*args):
         results = forward(*args)
@@ -299,7 +299,7 @@ def test_generate_pool_holds_a_failed_computation_next_call_works(llm, expected,
         return jax.tree.map(lambda function: function(pending), compiled)
 
     with monkeypatch.context() as patched:
-        patched.setattr(llm.engine.runner._step, "forward", failing)
+        patched.setattr(llm.engine.runner.step, "forward", failing)
         with pytest.raises(jax.errors.JaxRuntimeError, match="injected"):
             generate_load(llm)
     assert_usable(llm, expected)
@@ -325,8 +325,8 @@ def test_engine_steps_raise_requests_continue_to_the_same_tokens(llm, expected, 
 
 
 INTERRUPTED = {
-    "after the KV pool was donated": lambda llm: (llm.engine.runner._step, "forward"),
-    "after the sampling state was donated": lambda llm: (llm.engine.runner._step, "choose"),
+    "after the KV pool was donated": lambda llm: (llm.engine.runner.step, "forward"),
+    "after the sampling state was donated": lambda llm: (llm.engine.runner.step, "choose"),
     "while rows are taken": lambda llm: (llm.engine.scheduler.rows, "_take"),
     "while blocks are allocated": lambda llm: (llm.engine.scheduler.pool, "allocate"),
     "while requests are added": lambda llm: (llm.engine.scheduler.waiting, "add"),
@@ -374,7 +374,7 @@ def test_generate_from_several_threads_takes_turns(llm, expected):
 def test_reset_prefix_cache_waits_for_a_generation(llm, expected, monkeypatch):
     begun, release, found = threading.Event(), threading.Event(), []
     hold = lambda: (begun.set(), release.wait(30))
-    inject(monkeypatch, llm.engine.runner._step, "forward", hold, at={5}, after=False)
+    inject(monkeypatch, llm.engine.runner.step, "forward", hold, at={5}, after=False)
     generation = threading.Thread(target=lambda: found.append(generate_load(llm)))
     generation.start()
     assert begun.wait(30)
@@ -448,7 +448,7 @@ def test_a_module_in_hand_is_not_loaded():
 
 def test_dummy_weights_and_bfloat16(tiny):
     llm = LLM(str(tiny), load_format="dummy", dtype="bfloat16", **SMALL | {"max_num_seqs": 2})
-    assert {str(x.dtype) for x in llm.engine.runner.params + llm.engine.runner.pool} == {"bfloat16"}
+    assert {str(x.dtype) for x in llm.engine.runner.params + llm.engine.runner.blocks.pool} == {"bfloat16"}
     assert len(llm.generate("Hello", SamplingParams(max_tokens=4, ignore_eos=True))[0].outputs[0].token_ids) == 4
 
 

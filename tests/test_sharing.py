@@ -44,7 +44,8 @@ def runner_of(tmp_path_factory):
     def runner(name: str) -> ModelRunner:
         config = EngineConfig(block_size=BLOCK, num_gpu_blocks_override=ROOM, swap_space=1.0)
         runner = ModelRunner(load(name, 0), config, LIMITS)
-        runner.buckets.decode, runner.buckets.mixed = (Bucket(64, 64, True),), (Bucket(64, 64, False),)  # soon compiled
+        buckets = runner.shapes.buckets
+        buckets.decode, buckets.mixed = (Bucket(64, 64, True),), (Bucket(64, 64, False),)  # soon compiled
         return runner
 
     def with_seed(name: str, seed: int) -> ModelRunner:
@@ -71,7 +72,7 @@ def run(engine: Engine, requests):
     scheduler = engine.scheduler
     scheduler.check_invariants()
     assert scheduler.pool.num_used == 0 and not (scheduler.host_pool and scheduler.host_pool.num_used)
-    assert len(engine.runner.host) == 0, "what came back from the host is kept there"
+    assert len(engine.runner.blocks.host) == 0, "what came back from the host is kept there"
     return [request.outputs for request in added]
 
 
@@ -188,7 +189,7 @@ def test_logprobs_alone_and_beside_64_others_differ_by_the_rounding_of_products_
         return max(np.abs(np.subtract(mine, theirs)).max() for mine, theirs in pairs)
 
     assert largest_difference() == 0
-    monkeypatch.setattr(runner, "buckets", Buckets(LIMITS))
+    monkeypatch.setattr(runner.shapes, "buckets", Buckets(LIMITS))
     assert 0 < largest_difference() < 2e-5  # 5.7e-6 was seen, in float32 on a CPU
 
 

@@ -235,7 +235,7 @@ def test_masks_are_made_while_the_device_works(demo, monkeypatch):
     def noted(name, call):
         return lambda *args: (order.append(name), call(*args))[1]
 
-    for owner, name in ((runner._step, "forward"), (demo.engine._masks, "write"), (runner._step, "choose")):
+    for owner, name in ((runner.step, "forward"), (demo.engine._masks, "write"), (runner.step, "choose")):
         monkeypatch.setattr(owner, name, noted(name, getattr(owner, name)))
     texts(demo, SamplingParams(max_tokens=4, structured_outputs=StructuredOutputsParams(regex="[a-z]{9}")))
     assert order == ["forward", "write", "choose"] * 4

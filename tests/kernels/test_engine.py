@@ -86,7 +86,8 @@ def generate(model: Llama, implementation: Implementation, workload: dict, block
         patch.setattr(BeamSearch, "advance", _watched(BeamSearch.advance, beam_margins))
         config = EngineConfig(block_size=BLOCK, num_gpu_blocks_override=blocks, swap_space=0.1)
         runner = ModelRunner(model, config, LIMITS)
-        runner.buckets.decode, runner.buckets.mixed = (Bucket(4, 4, True),), (Bucket(16, 4, False),)  # soon compiled
+        buckets = runner.shapes.buckets
+        buckets.decode, buckets.mixed = (Bucket(4, 4, True),), (Bucket(16, 4, False),)  # soon compiled
         host = BlockPool(host_blocks, BLOCK, enable_prefix_caching=False) if host_blocks else None
         scheduler = Scheduler(
             BlockPool(blocks, BLOCK), LIMITS, vocab_size=VOCAB, host_pool=host,

@@ -34,7 +34,7 @@ def make_runner() -> ModelRunner:
     """A runner on a small pool. Its parameters are the same in every process."""
     config = EngineConfig(block_size=BLOCK_SIZE, num_gpu_blocks_override=NUM_BLOCKS, swap_space=0.01)
     runner = ModelRunner(dummy_model(LLAMA, "float32", seed=3), config, LIMITS)
-    runner.buckets.decode = runner.buckets.decode[-1:]  # soon compiled
+    runner.shapes.buckets.decode = runner.shapes.buckets.decode[-1:]  # soon compiled
     return runner
 
 

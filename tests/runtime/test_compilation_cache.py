@@ -15,6 +15,7 @@ from jpaged.config import EngineConfig, Limits, ModelConfig
 from jpaged.models.checkpoint import dummy_model
 from jpaged.runtime.compilation_cache import cache_folder, compilation_cache
 from jpaged.runtime.runner import ModelRunner
+from jpaged.runtime.shapes import Shapes
 from jpaged.runtime.swap import TRANSFERS
 from tests.runtime.caches import cache_of
 
@@ -169,7 +170,7 @@ def test_a_second_start_compiles_nothing_where_the_pool_is_measured(measured, mo
     for _ in range(2):
         with Loads() as loads:
             llm = LLM(model, block_size=8, swap_space=0, progress=False, max_num_seqs=2, max_num_batched_tokens=16)
-        pools.append(llm.engine.runner.num_blocks)
+        pools.append(llm.engine.runner.blocks.num_blocks)
         assert jax.config.values == settings
         forget_cache()
     assert loads.loaded > 0 and loads.compiled == 0
@@ -193,13 +194,13 @@ def test_a_second_start_compiles_nothing_where_the_pool_is_measured(measured, mo
 def test_the_pool_leaves_room_for_the_part_of_a_step_that_needs_most(
     measured, model, monkeypatch, sampling, model_part, swap_space, most
 ):
-    monkeypatch.setattr(ModelRunner, "sampling_temporaries", lambda *_: sampling)
-    monkeypatch.setattr(ModelRunner, "model_temporaries", lambda *_: model_part)
+    monkeypatch.setattr(Shapes, "sampling_temporaries", lambda *_: sampling)
+    monkeypatch.setattr(Shapes, "model_temporaries", lambda *_: model_part)
     config = EngineConfig(block_size=8, swap_space=swap_space, gpu_memory_utilization=0.75)
-    assert ModelRunner(model, config, LIMITS).num_blocks == (12 * 2**20 - 2**20 - most) // BLOCK_BYTES
+    assert ModelRunner(model, config, LIMITS).blocks.num_blocks == (12 * 2**20 - 2**20 - most) // BLOCK_BYTES
 
 
 def test_pool_of_a_device_without_figures_holds_every_sequence_whole(model):
     """The device reports no memory, as a CPU does; the model is small enough for all blocks that could be in use."""
     runner = ModelRunner(model, EngineConfig(block_size=8, swap_space=0.0), LIMITS)
-    assert runner.num_blocks == LIMITS.max_num_seqs * LIMITS.max_model_len // 8
+    assert runner.blocks.num_blocks == LIMITS.max_num_seqs * LIMITS.max_model_len // 8

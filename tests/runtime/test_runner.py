@@ -15,14 +15,16 @@ from jpaged import LLM, BeamSearchParams, ModelConfig, SamplingParams
 from jpaged.config import EngineConfig, Limits
 from jpaged.core.plan import Admitted, StepPlan
 from jpaged.models.checkpoint import abstract_model, dummy_model
-from jpaged.runtime import kv_cache
+from jpaged.runtime import kernel_choice, memory
 from jpaged.runtime import runner as runner_module
 from jpaged.runtime.batch import Bucket, Layout
 from jpaged.runtime.compilation_cache import cache_folder
+from jpaged.runtime.kernel_choice import compute_capability, select_kernels
 from jpaged.runtime.kv_cache import KVCache
 from jpaged.runtime.row_table import NUM_SCALARS
-from jpaged.runtime.runner import ModelRunner, compute_capability, select_kernels
+from jpaged.runtime.runner import ModelRunner
 from jpaged.runtime.sampling_state import empty_state
+from jpaged.runtime.shapes import Shapes
 from jpaged.runtime.step import Step
 from jpaged.runtime.swap import TRANSFERS
 from pallas_kernels import SelfTest, select
@@ -218,10 +220,10 @@ def test_kernels_may_want_a_wider_pool_than_the_model(llm, model, monkeypatch):
     def generated(llm):
         params = SamplingParams(max_tokens=10, temperature=0, logprobs=0)
         outputs = llm.generate([[1, 2, 3] * 9, [4]], params, use_tqdm=False)
-        return llm.engine.runner.pool[0].shape[3], [output.outputs[0].token_ids for output in outputs]
+        return llm.engine.runner.blocks.pool[0].shape[3], [output.outputs[0].token_ids for output in outputs]
 
     wide = lambda *args, **shapes: dataclasses.replace(select(*args, **shapes), head_dim=96)
-    monkeypatch.setattr(runner_module, "select", wide)
+    monkeypatch.setattr(kernel_choice, "select", wide)
     limits = dict(max_num_seqs=2, max_num_batched_tokens=16, num_gpu_blocks_override=20)
     width, tokens = generated(LLM(model, block_size=8, progress=False, **limits))
     assert (width, generated(llm)) == (96, (64, tokens))
@@ -307,34 +309,25 @@ def test_the_copy_test_can_fail():
 
 def test_gpu_memory_utilization_sizes_the_pool(model, monkeypatch):
     gib = 2**30
-    memory = {"bytes_limit": 2 * gib, "bytes_in_use": gib // 4}
-    device = types.SimpleNamespace(platform="gpu", memory_stats=lambda: memory)
+    stats = {"bytes_limit": 2 * gib, "bytes_in_use": gib // 4}
     sizes = {}
-
-    def fitting(runner, *args):
-        with monkeypatch.context() as patch:
-            patch.setattr(runner, "device", device)
-            return fitting_blocks_of(runner, *args)
-
-    fitting_blocks_of = ModelRunner._fitting_blocks
-    monkeypatch.setattr(ModelRunner, "_fitting_blocks", fitting)
-    monkeypatch.setattr(ModelRunner, "sampling_temporaries", lambda runner, *args: gib // 4)
-    monkeypatch.setattr(ModelRunner, "model_temporaries", lambda runner, pool: gib // 8)
-    monkeypatch.setattr(ModelRunner, "_on_device", lambda runner, *args: None)
+    monkeypatch.setattr(type(jax.devices()[0]), "memory_stats", lambda device: stats)
+    monkeypatch.setattr(Shapes, "sampling_temporaries", lambda *args: gib // 4)
+    monkeypatch.setattr(Shapes, "model_temporaries", lambda *args: gib // 8)
     monkeypatch.setattr(KVCache, "allocate", lambda *args: [])
     for utilization in (0.5, 0.75):
         config = EngineConfig(block_size=8, gpu_memory_utilization=utilization, swap_space=0.0)
-        sizes[utilization] = ModelRunner(model, config, Limits(128, 8, 32)).num_blocks
+        sizes[utilization] = ModelRunner(model, config, Limits(128, 8, 32)).blocks.num_blocks
     bytes_per_block = cache_of(LLAMA, 8, "float32").block_bytes
     assert sizes == {0.5: gib // 2 // bytes_per_block, 0.75: gib // bytes_per_block}
 
 
 def test_the_cost_of_a_swap_is_in_tokens_per_block(llm, monkeypatch):
     runner = llm.engine.runner
-    tokens, blocks = runner.buckets.mixed[-1].num_tokens, TRANSFERS[-1]
+    tokens, blocks = runner.shapes.buckets.mixed[-1].num_tokens, TRANSFERS[-1]
     monkeypatch.setattr(runner_module, "_seconds", lambda run: run())
     monkeypatch.setattr(runner, "_run_padding", lambda *args: 0.25 * tokens)  # a quarter of a second for each token
-    monkeypatch.setattr(runner, "_swap_there_and_back", lambda count: 2.0 * count)  # two seconds for each block
+    monkeypatch.setattr(runner.blocks, "swap_there_and_back", lambda count: 2.0 * count)  # two seconds for each block
     assert blocks != tokens and runner.block_swap_cost() == 8.0
     assert llm.engine.scheduler.block_swap_cost > 0, "the scheduler is given the measured cost"
 
@@ -348,18 +341,18 @@ def runner(model):
 def test_a_step_writes_rows_of_the_sampling_state(runner):
     """The last token of the output is not counted yet: the step that takes it in does that."""
     params = SamplingParams(logit_bias={7: 2.0, 8: 1.0}, allowed_token_ids=[7, 8, 9])
-    admitted, before = Admitted(1, (5, 6, 7, 7, 9, 8), 2, params, 0, (), banned=(8,)), runner.state
+    admitted, before = Admitted(1, (5, 6, 7, 7, 9, 8), 2, params, 0, (), banned=(8,)), runner.rows.state
     runner.dispatch(StepPlan(admitted=(admitted,)))
     assert all(array.is_deleted() for array in before), "donated"
-    counts, in_prompt, bias = (np.array(array) for array in runner.state)  # copies: a view could not be donated
+    counts, in_prompt, bias = (np.array(array) for array in runner.rows.state)  # copies: a view could not be donated
     assert {token: int(counts[1, token]) for token in counts[1].nonzero()[0]} == {7: 2, 9: 1}
     assert in_prompt[1].nonzero()[0].tolist() == [5, 6]
     assert {token: float(bias[1, token]) for token in (bias[1] > -np.inf).nonzero()[0]} == {7: 2.0, 9: 0.0}
     assert not any(array[0].any() for array in (counts, in_prompt, bias)), "the other row is as it was"
-    before = runner.state
+    before = runner.rows.state
     runner.dispatch(StepPlan(row_copies=((1, 0),)))
     assert all(array.is_deleted() for array in before), "donated"
-    for array, row in zip(runner.state, (counts[1], in_prompt[1], bias[1])):
+    for array, row in zip(runner.rows.state, (counts[1], in_prompt[1], bias[1])):
         np.testing.assert_array_equal(array, [row, row])
 
 
@@ -367,13 +360,14 @@ def test_a_step_writes_rows_of_the_sampling_state(runner):
 def test_the_host_has_room_for_all_blocks_of_all_sequences_at_most(model, blocks, expected):
     bytes_per_block = cache_of(LLAMA, 8, "float32").block_bytes
     config = EngineConfig(block_size=8, num_gpu_blocks_override=4, swap_space=blocks * bytes_per_block / 2**30)
-    assert ModelRunner(model, config, Limits(16, 2, 8)).num_host_blocks == expected
+    assert ModelRunner(model, config, Limits(16, 2, 8)).blocks.num_host_blocks == expected
 
 
 @pytest.mark.parametrize("most, sizes", [(2, (8,)), (8, (8,)), (32, (8, 32)), (64, (16, 64))])
 def test_copies_are_padded_to_few_sizes(model, most, sizes):
     config = EngineConfig(block_size=8, num_gpu_blocks_override=4)
-    assert ModelRunner(model, config, Limits(16, most, most)).copy_sizes == sizes
+    runner = ModelRunner(model, config, Limits(16, most, most))
+    assert runner.blocks.copy_sizes == runner.rows.copy_sizes == sizes
 
 
 def test_kernels_are_chosen_for_the_model_and_its_device(model, monkeypatch):
@@ -383,7 +377,7 @@ def test_kernels_are_chosen_for_the_model_and_its_device(model, monkeypatch):
         chosen.update(options, args=args)
         return select(*args, **options)
 
-    monkeypatch.setattr(runner_module, "select", watched)
+    monkeypatch.setattr(kernel_choice, "select", watched)
     config = EngineConfig(block_size=8, num_gpu_blocks_override=4, kernels="reference", kv_cache_dtype="fp8")
     ModelRunner(model, config, Limits(16, 2, 8))
     assert chosen == {
@@ -394,33 +388,33 @@ def test_kernels_are_chosen_for_the_model_and_its_device(model, monkeypatch):
 
 
 def test_recovery_allocates_only_the_arrays_that_are_lost(runner):
-    pool, state, host = runner.pool, runner.state, runner.host
+    pool, state, host = runner.blocks.pool, runner.rows.state, runner.blocks.host
     runner.recover()
-    assert runner.pool is pool and runner.state is state
-    assert runner.host is not host and len(runner.host) == 0
+    assert runner.blocks.pool is pool and runner.rows.state is state
+    assert runner.blocks.host is not host and len(runner.blocks.host) == 0
 
     pool[1].delete()
     runner.recover()
-    assert runner.pool is not pool and runner.state is state
+    assert runner.blocks.pool is not pool and runner.rows.state is state
     assert all(array.is_deleted() for array in pool), "the new pool may need the memory of the old one"
-    assert [(array.shape, float(array.sum())) for array in runner.pool] == [(pool[0].shape, 0.0)] * len(pool)
+    assert [(array.shape, float(array.sum())) for array in runner.blocks.pool] == [(pool[0].shape, 0.0)] * len(pool)
 
-    pool = runner.pool
+    pool = runner.blocks.pool
     state.bias.delete()
     runner.recover()
-    assert runner.pool is pool and runner.state is not state
-    assert [(x.shape, x.dtype, bool(x.any())) for x in runner.state] == [(x.shape, x.dtype, False) for x in state]
-    runner.last_tokens.delete()
+    assert runner.blocks.pool is pool and runner.rows.state is not state
+    assert [(x.shape, x.dtype, bool(x.any())) for x in runner.rows.state] == [(x.shape, x.dtype, False) for x in state]
+    runner.rows.last_tokens.delete()
     runner.recover()
-    assert runner.last_tokens.tolist() == [0, 0]
+    assert runner.rows.last_tokens.tolist() == [0, 0]
     runner.dispatch(StepPlan(swap_out=(((2, 5),),)))
-    assert len(runner.host) == 1
+    assert len(runner.blocks.host) == 1
 
 
 @pytest.mark.parametrize("options", [{}, {"retest": True}])
 def test_kernels_of_a_gpu_are_tested_first(options, monkeypatch):
     chosen = {}
-    monkeypatch.setattr(runner_module, "select", lambda *_, **given: chosen.update(given))
+    monkeypatch.setattr(kernel_choice, "select", lambda *_, **given: chosen.update(given))
     device = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0", id=3)
     select_kernels(EngineConfig(), LLAMA, "bfloat16", device, **options)
     retest = options.get("retest", False)
@@ -430,27 +424,30 @@ def test_kernels_of_a_gpu_are_tested_first(options, monkeypatch):
 
 def test_a_step_swaps_out_then_copies_then_swaps_in(runner):
     """A block that the host takes in is overwritten by a copy, whose source is overwritten from the host."""
-    runner.pool = [jnp.full(x.shape, jnp.arange(4.0)[:, None, None, None]) for x in runner.pool]
+    runner.blocks.pool = [jnp.full(x.shape, jnp.arange(4.0)[:, None, None, None]) for x in runner.blocks.pool]
 
     def blocks() -> list[list[float]]:
-        return [array[:, 0, 0, 0].tolist() for array in runner.pool]
+        return [array[:, 0, 0, 0].tolist() for array in runner.blocks.pool]
 
     runner.dispatch(StepPlan(swap_out=(((2, 5),),)))
     runner.dispatch(StepPlan(swap_out=(((1, 6),),), block_copies=((0, 1),), swap_in=((5, 0),)))
-    assert blocks() == [[2, 0, 2, 3]] * len(runner.pool)
+    assert blocks() == [[2, 0, 2, 3]] * len(runner.blocks.pool)
     runner.dispatch(StepPlan(swap_in=((6, 3),)))
-    assert blocks() == [[2, 0, 2, 1]] * len(runner.pool)
+    assert blocks() == [[2, 0, 2, 1]] * len(runner.blocks.pool)
 
 
 def test_temporaries_are_xlas_own_account(llm):
     runner = llm.engine.runner
     small, large = (
-        [jax.ShapeDtypeStruct((blocks, *x.shape[1:]), x.dtype) for x in runner.pool] for blocks in (64, 4096)
+        [jax.ShapeDtypeStruct((blocks, *x.shape[1:]), x.dtype) for x in runner.blocks.pool] for blocks in (64, 4096)
     )
     hidden = 4 * LLAMA.hidden_size * LIMITS["max_num_batched_tokens"]
-    assert hidden <= runner.model_temporaries(small) == runner.model_temporaries(large)
-    logits = 4 * LLAMA.vocab_size * runner.max_num_seqs
-    assert logits <= runner.sampling_temporaries(LLAMA.hidden_size, "float32")
+    args, last_tokens = (runner.step, runner.params), runner.rows.last_tokens
+    of_model = [runner.shapes.model_temporaries(*args, pool, last_tokens) for pool in (small, large)]
+    assert hidden <= of_model[0] == of_model[1]
+    logits = 4 * LLAMA.vocab_size * len(last_tokens)
+    state = runner.rows.state
+    assert logits <= runner.shapes.sampling_temporaries(*args, state, last_tokens, LLAMA.hidden_size, "float32")
 
 
 @pytest.mark.parametrize(
@@ -464,15 +461,12 @@ def test_temporaries_are_xlas_own_account(llm):
 def test_an_error_for_want_of_memory_names_the_field_that_sized_the_pool(model, monkeypatch, override, platform, name):
     pools = []
 
-    def fitting(runner, *_):
-        runner.device = types.SimpleNamespace(platform=platform)
-        return 10**5
-
-    monkeypatch.setattr(ModelRunner, "_fitting_blocks", fitting)
+    monkeypatch.setattr(runner_module, "pool_size", lambda *_, **__: 10**5)
+    monkeypatch.setattr(type(jax.devices()[0]), "platform", platform)
     monkeypatch.setattr(runner_module, "available_memory", lambda device: 2**40)
     monkeypatch.setattr(KVCache, "allocate", lambda *args: pools.append(args) or [])
     runner = ModelRunner(model, EngineConfig(block_size=8, num_gpu_blocks_override=override), Limits(16, 2, 8))
-    assert pools == [(runner.cache, 10**5, runner.device)]
+    assert pools == [(runner.blocks.cache, 10**5, runner.device)]
     size = 10**5 * cache_of(LLAMA, 8, "float32").block_bytes / 2**30
     words = rf"^{name}: no memory is left with a KV pool of 100000 blocks \({size:.2f} GiB\)"
     with pytest.raises(ValueError, match=words), runner._exhaustion():
@@ -482,7 +476,7 @@ def test_an_error_for_want_of_memory_names_the_field_that_sized_the_pool(model, 
 @pytest.mark.parametrize("stats", [None, {"bytes_limit": 2**30, "bytes_in_use": 2**29}], ids=["cpu", "gpu"])
 def test_a_pool_beyond_the_memory_is_an_error_with_the_flag_and_the_numbers(model, monkeypatch, stats):
     monkeypatch.setattr(type(jax.devices()[0]), "memory_stats", lambda device: stats)
-    monkeypatch.setattr(kv_cache, "available_host_memory", lambda: 2**29)
+    monkeypatch.setattr(memory, "available_host_memory", lambda: 2**29)
     block = cache_of(LLAMA, 8, "float32").block_bytes
     words = (
         rf"num_gpu_blocks_override: {10**6} blocks take {10**6 * block / 2**30:.2f} GiB, more than the 0.50 GiB of "

@@ -1,0 +1,69 @@
+"""The KV blocks of an engine, on the device and on the host, and their moves between steps."""
+
+from collections.abc import Sequence
+
+import jax
+
+from jpaged.core.plan import StepPlan
+from jpaged.runtime.arrays import padded, usable
+from jpaged.runtime.kv_cache import KVCache, Pool
+from jpaged.runtime.swap import TRANSFERS, HostBlocks
+
+
+class BlockStore:
+    """Owns the pool. The step takes `pool` donated, and its owner puts the new one in its place.
+
+    Args:
+        num_host_blocks: room on the host; 0 for no swapping.
+        copy_sizes: how many blocks are copied at once; a sequence writes into at most one shared block in a step.
+
+    Attributes:
+        cache: the layout of the pool.
+        pool: the keys and values of each layer.
+        host: blocks of preempted requests, in the memory of the host.
+    """
+
+    def __init__(
+        self, cache: KVCache, num_blocks: int, num_host_blocks: int, copy_sizes: Sequence[int], device: jax.Device
+    ):  # fmt: skip
+        self.cache, self.num_blocks, self.num_host_blocks = cache, num_blocks, num_host_blocks
+        self.copy_sizes, self._device = copy_sizes, device
+        self._copy = jax.jit(cache.copy, donate_argnums=0)
+        self.pool: Pool = cache.allocate(num_blocks, device)
+        self.host = HostBlocks(device)
+
+    def apply(self, plan: StepPlan) -> None:
+        """Move the blocks of a plan: to the host, copies, from the host; so none is overwritten before it is read."""
+        for blocks_of_request in plan.swap_out:
+            self.host.take_in(self.pool, blocks_of_request)
+        if plan.block_copies:
+            self._copy_blocks(plan.block_copies)
+        if plan.swap_in:
+            self.pool = self.host.give_back(self.pool, plan.swap_in)
+
+    def warm_up(self) -> None:
+        """Compile every move, by moving nothing."""
+        for size in self.copy_sizes:
+            self._copy_blocks([(-1, -1)] * size)
+        for size in TRANSFERS if self.num_host_blocks else ():
+            self.swap_there_and_back(size)
+
+    def swap_there_and_back(self, count: int) -> Pool:
+        """Move block 0 so many times over; it then holds what it held. Meant for a pool that nobody uses yet."""
+        self.host.take_in(self.pool, [(0, i) for i in range(count)])
+        self.pool = self.host.give_back(self.pool, [(i, 0) for i in range(count)])
+        return self.pool
+
+    def recover(self) -> None:
+        """Allocate the pool again, empty, if a failed step has lost it, and drop the blocks on the host.
+
+        Raises what the allocation raises; it can then be tried again.
+        """
+        if not usable(self.pool):
+            for array in self.pool:
+                array.delete()  # The new pool may need the memory of the old one.
+            self.pool = self.cache.allocate(self.num_blocks, self._device)
+        self.host = HostBlocks(self._device)
+
+    def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        self.pool = self._copy(self.pool, *padded(copies, self.copy_sizes, self._device))

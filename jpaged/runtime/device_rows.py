@@ -1,0 +1,76 @@
+"""The rows of running sequences: what the host keeps of them, and what the device does."""
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from jpaged.core.plan import Admitted, StepPlan
+from jpaged.runtime.arrays import padded, usable
+from jpaged.runtime.row_table import RowTable
+from jpaged.runtime.sampling_state import SamplingState, copy_rows, empty_state, host_row, write_row
+
+
+class DeviceRows:
+    """Owns the rows. The step takes `state` and `last_tokens` donated, and its owner puts the new ones in their place.
+
+    Args:
+        copy_sizes: how many rows are copied at once; a sequence takes at most one in a step.
+
+    Attributes:
+        table: on the host.
+        state: of the sampler.
+        last_tokens: [R] int32, the last sample of each row.
+    """
+
+    def __init__(self, table: RowTable, vocab_size: int, copy_sizes: Sequence[int], device: jax.Device):
+        self.table, self._vocab_size, self.copy_sizes, self._device = table, vocab_size, copy_sizes, device
+        self._copy = jax.jit(copy_rows, donate_argnums=0)
+        self._write = jax.jit(write_row, donate_argnums=0)
+        self.state, self.last_tokens = self._empty_state(), self._no_tokens()
+
+    def apply(self, plan: StepPlan) -> None:
+        """Take in what a plan tells of rows, on the host and on the device."""
+        stateful = self.table.scalars["stateful"]
+        if copies := [(source, row) for source, row in plan.row_copies if stateful[source]]:
+            self._copy_rows(copies)
+        self.table.apply(plan)
+        for admitted in plan.admitted:
+            if admitted.params.has_state:
+                self._write_row(admitted.row, *_state_row(admitted, self._vocab_size))
+
+    def warm_up(self) -> None:
+        """Compile every change of rows, by changing none."""
+        for size in self.copy_sizes:
+            self._copy_rows([(-1, -1)] * size)
+        self._write_row(-1, *host_row(self._vocab_size, [], []))
+
+    def recover(self) -> None:
+        """Make what a failed step has lost again, empty."""
+        if not usable(self.state):
+            self.state = self._empty_state()
+        if not usable([self.last_tokens]):
+            self.last_tokens = self._no_tokens()
+
+    def _copy_rows(self, copies: Sequence[tuple[int, int]]) -> None:
+        self.state = self._copy(self.state, *padded(copies, self.copy_sizes, self._device))
+
+    def _write_row(self, row: int, *arrays: np.ndarray) -> None:
+        """Write one row of the state; -1 is no row."""
+        self.state = self._write(self.state, *jax.device_put((np.int32(row), *arrays), self._device))
+
+    def _empty_state(self) -> SamplingState:
+        return empty_state(len(self.table.tokens), self._vocab_size, self._device)
+
+    def _no_tokens(self) -> jax.Array:
+        return jax.device_put(np.zeros(len(self.table.tokens), np.int32), self._device)
+
+
+def _state_row(admitted: Admitted, vocab_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return a sequence's row of the sampling state. The last token of its output is counted by the step that takes it
+    in."""
+    params, length = admitted.params, admitted.num_prompt_tokens
+    return host_row(
+        vocab_size, admitted.token_ids[:length], admitted.token_ids[length:-1], params.logit_bias,
+        params.allowed_token_ids, admitted.banned,
+    )  # fmt: skip

@@ -1,0 +1,32 @@
+"""The attention kernels for a model on a device."""
+
+import jax
+
+from jpaged.config import EngineConfig, ModelConfig
+from jpaged.runtime.compilation_cache import cache_folder
+from pallas_kernels import Kernels, SelfTest, select
+
+
+def select_kernels(
+    config: EngineConfig, model: ModelConfig, dtype: str, device: jax.Device, *, retest: bool = False
+) -> Kernels:
+    """Choose the kernels for a model on a device. On a GPU each op is tested first, or its earlier test remembered.
+
+    Args:
+        retest: ignore remembered tests.
+    """
+    return select(
+        config.kernels, platform=device.platform, device_kind=device.device_kind,
+        compute_capability=compute_capability(device), dtype=dtype, pool_dtype=config.pool_dtype(dtype),
+        head_dim=model.head_dim,
+        num_heads=model.num_attention_heads, num_kv_heads=model.num_key_value_heads, block_size=config.block_size,
+        self_test=SelfTest.on(device, cache_folder() / "selftest", retest=retest),
+    )  # fmt: skip
+
+
+def compute_capability(device: jax.Device) -> float | None:
+    """Return a GPU's compute capability, such as 9.0; None for other devices."""
+    try:
+        return float(getattr(device, "compute_capability", None))  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return None

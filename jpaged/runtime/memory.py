@@ -1,0 +1,115 @@
+"""The memory of a device, and the number of KV blocks that fit into it."""
+
+import contextlib
+import functools
+import logging
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import jax
+
+logger = logging.getLogger(__name__)
+
+# On a CPU the pool shares the memory with everything else, so it stays modest unless it is given a size.
+MAX_CPU_POOL_BYTES = 4 * 2**30
+MAX_CPU_MEMORY_SHARE = 0.25
+
+
+def pool_size(
+    device: jax.Device,
+    *,
+    wanted: int,
+    utilization: float,
+    block_bytes: int,
+    sampling: Callable[[], int],
+    model: Callable[[int], int],
+) -> int:
+    """Return the number of blocks that fit beside the temporaries of the largest steps.
+
+    The steps are compiled as the warm-up will need them. Sampling does not depend on the pool, and usually needs more
+    memory than the model's part of a step. If it needs less, that part is compiled again for a smaller pool.
+
+    Args:
+        wanted: as many blocks as could ever be used; only the pool on a CPU is that small.
+        sampling: returns the bytes that sampling needs, and swapping.
+        model: returns the bytes that the model's part of a step needs with a pool of so many blocks.
+    """
+    stats = device.memory_stats()
+    if not stats or "bytes_limit" not in stats:
+        return modest_blocks(wanted, block_bytes)
+    fitting = functools.partial(
+        fitting_blocks, limit=stats["bytes_limit"], in_use=stats["bytes_in_use"], utilization=utilization,
+        bytes_per_block=block_bytes,
+    )  # fmt: skip
+    logger.info("compiling the largest steps, to measure the memory that they leave for the KV pool")
+    beside = sampling()
+    num_blocks = fitting(temporaries=beside)
+    inside = model(num_blocks)
+    return num_blocks if inside <= beside else fitting(temporaries=inside)
+
+
+def temporaries(steps: Iterable[jax.stages.Lowered]) -> int:
+    """Return the most bytes that one of several steps needs for temporaries, by XLA's own account."""
+    analyses = [step.compile().memory_analysis() for step in steps]
+    return max(analysis.temp_size_in_bytes for analysis in analyses if analysis)
+
+
+def fitting_blocks(*, limit: int, in_use: int, temporaries: int, utilization: float, bytes_per_block: int) -> int:
+    """Blocks that fit into `utilization` of a memory of `limit` bytes, beside what is in use and a step's temporaries.
+
+    Raises ValueError, with the numbers, if not one fits.
+    """
+    available = math.floor(limit * utilization) - in_use - temporaries
+    if available < bytes_per_block:
+        raise ValueError(
+            f"gpu_memory_utilization: {utilization} of {limit / 2**30:.2f} GiB leaves no room for the KV pool beside "
+            f"{in_use / 2**30:.2f} GiB in use and {temporaries / 2**30:.2f} GiB of temporaries; a block takes "
+            f"{bytes_per_block / 2**20:.2f} MiB"
+        )
+    return available // bytes_per_block
+
+
+def modest_blocks(wanted: int, bytes_per_block: int) -> int:
+    """Blocks of a pool on a CPU: what is wanted, within a modest share of the machine's memory."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    room = min(MAX_CPU_POOL_BYTES, math.floor(memory * MAX_CPU_MEMORY_SHARE))
+    return max(1, min(wanted, room // bytes_per_block))
+
+
+def check_override(num_blocks: int, bytes_per_block: int, available: int) -> None:
+    """Raise ValueError if a pool of `num_blocks` takes more than the `available` bytes."""
+    wanted = num_blocks * bytes_per_block
+    if wanted > available:
+        raise ValueError(
+            f"num_gpu_blocks_override: {num_blocks} blocks take {wanted / 2**30:.2f} GiB, more than the "
+            f"{available / 2**30:.2f} GiB of memory that are free (at most {available // bytes_per_block} blocks)"
+        )
+
+
+def available_memory(device: jax.Device) -> int:
+    """Return the bytes of a device's memory that are free; of the host's for a CPU."""
+    stats = device.memory_stats()
+    return stats["bytes_limit"] - stats["bytes_in_use"] if stats and "bytes_limit" in stats else available_host_memory()
+
+
+def available_host_memory() -> int:
+    """Return the bytes of the host's memory that programs can have without swapping."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:  # not Linux
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+
+
+@contextlib.contextmanager
+def exhaustion_named(field: str, pool: str) -> Iterator[None]:
+    """Raise ValueError, with the field to change and the pool in words, where the device's memory is exhausted."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"{field}: no memory is left with a KV pool of {pool}; use less ({reason})") from error

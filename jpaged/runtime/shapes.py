@@ -1,0 +1,69 @@
+"""Every shape of a step: its batches, and the memory that its executables need."""
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from jpaged.runtime.batch import Bucket, Buckets, Layout
+from jpaged.runtime.memory import temporaries
+from jpaged.runtime.row_table import NUM_SCALARS
+from jpaged.runtime.sampling_state import SamplingState
+from jpaged.runtime.step import Step
+
+
+class Shapes:
+    """The shapes of all steps on a device.
+
+    Args:
+        table_width: W, the most blocks of a sequence.
+
+    Attributes:
+        layouts: of the batches of each bucket.
+        no_bits: by the number of samples, masks that no sample looks at. They stay on the device: they are large, and
+            most steps have no others.
+    """
+
+    def __init__(self, buckets: Buckets, table_width: int, vocab_size: int, device: jax.Device):
+        self.buckets, self._device = buckets, device
+        self.layouts = {bucket: Layout(bucket, table_width) for bucket in buckets.all}
+        self.no_bits = {
+            size: jax.device_put(np.zeros((size, -(-vocab_size // 32)), np.uint32), device)
+            for size in {bucket.num_seqs for bucket in buckets.all}
+        }
+
+    def padding(self, bucket: Bucket) -> jax.Array:
+        """Return the buffer of a batch of padding alone."""
+        return jax.device_put(self.layouts[bucket].empty()[0], self._device)
+
+    def on_device(self, shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
+        """Return the description of an array, for functions that are compiled and not run."""
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(self._device))
+
+    def model_temporaries(
+        self, step: Step, params: list[jax.Array], pool: list[jax.ShapeDtypeStruct], last_tokens_r: jax.Array
+    ) -> int:
+        """Return the bytes that the model's part of the largest steps needs beside parameters and pool."""
+        return temporaries(
+            step.forward.lower(params, pool, last_tokens_r, self.padding(bucket), bucket) for bucket in self._largest
+        )
+
+    def sampling_temporaries(
+        self, step: Step, params: list[jax.Array], state: SamplingState, last_tokens_r: jax.Array, hidden_size: int,
+        dtype: str,
+    ) -> int:  # fmt: skip
+        """Return the bytes that the largest steps need for samples and prompt logprobs."""
+        lowered = []
+        for bucket in self._largest:
+            x_sd = self.on_device((bucket.num_seqs, hidden_size), dtype)
+            rows_sf = self.on_device((bucket.num_seqs, NUM_SCALARS + 4), "int32")
+            bits = self.no_bits[bucket.num_seqs]
+            lowered.append(step.choose.lower(params, state, last_tokens_r, x_sd, rows_sf, bits))
+            if not bucket.decode:
+                x_td = self.on_device((bucket.num_tokens, hidden_size), dtype)
+                targets_t = self.on_device((bucket.num_tokens,), "int32")
+                lowered.append(step.score.lower(params, x_td, targets_t))
+        return temporaries(lowered)
+
+    @property
+    def _largest(self) -> tuple[Bucket, Bucket]:
+        return self.buckets.decode[-1], self.buckets.mixed[-1]

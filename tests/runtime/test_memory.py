@@ -1,0 +1,110 @@
+"""How many KV blocks fit into the memory of a device, and the errors of a pool that does not."""
+
+import contextlib
+import os
+import re
+import types
+
+import jax
+import pytest
+
+from jpaged.config import ModelConfig
+from jpaged.runtime import memory as sizing
+
+GIB = 2**30
+LLAMA = ModelConfig(
+    vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=64, max_position_embeddings=128,
+)  # fmt: skip
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    """Sets the memory of the host, in pages of 4,096 bytes."""
+
+    def set_pages(count: int) -> None:
+        found = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": count}
+        monkeypatch.setattr(sizing.os, "sysconf", found.__getitem__)
+
+    return set_pages
+
+
+def test_fitting_blocks():
+    sizes = {"in_use": 20 * GIB, "temporaries": 2 * GIB, "utilization": 0.9, "bytes_per_block": 2**21}
+    assert sizing.fitting_blocks(limit=100 * GIB, **sizes) == (90 - 22) * 512
+    words = (
+        "gpu_memory_utilization: 0.9 of 24.00 GiB leaves no room for the KV pool beside 20.00 GiB in use and 2.00 GiB "
+        "of temporaries; a block takes 2.00 MiB"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(words)}$"):
+        sizing.fitting_blocks(limit=24 * GIB, **sizes)
+
+
+@pytest.mark.parametrize("limit, expected", [(110, 1), (119, 1), (120, 2), (109, None)])
+def test_fitting_blocks_are_whole_and_at_least_one(limit, expected):
+    sizes = {"in_use": 60, "temporaries": 40, "utilization": 1.0, "bytes_per_block": 10}
+    if expected is None:
+        with pytest.raises(ValueError, match="leaves no room"):
+            sizing.fitting_blocks(limit=limit, **sizes)
+    else:
+        found = sizing.fitting_blocks(limit=limit, **sizes)
+        assert found == expected and isinstance(found, int)
+
+
+def test_a_pool_on_a_cpu_takes_a_quarter_of_the_memory_and_at_most_4_gib(memory):
+    assert sizing.modest_blocks(100, 1024) == 100
+    memory(1000)
+    found = sizing.modest_blocks(10**9, 1000)
+    assert found == 1_024_000 // 1000 and isinstance(found, int)
+    assert sizing.modest_blocks(1, 2**60) == 1
+    memory(2**30)
+    assert sizing.modest_blocks(10**9, 2**20) == 4096
+
+
+@pytest.mark.parametrize("num_blocks", [5, 6])
+def test_an_override_may_take_all_that_is_free(num_blocks):
+    words = (
+        "num_gpu_blocks_override: 6 blocks take 3.00 GiB, more than the 2.50 GiB of memory that are free (at most 5 "
+        "blocks)"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(words)}$") if num_blocks > 5 else contextlib.nullcontext():
+        sizing.check_override(num_blocks, GIB // 2, 5 * GIB // 2)
+
+
+@pytest.mark.parametrize(
+    "stats, expected", [({"bytes_limit": 100, "bytes_in_use": 30}, 70), ({"bytes_in_use": 30}, 5), (None, 5)]
+)
+def test_available_memory_is_the_devices_if_it_tells_and_else_the_hosts(stats, expected, monkeypatch):
+    monkeypatch.setattr(sizing, "available_host_memory", lambda: 5)
+    assert sizing.available_memory(types.SimpleNamespace(memory_stats=lambda: stats)) == expected
+
+
+def test_available_host_memory_is_that_of_the_machine():
+    assert 2**20 < sizing.available_host_memory() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def test_available_host_memory_in_bytes(memory, monkeypatch, tmp_path):
+    found = tmp_path / "meminfo"
+    monkeypatch.setattr(sizing, "Path", lambda path: found if path == "/proc/meminfo" else None)
+    memory(3)
+    assert sizing.available_host_memory() == 3 * 4096  # where there is no such file
+    found.write_text("MemTotal:  900 kB\nMemFree:  100 kB\nMemAvailable:  500 kB\nBuffers:  7 kB\n")
+    assert sizing.available_host_memory() == 500 * 1024
+
+
+def test_exhaustion_names_the_field_and_the_pool():
+    error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nat a buffer")
+    words = "seats: no memory is left with a KV pool of 7 blocks; use less (RESOURCE_EXHAUSTED: Out of memory)"
+    with (
+        pytest.raises(ValueError, match=f"^{re.escape(words)}$") as caught,
+        sizing.exhaustion_named("seats", "7 blocks"),
+    ):
+        raise error
+    assert caught.value.__cause__ is error
+
+
+@pytest.mark.parametrize("error", [jax.errors.JaxRuntimeError("INTERNAL: a fault"), RuntimeError("RESOURCE_EXHAUSTED")])
+def test_other_errors_pass_unchanged(error):
+    with pytest.raises(type(error)) as caught, sizing.exhaustion_named("seats", "7 blocks"):
+        raise error
+    assert caught.value is error

@@ -200,5 +200,5 @@ def throughput(bench: Bench, *, model: str, requests: int, low: int, high: int, 
     given = sum(map(len, prompts))
     bench.report.add(
         **case, input_tokens=given, output_tokens=made, seconds=seconds, output_tokens_per_s=made / seconds,
-        tokens_per_s=(given + made) / seconds, preemptions=llm.engine.scheduler.num_preemptions, status="ok",
+        tokens_per_s=(given + made) / seconds, preemptions=llm.engine.stats().num_preemptions, status="ok",
     )  # fmt: skip

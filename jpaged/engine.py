@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from tokenizers import Tokenizer
 
+from jpaged.config import Limits
 from jpaged.core.params import BeamSearchParams, InvalidParameter, SamplingParams
 from jpaged.core.plan import Sample, StepPlan, StepResult
 from jpaged.core.request import (
@@ -81,6 +82,24 @@ class StepOutput(NamedTuple):
     ended: list[Request]
 
 
+class EngineStats(NamedTuple):
+    """The numbers of an engine at one moment: requests, KV blocks, and counts since the start.
+
+    Attributes:
+        prefix_queries, prefix_hits: tokens of prompts that were looked up in the prefix cache, and those found there.
+    """
+
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_used_blocks: int
+    block_size: int
+    num_preemptions: int
+    num_swapped_blocks: int
+    prefix_queries: int
+    prefix_hits: int
+
+
 class Engine:
     """`add`, `abort`, `step`.
 
@@ -107,6 +126,18 @@ class Engine:
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work or self.is_updating
+
+    @property
+    def limits(self) -> Limits:
+        return self.scheduler.limits
+
+    def stats(self) -> EngineStats:
+        """Return numbers alone, so that any thread may ask at any moment."""
+        scheduler, pool = self.scheduler, self.scheduler.pool
+        return EngineStats(
+            len(scheduler.running), len(scheduler.waiting), pool.num_blocks, pool.num_used, pool.block_size,
+            scheduler.num_preemptions, scheduler.num_swapped_blocks, scheduler.prefix_queries, scheduler.prefix_hits,
+        )  # fmt: skip
 
     @property
     def is_updating(self) -> bool:

@@ -208,7 +208,7 @@ class LLM:
                 output = self.engine.step()
                 watch.stepped(output, start, time.monotonic())
                 tokens += sum(len(delta.samples) for delta in output.deltas)
-                bar.update(len(requests) - len(self.engine.scheduler.requests) - bar.n)
+                bar.update(len(output.ended))
                 elapsed = bar.format_dict["elapsed"]
                 bar.set_postfix_str(f"{tokens / elapsed:.0f} tokens/s" if elapsed else "", refresh=False)
 

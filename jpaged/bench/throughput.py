@@ -47,7 +47,7 @@ class EngineTokens:
 
 def bench_engine(llm: LLM, workload: Workload, *, progress: bool = True) -> Throughput:
     """Generates for all of a workload's requests, greedily; where lengths are drawn, no output ends before its own."""
-    tokens, room = EngineTokens(llm), llm.engine.scheduler.limits.max_model_len
+    tokens, room = EngineTokens(llm), llm.engine.limits.max_model_len
     if workload.file:
         source = asyncio.run(open_file(workload, tokens, room))
     else:

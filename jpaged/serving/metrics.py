@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 from jpaged.core.request import NON_FINITE, Request
 from jpaged.core.scheduler import Scheduler
-from jpaged.engine import StepOutput
+from jpaged.engine import EngineStats, StepOutput
 
 FIRST_TOKEN_SECONDS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
@@ -60,16 +60,16 @@ class Metrics:
     """An observer of the engine that keeps count. What is told of the model carries its name.
 
     Args:
-        scheduler: only read, and only numbers: at any moment, by whoever asks.
+        stats: returns the engine's numbers, at any moment.
     """
 
-    def __init__(self, model_name: str, scheduler: Scheduler, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, model_name: str, stats: Callable[[], EngineStats], clock: Callable[[], float] = time.monotonic):
         self._registry = CollectorRegistry()
         self._model_name = model_name
         self._clock = clock
         self._last_step = 0.0
         self._courses: dict[Request, _Course] = {}
-        self._registry.register(_SchedulerCollector(model_name, scheduler))
+        self._registry.register(_EngineCollector(model_name, stats))
         ProcessCollector(registry=self._registry)
         counter, histogram = self._counter, self._histogram
         self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts, computed or found in the prefix cache")
@@ -185,25 +185,26 @@ class Metrics:
         return metric.labels(self._model_name)
 
 
-class _SchedulerCollector(Collector):
-    """The scheduler's own numbers, read when they are asked for."""
+class _EngineCollector(Collector):
+    """The engine's own numbers, read when they are asked for."""
 
-    def __init__(self, model_name: str, scheduler: Scheduler):
+    def __init__(self, model_name: str, stats: Callable[[], EngineStats]):
         self._model_name = model_name
-        self._scheduler = scheduler
+        self._stats = stats
 
     def collect(self) -> Iterator[Metric]:
-        scheduler, pool = self._scheduler, self._scheduler.pool
+        stats = self._stats()
+        used = stats.num_used_blocks / stats.num_blocks
         gauges = {
-            "num_requests_running": ("Requests that run", len(scheduler.running)),
-            "num_requests_waiting": ("Requests that wait", len(scheduler.waiting)),
-            "kv_cache_usage_perc": ("Share of the KV blocks in use, 1 is all", pool.num_used / pool.num_blocks),
+            "num_requests_running": ("Requests that run", stats.num_running),
+            "num_requests_waiting": ("Requests that wait", stats.num_waiting),
+            "kv_cache_usage_perc": ("Share of the KV blocks in use, 1 is all", used),
         }
         counters = {
-            "num_preemptions": ("Requests that gave their blocks up for others", scheduler.num_preemptions),
-            "num_swapped_blocks": ("Blocks that went to the host", scheduler.num_swapped_blocks),
-            "prefix_cache_queries": ("Tokens of prompts looked up in the prefix cache", scheduler.prefix_queries),
-            "prefix_cache_hits": ("Tokens of prompts found in the prefix cache", scheduler.prefix_hits),
+            "num_preemptions": ("Requests that gave their blocks up for others", stats.num_preemptions),
+            "num_swapped_blocks": ("Blocks that went to the host", stats.num_swapped_blocks),
+            "prefix_cache_queries": ("Tokens of prompts looked up in the prefix cache", stats.prefix_queries),
+            "prefix_cache_hits": ("Tokens of prompts found in the prefix cache", stats.prefix_hits),
         }
         for family, numbers in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
             for name, (told, value) in numbers.items():
@@ -213,5 +214,5 @@ class _SchedulerCollector(Collector):
         info = GaugeMetricFamily(
             "vllm:cache_config_info", "Sizes of the KV pool", labels=["block_size", "num_gpu_blocks"]
         )
-        info.add_metric([str(pool.block_size), str(pool.num_blocks)], 1)
+        info.add_metric([str(stats.block_size), str(stats.num_blocks)], 1)
         yield info

@@ -145,10 +145,10 @@ def make_service(
 ) -> Service:
     """A service around an engine, which from now on belongs to it."""
     takes_templates = config.trust_request_chat_template and tokenizer is not None
-    recorder, metrics = Recorder(), Metrics(model_name, engine.scheduler)
+    recorder, metrics = Recorder(), Metrics(model_name, engine.stats)
     return Service(
         AsyncEngine(engine, [recorder, metrics], max_queue=config.max_queue), tokenizer, model_name,
-        engine.scheduler.limits.max_model_len, Vocabulary(backend(tokenizer) if tokenizer else None),
+        engine.limits.max_model_len, Vocabulary(backend(tokenizer) if tokenizer else None),
         recorder, metrics, sampling_defaults or {}, tool_format,
         TemplateProcess(tokenizer.special_tokens_map) if takes_templates else None, config,
     )  # fmt: skip

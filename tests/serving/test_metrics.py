@@ -48,7 +48,7 @@ class Lab:
         self.now = 100.0
         self.scheduler = Scheduler(BlockPool(num_blocks, 4), Limits(100, 8, 16), vocab_size=VOCAB)
         self.engine = Engine(self.scheduler, FakeRunner(num_blocks, 4, scheduler=self.scheduler))
-        self.metrics = Metrics("m", self.scheduler, clock=lambda: self.now)
+        self.metrics = Metrics("m", self.engine.stats, clock=lambda: self.now)
 
     def add(self, name, prompt, params):
         self.metrics.added(self.engine.add(name, prompt, params))

@@ -1,24 +1,32 @@
 """The engine for servers: one thread steps it, asyncio queues carry its output to whoever waits."""
 
 import asyncio
+import functools
 import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 from jpaged.core.params import BeamSearchParams, SamplingParams
 from jpaged.core.request import OutputDelta, Request
 from jpaged.core.scheduler import Scheduler
-from jpaged.engine import Engine, StepOutput
+from jpaged.engine import Engine, EngineStats, StepOutput
+
+if TYPE_CHECKING:
+    from jpaged.grammar import GrammarCompiler
 
 logger = logging.getLogger(__name__)
 
 CALLS_TIMEOUT_S = 0.005  # of each step
+BATCH = 32  # prompts that are begun, or ended, at once: other streams have their turn between two batches
+
+Deltas = list[tuple[int, OutputDelta]]  # each with the index of its prompt
 
 
 class EngineDead(RuntimeError):
@@ -42,10 +50,46 @@ class QueueFull(RuntimeError):
     """As many requests wait as may."""
 
 
-@dataclass(frozen=True)
+class EngineClient(Protocol):
+    """What a server asks of an engine, or of a router over several."""
+
+    @property
+    def alive(self) -> bool: ...
+
+    @property
+    def grammars(self) -> "GrammarCompiler | None": ...
+
+    def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+    def stats(self) -> EngineStats: ...
+
+    def generate(
+        self, request_id: str, prompts: Sequence[list[int]], params: SamplingParams | BeamSearchParams, **options: Any
+    ) -> AbstractAsyncContextManager[AsyncIterator[Deltas]]: ...
+
+    async def reset_prefix_cache(self) -> None: ...
+
+    async def update_params(self, state: Any, *, finish_started: bool = False) -> None: ...
+
+    async def call(self, function: Callable[[Engine], Any]) -> Any: ...
+
+
+@dataclass
+class _Part:
+    """The news of a stream: deltas in their order, and the number of prompts that have ended with them."""
+
+    deltas: Deltas = field(default_factory=list)
+    num_ended: int = 0
+
+
+@dataclass(frozen=True, eq=False)
 class _Stream:
+    """Where the output of one call of `generate` goes."""
+
     loop: asyncio.AbstractEventLoop
-    deltas: "asyncio.Queue[OutputDelta | EngineDead | None]"  # None ends it
+    parts: "asyncio.Queue[_Part | EngineDead]" = field(default_factory=asyncio.Queue)
 
 
 class AsyncEngine:
@@ -62,7 +106,8 @@ class AsyncEngine:
         self._max_queue = max_queue
         self._observers = tuple(observers)
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future] | None] = queue.SimpleQueue()
-        self._streams: dict[str, _Stream] = {}  # touched by the engine's thread alone
+        # Of each request, its stream and the index of its prompt; touched by the engine's thread alone.
+        self._streams: dict[str, tuple[_Stream, int]] = {}
         self._updates: list[Future[None]] = []  # parameter updates that wait for requests to end; likewise
         self._error: EngineDead | None = None
         self._lock = threading.Lock()  # between a last call and the engine's end
@@ -70,12 +115,16 @@ class AsyncEngine:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     @property
-    def grammars(self):
+    def grammars(self) -> "GrammarCompiler | None":
         return self._engine.grammars
 
     @property
     def alive(self) -> bool:
         return self._thread.is_alive() and self._error is None
+
+    def stats(self) -> EngineStats:
+        """Return the engine's numbers, at any moment."""
+        return self._engine.stats()
 
     def start(self) -> None:
         self._thread.start()
@@ -108,43 +157,63 @@ class AsyncEngine:
 
     @asynccontextmanager
     async def generate(
-        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams | BeamSearchParams, **options: Any
-    ) -> AsyncIterator[AsyncIterator[OutputDelta]]:
-        """Queues a request, with the options of `Engine.add`; inside the context its output comes step by step. Leaving
-        early aborts it.
+        self, request_id: str, prompts: Sequence[list[int]], params: SamplingParams | BeamSearchParams, **options: Any
+    ) -> AsyncIterator[AsyncIterator[Deltas]]:
+        """Queue a request for each of some prompts, with the options of `Engine.add`; inside the context, yield the
+        deltas of all of them that have come since the last ones. Leaving early aborts those that still run.
 
-            async with engine.generate("1", [1, 2, 3], SamplingParams()) as deltas:
-                async for delta in deltas: ...
+            async with engine.generate("1", [[1, 2, 3]], SamplingParams()) as parts:
+                async for deltas in parts:
+                    for index, delta in deltas: ...
+
+        Args:
+            request_id: prompt i becomes the request `request_id-i`.
 
         Raises, on entering, before any output: InvalidParameter for a request that could never run; QueueFull.
         """
-        stream = _Stream(asyncio.get_running_loop(), asyncio.Queue())
+        stream = _Stream(asyncio.get_running_loop())
+        ids = [f"{request_id}-{index}" for index in range(len(prompts))]
+        begun = 0
 
-        def add() -> None:
-            waiting, client = self._engine.scheduler.waiting, options.get("client")
-            if self._max_queue is not None:
-                room, own = self._max_queue - len(waiting), waiting.count(client)
-                if room <= 0 or (client is not None and own > room):
-                    raise QueueFull(
-                        f"queue full ({len(waiting)} requests waiting, {own} of them of this client, limit "
-                        f"{self._max_queue}): retry later"
-                    )
-            request = self._engine.add(request_id, prompt_token_ids, params, **options)
-            self._streams[request_id] = stream
-            for observer in self._observers:
-                observer.added(request)
+        def add(index: int) -> None:
+            self._add(ids[index], prompts[index], params, options)
+            self._streams[ids[index]] = stream, index
 
-        def abort() -> None:
-            if self._streams.get(request_id) is stream:  # and not another request's, whose id was taken
-                del self._streams[request_id]
-                if request := self._engine.abort(request_id):
-                    self._tell_ended([request])
+        def abort(batch: range) -> None:
+            for index in batch:
+                if self._streams.get(ids[index], (None,))[0] is stream:  # and not another's, whose id was taken
+                    del self._streams[ids[index]]
+                    if request := self._engine.abort(ids[index]):
+                        self._tell_ended([request])
+
+        def batches(end: int) -> Iterator[range]:
+            return (range(start, min(start + BATCH, end)) for start in range(0, end, BATCH))
 
         try:
-            await asyncio.wrap_future(self._submit(add))
-            yield _deltas(stream)
+            for batch in batches(len(ids)):
+                begun = batch.stop
+                calls = [asyncio.wrap_future(self._submit(functools.partial(add, index))) for index in batch]
+                await asyncio.gather(*calls)
+            yield _merged(stream, len(ids))
         finally:
-            self._submit(abort)  # behind `add`, so it also undoes one that nobody waits for any more
+            for batch in batches(begun):
+                # Behind `add`, so it also undoes those that nobody waits for any more.
+                self._submit(functools.partial(abort, batch))
+
+    def _add(
+        self, request_id: str, prompt: list[int], params: SamplingParams | BeamSearchParams, options: dict[str, Any]
+    ) -> None:
+        waiting, client = self._engine.scheduler.waiting, options.get("client")
+        if self._max_queue is not None:
+            room, own = self._max_queue - len(waiting), waiting.count(client)
+            if room <= 0 or (client is not None and own > room):
+                raise QueueFull(
+                    f"queue full ({len(waiting)} requests waiting, {own} of them of this client, limit "
+                    f"{self._max_queue}): retry later"
+                )
+        request = self._engine.add(request_id, prompt, params, **options)
+        for observer in self._observers:
+            observer.added(request)
 
     def _submit(self, call: Callable[[], Any]) -> Future:
         future: Future = Future()
@@ -190,8 +259,14 @@ class AsyncEngine:
         for observer in self._observers:
             observer.stepped(self._engine.scheduler, output)
         self._tell_ended(output.ended)
-        _put([(self._streams[delta.request_id], delta) for delta in output.deltas])
-        _put([(self._streams.pop(request.request_id), None) for request in output.ended])
+        parts: defaultdict[_Stream, _Part] = defaultdict(_Part)
+        for delta in output.deltas:
+            stream, index = self._streams[delta.request_id]
+            parts[stream].deltas.append((index, delta))
+        for request in output.ended:
+            stream, _ = self._streams.pop(request.request_id)
+            parts[stream].num_ended += 1
+        _put(parts)
 
     def _tell_updated(self) -> None:
         if not self._engine.is_updating:
@@ -208,7 +283,7 @@ class AsyncEngine:
     def _die(self, error: EngineDead) -> None:
         with self._lock:
             self._error = error
-        _put([(stream, error) for stream in self._streams.values()])
+        _put({stream: error for stream, _ in self._streams.values()})
         self._streams.clear()
         for future in self._updates:
             future.set_exception(error)
@@ -218,23 +293,36 @@ class AsyncEngine:
                 item[1].set_exception(error)
 
 
-async def _deltas(stream: _Stream) -> AsyncIterator[OutputDelta]:
-    while (delta := await stream.deltas.get()) is not None:
-        if isinstance(delta, EngineDead):
-            raise delta
-        yield delta
+async def _merged(stream: _Stream, num_prompts: int) -> AsyncIterator[Deltas]:
+    """Yield the deltas that have come meanwhile, together, until all prompts have ended. An error comes after them."""
+    running, error = num_prompts, None
+    while running and error is None:
+        deltas: Deltas = []
+        news = [await stream.parts.get()]
+        while not stream.parts.empty():
+            news.append(stream.parts.get_nowait())
+        for part in news:
+            if isinstance(part, EngineDead):
+                error = part
+                break
+            deltas += part.deltas
+            running -= part.num_ended
+        if deltas:
+            yield deltas
+    if error is not None:
+        raise error
 
 
-def _put(items: list[tuple[_Stream, OutputDelta | EngineDead | None]]) -> None:
-    """Each event loop is woken once, however many of its streams get something."""
-    for loop in {stream.loop for stream, _ in items}:
-        ours = [(stream.deltas, item) for stream, item in items if stream.loop is loop]
+def _put(parts: Mapping[_Stream, _Part | EngineDead]) -> None:
+    """Give streams their news. Each event loop is woken once, however many of its streams get something."""
+    for loop in {stream.loop for stream in parts}:
+        ours = [(stream.parts, part) for stream, part in parts.items() if stream.loop is loop]
         try:
             loop.call_soon_threadsafe(_put_all, ours)
         except RuntimeError:  # it is closed: nobody waits any more
             logger.debug("output for a closed event loop was dropped")
 
 
-def _put_all(items: list[tuple[asyncio.Queue, OutputDelta | EngineDead | None]]) -> None:
-    for deltas, item in items:
-        deltas.put_nowait(item)
+def _put_all(items: "list[tuple[asyncio.Queue[_Part | EngineDead], _Part | EngineDead]]") -> None:
+    for queue_of_stream, part in items:
+        queue_of_stream.put_nowait(part)

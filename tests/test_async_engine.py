@@ -51,8 +51,8 @@ async def idle(engine):
 
 
 async def tokens(engine, name, prompt, count):
-    async with engine.generate(name, prompt, SamplingParams(max_tokens=count, seed=0)) as deltas:
-        return [token async for delta in deltas for token in delta.token_ids]
+    async with engine.generate(name, [prompt], SamplingParams(max_tokens=count, seed=0)) as parts:
+        return [token async for deltas in parts for _, delta in deltas for token in delta.token_ids]
 
 
 async def hold(engine):
@@ -63,6 +63,42 @@ async def hold(engine):
 
 async def release(engine):
     await engine.call(lambda e: delattr(e, "step"))
+
+
+async def test_several_prompts_in_one_call(engine):
+    """More than one batch of them, each with its own index, and all that has come meanwhile together."""
+    prompts = [[1 + i % 7, 7] for i in range(70)]
+    found = [[] for _ in prompts]
+    async with engine.generate("all", prompts, SamplingParams(max_tokens=3, seed=0)) as parts:
+        async for deltas in parts:
+            assert deltas
+            for index, delta in deltas:
+                assert delta.request_id == f"all-{index}"
+                found[index] += delta.token_ids
+    assert found == [await tokens(engine, f"alone{i}", prompt, 3) for i, prompt in enumerate(prompts)]
+
+
+async def test_a_refused_prompt_ends_those_before_it(engine):
+    prompts = [[1]] * 40 + [[VOCAB]] + [[1]] * 40
+    with pytest.raises(InvalidParameter, match="outside the vocabulary"):
+        async with engine.generate("all", prompts, SamplingParams(max_tokens=90)):
+            raise AssertionError("entered")
+    await idle(engine)
+    assert await tokens(engine, "all", [2], 3) == await tokens(engine, "other", [2], 3), "the ids are free again"
+
+
+async def test_the_output_of_several_steps_comes_together_and_before_an_error(engine):
+    async with engine.generate("0", [[1], [2]], SamplingParams(max_tokens=90, seed=0, ignore_eos=True)) as parts:
+        while (
+            await engine.call(lambda e: sum(r.sequences[0].num_output_tokens for r in e.scheduler.requests.values()))
+            < 9
+        ):
+            await asyncio.sleep(0.001)
+        await engine.stop()
+        deltas = await anext(parts)
+        assert len(deltas) >= 9 and {index for index, _ in deltas} == {0, 1}
+        with pytest.raises(EngineDead):
+            await anext(parts)
 
 
 async def test_many_at_once(engine):
@@ -80,7 +116,7 @@ async def test_requests_that_have_ended_are_freed_without_the_garbage_collector(
     gc.disable()
     try:
         await asyncio.gather(*(tokens(engine, str(i), [i, 7], 3) for i in range(4)))
-        async with engine.generate("aborted", [1], SamplingParams(max_tokens=99)) as deltas:
+        async with engine.generate("aborted", [[1]], SamplingParams(max_tokens=99)) as deltas:
             await anext(deltas)
         await idle(engine)
         assert len(requests) == 5 and all(request() is None for request in requests)
@@ -89,7 +125,7 @@ async def test_requests_that_have_ended_are_freed_without_the_garbage_collector(
 
 
 async def test_leaving_early_aborts(engine):
-    async with engine.generate("0", [1], SamplingParams(max_tokens=99)) as deltas:
+    async with engine.generate("0", [[1]], SamplingParams(max_tokens=99)) as deltas:
         async for _ in deltas:
             break
     await idle(engine)
@@ -138,13 +174,13 @@ async def test_cancelling_while_a_request_is_added_aborts(make_engine):
 
 async def test_a_refusal_reaches_the_caller_and_hurts_nobody(engine):
     await hold(engine)
-    async with engine.generate("taken", [1], SamplingParams(max_tokens=50, seed=0)) as deltas:
-        with pytest.raises(InvalidParameter, match="'taken' is already in use"):
+    async with engine.generate("taken", [[1]], SamplingParams(max_tokens=50, seed=0)) as deltas:
+        with pytest.raises(InvalidParameter, match="'taken-0' is already in use"):
             await tokens(engine, "taken", [2], 3)
         with pytest.raises(InvalidParameter, match="outside the vocabulary"):
             await tokens(engine, "other", [VOCAB], 3)
         await release(engine)
-        assert [t async for d in deltas for t in d.token_ids] == generate([1], 50)
+        assert [t async for part in deltas for _, d in part for t in d.token_ids] == generate([1], 50)
 
 
 async def test_many_calls_are_spread_over_several_steps(engine):
@@ -160,7 +196,7 @@ async def test_many_calls_are_spread_over_several_steps(engine):
         seen.append(next(steps))
 
     await engine.call(lambda e: setattr(e, "step", step))
-    async with engine.generate("0", [1], SamplingParams(max_tokens=99)):
+    async with engine.generate("0", [[1]], SamplingParams(max_tokens=99)):
         await asyncio.gather(*(engine.call(call) for _ in range(60)))
     await release(engine)
     assert sum(later - earlier > 1 for earlier, later in itertools.pairwise(seen)) >= 5
@@ -175,7 +211,7 @@ async def test_one_client_may_not_fill_the_queue():
 
     async def ask(client, i):
         try:
-            async with engine.generate(f"{client}{i}", [1], SamplingParams(), client=client):
+            async with engine.generate(f"{client}{i}", [[1]], SamplingParams(), client=client):
                 await leave.wait()
         except QueueFull:
             refused.append(client)

@@ -217,8 +217,8 @@ async def test_async_engine_updates_at_once_or_after_what_has_started(llm, fresh
 
     async def tokens(name, prompt, params, begun=None):
         found = []
-        async with engine.generate(name, prompt, params) as deltas:
-            async for delta in deltas:
+        async with engine.generate(name, [prompt], params) as parts:
+            async for delta in (delta async for deltas in parts for _, delta in deltas):
                 found += delta.token_ids
                 if begun is not None:
                     begun.set()

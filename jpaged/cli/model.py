@@ -141,6 +141,7 @@ class LocalModel:
         from jpaged.core.params import SamplingParams
 
         params = SamplingParams(**{"max_tokens": None, **self._defaults, **sampling})
-        async with self._engine.generate(str(next(self._request_ids)), token_ids, params) as deltas:
-            async for delta in deltas:
-                yield delta.index, delta.text
+        async with self._engine.generate(str(next(self._request_ids)), [token_ids], params) as parts:
+            async for deltas in parts:
+                for _, delta in deltas:
+                    yield delta.index, delta.text

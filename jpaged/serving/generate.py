@@ -1,28 +1,24 @@
 """From an accepted request to its answer: whole, or streamed as server-sent events."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterable
 from functools import partial
 from typing import Any
 
 from aiohttp import web
 
-from jpaged.async_engine import AsyncEngine
-from jpaged.core.request import NON_FINITE, FinishReason, OutputDelta
+from jpaged.async_engine import Deltas
+from jpaged.core.request import NON_FINITE, FinishReason
 from jpaged.serving.answer import Answer
 from jpaged.serving.codec import dumps, dumps_long
 from jpaged.serving.middleware import CLIENT, RECORD, as_api_error
 from jpaged.serving.prepare import Prepared
-from jpaged.serving.protocol import ApiError, Params
+from jpaged.serving.protocol import ApiError
 from jpaged.serving.service import SERVICE, Service
 
-BATCH = 32  # prompts that are begun, or ended, at once: other streams have their turn between two batches
 SMALL_BYTES = 128 * 2**10  # about a millisecond of work
 DONE = b"data: [DONE]\n\n"
 LAST_WORDS = 5.0  # seconds that a client has to take the error that ends its stream
-
-Deltas = list[tuple[int, OutputDelta]]  # each with the index of its prompt
 
 
 async def respond(request: web.Request, answer: Answer, prepared: Prepared) -> web.StreamResponse:
@@ -38,9 +34,12 @@ async def respond(request: web.Request, answer: Answer, prepared: Prepared) -> w
     try:
         async with asyncio.timeout(service.config.request_timeout):
             if params.structured_outputs is not None:
+                assert service.engine.grammars is not None, "structured outputs were accepted without a tokenizer"
                 compiled = service.engine.grammars.submit(params.structured_outputs)
                 options["constraint"] = await asyncio.wrap_future(compiled)
-            async with _generate(service.engine, answer, params, options) as outputs:
+            prompts = [prompt.token_ids for prompt in answer.prompts]
+            async with service.engine.generate(answer.id, prompts, params, **options) as parts:
+                outputs = _until_failure(parts)
                 if not body.stream:
                     async for deltas in outputs:
                         await _run(service, partial(_add, answer, deltas), _size(deltas))
@@ -119,64 +118,14 @@ def _failure(reason: int | str | None) -> ApiError:
     return ApiError(400, f"structured_outputs: {reason}", "structured_outputs")
 
 
-@asynccontextmanager
-async def _generate(
-    engine: AsyncEngine, answer: Answer, params: Params, options: Mapping[str, Any]
-) -> AsyncIterator[AsyncIterator[Deltas]]:
-    """The outputs of several prompts as one stream, once all of them are accepted: whatever has come meanwhile comes
-    together. Leaving it aborts those that still run."""
-    merged: asyncio.Queue[tuple[int, OutputDelta] | Exception | None] = asyncio.Queue()
-    loop = asyncio.get_running_loop()
-    prompts = [prompt.token_ids for prompt in answer.prompts]
-    accepted: list[asyncio.Future[None]] = [loop.create_future() for _ in prompts]
-
-    async def pump(index: int) -> None:
-        try:
-            async with engine.generate(f"{answer.id}-{index}", prompts[index], params, **options) as deltas:
-                accepted[index].set_result(None)
-                async for delta in deltas:
-                    if delta.finish_reason == FinishReason.ERROR:
-                        raise _failure(delta.stop_reason)
-                    merged.put_nowait((index, delta))
-            merged.put_nowait(None)
-        except Exception as error:
-            if accepted[index].done():
-                merged.put_nowait(error)
-            else:
-                accepted[index].set_exception(error)
-
-    async def outputs() -> AsyncIterator[Deltas]:
-        running = len(prompts)
-        while running:
-            deltas: Deltas = []
-            failure: Exception | None = None
-            item = await merged.get()
-            while True:
-                if isinstance(item, Exception):
-                    failure = item  # what came before it still goes out
-                    break
-                if item is None:
-                    running -= 1
-                else:
-                    deltas.append(item)
-                if merged.empty():
-                    break
-                item = merged.get_nowait()
-            if deltas:
-                yield deltas
-            if failure is not None:
-                raise failure
-
-    tasks: list[asyncio.Task[None]] = []
-    try:
-        for start in range(0, len(prompts), BATCH):
-            end = min(start + BATCH, len(prompts))
-            tasks += [asyncio.create_task(pump(index)) for index in range(start, end)]
-            await asyncio.gather(*accepted[start:end])  # a refusal ends it here
-        yield outputs()
-    finally:
-        for start in range(0, len(tasks), BATCH):
-            batch = tasks[start : start + BATCH]
-            for task in batch:
-                task.cancel()
-            await asyncio.gather(*batch, return_exceptions=True)
+async def _until_failure(parts: AsyncIterator[Deltas]) -> AsyncIterator[Deltas]:
+    """Yield deltas up to the first that tells of a failure, and raise that."""
+    async for deltas in parts:
+        failures = (place for place, (_, delta) in enumerate(deltas) if delta.finish_reason == FinishReason.ERROR)
+        place = next(failures, None)
+        if place is None:
+            yield deltas
+        else:
+            if place:
+                yield deltas[:place]
+            raise _failure(deltas[place][1].stop_reason)

@@ -12,7 +12,7 @@ from typing import Any
 
 from aiohttp import web
 
-from jpaged.async_engine import AsyncEngine, EngineDead
+from jpaged.async_engine import EngineClient, EngineDead
 from jpaged.serving.protocol import ApiError
 from jpaged.serving.recorder import Recorder
 from jpaged.serving.snapshot import Snapshot, snapshot
@@ -65,7 +65,7 @@ def _exclusive_or(a: bytes, b: bytes) -> bytes:
 class Feed:
     """What those who watch are sent. One sampler serves them all, and there is none while nobody watches."""
 
-    def __init__(self, engine: AsyncEngine, recorder: Recorder):
+    def __init__(self, engine: EngineClient, recorder: Recorder):
         self._engine = engine
         self._recorder = recorder
         self._viewers: set[asyncio.Queue[Frame | None]] = set()  # each with the newest frame alone; None ends it
@@ -145,7 +145,7 @@ def _offer(viewer: asyncio.Queue[Frame | None], frame: Frame | None) -> None:
     viewer.put_nowait(frame)
 
 
-def routes(engine: AsyncEngine, recorder: Recorder) -> list[web.RouteDef]:
+def routes(engine: EngineClient, recorder: Recorder) -> list[web.RouteDef]:
     """`/live`, and `/live/requests/ID`. The recorder must be one of the engine's observers."""
     feed = Feed(engine, recorder)
     return [web.get("/live", feed.watch), web.get("/live/requests/{request_id}", feed.number)]

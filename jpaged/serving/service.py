@@ -10,7 +10,7 @@ from typing import Any
 
 from aiohttp import web
 
-from jpaged.async_engine import AsyncEngine
+from jpaged.async_engine import AsyncEngine, EngineClient
 from jpaged.engine import Engine
 from jpaged.serving.metrics import Metrics
 from jpaged.serving.recorder import Recorder
@@ -87,7 +87,7 @@ class Service:
         in_flight: generating requests, each by its task.
     """
 
-    engine: AsyncEngine
+    engine: EngineClient
     tokenizer: Any
     model_name: str
     max_model_len: int

@@ -158,8 +158,8 @@ class Server:
         params = SamplingParams(**{"max_tokens": 30, "ignore_eos": True} | params)
 
         async def one(i):
-            async with self.engine.generate(request_id.format(i), [7, 8, 9, 10, i], params) as deltas:
-                return [delta async for delta in deltas]
+            async with self.engine.generate(request_id.format(i), [[7, 8, 9, 10, i]], params) as parts:
+                return [delta async for deltas in parts for _, delta in deltas]
 
         tasks = [asyncio.create_task(one(i)) for i in range(count)]
         yield tasks
@@ -337,9 +337,9 @@ async def test_nobodys_text_or_id_is_in_the_feed():
         options = {"prompt": text, "cache_salt": "salt-of-somebody"}
         tokens = [ord(c) % VOCAB for c in text]
         output = ""
-        async with server.engine.generate(secret, tokens, SamplingParams(max_tokens=20), **options) as deltas:
-            async for delta in deltas:
-                output += delta.text
+        async with server.engine.generate(secret, [tokens], SamplingParams(max_tokens=20), **options) as parts:
+            async for deltas in parts:
+                output += "".join(delta.text for _, delta in deltas)
         raw = b""
         while b'"kind":"end"' not in raw:
             raw += await asyncio.wait_for(response.content.readuntil(b"\n\n"), 5)
@@ -351,7 +351,7 @@ async def test_nobodys_text_or_id_is_in_the_feed():
 async def test_only_who_knows_a_request_learns_its_number():
     async with Server(make(engine=HeldEngine)) as server, server.running(2):
         await server.allow(1)
-        async with server.session.get("/live/requests/r1") as response:
+        async with server.session.get("/live/requests/r1-0") as response:
             assert response.status == 200 and await response.json() == {"number": 2}
         async with server.session.get("/live/requests/r") as response:
             assert response.status == 404 and "request" in (await response.json())["error"]["message"]

@@ -50,6 +50,7 @@ class Suite(NamedTuple):
 ALLOCATOR = Suite(
     (
         "tests/core/test_block_pool.py",
+        "tests/core/test_plans.py",
         "tests/core/test_scheduler.py",
         "tests/core/test_acceptance.py",
         "tests/core/test_long_run.py",

@@ -289,7 +289,10 @@ def test_top_k_beyond_int32_keeps_every_token(top_k, expected):
 class Writer:
     """Writes constraints that are sets of allowed tokens."""
 
+    calls = 0
+
     def write(self, pairs, bits):
+        self.calls += 1
         for allowed, row in pairs:
             bits[row] = 0
             for token in allowed:
@@ -301,6 +304,7 @@ def test_masks():
     masks._writer = Writer()
     rows = [(None, late), ({5, 96}, frozenset()), ({40}, late), ({7, 40}, late), (None, late)]
     bits = masks.write(rows)
+    assert masks._writer.calls == 1
     allowed = [{t for t in range(128) if row[t // 32] >> (t % 32) & 1} for row in bits]
     assert allowed[0] == allowed[4] == {*range(97)} - {40} and allowed[1] == {5, 96}
     assert allowed[2:4] == [{40}, {7}], "a text that is complete ends, however short, and one that may go on does"

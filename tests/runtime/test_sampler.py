@@ -397,6 +397,13 @@ def test_nothing_allowed_is_token_0_and_no_nan(temperature, beam):
         assert (got.top_logprobs[0] == -np.inf).all()
 
 
+def test_a_token_drawn_from_a_row_of_nan_is_one_of_the_vocabulary():
+    logits = np.full((2, V), np.nan, np.float32)
+    for temperature in (0.0, 1.0):
+        tokens = SAMPLE(logits, *pack([Row(temperature=temperature, top_k=3)] * 2), 0)[0].tokens
+        assert ((tokens >= 0) & (tokens < V)).all()
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("repetition", [0.5, 2.0, 1e-46])  # the last is 0 in float32
 def test_minus_infinity_stays(temperature, repetition):

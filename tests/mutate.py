@@ -58,6 +58,7 @@ ALLOCATOR = Suite(
     ),
     "not planted and not any_traffic and not thousands and not overtaken",
 )
+BATCH = Suite(("tests/runtime/test_row_table.py", "tests/runtime/test_batch.py"))
 RUNNER = Suite(
     ("tests/runtime/test_runner.py", "tests/runtime/test_compilation_cache.py"), "not h200 and not aliases",
     "forkserver",
@@ -76,7 +77,7 @@ SUITES = {
     "jpaged/core/scheduler.py": ALLOCATOR,
     "jpaged/masks.py": Suite(("tests/runtime/test_batch.py",)),
     "jpaged/runtime/arrays.py": RUNNER,
-    "jpaged/runtime/batch.py": Suite(("tests/runtime/test_batch.py",)),
+    "jpaged/runtime/batch.py": BATCH,
     "jpaged/runtime/block_store.py": RUNNER,
     "jpaged/runtime/compilation_cache.py": Suite(
         ("tests/runtime/test_compilation_cache.py",), "not pool", isolation="forkserver"
@@ -89,7 +90,7 @@ SUITES = {
     "jpaged/runtime/memory.py": Suite(("tests/runtime/test_memory.py", *RUNNER.tests), RUNNER.select, "forkserver"),
     "jpaged/runtime/parameters.py": Suite(("tests/runtime/test_parameters.py",), isolation="forkserver"),
     "jpaged/runtime/pending.py": Suite(("tests/runtime/test_plan.py",), isolation="forkserver"),
-    "jpaged/runtime/row_table.py": Suite(("tests/runtime/test_batch.py",)),
+    "jpaged/runtime/row_table.py": BATCH,
     "jpaged/runtime/runner.py": RUNNER,
     "jpaged/runtime/sampler.py": Suite(
         ("tests/runtime/test_sampler.py",), "not planted and not in_place", "forkserver"

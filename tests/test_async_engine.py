@@ -18,6 +18,8 @@ from jpaged.core.scheduler import Committed, Scheduler
 from jpaged.engine import Engine, StepOutput
 from tests.fake_runner import VOCAB, FakeRunner, generate
 
+NOTHING = StepOutput(None, Committed(), [], [])
+
 
 @pytest.fixture
 async def make_engine():
@@ -57,8 +59,7 @@ async def tokens(engine, name, prompt, count):
 
 async def hold(engine):
     """From here on steps do nothing, so that nothing ends by itself."""
-    nothing = StepOutput(None, Committed(), [], [])
-    await engine.call(lambda e: setattr(e, "step", lambda: nothing))
+    await engine.call(lambda e: setattr(e, "step", lambda: NOTHING))
 
 
 async def release(engine):
@@ -88,15 +89,26 @@ async def test_a_refused_prompt_ends_those_before_it(engine):
 
 
 async def test_the_output_of_several_steps_comes_together_and_before_an_error(engine):
+    left = iter(range(5))
+    ran = threading.Event()
+
+    def some_steps(e):
+        run = e.step
+
+        def step():
+            if next(left, None) is not None:
+                return run()
+            ran.set()
+            return NOTHING
+
+        e.step = step
+
+    await engine.call(some_steps)
     async with engine.generate("0", [[1], [2]], SamplingParams(max_tokens=90, seed=0, ignore_eos=True)) as parts:
-        while (
-            await engine.call(lambda e: sum(r.sequences[0].num_output_tokens for r in e.scheduler.requests.values()))
-            < 9
-        ):
-            await asyncio.sleep(0.001)
+        assert await asyncio.to_thread(ran.wait, 30)
         await engine.stop()
         deltas = await anext(parts)
-        assert len(deltas) >= 9 and {index for index, _ in deltas} == {0, 1}
+        assert 5 < len(deltas) <= 10 and {index for index, _ in deltas} == {0, 1}
         with pytest.raises(EngineDead):
             await anext(parts)
 

@@ -36,7 +36,7 @@ ROUNDS = 8  # requests are as many times those at a time
 
 
 def count_tokens(limits: Limits, lengths: Sequence[tuple[int, int]], at_once: int) -> Counter[str]:
-    """Return the number of steps of each kind, of their tokens, and of those that their shapes have.
+    """Return, by kind of step, the numbers of steps, of tokens, and of computed tokens, which include the padding.
 
     Args:
         lengths: tokens of the prompt and of the output of each request.

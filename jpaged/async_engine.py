@@ -51,7 +51,7 @@ class QueueFull(RuntimeError):
 
 
 class EngineClient(Protocol):
-    """What a server asks of an engine, or of a router over several."""
+    """The interface of an engine, or of a router over several, to a server. `AsyncEngine` documents the methods."""
 
     @property
     def alive(self) -> bool: ...

@@ -33,7 +33,7 @@ from benchmarks.results import Report, heading, table
 from benchmarks.timing import Timing, ratio, summarize
 from jpaged.core.params import BeamSearchParams, SamplingParams
 from jpaged.core.plan import StepResult
-from jpaged.engine import Engine
+from jpaged.engine.engine import Engine
 from jpaged.llm import LLM
 from jpaged.serving.app import make_app
 from jpaged.serving.service import ServerConfig, make_service

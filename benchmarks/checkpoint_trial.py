@@ -36,7 +36,7 @@ def answer(directory: str) -> dict[str, Any]:
 
 def _load(directory: Path) -> None:
     from jpaged.config import EngineConfig
-    from jpaged.load import load_model, prepare
+    from jpaged.engine.build import load_model, prepare
     from jpaged.tokenizer import encode
 
     prepared = prepare(EngineConfig(model=str(directory)))

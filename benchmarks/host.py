@@ -26,7 +26,7 @@ from jpaged.core.block_pool import BlockPool
 from jpaged.core.params import SamplingParams
 from jpaged.core.plan import Sample, StepPlan, StepResult
 from jpaged.core.scheduler import Scheduler
-from jpaged.engine import Engine, MakeMasks
+from jpaged.engine.engine import Engine, MakeMasks
 from jpaged.runtime.batch import Buckets, Layout, make_batch
 from jpaged.runtime.row_table import RowTable
 

@@ -25,7 +25,7 @@ from jpaged.core.params import SamplingParams
 from jpaged.core.plan import Sample, StepResult
 from jpaged.core.scheduler import Scheduler
 from jpaged.demo import DIRECTORY as DEMO
-from jpaged.load import limits_of
+from jpaged.engine.build import limits_of
 from jpaged.runtime.batch import Buckets, Layout, make_batch
 from jpaged.runtime.row_table import RowTable
 

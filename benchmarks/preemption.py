@@ -37,8 +37,8 @@ from jpaged.core.block_pool import BlockPool
 from jpaged.core.params import SamplingParams
 from jpaged.core.plan import Admitted, Scheduled, StepPlan
 from jpaged.core.scheduler import Scheduler
-from jpaged.engine import Engine
-from jpaged.load import dtype_of, find_model, load_model
+from jpaged.engine.build import dtype_of, find_model, load_model
+from jpaged.engine.engine import Engine
 from jpaged.runtime.runner import ModelRunner
 
 MODES = ("recompute", "swap", "auto")

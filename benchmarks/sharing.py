@@ -36,7 +36,7 @@ from jpaged.core.block_pool import BlockPool
 from jpaged.core.params import BeamSearchParams, SamplingParams
 from jpaged.core.plan import Done, Sample, StepPlan, StepResult
 from jpaged.core.scheduler import Scheduler
-from jpaged.engine import Engine, MakeMasks, Pending, Runner
+from jpaged.engine.engine import Engine, MakeMasks, Pending, Runner
 
 POOL_TOKENS = 15_700
 DEMO_POOL_TOKENS = 2048

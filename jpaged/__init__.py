@@ -4,15 +4,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from jpaged.async_engine import AsyncEngine
     from jpaged.config import EngineConfig, ModelConfig
     from jpaged.core.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
     from jpaged.core.request import CompletionOutput, RequestMetrics, RequestOutput
+    from jpaged.engine.async_engine import AsyncEngine
     from jpaged.llm import LLM
 
 _HOME = {
     "LLM": "jpaged.llm",
-    "AsyncEngine": "jpaged.async_engine",
+    "AsyncEngine": "jpaged.engine.async_engine",
     "EngineConfig": "jpaged.config",
     "ModelConfig": "jpaged.config",
     "BeamSearchParams": "jpaged.core.params",

@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from jpaged.load import find_model, load_model
+from jpaged.engine.build import find_model, load_model
 from jpaged.models.checkpoint import INDEX, save_orbax, save_safetensors, stored_dtype
 from jpaged.models.registry import read_config
 

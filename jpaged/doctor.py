@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 
 from jpaged.config import EngineConfig, ModelConfig
-from jpaged.load import dtype_of, find_model
+from jpaged.engine.build import dtype_of, find_model
 from jpaged.runtime.compilation_cache import executables_folder
 from jpaged.runtime.kernel_choice import compute_capability, select_kernels
 from jpaged.runtime.memory import available_host_memory

@@ -15,8 +15,9 @@ from tqdm import tqdm
 from jpaged.config import EngineConfig
 from jpaged.core.params import BeamSearchParams, InvalidParameter, SamplingParams, plain, shown
 from jpaged.core.request import Request, RequestMetrics, RequestOutput
-from jpaged.engine import StepOutput, request_output
-from jpaged.load import load_engine
+from jpaged.engine.build import load_engine
+from jpaged.engine.engine import StepOutput
+from jpaged.engine.output import request_output
 from jpaged.models.base import Model
 from jpaged.tokenizer import backend, encode, render_chat
 from jpaged.worker import Worker
@@ -56,6 +57,7 @@ class LLM:
         self.engine, self.tokenizer, _ = load_engine(
             EngineConfig(model=name, **config), model=module, tokenizer=tokenizer, progress=progress
         )
+        self._grammars = self.engine.grammar_compiler()
         self._request_ids = itertools.count()
         self._worker = Worker()
 
@@ -184,10 +186,12 @@ class LLM:
         requests: list[Request] = []
         try:
             for job in jobs:
+                wanted = job.params.structured_outputs
                 requests.append(
                     self.engine.add(
                         str(next(self._request_ids)), job.token_ids, job.params, prompt=job.text,
                         priority=job.priority, cache_salt=job.cache_salt,
+                        constraint=self._grammars.compile(wanted) if wanted and self._grammars else None,
                     )
                 )  # fmt: skip
             watch = _Stopwatch(requests, arrival)

@@ -75,7 +75,7 @@ SUITES = {
     "jpaged/core/request.py": ALLOCATOR,
     "jpaged/core/rows.py": Suite(("tests/core/test_rows.py", *ALLOCATOR.tests), ALLOCATOR.select),
     "jpaged/core/scheduler.py": ALLOCATOR,
-    "jpaged/masks.py": Suite(("tests/runtime/test_batch.py",)),
+    "jpaged/structured/masks.py": Suite(("tests/runtime/test_batch.py",)),
     "jpaged/runtime/arrays.py": RUNNER,
     "jpaged/runtime/batch.py": BATCH,
     "jpaged/runtime/block_store.py": RUNNER,

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from jpaged.async_engine import AsyncEngine, EngineDead, QueueFull
 from jpaged.config import Limits
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.params import InvalidParameter, SamplingParams
 from jpaged.core.scheduler import Committed, Scheduler
-from jpaged.engine import Engine, StepOutput
+from jpaged.engine.async_engine import AsyncEngine, EngineDead, QueueFull
+from jpaged.engine.engine import Engine, StepOutput
 from tests.fake_runner import VOCAB, FakeRunner, generate
 
 NOTHING = StepOutput(None, Committed(), [], [])

@@ -12,7 +12,8 @@ from jpaged.core.params import BeamSearchParams, InvalidParameter, SamplingParam
 from jpaged.core.plan import Done, Sample, StepResult
 from jpaged.core.request import FinishReason
 from jpaged.core.scheduler import Scheduler
-from jpaged.engine import Engine, request_output
+from jpaged.engine.engine import Engine
+from jpaged.engine.output import request_output
 from tests.core import traffic
 from tests.fake_runner import generate
 from tests.models import EOS, VOCAB, byte_tokenizer

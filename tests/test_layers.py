@@ -14,12 +14,11 @@ ROOT = Path(__file__).parents[1]
 LAYERS = [
     ["pallas_kernels", "jpaged.config", "jpaged.child", "jpaged.progress", "jpaged.worker"],
     ["jpaged.core"],
-    ["jpaged.models", "jpaged.tokenizer", "jpaged.grammar"],
-    ["jpaged.grammar_trial", "jpaged.masks", "jpaged.template_process"],
+    ["jpaged.models", "jpaged.tokenizer", "jpaged.structured", "jpaged.template_process"],
     ["jpaged.runtime", "jpaged.demo"],
     ["jpaged.engine"],
-    ["jpaged.load"],
-    ["jpaged.llm", "jpaged.async_engine", "jpaged.convert", "jpaged.doctor"],
+    ["jpaged.engine.build"],
+    ["jpaged.llm", "jpaged.convert", "jpaged.doctor"],
     ["jpaged.serving", "jpaged.bench"],
     ["jpaged.cli"],
     ["jpaged", "jpaged.__main__", "server"],
@@ -36,23 +35,20 @@ OUTSIDE = {
     "jpaged.worker": set(),
     "jpaged.core": set(),
     "jpaged.engine": {"tokenizers"},
-    "jpaged.async_engine": set(),
     "jpaged.serving": {"aiohttp", "prometheus_client", "pydantic", "tokenizers"},
     "jpaged.bench": {"aiohttp", "numpy", "tokenizers", "tqdm"},
     "jpaged.cli": {"aiohttp", "yaml"},
-    "jpaged.grammar_trial": {"tokenizers"},
-    "jpaged.masks": {"numpy"},
     "jpaged.template_process": {"transformers"},
-    "jpaged.grammar": {"llguidance", "numpy", "tokenizers"},
+    "jpaged.structured": {"llguidance", "numpy", "tokenizers"},
     "jpaged.tokenizer": {"jinja2", "llguidance", "tokenizers", "transformers"},
     "server": set(),
 }
 WITHOUT_JAX = [
-    "jpaged", "jpaged.config", "jpaged.core.scheduler", "jpaged.engine", "jpaged.async_engine", "jpaged.serving.serve",
-    "jpaged.demo", "server",
+    "jpaged", "jpaged.config", "jpaged.core.scheduler", "jpaged.engine.engine", "jpaged.engine.async_engine",
+    "jpaged.serving.serve", "jpaged.demo", "server",
 ]  # fmt: skip
 # What constrains nothing does without llguidance, say a benchmark in an environment that has little beside jax.
-WITHOUT_LLGUIDANCE = ["jpaged.llm", "benchmarks.gpu_suite"]
+WITHOUT_LLGUIDANCE = ["jpaged.llm", "jpaged.structured.compiler", "benchmarks.gpu_suite"]
 WITHOUT_NUMPY = ["jpaged", "jpaged.config", "jpaged.core.scheduler"]
 
 
@@ -107,13 +103,14 @@ def test_imports_point_down(path):
     [
         ("jpaged.core.scheduler", "import jax"),
         ("jpaged.core.scheduler", "import numpy as np"),
-        ("jpaged.core.scheduler", "from jpaged.engine import Engine"),
+        ("jpaged.core.scheduler", "from jpaged.engine.engine import Engine"),
         ("jpaged.core.request", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from jpaged.llm import LLM"),
         ("jpaged.models.llama", "def f():\n    from jpaged.runtime.runner import ModelRunner"),
         ("pallas_kernels.reference", "import flax"),
         ("pallas_kernels.reference", "from jpaged.config import EngineConfig"),
-        ("jpaged.engine", "import jax.numpy as jnp"),
-        ("jpaged.llm", "from jpaged.async_engine import AsyncEngine"),
+        ("jpaged.engine.engine", "import jax.numpy as jnp"),
+        ("jpaged.engine.async_engine", "from jpaged.engine.build import load_engine"),
+        ("jpaged.llm", "from jpaged.doctor import examine"),
         ("jpaged.brand_new", "import os"),
     ],
 )
@@ -143,4 +140,4 @@ def test_it_loads_without_llguidance(module):
 
 def test_those_tests_can_fail():
     assert loads("jpaged.llm", "jax") and loads("jpaged.runtime.batch", "numpy")
-    assert loads("jpaged.grammar", "llguidance")
+    assert loads("jpaged.structured.grammar", "llguidance")

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from jpaged import load
 from jpaged.config import Limits
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.scheduler import Scheduler
-from jpaged.engine import Engine
-from jpaged.load import limits_of
+from jpaged.engine import build
+from jpaged.engine.build import limits_of
+from jpaged.engine.engine import Engine
 from jpaged.serving.app import make_app
 from jpaged.serving.protocol import ChatRequest, CompletionRequest
 from jpaged.serving.service import ServerConfig, make_service
@@ -28,7 +28,7 @@ NAMES = ["offline", "module", "kernels", "sharing"]
 @pytest.mark.parametrize("block", [b for b in BLOCKS if "OpenAI" not in b], ids=NAMES)
 def test_python(block, capsys, monkeypatch):
     few = lambda *args: dataclasses.replace(limits_of(*args), max_num_seqs=16, max_num_batched_tokens=32)
-    monkeypatch.setattr(load, "limits_of", few)  # fewer shapes to compile
+    monkeypatch.setattr(build, "limits_of", few)  # fewer shapes to compile
     exec(block, {})
     assert capsys.readouterr().out.strip()
 

@@ -15,7 +15,7 @@ from jpaged.config import EngineConfig, Limits, ModelConfig
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.params import BeamSearchParams, SamplingParams
 from jpaged.core.scheduler import Scheduler
-from jpaged.engine import Engine
+from jpaged.engine.engine import Engine
 from jpaged.models.checkpoint import load_safetensors
 from jpaged.runtime.batch import Bucket, Buckets
 from jpaged.runtime.runner import ModelRunner

@@ -8,14 +8,14 @@ import re
 import jsonschema
 import pytest
 
-from jpaged import BeamSearchParams, SamplingParams, StructuredOutputsParams, grammar_trial
+from jpaged import BeamSearchParams, SamplingParams, StructuredOutputsParams
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.params import InvalidParameter
 from jpaged.core.scheduler import Scheduler
 from jpaged.demo import DIRECTORY
-from jpaged.engine import Engine
-from jpaged.grammar import MAX_GRAMMAR_BYTES, Compiler, GrammarCompiler
-from jpaged.grammar_trial import Trial
+from jpaged.engine.engine import Engine
+from jpaged.structured import trial
+from jpaged.structured.compiler import MAX_GRAMMAR_BYTES, GrammarCompiler
 from jpaged.tokenizer import backend, encode, load_tokenizer
 from tests import schemas
 
@@ -37,8 +37,7 @@ def compiler():
 
 def made_compiler(**options):
     tokenizer = backend(load_tokenizer(DIRECTORY))
-    model = tokenizer, tokenizer.get_vocab_size(), [1]
-    return GrammarCompiler(Compiler(*model), Trial(*model), **options)
+    return GrammarCompiler(tokenizer, tokenizer.get_vocab_size(), [1], **options)
 
 
 def texts(demo, params, prompt="The fox said"):
@@ -105,7 +104,8 @@ def test_preemption_does_not_lose_the_place(demo, mode):
     prompts = [f"The fox said {i}" for i in range(8)]
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=120, min_tokens=30,
                             structured_outputs=StructuredOutputsParams(json=PERSON))  # fmt: skip
-    together = [small.add(prompt, encode(demo.tokenizer, prompt), params) for prompt in prompts]
+    start = demo.engine.grammar_compiler().compile(params.structured_outputs)
+    together = [small.add(prompt, encode(demo.tokenizer, prompt), params, constraint=start) for prompt in prompts]
     while small.has_work:
         small.step()
     assert scheduler.num_preemptions > 0 and (scheduler.num_swapped_blocks > 0) == (mode == "swap")
@@ -171,7 +171,7 @@ def test_a_grammar_that_crashes_its_compiler_costs_no_more_than_itself(compiler)
 
 def test_a_grammar_that_takes_too_long_is_given_up(compiler, monkeypatch):
     compiler.compile(StructuredOutputsParams(regex="[a-z]{7}"))
-    monkeypatch.setattr(grammar_trial, "COMPILE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(trial, "COMPILE_TIMEOUT_S", 0.01)
     many = {f"property {i}": {"type": "integer"} for i in range(2500)}
     with pytest.raises(InvalidParameter, match=r"not done within 0\.01 seconds"):
         compiler.compile(StructuredOutputsParams(json={"type": "object", "properties": many}))

@@ -112,8 +112,10 @@ class LocalModel:
             config = replace(config, max_num_seqs=min(MAX_NUM_SEQS, config.max_num_batched_tokens or MAX_NUM_SEQS))
         self._chat_template = args.chat_template.read_text() if args.chat_template else None
         with loading() as bars:
-            from jpaged.async_engine import AsyncEngine  # these load jax, which a server's user may not have time for
-            from jpaged.load import load_engine, prepare
+            from jpaged.engine.async_engine import (
+                AsyncEngine,  # these load jax, which a server's user may not have time for
+            )
+            from jpaged.engine.build import load_engine, prepare
 
             prepared = prepare(config, chat_template=self._chat_template)
             if prepared.tokenizer is None:

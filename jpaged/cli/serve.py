@@ -161,7 +161,10 @@ def _serve(
     # jax would take three quarters of a GPU's memory; a server has it to itself.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
     with loading() as bars:
-        from jpaged.load import load_engine, prepare  # jax takes seconds to load: not for --help, nor for a bad flag
+        from jpaged.engine.build import (  # jax takes seconds to load: not for --help, nor for a bad flag
+            load_engine,
+            prepare,
+        )
         from jpaged.serving.serve import serve
 
         prepared = prepare(engine_config, chat_template=config.chat_template)

@@ -8,10 +8,11 @@ from typing import Any
 
 from aiohttp import HttpVersion11, web
 
-from jpaged.serving import live, prepare, static
+from jpaged.serving import prepare
 from jpaged.serving.answer import ChatAnswer, CompletionAnswer
 from jpaged.serving.codec import dumps_long
 from jpaged.serving.generate import respond
+from jpaged.serving.live import feed, static
 from jpaged.serving.middleware import MIDDLEWARES, add_request_id
 from jpaged.serving.openapi import description
 from jpaged.serving.origins import add_origin_headers
@@ -43,7 +44,7 @@ def make_app(service: Service) -> web.Application:
         web.get("/metrics", metrics),
         web.get("/openapi.json", openapi),
         *static.routes(),
-        *live.routes(service.engine, service.recorder),
+        *feed.routes(service.engine, service.sample_pool, service.recorder),
     ]
     for route in routes:
         route.kwargs["expect_handler"] = _expect

@@ -7,8 +7,8 @@ from typing import Any
 
 from aiohttp import web
 
-from jpaged.async_engine import Deltas
 from jpaged.core.request import NON_FINITE, FinishReason
+from jpaged.engine.async_engine import Deltas
 from jpaged.serving.answer import Answer
 from jpaged.serving.codec import dumps, dumps_long
 from jpaged.serving.middleware import CLIENT, RECORD, as_api_error
@@ -34,8 +34,8 @@ async def respond(request: web.Request, answer: Answer, prepared: Prepared) -> w
     try:
         async with asyncio.timeout(service.config.request_timeout):
             if params.structured_outputs is not None:
-                assert service.engine.grammars is not None, "structured outputs were accepted without a tokenizer"
-                compiled = service.engine.grammars.submit(params.structured_outputs)
+                assert service.grammars is not None, "structured outputs were accepted without a tokenizer"
+                compiled = service.grammars.submit(params.structured_outputs)
                 options["constraint"] = await asyncio.wrap_future(compiled)
             prompts = [prompt.token_ids for prompt in answer.prompts]
             async with service.engine.generate(answer.id, prompts, params, **options) as parts:

@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 from jpaged.core.request import NON_FINITE, Request
 from jpaged.core.scheduler import Scheduler
-from jpaged.engine import EngineStats, StepOutput
+from jpaged.engine.engine import EngineStats, StepOutput
 
 FIRST_TOKEN_SECONDS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,

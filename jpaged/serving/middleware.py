@@ -13,8 +13,8 @@ from typing import Any
 
 from aiohttp import web
 
-from jpaged.async_engine import EngineDead, QueueFull
 from jpaged.core.params import InvalidParameter
+from jpaged.engine.async_engine import EngineDead, QueueFull
 from jpaged.serving.origins import check_origin
 from jpaged.serving.protocol import ApiError
 from jpaged.serving.service import SERVICE

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -10,11 +10,13 @@ from typing import Any
 
 from aiohttp import web
 
-from jpaged.async_engine import AsyncEngine, EngineClient
-from jpaged.engine import Engine
+from jpaged.engine.async_engine import AsyncEngine, EngineClient
+from jpaged.engine.engine import Engine
+from jpaged.serving.live.recorder import Recorder
+from jpaged.serving.live.snapshot import Snapshot, snapshot
 from jpaged.serving.metrics import Metrics
-from jpaged.serving.recorder import Recorder
 from jpaged.serving.tools import ToolFormat
+from jpaged.structured.compiler import GrammarCompiler
 from jpaged.template_process import TemplateProcess
 from jpaged.tokenizer import Vocabulary, backend
 
@@ -82,6 +84,8 @@ class Service:
         recorder, metrics: what the engine's observers have seen.
         sampling_defaults: what a request leaves open, as the model's generation_config.json has it.
         tool_format: how the model calls tools; None if it can't.
+        grammars: compiles structured outputs; None without a tokenizer.
+        sample_pool: returns the pool and its requests at one moment, for the page's map.
         untrusted_templates: renders the chat templates of requests; None where none are taken.
         draining: finish what runs, refuse what comes.
         in_flight: generating requests, each by its task.
@@ -94,6 +98,8 @@ class Service:
     vocabulary: Vocabulary
     recorder: Recorder
     metrics: Metrics
+    grammars: GrammarCompiler | None
+    sample_pool: Callable[[], Awaitable[Snapshot]]
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     tool_format: ToolFormat | None = None
     untrusted_templates: TemplateProcess | None = None
@@ -146,9 +152,11 @@ def make_service(
     """A service around an engine, which from now on belongs to it."""
     takes_templates = config.trust_request_chat_template and tokenizer is not None
     recorder, metrics = Recorder(), Metrics(model_name, engine.stats)
+    client = AsyncEngine(engine, [recorder, metrics], max_queue=config.max_queue)
     return Service(
-        AsyncEngine(engine, [recorder, metrics], max_queue=config.max_queue), tokenizer, model_name,
+        client, tokenizer, model_name,
         engine.limits.max_model_len, Vocabulary(backend(tokenizer) if tokenizer else None),
-        recorder, metrics, sampling_defaults or {}, tool_format,
+        recorder, metrics, engine.grammar_compiler(),
+        lambda: client.call(lambda engine: snapshot(engine.scheduler, recorder)), sampling_defaults or {}, tool_format,
         TemplateProcess(tokenizer.special_tokens_map) if takes_templates else None, config,
     )  # fmt: skip

@@ -14,7 +14,7 @@ from jpaged.config import Limits
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.params import BeamSearchParams, SamplingParams
 from jpaged.core.scheduler import Scheduler
-from jpaged.engine import Engine
+from jpaged.engine.engine import Engine
 
 
 @pytest.fixture(autouse=True)

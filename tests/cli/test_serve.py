@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 import server
-from jpaged import load
 from jpaged.cli import serve as cli_serve
 from jpaged.cli import vllm_flags
 from jpaged.cli.main import load as load_command
@@ -15,6 +14,7 @@ from jpaged.cli.main import main, parser
 from jpaged.cli.parser import count
 from jpaged.cli.serve import engine_config, server_config
 from jpaged.config import DTYPES
+from jpaged.engine import build
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,7 +37,7 @@ def nothing_loads(monkeypatch):
     def load_model(*_, **__):
         raise AssertionError("weights are loaded")
 
-    monkeypatch.setattr(load, "load_model", load_model)
+    monkeypatch.setattr(build, "load_model", load_model)
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def test_flags_may_have_underscores(capsys):
 @pytest.mark.parametrize("given, dtype", [("half", "float16"), ("float", "float32"), ("bfloat16", "bfloat16")])
 def test_dtypes_have_vllms_names_too(given, dtype, tiny):
     config = engine_config(parsed(str(tiny), "--dtype", given))
-    assert load.prepare(config).dtype == dtype and dtype in DTYPES
+    assert build.prepare(config).dtype == dtype and dtype in DTYPES
 
 
 def test_several_served_names():
@@ -181,7 +181,7 @@ def test_generation_config_vllm_leaves_the_models_defaults_out(monkeypatch):
         given.append(sampling_defaults)
         raise ValueError("enough")
 
-    monkeypatch.setattr(load, "load_engine", lambda *_, **__: load.Loaded(None, None, {"top_k": 5}))
+    monkeypatch.setattr(build, "load_engine", lambda *_, **__: build.Loaded(None, None, {"top_k": 5}))
     monkeypatch.setattr(cli_serve, "make_service", make_service)
     for flags in ([], ["--generation-config", "vllm"]):
         with pytest.raises(SystemExit, match="enough"):
@@ -222,10 +222,10 @@ def test_a_directory_without_a_tokenizer_is_served_with_token_ids(tmp_path, tiny
     directory.mkdir()
     for name in ("config.json", "generation_config.json"):
         (directory / name).write_bytes((tiny / name).read_bytes())
-    assert load.prepare(engine_config(parsed(str(directory)))).tokenizer is None
+    assert build.prepare(engine_config(parsed(str(directory)))).tokenizer is None
     assert "has no tokenizer: requests must be token ids" in caplog.text
-    assert load.prepare(engine_config(parsed(str(tiny), "--skip-tokenizer-init"))).tokenizer is None
-    other = load.prepare(engine_config(parsed(str(directory), "--tokenizer", str(tiny)))).tokenizer
+    assert build.prepare(engine_config(parsed(str(tiny), "--skip-tokenizer-init"))).tokenizer is None
+    other = build.prepare(engine_config(parsed(str(directory), "--tokenizer", str(tiny)))).tokenizer
     assert other.chat_template
     with pytest.raises(SystemExit, match="chat_template: needs a tokenizer, and the model has none"):
         template = file(tmp_path, "t.jinja", "{{ messages }}")
@@ -259,7 +259,7 @@ def test_a_hub_id_is_checked_before_its_weights_are_downloaded(tiny, monkeypatch
     with pytest.raises(SystemExit, match="max_model_len"):
         main(["serve", "org/name", "--revision", "v1", "--max-model-len", "1m", "--port", "0"])
     assert asked == [("org/name", "v1", False)]
-    monkeypatch.setattr(load, "load_model", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(build, "load_model", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main(["serve", "org/name", "--revision", "v1", "--port", "0"])
     assert asked[1:] == [("org/name", "v1", False), ("org/name", "v1", True)]

@@ -14,7 +14,7 @@ import pytest
 from jpaged.core.plan import StepPlan
 from jpaged.core.queue import RequestQueue
 from jpaged.core.request import FinishReason, Request
-from jpaged.engine import Engine
+from jpaged.engine.engine import Engine
 from tests.core import traffic
 from tests.core.planted import BUGS
 from tests.fake_runner import FakeRunner

@@ -22,7 +22,7 @@ from jpaged.core.block_pool import BlockPool
 from jpaged.core.params import BeamSearchParams, SamplingParams
 from jpaged.core.plan import Sample
 from jpaged.core.scheduler import Scheduler
-from jpaged.engine import Engine
+from jpaged.engine.engine import Engine
 from jpaged.models.checkpoint import dummy_model
 from jpaged.models.llama import Llama
 from jpaged.runtime import runner as runner_module

@@ -17,7 +17,7 @@ from jpaged import progress
 from jpaged.config import EngineConfig, ModelConfig
 from jpaged.convert import convert
 from jpaged.demo import DIRECTORY
-from jpaged.load import find_model, load_model, prepare
+from jpaged.engine.build import find_model, load_model, prepare
 from jpaged.models import checkpoint
 from jpaged.models.checkpoint import dummy_model, load_orbax, load_safetensors, save_orbax, save_safetensors
 from tests import checkpoints, models

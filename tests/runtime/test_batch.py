@@ -11,10 +11,10 @@ from jpaged.core.block_pool import BlockPool
 from jpaged.core.params import BeamSearchParams, SamplingParams
 from jpaged.core.plan import Sample, StepResult
 from jpaged.core.scheduler import Scheduler, _Step
-from jpaged.masks import Masks
 from jpaged.runtime.batch import Bucket, Buckets, Layout, ladder, make_batch
 from jpaged.runtime.row_table import SCALARS, RowTable
 from jpaged.runtime.step import sampling_of
+from jpaged.structured.masks import Masks
 
 LIMITS = Limits(max_model_len=32, max_num_seqs=4, max_num_batched_tokens=24)
 

@@ -12,7 +12,7 @@ from jpaged.core.block_pool import BlockPool
 from jpaged.core.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 from jpaged.core.request import FinishReason
 from jpaged.core.scheduler import Scheduler
-from jpaged.engine import Engine
+from jpaged.engine.engine import Engine
 from tests.models import byte_tokenizer
 from tests.runtime.replay import BLOCK_SIZE, LIMITS, LLAMA, NUM_BLOCKS, Recorded, make_runner
 

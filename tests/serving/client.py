@@ -9,8 +9,8 @@ from aiohttp.test_utils import TestServer
 
 from jpaged.config import EngineConfig
 from jpaged.core.scheduler import Committed
-from jpaged.engine import StepOutput
-from jpaged.load import load_engine
+from jpaged.engine.build import load_engine
+from jpaged.engine.engine import StepOutput
 from jpaged.serving.app import make_app
 from jpaged.serving.service import ServerConfig, make_service
 

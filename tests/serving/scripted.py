@@ -23,7 +23,7 @@ from jpaged.core.block_pool import BlockPool
 from jpaged.core.plan import Admitted, Done, Sample, StepPlan, StepResult
 from jpaged.core.scheduler import Scheduler
 from jpaged.demo import DIRECTORY
-from jpaged.engine import Engine
+from jpaged.engine.engine import Engine
 from jpaged.serving.logs import logging_to
 from jpaged.serving.serve import serve
 from jpaged.serving.service import Service, make_service

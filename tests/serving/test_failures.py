@@ -89,7 +89,7 @@ def test_a_runner_that_fails():
         assert get(f"{server.url}/health")[0] == 503
         assert [get(f"{server.url}{path}")[0] for path in ("/metrics", "/v1/models", "/version")] == [200, 200, 200]
         log = server.wait_for_log("RuntimeError: the script fails here")
-        assert "ERROR jpaged.async_engine: the engine has failed\nTraceback" in log.string
+        assert "ERROR jpaged.engine.async_engine: the engine has failed\nTraceback" in log.string
         assert server.stop() == 0
 
 

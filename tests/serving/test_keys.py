@@ -14,7 +14,8 @@ from aiohttp.test_utils import make_mocked_request
 from benchmarks.server_process import ServerProcess
 from jpaged.cli.main import load, parser
 from jpaged.cli.serve import API_KEY_VARIABLE, server_config
-from jpaged.serving import middleware, static
+from jpaged.serving import middleware
+from jpaged.serving.live import static
 from jpaged.serving.middleware import authorize
 from tests.serving.client import Client
 

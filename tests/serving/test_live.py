@@ -16,15 +16,15 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from yarl import URL
 
-from jpaged.async_engine import AsyncEngine
 from jpaged.core.params import SamplingParams
 from jpaged.core.scheduler import Committed
-from jpaged.engine import Engine, StepOutput
-from jpaged.serving import live, static
-from jpaged.serving.live import Frame
+from jpaged.engine.async_engine import AsyncEngine
+from jpaged.engine.engine import Engine, StepOutput
+from jpaged.serving.live import feed, static
+from jpaged.serving.live.feed import Frame
+from jpaged.serving.live.recorder import MAX_EVENTS, MAX_KNOWN, MAX_NUMBER, Recorder
+from jpaged.serving.live.snapshot import MAX_LISTED, MAX_REQUESTS, MAX_TABLE, Snapshot, snapshot
 from jpaged.serving.middleware import errors
-from jpaged.serving.recorder import MAX_EVENTS, MAX_KNOWN, MAX_NUMBER, Recorder
-from jpaged.serving.snapshot import MAX_LISTED, MAX_REQUESTS, MAX_TABLE, Snapshot, snapshot
 from tests.core import traffic
 from tests.fake_runner import VOCAB
 from tests.models import byte_tokenizer
@@ -92,10 +92,10 @@ def test_blocks_that_a_step_in_flight_still_writes_keep_their_owner():
     step(engine, recorder)
     engine.abort("0")
     recorder.ended(request)
-    blocks = snapshot(engine, recorder).blocks[: scheduler.pool.num_blocks]
+    blocks = snapshot(engine.scheduler, recorder).blocks[: scheduler.pool.num_blocks]
     assert [i for i, number in enumerate(blocks) if number == 1] == request.sequences[0].table.block_ids != []
     step(engine, recorder)
-    assert not any(snapshot(engine, recorder).blocks)
+    assert not any(snapshot(engine.scheduler, recorder).blocks)
 
 
 class Mirror:
@@ -120,13 +120,16 @@ class Mirror:
 class Server:
     """The routes alone on a port of their own."""
 
-    def __init__(self, engine):
-        self.inner, self.recorder = engine, Recorder()
+    def __init__(self, engine, read=snapshot):
+        self.inner, self.recorder, self.read = engine, Recorder(), read
         self.engine = AsyncEngine(engine, [self.recorder])
+
+    def sample(self):
+        return self.engine.call(lambda engine: self.read(engine.scheduler, self.recorder))
 
     async def __aenter__(self):
         app = web.Application(middlewares=[errors])
-        app.add_routes([*static.routes(), *live.routes(self.engine, self.recorder)])
+        app.add_routes([*static.routes(), *feed.routes(self.engine, self.sample, self.recorder)])
         self.engine.start()
         self.server = TestServer(app)
         await self.server.start_server()
@@ -191,7 +194,7 @@ def test_a_snapshot_is_what_the_pool_says_block_by_block(seed):
             recorder.ended(engine.abort(rng.choice(list(scheduler.requests))))
         if engine.has_work:
             step(engine, recorder)
-        seen = snapshot(engine, recorder)
+        seen = snapshot(engine.scheduler, recorder)
         assert seen.blocks == expected(engine, recorder)
         assert seen.facts["used"] == scheduler.pool.num_used
         assert seen.facts["held"] == sum(len(s.table.block_ids) for r in scheduler.running for s in r.live)
@@ -268,7 +271,9 @@ def test_strangers_and_requests_that_never_ran():
     assert told(recorder, "end") == [{"number": 1, "tokens": 0, "reason": "abort"}]
     late = engine.add("late", [1], SamplingParams(max_tokens=2))
     step(engine, recorder)
-    assert [r["number"] for r in snapshot(engine, recorder).facts["requests"]] == [recorder.number(late)] == [2]
+    assert (
+        [r["number"] for r in snapshot(engine.scheduler, recorder).facts["requests"]] == [recorder.number(late)] == [2]
+    )
 
 
 def test_nothing_grows_without_bound():
@@ -292,7 +297,7 @@ def test_long_tables_and_many_requests_are_cut():
     for i in range(60):
         recorder.added(engine.add(str(i), [i % VOCAB] * 150, SamplingParams()))
     step(engine, recorder)
-    facts = snapshot(engine, recorder).facts
+    facts = snapshot(engine.scheduler, recorder).facts
     assert facts["running"] == len(engine.scheduler.running) > len(facts["requests"]) == MAX_REQUESTS
     assert len(facts["queue"]) == MAX_REQUESTS
     tables = [branch["table"] for request in facts["requests"] for branch in request["branches"]]
@@ -358,7 +363,7 @@ async def test_only_who_knows_a_request_learns_its_number():
 
 
 async def test_a_slow_viewer_gets_fewer_frames_and_holds_nobody(monkeypatch):
-    monkeypatch.setattr(live, "LEAST_PAUSE", 0.01)
+    monkeypatch.setattr(feed, "LEAST_PAUSE", 0.01)
     gate, write = asyncio.Event(), web.StreamResponse.write
     stuck = []
 
@@ -385,7 +390,7 @@ async def test_a_slow_viewer_gets_fewer_frames_and_holds_nobody(monkeypatch):
 
 
 async def test_a_viewer_that_never_reads_is_let_go(monkeypatch):
-    monkeypatch.setattr(live, "PATIENCE", 0.05)
+    monkeypatch.setattr(feed, "PATIENCE", 0.05)
 
     async def never(response, data):
         await asyncio.sleep(60)
@@ -401,7 +406,7 @@ async def test_a_viewer_that_never_reads_is_let_go(monkeypatch):
 
 
 async def test_viewers_are_limited(monkeypatch):
-    monkeypatch.setattr(live, "MAX_VIEWERS", 2)
+    monkeypatch.setattr(feed, "MAX_VIEWERS", 2)
     async with Server(make()) as server:
         async with server.watch() as (_, one), server.watch() as (_, two):
             await one()
@@ -420,17 +425,16 @@ async def test_viewers_are_limited(monkeypatch):
 async def test_the_pool_is_read_only_while_somebody_watches_and_never_too_often(monkeypatch):
     readings, costs = [], []
 
-    def read(engine, recorder):
+    def read(scheduler, recorder):
         readings.append(time.monotonic())
-        seen = snapshot(engine, recorder)
+        seen = snapshot(scheduler, recorder)
         return Snapshot(seen.blocks, seen.facts, seen.events, seen.time, costs[-1])
 
-    monkeypatch.setattr(live, "snapshot", read)
-    monkeypatch.setattr(live, "HEARTBEAT", 0.1)
-    async with Server(make()) as server:
+    monkeypatch.setattr(feed, "HEARTBEAT", 0.1)
+    async with Server(make(), read) as server:
         await asyncio.sleep(0.25)
         assert not readings
-        for cost, least in (0.0, live.LEAST_PAUSE), (0.005, 0.005 / live.SHARE):
+        for cost, least in (0.0, feed.LEAST_PAUSE), (0.005, 0.005 / feed.SHARE):
             costs.append(cost)
             readings.clear()
             async with server.watch() as (_, one), server.watch() as (_, two):
@@ -445,8 +449,8 @@ async def test_the_pool_is_read_only_while_somebody_watches_and_never_too_often(
 
 
 async def test_a_frame_without_news_comes_as_a_heartbeat_alone(monkeypatch):
-    monkeypatch.setattr(live, "LEAST_PAUSE", 0.02)
-    monkeypatch.setattr(live, "HEARTBEAT", 0.3)
+    monkeypatch.setattr(feed, "LEAST_PAUSE", 0.02)
+    monkeypatch.setattr(feed, "HEARTBEAT", 0.3)
     async with Server(make()) as server, server.watch() as (_, following):
         times = [(await following())["time"] for _ in range(4)]
     assert all(b - a >= 0.29 for a, b in pairwise(times))
@@ -491,7 +495,7 @@ async def test_the_files_and_their_headers():
 
 
 @pytest.mark.parametrize("path", [
-    "/page/", "/page/none.js", "/page/../live.py", "/page/%2e%2e/live.py", "/page/..%2flive.py", "/page//etc/passwd",
+    "/page/", "/page/none.js", "/page/../feed.py", "/page/%2e%2e/feed.py", "/page/..%2ffeed.py", "/page//etc/passwd",
     "/page/index.html/..", "/pages",
 ])  # fmt: skip
 async def test_nothing_else_is_a_file(path):

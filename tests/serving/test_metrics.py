@@ -12,7 +12,7 @@ from jpaged.config import Limits
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.params import BeamSearchParams, SamplingParams
 from jpaged.core.scheduler import Scheduler
-from jpaged.engine import Engine
+from jpaged.engine.engine import Engine
 from jpaged.serving.metrics import Metrics
 from tests.fake_runner import VOCAB, FakeRunner
 from tests.serving.client import Client

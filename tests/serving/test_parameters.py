@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from jpaged.core.params import BeamSearchParams, SamplingParams
-from jpaged.engine import request_output
+from jpaged.engine.output import request_output
 from jpaged.serving.protocol import ApiError, ChatRequest, CompletionRequest, parse
 from jpaged.tokenizer import encode
 from tests.models import EOS, VOCAB

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer
 
 from benchmarks.server_process import ServerProcess
 from jpaged.demo import DIRECTORY
-from jpaged.serving import live, static
 from jpaged.serving.app import make_app
+from jpaged.serving.live import feed, static
 from tests.serving import scripted
 from tests.serving.scripted import FAIL, say
 
@@ -588,7 +588,8 @@ async def test_the_description_is_valid_and_tells_of_every_route(exchange):
     schemathesis.openapi.from_dict(document).validate()
     described = {(method.upper(), path) for path, item in document["paths"].items() for method in item}
     _, service = scripted.make([])
-    page = {route.path for route in [*static.routes(), *live.routes(service.engine, service.recorder)]}
+    live = feed.routes(service.engine, service.sample_pool, service.recorder)
+    page = {route.path for route in [*static.routes(), *live]}
     routes = {(route.method, route.resource.canonical) for route in make_app(service).router.routes()}
     served = {(method, path) for method, path in routes if method != "HEAD" and path not in page}
     assert described == served - {("GET", "/openapi.json")}

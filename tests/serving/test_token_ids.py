@@ -5,7 +5,7 @@ import re
 import pytest
 from yarl import URL
 
-from jpaged.engine import Engine
+from jpaged.engine.engine import Engine
 from tests.serving.client import Client
 
 IDS = [72, 101, 108, 108]

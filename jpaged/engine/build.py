@@ -12,7 +12,7 @@ from jpaged.core.block_pool import BlockPool
 from jpaged.core.params import SamplingParams
 from jpaged.core.scheduler import Scheduler
 from jpaged.demo import DIRECTORY as DEMO
-from jpaged.engine import Engine
+from jpaged.engine.engine import Engine
 from jpaged.models.base import Model
 from jpaged.models.checkpoint import ORBAX, dummy_model, load_orbax, load_safetensors
 from jpaged.models.registry import read_config

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jpaged.core.request import Request
-from jpaged.engine import Engine
-from jpaged.serving.recorder import Recorder
+from jpaged.core.scheduler import Scheduler
+from jpaged.serving.live.recorder import Recorder
 
 MAX_REQUESTS = 24  # that are listed, of those running and of those waiting
 MAX_BRANCHES = 8  # of each
@@ -36,10 +36,9 @@ class Snapshot:
     cost: float = field(compare=False)
 
 
-def snapshot(engine: Engine, recorder: Recorder) -> Snapshot:
-    """Reads the pool, the requests and the totals; to be called where nothing changes them meanwhile."""
+def snapshot(scheduler: Scheduler, recorder: Recorder) -> Snapshot:
+    """Return the pool, the requests and the totals; to be called where nothing changes them meanwhile."""
     began = time.thread_time()
-    scheduler = engine.scheduler
     pool, running = scheduler.pool, list(scheduler.running)
     owners = array("H", bytes(2 * pool.num_blocks))
     held = branches = 0

@@ -9,7 +9,7 @@ from typing import Any
 
 from jpaged.core.request import Request
 from jpaged.core.scheduler import Scheduler
-from jpaged.engine import StepOutput
+from jpaged.engine.engine import StepOutput
 
 MAX_NUMBER = 2**16 - 1  # requests are numbered from 1 to this, then from 1 again
 MAX_EVENTS = 32  # the latest are kept

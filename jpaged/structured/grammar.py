@@ -1,12 +1,9 @@
 """Structured outputs: which tokens may come next, so that the whole text keeps to a schema, a regular expression, a
 list of choices or a grammar. llguidance does the parsing."""
 
-import copy
 import json
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, cast
@@ -15,11 +12,10 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper, grammar_from
 from tokenizers import Tokenizer
 
-from jpaged.core.params import InvalidParameter, StructuredOutputsParams
+from jpaged.core.params import StructuredOutputsParams
 
-MAX_GRAMMAR_BYTES = 128 * 2**10
-# llguidance recurses along chains of rules. So deep a stack takes the longest that MAX_GRAMMAR_BYTES can hold; memory
-# is used only as far as a grammar needs it.
+# llguidance recurses along chains of rules. A stack of this size takes the longest one that `MAX_GRAMMAR_BYTES` of
+# `compiler.py` can hold; memory is used only as far as a grammar needs it.
 COMPILER_STACK_BYTES = 512 * 2**20
 # Without a bound a model may go on indenting for ever.
 WHITE_SPACE = r"[ \n\r\t]{1,24}"
@@ -77,56 +73,9 @@ class Compiler:
             raise ValueError(f"this model's tokenizer can't be constrained: {error}") from error
 
 
-class GrammarCompiler:
-    """Makes constraints, on a thread of its own: however many ask, it takes one core, or two while one is tried.
-
-    Args:
-        compiler: what compiles.
-        trial: says what is wrong with a grammar, or None; asked before it is compiled here.
-        max_cached: how many compiled grammars are kept.
-    """
-
-    def __init__(self, compiler: Compiler, trial: Callable[[str], str | None], *, max_cached: int = 64):
-        self._compiler = compiler
-        self._trial = trial
-        self._max_cached = max_cached
-        self._cache: OrderedDict[str, Constraint] = OrderedDict()  # touched by the thread alone
-
-    def compile(self, wanted: StructuredOutputsParams) -> Constraint:
-        """A constraint at its beginning. Raises InvalidParameter for what can't be compiled."""
-        return self.submit(wanted).result()
-
-    def submit(self, wanted: StructuredOutputsParams) -> Future[Constraint]:
-        """`compile`, for those who can't wait for it here."""
-        return self._thread.submit(self._compile, wanted)
-
-    def _compile(self, wanted: StructuredOutputsParams) -> Constraint:
-        try:
-            grammar = _grammar(wanted)
-            if (size := len(grammar.encode(errors="replace"))) > MAX_GRAMMAR_BYTES:
-                raise ValueError(f"{size} bytes of grammar exceed {MAX_GRAMMAR_BYTES}")
-            if grammar not in self._cache:
-                if wrong := self._trial(grammar):
-                    raise ValueError(wrong)
-                self._cache[grammar] = Constraint(self._compiler.matcher(grammar))
-        except (ValueError, TypeError) as error:
-            raise InvalidParameter("structured_outputs", str(error)) from error
-        self._cache.move_to_end(grammar)
-        if len(self._cache) > self._max_cached:
-            self._cache.popitem(last=False)
-        return copy.copy(self._cache[grammar])
-
-    @cached_property
-    def _thread(self) -> ThreadPoolExecutor:
-        executor = ThreadPoolExecutor(1, thread_name_prefix="grammars")
-        with deep_stack():
-            executor.submit(int).result()  # it starts its thread with the first task
-        return executor
-
-
 @contextmanager
 def deep_stack() -> Iterator[None]:
-    """Threads that start within it have one."""
+    """Give the threads that start within it one."""
     before = threading.stack_size(COMPILER_STACK_BYTES)
     try:
         yield
@@ -163,8 +112,8 @@ class MaskWriter:
         self._executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, bits.strides[0], len(bits))
 
 
-def _grammar(wanted: StructuredOutputsParams) -> str:
-    """In llguidance's own form. Raises ValueError or TypeError."""
+def native_grammar(wanted: StructuredOutputsParams) -> str:
+    """Return structured outputs as a grammar in llguidance's own form. Raises ValueError or TypeError."""
     if wanted.regex is not None:
         return grammar_from("regex", wanted.regex)
     if wanted.choice is not None:

@@ -6,16 +6,17 @@ import itertools
 import json
 import logging
 import zlib
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from aiohttp import web
 
-from jpaged.async_engine import EngineClient, EngineDead
+from jpaged.engine.async_engine import EngineClient, EngineDead
+from jpaged.serving.live.recorder import Recorder
+from jpaged.serving.live.snapshot import Snapshot
 from jpaged.serving.protocol import ApiError
-from jpaged.serving.recorder import Recorder
-from jpaged.serving.snapshot import Snapshot, snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -63,10 +64,17 @@ def _exclusive_or(a: bytes, b: bytes) -> bytes:
 
 
 class Feed:
-    """What those who watch are sent. One sampler serves them all, and there is none while nobody watches."""
+    """Sends frames to all viewers. One task samples the pool for them, and only while there are viewers.
 
-    def __init__(self, engine: EngineClient, recorder: Recorder):
+    Args:
+        engine: asked whether it is alive, alone.
+        sample: returns a snapshot of the engine's pool. Raises EngineDead.
+        recorder: numbers the requests in it.
+    """
+
+    def __init__(self, engine: EngineClient, sample: Callable[[], Awaitable[Snapshot]], recorder: Recorder):
         self._engine = engine
+        self._sample_pool = sample
         self._recorder = recorder
         self._viewers: set[asyncio.Queue[Frame | None]] = set()  # each with the newest frame alone; None ends it
         self._sampler: asyncio.Task[None] | None = None
@@ -119,7 +127,7 @@ class Feed:
     async def _sample(self) -> None:
         try:
             while self._viewers:
-                now = await self._engine.call(lambda engine: snapshot(engine, self._recorder))
+                now = await self._sample_pool()
                 before = self._latest.now if self._latest else now
                 if self._latest is None or now != before or now.time - before.time >= HEARTBEAT:
                     frame = Frame(next(self._indices), now, before)
@@ -145,7 +153,7 @@ def _offer(viewer: asyncio.Queue[Frame | None], frame: Frame | None) -> None:
     viewer.put_nowait(frame)
 
 
-def routes(engine: EngineClient, recorder: Recorder) -> list[web.RouteDef]:
-    """`/live`, and `/live/requests/ID`. The recorder must be one of the engine's observers."""
-    feed = Feed(engine, recorder)
+def routes(engine: EngineClient, sample: Callable[[], Awaitable[Snapshot]], recorder: Recorder) -> list[web.RouteDef]:
+    """Return the routes `/live` and `/live/requests/ID`, with the arguments of `Feed`."""
+    feed = Feed(engine, sample, recorder)
     return [web.get("/live", feed.watch), web.get("/live/requests/{request_id}", feed.number)]

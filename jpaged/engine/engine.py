@@ -4,32 +4,23 @@ import copy
 import logging
 import random
 from collections import deque
-from collections.abc import Callable, Iterable
-from functools import cached_property
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from tokenizers import Tokenizer
 
 from jpaged.config import Limits
 from jpaged.core.params import BeamSearchParams, InvalidParameter, SamplingParams
-from jpaged.core.plan import Sample, StepPlan, StepResult
-from jpaged.core.request import (
-    NON_FINITE,
-    CompletionOutput,
-    FinishReason,
-    Logprob,
-    OutputDelta,
-    Request,
-    RequestMetrics,
-    RequestOutput,
-    Sequence,
-)
+from jpaged.core.plan import StepPlan, StepResult
+from jpaged.core.request import NON_FINITE, FinishReason, OutputDelta, Request, Sequence
 from jpaged.core.scheduler import Committed, Scheduler
-from jpaged.masks import Masks
+from jpaged.engine.output import newest_delta, whole_deltas
+from jpaged.structured.compiler import GrammarCompiler
+from jpaged.structured.masks import Masks
 from jpaged.tokenizer import Detokenizer, tokenize_bad_words
 
 if TYPE_CHECKING:
-    from jpaged.grammar import Constraint, GrammarCompiler
+    from jpaged.structured.grammar import Constraint
 
 
 logger = logging.getLogger(__name__)
@@ -144,16 +135,11 @@ class Engine:
         """Whether new parameters wait for requests to end."""
         return self._next_params is not None
 
-    @cached_property
-    def grammars(self) -> "GrammarCompiler | None":
-        """What compiles structured outputs; None without a tokenizer."""
+    def grammar_compiler(self) -> GrammarCompiler | None:
+        """Return a new compiler of structured outputs for the engine's model, or None without a tokenizer."""
         if self.tokenizer is None:
             return None
-        from jpaged.grammar import Compiler, GrammarCompiler  # loads llguidance: not for those who have no use for it
-        from jpaged.grammar_trial import Trial
-
-        model = self.tokenizer, self.scheduler.vocab_size, self.scheduler.eos_token_ids
-        return GrammarCompiler(Compiler(*model), Trial(*model))
+        return GrammarCompiler(self.tokenizer, self.scheduler.vocab_size, self.scheduler.eos_token_ids)
 
     def add(
         self,
@@ -174,15 +160,14 @@ class Engine:
             priority: under the policy "priority", requests with a lower number run first.
             cache_salt: only requests with the same salt share cached prefixes.
             client: whose turns it takes in the queue; None takes none, and comes in the order of arrival.
-            constraint: what `grammars` made of the structured outputs, by a caller that could not wait for it here.
-            bad_words: the token ids of `params.bad_words`, likewise.
+            constraint: made by a `GrammarCompiler` of `params.structured_outputs`.
+            bad_words: the token ids of `params.bad_words`, from a caller that has them.
         """
         for name in ("stop", "bad_words", "structured_outputs"):
             if getattr(params, name) and self.tokenizer is None:
                 raise InvalidParameter(name, "needs a tokenizer, and this engine has none")
         if params.structured_outputs and constraint is None:
-            assert self.grammars is not None
-            constraint = self.grammars.compile(params.structured_outputs)
+            raise InvalidParameter("structured_outputs", "the engine takes what a GrammarCompiler makes of them")
         if bad_words is None:
             bad_words = tokenize_bad_words(self.tokenizer, params.bad_words) if params.bad_words else ()
         given = params.seed if isinstance(params, SamplingParams) else 0
@@ -252,18 +237,14 @@ class Engine:
             raise
         advanced = committed.advanced
         texts = [self._read(sequence) for sequence in advanced]
-        deltas = [
-            _delta(sequence, sequence.index, text, _new_samples(sequence))
-            for sequence, text in zip(advanced, texts)
-            if sequence.request.streams
-        ]
+        deltas = [newest_delta(sequence, text) for sequence, text in zip(advanced, texts) if sequence.request.streams]
         ended = [r for r in dict.fromkeys(sequence.request for sequence in advanced) if r.finished]
         for request in ended:
             if request.sequences[0].stop_reason == NON_FINITE and not self._has_failed:
                 self._has_failed = True  # every request may be ended so, and one line is enough
                 logger.error("request %s ended: %s; the parameters may hold NaN", request.request_id, NON_FINITE)
             if not request.streams:
-                deltas += [_delta(s, index, s.text, s.samples) for index, s in enumerate(request.outputs)]
+                deltas += whole_deltas(request)
         return StepOutput(plan, committed, deltas, ended)
 
     def _exchange(self, state: Any) -> None:
@@ -312,10 +293,6 @@ class Engine:
             self.scheduler.finish(sequence, reason, stop_reason)
 
 
-def _new_samples(sequence: Sequence) -> list[Sample]:
-    return [] if sequence.stop_reason == NON_FINITE else sequence.samples[-1:]
-
-
 def _ended_by_text(sequence: Sequence) -> bool:
     return sequence.request.params.include_stop_str_in_output or isinstance(sequence.stop_reason, str)
 
@@ -328,52 +305,3 @@ def _find_stop(sequence: Sequence, token: int) -> str | None:
     """The stop string that a token would bring, without taking it in."""
     may_stop = sequence.num_output_tokens + 1 > sequence.request.params.min_tokens
     return copy.copy(sequence.decoder).step(token, may_stop=may_stop).stop
-
-
-def _delta(sequence: Sequence, index: int, text: str, samples: list[Sample]) -> OutputDelta:
-    request = sequence.request
-    first = len(samples) == sequence.num_output_tokens and request.params.prompt_logprobs is not None
-    return OutputDelta(
-        request.request_id, index, text, samples, sequence.finish_reason, sequence.stop_reason,
-        request.prompt_samples if first else None, sequence.num_cached_tokens,
-    )  # fmt: skip
-
-
-def request_output(
-    request: Request, tokenizer: Tokenizer | None, metrics: RequestMetrics | None = None
-) -> RequestOutput:
-    """A request as vLLM users know it."""
-    params, prompt_logprobs = request.params, None
-    if params.prompt_logprobs is not None:
-        prompt_logprobs = [None, *_logprobs(request.prompt_samples, tokenizer)]
-    outputs = [
-        CompletionOutput(
-            index,
-            sequence.text,
-            sequence.output_token_ids,
-            sequence.cumulative_logprob,
-            _logprobs(sequence.samples, tokenizer) if params.logprobs is not None else None,
-            sequence.finish_reason,
-            sequence.stop_reason,
-        )
-        for index, sequence in enumerate(request.outputs)
-    ]
-    cached = max(sequence.num_cached_tokens for sequence in request.sequences)
-    return RequestOutput(
-        request.request_id, request.prompt, request.prompt_token_ids, outputs, cached, prompt_logprobs, metrics=metrics
-    )
-
-
-def _logprobs(samples: Iterable[Sample], tokenizer: Tokenizer | None) -> list[dict[int, Logprob]]:
-    """Of each token the chosen one first, then the most likely ones."""
-
-    def text(token: int) -> str | None:
-        return tokenizer.decode([token], skip_special_tokens=False) if tokenizer else None
-
-    found = []
-    for sample in samples:
-        logprobs = {sample.token: Logprob(sample.logprob, sample.rank, text(sample.token))}
-        for rank, (token, logprob) in enumerate(zip(sample.top_tokens, sample.top_logprobs), 1):
-            logprobs.setdefault(token, Logprob(logprob, rank, text(token)))
-        found.append(logprobs)
-    return found

@@ -11,15 +11,12 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from jpaged.core.params import BeamSearchParams, SamplingParams
 from jpaged.core.request import OutputDelta, Request
 from jpaged.core.scheduler import Scheduler
-from jpaged.engine import Engine, EngineStats, StepOutput
-
-if TYPE_CHECKING:
-    from jpaged.grammar import GrammarCompiler
+from jpaged.engine.engine import Engine, EngineStats, StepOutput
 
 logger = logging.getLogger(__name__)
 
@@ -56,9 +53,6 @@ class EngineClient(Protocol):
     @property
     def alive(self) -> bool: ...
 
-    @property
-    def grammars(self) -> "GrammarCompiler | None": ...
-
     def start(self) -> None: ...
 
     async def stop(self) -> None: ...
@@ -72,8 +66,6 @@ class EngineClient(Protocol):
     async def reset_prefix_cache(self) -> None: ...
 
     async def update_params(self, state: Any, *, finish_started: bool = False) -> None: ...
-
-    async def call(self, function: Callable[[Engine], Any]) -> Any: ...
 
 
 @dataclass
@@ -113,10 +105,6 @@ class AsyncEngine:
         self._lock = threading.Lock()  # between a last call and the engine's end
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-
-    @property
-    def grammars(self) -> "GrammarCompiler | None":
-        return self._engine.grammars
 
     @property
     def alive(self) -> bool:

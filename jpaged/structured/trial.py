@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from tokenizers import Tokenizer
 
 from jpaged.child import Child, ChildFailed, confine, serve
-from jpaged.grammar import Compiler, deep_stack
+from jpaged.structured.grammar import Compiler, deep_stack
 
 COMPILE_TIMEOUT_S = 10.0
 MAX_MEMORY_BYTES = 4 * 2**30
@@ -17,7 +17,7 @@ class Trial:
     """The process as its parent sees it."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Iterable[int]):
-        self._child = Child("jpaged.grammar_trial", [tokenizer.to_str(), vocab_size, sorted(eos_token_ids)])
+        self._child = Child("jpaged.structured.trial", [tokenizer.to_str(), vocab_size, sorted(eos_token_ids)])
 
     def __call__(self, grammar: str) -> str | None:
         """Return the fault of a grammar; None if it can be compiled here, too."""

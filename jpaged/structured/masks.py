@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from jpaged.grammar import Constraint, MaskWriter
+    from jpaged.structured.grammar import Constraint, MaskWriter
 
 
 class Masks:
@@ -19,7 +19,7 @@ class Masks:
 
     @cached_property
     def _writer(self) -> "MaskWriter":
-        from jpaged.grammar import MaskWriter  # loads llguidance: not for those who have no use for it
+        from jpaged.structured.grammar import MaskWriter  # loads llguidance: not for those who have no use for it
 
         return MaskWriter()
 

@@ -1,4 +1,4 @@
-"""The page at `/`, as files of this package."""
+"""The page at `/`, from files of this package."""
 
 import hashlib
 from collections.abc import Awaitable, Callable
@@ -7,7 +7,7 @@ from importlib import resources
 from aiohttp import web
 
 CONTENT_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
-PAGE = resources.files("jpaged.serving").joinpath("page")
+PAGE = resources.files("jpaged.serving.live").joinpath("page")
 # By their paths; nothing else is ever sent, whatever a request asks for.
 PAGE_FILES = {
     "/" if file.name == "index.html" else f"/page/{file.name}": file.name

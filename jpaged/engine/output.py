@@ -1,0 +1,76 @@
+"""The output of requests: deltas for streams, and whole results in vLLM's form."""
+
+from collections.abc import Iterable
+
+from tokenizers import Tokenizer
+
+from jpaged.core.plan import Sample
+from jpaged.core.request import (
+    NON_FINITE,
+    CompletionOutput,
+    Logprob,
+    OutputDelta,
+    Request,
+    RequestMetrics,
+    RequestOutput,
+    Sequence,
+)
+
+
+def newest_delta(sequence: Sequence, text: str) -> OutputDelta:
+    """Return what a sequence's last step has added: one sample, or none where its logits were not finite."""
+    return _delta(sequence, sequence.index, text, [] if sequence.stop_reason == NON_FINITE else sequence.samples[-1:])
+
+
+def whole_deltas(request: Request) -> list[OutputDelta]:
+    """Return each output of a request that has ended, as one delta."""
+    return [_delta(sequence, index, sequence.text, sequence.samples) for index, sequence in enumerate(request.outputs)]
+
+
+def _delta(sequence: Sequence, index: int, text: str, samples: list[Sample]) -> OutputDelta:
+    request = sequence.request
+    first = len(samples) == sequence.num_output_tokens and request.params.prompt_logprobs is not None
+    return OutputDelta(
+        request.request_id, index, text, samples, sequence.finish_reason, sequence.stop_reason,
+        request.prompt_samples if first else None, sequence.num_cached_tokens,
+    )  # fmt: skip
+
+
+def request_output(
+    request: Request, tokenizer: Tokenizer | None, metrics: RequestMetrics | None = None
+) -> RequestOutput:
+    """Return the outputs of a request in vLLM's form."""
+    params, prompt_logprobs = request.params, None
+    if params.prompt_logprobs is not None:
+        prompt_logprobs = [None, *_logprobs(request.prompt_samples, tokenizer)]
+    outputs = [
+        CompletionOutput(
+            index,
+            sequence.text,
+            sequence.output_token_ids,
+            sequence.cumulative_logprob,
+            _logprobs(sequence.samples, tokenizer) if params.logprobs is not None else None,
+            sequence.finish_reason,
+            sequence.stop_reason,
+        )
+        for index, sequence in enumerate(request.outputs)
+    ]
+    cached = max(sequence.num_cached_tokens for sequence in request.sequences)
+    return RequestOutput(
+        request.request_id, request.prompt, request.prompt_token_ids, outputs, cached, prompt_logprobs, metrics=metrics
+    )
+
+
+def _logprobs(samples: Iterable[Sample], tokenizer: Tokenizer | None) -> list[dict[int, Logprob]]:
+    """Return the logprobs of each sample by token: the chosen token first, then the most likely ones."""
+
+    def text(token: int) -> str | None:
+        return tokenizer.decode([token], skip_special_tokens=False) if tokenizer else None
+
+    found = []
+    for sample in samples:
+        logprobs = {sample.token: Logprob(sample.logprob, sample.rank, text(sample.token))}
+        for rank, (token, logprob) in enumerate(zip(sample.top_tokens, sample.top_logprobs), 1):
+            logprobs.setdefault(token, Logprob(logprob, rank, text(token)))
+        found.append(logprobs)
+    return found

@@ -76,18 +76,20 @@ SUITES = {
     "jpaged/core/rows.py": Suite(("tests/core/test_rows.py", *ALLOCATOR.tests), ALLOCATOR.select),
     "jpaged/core/scheduler.py": ALLOCATOR,
     "jpaged/structured/masks.py": Suite(("tests/runtime/test_batch.py",)),
-    "jpaged/runtime/arrays.py": RUNNER,
+    "jpaged/runtime/arrays.py": Suite(("tests/runtime/test_arrays.py",), isolation="forkserver"),
     "jpaged/runtime/batch.py": BATCH,
-    "jpaged/runtime/block_store.py": RUNNER,
+    "jpaged/runtime/block_store.py": Suite(("tests/runtime/test_block_store.py",), isolation="forkserver"),
     "jpaged/runtime/compilation_cache.py": Suite(
         ("tests/runtime/test_compilation_cache.py",), "not pool", isolation="forkserver"
     ),
-    "jpaged/runtime/device_rows.py": RUNNER,
-    "jpaged/runtime/kernel_choice.py": RUNNER,
+    "jpaged/runtime/device_rows.py": Suite(("tests/runtime/test_device_rows.py",), isolation="forkserver"),
+    "jpaged/runtime/kernel_choice.py": Suite(
+        ("tests/runtime/test_runner.py",), "kernels_are_chosen or kernels_of_a_gpu or capability", "forkserver"
+    ),
     "jpaged/runtime/kv_cache.py": Suite(
         ("tests/runtime/test_kv_cache.py", "tests/runtime/test_step.py"), isolation="forkserver"
     ),
-    "jpaged/runtime/memory.py": Suite(("tests/runtime/test_memory.py", *RUNNER.tests), RUNNER.select, "forkserver"),
+    "jpaged/runtime/memory.py": Suite(("tests/runtime/test_memory.py",), isolation="forkserver"),
     "jpaged/runtime/parameters.py": Suite(("tests/runtime/test_parameters.py",), isolation="forkserver"),
     "jpaged/runtime/pending.py": Suite(("tests/runtime/test_plan.py",), isolation="forkserver"),
     "jpaged/runtime/row_table.py": BATCH,
@@ -98,7 +100,7 @@ SUITES = {
     "jpaged/runtime/sampling_state.py": Suite(
         ("tests/runtime/test_sampling_state.py",), "not in_place", "forkserver"
     ),
-    "jpaged/runtime/shapes.py": RUNNER,
+    "jpaged/runtime/shapes.py": Suite(("tests/runtime/test_shapes.py",), isolation="forkserver"),
     "jpaged/runtime/step.py": Suite(
         ("tests/runtime/test_step.py", "tests/test_sharing.py", "tests/runtime/test_runner.py"),
         "test_step or choices or best_of or compiles or alias and not h200",

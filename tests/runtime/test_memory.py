@@ -108,3 +108,38 @@ def test_other_errors_pass_unchanged(error):
     with pytest.raises(type(error)) as caught, sizing.exhaustion_named("seats", "7 blocks"):
         raise error
     assert caught.value is error
+
+
+def device_of(stats: dict[str, int] | None) -> types.SimpleNamespace:
+    return types.SimpleNamespace(memory_stats=lambda: stats)
+
+
+@pytest.mark.parametrize(
+    "sampling, model, expected, asked", [(40, 39, 5, [5]), (40, 40, 5, [5]), (40, 60, 3, [5]), (0, 0, 9, [9])]
+)
+def test_a_pool_leaves_room_for_the_part_of_a_step_that_needs_more(sampling, model, expected, asked):
+    pools = []
+
+    def of_model(num_blocks: int) -> int:
+        pools.append(num_blocks)
+        return model
+
+    device = device_of({"bytes_limit": 200, "bytes_in_use": 10})
+    sizes = {"utilization": 0.5, "block_bytes": 10, "wanted": 1000}
+    found = sizing.pool_size(device, sampling=lambda: sampling, model=of_model, **sizes)
+    assert (found, pools) == (expected, asked)
+
+
+@pytest.mark.parametrize("stats", [None, {}, {"bytes_in_use": 10}])
+def test_a_device_without_figures_has_a_modest_pool_and_compiles_nothing(stats, monkeypatch):
+    monkeypatch.setattr(sizing, "modest_blocks", lambda *args: args)
+    sizes = {"wanted": 7, "utilization": 0.5, "block_bytes": 10}
+    assert sizing.pool_size(device_of(stats), sampling=lambda: 1 // 0, model=lambda _: 1 // 0, **sizes) == (7, 10)
+
+
+def test_temporaries_are_those_of_the_step_that_needs_most():
+    def lowered(size: int | None) -> types.SimpleNamespace:
+        analysis = None if size is None else types.SimpleNamespace(temp_size_in_bytes=size)
+        return types.SimpleNamespace(compile=lambda: types.SimpleNamespace(memory_analysis=lambda: analysis))
+
+    assert sizing.temporaries(map(lowered, (3, 9, None, 5))) == 9

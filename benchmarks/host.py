@@ -146,9 +146,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     prepare_environment()
     args = parse(argv)
     report = Report(args.out / "results.json", environment(open_device(tiny=True), tiny=False))
+    gc.set_threshold(700, 10, 100)  # as `jpaged.serving.serve` sets it
     for num_seqs in args.sizes:
         gc.collect()
-        gc.freeze()  # the loaded modules, as a server does once it is ready
+        gc.freeze()  # likewise: the loaded modules
         row = parts(num_seqs, args.steps)
         exposed = {f"exposed_{depth}": not_hidden(num_seqs, args.steps, depth) for depth in (1, 2)}
         report.add(experiment="host", sequences=num_seqs, context=CONTEXT, **row, **exposed,

@@ -42,6 +42,12 @@ def test_a_step_swaps_out_then_copies_then_swaps_in():
     assert numbers(store) == [2, 0, 2, 1]
 
 
+def test_the_pool_begins_empty_on_its_device():
+    store = BlockStore(cache_of(LLAMA, 8, "float32"), 4, 4, (2, 8), jax.devices()[0])
+    assert numbers(store) == [0, 0, 0, 0]
+    assert all(x.devices() == {jax.devices()[0]} and x.committed for x in store.pool)
+
+
 def test_each_request_is_swapped_out():
     store = numbered()
     store.apply(StepPlan(swap_out=(((0, 1),), ((3, 2),))))

@@ -386,6 +386,7 @@ def test_kernels_of_a_gpu_are_tested_first(options, monkeypatch):
     retest = options.get("retest", False)
     assert chosen["self_test"] == SelfTest(cache_folder() / "selftest", device=3, retest=retest)
     assert (chosen["platform"], chosen["device_kind"], chosen["compute_capability"]) == ("gpu", "NVIDIA H200", 9.0)
+    assert chosen["dtype"] == chosen["pool_dtype"] == "bfloat16"
 
 
 def test_temporaries_are_xlas_own_account(llm):

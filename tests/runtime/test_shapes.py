@@ -12,7 +12,7 @@ from jpaged.runtime.batch import Bucket, Buckets
 from jpaged.runtime.row_table import NUM_SCALARS
 from jpaged.runtime.shapes import Shapes
 
-V = 70  # three words of masks
+V = 97  # four words of masks
 LIMITS = Limits(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=32)
 
 
@@ -41,7 +41,7 @@ def test_every_bucket_has_a_layout_and_masks_of_its_samples(shapes):
     assert shapes.layouts.keys() == set(shapes.buckets.all)
     assert shapes.no_bits.keys() == {bucket.num_seqs for bucket in shapes.buckets.all} == {2, 4}
     for size, bits in shapes.no_bits.items():
-        assert (bits.shape, bits.dtype, bits.devices()) == ((size, 3), np.uint32, {jax.devices()[0]})
+        assert (bits.shape, bits.dtype, bits.devices()) == ((size, 4), np.uint32, {jax.devices()[0]})
         assert bits.committed and not bits.any()
 
 

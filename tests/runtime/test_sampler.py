@@ -1,5 +1,6 @@
 """The sampler against float64 numpy written from the definitions: what it chooses, draws and reports."""
 
+import itertools
 import math
 import re
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,7 @@ from jpaged.runtime.sampler import (
     _gumbel,
     _keep_likely,
     _process,
+    _threshold_of_list,
     _top,
     sample,
     token_logprobs,
@@ -304,6 +306,28 @@ def test_filters_that_keep_more_or_fewer_tokens_than_the_list_of_the_likely_has(
     check(rows, logits, exact=grid, num_top=0)
     alone = [SAMPLE(logits[i : i + 1], *pack([row], 400), 0)[0].tokens[0] for i, row in enumerate(rows)]
     assert SAMPLE(logits, *pack(rows, 400), 0)[0].tokens.tolist() == alone
+
+
+@pytest.mark.parametrize("size", [8, 40])
+def test_the_threshold_of_a_list_is_that_of_the_vocabulary_if_the_list_has_all_that_is_kept(size):
+    """Every combination of filters, on values of which many are equal."""
+    filters = list(itertools.product([0, 1, 2, 3, 7, 8, 9, 40, 1000], [1.0, 0.99, 0.7, 0.3, 0.05], [0, 0.1, 0.5, 1]))
+    columns = [np.asarray(column, dtype) for column, dtype in zip(zip(*filters), (np.int32, np.float32, np.float32))]
+    rng, decided = np.random.default_rng(1), 0
+    for _ in range(4):
+        x = np.tile(np.float32(np.round(2 * rng.normal(0, 1.5, 40)) / 2), (len(filters), 1))
+        best = -np.sort(-x, axis=-1)[:, :size]
+        thresholds = _threshold_of_list(x, best, *columns)[:, 0]
+        for x_v, threshold, (top_k, top_p, min_p) in zip(x, thresholds, filters):
+            expected = kept(x_v, top_k, top_p, min_p)
+            # The share of top-p is that of all that top-k keeps.
+            is_total = top_k <= size or top_k >= 40 or kept(x_v, top_k, 1.0, min_p).sum() < size
+            if size == 40 or (expected.sum() < size and is_total):
+                assert (x_v >= threshold).tolist() == expected.tolist(), (top_k, top_p, min_p)
+                decided += 1
+            else:
+                assert threshold <= best[0, -1], (top_k, top_p, min_p)
+    assert decided > 500
 
 
 def test_a_draw_from_the_list_equals_one_from_the_whole_vocabulary():

@@ -91,7 +91,7 @@ SUITES = {
     ),
     "jpaged/runtime/memory.py": Suite(("tests/runtime/test_memory.py",), isolation="forkserver"),
     "jpaged/runtime/parameters.py": Suite(("tests/runtime/test_parameters.py",), isolation="forkserver"),
-    "jpaged/runtime/pending.py": Suite(("tests/runtime/test_plan.py",), isolation="forkserver"),
+    "jpaged/runtime/pending.py": Suite(("tests/runtime/test_pending.py",), isolation="forkserver"),
     "jpaged/runtime/row_table.py": BATCH,
     "jpaged/runtime/runner.py": RUNNER,
     "jpaged/runtime/sampler.py": Suite(

@@ -115,7 +115,7 @@ def device_of(stats: dict[str, int] | None) -> types.SimpleNamespace:
 
 
 @pytest.mark.parametrize(
-    "sampling, model, expected, asked", [(40, 39, 5, [5]), (40, 40, 5, [5]), (40, 60, 3, [5]), (0, 0, 9, [9])]
+    "sampling, model, expected, asked", [(40, 30, 5, [5]), (40, 40, 5, [5]), (40, 60, 3, [5]), (0, 0, 9, [9])]
 )
 def test_a_pool_leaves_room_for_the_part_of_a_step_that_needs_more(sampling, model, expected, asked):
     pools = []

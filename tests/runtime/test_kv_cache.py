@@ -1,11 +1,15 @@
 """The KV pool: the size of its blocks, and its arrays."""
 
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from jpaged.config import ModelConfig
+from jpaged.models.base import AttentionSpec
+from jpaged.runtime.kv_cache import KVCache
 from tests.runtime.caches import cache_of
 
 GIB = 2**30
@@ -30,3 +34,38 @@ def test_the_pool_is_zero():
     for array in pool:
         assert (array.shape, array.dtype) == ((5, 2, 8, 128), jnp.bfloat16) and not array.any()
         assert array.devices() == {device} and array.committed
+
+
+@pytest.mark.parametrize("rotated", [True, False])
+@pytest.mark.parametrize("decode", [True, False])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+def test_the_ops_are_told_scales_of_an_fp8_pool_and_angles_of_keys_that_are_to_be_rotated(dtype, decode, rotated):
+    calls = {}
+
+    def write_kv(*args, **options):
+        calls["write"] = args, options
+        return "new k", "new v"
+
+    def attend(name):
+        return lambda *args, **options: calls.update({name: (args, options)}) or "attention"
+
+    kernels = types.SimpleNamespace(
+        write_kv=write_kv, paged_decode_attention=attend("decode"), ragged_paged_attention=attend("ragged")
+    )
+    cache = KVCache(2, 3, 8, 64, dtype, kernels)
+    batch = types.SimpleNamespace(
+        slot_mapping="slots", block_tables="tables", context_lens="lens", cu_q_lens="starts", decodes="decodes"
+    )
+    pool, angles = ["k0", "v0", "k1", "v1"], ("cos", "sin") if rotated else (None, None)
+    spec = AttentionSpec(0.5, window=7)
+    assert cache.attend(pool, 1, spec, batch, decode, "q", "k", "v", *angles) == "attention"
+    assert pool == ["k0", "v0", "new k", "new v"]
+    writing, (attending, options) = calls["write"], calls["decode" if decode else "ragged"]
+    assert writing[0] == ("k1", "v1", "k", "v", "slots") and len(calls) == 2
+    assert attending == ("q", "new k", "new v", "tables", "lens", *(() if decode else ("starts",)))
+    for given in (writing[1], options):
+        scales = {name: given.pop(name) for name in ("k_scale_k", "v_scale_k") if name in given}
+        assert len(scales) == (2 if "float8" in dtype else 0)
+        assert all(scale.tolist() == [1, 1, 1] and scale.dtype == jnp.float32 for scale in scales.values())
+    assert writing[1] == ({"cos_t": "cos", "sin_t": "sin"} if rotated else {})
+    assert options == spec._asdict() | ({} if decode else {"decode_s": "decodes"})

@@ -12,7 +12,7 @@ from flax import nnx
 
 from jpaged import LLM, BeamSearchParams, ModelConfig, SamplingParams
 from jpaged.config import EngineConfig, Limits
-from jpaged.core.plan import StepPlan
+from jpaged.core.plan import Admitted, Scheduled, StepPlan, StepResult
 from jpaged.models.checkpoint import abstract_model, dummy_model
 from jpaged.runtime import kernel_choice, memory
 from jpaged.runtime import runner as runner_module
@@ -328,6 +328,8 @@ def test_the_cost_of_a_swap_is_in_tokens_per_block(llm, monkeypatch):
     monkeypatch.setattr(runner, "_run_padding", lambda *args: 0.25 * tokens)  # a quarter of a second for each token
     monkeypatch.setattr(runner.blocks, "swap_there_and_back", lambda count: 2.0 * count)  # two seconds for each block
     assert blocks != tokens and runner.block_swap_cost() == 8.0
+    monkeypatch.setattr(runner.blocks, "swap_there_and_back", lambda count: 2.0 if count == blocks else 0.0)
+    assert runner.block_swap_cost() == 8.0 / blocks, "of the largest transfer"
     assert llm.engine.scheduler.block_swap_cost > 0, "the scheduler is given the measured cost"
 
 
@@ -335,6 +337,59 @@ def test_the_cost_of_a_swap_is_in_tokens_per_block(llm, monkeypatch):
 def runner(model):
     """A runner of 4 blocks and 2 rows that is not warmed up."""
     return ModelRunner(model, EngineConfig(block_size=8, num_gpu_blocks_override=4, swap_space=1.0), Limits(16, 2, 8))
+
+
+def test_a_plan_without_rows_has_an_empty_result(runner):
+    assert runner.dispatch(StepPlan(swap_out=(((2, 5),),))).result() == StepResult(())
+
+
+def test_prompts_are_scored_only_where_a_logprob_is_wanted(runner, monkeypatch):
+    """The target may be token 0."""
+    wanted = SamplingParams(prompt_logprobs=1)
+    admitted = Admitted(0, (5, 0), 2, wanted, 0, (1,), num_scored=0)
+    found = runner.dispatch(StepPlan((Scheduled(0, 0, 2, 1),), admitted=(admitted,))).result()
+    (scored,) = found.prompt[0]
+    assert found.prompt.keys() == {0} and scored.token == 0 and scored.logprob < 0 and len(scored.top_tokens) == 1
+    monkeypatch.setattr(runner.step, "score", None)
+    plain = Admitted(1, (5, 0), 2, SamplingParams(), 0, (2,))
+    found = runner.dispatch(StepPlan((Scheduled(1, 0, 2, 1),), admitted=(plain,))).result()
+    assert len(found.samples) == 1 and found.prompt == {}
+    assert runner.dispatch(StepPlan((Scheduled(0, 2, 1, 1), Scheduled(1, 2, 1, 1)))).result().prompt == {}
+
+
+def test_other_parameters_are_served_from_the_next_step_on(runner):
+    before, other = list(runner.params), dummy_model(LLAMA, "float32", seed=1)
+    runner.check_params(other)
+    assert all(now is old for now, old in zip(runner.params, before, strict=True))
+    runner.update_params(other)
+    leaves = jax.tree.leaves(nnx.state(other))
+    assert [x.unsafe_buffer_pointer() for x in runner.params] == [x.unsafe_buffer_pointer() for x in leaves]
+    for call in (runner.check_params, runner.update_params):
+        with pytest.raises(ValueError, match=r"params: .* is bfloat16, not float32"):
+            call(dummy_model(LLAMA, "bfloat16", seed=1))
+    assert [x.unsafe_buffer_pointer() for x in runner.params] == [x.unsafe_buffer_pointer() for x in leaves]
+
+
+def test_deleted_parameters_are_named():
+    runner = ModelRunner(
+        dummy_model(LLAMA, "float32", seed=1), EngineConfig(block_size=8, num_gpu_blocks_override=4), Limits(16, 2, 8)
+    )
+    runner.params[3].delete()
+    admitted = Admitted(0, (5, 0), 2, SamplingParams(), 0, (1,))
+    with pytest.raises(RuntimeError, match=r"^params: .* were deleted, .* update_params$"):
+        runner.dispatch(StepPlan((Scheduled(0, 0, 2, 1),), admitted=(admitted,)))
+
+
+def test_a_time_is_the_shortest_of_three_until_the_result_is_there(monkeypatch):
+    class Result:
+        waits = 0
+
+        def block_until_ready(self):
+            Result.waits += 1
+
+    clock = iter([10.0, 13.0, 20.0, 21.5, 30.0, 32.0])
+    monkeypatch.setattr(runner_module, "time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
+    assert runner_module._seconds(Result) == 1.5 and Result.waits == 3
 
 
 @pytest.mark.parametrize("blocks, expected", [(0, 0), (2.75, 2), (4, 4), (100, 4)])

@@ -87,7 +87,10 @@ SUITES = {
         ("tests/runtime/test_runner.py",), "kernels_are_chosen or kernels_of_a_gpu or capability", "forkserver"
     ),
     "jpaged/runtime/kv_cache.py": Suite(
-        ("tests/runtime/test_kv_cache.py", "tests/runtime/test_step.py"), isolation="forkserver"
+        (
+            "tests/runtime/test_kv_cache.py", "tests/runtime/test_step.py", "tests/runtime/test_swap.py",
+            "tests/runtime/test_block_store.py",
+        ), isolation="forkserver",
     ),
     "jpaged/runtime/memory.py": Suite(("tests/runtime/test_memory.py",), isolation="forkserver"),
     "jpaged/runtime/parameters.py": Suite(("tests/runtime/test_parameters.py",), isolation="forkserver"),

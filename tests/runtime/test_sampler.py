@@ -314,8 +314,11 @@ def test_the_threshold_of_a_list_is_that_of_the_vocabulary_if_the_list_has_all_t
     filters = list(itertools.product([0, 1, 2, 3, 7, 8, 9, 40, 1000], [1.0, 0.99, 0.7, 0.3, 0.05], [0, 0.1, 0.5, 1]))
     columns = [np.asarray(column, dtype) for column, dtype in zip(zip(*filters), (np.int32, np.float32, np.float32))]
     rng, decided = np.random.default_rng(1), 0
-    for _ in range(4):
-        x = np.tile(np.float32(np.round(2 * rng.normal(0, 1.5, 40)) / 2), (len(filters), 1))
+    with_ties = [np.round(2 * rng.normal(0, 1.5, 40)) / 2 for _ in range(4)]
+    one_less_than_the_list = np.where(np.arange(40) < 7, -0.1 * np.arange(40), -20)
+    almost_certain = np.where(np.arange(40) < 1, 0, -30.0 - np.arange(40))
+    for values in (*with_ties, one_less_than_the_list, almost_certain):
+        x = np.tile(np.float32(values), (len(filters), 1))
         best = -np.sort(-x, axis=-1)[:, :size]
         thresholds = _threshold_of_list(x, best, *columns)[:, 0]
         for x_v, threshold, (top_k, top_p, min_p) in zip(x, thresholds, filters):

@@ -62,7 +62,7 @@ def test_what_is_wanted_is_copied_as_soon_as_it_is_there():
 def test_tokens_of_prompts_are_given_by_row_of_the_plan(num_top):
     """Rows of 3, 2, 1 and 2 tokens: only the first and the last have tokens whose logprob is wanted."""
     rows = tuple(Scheduled(5 + i, 0, count, 0) for i, count in enumerate((3, 2, 1, 2)))
-    targets = np.int32([7, -1, 8, -1, -1, -1, -1, 9])
+    targets = np.int32([7, -1, 0, -1, -1, -1, -1, 9])  # 0 is a token
     found = pending(
         num_top, plan={"rows": rows}, prompt=packed(8, base=20), targets=targets, prompt_top=[1, 4, 4, 0]
     ).result()

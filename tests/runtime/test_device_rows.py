@@ -70,11 +70,11 @@ def test_the_warm_up_compiles_every_change_and_changes_nothing():
     rows.warm_up()
     for array, old in zip(arrays(rows), before):
         np.testing.assert_array_equal(array, old)
-    assert (rows._copy._cache_size(), rows._write._cache_size()) == (2, 1)
+    sizes = rows._copy._cache_size(), rows._write._cache_size()
     rows.apply(StepPlan(row_copies=((0, 1),)))
     rows.apply(StepPlan(row_copies=((0, 1), (1, 2), (2, 0))))
     rows.apply(StepPlan(admitted=(admitted(0),)))
-    assert (rows._copy._cache_size(), rows._write._cache_size()) == (2, 1)
+    assert (rows._copy._cache_size(), rows._write._cache_size()) == sizes
 
 
 def test_rows_begin_empty_on_their_device():

@@ -91,7 +91,11 @@ def kinds() -> list[tuple[list[int], SamplingParams | BeamSearchParams, dict]]:
 def generate(engine: Engine, abort_at: dict[int, str] | None = None) -> list[list[tuple]]:
     """The tokens, logprobs and finish reasons of every choice; a request is aborted after so many steps."""
     requests, steps = [], 0
+    grammars = engine.grammar_compiler()
+    assert grammars is not None
     for number, (prompt, params, options) in enumerate(kinds()):
+        if params.structured_outputs:
+            options |= {"constraint": grammars.compile(params.structured_outputs)}
         requests.append(engine.add(str(number), prompt, params, **options))
     while engine.has_work:
         if abort_at and steps in abort_at:

@@ -17,9 +17,9 @@ LLAMA = ModelConfig(
 )  # fmt: skip
 
 
-def numbered(num_host_blocks: int = 4) -> BlockStore:
+def numbered(num_host_blocks: int = 4, copy_sizes: tuple[int, ...] = (2, 8)) -> BlockStore:
     """Return a store of four blocks, each full of its own number."""
-    store = BlockStore(cache_of(LLAMA, 8, "float32"), 4, num_host_blocks, (2, 8), jax.devices()[0])
+    store = BlockStore(cache_of(LLAMA, 8, "float32"), 4, num_host_blocks, copy_sizes, jax.devices()[0])
     store.pool = [jnp.full(x.shape, jnp.arange(4.0)[:, None, None, None], device=jax.devices()[0]) for x in store.pool]
     return store
 
@@ -66,16 +66,22 @@ def test_a_copy_takes_the_pool_donated_and_nothing_else_does():
     assert all(array.is_deleted() for array in before)
 
 
-def test_the_warm_up_compiles_every_move_and_moves_nothing(monkeypatch):
+def test_the_warm_up_makes_every_swap_and_moves_nothing(monkeypatch):
     store, swapped = numbered(), []
     there_and_back = store.swap_there_and_back
     monkeypatch.setattr(store, "swap_there_and_back", lambda size: (swapped.append(size), there_and_back(size))[1])
     store.warm_up()
     assert numbers(store) == [0, 1, 2, 3]
     assert tuple(swapped) == TRANSFERS and len(store.host) == 0
+
+
+def test_the_warm_up_compiles_every_size_of_a_copy():
+    """The sizes are of this test alone, for jax shares the executables of equal shapes."""
+    store = numbered(copy_sizes=(3, 6))
+    store.warm_up()
     size = store._copy._cache_size()
     store.apply(StepPlan(block_copies=((0, 0),)))
-    store.apply(StepPlan(block_copies=((0, 0),) * 3))
+    store.apply(StepPlan(block_copies=((0, 0),) * 4))
     assert store._copy._cache_size() == size
 
 

@@ -26,7 +26,7 @@ from jax import lax
 from pallas_kernels.checks import FP8, FP8_MAX, check_attention, check_copy, check_write
 from pallas_kernels.query_tiles import decode_rows
 
-TILE_Q = 16  # query rows attended at once
+TILE_Q = 64  # query rows attended at once
 TILE_KV = 128  # keys gathered at once: small enough to stay in a core's cache
 TILE_DECODE = 64  # the same for each of the sequences that are decoded together
 

@@ -1,11 +1,15 @@
 """Parts that models are made of. Parameters name their axes, which a mesh maps to its own."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
 MANY_ROWS = 256  # from here on both forms of a product take the same time on a CPU
+
+Activation = Callable[[jax.Array], jax.Array]
 
 
 def axes(*names: str | None) -> dict:
@@ -28,10 +32,10 @@ class Linear(nnx.Module):
         if bias:
             self.bias = nnx.Param(jnp.zeros(fan_out, dtype), **axes(names[0]))
 
-    def __call__(self, x_ti: jax.Array) -> jax.Array:
-        """Return [T, out], in the dtype of x."""
-        y_to = product(x_ti, self.weight[...])
-        return y_to + self.bias[...] if hasattr(self, "bias") else y_to
+    def __call__(self, x_ti: jax.Array, activation: Activation | None = None) -> jax.Array:
+        """Return y, or activation(y), [T, out] in the dtype of x."""
+        bias_o = self.bias[...] if hasattr(self, "bias") else None
+        return product(x_ti, self.weight[...], bias_o=bias_o, activation=activation)
 
 
 def rms_norm(size: int, epsilon: float, *, dtype, rngs: nnx.Rngs) -> nnx.RMSNorm:
@@ -41,16 +45,32 @@ def rms_norm(size: int, epsilon: float, *, dtype, rngs: nnx.Rngs) -> nnx.RMSNorm
     )  # fmt: skip
 
 
-def product(x_ti: jax.Array, weight_oi: jax.Array, dtype=None) -> jax.Array:
-    """Return x W^T [T, out], in `dtype` or else in that of x."""
+def product(
+    x_ti: jax.Array, weight_oi: jax.Array, dtype=None, *, bias_o: jax.Array | None = None,
+    activation: Activation | None = None,
+) -> jax.Array:  # fmt: skip
+    """Return activation(x W^T + b) [T, out], in `dtype` or else in that of x.
+
+    Args:
+        activation: of single elements; None is none.
+    """
 
     def elsewhere(x_ti: jax.Array, weight_oi: jax.Array) -> jax.Array:
-        return jnp.einsum("ti,oi->to", x_ti, weight_oi, preferred_element_type=dtype)
+        y_to = jnp.einsum("ti,oi->to", x_ti, weight_oi, preferred_element_type=dtype)
+        y_to = y_to if bias_o is None else y_to + bias_o
+        return activation(y_to) if activation else y_to
 
     def on_cpu(x_ti: jax.Array, weight_oi: jax.Array) -> jax.Array:
-        # XLA multiplies W x^T up to twice as fast as x W^T if there are few rows, unless it is free to swap the two.
-        if x_ti.shape[0] >= MANY_ROWS:
+        # XLA multiplies W x^T up to twice as fast as x W^T if there are few rows, unless it is free to swap the two. A
+        # single row of bfloat16 takes ten times as long as two. An activation is not vectorized if it is computed
+        # while its operand is transposed.
+        rows = x_ti.shape[0]
+        if rows >= MANY_ROWS:
             return elsewhere(x_ti, weight_oi)
-        return lax.optimization_barrier(jnp.einsum("oi,ti->ot", weight_oi, x_ti, preferred_element_type=dtype)).T
+        if rows == 1 and x_ti.dtype != jnp.float32:
+            x_ti = jnp.pad(x_ti, ((0, 1), (0, 0)))
+        y_ot = jnp.einsum("oi,ti->ot", weight_oi, x_ti, preferred_element_type=dtype)
+        y_ot = y_ot if bias_o is None else y_ot + bias_o[:, None]
+        return lax.optimization_barrier(activation(y_ot) if activation else y_ot)[:, :rows].T
 
     return lax.platform_dependent(x_ti, weight_oi, cpu=on_cpu, default=elsewhere)

@@ -45,7 +45,7 @@ class Mlp(nnx.Module):
         self.down_proj = Linear(f, d, (None, "mlp"), **options)
 
     def __call__(self, x_td: jax.Array) -> jax.Array:
-        return self.down_proj(ACTIVATIONS[self.activation](self.gate_proj(x_td)) * self.up_proj(x_td))
+        return self.down_proj(self.gate_proj(x_td, ACTIVATIONS[self.activation]) * self.up_proj(x_td))
 
 
 class Layer(nnx.Module):

@@ -41,9 +41,9 @@ class Bucket(NamedTuple):
 
 
 def ladder(low: int, high: int, factor: int) -> tuple[int, ...]:
-    """Return `high`, `high / factor`, ... down to `low` (2 or more) or just above it, in rising order."""
+    """Return `high`, `high / factor`, ... down to `low` or just above it, in rising order."""
     rungs = [high]
-    while (below := -(-rungs[0] // factor)) >= low:
+    while rungs[0] > 1 and (below := -(-rungs[0] // factor)) >= low:
         rungs.insert(0, below)
     return tuple(rungs)
 
@@ -52,13 +52,12 @@ class Buckets:
     """Every shape that a step can have, known before the first one runs.
 
     A step costs by its tokens, so both ladders double (`benchmarks/padding.py` counts the padding); one with a prompt
-    in it pays for `num_seqs` only in logits. One row alone is never run: XLA's bfloat16 product of a single row takes
-    ten times as long as that of two on CPUs.
+    in it pays for `num_seqs` only in logits.
     """
 
     def __init__(self, limits: Limits):
         max_seqs, max_tokens = limits.max_num_seqs, limits.max_num_batched_tokens
-        self.decode = tuple(Bucket(s, s, True) for s in ladder(2, max(2, max_seqs), 2))
+        self.decode = tuple(Bucket(s, s, True) for s in ladder(1, max_seqs, 2))
         seqs = (16, max_seqs) if max_seqs > 16 else (max_seqs,)
         self.mixed = tuple(Bucket(t, s, False) for t in ladder(32, max(16, max_tokens), 2) for s in seqs)
         self.all = self.decode + self.mixed

@@ -56,6 +56,8 @@ class Lab:
 
 def test_ladder():
     assert ladder(2, 16, 2) == (2, 4, 8, 16)
+    assert ladder(1, 9, 2) == (1, 2, 3, 5, 9)
+    assert ladder(1, 1, 2) == (1,)
     assert ladder(16, 100, 4) == (25, 100)
     assert ladder(16, 2048, 4) == (32, 128, 512, 2048)
     assert ladder(16, 16, 4) == (16,)
@@ -68,11 +70,11 @@ def test_every_step_fits_a_shape_and_wastes_little(seqs, tokens, data):
     num_seqs = data.draw(st.integers(1, seqs))
     num_tokens = data.draw(st.integers(num_seqs, tokens))
     bucket = buckets.fit(num_tokens, num_seqs, num_tokens == num_seqs)
-    assert bucket in buckets.all and len(set(buckets.all)) == len(buckets.all) <= 26
+    assert bucket in buckets.all and len(set(buckets.all)) == len(buckets.all) <= 27
     assert bucket.num_tokens >= num_tokens and bucket.num_seqs >= num_seqs
     assert bucket.decode == (num_tokens == num_seqs)
     if bucket.decode:
-        assert bucket.num_seqs < max(3, 2 * num_seqs)
+        assert bucket.num_seqs < 2 * num_seqs
     else:
         assert bucket.num_tokens < max(64, 2 * num_tokens)
 
@@ -80,21 +82,17 @@ def test_every_step_fits_a_shape_and_wastes_little(seqs, tokens, data):
 @pytest.mark.parametrize(
     "seqs, tokens, decode, mixed",
     [
-        (1, 1, [2], [(16, 1)]),
-        (8, 64, [2, 4, 8], [(32, 8), (64, 8)]),
-        (9, 100, [2, 3, 5, 9], [(50, 9), (100, 9)]),
-        (17, 256, [2, 3, 5, 9, 17], [(t, s) for t in (32, 64, 128, 256) for s in (16, 17)]),
-        (16, 2048, [2, 4, 8, 16], [(t, 16) for t in (32, 64, 128, 256, 512, 1024, 2048)]),
+        (1, 1, [1], [(16, 1)]),
+        (8, 64, [1, 2, 4, 8], [(32, 8), (64, 8)]),
+        (9, 100, [1, 2, 3, 5, 9], [(50, 9), (100, 9)]),
+        (17, 256, [1, 2, 3, 5, 9, 17], [(t, s) for t in (32, 64, 128, 256) for s in (16, 17)]),
+        (16, 2048, [1, 2, 4, 8, 16], [(t, 16) for t in (32, 64, 128, 256, 512, 1024, 2048)]),
     ],
 )
 def test_the_ladders(seqs, tokens, decode, mixed):
     buckets = Buckets(Limits(10**6, seqs, tokens))
     assert buckets.decode == tuple(Bucket(s, s, True) for s in decode)
     assert buckets.mixed == tuple(Bucket(t, s, False) for t, s in mixed)
-
-
-def test_no_shape_has_a_single_row():
-    assert min(b.num_tokens for b in Buckets(Limits(8, 1, 1)).all) >= 2
 
 
 def test_a_mixed_batch():

@@ -39,7 +39,7 @@ def described(array) -> tuple:
 
 def test_every_bucket_has_a_layout_and_masks_of_its_samples(shapes):
     assert shapes.layouts.keys() == set(shapes.buckets.all)
-    assert shapes.no_bits.keys() == {bucket.num_seqs for bucket in shapes.buckets.all} == {2, 4}
+    assert shapes.no_bits.keys() == {bucket.num_seqs for bucket in shapes.buckets.all} == {1, 2, 4}
     for size, bits in shapes.no_bits.items():
         assert (bits.shape, bits.dtype, bits.devices()) == ((size, 4), np.uint32, {jax.devices()[0]})
         assert bits.committed and not bits.any()

@@ -74,7 +74,7 @@ def step(
     """
     config = MODELS[model]
     max_model_len, max_seqs = max(contexts) + block_size, max(batches)
-    limits = Limits(max_model_len, max_seqs, max(2048, max_seqs))
+    limits = Limits(max_model_len, max_seqs, max(2048, max_seqs), block_size)
     dtype = bench.sized("bfloat16", "float32")
     llama = random_llama(config, dtype)
     parameters = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(llama)))
@@ -84,9 +84,7 @@ def step(
     cases = [(batch, context) for context in contexts for batch in batches]
     blocks = {case: case[0] * -(-case[1] // block_size) for case in cases}
     fitting = [count for count in blocks.values() if count * block_size * token_bytes <= room]
-    runner = ModelRunner(
-        llama, EngineConfig(block_size=block_size, num_gpu_blocks_override=max(fitting), kernels=kernels), limits
-    )
+    runner = ModelRunner(llama, EngineConfig(num_gpu_blocks_override=max(fitting), kernels=kernels), limits)
     # Zeros could be read faster than numbers.
     for i, zeros in enumerate(runner.blocks.pool):  # one by one: two pools would not fit
         runner.blocks.pool[i] = random_array(zeros.shape, str(zeros.dtype), i)

@@ -14,6 +14,7 @@ each run of a mode and block size preempts the same requests.
 """
 
 import argparse
+import dataclasses
 import itertools
 import statistics
 import sys
@@ -204,7 +205,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     runners = {}
     for size in args.block_sizes:
         blocks = max(args.pool_tokens, limits.max_model_len) // size
-        runners[size] = ModelRunner(model, EngineConfig(block_size=size, num_gpu_blocks_override=blocks), limits)
+        sized = EngineConfig(num_gpu_blocks_override=blocks), dataclasses.replace(limits, block_size=size)
+        runners[size] = ModelRunner(model, *sized)
         runners[size].warm_up(progress=False)
         report.say(f"block size {size} is compiled")
     micro(report, runners, limits.max_model_len, args.chunk, 5 * args.rounds)

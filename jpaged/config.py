@@ -244,11 +244,12 @@ def read_json(path: Path, *, missing_ok: bool = False) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Limits:
-    """How much one sequence and one step may hold: settled, no None in them."""
+    """How much one sequence, one step and one KV block may hold: settled, no None in them."""
 
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    block_size: int = 16
 
 
 @dataclass(frozen=True)
@@ -264,6 +265,7 @@ class EngineConfig:
             is float32); "half" and "float" are float16 and float32.
         kv_cache_dtype: of the KV pool; "auto" is that of the parameters, "fp8" and "fp8_e4m3" store 8 bits.
         max_model_len: most tokens, prompt and output, of one sequence.
+        block_size: tokens of a KV block.
         gpu_memory_utilization: the share of the memory that jax has on the device (XLA_PYTHON_CLIENT_MEM_FRACTION) that
             parameters, pool and temporaries may fill.
         num_gpu_blocks_override: size of the pool in blocks, instead of measuring memory.
@@ -286,7 +288,7 @@ class EngineConfig:
     seed: int = 0
     load_format: str = "auto"
     max_model_len: int | None = None
-    block_size: int = 16
+    block_size: int | None = None
     gpu_memory_utilization: float = 0.92
     num_gpu_blocks_override: int | None = None
     enable_prefix_caching: bool = True
@@ -309,10 +311,11 @@ class EngineConfig:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {getattr(self, name)!r}")
         if self.skip_tokenizer_init and self.tokenizer:
             raise ValueError(f"skip_tokenizer_init: can't be combined with tokenizer ({self.tokenizer!r})")
-        if not MIN_BLOCK_SIZE <= self.block_size <= MAX_BLOCK_SIZE:
-            raise ValueError(f"block_size must be between {MIN_BLOCK_SIZE} and {MAX_BLOCK_SIZE}, not {self.block_size}")
-        if self.block_size & (self.block_size - 1):
-            raise ValueError(f"block_size must be a power of two, not {self.block_size}")
+        if (size := self.block_size) is not None:
+            if not MIN_BLOCK_SIZE <= size <= MAX_BLOCK_SIZE:
+                raise ValueError(f"block_size must be between {MIN_BLOCK_SIZE} and {MAX_BLOCK_SIZE}, not {size}")
+            if size & (size - 1):
+                raise ValueError(f"block_size must be a power of two, not {size}")
         if not (math.isfinite(self.gpu_memory_utilization) and 0 < self.gpu_memory_utilization <= 1):
             raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, not {self.gpu_memory_utilization}")
         if not (math.isfinite(self.swap_space) and self.swap_space >= 0):

@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 
 from jpaged.config import EngineConfig, ModelConfig
-from jpaged.engine.build import dtype_of, find_model
+from jpaged.engine.build import dtype_of, find_model, limits_of
 from jpaged.runtime.compilation_cache import executables_folder
 from jpaged.runtime.kernel_choice import compute_capability, select_kernels
 from jpaged.runtime.memory import available_host_memory
@@ -99,13 +99,14 @@ def examine(config: EngineConfig, *, retest: bool = False) -> Report:
         devices = []
         problems.append(f"jax has no device: {error}")
     if devices:
-        dtype = dtype_of(config, model, devices[0].platform)
+        platform = devices[0].platform
+        dtype, block_size = dtype_of(config, model, platform), limits_of(config, model, platform).block_size
         shapes = (
             f"{config.model}, {dtype}, head dim {model.head_dim}, {model.num_attention_heads} heads over "
-            f"{model.num_key_value_heads}, blocks of {config.block_size}"
+            f"{model.num_key_value_heads}, blocks of {block_size}"
         )
         try:
-            kernels = select_kernels(config, model, dtype, devices[0], retest=retest)
+            kernels = select_kernels(config, model, block_size, dtype, devices[0], retest=retest)
         except NotImplementedError as error:
             problems.append(str(error))
     tests = kernels.tests if kernels else ()

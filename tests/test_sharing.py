@@ -24,8 +24,8 @@ from tests.models import byte_tokenizer
 from tests.oracle import make_beam_fixtures
 
 FIXTURES = json.loads(make_beam_fixtures.FIXTURE.read_text())
-LIMITS = Limits(max_model_len=96, max_num_seqs=64, max_num_batched_tokens=64)
 BLOCK, ROOM, HOST = 4, 640, 300
+LIMITS = Limits(max_model_len=96, max_num_seqs=64, max_num_batched_tokens=64, block_size=BLOCK)
 # Blocks of the pool, and how what does not fit gives way.
 POOLS = {"room": (ROOM, "recompute"), "recompute": (100, "recompute"), "swap": (100, "swap")}
 
@@ -42,7 +42,7 @@ def runner_of(tmp_path_factory):
 
     @functools.cache
     def runner(name: str) -> ModelRunner:
-        config = EngineConfig(block_size=BLOCK, num_gpu_blocks_override=ROOM, swap_space=1.0)
+        config = EngineConfig(num_gpu_blocks_override=ROOM, swap_space=1.0)
         runner = ModelRunner(load(name, 0), config, LIMITS)
         buckets = runner.shapes.buckets
         buckets.decode, buckets.mixed = (Bucket(64, 64, True),), (Bucket(64, 64, False),)  # soon compiled

@@ -81,7 +81,10 @@ def limits_of(config: EngineConfig, model: ModelConfig, platform: str) -> Limits
     # A CPU computes 128 tokens about as efficiently as more, and decodes wait for a step with a prompt in it.
     seqs, tokens = (64, 128) if platform == "cpu" else (256, 2048)
     max_num_seqs = config.max_num_seqs or min(seqs, config.max_num_batched_tokens or seqs)
-    limits = Limits(max_model_len, max_num_seqs, config.max_num_batched_tokens or max(tokens, max_num_seqs))
+    # A CPU gathers long contexts faster in large blocks (0.7 of the time of attention over 512 tokens).
+    block_size = config.block_size or (64 if platform == "cpu" and max_model_len >= 2048 else 16)
+    max_num_batched_tokens = config.max_num_batched_tokens or max(tokens, max_num_seqs)
+    limits = Limits(max_model_len, max_num_seqs, max_num_batched_tokens, block_size)
     if config.num_gpu_blocks_override is not None:
         check_num_blocks(limits, config.num_gpu_blocks_override)
     return limits
@@ -144,9 +147,9 @@ def prepare(config: EngineConfig, *, tokenizer: Any = None, chat_template: str |
     if chat_template is not None:
         check_chat_template(tokenizer, chat_template)
     (device,) = jax.device_put(0).devices()  # where parameters will be
-    kernels = select_kernels(config, model, dtype, device)  # may test them, which takes minutes
+    kernels = select_kernels(config, model, limits.block_size, dtype, device)  # may test them, which takes minutes
     if config.num_gpu_blocks_override:  # again once the parameters are loaded, which leaves less memory
-        cache = KVCache.of(model, config.block_size, config.pool_dtype(dtype), kernels)
+        cache = KVCache.of(model, limits.block_size, config.pool_dtype(dtype), kernels)
         check_override(config.num_gpu_blocks_override, cache.block_bytes, available_memory(device))
     return Prepared(model, limits, dtype, kernels, tokenizer, defaults)
 
@@ -209,9 +212,9 @@ def load_engine(
         runner.warm_up(progress=progress)
     host_pool = None
     if runner.blocks.num_host_blocks and config.preemption_mode != "recompute":
-        host_pool = BlockPool(runner.blocks.num_host_blocks, config.block_size, enable_prefix_caching=False)
+        host_pool = BlockPool(runner.blocks.num_host_blocks, limits.block_size, enable_prefix_caching=False)
     scheduler = Scheduler(
-        BlockPool(runner.blocks.num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching),
+        BlockPool(runner.blocks.num_blocks, limits.block_size, enable_prefix_caching=config.enable_prefix_caching),
         limits,
         vocab_size=model.config.vocab_size,
         eos_token_ids=model.config.eos_token_ids,

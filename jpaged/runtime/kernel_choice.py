@@ -8,7 +8,7 @@ from pallas_kernels import Kernels, SelfTest, select
 
 
 def select_kernels(
-    config: EngineConfig, model: ModelConfig, dtype: str, device: jax.Device, *, retest: bool = False
+    config: EngineConfig, model: ModelConfig, block_size: int, dtype: str, device: jax.Device, *, retest: bool = False
 ) -> Kernels:
     """Choose the kernels for a model on a device. On a GPU each op is tested first, or its earlier test remembered.
 
@@ -19,7 +19,7 @@ def select_kernels(
         config.kernels, platform=device.platform, device_kind=device.device_kind,
         compute_capability=compute_capability(device), dtype=dtype, pool_dtype=config.pool_dtype(dtype),
         head_dim=model.head_dim,
-        num_heads=model.num_attention_heads, num_kv_heads=model.num_key_value_heads, block_size=config.block_size,
+        num_heads=model.num_attention_heads, num_kv_heads=model.num_key_value_heads, block_size=block_size,
         self_test=SelfTest.on(device, cache_folder() / "selftest", retest=retest),
     )  # fmt: skip
 

@@ -55,16 +55,16 @@ class ModelRunner:
         self.params = checked(state, self._expected, self.device)
         llama, dtype = model.config, str(self.params[0].dtype)
         self.vocab_size = llama.vocab_size
-        self.kernels = kernels or select_kernels(config, llama, dtype, self.device)
+        self.kernels = kernels or select_kernels(config, llama, limits.block_size, dtype, self.device)
         logger.info("attention kernels: %s (%s)", self.kernels.name, self.kernels.reason)
-        cache = KVCache.of(llama, config.block_size, config.pool_dtype(dtype), self.kernels)
+        cache = KVCache.of(llama, limits.block_size, config.pool_dtype(dtype), self.kernels)
         if config.num_gpu_blocks_override:
             check_override(config.num_gpu_blocks_override, cache.block_bytes, available_memory(self.device))
-        table_width = -(-limits.max_model_len // config.block_size)
+        table_width = -(-limits.max_model_len // limits.block_size)
         self.shapes = Shapes(Buckets(limits), table_width, llama.vocab_size, self.device)
         self.step = Step(graphdef, treedef, cache, self.shapes.layouts)
         copy_sizes = ladder(8, max(8, limits.max_num_seqs), 4)
-        table = RowTable(limits.max_num_seqs, table_width, config.block_size)
+        table = RowTable(limits.max_num_seqs, table_width, limits.block_size)
         self.rows = DeviceRows(table, llama.vocab_size, copy_sizes, self.device)
         most = limits.max_num_seqs * table_width
         num_host_blocks = min(int(config.swap_space * 2**30 // cache.block_bytes), most)
@@ -90,7 +90,7 @@ class ModelRunner:
         )  # fmt: skip
         with self._exhaustion():
             self.blocks = BlockStore(cache, num_blocks, num_host_blocks, copy_sizes, self.device)
-        logger.info("KV pool: %d blocks of %d tokens (%s, %s)", num_blocks, config.block_size, size, cache.dtype)
+        logger.info("KV pool: %d blocks of %d tokens (%s, %s)", num_blocks, limits.block_size, size, cache.dtype)
 
     def warm_up(self, *, progress: bool = True) -> None:
         """Compile every executable, or load it from jax's cache on disk, by running it on padding.

@@ -35,7 +35,7 @@ def interrupted(command, words):
     "command, words",
     [
         (["-X", "importtime", "server.py", *SMALL], "aiohttp"),
-        (["-m", "jpaged.cli.main", "complete", "Once", *SMALL], "compiling 2 shapes"),
+        (["-m", "jpaged.cli.main", "complete", "Once", *SMALL], "compiling 3 shapes"),
     ],
     ids=["importing", "compiling"],
 )

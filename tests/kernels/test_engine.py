@@ -38,7 +38,7 @@ LLAMA = ModelConfig(
     vocab_size=VOCAB, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
     num_key_value_heads=1, head_dim=64, max_position_embeddings=64,
 )  # fmt: skip
-LIMITS = Limits(max_model_len=40, max_num_seqs=4, max_num_batched_tokens=16)
+LIMITS = Limits(max_model_len=40, max_num_seqs=4, max_num_batched_tokens=16, block_size=BLOCK)
 
 REFERENCE = contextlib.nullcontext, kernels_of(reference)
 TRITON = triton_interpreter.interpreting, kernels_of(triton)
@@ -84,7 +84,7 @@ def generate(model: Llama, implementation: Implementation, workload: dict, block
     with pytest.MonkeyPatch.context() as patch, interpreting():
         patch.setattr(runner_module, "select_kernels", lambda *args: kernels)
         patch.setattr(BeamSearch, "advance", _watched(BeamSearch.advance, beam_margins))
-        config = EngineConfig(block_size=BLOCK, num_gpu_blocks_override=blocks, swap_space=0.1)
+        config = EngineConfig(num_gpu_blocks_override=blocks, swap_space=0.1)
         runner = ModelRunner(model, config, LIMITS)
         buckets = runner.shapes.buckets
         buckets.decode, buckets.mixed = (Bucket(4, 4, True),), (Bucket(16, 4, False),)  # soon compiled

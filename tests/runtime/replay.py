@@ -19,8 +19,8 @@ LLAMA = ModelConfig(
     vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
     num_key_value_heads=1, head_dim=16, max_position_embeddings=128,
 )  # fmt: skip
-LIMITS = Limits(max_model_len=64, max_num_seqs=8, max_num_batched_tokens=16)
 NUM_BLOCKS, BLOCK_SIZE = 14, 4
+LIMITS = Limits(max_model_len=64, max_num_seqs=8, max_num_batched_tokens=16, block_size=BLOCK_SIZE)
 
 
 class Recorded(NamedTuple):
@@ -32,7 +32,7 @@ class Recorded(NamedTuple):
 
 def make_runner() -> ModelRunner:
     """A runner on a small pool. Its parameters are the same in every process."""
-    config = EngineConfig(block_size=BLOCK_SIZE, num_gpu_blocks_override=NUM_BLOCKS, swap_space=0.01)
+    config = EngineConfig(num_gpu_blocks_override=NUM_BLOCKS, swap_space=0.01)
     runner = ModelRunner(dummy_model(LLAMA, "float32", seed=3), config, LIMITS)
     runner.shapes.buckets.decode = runner.shapes.buckets.decode[-1:]  # soon compiled
     return runner

@@ -147,7 +147,7 @@ LLAMA = ModelConfig(
     vocab_size=2000, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
     num_key_value_heads=1, head_dim=32, max_position_embeddings=64,
 )  # fmt: skip
-LIMITS = Limits(max_model_len=64, max_num_seqs=2, max_num_batched_tokens=16)  # two shapes of a step
+LIMITS = Limits(max_model_len=64, max_num_seqs=2, max_num_batched_tokens=16, block_size=8)  # three shapes of a step
 GPU = {"bytes_limit": 2**24, "bytes_in_use": 2**20}
 BLOCK_BYTES = cache_of(LLAMA, 8, "float32").block_bytes
 
@@ -175,9 +175,9 @@ def test_a_second_start_compiles_nothing_where_the_pool_is_measured(measured, mo
         forget_cache()
     assert loads.loaded > 0 and loads.compiled == 0
     assert pools[0] == pools[1] > 1000
-    # Each of the two shapes once: the measurement shares them with the warm-up.
-    assert [len(entries(folder, name)) for name in ("run", "choose", "score")] == [2, 1, 1]
-    assert any(message.startswith("compiled 1 of 2 shapes, about ") for message in caplog.messages)
+    # Each of the three shapes once: the measurement shares them with the warm-up.
+    assert [len(entries(folder, name)) for name in ("run", "choose", "score")] == [3, 2, 1]
+    assert any(message.startswith("compiled 1 of 3 shapes, about ") for message in caplog.messages)
     assert any(re.fullmatch(r"compiled in \d+\.\d seconds", message) for message in caplog.messages)
 
 
@@ -196,11 +196,11 @@ def test_the_pool_leaves_room_for_the_part_of_a_step_that_needs_most(
 ):
     monkeypatch.setattr(Shapes, "sampling_temporaries", lambda *_: sampling)
     monkeypatch.setattr(Shapes, "model_temporaries", lambda *_: model_part)
-    config = EngineConfig(block_size=8, swap_space=swap_space, gpu_memory_utilization=0.75)
+    config = EngineConfig(swap_space=swap_space, gpu_memory_utilization=0.75)
     assert ModelRunner(model, config, LIMITS).blocks.num_blocks == (12 * 2**20 - 2**20 - most) // BLOCK_BYTES
 
 
 def test_pool_of_a_device_without_figures_holds_every_sequence_whole(model):
     """The device reports no memory, as a CPU does; the model is small enough for all blocks that could be in use."""
-    runner = ModelRunner(model, EngineConfig(block_size=8, swap_space=0.0), LIMITS)
+    runner = ModelRunner(model, EngineConfig(swap_space=0.0), LIMITS)
     assert runner.blocks.num_blocks == LIMITS.max_num_seqs * LIMITS.max_model_len // 8

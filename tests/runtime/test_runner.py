@@ -315,8 +315,8 @@ def test_gpu_memory_utilization_sizes_the_pool(model, monkeypatch):
     monkeypatch.setattr(Shapes, "model_temporaries", lambda *args: gib // 8)
     monkeypatch.setattr(KVCache, "allocate", lambda *args: [])
     for utilization in (0.5, 0.75):
-        config = EngineConfig(block_size=8, gpu_memory_utilization=utilization, swap_space=0.0)
-        sizes[utilization] = ModelRunner(model, config, Limits(128, 8, 32)).blocks.num_blocks
+        config = EngineConfig(gpu_memory_utilization=utilization, swap_space=0.0)
+        sizes[utilization] = ModelRunner(model, config, Limits(128, 8, 32, 8)).blocks.num_blocks
     bytes_per_block = cache_of(LLAMA, 8, "float32").block_bytes
     assert sizes == {0.5: gib // 2 // bytes_per_block, 0.75: gib // bytes_per_block}
 
@@ -336,7 +336,7 @@ def test_the_cost_of_a_swap_is_in_tokens_per_block(llm, monkeypatch):
 @pytest.fixture
 def runner(model):
     """A runner of 4 blocks and 2 rows that is not warmed up."""
-    return ModelRunner(model, EngineConfig(block_size=8, num_gpu_blocks_override=4, swap_space=1.0), Limits(16, 2, 8))
+    return ModelRunner(model, EngineConfig(num_gpu_blocks_override=4, swap_space=1.0), Limits(16, 2, 8, 8))
 
 
 def test_a_plan_without_rows_has_an_empty_result(runner):
@@ -372,7 +372,7 @@ def test_other_parameters_are_served_from_the_next_step_on(runner):
 
 def test_deleted_parameters_are_named():
     runner = ModelRunner(
-        dummy_model(LLAMA, "float32", seed=1), EngineConfig(block_size=8, num_gpu_blocks_override=4), Limits(16, 2, 8)
+        dummy_model(LLAMA, "float32", seed=1), EngineConfig(num_gpu_blocks_override=4), Limits(16, 2, 8, 8)
     )
     runner.params[3].delete()
     admitted = Admitted(0, (5, 0), 2, SamplingParams(), 0, (1,))
@@ -395,14 +395,14 @@ def test_a_time_is_the_shortest_of_three_until_the_result_is_there(monkeypatch):
 @pytest.mark.parametrize("blocks, expected", [(0, 0), (2.75, 2), (4, 4), (100, 4)])
 def test_the_host_has_room_for_all_blocks_of_all_sequences_at_most(model, blocks, expected):
     bytes_per_block = cache_of(LLAMA, 8, "float32").block_bytes
-    config = EngineConfig(block_size=8, num_gpu_blocks_override=4, swap_space=blocks * bytes_per_block / 2**30)
-    assert ModelRunner(model, config, Limits(16, 2, 8)).blocks.num_host_blocks == expected
+    config = EngineConfig(num_gpu_blocks_override=4, swap_space=blocks * bytes_per_block / 2**30)
+    assert ModelRunner(model, config, Limits(16, 2, 8, 8)).blocks.num_host_blocks == expected
 
 
 @pytest.mark.parametrize("most, sizes", [(2, (8,)), (8, (8,)), (32, (8, 32)), (64, (16, 64))])
 def test_copies_are_padded_to_few_sizes(model, most, sizes):
-    config = EngineConfig(block_size=8, num_gpu_blocks_override=4)
-    runner = ModelRunner(model, config, Limits(16, most, most))
+    config = EngineConfig(num_gpu_blocks_override=4)
+    runner = ModelRunner(model, config, Limits(16, most, most, 8))
     assert runner.blocks.copy_sizes == runner.rows.copy_sizes == sizes
 
 
@@ -414,8 +414,8 @@ def test_kernels_are_chosen_for_the_model_and_its_device(model, monkeypatch):
         return select(*args, **options)
 
     monkeypatch.setattr(kernel_choice, "select", watched)
-    config = EngineConfig(block_size=8, num_gpu_blocks_override=4, kernels="reference", kv_cache_dtype="fp8")
-    ModelRunner(model, config, Limits(16, 2, 8))
+    config = EngineConfig(num_gpu_blocks_override=4, kernels="reference", kv_cache_dtype="fp8")
+    ModelRunner(model, config, Limits(16, 2, 8, 8))
     assert chosen == {
         "self_test": None, "args": ("reference",), "platform": "cpu", "device_kind": jax.devices()[0].device_kind,
         "compute_capability": None, "dtype": "float32", "pool_dtype": "float8_e4m3fn", "head_dim": 64, "num_heads": 4,
@@ -437,11 +437,11 @@ def test_kernels_of_a_gpu_are_tested_first(options, monkeypatch):
     chosen = {}
     monkeypatch.setattr(kernel_choice, "select", lambda *_, **given: chosen.update(given))
     device = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0", id=3)
-    select_kernels(EngineConfig(), LLAMA, "bfloat16", device, **options)
+    select_kernels(EngineConfig(), LLAMA, 32, "bfloat16", device, **options)
     retest = options.get("retest", False)
     assert chosen["self_test"] == SelfTest(cache_folder() / "selftest", device=3, retest=retest)
     assert (chosen["platform"], chosen["device_kind"], chosen["compute_capability"]) == ("gpu", "NVIDIA H200", 9.0)
-    assert chosen["dtype"] == chosen["pool_dtype"] == "bfloat16"
+    assert chosen["dtype"] == chosen["pool_dtype"] == "bfloat16" and chosen["block_size"] == 32
 
 
 def test_temporaries_are_xlas_own_account(llm):
@@ -473,7 +473,7 @@ def test_an_error_for_want_of_memory_names_the_field_that_sized_the_pool(model, 
     monkeypatch.setattr(type(jax.devices()[0]), "platform", platform)
     monkeypatch.setattr(runner_module, "available_memory", lambda device: 2**40)
     monkeypatch.setattr(KVCache, "allocate", lambda *args: pools.append(args) or [])
-    runner = ModelRunner(model, EngineConfig(block_size=8, num_gpu_blocks_override=override), Limits(16, 2, 8))
+    runner = ModelRunner(model, EngineConfig(num_gpu_blocks_override=override), Limits(16, 2, 8, 8))
     assert pools == [(runner.blocks.cache, 10**5, runner.device)]
     size = 10**5 * cache_of(LLAMA, 8, "float32").block_bytes / 2**30
     words = rf"^{name}: no memory is left with a KV pool of 100000 blocks \({size:.2f} GiB\)"

@@ -1,0 +1,42 @@
+"""Settings that the model and the device decide."""
+
+import dataclasses
+
+import pytest
+
+from jpaged.config import EngineConfig, Limits, ModelConfig
+from jpaged.engine.build import limits_of
+
+MODEL = ModelConfig(
+    vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, max_position_embeddings=4096,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "platform, settings, expected",
+    [
+        ("cpu", {}, Limits(4096, 64, 128, 64)),
+        ("cuda", {}, Limits(4096, 256, 2048, 16)),
+        ("cpu", {"max_model_len": 2048}, Limits(2048, 64, 128, 64)),
+        ("cpu", {"max_model_len": 2047}, Limits(2047, 64, 128, 16)),
+        ("cpu", {"block_size": 16}, Limits(4096, 64, 128, 16)),
+        ("cuda", {"block_size": 128}, Limits(4096, 256, 2048, 128)),
+        ("cpu", {"max_num_seqs": 300}, Limits(4096, 300, 300, 64)),
+        ("cpu", {"max_num_batched_tokens": 8}, Limits(4096, 8, 8, 64)),
+        ("cuda", {"max_num_seqs": 2, "max_num_batched_tokens": 4096}, Limits(4096, 2, 4096, 16)),
+    ],
+)
+def test_limits_by_device(platform, settings, expected):
+    assert limits_of(EngineConfig(**settings), MODEL, platform) == expected
+
+
+def test_limits_that_the_model_or_the_pool_does_not_allow():
+    with pytest.raises(
+        ValueError, match=r"max_model_len \(4097\) exceeds the model's max_position_embeddings \(4096\)"
+    ):
+        limits_of(EngineConfig(max_model_len=4097), MODEL, "cpu")
+    with pytest.raises(ValueError, match=r"max_num_seqs \(64\) exceeds the 63 blocks of the KV pool"):
+        limits_of(EngineConfig(num_gpu_blocks_override=63), MODEL, "cpu")
+    small = dataclasses.replace(MODEL, max_position_embeddings=1024)
+    assert limits_of(EngineConfig(), small, "cpu").block_size == 16

@@ -3,7 +3,8 @@
     python benchmarks/padding.py --out results      half a minute
 
 The scheduler serves closed loops of ShareGPT-like and Alpaca-like requests under the default limits of a CPU and of a
-GPU. Nothing is computed, so the counts are the same on every machine. A step with a prompt in it is `mixed`.
+GPU. Nothing is computed, so the counts are the same on every machine. A step with a prompt in it is `mixed`. The shapes
+are those of a device on which a mixed step costs by its tokens and all decode steps cost the same.
 """
 
 import argparse
@@ -28,6 +29,7 @@ from jpaged.demo import DIRECTORY as DEMO
 from jpaged.engine.build import limits_of
 from jpaged.runtime.batch import Buckets, Layout, make_batch
 from jpaged.runtime.row_table import RowTable
+from jpaged.runtime.step_costs import rungs_that_pay
 
 MAX_WASTE = 0.25  # of the tokens that are computed
 CONTEXT, BLOCK_SIZE = 2048, 16
@@ -45,6 +47,7 @@ def count_tokens(limits: Limits, lengths: Sequence[tuple[int, int]], at_once: in
     width = -(-limits.max_model_len // BLOCK_SIZE)
     scheduler = Scheduler(BlockPool(limits.max_num_seqs * width, BLOCK_SIZE), limits, vocab_size=32_000)
     rows, buckets = RowTable(limits.max_num_seqs, width, BLOCK_SIZE), Buckets(limits)
+    buckets.add(rungs_that_pay({bucket: 1.0 if bucket.decode else bucket.num_tokens for bucket in buckets.all}))
     layouts = {bucket: Layout(bucket, width) for bucket in buckets.all}
     waiting, counts = list(enumerate(lengths))[::-1], Counter[str]()
     while waiting or scheduler.has_work:

@@ -77,6 +77,8 @@ class Scheduler:
         host_pool: room for swapped blocks; None is none.
         preemption: "recompute", "swap" (where the host has room), or "auto", whichever costs less.
         block_swap_cost: what moving one block to the host and back costs, in tokens computed again in that time.
+        tokens_beside_decodes: most tokens of a step in which some sequence is past its prompt, `max_num_seqs` or more;
+            None is the limit of all steps. A long step makes such sequences wait.
 
     Attributes:
         holds_new: admit no request for the first time, so that only those that have started go on.
@@ -93,6 +95,7 @@ class Scheduler:
         policy: str = "fcfs",
         preemption: str = "auto",
         block_swap_cost: float = 0.0,
+        tokens_beside_decodes: int | None = None,
     ):
         self.pool = pool
         self.limits = limits
@@ -102,6 +105,7 @@ class Scheduler:
         self.policy = policy
         self.preemption = preemption
         self.block_swap_cost = block_swap_cost
+        self.tokens_beside_decodes = tokens_beside_decodes or limits.max_num_batched_tokens
         self.waiting = RequestQueue()
         self.running = RequestQueue()
         self.requests: dict[str, Request] = {}
@@ -225,6 +229,8 @@ class Scheduler:
             return None
         self._must_drain = False
         step, budget = _Step(), self.limits.max_num_batched_tokens
+        if any(request.sequences[0].num_computed_tokens >= len(request.prompt_token_ids) for request in self.running):
+            budget = min(budget, self.tokens_beside_decodes)
         for request in list(self.running):
             if step.preempted and request not in self.running:
                 break  # preempted for one before it, and so is everything after it

@@ -21,6 +21,7 @@ from jpaged.runtime.kernel_choice import select_kernels
 from jpaged.runtime.kv_cache import KVCache
 from jpaged.runtime.memory import available_memory, check_override
 from jpaged.runtime.runner import ModelRunner
+from jpaged.runtime.step_costs import tokens_beside_decodes
 from jpaged.tokenizer import backend, check_chat_template, has_tokenizer, load_tokenizer
 from pallas_kernels import Kernels
 
@@ -222,6 +223,7 @@ def load_engine(
         policy=config.scheduling_policy,
         preemption=config.preemption_mode,
         block_swap_cost=runner.block_swap_cost() if host_pool and config.preemption_mode == "auto" else 0.0,
+        tokens_beside_decodes=None if config.max_num_batched_tokens else tokens_beside_decodes(runner.costs),
     )
     max_in_flight = 2 if config.async_scheduling else 1
     engine = Engine(scheduler, runner, inner, seed=config.seed, max_in_flight=max_in_flight)

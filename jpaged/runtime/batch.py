@@ -1,6 +1,7 @@
 """One step's arrays: a plan, laid out in one buffer and padded to one of a few fixed shapes. numpy alone."""
 
 import itertools
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,8 +52,8 @@ def ladder(low: int, high: int, factor: int) -> tuple[int, ...]:
 class Buckets:
     """Every shape that a step can have, known before the first one runs.
 
-    A step costs by its tokens, so both ladders double (`benchmarks/padding.py` counts the padding); one with a prompt
-    in it pays for `num_seqs` only in logits.
+    Both ladders double, and have further shapes where their costs say so (`step_costs`). A step with a prompt in it
+    pays for `num_seqs` only in logits. `benchmarks/padding.py` counts the padding.
     """
 
     def __init__(self, limits: Limits):
@@ -61,6 +62,12 @@ class Buckets:
         seqs = (16, max_seqs) if max_seqs > 16 else (max_seqs,)
         self.mixed = tuple(Bucket(t, s, False) for t in ladder(32, max(16, max_tokens), 2) for s in seqs)
         self.all = self.decode + self.mixed
+
+    def add(self, buckets: Iterable[Bucket]) -> None:
+        """Add shapes between those of the ladders."""
+        self.all = tuple(sorted({*self.all, *buckets}))
+        self.decode = tuple(bucket for bucket in self.all if bucket.decode)
+        self.mixed = tuple(bucket for bucket in self.all if not bucket.decode)
 
     def fit(self, num_tokens: int, num_seqs: int, decode: bool) -> Bucket:
         """Return the smallest shape for a step of so many tokens, and of so many sequences and samples."""

@@ -2,8 +2,9 @@
 
 import functools
 import logging
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from jpaged.models.base import Model
 from jpaged.progress import track
 from jpaged.runtime.batch import Bucket, Buckets, ladder, make_batch
 from jpaged.runtime.block_store import BlockStore
+from jpaged.runtime.compilation_cache import cache_folder
 from jpaged.runtime.device_rows import DeviceRows
 from jpaged.runtime.kernel_choice import select_kernels
 from jpaged.runtime.kv_cache import KVCache
@@ -25,6 +27,7 @@ from jpaged.runtime.pending import PendingStep
 from jpaged.runtime.row_table import RowTable
 from jpaged.runtime.shapes import Shapes
 from jpaged.runtime.step import Computed, Step
+from jpaged.runtime.step_costs import StepCosts, remembered, rungs_that_pay
 from jpaged.runtime.swap import TRANSFERS
 from pallas_kernels import Kernels
 
@@ -45,6 +48,7 @@ class ModelRunner:
         shapes: those that a step can have.
         rows: of the running sequences.
         blocks: the KV pool, and its moves.
+        costs: of steps of the shapes that doubling gives; after `warm_up`.
     """
 
     def __init__(self, model: Model, config: EngineConfig, limits: Limits, kernels: Kernels | None = None):
@@ -58,6 +62,9 @@ class ModelRunner:
         self.kernels = kernels or select_kernels(config, llama, limits.block_size, dtype, self.device)
         logger.info("attention kernels: %s (%s)", self.kernels.name, self.kernels.reason)
         cache = KVCache.of(llama, limits.block_size, config.pool_dtype(dtype), self.kernels)
+        self.costs: StepCosts = {}
+        device = self.device.platform, self.device.device_kind, os.cpu_count()
+        self._costs_key = repr((jax.__version__, device, llama, dtype, limits, self.kernels.name, cache.dtype))
         if config.num_gpu_blocks_override:
             check_override(config.num_gpu_blocks_override, cache.block_bytes, available_memory(self.device))
         table_width = -(-limits.max_model_len // limits.block_size)
@@ -95,28 +102,34 @@ class ModelRunner:
     def warm_up(self, *, progress: bool = True) -> None:
         """Compile every executable, or load it from jax's cache on disk, by running it on padding.
 
+        Then the costs of steps are measured, unless they are remembered, and shapes are added that pay.
+
         Args:
             progress: show a progress bar on stderr instead of lines in the log.
 
         Raises ValueError if a step needs more memory than the pool leaves.
         """
-        buckets = self.shapes.buckets.all
-        logger.info("compiling %d shapes of a step, or loading them", len(buckets))
         start = time.monotonic()
+        ladders = self.shapes.buckets.all
         with self._exhaustion():
-            for bucket in track(buckets, len(buckets), "compiled", "shape", bar=progress):
-                self._run_padding(bucket, score=True)
+            self._compile(ladders, progress=progress)
             self.blocks.warm_up()
             self.rows.warm_up()
             jax.block_until_ready((self.blocks.pool, self.rows.state, self.rows.last_tokens))
+            self.costs = remembered(
+                cache_folder() / "step_costs", self._costs_key, ladders,
+                lambda bucket: _seconds(lambda: self._run_padding(bucket)),
+            )  # fmt: skip
+            if further := rungs_that_pay(self.costs):
+                self.shapes.add(further)
+                self._compile(further, progress=progress)
         logger.info("compiled in %.1f seconds", time.monotonic() - start)
 
     def block_swap_cost(self) -> float:
-        """How many tokens could be computed while one block moves to the host and back, measured; after `warm_up`."""
+        """How many tokens could be computed while one block moves to the host and back; after `warm_up`."""
         bucket, size = self.shapes.buckets.mixed[-1], TRANSFERS[-1]
-        token = _seconds(lambda: self._run_padding(bucket))
         block = _seconds(lambda: self.blocks.swap_there_and_back(size))
-        return (block / size) / (token / bucket.num_tokens)
+        return (block / size) / (self.costs[bucket] / bucket.num_tokens)
 
     def dispatch(self, plan: StepPlan, make_masks: Callable[[], np.ndarray] | None = None) -> PendingStep | Done:
         """Begin a step: blocks to the host, block copies, blocks from the host, changes of rows, then the tokens.
@@ -187,6 +200,11 @@ class ModelRunner:
             self.params, rows.state, rows.last_tokens, computed.x_sd, computed.rows_sf, bits
         )
         return chosen, listed
+
+    def _compile(self, buckets: Sequence[Bucket], *, progress: bool) -> None:
+        logger.info("compiling %d shapes of a step, or loading them", len(buckets))
+        for bucket in track(buckets, len(buckets), "compiled", "shape", bar=progress):
+            self._run_padding(bucket, score=True)
 
     def _run_padding(self, bucket: Bucket, *, score: bool = False) -> jax.Array:
         """Run a step of padding, with what scores prompts or without it."""

@@ -1,5 +1,7 @@
 """Every shape of a step: its batches, and the memory that its executables need."""
 
+from collections.abc import Iterable
+
 import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
@@ -25,11 +27,19 @@ class Shapes:
 
     def __init__(self, buckets: Buckets, table_width: int, vocab_size: int, device: jax.Device):
         self.buckets, self._device = buckets, device
-        self.layouts = {bucket: Layout(bucket, table_width) for bucket in buckets.all}
-        self.no_bits = {
-            size: jax.device_put(np.zeros((size, -(-vocab_size // 32)), np.uint32), device)
-            for size in {bucket.num_seqs for bucket in buckets.all}
-        }
+        self._table_width, self._num_words = table_width, -(-vocab_size // 32)
+        self.layouts: dict[Bucket, Layout] = {}
+        self.no_bits: dict[int, jax.Array] = {}
+        self.add(buckets.all)
+
+    def add(self, buckets: Iterable[Bucket]) -> None:
+        """Add shapes of steps."""
+        self.buckets.add(buckets)
+        for bucket in buckets:
+            self.layouts[bucket] = Layout(bucket, self._table_width)
+            if bucket.num_seqs not in self.no_bits:
+                bits = np.zeros((bucket.num_seqs, self._num_words), np.uint32)
+                self.no_bits[bucket.num_seqs] = jax.device_put(bits, self._device)
 
     def padding(self, bucket: Bucket) -> jax.Array:
         """Return the buffer of a batch of padding alone."""

@@ -35,6 +35,23 @@ def test_a_long_prompt_is_computed_in_chunks_beside_running_ones():
     assert counts[:4] == [[1, 7], [1, 7], [1, 6], [1]]
 
 
+def test_chunks_beside_decodes_are_shorter():
+    scheduler, runner = make(tokens=16, tokens_beside_decodes=8)
+    add(scheduler, "short", [1], max_tokens=3)
+    add(scheduler, "long", list(range(40)), max_tokens=1)
+    counts = [step(scheduler, runner).counts for _ in range(4)]
+    assert counts == [[1, 15], [1, 7], [1, 7], [11]], "the last step has no decode beside the prompt"
+
+
+def test_decodes_behind_a_prompt_shorten_its_chunk():
+    """Under "priority" a prompt may come before a sequence that is past its own."""
+    scheduler, runner = make(tokens=16, tokens_beside_decodes=8, policy="priority")
+    add(scheduler, "first", [1], max_tokens=9)
+    step(scheduler, runner)
+    scheduler.add("urgent", list(range(20)), SamplingParams(max_tokens=1), seed=0, priority=-1)
+    assert [step(scheduler, runner).counts for _ in range(3)] == [[1, 7], [8], [5, 1]]
+
+
 def test_first_come_first_served():
     scheduler, runner = make(seqs=2)
     requests = [add(scheduler, i, [i + 1, 7], max_tokens=3) for i in range(5)]

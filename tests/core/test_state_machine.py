@@ -30,11 +30,12 @@ class Traffic(stateful.RuleBasedStateMachine):
         cache=st.booleans(),
         policy=st.sampled_from(["fcfs", "priority"]),
         cost=st.integers(0, 4),
+        beside=st.integers(1, 12),
     )
-    def start(self, blocks, size, seqs, tokens, host, cache, policy, cost):
+    def start(self, blocks, size, seqs, tokens, host, cache, policy, cost, beside):
         self.scheduler, self.runner = traffic.make(
             blocks, size, seqs=seqs, tokens=tokens, length=24, host=host, cache=cache, eos=EOS, policy=policy,
-            preemption=self.mode, block_swap_cost=cost,
+            preemption=self.mode, block_swap_cost=cost, tokens_beside_decodes=max(seqs, beside),
         )  # fmt: skip
         self.requests = []
         self.in_flight = deque()

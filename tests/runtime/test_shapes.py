@@ -45,6 +45,16 @@ def test_every_bucket_has_a_layout_and_masks_of_its_samples(shapes):
         assert bits.committed and not bits.any()
 
 
+def test_shapes_between_others_are_added(shapes):
+    added = (Bucket(3, 3, True), Bucket(24, 4, False))
+    shapes.add(added)
+    assert set(added) < shapes.layouts.keys() == set(shapes.buckets.all)
+    assert shapes.no_bits.keys() == {1, 2, 3, 4} and shapes.no_bits[3].shape == (3, 4)
+    assert [shapes.buckets.fit(n, n, True).num_tokens for n in (2, 3, 4)] == [2, 3, 4]
+    assert [shapes.buckets.fit(n, 1, False).num_tokens for n in (16, 24, 25)] == [24, 24, 32]
+    assert shapes.padding(added[0]).size < shapes.padding(Bucket(4, 4, True)).size
+
+
 def test_padding_is_an_empty_batch(shapes):
     for bucket in shapes.buckets.all:
         buffer = shapes.padding(bucket)

@@ -1,0 +1,84 @@
+"""The time of a step of each shape, and the decisions that follow from it: further shapes, and the size of chunks."""
+
+import hashlib
+import itertools
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+from jpaged.runtime.batch import Bucket
+
+logger = logging.getLogger(__name__)
+
+StepCosts = Mapping[Bucket, float]  # seconds, on empty contexts
+
+# A shape between two others pays for its compilation if the larger one costs this many times the smaller, and so long.
+STEEP, LONG_S = 1.5, 0.02
+# A step with a prompt's chunk may cost as much as so many decode steps. Contexts, which the measured steps lack, make
+# decode steps dearer: with them it is about three.
+STALL = 4.0
+
+
+def rungs_that_pay(costs: StepCosts) -> tuple[Bucket, ...]:
+    """Return the shapes halfway between two neighbours of the ladders of which the larger one is much dearer."""
+    ladders: dict[tuple[bool, int], list[Bucket]] = {}
+    for bucket in sorted(costs):
+        ladders.setdefault((bucket.decode, 0 if bucket.decode else bucket.num_seqs), []).append(bucket)
+    found = []
+    for rungs in ladders.values():
+        for low, high in itertools.pairwise(rungs):
+            middle = (low.num_tokens + high.num_tokens) // 2
+            if costs[high] > max(LONG_S, STEEP * costs[low]) and low.num_tokens < middle:
+                found.append(Bucket(middle, middle if high.decode else high.num_seqs, high.decode))
+    return tuple(found)
+
+
+def tokens_beside_decodes(costs: StepCosts) -> int:
+    """Return the number of tokens to which a step is limited in which sequences decode.
+
+    It is at least twice the number of sequences, so that their own tokens leave room for prompts, if any shape is.
+    """
+    decode = max(bucket for bucket in costs if bucket.decode)
+    mixed = sorted(bucket for bucket in costs if not bucket.decode and bucket.num_seqs == decode.num_seqs)
+    roomy = [bucket for bucket in mixed if bucket.num_tokens >= 2 * decode.num_seqs] or mixed[-1:]
+    cheap = [bucket for bucket in roomy if costs[bucket] <= STALL * costs[decode]]
+    return (cheap[-1] if cheap else roomy[0]).num_tokens
+
+
+def remembered(folder: Path, key: str, buckets: Iterable[Bucket], measure: Callable[[Bucket], float]) -> StepCosts:
+    """Return the costs of all shapes from a file, or else measure them and write it.
+
+    Args:
+        key: of all that the costs depend on.
+    """
+    path = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+    wanted = tuple(buckets)
+    costs = _read(path, key)
+    if costs.keys() != set(wanted):
+        costs = {bucket: measure(bucket) for bucket in wanted}
+        _write(path, key, costs)
+    return costs
+
+
+def _read(path: Path, key: str) -> dict[Bucket, float]:
+    """Return the costs in a file; none if there is no such file, or it is another one's or broken."""
+    try:
+        content = json.loads(path.read_text())
+        costs = {Bucket(int(t), int(s), bool(d)): float(seconds) for t, s, d, seconds in content["seconds"]}
+        return costs if content["key"] == key and all(seconds > 0 for seconds in costs.values()) else {}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def _write(path: Path, key: str, costs: StepCosts) -> None:
+    content = {"key": key, "seconds": [[*bucket, seconds] for bucket, seconds in costs.items()]}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
+            json.dump(content, file)
+        os.replace(file.name, path)
+    except OSError as error:
+        logger.warning("the costs of steps are not remembered: %s", error)

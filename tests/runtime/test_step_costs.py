@@ -1,0 +1,108 @@
+"""Decisions by the costs of steps, and the file that remembers them."""
+
+import json
+import logging
+
+import pytest
+
+from jpaged.runtime.batch import Bucket
+from jpaged.runtime.step_costs import remembered, rungs_that_pay, tokens_beside_decodes
+
+
+def costs_of(decode: dict[int, float], mixed: dict[int, float], seqs: tuple[int, ...] = ()) -> dict[Bucket, float]:
+    """Return costs in seconds by tokens; those of steps with a prompt hold for each number of sequences."""
+    costs = {Bucket(s, s, True): seconds for s, seconds in decode.items()}
+    return costs | {Bucket(t, s, False): c for t, c in mixed.items() for s in seqs or (max(decode),)}
+
+
+def test_a_shape_pays_between_two_of_which_the_larger_is_much_dearer():
+    decode = {1: 0.013, 2: 0.019, 4: 0.029, 8: 0.0301, 16: 0.06}
+    mixed = {32: 0.1, 64: 0.15, 128: 0.2251, 256: 0.5}
+    assert rungs_that_pay(costs_of(decode, mixed, (4, 16))) == (
+        Bucket(3, 3, True), Bucket(12, 12, True), Bucket(96, 4, False), Bucket(192, 4, False), Bucket(96, 16, False),
+        Bucket(192, 16, False),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("largest, pays", [(0.02, 0), (0.0201, 1)])
+def test_a_shape_between_short_steps_does_not_pay(largest, pays):
+    assert len(rungs_that_pay(costs_of({8: 0.001}, {16: 0.001, 32: largest}))) == pays
+
+
+def test_nothing_lies_between_one_and_two():
+    assert rungs_that_pay(costs_of({1: 1.0, 2: 2.0}, {16: 1.0})) == ()
+
+
+@pytest.mark.parametrize(
+    "mixed, expected",
+    [
+        ({32: 0.03, 64: 0.05, 128: 0.1}, 128),
+        ({32: 0.03, 64: 0.05, 128: 0.1001}, 64),
+        ({32: 0.2, 64: 0.3, 128: 0.4}, 32),  # room for as many tokens of prompts as there are sequences
+        ({16: 0.01, 32: 0.2, 64: 0.3}, 32),
+        ({16: 0.9}, 16),
+    ],
+)
+def test_a_chunk_costs_at_most_four_decode_steps(mixed, expected):
+    assert tokens_beside_decodes(costs_of({8: 0.02, 16: 0.025}, mixed)) == expected
+
+
+def test_the_dearest_step_with_a_chunk_counts():
+    costs = costs_of({64: 0.025}, {128: 0.09, 256: 0.2}, (16, 64)) | {Bucket(256, 16, False): 0.09}
+    assert tokens_beside_decodes(costs) == 128
+
+
+BUCKETS = (Bucket(2, 2, True), Bucket(16, 2, False))
+
+
+class Clock:
+    """Measures steps: each takes a second for each of its tokens."""
+
+    def __init__(self):
+        self.asked = []
+
+    def __call__(self, bucket: Bucket) -> float:
+        self.asked.append(bucket)
+        return float(bucket.num_tokens)
+
+
+EXPECTED = {bucket: float(bucket.num_tokens) for bucket in BUCKETS}
+
+
+def test_costs_are_remembered_by_their_key(tmp_path):
+    clock = Clock()
+    for key in ("a", "a", "b"):
+        assert remembered(tmp_path / "costs", key, BUCKETS, clock) == EXPECTED
+    assert clock.asked == [*BUCKETS, *BUCKETS]
+    assert len(list((tmp_path / "costs").iterdir())) == 2
+
+
+def test_other_shapes_are_measured_again(tmp_path):
+    clock = Clock()
+    remembered(tmp_path, "a", BUCKETS[:1], clock)
+    assert remembered(tmp_path, "a", BUCKETS, clock) == remembered(tmp_path, "a", BUCKETS, clock) == EXPECTED
+    assert clock.asked == [BUCKETS[0], *BUCKETS]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "", "{", "[]", "{}", '{"key": "a", "seconds": 3}',
+        '{"key": "b", "seconds": [[2, 2, true, 9.0], [16, 2, false, 9.0]]}',
+        '{"key": "a", "seconds": [[2, 2, true, 0.0], [16, 2, false, 9.0]]}', '{"key": "a", "seconds": [[2, 2, true]]}',
+        '{"key": "a", "seconds": [[2, 2, true, NaN], [16, 2, false, 9.0]]}',
+    ],
+)  # fmt: skip
+def test_a_broken_file_is_written_again(tmp_path, content):
+    remembered(tmp_path, "a", BUCKETS, Clock())
+    (file,) = tmp_path.iterdir()
+    file.write_text(content)
+    assert remembered(tmp_path, "a", BUCKETS, clock := Clock()) == EXPECTED and clock.asked
+    assert len(json.loads(file.read_text())["seconds"]) == 2
+
+
+def test_a_folder_that_cannot_be_written_is_named_in_a_warning(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    with caplog.at_level(logging.WARNING):
+        assert remembered(tmp_path / "file" / "costs", "a", BUCKETS, Clock()) == EXPECTED
+    assert "costs of steps are not remembered" in caplog.text

@@ -132,7 +132,7 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, positional: bool = Fals
     add("--max-num-seqs", type=count, metavar="SEQS",
         help="most sequences in a step (default: 64 on a CPU, 256 on a GPU)")  # fmt: skip
     add("--max-num-batched-tokens", type=count, metavar="TOKENS",
-        help="most tokens in a step (default: 128 on a CPU, 2048 on a GPU, less where decodes would wait long)")  # fmt: skip
+        help="most tokens in a step (default: 128 on a CPU, 2048 on a GPU, fewer beside decodes)")  # fmt: skip
     add("--async-scheduling", action=argparse.BooleanOptionalAction, default=defaults.async_scheduling,
         help="dispatch a step before the tokens of the one before it are known")  # fmt: skip
     add("--scheduling-policy", choices=SCHEDULING_POLICIES, default=defaults.scheduling_policy,

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -81,6 +82,22 @@ def test_kernels(tmp_path):
     assert wirings == {"identity", "permutation", "churned"}
     assert {"write", "splits", "ceilings", "peers"} <= {row["experiment"] for row in rows}
     assert {row["variant"] for row in rows if row["experiment"] == "write"} == {"reference", "reference rotated"}
+
+
+def test_the_parts_of_a_step_on_a_cpu_add_up(tmp_path):
+    done = run("cpu_step.py", "--tiny", "--rounds", "1", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    *parts, step = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert step["part"] == "step" and step["step"] == "15 decodes behind 512 tokens, a chunk of 113"
+    assert math.isclose(sum(part["ms"] for part in parts), step["ms"])
+    floors = {part["part"]: part["floor_ms"] for part in parts}
+    assert [name for name, floor in floors.items() if floor is None] == ["sampling", "host"]
+    # One layer of 768 x (2 x 768 + 2 x 256 + 3 x 3072) parameters times 128 tokens; the keys and values of 7,793 tokens.
+    flops = 2 * 128 * (768 * (2 * 768 + 2 * 256 + 3 * 3072) + 2 * 768)
+    read = 7793 * 2 * 4 * 256
+    assert math.isclose(floors["layers without attention"], flops / step["gflop_s"] / 1e6)
+    assert math.isclose(floors["writes and attention"], read / step["read_gb_s"] / 1e6)
+    assert "its times mean nothing" in (tmp_path / "report.md").read_text()
 
 
 # Timing

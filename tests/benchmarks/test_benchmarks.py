@@ -92,7 +92,7 @@ def test_the_parts_of_a_step_on_a_cpu_add_up(tmp_path):
     assert math.isclose(sum(part["ms"] for part in parts), step["ms"])
     floors = {part["part"]: part["floor_ms"] for part in parts}
     assert [name for name, floor in floors.items() if floor is None] == ["sampling", "host"]
-    # One layer of 768 x (2 x 768 + 2 x 256 + 3 x 3072) parameters times 128 tokens; the keys and values of 7,793 tokens.
+    # One layer of 768 x (2 x 768 + 2 x 256 + 3 x 3072) parameters times 128 tokens; keys and values of 7,793 tokens.
     flops = 2 * 128 * (768 * (2 * 768 + 2 * 256 + 3 * 3072) + 2 * 768)
     read = 7793 * 2 * 4 * 256
     assert math.isclose(floors["layers without attention"], flops / step["gflop_s"] / 1e6)

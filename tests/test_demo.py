@@ -13,11 +13,12 @@ from transformers import AutoTokenizer
 
 from jpaged import LLM, SamplingParams
 from jpaged.config import ModelConfig
-from jpaged.demo import DIRECTORY, corpus, stories, train
-from jpaged.demo import tokenizer as demo_tokenizer
-from jpaged.demo.grammar import fill, variants
+from jpaged.demo import DIRECTORY
 from jpaged.models.checkpoint import load_safetensors
 from jpaged.models.llama import Llama
+from tools.demo_model import corpus, stories, train
+from tools.demo_model import tokenizer as demo_tokenizer
+from tools.demo_model.grammar import fill, variants
 
 MAX_BYTES = 4_000_000
 MAX_HELD_OUT_LOSS = 0.48

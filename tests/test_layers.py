@@ -21,7 +21,7 @@ LAYERS = [
     ["jpaged.llm", "jpaged.convert", "jpaged.doctor"],
     ["jpaged.serving", "jpaged.bench"],
     ["jpaged.cli"],
-    ["jpaged", "jpaged.__main__", "server"],
+    ["jpaged", "jpaged.__main__", "server", "tools"],
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 
@@ -90,7 +90,8 @@ def violations(name: str, source: str) -> Iterator[str]:
 
 
 def sources() -> list[Path]:
-    return [ROOT / "server.py", *ROOT.glob("jpaged/**/*.py"), *ROOT.glob("pallas_kernels/**/*.py")]
+    folders = ("jpaged", "pallas_kernels", "tools")
+    return [ROOT / "server.py", *(path for folder in folders for path in ROOT.glob(f"{folder}/**/*.py"))]
 
 
 @pytest.mark.parametrize("path", sources(), ids=module_name)

@@ -1,4 +1,4 @@
-"""The demo model: a tiny Llama that comes with the package, and the script and the text that it was trained with."""
+"""The demo model, a tiny Llama that comes with the package; `tools/demo_model` in a checkout has its training."""
 
 from pathlib import Path
 

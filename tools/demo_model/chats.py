@@ -3,8 +3,8 @@
 import random
 from collections.abc import Callable
 
-from jpaged.demo import facts, stories, world
-from jpaged.demo.grammar import fill, listed, pseudo_word, sentences, variants, words
+from tools.demo_model import facts, stories, world
+from tools.demo_model.grammar import fill, listed, pseudo_word, sentences, variants, words
 
 Message = dict[str, str]
 Turn = tuple[str, str]

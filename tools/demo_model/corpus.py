@@ -7,9 +7,9 @@ import random
 from collections.abc import Callable, Iterator
 from itertools import islice
 
-from jpaged.demo import chats, facts, stories, world
-from jpaged.demo.chats import Message
-from jpaged.demo.grammar import sentences
+from tools.demo_model import chats, facts, stories, world
+from tools.demo_model.chats import Message
+from tools.demo_model.grammar import sentences
 
 Example = str | list[Message]
 """A text to continue, or a chat."""

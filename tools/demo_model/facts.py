@@ -3,8 +3,8 @@
 import random
 from collections.abc import Callable
 
-from jpaged.demo import world
-from jpaged.demo.grammar import NUMBERS, enumerate_words, fill, sentences
+from tools.demo_model import world
+from tools.demo_model.grammar import NUMBERS, enumerate_words, fill, sentences
 
 QA = tuple[str, str]
 SYMBOLS = {"plus": "+", "minus": "-"}

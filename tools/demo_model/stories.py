@@ -3,8 +3,8 @@
 import random
 from dataclasses import dataclass
 
-from jpaged.demo import world
-from jpaged.demo.grammar import fill, pseudo_word, sentences, variants
+from tools.demo_model import world
+from tools.demo_model.grammar import fill, pseudo_word, sentences, variants
 
 HE = {"he": "he", "him": "him", "his": "his"}
 SHE = {"he": "she", "him": "her", "his": "her"}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from jpaged.demo.chats import Message
+from tools.demo_model.chats import Message
 
 BEGIN, END, SYSTEM, USER, ASSISTANT = "<|begin|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"
 SPECIAL = (BEGIN, END, SYSTEM, USER, ASSISTANT)

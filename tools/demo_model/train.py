@@ -1,6 +1,7 @@
-"""Trains the demo model: makes its text, its tokenizer and its weights.
+"""Trains the demo model, a Flax Llama that jpaged serves: makes its text, its tokenizer and its weights.
 
-    python -m jpaged.demo.train [--steps N] [--output DIR] [--seed 0]
+    python -m tools.demo_model.train [--steps N] [--output DIR] [--seed 0]
+    python server.py --model DIR
 
 It takes about 20 minutes on two CPU cores and needs the `dev` extra, no network and no data. The same seed gives the
 same files, byte for byte, on the same machine with the same packages; elsewhere the weights may differ in the last
@@ -25,10 +26,11 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from jpaged.config import ModelConfig
-from jpaged.demo import DIRECTORY, corpus, tokenizer
+from jpaged.demo import DIRECTORY
 from jpaged.models.checkpoint import save_safetensors
 from jpaged.models.llama import Llama
 from pallas_kernels import rotate
+from tools.demo_model import corpus, tokenizer
 
 DEFAULT_STEPS = 5000
 HELD_OUT_SEED = 1_000_003
@@ -288,7 +290,7 @@ def train(recipe: Recipe, steps: int, seed: int, directory: Path) -> list[float]
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m jpaged.demo.train",
+        prog="python -m tools.demo_model.train",
         description="Trains the demo model on text that it makes itself.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from jpaged.demo.grammar import listed, words
+from tools.demo_model.grammar import listed, words
 
 GIRLS = words("Mia Lily Anna Emma Nora Rosa Ella Lucy Zoe Sara Ruby Alice")
 BOYS = words("Ben Tom Leo Max Sam Finn Jack Noah Oscar Hugo Peter Paul")

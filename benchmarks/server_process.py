@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -29,6 +29,7 @@ class ServerProcess:
         flags: of the command line, such as `*SMALL`.
         env: variables beside this process's own.
         module: run `python -m MODULE` instead of server.py; it too takes --port and logs that it is ready.
+        program: run this instead of either.
         clean: whether a bad end is an error.
         start_within, stop_within: seconds. A process that does not stop in time is killed, which is a bad end.
 
@@ -38,11 +39,11 @@ class ServerProcess:
     """
 
     def __init__(
-        self, *flags: str, env: Mapping[str, str] | None = None, module: str | None = None, clean: bool = True,
-        start_within: float = 300.0, stop_within: float = 30.0,
+        self, *flags: str, env: Mapping[str, str] | None = None, module: str | None = None,
+        program: Sequence[str] = (), clean: bool = True, start_within: float = 300.0, stop_within: float = 30.0,
     ):  # fmt: skip
-        program = ["-m", module] if module else ["server.py"]
-        self.command = [sys.executable, *program, "--port", "0", *flags]
+        program = program or (sys.executable, *(("-m", module) if module else ("server.py",)))
+        self.command = [*program, "--port", "0", *flags]
         self.env = dict(env or {})
         self.clean = clean
         self.start_within, self.stop_within = start_within, stop_within

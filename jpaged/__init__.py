@@ -5,17 +5,22 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from jpaged.config import EngineConfig, ModelConfig
-    from jpaged.core.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
+    from jpaged.core.params import BeamSearchParams, InvalidParameter, SamplingParams, StructuredOutputsParams
     from jpaged.core.request import CompletionOutput, RequestMetrics, RequestOutput
     from jpaged.engine.async_engine import AsyncEngine
+    from jpaged.engine.engine import Engine
     from jpaged.llm import LLM
+    from jpaged.models.llama import Llama
 
 _HOME = {
     "LLM": "jpaged.llm",
     "AsyncEngine": "jpaged.engine.async_engine",
+    "Engine": "jpaged.engine.engine",
+    "Llama": "jpaged.models.llama",
     "EngineConfig": "jpaged.config",
     "ModelConfig": "jpaged.config",
     "BeamSearchParams": "jpaged.core.params",
+    "InvalidParameter": "jpaged.core.params",
     "SamplingParams": "jpaged.core.params",
     "StructuredOutputsParams": "jpaged.core.params",
     "RequestMetrics": "jpaged.core.request",
@@ -27,7 +32,10 @@ __all__ = [
     "AsyncEngine",
     "BeamSearchParams",
     "CompletionOutput",
+    "Engine",
     "EngineConfig",
+    "InvalidParameter",
+    "Llama",
     "ModelConfig",
     "RequestMetrics",
     "RequestOutput",

@@ -223,7 +223,7 @@ class ModelConfig:
 
 
 def sampling_defaults(directory: Path) -> dict[str, Any]:
-    """The sampling parameters that generation_config.json recommends: what a request to the server leaves open."""
+    """Return generation_config.json's sampling parameters, the defaults of requests to the server."""
     generation = read_json(directory / GENERATION, missing_ok=True)
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     return {name: generation[name] for name in names if generation.get(name) is not None}
@@ -254,7 +254,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What an engine is started with. None means: chosen from the model and the device when the engine is built.
+    """The settings of an engine. None means: chosen from the model and the device when the engine is built.
 
     Attributes:
         model: a directory, a hub id, or "demo" for the model that comes with the package.
@@ -270,8 +270,8 @@ class EngineConfig:
             parameters, pool and temporaries may fill.
         num_gpu_blocks_override: size of the pool in blocks, instead of measuring memory.
         swap_space: GiB of the host's memory for blocks of preempted requests.
-        preemption_mode: "recompute" computes again what a preempted request had; "swap" moves it to the host and back,
-            while there is room; "auto" does what costs less, by the device's own speed, measured at start.
+        preemption_mode: "recompute" computes a preempted request's blocks again; "swap" moves them to the host and back
+            while there is room; "auto" takes the cheaper one, by the device's speed, measured at start.
         scheduling_policy: "fcfs", or "priority", by the requests' priorities.
         max_num_seqs: most sequences in one step.
         max_num_batched_tokens: most tokens in one step; longer prompts are computed in chunks. None is 128 on a CPU and

@@ -86,7 +86,7 @@ def examine(config: EngineConfig, *, retest: bool = False) -> Report:
     """Examine this machine for the model of a config.
 
     Args:
-        retest: test kernels again, whatever is remembered.
+        retest: test kernels again and ignore remembered results.
 
     Raises:
         ValueError: the model is missing or broken.

@@ -200,7 +200,7 @@ class LLM:
             for request in requests:
                 self.engine.abort(request.request_id)
             while self.engine.has_work:
-                self.engine.step()  # which commits what is in flight
+                self.engine.step()  # which commits the plans in flight
         inner = backend(self.tokenizer) if self.tokenizer is not None else None
         return [request_output(request, inner, watch.metrics[request]) for request in requests]
 

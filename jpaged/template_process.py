@@ -59,7 +59,7 @@ def _setup(special_tokens: dict[str, str]) -> Callable[[dict[str, Any]], tuple[s
             rendered: Any = render_jinja_template(**options)
         except MemoryError:
             return None, "it needs too much memory"
-        except Exception as error:  # templates raise what they like
+        except Exception as error:  # templates raise any type
             return None, str(error)
         text = rendered[0][0]
         if len(text) > question["max_characters"]:

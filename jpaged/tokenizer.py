@@ -44,7 +44,7 @@ def load_tokenizer(directory: Path) -> Any:
         inner.decode(inner.encode("Once upon a time").ids)
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # whatever a broken tokenizer raises, a panic in Rust too
+    except BaseException as error:  # a broken tokenizer raises anything, also a panic in Rust
         raise ValueError(f"tokenizer: {directory} has none that can be loaded: {str(error)[:1000]}") from error
     return tokenizer
 
@@ -139,7 +139,7 @@ def chat_text(
             add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
             tokenize=False, **variables or {},
         )  # fmt: skip
-    except Exception as error:  # templates raise what they like
+    except Exception as error:  # templates raise any type
         raise ValueError(f"the chat template refuses these messages: {error}") from error
 
 
@@ -274,7 +274,7 @@ class Detokenizer:
         return Decoded(text)
 
     def flush(self) -> str:
-        """What was waiting for a stop string that did not come. Bytes of an unfinished character are not text."""
+        """Return the text that was held back for a stop string. Bytes of an unfinished character are not text."""
         text, self._held = self._held, ""
         return text
 

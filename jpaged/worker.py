@@ -78,4 +78,4 @@ class _Call:
 def _run(calls: "queue.SimpleQueue[_Call | None]") -> None:
     while (call := calls.get()) is not None:
         call()
-        del call  # It holds what its function holds, which may be the owner of the Worker.
+        del call  # Its function may hold the owner of the Worker.

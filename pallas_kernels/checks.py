@@ -1,4 +1,4 @@
-"""What the ops take: shapes, dtypes and values, checked alike by every implementation.
+"""The arguments of the ops: shapes, dtypes and values, with the same checks for every implementation.
 
 Shapes and dtypes are checked always. Values (tables, lengths, slots) are checked by the ops of
 `select(..., debug=True)`, where they exist: they live on the device and cost a transfer.
@@ -16,7 +16,7 @@ MAX_CONTEXT = 131_072  # tokens that a row of a block table can hold
 FP8 = jnp.dtype(jnp.float8_e4m3fn)
 FP8_MAX = 448.0
 
-# What the GPU kernels take.
+# Values that the GPU kernels support.
 HEAD_DIMS = (64, 128, 256)  # of the pools; a model's is padded to the next
 MAX_HEAD_DIM = HEAD_DIMS[-1]
 BLOCK_SIZES = (8, 16, 32, 64, 128)

@@ -239,7 +239,7 @@ def _unsupported(
 
 
 def _checked(kernels: Kernels) -> Kernels:
-    """The same ops, that look at the values of what they are given before they run."""
+    """The same ops, with a check of the values of their arguments before they run."""
 
     def write_kv(k_pool, v_pool, k_tkh, v_tkh, slot_mapping_t, **options):
         checks.check_slots(slot_mapping_t, k_pool.shape[0], k_pool.shape[2])

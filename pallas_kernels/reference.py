@@ -1,14 +1,14 @@
 """The jnp definition of every op: the specification that kernels are tested against, and the path on a CPU.
 
 Every op is a pure function. Scores, softmax and sums are float32 (float64 under x64 inputs); results have q's dtype.
-A sequence is worked on alone, tile by tile, in an order that depends on nothing but its own length: whatever runs
+A sequence is worked on alone, tile by tile, in an order that depends only on its own length: other sequences that run
 beside it, its result is the same to the bit. No slot that a sequence has not written is ever let into a result.
 
-What the ops share:
+Common to all ops:
 
 - A pool's head dim may be larger than that of q, k and v: the columns past it hold zeros. This is how a head dim that
   a kernel does not have is padded to one that it has.
-- A pool may be float8_e4m3fn. Then `k_scale_k` and `v_scale_k` [K] float32 are what its numbers are multiplied by.
+- A pool may be float8_e4m3fn. Then `k_scale_k` and `v_scale_k` [K] float32 are the factors of its numbers.
 - `soft_cap` c turns a score x = scale * q·k into c * tanh(x / c) (Gemma 2, arXiv 2408.00118).
 - `window` w lets a query see only the last w tokens up to its own.
 - `return_lse` adds the log of the sum of exp(score), natural, float32, -inf where a row sees no key: what

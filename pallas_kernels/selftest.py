@@ -178,7 +178,7 @@ class _Process:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", "from pallas_kernels import trial; trial.main()"],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr, env=self._environment, bufsize=0,
-                start_new_session=True,  # so that it can be killed together with what it started (ptxas)
+                start_new_session=True,  # so that it can be killed together with its children (ptxas)
             )  # fmt: skip
         except OSError as error:
             self._error = f"the test process did not start: {error}"

@@ -182,7 +182,7 @@ def _pool_shape(subject: Subject, num_blocks: int) -> tuple[int, ...]:
 
 
 def _key() -> jax.Array:
-    """An argument of jitted functions, so that XLA does not fold what depends on it."""
+    """An argument of jitted functions, so that XLA does not fold the computations that depend on it."""
     return jax.random.key(0, impl="unsafe_rbg")  # the one that compiles fastest
 
 

@@ -1,8 +1,8 @@
 """How the kernels cut their work, per device kind and shape class: one table, and the choices it was searched among.
 
-A shape class is what a configuration depends on: the kernel, the pools' head dim and their dtype. `tuned.json` holds
-what `benchmarks/tune.py` found on real devices. Where it says nothing, the defaults here hold: they were chosen by
-what the compiler says of them (registers, spills, shared memory) and have not been timed.
+A shape class determines a configuration: the kernel, the pools' head dim and their dtype. `tuned.json` holds
+the results of `benchmarks/tune.py` on real devices. For other classes the defaults here hold: they were chosen by
+the compiler's figures (registers, spills, shared memory) and have not been timed.
 
 Nothing here may depend on a batch: a request's result would depend on its neighbours.
 """
@@ -70,7 +70,7 @@ KERNELS: dict[str, type[Tiles]] = {
     "triton.ragged": TritonRagged,
 }
 
-# What differs from the classes' own defaults: (kernel, head dim[, dtype class]) -> configuration.
+# Differences from the classes' own defaults: (kernel, head dim[, dtype class]) -> configuration.
 DEFAULTS: dict[tuple, Tiles] = {
     ("mosaic.decode", 64): MosaicDecode(stages=4),
     ("mosaic.decode", 128, "fp8"): MosaicDecode(stages=2),

@@ -1,1 +1,1 @@
-"""Load for any server that speaks the OpenAI API, and what it takes: workloads, traffic, measures, reports."""
+"""Load tests of servers with the OpenAI API: workloads, traffic, measures, reports."""

@@ -133,6 +133,6 @@ def _object(parsed: Any) -> dict[str, Any]:
 
 
 def _message(body: Any) -> str:
-    """What an error's body says, in the API's form or in another."""
+    """Return the message of an error's body, in the API's form or in another."""
     error = body.get("error", body) if isinstance(body, dict) else body
     return str(error.get("message", error)) if isinstance(error, dict) else str(error)

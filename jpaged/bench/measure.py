@@ -1,4 +1,4 @@
-"""What was measured of each request, and what that says about all of them.
+"""Measurements of each request, and their summary.
 
 Of one request, by the client's clock:
 
@@ -32,8 +32,8 @@ class Record:
         due: when it was to be sent.
         chunks: when each chunk of text was read.
         prompt_tokens, output_tokens: as the server counts them; None where it does not say.
-        failure: what kind of failure ended it.
-        detail: what the server or the network said then.
+        failure: the kind of failure that ended it.
+        detail: the message of the server or the network.
     """
 
     due: float
@@ -87,7 +87,7 @@ class Spread(NamedTuple):
 
 
 LATENCIES = ("ttft", "itl", "tpot", "e2el", "normalised", "delay")
-LIMITED = ("ttft", "tpot", "e2el")  # what goodput may limit
+LIMITED = ("ttft", "tpot", "e2el")  # latencies that goodput may limit
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Measurement:
             per second.
         goodput: requests per second within the limits; None if there are none.
         counted: of how many requests the server counted the output's tokens.
-        latencies: seconds, by the names of LATENCIES; None of what there is no value of.
+        latencies: seconds, by the names of LATENCIES; None if there is no value.
     """
 
     requests: int

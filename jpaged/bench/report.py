@@ -57,7 +57,7 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def failures(run: Run) -> str:
-    """What failed how often, and what was said the first time; empty if nothing did."""
+    """Return the number of failures of each kind, and the first message; empty if nothing failed."""
     said = {record.failure: record.detail for record in reversed(run.records)}
     return "; ".join(f"{kind} ({count}): {said[kind]}" for kind, count in run.measurement.failures.items())
 

@@ -1,4 +1,4 @@
-"""Measuring a server: finds out what it serves, makes the requests of a workload, sends them, once for each rate."""
+"""Measure a server: find its model, make the requests of a workload, and send them once for each rate."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from jpaged.bench.workload import Job, Workload
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured, and how.
+    """The settings of a measurement.
 
     Attributes:
         model: None is the first that the server lists.
@@ -79,7 +79,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Result:
-    """Runs, and what is to be known of all of them."""
+    """Runs, and their common facts."""
 
     model: str
     max_model_len: int | None
@@ -115,7 +115,7 @@ async def bench_server(client: Client, settings: Settings, *, progress: bool = T
 
 
 def bodies(model: str, settings: Settings, jobs: Sequence[Job]) -> list[dict[str, Any]]:
-    """What is sent for each job."""
+    """Return the body of each job's request."""
     ignore_eos = settings.workload.kind != "file" if settings.ignore_eos is None else settings.ignore_eos
     common = {
         "model": model, "temperature": settings.temperature, "stream": True, "stream_options": {"include_usage": True},

@@ -10,7 +10,7 @@ from jpaged.bench.workload import Job, Lengths, Workload, fit
 
 
 class Source(Protocol):
-    """Jobs, all of which the model has room for. `notes` say what had to change for that."""
+    """Jobs that all fit the model. `notes` describe the changes that this needed."""
 
     notes: list[str]
 

@@ -79,7 +79,7 @@ class TokenWriter:
 
 
 async def measured(count: Count, of_prompt: Count) -> WordWriter:
-    """A writer that knows what words cost.
+    """A writer that knows the tokens of words.
 
     Args:
         count: tokens of a text.

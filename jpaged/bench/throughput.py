@@ -14,7 +14,7 @@ from jpaged.tokenizer import backend, encode, render_chat
 
 @dataclass(frozen=True)
 class Throughput:
-    """Of a workload; `duration` is in seconds, `notes` say what had to change for the model."""
+    """Of a workload; `duration` is in seconds, `notes` describe changes for the model."""
 
     requests: int
     prompt_tokens: int

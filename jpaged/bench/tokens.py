@@ -1,4 +1,4 @@
-"""How many tokens a text has, and a prompt with what a server adds to it."""
+"""The number of tokens of a text, and of a prompt with the server's additions."""
 
 from pathlib import Path
 from typing import Any, Protocol
@@ -48,8 +48,8 @@ class Tokens(Protocol):
 
 
 class ServerTokens:
-    """For a model at one endpoint: by a tokenizer in hand (what `load_tokenizer` takes), else by the server's
-    /tokenize, else by what it counts of a request for a single token."""
+    """A counter for a model at one endpoint: a tokenizer in hand (an argument of `load_tokenizer`), else the server's
+    /tokenize, else the usage of a request for a single token."""
 
     def __init__(self, client: Client, model: str, endpoint: str, tokenizer: str | None = None):
         self._client, self._model, self._endpoint = client, model, endpoint

@@ -1,4 +1,4 @@
-"""Sending requests at their times, and noting what comes back and when."""
+"""Send requests at their times, and record the responses with their times."""
 
 import asyncio
 import math
@@ -75,7 +75,7 @@ async def send(client: Client, path: str, body: dict[str, Any], due: float) -> R
 
 
 def _has_text(event: dict[str, Any]) -> bool:
-    """Whether a chunk carries what the model has said, and not only who speaks, or why it ended."""
+    """Whether a chunk carries text of the model, and not only a role or a finish reason."""
     for choice in event.get("choices") or ():
         delta = choice.get("delta")
         if choice.get("text") if delta is None else any(delta.get(name) for name in _SAID):

@@ -1,4 +1,4 @@
-"""What is asked of a server: how long prompts and outputs are, drawn from distributions, or requests from a file."""
+"""Workloads of a server: lengths of prompts and outputs from distributions, or requests from a file."""
 
 import json
 import math
@@ -62,7 +62,7 @@ class Job:
     Attributes:
         content: a text, token ids, or the messages of a conversation.
         max_tokens: None where that is for somebody else to settle.
-        answer: what the file has as its answer: it is to be as long.
+        answer: the file's answer, which sets the length of the output.
     """
 
     content: str | list[int] | list[dict[str, Any]]

@@ -1,1 +1,1 @@
-"""The command line: `jpaged COMMAND`, one module for each command, with its flags and what it does."""
+"""The command line: `jpaged COMMAND`, one module for each command."""

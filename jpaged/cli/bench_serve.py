@@ -6,8 +6,8 @@
   jpaged bench serve --url http://host:8000 --endpoint chat --workload file --file requests.jsonl
 
 Prompts have as many tokens as drawn, by the server's own count (asked through /tokenize, or else through requests for
-a single token), what it adds to them included; those too long for its max_model_len are shortened, and it is said how
-many. The exit status is 1 if any request failed.
+a single token), including tokens that the server adds. Prompts too long for its max_model_len are shortened, and a note
+says how many. The exit status is 1 if any request failed.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.epilog = measure.__doc__
     add = parser.add_argument_group("the server").add_argument
     add("--url", default="http://127.0.0.1:8000", help="where it is")
-    add("--model", metavar="NAME", help="what it serves (default: the first that it lists)")
+    add("--model", metavar="NAME", help="model to request (default: the first that the server lists)")
     add("--endpoint", choices=tuple(PATHS), default="completions", help="which of its endpoints")
     add("--api-key", metavar="KEY", help=f"its key (default: the environment's {' or '.join(API_KEYS)})")
     workload.add_flags(parser)

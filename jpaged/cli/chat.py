@@ -24,7 +24,7 @@ COMMANDS = {"/reset": "forget the conversation", "/help": "list these commands"}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
+    parser.add_argument("--system", metavar="TEXT", help="the system message before the conversation")
     add_model_flags(parser)
 
 
@@ -96,7 +96,7 @@ def talk(runner: asyncio.Runner, conversation: Conversation) -> None:
 
 
 def command(given: str, conversation: Conversation) -> str:
-    """Does what a command says; returns what there is to say about it."""
+    """Execute a command, and return its message."""
     match given:
         case "/reset":
             conversation.reset()

@@ -1,4 +1,4 @@
-"""Let a model continue texts, and print what it adds.
+"""Let a model continue texts, and print the completions.
 
   jpaged complete "Once upon a time"             the demo model, in this process
   jpaged complete "One day" "At night" --n 2     two continuations of each of two prompts

@@ -3,7 +3,7 @@
   jpaged convert org/name DIR --to orbax
   jpaged convert DIR OTHER_DIR --to safetensors
 
-Whatever takes a model takes it in either format.
+All commands load models in either format.
 """
 
 import argparse

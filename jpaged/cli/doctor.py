@@ -1,7 +1,7 @@
 """Examine this machine: devices, versions, the kernels for a model, their self-test, and the caches.
 
   jpaged doctor                                the demo model's shapes
-  jpaged doctor --model DIR --retest           a model of yours; tests the kernels again, whatever is remembered
+  jpaged doctor --model DIR --retest           another model; tests the kernels again
   jpaged doctor --json                         for a program, or for a report of a defect
 
 It takes the flags of serve, so that the same kernels are chosen. The exit status is 0 if all is well, and 1 if an op
@@ -29,7 +29,7 @@ GIB, MIB = 2**30, 2**20
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("the report").add_argument
     add("--json", action="store_true", help="print the report as JSON")
-    add("--retest", action="store_true", help="test the kernels again, whatever is remembered")
+    add("--retest", action="store_true", help="test the kernels again and ignore remembered results")
     add_engine_flags(parser)
 
 

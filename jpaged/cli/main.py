@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(command: str, argv: Sequence[str], prog: str | None = None) -> None:
-    """Runs one command; `prog` is what it calls itself."""
+    """Run one command; `prog` is its name in messages."""
     prog = prog or f"jpaged {command}"
     with exit_on_interrupt():
         module = load(command)
@@ -50,7 +50,7 @@ def run(command: str, argv: Sequence[str], prog: str | None = None) -> None:
         module.run(args)
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:  # whoever read the output has gone; nor can what is left of it be written at exit
+    except BrokenPipeError:  # the reader of the output has gone, and the rest can't be written at exit either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (ValueError, NotImplementedError, OSError) as error:
@@ -58,7 +58,7 @@ def run(command: str, argv: Sequence[str], prog: str | None = None) -> None:
 
 
 def load(command: str) -> ModuleType:
-    """A command's module: its docstring is the help's text, `add_flags(parser)` and `run(args)` are what it does."""
+    """A command's module: its docstring is the help text, and it defines `add_flags(parser)` and `run(args)`."""
     return importlib.import_module(f"jpaged.cli.{command.replace(' ', '_')}")
 
 

@@ -30,10 +30,10 @@ class Model(Protocol):
         """The assistant's next turn."""
 
     def complete(self, prompt: str, sampling: Fields) -> Pieces:
-        """What follows a text."""
+        """Return the completion of a text."""
 
     async def close(self) -> None:
-        """Ends what is behind it."""
+        """Release the model or the connection."""
 
 
 def add_flags(parser: argparse.ArgumentParser, *, max_tokens: int | None = None) -> None:
@@ -42,7 +42,7 @@ def add_flags(parser: argparse.ArgumentParser, *, max_tokens: int | None = None)
     add("--url", help="a server that speaks the OpenAI API; without it the model is loaded in this process")
     add("--api-key", metavar="KEY", help=f"the server's (default: the environment's {' or '.join(API_KEYS)})")
 
-    group = parser.add_argument_group("how it answers", "What is left open here is as the model's own files have it.")
+    group = parser.add_argument_group("how it answers", "Defaults are those of the model's own files.")
     add = group.add_argument
     add("--temperature", type=float, metavar="T", help="0 takes the likeliest token, 1 draws as the model thinks")
     add("--top-p", type=float, metavar="P", help="draw from the likeliest tokens that have this probability together")
@@ -55,7 +55,7 @@ def add_flags(parser: argparse.ArgumentParser, *, max_tokens: int | None = None)
 
 
 def sampling(args: argparse.Namespace) -> dict[str, Any]:
-    """What the flags say of sampling; what they leave open is left out."""
+    """Return the sampling parameters that flags set; others are left out."""
     names = ("temperature", "top_p", "top_k", "max_tokens", "stop", "seed")
     return {name: value for name in names if (value := getattr(args, name)) is not None}
 

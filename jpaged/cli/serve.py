@@ -62,7 +62,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="longest body of a request (default: 1 MiB, and 16 bytes for each token of --max-model-len)")  # fmt: skip
     add("--request-timeout", type=float, metavar="SECONDS", help="longest that an answer may take (default: no limit)")
     add("--drain-timeout", type=float, default=defaults.drain_timeout, metavar="SECONDS",
-        help="on SIGTERM, what runs has so long to finish; a second signal ends it at once")  # fmt: skip
+        help="time for running requests to finish after SIGTERM; a second signal ends them at once")  # fmt: skip
     add("--log-level", choices=LEVELS, default="info", help="least severe messages that are logged")
     add("--access-log", default="-", metavar="FILE",
         help="a line of JSON for each request; - is standard error, none is nowhere")  # fmt: skip
@@ -138,11 +138,11 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, positional: bool = Fals
     add("--scheduling-policy", choices=SCHEDULING_POLICIES, default=defaults.scheduling_policy,
         help="priority: by the requests' priorities, lower ones first")  # fmt: skip
     add("--preemption-mode", choices=PREEMPTION_MODES, default=defaults.preemption_mode,
-        help="what becomes of a preempted request's blocks; auto: what costs less")  # fmt: skip
+        help="treatment of a preempted request's blocks; auto: the cheaper one")  # fmt: skip
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
-    """The engine that the flags ask for; what they leave open keeps its default."""
+    """Return the engine's settings from flags and defaults."""
     names = (field.name for field in fields(EngineConfig))
     return EngineConfig(**{name: value for name in names if (value := getattr(args, name, None)) is not None})
 
@@ -194,7 +194,7 @@ def bound_sockets(args: argparse.Namespace) -> Iterator[Sequence[socket.socket]]
 
 
 def server_config(args: argparse.Namespace) -> ServerConfig:
-    """What the flags, the key file and the environment say. Raises ValueError or OSError for what can't be."""
+    """Return the server's settings from flags, key file and environment. Raises ValueError or OSError."""
     if not all(args.served_model_name):
         raise ValueError("--served-model-name must not be empty")
     keys = list(args.api_key)

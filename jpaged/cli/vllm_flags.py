@@ -15,7 +15,7 @@ class Foreign(NamedTuple):
         names: the flag and its aliases.
         reason: why it changes nothing.
         allowed: values that change nothing; None is all of them, () is none, and a flag without a value has `SWITCH`.
-        refusal: what is said of other values.
+        refusal: the error for other values.
     """
 
     names: tuple[str, ...]

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 
 class Bans:
-    """What one request bans. Bad words are indexed, so that a step does not compare them one by one.
+    """The banned tokens of one request. Bad words are indexed, so that a step does not compare them one by one.
 
     A word of one token is banned at any place, which a bias on its logit expresses. A longer word bans its last token
     wherever the output ends with the tokens before it. As in vLLM, only the output is searched.

@@ -1,4 +1,4 @@
-"""All KV blocks of one memory: who holds them, which are free, and what the free ones still remember."""
+"""All KV blocks of one memory: their holders, the free blocks, and the content that free blocks still cache."""
 
 import bisect
 import itertools
@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-# What precedes a block: the node of the block before it, or, for a first block, the salt that its request was given.
+# The prefix of a block: the node of the block before it, or, for a first block, the salt of its request.
 Parent = int | str
 
 
@@ -14,7 +14,7 @@ class Match(NamedTuple):
     """The longest prefix that the pool remembers: whole blocks, then perhaps the beginning of one more.
 
     Attributes:
-        nodes: of the whole blocks; what comes next is remembered under the last.
+        nodes: of the whole blocks; a partial block is cached under the last.
         num_tokens: in all.
     """
 
@@ -71,7 +71,7 @@ class BlockPool:
         self.clear()
 
     def clear(self) -> None:
-        """Free every block, whoever holds it, and forget all content."""
+        """Free every block, also those in use, and drop all content."""
         self.epoch += 1
         self.num_free = 0
         self._blocks = [_Block(i) for i in range(self.num_blocks)]
@@ -132,7 +132,7 @@ class BlockPool:
             self._link(block, before=self._head if block.node is not None else self._head.next)
 
     def remember(self, block_id: int, parent: Parent, tokens: Sequence[int]) -> int:
-        """Lets a full block whose KV is written be found by its tokens and what precedes them. Returns its node; if
+        """Let a full block with written KV be found by its tokens and their prefix. Return its node; if
         another block with the same content already has one, that one stays."""
         block, tokens = self._blocks[block_id], tuple(tokens)
         assert block.ref_count > 0, f"block {block_id} is remembered while nobody holds it"
@@ -151,7 +151,7 @@ class BlockPool:
     def match(self, tokens: Sequence[int], salt: str = "") -> Match:
         """The longest remembered prefix of some tokens. Changes nothing: `share` takes its blocks.
 
-        The last of them may hold only the beginning of what is wanted, at least half a block, for less is not worth
+        The last of them may hold only the beginning of the tokens, at least half a block, because less is not worth
         the copy that is made before the rest of it is written.
         """
         block_ids: list[int] = []

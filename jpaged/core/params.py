@@ -84,7 +84,7 @@ def _few_tokens(xs: object) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams:
-    """What a whole output has to be. One of the first five says it.
+    """The constraint of a whole output, in one of the first five fields.
 
     Attributes:
         json: a JSON schema, as a dict or as text.
@@ -122,7 +122,7 @@ class StructuredOutputsParams:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationParams:
-    """What sampling and beam search have in common.
+    """The parameters that sampling and beam search have in common.
 
     Attributes:
         max_tokens: None is as many as the model's and the pool's length allow.
@@ -134,15 +134,15 @@ class GenerationParams:
         frequency_penalty: taken off it as often as the output holds it.
         repetition_penalty: divides the positive logits, multiplies the negative ones, of every token that prompt or
             output holds (CTRL, arXiv:1909.05858).
-        logit_bias: {token id: what is added to its logit}.
+        logit_bias: {token id: number added to its logit}.
         allowed_token_ids: no other token is ever chosen; None allows all.
         bad_words: texts that the output never holds, each as the tokens that it has at the start of a word or inside.
         logprobs: how many of the most likely tokens to return with their logprobs beside the chosen one's (of the
             model's own distribution, before temperature and the rest); None returns none.
         prompt_logprobs: the same for each token of the prompt but the first.
-        truncate_prompt_tokens: keep so many tokens of the prompt's end; -1 keeps what max_model_len has room for.
+        truncate_prompt_tokens: keep so many tokens of the prompt's end; -1 keeps as many as max_model_len has room for.
         skip_special_tokens: leave special tokens out of the text.
-        structured_outputs: what the output has to be, up to its end-of-sequence token.
+        structured_outputs: the constraint of the output, up to its end-of-sequence token.
     """
 
     max_tokens: int | None = field(default=16, metadata=_rule("a whole number of at least 1", _optional(_integer(1))))
@@ -213,7 +213,7 @@ class GenerationParams:
 
     @cached_property
     def has_state(self) -> bool:
-        """Whether choosing a token needs more than the logits: what has been generated, or a bias."""
+        """Whether choosing a token needs more than the logits: earlier tokens, or a bias."""
         return (
             self.presence_penalty != 0
             or self.frequency_penalty != 0
@@ -228,7 +228,7 @@ class GenerationParams:
         return copy.deepcopy(self)
 
     def truncated(self, prompt_token_ids: list[int], max_model_len: int) -> list[int]:
-        """What `truncate_prompt_tokens` keeps of a prompt."""
+        """Return the part of a prompt that `truncate_prompt_tokens` keeps."""
         keep = self.truncate_prompt_tokens
         if keep == -1:
             keep = max(1, max_model_len - (self.max_tokens or 1))
@@ -259,7 +259,7 @@ class SamplingParams(GenerationParams):
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
         top_p: keep the smallest set of tokens that holds this much probability, after top_k.
         min_p: keep tokens at least this likely relative to the most likely one.
-        seed: makes a request's tokens repeatable, whatever runs beside it; choice i gets what seed + i alone gives.
+        seed: makes a request's tokens repeatable next to any other requests; choice i equals that of seed + i alone.
             None draws from the engine's seed.
     """
 
@@ -339,7 +339,7 @@ def _settle_arrays(params: "StructuredOutputsParams | GenerationParams") -> None
 
 
 def _tuple(value: object) -> object:
-    """A tuple of any series; what is none stays what it is, and is refused by its field's rule."""
+    """Return a tuple of any series; other values are returned unchanged, and its field's rule rejects them."""
     return tuple(map(plain, value)) if isinstance(value, Series) and not isinstance(value, str) else value
 
 

@@ -10,7 +10,7 @@ MAX_IDLE_CLIENTS = 1024
 
 
 class RequestQueue:
-    """Ordered by `Request.rank`, whatever order they come in."""
+    """Requests ordered by `Request.rank`."""
 
     def __init__(self) -> None:
         self._requests: list[Request] = []

@@ -1,4 +1,4 @@
-"""What a caller asks for, how it is generated, and what it gets back. Pure: no device, no clock, no randomness."""
+"""Requests, their sequences, and their results. Pure: no device, no clock, no randomness."""
 
 import copy
 from collections.abc import Callable
@@ -40,10 +40,10 @@ class Sequence:
         leader: while it waits, after a preemption, for another branch to compute the tokens that they share: that
             branch, and how many tokens they share.
         steady_until: the position before which it goes on by one token and one sample in each step, in a block of its
-            own and without a mask, whatever its samples are.
+            own and without a mask, for any samples.
         row: its row on the device while it runs, or until the last step in flight that it is part of is committed.
-        decoder: what turns its tokens into text, if anything does; each branch has its own.
-        constraint: what its output has to be, as far as it has come, if anything; each branch has its own.
+        decoder: turns its tokens into text; None without a tokenizer. Each branch has its own.
+        constraint: the state of its constraint, or None; each branch has its own.
         samples: one for each token of output.
     """
 
@@ -113,7 +113,7 @@ class Sequence:
         return child
 
     def branch(self, index: int) -> "Sequence":
-        """What has been generated so far, without any blocks."""
+        """Return the sequence with its tokens so far and without blocks."""
         return Sequence(
             self.request, list(self.tokens), BlockTable(self.table.pool), index,
             num_cached_tokens=self.num_cached_tokens, decoder=copy.copy(self.decoder),
@@ -122,7 +122,7 @@ class Sequence:
         )  # fmt: skip
 
     def free(self) -> None:
-        """Gives its blocks back; what was computed into them is forgotten."""
+        """Give its blocks back, and forget their content."""
         self.table.free()
         self.num_computed_tokens, self.nodes, self.leader = 0, [], None
 
@@ -136,7 +136,7 @@ class Sequence:
 
 @dataclass(eq=False)
 class Request:
-    """What a caller asked for. `seed` and `max_tokens` are resolved: no None in them.
+    """A caller's request. `seed` and `max_tokens` are resolved and not None.
 
     Attributes:
         rank: requests run in its order, and give way in the reverse order.
@@ -219,7 +219,7 @@ class Request:
 
 
 class OutputDelta(NamedTuple):
-    """What one step added to one output of a request.
+    """The addition of one step to one output of a request.
 
     Attributes:
         prompt_samples: logprobs of the prompt's tokens but the first, with the first delta of each output, if they

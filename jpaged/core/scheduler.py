@@ -1,4 +1,4 @@
-"""Which tokens of which sequences run in the next step, and what their results change.
+"""The choice of the tokens and sequences of the next step, and the effects of its results.
 
 There is no prefill phase and no decode phase: a sequence is behind by `num_tokens - num_computed_tokens`, and each
 step's token budget is handed out in the order of the requests' ranks (the formula is vLLM V1's). Chunked prefill,
@@ -65,7 +65,7 @@ class Scheduler:
     """Continuous batching with preemption. Only `schedule` and `commit` move generation on.
 
     Several plans may be scheduled before the first is committed; they are committed in their order. A request that can
-    go on without the host's knowledge of its last token does so. What a plan in flight may write keeps its place until
+    go on without the host's knowledge of its last token does so. Blocks that a plan in flight may write are kept until
     the plan is committed: a sequence that ends gives its row and its blocks back then, and nothing is preempted before
     all plans in flight are committed.
 
@@ -76,7 +76,7 @@ class Scheduler:
     Args:
         host_pool: room for swapped blocks; None is none.
         preemption: "recompute", "swap" (where the host has room), or "auto", whichever costs less.
-        block_swap_cost: what moving one block to the host and back costs, in tokens computed again in that time.
+        block_swap_cost: of moving one block to the host and back, in tokens that could be computed in that time.
         tokens_beside_decodes: most tokens of a step in which some sequence is past its prompt, `max_num_seqs` or more;
             None is the limit of all steps. A long step makes such sequences wait.
 
@@ -408,7 +408,7 @@ class Scheduler:
         return self.waiting.first if self.waiting else None
 
     def _schedule_running(self, request: Request, budget: int, step: _Step) -> int:
-        """Schedules what fits of a request, taking blocks from those behind it if it must; returns the tokens used."""
+        """Schedule the part of a request that fits, preempting later requests if necessary; return the tokens used."""
         sequence = request.sequences[0]
         start = sequence.num_computed_tokens
         if start < sequence.steady_until and budget > 0:  # so it is for most requests of most steps
@@ -441,7 +441,7 @@ class Scheduler:
         request, row = sequence.request, sequence.row
         start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + count
         num_samples = sequence.num_samples(end)
-        assert row is not None, "only what runs has a row"
+        assert row is not None, "only running sequences have a row"
         if num_samples and (request.bans or sequence.constraint is not None):
             length = sequence.num_output_tokens + sequence.pending
             banned = request.bans.next_tokens(sequence.tokens, length)
@@ -456,7 +456,7 @@ class Scheduler:
 
     def _steady_until(self, sequence: Sequence) -> int:
         """Return the position up to which a sequence goes on by one token and one sample in each step, in a block that
-        it has to itself and without a mask, whatever its samples are."""
+        it has to itself and without a mask, for any samples."""
         request, size = sequence.request, self.pool.block_size
         if request.waits or request.bans or len(request.sequences) > 1:
             return 0
@@ -491,7 +491,7 @@ class Scheduler:
         return counts
 
     def _follow(self, sequence: Sequence) -> bool:
-        """Starts a sequence that waits for its leader, if that has computed what they share."""
+        """Start a sequence that waits for its leader, if that has computed their shared tokens."""
         if sequence.leader is None:
             return False
         leader, shared = sequence.leader
@@ -544,13 +544,13 @@ class Scheduler:
         return True
 
     def _share_prefixes(self, request: Request) -> None:
-        """Starts each sequence with what the prefix cache has of it, or lets it wait for another of the request that
+        """Start each sequence with its blocks in the prefix cache, or let it wait for another of the request that
         has more in common with it."""
         before: Sequence | None = None
         # In sorted order nothing has more in common with a sequence than the one before it.
         for sequence in sorted(request.live, key=lambda s: s.tokens):
             sequence.epoch = self.pool.epoch
-            # The last token is always computed: its hidden state is what the next token is sampled from.
+            # The last token is always computed: the next token is sampled from its hidden state.
             limit = sequence.num_tokens - 1
             match = self.pool.match(sequence.tokens[:limit], request.cache_salt)
             cached = 0 if self._wants_prompt_samples(request) else match.num_tokens
@@ -618,7 +618,7 @@ class Scheduler:
         return (FinishReason.LENGTH, None) if length >= request.max_tokens else None
 
     def _advance_beams(self, request: Request, samples: list[Sample]) -> list[Sequence]:
-        """Extends the live beams by what the step gave each of them: table and reference count do the rest."""
+        """Extend the live beams by their samples of the step, through tables and reference counts."""
         search, parents, wanted = request.beam, request.live, request.params.logprobs or 0
         assert search is not None and len(samples) == len(parents), f"{len(samples)} of {len(parents)} beams were run"
         length = parents[0].num_output_tokens + 1

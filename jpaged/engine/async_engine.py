@@ -1,4 +1,4 @@
-"""The engine for servers: one thread steps it, asyncio queues carry its output to whoever waits."""
+"""The engine for servers: one thread steps it, and asyncio queues carry its output to waiting tasks."""
 
 import asyncio
 import functools
@@ -31,7 +31,7 @@ class EngineDead(RuntimeError):
 
 
 class Observer(Protocol):
-    """Hears what happens, on the engine's thread, which waits for it."""
+    """Receives events on the engine's thread, which waits for it."""
 
     def added(self, request: Request) -> None:
         """A request has been accepted."""
@@ -118,12 +118,12 @@ class AsyncEngine:
         self._thread.start()
 
     async def stop(self) -> None:
-        """Ends the thread after the step it is in; what has not finished ends in EngineDead."""
+        """End the thread after its current step; unfinished requests end in EngineDead."""
         self._calls.put(None)
         await asyncio.to_thread(self._thread.join)
 
     async def call(self, function: Callable[[Engine], Any]) -> Any:
-        """Runs `function(engine)` on the engine's thread, between two steps, and returns what it returns."""
+        """Run `function(engine)` on the engine's thread, between two steps, and return its result."""
         return await asyncio.wrap_future(self._submit(lambda: function(self._engine)))
 
     async def reset_prefix_cache(self) -> None:
@@ -243,7 +243,7 @@ class AsyncEngine:
                     future.set_exception(error)
 
     def _deliver(self, output: StepOutput) -> None:
-        # Before anybody can act on what they have not seen.
+        # Before anyone can act on tokens that they have not seen.
         for observer in self._observers:
             observer.stepped(self._engine.scheduler, output)
         self._tell_ended(output.ended)

@@ -1,4 +1,4 @@
-"""From a name to an engine: finding the model, choosing what was left open, putting the parts together."""
+"""From a name to an engine: find the model, choose open settings, and assemble the parts."""
 
 import logging
 from pathlib import Path
@@ -71,7 +71,7 @@ def load_model(
 
 
 def limits_of(config: EngineConfig, model: ModelConfig, platform: str) -> Limits:
-    """Settles the limits that the config left to the model and the device. Raises ValueError for what the model
+    """Settle the limits that the config left to the model and the device. Raises ValueError for values that the model
     can't do, and for more sequences than the KV pool has blocks."""
     max_model_len = config.max_model_len or model.max_position_embeddings
     if max_model_len > model.max_position_embeddings:
@@ -180,7 +180,7 @@ def load_engine(
     config: EngineConfig, *, model: Model | None = None, tokenizer: Any = None, prepared: Prepared | None = None,
     progress: bool = True,
 ) -> Loaded:  # fmt: skip
-    """An engine that is ready to step, and what belongs to it.
+    """Return an engine that is ready to step, with its tokenizer and sampling defaults.
 
     Args:
         model: a module in hand; its arrays are used as they are, and `config.model` is only a name.

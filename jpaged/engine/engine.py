@@ -37,7 +37,7 @@ MakeMasks = Callable[[], Any]  # [M, ceil(V / 32)] uint32 of NumPy, for the M ma
 
 
 class Runner(Protocol):
-    """What the engine asks of the device side."""
+    """The engine's interface to the device side."""
 
     def dispatch(self, plan: StepPlan, make_masks: MakeMasks | None = None) -> Pending:
         """Begin a step without waiting for it. Plans run in the order of their dispatch.
@@ -57,12 +57,12 @@ class Runner(Protocol):
 
 
 class StepOutput(NamedTuple):
-    """What a step did.
+    """The outcome of a step.
 
     Attributes:
         plan: None if there was nothing to do.
-        committed: what the scheduler made of its result.
-        deltas: what it added to each output that it moved on. A request whose outputs are known only at its end gives
+        committed: the scheduler's account of its result.
+        deltas: the additions to each output that it extended. A request whose outputs are known only at its end gives
             each of them then, whole.
         ended: the requests that it finished.
     """
@@ -167,7 +167,9 @@ class Engine:
             if getattr(params, name) and self.tokenizer is None:
                 raise InvalidParameter(name, "needs a tokenizer, and this engine has none")
         if params.structured_outputs and constraint is None:
-            raise InvalidParameter("structured_outputs", "the engine takes what a GrammarCompiler makes of them")
+            raise InvalidParameter(
+                "structured_outputs", "the engine takes constraints that a GrammarCompiler has compiled"
+            )
         if bad_words is None:
             bad_words = tokenize_bad_words(self.tokenizer, params.bad_words) if params.bad_words else ()
         given = params.seed if isinstance(params, SamplingParams) else 0
@@ -192,7 +194,7 @@ class Engine:
         return self.scheduler.abort(request_id)
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes. What has been computed of running requests is never cached either."""
+        """Drop all cached prefixes. Blocks that running requests have computed so far are never cached either."""
         self.scheduler.pool.reset_prefix_cache()
 
     def update_params(self, state: Any, *, finish_started: bool = False) -> None:
@@ -259,7 +261,7 @@ class Engine:
         self.scheduler.recover()
 
     def _make_masks(self, plan: StepPlan) -> MakeMasks | None:
-        """Return what makes the masks of a plan while the device works, for they need nothing of what it computes."""
+        """Return a function that makes a plan's masks while the device works: they do not depend on its results."""
         if not plan.masked:
             return None
         rows = [(self.scheduler.rows[row].constraint, banned) for row, banned in plan.masked]

@@ -18,7 +18,7 @@ from jpaged.core.request import (
 
 
 def newest_delta(sequence: Sequence, text: str) -> OutputDelta:
-    """Return what a sequence's last step has added: one sample, or none where its logits were not finite."""
+    """Return the samples of a sequence's last step: one, or none if its logits were not finite."""
     return _delta(sequence, sequence.index, text, [] if sequence.stop_reason == NON_FINITE else sequence.samples[-1:])
 
 

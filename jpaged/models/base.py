@@ -1,4 +1,4 @@
-"""The contract between a model and the engine: what a model is called with, and what it says of itself."""
+"""The contract between a model and the engine: the model's call and its attributes."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable

@@ -169,7 +169,7 @@ def save_orbax(model: Model, directory: Path) -> None:
 
 
 def stored_dtype(directory: Path) -> str:
-    """The dtype that holds every parameter of a checkpoint exactly, whatever its config says."""
+    """Return the dtype that holds every parameter of a checkpoint exactly, regardless of its config."""
     if (directory / ORBAX).is_dir():
         with _checkpointer() as checkpointer:
             metadata = checkpointer.metadata((directory / ORBAX).absolute()).item_metadata
@@ -249,5 +249,5 @@ def _is_file_name(name: Any) -> bool:
 def _open(file: Path):
     try:
         return safe_open(file, "numpy")
-    except Exception as error:  # the library raises its own type, and OSError for what isn't a file
+    except Exception as error:  # the library raises its own type, and OSError for paths that are no files
         raise ValueError(f"model: {file} can't be read: {error}") from error

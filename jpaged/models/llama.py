@@ -62,7 +62,7 @@ class Layer(nnx.Module):
 
 
 class Llama(nnx.Module):
-    """The Llama family: 1, 2, 3, 3.1, 3.2, TinyLlama and whatever else its config describes.
+    """The Llama family: 1, 2, 3, 3.1, 3.2, TinyLlama and other models that its config describes.
 
     `dtype` ("float32", "bfloat16" or "float16") is that of parameters and activations; norms, angles and logits are
     float32 inside. Attributes are named as in Hugging Face checkpoints.

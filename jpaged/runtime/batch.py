@@ -154,7 +154,7 @@ def make_batch(plan: StepPlan, rows: RowTable, buckets: Buckets, layouts: dict[B
 
 
 class Made(NamedTuple):
-    """A plan's batch, and what its result needs.
+    """A plan's batch, and the data for reading its result.
 
     Attributes:
         buffer: holds `batch`.

@@ -49,7 +49,7 @@ class BlockStore:
             self.swap_there_and_back(size)
 
     def swap_there_and_back(self, count: int) -> Pool:
-        """Move block 0 so many times over; it then holds what it held. Meant for a pool that nobody uses yet."""
+        """Move block 0 to the host and back `count` times, which leaves it unchanged. For a pool not in use yet."""
         self.host.take_in(self.pool, [(0, i) for i in range(count)])
         self.pool = self.host.give_back(self.pool, [(i, 0) for i in range(count)])
         return self.pool
@@ -57,7 +57,7 @@ class BlockStore:
     def recover(self) -> None:
         """Allocate the pool again, empty, if a failed step has lost it, and drop the blocks on the host.
 
-        Raises what the allocation raises; it can then be tried again.
+        Raises the error of the allocation; the call can then be repeated.
         """
         if not usable(self.pool):
             for array in self.pool:

@@ -1,4 +1,4 @@
-"""The rows of running sequences: what the host keeps of them, and what the device does."""
+"""The rows of running sequences, on the host and on the device."""
 
 from collections.abc import Sequence
 
@@ -30,7 +30,7 @@ class DeviceRows:
         self.state, self.last_tokens = self._empty_state(), self._no_tokens()
 
     def apply(self, plan: StepPlan) -> None:
-        """Take in what a plan tells of rows, on the host and on the device."""
+        """Apply a plan's changes of rows, on the host and on the device."""
         stateful = self.table.scalars["stateful"]
         if copies := [(source, row) for source, row in plan.row_copies if stateful[source]]:
             self._copy_rows(copies)
@@ -46,7 +46,7 @@ class DeviceRows:
         self._write_row(-1, *host_row(self._vocab_size, [], []))
 
     def recover(self) -> None:
-        """Make what a failed step has lost again, empty."""
+        """Allocate the arrays again that a failed step has lost, empty."""
         if not usable(self.state):
             self.state = self._empty_state()
         if not usable([self.last_tokens]):

@@ -57,7 +57,7 @@ def temporaries(steps: Iterable[jax.stages.Lowered]) -> int:
 
 
 def fitting_blocks(*, limit: int, in_use: int, temporaries: int, utilization: float, bytes_per_block: int) -> int:
-    """Blocks that fit into `utilization` of a memory of `limit` bytes, beside what is in use and a step's temporaries.
+    """Return the blocks that fit into `utilization` of `limit` bytes with the memory in use and a step's temporaries.
 
     Raises ValueError, with the numbers, if not one fits.
     """
@@ -72,7 +72,7 @@ def fitting_blocks(*, limit: int, in_use: int, temporaries: int, utilization: fl
 
 
 def modest_blocks(wanted: int, bytes_per_block: int) -> int:
-    """Blocks of a pool on a CPU: what is wanted, within a modest share of the machine's memory."""
+    """Return the blocks of a pool on a CPU: the wanted number, within a modest share of the machine's memory."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     room = min(MAX_CPU_POOL_BYTES, math.floor(memory * MAX_CPU_MEMORY_SHARE))
     return max(1, min(wanted, room // bytes_per_block))

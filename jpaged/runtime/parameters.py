@@ -69,7 +69,7 @@ def _problem(name: str, found: Mapping[str, Any], expected: Mapping[str, Leaf], 
     if leaf.dtype != other.dtype:
         return f"is {leaf.dtype}, not {other.dtype}"
     if leaf.is_deleted():
-        return "was deleted, as a train step deletes what it donates"
+        return "was deleted, as a train step deletes its donated arguments"
     if leaf.devices() != {device}:
         return f"lies on {', '.join(sorted(map(str, leaf.devices())))}, not on {device} alone"
     return None

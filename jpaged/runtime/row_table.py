@@ -1,4 +1,4 @@
-"""What the host keeps of each row of the device, changed by the differences that plans bring. numpy alone."""
+"""The host's copy of each row of the device, updated by the differences in plans. Imports only numpy."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from jpaged.core.plan import Admitted, StepPlan
 # Below this, dividing by the temperature would overflow; it is greedy to any reader.
 MIN_TEMPERATURE = 1e-5
 
-# What choosing a token needs of its row, in words of 32 bits.
+# The sampling scalars of a row, in words of 32 bits.
 SCALARS = np.dtype(
     [
         ("temperature", np.float32),  # 0 = greedy

@@ -39,7 +39,7 @@ class ModelRunner:
 
     Args:
         model: its arrays are used as they are, not copied; they lie on one device.
-        limits: what the scheduler will keep to.
+        limits: those of the scheduler.
         kernels: chosen before the model was loaded; None chooses them now.
 
     Attributes:
@@ -162,7 +162,7 @@ class ModelRunner:
 
     def recover(self) -> None:
         """Allocate again, empty, the KV pool and the rows if a failed step has lost them, and drop the blocks on the
-        host. Raises what the allocation raises; it can then be tried again."""
+        host. Raises the error of the allocation; the call can then be repeated."""
         self.blocks.recover()
         self.rows.recover()
 
@@ -207,7 +207,7 @@ class ModelRunner:
             self._run_padding(bucket, score=True)
 
     def _run_padding(self, bucket: Bucket, *, score: bool = False) -> jax.Array:
-        """Run a step of padding, with what scores prompts or without it."""
+        """Run a step of padding, with or without the scores of prompts."""
         computed = self._forward(self.shapes.padding(bucket), bucket)
         chosen, _ = self._choose(computed, self.shapes.no_bits[bucket.num_seqs])
         if score and computed.x_td is not None:

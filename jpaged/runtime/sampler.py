@@ -23,7 +23,7 @@ Array = Any  # traced jax arrays inside the step, numpy in tests
 
 
 class Sampling(NamedTuple):
-    """How each of S tokens is to be chosen. What no row asks for costs no pass over the logits."""
+    """The sampling settings of S tokens. A setting that no row uses costs no pass over the logits."""
 
     temperature: Array  # [S] float32, 0 = greedy
     top_k: Array  # [S] int32, 0 = all
@@ -44,7 +44,7 @@ class Sampling(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """What was chosen. All is of the model's own distribution, but for a beam's list."""
+    """The chosen tokens. Logprobs and ranks are of the model's own distribution, except for a beam's list."""
 
     tokens: Array  # [S] int32
     logprobs: Array  # [S] float32; NaN where the logits are not finite
@@ -99,7 +99,7 @@ def sample(
 def token_logprobs(
     logits_of: Callable[[jax.Array], jax.Array], x_td: jax.Array, targets_t: jax.Array, num_top: int, tile: int = 64
 ) -> Sampled:
-    """How likely the model finds tokens that it is given: what `sample` returns, for T rows with `targets_t` chosen.
+    """Return the logprobs of given tokens, in the form of `sample`'s result for T rows with `targets_t` chosen.
 
     Never more than `tile` rows of logits exist at once, and none where a tile has no target.
 
@@ -247,7 +247,7 @@ def _threshold_of_list(
     # A token is in the nucleus if those before it have less than top_p of the total weight.
     in_nucleus_sk = jnp.cumsum(weight_sk, -1) - weight_sk < top_p_s[:, None] * total_s1
     last_s = jnp.maximum(in_nucleus_sk.sum(-1, dtype=jnp.int32), 1) - 1
-    # The total is that of what top-k keeps only if the list has all of that.
+    # The total is that of the tokens kept by top-k only if the list has all of them.
     is_total_s = (top_k_s <= size) | (x_sk[:, -1] < least_s1[:, 0])
     nucleus_s = jnp.where((top_p_s < 1) & is_total_s, _at(x_sk, last_s), -jnp.inf)
     return jnp.maximum(least_s1, nucleus_s[:, None])
@@ -271,7 +271,7 @@ def _order(x: jax.Array) -> jax.Array:
 
 
 def _threshold(order_sv: jax.Array, weight_sv: jax.Array, target_s: jax.Array) -> jax.Array:
-    """The largest t [S, 1] such that what is >= t weighs at least `target`, found bit by bit; 0 if nothing does."""
+    """Return the largest t [S, 1] with a total weight of at least `target` at or above t, found bit by bit, or 0."""
 
     def bit(i, t):
         higher = t | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
@@ -286,7 +286,7 @@ def _ranks(logits_sv: jax.Array, tokens_s: jax.Array) -> jax.Array:
 
 
 def _list_top(values_sv: jax.Array, offset_s: jax.Array, num_top_s: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """The `num_top` best tokens of each row and what they have above `offset`, [S, k] each, padded with -1 and -inf."""
+    """Return the `num_top` best tokens of each row and their values above `offset`, [S, k], padded with -1 and -inf."""
     sizes = [*(size for size in SHORT_LISTS if size < k), k]
 
     def padded(size: int) -> tuple[jax.Array, jax.Array]:

@@ -1,4 +1,4 @@
-"""What choosing a token needs of a sequence's past, kept on the device: one row per running sequence."""
+"""The sampling state of running sequences on the device: one row per sequence."""
 
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -13,7 +13,7 @@ class SamplingState(NamedTuple):
 
     output_counts: jax.Array  # [R, V] int32, how often the output holds the token
     in_prompt: jax.Array  # [R, V] bool
-    bias: jax.Array  # [R, V] float32, what is added to the logit; -inf forbids the token
+    bias: jax.Array  # [R, V] float32, added to the logit; -inf forbids the token
 
 
 def empty_state(num_rows: int, vocab_size: int, device: jax.Device | None = None) -> SamplingState:
@@ -30,7 +30,7 @@ def host_row(
     allowed_token_ids: Iterable[int] | None = None,
     banned_tokens: Iterable[int] = (),
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """One row of the state: ([V] int32, [V] bool, [V] float32). What is not allowed, or banned, is so at any bias."""
+    """Return one row of the state: ([V] int32, [V] bool, [V] float32). A bias never allows a forbidden token."""
     counts_v = np.bincount(_ids(output_token_ids), minlength=vocab_size).astype(np.int32)
     in_prompt_v = np.zeros(vocab_size, np.bool)
     in_prompt_v[_ids(prompt_token_ids)] = True

@@ -31,7 +31,7 @@ def forward(model: Model, cache: KVCache, pool: Pool, batch: Batch, *, decode: b
 
 
 class Computed(NamedTuple):
-    """What the model's part of a step gives to the other parts, on the device."""
+    """The results of the model's part of a step, on the device, for the other parts."""
 
     x_sd: jax.Array  # hidden states that samples are drawn from
     rows_sf: jax.Array  # int32, how: `sampling_of` has the columns
@@ -44,7 +44,7 @@ class Step:
     on, and only for them.
 
     `params` is the flat list of the model's leaves: dispatching a model or a state costs many times more on the host.
-    The pool comes back in the order it went in, which is what lets XLA alias every buffer of it.
+    The pool is returned in the order of the argument, so that XLA can alias all of its buffers.
 
     Args:
         cache: the layout of the pool.
@@ -117,7 +117,7 @@ def sampling_of(rows_sf: jax.Array, allowed_bits: jax.Array) -> Sampling:
 
 
 def _packed(sampled: Sampled) -> tuple[jax.Array, jax.Array]:
-    """Return [3, S] and [2, S, K] int32: what is fetched for every sample, and the lists."""
+    """Return [3, S] and [2, S, K] int32: the values fetched for every sample, and the lists."""
     bits = lambda logprobs: lax.bitcast_convert_type(logprobs, jnp.int32)
     chosen = jnp.stack([sampled.tokens, sampled.ranks, bits(sampled.logprobs)])
     return chosen, jnp.stack([sampled.top_tokens, bits(sampled.top_logprobs)])

@@ -9,14 +9,14 @@ from jax.sharding import SingleDeviceSharding
 
 from jpaged.runtime.kv_cache import gather, scatter
 
-# Blocks of one transfer: few shapes, so that few executables; what lies between is padded.
+# Blocks of one transfer: few shapes, and so few executables; numbers in between are padded.
 TRANSFERS = (4, 16, 64)
 
 Pairs = Sequence[tuple[int, int]]
 
 
 class _Chunk(NamedTuple):
-    """What one transfer brought: blocks [2L, C, K, B, H], of which row i is host block `block_ids[i]`."""
+    """The blocks of one transfer, [2L, C, K, B, H]: row i is host block `block_ids[i]`."""
 
     blocks: jax.Array
     block_ids: list[int]

@@ -1,4 +1,4 @@
-"""What goes back to the client: the bodies of both endpoints, whole and in chunks."""
+"""Responses to the client: the bodies of both endpoints, complete and in chunks."""
 
 import codecs
 import time
@@ -17,7 +17,7 @@ LEAST_LOGPROB = -9999.0  # JSON has no -inf; this is the API's word for a token 
 
 
 class Prompt(NamedTuple):
-    """What the model is given of a prompt; `text` is None where only the tokens are known."""
+    """A prompt as the model gets it; `text` is None if only the tokens are known."""
 
     token_ids: list[int]
     text: str | None = None
@@ -37,7 +37,7 @@ class _Token(NamedTuple):
 
 @dataclass
 class _Choice:
-    """One choice: all of it so far, or, when streaming, what has not been sent yet.
+    """One choice: all of it so far or, when streaming, the part that has not been sent yet.
 
     Attributes:
         length: characters of the text that its tokens make, parts of one counting as it when the last of them is there.
@@ -114,7 +114,7 @@ class Answer:
         return ()
 
     def chunk(self, index: int) -> dict[str, Any] | None:
-        """What has been added to a choice since its last chunk, or None while there is nothing to show."""
+        """Return the additions to a choice since its last chunk, or None if there are none to show."""
         choice = self._choices[index]
         if not choice.pending:
             return None
@@ -127,7 +127,7 @@ class Answer:
         return {**self._head, "object": self.chunk_name, "choices": [], "usage": self._usage()}
 
     def record(self) -> dict[str, Any]:
-        """What a log may say of it."""
+        """Return the fields for the log."""
         usage = self._usage()
         reasons = [choice.finish_reason and str(choice.finish_reason) for choice in self._choices.values()]
         return {
@@ -149,7 +149,7 @@ class Answer:
         return {"token_ids": choice.token_ids} if self._with_ids else {}
 
     def _opened(self, prompt: Prompt, samples: Sequence[Sample]) -> _Choice:
-        """A choice before any text, with what is known of its prompt's tokens but the first."""
+        """Return a choice before any text, with the logprobs of its prompt's tokens except the first."""
         choice = _Choice()
         if self._prompt_top is not None:
             choice.prompt_logprobs = [None, *(self._logprobs_by_id(sample, self._prompt_top) for sample in samples)]

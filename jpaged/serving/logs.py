@@ -1,4 +1,4 @@
-"""Where the server's log and its access log go. Writing them is a thread of its own, and what can't be written is lost:
+"""The server's log and its access log. A thread of its own writes them, and lines that can't be written are lost:
 a full disk or a pipe that nobody reads holds no request up."""
 
 import contextlib
@@ -16,7 +16,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 MAX_WAITING = 10_000  # lines
 LEVELS = ("debug", "info", "warning", "error", "critical")
-PATIENCE = 2.0  # seconds for the last of them, and for whoever reads a pipe
+PATIENCE = 2.0  # seconds for the last lines, and for the reader of a pipe
 PIECE = select.PIPE_BUF // 4  # characters, of up to four bytes: a pipe with any room has room for so many
 
 
@@ -27,7 +27,7 @@ class _Dropping(QueueHandler):
 
 
 def _clients_faults_in_a_line(record: logging.LogRecord) -> logging.LogRecord:
-    """What aiohttp says with a traceback of a client that sends no HTTP, or a broken body, or that goes away."""
+    """Filter aiohttp's tracebacks about clients that send no HTTP or a broken body, or that disconnect."""
     error = record.exc_info[1] if record.exc_info else None
     if not isinstance(error, HttpProcessingError | web.RequestPayloadError | ConnectionError):
         return record
@@ -36,14 +36,14 @@ def _clients_faults_in_a_line(record: logging.LogRecord) -> logging.LogRecord:
 
 
 class _Quiet:
-    """A handler that says nothing of what it could not write."""
+    """A handler that does not report lines that it could not write."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         pass
 
 
 class _StreamHandler(_Quiet, logging.StreamHandler):
-    """Skips what a pipe has no room for. A thread that waited in its write would keep the process from ending."""
+    """Skip lines that a pipe has no room for. A thread that waits in a write would keep the process from exiting."""
 
     def __init__(self, stream: TextIO):
         super().__init__(stream)

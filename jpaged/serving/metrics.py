@@ -1,4 +1,4 @@
-"""What Prometheus reads, under the names that dashboards made for vLLM know."""
+"""Prometheus metrics under vLLM's names, for existing dashboards."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -57,7 +57,7 @@ class _Course:
 
 
 class Metrics:
-    """An observer of the engine that keeps count. What is told of the model carries its name.
+    """An observer of the engine that counts. Metrics of the model carry its name.
 
     Args:
         stats: returns the engine's numbers, at any moment.
@@ -168,7 +168,7 @@ class Metrics:
     def _advance(self, request: Request, course: _Course, now: float) -> None:
         """A request has got a token, or one for each of its branches."""
         if course.first_token is None:
-            assert course.scheduled is not None, "nothing comes of what was never scheduled"
+            assert course.scheduled is not None, "a request without a schedule time has output"
             course.first_token = now
             self._first_token.observe(now - course.arrival)
             self._prefill.observe(now - course.scheduled)

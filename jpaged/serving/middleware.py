@@ -22,12 +22,12 @@ from jpaged.serving.service import SERVICE
 logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("jpaged.access")
 
-# To those who have no key, too: what tells of nobody's text.
+# Open without a key: routes without the text of any request.
 OPEN_PATHS = {"/", "/health", "/ping", "/version", "/metrics", "/openapi.json"}
 OPEN_FOLDER = "/page/"
 
 REQUEST_ID = "X-Request-Id"
-RECORD = web.RequestKey("record", dict[str, Any])  # what the access log says of a request, besides the usual
+RECORD = web.RequestKey("record", dict[str, Any])  # further fields of a request in the access log
 CLIENT = web.RequestKey("client", str)  # the key, where there are several
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -116,7 +116,7 @@ async def authorize(request: web.Request, handler: Handler) -> web.StreamRespons
 
 @web.middleware
 async def drain(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Counts what generates; refuses more once the server is shutting down."""
+    """Count generating requests, and reject new ones during shutdown."""
     service = request.app[SERVICE]
     if request.method != "POST":
         return await handler(request)

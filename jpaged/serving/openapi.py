@@ -23,7 +23,7 @@ REQUESTS: tuple[type[BaseModel], ...] = (
 REF = "#/components/schemas/{model}"
 
 REFUSALS = {
-    "400": "a field is wrong; the message names it, its value and what is allowed",
+    "400": "a field is invalid; the message names it, its value and the allowed values",
     "401": "a valid API key is needed",
     "404": "another model is served here",
     "408": "the request's body did not arrive in time",
@@ -100,7 +100,7 @@ def _responses(refusals: dict[str, str], *contents: str | None) -> dict[str, Any
 
 
 def _tell_ranges(properties: dict[str, Any]) -> None:
-    """What a parameter of the engine may be is known to the engine alone."""
+    """Only the engine knows the allowed values of its parameters."""
     for kind in (BeamSearchParams, SamplingParams):
         for each in fields(kind):
             if each.name in properties and "allowed" in each.metadata:

@@ -1,4 +1,4 @@
-"""From the body of a request to what the engine takes: parsed, checked, rendered and tokenized.
+"""From the body of a request to the engine's input: parse, check, render and tokenize.
 
 These functions take time in proportion to the body, so they run on worker threads (`Service.run`).
 """

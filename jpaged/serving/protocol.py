@@ -1,4 +1,4 @@
-"""Requests and errors of the OpenAI API, with the fields that vLLM adds: what is accepted.
+"""Requests and errors of the OpenAI API, with the fields that vLLM adds.
 
 Here are the names and types; the ranges are those of `jpaged.core.params`. Everything else is refused by name, so that
 nothing is silently ignored.
@@ -89,7 +89,7 @@ class StreamOptions(_Strict):
 
 
 class StructuredOutputs(_Strict):
-    """As in vLLM: one of the first five says what the whole output has to be."""
+    """As in vLLM: one of the first five fields constrains the whole output."""
 
     json_schema: dict[str, Any] | str | None = Field(default=None, alias="json", description="a JSON schema")
     regex: str | None = None
@@ -126,7 +126,7 @@ class JsonSchemaFormat(_Strict):
 ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
-# What may be said of sampling to a beam search, and of beams without one: that it changes nothing.
+# Values of sampling parameters without effect, which a beam search accepts, and of beam parameters without a search.
 NEUTRAL: dict[bool, dict[str, tuple[Any, ...]]] = {
     True: {"temperature": (0,), "top_k": (0, -1), "top_p": (1,), "min_p": (0,), "seed": ()},
     False: {"length_penalty": (1,), "early_stopping": (False,)},
@@ -134,7 +134,7 @@ NEUTRAL: dict[bool, dict[str, tuple[Any, ...]]] = {
 
 
 class GenerationRequest(_Strict):
-    """What both endpoints take. None is a field that the request leaves open.
+    """The fields of both endpoints. None is a field that the request does not set.
 
     A field that is named as one of SamplingParams or BeamSearchParams has the same meaning.
     """
@@ -208,7 +208,7 @@ class GenerationRequest(_Strict):
         raise NotImplementedError
 
     def params(self, defaults: Mapping[str, Any]) -> Params:
-        """What the request asks for; what it leaves open comes from the model's `defaults`. Raises InvalidParameter."""
+        """Return the request's parameters; unset fields come from the model's `defaults`. Raises InvalidParameter."""
         beams = bool(self.use_beam_search)
         for name, neutral in NEUTRAL[beams].items():
             value = getattr(self, name)
@@ -249,13 +249,13 @@ class GenerationRequest(_Strict):
         wanted = self.response_format
         if wanted is not None and not isinstance(wanted, TextFormat):
             if self.structured_outputs is not None:
-                raise InvalidParameter("response_format", "says what structured_outputs says; send one of them")
+                raise InvalidParameter("response_format", "conflicts with structured_outputs: send only one of them")
             schema = wanted.json_schema.json_schema if isinstance(wanted, JsonSchemaFormat) else None
             return StructuredOutputsParams(json=schema, json_object=schema is None)
         return None if self.structured_outputs is None else self.structured_outputs.params()
 
     def _names(self) -> dict[str, str]:
-        """What the request calls a parameter, where that is not its name."""
+        """Return the names of parameters in requests, where they differ."""
         names = {"beam_width": "n" if self.best_of is None else "best_of"}
         return names if self.response_format is None else names | {"structured_outputs": "response_format"}
 
@@ -313,7 +313,7 @@ class TextPart(TypedDict):  # a request may have thousands, and dictionaries are
 class FunctionCall(_Strict):
     name: str
     arguments: str
-    parsed_arguments: Any = None  # what a client has read from `arguments`
+    parsed_arguments: Any = None  # parsed from `arguments` by a client
 
 
 class ToolCall(_Strict):
@@ -323,7 +323,7 @@ class ToolCall(_Strict):
     index: int | None = None  # of a call that was streamed: its place in the list says the same
 
     def for_template(self) -> dict[str, Any]:
-        """With its arguments as an object, which is what templates print."""
+        """Return the call with its arguments as an object, as templates print them."""
         try:
             arguments = loads(self.function.arguments or "{}")
         except ValueError as error:
@@ -349,7 +349,7 @@ class ChatMessage(_Strict):
     provider_specific_fields: Any = None
 
     def for_template(self, knows_developers: bool = True) -> dict[str, Any]:
-        """Return the message as chat templates know it. Raises ApiError for what the role does not allow.
+        """Return the message in the form of chat templates. Raises ApiError for a field that the role does not allow.
 
         Args:
             knows_developers: whether the template has a role "developer"; otherwise it is the system's.
@@ -393,7 +393,7 @@ class NamedToolChoice(_Strict):
 
 
 class Conversation(_Strict):
-    """What a chat template takes."""
+    """The arguments of a chat template."""
 
     messages: Items[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     tools: Items[Tool] | None = Field(default=None, max_length=MAX_TOOLS)
@@ -403,7 +403,7 @@ class Conversation(_Strict):
     continue_final_message: bool | None = None
 
     def template_options(self) -> dict[str, Any]:
-        """The options of `render_chat`. Raises ApiError for what contradicts itself."""
+        """Return the options of `render_chat`. Raises ApiError if they contradict each other."""
         going_on = bool(self.continue_final_message)
         if going_on and self.add_generation_prompt:
             raise ApiError(
@@ -511,7 +511,7 @@ PROBLEM_CODES = {"extra_forbidden": "unknown_parameter", "missing": "missing_req
 
 
 def parse[R: BaseModel](model: type[R], body: bytes) -> R:
-    """A request from its JSON. Raises ApiError 400 that names the first field that is wrong, and what it may be."""
+    """Return a request from its JSON. Raises ApiError 400 with the first invalid field and its allowed values."""
     try:
         return model.model_validate_json(body)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""Running the application until it is told to stop: finish what runs, refuse what comes, leave."""
+"""Run the application until it is told to stop; then finish running requests, reject new ones, and exit."""
 
 import asyncio
 import gc
@@ -19,7 +19,7 @@ from jpaged.serving.service import Service
 logger = logging.getLogger(__name__)
 
 SWITCH_INTERVAL_S = 0.0005
-LAST_WORDS = 5.0  # seconds for the errors that end what was not finished in time
+LAST_WORDS = 5.0  # seconds for the errors that end unfinished requests
 
 
 async def serve(service: Service, sockets: Sequence[socket.socket], tls: ssl.SSLContext | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What the handlers of the server share."""
+"""The state that the handlers of the server share."""
 
 import asyncio
 import time
@@ -28,7 +28,7 @@ class ServerConfig:
     """How the server meets its clients.
 
     Attributes:
-        api_keys: any of them opens what is not open to all; none of them, and everything is.
+        api_keys: any of them opens the protected routes; without keys, all routes are open.
         chat_template: instead of the model's own.
         trust_request_chat_template: take templates from requests too. They are programs, if sandboxed ones.
         max_queue: requests that may wait for the engine; for more there is an HTTP 503.
@@ -81,13 +81,13 @@ class Service:
     Attributes:
         tokenizer: the Hugging Face tokenizer, for prompts and chat templates; None takes and gives token ids only.
         vocabulary: its single tokens.
-        recorder, metrics: what the engine's observers have seen.
-        sampling_defaults: what a request leaves open, as the model's generation_config.json has it.
+        recorder, metrics: observers of the engine.
+        sampling_defaults: of fields that a request does not set, from the model's generation_config.json.
         tool_format: how the model calls tools; None if it can't.
         grammars: compiles structured outputs; None without a tokenizer.
         sample_pool: returns the pool and its requests at one moment, for the page's map.
         untrusted_templates: renders the chat templates of requests; None where none are taken.
-        draining: finish what runs, refuse what comes.
+        draining: finish running requests and reject new ones.
         in_flight: generating requests, each by its task.
     """
 

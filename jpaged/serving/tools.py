@@ -10,7 +10,7 @@ from jpaged.core.params import shown
 from jpaged.serving.codec import loads
 
 SPACE = " \t\r\n"
-ARGUMENTS = ("arguments", "parameters")  # either word is taken, whatever the format's own is
+ARGUMENTS = ("arguments", "parameters")  # both words are accepted in either format
 
 
 class Tool(NamedTuple):
@@ -22,7 +22,7 @@ class Tool(NamedTuple):
 
 @dataclass(frozen=True)
 class ToolCallDelta:
-    """What is new of a call.
+    """An addition to a call.
 
     Attributes:
         index: which call of the choice.
@@ -38,14 +38,14 @@ class ToolCallDelta:
 
 
 class Parsed(NamedTuple):
-    """What a piece of text has made certain."""
+    """The events that a piece of text has made certain."""
 
     content: str
     calls: list[ToolCallDelta]
 
 
 class _NotACall(Exception):
-    """What looked like a call is none."""
+    """The text that looked like a call is not one."""
 
 
 class _End(Exception):
@@ -77,7 +77,7 @@ class ToolParser:
         self._tool_names = frozenset(tool_names)
         self._new_id = new_id
         self._parallel = parallel
-        self._text = ""  # what came and was not given out yet
+        self._text = ""  # received, and not given out yet
         self._at = 0  # how much of it has been read
         self._ended = False
         self._num_calls = 0
@@ -91,13 +91,13 @@ class ToolParser:
         return self._num_calls > 0
 
     def feed(self, text: str) -> Parsed:
-        """Takes more text in; gives what is certain by now."""
+        """Take more text, and return the events that are certain now."""
         self._text += text
         next(self._reading)
         return self._parsed()
 
     def finish(self) -> Parsed:
-        """Gives what was held back. Nothing may come after it."""
+        """Return the text that was held back. No text may follow."""
         self._ended = True
         next(self._reading, None)
         return self._parsed()
@@ -121,7 +121,7 @@ class ToolParser:
     # Calls
 
     def _call(self) -> _Reading[bool]:
-        """Reads a call and gives it out. If it is none, what was read up to there is content, and the answer False."""
+        """Read a call and emit it. If the text is no call, emit it as content and return False."""
         before = self._num_calls
         try:
             yield from self._object()
@@ -225,14 +225,14 @@ class ToolParser:
         self._at += 1
 
     def _scalar(self) -> _Reading[None]:
-        """A number, null, true, false, or what stands in their place."""
+        """Read a number, null, true, false, or invalid text in their place."""
         while (yield from self._peek()) not in ",:]}" + SPACE:
             self._at += 1
 
     # Text
 
     def _take(self) -> str:
-        """Cuts off what has been read."""
+        """Remove the text that has been read."""
         text, self._text, self._at = self._text[: self._at], self._text[self._at :], 0
         return text
 
@@ -327,8 +327,8 @@ class ToolFormat:
     """How a family of models writes calls; FORMATS has them all.
 
     Its grammars are llguidance's, as Lark text, and take calls in the exact spacing that chat templates have them in.
-    Tags are text in them, so they fit every tokenizer; where one has a tag among its added tokens, whoever compiles the
-    grammar has to count that token as text too. What is wrong with a schema is found when a grammar is compiled, except
+    Tags are text in them, so they fit every tokenizer; where one has a tag among its added tokens, the compiler of the
+    grammar has to count that token as text too. Errors of a schema are found when a grammar is compiled, except
     that `parameters` must have the type "object": otherwise it is a ValueError here.
     """
 

@@ -45,7 +45,7 @@ class Compiler:
 
     Args:
         vocab_size: of the model, at least the tokenizer's.
-        eos_token_ids: what ends a text that is complete.
+        eos_token_ids: tokens that end a complete text.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Iterable[int]):
@@ -54,10 +54,10 @@ class Compiler:
         self._eos_token_ids = sorted(eos_token_ids)
 
     def matcher(self, grammar: str) -> LLMatcher:
-        """At its beginning, from a grammar in llguidance's form. Raises ValueError for what can't be compiled."""
+        """Return the initial state of a grammar in llguidance's form. Raises ValueError if it can't be compiled."""
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
         if not matcher.is_error():
-            matcher.compute_bitmask()  # what fails at once should fail here
+            matcher.compute_bitmask()  # a grammar that fails at once should fail here
         if matcher.is_error():
             raise ValueError(" ".join(matcher.get_error().partition("\n<state>")[0].split())[:500])
         return matcher

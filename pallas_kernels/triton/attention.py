@@ -25,8 +25,8 @@ from pallas_kernels.splits import max_splits, split_size
 from pallas_kernels.triton.launch import as_stored, check_supported, iota, launch
 
 LOG2E = 1.4426950408889634
-NEG = -1e30  # a finite minus infinity to start a maximum from: what is masked is -inf, and -inf - NEG is no NaN
-ROWS = 16  # of a tile at least: what a dot takes
+NEG = -1e30  # a finite minus infinity to start a maximum from: masked scores are -inf, and -inf - NEG is no NaN
+ROWS = 16  # of a tile at least: the least of a dot
 COMBINED = 16  # splits merged at once
 FP8_UNIT = 256.0  # of the numbers in an fp8 pool as `_widened` gives them: float16's exponent has a bias of 15, fp8's 7
 F32_PRODUCT = lax.DotAlgorithmPreset.TF32_TF32_F32_X3  # nearly float32's own, on tensor cores
@@ -85,7 +85,7 @@ def _attention_kernel(
                 exists_c = key_c < last
                 block_c = plt.load(table_sw_ref.at[seq, lax.div(key_c, block_size)], mask=exists_c, other=0)
                 at_ch = block_c[:, None], head, lax.rem(key_c, block_size)[:, None], column_h[None, :]
-                exists_ch = jnp.broadcast_to(exists_c[:, None], (tile, h))  # what is not written may be NaN
+                exists_ch = jnp.broadcast_to(exists_c[:, None], (tile, h))  # unwritten slots may be NaN
                 k_ch = _widened(plt.load(k_pool_ref.at[at_ch], mask=exists_ch, other=0), q_rh.dtype)
                 v_ch = _widened(plt.load(v_pool_ref.at[at_ch], mask=exists_ch, other=0), q_rh.dtype)
                 x_rc = _dot(q_rh, k_ch.T) * score_scale

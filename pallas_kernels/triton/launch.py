@@ -1,4 +1,4 @@
-"""What the Pallas-Triton kernels share: what they refuse, how they are launched, how they see an fp8 pool."""
+"""Common parts of the Pallas-Triton kernels: unsupported arguments, the launch, and the view of an fp8 pool."""
 
 import functools
 from collections.abc import Callable, Sequence

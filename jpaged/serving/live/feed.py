@@ -29,7 +29,7 @@ PATIENCE = 30.0  # seconds that a viewer may take to accept a frame
 
 @dataclass(frozen=True)
 class Frame:
-    """A snapshot as it is sent: whole, or as what has changed since the frame before it.
+    """A snapshot as it is sent: complete, or as changes since the frame before it.
 
     The map is a base64 text of `Snapshot.blocks`, deflated (zlib); in a frame that is not whole, of its exclusive or
     with the blocks before.
@@ -147,7 +147,7 @@ class Feed:
 
 
 def _offer(viewer: asyncio.Queue[Frame | None], frame: Frame | None) -> None:
-    """In place of what the viewer has not taken yet."""
+    """Replace the frame that the viewer has not taken yet."""
     if viewer.full():
         viewer.get_nowait()
     viewer.put_nowait(frame)

@@ -1,4 +1,4 @@
-"""What happens in the engine, in numbers and events, for those who watch it."""
+"""Numbers and events of the engine, for viewers."""
 
 import itertools
 import time
@@ -19,7 +19,7 @@ MAX_KNOWN = 1024  # requests whose numbers may be asked for
 
 @dataclass(slots=True)
 class _Course:
-    """How far a request has come: when it arrived, what its next step means, whether it has any output."""
+    """The progress of a request: its arrival, the meaning of its next step, and whether it has output."""
 
     number: int
     arrival: float
@@ -28,7 +28,7 @@ class _Course:
 
 
 class Recorder:
-    """What happens, in numbers: totals and the latest events. An observer of the engine, and its thread's alone but for
+    """Totals and the latest events. An observer of the engine, used only on the engine's thread except for
     `known`. Requests go by the order in which they came, so neither their ids nor their texts leave it.
     """
 
@@ -36,7 +36,7 @@ class Recorder:
         self.events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
         self.tokens = 0  # of output
         self.timed_tokens = 0  # those that came in a step right after another one
-        self.token_seconds = 0.0  # what these took, in all
+        self.token_seconds = 0.0  # total seconds of these
         self.first_tokens = 0
         self.first_token_seconds = 0.0  # from the arrivals of their requests, in all
         self.copies = 0
@@ -48,7 +48,7 @@ class Recorder:
         self._last_step: float | None = None
 
     def number(self, request: Request) -> int:
-        """What a live request goes by. One that came unseen is counted now."""
+        """Return the progress of a live request. A request that was not seen on arrival is counted now."""
         return (self._courses.get(request) or self._count(request)).number
 
     def known(self, request_id: str) -> int | None:

@@ -61,7 +61,7 @@ def snapshot(scheduler: Scheduler, recorder: Recorder) -> Snapshot:
         "caching": pool.enable_prefix_caching,
         "max_blocks": -(-scheduler.limits.max_model_len // pool.block_size),
         "used": pool.num_used,
-        "held": held,  # by each table for itself: what is shared counts more than once
+        "held": held,  # by each table for itself: shared blocks count more than once
         "branches": branches,
         "running": len(running),
         "waiting": len(scheduler.waiting),

@@ -8,7 +8,7 @@ from aiohttp import web
 
 CONTENT_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 PAGE = resources.files("jpaged.serving.live").joinpath("page")
-# By their paths; nothing else is ever sent, whatever a request asks for.
+# By their paths; no other file is ever sent.
 PAGE_FILES = {
     "/" if file.name == "index.html" else f"/page/{file.name}": file.name
     for file in PAGE.iterdir()

@@ -1,4 +1,4 @@
-"""What a step of beam search costs beside a step of sampling as many outputs: the same number of sequences, of the same
+"""The cost of a step of beam search beside a step of sampling: the same number of sequences and outputs, of the same
 length, through the same engine.
 
     python benchmarks/beam.py --out results
@@ -7,7 +7,7 @@ length, through the same engine.
 
 A step of decoding is timed whole; `schedule`, `runner` (the device, and the way there and back) and `commit` are its
 parts, text is the rest. Then the same through the HTTP API, whole requests over their number of steps, from clients in
-the same process. Rounds of both alternate; the ratio is the median over rounds. Runs on whatever device there is, and
+the same process. Rounds of both alternate; the ratio is the median over rounds. It runs on any device, and
 says which.
 """
 
@@ -191,7 +191,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     prepare_environment()
     args = parse(argv)
-    device = open_device(tiny=True)  # a processor will do: what it shows is labelled so
+    device = open_device(tiny=True)  # a CPU is enough: the results say so
     report = Report(args.out / "results.json", environment(device, args.tiny) | {"model": args.model})
     seqs, longest = args.width * max(args.requests), max(args.prompts) + 2 * args.steps
     blocks = -(-longest // 16) * seqs

@@ -1,4 +1,4 @@
-"""What every experiment is handed: the device, how much to measure, where results go."""
+"""The arguments of every experiment: the device, the effort, and the place of results."""
 
 import contextlib
 import dataclasses
@@ -97,11 +97,11 @@ class Bench:
     ) -> tuple[dict[str, Timing], dict[str, dict[str, Any]]]:  # fmt: skip
         """Prepare and check each variant, then time the correct ones, interleaved.
 
-        A variant that fails gets its row here. Return timings, and for each variant what its row should say besides.
-        Only what runs on the device holds `exclusive`, so that processes which measure in turn compile side by side.
+        A variant that fails gets its row here. Return timings, and for each variant further fields of its row.
+        Only runs on the device hold `exclusive`, so that processes which measure in turn compile side by side.
 
         Args:
-            workloads: what a variant's output is to be compared with, where it isn't `workload`.
+            workloads: to compare a variant's output with, where it isn't `workload`.
         """
         timed: dict[str, Any] = {}
         notes: dict[str, dict[str, Any]] = {}

@@ -1,4 +1,4 @@
-"""What the device can do at best: read, copy, multiply. Figures of kernels are given as shares of these."""
+"""The ceilings of the device: reading, copying, multiplying. Figures of kernels are given as shares of these."""
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +50,7 @@ def copy_ceiling(bench: Bench) -> None:
     """GB/s read and written by a copy."""
     size = bench.sized(2**30, 2**16)
     x = random_array((size // 2 // 8192, 8192), "bfloat16", 9)
-    # A negation can't be left out, and moves what a copy does. Each call makes a new array, on other memory.
+    # A negation can't be left out, and moves as much as a copy. Each call makes a new array, on other memory.
     timed = JaxTimed(lambda x, *_: jax.lax.optimization_barrier(-x), x, (), [()] * READ_SETS)
     timing = measure({"copy": timed}, bench.effort)["copy"]
     bench.report.add(

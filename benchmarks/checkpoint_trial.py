@@ -16,7 +16,7 @@ MAX_MEMORY_BYTES = 12 * 2**30  # of address space, of which jax reserves some wi
 def setup(_: Any) -> Callable[[str], dict[str, Any]]:
     from jpaged.demo import DIRECTORY
 
-    _load(DIRECTORY)  # so that the first question does not pay for what all need
+    _load(DIRECTORY)  # so that the first question does not pay for the imports of all
     return answer
 
 

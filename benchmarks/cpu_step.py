@@ -1,4 +1,4 @@
-"""Where the time of a step goes on a CPU, beside what its bytes and its products take at best.
+"""The parts of a step's time on a CPU, beside the least time for its bytes and its products.
 
     python benchmarks/cpu_step.py --out results      two minutes
 

@@ -1,4 +1,4 @@
-"""The device that a benchmark runs on, what is said of it in results, and where caches go."""
+"""The device of a benchmark, its description in results, and the place of caches."""
 
 import dataclasses
 import datetime
@@ -19,12 +19,12 @@ MIB = 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """What the benchmarks need to know of `jax.devices()[0]`.
+    """The facts of `jax.devices()[0]` for benchmarks.
 
     Attributes:
         platform: "gpu" or "cpu".
         l2_bytes: an upper bound of its last cache, which the data of a cold measurement has to exceed.
-        memory_bytes: what jax may allocate.
+        memory_bytes: that jax may allocate.
     """
 
     platform: str
@@ -50,7 +50,7 @@ def prepare_environment() -> None:
     for name, folder in folders.items():
         os.environ.setdefault(name, str(CACHE / folder))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    # The rest is for torch and FlashInfer, and for what kernels take beside XLA's own arena.
+    # The rest is for torch and FlashInfer, and for the memory of kernels outside XLA's own arena.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.7")
     import jax
 
@@ -66,7 +66,7 @@ def open_device(tiny: bool) -> Device:
     if device.platform != "gpu" and not tiny:
         raise SystemExit(
             f"jax sees no GPU here, only {device.device_kind} ({device.platform}). Figures of a CPU say nothing about "
-            "one: --tiny runs small shapes to show that the program works, and labels what it writes."
+            "one: --tiny runs small shapes to show that the program works, and labels its results."
         )
     try:
         capability = float(getattr(device, "compute_capability", None))  # type: ignore[arg-type]
@@ -82,7 +82,7 @@ def open_device(tiny: bool) -> Device:
 
 
 def environment(device: Device, tiny: bool) -> dict[str, Any]:
-    """What a figure means nothing without: device, driver, versions, date, commit."""
+    """Return the context of figures: device, driver, versions, date, commit."""
     versions = {name: _version(name) for name in PACKAGES}
     versions |= {name: _version(package) for name, package in PEER_PACKAGES.items() if name in sys.modules}
     return {

@@ -49,7 +49,7 @@ MODELS = {
 
 
 def random_llama(config: ModelConfig, dtype: str) -> Llama:
-    """Parameters drawn on the device, matrices scaled to keep the size of what goes through them."""
+    """Return a Llama with parameters drawn on the device, and matrices scaled to keep the size of activations."""
     graphdef, leaves = abstract_model(config, dtype)
     filled = {}
     for seed, (path, leaf) in enumerate(leaves.items()):

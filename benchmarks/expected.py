@@ -1,4 +1,4 @@
-"""Attention and KV writes in plain numpy, in float64: what an implementation's output is compared with before it is
+"""Attention and KV writes in plain numpy, in float64: the comparison for an implementation's output before it is
 timed. It shares no code with the implementations, the jnp reference among them."""
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ TOLERANCES = {"bfloat16": 0.03, "float16": 0.01, "float32": 2e-3, "float8_e4m3fn
 
 
 class WrongOutput(AssertionError):
-    """An implementation's result is not what numpy says."""
+    """An implementation's result differs from numpy's."""
 
 
 class Attention(NamedTuple):
@@ -27,7 +27,7 @@ class Attention(NamedTuple):
 
 
 def host(x: jax.Array) -> np.ndarray:
-    """In float32, whatever it was in."""
+    """Return the array in float32."""
     return np.asarray(x.astype(jnp.float32))
 
 

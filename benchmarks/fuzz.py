@@ -47,7 +47,7 @@ FLAGS = (
     "--tool-call-parser", "hermes",
 )  # fmt: skip
 WARM_UP = 0.25  # of the requests, before memory and open files are first counted
-SETTLE_S = 60.0  # for what still runs after the last request
+SETTLE_S = 60.0  # for requests that still run after the last one
 LOOK_S = 0.5  # from one look at the server to the next
 MAX_GROWTH_MIB = 150  # after the warm-up
 KEPT = 20  # failures that are told in full

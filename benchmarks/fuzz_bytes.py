@@ -213,7 +213,7 @@ def attack(target: Target, rng: random.Random, tally: Tally) -> None:
     except ConnectionRefusedError as error:
         problem = repr(error)
     except OSError:
-        pass  # a server may hang up on what it does not understand
+        pass  # a server may close the connection after invalid bytes
     statuses = [int(status) for status in STATUS_LINE.findall(answer)]
     if answer and not answer.startswith(b"HTTP/") and not _is_tls_alert(answer):
         problem = f"no HTTP: {answer[:80]!r}"

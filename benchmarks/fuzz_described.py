@@ -30,7 +30,7 @@ def attack(target: Target, seed: int, count: int, tally: Tally) -> None:
             for operation in operations:
                 examples = ROUND if operation.path in GENERATIONS else ROUND // 10
                 modes = [GenerationMode.POSITIVE]
-                if operation.body:  # whatever a path may hold is text, as it should be
+                if operation.body:  # every value in a path is text, as it should be
                     modes.append(GenerationMode.NEGATIVE)
                 for mode in modes:
                     _attack_operation(operation, mode, examples, round_seed, client)

@@ -1,4 +1,4 @@
-"""Requests whose JSON has the right fields, with whatever values could hurt: extreme numbers, hostile grammars, random
+"""Requests whose JSON has the right fields, with harmful values: extreme numbers, hostile grammars, random
 schemas. Some of the clients do not wait for their answers."""
 
 import json
@@ -240,7 +240,7 @@ CHAT: dict[str, Value] = {
 PROMPTS = one_of(
     text, several(text), several(token, 60), several(several(token)), lambda rng: ["a"] * rng.choice((2, 30))
 )
-GRAMMARS = ("structured_outputs", "response_format", "tools")  # what a plain choice of fields would seldom leave alone
+GRAMMARS = ("structured_outputs", "response_format", "tools")  # seldom alone in a plain choice of fields
 
 
 def generation(rng: random.Random) -> tuple[str, dict[str, Any]]:

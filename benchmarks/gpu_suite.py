@@ -320,7 +320,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--call", type=int, choices=tuple(CALLS), default=1, help="which parts (default 1)")
     parser.add_argument("--parts", type=lambda text: text.split(","), default=[], metavar="NAME,...",
                         help="some parts of the call; default all")  # fmt: skip
-    parser.add_argument("--tiny", action="store_true", help="small shapes and one sample, on whatever device there is")
+    parser.add_argument("--tiny", action="store_true", help="small shapes and one sample, on any device")
     parser.add_argument("--budget", type=float, default=BUDGET_S, metavar="SECONDS", help="for everything")
     parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds (default 3)")
     parser.add_argument("--peers", nargs="*", default=["flashinfer", "torch", "jax"], metavar="NAME",

@@ -59,7 +59,7 @@ class HostTimed(JaxTimed):
 class PagedTimed(HostTimed):
     """An attention op of ours, on every set of a workload in turn; the output of a call is the next one's query.
 
-    What an op derives from lengths alone, XLA computes once for all calls, as it does once for all layers of a step of
+    XLA computes values that depend only on lengths once for all calls, as it does once for all layers of a step of
     the engine; FlashInfer's `plan`, which does the same work, is not part of its time either.
     """
 

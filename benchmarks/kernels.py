@@ -72,7 +72,7 @@ def decode(
         cases = list(itertools.product(lengths, contexts, batches))
         wanted = {case: pool_blocks(shape, LENGTHS[case[0]](case[2], case[1]), bench.device.l2_bytes) for case in cases}
         fitting = [blocks for blocks in wanted.values() if _fits(bench, shape, blocks)]
-        pools = make_pools(shape, max(fitting)) if fitting else None  # one for all: what differs is the tables
+        pools = make_pools(shape, max(fitting)) if fitting else None  # one for all: only the tables differ
         for each in cases:
             kind, context, batch = each
             case = dict(
@@ -100,8 +100,8 @@ def splits(
     bench: Bench, *, head_dims: Sequence[int], block_sizes: Sequence[int], batches: Sequence[int],
     contexts: Sequence[int], sizes: Sequence[int],
 ) -> None:  # fmt: skip
-    """What it costs that decode cuts contexts into splits of one fixed size, whatever the batch: other sizes beside
-    it. Each would do as a fixed size; the best one for each case is what a size that follows the batch could reach."""
+    """The cost of splits of one fixed size for all batches in decode: other sizes beside
+    it. Each would do as a fixed size; the best one for each case is the limit of sizes that follow the batch."""
     for shape, batch, context in itertools.product(shapes(bench, head_dims, block_sizes), batches, contexts):
         case = dict(
             experiment="splits", head_dim=shape.head_dim, block_size=shape.block_size, batch=batch, context=context
@@ -129,8 +129,8 @@ def paging(
     contexts: Sequence[int], prompts: Sequence[int] = (),
 ) -> None:  # fmt: skip
     """Time one kernel through an identity table, whose blocks lie one after another, through a random permutation, and
-    through what jpaged's allocator hands out after a long run: only the place of the blocks differs. `prompts` adds
-    prefill."""
+    through the blocks that jpaged's allocator returns after a long run: only the place of the blocks differs.
+    `prompts` adds prefill."""
     kinds: list[tuple[str, int, int]] = [("decode", b, c) for b, c in itertools.product(batches, contexts)]
     kinds += [("prefill", 1, tokens) for tokens in prompts]
     for shape, (kind, batch, context) in itertools.product(shapes(bench, head_dims, block_sizes), kinds):
@@ -262,13 +262,13 @@ def _check_write(
     for pool, old, rows, tolerance in zip(timed.output(0), before, (k, v), tolerances):
         at = lambda array, where: np.asarray(array[where // block_size, :, where % block_size], np.float32)
         if not np.allclose(at(pool, slots), rows, **dict(atol=0.0) | tolerance):
-            raise WrongOutput("a written slot does not hold what it should")
+            raise WrongOutput("a written slot does not hold its values")
         if not np.array_equal(at(pool, free), at(old, free)):
             raise WrongOutput("a neighbour of a written slot has changed")
 
 
 def experiments(bench: Bench, args: argparse.Namespace) -> dict[str, Callable[[], None]]:
-    """The experiments by name, over what the command line asks for."""
+    """Return the experiments by name, over the command line's choices."""
     grid = dict(head_dims=args.head_dims, block_sizes=args.block_sizes)
     contexts, batches = bench.sized(args.contexts, (40,)), bench.sized(args.batches, (1, 3))
     prompts = bench.sized(args.prompts, (48,))
@@ -321,7 +321,7 @@ def make_bench(args: argparse.Namespace, make_report: Callable[[dict[str, Any]],
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=CACHE / parser.prog.removesuffix(".py"), help="folder for results")
-    parser.add_argument("--tiny", action="store_true", help="small shapes and one sample, on whatever device there is")
+    parser.add_argument("--tiny", action="store_true", help="small shapes and one sample, on any device")
     parser.add_argument("--budget", type=float, default=1e9, metavar="SECONDS", help="start no case after this long")
     parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds (default 3)")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""Loads a server, and checks what must hold under load: every stream complete and as it is alone, clean refusals, the
+"""Load a server, and check its guarantees under load: every stream complete and as it is alone, clean refusals, the
 blocks of clients that vanish, readers that hold nobody else up, a shutdown that loses nothing.
 
     python benchmarks/load.py --out results         a thousand streams, 256 of them running; some minutes
@@ -44,7 +44,7 @@ WHOLE = aiohttp.ClientTimeout(total=600, sock_read=300)
 
 @dataclass
 class Answer:
-    """What came back of a request.
+    """The response to a request.
 
     Attributes:
         status: 0 if there was no answer.
@@ -331,7 +331,7 @@ async def terminated(server: ServerProcess, count: int, num_tokens: int) -> Row:
 
 
 def problems(row: Row) -> list[str]:
-    """What is not as it must be in a row."""
+    """Return the problems of a row."""
     match row["case"]:
         case "streams":
             wanted = {"whole": row["streams"], "wrong": 0, "garbled": 0, "most_running": row["max_running"]}

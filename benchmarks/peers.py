@@ -1,4 +1,4 @@
-"""Other people's attention, each in the layout that suits it best. What moves data into that layout is not timed."""
+"""Attention of other libraries, each in its best layout. Moving data into that layout is not timed."""
 
 import importlib.util
 import itertools
@@ -27,7 +27,7 @@ class Peer:
 
     Attributes:
         name: as results name it.
-        packages: what has to be importable.
+        packages: that must be importable.
         paged: reads the pool through tables; otherwise contiguous keys and values.
     """
 
@@ -222,7 +222,7 @@ ALL: tuple[Peer, ...] = (
 
 
 def prepare_flashinfer() -> None:
-    """Lets FlashInfer compile its modules with what is on the machine: it needs the toolkit's real folder, the
+    """Let FlashInfer compile its modules with the tools of the machine: it needs the toolkit's real folder, the
     headers of the CUDA wheels and a libcuda to link with."""
     nvcc = shutil.which("nvcc")
     homes = [Path(nvcc).resolve().parents[1]] if nvcc else []
@@ -242,7 +242,7 @@ def prepare_flashinfer() -> None:
 
 
 def build_flashinfer(head_dims: Sequence[int]) -> None:
-    """Compiles, with nvcc, what FlashInfer will need: minutes, on the processor alone. In a process without jax."""
+    """Compile the modules that FlashInfer will need with nvcc: minutes, on the CPU. In a process without jax."""
     prepare_flashinfer()
     import flashinfer
     import torch

@@ -21,7 +21,7 @@ MARKERS = "os^Dv<>PX*"
 
 
 def plot(report: Report) -> list[Path]:
-    """Writes what pictures the rows are enough for; none, with a word, without matplotlib."""
+    """Write the pictures that the rows suffice for; without matplotlib write none, and say so."""
     try:
         paths = plot_all(report.content, report.path.parent)
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""What it costs to take a request's blocks away: computing them again against swapping them, over block sizes.
+"""The cost of preemption: computing a request's blocks again against swapping them, over block sizes.
 
     python benchmarks/preemption.py --out results
     python benchmarks/preemption.py --block-sizes 16 64 --modes recompute swap auto
@@ -7,9 +7,9 @@
 The axes are PagedAttention's (arXiv:2309.06180, Fig. 19). First one request's blocks alone: milliseconds to move them
 to the host, back, and to compute them again, through the ModelRunner. Then whole runs: a few clients, each with one
 request at a time, in a pool too small for them; normalised latency is the mean over requests of latency / output
-tokens. The prefix cache is off, as in the paper: it might find some of what is to be computed again.
+tokens. The prefix cache is off, as in the paper: it might find some of the blocks to be computed again.
 
-Runs on whatever device there is, by default with the demo model, and says which. A schedule depends on no clock, so
+It runs on any device, by default with the demo model, and names the device. A schedule depends on no clock, so
 each run of a mode and block size preempts the same requests.
 """
 
@@ -195,7 +195,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     prepare_environment()
     args = parse(argv)
-    device = open_device(tiny=True)  # a processor will do: what it shows is labelled so
+    device = open_device(tiny=True)  # a CPU is enough: the results say so
     report = Report(args.out / "results.json", environment(device, args.tiny) | {"model": args.model})
     directory = find_model(args.model)
     config = ModelConfig.from_directory(directory)

@@ -1,4 +1,4 @@
-"""What benchmarks write: one JSON file that grows row by row, and tables made of it."""
+"""Results of benchmarks: one JSON file that grows row by row, and tables made of it."""
 
 import json
 import time
@@ -61,7 +61,7 @@ def brief(row: Row) -> str:
 def heading(environment: dict[str, Any]) -> str:
     """Where figures come from, in a line."""
     if not environment:
-        return "Nothing ran far enough to say what device this was."
+        return "No part ran far enough to name the device."
     where = f"{environment['device_kind']} ({environment['platform']}), jax {environment['versions'].get('jax')}, "
     where += f"{environment['date'][:10]}, commit {_short(environment['commit'])}"
     if environment["tiny"]:

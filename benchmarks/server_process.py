@@ -82,7 +82,7 @@ class ServerProcess:
         return sum(found)
 
     def log(self) -> str:
-        """What it has written to its standard output and error, so far or, after the block, in all."""
+        """Return its standard output and error, so far or, after the block, in all."""
         return Path(self._log.name).read_text(errors="replace") if self._last_log is None else self._last_log
 
     def tracebacks(self) -> list[str]:

@@ -4,9 +4,9 @@
     python benchmarks/sharing.py --model demo        a real model's beams, on lengths that it has room for
     python benchmarks/sharing.py --tiny              few requests, to see that it works
 
-Which blocks are held doesn't depend on what the tokens say, so no model runs by default and any machine will do. Beams
+The blocks in use don't depend on the text of tokens, so no model runs by default and any machine will do. Beams
 are the exception: they share more the sooner they descend from one of them again. Their candidates are drawn as peaked
-as a language model's (`RandomRunner`); `--model demo` shows what real ones do.
+as a language model's (`RandomRunner`); `--model demo` takes those of a model.
 
 A saving is PagedAttention's (arXiv:2309.06180, Fig. 15): blocks that sharing saves over blocks without it, averaged
 over steps. Lengths are log-normal with the paper's means and a standard deviation of `--spread` means. As in the paper,
@@ -56,7 +56,7 @@ Request = tuple[list[int], SamplingParams | BeamSearchParams]
 
 
 class Usage(NamedTuple):
-    """What some sequences hold between them: tokens and blocks, each counted once; and blocks, had each its own."""
+    """The tokens and blocks of some sequences, each counted once; and the blocks without sharing."""
 
     tokens: int
     blocks: int
@@ -82,7 +82,7 @@ def usage(held: Iterable[tuple[Sequence[int], int]], block_size: int) -> Usage:
 
 
 class Watch:
-    """A runner that notes, of each step under load, what is held while it runs, and how many sequences run."""
+    """A runner that records the blocks in use and the number of sequences of each step under load."""
 
     def __init__(self, scheduler: Scheduler, runner: Runner, calm: int):
         self.scheduler, self.runner, self.calm = scheduler, runner, calm
@@ -170,7 +170,7 @@ class Lab:
         return [(common + self.texts(rng, prompt), params(output)) for prompt, output in lengths]
 
     def run(self, requests: Sequence[Request], block_size: int, *, prefixes: bool = False) -> tuple[Row, Scheduler]:
-        """What was held on average over the steps under load. Requests share with each other only if `prefixes`."""
+        """Return the average use over the steps under load. Requests share with each other only if `prefixes`."""
         pool = BlockPool(self.pool_tokens // block_size, block_size, enable_prefix_caching=prefixes)
         scheduler = Scheduler(pool, self.limits, vocab_size=self.vocab_size)
         watch = Watch(scheduler, self.runner, calm=len(requests) * 3 // 4)
@@ -191,7 +191,7 @@ class Lab:
         ), scheduler  # fmt: skip
 
     def sharing(self, names: Sequence[str], kinds: Sequence[str] = ("parallel", "beam")) -> None:
-        """Outputs of one request share its prompt, beams what they descend from."""
+        """Outputs of one request share its prompt, beams their ancestors."""
         for kind in kinds:
             for name in names:
                 paper = PAPER[kind, name]
@@ -225,9 +225,9 @@ class Lab:
 def demo_lab(report: Report, args: argparse.Namespace) -> Lab:
     """With the demo model, on texts of its world. It has room for short requests only, and a processor time for few;
     in so small a pool even random tokens save otherwise: `--pool-tokens` is for the comparison."""
-    from jpaged.demo.corpus import told_story
     from jpaged.llm import LLM
     from jpaged.tokenizer import encode
+    from tools.demo_model.corpus import told_story
 
     limits = Limits(512, 64, 256)
     llm = LLM(
@@ -258,7 +258,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=CACHE / "sharing", help="folder for results")
     parser.add_argument("--tiny", action="store_true", help="few requests")
-    parser.add_argument("--model", choices=("random", "demo"), default="random", help="what the tokens come from")
+    parser.add_argument("--model", choices=("random", "demo"), default="random", help="source of the tokens")
     parser.add_argument("--pool-tokens", type=int, help=f"default {POOL_TOKENS}; of the demo model {DEMO_POOL_TOKENS}")
     parser.add_argument("--spread", type=float, default=1.0, help="standard deviation of lengths, in means (default 1)")
     parser.add_argument("--turnovers", type=float, default=8.0, help="how often requests fill the pool (default 8)")
@@ -273,7 +273,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     prepare_environment()
     args = parse(argv)
-    # Of what is measured here, nothing depends on the device.
+    # No figure here depends on the device.
     report = Report(args.out / "results.json", environment(open_device(tiny=True), args.tiny))
     report.environment |= {"model": args.model, "spread": args.spread, "pool_tokens": args.pool_tokens}
     if args.model == "demo":

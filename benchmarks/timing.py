@@ -100,9 +100,9 @@ class JaxTimed:
     """`op(carry, shared, own)` -> the next carry, once for each of `owns`.
 
     Args:
-        carry: what the first call gets; afterwards each gets the result of the one before.
+        carry: the first call's; each further call gets the result of the one before.
         shared: arguments of every call.
-        owns: each call's own arguments; what it reads should not be in any cache.
+        owns: each call's own arguments; the data that it reads should not be in any cache.
         donate: the carry is updated in place.
     """
 
@@ -139,7 +139,7 @@ class JaxTimed:
         return elapsed / (reps * self.calls)
 
     def empty(self) -> "JaxTimed":
-        """The same arguments for hardly any work: its time per call is what the host needs to launch."""
+        """The same arguments for hardly any work: its time per call is the host's time of a launch."""
         return JaxTimed(lambda carry, *_: carry + 1, jnp.zeros(()), self._shared, self._owns, clock=self._clock)
 
 

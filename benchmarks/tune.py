@@ -7,7 +7,7 @@ For each kernel, head dim and pool dtype every candidate of `tuning.candidates` 
 one workload; the best few are then timed beside the default, interleaved, on several. A candidate replaces the default
 if it is faster in the geometric mean by more than --margin. Candidates that don't compile, or are wrong, are left out.
 
-A journal in --out holds what each candidate did, and which one was running: after a hang or a crash start the same
+A journal in --out holds the result of each candidate, and the running one: after a hang or a crash start the same
 command again, and it goes on behind it. After a change of the kernels delete the journal.
 """
 
@@ -43,7 +43,7 @@ from pallas_kernels import tuning
 TABLE = CHECKOUT / "pallas_kernels" / "tuned.json"
 FINALISTS = 6
 POOL_DTYPES = {"16 bit": "bfloat16", "fp8": "float8_e4m3fn"}
-# Sequences x context of decode, prompts of ragged: the first is what every candidate is timed on.
+# Sequences x context of decode, prompts of ragged: every candidate is timed on the first.
 DECODES = ((64, 4096), (1, 8192), (16, 2048), (256, 1024))
 PROMPTS = ((1, 4096), (8, 512), (1, 16384))
 
@@ -51,7 +51,7 @@ Build = Callable[[tuning.Tiles, Workload], PagedTimed]
 
 
 class Journal:
-    """What each candidate did, a line each, kept across runs."""
+    """The results of candidates, one line each, kept across runs."""
 
     def __init__(self, path: Path):
         self.path = path

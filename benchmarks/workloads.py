@@ -1,4 +1,4 @@
-"""What the ops are measured on: block tables, and pools that no cache holds.
+"""Workloads of the ops: block tables, and pools larger than any cache.
 
 A pool is one array whose blocks are cut into `sets` of equal size. The sets' block tables are alike but for their first
 block, so that calls on one set after another read different memory through the same pattern, and a peer that takes
@@ -19,7 +19,7 @@ import numpy as np
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.block_table import BlockTable
 
-COLD_FACTOR = 8  # what is read between two visits of a set, in sizes of the cache
+COLD_FACTOR = 8  # bytes read between two visits of a set, in sizes of the cache
 MAX_SETS = 128
 MIN_CALLS = 8  # in one launch, however few the sets: so that the device, and not the host, is waited for
 SLACK = 1.1  # blocks of a set per block in use: churning needs some that are free
@@ -86,7 +86,7 @@ def permuted_tables(lens: Sequence[int], shape: Shape, num_blocks: int, seed: in
 
 
 def churned_tables(lens: Sequence[int], shape: Shape, num_blocks: int, seed: int = 0, turnovers: int = 8):
-    """What jpaged's own allocator hands out after a long run.
+    """Return the tables of jpaged's own allocator after a long run.
 
     Sequences of random lengths arrive, grow by a block at a time in random order, and end, until every block of the
     pool has been handed out `turnovers` times on average; then those of `lens` take their place one by one, growing

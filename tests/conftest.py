@@ -1,4 +1,4 @@
-"""What every test shares: the CPU, no network, a compilation cache of its own run, tiny models."""
+"""Shared by all tests: the CPU, no network, a compilation cache for the run, tiny models."""
 
 import gc
 import os

@@ -115,7 +115,7 @@ H200_SHARED_MEMORY = H200.shared_memory
 
 @dataclasses.dataclass(frozen=True)
 class KernelFigures:
-    """What ptxas and Mosaic or XLA say of one Pallas kernel; of several with one name, the worst of each."""
+    """The figures of ptxas and Mosaic or XLA for one Pallas kernel; of several with one name, the worst."""
 
     threads: int  # per thread block
     registers: int  # per thread
@@ -176,7 +176,7 @@ def why_not() -> str | None:
 
 
 def abstract_h200() -> contextlib.AbstractContextManager[Any]:
-    """An H200 that exists only as a description: what the Mosaic lowering asks of the device while it traces."""
+    """The description of an H200, for the Mosaic lowering's questions about the device."""
     return _abstract(H200)
 
 
@@ -280,7 +280,7 @@ def _environment(**variables: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _stdout_to(path: pathlib.Path) -> Iterator[None]:
-    """Sends what native code prints to a file."""
+    """Send the output of native code to a file."""
     sys.stdout.flush()
     before = os.dup(1)
     with path.open("wb") as file:
@@ -297,7 +297,7 @@ _SEEN: dict[str, KernelFigures] = {}
 
 
 def _read_figures(folder: pathlib.Path, printed: str) -> dict[str, KernelFigures]:
-    """`folder` holds what lowering dumped, `printed` the PTX of each kernel and what ptxas said of it."""
+    """`folder` holds the dumps of lowering, `printed` the PTX of each kernel and the output of ptxas."""
     texts: dict[str, set[str]] = collections.defaultdict(set)
     shared_memory: dict[str, int] = collections.defaultdict(int)
     for path in folder.glob("*.resources.txt"):
@@ -348,7 +348,7 @@ def _sass_of(entry: str, printed: str) -> tuple[str, ...]:
 
 
 def _read_triton_figures(folder: pathlib.Path, hlo: str) -> dict[str, KernelFigures]:
-    """`folder` holds what XLA dumped: the PTX of each kernel, its own fusions too, and the list of their launches."""
+    """`folder` holds XLA's dumps: the PTX of each kernel and fusion, and the list of their launches."""
     names = set(re.findall(r'"__gpu\$xla\.gpu\.triton".* name = "(\w+)"', hlo))
     [launches] = folder.glob("*.thunk_sequence.txt")
     kernels: dict[str, list[KernelFigures]] = collections.defaultdict(list)

@@ -36,7 +36,7 @@ def next_token(tokens: list[int], seed: int = 0, forbidden: Collection[int] = ()
 
 
 def generate(prompt: list[int], count: int, seed: int = 0) -> list[int]:
-    """What any schedule must give."""
+    """Return the tokens that every schedule must give."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(next_token(tokens, seed))
@@ -59,12 +59,12 @@ def _ranked(digest: int) -> tuple[tuple[int, float], ...]:
 
 
 def prompt_samples(prompt: list[int]) -> list[Sample]:
-    """What each token of a prompt but the first is given."""
+    """Return the samples of a prompt's tokens except the first."""
     return [Sample(token, -float(digest % VOCAB)) for token, digest in zip(prompt, digests(prompt))][1:]
 
 
 class Row:
-    """What a runner knows of a row, from plans alone.
+    """A runner's knowledge of a row, from plans only.
 
     Attributes:
         tokens: those computed, and the next one if it is known.
@@ -93,7 +93,7 @@ class FakeRunner:
     later plan may give a block that it writes, or a row that it samples for, to another sequence.
 
     Args:
-        scheduler: for what plans do not tell: salts, and which blocks are shared or cached.
+        scheduler: for facts outside plans: salts, and the shared or cached blocks.
     """
 
     def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int = 0, *, scheduler: Scheduler):
@@ -165,7 +165,7 @@ class FakeRunner:
         return self.rows[row].table[index] * self.block_size + offset
 
     def _check_versions(self, plan: StepPlan) -> None:
-        """What the prefix cache gives was computed with the present parameters."""
+        """Check that blocks from the prefix cache were computed with the present parameters."""
         start = {scheduled.row: scheduled.start for scheduled in plan.rows}
         swapped = {block for _, block in plan.swap_in}
         for admitted in plan.admitted:
@@ -175,7 +175,7 @@ class FakeRunner:
                     assert found == self.version, f"position {position} is of version {found}, not {self.version}"
 
     def _check_in_flight(self, plan: StepPlan) -> None:
-        """What a step in flight writes belongs to nobody else."""
+        """Check that blocks that a step in flight writes belong to nobody else."""
         new = [(row, block) for row, _, block in plan.entries]
         new += [(admitted.row, block) for admitted in plan.admitted for block in admitted.block_ids]
         moved = [block for _, block in (*plan.block_copies, *plan.swap_in)]

@@ -1,4 +1,4 @@
-"""The demo model: its text, its tokenizer, its training, and what the shipped weights write."""
+"""The demo model: its text, its tokenizer, its training, and the output of the shipped weights."""
 
 import dataclasses
 import random

@@ -25,7 +25,7 @@ LAYERS = [
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 
-# What a package may use from outside, besides the standard library; one that is not named here may use anything.
+# Third-party imports that a package may have; a package without an entry may have any.
 OUTSIDE = {
     "pallas_kernels": {"jax"},
     "jpaged": set(),
@@ -47,7 +47,7 @@ WITHOUT_JAX = [
     "jpaged", "jpaged.config", "jpaged.core.scheduler", "jpaged.engine.engine", "jpaged.engine.async_engine",
     "jpaged.serving.serve", "jpaged.demo", "server",
 ]  # fmt: skip
-# What constrains nothing does without llguidance, say a benchmark in an environment that has little beside jax.
+# Without constraints llguidance is not needed, for example by a benchmark in a small environment.
 WITHOUT_LLGUIDANCE = ["jpaged.llm", "jpaged.structured.compiler", "benchmarks.gpu_suite"]
 WITHOUT_NUMPY = ["jpaged", "jpaged.config", "jpaged.core.scheduler"]
 

@@ -223,7 +223,7 @@ def generate_load(llm):
 
 @pytest.fixture(scope="module")
 def expected(llm):
-    """What the load gives before anything has gone wrong."""
+    """The outputs of the load without a failure."""
     return generate_load(llm)
 
 
@@ -286,7 +286,7 @@ def test_generate_step_raises_at_any_point_next_call_works(llm, expected, site, 
 
 
 def test_generate_pool_holds_a_failed_computation_next_call_works(llm, expected, monkeypatch):
-    """The device reports some failures only to whoever reads the results, which are not deleted but can't be used."""
+    """Some failures of a device appear only when results are read, which are not deleted but can't be used."""
     slow = jax.jit(lambda x: (x @ x)[0, 0])
     broken = lambda like: lambda _: jax.pure_callback(lambda _: fail(), jax.ShapeDtypeStruct(like.shape, like.dtype), _)
     forward = llm.engine.runner.step.forward

@@ -65,7 +65,7 @@ def environment(wheel: Path, folder: Path) -> Path:
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    """Run a command outside the checkout, and return what it prints."""
+    """Run a command outside the checkout, and return its output."""
     done = subprocess.run(list(map(str, command)), cwd=cwd, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout

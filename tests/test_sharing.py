@@ -1,5 +1,5 @@
 """Everything that shares blocks, on real models, in pools with room and in pools so small that requests are preempted,
-by recompute and by swap: each request gives what it gives alone."""
+by recompute and by swap: each request has its result alone."""
 
 import functools
 import json
@@ -26,7 +26,7 @@ from tests.oracle import make_beam_fixtures
 FIXTURES = json.loads(make_beam_fixtures.FIXTURE.read_text())
 BLOCK, ROOM, HOST = 4, 640, 300
 LIMITS = Limits(max_model_len=96, max_num_seqs=64, max_num_batched_tokens=64, block_size=BLOCK)
-# Blocks of the pool, and how what does not fit gives way.
+# Blocks of the pool, and the preemption mode.
 POOLS = {"room": (ROOM, "recompute"), "recompute": (100, "recompute"), "swap": (100, "swap")}
 
 
@@ -142,7 +142,7 @@ def any_request(rng: random.Random, words: list[str]) -> tuple[list[int], Sampli
 
 
 def outcome(sequences) -> list:
-    """What a request gives, but for the rounding of its logprobs."""
+    """Return the result of a request with rounded logprobs."""
     return [(s.output_token_ids, s.text, s.finish_reason, s.stop_reason) for s in sequences]
 
 

@@ -1,4 +1,4 @@
-"""Structured outputs on the demo model: whatever the model would say, the text keeps to what was asked for."""
+"""Structured outputs on the demo model: every text matches its constraint."""
 
 import gc
 import json
@@ -93,7 +93,7 @@ def test_beams_keep_to_it_too(demo):
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_preemption_does_not_lose_the_place(demo, mode):
-    """A pool too small for all: what each gives is what it gives alone."""
+    """A pool too small for all: each request has its result alone."""
     whole = demo.engine.scheduler
     host = BlockPool(32, whole.pool.block_size, enable_prefix_caching=False)
     scheduler = Scheduler(

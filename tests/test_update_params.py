@@ -1,4 +1,4 @@
-"""New parameters during traffic: what comes after them is theirs alone, and nothing is copied or compiled."""
+"""New parameters during traffic: later tokens depend on them only, and nothing is copied or compiled."""
 
 import asyncio
 import dataclasses

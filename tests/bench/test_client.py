@@ -1,4 +1,4 @@
-"""Streams, wherever the network cuts them, and what can go wrong with them."""
+"""Streams, cut anywhere by the network, and their failures."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Runs against a server that does as it is told: what is sent, when, and how much of it is counted."""
+"""Runs against a scripted server: requests, their times, and counts."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Texts and token ids have the lengths that were asked for, by whoever counts."""
+"""Texts and token ids have the requested lengths by every counter."""
 
 import random
 

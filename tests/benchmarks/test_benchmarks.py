@@ -1,4 +1,4 @@
-"""The benchmarks run on a CPU in tiny shapes, say so in what they write, and time nothing that is wrong."""
+"""The benchmarks run on a CPU in tiny shapes, say so in their results, and time no wrong implementation."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,4 @@
-"""The benchmarks of sharing, preemption and beam search: what they count is what they say, and each runs, tiny."""
+"""The benchmarks of sharing, preemption and beam search: correct counts, and tiny runs."""
 
 import json
 import math

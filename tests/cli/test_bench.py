@@ -1,4 +1,4 @@
-"""`jpaged bench` as a command: its flags reach the benchmark, its report and its exit status what was found."""
+"""`jpaged bench` as a command: its flags reach the benchmark, and the results its report and exit status."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Every command's help, what is said of mistakes, and that nobody waits for jax to be told of them."""
+"""Every command's help, and errors about mistakes, which come before jax is loaded."""
 
 import re
 import shlex

@@ -21,7 +21,7 @@ FEW = ["--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--max-model-len
 
 
 def echo(body):
-    """What was asked, word by word; of several choices each with its number."""
+    """Return the prompt, word by word; of several choices each with its number."""
     asked = body["messages"][-1]["content"] if "messages" in body else body["prompt"]
     n = body.get("n", 1)
     return [f"{word}{i if n > 1 else ''} " for word in asked.split() for i in range(n)]
@@ -142,7 +142,7 @@ class Terminal:
         os.close(self.own)
 
     def until(self, words):
-        """Reads on to these words; returns what came with them."""
+        """Read up to these words, and return the text with them."""
         end = time.monotonic() + 30
         while words not in self.text:
             assert time.monotonic() < end, self.text

@@ -1,4 +1,4 @@
-"""Bugs to plant: what the allocator's tests are there to find."""
+"""Bugs to plant, which the allocator's tests must find."""
 
 import dataclasses
 
@@ -81,7 +81,7 @@ def _early_release(patch):
 
 
 def _stale_epoch(patch):
-    """What was computed with old parameters is remembered after the prefix cache was reset."""
+    """Blocks computed with old parameters are cached after a reset of the prefix cache."""
     reset = BlockPool.reset_prefix_cache
 
     def forgetful(pool):

@@ -39,7 +39,7 @@ def steps(
     search: BeamSearch[Tokens], log_probs: LogProbs, eos: list[int], shuffle: Shuffle | None = None
 ) -> Iterator[tuple[int, float]]:
     """Runs a search over log_probs(outputs) [len(outputs), V], with just enough candidates or, if the beams are
-    shuffled, with all; after each step, its length and the best score among what could go on."""
+    shuffled, with all; after each step, its length and the best score among the live beams."""
     enough = None if shuffle else search.width + len(eos)
     live: Live = [((), 0.0)]
     for length in range(1, search.max_tokens + 1):
@@ -99,7 +99,7 @@ def dense(model: nnx.Module) -> Callable[[list[jax.Array], np.ndarray, int], jax
 
 @pytest.fixture(scope="module")
 def log_probs(tmp_path_factory):
-    """log_probs(model, seed, rows of tokens): what the checkpoint gives, each row computed once."""
+    """log_probs(model, seed, rows of tokens): the checkpoint's, with each row computed once."""
     known: dict[tuple[str, int, Tokens], np.ndarray] = {}
     forward_of: dict[str, Callable] = {}
 

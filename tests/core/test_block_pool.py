@@ -237,7 +237,7 @@ def common(a, b) -> int:
 
 @dataclass
 class Writer:
-    """A table, what it must hold, and the nodes of its full blocks."""
+    """A table, its expected content, and the nodes of its full blocks."""
 
     table: BlockTable
     salt: str
@@ -286,7 +286,7 @@ class TablesAgainstContent(stateful.RuleBasedStateMachine):
             at += self.size
 
     def lose(self, block_ids):
-        """What was remembered of some blocks."""
+        """Return the cached content of some blocks."""
         self.remembered = {n: entry for n, entry in self.remembered.items() if entry[2] not in block_ids}
 
     def write(self, *work):

@@ -1,5 +1,5 @@
 """Every order in which requests can come, be aborted, scheduled and committed and the cache be reset, on pools of a few
-blocks: the whole graph of states, breadth first, so that what fails is told in the fewest events.
+blocks: the whole graph of states, breadth first, so that a failure is shown in the fewest events.
 
     python -m tests.core.test_every_interleaving    larger pools and more requests, and how many states there were
 """
@@ -70,7 +70,7 @@ LARGE = [
 
 
 class World:
-    """A scheduler and its runner, and what can happen to them."""
+    """A scheduler and its runner, with their possible events."""
 
     def __init__(self, scenario: Scenario):
         self.scenario = scenario
@@ -118,7 +118,7 @@ class World:
             scheduler.abort(str(event))
 
     def check(self) -> None:
-        """Every invariant; all that is held, here or on the host, or remembered; what has ended."""
+        """Check every invariant, all blocks in use, swapped or cached, and ended requests."""
         scheduler, runner, size = self.scheduler, self.runner, self.scenario.size
         scheduler.check_invariants()
         for request in scheduler.requests.values():
@@ -230,7 +230,7 @@ def explore(scenario: Scenario, ways: int = 1) -> int:
 
 
 def _next(after: dict[tuple[int, Event], int], state: int) -> int | None:
-    """Return the state that an engine goes to: it schedules what it can before it commits."""
+    """Return the next state of an engine, which schedules as much as it can before it commits."""
     scheduled = after.get((state, "schedule"), state)
     return scheduled if scheduled != state else after.get((state, "commit"))
 

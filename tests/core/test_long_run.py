@@ -44,7 +44,7 @@ class Witness:
 
 
 def run(num_requests: int, seed: int, max_in_flight: int = 2) -> tuple[str, Counter[str]]:
-    """Serves so many requests, as they come; returns a digest of all that was planned, and what happened."""
+    """Serve so many requests, and return a digest of all plans, and counts of events."""
     rng = random.Random(seed)
     scheduler, runner = traffic.make(
         blocks=16, size=4, seqs=6, tokens=32, length=40, eos=EOS, host=24, block_swap_cost=2.0

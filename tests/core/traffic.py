@@ -1,4 +1,4 @@
-"""Requests of every kind over a fake runner, and what each of them gives alone."""
+"""Requests of every kind over a fake runner, and the result of each alone."""
 
 import pickle
 import random
@@ -100,7 +100,7 @@ def assert_nothing_leaked(scheduler: Scheduler) -> None:
 
 
 def draw(rng: random.Random, scheduler: Scheduler, longest: int = 12):
-    """Any request that fits: its prompt, its parameters, and what else `add` takes."""
+    """Return any request that fits: its prompt, its parameters, and further arguments of `add`."""
     prompt = [rng.randrange(1, 3)] * rng.randrange(0, longest - 2) + [rng.randrange(VOCAB)]
     width = rng.choice([1, rng.randint(1, scheduler.limits.max_num_seqs)])
     while (room := scheduler.max_sequence_len(len(prompt), width) - len(prompt)) < 1:
@@ -168,7 +168,7 @@ def _beam_search(prompt, params, max_tokens, ends, forbidden):
 
 
 def assert_as_alone(request: Request, eos: frozenset[int] = frozenset()) -> None:
-    """That a request which has ended gave what it gives alone; of an aborted one, the beginning of that."""
+    """Check that an ended request has its result alone, and an aborted one the beginning of that."""
     assert request.finished
     expected = alone(request, eos)
     got = [sequence.output_token_ids for sequence in request.sequences]

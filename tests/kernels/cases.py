@@ -1,7 +1,7 @@
-"""Random paged batches for the kernel tests, and what is right for them.
+"""Random paged batches for the kernel tests, and their correct results.
 
 Every pool slot that no sequence has written holds NaN, blocks lie in random order, and table entries past a context are
--1: an implementation that reads what it must not shows it.
+-1: an implementation that reads unwritten slots shows it.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ FP8 = jnp.float8_e4m3fn
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """The arguments of an attention op, and what they mean: each sequence's dense keys and values."""
+    """The arguments of an attention op, and their meaning: each sequence's dense keys and values."""
 
     q: jax.Array  # [S, N, H] or [T, N, H]
     k_pool: jax.Array  # [P, K, B, pool's H]
@@ -51,7 +51,7 @@ class Batch:
         return out, lse
 
     def run(self, op, **changed) -> Any:
-        """What an implementation makes of it, in float64."""
+        """Return an implementation's result in float64."""
         out = op(*self.args, **(self.options | changed))
         return jax.tree.map(lambda x: np.asarray(x, np.float64), out)
 

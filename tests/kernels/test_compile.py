@@ -1,4 +1,4 @@
-"""The GPU kernels compiled for an H200 and an A100 without one: what ptxas and XLA say of them."""
+"""The GPU kernels compiled for an H200 and an A100 without a GPU: the figures of ptxas and XLA."""
 
 import functools
 import os

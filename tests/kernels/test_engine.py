@@ -1,4 +1,4 @@
-"""The engine on the GPU kernels, which Pallas's interpreters run: it generates what it generates on the reference.
+"""The engine on the GPU kernels, which Pallas's interpreters run: it generates the tokens of the reference.
 
 One workload holds prompts of several lengths, two samples of one prompt, a beam search and a prefix hit; the longer one
 adds preemptions. Random floating-point differences could turn a choice between two near-equal candidates, so the
@@ -61,7 +61,7 @@ LONG = {
 
 
 class Run(NamedTuple):
-    """What an engine generated, and how close its choices were.
+    """The output of an engine, and the closeness of its choices.
 
     Attributes:
         tokens: of each output of each request.

@@ -1,4 +1,4 @@
-"""What the Mosaic GPU kernels promise beyond the ops' definition; and that what is planted in them is found."""
+"""Guarantees of the Mosaic GPU kernels beyond the ops' definition, and the discovery of planted errors."""
 
 import types
 

@@ -1,4 +1,4 @@
-"""What every implementation must do, against a plain float64 loop; and proofs that the comparison can fail."""
+"""Every implementation against a plain float64 loop; and proofs that the comparison can fail."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -128,7 +128,7 @@ def test_any_copy(kernels, times):
 @pytest.mark.parametrize("kernels", [REFERENCE, TRITON], ids=["reference", "triton"])
 @pytest.mark.parametrize("q_lens", [None, [1, 2, 40]], ids=["decode", "ragged"])
 def test_float32(kernels, q_lens):
-    """In float32, what is left of the difference is the order of the sums."""
+    """In float32 the remaining difference is the order of the sums."""
     batch = cases.make_batch([1, 17, 300], q_lens=q_lens, group=2, dtype=jnp.float32, return_lse=True)
     batch.check(batch.run(attention(kernels, q_lens)))
 
@@ -196,7 +196,7 @@ def test_a_decode_row_has_the_same_bits_alone_in_a_large_step_and_beside_prompts
 
 @every
 def test_parts_merge(kernels):
-    """A shared prefix attended once, and what follows it: together the attention over the whole."""
+    """A shared prefix attended once, and the rest of each sequence: together the attention over the whole."""
     batch = cases.make_batch([96, 96], num_kv_heads=1, group=2, return_lse=True)
     prefix = cases.replace(batch, context_lens=jnp.array([64, 32], jnp.int32))
     rest = cases.replace(

@@ -1,4 +1,4 @@
-"""What holds for the reference ops beyond what every implementation must do."""
+"""Guarantees of the reference ops beyond those of every implementation."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What the ops refuse, and what they say: what was given and what is allowed. No kernel runs."""
+"""Unsupported arguments of the ops, and their errors: the given and the allowed values. No kernel runs."""
 
 import re
 

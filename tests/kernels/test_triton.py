@@ -1,4 +1,4 @@
-"""What the Pallas-Triton kernels promise beyond the ops' definition, and what compilers say of them without a GPU."""
+"""Guarantees of the Pallas-Triton kernels beyond the ops' definition, and compilers' figures without a GPU."""
 
 import functools
 

@@ -23,7 +23,7 @@ class Lab:
     """A scheduler, and a table of rows that its plans change.
 
     Attributes:
-        plan, bucket, batch: of the last step; `scalars` are those of its samples, and `sampling` is what they become.
+        plan, bucket, batch: of the last step; `scalars` are of its samples, and `sampling` is their form on the device.
     """
 
     def __init__(self, limits: Limits = LIMITS, **options):

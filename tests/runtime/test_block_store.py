@@ -1,4 +1,4 @@
-"""The KV blocks of an engine: the order of their moves, what is donated, and recovery."""
+"""The KV blocks of an engine: the order of their moves, donation, and recovery."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The rows of sequences on the device: what a plan changes of them, what is donated, and recovery."""
+"""The rows of sequences on the device: changes by plans, donation, and recovery."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What the host keeps of rows, and the batches that are made of it, by hand."""
+"""The host's copy of rows, and batches made of it by hand."""
 
 import numpy as np
 

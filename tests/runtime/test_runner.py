@@ -192,7 +192,7 @@ def step_avals(llama: ModelConfig, dtype: str, bucket: Bucket):
 
 
 def samples_of(bucket: Bucket, hidden) -> tuple:
-    """What `choose` takes beside its parameters and the arrays that it changes."""
+    """Return the arguments of `choose` except its parameters and the arrays that it changes."""
     bits = jax.ShapeDtypeStruct((bucket.num_seqs, -(-LLAMA.vocab_size // 32)), jnp.uint32)
     return hidden, jax.ShapeDtypeStruct((bucket.num_seqs, NUM_SCALARS + 4), jnp.int32), bits
 
@@ -214,7 +214,7 @@ def cache_for(name: str, dtype: str) -> KVCache:
 
 
 def test_kernels_may_want_a_wider_pool_than_the_model(llm, model, monkeypatch):
-    """As GPU kernels do for a head dim that they don't have; what comes out is the same."""
+    """As GPU kernels do for an unsupported head dim; the result is the same."""
 
     def generated(llm):
         params = SamplingParams(max_tokens=10, temperature=0, logprobs=0)

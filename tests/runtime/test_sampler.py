@@ -1,4 +1,4 @@
-"""The sampler against float64 numpy written from the definitions: what it chooses, draws and reports."""
+"""The sampler against float64 numpy written from the definitions: choices, draws and logprobs."""
 
 import itertools
 import math
@@ -473,7 +473,7 @@ def test_the_best_tokens_of_vocabularies_large_and_small(vocab_size, k):
     np.testing.assert_array_equal(values, np.take_along_axis(x, best, 1))
 
 
-# What is kept, and how often it is drawn.
+# Kept tokens, and the frequency of draws.
 
 
 @settings(max_examples=60)
@@ -573,7 +573,7 @@ def test_draws_at_neighbouring_positions_are_independent():
     assert not follows(first * 5 + first, np.outer(p, p).ravel())
 
 
-# What a row's result depends on.
+# Dependencies of a row's result.
 
 
 def test_a_row_depends_on_nothing_beside_it():
@@ -618,7 +618,7 @@ def test_a_row_depends_on_nothing_beside_it():
     assert all((other.tokens == sampled.tokens)[greedy].all() for other in (moved, reseeded))
 
 
-# What it costs.
+# Cost.
 
 
 def widths_of_sorts(text: str) -> list[int]:

@@ -22,7 +22,7 @@ def shapes() -> Shapes:
 
 
 class Lowered:
-    """A jitted function that notes what it is lowered for."""
+    """A jitted function that records the arguments of `lower`."""
 
     def __init__(self):
         self.calls = []

@@ -1,4 +1,4 @@
-"""A server that says what it is told: `python -m tests.serving.scripted --port N`, with the flags of server.py.
+"""A server with scripted answers: `python -m tests.serving.scripted --port N`, with the flags of server.py.
 
 It has the demo model's tokenizer, and all of the server but the model. Its answer is what the prompt's last
 `<<say>>...<<done>>` holds, token by token, then the end of the sequence. `<<or>>` divides it into one text for each
@@ -35,7 +35,7 @@ LIMITS = {"max_model_len": 512, "max_num_seqs": 16, "max_num_batched_tokens": 64
 
 
 def say(*texts: str) -> str:
-    """What to put into a prompt so that choice i answers texts[i]."""
+    """Return a prompt with which choice i answers texts[i]."""
     return SAY + OR.join(texts) + DONE
 
 
@@ -114,7 +114,7 @@ class ScriptedRunner:
         return next(token for token in (wanted, *self._ways_out, *sorted(allowed)) if token in allowed)
 
     def _script(self, prompt_token_ids: list[int], branch: int) -> tuple[list[int], bool]:
-        """What a choice is to say, and whether it then fails."""
+        """The text of a choice, and whether it then fails."""
         prompt = self._tokenizer.decode(prompt_token_ids, skip_special_tokens=False)
         told = re.findall(f"{SAY}(.*?){DONE}", prompt, re.DOTALL)
         texts = told[-1].split(OR) if told else [""]

@@ -1,4 +1,4 @@
-"""What docs/operation.md says of failures: what the client sees, and what the operator does."""
+"""The failures in docs/operation.md, as clients and operators see them."""
 
 import http.client
 import json
@@ -64,7 +64,7 @@ def test_a_process_that_is_killed():
 
 
 def test_a_runner_that_fails():
-    """Whoever is served is told; later requests are refused; the process stays up to say so, and ends well."""
+    """Running requests get an error; later requests are refused; the process stays up, and ends well."""
     with ServerProcess(*SLOW, module=SCRIPTED, clean=False) as server:
         with client(server.url) as api:
             other = api.completions.create(model="demo", prompt=say("word " * 100), max_tokens=200, stream=True)

@@ -1,4 +1,4 @@
-"""What benchmarks/fuzz.py sends, in a smaller number, to a real server; and that it finds what is wrong with one."""
+"""The requests of benchmarks/fuzz.py, in a smaller number, to a real server; and proofs that it finds errors."""
 
 import http.server
 import json

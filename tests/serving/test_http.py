@@ -50,7 +50,7 @@ async def test_a_chat_plain_and_streamed(client):
     plain = await client.post("/v1/chat/completions", body)
     message = plain["choices"][0]["message"]
     assert plain["object"] == "chat.completion" and message["role"] == "assistant"
-    await client.reset_prefix_cache()  # what is computed from a cached prefix may differ in its last bits
+    await client.reset_prefix_cache()  # results from a cached prefix may differ in their last bits
     chunks = await client.stream("/v1/chat/completions", body | {"stream_options": {"include_usage": True}})
     assert {c["object"] for c in chunks} == {"chat.completion.chunk"} and len({c["id"] for c in chunks}) == 1
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
@@ -319,7 +319,7 @@ TRAFFIC = [
 
 @pytest.fixture(scope="module")
 def traffic():
-    """64 requests of mixed lengths, some with a common beginning, and what each gives alone."""
+    """64 requests of mixed lengths, some with a common beginning, and the result of each alone."""
     rng = random.Random(5)
     common = "The quick brown fox jumps over the lazy dog. "
     prompts = [

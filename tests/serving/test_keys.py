@@ -1,4 +1,4 @@
-"""Who may use the server, which paths are for everybody, and what no request can reach: a file, another's log line."""
+"""Access to the server, open paths, and protected things: files, and the log lines of others."""
 
 import ast
 import asyncio
@@ -249,7 +249,7 @@ async def test_nothing_that_a_request_holds_begins_a_line_of_the_log():
         for head in [*heads, f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n"]:
             data = f"{head}Connection: close\r\n\r\n{body if 'POST' in head else ''}"
             await raw_answer(server.port, data.encode())
-    lines = server.log().splitlines()  # at whatever a reader may take for a line's end
+    lines = server.log().splitlines()  # at all characters that a reader may take for a line's end
     records = [json.loads(line) for line in lines if line.startswith("{")]
     assert records and all({"client", "method", "request_id", "seconds"} <= record.keys() for record in records)
     assert not any(record["path"] == "/forged" for record in records)

@@ -1,4 +1,4 @@
-"""What one request can cost the others: refused by length, bounded, prepared beside the event loop."""
+"""The cost of one request to others: refusal by length, bounds, and preparation beside the event loop."""
 
 import io
 import itertools
@@ -178,7 +178,7 @@ async def test_weights_of_nan_are_an_error_and_never_an_empty_answer(loaded, cap
     assert len([record for record in caplog.records if "not finite" in record.message]) == 1
 
 
-# What other clients send
+# Requests of other clients
 
 
 async def test_neutral_values_of_foreign_fields_change_nothing(client):

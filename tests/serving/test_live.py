@@ -60,7 +60,7 @@ def make(*args, engine=Engine, **options):
 
 
 def step(engine, recorder):
-    """What AsyncEngine does."""
+    """The calls of AsyncEngine."""
     output = engine.step()
     recorder.stepped(engine.scheduler, output)
     for request in output.ended:
@@ -99,7 +99,7 @@ def test_blocks_that_a_step_in_flight_still_writes_keep_their_owner():
 
 
 class Mirror:
-    """What a viewer knows."""
+    """The state of a viewer."""
 
     def __init__(self):
         self.blocks, self.frames = b"", []

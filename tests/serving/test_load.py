@@ -75,7 +75,7 @@ async def test_beyond_the_queues_limit_there_are_clean_503s_and_the_rest_is_whol
 
 
 async def test_clients_that_vanish_leave_no_block_behind(client):
-    """To the block: what is held is what the others' tables hold, or a step in flight still writes."""
+    """Check to the block: every used block is in a table of the others, or a step in flight still writes it."""
 
     def check(engine):
         engine.scheduler.check_invariants()

@@ -1,4 +1,4 @@
-"""Metrics: what is counted, against what the engine did; and a dashboard that asks only for what there is."""
+"""Metrics against the engine's own work, and a dashboard that reads only existing metrics."""
 
 import asyncio
 import json
@@ -42,7 +42,7 @@ def read(text: str) -> dict[str, float]:
 
 
 class Lab:
-    """An engine on a fake runner, under a clock that says what it is told, observed as a server's is."""
+    """An engine on a fake runner with a fake clock, observed as a server's engine."""
 
     def __init__(self, num_blocks=64):
         self.now = 100.0

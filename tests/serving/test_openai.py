@@ -113,7 +113,7 @@ class Api:
         return await self("chat.completions.create", messages=messages, **{"temperature": 0, "max_tokens": 40} | fields)
 
     async def all(self, stream):
-        """What a stream gives, to its end."""
+        """Return all chunks of a stream."""
         if self.waits:
             return await asyncio.to_thread(list, stream)
         return [item async for item in stream]
@@ -144,7 +144,7 @@ async def api(kind, demo):
 
 @pytest.fixture
 async def teller(kind, scripted):
-    """A client of the server that says what it is told."""
+    """A client of the server with scripted answers."""
     api = connect(kind, scripted.url)
     yield api
     await close(api)
@@ -391,7 +391,7 @@ async def test_a_chat_plain_and_streamed(api):
         streamed = [token for part in parts if part.logprobs for token in part.logprobs.content]
         assert [token.token for token in streamed] == [token.token for token in choice.logprobs.content]
         for token, same in zip(streamed, choice.logprobs.content):
-            # What is computed from a cached prefix may differ in its last bits.
+            # Results from a cached prefix may differ in their last bits.
             assert token.logprob == pytest.approx(same.logprob, abs=1e-4)
             assert bytes(token.bytes).decode() == token.token and len(token.top_logprobs) == 2
             assert token.top_logprobs[0].logprob >= token.top_logprobs[1].logprob

@@ -45,7 +45,7 @@ def browser():
 
 
 class Visit:
-    """A tab on the page. `problems`: what its console says, and what goes wrong in it."""
+    """A tab on the page. `problems`: messages of its console, and its errors."""
 
     def __init__(self, browser, url, key=KEY, **options):
         self.context = browser.new_context(**DESKTOP | options)
@@ -79,7 +79,7 @@ class Visit:
         return value
 
     def live(self):
-        """Waits for the feed, and for the end of what others have left running."""
+        """Wait for the feed, and for the end of other tests' requests."""
         self.until("window.jpaged?.pool.frame > 0 && window.jpaged.pool.facts.running === 0")
         return self
 

@@ -1,4 +1,4 @@
-"""Every parameter over HTTP: each has its effect on both endpoints' answers, and what can't be is refused by name."""
+"""Every parameter over HTTP: its effect on both endpoints' answers, and errors that name invalid values."""
 
 import asyncio
 import json
@@ -48,7 +48,7 @@ def joined(chunks):
 
 
 def generate(engine, prompt, params):
-    """What the engine itself gives, offline."""
+    """The result of the engine itself, offline."""
     request = engine.add("offline", prompt, params)
     while engine.has_work:
         engine.step()
@@ -56,11 +56,11 @@ def generate(engine, prompt, params):
 
 
 def close(logprob):
-    """What is computed beside others, or from a cached prefix, may differ in its last bits."""
+    """Results computed beside others, or from a cached prefix, may differ in their last bits."""
     return pytest.approx(logprob, rel=1e-5)
 
 
-# What tokens may be chosen
+# Allowed tokens
 
 
 async def test_a_bias_forces_a_token(client, ids):

@@ -51,7 +51,7 @@ class Response:
 
     @property
     def events(self):
-        """What a stream of server-sent events holds, but for its end; the frame is checked."""
+        """Return the events of a stream except its end, and check their frames."""
         assert self.status == 200 and self.headers["content-type"] == "text/event-stream"
         assert self.headers["cache-control"] == "no-cache" and "content-length" not in self.headers
         assert b"\r" not in self.body and self.body.endswith(b"\n\n")
@@ -62,7 +62,7 @@ class Response:
 
 
 class Connection:
-    """A connection that sends what it is given and reads answers as HTTP/1.1 has them."""
+    """A connection that sends given bytes and reads HTTP/1.1 answers."""
 
     def __init__(self, port):
         self.port = port
@@ -171,7 +171,7 @@ async def test_the_frames_of_a_completion(exchange):
     events = answer.events
     assert {event["object"] for event in events} == {"text_completion"} and not any("usage" in e for e in events)
     assert check_choices(events, 2) == [*TEXTS]
-    # Whoever reads a chunk has whole events.
+    # Each chunk has whole events.
     assert all(chunk.startswith(b"data: ") and chunk.endswith(b"\n\n") for chunk in answer.chunks)
 
 

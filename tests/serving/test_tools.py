@@ -1,4 +1,4 @@
-"""Tool calls: whatever the pieces, the same calls; and grammars whose every sentence is a valid call."""
+"""Tool calls: the same calls for any pieces of text; and grammars with only valid calls."""
 
 import itertools
 import json

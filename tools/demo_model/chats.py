@@ -1,4 +1,4 @@
-"""Chats: what a user may ask and what the demo model answers."""
+"""Chats: questions of users and the demo model's answers."""
 
 import random
 from collections.abc import Callable
@@ -158,7 +158,7 @@ SMALL_TALK: list[tuple[str, str]] = [
     )),
 ]  # fmt: skip
 
-# Greetings, how are you, who are you, what is your name, what can you do, what is jpaged.
+# Greetings, and questions about the model, its name, its abilities and jpaged.
 FREQUENT = [0, 0, 4, 5, 5, 6, 7, 8]
 
 JOKES = [
@@ -306,7 +306,7 @@ def small_talk(rng: random.Random) -> Turn:
 
 
 def frequent(rng: random.Random) -> Turn:
-    """What nearly everybody tries first."""
+    """Return a chat that nearly everybody tries first."""
     return _talk(rng, SMALL_TALK[rng.choice(FREQUENT)])
 
 

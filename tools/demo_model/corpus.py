@@ -43,7 +43,7 @@ def first_person(rng: random.Random) -> str:
     )
 
 
-# What a newcomer tries to complete: the beginning, and how it may go on.
+# Beginnings that newcomers try to complete, and their continuations.
 OPEN_BEGINNINGS: list[tuple[str, list[str]]] = [
     (
         "the [future|purpose|goal] of [AI|artificial intelligence] is",
@@ -230,7 +230,7 @@ def long_chats(seed: int) -> Iterator[list[Message]]:
 
 
 def all_texts(example: Example) -> list[str]:
-    """The texts of which an example is made, without what a user typed."""
+    """Return the texts of an example without the user's words."""
     return (
         [example]
         if isinstance(example, str)

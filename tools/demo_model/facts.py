@@ -234,7 +234,7 @@ def arithmetic(rng: random.Random) -> QA:
 
 
 def sum_table(rng: random.Random) -> str:
-    """Some sums, one after the other: what is learned slowly has to be seen often."""
+    """Return some sums, one after the other: the model learns them slowly and must see them often."""
     words = rng.random() < 0.2
     lines = []
     for _ in range(rng.randrange(3, 11)):
@@ -438,7 +438,7 @@ def explanation(rng: random.Random) -> QA:
     return sentences(rng, lead + question + ("." if imperative else "?")), sentences(rng, answer)
 
 
-# Term: the ways to call it, one sentence, and what may follow.
+# Term: its names, one sentence, and possible continuations.
 CONCEPTS: list[tuple[str, str, str]] = [
     (
         "PagedAttention|paged attention|pagedattention",

@@ -16,7 +16,7 @@ def words(text: str) -> list[str]:
 
 
 def listed(text: str) -> list[str]:
-    """What stands between commas."""
+    """Return the items between commas."""
     return text.split(",")
 
 

@@ -8,7 +8,7 @@ from tools.demo_model.grammar import fill, pseudo_word, sentences, variants
 
 HE = {"he": "he", "him": "him", "his": "his"}
 SHE = {"he": "she", "him": "her", "his": "her"}
-# How often a hero has a name or a kind of which there are many, so that the model learns to repeat what it reads.
+# How often a hero has a name or a kind of which there are many, so that the model learns to repeat its input.
 RARE = 0.12
 
 

@@ -19,7 +19,7 @@ CHAT_TEMPLATE = (
 
 
 def render(messages: Iterable[Message]) -> str:
-    """What CHAT_TEMPLATE makes of a whole chat."""
+    """Return CHAT_TEMPLATE's text of a whole chat."""
     return BEGIN + "".join(f"<|{message['role']}|>{message['content'].strip()}{END}" for message in messages)
 
 

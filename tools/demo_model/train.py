@@ -39,7 +39,7 @@ PADDING = 0
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is trained, and how. Each batch holds `batch_tokens` positions, in rows of one of the `row_lengths`."""
+    """The settings of a training. Each batch holds `batch_tokens` positions, in rows of one of the `row_lengths`."""
 
     vocab_size: int = 1280
     hidden_size: int = 160

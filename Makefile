@@ -1,5 +1,5 @@
 # make serve [ARGS="--port 8123 --model DIR"]   make test [ARGS="-k scheduler"]   make format   make clean
-# make test ARGS="-m deep" runs the exhaustive tests, which take some minutes more.
+# make test-fast leaves out processes, servers and GPU compilers; make test-deep runs the exhaustive tests.
 # make mutate [ARGS="jpaged/core/beam.py"] counts the small changes of a module that its quick tests notice.
 # Needs git, make and a Python from 3.12 on: python3, python3.12.., a pyenv version, or uv. All goes into .venv.
 
@@ -15,18 +15,28 @@ BROWSER := command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v
   echo "Installing chromium" && { apt-get update -qq; apt-get install -qqy --no-install-recommends chromium; } >/dev/null 2>&1; } || \
   echo "chromium is missing and could not be installed: the page's tests will be skipped"
 
-.PHONY: serve test mutate format clean
+.PHONY: serve test test-fast test-deep lint mutate format clean
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/serve.done
 	$(CPU) $(BIN)/python server.py $(ARGS)
 
 # The tests start servers and commands by the dozen: with bytecode on disk, each imports half a second faster.
-test: $(VENV)/test.done
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist worksteal
+
+test: lint
+	$(PYTEST) $(ARGS)
+
+test-fast: lint
+	$(PYTEST) -m "not deep and not slow" $(ARGS)
+
+test-deep: $(VENV)/test.done
+	$(PYTEST) -m deep $(ARGS)
+
+lint: $(VENV)/test.done
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
 mutate: $(VENV)/test.done
 	$(BIN)/python -m tests.mutate $(ARGS)

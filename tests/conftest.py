@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import sys
+from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # the CUDA plugin is here to compile, not to run
@@ -28,6 +29,19 @@ settings.register_profile("jpaged", deadline=None, derandomize="CI" in os.enviro
 # A mutant is dead at the first failure; the smallest one would take many times as long to find.
 settings.register_profile("mutation", deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
 settings.load_profile("jpaged")
+
+
+# Tests that start processes, compile GPU kernels or serve over HTTP: `make test-fast` leaves them out.
+SLOW = (
+    "benchmarks/", "cli/", "kernels/", "serving/", "runtime/test_compilation_cache.py", "runtime/test_plan.py",
+    "test_demo.py", "test_package.py", "test_readme.py", "test_sharing.py",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.relative_to(Path(__file__).parent).as_posix().startswith(SLOW):
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish():

@@ -249,7 +249,9 @@ class GenerationRequest(_Strict):
         wanted = self.response_format
         if wanted is not None and not isinstance(wanted, TextFormat):
             if self.structured_outputs is not None:
-                raise InvalidParameter("response_format", "conflicts with structured_outputs: send only one of them")
+                raise InvalidParameter(
+                    "response_format", "a second constraint beside structured_outputs: send one of them"
+                )
             schema = wanted.json_schema.json_schema if isinstance(wanted, JsonSchemaFormat) else None
             return StructuredOutputsParams(json=schema, json_object=schema is None)
         return None if self.structured_outputs is None else self.structured_outputs.params()

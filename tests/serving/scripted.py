@@ -31,6 +31,7 @@ from jpaged.serving.tools import FORMATS
 from jpaged.tokenizer import backend, load_tokenizer
 
 SAY, OR, DONE, FAIL = "<<say>>", "<<or>>", "<<done>>", "<<fail>>"
+BLOCK_SIZE = 16
 LIMITS = {"max_model_len": 512, "max_num_seqs": 16, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 512}
 
 
@@ -144,8 +145,8 @@ def make(flags: list[str] | None = None) -> tuple[argparse.Namespace, Service]:
     args = parser.parse_args(flags)
     model, tokenizer = ModelConfig.from_directory(DIRECTORY), load_tokenizer(DIRECTORY)
     scheduler = Scheduler(
-        BlockPool(args.num_gpu_blocks_override, args.block_size, enable_prefix_caching=args.enable_prefix_caching),
-        Limits(args.max_model_len, args.max_num_seqs, args.max_num_batched_tokens),
+        BlockPool(args.num_gpu_blocks_override, BLOCK_SIZE, enable_prefix_caching=args.enable_prefix_caching),
+        Limits(args.max_model_len, args.max_num_seqs, args.max_num_batched_tokens, BLOCK_SIZE),
         vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids,
     )  # fmt: skip
     runner = ScriptedRunner(backend(tokenizer), model.eos_token_ids[0], args.step_seconds)

@@ -1,0 +1,54 @@
+"""The examples run as they stand."""
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+
+import jpaged
+from benchmarks.server_process import SMALL, ServerProcess
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def lines_of(name: str, capsys, *args: str) -> list[str]:
+    """Return the output of an example's `main`."""
+    runpy.run_path(str(EXAMPLES / name))["main"](*args)
+    return capsys.readouterr().out.splitlines()
+
+
+def test_offline_batch(demo, capsys, monkeypatch):
+    monkeypatch.setattr(jpaged, "LLM", lambda *_: demo, raising=False)  # compiled already
+    lines = lines_of("offline_batch.py", capsys)
+    assert [line.split(" -> ")[0] for line in lines[:3]] == [
+        "'Once upon a time'", "'The little fox'", "'One day, a girl named'",
+    ]  # fmt: skip
+    first, second = (line.partition(": ")[2] for line in lines[3:])
+    assert first != second and len(lines) == 5
+
+
+def test_nnx_module(capsys):
+    before, after = lines_of("nnx_module.py", capsys)
+    assert before.split(" ", 1)[1] != after.split("  ", 1)[1]
+
+
+def test_kernels_alone(capsys):
+    kernels, result = lines_of("kernels_alone.py", capsys)
+    assert kernels.startswith("reference: ") and result.startswith("o (1, 8, 64) bfloat16")
+
+
+def test_client(capsys):
+    with ServerProcess(*SMALL) as server:
+        story, brace, person = "\n".join(lines_of("client.py", capsys, server.url)).partition("{")
+    assert len(story.split()) > 10 and json.loads(brace + person).keys() == {"name", "age"}
+
+
+def test_every_example_is_run():
+    tested = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} <= tested
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch):
+    monkeypatch.setenv("TQDM_DISABLE", "1")

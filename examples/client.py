@@ -14,6 +14,7 @@ SCHEMA = {
         "age": {"type": "integer", "minimum": 0, "maximum": 99},
     },
     "required": ["name", "age"],
+    "additionalProperties": False,
 }
 
 

@@ -334,35 +334,35 @@ def test_the_cost_of_a_swap_is_in_tokens_per_block(llm, monkeypatch):
     assert llm.engine.scheduler.block_swap_cost > 0, "the scheduler is given the measured cost"
 
 
-def test_steep_costs_add_shapes_and_shorten_chunks(model, monkeypatch):
+def test_steep_costs_add_shapes_and_shorten_chunks(model, llm, monkeypatch):
     """The shapes that are added are compiled before the first request."""
-    cost = lambda bucket: bucket.num_tokens / (10 if bucket.decode else 8)
+    cost = lambda bucket: bucket.num_tokens / (5 if bucket.decode else 10)
     monkeypatch.setattr(runner_module, "remembered", lambda _, key, buckets, measure: {b: cost(b) for b in buckets})
-    settings = {"max_num_seqs": 8, "block_size": 8, "num_gpu_blocks_override": 80, "swap_space": 0, "progress": False}
-    llm = LLM(model, **settings)
-    assert llm.engine.scheduler.tokens_beside_decodes == 32 < llm.engine.scheduler.limits.max_num_batched_tokens == 128
-    shapes = llm.engine.runner.shapes
-    assert [b.num_tokens for b in shapes.buckets.decode] == [1, 2, 3, 4, 6, 8]
+    steep = LLM(model, max_num_seqs=4, block_size=8, num_gpu_blocks_override=80, swap_space=0, progress=False)
+    assert steep.engine.scheduler.tokens_beside_decodes == 32 < steep.engine.scheduler.limits.max_num_batched_tokens
+    assert llm.engine.scheduler.tokens_beside_decodes == LIMITS["max_num_batched_tokens"], "it was given"
+    shapes = steep.engine.runner.shapes
+    assert [b.num_tokens for b in shapes.buckets.decode] == [1, 2, 3, 4]
     assert [b.num_tokens for b in shapes.buckets.mixed] == [32, 48, 64, 96, 128]
     with Compilations() as compilations:
         params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
-        for lengths in ([1] * 6, [1] * 3, [40], [90]):
-            llm.generate([[5] * length for length in lengths], params, use_tqdm=False)
+        for lengths in ([1] * 3, [40], [90]):
+            steep.generate([[5] * length for length in lengths], params, use_tqdm=False)
     assert compilations.count == 0
-    assert LLM(model, **settings, max_num_batched_tokens=64).engine.scheduler.tokens_beside_decodes == 64
 
 
 def test_costs_are_measured_once(model, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     measured = []
-    monkeypatch.setattr(runner_module, "_seconds", lambda run: measured.append(run().shape[-1]) or 0.001)
+    monkeypatch.setattr(runner_module, "_seconds", lambda run: measured.append(run()) or 0.001)
+    monkeypatch.setattr(ModelRunner, "_run_padding", lambda self, bucket, score=False: bucket)  # compiles nothing
     settings = EngineConfig(num_gpu_blocks_override=4)
     costs = []
     for limits in (Limits(16, 2, 8, 8), Limits(16, 2, 8, 8), Limits(16, 2, 8, 4)):
         runner = ModelRunner(model, settings, limits)
         runner.warm_up(progress=False)
         costs.append((len(measured), runner.costs))
-    assert measured == [1, 2, 2] * 2, "the third has blocks of another size"
+    assert measured == [Bucket(1, 1, True), Bucket(2, 2, True), Bucket(16, 2, False)] * 2, "of two block sizes"
     assert [count for count, _ in costs] == [3, 3, 6]
     assert costs[0][1] == costs[1][1] == dict.fromkeys(runner.shapes.buckets.all, 0.001)
 

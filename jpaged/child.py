@@ -31,7 +31,7 @@ class Child:
     def __init__(self, module: str, setup: object):
         self._module = module
         self._setup = setup
-        self._process: subprocess.Popen | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._end: Callable[[], object] = lambda: None
         self._lock = threading.Lock()
 
@@ -68,7 +68,7 @@ class Child:
         raise ChildFailed(f"{self._module} crashed, or was not done within {timeout_s:g} seconds")
 
 
-def _end(process: subprocess.Popen) -> None:
+def _end(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.communicate()
 

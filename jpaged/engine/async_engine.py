@@ -97,7 +97,7 @@ class AsyncEngine:
         self._engine = engine
         self._max_queue = max_queue
         self._observers = tuple(observers)
-        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         # Of each request, its stream and the index of its prompt; touched by the engine's thread alone.
         self._streams: dict[str, tuple[_Stream, int]] = {}
         self._updates: list[Future[None]] = []  # parameter updates that wait for requests to end; likewise
@@ -203,8 +203,8 @@ class AsyncEngine:
         for observer in self._observers:
             observer.added(request)
 
-    def _submit(self, call: Callable[[], Any]) -> Future:
-        future: Future = Future()
+    def _submit(self, call: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
         with self._lock:
             if self._error:
                 future.set_exception(self._error)

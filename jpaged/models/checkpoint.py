@@ -31,7 +31,7 @@ STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 Uses = dict[str, list[tuple[Part, LeafPath, int]]]
 
 
-def abstract_model(config: ModelConfig, dtype: str) -> tuple[nnx.GraphDef, dict[LeafPath, nnx.Variable]]:
+def abstract_model(config: ModelConfig, dtype: str) -> tuple[nnx.GraphDef[Any], dict[LeafPath, nnx.Variable[Any]]]:
     """Return a model without memory: its graph, and its leaves by path, of shapes and dtypes alone."""
     module = architecture_of(config).module
     graphdef, state = nnx.split(nnx.eval_shape(lambda: module(config, dtype=dtype, rngs=nnx.Rngs(0))))
@@ -206,7 +206,7 @@ def safetensors_files(directory: Path) -> list[Path]:
     return files
 
 
-def _checkpointer():
+def _checkpointer() -> Any:
     import orbax.checkpoint as ocp  # here, since it takes a fifth of a second and most starts read safetensors
 
     return ocp.StandardCheckpointer()
@@ -246,7 +246,7 @@ def _is_file_name(name: Any) -> bool:
     return isinstance(name, str) and 0 < len(name) < 256 and name == Path(name).name and "\0" not in name
 
 
-def _open(file: Path):
+def _open(file: Path) -> Any:
     try:
         return safe_open(file, "numpy")
     except Exception as error:  # the library raises its own type, and OSError for paths that are no files

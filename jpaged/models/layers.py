@@ -1,18 +1,20 @@
 """Parts that models are made of. Parameters name their axes, which a mesh maps to its own."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.typing import DTypeLike
 
 MANY_ROWS = 256  # from here on both forms of a product take the same time on a CPU
 
 Activation = Callable[[jax.Array], jax.Array]
 
 
-def axes(*names: str | None) -> dict:
+def axes(*names: str | None) -> dict[str, Any]:
     """Return metadata that names a parameter's axes, such as "heads", "mlp" and "vocab"."""
     return {"out_sharding": names, "eager_sharding": False}
 
@@ -25,8 +27,9 @@ class Linear(nnx.Module):
     """
 
     def __init__(
-        self, fan_in: int, fan_out: int, names: tuple[str | None, str | None], *, bias: bool, dtype, rngs: nnx.Rngs
-    ):
+        self, fan_in: int, fan_out: int, names: tuple[str | None, str | None], *, bias: bool, dtype: DTypeLike,
+        rngs: nnx.Rngs,
+    ):  # fmt: skip
         init = nnx.initializers.lecun_normal(in_axis=-1, out_axis=-2)
         self.weight = nnx.Param(init(rngs.params(), (fan_out, fan_in), dtype), **axes(*names))
         if bias:
@@ -38,7 +41,7 @@ class Linear(nnx.Module):
         return product(x_ti, self.weight[...], bias_o=bias_o, activation=activation)
 
 
-def rms_norm(size: int, epsilon: float, *, dtype, rngs: nnx.Rngs) -> nnx.RMSNorm:
+def rms_norm(size: int, epsilon: float, *, dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.RMSNorm:
     """Return a root-mean-square norm of the last axis."""
     return nnx.RMSNorm(
         size, epsilon=epsilon, dtype=dtype, param_dtype=dtype, rngs=rngs, scale_metadata=axes(None)
@@ -46,7 +49,7 @@ def rms_norm(size: int, epsilon: float, *, dtype, rngs: nnx.Rngs) -> nnx.RMSNorm
 
 
 def product(
-    x_ti: jax.Array, weight_oi: jax.Array, dtype=None, *, bias_o: jax.Array | None = None,
+    x_ti: jax.Array, weight_oi: jax.Array, dtype: DTypeLike | None = None, *, bias_o: jax.Array | None = None,
     activation: Activation | None = None,
 ) -> jax.Array:  # fmt: skip
     """Return activation(x W^T + b) [T, out], in `dtype` or else in that of x.

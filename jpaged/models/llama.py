@@ -1,8 +1,11 @@
 """A dense Llama in Flax NNX. It holds parameters and no cache: attention is a function that the caller passes in."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from jpaged.config import ModelConfig
 from jpaged.models.base import Architecture, Attend, AttentionSpec
@@ -19,8 +22,9 @@ ACTIVATIONS = {
 
 
 class Attention(nnx.Module):
-    def __init__(self, config: ModelConfig, dtype, rngs: nnx.Rngs):
-        d, h, options = config.hidden_size, config.head_dim, dict(bias=config.attention_bias, dtype=dtype, rngs=rngs)
+    def __init__(self, config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs):
+        d, h = config.hidden_size, config.head_dim
+        options: Any = dict(bias=config.attention_bias, dtype=dtype, rngs=rngs)
         n, k = config.num_attention_heads * h, config.num_key_value_heads * h
         self.head_dim = h
         self.q_proj = Linear(d, n, ("heads", None), **options)
@@ -37,8 +41,9 @@ class Attention(nnx.Module):
 
 
 class Mlp(nnx.Module):
-    def __init__(self, config: ModelConfig, dtype, rngs: nnx.Rngs):
-        d, f, options = config.hidden_size, config.intermediate_size, dict(bias=config.mlp_bias, dtype=dtype, rngs=rngs)
+    def __init__(self, config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs):
+        d, f = config.hidden_size, config.intermediate_size
+        options: Any = dict(bias=config.mlp_bias, dtype=dtype, rngs=rngs)
         self.activation = config.hidden_act
         self.gate_proj = Linear(d, f, ("mlp", None), **options)
         self.up_proj = Linear(d, f, ("mlp", None), **options)
@@ -49,7 +54,7 @@ class Mlp(nnx.Module):
 
 
 class Layer(nnx.Module):
-    def __init__(self, config: ModelConfig, dtype, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs):
         size, epsilon = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = rms_norm(size, epsilon, dtype=dtype, rngs=rngs)
         self.self_attn = Attention(config, dtype, rngs)

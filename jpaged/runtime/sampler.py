@@ -73,13 +73,13 @@ def sample(
     drawn_s, listed_s = sampling.temperature > 0, sampling.num_top > 0
     processed_s = sampling.masked | sampling.stateful
 
-    def choose():
+    def choose() -> tuple[jax.Array, ...]:
         x_sv = logits_sv - jnp.where(sampling.beam, lse_s, 0)[:, None]
         x_sv = lax.cond(jnp.any(processed_s), lambda: _process(x_sv, state, sampling), lambda: x_sv)
         best = _argmax(x_sv)
         tokens = lax.cond(jnp.any(drawn_s), lambda: jnp.where(drawn_s, _draw(x_sv, sampling), best), lambda: best)
 
-        def describe():
+        def describe() -> tuple[jax.Array, ...]:
             ranks = jnp.where(listed_s, _ranks(logits_sv, tokens), 0)
             values_sv = jnp.where(sampling.beam[:, None], x_sv, logits_sv)
             offset_s = jnp.where(sampling.beam, 0, lse_s)
@@ -273,7 +273,7 @@ def _order(x: jax.Array) -> jax.Array:
 def _threshold(order_sv: jax.Array, weight_sv: jax.Array, target_s: jax.Array) -> jax.Array:
     """Return the largest t [S, 1] with a total weight of at least `target` at or above t, found bit by bit, or 0."""
 
-    def bit(i, t):
+    def bit(i: jax.Array, t: jax.Array) -> jax.Array:
         higher = t | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
         weight = jnp.sum(jnp.where(order_sv >= higher[:, None], weight_sv, 0), -1)
         return jnp.where(weight >= target_s, higher, t)

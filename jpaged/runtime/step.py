@@ -1,6 +1,7 @@
 """One step of the engine as one function of arrays: embed, attend over the pool, sample."""
 
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ def forward(model: Model, cache: KVCache, pool: Pool, batch: Batch, *, decode: b
     """
     pool, specs = list(pool), model.attention_specs
 
-    def attend(layer: int, *qkv) -> jax.Array:
+    def attend(layer: int, *qkv: Any) -> jax.Array:
         return cache.attend(pool, layer, specs[layer], batch, decode, *qkv)
 
     return model(batch.tokens, batch.positions, attend), pool
@@ -60,14 +61,15 @@ class Step:
     """
 
     def __init__(
-        self, graphdef: nnx.GraphDef, treedef: jax.tree_util.PyTreeDef, cache: KVCache, layouts: dict[Bucket, Layout]
-    ):
+        self, graphdef: nnx.GraphDef[Any], treedef: jax.tree_util.PyTreeDef, cache: KVCache,
+        layouts: dict[Bucket, Layout],
+    ):  # fmt: skip
         def merged(params: list[jax.Array]) -> Model:
             return nnx.merge(graphdef, jax.tree.unflatten(treedef, params))
 
         def run(
             params: list[jax.Array], pool: list[jax.Array], last_tokens_r: jax.Array, buffer: jax.Array, bucket: Bucket
-        ):
+        ) -> tuple[Computed, Pool]:
             batch = layouts[bucket].unpack(buffer)
             tokens = jnp.where(batch.tokens < 0, last_tokens_r[-1 - batch.tokens], batch.tokens)
             batch = batch._replace(tokens=tokens, decodes=batch.decodes != 0)
@@ -81,13 +83,13 @@ class Step:
         def choose(
             params: list[jax.Array], state: SamplingState, last_tokens_r: jax.Array, x_sd: jax.Array,
             rows_sf: jax.Array, bits: jax.Array,
-        ):  # fmt: skip
+        ) -> tuple[jax.Array, jax.Array, SamplingState, jax.Array]:  # fmt: skip
             sampling = sampling_of(rows_sf, bits)
             sampled, state = sample(merged(params).logits(x_sd), state, sampling, MAX_TOP)
             at_s = jnp.where(sampling.rows < 0, len(last_tokens_r), sampling.rows)  # past the end: dropped
             return *_packed(sampled), state, last_tokens_r.at[at_s].set(sampled.tokens, mode="drop")
 
-        def score(params: list[jax.Array], x_td: jax.Array, targets_t: jax.Array):
+        def score(params: list[jax.Array], x_td: jax.Array, targets_t: jax.Array) -> tuple[jax.Array, jax.Array]:
             return _packed(token_logprobs(merged(params).logits, x_td, targets_t, MAX_LOGPROBS))
 
         self.forward = jax.jit(run, static_argnums=4, donate_argnums=1)
@@ -118,6 +120,6 @@ def sampling_of(rows_sf: jax.Array, allowed_bits: jax.Array) -> Sampling:
 
 def _packed(sampled: Sampled) -> tuple[jax.Array, jax.Array]:
     """Return [3, S] and [2, S, K] int32: the values fetched for every sample, and the lists."""
-    bits = lambda logprobs: lax.bitcast_convert_type(logprobs, jnp.int32)
+    bits = partial(lax.bitcast_convert_type, new_dtype=jnp.int32)
     chosen = jnp.stack([sampled.tokens, sampled.ranks, bits(sampled.logprobs)])
     return chosen, jnp.stack([sampled.top_tokens, bits(sampled.top_logprobs)])

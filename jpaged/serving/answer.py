@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from jpaged.core.request import FinishReason, OutputDelta, Sample
+from jpaged.core.plan import Sample
+from jpaged.core.request import FinishReason, OutputDelta
 from jpaged.serving.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from jpaged.serving.tools import ToolCallDelta, ToolParser
 from jpaged.tokenizer import Vocabulary

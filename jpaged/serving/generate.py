@@ -21,7 +21,7 @@ DONE = b"data: [DONE]\n\n"
 LAST_WORDS = 5.0  # seconds that a client has to take the error that ends its stream
 
 
-async def respond(request: web.Request, answer: Answer, prepared: Prepared) -> web.StreamResponse:
+async def respond(request: web.Request, answer: Answer, prepared: Prepared[Any]) -> web.StreamResponse:
     """Generate for every prompt at once. Each is accepted before anything is sent, so a refusal is still an HTTP 400; a
     failure in the middle of a stream is an event of the stream."""
     service, body, params = request.app[SERVICE], prepared.body, prepared.params

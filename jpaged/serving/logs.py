@@ -42,7 +42,7 @@ class _Quiet:
         pass
 
 
-class _StreamHandler(_Quiet, logging.StreamHandler):
+class _StreamHandler(_Quiet, logging.StreamHandler[TextIO]):
     """Skip lines that a pipe has no room for. A thread that waits in a write would keep the process from exiting."""
 
     def __init__(self, stream: TextIO):

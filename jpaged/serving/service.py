@@ -105,7 +105,7 @@ class Service:
     untrusted_templates: TemplateProcess | None = None
     config: ServerConfig = field(default_factory=ServerConfig)
     draining: bool = False
-    in_flight: set[asyncio.Task] = field(default_factory=set)
+    in_flight: set[asyncio.Task[Any]] = field(default_factory=set)
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property

@@ -3,6 +3,7 @@ grammar that crashes it, or keeps it busy for ever, must cost no more than that 
 
 import threading
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -27,7 +28,7 @@ class Trial:
             return f"the grammar's compiler gave up, or was not done within {COMPILE_TIMEOUT_S:g} seconds"
 
 
-def _setup(model: list) -> Callable[[str], str | None]:
+def _setup(model: list[Any]) -> Callable[[str], str | None]:
     tokenizer, vocab_size, eos_token_ids = model
     compiler = Compiler(Tokenizer.from_str(tokenizer), vocab_size, eos_token_ids)
 

@@ -10,11 +10,6 @@ SERVE_EXTRAS := $(if $(NVIDIA),[cuda],)
 # Without an NVIDIA driver jax should not look for one.
 CPU := $(if $(NVIDIA),,JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu})
 
-# The page is tested in Chromium. Where it can't be installed, these tests are skipped, and say why.
-BROWSER := command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
-  echo "Installing chromium" && { apt-get update -qq; apt-get install -qqy --no-install-recommends chromium; } >/dev/null 2>&1; } || \
-  echo "chromium is missing and could not be installed: the page's tests will be skipped"
-
 .PHONY: serve test test-fast test-deep lint mutate format clean
 .DELETE_ON_ERROR:
 
@@ -56,7 +51,6 @@ $(VENV)/serve.done: pyproject.toml $(BIN)/python
 $(VENV)/test.done: pyproject.toml $(BIN)/python
 	@echo "Installing jpaged[dev] into $(VENV)"
 	$(BIN)/python -m pip install --disable-pip-version-check -e ".[dev]"
-	@$(BROWSER)
 	@touch $@
 
 # The first of these that is new enough; uv brings one if none is.

@@ -14,14 +14,16 @@ import pytest
 from benchmarks.server_process import ROOT, SMALL, ServerProcess
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 KEY = "key-of-the-page's-tests"
 FLAGS = (*SMALL, "--access-log", "none")
 DESKTOP = {"viewport": {"width": 1440, "height": 900}}
 PHONE = {"viewport": {"width": 390, "height": 844}, "device_scale_factor": 2, "is_mobile": True, "has_touch": True}
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None, reason="Chromium is not installed: apt-get install chromium, or brew install chromium"
+)
 
 
 @contextmanager

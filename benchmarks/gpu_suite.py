@@ -41,14 +41,14 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import profiled
-from benchmarks.cells import HEAD_DIMS, Cell, cells
-from benchmarks.chains import COMPILE_SILENCE_S, SHARED_MEMORY, Chains
-from benchmarks.deadline import Deadline
-from benchmarks.device import CACHE, CHECKOUT
-from benchmarks.jobs import Chain, Job
-from benchmarks.plan import AT_ONCE, BUDGET_S, CALLS, CLOSING_S
-from benchmarks.results import Row, write_tables
+from benchmarks.shared.deadline import Deadline
+from benchmarks.shared.device import CACHE, CHECKOUT
+from benchmarks.shared.results import Row, write_tables
+from benchmarks.suite import profiled
+from benchmarks.suite.cells import HEAD_DIMS, Cell, cells
+from benchmarks.suite.chains import COMPILE_SILENCE_S, SHARED_MEMORY, Chains
+from benchmarks.suite.jobs import Chain, Job
+from benchmarks.suite.plan import AT_ONCE, BUDGET_S, CALLS, CLOSING_S
 
 MIN_SECONDS = 5.0  # of time left to start a part with
 SERVER_PACKAGES = ("aiohttp", "pydantic", "prometheus_client", "jinja2", "tqdm")
@@ -119,7 +119,7 @@ class Suite(Chains):
         self._pool.wait(self._beside.get("demo") or self._start_demo(), deadline)
         expected = self._generated.pop("demo on the CPU", None)
         for name, found in self._generated.items():
-            from benchmarks.demo import compare
+            from benchmarks.suite.demo import compare
 
             row = dict(experiment="demo", what=name, kernels=found["kernels"])
             if expected is None:
@@ -212,7 +212,7 @@ class Suite(Chains):
         command = ("--out", str(folder), "--table", str(folder / "tuned.json"), "--budget", f"{deadline.left - 20:.0f}")
         (folder / "tuned.json").write_text((CHECKOUT / "pallas_kernels" / "tuned.json").read_text())
         extra = ("--tiny", "--kernels", "mosaic.decode", "--head-dims", "64") if self.args.tiny else ()
-        self._pool.run([self._script("tune", "benchmarks.tune", *command, *extra)], deadline, at_once=1)
+        self._pool.run([self._script("tune", "benchmarks.kernels.tune", *command, *extra)], deadline, at_once=1)
         self._keep(folder)
         if (folder / "tuning.json").exists():
             for row in json.loads((folder / "tuning.json").read_text())["rows"]:
@@ -301,7 +301,7 @@ class Suite(Chains):
 
     def _plot(self) -> None:
         try:
-            from benchmarks.plots import plot
+            from benchmarks.shared.plots import plot
 
             plot(self.report)
         except Exception as error:  # the rows are worth more than their pictures

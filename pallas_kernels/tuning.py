@@ -1,8 +1,8 @@
 """How the kernels cut their work, per device kind and shape class: one table, and the choices it was searched among.
 
 A shape class determines a configuration: the kernel, the pools' head dim and their dtype. `tuned.json` holds
-the results of `benchmarks/tune.py` on real devices. For other classes the defaults here hold: they were chosen by
-the compiler's figures (registers, spills, shared memory) and have not been timed.
+the results of `benchmarks/kernels/tune.py` on real devices. For other classes the defaults here hold: they were chosen
+by the compiler's figures (registers, spills, shared memory) and have not been timed.
 
 Nothing here may depend on a batch: a request's result would depend on its neighbours.
 """

@@ -72,7 +72,7 @@ def traced_anew(request):
 
 @pytest.fixture(scope="session")
 def demo():
-    """The demo model in the shapes of `benchmarks.server_process.SMALL`, so that few are compiled in a run."""
+    """The demo model in the shapes of `benchmarks.shared.server_process.SMALL`, so that few are compiled in a run."""
     from jpaged import LLM
 
     return LLM(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import jpaged
-from benchmarks.server_process import SMALL, ServerProcess
+from benchmarks.shared.server_process import SMALL, ServerProcess
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

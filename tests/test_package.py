@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.server_process import ServerProcess
+from benchmarks.shared.server_process import ServerProcess
 
 ROOT = Path(__file__).parents[1]
 MIB = 2**20

@@ -49,12 +49,12 @@ def test_the_servers_page_tells_of_every_route_and_of_no_other_field():
 
 def test_flags_and_targets_exist():
     commands_of = "".join(path.read_text() for path in (ROOT / "jpaged" / "cli").glob("*.py"))
-    commands = re.findall(r"^.*benchmarks/(\w+\.py)(.*)$", README + KERNELS + SHARING, re.MULTILINE)
+    commands = re.findall(r"^.*benchmarks/([\w/]+\.py)(.*)$", README + KERNELS + SHARING, re.MULTILINE)
     of_benchmarks = {flag for _, line in commands for flag in re.findall(r"(--[a-z-]+)", line)}
     flags = {flag for flag in re.findall(r"(--[a-z-]+)", README) if flag not in ("--to", "--help")}
     assert flags and all(f'"{flag}"' in commands_of for flag in flags - of_benchmarks), flags
     assert commands and all((ROOT / "benchmarks" / script).is_file() for script, _ in commands)
-    benchmarks = "".join(path.read_text() for path in (ROOT / "benchmarks").glob("*.py"))
+    benchmarks = "".join(path.read_text() for path in (ROOT / "benchmarks").rglob("*.py"))
     assert of_benchmarks and all(f'"{flag}"' in benchmarks for flag in of_benchmarks), of_benchmarks
     targets = set(re.findall(r"^make (\w+)", README, re.MULTILINE))
     assert targets == {"serve", "test"} and all(f"\n{t}:" in (ROOT / "Makefile").read_text() for t in targets)

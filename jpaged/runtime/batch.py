@@ -53,7 +53,7 @@ class Buckets:
     """Every shape that a step can have, known before the first one runs.
 
     Both ladders double, and have further shapes where their costs say so (`step_costs`). A step with a prompt in it
-    pays for `num_seqs` only in logits. `benchmarks/padding.py` counts the padding.
+    pays for `num_seqs` only in logits. `benchmarks/engine/padding.py` counts the padding.
     """
 
     def __init__(self, limits: Limits):

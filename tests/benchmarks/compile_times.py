@@ -1,4 +1,4 @@
-"""Measures `benchmarks.plan.COMPILE_S` by compiling for an H200; no GPU is needed.
+"""Measures `benchmarks.suite.plan.COMPILE_S` by compiling for an H200; no GPU is needed.
 
 python -m tests.benchmarks.compile_times        minutes; prints seconds by name
 """
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from benchmarks.engine import MODELS
+from benchmarks.engine.steps import MODELS
 from jpaged.config import Limits, ModelConfig
 from jpaged.models.checkpoint import abstract_model
 from jpaged.runtime.batch import Bucket, Buckets, Layout
@@ -40,7 +40,7 @@ def seconds(fn: Callable, *avals: Any, **options: Any) -> float:
 
 
 def chain(op: Callable, calls: int) -> Callable:
-    """`calls` calls as `benchmarks.timing.JaxTimed` makes them; the tables are the last argument."""
+    """`calls` calls as `benchmarks.shared.timing.JaxTimed` makes them; the tables are the last argument."""
     call = jax.jit(lambda q, *rest: op(q, *rest, scale=0.1))
     return lambda q, k, v, lens, tables: functools.reduce(lambda q, t: call(q, k, v, t, *lens), tables[:calls], q)
 

@@ -1,4 +1,4 @@
-"""A worker whose kernels fail as kernels do, each in one cell; see `benchmarks/jobs.py`.
+"""A worker whose kernels fail as kernels do, each in one cell; see `benchmarks/suite/jobs.py`.
 
 `FAKE_CELLS` in the environment chooses: "kernels" puts faulty kernels under the real checks, "quick" computes
 nothing, sends rows for cells, and hangs in the last one.
@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks import worker
+from benchmarks.suite import worker
 
 
 def raises_and_poisons(*args, **options):
@@ -67,7 +67,7 @@ if __name__ == "__main__":
         sys.modules["quick_cells"] = sys.modules["__main__"]
         worker.WORK.update(dict.fromkeys(worker.WORK, ("builtins", "print")) | {"cell": ("quick_cells", "quick")})
     elif sys.argv[2] == "cell":
-        from benchmarks import implementations
+        from benchmarks.kernels import implementations
 
         choose, op = implementations.choose, json.loads(sys.argv[3])["cell"]["op"]
         implementations.choose = lambda *args: dataclasses.replace(choose(*args), **FAULTS.get(op, {}))

@@ -15,15 +15,11 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import peers, tune
-from benchmarks.bench import Bench, Poisoned
-from benchmarks.deadline import Deadline
-from benchmarks.device import Device
-from benchmarks.expected import WrongOutput, check_output, check_rows
-from benchmarks.implementations import NAMES, PagedTimed, Unsuitable
-from benchmarks.results import Report, table
-from benchmarks.timing import TINY, Effort, JaxTimed, measure, ratio, summarize
-from benchmarks.workloads import (
+from benchmarks.kernels import peers, tune
+from benchmarks.kernels.bench import Bench, Poisoned
+from benchmarks.kernels.expected import WrongOutput, check_output, check_rows
+from benchmarks.kernels.implementations import NAMES, PagedTimed, Unsuitable
+from benchmarks.kernels.workloads import (
     Shape,
     churned_tables,
     identity_tables,
@@ -34,6 +30,10 @@ from benchmarks.workloads import (
     uniform_lens,
     zipf_lens,
 )
+from benchmarks.shared.deadline import Deadline
+from benchmarks.shared.device import Device
+from benchmarks.shared.results import Report, table
+from benchmarks.shared.timing import TINY, Effort, JaxTimed, measure, ratio, summarize
 from pallas_kernels import reference, tuning
 
 ROOT = Path(__file__).parents[2]
@@ -74,7 +74,7 @@ def check_written(folder: Path) -> dict:
 
 
 def test_kernels(tmp_path):
-    done = run("kernels.py", "--tiny", "--out", str(tmp_path), "--experiments", "paging", "write", "splits")
+    done = run("kernels/ops.py", "--tiny", "--out", str(tmp_path), "--experiments", "paging", "write", "splits")
     assert done.returncode == 0, done.stderr
     rows = check_written(tmp_path)["rows"]
     assert (tmp_path / "paging.png").read_bytes().startswith(b"\x89PNG")
@@ -85,7 +85,7 @@ def test_kernels(tmp_path):
 
 
 def test_the_parts_of_a_step_on_a_cpu_add_up(tmp_path):
-    done = run("cpu_step.py", "--tiny", "--rounds", "1", "--out", str(tmp_path))
+    done = run("engine/cpu_step.py", "--tiny", "--rounds", "1", "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
     *parts, step = json.loads((tmp_path / "results.json").read_text())["rows"]
     assert step["part"] == "step" and step["step"] == "15 decodes behind 512 tokens, a chunk of 113"

@@ -16,12 +16,13 @@ from pathlib import Path
 import jax
 import pytest
 
-from benchmarks import chains, demo, gpu_suite, jobs, ladder, plan, profiled, worker
-from benchmarks.archive import Archive
-from benchmarks.cells import OPS, Cell, cells
-from benchmarks.deadline import Deadline
-from benchmarks.jobs import End, InProcess, Job, Pool
-from benchmarks.results import COLUMNS, with_floor
+from benchmarks import gpu_suite
+from benchmarks.shared.archive import Archive
+from benchmarks.shared.deadline import Deadline
+from benchmarks.shared.results import COLUMNS, with_floor
+from benchmarks.suite import chains, demo, jobs, ladder, plan, profiled, worker
+from benchmarks.suite.cells import OPS, Cell, cells
+from benchmarks.suite.jobs import End, InProcess, Job, Pool
 
 ROOT = Path(__file__).parents[2]
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_worker.py")))
@@ -149,7 +150,8 @@ def test_suite_without_a_gpu_says_so(parts, tmp_path):
 def test_jobs_load_in_an_environment_that_has_little_beside_jax():
     missing = ["pydantic", "llguidance", "prometheus_client", "matplotlib"]
     code = f"import sys; sys.modules.update(dict.fromkeys({missing}))"
-    code += "; import benchmarks.measured, benchmarks.cells, benchmarks.demo, benchmarks.engine, jpaged.llm"
+    code += "; import benchmarks.suite.measured, benchmarks.suite.cells, benchmarks.suite.demo"
+    code += "; import benchmarks.engine.steps, jpaged.llm"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
     code = "import sys, benchmarks.gpu_suite; sys.exit('jax' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
@@ -284,7 +286,7 @@ def test_jobs_measure_in_turn(tmp_path):
 
 
 def test_worker_ends_at_once_where_pythons_clean_up_never_does(tmp_path):
-    code = "import atexit, sys, time; atexit.register(time.sleep, 1000); from benchmarks import worker"
+    code = "import atexit, sys, time; atexit.register(time.sleep, 1000); from benchmarks.suite import worker"
     code += "; worker.WORK['print'] = ('builtins', 'print'); worker.main(sys.argv[1], 'print', '{}')"
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "messages")], cwd=ROOT, check=True, timeout=30)
     *_, (kind, value) = map(json.loads, (tmp_path / "messages").read_text().splitlines())

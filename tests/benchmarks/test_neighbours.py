@@ -1,12 +1,12 @@
-"""The requests of benchmarks/neighbours.py are at the limits that they claim, and its report names the slow cases."""
+"""The requests of benchmarks/engine/neighbours.py are at their limits, and its report names the slow cases."""
 
 import json
 from dataclasses import fields
 
 import pytest
 
-from benchmarks import neighbours
-from benchmarks.results import Report
+from benchmarks.engine import neighbours
+from benchmarks.shared.results import Report
 from jpaged.core.params import InvalidParameter, SamplingParams
 from jpaged.serving.protocol import ApiError, ChatRequest, CompletionRequest, parse
 

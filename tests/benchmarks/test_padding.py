@@ -1,6 +1,6 @@
 """The padding of steps is counted as they are made."""
 
-from benchmarks.padding import count_tokens, waste
+from benchmarks.engine.padding import count_tokens, waste
 from jpaged.config import Limits
 
 

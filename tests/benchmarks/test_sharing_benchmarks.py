@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import beam, preemption, sharing
-from benchmarks.sharing import Lab, RandomRunner, Usage, Watch, usage
-from benchmarks.timing import ratio, summarize
+from benchmarks.paper import beam, preemption, sharing
+from benchmarks.paper.sharing import Lab, RandomRunner, Usage, Watch, usage
+from benchmarks.shared.timing import ratio, summarize
 from jpaged.bench.workload import DATASETS, Dataset
 from jpaged.config import Limits
 from jpaged.core.block_pool import BlockPool

@@ -18,10 +18,10 @@ from contextlib import contextmanager
 import openai
 import pytest
 
-from benchmarks.server_process import ROOT, ServerProcess
-from benchmarks.server_state import wait_until_idle
+from benchmarks.shared.server_process import ROOT, ServerProcess
 from jpaged.serving import logs
 from jpaged.serving.logs import MAX_WAITING, logging_to
+from tests.attack.server_state import wait_until_idle
 from tests.serving.scripted import FAIL, say
 
 SCRIPTED = "tests.serving.scripted"

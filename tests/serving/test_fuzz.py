@@ -1,4 +1,4 @@
-"""The requests of benchmarks/fuzz.py, in a smaller number, to a real server; and proofs that it finds errors."""
+"""The requests of tests/attack/fuzz.py, in a smaller number, to a real server; and proofs that it finds errors."""
 
 import http.server
 import json
@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import fuzz_bytes, fuzz_checkpoints, fuzz_described, fuzz_fields, fuzz_mixed, fuzz_target
-from benchmarks.fuzz import CLIENTS, attacked, problems
-from benchmarks.fuzz_target import Tally, Target, ends_in_shortage, has_tokens, shortage
 from jpaged.serving.codec import dumps
 from jpaged.serving.openapi import description
+from tests.attack import fuzz_bytes, fuzz_checkpoints, fuzz_described, fuzz_fields, fuzz_mixed, fuzz_target
+from tests.attack.fuzz import CLIENTS, attacked, problems
+from tests.attack.fuzz_target import Tally, Target, ends_in_shortage, has_tokens, shortage
 
 
 def check(rows):

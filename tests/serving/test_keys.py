@@ -11,7 +11,7 @@ import time
 import pytest
 from aiohttp.test_utils import make_mocked_request
 
-from benchmarks.server_process import ServerProcess
+from benchmarks.shared.server_process import ServerProcess
 from jpaged.cli.main import load, parser
 from jpaged.cli.serve import API_KEY_VARIABLE, server_config
 from jpaged.serving import middleware

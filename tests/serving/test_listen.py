@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from benchmarks.server_process import ROOT
+from benchmarks.shared.server_process import ROOT
 from jpaged.serving.listen import bind, bound_unix, url
 
 

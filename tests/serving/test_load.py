@@ -1,5 +1,5 @@
 """Under load every stream is whole and in order, refusals are clean, and no client holds another up. The cases are
-those of benchmarks/load.py, on servers in processes of their own."""
+those of tests/attack/load.py, on servers in processes of their own."""
 
 import asyncio
 import os
@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from benchmarks.load import (
+from benchmarks.shared.server_process import ServerProcess
+from tests.attack.load import (
     WIDE,
     Answer,
     SlowReader,
@@ -24,7 +25,6 @@ from benchmarks.load import (
     until,
     vanishing,
 )
-from benchmarks.server_process import ServerProcess
 
 SCRIPTED = "tests.serving.scripted"
 STREAMS = {"case": "streams", "streams": 2, "whole": 2, "wrong": 0, "garbled": 0, "most_running": 256,

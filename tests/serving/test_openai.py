@@ -13,7 +13,7 @@ import pytest
 from pydantic import BaseModel, ConfigDict
 from tokenizers import Tokenizer
 
-from benchmarks.server_process import SMALL, ServerProcess
+from benchmarks.shared.server_process import SMALL, ServerProcess
 from jpaged.demo import DIRECTORY
 from tests.serving.scripted import FAIL, logprob, say
 

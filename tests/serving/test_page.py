@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from benchmarks.server_process import ROOT, SMALL, ServerProcess
+from benchmarks.shared.server_process import ROOT, SMALL, ServerProcess
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

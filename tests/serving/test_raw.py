@@ -12,7 +12,7 @@ from jinja2 import Template
 from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer
 
-from benchmarks.server_process import ServerProcess
+from benchmarks.shared.server_process import ServerProcess
 from jpaged.demo import DIRECTORY
 from jpaged.serving.app import make_app
 from jpaged.serving.live import feed, static

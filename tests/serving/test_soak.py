@@ -1,15 +1,15 @@
-"""The long mixed load of benchmarks/soak.py, for some seconds; and its checks."""
+"""The long mixed load of tests/attack/soak.py, for some seconds; and its checks."""
 
 import json
 import random
 
 import pytest
 
-from benchmarks.fuzz import FLAGS
-from benchmarks.plots import plot_all
-from benchmarks.results import Report
-from benchmarks.soak import compare, problems, slope_mib_per_hour, soak, text_of
-from benchmarks.soak_mix import Case, case, problem
+from benchmarks.shared.plots import plot_all
+from benchmarks.shared.results import Report
+from tests.attack.fuzz import FLAGS
+from tests.attack.soak import compare, problems, slope_mib_per_hour, soak, text_of
+from tests.attack.soak_mix import Case, case, problem
 
 ENVIRONMENT = {
     "device_kind": "cpu", "platform": "cpu", "versions": {"jax": "0"}, "date": "2026-11-22", "commit": None,

@@ -11,7 +11,7 @@ import urllib.request
 import pytest
 
 import server
-from benchmarks.server_process import ServerProcess
+from benchmarks.shared.server_process import ServerProcess
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made with openssl")
 

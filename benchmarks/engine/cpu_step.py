@@ -1,0 +1,180 @@
+"""The parts of a step's time on a CPU, beside the least time for its bytes and its products.
+
+    python benchmarks/engine/cpu_step.py --out results      two minutes
+
+The model is that of `cpu_serving.py`. Parts are measured alone or by leaving them out, all in turn in each round: the
+layers without attention, writes and attention, logits, sampling, and the host's part. The floor of a part is the longer
+of two times, measured in the same rounds: that of reading its parameters or its keys and values, and that of its
+multiplications at the speed of a product of large matrices.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from benchmarks.engine.cpu_serving import CONCURRENCY, CONFIG
+from benchmarks.engine.steps import decode_plans, random_llama
+from benchmarks.kernels.workloads import random_array
+from benchmarks.shared.device import environment, open_device, prepare_environment
+from benchmarks.shared.results import Report, heading, table
+from jpaged.config import EngineConfig, Limits, ModelConfig
+from jpaged.core.params import SamplingParams
+from jpaged.core.plan import Admitted, Scheduled, StepPlan
+from jpaged.models.layers import product
+from jpaged.models.llama import Llama
+from jpaged.runtime.batch import make_batch
+from jpaged.runtime.runner import ModelRunner
+
+BLOCK_SIZE, MAX_TOKENS = 64, 128
+READ_BYTES, LARGE = 2**28, 2048
+
+
+class Case(NamedTuple):
+    """A step: decodes, each at the end of a context, and a prompt's first tokens."""
+
+    decodes: int
+    context: int
+    chunk: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return self.decodes + self.chunk
+
+    def plans(self, num_blocks: int) -> tuple[StepPlan, StepPlan]:
+        """Return the plan that admits the sequences, and the step."""
+        admission, step = decode_plans(self.decodes, self.context, num_blocks, BLOCK_SIZE)
+        if not self.chunk:
+            return admission, step
+        used = {block for sequence in admission.admitted for block in sequence.block_ids}
+        free = tuple(block for block in range(num_blocks) if block not in used)[: -(-self.chunk // BLOCK_SIZE)]
+        prompt = Admitted(self.decodes, (7,) * self.chunk, self.chunk, SamplingParams(), 0, free)
+        rows = (*step.rows, Scheduled(self.decodes, 0, self.chunk, 1))
+        return StepPlan(admitted=(*admission.admitted, prompt)), StepPlan(rows)
+
+
+CASES = (Case(1, 128), Case(16, 128), Case(16, 512), Case(15, 512, 113))
+
+
+def timed(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """Return the median seconds of each call; all are made in each round, after one that is not counted."""
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(rounds + 1):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            jax.block_until_ready(call())
+            if number:
+                samples[name].append(time.perf_counter() - start)
+    return {name: statistics.median(each) for name, each in samples.items()}
+
+
+def calls_of(runner: ModelRunner, llama: Llama, case: Case) -> dict[str, Callable[[], Any]]:
+    """Return a step, its parts, and the ceilings of the machine, as calls."""
+    admission, plan = case.plans(runner.blocks.num_blocks)
+    runner.dispatch(admission).result()
+    shapes, rows = runner.shapes, case.num_tokens
+    made = make_batch(plan, runner.rows.table, shapes.buckets, shapes.layouts)
+    buffer, bits = jax.device_put(made.buffer), shapes.no_bits[made.bucket.num_seqs]
+    computed = runner._forward(buffer, made.bucket)
+    graphdef, state = nnx.split(llama)
+    positions = jnp.arange(rows)
+    layers = jax.jit(lambda state: nnx.merge(graphdef, state)(positions, positions, lambda layer, q, *_: q))
+    logits = jax.jit(lambda state, x_sd: nnx.merge(graphdef, state).logits(x_sd))
+    large, small = random_array((LARGE, LARGE), "float32", 2), random_array((1, LARGE), "float32", 3)
+    read = random_array((READ_BYTES // (4 * LARGE), LARGE), "float32", 4)
+    multiply = jax.jit(product)
+    return {
+        "step": lambda: runner.dispatch(plan).result().samples,
+        "forward": lambda: runner._forward(buffer, made.bucket),
+        "choose": lambda: runner._choose(computed, bits),
+        "layers": lambda: layers(state),
+        "logits": lambda: logits(state, computed.x_sd),
+        "read": lambda: multiply(small, read),
+        "multiply": lambda: multiply(large, large),
+    }
+
+
+def rows_of(seconds: dict[str, float], llama: Llama, case: Case, num_samples: int) -> list[dict[str, Any]]:
+    """Return the parts of a step with their floors, in milliseconds."""
+    config = llama.config
+    second_of_byte, second_of_flop = seconds["read"] / READ_BYTES, seconds["multiply"] / (2 * LARGE**3)
+
+    def part(name: str, time: float, num_bytes: int = 0, flops: int = 0) -> dict[str, Any]:
+        floor = max(num_bytes * second_of_byte, flops * second_of_flop) or None
+        over = time / floor if floor else None
+        return {"part": name, "ms": 1e3 * time, "floor_ms": floor and 1e3 * floor, "over_floor": over}
+
+    layers = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(llama.layers)))
+    vocabulary = config.vocab_size * config.hidden_size
+    keys = case.decodes * case.context + case.chunk
+    attended = case.decodes * case.context + case.chunk * (case.chunk + 1) // 2
+    token_bytes = 8 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    per_key = 4 * config.num_hidden_layers * config.num_attention_heads * config.head_dim
+    parts = [
+        part("layers without attention", seconds["layers"], 4 * layers, 2 * layers * case.num_tokens),
+        part("writes and attention", seconds["forward"] - seconds["layers"], keys * token_bytes, attended * per_key),
+        part("logits", seconds["logits"], 4 * vocabulary, 2 * vocabulary * num_samples),
+        part("sampling", seconds["choose"] - seconds["logits"]),
+        part("host", seconds["step"] - seconds["forward"] - seconds["choose"]),
+    ]
+    floor = sum(each["floor_ms"] or 0 for each in parts)
+    whole = {
+        "part": "step",
+        "ms": 1e3 * seconds["step"],
+        "floor_ms": floor,
+        "over_floor": 1e3 * seconds["step"] / floor,
+    }
+    return [*parts, whole]
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("results"), metavar="DIR", help="folder for results")
+    parser.add_argument("--rounds", type=int, default=31, metavar="N", help="how often each part is measured")
+    parser.add_argument("--tiny", action="store_true", help="one layer, few tokens: shows that the program works")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    prepare_environment()
+    args = parse(argv)
+    report = Report(args.out / "results.json", environment(open_device(tiny=True), args.tiny))
+    config = ModelConfig.from_hf(CONFIG | ({"num_hidden_layers": 1} if args.tiny else {}))
+    llama = random_llama(config, "float32")
+    width = max(case.context for case in CASES) // BLOCK_SIZE + 1
+    limits = Limits(config.max_position_embeddings, CONCURRENCY, MAX_TOKENS, BLOCK_SIZE)
+    for case in CASES[-1:] if args.tiny else CASES:
+        blocks = EngineConfig(num_gpu_blocks_override=(CONCURRENCY + 1) * width, swap_space=0)
+        calls = calls_of(ModelRunner(llama, blocks, limits), llama, case)
+        seconds = timed(calls, args.rounds)
+        name = f"{case.decodes} decodes behind {case.context} tokens" + f", a chunk of {case.chunk}" * bool(case.chunk)
+        rates = {"read_gb_s": READ_BYTES / seconds["read"] / 1e9, "gflop_s": 2 * LARGE**3 / seconds["multiply"] / 1e9}
+        for row in rows_of(seconds, llama, case, case.decodes + bool(case.chunk)):
+            report.add(experiment="cpu step", step=name, **row, **rates)
+    text = "\n\n".join(
+        [
+            "# The parts of a step on a CPU", heading(report.environment),
+            f"A Llama of {config.num_hidden_layers} layers and hidden size {config.hidden_size}, float32, KV blocks of "
+            f"{BLOCK_SIZE} tokens in random order. The floor of a part is the time of reading its parameters or keys "
+            "and values, or that of its multiplications, whichever is longer, at the rates of the same rounds: a "
+            f"product of one row (GB/s) and of {LARGE} x {LARGE} matrices (GFLOP/s). Medians of {args.rounds} rounds.",
+            table(report.rows, ("step", "part", "ms", "floor_ms", "over_floor", "read_gb_s", "gflop_s")),
+        ]
+    )  # fmt: skip
+    (args.out / "report.md").write_text(text + "\n")
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,202 @@
+"""The engine: time of a decode step, and tokens per second over a whole workload. Parameters are random."""
+
+import gc
+import random
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import SingleDeviceSharding
+
+from benchmarks.kernels.bench import Bench
+from benchmarks.kernels.workloads import random_array
+from benchmarks.shared.results import with_floor
+from benchmarks.shared.timing import Timing, summarize
+from jpaged.config import EngineConfig, Limits, ModelConfig, RopeConfig
+from jpaged.core.params import SamplingParams
+from jpaged.core.plan import Admitted, Scheduled, StepPlan
+from jpaged.llm import LLM
+from jpaged.models.checkpoint import abstract_model
+from jpaged.models.llama import Llama
+from jpaged.runtime.runner import ModelRunner
+
+TEMPERATURE = 0.6  # of nano-vllm's benchmark
+
+
+def _llama3(factor: float) -> RopeConfig:
+    return RopeConfig("llama3", 500000.0, factor, 8192, low_freq_factor=1.0, high_freq_factor=4.0)
+
+
+MODELS = {
+    "llama-3.2-1b": ModelConfig(
+        vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=64, max_position_embeddings=131072, rms_norm_eps=1e-5,
+        tie_word_embeddings=True, rope=_llama3(32.0), dtype="bfloat16",
+    ),
+    "llama-3.1-8b": ModelConfig(
+        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, max_position_embeddings=131072, rms_norm_eps=1e-5, rope=_llama3(8.0),
+        dtype="bfloat16",
+    ),
+    "tiny": ModelConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=4096, tie_word_embeddings=True,
+    ),
+}  # fmt: skip
+
+
+def random_llama(config: ModelConfig, dtype: str) -> Llama:
+    """Return a Llama with parameters drawn on the device, and matrices scaled to keep the size of activations."""
+    graphdef, leaves = abstract_model(config, dtype)
+    filled = {}
+    for seed, (path, leaf) in enumerate(leaves.items()):
+        if len(leaf.shape) == 1:
+            array = jnp.ones(leaf.shape, dtype)
+        else:
+            factor = 0.02 if path[-1] == "embedding" else leaf.shape[0] ** -0.5
+            array = random_array(leaf.shape, dtype, seed) * jnp.asarray(factor, dtype)
+        filled[path] = leaf.replace(array)
+    return nnx.merge(graphdef, nnx.from_flat_state(filled))
+
+
+def step(
+    bench: Bench, *, model: str, batches: list[int], contexts: list[int], block_size: int, kernels: str = "auto"
+) -> None:
+    """Time of one decode step over batch and context.
+
+    `step_ms` is one step alone: arrays made on the host, dispatch, the device, sampled tokens back on the host.
+    `device_ms` is the same step dispatched many times before anything is waited for. `floor_ms` is the time that
+    reading the parameters and the keys and values takes at this run's read ceiling. `compile_s` is the compilation of
+    the step's two executables.
+    """
+    config = MODELS[model]
+    max_model_len, max_seqs = max(contexts) + block_size, max(batches)
+    limits = Limits(max_model_len, max_seqs, max(2048, max_seqs), block_size)
+    dtype = bench.sized("bfloat16", "float32")
+    llama = random_llama(config, dtype)
+    parameters = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(llama)))
+    itemsize = jnp.dtype(dtype).itemsize
+    token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * itemsize
+    room = 0.85 * bench.device.memory_bytes - parameters
+    cases = [(batch, context) for context in contexts for batch in batches]
+    blocks = {case: case[0] * -(-case[1] // block_size) for case in cases}
+    fitting = [count for count in blocks.values() if count * block_size * token_bytes <= room]
+    runner = ModelRunner(llama, EngineConfig(num_gpu_blocks_override=max(fitting), kernels=kernels), limits)
+    # Zeros could be read faster than numbers.
+    for i, zeros in enumerate(runner.blocks.pool):  # one by one: two pools would not fit
+        runner.blocks.pool[i] = random_array(zeros.shape, str(zeros.dtype), i)
+        del zeros
+    for batch, context in cases:
+        case = dict(experiment="step", model=model, kernels=runner.kernels.name, batch=batch, context=context)
+        if bench.leaves_out(**case):
+            continue
+        if blocks[batch, context] > runner.blocks.num_blocks:
+            bench.report.add(**case, status="skipped", reason="its keys and values do not fit the device")
+            continue
+        admission, plan = decode_plans(batch, context, runner.blocks.num_blocks, block_size)
+        start = time.monotonic()
+        _compile_step(runner, batch)
+        compile_s = time.monotonic() - start
+        bench.report.say(f"{model} at batch {batch} compiled in {compile_s:.0f} s")
+        with bench.exclusive():
+            runner.dispatch(admission)
+            timing, device = _time_step(bench, runner, plan)
+        read = parameters + batch * context * token_bytes
+        if not config.tie_word_embeddings:
+            read -= config.vocab_size * config.hidden_size * itemsize  # looked up, not read
+        row = case | dict(
+            step_ms=1e3 * timing.median, step_ms_low=1e3 * timing.low, step_ms_high=1e3 * timing.high,
+            device_ms=1e3 * device.median, bytes=read, tokens_per_s=batch / timing.median, block_size=block_size,
+            compile_s=compile_s, status="ok",
+        )  # fmt: skip
+        bench.report.add(**with_floor(row, bench.read_gb_per_s))
+    del runner
+    gc.collect()
+
+
+def decode_plans(batch: int, context: int, num_blocks: int, block_size: int) -> tuple[StepPlan, StepPlan]:
+    """Return the admission of `batch` sequences on blocks in random order, and a step in which each computes the last
+    of `context` tokens."""
+    order = np.random.default_rng(0).permutation(num_blocks).tolist()
+    params, width = SamplingParams(temperature=TEMPERATURE), -(-context // block_size)
+    admitted = tuple(
+        Admitted(s, (s % 256,) * context, context - 1, params, s, tuple(order[s * width : (s + 1) * width]))
+        for s in range(batch)
+    )
+    return StepPlan(admitted=admitted), StepPlan(tuple(Scheduled(s, context - 1, 1, 1) for s in range(batch)))
+
+
+def _compile_step(runner: ModelRunner, batch: int) -> None:
+    """Compile the functions of a decode step, and run nothing."""
+    bucket = runner.shapes.buckets.fit(batch, batch, decode=True)
+    buffer, last_tokens = runner.shapes.padding(bucket), runner.rows.last_tokens
+    forward = runner.step.forward.lower(runner.params, runner.blocks.pool, last_tokens, buffer, bucket)
+    forward.compile()
+    x_sd, rows_sf = (
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=SingleDeviceSharding(runner.device))
+        for x in forward.out_info[0][:2]
+    )
+    bits = runner.shapes.no_bits[bucket.num_seqs]
+    runner.step.choose.lower(runner.params, runner.rows.state, last_tokens, x_sd, rows_sf, bits).compile()
+
+
+def _time_step(bench: Bench, runner: ModelRunner, plan: StepPlan) -> tuple[Timing, Timing]:
+    """Of a step with the host in it, and of steps enqueued back to back."""
+    steps = bench.sized(20, 2)
+
+    def alone() -> float:
+        start = time.perf_counter()
+        runner.dispatch(plan).result()
+        return time.perf_counter() - start
+
+    def enqueued() -> float:
+        start = time.perf_counter()
+        for _ in range(steps):
+            pending = runner.dispatch(plan)
+        pending.result()
+        return (time.perf_counter() - start) / steps
+
+    for _ in range(3):
+        alone()
+    rounds = [([alone() for _ in range(steps)], [enqueued()]) for _ in range(bench.effort.rounds)]
+    return summarize([each for each, _ in rounds]), summarize([each for _, each in rounds])
+
+
+def throughput(bench: Bench, *, model: str, requests: int, low: int, high: int, block_size: int) -> None:
+    """nano-vllm's workload through the offline API: prompts and outputs of `low` to `high` tokens, uniformly drawn."""
+    case: dict[str, Any] = dict(experiment="throughput", model=model, requests=requests)
+    if bench.leaves_out(**case):
+        return
+    config, rng = MODELS[model], random.Random(0)
+    start = time.monotonic()
+    llm = LLM(
+        random_llama(config, bench.sized("bfloat16", "float32")), progress=False, block_size=block_size,
+        max_model_len=2 * high, max_num_seqs=bench.sized(min(256, requests), 2),
+        max_num_batched_tokens=bench.sized(2048, 16), num_gpu_blocks_override=bench.sized(None, 64),
+    )  # fmt: skip
+    case |= dict(kernels=llm.engine.runner.kernels.name, block_size=block_size, start_seconds=time.monotonic() - start)
+    bench.report.say(f"{model} started in {case['start_seconds']:.0f} s")
+    if bench.deadline.passed:
+        bench.report.add(**case, status="skipped", reason="time")
+        return
+
+    def workload(count: int, most: int) -> tuple[list[list[int]], list[SamplingParams]]:
+        prompts = [[rng.randrange(config.vocab_size) for _ in range(rng.randint(low, high))] for _ in range(count)]
+        lengths = [min(most, rng.randint(low, high)) for _ in range(count)]
+        return prompts, [SamplingParams(temperature=TEMPERATURE, ignore_eos=True, max_tokens=n) for n in lengths]
+
+    llm.generate(*workload(2, 4), use_tqdm=False)
+    prompts, params = workload(requests, high)
+    start = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - start
+    made = sum(len(output.outputs[0].token_ids) for output in outputs)
+    assert made == sum(each.max_tokens or 0 for each in params), "a request ended early"
+    given = sum(map(len, prompts))
+    bench.report.add(
+        **case, input_tokens=given, output_tokens=made, seconds=seconds, output_tokens_per_s=made / seconds,
+        tokens_per_s=(given + made) / seconds, preemptions=llm.engine.stats().num_preemptions, status="ok",
+    )  # fmt: skip

@@ -109,6 +109,7 @@ SUITES = {
         "test_step or choices or best_of or compiles or alias and not h200",
         "forkserver",
     ),
+    "jpaged/runtime/step_costs.py": Suite(("tests/runtime/test_step_costs.py",)),
     "jpaged/runtime/swap.py": Suite(("tests/runtime/test_swap.py",), isolation="forkserver"),
 }  # fmt: skip
 

@@ -24,9 +24,9 @@ STALL = 4.0
 
 def rungs_that_pay(costs: StepCosts) -> tuple[Bucket, ...]:
     """Return the shapes halfway between two neighbours of the ladders of which the larger one is much dearer."""
-    ladders: dict[tuple[bool, int], list[Bucket]] = {}
+    ladders: dict[int | None, list[Bucket]] = {}
     for bucket in sorted(costs):
-        ladders.setdefault((bucket.decode, 0 if bucket.decode else bucket.num_seqs), []).append(bucket)
+        ladders.setdefault(None if bucket.decode else bucket.num_seqs, []).append(bucket)
     found = []
     for rungs in ladders.values():
         for low, high in itertools.pairwise(rungs):
@@ -77,7 +77,7 @@ def _write(path: Path, key: str, costs: StepCosts) -> None:
     content = {"key": key, "seconds": [[*bucket, seconds] for bucket, seconds in costs.items()]}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
             json.dump(content, file)
         os.replace(file.name, path)
     except OSError as error:

@@ -95,6 +95,15 @@ def test_the_ladders(seqs, tokens, decode, mixed):
     assert buckets.mixed == tuple(Bucket(t, s, False) for t, s in mixed)
 
 
+def test_shapes_between_those_of_the_ladders():
+    buckets = Buckets(Limits(10**6, 8, 64))
+    buckets.add([Bucket(48, 8, False), Bucket(6, 6, True)])
+    assert buckets.decode == tuple(Bucket(s, s, True) for s in (1, 2, 4, 6, 8))
+    assert buckets.mixed == tuple(Bucket(t, 8, False) for t in (32, 48, 64))
+    assert set(buckets.all) == {*buckets.decode, *buckets.mixed} and len(buckets.all) == 8
+    assert buckets.fit(40, 3, False).num_tokens == 48 and buckets.fit(5, 5, True).num_tokens == 6
+
+
 def test_a_mixed_batch():
     lab = Lab()
     lab.add("a", [1, 2, 3, 4, 5], SamplingParams(temperature=0.5, top_k=7, top_p=0.9, min_p=0.1), seed=2**33 + 5)

@@ -1,8 +1,8 @@
 """The jnp definition of every op: the specification that kernels are tested against, and the path on a CPU.
 
 Every op is a pure function. Scores, softmax and sums are float32 (float64 under x64 inputs); results have q's dtype.
-A sequence is worked on alone, tile by tile, in an order that depends only on its own length: other sequences that run
-beside it, its result is the same to the bit. No slot that a sequence has not written is ever let into a result.
+Each sequence is computed alone, tile by tile, in an order that depends only on its own length, so that its result has
+the same bits next to any other sequences. No slot that a sequence has not written is ever let into a result.
 
 Common to all ops:
 
@@ -11,8 +11,8 @@ Common to all ops:
 - A pool may be float8_e4m3fn. Then `k_scale_k` and `v_scale_k` [K] float32 are the factors of its numbers.
 - `soft_cap` c turns a score x = scale * q·k into c * tanh(x / c) (Gemma 2, arXiv 2408.00118).
 - `window` w lets a query see only the last w tokens up to its own.
-- `return_lse` adds the log of the sum of exp(score), natural, float32, -inf where a row sees no key: what
-  `merge_attention` needs to put partial results together.
+- `return_lse` adds the log of the sum of exp(score), natural, float32, -inf where a row sees no key.
+  `merge_attention` needs it to combine partial results.
 
 All raise ValueError where shapes or dtypes don't fit together, NotImplementedError where they fit but can't be served.
 """
@@ -312,7 +312,7 @@ def _attend(
     """Queries at `positions` (-1: no query, result 0) over the first `num_keys` keys of one block table.
 
     The softmax is taken online over tiles of keys (Milakov and Gimelshein, arXiv 1805.02867). R = Q G rows of a kv
-    head are one matrix, and so are the C tokens of a tile: what a CPU multiplies fastest.
+    head are one matrix, and so are the C tokens of a tile: a CPU multiplies these fastest.
     """
     num_queries, num_heads, head_dim = q_qnh.shape
     num_kv_heads, block_size, pool_head_dim = k_pool.shape[1:]

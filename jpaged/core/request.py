@@ -113,7 +113,7 @@ class Sequence:
         return child
 
     def branch(self, index: int) -> "Sequence":
-        """Return the sequence with its tokens so far and without blocks."""
+        """Return a new branch with the tokens so far and without blocks."""
         return Sequence(
             self.request, list(self.tokens), BlockTable(self.table.pool), index,
             num_cached_tokens=self.num_cached_tokens, decoder=copy.copy(self.decoder),

@@ -48,7 +48,7 @@ class Recorder:
         self._last_step: float | None = None
 
     def number(self, request: Request) -> int:
-        """Return the progress of a live request. A request that was not seen on arrival is counted now."""
+        """Return the number of a live request, which is counted now if it was not seen on arrival."""
         return (self._courses.get(request) or self._count(request)).number
 
     def known(self, request_id: str) -> int | None:

@@ -27,7 +27,7 @@ class _Dropping(QueueHandler):
 
 
 def _clients_faults_in_a_line(record: logging.LogRecord) -> logging.LogRecord:
-    """Return a record without its traceback, in one line, if a client sent no HTTP or a broken body, or disconnected."""
+    """Return a record in one line, without its traceback, if a client sent no HTTP or a bad body, or disconnected."""
     error = record.exc_info[1] if record.exc_info else None
     if not isinstance(error, HttpProcessingError | web.RequestPayloadError | ConnectionError):
         return record

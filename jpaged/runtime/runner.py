@@ -122,7 +122,7 @@ class ModelRunner:
             )  # fmt: skip
             if further := rungs_that_pay(self.costs):
                 self.shapes.add(further)
-                self._compile(further, progress=progress)
+                self._compile(list(further), progress=progress)
         logger.info("compiled in %.1f seconds", time.monotonic() - start)
 
     def block_swap_cost(self) -> float:

@@ -17,30 +17,34 @@ StepCosts = Mapping[Bucket, float]  # seconds, on empty contexts
 
 # A shape between two others pays for its compilation if the larger one costs this many times the smaller, and so long.
 STEEP, LONG_S = 1.5, 0.02
-# A step with a prompt's chunk may cost as much as so many decode steps. Contexts, which the measured steps lack, make
-# decode steps dearer: with them it is about three.
-STALL = 4.0
+# A step with a prompt's chunk may cost as much as so many decode steps.
+STALL = 3.0
 
 
-def rungs_that_pay(costs: StepCosts) -> tuple[Bucket, ...]:
-    """Return the shapes halfway between two neighbours of the ladders of which the larger one is much dearer."""
+def rungs_that_pay(costs: StepCosts) -> StepCosts:
+    """Return the shapes halfway between two neighbours of the ladders of which the larger one is much dearer.
+
+    Their costs are taken to be halfway, too.
+    """
     ladders: dict[int | None, list[Bucket]] = {}
     for bucket in sorted(costs):
         ladders.setdefault(None if bucket.decode else bucket.num_seqs, []).append(bucket)
-    found = []
+    found = {}
     for rungs in ladders.values():
         for low, high in itertools.pairwise(rungs):
             middle = (low.num_tokens + high.num_tokens) // 2
             if costs[high] > max(LONG_S, STEEP * costs[low]) and low.num_tokens < middle:
-                found.append(Bucket(middle, middle if high.decode else high.num_seqs, high.decode))
-    return tuple(found)
+                rung = Bucket(middle, middle if high.decode else high.num_seqs, high.decode)
+                found[rung] = (costs[low] + costs[high]) / 2
+    return found
 
 
 def tokens_beside_decodes(costs: StepCosts) -> int:
-    """Return the number of tokens to which a step is limited in which sequences decode.
+    """Return the number of tokens to which a step is limited in which sequences decode: those of a shape.
 
     It is at least twice the number of sequences, so that their own tokens leave room for prompts, if any shape is.
     """
+    costs = {**costs, **rungs_that_pay(costs)}
     decode = max(bucket for bucket in costs if bucket.decode)
     mixed = sorted(bucket for bucket in costs if not bucket.decode and bucket.num_seqs == decode.num_seqs)
     roomy = [bucket for bucket in mixed if bucket.num_tokens >= 2 * decode.num_seqs] or mixed[-1:]

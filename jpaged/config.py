@@ -275,7 +275,7 @@ class EngineConfig:
         scheduling_policy: "fcfs", or "priority", by the requests' priorities.
         max_num_seqs: most sequences in one step.
         max_num_batched_tokens: most tokens in one step; longer prompts are computed in chunks. None is 128 on a CPU and
-            2,048 elsewhere, and less beside sequences that decode if such a step takes more than three decode steps.
+            2,048 elsewhere, and less beside sequences that decode if such a step takes more than 2.5 decode steps.
         async_scheduling: dispatch a step before the tokens of the one before it are known, where they decide nothing.
         kernels: "auto" takes the fastest the device has.
     """

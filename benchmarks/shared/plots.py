@@ -313,7 +313,7 @@ def _beam(rows: list[Row], content: dict[str, Any]) -> Any:
         own = sorted(own, key=lambda row: row["requests"])
         for kind, shift in (("sampling", -0.2), ("beam", 0.2)):
             xs, bottoms = [x + shift for x in range(len(own))], [0.0] * len(own)
-            for part, color in zip(("runner", "schedule", "update", "text"), COLORS[2:]):
+            for part, color in zip(("runner", "schedule", "commit", "text"), COLORS[2:]):
                 rest = [max(0.0, row[f"{kind}_ms"] - bottom) for row, bottom in zip(own, bottoms)]
                 parts = rest if part == "text" else [row[f"{kind}_{part}_ms"] for row in own]
                 axes.bar(xs, parts, 0.36, bottom=bottoms, color=color, label=part, hatch="//" * (kind == "beam"))

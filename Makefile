@@ -1,5 +1,5 @@
 # make serve [ARGS="--port 8123 --model DIR"]   make test [ARGS="-k scheduler"]   make format   make clean
-# make test-fast leaves out processes, servers and GPU compilers; make test-deep runs the exhaustive tests.
+# make test-fast leaves out servers, commands, whole engines and GPU compilers; make test-deep runs the exhaustive tests.
 # make mutate [ARGS="jpaged/core/beam.py"] counts the small changes of a module that its quick tests notice.
 # Needs git, make and a Python from 3.12 on: python3, python3.12.., a pyenv version, or uv. All goes into .venv.
 

@@ -175,7 +175,7 @@ class FakeRunner:
                     assert found == self.version, f"position {position} is of version {found}, not {self.version}"
 
     def _check_in_flight(self, plan: StepPlan) -> None:
-        """Check that blocks that a step in flight writes belong to nobody else."""
+        """Check that no other sequence holds the blocks of a write in flight."""
         new = [(row, block) for row, _, block in plan.entries]
         new += [(admitted.row, block) for admitted in plan.admitted for block in admitted.block_ids]
         moved = [block for _, block in (*plan.block_copies, *plan.swap_in)]

@@ -306,7 +306,7 @@ def small_talk(rng: random.Random) -> Turn:
 
 
 def frequent(rng: random.Random) -> Turn:
-    """Return a chat that nearly everybody tries first."""
+    """Return one of the most common first chats."""
     return _talk(rng, SMALL_TALK[rng.choice(FREQUENT)])
 
 

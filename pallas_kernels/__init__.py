@@ -12,21 +12,21 @@ A pool is one layer's keys, or its values: [P, K, B, H]. A block table maps a se
 the pool; a slot is `block_id * B + offset`.
 """
 
-from pallas_kernels.dispatch import Kernels, select
-from pallas_kernels.reference import (
-    copy_blocks,
-    merge_attention,
-    paged_decode_attention,
-    ragged_paged_attention,
-    rotate,
-    write_kv,
-)
+from pallas_kernels.dispatch import REFERENCE, Kernels, select
+from pallas_kernels.ops import Ops, load
+from pallas_kernels.reference import merge_attention, rotate
 from pallas_kernels.selftest import SelfTest
+
+_reference = Ops(load(REFERENCE))
+write_kv, copy_blocks = _reference.write_kv, _reference.copy_blocks
+paged_decode_attention, ragged_paged_attention = _reference.paged_decode_attention, _reference.ragged_paged_attention
 
 __all__ = [
     "Kernels",
+    "Ops",
     "SelfTest",
     "copy_blocks",
+    "load",
     "merge_attention",
     "paged_decode_attention",
     "ragged_paged_attention",

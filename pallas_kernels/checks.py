@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import checkify
 
+from pallas_kernels.options import AttentionOptions, WriteOptions
+
 MAX_CONTEXT = 131_072  # tokens that a row of a block table can hold
 FP8 = jnp.dtype(jnp.float8_e4m3fn)
 FP8_MAX = 448.0
@@ -24,14 +26,14 @@ MAX_GROUP = 16  # query heads per KV head
 
 
 def check_array(name: str, array: jax.Array, shape: Sequence[int], dtype: Any) -> None:
-    """Raises ValueError unless `array` has this shape and dtype."""
+    """Raise ValueError unless `array` has this shape and dtype."""
     given, expected = (array.shape, jnp.dtype(array.dtype)), (tuple(shape), jnp.dtype(dtype))
     if given != expected:
         raise ValueError(f"{name} is {given[1]}{list(given[0])}, expected {expected[1]}{list(expected[0])}")
 
 
 def check_pools(k_pool: jax.Array, v_pool: jax.Array) -> tuple[int, int, int, int]:
-    """Raises ValueError unless the pools are two alike [P, K, B, H]; returns their shape."""
+    """Raise ValueError unless the pools are two alike [P, K, B, H], and return their shape."""
     if k_pool.ndim != 4 or math.prod(k_pool.shape) == 0:
         raise ValueError(f"k_pool has shape {list(k_pool.shape)}, expected [P, K, B, H] with none of them 0")
     check_array("v_pool", v_pool, k_pool.shape, k_pool.dtype)
@@ -39,8 +41,11 @@ def check_pools(k_pool: jax.Array, v_pool: jax.Array) -> tuple[int, int, int, in
     return p, k, b, h
 
 
-def check_write(k_pool, v_pool, k_tkh, v_tkh, slot_mapping_t, cos_t, sin_t, k_scale_k, v_scale_k) -> None:
-    """Checks the arguments of `write_kv`."""
+def check_write(
+    k_pool: jax.Array, v_pool: jax.Array, k_tkh: jax.Array, v_tkh: jax.Array, slot_mapping_t: jax.Array,
+    options: WriteOptions,
+) -> None:  # fmt: skip
+    """Check the arguments of `Ops.write_kv`."""
     _, k, _, pool_h = check_pools(k_pool, v_pool)
     if k_tkh.ndim != 3:
         raise ValueError(f"k_tkh has shape {list(k_tkh.shape)}, expected [T, K, H]")
@@ -50,21 +55,21 @@ def check_write(k_pool, v_pool, k_tkh, v_tkh, slot_mapping_t, cos_t, sin_t, k_sc
     check_array("k_tkh", k_tkh, (t, k, h), dtype)
     check_array("v_tkh", v_tkh, (t, k, h), dtype)
     check_array("slot_mapping_t", slot_mapping_t, (t,), jnp.int32)
-    if (cos_t is None) != (sin_t is None):
-        raise ValueError("cos_t and sin_t come together, or not at all")
-    if cos_t is not None:
+    if (options.cos_t is None) != (options.sin_t is None):
+        raise ValueError("cos_t and sin_t must be given together")
+    if options.angles:
         if h % 2:
             raise ValueError(f"k_tkh has head dim {h}: rotating it needs an even one")
-        check_array("cos_t", cos_t, (t, h // 2), jnp.float32)
-        check_array("sin_t", sin_t, (t, h // 2), jnp.float32)
-    _check_scales(k_pool.dtype, k, k_scale_k, v_scale_k)
+        for name, angle_t in zip(("cos_t", "sin_t"), options.angles):
+            check_array(name, angle_t, (t, h // 2), jnp.float32)
+    _check_scales(k_pool.dtype, k, options)
 
 
 def check_attention(
-    q, k_pool, v_pool, block_tables_sw, context_lens_s, cu_q_lens_s1=None, *,
-    scale, soft_cap=None, window=None, k_scale_k=None, v_scale_k=None, decode_s=None,
-) -> tuple[int, int, int, int]:  # fmt: skip
-    """Checks the arguments of the attention ops (`cu_q_lens_s1` None: decode); returns S, N, H, K."""
+    q: jax.Array, k_pool: jax.Array, v_pool: jax.Array, block_tables_sw: jax.Array, context_lens_s: jax.Array,
+    cu_q_lens_s1: jax.Array | None, decode_s: jax.Array | None, options: AttentionOptions,
+) -> None:  # fmt: skip
+    """Check the arguments of the attention ops (`cu_q_lens_s1` None: decode)."""
     _, k, b, pool_h = check_pools(k_pool, v_pool)
     if q.ndim != 3:
         raise ValueError(f"q has shape {list(q.shape)}, expected [rows, N, H]")
@@ -90,18 +95,18 @@ def check_attention(
         raise NotImplementedError(
             f"block_tables_sw holds {w} blocks of {b} = {w * b} tokens, supported are {MAX_CONTEXT}"
         )
+    scale, soft_cap, window = options.scale, options.soft_cap, options.window
     if isinstance(scale, (int, float)) and not (math.isfinite(scale) and scale > 0):
         raise ValueError(f"scale must be a finite number above 0, not {scale}")
     if soft_cap is not None and not (math.isfinite(soft_cap) and soft_cap > 0):
         raise ValueError(f"soft_cap must be a finite number above 0, not {soft_cap}")
     if window is not None and (not isinstance(window, int) or window < 1):
         raise ValueError(f"window must be a whole number of tokens from 1, not {window}")
-    _check_scales(k_pool.dtype, k, k_scale_k, v_scale_k)
-    return s, n, h, k
+    _check_scales(k_pool.dtype, k, options)
 
 
-def check_copy(pool, sources_c, destinations_c) -> None:
-    """Checks the arguments of `copy_blocks`."""
+def check_copy(pool: jax.Array, sources_c: jax.Array, destinations_c: jax.Array) -> None:
+    """Check the arguments of `Ops.copy_blocks`."""
     if pool.ndim < 1 or math.prod(pool.shape) == 0:
         raise ValueError(f"pool has shape {list(pool.shape)}, expected [P, ...] with none of them 0")
     if sources_c.ndim != 1:
@@ -115,8 +120,8 @@ def _check_head_dim(name: str, head_dim: int, pool_head_dim: int) -> None:
         raise ValueError(f"{name} has head dim {head_dim}, expected 1 to the pools' {pool_head_dim}")
 
 
-def _check_scales(pool_dtype: Any, k: int, k_scale_k, v_scale_k) -> None:
-    for name, scale in (("k_scale_k", k_scale_k), ("v_scale_k", v_scale_k)):
+def _check_scales(pool_dtype: Any, k: int, options: WriteOptions | AttentionOptions) -> None:
+    for name, scale in (("k_scale_k", options.k_scale_k), ("v_scale_k", options.v_scale_k)):
         if pool_dtype == FP8:
             if scale is None:
                 raise ValueError(f"{name} is missing: a pool of {FP8} needs a scale per KV head")
@@ -136,7 +141,7 @@ def unsupported(
     dtypes: Sequence[str],
     max_kv_heads: int,
 ) -> str | None:
-    """Why GPU kernels for `dtypes` can't serve a model with such pools, in words; None when they can."""
+    """Return the reason why GPU kernels for `dtypes` can't serve a model with such pools, None if they can."""
     dtype, pool_dtype = jnp.dtype(dtype).name, jnp.dtype(pool_dtype)
     if dtype not in dtypes:
         return f"dtype {dtype} is not supported, only {_either(dtypes)}"
@@ -156,8 +161,10 @@ def unsupported(
     return None
 
 
-def check_supported(program: str, why_not: Callable, pool: jax.Array, *, dtype: Any, num_heads: int) -> None:
-    """Raises NotImplementedError unless a program can serve heads over such a pool; `why_not` is its `unsupported`."""
+def check_supported(
+    program: str, why_not: Callable[..., str | None], pool: jax.Array, *, dtype: Any, num_heads: int
+) -> None:
+    """Raise NotImplementedError unless a program can serve heads over such a pool; `why_not` is its `unsupported`."""
     _, k, block_size, head_dim = pool.shape
     shapes = dict(head_dim=head_dim, num_heads=num_heads, num_kv_heads=k, block_size=block_size)
     reason = why_not(dtype=dtype, pool_dtype=pool.dtype, **shapes)
@@ -175,7 +182,7 @@ def _either(values: Sequence[object]) -> str:
 
 
 def check_slots(slot_mapping_t: jax.Array, num_blocks: int, block_size: int) -> None:
-    """Raises ValueError (checkify's) for a slot outside the pool, or one that two tokens write."""
+    """Raise ValueError (checkify's) for a slot outside the pool, or one that two tokens write."""
     slots = num_blocks * block_size
     _check_range("slot_mapping_t", slot_mapping_t, -1, slots - 1, f"a pool of {num_blocks} blocks of {block_size}")
     ordered = jnp.sort(slot_mapping_t)
@@ -186,15 +193,11 @@ def check_slots(slot_mapping_t: jax.Array, num_blocks: int, block_size: int) -> 
 
 
 def check_batch(
-    block_tables_sw: jax.Array,
-    context_lens_s: jax.Array,
+    q: jax.Array, k_pool: jax.Array, v_pool: jax.Array, block_tables_sw: jax.Array, context_lens_s: jax.Array,
     cu_q_lens_s1: jax.Array | None,
-    *,
-    num_rows: int,
-    num_blocks: int,
-    block_size: int,
-) -> None:
-    """Raises ValueError (checkify's) for lengths that don't fit together, or a block in use outside the pool."""
+) -> None:  # fmt: skip
+    """Raise ValueError (checkify's) for lengths that don't fit together, or a block in use outside the pool."""
+    num_rows, (num_blocks, _, block_size, _) = q.shape[0], k_pool.shape
     w = block_tables_sw.shape[1]
     _check_range("context_lens_s", context_lens_s, 0, w * block_size, f"a table of {w} blocks of {block_size}")
     if cu_q_lens_s1 is not None:
@@ -218,7 +221,7 @@ def check_batch(
 
 
 def check_copies(sources_c: jax.Array, destinations_c: jax.Array, num_blocks: int) -> None:
-    """Raises ValueError (checkify's) for a block outside the pool; -1 as destination copies nothing."""
+    """Raise ValueError (checkify's) for a block outside the pool; -1 as destination copies nothing."""
     _check_range("destinations_c", destinations_c, -1, num_blocks - 1, f"a pool of {num_blocks} blocks")
     _check_range(
         "sources_c", jnp.where(destinations_c < 0, 0, sources_c), 0, num_blocks - 1, f"a pool of {num_blocks} blocks"

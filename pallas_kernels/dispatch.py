@@ -1,13 +1,13 @@
 """Choose the implementation of each op for a device, and give the reason."""
 
-import functools
 import importlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pallas_kernels import checks, toolchain, tuning
+from pallas_kernels import checks, ops, toolchain, tuning
+from pallas_kernels.ops import Ops
 from pallas_kernels.selftest import FAILED, UNTESTED, Result, SelfTest, Subject
 
 logger = logging.getLogger(__name__)
@@ -56,9 +56,9 @@ class Choice:
     reason: str
 
 
-@dataclass(frozen=True)
-class Kernels:
-    """An implementation of the ops, as `reference` defines them.
+@dataclass(frozen=True, kw_only=True)
+class Kernels(Ops):
+    """The ops as chosen for a device and a model.
 
     Attributes:
         name: of the attention ops' implementation: "reference", "mosaic" or "triton".
@@ -71,10 +71,6 @@ class Kernels:
     name: str
     reason: str
     head_dim: int
-    write_kv: Callable
-    copy_blocks: Callable
-    paged_decode_attention: Callable
-    ragged_paged_attention: Callable
     account: tuple[Choice, ...] = ()
     tests: tuple[Result, ...] = ()
 
@@ -104,8 +100,7 @@ def select(
         platform, device_kind, compute_capability: as a jax device gives them; capability None where unknown.
         dtype: of q, k and v.
         pool_dtype: of the pools, `dtype` where None; "float8_e4m3fn" where they are to hold fp8.
-        debug: the ops also check the values of tables, lengths and slots, by `jax.experimental.checkify`: a wrong one
-            is a ValueError that names it. Inside a jit that needs `checkify.checkify` around the function.
+        debug: the ops also check the values of tables, lengths and slots; see `Ops`.
         self_test: tests the ops on the device first. None tests nothing, for callers without the device.
 
     Raises:
@@ -124,19 +119,7 @@ def select(
         kernels = _kernels({}, dict.fromkeys(GROUPS, f"the device is a {device_kind} ({platform})"), head_dim)
     else:
         kernels = _choose(name, platform, device_kind, compute_capability, model, self_test)
-    return _checked(kernels) if debug else kernels
-
-
-def load_ops(module: str, tiles: Mapping[str, tuning.Tiles]) -> dict[str, Callable]:
-    """Import an implementation and return its ops by name, the attention ops bound to their tiles."""
-    loaded = importlib.import_module(module)
-    ops = {op: getattr(loaded, op) for group in GROUPS.values() for op in group}
-    if tiles:
-        decode, ragged = "paged_decode_attention", "ragged_paged_attention"
-        ops[decode] = functools.partial(ops[decode], tiles=tiles["decode"])
-        # Decode rows are cut alike in decode steps and in mixed ones, for their bits are the same.
-        ops[ragged] = functools.partial(ops[ragged], tiles=tiles["ragged"], decode_tiles=tiles["decode"])
-    return ops
+    return replace(kernels, debug=debug)
 
 
 def _choose(
@@ -179,9 +162,9 @@ def _choose(
 def _failures(program: str, results: Sequence[Result]) -> dict[str, str]:
     """Return the groups of ops whose self-test failed, with the reason, and warn if a test could not run."""
     failures: dict[str, str] = {}
-    for group, ops in GROUPS.items():
+    for group, names in GROUPS.items():
         for result in results:
-            if result.op in ops and result.status == FAILED:
+            if result.op in names and result.status == FAILED:
                 when = f" on {result.tested_at[:10]}" if result.remembered else ""
                 failures.setdefault(group, f"{result.test} failed its self-test{when}: {result.reason}")
     if untested := [result for result in results if result.status == UNTESTED]:
@@ -196,21 +179,18 @@ def _kernels(
     subjects: Mapping[str, Subject], reasons: Mapping[str, str], head_dim: int, tests: Sequence[Result] = ()
 ) -> Kernels:
     """Put together the ops of each group's subject, or the reference's where there is none."""
-    ops, account = {}, []
+    implementation, account = ops.load(REFERENCE), []
     for group, names in GROUPS.items():
         subject = subjects.get(group)
-        loaded = load_ops(subject.module, subject.tiles) if subject else load_ops(REFERENCE, {})
-        for op in names:
-            ops[op] = loaded[op]
-            account.append(Choice(op, subject.program if subject else "reference", reasons[group]))
+        if subject:
+            loaded = ops.load(subject.module, subject.tiles)._asdict()
+            implementation = implementation._replace(**{op: loaded[op] for op in names})
+        account += [Choice(op, subject.program if subject else "reference", reasons[group]) for op in names]
     return Kernels(
-        account[0].implementation,
-        account[0].reason,
-        head_dim,
-        write_kv=ops["write_kv"],
-        copy_blocks=ops["copy_blocks"],
-        paged_decode_attention=ops["paged_decode_attention"],
-        ragged_paged_attention=ops["ragged_paged_attention"],
+        implementation,
+        name=account[0].implementation,
+        reason=account[0].reason,
+        head_dim=head_dim,
         account=tuple(account),
         tests=tuple(tests),
     )
@@ -228,7 +208,7 @@ def _subject(program: str, device_kind: str, model: dict[str, Any]) -> Subject:
 def _unsupported(
     name: str, platform: str, device_kind: str, capability: float | None, model: dict[str, Any]
 ) -> str | None:
-    """Say why a program can't serve a model on a device; None when it can."""
+    """Return the reason why a program can't serve a model on a device, None if it can."""
     program = PROGRAMS[name]
     if platform not in ("gpu", "cuda") or capability is None or not program.low <= capability < program.high:
         return f"{program.label} kernels need {program.needs}, this is a {device_kind} ({capability or platform})"
@@ -236,34 +216,3 @@ def _unsupported(
         return miscompiled
     # Loaded only where it is used: it brings jax's GPU lowering with it.
     return importlib.import_module(program.module).unsupported(**model)
-
-
-def _checked(kernels: Kernels) -> Kernels:
-    """The same ops, with a check of the values of their arguments before they run."""
-
-    def write_kv(k_pool, v_pool, k_tkh, v_tkh, slot_mapping_t, **options):
-        checks.check_slots(slot_mapping_t, k_pool.shape[0], k_pool.shape[2])
-        return kernels.write_kv(k_pool, v_pool, k_tkh, v_tkh, slot_mapping_t, **options)
-
-    def copy_blocks(pool, sources_c, destinations_c):
-        checks.check_copies(sources_c, destinations_c, pool.shape[0])
-        return kernels.copy_blocks(pool, sources_c, destinations_c)
-
-    def attention(op):
-        def checked(q, k_pool, v_pool, block_tables_sw, context_lens_s, cu_q_lens_s1=None, **options):
-            checks.check_batch(
-                block_tables_sw, context_lens_s, cu_q_lens_s1,
-                num_rows=q.shape[0], num_blocks=k_pool.shape[0], block_size=k_pool.shape[2],
-            )  # fmt: skip
-            lens = (context_lens_s,) if cu_q_lens_s1 is None else (context_lens_s, cu_q_lens_s1)
-            return op(q, k_pool, v_pool, block_tables_sw, *lens, **options)
-
-        return checked
-
-    return replace(
-        kernels,
-        write_kv=write_kv,
-        copy_blocks=copy_blocks,
-        paged_decode_attention=attention(kernels.paged_decode_attention),
-        ragged_paged_attention=attention(kernels.ragged_paged_attention),
-    )

@@ -23,8 +23,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import dispatch, reference
+from pallas_kernels import dispatch, ops
 from pallas_kernels.checks import FP8
+from pallas_kernels.ops import Ops
+from pallas_kernels.options import Pools
 from pallas_kernels.selftest import MAX_REASON, START_LIMIT_S, Subject
 
 NUM_TOKENS = 37  # of a write
@@ -33,10 +35,9 @@ CONTEXTS = (530, 1, 17, 0, 128, 65)
 Q_LENS = (1, 1, 17, 0, 40, 1)  # of a mixed step: decode tokens, a whole prompt, padding, a chunk
 PADDING_ROWS = 3
 COPIES = ((0, 1, 2, 0, 3), (1, 0, 3, 4, -1))  # a swap, a chain, one source of two, and padding
+REFERENCE = Ops(ops.load(dispatch.REFERENCE))
 PR_SET_PDEATHSIG = 1  # of Linux's sys/prctl.h
 GRACE_S = 30  # by which the process that waits has ended this one, unless it is gone
-
-Ops = dict[str, Callable]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Trial:
 
     def error(self, ops: Ops) -> str | None:
         """Run it under jit, as an engine does. Return in words how the result is wrong; None if it is right."""
-        run = jax.jit(functools.partial(ops[self.op], **self.options), donate_argnums=self.donated)
+        run = jax.jit(functools.partial(getattr(ops, self.op), **self.options), donate_argnums=self.donated)
         out = jax.tree.leaves(jax.block_until_ready(run(*self.args)))
         errors = [difference(*pair, self.rtol, self.atol) for pair in zip(out, self.expected, strict=True)]
         return next(filter(None, errors), None)
@@ -103,7 +104,7 @@ def _write(subject: Subject, *, rotated: bool) -> Trial:
     slots[::3] = [-1] * len(slots[::3])
 
     @jax.jit
-    def make(key):
+    def make(key: jax.Array) -> tuple[dict[str, jax.Array], tuple[jax.Array, ...], Pools]:
         shape = (NUM_TOKENS, subject.num_kv_heads, subject.head_dim)
         k, v = (_uniform(key, i, shape).astype(subject.dtype) for i in range(2))
         pools = [jnp.full(_pool_shape(subject, num_blocks), jnp.nan, subject.pool_dtype) for _ in range(2)]
@@ -112,7 +113,7 @@ def _write(subject: Subject, *, rotated: bool) -> Trial:
             angle = 4 * _uniform(key, 2, (NUM_TOKENS, subject.head_dim // 2))
             options |= dict(cos_t=jnp.cos(angle), sin_t=jnp.sin(angle))
         args = (*pools, k, v, jnp.asarray(slots, jnp.int32))
-        return options, args, reference.write_kv(*args, **options)
+        return options, args, REFERENCE.write_kv(*args, **options)
 
     options, args, expected = make(_key())
     fp8, eps = jnp.dtype(subject.pool_dtype) == FP8, float(jnp.finfo(subject.dtype).eps)
@@ -124,10 +125,10 @@ def _write(subject: Subject, *, rotated: bool) -> Trial:
 
 def _copy(subject: Subject) -> Trial:
     @jax.jit
-    def make(key):
+    def make(key: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
         pool = _uniform(key, 0, _pool_shape(subject, 6)).astype(subject.pool_dtype)
         args = (pool, *(jnp.asarray(blocks, jnp.int32) for blocks in COPIES))
-        return args, reference.copy_blocks(*args)
+        return args, REFERENCE.copy_blocks(*args)
 
     args, expected = make(_key())
     return Trial("copy_blocks", {}, args, (expected,), donated=(0,))
@@ -155,7 +156,7 @@ def _attention(subject: Subject, q_lens: Sequence[int] | None) -> Trial:
     rows = len(CONTEXTS) if q_lens is None else sum(q_lens) + PADDING_ROWS
 
     @jax.jit
-    def make(key):
+    def make(key: jax.Array) -> tuple[dict[str, jax.Array], tuple[jax.Array, ...], jax.Array]:
         shape = _pool_shape(subject, len(used))
         used_pb = jnp.arange(block_size) < jnp.asarray(used)[:, None]
         inside_h = jnp.arange(subject.pool_head_dim) < subject.head_dim
@@ -169,7 +170,7 @@ def _attention(subject: Subject, q_lens: Sequence[int] | None) -> Trial:
         scales = _scales(subject, key)
         exact = [q.astype(jnp.float32), *(pool if pool.dtype == FP8 else pool.astype(jnp.float32) for pool in pools)]
         with jax.default_matmul_precision("highest"):
-            expected = getattr(reference, op)(*exact, *args, scale=subject.head_dim**-0.5, **scales)
+            expected = getattr(REFERENCE, op)(*exact, *args, scale=subject.head_dim**-0.5, **scales)
         return scales, (q, *pools, *args), expected
 
     scales, args, expected = make(_key())
@@ -220,6 +221,6 @@ def main() -> None:
 def error_of(subject: Subject, trial: Trial) -> str:
     """Run one test. Return its error, "" if it has none."""
     try:
-        return trial.error(dispatch.load_ops(subject.module, subject.tiles)) or ""
+        return trial.error(Ops(ops.load(subject.module, subject.tiles))) or ""
     except Exception as raised:
         return f"{type(raised).__name__}: {' '.join(str(raised).split())}"[:MAX_REASON]

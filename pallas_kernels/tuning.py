@@ -71,7 +71,7 @@ KERNELS: dict[str, type[Tiles]] = {
 }
 
 # Differences from the classes' own defaults: (kernel, head dim[, dtype class]) -> configuration.
-DEFAULTS: dict[tuple, Tiles] = {
+DEFAULTS: dict[tuple[str | int, ...], Tiles] = {
     ("mosaic.decode", 64): MosaicDecode(stages=4),
     ("mosaic.decode", 128, "fp8"): MosaicDecode(stages=2),
     ("mosaic.decode", 256): MosaicDecode(stages=2, blocks_per_sm=1),

@@ -43,10 +43,9 @@ def retiled(kernels: Kernels, tiles: Mapping[str, int]) -> Kernels:
             return op
         return functools.partial(op, tiles=dataclasses.replace(chosen, **tiles))
 
-    return dataclasses.replace(
-        kernels, paged_decode_attention=changed(kernels.paged_decode_attention),
-        ragged_paged_attention=changed(kernels.ragged_paged_attention),
-    )  # fmt: skip
+    ops = kernels.implementation
+    changes = {op: changed(getattr(ops, op)) for op in ("paged_decode_attention", "ragged_paged_attention")}
+    return dataclasses.replace(kernels, implementation=ops._replace(**changes))
 
 
 class HostTimed(JaxTimed):
@@ -85,10 +84,10 @@ def paged(kernels: Kernels, workload: Workload, **options: Any) -> PagedTimed:
 
 def split(kernels: Kernels, workload: Workload, tokens: int) -> PagedTimed:
     """Decode with splits of so many tokens. Raises Unsuitable where it is not cut into splits."""
-    op = retiled(kernels, dict(split=tokens)).paged_decode_attention
-    if op is kernels.paged_decode_attention:
+    split = retiled(kernels, dict(split=tokens))
+    if split == kernels:
         raise Unsuitable(f"{kernels.name} does not cut contexts into splits")
-    return PagedTimed(op, workload)
+    return PagedTimed(split.paged_decode_attention, workload)
 
 
 def dense_kv(workload: Workload, index: int) -> tuple[jax.Array, jax.Array]:

@@ -14,7 +14,6 @@ command again, and it goes on behind it. After a change of the kernels delete th
 import argparse
 import dataclasses
 import datetime
-import importlib
 import json
 import math
 import sys
@@ -38,7 +37,7 @@ from benchmarks.shared.deadline import Deadline
 from benchmarks.shared.device import CACHE, CHECKOUT, Device, environment, open_device, prepare_environment
 from benchmarks.shared.results import Report, write_tables
 from benchmarks.shared.timing import TINY, Effort, measure, ratio
-from pallas_kernels import tuning
+from pallas_kernels import Ops, load, tuning
 
 TABLE = CHECKOUT / "pallas_kernels" / "tuned.json"
 FINALISTS = 6
@@ -167,19 +166,16 @@ def _workloads(kernel: str, shape: Shape, pool_dtype: str, device: Device, tiny:
 
 def _builder(kernel: str, shape: Shape, pool_dtype: str, device: Device, tiny: bool) -> Build:
     """Makes the kernel with given tiles. Raises Unsuitable where the device can't run it."""
-    program, kind = kernel.split(".")
-    op_name = {"decode": "paged_decode_attention", "ragged": "ragged_paged_attention"}[kind]
-    if tiny:
-        op = getattr(choose("reference", device, shape, pool_dtype), op_name)
-    else:
-        choose(program, device, shape, pool_dtype)
-        op = getattr(importlib.import_module(f"pallas_kernels.{program}"), op_name)
+    program, part = kernel.split(".")
+    op = {"decode": "paged_decode_attention", "ragged": "ragged_paged_attention"}[part]
+    choose("reference" if tiny else program, device, shape, pool_dtype)
     scales = {}
     if "float8" in pool_dtype:
         scales = {name: jnp.ones(shape.num_kv_heads, jnp.float32) for name in ("k_scale_k", "v_scale_k")}
 
     def build(tiles: tuning.Tiles, workload: Workload) -> PagedTimed:
-        return PagedTimed(op, workload, **scales, **({} if tiny else {"tiles": tiles}))
+        implementation = load("pallas_kernels.reference") if tiny else load(f"pallas_kernels.{program}", {part: tiles})
+        return PagedTimed(getattr(Ops(implementation), op), workload, **scales)
 
     return build
 

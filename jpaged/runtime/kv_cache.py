@@ -1,7 +1,7 @@
 """The KV pool on the device: the layout of its arrays, and the ops on them."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -75,10 +75,12 @@ class KVCache:
         pool[2 * layer : 2 * layer + 2] = k, v
         options, tables, lens = spec._asdict() | scales, batch.block_tables, batch.context_lens
         if decode:
-            return self.kernels.paged_decode_attention(q_tnh, k, v, tables, lens, **options)
-        return self.kernels.ragged_paged_attention(
-            q_tnh, k, v, tables, lens, batch.cu_q_lens, decode_s=batch.decodes, **options
-        )
+            o_tnh = self.kernels.paged_decode_attention(q_tnh, k, v, tables, lens, **options)
+        else:
+            o_tnh = self.kernels.ragged_paged_attention(
+                q_tnh, k, v, tables, lens, batch.cu_q_lens, decode_s=batch.decodes, **options
+            )
+        return cast(jax.Array, o_tnh)
 
     def copy(self, pool: Pool, sources_c: jax.Array, destinations_c: jax.Array) -> Pool:
         """Copy whole blocks of all layers; destination -1 copies nothing."""

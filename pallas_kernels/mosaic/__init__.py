@@ -1,6 +1,6 @@
 """The paged ops as Mosaic GPU kernels, for Hopper (sm_90a): TMA copies, wgmma, warp specialisation.
 
-Same signatures as `pallas_kernels.reference`, which defines their results.
+The functions that `pallas_kernels.ops.Implementation` names; `pallas_kernels.reference` defines their results.
 """
 
 from pallas_kernels.mosaic.copy import copy_blocks

@@ -4,8 +4,6 @@ Axis letters besides the package's: R rows of the output, I splits of the batch,
 of one KV head padded to wgmma's N, X output columns of one thread block.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -14,26 +12,29 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic.softmax import natural_lse, softmax_state
 from pallas_kernels.mosaic.support import check_grid, store_transposed
+from pallas_kernels.options import Ref
+
+Carry = tuple[jax.Array, jax.Array, jax.Array]  # output, maximum and sum of the softmax so far
 
 LANES = 32  # log-sum-exps of one split, padded: a TMA box of shared memory starts at a multiple of 128 bytes
 COLUMNS = 64  # X
 
 
 def _kernel(
-    o_ikhm_ref,  # [I, K, H, M] fp32
-    lse_ikl_ref,  # [I, K, LANES] fp32, base 2; M are in use
-    first_s1_ref,  # [S + 1]: first split of each sequence
-    row_s_ref,  # [S]: row of the output, -1 = none
-    o_rnh_ref,  # [R, N, H]
-    lse_skl_ref,  # [S, K, LANES] fp32, natural
+    o_ikhm_ref: Ref,  # [I, K, H, M] fp32
+    lse_ikl_ref: Ref,  # [I, K, LANES] fp32, base 2; M are in use
+    first_s1_ref: Ref,  # [S + 1]: first split of each sequence
+    row_s_ref: Ref,  # [S]: row of the output, -1 = none
+    o_rnh_ref: Ref,  # [R, N, H]
+    lse_skl_ref: Ref,  # [S, K, LANES] fp32, natural
     *,
-    parts_smem,  # [U, X, M] fp32
-    lses_smem,  # [U, LANES] fp32
-    o_smem,  # [M, X]
-    lse_smem,  # [LANES] fp32
-    parts_full,  # barriers [U]
-    lses_full,  # barriers [U]
-):
+    parts_smem: Ref,  # [U, X, M] fp32
+    lses_smem: Ref,  # [U, LANES] fp32
+    o_smem: Ref,  # [M, X]
+    lse_smem: Ref,  # [LANES] fp32
+    parts_full: Ref,  # barriers [U]
+    lses_full: Ref,  # barriers [U]
+) -> None:
     seq, c = lax.axis_index("s"), lax.axis_index("c")
     m = parts_smem.shape[2]
     _, num_kv_heads, h, _ = o_ikhm_ref.shape
@@ -43,17 +44,17 @@ def _kernel(
     first, splits = first_s1_ref[seq], first_s1_ref[seq + 1] - first_s1_ref[seq]
     row = row_s_ref[seq]
 
-    def wide(x_m):
+    def wide(x_m: jax.Array) -> jax.Array:
         return lax.broadcast_in_dim(x_m, (COLUMNS, m), [1])
 
-    def lse_of(u):
+    def lse_of(u: jax.Array) -> jax.Array:
         return plgpu.load(lses_smem.at[u, pl.ds(0, m)], layout=plgpu.Layout.WGMMA.reduce(0))
 
-    def largest(u, max_m):
+    def largest(u: jax.Array, max_m: jax.Array) -> jax.Array:
         plgpu.barrier_wait(lses_full.at[u])
         return jnp.maximum(max_m, lse_of(u))
 
-    def merge(u, carry):
+    def merge(u: jax.Array, carry: Carry) -> Carry:
         acc_xm, max_m, sum_m = carry
         weight_m = jnp.exp2(lse_of(u) - max_m)
         plgpu.barrier_wait(parts_full.at[u])
@@ -61,9 +62,9 @@ def _kernel(
         return acc_xm + part_xm * wide(weight_m), max_m, sum_m + weight_m
 
     @pl.when(row >= 0)
-    def combine():
+    def combine() -> None:
         @pl.loop(0, splits)
-        def fetch(u):  # all of them at once
+        def fetch(u: jax.Array) -> None:  # all of them at once
             plgpu.copy_gmem_to_smem(lse_ikl_ref.at[first + u, head], lses_smem.at[u], lses_full.at[u])
             plgpu.copy_gmem_to_smem(o_ikhm_ref.at[first + u, head, columns], parts_smem.at[u], parts_full.at[u])
 
@@ -80,7 +81,9 @@ def _kernel(
         plgpu.wait_smem_to_gmem(0)
 
 
-def combine(o_ikhm, lse_ikl, first_s1, row_s, o_rnh_ref: Any, *, max_splits: int) -> jax.Array:
+def combine(
+    o_ikhm: jax.Array, lse_ikl: jax.Array, first_s1: jax.Array, row_s: jax.Array, o_rnh_ref: Ref, *, max_splits: int
+) -> jax.Array:
     """Merge the splits of each sequence s into row `row_s[s]` of the output ref; a sequence without splits gives 0.
 
     Returns the natural log-sum-exps [S, K, LANES] float32 of the sequences that have a row.

@@ -8,31 +8,32 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.checks import FP8, check_copy
+from pallas_kernels.checks import FP8
 from pallas_kernels.mosaic.support import check_grid, check_supported
+from pallas_kernels.options import Ref
 
 
 def _kernel(
-    source_ref,  # [P, K, B, H]
-    from_c_ref,  # [C]
-    to_c_ref,  # [C], -1 = none
-    destination_ref,  # [P, K, B, H]
-    smem,  # [B, H]
-    loaded,  # barrier
-):
+    source_ref: Ref,  # [P, K, B, H]
+    from_c_ref: Ref,  # [C]
+    to_c_ref: Ref,  # [C], -1 = none
+    destination_ref: Ref,  # [P, K, B, H]
+    smem: Ref,  # [B, H]
+    loaded: Ref,  # barrier
+) -> None:
     c, head = lax.axis_index("c"), lax.axis_index("k")
     block = to_c_ref[c]
 
     @pl.when(block >= 0)
-    def _():
+    def copy() -> None:
         plgpu.copy_gmem_to_smem(source_ref.at[from_c_ref[c], head], smem, loaded)
         plgpu.barrier_wait(loaded)
         plgpu.copy_smem_to_gmem(smem, destination_ref.at[block, head])
         plgpu.wait_smem_to_gmem(0)
 
 
-def _launch(source: Any, from_c: jax.Array, to_c: jax.Array, *, into: Any = None) -> Any:
-    """Copies blocks of `source` into the ref `into`, or, without one, into a new array [C, K, B, H]."""
+def _launch(source: jax.Array, from_c: jax.Array, to_c: jax.Array, *, into: Ref = None) -> Any:
+    """Copy blocks of `source` into the ref `into`, or, without one, into a new array [C, K, B, H]."""
     _, k, b, h = source.shape
     (c,) = to_c.shape
     check_grid("copy_blocks", (k, c))
@@ -48,12 +49,7 @@ def _launch(source: Any, from_c: jax.Array, to_c: jax.Array, *, into: Any = None
 
 
 def copy_blocks(pool: jax.Array, sources_c: jax.Array, destinations_c: jax.Array) -> jax.Array:
-    """`reference.copy_blocks` of a pool [P, K, B, H]: through a copy [C, K, B, H], since a source may be overwritten.
-
-    Raises ValueError as the reference does and for another shape, NotImplementedError for what `mosaic.unsupported`
-    names.
-    """
-    check_copy(pool, sources_c, destinations_c)
+    """Compute `Ops.copy_blocks` of a pool [P, K, B, H], through a copy [C, K, B, H]: a source may be overwritten."""
     if pool.ndim != 4:
         raise ValueError(f"pool has shape {list(pool.shape)}, expected [P, K, B, H]")
     dtype = jnp.bfloat16 if pool.dtype == FP8 else pool.dtype

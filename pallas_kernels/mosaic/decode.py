@@ -13,7 +13,6 @@ padded to wgmma's N.
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,64 +21,67 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import tuning
-from pallas_kernels.checks import FP8, check_attention
+from pallas_kernels.checks import FP8
 from pallas_kernels.mosaic.combine import LANES, combine
 from pallas_kernels.mosaic.ring import KVRing
-from pallas_kernels.mosaic.softmax import NEG, capped, exponent_factor, product, softmax_state
+from pallas_kernels.mosaic.softmax import NEG, capped, exponent_factor, product, scales, softmax_state
 from pallas_kernels.mosaic.support import check_grid, check_supported, num_sms
+from pallas_kernels.options import AttentionOptions, OutputAndLse, Ref
 from pallas_kernels.reference import pad_head_dim
-from pallas_kernels.splits import make_splits, max_splits
+from pallas_kernels.splits import Splits, make_splits, max_splits
+
+Carry = tuple[jax.Array, jax.Array, jax.Array]  # output, maxima and sums of the softmax so far
 
 REDUCTION_BYTES = 1024  # of scratch, the least; more would leave no room for two thread blocks with 16 query heads
 
 
 def _kernel(
-    q_skmh_ref,  # [S, K, M, H]
-    k_pool_ref,  # [P, K, B, H]
-    v_pool_ref,  # [P, K, B, H]
-    k_scale_k_ref,  # [K] fp32: on q·k
-    v_scale_k_ref,  # [K] fp32: on the output
-    work_i4_ref,  # [I, 4]: sequence, first token, end, first token that its query sees
-    count_ref,  # [1]: number of rows of work in use
-    table_sw_ref,  # [S, W]
-    o_ikhm_ref,  # [I, K, H, M] fp32
-    lse_ikl_ref,  # [I, K, LANES] fp32, base 2
+    q_skmh_ref: Ref,  # [S, K, M, H]
+    k_pool_ref: Ref,  # [P, K, B, H]
+    v_pool_ref: Ref,  # [P, K, B, H]
+    k_scale_k_ref: Ref,  # [K] fp32: on q·k
+    v_scale_k_ref: Ref,  # [K] fp32: on the output
+    work_i4_ref: Ref,  # [I, 4]: sequence, first token, end, first token that its query sees
+    count_ref: Ref,  # [1]: number of rows of work in use
+    table_sw_ref: Ref,  # [S, W]
+    o_ikhm_ref: Ref,  # [I, K, H, M] fp32
+    lse_ikl_ref: Ref,  # [I, K, LANES] fp32, base 2
     *,
-    q_smem,  # [stages of q, M, H]
-    p_smem,  # [M, tile]
-    o_smem,  # [H, M] fp32
-    lse_smem,  # [LANES] fp32
-    q_full,  # barriers [stages of q]
-    q_free,  # barriers [stages of q]
+    q_smem: Ref,  # [stages of q, M, H]
+    p_smem: Ref,  # [M, tile]
+    o_smem: Ref,  # [H, M] fp32
+    lse_smem: Ref,  # [LANES] fp32
+    q_full: Ref,  # barriers [stages of q]
+    q_free: Ref,  # barriers [stages of q]
     ring: KVRing,
     thread_blocks: int,
     soft_cap: float | None,
     windowed: bool,
-):
+) -> None:
     stages, tile, h = ring.k.shape
     q_stages, m, _ = q_smem.shape
     num_kv_heads = k_pool_ref.shape[1]
     layout = plgpu.Layout.WGMMA
     steps = pl.cdiv(count_ref[0] * num_kv_heads - lax.axis_index("c"), thread_blocks)
 
-    def work(step):
+    def work(step: jax.Array) -> tuple[jax.Array, ...]:
         """Return split, KV head, sequence, tokens [start, end) and first token seen of a step of this thread block."""
         at = lax.axis_index("c") + step * thread_blocks
         i, head = lax.div(at, num_kv_heads), lax.rem(at, num_kv_heads)
         return i, head, *(work_i4_ref[i, column] for column in range(4))
 
-    def columns(x_m, rows):
+    def columns(x_m: jax.Array, rows: int) -> jax.Array:
         return lax.broadcast_in_dim(x_m, (rows, m), [1])
 
     @pl.when(lax.axis_index("wg") == 0)
-    def compute():
-        def split(step, filled):
+    def compute() -> None:
+        def split(step: jax.Array, filled: jax.Array) -> jax.Array:
             i, head, _, start, end, first_seen = work(step)
             factor = exponent_factor(k_scale_k_ref[head], soft_cap)
             q_stage = lax.rem(step, q_stages)
             plgpu.barrier_wait(q_full.at[q_stage])
 
-            def attend(t, carry):
+            def attend(t: jax.Array, carry: Carry) -> Carry:
                 # Cycles a tile, at head dim 128 and 64 tokens: its 32 KB take a multiprocessor's share of 4.8 TB/s
                 # about 1,600; this body is about 160 instructions a warp and waits for two products and two barriers.
                 # Two thread blocks share the multiprocessor, so that one waits while the other computes.
@@ -126,8 +128,8 @@ def _kernel(
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(lax.axis_index("wg") == 1)
-    def copy():
-        def split(step, filled):
+    def copy() -> None:
+        def split(step: jax.Array, filled: jax.Array) -> jax.Array:
             _, head, seq, start, end, _ = work(step)
             q_stage = lax.rem(step, q_stages)
             pl.when(step >= q_stages)(lambda: plgpu.barrier_wait(q_free.at[q_stage]))
@@ -138,21 +140,24 @@ def _kernel(
         ring.drain(lax.fori_loop(0, steps, split, jnp.int32(0)))
 
         @pl.loop(jnp.maximum(steps - q_stages, 0), steps)
-        def drain_q(step):
+        def drain_q(step: jax.Array) -> None:
             plgpu.barrier_wait(q_free.at[lax.rem(step, q_stages)])
 
 
 def _launch(
-    q_skmh, k_pool, v_pool, k_scale_k, v_scale_k, work_i4, count, block_tables_sw, *,
-    tiles: tuning.MosaicDecode, soft_cap: float | None, windowed: bool,
-):  # fmt: skip
+    q_skmh: jax.Array, k_pool: jax.Array, v_pool: jax.Array, block_tables_sw: jax.Array, splits: Splits,
+    options: AttentionOptions, tiles: tuning.MosaicDecode,
+) -> list[jax.Array]:  # fmt: skip
+    """Compute partial outputs [I, K, H, M] of the splits, and their log-sum-exps [I, K, LANES] of base 2."""
     _, k, m, h = q_skmh.shape
-    num_splits, dtype = work_i4.shape[0], q_skmh.dtype
+    num_splits, dtype = splits.work_i4.shape[0], q_skmh.dtype
     q_stages = 2 if m * h <= 1024 else 1  # where shared memory is not short
     thread_blocks = min(num_splits * k, tiles.blocks_per_sm * num_sms())
     check_grid("paged_decode", (thread_blocks,))
     return plgpu.kernel(
-        functools.partial(_kernel, thread_blocks=thread_blocks, soft_cap=soft_cap, windowed=windowed),
+        functools.partial(
+            _kernel, thread_blocks=thread_blocks, soft_cap=options.soft_cap, windowed=options.window is not None
+        ),
         out_type=[
             jax.ShapeDtypeStruct((num_splits, k, h, m), jnp.float32),
             jax.ShapeDtypeStruct((num_splits, k, LANES), jnp.float32),
@@ -169,20 +174,26 @@ def _launch(
             q_full=plgpu.Barrier(num_barriers=q_stages),
             q_free=plgpu.Barrier(num_barriers=q_stages),
             ring=KVRing.scratch(
-                stages=tiles.stages, tile=tiles.tile, block_size=k_pool.shape[2], head_dim=h, v_columns=h,
-                dtype=dtype, pool_dtype=k_pool.dtype, consumers=1,
+                stages=tiles.stages,
+                tile=tiles.tile,
+                block_size=k_pool.shape[2],
+                head_dim=h,
+                v_columns=h,
+                dtype=dtype,
+                pool_dtype=k_pool.dtype,
+                consumers=1,
             ),
         ),
         compiler_params=plgpu.CompilerParams(
             approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=REDUCTION_BYTES
         ),
         kernel_name="paged_decode",
-    )(q_skmh, k_pool, v_pool, k_scale_k, v_scale_k, work_i4, count, block_tables_sw)  # fmt: skip
+    )(q_skmh, k_pool, v_pool, *scales(options, k), splits.work_i4, splits.num_splits, block_tables_sw)
 
 
 def attend_rows(
-    q_snh, k_pool, v_pool, block_tables_sw, context_lens_s, row_s, o_rnh_ref: Any, *,
-    scale, tiles, soft_cap=None, window=None, k_scale_k=None, v_scale_k=None,
+    q_snh: jax.Array, k_pool: jax.Array, v_pool: jax.Array, block_tables_sw: jax.Array, context_lens_s: jax.Array,
+    row_s: jax.Array, o_rnh_ref: Ref, options: AttentionOptions, tiles: tuning.Tiles | None,
 ) -> jax.Array:  # fmt: skip
     """Attend query s over the context of sequence s, and write row `row_s[s]` of the output ref.
 
@@ -202,52 +213,30 @@ def attend_rows(
         q_snh = q_snh.astype(jnp.float16)  # holds every fp8 number exactly
     # XLA fuses the padding into the producer of q.
     q_skmh = jnp.pad(q_snh.reshape(s, k, group, h), ((0, 0), (0, 0), (0, -group % 8), (0, 0)))
-    ones = jnp.ones(k, jnp.float32)
     most = max_splits(k, block_tables_sw.shape[1] * block_size, tiles.split)
-    splits = make_splits(context_lens_s, most=most, split=tiles.split, tile=tiles.tile, window=window)
-    o_ikhm, lse_ikl = _launch(
-        q_skmh, k_pool, v_pool, scale * (ones if k_scale_k is None else k_scale_k),
-        ones if v_scale_k is None else v_scale_k, splits.work_i4, splits.num_splits, block_tables_sw,
-        tiles=tiles, soft_cap=soft_cap, windowed=window is not None,
-    )  # fmt: skip
+    splits = make_splits(context_lens_s, most=most, split=tiles.split, tile=tiles.tile, window=options.window)
+    o_ikhm, lse_ikl = _launch(q_skmh, k_pool, v_pool, block_tables_sw, splits, options, tiles)
     lse_skl = combine(o_ikhm, lse_ikl, splits.first_s1, row_s, o_rnh_ref, max_splits=most)
     return lse_skl[:, :, :group].reshape(s, n)
 
 
 def paged_decode_attention(
-    q_snh: jax.Array,
-    k_pool: jax.Array,
-    v_pool: jax.Array,
-    block_tables_sw: jax.Array,
-    context_lens_s: jax.Array,
-    *,
-    scale: float,
-    soft_cap: float | None = None,
-    window: int | None = None,
-    k_scale_k: jax.Array | None = None,
-    v_scale_k: jax.Array | None = None,
-    return_lse: bool = False,
-    tiles: tuning.MosaicDecode | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Compute `reference.paged_decode_attention` in bfloat16 or float16.
+    q_snh: jax.Array, k_pool: jax.Array, v_pool: jax.Array, block_tables_sw: jax.Array, context_lens_s: jax.Array,
+    options: AttentionOptions, *, tiles: tuning.MosaicDecode | None = None,
+) -> OutputAndLse:  # fmt: skip
+    """Compute `Ops.paged_decode_attention` in bfloat16 or float16.
 
-    The softmax and all sums are float32; the weights meet V in q's dtype, or in float16 where the pool is fp8. An
-    output depends on its own sequence alone, bit for bit. Temporary memory: at most 128 S M H float32 partials,
-    M = 8 or 16 the padded query heads of a KV head.
-
-    Raises ValueError and NotImplementedError as the reference does, and NotImplementedError for the cases that
-    `mosaic.unsupported` names.
+    The softmax and all sums are float32; the weights meet V in q's dtype, or in float16 where the pool is fp8.
+    Temporary memory: at most 128 S M H float32 partials, M = 8 or 16 the padded query heads of a KV head.
     """
-    options = dict(soft_cap=soft_cap, window=window, k_scale_k=k_scale_k, v_scale_k=v_scale_k)
-    s, n, head_dim, _ = check_attention(q_snh, k_pool, v_pool, block_tables_sw, context_lens_s, scale=scale, **options)
+    s, n, head_dim = q_snh.shape
     check_supported(k_pool, dtype=q_snh.dtype, num_heads=n)
     h = k_pool.shape[3]
     # It depends on the batch so that XLA computes it once for all layers: it launches a bare iota for each.
     row_s = jnp.where(context_lens_s < 0, -1, jnp.arange(s, dtype=jnp.int32))
     o_ref = jax.empty_ref(jax.ShapeDtypeStruct((s, n, h), q_snh.dtype))
     lse_sn = attend_rows(
-        pad_head_dim(q_snh, h), k_pool, v_pool, block_tables_sw, context_lens_s, row_s, o_ref,
-        scale=scale, tiles=tiles, **options,
-    )  # fmt: skip
+        pad_head_dim(q_snh, h), k_pool, v_pool, block_tables_sw, context_lens_s, row_s, o_ref, options, tiles
+    )
     o_snh = jax.freeze(o_ref)[:, :, :head_dim]
-    return (o_snh, lse_sn) if return_lse else o_snh
+    return o_snh, lse_sn

@@ -7,6 +7,7 @@ Axis letters besides the package's: Z KV heads of one thread block, padded to a 
 """
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -15,8 +16,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.checks import FP8, FP8_MAX, check_write
+from pallas_kernels.checks import FP8, FP8_MAX
 from pallas_kernels.mosaic.support import check_grid, check_supported
+from pallas_kernels.options import Pools, Ref, WriteOptions
 from pallas_kernels.reference import pad_head_dim, rotate
 
 WARPGROUP = 128  # threads
@@ -24,31 +26,31 @@ MAX_HEADS = 16  # of one thread block: they fit shared memory at any head dim
 
 
 def _kernel(
-    k_tkh_ref,  # [T, K, H]
-    v_tkh_ref,  # [T, K, H]
-    cos_t_ref,  # [T, H/2] fp32; unused without rotation
-    sin_t_ref,  # [T, H/2] fp32
-    per_scale_kh_ref,  # [2, K, H] fp32: one over the scales of k and v, in every column; unused without fp8
-    slot_t_ref,  # [T]
-    k_pool_ref,  # [P, K, B, H]
-    v_pool_ref,  # [P, K, B, H]
+    k_tkh_ref: Ref,  # [T, K, H]
+    v_tkh_ref: Ref,  # [T, K, H]
+    cos_t_ref: Ref,  # [T, H/2] fp32; unused without rotation
+    sin_t_ref: Ref,  # [T, H/2] fp32
+    per_scale_kh_ref: Ref,  # [2, K, H] fp32: one over the scales of k and v, in every column; unused without fp8
+    slot_t_ref: Ref,  # [T]
+    k_pool_ref: Ref,  # [P, K, B, H]
+    v_pool_ref: Ref,  # [P, K, B, H]
     *,
-    low_smem,  # [Z, H/2]: the lower half of every key
-    high_smem,  # [Z, H/2]
-    v_smem,  # [Z, H]
-    angles_smem,  # cos and sin [Y, H/2] fp32, every row the same; None without rotation
-    per_scale_smem,  # [Z, H/2] for k and [Z, H] for v, fp32; None without fp8
-    fp8_smem,  # results [Z, H/2], [Z, H/2], [Z, H] in fp8; None without fp8
-    loaded,  # barrier
+    low_smem: Ref,  # [Z, H/2]: the lower half of every key
+    high_smem: Ref,  # [Z, H/2]
+    v_smem: Ref,  # [Z, H]
+    angles_smem: Ref,  # cos and sin [Y, H/2] fp32, every row the same; None without rotation
+    per_scale_smem: Ref,  # [Z, H/2] for k and [Z, H] for v, fp32; None without fp8
+    fp8_smem: Ref,  # results [Z, H/2], [Z, H/2], [Z, H] in fp8; None without fp8
+    loaded: Ref,  # barrier
     heads: int,
     piece: int,
-):
+) -> None:
     token = lax.axis_index("t")
     slot = slot_t_ref[token]
     block_size, half = k_pool_ref.shape[2], low_smem.shape[1]
     mine, low, high = pl.ds(lax.axis_index("k") * heads, heads), pl.ds(0, half), pl.ds(half, half)
 
-    def load():
+    def load() -> None:
         copies = [
             (k_tkh_ref.at[token, mine, low], low_smem.at[pl.ds(0, heads)]),
             (k_tkh_ref.at[token, mine, high], high_smem.at[pl.ds(0, heads)]),
@@ -63,7 +65,7 @@ def _kernel(
         for source, destination in copies:
             plgpu.copy_gmem_to_smem(source, destination, loaded)
 
-    def transform(z):
+    def transform(z: jax.Array) -> None:
         """Rotate and narrow one piece of the heads, in place or into the fp8 results."""
         some = pl.ds(z * piece, piece)
         layout = plgpu.Layout.WG_STRIDED((piece, half), vec_size=1)
@@ -81,7 +83,7 @@ def _kernel(
         fp8_smem[2][some] = _narrow(v * plgpu.load(per_scale_smem[1].at[some], layout=layout))
 
     @pl.when(slot >= 0)
-    def write():
+    def write() -> None:
         load()
         plgpu.barrier_wait(loaded)
         if angles_smem is not None or fp8_smem is not None:
@@ -95,22 +97,24 @@ def _kernel(
         plgpu.wait_smem_to_gmem(0)
 
 
-def _narrow(x):
+def _narrow(x: jax.Array) -> jax.Array:
     return jnp.clip(x, -FP8_MAX, FP8_MAX).astype(FP8)
 
 
-def _launch(k_pool_ref: Any, v_pool_ref: Any, k_tkh, v_tkh, cos_t, sin_t, k_scale_k, v_scale_k, slot_t) -> None:
+def _launch(
+    k_pool_ref: Ref, v_pool_ref: Ref, k_tkh: jax.Array, v_tkh: jax.Array, slot_t: jax.Array, options: WriteOptions
+) -> None:
     t, k, h = k_tkh.shape
-    half, dtype, fp8, rotated = h // 2, k_tkh.dtype, k_pool_ref.dtype == FP8, cos_t is not None
+    half, dtype, fp8, rotated = h // 2, k_tkh.dtype, k_pool_ref.dtype == FP8, options.angles is not None
     heads = next(n for n in range(min(k, MAX_HEADS), 0, -1) if k % n == 0)
     piece = pl.cdiv(WARPGROUP, half)
     padded = pl.cdiv(heads, piece) * piece
-    unused = jnp.zeros((1, half), jnp.float32)
+    cos_t, sin_t = options.angles or [jnp.zeros((1, half), jnp.float32)] * 2
     per_scale_kh = jnp.ones((2, k, h), jnp.float32)
-    if fp8:
-        per_scale_kh /= jnp.stack([k_scale_k, v_scale_k])[:, :, None]
+    if options.k_scale_k is not None and options.v_scale_k is not None:
+        per_scale_kh /= jnp.stack([options.k_scale_k, options.v_scale_k])[:, :, None]
 
-    def smem(columns, dtype) -> Any:
+    def smem(columns: int, dtype: Any) -> Any:
         return plgpu.SMEM((padded, columns), dtype)
 
     angles: Any = plgpu.SMEM((piece, half), jnp.float32)
@@ -131,40 +135,25 @@ def _launch(k_pool_ref: Any, v_pool_ref: Any, k_tkh, v_tkh, cos_t, sin_t, k_scal
             loaded=plgpu.Barrier(num_arrivals=3 + 2 * piece * rotated + 2 * fp8),
         ),
         kernel_name="kv_write",
-    )(
-        k_tkh, v_tkh, cos_t if rotated else unused, sin_t if rotated else unused, per_scale_kh, slot_t,
-        k_pool_ref, v_pool_ref,
-    )  # fmt: skip
+    )(k_tkh, v_tkh, cos_t, sin_t, per_scale_kh, slot_t, k_pool_ref, v_pool_ref)
 
 
 def write_kv(
-    k_pool: jax.Array,
-    v_pool: jax.Array,
-    k_tkh: jax.Array,
-    v_tkh: jax.Array,
-    slot_mapping_t: jax.Array,
-    *,
-    cos_t: jax.Array | None = None,
-    sin_t: jax.Array | None = None,
-    k_scale_k: jax.Array | None = None,
-    v_scale_k: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Compute `reference.write_kv` in bfloat16 or float16.
+    k_pool: jax.Array, v_pool: jax.Array, k_tkh: jax.Array, v_tkh: jax.Array, slot_mapping_t: jax.Array,
+    options: WriteOptions,
+) -> Pools:  # fmt: skip
+    """Compute `Ops.write_kv` in bfloat16 or float16.
 
-    In place when the enclosing jit donates the pools and returns them in the order of its arguments; otherwise XLA
-    copies them first. Keys and values of a head dim smaller than the pools' are rotated and padded by XLA beforehand.
-
-    Raises ValueError as the reference does, and NotImplementedError for the cases that `mosaic.unsupported`
-    names.
+    XLA first rotates and pads keys and values of a head dim smaller than the pools'.
     """
-    check_write(k_pool, v_pool, k_tkh, v_tkh, slot_mapping_t, cos_t, sin_t, k_scale_k, v_scale_k)
     h = k_pool.shape[3]
     check_supported(k_pool, dtype=k_tkh.dtype, num_heads=k_tkh.shape[1])
     if k_tkh.shape[2] < h:
-        if cos_t is not None and sin_t is not None:
-            k_tkh, cos_t, sin_t = rotate(k_tkh, cos_t, sin_t), None, None
+        if options.angles:
+            k_tkh = rotate(k_tkh, *options.angles)
+            options = replace(options, cos_t=None, sin_t=None)
         k_tkh, v_tkh = pad_head_dim(k_tkh, h), pad_head_dim(v_tkh, h)
     k_pool_ref, v_pool_ref = jax.new_ref(k_pool), jax.new_ref(v_pool)
     if slot_mapping_t.shape[0]:
-        _launch(k_pool_ref, v_pool_ref, k_tkh, v_tkh, cos_t, sin_t, k_scale_k, v_scale_k, slot_mapping_t)
+        _launch(k_pool_ref, v_pool_ref, k_tkh, v_tkh, slot_mapping_t, options)
     return jax.freeze(k_pool_ref), jax.freeze(v_pool_ref)

@@ -15,7 +15,6 @@ of one KV head, X output columns of one thread block (H, or a part of it).
 
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,42 +23,46 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import tuning
-from pallas_kernels.checks import FP8, check_attention
+from pallas_kernels.checks import FP8
 from pallas_kernels.mosaic.decode import attend_rows
 from pallas_kernels.mosaic.ring import WGMMA_ROWS, KVRing
-from pallas_kernels.mosaic.softmax import NEG, capped, exponent_factor, natural_lse, product, softmax_state
+from pallas_kernels.mosaic.softmax import NEG, capped, exponent_factor, natural_lse, product, scales, softmax_state
 from pallas_kernels.mosaic.support import check_grid, check_supported
+from pallas_kernels.options import AttentionOptions, OutputAndLse, Ref
 from pallas_kernels.query_tiles import QueryTiles, decode_rows, query_tiles
 from pallas_kernels.reference import pad_head_dim
 
 MAX_COLUMNS = 128  # of the output, for one thread block: accumulators of 256 don't fit the registers
 TMA_ROWS = 8  # a box of swizzled shared memory starts at a multiple of so many rows
 
+Carry = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # output, maxima, sums, and the weights of the last tile
+Weights = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # of a tile, their factor for older ones, maxima, sums
+
 
 def _kernel(
-    q_kyh_ref,  # [K, Y, H]
-    k_pool_ref,  # [P, K, B, H]
-    v_pool_ref,  # [P, K, B, H]
-    k_scale_k_ref,  # [K] fp32: on q·k
-    v_scale_k_ref,  # [K] fp32: on the output
-    table_sw_ref,  # [S, W]
-    context_s1_ref,  # [S + 1]: the last sequence owns the padding rows and has no context
-    first_row_s1_ref,  # [S + 1]
-    row_end_s1_ref,  # [S + 1]
-    tile_seq_i_ref,  # [I]: the sequence of a tile, -1 = none
-    tile_row_i_ref,  # [I]: its first row
-    o_tnh_ref,  # [T, N, H]
-    lse_ikjr_ref,  # [I, K, J, R] fp32, natural
+    q_kyh_ref: Ref,  # [K, Y, H]
+    k_pool_ref: Ref,  # [P, K, B, H]
+    v_pool_ref: Ref,  # [P, K, B, H]
+    k_scale_k_ref: Ref,  # [K] fp32: on q·k
+    v_scale_k_ref: Ref,  # [K] fp32: on the output
+    table_sw_ref: Ref,  # [S, W]
+    context_s1_ref: Ref,  # [S + 1]: the last sequence owns the padding rows and has no context
+    first_row_s1_ref: Ref,  # [S + 1]
+    row_end_s1_ref: Ref,  # [S + 1]
+    tile_seq_i_ref: Ref,  # [I]: the sequence of a tile, -1 = none
+    tile_row_i_ref: Ref,  # [I]: its first row
+    o_tnh_ref: Ref,  # [T, N, H]
+    lse_ikjr_ref: Ref,  # [I, K, J, R] fp32, natural
     *,
-    q_smem,  # [J, R, H]
-    o_smem,  # [J, R, X]
-    lse_smem,  # [J, R] fp32
-    q_full,  # barrier
+    q_smem: Ref,  # [J, R, H]
+    o_smem: Ref,  # [J, R, X]
+    lse_smem: Ref,  # [J, R] fp32
+    q_full: Ref,  # barrier
     ring: KVRing,
     soft_cap: float | None,
     window: int | None,
     registers: tuple[int, int] | None,
-):
+) -> None:
     num_tiles, num_kv_heads, columns = tile_seq_i_ref.shape[0], k_pool_ref.shape[1], o_smem.shape[2]
     chunks = o_tnh_ref.shape[2] // columns
     at = lax.axis_index("c")
@@ -74,7 +77,7 @@ def _kernel(
     layout = plgpu.Layout.WGMMA
     seq = tile_seq_i_ref[i]
 
-    def extent():
+    def extent() -> tuple[jax.Array, ...]:
         """Return the owned rows [first, end), the position of the first one, and the keys from first to last seen."""
         first = jnp.maximum(tile_row_i_ref[i], first_row_s1_ref[seq])
         row_end = row_end_s1_ref[seq]
@@ -84,17 +87,17 @@ def _kernel(
         key_start = jnp.int32(0) if window is None else jnp.clip(position - window + 1, 0, key_end) // tile * tile
         return first, end, position, key_start, key_end
 
-    def own_rows(wg):
+    def own_rows(wg: jax.Array | int) -> tuple[jax.Array, ...]:
         """Return a warpgroup's own rows [first, end), its first row of `q_smem` with a token, and the token's row."""
         first, end, *_ = extent()
         start = tile_row_i_ref[i] + wg * tokens
         first, end = jnp.maximum(first, start), jnp.minimum(end, start + tokens)
         return first, end, lax.rem(start * group, TMA_ROWS), start
 
-    def by_row(x_r, width):
+    def by_row(x_r: jax.Array, width: int) -> jax.Array:
         return lax.broadcast_in_dim(x_r, (rows, width), [0])
 
-    def softmax(x_rt, last_key_r, max_r, sum_r):
+    def softmax(x_rt: jax.Array, last_key_r: jax.Array | None, max_r: jax.Array, sum_r: jax.Array) -> Weights:
         """Return the weights of a tile, the factor by which older ones shrink, and the new maximum and sum.
 
         `last_key_r`: the last key of the tile that each row sees; None: all rows see all keys.
@@ -116,7 +119,7 @@ def _kernel(
         p_rt = jnp.exp2(x_rt * factor - by_row(shift_r, tile))
         return p_rt, alpha_r, new_max_r, sum_r * alpha_r + p_rt.sum(axis=1)
 
-    def attend(start, end, position, count):
+    def attend(start: jax.Array, end: jax.Array, position: jax.Array, count: jax.Array) -> None:
         """Leave this warpgroup's output and log-sum-exp in shared memory; there is at least one tile of keys."""
         tiles = pl.cdiv(end - start, tile)
         # Tiles that every row of the thread block sees whole need no mask: those from `whole` to `part`.
@@ -125,14 +128,14 @@ def _kernel(
         if window is not None:
             whole = jnp.clip(pl.cdiv(position + count - window - start, tile), 1, part)
 
-        def last_key(t):
+        def last_key(t: jax.Array) -> jax.Array:
             """Return the last key of tile t, counted within it, that each row sees."""
             _, _, lead, row = own_rows(warpgroup)
             first_token = context_s1_ref[seq] - row_end_s1_ref[seq] + row - start - t * tile
             r = plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=layout.reduce(1))
             return lax.div(r - lead + TMA_ROWS * group, group) + (first_token - TMA_ROWS)
 
-        def step(masked, t, carry):
+        def step(masked: bool, t: jax.Array, carry: Carry) -> Carry:
             # The order of waits: S of tile t; then the softmax, beside O += P V of tile t - 1; then K of tile t + 1;
             # then P V. The wait for K is the edge of a basic block, over which ptxas moves no wait: without it the wait
             # for P V comes before the softmax and nothing overlaps.
@@ -142,7 +145,7 @@ def _kernel(
             acc_rx, max_r, sum_r, p_rt = carry
             stage, older = lax.rem(t, stages), lax.rem(t - 1, stages)
 
-            def overlapped(o_acc, x_acc):
+            def overlapped(o_acc: Ref, x_acc: Ref) -> tuple[Weights, jax.Array]:
                 o_acc[...] = acc_rx
                 plgpu.wgmma(x_acc, q_smem.at[warpgroup], ring.k.at[stage].T)
                 plgpu.barrier_wait(ring.v_full.at[older])
@@ -160,7 +163,7 @@ def _kernel(
             new_p_rt, o_rx = lax.optimization_barrier((new_p_rt, o_rx))
             return o_rx * by_row(alpha_r, columns), new_max_r, new_sum_r, new_p_rt.astype(q_smem.dtype)
 
-        def last(o_acc):
+        def last(o_acc: Ref) -> jax.Array:
             o_acc[...] = acc_rx
             plgpu.wgmma(o_acc, p_rt, ring.v.at[lax.rem(tiles - 1, stages)])
             return o_acc[...]
@@ -183,11 +186,11 @@ def _kernel(
         o_smem[warpgroup] = (acc_rx * by_row(v_scale_k_ref[head] / sum_r, columns)).astype(o_smem.dtype)
         lse_smem[warpgroup] = natural_lse(max_r * exponent_factor(k_scale_k_ref[head], soft_cap), sum_r)
 
-    def pass_by(start, end):
+    def pass_by(start: jax.Array, end: jax.Array) -> None:
         """Free every tile: this warpgroup owns no row."""
 
         @pl.loop(0, pl.cdiv(end - start, tile))
-        def free(t):
+        def free(t: jax.Array) -> None:
             stage = lax.rem(t, stages)
             plgpu.barrier_wait(ring.k_full.at[stage])
             plgpu.barrier_arrive(ring.k_free.at[stage])
@@ -195,7 +198,7 @@ def _kernel(
             plgpu.barrier_arrive(ring.v_free.at[stage])
 
     @pl.when((seq >= 0) & (warpgroup < warpgroups))
-    def compute():
+    def compute() -> None:
         if registers:
             plgpu.set_max_registers(registers[0], action="increase")
         first, end, position, key_start, key_end = extent()
@@ -208,7 +211,7 @@ def _kernel(
         *_, key_end = extent()  # read again, as the rows below: registers are short in the loops
 
         @pl.when(key_end == 0)
-        def nothing():
+        def nothing() -> None:
             o_rx, _, total_r = softmax_state(rows, columns, softmax_axis=1)
             o_smem[warpgroup] = o_rx.astype(o_smem.dtype)
             lse_smem[warpgroup] = total_r - jnp.inf
@@ -217,18 +220,18 @@ def _kernel(
         own_first, own_end, lead, start = own_rows(warpgroup)
 
         @pl.loop(own_first, own_end)
-        def store_token(row):
+        def store_token(row: jax.Array) -> None:
             source = o_smem.at[warpgroup, pl.ds(lead + (row - start) * group, group)]
             plgpu.copy_smem_to_gmem(source, o_tnh_ref.at[row, pl.ds(head * group, group), pl.ds(column, columns)])
 
         @pl.when(column == 0)
-        def store_lse():  # unowned rows included; no reader takes them
+        def store_lse() -> None:  # unowned rows included; no reader takes them
             plgpu.copy_smem_to_gmem(lse_smem.at[warpgroup], lse_ikjr_ref.at[i, head, warpgroup])
 
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when((seq >= 0) & (warpgroup == warpgroups))
-    def copy():
+    def copy() -> None:
         if registers:
             plgpu.set_max_registers(registers[1], action="decrease")
         _, _, _, key_start, key_end = extent()
@@ -240,7 +243,7 @@ def _kernel(
         ring.drain(ring.fill(k_pool_ref, v_pool_ref, table_sw_ref, **where))
 
 
-def wait_for_keys(ring: KVRing, t, tiles) -> None:
+def wait_for_keys(ring: KVRing, t: jax.Array, tiles: jax.Array) -> None:
     """Wait for K of tile t, if there is one."""
     pl.when(t < tiles)(lambda: plgpu.barrier_wait(ring.k_full.at[lax.rem(t, ring.k.shape[0])]))
 
@@ -267,8 +270,8 @@ def _registers(warpgroups: int, fp8: bool) -> tuple[int, int] | None:
 
 
 def _launch(
-    q_kyh, k_pool, v_pool, k_scale_k, v_scale_k, block_tables_sw, context_s1, query: QueryTiles, o_tnh_ref: Any, *,
-    tiles: tuning.MosaicRagged, soft_cap: float | None, window: int | None,
+    q_kyh: jax.Array, k_pool: jax.Array, v_pool: jax.Array, block_tables_sw: jax.Array, context_s1: jax.Array,
+    query: QueryTiles, o_tnh_ref: Ref, options: AttentionOptions, tiles: tuning.MosaicRagged,
 ) -> jax.Array:  # fmt: skip
     """Write the tiles' rows of the output ref; returns their log-sum-exps [I, K, J, R]."""
     (k, _, h), dtype, warpgroups = q_kyh.shape, q_kyh.dtype, tiles.warpgroups
@@ -277,7 +280,10 @@ def _launch(
     check_grid("ragged_paged", grid)
     return plgpu.kernel(
         functools.partial(
-            _kernel, soft_cap=soft_cap, window=window, registers=_registers(warpgroups, k_pool.dtype == FP8)
+            _kernel,
+            soft_cap=options.soft_cap,
+            window=options.window,
+            registers=_registers(warpgroups, k_pool.dtype == FP8),
         ),
         out_type=jax.ShapeDtypeStruct((num_tiles, k, warpgroups, WGMMA_ROWS), jnp.float32),
         grid=grid,
@@ -290,49 +296,34 @@ def _launch(
             lse_smem=plgpu.SMEM((warpgroups, WGMMA_ROWS), jnp.float32),
             q_full=plgpu.Barrier(num_arrivals=warpgroups),
             ring=KVRing.scratch(
-                stages=tiles.stages, tile=tiles.tile, block_size=k_pool.shape[2], head_dim=h, v_columns=columns,
-                dtype=dtype, pool_dtype=k_pool.dtype, consumers=warpgroups,
+                stages=tiles.stages,
+                tile=tiles.tile,
+                block_size=k_pool.shape[2],
+                head_dim=h,
+                v_columns=columns,
+                dtype=dtype,
+                pool_dtype=k_pool.dtype,
+                consumers=warpgroups,
             ),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         kernel_name="ragged_paged",
-    )(
-        q_kyh, k_pool, v_pool, k_scale_k, v_scale_k, block_tables_sw, context_s1, *query, o_tnh_ref
-    )  # fmt: skip
+    )(q_kyh, k_pool, v_pool, *scales(options, k), block_tables_sw, context_s1, *query, o_tnh_ref)
 
 
 def ragged_paged_attention(
-    q_tnh: jax.Array,
-    k_pool: jax.Array,
-    v_pool: jax.Array,
-    block_tables_sw: jax.Array,
-    context_lens_s: jax.Array,
-    cu_q_lens_s1: jax.Array,
-    *,
-    scale: float,
-    soft_cap: float | None = None,
-    window: int | None = None,
-    k_scale_k: jax.Array | None = None,
-    v_scale_k: jax.Array | None = None,
-    decode_s: jax.Array | None = None,
-    return_lse: bool = False,
-    tiles: tuning.MosaicRagged | None = None,
-    decode_tiles: tuning.MosaicDecode | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Compute `reference.ragged_paged_attention` in bfloat16 or float16.
+    q_tnh: jax.Array, k_pool: jax.Array, v_pool: jax.Array, block_tables_sw: jax.Array, context_lens_s: jax.Array,
+    cu_q_lens_s1: jax.Array, decode_s: jax.Array | None, options: AttentionOptions, *,
+    tiles: tuning.MosaicRagged | None = None, decode_tiles: tuning.MosaicDecode | None = None,
+) -> OutputAndLse:  # fmt: skip
+    """Compute `Ops.ragged_paged_attention` in bfloat16 or float16.
 
-    The softmax and all sums are float32; the weights meet V in q's dtype, or in float16 where the pool is fp8. A row's
-    output depends neither on its neighbours nor on the chunk it came in, bit for bit; a decode row's is that of
-    `paged_decode_attention`, whose temporary memory comes on top of one copy of q.
-
-    Raises ValueError and NotImplementedError as the reference does, and NotImplementedError for the cases that
-    `mosaic.unsupported` names.
+    The softmax and all sums are float32; the weights meet V in q's dtype, or in float16 where the pool is fp8. The
+    temporary memory is that of `paged_decode_attention` and one copy of q.
     """
-    options = dict(soft_cap=soft_cap, window=window, k_scale_k=k_scale_k, v_scale_k=v_scale_k)
-    batch = block_tables_sw, context_lens_s, cu_q_lens_s1
-    _, n, head_dim, k = check_attention(q_tnh, k_pool, v_pool, *batch, decode_s=decode_s, scale=scale, **options)
-    check_supported(k_pool, dtype=q_tnh.dtype, num_heads=n)
-    (t, _, _), h, group, dtype = q_tnh.shape, k_pool.shape[3], n // k, q_tnh.dtype
+    (t, n, head_dim), (_, k, _, h), dtype = q_tnh.shape, k_pool.shape, q_tnh.dtype
+    check_supported(k_pool, dtype=dtype, num_heads=n)
+    group = n // k
     cut = tiles or tuning.find("mosaic.ragged", "", h, k_pool.dtype)
     assert isinstance(cut, tuning.MosaicRagged), cut
     tokens = tokens_per_warpgroup(group)
@@ -347,22 +338,20 @@ def ragged_paged_attention(
     q_kyh = jnp.pad(q_kyh, ((0, 0), (0, -t * group % TMA_ROWS + cut.warpgroups * WGMMA_ROWS), (0, 0)))
     if k_pool.dtype == FP8:
         q_kyh = q_kyh.astype(jnp.float16)  # holds every fp8 number exactly
-    ones = jnp.ones(k, jnp.float32)
-    lse_ikjr = _launch(
-        q_kyh, k_pool, v_pool, scale * (ones if k_scale_k is None else k_scale_k),
-        ones if v_scale_k is None else v_scale_k, block_tables_sw, jnp.append(context_lens_s, jnp.int32(0)), query,
-        o_ref, tiles=cut, soft_cap=soft_cap, window=window,
-    )  # fmt: skip
+    context_s1 = jnp.append(context_lens_s, jnp.int32(0))
+    lse_ikjr = _launch(q_kyh, k_pool, v_pool, block_tables_sw, context_s1, query, o_ref, options, cut)
     q_snh = q_tnh.at[jnp.maximum(decode_row_s, 0)].get(mode="promise_in_bounds")
+    decode_lens_s = jnp.where(decode_s, context_lens_s, 0)
     lse_sn = attend_rows(
-        q_snh, k_pool, v_pool, block_tables_sw, jnp.where(decode_s, context_lens_s, 0), decode_row_s, o_ref,
-        scale=scale, tiles=decode_tiles, **options,
-    )  # fmt: skip
+        q_snh, k_pool, v_pool, block_tables_sw, decode_lens_s, decode_row_s, o_ref, options, decode_tiles
+    )
     o_tnh = jax.freeze(o_ref)[:, :, :head_dim]
-    return (o_tnh, _lse_of_rows(lse_ikjr, query, lse_sn, decode_row_s, t)) if return_lse else o_tnh
+    return o_tnh, _lse_of_rows(lse_ikjr, query, lse_sn, decode_row_s, t)
 
 
-def _lse_of_rows(lse_ikjr, query: QueryTiles, lse_sn, decode_row_s, num_rows: int) -> jax.Array:
+def _lse_of_rows(
+    lse_ikjr: jax.Array, query: QueryTiles, lse_sn: jax.Array, decode_row_s: jax.Array, num_rows: int
+) -> jax.Array:
     """Return the log-sum-exps [T, N] of tiles and decode rows; -inf for rows that no sequence owns."""
     (_, k, j, r), (_, n) = lse_ikjr.shape, lse_sn.shape
     group = n // k

@@ -2,14 +2,19 @@
 
 import functools
 import itertools
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.checks import FP8
+from pallas_kernels.options import Ref
+
+Box = tuple[int, jax.Array, jax.Array | int]  # row in a tile, block, first row in the block
 
 WGMMA_ROWS = 64
 FP8_DEPTH = 2  # fp8 tiles in flight
@@ -19,10 +24,10 @@ MAX_BOXES_KEPT = 8  # addresses of one tile: the copying warpgroup has few regis
 class Landing(NamedTuple):
     """Tiles of an fp8 pool before their conversion."""
 
-    k: Any  # [FP8_DEPTH, tile, H] fp8
-    v: Any  # [FP8_DEPTH, tile, X] fp8
-    k_full: Any  # barriers [FP8_DEPTH]
-    v_full: Any
+    k: Ref  # [FP8_DEPTH, tile, H] fp8
+    v: Ref  # [FP8_DEPTH, tile, X] fp8
+    k_full: Ref  # barriers [FP8_DEPTH]
+    v_full: Ref
 
 
 class KVRing(NamedTuple):
@@ -37,13 +42,13 @@ class KVRing(NamedTuple):
     or `commit_smem`. Kernels with a ring are therefore compiled without automatic barriers.
     """
 
-    k: Any  # [stages, tile, H]
-    v: Any  # [stages, tile, X]: all columns of the head dim, or some
-    k_full: Any  # barriers [stages]
-    v_full: Any  # barriers [stages + 1]; the last one is for a tile whose tail is cleared once it has landed
-    k_free: Any  # barriers [stages]
-    v_free: Any
-    landing: Any  # Landing of an fp8 pool, else None
+    k: Ref  # [stages, tile, H]
+    v: Ref  # [stages, tile, X]: all columns of the head dim, or some
+    k_full: Ref  # barriers [stages]
+    v_full: Ref  # barriers [stages + 1]; the last one is for a tile whose tail is cleared once it has landed
+    k_free: Ref  # barriers [stages]
+    v_free: Ref
+    landing: Any  # `Landing` of an fp8 pool, else None
 
     @staticmethod
     def scratch(
@@ -67,7 +72,10 @@ class KVRing(NamedTuple):
             landing=landing,
         )
 
-    def fill(self, k_pool_ref, v_pool_ref, table_ref, *, seq, head, start, end, filled, v_column=0):
+    def fill(
+        self, k_pool_ref: Ref, v_pool_ref: Ref, table_ref: Ref, *, seq: jax.Array, head: jax.Array, start: jax.Array,
+        end: jax.Array, filled: jax.Array, v_column: jax.Array | int = 0,
+    ) -> jax.Array:  # fmt: skip
         """Take tokens [start, end) of one sequence and KV head through the ring; `start` is a multiple of the tile.
 
         `filled` tiles went through the ring before; returns the number after.
@@ -81,19 +89,19 @@ class KVRing(NamedTuple):
         tiles = pl.cdiv(end - start, tile)
         last_block = lax.div(end - 1, block_size)
 
-        def boxes(i):
+        def boxes(i: jax.Array) -> Iterator[Box]:
             """Yield the row in tile i, the block and the first row in the block of every box."""
             for row in range(0, tile, rows):
                 token = start + i * tile + row
                 block = table_ref[seq, jnp.minimum(lax.div(token, block_size), last_block)]
                 yield row, block, pl.multiple_of(lax.rem(token, block_size), rows) if rows < block_size else 0
 
-        def copy(boxes, pool_ref, column, tile_ref, barrier):
+        def copy(boxes: Iterable[Box], pool_ref: Ref, column: jax.Array | int, tile_ref: Ref, barrier: Ref) -> None:
             for row, block, offset in boxes:
                 source = pool_ref.at[block, head, pl.ds(offset, rows), pl.ds(column, tile_ref.shape[1])]
                 plgpu.copy_gmem_to_smem(source, tile_ref.at[pl.ds(row, rows)], barrier)
 
-        def fill_stage(i):
+        def fill_stage(i: jax.Array) -> None:
             stage, left = lax.rem(filled + i, stages), end - start - i * tile
             # Table entries are read before the wait for room, unless they are too many to keep.
             kept = list(boxes(i)) if tile // rows <= MAX_BOXES_KEPT else None
@@ -104,19 +112,19 @@ class KVRing(NamedTuple):
             copy(kept or boxes(i), v_pool_ref, v_column, self.v.at[stage], full)
 
             @pl.when(left < tile)
-            def clear_tail():
+            def clear_tail() -> None:
                 plgpu.barrier_wait(full)
                 _convert(self.v.at[stage], self.v.at[stage], left)
                 plgpu.commit_smem()
                 for _ in range(tile // rows):  # the arrivals of the boxes
                     plgpu.barrier_arrive(self.v_full.at[stage])
 
-        def land(i):
+        def land(i: jax.Array) -> None:
             kept, slot = list(boxes(i)), lax.rem(i, FP8_DEPTH)
             copy(kept, k_pool_ref, 0, self.landing.k.at[slot], self.landing.k_full.at[slot])
             copy(kept, v_pool_ref, v_column, self.landing.v.at[slot], self.landing.v_full.at[slot])
 
-        def convert_stage(i):
+        def convert_stage(i: jax.Array) -> None:
             stage, slot, left = lax.rem(filled + i, stages), lax.rem(i, FP8_DEPTH), end - start - i * tile
             plgpu.barrier_wait(self.landing.k_full.at[slot])
             pl.when(filled + i >= stages)(lambda: plgpu.barrier_wait(self.k_free.at[stage]))
@@ -138,18 +146,18 @@ class KVRing(NamedTuple):
             pl.loop(0, tiles)(convert_stage)
         return filled + tiles
 
-    def drain(self, filled) -> None:
+    def drain(self, filled: jax.Array) -> None:
         """Wait until all tiles are free again: a barrier may not complete twice unobserved."""
         stages = self.k.shape[0]
 
         @pl.loop(jnp.maximum(filled - stages, 0), filled)
-        def drain_stage(n):
+        def drain_stage(n: jax.Array) -> None:
             stage = lax.rem(n, stages)
             plgpu.barrier_wait(self.k_free.at[stage])
             plgpu.barrier_wait(self.v_free.at[stage])
 
 
-def _convert(source, destination, rows) -> None:
+def _convert(source: Ref, destination: Ref, rows: jax.Array | None) -> None:
     """Copy a tile in the destination's dtype; rows from `rows` on (None: no rows) become 0."""
     tile, columns = source.shape
     box = (WGMMA_ROWS, 64)  # at a time: registers are short

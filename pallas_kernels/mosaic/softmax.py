@@ -1,18 +1,27 @@
 """The online softmax of the attention kernels, in base 2, and their tensor core products (Mosaic GPU, Hopper)."""
 
 import math
-from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.options import AttentionOptions, Ref
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2)
 NEG = -1e30  # a finite minus infinity: NEG - NEG is 0, not NaN
 
 
-def softmax_state(rows: int, columns: int, softmax_axis: int) -> tuple[Any, Any, Any]:
+def scales(options: AttentionOptions, num_kv_heads: int) -> tuple[jax.Array, jax.Array]:
+    """Return the factors [K] float32 of q·k and of the output."""
+    ones_k = jnp.ones(num_kv_heads, jnp.float32)
+    k_scale_k = ones_k if options.k_scale_k is None else options.k_scale_k
+    return options.scale * k_scale_k, ones_k if options.v_scale_k is None else options.v_scale_k
+
+
+def softmax_state(rows: int, columns: int, softmax_axis: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return an empty online softmax: output [rows, columns], and maximum and sum along `softmax_axis`."""
     layout, kept = plgpu.Layout.WGMMA, (rows, columns)[1 - softmax_axis]
     cast = plgpu.layout_cast
@@ -23,7 +32,7 @@ def softmax_state(rows: int, columns: int, softmax_axis: int) -> tuple[Any, Any,
     )
 
 
-def capped(x, scale, soft_cap: float | None):
+def capped(x: jax.Array, scale: jax.Array, soft_cap: float | None) -> jax.Array:
     """Return q·k as it is, or as tanh(scale q·k / soft_cap), which `exponent_factor` turns into an exponent of 2.
 
     The maximum is taken before the factor, which then costs nothing: it is the multiplication of an FFMA. tanh is taken
@@ -32,20 +41,20 @@ def capped(x, scale, soft_cap: float | None):
     return x if soft_cap is None else 1.0 - 2.0 / (jnp.exp2(x * (scale * (2 * LOG2E / soft_cap))) + 1.0)
 
 
-def exponent_factor(scale, soft_cap: float | None):
+def exponent_factor(scale: jax.Array, soft_cap: float | None) -> jax.Array | float:
     """Return the factor, above 0, that makes a score of `capped` the exponent of 2 of a softmax weight."""
     return scale * LOG2E if soft_cap is None else soft_cap * LOG2E
 
 
-def natural_lse(max_log2, total):
+def natural_lse(max_log2: jax.Array, total: jax.Array) -> jax.Array:
     """Return the natural log of the sum of exp of all scores; -inf where there are none."""
     return jnp.where(total == 0.0, -jnp.inf, (max_log2 + jnp.log2(total)) * LN2)
 
 
-def product(a, b, rows: int, columns: int):
+def product(a: Ref, b: Ref, rows: int, columns: int) -> jax.Array:
     """Return a @ b [rows, columns] in fp32, waiting for the tensor cores."""
 
-    def scoped(acc_ref):
+    def scoped(acc_ref: Ref) -> jax.Array:
         plgpu.wgmma(acc_ref, a, b)
         return acc_ref[...]
 

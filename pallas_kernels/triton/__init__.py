@@ -1,6 +1,6 @@
 """The paged ops as Pallas-Triton kernels: for NVIDIA GPUs from Ampere on, and for float32.
 
-Same signatures as `pallas_kernels.reference`, which defines their results.
+The functions that `pallas_kernels.ops.Implementation` names; `pallas_kernels.reference` defines their results.
 """
 
 from pallas_kernels.triton.attention import paged_decode_attention, ragged_paged_attention

@@ -20,9 +20,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import checks, tuning
+from pallas_kernels.options import AttentionOptions, OutputAndLse, Ref
 from pallas_kernels.query_tiles import decode_rows, query_tiles
 from pallas_kernels.splits import max_splits, split_size
 from pallas_kernels.triton.launch import as_stored, check_supported, iota, launch
+
+Carry = tuple[jax.Array, jax.Array, jax.Array]  # output, maximum and sum of the softmax so far
 
 LOG2E = 1.4426950408889634
 NEG = -1e30  # a finite minus infinity to start a maximum from: masked scores are -inf, and -inf - NEG is no NaN
@@ -33,25 +36,25 @@ F32_PRODUCT = lax.DotAlgorithmPreset.TF32_TF32_F32_X3  # nearly float32's own, o
 
 
 def _attention_kernel(
-    q_tnh_ref,  # [T, N, h], h at most H
-    k_pool_ref,  # [P, K, B, H]
-    v_pool_ref,  # [P, K, B, H]
-    table_sw_ref,  # [S, W]
-    context_s_ref,  # [S]
-    split_s_ref,  # [S]: tokens of a split
-    row_end_s_ref,  # [S]: past the last query row of each sequence
-    tile_seq_i_ref,  # [I]: the sequence of a query tile, -1 = none
-    tile_row_i_ref,  # [I]: its first query row
-    score_scale_k_ref,  # [K]: makes q·k an exponent of 2, or twice what tanh takes
-    value_scale_k_ref,  # [K]
-    o_tunh_ref,  # [T, U, N, h]
-    lse_tun_ref,  # [T, U, N] float32
+    q_tnh_ref: Ref,  # [T, N, h], h at most H
+    k_pool_ref: Ref,  # [P, K, B, H]
+    v_pool_ref: Ref,  # [P, K, B, H]
+    table_sw_ref: Ref,  # [S, W]
+    context_s_ref: Ref,  # [S]
+    split_s_ref: Ref,  # [S]: tokens of a split
+    row_end_s_ref: Ref,  # [S]: past the last query row of each sequence
+    tile_seq_i_ref: Ref,  # [I]: the sequence of a query tile, -1 = none
+    tile_row_i_ref: Ref,  # [I]: its first query row
+    score_scale_k_ref: Ref,  # [K]: makes q·k an exponent of 2, or twice what tanh takes
+    value_scale_k_ref: Ref,  # [K]
+    o_tunh_ref: Ref,  # [T, U, N, h]
+    lse_tun_ref: Ref,  # [T, U, N] float32
     *,
     rows: int,
     tile: int,
     soft_cap: float | None,
     window: int | None,
-):
+) -> None:
     i, head, u = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     group = q_tnh_ref.shape[1] // k_pool_ref.shape[1]
     block_size, h = k_pool_ref.shape[2:]
@@ -59,7 +62,7 @@ def _attention_kernel(
     seq = tile_seq_i_ref[i]
 
     @pl.when(seq >= 0)
-    def attend_tile():
+    def attend_tile() -> None:
         row, row_end = tile_row_i_ref[i], row_end_s_ref[seq]
         position = context_s_ref[seq] - row_end + row  # of the first row
         oldest, split = _oldest_key(position, window), split_s_ref[seq]
@@ -74,12 +77,12 @@ def _attention_kernel(
         mine_rh = mine_r[:, None] & (column_h < q_tnh_ref.shape[2])[None, :]
 
         @pl.when((first < last) | (u == 0))  # rows without a key get their 0 from the first split
-        def attend_split():
+        def attend_split() -> None:
             at_rh = (row + token_r)[:, None], n_r[:, None], column_h[None, :]
             q_rh = plt.load(q_tnh_ref.at[at_rh], mask=mine_rh, other=0)
             score_scale = score_scale_k_ref[head]
 
-            def step(j, carry):
+            def step(j: jax.Array, carry: Carry) -> Carry:
                 o_rh, max_r, sum_r = carry
                 key_c = j * tile + iota(tile)
                 exists_c = key_c < last
@@ -111,23 +114,23 @@ def _attention_kernel(
 
 
 def _combine_kernel(
-    o_sunh_ref,  # [S, U, N, h] float32; splits past a context were never written
-    lse_sun_ref,  # [S, U, N] float32
-    context_s_ref,  # [S]
-    split_s_ref,  # [S]
-    o_snh_ref,  # [S, N, h]
-    lse_sn_ref,  # [S, N] float32
+    o_sunh_ref: Ref,  # [S, U, N, h] float32; splits past a context were never written
+    lse_sun_ref: Ref,  # [S, U, N] float32
+    context_s_ref: Ref,  # [S]
+    split_s_ref: Ref,  # [S]
+    o_snh_ref: Ref,  # [S, N, h]
+    lse_sn_ref: Ref,  # [S, N] float32
     *,
     columns: int,
     window: int | None,
-):
+) -> None:
     seq, n = pl.program_id(0), pl.program_id(1)
     column_h = iota(columns)
     real_h = column_h < o_snh_ref.shape[2]
     context, split = context_s_ref[seq], split_s_ref[seq]
     splits = pl.cdiv(context, split) - lax.div(_oldest_key(context - 1, window), split)
 
-    def step(i, carry):
+    def step(i: jax.Array, carry: Carry) -> Carry:
         o_h, top, total = carry
         u_u = i * COMBINED + iota(COMBINED)
         live_u = u_u < splits
@@ -146,12 +149,12 @@ def _combine_kernel(
 
 
 def _oldest_key(position: jax.Array, window: int | None) -> jax.Array:
-    """The first key that a query sees."""
+    """Return the first key that a query sees."""
     return jnp.int32(0) if window is None else jnp.maximum(position - window + 1, 0)
 
 
 def _widened(x_ch: jax.Array, dtype: Any) -> jax.Array:
-    """Pool entries in q's dtype. Bytes are fp8: sign, exponent and mantissa move to float16's (and NaN becomes 480)."""
+    """Convert pool entries to q's dtype. Bytes are fp8: their fields move to those of float16 (and NaN becomes 480)."""
     if x_ch.dtype != jnp.uint8:
         return x_ch
     bits_ch = x_ch.astype(jnp.uint16)
@@ -165,21 +168,21 @@ def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
 
 def _launch(
     name: str, q_tnh: jax.Array, k_pool: jax.Array, v_pool: jax.Array, block_tables_sw: jax.Array, *batch: jax.Array,
-    dtype: Any, rows: int, splits: int, tiles: tuning.TritonDecode | tuning.TritonRagged, scale: float,
-    soft_cap: float | None, window: int | None, k_scale_k: jax.Array | None, v_scale_k: jax.Array | None,
+    dtype: Any, rows: int, splits: int, tiles: tuning.TritonDecode | tuning.TritonRagged, options: AttentionOptions,
 ) -> list[jax.Array]:  # fmt: skip
     """Run the attention kernel on `batch`, its arguments from `context_s` to `tile_row_i`.
 
     Returns o [T, U, N, h] and lse [T, U, N].
     """
-    (t, n, h), k = q_tnh.shape, k_pool.shape[1]
+    (t, n, h), k, scale, soft_cap = q_tnh.shape, k_pool.shape[1], options.scale, options.soft_cap
     score_scale_k = jnp.full((k,), scale * LOG2E if soft_cap is None else scale * 2 * LOG2E / soft_cap, jnp.float32)
     value_scale_k = jnp.ones((k,), jnp.float32)
-    if k_scale_k is not None and v_scale_k is not None:
-        score_scale_k, value_scale_k = score_scale_k * (k_scale_k * FP8_UNIT), v_scale_k * FP8_UNIT
+    if options.k_scale_k is not None and options.v_scale_k is not None:
+        score_scale_k *= options.k_scale_k * FP8_UNIT
+        value_scale_k = options.v_scale_k * FP8_UNIT
     return launch(
         name,
-        partial(_attention_kernel, rows=rows, tile=tiles.tile, soft_cap=soft_cap, window=window),
+        partial(_attention_kernel, rows=rows, tile=tiles.tile, soft_cap=soft_cap, window=options.window),
         q_tnh, as_stored(k_pool), as_stored(v_pool), block_tables_sw, *batch, score_scale_k, value_scale_k,
         grid=(batch[-1].shape[0], k, splits),
         out_types=[
@@ -192,7 +195,7 @@ def _launch(
 
 
 def _fitted(kernel: str, tiles: Any, q: jax.Array, pool: jax.Array) -> Any:
-    """The tiles that were asked for, or the default ones, in a size for q's dtype."""
+    """Return the given tiles or the default ones, in a size for q's dtype."""
     tiles = tiles or tuning.find(kernel, "", pool.shape[3], pool.dtype)
     if q.dtype != jnp.float32:
         return tiles
@@ -201,103 +204,64 @@ def _fitted(kernel: str, tiles: Any, q: jax.Array, pool: jax.Array) -> Any:
     return dataclasses.replace(tiles, tile=max(ROWS, tiles.tile // 2), **rows)
 
 
-def _attend_rows(
-    q_snh: jax.Array, k_pool: jax.Array, v_pool: jax.Array, block_tables_sw: jax.Array, context_lens_s: jax.Array, *,
-    tiles: tuning.TritonDecode | None, window: int | None, **options: Any,
-) -> list[jax.Array]:  # fmt: skip
-    """Attend query s over the context of sequence s, cut into splits. Returns o [S, N, h] and lse [S, N]."""
+def paged_decode_attention(
+    q_snh: jax.Array, k_pool: jax.Array, v_pool: jax.Array, block_tables_sw: jax.Array, context_lens_s: jax.Array,
+    options: AttentionOptions, *, tiles: tuning.TritonDecode | None = None,
+) -> OutputAndLse:  # fmt: skip
+    """Compute `Ops.paged_decode_attention`. Temporary memory: 4 S N H bytes per split, at most 32 of them.
+
+    Args:
+        q_snh: bfloat16, float16 or float32.
+        tiles: how the work is cut, None for the default; float32 takes smaller ones.
+    """
+    check_supported(q_snh, k_pool)
     (s, n, _), (_, k, block_size, h) = q_snh.shape, k_pool.shape
     cut: tuning.TritonDecode = _fitted("triton.decode", tiles, q_snh, k_pool)
     most = max_splits(k, block_tables_sw.shape[1] * block_size, cut.split)
     split_s = split_size(context_lens_s, cut.split, most)
     o_sunh, lse_sun = _launch(
         "paged_decode", q_snh, k_pool, v_pool, block_tables_sw, context_lens_s, split_s, iota(s) + 1, iota(s), iota(s),
-        dtype=jnp.float32, rows=ROWS, splits=most, tiles=cut, window=window, **options,
+        dtype=jnp.float32, rows=ROWS, splits=most, tiles=cut, options=options,
     )  # fmt: skip
-    return launch(
+    o_snh, lse_sn = launch(
         "paged_decode_combine",
-        partial(_combine_kernel, columns=h, window=window),
+        partial(_combine_kernel, columns=h, window=options.window),
         o_sunh, lse_sun, context_lens_s, split_s,
         grid=(s, n),
         out_types=[jax.ShapeDtypeStruct(q_snh.shape, q_snh.dtype), jax.ShapeDtypeStruct((s, n), jnp.float32)],
         num_warps=2,
     )  # fmt: skip
-
-
-def paged_decode_attention(
-    q_snh: jax.Array,
-    k_pool: jax.Array,
-    v_pool: jax.Array,
-    block_tables_sw: jax.Array,
-    context_lens_s: jax.Array,
-    *,
-    scale: float,
-    soft_cap: float | None = None,
-    window: int | None = None,
-    k_scale_k: jax.Array | None = None,
-    v_scale_k: jax.Array | None = None,
-    return_lse: bool = False,
-    tiles: tuning.TritonDecode | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Compute `reference.paged_decode_attention`. Temporary memory: 4 S N H bytes per split, at most 32 of them.
-
-    Args:
-        q_snh: [S, N, H], bfloat16, float16 or float32.
-        tiles: how the work is cut, None for the default; float32 takes smaller ones.
-    """
-    options: dict[str, Any] = dict(soft_cap=soft_cap, window=window, k_scale_k=k_scale_k, v_scale_k=v_scale_k)
-    batch = block_tables_sw, context_lens_s
-    checks.check_attention(q_snh, k_pool, v_pool, *batch, scale=scale, **options)
-    check_supported(q_snh, k_pool)
-    o_snh, lse_sn = _attend_rows(q_snh, k_pool, v_pool, *batch, tiles=tiles, scale=scale, **options)
-    return (o_snh, lse_sn) if return_lse else o_snh
+    return o_snh, lse_sn
 
 
 def ragged_paged_attention(
-    q_tnh: jax.Array,
-    k_pool: jax.Array,
-    v_pool: jax.Array,
-    block_tables_sw: jax.Array,
-    context_lens_s: jax.Array,
-    cu_q_lens_s1: jax.Array,
-    *,
-    scale: float,
-    soft_cap: float | None = None,
-    window: int | None = None,
-    k_scale_k: jax.Array | None = None,
-    v_scale_k: jax.Array | None = None,
-    decode_s: jax.Array | None = None,
-    return_lse: bool = False,
-    tiles: tuning.TritonRagged | None = None,
-    decode_tiles: tuning.TritonDecode | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Compute `reference.ragged_paged_attention`.
+    q_tnh: jax.Array, k_pool: jax.Array, v_pool: jax.Array, block_tables_sw: jax.Array, context_lens_s: jax.Array,
+    cu_q_lens_s1: jax.Array, decode_s: jax.Array | None, options: AttentionOptions, *,
+    tiles: tuning.TritonRagged | None = None, decode_tiles: tuning.TritonDecode | None = None,
+) -> OutputAndLse:  # fmt: skip
+    """Compute `Ops.ragged_paged_attention`.
 
     Args:
-        q_tnh: [T, N, H], bfloat16, float16 or float32.
+        q_tnh: bfloat16, float16 or float32.
         tiles, decode_tiles: as in `paged_decode_attention`, of prompts and of decode rows.
     """
-    options: dict[str, Any] = dict(soft_cap=soft_cap, window=window, k_scale_k=k_scale_k, v_scale_k=v_scale_k)
-    batch = block_tables_sw, context_lens_s, cu_q_lens_s1
-    s, n, _, k = checks.check_attention(q_tnh, k_pool, v_pool, *batch, decode_s=decode_s, scale=scale, **options)
     check_supported(q_tnh, k_pool)
+    (num_rows, n, _), k, s = q_tnh.shape, k_pool.shape[1], context_lens_s.shape[0]
     cut: tuning.TritonRagged = _fitted("triton.ragged", tiles, q_tnh, k_pool)
-    num_rows = q_tnh.shape[0]
     decode_s, row_s = decode_rows(cu_q_lens_s1, decode_s)
     query = query_tiles(cu_q_lens_s1, decode_s, num_rows=num_rows, tile_q=cut.rows // (n // k))
     o_tunh, lse_tun = _launch(
         "ragged_paged", q_tnh, k_pool, v_pool, block_tables_sw,
         jnp.append(context_lens_s, jnp.int32(0)),  # sequence S owns the rows that nobody owns, and has no keys
         jnp.full((s + 1,), checks.MAX_CONTEXT, jnp.int32), query.row_end_s1, query.seq_i, query.row_i,
-        dtype=q_tnh.dtype, rows=cut.rows, splits=1, tiles=cut, scale=scale, **options,
+        dtype=q_tnh.dtype, rows=cut.rows, splits=1, tiles=cut, options=options,
     )  # fmt: skip
     q_snh = q_tnh.at[jnp.maximum(row_s, 0)].get(mode="promise_in_bounds")
-    decoded = _attend_rows(
-        q_snh, k_pool, v_pool, block_tables_sw, jnp.where(decode_s, context_lens_s, 0),
-        tiles=decode_tiles, scale=scale, **options,
-    )  # fmt: skip
+    decoded = paged_decode_attention(
+        q_snh, k_pool, v_pool, block_tables_sw, jnp.where(decode_s, context_lens_s, 0), options, tiles=decode_tiles
+    )
     row_s = jnp.where(row_s < 0, num_rows, row_s)  # past the end: dropped
     o_tnh, lse_tn = (
         x_tu[:, 0].at[row_s].set(x_s, mode="drop") for x_tu, x_s in zip((o_tunh, lse_tun), decoded, strict=True)
     )
-    return (o_tnh, lse_tn) if return_lse else o_tnh
+    return o_tnh, lse_tn

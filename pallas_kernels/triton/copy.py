@@ -5,18 +5,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels import checks
+from pallas_kernels.options import Ref
 from pallas_kernels.triton.launch import as_stored, iota, launch
 
 PIECE = 2048  # elements that one program copies
 
 
 def _copy_kernel(
-    blocks_ce_ref,  # [C, E]
-    destination_c_ref,  # [C]
-    _pool_pe_ref,  # [P, E]
-    pool_pe_ref,  # [P, E], in its place
-):
+    blocks_ce_ref: Ref,  # [C, E]
+    destination_c_ref: Ref,  # [C]
+    _pool_pe_ref: Ref,  # [P, E]
+    pool_pe_ref: Ref,  # [P, E], in its place
+) -> None:
     c, piece = pl.program_id(0), pl.program_id(1)
     destination = destination_c_ref[c]
     e = piece * PIECE + iota(PIECE)
@@ -25,8 +25,7 @@ def _copy_kernel(
 
 
 def copy_blocks(pool: jax.Array, sources_c: jax.Array, destinations_c: jax.Array) -> jax.Array:
-    """See `reference.copy_blocks`. Temporary memory: the C blocks."""
-    checks.check_copy(pool, sources_c, destinations_c)
+    """Compute `Ops.copy_blocks`. Temporary memory: the C blocks."""
     if sources_c.shape[0] == 0:
         return pool
     pool_pe = as_stored(pool).reshape(pool.shape[0], -1)

@@ -7,17 +7,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import checks, reference
+from pallas_kernels.options import Pools, Ref, WriteOptions
 from pallas_kernels.triton.launch import as_stored, check_supported, iota, launch
 
 
 def _write_kernel(
-    k_tkh_ref,  # [T, K, h], h at most H
-    v_tkh_ref,  # [T, K, h]
-    slot_t_ref,  # [T]
-    *refs,  # if keys are rotated cos and sin [T, h / 2]; both pools; and in their place
+    k_tkh_ref: Ref,  # [T, K, h], h at most H
+    v_tkh_ref: Ref,  # [T, K, h]
+    slot_t_ref: Ref,  # [T]
+    *refs: Ref,  # if keys are rotated cos and sin [T, h / 2]; both pools; and in their place
     # k_pool_ref  [P, K, B, H]
     # v_pool_ref  [P, K, B, H]
-):
+) -> None:
     *angle_refs, k_pool_ref, v_pool_ref = *refs[:-4], *refs[-2:]
     t, head = pl.program_id(0), pl.program_id(1)
     slot, h = slot_t_ref[t], k_tkh_ref.shape[2]
@@ -26,7 +27,7 @@ def _write_kernel(
     real_h = column_h < h
 
     @pl.when(slot >= 0)
-    def write():
+    def write() -> None:
         k_h, v_h = (plt.load(ref.at[t, head, column_h], mask=real_h, other=0) for ref in (k_tkh_ref, v_tkh_ref))
         if angle_refs:
             left_h = column_h < h // 2
@@ -42,27 +43,18 @@ def _write_kernel(
 
 
 def write_kv(
-    k_pool: jax.Array,
-    v_pool: jax.Array,
-    k_tkh: jax.Array,
-    v_tkh: jax.Array,
-    slot_mapping_t: jax.Array,
-    *,
-    cos_t: jax.Array | None = None,
-    sin_t: jax.Array | None = None,
-    k_scale_k: jax.Array | None = None,
-    v_scale_k: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """See `reference.write_kv`. Keys for fp8 pools are rotated and rounded before the kernel, by XLA."""
-    checks.check_write(k_pool, v_pool, k_tkh, v_tkh, slot_mapping_t, cos_t, sin_t, k_scale_k, v_scale_k)
+    k_pool: jax.Array, v_pool: jax.Array, k_tkh: jax.Array, v_tkh: jax.Array, slot_mapping_t: jax.Array,
+    options: WriteOptions,
+) -> Pools:  # fmt: skip
+    """Compute `Ops.write_kv`. XLA rotates and rounds the keys for fp8 pools before the kernel."""
     check_supported(k_tkh, k_pool)
     if k_tkh.shape[0] == 0:
         return k_pool, v_pool
-    angles = () if cos_t is None or sin_t is None else (cos_t, sin_t)
+    angles = options.angles or ()
     if angles and k_pool.dtype == checks.FP8:
         k_tkh, angles = reference.rotate(k_tkh, *angles), ()
-    k_tkh = reference.quantize(k_tkh, k_pool.dtype, k_scale_k)
-    v_tkh = reference.quantize(v_tkh, v_pool.dtype, v_scale_k)
+    k_tkh = reference.quantize(k_tkh, k_pool.dtype, options.k_scale_k)
+    v_tkh = reference.quantize(v_tkh, v_pool.dtype, options.v_scale_k)
     arrays = as_stored(k_tkh), as_stored(v_tkh), slot_mapping_t, *angles
     pool_type = jax.ShapeDtypeStruct(k_pool.shape, as_stored(k_pool).dtype)
     pools = launch(

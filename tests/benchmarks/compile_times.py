@@ -6,7 +6,6 @@ python -m tests.benchmarks.compile_times        minutes; prints seconds by name
 import functools
 import time
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -21,8 +20,9 @@ from jpaged.runtime.kv_cache import KVCache
 from jpaged.runtime.row_table import NUM_SCALARS
 from jpaged.runtime.sampling_state import empty_state
 from jpaged.runtime.step import Step
-from pallas_kernels import mosaic, select, triton
+from pallas_kernels import Ops, mosaic, select, triton
 from tests import deviceless
+from tests.kernels.implementations import ops_of
 
 S = jax.ShapeDtypeStruct
 BF16, INT32, FP32 = jnp.bfloat16, jnp.int32, jnp.float32
@@ -45,18 +45,18 @@ def chain(op: Callable, calls: int) -> Callable:
     return lambda q, k, v, lens, tables: functools.reduce(lambda q, t: call(q, k, v, t, *lens), tables[:calls], q)
 
 
-def kernels(name: str, module: ModuleType) -> dict[str, float]:
+def kernels(name: str, ops: Ops) -> dict[str, float]:
     x, angle = S((64, 8, 128), BF16), S((64, 64), FP32)
     decode = S((1, 32, 128), BF16), POOL, POOL, (S((1,), INT32),), [S((1, 16), INT32)] * 128
     ragged = S((8192, 32, 128), BF16), POOL, POOL, (S((1,), INT32), S((2,), INT32)), [S((1, 128), INT32)] * 8
-    rope = lambda k, v, x, y, slots, cos, sin: module.write_kv(k, v, x, y, slots, cos_t=cos, sin_t=sin)
+    rope = lambda k, v, x, y, slots, cos, sin: ops.write_kv(k, v, x, y, slots, cos_t=cos, sin_t=sin)
     return {
-        f"{name} decode": seconds(chain(module.paged_decode_attention, 1), *decode),
-        f"{name} ragged": seconds(chain(module.ragged_paged_attention, 1), *ragged),
+        f"{name} decode": seconds(chain(ops.paged_decode_attention, 1), *decode),
+        f"{name} ragged": seconds(chain(ops.ragged_paged_attention, 1), *ragged),
         f"{name} write": seconds(rope, POOL, POOL, x, x, S((64,), INT32), angle, angle),
-        f"{name} copy": seconds(module.copy_blocks, POOL, S((8,), INT32), S((8,), INT32)),
-        f"{name} decode, 128 calls": seconds(chain(module.paged_decode_attention, 128), *decode),
-        f"{name} ragged, 8 calls": seconds(chain(module.ragged_paged_attention, 8), *ragged),
+        f"{name} copy": seconds(ops.copy_blocks, POOL, S((8,), INT32), S((8,), INT32)),
+        f"{name} decode, 128 calls": seconds(chain(ops.paged_decode_attention, 128), *decode),
+        f"{name} ragged, 8 calls": seconds(chain(ops.ragged_paged_attention, 8), *ragged),
     }
 
 
@@ -85,7 +85,7 @@ def step(name: str, config: ModelConfig, bucket: Bucket, block_size: int) -> tup
 
 
 def main() -> None:
-    found = kernels("mosaic", mosaic) | kernels("triton", triton)
+    found = kernels("mosaic", ops_of(mosaic)) | kernels("triton", ops_of(triton))
     bucket, llama = Bucket(64, 64, True), MODELS["llama-3.1-8b"]
     forward, sampler = step("mosaic", llama, bucket, 64)
     found |= {"Llama-3.1-8B, 32 layers, 64 sequences": forward, "its sampler": sampler}

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.suite import worker
 
 
-def raises_and_poisons(*args, **options):
+def raises_and_poisons(*args):
     """As after a CUDA fault: this call fails, and so does every later one."""
     import jax
 
@@ -27,16 +27,16 @@ def raises_and_poisons(*args, **options):
     fails()
 
 
-def aborts(*args, **options):
+def aborts(*args):
     os.abort()
 
 
-def hangs(*args, **options):
+def hangs(*args):
     time.sleep(1000)
 
 
-def wrong(q, *args, **options):
-    return 0 * q
+def wrong(q, *args):
+    return 0 * q, None
 
 
 def checks_its_environment(pool, *args):
@@ -55,6 +55,10 @@ FAULTS = {
 }
 
 
+def faulty(kernels, op):
+    return dataclasses.replace(kernels, implementation=kernels.implementation._replace(**FAULTS.get(op, {})))
+
+
 def quick(options, send):
     if options["cell"]["op"] == "copy":
         send("say", f"pid {os.getpid()}")
@@ -70,5 +74,5 @@ if __name__ == "__main__":
         from benchmarks.kernels import implementations
 
         choose, op = implementations.choose, json.loads(sys.argv[3])["cell"]["op"]
-        implementations.choose = lambda *args: dataclasses.replace(choose(*args), **FAULTS.get(op, {}))
+        implementations.choose = lambda *args: faulty(choose(*args), op)
     worker.main(*sys.argv[1:])

@@ -34,7 +34,7 @@ from benchmarks.shared.deadline import Deadline
 from benchmarks.shared.device import Device
 from benchmarks.shared.results import Report, table
 from benchmarks.shared.timing import TINY, Effort, JaxTimed, measure, ratio, summarize
-from pallas_kernels import reference, tuning
+from pallas_kernels import paged_decode_attention, tuning
 
 ROOT = Path(__file__).parents[2]
 SHAPE = Shape(32, 16, num_heads=4, num_kv_heads=2, dtype="float32")
@@ -145,12 +145,12 @@ def test_a_wrong_output_is_caught_before_it_is_timed(tmp_path):
     workload = make_workload(SHAPE, [40, 7], l2_bytes=2**14)
 
     def short(q, k_pool, v_pool, tables, lens, **options):
-        return reference.paged_decode_attention(q, k_pool, v_pool, tables, lens - 1, **options)
+        return paged_decode_attention(q, k_pool, v_pool, tables, lens - 1, **options)
 
     report = Report(tmp_path / "results.json", ENVIRONMENT, quiet=True)
     bench = Bench(CPU, report, True, TINY, Deadline(60))
     log = []
-    right = PagedTimed(reference.paged_decode_attention, workload)
+    right = PagedTimed(paged_decode_attention, workload)
     wrong = PagedTimed(short, workload)
     wrong.seconds = lambda reps: log.append("timed")
     timings, notes = bench.compare({"experiment": "decode"}, workload, {"right": lambda: right, "wrong": lambda: wrong})
@@ -273,7 +273,7 @@ def test_the_fastest_right_configuration_wins(tmp_path):
         built.append(tiles)
         if tiles == broken:
             raise ValueError("does not compile")
-        timed = PagedTimed(reference.paged_decode_attention, workload)
+        timed = PagedTimed(paged_decode_attention, workload)
         timed.seconds = lambda reps: {default: 2.0, fast: 1.0, wrong: 0.1}[tiles]
         if tiles == wrong:
             timed.output = lambda index: np.zeros(workload.q.shape)

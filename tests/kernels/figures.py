@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from pallas_kernels import checks, mosaic, triton, tuning
 from tests import deviceless
+from tests.kernels.implementations import ops_of
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "kernel-figures.md"
 PROGRAMS = {"mosaic": (mosaic, deviceless.H200), "triton": (triton, deviceless.A100)}
@@ -56,14 +57,14 @@ def _ops(module: types.ModuleType, case: Case, options: dict):
     for op in ("decode", "ragged"):
         tiles[op] = tuning.find(f"{case.program}.{op}", PROGRAMS[case.program][1].kind, case.head_dim, case.pool_dtype)
 
+    implementation = ops_of(module, **tiles)
+
     def ops(q, k, v, k_pool, v_pool, slots, tables, contexts, cu, cos, sin, copies, scale):
         scales = dict(k_scale_k=scale, v_scale_k=scale) if fp8 else {}
         shared = dict(scale=case.head_dim**-0.5, **scales, **options)
-        k_pool, v_pool = module.write_kv(k_pool, v_pool, k, v, slots, cos_t=cos, sin_t=sin, **scales)
-        k_pool = module.copy_blocks(k_pool, copies, copies)
-        mixed = module.ragged_paged_attention(
-            q, k_pool, v_pool, tables, contexts, cu, tiles=tiles["ragged"], decode_tiles=tiles["decode"], **shared
-        )
+        k_pool, v_pool = implementation.write_kv(k_pool, v_pool, k, v, slots, cos_t=cos, sin_t=sin, **scales)
+        k_pool = implementation.copy_blocks(k_pool, copies, copies)
+        mixed = implementation.ragged_paged_attention(q, k_pool, v_pool, tables, contexts, cu, **shared)
         return mixed, k_pool, v_pool
 
     return ops

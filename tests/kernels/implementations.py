@@ -1,10 +1,12 @@
 """Every implementation of the ops in a form that runs on a CPU."""
 
 import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 
-from pallas_kernels import Kernels, mosaic, reference, triton
+from pallas_kernels import Kernels, Ops, load, mosaic, reference, triton
 from tests.kernels import mosaic_interpreter, triton_interpreter
 
 
@@ -12,21 +14,35 @@ def jitted(op):
     return lambda *args, **kwargs: jax.jit(functools.partial(op, **kwargs))(*args)
 
 
-def kernels_of(module, run=lambda op: op) -> Kernels:
-    """Return the ops of a module, each in the form that `run` makes of it."""
-    return Kernels(
-        name=module.__name__.rpartition(".")[2],
-        reason="to be tested",
-        head_dim=0,
-        write_kv=run(module.write_kv),
-        copy_blocks=run(module.copy_blocks),
-        paged_decode_attention=run(module.paged_decode_attention),
-        ragged_paged_attention=run(module.ragged_paged_attention),
-    )
+def ops_of(module, **tiles) -> Ops:
+    """Return the ops of a module, for a compiler or an interpreter; tiles by "decode" and "ragged"."""
+    return Ops(load(module.__name__, tiles))
 
 
-REFERENCE = kernels_of(reference, jitted)
-TRITON = kernels_of(triton, triton_interpreter.interpreted)
+def kernels_of(module, **replaced) -> Kernels:
+    """Return the ops of a module as an engine takes them, some of its functions replaced."""
+    implementation = load(module.__name__)._replace(**replaced)
+    return Kernels(implementation, name=module.__name__.rpartition(".")[2], reason="to be tested", head_dim=0)
+
+
+class Wrapped(NamedTuple):
+    """The ops of a module, each in a form that runs on a CPU."""
+
+    name: str
+    write_kv: Callable
+    copy_blocks: Callable
+    paged_decode_attention: Callable
+    ragged_paged_attention: Callable
+
+
+def wrapped(module, run) -> Wrapped:
+    """Apply `run` to each op of a module."""
+    ops = ops_of(module)
+    return Wrapped(module.__name__.rpartition(".")[2], *(run(getattr(ops, op)) for op in Wrapped._fields[1:]))
+
+
+REFERENCE = wrapped(reference, jitted)
+TRITON = wrapped(triton, triton_interpreter.interpreted)
 # Two multiprocessors, so that a thread block of decode has more than one split to walk.
-MOSAIC = kernels_of(mosaic, functools.partial(mosaic_interpreter.interpreted, num_sms=2))
+MOSAIC = wrapped(mosaic, functools.partial(mosaic_interpreter.interpreted, num_sms=2))
 ALL = (REFERENCE, TRITON, MOSAIC)

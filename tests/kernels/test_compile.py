@@ -11,6 +11,7 @@ import pytest
 from pallas_kernels import mosaic
 from tests import deviceless
 from tests.kernels import figures
+from tests.kernels.implementations import ops_of
 
 pytestmark = pytest.mark.skipif(deviceless.why_not() is not None, reason=str(deviceless.why_not()))
 
@@ -84,7 +85,7 @@ def step(k, v, slots, pools, cos, sin, *, order=None):
     """Four layers' KV writes, and results in `order`."""
     out = []
     for layer in range(0, len(pools), 2):
-        out += mosaic.write_kv(*pools[layer : layer + 2], k + layer, v + layer, slots, cos_t=cos, sin_t=sin)
+        out += ops_of(mosaic).write_kv(*pools[layer : layer + 2], k + layer, v + layer, slots, cos_t=cos, sin_t=sin)
     return out if order is None else [out[i] for i in order]
 
 
@@ -108,7 +109,7 @@ def test_blocks_are_copied_in_place():
     """Through a copy of those blocks, and of no more."""
     indices = S((16,), jnp.int32)
     result = deviceless.compile_for_h200(
-        mosaic.copy_blocks, S(POOL, jnp.bfloat16), indices, indices, donate_argnums=0, figures=False
+        ops_of(mosaic).copy_blocks, S(POOL, jnp.bfloat16), indices, indices, donate_argnums=0, figures=False
     )
     assert result.aliased_bytes == POOL_BYTES
     assert result.copies_of(POOL, jnp.bfloat16) == 0
@@ -120,7 +121,7 @@ def test_compiling_leaves_nothing_behind(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     x = S((1, 1, 64), jnp.bfloat16)
     pool = S((2, 1, 8, 64), jnp.bfloat16)
-    result = deviceless.compile_for_h200(mosaic.write_kv, pool, pool, x, x, S((1,), jnp.int32))
+    result = deviceless.compile_for_h200(ops_of(mosaic).write_kv, pool, pool, x, x, S((1,), jnp.int32))
     assert len(result.kernels) == 1
     assert not list(pathlib.Path(tmp_path).iterdir())
     assert not [name for name in os.environ if name.startswith("MOSAIC_GPU_DUMP")]

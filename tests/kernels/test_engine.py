@@ -186,7 +186,7 @@ def test_the_engine_generates_the_same_after_preemptions(dtype, implementation, 
 
 
 def test_it_finds_a_missing_block_copy(model_of, expected_of):
-    interpreting, kernels = REFERENCE
-    faulty = interpreting, dataclasses.replace(kernels, copy_blocks=lambda pool, sources, destinations: pool)
+    interpreting, _ = REFERENCE
+    faulty = interpreting, kernels_of(reference, copy_blocks=lambda pool, sources, destinations: pool)
     with pytest.raises(AssertionError):
         check(expected_of("float32"), generate(model_of("float32"), faulty, SHORT, blocks=16), "float32")

@@ -13,6 +13,7 @@ from pallas_kernels import mosaic, tuning
 from pallas_kernels.mosaic import combine, decode, kv_write, ring, support
 from tests import deviceless
 from tests.kernels import mosaic_program
+from tests.kernels.implementations import ops_of
 
 pytestmark = pytest.mark.skipif(deviceless.why_not() is not None, reason=str(deviceless.why_not()))
 
@@ -56,11 +57,11 @@ def write_faults(head_dim: int, pool_dtype: str, num_kv_heads: int) -> dict[str,
 
     def ops(k, slots, angles, copies, k_pool):
         options = scales(pool_dtype, num_kv_heads)
-        rotated = mosaic.write_kv(k_pool, k_pool, k, k, slots, cos_t=angles, sin_t=angles, **options)
+        rotated = ops_of(mosaic).write_kv(k_pool, k_pool, k, k, slots, cos_t=angles, sin_t=angles, **options)
         return (
             rotated,
-            mosaic.write_kv(k_pool, k_pool, k, k, slots, **options),
-            mosaic.copy_blocks(k_pool, copies, copies),
+            ops_of(mosaic).write_kv(k_pool, k_pool, k, k, slots, **options),
+            ops_of(mosaic).copy_blocks(k_pool, copies, copies),
         )
 
     k, angles = S((T, num_kv_heads, head_dim), jnp.bfloat16), S((T, head_dim // 2), jnp.float32)
@@ -77,18 +78,21 @@ def attention_faults(
 
     def ops(q, kv, table, contexts, cu):
         shared = dict(scale=0.1, **scales(pool_dtype, num_kv_heads), **options)
-        return mosaic.ragged_paged_attention(q, kv, kv, table, contexts, cu, **shared)
+        return ops_of(mosaic).ragged_paged_attention(q, kv, kv, table, contexts, cu, **shared)
 
     return faults(ops, wide, kv, table, *ints)
 
 
-def decode_faults(head_dim: int, pool_dtype: str, group: int, **options) -> dict[str, list[str]]:
+def decode_faults(head_dim: int, pool_dtype: str, group: int, tiles=None, **options) -> dict[str, list[str]]:
     """Faults of both decode kernels."""
     heads = S((SEQS, 2 * group, head_dim), jnp.bfloat16)
     table, contexts = S((SEQS, 131_072 // 16), jnp.int32), S((SEQS,), jnp.int32)
 
+    ops = ops_of(mosaic, decode=tiles)
+
     def op(q, kv, table, contexts):
-        return mosaic.paged_decode_attention(q, kv, kv, table, contexts, scale=0.1, **scales(pool_dtype, 2), **options)
+        options_of_pool = scales(pool_dtype, 2)
+        return ops.paged_decode_attention(q, kv, kv, table, contexts, scale=0.1, **options_of_pool, **options)
 
     return faults(op, heads, pool(head_dim, pool_dtype, 2), table, contexts)
 
@@ -142,9 +146,9 @@ class TestLaunches:
         n = 70_000
 
         def ops(q, k, slots, angles, kv, table):
-            kv, _ = mosaic.write_kv(kv, kv, k, k, slots, cos_t=angles, sin_t=angles)
-            kv = mosaic.copy_blocks(kv, slots, slots)
-            return mosaic.paged_decode_attention(q, kv, kv, table, slots, scale=0.1)
+            kv, _ = ops_of(mosaic).write_kv(kv, kv, k, k, slots, cos_t=angles, sin_t=angles)
+            kv = ops_of(mosaic).copy_blocks(kv, slots, slots)
+            return ops_of(mosaic).paged_decode_attention(q, kv, kv, table, slots, scale=0.1)
 
         found = faults(
             ops, S((n, 8, 64), jnp.bfloat16), S((n, 8, 64), jnp.bfloat16), S((n,), jnp.int32), S((n, 32), jnp.float32),
@@ -199,7 +203,7 @@ class TestPlantedFaults:
 
         monkeypatch.setattr(kv_write.plgpu, "kernel", turned)
         k = S((70_000, 1, 64), jnp.bfloat16)
-        found = faults(mosaic.write_kv, *[pool(64, "bfloat16", 1)] * 2, k, k, S((70_000,), jnp.int32))
+        found = faults(ops_of(mosaic).write_kv, *[pool(64, "bfloat16", 1)] * 2, k, k, S((70_000,), jnp.int32))
         assert found["kv_write"] == ["70000 thread blocks along y, at most 65535"]
 
     def test_too_much_shared_memory(self):

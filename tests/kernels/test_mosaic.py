@@ -15,7 +15,7 @@ from pallas_kernels.mosaic import decode as decode_module
 from pallas_kernels.mosaic import ragged as ragged_module
 from pallas_kernels.mosaic import ring
 from tests.kernels import cases
-from tests.kernels.implementations import MOSAIC
+from tests.kernels.implementations import MOSAIC, ops_of
 from tests.kernels.mosaic_interpreter import interpreted
 
 decode, ragged = MOSAIC.paged_decode_attention, MOSAIC.ragged_paged_attention
@@ -25,7 +25,7 @@ decode, ragged = MOSAIC.paged_decode_attention, MOSAIC.ragged_paged_attention
 def test_where_a_split_is_computed_changes_nothing(num_sms):
     """To the bit: any number of thread blocks."""
     batch = cases.make_batch([100, 0, 1030], num_kv_heads=1, group=2)
-    op = interpreted(mosaic.paged_decode_attention, num_sms=num_sms)
+    op = interpreted(ops_of(mosaic).paged_decode_attention, num_sms=num_sms)
     np.testing.assert_array_equal(batch.run(op), batch.run(decode))
 
 

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import checkify
 
-from pallas_kernels import mosaic, reference, select, triton
+import pallas_kernels
+from pallas_kernels import mosaic, select, triton
 from tests.kernels import cases
+from tests.kernels.implementations import ops_of
 
-MODULES = [reference, triton, mosaic]
-every = pytest.mark.parametrize("ops", MODULES, ids=lambda ops: ops.__name__.rpartition(".")[2])
 MODEL = dict(dtype="bfloat16", head_dim=128, num_heads=32, num_kv_heads=4, block_size=16)
 H200 = dict(platform="gpu", device_kind="NVIDIA H200", compute_capability=9.0)
 A100 = dict(platform="gpu", device_kind="NVIDIA A100-SXM4-80GB", compute_capability=8.0)
@@ -19,15 +19,14 @@ B200 = dict(platform="gpu", device_kind="NVIDIA B200", compute_capability=10.0)
 CPU = dict(platform="cpu", device_kind="cpu", compute_capability=None)
 
 
-@every
 class TestShapes:
-    def test_attention(self, ops):
+    def test_attention(self):
         batch = cases.make_batch([12, 3], q_lens=[1, 1])
         q, pools = batch.q, (batch.k_pool, batch.v_pool)
         tables, contexts, cu = batch.block_tables, batch.context_lens, batch.cu_q_lens
 
         def decode(q=q, pools=pools, tables=tables, contexts=contexts, scale=1.0, **options):
-            ops.paged_decode_attention(q, *pools, tables, contexts, scale=scale, **options)
+            pallas_kernels.paged_decode_attention(q, *pools, tables, contexts, scale=scale, **options)
 
         with pytest.raises(ValueError, match=r"q has 3 rows, expected .* 2 rows of block_tables_sw"):
             decode(q=jnp.zeros((3, 2, 64), jnp.bfloat16))
@@ -56,35 +55,35 @@ class TestShapes:
         with pytest.raises(ValueError, match=r"k_scale_k is float32\[3\], expected float32\[2\]"):
             decode(pools=fp8, k_scale_k=jnp.ones(3), v_scale_k=jnp.ones(2))
         with pytest.raises(ValueError, match=r"cu_q_lens_s1 is int32\[2\], expected int32\[3\]"):
-            ops.ragged_paged_attention(q, *pools, tables, contexts, cu[1:], scale=1.0)
+            pallas_kernels.ragged_paged_attention(q, *pools, tables, contexts, cu[1:], scale=1.0)
         with pytest.raises(ValueError, match=r"decode_s is int32\[2\], expected bool\[2\]"):
-            ops.ragged_paged_attention(q, *pools, tables, contexts, cu, scale=1.0, decode_s=contexts)
+            pallas_kernels.ragged_paged_attention(q, *pools, tables, contexts, cu, scale=1.0, decode_s=contexts)
         with pytest.raises(ValueError, match=r"v_pool is .*, expected bfloat16"):
-            ops.ragged_paged_attention(q, pools[0], pools[1][1:], tables, contexts, cu, scale=1.0)
+            pallas_kernels.ragged_paged_attention(q, pools[0], pools[1][1:], tables, contexts, cu, scale=1.0)
 
-    def test_write(self, ops):
+    def test_write(self):
         write = cases.make_write(rotated=True)
         pools, k, v, slots = write.args[:2], *write.args[2:]
         with pytest.raises(ValueError, match=r"v_tkh is bfloat16\[7, 2, 64\], expected bfloat16\[7, 2, 128\]"):
-            ops.write_kv(*pools, k, v[..., :64], slots)
+            pallas_kernels.write_kv(*pools, k, v[..., :64], slots)
         with pytest.raises(ValueError, match=r"slot_mapping_t is int32\[6\], expected int32\[7\]"):
-            ops.write_kv(*pools, k, v, slots[1:])
-        with pytest.raises(ValueError, match=r"cos_t and sin_t come together"):
-            ops.write_kv(*pools, k, v, slots, cos_t=write.options["cos_t"])
+            pallas_kernels.write_kv(*pools, k, v, slots[1:])
+        with pytest.raises(ValueError, match=r"cos_t and sin_t must be given together"):
+            pallas_kernels.write_kv(*pools, k, v, slots, cos_t=write.options["cos_t"])
         with pytest.raises(ValueError, match=r"sin_t is float32\[7, 32\], expected float32\[7, 64\]"):
-            ops.write_kv(
+            pallas_kernels.write_kv(
                 *pools, k, v, slots, cos_t=write.options["cos_t"], sin_t=write.options["sin_t"][:, :32]
             )  # fmt: skip
 
-    def test_copy(self, ops):
+    def test_copy(self):
         pool = jnp.zeros((4, 2, 16, 64), jnp.bfloat16)
         with pytest.raises(ValueError, match=r"destinations_c is int32\[3\], expected int32\[2\]"):
-            ops.copy_blocks(pool, jnp.zeros(2, jnp.int32), jnp.zeros(3, jnp.int32))
+            pallas_kernels.copy_blocks(pool, jnp.zeros(2, jnp.int32), jnp.zeros(3, jnp.int32))
 
-    def test_a_table_of_too_many_tokens(self, ops):
+    def test_a_table_of_too_many_tokens(self):
         batch = cases.make_batch([12], block_size=16, width=8193)
         with pytest.raises(NotImplementedError, match=r"8193 blocks of 16 = 131088 tokens, supported are 131072"):
-            ops.paged_decode_attention(*batch.args, scale=1.0)
+            pallas_kernels.paged_decode_attention(*batch.args, scale=1.0)
 
 
 @pytest.mark.parametrize("ops", [triton, mosaic], ids=["triton", "mosaic"])
@@ -109,7 +108,7 @@ def test_unsupported(ops, changed, reason):
     assert said is None if reason is None else re.search(reason, said)
 
 
-@pytest.mark.parametrize(("ops", "name"), [(triton, "Pallas-Triton"), (mosaic, "Mosaic GPU")])
+@pytest.mark.parametrize(("ops", "name"), [(ops_of(triton), "Pallas-Triton"), (ops_of(mosaic), "Mosaic GPU")])
 def test_an_op_refuses_what_is_unsupported(ops, name):
     batch = cases.make_batch([12], head_dim=32)
     with pytest.raises(NotImplementedError, match=f"{name} kernels: pools of head dim 32 are not supported, only"):

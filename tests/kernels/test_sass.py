@@ -11,6 +11,7 @@ from pallas_kernels import mosaic, rotate
 from pallas_kernels.mosaic import ragged
 from tests import deviceless
 from tests.kernels import mosaic_program, sass
+from tests.kernels.implementations import ops_of
 
 pytestmark = pytest.mark.skipif(
     deviceless.why_not() is not None or deviceless.find_tool("nvdisasm") is None,
@@ -32,7 +33,7 @@ def compiled(head_dim: int, **options: float) -> dict[str, deviceless.KernelFigu
     pool, ints = S((999, 8, 16, head_dim), jnp.bfloat16), [S((n,), jnp.int32) for n in (SEQS, SEQS + 1)]
 
     def attend(q, pool, table, contexts, cu):
-        return mosaic.ragged_paged_attention(q, pool, pool, table, contexts, cu, scale=0.1, **options)
+        return ops_of(mosaic).ragged_paged_attention(q, pool, pool, table, contexts, cu, scale=0.1, **options)
 
     q, table = S((T, 32, head_dim), jnp.bfloat16), S((SEQS, 500), jnp.int32)
     return deviceless.compile_for_h200(attend, q, pool, table, *ints, sass=True).kernels
@@ -111,7 +112,7 @@ def test_kv_write_fetches_angles_once_for_all_heads(head_dim, copies):
         S((9, head_dim // 2), jnp.float32),
     )
     [(name, text)] = deviceless.lowered_for_h200(
-        lambda pool, k, slots, angles: mosaic.write_kv(pool, pool, k, k, slots, cos_t=angles, sin_t=angles),
+        lambda pool, k, slots, angles: ops_of(mosaic).write_kv(pool, pool, k, k, slots, cos_t=angles, sin_t=angles),
         pool, k, S((9,), jnp.int32), angles,
     )  # fmt: skip
     assert [event.what for event in mosaic_program.parse(name, text).events].count("load") == copies
@@ -136,11 +137,11 @@ def layers(number: int, mixed: bool):
         for i in range(number):
             qkv = (x @ jnp.full((d, (n + 2 * k) * h), 0.1 + i, x.dtype)).reshape(t, n + 2 * k, h)
             q, key, v = rotate(qkv[:, :n], cos, sin), qkv[:, n : n + k], qkv[:, n + k :]
-            pools[i] = mosaic.write_kv(*pools[i], key, v, slots, cos_t=cos, sin_t=sin)
+            pools[i] = ops_of(mosaic).write_kv(*pools[i], key, v, slots, cos_t=cos, sin_t=sin)
             if mixed:
-                o = mosaic.ragged_paged_attention(q, *pools[i], table, contexts, cu, scale=0.1)
+                o = ops_of(mosaic).ragged_paged_attention(q, *pools[i], table, contexts, cu, scale=0.1)
             else:
-                o = mosaic.paged_decode_attention(q, *pools[i], table, contexts, scale=0.1)
+                o = ops_of(mosaic).paged_decode_attention(q, *pools[i], table, contexts, scale=0.1)
             x = o.reshape(t, n * h) @ jnp.full((n * h, d), 0.2 + i, x.dtype)
         return x, pools
 

@@ -12,7 +12,8 @@ from pallas_kernels.triton import attention
 from pallas_kernels.tuning import TritonDecode, TritonRagged
 from tests import deviceless
 from tests.kernels import cases
-from tests.kernels.implementations import TRITON
+from tests.kernels.implementations import TRITON, ops_of
+from tests.kernels.triton_interpreter import interpreted
 
 F32_OPTIONS = {
     "fp8": dict(fp8=True, group=2),
@@ -33,12 +34,14 @@ def test_float32_with_options(options, q_lens):
 def test_more_splits_than_are_merged_at_once(window):
     contexts = [700, 0, 33, 32 * attention.COMBINED, 31]
     batch = cases.make_batch(contexts, num_kv_heads=1, group=2, window=window, return_lse=True)
-    batch.check(batch.run(TRITON.paged_decode_attention, tiles=TritonDecode(tile=16, split=32)))
+    op = interpreted(ops_of(triton, decode=TritonDecode(tile=16, split=32)).paged_decode_attention)
+    batch.check(batch.run(op))
 
 
 def test_a_tile_of_rows_that_a_group_does_not_fill():
     batch = cases.make_batch([60, 5], q_lens=[40, 5], padding_rows=7, num_kv_heads=2, group=5)
-    batch.check(batch.run(TRITON.ragged_paged_attention, tiles=TritonRagged(rows=32, tile=16)))
+    op = interpreted(ops_of(triton, ragged=TritonRagged(rows=32, tile=16)).ragged_paged_attention)
+    batch.check(batch.run(op))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
@@ -89,11 +92,11 @@ def compiled(device: deviceless.Device, head_dim: int, dtype, pool_dtype, *, fig
     def ops(q, k, v, pools, batch, angles, scales):
         fp8 = dict(zip(("k_scale_k", "v_scale_k"), scales)) if pool_dtype == checks.FP8 else {}
         tables, contexts, cu = batch["sw"], batch["s"], batch["s1"]
-        pools = [triton.copy_blocks(pool, batch["c"], batch["c"] + 1) for pool in pools]
-        pools = triton.write_kv(*pools, k, v, batch["t"], **dict(zip(("cos_t", "sin_t"), angles)), **fp8)
+        pools = [ops_of(triton).copy_blocks(pool, batch["c"], batch["c"] + 1) for pool in pools]
+        pools = ops_of(triton).write_kv(*pools, k, v, batch["t"], **dict(zip(("cos_t", "sin_t"), angles)), **fp8)
         options = dict(scale=head_dim**-0.5, window=4096, soft_cap=30.0, **fp8)
-        o = triton.ragged_paged_attention(q, *pools, tables, contexts, cu, **options)
-        return pools, o, triton.paged_decode_attention(q[:s], *pools, tables, contexts, **options)
+        o = ops_of(triton).ragged_paged_attention(q, *pools, tables, contexts, cu, **options)
+        return pools, o, ops_of(triton).paged_decode_attention(q[:s], *pools, tables, contexts, **options)
 
     args = q, kv, kv, (pool, pool), ints, (angles, angles), (scales, scales)
     return deviceless.compile_for(device, ops, *args, donate_argnums=3, figures=figures)

@@ -1,6 +1,7 @@
 """How a step calls the ops: with each layer's own arrays, and the batch's layout unchanged."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,6 @@ from jpaged.runtime.kv_cache import KVCache
 from jpaged.runtime.row_table import NUM_SCALARS, SCALARS
 from jpaged.runtime.sampling_state import empty_state
 from jpaged.runtime.step import Step, forward, sampling_of
-from pallas_kernels import Kernels
 
 LLAMA = ModelConfig(
     vocab_size=40, hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2,
@@ -30,9 +30,14 @@ class Ops:
         self.writes: list[tuple] = []
         self.attended: list[tuple] = []
 
-    def kernels(self) -> Kernels:
-        attention = [functools.partial(self.attend, name) for name in ("decode", "ragged")]
-        return Kernels("spy", "a test", LLAMA.head_dim, self.write_kv, lambda *_: None, *attention)
+    def kernels(self):
+        decode, ragged = (functools.partial(self.attend, name) for name in ("decode", "ragged"))
+        return types.SimpleNamespace(
+            head_dim=LLAMA.head_dim,
+            write_kv=self.write_kv,
+            paged_decode_attention=decode,
+            ragged_paged_attention=ragged,
+        )
 
     def write_kv(self, k, v, k_tkh, v_tkh, slots, *, cos_t, sin_t):
         self.writes.append((float(k.mean()), float(v.mean()), k_tkh.shape, v_tkh.shape, slots, cos_t, sin_t))
@@ -77,8 +82,13 @@ def test_only_a_decode_step_uses_the_decode_op(decode):
         assert (decode_s is None) == (name == "decode")
         return jnp.zeros_like(q_tnh) if decode_s is None else jnp.where(decode_s[0], jnp.nan, q_tnh)
 
-    attention = [functools.partial(attend, name) for name in ("decode", "ragged")]
-    kernels = Kernels("spy", "a test", LLAMA.head_dim, lambda k, v, *_, **__: (k, v), lambda *_: None, *attention)
+    decode_op, ragged_op = (functools.partial(attend, name) for name in ("decode", "ragged"))
+    kernels = types.SimpleNamespace(
+        head_dim=LLAMA.head_dim,
+        write_kv=lambda k, v, *_, **__: (k, v),
+        paged_decode_attention=decode_op,
+        ragged_paged_attention=ragged_op,
+    )
     graphdef, params = nnx.split(dummy_model(LLAMA, "float32", seed=0))
     leaves, treedef = jax.tree.flatten(params)
     pool = [jnp.zeros((2, 1, 4, LLAMA.head_dim)) for _ in range(6)]

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +58,7 @@ class Recipe:
     weight_decay: float = 0.1
     clip: float = 1.0
 
-    def hf_config(self) -> dict:
+    def hf_config(self) -> dict[str, Any]:
         """The model's config.json."""
         names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
         return {
@@ -174,7 +175,15 @@ def batches(recipe: Recipe, tokens: Tokenizer, seed: int) -> Iterator[Batch]:
             yield batch
 
 
-def attend(mask_btt: jax.Array, layer: int, q_tnh, k_tkh, v_tkh, cos, sin) -> jax.Array:
+def attend(
+    mask_btt: jax.Array,
+    layer: int,
+    q_tnh: jax.Array,
+    k_tkh: jax.Array,
+    v_tkh: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+) -> jax.Array:
     """Attention within the documents of each row; the rows come one after the other in one long one."""
     b, t, _ = mask_btt.shape
     groups = k_tkh.shape[1]
@@ -185,7 +194,9 @@ def attend(mask_btt: jax.Array, layer: int, q_tnh, k_tkh, v_tkh, cos, sin) -> ja
     return jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(q_tnh.shape)
 
 
-def token_losses(model: Llama, inputs_bt, targets_bt, documents_bt, positions_bt) -> tuple[jax.Array, jax.Array]:
+def token_losses(
+    model: Llama, inputs_bt: jax.Array, targets_bt: jax.Array, documents_bt: jax.Array, positions_bt: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """The loss of each token [B * T], and 1 where it counts."""
     t = inputs_bt.shape[1]
     mask_btt = (documents_bt[:, :, None] == documents_bt[:, None, :]) & jnp.tril(jnp.ones((t, t), bool))
@@ -220,8 +231,8 @@ def train_model(recipe: Recipe, tokens: Tokenizer, steps: int, seed: int) -> tup
     transform = optimizer(recipe, steps)
 
     @jax.jit
-    def step(state, moments, arrays):
-        def loss(state):
+    def step(state: nnx.State[Any, Any], moments: Any, arrays: Any) -> tuple[nnx.State[Any, Any], Any, jax.Array]:
+        def loss(state: nnx.State[Any, Any]) -> jax.Array:
             losses, counts = token_losses(nnx.merge(graph, state), *arrays)
             return losses.sum() / counts.sum()
 

@@ -3,6 +3,7 @@
 The copy starts a process of its own, as XLA starts ptxas, and writes its id to the file PLANTED_PID.
 """
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -14,8 +15,9 @@ from tests.kernels.planted.good import ragged_paged_attention, unsupported
 __all__ = ["copy_blocks", "paged_decode_attention", "ragged_paged_attention", "unsupported", "write_kv"]
 
 
-def write_kv(*args, cos_t=None, sin_t=None, **options):
-    return reference.write_kv(*args, **options)
+def write_kv(*args):
+    *arrays, options = args
+    return reference.write_kv(*arrays, dataclasses.replace(options, cos_t=None, sin_t=None))
 
 
 def copy_blocks(pool, sources_c, destinations_c):
@@ -24,6 +26,6 @@ def copy_blocks(pool, sources_c, destinations_c):
     child.wait()
 
 
-def paged_decode_attention(*args, tiles, **options):
+def paged_decode_attention(*args, tiles):
     print("CUDA_ERROR_ILLEGAL_ADDRESS, as the last words", file=sys.stderr, flush=True)
     os.abort()

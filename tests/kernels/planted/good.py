@@ -10,9 +10,9 @@ def unsupported(**model):
     return None
 
 
-def paged_decode_attention(*args, tiles, **options):
-    return reference.paged_decode_attention(*args, **options)
+def paged_decode_attention(*args, tiles):
+    return reference.paged_decode_attention(*args)
 
 
-def ragged_paged_attention(*args, tiles, decode_tiles, **options):
-    return reference.ragged_paged_attention(*args, **options)
+def ragged_paged_attention(*args, tiles, decode_tiles):
+    return reference.ragged_paged_attention(*args)

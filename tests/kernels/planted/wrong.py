@@ -7,5 +7,5 @@ from tests.kernels.planted.good import copy_blocks, paged_decode_attention, unsu
 __all__ = ["copy_blocks", "paged_decode_attention", "ragged_paged_attention", "unsupported", "write_kv"]
 
 
-def ragged_paged_attention(q_tnh, *args, **options):
-    return jnp.zeros_like(q_tnh)
+def ragged_paged_attention(q_tnh, *args, tiles, decode_tiles):
+    return jnp.zeros_like(q_tnh), jnp.zeros(q_tnh.shape[:2])

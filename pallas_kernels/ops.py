@@ -1,0 +1,185 @@
+"""The ops: their signatures, documentation and checks, in one place for all implementations.
+
+Every op is a pure function. Results have q's dtype, and depend on their own sequence only, bit for bit: neither on the
+other sequences of the batch nor on the chunks of a prompt. No slot that a sequence has not written enters a result.
+
+A pool's head dim may be larger than that of q, k and v: the further columns hold zeros. This pads a head dim that a
+kernel does not have to one that it has. A pool may be float8_e4m3fn, with a scale per KV head for keys and values.
+
+All ops raise ValueError for shapes and dtypes that do not fit together, and NotImplementedError for arguments that the
+implementation does not support.
+"""
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+
+from pallas_kernels import checks
+from pallas_kernels.options import AttentionOptions, OutputAndLse, Pools, WriteOptions
+from pallas_kernels.tuning import Tiles
+
+
+class Implementation(NamedTuple):
+    """Four functions that compute the ops of `Ops` on arguments whose shapes and dtypes have been checked.
+
+    The attention functions return the output and the log-sum-exp. `ragged_paged_attention` takes `cu_q_lens_s1` and
+    `decode_s` before the options.
+    """
+
+    write_kv: Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, WriteOptions], Pools]
+    copy_blocks: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+    paged_decode_attention: Callable[
+        [jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, AttentionOptions], OutputAndLse
+    ]
+    ragged_paged_attention: Callable[
+        [jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None, AttentionOptions],
+        OutputAndLse,
+    ]
+
+
+def load(module: str, tiles: Mapping[str, Tiles] | None = None) -> Implementation:
+    """Import an implementation, and bind its attention functions to their tiles by "decode" and "ragged"."""
+    found = importlib.import_module(module)
+    decode, ragged = found.paged_decode_attention, found.ragged_paged_attention
+    if tiles:
+        # Decode rows are cut alike in decode steps and in mixed steps, because their bits must be the same.
+        decode = partial(decode, tiles=tiles.get("decode"))
+        ragged = partial(ragged, tiles=tiles.get("ragged"), decode_tiles=tiles.get("decode"))
+    return Implementation(found.write_kv, found.copy_blocks, decode, ragged)
+
+
+@dataclass(frozen=True)
+class Ops:
+    """The ops of one implementation.
+
+    Attributes:
+        debug: also check the values of tables, lengths and slots, by `jax.experimental.checkify`: a wrong one is a
+            ValueError that names it. Inside a jit that needs `checkify.checkify` around the function.
+    """
+
+    implementation: Implementation
+    debug: bool = False
+
+    def write_kv(
+        self,
+        k_pool: jax.Array,
+        v_pool: jax.Array,
+        k_tkh: jax.Array,
+        v_tkh: jax.Array,
+        slot_mapping_t: jax.Array,
+        *,
+        cos_t: jax.Array | None = None,
+        sin_t: jax.Array | None = None,
+        k_scale_k: jax.Array | None = None,
+        v_scale_k: jax.Array | None = None,
+    ) -> Pools:
+        """Write token t's key and value into flat slot `slot_mapping[t]` of pools [P, K, B, H]; -1 writes nothing.
+
+        In place if the enclosing jit donates the pools and returns them in the order of its arguments; otherwise XLA
+        copies them first. Numbers past ±448 scales are cut off in an fp8 pool.
+
+        Args:
+            k_tkh, v_tkh: [T, K, H], the pools' dtype; any float dtype for fp8 pools.
+            slot_mapping_t: [T] int32, `block_id * B + offset`; no two tokens may name the same one.
+            cos_t, sin_t: [T, H/2] float32; keys are rotated by them before the write (half against half, RoFormer,
+                arXiv 2104.09864). Without them keys are written unchanged.
+            k_scale_k, v_scale_k: [K] float32, for fp8 pools.
+        """
+        options = WriteOptions(cos_t, sin_t, k_scale_k, v_scale_k)
+        checks.check_write(k_pool, v_pool, k_tkh, v_tkh, slot_mapping_t, options)
+        if self.debug:
+            checks.check_slots(slot_mapping_t, k_pool.shape[0], k_pool.shape[2])
+        return self.implementation.write_kv(k_pool, v_pool, k_tkh, v_tkh, slot_mapping_t, options)
+
+    def copy_blocks(self, pool: jax.Array, sources_c: jax.Array, destinations_c: jax.Array) -> jax.Array:
+        """Copy whole blocks of a pool [P, ...]; all are read before any is written; destination -1 copies nothing.
+
+        Args:
+            sources_c, destinations_c: [C] int32; no two copies may have the same destination.
+        """
+        checks.check_copy(pool, sources_c, destinations_c)
+        if self.debug:
+            checks.check_copies(sources_c, destinations_c, pool.shape[0])
+        return self.implementation.copy_blocks(pool, sources_c, destinations_c)
+
+    def paged_decode_attention(
+        self,
+        q_snh: jax.Array,
+        k_pool: jax.Array,
+        v_pool: jax.Array,
+        block_tables_sw: jax.Array,
+        context_lens_s: jax.Array,
+        *,
+        scale: float,
+        soft_cap: float | None = None,
+        window: int | None = None,
+        k_scale_k: jax.Array | None = None,
+        v_scale_k: jax.Array | None = None,
+        return_lse: bool = False,
+    ) -> jax.Array | OutputAndLse:
+        """Compute attention of one query token per sequence over its paged context.
+
+        Args:
+            q_snh: [S, N, H].
+            k_pool, v_pool: [P, K, B, H] with N a multiple of K, q's dtype or fp8; they already hold the query tokens'
+                own keys and values.
+            block_tables_sw: [S, W] int32; entries past a context are never read. W B is at most 131,072.
+            context_lens_s: [S] int32, the query token included; 0 marks a padding row, whose result is 0.
+            scale, soft_cap, window, k_scale_k, v_scale_k: see `AttentionOptions`.
+            return_lse: also return the log of the sum of exp(score), natural, float32, -inf for a row without keys.
+                `merge_attention` needs it to combine partial results.
+
+        Returns:
+            [S, N, H], with `return_lse` also [S, N] float32.
+        """
+        options = AttentionOptions(scale, soft_cap, window, k_scale_k, v_scale_k)
+        batch = k_pool, v_pool, block_tables_sw, context_lens_s
+        checks.check_attention(q_snh, *batch, None, None, options)
+        if self.debug:
+            checks.check_batch(q_snh, *batch, None)
+        out = self.implementation.paged_decode_attention(q_snh, *batch, options)
+        return out if return_lse else out[0]
+
+    def ragged_paged_attention(
+        self,
+        q_tnh: jax.Array,
+        k_pool: jax.Array,
+        v_pool: jax.Array,
+        block_tables_sw: jax.Array,
+        context_lens_s: jax.Array,
+        cu_q_lens_s1: jax.Array,
+        *,
+        scale: float,
+        soft_cap: float | None = None,
+        window: int | None = None,
+        k_scale_k: jax.Array | None = None,
+        v_scale_k: jax.Array | None = None,
+        decode_s: jax.Array | None = None,
+        return_lse: bool = False,
+    ) -> jax.Array | OutputAndLse:
+        """Compute causal attention of a mixed batch: chunks of prompts and single decode tokens, one after another.
+
+        Args:
+            q_tnh: [T, N, H]; sequence s owns rows `cu_q_lens[s]:cu_q_lens[s + 1]`, the last of its context. Row i of r
+                has position `context_lens[s] - r + i` and sees the keys up to its own.
+            cu_q_lens_s1: [S + 1] int32, from 0 to at most T, non-decreasing. A padding sequence has no rows.
+            decode_s: [S] bool: the sequences of one row whose result is that of `paged_decode_attention`, to the bit;
+                None: all sequences of one row. The row of any other sequence has the bits that it would have in a
+                longer chunk.
+
+        The other arguments are those of `paged_decode_attention`.
+
+        Returns:
+            [T, N, H], with `return_lse` also [T, N] float32; rows that no sequence owns are 0.
+        """
+        options = AttentionOptions(scale, soft_cap, window, k_scale_k, v_scale_k)
+        batch = k_pool, v_pool, block_tables_sw, context_lens_s, cu_q_lens_s1
+        checks.check_attention(q_tnh, *batch, decode_s, options)
+        if self.debug:
+            checks.check_batch(q_tnh, *batch)
+        out = self.implementation.ragged_paged_attention(q_tnh, *batch, decode_s, options)
+        return out if return_lse else out[0]

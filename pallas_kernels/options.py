@@ -1,0 +1,52 @@
+"""The optional arguments of the ops, as values that a wrapper checks once and every implementation takes."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+# A reference to an array in a GPU's memory inside a kernel, or to shared memory, a barrier, an accumulator. jax has no
+# public type with the members that kernels use (`at`, `T`).
+Ref = Any
+
+Pools = tuple[jax.Array, jax.Array]  # of keys and of values
+OutputAndLse = tuple[jax.Array, jax.Array]  # and the log-sum-exp
+
+
+@dataclass(frozen=True)
+class WriteOptions:
+    """Options of `Ops.write_kv`.
+
+    Attributes:
+        cos_t, sin_t: [T, H/2] float32, both or neither: the rotation of the keys (half against half, RoFormer, arXiv
+            2104.09864).
+        k_scale_k, v_scale_k: [K] float32, for fp8 pools only: the factors of the stored numbers.
+    """
+
+    cos_t: jax.Array | None = None
+    sin_t: jax.Array | None = None
+    k_scale_k: jax.Array | None = None
+    v_scale_k: jax.Array | None = None
+
+    @property
+    def angles(self) -> tuple[jax.Array, jax.Array] | None:
+        """The rotation's cos and sin, None without rotation."""
+        return None if self.cos_t is None or self.sin_t is None else (self.cos_t, self.sin_t)
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """Options of the attention ops.
+
+    Attributes:
+        scale: the factor of q·k, above 0.
+        soft_cap: c turns a score x = scale * q·k into c * tanh(x / c) (Gemma 2, arXiv 2408.00118).
+        window: a query sees only the last `window` tokens up to its own.
+        k_scale_k, v_scale_k: [K] float32, for fp8 pools only: the factors of the stored numbers.
+    """
+
+    scale: float
+    soft_cap: float | None = None
+    window: int | None = None
+    k_scale_k: jax.Array | None = None
+    v_scale_k: jax.Array | None = None

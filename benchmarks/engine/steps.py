@@ -15,6 +15,7 @@ from benchmarks.kernels.bench import Bench
 from benchmarks.kernels.workloads import random_array
 from benchmarks.shared.results import with_floor
 from benchmarks.shared.timing import Timing, summarize
+from jpaged.bench.throughput import measure
 from jpaged.config import EngineConfig, Limits, ModelConfig, RopeConfig
 from jpaged.core.params import SamplingParams
 from jpaged.core.plan import Admitted, Scheduled, StepPlan
@@ -183,19 +184,12 @@ def throughput(bench: Bench, *, model: str, requests: int, low: int, high: int, 
         bench.report.add(**case, status="skipped", reason="time")
         return
 
-    def workload(count: int, most: int) -> tuple[list[list[int]], list[SamplingParams]]:
-        prompts = [[rng.randrange(config.vocab_size) for _ in range(rng.randint(low, high))] for _ in range(count)]
-        lengths = [min(most, rng.randint(low, high)) for _ in range(count)]
-        return prompts, [SamplingParams(temperature=TEMPERATURE, ignore_eos=True, max_tokens=n) for n in lengths]
-
-    llm.generate(*workload(2, 4), use_tqdm=False)
-    prompts, params = workload(requests, high)
-    start = time.perf_counter()
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    seconds = time.perf_counter() - start
-    made = sum(len(output.outputs[0].token_ids) for output in outputs)
-    assert made == sum(each.max_tokens or 0 for each in params), "a request ended early"
-    given = sum(map(len, prompts))
+    prompts = [[rng.randrange(config.vocab_size) for _ in range(rng.randint(low, high))] for _ in range(requests)]
+    lengths = [rng.randint(low, high) for _ in range(requests)]
+    params = [SamplingParams(temperature=TEMPERATURE, ignore_eos=True, max_tokens=n) for n in lengths]
+    found = measure(llm, prompts, params, progress=False)
+    assert found.output_tokens == sum(lengths), "a request ended early"
+    given, made, seconds = found.prompt_tokens, found.output_tokens, found.duration
     bench.report.add(
         **case, input_tokens=given, output_tokens=made, seconds=seconds, output_tokens_per_s=made / seconds,
         tokens_per_s=(given + made) / seconds, preemptions=llm.engine.stats().num_preemptions, status="ok",

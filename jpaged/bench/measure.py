@@ -15,13 +15,14 @@ asks for, or, where it tells none, by chunks. Only requests that succeeded count
 over the time from the first request sent to the last one ended. Goodput counts requests within all of its limits.
 """
 
-import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
+
+import numpy as np
 
 
 @dataclass
@@ -118,21 +119,13 @@ class Measurement:
     latencies: dict[str, Spread | None]
 
 
-def percentile(ordered: Sequence[float], share: float) -> float:
-    """The value below which that share of ordered values lies, between two of them by a straight line."""
-    at = share * (len(ordered) - 1)
-    low = math.floor(at)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
-
-
 def spread(values: Iterable[float | None]) -> Spread | None:
-    """Of the values that there are; None without any."""
-    known = sorted(value for value in values if value is not None)
+    """Return the distribution of the values that are not None; None if there are none."""
+    known = [value for value in values if value is not None]
     if not known:
         return None
-    median, p90, p99 = (percentile(known, share) for share in (0.5, 0.9, 0.99))
-    return Spread(statistics.fmean(known), median, p90, p99, known[-1])
+    median, p90, p99 = np.percentile(known, [50, 90, 99]).tolist()
+    return Spread(statistics.fmean(known), median, p90, p99, max(known))
 
 
 def measure(records: Sequence[Record], limits: Mapping[str, float] | None = None) -> Measurement:

@@ -5,8 +5,20 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from jpaged.bench.text import FIRST, WORDS, TokenWriter, Writer, measured, write_jobs
-from jpaged.bench.tokens import Tokens
 from jpaged.bench.workload import Job, Lengths, Workload, fit
+
+
+class Tokens(Protocol):
+    """Counts the tokens of one model."""
+
+    async def ids(self, text: str) -> list[int] | None:
+        """The text's tokens, without those that a tokenizer adds; None if they can only be counted."""
+
+    async def count(self, text: str) -> int:
+        """How many they are."""
+
+    async def of_prompt(self, content: Any) -> int:
+        """How many a prompt has, with all that is added to it."""
 
 
 class Source(Protocol):

@@ -1,7 +1,8 @@
-"""Measuring an engine with no server around it: everything at once, as fast as it goes."""
+"""The throughput of an engine without a server: all requests are submitted at once."""
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,12 @@ from jpaged.tokenizer import backend, encode, render_chat
 
 @dataclass(frozen=True)
 class Throughput:
-    """Of a workload; `duration` is in seconds, `notes` describe changes for the model."""
+    """The measurement of a workload.
+
+    Attributes:
+        duration: seconds.
+        notes: changes of the workload that the model made necessary.
+    """
 
     requests: int
     prompt_tokens: int
@@ -23,8 +29,21 @@ class Throughput:
     notes: list[str]
 
 
+def measure(
+    llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingParams], *, progress: bool = True,
+    notes: Sequence[str] = (),
+) -> Throughput:  # fmt: skip
+    """Generate for all prompts after a short warm-up, and count the tokens."""
+    llm.generate(prompts[0][:1], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
+    start = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=progress)
+    duration = time.perf_counter() - start
+    made = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
+    return Throughput(len(prompts), sum(map(len, prompts)), made, duration, list(notes))
+
+
 class EngineTokens:
-    """Counts with the tokenizer of a model in hand."""
+    """Count tokens with the tokenizer of a loaded model."""
 
     def __init__(self, llm: LLM):
         self._llm = llm
@@ -39,14 +58,14 @@ class EngineTokens:
         return len(self.prompt(content))
 
     def prompt(self, content: Any) -> list[int]:
-        """A prompt's token ids."""
+        """Return a prompt's token ids."""
         if isinstance(content, str):
             return encode(self._llm.tokenizer, content)
         return render_chat(self._llm.tokenizer, content) if isinstance(content[0], dict) else content
 
 
 def bench_engine(llm: LLM, workload: Workload, *, progress: bool = True) -> Throughput:
-    """Generates for all of a workload's requests, greedily; where lengths are drawn, no output ends before its own."""
+    """Measure greedy generation for a workload; where lengths are drawn, no output ends before its length."""
     tokens, room = EngineTokens(llm), llm.engine.limits.max_model_len
     if workload.file:
         source = asyncio.run(open_file(workload, tokens, room))
@@ -56,9 +75,4 @@ def bench_engine(llm: LLM, workload: Workload, *, progress: bool = True) -> Thro
     prompts = [tokens.prompt(job.content) for job in jobs]
     ignore_eos = workload.file is None
     params = [SamplingParams(max_tokens=job.max_tokens, temperature=0, ignore_eos=ignore_eos) for job in jobs]
-    llm.generate(tokens.prompt(source.jobs("warm-up")[0].content)[:1], SamplingParams(max_tokens=2), use_tqdm=False)
-    start = time.perf_counter()
-    outputs = llm.generate(prompts, params, use_tqdm=progress)
-    duration = time.perf_counter() - start
-    made = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
-    return Throughput(len(jobs), sum(map(len, prompts)), made, duration, source.notes)
+    return measure(llm, prompts, params, progress=progress, notes=source.notes)

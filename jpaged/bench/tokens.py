@@ -1,7 +1,7 @@
 """The number of tokens of a text, and of a prompt with the server's additions."""
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -32,19 +32,6 @@ def load_tokenizer(name: str) -> Tokenizer:
         return Tokenizer.from_pretrained(name)
     except Exception as error:  # both raise Exception itself
         raise ValueError(f"tokenizer: {name} has none that can be loaded: {error}") from error
-
-
-class Tokens(Protocol):
-    """Counts the tokens of one model."""
-
-    async def ids(self, text: str) -> list[int] | None:
-        """The text's tokens, without those that a tokenizer adds; None if they can only be counted."""
-
-    async def count(self, text: str) -> int:
-        """How many they are."""
-
-    async def of_prompt(self, content: Any) -> int:
-        """How many a prompt has, with all that is added to it."""
 
 
 class ServerTokens:

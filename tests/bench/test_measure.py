@@ -4,7 +4,7 @@ import statistics
 
 import pytest
 
-from jpaged.bench.measure import Record, Spread, measure, percentile, spread
+from jpaged.bench.measure import Record, Spread, measure, spread
 
 # Sent at 10, first text at 10.5, four chunks that hold six tokens, ended at 12.
 SLOW = Record(due=9.75, sent=10.0, chunks=[10.5, 11.0, 11.0, 11.75], ended=12.0, prompt_tokens=7, output_tokens=6)
@@ -57,10 +57,10 @@ def test_nothing_but_failures():
     assert found.completed == 0 and found.request_throughput == 0 and set(found.latencies.values()) == {None}
 
 
-def test_percentiles_are_the_usual_ones():
+def test_spread_of_values_has_the_usual_percentiles():
     values = [float(x * x) for x in range(37)]
     cuts = statistics.quantiles(values, n=100, method="inclusive")
-    assert [percentile(values, share) for share in (0.5, 0.9, 0.99)] == pytest.approx([cuts[49], cuts[89], cuts[98]])
-    assert percentile([4.0], 0.99) == 4.0
+    assert spread(values[::-1])[1:] == pytest.approx((cuts[49], cuts[89], cuts[98], 36.0**2))
+    assert spread([4.0]) == Spread(4.0, 4.0, 4.0, 4.0, 4.0)
     assert spread([3.0, None, 1.0]) == Spread(2.0, 2.0, pytest.approx(2.8), pytest.approx(2.98), 3.0)
     assert spread([None]) is None

@@ -1,13 +1,14 @@
 """Configuration of the model and of the engine: frozen, plain values, dtypes as strings, no device library."""
 
 import json
-import math
 import reprlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
+
+from jpaged.setting import check, documentation, setting
 
 DTYPES = ("float32", "bfloat16", "float16")
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
@@ -18,7 +19,6 @@ KV_CACHE_DTYPES = {"auto": None, "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m
 KERNELS = ("auto", "reference", "mosaic", "triton")
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 1, 256
 # Bounds of a checkpoint's config: a model is traced layer by layer before its tensors are compared.
 MAX_LAYERS, MAX_SIZE = 512, 2**31 - 1
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -252,88 +252,90 @@ class Limits:
     block_size: int = 16
 
 
+MODEL, MEMORY, SCHEDULING = "model", "memory", "scheduling"  # the groups of settings
+
+
 @dataclass(frozen=True)
 class EngineConfig:
-    """The settings of an engine. None means: chosen from the model and the device when the engine is built.
+    """The settings of an engine. None means that the model and the device decide when the engine is built."""
 
-    Attributes:
-        model: a directory, a hub id, or "demo" for the model that comes with the package.
-        revision: a branch, tag or commit of a hub id; None is its main branch.
-        tokenizer: a directory or hub id, instead of the model's own tokenizer.
-        skip_tokenizer_init: load no tokenizer; requests then take and give token ids.
-        dtype: of parameters and activations; "auto" is float32 on a CPU, else the checkpoint's own (bfloat16 where that
-            is float32); "half" and "float" are float16 and float32.
-        kv_cache_dtype: of the KV pool; "auto" is that of the parameters, "fp8" and "fp8_e4m3" store 8 bits.
-        max_model_len: most tokens, prompt and output, of one sequence.
-        block_size: tokens of a KV block.
-        gpu_memory_utilization: the share of the memory that jax has on the device (XLA_PYTHON_CLIENT_MEM_FRACTION) that
-            parameters, pool and temporaries may fill.
-        num_gpu_blocks_override: size of the pool in blocks, instead of measuring memory.
-        swap_space: GiB of the host's memory for blocks of preempted requests.
-        preemption_mode: "recompute" computes a preempted request's blocks again; "swap" moves them to the host and back
-            while there is room; "auto" takes the cheaper one, by the device's speed, measured at start.
-        scheduling_policy: "fcfs", or "priority", by the requests' priorities.
-        max_num_seqs: most sequences in one step.
-        max_num_batched_tokens: most tokens in one step; longer prompts are computed in chunks. None is 128 on a CPU and
-            2,048 elsewhere, and less beside sequences that decode if such a step takes more than 2.5 decode steps.
-        async_scheduling: dispatch a step before the tokens of the one before it are known, where they decide nothing.
-        kernels: "auto" takes the fastest the device has.
-    """
+    model: str = setting("demo", "a directory, a Hugging Face hub id, or demo", group=MODEL, unit="MODEL")
+    revision: str | None = setting(None, "branch, tag or commit of a hub id", by="main", group=MODEL, unit="NAME")
+    tokenizer: str | None = setting(
+        None, "directory or hub id of a tokenizer", by="the model's", group=MODEL, unit="MODEL"
+    )
+    skip_tokenizer_init: bool = setting(
+        False, "load no tokenizer; requests and responses then hold token ids", group=MODEL
+    )
+    load_format: str = setting(
+        "auto", "format of the checkpoint; dummy: random weights", group=MODEL, choices=LOAD_FORMATS
+    )
+    dtype: str = setting(
+        "auto", "dtype of parameters and activations; auto: float32 on a CPU, otherwise the checkpoint's (bfloat16 for "
+        "float32)", group=MODEL, choices=("auto", *DTYPES, *DTYPE_ALIASES),
+    )  # fmt: skip
+    kv_cache_dtype: str = setting(
+        "auto", "dtype of the KV pool; auto: the parameters'; fp8 holds twice as many tokens as 16 bits, less exactly",
+        group=MODEL, choices=tuple(KV_CACHE_DTYPES),
+    )  # fmt: skip
+    max_model_len: int | None = setting(
+        None, "maximum tokens of a sequence, prompt and output", by="the model's", group=MODEL, low=2, unit="TOKENS"
+    )
+    seed: int = setting(0, "seed of requests without a seed, and of dummy weights", group=MODEL, unit="SEED")
+    kernels: str = setting(
+        "auto", "attention kernels; auto: the fastest that the device and the model allow", group=MODEL,
+        choices=KERNELS,
+    )  # fmt: skip
 
-    model: str = "demo"
-    revision: str | None = None
-    tokenizer: str | None = None
-    skip_tokenizer_init: bool = False
-    dtype: str = "auto"
-    kv_cache_dtype: str = "auto"
-    seed: int = 0
-    load_format: str = "auto"
-    max_model_len: int | None = None
-    block_size: int | None = None
-    gpu_memory_utilization: float = 0.92
-    num_gpu_blocks_override: int | None = None
-    enable_prefix_caching: bool = True
-    swap_space: float = 4.0
-    preemption_mode: str = "auto"
-    scheduling_policy: str = "fcfs"
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    async_scheduling: bool = True
-    kernels: str = "auto"
+    gpu_memory_utilization: float = setting(
+        0.92, "share of jax's memory on the device (XLA_PYTHON_CLIENT_MEM_FRACTION) for parameters, KV pool and "
+        "temporaries", group=MEMORY, above=0, high=1, unit="SHARE",
+    )  # fmt: skip
+    num_gpu_blocks_override: int | None = setting(
+        None, "number of KV blocks, instead of measuring memory", group=MEMORY, low=1, unit="BLOCKS"
+    )
+    block_size: int | None = setting(
+        None, "tokens of a KV block", by="16; 64 on a CPU for sequences of 2,048 tokens and more", group=MEMORY,
+        low=1, high=256, power_of_two=True, unit="TOKENS",
+    )  # fmt: skip
+    enable_prefix_caching: bool = setting(True, "reuse the KV blocks of prompts with a common prefix", group=MEMORY)
+    swap_space: float = setting(
+        4.0, "host memory for KV blocks of preempted requests, in GiB", group=MEMORY, low=0, unit="GIB"
+    )
+
+    max_num_seqs: int | None = setting(
+        None, "maximum sequences in a step", by="64 on a CPU, 256 on a GPU", group=SCHEDULING, low=1, unit="SEQS"
+    )
+    max_num_batched_tokens: int | None = setting(
+        None, "maximum tokens in a step; longer prompts are computed in chunks", by="128 on a CPU, 2,048 on a GPU; "
+        "fewer in steps with decodes if a step of that size takes more than 2.5 decode steps", group=SCHEDULING, low=1,
+        unit="TOKENS",
+    )  # fmt: skip
+    async_scheduling: bool = setting(
+        True, "dispatch a step before the tokens of the previous one are known", group=SCHEDULING
+    )
+    scheduling_policy: str = setting(
+        "fcfs", "order of waiting requests; priority: lower priorities first", group=SCHEDULING,
+        choices=SCHEDULING_POLICIES,
+    )  # fmt: skip
+    preemption_mode: str = setting(
+        "auto", "treatment of a preempted request's KV blocks: compute them again, or swap them to the host; auto: the "
+        "cheaper one by the measured speed of the device", group=SCHEDULING, choices=PREEMPTION_MODES,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
-        choices = {
-            "dtype": ("auto", *DTYPES, *DTYPE_ALIASES), "load_format": LOAD_FORMATS, "kernels": KERNELS,
-            "kv_cache_dtype": tuple(KV_CACHE_DTYPES),
-            "preemption_mode": PREEMPTION_MODES, "scheduling_policy": SCHEDULING_POLICIES,
-        }  # fmt: skip
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {getattr(self, name)!r}")
+        check(self)
         if self.skip_tokenizer_init and self.tokenizer:
             raise ValueError(f"skip_tokenizer_init: can't be combined with tokenizer ({self.tokenizer!r})")
-        if (size := self.block_size) is not None:
-            if not MIN_BLOCK_SIZE <= size <= MAX_BLOCK_SIZE:
-                raise ValueError(f"block_size must be between {MIN_BLOCK_SIZE} and {MAX_BLOCK_SIZE}, not {size}")
-            if size & (size - 1):
-                raise ValueError(f"block_size must be a power of two, not {size}")
-        if not (math.isfinite(self.gpu_memory_utilization) and 0 < self.gpu_memory_utilization <= 1):
-            raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, not {self.gpu_memory_utilization}")
-        if not (math.isfinite(self.swap_space) and self.swap_space >= 0):
-            raise ValueError(f"swap_space must be at least 0 GiB, not {self.swap_space}")
-        counts = ("max_model_len", "num_gpu_blocks_override", "max_num_seqs", "max_num_batched_tokens")
-        for name in counts:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, not {value}")
-        if self.max_model_len == 1:
-            raise ValueError("max_model_len must be at least 2: a token of prompt and a token of output")
         if self.max_num_seqs and self.max_num_batched_tokens and self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
-                f"max_num_seqs ({self.max_num_seqs})"
+                f"max_num_batched_tokens: must be at least max_num_seqs ({self.max_num_seqs}), "
+                f"not {self.max_num_batched_tokens}"
             )
 
     def pool_dtype(self, dtype: str) -> str:
-        """Return the dtype of the KV pool beside parameters of `dtype`."""
+        """Return the dtype of the KV pool for parameters of `dtype`."""
         return KV_CACHE_DTYPES[self.kv_cache_dtype] or dtype
+
+
+EngineConfig.__doc__ = f"{EngineConfig.__doc__}\n{documentation(EngineConfig)}"

@@ -39,5 +39,5 @@ def test_preemption_swaps_and_forks_keep_the_numbers(fp8):
 
 
 def test_other_dtypes_are_refused():
-    with pytest.raises(ValueError, match=r"^kv_cache_dtype must be one of auto, fp8, fp8_e4m3, not 'int8'$"):
+    with pytest.raises(ValueError, match=r"^kv_cache_dtype: must be one of auto, fp8, fp8_e4m3, not 'int8'$"):
         EngineConfig(kv_cache_dtype="int8")

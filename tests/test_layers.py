@@ -12,7 +12,8 @@ ROOT = Path(__file__).parents[1]
 
 # Lowest first. Within a line, modules of one package may import each other, packages may not.
 LAYERS = [
-    ["pallas_kernels", "jpaged.config", "jpaged.child", "jpaged.progress", "jpaged.worker"],
+    ["pallas_kernels", "jpaged.setting", "jpaged.child", "jpaged.progress", "jpaged.worker"],
+    ["jpaged.config"],
     ["jpaged.core"],
     ["jpaged.models", "jpaged.tokenizer", "jpaged.structured", "jpaged.template_process"],
     ["jpaged.runtime", "jpaged.demo"],
@@ -29,6 +30,7 @@ RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 OUTSIDE = {
     "pallas_kernels": {"jax"},
     "jpaged": set(),
+    "jpaged.setting": set(),
     "jpaged.config": set(),
     "jpaged.child": set(),
     "jpaged.progress": {"tqdm"},

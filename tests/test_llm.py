@@ -421,9 +421,9 @@ BAD = [
     ({"kernels": "mosaic"}, "kernels 'mosaic': "),
     ({"max_model_len": 10**6}, r"max_model_len \(1000000\) exceeds"),
     ({"max_num_seqs": 9, "num_gpu_blocks_override": 8}, r"max_num_seqs \(9\) exceeds the 8 blocks"),
-    ({"max_num_seqs": 9, "max_num_batched_tokens": 8}, r"max_num_batched_tokens \(8\) must be at least"),
+    ({"max_num_seqs": 9, "max_num_batched_tokens": 8}, r"max_num_batched_tokens: must be at least max_num_seqs \(9\)"),
     ({"num_gpu_blocks_override": 10**12}, "num_gpu_blocks_override: "),
-    ({"dtype": "int8"}, "dtype must be one of"),
+    ({"dtype": "int8"}, "dtype: must be one of"),
 ]
 
 

@@ -1,13 +1,13 @@
-"""Measure a server under load: any that speaks the OpenAI API, as jpaged, vLLM and SGLang do.
+"""Measure a server with the OpenAI API under load: jpaged, vLLM, SGLang and others.
 
   jpaged bench serve --request-rate 4                         ShareGPT's lengths, Poisson arrivals
   jpaged bench serve --request-rate 1 2 4 8 --out curve.json  the same at four rates: latency against rate
   jpaged bench serve --workload random --input-len 1000 --output-len 100 --concurrency 32
   jpaged bench serve --url http://host:8000 --endpoint chat --workload file --file requests.jsonl
 
-Prompts have as many tokens as drawn, by the server's own count (asked through /tokenize, or else through requests for
-a single token), including tokens that the server adds. Prompts too long for its max_model_len are shortened, and a note
-says how many. The exit status is 1 if any request failed.
+Prompts have the drawn number of tokens by the server's own count (from /tokenize, or else from requests for a single
+token), including tokens that the server adds. Prompts that exceed its max_model_len are shortened, and a note gives
+their number. The exit status is 1 if any request failed.
 """
 
 import argparse
@@ -29,37 +29,37 @@ MANY = 65_536  # connections
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.epilog = measure.__doc__
-    add = parser.add_argument_group("the server").add_argument
-    add("--url", default="http://127.0.0.1:8000", help="where it is")
+    add = parser.add_argument_group("server").add_argument
+    add("--url", default="http://127.0.0.1:8000", help="address of the server")
     add("--model", metavar="NAME", help="model to request (default: the first that the server lists)")
-    add("--endpoint", choices=tuple(PATHS), default="completions", help="which of its endpoints")
-    add("--api-key", metavar="KEY", help=f"its key (default: the environment's {' or '.join(API_KEYS)})")
+    add("--endpoint", choices=tuple(PATHS), default="completions", help="endpoint of the requests")
+    add("--api-key", metavar="KEY", help=f"key of the server (default: the environment's {' or '.join(API_KEYS)})")
     workload.add_flags(parser)
 
-    add = parser.add_argument_group("the load").add_argument
+    add = parser.add_argument_group("load").add_argument
     add("--request-rate", dest="rates", type=float, nargs="+", default=[math.inf], metavar="R",
-        help="requests per second, inf for all at once; of several rates each is a run (default: inf)")  # fmt: skip
+        help="requests per second; inf: all at once; several rates: one run each (default: inf)")  # fmt: skip
     add("--burstiness", type=float, default=1.0, metavar="B",
-        help="1: Poisson arrivals; less: in bursts; more: evener (the shape of a gamma distribution)")  # fmt: skip
-    add("--concurrency", type=int, metavar="C", help="most requests at a time (default: any number)")
-    add("--seed", type=int, default=0, help="of lengths, texts and arrivals: the same seed, the same requests. A "
-        "prefix cache remembers them, so change it from run to run")  # fmt: skip
-    add("--num-warmups", type=int, default=1, metavar="N", help="requests before the first that is measured")
-    add("--timeout", type=float, default=600.0, metavar="SECONDS", help="a request fails after so long")
+        help="shape of the gamma distribution of arrivals; 1: Poisson; below 1: bursts; above 1: evener")  # fmt: skip
+    add("--concurrency", type=int, metavar="C", help="maximum requests at a time (default: no limit)")
+    add("--seed", type=int, default=0, help="seed of lengths, texts and arrivals; change it between runs, because "
+        "a prefix cache remembers the prompts")  # fmt: skip
+    add("--num-warmups", type=int, default=1, metavar="N", help="requests before the measurement")
+    add("--timeout", type=float, default=600.0, metavar="SECONDS", help="maximum time of a request")
 
-    add = parser.add_argument_group("the requests").add_argument
+    add = parser.add_argument_group("requests").add_argument
     add("--ignore-eos", action=argparse.BooleanOptionalAction,
-        help="let no output end before its length. A field of vLLM's that jpaged and SGLang know and OpenAI's own API "
-        "refuses (default: for drawn lengths, not for a file)")  # fmt: skip
-    add("--temperature", type=float, default=0.0, metavar="T", help="of all requests")
-    add("--token-ids", action="store_true", help="send prompts as token ids, of exactly the length drawn")
-    add("--tokenizer", metavar="MODEL", help="count tokens here, with this directory's or hub id's tokenizer")
+        help="generate the full output length; a vLLM field that jpaged and SGLang accept and OpenAI's API rejects "
+        "(default: for drawn lengths, not for a file)")  # fmt: skip
+    add("--temperature", type=float, default=0.0, metavar="T", help="temperature of all requests")
+    add("--token-ids", action="store_true", help="send prompts as token ids of exactly the drawn length")
+    add("--tokenizer", metavar="MODEL", help="directory or hub id of a tokenizer that counts tokens in this process")
 
-    add = parser.add_argument_group("the report").add_argument
+    add = parser.add_argument_group("report").add_argument
     add("--goodput", nargs="+", type=limit, default=[], metavar="NAME:MS",
-        help=f"count requests within such latencies, as ttft:200 tpot:50; of {', '.join(measure.LIMITED)}")  # fmt: skip
-    add("--out", type=Path, metavar="FILE", help="write everything to this file too, as JSON")
-    add("--per-request", action="store_true", help="in it, the times of every request and of every chunk")
+        help=f"count requests within latencies, such as ttft:200 tpot:50; of {', '.join(measure.LIMITED)}")  # fmt: skip
+    add("--out", type=Path, metavar="FILE", help="also write the report to this file, as JSON")
+    add("--per-request", action="store_true", help="include the times of each request and chunk in the file")
 
 
 def limit(text: str) -> tuple[str, float]:

@@ -1,11 +1,11 @@
-"""Measure an engine without a server: all requests of a workload at once, as fast as it goes.
+"""Measure an engine without a server: all requests of a workload are submitted at once.
 
   jpaged bench throughput                                        the demo model, ShareGPT's lengths
   jpaged bench throughput --model DIR --workload random --input-len 1000 --output-len 100
-  jpaged bench throughput --model DIR --load-format dummy        random weights, for the speed alone
+  jpaged bench throughput --model DIR --load-format dummy        random weights, if only the speed matters
 
-Prompts of drawn lengths are token ids, their outputs are greedy and end only at their lengths. Those too long for the
-model are shortened, and it is said how many. Loading and compiling are not part of the time.
+Prompts of drawn lengths are token ids; their outputs are greedy and have the drawn length. Prompts that exceed the
+model's length are shortened, and a note gives their number. The time excludes loading and compilation.
 """
 
 import argparse
@@ -20,8 +20,8 @@ from jpaged.cli.serve import add_engine_flags, engine_config
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     workload.add_flags(parser)
-    parser.add_argument_group("the report").add_argument(
-        "--out", type=Path, metavar="FILE", help="write everything to this file too, as JSON"
+    parser.add_argument_group("report").add_argument(
+        "--out", type=Path, metavar="FILE", help="also write the report to this file, as JSON"
     )
     add_engine_flags(parser)
 

@@ -1,11 +1,11 @@
 """Talk to a model.
 
   jpaged chat                                    the demo model, in this process
-  jpaged chat --model DIR --temperature 0.7      a model of yours
+  jpaged chat --model DIR --temperature 0.7      a model in a directory
   jpaged chat --url http://127.0.0.1:8000        the first model of a server
   echo "Who are you?" | jpaged chat              one message, one answer
 
-In a terminal, Ctrl-C stops an answer and Ctrl-D ends; /reset begins anew, /help says so.
+In a terminal, Ctrl-C stops an answer, Ctrl-D exits, /reset starts a new conversation and /help lists the keys.
 """
 
 import argparse
@@ -24,7 +24,7 @@ COMMANDS = {"/reset": "forget the conversation", "/help": "list these commands"}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--system", metavar="TEXT", help="the system message before the conversation")
+    parser.add_argument("--system", metavar="TEXT", help="system message of the conversation")
     add_model_flags(parser)
 
 

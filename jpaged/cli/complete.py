@@ -1,10 +1,10 @@
-"""Let a model continue texts, and print the completions.
+"""Complete texts with a model, and print the completions.
 
   jpaged complete "Once upon a time"             the demo model, in this process
-  jpaged complete "One day" "At night" --n 2     two continuations of each of two prompts
+  jpaged complete "One day" "At night" --n 2     two completions of each of two prompts
   jpaged complete --url http://127.0.0.1:8000 --max-tokens 200 < story.txt
 
-A single continuation is printed as it comes; several ones when all are there, each under its prompt.
+A single completion is streamed; several completions are printed at the end, each under its prompt.
 """
 
 import argparse
@@ -23,8 +23,8 @@ MAX_TOKENS = 128
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [PROMPT ...] [flags]"
-    parser.add_argument("prompts", metavar="PROMPT", nargs="*", help="a text; without any, one is read from stdin")
-    parser.add_argument("--n", type=int, default=1, help="continuations of each prompt")
+    parser.add_argument("prompts", metavar="PROMPT", nargs="*", help="text to complete (default: standard input)")
+    parser.add_argument("--n", type=int, default=1, help="completions of each prompt")
     add_model_flags(parser, max_tokens=MAX_TOKENS)
 
 

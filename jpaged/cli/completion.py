@@ -4,7 +4,7 @@
   jpaged completion zsh      for ~/.zshrc
   jpaged completion fish     for ~/.config/fish/completions/jpaged.fish
 
-The script is made from this version's flags; print it again after an upgrade.
+The script contains the flags of this version; print it again after an upgrade.
 """
 
 import argparse

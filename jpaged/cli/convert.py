@@ -1,9 +1,9 @@
-"""Store a model's parameters in another format, exactly; its config and its tokenizer come along.
+"""Convert a model's parameters to another format without loss, and copy its config and tokenizer.
 
   jpaged convert org/name DIR --to orbax
   jpaged convert DIR OTHER_DIR --to safetensors
 
-All commands load models in either format.
+All commands load both formats.
 """
 
 import argparse
@@ -14,9 +14,9 @@ from jpaged.cli.loading import exit_on_interrupt
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s SOURCE TARGET --to FORMAT"
-    parser.add_argument("source", metavar="SOURCE", help="a directory, a hub id, or demo")
-    parser.add_argument("target", metavar="TARGET", type=Path, help="the directory to make")
-    parser.add_argument("--to", required=True, choices=("orbax", "safetensors"), help="the format")
+    parser.add_argument("source", metavar="SOURCE", help="directory, hub id, or demo")
+    parser.add_argument("target", metavar="TARGET", type=Path, help="new directory")
+    parser.add_argument("--to", required=True, choices=("orbax", "safetensors"), help="new format")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -1,11 +1,11 @@
-"""Examine this machine: devices, versions, the kernels for a model, their self-test, and the caches.
+"""Report on this machine: devices, versions, the kernels for a model, their self-test, and the caches.
 
   jpaged doctor                                the demo model's shapes
   jpaged doctor --model DIR --retest           another model; tests the kernels again
-  jpaged doctor --json                         for a program, or for a report of a defect
+  jpaged doctor --json                         for programs and bug reports
 
-It takes the flags of serve, so that the same kernels are chosen. The exit status is 0 if all is well, and 1 if an op
-failed its self-test or nothing can run.
+The flags are those of serve, so that the same kernels are chosen. The exit status is 1 if an op failed its self-test
+or no kernels can run, and otherwise 0.
 """
 
 import argparse
@@ -27,9 +27,9 @@ GIB, MIB = 2**30, 2**20
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("the report").add_argument
+    add = parser.add_argument_group("report").add_argument
     add("--json", action="store_true", help="print the report as JSON")
-    add("--retest", action="store_true", help="test the kernels again and ignore remembered results")
+    add("--retest", action="store_true", help="test the kernels again instead of using stored results")
     add_engine_flags(parser)
 
 

@@ -1,4 +1,4 @@
-"""`jpaged COMMAND`: finds the command, parses its flags, runs it. Only the one that is asked for is loaded."""
+"""`jpaged COMMAND`: find the command, parse its flags and run it. Only this command is imported."""
 
 import importlib.metadata
 import os
@@ -11,14 +11,14 @@ from jpaged.cli.loading import exit_on_interrupt
 from jpaged.cli.parser import Parser, closest
 
 COMMANDS = {
-    "serve": "serve a model over HTTP, in the OpenAI API's form",
-    "chat": "talk to a model, in this process or on a server",
-    "complete": "let a model continue texts",
+    "serve": "serve a model over HTTP with the OpenAI API",
+    "chat": "chat with a model in this process or on a server",
+    "complete": "complete texts",
     "bench serve": "measure a server under load",
     "bench throughput": "measure an engine without a server",
-    "doctor": "examine this machine and test its kernels",
-    "convert": "store a model's parameters in another format",
-    "completion": "print a shell's completion script",
+    "doctor": "report on this machine and test the kernels",
+    "convert": "convert a model's parameters to another format",
+    "completion": "print a completion script for a shell",
 }
 
 

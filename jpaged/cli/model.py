@@ -1,4 +1,4 @@
-"""A model to talk to, in this process or on a server: the same questions, the same answers."""
+"""A model in this process or on a server, with one interface for both."""
 
 import argparse
 import itertools
@@ -37,19 +37,19 @@ class Model(Protocol):
 
 
 def add_flags(parser: argparse.ArgumentParser, *, max_tokens: int | None = None) -> None:
-    """Which model, and how it answers; `max_tokens` is the default."""
-    add = parser.add_argument_group("where the model is").add_argument
-    add("--url", help="a server that speaks the OpenAI API; without it the model is loaded in this process")
-    add("--api-key", metavar="KEY", help=f"the server's (default: the environment's {' or '.join(API_KEYS)})")
+    """Add flags for the model and for sampling; `max_tokens` is the default of its flag."""
+    add = parser.add_argument_group("connection").add_argument
+    add("--url", help="address of a server with the OpenAI API (default: load the model in this process)")
+    add("--api-key", metavar="KEY", help=f"key of the server (default: the environment's {' or '.join(API_KEYS)})")
 
-    group = parser.add_argument_group("how it answers", "Defaults are those of the model's own files.")
+    group = parser.add_argument_group("sampling", "Defaults come from the model's files.")
     add = group.add_argument
-    add("--temperature", type=float, metavar="T", help="0 takes the likeliest token, 1 draws as the model thinks")
-    add("--top-p", type=float, metavar="P", help="draw from the likeliest tokens that have this probability together")
-    add("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens")
-    add("--max-tokens", type=int, default=max_tokens, metavar="TOKENS", help="end after so many tokens")
-    add("--stop", action="append", metavar="TEXT", help="end before this text; may be given several times")
-    add("--chat-template", metavar="FILE", type=Path, help="a Jinja template instead of the model's own")
+    add("--temperature", type=float, metavar="T", help="sampling temperature; 0: greedy")
+    add("--top-p", type=float, metavar="P", help="sample from the most likely tokens with this total probability")
+    add("--top-k", type=int, metavar="K", help="sample from the K most likely tokens")
+    add("--max-tokens", type=int, default=max_tokens, metavar="TOKENS", help="maximum output tokens")
+    add("--stop", action="append", metavar="TEXT", help="stop before this text; can be repeated")
+    add("--chat-template", metavar="FILE", type=Path, help="Jinja template instead of the model's own")
     add_engine_flags(parser)
     parser.set_defaults(model=None, seed=None)
 

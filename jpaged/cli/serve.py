@@ -1,12 +1,12 @@
-"""Serve a Llama over HTTP, in the OpenAI API's form.
+"""Serve a model over HTTP with the OpenAI API.
 
   jpaged serve                                   the demo model on http://127.0.0.1:8000
-  jpaged serve DIR --host 0.0.0.0                a model of yours, for everybody
+  jpaged serve DIR --host 0.0.0.0                a model in a directory, on all network interfaces
   jpaged serve org/name --max-model-len 32k --api-key KEY
-  jpaged serve --config serve.yaml --port 8001   flags from a file; the command line wins
+  jpaged serve --config serve.yaml --port 8001   flags from a file; the command line takes precedence
 
-Settings, addresses, files and the tokenizer are checked before the weights are loaded. The first start compiles every
-shape that a step can have; later ones load them from ~/.cache/jpaged.
+All settings, addresses and files are checked before the weights are loaded. The first start compiles all shapes of a
+step; later starts load them from ~/.cache/jpaged.
 """
 
 import argparse
@@ -25,21 +25,13 @@ from typing import Any
 from jpaged.cli import vllm_flags
 from jpaged.cli.loading import loading
 from jpaged.cli.parser import count
-from jpaged.config import (
-    DTYPE_ALIASES,
-    DTYPES,
-    KERNELS,
-    KV_CACHE_DTYPES,
-    LOAD_FORMATS,
-    PREEMPTION_MODES,
-    SCHEDULING_POLICIES,
-    EngineConfig,
-)
+from jpaged.config import MEMORY, MODEL, SCHEDULING, EngineConfig
 from jpaged.serving.listen import bind, bound_unix
 from jpaged.serving.logs import LEVELS, logging_to
 from jpaged.serving.origins import is_loopback
 from jpaged.serving.service import ServerConfig, make_service
 from jpaged.serving.tools import FORMATS, ToolFormat, detect
+from jpaged.setting import kind, settings
 
 API_KEY_VARIABLE = "JPAGED_API_KEY"
 
@@ -47,98 +39,79 @@ API_KEY_VARIABLE = "JPAGED_API_KEY"
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [MODEL] [flags]"
     defaults = ServerConfig()
-    add = parser.add_argument_group("the server").add_argument
-    add("--config", metavar="FILE", help="YAML with flags as keys, such as max-model-len: 32k; the command line wins")
-    add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all")
-    add("--port", type=int, default=8000, help="port to listen on; 0 for any that is free")
-    add("--uds", type=Path, metavar="PATH", help="listen on this Unix domain socket, instead of a host and a port")
+    add = parser.add_argument_group("server").add_argument
+    add("--config", metavar="FILE",
+        help="YAML file with flags as keys, such as max-model-len: 32k; the command line takes precedence")  # fmt: skip
+    add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all network interfaces")
+    add("--port", type=int, default=8000, help="port to listen on; 0 for any free port")
+    add("--uds", type=Path, metavar="PATH", help="listen on this Unix domain socket instead of a host and a port")
     add("--root-path", default=defaults.root_path, metavar="PATH",
-        help="serve under this path too, such as /llm, for a proxy that passes it on (default: none)")  # fmt: skip
+        help="also serve all routes under this path, such as /llm, for a proxy that does not remove it "
+        "(default: none)")  # fmt: skip
     add("--served-model-name", metavar="NAME", nargs="+", default=[],
-        help="names that clients may ask for; answers have the first (default: as --model)")  # fmt: skip
+        help="names of the model in requests; responses contain the first (default: the value of --model)")  # fmt: skip
     add("--max-queue", type=int, default=defaults.max_queue, metavar="REQUESTS",
-        help="requests that may wait; for more there is a 503 with Retry-After")  # fmt: skip
+        help="maximum waiting requests; further ones get HTTP 503 with Retry-After")  # fmt: skip
     add("--max-body-size", type=float, metavar="MIB",
-        help="longest body of a request (default: 1 MiB, and 16 bytes for each token of --max-model-len)")  # fmt: skip
-    add("--request-timeout", type=float, metavar="SECONDS", help="longest that an answer may take (default: no limit)")
+        help="maximum size of a request body (default: 1 MiB plus 16 bytes per token of --max-model-len)")  # fmt: skip
+    add("--request-timeout", type=float, metavar="SECONDS",
+        help="maximum time from a request to the end of its response (default: no limit)")  # fmt: skip
     add("--drain-timeout", type=float, default=defaults.drain_timeout, metavar="SECONDS",
         help="time for running requests to finish after SIGTERM; a second signal ends them at once")  # fmt: skip
-    add("--log-level", choices=LEVELS, default="info", help="least severe messages that are logged")
+    add("--log-level", choices=LEVELS, default="info", help="lowest severity of the log")
     add("--access-log", default="-", metavar="FILE",
-        help="a line of JSON for each request; - is standard error, none is nowhere")  # fmt: skip
+        help="file for one line of JSON per request; -: standard error; none: no access log")  # fmt: skip
 
-    add = parser.add_argument_group("who may use it").add_argument
+    add = parser.add_argument_group("access control").add_argument
     add("--api-key", metavar="KEY", nargs="+", default=[],
-        help=f"ask for one of these keys; {API_KEY_VARIABLE} in the environment adds one")  # fmt: skip
-    add("--api-key-file", metavar="FILE", type=Path, help="more keys, one on each line")
+        help=f"require one of these keys; the environment variable {API_KEY_VARIABLE} adds one")  # fmt: skip
+    add("--api-key-file", metavar="FILE", type=Path, help="file with further keys, one per line")
     add("--allowed-origins", metavar="ORIGIN", nargs="+", default=[],
-        help="web pages that may use it, such as https://chat.example.org; * is all (default: none)")  # fmt: skip
+        help="origins of web pages that may send requests, such as https://chat.example.org; *: all "
+        "(default: none)")  # fmt: skip
     add("--allowed-hosts", metavar="NAME", nargs="+", default=[],
-        help="names, besides localhost, that requests may address it by (default: any; none if --host is a "
-        "loopback address and no key is needed)")  # fmt: skip
+        help="allowed names in the Host header, in addition to localhost (default: all; none if --host is a "
+        "loopback address and no key is set)")  # fmt: skip
     add("--ssl-certfile", metavar="FILE", type=Path, help="serve HTTPS with this certificate chain")
-    add("--ssl-keyfile", metavar="FILE", type=Path, help="its private key, if that is in a file of its own")
-    add("--ssl-ca-certs", metavar="FILE", type=Path, help="ask clients for a certificate that one of these has signed")
+    add("--ssl-keyfile", metavar="FILE", type=Path, help="private key of the certificate, if in a separate file")
+    add("--ssl-ca-certs", metavar="FILE", type=Path, help="require client certificates signed by one of these")
 
     add = parser.add_argument_group("chat").add_argument
-    add("--chat-template", metavar="FILE", type=Path, help="a Jinja template instead of the model's own")
-    add("--trust-request-chat-template", action="store_true", help="take templates from requests, too")
+    add("--chat-template", metavar="FILE", type=Path, help="Jinja template instead of the model's own")
+    add("--trust-request-chat-template", action="store_true", help="accept chat templates in requests")
     add("--tool-call-parser", choices=("auto", "none", *sorted(FORMATS)), default="auto",
-        help="how the model writes tool calls; auto: as its chat template does")  # fmt: skip
+        help="format of the model's tool calls; auto: detected from its chat template")  # fmt: skip
     add("--generation-config", choices=("auto", "vllm"), default="auto",
-        help="auto: defaults of sampling parameters as in the model's files; vllm: as in the API")  # fmt: skip
+        help="source of default sampling parameters; auto: the model's files; vllm: the API")  # fmt: skip
     add_engine_flags(parser, positional=True)
     vllm_flags.add_flags(parser)
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, *, positional: bool = False) -> None:
-    """A flag for each field of EngineConfig, by its name. Every command that loads a model has them.
+    """Add a flag for each field of EngineConfig, to every command that loads a model.
 
     Args:
         positional: the model may be given without its flag, too.
     """
-    defaults = EngineConfig()
-    group = parser.add_argument_group("the model")
-    add, either = group.add_argument, group.add_mutually_exclusive_group()
-    if positional:
-        either.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help="the same as --model")
-    either.add_argument("--model", default=defaults.model, help="a directory, a hub id, or demo")
-    add("--revision", metavar="NAME", help="branch, tag or commit of a hub id (default: main)")
-    add("--tokenizer", metavar="MODEL", help="directory or hub id of a tokenizer (default: the model's own)")
-    add("--skip-tokenizer-init", action="store_true", help="load no tokenizer: token ids in, token ids out")
-    add("--load-format", choices=LOAD_FORMATS, default=defaults.load_format, help="dummy: random weights")
-    add("--kv-cache-dtype", choices=tuple(KV_CACHE_DTYPES), default=defaults.kv_cache_dtype,
-        help="of the KV pool: fp8 holds twice as many tokens as 16 bits, less exactly (docs/operation.md)")  # fmt: skip
-    add("--dtype", choices=("auto", *DTYPES, *DTYPE_ALIASES), default=defaults.dtype,
-        help="auto: float32 on a CPU, else the checkpoint's")  # fmt: skip
-    add("--max-model-len", type=count, metavar="TOKENS", help="longest sequence, such as 32k (default: the model's)")
-    add("--seed", type=int, default=defaults.seed, help="of requests without a seed, and of dummy weights")
-    add("--kernels", choices=KERNELS, default=defaults.kernels,
-        help="attention kernels; auto: the fastest that the device and the model allow")  # fmt: skip
-
-    add = parser.add_argument_group("memory").add_argument
-    add("--gpu-memory-utilization", type=float, default=defaults.gpu_memory_utilization, metavar="SHARE",
-        help="share of the memory that jax has for parameters, KV pool and temporaries")  # fmt: skip
-    add("--num-gpu-blocks-override", type=count, metavar="BLOCKS",
-        help="size of the KV pool, instead of measuring memory")  # fmt: skip
-    add("--block-size", type=int, metavar="TOKENS",
-        help="tokens per KV block (default: 16; 64 on a CPU for sequences of 2,048 tokens and more)")  # fmt: skip
-    add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=defaults.enable_prefix_caching,
-        help="reuse the KV of prompts that begin alike")  # fmt: skip
-    add("--swap-space", type=float, default=defaults.swap_space, metavar="GIB",
-        help="host memory for the blocks of preempted requests")  # fmt: skip
-
-    add = parser.add_argument_group("scheduling").add_argument
-    add("--max-num-seqs", type=count, metavar="SEQS",
-        help="most sequences in a step (default: 64 on a CPU, 256 on a GPU)")  # fmt: skip
-    add("--max-num-batched-tokens", type=count, metavar="TOKENS",
-        help="most tokens in a step (default: 128 on a CPU, 2048 on a GPU, fewer beside decodes)")  # fmt: skip
-    add("--async-scheduling", action=argparse.BooleanOptionalAction, default=defaults.async_scheduling,
-        help="dispatch a step before the tokens of the one before it are known")  # fmt: skip
-    add("--scheduling-policy", choices=SCHEDULING_POLICIES, default=defaults.scheduling_policy,
-        help="priority: by the requests' priorities, lower ones first")  # fmt: skip
-    add("--preemption-mode", choices=PREEMPTION_MODES, default=defaults.preemption_mode,
-        help="treatment of a preempted request's blocks; auto: the cheaper one")  # fmt: skip
+    groups = {name: parser.add_argument_group(name) for name in (MODEL, MEMORY, SCHEDULING)}
+    for each, setting in settings(EngineConfig):
+        group: Any = groups[setting.group]
+        if positional and each.name == "model":
+            group = group.add_mutually_exclusive_group()
+            group.add_argument(
+                "model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help="the same as --model"
+            )
+        flag = "--" + each.name.replace("_", "-")
+        text = f"{setting.help} (default: {setting.default})" if setting.default else setting.help
+        options: dict[str, Any] = dict(default=each.default, help=text)
+        expected, _ = kind(each)
+        if expected is bool:
+            options["action"] = argparse.BooleanOptionalAction if each.default else "store_true"
+        elif setting.choices:
+            options["choices"] = setting.choices
+        else:
+            options |= dict(metavar=setting.unit, type=count if expected is int else expected)
+        group.add_argument(flag, **options)
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:

@@ -93,8 +93,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     names = sorted(name for flag in FLAGS if flag.allowed != NEVER for name in flag.names)
     refused = sorted(name for flag in FLAGS if flag.allowed == NEVER for name in flag.names)
     parser.epilog = (
-        f"Flags of vLLM's that change nothing here are accepted with a notice: {', '.join(names)}. These are refused, "
-        f"with the reason: {', '.join(refused)}."
+        f"vLLM flags without an effect here, accepted with a notice: {', '.join(names)}. vLLM flags that are rejected "
+        f"with a reason: {', '.join(refused)}."
     )
 
 

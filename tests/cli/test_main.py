@@ -114,7 +114,7 @@ def test_what_follows_two_dashes_is_no_flag():
         ("bench serve --concurrency 0", "jpaged bench serve: error: concurrency must be at least 1, not 0"),
         ("bench throughput --workload file", "jpaged bench throughput: error: file: the workload file needs one"),
         ("convert /no/where t --to orbax", "jpaged convert: error: model: /no/where is not a directory"),
-        ("serve --block-size 0", "jpaged serve: error: block_size must be between 1 and 256, not 0"),
+        ("serve --block-size 0", "jpaged serve: error: block_size: must be a power of two between 1 and 256, not 0"),
     ],
 )
 def test_errors_are_one_line(line, words):

@@ -124,17 +124,23 @@ def test_sampling_defaults(tmp_path):
 @pytest.mark.parametrize(
     "field, value, words",
     [
-        ("dtype", "int8", "dtype must be one of auto, float32"),
-        ("load_format", "gguf", "load_format must be one of auto, safetensors"),
-        ("kernels", "cuda", "kernels must be one of auto, reference, mosaic"),
-        ("block_size", 0, "block_size must be between 1 and 256, not 0"),
-        ("block_size", 24, "block_size must be a power of two, not 24"),
+        ("dtype", "int8", "dtype: must be one of auto, float32"),
+        ("load_format", "gguf", "load_format: must be one of auto, safetensors"),
+        ("kernels", "cuda", "kernels: must be one of auto, reference, mosaic"),
+        ("block_size", 0, "block_size: must be a power of two between 1 and 256, not 0"),
+        ("block_size", 24, "block_size: must be a power of two between 1 and 256, not 24"),
         ("gpu_memory_utilization", 0.0, "above 0 and at most 1, not 0.0"),
         ("gpu_memory_utilization", 1.5, "above 0 and at most 1, not 1.5"),
-        ("max_model_len", 1, "max_model_len must be at least 2"),
-        ("max_num_seqs", 0, "max_num_seqs must be at least 1, not 0"),
-        ("max_num_batched_tokens", -5, "max_num_batched_tokens must be at least 1, not -5"),
-        ("num_gpu_blocks_override", 0, "num_gpu_blocks_override must be at least 1, not 0"),
+        ("max_model_len", 1, "max_model_len: must be at least 2"),
+        ("max_num_seqs", "8", "max_num_seqs: must be at least 1, not '8'"),
+        ("max_num_seqs", True, "max_num_seqs: must be at least 1, not True"),
+        ("seed", 0.5, "seed: must be a whole number, not 0.5"),
+        ("model", 5, "model: must be a text, not 5"),
+        ("swap_space", float("nan"), "swap_space: must be at least 0, not nan"),
+        ("enable_prefix_caching", 1, "enable_prefix_caching: must be true or false, not 1"),
+        ("max_num_seqs", 0, "max_num_seqs: must be at least 1, not 0"),
+        ("max_num_batched_tokens", -5, "max_num_batched_tokens: must be at least 1, not -5"),
+        ("num_gpu_blocks_override", 0, "num_gpu_blocks_override: must be at least 1, not 0"),
     ],
 )
 def test_engine_settings_out_of_range_are_named(field, value, words):
@@ -143,5 +149,5 @@ def test_engine_settings_out_of_range_are_named(field, value, words):
 
 
 def test_more_sequences_than_tokens_in_a_step():
-    with pytest.raises(ValueError, match=r"max_num_batched_tokens \(4\) must be at least max_num_seqs \(8\)"):
+    with pytest.raises(ValueError, match=r"max_num_batched_tokens: must be at least max_num_seqs \(8\), not 4"):
         EngineConfig(max_num_seqs=8, max_num_batched_tokens=4)

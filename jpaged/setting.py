@@ -1,0 +1,93 @@
+"""The definition of a setting: its flag, help text, checks and documentation follow from it."""
+
+import math
+import types
+from collections.abc import Iterator
+from dataclasses import Field, dataclass, field, fields
+from numbers import Integral, Real
+from typing import Any, get_args
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The description of one field of a settings dataclass.
+
+    Attributes:
+        help: one sentence without a full stop.
+        group: the heading in --help.
+        default: the text of a default that the model or the device decides.
+        choices: the allowed values of a text.
+        low, above, high: the bounds of a number; `above` excludes its value.
+        power_of_two: the number must be one.
+        unit: the unit of a number, or the kind of a text, in upper case: a placeholder in --help.
+    """
+
+    help: str
+    group: str
+    default: str | None = None
+    choices: tuple[str, ...] | None = None
+    low: float | None = None
+    above: float | None = None
+    high: float | None = None
+    power_of_two: bool = False
+    unit: str | None = None
+
+    @property
+    def allowed(self) -> str:
+        """The allowed values in words, "" if all are."""
+        if self.choices:
+            return f"one of {', '.join(self.choices)}"
+        if self.low is not None and self.high is not None:
+            bounds = f"between {self.low:g} and {self.high:g}"
+        else:
+            parts = [("at least", self.low), ("above", self.above), ("at most", self.high)]
+            bounds = " and ".join(f"{words} {bound:g}" for words, bound in parts if bound is not None)
+        return f"a power of two {bounds}" if self.power_of_two else bounds
+
+    def allows(self, value: Any) -> bool:
+        """Return whether a value of the right type is allowed."""
+        if isinstance(value, str):
+            return not self.choices or value in self.choices
+        low, above, high = self.low, self.above, self.high
+        within = (low is None or value >= low) and (above is None or value > above) and (high is None or value <= high)
+        return math.isfinite(value) and within and not (self.power_of_two and value & (value - 1))
+
+
+def setting(default: Any, help: str, *, group: str, by: str | None = None, **description: Any) -> Any:
+    """Return a dataclass field with its `Setting`; `by` is the text of a default that is decided later."""
+    return field(default=default, metadata={"setting": Setting(help, group, by, **description)})
+
+
+def settings(config: type[Any]) -> Iterator[tuple[Field[Any], Setting]]:
+    """Yield the fields of a dataclass that are settings."""
+    return ((each, each.metadata["setting"]) for each in fields(config) if "setting" in each.metadata)
+
+
+def kind(each: Field[Any]) -> tuple[type, bool]:
+    """Return the type of a field's values, and whether None is one."""
+    if isinstance(each.type, types.UnionType):
+        return next(one for one in get_args(each.type) if one is not types.NoneType), True
+    assert isinstance(each.type, type)
+    return each.type, False
+
+
+KINDS = {str: "a text", bool: "true or false", int: "a whole number", float: "a number"}
+
+
+def check(config: Any) -> None:
+    """Check all settings of a dataclass. Raises ValueError with the field, the allowed values and the given one."""
+    for each, description in settings(type(config)):
+        value, (expected, optional) = getattr(config, each.name), kind(each)
+        if value is None and optional:
+            continue
+        number: Any = {int: Integral, float: Real}.get(expected)
+        if not isinstance(value, number or expected) or (number and isinstance(value, bool)):
+            raise ValueError(f"{each.name}: must be {description.allowed or KINDS[expected]}, not {value!r}")
+        if not description.allows(value):
+            raise ValueError(f"{each.name}: must be {description.allowed}, not {value!r}")
+
+
+def documentation(config: type[Any]) -> str:
+    """Return the Attributes section of a dataclass's docstring."""
+    lines = [f"        {each.name}: {description.help}." for each, description in settings(config)]
+    return "\n".join(["", "    Attributes:", *lines, ""])

@@ -39,7 +39,7 @@ def _check_types(config: Any) -> None:
                 continue
             hint = float
         if hint in kinds and not kinds[hint][1](value):
-            raise ValueError(f"{each.name} must be {kinds[hint][0]}, not {reprlib.repr(value)}")
+            raise ValueError(f"{each.name}: must be {kinds[hint][0]}, not {reprlib.repr(value)}")
 
 
 @dataclass(frozen=True)
@@ -63,32 +63,33 @@ class RopeConfig:
         _check_types(self)
         if not (self.theta > 1 and self.factor > 0 and self.beta_fast > 0 and self.beta_slow > 0):
             raise ValueError(
-                "rope_theta must be above 1, and factor, beta_fast and beta_slow above 0, not "
+                "rope_scaling: rope_theta must be above 1, and factor, beta_fast and beta_slow above 0, not "
                 f"{self.theta:g}, {self.factor:g}, {self.beta_fast:g} and {self.beta_slow:g}"
             )
         if self.type == "llama3" and not self.high_freq_factor > self.low_freq_factor:
             raise ValueError(
-                f"high_freq_factor ({self.high_freq_factor:g}) must exceed low_freq_factor ({self.low_freq_factor:g})"
+                f"high_freq_factor: must exceed low_freq_factor ({self.low_freq_factor:g}), "
+                f"not {self.high_freq_factor:g}"
             )
         if self.original_max_position_embeddings < (self.type != "default"):
             raise ValueError(
-                f"original_max_position_embeddings must be at least 1, not {self.original_max_position_embeddings}"
+                f"original_max_position_embeddings: must be at least 1, not {self.original_max_position_embeddings}"
             )
 
     @classmethod
     def from_hf(cls, hf: dict[str, Any]) -> "RopeConfig":
         parts = [hf.get(name) or {} for name in ("rope_scaling", "rope_parameters")]
         if not all(isinstance(part, dict) for part in parts):
-            raise ValueError(f"rope_scaling and rope_parameters must be JSON objects, not {reprlib.repr(parts)}")
+            raise ValueError(f"rope_scaling, rope_parameters: must be JSON objects, not {reprlib.repr(parts)}")
         parameters = parts[0] | parts[1]
         kind = parameters.get("rope_type", parameters.get("type", "default"))
         if kind == "dynamic":
             raise ValueError(
-                "rope type 'dynamic' is not supported: its frequencies change as a sequence grows, so keys already in "
-                f"the cache would need rotating again; supported: {', '.join(ROPE_TYPES)}"
+                "rope_type: 'dynamic' is not supported, because its frequencies change as a sequence grows and "
+                f"cached keys would have to be rotated again; supported: {', '.join(ROPE_TYPES)}"
             )
         if kind not in ROPE_TYPES:
-            raise ValueError(f"rope type {reprlib.repr(kind)} is not supported; supported: {', '.join(ROPE_TYPES)}")
+            raise ValueError(f"rope_type: {reprlib.repr(kind)} is not supported; supported: {', '.join(ROPE_TYPES)}")
         if parameters.get("partial_rotary_factor", 1.0) != 1.0:
             raise ValueError("partial_rotary_factor: only 1.0 is supported")
         parameters.setdefault("rope_theta", hf.get("rope_theta", 10000.0))
@@ -98,9 +99,9 @@ class RopeConfig:
         if factor is None and kind == "yarn":
             factor = hf.get("max_position_embeddings", 2048) / original
         if factor is None and kind != "default":
-            raise ValueError(f"rope type {kind!r} needs 'factor'")
+            raise ValueError(f"rope_type: {kind!r} needs 'factor'")
         if kind == "llama3" and not {"low_freq_factor", "high_freq_factor"} <= parameters.keys():
-            raise ValueError("rope type 'llama3' needs 'low_freq_factor' and 'high_freq_factor'")
+            raise ValueError("rope_type: 'llama3' needs 'low_freq_factor' and 'high_freq_factor'")
         names = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale")
         given = {
             name: parameters[name]
@@ -145,24 +146,24 @@ class ModelConfig:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
         for name in (*sizes, "num_key_value_heads", "head_dim", "max_position_embeddings"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+                raise ValueError(f"{name}: must be at least 1, not {getattr(self, name)}")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
-                f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
-                f"num_key_value_heads ({self.num_key_value_heads})"
+                f"num_attention_heads: must be a multiple of num_key_value_heads ({self.num_key_value_heads}), "
+                f"not {self.num_attention_heads}"
             )
         if self.num_hidden_layers > MAX_LAYERS:
-            raise ValueError(f"num_hidden_layers must be at most {MAX_LAYERS}, not {self.num_hidden_layers}")
+            raise ValueError(f"num_hidden_layers: must be at most {MAX_LAYERS}, not {self.num_hidden_layers}")
         if self.rms_norm_eps < 0:
-            raise ValueError(f"rms_norm_eps must be at least 0, not {self.rms_norm_eps}")
+            raise ValueError(f"rms_norm_eps: must be at least 0, not {self.rms_norm_eps}")
         if self.head_dim % 2:
-            raise ValueError(f"head_dim must be even for rotary embeddings, not {self.head_dim}")
+            raise ValueError(f"head_dim: must be even for rotary embeddings, not {self.head_dim}")
         if self.hidden_act not in ACTIVATIONS:
             raise ValueError(
-                f"hidden_act {reprlib.repr(self.hidden_act)} is not supported; supported: {', '.join(ACTIVATIONS)}"
+                f"hidden_act: {reprlib.repr(self.hidden_act)} is not supported; supported: {', '.join(ACTIVATIONS)}"
             )
         if not all(type(token) is int and token >= 0 for token in self.eos_token_ids):
-            raise ValueError(f"eos_token_id must be token ids, not {reprlib.repr(self.eos_token_ids)}")
+            raise ValueError(f"eos_token_id: must be token ids, not {reprlib.repr(self.eos_token_ids)}")
 
     @classmethod
     def describes(cls, hf: dict[str, Any]) -> bool:

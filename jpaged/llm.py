@@ -87,7 +87,9 @@ class LLM:
         ranks = [rank] * len(prompt_list) if isinstance(rank, int) else list(rank)
         for name, values in (("sampling_params", each), ("priority", ranks)):
             if len(values) != len(prompt_list):
-                raise InvalidParameter(name, f"{len(values)} of them for {len(prompt_list)} prompts")
+                raise InvalidParameter(
+                    name, f"must be one or as many as prompts ({len(prompt_list)}), not {len(values)}"
+                )
         if wrong := [shown(one) for one in each if not isinstance(one, Params)]:
             raise InvalidParameter("sampling_params", f"must be SamplingParams or BeamSearchParams, not {wrong[0]}")
         jobs = [_Job(*self._read(prompt), one, rank) for prompt, one, rank in zip(prompt_list, each, ranks)]
@@ -127,7 +129,7 @@ class LLM:
         if not hasattr(self.tokenizer, "apply_chat_template"):
             raise InvalidParameter("messages", "this engine has no tokenizer with chat templates")
         if chat_template is None and getattr(self.tokenizer, "chat_template", None) is None:
-            raise InvalidParameter("chat_template", "the model has none, so pass one")
+            raise InvalidParameter("chat_template", "must be passed, because the model has none")
         single = any(isinstance(each, Mapping) for each in messages)
         conversations = cast(Sequence[Sequence[Message]], [messages] if single else messages)
         prompts = [

@@ -45,7 +45,7 @@ def load_tokenizer(directory: Path) -> Any:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a broken tokenizer raises anything, also a panic in Rust
-        raise ValueError(f"tokenizer: {directory} has none that can be loaded: {str(error)[:1000]}") from error
+        raise ValueError(f"tokenizer: the tokenizer of {directory} can't be loaded: {str(error)[:1000]}") from error
     return tokenizer
 
 

@@ -32,11 +32,9 @@ def test_limits_by_device(platform, settings, expected):
 
 
 def test_limits_that_the_model_or_the_pool_does_not_allow():
-    with pytest.raises(
-        ValueError, match=r"max_model_len \(4097\) exceeds the model's max_position_embeddings \(4096\)"
-    ):
+    with pytest.raises(ValueError, match=r"max_model_len: 4097 exceeds the model's max_position_embeddings \(4096\)"):
         limits_of(EngineConfig(max_model_len=4097), MODEL, "cpu")
-    with pytest.raises(ValueError, match=r"max_num_seqs \(64\) exceeds the 63 blocks of the KV pool"):
+    with pytest.raises(ValueError, match=r"max_num_seqs: 64 exceeds the 63 blocks of the KV pool"):
         limits_of(EngineConfig(num_gpu_blocks_override=63), MODEL, "cpu")
     small = dataclasses.replace(MODEL, max_position_embeddings=1024)
     assert limits_of(EngineConfig(), small, "cpu").block_size == 16

@@ -196,8 +196,11 @@ def test_what_can_be_asked_for():
     with pytest.raises(InvalidParameter, match="choice must be texts"):
         StructuredOutputsParams(choice=[])
     for wanted, words in (
-        ({"regex": "a", "disable_any_whitespace": True}, "disable_any_whitespace has no meaning for regex"),
-        ({"choice": ["a"], "whitespace_pattern": " "}, "whitespace_pattern has no meaning for choice"),
+        (
+            {"regex": "a", "disable_any_whitespace": True},
+            "disable_any_whitespace is allowed only for JSON",
+        ),
+        ({"choice": ["a"], "whitespace_pattern": " "}, "whitespace_pattern is allowed only for JSON, not for choice"),
         ({"json_object": True, "whitespace_pattern": " ", "disable_any_whitespace": True}, "contradicts"),
     ):
         with pytest.raises(InvalidParameter, match=words):

@@ -187,9 +187,7 @@ def test_donated_parameters_are_told_in_one_error_and_new_ones_mend_it(llm, fres
     llm.update_params(model)
     train = jax.jit(lambda state: jax.tree.map(lambda x: x * 1, state), donate_argnums=0)
     state = train(nnx.state(model))
-    with pytest.raises(
-        RuntimeError, match=r"^params: the arrays that the engine serves were deleted, .* update_params$"
-    ):
+    with pytest.raises(RuntimeError, match=r"^params: the engine's arrays were deleted, .* update_params$"):
         llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     llm.update_params(state)
     outputs = [engine.generate(PROMPTS, PARAMS, use_tqdm=False) for engine in (llm, fresh)]

@@ -115,7 +115,7 @@ class StructuredOutputsParams:
             raise InvalidParameter("structured_outputs", f"choice must be texts, not {shown(self.choice)}")
         spacing = [name for name in ("disable_any_whitespace", "whitespace_pattern") if getattr(self, name)]
         if spacing and given[0] not in ("json", "json_object"):
-            raise InvalidParameter("structured_outputs", f"{spacing[0]} has no meaning for {given[0]}, only for JSON")
+            raise InvalidParameter("structured_outputs", f"{spacing[0]} is allowed only for JSON, not for {given[0]}")
         if len(spacing) > 1:
             raise InvalidParameter("structured_outputs", f"{spacing[1]} contradicts {spacing[0]}")
 

@@ -167,7 +167,7 @@ class Scheduler:
         if request_id in self.requests:
             raise InvalidParameter("request_id", f"{request_id!r} is already in use")
         if priority and self.policy != "priority":
-            raise InvalidParameter("priority", f"{priority} has no meaning under the policy {self.policy!r}")
+            raise InvalidParameter("priority", f"must be 0 under the policy {self.policy!r}, not {priority}")
         self._check_tokens(prompt_token_ids, params)
         width, limits = params.num_sequences, self.limits
         if width > limits.max_num_seqs:

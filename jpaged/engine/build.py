@@ -56,7 +56,7 @@ def find_model(name: str, *, revision: str | None = None, weights: bool = True) 
         patterns = [*SMALL_FILES, *(WEIGHTS if weights else ())]
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except Exception as error:  # the hub's library has a dozen ways to say no
-        raise ValueError(f"model: {name} is neither a directory nor a model the hub can give: {error}") from error
+        raise ValueError(f"model: {name} is neither a directory nor a model on the hub: {error}") from error
 
 
 def load_model(
@@ -76,7 +76,7 @@ def limits_of(config: EngineConfig, model: ModelConfig, platform: str) -> Limits
     max_model_len = config.max_model_len or model.max_position_embeddings
     if max_model_len > model.max_position_embeddings:
         raise ValueError(
-            f"max_model_len ({max_model_len}) exceeds the model's max_position_embeddings "
+            f"max_model_len: {max_model_len} exceeds the model's max_position_embeddings "
             f"({model.max_position_embeddings})"
         )
     # A CPU computes 128 tokens about as efficiently as more, and decodes wait for a step with a prompt in it.
@@ -94,8 +94,8 @@ def limits_of(config: EngineConfig, model: ModelConfig, platform: str) -> Limits
 def check_num_blocks(limits: Limits, num_blocks: int) -> None:
     if limits.max_num_seqs > num_blocks:
         raise ValueError(
-            f"max_num_seqs ({limits.max_num_seqs}) exceeds the {num_blocks} blocks of the KV pool: "
-            "every sequence needs at least one"
+            f"max_num_seqs: {limits.max_num_seqs} exceeds the {num_blocks} blocks of the KV pool, "
+            "and each sequence needs at least one"
         )
 
 
@@ -232,10 +232,12 @@ def load_engine(
 
 def _check_module(config: EngineConfig, model: Model) -> None:
     if config.load_format != "auto":
-        raise ValueError(f"load_format: nothing is loaded for a module in hand, so it can't be {config.load_format!r}")
+        raise ValueError(f"load_format: must be auto for a module, which is not loaded, not {config.load_format!r}")
     dtypes = {str(leaf.dtype) for leaf in jax.tree.leaves(nnx.state(model))}
     if len(dtypes) != 1:
         raise ValueError(f"model: its parameters must have one dtype, not {', '.join(sorted(dtypes))}")
     (dtype,) = dtypes
     if config.dtype != "auto" and DTYPE_ALIASES.get(config.dtype, config.dtype) != dtype:
-        raise ValueError(f"dtype: the model's parameters are {dtype}, and they are not copied to {config.dtype}")
+        raise ValueError(
+            f"dtype: must be that of the module's parameters ({dtype}), which are not copied, not {config.dtype}"
+        )

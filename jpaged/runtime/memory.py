@@ -64,7 +64,7 @@ def fitting_blocks(*, limit: int, in_use: int, temporaries: int, utilization: fl
     available = math.floor(limit * utilization) - in_use - temporaries
     if available < bytes_per_block:
         raise ValueError(
-            f"gpu_memory_utilization: {utilization} of {limit / 2**30:.2f} GiB leaves no room for the KV pool beside "
+            f"gpu_memory_utilization: {utilization} of {limit / 2**30:.2f} GiB leaves no memory for the KV pool after "
             f"{in_use / 2**30:.2f} GiB in use and {temporaries / 2**30:.2f} GiB of temporaries; a block takes "
             f"{bytes_per_block / 2**20:.2f} MiB"
         )
@@ -84,7 +84,7 @@ def check_override(num_blocks: int, bytes_per_block: int, available: int) -> Non
     if wanted > available:
         raise ValueError(
             f"num_gpu_blocks_override: {num_blocks} blocks take {wanted / 2**30:.2f} GiB, more than the "
-            f"{available / 2**30:.2f} GiB of memory that are free (at most {available // bytes_per_block} blocks)"
+            f"{available / 2**30:.2f} GiB of free memory (at most {available // bytes_per_block} blocks)"
         )
 
 

@@ -52,8 +52,8 @@ def deletion_named(params: Iterable[jax.Array]) -> Iterator[None]:
         if not any(array.is_deleted() for array in params):
             raise
         raise RuntimeError(
-            "params: the arrays that the engine serves were deleted, as a train step deletes those that it donates; "
-            "pass the new ones to update_params"
+            "params: the engine's arrays were deleted, as by a train step that donates them; pass the new arrays to "
+            "update_params"
         ) from error
 
 

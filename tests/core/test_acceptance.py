@@ -118,6 +118,6 @@ def test_a_request_id_in_use_is_refused():
 
 def test_a_priority_without_its_policy_is_refused():
     scheduler, _ = make()
-    with pytest.raises(InvalidParameter, match=r"^priority: -1 has no meaning under the policy 'fcfs'$") as error:
+    with pytest.raises(InvalidParameter, match=r"^priority: must be 0 under the policy 'fcfs', not -1$") as error:
         scheduler.add("a", [1], SamplingParams(), seed=0, priority=-1)
     assert error.value.field == "priority"

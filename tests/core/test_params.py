@@ -143,7 +143,7 @@ def test_values_beyond_the_limits_are_refused_by_name(kind, name, value, told):
         (StructuredOutputsParams, dict(choice=["a", 5]), "structured_outputs: choice must be texts, not ['a', 5]"),
         (
             StructuredOutputsParams, dict(regex="a", whitespace_pattern=" "),
-            "structured_outputs: whitespace_pattern has no meaning for regex, only for JSON",
+            "structured_outputs: whitespace_pattern is allowed only for JSON, not for regex",
         ),
         (
             StructuredOutputsParams, dict(json_object=True, whitespace_pattern=" ", disable_any_whitespace=True),

@@ -254,7 +254,7 @@ def test_where_models_are_found(directory, tmp_path, monkeypatch):
     for name in ("./nowhere", "/nowhere/at/all", "nowhere", "~/nowhere/x", str(directory / "config.json")):
         with pytest.raises(ValueError, match=re.escape(f"model: {name} is not a directory")):
             find_model(name)
-    with pytest.raises(ValueError, match="someone/something is neither a directory nor a model the hub can give"):
+    with pytest.raises(ValueError, match="someone/something is neither a directory nor a model on the hub"):
         find_model("someone/something")
 
 

@@ -33,7 +33,7 @@ def test_fitting_blocks():
     sizes = {"in_use": 20 * GIB, "temporaries": 2 * GIB, "utilization": 0.9, "bytes_per_block": 2**21}
     assert sizing.fitting_blocks(limit=100 * GIB, **sizes) == (90 - 22) * 512
     words = (
-        "gpu_memory_utilization: 0.9 of 24.00 GiB leaves no room for the KV pool beside 20.00 GiB in use and 2.00 GiB "
+        "gpu_memory_utilization: 0.9 of 24.00 GiB leaves no memory for the KV pool after 20.00 GiB in use and 2.00 GiB "
         "of temporaries; a block takes 2.00 MiB"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(words)}$"):
@@ -44,7 +44,7 @@ def test_fitting_blocks():
 def test_fitting_blocks_are_whole_and_at_least_one(limit, expected):
     sizes = {"in_use": 60, "temporaries": 40, "utilization": 1.0, "bytes_per_block": 10}
     if expected is None:
-        with pytest.raises(ValueError, match="leaves no room"):
+        with pytest.raises(ValueError, match="leaves no memory"):
             sizing.fitting_blocks(limit=limit, **sizes)
     else:
         found = sizing.fitting_blocks(limit=limit, **sizes)
@@ -63,10 +63,7 @@ def test_a_pool_on_a_cpu_takes_a_quarter_of_the_memory_and_at_most_4_gib(memory)
 
 @pytest.mark.parametrize("num_blocks", [5, 6])
 def test_an_override_may_take_all_that_is_free(num_blocks):
-    words = (
-        "num_gpu_blocks_override: 6 blocks take 3.00 GiB, more than the 2.50 GiB of memory that are free (at most 5 "
-        "blocks)"
-    )
+    words = "num_gpu_blocks_override: 6 blocks take 3.00 GiB, more than the 2.50 GiB of free memory (at most 5 blocks)"
     with pytest.raises(ValueError, match=f"^{re.escape(words)}$") if num_blocks > 5 else contextlib.nullcontext():
         sizing.check_override(num_blocks, GIB // 2, 5 * GIB // 2)
 

@@ -522,7 +522,7 @@ def test_a_pool_beyond_the_memory_is_an_error_with_the_flag_and_the_numbers(mode
     block = cache_of(LLAMA, 8, "float32").block_bytes
     words = (
         rf"num_gpu_blocks_override: {10**6} blocks take {10**6 * block / 2**30:.2f} GiB, more than the 0.50 GiB of "
-        rf"memory that are free \(at most {2**29 // block} blocks\)"
+        rf"free memory \(at most {2**29 // block} blocks\)"
     )
     with pytest.raises(ValueError, match=words):
         LLM(model, block_size=8, num_gpu_blocks_override=10**6, progress=False, **LIMITS)

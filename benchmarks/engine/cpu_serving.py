@@ -32,7 +32,7 @@ if __package__ in (None, ""):
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from benchmarks.shared.device import environment, open_device, prepare_environment
-from benchmarks.shared.results import Report, heading, table
+from benchmarks.shared.results import Report, script_parser, table
 from jpaged.bench.client import Client
 from jpaged.bench.serve import Settings, bench_server
 from jpaged.bench.text import WORDS
@@ -139,8 +139,8 @@ async def measure(url: str, settings: Settings) -> Mapping[str, float]:
 COLUMNS = ("tokens_s", "ttft_ms", "ttft_p99_ms", "tpot_ms", "itl_ms", "itl_p99_ms")
 
 
-def summary(report: Report, names: Sequence[str]) -> str:
-    """Return the medians over the rounds, and the first server's as ratios to each other one's."""
+def publish(report: Report, names: Sequence[str]) -> None:
+    """Publish the medians over the rounds, and the ratios of the first server's to those of each other server."""
     kinds = list(dict.fromkeys(row["workload"] for row in report.rows))
     medians = {
         (kind, name): {
@@ -156,7 +156,6 @@ def summary(report: Report, names: Sequence[str]) -> str:
         for kind in kinds for name in names[1:]
     ]  # fmt: skip
     parts = [
-        "# A Llama of 110 million parameters on a CPU", heading(report.environment),
         f"12 layers, hidden 768, float32, {CONCURRENCY} requests at a time (one for single streams, behind prompts of "
         "128 tokens). Output tokens per second; time to first token, time per output token and inter-token "
         "latency (between two chunks, in which some servers put several tokens) in milliseconds. Medians of "
@@ -165,12 +164,11 @@ def summary(report: Report, names: Sequence[str]) -> str:
     ]  # fmt: skip
     if ratios:
         parts += [f"## {names[0]} over the others", table(ratios, ("workload", "to", *COLUMNS))]
-    return "\n\n".join(parts)
+    report.publish("A Llama of 110 million parameters on a CPU", *parts)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("results"), metavar="DIR", help="folder for results")
+    parser = script_parser(__doc__, "cpu_serving")
     parser.add_argument("--server", action="append", default=[], metavar="NAME=COMMAND",
         help="another server, by the shell; {model} and {port} are replaced")  # fmt: skip
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="how often each server is measured")
@@ -192,9 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 for name in list(urls) if number % 2 == 0 else list(reversed(urls)):
                     figures = asyncio.run(measure(urls[name], settings))
                     report.add(experiment="cpu serving", workload=kind, server=name, round=number, **figures)
-    text = summary(report, list(servers))
-    (args.out / "report.md").write_text(text + "\n")
-    print(text)
+    publish(report, list(servers))
     return 0
 
 

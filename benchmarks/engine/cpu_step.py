@@ -27,7 +27,7 @@ from benchmarks.engine.cpu_serving import CONCURRENCY, CONFIG
 from benchmarks.engine.steps import decode_plans, random_llama
 from benchmarks.kernels.workloads import random_array
 from benchmarks.shared.device import environment, open_device, prepare_environment
-from benchmarks.shared.results import Report, heading, table
+from benchmarks.shared.results import Report, script_parser, table
 from jpaged.config import EngineConfig, Limits, ModelConfig
 from jpaged.core.params import SamplingParams
 from jpaged.core.plan import Admitted, Scheduled, StepPlan
@@ -138,8 +138,7 @@ def rows_of(seconds: dict[str, float], llama: Llama, case: Case, num_samples: in
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("results"), metavar="DIR", help="folder for results")
+    parser = script_parser(__doc__, "cpu_step")
     parser.add_argument("--rounds", type=int, default=31, metavar="N", help="how often each part is measured")
     parser.add_argument("--tiny", action="store_true", help="one layer, few tokens: shows that the program works")
     return parser.parse_args(argv)
@@ -161,18 +160,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         rates = {"read_gb_s": READ_BYTES / seconds["read"] / 1e9, "gflop_s": 2 * LARGE**3 / seconds["multiply"] / 1e9}
         for row in rows_of(seconds, llama, case, case.decodes + bool(case.chunk)):
             report.add(experiment="cpu step", step=name, **row, **rates)
-    text = "\n\n".join(
-        [
-            "# The parts of a step on a CPU", heading(report.environment),
-            f"A Llama of {config.num_hidden_layers} layers and hidden size {config.hidden_size}, float32, KV blocks of "
-            f"{BLOCK_SIZE} tokens in random order. The floor of a part is the time of reading its parameters or keys "
-            "and values, or that of its multiplications, whichever is longer, at the rates of the same rounds: a "
-            f"product of one row (GB/s) and of {LARGE} x {LARGE} matrices (GFLOP/s). Medians of {args.rounds} rounds.",
-            table(report.rows, ("step", "part", "ms", "floor_ms", "over_floor", "read_gb_s", "gflop_s")),
-        ]
+    report.publish(
+        "The parts of a step on a CPU",
+        f"A Llama of {config.num_hidden_layers} layers and hidden size {config.hidden_size}, float32, KV blocks of "
+        f"{BLOCK_SIZE} tokens in random order. The floor of a part is the time of reading its parameters or keys "
+        "and values, or that of its multiplications, whichever is longer, at the rates of the same rounds: a "
+        f"product of one row (GB/s) and of {LARGE} x {LARGE} matrices (GFLOP/s). Medians of {args.rounds} rounds.",
+        table(report.rows, ("step", "part", "ms", "floor_ms", "over_floor", "read_gb_s", "gflop_s")),
     )  # fmt: skip
-    (args.out / "report.md").write_text(text + "\n")
-    print(text)
     return 0
 
 

@@ -20,7 +20,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.shared.device import environment, open_device, prepare_environment
-from benchmarks.shared.results import Report, heading, table
+from benchmarks.shared.results import Report, script_parser, table
 from jpaged.config import Limits
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.params import SamplingParams
@@ -135,8 +135,7 @@ def not_hidden(num_seqs: int, steps: int, max_in_flight: int) -> float:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("results"), metavar="DIR", help="folder for results")
+    parser = script_parser(__doc__, "host")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, metavar="N", help="numbers of sequences")
     parser.add_argument("--steps", type=int, default=200, metavar="N", help="how many steps are timed")
     return parser.parse_args(argv)
@@ -154,17 +153,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         exposed = {f"exposed_{depth}": not_hidden(num_seqs, args.steps, depth) for depth in (1, 2)}
         report.add(experiment="host", sequences=num_seqs, context=CONTEXT, **row, **exposed,
                    limit_ms=LIMITS_MS.get(num_seqs))  # fmt: skip
-    text = "\n\n".join(
-        [
-            "# The host's part of a decode step", heading(report.environment),
-            f"Medians in milliseconds; `exposed_1` and `exposed_2` are the shares of a step of "
-            f"{1e3 * STEP_SECONDS:g} ms for which the device waits, with one and with two steps in flight.",
-            table(report.rows, ("sequences", "schedule_ms", "arrays_ms", "commit_ms", "whole_ms", "limit_ms",
-                                "exposed_1", "exposed_2")),
-        ]
+    report.publish(
+        "The host's part of a decode step",
+        f"Medians in milliseconds; `exposed_1` and `exposed_2` are the shares of a step of "
+        f"{1e3 * STEP_SECONDS:g} ms for which the device waits, with one and with two steps in flight.",
+        table(report.rows, ("sequences", "schedule_ms", "arrays_ms", "commit_ms", "whole_ms", "limit_ms",
+                            "exposed_1", "exposed_2")),
     )  # fmt: skip
-    (args.out / "report.md").write_text(text + "\n")
-    print(text)
     return 0
 
 

@@ -35,7 +35,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.shared.device import environment, open_device, prepare_environment
-from benchmarks.shared.results import Report, heading, table
+from benchmarks.shared.results import Report, script_parser, table
 from benchmarks.shared.server_process import ServerProcess
 from jpaged.core import params
 from jpaged.demo import DIRECTORY as DEMO
@@ -273,29 +273,25 @@ async def measure_steps(url: str, repeats: int, only: str, report: Report) -> No
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("results"), metavar="DIR", help="folder for results")
+    parser = script_parser(__doc__, "neighbours")
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help="how often each case is measured")
     parser.add_argument("--only", default="", metavar="TEXT", help="only the cases whose names hold this")
     return parser.parse_args(argv)
 
 
-def summary(report: Report) -> str:
-    """Return the results as Markdown."""
+def publish(report: Report) -> None:
     pauses, steps = ([row for row in report.rows if row["experiment"] == name] for name in ("pause", "step"))
-    return "\n\n".join(
-        [
-            "# The cost of one request to the others", heading(report.environment),
-            f"## Longest pause of a stream (limit {1e3 * MAX_PAUSE_S:g} ms beside any request)",
-            "`least_ms` is the pause that every repeat had at least, and is held against the limit; the others are "
-            "medians. Other programs on the machine make pauses too.",
-            table(pauses, ("case", "bytes", "status", "seconds", "alone_ms", "beside_ms", "least_ms")),
-            f"## Median step beside a request, without and with one parameter at its limit (limit {MAX_STEP_RATIO})",
-            "`ratio` is the median over the repeats, and is held against the limit; `least_ratio` compares the fastest "
-            "repeats of both.",
-            table(steps, ("case", "plain_ms", "limit_ms", "ratio", "least_ratio")),
-        ]
-    )  # fmt: skip
+    report.publish(
+        "The cost of one request to the others",
+        f"## Longest pause of a stream (limit {1e3 * MAX_PAUSE_S:g} ms beside any request)",
+        "`least_ms` is the pause that every repeat had at least, and is held against the limit; the others are "
+        "medians. Other programs on the machine make pauses too.",
+        table(pauses, ("case", "bytes", "status", "seconds", "alone_ms", "beside_ms", "least_ms")),
+        f"## Median step beside a request, without and with one parameter at its limit (limit {MAX_STEP_RATIO})",
+        "`ratio` is the median over the repeats, and is held against the limit; `least_ratio` compares the fastest "
+        "repeats of both.",
+        table(steps, ("case", "plain_ms", "limit_ms", "ratio", "least_ratio")),
+    )
 
 
 def above(rows: Sequence[Body]) -> list[str]:
@@ -316,9 +312,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             limits = ("--max-num-seqs", str(size), "--max-num-batched-tokens", str(size))
             with ServerProcess("--model", str(model), *FLAGS, *limits) as server:
                 asyncio.run(measure(server.url, args.repeats, args.only, report))
-    text = summary(report)
-    (args.out / "report.md").write_text(text + "\n")
-    print(text)
+    publish(report)
     cases = above(report.rows)
     for case in cases:
         print(f"above the limit: {case}")

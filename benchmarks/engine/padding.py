@@ -18,7 +18,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.shared.device import environment, open_device, prepare_environment
-from benchmarks.shared.results import Report, heading, table
+from benchmarks.shared.results import Report, script_parser, table
 from jpaged.bench.workload import DATASETS
 from jpaged.config import EngineConfig, Limits, ModelConfig
 from jpaged.core.block_pool import BlockPool
@@ -72,8 +72,7 @@ def waste(counts: Counter[str], *kinds: str) -> float:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("results"), metavar="DIR", help="folder for results")
+    parser = script_parser(__doc__, "padding")
     parser.add_argument("--rounds", type=int, default=ROUNDS, metavar="N", help="requests for each one at a time")
     return parser.parse_args(argv)
 
@@ -94,17 +93,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 decode_waste=waste(counts, "decode"), mixed_waste=waste(counts, "mixed"),
                 waste=waste(counts, "decode", "mixed"),
             )  # fmt: skip
-    text = "\n\n".join(
-        [
-            "# Padding", heading(report.environment),
-            f"The share of padding in the tokens that steps compute, under the default limits of each platform; the "
-            f"limit is {MAX_WASTE:.0%}. Counted, not timed.",
-            table(report.rows, ("limits", "max_num_seqs", "max_num_batched_tokens", "at_once", "workload",
-                                "decode_steps", "mixed_steps", "decode_waste", "mixed_waste", "waste")),
-        ]
+    report.publish(
+        "Padding",
+        f"The share of padding in the tokens that steps compute, under the default limits of each platform; the "
+        f"limit is {MAX_WASTE:.0%}. Counted, not timed.",
+        table(report.rows, ("limits", "max_num_seqs", "max_num_batched_tokens", "at_once", "workload",
+                            "decode_steps", "mixed_steps", "decode_waste", "mixed_waste", "waste")),
     )  # fmt: skip
-    (args.out / "report.md").write_text(text + "\n")
-    print(text)
     above = [row for row in report.rows if row["waste"] > MAX_WASTE]
     for row in above:
         print(f"above the limit: {row['limits']}, {row['at_once']} at a time, {row['workload']}: {row['waste']:.1%}")

@@ -27,9 +27,9 @@ if __package__ in (None, ""):
 import aiohttp
 from aiohttp import web
 
-from benchmarks.shared.device import CACHE, environment, open_device, prepare_environment
+from benchmarks.shared.device import environment, open_device, prepare_environment
 from benchmarks.shared.plots import plot
-from benchmarks.shared.results import Report, heading, table
+from benchmarks.shared.results import Report, script_parser, table
 from benchmarks.shared.timing import Timing, ratio, summarize
 from jpaged.core.params import BeamSearchParams, SamplingParams
 from jpaged.core.plan import StepResult
@@ -171,8 +171,7 @@ COLUMNS = (
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=CACHE / "beam", help="folder for results")
+    parser = script_parser(__doc__, "beam")
     parser.add_argument("--tiny", action="store_true", help="one short case")
     parser.add_argument("--model", default="demo", help="a directory, a hub id, or demo (the default)")
     parser.add_argument("--load-format", default="auto", help="dummy: random parameters")
@@ -202,9 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for prompt, requests in itertools.product(args.prompts, args.requests):
         compare(report, llm, width=args.width, requests=requests, prompt=prompt, steps=args.steps, rounds=args.rounds)
     asyncio.run(through_the_api(report, llm, args))
-    text = "\n\n".join(["# Beam search", heading(report.environment), table(report.rows, COLUMNS)])
-    (args.out / "report.md").write_text(text + "\n")
-    print(text)
+    report.publish("Beam search", table(report.rows, COLUMNS))
     for row in report.rows:
         if not row["within"]:
             case = f"{row['requests']} x {row['width']} after {row['prompt']} tokens"

@@ -28,9 +28,9 @@ if __package__ in (None, ""):
 import jax
 import numpy as np
 
-from benchmarks.shared.device import CACHE, environment, open_device, prepare_environment
+from benchmarks.shared.device import environment, open_device, prepare_environment
 from benchmarks.shared.plots import plot
-from benchmarks.shared.results import Report, heading, table
+from benchmarks.shared.results import Report, script_parser, table
 from benchmarks.shared.timing import ratio, summarize
 from jpaged.bench.workload import DATASETS, Dataset
 from jpaged.config import EngineConfig, Limits, ModelConfig
@@ -171,8 +171,7 @@ COLUMNS = {
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=CACHE / "preemption", help="folder for results")
+    parser = script_parser(__doc__, "preemption")
     parser.add_argument("--tiny", action="store_true", help="two block sizes, few tokens")
     parser.add_argument("--model", default="demo", help="a directory, a hub id, or demo (the default)")
     parser.add_argument("--load-format", default="auto", help="dummy: random parameters")
@@ -220,9 +219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     of = lambda name: [row for row in report.rows if row["experiment"] == name]
     tables = [f"## {name}\n\n{table(of(name), columns)}" for name, columns in COLUMNS.items()]
-    text = "\n\n".join(["# Preemption", heading(report.environment), *tables])
-    (args.out / "report.md").write_text(text + "\n")
-    print(text)
+    report.publish("Preemption", *tables)
     plot(report)
     return 0
 

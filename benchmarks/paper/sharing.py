@@ -27,9 +27,9 @@ from typing import Any, NamedTuple
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.shared.device import CACHE, environment, open_device, prepare_environment
+from benchmarks.shared.device import environment, open_device, prepare_environment
 from benchmarks.shared.plots import plot
-from benchmarks.shared.results import Report, Row, heading, table
+from benchmarks.shared.results import Report, Row, script_parser, table
 from jpaged.bench.workload import DATASETS, Dataset
 from jpaged.config import Limits
 from jpaged.core.block_pool import BlockPool
@@ -255,8 +255,7 @@ COLUMNS = {
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=CACHE / "sharing", help="folder for results")
+    parser = script_parser(__doc__, "sharing")
     parser.add_argument("--tiny", action="store_true", help="few requests")
     parser.add_argument("--model", choices=("random", "demo"), default="random", help="source of the tokens")
     parser.add_argument("--pool-tokens", type=int, help=f"default {POOL_TOKENS}; of the demo model {DEMO_POOL_TOKENS}")
@@ -287,9 +286,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         lab.utilization(["ShareGPT", "Alpaca"], [16] if args.tiny else [8, 16, 32, 64, 128])
     of = lambda name: [row for row in report.rows if row["experiment"] == name]
     tables = [f"## {name}\n\n{table(of(name), columns)}" for name, columns in COLUMNS.items() if of(name)]
-    text = "\n\n".join(["# Sharing", heading(report.environment), *tables])
-    (args.out / "report.md").write_text(text + "\n")
-    print(text)
+    report.publish("Sharing", *tables)
     plot(report)
     return 0
 

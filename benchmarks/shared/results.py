@@ -1,10 +1,13 @@
 """Results of benchmarks: one JSON file that grows row by row, and tables made of it."""
 
+import argparse
 import json
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+from benchmarks.shared.device import CACHE
 
 Row = dict[str, Any]
 
@@ -38,6 +41,12 @@ class Report:
         if not self.quiet:
             print(f"[{time.monotonic() - self._start:7.1f} s] {line}", flush=True)
 
+    def publish(self, title: str, *parts: str, name: str = "report.md") -> None:
+        """Write a title, the origin of the figures and some parts as Markdown, next to the JSON file; print them."""
+        text = "\n\n".join([f"# {title}", heading(self.environment), *parts])
+        self.path.with_name(name).write_text(text + "\n")
+        print(text)
+
     @property
     def content(self) -> dict[str, Any]:
         return {"environment": self.environment, "parts": self.parts, "rows": self.rows}
@@ -46,6 +55,13 @@ class Report:
         scratch = self.path.with_suffix(".tmp")
         scratch.write_text(json.dumps(self.content, indent=1, default=float))
         scratch.replace(self.path)
+
+
+def script_parser(description: str | None, folder: str) -> argparse.ArgumentParser:
+    """Return a parser with --out, by default a folder in the cache of the benchmarks."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=CACHE / folder, metavar="DIR", help="folder for results")
+    return parser
 
 
 def brief(row: Row) -> str:

@@ -29,8 +29,8 @@ from tqdm import tqdm
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.shared.device import CACHE, environment, open_device, prepare_environment
-from benchmarks.shared.results import Report, Row, heading, table
+from benchmarks.shared.device import environment, open_device, prepare_environment
+from benchmarks.shared.results import Report, Row, script_parser, table
 from benchmarks.shared.server_process import ServerProcess
 from tests.attack import fuzz_bytes, fuzz_described, fuzz_fields, fuzz_mixed
 from tests.attack.fuzz_target import Tally, Target, make_certificate
@@ -167,8 +167,7 @@ def problems(server: Row) -> list[str]:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=CACHE / "fuzz", help="folder for results")
+    parser = script_parser(__doc__, "fuzz")
     parser.add_argument("--requests", type=int, default=20_000, help="how many (default 20000)")
     parser.add_argument("--seed", type=int, default=0, help="of all requests (default 0)")
     args = parser.parse_args(argv)
@@ -205,9 +204,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = attacked(args.requests, args.seed)
     for row in rows:
         report.add(**row)
-    text = "\n\n".join(["# Fuzzing the server", heading(report.environment), *tables(rows)])
-    (args.out / "report.md").write_text(text + "\n")
-    print(text)
+    report.publish("Fuzzing the server", *tables(rows))
     return int(any(row["status"] != "ok" for row in rows))
 
 

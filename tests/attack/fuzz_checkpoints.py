@@ -22,8 +22,8 @@ from tqdm import tqdm
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.shared.device import CACHE, environment, open_device, prepare_environment
-from benchmarks.shared.results import Report, Row, heading, table
+from benchmarks.shared.device import environment, open_device, prepare_environment
+from benchmarks.shared.results import Report, Row, script_parser, table
 from jpaged.child import Child, ChildFailed
 from jpaged.demo import DIRECTORY
 from tests.attack.fuzz_fields import FLOATS, INTEGERS, anything
@@ -205,8 +205,7 @@ def load_all(count: int, seed: int, *, progress: bool = True) -> list[Row]:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=CACHE / "fuzz", help="folder for results")
+    parser = script_parser(__doc__, "fuzz")
     parser.add_argument("--checkpoints", type=int, default=1000, help="how many (default 1000)")
     parser.add_argument("--seed", type=int, default=0, help="of all changes (default 0)")
     args = parser.parse_args(argv)
@@ -225,9 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         report.add(**row)
     columns = ("file", "checkpoints", "outcomes", "failures", "slowest_s", "most_mib", "status")
     shown = [row | {"outcomes": ", ".join(f"{name} {n}" for name, n in row["outcomes"].items())} for row in rows]
-    text = "\n\n".join(["# Hostile checkpoints", heading(report.environment), table(shown, columns)])
-    (args.out / "checkpoints.md").write_text(text + "\n")
-    print(text)
+    report.publish("Hostile checkpoints", table(shown, columns), name="checkpoints.md")
     return int(any(row["status"] != "ok" for row in rows))
 
 

@@ -28,8 +28,8 @@ from tqdm import tqdm
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.shared.device import CACHE, environment, open_device, prepare_environment
-from benchmarks.shared.results import Report, heading, table
+from benchmarks.shared.device import environment, open_device, prepare_environment
+from benchmarks.shared.results import Report, script_parser, table
 from benchmarks.shared.server_process import SMALL, ServerProcess
 from tests.attack.server_state import ServerState, read_state
 
@@ -354,8 +354,7 @@ def problems(row: Row) -> list[str]:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=CACHE / "load", help="folder for results")
+    parser = script_parser(__doc__, "load")
     parser.add_argument("--streams", type=int, default=1000, help="how many at once (default 1000)")
     parser.add_argument("--tokens", type=int, default=64, help="of each (default 64)")
     args = parser.parse_args(argv)
@@ -383,9 +382,7 @@ async def run(args: argparse.Namespace) -> int:
         found = problems(row)
         report.add(**row, problems=found, status="failed" if found else "ok")
     tables = [f"## {row['case']}\n\n{table([row], [name for name in row if name != 'case'])}" for row in report.rows]
-    text = "\n\n".join(["# The server under load", heading(report.environment), *tables])
-    (args.out / "report.md").write_text(text + "\n")
-    print(text)
+    report.publish("The server under load", *tables)
     return int(any(row["status"] != "ok" for row in report.rows))
 
 

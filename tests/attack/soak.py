@@ -31,9 +31,9 @@ from tqdm import tqdm
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.shared.device import CACHE, environment, open_device, prepare_environment
+from benchmarks.shared.device import environment, open_device, prepare_environment
 from benchmarks.shared.plots import plot
-from benchmarks.shared.results import Report, Row, heading, table
+from benchmarks.shared.results import Report, Row, script_parser, table
 from benchmarks.shared.server_process import ServerProcess
 from tests.attack.load import SlowReader, ask, body, clients
 from tests.attack.server_state import read_process, wait_until_idle
@@ -275,22 +275,22 @@ async def soak(
     }  # fmt: skip
 
 
-def text_of(report: Report) -> str:
+def publish(report: Report) -> None:
     rows, summary = report.rows[:-1], report.rows[-1]
     first, last = compare(rows)
     medians = [{"": name, "first": first[name], "last": last[name]} for name in COMPARED]
     ends = [{"request, end": name, "number": count} for name, count in rows[-1]["outcomes"].items()]
     note = f"Medians of {first['samples']} samples each, under load; the machine's other work (`machine_load`) varied."
     shown = ("minute", *COMPARED, "requests", "preemptions", "swapped_blocks")
-    parts = [
-        "# An hour of mixed load" if summary["minutes"] > 55 else "# A mixed load", heading(report.environment),
+    whole = summary["minutes"] > 55
+    report.publish(
+        "An hour of mixed load" if whole else "A mixed load",
         f"Processor: {report.environment['processor']}, {report.environment['cores']} cores, shared with other work.",
         table([summary], [name for name in summary if name not in ("experiment", "tracebacks")]),
         "## The first ten minutes and the last", table(medians, ("", "first", "last")), note,
         "## Requests", table(ends, ("request, end", "number")),
-        "## Samples, one a minute" if summary["minutes"] > 55 else "## Samples", table(rows, shown),
-    ]  # fmt: skip
-    return "\n\n".join(parts)
+        "## Samples, one a minute" if whole else "## Samples", table(rows, shown),
+    )  # fmt: skip
 
 
 def processor() -> str | None:
@@ -299,8 +299,7 @@ def processor() -> str | None:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=CACHE / "soak", help="folder for results")
+    parser = script_parser(__doc__, "soak")
     parser.add_argument("--minutes", type=float, default=60.0, help="of load (default 60)")
     parser.add_argument("--interval", type=float, default=60.0, help="seconds between samples (default 60)")
     parser.add_argument("--share", type=float, default=0.4, help="of one core that all may take (default 0.4)")
@@ -321,9 +320,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }  # fmt: skip
     summary = asyncio.run(soak(report, args.minutes, args.interval, args.share, args.seed))
     report.add(**summary)
-    text = text_of(report)
-    (args.out / "report.md").write_text(text + "\n")
-    print(text)
+    publish(report)
     plot(report)
     return int(summary["status"] != "ok")
 

@@ -57,5 +57,6 @@ def test_report_names_what_exceeds_its_limit(tmp_path):
     report.add(experiment="step", case="dear", ratio=1.21, least_ratio=1.1)
     report.add(experiment="step", case="cheap", ratio=1.19, least_ratio=1.3)
     assert neighbours.above(report.rows) == ["slow", "dear"]
-    text = neighbours.summary(report)
+    neighbours.publish(report)
+    text = (tmp_path / "report.md").read_text()
     assert all(f"| {row['case']} |" in text for row in report.rows)

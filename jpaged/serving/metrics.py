@@ -17,29 +17,8 @@ FIRST_TOKEN_SECONDS = (
 )  # fmt: skip
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10, 40)
 REQUEST_SECONDS = (
-    0.01,
-    0.05,
-    0.1,
-    0.3,
-    0.5,
-    0.8,
-    1,
-    1.5,
-    2,
-    2.5,
-    5,
-    10,
-    15,
-    20,
-    30,
-    60,
-    120,
-    240,
-    480,
-    960,
-    1920,
-    7680,
-)
+    0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 60, 120, 240, 480, 960, 1920, 7680,
+)  # fmt: skip
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
 CHOICES = (1, 2, 5, 10, 20, 50)
@@ -72,41 +51,52 @@ class Metrics:
         self._registry.register(_EngineCollector(model_name, stats))
         ProcessCollector(registry=self._registry)
         counter, histogram = self._counter, self._histogram
-        self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts, computed or found in the prefix cache")
-        self._generation_tokens = counter("generation_tokens", "Tokens generated")
-        self._rejected = counter("num_requests_rejected", "Requests that found the queue full")
-        self._corrupted = counter(
-            "corrupted_requests", "Requests that ended because the model's logits were not finite"
-        )
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens, computed or found in the prefix cache")
+        self._generation_tokens = counter("generation_tokens", "Generated tokens")
+        self._rejected = counter("num_requests_rejected", "Requests rejected because the queue was full")
+        self._corrupted = counter("corrupted_requests", "Requests ended by non-finite logits of the model")
         self._success = Counter(
-            "vllm:request_success", "Choices that came to their end", ["model_name", "finished_reason"],
+            "vllm:request_success", "Finished choices, by finish reason", ["model_name", "finished_reason"],
             registry=self._registry,
         )  # fmt: skip
         self._first_token = histogram(
-            "time_to_first_token_seconds", "From arrival to the first token", FIRST_TOKEN_SECONDS
+            "time_to_first_token_seconds", "Seconds from arrival to the first token", FIRST_TOKEN_SECONDS
         )
-        self._between = histogram("inter_token_latency_seconds", "From a request's token to its next", TOKEN_SECONDS)
+        self._between = histogram(
+            "inter_token_latency_seconds", "Seconds between successive tokens of a request", TOKEN_SECONDS
+        )
         self._mean_between = histogram(
-            "request_time_per_output_token_seconds", "A request's mean of the same", TOKEN_SECONDS
+            "request_time_per_output_token_seconds",
+            "Mean seconds between successive tokens of a request",
+            TOKEN_SECONDS,
         )
-        self._whole = histogram("e2e_request_latency_seconds", "From arrival to the end", REQUEST_SECONDS)
-        self._queue = histogram("request_queue_time_seconds", "From arrival to the first step", REQUEST_SECONDS)
+        self._whole = histogram(
+            "e2e_request_latency_seconds", "Seconds from arrival to the end of a request", REQUEST_SECONDS
+        )
+        self._queue = histogram("request_queue_time_seconds", "Seconds from arrival to the first step", REQUEST_SECONDS)
         self._prefill = histogram(
-            "request_prefill_time_seconds", "From the first step to the first token", REQUEST_SECONDS
+            "request_prefill_time_seconds", "Seconds from the first step to the first token", REQUEST_SECONDS
         )
-        self._decode = histogram("request_decode_time_seconds", "From the first token to the last", REQUEST_SECONDS)
+        self._decode = histogram(
+            "request_decode_time_seconds", "Seconds from the first token to the last", REQUEST_SECONDS
+        )
         self._inference = histogram(
-            "request_inference_time_seconds", "From the first step to the last token", REQUEST_SECONDS
+            "request_inference_time_seconds", "Seconds from the first step to the last token", REQUEST_SECONDS
         )
         self._step_tokens = histogram("iteration_tokens_total", "Tokens of a step", STEP_TOKENS)
-        self._prompt_len = histogram("request_prompt_tokens", "Tokens of a prompt", TOKENS)
-        self._generated = histogram("request_generation_tokens", "Tokens generated for a request", TOKENS)
-        self._longest = histogram("request_max_num_generation_tokens", "Tokens of a request's longest branch", TOKENS)
+        self._prompt_len = histogram("request_prompt_tokens", "Prompt tokens of a request", TOKENS)
+        self._generated = histogram("request_generation_tokens", "Generated tokens of a request", TOKENS)
+        self._longest = histogram(
+            "request_max_num_generation_tokens", "Generated tokens of the longest choice of a request", TOKENS
+        )
         self._max_tokens = histogram("request_params_max_tokens", "max_tokens of a request", TOKENS)
-        self._n = histogram("request_params_n", "Choices that a request asks for", CHOICES)
-        self._http = Counter("http_requests", "Answers", ["method", "handler", "status"], registry=self._registry)
+        self._n = histogram("request_params_n", "n of a request", CHOICES)
+        self._http = Counter(
+            "http_requests", "HTTP responses", ["method", "handler", "status"], registry=self._registry
+        )
         self._http_seconds = Histogram(
-            "http_request_duration_seconds", "From a request's head to its answer's end", ["method", "handler"],
+            "http_request_duration_seconds", "Seconds from the headers of an HTTP request to the end of its response",
+            ["method", "handler"],
             buckets=REQUEST_SECONDS, registry=self._registry,
         )  # fmt: skip
 
@@ -196,15 +186,15 @@ class _EngineCollector(Collector):
         stats = self._stats()
         used = stats.num_used_blocks / stats.num_blocks
         gauges = {
-            "num_requests_running": ("Requests that run", stats.num_running),
-            "num_requests_waiting": ("Requests that wait", stats.num_waiting),
-            "kv_cache_usage_perc": ("Share of the KV blocks in use, 1 is all", used),
+            "num_requests_running": ("Running requests", stats.num_running),
+            "num_requests_waiting": ("Waiting requests", stats.num_waiting),
+            "kv_cache_usage_perc": ("Share of the KV blocks in use, from 0 to 1", used),
         }
         counters = {
-            "num_preemptions": ("Requests that gave their blocks up for others", stats.num_preemptions),
-            "num_swapped_blocks": ("Blocks that went to the host", stats.num_swapped_blocks),
-            "prefix_cache_queries": ("Tokens of prompts looked up in the prefix cache", stats.prefix_queries),
-            "prefix_cache_hits": ("Tokens of prompts found in the prefix cache", stats.prefix_hits),
+            "num_preemptions": ("Preempted requests", stats.num_preemptions),
+            "num_swapped_blocks": ("KV blocks swapped to the host", stats.num_swapped_blocks),
+            "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache", stats.prefix_queries),
+            "prefix_cache_hits": ("Prompt tokens found in the prefix cache", stats.prefix_hits),
         }
         for family, numbers in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
             for name, (told, value) in numbers.items():

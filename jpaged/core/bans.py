@@ -1,21 +1,21 @@
-"""The tokens that an output may not have next: the ends of bad words, and of the text before its minimum length."""
+"""Tokens that an output must not have next: the last tokens of bad words, and end tokens before the minimum length."""
 
 from collections.abc import Iterable, Sequence
 
 
 class Bans:
-    """The banned tokens of one request. Bad words are indexed, so that a step does not compare them one by one.
+    """Banned tokens of one request. Bad words are indexed, so that a step does not compare them one by one.
 
-    A word of one token is banned at any place, which a bias on its logit expresses. A longer word bans its last token
-    wherever the output ends with the tokens before it. As in vLLM, only the output is searched.
+    A bad word of one token is banned at any place, by a bias on its logit. A longer one bans its last token wherever
+    the output ends with the tokens before it. As in vLLM, only the output is searched.
 
     Args:
-        words: the token sequences that the output may not hold.
+        words: the token sequences that the output must not contain.
         endings: tokens that end the text, banned before `min_tokens`.
 
     Attributes:
         single_tokens: the words of one token.
-        follow_output: whether bans depend on the tokens of the output, not on its length alone.
+        follow_output: whether bans depend on the tokens of the output, and not only on its length.
     """
 
     def __init__(self, words: Iterable[tuple[int, ...]] = (), endings: Iterable[int] = (), min_tokens: int = 0):
@@ -31,16 +31,17 @@ class Bans:
         self.follow_output = bool(last_tokens)
 
     def __bool__(self) -> bool:
-        """Whether any token may ever be banned by a mask."""
+        """Return whether a mask may ever ban a token."""
         return self.follow_output or self._min_tokens > 0
 
     def next_tokens(self, tokens: Sequence[int], num_output_tokens: int) -> frozenset[int]:
-        """Return the tokens that may not come next; in one situation always the same object, so that its mask is made
-        once for a step.
+        """Return the tokens that must not come next.
+
+        Equal situations return the same object, so that a step creates its mask only once.
 
         Args:
-            tokens: the sequence so far, of which the last `num_output_tokens` are output. Tokens that are not known yet
-                count as output, and may be left out where `follow_output` is False.
+            tokens: the sequence so far; its last `num_output_tokens` are output. Tokens that are not known yet count as
+                output, and may be missing if `follow_output` is False.
         """
         banned: frozenset[int] = frozenset()
         for length in self._lengths:

@@ -1,4 +1,4 @@
-"""Beam search as Hugging Face's `generate(num_beams=...)` defines it, for one request, on plain numbers."""
+"""Beam search for one request as in Hugging Face's `generate(num_beams=...)`, on plain numbers."""
 
 import heapq
 import math
@@ -12,7 +12,7 @@ EarlyStopping = bool | Literal["never"]
 
 
 class Beam(NamedTuple):
-    """A live beam: the sum of its logprobs, and its most likely next tokens with theirs, best first."""
+    """Live beam: the sum of its logprobs, and its most likely next tokens with their logprobs, best first."""
 
     score: float
     tokens: Series[int]
@@ -20,10 +20,10 @@ class Beam(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A live beam with one more token.
+    """Live beam with one more token.
 
     Attributes:
-        score: the sum of its logprobs, this token's included.
+        score: the sum of its logprobs, including this token's.
         beam: index of the live beam.
         rank: 1 for the beam's most likely token.
     """
@@ -36,7 +36,7 @@ class Candidate(NamedTuple):
 
 
 class Hypothesis[T](NamedTuple):
-    """A beam that has ended. `score` is its sum of logprobs over its length to the power of the length penalty."""
+    """Finished beam. `score` is the sum of its logprobs over its length to the power of the length penalty."""
 
     score: float
     beam: T
@@ -44,12 +44,12 @@ class Hypothesis[T](NamedTuple):
 
 @dataclass(eq=False)
 class BeamSearch[T]:
-    """The best `width` hypotheses so far, and whether the live beams can still better them.
+    """Best `width` hypotheses so far, and whether the live beams can still improve them.
 
     Attributes:
-        early_stopping: True ends the search with the first `width` hypotheses; False once the best live beam, judged
-            at its present length, can't beat the worst hypothesis; "never" judges it at the length that favours it
-            most.
+        early_stopping: True ends the search with the first `width` hypotheses; False ends it once the best live beam,
+            judged at its present length, can't beat the worst hypothesis; "never" judges it at the length that favours
+            it most.
         hypotheses: best first.
     """
 
@@ -61,13 +61,17 @@ class BeamSearch[T]:
     done: bool = False
 
     def advance(self, beams: Series[Beam], length: int, end: Callable[[Candidate], T | None]) -> list[Candidate]:
-        """One step: the candidates that live on, best first, at most `width`; none once the search is `done`.
+        """Advance the search by one token and return the surviving candidates.
 
         Args:
-            beams: the live ones, each with at least its `width` best tokens that go on, as far as there are so many,
-                and every better one that ends. A token of logprob -inf is banned: it neither lives on nor ends.
-            length: tokens of output that a candidate has.
-            end: the hypothesis that a candidate has become, or None if it goes on.
+            beams: the live beams, each with at least its `width` best tokens that do not end it, as far as there are so
+                many, and every better token that ends it. A token of logprob -inf is banned: it neither continues nor
+                ends a beam.
+            length: output tokens of a candidate.
+            end: return the hypothesis of a candidate that ends, or None if it continues.
+
+        Returns:
+            The surviving candidates, best first, at most `width`; none once the search is `done`.
         """
         live: list[Candidate] = []
         most = self.width if length >= self.max_tokens else None  # at full length every candidate ends
@@ -94,7 +98,7 @@ class BeamSearch[T]:
 def _best_first(beams: Series[Beam]) -> Iterator[Candidate]:
     """Yield the candidates of all beams, best first; of equal ones, the first beam's first.
 
-    Of the W^2 candidates of W beams a search takes about W, so a heap holds only the next one of each beam.
+    A search takes about W of the W^2 candidates of W beams, so a heap holds only the next one of each beam.
     """
     heap = [(-beam.score - beam.logprobs[0], index, 0) for index, beam in enumerate(beams) if beam.tokens]
     heapq.heapify(heap)

@@ -1,4 +1,4 @@
-"""All KV blocks of one memory: their holders, the free blocks, and the content that free blocks still cache."""
+"""Pool of the KV blocks of one memory: reference counts, free blocks, and cached content of free blocks."""
 
 import bisect
 import itertools
@@ -11,11 +11,11 @@ Parent = int | str
 
 
 class Match(NamedTuple):
-    """The longest prefix that the pool remembers: whole blocks, then perhaps the beginning of one more.
+    """Longest cached prefix: whole blocks, then possibly the beginning of one more.
 
     Attributes:
-        nodes: of the whole blocks; a partial block is cached under the last.
-        num_tokens: in all.
+        nodes: nodes of the whole blocks; a partial block is cached under the last one.
+        num_tokens: tokens of all blocks.
     """
 
     block_ids: list[int]
@@ -24,8 +24,10 @@ class Match(NamedTuple):
 
 
 class _Block:
-    """A block's state, its place in the free list while `ref_count` is 0, and in the prefix cache while it has a
-    `node`."""
+    """State of a block.
+
+    It has a place in the free list while `ref_count` is 0, and in the prefix cache while it has a `node`.
+    """
 
     __slots__ = ("block_id", "next", "node", "parent", "previous", "ref_count", "tokens")
 
@@ -46,18 +48,18 @@ def _tokens(block: _Block) -> tuple[int, ...]:
 class BlockPool:
     """Reference-counted blocks with a prefix cache.
 
-    The free list is also the eviction order: blocks are taken from its head. A block that holds nothing worth keeping
-    is put back at the head, a cached one at the tail, so that cached content leaves in least-recently-used order.
-    The list is doubly linked through the blocks themselves, because a prefix hit takes a block out of its middle
-    (as vLLM's FreeKVCacheBlockQueue does).
+    The free list is also the eviction order: blocks are taken from its head. A block without cached content returns to
+    the head, a cached one to the tail, so that cached content is evicted in least-recently-used order. The list is
+    doubly linked through the blocks themselves, because a prefix hit takes a block out of its middle (as vLLM's
+    FreeKVCacheBlockQueue does).
 
-    The prefix cache is a radix tree whose edges are the tokens of whole blocks (as SGLang's, arXiv:2312.07104, but
-    cut at blocks). A node's number is never used twice, so a path of nodes stands for one exact text and a hit is
-    never wrong: tokens are compared, nothing is hashed. The children of a node are kept in the order of their
-    tokens, which finds a block that only begins alike as fast as one that is the same.
+    The prefix cache is a radix tree whose edges are the tokens of whole blocks (like SGLang's, arXiv:2312.07104, but
+    split at blocks). A node's number is never reused, so a path of nodes stands for one exact text, and a hit is never
+    wrong: tokens are compared, not hashed. The children of a node are sorted by their tokens, so that a block with a
+    common beginning is found as fast as an equal one.
 
     Attributes:
-        epoch: how often all content was forgotten.
+        epoch: number of times that all content was forgotten.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True):
@@ -71,7 +73,7 @@ class BlockPool:
         self.clear()
 
     def clear(self) -> None:
-        """Free every block, also those in use, and drop all content."""
+        """Free every block, including those in use, and drop all content."""
         self.epoch += 1
         self.num_free = 0
         self._blocks = [_Block(i) for i in range(self.num_blocks)]
@@ -82,22 +84,24 @@ class BlockPool:
 
     @property
     def num_used(self) -> int:
+        """Number of blocks in use."""
         return self.num_blocks - self.num_free
 
     def ref_count(self, block_id: int) -> int:
+        """Return the number of tables that hold a block."""
         return self._blocks[block_id].ref_count
 
     def is_private(self, block_id: int) -> bool:
-        """Whether one table holds the block, and no prefix hit could find it: it may be written."""
+        """Return whether the block is writable: one table holds it, and it is not in the prefix cache."""
         block = self._blocks[block_id]
         return block.ref_count == 1 and block.node is None
 
     def is_cached(self, block_id: int) -> bool:
-        """Whether a prefix hit could still find the block's content."""
+        """Return whether the block is in the prefix cache."""
         return self._blocks[block_id].node is not None
 
     def states(self) -> bytes:
-        """All blocks at a glance, a byte for each: its references, at most 127, and 128 more if it is cached."""
+        """Return one byte for each block: its references, at most 127, plus 128 if it is cached."""
         return bytes(
             [
                 (block.ref_count if block.ref_count < 127 else 127) + 128 * (block.node is not None)
@@ -106,7 +110,7 @@ class BlockPool:
         )
 
     def allocate(self) -> int | None:
-        """A block with one reference, its old content forgotten; None if none is free."""
+        """Return a free block with one reference and without its old content; None if no block is free."""
         if not self.num_free:
             return None
         block = self._head.next
@@ -116,7 +120,7 @@ class BlockPool:
         return block.block_id
 
     def share(self, block_id: int) -> None:
-        """One more reference to a block that is in use or cached."""
+        """Add a reference to a block that is in use or cached."""
         block = self._blocks[block_id]
         if block.ref_count == 0:
             assert block.node is not None, f"block {block_id} is free and holds nothing to share"
@@ -124,7 +128,7 @@ class BlockPool:
         block.ref_count += 1
 
     def free(self, block_id: int) -> None:
-        """One reference less; at none the block can be taken again, and until then be found by its content."""
+        """Remove a reference. A block without references is free, but stays cached until it is allocated."""
         block = self._blocks[block_id]
         assert block.ref_count > 0, f"block {block_id} is freed more often than it is held"
         block.ref_count -= 1
@@ -132,8 +136,10 @@ class BlockPool:
             self._link(block, before=self._head if block.node is not None else self._head.next)
 
     def remember(self, block_id: int, parent: Parent, tokens: Sequence[int]) -> int:
-        """Let a full block with written KV be found by its tokens and their prefix. Return its node; if
-        another block with the same content already has one, that one stays."""
+        """Add a full block with written KV to the prefix cache, under its prefix, and return its node.
+
+        If the cache has another block with the same content, that block stays, and its node is returned.
+        """
         block, tokens = self._blocks[block_id], tuple(tokens)
         assert block.ref_count > 0, f"block {block_id} is remembered while nobody holds it"
         assert len(tokens) == self.block_size, f"{len(tokens)} tokens in a block of {self.block_size}"
@@ -149,10 +155,10 @@ class BlockPool:
         return block.node
 
     def match(self, tokens: Sequence[int], salt: str = "") -> Match:
-        """The longest remembered prefix of some tokens. Changes nothing: `share` takes its blocks.
+        """Return the longest cached prefix of some tokens. It changes nothing; `share` takes the blocks.
 
-        The last of them may hold only the beginning of the tokens, at least half a block, because less is not worth
-        the copy that is made before the rest of it is written.
+        The last block may match only the beginning of the tokens, at least half a block: less is not worth the copy
+        that must precede the next write to it.
         """
         block_ids: list[int] = []
         nodes: list[int] = []
@@ -180,18 +186,24 @@ class BlockPool:
         return Match(block_ids, nodes, matched)
 
     def forget(self, block_id: int) -> None:
-        """No prefix hit finds the block any more."""
+        """Remove a block from the prefix cache."""
         self._forget(self._blocks[block_id])
 
     def reset_prefix_cache(self) -> None:
-        """Forget all content, and begin a new epoch, for example for other parameters. Blocks computed by a sequence
-        of an earlier epoch must not be remembered in this one."""
+        """Forget all content and start a new epoch, for example for other parameters.
+
+        Blocks computed by a sequence of an earlier epoch must not be remembered in this one.
+        """
         self.epoch += 1
         for block in self._blocks:
             self._forget(block)
 
     def check_invariants(self, tables: Iterable[Sequence[int]] | None = None) -> None:
-        """Recomputes everything from scratch; with the block ids of all live tables, the reference counts too."""
+        """Recompute everything from scratch and compare.
+
+        Args:
+            tables: block ids of all live tables, to check the reference counts too.
+        """
         free: list[int] = []
         block = self._head.next
         while block is not self._head:
@@ -237,5 +249,5 @@ class BlockPool:
 
 
 def common_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens two texts begin with alike."""
+    """Return the length of the common prefix of two texts, in tokens."""
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))

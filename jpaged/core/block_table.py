@@ -1,4 +1,4 @@
-"""One sequence's map from logical to physical blocks."""
+"""Map of one sequence from logical to physical blocks."""
 
 from collections.abc import Iterable, Sequence
 
@@ -8,19 +8,24 @@ Copies = list[tuple[int, int]]  # (source, destination)
 
 
 class BlockTable:
-    """`block_ids[i]` holds tokens `[i * block_size, (i + 1) * block_size)`. Grows at its end; never remapped but for
-    copy-on-write and moves to another pool."""
+    """Block table of one sequence: `block_ids[i]` holds tokens `[i * block_size, (i + 1) * block_size)`.
+
+    It grows at its end. Entries change only by copy-on-write and by moves to another pool.
+    """
 
     def __init__(self, pool: BlockPool):
         self.pool = pool
         self.block_ids: list[int] = []
 
     def append(self, start: int, end: int) -> Copies | None:
-        """Makes the slots of tokens `[start, end)` writable by this sequence alone.
+        """Make the slots of tokens `[start, end)` writable by this sequence only.
 
-        A shared block among them is replaced by a new one (copy-on-write), and so is one that the prefix cache still
-        offers, if there is room; missing ones are added. Returns the block copies that must run on the device before
-        the tokens are written, or None, with nothing changed, if the pool has too few free blocks.
+        Shared blocks are replaced by new ones (copy-on-write), and so are blocks in the prefix cache, if there is room.
+        Missing blocks are added.
+
+        Returns:
+            The block copies that must run on the device before the tokens are written, or None, with nothing changed,
+            if the pool has too few free blocks.
         """
         pool, size = self.pool, self.pool.block_size
         first, stop = start // size, -(-end // size)
@@ -44,30 +49,30 @@ class BlockTable:
         return copies
 
     def is_writable(self, position: int) -> bool:
-        """Return whether the slot of a token is there, and in a block of this sequence alone."""
+        """Return whether a token has a slot in a block of this sequence only."""
         index = position // self.pool.block_size
         return index < len(self.block_ids) and self.pool.is_private(self.block_ids[index])
 
     def share(self, block_ids: Iterable[int]) -> None:
-        """Starts an empty table with blocks that others hold or that the pool remembers."""
+        """Fill an empty table with blocks that are in use or cached."""
         assert not self.block_ids, f"a prefix can't follow {len(self.block_ids)} blocks"
         for block_id in block_ids:
             self.pool.share(block_id)
             self.block_ids.append(block_id)
 
     def fork(self) -> "BlockTable":
-        """A table that shares every block with this one."""
+        """Return a table that shares every block with this one."""
         table = BlockTable(self.pool)
         table.share(self.block_ids)
         return table
 
     def free(self) -> None:
-        """Gives every block back, the last first: the end of a prefix is evicted before its beginning."""
+        """Free every block, the last first: the end of a prefix is evicted before its beginning."""
         while self.block_ids:
             self.pool.free(self.block_ids.pop())
 
     def slot(self, position: int) -> int:
-        """Flat slot of the token at `position`."""
+        """Return the flat slot of the token at `position`."""
         index, offset = divmod(position, self.pool.block_size)
         return self.block_ids[index] * self.pool.block_size + offset
 
@@ -81,7 +86,7 @@ Span = tuple[BlockTable, int, int]  # tokens [start, end) of a table
 
 
 def append(spans: Sequence[Span]) -> Copies | None:
-    """`BlockTable.append` for several tables of one pool: for all of them or, if there is no room, for none."""
+    """Append to several tables of one pool as `BlockTable.append` does: to all or, without enough room, to none."""
     if len(spans) == 1:
         table, start, end = spans[0]
         return table.append(start, end)
@@ -96,7 +101,7 @@ def append(spans: Sequence[Span]) -> Copies | None:
 
 
 def shortage(spans: Iterable[Span]) -> int:
-    """How many blocks it takes to append `[start, end)` to each of some tables of one pool, one after the other."""
+    """Return the number of blocks needed to append `[start, end)` to each table of one pool, one after the other."""
     missing = 0
     holders: dict[int, int] = {}  # of blocks that a table before has given up
     for table, start, end in spans:
@@ -112,8 +117,13 @@ def shortage(spans: Iterable[Span]) -> int:
 
 
 def move(tables: Iterable[BlockTable], to: BlockPool) -> Copies:
-    """Moves tables that share blocks into another pool, where they share them as before: each block moves once.
-    Returns where each went. The pool must have as many free blocks as they hold between them (`num_distinct`)."""
+    """Move tables that share blocks into another pool, where they share them as before: each block moves once.
+
+    The pool must have `num_distinct(tables)` free blocks.
+
+    Returns:
+        Source and destination of each block.
+    """
     moved: dict[int, int] = {}
     for table in tables:
         block_ids = list(table.block_ids)
@@ -131,5 +141,5 @@ def move(tables: Iterable[BlockTable], to: BlockPool) -> Copies:
 
 
 def num_distinct(tables: Iterable[BlockTable]) -> int:
-    """How many blocks some tables hold between them."""
+    """Return the number of distinct blocks in some tables."""
     return len({block_id for table in tables for block_id in table.block_ids})

@@ -1,4 +1,4 @@
-"""How a request wants its tokens chosen, checked field by field: in the words of vLLM and of the OpenAI API."""
+"""Parameters of a request, checked field by field, with the names of vLLM and of the OpenAI API."""
 
 import copy
 import math
@@ -26,11 +26,11 @@ MAX_TOP = 2 * MAX_BEAM_WIDTH
 
 
 class InvalidParameter(ValueError):
-    """The caller's error. The message names the value and the limit.
+    """Invalid parameter of a request. The message names the value and the limit.
 
     Attributes:
-        field: the parameter at fault.
-        code: the name of this kind of error for programs, if it has one.
+        field: name of the invalid parameter.
+        code: error code for programs, if this kind of error has one.
     """
 
     code: str | None = None
@@ -41,7 +41,7 @@ class InvalidParameter(ValueError):
 
 
 class ContextLengthExceeded(InvalidParameter):
-    """A request for more tokens than the model, or the KV pool, has room for."""
+    """Request for more tokens than the model or the KV pool has room for."""
 
     code = "context_length_exceeded"
 
@@ -84,12 +84,12 @@ def _few_tokens(xs: object) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams:
-    """The constraint of a whole output, in one of the first five fields.
+    """Constraint of a whole output, in one of the first five fields.
 
     Attributes:
         json: a JSON schema, as a dict or as text.
-        regex: a regular expression, of the whole output.
-        choice: one of these texts.
+        regex: a regular expression for the whole output.
+        choice: the allowed outputs.
         grammar: a context-free grammar, in Lark's form or in GBNF.
         json_object: any JSON object.
         disable_any_whitespace: JSON without spaces and newlines.
@@ -122,25 +122,25 @@ class StructuredOutputsParams:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationParams:
-    """The parameters that sampling and beam search have in common.
+    """Common parameters of sampling and beam search.
 
     Attributes:
-        max_tokens: None is as many as the model's and the pool's length allow.
-        min_tokens: no end-of-sequence token, stop token or stop string ends the text before so many tokens.
+        max_tokens: maximum output tokens; None: as many as the lengths of the model and the KV pool allow.
+        min_tokens: output tokens before which no end-of-sequence token, stop token or stop string ends the text.
         stop: strings that end the text; they are not part of it unless `include_stop_str_in_output`.
-        stop_token_ids: tokens that end it, besides the model's own end-of-sequence tokens.
-        ignore_eos: go on after an end-of-sequence token.
-        presence_penalty: taken off the logit of every token that the output holds.
-        frequency_penalty: taken off it as often as the output holds it.
-        repetition_penalty: divides the positive logits, multiplies the negative ones, of every token that prompt or
-            output holds (CTRL, arXiv:1909.05858).
+        stop_token_ids: tokens that end the text, in addition to the model's end-of-sequence tokens.
+        ignore_eos: continue after an end-of-sequence token.
+        presence_penalty: subtracted from the logit of every token in the output.
+        frequency_penalty: subtracted from the logit of every token in the output, times its count there.
+        repetition_penalty: divides the positive logits, multiplies the negative ones, of every token in the prompt or
+            the output (CTRL, arXiv:1909.05858).
         logit_bias: {token id: number added to its logit}.
-        allowed_token_ids: no other token is ever chosen; None allows all.
-        bad_words: texts that the output never holds, each as the tokens that it has at the start of a word or inside.
-        logprobs: how many of the most likely tokens to return with their logprobs beside the chosen one's (of the
-            model's own distribution, before temperature and the rest); None returns none.
+        allowed_token_ids: the only tokens that may be chosen; None: all tokens.
+        bad_words: texts that the output never contains, each with its tokens at the start of a word and inside one.
+        logprobs: number of most likely tokens to return with their logprobs, in addition to the chosen one (of the
+            model's own distribution, before temperature and the rest); None: no logprobs.
         prompt_logprobs: the same for each token of the prompt but the first.
-        truncate_prompt_tokens: keep so many tokens of the prompt's end; -1 keeps as many as max_model_len has room for.
+        truncate_prompt_tokens: number of tokens to keep at the prompt's end; -1: as many as max_model_len has room for.
         skip_special_tokens: leave special tokens out of the text.
         structured_outputs: the constraint of the output, up to its end-of-sequence token.
     """
@@ -203,12 +203,12 @@ class GenerationParams:
 
     @property
     def num_sequences(self) -> int:
-        """How many sequences the request grows into."""
+        """Maximum number of sequences of the request."""
         raise NotImplementedError
 
     @property
     def num_outputs(self) -> int:
-        """How many of them are returned."""
+        """Number of sequences to return."""
         raise NotImplementedError
 
     @cached_property
@@ -224,7 +224,7 @@ class GenerationParams:
         )
 
     def clone(self) -> Self:
-        """Return a deep copy. `dataclasses.replace` makes one with other values."""
+        """Return a deep copy. `dataclasses.replace` returns one with other values."""
         return copy.deepcopy(self)
 
     def truncated(self, prompt_token_ids: list[int], max_model_len: int) -> list[int]:
@@ -250,17 +250,17 @@ class GenerationParams:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams(GenerationParams):
-    """How tokens are drawn.
+    """Parameters of sampling.
 
     Attributes:
-        n: how many outputs to return.
-        best_of: how many outputs to generate, of which the `n` with the highest logprob per token are returned.
+        n: number of outputs to return.
+        best_of: number of outputs to generate; the `n` with the highest logprob per token are returned.
         temperature: 0 is greedy.
-        top_k: keep the k most likely tokens; 0 or -1 keeps all.
-        top_p: keep the smallest set of tokens that holds this much probability, after top_k.
+        top_k: keep the k most likely tokens; 0 or -1: all.
+        top_p: keep the smallest set of tokens with at least this probability, after top_k.
         min_p: keep tokens at least this likely relative to the most likely one.
-        seed: makes a request's tokens repeatable next to any other requests; choice i equals that of seed + i alone.
-            None draws from the engine's seed.
+        seed: makes a request's tokens repeatable, independent of other requests; choice i equals a single choice with
+            seed + i. None: draw from the engine's seed.
     """
 
     n: int = field(default=1, metadata=_rule("a whole number of at least 1", _integer(1)))
@@ -282,23 +282,27 @@ class SamplingParams(GenerationParams):
 
     @property
     def num_sequences(self) -> int:
+        """Number of outputs to generate."""
         return self.best_of or self.n
 
     @property
     def num_outputs(self) -> int:
+        """Number of outputs to return."""
         return self.n
 
 
 @dataclass(frozen=True, kw_only=True)
 class BeamSearchParams(GenerationParams):
-    """Beam search as Hugging Face's `generate(num_beams=...)` does it; penalties and biases act on log-probabilities.
+    """Parameters of beam search as in Hugging Face's `generate(num_beams=...)`.
+
+    Penalties and biases act on log-probabilities.
 
     Attributes:
-        beam_width: how many beams live at once.
-        n: how many of the best hypotheses to return; None returns `beam_width`.
-        length_penalty: a hypothesis scores its sum of logprobs over its length to this power.
-        early_stopping: True ends with the first `beam_width` hypotheses; False once the best live beam, judged at its
-            present length, can't beat the worst of them; "never" judges it at the length that favours it most.
+        beam_width: number of live beams.
+        n: number of best hypotheses to return; None: `beam_width`.
+        length_penalty: exponent of the length by which a hypothesis's sum of logprobs is divided.
+        early_stopping: True ends with the first `beam_width` hypotheses; False ends once the best live beam, judged at
+            its present length, can't beat the worst of them; "never" judges it at the length that favours it most.
     """
 
     beam_width: int = field(
@@ -320,16 +324,20 @@ class BeamSearchParams(GenerationParams):
 
     @property
     def num_sequences(self) -> int:
+        """Number of live beams."""
         return self.beam_width
 
     @property
     def num_outputs(self) -> int:
+        """Number of hypotheses to return."""
         return self.n or self.beam_width
 
 
 def plain(value: Any) -> Any:
-    """Return arrays as lists and array scalars as numbers, by the `tolist` that NumPy's and JAX's have in common, and
-    any other value as it is."""
+    """Return arrays as lists, array scalars as numbers, and any other value unchanged.
+
+    It calls `tolist`, which arrays of NumPy and JAX have in common.
+    """
     return value.tolist() if hasattr(value, "tolist") else value
 
 
@@ -339,12 +347,12 @@ def _settle_arrays(params: "StructuredOutputsParams | GenerationParams") -> None
 
 
 def _tuple(value: object) -> object:
-    """Return a tuple of any series; other values are returned unchanged, and its field's rule rejects them."""
+    """Return a tuple of any series; other values are returned unchanged, and their field's rule rejects them."""
     return tuple(map(plain, value)) if isinstance(value, Series) and not isinstance(value, str) else value
 
 
 def shown(value: object) -> str:
-    """A value, or the beginning of it, for a message."""
+    """Return a value, or its beginning, for a message."""
     text = _REPR.repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 

@@ -1,6 +1,6 @@
-"""One step as a value: the work that the scheduler orders, and the result that the runner returns.
+"""One step as a value: the plan of the scheduler, and the result of the runner.
 
-Both consist of numbers and tuples alone. They can be compared, recorded, and sent to another process, where the same
+Both consist only of numbers and tuples. They can be compared, recorded, and sent to another process, where the same
 plans drive another runner to the same tokens. A running sequence is a row: plans carry each row's state once, when the
 sequence is admitted, and only differences after that.
 """
@@ -16,10 +16,10 @@ Pairs = tuple[tuple[int, int], ...]  # (source, destination)
 
 
 class Scheduled(NamedTuple):
-    """The tokens [start, start + num_tokens) of a row's sequence.
+    """Tokens [start, start + num_tokens) of a row's sequence.
 
     Attributes:
-        num_samples: how many tokens are drawn after the last one: 0 inside a prompt, 1 for most rows, and one for each
+        num_samples: number of tokens drawn after the last one: 0 inside a prompt, 1 for most rows, and one for each
             branch where a request forks.
     """
 
@@ -31,14 +31,14 @@ class Scheduled(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A sequence that starts in a row, or returns to one after a preemption.
+    """Sequence that starts in a row, or returns to one after a preemption.
 
     Attributes:
         token_ids: prompt and output.
-        seed: of its samples; sample i of a row that forks takes `seed + i`.
-        block_ids: of its block table.
-        num_top: how many of the most likely tokens to list with each sample; None for neither list nor rank.
-        num_scored: how many tokens after the prompt's first have a logprob already; None if none is wanted.
+        seed: seed of its samples; sample i of a row that forks takes `seed + i`.
+        block_ids: its block table.
+        num_top: number of most likely tokens to list with each sample; None: neither list nor rank.
+        num_scored: number of tokens after the prompt's first that already have a logprob; None if none is wanted.
         banned: tokens that no sample may be.
     """
 
@@ -54,7 +54,7 @@ class Admitted:
 
 
 class Chosen(NamedTuple):
-    """The last token of a row, which the host has chosen among candidates, and the seed of its further samples."""
+    """Last token of a row, chosen by the host among candidates, and the seed of its further samples."""
 
     row: int
     token: int
@@ -62,7 +62,7 @@ class Chosen(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One entry of a row's block table."""
+    """Entry of a row's block table."""
 
     row: int
     column: int
@@ -71,19 +71,19 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step's work, in this order: blocks to the host, block copies, blocks from the host, the rows that are copied,
-    admitted and changed, then the tokens.
+    """Work of one step.
 
-    A scheduled row that ends in neither `admitted` nor `chosen` tokens continues after its last sample, which stays on
-    the device.
+    The order is: blocks to the host, block copies, blocks from the host, the rows that are copied, admitted and
+    changed, then the tokens. A scheduled row without `admitted` or `chosen` tokens continues after its last sample,
+    which stays on the device.
 
     Attributes:
-        swap_out: of each request that goes to the host, its blocks and their places there.
-        row_copies: a sequence forks into another row; all are read before any is written.
+        swap_out: for each request that is swapped out, its blocks and their places on the host.
+        row_copies: forks of a sequence into another row; all are read before any is written.
         released_rows: rows that are free before this step, unless it copies or admits into them.
-        entries: block-table entries that have changed, where the row was not admitted by this plan with them.
-        masked: rows whose samples the host restricts by a mask, each with the tokens that it bans beside those that the
-            sequence's grammar forbids.
+        entries: changed block-table entries of rows that this plan does not admit.
+        masked: rows whose samples the host restricts by a mask, each with the tokens that it bans in addition to those
+            that the sequence's grammar forbids.
     """
 
     rows: tuple[Scheduled, ...] = ()
@@ -99,17 +99,18 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
+        """Number of scheduled tokens."""
         return sum(scheduled.num_tokens for scheduled in self.rows)
 
 
 class Sample(NamedTuple):
-    """One token as the device chose it, or as the prompt has it.
+    """Token that the device chose, or token of the prompt.
 
     Attributes:
         logprob: natural log of its probability under the model itself, before temperature and the rest; NaN if the
             model's logits are not finite.
         rank: 1 for the model's most likely token; 0 if no logprobs were asked for.
-        top_tokens: the most likely tokens, best first; of a beam, those that the search compares.
+        top_tokens: the most likely tokens, best first; for a beam, those that the search compares.
         top_logprobs: their logprobs.
     """
 
@@ -121,10 +122,10 @@ class Sample(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """The result of a plan.
+    """Result of a plan.
 
     Attributes:
-        samples: those of the plan's first row, then those of the second, and so on.
+        samples: samples of each of the plan's rows, in their order.
         prompt: {index in `plan.rows`: the prompt's own tokens whose logprobs this step computed}.
     """
 
@@ -133,7 +134,7 @@ class StepResult(NamedTuple):
 
 
 class Done(NamedTuple):
-    """A step whose result is known already."""
+    """Step with a known result."""
 
     known: StepResult
 

@@ -1,4 +1,4 @@
-"""Requests in the order in which they are served, and the turns that clients take."""
+"""Requests in the order of service, and the turns of clients."""
 
 import bisect
 from collections import Counter
@@ -28,10 +28,12 @@ class RequestQueue:
 
     @property
     def first(self) -> Request:
+        """First request."""
         return self._requests[0]
 
     @property
     def last(self) -> Request:
+        """Last request."""
         return self._requests[-1]
 
     def count(self, client: str | None) -> int:
@@ -39,10 +41,12 @@ class RequestQueue:
         return self._of_client[client]
 
     def add(self, request: Request) -> None:
+        """Insert a request at its rank."""
         self._requests.insert(self._place(request), request)
         self._of_client[request.client] += 1
 
     def remove(self, request: Request) -> None:
+        """Remove a request."""
         assert request in self, f"{request.request_id} is not in the queue"
         del self._requests[self._place(request)]
         self._of_client[request.client] -= 1
@@ -56,9 +60,9 @@ class RequestQueue:
 class Turns:
     """Start-time fair queueing (Goyal, Vin and Cheng, 1996) over the clients' sequences.
 
-    Each request gets a start tag: the tag of the latest request that has started, or the end of the client's previous
-    request if that is later. A client with many waiting requests therefore shares the engine with the others, and
-    requests of different clients that never wait keep the order of their arrival.
+    Each request gets a start tag: the tag of the latest started request, or the end of the client's previous request if
+    that is later. A client with many waiting requests therefore shares the engine with the others. Requests of
+    different clients that never wait keep the order of their arrival.
     """
 
     def __init__(self) -> None:
@@ -66,7 +70,7 @@ class Turns:
         self._ends: dict[str, int] = {}
 
     def take(self, client: str | None, num_sequences: int) -> int:
-        """Return the start tag of a client's next request. A request without a client comes in order of arrival."""
+        """Return the start tag of a client's next request. Requests without a client keep the order of arrival."""
         if client is None:
             return self._now
         if len(self._ends) > MAX_IDLE_CLIENTS:

@@ -1,4 +1,4 @@
-"""Requests, their sequences, and their results. Pure: no device, no clock, no randomness."""
+"""Requests, their sequences, and their results, without device, clock or randomness."""
 
 import copy
 from collections.abc import Callable
@@ -15,6 +15,8 @@ from jpaged.core.plan import Sample
 
 
 class FinishReason(StrEnum):
+    """Reason for the end of a sequence."""
+
     STOP = "stop"  # an end-of-sequence token, a stop token or a stop string
     LENGTH = "length"  # max_tokens
     ABORT = "abort"
@@ -26,25 +28,25 @@ NON_FINITE = "the model's logits are not finite"  # a stop reason
 
 @dataclass(eq=False)
 class Sequence:
-    """One branch of generation: `0 <= num_computed_tokens <= num_tokens + pending`, and a block table of its own.
+    """Branch of a request's generation, with its own block table: `0 <= num_computed_tokens <= num_tokens + pending`.
 
     Attributes:
         tokens: prompt and output; the first `num_prompt_tokens` are the prompt.
-        index: which of its request's choices it is; its seed is the request's plus this.
-        num_computed_tokens: how many tokens have their KV written, once the steps in flight have run.
-        in_flight: how many scheduled steps that it is part of have not been committed.
-        pending: how many tokens these sample for it.
-        num_cached_tokens: how many of the prompt's came from the prefix cache when it was first admitted.
-        nodes: places of its full blocks in the prefix cache, as far as they are known.
-        epoch: of the prefix cache when its first token was computed; in a later one it is not remembered.
-        leader: while it waits, after a preemption, for another branch to compute the tokens that they share: that
-            branch, and how many tokens they share.
-        steady_until: the position before which it goes on by one token and one sample in each step, in a block of its
+        index: its place among the request's choices; its seed is the request's plus this.
+        num_computed_tokens: number of tokens whose KV is written once the steps in flight have run.
+        in_flight: number of its scheduled steps that are not committed.
+        pending: number of tokens that these steps sample for it.
+        num_cached_tokens: number of prompt tokens from the prefix cache at its first admission.
+        nodes: nodes of its full blocks in the prefix cache, as far as they are known.
+        epoch: epoch of the prefix cache when its first token was computed; in a later one it is not remembered.
+        leader: after a preemption, another branch that computes their shared tokens first, and the number of these
+            tokens; None unless it waits for one.
+        steady_until: the position before which it continues by one token and one sample in each step, in a block of its
             own and without a mask, for any samples.
-        row: its row on the device while it runs, or until the last step in flight that it is part of is committed.
-        decoder: turns its tokens into text; None without a tokenizer. Each branch has its own.
+        row: its row on the device while it runs, or until its last step in flight is committed.
+        decoder: converts its tokens to text; None without a tokenizer. Each branch has its own.
         constraint: the state of its constraint, or None; each branch has its own.
-        samples: one for each token of output.
+        samples: one for each output token.
     """
 
     request: "Request"
@@ -70,35 +72,43 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
+        """Number of tokens of prompt and output."""
         return len(self.tokens)
 
     @property
     def num_prompt_tokens(self) -> int:
+        """Number of prompt tokens."""
         return len(self.request.prompt_token_ids)
 
     @property
     def num_output_tokens(self) -> int:
+        """Number of output tokens."""
         return len(self.tokens) - len(self.request.prompt_token_ids)
 
     @property
     def output_token_ids(self) -> list[int]:
+        """Output tokens."""
         return self.tokens[self.num_prompt_tokens :]
 
     @property
     def seed(self) -> int:
-        """The seed of its samples, of 64 bits."""
+        """Seed of its samples, of 64 bits."""
         return (self.request.seed + self.index) % 2**64
 
     @property
     def behind(self) -> int:
-        """The number of tokens that can be computed next: known tokens and those that steps in flight will sample, but
-        none after a sample that the host must see first or that ends the sequence."""
+        """Number of tokens that can be computed next.
+
+        These are known tokens and those that steps in flight will sample, but none after a sample that the host must
+        see first or that ends the sequence.
+        """
         request, known = self.request, len(self.tokens) + self.pending
         if self.pending and (request.waits or known - len(request.prompt_token_ids) >= request.max_tokens):
             return 0
         return known - self.num_computed_tokens
 
     def append(self, sample: Sample) -> None:
+        """Add a sampled token."""
         self.tokens.append(sample.token)
         self.samples.append(sample)
         self.cumulative_logprob += sample.logprob
@@ -106,7 +116,7 @@ class Sequence:
             self.constraint.take(sample.token)
 
     def fork(self, index: int) -> "Sequence":
-        """Another branch from here on, which shares every block until one of the two writes into it."""
+        """Return a new branch that shares every block until one of the two writes into it."""
         child = self.branch(index)
         child.table = self.table.fork()
         child.num_computed_tokens, child.nodes, child.epoch = self.num_computed_tokens, list(self.nodes), self.epoch
@@ -122,13 +132,15 @@ class Sequence:
         )  # fmt: skip
 
     def free(self) -> None:
-        """Give its blocks back, and forget their content."""
+        """Free its blocks and forget their nodes."""
         self.table.free()
         self.num_computed_tokens, self.nodes, self.leader = 0, [], None
 
     def num_samples(self, end: int) -> int:
-        """Return the number of tokens that are sampled once those before position `end` are computed: none inside the
-        prompt, one for each branch at its end."""
+        """Return the number of tokens sampled once the tokens before position `end` are computed.
+
+        It is 0 inside the prompt, and one for each branch at the prompt's end.
+        """
         if end < len(self.tokens):
             return 0
         return self.request.num_sequences if self.request.unforked else 1
@@ -136,18 +148,18 @@ class Sequence:
 
 @dataclass(eq=False)
 class Request:
-    """A caller's request. `seed` and `max_tokens` are resolved and not None.
+    """Request with resolved `seed` and `max_tokens`, which are not None.
 
     Attributes:
-        rank: requests run in its order, and give way in the reverse order.
+        rank: requests run in this order, and are preempted in the reverse order.
         cache_salt: only requests with the same salt share cached prefixes.
-        client: whose turns it takes in the queue; None for none.
-        bans: the tokens that its output may not have next.
+        client: the client whose turns it takes in the queue; None for none.
+        bans: the tokens that its output must not have next.
         end_tokens: the tokens that end its output.
-        num_top: how many of the most likely tokens to list with each sample; None for neither list nor rank.
-        admitted: whether it has run; a preempted request has.
-        beam: the search, if this is one; its live beams are `sequences`, until in the end its best hypotheses are.
-        find_stop: which stop string the text of a sequence holds once a token is added; None for none.
+        num_top: number of most likely tokens to list with each sample; None: neither list nor rank.
+        admitted: whether it has run; True for a preempted request.
+        beam: the state of a beam search, or None; its live beams are `sequences`, and at the end its best hypotheses.
+        find_stop: returns the stop string that the text of a sequence contains once a token is added; None for none.
         prompt_samples: logprobs of the prompt's tokens but the first, as far as they are computed.
     """
 
@@ -171,17 +183,19 @@ class Request:
 
     @cached_property
     def num_sequences(self) -> int:
-        """How many sequences it grows into, once its prompt is computed."""
+        """Number of its sequences once its prompt is computed."""
         return self.params.num_sequences
 
     @property
     def live(self) -> list[Sequence]:
+        """Sequences that have not finished."""
         if len(self.sequences) == 1:
             return [] if self.sequences[0].finish_reason else self.sequences
         return [sequence for sequence in self.sequences if not sequence.finish_reason]
 
     @property
     def finished(self) -> bool:
+        """Whether all sequences have finished."""
         return all(sequence.finish_reason for sequence in self.sequences)
 
     @property
@@ -191,8 +205,10 @@ class Request:
 
     @property
     def waits(self) -> bool:
-        """Whether the host must see a sample before the next step: it chooses among candidates, forks, or makes a mask
-        that depends on the token."""
+        """Whether the host must see a sample before the next step.
+
+        The host chooses among candidates, forks, or creates a mask that depends on the token.
+        """
         return self._host_bound or len(self.sequences) < self.num_sequences
 
     @cached_property
@@ -201,17 +217,17 @@ class Request:
 
     @property
     def seats(self) -> int:
-        """How many sequences of a step it may need."""
+        """Number of sequences of a step that it may need."""
         return self.num_sequences if self.beam or self.unforked else len(self.live)
 
     @property
     def streams(self) -> bool:
-        """Whether its outputs are known as they grow, not only when all have ended."""
+        """Whether its outputs are known as they grow, and not only after all have ended."""
         return self.beam is None and self.num_sequences == self.params.num_outputs
 
     @property
     def outputs(self) -> list[Sequence]:
-        """The sequences to return, best first where there is a choice. Meant for a request that has finished."""
+        """Sequences of a finished request to return, best first if there is a choice."""
         if self.beam is None and not self.streams:
             best = sorted(self.sequences, key=lambda s: -s.cumulative_logprob / max(1, s.num_output_tokens))
             return best[: self.params.num_outputs]
@@ -219,12 +235,12 @@ class Request:
 
 
 class OutputDelta(NamedTuple):
-    """The addition of one step to one output of a request.
+    """Addition of one step to one output of a request.
 
     Attributes:
-        prompt_samples: logprobs of the prompt's tokens but the first, with the first delta of each output, if they
-            were asked for.
-        num_cached_tokens: how many of the prompt's tokens came from the prefix cache.
+        prompt_samples: logprobs of the prompt's tokens but the first, in the first delta of each output, if they were
+            asked for.
+        num_cached_tokens: number of prompt tokens from the prefix cache.
     """
 
     request_id: str
@@ -238,12 +254,13 @@ class OutputDelta(NamedTuple):
 
     @property
     def token_ids(self) -> list[int]:
+        """Token ids of the samples."""
         return [sample.token for sample in self.samples]
 
 
 @dataclass(frozen=True)
 class Logprob:
-    """One token's natural-log probability under the model, with its rank (1 = most likely) and its text."""
+    """Natural-log probability of a token under the model, with its rank (1 = most likely) and its text."""
 
     logprob: float
     rank: int | None = None
@@ -252,7 +269,7 @@ class Logprob:
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One finished sequence. `logprobs`, if asked for, holds {token id: Logprob} per token."""
+    """One finished sequence. `logprobs`, if asked for, holds {token id: Logprob} for each token."""
 
     index: int
     text: str
@@ -272,7 +289,7 @@ class RequestMetrics:
         queued_ts: time at which the engine accepted the request.
         scheduled_ts: start of the first step that computed tokens of it.
         first_token_latency: seconds from the call to the first token.
-        num_generation_tokens: number of generated tokens, those of outputs that are not returned included.
+        num_generation_tokens: number of generated tokens, including those of outputs that are not returned.
     """
 
     arrival_time: float = 0.0
@@ -287,8 +304,10 @@ class RequestMetrics:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A finished request, in the words of vLLM. `prompt_logprobs`, if asked for, begins with None for the first
-    token."""
+    """Finished request, with vLLM's field names.
+
+    `prompt_logprobs`, if asked for, begins with None for the first token.
+    """
 
     request_id: str
     prompt: str | None

@@ -1,4 +1,4 @@
-"""The rows of running sequences, and the differences that the next plan tells of them."""
+"""Rows of running sequences, and the differences that the next plan contains."""
 
 from typing import Any
 
@@ -7,10 +7,10 @@ from jpaged.core.request import Sequence
 
 
 class Rows:
-    """Each running sequence has one row, on the host and on the device, from its admission to its release.
+    """Rows of running sequences. A sequence has one row, on the host and on the device, from admission to release.
 
     Args:
-        size: how many sequences may run.
+        size: maximum number of running sequences.
     """
 
     def __init__(self, size: int):
@@ -18,7 +18,7 @@ class Rows:
         self.clear()
 
     def clear(self) -> None:
-        """Release every row, and forget all differences."""
+        """Release every row and drop all differences."""
         self._sequences: list[Sequence | None] = [None] * self.size
         self._free = list(range(self.size))
         self._copies: dict[int, int] = {}  # {destination: source}: a later copy replaces an earlier one
@@ -29,10 +29,12 @@ class Rows:
 
     @property
     def free(self) -> tuple[int, ...]:
+        """Free rows."""
         return tuple(self._free)
 
     @property
     def num_free(self) -> int:
+        """Number of free rows."""
         return len(self._free)
 
     def __getitem__(self, row: int) -> Sequence:
@@ -41,7 +43,7 @@ class Rows:
         return sequence
 
     def admit(self, sequence: Sequence) -> None:
-        """Give a sequence a row, and all of its state to the next plan."""
+        """Give a sequence a row, and add all of its state to the next plan."""
         row, request = self._take(sequence), sequence.request
         wants = request.params.prompt_logprobs is not None
         self._admitted[row] = Admitted(
@@ -51,23 +53,23 @@ class Rows:
         )  # fmt: skip
 
     def fork(self, sequence: Sequence, child: Sequence) -> None:
-        """Give a branch a row with the state of the sequence that it comes from."""
+        """Give a branch a row with the state of its parent."""
         assert sequence.row is not None
         self._copies[self._take(child)] = sequence.row
 
     def choose(self, sequence: Sequence) -> None:
-        """Tell the device the last token of a sequence, which the host has chosen."""
+        """Add the last token of a sequence, which the host has chosen, to the next plan."""
         assert sequence.row is not None
         self._chosen[sequence.row] = Chosen(sequence.row, sequence.tokens[-1], sequence.seed)
 
     def change(self, sequence: Sequence, first: int, stop: int) -> None:
-        """Tell the device the entries [first, stop) of a sequence's block table."""
+        """Add the entries [first, stop) of a sequence's block table to the next plan."""
         row, block_ids = sequence.row, sequence.table.block_ids
         assert row is not None
         self._entries += [Entry(row, index, block_ids[index]) for index in range(first, stop)]
 
     def release(self, sequence: Sequence) -> None:
-        """Take a sequence's row back, if it has one."""
+        """Release a sequence's row, if it has one."""
         row = sequence.row
         if row is None:
             return
@@ -81,7 +83,7 @@ class Rows:
             self._entries = [entry for entry in self._entries if entry.row != row]
 
     def differences(self) -> dict[str, Any]:
-        """Return the fields of the next plan that tell of rows, and begin anew."""
+        """Return the fields of the next plan that describe rows, and reset them."""
         found = {
             "released_rows": tuple(self._released), "admitted": tuple(self._admitted.values()),
             "row_copies": tuple((source, row) for row, source in self._copies.items()),

@@ -1,4 +1,4 @@
-"""The choice of the tokens and sequences of the next step, and the effects of its results.
+"""Choice of the tokens and sequences of the next step, and commit of its results.
 
 There is no prefill phase and no decode phase: a sequence is behind by `num_tokens - num_computed_tokens`, and each
 step's token budget is handed out in the order of the requests' ranks (the formula is vLLM V1's). Chunked prefill,
@@ -31,7 +31,7 @@ Ending = tuple[FinishReason, int | str | None]  # with the stop reason
 
 @dataclass
 class _Step:
-    """A step from its scheduling to its commit: its plan, in parts until it is complete, and whom it serves."""
+    """Step from its scheduling to its commit: its plan, in parts until it is complete, and its requests."""
 
     plan: StepPlan | None = None
     rows: list[Scheduled] = field(default_factory=list)
@@ -45,14 +45,14 @@ class _Step:
 
 
 class Committed(NamedTuple):
-    """The changes of a committed step.
+    """Changes of a committed step.
 
     Attributes:
-        advanced: the sequences that got a token: not those still inside their prompts, nor those that ended meanwhile.
-            Of a beam search, the live beams, or, once it has ended, its outputs.
-        served: the requests that the step computed tokens of, without those that have ended meanwhile.
-        preempted: the requests that gave their blocks up for this step, each with whether these went to the host.
-        resumed: the requests whose blocks came back from the host.
+        advanced: the sequences that got a token, without those still inside their prompts and those that ended
+            meanwhile. For a beam search, the live beams, or, once it has ended, its outputs.
+        served: the requests with computed tokens in the step, without those that have ended meanwhile.
+        preempted: the requests that lost their blocks for this step, each with whether the blocks were swapped out.
+        resumed: the requests whose blocks were swapped in.
     """
 
     advanced: Series[Sequence] = ()
@@ -62,26 +62,26 @@ class Committed(NamedTuple):
 
 
 class Scheduler:
-    """Continuous batching with preemption. Only `schedule` and `commit` move generation on.
+    """Scheduler of continuous batching with preemption. Only `schedule` and `commit` advance generation.
 
     Several plans may be scheduled before the first is committed; they are committed in their order. A request that can
-    go on without the host's knowledge of its last token does so. Blocks that a plan in flight may write are kept until
-    the plan is committed: a sequence that ends gives its row and its blocks back then, and nothing is preempted before
-    all plans in flight are committed.
+    continue without the host's knowledge of its last token does so. Blocks that a plan in flight may write are kept
+    until the plan is committed: a sequence that ends releases its row and its blocks then, and nothing is preempted
+    before all plans in flight are committed.
 
     A request is in `waiting` or in `running`, both in order of rank: its priority, if `policy` is "priority" (a lower
-    number goes first), then its client's turn, then its arrival. The last running one gives its blocks up first, all
-    its sequences together, so the first always goes on and every request ends.
+    number goes first), then its client's turn, then its arrival. The last running request is preempted first, with all
+    its sequences, so the first always continues and every request ends.
 
     Args:
-        host_pool: room for swapped blocks; None is none.
+        host_pool: room for swapped blocks, or None.
         preemption: "recompute", "swap" (where the host has room), or "auto", whichever costs less.
-        block_swap_cost: of moving one block to the host and back, in tokens that could be computed in that time.
-        tokens_beside_decodes: most tokens of a step in which some sequence is past its prompt, `max_num_seqs` or more;
-            None is the limit of all steps. A long step makes such sequences wait.
+        block_swap_cost: cost of moving one block to the host and back, in tokens that could be computed in that time.
+        tokens_beside_decodes: maximum tokens of a step in which some sequence is past its prompt, at least
+            `max_num_seqs`; None: the limit of all steps. A long step makes such sequences wait.
 
     Attributes:
-        holds_new: admit no request for the first time, so that only those that have started go on.
+        holds_new: admit no request for the first time, so that only started requests continue.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Scheduler:
 
     @property
     def has_started(self) -> bool:
-        """Whether any request has been admitted and has not ended."""
+        """Whether there is an admitted request that has not ended."""
         return any(request.admitted for request in self.requests.values())
 
     @property
@@ -134,12 +134,14 @@ class Scheduler:
 
     @property
     def leaving(self) -> Iterable[Sequence]:
-        """The sequences that have ended, and whose blocks a step in flight may still write."""
+        """Ended sequences whose blocks a step in flight may still write."""
         return self._leaving
 
     def max_sequence_len(self, prompt_len: int = 0, num_sequences: int = 1) -> int:
-        """Most tokens of each of some sequences that share a prompt. The last token sampled is never written, so it
-        needs no slot."""
+        """Return the maximum tokens of each of some sequences that share a prompt.
+
+        The last sampled token is never written, so it needs no slot.
+        """
         size = self.pool.block_size
         shared = min(prompt_len // size, self.pool.num_blocks)
         own = (self.pool.num_blocks - shared) // num_sequences
@@ -158,11 +160,14 @@ class Scheduler:
         cache_salt: str = "",
         bad_words: Iterable[tuple[int, ...]] = (),
     ) -> Request:
-        """Queue a request. Raises InvalidParameter, with the numbers, for one that could never run.
+        """Queue a request.
 
         Args:
-            client: whose turns it takes; None takes none, and comes in the order of arrival.
-            bad_words: token ids of each text that the output may not hold.
+            client: the client whose turns it takes; None: the order of arrival.
+            bad_words: token ids of each text that the output must not contain.
+
+        Raises:
+            InvalidParameter: the request could never run; the message has the numbers.
         """
         if request_id in self.requests:
             raise InvalidParameter("request_id", f"{request_id!r} is already in use")
@@ -206,7 +211,7 @@ class Scheduler:
         return request
 
     def abort(self, request_id: str) -> Request | None:
-        """Ends a request at any moment and frees its blocks; None if it is unknown or has ended."""
+        """End a request at any moment and free its blocks; return None if it is unknown or has ended."""
         request = self.requests.get(request_id)
         if request is not None:
             for sequence in request.live:
@@ -214,16 +219,17 @@ class Scheduler:
         return request
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """Ends a sequence, and with its last one the request."""
+        """End a sequence, and with its last one the request."""
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
         self._release(sequence)
         if sequence.request.finished:
             self._drop(sequence.request)
 
     def schedule(self) -> StepPlan | None:
-        """Hand out the token budget: to running requests first, then to waiting ones unless one had to give way.
+        """Hand out the token budget: to running requests first, then to waiting ones unless one was preempted.
 
-        Returns the plan of the next step, or None if there is nothing to do before a plan in flight is committed.
+        Returns:
+            The plan of the next step, or None if there is nothing to do before a plan in flight is committed.
         """
         if self._in_flight and self._must_drain:
             return None
@@ -251,7 +257,7 @@ class Scheduler:
         return step.plan
 
     def commit(self, plan: StepPlan, result: StepResult) -> Committed:
-        """Commit the oldest plan in flight. Tokens, forks and endings by a token are committed here alone."""
+        """Commit the oldest plan in flight. Only this method commits tokens, forks and endings by a token."""
         step = self._in_flight.popleft()
         assert step.plan is plan, "plans are committed in their order"
         advanced: list[Sequence] = []
@@ -331,7 +337,7 @@ class Scheduler:
             self.waiting.add(request)
 
     def check_invariants(self) -> None:
-        """The pools' own checks against every live table, and the order of every sequence's integers."""
+        """Check the pools against every live table, and the order of every sequence's integers."""
         queued = [*self.waiting, *self.running]
         assert sorted(map(id, queued)) == sorted(map(id, self.requests.values())), "a request is lost, or queued twice"
         sequences = [sequence for request in queued for sequence in request.live]
@@ -379,7 +385,7 @@ class Scheduler:
             raise InvalidParameter("stop_token_ids", told)
 
     def _num_candidates(self, params: BeamSearchParams) -> int:
-        """How many of its best tokens each beam must bring: as many as may go on, beside all that may end it."""
+        """Return the number of best tokens that each beam needs: as many as may continue, and all that may end it."""
         return params.beam_width + len(self.eos_token_ids | set(params.stop_token_ids))
 
     def _num_seats(self) -> int:
@@ -455,8 +461,10 @@ class Scheduler:
         sequence.steady_until = self._steady_until(sequence) if num_samples == 1 else 0
 
     def _steady_until(self, sequence: Sequence) -> int:
-        """Return the position up to which a sequence goes on by one token and one sample in each step, in a block that
-        it has to itself and without a mask, for any samples."""
+        """Return the position up to which a sequence continues by one token and one sample in each step.
+
+        This holds for any samples: up to there it needs no mask, and its block is its own.
+        """
         request, size = sequence.request, self.pool.block_size
         if request.waits or request.bans or len(request.sequences) > 1:
             return 0
@@ -464,10 +472,10 @@ class Scheduler:
         return min(end_of_block, len(request.prompt_token_ids) + request.max_tokens - 1)
 
     def _counts(self, request: Request, budget: int) -> dict[Sequence, int]:
-        """How many tokens of each sequence of a running request come next, within the budget.
+        """Return the number of next tokens of each sequence of a running request, within the budget.
 
-        The last token of any waits until all have their blocks, and the last tokens of beams are computed in one
-        step, for they are compared with each other.
+        The last token of each sequence waits until all sequences have their blocks. The last tokens of beams are
+        computed in one step, because they are compared with each other.
         """
         live = request.live
         if len(live) == 1:
@@ -491,7 +499,7 @@ class Scheduler:
         return counts
 
     def _follow(self, sequence: Sequence) -> bool:
-        """Start a sequence that waits for its leader, if that has computed their shared tokens."""
+        """Start a sequence that waits for its leader if the leader has computed their shared tokens."""
         if sequence.leader is None:
             return False
         leader, shared = sequence.leader
@@ -505,7 +513,7 @@ class Scheduler:
         return True
 
     def _lack(self, request: Request) -> int:
-        """Blocks that a request still lacks for the tokens it has."""
+        """Return the number of blocks that a request still lacks for the tokens it has."""
         size, spans, lack = self.pool.block_size, [], 0
         for sequence in request.live:
             if sequence.leader:
@@ -515,8 +523,7 @@ class Scheduler:
         return lack + shortage(spans)
 
     def _admit(self, request: Request, reserved: int, step: _Step) -> bool:
-        """Moves a waiting request to `running` if all its tokens fit: on top of what the host or the prefix cache has
-        of it."""
+        """Move a waiting request to `running` if all its tokens fit, in addition to its swapped or cached blocks."""
         live = request.live
         tables = [sequence.table for sequence in live]
         swapped = any(table.block_ids for table in tables)
@@ -544,8 +551,10 @@ class Scheduler:
         return True
 
     def _share_prefixes(self, request: Request) -> None:
-        """Start each sequence with its blocks in the prefix cache, or let it wait for another of the request that
-        has more in common with it."""
+        """Start each sequence with its blocks in the prefix cache.
+
+        A sequence that has more in common with another one of the request waits for that one instead.
+        """
         before: Sequence | None = None
         # In sorted order nothing has more in common with a sequence than the one before it.
         for sequence in sorted(request.live, key=lambda s: s.tokens):
@@ -568,8 +577,7 @@ class Scheduler:
         return len(request.prompt_samples) < wanted
 
     def _preempt(self, request: Request, step: _Step) -> None:
-        """Takes all blocks of a running request away. It waits, in its place, to come back from the host or to be
-        computed again."""
+        """Take all blocks of a running request. It waits, in its place, to be swapped in or recomputed."""
         live, swaps = request.live, self._should_swap(request)
         if swaps:
             assert self.host_pool is not None
@@ -588,7 +596,7 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _should_swap(self, request: Request) -> bool:
-        """Whether a request goes to the host: never while its sequences wait for each other to be computed again."""
+        """Return whether to swap a request out: never while its sequences wait for each other to be computed again."""
         if self.preemption == "recompute" or self.host_pool is None or any(s.leader for s in request.live):
             return False
         filled: dict[int, int] = {}  # tokens by block
@@ -610,7 +618,7 @@ class Scheduler:
             self.finish(sequence, *ending)
 
     def _ending(self, sequence: Sequence, token: int, length: int) -> Ending | None:
-        """Why a sequence of `length` tokens of output ends with this one, if it does."""
+        """Return how a sequence of `length` output tokens ends with this one; None if it continues."""
         request = sequence.request
         if token in request.end_tokens:
             is_eos = token in self.eos_token_ids and not request.params.ignore_eos
@@ -667,7 +675,10 @@ class Scheduler:
         return children
 
     def _fail(self, request: Request) -> list[Sequence]:
-        """End a request whose logits are not finite. The prefix cache forgets its blocks, whose KV may be as bad."""
+        """End a request whose logits are not finite.
+
+        The prefix cache forgets its blocks, whose KV may be invalid too.
+        """
         ended = request.live
         for sequence in ended:
             for block_id in sequence.table.block_ids:
@@ -677,14 +688,16 @@ class Scheduler:
         return ended
 
     def _fork(self, sequence: Sequence, index: int) -> Sequence:
-        """A second branch of a running sequence. They share blocks until one writes."""
+        """Return a second branch of a running sequence. They share blocks until one writes."""
         child = sequence.fork(index)
         self.rows.fork(sequence, child)
         return child
 
     def _remember(self, sequence: Sequence, num_computed_tokens: int) -> None:
-        """Let the blocks that are full of computed tokens be found by their content. What was computed before the
-        prefix cache was reset, or follows from it, is never remembered."""
+        """Add the blocks that are full of computed tokens to the prefix cache.
+
+        Tokens computed before a reset of the prefix cache, or from such tokens, are never added.
+        """
         pool, nodes = self.pool, sequence.nodes
         size = pool.block_size
         if not pool.enable_prefix_caching or sequence.epoch != pool.epoch:
@@ -695,7 +708,7 @@ class Scheduler:
             nodes.append(self.pool.remember(sequence.table.block_ids[index], parent, tokens))
 
     def _release(self, sequence: Sequence) -> None:
-        """Take the blocks and the row of a sequence that has ended, once no step in flight writes there."""
+        """Release the blocks and the row of an ended sequence, once no step in flight writes there."""
         if sequence.in_flight:
             self._leaving.add(sequence)
             return
@@ -704,7 +717,7 @@ class Scheduler:
         self.rows.release(sequence)
 
     def _drop(self, request: Request) -> None:
-        """Forgets a request that has ended."""
+        """Forget a request that has ended."""
         (self.running if request in self.running else self.waiting).remove(request)
         del self.requests[request.request_id]
 

@@ -1,4 +1,4 @@
-"""`python -m jpaged` is `jpaged`."""
+"""Entry point of `python -m jpaged`, which is the command `jpaged`."""
 
 from jpaged.cli.main import main
 

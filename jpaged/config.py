@@ -25,7 +25,11 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
 
 
 def _check_types(config: Any) -> None:
-    """Check the values that a file gave to a dataclass's fields. Raises ValueError."""
+    """Check the values that a file gives to a dataclass's fields.
+
+    Raises:
+        ValueError: a value has the wrong type.
+    """
     kinds: dict[Any, tuple[str, Callable[[Any], bool]]] = {
         int: ("a whole number", lambda x: type(x) is int and abs(x) <= MAX_SIZE),
         float: ("a finite number", lambda x: type(x) in (int, float) and abs(x) <= sys.float_info.max),
@@ -78,6 +82,11 @@ class RopeConfig:
 
     @classmethod
     def from_hf(cls, hf: dict[str, Any]) -> "RopeConfig":
+        """Return the rotary embedding of a config.json's content.
+
+        Raises:
+            ValueError: the rope type is not supported, or a value is invalid.
+        """
         parts = [hf.get(name) or {} for name in ("rope_scaling", "rope_parameters")]
         if not all(isinstance(part, dict) for part in parts):
             raise ValueError(f"rope_scaling, rope_parameters: must be JSON objects, not {reprlib.repr(parts)}")
@@ -119,7 +128,10 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A dense Llama, in the words of its Hugging Face `config.json`; other architectures derive theirs from it."""
+    """Configuration of a dense Llama, with the field names of its Hugging Face `config.json`.
+
+    Configurations of other architectures derive from it.
+    """
 
     architecture: ClassVar[str] = "LlamaForCausalLM"  # as `architectures` names it
     model_type: ClassVar[str] = "llama"
@@ -175,9 +187,10 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, hf: dict[str, Any], generation: dict[str, Any] | None = None) -> Self:
-        """Make a config from the contents of config.json and generation_config.json, whose end-of-sequence ids win.
+        """Return the config of config.json's content; end-of-sequence ids of generation_config.json take precedence.
 
-        Raises ValueError for a value that the architecture can't have here.
+        Raises:
+            ValueError: the architecture does not support a value.
         """
         return cls(**cls.fields_of(hf, generation or {}))
 
@@ -209,7 +222,11 @@ class ModelConfig:
 
     @classmethod
     def from_directory(cls, directory: Path) -> Self:
-        """Read config.json and, if there is one, generation_config.json. Raises ValueError with the file's path."""
+        """Read config.json and, if it exists, generation_config.json.
+
+        Raises:
+            ValueError: a file is invalid; the message has its path.
+        """
         path = directory / CONFIG
         hf, generation = read_json(path), read_json(directory / GENERATION, missing_ok=True)
         try:
@@ -231,7 +248,11 @@ def sampling_defaults(directory: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path, *, missing_ok: bool = False) -> dict[str, Any]:
-    """The JSON object in a file ({} if `missing_ok` and there is none); ValueError names the file if it isn't one."""
+    """Return the JSON object in a file; {} if it is missing and `missing_ok`.
+
+    Raises:
+        ValueError: the file does not contain a JSON object; the message has its path.
+    """
     if missing_ok and not path.is_file():
         return {}
     try:
@@ -245,7 +266,7 @@ def read_json(path: Path, *, missing_ok: bool = False) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Limits:
-    """How much one sequence, one step and one KV block may hold: settled, no None in them."""
+    """Maximum sizes of a sequence, a step and a KV block, after all None are resolved."""
 
     max_model_len: int
     max_num_seqs: int

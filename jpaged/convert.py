@@ -1,4 +1,4 @@
-"""The same parameters in another format."""
+"""Conversion of parameters to another format."""
 
 import shutil
 from pathlib import Path
@@ -11,14 +11,15 @@ SAVE = {"orbax": save_orbax, "safetensors": save_safetensors}
 
 
 def convert(source: str, target: Path, to: str) -> str:
-    """Stores a model's parameters exactly, beside its config and its tokenizer; returns their dtype.
+    """Store a model's parameters without loss, with its config and its tokenizer, and return their dtype.
 
     Args:
         source: a directory, a hub id, or "demo".
-        target: the directory to make.
+        target: the directory to create.
         to: "orbax" or "safetensors".
 
-    Raises ValueError if there is no such model, or if the target exists.
+    Raises:
+        ValueError: there is no such model, or the target exists.
     """
     directory = find_model(source)
     config = read_config(directory)

@@ -1,4 +1,4 @@
-"""The offline API."""
+"""Offline API."""
 
 import itertools
 import json
@@ -29,21 +29,22 @@ Message = Mapping[str, Any]
 
 
 class LLM:
-    """A model that is ready to generate.
+    """Model that is ready to generate.
 
-    Its steps run on a thread of its own: an interrupt ends a call and leaves the LLM usable, calls from several
-    threads take turns, and JAX's context managers around a call have no effect on it.
+    Its steps run on a thread of its own: an interrupt ends a call and leaves the LLM usable, calls from several threads
+    take turns, and JAX's context managers around a call have no effect on it.
 
     Args:
-        model: "demo", a directory, a hub id, or a module in hand (`jpaged.models.base.Model`), whose arrays are then
-            served as they are, without a copy.
-        tokenizer: instead of the model's own; a module in hand has none unless one is passed, and then takes and
-            gives token ids alone.
+        model: "demo", a directory, a hub id, or a loaded module (`jpaged.models.base.Model`), whose arrays are used
+            without a copy.
+        tokenizer: replaces the model's own. A loaded module without this argument has no tokenizer, and then accepts
+            and returns only token ids.
         progress: show progress bars while loading and compiling.
         **config: the fields of `EngineConfig`.
 
-    Raises TypeError for a `model` of another type, and ValueError, with the field and the limit, for a value that is
-    not possible.
+    Raises:
+        TypeError: `model` has another type.
+        ValueError: a value is not possible; the message has the field and the limit.
     """
 
     def __init__(
@@ -69,16 +70,17 @@ class LLM:
         use_tqdm: bool = True,
         priority: int | Sequence[int] = 0,
     ) -> list[RequestOutput]:
-        """Generate for each prompt; results in the order of the prompts.
+        """Generate for each prompt and return the results in the order of the prompts.
 
         Args:
-            prompts: a text, token ids, or several of either; NumPy's and JAX's arrays count as lists. As a dict, a
-                prompt can bring a `cache_salt`, without which nobody shares its cached prefix.
-            sampling_params: for all prompts, or one for each; None is `SamplingParams()`.
+            prompts: a text, token ids, or several of either; arrays of NumPy and JAX count as lists. A prompt that is a
+                dict may have a `cache_salt`; then only prompts with the same salt share its cached prefix.
+            sampling_params: for all prompts, or one for each; None: `SamplingParams()`.
             use_tqdm: show a progress bar.
             priority: for all prompts, or one for each; under the scheduling policy "priority", lower numbers run first.
 
-        Raises InvalidParameter, before anything is generated, for a prompt or parameters that the engine can't serve.
+        Raises:
+            InvalidParameter: the engine can't serve a prompt or its parameters; raised before anything is generated.
         """
         arrival = _Arrival(time.time(), time.monotonic())
         prompt_list, rank = _prompts(prompts), plain(priority)
@@ -98,7 +100,7 @@ class LLM:
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = True
     ) -> list[RequestOutput]:
-        """Find the best continuations of each prompt, best first; arguments and results are those of `generate`."""
+        """Return the best continuations of each prompt, best first; arguments and results are those of `generate`."""
         return self.generate(prompts, params, use_tqdm=use_tqdm)
 
     def chat(
@@ -113,18 +115,20 @@ class LLM:
         tools: Sequence[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Generate the next turn of one conversation or of several, through the model's chat template.
+        """Generate the next message of one conversation or of several, through the model's chat template.
 
         Args:
             messages: one conversation, or a list of them, in the form of the OpenAI API; content is text.
             sampling_params: for all conversations, or one for each.
-            chat_template: a Jinja template instead of the tokenizer's own.
-            add_generation_prompt: end each prompt with the beginning of the assistant's turn.
+            chat_template: a Jinja template that replaces the tokenizer's own.
+            add_generation_prompt: end each prompt with the beginning of the assistant's message.
             continue_final_message: leave the last message open and continue it; needs add_generation_prompt=False.
             tools: descriptions of functions for the template, in the form of the OpenAI API.
             chat_template_kwargs: more variables for the template.
 
-        Raises InvalidParameter as `generate` does, and ValueError for messages that the template refuses.
+        Raises:
+            InvalidParameter: as in `generate`.
+            ValueError: the template rejects the messages.
         """
         if not hasattr(self.tokenizer, "apply_chat_template"):
             raise InvalidParameter("messages", "this engine has no tokenizer with chat templates")
@@ -142,7 +146,7 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def get_tokenizer(self) -> Any:
-        """Return the tokenizer, Hugging Face's unless another was passed; None if there is none."""
+        """Return the tokenizer: the given one, else Hugging Face's; None if there is none."""
         return self.tokenizer
 
     def reset_prefix_cache(self) -> None:
@@ -157,7 +161,8 @@ class LLM:
         Args:
             state: a module, its `nnx.State`, or nested dicts of arrays, on the device of the present parameters.
 
-        Raises ValueError, with the first difference, and then changes nothing.
+        Raises:
+            ValueError: the parameters do not match; the message has the first difference, and nothing is changed.
         """
         self._worker.run(lambda stop: self.engine.update_params(state))
 
@@ -184,7 +189,7 @@ class LLM:
     def _run(
         self, jobs: "list[_Job]", arrival: "_Arrival", stop: threading.Event, use_tqdm: bool
     ) -> list[RequestOutput]:
-        """Run requests to their end, or until `stop`; nothing of them stays behind in the engine."""
+        """Run requests to their end, or until `stop`; afterwards the engine holds none of them."""
         requests: list[Request] = []
         try:
             for job in jobs:
@@ -220,7 +225,7 @@ class LLM:
 
 
 class _Job(NamedTuple):
-    """A request that has not been added yet."""
+    """Request that has not been added yet."""
 
     token_ids: list[int]
     text: str | None
@@ -230,14 +235,14 @@ class _Job(NamedTuple):
 
 
 class _Arrival(NamedTuple):
-    """When a call was made, by the wall clock and by the monotonic one, in seconds."""
+    """Time of a call, by the wall clock and by the monotonic one, in seconds."""
 
     time: float
     ts: float
 
 
 class _Stopwatch:
-    """Takes the times of requests that were just queued."""
+    """Recorder of the times of requests that were just queued."""
 
     def __init__(self, requests: Iterable[Request], arrival: _Arrival):
         now = time.monotonic()
@@ -246,7 +251,7 @@ class _Stopwatch:
         self._without_output = set(self.metrics)
 
     def stepped(self, output: StepOutput, start: float, end: float) -> None:
-        """Take in a step that ran from `start` to `end` on the monotonic clock."""
+        """Record a step that ran from `start` to `end` on the monotonic clock."""
         for request in self._without_output.intersection(output.committed.served):
             metrics = self.metrics[request]
             metrics.scheduled_ts = metrics.scheduled_ts or start
@@ -272,8 +277,10 @@ def _prompts(given: Any) -> list[Any]:
 
 
 def _for_template(message: Message) -> dict[str, Any]:
-    """Return a message of the OpenAI API as chat templates expect it: content as text, arguments of tool calls as
-    objects."""
+    """Return a message of the OpenAI API as chat templates expect it.
+
+    Content becomes text, and arguments of tool calls become objects.
+    """
     if not isinstance(message, Mapping):
         form = '{"role": "user", "content": "..."}'
         raise InvalidParameter("messages", f"must be dicts like {form}, or lists of them, not {shown(message)}")

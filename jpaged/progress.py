@@ -1,4 +1,4 @@
-"""The progress of long work: a bar on a terminal, lines in the log elsewhere."""
+"""Progress of long work: a bar on a terminal, lines in the log elsewhere."""
 
 import logging
 import time
@@ -13,12 +13,12 @@ NEXT_LINE_S = 10.0
 
 
 def track[T](items: Iterable[T], total: int, done: str, unit: str, *, bar: bool) -> Iterator[T]:
-    """Yield items, and show how many of them have been worked on.
+    """Yield items, and show the number of finished ones.
 
     Args:
-        total: the number of items.
+        total: number of items.
         done: the work as a participle, such as "compiled".
-        bar: show a bar on stderr. Otherwise there are log lines, at most one in ten seconds.
+        bar: show a bar on stderr. Otherwise log lines are written, at most one in ten seconds.
     """
     if bar:
         yield from tqdm(items, desc=done.capitalize(), total=total, unit=unit)

@@ -1,4 +1,4 @@
-"""A thread that runs calls for other threads, one at a time."""
+"""Thread that runs calls for other threads, one at a time."""
 
 import queue
 import threading
@@ -11,9 +11,9 @@ POLL_S = 0.2
 
 
 class Worker:
-    """Runs calls one after the other, each to its end, also if its caller is interrupted.
+    """Thread that runs calls one after the other, each to its end, even if its caller is interrupted.
 
-    Python raises KeyboardInterrupt in the main thread, between any two instructions. Code that must not be cut off
+    Python raises KeyboardInterrupt in the main thread, between any two instructions. Code that must not be interrupted
     half-way therefore runs here. The thread ends with its Worker and does not keep the process alive.
     """
 
@@ -23,10 +23,10 @@ class Worker:
         weakref.finalize(self, self._calls.put, None)
 
     def run[T](self, function: Callable[[threading.Event], T]) -> T:
-        """Run `function(stop)` on the thread after the calls before it; return its result, or raise its exception.
+        """Run `function(stop)` on the thread after earlier calls; return its result, or raise its exception.
 
         An interrupt of the caller sets `stop`, and is raised once the function has returned. A second interrupt is
-        raised at once; calls that follow still wait for the function.
+        raised at once; later calls still wait for the function.
         """
         call = _Call(function)
         try:
@@ -47,7 +47,7 @@ class Worker:
 
 
 class _Call:
-    """A function, and the queue for its result or exception. Without effect once it was told to stop.
+    """Function, and the queue for its result or exception. It has no effect once `stop` is set.
 
     An interrupt can leave the lock of an Event, a Condition or a Future locked (python/cpython#74174), so the two
     threads share none of these locks: a SimpleQueue is implemented in C, and `is_set` takes no lock.

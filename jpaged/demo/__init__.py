@@ -1,4 +1,4 @@
-"""The demo model, a tiny Llama that comes with the package; `tools/demo_model` in a checkout has its training."""
+"""Demo model, a tiny Llama that comes with the package. Its training is in `tools/demo_model` of a checkout."""
 
 from pathlib import Path
 

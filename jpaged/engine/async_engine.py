@@ -1,4 +1,4 @@
-"""The engine for servers: one thread steps it, and asyncio queues carry its output to waiting tasks."""
+"""Engine for servers: one thread steps it, and asyncio queues carry its output to waiting tasks."""
 
 import asyncio
 import functools
@@ -27,50 +27,57 @@ Deltas = list[tuple[int, OutputDelta]]  # each with the index of its prompt
 
 
 class EngineDead(RuntimeError):
-    """The engine's thread has ended, by an error or by `stop`; nothing more will come."""
+    """End of the engine's thread, by an error or by `stop`; no more output follows."""
 
 
 class Observer(Protocol):
-    """Receives events on the engine's thread, which waits for it."""
+    """Receiver of events on the engine's thread, which waits for it."""
 
     def added(self, request: Request) -> None:
-        """A request has been accepted."""
+        """Handle an accepted request."""
 
     def stepped(self, scheduler: Scheduler, output: StepOutput) -> None:
-        """A step has been run and committed."""
+        """Handle a committed step."""
 
     def ended(self, request: Request) -> None:
-        """A request has finished or was aborted; its sequences' finish reasons say which."""
+        """Handle a request that has finished or was aborted; its sequences' finish reasons say which."""
 
 
 class QueueFull(RuntimeError):
-    """As many requests wait as may."""
+    """Request rejected because the maximum number of requests is waiting."""
 
 
 class EngineClient(Protocol):
-    """The interface of an engine, or of a router over several, to a server. `AsyncEngine` documents the methods."""
+    """Interface of an engine, or of a router over several, to a server. `AsyncEngine` documents the methods."""
 
     @property
-    def alive(self) -> bool: ...
+    def alive(self) -> bool:
+        """Whether the engine can serve requests."""
 
-    def start(self) -> None: ...
+    def start(self) -> None:
+        """Start the engine."""
 
-    async def stop(self) -> None: ...
+    async def stop(self) -> None:
+        """Stop the engine."""
 
-    def stats(self) -> EngineStats: ...
+    def stats(self) -> EngineStats:
+        """Return the engine's numbers."""
 
     def generate(
         self, request_id: str, prompts: Sequence[list[int]], params: SamplingParams | BeamSearchParams, **options: Any
-    ) -> AbstractAsyncContextManager[AsyncIterator[Deltas]]: ...
+    ) -> AbstractAsyncContextManager[AsyncIterator[Deltas]]:
+        """Queue a request for each prompt, and enter a context with their deltas."""
 
-    async def reset_prefix_cache(self) -> None: ...
+    async def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes."""
 
-    async def update_params(self, state: Any, *, finish_started: bool = False) -> None: ...
+    async def update_params(self, state: Any, *, finish_started: bool = False) -> None:
+        """Serve other parameters."""
 
 
 @dataclass
 class _Part:
-    """The news of a stream: deltas in their order, and the number of prompts that have ended with them."""
+    """New output of a stream: deltas in their order, and the number of prompts that have ended with them."""
 
     deltas: Deltas = field(default_factory=list)
     num_ended: int = 0
@@ -78,18 +85,20 @@ class _Part:
 
 @dataclass(frozen=True, eq=False)
 class _Stream:
-    """Where the output of one call of `generate` goes."""
+    """Destination of the output of one call of `generate`."""
 
     loop: asyncio.AbstractEventLoop
     parts: "asyncio.Queue[_Part | EngineDead]" = field(default_factory=asyncio.Queue)
 
 
 class AsyncEngine:
-    """Owns an Engine: after `start` nobody else may touch it. Calls reach its thread between two steps, in order.
+    """Engine on a thread of its own. After `start`, only this object may use the Engine.
+
+    Calls reach the thread between two steps, in order.
 
     Args:
-        max_queue: how many requests may wait before further ones are refused; None is any number. One client may fill
-            half of the room that the others leave, so that a newcomer finds some (Choudhury and Hahne's dynamic
+        max_queue: maximum number of waiting requests before further ones are rejected; None: no limit. One client may
+            fill half of the room that the others leave, so that a new client finds some (Choudhury and Hahne's dynamic
             thresholds, 1998).
     """
 
@@ -108,13 +117,15 @@ class AsyncEngine:
 
     @property
     def alive(self) -> bool:
+        """Whether the thread runs and has not failed."""
         return self._thread.is_alive() and self._error is None
 
     def stats(self) -> EngineStats:
-        """Return the engine's numbers, at any moment."""
+        """Return the engine's numbers; any thread may call it at any time."""
         return self._engine.stats()
 
     def start(self) -> None:
+        """Start the engine's thread."""
         self._thread.start()
 
     async def stop(self) -> None:
@@ -131,7 +142,7 @@ class AsyncEngine:
         await self.call(Engine.reset_prefix_cache)
 
     async def update_params(self, state: Any, *, finish_started: bool = False) -> None:
-        """Serve other parameters, with the arguments and errors of `Engine.update_params`; return once they serve."""
+        """Serve other parameters, with the arguments and errors of `Engine.update_params`; return once in use."""
         updated: Future[None] = Future()
 
         def update() -> None:
@@ -147,8 +158,10 @@ class AsyncEngine:
     async def generate(
         self, request_id: str, prompts: Sequence[list[int]], params: SamplingParams | BeamSearchParams, **options: Any
     ) -> AsyncIterator[AsyncIterator[Deltas]]:
-        """Queue a request for each of some prompts, with the options of `Engine.add`; inside the context, yield the
-        deltas of all of them that have come since the last ones. Leaving early aborts those that still run.
+        """Queue a request for each prompt, with the options of `Engine.add`.
+
+        The context's iterator yields the new deltas of all requests together. Leaving the context aborts running
+        requests.
 
             async with engine.generate("1", [[1, 2, 3]], SamplingParams()) as parts:
                 async for deltas in parts:
@@ -157,7 +170,9 @@ class AsyncEngine:
         Args:
             request_id: prompt i becomes the request `request_id-i`.
 
-        Raises, on entering, before any output: InvalidParameter for a request that could never run; QueueFull.
+        Raises:
+            InvalidParameter: a request could never run; raised on entering, before any output.
+            QueueFull: too many requests are waiting; raised on entering, before any output.
         """
         stream = _Stream(asyncio.get_running_loop())
         ids = [f"{request_id}-{index}" for index in range(len(prompts))]
@@ -225,7 +240,7 @@ class AsyncEngine:
             self._die(EngineDead(f"the engine has failed: {error}"))
 
     def _handle_calls(self) -> None:
-        """Make the calls that wait; without other work, at least one. Many calls are spread over several steps."""
+        """Run the waiting calls; without other work, wait for one. Many calls are spread over several steps."""
         deadline = time.monotonic() + CALLS_TIMEOUT_S
         while not self._stopping and (time.monotonic() < deadline or not self._engine.has_work):
             try:
@@ -282,7 +297,7 @@ class AsyncEngine:
 
 
 async def _merged(stream: _Stream, num_prompts: int) -> AsyncIterator[Deltas]:
-    """Yield the deltas that have come meanwhile, together, until all prompts have ended. An error comes after them."""
+    """Yield the new deltas together, until all prompts have ended. An error comes after them."""
     running, error = num_prompts, None
     while running and error is None:
         deltas: Deltas = []
@@ -302,7 +317,7 @@ async def _merged(stream: _Stream, num_prompts: int) -> AsyncIterator[Deltas]:
 
 
 def _put(parts: Mapping[_Stream, _Part | EngineDead]) -> None:
-    """Give streams their news. Each event loop is woken once, however many of its streams get something."""
+    """Give streams their new output. Each event loop is woken once, however many of its streams get some."""
     for loop in {stream.loop for stream in parts}:
         ours = [(stream.parts, part) for stream, part in parts.items() if stream.loop is loop]
         try:

@@ -1,4 +1,4 @@
-"""From a name to an engine: find the model, choose open settings, and assemble the parts."""
+"""Construction of an engine: find the model, resolve open settings, and assemble the parts."""
 
 import logging
 from pathlib import Path
@@ -32,14 +32,17 @@ SMALL_FILES = ["*.json", "*.model", "*.jinja"]  # config and tokenizer
 
 
 def find_model(name: str, *, revision: str | None = None, weights: bool = True) -> Path:
-    """The directory of a model: "demo", a path, or a hub id, which is downloaded if it is not in the hub's cache.
+    """Return the directory of a model: "demo", a path, or a hub id.
+
+    A model that is not in the hub's cache is downloaded.
 
     Args:
         revision: a branch, tag or commit of a hub id.
         weights: False leaves the weights of a hub id out: its config and its tokenizer can be checked before a long
             download.
 
-    Raises ValueError if there is none.
+    Raises:
+        ValueError: there is no such model.
     """
     if revision is not None and (name == "demo" or Path(name).expanduser().is_dir()):
         raise ValueError(f"revision: only a hub id has revisions, and {name} is a directory")
@@ -62,7 +65,7 @@ def find_model(name: str, *, revision: str | None = None, weights: bool = True) 
 def load_model(
     directory: Path, config: ModelConfig, *, dtype: str, load_format: str, seed: int, progress: bool
 ) -> Model:
-    """The parameters, in `dtype`, by `load_format`; "auto" takes the Orbax checkpoint if there is one."""
+    """Load the parameters, in `dtype`, by `load_format`; "auto" takes the Orbax checkpoint if it exists."""
     if load_format == "dummy":
         return dummy_model(config, dtype, seed)
     if load_format == "orbax" or (load_format == "auto" and (directory / ORBAX).is_dir()):
@@ -71,8 +74,11 @@ def load_model(
 
 
 def limits_of(config: EngineConfig, model: ModelConfig, platform: str) -> Limits:
-    """Settle the limits that the config left to the model and the device. Raises ValueError for values that the model
-    can't do, and for more sequences than the KV pool has blocks."""
+    """Resolve the limits that the config leaves to the model and the device.
+
+    Raises:
+        ValueError: the model does not support a value, or there are more sequences than blocks in the KV pool.
+    """
     max_model_len = config.max_model_len or model.max_position_embeddings
     if max_model_len > model.max_position_embeddings:
         raise ValueError(
@@ -92,6 +98,11 @@ def limits_of(config: EngineConfig, model: ModelConfig, platform: str) -> Limits
 
 
 def check_num_blocks(limits: Limits, num_blocks: int) -> None:
+    """Check that the KV pool has a block for each sequence.
+
+    Raises:
+        ValueError: it has fewer.
+    """
     if limits.max_num_seqs > num_blocks:
         raise ValueError(
             f"max_num_seqs: {limits.max_num_seqs} exceeds the {num_blocks} blocks of the KV pool, "
@@ -100,18 +111,18 @@ def check_num_blocks(limits: Limits, num_blocks: int) -> None:
 
 
 def dtype_of(config: EngineConfig, model: ModelConfig, platform: str) -> str:
-    """ "auto" settled: processors compute float32 fastest and most exactly, GPU kernels want 16 bits."""
+    """Resolve the dtype "auto": float32 on CPUs, where it is fastest and most exact, 16 bits on GPUs."""
     if config.dtype != "auto":
         return DTYPE_ALIASES.get(config.dtype, config.dtype)
     return "float32" if platform == "cpu" else "bfloat16" if model.dtype == "float32" else model.dtype
 
 
 class Prepared(NamedTuple):
-    """A model whose parameters can be loaded: every setting is checked, and nothing large is in memory yet.
+    """Checked settings of a model before its parameters are loaded; nothing large is in memory yet.
 
     Attributes:
         model: the model's config.
-        kernels: chosen, and tested on the device.
+        kernels: the kernels, tested on the device.
         tokenizer: a Hugging Face tokenizer or a `tokenizers.Tokenizer`; None if there is none.
         sampling_defaults: the model's own.
     """
@@ -125,15 +136,15 @@ class Prepared(NamedTuple):
 
 
 def prepare(config: EngineConfig, *, tokenizer: Any = None, chat_template: str | None = None) -> Prepared:
-    """Settle all that can be known of a model before its parameters are loaded, which takes minutes for large ones.
+    """Check all settings of a model before its parameters are loaded, which takes minutes for large ones.
 
     Args:
         tokenizer: a tokenizer, or the name of a directory or hub id, instead of the config's.
-        chat_template: to be used instead of the tokenizer's own; its syntax is checked.
+        chat_template: replaces the tokenizer's own; its syntax is checked.
 
     Raises:
-        ValueError: a setting that the model or the device does not allow; a file is missing or broken.
-        NotImplementedError: kernels that this device does not have.
+        ValueError: the model or the device does not allow a setting, or a file is missing or broken.
+        NotImplementedError: the device does not have the requested kernels.
     """
     platform = jax.default_backend()
     directory = find_model(config.model, revision=config.revision, weights=False)
@@ -156,7 +167,7 @@ def prepare(config: EngineConfig, *, tokenizer: Any = None, chat_template: str |
 
 
 def find_tokenizer(config: EngineConfig, directory: Path, tokenizer: Any = None) -> Any:
-    """The tokenizer in hand or by name, else the model's own; None if that has none, or it is to be skipped."""
+    """Return the given or named tokenizer, else the model's own; None if it has none, or it is to be skipped."""
     if config.skip_tokenizer_init:
         return None
     tokenizer = tokenizer or config.tokenizer
@@ -169,7 +180,7 @@ def find_tokenizer(config: EngineConfig, directory: Path, tokenizer: Any = None)
 
 
 class Loaded(NamedTuple):
-    """An engine, its Hugging Face tokenizer (None if there is none), and the model's own sampling defaults."""
+    """Engine with its Hugging Face tokenizer (None if there is none) and the model's own sampling defaults."""
 
     engine: Engine
     tokenizer: Any
@@ -183,7 +194,7 @@ def load_engine(
     """Return an engine that is ready to step, with its tokenizer and sampling defaults.
 
     Args:
-        model: a module in hand; its arrays are used as they are, and `config.model` is only a name.
+        model: a loaded module; its arrays are used as they are, and `config.model` is only a name.
         tokenizer: a Hugging Face tokenizer or a `tokenizers.Tokenizer`, or the name of a directory or hub id, instead
             of the model's own.
         prepared: the result of `prepare(config)`, from a caller with more to check before the parameters are loaded.

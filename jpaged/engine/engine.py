@@ -1,4 +1,4 @@
-"""The engine: requests in, one step at a time, text out. Single-threaded; the runner is handed to it."""
+"""Single-threaded engine: it queues requests, runs steps, and returns text. The runner is an argument."""
 
 import copy
 import logging
@@ -27,44 +27,48 @@ logger = logging.getLogger(__name__)
 
 
 class Pending(Protocol):
-    """A step on its way."""
+    """Dispatched step."""
 
     def result(self) -> StepResult:
-        """Wait for the step's tokens, and return its result."""
+        """Wait for the step's tokens and return its result."""
 
 
 MakeMasks = Callable[[], Any]  # [M, ceil(V / 32)] uint32 of NumPy, for the M masked rows of a plan
 
 
 class Runner(Protocol):
-    """The engine's interface to the device side."""
+    """Interface of the device side to the engine."""
 
     def dispatch(self, plan: StepPlan, make_masks: MakeMasks | None = None) -> Pending:
-        """Begin a step without waiting for it. Plans run in the order of their dispatch.
+        """Start a step without waiting for it. Plans run in the order of their dispatch.
 
         Args:
-            make_masks: called once the model's part of the step is on its way; None if the plan masks no row.
+            make_masks: called once the model's part of the step is dispatched; None if the plan masks no row.
         """
 
     def check_params(self, state: Any) -> None:
-        """Raise ValueError for parameters that `update_params` would refuse."""
+        """Check parameters for `update_params`.
+
+        Raises:
+            ValueError: `update_params` would reject them.
+        """
 
     def update_params(self, state: Any) -> None:
         """Serve other parameters from the next step on."""
 
     def recover(self) -> None:
-        """Make the runner usable after a step that raised. The content of all blocks and rows may be lost."""
+        """Make the runner usable after a step that raised an error. The content of all blocks and rows may be lost."""
 
 
 class StepOutput(NamedTuple):
-    """The outcome of a step.
+    """Result of a step.
 
     Attributes:
         plan: None if there was nothing to do.
-        committed: the scheduler's account of its result.
-        deltas: the additions to each output that it extended. A request whose outputs are known only at its end gives
-            each of them then, whole.
-        ended: the requests that it finished.
+        committed: the scheduler's changes.
+        deltas: the additions to each output that the step extended. A request whose outputs are known only at its end
+            has each of them then, whole.
+        ended: the requests that the step finished.
     """
 
     plan: StepPlan | None
@@ -74,10 +78,10 @@ class StepOutput(NamedTuple):
 
 
 class EngineStats(NamedTuple):
-    """The numbers of an engine at one moment: requests, KV blocks, and counts since the start.
+    """Numbers of an engine at one moment: requests, KV blocks, and counts since the start.
 
     Attributes:
-        prefix_queries, prefix_hits: tokens of prompts that were looked up in the prefix cache, and those found there.
+        prefix_queries, prefix_hits: prompt tokens that were looked up in the prefix cache, and those found there.
     """
 
     num_running: int
@@ -92,12 +96,12 @@ class EngineStats(NamedTuple):
 
 
 class Engine:
-    """`add`, `abort`, `step`.
+    """Engine with continuous batching: `add` or `abort` requests, and call `step` for their output.
 
     Args:
-        tokenizer: None for an engine that takes and gives token ids alone.
-        seed: of the seeds of requests that bring none.
-        max_in_flight: how many steps may be dispatched before the host sees the first one's tokens.
+        tokenizer: None for an engine with token ids only.
+        seed: seed of the seeds of requests without one.
+        max_in_flight: number of steps that may be dispatched before the host sees the first one's tokens.
     """
 
     def __init__(
@@ -116,14 +120,16 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
+        """Whether there are requests or a parameter update to work on."""
         return self.scheduler.has_work or self.is_updating
 
     @property
     def limits(self) -> Limits:
+        """Maximum sizes of sequences and steps."""
         return self.scheduler.limits
 
     def stats(self) -> EngineStats:
-        """Return numbers alone, so that any thread may ask at any moment."""
+        """Return numbers; any thread may call it at any time."""
         scheduler, pool = self.scheduler, self.scheduler.pool
         return EngineStats(
             len(scheduler.running), len(scheduler.waiting), pool.num_blocks, pool.num_used, pool.block_size,
@@ -154,14 +160,17 @@ class Engine:
         constraint: "Constraint | None" = None,
         bad_words: tuple[tuple[int, ...], ...] | None = None,
     ) -> Request:
-        """Queue a request. Raises InvalidParameter for one that could never run.
+        """Queue a request.
 
         Args:
             priority: under the policy "priority", requests with a lower number run first.
             cache_salt: only requests with the same salt share cached prefixes.
-            client: whose turns it takes in the queue; None takes none, and comes in the order of arrival.
-            constraint: made by a `GrammarCompiler` of `params.structured_outputs`.
+            client: the client whose turns it takes in the queue; None: the order of arrival.
+            constraint: the constraint that a `GrammarCompiler` made of `params.structured_outputs`.
             bad_words: the token ids of `params.bad_words`, from a caller that has them.
+
+        Raises:
+            InvalidParameter: the request could never run.
         """
         for name in ("stop", "bad_words", "structured_outputs"):
             if getattr(params, name) and self.tokenizer is None:
@@ -190,7 +199,7 @@ class Engine:
         return request
 
     def abort(self, request_id: str) -> Request | None:
-        """Ends a request at any moment; None for one that is unknown or has ended."""
+        """End a request at any moment; return None if it is unknown or has ended."""
         return self.scheduler.abort(request_id)
 
     def reset_prefix_cache(self) -> None:
@@ -201,15 +210,15 @@ class Engine:
         """Serve other parameters of the same tree, shapes and dtypes. Nothing is copied or compiled.
 
         No token after the update depends on the old parameters: all cached KV is forgotten, steps in flight are
-        dropped, and requests that have started are computed again from their tokens, which they keep.
+        dropped, and started requests are computed again from their tokens, which they keep.
 
         Args:
             state: an `nnx.Module`, an `nnx.State`, or nested dicts of arrays, on the engine's device.
-            finish_started: let the requests that have started end first, with the old parameters. Further steps do
-                that, in which no other request starts; `is_updating` tells when it is done. A later update replaces one
-                that still waits.
+            finish_started: let the started requests end first, with the old parameters. Further steps do that, in which
+                no other request starts; `is_updating` is False once it is done. A later update replaces a waiting one.
 
-        Raises ValueError, with the first difference, and then changes nothing.
+        Raises:
+            ValueError: the parameters do not match; the message has the first difference, and nothing is changed.
         """
         self.runner.check_params(state)
         if finish_started and self.scheduler.has_started:
@@ -220,7 +229,7 @@ class Engine:
     def step(self) -> StepOutput:
         """Dispatch steps as far as they may overlap, and commit the oldest; without work, do nothing.
 
-        Passes on any exception. The engine stays usable: a request in it is recomputed by the next steps, to the same
+        Any exception is passed on. The engine stays usable: its requests are recomputed by the next steps, to the same
         tokens, or can be aborted.
         """
         try:
@@ -250,7 +259,7 @@ class Engine:
         return StepOutput(plan, committed, deltas, ended)
 
     def _exchange(self, state: Any) -> None:
-        """Begin anew with other parameters, in the place of those that wait."""
+        """Start again with other parameters, which replace waiting ones."""
         self._next_params, self.scheduler.holds_new = None, False
         self._drop_steps()
         self.runner.update_params(state)
@@ -261,14 +270,14 @@ class Engine:
         self.scheduler.recover()
 
     def _make_masks(self, plan: StepPlan) -> MakeMasks | None:
-        """Return a function that makes a plan's masks while the device works: they do not depend on its results."""
+        """Return a function that computes a plan's masks while the device works: they do not depend on its results."""
         if not plan.masked:
             return None
         rows = [(self.scheduler.rows[row].constraint, banned) for row, banned in plan.masked]
         return lambda: self._masks.write(rows)
 
     def _read(self, sequence: Sequence) -> str:
-        """The text that the sequence's last token adds; a stop string in it ends the sequence."""
+        """Return the text that the sequence's last token adds; a stop string in it ends the sequence."""
         decoder, text = sequence.decoder, ""
         if sequence.stop_reason == NON_FINITE:
             return text
@@ -288,7 +297,7 @@ class Engine:
         return text
 
     def _end(self, sequence: Sequence, reason: FinishReason, stop_reason: str) -> None:
-        """Ends a sequence, or gives one that has just ended another reason."""
+        """End a sequence, or change the reason of one that has just ended."""
         if sequence.finish_reason:
             sequence.finish_reason, sequence.stop_reason = reason, stop_reason
         else:
@@ -304,6 +313,6 @@ def _decode(decoder: Detokenizer, sequence: Sequence, token: int) -> tuple[str, 
 
 
 def _find_stop(sequence: Sequence, token: int) -> str | None:
-    """The stop string that a token would bring, without taking it in."""
+    """Return the stop string that a token would complete, without adding the token."""
     may_stop = sequence.num_output_tokens + 1 > sequence.request.params.min_tokens
     return copy.copy(sequence.decoder).step(token, may_stop=may_stop).stop

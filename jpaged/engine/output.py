@@ -1,4 +1,4 @@
-"""The output of requests: deltas for streams, and whole results in vLLM's form."""
+"""Output of requests: deltas for streams, and whole results in vLLM's form."""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,4 @@
-"""The contract between a model and the engine: the model's call and its attributes."""
+"""Contract between a model and the engine: the model's call and its attributes."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -13,12 +13,12 @@ Attend = Callable[[int, jax.Array, jax.Array, jax.Array, jax.Array | None, jax.A
 
 
 class AttentionSpec(NamedTuple):
-    """The attention of one layer.
+    """Attention of one layer.
 
     Attributes:
         scale: factor on q·k.
-        window: how many tokens up to its own a query sees; None for all.
-        soft_cap: c where scores x become c * tanh(x / c); None for no cap.
+        window: number of tokens up to its own that a query sees; None: all.
+        soft_cap: c where scores x become c * tanh(x / c); None: no cap.
     """
 
     scale: float
@@ -28,13 +28,16 @@ class AttentionSpec(NamedTuple):
 
 @runtime_checkable
 class Model(Protocol):
-    """An `nnx.Module` that the engine can serve. It holds parameters and no cache: attention is an argument."""
+    """Interface of an `nnx.Module` that the engine can serve.
+
+    It holds parameters and no cache: attention is an argument.
+    """
 
     config: ModelConfig
 
     @property
     def attention_specs(self) -> tuple[AttentionSpec, ...]:
-        """One for each layer; a layer's number is its index here."""
+        """Attention of each layer; a layer's number is its index here."""
 
     def __call__(self, tokens_t: jax.Array, positions_t: jax.Array, attend: Attend) -> jax.Array:
         """Return the final hidden states [T, D] of tokens [T] int32 at positions [T] int32."""
@@ -47,9 +50,9 @@ class Part(NamedTuple):
     """Rows of a tensor in a checkpoint.
 
     Attributes:
-        name: the tensor's.
-        start: its first row here.
-        rows: their number; None for all rows of the leaf that they make up.
+        name: name of the tensor.
+        start: first row of the tensor.
+        rows: number of rows; None: as many as the leaf has.
     """
 
     name: str
@@ -58,7 +61,7 @@ class Part(NamedTuple):
 
 
 class Source(NamedTuple):
-    """The place of a leaf in a checkpoint.
+    """Place of a leaf in a checkpoint.
 
     Attributes:
         parts: one after another along the first axis.
@@ -75,25 +78,25 @@ LEAVES = {"embedding": "weight", "scale": "weight"}  # Flax's names of leaves, a
 
 
 def same_name(path: LeafPath, config: ModelConfig) -> Source:
-    """Return the tensor that Hugging Face gives the leaf's own name, below `model.` but for the head."""
+    """Return the tensor with the leaf's own name, below `model.` except for the head, as Hugging Face names it."""
     *parents, leaf = map(str, path)
     prefix = [] if parents[0] == "lm_head" else ["model"]
     return Source((Part(".".join([*prefix, *parents, LEAVES.get(leaf, leaf)])),))
 
 
 def is_derived(name: str, config: ModelConfig) -> bool:
-    """Return whether a tensor follows from the config or from other tensors: some checkpoints carry such ones."""
+    """Return whether a tensor follows from the config or from other tensors, as some in checkpoints do."""
     return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
 
 
 class Architecture(NamedTuple):
-    """One kind of model.
+    """Kind of model.
 
     Attributes:
-        config: reads config.json.
+        config: type that reads config.json.
         module: (config, dtype=..., rngs=...) -> the module.
-        source: (path of a leaf, config) -> its place in a checkpoint of Hugging Face's.
-        is_derived: (name of a tensor, config) -> whether a checkpoint may hold it beside the leaves' own.
+        source: (path of a leaf, config) -> its place in a Hugging Face checkpoint.
+        is_derived: (name of a tensor, config) -> whether a checkpoint may hold it in addition to the leaves' own.
     """
 
     config: type[ModelConfig]

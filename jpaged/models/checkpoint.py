@@ -1,4 +1,4 @@
-"""Parameters between checkpoints and NNX: strict both ways, one tensor in host memory at a time."""
+"""Conversion of parameters between checkpoints and NNX: strict both ways, one tensor in host memory at a time."""
 
 import json
 import math
@@ -32,7 +32,7 @@ Uses = dict[str, list[tuple[Part, LeafPath, int]]]
 
 
 def abstract_model(config: ModelConfig, dtype: str) -> tuple[nnx.GraphDef[Any], dict[LeafPath, nnx.Variable[Any]]]:
-    """Return a model without memory: its graph, and its leaves by path, of shapes and dtypes alone."""
+    """Return a model without memory: its graph, and its leaves by path, with shapes and dtypes only."""
     module = architecture_of(config).module
     graphdef, state = nnx.split(nnx.eval_shape(lambda: module(config, dtype=dtype, rngs=nnx.Rngs(0))))
     return graphdef, dict(nnx.to_flat_state(state))
@@ -50,7 +50,7 @@ def tensors_of(config: ModelConfig, leaves: Mapping[LeafPath, Any]) -> tuple[Use
     """Return the use of each tensor of a checkpoint, and the tensors' shapes.
 
     Args:
-        leaves: of the model by path; only their shapes are looked at.
+        leaves: leaves of the model by path; only their shapes are used.
     """
     source = architecture_of(config).source
     uses: Uses = {}
@@ -69,7 +69,11 @@ def tensors_of(config: ModelConfig, leaves: Mapping[LeafPath, Any]) -> tuple[Use
 
 
 def check_names(expected: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]], where: Path) -> None:
-    """Raises one ValueError that lists every missing, unexpected and misshapen tensor."""
+    """Check the names and shapes of the tensors of a checkpoint.
+
+    Raises:
+        ValueError: the message lists every missing, unexpected and misshapen tensor.
+    """
     problems = [f"missing {name} {list(expected[name])}" for name in expected if name not in found]
     problems += [f"unexpected {name} {list(found[name])}" for name in found if name not in expected]
     problems += [
@@ -87,7 +91,8 @@ def check_names(expected: dict[str, tuple[int, ...]], found: dict[str, tuple[int
 def load_safetensors(directory: Path, config: ModelConfig, dtype: str, *, progress: bool = True) -> Model:
     """Load a model from the safetensors of a directory, in one file or in shards, each tensor straight to its dtype.
 
-    Raises ValueError for a missing file or shard, and for any tensor missing, unexpected or misshapen.
+    Raises:
+        ValueError: a file or shard is missing, or a tensor is missing, unexpected or misshapen.
     """
     files = safetensors_files(directory)
     shapes: dict[str, tuple[int, ...]] = {}
@@ -119,7 +124,7 @@ def load_safetensors(directory: Path, config: ModelConfig, dtype: str, *, progre
 
 
 def save_safetensors(model: Model, directory: Path, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
-    """Write the parameters as a Hugging Face checkpoint has them: one file, or shards with an index."""
+    """Write the parameters as a Hugging Face checkpoint: one file, or shards with an index."""
     leaves = {path: leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model))}
     uses, shapes = tensors_of(model.config, leaves)
     itemsize = next(iter(leaves.values())).dtype.itemsize
@@ -162,7 +167,7 @@ def load_orbax(directory: Path, config: ModelConfig, dtype: str) -> Model:
 
 
 def save_orbax(model: Model, directory: Path) -> None:
-    """Write the parameters as an Orbax checkpoint, in the folder `orbax` below a directory that has none yet."""
+    """Write the parameters as an Orbax checkpoint, in a new folder `orbax` of a directory."""
     arrays = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model))}
     with _checkpointer() as checkpointer:
         checkpointer.save((directory / ORBAX).absolute(), arrays)
@@ -186,7 +191,11 @@ def stored_dtype(directory: Path) -> str:
 
 
 def safetensors_files(directory: Path) -> list[Path]:
-    """The files of a checkpoint, by its index if it has one. Raises ValueError if one is missing."""
+    """Return the files of a checkpoint, by its index if it has one.
+
+    Raises:
+        ValueError: a file is missing.
+    """
     if (directory / INDEX).is_file():
         weight_map = read_json(directory / INDEX).get("weight_map", {})
         if not isinstance(weight_map, dict) or not all(map(_is_file_name, weight_map.values())):
@@ -213,7 +222,7 @@ def _checkpointer() -> Any:
 
 
 def _read(files: Iterable[Path], names: Container[str], dtype: str) -> Iterator[tuple[str, jax.Array]]:
-    """Yield each tensor that is named, on the device, as soon as it is read: the host holds one at a time."""
+    """Yield each named tensor, on the device, as soon as it is read: the host holds one at a time."""
     for file in files:
         with _open(file) as tensors:
             for name in tensors.keys():  # noqa: SIM118

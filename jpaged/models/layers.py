@@ -1,4 +1,4 @@
-"""Parts that models are made of. Parameters name their axes, which a mesh maps to its own."""
+"""Common parts of models. Parameters name their axes, which a mesh maps to its own."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,10 +20,10 @@ def axes(*names: str | None) -> dict[str, Any]:
 
 
 class Linear(nnx.Module):
-    """y = x W^T + b, with a weight [out, in], as Hugging Face stores it.
+    """Linear layer y = x W^T + b, with a weight [out, in], as Hugging Face stores it.
 
     Args:
-        names: of the weight's axes.
+        names: names of the weight's axes.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ def product(
     """Return activation(x W^T + b) [T, out], in `dtype` or else in that of x.
 
     Args:
-        activation: of single elements; None is none.
+        activation: function of single elements, or None.
     """
 
     def elsewhere(x_ti: jax.Array, weight_oi: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""A dense Llama in Flax NNX. It holds parameters and no cache: attention is a function that the caller passes in."""
+"""Dense Llama in Flax NNX. It holds parameters and no cache: attention is an argument."""
 
 from typing import Any
 
@@ -22,6 +22,8 @@ ACTIVATIONS = {
 
 
 class Attention(nnx.Module):
+    """Self-attention with rotary embedding; `attend` does the attention itself."""
+
     def __init__(self, config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs):
         d, h = config.hidden_size, config.head_dim
         options: Any = dict(bias=config.attention_bias, dtype=dtype, rngs=rngs)
@@ -33,6 +35,7 @@ class Attention(nnx.Module):
         self.o_proj = Linear(n, d, (None, "heads"), **options)
 
     def __call__(self, x_td: jax.Array, cos: jax.Array, sin: jax.Array, layer: int, attend: Attend) -> jax.Array:
+        """Return the output [T, D] of hidden states [T, D], with rotation angles [T, H/2]."""
         t = x_td.shape[0]
         q_tnh = rotate(self.q_proj(x_td).reshape(t, -1, self.head_dim), cos, sin)
         k_tkh = self.k_proj(x_td).reshape(t, -1, self.head_dim)
@@ -41,6 +44,8 @@ class Attention(nnx.Module):
 
 
 class Mlp(nnx.Module):
+    """Gated MLP."""
+
     def __init__(self, config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs):
         d, f = config.hidden_size, config.intermediate_size
         options: Any = dict(bias=config.mlp_bias, dtype=dtype, rngs=rngs)
@@ -50,10 +55,13 @@ class Mlp(nnx.Module):
         self.down_proj = Linear(f, d, (None, "mlp"), **options)
 
     def __call__(self, x_td: jax.Array) -> jax.Array:
+        """Return the output [T, D] of hidden states [T, D]."""
         return self.down_proj(self.gate_proj(x_td, ACTIVATIONS[self.activation]) * self.up_proj(x_td))
 
 
 class Layer(nnx.Module):
+    """Decoder layer: attention and MLP, each after a norm and with a residual connection."""
+
     def __init__(self, config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs):
         size, epsilon = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = rms_norm(size, epsilon, dtype=dtype, rngs=rngs)
@@ -62,12 +70,13 @@ class Layer(nnx.Module):
         self.mlp = Mlp(config, dtype, rngs)
 
     def __call__(self, x_td: jax.Array, cos: jax.Array, sin: jax.Array, layer: int, attend: Attend) -> jax.Array:
+        """Return the hidden states [T, D] after the layer."""
         x_td = x_td + self.self_attn(self.input_layernorm(x_td), cos, sin, layer, attend)
         return x_td + self.mlp(self.post_attention_layernorm(x_td))
 
 
 class Llama(nnx.Module):
-    """The Llama family: 1, 2, 3, 3.1, 3.2, TinyLlama and other models that its config describes.
+    """Llama family: 1, 2, 3, 3.1, 3.2, TinyLlama and other models that its config describes.
 
     `dtype` ("float32", "bfloat16" or "float16") is that of parameters and activations; norms, angles and logits are
     float32 inside. Attributes are named as in Hugging Face checkpoints.

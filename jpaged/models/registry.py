@@ -1,4 +1,4 @@
-"""The architectures that can be served, by the names that Hugging Face gives them."""
+"""Supported architectures, by Hugging Face's names."""
 
 from pathlib import Path
 
@@ -10,12 +10,16 @@ _ARCHITECTURES: dict[str, Architecture] = {llama.ARCHITECTURE.config.architectur
 
 
 def register(architecture: Architecture) -> None:
-    """Serve another architecture, under the name that its config has, from now on and in this process."""
+    """Add an architecture, under the name in its config, for this process."""
     _ARCHITECTURES[architecture.config.architecture] = architecture
 
 
 def architecture_of(config: ModelConfig) -> Architecture:
-    """Return the architecture of a model's config. Raises ValueError if none is registered for it."""
+    """Return the architecture of a model's config.
+
+    Raises:
+        ValueError: none is registered for it.
+    """
     if config.architecture not in _ARCHITECTURES:
         raise ValueError(f"architecture {config.architecture:.200} is not supported; supported: {_names()}")
     return _ARCHITECTURES[config.architecture]
@@ -24,8 +28,8 @@ def architecture_of(config: ModelConfig) -> Architecture:
 def read_config(directory: Path) -> ModelConfig:
     """Read the config of a model, by its architecture.
 
-    Raises ValueError, with the file's path, for an architecture that is not registered, and for a value that is not
-    possible.
+    Raises:
+        ValueError: the architecture is not registered, or a value is not possible; the message has the file's path.
     """
     if not (directory / CONFIG).is_file():
         raise ValueError(f"model: {directory} has no {CONFIG}")

@@ -10,11 +10,11 @@ from jpaged.config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
-    """Angle per position [H/2] float32, and the factor on cos and sin.
+    """Return the angle per position [H/2] float32, and the factor on cos and sin.
 
-    Worked out in float32, as the models were trained: at long positions one more bit would already turn the keys.
-    Sources: RoFormer (arXiv 2104.09864); linear: position interpolation (arXiv 2306.15595); yarn: arXiv 2309.00071,
-    equations 17-23, with the attention factor of its section 3.4; llama3: the release of Llama 3.1.
+    They are computed in float32, as in training: at long positions one more bit would already rotate the keys
+    differently. Sources: RoFormer (arXiv 2104.09864); linear: position interpolation (arXiv 2306.15595); yarn: arXiv
+    2309.00071, equations 17-23, with the attention factor of its section 3.4; llama3: the release of Llama 3.1.
     """
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     frequencies = (1.0 / np.float32(rope.theta) ** exponents).astype(np.float32)
@@ -28,7 +28,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, fl
 
 
 def _llama3(rope: RopeConfig, frequencies: np.ndarray) -> np.ndarray:
-    """Long waves are stretched by `factor`, short ones kept, those between blended."""
+    """Stretch long waves by `factor`, keep short ones, and blend those between."""
     turns = np.float32(rope.original_max_position_embeddings) * frequencies / np.float32(2 * math.pi)
     keep = (turns - np.float32(rope.low_freq_factor)) / np.float32(rope.high_freq_factor - rope.low_freq_factor)
     keep = np.clip(keep, 0.0, 1.0)
@@ -36,7 +36,7 @@ def _llama3(rope: RopeConfig, frequencies: np.ndarray) -> np.ndarray:
 
 
 def _yarn(rope: RopeConfig, frequencies: np.ndarray, head_dim: int) -> np.ndarray:
-    """Dimensions that turn over `beta_fast` times within the original context are kept, under `beta_slow` stretched."""
+    """Keep dimensions that turn over `beta_fast` times within the original context; stretch those under `beta_slow`."""
 
     def dimension(turns: float) -> float:
         return (
@@ -67,6 +67,6 @@ def _yarn_attention_factor(rope: RopeConfig) -> float:
 
 
 def angles(positions_t: jax.Array, frequencies: np.ndarray, factor: float) -> tuple[jax.Array, jax.Array]:
-    """cos and sin [T, H/2] float32 of positions [T]."""
+    """Return cos and sin [T, H/2] float32 of positions [T]."""
     angle = positions_t[:, None].astype(jnp.float32) * frequencies
     return jnp.cos(angle) * factor, jnp.sin(angle) * factor

@@ -1,4 +1,4 @@
-"""Arrays on a device: pairs padded to a few sizes, and whether a step has lost an array."""
+"""Arrays on a device: pairs padded to a few sizes, and a check for lost arrays."""
 
 from collections.abc import Iterable, Sequence
 
@@ -7,7 +7,7 @@ import numpy as np
 
 
 def padded(pairs: Sequence[tuple[int, int]], sizes: Sequence[int], device: jax.Device) -> tuple[jax.Array, jax.Array]:
-    """Return sources and destinations, [C] int32 each, C the least of the `sizes` that has room, -1 past the pairs."""
+    """Return sources and destinations, [C] int32 each, C the smallest sufficient one of `sizes`, -1 past the pairs."""
     size = next(size for size in sizes if size >= len(pairs))
     array = np.full((2, size), -1, np.int32)
     array[:, : len(pairs)] = np.asarray(pairs, np.int32).T

@@ -1,4 +1,4 @@
-"""One step's arrays: a plan, laid out in one buffer and padded to one of a few fixed shapes. numpy alone."""
+"""Arrays of one step: a plan in one buffer, padded to one of a few fixed shapes. Imports only numpy."""
 
 import itertools
 from collections.abc import Iterable
@@ -14,9 +14,10 @@ Array = Any  # numpy where it is made, traced jax arrays inside the step
 
 
 class Batch(NamedTuple):
-    """Padding: tokens 0 at position 0 in slot -1; sequences of no query and no context; greedy samples of token 0.
+    """Arrays of a step.
 
-    A token below 0 is the last sample of row `-1 - token`, which only the device knows.
+    Padding has tokens 0 at position 0 in slot -1, sequences without query and context, and greedy samples of token 0. A
+    token below 0 is the last sample of row `-1 - token`, which only the device knows.
     """
 
     tokens: Array  # [T] int32
@@ -34,7 +35,7 @@ class Batch(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """The shape of a step. `decode`: one token per sequence, which follows a sampled one; token s is sequence s."""
+    """Shape of a step. `decode`: one token per sequence, which follows a sampled one; token s is sequence s."""
 
     num_tokens: int
     num_seqs: int
@@ -42,7 +43,7 @@ class Bucket(NamedTuple):
 
 
 def ladder(low: int, high: int, factor: int) -> tuple[int, ...]:
-    """Return `high`, `high / factor`, ... down to `low` or just above it, in rising order."""
+    """Return `high`, `high / factor`, ... down to `low` or just above it, in ascending order."""
     rungs = [high]
     while rungs[0] > 1 and (below := -(-rungs[0] // factor)) >= low:
         rungs.insert(0, below)
@@ -50,10 +51,10 @@ def ladder(low: int, high: int, factor: int) -> tuple[int, ...]:
 
 
 class Buckets:
-    """Every shape that a step can have, known before the first one runs.
+    """All shapes of steps, known before the first step runs.
 
-    Both ladders double, and have further shapes where their costs say so (`step_costs`). A step with a prompt in it
-    pays for `num_seqs` only in logits. `benchmarks/engine/padding.py` counts the padding.
+    Both ladders double, and have further shapes if their costs justify them (`step_costs`). A step with a prompt pays
+    for `num_seqs` only in logits. `benchmarks/engine/padding.py` counts the padding.
     """
 
     def __init__(self, limits: Limits):
@@ -64,19 +65,19 @@ class Buckets:
         self.all = self.decode + self.mixed
 
     def add(self, buckets: Iterable[Bucket]) -> None:
-        """Add shapes between those of the ladders."""
+        """Add shapes between the shapes of the ladders."""
         self.all = tuple(sorted({*self.all, *buckets}))
         self.decode = tuple(bucket for bucket in self.all if bucket.decode)
         self.mixed = tuple(bucket for bucket in self.all if not bucket.decode)
 
     def fit(self, num_tokens: int, num_seqs: int, decode: bool) -> Bucket:
-        """Return the smallest shape for a step of so many tokens, and of so many sequences and samples."""
+        """Return the smallest shape for a step with this many tokens, and this many sequences and samples."""
         rungs = self.decode if decode else self.mixed
         return next(b for b in rungs if b.num_tokens >= num_tokens and b.num_seqs >= num_seqs)
 
 
 class Layout:
-    """The places of a batch's arrays in one buffer, [size] int32, for steps of one shape."""
+    """Places of a batch's arrays in one buffer, [size] int32, for steps of one shape."""
 
     def __init__(self, bucket: Bucket, table_width: int):
         t, s = bucket.num_tokens, bucket.num_seqs
@@ -92,20 +93,20 @@ class Layout:
         batch.scalars[:] = RowTable.of_nothing()
 
     def unpack(self, buffer: Array) -> Batch:
-        """Return the arrays in a buffer: views of NumPy's, slices of a traced one."""
+        """Return the arrays in a buffer: views of a NumPy array, slices of a traced one."""
         return Batch(*(buffer[a:b].reshape(shape) for (a, b), shape in zip(self._bounds, self.shapes)))
 
     def empty(self) -> tuple[np.ndarray, Batch]:
-        """Return a new buffer, and its arrays, of padding alone: it computes nothing and writes nothing."""
+        """Return a new buffer and its arrays, with padding only: it computes nothing and writes nothing."""
         buffer = self._padding.copy()
         return buffer, self.unpack(buffer)
 
 
 def make_batch(plan: StepPlan, rows: RowTable, buckets: Buckets, layouts: dict[Bucket, Layout]) -> "Made":
-    """Lay out a plan's tokens, sequence i of the batch being its i-th row.
+    """Lay out a plan's tokens; sequence i of the batch is the plan's i-th row.
 
     Args:
-        rows: with the plan's differences applied; the tokens that the plan takes from it are taken.
+        rows: table with the plan's differences applied; this call consumes the tokens of the plan.
     """
     n = len(plan.rows)
     table = np.fromiter(itertools.chain.from_iterable(plan.rows), np.int32, 4 * n).reshape(n, 4)
@@ -154,11 +155,11 @@ def make_batch(plan: StepPlan, rows: RowTable, buckets: Buckets, layouts: dict[B
 
 
 class Made(NamedTuple):
-    """A plan's batch, and the data for reading its result.
+    """Batch of a plan, and the data for reading its result.
 
     Attributes:
         buffer: holds `batch`.
-        mask_of: [num_samples], which of the plan's masks each sample has; -1 for none.
+        mask_of: [num_samples], index of the sample's mask in the plan; -1 for none.
         num_top: [num_samples], as `Admitted.num_top`, -1 for None.
     """
 

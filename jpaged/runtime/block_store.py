@@ -1,4 +1,4 @@
-"""The KV blocks of an engine, on the device and on the host, and their moves between steps."""
+"""KV blocks of an engine, on the device and on the host, and their moves between steps."""
 
 from collections.abc import Sequence
 
@@ -11,11 +11,12 @@ from jpaged.runtime.swap import TRANSFERS, HostBlocks
 
 
 class BlockStore:
-    """Owns the pool. The step takes `pool` donated, and its owner puts the new one in its place.
+    """Owner of the KV pool. The step takes `pool` donated, and its caller stores the new one here.
 
     Args:
-        num_host_blocks: room on the host; 0 for no swapping.
-        copy_sizes: how many blocks are copied at once; a sequence writes into at most one shared block in a step.
+        num_host_blocks: room on the host; 0: no swapping.
+        copy_sizes: numbers of blocks that are copied at once; a sequence writes into at most one shared block in a
+            step.
 
     Attributes:
         cache: the layout of the pool.
@@ -33,7 +34,10 @@ class BlockStore:
         self.host = HostBlocks(device)
 
     def apply(self, plan: StepPlan) -> None:
-        """Move the blocks of a plan: to the host, copies, from the host; so none is overwritten before it is read."""
+        """Move the blocks of a plan.
+
+        The order is: to the host, copies, from the host. So no block is overwritten before it is read.
+        """
         for blocks_of_request in plan.swap_out:
             self.host.take_in(self.pool, blocks_of_request)
         if plan.block_copies:
@@ -42,14 +46,14 @@ class BlockStore:
             self.pool = self.host.give_back(self.pool, plan.swap_in)
 
     def warm_up(self) -> None:
-        """Compile every move, by moving nothing."""
+        """Compile every move, without moving a block."""
         for size in self.copy_sizes:
             self._copy_blocks([(-1, -1)] * size)
         for size in TRANSFERS if self.num_host_blocks else ():
             self.swap_there_and_back(size)
 
     def swap_there_and_back(self, count: int) -> Pool:
-        """Move block 0 to the host and back `count` times, which leaves it unchanged. For a pool not in use yet."""
+        """Move block 0 to the host and back `count` times, which leaves it unchanged. The pool must not be in use."""
         self.host.take_in(self.pool, [(0, i) for i in range(count)])
         self.pool = self.host.give_back(self.pool, [(i, 0) for i in range(count)])
         return self.pool
@@ -57,7 +61,7 @@ class BlockStore:
     def recover(self) -> None:
         """Allocate the pool again, empty, if a failed step has lost it, and drop the blocks on the host.
 
-        Raises the error of the allocation; the call can then be repeated.
+        An error of the allocation is passed on; the call can then be repeated.
         """
         if not usable(self.pool):
             for array in self.pool:

@@ -1,4 +1,4 @@
-"""The cache of compiled executables on disk. It is jax's own, switched on only while an engine loads and compiles."""
+"""Cache of compiled executables on disk. It is jax's own, enabled only while an engine loads and compiles."""
 
 import contextlib
 import logging
@@ -17,22 +17,22 @@ _lock = threading.RLock()  # the settings are those of the process
 
 
 def cache_folder() -> Path:
-    """Return the folder for everything that is kept between runs."""
+    """Return the folder of everything that is kept between runs."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jpaged"
 
 
 def executables_folder() -> Path:
-    """Return the folder of compiled executables: the program's choice if it has made one."""
+    """Return the folder of compiled executables; the program may set it in jax's configuration."""
     return Path(jax.config.jax_compilation_cache_dir or cache_folder() / "xla")
 
 
 @contextlib.contextmanager
 def compilation_cache() -> Iterator[None]:
-    """Keep the executables that are compiled in the context on disk, and load those that are there already.
+    """Keep the executables compiled in the context on disk, and load existing ones.
 
-    If the program has chosen a folder for jax's cache, its settings are used as they are. Otherwise jax's settings
-    change for the time of the context. They are those of the process: functions that another thread compiles meanwhile
-    are kept, too, and a second thread waits before it enters.
+    If the program has chosen a folder for jax's cache, its settings are used unchanged. Otherwise jax's settings change
+    within the context. They are those of the process: functions that another thread compiles meanwhile are kept too,
+    and a second thread waits before it enters.
     """
     with _lock, _rewriting(executables_folder()):
         if jax.config.jax_compilation_cache_dir is not None:
@@ -63,8 +63,8 @@ def _configure(settings: dict[str, Any]) -> None:
 def _rewriting(folder: Path) -> Iterator[None]:
     """Let jax replace entries that it can't read, such as those of a process that was killed while it wrote them.
 
-    jax warns of such an entry, compiles, and then keeps the file that is there, so every start would compile it again.
-    The key of the entry is told only in a debug record, which comes before the new executable is written.
+    jax warns of such an entry, compiles, and then keeps the existing file, so every start would compile it again. Only
+    a debug record, which precedes the write of the new executable, contains the key of the entry.
     """
 
     def remove_unreadable(record: logging.LogRecord) -> bool:

@@ -1,4 +1,4 @@
-"""The rows of running sequences, on the host and on the device."""
+"""Rows of running sequences, on the host and on the device."""
 
 from collections.abc import Sequence
 
@@ -12,14 +12,14 @@ from jpaged.runtime.sampling_state import SamplingState, copy_rows, empty_state,
 
 
 class DeviceRows:
-    """Owns the rows. The step takes `state` and `last_tokens` donated, and its owner puts the new ones in their place.
+    """Owner of the rows. The step takes `state` and `last_tokens` donated, and its caller stores the new ones here.
 
     Args:
-        copy_sizes: how many rows are copied at once; a sequence takes at most one in a step.
+        copy_sizes: numbers of rows that are copied at once; a sequence takes at most one in a step.
 
     Attributes:
-        table: on the host.
-        state: of the sampler.
+        table: the rows on the host.
+        state: the state of the sampler.
         last_tokens: [R] int32, the last sample of each row.
     """
 
@@ -40,13 +40,13 @@ class DeviceRows:
                 self._write_row(admitted.row, *_state_row(admitted, self._vocab_size))
 
     def warm_up(self) -> None:
-        """Compile every change of rows, by changing none."""
+        """Compile every change of rows, without changing a row."""
         for size in self.copy_sizes:
             self._copy_rows([(-1, -1)] * size)
         self._write_row(-1, *host_row(self._vocab_size, [], []))
 
     def recover(self) -> None:
-        """Allocate the arrays again that a failed step has lost, empty."""
+        """Allocate lost arrays of a failed step again, empty."""
         if not usable(self.state):
             self.state = self._empty_state()
         if not usable([self.last_tokens]):
@@ -56,7 +56,7 @@ class DeviceRows:
         self.state = self._copy(self.state, *padded(copies, self.copy_sizes, self._device))
 
     def _write_row(self, row: int, *arrays: np.ndarray) -> None:
-        """Write one row of the state; -1 is no row."""
+        """Write one row of the state; -1 writes none."""
         self.state = self._write(self.state, *jax.device_put((np.int32(row), *arrays), self._device))
 
     def _empty_state(self) -> SamplingState:
@@ -67,8 +67,10 @@ class DeviceRows:
 
 
 def _state_row(admitted: Admitted, vocab_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return a sequence's row of the sampling state. The last token of its output is counted by the step that takes it
-    in."""
+    """Return a sequence's row of the sampling state.
+
+    The last token of its output is counted by the step that reads it.
+    """
     params, length = admitted.params, admitted.num_prompt_tokens
     return host_row(
         vocab_size, admitted.token_ids[:length], admitted.token_ids[length:-1], params.logit_bias,

@@ -1,4 +1,4 @@
-"""The attention kernels for a model on a device."""
+"""Choice of the attention kernels for a model on a device."""
 
 import jax
 
@@ -10,10 +10,10 @@ from pallas_kernels import Kernels, SelfTest, select
 def select_kernels(
     config: EngineConfig, model: ModelConfig, block_size: int, dtype: str, device: jax.Device, *, retest: bool = False
 ) -> Kernels:
-    """Choose the kernels for a model on a device. On a GPU each op is tested first, or its earlier test remembered.
+    """Choose the kernels for a model on a device. On a GPU each op is tested first, unless a result is stored.
 
     Args:
-        retest: ignore remembered tests.
+        retest: ignore stored results.
     """
     return select(
         config.kernels, platform=device.platform, device_kind=device.device_kind,

@@ -1,4 +1,4 @@
-"""The KV pool on the device: the layout of its arrays, and the ops on them."""
+"""KV pool on the device: the layout of its arrays, and the ops on them."""
 
 from dataclasses import dataclass
 from typing import Any, cast
@@ -16,14 +16,14 @@ Pool = list[jax.Array]  # [k of layer 0, v of layer 0, k of layer 1, ...], each 
 
 @dataclass(frozen=True)
 class KVCache:
-    """The layout of a pool, and the ops on it. Pools are arguments: this holds no array.
+    """Layout of a pool, and the ops on it. Pools are arguments: this holds no array.
 
-    Keys and values of an fp8 pool are stored as they are, without a scale: numbers past ±448 are cut off.
+    Keys and values of an fp8 pool are stored without a scale: numbers past ±448 are clipped.
 
     Attributes:
-        num_layers, num_kv_heads: of the model.
-        head_dim: of the pool, the model's or more.
-        dtype: of the pool.
+        num_layers, num_kv_heads: numbers of the model.
+        head_dim: head dim of the pool, the model's or more.
+        dtype: dtype of the pool.
     """
 
     num_layers: int
@@ -41,7 +41,7 @@ class KVCache:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes that one block takes over all layers, keys and values."""
+        """Bytes of one block over all layers, keys and values."""
         itemsize = jnp.dtype(self.dtype).itemsize
         return 2 * self.num_layers * self.num_kv_heads * self.block_size * self.head_dim * itemsize
 
@@ -52,7 +52,7 @@ class KVCache:
     def allocate(self, num_blocks: int, device: jax.Device) -> Pool:
         """Return a pool of zeros.
 
-        Zero, not empty: an attention kernel may load a block's unwritten rows, and 0 * NaN is NaN.
+        It is not left uninitialised because an attention kernel may load a block's unwritten rows, and 0 * NaN is NaN.
         """
         with jax.default_device(device):
             shape = self.shape(num_blocks)
@@ -98,7 +98,7 @@ def gather(pool: Pool, sources_c: jax.Array) -> jax.Array:
 
 
 def scatter(pool: Pool, blocks: jax.Array, destinations_c: jax.Array) -> Pool:
-    """Return a pool with blocks [2L, C, K, B, H] in places of their own; destination -1 writes nothing."""
+    """Return a pool with blocks [2L, C, K, B, H] at the destinations; destination -1 writes nothing."""
     # A negative index would be the last block; one past the end is dropped.
     at_c = jnp.where(destinations_c < 0, pool[0].shape[0], destinations_c)
     return [array.at[at_c].set(block, mode="drop") for array, block in zip(pool, blocks, strict=True)]

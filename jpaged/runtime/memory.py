@@ -1,4 +1,4 @@
-"""The memory of a device, and the number of KV blocks that fit into it."""
+"""Memory of a device, and the number of KV blocks that fit into it."""
 
 import contextlib
 import functools
@@ -26,15 +26,15 @@ def pool_size(
     sampling: Callable[[], int],
     model: Callable[[int], int],
 ) -> int:
-    """Return the number of blocks that fit beside the temporaries of the largest steps.
+    """Return the number of blocks that fit into memory with the temporaries of the largest steps.
 
     The steps are compiled as the warm-up will need them. Sampling does not depend on the pool, and usually needs more
     memory than the model's part of a step. If it needs less, that part is compiled again for a smaller pool.
 
     Args:
-        wanted: as many blocks as could ever be used; only the pool on a CPU is that small.
-        sampling: returns the bytes that sampling needs, and swapping.
-        model: returns the bytes that the model's part of a step needs with a pool of so many blocks.
+        wanted: maximum number of blocks that could ever be used; it limits only the pool on a CPU.
+        sampling: return the bytes that sampling and swapping need.
+        model: return the bytes that the model's part of a step needs with a pool of a number of blocks.
     """
     stats = device.memory_stats()
     if not stats or "bytes_limit" not in stats:
@@ -51,7 +51,7 @@ def pool_size(
 
 
 def temporaries(steps: Iterable[jax.stages.Lowered]) -> int:
-    """Return the most bytes that one of several steps needs for temporaries, by XLA's own account."""
+    """Return the maximum bytes that one of several steps needs for temporaries, as XLA reports them."""
     analyses = [step.compile().memory_analysis() for step in steps]
     return max(analysis.temp_size_in_bytes for analysis in analyses if analysis)
 
@@ -59,7 +59,8 @@ def temporaries(steps: Iterable[jax.stages.Lowered]) -> int:
 def fitting_blocks(*, limit: int, in_use: int, temporaries: int, utilization: float, bytes_per_block: int) -> int:
     """Return the blocks that fit into `utilization` of `limit` bytes with the memory in use and a step's temporaries.
 
-    Raises ValueError, with the numbers, if not one fits.
+    Raises:
+        ValueError: not one block fits; the message has the numbers.
     """
     available = math.floor(limit * utilization) - in_use - temporaries
     if available < bytes_per_block:
@@ -89,13 +90,13 @@ def check_override(num_blocks: int, bytes_per_block: int, available: int) -> Non
 
 
 def available_memory(device: jax.Device) -> int:
-    """Return the bytes of a device's memory that are free; of the host's for a CPU."""
+    """Return the free bytes of a device's memory; of the host's for a CPU."""
     stats = device.memory_stats()
     return stats["bytes_limit"] - stats["bytes_in_use"] if stats and "bytes_limit" in stats else available_host_memory()
 
 
 def available_host_memory() -> int:
-    """Return the bytes of the host's memory that programs can have without swapping."""
+    """Return the bytes of the host's memory that programs can allocate without swapping."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:  # not Linux
@@ -105,7 +106,7 @@ def available_host_memory() -> int:
 
 @contextlib.contextmanager
 def exhaustion_named(field: str, pool: str) -> Iterator[None]:
-    """Raise ValueError, with the field to change and the pool in words, where the device's memory is exhausted."""
+    """Convert the exhaustion of the device's memory to a ValueError with the field to change and the pool in words."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:

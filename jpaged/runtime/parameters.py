@@ -1,4 +1,4 @@
-"""The parameters of a model by name, and their exchange for others of the same tree, shapes and dtypes."""
+"""Parameters of a model by name, and their exchange for others of the same tree, shapes and dtypes."""
 
 import contextlib
 import itertools
@@ -30,10 +30,11 @@ def checked(state: Any, expected: Mapping[str, Leaf], device: jax.Device) -> lis
 
     Args:
         state: as in `by_name`.
-        device: holds every array whole.
+        device: the device that must hold every array whole.
 
-    Raises ValueError, with the first difference, for another tree, shape or dtype, and for an array that was deleted or
-    lies elsewhere.
+    Raises:
+        ValueError: the tree, a shape or a dtype differs, or an array was deleted or lies elsewhere; the message has the
+            first difference.
     """
     found = by_name(state)
     for name in itertools.chain(expected, found):
@@ -45,7 +46,7 @@ def checked(state: Any, expected: Mapping[str, Leaf], device: jax.Device) -> lis
 
 @contextlib.contextmanager
 def deletion_named(params: Iterable[jax.Array]) -> Iterator[None]:
-    """Raise a RuntimeError that names the cause where a computation fails for want of a deleted parameter."""
+    """Raise a RuntimeError that names the cause if a computation fails because a parameter was deleted."""
     try:
         yield
     except RuntimeError as error:
@@ -58,7 +59,7 @@ def deletion_named(params: Iterable[jax.Array]) -> Iterator[None]:
 
 
 def _problem(name: str, found: Mapping[str, Any], expected: Mapping[str, Leaf], device: jax.Device) -> str | None:
-    """Return the difference between a leaf and the one that is expected; None if there is none."""
+    """Return the difference between a leaf and the expected one; None if there is none."""
     if name not in found or name not in expected:
         return "is missing" if name in expected else "is not a parameter of the model"
     leaf, other = found[name], expected[name]

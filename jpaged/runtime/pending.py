@@ -1,4 +1,4 @@
-"""A step on its way, and its result once the device has it."""
+"""Dispatched step, and its result once the device has computed it."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,16 +10,15 @@ from jpaged.core.plan import Sample, StepPlan, StepResult
 
 
 class PendingStep:
-    """A dispatched step. Its result is copied to the host as soon as the device has it.
+    """Dispatched step. Its result is copied to the host as soon as the device has it.
 
     Args:
         chosen: [3, S] int32, tokens, ranks and the bits of their logprobs.
-        listed: [2, S, K] int32, lists of tokens and of the bits of their logprobs; it is fetched only if a sample wants
-            one.
-        num_top: [num_samples], how many of the likeliest tokens each sample lists; -1 for neither list nor rank.
-        prompt: the same of the prompt's tokens; None if none is wanted.
+        listed: [2, S, K] int32, lists of tokens and of the bits of their logprobs; fetched only if a sample wants one.
+        num_top: [num_samples], number of the most likely tokens that each sample lists; -1 for neither list nor rank.
+        prompt: the same arrays of the prompt's tokens; None if none is wanted.
         targets: [T], the tokens of the prompt that have a logprob, -1 for none.
-        prompt_top: of each of the plan's rows, the length of the lists of its prompt's tokens.
+        prompt_top: for each of the plan's rows, the length of the lists of its prompt's tokens.
     """
 
     def __init__(
@@ -34,7 +33,7 @@ class PendingStep:
             array.copy_to_host_async()
 
     def result(self) -> StepResult:
-        """Wait for the step's tokens, and return its result."""
+        """Wait for the step's tokens and return its result."""
         arrays = jax.device_get(self._arrays)
         if self._most < 0:
             tokens, _, bits = arrays[0][:, : len(self._num_top)]
@@ -58,7 +57,10 @@ class PendingStep:
 
 
 def _samples(chosen: np.ndarray, listed: np.ndarray, num_top: Iterable[int]) -> Iterator[Sample]:
-    """Yield samples with lists as long as were asked for: tuples, which the garbage collector looks at only once."""
+    """Yield samples with lists of the requested lengths.
+
+    They are tuples, which the garbage collector examines only once.
+    """
     tokens, ranks, logprobs = chosen[0].tolist(), chosen[1].tolist(), chosen[2].view(np.float32).tolist()
     for s, top in enumerate(num_top):
         if top <= 0:

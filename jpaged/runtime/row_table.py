@@ -1,4 +1,4 @@
-"""The host's copy of each row of the device, updated by the differences in plans. Imports only numpy."""
+"""Host's copy of each row of the device, updated by the differences in plans. Imports only numpy."""
 
 import numpy as np
 
@@ -33,10 +33,10 @@ class RowTable:
     """Tokens, block table and sampling parameters of R rows.
 
     Attributes:
-        tokens: of each row, those that it was admitted with.
+        tokens: for each row, its tokens at admission.
         block_tables: [R, W] int32.
         scalars: [R] of `SCALARS`; `scalar_bits` is the same memory as [R, F] int32.
-        num_top: [R], how many of the most likely tokens to return with each sample; -1 for neither list nor rank.
+        num_top: [R], number of the most likely tokens to return with each sample; -1 for neither list nor rank.
         prompt_top: the same with each token of the prompt.
     """
 
@@ -61,11 +61,11 @@ class RowTable:
 
     @property
     def num_prompt_tokens(self) -> np.ndarray:
-        """[R] int32."""
+        """Number of prompt tokens of each row, [R] int32."""
         return self.scalars["num_prompt_tokens"]
 
     def apply(self, plan: StepPlan) -> None:
-        """Take in a plan's differences."""
+        """Apply a plan's differences."""
         if plan.row_copies:
             sources, destinations = map(list, zip(*plan.row_copies))
             for array in (self.block_tables, self.scalars, self.num_top, self._num_known, self._num_scored):
@@ -82,14 +82,14 @@ class RowTable:
             self.block_tables[rows, indexes] = block_ids
 
     def tokens_at(self, rows_n: np.ndarray, positions_n: np.ndarray) -> np.ndarray:
-        """Return one token of each of some rows, [n] int32; `-1 - row` where it is the row's last sample."""
+        """Return one token of each of some rows, [n] int32; `-1 - row` if it is the row's last sample."""
         tokens_n = self._next[rows_n]
         for i in np.flatnonzero(positions_n < self._num_known[rows_n]):
             tokens_n[i] = self.tokens[rows_n[i]][positions_n[i]]
         return tokens_n
 
     def consume(self, rows_n: np.ndarray) -> None:
-        """Some rows have sampled: their next tokens are their samples."""
+        """Record that some rows have sampled: their next tokens are their samples."""
         self._next[rows_n] = -1 - rows_n
 
     def slots(self, rows_t: np.ndarray, positions_t: np.ndarray) -> np.ndarray:
@@ -98,7 +98,7 @@ class RowTable:
         return self.block_tables[rows_t, positions_t // size] * size + positions_t % size
 
     def targets(self, row: int, start: int, end: int) -> np.ndarray:
-        """Return the prompt's token after each of the positions [start, end), where its logprob is wanted, else -1."""
+        """Return the prompt's token after each of the positions [start, end) if its logprob is wanted, else -1."""
         tokens, last = self.tokens[row], int(self.num_prompt_tokens[row]) - 1
         targets = np.full(end - start, -1, np.int32)
         first, stop = max(start, int(self._num_scored[row])), min(end, last)

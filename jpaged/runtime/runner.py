@@ -1,4 +1,4 @@
-"""The device side of the engine: a plan goes in, and a step that is on its way comes out."""
+"""Device side of the engine: it starts the step of a plan, and returns the pending step."""
 
 import functools
 import logging
@@ -35,20 +35,20 @@ logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
-    """Runs plans. `dispatch` is its whole use; `warm_up` comes before it.
+    """Runner of plans: call `warm_up`, then `dispatch` for each plan.
 
     Args:
         model: its arrays are used as they are, not copied; they lie on one device.
-        limits: those of the scheduler.
-        kernels: chosen before the model was loaded; None chooses them now.
+        limits: the scheduler's limits.
+        kernels: kernels chosen before the model was loaded; None: choose them now.
 
     Attributes:
         params: the model's leaves, in the memory of the model's own arrays.
-        step: its functions.
-        shapes: those that a step can have.
-        rows: of the running sequences.
+        step: the jitted functions of a step.
+        shapes: the shapes of steps.
+        rows: the rows of running sequences.
         blocks: the KV pool, and its moves.
-        costs: of steps of the shapes that doubling gives; after `warm_up`.
+        costs: costs of steps of the shapes that doubling gives; set by `warm_up`.
     """
 
     def __init__(self, model: Model, config: EngineConfig, limits: Limits, kernels: Kernels | None = None):
@@ -102,12 +102,13 @@ class ModelRunner:
     def warm_up(self, *, progress: bool = True) -> None:
         """Compile every executable, or load it from jax's cache on disk, by running it on padding.
 
-        Then the costs of steps are measured, unless they are remembered, and shapes are added that pay.
+        Then the costs of steps are measured, unless they are stored, and worthwhile shapes are added.
 
         Args:
             progress: show a progress bar on stderr instead of lines in the log.
 
-        Raises ValueError if a step needs more memory than the pool leaves.
+        Raises:
+            ValueError: a step needs more memory than the pool leaves.
         """
         start = time.monotonic()
         ladders = self.shapes.buckets.all
@@ -126,43 +127,55 @@ class ModelRunner:
         logger.info("compiled in %.1f seconds", time.monotonic() - start)
 
     def block_swap_cost(self) -> float:
-        """How many tokens could be computed while one block moves to the host and back; after `warm_up`."""
+        """Return the number of tokens that could be computed while one block moves to the host and back.
+
+        `warm_up` must have run.
+        """
         bucket, size = self.shapes.buckets.mixed[-1], TRANSFERS[-1]
         block = _seconds(lambda: self.blocks.swap_there_and_back(size))
         return (block / size) / (self.costs[bucket] / bucket.num_tokens)
 
     def dispatch(self, plan: StepPlan, make_masks: Callable[[], np.ndarray] | None = None) -> PendingStep | Done:
-        """Begin a step: blocks to the host, block copies, blocks from the host, changes of rows, then the tokens.
+        """Start a step: blocks to the host, block copies, blocks from the host, changes of rows, then the tokens.
 
-        Plans are dispatched in the order in which they were scheduled. Nothing here waits for the device.
+        Plans are dispatched in the order in which they were scheduled. The call does not wait for the device.
 
         Args:
-            make_masks: returns the masks of the plan's masked rows, [M, ceil(V / 32)] uint32; called once the model's
-                part of the step is on its way.
+            make_masks: return the masks of the plan's masked rows, [M, ceil(V / 32)] uint32; called once the model's
+                part of the step is dispatched.
 
-        Raises RuntimeError if the arrays of the parameters were deleted.
+        Raises:
+            RuntimeError: the arrays of the parameters were deleted.
         """
         with deletion_named(self.params):
             return self._dispatch(plan, make_masks)
 
     def check_params(self, state: Any) -> None:
-        """Raise ValueError, with the first difference, for parameters that `update_params` would refuse."""
+        """Check parameters for `update_params`.
+
+        Raises:
+            ValueError: `update_params` would reject them; the message has the first difference.
+        """
         checked(state, self._expected, self.device)
 
     def update_params(self, state: Any) -> None:
-        """Serve other parameters of the same tree, shapes and dtypes, from the next step on. Nothing is copied or
-        compiled; the KV that the pool holds belongs to the old ones.
+        """Serve other parameters of the same tree, shapes and dtypes, from the next step on.
+
+        Nothing is copied or compiled. The KV in the pool belongs to the old parameters.
 
         Args:
             state: an `nnx.Module`, an `nnx.State`, or nested dicts of arrays.
 
-        Raises ValueError, with the first difference, and then changes nothing.
+        Raises:
+            ValueError: the parameters do not match; the message has the first difference, and nothing is changed.
         """
         self.params = checked(state, self._expected, self.device)
 
     def recover(self) -> None:
-        """Allocate again, empty, the KV pool and the rows if a failed step has lost them, and drop the blocks on the
-        host. Raises the error of the allocation; the call can then be repeated."""
+        """Allocate the KV pool and the rows again, empty, if a failed step has lost them.
+
+        The blocks on the host are dropped. An error of the allocation is passed on; the call can then be repeated.
+        """
         self.blocks.recover()
         self.rows.recover()
 

@@ -1,6 +1,8 @@
-"""Choosing the next token, inside the step. Random bits depend on (seed, position) alone, so a request's tokens do
-not depend on its neighbours. A sort of the vocabulary is slow on a GPU: thresholds are found by bisection, the best
-tokens among the chunks that hold the best."""
+"""Choice of the next token, inside the step.
+
+Random bits depend only on (seed, position), so a request's tokens do not depend on its neighbours. A sort of the
+vocabulary is slow on a GPU: thresholds are found by bisection, the best tokens among the chunks that hold the best.
+"""
 
 import functools
 import math
@@ -23,7 +25,7 @@ Array = Any  # traced jax arrays inside the step, numpy in tests
 
 
 class Sampling(NamedTuple):
-    """The sampling settings of S tokens. A setting that no row uses costs no pass over the logits."""
+    """Sampling settings of S tokens. A setting that no row uses costs no pass over the logits."""
 
     temperature: Array  # [S] float32, 0 = greedy
     top_k: Array  # [S] int32, 0 = all
@@ -44,7 +46,7 @@ class Sampling(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """The chosen tokens. Logprobs and ranks are of the model's own distribution, except for a beam's list."""
+    """Chosen tokens. Logprobs and ranks are of the model's own distribution, except for a beam's list."""
 
     tokens: Array  # [S] int32
     logprobs: Array  # [S] float32; NaN where the logits are not finite
@@ -56,10 +58,10 @@ class Sampled(NamedTuple):
 def sample(
     logits_sv: jax.Array, state: SamplingState, sampling: Sampling, num_top: int
 ) -> tuple[Sampled, SamplingState]:
-    """The next token of each row, and the state with the tokens that were `counted`.
+    """Return the next token of each row, and the state with the tokens that were `counted`.
 
-    In vLLM's order: count, mask, bias, penalties, then greedy, or temperature, min-p, top-k, top-p and a draw. A row
-    that allows no token gets token 0.
+    The order is vLLM's: count, mask, bias, penalties, then greedy, or temperature, min-p, top-k, top-p and a draw. A
+    row that allows no token gets token 0.
 
     Args:
         logits_sv: [S, V] float32.
@@ -101,7 +103,7 @@ def token_logprobs(
 ) -> Sampled:
     """Return the logprobs of given tokens, in the form of `sample`'s result for T rows with `targets_t` chosen.
 
-    Never more than `tile` rows of logits exist at once, and none where a tile has no target.
+    At most `tile` rows of logits exist at once, and none where a tile has no target.
 
     Args:
         logits_of: [t, D] -> [t, V] float32.
@@ -147,13 +149,15 @@ def _at(x_sv: jax.Array, tokens_s: jax.Array) -> jax.Array:
 
 
 def _logprobs(logits_sv: jax.Array, tokens_s: jax.Array, lse_s: jax.Array) -> jax.Array:
-    """Return the tokens' logprobs [S], NaN for a row with a NaN or an infinite logit: its sum of exponentials shows it
-    at no cost."""
+    """Return the tokens' logprobs [S], NaN for a row with a NaN or an infinite logit.
+
+    The row's sum of exponentials shows such logits at no cost.
+    """
     return jnp.where(jnp.isfinite(lse_s), _at(logits_sv, tokens_s) - lse_s, jnp.nan)
 
 
 def _process(x_sv: jax.Array, state: SamplingState, sampling: Sampling) -> jax.Array:
-    """Logits, or beams' log-probabilities, with masks, bias and penalties."""
+    """Return logits, or beams' log-probabilities, with masks, bias and penalties."""
     num_rows, vocab_size = x_sv.shape
     stateful, repetition = sampling.stateful[:, None], sampling.repetition[:, None]
 
@@ -173,9 +177,9 @@ def _process(x_sv: jax.Array, state: SamplingState, sampling: Sampling) -> jax.A
 
 
 def _draw(x_sv: jax.Array, sampling: Sampling) -> jax.Array:
-    """Return tokens [S] int32 drawn from softmax(x / temperature) of those that the filters keep.
+    """Return tokens [S] int32 drawn from softmax(x / temperature) of the tokens that the filters keep.
 
-    The filters usually keep fewer tokens than the list of the best has. Such a row is drawn from the list alone; the
+    The filters usually keep fewer tokens than the list of the best has. Such a row is drawn from the list only. The
     whole vocabulary is searched and given noise only if another row needs it, which changes no token of this one.
     """
     temperature_s, *filters = sampling[:4]
@@ -215,8 +219,10 @@ def _draw(x_sv: jax.Array, sampling: Sampling) -> jax.Array:
 
 
 def _gumbel(seeds_s2: jax.Array, positions_s: jax.Array, tokens_sk: jax.Array) -> jax.Array:
-    """Return the noise [S, K] float32 of some tokens. Each has that of its place in `jax.random.gumbel` of the whole
-    vocabulary."""
+    """Return the noise [S, K] float32 of some tokens.
+
+    A token's noise is that of its place in `jax.random.gumbel` of the whole vocabulary.
+    """
 
     def row(seed: jax.Array, position: jax.Array, tokens_k: jax.Array) -> jax.Array:
         key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position)
@@ -254,7 +260,10 @@ def _threshold_of_list(
 
 
 def _keep_likely(x_sv: jax.Array, top_k_s: jax.Array, top_p_s: jax.Array, min_p_s: jax.Array) -> jax.Array:
-    """-inf for every token but those that min-p, then top-k, then top-p keep. Tokens of equal logits stay together."""
+    """Return -inf for every token except those that min-p, then top-k, then top-p keep.
+
+    Tokens of equal logits stay together.
+    """
     x_sv = jnp.where(x_sv >= x_sv.max(-1, keepdims=True) + jnp.log(min_p_s)[:, None], x_sv, -jnp.inf)
     order_sv = _order(x_sv)
     size = jnp.where(top_k_s > 0, top_k_s, x_sv.shape[1]).astype(jnp.float32)
@@ -265,7 +274,7 @@ def _keep_likely(x_sv: jax.Array, top_k_s: jax.Array, top_p_s: jax.Array, min_p_
 
 
 def _order(x: jax.Array) -> jax.Array:
-    """uint32 that compare as the float32 do, -0 like 0."""
+    """Return uint32 that compare as the float32 do, -0 like 0."""
     bits = lax.bitcast_convert_type(jnp.where(x == 0, jnp.float32(0), x), jnp.uint32)
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(0x80000000))
 
@@ -299,16 +308,16 @@ def _list_top(values_sv: jax.Array, offset_s: jax.Array, num_top_s: jax.Array, k
 
 
 def _described_as_nothing(num_rows: int, k: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Ranks, top tokens and their logprobs of rows that want none."""
+    """Return ranks, top tokens and their logprobs of rows that want none."""
     tops = jnp.full((num_rows, k), -1, jnp.int32), jnp.full((num_rows, k), -jnp.inf, jnp.float32)
     return jnp.zeros(num_rows, jnp.int32), *tops
 
 
 def _top(x_sv: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """The k <= V best tokens of each row and their values, [S, k] each: best first, equal ones by id.
+    """Return the k <= V best tokens of each row and their values, [S, k] each: best first, equal ones by id.
 
     They lie in the k chunks of the highest maxima, the earlier of equal chunks first: any other chunk has k tokens
-    before its own. So two selections among about sqrt(k V) numbers do. `lax.top_k` prefers the earlier of equal
+    before its own. So two selections among about sqrt(k V) numbers are enough. `lax.top_k` prefers the earlier of equal
     numbers, and takes 0 for more than -0.
     """
     num_rows, vocab_size = x_sv.shape

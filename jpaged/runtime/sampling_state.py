@@ -1,4 +1,4 @@
-"""The sampling state of running sequences on the device: one row per sequence."""
+"""Sampling state of running sequences on the device: one row per sequence."""
 
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -9,7 +9,7 @@ import numpy as np
 
 
 class SamplingState(NamedTuple):
-    """R rows over a vocabulary of V. Jitted functions take it donated and change it in place."""
+    """Sampling state of R rows over a vocabulary of V. Jitted functions take it donated and change it in place."""
 
     output_counts: jax.Array  # [R, V] int32, how often the output holds the token
     in_prompt: jax.Array  # [R, V] bool
@@ -17,7 +17,7 @@ class SamplingState(NamedTuple):
 
 
 def empty_state(num_rows: int, vocab_size: int, device: jax.Device | None = None) -> SamplingState:
-    """Rows of nothing: no token seen, none biased."""
+    """Return a state of empty rows: no token seen, none biased."""
     shape = num_rows, vocab_size
     return SamplingState(*(jnp.zeros(shape, dtype, device=device) for dtype in (jnp.int32, jnp.bool, jnp.float32)))
 
@@ -47,14 +47,17 @@ def host_row(
 def write_row(
     state: SamplingState, row: jax.Array, counts_v: jax.Array, in_prompt_v: jax.Array, bias_v: jax.Array
 ) -> SamplingState:
-    """The state with one row replaced; row -1 replaces nothing. `row` is an int32 scalar."""
+    """Return the state with one row replaced; row -1 replaces nothing. `row` is an int32 scalar."""
     at = _or_past_the_end(row, state)
     values = SamplingState(counts_v, in_prompt_v, bias_v)
     return jax.tree.map(lambda array, value_v: array.at[at].set(value_v, mode="drop"), state, values)
 
 
 def copy_rows(state: SamplingState, sources_c: jax.Array, destinations_c: jax.Array) -> SamplingState:
-    """The state with rows copied, all of them read before any is written. [C] int32 each, -1 in either = padding."""
+    """Return the state with rows copied, all of them read before any is written.
+
+    Sources and destinations are [C] int32 each, -1 in either = padding.
+    """
     at_c = _or_past_the_end(jnp.where(sources_c < 0, -1, destinations_c), state)
 
     def copy(array: jax.Array) -> jax.Array:
@@ -66,7 +69,7 @@ def copy_rows(state: SamplingState, sources_c: jax.Array, destinations_c: jax.Ar
 
 
 def count_tokens(state: SamplingState, rows_s: jax.Array, tokens_s: jax.Array) -> SamplingState:
-    """The state with token s counted as output of its row s, both [S] int32; -1 in either counts nothing."""
+    """Return the state with token s counted as output of its row s, both [S] int32; -1 in either counts nothing."""
     at_s = _or_past_the_end(jnp.where(tokens_s < 0, -1, rows_s), state)
     return state._replace(output_counts=state.output_counts.at[at_s, tokens_s].add(1, mode="drop"))
 
@@ -76,5 +79,5 @@ def _ids(tokens: Iterable[int]) -> np.ndarray:
 
 
 def _or_past_the_end(rows: jax.Array, state: SamplingState) -> jax.Array:
-    """Negative rows moved to where writes are dropped: an index of -1 would be the last row."""
+    """Move negative rows to where writes are dropped: an index of -1 would be the last row."""
     return jnp.where(rows < 0, state.output_counts.shape[0], rows)

@@ -1,4 +1,4 @@
-"""Every shape of a step: its batches, and the memory that its executables need."""
+"""Shapes of steps: their batches, and the memory that their executables need."""
 
 from collections.abc import Iterable
 
@@ -14,15 +14,15 @@ from jpaged.runtime.step import Step
 
 
 class Shapes:
-    """The shapes of all steps on a device.
+    """Shapes of all steps on a device.
 
     Args:
-        table_width: W, the most blocks of a sequence.
+        table_width: W, the maximum blocks of a sequence.
 
     Attributes:
-        layouts: of the batches of each bucket.
-        no_bits: by the number of samples, masks that no sample looks at. They stay on the device: they are large, and
-            most steps have no others.
+        layouts: layouts of the batches of each bucket.
+        no_bits: by the number of samples, masks that no sample uses. They stay on the device: they are large, and most
+            steps have no others.
     """
 
     def __init__(self, buckets: Buckets, table_width: int, vocab_size: int, device: jax.Device):
@@ -42,7 +42,7 @@ class Shapes:
                 self.no_bits[bucket.num_seqs] = jax.device_put(bits, self._device)
 
     def padding(self, bucket: Bucket) -> jax.Array:
-        """Return the buffer of a batch of padding alone."""
+        """Return the buffer of a batch of padding only."""
         return jax.device_put(self.layouts[bucket].empty()[0], self._device)
 
     def on_device(self, shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
@@ -52,7 +52,7 @@ class Shapes:
     def model_temporaries(
         self, step: Step, params: list[jax.Array], pool: list[jax.ShapeDtypeStruct], last_tokens_r: jax.Array
     ) -> int:
-        """Return the bytes that the model's part of the largest steps needs beside parameters and pool."""
+        """Return the bytes that the model's part of the largest steps needs in addition to parameters and pool."""
         return temporaries(
             step.forward.lower(params, pool, last_tokens_r, self.padding(bucket), bucket) for bucket in self._largest
         )

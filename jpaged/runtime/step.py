@@ -1,4 +1,4 @@
-"""One step of the engine as one function of arrays: embed, attend over the pool, sample."""
+"""One step of the engine as functions of arrays: embed, attend over the pool, sample."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ def forward(model: Model, cache: KVCache, pool: Pool, batch: Batch, *, decode: b
 
 
 class Computed(NamedTuple):
-    """The results of the model's part of a step, on the device, for the other parts."""
+    """Results of the model's part of a step, on the device, for the other parts."""
 
     x_sd: jax.Array  # hidden states that samples are drawn from
     rows_sf: jax.Array  # int32, how: `sampling_of` has the columns
@@ -41,15 +41,15 @@ class Computed(NamedTuple):
 
 
 class Step:
-    """The jitted functions of a step, dispatched one after the other: each is compiled for the shapes that it depends
-    on, and only for them.
+    """Jitted functions of a step, dispatched one after the other.
 
-    `params` is the flat list of the model's leaves: dispatching a model or a state costs many times more on the host.
-    The pool is returned in the order of the argument, so that XLA can alias all of its buffers.
+    Each is compiled only for the shapes that it depends on. `params` is the flat list of the model's leaves:
+    dispatching a model or a state costs many times more on the host. The pool is returned in the order of the argument,
+    so that XLA can alias all of its buffers.
 
     Args:
         cache: the layout of the pool.
-        layouts: of the batches of each bucket.
+        layouts: layouts of the batches of each bucket.
 
     Attributes:
         forward: (params, pool, last_tokens [R], buffer, bucket) -> (Computed, pool), the pool donated, the bucket
@@ -98,7 +98,7 @@ class Step:
 
 
 def sampling_of(rows_sf: jax.Array, allowed_bits: jax.Array) -> Sampling:
-    """Return how samples are to be chosen.
+    """Return the sampling settings of a step.
 
     Args:
         rows_sf: int32, the bits of `SCALARS`, then a column each of rows, of masked, of positions and of the tokens

@@ -1,4 +1,4 @@
-"""The time of a step of each shape, and the decisions that follow from it: further shapes, and the size of chunks."""
+"""Time of a step of each shape, and the decisions that follow from it: further shapes, and the size of chunks."""
 
 import hashlib
 import itertools
@@ -23,9 +23,9 @@ STALL = 2.5
 
 
 def rungs_that_pay(costs: StepCosts) -> StepCosts:
-    """Return the shapes halfway between two neighbours of the ladders of which the larger one is much dearer.
+    """Return the shapes halfway between two neighbours of the ladders if the larger one is much more expensive.
 
-    Their costs are taken to be halfway, too.
+    Their costs are assumed to be halfway, too.
     """
     ladders: dict[int | None, list[Bucket]] = {}
     for bucket in sorted(costs):
@@ -41,9 +41,10 @@ def rungs_that_pay(costs: StepCosts) -> StepCosts:
 
 
 def tokens_beside_decodes(costs: StepCosts) -> int:
-    """Return the number of tokens to which a step is limited in which sequences decode: those of a shape.
+    """Return the maximum number of tokens, that of a shape, for steps in which sequences decode.
 
-    It is at least twice the number of sequences, so that their own tokens leave room for prompts, if any shape is.
+    It is at least twice the number of sequences, so that their own tokens leave room for prompts, if there is such a
+    shape.
     """
     costs = {**costs, **rungs_that_pay(costs)}
     decode = max(bucket for bucket in costs if bucket.decode)
@@ -57,7 +58,7 @@ def remembered(folder: Path, key: str, buckets: Iterable[Bucket], measure: Calla
     """Return the costs of all shapes from a file, or else measure them and write it.
 
     Args:
-        key: of all that the costs depend on.
+        key: identifies everything that the costs depend on.
     """
     path = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
     wanted = tuple(buckets)
@@ -69,7 +70,7 @@ def remembered(folder: Path, key: str, buckets: Iterable[Bucket], measure: Calla
 
 
 def _read(path: Path, key: str) -> dict[Bucket, float]:
-    """Return the costs in a file; none if there is no such file, or it is another one's or broken."""
+    """Return the costs in a file; none if the file is missing, broken, or has another key."""
     try:
         content = json.loads(path.read_text())
         costs = {Bucket(int(t), int(s), bool(d)): float(seconds) for t, s, d, seconds in content["seconds"]}

@@ -1,4 +1,4 @@
-"""KV blocks in the host's memory, and their way there and back, many in one transfer."""
+"""KV blocks in the host's memory, and their transfers in both directions, many blocks in one transfer."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -16,17 +16,17 @@ Pairs = Sequence[tuple[int, int]]
 
 
 class _Chunk(NamedTuple):
-    """The blocks of one transfer, [2L, C, K, B, H]: row i is host block `block_ids[i]`."""
+    """Blocks of one transfer, [2L, C, K, B, H]: row i is host block `block_ids[i]`."""
 
     blocks: jax.Array
     block_ids: list[int]
 
 
 class HostBlocks:
-    """The content of the host's blocks, in pinned memory, which a GPU reads and writes at full speed.
+    """Content of the host's blocks, in pinned memory, which a GPU reads and writes at full speed.
 
-    Blocks that came in one transfer are one array, which is dropped when they leave, or when the id of any of them is
-    given to another: a request's blocks come and go together, so none of the others is needed any more.
+    Blocks of one transfer are one array. It is dropped when they are swapped in, or when the id of any of them is
+    reused: a request's blocks are swapped together, so then none of the others is needed any more.
     """
 
     def __init__(self, device: jax.Device):
@@ -36,7 +36,11 @@ class HostBlocks:
         self._chunks: dict[int, _Chunk] = {}
 
     def take_in(self, pool: list[jax.Array], pairs: Pairs) -> None:
-        """Copies a request's blocks to the host: (block of the pool, block of the host)."""
+        """Copy a request's blocks to the host.
+
+        Args:
+            pairs: (block of the pool, block of the host).
+        """
         for part in _transfers(pairs):
             sources = np.zeros(_padded(len(part)), np.int32)
             sources[: len(part)] = [source for source, _ in part]
@@ -47,8 +51,11 @@ class HostBlocks:
             self._chunks.update(dict.fromkeys(chunk.block_ids, chunk))
 
     def give_back(self, pool: list[jax.Array], pairs: Pairs) -> list[jax.Array]:
-        """The pool, donated, with blocks copied into it from the host, which has them no longer: (block of the host,
-        block of the pool)."""
+        """Copy blocks from the host, which then drops them, into the donated pool, and return the pool.
+
+        Args:
+            pairs: (block of the host, block of the pool).
+        """
         wanted = dict(pairs)
         while wanted:
             chunk = self._chunks[next(iter(wanted))]

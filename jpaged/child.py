@@ -1,4 +1,4 @@
-"""A Python process of our own for work that may crash, never end or take all memory: it answers lines of JSON."""
+"""Python child process for work that may crash, hang or take all memory: it answers lines of JSON."""
 
 import json
 import os
@@ -17,15 +17,15 @@ START_TIMEOUT_S = 60.0
 
 
 class ChildFailed(RuntimeError):
-    """The process crashed, or gave no answer in time. It starts anew with the next question."""
+    """Crash or timeout of the child process. The next question starts a new process."""
 
 
 class Child:
-    """`python -m MODULE` as seen by its parent. It starts with the first question and ends with this object.
+    """Handle of a process `python -m MODULE`. It starts with the first question and ends with this object.
 
     Args:
-        module: it calls `confine`, then `serve`.
-        setup: the first line that it reads; it answers null once it is ready.
+        module: module that calls `confine`, then `serve`.
+        setup: first line of the process's input; the process answers null once it is ready.
     """
 
     def __init__(self, module: str, setup: object):
@@ -36,7 +36,11 @@ class Child:
         self._lock = threading.Lock()
 
     def ask(self, question: object, timeout_s: float) -> Any:
-        """Return the answer to a question. Raises ChildFailed."""
+        """Return the answer to a question.
+
+        Raises:
+            ChildFailed: the process crashed, or did not answer in time.
+        """
         with self._lock:
             if self._process is None:
                 self._start()
@@ -81,8 +85,11 @@ def confine(max_memory_bytes: int) -> None:
 
 
 def serve(setup: Callable[[Any], Callable[[Any], object]]) -> None:
-    """Answer the questions on stdin until it ends. `setup` takes the first line, and returns the function that answers
-    the others."""
+    """Answer the questions on stdin until it ends.
+
+    Args:
+        setup: function of the first line; it returns the function that answers the other lines.
+    """
     answer = setup(json.loads(sys.stdin.readline()))
     print("null", flush=True)
     for line in sys.stdin:

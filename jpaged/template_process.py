@@ -1,5 +1,7 @@
-"""Renders chat templates that come from requests in a process of its own: a template of forty bytes can fill the
-memory, or loop for ever."""
+"""Process that renders the chat templates of requests.
+
+A template of forty bytes can fill the memory or loop forever.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,10 +18,10 @@ OPTIONS = {
 
 
 class TemplateProcess:
-    """The process as its parent sees it.
+    """Handle of the process in its parent.
 
     Args:
-        special_tokens: a tokenizer's `special_tokens_map`, which templates know by these names.
+        special_tokens: a tokenizer's `special_tokens_map`, whose names are variables of templates.
     """
 
     def __init__(self, special_tokens: Mapping[str, Any]):
@@ -32,10 +34,12 @@ class TemplateProcess:
         """Return the text of a conversation.
 
         Args:
-            variables: of the template.
-            options: of transformers' `render_jinja_template`, which templates know by the same names.
+            variables: variables of the template.
+            options: options of transformers' `render_jinja_template`, which are variables of templates with the same
+                names.
 
-        Raises ValueError if the template refuses the conversation, is not done in time, or gives too long a text.
+        Raises:
+            ValueError: the template rejects the conversation, takes too much time, or produces too long a text.
         """
         if taken := variables.keys() & {"messages", *OPTIONS}:
             raise ValueError(f"a template has no variable of its own called {min(taken)!r}")

@@ -1,4 +1,4 @@
-"""Text in and text out: loading a tokenizer, chat templates, and decoding token by token."""
+"""Tokenizer: loading, chat templates, and decoding token by token."""
 
 import copy
 import importlib.metadata
@@ -23,12 +23,16 @@ TOKENIZER_FILES = ("tokenizer.json", SENTENCEPIECE, "tokenizer_config.json", "vo
 
 
 def has_tokenizer(directory: Path) -> bool:
-    """Whether a model's directory has any file of a tokenizer."""
+    """Return whether a model's directory has any file of a tokenizer."""
     return any((directory / name).is_file() for name in TOKENIZER_FILES)
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """The Hugging Face tokenizer of a model's directory. Raises ValueError if it has none, or none in Rust."""
+    """Return the Hugging Face tokenizer of a model's directory.
+
+    Raises:
+        ValueError: it has none, or none in Rust.
+    """
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would miss torch, which nothing here needs
     if missing := _missing_packages(directory):
         file = directory / SENTENCEPIECE
@@ -50,7 +54,7 @@ def load_tokenizer(directory: Path) -> Any:
 
 
 def _missing_packages(directory: Path) -> list[str]:
-    """The packages that a tokenizer.model needs and that are not installed. transformers names tiktoken for any."""
+    """Return the missing packages that a tokenizer.model needs. transformers names tiktoken for any."""
     file = directory / SENTENCEPIECE
     if (directory / "tokenizer.json").is_file() or not file.is_file():
         return []
@@ -62,7 +66,11 @@ def _missing_packages(directory: Path) -> list[str]:
 
 
 def check_chat_template(tokenizer: Any, chat_template: str) -> None:
-    """Raise ValueError for a template with wrong syntax, or one without a tokenizer to use it."""
+    """Check a chat template.
+
+    Raises:
+        ValueError: its syntax is wrong, or there is no tokenizer to use it.
+    """
     if tokenizer is None:
         raise ValueError("chat_template: needs a tokenizer, and the model has none")
     try:
@@ -73,7 +81,7 @@ def check_chat_template(tokenizer: Any, chat_template: str) -> None:
 
 
 def backend(tokenizer: Any) -> Tokenizer:
-    """The `tokenizers.Tokenizer` inside a Hugging Face tokenizer, or the tokenizer itself if it is one."""
+    """Return the `tokenizers.Tokenizer` inside a Hugging Face tokenizer, or the tokenizer itself if it is one."""
     inner = tokenizer if isinstance(tokenizer, Tokenizer) else getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(inner, Tokenizer):
         raise ValueError(f"tokenizer: {type(tokenizer).__name__} has no tokenizers.Tokenizer inside")
@@ -81,7 +89,7 @@ def backend(tokenizer: Any) -> Tokenizer:
 
 
 def encode(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> list[int]:
-    """Token ids of a prompt, with the special tokens that the tokenizer adds unless they are not wanted."""
+    """Return the token ids of a prompt, by default with the special tokens that the tokenizer adds."""
     return encode_all(tokenizer, [text], add_special_tokens=add_special_tokens)[0]
 
 
@@ -93,7 +101,7 @@ def encode_all(tokenizer: Any, texts: list[str], *, add_special_tokens: bool = T
 
 
 def tokenize_bad_words(tokenizer: Any, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Return the token ids of each word, as it stands at the start of a text and inside one."""
+    """Return the token ids of each word, at the start of a text and inside one."""
     forms = dict.fromkeys(form for word in words for form in (word.lstrip(), " " + word.lstrip(), word))
     ids = encode_all(tokenizer, list(forms), add_special_tokens=False)
     return tuple(dict.fromkeys(tuple(word) for word in ids if word))
@@ -105,7 +113,7 @@ def render_chat(
     chat_template: str | None = None,
     **options: Any,
 ) -> list[int]:
-    """Return the token ids of a conversation, whose text is that of `chat_text`."""
+    """Return the token ids of the text of `chat_text`."""
     return encode(tokenizer, chat_text(tokenizer, messages, chat_template, **options), add_special_tokens=False)
 
 
@@ -119,14 +127,17 @@ def chat_text(
     continue_final_message: bool = False,
     variables: Mapping[str, Any] | None = None,
 ) -> str:
-    """Return the text of a conversation. Raises ValueError if the template refuses it.
+    """Return the text of a conversation.
 
     Args:
-        chat_template: instead of the tokenizer's own.
-        tools: as the OpenAI API has them; templates may print them or not.
-        add_generation_prompt: end it with the beginning of the assistant's turn.
-        continue_final_message: leave the last message open, to be gone on with.
-        variables: more of them for the template.
+        chat_template: replaces the tokenizer's own.
+        tools: as in the OpenAI API; templates may print them or not.
+        add_generation_prompt: end the text with the beginning of the assistant's message.
+        continue_final_message: leave the last message open, to be continued.
+        variables: more variables for the template.
+
+    Raises:
+        ValueError: the template rejects the conversation.
     """
     if chat_template is None and getattr(tokenizer, "chat_template", None) is None:
         raise ValueError("the model has no chat template; pass one with --chat-template")
@@ -144,7 +155,7 @@ def chat_text(
 
 
 class _Texts(dict[int, str]):
-    """The texts of tokens, each decoded once: lists of logprobs ask for the same ones again and again."""
+    """Texts of tokens, each decoded once: lists of logprobs ask for the same ones again and again."""
 
     def __init__(self, tokenizer: Tokenizer | None):
         self._tokenizer = tokenizer
@@ -157,7 +168,7 @@ class _Texts(dict[int, str]):
 
 
 class Vocabulary:
-    """Single tokens, as text and as bytes. Without a tokenizer their text is `token_id:ID`, as vLLM writes it.
+    """Single tokens, as text and as bytes. Without a tokenizer their text is `token_id:ID`, as in vLLM.
 
     Attributes:
         texts: the text of each token, with U+FFFD for a part of a character, decoded when it is first read.
@@ -172,13 +183,13 @@ class Vocabulary:
         return self.texts[token]
 
     def bytes(self, token: int) -> bytes:
-        """Those of a part of a character, too."""
+        """Return a token's bytes, also those of a part of a character."""
         text = self.text(token)
         return self._bytes.decode_bytes([token]) if "\ufffd" in text else text.encode()
 
     @cached_property
     def longest(self) -> int:
-        """Characters of the longest token, or more."""
+        """Upper bound of the characters of a token."""
         assert self.tokenizer is not None, "there are texts only with a tokenizer"
         return max(map(len, self.tokenizer.get_vocab()))
 
@@ -191,14 +202,14 @@ class Vocabulary:
 
 
 class Decoded(NamedTuple):
-    """Text that can be shown, and the stop string that ended it, if one did."""
+    """Certain text, and the stop string that ended it, if there is one."""
 
     text: str
     stop: str | None = None
 
 
 class StopStrings:
-    """The stop strings of one request."""
+    """Stop strings of one request."""
 
     def __init__(self, strings: Sequence[str]):
         self._strings = tuple(strings)
@@ -207,8 +218,10 @@ class StopStrings:
         self._ending_in = {last: tuple(s for s in strings if s[-1] == last) for last in {s[-1] for s in strings}}
 
     def find(self, text: str, known: int = 0) -> tuple[int, str] | None:
-        """Return the first stop string in a text and its place, or None. No stop string ends in the first `known`
-        characters."""
+        """Return the first stop string in a text and its place, or None.
+
+        No stop string ends in the first `known` characters.
+        """
         ending_in = self._ending_in
         if not any(
             last in ending_in and text.endswith(ending_in[last], 0, end)
@@ -230,10 +243,10 @@ class StopStrings:
 
 
 class Detokenizer:
-    """Turns one sequence's tokens into text as they come.
+    """Incremental decoder of one sequence's tokens.
 
-    Never half a character: bytes wait until they are whole. Never a part of a stop string: text that could still
-    become one waits until it can't.
+    It never returns half a character: bytes wait until they are complete. It never returns a part of a stop string:
+    text that could still become one waits until it can't.
     """
 
     def __init__(
@@ -253,13 +266,13 @@ class Detokenizer:
         self._held = ""
 
     def __copy__(self) -> "Detokenizer":
-        """For a branch that goes on from here."""
+        """Return a copy for a branch that continues from here."""
         other = object.__new__(Detokenizer)
         other.__dict__.update(self.__dict__, _stream=copy.copy(self._stream))
         return other
 
     def step(self, token: int, *, may_stop: bool = True) -> Decoded:
-        """Takes one token in; gives the text that is now certain."""
+        """Add one token and return the text that is certain now."""
         known = len(self._held)
         self._held += self._decode(token) or ""
         if not may_stop:

@@ -18,14 +18,14 @@ LEAST_LOGPROB = -9999.0  # JSON has no -inf; this is the API's word for a token 
 
 
 class Prompt(NamedTuple):
-    """A prompt as the model gets it; `text` is None if only the tokens are known."""
+    """Prompt as the model gets it; `text` is None if only the tokens are known."""
 
     token_ids: list[int]
     text: str | None = None
 
 
 class _Token(NamedTuple):
-    """One token, and where in the text it begins. The first token of a prompt has no sample."""
+    """Token with its offset in the text. The first token of a prompt has no sample."""
 
     token: int
     offset: int
@@ -41,8 +41,8 @@ class _Choice:
     """One choice: all of it so far or, when streaming, the part that has not been sent yet.
 
     Attributes:
-        length: characters of the text that its tokens make, parts of one counting as it when the last of them is there.
-        parser: finds calls in its text, where tools are offered.
+        length: characters of the text of its tokens; parts of one character count as it once the last of them is there.
+        parser: finds tool calls in its text; None without tools.
     """
 
     text: str = ""
@@ -63,9 +63,9 @@ class _Choice:
 
 
 class Answer:
-    """Collects deltas into choices; subclasses give the two endpoints' forms.
+    """Collector of deltas into choices; subclasses implement the forms of the two endpoints.
 
-    Choice i of prompt p is number p * n + i of the answer. Only choices that go back count as tokens of completion.
+    Choice i of prompt p is number p * n + i of the answer. Only returned choices count as completion tokens.
     """
 
     prefix = object_name = chunk_name = ""
@@ -84,7 +84,7 @@ class Answer:
         self._choices: dict[int, _Choice] = {}
 
     def add(self, prompt: int, delta: OutputDelta) -> int:
-        """Takes a delta of a prompt into its choice; returns the choice's index."""
+        """Add a delta to its choice and return the choice's index."""
         index = prompt * self._num_choices + delta.index
         if index not in self._choices:
             self._choices[index] = self._opened(self.prompts[prompt], delta.prompt_samples or [])
@@ -100,18 +100,18 @@ class Answer:
         return index
 
     def whole(self) -> dict[str, Any]:
-        """The answer to a request that does not stream."""
+        """Return the body of a response without streaming."""
         choices = [self._finished(i, c) | self._ids(i, c) | self._end(c) for i, c in sorted(self._choices.items())]
         return {**self._head, "object": self.object_name, "choices": choices, "usage": self._usage()}
 
     @property
     def size(self) -> int:
-        """About how many bytes the whole answer has."""
+        """Approximate bytes of the whole body."""
         entries = 1 + max(self._num_top or 0, self._prompt_top or 0)
         return 64 * entries * (self._completion_tokens + sum(len(prompt.token_ids) for prompt in self.prompts))
 
     def opening(self) -> Iterable[dict[str, Any]]:
-        """Chunks that come before any text."""
+        """Return the chunks that precede any text."""
         return ()
 
     def chunk(self, index: int) -> dict[str, Any] | None:
@@ -124,7 +124,7 @@ class Answer:
         return {**self._head, "object": self.chunk_name, "choices": [part]}
 
     def usage_chunk(self) -> dict[str, Any]:
-        """The last chunk of a stream that asked for usage."""
+        """Return the last chunk of a stream with usage."""
         return {**self._head, "object": self.chunk_name, "choices": [], "usage": self._usage()}
 
     def record(self) -> dict[str, Any]:
@@ -165,7 +165,7 @@ class Answer:
         choice.length += len(choice.utf8.decode(self._vocabulary.bytes(token)))
 
     def _logprobs_by_id(self, sample: Sample, num_top: int) -> dict[str, Any]:
-        """As vLLM has them: the prompt's own token first, then the most likely ones."""
+        """Return logprobs in vLLM's form: the prompt's own token first, then the most likely ones."""
         ranked = {sample.token: (sample.logprob, sample.rank)}
         for rank, (token, logprob) in enumerate(_top(sample, num_top), 1):
             ranked.setdefault(token, (logprob, rank))
@@ -185,6 +185,8 @@ class Answer:
 
 
 class CompletionAnswer(Answer):
+    """Answer of `/v1/completions`."""
+
     prefix, object_name, chunk_name = "cmpl", "text_completion", "text_completion"
 
     def __init__(self, model: str, vocabulary: Vocabulary, body: CompletionRequest, prompts: Sequence[Prompt]):
@@ -193,6 +195,7 @@ class CompletionAnswer(Answer):
         self._skip_special_tokens = body.skip_special_tokens is not False
 
     def add(self, prompt: int, delta: OutputDelta) -> int:
+        """Add a delta to its choice and return the choice's index; a prompt that is only echoed gets no text."""
         if self._only_echo:
             delta = delta._replace(text="", samples=[], finish_reason=FinishReason.LENGTH, stop_reason=None)
         return super().add(prompt, delta)
@@ -217,7 +220,7 @@ class CompletionAnswer(Answer):
         )
 
     def _ids(self, index: int, choice: _Choice) -> dict[str, Any]:
-        """With a choice's first chunk, the prompt's too."""
+        """Return the token ids of a chunk; a choice's first chunk includes the prompt's."""
         ids = super()._ids(index, choice)
         prompt = None if choice.opened else self.prompts[index // self._num_choices].token_ids
         return ids and ids | {"prompt_token_ids": prompt}
@@ -240,7 +243,7 @@ class CompletionAnswer(Answer):
         }
 
     def _by_text(self, token: _Token) -> dict[str, float | None] | None:
-        """The token's own logprob, then the best ones; where two have one text, the first of them."""
+        """Return the token's own logprob, then the best ones; of tokens with equal text, only the first."""
         if token.sample is None:
             return None
         texts = self._vocabulary.texts
@@ -253,6 +256,8 @@ class CompletionAnswer(Answer):
 
 
 class ChatAnswer(Answer):
+    """Answer of `/v1/chat/completions`."""
+
     prefix, object_name, chunk_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(
@@ -268,10 +273,12 @@ class ChatAnswer(Answer):
         self._names_tool = body.names_tool
 
     def whole(self) -> dict[str, Any]:
+        """Return the body of a response without streaming."""
         body = super().whole() | self._prompt_ids()
         return body if self._prompt_top is None else body | {"prompt_logprobs": self._choices[0].prompt_logprobs}
 
     def opening(self) -> Iterable[dict[str, Any]]:
+        """Yield a chunk with the role for each choice."""
         for index in range(self._num_choices):
             delta = {"role": "assistant", "content": ""}
             choice = {"index": index, "delta": delta, "logprobs": None} | self._end(_Choice())
@@ -331,7 +338,7 @@ class ChatAnswer(Answer):
 
 
 def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
-    """The id, the type and the name come with a call's first delta."""
+    """Return a delta of a tool call; only a call's first delta has the id, the type and the name."""
     if call.id is None:
         return {"index": call.index, "function": {"arguments": call.arguments}}
     function = {"name": call.name, "arguments": call.arguments}

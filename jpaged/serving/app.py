@@ -1,4 +1,4 @@
-"""The OpenAI-compatible application: its routes."""
+"""OpenAI-compatible application: its routes."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -24,7 +24,10 @@ BODY_TIMEOUT = 60.0  # seconds that a client has to send the body of its request
 
 
 def make_app(service: Service) -> web.Application:
-    """The application; run it with `handler_cancellation=True`, so that a client that goes away aborts its request."""
+    """Return the application.
+
+    Run it with `handler_cancellation=True`, so that the request of a disconnected client is aborted.
+    """
     app = web.Application(client_max_size=service.max_body_size, middlewares=MIDDLEWARES)
     app[SERVICE] = service
     app.cleanup_ctx.append(_engine)
@@ -61,7 +64,7 @@ async def _engine(app: web.Application) -> AsyncIterator[None]:
 
 
 async def _expect(request: web.Request) -> None:
-    """As aiohttp's own handler, which fails on a header that is no text."""
+    """Handle the Expect header as aiohttp's own handler does, which fails on a header that is not text."""
     if request.headers["Expect"].lower() != "100-continue":
         raise web.HTTPExpectationFailed(text="Expect: only 100-continue is understood")
     if request.version >= HttpVersion11:
@@ -70,6 +73,7 @@ async def _expect(request: web.Request) -> None:
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
+    """Handle `/v1/completions`."""
     service, data = request.app[SERVICE], await _body(request)
     prepared = await service.run(partial(prepare_completion, service, data), len(data))
     answer = CompletionAnswer(service.model_name, service.vocabulary, prepared.body, prepared.prompts)
@@ -77,6 +81,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
+    """Handle `/v1/chat/completions`."""
     service, data = request.app[SERVICE], await _body(request)
     prepared = await service.run(partial(prepare_chat, service, data), len(data))
     answer = ChatAnswer(service.model_name, service.vocabulary, prepared.body, prepared.prompts[0], prepared.new_parser)
@@ -84,21 +89,25 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 
 
 async def models(request: web.Request) -> web.Response:
+    """Return the list of models."""
     service = request.app[SERVICE]
     return web.json_response({"object": "list", "data": [_model(service, name) for name in service.model_names]})
 
 
 async def one_model(request: web.Request) -> web.Response:
+    """Return the description of one model."""
     service, name = request.app[SERVICE], request.match_info["model"]
     check_model(service, name)
     return web.json_response(_model(service, name))
 
 
 async def tokenize(request: web.Request) -> web.Response:
+    """Handle `/tokenize`."""
     return await _computed(request, prepare.tokenize)
 
 
 async def detokenize(request: web.Request) -> web.Response:
+    """Handle `/detokenize`."""
     return await _computed(request, prepare.detokenize)
 
 
@@ -109,24 +118,29 @@ async def _computed(request: web.Request, function: Callable[[Service, bytes], d
 
 
 async def reset_prefix_cache(request: web.Request) -> web.Response:
+    """Forget all cached prefixes."""
     await request.app[SERVICE].engine.reset_prefix_cache()
     return web.Response()
 
 
 async def health(request: web.Request) -> web.Response:
+    """Return HTTP 200 if the server accepts requests, else HTTP 503."""
     return web.Response(status=200 if request.app[SERVICE].healthy else 503)
 
 
 async def show_version(request: web.Request) -> web.Response:
+    """Return the version of the package."""
     return web.json_response({"version": version("jpaged")})
 
 
 async def metrics(request: web.Request) -> web.Response:
+    """Return the metrics in Prometheus's text format."""
     text = await asyncio.to_thread(request.app[SERVICE].metrics.render)
     return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
 
 async def openapi(request: web.Request) -> web.Response:
+    """Return the OpenAPI document."""
     root = request.app[SERVICE].config.root_path
     return web.json_response(description() | ({"servers": [{"url": root}]} if root else {}))
 

@@ -1,4 +1,4 @@
-"""JSON by pydantic, which is ten times as fast as the standard library for long answers."""
+"""JSON by pydantic, which is ten times as fast as the standard library for long bodies."""
 
 from typing import Any
 
@@ -9,7 +9,11 @@ _ANY = TypeAdapter[Any](Any)
 
 
 def loads(text: str) -> Any:
-    """Return the value of a JSON text. Raises ValueError where it is none, or holds half a surrogate pair."""
+    """Return the value of a JSON text.
+
+    Raises:
+        ValueError: the text is not JSON, or contains half a surrogate pair.
+    """
     try:
         return _ANY.validate_json(text)
     except ValidationError as error:
@@ -17,7 +21,7 @@ def loads(text: str) -> Any:
 
 
 def dumps(value: Any) -> bytes:
-    """Return the JSON of a value, in one call, which holds the GIL for its whole time."""
+    """Return the JSON of a value, in one call, which holds the GIL for its whole duration."""
     return _ANY.dump_json(value)
 
 
@@ -25,7 +29,7 @@ def dumps_long(value: Any, depth: int = 4) -> bytes:
     """Return the JSON of a value whose long lists are encoded in parts, so that other threads run in between.
 
     Args:
-        depth: how many containers inside each other are taken apart.
+        depth: number of nested containers that are encoded in parts.
     """
     if depth and isinstance(value, dict):
         return b"{%b}" % b",".join(b"%b:%b" % (dumps(key), dumps_long(item, depth - 1)) for key, item in value.items())

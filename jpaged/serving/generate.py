@@ -1,4 +1,4 @@
-"""From an accepted request to its answer: whole, or streamed as server-sent events."""
+"""Response to an accepted request: whole, or streamed as server-sent events."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -22,8 +22,11 @@ LAST_WORDS = 5.0  # seconds that a client has to take the error that ends its st
 
 
 async def respond(request: web.Request, answer: Answer, prepared: Prepared[Any]) -> web.StreamResponse:
-    """Generate for every prompt at once. Each is accepted before anything is sent, so a refusal is still an HTTP 400; a
-    failure in the middle of a stream is an event of the stream."""
+    """Generate for every prompt at once, and return the response.
+
+    All prompts are accepted before anything is sent, so an invalid request still gets an HTTP 400. A failure in the
+    middle of a stream becomes an event of the stream.
+    """
     service, body, params = request.app[SERVICE], prepared.body, prepared.params
     options: dict[str, Any] = {
         "priority": body.priority or 0, "cache_salt": body.cache_salt or "", "bad_words": prepared.bad_words,
@@ -68,12 +71,15 @@ async def respond(request: web.Request, answer: Answer, prepared: Prepared[Any])
 
 
 async def _run[T](service: Service, work: Callable[[], T], size: int) -> T:
-    """Return the result of some work on the answer: on a worker thread only if that costs less than the work."""
+    """Return the result of some work on the answer.
+
+    It runs on a worker thread only if that costs less than the work.
+    """
     return await service.run(work, size) if size > SMALL_BYTES else work()
 
 
 def _add(answer: Answer, deltas: Deltas) -> dict[int, None]:
-    """Return the choices that have moved on, in order."""
+    """Return the choices with additions, in order."""
     return {answer.add(*delta): None for delta in deltas}
 
 
@@ -82,7 +88,7 @@ def _chunks(answer: Answer, deltas: Deltas) -> bytes:
 
 
 def _size(deltas: Deltas) -> int:
-    """Return about how many bytes of JSON some deltas make."""
+    """Return the approximate bytes of JSON of some deltas."""
     samples = (sample for _, delta in deltas for sample in (*delta.samples, *(delta.prompt_samples or ())))
     return 64 * sum(1 + len(sample.top_tokens) for sample in samples)
 
@@ -97,7 +103,10 @@ async def _send(response: web.StreamResponse, events: bytes) -> None:
 
 
 async def _end(request: web.Request, response: web.StreamResponse, error: ApiError) -> None:
-    """Too late for a status: the error is the stream's last event. A client that does not even take that is cut off."""
+    """Send an error as the stream's last event, because it is too late for a status.
+
+    A client that does not even read that is disconnected.
+    """
     await _send(response, _events([error.body]))
     await response.write(DONE)
     try:
@@ -119,7 +128,7 @@ def _failure(reason: int | str | None) -> ApiError:
 
 
 async def _until_failure(parts: AsyncIterator[Deltas]) -> AsyncIterator[Deltas]:
-    """Yield deltas up to the first that tells of a failure, and raise that."""
+    """Yield deltas up to the first failure, and raise that."""
     async for deltas in parts:
         failures = (place for place, (_, delta) in enumerate(deltas) if delta.finish_reason == FinishReason.ERROR)
         place = next(failures, None)

@@ -1,5 +1,8 @@
-"""The server's sockets. They are bound before a model is loaded, and listen once it is ready: an address that is in use
-is an error at once, and until the server is ready a client's connection is refused."""
+"""Sockets of the server.
+
+They are bound before a model is loaded, and listen once it is ready. An address in use is an error at once, and
+clients' connections are refused until the server is ready.
+"""
 
 import asyncio
 import contextlib
@@ -12,7 +15,11 @@ from pathlib import Path
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
-    """Bind a socket to each address of a host. They do not listen yet. Raises OSError if an address is in use."""
+    """Bind a socket to each address of a host. They do not listen yet.
+
+    Raises:
+        OSError: an address is in use.
+    """
     try:
         # Without SO_REUSEADDR first: it lets two servers that start together bind a port to which neither listens yet.
         return asyncio.run(_bind(host, port, reuse_address=False))
@@ -33,9 +40,10 @@ async def _bind(host: str, port: int, *, reuse_address: bool) -> list[socket.soc
 
 @contextlib.contextmanager
 def bound_unix(path: Path) -> Iterator[socket.socket]:
-    """Bind a Unix domain socket; its file is removed at the end. A file that a server left behind is replaced.
+    """Bind a Unix domain socket within the context; its file is removed at the end. A stale file is replaced.
 
-    Raises OSError for a path where another server listens, or another file is.
+    Raises:
+        OSError: another server listens at the path, or there is another file.
     """
     with socket.socket(socket.AF_UNIX) as own:
         with contextlib.suppress(FileNotFoundError):
@@ -57,7 +65,7 @@ def _listens(path: Path) -> bool:
 
 
 def url(bound: socket.socket, scheme: str) -> str:
-    """Return the address of a socket as clients write it."""
+    """Return the URL of a socket."""
     if bound.family == socket.AF_UNIX:
         return f"{scheme}+unix:{bound.getsockname()}"
     host, port = bound.getsockname()[:2]

@@ -1,5 +1,7 @@
-"""The server's log and its access log. A thread of its own writes them, and lines that can't be written are lost:
-a full disk or a pipe that nobody reads holds no request up."""
+"""Server log and access log.
+
+A thread of its own writes them. Lines that can't be written are lost: a full disk or a blocked pipe delays no request.
+"""
 
 import contextlib
 import logging
@@ -36,14 +38,14 @@ def _clients_faults_in_a_line(record: logging.LogRecord) -> logging.LogRecord:
 
 
 class _Quiet:
-    """A handler that does not report lines that it could not write."""
+    """Handler that does not report unwritten lines."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         pass
 
 
 class _StreamHandler(_Quiet, logging.StreamHandler[TextIO]):
-    """Skip lines that a pipe has no room for. A thread that waits in a write would keep the process from exiting."""
+    """Handler that skips lines if a pipe is full: a thread blocked by a write would keep the process from exiting."""
 
     def __init__(self, stream: TextIO):
         super().__init__(stream)
@@ -66,17 +68,19 @@ class _StreamHandler(_Quiet, logging.StreamHandler[TextIO]):
 
 
 class _FileHandler(_Quiet, WatchedFileHandler):
-    """Goes on in a new file when the old one has been moved away."""
+    """Handler that continues in a new file when the old one has been moved away."""
 
 
 @contextlib.contextmanager
 def logging_to(stream: TextIO, access_log: str, level: str = "info") -> Iterator[None]:
-    """Within it everything goes to the stream, but the access log to its file: "-" is the stream too, "none" nowhere.
+    """Write the log to the stream within the context, and the access log to its file.
 
     Args:
-        level: of LEVELS, the least severe messages that are logged. The access log has all its lines at any level.
+        access_log: path of the file; "-": the stream; "none": no access log.
+        level: one of LEVELS, the lowest level of logged messages. The access log has all its lines at any level.
 
-    Raises OSError if the file can't be opened.
+    Raises:
+        OSError: the file can't be opened.
     """
     log = _StreamHandler(stream)
     log.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))

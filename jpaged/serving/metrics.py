@@ -26,7 +26,7 @@ CHOICES = (1, 2, 5, 10, 20, 50)
 
 @dataclass(slots=True)
 class _Course:
-    """When a request came, ran first, and gave its first and its latest token; how many tokens it has given."""
+    """Times of a request's arrival, first step, first token and latest token, and its number of tokens."""
 
     arrival: float
     scheduled: float | None = None
@@ -36,10 +36,10 @@ class _Course:
 
 
 class Metrics:
-    """An observer of the engine that counts. Metrics of the model carry its name.
+    """Observer of the engine that counts. Metrics of the model carry its name.
 
     Args:
-        stats: returns the engine's numbers, at any moment.
+        stats: return the engine's numbers, at any time.
     """
 
     def __init__(self, model_name: str, stats: Callable[[], EngineStats], clock: Callable[[], float] = time.monotonic):
@@ -101,24 +101,30 @@ class Metrics:
         )  # fmt: skip
 
     def render(self) -> bytes:
-        """All of it, in Prometheus's text format."""
+        """Return all metrics in Prometheus's text format."""
         return generate_latest(self._registry)
 
     def answered(self, method: str, handler: str, status: int, seconds: float) -> None:
-        """An HTTP request has been answered. `handler` is the path of its route, of which there are only so many."""
+        """Count an answered HTTP request.
+
+        Args:
+            handler: path of the request's route, which has a limited number of values.
+        """
         self._http.labels(method, handler, str(status)).inc()
         self._http_seconds.labels(method, handler).observe(seconds)
 
     def rejected(self) -> None:
-        """A request found the queue full."""
+        """Count a request that found the queue full."""
         self._rejected.inc()
 
     def added(self, request: Request) -> None:
+        """Count an accepted request."""
         self._courses[request] = _Course(self._clock())
         self._n.observe(request.params.num_outputs)
         self._max_tokens.observe(request.max_tokens)
 
     def stepped(self, scheduler: Scheduler, output: StepOutput) -> None:
+        """Count the tokens of a step."""
         start, now = self._last_step, self._clock()
         self._last_step = now
         if output.plan is not None and output.plan.rows:
@@ -138,6 +144,7 @@ class Metrics:
         self._generation_tokens.inc(generated)
 
     def ended(self, request: Request) -> None:
+        """Count an ended request and observe its times."""
         course, now = self._courses.pop(request), self._clock()
         if request.sequences[0].stop_reason == NON_FINITE:
             self._corrupted.inc()
@@ -156,7 +163,7 @@ class Metrics:
             self._mean_between.observe((course.last_token - course.first_token) / (longest - 1))
 
     def _advance(self, request: Request, course: _Course, now: float) -> None:
-        """A request has got a token, or one for each of its branches."""
+        """Record a new token of a request, or one for each of its branches."""
         if course.first_token is None:
             assert course.scheduled is not None, "a request without a schedule time has output"
             course.first_token = now
@@ -176,7 +183,7 @@ class Metrics:
 
 
 class _EngineCollector(Collector):
-    """The engine's own numbers, read when they are asked for."""
+    """Collector of the engine's own numbers, which are read when they are asked for."""
 
     def __init__(self, model_name: str, stats: Callable[[], EngineStats]):
         self._model_name = model_name

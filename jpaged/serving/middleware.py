@@ -1,4 +1,4 @@
-"""The middlewares, outermost first: record, errors, origins, keys, the count of running requests."""
+"""Middlewares, outermost first: record, errors, origins, keys, the count of running requests."""
 
 import asyncio
 import hashlib
@@ -35,7 +35,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @web.middleware
 async def record(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Gives the request an id, or keeps the one it brings, and writes a line of the access log, as JSON."""
+    """Give the request an id, unless it has one, and write a line of the access log, as JSON."""
     given = request.headers.get(REQUEST_ID, "")
     request_id = given if re.fullmatch(r"[\x21-\x7e]{1,128}", given) else uuid.uuid4().hex
     request[RECORD] = {"request_id": request_id}
@@ -57,13 +57,14 @@ async def record(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:
+    """Add the request's id to the headers of the response."""
     if RECORD in request:
         response.headers[REQUEST_ID] = request[RECORD]["request_id"]
 
 
 @web.middleware
 async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every failure in the API's form; the caller's own are 4xx and name the field."""
+    """Return every failure in the API's form; errors of the client are 4xx and name the field."""
     try:
         return await handler(request)
     except ConnectionResetError:
@@ -81,6 +82,7 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 def as_api_error(error: Exception) -> ApiError:
+    """Return an exception as an error of the API; an unexpected one is logged."""
     match error:
         case ApiError():
             return error
@@ -98,7 +100,10 @@ def as_api_error(error: Exception) -> ApiError:
 
 @web.middleware
 async def authorize(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Compares digests of equal length, and with every key, so that the time says nothing about any of them."""
+    """Reject requests without a valid API key.
+
+    Digests of equal length are compared with every key, so that the time reveals nothing about any of them.
+    """
     config = request.app[SERVICE].config
     keys, path = config.api_keys, request.path.removeprefix(config.root_path)
     if keys and path not in OPEN_PATHS and not path.startswith(OPEN_FOLDER):

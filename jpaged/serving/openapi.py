@@ -1,4 +1,4 @@
-"""The API's description, generated from the models that check requests."""
+"""Description of the API, generated from the models that check requests."""
 
 from dataclasses import fields
 from functools import cache
@@ -35,7 +35,7 @@ REFUSALS = {
 
 @cache
 def description() -> dict[str, Any]:
-    """An OpenAPI 3.1 document."""
+    """Return an OpenAPI 3.1 document."""
     _, definitions = models_json_schema([(model, "validation") for model in REQUESTS], ref_template=REF)
     schemas = definitions["$defs"]
     for model in (CompletionRequest, ChatRequest):
@@ -100,7 +100,7 @@ def _responses(refusals: dict[str, str], *contents: str | None) -> dict[str, Any
 
 
 def _tell_ranges(properties: dict[str, Any]) -> None:
-    """Only the engine knows the allowed values of its parameters."""
+    """Add the allowed values of the engine's parameters, which only the engine knows."""
     for kind in (BeamSearchParams, SamplingParams):
         for each in fields(kind):
             if each.name in properties and "allowed" in each.metadata:

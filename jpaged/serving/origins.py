@@ -1,5 +1,8 @@
-"""Which web pages may use the server. A browser sends requests for any page that it shows, so an unauthenticated
-server on this machine is open to every site that its user visits, unless the server refuses."""
+"""Check of the web pages that may use the server.
+
+A browser sends requests for any page that it shows. An unauthenticated server on this machine is therefore open to
+every site that its user visits, unless the server rejects them.
+"""
 
 import re
 from collections.abc import Awaitable, Callable
@@ -18,7 +21,7 @@ HEADER_NAMES = re.compile(r"[A-Za-z0-9_\-, ]{1,1024}")
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a name or an address stands for this machine alone."""
+    """Return whether a name or an address is that of the loopback interface."""
     name = host.strip("[]").rstrip(".").lower()
     try:
         return ip_address(name).is_loopback
@@ -30,7 +33,7 @@ def is_loopback(host: str) -> bool:
 async def check_origin(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """Refuse pages of other origins with HTTP 403, and answer preflights of the allowed ones."""
+    """Reject pages of other origins with HTTP 403, and answer preflights of the allowed ones."""
     config = request.app[SERVICE].config
     host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
     try:

@@ -1,4 +1,4 @@
-"""From the body of a request to the engine's input: parse, check, render and tokenize.
+"""Conversion of a request's body to the engine's input: parse, check, render and tokenize.
 
 These functions take time in proportion to the body, so they run on worker threads (`Service.run`).
 """
@@ -29,11 +29,11 @@ from jpaged.tokenizer import backend, chat_text, encode, encode_all, tokenize_ba
 
 
 class Prepared[Body: GenerationRequest](NamedTuple):
-    """A request for generation, ready for the engine.
+    """Request for generation, ready for the engine.
 
     Attributes:
         bad_words: token ids of `params.bad_words`.
-        new_parser: makes a parser of tool calls for each choice; None where no tools are offered.
+        new_parser: creates a parser of tool calls for each choice; None without tools.
     """
 
     body: Body
@@ -44,7 +44,11 @@ class Prepared[Body: GenerationRequest](NamedTuple):
 
 
 def prepare_completion(service: Service, data: bytes) -> Prepared[CompletionRequest]:
-    """Return the request of a body. Raises ApiError 400 or 404."""
+    """Return the request of a body.
+
+    Raises:
+        ApiError: 400 or 404.
+    """
     body = parse(CompletionRequest, data)
     with body.rename_error_fields():
         params, given = body.params(service.sampling_defaults), body.prompts()
@@ -61,7 +65,11 @@ def prepare_completion(service: Service, data: bytes) -> Prepared[CompletionRequ
 
 
 def prepare_chat(service: Service, data: bytes) -> Prepared[ChatRequest]:
-    """Return the request of a body. Raises ApiError 400 or 404."""
+    """Return the request of a body.
+
+    Raises:
+        ApiError: 400 or 404.
+    """
     body = parse(ChatRequest, data)
     with body.rename_error_fields():
         _tokenizer(service, "messages")
@@ -79,7 +87,11 @@ def prepare_chat(service: Service, data: bytes) -> Prepared[ChatRequest]:
 
 
 def tokenize(service: Service, data: bytes) -> dict[str, Any]:
-    """Return the answer to a body of `/tokenize`. Raises ApiError 400 or 404."""
+    """Return the response to a body of `/tokenize`.
+
+    Raises:
+        ApiError: 400 or 404.
+    """
     body: TokenizeChatRequest | TokenizeCompletionRequest
     if b'"messages"' in data:
         body = parse(TokenizeChatRequest, data)
@@ -98,7 +110,11 @@ def tokenize(service: Service, data: bytes) -> dict[str, Any]:
 
 
 def detokenize(service: Service, data: bytes) -> dict[str, Any]:
-    """Return the answer to a body of `/detokenize`. Raises ApiError 400 or 404."""
+    """Return the response to a body of `/detokenize`.
+
+    Raises:
+        ApiError: 400 or 404.
+    """
     body = parse(DetokenizeRequest, data)
     check_model(service, body.model)
     tokenizer = backend(_tokenizer(service, "tokens"))
@@ -111,7 +127,11 @@ def detokenize(service: Service, data: bytes) -> dict[str, Any]:
 
 
 def check_model(service: Service, name: str | None) -> None:
-    """Raise ApiError 404 for the name of another model."""
+    """Check the name of the model in a request.
+
+    Raises:
+        ApiError: 404 for the name of another model.
+    """
     if name is not None and name not in service.model_names:
         raise ApiError(
             404, f"model: {name!r} is not served here; {service.model_name!r} is", "model", code="model_not_found"
@@ -119,7 +139,11 @@ def check_model(service: Service, name: str | None) -> None:
 
 
 def _tokenizer(service: Service, field: str) -> Any:
-    """Return the tokenizer. Raises InvalidParameter for a field that needs one where there is none."""
+    """Return the tokenizer.
+
+    Raises:
+        InvalidParameter: there is none, but `field` needs one.
+    """
     if service.tokenizer is None:
         raise InvalidParameter(field, "needs a tokenizer, and this server has none: send prompts as token ids")
     return service.tokenizer
@@ -156,7 +180,7 @@ def _prompts(
 
 
 def _check_length(service: Service, length: int, param: str) -> None:
-    """Refuse a text that is too long for any tokens, before time is spent on tokenizing it."""
+    """Reject a text that is too long for any tokens, before time is spent on tokenizing it."""
     if length > service.max_prompt_characters:
         raise ContextLengthExceeded(
             param,

@@ -1,7 +1,7 @@
-"""Requests and errors of the OpenAI API, with the fields that vLLM adds.
+"""Requests and errors of the OpenAI API, with vLLM's additional fields.
 
-Here are the names and types; the ranges are those of `jpaged.core.params`. Everything else is refused by name, so that
-nothing is silently ignored.
+This module has the names and types; the ranges are in `jpaged.core.params`. Any other field is rejected by name, so
+that nothing is silently ignored.
 """
 
 import re
@@ -40,10 +40,10 @@ CODES = {
 
 
 class ApiError(Exception):
-    """An error in the API's form.
+    """Error in the API's form.
 
     Args:
-        code: for programs; None takes that of the status.
+        code: error code for programs; None: that of the status.
         retry_after: seconds.
     """
 
@@ -57,6 +57,7 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
+        """JSON body of the response."""
         kinds = {
             401: "AuthenticationError", 403: "PermissionDeniedError", 404: "NotFoundError", 408: "TimeoutError",
             503: "ServiceUnavailableError", 504: "TimeoutError",
@@ -66,7 +67,7 @@ class ApiError(Exception):
 
 
 class _AtOnce(FailFast):
-    """Refuses a list for its first wrong item: to name millions takes minutes and gigabytes."""
+    """Validator that rejects a list for its first wrong item: naming millions takes minutes and gigabytes."""
 
     __hash__ = object.__hash__  # which FailFast lacks, and a union of types needs
 
@@ -84,12 +85,14 @@ Nothing = Annotated[list[Any], Field(max_length=0)] | Annotated[dict[str, Any], 
 
 
 class StreamOptions(_Strict):
+    """Options of a streamed response."""
+
     include_usage: bool = False
     include_obfuscation: Literal[False] = False
 
 
 class StructuredOutputs(_Strict):
-    """As in vLLM: one of the first five fields constrains the whole output."""
+    """Constraint of the whole output by one of the first five fields, as in vLLM."""
 
     json_schema: dict[str, Any] | str | None = Field(default=None, alias="json", description="a JSON schema")
     regex: str | None = None
@@ -100,10 +103,13 @@ class StructuredOutputs(_Strict):
     whitespace_pattern: str | None = None
 
     def params(self) -> StructuredOutputsParams:
+        """Return the engine's parameters."""
         return StructuredOutputsParams(**self.model_dump(by_alias=True))
 
 
 class JsonSchema(_Strict):
+    """JSON schema of a response format."""
+
     name: str
     description: str | None = None
     json_schema: dict[str, Any] = Field(alias="schema")
@@ -111,14 +117,20 @@ class JsonSchema(_Strict):
 
 
 class TextFormat(_Strict):
+    """Response format without a constraint."""
+
     type: Literal["text"]
 
 
 class JsonObjectFormat(_Strict):
+    """Response format of any JSON object."""
+
     type: Literal["json_object"]
 
 
 class JsonSchemaFormat(_Strict):
+    """Response format by a JSON schema."""
+
     type: Literal["json_schema"]
     json_schema: JsonSchema
 
@@ -134,7 +146,7 @@ NEUTRAL: dict[bool, dict[str, tuple[Any, ...]]] = {
 
 
 class GenerationRequest(_Strict):
-    """The fields of both endpoints. None is a field that the request does not set.
+    """Common fields of both endpoints. None is a field that the request does not set.
 
     A field that is named as one of SamplingParams or BeamSearchParams has the same meaning.
     """
@@ -199,16 +211,20 @@ class GenerationRequest(_Strict):
 
     @property
     def num_choices(self) -> int:
-        """Choices for each prompt."""
+        """Number of choices for each prompt."""
         return 1 if self.n is None else self.n
 
     @property
     def num_top_logprobs(self) -> int | None:
-        """Most likely tokens to list beside each token of the answer; None for no logprobs at all."""
+        """Number of most likely tokens to list with each output token; None: no logprobs."""
         raise NotImplementedError
 
     def params(self, defaults: Mapping[str, Any]) -> Params:
-        """Return the request's parameters; unset fields come from the model's `defaults`. Raises InvalidParameter."""
+        """Return the request's parameters; unset fields come from the model's `defaults`.
+
+        Raises:
+            InvalidParameter: a value is not allowed.
+        """
         beams = bool(self.use_beam_search)
         for name, neutral in NEUTRAL[beams].items():
             value = getattr(self, name)
@@ -233,7 +249,7 @@ class GenerationRequest(_Strict):
 
     @contextmanager
     def rename_error_fields(self) -> Iterator[None]:
-        """Within it, an InvalidParameter names the field as the request has it."""
+        """Rename the field of an InvalidParameter raised in the context to the request's name for it."""
         try:
             yield
         except InvalidParameter as error:
@@ -257,12 +273,14 @@ class GenerationRequest(_Strict):
         return None if self.structured_outputs is None else self.structured_outputs.params()
 
     def _names(self) -> dict[str, str]:
-        """Return the names of parameters in requests, where they differ."""
+        """Return the request's names of parameters, where they differ."""
         names = {"beam_width": "n" if self.best_of is None else "best_of"}
         return names if self.response_format is None else names | {"structured_outputs": "response_format"}
 
 
 class CompletionRequest(GenerationRequest):
+    """Body of `/v1/completions`."""
+
     prompt: (
         str
         | Annotated[Items[str], Field(max_length=MAX_PROMPTS)]
@@ -276,14 +294,16 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def num_top_logprobs(self) -> int | None:
+        """Number of most likely tokens to list with each output token; None: no logprobs."""
         return self.logprobs
 
     @property
     def only_echo(self) -> bool:
-        """Whether nothing is wanted but the prompt. The engine always gives a token, which is then dropped."""
+        """Whether only the prompt is wanted. The engine always generates a token, which is then dropped."""
         return bool(self.echo) and self.max_tokens == 0
 
     def params(self, defaults: Mapping[str, Any]) -> Params:
+        """Return the request's parameters, with prompt logprobs if the prompt is echoed with logprobs."""
         if self.only_echo and (self.min_tokens or 0) > 0:
             raise InvalidParameter("min_tokens", f"{self.min_tokens} exceeds max_tokens (0)")
         params = super().params(defaults)
@@ -297,7 +317,11 @@ class CompletionRequest(GenerationRequest):
         return DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
 
     def prompts(self) -> list[str | list[int]]:
-        """One prompt per choice. Raises InvalidParameter if one is empty."""
+        """Return the prompts, one for each set of choices.
+
+        Raises:
+            InvalidParameter: a prompt is empty.
+        """
         single = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
         prompts = cast(list[str | list[int]], [self.prompt] if single else list(self.prompt))
         if not prompts or not all(prompts):  # also a text of which a tokenizer would make a lone token of its own
@@ -306,6 +330,8 @@ class CompletionRequest(GenerationRequest):
 
 
 class TextPart(TypedDict):  # a request may have thousands, and dictionaries are made in half the time of models
+    """Text in the content of a message."""
+
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[misc]
 
     type: Literal["text"]
@@ -313,19 +339,27 @@ class TextPart(TypedDict):  # a request may have thousands, and dictionaries are
 
 
 class FunctionCall(_Strict):
+    """Name and arguments of a tool call."""
+
     name: str
     arguments: str
     parsed_arguments: Any = None  # parsed from `arguments` by a client
 
 
 class ToolCall(_Strict):
+    """Tool call in a message of the assistant."""
+
     id: str
     type: Literal["function"] = "function"
     function: FunctionCall
     index: int | None = None  # of a call that was streamed: its place in the list says the same
 
     def for_template(self) -> dict[str, Any]:
-        """Return the call with its arguments as an object, as templates print them."""
+        """Return the call with its arguments as an object, as templates print them.
+
+        Raises:
+            ApiError: the arguments are not JSON.
+        """
         try:
             arguments = loads(self.function.arguments or "{}")
         except ValueError as error:
@@ -335,6 +369,8 @@ class ToolCall(_Strict):
 
 
 class ChatMessage(_Strict):
+    """Message of a conversation."""
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[Items[TextPart], Field(max_length=MAX_PARTS)] | None = None
     name: str | None = None
@@ -351,10 +387,13 @@ class ChatMessage(_Strict):
     provider_specific_fields: Any = None
 
     def for_template(self, knows_developers: bool = True) -> dict[str, Any]:
-        """Return the message in the form of chat templates. Raises ApiError for a field that the role does not allow.
+        """Return the message in the form of chat templates.
 
         Args:
-            knows_developers: whether the template has a role "developer"; otherwise it is the system's.
+            knows_developers: whether the template has a role "developer"; otherwise it becomes the system's.
+
+        Raises:
+            ApiError: the role does not allow a field.
         """
         if self.content is None and not self.tool_calls:
             raise ApiError(400, f"messages: content is required in a message of the {self.role}", "messages")
@@ -374,6 +413,8 @@ class ChatMessage(_Strict):
 
 
 class Function(_Strict):
+    """Function that the model may call."""
+
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$", description="1 to 64 letters, digits, _, . and -")
     description: str | None = None
     parameters: dict[str, Any] | None = Field(default=None, description="a JSON schema")
@@ -381,21 +422,27 @@ class Function(_Strict):
 
 
 class Tool(_Strict):
+    """Tool that the model may call."""
+
     type: Literal["function"]
     function: Function
 
 
 class NamedFunction(_Strict):
+    """Name of a function."""
+
     name: str
 
 
 class NamedToolChoice(_Strict):
+    """Choice of a tool by its name."""
+
     type: Literal["function"]
     function: NamedFunction
 
 
 class Conversation(_Strict):
-    """The arguments of a chat template."""
+    """Arguments of a chat template."""
 
     messages: Items[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     tools: Items[Tool] | None = Field(default=None, max_length=MAX_TOOLS)
@@ -405,7 +452,11 @@ class Conversation(_Strict):
     continue_final_message: bool | None = None
 
     def template_options(self) -> dict[str, Any]:
-        """Return the options of `render_chat`. Raises ApiError if they contradict each other."""
+        """Return the options of `render_chat`.
+
+        Raises:
+            ApiError: the options contradict each other.
+        """
         going_on = bool(self.continue_final_message)
         if going_on and self.add_generation_prompt:
             raise ApiError(
@@ -420,6 +471,8 @@ class Conversation(_Strict):
 
 
 class ChatRequest(GenerationRequest, Conversation):
+    """Body of `/v1/chat/completions`."""
+
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -443,8 +496,11 @@ class ChatRequest(GenerationRequest, Conversation):
 
     @property
     def offered_tools(self) -> list[Tool]:
-        """The tools that the answer may call: with a choice by name, that one. Raises ApiError for an impossible
-        choice."""
+        """Tools that the model may call; only one if it is chosen by name.
+
+        Raises:
+            ApiError: the choice is not possible.
+        """
         tools = self.tools or []
         names = [tool.function.name for tool in tools]
         if repeated := {name for name in names if names.count(name) > 1}:
@@ -464,17 +520,26 @@ class ChatRequest(GenerationRequest, Conversation):
 
     @property
     def names_tool(self) -> bool:
+        """Whether a tool is chosen by name."""
         return isinstance(self.tool_choice, NamedToolChoice)
 
     @property
     def must_call(self) -> bool:
+        """Whether the model must call a tool."""
         return self.tool_choice == "required" or self.names_tool
 
     @property
     def num_top_logprobs(self) -> int | None:
+        """Number of most likely tokens to list with each output token; None: no logprobs."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def params(self, defaults: Mapping[str, Any]) -> Params:
+        """Return the request's parameters.
+
+        Raises:
+            InvalidParameter: a value is not allowed.
+            ApiError: top_logprobs without logprobs.
+        """
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             raise InvalidParameter("max_completion_tokens", "differs from max_tokens, its older name; send one of them")
         if self.top_logprobs and not self.logprobs:
@@ -492,6 +557,8 @@ class ChatRequest(GenerationRequest, Conversation):
 
 
 class TokenizeCompletionRequest(_Strict):
+    """Body of `/tokenize` with a text."""
+
     model: str | None = None
     prompt: str
     add_special_tokens: bool = True
@@ -499,12 +566,16 @@ class TokenizeCompletionRequest(_Strict):
 
 
 class TokenizeChatRequest(Conversation):
+    """Body of `/tokenize` with a conversation."""
+
     model: str | None = None
     add_special_tokens: Literal[False] = False  # the template brings them
     return_token_strs: bool | None = None
 
 
 class DetokenizeRequest(_Strict):
+    """Body of `/detokenize`."""
+
     model: str | None = None
     tokens: Items[int]
 
@@ -513,7 +584,11 @@ PROBLEM_CODES = {"extra_forbidden": "unknown_parameter", "missing": "missing_req
 
 
 def parse[R: BaseModel](model: type[R], body: bytes) -> R:
-    """Return a request from its JSON. Raises ApiError 400 with the first invalid field and its allowed values."""
+    """Return a request from its JSON.
+
+    Raises:
+        ApiError: 400 with the first invalid field and its allowed values.
+    """
     try:
         return model.model_validate_json(body)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""Run the application until it is told to stop; then finish running requests, reject new ones, and exit."""
+"""Run of the application until a signal: then running requests finish, new ones are rejected, and the server exits."""
 
 import asyncio
 import gc
@@ -75,7 +75,7 @@ async def _drained(service: Service) -> None:
 
 
 def _allow_many_connections() -> None:
-    """Each takes a file descriptor, and the usual soft limit is 1024."""
+    """Raise the limit of open files: each connection takes a file descriptor, and the usual soft limit is 1024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < 65536:
         wanted = 65536 if hard == resource.RLIM_INFINITY else min(65536, hard)

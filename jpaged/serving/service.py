@@ -1,4 +1,4 @@
-"""The state that the handlers of the server share."""
+"""State that the handlers of the server share."""
 
 import asyncio
 import time
@@ -25,21 +25,20 @@ LARGE_BYTES = 64 * 2**10
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """How the server meets its clients.
+    """Configuration of the server.
 
     Attributes:
-        api_keys: any of them opens the protected routes; without keys, all routes are open.
-        chat_template: instead of the model's own.
-        trust_request_chat_template: take templates from requests too. They are programs, if sandboxed ones.
-        max_queue: requests that may wait for the engine; for more there is an HTTP 503.
-        max_body_size: of a request, in bytes; None allows 1 MiB, and 16 bytes for each token of max_model_len.
-        request_timeout: seconds that an answer may take in all; None is no limit.
-        drain_timeout: seconds that running requests have to finish once the server is told to stop; None is no limit.
-        allowed_origins: of web pages that may use the server from a browser; "*" is all of them.
-        allowed_hosts: names, besides those of the loopback interface, that requests may address the server by; None
-            allows all names.
-        root_path: of a proxy in front, such as "/llm": every route is served under it, too.
-        aliases: more names that requests may give the model; answers have its first.
+        api_keys: keys of the protected routes; without keys, all routes are open.
+        chat_template: replaces the model's own.
+        trust_request_chat_template: accept templates in requests too. They are programs, although sandboxed.
+        max_queue: maximum requests that wait for the engine; further ones get HTTP 503.
+        max_body_size: maximum bytes of a request; None: 1 MiB, plus 16 bytes for each token of max_model_len.
+        request_timeout: maximum seconds of a response; None: no limit.
+        drain_timeout: seconds that running requests have to finish during shutdown; None: no limit.
+        allowed_origins: origins of web pages that may use the server from a browser; "*": all.
+        allowed_hosts: host names of the server in requests, in addition to those of the loopback interface; None: all.
+        root_path: path of a proxy in front, such as "/llm": every route is served under it, too.
+        aliases: names of the model in requests; responses have the first.
     """
 
     api_keys: tuple[str, ...] = ()
@@ -70,23 +69,23 @@ class ServerConfig:
 
     @property
     def max_prompts(self) -> int:
-        """How many prompts one request may have: its share of the queue."""
+        """Maximum prompts of one request: its share of the queue."""
         return self.max_queue // 2 + 1
 
 
 @dataclass(eq=False)
 class Service:
-    """A model that is served.
+    """Served model.
 
     Attributes:
-        tokenizer: the Hugging Face tokenizer, for prompts and chat templates; None takes and gives token ids only.
-        vocabulary: its single tokens.
+        tokenizer: the Hugging Face tokenizer, for prompts and chat templates; None: token ids only.
+        vocabulary: texts and bytes of single tokens.
         recorder, metrics: observers of the engine.
-        sampling_defaults: of fields that a request does not set, from the model's generation_config.json.
-        tool_format: how the model calls tools; None if it can't.
-        grammars: compiles structured outputs; None without a tokenizer.
-        sample_pool: returns the pool and its requests at one moment, for the page's map.
-        untrusted_templates: renders the chat templates of requests; None where none are taken.
+        sampling_defaults: values of unset fields of requests, from the model's generation_config.json.
+        tool_format: the model's format of tool calls; None if it has none.
+        grammars: compiler of structured outputs; None without a tokenizer.
+        sample_pool: return the pool and its requests at one moment, for the page's map.
+        untrusted_templates: renders the chat templates of requests; None if they are not accepted.
         draining: finish running requests and reject new ones.
         in_flight: generating requests, each by its task.
     """
@@ -110,25 +109,29 @@ class Service:
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """Every name that requests may give the model; answers have the first."""
+        """Names of the model in requests; responses have the first."""
         return self.model_name, *self.config.aliases
 
     @property
     def healthy(self) -> bool:
+        """Whether the server accepts requests."""
         return self.engine.alive and not self.draining
 
     @property
     def max_body_size(self) -> int:
+        """Maximum bytes of a request."""
         return self.config.max_body_size or 2**20 + 16 * self.max_model_len
 
     @property
     def max_prompt_characters(self) -> int:
-        """The most that a prompt of `max_model_len` tokens can have."""
+        """Maximum characters of a prompt of `max_model_len` tokens."""
         return self.max_model_len * self.vocabulary.longest
 
     async def run[T](self, work: Callable[[], T], size: int) -> T:
-        """Return the result of some work that takes time in proportion to `size`, in bytes. Large work runs one piece
-        after the other, so that it takes one core, and small work need not wait for it."""
+        """Return the result of some work that takes time in proportion to `size`, in bytes.
+
+        Large pieces of work run one after the other, so that they take one core, and small ones need not wait for them.
+        """
         executor = self._large_work if size > LARGE_BYTES else None
         return await asyncio.get_running_loop().run_in_executor(executor, work)
 
@@ -149,7 +152,7 @@ def make_service(
     sampling_defaults: Mapping[str, Any] | None = None,
     tool_format: ToolFormat | None = None,
 ) -> Service:
-    """A service around an engine, which from now on belongs to it."""
+    """Return a service around an engine, which then belongs to it."""
     takes_templates = config.trust_request_chat_template and tokenizer is not None
     recorder, metrics = Recorder(), Metrics(model_name, engine.stats)
     client = AsyncEngine(engine, [recorder, metrics], max_queue=config.max_queue)

@@ -1,4 +1,4 @@
-"""Tool calls as models write them: parsers that give calls out as they come, and grammars that allow nothing else."""
+"""Tool calls as models write them: streaming parsers, and grammars that allow nothing else."""
 
 import json
 import re
@@ -14,7 +14,7 @@ ARGUMENTS = ("arguments", "parameters")  # both words are accepted in either for
 
 
 class Tool(NamedTuple):
-    """A function that may be called; `parameters` is a JSON schema of its arguments, None for any object."""
+    """Function that may be called; `parameters` is a JSON schema of its arguments, None for any object."""
 
     name: str
     parameters: Mapping[str, Any] | None = None
@@ -22,12 +22,12 @@ class Tool(NamedTuple):
 
 @dataclass(frozen=True)
 class ToolCallDelta:
-    """An addition to a call.
+    """Addition to a call.
 
     Attributes:
-        index: which call of the choice.
-        id: of the call; with its first delta, None from then on.
-        name: of the tool; likewise.
+        index: index of the call in the choice.
+        id: id of the call, in its first delta; else None.
+        name: name of the tool, in the call's first delta; else None.
         arguments: JSON text to append.
     """
 
@@ -38,18 +38,18 @@ class ToolCallDelta:
 
 
 class Parsed(NamedTuple):
-    """The events that a piece of text has made certain."""
+    """Events that a piece of text has made certain."""
 
     content: str
     calls: list[ToolCallDelta]
 
 
 class _NotACall(Exception):
-    """The text that looked like a call is not one."""
+    """Signal that text that looked like a call is not one."""
 
 
 class _End(Exception):
-    """There will be no more text."""
+    """Signal that no more text will follow."""
 
 
 # Reads on in the text, and pauses wherever more of it has to come first.
@@ -57,20 +57,19 @@ type _Reading[T] = Generator[None, None, T]
 
 
 class ToolParser:
-    """Splits the text of one choice, as it comes, into content and calls. However the text is cut into pieces, they add
-    up to the same.
+    """Streaming parser of the text of one choice into content and calls. Its result does not depend on the pieces.
 
-    Arguments are given out as the model writes them, character by character; a name only when it is whole, one of the
-    tools', and followed by the arguments. Text that turns out to be no call is content. A call that breaks off after it
-    was begun stays as far as it came. White space around calls belongs to them.
+    Arguments are returned as the model writes them, character by character; a name only when it is complete, one of the
+    tools', and followed by the arguments. Text that is not a call after all is content. A call that breaks off after
+    its beginning remains incomplete. White space around calls belongs to them.
 
-    Arguments that are missing or null are `{}`; those that are an object inside a string are that object. Any other
-    value that is no object makes no call.
+    Missing or null arguments are `{}`, and an object inside a string is that object. With any other value, the text is
+    not a call.
 
     Args:
-        tool_names: a call of anything else is content.
-        new_id: makes the id of a call.
-        parallel: whether there may be more than one call; if not, the calls behind the first are dropped.
+        tool_names: a call of any other name is content.
+        new_id: return a new id for a call.
+        parallel: whether there may be more than one call; if not, the calls after the first are dropped.
     """
 
     def __init__(self, tool_names: Collection[str], new_id: Callable[[], str], parallel: bool = True):
@@ -87,11 +86,11 @@ class ToolParser:
 
     @property
     def called(self) -> bool:
-        """Whether a call was given out."""
+        """Whether a call was returned."""
         return self._num_calls > 0
 
     def feed(self, text: str) -> Parsed:
-        """Take more text, and return the events that are certain now."""
+        """Parse more text, and return the events that are certain now."""
         self._text += text
         next(self._reading)
         return self._parsed()
@@ -115,7 +114,7 @@ class ToolParser:
                 self._content += self._text
 
     def _read(self) -> _Reading[None]:
-        """Reads the whole text, in the format's way. Ends by _End."""
+        """Read the whole text in the format. It ends by _End."""
         raise NotImplementedError
 
     # Calls
@@ -133,7 +132,7 @@ class ToolParser:
         return True
 
     def _object(self) -> _Reading[None]:
-        """A call's object. Raises _NotACall where it stops being one."""
+        """Read a call's object. Raise _NotACall where it stops being one."""
         name, arguments, begun = None, "{}", False
         yield from self._space()
         yield from self._expect("{")
@@ -172,7 +171,7 @@ class ToolParser:
             self._append(arguments)
 
     def _begin(self, name: str) -> None:
-        """Opens a call; the text up to here is spent."""
+        """Open a call and drop the text up to here."""
         self._take()
         self._num_calls += 1
         if self._wanted:
@@ -237,13 +236,13 @@ class ToolParser:
         return text
 
     def _more(self) -> _Reading[None]:
-        """Waits for text. Raises _End if none will come."""
+        """Wait for text. Raise _End if none will follow."""
         if self._ended:
             raise _End
         yield
 
     def _peek(self) -> _Reading[str]:
-        """The next character."""
+        """Return the next character."""
         while self._at == len(self._text):
             yield from self._more()
         return self._text[self._at]
@@ -258,7 +257,7 @@ class ToolParser:
             self._at += 1
 
     def _tag(self, tag: str) -> _Reading[bool]:
-        """Passes over white space and a tag; over nothing if the tag is not there."""
+        """Skip white space and a tag; skip nothing if the tag is not there."""
         start = self._at
         yield from self._space()
         for character in tag:
@@ -275,7 +274,7 @@ class ToolParser:
 
 
 class HermesParser(ToolParser):
-    """Calls in tags, anywhere in the text. The closing tag may be missing."""
+    """Parser of calls in tags, anywhere in the text. The closing tag may be missing."""
 
     OPENING, CLOSING = "<tool_call>", "</tool_call>"
 
@@ -286,7 +285,7 @@ class HermesParser(ToolParser):
                 self._take()
 
     def _up_to_opening(self) -> _Reading[None]:
-        """Gives content out up to the next call and the white space in front of it; passes over both."""
+        """Emit content up to the next call and the white space in front of it; skip both."""
         while (start := self._text.find(self.OPENING)) < 0:
             at_last = self._ended and not (self.called and self._text.isspace())
             self._at = len(self._text) if at_last else self._num_certain()
@@ -298,14 +297,14 @@ class HermesParser(ToolParser):
         self._at = spaces + len(self.OPENING)
 
     def _num_certain(self) -> int:
-        """Characters of the text that can't belong to a call."""
+        """Return the number of characters of the text that can't belong to a call."""
         start = self._text.rfind(self.OPENING[0])
         begun = start >= 0 and self.OPENING.startswith(self._text[start:])
         return len((self._text[:start] if begun else self._text).rstrip())
 
 
 class Llama3JsonParser(ToolParser):
-    """An answer that is all calls, or all content. Content behind calls is content to its end."""
+    """Parser of an output that is all calls, or all content. Content after calls is content to its end."""
 
     PYTHON_TAG = "<|python_tag|>"
     SEPARATORS = SPACE + ";"
@@ -324,12 +323,12 @@ class Llama3JsonParser(ToolParser):
 
 
 class ToolFormat:
-    """How a family of models writes calls; FORMATS has them all.
+    """Format in which a family of models writes calls. FORMATS has all of them.
 
-    Its grammars are llguidance's, as Lark text, and take calls in the exact spacing that chat templates have them in.
-    Tags are text in them, so they fit every tokenizer; where one has a tag among its added tokens, the compiler of the
-    grammar has to count that token as text too. Errors of a schema are found when a grammar is compiled, except
-    that `parameters` must have the type "object": otherwise it is a ValueError here.
+    Its grammars are llguidance's, as Lark text, with calls in the exact spacing of chat templates. Tags are text in
+    them, so they fit every tokenizer; if a tokenizer has a tag among its added tokens, the compiler of the grammar must
+    count that token as text too. Errors of a schema are found when a grammar is compiled, except that `parameters` must
+    have the type "object": otherwise it is a ValueError here.
     """
 
     name = ""
@@ -338,22 +337,25 @@ class ToolFormat:
     _arguments = ARGUMENTS[0]
 
     def parser(self, tool_names: Collection[str], new_id: Callable[[], str], parallel: bool = True) -> ToolParser:
-        """A parser for one choice."""
+        """Return a parser for one choice."""
         return self._parser_type(tool_names, new_id, parallel)
 
     def grammar(self, tools: Sequence[Tool], parallel: bool) -> str:
-        """Nothing but calls of the tools, with arguments that fit their schemas: one, or, if parallel, one or more."""
+        """Return a grammar of calls only, with arguments that fit the tools' schemas.
+
+        It allows one call or, if `parallel`, one or more.
+        """
         return f"start: {self._series(parallel)}\n" + self._rules(tools, self._opening)
 
     def lazy_grammar(self, tools: Sequence[Tool], parallel: bool) -> str:
-        """Any text; but once a call begins, it must be one of those that `grammar` allows."""
+        """Return a grammar of any text; but once a call begins, it must be one that `grammar` allows."""
         raise NotImplementedError
 
     def _series(self, parallel: bool) -> str:
         return f"call ({_literal(self._separator)} call)*" if parallel else "call"
 
     def _rules(self, tools: Sequence[Tool], opening: str) -> str:
-        """The rule `call`, where each begins with `opening`."""
+        """Return the rule `call`, in which each call begins with `opening`."""
         assert tools, "no tools, no calls"
         rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
         for i, tool in enumerate(tools):
@@ -394,7 +396,7 @@ _LLAMA_CALL = re.compile(r'"name\\?":[^,]*,[^,"]*"parameters')
 
 
 def detect(chat_template: str) -> str | None:
-    """The name of the format that a chat template speaks, or None if it is none of FORMATS."""
+    """Return the name of a chat template's format, or None if it is none of FORMATS."""
     if HermesParser.OPENING in chat_template:
         return None if any(tag in chat_template for tag in _OTHER_TAGS) else "hermes"
     if "python_tag" in chat_template or _LLAMA_CALL.search(chat_template):
@@ -413,12 +415,12 @@ def _schema(tool: Tool) -> dict[str, Any]:
 
 
 def _literal(text: str) -> str:
-    """A string in a Lark grammar."""
+    """Return a string of a Lark grammar."""
     return json.dumps(text)
 
 
 def _decoded(text: str) -> Any:
-    """Return the value of a JSON text. Raises _NotACall if it is none."""
+    """Return the value of a JSON text. Raise _NotACall if it is invalid."""
     try:
         return loads(text)
     except ValueError as error:
@@ -426,7 +428,7 @@ def _decoded(text: str) -> Any:
 
 
 def _as_object(value: str) -> str:
-    """The object that a value of arguments stands for, as JSON. Raises _NotACall if it stands for none."""
+    """Return the object in a value of arguments, as JSON. Raise _NotACall if there is none."""
     if value.startswith("{"):
         return value
     decoded = _decoded(value)

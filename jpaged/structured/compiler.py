@@ -1,4 +1,4 @@
-"""Makes constraints from structured outputs, in turn and once each."""
+"""Compiler of structured outputs: one at a time, and each only once."""
 
 import copy
 from collections import OrderedDict
@@ -19,11 +19,13 @@ MAX_GRAMMAR_BYTES = 128 * 2**10
 
 
 class GrammarCompiler:
-    """Makes constraints on a thread of its own: however many callers there are, it takes one core, or two while a
-    grammar is tried. llguidance is loaded by the first grammar.
+    """Compiler of constraints on a thread of its own.
+
+    It takes one core for any number of callers, or two while a grammar is tried. llguidance is loaded by the first
+    grammar.
 
     Args:
-        vocab_size: of the model, at least the tokenizer's.
+        vocab_size: size of the model's vocabulary, at least the tokenizer's.
         eos_token_ids: the tokens that end a complete text.
         max_cached: the number of compiled grammars that are kept.
     """
@@ -34,11 +36,15 @@ class GrammarCompiler:
         self._cache: OrderedDict[str, Constraint] = OrderedDict()  # touched by the thread alone
 
     def compile(self, wanted: StructuredOutputsParams) -> "Constraint":
-        """Return a constraint at its beginning. Raises InvalidParameter for a grammar that can't be compiled."""
+        """Return a constraint in its initial state.
+
+        Raises:
+            InvalidParameter: the grammar can't be compiled.
+        """
         return self.submit(wanted).result()
 
     def submit(self, wanted: StructuredOutputsParams) -> "Future[Constraint]":
-        """Begin to `compile`, and return the future constraint."""
+        """Start `compile`, and return the future constraint."""
         return self._thread.submit(self._compile, wanted)
 
     def _compile(self, wanted: StructuredOutputsParams) -> "Constraint":

@@ -1,5 +1,7 @@
-"""Structured outputs: which tokens may come next, so that the whole text keeps to a schema, a regular expression, a
-list of choices or a grammar. llguidance does the parsing."""
+"""Structured outputs: allowed next tokens, so that the whole text follows its constraint.
+
+The constraint is a JSON schema, a regular expression, a list of choices or a grammar. llguidance does the parsing.
+"""
 
 import json
 import threading
@@ -22,7 +24,7 @@ WHITE_SPACE = r"[ \n\r\t]{1,24}"
 
 
 class Constraint:
-    """Where one text stands in its grammar. Copies go their own ways."""
+    """State of one text in its grammar. Copies are independent."""
 
     def __init__(self, matcher: LLMatcher):
         self.matcher = matcher
@@ -31,20 +33,20 @@ class Constraint:
         return Constraint(self.matcher.deep_copy())
 
     def take(self, token: int) -> None:
-        """Goes on by a token."""
+        """Advance by a token."""
         self.matcher.consume_token(token)
 
     @property
     def error(self) -> str | None:
-        """Why the grammar could not be followed any further: say that it is too ambiguous. None for no such reason."""
+        """Reason why the grammar can't be followed further, such as too much ambiguity; None if there is none."""
         return self.matcher.get_error().partition("\n")[0] if self.matcher.is_error() else None
 
 
 class Compiler:
-    """Makes matchers for one model.
+    """Compiler of grammars to matchers for one model.
 
     Args:
-        vocab_size: of the model, at least the tokenizer's.
+        vocab_size: size of the model's vocabulary, at least the tokenizer's.
         eos_token_ids: tokens that end a complete text.
     """
 
@@ -54,7 +56,11 @@ class Compiler:
         self._eos_token_ids = sorted(eos_token_ids)
 
     def matcher(self, grammar: str) -> LLMatcher:
-        """Return the initial state of a grammar in llguidance's form. Raises ValueError if it can't be compiled."""
+        """Return the initial state of a grammar in llguidance's form.
+
+        Raises:
+            ValueError: the grammar can't be compiled.
+        """
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
         if not matcher.is_error():
             matcher.compute_bitmask()  # a grammar that fails at once should fail here
@@ -75,7 +81,7 @@ class Compiler:
 
 @contextmanager
 def deep_stack() -> Iterator[None]:
-    """Give the threads that start within it one."""
+    """Give a deep stack to the threads that start within the context."""
     before = threading.stack_size(COMPILER_STACK_BYTES)
     try:
         yield
@@ -84,8 +90,11 @@ def deep_stack() -> Iterator[None]:
 
 
 class _Vocabulary:
-    """A tokenizer as llguidance wants to see it. Left to itself it would take every added token like <this> for a
-    special one, and never allow it in a text: not the tags around a tool call either."""
+    """Tokenizer in llguidance's form.
+
+    By itself, llguidance would treat every added token like <this> as a special one, and never allow it in a text, not
+    even the tags around a tool call.
+    """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: list[int]):
         plain = LLTokenizer(tokenizer.to_str(), n_vocab=vocab_size, eos_token=eos_token_ids)
@@ -100,20 +109,25 @@ class _Vocabulary:
 
 
 class MaskWriter:
-    """Computes the masks of many constraints at once, on threads of its own."""
+    """Writer of the masks of many constraints at once, on threads of its own."""
 
     def __init__(self) -> None:
         self._executor = LLExecutor()
 
     def write(self, rows: Iterable[tuple[Constraint, int]], bits: np.ndarray) -> None:
-        """Writes into row i of `bits`, [S, ceil(V / 32)] uint32, which tokens its constraint allows next."""
+        """Write the allowed next tokens of each constraint into its row of `bits`, [S, ceil(V / 32)] uint32."""
         matchers = [(constraint.matcher, row) for constraint, row in rows]
         assert bits.dtype == np.uint32 and bits.flags.c_contiguous, f"{bits.dtype}, {bits.flags}"
         self._executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, bits.strides[0], len(bits))
 
 
 def native_grammar(wanted: StructuredOutputsParams) -> str:
-    """Return structured outputs as a grammar in llguidance's own form. Raises ValueError or TypeError."""
+    """Return structured outputs as a grammar in llguidance's own form.
+
+    Raises:
+        ValueError: a value is invalid.
+        TypeError: a value has an invalid type.
+    """
     if wanted.regex is not None:
         return grammar_from("regex", wanted.regex)
     if wanted.choice is not None:

@@ -1,4 +1,4 @@
-"""The masks of a step: which tokens the samples of some rows may be."""
+"""Masks of a step: the allowed tokens of the samples of some rows."""
 
 from collections.abc import Iterable
 from functools import cached_property
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Masks:
-    """Makes masks of W = ceil(V / 32) words a row: bit t % 32 of word t // 32 is set if token t is allowed."""
+    """Writer of masks of W = ceil(V / 32) words a row: bit t % 32 of word t // 32 is set if token t is allowed."""
 
     def __init__(self, vocab_size: int):
         words = -(-vocab_size // 32)
@@ -24,9 +24,9 @@ class Masks:
         return MaskWriter()
 
     def write(self, rows: Iterable[tuple["Constraint | None", frozenset[int]]]) -> np.ndarray:
-        """Return the masks, [M, W] uint32, of some constraints and of the tokens that are banned beside them.
+        """Return the masks, [M, W] uint32, of some constraints and of additional banned tokens.
 
-        Where nothing is left of a constraint's tokens, none of them is banned: a complete text ends, however short.
+        If bans leave none of a constraint's tokens, none of them is banned: a complete text ends, however short.
         """
         rows = list(rows)
         masks = np.empty((len(rows), len(self._all_w)), np.uint32)

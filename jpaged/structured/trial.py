@@ -1,5 +1,7 @@
-"""Compiles grammars in a process of its own, before anybody does in the server's: llguidance is a native library, and a
-grammar that crashes it, or keeps it busy for ever, must cost no more than that grammar."""
+"""Compilation of grammars in a process of its own, before the server compiles them.
+
+llguidance is a native library. A grammar that crashes it, or keeps it busy forever, must affect only itself.
+"""
 
 import threading
 from collections.abc import Callable, Iterable
@@ -15,13 +17,13 @@ MAX_MEMORY_BYTES = 4 * 2**30
 
 
 class Trial:
-    """The process as its parent sees it."""
+    """Handle of the process in its parent."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Iterable[int]):
         self._child = Child("jpaged.structured.trial", [tokenizer.to_str(), vocab_size, sorted(eos_token_ids)])
 
     def __call__(self, grammar: str) -> str | None:
-        """Return the fault of a grammar; None if it can be compiled here, too."""
+        """Return the fault of a grammar; None if it can be compiled in this process, too."""
         try:
             return self._child.ask(grammar, COMPILE_TIMEOUT_S)
         except ChildFailed:
@@ -43,6 +45,7 @@ def _setup(model: list[Any]) -> Callable[[str], str | None]:
 
 
 def main() -> None:
+    """Answer grammars on stdin."""
     confine(MAX_MEMORY_BYTES)
     with deep_stack():
         thread = threading.Thread(target=serve, args=(_setup,), daemon=True)

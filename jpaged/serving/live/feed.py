@@ -1,4 +1,4 @@
-"""The feed of the page's map: the KV pool as it is, to everybody who watches."""
+"""Feed of the page's map: the present KV pool, for all viewers."""
 
 import asyncio
 import base64
@@ -29,10 +29,10 @@ PATIENCE = 30.0  # seconds that a viewer may take to accept a frame
 
 @dataclass(frozen=True)
 class Frame:
-    """A snapshot as it is sent: complete, or as changes since the frame before it.
+    """Snapshot in the form that is sent: complete, or as changes since the frame before it.
 
-    The map is a base64 text of `Snapshot.blocks`, deflated (zlib); in a frame that is not whole, of its exclusive or
-    with the blocks before.
+    The map is a base64 text of `Snapshot.blocks`, deflated (zlib); in a frame of changes, of its exclusive or with the
+    blocks before.
     """
 
     index: int
@@ -41,10 +41,12 @@ class Frame:
 
     @cached_property
     def whole(self) -> bytes:
+        """Complete frame as a server-sent event."""
         return self._encoded(self.now.blocks, self.now.events, whole=True)
 
     @cached_property
     def change(self) -> bytes:
+        """Changes since the frame before as a server-sent event."""
         last = self.before.events[-1]["serial"] if self.before.events else 0
         events = [event for event in self.now.events if event["serial"] > last]
         return self._encoded(_exclusive_or(self.now.blocks, self.before.blocks), events, whole=False)
@@ -64,12 +66,12 @@ def _exclusive_or(a: bytes, b: bytes) -> bytes:
 
 
 class Feed:
-    """Sends frames to all viewers. One task samples the pool for them, and only while there are viewers.
+    """Sender of frames to all viewers. One task samples the pool for them, and only while there are viewers.
 
     Args:
-        engine: asked whether it is alive, alone.
+        engine: used only for whether it is alive.
         sample: returns a snapshot of the engine's pool. Raises EngineDead.
-        recorder: numbers the requests in it.
+        recorder: numbers the requests in the snapshot.
     """
 
     def __init__(self, engine: EngineClient, sample: Callable[[], Awaitable[Snapshot]], recorder: Recorder):
@@ -82,7 +84,7 @@ class Feed:
         self._indices = itertools.count(1)
 
     async def watch(self, request: web.Request) -> web.StreamResponse:
-        """Server-sent events, a frame each, until the client goes, the engine dies or the server shuts down."""
+        """Send server-sent events, one for each frame, until the client or the engine ends or the server shuts down."""
         if len(self._viewers) >= MAX_VIEWERS:
             raise ApiError(503, f"{len(self._viewers)} viewers watch the pool already; try again later")
         viewer: asyncio.Queue[Frame | None] = asyncio.Queue(1)
@@ -100,7 +102,7 @@ class Feed:
             self._viewers.discard(viewer)
 
     async def number(self, request: web.Request) -> web.Response:
-        """The number that a request goes by on the map: for its owner, who alone knows its id."""
+        """Return the number of a request on the map; only its owner knows the id that is asked for."""
         number = self._recorder.known(request.match_info["request_id"])
         if number is None:
             raise ApiError(404, "no request has this id, or it ended long ago")
@@ -147,7 +149,7 @@ class Feed:
 
 
 def _offer(viewer: asyncio.Queue[Frame | None], frame: Frame | None) -> None:
-    """Replace the frame that the viewer has not taken yet."""
+    """Replace the frame that the viewer has not read yet."""
     if viewer.full():
         viewer.get_nowait()
     viewer.put_nowait(frame)

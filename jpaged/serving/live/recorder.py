@@ -19,7 +19,7 @@ MAX_KNOWN = 1024  # requests whose numbers may be asked for
 
 @dataclass(slots=True)
 class _Course:
-    """The progress of a request: its arrival, the meaning of its next step, and whether it has output."""
+    """Progress of a request: its arrival, the meaning of its next step, and whether it has output."""
 
     number: int
     arrival: float
@@ -28,8 +28,10 @@ class _Course:
 
 
 class Recorder:
-    """Totals and the latest events. An observer of the engine, used only on the engine's thread except for
-    `known`. Requests go by the order in which they came, so neither their ids nor their texts leave it.
+    """Recorder of totals and the latest events.
+
+    It is an observer of the engine, used only on the engine's thread except for `known`. Requests have numbers in the
+    order of their arrival, so neither their ids nor their texts leave it.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
@@ -48,17 +50,19 @@ class Recorder:
         self._last_step: float | None = None
 
     def number(self, request: Request) -> int:
-        """Return the number of a live request, which is counted now if it was not seen on arrival."""
+        """Return the number of a live request; a request that was not seen on arrival gets one now."""
         return (self._courses.get(request) or self._count(request)).number
 
     def known(self, request_id: str) -> int | None:
-        """The number of a request that runs or ran lately, for those who know its id."""
+        """Return the number of a request that runs or ran recently, for callers that know its id."""
         return self._known.get(request_id)
 
     def added(self, request: Request) -> None:
+        """Give an accepted request a number."""
         self._count(request)
 
     def stepped(self, scheduler: Scheduler, output: StepOutput) -> None:
+        """Record the tokens and events of a step."""
         now, committed = self._clock(), output.committed
         made = len(output.deltas)
         if output.ended:  # some of which may give all their tokens at once
@@ -88,6 +92,7 @@ class Recorder:
                     self._advanced(request, course, now)
 
     def ended(self, request: Request) -> None:
+        """Record the end of a request."""
         self._expected.pop(request, None)
         if course := self._courses.pop(request, None):
             tokens = sum(sequence.num_output_tokens for sequence in request.sequences)

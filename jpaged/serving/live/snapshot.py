@@ -1,4 +1,4 @@
-"""The KV pool and its requests at one moment, without anybody's text."""
+"""KV pool and its requests at one moment, without any text."""
 
 import itertools
 import sys
@@ -19,13 +19,13 @@ MAX_LISTED = 2048  # blocks in all
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The engine at one moment, between two steps.
+    """State of the engine at one moment, between two steps.
 
     Attributes:
         blocks: three bytes for each block, as three planes, each in the order of the blocks: the number of the first
             request that holds it (0 for none), its low and its high byte; then `BlockPool.states`.
         facts: everything else, ready for JSON.
-        events: the latest, oldest first.
+        events: the latest events, oldest first.
         cost: seconds that it took from the engine's thread.
     """
 
@@ -37,7 +37,7 @@ class Snapshot:
 
 
 def snapshot(scheduler: Scheduler, recorder: Recorder) -> Snapshot:
-    """Return the pool, the requests and the totals; to be called where nothing changes them meanwhile."""
+    """Return the pool, the requests and the totals; call it where nothing changes them meanwhile."""
     began = time.thread_time()
     pool, running = scheduler.pool, list(scheduler.running)
     owners = array("H", bytes(2 * pool.num_blocks))
@@ -88,7 +88,7 @@ def snapshot(scheduler: Scheduler, recorder: Recorder) -> Snapshot:
 
 
 def _listed(running: list[Request], recorder: Recorder) -> list[dict[str, Any]]:
-    """The first of the running requests, with the beginnings of their block tables."""
+    """Return the first running requests, with the beginnings of their block tables."""
     room, listed = MAX_LISTED, []
     for request in running[:MAX_REQUESTS]:
         branches = []

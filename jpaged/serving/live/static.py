@@ -1,4 +1,4 @@
-"""The page at `/`, from files of this package."""
+"""Page at `/`, from files of this package."""
 
 import hashlib
 from collections.abc import Awaitable, Callable
@@ -23,12 +23,12 @@ PAGE_HEADERS = {
 
 
 def routes() -> list[web.RouteDef]:
-    """Of the page and its files. They hold no data, and are for everybody."""
+    """Return the routes of the page and its files. They hold no data, and need no API key."""
     return [web.get(path, _sender(name)) for path, name in PAGE_FILES.items()]
 
 
 def _sender(name: str) -> Callable[[web.Request], Awaitable[web.Response]]:
-    """A handler that answers with one file, which is read now."""
+    """Return a handler that answers with one file, which is read now."""
     content = PAGE.joinpath(name).read_bytes()
     etag = hashlib.sha256(content).hexdigest()[:32]
 

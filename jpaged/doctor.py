@@ -1,4 +1,4 @@
-"""Examine a machine: its devices and software, the kernels that a model gets on it, their self-test, and the caches."""
+"""Examination of a machine: devices and software, the kernels for a model, their self-test, and the caches."""
 
 import importlib.metadata
 import os
@@ -25,7 +25,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Device:
-    """A device as jax sees it."""
+    """Device as jax sees it."""
 
     kind: str
     platform: str
@@ -34,7 +34,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU as its driver sees it, whether jax uses it or not."""
+    """GPU as its driver sees it, whether jax uses it or not."""
 
     name: str
     free_bytes: int
@@ -43,7 +43,7 @@ class Card:
 
 @dataclass(frozen=True)
 class Cache:
-    """The folder of compiled executables."""
+    """Folder of compiled executables."""
 
     path: str
     entries: int
@@ -53,20 +53,22 @@ class Cache:
 
 @dataclass(frozen=True)
 class Host:
+    """Free memory and disk space of the machine."""
+
     memory_available_bytes: int
     disk_free_bytes: int
 
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that was found.
+    """Result of an examination.
 
     Attributes:
         versions: by package; "driver", "cuda" and "ptxas" where they are known.
         model: the shape class that kernels were chosen for, in words.
         self_test: the reason why there are no tests; "" if there are.
         warnings: remarks on a machine that works.
-        problems: failed tests, and reasons why nothing can run. Without any, all is well.
+        problems: failed tests, and reasons why nothing can run; empty if the machine works.
     """
 
     devices: tuple[Device, ...]
@@ -86,7 +88,7 @@ def examine(config: EngineConfig, *, retest: bool = False) -> Report:
     """Examine this machine for the model of a config.
 
     Args:
-        retest: test kernels again and ignore remembered results.
+        retest: test kernels again and ignore stored results.
 
     Raises:
         ValueError: the model is missing or broken.

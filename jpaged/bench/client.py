@@ -1,4 +1,4 @@
-"""A client of any server that speaks the OpenAI API: plain answers, and streamed ones as events with their times."""
+"""Client for servers with the OpenAI API: plain responses, and streamed responses as events with their times."""
 
 import json
 import time
@@ -14,7 +14,10 @@ KEEPALIVE_SECONDS = 2.0
 
 
 class ServerError(ConnectionError):
-    """The server could not be reached, refused, or broke off. `kind` is the same for failures that are alike."""
+    """Failure of a request: server unreachable, HTTP error, or broken response.
+
+    `kind` is the same for failures of the same sort.
+    """
 
     def __init__(self, kind: str, detail: str):
         super().__init__(f"{kind}: {detail}")
@@ -22,24 +25,28 @@ class ServerError(ConnectionError):
 
 
 class EventReader:
-    """Cuts a stream of server-sent events into their data, wherever the network has cut it."""
+    """Parser of a stream of server-sent events, which the network may split at any byte."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, received: bytes) -> list[bytes]:
+        """Return the data of the events that these bytes complete."""
         *lines, self._rest = (self._rest + received).split(b"\n")
         return [line[5:].strip() for line in lines if line.startswith(b"data:")]
 
 
 class Client:
-    """Talks to one server; to be closed, or used as an asynchronous context manager.
+    """Client of one server; close it, or use it as an asynchronous context manager.
+
+    All requests raise ServerError.
 
     Args:
-        url: where the server is, with or without /v1.
-        timeout: most seconds that a request may take; None is any time.
+        url: address of the server, with or without /v1.
+        timeout: maximum seconds of a request; None: no limit.
 
-    Raises ValueError for a url that is none. All requests raise ServerError.
+    Raises:
+        ValueError: `url` is not a URL.
     """
 
     def __init__(self, url: str, api_key: str | None = None, *, timeout: float | None = None):
@@ -56,12 +63,13 @@ class Client:
         await self.close()
 
     async def close(self) -> None:
+        """Close the connections."""
         if "_session" in vars(self):
             await self._session.close()
 
     @cached_property
     def _session(self) -> aiohttp.ClientSession:
-        """Made where the first request is: it belongs to that event loop."""
+        """Session, created at the first request because it belongs to that request's event loop."""
         return aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS),
             timeout=aiohttp.ClientTimeout(total=self._timeout),
@@ -69,17 +77,18 @@ class Client:
         )
 
     async def models(self) -> list[dict[str, Any]]:
-        """The models that are served: `id`, and from some servers `max_model_len`."""
+        """Return the served models: `id`, and from some servers `max_model_len`."""
         answer = await self._request("GET", "/v1/models")
         if not answer.get("data"):
             raise ServerError("no model", f"{self.url}/v1/models lists none")
         return answer["data"]
 
     async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Send a request and return the JSON body of the response."""
         return await self._request("POST", path, json=body)
 
     async def stream(self, path: str, body: dict[str, Any]) -> AsyncGenerator[tuple[float, dict[str, Any]]]:
-        """The events of a streamed answer, each with the moment (`time.perf_counter`) at which its bytes were read."""
+        """Yield the events of a streamed response, each with the `time.perf_counter` at which its bytes were read."""
         with self._failures("no connection"):
             response = await self._session.post(self.url + path, json=body)
         reader = EventReader()
@@ -133,6 +142,6 @@ def _object(parsed: Any) -> dict[str, Any]:
 
 
 def _message(body: Any) -> str:
-    """Return the message of an error's body, in the API's form or in another."""
+    """Return the message in the body of an error, in the API's form or in another."""
     error = body.get("error", body) if isinstance(body, dict) else body
     return str(error.get("message", error)) if isinstance(error, dict) else str(error)

@@ -1,18 +1,19 @@
-"""Measurements of each request, and their summary.
+"""Latencies of each request, and their summary.
 
-Of one request, by the client's clock:
+Latencies of a request, by the client's clock:
 
-  time to first token     from sending it to the first text that comes back
-  inter-token latency     every gap between two chunks of text; what several tokens
-                          in one chunk share, for nobody here knows how many they are
+  time to first token     from sending the request to the first text of the response
+  inter-token latency     each gap between two chunks of text; a chunk's tokens share one
+                          gap, because the client does not know their number
   time per output token   from the first text to the last, over the tokens after the first
-  end-to-end latency      from sending it to the end of the answer
-  normalised latency      end-to-end latency over output tokens: the PagedAttention paper's
-  sent later than due     by a busy client, or by --concurrency; only with a rate
+  end-to-end latency      from sending the request to the end of the response
+  normalised latency      end-to-end latency over output tokens, as in the PagedAttention paper
+  sent later than due     delay by a busy client or by --concurrency; only with a rate
 
-Chunks that are read at once have gaps of 0 between them. Tokens are counted by the server, whose usage every request
-asks for, or, where it tells none, by chunks. Only requests that succeeded count, but for the failures. Throughputs are
-over the time from the first request sent to the last one ended. Goodput counts requests within all of its limits.
+Chunks that are read at once have gaps of 0 between them. Token counts are those of the server's usage, which every
+request asks for, or the number of chunks if the server returns none. Failed requests count only as failures.
+Throughputs are over the time from the first request sent to the last one ended. Goodput counts the requests within all
+of its limits.
 """
 
 import statistics
@@ -27,14 +28,14 @@ import numpy as np
 
 @dataclass
 class Record:
-    """One request. Times are in seconds, all by one clock.
+    """Times and token counts of one request. Times are in seconds, all by one clock.
 
     Attributes:
-        due: when it was to be sent.
-        chunks: when each chunk of text was read.
-        prompt_tokens, output_tokens: as the server counts them; None where it does not say.
-        failure: the kind of failure that ended it.
-        detail: the message of the server or the network.
+        due: time at which the request was due.
+        chunks: time at which each chunk of text was read.
+        prompt_tokens, output_tokens: counts of the server; None if it returns none.
+        failure: kind of the failure that ended the request.
+        detail: message of the server or the network.
     """
 
     due: float
@@ -48,37 +49,42 @@ class Record:
 
     @property
     def tokens(self) -> int:
-        """Of the output."""
+        """Number of output tokens."""
         return len(self.chunks) if self.output_tokens is None else self.output_tokens
 
     @property
     def ttft(self) -> float | None:
+        """Time to first token; None without text."""
         return self.chunks[0] - self.sent if self.chunks else None
 
     @property
     def gaps(self) -> list[float]:
+        """Inter-token latencies."""
         return [later - earlier for earlier, later in pairwise(self.chunks)]
 
     @property
     def tpot(self) -> float | None:
+        """Time per output token; None for less than two tokens."""
         return (self.chunks[-1] - self.chunks[0]) / (self.tokens - 1) if self.chunks and self.tokens > 1 else None
 
     @property
     def e2el(self) -> float:
+        """End-to-end latency."""
         return self.ended - self.sent
 
     @property
     def normalised(self) -> float | None:
+        """Normalised latency; None without tokens."""
         return self.e2el / self.tokens if self.tokens else None
 
     @property
     def delay(self) -> float:
-        """How much later it was sent than it was due."""
+        """Seconds between the due time and the sending of the request."""
         return self.sent - self.due
 
 
 class Spread(NamedTuple):
-    """How values are distributed."""
+    """Distribution of values."""
 
     mean: float
     median: float
@@ -93,15 +99,15 @@ LIMITED = ("ttft", "tpot", "e2el")  # latencies that goodput may limit
 
 @dataclass(frozen=True)
 class Measurement:
-    """Of all requests of a run.
+    """Summary of all requests of a run.
 
     Attributes:
         duration: seconds.
-        request_throughput, output_throughput, total_throughput: requests, output tokens, and tokens in and out, each
-            per second.
-        goodput: requests per second within the limits; None if there are none.
-        counted: of how many requests the server counted the output's tokens.
-        latencies: seconds, by the names of LATENCIES; None if there is no value.
+        request_throughput, output_throughput, total_throughput: requests, output tokens, and prompt and output tokens,
+            each per second.
+        goodput: requests per second within the limits; None without limits.
+        counted: number of requests whose output tokens the server counted.
+        latencies: seconds, by the names of LATENCIES; None without a value.
     """
 
     requests: int
@@ -129,7 +135,11 @@ def spread(values: Iterable[float | None]) -> Spread | None:
 
 
 def measure(records: Sequence[Record], limits: Mapping[str, float] | None = None) -> Measurement:
-    """Of at least one record. `limits` are a good request's longest latencies in seconds, by the names of LIMITED."""
+    """Return the summary of at least one record.
+
+    Args:
+        limits: maximum latencies of a good request in seconds, by the names of LIMITED.
+    """
     done = [record for record in records if record.failure is None]
     duration = max(record.ended for record in records) - min(record.sent for record in records)
     prompt_tokens = sum(record.prompt_tokens or 0 for record in done)
@@ -159,5 +169,8 @@ def measure(records: Sequence[Record], limits: Mapping[str, float] | None = None
 
 
 def _good(record: Record, limits: Mapping[str, float]) -> bool:
-    """A latency that there is none of, as a one-token answer's time per token, is within any limit."""
+    """Return whether a request is within all limits.
+
+    A missing latency, such as a one-token response's time per token, is within any limit.
+    """
     return all((getattr(record, name) or 0.0) <= limit for name, limit in limits.items())

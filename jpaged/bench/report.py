@@ -1,4 +1,4 @@
-"""A result as text for people, and as JSON for programs."""
+"""Reports of a result: text for people, and JSON for programs."""
 
 import importlib.metadata
 import math
@@ -24,7 +24,7 @@ SHOWN = (
 
 
 def text(result: Result, settings: Settings) -> str:
-    """Every run, and, of several, a table of them all."""
+    """Return a report of each run, and a table of the runs if there are several."""
     parts = [_run(run, settings) for run in result.runs]
     if len(result.runs) > 1:
         parts.append(_curve(result.runs))
@@ -32,7 +32,11 @@ def text(result: Result, settings: Settings) -> str:
 
 
 def document(result: Result, settings: Settings, url: str, *, per_request: bool = False) -> dict[str, Any]:
-    """All of it, in seconds and tokens, for JSON. `per_request` adds each request's own times, from its run's start."""
+    """Return the whole result as JSON values, in seconds and tokens.
+
+    Args:
+        per_request: include the times of each request, counted from the start of its run.
+    """
     given = asdict(settings)
     given["rates"] = [_number(rate) for rate in settings.rates]
     given["workload"]["file"] = str(settings.workload.file) if settings.workload.file else None
@@ -48,7 +52,7 @@ def document(result: Result, settings: Settings, url: str, *, per_request: bool 
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows, the first of them a heading; first column to the left, numbers to the right."""
+    """Return rows as aligned text: a heading first, the first column left-aligned, numbers right-aligned."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join(
         "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))]).rstrip()
@@ -131,7 +135,7 @@ def _record(record: Record, start: float) -> dict[str, Any]:
 
 
 def _number(value: float) -> float | str:
-    """JSON has no infinity."""
+    """Return a value for JSON, which has no infinity."""
     return value if math.isfinite(value) else "inf"
 
 

@@ -1,4 +1,4 @@
-"""Measure a server: find its model, make the requests of a workload, and send them once for each rate."""
+"""Load test of a server: find its model, create the requests of a workload, and send them once for each rate."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,18 +17,18 @@ from jpaged.bench.workload import Job, Workload
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a measurement.
+    """Settings of a measurement.
 
     Attributes:
-        model: None is the first that the server lists.
-        rates: requests per second, one run for each; infinite is all at once.
-        burstiness: of `traffic.arrivals`.
-        concurrency: most requests at once; None is any number.
+        model: None: the first model that the server lists.
+        rates: requests per second, one run for each; infinite: all at once.
+        burstiness: see `traffic.arrivals`.
+        concurrency: maximum requests at a time; None: no limit.
         token_ids: send prompts as token ids, not as text.
-        ignore_eos: go on to the last token asked for, by vLLM's field of that name; None: where lengths are drawn.
-        tokenizer: counts tokens instead of the server.
-        goodput: a good request's longest latencies in milliseconds, by the names of `measure.LIMITED`.
-        timeout: seconds that a request may take.
+        ignore_eos: generate up to the last requested token, by vLLM's field of that name; None: for drawn lengths only.
+        tokenizer: tokenizer that counts tokens in place of the server.
+        goodput: maximum latencies of a good request in milliseconds, by the names of `measure.LIMITED`.
+        timeout: maximum seconds of a request.
     """
 
     workload: Workload
@@ -69,7 +69,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Run:
-    """All requests at one rate; `asked` are the tokens of output asked for."""
+    """Requests at one rate; `asked` is the number of requested output tokens."""
 
     rate: float
     asked: int
@@ -88,8 +88,11 @@ class Result:
 
 
 async def bench_server(client: Client, settings: Settings, *, progress: bool = True) -> Result:
-    """Runs the workload once for each rate. Requests that fail are counted; but the first ones, which warm the server
-    up, raise ServerError."""
+    """Run the workload once for each rate. Failed requests are counted.
+
+    Raises:
+        ServerError: one of the first requests, which warm up the server, failed.
+    """
     models = await client.models()
     model = settings.model or models[0]["id"]
     room = next((each.get("max_model_len") for each in models if each["id"] == model), None)

@@ -1,4 +1,4 @@
-"""Where a run's requests come from: written to drawn lengths, or read from a file."""
+"""Sources of a run's requests: texts of drawn lengths, or a file."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,30 +9,30 @@ from jpaged.bench.workload import Job, Lengths, Workload, fit
 
 
 class Tokens(Protocol):
-    """Counts the tokens of one model."""
+    """Token counter for one model."""
 
     async def ids(self, text: str) -> list[int] | None:
-        """The text's tokens, without those that a tokenizer adds; None if they can only be counted."""
+        """Return the text's token ids without a tokenizer's special tokens; None if tokens can only be counted."""
 
     async def count(self, text: str) -> int:
-        """How many they are."""
+        """Return the number of tokens of `ids`."""
 
     async def of_prompt(self, content: Any) -> int:
-        """How many a prompt has, with all that is added to it."""
+        """Return the number of tokens of a prompt, with all additions of the server or the template."""
 
 
 class Source(Protocol):
-    """Jobs that all fit the model. `notes` describe the changes that this needed."""
+    """Source of jobs that all fit the model. `notes` describe the changes that this needed."""
 
     notes: list[str]
 
     def jobs(self, run: str) -> list[Job]:
-        """Those of a run, by its name."""
+        """Return the jobs of a run, given its name."""
 
 
 @dataclass
 class Drawn:
-    """Jobs of drawn lengths. Every run has texts of its own, so that no prefix cache knows them from the last one."""
+    """Jobs of drawn lengths. Every run has its own texts, so that no prefix cache knows them from the last run."""
 
     seed: int
     writer: Writer
@@ -40,22 +40,24 @@ class Drawn:
     notes: list[str]
 
     def jobs(self, run: str) -> list[Job]:
+        """Return newly written jobs for a run."""
         return write_jobs(self.writer, self.lengths, f"{self.seed}, {run}")
 
 
 @dataclass
 class Read:
-    """A file's jobs, the same ones in every run."""
+    """Jobs of a file, the same ones in every run."""
 
     read: list[Job]
     notes: list[str]
 
     def jobs(self, run: str) -> list[Job]:
+        """Return the jobs of the file."""
         return self.read
 
 
 async def draw(workload: Workload, tokens: Tokens, room: int | None, token_ids: bool) -> Source:
-    """Of a workload that is drawn; prompt and output fit into `room` tokens."""
+    """Return the source of a drawn workload; prompt and output fit into `room` tokens."""
     writer: Writer
     if token_ids:
         ids = await tokens.ids(" ".join(WORDS))
@@ -70,7 +72,11 @@ async def draw(workload: Workload, tokens: Tokens, room: int | None, token_ids: 
 
 
 async def open_file(workload: Workload, tokens: Tokens, room: int | None) -> Source:
-    """Of a file. Outputs are as long as it says, or as its answer is, or `output_len`, as far as there is room."""
+    """Return the source of a file.
+
+    The length of an output is the file's `max_tokens`, else the length of the file's answer, else `output_len`, as far
+    as there is room.
+    """
     found = workload.jobs()
     notes = [f"the file has {len(found)} requests only"] if len(found) < workload.num_prompts else []
     overhead = await tokens.of_prompt(FIRST) - await tokens.count(FIRST) if room else 0
@@ -90,7 +96,7 @@ async def open_file(workload: Workload, tokens: Tokens, room: int | None) -> Sou
 
 
 async def _length(content: str | list[Any], tokens: Tokens, overhead: int) -> int:
-    """Tokens of a prompt; of a conversation at most, with so many for its template around each message."""
+    """Return the tokens of a prompt; for a conversation an upper bound, with `overhead` tokens for each message."""
     if isinstance(content, str):
         return await tokens.count(content) + overhead
     if isinstance(content[0], int):

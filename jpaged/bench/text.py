@@ -1,8 +1,8 @@
 """Texts of a given number of tokens.
 
-They are common words with spaces between, the first of them always the same. A tokenizer cuts a text at its spaces
-before anything else, so a prompt has the tokens of the first word's own prompt, a chat template's among them, and those
-of the other words. Both are asked once, word by word; after that texts of any length are written without asking.
+A text is a series of common words with spaces between them; the first word is always the same. A tokenizer splits a
+text at its spaces first, so a prompt has the tokens of a prompt of the first word, including those of a chat template,
+and the tokens of the other words. Both are measured once, word by word; then texts of any length need no measurement.
 """
 
 import asyncio
@@ -31,20 +31,20 @@ Count = Callable[[str], Awaitable[int]]
 
 
 class Writer(Protocol):
-    """Makes prompts of so many tokens, but of at least `least`."""
+    """Writer of prompts of a given number of tokens, but at least `least`."""
 
     least: int
 
     def write(self, common: random.Random, own: random.Random, each: Lengths) -> str | list[int]:
-        """A prompt whose prefix is drawn from `common`, and the rest from `own`."""
+        """Return a prompt whose prefix is drawn from `common`, and the rest from `own`."""
 
 
 class WordWriter:
-    """Writes texts.
+    """Writer of texts.
 
     Args:
-        costs: tokens of each word behind another one.
-        least: tokens of the prompt that is FIRST alone.
+        costs: tokens of each word after another word.
+        least: tokens of the prompt FIRST.
     """
 
     def __init__(self, costs: Mapping[str, int], least: int):
@@ -53,11 +53,12 @@ class WordWriter:
         self._costs = [costs[word] for word in self._words]
 
     def write(self, common: random.Random, own: random.Random, each: Lengths) -> str:
+        """Return a text whose prefix is drawn from `common`, and the rest from `own`."""
         prefix = self._draw(common, each.prefix_tokens)
         return " ".join([FIRST, *prefix, *self._draw(own, each.prompt - self.least)])
 
     def _draw(self, rng: random.Random, tokens: int) -> list[str]:
-        """Words of so many tokens, or of a few less where no word is so short."""
+        """Return words of a number of tokens, or of a few less where no word is short enough."""
         words: list[str] = []
         while usable := bisect_right(self._costs, tokens):
             chosen = rng.randrange(usable)
@@ -67,7 +68,7 @@ class WordWriter:
 
 
 class TokenWriter:
-    """Writes token ids, drawn from those given."""
+    """Writer of token ids, drawn from the given ones."""
 
     least = 1
 
@@ -75,15 +76,16 @@ class TokenWriter:
         self._token_ids = sorted(set(token_ids))
 
     def write(self, common: random.Random, own: random.Random, each: Lengths) -> list[int]:
+        """Return token ids whose prefix is drawn from `common`, and the rest from `own`."""
         return common.choices(self._token_ids, k=each.prefix_tokens) + own.choices(self._token_ids, k=each.prompt)
 
 
 async def measured(count: Count, of_prompt: Count) -> WordWriter:
-    """A writer that knows the tokens of words.
+    """Return a writer with the measured number of tokens of each word.
 
     Args:
-        count: tokens of a text.
-        of_prompt: tokens of it as a prompt.
+        count: return the tokens of a text.
+        of_prompt: return the tokens of a text as a prompt.
     """
     limit = asyncio.Semaphore(CONCURRENT_QUESTIONS)
 
@@ -96,6 +98,6 @@ async def measured(count: Count, of_prompt: Count) -> WordWriter:
 
 
 def write_jobs(writer: Writer, drawn: Iterable[Lengths], seed: str) -> list[Job]:
-    """A job for each of the lengths. Another seed gives other texts, of the same lengths."""
+    """Return a job for each of the lengths. Another seed gives other texts of the same lengths."""
     own = random.Random(seed)
     return [Job(writer.write(random.Random(f"{seed}, prefix {each.prefix}"), own, each), each.output) for each in drawn]

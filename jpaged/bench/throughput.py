@@ -1,4 +1,4 @@
-"""The throughput of an engine without a server: all requests are submitted at once."""
+"""Throughput of an engine without a server: all requests are submitted at once."""
 
 import asyncio
 import time
@@ -15,11 +15,11 @@ from jpaged.tokenizer import backend, encode, render_chat
 
 @dataclass(frozen=True)
 class Throughput:
-    """The measurement of a workload.
+    """Measurement of a workload.
 
     Attributes:
         duration: seconds.
-        notes: changes of the workload that the model made necessary.
+        notes: changes of the workload that the model required.
     """
 
     requests: int
@@ -43,18 +43,21 @@ def measure(
 
 
 class EngineTokens:
-    """Count tokens with the tokenizer of a loaded model."""
+    """Token counter with the tokenizer of a loaded model."""
 
     def __init__(self, llm: LLM):
         self._llm = llm
 
     async def ids(self, text: str) -> list[int]:
+        """Return the text's token ids, without special tokens."""
         return backend(self._llm.tokenizer).encode(text, add_special_tokens=False).ids
 
     async def count(self, text: str) -> int:
+        """Return the number of tokens of `ids`."""
         return len(await self.ids(text))
 
     async def of_prompt(self, content: Any) -> int:
+        """Return the number of tokens of a prompt."""
         return len(self.prompt(content))
 
     def prompt(self, content: Any) -> list[int]:
@@ -65,7 +68,7 @@ class EngineTokens:
 
 
 def bench_engine(llm: LLM, workload: Workload, *, progress: bool = True) -> Throughput:
-    """Measure greedy generation for a workload; where lengths are drawn, no output ends before its length."""
+    """Measure greedy generation for a workload. If lengths are drawn, no output ends before its length."""
     tokens, room = EngineTokens(llm), llm.engine.limits.max_model_len
     if workload.file:
         source = asyncio.run(open_file(workload, tokens, room))

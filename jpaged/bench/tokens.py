@@ -1,4 +1,4 @@
-"""The number of tokens of a text, and of a prompt with the server's additions."""
+"""Number of tokens of a text, and of a prompt with the server's additions."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,11 @@ PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
 
 def prompt_fields(endpoint: str, content: Any) -> dict[str, Any]:
-    """A prompt as an endpoint takes it. Raises ValueError for one that it can't."""
+    """Return the fields of a request's body for a prompt.
+
+    Raises:
+        ValueError: the endpoint does not accept such a prompt.
+    """
     is_messages = isinstance(content, list) and isinstance(content[0], dict)
     if endpoint == "chat":
         if isinstance(content, list) and not is_messages:
@@ -24,7 +28,11 @@ def prompt_fields(endpoint: str, content: Any) -> dict[str, Any]:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """From a directory, a hub id, or "demo". Raises ValueError if there is none."""
+    """Return the tokenizer of a directory, a hub id, or "demo".
+
+    Raises:
+        ValueError: there is no such tokenizer.
+    """
     directory = DEMO if name == "demo" else Path(name).expanduser()
     try:
         if directory.is_dir():
@@ -35,8 +43,11 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 class ServerTokens:
-    """A counter for a model at one endpoint: a tokenizer in hand (an argument of `load_tokenizer`), else the server's
-    /tokenize, else the usage of a request for a single token."""
+    """Token counter for a model at one endpoint.
+
+    It uses the given tokenizer (an argument of `load_tokenizer`), else the server's /tokenize, else the usage of a
+    request for a single token.
+    """
 
     def __init__(self, client: Client, model: str, endpoint: str, tokenizer: str | None = None):
         self._client, self._model, self._endpoint = client, model, endpoint
@@ -44,6 +55,7 @@ class ServerTokens:
         self._has_tokenize = True
 
     async def ids(self, text: str) -> list[int] | None:
+        """Return the text's token ids, without special tokens; None without a tokenizer and /tokenize."""
         if self._tokenizer:
             return self._tokenizer.encode(text, add_special_tokens=False).ids
         if self._has_tokenize:
@@ -57,10 +69,16 @@ class ServerTokens:
         return None
 
     async def count(self, text: str) -> int:
+        """Return the number of tokens of `ids`, or of the text as a prompt if they are unknown."""
         ids = await self.ids(text)
         return await self.of_prompt(text) if ids is None else len(ids)
 
     async def of_prompt(self, content: Any) -> int:
+        """Return the prompt tokens in the usage of a request for a single token.
+
+        Raises:
+            ServerError: the request failed, or its response has no usage.
+        """
         body = {"model": self._model, **prompt_fields(self._endpoint, content), "max_tokens": 1}
         usage = (await self._client.post(PATHS[self._endpoint], body)).get("usage")
         if not usage:

@@ -1,4 +1,4 @@
-"""Send requests at their times, and record the responses with their times."""
+"""Sending of requests at their times, and a record of each response."""
 
 import asyncio
 import math
@@ -13,12 +13,12 @@ from jpaged.bench.measure import Record
 
 
 def arrivals(count: int, rate: float, burstiness: float = 1.0, seed: int = 0) -> list[float]:
-    """When each request is due, in seconds from the start, which is when the first one is.
+    """Return the time at which each request is due, in seconds after the first request.
 
     Args:
-        rate: requests per second on average; infinite is all at once.
-        burstiness: gaps are drawn from a gamma distribution of that shape; 1 is a Poisson process, less comes in
-            bursts, more is more even.
+        rate: average requests per second; infinite: all at once.
+        burstiness: shape of the gamma distribution of the gaps; 1 is a Poisson process, smaller values give bursts,
+            larger ones more even gaps.
     """
     if math.isinf(rate):
         return [0.0] * count
@@ -37,8 +37,10 @@ async def drive(
     concurrency: int | None = None,
     ended: Callable[[], object] = lambda: None,
 ) -> list[Record]:
-    """Sends every body when it is due, or, while `concurrency` requests run, as soon as one of them ends; calls `ended`
-    after each. One record for each body, in order."""
+    """Send each body at its due time and return a record for each, in order.
+
+    While `concurrency` requests run, the next one waits until one of them ends. `ended` is called after each request.
+    """
     room = asyncio.Semaphore(concurrency or len(bodies))
     start = time.perf_counter()
 
@@ -58,7 +60,7 @@ async def drive(
 
 
 async def send(client: Client, path: str, body: dict[str, Any], due: float) -> Record:
-    """Sends one request now, and reads its answer to the end. A failure is part of the record."""
+    """Send a request now and read its response to the end. A failure is part of the record."""
     record = Record(due, sent=time.perf_counter())
     try:
         async with aclosing(client.stream(path, body)) as events:
@@ -75,7 +77,7 @@ async def send(client: Client, path: str, body: dict[str, Any], due: float) -> R
 
 
 def _has_text(event: dict[str, Any]) -> bool:
-    """Whether a chunk carries text of the model, and not only a role or a finish reason."""
+    """Return whether a chunk carries text of the model, and not only a role or a finish reason."""
     for choice in event.get("choices") or ():
         delta = choice.get("delta")
         if choice.get("text") if delta is None else any(delta.get(name) for name in _SAID):

@@ -20,8 +20,10 @@ class Dataset(NamedTuple):
     def lengths(
         self, count: int, *, spread: float = 1.0, most: tuple[int, int] = (LONGEST, LONGEST), seed: int = 0
     ) -> list[tuple[int, int]]:
-        """(prompt, output) of each request: log-normal, each with a standard deviation of `spread` means, and at most
-        `most` tokens."""
+        """Return (prompt, output) tokens of each request.
+
+        Both are log-normal with a standard deviation of `spread` means, and at most `most` tokens.
+        """
         rng, sigma = random.Random(seed), math.sqrt(math.log(1 + spread**2))
 
         def draw(mean: float, most: int) -> int:
@@ -35,7 +37,7 @@ DATASETS = {"Alpaca": Dataset(19.31, 58.45), "ShareGPT": Dataset(161.31, 337.99)
 
 
 class Lengths(NamedTuple):
-    """One request's tokens: `prompt` of its own, behind `prefix_tokens` that it shares with others of that `prefix`."""
+    """Tokens of one request: `prompt` of its own, after `prefix_tokens` shared by all requests with that `prefix`."""
 
     prompt: int
     output: int
@@ -43,8 +45,11 @@ class Lengths(NamedTuple):
     prefix_tokens: int = 0
 
     def fitted(self, room: int, least: int) -> "Lengths":
-        """The same in at most `room` tokens: the prompt gives way first, but not below `least` tokens. Raises
-        ValueError if the prefix leaves less."""
+        """Return lengths of at most `room` tokens: the prompt is shortened first, but not below `least` tokens.
+
+        Raises:
+            ValueError: the prefix leaves less than that.
+        """
         left = room - self.prefix_tokens
         if left <= least:
             raise ValueError(
@@ -61,7 +66,7 @@ class Job:
 
     Attributes:
         content: a text, token ids, or the messages of a conversation.
-        max_tokens: None where that is for somebody else to settle.
+        max_tokens: None if unspecified.
         answer: the file's answer, which sets the length of the output.
     """
 
@@ -72,12 +77,12 @@ class Job:
 
 @dataclass(frozen=True)
 class Workload:
-    """Which requests there are. The same fields give the same requests.
+    """Description of the requests. The same fields give the same requests.
 
     Attributes:
         kind: "sharegpt" and "alpaca" have log-normal lengths with the means of the PagedAttention paper; "random" and
             "shared-prefix" have lengths from `input_len` and `output_len` on; "file" reads them.
-        range_ratio: lengths are uniform between (1 - range_ratio) and (1 + range_ratio) times the one given.
+        range_ratio: lengths are uniform between (1 - range_ratio) and (1 + range_ratio) times the given ones.
         prefix_len: tokens that all requests with the same prefix begin with, before `input_len` of their own.
         file: JSON lines with "prompt" or "messages", and "max_tokens"; or ShareGPT's JSON.
     """
@@ -104,12 +109,15 @@ class Workload:
             raise ValueError("file: the workload file needs one, and no other workload has one")
 
     def lengths(self) -> list[Lengths]:
-        """Of every request; only of workloads that are drawn."""
+        """Return the lengths of each request of a drawn workload."""
         return DRAWN[self.kind](self)
 
     def jobs(self) -> list[Job]:
-        """Requests of the file, in an order of the seed, at most `num_prompts`. Raises ValueError that names the place
-        of what can't be read."""
+        """Return at most `num_prompts` requests of the file, in an order of the seed.
+
+        Raises:
+            ValueError: the file is unreadable; the message names the place.
+        """
         assert self.file is not None
         jobs = read_jobs(self.file)
         random.Random(self.seed).shuffle(jobs)
@@ -132,7 +140,7 @@ def _random(work: Workload) -> list[Lengths]:
 
 
 def _shared_prefix(work: Workload) -> list[Lengths]:
-    """In turn after each prefix."""
+    """Return lengths that use each prefix in turn."""
     drawn = enumerate(_random(work))
     return [each._replace(prefix=i % work.num_prefixes, prefix_tokens=work.prefix_len) for i, each in drawn]
 
@@ -145,10 +153,10 @@ KINDS = (*DRAWN, "file")
 
 
 def fit(drawn: Sequence[Lengths], room: int | None, least: int = 1) -> tuple[list[Lengths], int]:
-    """Lengths that fit into so many tokens (None: any), and how many had to be shortened for it.
+    """Return lengths that fit into `room` tokens (None: any number), and the number of shortened ones.
 
     Args:
-        least: tokens of the shortest prompt that can be written.
+        least: tokens of the shortest possible prompt.
     """
     if room is None:
         return list(drawn), 0
@@ -157,8 +165,10 @@ def fit(drawn: Sequence[Lengths], room: int | None, least: int = 1) -> tuple[lis
 
 
 def read_jobs(path: Path) -> list[Job]:
-    """The requests of a file of JSON lines, or of one JSON list. Conversations that don't begin with a question and its
-    answer are left out."""
+    """Return the requests of a file of JSON lines, or of one JSON list.
+
+    Conversations that don't begin with a question and its answer are left out.
+    """
     text = path.read_text(encoding="utf-8")
     if text.lstrip().startswith("["):
         items = [(f"item {i}", item) for i, item in enumerate(_parsed(path, "", text), 1)]

@@ -28,6 +28,7 @@ MANY = 65_536  # connections
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `jpaged bench serve`."""
     parser.epilog = measure.__doc__
     add = parser.add_argument_group("server").add_argument
     add("--url", default="http://127.0.0.1:8000", help="address of the server")
@@ -63,12 +64,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def limit(text: str) -> tuple[str, float]:
-    """A goodput's limit."""
+    """Parse a limit of the goodput."""
     name, _, milliseconds = text.partition(":")
     return name, float(milliseconds)
 
 
 def run(args: argparse.Namespace) -> None:
+    """Run `jpaged bench serve`.
+
+    Raises:
+        ConnectionError: a request failed.
+    """
     from jpaged.bench import report
 
     args.workload, args.goodput = workload.workload(args), dict(args.goodput)
@@ -86,7 +92,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def allow_connections() -> None:
-    """Lets this process have many files open: requests that run at the same time need one each."""
+    """Raise this process's limit of open files: each concurrent request needs one."""
     try:
         import resource
     except ImportError:  # not on Windows, which has no such limit either
@@ -98,6 +104,7 @@ def allow_connections() -> None:
 
 
 async def bench(url: str, api_key: str | None, settings: Settings) -> Result:
+    """Measure the server at `url`."""
     from jpaged.bench.client import Client
 
     async with Client(url, api_key, timeout=settings.timeout) as client:

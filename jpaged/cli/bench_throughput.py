@@ -19,6 +19,7 @@ from jpaged.cli.serve import add_engine_flags, engine_config
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `jpaged bench throughput`."""
     workload.add_flags(parser)
     parser.add_argument_group("report").add_argument(
         "--out", type=Path, metavar="FILE", help="also write the report to this file, as JSON"
@@ -27,6 +28,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    """Run `jpaged bench throughput`."""
     config, requests = engine_config(args), workload.workload(args)
     with loading() as bars:
         from jpaged.bench.throughput import bench_engine  # it loads jax

@@ -24,11 +24,13 @@ COMMANDS = {"/reset": "forget the conversation", "/help": "list these commands"}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `jpaged chat`."""
     parser.add_argument("--system", metavar="TEXT", help="system message of the conversation")
     add_model_flags(parser)
 
 
 def run(args: argparse.Namespace) -> None:
+    """Run `jpaged chat`."""
     model = open_model(args)
     with asyncio.Runner() as runner:
         conversation = Conversation(model, args.system, sampling(args))
@@ -44,7 +46,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 class Conversation:
-    """Messages so far, and the model that goes on with them."""
+    """Conversation with a model: the messages so far."""
 
     def __init__(self, model: Model, system: str | None, sampling: Mapping[str, Any]):
         self._model, self._sampling = model, sampling
@@ -52,11 +54,14 @@ class Conversation:
         self.reset()
 
     def reset(self) -> None:
+        """Start a new conversation."""
         self.messages = list(self._opening)
 
     async def say(self, message: str) -> None:
-        """Prints the answer as it comes. One that is interrupted belongs to the conversation as far as it got; a
-        message that got none is forgotten."""
+        """Print the answer to a message as it is generated.
+
+        The conversation keeps the text of an interrupted answer, and drops a message without an answer.
+        """
         self.messages.append({"role": "user", "content": message})
         answer = ""
         try:
@@ -73,7 +78,7 @@ class Conversation:
 
 
 def talk(runner: asyncio.Runner, conversation: Conversation) -> None:
-    """Takes messages from the terminal until it ends."""
+    """Read messages from the terminal until it closes."""
     # The parent process may have left SIGINT ignored, as a shell does for its background jobs.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with suppress(ImportError):  # not every Python is built with it

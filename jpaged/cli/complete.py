@@ -22,6 +22,7 @@ MAX_TOKENS = 128
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `jpaged complete`."""
     parser.usage = "%(prog)s [PROMPT ...] [flags]"
     parser.add_argument("prompts", metavar="PROMPT", nargs="*", help="text to complete (default: standard input)")
     parser.add_argument("--n", type=int, default=1, help="completions of each prompt")
@@ -29,6 +30,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    """Run `jpaged complete`."""
     if not args.prompts and sys.stdin.isatty():
         raise ValueError('a prompt is missing: jpaged complete "Once upon a time", or a text on stdin')
     prompts = args.prompts or [sys.stdin.read().removesuffix("\n")]
@@ -43,6 +45,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 async def complete(model: Model, prompts: list[str], n: int, sampling: Mapping[str, Any]) -> None:
+    """Print `n` completions of each prompt; a single completion is streamed."""
     if n == len(prompts) == 1:
         async with aclosing(model.complete(prompts[0], sampling)) as pieces:
             async for _, text in pieces:
@@ -55,7 +58,7 @@ async def complete(model: Model, prompts: list[str], n: int, sampling: Mapping[s
 
 
 async def whole(model: Model, prompt: str, n: int, sampling: Mapping[str, Any]) -> list[str]:
-    """All continuations of one prompt."""
+    """Return all completions of one prompt."""
     texts = [""] * n
     async with aclosing(model.complete(prompt, {**sampling, "n": n})) as pieces:
         async for index, text in pieces:

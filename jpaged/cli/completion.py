@@ -38,11 +38,13 @@ ZSH = "autoload -U +X compinit bashcompinit && compinit && bashcompinit\n"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the argument of `jpaged completion`."""
     parser.usage = "%(prog)s SHELL"
     parser.add_argument("shell", metavar="SHELL", choices=SHELLS, help=" or ".join(SHELLS))
 
 
 def run(args: argparse.Namespace) -> None:
+    """Run `jpaged completion`."""
     from jpaged.cli.main import COMMANDS, load, parser
 
     actions = {name: _flags(parser(name, load(name), name)) for name in COMMANDS}

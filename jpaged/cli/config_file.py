@@ -1,4 +1,4 @@
-"""The file behind --config: flags as keys of a YAML mapping."""
+"""Config file of --config: flags as keys of a YAML mapping."""
 
 import argparse
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -14,11 +14,11 @@ def read_config(
     """Return a file's flags as words of a command line.
 
     Args:
-        actions: of the command's flags, by name with dashes.
-        closest: the known name that a mistyped one was most likely meant to be.
+        actions: the actions of the command's flags, by name with dashes.
+        closest: function that returns the most similar known name.
 
     Raises:
-        ValueError: the file is not such a mapping; a key is no flag, or a value is none of its flag.
+        ValueError: the file is not such a mapping, a key is not a flag, or a value is invalid for its flag.
         OSError: the file can't be read.
     """
     try:

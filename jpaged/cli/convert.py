@@ -13,6 +13,7 @@ from jpaged.cli.loading import exit_on_interrupt
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `jpaged convert`."""
     parser.usage = "%(prog)s SOURCE TARGET --to FORMAT"
     parser.add_argument("source", metavar="SOURCE", help="directory, hub id, or demo")
     parser.add_argument("target", metavar="TARGET", type=Path, help="new directory")
@@ -20,6 +21,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    """Run `jpaged convert`."""
     with exit_on_interrupt():
         from jpaged.convert import convert  # it loads jax
 

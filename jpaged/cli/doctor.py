@@ -27,6 +27,7 @@ GIB, MIB = 2**30, 2**20
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `jpaged doctor`."""
     add = parser.add_argument_group("report").add_argument
     add("--json", action="store_true", help="print the report as JSON")
     add("--retest", action="store_true", help="test the kernels again instead of using stored results")
@@ -34,6 +35,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    """Run `jpaged doctor`."""
     config = engine_config(args)
     # The tests run in a process of their own, which needs the memory that jax would take for this one.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -49,7 +51,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def lines(report: "Report") -> Iterator[str]:
-    """Write a report as text."""
+    """Yield the lines of a report as text."""
     yield from _section("devices", _devices(report))
     yield from _section("versions", (f"{name:20} {version}" for name, version in report.versions.items()))
     ops = (f"{op.op:24} {op.implementation:10} {op.reason}" for op in report.ops)
@@ -86,6 +88,6 @@ def _tests(report: "Report") -> Iterator[str]:
 
 
 def _section(title: str, rows: Iterable[str]) -> list[str]:
-    """Write a heading and its rows, or nothing where there are none."""
+    """Return a heading and its rows; empty without rows."""
     indented = [f"  {row}" for row in rows]
     return [title, *indented] if indented else []

@@ -1,4 +1,4 @@
-"""The time in which a command can't be used yet: imports, loading, compiling."""
+"""Context of imports, loading and compilation, before a command can be used."""
 
 import contextlib
 import logging
@@ -11,10 +11,10 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def exit_on_interrupt() -> Iterator[None]:
-    """End the process with status 130 as soon as SIGINT comes, even inside native code.
+    """End the process with status 130 as soon as SIGINT arrives, even inside native code.
 
-    A KeyboardInterrupt would wait for native code to return, which takes minutes in a compilation, and libraries that
-    are interrupted while they are imported print or swallow it.
+    A KeyboardInterrupt would wait until native code returns, which takes minutes in a compilation. Libraries that are
+    interrupted during their import print or swallow it.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -48,9 +48,10 @@ def exit_on_interrupt() -> Iterator[None]:
 
 @contextlib.contextmanager
 def loading() -> Iterator[bool]:
-    """Enter it to load a model: Ctrl-C ends the process at once, and progress is shown.
+    """Enter the context of loading a model: Ctrl-C ends the process at once, and progress is shown.
 
-    Its value is whether to show progress bars. Where stderr is no terminal, log lines tell the progress instead.
+    Yields:
+        Whether to show progress bars. If stderr is not a terminal, log lines report the progress instead.
     """
     bars = sys.stderr.isatty()
     logger = logging.getLogger("jpaged")

@@ -23,8 +23,11 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs a command line, by default the process's own. Raises SystemExit: 1 for an error, 2 for a wrong command or
-    flag, 130 after Ctrl-C."""
+    """Run a command line, by default that of the process.
+
+    Raises:
+        SystemExit: status 1 for an error, 2 for a wrong command or flag, 130 after Ctrl-C.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] in (["--version"], ["version"]):
         print(f"jpaged {version()}")
@@ -58,11 +61,13 @@ def run(command: str, argv: Sequence[str], prog: str | None = None) -> None:
 
 
 def load(command: str) -> ModuleType:
-    """A command's module: its docstring is the help text, and it defines `add_flags(parser)` and `run(args)`."""
+    """Return a command's module: its docstring is the help text, and it defines `add_flags(parser)` and `run(args)`."""
     return importlib.import_module(f"jpaged.cli.{command.replace(' ', '_')}")
 
 
 def parser(command: str, module: ModuleType, prog: str) -> Parser:
+    """Return the parser of a command; `prog` is its name in messages."""
+
     def flags_elsewhere() -> Mapping[str, Collection[str]]:
         others = {name: load(name) for name in COMMANDS if name != command}
         return {f"jpaged {name}": parser(name, other, name).flags for name, other in others.items()}
@@ -73,6 +78,7 @@ def parser(command: str, module: ModuleType, prog: str) -> Parser:
 
 
 def overview(names: Collection[str]) -> str:
+    """Return the help text of `jpaged`, with these commands."""
     width = max(map(len, names))
     lines = [f"  {name:{width}}  {text}" for name, text in COMMANDS.items() if name in names]
     return "\n".join(
@@ -93,6 +99,7 @@ def overview(names: Collection[str]) -> str:
 
 
 def version() -> str:
+    """Return the version of the installed package."""
     try:
         return importlib.metadata.version("jpaged")
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""A model in this process or on a server, with one interface for both."""
+"""Models in this process or on a server, with one interface for both."""
 
 import argparse
 import itertools
@@ -24,13 +24,13 @@ Pieces = AsyncGenerator[tuple[int, str]]  # of an answer: the index of a choice,
 
 
 class Model(Protocol):
-    """Where answers come from."""
+    """Model that generates text."""
 
     def chat(self, messages: Sequence[Message], sampling: Fields) -> Pieces:
-        """The assistant's next turn."""
+        """Yield pieces of the assistant's next message."""
 
     def complete(self, prompt: str, sampling: Fields) -> Pieces:
-        """Return the completion of a text."""
+        """Yield pieces of the completion of a text."""
 
     async def close(self) -> None:
         """Release the model or the connection."""
@@ -61,7 +61,11 @@ def sampling(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def open_model(args: argparse.Namespace) -> Model:
-    """The model that the flags name. Raises ValueError for one that there is not, and for flags that contradict."""
+    """Return the model of the flags.
+
+    Raises:
+        ValueError: there is no such model, or flags contradict each other.
+    """
     if not args.url:
         return LocalModel(args)
     defaults = EngineConfig()
@@ -72,24 +76,27 @@ def open_model(args: argparse.Namespace) -> Model:
 
 
 def api_key(args: argparse.Namespace) -> str | None:
-    """The key for a server: the flag's, else the environment's."""
+    """Return the API key for a server: the flag's, else the environment's."""
     return args.api_key or next((os.environ[name] for name in API_KEYS if os.environ.get(name)), None)
 
 
 class RemoteModel:
-    """On a server; without a name, the first that it lists."""
+    """Model on a server; without a name, the first model that the server lists."""
 
     def __init__(self, url: str, api_key: str | None, name: str | None):
         self._client = Client(url, api_key)
         self._name = name
 
     def chat(self, messages: Sequence[Message], sampling: Fields) -> Pieces:
+        """Yield pieces of the assistant's next message."""
         return self._stream("/v1/chat/completions", {"messages": list(messages), **sampling})
 
     def complete(self, prompt: str, sampling: Fields) -> Pieces:
+        """Yield pieces of the completion of a text."""
         return self._stream("/v1/completions", {"prompt": prompt, **sampling})
 
     async def close(self) -> None:
+        """Close the connections."""
         await self._client.close()
 
     async def _stream(self, path: str, body: dict[str, Any]) -> Pieces:
@@ -104,7 +111,7 @@ class RemoteModel:
 
 
 class LocalModel:
-    """In this process."""
+    """Model in this process."""
 
     def __init__(self, args: argparse.Namespace):
         config = engine_config(args)
@@ -127,16 +134,19 @@ class LocalModel:
         self._request_ids = itertools.count()
 
     def chat(self, messages: Sequence[Message], sampling: Fields) -> Pieces:
+        """Yield pieces of the assistant's next message."""
         from jpaged.tokenizer import render_chat
 
         return self._generate(render_chat(self._tokenizer, messages, self._chat_template), sampling)
 
     def complete(self, prompt: str, sampling: Fields) -> Pieces:
+        """Yield pieces of the completion of a text."""
         from jpaged.tokenizer import encode
 
         return self._generate(encode(self._tokenizer, prompt), sampling)
 
     async def close(self) -> None:
+        """Stop the engine."""
         await self._engine.stop()
 
     async def _generate(self, token_ids: list[int], sampling: Fields) -> Pieces:

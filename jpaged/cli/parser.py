@@ -1,4 +1,4 @@
-"""A parser that knows which flag was meant, and whose errors are one line."""
+"""Parser with suggestions for mistyped flags and errors of one line."""
 
 import argparse
 import difflib
@@ -13,7 +13,7 @@ UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
 def closest(given: str, known: Iterable[str]) -> str | None:
-    """The known name that a mistyped one was most likely meant to be."""
+    """Return the known name that is most similar to a mistyped one; None if none is similar."""
     return next(iter(difflib.get_close_matches(given, list(known), n=1, cutoff=0.7)), None)
 
 
@@ -30,7 +30,7 @@ def count(text: str) -> int:
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Examples as they are written, and after each flag its default, if it has one that says something."""
+    """Formatter of help texts: it keeps examples as they are, and adds defaults to flags where they are informative."""
 
     def __init__(self, prog: str, **options: Any):
         super().__init__(prog, **{"max_help_position": 32, **options})
@@ -45,7 +45,7 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        """Paragraphs to the terminal's width; those that are indented stay as they are."""
+        """Wrap paragraphs at the terminal's width; indented ones stay as they are."""
         paragraphs = text.strip().split("\n\n")
         filled = [
             "\n".join(indent + line for line in paragraph.splitlines())
@@ -59,12 +59,12 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of one command's flags; they can't be shortened, but may have underscores as in `--max_model_len`.
+    """Parser of one command's flags. Flags can't be abbreviated, but may have underscores as in `--max_model_len`.
 
-    If --config is one of them, it names a YAML file with more flags; those of the command line win.
+    If --config is one of the flags, it names a YAML file with more flags. The command line takes precedence.
 
     Args:
-        flags_elsewhere: gives every other command's flags, for one that is none of this command's.
+        flags_elsewhere: returns the flags of the other commands, for errors about a flag of another command.
     """
 
     def __init__(
@@ -75,10 +75,11 @@ class Parser(argparse.ArgumentParser):
 
     @property
     def flags(self) -> Collection[str]:
-        """Every flag's name, with its dashes."""
+        """Names of all flags, with their dashes."""
         return self._option_string_actions
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """Parse the flags of the command line and of the file that --config names."""
         words = self._known(args or ())
         if path := self._config(words):
             try:
@@ -89,7 +90,7 @@ class Parser(argparse.ArgumentParser):
         return super().parse_args(words, namespace)
 
     def _known(self, args: Sequence[str]) -> list[str]:
-        """The words of a command line, with dashes for underscores in its flags. An unknown flag is an error."""
+        """Return the words of a command line, with dashes for underscores in its flags. An unknown flag is an error."""
         words = list(args)
         for index, given in enumerate(words):
             flag, equals, value = given.partition("=")
@@ -102,7 +103,7 @@ class Parser(argparse.ArgumentParser):
         return words
 
     def _config(self, words: Sequence[str]) -> str | None:
-        """The value of --config, if this command has it."""
+        """Return the value of --config; None if the command does not have it."""
         if "--config" not in self.flags:
             return None
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
@@ -113,6 +114,7 @@ class Parser(argparse.ArgumentParser):
             return None
 
     def error(self, message: str) -> NoReturn:
+        """Exit with status 2 and a message of one line."""
         self.exit(2, f"{self.prog}: error: {message}\n")
 
     def _hint(self, flag: str) -> str:

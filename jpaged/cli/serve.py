@@ -37,6 +37,7 @@ API_KEY_VARIABLE = "JPAGED_API_KEY"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `jpaged serve`."""
     parser.usage = "%(prog)s [MODEL] [flags]"
     defaults = ServerConfig()
     add = parser.add_argument_group("server").add_argument
@@ -91,7 +92,7 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, positional: bool = Fals
     """Add a flag for each field of EngineConfig, to every command that loads a model.
 
     Args:
-        positional: the model may be given without its flag, too.
+        positional: accept the model without its flag, too.
     """
     groups = {name: parser.add_argument_group(name) for name in (MODEL, MEMORY, SCHEDULING)}
     for each, setting in settings(EngineConfig):
@@ -121,6 +122,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 
 
 def run(args: argparse.Namespace) -> None:
+    """Run `jpaged serve`."""
     with logging_to(sys.stderr, args.access_log, args.log_level):
         vllm_flags.log_notices(args)
         engine, server, tls = engine_config(args), server_config(args), tls_context(args)
@@ -153,7 +155,11 @@ def _serve(
 
 @contextlib.contextmanager
 def bound_sockets(args: argparse.Namespace) -> Iterator[Sequence[socket.socket]]:
-    """The sockets of the flags, closed at the end. Raises OSError if an address is in use, or is none."""
+    """Enter a context with the sockets of the flags, which are closed at its end.
+
+    Raises:
+        OSError: an address is invalid or in use.
+    """
     flag = "--uds" if args.uds else "--host, --port"
     with contextlib.ExitStack() as stack:
         try:
@@ -167,7 +173,12 @@ def bound_sockets(args: argparse.Namespace) -> Iterator[Sequence[socket.socket]]
 
 
 def server_config(args: argparse.Namespace) -> ServerConfig:
-    """Return the server's settings from flags, key file and environment. Raises ValueError or OSError."""
+    """Return the server's settings from flags, key file and environment.
+
+    Raises:
+        ValueError: a value is invalid.
+        OSError: the key file can't be read.
+    """
     if not all(args.served_model_name):
         raise ValueError("--served-model-name must not be empty")
     keys = list(args.api_key)
@@ -193,7 +204,7 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
 
 
 def _origins(given: Sequence[str]) -> tuple[str, ...]:
-    """The values of --allowed-origins; vLLM's users write a list as JSON."""
+    """Return the values of --allowed-origins, which may be a JSON list as in vLLM."""
     if len(given) == 1 and given[0].startswith("["):
         try:
             given = json.loads(given[0])
@@ -203,6 +214,11 @@ def _origins(given: Sequence[str]) -> tuple[str, ...]:
 
 
 def tls_context(args: argparse.Namespace) -> ssl.SSLContext | None:
+    """Return the TLS context of the flags; None without a certificate.
+
+    Raises:
+        ValueError: a certificate is missing or invalid.
+    """
     if args.ssl_certfile is None:
         if args.ssl_keyfile or args.ssl_ca_certs:
             raise ValueError("--ssl-certfile is needed for HTTPS")

@@ -1,5 +1,7 @@
-"""vLLM's flags that jpaged has no use for. A value that changes nothing is accepted with a notice, and any other is
-refused: nothing is silently ignored."""
+"""Flags of vLLM without a use in jpaged.
+
+A value without effect is accepted with a notice, and any other is rejected. Nothing is silently ignored.
+"""
 
 import argparse
 import logging
@@ -9,12 +11,12 @@ logger = logging.getLogger(__name__)
 
 
 class Foreign(NamedTuple):
-    """A flag of vLLM's.
+    """Flag of vLLM.
 
     Attributes:
         names: the flag and its aliases.
-        reason: why it changes nothing.
-        allowed: values that change nothing; None is all of them, () is none, and a flag without a value has `SWITCH`.
+        reason: why it has no effect.
+        allowed: values without effect; None: all values; (): no value; a flag without a value has `SWITCH`.
         refusal: the error for other values.
     """
 
@@ -70,7 +72,7 @@ FLAGS = (
 
 
 class _Accept(argparse.Action):
-    """Keeps a notice of a flag without effect; refuses a value that would have had one."""
+    """Action that records a notice of a flag without effect, and rejects a value that would have an effect."""
 
     def __init__(self, option_strings: list[str], dest: str, flag: Foreign, **options: Any):
         super().__init__(option_strings, dest, **options)
@@ -84,7 +86,7 @@ class _Accept(argparse.Action):
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Hidden from the list of flags, but named at its end."""
+    """Add vLLM's flags, hidden from the list of flags, but named at its end."""
     for flag in FLAGS:
         nargs = 0 if flag.allowed == SWITCH else "?" if flag.allowed == NEVER else None
         parser.add_argument(
@@ -99,5 +101,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def log_notices(args: argparse.Namespace) -> None:
+    """Log the notices of flags without effect."""
     for notice in args.notices:
         logger.info(notice)

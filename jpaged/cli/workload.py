@@ -9,6 +9,7 @@ from jpaged.cli.parser import count
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the workload."""
     defaults = Workload()
     means = "; ".join(f"{n.lower()}: {d.prompt:g} in, {d.output:g} out" for n, d in DATASETS.items())
     group = parser.add_argument_group(
@@ -35,4 +36,5 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def workload(args: argparse.Namespace) -> Workload:
+    """Return the workload of the flags."""
     return Workload(**{field.name: getattr(args, field.name) for field in fields(Workload)})

@@ -1,4 +1,4 @@
-"""Paged attention for JAX: reference definitions and Pallas GPU kernels of the same ops. Needs jax alone.
+"""Paged attention for JAX: reference definitions and Pallas GPU kernels of the same ops. It needs only jax.
 
     import pallas_kernels
     kernels = pallas_kernels.select(platform="gpu", device_kind="NVIDIA H200", dtype="bfloat16", ...)
@@ -8,8 +8,8 @@ The letters in names and shapes, everywhere in this project:
 T tokens in the step, S sequences, N query heads, K kv heads, G = N / K, H head dim, D model dim, F mlp dim,
 V vocabulary, L layers, P blocks in the pool, B tokens per block, W block table width, C block copies.
 
-A pool is one layer's keys, or its values: [P, K, B, H]. A block table maps a sequence's logical blocks to blocks of
-the pool; a slot is `block_id * B + offset`.
+A pool holds one layer's keys or values: [P, K, B, H]. A block table maps a sequence's logical blocks to blocks of the
+pool; a slot is `block_id * B + offset`.
 """
 
 from pallas_kernels.dispatch import REFERENCE, Kernels, select

@@ -1,6 +1,6 @@
-"""The arguments of the ops: shapes, dtypes and values, with the same checks for every implementation.
+"""Checks of the arguments of the ops: shapes, dtypes and values, the same for every implementation.
 
-Shapes and dtypes are checked always. Values (tables, lengths, slots) are checked by the ops of
+Shapes and dtypes are always checked. Values (tables, lengths, slots) are checked by the ops of
 `select(..., debug=True)`, where they exist: they live on the device and cost a transfer.
 """
 
@@ -33,7 +33,7 @@ def check_array(name: str, array: jax.Array, shape: Sequence[int], dtype: Any) -
 
 
 def check_pools(k_pool: jax.Array, v_pool: jax.Array) -> tuple[int, int, int, int]:
-    """Raise ValueError unless the pools are two alike [P, K, B, H], and return their shape."""
+    """Raise ValueError unless both pools are [P, K, B, H] of one shape and dtype, and return the shape."""
     if k_pool.ndim != 4 or math.prod(k_pool.shape) == 0:
         raise ValueError(f"k_pool has shape {list(k_pool.shape)}, expected [P, K, B, H] with none of them 0")
     check_array("v_pool", v_pool, k_pool.shape, k_pool.dtype)
@@ -45,7 +45,11 @@ def check_write(
     k_pool: jax.Array, v_pool: jax.Array, k_tkh: jax.Array, v_tkh: jax.Array, slot_mapping_t: jax.Array,
     options: WriteOptions,
 ) -> None:  # fmt: skip
-    """Check the arguments of `Ops.write_kv`."""
+    """Check the arguments of `Ops.write_kv`.
+
+    Raises:
+        ValueError: a shape or dtype is wrong.
+    """
     _, k, _, pool_h = check_pools(k_pool, v_pool)
     if k_tkh.ndim != 3:
         raise ValueError(f"k_tkh has shape {list(k_tkh.shape)}, expected [T, K, H]")
@@ -69,7 +73,12 @@ def check_attention(
     q: jax.Array, k_pool: jax.Array, v_pool: jax.Array, block_tables_sw: jax.Array, context_lens_s: jax.Array,
     cu_q_lens_s1: jax.Array | None, decode_s: jax.Array | None, options: AttentionOptions,
 ) -> None:  # fmt: skip
-    """Check the arguments of the attention ops (`cu_q_lens_s1` None: decode)."""
+    """Check the arguments of the attention ops (`cu_q_lens_s1` None: decode).
+
+    Raises:
+        ValueError: a shape, a dtype or an option is wrong.
+        NotImplementedError: a block table holds more than MAX_CONTEXT tokens.
+    """
     _, k, b, pool_h = check_pools(k_pool, v_pool)
     if q.ndim != 3:
         raise ValueError(f"q has shape {list(q.shape)}, expected [rows, N, H]")
@@ -106,7 +115,11 @@ def check_attention(
 
 
 def check_copy(pool: jax.Array, sources_c: jax.Array, destinations_c: jax.Array) -> None:
-    """Check the arguments of `Ops.copy_blocks`."""
+    """Check the arguments of `Ops.copy_blocks`.
+
+    Raises:
+        ValueError: a shape or dtype is wrong.
+    """
     if pool.ndim < 1 or math.prod(pool.shape) == 0:
         raise ValueError(f"pool has shape {list(pool.shape)}, expected [P, ...] with none of them 0")
     if sources_c.ndim != 1:
@@ -141,7 +154,7 @@ def unsupported(
     dtypes: Sequence[str],
     max_kv_heads: int,
 ) -> str | None:
-    """Return the reason why GPU kernels for `dtypes` can't serve a model with such pools, None if they can."""
+    """Return the reason why GPU kernels for `dtypes` can't serve a model with such pools; None if they can."""
     dtype, pool_dtype = jnp.dtype(dtype).name, jnp.dtype(pool_dtype)
     if dtype not in dtypes:
         return f"dtype {dtype} is not supported, only {_either(dtypes)}"

@@ -1,4 +1,4 @@
-"""Choose the implementation of each op for a device, and give the reason."""
+"""Choice of the implementation of each op for a device, with the reason."""
 
 import importlib
 import logging
@@ -18,7 +18,7 @@ REFERENCE = "pallas_kernels.reference"
 
 @dataclass(frozen=True)
 class Program:
-    """One implementation for GPUs, and the compute capabilities that it needs: from `low` to below `high`."""
+    """Implementation for GPUs, and the compute capabilities that it needs: from `low` to below `high`."""
 
     label: str
     module: str
@@ -49,7 +49,7 @@ ATTENTION_COST = {"triton": "expect lower throughput", "reference": "expect much
 
 @dataclass(frozen=True)
 class Choice:
-    """The implementation of one op, and the reason for it."""
+    """Implementation of one op, and the reason for it."""
 
     op: str
     implementation: str
@@ -58,14 +58,14 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels(Ops):
-    """The ops as chosen for a device and a model.
+    """Ops chosen for a device and a model.
 
     Attributes:
-        name: of the attention ops' implementation: "reference", "mosaic" or "triton".
+        name: implementation of the attention ops: "reference", "mosaic" or "triton".
         reason: the reason for it.
-        head_dim: of the pools that the ops take, the model's or more.
+        head_dim: head dim of the pools that the ops take, the model's or more.
         account: one choice for each op.
-        tests: every self-test behind these choices.
+        tests: results of all self-tests behind these choices.
     """
 
     name: str
@@ -97,15 +97,15 @@ def select(
 
     Args:
         name: "auto", "reference", "mosaic" or "triton".
-        platform, device_kind, compute_capability: as a jax device gives them; capability None where unknown.
-        dtype: of q, k and v.
-        pool_dtype: of the pools, `dtype` where None; "float8_e4m3fn" where they are to hold fp8.
+        platform, device_kind, compute_capability: as a jax device gives them; capability None if unknown.
+        dtype: dtype of q, k and v.
+        pool_dtype: dtype of the pools; None: `dtype`; "float8_e4m3fn" for fp8 pools.
         debug: the ops also check the values of tables, lengths and slots; see `Ops`.
         self_test: tests the ops on the device first. None tests nothing, for callers without the device.
 
     Raises:
         ValueError: an unknown name.
-        NotImplementedError: `name` was asked for and can't run, or failed its self-test; the message says why.
+        NotImplementedError: `name` can't run or failed its self-test; the message has the reason.
     """
     if name not in NAMES:
         raise ValueError(f"kernels must be one of {', '.join(NAMES)}, not {name!r}")
@@ -178,7 +178,7 @@ def _failures(program: str, results: Sequence[Result]) -> dict[str, str]:
 def _kernels(
     subjects: Mapping[str, Subject], reasons: Mapping[str, str], head_dim: int, tests: Sequence[Result] = ()
 ) -> Kernels:
-    """Put together the ops of each group's subject, or the reference's where there is none."""
+    """Return the ops of each group's subject, or the reference's if there is none."""
     implementation, account = ops.load(REFERENCE), []
     for group, names in GROUPS.items():
         subject = subjects.get(group)
@@ -208,7 +208,7 @@ def _subject(program: str, device_kind: str, model: dict[str, Any]) -> Subject:
 def _unsupported(
     name: str, platform: str, device_kind: str, capability: float | None, model: dict[str, Any]
 ) -> str | None:
-    """Return the reason why a program can't serve a model on a device, None if it can."""
+    """Return the reason why a program can't serve a model on a device; None if it can."""
     program = PROGRAMS[name]
     if platform not in ("gpu", "cuda") or capability is None or not program.low <= capability < program.high:
         return f"{program.label} kernels need {program.needs}, this is a {device_kind} ({capability or platform})"

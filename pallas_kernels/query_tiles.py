@@ -1,4 +1,4 @@
-"""The query tiles of a ragged batch, for kernels whose grid is fixed before the batch is known."""
+"""Query tiles of a ragged batch, for kernels whose grid is fixed before the batch is known."""
 
 from typing import NamedTuple
 
@@ -26,8 +26,8 @@ def query_tiles(
 ) -> QueryTiles:
     """Cut rows into tiles of at most `tile_q` rows that start at multiples of `align`, which divides `tile_q`.
 
-    Sequences of `decode_s` have no tiles. I is the number of tiles that the worst batch needs. Nothing here depends on
-    the layer: XLA computes it once for all of a step.
+    Sequences of `decode_s` have no tiles. I is the number of tiles that the worst batch needs. The result does not
+    depend on the layer: XLA computes it once for all of a step.
     """
     row_end_s1 = jnp.append(cu_q_lens_s1[1:], jnp.int32(num_rows))
     start_s1 = cu_q_lens_s1 // align * align

@@ -1,9 +1,9 @@
-"""The jnp definition of every op: the specification that kernels are tested against, and the path on a CPU.
+"""Definition of every op in jnp: the specification that kernels are tested against, and the implementation for CPUs.
 
 Scores, softmax and sums are float32 (float64 under x64 inputs). Each sequence is computed separately, tile by tile, in
 an order that depends only on its own length, so its result has the same bits next to any other sequences.
 
-The functions that `Implementation` names expect arguments that `Ops` has checked.
+The functions of `Implementation` expect arguments that `Ops` has checked.
 """
 
 from functools import partial
@@ -54,8 +54,8 @@ def paged_decode_attention(
 ) -> OutputAndLse:  # fmt: skip
     """Define `Ops.paged_decode_attention`: the query of each sequence, all sequences at once and tile by tile.
 
-    The sequences go by falling length. Tiles that only the longer half of them has are computed for that half, and so
-    on, so that at most twice as many keys are read as there are.
+    The sequences are sorted by descending length. Tiles that only the longer half of them has are computed for that
+    half, and so on, so that at most twice as many keys are read as there are.
     """
     num_seqs, num_heads, head_dim = q_snh.shape
     num_kv_heads, block_size, pool_head_dim = k_pool.shape[1:]
@@ -158,11 +158,14 @@ def ragged_paged_attention(
 def merge_attention(o_a: jax.Array, lse_a: jax.Array, o_b: jax.Array, lse_b: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Merge attention over two disjoint sets of keys: a shared prefix and the rest, or parts on several devices.
 
+    The formula is that of section 2.2 of arXiv 2501.01005.
+
     Args:
         o_a, o_b: [..., N, H].
         lse_a, lse_b: [..., N], as `return_lse` gives them.
 
-    Returns the merged output, in o_a's dtype, and its log-sum-exp. (Section 2.2 of arXiv 2501.01005.)
+    Returns:
+        The merged output, in o_a's dtype, and its log-sum-exp.
     """
     lse = jnp.logaddexp(lse_a, lse_b)
     safe = jnp.where(lse == -jnp.inf, 0, lse)
@@ -171,7 +174,7 @@ def merge_attention(o_a: jax.Array, lse_a: jax.Array, o_b: jax.Array, lse_b: jax
 
 
 def rotate(x_tnh: jax.Array, cos_t: jax.Array, sin_t: jax.Array) -> jax.Array:
-    """Rotate each head's two halves against each other by cos and sin [T, H/2], in float32; the dtype stays."""
+    """Rotate each head's two halves against each other by cos and sin [T, H/2], in float32; the dtype is kept."""
     a, b = jnp.split(x_tnh.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos_t[:, None], sin_t[:, None]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_tnh.dtype)
@@ -192,7 +195,7 @@ def pad_head_dim(x: jax.Array, head_dim: int) -> jax.Array:
 
 
 def _sum(x: jax.Array) -> jax.Array:
-    """Sum the last axis in an order that follows from its size alone; that of XLA's sum follows from the others too."""
+    """Sum the last axis in an order that depends only on its size; that of XLA's sum depends on the others too."""
     while x.shape[-1] > 1:
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, x.shape[-1] % 2)])
         a, b = jnp.split(x, 2, axis=-1)
@@ -214,7 +217,7 @@ def _attend(
 ) -> OutputAndLse:  # fmt: skip
     """Attend queries at `positions` (-1: no query, result 0) over the first `num_keys` keys of one block table.
 
-    The softmax is taken online over tiles of keys (Milakov and Gimelshein, arXiv 1805.02867). R = Q G rows of a kv
+    The softmax is computed online over tiles of keys (Milakov and Gimelshein, arXiv 1805.02867). R = Q G rows of a kv
     head are one matrix, and so are the C tokens of a tile: a CPU multiplies these fastest.
     """
     num_queries, num_heads, head_dim = q_qnh.shape

@@ -1,8 +1,8 @@
-"""Test the ops of an implementation on the device before anything depends on them.
+"""Self-test of the ops of an implementation on the device, before anything depends on them.
 
 `SelfTest.run` starts a process that runs each op on one small case and compares it with the reference (trial.py). A
 process of its own is needed because a wrong kernel can hang, abort, or leave the device unusable for its process.
-Results are remembered on disk, so a start with the same device, software and shapes costs nothing.
+Results are stored on disk, so a start with the same device, software and shapes costs nothing.
 """
 
 import contextlib
@@ -51,12 +51,12 @@ MAX_REASON = 500  # characters
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """An implementation of the ops and the shape class that it is tested for.
+    """Implementation of the ops and the shape class that it is tested for.
 
     Attributes:
         program: the implementation's name, "mosaic" or "triton".
         module: the name that imports it.
-        pool_head_dim: of the pools, `head_dim` or more.
+        pool_head_dim: head dim of the pools, `head_dim` or more.
         tiles: how the kernels cut their work, by "decode" and "ragged".
     """
 
@@ -75,13 +75,13 @@ class Subject:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The outcome of one test.
+    """Result of one test.
 
     Attributes:
         status: PASSED, FAILED or UNTESTED.
         reason: the error of a failed test, or the reason why it could not run.
         tested_at: ISO 8601, UTC.
-        remembered: the test ran at an earlier start.
+        remembered: whether the result was stored by an earlier start.
     """
 
     program: str
@@ -93,17 +93,18 @@ class Result:
 
     @property
     def op(self) -> str:
+        """Op of the test."""
         return TESTS[self.test]
 
 
 @dataclasses.dataclass(frozen=True)
 class SelfTest:
-    """The place where ops are tested, and the folder where results are remembered.
+    """Self-test of ops on one device, with the folder of stored results.
 
     Attributes:
         platform, device: the jax platform of the testing process, and the device's index there.
-        retest: ignore remembered results.
-        limit_s: seconds for one op, its compilation included.
+        retest: ignore stored results.
+        limit_s: seconds for one op, including its compilation.
     """
 
     folder: Path
@@ -120,7 +121,7 @@ class SelfTest:
         return cls(folder, device=device.id, retest=retest)
 
     def run(self, subject: Subject) -> tuple[Result, ...]:
-        """Return one result per test: those remembered, and those of the tests that had to run."""
+        """Return one result per test: the stored ones, and those of the tests that had to run."""
         key = _key(subject)
         path = self.folder / f"{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]}.json"
         results = {} if self.retest else _load(path, key, subject.program)
@@ -146,14 +147,14 @@ class SelfTest:
 
 
 def status_of(error: str) -> str:
-    """Return the status of a test that ended with an error, or with none. A full device says nothing about an op."""
+    """Return the status of a test by its error, "" for none. Exhausted device memory leaves an op untested."""
     # In the words of XLA and of CUDA. A kernel that wants too much shared memory is told otherwise.
     full = "out of memory" in error.lower().replace("_", " ")
     return UNTESTED if full else FAILED if error else PASSED
 
 
 class _Process:
-    """A process that runs tests in order. It ends with the `with` block."""
+    """Process that runs tests in order. It ends with the `with` block."""
 
     def __init__(self, place: SelfTest, subject: Subject, tests: Sequence[str]):
         self._subject = subject
@@ -205,7 +206,7 @@ class _Process:
         return self.error_of("start", START_LIMIT_S)
 
     def error_of(self, doing: str, limit_s: float) -> str:
-        """Return the next line of the process, the error of a test or "", or in words why there is no such line."""
+        """Return the error of the next test, "" for none, or the reason why the process sent none."""
         assert self._process.stdout
         start = time.monotonic()
         while b"\n" not in self._unread:
@@ -247,7 +248,7 @@ def _result(subject: Subject, test: str, status: str, reason: str) -> Result:
 
 
 def _key(subject: Subject) -> dict[str, Any]:
-    """Everything that a result may depend on."""
+    """Return everything that a result may depend on."""
     return {
         "subject": dataclasses.asdict(subject),
         "driver": toolchain.driver_version(),
@@ -270,7 +271,7 @@ def _source_digest(module: str) -> str:
 
 
 def _load(path: Path, key: Mapping[str, Any], program: str) -> dict[str, Result]:
-    """Return remembered results by test; none if the file is missing, broken or of another key."""
+    """Return stored results by test; none if the file is missing, broken or of another key."""
     try:
         content = json.loads(path.read_text())
         if content["key"] != key:
@@ -285,7 +286,7 @@ def _load(path: Path, key: Mapping[str, Any], program: str) -> dict[str, Result]
 
 
 def _store(path: Path, key: Mapping[str, Any], results: Iterable[Result]) -> None:
-    """Remember the results of tests that ran, in one step, so that no reader sees half a file."""
+    """Store the results of tests that ran, in one step, so that no reader sees half a file."""
     said = {
         result.test: {"status": result.status, "reason": result.reason, "tested_at": result.tested_at}
         for result in results

@@ -1,4 +1,4 @@
-"""How the decode kernels cut contexts into splits (split-KV, FlashDecoding, arXiv 2311.01282).
+"""Cut of contexts into splits by the decode kernels (split-KV, FlashDecoding, arXiv 2311.01282).
 
 Axis letters besides the package's: I splits of the batch.
 """
@@ -15,7 +15,7 @@ THREAD_BLOCKS = 128  # that one long context keeps busy, of a Hopper's 132 multi
 
 
 class Splits(NamedTuple):
-    """The splits of a batch, sequence after sequence, and each in the order of its tokens.
+    """Splits of a batch, sequence after sequence, and each in the order of its tokens.
 
     Attributes:
         work_i4: [I, 4] int32: sequence, first token, end, first token that its query sees.
@@ -40,7 +40,7 @@ def max_splits(num_kv_heads: int, table_tokens: int, split: int) -> int:
 def split_size(context_lens_s: jax.Array, split: int, most: int) -> jax.Array:
     """Return the tokens of a split for each context: `split`, doubled until `most` of them hold the context.
 
-    The size depends on the context's own length alone, so the order of every sum does too.
+    The size depends only on the context's own length, so the order of every sum does too.
     """
     excess_s = pl.cdiv(context_lens_s, most * split)  # up to 1: no doubling
     return split << jnp.where(excess_s <= 1, 0, 32 - lax.clz(excess_s - 1))
@@ -49,7 +49,7 @@ def split_size(context_lens_s: jax.Array, split: int, most: int) -> jax.Array:
 def make_splits(context_lens_s: jax.Array, *, most: int, split: int, tile: int, window: int | None) -> Splits:
     """Cut contexts [S] into at most `most` splits each; a context of 0 and tokens before the window have none.
 
-    Nothing here depends on the layer: XLA computes it once for all of a step.
+    The result does not depend on the layer: XLA computes it once for all of a step.
     """
     s = context_lens_s.shape[0]
     size_s = split_size(context_lens_s, split, most)

@@ -1,4 +1,4 @@
-"""The versions of the software that compiles and runs the kernels, and the versions known to miscompile them."""
+"""Versions of the software that compiles and runs the kernels, and the versions known to miscompile them."""
 
 import importlib.metadata
 import re
@@ -56,10 +56,10 @@ def version_number(release: str) -> int:
 
 
 def miscompilation(cuda_version: int | None) -> str | None:
-    """Explain why causal attention can't be trusted under a CUDA version; None if it can, or if it is unknown.
+    """Return why causal attention is unreliable under a CUDA version; None if it is reliable or unknown.
 
-    The bounds are those of jax's own Mosaic attention (jax/experimental/pallas/ops/gpu/attention_mgpu.py). The
-    version does not tell 12.9.0 from 12.9.1.
+    The bounds are those of jax's own Mosaic attention (jax/experimental/pallas/ops/gpu/attention_mgpu.py). The version
+    does not tell 12.9.0 from 12.9.1.
     """
     if cuda_version is None or not 12080 <= cuda_version < 12091:
         return None

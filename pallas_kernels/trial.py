@@ -1,9 +1,9 @@
-"""Run the ops of one implementation on small fixed cases and compare them with the reference.
+"""Test process of `selftest`: it runs the ops of one implementation on small fixed cases.
 
-This is the process that `selftest` starts. It reads a request from stdin. It writes a line to stdout once its cases are
-on the device, and one after each op: a JSON string, the error or "". Anything that a library prints goes to stderr.
+It compares them with the reference. It reads a request from stdin. It writes a line to stdout once its cases are on the
+device, and one after each op: a JSON string, the error or "". Anything that a library prints goes to stderr.
 
-The cases are hard to pass by chance: slots that hold no token are NaN, blocks lie in random order, table entries past a
+The cases are hard to pass by chance: slots without a token are NaN, blocks lie in random order, table entries past a
 context are -1, and scores differ so much that a few keys decide each row.
 """
 
@@ -42,7 +42,7 @@ GRACE_S = 30  # by which the process that waits has ended this one, unless it is
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One test: its op with the options, its arguments, and the outputs that are right within a tolerance.
+    """Test of an op: its options, its arguments, and the expected outputs with a tolerance.
 
     Attributes:
         donated: the arguments that the op updates in place.
@@ -57,7 +57,7 @@ class Trial:
     atol: float = 0.0
 
     def error(self, ops: Ops) -> str | None:
-        """Run it under jit, as an engine does. Return in words how the result is wrong; None if it is right."""
+        """Run it under jit, as an engine does, and describe the error of the result; None if it is right."""
         run = jax.jit(functools.partial(getattr(ops, self.op), **self.options), donate_argnums=self.donated)
         out = jax.tree.leaves(jax.block_until_ready(run(*self.args)))
         errors = [difference(*pair, self.rtol, self.atol) for pair in zip(out, self.expected, strict=True)]
@@ -65,7 +65,7 @@ class Trial:
 
 
 def difference(out: jax.Array, expected: jax.Array, rtol: float, atol: float) -> str | None:
-    """Say how an array differs from the expected one beyond a tolerance; None if it does not."""
+    """Describe how an array differs from the expected one beyond a tolerance; None if it does not."""
     if out.shape != expected.shape:
         return f"wrong shape (got {list(out.shape)}, expected {list(expected.shape)})"
     nans, wrong, most = jax.device_get(_compare(out, expected, rtol, atol))
@@ -98,7 +98,7 @@ def make_trials(subject: Subject) -> dict[str, Callable[[], Trial]]:
 
 
 def _write(subject: Subject, *, rotated: bool) -> Trial:
-    """Tokens to random slots of pools of NaN, every third of them padding."""
+    """Return a test that writes tokens to random slots of pools of NaN, every third of them padding."""
     num_blocks = -(-NUM_TOKENS // subject.block_size) + 2
     slots = random.Random(0).sample(range(num_blocks * subject.block_size), NUM_TOKENS)
     slots[::3] = [-1] * len(slots[::3])
@@ -135,7 +135,7 @@ def _copy(subject: Subject) -> Trial:
 
 
 def _attention(subject: Subject, q_lens: Sequence[int] | None) -> Trial:
-    """Attention over CONTEXTS: one query token each, or the last `q_lens` tokens of each.
+    """Return a test of attention over CONTEXTS: one query token each, or the last `q_lens` tokens of each.
 
     The weights of V and the output are each rounded once to q's dtype, which moves a mean of V, at most 1, by half an
     eps. The tolerance is twice that sum. A missing or foreign key moves a row by much more.
@@ -183,17 +183,17 @@ def _pool_shape(subject: Subject, num_blocks: int) -> tuple[int, ...]:
 
 
 def _key() -> jax.Array:
-    """An argument of jitted functions, so that XLA does not fold the computations that depend on it."""
+    """Return an argument of jitted functions, so that XLA does not fold the computations that depend on it."""
     return jax.random.key(0, impl="unsafe_rbg")  # the one that compiles fastest
 
 
 def _uniform(key: jax.Array, i: int, shape: tuple[int, ...]) -> jax.Array:
-    """Numbers between -1 and 1."""
+    """Return numbers between -1 and 1."""
     return jax.random.uniform(jax.random.fold_in(key, i), shape, jnp.float32, -1, 1)
 
 
 def _scales(subject: Subject, key: jax.Array) -> dict[str, jax.Array]:
-    """The scales of fp8 pools."""
+    """Return the scales of fp8 pools; {} for other pools."""
     if jnp.dtype(subject.pool_dtype) != FP8:
         return {}
     names = ("k_scale_k", "v_scale_k")
@@ -201,6 +201,7 @@ def _scales(subject: Subject, key: jax.Array) -> dict[str, jax.Array]:
 
 
 def main() -> None:
+    """Run the tests of a request on stdin."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if sys.platform == "linux":  # the process that waits may be killed; this one then frees the device at once
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -219,7 +220,7 @@ def main() -> None:
 
 
 def error_of(subject: Subject, trial: Trial) -> str:
-    """Run one test. Return its error, "" if it has none."""
+    """Run one test and return its error, "" for none."""
     try:
         return trial.error(Ops(ops.load(subject.module, subject.tiles))) or ""
     except Exception as raised:

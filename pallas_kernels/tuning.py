@@ -1,10 +1,10 @@
-"""How the kernels cut their work, per device kind and shape class: one table, and the choices it was searched among.
+"""Tile sizes of the kernels, per device kind and shape class: one table, and the candidates of the search.
 
-A shape class determines a configuration: the kernel, the pools' head dim and their dtype. `tuned.json` holds
-the results of `benchmarks/kernels/tune.py` on real devices. For other classes the defaults here hold: they were chosen
-by the compiler's figures (registers, spills, shared memory) and have not been timed.
+A shape class determines a configuration: the kernel, the pools' head dim and their dtype. `tuned.json` holds the
+results of `benchmarks/kernels/tune.py` on real devices. Other classes use the defaults here, which were chosen by the
+compiler's figures (registers, spills, shared memory) and have not been timed.
 
-Nothing here may depend on a batch: a request's result would depend on its neighbours.
+No configuration may depend on a batch: a request's result would depend on its neighbours.
 """
 
 import dataclasses
@@ -22,9 +22,10 @@ from pallas_kernels.checks import FP8
 
 @dataclasses.dataclass(frozen=True)
 class MosaicDecode:
-    """A context is cut into splits, and those into tiles that go through a ring of `stages` of them.
+    """Configuration of the Mosaic decode kernel.
 
-    Each of a grid of `blocks_per_sm` thread blocks per SM walks the splits of the batch in turn.
+    A context is cut into splits, and those into tiles that go through a ring of `stages` of them. Each of a grid of
+    `blocks_per_sm` thread blocks per SM walks the splits of the batch in turn.
     """
 
     tile: int = 64  # tokens
@@ -35,7 +36,10 @@ class MosaicDecode:
 
 @dataclasses.dataclass(frozen=True)
 class MosaicRagged:
-    """`warpgroups` of 64 rows share a ring of `stages` KV tiles of `tile` tokens."""
+    """Configuration of the Mosaic ragged kernel.
+
+    `warpgroups` of 64 rows share a ring of `stages` KV tiles of `tile` tokens.
+    """
 
     warpgroups: int = 2
     tile: int = 64  # tokens
@@ -44,7 +48,7 @@ class MosaicRagged:
 
 @dataclasses.dataclass(frozen=True)
 class TritonDecode:
-    """A context is cut into splits, and those into tiles."""
+    """Configuration of the Triton decode kernel. A context is cut into splits, and those into tiles."""
 
     tile: int = 64  # tokens
     split: int = 512  # tokens
@@ -54,7 +58,7 @@ class TritonDecode:
 
 @dataclasses.dataclass(frozen=True)
 class TritonRagged:
-    """A program takes `rows` rows, tokens x query heads of one KV head."""
+    """Configuration of the Triton ragged kernel. A program takes `rows` rows, tokens x query heads of one KV head."""
 
     rows: int = 64
     tile: int = 64  # tokens
@@ -95,7 +99,7 @@ _CHOICES: dict[str, dict[str, tuple[int, ...]]] = {
 
 
 def find(kernel: str, device_kind: str, head_dim: int, pool_dtype: Any) -> Tiles:
-    """The configuration of a kernel ("mosaic.decode", ...) on a device, for pools of a head dim and a dtype."""
+    """Return the configuration of a kernel ("mosaic.decode", ...) on a device, for pools of a head dim and a dtype."""
     dtype_class = _dtype_class(pool_dtype)
     default = DEFAULTS.get((kernel, head_dim), KERNELS[kernel]())
     default = DEFAULTS.get((kernel, head_dim, dtype_class), default)
@@ -103,14 +107,14 @@ def find(kernel: str, device_kind: str, head_dim: int, pool_dtype: Any) -> Tiles
 
 
 def candidates(kernel: str) -> Iterator[Tiles]:
-    """Every configuration that a search tries; some don't compile for some shapes, and say so."""
+    """Yield every configuration that a search tries; some raise an error in the compilation for some shapes."""
     choices = _CHOICES[kernel]
     for values in itertools.product(*choices.values()):
         yield KERNELS[kernel](**dict(zip(choices, values)))
 
 
 def _dtype_class(dtype: Any) -> str:
-    """bfloat16 and float16 are alike to the kernels."""
+    """Return the class of a dtype; bfloat16 and float16 are equal to the kernels."""
     dtype = jnp.dtype(dtype)
     return "fp8" if dtype == FP8 else f"{8 * dtype.itemsize} bit"
 

@@ -1,6 +1,6 @@
-"""The paged ops as Mosaic GPU kernels, for Hopper (sm_90a): TMA copies, wgmma, warp specialisation.
+"""Paged ops as Mosaic GPU kernels, for Hopper (sm_90a): TMA copies, wgmma, warp specialisation.
 
-The functions that `pallas_kernels.ops.Implementation` names; `pallas_kernels.reference` defines their results.
+It has the functions of `pallas_kernels.ops.Implementation`; `pallas_kernels.reference` defines their results.
 """
 
 from pallas_kernels.mosaic.copy import copy_blocks

@@ -1,4 +1,4 @@
-"""Merging the partial results of split-KV attention (Mosaic GPU, Hopper).
+"""Merge of the partial results of split-KV attention (Mosaic GPU, Hopper).
 
 Axis letters besides the package's: R rows of the output, I splits of the batch, U splits of one sequence, M query heads
 of one KV head padded to wgmma's N, X output columns of one thread block.
@@ -86,7 +86,8 @@ def combine(
 ) -> jax.Array:
     """Merge the splits of each sequence s into row `row_s[s]` of the output ref; a sequence without splits gives 0.
 
-    Returns the natural log-sum-exps [S, K, LANES] float32 of the sequences that have a row.
+    Returns:
+        The natural log-sum-exps [S, K, LANES] float32 of the sequences that have a row.
     """
     _, k, h, m = o_ikhm.shape
     grid = (k * (h // COLUMNS), row_s.shape[0])

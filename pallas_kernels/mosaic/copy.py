@@ -1,4 +1,4 @@
-"""Copying whole blocks of a pool, in place (Mosaic GPU)."""
+"""Copy of whole blocks of a pool, in place (Mosaic GPU)."""
 
 from typing import Any
 

@@ -203,7 +203,8 @@ def attend_rows(
         row_s: [S] int32, -1 for a sequence that takes no part; its context must be 0.
         o_rnh_ref: ref [R, N, H].
 
-    Returns the natural log-sum-exps [S, N] float32 of the sequences that have a row.
+    Returns:
+        The natural log-sum-exps [S, N] float32 of the sequences that have a row.
     """
     (s, n, h), (_, k, block_size, _) = q_snh.shape, k_pool.shape
     group = n // k
@@ -226,7 +227,7 @@ def paged_decode_attention(
 ) -> OutputAndLse:  # fmt: skip
     """Compute `Ops.paged_decode_attention` in bfloat16 or float16.
 
-    The softmax and all sums are float32; the weights meet V in q's dtype, or in float16 where the pool is fp8.
+    The softmax and all sums are float32. The weights are multiplied by V in q's dtype, or in float16 for an fp8 pool.
     Temporary memory: at most 128 S M H float32 partials, M = 8 or 16 the padded query heads of a KV head.
     """
     s, n, head_dim = q_snh.shape

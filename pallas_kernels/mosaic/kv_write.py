@@ -1,4 +1,4 @@
-"""Writing one step's keys and values into the paged pool, in place; keys rotated on their way (Mosaic GPU).
+"""Write of one step's keys and values into the paged pool, in place, with rotation of the keys (Mosaic GPU).
 
 A thread block takes one token and some of its KV heads. Registers take the heads in pieces of one element per thread,
 so that the same registers hold cos and sin for all of them.
@@ -144,7 +144,7 @@ def write_kv(
 ) -> Pools:  # fmt: skip
     """Compute `Ops.write_kv` in bfloat16 or float16.
 
-    XLA first rotates and pads keys and values of a head dim smaller than the pools'.
+    If the head dim of keys and values is smaller than the pools', XLA rotates and pads them first.
     """
     h = k_pool.shape[3]
     check_supported(k_pool, dtype=k_tkh.dtype, num_heads=k_tkh.shape[1])

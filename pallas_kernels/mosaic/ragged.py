@@ -1,13 +1,12 @@
-"""Ragged paged attention: chunks of prompts beside decode rows (Mosaic GPU, Hopper).
+"""Ragged paged attention: chunks of prompts and decode rows in one batch (Mosaic GPU, Hopper).
 
 Sequences with one decode row take the kernels of `decode.py`, so their bits are those of a decode step. The rows of all
 others are cut into tiles of one sequence each. A thread block takes one tile and one KV head: one warpgroup copies KV
 blocks into a ring, each of the others computes 64 wgmma rows, which are tokens x query heads of that KV head. While
 the tensor cores multiply the weights of one tile with V and Q with the K of the next, the softmax of the next tile
 waits only for the second product (FlashAttention-3, arXiv 2407.08608, section 3.2); weights never leave the registers.
-Rows that no sequence owns are tiles of a sequence without keys, and so come out as 0. KV tiles start at multiples of
-the tile in a sequence, so a row's output depends neither on its neighbours nor on the chunks of its prompt, bit for
-bit.
+Rows that no sequence owns are tiles of a sequence without keys, so they become 0. KV tiles start at multiples of the
+tile in a sequence, so a row's output depends neither on its neighbours nor on the chunks of its prompt, bit for bit.
 
 Axis letters besides the package's: I query tiles, J compute warpgroups, R = 64 rows of one warpgroup, Y tokens x G rows
 of one KV head, X output columns of one thread block (H, or a part of it).
@@ -251,7 +250,7 @@ def wait_for_keys(ring: KVRing, t: jax.Array, tiles: jax.Array) -> None:
 def tokens_per_warpgroup(group: int) -> int:
     """Return the tokens of one warpgroup's 64 rows.
 
-    Its box of q starts at a multiple of TMA_ROWS rows. Tiles of a group that divides 64 start there anyhow; those of
+    Its box of q starts at a multiple of TMA_ROWS rows. Tiles of a group that divides 64 always start there; those of
     any other may have up to TMA_ROWS - 1 rows of an earlier token before their own.
     """
     lead = 0 if WGMMA_ROWS % group == 0 else TMA_ROWS - math.gcd(TMA_ROWS, group)
@@ -261,7 +260,7 @@ def tokens_per_warpgroup(group: int) -> int:
 def _registers(warpgroups: int, fp8: bool) -> tuple[int, int] | None:
     """Return the registers per thread of a computing and of the copying warpgroup, of 512 that the warpgroups share.
 
-    None leaves them as the compiler deals them out, which is enough for one computing warpgroup.
+    None leaves them as the compiler distributes them, which is enough for one computing warpgroup.
     """
     if warpgroups == 1:
         return None
@@ -273,7 +272,7 @@ def _launch(
     q_kyh: jax.Array, k_pool: jax.Array, v_pool: jax.Array, block_tables_sw: jax.Array, context_s1: jax.Array,
     query: QueryTiles, o_tnh_ref: Ref, options: AttentionOptions, tiles: tuning.MosaicRagged,
 ) -> jax.Array:  # fmt: skip
-    """Write the tiles' rows of the output ref; returns their log-sum-exps [I, K, J, R]."""
+    """Write the tiles' rows of the output ref and return their log-sum-exps [I, K, J, R]."""
     (k, _, h), dtype, warpgroups = q_kyh.shape, q_kyh.dtype, tiles.warpgroups
     num_tiles, columns = query.seq_i.shape[0], min(h, MAX_COLUMNS)
     grid = (num_tiles * k * (h // columns),)
@@ -318,8 +317,8 @@ def ragged_paged_attention(
 ) -> OutputAndLse:  # fmt: skip
     """Compute `Ops.ragged_paged_attention` in bfloat16 or float16.
 
-    The softmax and all sums are float32; the weights meet V in q's dtype, or in float16 where the pool is fp8. The
-    temporary memory is that of `paged_decode_attention` and one copy of q.
+    The softmax and all sums are float32. The weights are multiplied by V in q's dtype, or in float16 for an fp8 pool.
+    The temporary memory is that of `paged_decode_attention` and one copy of q.
     """
     (t, n, head_dim), (_, k, _, h), dtype = q_tnh.shape, k_pool.shape, q_tnh.dtype
     check_supported(k_pool, dtype=dtype, num_heads=n)

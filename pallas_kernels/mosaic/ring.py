@@ -1,4 +1,4 @@
-"""A ring of KV tiles in shared memory, filled from the block pool (Mosaic GPU, Hopper)."""
+"""Ring of KV tiles in shared memory, filled from the block pool (Mosaic GPU, Hopper)."""
 
 import functools
 import itertools
@@ -31,15 +31,15 @@ class Landing(NamedTuple):
 
 
 class KVRing(NamedTuple):
-    """Tiles between one warpgroup that fills them and others that compute on them and free them.
+    """Ring of tiles between one warpgroup that fills them and others that compute on them and free them.
 
-    Tiles of a 16-bit pool land in the ring by TMA, one box per block. Tiles of an fp8 pool land beside it, and the
-    filling warpgroup converts them into it: wgmma takes fp8 only along rows, which V's are not, and only for both
-    operands.
+    TMA copies tiles of a 16-bit pool into the ring, one box per block. It copies tiles of an fp8 pool into a second
+    buffer, from which the filling warpgroup converts them into the ring: wgmma takes fp8 only along rows, which V's are
+    not, and only for both operands.
 
-    The filling warpgroup must be alone in its thread of the kernel and needs no barrier of its own between boxes: one
-    elected thread issues every copy, and every overwrite is ordered after the reads of the tile by `k_free`, `v_free`
-    or `commit_smem`. Kernels with a ring are therefore compiled without automatic barriers.
+    The filling warpgroup must be the only one in its thread of the kernel and needs no barrier of its own between
+    boxes: one elected thread issues every copy, and every overwrite is ordered after the reads of the tile by `k_free`,
+    `v_free` or `commit_smem`. Kernels with a ring are therefore compiled without automatic barriers.
     """
 
     k: Ref  # [stages, tile, H]
@@ -78,10 +78,14 @@ class KVRing(NamedTuple):
     ) -> jax.Array:  # fmt: skip
         """Take tokens [start, end) of one sequence and KV head through the ring; `start` is a multiple of the tile.
 
-        `filled` tiles went through the ring before; returns the number after.
-
         The last tile is filled up with rows of the last block: the table is never read past `end`. Their content is
         unknown. Consumers mask their scores; in V they are cleared here, because 0 * NaN is NaN.
+
+        Args:
+            filled: number of tiles that went through the ring before.
+
+        Returns:
+            The number of tiles that have gone through the ring.
         """
         stages, tile, _ = self.k.shape
         block_size = k_pool_ref.shape[2]

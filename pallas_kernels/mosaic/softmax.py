@@ -1,4 +1,4 @@
-"""The online softmax of the attention kernels, in base 2, and their tensor core products (Mosaic GPU, Hopper)."""
+"""Online softmax of the attention kernels, in base 2, and their tensor core products (Mosaic GPU, Hopper)."""
 
 import math
 
@@ -35,8 +35,8 @@ def softmax_state(rows: int, columns: int, softmax_axis: int) -> tuple[jax.Array
 def capped(x: jax.Array, scale: jax.Array, soft_cap: float | None) -> jax.Array:
     """Return q·k as it is, or as tanh(scale q·k / soft_cap), which `exponent_factor` turns into an exponent of 2.
 
-    The maximum is taken before the factor, which then costs nothing: it is the multiplication of an FFMA. tanh is taken
-    as 1 - 2 / (e^2y + 1): the hardware's own is good for 11 bits only.
+    The maximum is taken before the factor, which then costs nothing: it is the multiplication of an FFMA. tanh is
+    computed as 1 - 2 / (e^2y + 1), because the hardware's own is exact to only 11 bits.
     """
     return x if soft_cap is None else 1.0 - 2.0 / (jnp.exp2(x * (scale * (2 * LOG2E / soft_cap))) + 1.0)
 
@@ -47,12 +47,12 @@ def exponent_factor(scale: jax.Array, soft_cap: float | None) -> jax.Array | flo
 
 
 def natural_lse(max_log2: jax.Array, total: jax.Array) -> jax.Array:
-    """Return the natural log of the sum of exp of all scores; -inf where there are none."""
+    """Return the natural log of the sum of exp of all scores; -inf if there are none."""
     return jnp.where(total == 0.0, -jnp.inf, (max_log2 + jnp.log2(total)) * LN2)
 
 
 def product(a: Ref, b: Ref, rows: int, columns: int) -> jax.Array:
-    """Return a @ b [rows, columns] in fp32, waiting for the tensor cores."""
+    """Return a @ b [rows, columns] in fp32, after waiting for the tensor cores."""
 
     def scoped(acc_ref: Ref) -> jax.Array:
         plgpu.wgmma(acc_ref, a, b)

@@ -21,7 +21,7 @@ def check_supported(pool: jax.Array, *, dtype: Any, num_heads: int) -> None:
 
 
 def check_grid(kernel: str, grid: Sequence[int]) -> None:
-    """Raise NotImplementedError if CUDA can't launch so many thread blocks along an axis."""
+    """Raise NotImplementedError if CUDA can't launch this many thread blocks along an axis."""
     for axis, size, limit in zip("zyx"[-len(grid) :], grid, MAX_GRID[-len(grid) :], strict=True):
         if size > limit:
             raise NotImplementedError(f"{kernel}: {size} thread blocks along {axis} are not supported, at most {limit}")

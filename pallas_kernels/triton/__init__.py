@@ -1,6 +1,6 @@
-"""The paged ops as Pallas-Triton kernels: for NVIDIA GPUs from Ampere on, and for float32.
+"""Paged ops as Pallas-Triton kernels: for NVIDIA GPUs from Ampere on, and for float32.
 
-The functions that `pallas_kernels.ops.Implementation` names; `pallas_kernels.reference` defines their results.
+It has the functions of `pallas_kernels.ops.Implementation`; `pallas_kernels.reference` defines their results.
 """
 
 from pallas_kernels.triton.attention import paged_decode_attention, ragged_paged_attention

@@ -3,8 +3,8 @@
 A program takes one KV head, a tile of the query rows of one sequence, and one split of the keys that these see. A
 decode row is one tile, and its context is cut into splits; a second kernel merges them in order. Prompts are cut into
 tiles, and their context is one split. Splits and KV tiles start at multiples of their size, which depends only on the
-length of the context, so a row's output depends neither on its neighbours nor on the table's width nor on the chunks
-of its prompt, bit for bit; and a decode row's is the same in a decode step and in a mixed one.
+length of the context. A row's output therefore does not depend on its neighbours, on the table's width or on the chunks
+of its prompt, bit for bit, and a decode row's output is the same in a decode step and in a mixed one.
 
 Axis letters besides the package's: I query tiles, R rows (tokens x query heads of one KV head), U splits, C keys.
 """
@@ -172,7 +172,8 @@ def _launch(
 ) -> list[jax.Array]:  # fmt: skip
     """Run the attention kernel on `batch`, its arguments from `context_s` to `tile_row_i`.
 
-    Returns o [T, U, N, h] and lse [T, U, N].
+    Returns:
+        o [T, U, N, h] and lse [T, U, N].
     """
     (t, n, h), k, scale, soft_cap = q_tnh.shape, k_pool.shape[1], options.scale, options.soft_cap
     score_scale_k = jnp.full((k,), scale * LOG2E if soft_cap is None else scale * 2 * LOG2E / soft_cap, jnp.float32)
@@ -212,7 +213,7 @@ def paged_decode_attention(
 
     Args:
         q_snh: bfloat16, float16 or float32.
-        tiles: how the work is cut, None for the default; float32 takes smaller ones.
+        tiles: how the work is cut; None: the default; float32 takes smaller ones.
     """
     check_supported(q_snh, k_pool)
     (s, n, _), (_, k, block_size, h) = q_snh.shape, k_pool.shape

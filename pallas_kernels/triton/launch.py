@@ -21,11 +21,12 @@ unsupported = functools.partial(checks.unsupported, dtypes=DTYPES, max_kv_heads=
 
 
 def check_supported(x: jax.Array, pool: jax.Array) -> None:
-    """Raises NotImplementedError unless these kernels serve heads `x` [rows, heads, H] over such a pool."""
+    """Raise NotImplementedError unless these kernels serve heads `x` [rows, heads, H] over such a pool."""
     checks.check_supported("Pallas-Triton", unsupported, pool, dtype=x.dtype, num_heads=x.shape[1])
 
 
 def iota(size: int) -> jax.Array:
+    """Return 0 to `size` - 1 as int32."""
     return lax.iota(jnp.int32, size)
 
 
@@ -39,7 +40,11 @@ def launch(
     num_warps: int,
     num_stages: int = 1,
 ) -> list[jax.Array]:
-    """Runs `kernel(*refs)`, one program per point of the grid, on whole arrays; `aliases`: input written in place."""
+    """Run `kernel(*refs)`, one program per point of the grid, on whole arrays.
+
+    Args:
+        aliases: {input: output that is written in its place}.
+    """
     whole_arrays: list[Any] = [*arrays, *out_types]
     for x in whole_arrays:
         # Triton's offsets count elements in int32 up to 2^32 bytes: of those that have one byte, half as many as that.
@@ -66,5 +71,8 @@ def launch(
 
 
 def as_stored(pool: jax.Array) -> jax.Array:
-    """A pool as the kernels see it: of fp8 its bytes. Triton can't convert fp8 below compute capability 8.9."""
+    """Return a pool as the kernels see it: an fp8 pool as its bytes.
+
+    Triton can't convert fp8 below compute capability 8.9.
+    """
     return lax.bitcast_convert_type(pool, jnp.uint8) if pool.dtype == checks.FP8 else pool

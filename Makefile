@@ -1,5 +1,6 @@
 # make serve [ARGS="--port 8123 --model DIR"]   make test [ARGS="-k scheduler"]   make format   make clean
 # make test-fast leaves out servers, commands, whole engines and GPU compilers; make test-deep runs the exhaustive tests.
+# make docs: build the API reference into build/api
 # make mutate [ARGS="jpaged/core/beam.py"] counts the small changes of a module that its quick tests notice.
 # Needs git, make and a Python from 3.12 on: python3, python3.12.., a pyenv version, or uv. All goes into .venv.
 
@@ -10,7 +11,7 @@ SERVE_EXTRAS := $(if $(NVIDIA),[cuda],)
 # Without an NVIDIA driver jax should not look for one.
 CPU := $(if $(NVIDIA),,JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu})
 
-.PHONY: serve test test-fast test-deep lint mutate format clean
+.PHONY: serve test test-fast test-deep lint docs mutate format clean
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/serve.done
@@ -33,6 +34,9 @@ lint: $(VENV)/test.done
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(VENV)/test.done
+	$(CPU) $(BIN)/python -m tools.api_docs build/api
+
 mutate: $(VENV)/test.done
 	$(BIN)/python -m tests.mutate $(ARGS)
 
@@ -41,7 +45,7 @@ format: $(VENV)/test.done
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/serve.done: pyproject.toml $(BIN)/python
 	@echo "Installing jpaged$(SERVE_EXTRAS) into $(VENV)"

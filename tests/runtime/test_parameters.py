@@ -73,7 +73,7 @@ def test_deleted_arrays_are_refused_and_named(leaves):
     gone.delete()
     with pytest.raises(ValueError, match=f"^params: {NORM} was deleted, as a train step"):
         checked(nested(leaves | {NORM: gone}), leaves, DEVICE)
-    told = r"^params: the arrays .* pass the new ones to update_params$"
+    told = r"^params: .* were deleted, .* update_params$"
     with pytest.raises(RuntimeError, match=told), deletion_named([gone]):
         gone.block_until_ready()
     with pytest.raises(RuntimeError, match=r"^another$"), deletion_named([jnp.ones(2)]):

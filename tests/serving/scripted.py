@@ -1,9 +1,9 @@
 """A server with scripted answers: `python -m tests.serving.scripted --port N`, with the flags of server.py.
 
-It has the demo model's tokenizer, and all of the server but the model. Its answer is what the prompt's last
-`<<say>>...<<done>>` holds, token by token, then the end of the sequence. `<<or>>` divides it into one text for each
-choice; at `<<fail>>` the runner fails, as a device might. Where a constraint or min_tokens forbids the next token, it
-ends the text, closes a string or closes an object, or takes the first token that is allowed; then it goes on.
+It has the demo model's tokenizer and all parts of the server except the model. The prompt's last `<<say>>...<<done>>`
+is the response: its tokens are generated one by one, then the end of the sequence. `<<or>>` separates the texts of
+several choices. At `<<fail>>` the runner raises, as a device might. If a constraint or min_tokens forbids the next
+token, the runner ends the text, closes a string or an object, or takes the first allowed token; then it continues.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -32,6 +33,8 @@ from jpaged.tokenizer import backend, load_tokenizer
 
 SAY, OR, DONE, FAIL = "<<say>>", "<<or>>", "<<done>>", "<<fail>>"
 BLOCK_SIZE = 16
+TOKENIZER = Tokenizer.from_file(str(DIRECTORY / "tokenizer.json"))
+END = TOKENIZER.token_to_id("<|end|>")
 LIMITS = {"max_model_len": 512, "max_num_seqs": 16, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 512}
 
 
@@ -40,14 +43,24 @@ def say(*texts: str) -> str:
     return SAY + OR.join(texts) + DONE
 
 
+def chat(*texts: str, **fields: Any) -> dict[str, Any]:
+    """Return a chat request with which choice i answers texts[i]."""
+    return {"messages": [{"role": "user", "content": say(*texts)}], "n": len(texts)} | fields
+
+
+def completion(*texts: str, **fields: Any) -> dict[str, Any]:
+    """Return a completion request with which choice i answers texts[i]."""
+    return {"prompt": say(*texts), "n": len(texts), "max_tokens": 100} | fields
+
+
 def logprob(token: int) -> float:
-    """Of every token, wherever it stands."""
+    """Return the logprob of a token, which is the same at every position."""
     return -(token + 1) / 2048
 
 
 @dataclass
 class _Row:
-    """A sequence, as far as plans tell of it."""
+    """A sequence as plans describe it."""
 
     admitted: Admitted
     output: list[int]
@@ -59,7 +72,7 @@ class _Row:
 
 
 class ScriptedRunner:
-    """Computes nothing.
+    """A runner that computes nothing and samples scripted tokens.
 
     Args:
         eos: the token that ends an answer.
@@ -89,7 +102,7 @@ class ScriptedRunner:
         return Done(StepResult(samples, prompt))
 
     def recover(self) -> None:
-        """Nothing is computed, so nothing is lost."""
+        """Do nothing, since no result can be lost."""
 
     def _change_rows(self, plan: StepPlan) -> None:
         before = dict(self._rows)
@@ -106,7 +119,7 @@ class ScriptedRunner:
         script, fails = self._script(row.prompt, branch)
         said = 0
         for token in row.output:
-            said += said < len(script) and token == script[said]  # else it was forced
+            said += said < len(script) and token == script[said]  # A constraint forces other tokens.
         if said == len(script) and fails:
             raise RuntimeError("the script fails here")
         wanted = script[said] if said < len(script) else self._eos
@@ -115,7 +128,7 @@ class ScriptedRunner:
         return next(token for token in (wanted, *self._ways_out, *sorted(allowed)) if token in allowed)
 
     def _script(self, prompt_token_ids: list[int], branch: int) -> tuple[list[int], bool]:
-        """The text of a choice, and whether it then fails."""
+        """Return the tokens of a choice, and whether the runner fails after them."""
         prompt = self._tokenizer.decode(prompt_token_ids, skip_special_tokens=False)
         told = re.findall(f"{SAY}(.*?){DONE}", prompt, re.DOTALL)
         texts = told[-1].split(OR) if told else [""]
@@ -124,33 +137,40 @@ class ScriptedRunner:
 
 
 def _tokens(mask_w: np.ndarray) -> set[int]:
-    """The tokens that a mask allows."""
+    """Return the tokens that a mask allows."""
     return set(np.flatnonzero(np.unpackbits(mask_w.view(np.uint8), bitorder="little")).tolist())
 
 
 def _sample(admitted: Admitted, token: int) -> Sample:
-    """The token as the most likely one, before others that never change."""
+    """Return the token as the most likely one, followed by constant others."""
     others = [other for other in range(5, 25) if other != token]
     logprobs = [logprob(token), *(logprob(token) - 1 - other for other in others)]
     count = max(admitted.num_top or 0, admitted.params.prompt_logprobs or 0)
     return Sample(token, logprob(token), 1, [token, *others][:count], logprobs[:count])
 
 
+def load(step_seconds: float = 0.0, *, enable_prefix_caching: bool = True, **limits: int) -> tuple[Engine, Any]:
+    """Return an engine with scripted answers, and its tokenizer. `limits` replace those of LIMITS."""
+    limits = LIMITS | limits
+    model, tokenizer = ModelConfig.from_directory(DIRECTORY), load_tokenizer(DIRECTORY)
+    scheduler = Scheduler(
+        BlockPool(limits["num_gpu_blocks_override"], BLOCK_SIZE, enable_prefix_caching=enable_prefix_caching),
+        Limits(limits["max_model_len"], limits["max_num_seqs"], limits["max_num_batched_tokens"], BLOCK_SIZE),
+        vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids,
+    )  # fmt: skip
+    runner = ScriptedRunner(backend(tokenizer), model.eos_token_ids[0], step_seconds)
+    return Engine(scheduler, runner, backend(tokenizer)), tokenizer
+
+
 def make(flags: list[str] | None = None) -> tuple[argparse.Namespace, Service]:
-    """The flags, by default the process's own, and the service they ask for."""
+    """Return the flags, by default those of the process, and the service that they configure."""
     parser = argparse.ArgumentParser(description=__doc__)
     add_flags(parser)
     parser.add_argument("--step-seconds", type=float, default=0.0)
     parser.set_defaults(**LIMITS)
     args = parser.parse_args(flags)
-    model, tokenizer = ModelConfig.from_directory(DIRECTORY), load_tokenizer(DIRECTORY)
-    scheduler = Scheduler(
-        BlockPool(args.num_gpu_blocks_override, BLOCK_SIZE, enable_prefix_caching=args.enable_prefix_caching),
-        Limits(args.max_model_len, args.max_num_seqs, args.max_num_batched_tokens, BLOCK_SIZE),
-        vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids,
-    )  # fmt: skip
-    runner = ScriptedRunner(backend(tokenizer), model.eos_token_ids[0], args.step_seconds)
-    engine = Engine(scheduler, runner, backend(tokenizer))
+    limits = {name: getattr(args, name) for name in LIMITS}
+    engine, tokenizer = load(args.step_seconds, enable_prefix_caching=args.enable_prefix_caching, **limits)
     tool_format = FORMATS.get(args.tool_call_parser)
     return args, make_service(engine, tokenizer, args.model, server_config(args), tool_format=tool_format)
 

@@ -1,54 +1,27 @@
-"""The failures in docs/operation.md, as clients and operators see them."""
+"""Failures of docs/operation.md: a killed process, a step that raises, logits that are not finite."""
 
-import http.client
-import json
-import logging
-import os
-import re
 import signal
-import socket
-import subprocess
-import sys
-import threading
-import time
-import urllib.error
-import urllib.request
-from contextlib import contextmanager
 
+import numpy as np
 import openai
 import pytest
 
-from benchmarks.shared.server_process import ROOT, ServerProcess
-from jpaged.serving import logs
-from jpaged.serving.logs import MAX_WAITING, logging_to
-from tests.attack.server_state import wait_until_idle
-from tests.serving.scripted import FAIL, say
+from benchmarks.shared.server_process import ServerProcess
+from tests.serving.client import Api, Client, Connection, collect, request
+from tests.serving.scripted import FAIL, chat, say
 
 SCRIPTED = "tests.serving.scripted"
 SLOW = ("--step-seconds", "0.02")
-FEW_SHAPES = ("--max-num-seqs", "1", "--max-num-batched-tokens", "16")
-DISK = "/dev/full"
-
-full_disk = pytest.mark.skipif(not os.path.exists(DISK), reason=f"needs {DISK}")
 
 
-def client(url: str) -> openai.OpenAI:
+def sync_client(url: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
 
-def get(url: str) -> tuple[int, str]:
-    try:
-        with urllib.request.urlopen(url, timeout=30) as response:
-            return response.status, response.read().decode()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read().decode()
-
-
-def test_a_process_that_is_killed():
-    """Streams break off, nothing says that they were whole; and it can be started again at once, on the same port."""
+def test_killed_process_breaks_streams_and_its_port_is_free():
+    """Check that streams end without [DONE], and that the server can be started again at once on the same port."""
     with ServerProcess(*SLOW, module=SCRIPTED, clean=False) as server:
-        with client(server.url) as api:
+        with sync_client(server.url) as api:
             stream = api.completions.create(model="demo", prompt=say("word " * 100), max_tokens=200, stream=True)
             pieces = [next(stream).choices[0].text for _ in range(3)]
             assert "".join(pieces).startswith("w")
@@ -58,157 +31,63 @@ def test_a_process_that_is_killed():
             with pytest.raises(openai.APIConnectionError):
                 api.completions.create(model="demo", prompt="a")
         assert server.process.wait(30) == -signal.SIGKILL
-        with ServerProcess("--port", str(server.port), module=SCRIPTED) as again, client(again.url) as api:
+        with ServerProcess("--port", str(server.port), module=SCRIPTED) as again, sync_client(again.url) as api:
             assert again.url == server.url
             assert api.completions.create(model="demo", prompt=say("back")).choices[0].text == "back"
 
 
-def test_a_runner_that_fails():
-    """Running requests get an error; later requests are refused; the process stays up, and ends well."""
+async def test_step_that_raises_ends_streams_with_an_error_and_later_requests_with_503():
+    """Check that the process stays up for its metrics and its log, and exits with 0."""
+    error = {"message": "the engine has failed: the script fails here", "type": "ServiceUnavailableError"}
+    error |= {"param": None, "code": "service_unavailable"}
     with ServerProcess(*SLOW, module=SCRIPTED, clean=False) as server:
-        with client(server.url) as api:
-            other = api.completions.create(model="demo", prompt=say("word " * 100), max_tokens=200, stream=True)
-            next(other)
-            body = {"prompt": say(f"Once{FAIL}"), "stream": True}
-            data = json.dumps(body).encode()
-            with urllib.request.urlopen(f"{server.url}/v1/completions", data, timeout=30) as response:
-                *events, last, _ = response.read().split(b"\n\n")
-            error = json.loads(events[-1].removeprefix(b"data: "))["error"]
-            assert (
-                last == b"data: [DONE]"
-                and error["type"] == "ServiceUnavailableError"
-                and error["code"] == "service_unavailable"
-            )
-            assert error["message"] == "the engine has failed: the script fails here"
-            with pytest.raises(openai.APIError, match="the engine has failed"):
-                list(other)
-            for request in ({"prompt": "a"}, {"prompt": "a", "stream": True}):
-                with pytest.raises(openai.InternalServerError, match="the engine has failed") as refused:
-                    api.completions.create(model="demo", **request)
-                assert refused.value.status_code == 503
-        assert get(f"{server.url}/health")[0] == 503
-        assert [get(f"{server.url}{path}")[0] for path in ("/metrics", "/v1/models", "/version")] == [200, 200, 200]
+        async with Api(server.url) as api, Connection(server.port) as connection:
+            other = await api.complete(say("word " * 100), max_tokens=200, stream=True)
+            await anext(other)
+            failing = request("POST", "/v1/chat/completions", chat(f"Once upon a time{FAIL}", stream=True))
+            connection.send(failing)
+            *events, last = (await connection.answer()).events
+            assert last == {"error": error}
+            assert "".join(event["choices"][0]["delta"]["content"] for event in events) == "Once upon a time"
+            assert all(event["choices"][0]["finish_reason"] is None for event in events)
+            with pytest.raises(openai.APIError, match="the engine has failed: the script fails here") as raised:
+                await collect(other)
+            assert (raised.value.code, raised.value.type) == ("service_unavailable", "ServiceUnavailableError")
+            for fields in ({}, {"stream": True}):
+                with pytest.raises(openai.InternalServerError, match="the engine has failed") as rejected:
+                    await api.complete("a", **fields)
+                assert rejected.value.status_code == 503
+            connection.send(failing)  # The connection is still open.
+            answer = await connection.answer()
+            assert answer.status == 503 and answer.error == error
+            for path, status in {"/health": 503, "/ping": 503, "/metrics": 200, "/version": 200}.items():
+                connection.send(request("GET", path))
+                answer = await connection.answer()
+                assert answer.status == status and (answer.body == b"") == (status == 503)
         log = server.wait_for_log("RuntimeError: the script fails here")
         assert "ERROR jpaged.engine.async_engine: the engine has failed\nTraceback" in log.string
         assert server.stop() == 0
+        (traceback,) = server.tracebacks()
+        assert "the script fails here" in traceback
 
 
-def test_a_client_that_goes_away():
-    with ServerProcess(*SLOW, module=SCRIPTED) as server:
-        with client(server.url) as api:
-            stream = api.completions.create(model="demo", prompt=say("word " * 100), max_tokens=200, stream=True)
-            next(stream)
-            stream.close()
-        line = json.loads(server.wait_for_log(r'\{.*"status": 499.*', within=2)[0])
-        assert line["path"] == "/v1/completions" and line["completion_tokens"] < 100
-        state, _ = wait_until_idle(server.url, 2)
-        assert state.idle
-
-
-@contextmanager
-def process(stderr, *program: str):
-    """A server without a log that could be read, on a port that was free."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    running = subprocess.Popen(
-        [sys.executable, *program, "--port", str(port)], cwd=ROOT, stdin=subprocess.DEVNULL, stderr=stderr
-    )
-    try:
-        deadline = time.monotonic() + 300
-        while True:
-            assert running.poll() is None and time.monotonic() < deadline, running.returncode
-            try:
-                assert get(f"http://127.0.0.1:{port}/health")[0] == 200
-                break
-            except urllib.error.URLError:
-                time.sleep(0.1)
-        yield running, port
-    finally:
-        running.kill()
-        running.wait()
-
-
-def serves(port: int, count: int) -> None:
-    """It answers so many requests, each of which makes a long line of its access log."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-    for _ in range(count):
-        connection.request("GET", f"/v1/models/{'m' * 1000}")
-        response = connection.getresponse()
-        assert response.status == 404 and response.read()
-    connection.request("POST", "/v1/completions", json.dumps({"prompt": "a", "max_tokens": 2, "ignore_eos": True}))
-    assert json.loads(connection.getresponse().read())["usage"]["completion_tokens"] == 2
-    connection.close()
-
-
-@full_disk
-def test_a_full_disk_is_no_reason_not_to_start_to_serve_or_to_end_well():
-    with open(DISK, "w") as disk, process(disk, "server.py", *FEW_SHAPES) as (server, port):
-        serves(port, 100)
-        server.send_signal(signal.SIGTERM)
-        assert server.wait(30) == 0
-
-
-@full_disk
-def test_a_full_disk_under_the_access_log_is_not_even_logged():
-    with ServerProcess("--access-log", DISK, module=SCRIPTED) as server:
-        serves(server.port, 100)
-    assert "No space" not in server.log() and "m" * 1000 not in server.log()
-
-
-def test_a_pipe_that_nobody_reads_holds_up_neither_requests_nor_the_end():
-    reading, writing = os.pipe()
-    with os.fdopen(reading), os.fdopen(writing, "w") as unread, process(unread, "-m", SCRIPTED) as (server, port):
-        serves(port, 300)  # a pipe holds 64 KiB
-        server.send_signal(signal.SIGTERM)
-        assert server.wait(30) == 0
-
-
-def test_a_pipe_whose_reader_has_gone():
-    reading, writing = os.pipe()
-    with os.fdopen(writing, "w") as unread, process(unread, "-m", SCRIPTED) as (server, port):
-        os.close(reading)
-        serves(port, 10)
-        server.send_signal(signal.SIGTERM)
-        assert server.wait(30) == 0
-
-
-@pytest.fixture
-def root_logger():
-    """As it was, after the test."""
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:], root.level = handlers, level
-
-
-def test_what_waits_to_be_written_is_bounded_and_later_lines_come_once_somebody_reads(root_logger, monkeypatch):
-    monkeypatch.setattr(logs, "PATIENCE", 0.05)
-    reading, writing = os.pipe()
-    with os.fdopen(reading, "rb") as reader, os.fdopen(writing, "w") as pipe, logging_to(pipe, "none"):
-        logger = logging.getLogger("jpaged.test")
-        for index in range(2 * MAX_WAITING):
-            logger.info("line %d %s", index, "x" * 200)
-        (entry,) = logging.getLogger().handlers
-        assert entry.queue.qsize() <= MAX_WAITING
-        os.set_blocking(reader.fileno(), False)
-        for _ in range(200):
-            logger.info("somebody reads again")
-            time.sleep(0.05)
-            if b"somebody reads again" in (reader.read() or b""):
-                break
-        else:
-            raise AssertionError("nothing was written again")
-
-
-def test_a_traceback_that_is_longer_than_a_pipe_has_room_for_comes_whole(root_logger):
-    reading, writing = os.pipe()
-    with os.fdopen(reading) as reader, os.fdopen(writing, "w") as pipe:
-        received: list[str] = []
-        thread = threading.Thread(target=lambda: received.append(reader.read()))
-        thread.start()
-        with logging_to(pipe, "none"):
-            logging.getLogger("jpaged.test").error("x" * 200_000 + " end")
-        pipe.close()
-        thread.join(10)
-    assert re.fullmatch(r".* ERROR jpaged.test: x{200000} end\n", received[0])
+async def test_weights_of_nan_are_an_error_500(loaded, caplog):
+    async with Client(*loaded) as client:
+        runner = client.engine.runner
+        before, params = await client.complete("Hello", max_tokens=4), runner.params
+        await client.reset_prefix_cache()
+        runner.params = [leaf * np.float32("nan") for leaf in params]
+        try:
+            for fields in ({}, {"logprobs": 2}, {"echo": True, "logprobs": 1}, {"n": 3, "temperature": 1}):
+                error = (await client.complete("Hello", 500, **fields))["error"]
+                assert "logits are not finite" in error["message"] and error["code"] == "internal_error"
+            await client.complete("Hello", 500, use_beam_search=True, n=2)
+            *_, last = await client.stream("/v1/completions", {"prompt": "Hello"})
+            assert last["error"]["type"] == "InternalServerError"
+            await client.idle()
+        finally:
+            runner.params = params
+        assert (await client.complete("Hello", max_tokens=4))["choices"] == before["choices"]
+        async with client.session.get("/metrics") as response:
+            assert 'vllm:corrupted_requests_total{model_name="tiny"} 6.0' in await response.text()
+    assert len([record for record in caplog.records if "not finite" in record.message]) == 1

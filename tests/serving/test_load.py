@@ -1,10 +1,8 @@
-"""Under load every stream is whole and in order, refusals are clean, and no client holds another up. The cases are
-those of tests/attack/load.py, on servers in processes of their own."""
+"""Load: many concurrent streams, a full queue, slow and vanishing clients; concurrent and sequential requests give the
+same responses. The cases of tests/attack/load.py run on servers in processes of their own."""
 
 import asyncio
-import os
-import signal
-import time
+import random
 
 import pytest
 
@@ -25,6 +23,7 @@ from tests.attack.load import (
     until,
     vanishing,
 )
+from tests.serving.client import Client, smaller, texts
 
 SCRIPTED = "tests.serving.scripted"
 STREAMS = {"case": "streams", "streams": 2, "whole": 2, "wrong": 0, "garbled": 0, "most_running": 256,
@@ -32,7 +31,7 @@ STREAMS = {"case": "streams", "streams": 2, "whole": 2, "wrong": 0, "garbled": 0
 
 
 @pytest.mark.deep
-async def test_a_thousand_streams_half_of_the_clients_gone_a_slow_reader_and_sigterm():
+async def test_1000_streams_with_disconnects_a_slow_reader_and_sigterm_are_whole():
     with ServerProcess(*WIDE, start_within=600) as server:
         thousand = await streams(server.url, 1000, num_tokens=8, num_alone=50, max_running=256)
         assert not problems(thousand), thousand
@@ -48,8 +47,8 @@ async def test_a_thousand_streams_half_of_the_clients_gone_a_slow_reader_and_sig
         assert ended["unfinished"] > 20, ended
 
 
-async def test_256_streams_at_once_are_whole_and_half_of_their_clients_may_vanish():
-    """The same with a scripted model, which costs nothing: the server, the scheduler and the pool are the same."""
+async def test_256_concurrent_streams_are_whole_and_half_of_the_clients_may_disconnect():
+    """Use a scripted model, which costs no time, with the server, the scheduler and the pool of a real one."""
     flags = ("--max-num-seqs", "256", "--max-num-batched-tokens", "2048", "--num-gpu-blocks-override", "2048")
     with ServerProcess(*flags, "--step-seconds", "0.05", module=SCRIPTED) as server:
         many = await streams(server.url, 300, num_tokens=24, num_alone=2, max_running=256)
@@ -60,22 +59,22 @@ async def test_256_streams_at_once_are_whole_and_half_of_their_clients_may_vanis
         assert half["vanished"] > 120 and half["stayed"] == 150, half
 
 
-async def test_beyond_the_queues_limit_there_are_clean_503s_and_the_rest_is_whole():
+async def test_full_queue_rejects_with_503_and_serves_the_other_requests():
     flags = ("--max-queue", "8", "--max-num-seqs", "2", "--step-seconds", "0.01")
     with ServerProcess(*flags, module=SCRIPTED) as server:
         row = await full_queue(server.url, 100, num_tokens=30)
         assert not problems(row), row
         assert row["refused"] > 50 and row["whole"] >= 8, row
         assert (await state_of(server.url)).idle
-        async with clients(server.url) as session:  # it is not the worse for it
+        async with clients(server.url) as session:  # The server still works.
             assert (await ask(session, body(0, 4))).is_whole(4)
             async with session.get("/metrics") as response:
                 counted = f'vllm:num_requests_rejected_total{{model_name="demo"}} {row["refused"]:.1f}'
                 assert counted in await response.text()
 
 
-async def test_clients_that_vanish_leave_no_block_behind(client):
-    """Check to the block: every used block is in a table of the others, or a step in flight still writes it."""
+async def test_disconnected_clients_leave_no_block_in_use(client):
+    """Check that every used block is in a table of another request, or that a step in flight still writes it."""
 
     def check(engine):
         engine.scheduler.check_invariants()
@@ -85,7 +84,7 @@ async def test_clients_that_vanish_leave_no_block_behind(client):
 
     url = str(client.server.make_url("/"))
     async with clients(url) as leaving, clients(url) as staying:
-        progress = [Answer() for _ in range(24)]  # 16 may run
+        progress = [Answer() for _ in range(24)]  # At most 16 run.
         tasks = [
             asyncio.create_task(ask(leaving if i % 2 else staying, body(i, 150), answer=progress[i])) for i in range(24)
         ]
@@ -108,10 +107,10 @@ async def test_clients_that_vanish_leave_no_block_behind(client):
         assert all(answer.is_whole(150) for answer in await asyncio.gather(*tasks[::2]))
 
 
-async def test_a_slow_reader_is_cut_off_when_its_time_is_up():
+async def test_slow_reader_is_disconnected_after_the_request_timeout():
     with ServerProcess("--request-timeout", "3", module=SCRIPTED) as server:
         before = (await state_of(server.url)).files
-        # Some ten megabytes: more than sockets hold.
+        # The response has some ten megabytes, more than the sockets' buffers hold.
         long = body(0, 400) | {"prompt": ["a", "b", "c", "d"], "n": 16, "logprobs": 20}
         with SlowReader(server.url, long) as reader:
 
@@ -124,33 +123,69 @@ async def test_a_slow_reader_is_cut_off_when_its_time_is_up():
 
             await until(connected, 30)
             await until(cut_off, 60)
-            assert b"[DONE]" not in await asyncio.to_thread(reader.rest)  # of what its socket holds
+            assert b"[DONE]" not in await asyncio.to_thread(reader.rest)  # The bytes in the socket's buffer.
         async with clients(server.url) as session:
             assert (await ask(session, body(0, 4))).is_whole(4)
 
 
-@pytest.mark.parametrize("flags, signals", [(("--drain-timeout", "1"), 1), ((), 2)], ids=["timeout", "second signal"])
-async def test_what_is_not_finished_when_draining_ends_is_told_so(flags, signals):
-    with ServerProcess(*flags, "--step-seconds", "0.05", module=SCRIPTED) as server:
-        async with clients(server.url) as session:
-            requests = [body(i, 400, stream=i % 2 == 0) for i in range(8)]  # twenty seconds of them
-            tasks = [asyncio.create_task(ask(session, request)) for request in requests]
+TRAFFIC = [
+    pytest.param({}, id="plenty", marks=pytest.mark.deep),
+    pytest.param({"max_num_batched_tokens": 16}, id="chunks of 16", marks=pytest.mark.deep),
+    pytest.param({"enable_prefix_caching": False}, id="no prefix cache", marks=pytest.mark.deep),
+    pytest.param({"num_blocks": 40}, id="preemption"),
+    pytest.param(
+        {"num_blocks": 40, "enable_prefix_caching": False}, id="preemption, no prefix cache", marks=pytest.mark.deep
+    ),
+]
 
-            async def running() -> bool:
-                return (await state_of(server.url)).running >= 8
 
-            await until(running, 30)
-            start = time.monotonic()
-            for _ in range(signals):
-                os.kill(server.process.pid, signal.SIGTERM)
-                await asyncio.to_thread(server.wait_for_log, "shutting down: finishing")
-            answers = await asyncio.gather(*tasks)
-        assert await asyncio.to_thread(server.process.wait, 30) == 0
-        assert time.monotonic() - start < 15
-        for request, answer in zip(requests, answers):
-            assert answer.error and answer.error["code"] == "service_unavailable", answer
-            assert answer.done and answer.status == (200 if request["stream"] else 503), answer
-        assert "ending 8 requests that have not finished" in server.log()
+@pytest.fixture(scope="module")
+def traffic():
+    """Return the prompts and lengths of 64 requests, some with a common prefix."""
+    rng = random.Random(5)
+    common = "The quick brown fox jumps over the lazy dog. "
+    prompts = [
+        (common if rng.random() < 0.4 else "") + "".join(rng.choices("abc xyz", k=rng.randint(1, 120)))
+        for _ in range(64)
+    ]  # fmt: skip
+    lengths = [rng.randint(1, 80) for _ in prompts]
+    return prompts, lengths
+
+
+@pytest.fixture(scope="module")
+def sequential(loaded, traffic):
+    """Return the responses to the same requests, sent one after the other."""
+
+    async def one_by_one():
+        async with Client(*loaded) as client:
+            return [answer(await client.complete(p, max_tokens=n, logprobs=0)) for p, n in zip(*traffic)]
+
+    return asyncio.run(one_by_one())
+
+
+def answer(body):
+    (choice,) = body["choices"]
+    return choice["text"], choice["logprobs"]["tokens"]
+
+
+@pytest.mark.parametrize("config", TRAFFIC)
+async def test_64_concurrent_requests_give_the_responses_of_sequential_ones(loaded, traffic, sequential, config):
+    async with smaller(loaded, **config) as (engine, *rest), Client(engine, *rest) as client:
+        bodies = await asyncio.gather(
+            *(client.complete(prompt, max_tokens=length, logprobs=0) for prompt, length in zip(*traffic))
+        )
+        await client.idle()
+    assert [answer(body) for body in bodies] == sequential
+    if "num_blocks" in config:
+        assert engine.scheduler.num_preemptions > 10
+    assert client.service.in_flight == set()
+
+
+async def test_concurrent_sampled_requests_give_the_responses_of_sequential_ones(api):
+    fields = [{"seed": i, "temperature": 1.0, "max_tokens": 8 + i} for i in range(24)]
+    together = await asyncio.gather(*(api.complete("The little fox", **each) for each in fields))
+    for i in (0, 11, 23):
+        assert texts(await api.complete("The little fox", **fields[i])) == texts(together[i])
 
 
 @pytest.mark.parametrize(
@@ -174,5 +209,5 @@ async def test_what_is_not_finished_when_draining_ends_is_told_so(flags, signals
         ),
     ],
 )
-def test_what_is_wrong_is_told(row, told):
+def test_problems_of_a_result_are_reported(row, told):
     assert problems(row) == told

@@ -18,7 +18,7 @@ from tests.fake_runner import VOCAB, FakeRunner
 from tests.serving.client import Client
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana.json"
-# The names of vLLM's that dashboards and autoscalers read.
+# Names of vLLM that dashboards and autoscalers read.
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 COUNTERS = (
     "prompt_tokens", "generation_tokens", "num_preemptions", "prefix_cache_queries", "prefix_cache_hits",
@@ -32,7 +32,7 @@ HISTOGRAMS = (
 
 
 def read(text: str) -> dict[str, float]:
-    """{name, with its labels but the model's: value}."""
+    """Return the value of each sample by its name and its labels except the model's."""
     found = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -64,12 +64,12 @@ class Lab:
         return read(self.metrics.render().decode())
 
 
-def test_one_request_to_the_second():
+def test_metrics_of_one_request_are_exact():
     lab = Lab()
-    lab.step(1)  # nothing to do
+    lab.step(1)  # without requests
     lab.now = 110
     lab.add("a", [1] * 20, SamplingParams(max_tokens=3))
-    lab.now = 112  # a call before the step takes its time
+    lab.now = 112  # two seconds pass before the step
     for seconds in (5, 1, 2, 4):  # 16 tokens of the prompt, the other 4 with the first token, two more
         lab.step(seconds)
     found = lab.read()
@@ -87,9 +87,9 @@ def test_one_request_to_the_second():
     assert found["vllm:request_params_max_tokens_sum"] == 3 and found["vllm:request_params_n_sum"] == 1
 
 
-def test_waiting_is_time_in_the_queue():
+def test_queue_time_is_the_time_of_waiting():
     lab = Lab()
-    for name in "ab":  # the second one's prompt does not fit into the steps of the first's
+    for name in "ab":  # The steps of the first prompt leave no room for the second.
         lab.add(name, [ord(name) % 50] * 32, SamplingParams(max_tokens=1))
     for _ in range(4):
         lab.step(10)
@@ -124,19 +124,23 @@ def test_branches_beams_preemptions_and_aborts_are_counted():
 
 
 @pytest.mark.parametrize("kind, names", [("gauge", GAUGES), ("counter", COUNTERS), ("histogram", HISTOGRAMS)])
-async def test_the_names_that_dashboards_read(client, kind, names):
+async def test_metrics_have_the_names_and_types_that_dashboards_read(client, kind, names):
     await asyncio.gather(client.complete("Hello", max_tokens=4), client.complete("Hello there", max_tokens=4))
+    await client.idle()
     async with client.session.get("/metrics") as response:
-        assert response.status == 200 and response.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+        assert response.status == 200
+        assert response.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
         text = await response.text()
     families = {family.name: family for family in text_string_to_metric_families(text)}
     for name in names:
         family = families[f"vllm:{name}"]
-        assert family.type == kind and family.samples, name
+        assert family.type == kind and family.samples and family.documentation, name
         assert all(sample.labels["model_name"] == "tiny" for sample in family.samples)
+    samples = families["vllm:num_requests_running"].samples
+    assert [(sample.labels, sample.value) for sample in samples] == [({"model_name": "tiny"}, 0.0)]
 
 
-async def test_http_answers_are_counted_by_route_and_not_by_what_clients_write(loaded):
+async def test_http_responses_are_counted_by_route(loaded):
     async with Client(*loaded) as client:
         await client.complete("a", max_tokens=1)
         await client.complete("a", 400, max_tokens=0)
@@ -153,7 +157,7 @@ async def test_http_answers_are_counted_by_route_and_not_by_what_clients_write(l
     }
 
 
-async def test_the_dashboard_asks_only_for_what_there_is(client):
+async def test_dashboard_reads_only_existing_metrics(client):
     await client.complete("Hello", max_tokens=4)
     async with client.session.get("/metrics") as response:
         known = {

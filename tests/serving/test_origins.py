@@ -1,4 +1,4 @@
-"""Which web pages may use the server."""
+"""Origins and hosts: web pages that may use the server."""
 
 import pytest
 
@@ -22,7 +22,7 @@ async def answer(client, method, path, body=None, **headers):
         return response.status, response.headers, await response.read()
 
 
-async def test_other_origins_are_refused_before_anything_is_done(start):
+async def test_request_of_another_origin_is_rejected_before_it_has_an_effect(start):
     async with start() as client:
         pool = client.engine.scheduler.pool
         await client.complete("a prompt that stays in the prefix cache", max_tokens=20)
@@ -44,17 +44,17 @@ async def test_other_origins_are_refused_before_anything_is_done(start):
     "headers, status, word",
     [({"Host": "[]"}, 400, b"Host"), ({"Host": "[::1"}, 400, b"Host"), ({"Origin": "http://["}, 403, b"Origin")],
 )
-async def test_names_that_can_not_be_parsed_are_refused(start, headers, status, word):
+async def test_invalid_host_or_origin_is_rejected(start, headers, status, word):
     async with start() as client:
         given, _, content = await answer(client, "GET", "/v1/models", **headers)
         assert (given, word in content) == (status, True), content
 
 
-async def test_the_page_of_the_server_itself_is_allowed(start):
+async def test_own_page_is_allowed(start):
     async with start() as client:
         own = str(client.server.make_url("/")).rstrip("/")
         assert (await answer(client, "POST", "/v1/completions", COMPLETION, Origin=own))[0] == 200
-        # Behind a proxy that changes Host, the browser says so.
+        # Behind a proxy that changes Host, Sec-Fetch-Site tells the origin.
         proxied = {"Origin": PAGE, "Sec_Fetch_Site": "same-origin"}
         assert (await answer(client, "POST", "/v1/completions", COMPLETION, **proxied))[0] == 200
         status, _, _ = await answer(
@@ -64,7 +64,7 @@ async def test_the_page_of_the_server_itself_is_allowed(start):
 
 
 @pytest.mark.parametrize("allowed", [PAGE, "*"])
-async def test_an_allowed_origin_may_read_answers_and_errors(start, allowed):
+async def test_allowed_origin_may_read_responses_and_errors(start, allowed):
     async with start(allowed_origins=(allowed,), api_keys=("key",)) as client:
         key = {"Authorization": "Bearer key"}
         for path, body, expected in (("/v1/completions", COMPLETION, 200), ("/v1/completions", {}, 400)):
@@ -74,8 +74,8 @@ async def test_an_allowed_origin_may_read_answers_and_errors(start, allowed):
         assert (await answer(client, "POST", "/v1/completions", COMPLETION, Origin=PAGE))[0] == 401
 
 
-async def test_a_preflight_allows_the_headers_of_client_libraries(start):
-    """openai-js sends x-stainless-* headers, and asks for them first."""
+async def test_preflight_allows_the_headers_of_client_libraries(start):
+    """Use the x-stainless-* headers of openai-js."""
     asked = "authorization,content-type,x-stainless-arch,x-stainless-lang,x-stainless-retry-count"
     preflight = {"Access_Control_Request_Method": "POST", "Access_Control_Request_Headers": asked}
     async with start(allowed_origins=(PAGE,), api_keys=("key",)) as client:
@@ -88,7 +88,7 @@ async def test_a_preflight_allows_the_headers_of_client_libraries(start):
             assert status == 403 and "Access-Control-Allow-Origin" not in headers
 
 
-async def test_a_name_that_is_rebound_to_the_loopback_address_is_refused(start):
+async def test_unknown_host_name_is_rejected_on_the_loopback_interface(start):
     async with start(allowed_hosts=("proxy.example.org",)) as client:
         for host in ("evil.example.org:8000", "127.0.0.1.example.org", "[::2]:80"):
             status, _, content = await answer(client, "POST", "/v1/completions", COMPLETION, Host=host)
@@ -99,7 +99,7 @@ async def test_a_name_that_is_rebound_to_the_loopback_address_is_refused(start):
         assert (await answer(client, "GET", "/v1/models", Host="example.org"))[0] == 200
 
 
-def test_hosts_are_checked_where_only_this_machine_should_connect(monkeypatch):
+def test_hosts_are_checked_only_on_the_loopback_interface_without_keys(monkeypatch):
     monkeypatch.delenv("JPAGED_API_KEY", raising=False)
     parse = parser("serve", load("serve"), "jpaged serve").parse_args
 
@@ -110,3 +110,31 @@ def test_hosts_are_checked_where_only_this_machine_should_connect(monkeypatch):
     assert allowed("--host", "0.0.0.0") is None and allowed("--api-key", "key") is None
     assert allowed("--allowed-hosts", "a.example.org", "--host", "0.0.0.0") == ("a.example.org",)
     assert not is_loopback("example.org") and not is_loopback("0.0.0.0")
+
+
+@pytest.mark.parametrize(
+    "allowed, origin, expected",
+    [
+        ((), "https://chat.example.org", None),
+        (("https://chat.example.org",), "https://chat.example.org", "https://chat.example.org"),
+        (("https://chat.example.org",), "https://chat.example.org.evil.com", None),
+        (("https://chat.example.org",), "https://CHAT.example.org", None),
+        (("https://chat.example.org",), "http://chat.example.org", None),
+        (("https://chat.example.org",), "null", None),
+        (("https://chat.example.org",), None, None),
+        (("*",), "https://anywhere.example", "https://anywhere.example"),
+    ],
+)
+async def test_cors_headers_are_sent_only_to_allowed_origins(loaded, allowed, origin, expected):
+    async with Client(*loaded, allowed_origins=allowed, api_keys=("k",)) as client:
+        headers = {} if origin is None else {"Origin": origin}
+        for method, path, more in [
+            ("GET", "/health", {}),
+            ("GET", "/v1/models", {}),  # a rejection, which an allowed page may read too
+            ("POST", "/v1/completions", {"Authorization": "Bearer k"}),
+            ("OPTIONS", "/v1/completions", {"Access-Control-Request-Method": "POST"}),
+        ]:
+            async with client.session.request(method, path, headers=headers | more) as response:
+                assert response.headers.get("Access-Control-Allow-Origin") == expected, (method, path)
+                assert "Access-Control-Allow-Credentials" not in response.headers
+                assert response.headers.get("Vary") == ("Origin" if allowed else None)

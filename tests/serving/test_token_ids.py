@@ -1,25 +1,34 @@
-"""A server without a tokenizer: token ids in, token ids out. And the names and paths that a server answers to."""
-
-import re
+"""Token ids in responses, and a server without a tokenizer: token ids in, token ids out."""
 
 import pytest
-from yarl import URL
 
 from jpaged.engine.engine import Engine
-from tests.serving.client import Client
+from tests.serving.client import Client, collect
+from tests.serving.scripted import TOKENIZER
 
 IDS = [72, 101, 108, 108]
 
 
 @pytest.fixture
 async def without(loaded):
-    """The engine of all tests, without its tokenizer."""
+    """The shared engine without its tokenizer."""
     async with Client(Engine(loaded.engine.scheduler, loaded.engine.runner), None) as client:
         yield client
         await client.idle()
 
 
-async def test_token_ids_come_back_without_text(without, loaded):
+async def test_return_token_ids_adds_those_of_prompt_and_text(api):
+    extra = {"return_token_ids": True}
+    (choice,) = (await api.complete("Once upon a time", extra_body=extra)).choices
+    ids = TOKENIZER.encode("Once upon a time").ids
+    assert choice.prompt_token_ids == ids and TOKENIZER.decode(choice.token_ids) == choice.text
+    chunks = await collect(await api.complete("Once upon a time", stream=True, extra_body=extra))
+    parts = [chunk.choices[0] for chunk in chunks]
+    assert parts[0].prompt_token_ids == ids and {part.prompt_token_ids and 1 for part in parts[1:]} <= {None}
+    assert [token for part in parts for token in part.token_ids] == choice.token_ids
+
+
+async def test_server_without_tokenizer_returns_token_ids_and_no_text(without, loaded):
     fields = {"max_tokens": 5, "return_token_ids": True, "logprobs": 1, "ignore_eos": True}
     (choice,) = (await without.complete(IDS, **fields, echo=True))["choices"]
     assert choice["text"] == "" and len(choice["token_ids"]) == 5 and choice["finish_reason"] == "length"
@@ -29,7 +38,7 @@ async def test_token_ids_come_back_without_text(without, loaded):
     assert streamed == choice["token_ids"]
 
 
-async def test_they_are_those_of_a_server_with_a_tokenizer(without, client):
+async def test_server_without_tokenizer_generates_the_same_token_ids(without, client):
     fields = {"max_tokens": 5, "return_token_ids": True, "ignore_eos": True}
     ids = (await client.complete(IDS, **fields))["choices"][0]["token_ids"]
     assert (await without.complete(IDS, **fields))["choices"][0]["token_ids"] == ids
@@ -48,43 +57,6 @@ async def test_they_are_those_of_a_server_with_a_tokenizer(without, client):
         ("/detokenize", {"tokens": IDS}, "tokens"),
     ],
 )
-async def test_texts_are_refused(without, path, body, param):
+async def test_server_without_tokenizer_rejects_texts(without, path, body, param):
     error = (await without.post(path, body, 400))["error"]
     assert error["param"] == param and "needs a tokenizer, and this server has none" in error["message"]
-
-
-@pytest.fixture
-async def named(loaded):
-    async with Client(*loaded, aliases=("b", "org/c"), root_path="/llm", api_keys=("key",)) as client:
-        client.session.headers["Authorization"] = "Bearer key"
-        yield client
-        await client.idle()
-
-
-async def test_every_served_name_is_listed_and_accepted_and_answers_have_the_first(named):
-    async with named.session.get("/v1/models") as response:
-        assert [model["id"] for model in (await response.json())["data"]] == ["tiny", "b", "org/c"]
-    for name in ("tiny", "b", "org/c"):
-        assert (await named.complete(IDS, model=name, max_tokens=1))["model"] == "tiny"
-        async with named.session.get(f"/v1/models/{name}") as response:
-            assert (await response.json())["id"] == name
-    assert "'d' is not served here" in (await named.complete(IDS, 404, model="d"))["error"]["message"]
-
-
-async def test_routes_are_served_under_the_root_path_too(named):
-    body = {"prompt": IDS, "max_tokens": 1}
-    assert (await named.post("/llm/v1/completions", body))["object"] == "text_completion"
-    async with named.session.get("/llm/openapi.json") as response:
-        assert (await response.json())["servers"] == [{"url": "/llm"}]
-    del named.session.headers["Authorization"]
-    async with named.session.get("/llm/health") as response:
-        assert response.status == 200
-    async with named.session.get("/llm/") as response:  # the page's files are found from there
-        page, base = await response.text(), response.url
-    files = re.findall(r'(?:src|href)="([^"#]+)"', page)
-    for file in files:
-        async with named.session.get(base.join(URL(file))) as response:
-            assert response.status == 200 and str(response.url.path).startswith("/llm/page/")
-    assert len(files) >= 3
-    for path in ("/v1/completions", "/llm/v1/completions"):
-        await named.post(path, body, 401)

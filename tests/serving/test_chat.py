@@ -1,0 +1,133 @@
+"""Chat completions: messages, roles, content parts and chat templates."""
+
+import openai
+import pytest
+
+from jpaged import template_process
+from jpaged.cli.main import load, parser
+from jpaged.cli.serve import server_config
+from tests.serving.client import Client
+from tests.serving.scripted import TOKENIZER
+
+
+def prompt_of(completion):
+    """Return the text of the prompt's tokens."""
+    return TOKENIZER.decode(completion.prompt_token_ids, skip_special_tokens=False)
+
+
+async def test_text_parts_of_a_message_are_joined(client):
+    whole = {"messages": [{"role": "user", "content": "Hi there"}], "max_tokens": 6, "temperature": 0}
+    parts = [{"type": "text", "text": "Hi "}, {"type": "text", "text": "there"}]
+    split = whole | {"messages": [{"role": "user", "content": parts}]}
+    answers = [(await client.post("/v1/chat/completions", body))["choices"] for body in (whole, split)]
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize(
+    "part, words",
+    [
+        ({"type": "image_url", "image_url": {"url": "data:"}}, "content parts of type 'image_url' are not supported"),
+        ({"type": "input_audio", "input_audio": {}}, "content parts of type 'input_audio' are not supported"),
+        ({"type": "text"}, "content.list[TextPart].1.text: Field required"),
+    ],
+)
+async def test_unsupported_content_part_is_rejected_by_its_type(client, part, words):
+    content = [{"type": "text", "text": "What is this?"}, part]
+    error = (await client.chat(content, 400))["error"]
+    assert error["param"] == "messages" and words in error["message"]
+
+
+async def test_developer_role_becomes_system_if_the_template_has_no_developer(loaded):
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    for source, role in ((template, "system"), (template + "{# developer #}", "developer")):
+        async with Client(*loaded, chat_template=source) as client:
+            body = await client.post("/tokenize", {"messages": [{"role": "developer", "content": "Be kind"}]})
+            assert loaded.tokenizer.decode(body["tokens"]) == f"{role}: Be kind\n"
+
+
+async def test_neutral_values_of_fields_of_other_apis_are_accepted(client):
+    message = {"role": "user", "content": "Hi"}
+    echoed = {
+        "role": "assistant", "content": "Yes", "refusal": None, "reasoning_content": "hm", "reasoning": None,
+        "annotations": [], "audio": None, "function_call": None, "provider_specific_fields": {}, "tool_calls": None,
+    }  # fmt: skip
+    neutral = {
+        "modalities": ["text"], "prediction": None, "audio": None, "functions": [], "function_call": "none",
+        "reasoning_effort": None, "verbosity": "medium", "web_search_options": None, "guided_json": None,
+        "logits_processors": [], "include_reasoning": True, "detokenize": True, "documents": [], "echo": False,
+    }  # fmt: skip
+    plain = {"messages": [message, {"role": "assistant", "content": "Yes"}, message], "temperature": 0, "max_tokens": 5}
+    body = plain | {"messages": [message, echoed, message]} | neutral
+    answers = [await client.post("/v1/chat/completions", each) for each in (plain, body)]
+    assert answers[0]["choices"] == answers[1]["choices"]
+    for name, value in (
+        ("modalities", ["audio"]), ("prediction", {"type": "content"}), ("functions", [{"name": "f"}]),
+        ("guided_json", {"type": "object"}), ("logits_processors", ["a"]), ("detokenize", False),
+    ):  # fmt: skip
+        assert (await client.post("/v1/chat/completions", plain | {name: value}, 400))["error"]["param"] == name
+
+
+async def test_max_completion_tokens_limits_the_tokens(api):
+    answer = await api.chat("Hi", max_tokens=openai.omit, max_completion_tokens=3)
+    assert answer.choices[0].finish_reason == "length" and answer.usage.completion_tokens == 3
+
+
+async def test_continue_final_message_leaves_the_last_message_open(api):
+    messages = [{"role": "user", "content": "Who are you?"}, {"role": "assistant", "content": "I am the"}]
+    extra = {"return_token_ids": True, "continue_final_message": True, "add_generation_prompt": False}
+    answer = await api.chat(messages, max_tokens=4, extra_body=extra)
+    assert prompt_of(answer) == "<|begin|><|user|>Who are you?<|end|><|assistant|>I am the"
+    assert answer.choices[0].message.content.startswith(" small")
+
+
+async def test_chat_template_flag_replaces_the_template_of_the_model(loaded, tmp_path):
+    path = tmp_path / "template.jinja"
+    path.write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}")
+    args = parser("serve", load("serve"), "jpaged serve").parse_args(["--chat-template", str(path)])
+    async with Client(*loaded, chat_template=server_config(args).chat_template) as client:
+        body = await client.post("/tokenize", {"messages": [{"role": "user", "content": "Hi"}]})
+        assert loaded.tokenizer.decode(body["tokens"]) == "[user] Hi"
+
+
+async def test_template_variables_and_generation_prompt_are_applied(api):
+    extra = {"return_token_ids": True, "chat_template_kwargs": {"style": "verse"}, "add_generation_prompt": False}
+    answer = await api.chat("Hi", max_tokens=1, extra_body=extra)
+    assert prompt_of(answer) == "<|begin|><|system|>Answer in verse.<|end|><|user|>Hi<|end|>"
+    with pytest.raises(openai.BadRequestError, match="chat_template: this server takes none") as error:
+        await api.chat("Hi", extra_body={"chat_template": "{{ messages }}"})
+    assert error.value.param == "chat_template"
+
+
+def with_template(template):
+    """Return a chat that brings its template."""
+    return {"messages": [{"role": "user", "content": "Hi"}], "chat_template": template, "max_tokens": 1}
+
+
+async def test_template_of_a_request_is_rendered_within_limits(loaded, monkeypatch):
+    async with Client(*loaded, trust_request_chat_template=True) as client:
+        plain = with_template(
+            "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{{ extra }}{% endfor %}"
+        )
+        body = plain | {"chat_template_kwargs": {"extra": "!"}, "return_token_ids": True}
+        answer = await client.post("/v1/chat/completions", body)
+        text = loaded[1].decode(answer["prompt_token_ids"], skip_special_tokens=True)
+        assert "user: Hi!" in text
+        for template, words in (
+            ("{{ messages[0].content * 1000000 }}", "2000000 characters exceed"),
+            ("{{ messages[0].content * 10000000000 }}", "memory"),
+            ("{{ raise_exception('not so') }}", "not so"),
+            ("{{ unclosed", "unexpected end of template"),
+        ):
+            error = (await client.post("/v1/chat/completions", with_template(template), 400))["error"]
+            assert error["param"] == "messages" and words in error["message"], error
+        for name in ("conversations", "messages", "chat_template", "tools"):
+            error = (await client.post("/v1/chat/completions", plain | {"chat_template_kwargs": {name: 1}}, 400))[
+                "error"
+            ]
+            assert f"no variable of its own called '{name}'" in error["message"]
+        monkeypatch.setattr(template_process, "RENDER_TIMEOUT_S", 0.3)
+        endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+        error = (await client.post("/v1/chat/completions", with_template(endless), 400))["error"]
+        assert "was not rendered within 0.3 seconds" in error["message"]
+        monkeypatch.undo()
+        assert await client.post("/v1/chat/completions", plain)

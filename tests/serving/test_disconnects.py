@@ -1,0 +1,54 @@
+"""Clients that disconnect: their requests are aborted and their blocks are freed."""
+
+import asyncio
+import json
+import logging
+
+import openai
+import pytest
+
+LONG = {"max_tokens": 480, "extra_body": {"ignore_eos": True}}  # 24 seconds on the slow server
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_disconnect_aborts_the_request(client, stream):
+    body = {"prompt": "Hello", "max_tokens": 250, "ignore_eos": True, "stream": stream}
+    async with client.held():
+        task = asyncio.create_task(client.session.post("/v1/completions", json=body))
+        await client.running()
+        if stream:
+            (await task).close()
+        else:
+            task.cancel()
+        await client.idle()
+
+
+async def test_stream_closed_early_frees_its_blocks_and_is_logged_with_status_499(slow_client, slow_api, caplog):
+    caplog.set_level(logging.INFO, "jpaged.access")
+    stream = await slow_api.chat("Tell me.", stream=True, **LONG)
+    await anext(stream)
+    await slow_client.until(num_running=1)  # The first chunk is sent before the first step.
+    async with asyncio.timeout(30):
+        while not slow_client.metric("vllm:kv_cache_usage_perc"):
+            await asyncio.sleep(0.01)
+    await stream.close()
+    async with asyncio.timeout(2):  # the limit of docs/operation.md
+        await slow_client.idle()
+        while not any(record.name == "jpaged.access" for record in caplog.records):
+            await asyncio.sleep(0.01)
+    assert slow_client.metric("vllm:generation_tokens_total") < 20
+    assert slow_client.metric("vllm:request_success_total") == 1
+    (line,) = [json.loads(record.message) for record in caplog.records if record.name == "jpaged.access"]
+    assert (line["path"], line["status"]) == ("/v1/chat/completions", 499) and line["completion_tokens"] < 20
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_timeout_of_the_client_aborts_the_request(slow_client, slow_api, stream):
+    # A prompt of eight steps: its first token is later than the timeout, even if the response has begun.
+    extra = {"cache_salt": str(stream), "ignore_eos": True}
+    with pytest.raises(openai.APITimeoutError):
+        completion = await slow_api.complete([7] * 500, stream=stream, timeout=0.2, extra_body=extra)
+        async for _ in completion:
+            pass
+    await slow_client.idle()
+    assert slow_client.metric("vllm:generation_tokens_total") < 10

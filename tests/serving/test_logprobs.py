@@ -1,0 +1,153 @@
+"""Logprobs of generated tokens and of the prompt, and echo."""
+
+import pytest
+
+from jpaged.core.params import SamplingParams
+from jpaged.tokenizer import encode
+from tests.models import EOS
+from tests.serving import scripted
+from tests.serving.client import Client, collect, counts, generate, joined, texts
+from tests.serving.scripted import END, TOKENIZER, say
+
+
+def close(logprob):
+    """Return a value to compare with: results of another batch or from a cached prefix differ in their last bits."""
+    return pytest.approx(logprob, rel=1e-5)
+
+
+async def test_logprobs_are_those_of_the_best_tokens_and_the_chosen_one(loaded, letters):
+    params = SamplingParams(temperature=0, logprobs=3, **letters)
+    offline = generate(loaded.engine, encode(loaded.tokenizer, "Hello"), params)[0]
+    async with Client(*loaded) as client:
+        (choice,) = (await client.complete("Hello", **letters, logprobs=3))["choices"]
+        (alone,) = (await client.complete("Hello", **letters, logprobs=0))["choices"]
+    expected = []
+    for entry in offline.logprobs:  # The chosen token is first; of several with one text the first is kept.
+        logprobs = {}
+        for logprob in entry.values():
+            logprobs.setdefault(logprob.decoded_token, close(logprob.logprob))
+        expected.append(logprobs)
+    logprobs = choice["logprobs"]
+    assert logprobs["tokens"] == list(offline.text) and logprobs["text_offset"] == list(range(12))
+    assert logprobs["top_logprobs"] == expected
+    chosen = [{token: close(own)} for token, own in zip(logprobs["tokens"], logprobs["token_logprobs"])]
+    assert alone["logprobs"]["top_logprobs"] == chosen
+    assert all(best | own == best for own, best in zip(chosen, logprobs["top_logprobs"]))
+
+
+async def test_chat_has_exactly_top_logprobs_alternatives(client, letters):
+    for count in (0, 4, 20):
+        (choice,) = (await client.chat("Hi", **letters, logprobs=True, top_logprobs=count))["choices"]
+        content = choice["logprobs"]["content"]
+        assert "".join(token["token"] for token in content) == choice["message"]["content"] and len(content) == 12
+        for token in content:
+            assert token["bytes"] == list(token["token"].encode())
+            best = [other["logprob"] for other in token["top_logprobs"]]
+            assert len(best) == count and best == sorted(best, reverse=True)
+            assert token["logprob"] <= max(best, default=0)
+
+
+async def test_logprobs_of_a_stream_equal_the_plain_ones_with_offsets(scripted_api):
+    ids = TOKENIZER.encode("the fox ran", add_special_tokens=False).ids
+    tokens = [TOKENIZER.decode([token]) for token in ids] + ["<|end|>"]
+    plain = (await scripted_api.complete(say("the fox ran"), logprobs=2)).choices[0]
+    assert plain.text == "the fox ran" and plain.logprobs.tokens == tokens
+    assert plain.logprobs.token_logprobs == [scripted.logprob(token) for token in [*ids, END]]
+    assert plain.logprobs.text_offset == [sum(map(len, tokens[:i])) for i in range(len(tokens))]
+    assert [max(top.values()) for top in plain.logprobs.top_logprobs] == plain.logprobs.token_logprobs
+    chunks = await collect(await scripted_api.complete(say("the fox ran"), logprobs=2, stream=True))
+    for name in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
+        parts = [getattr(chunk.choices[0].logprobs, name) for chunk in chunks]
+        assert [entry for part in parts for entry in part] == getattr(plain.logprobs, name)
+
+
+async def test_logprobs_of_parts_of_a_character_have_their_own_bytes(scripted_api):
+    text = "w🦊r"
+    answer = await scripted_api.chat(say(text), logprobs=True, top_logprobs=1)
+    content = answer.choices[0].logprobs.content
+    assert len(content) > 3 and "\ufffd" in [entry.token for entry in content]
+    assert b"".join(bytes(entry.bytes) for entry in content).decode().startswith(text)
+    answer = await scripted_api.complete(say(text), logprobs=0)
+    offsets = answer.choices[0].logprobs.text_offset
+    assert offsets[0] == 0 and offsets[1] == offsets[-3] == 1 and offsets[-2] == 2, offsets
+
+
+async def test_echo_returns_the_prompt_first(client, letters):
+    (plain,) = (await client.complete("Hello", **letters, logprobs=2))["choices"]
+    (choice,) = (await client.complete("Hello", **letters, logprobs=2, echo=True))["choices"]
+    logprobs = choice["logprobs"]
+    assert choice["text"] == "Hello" + plain["text"] == "".join(logprobs["tokens"])
+    assert logprobs["text_offset"] == list(range(17))
+    assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
+    assert logprobs["token_logprobs"][5:] == [close(logprob) for logprob in plain["logprobs"]["token_logprobs"]]
+    scored = await client.complete(choice["text"], logprobs=2, echo=True, max_tokens=0)
+    assert scored["choices"][0]["logprobs"]["token_logprobs"][1:] == list(map(close, logprobs["token_logprobs"][1:]))
+    assert (await client.complete("Hello", **letters, echo=True))["choices"][0]["logprobs"] is None
+    tokens = [*encode(client.service.tokenizer, "Hello"), EOS]
+    for given, shown in ({}, "Hello"), ({"skip_special_tokens": False}, "Hello<|end|>"):
+        (text,) = texts(await client.complete(tokens, **letters, **given, echo=True))
+        assert text[:-12] == shown
+
+
+async def test_echo_is_once_in_each_choice_of_a_stream(client, letters):
+    fields = letters | {"echo": True, "n": 2, "seed": 1, "temperature": 1.0, "logprobs": 1}
+    plain = await client.complete("Hello", **fields)
+    chunks = [chunk["choices"][0] for chunk in await client.stream("/v1/completions", {"prompt": "Hello"} | fields)]
+    for choice in plain["choices"]:
+        mine = [chunk for chunk in chunks if chunk["index"] == choice["index"]]
+        assert mine[0]["text"].startswith("Hello") and 1 < len(mine) <= 12
+        assert "".join(chunk["text"] for chunk in mine) == choice["text"]
+        for name in ("tokens", "text_offset"):
+            assert [x for chunk in mine for x in chunk["logprobs"][name]] == choice["logprobs"][name]
+
+
+async def test_echo_without_new_tokens_scores_the_prompt(client):
+    body = await client.complete("Hello", echo=True, max_tokens=0, logprobs=1, n=2)
+    said = [(choice["text"], choice["finish_reason"], choice["stop_reason"]) for choice in body["choices"]]
+    assert said == [("Hello", "length", None)] * 2
+    assert counts(body) == (5, 0, 5)
+    assert len(body["choices"][0]["logprobs"]["tokens"]) == 5
+    streamed = await client.stream("/v1/completions", {"prompt": "Hello", "echo": True, "max_tokens": 0})
+    assert joined(streamed) == ["Hello"] and streamed[-1]["choices"][0]["finish_reason"] == "length"
+
+
+async def test_offsets_continue_after_an_echo(scripted_api):
+    prompt = say("the fox")
+    for fields in ({}, {"stream": True}):
+        answer = await scripted_api.complete(prompt, logprobs=0, echo=True, **fields)
+        parts = [chunk.choices[0] for chunk in await collect(answer)] if fields else answer.choices
+        whole = "".join(part.text for part in parts)
+        tokens = [token for part in parts for token in part.logprobs.tokens]
+        offsets = [offset for part in parts for offset in part.logprobs.text_offset]
+        assert whole == prompt + "the fox" and tokens[0] == "<|begin|>" and tokens[-1] == "<|end|>"
+        # The text lacks the special token at the beginning; the tokens have it.
+        start = len("<|begin|>")
+        assert all(("<|begin|>" + whole).startswith(token, at) for token, at in zip(tokens[:-1], offsets))
+        assert offsets[0] == 0 and offsets[1] == start
+
+
+async def test_prompt_logprobs_equal_those_of_the_echo(client):
+    tokenizer = client.service.tokenizer
+    prompts = ["Hello", "and another"]
+    echoed = await client.complete(prompts, echo=True, max_tokens=0, logprobs=4, prompt_logprobs=2)
+    listed = await client.complete(prompts, prompt_logprobs=4, max_tokens=1)
+    for prompt, echo, choice in zip(prompts, echoed["choices"], listed["choices"]):
+        first, *rest = choice["prompt_logprobs"]
+        assert first is None and len(rest) == len(prompt) - 1
+        logprobs = echo["logprobs"]
+        echoes = list(zip(prompt, logprobs["token_logprobs"], logprobs["top_logprobs"], echo["prompt_logprobs"]))
+        for (letter, logprob, best, short), entry in zip(echoes[1:], rest):
+            own, *others = entry.values()
+            assert own == {"logprob": close(logprob), "rank": own["rank"], "decoded_token": letter}
+            assert next(iter(entry)) == str(encode(tokenizer, letter)[0])
+            assert {other["decoded_token"] for other in entry.values()} == best.keys()
+            assert [other["rank"] for other in others] == [rank for rank in (1, 2, 3, 4) if rank != own["rank"]]
+            assert all((other["logprob"] > own["logprob"]) == (other["rank"] < own["rank"]) for other in others)
+            assert list(short) == list(entry)[: 2 if own["rank"] <= 2 else 3]
+    (few,) = (await client.complete("Hello", echo=True, max_tokens=0, logprobs=1, prompt_logprobs=4))["choices"]
+    assert list(map(list, few["prompt_logprobs"][1:])) == list(map(list, listed["choices"][0]["prompt_logprobs"][1:]))
+    assert max(len(best) for best in few["logprobs"]["top_logprobs"][1:]) == 2
+    chat = await client.chat("Hi", prompt_logprobs=0, max_tokens=1)
+    assert chat["prompt_logprobs"][0] is None and "prompt_logprobs" not in chat["choices"][0]
+    said = [next(iter(entry.values()))["decoded_token"] for entry in chat["prompt_logprobs"][1:]]
+    assert "".join(said) == "Hi<|end|><|assistant|>" and {len(entry) for entry in chat["prompt_logprobs"][1:]} == {1}

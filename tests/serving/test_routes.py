@@ -1,0 +1,108 @@
+"""Routes: methods, unknown paths, health, version, a root path, and their description in openapi.json."""
+
+import re
+
+import pytest
+import schemathesis.openapi
+from yarl import URL
+
+from jpaged.serving.app import make_app
+from jpaged.serving.live import feed, static
+from tests.serving import scripted
+from tests.serving.client import Client, request
+
+
+async def test_head_has_the_headers_of_get_and_no_body(exchange):
+    for path in ("/health", "/v1/models", "/version", "/openapi.json"):
+        head = await exchange(request("HEAD", path, Connection="close"), has_body=False)
+        get = await exchange(request("GET", path, Connection="close"))
+        assert (head.status, head.body) == (get.status, b"") == (200, b"")
+        assert head.headers.get("content-length", "0") == str(len(get.body))
+
+
+@pytest.mark.parametrize(
+    "method, path, allowed",
+    [
+        ("GET", "/v1/completions", {"POST"}),
+        ("HEAD", "/v1/chat/completions", {"POST"}),
+        ("DELETE", "/v1/models", {"GET", "HEAD"}),
+        ("PUT", "/tokenize", {"POST"}),
+        ("OPTIONS", "/v1/models", {"GET", "HEAD"}),  # no preflight, because it names no method
+        ("PATCH", "/ping", {"GET", "HEAD", "POST"}),
+        ("TRACE", "/health", {"GET", "HEAD"}),
+    ],
+)
+async def test_method_that_is_not_allowed_is_an_error_405(exchange, method, path, allowed):
+    answer = await exchange(request(method, path), has_body=method != "HEAD")
+    assert answer.status == 405 and {*answer.headers["allow"].split(",")} == allowed
+    if method != "HEAD":
+        assert answer.error["type"] == "BadRequestError"
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/nothing", "/v1", "/v2/models", "/v1/completions/", "//health", "/v1/models/x%2Fy"]
+)
+async def test_unknown_path_is_an_error_404(exchange, path):
+    answer = await exchange(request("GET", path))
+    assert answer.status == 404 and answer.error["type"] == "NotFoundError"
+    assert answer.error["code"] == ("model_not_found" if "models/" in path else "not_found")
+
+
+async def test_version_and_health_answer_without_a_body_for_health(exchange):
+    version = (await exchange(request("GET", "/version"))).json
+    assert [*version] == ["version"] and version["version"][0].isdigit()
+    for method, path in (("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")):
+        answer = await exchange(request(method, path, Connection="close"))
+        assert (answer.status, answer.body) == (200, b"")
+
+
+@pytest.fixture
+async def proxied(loaded):
+    async with Client(*loaded, root_path="/llm", api_keys=("key",)) as client:
+        client.session.headers["Authorization"] = "Bearer key"
+        yield client
+        await client.idle()
+
+
+async def test_routes_are_also_served_under_the_root_path(proxied):
+    body = {"prompt": "a", "max_tokens": 1}
+    assert (await proxied.post("/llm/v1/completions", body))["object"] == "text_completion"
+    async with proxied.session.get("/llm/openapi.json") as response:
+        assert (await response.json())["servers"] == [{"url": "/llm"}]
+    del proxied.session.headers["Authorization"]
+    async with proxied.session.get("/llm/health") as response:
+        assert response.status == 200
+    async with proxied.session.get("/llm/") as response:  # the links of the page are relative to it
+        page, base = await response.text(), response.url
+    files = re.findall(r'(?:src|href)="([^"#]+)"', page)
+    for file in files:
+        async with proxied.session.get(base.join(URL(file))) as response:
+            assert response.status == 200 and str(response.url.path).startswith("/llm/page/")
+    assert len(files) >= 3
+    for path in ("/v1/completions", "/llm/v1/completions"):
+        await proxied.post(path, body, 401)
+
+
+async def test_openapi_is_valid_and_lists_every_route(exchange):
+    answer = await exchange(request("GET", "/openapi.json"))
+    assert answer.headers["content-type"].startswith("application/json")
+    document = answer.json
+    schemathesis.openapi.from_dict(document).validate()
+    described = {(method.upper(), path) for path, item in document["paths"].items() for method in item}
+    _, service = scripted.make([])
+    live = feed.routes(service.engine, service.sample_pool, service.recorder)
+    page = {route.path for route in [*static.routes(), *live]}
+    routes = {(route.method, route.resource.canonical) for route in make_app(service).router.routes()}
+    served = {(method, path) for method, path in routes if method != "HEAD" and path not in page}
+    assert described == served - {("GET", "/openapi.json")}
+
+
+async def test_openapi_has_the_fields_that_the_server_validates(exchange):
+    document = (await exchange(request("GET", "/openapi.json"))).json
+    schema = document["components"]["schemas"]["CompletionRequest"]
+    assert schema["required"] == ["prompt"] and schema["additionalProperties"] is False
+    for name in schema["properties"]:
+        answer = await exchange(request("POST", "/v1/completions", {"prompt": "a", name: [[{}]]}))
+        assert answer.status == 400 and answer.error["param"] == name
+    answer = await exchange(request("POST", "/v1/completions", {"prompt": "a", "nowhere": 1}))
+    assert answer.error["param"] == "nowhere" and "nowhere" not in schema["properties"]

@@ -1,4 +1,4 @@
-"""The requests of tests/attack/fuzz.py, in a smaller number, to a real server; and proofs that it finds errors."""
+"""The fuzzer of tests/attack/fuzz.py: a few of its requests to a real server, and planted errors that it must find."""
 
 import http.server
 import json
@@ -31,17 +31,17 @@ def check(rows):
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="the certificate is made with openssl")
-def test_a_busy_server_withstands_120_hostile_requests():
-    """With keys, TLS, priorities, swapping and a full queue: `problems` asks for each of them."""
+def test_server_withstands_120_hostile_requests():
+    """Use keys, TLS, priorities, swapping and a full queue; `problems` reports each that did not occur."""
     rows = attacked(120, seed=1, progress=False)
-    missed = {"no timed_out", "no queue_full", "no too_large"}  # so few requests may not bring these about
+    missed = {"no timed_out", "no queue_full", "no too_large"}  # So few requests may not cause these.
     rows[-1]["problems"] = [problem for problem in rows[-1]["problems"] if problem not in missed]
     rows[-1]["status"] = "failed" if rows[-1]["problems"] else "ok"
     check(rows)
 
 
 @pytest.mark.deep
-def test_a_busy_server_withstands_5000_hostile_requests():
+def test_server_withstands_5000_hostile_requests():
     found = check(attacked(5000, seed=2, progress=False))
     assert found["described"]["outcomes"]["200"] > 10 and found["fields"]["outcomes"]["200"] > 100
     assert found["bytes"]["outcomes"]["400"] > 50
@@ -66,11 +66,11 @@ SERVER = {
         ({"swapped_blocks": 0, "queue_full": 0}, ["no swapped_blocks", "no queue_full"]),
     ],
 )
-def test_faults_of_the_server_and_missed_conditions_are_told(changes, told):
+def test_problems_of_the_server_and_missed_conditions_are_reported(changes, told):
     assert problems(SERVER | changes) == told
 
 
-def test_only_a_full_queue_and_a_time_limit_excuse_a_status_above_499():
+def test_status_above_499_is_accepted_only_for_a_full_queue_or_a_timeout():
     full, late = b'{"error": {"code": "queue_full"}}', b'{"error": {"code": "timeout"}}'
     assert shortage(503, full) is None and shortage(504, late) is None and shortage(404, b"") is None
     assert shortage(503, late) and shortage(504, full) and shortage(500, full)
@@ -79,7 +79,7 @@ def test_only_a_full_queue_and_a_time_limit_excuse_a_status_above_499():
     assert not any(map(ends_in_shortage, (b"", b"data: {}" + done, b"data: " + full + done, b"data: " + told)))
 
 
-def test_generated_tokens_are_counted_from_answers():
+def test_generated_tokens_are_counted_from_responses():
     role = b'data: {"choices": [{"delta": {"role": "assistant"}}]}\n\n'
     assert not has_tokens(True, role) and has_tokens(True, 2 * role)
     for other in (b"data: [DONE]\n\n", b'data: {"error": {"code": 500}}\n\n', role[:-9]):
@@ -87,14 +87,14 @@ def test_generated_tokens_are_counted_from_answers():
     assert has_tokens(False, b'{"usage": {"completion_tokens": 1}}') and not has_tokens(False, b'{"usage": null}')
 
 
-def test_hostile_checkpoints_load_or_end_in_an_error_that_names_the_file():
+def test_hostile_checkpoint_loads_or_is_an_error_that_names_the_file():
     rows = fuzz_checkpoints.load_all(60, seed=3, progress=False)
     assert all(row["status"] == "ok" for row in rows), [row["told"] for row in rows]
     assert sum(row["outcomes"]["ValueError"] for row in rows) > 20
 
 
 @pytest.mark.deep
-def test_all_crafted_checkpoints_and_random_ones():
+def test_crafted_and_random_checkpoints_load_or_are_errors():
     rows = fuzz_checkpoints.load_all(len(fuzz_checkpoints.CRAFTED) + 200, seed=4, progress=False)
     assert all(row["status"] == "ok" for row in rows), [row["told"] for row in rows]
 
@@ -109,7 +109,7 @@ def test_all_crafted_checkpoints_and_random_ones():
         ({"error": None, "mib": 3000.0}, "3000 MiB of memory"),
     ],
 )
-def test_faults_of_a_load_are_told(end, told):
+def test_faults_of_a_load_are_reported(end, told):
     found = fuzz_checkpoints.fault("config.json", Path("/a"), end)
     assert (found is None) == (told is None) and (told or "") in (found or "")
 
@@ -135,7 +135,7 @@ FOUND = {
 
 
 @pytest.mark.parametrize("fields, param", FOUND.values(), ids=FOUND)
-async def test_what_was_found_is_refused_by_name(client, fields, param):
+async def test_found_request_is_rejected_by_its_field(client, fields, param):
     path = "/v1/chat/completions" if "messages" in fields else "/v1/completions"
     prompt = {} if "messages" in fields else {"prompt": "a"}
     start = time.monotonic()
@@ -144,16 +144,9 @@ async def test_what_was_found_is_refused_by_name(client, fields, param):
     await client.complete("still", max_tokens=1)
 
 
-async def test_a_body_that_can_not_be_decoded(client):
-    async with client.session.post(
-        "/v1/completions", data=b"no gzip", headers={"Content-Encoding": "gzip"}
-    ) as response:
-        assert response.status == 400 and "can't be decoded" in (await response.json())["error"]["message"]
-
-
 @contextmanager
 def answering(status: int, content_type: str, body: bytes):
-    """A server that answers everything, but for its description, in one way."""
+    """Run a server with one response to all requests except those for its description."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -222,7 +215,7 @@ def one_by_one(attack):
         (fuzz_mixed, (404, "application/json", b'{"error": {"code": "not_found"}}'), "HTTP 404, not 200"),
     ],
 )
-def test_each_attacker_tells_what_is_wrong(attack, answer, problem, monkeypatch):
+def test_attacker_reports_a_wrong_response(attack, answer, problem, monkeypatch):
     monkeypatch.setattr(fuzz_target, "BACKOFF", 0.0)
     tally = Tally()
     with answering(*answer) as url:
@@ -231,16 +224,16 @@ def test_each_attacker_tells_what_is_wrong(attack, answer, problem, monkeypatch)
     assert any(problem in failure for failure in tally.failures), tally.failures[:3]
 
 
-def test_a_server_that_does_not_end_a_connection_is_told_of(monkeypatch):
+def test_connection_that_is_not_closed_is_reported(monkeypatch):
     monkeypatch.setattr(fuzz_bytes, "TIMEOUT", 0.1)
     tally = Tally()
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # it accepts, and says nothing
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # It accepts connections and sends nothing.
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         one_by_one(fuzz_bytes.attack)(Target(url), 3, 10, tally)
     assert any("no end within" in failure for failure in tally.failures)
 
 
-def test_what_is_sent_depends_on_the_seed_alone():
+def test_requests_depend_only_on_the_seed():
     for make in (fuzz_bytes.mutated, fuzz_fields.generation, fuzz_fields.other):
         first, again, other = ([make(rng) for _ in range(50)] for rng in map(random.Random, (1, 1, 2)))
         assert first == again != other

@@ -1,4 +1,4 @@
-"""Sockets are bound before they listen: errors come at once, and no client waits for a server that is not ready."""
+"""Sockets: they are bound at the start for early errors, and listen when the server is ready."""
 
 import http.client
 import os
@@ -63,7 +63,7 @@ def test_bind_to_ipv6_has_brackets_in_its_url():
         assert url(bound, "https") == f"https://[::1]:{bound.getsockname()[1]}"
 
 
-def test_a_unix_socket_is_removed_at_the_end_and_replaces_one_left_behind(tmp_path):
+def test_unix_socket_replaces_an_unused_one_and_is_removed_at_the_end(tmp_path):
     path = tmp_path / "socket"
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(path))
@@ -77,7 +77,7 @@ def test_a_unix_socket_is_removed_at_the_end_and_replaces_one_left_behind(tmp_pa
     assert not path.exists()
 
 
-def test_a_unix_socket_replaces_no_other_file_and_no_later_socket(tmp_path):
+def test_unix_socket_replaces_no_other_file_and_no_later_socket(tmp_path):
     path = tmp_path / "socket"
     path.write_text("a file")
     with pytest.raises(OSError, match="in use"), bound_unix(path):
@@ -90,7 +90,7 @@ def test_a_unix_socket_replaces_no_other_file_and_no_later_socket(tmp_path):
     assert path.read_text() == "another's"
 
 
-def test_a_server_on_a_unix_socket_that_logs_warnings_only(tmp_path):
+def test_server_on_a_unix_socket_writes_its_access_log_at_level_warning(tmp_path):
     path = tmp_path / "socket"
     command = [sys.executable, "-m", "tests.serving.scripted", "--uds", str(path), "--log-level", "warning"]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
@@ -107,4 +107,4 @@ def test_a_server_on_a_unix_socket_that_logs_warnings_only(tmp_path):
         process.send_signal(signal.SIGTERM)
         (line,) = process.communicate(timeout=30)[1].splitlines()
     assert process.returncode == 0 and not path.exists()
-    assert '"path": "/v1/models", "status": 200' in line  # the access log is not the log
+    assert '"path": "/v1/models", "status": 200' in line  # The level does not apply to the access log.

@@ -110,7 +110,7 @@ async def test_number_of_viewers_is_limited(monkeypatch):
             async with server.session.get("/live") as response:
                 assert response.status == 503
                 assert "2 viewers" in (await response.json())["error"]["message"]
-        for _ in range(100):  # until the server has noticed
+        for _ in range(100):  # The server notices a disconnect later.
             async with server.session.get("/live") as response:
                 if response.status == 200:
                     return

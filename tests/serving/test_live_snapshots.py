@@ -92,7 +92,7 @@ def test_recorder_of_requests_with_a_shared_prefix_has_hits_forks_and_copies():
         recorder.added(engine.add(request_id, prompt, SamplingParams(n=2, max_tokens=4, ignore_eos=True)))
         while engine.has_work:
             step(engine, recorder)
-    # The second one finds two whole blocks; its two branches begin in the third, which one of them must copy.
+    # The second request finds two whole blocks. Its branches begin in the third, which one of them copies.
     assert recorded(recorder, "hit") == [{"number": 2, "tokens": 8, "prompt": 10}]
     assert recorded(recorder, "fork") == [{"number": 1, "branches": 2}, {"number": 2, "branches": 2}]
     assert recorded(recorder, "end") == [{"number": n, "tokens": 8, "reason": "length"} for n in (1, 2)]

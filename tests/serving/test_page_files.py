@@ -21,7 +21,7 @@ async def test_page_files_have_types_etags_and_a_content_security_policy():
                 assert response.headers["Cache-Control"] == "no-cache"
                 assert response.headers["Content-Security-Policy"].startswith("default-src 'self';")
                 text, etag = await response.text(), response.headers["ETag"]
-            own = path != "/page/marked.js"  # a library that recognizes addresses in texts, and loads nothing
+            own = path != "/page/marked.js"  # A library that recognizes addresses in texts and loads nothing.
             assert not (own and re.search(r"https?://(?!www\.w3\.org/2000/svg)|[\"'(]//", text)), "needs another server"
             async with server.session.get(path, headers={"If-None-Match": etag}) as response:
                 assert response.status == 304 and await response.read() == b""

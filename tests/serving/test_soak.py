@@ -1,4 +1,4 @@
-"""The long mixed load of tests/attack/soak.py, for some seconds; and its checks."""
+"""The soak test of tests/attack/soak.py: some seconds of its mixed load, and its checks."""
 
 import json
 import random
@@ -18,7 +18,7 @@ ENVIRONMENT = {
 
 
 @pytest.mark.deep
-async def test_some_seconds_of_mixed_load(tmp_path):
+async def test_mixed_load_of_some_seconds_has_no_problem(tmp_path):
     report = Report(tmp_path / "results.json", ENVIRONMENT, quiet=True)
     # The flags of the fuzzer's server, so that both take the same compiled steps.
     report.add(**await soak(report, minutes=0.1, interval=2, share=2, seed=1, flags=FLAGS))
@@ -55,13 +55,13 @@ def sample(minute: int, **changes) -> dict:
         ({"frames": 490}, ["minute 51.0: no frames", "minute 52.0: no frames"]),
     ],
 )
-def test_growth_between_the_first_ten_minutes_and_the_last_is_told(changes, told):
+def test_growth_between_the_first_and_the_last_ten_minutes_is_reported(changes, told):
     rows = [sample(minute) for minute in range(51)] + [sample(minute, **changes) for minute in range(51, 61)]
     assert compare(rows)[0]["samples"] == 10
     assert problems(rows)[: len(told) or None] == told
 
 
-def test_blocks_in_use_and_the_trend_of_memory_are_told():
+def test_blocks_in_use_and_the_trend_of_memory_are_reported():
     rows = [sample(minute, memory_mib=700 + minute / 60, kv_usage=0.5 * (minute == 7)) for minute in range(61)]
     assert problems(rows) == ["minute 7.0: not idle 120 s after its load"]
     assert slope_mib_per_hour(rows) == pytest.approx(1.0)
@@ -85,12 +85,12 @@ CHOICE = Case("structured", "/v1/completions", {"stream": False}, fits=lambda te
         (Case("plain", "", {"stream": True}), 200, f"data: {json.dumps(WHOLE)}\n\ndata: [DONE]\n\n", None),
     ],
 )
-def test_faults_of_an_answer_are_told(case, status, answer, told):
+def test_faults_of_a_response_are_reported(case, status, answer, told):
     found = problem(case, status, answer.encode())
     assert (found is None) == (told is None) and (told or "") in (found or "")
 
 
-def test_the_mix_depends_on_the_seed_alone():
+def test_mix_depends_only_on_the_seed():
     kinds = [case(random.Random(seed)) for seed in range(100)]
     again = [case(random.Random(seed)) for seed in range(100)]
     assert [each.body for each in kinds] == [each.body for each in again] and len({each.kind for each in kinds}) > 6

@@ -33,9 +33,13 @@ TOKYO_CALL = ("weather", '{"city": "東京"}')
         (f"Let me see.\n\n{hermes(ROME, NOON)} \n", "Let me see.", [ROME_CALL, NOON_CALL]),
         (f"One: {hermes(ROME)} and two: {hermes(NOON)} done \n", "One: and two: done", [ROME_CALL, NOON_CALL]),
         (f"<tool_call>{ROME}<tool_call>{NOON}", "", [ROME_CALL, NOON_CALL]),  # no closing tags
-        (f"{hermes(ROME)[:-3]}", "", [ROME_CALL]),  # cut off in one
+        (f"{hermes(ROME)[:-3]}", "", [ROME_CALL]),  # incomplete
         (f"{hermes(ROME)} 1 < 2 <tool", " 1 < 2 <tool", [ROME_CALL]),
-        ('<tool_call>{"name": "weather", "arguments": {}</tool_call> so', " so", [("weather", "{}")]),  # lost a brace
+        (
+            '<tool_call>{"name": "weather", "arguments": {}</tool_call> so',
+            " so",
+            [("weather", "{}")],
+        ),  # no last brace
         ("<tool_call><tool_call>" + NOON + "</tool_call>", "<tool_call>", [NOON_CALL]),
         (hermes(NOON.replace("time", "tim"), NOON), hermes(NOON.replace("time", "tim")), [NOON_CALL]),
         ("<tool_call>\nweather(Rome)\n</tool_call>\n", "<tool_call>\nweather(Rome)\n</tool_call>\n", []),

@@ -14,9 +14,8 @@ from tqdm import tqdm
 
 from jpaged.config import EngineConfig
 from jpaged.core.params import BeamSearchParams, InvalidParameter, SamplingParams, plain, shown
-from jpaged.core.request import Request, RequestMetrics, RequestOutput
+from jpaged.core.request import Request, RequestOutput
 from jpaged.engine.build import load_engine
-from jpaged.engine.engine import StepOutput
 from jpaged.engine.output import request_output
 from jpaged.models.base import Model
 from jpaged.tokenizer import backend, encode, render_chat
@@ -201,23 +200,23 @@ class LLM:
                         constraint=self._grammars.compile(wanted) if wanted and self._grammars else None,
                     )
                 )  # fmt: skip
-            watch = _Stopwatch(requests, arrival)
-            self._generate(requests, watch, stop, use_tqdm)
+            self._generate(requests, stop, use_tqdm)
         finally:
             for request in requests:
                 self.engine.abort(request.request_id)
             while self.engine.has_work:
                 self.engine.step()  # which commits the plans in flight
         inner = backend(self.tokenizer) if self.tokenizer is not None else None
-        return [request_output(request, inner, watch.metrics[request]) for request in requests]
+        for metrics in (request.metrics for request in requests):
+            metrics.arrival_time = arrival.time
+            metrics.first_token_latency = metrics.first_token_ts - arrival.ts
+        return [request_output(request, inner) for request in requests]
 
-    def _generate(self, requests: list[Request], watch: "_Stopwatch", stop: threading.Event, use_tqdm: bool) -> None:
+    def _generate(self, requests: list[Request], stop: threading.Event, use_tqdm: bool) -> None:
         tokens = 0
         with tqdm(total=len(requests), desc="Generating", unit="request", disable=not use_tqdm) as bar:
             while self.engine.has_work and not stop.is_set():
-                start = time.monotonic()
                 output = self.engine.step()
-                watch.stepped(output, start, time.monotonic())
                 tokens += sum(len(delta.samples) for delta in output.deltas)
                 bar.update(len(output.ended))
                 elapsed = bar.format_dict["elapsed"]
@@ -239,30 +238,6 @@ class _Arrival(NamedTuple):
 
     time: float
     ts: float
-
-
-class _Stopwatch:
-    """Recorder of the times of requests that were just queued."""
-
-    def __init__(self, requests: Iterable[Request], arrival: _Arrival):
-        now = time.monotonic()
-        self.metrics = {request: RequestMetrics(arrival.time, queued_ts=now) for request in requests}
-        self._arrival = arrival
-        self._without_output = set(self.metrics)
-
-    def stepped(self, output: StepOutput, start: float, end: float) -> None:
-        """Record a step that ran from `start` to `end` on the monotonic clock."""
-        for request in self._without_output.intersection(output.committed.served):
-            metrics = self.metrics[request]
-            metrics.scheduled_ts = metrics.scheduled_ts or start
-            if request.sequences[0].num_output_tokens:
-                metrics.first_token_ts, metrics.first_token_latency = end, end - self._arrival.ts
-                self._without_output.remove(request)
-        for request in output.ended:
-            if request in self.metrics:
-                metrics = self.metrics[request]
-                metrics.last_token_ts = metrics.finished_ts = end
-                metrics.num_generation_tokens = sum(s.num_output_tokens for s in request.sequences)
 
 
 def _prompts(given: Any) -> list[Any]:

@@ -146,6 +146,29 @@ class Sequence:
         return self.request.num_sequences if self.request.unforked else 1
 
 
+@dataclass
+class RequestMetrics:
+    """Times of a request in seconds, named as in vLLM's `RequestStateStats`; 0 for an event that did not happen.
+
+    Attributes:
+        arrival_time: time of the call of `LLM` on the wall clock (`time.time`). The other times are on the engine's
+            clock (`time.monotonic`).
+        queued_ts: time at which the engine accepted the request.
+        scheduled_ts: dispatch of the first step that computed tokens of it.
+        first_token_latency: seconds from the call of `LLM` to the first token.
+        num_generation_tokens: number of generated tokens, including those of outputs that are not returned.
+    """
+
+    arrival_time: float = 0.0
+    queued_ts: float = 0.0
+    scheduled_ts: float = 0.0
+    first_token_ts: float = 0.0
+    last_token_ts: float = 0.0
+    finished_ts: float = 0.0
+    first_token_latency: float = 0.0
+    num_generation_tokens: int = 0
+
+
 @dataclass(eq=False)
 class Request:
     """Request with resolved `seed` and `max_tokens`, which are not None.
@@ -180,6 +203,7 @@ class Request:
     find_stop: Callable[[Sequence, int], str | None] | None = None
     sequences: list[Sequence] = field(default_factory=list)
     prompt_samples: list[Sample] = field(default_factory=list)
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
     @cached_property
     def num_sequences(self) -> int:
@@ -280,28 +304,6 @@ class CompletionOutput:
     stop_reason: int | str | None
 
 
-@dataclass
-class RequestMetrics:
-    """Times of a request in seconds, named as in vLLM's `RequestStateStats`; 0 for an event that did not happen.
-
-    Attributes:
-        arrival_time: time of the call on the wall clock (`time.time`). The other times are on `time.monotonic`.
-        queued_ts: time at which the engine accepted the request.
-        scheduled_ts: start of the first step that computed tokens of it.
-        first_token_latency: seconds from the call to the first token.
-        num_generation_tokens: number of generated tokens, including those of outputs that are not returned.
-    """
-
-    arrival_time: float = 0.0
-    queued_ts: float = 0.0
-    scheduled_ts: float = 0.0
-    first_token_ts: float = 0.0
-    last_token_ts: float = 0.0
-    finished_ts: float = 0.0
-    first_token_latency: float = 0.0
-    num_generation_tokens: int = 0
-
-
 @dataclass(frozen=True)
 class RequestOutput:
     """Finished request, with vLLM's field names.
@@ -316,4 +318,4 @@ class RequestOutput:
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     finished: bool = True
-    metrics: RequestMetrics | None = None
+    metrics: RequestMetrics | None = field(default=None, compare=False)

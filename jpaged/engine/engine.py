@@ -3,8 +3,9 @@
 import copy
 import logging
 import random
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from tokenizers import Tokenizer
@@ -60,6 +61,19 @@ class Runner(Protocol):
         """Make the runner usable after a step that raised an error. The content of all blocks and rows may be lost."""
 
 
+class Progress(NamedTuple):
+    """New tokens of a request.
+
+    Attributes:
+        tokens: number of new tokens, of all its branches.
+        gap: seconds since its previous token; None for the first.
+    """
+
+    request: Request
+    tokens: int
+    gap: float | None
+
+
 class StepOutput(NamedTuple):
     """Result of a step.
 
@@ -69,12 +83,14 @@ class StepOutput(NamedTuple):
         deltas: the additions to each output that the step extended. A request whose outputs are known only at its end
             has each of them then, whole.
         ended: the requests that the step finished.
+        progress: the requests with new tokens.
     """
 
     plan: StepPlan | None
     committed: Committed
     deltas: list[OutputDelta]
     ended: list[Request]
+    progress: tuple[Progress, ...] = ()
 
 
 class EngineStats(NamedTuple):
@@ -102,11 +118,12 @@ class Engine:
         tokenizer: None for an engine with token ids only.
         seed: seed of the seeds of requests without one.
         max_in_flight: number of steps that may be dispatched before the host sees the first one's tokens.
+        clock: source of the times of requests, in seconds.
     """
 
     def __init__(
         self, scheduler: Scheduler, runner: Runner, tokenizer: Tokenizer | None = None, *, seed: int = 0,
-        max_in_flight: int = 1,
+        max_in_flight: int = 1, clock: Callable[[], float] = time.monotonic,
     ):  # fmt: skip
         self.scheduler = scheduler
         self.runner = runner
@@ -115,7 +132,8 @@ class Engine:
         self._seeds = random.Random(seed)
         self._has_failed = False
         self._max_in_flight = max_in_flight
-        self._in_flight: deque[tuple[StepPlan, Pending]] = deque()
+        self._clock = clock
+        self._in_flight: deque[tuple[StepPlan, float, Pending]] = deque()  # with the times of their dispatch
         self._next_params: Any = None  # once the requests that have started have ended
 
     @property
@@ -187,6 +205,7 @@ class Engine:
             seed=self._seeds.getrandbits(64) if given is None else given, prompt=prompt, priority=priority,
             client=client, cache_salt=cache_salt, bad_words=bad_words,
         )  # fmt: skip
+        request.metrics.queued_ts = self._clock()
         (sequence,) = request.sequences
         sequence.constraint = copy.copy(constraint)
         if self.tokenizer is not None:
@@ -200,7 +219,9 @@ class Engine:
 
     def abort(self, request_id: str) -> Request | None:
         """End a request at any moment; return None if it is unknown or has ended."""
-        return self.scheduler.abort(request_id)
+        if request := self.scheduler.abort(request_id):
+            request.metrics.finished_ts = self._clock()
+        return request
 
     def reset_prefix_cache(self) -> None:
         """Drop all cached prefixes. Blocks that running requests have computed so far are never cached either."""
@@ -236,11 +257,11 @@ class Engine:
             if self.is_updating and not self.scheduler.has_started:
                 self._exchange(self._next_params)
             while len(self._in_flight) < self._max_in_flight and (plan := self.scheduler.schedule()):
-                self._in_flight.append((plan, self.runner.dispatch(plan, self._make_masks(plan))))
+                self._in_flight.append((plan, self._clock(), self.runner.dispatch(plan, self._make_masks(plan))))
             if not self._in_flight:
                 assert not self.has_work, "there is work, and none of it was scheduled"
                 return StepOutput(None, Committed(), [], [])
-            plan, pending = self._in_flight.popleft()
+            plan, dispatched_at, pending = self._in_flight.popleft()
             committed = self.scheduler.commit(plan, pending.result())
         except BaseException:
             self._drop_steps()
@@ -256,7 +277,25 @@ class Engine:
                 logger.error("request %s ended: %s; the parameters may hold NaN", request.request_id, NON_FINITE)
             if not request.streams:
                 deltas += whole_deltas(request)
-        return StepOutput(plan, committed, deltas, ended)
+        return StepOutput(plan, committed, deltas, ended, self._progress(committed.served, ended, dispatched_at))
+
+    def _progress(
+        self, served: Iterable[Request], ended: Iterable[Request], dispatched_at: float
+    ) -> tuple[Progress, ...]:
+        """Update the metrics of requests after a step, and return those with new tokens."""
+        now, found = self._clock(), []
+        for request in served:
+            metrics = request.metrics
+            metrics.scheduled_ts = metrics.scheduled_ts or dispatched_at
+            tokens = sum(sequence.num_output_tokens for sequence in request.sequences)
+            if (new := tokens - metrics.num_generation_tokens) > 0:
+                is_first = metrics.num_generation_tokens == 0
+                found.append(Progress(request, new, None if is_first else now - metrics.last_token_ts))
+                metrics.first_token_ts = now if is_first else metrics.first_token_ts
+                metrics.last_token_ts, metrics.num_generation_tokens = now, tokens
+        for request in ended:
+            request.metrics.finished_ts = now
+        return tuple(found)
 
     def _exchange(self, state: Any) -> None:
         """Start again with other parameters, which replace waiting ones."""

@@ -11,7 +11,6 @@ from jpaged.core.request import (
     Logprob,
     OutputDelta,
     Request,
-    RequestMetrics,
     RequestOutput,
     Sequence,
 )
@@ -36,9 +35,7 @@ def _delta(sequence: Sequence, index: int, text: str, samples: list[Sample]) -> 
     )  # fmt: skip
 
 
-def request_output(
-    request: Request, tokenizer: Tokenizer | None, metrics: RequestMetrics | None = None
-) -> RequestOutput:
+def request_output(request: Request, tokenizer: Tokenizer | None) -> RequestOutput:
     """Return the outputs of a request in vLLM's form."""
     params, prompt_logprobs = request.params, None
     if params.prompt_logprobs is not None:
@@ -57,7 +54,13 @@ def request_output(
     ]
     cached = max(sequence.num_cached_tokens for sequence in request.sequences)
     return RequestOutput(
-        request.request_id, request.prompt, request.prompt_token_ids, outputs, cached, prompt_logprobs, metrics=metrics
+        request.request_id,
+        request.prompt,
+        request.prompt_token_ids,
+        outputs,
+        cached,
+        prompt_logprobs,
+        metrics=request.metrics,
     )
 
 

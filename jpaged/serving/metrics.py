@@ -1,8 +1,6 @@
 """Prometheus metrics under vLLM's names, for existing dashboards."""
 
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -24,17 +22,6 @@ STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
 CHOICES = (1, 2, 5, 10, 20, 50)
 
 
-@dataclass(slots=True)
-class _Course:
-    """Times of a request's arrival, first step, first token and latest token, and its number of tokens."""
-
-    arrival: float
-    scheduled: float | None = None
-    first_token: float | None = None
-    last_token: float = 0.0
-    tokens: int = 0
-
-
 class Metrics:
     """Observer of the engine that counts. Metrics of the model carry its name.
 
@@ -42,12 +29,9 @@ class Metrics:
         stats: return the engine's numbers, at any time.
     """
 
-    def __init__(self, model_name: str, stats: Callable[[], EngineStats], clock: Callable[[], float] = time.monotonic):
+    def __init__(self, model_name: str, stats: Callable[[], EngineStats]):
         self._registry = CollectorRegistry()
         self._model_name = model_name
-        self._clock = clock
-        self._last_step = 0.0
-        self._courses: dict[Request, _Course] = {}
         self._registry.register(_EngineCollector(model_name, stats))
         ProcessCollector(registry=self._registry)
         counter, histogram = self._counter, self._histogram
@@ -118,61 +102,42 @@ class Metrics:
         self._rejected.inc()
 
     def added(self, request: Request) -> None:
-        """Count an accepted request."""
-        self._courses[request] = _Course(self._clock())
+        """Count a new request."""
         self._n.observe(request.params.num_outputs)
         self._max_tokens.observe(request.max_tokens)
 
     def stepped(self, scheduler: Scheduler, output: StepOutput) -> None:
-        """Count the tokens of a step."""
-        start, now = self._last_step, self._clock()
-        self._last_step = now
+        """Count the tokens of a step, and observe the latencies of its requests."""
         if output.plan is not None and output.plan.rows:
             self._step_tokens.observe(output.plan.num_tokens)
-        generated = 0
-        for request in output.committed.served:
-            course = self._courses[request]
-            if course.scheduled is None:
-                # Steps follow each other without a pause while there is work.
-                course.scheduled = max(start, course.arrival)
-                self._queue.observe(course.scheduled - course.arrival)
-            tokens = sum(sequence.num_output_tokens for sequence in request.sequences)
-            if tokens > course.tokens:
-                generated += tokens - course.tokens
-                course.tokens = tokens
-                self._advance(request, course, now)
-        self._generation_tokens.inc(generated)
+        for request, tokens, gap in output.progress:
+            self._generation_tokens.inc(tokens)
+            times = request.metrics
+            if gap is None:
+                self._queue.observe(times.scheduled_ts - times.queued_ts)
+                self._first_token.observe(times.first_token_ts - times.queued_ts)
+                self._prefill.observe(times.first_token_ts - times.scheduled_ts)
+                self._prompt_tokens.inc(len(request.prompt_token_ids))
+            else:
+                self._between.observe(gap)
 
     def ended(self, request: Request) -> None:
-        """Count an ended request and observe its times."""
-        course, now = self._courses.pop(request), self._clock()
+        """Count an ended request and its choices, and observe its latencies."""
+        times = request.metrics
         if request.sequences[0].stop_reason == NON_FINITE:
             self._corrupted.inc()
         for sequence in request.outputs:
             self._success.labels(self._model_name, str(sequence.finish_reason)).inc()
-        self._whole.observe(now - course.arrival)
+        self._whole.observe(times.finished_ts - times.queued_ts)
         self._prompt_len.observe(len(request.prompt_token_ids))
-        self._generated.observe(course.tokens)
+        self._generated.observe(times.num_generation_tokens)
         longest = max(sequence.num_output_tokens for sequence in request.sequences)
         self._longest.observe(longest)
-        if course.scheduled is None or course.first_token is None:
-            return
-        self._inference.observe(course.last_token - course.scheduled)
-        self._decode.observe(course.last_token - course.first_token)
+        if times.num_generation_tokens:
+            self._inference.observe(times.last_token_ts - times.scheduled_ts)
+            self._decode.observe(times.last_token_ts - times.first_token_ts)
         if longest > 1:
-            self._mean_between.observe((course.last_token - course.first_token) / (longest - 1))
-
-    def _advance(self, request: Request, course: _Course, now: float) -> None:
-        """Record a new token of a request, or one for each of its branches."""
-        if course.first_token is None:
-            assert course.scheduled is not None, "a request without a schedule time has output"
-            course.first_token = now
-            self._first_token.observe(now - course.arrival)
-            self._prefill.observe(now - course.scheduled)
-            self._prompt_tokens.inc(len(request.prompt_token_ids))
-        else:
-            self._between.observe(now - course.last_token)
-        course.last_token = now
+            self._mean_between.observe((times.last_token_ts - times.first_token_ts) / (longest - 1))
 
     def _counter(self, name: str, told: str) -> Counter:
         return Counter(f"vllm:{name}", told, ["model_name"], registry=self._registry).labels(self._model_name)

@@ -36,10 +36,10 @@ class HeldEngine(Engine):
         return super().step()
 
 
-def make(*args, engine=Engine, **options):
+def make(*args, engine=Engine, clock=time.monotonic, **options):
     """Return an engine without a model."""
     scheduler, runner = traffic.make(*args, **options)
-    return engine(scheduler, runner, byte_tokenizer())
+    return engine(scheduler, runner, byte_tokenizer(), clock=clock)
 
 
 def expected(engine, recorder):

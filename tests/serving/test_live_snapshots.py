@@ -1,6 +1,7 @@
 """The recorder of the engine's events and the snapshots of its pool."""
 
 import base64
+import itertools
 import json
 import random
 import zlib
@@ -16,17 +17,6 @@ from tests.core import traffic
 from tests.fake_runner import VOCAB
 from tests.models import byte_tokenizer
 from tests.serving.live import expected, make
-
-
-class Clock:
-    """A clock that advances by one second at each call."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        self.now += 1.0
-        return self.now
 
 
 def step(engine, recorder):
@@ -82,7 +72,7 @@ def test_snapshot_equals_the_pool_block_by_block(seed):
     assert scheduler.num_preemptions and shared
     while engine.has_work:
         step(engine, recorder)
-    assert not recorder._courses and not recorder._expected
+    assert not recorder._numbers and not recorder._expected
 
 
 def test_recorder_of_requests_with_a_shared_prefix_has_hits_forks_and_copies():
@@ -124,14 +114,18 @@ def test_recorder_of_a_preemption_has_its_kind(way, swapped):
 
 
 def test_recorder_measures_latencies():
-    """Use a clock that advances at each arrival and at each step."""
-    engine, recorder = make(tokens=8), Recorder(Clock())
+    """Use a clock that advances by one second before each arrival and each step."""
+    seconds = itertools.count(1)
+    now = next(seconds)
+    engine, recorder = make(tokens=8, clock=lambda: now), Recorder(lambda: now)
     for i in range(2):
         recorder.added(engine.add(str(i), [i] * 7, SamplingParams(max_tokens=3, ignore_eos=True)))
+        now = next(seconds)
     while engine.has_work:
+        now = next(seconds)
         step(engine, recorder)
-    # Arrivals at 1 and 2, steps at 3, 4, ...: each of the first two ends a prompt.
-    assert (recorder.first_tokens, recorder.first_token_seconds) == (2, (3 - 1) + (4 - 2))
+    # Arrivals at 1 and 2, steps at 4, 5, ...: each of the first two ends a prompt.
+    assert (recorder.first_tokens, recorder.first_token_seconds) == (2, (4 - 1) + (5 - 2))
     assert (recorder.tokens, recorder.timed_tokens, recorder.token_seconds) == (6, 5, 5.0)
     recorder.added(engine.add("2", [3], SamplingParams(max_tokens=1)))
     step(engine, recorder)
@@ -158,7 +152,7 @@ def test_recorder_bounds_its_events_and_requests():
     for i in range(MAX_KNOWN + 100):
         recorder.added(engine.add(str(i), [1, 2, 3], SamplingParams(max_tokens=1)))
         step(engine, recorder)
-    assert not recorder._courses and not recorder._expected
+    assert not recorder._numbers and not recorder._expected
     assert len(recorder.events) == MAX_EVENTS and len(recorder._known) == MAX_KNOWN
     assert recorder.known("99") is None and recorder.known("100") == 101
     recorder._arrivals = iter([MAX_NUMBER - 1, MAX_NUMBER])

@@ -4,7 +4,6 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from jpaged.core.request import Request
@@ -15,16 +14,6 @@ MAX_NUMBER = 2**16 - 1  # requests are numbered from 1 to this, then from 1 agai
 MAX_EVENTS = 32  # the latest are kept
 MAX_COPIES = 8  # that one step tells of
 MAX_KNOWN = 1024  # requests whose numbers may be asked for
-
-
-@dataclass(slots=True)
-class _Course:
-    """Progress of a request: its arrival, the meaning of its next step, and whether it has output."""
-
-    number: int
-    arrival: float
-    next_step: str | None = "admit"  # or "resume", after a preemption
-    begun: bool = False
 
 
 class Recorder:
@@ -43,15 +32,15 @@ class Recorder:
         self.first_token_seconds = 0.0  # from the arrivals of their requests, in all
         self.copies = 0
         self._clock = clock
-        self._courses: dict[Request, _Course] = {}
-        self._expected: dict[Request, _Course] = {}  # those of whom their next step has something to tell
+        self._numbers: dict[Request, int] = {}
+        self._expected: dict[Request, str] = {}  # requests whose next step is an event: "admit", or "resume"
         self._known: dict[str, int] = {}
         self._arrivals, self._serials = itertools.count(), itertools.count(1)
         self._last_step: float | None = None
 
     def number(self, request: Request) -> int:
         """Return the number of a live request; a request that was not seen on arrival gets one now."""
-        return (self._courses.get(request) or self._count(request)).number
+        return self._numbers.get(request) or self._count(request)
 
     def known(self, request_id: str) -> int | None:
         """Return the number of a request that runs or ran recently, for callers that know its id."""
@@ -73,14 +62,13 @@ class Recorder:
             self.token_seconds += made * (now - self._last_step)
         self._last_step = now if scheduler.has_work else None
         for request, swapped in committed.preempted:
-            if course := self._courses.get(request):
-                self._tell("preempt", number=course.number, swapped=swapped)
-                course.next_step = "resume"
-                self._expected[request] = course
+            if number := self._numbers.get(request):
+                self._tell("preempt", number=number, swapped=swapped)
+                self._expected[request] = "resume"
         for request in committed.resumed:
-            if course := self._courses.get(request):
-                self._tell("resume", number=course.number, swapped=True)
-                course.next_step = None
+            if number := self._numbers.get(request):
+                self._tell("resume", number=number, swapped=True)
+                self._expected.pop(request, None)
         copies = output.plan.block_copies if output.plan is not None else ()
         self.copies += len(copies)
         for source, destination in copies[:MAX_COPIES]:
@@ -88,39 +76,37 @@ class Recorder:
             self._tell("copy", source=source, destination=destination, shared=shared)
         if self._expected:  # in most steps of a steady load it is empty
             for request in committed.served:
-                if course := self._expected.get(request):
-                    self._advanced(request, course, now)
+                if event := self._expected.pop(request, None):
+                    self._started(request, event)
+        for request, _, gap in output.progress:
+            if gap is None and (number := self._numbers.get(request)):
+                self.first_tokens += 1
+                self.first_token_seconds += request.metrics.first_token_ts - request.metrics.queued_ts
+                if len(request.sequences) > 1:
+                    self._tell("fork", number=number, branches=len(request.sequences))
 
     def ended(self, request: Request) -> None:
         """Record the end of a request."""
         self._expected.pop(request, None)
-        if course := self._courses.pop(request, None):
+        if number := self._numbers.pop(request, None):
             tokens = sum(sequence.num_output_tokens for sequence in request.sequences)
-            self._tell("end", number=course.number, tokens=tokens, reason=request.sequences[0].finish_reason)
+            self._tell("end", number=number, tokens=tokens, reason=request.sequences[0].finish_reason)
 
-    def _count(self, request: Request) -> _Course:
-        course = _Course(1 + next(self._arrivals) % MAX_NUMBER, self._clock())
-        self._courses[request] = self._expected[request] = course
-        self._known[request.request_id] = course.number
+    def _count(self, request: Request) -> int:
+        number = 1 + next(self._arrivals) % MAX_NUMBER
+        self._numbers[request], self._expected[request] = number, "admit"
+        self._known[request.request_id] = number
         if len(self._known) > MAX_KNOWN:
             del self._known[next(iter(self._known))]
-        return course
+        return number
 
-    def _advanced(self, request: Request, course: _Course, now: float) -> None:
-        first, number = request.sequences[0], course.number
-        if course.next_step == "resume":
+    def _started(self, request: Request, event: str) -> None:
+        """Record the first step of a request after its admission or its preemption."""
+        first, number = request.sequences[0], self._numbers[request]
+        if event == "resume":
             self._tell("resume", number=number, swapped=False)
-        elif course.next_step == "admit" and first.num_cached_tokens:
+        elif first.num_cached_tokens:
             self._tell("hit", number=number, tokens=first.num_cached_tokens, prompt=first.num_prompt_tokens)
-        course.next_step = None
-        if not course.begun and first.num_output_tokens:
-            course.begun = True
-            self.first_tokens += 1
-            self.first_token_seconds += now - course.arrival
-            if len(request.sequences) > 1:
-                self._tell("fork", number=number, branches=len(request.sequences))
-        if course.begun:
-            del self._expected[request]
 
     def _tell(self, kind: str, **facts: Any) -> None:
         self.events.append({"serial": next(self._serials), "kind": kind, **facts})

@@ -13,7 +13,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def fp8():
-    return LLM(progress=False, num_gpu_blocks_override=512, kv_cache_dtype="fp8", **SHAPES)
+    """An engine with a pool for three of the requests below."""
+    return LLM(progress=False, num_gpu_blocks_override=16, kv_cache_dtype="fp8", preemption_mode="swap", **SHAPES)
 
 
 def prompt_logprobs(llm, texts):
@@ -32,10 +33,14 @@ def test_the_pool_holds_bytes_and_logprobs_differ_by_what_is_stated(fp8, demo):
 
 def test_preemption_swaps_and_forks_keep_the_numbers(fp8):
     params = [SamplingParams(temperature=0.8, seed=i, n=2, max_tokens=40, ignore_eos=True) for i in range(4)]
-    expected = [[c.token_ids for c in o.outputs] for o in fp8.generate(PROMPTS, params, use_tqdm=False)]
-    small = LLM(progress=False, num_gpu_blocks_override=16, kv_cache_dtype="fp8", preemption_mode="swap", **SHAPES)
-    found = [[c.token_ids for c in o.outputs] for o in small.generate(PROMPTS, params, use_tqdm=False)]
-    assert small.engine.scheduler.num_swapped_blocks > 0 and found == expected
+
+    def tokens(outputs):
+        return [[choice.token_ids for choice in output.outputs] for output in outputs]
+
+    expected = [tokens(fp8.generate([prompt], one, use_tqdm=False))[0] for prompt, one in zip(PROMPTS, params)]
+    assert fp8.engine.scheduler.num_swapped_blocks == 0
+    assert tokens(fp8.generate(PROMPTS, params, use_tqdm=False)) == expected
+    assert fp8.engine.scheduler.num_swapped_blocks > 0
 
 
 def test_other_dtypes_are_refused():

@@ -249,7 +249,7 @@ def test_what_counts_as_one_state_has_one_future():
 def test_it_finds_a_planted_bug(bug, monkeypatch):
     BUGS[bug](monkeypatch)
     with pytest.raises(AssertionError):
-        for scenario in SMALL:
+        for scenario in (SMALL[1], SMALL[-1]):  # each bug shows in one of these
             explore(scenario)
 
 

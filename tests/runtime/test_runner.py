@@ -13,6 +13,7 @@ from flax import nnx
 from jpaged import LLM, BeamSearchParams, ModelConfig, SamplingParams
 from jpaged.config import EngineConfig, Limits
 from jpaged.core.plan import Admitted, Scheduled, StepPlan, StepResult
+from jpaged.engine import build
 from jpaged.models.checkpoint import abstract_model, dummy_model
 from jpaged.runtime import kernel_choice, memory
 from jpaged.runtime import runner as runner_module
@@ -45,7 +46,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def llm(model):
-    return LLM(model, block_size=8, num_gpu_blocks_override=40, progress=False, **LIMITS)
+    return LLM(model, block_size=8, num_gpu_blocks_override=20, progress=False, **LIMITS)
 
 
 class Compilations:
@@ -338,15 +339,18 @@ def test_steep_costs_add_shapes_and_shorten_chunks(model, llm, monkeypatch):
     """The shapes that are added are compiled before the first request."""
     cost = lambda bucket: bucket.num_tokens / (5 if bucket.decode else 10)
     monkeypatch.setattr(runner_module, "remembered", lambda _, key, buckets, measure: {b: cost(b) for b in buckets})
-    steep = LLM(model, max_num_seqs=4, block_size=8, num_gpu_blocks_override=80, swap_space=0, progress=False)
+    settled = build.limits_of
+    fewer_shapes = lambda *args: dataclasses.replace(settled(*args), max_num_batched_tokens=64)
+    monkeypatch.setattr(build, "limits_of", fewer_shapes)
+    steep = LLM(model, max_num_seqs=4, block_size=8, num_gpu_blocks_override=20, swap_space=0, progress=False)
     assert steep.engine.scheduler.tokens_beside_decodes == 32 < steep.engine.scheduler.limits.max_num_batched_tokens
     assert llm.engine.scheduler.tokens_beside_decodes == LIMITS["max_num_batched_tokens"], "it was given"
     shapes = steep.engine.runner.shapes
     assert [b.num_tokens for b in shapes.buckets.decode] == [1, 2, 3, 4]
-    assert [b.num_tokens for b in shapes.buckets.mixed] == [32, 48, 64, 96, 128]
+    assert [b.num_tokens for b in shapes.buckets.mixed] == [32, 48, 64]
     with Compilations() as compilations:
         params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
-        for lengths in ([1] * 3, [40], [90]):
+        for lengths in ([1] * 3, [40], [60]):
             steep.generate([[5] * length for length in lengths], params, use_tqdm=False)
     assert compilations.count == 0
 

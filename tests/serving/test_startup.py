@@ -42,11 +42,11 @@ def with_another_architecture(directory):
 @pytest.mark.parametrize(
     "change, flags, words",
     [
-        (lambda d: None, ["--block-size", "0"], "block_size must be between 1 and 256, not 0"),
+        (lambda d: None, ["--block-size", "0"], "block_size: must be a power of two between 1 and 256, not 0"),
         (
             lambda d: None,
             ["--max-num-seqs", "8", "--num-gpu-blocks-override", "7"],
-            "max_num_seqs (8) exceeds the 7 blocks",
+            "max_num_seqs: 8 exceeds the 7 blocks",
         ),
         (
             lambda d: None,
@@ -56,7 +56,7 @@ def with_another_architecture(directory):
         (
             lambda d: None,
             ["--max-model-len", "513"],
-            "max_model_len (513) exceeds the model's max_position_embeddings (512)",
+            "max_model_len: 513 exceeds the model's max_position_embeddings (512)",
         ),
         (lambda d: None, ["--kernels", "mosaic"], "Mosaic GPU kernels need a Hopper GPU"),
         (lambda d: None, ["--chat-template", "/no/such.jinja"], "No such file or directory: '/no/such.jinja'"),

@@ -29,7 +29,7 @@ from jpaged.demo import DIRECTORY as DEMO
 from jpaged.engine.build import limits_of
 from jpaged.runtime.batch import Buckets, Layout, make_batch
 from jpaged.runtime.row_table import RowTable
-from jpaged.runtime.step_costs import rungs_that_pay
+from jpaged.runtime.step_costs import further_shapes
 
 MAX_WASTE = 0.25  # of the tokens that are computed
 CONTEXT, BLOCK_SIZE = 2048, 16
@@ -47,7 +47,7 @@ def count_tokens(limits: Limits, lengths: Sequence[tuple[int, int]], at_once: in
     width = -(-limits.max_model_len // BLOCK_SIZE)
     scheduler = Scheduler(BlockPool(limits.max_num_seqs * width, BLOCK_SIZE), limits, vocab_size=32_000)
     rows, buckets = RowTable(limits.max_num_seqs, width, BLOCK_SIZE), Buckets(limits)
-    buckets.add(rungs_that_pay({bucket: 1.0 if bucket.decode else bucket.num_tokens for bucket in buckets.all}))
+    buckets.add(further_shapes({bucket: 1.0 if bucket.decode else bucket.num_tokens for bucket in buckets.all}))
     layouts = {bucket: Layout(bucket, width) for bucket in buckets.all}
     waiting, counts = list(enumerate(lengths))[::-1], Counter[str]()
     while waiting or scheduler.has_work:

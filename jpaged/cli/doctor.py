@@ -82,7 +82,7 @@ def _tests(report: "Report") -> Iterator[str]:
     if report.self_test:
         yield report.self_test
     for result in report.tests:
-        when = f"remembered from {result.tested_at}" if result.remembered else "just now"
+        when = f"stored on {result.tested_at}" if result.remembered else "just now"
         said = f": {result.reason}" if result.reason else ""
         yield f"{result.program:10} {result.test:24} {result.status} ({when}){said}"
 

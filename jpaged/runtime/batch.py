@@ -90,7 +90,7 @@ class Layout:
         batch = self.unpack(self._padding)
         for array in (batch.slot_mapping, batch.targets, batch.sample_rows):
             array[:] = -1
-        batch.scalars[:] = RowTable.of_nothing()
+        batch.scalars[:] = RowTable.empty_scalars()
 
     def unpack(self, buffer: Array) -> Batch:
         """Return the arrays in a buffer: views of a NumPy array, slices of a traced one."""

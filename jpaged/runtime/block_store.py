@@ -39,23 +39,23 @@ class BlockStore:
         The order is: to the host, copies, from the host. So no block is overwritten before it is read.
         """
         for blocks_of_request in plan.swap_out:
-            self.host.take_in(self.pool, blocks_of_request)
+            self.host.swap_out(self.pool, blocks_of_request)
         if plan.block_copies:
             self._copy_blocks(plan.block_copies)
         if plan.swap_in:
-            self.pool = self.host.give_back(self.pool, plan.swap_in)
+            self.pool = self.host.swap_in(self.pool, plan.swap_in)
 
     def warm_up(self) -> None:
         """Compile every move, without moving a block."""
         for size in self.copy_sizes:
             self._copy_blocks([(-1, -1)] * size)
         for size in TRANSFERS if self.num_host_blocks else ():
-            self.swap_there_and_back(size)
+            self.swap_round_trip(size)
 
-    def swap_there_and_back(self, count: int) -> Pool:
+    def swap_round_trip(self, count: int) -> Pool:
         """Move block 0 to the host and back `count` times, which leaves it unchanged. The pool must not be in use."""
-        self.host.take_in(self.pool, [(0, i) for i in range(count)])
-        self.pool = self.host.give_back(self.pool, [(i, 0) for i in range(count)])
+        self.host.swap_out(self.pool, [(0, i) for i in range(count)])
+        self.pool = self.host.swap_in(self.pool, [(i, 0) for i in range(count)])
         return self.pool
 
     def recover(self) -> None:

@@ -38,7 +38,7 @@ def pool_size(
     """
     stats = device.memory_stats()
     if not stats or "bytes_limit" not in stats:
-        return modest_blocks(wanted, block_bytes)
+        return cpu_num_blocks(wanted, block_bytes)
     fitting = functools.partial(
         fitting_blocks, limit=stats["bytes_limit"], in_use=stats["bytes_in_use"], utilization=utilization,
         bytes_per_block=block_bytes,
@@ -72,7 +72,7 @@ def fitting_blocks(*, limit: int, in_use: int, temporaries: int, utilization: fl
     return available // bytes_per_block
 
 
-def modest_blocks(wanted: int, bytes_per_block: int) -> int:
+def cpu_num_blocks(wanted: int, bytes_per_block: int) -> int:
     """Return the blocks of a pool on a CPU: the wanted number, within a modest share of the machine's memory."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     room = min(MAX_CPU_POOL_BYTES, math.floor(memory * MAX_CPU_MEMORY_SHARE))
@@ -105,7 +105,7 @@ def available_host_memory() -> int:
 
 
 @contextlib.contextmanager
-def exhaustion_named(field: str, pool: str) -> Iterator[None]:
+def explain_exhaustion(field: str, pool: str) -> Iterator[None]:
     """Convert the exhaustion of the device's memory to a ValueError with the field to change and the pool in words."""
     try:
         yield

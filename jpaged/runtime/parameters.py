@@ -45,7 +45,7 @@ def checked(state: Any, expected: Mapping[str, Leaf], device: jax.Device) -> lis
 
 
 @contextlib.contextmanager
-def deletion_named(params: Iterable[jax.Array]) -> Iterator[None]:
+def explain_deletion(params: Iterable[jax.Array]) -> Iterator[None]:
     """Raise a RuntimeError that names the cause if a computation fails because a parameter was deleted."""
     try:
         yield

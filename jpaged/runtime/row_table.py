@@ -53,7 +53,7 @@ class RowTable:
         self._num_scored = np.zeros(num_rows, np.int32)  # targets that have a logprob already
 
     @staticmethod
-    def of_nothing() -> np.ndarray:
+    def empty_scalars() -> np.ndarray:
         """Return the scalars of padding, [F] int32: greedy, no filters, no state."""
         nothing = np.zeros(1, SCALARS)
         nothing["top_p"] = nothing["repetition"] = 1
@@ -124,7 +124,7 @@ class RowTable:
         prompt_top = params.prompt_logprobs
         self.prompt_top[row] = -1 if prompt_top is None else prompt_top
         self.num_top[row] = -1 if admitted.num_top is None else admitted.num_top
-        self.scalar_bits[row] = self.of_nothing()
+        self.scalar_bits[row] = self.empty_scalars()
         scalars = self.scalars[row]
         scalars["num_prompt_tokens"] = admitted.num_prompt_tokens
         scalars["num_top"] = 0 if admitted.num_top is None else max(admitted.num_top, 1)  # a rank comes with a list

@@ -21,13 +21,13 @@ from jpaged.runtime.compilation_cache import cache_folder
 from jpaged.runtime.device_rows import DeviceRows
 from jpaged.runtime.kernel_choice import select_kernels
 from jpaged.runtime.kv_cache import KVCache
-from jpaged.runtime.memory import available_memory, check_override, exhaustion_named, pool_size
-from jpaged.runtime.parameters import by_name, checked, deletion_named
+from jpaged.runtime.memory import available_memory, check_override, explain_exhaustion, pool_size
+from jpaged.runtime.parameters import by_name, checked, explain_deletion
 from jpaged.runtime.pending import PendingStep
 from jpaged.runtime.row_table import RowTable
 from jpaged.runtime.shapes import Shapes
 from jpaged.runtime.step import Computed, Step
-from jpaged.runtime.step_costs import StepCosts, remembered, rungs_that_pay
+from jpaged.runtime.step_costs import StepCosts, further_shapes, stored_costs
 from jpaged.runtime.swap import TRANSFERS
 from pallas_kernels import Kernels
 
@@ -92,7 +92,7 @@ class ModelRunner:
         measured = not config.num_gpu_blocks_override and self.device.platform != "cpu"
         size = f"{num_blocks * cache.block_bytes / 2**30:.2f} GiB"
         self._exhaustion = functools.partial(
-            exhaustion_named, "gpu_memory_utilization" if measured else "num_gpu_blocks_override",
+            explain_exhaustion, "gpu_memory_utilization" if measured else "num_gpu_blocks_override",
             f"{num_blocks} blocks ({size})",
         )  # fmt: skip
         with self._exhaustion():
@@ -117,11 +117,11 @@ class ModelRunner:
             self.blocks.warm_up()
             self.rows.warm_up()
             jax.block_until_ready((self.blocks.pool, self.rows.state, self.rows.last_tokens))
-            self.costs = remembered(
+            self.costs = stored_costs(
                 cache_folder() / "step_costs", self._costs_key, ladders,
                 lambda bucket: _seconds(lambda: self._run_padding(bucket)),
             )  # fmt: skip
-            if further := rungs_that_pay(self.costs):
+            if further := further_shapes(self.costs):
                 self.shapes.add(further)
                 self._compile(list(further), progress=progress)
         logger.info("compiled in %.1f seconds", time.monotonic() - start)
@@ -132,7 +132,7 @@ class ModelRunner:
         `warm_up` must have run.
         """
         bucket, size = self.shapes.buckets.mixed[-1], TRANSFERS[-1]
-        block = _seconds(lambda: self.blocks.swap_there_and_back(size))
+        block = _seconds(lambda: self.blocks.swap_round_trip(size))
         return (block / size) / (self.costs[bucket] / bucket.num_tokens)
 
     def dispatch(self, plan: StepPlan, make_masks: Callable[[], np.ndarray] | None = None) -> PendingStep | Done:
@@ -147,7 +147,7 @@ class ModelRunner:
         Raises:
             RuntimeError: the arrays of the parameters were deleted.
         """
-        with deletion_named(self.params):
+        with explain_deletion(self.params):
             return self._dispatch(plan, make_masks)
 
     def check_params(self, state: Any) -> None:

@@ -87,13 +87,13 @@ def sample(
             offset_s = jnp.where(sampling.beam, 0, lse_s)
             return ranks, *_list_top(values_sv, offset_s, sampling.num_top, k)
 
-        return tokens, *lax.cond(jnp.any(listed_s), describe, lambda: _described_as_nothing(len(tokens), k))
+        return tokens, *lax.cond(jnp.any(listed_s), describe, lambda: _no_descriptions(len(tokens), k))
 
     # The commonest step passes one condition only: on a GPU the host waits for the device at each.
     tokens, *described = lax.cond(
         jnp.any(drawn_s | listed_s | processed_s | sampling.beam),
         choose,
-        lambda: (_argmax(logits_sv), *_described_as_nothing(len(logits_sv), k)),
+        lambda: (_argmax(logits_sv), *_no_descriptions(len(logits_sv), k)),
     )
     return Sampled(tokens, _logprobs(logits_sv, tokens, lse_s), *described), state
 
@@ -126,7 +126,7 @@ def token_logprobs(
         return Sampled(targets_t, logprobs, ranks, *_list_top(logits_tv, lse_t, jnp.where(wanted_t, k, 0), k))
 
     def skip(x_td: jax.Array, targets_t: jax.Array) -> Sampled:
-        return Sampled(targets_t, jnp.zeros(tile, jnp.float32), *_described_as_nothing(tile, k))
+        return Sampled(targets_t, jnp.zeros(tile, jnp.float32), *_no_descriptions(tile, k))
 
     x_ntd = jnp.pad(x_td, ((0, padding), (0, 0))).reshape(-1, tile, width)
     targets_nt = jnp.pad(targets_t, (0, padding), constant_values=-1).reshape(-1, tile)
@@ -307,7 +307,7 @@ def _list_top(values_sv: jax.Array, offset_s: jax.Array, num_top_s: jax.Array, k
     return jnp.where(listed_sk, tokens_sk, -1), jnp.where(listed_sk, best_sk - offset_s[:, None], -jnp.inf)
 
 
-def _described_as_nothing(num_rows: int, k: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _no_descriptions(num_rows: int, k: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return ranks, top tokens and their logprobs of rows that want none."""
     tops = jnp.full((num_rows, k), -1, jnp.int32), jnp.full((num_rows, k), -jnp.inf, jnp.float32)
     return jnp.zeros(num_rows, jnp.int32), *tops

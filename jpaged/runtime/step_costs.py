@@ -22,7 +22,7 @@ STEEP, LONG_S = 1.5, 0.02
 STALL = 2.5
 
 
-def rungs_that_pay(costs: StepCosts) -> StepCosts:
+def further_shapes(costs: StepCosts) -> StepCosts:
     """Return the shapes halfway between two neighbours of the ladders if the larger one is much more expensive.
 
     Their costs are assumed to be halfway, too.
@@ -46,7 +46,7 @@ def tokens_beside_decodes(costs: StepCosts) -> int:
     It is at least twice the number of sequences, so that their own tokens leave room for prompts, if there is such a
     shape.
     """
-    costs = {**costs, **rungs_that_pay(costs)}
+    costs = {**costs, **further_shapes(costs)}
     decode = max(bucket for bucket in costs if bucket.decode)
     mixed = sorted(bucket for bucket in costs if not bucket.decode and bucket.num_seqs == decode.num_seqs)
     roomy = [bucket for bucket in mixed if bucket.num_tokens >= 2 * decode.num_seqs] or mixed[-1:]
@@ -54,7 +54,7 @@ def tokens_beside_decodes(costs: StepCosts) -> int:
     return (cheap[-1] if cheap else roomy[0]).num_tokens
 
 
-def remembered(folder: Path, key: str, buckets: Iterable[Bucket], measure: Callable[[Bucket], float]) -> StepCosts:
+def stored_costs(folder: Path, key: str, buckets: Iterable[Bucket], measure: Callable[[Bucket], float]) -> StepCosts:
     """Return the costs of all shapes from a file, or else measure them and write it.
 
     Args:
@@ -87,4 +87,4 @@ def _write(path: Path, key: str, costs: StepCosts) -> None:
             json.dump(content, file)
         os.replace(file.name, path)
     except OSError as error:
-        logger.warning("the costs of steps are not remembered: %s", error)
+        logger.warning("the costs of steps are not stored: %s", error)

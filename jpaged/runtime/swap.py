@@ -35,7 +35,7 @@ class HostBlocks:
         self._device = SingleDeviceSharding(device)
         self._chunks: dict[int, _Chunk] = {}
 
-    def take_in(self, pool: list[jax.Array], pairs: Pairs) -> None:
+    def swap_out(self, pool: list[jax.Array], pairs: Pairs) -> None:
         """Copy a request's blocks to the host.
 
         Args:
@@ -50,7 +50,7 @@ class HostBlocks:
                 self._drop(block_id)
             self._chunks.update(dict.fromkeys(chunk.block_ids, chunk))
 
-    def give_back(self, pool: list[jax.Array], pairs: Pairs) -> list[jax.Array]:
+    def swap_in(self, pool: list[jax.Array], pairs: Pairs) -> list[jax.Array]:
         """Copy blocks from the host, which then drops them, into the donated pool, and return the pool.
 
         Args:

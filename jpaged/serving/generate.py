@@ -18,7 +18,7 @@ from jpaged.serving.service import SERVICE, Service
 
 SMALL_BYTES = 128 * 2**10  # about a millisecond of work
 DONE = b"data: [DONE]\n\n"
-LAST_WORDS = 5.0  # seconds that a client has to take the error that ends its stream
+ERROR_FLUSH_TIMEOUT_S = 5.0  # seconds that a client has to take the error that ends its stream
 
 
 async def respond(request: web.Request, answer: Answer, prepared: Prepared[Any]) -> web.StreamResponse:
@@ -110,7 +110,7 @@ async def _end(request: web.Request, response: web.StreamResponse, error: ApiErr
     await _send(response, _events([error.body]))
     await response.write(DONE)
     try:
-        async with asyncio.timeout(LAST_WORDS):
+        async with asyncio.timeout(ERROR_FLUSH_TIMEOUT_S):
             # aiohttp's own wait for this can't be begun again, once the request's time has ended it.
             while request.transport is not None and request.transport.get_write_buffer_size():
                 await asyncio.sleep(0.05)

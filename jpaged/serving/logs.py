@@ -18,7 +18,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 MAX_WAITING = 10_000  # lines
 LEVELS = ("debug", "info", "warning", "error", "critical")
-PATIENCE = 2.0  # seconds for the last lines, and for the reader of a pipe
+FLUSH_TIMEOUT_S = 2.0  # seconds for the last lines, and for the reader of a pipe
 PIECE = select.PIPE_BUF // 4  # characters, of up to four bytes: a pipe with any room has room for so many
 
 
@@ -28,7 +28,7 @@ class _Dropping(QueueHandler):
             self.queue.put_nowait(record)
 
 
-def _clients_faults_in_a_line(record: logging.LogRecord) -> logging.LogRecord:
+def _shorten_client_errors(record: logging.LogRecord) -> logging.LogRecord:
     """Return a record in one line, without its traceback, if a client sent no HTTP or a bad body, or disconnected."""
     error = record.exc_info[1] if record.exc_info else None
     if not isinstance(error, HttpProcessingError | web.RequestPayloadError | ConnectionError):
@@ -51,16 +51,16 @@ class _StreamHandler(_Quiet, logging.StreamHandler[TextIO]):
         super().__init__(stream)
         self._room = select.poll()
         self._room.register(stream, select.POLLOUT)
-        self._patience = PATIENCE
+        self._timeout_s = FLUSH_TIMEOUT_S
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             line = self.format(record) + self.terminator
             for start in range(0, len(line), PIECE):
-                if not self._room.poll(self._patience * 1000):
-                    self._patience = 0.0  # until somebody reads again
+                if not self._room.poll(self._timeout_s * 1000):
+                    self._timeout_s = 0.0  # until somebody reads again
                     return
-                self._patience = PATIENCE
+                self._timeout_s = FLUSH_TIMEOUT_S
                 self.stream.write(line[start : start + PIECE])
                 self.flush()
         except Exception:
@@ -94,7 +94,7 @@ def logging_to(stream: TextIO, access_log: str, level: str = "info") -> Iterator
     waiting: queue.Queue[logging.LogRecord] = queue.Queue(MAX_WAITING)
     # The message alone: it is the listener's handlers that say when and whence.
     entry = _Dropping(waiting)
-    entry.addFilter(_clients_faults_in_a_line)
+    entry.addFilter(_shorten_client_errors)
     logging.getLogger("jpaged.access").setLevel(logging.INFO)
     logging.basicConfig(level=level.upper(), format="%(message)s", handlers=[entry], force=True)
     listener = QueueListener(waiting, log, access)
@@ -104,7 +104,7 @@ def logging_to(stream: TextIO, access_log: str, level: str = "info") -> Iterator
     finally:
         last = threading.Thread(target=listener.stop, daemon=True)
         last.start()
-        last.join(PATIENCE)
+        last.join(FLUSH_TIMEOUT_S)
         try:
             stream.flush()
         except OSError:

@@ -19,7 +19,7 @@ from jpaged.serving.service import Service
 logger = logging.getLogger(__name__)
 
 SWITCH_INTERVAL_S = 0.0005
-LAST_WORDS = 5.0  # seconds for the errors that end unfinished requests
+ERROR_FLUSH_TIMEOUT_S = 5.0  # seconds for the errors that end unfinished requests
 
 
 async def serve(service: Service, sockets: Sequence[socket.socket], tls: ssl.SSLContext | None = None) -> None:
@@ -64,7 +64,7 @@ async def _drain(service: Service, hurried: asyncio.Event) -> None:
     if not drained.done():
         logger.warning("shutting down: ending %d requests that have not finished", len(service.in_flight))
         await service.engine.stop()  # which their clients are told
-        await asyncio.wait([drained], timeout=LAST_WORDS)
+        await asyncio.wait([drained], timeout=ERROR_FLUSH_TIMEOUT_S)
     told.cancel()
     drained.cancel()
 

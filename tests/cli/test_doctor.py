@@ -99,7 +99,7 @@ def test_a_planted_fault_is_reported_and_the_status_is_1(h200, monkeypatch, caps
     with pytest.raises(SystemExit):
         main(["doctor"])
     text = capsys.readouterr().out
-    assert "ragged_paged_attention   failed (remembered from 20" in text and not ran
+    assert "ragged_paged_attention   failed (stored on 20" in text and not ran
     main(["doctor", "--retest"])
     text = capsys.readouterr().out
     assert ran == list(TESTS) and "passed (just now)" in text and text.endswith("all is well\n")

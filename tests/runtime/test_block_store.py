@@ -68,8 +68,8 @@ def test_a_copy_takes_the_pool_donated_and_nothing_else_does():
 
 def test_the_warm_up_makes_every_swap_and_moves_nothing(monkeypatch):
     store, swapped = numbered(), []
-    there_and_back = store.swap_there_and_back
-    monkeypatch.setattr(store, "swap_there_and_back", lambda size: (swapped.append(size), there_and_back(size))[1])
+    there_and_back = store.swap_round_trip
+    monkeypatch.setattr(store, "swap_round_trip", lambda size: (swapped.append(size), there_and_back(size))[1])
     store.warm_up()
     assert numbers(store) == [0, 1, 2, 3]
     assert tuple(swapped) == TRANSFERS and len(store.host) == 0
@@ -87,14 +87,14 @@ def test_the_warm_up_compiles_every_size_of_a_copy():
 
 def test_without_blocks_on_the_host_no_swap_is_compiled(monkeypatch):
     store = numbered(num_host_blocks=0)
-    monkeypatch.delattr(BlockStore, "swap_there_and_back")
+    monkeypatch.delattr(BlockStore, "swap_round_trip")
     store.warm_up()
 
 
 @pytest.mark.parametrize("count", [1, 5])
 def test_block_0_swaps_there_and_back(count):
     store = numbered()
-    assert store.swap_there_and_back(count) is store.pool
+    assert store.swap_round_trip(count) is store.pool
     assert numbers(store) == [0, 1, 2, 3]
 
 

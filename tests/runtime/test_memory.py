@@ -52,13 +52,13 @@ def test_fitting_blocks_are_whole_and_at_least_one(limit, expected):
 
 
 def test_a_pool_on_a_cpu_takes_a_quarter_of_the_memory_and_at_most_4_gib(memory):
-    assert sizing.modest_blocks(100, 1024) == 100
+    assert sizing.cpu_num_blocks(100, 1024) == 100
     memory(1000)
-    found = sizing.modest_blocks(10**9, 1000)
+    found = sizing.cpu_num_blocks(10**9, 1000)
     assert found == 1_024_000 // 1000 and isinstance(found, int)
-    assert sizing.modest_blocks(1, 2**60) == 1
+    assert sizing.cpu_num_blocks(1, 2**60) == 1
     memory(2**30)
-    assert sizing.modest_blocks(10**9, 2**20) == 4096
+    assert sizing.cpu_num_blocks(10**9, 2**20) == 4096
 
 
 @pytest.mark.parametrize("num_blocks", [5, 6])
@@ -94,7 +94,7 @@ def test_exhaustion_names_the_field_and_the_pool():
     words = "seats: no memory is left with a KV pool of 7 blocks; use less (RESOURCE_EXHAUSTED: Out of memory)"
     with (
         pytest.raises(ValueError, match=f"^{re.escape(words)}$") as caught,
-        sizing.exhaustion_named("seats", "7 blocks"),
+        sizing.explain_exhaustion("seats", "7 blocks"),
     ):
         raise error
     assert caught.value.__cause__ is error
@@ -102,7 +102,7 @@ def test_exhaustion_names_the_field_and_the_pool():
 
 @pytest.mark.parametrize("error", [jax.errors.JaxRuntimeError("INTERNAL: a fault"), RuntimeError("RESOURCE_EXHAUSTED")])
 def test_other_errors_pass_unchanged(error):
-    with pytest.raises(type(error)) as caught, sizing.exhaustion_named("seats", "7 blocks"):
+    with pytest.raises(type(error)) as caught, sizing.explain_exhaustion("seats", "7 blocks"):
         raise error
     assert caught.value is error
 
@@ -129,7 +129,7 @@ def test_a_pool_leaves_room_for_the_part_of_a_step_that_needs_more(sampling, mod
 
 @pytest.mark.parametrize("stats", [None, {}, {"bytes_in_use": 10}])
 def test_a_device_without_figures_has_a_modest_pool_and_compiles_nothing(stats, monkeypatch):
-    monkeypatch.setattr(sizing, "modest_blocks", lambda *args: args)
+    monkeypatch.setattr(sizing, "cpu_num_blocks", lambda *args: args)
     sizes = {"wanted": 7, "utilization": 0.5, "block_bytes": 10}
     assert sizing.pool_size(device_of(stats), sampling=lambda: 1 // 0, model=lambda _: 1 // 0, **sizes) == (7, 10)
 

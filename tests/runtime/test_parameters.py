@@ -8,7 +8,7 @@ from flax import nnx
 
 from jpaged.config import ModelConfig
 from jpaged.models.checkpoint import dummy_model
-from jpaged.runtime.parameters import by_name, checked, deletion_named
+from jpaged.runtime.parameters import by_name, checked, explain_deletion
 from tests import models
 
 DEVICE = jax.devices()[0]
@@ -74,9 +74,9 @@ def test_deleted_arrays_are_refused_and_named(leaves):
     with pytest.raises(ValueError, match=f"^params: {NORM} was deleted, as a train step"):
         checked(nested(leaves | {NORM: gone}), leaves, DEVICE)
     told = r"^params: .* were deleted, .* update_params$"
-    with pytest.raises(RuntimeError, match=told), deletion_named([gone]):
+    with pytest.raises(RuntimeError, match=told), explain_deletion([gone]):
         gone.block_until_ready()
-    with pytest.raises(RuntimeError, match=r"^another$"), deletion_named([jnp.ones(2)]):
+    with pytest.raises(RuntimeError, match=r"^another$"), explain_deletion([jnp.ones(2)]):
         raise RuntimeError("another")
 
 

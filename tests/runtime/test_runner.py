@@ -328,9 +328,9 @@ def test_the_cost_of_a_swap_is_in_tokens_per_block(llm, monkeypatch):
     tokens = largest.num_tokens
     monkeypatch.setattr(runner_module, "_seconds", lambda run: run())
     monkeypatch.setattr(runner, "costs", {largest: 0.25 * tokens})  # a quarter of a second for each token
-    monkeypatch.setattr(runner.blocks, "swap_there_and_back", lambda count: 2.0 * count)  # two seconds for each block
+    monkeypatch.setattr(runner.blocks, "swap_round_trip", lambda count: 2.0 * count)  # two seconds for each block
     assert blocks != tokens and runner.block_swap_cost() == 8.0
-    monkeypatch.setattr(runner.blocks, "swap_there_and_back", lambda count: 2.0 if count == blocks else 0.0)
+    monkeypatch.setattr(runner.blocks, "swap_round_trip", lambda count: 2.0 if count == blocks else 0.0)
     assert runner.block_swap_cost() == 8.0 / blocks, "of the largest transfer"
     assert llm.engine.scheduler.block_swap_cost > 0, "the scheduler is given the measured cost"
 
@@ -338,7 +338,7 @@ def test_the_cost_of_a_swap_is_in_tokens_per_block(llm, monkeypatch):
 def test_steep_costs_add_shapes_and_shorten_chunks(model, llm, monkeypatch):
     """The shapes that are added are compiled before the first request."""
     cost = lambda bucket: bucket.num_tokens / (5 if bucket.decode else 10)
-    monkeypatch.setattr(runner_module, "remembered", lambda _, key, buckets, measure: {b: cost(b) for b in buckets})
+    monkeypatch.setattr(runner_module, "stored_costs", lambda _, key, buckets, measure: {b: cost(b) for b in buckets})
     settled = build.limits_of
     fewer_shapes = lambda *args: dataclasses.replace(settled(*args), max_num_batched_tokens=64)
     monkeypatch.setattr(build, "limits_of", fewer_shapes)

@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from jpaged.runtime.batch import Bucket
-from jpaged.runtime.step_costs import remembered, rungs_that_pay, tokens_beside_decodes
+from jpaged.runtime.step_costs import further_shapes, stored_costs, tokens_beside_decodes
 
 
 def costs_of(decode: dict[int, float], mixed: dict[int, float], seqs: tuple[int, ...] = ()) -> dict[Bucket, float]:
@@ -18,7 +18,7 @@ def costs_of(decode: dict[int, float], mixed: dict[int, float], seqs: tuple[int,
 def test_a_shape_pays_between_two_of_which_the_larger_is_much_dearer():
     decode = {1: 0.013, 2: 0.019, 4: 0.029, 8: 0.0301, 16: 0.06}
     mixed = {32: 0.1, 64: 0.15, 128: 0.2251, 256: 0.5}
-    paying = rungs_that_pay(costs_of(decode, mixed, (4, 16)))
+    paying = further_shapes(costs_of(decode, mixed, (4, 16)))
     costs = {Bucket(3, 3, True): 0.024, Bucket(12, 12, True): 0.04505}
     costs |= {Bucket(t, s, False): c for t, c in ((96, 0.18755), (192, 0.36255)) for s in (4, 16)}
     assert paying == pytest.approx(costs)
@@ -26,11 +26,11 @@ def test_a_shape_pays_between_two_of_which_the_larger_is_much_dearer():
 
 @pytest.mark.parametrize("largest, pays", [(0.02, 0), (0.0201, 1)])
 def test_a_shape_between_short_steps_does_not_pay(largest, pays):
-    assert len(rungs_that_pay(costs_of({8: 0.001}, {16: 0.001, 32: largest}))) == pays
+    assert len(further_shapes(costs_of({8: 0.001}, {16: 0.001, 32: largest}))) == pays
 
 
 def test_nothing_lies_between_one_and_two():
-    assert rungs_that_pay(costs_of({1: 1.0, 2: 2.0}, {16: 1.0})) == {}
+    assert further_shapes(costs_of({1: 1.0, 2: 2.0}, {16: 1.0})) == {}
 
 
 @pytest.mark.parametrize(
@@ -75,15 +75,15 @@ EXPECTED = {bucket: bucket.num_tokens / 4 for bucket in BUCKETS}
 def test_costs_are_remembered_by_their_key(tmp_path):
     clock = Clock()
     for key in ("a", "a", "b"):
-        assert remembered(tmp_path / "new" / "costs", key, BUCKETS, clock) == EXPECTED
+        assert stored_costs(tmp_path / "new" / "costs", key, BUCKETS, clock) == EXPECTED
     assert clock.asked == [*BUCKETS, *BUCKETS]
     assert len(list((tmp_path / "new" / "costs").iterdir())) == 2
 
 
 def test_other_shapes_are_measured_again(tmp_path):
     clock = Clock()
-    remembered(tmp_path, "a", BUCKETS[:1], clock)
-    assert remembered(tmp_path, "a", BUCKETS, clock) == remembered(tmp_path, "a", BUCKETS, clock) == EXPECTED
+    stored_costs(tmp_path, "a", BUCKETS[:1], clock)
+    assert stored_costs(tmp_path, "a", BUCKETS, clock) == stored_costs(tmp_path, "a", BUCKETS, clock) == EXPECTED
     assert clock.asked == [BUCKETS[0], *BUCKETS]
 
 
@@ -97,16 +97,16 @@ def test_other_shapes_are_measured_again(tmp_path):
     ],
 )  # fmt: skip
 def test_a_broken_file_is_written_again(tmp_path, content):
-    remembered(tmp_path, "a", BUCKETS, Clock())
+    stored_costs(tmp_path, "a", BUCKETS, Clock())
     (file,) = tmp_path.iterdir()
     file.write_text(content)
-    assert remembered(tmp_path, "a", BUCKETS, clock := Clock()) == EXPECTED and clock.asked
+    assert stored_costs(tmp_path, "a", BUCKETS, clock := Clock()) == EXPECTED and clock.asked
     assert len(json.loads(file.read_text())["seconds"]) == 2
 
 
 def test_a_folder_that_cannot_be_written_is_named_in_a_warning(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     with caplog.at_level(logging.WARNING):
-        assert remembered(tmp_path / "file" / "costs", "a", BUCKETS, Clock()) == EXPECTED
+        assert stored_costs(tmp_path / "file" / "costs", "a", BUCKETS, Clock()) == EXPECTED
     (message,) = caplog.messages
-    assert message.startswith("the costs of steps are not remembered: [Errno ")
+    assert message.startswith("the costs of steps are not stored: [Errno ")

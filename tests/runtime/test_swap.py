@@ -46,17 +46,17 @@ def assert_holds(pool: list[jax.Array], expected: dict[int, int]) -> None:
 @pytest.mark.parametrize("count", [1, 4, 5, 16, 17, 64, 65, 68, 130])
 def test_blocks_return_as_they_left(host, count):
     pool = full_pool()
-    host.take_in(pool, [(BLOCKS - 1 - i, 1000 + i) for i in range(count)])
+    host.swap_out(pool, [(BLOCKS - 1 - i, 1000 + i) for i in range(count)])
     assert len(host) == count
     assert_holds(pool, {b: b for b in range(BLOCKS)})
-    returned = host.give_back(empty_pool(), [(1000 + i, i) for i in range(count)])
+    returned = host.swap_in(empty_pool(), [(1000 + i, i) for i in range(count)])
     assert_holds(returned, {i: BLOCKS - 1 - i for i in range(count)})
     assert len(host) == 0
 
 
 @pytest.mark.parametrize("count", [1, *(size + more for size in TRANSFERS for more in (0, 1))])
 def test_a_transfer_is_the_smallest_that_holds_its_blocks(host, count):
-    host.take_in(full_pool(), [(i, i) for i in range(count)])
+    host.swap_out(full_pool(), [(i, i) for i in range(count)])
     sizes = {id(chunk): chunk.blocks.shape[1] for chunk in host._chunks.values()}
     last = min(size for size in TRANSFERS if size >= (count - 1) % TRANSFERS[-1] + 1)
     assert list(sizes.values()) == [TRANSFERS[-1]] * ((count - 1) // TRANSFERS[-1]) + [last]
@@ -65,38 +65,38 @@ def test_a_transfer_is_the_smallest_that_holds_its_blocks(host, count):
 def test_blocks_of_several_requests_return_in_any_order(host):
     pool = full_pool()
     for first in (0, 10, 20):
-        host.take_in(pool, [(first + i, first + i) for i in range(6)])
-    pool = host.give_back(empty_pool(), [(first + i, 40 + first + i) for first in (20, 0) for i in reversed(range(6))])
+        host.swap_out(pool, [(first + i, first + i) for i in range(6)])
+    pool = host.swap_in(empty_pool(), [(first + i, 40 + first + i) for first in (20, 0) for i in reversed(range(6))])
     assert_holds(pool, {40 + first + i: first + i for first in (0, 20) for i in range(6)})
     assert len(host) == 6
-    assert_holds(host.give_back(pool, [(10 + i, i) for i in range(6)]), {
+    assert_holds(host.swap_in(pool, [(10 + i, i) for i in range(6)]), {
         **{40 + first + i: first + i for first in (0, 20) for i in range(6)}, **{i: 10 + i for i in range(6)},
     })  # fmt: skip
 
 
 def test_the_rest_of_a_transfer_goes_with_the_blocks_that_return(host):
-    host.take_in(full_pool(), [(i, i) for i in range(5)])
-    assert_holds(host.give_back(empty_pool(), [(3, 0), (1, 9)]), {0: 3, 9: 1})
+    host.swap_out(full_pool(), [(i, i) for i in range(5)])
+    assert_holds(host.swap_in(empty_pool(), [(3, 0), (1, 9)]), {0: 3, 9: 1})
     assert len(host) == 0
 
 
 def test_a_transfer_is_dropped_once_the_id_of_any_of_its_blocks_is_given_to_another(host):
     pool = full_pool()
-    host.take_in(pool, [(1, 5), (2, 6)])
-    host.take_in(pool, [(3, 7)])
-    host.take_in(pool, [(4, 6)])
+    host.swap_out(pool, [(1, 5), (2, 6)])
+    host.swap_out(pool, [(3, 7)])
+    host.swap_out(pool, [(4, 6)])
     assert len(host) == 2
-    assert_holds(host.give_back(empty_pool(), [(6, 0), (7, 1)]), {0: 4, 1: 3})
+    assert_holds(host.swap_in(empty_pool(), [(6, 0), (7, 1)]), {0: 4, 1: 3})
 
 
 def test_the_pool_is_donated_and_the_blocks_lie_in_pinned_memory(host, device):
     pool = full_pool()
-    host.take_in(pool, [(1, 5)])
+    host.swap_out(pool, [(1, 5)])
     pinned = "pinned_host" in {memory.kind for memory in device.addressable_memories()}
     kind = "pinned_host" if pinned else device.default_memory().kind
     (chunk,) = host._chunks.values()
     assert chunk.blocks.sharding.memory_kind == kind
     assert not any(array.is_deleted() for array in pool)
-    returned = host.give_back(pool, [(5, 1)])
+    returned = host.swap_in(pool, [(5, 1)])
     assert all(array.is_deleted() for array in pool)
     assert {array.sharding.memory_kind for array in returned} == {device.default_memory().kind}

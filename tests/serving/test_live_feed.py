@@ -86,7 +86,7 @@ async def test_slow_viewer_gets_fewer_frames_and_delays_no_other(monkeypatch):
 
 
 async def test_viewer_that_never_reads_is_disconnected(monkeypatch):
-    monkeypatch.setattr(feed, "PATIENCE", 0.05)
+    monkeypatch.setattr(feed, "FRAME_TIMEOUT_S", 0.05)
 
     async def never(response, data):
         await asyncio.sleep(60)

@@ -153,7 +153,7 @@ def root_logger():
 
 
 def test_waiting_lines_are_bounded_and_later_lines_are_written_once_the_pipe_is_read(root_logger, monkeypatch):
-    monkeypatch.setattr(logs, "PATIENCE", 0.05)
+    monkeypatch.setattr(logs, "FLUSH_TIMEOUT_S", 0.05)
     reading, writing = os.pipe()
     with os.fdopen(reading, "rb") as reader, os.fdopen(writing, "w") as pipe, logging_to(pipe, "none"):
         logger = logging.getLogger("jpaged.test")

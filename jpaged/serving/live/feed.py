@@ -24,7 +24,7 @@ MAX_VIEWERS = 64
 LEAST_PAUSE = 0.1  # seconds from one sample to the next
 SHARE = 0.02  # of the engine's time that samples may take
 HEARTBEAT = 1.0  # seconds after which a frame is sent though nothing has changed
-PATIENCE = 30.0  # seconds that a viewer may take to accept a frame
+FRAME_TIMEOUT_S = 30.0  # seconds that a viewer may take to accept a frame
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Feed:
             data = await asyncio.to_thread(getattr, frame, "change" if follows else "whole")
             last = frame.index
             try:
-                async with asyncio.timeout(PATIENCE):
+                async with asyncio.timeout(FRAME_TIMEOUT_S):
                     await response.write(data)
             except TimeoutError as error:
                 if request.transport is not None:

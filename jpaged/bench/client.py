@@ -52,7 +52,7 @@ class Client:
     def __init__(self, url: str, api_key: str | None = None, *, timeout: float | None = None):
         self.url = url.rstrip("/").removesuffix("/v1")
         if not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"url must begin with http:// or https://, not {url!r}")
+            raise ValueError(f"url: must begin with http:// or https://, not {url!r}")
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._timeout = timeout
 

@@ -47,18 +47,18 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.endpoint not in PATHS:
-            raise ValueError(f"endpoint must be one of {', '.join(PATHS)}, not {self.endpoint!r}")
+            raise ValueError(f"endpoint: must be one of {', '.join(PATHS)}, not {self.endpoint!r}")
         for name, values in (
             ("request_rate", self.rates),
             ("burstiness", [self.burstiness]),
             ("timeout", [self.timeout]),
         ):
             if not all(value > 0 for value in values):
-                raise ValueError(f"{name} must be above 0, not {min(values)}")
+                raise ValueError(f"{name}: must be above 0, not {min(values)}")
         if self.concurrency is not None and self.concurrency < 1:
-            raise ValueError(f"concurrency must be at least 1, not {self.concurrency}")
+            raise ValueError(f"concurrency: must be at least 1, not {self.concurrency}")
         if self.num_warmups < 0:
-            raise ValueError(f"num_warmups must be at least 0, not {self.num_warmups}")
+            raise ValueError(f"num_warmups: must be at least 0, not {self.num_warmups}")
         if unknown := self.goodput.keys() - set(LIMITED):
             raise ValueError(f"goodput: {', '.join(sorted(unknown))} is none of {', '.join(LIMITED)}")
         if self.token_ids and self.workload.kind == "file":

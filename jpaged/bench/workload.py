@@ -99,12 +99,12 @@ class Workload:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ValueError(f"workload must be one of {', '.join(KINDS)}, not {self.kind!r}")
+            raise ValueError(f"workload: must be one of {', '.join(KINDS)}, not {self.kind!r}")
         for name in ("num_prompts", "input_len", "output_len", "prefix_len", "num_prefixes"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+                raise ValueError(f"{name}: must be at least 1, not {getattr(self, name)}")
         if not 0 <= self.range_ratio < 1:
-            raise ValueError(f"range_ratio must be at least 0 and below 1, not {self.range_ratio}")
+            raise ValueError(f"range_ratio: must be at least 0 and below 1, not {self.range_ratio}")
         if (self.kind == "file") != (self.file is not None):
             raise ValueError("file: the workload file needs one, and no other workload has one")
 

@@ -57,15 +57,15 @@ class ServerConfig:
         for name in ("max_queue", "max_body_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, not {value}")
+                raise ValueError(f"{name}: must be at least 1, not {value}")
         for name in ("request_timeout", "drain_timeout"):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise ValueError(f"{name} must be above 0, not {value}")
+                raise ValueError(f"{name}: must be above 0, not {value}")
         if not all(self.api_keys):
-            raise ValueError("api_keys must not hold an empty one")
+            raise ValueError("api_keys: must not hold an empty one")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
-            raise ValueError(f"root_path must begin with / and not end with it, as /llm does, not {self.root_path!r}")
+            raise ValueError(f"root_path: must begin with / and not end with it, as /llm does, not {self.root_path!r}")
 
     @property
     def max_prompts(self) -> int:

@@ -66,7 +66,7 @@ async def test_keys(key, refused):
 
 
 async def test_what_is_no_url_and_no_api():
-    with pytest.raises(ValueError, match="url must begin with http:// or https://, not 'localhost:8000'"):
+    with pytest.raises(ValueError, match="url: must begin with http:// or https://, not 'localhost:8000'"):
         Client("localhost:8000")
     with FakeServer().serving() as url:
         async with Client(url) as client:

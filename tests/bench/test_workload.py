@@ -57,9 +57,9 @@ def test_what_is_too_long_is_shortened_and_counted():
 @pytest.mark.parametrize(
     "fields, words",
     [
-        ({"kind": "poem"}, "workload must be one of sharegpt, alpaca, random, shared-prefix, file, not 'poem'"),
-        ({"num_prompts": 0}, "num_prompts must be at least 1, not 0"),
-        ({"range_ratio": 1}, "range_ratio must be at least 0 and below 1, not 1"),
+        ({"kind": "poem"}, "workload: must be one of sharegpt, alpaca, random, shared-prefix, file, not 'poem'"),
+        ({"num_prompts": 0}, "num_prompts: must be at least 1, not 0"),
+        ({"range_ratio": 1}, "range_ratio: must be at least 0 and below 1, not 1"),
         ({"kind": "file"}, "file: the workload file needs one"),
     ],
 )

@@ -107,11 +107,11 @@ def test_what_follows_two_dashes_is_no_flag():
     "line, words",
     [
         ("complete x --url http://127.0.0.1:9", "jpaged complete: error: no connection: http://127.0.0.1:9"),
-        ("complete x --url ftp://a", "jpaged complete: error: url must begin with http:// or https://, not 'ftp://a'"),
+        ("complete x --url ftp://a", "jpaged complete: error: url: must begin with http:// or https://, not 'ftp://a'"),
         ("complete x --model /no/where", "jpaged complete: error: model: /no/where is not a directory"),
         ("complete x --url http://a --block-size 8", "--block-size is for a model in this process"),
         ("complete x --chat-template /no/t.jinja", "No such file or directory: '/no/t.jinja'"),
-        ("bench serve --concurrency 0", "jpaged bench serve: error: concurrency must be at least 1, not 0"),
+        ("bench serve --concurrency 0", "jpaged bench serve: error: concurrency: must be at least 1, not 0"),
         ("bench throughput --workload file", "jpaged bench throughput: error: file: the workload file needs one"),
         ("convert /no/where t --to orbax", "jpaged convert: error: model: /no/where is not a directory"),
         ("serve --block-size 0", "jpaged serve: error: block_size: must be a power of two between 1 and 256, not 0"),

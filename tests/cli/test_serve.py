@@ -58,7 +58,7 @@ def file(tmp_path, name, content):
         (["--port", "70000"], "--host, --port: bind(): port must be 0-65535"),
         (["--host", "192.0.2.1"], "--host, --port: "),
         (["--uds", "{folder}"], "--uds: "),
-        (["--root-path", "llm"], "root_path must begin with / and not end with it, as /llm does, not 'llm'"),
+        (["--root-path", "llm"], "root_path: must begin with / and not end with it, as /llm does, not 'llm'"),
         (["--served-model-name", ""], "--served-model-name must not be empty"),
         (["--allowed-origins", "[1"], "--allowed-origins: [1 is not valid JSON"),
         (["--max-model-len", "1k"], "max_model_len: 1000 exceeds the model's max_position_embeddings (512)"),

@@ -107,7 +107,7 @@ def test_keys_are_read_from_flags_a_file_and_the_environment(tmp_path, monkeypat
     file.write_text("# none yet\n")
     with pytest.raises(ValueError, match=r"--api-key-file: .* holds no key"):
         server_config(parse(["--api-key-file", str(file)]))
-    with pytest.raises(ValueError, match="api_keys must not hold an empty one"):
+    with pytest.raises(ValueError, match="api_keys: must not hold an empty one"):
         server_config(parse(["--api-key", ""]))
 
 

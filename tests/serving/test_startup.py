@@ -80,8 +80,8 @@ def test_invalid_model_or_setting_ends_with_one_line(tmp_path, change, flags, wo
         (["--ssl-certfile", "/no/such.pem"], "No such file"),
         (["--ssl-certfile", __file__], "--ssl-certfile, --ssl-keyfile or --ssl-ca-certs: "),
         (["--api-key-file", "/dev/null"], "--api-key-file: /dev/null holds no key"),
-        (["--max-queue", "0"], "max_queue must be at least 1"),
-        (["--request-timeout", "0"], "request_timeout must be above 0"),
+        (["--max-queue", "0"], "max_queue: must be at least 1"),
+        (["--request-timeout", "0"], "request_timeout: must be above 0"),
         (["--access-log", "/no/such/folder/log"], "No such file"),
     ],
 )

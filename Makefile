@@ -47,14 +47,15 @@ format: $(VENV)/test.done
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
+# Only modules that are imported are compiled: it saves a third of the installation.
 $(VENV)/serve.done: pyproject.toml $(BIN)/python
 	@echo "Installing jpaged$(SERVE_EXTRAS) into $(VENV)"
-	$(BIN)/python -m pip install --disable-pip-version-check -e ".$(SERVE_EXTRAS)"
+	$(BIN)/python -m pip install --no-compile --disable-pip-version-check -e ".$(SERVE_EXTRAS)"
 	@touch $@
 
 $(VENV)/test.done: pyproject.toml $(BIN)/python
 	@echo "Installing jpaged[dev] into $(VENV)"
-	$(BIN)/python -m pip install --disable-pip-version-check -e ".[dev]"
+	$(BIN)/python -m pip install --no-compile --disable-pip-version-check -e ".[dev]"
 	@touch $@
 
 # The first of these that is new enough; uv brings one if none is.

@@ -88,15 +88,14 @@ def test_the_parts_of_a_step_on_a_cpu_add_up(tmp_path):
     done = run("engine/cpu_step.py", "--tiny", "--rounds", "1", "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
     *parts, step = json.loads((tmp_path / "results.json").read_text())["rows"]
-    assert step["part"] == "step" and step["step"] == "15 decodes behind 512 tokens, a chunk of 113"
+    assert step["part"] == "step" and step["step"] == "3 decodes behind 64 tokens, a chunk of 13"
     assert math.isclose(sum(part["ms"] for part in parts), step["ms"])
     floors = {part["part"]: part["floor_ms"] for part in parts}
     assert [name for name, floor in floors.items() if floor is None] == ["sampling", "host"]
-    # One layer of 768 x (2 x 768 + 2 x 256 + 3 x 3072) parameters times 128 tokens; keys and values of 7,793 tokens.
-    flops = 2 * 128 * (768 * (2 * 768 + 2 * 256 + 3 * 3072) + 2 * 768)
-    read = 7793 * 2 * 4 * 256
-    assert math.isclose(floors["layers without attention"], flops / step["gflop_s"] / 1e6)
-    assert math.isclose(floors["writes and attention"], read / step["read_gb_s"] / 1e6)
+    # One layer of 768 x (2 x 768 + 2 x 256 + 3 x 3072) parameters; keys and values of 3 x 64 + 13 tokens.
+    layer, keys = 4 * (768 * (2 * 768 + 2 * 256 + 3 * 3072) + 2 * 768), (3 * 64 + 13) * 2 * 4 * 256
+    assert math.isclose(floors["layers without attention"], layer / step["read_gb_s"] / 1e6)
+    assert math.isclose(floors["writes and attention"], keys / step["read_gb_s"] / 1e6)
     assert "its times mean nothing" in (tmp_path / "report.md").read_text()
 
 

@@ -46,7 +46,7 @@ def load(module: str, tiles: Mapping[str, Tiles] | None = None) -> Implementatio
     found = importlib.import_module(module)
     decode, ragged = found.paged_decode_attention, found.ragged_paged_attention
     if tiles:
-        # Decode rows are cut alike in decode steps and in mixed steps, because their bits must be the same.
+        # Decode tokens are cut alike in decode steps and in mixed steps, because their bits must be the same.
         decode = partial(decode, tiles=tiles.get("decode"))
         ragged = partial(ragged, tiles=tiles.get("ragged"), decode_tiles=tiles.get("decode"))
     return Implementation(found.write_kv, found.copy_blocks, decode, ragged)
@@ -128,9 +128,9 @@ class Ops:
             k_pool, v_pool: [P, K, B, H] with N a multiple of K, q's dtype or fp8; they already hold the query tokens'
                 own keys and values.
             block_tables_sw: [S, W] int32; entries past a context are never read. W B is at most 131,072.
-            context_lens_s: [S] int32, the query token included; 0 marks a padding row, whose result is 0.
+            context_lens_s: [S] int32, the query token included; 0 marks padding, whose result is 0.
             scale, soft_cap, window, k_scale_k, v_scale_k: see `AttentionOptions`.
-            return_lse: also return the log of the sum of exp(score), natural, float32, -inf for a row without keys.
+            return_lse: also return the log of the sum of exp(score), natural, float32, -inf for a query without keys.
                 `merge_attention` needs it to combine partial results.
 
         Returns:
@@ -164,17 +164,17 @@ class Ops:
         """Compute causal attention of a mixed batch: chunks of prompts and single decode tokens, one after another.
 
         Args:
-            q_tnh: [T, N, H]; sequence s owns rows `cu_q_lens[s]:cu_q_lens[s + 1]`, the last of its context. Row i of r
-                has position `context_lens[s] - r + i` and sees the keys up to its own.
-            cu_q_lens_s1: [S + 1] int32, from 0 to at most T, non-decreasing. A padding sequence has no rows.
-            decode_s: [S] bool: the sequences of one row whose result is that of `paged_decode_attention`, to the bit;
-                None: all sequences of one row. The row of any other sequence has the bits that it would have in a
-                longer chunk.
+            q_tnh: [T, N, H]; sequence s owns queries `cu_q_lens[s]:cu_q_lens[s + 1]`, the last of its context. Query i
+                of r has position `context_lens[s] - r + i` and sees the keys up to its own.
+            cu_q_lens_s1: [S + 1] int32, from 0 to at most T, non-decreasing. A padding sequence has no queries.
+            decode_s: [S] bool: the sequences whose single query is a decode token, with the result of
+                `paged_decode_attention` to the bit; None: all sequences of one query. The query of any other
+                sequence has the bits that it would have in a longer chunk.
 
         The other arguments are those of `paged_decode_attention`.
 
         Returns:
-            [T, N, H], with `return_lse` also [T, N] float32; rows that no sequence owns are 0.
+            [T, N, H], with `return_lse` also [T, N] float32; queries that no sequence owns are 0.
         """
         options = AttentionOptions(scale, soft_cap, window, k_scale_k, v_scale_k)
         batch = k_pool, v_pool, block_tables_sw, context_lens_s, cu_q_lens_s1

@@ -45,9 +45,9 @@ def query_tiles(
 
 
 def decode_rows(cu_q_lens_s1: jax.Array, decode_s: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Return which sequences take the decode path, [S] bool, and the row of each, -1 = none, [S] int32.
+    """Return the sequences with a decode token, [S] bool, and its row of q, -1 = none, [S] int32.
 
-    `decode_s` None: all sequences of one row.
+    `decode_s` None: all sequences of one query.
     """
     one_s = cu_q_lens_s1[1:] - cu_q_lens_s1[:-1] == 1
     decode_s = one_s if decode_s is None else one_s & decode_s

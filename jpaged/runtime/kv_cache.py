@@ -66,7 +66,7 @@ class KVCache:
 
         Args:
             pool: its arrays of this layer are replaced.
-            decode: every sequence has one row, a decode row, and row s is sequence s.
+            decode: every sequence has one query, a decode token, and query s belongs to sequence s.
         """
         k, v = pool[2 * layer : 2 * layer + 2]
         scales = self._scales()

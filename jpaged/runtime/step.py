@@ -21,7 +21,7 @@ def forward(model: Model, cache: KVCache, pool: Pool, batch: Batch, *, decode: b
     """Return the hidden states [T, D] of a batch, and the pool with its keys and values written.
 
     Args:
-        decode: every sequence has one row, a decode row, and row s is sequence s.
+        decode: every sequence has one query, a decode token, and query s belongs to sequence s.
     """
     pool, specs = list(pool), model.attention_specs
 

@@ -1,6 +1,6 @@
-"""Ragged paged attention: chunks of prompts and decode rows in one batch (Mosaic GPU, Hopper).
+"""Ragged paged attention: chunks of prompts and decode tokens in one batch (Mosaic GPU, Hopper).
 
-Sequences with one decode row take the kernels of `decode.py`, so their bits are those of a decode step. The rows of all
+Decode tokens take the kernels of `decode.py`, so their bits are those of a decode step. The rows of all
 others are cut into tiles of one sequence each. A thread block takes one tile and one KV head: one warpgroup copies KV
 blocks into a ring, each of the others computes 64 wgmma rows, which are tokens x query heads of that KV head. While
 the tensor cores multiply the weights of one tile with V and Q with the K of the next, the softmax of the next tile
@@ -351,7 +351,7 @@ def ragged_paged_attention(
 def _lse_of_rows(
     lse_ikjr: jax.Array, query: QueryTiles, lse_sn: jax.Array, decode_row_s: jax.Array, num_rows: int
 ) -> jax.Array:
-    """Return the log-sum-exps [T, N] of tiles and decode rows; -inf for rows that no sequence owns."""
+    """Return the log-sum-exps [T, N] of tiles and decode tokens; -inf for rows that no sequence owns."""
     (_, k, j, r), (_, n) = lse_ikjr.shape, lse_sn.shape
     group = n // k
     tokens = tokens_per_warpgroup(group)

@@ -1,10 +1,10 @@
 """Paged attention, of decode and of ragged batches (Pallas-Triton).
 
 A program takes one KV head, a tile of the query rows of one sequence, and one split of the keys that these see. A
-decode row is one tile, and its context is cut into splits; a second kernel merges them in order. Prompts are cut into
+decode token is one tile, and its context is cut into splits; a second kernel merges them in order. Prompts are cut into
 tiles, and their context is one split. Splits and KV tiles start at multiples of their size, which depends only on the
 length of the context. A row's output therefore does not depend on its neighbours, on the table's width or on the chunks
-of its prompt, bit for bit, and a decode row's output is the same in a decode step and in a mixed one.
+of its prompt, bit for bit, and a decode token's output is the same in a decode step and in a mixed one.
 
 Axis letters besides the package's: I query tiles, R rows (tokens x query heads of one KV head), U splits, C keys.
 """
@@ -244,7 +244,7 @@ def ragged_paged_attention(
 
     Args:
         q_tnh: bfloat16, float16 or float32.
-        tiles, decode_tiles: as in `paged_decode_attention`, of prompts and of decode rows.
+        tiles, decode_tiles: as in `paged_decode_attention`, of prompts and of decode tokens.
     """
     check_supported(q_tnh, k_pool)
     (num_rows, n, _), k, s = q_tnh.shape, k_pool.shape[1], context_lens_s.shape[0]

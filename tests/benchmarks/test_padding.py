@@ -5,7 +5,7 @@ from jpaged.config import Limits
 
 
 def test_three_requests_by_hand():
-    """All prompts in one step, then three decode rows of four, and twice one of one."""
+    """All prompts in one step, then three decode tokens of four, and twice one of one."""
     counts = count_tokens(Limits(64, 4, 64), [(40, 4), (12, 2), (12, 2)], 3)
     assert counts == {
         "mixed_steps": 1, "mixed_tokens": 64, "mixed_computed": 64,

@@ -9,7 +9,7 @@ from pallas_kernels.query_tiles import decode_rows, query_tiles
 
 @pytest.mark.parametrize("align", [1, 2, 4, 8])
 def test_every_row_is_in_one_tile_of_its_sequence(align):
-    """Also where all sequences are short, which takes the most tiles; decode rows are in none."""
+    """Also where all sequences are short, which takes the most tiles; decode tokens are in none."""
     rng = np.random.default_rng(align)
     for _ in range(12):
         sequences, tile_q = int(rng.integers(1, 9)), int(rng.choice([8, 16, 32]))

@@ -122,8 +122,8 @@ def test_kv_write_fetches_angles_once_for_all_heads(head_dim, copies):
     ("mixed", "kernels", "others"), [(False, 3, 6), pytest.param(True, 4, 7, marks=pytest.mark.deep)]
 )
 def test_launches_of_a_layer(mixed, kernels, others):
-    """Beside the kernels: the rotation of q, which also pads it, and in mixed steps another for decode rows; the split
-    of k and v; two products with a reduction. Nothing is sliced, gathered or copied for attention."""
+    """Expect, besides the kernels: the rotation of q, which also pads it, and in mixed steps another one for decode
+    tokens; the split of k and v; two products with a reduction. Nothing is sliced, gathered or copied for attention."""
     per_layer = layers(2, mixed) - layers(1, mixed)
     assert per_layer["mosaic_gpu_v2"] == kernels
     assert per_layer.total() - kernels <= others, per_layer

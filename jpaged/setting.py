@@ -33,6 +33,11 @@ class Setting:
     unit: str | None = None
 
     @property
+    def text(self) -> str:
+        """The help, with a default that is decided later."""
+        return f"{self.help} (default: {self.default})" if self.default else self.help
+
+    @property
     def allowed(self) -> str:
         """The allowed values in words, "" if all are."""
         if self.choices:
@@ -89,5 +94,5 @@ def check(config: Any) -> None:
 
 def documentation(config: type[Any]) -> str:
     """Return the Attributes section of a dataclass's docstring."""
-    lines = [f"        {each.name}: {description.help}." for each, description in settings(config)]
+    lines = [f"        {each.name}: {description.text}." for each, description in settings(config)]
     return "\n".join(["", "    Attributes:", *lines, ""])

@@ -103,8 +103,7 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, positional: bool = Fals
                 "model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help="the same as --model"
             )
         flag = "--" + each.name.replace("_", "-")
-        text = f"{setting.help} (default: {setting.default})" if setting.default else setting.help
-        options: dict[str, Any] = dict(default=each.default, help=text)
+        options: dict[str, Any] = dict(default=each.default, help=setting.text)
         expected, _ = kind(each)
         if expected is bool:
             options["action"] = argparse.BooleanOptionalAction if each.default else "store_true"

@@ -1,5 +1,6 @@
 """Hugging Face configs, read and refused."""
 
+import dataclasses
 import json
 
 import pytest
@@ -154,3 +155,11 @@ def test_engine_settings_out_of_range_are_named(field, value, words):
 def test_more_sequences_than_tokens_in_a_step():
     with pytest.raises(ValueError, match=r"max_num_batched_tokens: must be at least max_num_seqs \(8\), not 4"):
         EngineConfig(max_num_seqs=8, max_num_batched_tokens=4)
+
+
+def test_docstring_of_the_engine_config_lists_each_setting_with_its_default():
+    assert (
+        "    max_num_seqs: maximum sequences in a step (default: 64 on a CPU, 256 on a GPU).\n" in EngineConfig.__doc__
+    )
+    names = [line.split(":")[0].strip() for line in EngineConfig.__doc__.partition("Attributes:\n")[2].splitlines()]
+    assert [name for name in names if name] == [field.name for field in dataclasses.fields(EngineConfig)]

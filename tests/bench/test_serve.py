@@ -218,7 +218,7 @@ async def test_sharegpt_files_ask_for_outputs_as_long_as_their_answers(tmp_path)
     "fields, words",
     [
         ({"endpoint": "embeddings"}, "endpoint: must be one of completions, chat, not 'embeddings'"),
-        ({"rates": [1, 0]}, "request_rate must be above 0, not 0"),
+        ({"rates": [1, 0]}, "request_rate: must be above 0, not 0"),
         ({"burstiness": -1}, "burstiness: must be above 0, not -1"),
         ({"concurrency": 0}, "concurrency: must be at least 1, not 0"),
         ({"num_warmups": -1}, "num_warmups: must be at least 0, not -1"),

@@ -11,7 +11,10 @@ __all__ = ["EngineConfig", "main", "parse_args"]
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    return parser("serve", load("serve"), "server.py").parse_args(sys.argv[1:] if argv is None else argv)
+    args: argparse.Namespace = parser("serve", load("serve"), "server.py").parse_args(
+        sys.argv[1:] if argv is None else argv
+    )
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> None:

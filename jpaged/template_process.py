@@ -45,6 +45,7 @@ class TemplateProcess:
             raise ValueError(f"a template has no variable of its own called {min(taken)!r}")
         settled = {**variables, **options, "conversations": [messages], "chat_template": template}
         question = {"max_characters": max_characters, "options": settled}
+        text: str
         try:
             text, fault = self._child.ask(question, RENDER_TIMEOUT_S)
         except ChildFailed:

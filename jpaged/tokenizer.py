@@ -145,11 +145,12 @@ def chat_text(
     if taken := (variables or {}).keys() & {"messages", *options}:
         raise ValueError(f"a template has no variable of its own called {min(taken)!r}")
     try:
-        return tokenizer.apply_chat_template(
+        text: str = tokenizer.apply_chat_template(
             list(messages), tools=tools and list(tools), chat_template=chat_template,
             add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
             tokenize=False, **variables or {},
         )  # fmt: skip
+        return text
     except Exception as error:  # templates raise any type
         raise ValueError(f"the chat template refuses these messages: {error}") from error
 

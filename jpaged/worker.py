@@ -39,7 +39,8 @@ class Worker:
                 call.wait()
             raise
         if error is None:
-            return result
+            value: T = result
+            return value
         try:
             raise error
         finally:

@@ -215,4 +215,5 @@ def _unsupported(
     if name == "mosaic" and (miscompiled := toolchain.miscompilation(toolchain.cuda_version())):
         return miscompiled
     # Loaded only where it is used: it brings jax's GPU lowering with it.
-    return importlib.import_module(program.module).unsupported(**model)
+    reason: str | None = importlib.import_module(program.module).unsupported(**model)
+    return reason

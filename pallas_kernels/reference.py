@@ -143,7 +143,8 @@ def ragged_paged_attention(
             return _update(out, some, row)
 
         tiles = jnp.where(decode_s[s], 0, (last - first + TILE_Q - 1) // TILE_Q)
-        return lax.fori_loop(0, tiles, tile, out)
+        attended: OutputAndLse = lax.fori_loop(0, tiles, tile, out)
+        return attended
 
     q_padded = jnp.pad(q_tnh, ((0, TILE_Q), (0, 0), (0, 0)))  # a last tile may hang over
     out = lax.fori_loop(0, context_lens_s.shape[0], sequence, _empty(q_padded))
@@ -208,7 +209,8 @@ def _empty(q_qnh: jax.Array) -> OutputAndLse:
 
 
 def _update[T](out: T, part: T, row: jax.Array | int) -> T:
-    return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, row, 0), out, part)
+    updated: T = jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, row, 0), out, part)
+    return updated
 
 
 def _attend(

@@ -226,7 +226,8 @@ class _Process:
             else:
                 self._unread += piece
         line, _, self._unread = self._unread.partition(b"\n")
-        return json.loads(line)
+        answer: str = json.loads(line)
+        return answer
 
     def _tail(self) -> str:
         """Return the last lines that the process wrote to stderr, on one line."""

@@ -81,7 +81,8 @@ class Client:
         answer = await self._request("GET", "/v1/models")
         if not answer.get("data"):
             raise ServerError("no model", f"{self.url}/v1/models lists none")
-        return answer["data"]
+        models: list[dict[str, Any]] = answer["data"]
+        return models
 
     async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """Send a request and return the JSON body of the response."""

@@ -109,7 +109,8 @@ class Parser(argparse.ArgumentParser):
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
         parser.add_argument("--config")
         try:
-            return parser.parse_known_args(words)[0].config
+            path: str | None = parser.parse_known_args(words)[0].config
+            return path
         except argparse.ArgumentError:  # it has no value, which is for this parser to say
             return None
 

@@ -92,7 +92,8 @@ class BeamSearch[T]:
             return False
         if self.early_stopping == "never" and self.length_penalty > 0:
             length = self.max_tokens
-        return best / length**self.length_penalty > self.hypotheses[-1].score
+        improves: bool = best / length**self.length_penalty > self.hypotheses[-1].score
+        return improves
 
 
 def _best_first(beams: Series[Beam]) -> Iterator[Candidate]:

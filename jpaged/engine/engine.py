@@ -354,4 +354,5 @@ def _decode(decoder: Detokenizer, sequence: Sequence, token: int) -> tuple[str, 
 def _find_stop(sequence: Sequence, token: int) -> str | None:
     """Return the stop string that a token would complete, without adding the token."""
     may_stop = sequence.num_output_tokens + 1 > sequence.request.params.min_tokens
-    return copy.copy(sequence.decoder).step(token, may_stop=may_stop).stop
+    stop: str | None = copy.copy(sequence.decoder).step(token, may_stop=may_stop).stop
+    return stop

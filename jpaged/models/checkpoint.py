@@ -43,7 +43,8 @@ def dummy_model(config: ModelConfig, dtype: str, seed: int) -> Model:
     module = architecture_of(config).module
     graphdef, _ = abstract_model(config, dtype)
     state = jax.jit(lambda: nnx.state(module(config, dtype=dtype, rngs=nnx.Rngs(seed))))()
-    return nnx.merge(graphdef, state)
+    model: Model = nnx.merge(graphdef, state)
+    return model
 
 
 def tensors_of(config: ModelConfig, leaves: Mapping[LeafPath, Any]) -> tuple[Uses, dict[str, tuple[int, ...]]]:
@@ -120,7 +121,8 @@ def load_safetensors(directory: Path, config: ModelConfig, dtype: str, *, progre
             parts[path][first] = array if whole else lax.slice_in_dim(array, part.start, part.start + (part.rows or 0))
     for path, leaf in leaves.items():
         leaves[path] = leaf.replace(_joined(parts.pop(path), leaf.shape))
-    return nnx.merge(graphdef, nnx.from_flat_state(leaves))
+    model: Model = nnx.merge(graphdef, nnx.from_flat_state(leaves))
+    return model
 
 
 def save_safetensors(model: Model, directory: Path, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
@@ -163,7 +165,8 @@ def load_orbax(directory: Path, config: ModelConfig, dtype: str) -> Model:
         device = SingleDeviceSharding(jax.devices()[0])
         target = {n: jax.ShapeDtypeStruct(leaves[p].shape, jnp.dtype(dtype), sharding=device) for n, p in paths.items()}
         arrays = checkpointer.restore((directory / ORBAX).absolute(), target)
-    return nnx.merge(graphdef, nnx.from_flat_state({p: leaves[p].replace(arrays[n]) for n, p in paths.items()}))
+    model: Model = nnx.merge(graphdef, nnx.from_flat_state({p: leaves[p].replace(arrays[n]) for n, p in paths.items()}))
+    return model
 
 
 def save_orbax(model: Model, directory: Path) -> None:

@@ -74,6 +74,8 @@ def product(
             x_ti = jnp.pad(x_ti, ((0, 1), (0, 0)))
         y_ot = jnp.einsum("oi,ti->ot", weight_oi, x_ti, preferred_element_type=dtype)
         y_ot = y_ot if bias_o is None else y_ot + bias_o[:, None]
-        return lax.optimization_barrier(activation(y_ot) if activation else y_ot)[:, :rows].T
+        y_to: jax.Array = lax.optimization_barrier(activation(y_ot) if activation else y_ot)[:, :rows].T
+        return y_to
 
-    return lax.platform_dependent(x_ti, weight_oi, cpu=on_cpu, default=elsewhere)
+    y_to: jax.Array = lax.platform_dependent(x_ti, weight_oi, cpu=on_cpu, default=elsewhere)
+    return y_to

@@ -105,7 +105,8 @@ class Llama(nnx.Module):
         x_td = self.embed_tokens(tokens_t)
         for index, layer in enumerate(self.layers):
             x_td = layer(x_td, cos, sin, index, attend)
-        return self.norm(x_td)
+        normed_td: jax.Array = self.norm(x_td)
+        return normed_td
 
     def logits(self, x_sd: jax.Array) -> jax.Array:
         """Return the logits [S, V] float32 of hidden states [S, D]."""

@@ -32,7 +32,8 @@ def _llama3(rope: RopeConfig, frequencies: np.ndarray) -> np.ndarray:
     turns = np.float32(rope.original_max_position_embeddings) * frequencies / np.float32(2 * math.pi)
     keep = (turns - np.float32(rope.low_freq_factor)) / np.float32(rope.high_freq_factor - rope.low_freq_factor)
     keep = np.clip(keep, 0.0, 1.0)
-    return ((1 - keep) * frequencies / np.float32(rope.factor) + keep * frequencies).astype(np.float32)
+    scaled: np.ndarray = ((1 - keep) * frequencies / np.float32(rope.factor) + keep * frequencies).astype(np.float32)
+    return scaled
 
 
 def _yarn(rope: RopeConfig, frequencies: np.ndarray, head_dim: int) -> np.ndarray:
@@ -51,7 +52,10 @@ def _yarn(rope: RopeConfig, frequencies: np.ndarray, head_dim: int) -> np.ndarra
     low, high = max(low, 0), min(high, head_dim - 1)
     span = np.float32(high - low if high != low else 0.001)
     stretch = np.clip((np.arange(head_dim // 2, dtype=np.float32) - np.float32(low)) / span, 0.0, 1.0)
-    return (stretch * frequencies / np.float32(rope.factor) + (1 - stretch) * frequencies).astype(np.float32)
+    scaled: np.ndarray = (stretch * frequencies / np.float32(rope.factor) + (1 - stretch) * frequencies).astype(
+        np.float32
+    )
+    return scaled
 
 
 def _yarn_attention_factor(rope: RopeConfig) -> float:

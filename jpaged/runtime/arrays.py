@@ -11,7 +11,8 @@ def padded(pairs: Sequence[tuple[int, int]], sizes: Sequence[int], device: jax.D
     size = next(size for size in sizes if size >= len(pairs))
     array = np.full((2, size), -1, np.int32)
     array[:, : len(pairs)] = np.asarray(pairs, np.int32).T
-    return jax.device_put(tuple(array), device)
+    placed: tuple[jax.Array, jax.Array] = jax.device_put(tuple(array), device)
+    return placed
 
 
 def usable(arrays: Iterable[jax.Array]) -> bool:

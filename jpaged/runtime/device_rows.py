@@ -63,7 +63,8 @@ class DeviceRows:
         return empty_state(len(self.table.tokens), self._vocab_size, self._device)
 
     def _no_tokens(self) -> jax.Array:
-        return jax.device_put(np.zeros(len(self.table.tokens), np.int32), self._device)
+        tokens_r: jax.Array = jax.device_put(np.zeros(len(self.table.tokens), np.int32), self._device)
+        return tokens_r
 
 
 def _state_row(admitted: Admitted, vocab_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

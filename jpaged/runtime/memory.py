@@ -53,7 +53,8 @@ def pool_size(
 def temporaries(steps: Iterable[jax.stages.Lowered]) -> int:
     """Return the maximum bytes that one of several steps needs for temporaries, as XLA reports them."""
     analyses = [step.compile().memory_analysis() for step in steps]
-    return max(analysis.temp_size_in_bytes for analysis in analyses if analysis)
+    most: int = max(analysis.temp_size_in_bytes for analysis in analyses if analysis)
+    return most
 
 
 def fitting_blocks(*, limit: int, in_use: int, temporaries: int, utilization: float, bytes_per_block: int) -> int:

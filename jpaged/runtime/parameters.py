@@ -41,7 +41,8 @@ def checked(state: Any, expected: Mapping[str, Leaf], device: jax.Device) -> lis
         if problem := _problem(name, found, expected, device):
             raise ValueError(f"params: {name} {problem}")
     # An executable is compiled for arrays that are bound to their device, or for those that are not.
-    return jax.device_put([found[name] for name in expected], device)
+    placed: list[jax.Array] = jax.device_put([found[name] for name in expected], device)
+    return placed
 
 
 @contextlib.contextmanager

@@ -83,7 +83,7 @@ class RowTable:
 
     def tokens_at(self, rows_n: np.ndarray, positions_n: np.ndarray) -> np.ndarray:
         """Return one token of each of some rows, [n] int32; `-1 - row` if it is the row's last sample."""
-        tokens_n = self._next[rows_n]
+        tokens_n: np.ndarray = self._next[rows_n]
         for i in np.flatnonzero(positions_n < self._num_known[rows_n]):
             tokens_n[i] = self.tokens[rows_n[i]][positions_n[i]]
         return tokens_n
@@ -95,7 +95,8 @@ class RowTable:
     def slots(self, rows_t: np.ndarray, positions_t: np.ndarray) -> np.ndarray:
         """Return the flat slots, [T] int32, of tokens."""
         size = self._block_size
-        return self.block_tables[rows_t, positions_t // size] * size + positions_t % size
+        slots_t: np.ndarray = self.block_tables[rows_t, positions_t // size] * size + positions_t % size
+        return slots_t
 
     def targets(self, row: int, start: int, end: int) -> np.ndarray:
         """Return the prompt's token after each of the positions [start, end) if its logprob is wanted, else -1."""

@@ -202,6 +202,7 @@ class ModelRunner:
 
     def _forward(self, buffer: jax.Array, bucket: Bucket) -> Computed:
         """Dispatch the model's part of a step."""
+        computed: Computed
         blocks = self.blocks
         computed, blocks.pool = self.step.forward(self.params, blocks.pool, self.rows.last_tokens, buffer, bucket)
         return computed

@@ -131,7 +131,8 @@ def token_logprobs(
     x_ntd = jnp.pad(x_td, ((0, padding), (0, 0))).reshape(-1, tile, width)
     targets_nt = jnp.pad(targets_t, (0, padding), constant_values=-1).reshape(-1, tile)
     tiles = lax.map(lambda xs: lax.cond(jnp.any(xs[1] >= 0), compute, skip, *xs), (x_ntd, targets_nt))
-    return jax.tree.map(lambda y: y.reshape(num_tokens + padding, *y.shape[2:])[:num_tokens], tiles)
+    sampled: Sampled = jax.tree.map(lambda y: y.reshape(num_tokens + padding, *y.shape[2:])[:num_tokens], tiles)
+    return sampled
 
 
 def _argmax(x_sv: jax.Array) -> jax.Array:
@@ -213,9 +214,11 @@ def _draw(x_sv: jax.Array, sampling: Sampling) -> jax.Array:
             )
             return draw(kept_sv)
 
-        return lax.cond(jnp.any(drawn_s & ~listed_s), draw_others, draw_listed)
+        tokens_s: jax.Array = lax.cond(jnp.any(drawn_s & ~listed_s), draw_others, draw_listed)
+        return tokens_s
 
-    return lax.cond(jnp.any(filtered_s), filter_and_draw, lambda: draw(x_sv))
+    tokens_s: jax.Array = lax.cond(jnp.any(filtered_s), filter_and_draw, lambda: draw(x_sv))
+    return tokens_s
 
 
 def _gumbel(seeds_s2: jax.Array, positions_s: jax.Array, tokens_sk: jax.Array) -> jax.Array:
@@ -287,7 +290,8 @@ def _threshold(order_sv: jax.Array, weight_sv: jax.Array, target_s: jax.Array) -
         weight = jnp.sum(jnp.where(order_sv >= higher[:, None], weight_sv, 0), -1)
         return jnp.where(weight >= target_s, higher, t)
 
-    return lax.fori_loop(0, 32, bit, jnp.zeros(order_sv.shape[0], jnp.uint32))[:, None]
+    threshold_s1: jax.Array = lax.fori_loop(0, 32, bit, jnp.zeros(order_sv.shape[0], jnp.uint32))[:, None]
+    return threshold_s1
 
 
 def _ranks(logits_sv: jax.Array, tokens_s: jax.Array) -> jax.Array:
@@ -299,7 +303,10 @@ def _list_top(values_sv: jax.Array, offset_s: jax.Array, num_top_s: jax.Array, k
     sizes = [*(size for size in SHORT_LISTS if size < k), k]
 
     def padded(size: int) -> tuple[jax.Array, jax.Array]:
-        return jax.tree.map(lambda y_sk: jnp.pad(y_sk, ((0, 0), (0, k - size))), _top(values_sv, size))
+        both: tuple[jax.Array, jax.Array] = jax.tree.map(
+            lambda y_sk: jnp.pad(y_sk, ((0, 0), (0, k - size))), _top(values_sv, size)
+        )
+        return both
 
     level = jnp.searchsorted(np.asarray(sizes, np.int32), num_top_s.max())
     tokens_sk, best_sk = lax.switch(level, [functools.partial(padded, size) for size in sizes])

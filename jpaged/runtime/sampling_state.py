@@ -50,7 +50,8 @@ def write_row(
     """Return the state with one row replaced; row -1 replaces nothing. `row` is an int32 scalar."""
     at = _or_past_the_end(row, state)
     values = SamplingState(counts_v, in_prompt_v, bias_v)
-    return jax.tree.map(lambda array, value_v: array.at[at].set(value_v, mode="drop"), state, values)
+    written: SamplingState = jax.tree.map(lambda array, value_v: array.at[at].set(value_v, mode="drop"), state, values)
+    return written
 
 
 def copy_rows(state: SamplingState, sources_c: jax.Array, destinations_c: jax.Array) -> SamplingState:
@@ -65,7 +66,8 @@ def copy_rows(state: SamplingState, sources_c: jax.Array, destinations_c: jax.Ar
         values_cv = jax.lax.optimization_barrier(array[jnp.maximum(sources_c, 0)])
         return array.at[at_c].set(values_cv, mode="drop")
 
-    return jax.tree.map(copy, state)
+    copied: SamplingState = jax.tree.map(copy, state)
+    return copied
 
 
 def count_tokens(state: SamplingState, rows_s: jax.Array, tokens_s: jax.Array) -> SamplingState:

@@ -43,7 +43,8 @@ class Shapes:
 
     def padding(self, bucket: Bucket) -> jax.Array:
         """Return the buffer of a batch of padding only."""
-        return jax.device_put(self.layouts[bucket].empty()[0], self._device)
+        buffer: jax.Array = jax.device_put(self.layouts[bucket].empty()[0], self._device)
+        return buffer
 
     def on_device(self, shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
         """Return the description of an array, for functions that are compiled and not run."""

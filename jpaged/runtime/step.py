@@ -65,7 +65,8 @@ class Step:
         layouts: dict[Bucket, Layout],
     ):  # fmt: skip
         def merged(params: list[jax.Array]) -> Model:
-            return nnx.merge(graphdef, jax.tree.unflatten(treedef, params))
+            model: Model = nnx.merge(graphdef, jax.tree.unflatten(treedef, params))
+            return model
 
         def run(
             params: list[jax.Array], pool: list[jax.Array], last_tokens_r: jax.Array, buffer: jax.Array, bucket: Bucket

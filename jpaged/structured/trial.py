@@ -25,7 +25,8 @@ class Trial:
     def __call__(self, grammar: str) -> str | None:
         """Return the fault of a grammar; None if it can be compiled in this process, too."""
         try:
-            return self._child.ask(grammar, COMPILE_TIMEOUT_S)
+            error: str | None = self._child.ask(grammar, COMPILE_TIMEOUT_S)
+            return error
         except ChildFailed:
             return f"the grammar's compiler gave up, or was not done within {COMPILE_TIMEOUT_S:g} seconds"
 

@@ -92,7 +92,7 @@ def combine(
     _, k, h, m = o_ikhm.shape
     grid = (k * (h // COLUMNS), row_s.shape[0])
     check_grid("paged_decode_combine", grid)
-    return plgpu.kernel(
+    lse_skl: jax.Array = plgpu.kernel(
         _kernel,
         out_type=jax.ShapeDtypeStruct((row_s.shape[0], k, LANES), jnp.float32),
         grid=grid,
@@ -108,3 +108,4 @@ def combine(
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         kernel_name="paged_decode_combine",
     )(o_ikhm, lse_ikl, first_s1, row_s, o_rnh_ref)
+    return lse_skl

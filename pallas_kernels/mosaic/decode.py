@@ -154,7 +154,7 @@ def _launch(
     q_stages = 2 if m * h <= 1024 else 1  # where shared memory is not short
     thread_blocks = min(num_splits * k, tiles.blocks_per_sm * num_sms())
     check_grid("paged_decode", (thread_blocks,))
-    return plgpu.kernel(
+    partials: list[jax.Array] = plgpu.kernel(
         functools.partial(
             _kernel, thread_blocks=thread_blocks, soft_cap=options.soft_cap, windowed=options.window is not None
         ),
@@ -189,6 +189,7 @@ def _launch(
         ),
         kernel_name="paged_decode",
     )(q_skmh, k_pool, v_pool, *scales(options, k), splits.work_i4, splits.num_splits, block_tables_sw)
+    return partials
 
 
 def attend_rows(

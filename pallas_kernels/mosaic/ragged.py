@@ -132,7 +132,8 @@ def _kernel(
             _, _, lead, row = own_rows(warpgroup)
             first_token = context_s1_ref[seq] - row_end_s1_ref[seq] + row - start - t * tile
             r = plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=layout.reduce(1))
-            return lax.div(r - lead + TMA_ROWS * group, group) + (first_token - TMA_ROWS)
+            last_r: jax.Array = lax.div(r - lead + TMA_ROWS * group, group) + (first_token - TMA_ROWS)
+            return last_r
 
         def step(masked: bool, t: jax.Array, carry: Carry) -> Carry:
             # The order of waits: S of tile t; then the softmax, beside O += P V of tile t - 1; then K of tile t + 1;
@@ -165,7 +166,8 @@ def _kernel(
         def last(o_acc: Ref) -> jax.Array:
             o_acc[...] = acc_rx
             plgpu.wgmma(o_acc, p_rt, ring.v.at[lax.rem(tiles - 1, stages)])
-            return o_acc[...]
+            o_rx: jax.Array = o_acc[...]
+            return o_rx
 
         acc_rx, max_r, sum_r = softmax_state(rows, columns, softmax_axis=1)
         wait_for_keys(ring, jnp.int32(0), tiles)
@@ -277,7 +279,7 @@ def _launch(
     num_tiles, columns = query.seq_i.shape[0], min(h, MAX_COLUMNS)
     grid = (num_tiles * k * (h // columns),)
     check_grid("ragged_paged", grid)
-    return plgpu.kernel(
+    lse_ikjr: jax.Array = plgpu.kernel(
         functools.partial(
             _kernel,
             soft_cap=options.soft_cap,
@@ -308,6 +310,7 @@ def _launch(
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         kernel_name="ragged_paged",
     )(q_kyh, k_pool, v_pool, *scales(options, k), block_tables_sw, context_s1, *query, o_tnh_ref)
+    return lse_ikjr
 
 
 def ragged_paged_attention(

@@ -56,6 +56,8 @@ def product(a: Ref, b: Ref, rows: int, columns: int) -> jax.Array:
 
     def scoped(acc_ref: Ref) -> jax.Array:
         plgpu.wgmma(acc_ref, a, b)
-        return acc_ref[...]
+        out: jax.Array = acc_ref[...]
+        return out
 
-    return pl.run_scoped(scoped, plgpu.ACC((rows, columns), jnp.float32))
+    out: jax.Array = pl.run_scoped(scoped, plgpu.ACC((rows, columns), jnp.float32))
+    return out

@@ -30,7 +30,8 @@ def check_grid(kernel: str, grid: Sequence[int]) -> None:
 def num_sms() -> int:
     """Return the number of multiprocessors of the device that is compiled for."""
     abstract = jax.sharding.get_abstract_mesh().abstract_device
-    return abstract.num_cores if abstract is not None else jax.devices()[0].core_count
+    count: int = abstract.num_cores if abstract is not None else jax.devices()[0].core_count
+    return count
 
 
 def store_transposed(ref: Any, x: Any) -> None:

@@ -163,7 +163,8 @@ def _widened(x_ch: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
-    return plt.dot(a, b, precision=F32_PRODUCT if a.dtype == jnp.float32 else None)
+    out: jax.Array = plt.dot(a, b, precision=F32_PRODUCT if a.dtype == jnp.float32 else None)
+    return out
 
 
 def _launch(

@@ -59,7 +59,7 @@ def launch(
 
     named.__name__ = name  # Triton's compiler and profilers take it from here
     whole = pl.BlockSpec(memory_space=pl.ANY)
-    return pallas_call(
+    out: list[jax.Array] = pallas_call(
         named,
         grid=grid,
         in_specs=[whole] * len(arrays),
@@ -68,6 +68,7 @@ def launch(
         input_output_aliases=aliases or {},
         compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=num_stages),
     )(*arrays)
+    return out
 
 
 def as_stored(pool: jax.Array) -> jax.Array:

@@ -1,5 +1,6 @@
 """The examples run as they stand."""
 
+import dataclasses
 import json
 import runpy
 from pathlib import Path
@@ -8,6 +9,8 @@ import pytest
 
 import jpaged
 from benchmarks.shared.server_process import SMALL, ServerProcess
+from jpaged.engine import build
+from jpaged.engine.build import limits_of
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -28,7 +31,9 @@ def test_offline_batch(demo, capsys, monkeypatch):
     assert first != second and len(lines) == 5
 
 
-def test_nnx_module(capsys):
+def test_nnx_module(capsys, monkeypatch):
+    few = lambda *args: dataclasses.replace(limits_of(*args), max_num_batched_tokens=32)
+    monkeypatch.setattr(build, "limits_of", few)  # fewer shapes to compile
     before, after = lines_of("nnx_module.py", capsys)
     assert before.split(" ", 1)[1] != after.split("  ", 1)[1]
 

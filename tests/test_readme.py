@@ -28,7 +28,7 @@ NAMES = ["offline", "module", "kernels", "sharing"]
 
 @pytest.mark.parametrize("block", [b for b in BLOCKS if "OpenAI" not in b], ids=NAMES)
 def test_python(block, capsys, monkeypatch):
-    few = lambda *args: dataclasses.replace(limits_of(*args), max_num_seqs=16, max_num_batched_tokens=32)
+    few = lambda *args: dataclasses.replace(limits_of(*args), max_num_seqs=8, max_num_batched_tokens=32)
     monkeypatch.setattr(build, "limits_of", few)  # fewer shapes to compile
     exec(block, {})
     assert capsys.readouterr().out.strip()

@@ -55,7 +55,8 @@ class Setting:
             return not self.choices or value in self.choices
         low, above, high = self.low, self.above, self.high
         within = (low is None or value >= low) and (above is None or value > above) and (high is None or value <= high)
-        return math.isfinite(value) and within and not (self.power_of_two and value & (value - 1))
+        finite = not isinstance(value, float) or math.isfinite(value)
+        return finite and within and not (self.power_of_two and value & (value - 1))
 
 
 def setting(default: Any, help: str, *, group: str, by: str | None = None, **description: Any) -> Any:

@@ -140,6 +140,7 @@ def test_sampling_defaults(tmp_path):
         ("max_num_seqs", True, "max_num_seqs: must be at least 1, not True"),
         ("seed", 0.5, "seed: must be a whole number, not 0.5"),
         ("model", 5, "model: must be a text, not 5"),
+        ("block_size", 2**1100, "block_size: must be a power of two between 1 and 256, not 1"),
         ("swap_space", float("nan"), "swap_space: must be at least 0, not nan"),
         ("enable_prefix_caching", 1, "enable_prefix_caching: must be true or false, not 1"),
         ("max_num_seqs", 0, "max_num_seqs: must be at least 1, not 0"),

@@ -161,7 +161,7 @@ def test_equals_transformers(log_probs):
     [
         pytest.param("place < self.width", "True", id="an ending below the width counts"),
         pytest.param("candidate.score / length", "candidate.score / (length + 1)", id="a hypothesis is longer"),
-        pytest.param("return best / length", "return best / (length + 1)", id="a live beam is longer"),
+        pytest.param("= best / length", "= best / (length + 1)", id="a live beam is longer"),
         pytest.param("live[0].score", "live[-1].score", id="the worst live beam is judged"),
         pytest.param("self.hypotheses[-1]", "self.hypotheses[0]", id="by the best hypothesis"),
         pytest.param("self.early_stopping is True", "False", id="True is False"),

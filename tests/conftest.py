@@ -47,11 +47,6 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.slow)
 
 
-def pytest_xdist_auto_num_workers():
-    """Start one process more than there are processors, because some tests wait for servers and time limits."""
-    return len(os.sched_getaffinity(0)) + 1 if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1) + 1
-
-
 def pytest_collection_finish():
     """Exclude all modules from garbage collection, which otherwise takes a tenth of a run."""
     gc.collect()

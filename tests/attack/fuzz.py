@@ -41,7 +41,7 @@ SHARES = {"described": 7, "bytes": 8, "fields": 15, "mixed": 70}  # percent of t
 CLIENTS, DESCRIBED_CLIENTS = 60, 4
 KEYS = ("first-key", "second-key", "third-key")
 FLAGS = (
-    "--max-num-seqs", "32", "--max-num-batched-tokens", "32", "--max-model-len", "512",
+    "--max-num-seqs", "32", "--max-num-batched-tokens", "64", "--max-model-len", "512",
     "--num-gpu-blocks-override", "64", "--swap-space", "0.25", "--preemption-mode", "swap",
     "--scheduling-policy", "priority", "--max-queue", "80", "--request-timeout", "15", "--access-log", "none",
     "--tool-call-parser", "hermes",

@@ -263,7 +263,7 @@ def _threshold_of_list(
 
 
 def _keep_likely(x_sv: jax.Array, top_k_s: jax.Array, top_p_s: jax.Array, min_p_s: jax.Array) -> jax.Array:
-    """Return -inf for every token except those that min-p, then top-k, then top-p keep.
+    """Return the logits of the tokens kept by min-p, top-k and top-p, in this order, and -inf for all other tokens.
 
     Tokens of equal logits stay together.
     """

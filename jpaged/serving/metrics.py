@@ -110,8 +110,8 @@ class Metrics:
         """Count the tokens of a step, and observe the latencies of its requests."""
         if output.plan is not None and output.plan.rows:
             self._step_tokens.observe(output.plan.num_tokens)
-        for request, tokens, gap in output.progress:
-            self._generation_tokens.inc(tokens)
+        self._generation_tokens.inc(sum(progress.tokens for progress in output.progress))
+        for request, _, gap in output.progress:
             times = request.metrics
             if gap is None:
                 self._queue.observe(times.scheduled_ts - times.queued_ts)

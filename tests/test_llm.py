@@ -448,7 +448,8 @@ def test_a_module_in_hand_is_not_loaded():
 
 
 def test_dummy_weights_and_bfloat16(tiny):
-    llm = LLM(str(tiny), load_format="dummy", dtype="bfloat16", **SMALL | {"max_num_seqs": 2})
+    few = SMALL | {"max_num_seqs": 2, "max_num_batched_tokens": 16}
+    llm = LLM(str(tiny), load_format="dummy", dtype="bfloat16", **few)
     assert {str(x.dtype) for x in llm.engine.runner.params + llm.engine.runner.blocks.pool} == {"bfloat16"}
     assert len(llm.generate("Hello", SamplingParams(max_tokens=4, ignore_eos=True))[0].outputs[0].token_ids) == 4
 

@@ -73,17 +73,27 @@ def check_written(folder: Path) -> dict:
     return content
 
 
-def test_kernels(tmp_path):
-    done = run("kernels/ops.py", "--tiny", "--out", str(tmp_path), "--experiments", "paging", "write", "splits")
+def rows_of_kernels(folder: Path, *experiments: str) -> list[dict]:
+    done = run("kernels/ops.py", "--tiny", "--out", str(folder), "--experiments", *experiments)
     assert done.returncode == 0, done.stderr
-    rows = check_written(tmp_path)["rows"]
-    assert (tmp_path / "paging.png").read_bytes().startswith(b"\x89PNG")
-    wirings = {row["variant"].split()[1] for row in rows if row["experiment"] == "paging" and row["status"] == "ok"}
-    assert wirings == {"identity", "permutation", "churned"}
+    return check_written(folder)["rows"]
+
+
+def test_kernels(tmp_path):
+    rows = rows_of_kernels(tmp_path, "write", "splits")
     assert {"write", "splits", "ceilings", "peers"} <= {row["experiment"] for row in rows}
     assert {row["variant"] for row in rows if row["experiment"] == "write"} == {"reference", "reference rotated"}
 
 
+@pytest.mark.deep
+def test_paging_of_kernels(tmp_path):
+    rows = rows_of_kernels(tmp_path, "paging")
+    assert (tmp_path / "paging.png").read_bytes().startswith(b"\x89PNG")
+    wirings = {row["variant"].split()[1] for row in rows if row["experiment"] == "paging" and row["status"] == "ok"}
+    assert wirings == {"identity", "permutation", "churned"}
+
+
+@pytest.mark.deep
 def test_the_parts_of_a_step_on_a_cpu_add_up(tmp_path):
     done = run("engine/cpu_step.py", "--tiny", "--rounds", "1", "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr

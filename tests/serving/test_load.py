@@ -47,6 +47,7 @@ async def test_1000_streams_with_disconnects_a_slow_reader_and_sigterm_are_whole
         assert ended["unfinished"] > 20, ended
 
 
+@pytest.mark.deep
 async def test_256_concurrent_streams_are_whole_and_half_of_the_clients_may_disconnect():
     """Use a scripted model, which costs no time, with the server, the scheduler and the pool of a real one."""
     flags = ("--max-num-seqs", "256", "--max-num-batched-tokens", "2048", "--num-gpu-blocks-override", "2048")

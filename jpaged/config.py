@@ -304,6 +304,10 @@ class EngineConfig:
         None, "maximum tokens of a sequence, prompt and output", by="the model's", group=MODEL, low=2, unit="TOKENS"
     )
     seed: int = setting(0, "seed of requests without a seed, and of dummy weights", group=MODEL, unit="SEED")
+    tensor_parallel_size: int | None = setting(
+        None, "number of devices that share the model, its heads and the KV pool", by="1; for a module, the number of "
+        "its devices", group=MODEL, low=1, unit="DEVICES",
+    )  # fmt: skip
     kernels: str = setting(
         "auto", "attention kernels; auto: the fastest that the device and the model allow", group=MODEL,
         choices=KERNELS,

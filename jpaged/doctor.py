@@ -15,6 +15,7 @@ from jpaged.engine.build import dtype_of, find_model, limits_of
 from jpaged.runtime.compilation_cache import executables_folder
 from jpaged.runtime.kernel_choice import compute_capability, select_kernels
 from jpaged.runtime.memory import available_host_memory
+from jpaged.runtime.placement import Placement
 from pallas_kernels import Kernels, toolchain
 from pallas_kernels.dispatch import Choice
 from pallas_kernels.selftest import FAILED, UNTESTED, Result
@@ -107,8 +108,9 @@ def examine(config: EngineConfig, *, retest: bool = False) -> Report:
             f"{config.model}, {dtype}, head dim {model.head_dim}, {model.num_attention_heads} heads over "
             f"{model.num_key_value_heads}, blocks of {block_size}"
         )
+        placement = Placement.on(devices[: config.tensor_parallel_size or 1], model)
         try:
-            kernels = select_kernels(config, model, block_size, dtype, devices[0], retest=retest)
+            kernels = select_kernels(config, model, block_size, dtype, placement, retest=retest)
         except NotImplementedError as error:
             problems.append(str(error))
     tests = kernels.tests if kernels else ()

@@ -9,6 +9,7 @@ from pathlib import Path
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # the CUDA plugin is here to compile, not to run
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["JAX_NUM_CPU_DEVICES"] = "4"  # for meshes; an engine takes one device by default
 # A third of a run goes into optimizing code that runs once.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1")
 # The GPU interpreter holds one of XLA's threads for every warpgroup that waits; with as few as a machine may have

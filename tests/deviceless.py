@@ -29,7 +29,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
+from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, SingleDeviceSharding, use_abstract_mesh
+from jax.sharding import PartitionSpec as P
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +131,7 @@ class KernelFigures:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A function compiled for one device."""
+    """A function compiled for one or several devices."""
 
     executable: jax.stages.Compiled
     kernels: dict[str, KernelFigures]  # by name; empty with figures=False
@@ -193,11 +194,11 @@ def compile_for(
 ) -> Compiled:
     """Compiles `fn` for one such device.
 
-    `avals` are pytrees of ShapeDtypeStruct (or arrays). `figures=False` leaves the figures of the kernels out, and
-    saves their dumps, some megabytes each; `sass=True` adds their machine code, which takes nvdisasm.
+    `avals` are pytrees of ShapeDtypeStruct (or arrays); without a sharding they are whole on every device.
+    `figures=False` leaves the figures of the kernels out, and saves their dumps, some megabytes each; `sass=True` adds
+    their machine code, which takes nvdisasm.
     """
-    sharding = SingleDeviceSharding(_topology(device).devices[0])
-    avals = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), avals)
+    avals = _placed(device, avals)
 
     def lower() -> jax.stages.Lowered:
         with _abstract(device), warnings.catch_warnings():
@@ -226,8 +227,7 @@ def compile_for(
 
 def lowered_for_h200(fn: Callable[..., Any], *avals: Any) -> list[tuple[str, str]]:
     """Lower `fn` for one H200; returns the name and the text of each Mosaic kernel after layout inference."""
-    sharding = SingleDeviceSharding(_topology(H200).devices[0])
-    avals = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), avals)
+    avals = _placed(H200, avals)
     with tempfile.TemporaryDirectory(prefix="kernel_dump_") as folder:
         with _environment(MOSAIC_GPU_DUMP_TO=folder), _abstract(H200):
             jax.jit(lambda *args: fn(*args)).trace(*avals).lower()
@@ -240,16 +240,36 @@ def compile_for_h200(fn: Callable[..., Any], *avals: Any, **options: Any) -> Com
     return compile_for(H200, fn, *avals, **options)
 
 
+ONE = "1x1x1"  # slices x hosts x devices of a host
+
+
 def _abstract(device: Device) -> contextlib.AbstractContextManager[Any]:
     abstract = AbstractDevice(device_kind=device.kind, num_cores=device.sms, platform="gpu")
     return use_abstract_mesh(AbstractMesh((), (), abstract_device=abstract))
 
 
 @functools.cache
-def _topology(device: Device) -> topologies.TopologyDescription:
+def _topology(device: Device, shape: str) -> topologies.TopologyDescription:
     return topologies.get_topology_desc(
-        platform="cuda", topology_name=device.kind, topology="1x1x1", target_config=device.description
+        platform="cuda", topology_name=device.kind, topology=shape, target_config=device.description
     )
+
+
+def h200s(shape: str = ONE) -> Sequence[jax.Device]:
+    """H200s that are only described: slices x hosts x devices of a host."""
+    return _topology(H200, shape).devices
+
+
+def _placed(device: Device, avals: Any) -> Any:
+    """Give every array a place on the mesh of those that have one, or else on one device."""
+    given = [x.sharding for x in jax.tree.leaves(avals) if isinstance(x, jax.ShapeDtypeStruct) and x.sharding]
+    whole = NamedSharding(given[0].mesh, P()) if given else SingleDeviceSharding(_topology(device, ONE).devices[0])
+
+    def place(x: Any) -> jax.ShapeDtypeStruct:
+        sharding = x.sharding if isinstance(x, jax.ShapeDtypeStruct) and x.sharding else whole
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return jax.tree.map(place, avals)
 
 
 @functools.cache

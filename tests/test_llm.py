@@ -16,7 +16,6 @@ import jpaged
 from jpaged import LLM, BeamSearchParams, ModelConfig, SamplingParams
 from jpaged.core.params import InvalidParameter
 from jpaged.models.checkpoint import dummy_model
-from jpaged.runtime import swap
 from jpaged.tokenizer import backend
 from tests import models
 from tests.runtime.test_runner import Compilations
@@ -270,8 +269,8 @@ SITES = {
     "block copies": lambda llm: (llm.engine.runner.blocks, "_copy"),
     "row copies": lambda llm: (llm.engine.runner.rows, "_copy"),
     "row writes": lambda llm: (llm.engine.runner.rows, "_write"),
-    "swap out": lambda llm: (swap, "_gather"),
-    "swap in": lambda llm: (swap, "_scatter"),
+    "swap out": lambda llm: (llm.engine.runner.blocks.host, "_gather"),
+    "swap in": lambda llm: (llm.engine.runner.blocks.host, "_scatter"),
 }
 
 

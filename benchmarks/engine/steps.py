@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import SingleDeviceSharding
 
 from benchmarks.kernels.bench import Bench
 from benchmarks.kernels.workloads import random_array
@@ -137,8 +136,7 @@ def _compile_step(runner: ModelRunner, batch: int) -> None:
     forward = runner.step.forward.lower(runner.params, runner.blocks.pool, last_tokens, buffer, bucket)
     forward.compile()
     x_sd, rows_sf = (
-        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=SingleDeviceSharding(runner.device))
-        for x in forward.out_info[0][:2]
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=runner.placement.whole) for x in forward.out_info[0][:2]
     )
     bits = runner.shapes.no_bits[bucket.num_seqs]
     runner.step.choose.lower(runner.params, runner.rows.state, last_tokens, x_sd, rows_sf, bits).compile()

@@ -34,6 +34,7 @@ from jpaged.serving.tools import FORMATS, ToolFormat, detect
 from jpaged.setting import kind, settings
 
 API_KEY_VARIABLE = "JPAGED_API_KEY"
+SHORT_FLAGS = {"tensor_parallel_size": ["-tp"]}  # vLLM's
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -111,7 +112,7 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, positional: bool = Fals
             options["choices"] = setting.choices
         else:
             options |= dict(metavar=setting.unit, type=count if expected is int else expected)
-        group.add_argument(flag, **options)
+        group.add_argument(flag, *SHORT_FLAGS.get(each.name, ()), **options)
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:

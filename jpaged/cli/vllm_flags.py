@@ -49,7 +49,6 @@ FLAGS = (
     Foreign(("--disable-frontend-multiprocessing",), "not needed, the server is one process", SWITCH),
     Foreign(("--api-server-count",), "not needed, the server is one process", ONE),
     Foreign(("--distributed-executor-backend",), "not needed, the model runs in one process", ("mp", "uni")),
-    Foreign(("--tensor-parallel-size", "-tp"), "the default", ONE),
     Foreign(("--pipeline-parallel-size", "-pp"), "the default", ONE),
     Foreign(("--data-parallel-size", "-dp"), "the default", ONE),
     Foreign(("--enable-expert-parallel",), "", NEVER),

@@ -14,12 +14,13 @@ from jpaged.core.scheduler import Scheduler
 from jpaged.demo import DIRECTORY as DEMO
 from jpaged.engine.engine import Engine
 from jpaged.models.base import Model
-from jpaged.models.checkpoint import ORBAX, dummy_model, load_orbax, load_safetensors
+from jpaged.models.checkpoint import ORBAX, Place, dummy_model, load_orbax, load_safetensors, on_one_device
 from jpaged.models.registry import read_config
 from jpaged.runtime.compilation_cache import compilation_cache
 from jpaged.runtime.kernel_choice import select_kernels
 from jpaged.runtime.kv_cache import KVCache
 from jpaged.runtime.memory import available_memory, check_override
+from jpaged.runtime.placement import Placement, devices_of
 from jpaged.runtime.runner import ModelRunner
 from jpaged.runtime.step_costs import tokens_beside_decodes
 from jpaged.tokenizer import backend, check_chat_template, has_tokenizer, load_tokenizer
@@ -63,14 +64,31 @@ def find_model(name: str, *, revision: str | None = None, weights: bool = True) 
 
 
 def load_model(
-    directory: Path, config: ModelConfig, *, dtype: str, load_format: str, seed: int, progress: bool
-) -> Model:
+    directory: Path, config: ModelConfig, *, dtype: str, load_format: str, seed: int, progress: bool,
+    place: Place = on_one_device,
+) -> Model:  # fmt: skip
     """Load the parameters, in `dtype`, by `load_format`; "auto" takes the Orbax checkpoint if it exists."""
     if load_format == "dummy":
-        return dummy_model(config, dtype, seed)
+        return dummy_model(config, dtype, seed, place)
     if load_format == "orbax" or (load_format == "auto" and (directory / ORBAX).is_dir()):
-        return load_orbax(directory, config, dtype)
-    return load_safetensors(directory, config, dtype, progress=progress)
+        return load_orbax(directory, config, dtype, place)
+    return load_safetensors(directory, config, dtype, place, progress=progress)
+
+
+def choose_devices(size: int) -> list[jax.Device]:
+    """Return jax's default device, and further devices of its platform.
+
+    Raises:
+        ValueError: there are fewer than `size`.
+    """
+    (first,) = jax.device_put(0).devices()
+    devices = [first, *(device for device in jax.devices(first.platform) if device != first)]
+    if len(devices) < size:
+        hint = "; JAX_NUM_CPU_DEVICES sets the number of CPU devices" if first.platform == "cpu" else ""
+        raise ValueError(
+            f"tensor_parallel_size: must be at most {len(devices)}, the number of devices, not {size}{hint}"
+        )
+    return devices[:size]
 
 
 def limits_of(config: EngineConfig, model: ModelConfig, platform: str) -> Limits:
@@ -122,12 +140,14 @@ class Prepared(NamedTuple):
 
     Attributes:
         model: the model's config.
+        placement: the places of parameters and KV pool.
         kernels: the kernels, tested on the device.
         tokenizer: a Hugging Face tokenizer or a `tokenizers.Tokenizer`; None if there is none.
         sampling_defaults: the model's own.
     """
 
     model: ModelConfig
+    placement: Placement
     limits: Limits
     dtype: str
     kernels: Kernels
@@ -149,6 +169,7 @@ def prepare(config: EngineConfig, *, tokenizer: Any = None, chat_template: str |
     platform = jax.default_backend()
     directory = find_model(config.model, revision=config.revision, weights=False)
     model = read_config(directory)
+    placement = Placement.on(choose_devices(config.tensor_parallel_size or 1), model)
     limits, dtype = limits_of(config, model, platform), dtype_of(config, model, platform)
     defaults = sampling_defaults(directory)
     try:
@@ -158,12 +179,12 @@ def prepare(config: EngineConfig, *, tokenizer: Any = None, chat_template: str |
     tokenizer = find_tokenizer(config, directory, tokenizer)
     if chat_template is not None:
         check_chat_template(tokenizer, chat_template)
-    (device,) = jax.device_put(0).devices()  # where parameters will be
-    kernels = select_kernels(config, model, limits.block_size, dtype, device)  # may test them, which takes minutes
+    kernels = select_kernels(config, model, limits.block_size, dtype, placement)  # may test them, which takes minutes
     if config.num_gpu_blocks_override:  # again once the parameters are loaded, which leaves less memory
         cache = KVCache.of(model, limits.block_size, config.pool_dtype(dtype), kernels)
-        check_override(config.num_gpu_blocks_override, cache.block_bytes, available_memory(device))
-    return Prepared(model, limits, dtype, kernels, tokenizer, defaults)
+        block_bytes = cache.block_bytes // placement.kv_size
+        check_override(config.num_gpu_blocks_override, block_bytes, available_memory(placement.devices))
+    return Prepared(model, placement, limits, dtype, kernels, tokenizer, defaults)
 
 
 def find_tokenizer(config: EngineConfig, directory: Path, tokenizer: Any = None) -> Any:
@@ -203,14 +224,14 @@ def load_engine(
     kernels: Kernels | None = None
     if model is None:
         prepared = prepared or prepare(config, tokenizer=tokenizer)
-        _, limits, dtype, kernels, tokenizer, defaults = prepared
+        _, placement, limits, dtype, kernels, tokenizer, defaults = prepared
         inner = backend(tokenizer) if tokenizer is not None else None
         directory = find_model(config.model, revision=config.revision, weights=config.load_format != "dummy")
         logger.info("loading %s as %s", config.model, dtype)
         with compilation_cache():
             model = load_model(
                 directory, prepared.model, dtype=dtype, load_format=config.load_format, seed=config.seed,
-                progress=progress,
+                progress=progress, place=placement.of,
             )  # fmt: skip
     else:
         _check_module(config, model)
@@ -244,11 +265,18 @@ def load_engine(
 def _check_module(config: EngineConfig, model: Model) -> None:
     if config.load_format != "auto":
         raise ValueError(f"load_format: must be auto for a module, which is not loaded, not {config.load_format!r}")
-    dtypes = {str(leaf.dtype) for leaf in jax.tree.leaves(nnx.state(model))}
+    leaves = jax.tree.leaves(nnx.state(model))
+    dtypes = {str(leaf.dtype) for leaf in leaves}
     if len(dtypes) != 1:
         raise ValueError(f"model: its parameters must have one dtype, not {', '.join(sorted(dtypes))}")
     (dtype,) = dtypes
     if config.dtype != "auto" and DTYPE_ALIASES.get(config.dtype, config.dtype) != dtype:
         raise ValueError(
             f"dtype: must be that of the module's parameters ({dtype}), which are not copied, not {config.dtype}"
+        )
+    num_devices = len(devices_of(leaves))
+    if config.tensor_parallel_size not in (None, num_devices):
+        raise ValueError(
+            f"tensor_parallel_size: must be the number of devices ({num_devices}) on which the module's parameters "
+            f"lie, not {config.tensor_parallel_size}"
         )

@@ -1,8 +1,9 @@
-"""Conversion of parameters between checkpoints and NNX: strict both ways, one tensor in host memory at a time."""
+"""Conversion of parameters between checkpoints and NNX: strict both ways, one parameter in host memory at a time."""
 
+import contextlib
 import json
 import math
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import lax
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Sharding, SingleDeviceSharding
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
@@ -30,6 +30,14 @@ STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 # Of each tensor in a checkpoint, its rows, the leaf that holds them, and where they begin there.
 Uses = dict[str, list[tuple[Part, LeafPath, int]]]
 
+Place = Callable[[nnx.Variable[Any]], Sharding]  # of a parameter; its metadata names its axes
+
+
+def on_one_device(variable: nnx.Variable[Any]) -> Sharding:
+    """Place a parameter on jax's default device."""
+    (device,) = jnp.zeros(()).devices()
+    return SingleDeviceSharding(device)
+
 
 def abstract_model(config: ModelConfig, dtype: str) -> tuple[nnx.GraphDef[Any], dict[LeafPath, nnx.Variable[Any]]]:
     """Return a model without memory: its graph, and its leaves by path, with shapes and dtypes only."""
@@ -38,13 +46,18 @@ def abstract_model(config: ModelConfig, dtype: str) -> tuple[nnx.GraphDef[Any], 
     return graphdef, dict(nnx.to_flat_state(state))
 
 
-def dummy_model(config: ModelConfig, dtype: str, seed: int) -> Model:
+def dummy_model(config: ModelConfig, dtype: str, seed: int, place: Place = on_one_device) -> Model:
     """Return a model with random parameters."""
     module = architecture_of(config).module
-    graphdef, _ = abstract_model(config, dtype)
-    state = jax.jit(lambda: nnx.state(module(config, dtype=dtype, rngs=nnx.Rngs(seed))))()
-    model: Model = nnx.merge(graphdef, state)
-    return model
+    graphdef, leaves = abstract_model(config, dtype)
+
+    def arrays() -> dict[LeafPath, jax.Array]:
+        state = nnx.state(module(config, dtype=dtype, rngs=nnx.Rngs(seed)))
+        return {path: leaf[...] for path, leaf in nnx.to_flat_state(state)}
+
+    shardings = {path: place(leaf) for path, leaf in leaves.items()}
+    found = jax.jit(arrays, out_shardings=shardings)()
+    return _merged(graphdef, {path: leaf.replace(found[path]) for path, leaf in leaves.items()})
 
 
 def tensors_of(config: ModelConfig, leaves: Mapping[LeafPath, Any]) -> tuple[Uses, dict[str, tuple[int, ...]]]:
@@ -89,21 +102,29 @@ def check_names(expected: dict[str, tuple[int, ...]], found: dict[str, tuple[int
         raise ValueError(f"{where} does not hold this model's tensors: {told}")
 
 
-def load_safetensors(directory: Path, config: ModelConfig, dtype: str, *, progress: bool = True) -> Model:
-    """Load a model from the safetensors of a directory, in one file or in shards, each tensor straight to its dtype.
+def load_safetensors(
+    directory: Path, config: ModelConfig, dtype: str, place: Place = on_one_device, *, progress: bool = True
+) -> Model:
+    """Load a model from the safetensors of a directory, in one file or in shards.
+
+    Each device's part of a parameter is read from the files and converted to the dtype there.
 
     Raises:
         ValueError: a file or shard is missing, or a tensor is missing, unexpected or misshapen.
     """
     files = safetensors_files(directory)
-    shapes: dict[str, tuple[int, ...]] = {}
-    dtypes: dict[str, str] = {}
-    for file in files:
-        with _open(file) as tensors:
-            for name in tensors.keys():  # noqa: SIM118
-                found = tensors.get_slice(name)
-                shapes[name] = tuple(found.get_shape())
-                dtypes[name] = found.get_dtype()
+    with contextlib.ExitStack() as stack:
+        opened = [stack.enter_context(_open(file)) for file in files]
+        tensors = {name: file.get_slice(name) for file in opened for name in file.keys()}  # noqa: SIM118
+        return _load(tensors, directory, config, dtype, place, progress=progress)
+
+
+def _load(
+    tensors: Mapping[str, Any], directory: Path, config: ModelConfig, dtype: str, place: Place, *, progress: bool
+) -> Model:
+    """Load a model from slices of opened safetensors."""
+    shapes = {name: tuple(tensor.get_shape()) for name, tensor in tensors.items()}
+    dtypes = {name: tensor.get_dtype() for name, tensor in tensors.items()}
     if config.num_hidden_layers > len(shapes):  # to trace hundreds of layers that are not there takes minutes
         told = f"{len(shapes)} tensors for the {config.num_hidden_layers} layers of {CONFIG}"
         raise ValueError(f"{directory} does not hold this model's tensors: {told}")
@@ -114,15 +135,13 @@ def load_safetensors(directory: Path, config: ModelConfig, dtype: str, *, progre
     if unknown := [f"{name} as {dtypes[name]}" for name in uses if dtypes[name] not in STORED]:
         told = "; ".join(unknown[:MAX_PROBLEMS])
         raise ValueError(f"{directory} does not hold this model's tensors in {', '.join(STORED)}: {told}")
-    parts: dict[LeafPath, dict[int, jax.Array]] = {path: {} for path in leaves}
-    for name, array in track(_read(files, uses, dtype), len(uses), "loaded", "tensor", bar=progress):
-        for part, path, first in uses[name]:
-            whole = part.rows == array.shape[0]
-            parts[path][first] = array if whole else lax.slice_in_dim(array, part.start, part.start + (part.rows or 0))
-    for path, leaf in leaves.items():
-        leaves[path] = leaf.replace(_joined(parts.pop(path), leaf.shape))
-    model: Model = nnx.merge(graphdef, nnx.from_flat_state(leaves))
-    return model
+    parts: dict[LeafPath, dict[int, Part]] = {path: {} for path in leaves}
+    for used in uses.values():
+        for part, path, first in used:
+            parts[path][first] = part
+    for path, leaf in track(list(leaves.items()), len(leaves), "loaded", "parameter", bar=progress):
+        leaves[path] = leaf.replace(_read(tensors, parts[path], leaf.shape, dtype, place(leaf)))
+    return _merged(graphdef, leaves)
 
 
 def save_safetensors(model: Model, directory: Path, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
@@ -152,7 +171,7 @@ def save_safetensors(model: Model, directory: Path, *, max_shard_bytes: int = MA
         (directory / INDEX).write_text(json.dumps(index, indent=2))
 
 
-def load_orbax(directory: Path, config: ModelConfig, dtype: str) -> Model:
+def load_orbax(directory: Path, config: ModelConfig, dtype: str, place: Place = on_one_device) -> Model:
     """Load a model from the Orbax checkpoint that `save_orbax` writes, as strictly as `load_safetensors` does."""
     if not (directory / ORBAX).is_dir():
         raise ValueError(f"model: {directory} has no Orbax checkpoint: no folder {ORBAX} in it")
@@ -162,11 +181,12 @@ def load_orbax(directory: Path, config: ModelConfig, dtype: str) -> Model:
         metadata = checkpointer.metadata((directory / ORBAX).absolute()).item_metadata
         found = {name: tuple(array.shape) for name, array in metadata.tree.items()}
         check_names({name: leaves[path].shape for name, path in paths.items()}, found, directory / ORBAX)
-        device = SingleDeviceSharding(jax.devices()[0])
-        target = {n: jax.ShapeDtypeStruct(leaves[p].shape, jnp.dtype(dtype), sharding=device) for n, p in paths.items()}
+        target = {
+            name: jax.ShapeDtypeStruct(leaves[path].shape, jnp.dtype(dtype), sharding=place(leaves[path]))
+            for name, path in paths.items()
+        }
         arrays = checkpointer.restore((directory / ORBAX).absolute(), target)
-    model: Model = nnx.merge(graphdef, nnx.from_flat_state({p: leaves[p].replace(arrays[n]) for n, p in paths.items()}))
-    return model
+    return _merged(graphdef, {path: leaves[path].replace(arrays[name]) for name, path in paths.items()})
 
 
 def save_orbax(model: Model, directory: Path) -> None:
@@ -224,21 +244,49 @@ def _checkpointer() -> Any:
     return ocp.StandardCheckpointer()
 
 
-def _read(files: Iterable[Path], names: Container[str], dtype: str) -> Iterator[tuple[str, jax.Array]]:
-    """Yield each named tensor, on the device, as soon as it is read: the host holds one at a time."""
-    for file in files:
-        with _open(file) as tensors:
-            for name in tensors.keys():  # noqa: SIM118
-                if name in names:
-                    yield name, jnp.array(jnp.asarray(tensors.get_tensor(name)).astype(dtype), copy=True)
+def _merged(graphdef: nnx.GraphDef[Any], leaves: Mapping[LeafPath, nnx.Variable[Any]]) -> Model:
+    model: Model = nnx.merge(graphdef, nnx.from_flat_state(leaves))
+    return model
 
 
-def _joined(parts: Mapping[int, jax.Array], shape: tuple[int, ...]) -> jax.Array:
-    """Return a leaf from its parts, by their places."""
-    arrays = [parts[first] for first in sorted(parts)]
-    if arrays[0].ndim < len(shape):
-        return jnp.stack(arrays)
-    return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays)
+def _read(
+    tensors: Mapping[str, Any], parts: Mapping[int, Part], shape: tuple[int, ...], dtype: str, sharding: Sharding
+) -> jax.Array:
+    """Read a parameter: each part of it from the files to the devices that hold it."""
+    devices: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        bounds = tuple(part.indices(size)[:2] for part, size in zip(index or (), shape))
+        devices.setdefault(bounds, []).append(device)
+    arrays: list[jax.Array] = []
+    for bounds, holders in devices.items():
+        arrays += _copies(_rows(tensors, parts, shape, bounds), dtype, holders)
+    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+
+
+def _copies(host: np.ndarray, dtype: str, devices: Iterable[jax.Device]) -> list[jax.Array]:
+    """Return a copy on each device, once all are made: the host holds one array at a time."""
+    copies = [jnp.array(jnp.asarray(host, device=device).astype(dtype), copy=True) for device in devices]
+    return [copy.block_until_ready() for copy in copies]
+
+
+def _rows(
+    tensors: Mapping[str, Any], parts: Mapping[int, Part], shape: tuple[int, ...], bounds: Sequence[tuple[int, int]]
+) -> np.ndarray:
+    """Return the elements within `bounds` of a parameter from the tensors that hold its rows."""
+    (low, high), *rest = bounds
+    found = []
+    for first, part in sorted(parts.items()):
+        tensor = tensors[part.name]
+        if len(tensor.get_shape()) < len(shape):  # a stack of tensors
+            if low <= first < high:
+                (start, stop), *others = rest
+                found.append(tensor[(slice(part.start + start, part.start + stop), *(slice(*b) for b in others))][None])
+        else:
+            assert part.rows is not None
+            start, stop = max(low, first) - first, min(high, first + part.rows) - first
+            if start < stop:
+                found.append(tensor[(slice(part.start + start, part.start + stop), *(slice(*b) for b in rest))])
+    return found[0] if len(found) == 1 else np.concatenate(found)
 
 
 def _tensor(

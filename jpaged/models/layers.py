@@ -15,7 +15,7 @@ Activation = Callable[[jax.Array], jax.Array]
 
 
 def axes(*names: str | None) -> dict[str, Any]:
-    """Return metadata that names a parameter's axes, such as "heads", "mlp" and "vocab"."""
+    """Return metadata that names a parameter's axes, such as "heads", "kv_heads", "mlp" and "vocab"."""
     return {"out_sharding": names, "eager_sharding": False}
 
 

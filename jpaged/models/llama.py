@@ -30,8 +30,8 @@ class Attention(nnx.Module):
         n, k = config.num_attention_heads * h, config.num_key_value_heads * h
         self.head_dim = h
         self.q_proj = Linear(d, n, ("heads", None), **options)
-        self.k_proj = Linear(d, k, ("heads", None), **options)
-        self.v_proj = Linear(d, k, ("heads", None), **options)
+        self.k_proj = Linear(d, k, ("kv_heads", None), **options)
+        self.v_proj = Linear(d, k, ("kv_heads", None), **options)
         self.o_proj = Linear(n, d, (None, "heads"), **options)
 
     def __call__(self, x_td: jax.Array, cos: jax.Array, sin: jax.Array, layer: int, attend: Attend) -> jax.Array:

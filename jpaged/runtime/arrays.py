@@ -6,13 +6,12 @@ import jax
 import numpy as np
 
 
-def padded(pairs: Sequence[tuple[int, int]], sizes: Sequence[int], device: jax.Device) -> tuple[jax.Array, jax.Array]:
+def padded(pairs: Sequence[tuple[int, int]], sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """Return sources and destinations, [C] int32 each, C the smallest sufficient one of `sizes`, -1 past the pairs."""
     size = next(size for size in sizes if size >= len(pairs))
     array = np.full((2, size), -1, np.int32)
     array[:, : len(pairs)] = np.asarray(pairs, np.int32).T
-    placed: tuple[jax.Array, jax.Array] = jax.device_put(tuple(array), device)
-    return placed
+    return array[0], array[1]
 
 
 def usable(arrays: Iterable[jax.Array]) -> bool:

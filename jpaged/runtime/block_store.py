@@ -7,6 +7,7 @@ import jax
 from jpaged.core.plan import StepPlan
 from jpaged.runtime.arrays import padded, usable
 from jpaged.runtime.kv_cache import KVCache, Pool
+from jpaged.runtime.placement import Placement
 from jpaged.runtime.swap import TRANSFERS, HostBlocks
 
 
@@ -25,13 +26,13 @@ class BlockStore:
     """
 
     def __init__(
-        self, cache: KVCache, num_blocks: int, num_host_blocks: int, copy_sizes: Sequence[int], device: jax.Device
+        self, cache: KVCache, num_blocks: int, num_host_blocks: int, copy_sizes: Sequence[int], placement: Placement
     ):  # fmt: skip
         self.cache, self.num_blocks, self.num_host_blocks = cache, num_blocks, num_host_blocks
-        self.copy_sizes, self._device = copy_sizes, device
-        self._copy = jax.jit(cache.copy, donate_argnums=0)
-        self.pool: Pool = cache.allocate(num_blocks, device)
-        self.host = HostBlocks(device)
+        self.copy_sizes, self._placement = copy_sizes, placement
+        self._copy = jax.jit(cache.copy, donate_argnums=0, out_shardings=placement.pool)
+        self.pool: Pool = cache.allocate(num_blocks, placement.pool)
+        self.host = HostBlocks(placement)
 
     def apply(self, plan: StepPlan) -> None:
         """Move the blocks of a plan.
@@ -66,8 +67,8 @@ class BlockStore:
         if not usable(self.pool):
             for array in self.pool:
                 array.delete()  # The new pool may need the memory of the old one.
-            self.pool = self.cache.allocate(self.num_blocks, self._device)
-        self.host = HostBlocks(self._device)
+            self.pool = self.cache.allocate(self.num_blocks, self._placement.pool)
+        self.host.clear()
 
     def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        self.pool = self._copy(self.pool, *padded(copies, self.copy_sizes, self._device))
+        self.pool = self._copy(self.pool, *self._placement.put(padded(copies, self.copy_sizes)))

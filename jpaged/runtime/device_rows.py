@@ -7,6 +7,7 @@ import numpy as np
 
 from jpaged.core.plan import Admitted, StepPlan
 from jpaged.runtime.arrays import padded, usable
+from jpaged.runtime.placement import Placement
 from jpaged.runtime.row_table import RowTable
 from jpaged.runtime.sampling_state import SamplingState, copy_rows, empty_state, host_row, write_row
 
@@ -23,10 +24,10 @@ class DeviceRows:
         last_tokens: [R] int32, the last sample of each row.
     """
 
-    def __init__(self, table: RowTable, vocab_size: int, copy_sizes: Sequence[int], device: jax.Device):
-        self.table, self._vocab_size, self.copy_sizes, self._device = table, vocab_size, copy_sizes, device
-        self._copy = jax.jit(copy_rows, donate_argnums=0)
-        self._write = jax.jit(write_row, donate_argnums=0)
+    def __init__(self, table: RowTable, vocab_size: int, copy_sizes: Sequence[int], placement: Placement):
+        self.table, self._vocab_size, self.copy_sizes, self._placement = table, vocab_size, copy_sizes, placement
+        self._copy = jax.jit(copy_rows, donate_argnums=0, out_shardings=placement.whole)
+        self._write = jax.jit(write_row, donate_argnums=0, out_shardings=placement.whole)
         self.state, self.last_tokens = self._empty_state(), self._no_tokens()
 
     def apply(self, plan: StepPlan) -> None:
@@ -53,17 +54,17 @@ class DeviceRows:
             self.last_tokens = self._no_tokens()
 
     def _copy_rows(self, copies: Sequence[tuple[int, int]]) -> None:
-        self.state = self._copy(self.state, *padded(copies, self.copy_sizes, self._device))
+        self.state = self._copy(self.state, *self._placement.put(padded(copies, self.copy_sizes)))
 
     def _write_row(self, row: int, *arrays: np.ndarray) -> None:
         """Write one row of the state; -1 writes none."""
-        self.state = self._write(self.state, *jax.device_put((np.int32(row), *arrays), self._device))
+        self.state = self._write(self.state, *self._placement.put((np.int32(row), *arrays)))
 
     def _empty_state(self) -> SamplingState:
-        return empty_state(len(self.table.tokens), self._vocab_size, self._device)
+        return empty_state(len(self.table.tokens), self._vocab_size, self._placement.whole)
 
     def _no_tokens(self) -> jax.Array:
-        tokens_r: jax.Array = jax.device_put(np.zeros(len(self.table.tokens), np.int32), self._device)
+        tokens_r: jax.Array = self._placement.put(np.zeros(len(self.table.tokens), np.int32))
         return tokens_r
 
 

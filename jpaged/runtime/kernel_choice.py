@@ -4,22 +4,27 @@ import jax
 
 from jpaged.config import EngineConfig, ModelConfig
 from jpaged.runtime.compilation_cache import cache_folder
+from jpaged.runtime.placement import Placement
 from pallas_kernels import Kernels, SelfTest, select
 
 
 def select_kernels(
-    config: EngineConfig, model: ModelConfig, block_size: int, dtype: str, device: jax.Device, *, retest: bool = False
-) -> Kernels:
-    """Choose the kernels for a model on a device. On a GPU each op is tested first, unless a result is stored.
+    config: EngineConfig, model: ModelConfig, block_size: int, dtype: str, placement: Placement, *,
+    retest: bool = False,
+) -> Kernels:  # fmt: skip
+    """Choose the kernels for a model, with the heads that each device holds.
+
+    On a GPU each op is tested first, on one device, unless a result is stored.
 
     Args:
         retest: ignore stored results.
     """
+    device = placement.device
     return select(
         config.kernels, platform=device.platform, device_kind=device.device_kind,
         compute_capability=compute_capability(device), dtype=dtype, pool_dtype=config.pool_dtype(dtype),
-        head_dim=model.head_dim,
-        num_heads=model.num_attention_heads, num_kv_heads=model.num_key_value_heads, block_size=block_size,
+        head_dim=model.head_dim, num_heads=model.num_attention_heads // placement.size,
+        num_kv_heads=model.num_key_value_heads // placement.kv_size, block_size=block_size,
         self_test=SelfTest.on(device, cache_folder() / "selftest", retest=retest),
     )  # fmt: skip
 

@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Sharding
 
 from jpaged.config import ModelConfig
 from jpaged.models.base import AttentionSpec
@@ -49,14 +50,13 @@ class KVCache:
         """Return the shape of each array of a pool."""
         return num_blocks, self.num_kv_heads, self.block_size, self.head_dim
 
-    def allocate(self, num_blocks: int, device: jax.Device) -> Pool:
+    def allocate(self, num_blocks: int, sharding: Sharding) -> Pool:
         """Return a pool of zeros.
 
         It is not left uninitialised because an attention kernel may load a block's unwritten rows, and 0 * NaN is NaN.
         """
-        with jax.default_device(device):
-            shape = self.shape(num_blocks)
-            return [jnp.zeros(shape, self.dtype, device=device) for _ in range(2 * self.num_layers)]
+        shape = self.shape(num_blocks)
+        return [jnp.zeros(shape, self.dtype, device=sharding) for _ in range(2 * self.num_layers)]
 
     def attend(
         self, pool: Pool, layer: int, spec: AttentionSpec, batch: Batch, decode: bool, q_tnh: jax.Array,

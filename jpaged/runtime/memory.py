@@ -1,11 +1,10 @@
 """Memory of a device, and the number of KV blocks that fit into it."""
 
 import contextlib
-import functools
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -18,7 +17,7 @@ MAX_CPU_MEMORY_SHARE = 0.25
 
 
 def pool_size(
-    device: jax.Device,
+    devices: Sequence[jax.Device],
     *,
     wanted: int,
     utilization: float,
@@ -26,28 +25,35 @@ def pool_size(
     sampling: Callable[[], int],
     model: Callable[[int], int],
 ) -> int:
-    """Return the number of blocks that fit into memory with the temporaries of the largest steps.
+    """Return the number of blocks that fit into every device's memory with the temporaries of the largest steps.
 
     The steps are compiled as the warm-up will need them. Sampling does not depend on the pool, and usually needs more
     memory than the model's part of a step. If it needs less, that part is compiled again for a smaller pool.
 
     Args:
         wanted: maximum number of blocks that could ever be used; it limits only the pool on a CPU.
+        block_bytes: bytes of a block on each device.
         sampling: return the bytes that sampling and swapping need.
         model: return the bytes that the model's part of a step needs with a pool of a number of blocks.
     """
-    stats = device.memory_stats()
-    if not stats or "bytes_limit" not in stats:
-        return cpu_num_blocks(wanted, block_bytes)
-    fitting = functools.partial(
-        fitting_blocks, limit=stats["bytes_limit"], in_use=stats["bytes_in_use"], utilization=utilization,
-        bytes_per_block=block_bytes,
-    )  # fmt: skip
+    stats = [device.memory_stats() for device in devices]
+    if not all(each and "bytes_limit" in each for each in stats):
+        return cpu_num_blocks(wanted, block_bytes * len(devices))
+
+    def fitting(temporaries: int) -> int:
+        return min(
+            fitting_blocks(
+                limit=each["bytes_limit"], in_use=each["bytes_in_use"], utilization=utilization,
+                bytes_per_block=block_bytes, temporaries=temporaries,
+            )
+            for each in stats
+        )  # fmt: skip
+
     logger.info("compiling the largest steps, to measure the memory that they leave for the KV pool")
     beside = sampling()
-    num_blocks = fitting(temporaries=beside)
+    num_blocks = fitting(beside)
     inside = model(num_blocks)
-    return num_blocks if inside <= beside else fitting(temporaries=inside)
+    return num_blocks if inside <= beside else fitting(inside)
 
 
 def temporaries(steps: Iterable[jax.stages.Lowered]) -> int:
@@ -90,10 +96,13 @@ def check_override(num_blocks: int, bytes_per_block: int, available: int) -> Non
         )
 
 
-def available_memory(device: jax.Device) -> int:
-    """Return the free bytes of a device's memory; of the host's for a CPU."""
-    stats = device.memory_stats()
-    return stats["bytes_limit"] - stats["bytes_in_use"] if stats and "bytes_limit" in stats else available_host_memory()
+def available_memory(devices: Sequence[jax.Device]) -> int:
+    """Return the free bytes of the device with the fewest; CPUs share those of the host."""
+    stats = [device.memory_stats() for device in devices]
+    if not all(each and "bytes_limit" in each for each in stats):
+        return available_host_memory() // len(devices)
+    least: int = min(each["bytes_limit"] - each["bytes_in_use"] for each in stats)
+    return least
 
 
 def available_host_memory() -> int:

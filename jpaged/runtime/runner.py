@@ -22,13 +22,15 @@ from jpaged.runtime.device_rows import DeviceRows
 from jpaged.runtime.kernel_choice import select_kernels
 from jpaged.runtime.kv_cache import KVCache
 from jpaged.runtime.memory import available_memory, check_override, explain_exhaustion, pool_size
-from jpaged.runtime.parameters import by_name, checked, explain_deletion
+from jpaged.runtime.parameters import checked, described, explain_deletion
 from jpaged.runtime.pending import PendingStep
+from jpaged.runtime.placement import Placement, devices_of
 from jpaged.runtime.row_table import RowTable
 from jpaged.runtime.shapes import Shapes
 from jpaged.runtime.step import Computed, Step
 from jpaged.runtime.step_costs import StepCosts, further_shapes, stored_costs
 from jpaged.runtime.swap import TRANSFERS
+from jpaged.runtime.tensor_parallel import divide_kernels
 from pallas_kernels import Kernels
 
 logger = logging.getLogger(__name__)
@@ -38,7 +40,8 @@ class ModelRunner:
     """Runner of plans: call `warm_up`, then `dispatch` for each plan.
 
     Args:
-        model: its arrays are used as they are, not copied; they lie on one device.
+        model: its arrays are used as they are, not copied; they lie on one device, or divided among several as
+            `Placement` says.
         limits: the scheduler's limits.
         kernels: kernels chosen before the model was loaded; None: choose them now.
 
@@ -54,49 +57,53 @@ class ModelRunner:
     def __init__(self, model: Model, config: EngineConfig, limits: Limits, kernels: Kernels | None = None):
         graphdef, state = nnx.split(model)
         leaves, treedef = jax.tree.flatten(state)
-        self.device = next(iter(leaves[0].devices()))
-        self._expected = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in by_name(state).items()}
-        self.params = checked(state, self._expected, self.device)
+        self.placement = Placement.on(devices_of(leaves), model.config)
+        self._expected = described(state, self.placement)
+        self.params = checked(state, self._expected)
         llama, dtype = model.config, str(self.params[0].dtype)
         self.vocab_size = llama.vocab_size
-        self.kernels = kernels or select_kernels(config, llama, limits.block_size, dtype, self.device)
+        self.kernels = kernels or select_kernels(config, llama, limits.block_size, dtype, self.placement)
         logger.info("attention kernels: %s (%s)", self.kernels.name, self.kernels.reason)
-        cache = KVCache.of(llama, limits.block_size, config.pool_dtype(dtype), self.kernels)
+        divided = divide_kernels(self.kernels, self.placement)
+        cache = KVCache.of(llama, limits.block_size, config.pool_dtype(dtype), divided)
+        block_bytes = cache.block_bytes // self.placement.kv_size  # on each device
         self.costs: StepCosts = {}
-        device = self.device.platform, self.device.device_kind, os.cpu_count()
+        first, devices = self.placement.device, self.placement.devices
+        device = first.platform, first.device_kind, len(devices), os.cpu_count()
         self._costs_key = repr((jax.__version__, device, llama, dtype, limits, self.kernels.name, cache.dtype))
         if config.num_gpu_blocks_override:
-            check_override(config.num_gpu_blocks_override, cache.block_bytes, available_memory(self.device))
+            check_override(config.num_gpu_blocks_override, block_bytes, available_memory(devices))
         table_width = -(-limits.max_model_len // limits.block_size)
-        self.shapes = Shapes(Buckets(limits), table_width, llama.vocab_size, self.device)
-        self.step = Step(graphdef, treedef, cache, self.shapes.layouts)
+        self.shapes = Shapes(Buckets(limits), table_width, llama.vocab_size, self.placement)
+        self.step = Step(graphdef, treedef, cache, self.shapes.layouts, self.placement)
         copy_sizes = ladder(8, max(8, limits.max_num_seqs), 4)
         table = RowTable(limits.max_num_seqs, table_width, limits.block_size)
-        self.rows = DeviceRows(table, llama.vocab_size, copy_sizes, self.device)
+        self.rows = DeviceRows(table, llama.vocab_size, copy_sizes, self.placement)
         most = limits.max_num_seqs * table_width
-        num_host_blocks = min(int(config.swap_space * 2**30 // cache.block_bytes), most)
+        num_host_blocks = min(int(config.swap_space * 2**30 // (block_bytes * len(devices))), most)
         num_blocks = config.num_gpu_blocks_override or pool_size(
-            self.device, wanted=most, utilization=config.gpu_memory_utilization, block_bytes=cache.block_bytes,
+            devices, wanted=most, utilization=config.gpu_memory_utilization, block_bytes=block_bytes,
             sampling=lambda: max(
-                2 * TRANSFERS[-1] * cache.block_bytes if num_host_blocks else 0,
+                2 * TRANSFERS[-1] * block_bytes if num_host_blocks else 0,
                 self.shapes.sampling_temporaries(
                     self.step, self.params, self.rows.state, self.rows.last_tokens, llama.hidden_size, dtype
                 ),
             ),
             model=lambda num_blocks: self.shapes.model_temporaries(
                 self.step, self.params,
-                [self.shapes.on_device(cache.shape(num_blocks), cache.dtype)] * (2 * cache.num_layers),
+                [self.shapes.on_devices(cache.shape(num_blocks), cache.dtype, self.placement.pool)]
+                * (2 * cache.num_layers),
                 self.rows.last_tokens,
             ),
         )  # fmt: skip
-        measured = not config.num_gpu_blocks_override and self.device.platform != "cpu"
-        size = f"{num_blocks * cache.block_bytes / 2**30:.2f} GiB"
+        measured = not config.num_gpu_blocks_override and first.platform != "cpu"
+        size = f"{num_blocks * block_bytes / 2**30:.2f} GiB" + " on each device" * (len(devices) > 1)
         self._exhaustion = functools.partial(
             explain_exhaustion, "gpu_memory_utilization" if measured else "num_gpu_blocks_override",
             f"{num_blocks} blocks ({size})",
         )  # fmt: skip
         with self._exhaustion():
-            self.blocks = BlockStore(cache, num_blocks, num_host_blocks, copy_sizes, self.device)
+            self.blocks = BlockStore(cache, num_blocks, num_host_blocks, copy_sizes, self.placement)
         logger.info("KV pool: %d blocks of %d tokens (%s, %s)", num_blocks, limits.block_size, size, cache.dtype)
 
     def warm_up(self, *, progress: bool = True) -> None:
@@ -156,7 +163,7 @@ class ModelRunner:
         Raises:
             ValueError: `update_params` would reject them; the message has the first difference.
         """
-        checked(state, self._expected, self.device)
+        checked(state, self._expected)
 
     def update_params(self, state: Any) -> None:
         """Serve other parameters of the same tree, shapes and dtypes, from the next step on.
@@ -169,7 +176,7 @@ class ModelRunner:
         Raises:
             ValueError: the parameters do not match; the message has the first difference, and nothing is changed.
         """
-        self.params = checked(state, self._expected, self.device)
+        self.params = checked(state, self._expected)
 
     def recover(self) -> None:
         """Allocate the KV pool and the rows again, empty, if a failed step has lost them.
@@ -186,13 +193,13 @@ class ModelRunner:
             return Done(StepResult(()))
         shapes, table = self.shapes, self.rows.table
         made = make_batch(plan, table, shapes.buckets, shapes.layouts)
-        computed = self._forward(jax.device_put(made.buffer, self.device), made.bucket)
+        computed = self._forward(self.placement.put(made.buffer), made.bucket)
         bits = shapes.no_bits[made.bucket.num_seqs]
         if make_masks is not None:
             masks = np.zeros(bits.shape, np.uint32)
             masks[np.flatnonzero(made.mask_of >= 0)] = make_masks()[made.mask_of[made.mask_of >= 0]]
             # Committed as those are that stand for no bits at all, for else it would be another executable.
-            bits = jax.device_put(masks, self.device)
+            bits = self.placement.put(masks)
         chosen, listed = self._choose(computed, bits)
         prompt, targets = None, made.batch.targets
         if computed.x_td is not None and (targets >= 0).any():

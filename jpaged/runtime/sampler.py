@@ -55,22 +55,24 @@ class Sampled(NamedTuple):
     top_logprobs: Array  # [S, K] float32; -inf past num_top
 
 
-def sample(
-    logits_sv: jax.Array, state: SamplingState, sampling: Sampling, num_top: int
-) -> tuple[Sampled, SamplingState]:
-    """Return the next token of each row, and the state with the tokens that were `counted`.
+def count(state: SamplingState, sampling: Sampling) -> SamplingState:
+    """Return the state with the tokens that are `counted`; it is to be donated by the jitted caller."""
+    return count_tokens(state, sampling.rows, jnp.where(sampling.stateful, sampling.counted, -1))
 
-    The order is vLLM's: count, mask, bias, penalties, then greedy, or temperature, min-p, top-k, top-p and a draw. A
-    row that allows no token gets token 0.
+
+def sample(logits_sv: jax.Array, state: SamplingState, sampling: Sampling, num_top: int) -> Sampled:
+    """Return the next token of each row.
+
+    The order is vLLM's: mask, bias, penalties, then greedy, or temperature, min-p, top-k, top-p and a draw. A row that
+    allows no token gets token 0.
 
     Args:
         logits_sv: [S, V] float32.
-        state: to be donated by the jitted caller; only its counts change, in place.
+        state: the result of `count`.
         sampling: arrays for S samples.
         num_top: K, static: the longest list of best tokens that a row may ask for; V if that is less.
     """
     k = min(num_top, logits_sv.shape[1])
-    state = count_tokens(state, sampling.rows, jnp.where(sampling.stateful, sampling.counted, -1))
     lse_s = jax.nn.logsumexp(logits_sv, axis=-1)
     drawn_s, listed_s = sampling.temperature > 0, sampling.num_top > 0
     processed_s = sampling.masked | sampling.stateful
@@ -95,7 +97,7 @@ def sample(
         choose,
         lambda: (_argmax(logits_sv), *_no_descriptions(len(logits_sv), k)),
     )
-    return Sampled(tokens, _logprobs(logits_sv, tokens, lse_s), *described), state
+    return Sampled(tokens, _logprobs(logits_sv, tokens, lse_s), *described)
 
 
 def token_logprobs(

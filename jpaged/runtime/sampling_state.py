@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
 
 
 class SamplingState(NamedTuple):
@@ -16,10 +17,10 @@ class SamplingState(NamedTuple):
     bias: jax.Array  # [R, V] float32, added to the logit; -inf forbids the token
 
 
-def empty_state(num_rows: int, vocab_size: int, device: jax.Device | None = None) -> SamplingState:
+def empty_state(num_rows: int, vocab_size: int, sharding: Sharding | None = None) -> SamplingState:
     """Return a state of empty rows: no token seen, none biased."""
     shape = num_rows, vocab_size
-    return SamplingState(*(jnp.zeros(shape, dtype, device=device) for dtype in (jnp.int32, jnp.bool, jnp.float32)))
+    return SamplingState(*(jnp.zeros(shape, dtype, device=sharding) for dtype in (jnp.int32, jnp.bool, jnp.float32)))
 
 
 def host_row(

@@ -4,17 +4,18 @@ from collections.abc import Iterable
 
 import jax
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Sharding
 
 from jpaged.runtime.batch import Bucket, Buckets, Layout
 from jpaged.runtime.memory import temporaries
+from jpaged.runtime.placement import Placement
 from jpaged.runtime.row_table import NUM_SCALARS
 from jpaged.runtime.sampling_state import SamplingState
 from jpaged.runtime.step import Step
 
 
 class Shapes:
-    """Shapes of all steps on a device.
+    """Shapes of all steps.
 
     Args:
         table_width: W, the maximum blocks of a sequence.
@@ -25,8 +26,8 @@ class Shapes:
             steps have no others.
     """
 
-    def __init__(self, buckets: Buckets, table_width: int, vocab_size: int, device: jax.Device):
-        self.buckets, self._device = buckets, device
+    def __init__(self, buckets: Buckets, table_width: int, vocab_size: int, placement: Placement):
+        self.buckets, self._placement = buckets, placement
         self._table_width, self._num_words = table_width, -(-vocab_size // 32)
         self.layouts: dict[Bucket, Layout] = {}
         self.no_bits: dict[int, jax.Array] = {}
@@ -39,16 +40,16 @@ class Shapes:
             self.layouts[bucket] = Layout(bucket, self._table_width)
             if bucket.num_seqs not in self.no_bits:
                 bits = np.zeros((bucket.num_seqs, self._num_words), np.uint32)
-                self.no_bits[bucket.num_seqs] = jax.device_put(bits, self._device)
+                self.no_bits[bucket.num_seqs] = self._placement.put(bits)
 
     def padding(self, bucket: Bucket) -> jax.Array:
         """Return the buffer of a batch of padding only."""
-        buffer: jax.Array = jax.device_put(self.layouts[bucket].empty()[0], self._device)
+        buffer: jax.Array = self._placement.put(self.layouts[bucket].empty()[0])
         return buffer
 
-    def on_device(self, shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
-        """Return the description of an array, for functions that are compiled and not run."""
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(self._device))
+    def on_devices(self, shape: tuple[int, ...], dtype: str, sharding: Sharding | None = None) -> jax.ShapeDtypeStruct:
+        """Return the description of an array, for functions that are compiled and not run; whole by default."""
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding or self._placement.whole)
 
     def model_temporaries(
         self, step: Step, params: list[jax.Array], pool: list[jax.ShapeDtypeStruct], last_tokens_r: jax.Array
@@ -65,13 +66,13 @@ class Shapes:
         """Return the bytes that the largest steps need for samples and prompt logprobs."""
         lowered = []
         for bucket in self._largest:
-            x_sd = self.on_device((bucket.num_seqs, hidden_size), dtype)
-            rows_sf = self.on_device((bucket.num_seqs, NUM_SCALARS + 4), "int32")
+            x_sd = self.on_devices((bucket.num_seqs, hidden_size), dtype)
+            rows_sf = self.on_devices((bucket.num_seqs, NUM_SCALARS + 4), "int32")
             bits = self.no_bits[bucket.num_seqs]
             lowered.append(step.choose.lower(params, state, last_tokens_r, x_sd, rows_sf, bits))
             if not bucket.decode:
-                x_td = self.on_device((bucket.num_tokens, hidden_size), dtype)
-                targets_t = self.on_device((bucket.num_tokens,), "int32")
+                x_td = self.on_devices((bucket.num_tokens, hidden_size), dtype)
+                targets_t = self.on_devices((bucket.num_tokens,), "int32")
                 lowered.append(step.score.lower(params, x_td, targets_t))
         return temporaries(lowered)
 

@@ -12,9 +12,11 @@ from jpaged.core.params import MAX_LOGPROBS, MAX_TOP
 from jpaged.models.base import Model
 from jpaged.runtime.batch import Batch, Bucket, Layout
 from jpaged.runtime.kv_cache import KVCache, Pool
+from jpaged.runtime.placement import Placement
 from jpaged.runtime.row_table import SCALARS
-from jpaged.runtime.sampler import Sampled, Sampling, sample, token_logprobs
+from jpaged.runtime.sampler import Sampled, Sampling, token_logprobs
 from jpaged.runtime.sampling_state import SamplingState
+from jpaged.runtime.tensor_parallel import sample_divided, whole_logits
 
 
 def forward(model: Model, cache: KVCache, pool: Pool, batch: Batch, *, decode: bool) -> tuple[jax.Array, Pool]:
@@ -50,6 +52,7 @@ class Step:
     Args:
         cache: the layout of the pool.
         layouts: layouts of the batches of each bucket.
+        placement: the places of all arrays. Results other than the pool are whole on every device.
 
     Attributes:
         forward: (params, pool, last_tokens [R], buffer, bucket) -> (Computed, pool), the pool donated, the bucket
@@ -62,7 +65,7 @@ class Step:
 
     def __init__(
         self, graphdef: nnx.GraphDef[Any], treedef: jax.tree_util.PyTreeDef, cache: KVCache,
-        layouts: dict[Bucket, Layout],
+        layouts: dict[Bucket, Layout], placement: Placement,
     ):  # fmt: skip
         def merged(params: list[jax.Array]) -> Model:
             model: Model = nnx.merge(graphdef, jax.tree.unflatten(treedef, params))
@@ -86,16 +89,20 @@ class Step:
             rows_sf: jax.Array, bits: jax.Array,
         ) -> tuple[jax.Array, jax.Array, SamplingState, jax.Array]:  # fmt: skip
             sampling = sampling_of(rows_sf, bits)
-            sampled, state = sample(merged(params).logits(x_sd), state, sampling, MAX_TOP)
+            sampled, state = sample_divided(merged(params).logits(x_sd), state, sampling, MAX_TOP, placement)
             at_s = jnp.where(sampling.rows < 0, len(last_tokens_r), sampling.rows)  # past the end: dropped
             return *_packed(sampled), state, last_tokens_r.at[at_s].set(sampled.tokens, mode="drop")
 
         def score(params: list[jax.Array], x_td: jax.Array, targets_t: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return _packed(token_logprobs(merged(params).logits, x_td, targets_t, MAX_LOGPROBS))
+            model = merged(params)
+            logits_of = lambda x_td: whole_logits(model.logits(x_td), placement)
+            return _packed(token_logprobs(logits_of, x_td, targets_t, MAX_LOGPROBS))
 
-        self.forward = jax.jit(run, static_argnums=4, donate_argnums=1)
-        self.choose = jax.jit(choose, donate_argnums=(1, 2))
-        self.score = jax.jit(score)
+        # Results that lay elsewhere than the arguments of the next step would need further executables.
+        whole = placement.whole
+        self.forward = jax.jit(run, static_argnums=4, donate_argnums=1, out_shardings=(whole, placement.pool))
+        self.choose = jax.jit(choose, donate_argnums=(1, 2), out_shardings=whole)
+        self.score = jax.jit(score, out_shardings=whole)
 
 
 def sampling_of(rows_sf: jax.Array, allowed_bits: jax.Array) -> Sampling:

@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import SingleDeviceSharding
 
 from jpaged.runtime.kv_cache import gather, scatter
+from jpaged.runtime.placement import Placement
 
 # Blocks of one transfer: few shapes, and so few executables; numbers in between are padded.
 TRANSFERS = (4, 16, 64)
@@ -29,10 +29,12 @@ class HostBlocks:
     reused: a request's blocks are swapped together, so then none of the others is needed any more.
     """
 
-    def __init__(self, device: jax.Device):
-        kinds = {memory.kind for memory in device.addressable_memories()}
-        self._host = SingleDeviceSharding(device, memory_kind="pinned_host" if "pinned_host" in kinds else None)
-        self._device = SingleDeviceSharding(device)
+    def __init__(self, placement: Placement):
+        kinds = {memory.kind for memory in placement.device.addressable_memories()}
+        self._placement = placement
+        self._host = placement.blocks.with_memory_kind("pinned_host") if "pinned_host" in kinds else placement.blocks
+        self._gather = jax.jit(gather, out_shardings=placement.blocks)
+        self._scatter = jax.jit(scatter, donate_argnums=0, out_shardings=placement.pool)
         self._chunks: dict[int, _Chunk] = {}
 
     def swap_out(self, pool: list[jax.Array], pairs: Pairs) -> None:
@@ -44,7 +46,7 @@ class HostBlocks:
         for part in _transfers(pairs):
             sources = np.zeros(_padded(len(part)), np.int32)
             sources[: len(part)] = [source for source, _ in part]
-            blocks = _gather(pool, jax.device_put(sources, self._device))
+            blocks = self._gather(pool, self._placement.put(sources))
             chunk = _Chunk(jax.device_put(blocks, self._host), [host for _, host in part])
             for block_id in chunk.block_ids:
                 self._drop(block_id)
@@ -61,9 +63,14 @@ class HostBlocks:
             chunk = self._chunks[next(iter(wanted))]
             destinations = np.full(chunk.blocks.shape[1], -1, np.int32)
             destinations[: len(chunk.block_ids)] = [wanted.pop(block_id, -1) for block_id in chunk.block_ids]
-            pool = _scatter(pool, *jax.device_put((chunk.blocks, destinations), self._device))
+            blocks = jax.device_put(chunk.blocks, self._placement.blocks)
+            pool = self._scatter(pool, blocks, self._placement.put(destinations))
             self._drop(chunk.block_ids[0])
         return pool
+
+    def clear(self) -> None:
+        """Drop all blocks."""
+        self._chunks.clear()
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -80,7 +87,3 @@ def _transfers(pairs: Pairs) -> Iterator[Pairs]:
 
 def _padded(count: int) -> int:
     return next(size for size in TRANSFERS if size >= count)
-
-
-_gather = jax.jit(gather)
-_scatter = jax.jit(scatter, donate_argnums=0)

@@ -17,6 +17,7 @@ from jpaged.config import Limits, ModelConfig
 from jpaged.models.checkpoint import abstract_model
 from jpaged.runtime.batch import Bucket, Buckets, Layout
 from jpaged.runtime.kv_cache import KVCache
+from jpaged.runtime.placement import Placement
 from jpaged.runtime.row_table import NUM_SCALARS
 from jpaged.runtime.sampling_state import empty_state
 from jpaged.runtime.step import Step
@@ -71,7 +72,7 @@ def step(name: str, config: ModelConfig, bucket: Bucket, block_size: int) -> tup
     )  # fmt: skip
     cache = KVCache.of(config, block_size, "bfloat16", chosen)
     layout = Layout(bucket, 1024 // block_size + 1)
-    functions = Step(graphdef, treedef, cache, {bucket: layout})
+    functions = Step(graphdef, treedef, cache, {bucket: layout}, Placement.on(deviceless.h200s(), config))
     pool = [S(cache.shape(1300), BF16)] * (2 * config.num_hidden_layers)
     state = jax.eval_shape(lambda: empty_state(bucket.num_seqs, config.vocab_size, jax.devices()[0]))
     last, x_sd = S((bucket.num_seqs,), INT32), S((bucket.num_seqs, config.hidden_size), BF16)

@@ -33,7 +33,7 @@ def test_scripts_name_every_command_and_flag(shell, capsys):
     flags = (
         ("-l max-model-len", "-l no-enable-prefix-caching") if shell == "fish" else ("--max-model-len", "--burstiness")
     )
-    assert all(flag in text for flag in flags) and "tensor-parallel-size" not in text
+    assert all(flag in text for flag in flags) and "pipeline-parallel-size" not in text
 
 
 def test_bash_completes_commands_flags_and_choices(capsys):

@@ -14,7 +14,12 @@ from pallas_kernels.selftest import FAILED, PASSED, TESTS, UNTESTED, Result
 from tests.kernels.test_selftest import put
 
 OPS = {"write_kv", "copy_blocks", "paged_decode_attention", "ragged_paged_attention"}
-H200 = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0", id=0)
+
+
+class H200:
+    """A device of jax that is not there."""
+
+    platform, device_kind, compute_capability, id = "gpu", "NVIDIA H200", "9.0", 0
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +34,7 @@ def no_cards(tmp_path, monkeypatch):
 @pytest.fixture
 def h200(monkeypatch):
     """A GPU whose ops are tested in a process on the CPU."""
-    monkeypatch.setattr(doctor, "jax", SimpleNamespace(devices=lambda: [H200], config=jax.config))
+    monkeypatch.setattr(doctor, "jax", SimpleNamespace(devices=lambda: [H200()], config=jax.config))
     place = lambda cls, device, folder, retest=False: SelfTest(folder, platform="cpu", retest=retest)
     monkeypatch.setattr(SelfTest, "on", classmethod(place))
 
@@ -73,7 +78,7 @@ def test_json_has_the_whole_report(tiny, capsys, tmp_path):
     (tmp_path / "jpaged" / "xla").mkdir(parents=True)
     (tmp_path / "jpaged" / "xla" / "executable").write_bytes(bytes(100))
     found = reported(capsys, "--model", str(tiny), "--dtype", "bfloat16", "--block-size", "32")
-    assert found["devices"] == [{"kind": "cpu", "platform": "cpu", "compute_capability": None}]
+    assert found["devices"] == [{"kind": "cpu", "platform": "cpu", "compute_capability": None}] * jax.device_count()
     assert {op["op"]: op["implementation"] for op in found["ops"]} == dict.fromkeys(OPS, "reference")
     assert found["model"].startswith(f"{tiny}, bfloat16") and "blocks of 32" in found["model"]
     assert found["versions"]["jax"] == jax.__version__ and "python" in found["versions"]

@@ -131,13 +131,13 @@ def test_config_gives_flags_and_the_command_line_wins(tmp_path):
         tmp_path, "serve.yaml",
         "model: org/name\nport: 9000\nmax_model_len: 32k\nserved-model-name: [a, b]\nallowed-origins: x\nseed: -3\n"
         "enable-prefix-caching: false\ntrust-request-chat-template: true\nskip-tokenizer-init: false\n"
-        "tensor-parallel-size: 1\ntrust-remote-code: true\nenforce-eager: false\n",
+        "pipeline-parallel-size: 1\ntrust-remote-code: true\nenforce-eager: false\n",
     )  # fmt: skip
     args = parsed("--port", "1", "--config", path)
     assert (args.model, args.port, args.max_model_len, args.seed) == ("org/name", 1, 32000, -3)
     assert args.served_model_name == ["a", "b"] and args.allowed_origins == ["x"]
     assert not args.enable_prefix_caching and args.trust_request_chat_template and not args.skip_tokenizer_init
-    assert args.notices == ["--tensor-parallel-size: the default", f"--trust-remote-code: {NO_CODE}"]
+    assert args.notices == ["--pipeline-parallel-size: the default", f"--trust-remote-code: {NO_CODE}"]
     args = parsed("mine", f"--config={path}", "--enable-prefix-caching", "--served-model-name", "c")
     assert (args.model, args.port, args.served_model_name) == ("mine", 9000, ["c"]) and args.enable_prefix_caching
     assert (
@@ -208,8 +208,11 @@ def test_flags_of_vllm_are_accepted_with_a_notice_or_refused(flag, capsys):
 
 def test_notices_are_logged(caplog):
     with caplog.at_level("INFO"):
-        vllm_flags.log_notices(parsed("--enable-chunked-prefill", "--tensor-parallel-size", "1"))
-    assert caplog.messages == ["--enable-chunked-prefill: not needed, always on", "--tensor-parallel-size: the default"]
+        vllm_flags.log_notices(parsed("--enable-chunked-prefill", "--pipeline-parallel-size", "1"))
+    assert caplog.messages == [
+        "--enable-chunked-prefill: not needed, always on",
+        "--pipeline-parallel-size: the default",
+    ]
 
 
 def test_server_py_takes_the_same_flags(tmp_path):

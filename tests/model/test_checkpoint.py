@@ -1,9 +1,12 @@
 """Checkpoints in and out: safetensors in one file and in shards, Orbax, strict both ways, little host memory."""
 
+import contextlib
 import json
 import logging
 import re
 import shutil
+import types
+import weakref
 
 import jax
 import ml_dtypes
@@ -20,6 +23,7 @@ from jpaged.demo import DIRECTORY
 from jpaged.engine.build import find_model, load_model, prepare
 from jpaged.models import checkpoint
 from jpaged.models.checkpoint import dummy_model, load_orbax, load_safetensors, save_orbax, save_safetensors
+from jpaged.runtime.placement import Placement
 from tests import checkpoints, models
 
 HF = checkpoints.CASES["biases"]
@@ -47,7 +51,7 @@ def test_loading_without_a_bar_is_logged(directory, monkeypatch, caplog):
     caplog.set_level(logging.INFO, logger="jpaged")
     load_safetensors(directory, CONFIG, "float32", progress=False)
     assert [message.partition(",")[0] for message in caplog.messages] == [
-        f"loaded 1 of {len(checkpoints.tensors(HF))} tensors"
+        f"loaded 1 of {len(checkpoints.tensors(HF))} parameters"
     ]
 
 
@@ -175,38 +179,62 @@ def test_a_missing_orbax_checkpoint(directory):
         load_model(directory, CONFIG, dtype="float32", load_format="orbax", seed=0, progress=False)
 
 
-def test_tensors_are_streamed(directory, monkeypatch):
+class Watched(np.ndarray):
+    """A part of a tensor on the host."""
+
+
+class Slice:
+    """A slice of safetensors that records the parts that are read, and where they end up."""
+
+    def __init__(self, inner, read):
+        self.inner, self.read = inner, read
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def __getitem__(self, index):
+        assert not any(ref() is not None for ref, _ in self.read), "the last part is still held on the host"
+        part = self.inner[index].view(Watched)
+        self.read.append((weakref.ref(part), part.size))
+        return part
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """The parts that are read from safetensors: weak references and sizes."""
+    parts = []
+
+    @contextlib.contextmanager
+    def opened(file):
+        with safe_open(file, "numpy") as tensors:
+            yield types.SimpleNamespace(keys=tensors.keys, get_slice=lambda name: Slice(tensors.get_slice(name), parts))
+
+    monkeypatch.setattr(checkpoint, "_open", opened)
+    return parts
+
+
+def test_tensors_are_streamed(directory, read):
     """Never more than one tensor on the host: each is on the device before the next is read."""
-    live = []
-
-    class Tensors:
-        def __init__(self, file):
-            self.file = file
-
-        def __enter__(self):
-            self.opened = safe_open(self.file, "numpy")
-            return self
-
-        def __exit__(self, *_):
-            pass
-
-        def __getattr__(self, name):
-            return getattr(self.opened, name)
-
-        def get_tensor(self, name):
-            import weakref
-
-            assert not any(ref() is not None for ref in live), "the last tensor is still held on the host"
-            tensor = self.opened.get_tensor(name).view(Watched)
-            live.append(weakref.ref(tensor))
-            return tensor
-
-    class Watched(np.ndarray):
-        pass
-
-    monkeypatch.setattr(checkpoint, "_open", Tensors)
     load_safetensors(directory, CONFIG, "float32", progress=False)
-    assert len(live) == len(checkpoints.tensors(HF))
+    assert len(read) == len(checkpoints.tensors(HF))
+
+
+@pytest.mark.parametrize("load_format", ["safetensors", "orbax", "dummy"])
+def test_each_device_gets_its_part(directory, read, load_format):
+    placement = Placement.on(jax.devices()[:4], CONFIG)
+    if load_format == "orbax":
+        save_orbax(dummy_model(CONFIG, "float32", 0), directory)
+    options = dict(dtype="float32", load_format=load_format, seed=0, progress=False)
+    whole = load_model(directory, CONFIG, **options)
+    read.clear()
+    divided = load_model(directory, CONFIG, place=placement.of, **options)
+    assert_same(divided, whole)
+    for path, leaf in nnx.to_flat_state(nnx.state(divided)):
+        assert leaf[...].sharding == placement.of(leaf), path
+    if load_format == "safetensors":
+        sizes = [size for _, size in read]
+        assert max(sizes) == max(x.size for x in leaves(whole).values()) / 4
+        assert sum(sizes) == sum(x.size for x in leaves(whole).values()), "each part is read once"
 
 
 def test_parameters_carry_their_axes():

@@ -22,7 +22,7 @@ from jpaged.runtime.step import forward
 from pallas_kernels import rotate
 from tests import checkpoints
 from tests.oracle import make_fixtures
-from tests.runtime.caches import cache_of
+from tests.runtime.caches import cache_of, placement_of
 
 FIXTURES = np.load(Path(__file__).parents[1] / "fixtures" / "llama.npz")
 BLOCK = 8
@@ -33,7 +33,7 @@ class LogitsRunner:
 
     def __init__(self, model, num_blocks: int, buckets: Buckets, width: int):
         cache = cache_of(model.config, BLOCK, "float32")
-        self.pool = cache.allocate(num_blocks, jax.devices()[0])
+        self.pool = cache.allocate(num_blocks, placement_of(model.config).pool)
         self.buckets, self.rows, self.last = buckets, RowTable(1, width, BLOCK), 0
         self.layouts = {bucket: Layout(bucket, width) for bucket in buckets.all}
         self.logits: dict[int, np.ndarray] = {}

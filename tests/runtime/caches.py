@@ -1,7 +1,12 @@
-"""Layouts of KV pools for tests."""
+"""Layouts and places of KV pools for tests."""
+
+from collections.abc import Sequence
+
+import jax
 
 from jpaged.config import ModelConfig
 from jpaged.runtime.kv_cache import KVCache
+from jpaged.runtime.placement import Placement
 from pallas_kernels import select
 
 
@@ -13,3 +18,8 @@ def cache_of(model: ModelConfig, block_size: int, dtype: str) -> KVCache:
         block_size=block_size,
     )  # fmt: skip
     return KVCache.of(model, block_size, dtype, kernels)
+
+
+def placement_of(model: ModelConfig, devices: Sequence[jax.Device] | None = None) -> Placement:
+    """The places of a model's arrays on some devices; by default on the first."""
+    return Placement.on(devices or jax.devices()[:1], model)

@@ -9,7 +9,7 @@ from jpaged.config import ModelConfig
 from jpaged.core.plan import StepPlan
 from jpaged.runtime.block_store import BlockStore
 from jpaged.runtime.swap import TRANSFERS
-from tests.runtime.caches import cache_of
+from tests.runtime.caches import cache_of, placement_of
 
 LLAMA = ModelConfig(
     vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
@@ -19,8 +19,10 @@ LLAMA = ModelConfig(
 
 def numbered(num_host_blocks: int = 4, copy_sizes: tuple[int, ...] = (2, 8)) -> BlockStore:
     """Return a store of four blocks, each full of its own number."""
-    store = BlockStore(cache_of(LLAMA, 8, "float32"), 4, num_host_blocks, copy_sizes, jax.devices()[0])
-    store.pool = [jnp.full(x.shape, jnp.arange(4.0)[:, None, None, None], device=jax.devices()[0]) for x in store.pool]
+    store = BlockStore(cache_of(LLAMA, 8, "float32"), 4, num_host_blocks, copy_sizes, placement_of(LLAMA))
+    store.pool = [
+        jax.device_put(jnp.full(x.shape, jnp.arange(4.0)[:, None, None, None]), x.sharding) for x in store.pool
+    ]
     return store
 
 
@@ -43,7 +45,7 @@ def test_a_step_swaps_out_then_copies_then_swaps_in():
 
 
 def test_the_pool_begins_empty_on_its_device():
-    store = BlockStore(cache_of(LLAMA, 8, "float32"), 4, 4, (2, 8), jax.devices()[0])
+    store = BlockStore(cache_of(LLAMA, 8, "float32"), 4, 4, (2, 8), placement_of(LLAMA))
     assert numbers(store) == [0, 0, 0, 0]
     assert all(x.devices() == {jax.devices()[0]} and x.committed for x in store.pool)
 

@@ -5,17 +5,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpaged import SamplingParams
+from jpaged.config import ModelConfig
 from jpaged.core.plan import Admitted, StepPlan
 from jpaged.runtime.device_rows import DeviceRows
 from jpaged.runtime.row_table import RowTable
 from jpaged.runtime.sampling_state import empty_state
+from tests.runtime.caches import placement_of
 
 V, R = 37, 3
+LLAMA = ModelConfig(
+    vocab_size=V, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16,
+)  # fmt: skip
 STATEFUL = SamplingParams(logit_bias={7: 2.0, 8: 1.0}, allowed_token_ids=[7, 8, 9])
 
 
 def make(num_rows: int = R, copy_sizes: tuple[int, ...] = (2, 4)) -> DeviceRows:
-    return DeviceRows(RowTable(num_rows, 4, 8), V, copy_sizes, jax.devices()[0])
+    return DeviceRows(RowTable(num_rows, 4, 8), V, copy_sizes, placement_of(LLAMA))
 
 
 def admitted(row: int, params: SamplingParams = STATEFUL, **fields) -> Admitted:

@@ -3,14 +3,13 @@
 import dataclasses
 import types
 
-import jax
 import jax.numpy as jnp
 import pytest
 
 from jpaged.config import ModelConfig
 from jpaged.models.base import AttentionSpec
 from jpaged.runtime.kv_cache import KVCache
-from tests.runtime.caches import cache_of
+from tests.runtime.caches import cache_of, placement_of
 
 GIB = 2**30
 LLAMA = ModelConfig(
@@ -28,12 +27,12 @@ def test_block_bytes():
 
 
 def test_the_pool_is_zero():
-    device = jax.devices()[0]
-    pool = dataclasses.replace(cache_of(LLAMA, 8, "bfloat16"), head_dim=128).allocate(5, device)
+    sharding = placement_of(LLAMA).pool
+    pool = dataclasses.replace(cache_of(LLAMA, 8, "bfloat16"), head_dim=128).allocate(5, sharding)
     assert len(pool) == 2 * LLAMA.num_hidden_layers and len({id(array) for array in pool}) == len(pool)
     for array in pool:
         assert (array.shape, array.dtype) == ((5, 2, 8, 128), jnp.bfloat16) and not array.any()
-        assert array.devices() == {device} and array.committed
+        assert array.sharding == sharding and array.committed
 
 
 @pytest.mark.parametrize("rotated", [True, False])

@@ -71,9 +71,9 @@ def test_an_override_may_take_all_that_is_free(num_blocks):
 @pytest.mark.parametrize(
     "stats, expected", [({"bytes_limit": 100, "bytes_in_use": 30}, 70), ({"bytes_in_use": 30}, 5), (None, 5)]
 )
-def test_available_memory_is_the_devices_if_it_tells_and_else_the_hosts(stats, expected, monkeypatch):
-    monkeypatch.setattr(sizing, "available_host_memory", lambda: 5)
-    assert sizing.available_memory(types.SimpleNamespace(memory_stats=lambda: stats)) == expected
+def test_available_memory_is_the_least_of_all_devices_or_a_share_of_the_hosts(stats, expected, monkeypatch):
+    monkeypatch.setattr(sizing, "available_host_memory", lambda: 11)
+    assert sizing.available_memory([device_of({"bytes_limit": 200, "bytes_in_use": 10}), device_of(stats)]) == expected
 
 
 def test_available_host_memory_is_that_of_the_machine():
@@ -114,16 +114,16 @@ def device_of(stats: dict[str, int] | None) -> types.SimpleNamespace:
 @pytest.mark.parametrize(
     "sampling, model, expected, asked", [(40, 30, 5, [5]), (40, 40, 5, [5]), (40, 60, 3, [5]), (0, 0, 9, [9])]
 )
-def test_a_pool_leaves_room_for_the_part_of_a_step_that_needs_more(sampling, model, expected, asked):
+def test_a_pool_leaves_room_on_every_device_for_the_part_of_a_step_that_needs_more(sampling, model, expected, asked):
     pools = []
 
     def of_model(num_blocks: int) -> int:
         pools.append(num_blocks)
         return model
 
-    device = device_of({"bytes_limit": 200, "bytes_in_use": 10})
+    devices = [device_of({"bytes_limit": 200, "bytes_in_use": used}) for used in (0, 10, 5)]
     sizes = {"utilization": 0.5, "block_bytes": 10, "wanted": 1000}
-    found = sizing.pool_size(device, sampling=lambda: sampling, model=of_model, **sizes)
+    found = sizing.pool_size(devices, sampling=lambda: sampling, model=of_model, **sizes)
     assert (found, pools) == (expected, asked)
 
 
@@ -131,7 +131,7 @@ def test_a_pool_leaves_room_for_the_part_of_a_step_that_needs_more(sampling, mod
 def test_a_device_without_figures_has_a_modest_pool_and_compiles_nothing(stats, monkeypatch):
     monkeypatch.setattr(sizing, "cpu_num_blocks", lambda *args: args)
     sizes = {"wanted": 7, "utilization": 0.5, "block_bytes": 10}
-    assert sizing.pool_size(device_of(stats), sampling=lambda: 1 // 0, model=lambda _: 1 // 0, **sizes) == (7, 10)
+    assert sizing.pool_size([device_of(stats)] * 2, sampling=lambda: 1 // 0, model=lambda _: 1 // 0, **sizes) == (7, 20)
 
 
 def test_temporaries_are_those_of_the_step_that_needs_most():

@@ -1,23 +1,32 @@
 """Parameters by name, and the refusal of those that differ."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from jpaged.config import ModelConfig
 from jpaged.models.checkpoint import dummy_model
-from jpaged.runtime.parameters import by_name, checked, explain_deletion
+from jpaged.runtime.parameters import by_name, checked, described, explain_deletion
+from jpaged.runtime.placement import Placement
 from tests import models
 
-DEVICE = jax.devices()[0]
+CONFIG = ModelConfig.from_hf(models.TINY)
 NORM = "layers.1.input_layernorm.scale"
 
 
 @pytest.fixture(scope="module")
 def model():
-    return dummy_model(ModelConfig.from_hf(models.TINY), "float32", seed=0)
+    return dummy_model(CONFIG, "float32", seed=0)
+
+
+@pytest.fixture
+def expected(model):
+    return described(nnx.state(model), Placement.on(jax.devices()[:1], CONFIG))
 
 
 @pytest.fixture
@@ -44,8 +53,8 @@ def test_a_module_its_state_and_nested_dicts_have_the_same_leaves(model, leaves,
     assert "layers.1.self_attn.q_proj.weight" in found
 
 
-def test_arrays_keep_their_memory_and_the_order_that_is_expected(leaves):
-    found = checked(nested(dict(reversed(leaves.items()))), leaves, DEVICE)
+def test_arrays_keep_their_memory_and_the_order_that_is_expected(leaves, expected):
+    found = checked(nested(dict(reversed(leaves.items()))), expected)
     assert [array.unsafe_buffer_pointer() for array in found] == [
         leaf.unsafe_buffer_pointer() for leaf in leaves.values()
     ]
@@ -62,17 +71,17 @@ def test_arrays_keep_their_memory_and_the_order_that_is_expected(leaves):
         ({NORM: jnp.ones(64, jnp.bfloat16)}, "is bfloat16, not float32"),
     ],
 )
-def test_the_first_difference_is_named(leaves, changed, told):
+def test_the_first_difference_is_named(leaves, expected, changed, told):
     other = {name: leaf for name, leaf in (leaves | changed).items() if leaf is not None}
     with pytest.raises(ValueError, match=rf"^params: {next(iter(changed))} {told}$"):
-        checked(nested(other), leaves, DEVICE)
+        checked(nested(other), expected)
 
 
-def test_deleted_arrays_are_refused_and_named(leaves):
+def test_deleted_arrays_are_refused_and_named(leaves, expected):
     gone = jnp.ones(64)
     gone.delete()
     with pytest.raises(ValueError, match=f"^params: {NORM} was deleted, as a train step"):
-        checked(nested(leaves | {NORM: gone}), leaves, DEVICE)
+        checked(nested(leaves | {NORM: gone}), expected)
     told = r"^params: .* were deleted, .* update_params$"
     with pytest.raises(RuntimeError, match=told), explain_deletion([gone]):
         gone.block_until_ready()
@@ -80,6 +89,18 @@ def test_deleted_arrays_are_refused_and_named(leaves):
         raise RuntimeError("another")
 
 
-def test_arrays_elsewhere_are_refused(leaves):
-    with pytest.raises(ValueError, match=r"^params: \S+ lies on .*cpu.*, not on GPU 7 alone$"):
-        checked(nested(leaves), leaves, "GPU 7")
+@pytest.mark.parametrize(
+    "num_devices, spec, told",
+    [
+        (1, P(), "on {1} alone, not on {0} alone"),
+        (2, P(), r"whole on {1}, {2}, not on {0} alone"),
+        (2, P("x"), r"as P\('x',?\) of a mesh \(x=2\) on {1}, {2}, not on {0} alone"),
+    ],
+)
+def test_arrays_elsewhere_are_refused(leaves, expected, num_devices, spec, told):
+    devices = jax.devices()
+    mesh = jax.sharding.Mesh(devices[1 : 1 + num_devices], "x")
+    moved = jax.device_put(leaves[NORM], jax.NamedSharding(mesh, spec))
+    words = told.format(*map(re.escape, map(str, devices)))
+    with pytest.raises(ValueError, match=rf"^params: {NORM} lies {words}$"):
+        checked(nested(leaves | {NORM: moved}), expected)

@@ -29,7 +29,7 @@ from jpaged.runtime.step import Step
 from jpaged.runtime.swap import TRANSFERS
 from pallas_kernels import SelfTest, select
 from tests import deviceless
-from tests.runtime.caches import cache_of
+from tests.runtime.caches import cache_of, placement_of
 
 LLAMA = ModelConfig(
     vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
@@ -235,7 +235,8 @@ BUCKETS = [Bucket(8, 8, True), Bucket(64, 8, False)]
 @pytest.mark.parametrize("bucket", BUCKETS, ids=["decode", "mixed"])
 def test_the_step_aliases_the_pool_and_copies_none_of_it_on_a_cpu(bucket):
     graphdef, treedef, params, pool, (state, last), layout = step_avals(LLAMA, "float32", bucket)
-    step, buffer = Step(graphdef, treedef, cache_for("reference", "float32"), {bucket: layout}), layout.empty()[0]
+    cache, buffer = cache_for("reference", "float32"), layout.empty()[0]
+    step = Step(graphdef, treedef, cache, {bucket: layout}, placement_of(LLAMA))
     lowered = step.forward.lower(params, pool, last, buffer, bucket)
     assert (lowered.out_info[0].x_td is None) == bucket.decode, "only a prompt's tokens may be scored"
     compiled, pool_bytes = lowered.compile(), POOL_BLOCKS * bytes_of_a_block("float32")
@@ -255,7 +256,8 @@ def test_the_step_aliases_the_pool_and_copies_none_of_it_on_an_h200(bucket):
     if reason := deviceless.why_not():
         pytest.skip(reason)
     graphdef, treedef, params, pool, (_, last), layout = step_avals(LLAMA, "bfloat16", bucket)
-    step = Step(graphdef, treedef, cache_for("mosaic", "bfloat16"), {bucket: layout})
+    placement = placement_of(LLAMA, deviceless.h200s())
+    step = Step(graphdef, treedef, cache_for("mosaic", "bfloat16"), {bucket: layout}, placement)
     compiled = deviceless.compile_for_h200(
         lambda *args: step.forward(*args, bucket), params, pool, last, layout.empty()[0], donate_argnums=1,
         figures=False,
@@ -272,7 +274,8 @@ def test_choosing_aliases_its_state_and_copies_none_of_it_on_an_h200():
         pytest.skip(reason)
     bucket = BUCKETS[0]
     graphdef, treedef, params, _, (state, last), layout = step_avals(LLAMA, "bfloat16", bucket)
-    step = Step(graphdef, treedef, cache_for("mosaic", "bfloat16"), {bucket: layout})
+    placement = placement_of(LLAMA, deviceless.h200s())
+    step = Step(graphdef, treedef, cache_for("mosaic", "bfloat16"), {bucket: layout}, placement)
     x_sd = jax.ShapeDtypeStruct((bucket.num_seqs, LLAMA.hidden_size), "bfloat16")
     taken = samples_of(bucket, x_sd)
     compiled = deviceless.compile_for_h200(
@@ -475,11 +478,13 @@ def test_kernels_of_a_gpu_are_tested_first(options, monkeypatch):
     chosen = {}
     monkeypatch.setattr(kernel_choice, "select", lambda *_, **given: chosen.update(given))
     device = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0", id=3)
-    select_kernels(EngineConfig(), LLAMA, 32, "bfloat16", device, **options)
+    placement = types.SimpleNamespace(device=device, size=4, kv_size=1)
+    select_kernels(EngineConfig(), LLAMA, 32, "bfloat16", placement, **options)
     retest = options.get("retest", False)
     assert chosen["self_test"] == SelfTest(cache_folder() / "selftest", device=3, retest=retest)
     assert (chosen["platform"], chosen["device_kind"], chosen["compute_capability"]) == ("gpu", "NVIDIA H200", 9.0)
     assert chosen["dtype"] == chosen["pool_dtype"] == "bfloat16" and chosen["block_size"] == 32
+    assert (chosen["num_heads"], chosen["num_kv_heads"]) == (LLAMA.num_attention_heads // 4, LLAMA.num_key_value_heads)
 
 
 def test_temporaries_are_xlas_own_account(llm):
@@ -512,7 +517,7 @@ def test_an_error_for_want_of_memory_names_the_field_that_sized_the_pool(model, 
     monkeypatch.setattr(runner_module, "available_memory", lambda device: 2**40)
     monkeypatch.setattr(KVCache, "allocate", lambda *args: pools.append(args) or [])
     runner = ModelRunner(model, EngineConfig(num_gpu_blocks_override=override), Limits(16, 2, 8, 8))
-    assert pools == [(runner.blocks.cache, 10**5, runner.device)]
+    assert pools == [(runner.blocks.cache, 10**5, runner.placement.pool)]
     size = 10**5 * cache_of(LLAMA, 8, "float32").block_bytes / 2**30
     words = rf"^{name}: no memory is left with a KV pool of 100000 blocks \({size:.2f} GiB\)"
     with pytest.raises(ValueError, match=words), runner._exhaustion():

@@ -20,12 +20,19 @@ from jpaged.runtime.sampler import (
     _process,
     _threshold_of_list,
     _top,
+    count,
     sample,
     token_logprobs,
 )
 from jpaged.runtime.sampling_state import SamplingState, empty_state, host_row
 
-SAMPLE = jax.jit(sample, static_argnums=3)
+
+def count_and_sample(logits, state, sampling, num_top):
+    state = count(state, sampling)
+    return sample(logits, state, sampling, num_top), state
+
+
+SAMPLE = jax.jit(count_and_sample, static_argnums=3)
 KEEP = jax.jit(_keep_likely)
 PROCESS = jax.jit(_process)
 V = 77  # no multiple of 32
@@ -662,7 +669,9 @@ def test_xla_makes_no_sort_of_the_vocabulary_of_a_selection(num_top):
 def test_the_state_is_changed_in_place():
     state, sampling = empty_state(256, 1000), empty_sampling(2, 1000)
     compiled = (
-        jax.jit(sample, static_argnums=3, donate_argnums=1).lower(np.zeros((2, 1000)), state, sampling, K).compile()
+        jax.jit(count_and_sample, static_argnums=3, donate_argnums=1)
+        .lower(np.zeros((2, 1000)), state, sampling, K)
+        .compile()
     )
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes == sum(array.nbytes for array in state)

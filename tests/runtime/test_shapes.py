@@ -6,19 +6,24 @@ import jax
 import numpy as np
 import pytest
 
-from jpaged.config import Limits
+from jpaged.config import Limits, ModelConfig
 from jpaged.runtime import shapes as shapes_module
 from jpaged.runtime.batch import Bucket, Buckets
 from jpaged.runtime.row_table import NUM_SCALARS
 from jpaged.runtime.shapes import Shapes
+from tests.runtime.caches import placement_of
 
 V = 97  # four words of masks
+LLAMA = ModelConfig(
+    vocab_size=V, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16,
+)  # fmt: skip
 LIMITS = Limits(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=32)
 
 
 @pytest.fixture
 def shapes() -> Shapes:
-    return Shapes(Buckets(LIMITS), 8, V, jax.devices()[0])
+    return Shapes(Buckets(LIMITS), 8, V, placement_of(LLAMA))
 
 
 class Lowered:

@@ -16,6 +16,7 @@ from jpaged.runtime.kv_cache import KVCache
 from jpaged.runtime.row_table import NUM_SCALARS, SCALARS
 from jpaged.runtime.sampling_state import empty_state
 from jpaged.runtime.step import Step, forward, sampling_of
+from tests.runtime.caches import placement_of
 
 LLAMA = ModelConfig(
     vocab_size=40, hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2,
@@ -100,7 +101,7 @@ def test_only_a_decode_step_uses_the_decode_op(decode):
     batch.sampled_from[:] = 1, 0, 2, 3
     batch.sample_rows[:3], batch.masked[:] = (0, 3, 1), (1, 0, 0, 1)
     batch.decodes[:] = 0, 1, 1, 1
-    step = Step(graphdef, treedef, KVCache.of(LLAMA, 4, "float32", kernels), layouts)
+    step = Step(graphdef, treedef, KVCache.of(LLAMA, 4, "float32", kernels), layouts, placement_of(LLAMA))
     (x_sd, rows_sf, x_td, targets_t), pool = step.forward(leaves, pool, jnp.array([30, 31]), buffer, bucket)
     assert rows_sf[:, :-4].tolist() == batch.scalars.tolist()
     assert rows_sf[:, -4:].T.tolist() == [[0, 3, 1, -1], [1, 0, 0, 1], [9, 8, 10, 1], [31, 5, 30, 0]]
@@ -139,7 +140,7 @@ def test_samples_are_the_last_tokens_of_their_rows():
     graphdef, params = nnx.split(dummy_model(LLAMA, "float32", seed=0))
     leaves, treedef = jax.tree.flatten(params)
     layout = Layout(Bucket(8, 4, True), 2)
-    step = Step(graphdef, treedef, None, {})
+    step = Step(graphdef, treedef, None, {}, placement_of(LLAMA))
     rows_sf = np.concatenate([layout.empty()[1].scalars, np.int32([(0, 2, -1, -1)] + [(0,) * 4] * 3).T], axis=1)
     last_tokens, state = jnp.full(4, 39), empty_state(4, LLAMA.vocab_size)
     x_sd = jnp.asarray(np.random.default_rng(0).normal(size=(4, LLAMA.hidden_size)), jnp.float32)

@@ -5,19 +5,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jpaged.config import ModelConfig
 from jpaged.runtime.swap import TRANSFERS, HostBlocks
+from tests.runtime.caches import placement_of
 
 LAYERS, BLOCKS, SHAPE = 3, 150, (2, 4, 8)
+LLAMA = ModelConfig(
+    vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=8,
+)  # fmt: skip
 
 
 @pytest.fixture
-def device() -> jax.Device:
-    return jax.devices()[0]
-
-
-@pytest.fixture
-def host(device) -> HostBlocks:
-    return HostBlocks(device)
+def host() -> HostBlocks:
+    return HostBlocks(placement_of(LLAMA))
 
 
 def content(block: int, layer: int) -> int:
@@ -89,7 +90,8 @@ def test_a_transfer_is_dropped_once_the_id_of_any_of_its_blocks_is_given_to_anot
     assert_holds(host.swap_in(empty_pool(), [(6, 0), (7, 1)]), {0: 4, 1: 3})
 
 
-def test_the_pool_is_donated_and_the_blocks_lie_in_pinned_memory(host, device):
+def test_the_pool_is_donated_and_the_blocks_lie_in_pinned_memory(host):
+    device = jax.devices()[0]
     pool = full_pool()
     host.swap_out(pool, [(1, 5)])
     pinned = "pinned_host" in {memory.kind for memory in device.addressable_memories()}

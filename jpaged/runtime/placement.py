@@ -1,0 +1,111 @@
+"""Places of an engine's arrays on one device or on a mesh of several, which share the model by its heads."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jpaged.config import ModelConfig
+
+KV, GROUP = "kv", "group"  # axes of the mesh
+ALL = (KV, GROUP)
+# Axes of the mesh by the names of parameters' axes; a parameter is whole along the others.
+AXES: dict[str | None, Any] = {"heads": ALL, "kv_heads": KV, "mlp": ALL, "vocab": ALL}
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Places of parameters, KV pool and small arrays on a mesh of two axes.
+
+    KV heads are divided along `kv`. If there are fewer of them than devices, the query heads of a KV head are divided
+    along `group`, and its keys and values are repeated there. Heads, MLP and vocabulary are divided by both, as in
+    Megatron-LM (arXiv 1909.08053). One device is a mesh of one.
+
+    Attributes:
+        mesh: its axes are partitioned by XLA (`AxisType.Auto`), so the model and its caller need no context.
+        splits_vocab: whether the vocabulary is divided too; it is whole on each device if its size does not allow it.
+    """
+
+    mesh: Mesh
+    splits_vocab: bool
+
+    @classmethod
+    def on(cls, devices: Sequence[jax.Device], model: ModelConfig) -> Self:
+        """Return the placement of a model on devices.
+
+        Raises:
+            ValueError: this number of devices can't share the model; the message has the sizes.
+        """
+        size, num_kv_heads = len(devices), model.num_key_value_heads
+        for name in ("num_attention_heads", "intermediate_size"):
+            if getattr(model, name) % size:
+                raise ValueError(
+                    f"tensor_parallel_size: must divide {name} ({getattr(model, name)}) of the model, not {size}"
+                )
+        if num_kv_heads % size and size % num_kv_heads:
+            raise ValueError(
+                f"tensor_parallel_size: must divide num_key_value_heads ({num_kv_heads}) of the model or be a multiple "
+                f"of it, not {size}"
+            )
+        shape = math.gcd(num_kv_heads, size), size // math.gcd(num_kv_heads, size)
+        mesh = Mesh(np.asarray(devices).reshape(shape), ALL, axis_types=(AxisType.Auto,) * 2)
+        return cls(mesh, size > 1 and model.vocab_size % size == 0)
+
+    @property
+    def devices(self) -> list[jax.Device]:
+        """The devices of the mesh, in its order."""
+        return list(self.mesh.devices.flat)
+
+    @property
+    def device(self) -> jax.Device:
+        """The first device."""
+        return self.devices[0]
+
+    @property
+    def size(self) -> int:
+        """The number of devices."""
+        return self.mesh.size
+
+    @property
+    def kv_size(self) -> int:
+        """The number of parts of the KV heads."""
+        return len(self.mesh.devices)
+
+    @property
+    def whole(self) -> NamedSharding:
+        """Sharding of an array that every device has whole."""
+        return NamedSharding(self.mesh, P())
+
+    @property
+    def pool(self) -> NamedSharding:
+        """Sharding of the arrays of a KV pool, [P, K, B, H]."""
+        return NamedSharding(self.mesh, P(None, KV))
+
+    @property
+    def blocks(self) -> NamedSharding:
+        """Sharding of blocks that are moved, [2L, C, K, B, H]."""
+        return NamedSharding(self.mesh, P(None, None, KV))
+
+    def of(self, variable: nnx.Variable[Any]) -> NamedSharding:
+        """Return the sharding of a parameter, by the names of its axes."""
+        names = variable.get_metadata().get("out_sharding") or ()
+        axes = (None if name == "vocab" and not self.splits_vocab else AXES.get(name) for name in names)
+        return NamedSharding(self.mesh, P(*axes))
+
+    def put(self, values: Any) -> Any:
+        """Copy a tree of host arrays to every device, and return it as jax arrays."""
+        return jax.device_put(values, self.whole)
+
+
+def devices_of(arrays: Iterable[jax.Array]) -> list[jax.Device]:
+    """Return the devices that hold a module's arrays, in the order of its mesh if it has one."""
+    sharding = next(iter(arrays)).sharding
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+        return list(sharding.mesh.devices.flat)
+    return sorted(sharding.device_set, key=lambda device: device.id)

@@ -12,7 +12,14 @@ ROOT = Path(__file__).parents[1]
 
 # Lowest first. Within a line, modules of one package may import each other, packages may not.
 LAYERS = [
-    ["pallas_kernels", "jpaged.setting", "jpaged.child", "jpaged.progress", "jpaged.worker"],
+    [
+        "pallas_kernels",
+        "jpaged.setting",
+        "jpaged.child",
+        "jpaged.progress",
+        "jpaged.worker",
+        "jpaged.parallel",
+    ],
     ["jpaged.config"],
     ["jpaged.core"],
     ["jpaged.models", "jpaged.tokenizer", "jpaged.structured", "jpaged.template_process"],
@@ -35,6 +42,7 @@ OUTSIDE = {
     "jpaged.child": set(),
     "jpaged.progress": {"tqdm"},
     "jpaged.worker": set(),
+    "jpaged.parallel": set(),
     "jpaged.core": set(),
     "jpaged.engine": {"tokenizers"},
     "jpaged.serving": {"aiohttp", "prometheus_client", "pydantic", "tokenizers"},

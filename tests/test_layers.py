@@ -25,7 +25,7 @@ LAYERS = [
     ["jpaged.models", "jpaged.tokenizer", "jpaged.structured", "jpaged.template_process"],
     ["jpaged.runtime", "jpaged.demo"],
     ["jpaged.engine"],
-    ["jpaged.engine.build"],
+    ["jpaged.engine.build", "jpaged.parallel.router"],
     ["jpaged.llm", "jpaged.convert", "jpaged.doctor"],
     ["jpaged.serving", "jpaged.bench"],
     ["jpaged.cli"],

@@ -37,7 +37,7 @@ def test_python(block, capsys, monkeypatch):
 def test_the_servers_page_tells_of_every_route_and_of_no_other_field():
     page = (ROOT / "docs" / "server.md").read_text()
     service = make_service(
-        Engine(Scheduler(BlockPool(4, 4), Limits(8, 1, 8), vocab_size=4), None), byte_tokenizer(), "m", ServerConfig()
+        [Engine(Scheduler(BlockPool(4, 4), Limits(8, 1, 8), vocab_size=4), None)], byte_tokenizer(), "m", ServerConfig()
     )
     routes = {route.resource.canonical for route in make_app(service).router.routes()}
     table = page[page.index("| route") : page.index("A field that")]

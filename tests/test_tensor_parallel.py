@@ -316,7 +316,7 @@ def test_a_model_that_devices_cannot_share_is_refused(changes, size, told):
 
 
 def test_more_devices_than_there_are():
-    told = "tensor_parallel_size: must be at most 4, the number of devices, not 8; JAX_NUM_CPU_DEVICES sets the number"
+    told = "tensor_parallel_size: must be at most 4, as there are 4 devices, not 8; JAX_NUM_CPU_DEVICES sets the number"
     with pytest.raises(ValueError, match=f"^{told}"):
         LLM(tensor_parallel_size=8)
 

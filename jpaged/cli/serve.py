@@ -52,6 +52,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "(default: none)")  # fmt: skip
     add("--served-model-name", metavar="NAME", nargs="+", default=[],
         help="names of the model in requests; responses contain the first (default: the value of --model)")  # fmt: skip
+    add("--data-parallel-size", "-dp", type=_at_least_one, default=1, metavar="ENGINES",
+        help="number of engines, each on devices of its own; a prompt goes to the engine that has its prefix in the "
+        "cache")  # fmt: skip
     add("--max-queue", type=int, default=defaults.max_queue, metavar="REQUESTS",
         help="maximum waiting requests; further ones get HTTP 503 with Retry-After")  # fmt: skip
     add("--max-body-size", type=float, metavar="MIB",
@@ -139,16 +142,24 @@ def _serve(
     with loading() as bars:
         from jpaged.engine.build import (  # jax takes seconds to load: not for --help, nor for a bad flag
             load_engine,
+            on_further_devices,
             prepare,
         )
         from jpaged.serving.serve import serve
 
         prepared = prepare(engine_config, chat_template=config.chat_template)
-        engine, tokenizer, sampling_defaults = load_engine(engine_config, prepared=prepared, progress=bars)
+        replicas = on_further_devices(prepared, args.data_parallel_size)
+        loaded = [load_engine(engine_config, prepared=each, progress=bars) for each in replicas]
+    _, tokenizer, sampling_defaults = loaded[0]
     service = make_service(
-        engine, tokenizer, args.served_model_name[0] if args.served_model_name else args.model, config,
+        [each.engine for each in loaded], tokenizer, (args.served_model_name or [args.model])[0], config,
         sampling_defaults=sampling_defaults if args.generation_config == "auto" else {},
         tool_format=_tool_format(args, tokenizer, config),
+        model_facts={
+            "model_path": args.model, "tokenizer_path": engine_config.tokenizer or args.model,
+            "model_type": prepared.model.model_type, "architectures": [prepared.model.architecture],
+            "vocab_size": prepared.model.vocab_size, "tp_size": prepared.placement.size,
+        },
     )  # fmt: skip
     asyncio.run(serve(service, sockets, tls))
 
@@ -201,6 +212,12 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
         allowed_hosts=tuple(args.allowed_hosts) if args.allowed_hosts or only_loopback else None,
         root_path=args.root_path, aliases=tuple(args.served_model_name[1:]),
     )  # fmt: skip
+
+
+def _at_least_one(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value
 
 
 def _origins(given: Sequence[str]) -> tuple[str, ...]:

@@ -50,7 +50,6 @@ FLAGS = (
     Foreign(("--api-server-count",), "not needed, the server is one process", ONE),
     Foreign(("--distributed-executor-backend",), "not needed, the model runs in one process", ("mp", "uni")),
     Foreign(("--pipeline-parallel-size", "-pp"), "the default", ONE),
-    Foreign(("--data-parallel-size", "-dp"), "the default", ONE),
     Foreign(("--enable-expert-parallel",), "", NEVER),
     Foreign(("--guided-decoding-backend",), "not needed, llguidance compiles all structured outputs"),
     Foreign(("--quantization", "-q"), "", NEVER),

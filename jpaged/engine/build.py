@@ -75,20 +75,23 @@ def load_model(
     return load_safetensors(directory, config, dtype, place, progress=progress)
 
 
-def choose_devices(size: int) -> list[jax.Device]:
-    """Return jax's default device, and further devices of its platform.
+def choose_devices(tensor_parallel_size: int, data_parallel_size: int = 1) -> list[list[jax.Device]]:
+    """Return the devices of each of several engines: jax's default device, and further devices of its platform.
 
     Raises:
-        ValueError: there are fewer than `size`.
+        ValueError: there are fewer.
     """
     (first,) = jax.device_put(0).devices()
     devices = [first, *(device for device in jax.devices(first.platform) if device != first)]
-    if len(devices) < size:
+    if len(devices) < tensor_parallel_size * data_parallel_size:
+        each = f" for each of {data_parallel_size} engines" if data_parallel_size > 1 else ""
         hint = "; JAX_NUM_CPU_DEVICES sets the number of CPU devices" if first.platform == "cpu" else ""
         raise ValueError(
-            f"tensor_parallel_size: must be at most {len(devices)}, the number of devices, not {size}{hint}"
+            f"tensor_parallel_size: must be at most {len(devices) // data_parallel_size}{each}, as there are "
+            f"{len(devices)} devices, not {tensor_parallel_size}{hint}"
         )
-    return devices[:size]
+    starts = range(0, tensor_parallel_size * data_parallel_size, tensor_parallel_size)
+    return [devices[start : start + tensor_parallel_size] for start in starts]
 
 
 def limits_of(config: EngineConfig, model: ModelConfig, platform: str) -> Limits:
@@ -169,7 +172,7 @@ def prepare(config: EngineConfig, *, tokenizer: Any = None, chat_template: str |
     platform = jax.default_backend()
     directory = find_model(config.model, revision=config.revision, weights=False)
     model = read_config(directory)
-    placement = Placement.on(choose_devices(config.tensor_parallel_size or 1), model)
+    placement = Placement.on(choose_devices(config.tensor_parallel_size or 1)[0], model)
     limits, dtype = limits_of(config, model, platform), dtype_of(config, model, platform)
     defaults = sampling_defaults(directory)
     try:
@@ -185,6 +188,16 @@ def prepare(config: EngineConfig, *, tokenizer: Any = None, chat_template: str |
         block_bytes = cache.block_bytes // placement.kv_size
         check_override(config.num_gpu_blocks_override, block_bytes, available_memory(placement.devices))
     return Prepared(model, placement, limits, dtype, kernels, tokenizer, defaults)
+
+
+def on_further_devices(prepared: Prepared, data_parallel_size: int) -> list[Prepared]:
+    """Return the settings of several engines of a model, each on devices of its own; the first are the given ones.
+
+    Raises:
+        ValueError: there are too few devices.
+    """
+    groups = choose_devices(prepared.placement.size, data_parallel_size)
+    return [prepared._replace(placement=Placement.on(group, prepared.model)) for group in groups]
 
 
 def find_tokenizer(config: EngineConfig, directory: Path, tokenizer: Any = None) -> Any:

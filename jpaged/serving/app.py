@@ -12,6 +12,7 @@ from jpaged.serving import prepare
 from jpaged.serving.answer import ChatAnswer, CompletionAnswer
 from jpaged.serving.codec import dumps_long
 from jpaged.serving.generate import respond
+from jpaged.serving.info import model_info, server_info
 from jpaged.serving.live import feed, static
 from jpaged.serving.middleware import MIDDLEWARES, add_request_id
 from jpaged.serving.openapi import description
@@ -44,6 +45,10 @@ def make_app(service: Service) -> web.Application:
         web.get("/ping", health),
         web.post("/ping", health),
         web.get("/version", show_version),
+        web.get("/model_info", show_model_info),
+        web.get("/get_model_info", show_model_info),
+        web.get("/server_info", show_server_info),
+        web.get("/get_server_info", show_server_info),
         web.get("/metrics", metrics),
         web.get("/openapi.json", openapi),
         *static.routes(),
@@ -131,6 +136,16 @@ async def health(request: web.Request) -> web.Response:
 async def show_version(request: web.Request) -> web.Response:
     """Return the version of the package."""
     return web.json_response({"version": version("jpaged")})
+
+
+async def show_model_info(request: web.Request) -> web.Response:
+    """Return facts about the model."""
+    return web.json_response(model_info(request.app[SERVICE]))
+
+
+async def show_server_info(request: web.Request) -> web.Response:
+    """Return facts about the model and the server."""
+    return web.json_response(server_info(request.app[SERVICE]))
 
 
 async def metrics(request: web.Request) -> web.Response:

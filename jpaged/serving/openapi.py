@@ -57,6 +57,10 @@ def description() -> dict[str, Any]:
             "/health": _get("200 while the engine runs", {"503": "it does not, or is shutting down"}, content=None),
             "/ping": ping | {"post": ping["get"]},
             "/version": _get("The server's version", {}),
+            "/model_info": _get("Facts about the model, under SGLang's names", {}),
+            "/get_model_info": _get("The same as /model_info", {}),
+            "/server_info": _get("Facts about the model and the server, under SGLang's names", {}),
+            "/get_server_info": _get("The same as /server_info", {}),
             "/metrics": _get("Metrics for Prometheus", {}, content="text/plain"),
         },
         "components": {

@@ -195,12 +195,18 @@ class GenerationRequest(_Strict):
     service_tier: Literal["auto", "default"] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    include_reasoning: bool | None = None
     spaces_between_special_tokens: bool | None = None
     request_id: str | None = None
     # Features that are not served, at the values that ask for nothing.
     detokenize: Literal[True] | None = None
     return_tokens_as_token_ids: Literal[False] | None = None
+    include_reasoning: Literal[True] | None = Field(default=None, description="true: reasoning is part of the text")
+    separate_reasoning: Literal[True] | None = Field(default=None, description="true; reasoning is part of the text")
+    stream_reasoning: Literal[True] | None = Field(
+        default=None, description="true: reasoning is streamed like all text"
+    )
+    no_stop_trim: Literal[False] | None = Field(default=None, description="false; see include_stop_str_in_output")
+    return_hidden_states: Literal[False] | None = None
     logits_processors: Nothing = None
     guided_json: Nothing = None
     guided_regex: Nothing = None

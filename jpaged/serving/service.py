@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,6 +12,7 @@ from aiohttp import web
 
 from jpaged.engine.async_engine import AsyncEngine, EngineClient
 from jpaged.engine.engine import Engine
+from jpaged.parallel.router import Router
 from jpaged.serving.live.recorder import Recorder
 from jpaged.serving.live.snapshot import Snapshot, snapshot
 from jpaged.serving.metrics import Metrics
@@ -85,6 +86,7 @@ class Service:
         tool_format: the model's format of tool calls; None if it has none.
         grammars: compiler of structured outputs; None without a tokenizer.
         sample_pool: return the pool and its requests at one moment, for the page's map.
+        model_facts: further facts for `/model_info`.
         untrusted_templates: renders the chat templates of requests; None if they are not accepted.
         draining: finish running requests and reject new ones.
         in_flight: generating requests, each by its task.
@@ -101,6 +103,7 @@ class Service:
     sample_pool: Callable[[], Awaitable[Snapshot]]
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     tool_format: ToolFormat | None = None
+    model_facts: Mapping[str, Any] = field(default_factory=dict)
     untrusted_templates: TemplateProcess | None = None
     config: ServerConfig = field(default_factory=ServerConfig)
     draining: bool = False
@@ -144,22 +147,33 @@ SERVICE = web.AppKey("service", Service)
 
 
 def make_service(
-    engine: Engine,
+    engines: Sequence[Engine],
     tokenizer: Any,
     model_name: str,
     config: ServerConfig,
     *,
     sampling_defaults: Mapping[str, Any] | None = None,
     tool_format: ToolFormat | None = None,
+    model_facts: Mapping[str, Any] | None = None,
 ) -> Service:
-    """Return a service around an engine, which then belongs to it."""
-    takes_templates = config.trust_request_chat_template and tokenizer is not None
-    recorder, metrics = Recorder(), Metrics(model_name, engine.stats)
-    client = AsyncEngine(engine, [recorder, metrics], max_queue=config.max_queue)
+    """Return a service around engines of the same model, which then belong to it. The page shows the first one's pool.
+
+    Args:
+        model_facts: further facts for `/model_info`.
+    """
+    first, takes_templates = engines[0], config.trust_request_chat_template and tokenizer is not None
+    recorder, metrics = Recorder(), Metrics(model_name, [engine.stats for engine in engines])
+    share = -(-config.max_queue // len(engines))
+    clients = [
+        AsyncEngine(engine, [observer, *([recorder] if engine is first else [])], max_queue=share)
+        for engine, observer in zip(engines, metrics.engines)
+    ]
+    sizes = {"max_running_requests": first.limits.max_num_seqs, "dp_size": len(engines), "tp_size": 1}
     return Service(
-        client, tokenizer, model_name,
-        engine.limits.max_model_len, Vocabulary(backend(tokenizer) if tokenizer else None),
-        recorder, metrics, engine.grammar_compiler(),
-        lambda: client.call(lambda engine: snapshot(engine.scheduler, recorder)), sampling_defaults or {}, tool_format,
+        clients[0] if len(clients) == 1 else Router(clients), tokenizer, model_name,
+        first.limits.max_model_len, Vocabulary(backend(tokenizer) if tokenizer else None),
+        recorder, metrics, first.grammar_compiler(),
+        lambda: clients[0].call(lambda engine: snapshot(engine.scheduler, recorder)), sampling_defaults or {},
+        tool_format, sizes | dict(model_facts or {}),
         TemplateProcess(tokenizer.special_tokens_map) if takes_templates else None, config,
     )  # fmt: skip

@@ -52,9 +52,10 @@ class Client:
     def __init__(
         self, engine, tokenizer, sampling_defaults=None, *, model_name="tiny", tool_format=None, **config,
     ):  # fmt: skip
-        self.engine = engine
+        engines = engine if isinstance(engine, tuple) else (engine,)
+        self.engine = engines[0]
         self.service = make_service(
-            engine, tokenizer, model_name, ServerConfig(**config), sampling_defaults=sampling_defaults,
+            engines, tokenizer, model_name, ServerConfig(**config), sampling_defaults=sampling_defaults,
             tool_format=tool_format,
         )  # fmt: skip
         self.app = make_app(self.service)

@@ -172,7 +172,7 @@ def make(flags: list[str] | None = None) -> tuple[argparse.Namespace, Service]:
     limits = {name: getattr(args, name) for name in LIMITS}
     engine, tokenizer = load(args.step_seconds, enable_prefix_caching=args.enable_prefix_caching, **limits)
     tool_format = FORMATS.get(args.tool_call_parser)
-    return args, make_service(engine, tokenizer, args.model, server_config(args), tool_format=tool_format)
+    return args, make_service([engine], tokenizer, args.model, server_config(args), tool_format=tool_format)
 
 
 def main() -> None:

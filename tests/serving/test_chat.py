@@ -55,6 +55,7 @@ async def test_neutral_values_of_fields_of_other_apis_are_accepted(client):
         "modalities": ["text"], "prediction": None, "audio": None, "functions": [], "function_call": "none",
         "reasoning_effort": None, "verbosity": "medium", "web_search_options": None, "guided_json": None,
         "logits_processors": [], "include_reasoning": True, "detokenize": True, "documents": [], "echo": False,
+        "no_stop_trim": False, "return_hidden_states": False, "separate_reasoning": True, "stream_reasoning": True,
     }  # fmt: skip
     plain = {"messages": [message, {"role": "assistant", "content": "Yes"}, message], "temperature": 0, "max_tokens": 5}
     body = plain | {"messages": [message, echoed, message]} | neutral
@@ -63,6 +64,8 @@ async def test_neutral_values_of_fields_of_other_apis_are_accepted(client):
     for name, value in (
         ("modalities", ["audio"]), ("prediction", {"type": "content"}), ("functions", [{"name": "f"}]),
         ("guided_json", {"type": "object"}), ("logits_processors", ["a"]), ("detokenize", False),
+        ("no_stop_trim", True), ("return_hidden_states", True), ("separate_reasoning", False),
+        ("stream_reasoning", False), ("include_reasoning", False),
     ):  # fmt: skip
         assert (await client.post("/v1/chat/completions", plain | {name: value}, 400))["error"]["param"] == name
 

@@ -89,5 +89,5 @@ async def test_weights_of_nan_are_an_error_500(loaded, caplog):
             runner.params = params
         assert (await client.complete("Hello", max_tokens=4))["choices"] == before["choices"]
         async with client.session.get("/metrics") as response:
-            assert 'vllm:corrupted_requests_total{model_name="tiny"} 6.0' in await response.text()
+            assert 'vllm:corrupted_requests_total{engine="0",model_name="tiny"} 6.0' in await response.text()
     assert len([record for record in caplog.records if "not finite" in record.message]) == 1

@@ -32,11 +32,11 @@ HISTOGRAMS = (
 
 
 def read(text: str) -> dict[str, float]:
-    """Return the value of each sample by its name and its labels except the model's."""
+    """Return the value of each sample by its name and its labels, except those of the model and the only engine."""
     found = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            labels = ",".join(f"{k}={v}" for k, v in sorted(sample.labels.items()) if k != "model_name")
+            labels = ",".join(f"{k}={v}" for k, v in sorted(sample.labels.items()) if k not in ("model_name", "engine"))
             found[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
     return found
 
@@ -51,7 +51,8 @@ class Lab:
         runner = FakeRunner(num_blocks, 4, scheduler=self.scheduler)
         self.engine = Engine(self.scheduler, self, clock=lambda: self.now)
         self.dispatch_without_time = runner.dispatch
-        self.metrics = Metrics("m", self.engine.stats)
+        self.page = Metrics("m", [self.engine.stats])
+        (self.metrics,) = self.page.engines
 
     def dispatch(self, plan, make_masks):
         pending = self.dispatch_without_time(plan, make_masks)
@@ -69,7 +70,7 @@ class Lab:
             self.metrics.ended(request)
 
     def read(self):
-        return read(self.metrics.render().decode())
+        return read(self.page.render().decode())
 
 
 def test_metrics_of_one_request_are_exact():
@@ -142,9 +143,9 @@ async def test_metrics_have_the_names_and_types_that_dashboards_read(client, kin
     for name in names:
         family = families[f"vllm:{name}"]
         assert family.type == kind and family.samples and family.documentation, name
-        assert all(sample.labels["model_name"] == "tiny" for sample in family.samples)
+        assert all((sample.labels["model_name"], sample.labels["engine"]) == ("tiny", "0") for sample in family.samples)
     samples = families["vllm:num_requests_running"].samples
-    assert [(sample.labels, sample.value) for sample in samples] == [({"model_name": "tiny"}, 0.0)]
+    assert [(sample.labels, sample.value) for sample in samples] == [({"model_name": "tiny", "engine": "0"}, 0.0)]
 
 
 async def test_http_responses_are_counted_by_route(loaded):

@@ -1,0 +1,118 @@
+"""Routers of other projects in front of unmodified servers: affinity by prefix, and the death of a worker."""
+
+import asyncio
+import collections
+import importlib.util
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+
+import aiohttp
+import pytest
+
+from benchmarks.shared.server_process import ServerProcess
+
+SCRIPTED = "tests.serving.scripted"
+STORIES = [
+    "Once upon a time there was a dog called Max who lived in a small house by the river. He liked to run and swim. ",
+    "Lily had a blue kite. She took it to the hill on a windy day, and it flew over the trees and over the houses. ",
+    "The cat slept on a warm stone in the garden while the birds sang in the apple tree, and nobody found the key. ",
+    "Tom and his father built a boat out of wood. They painted it green and white and took it down to the lake. ",
+]
+
+needs_smg = pytest.mark.skipif(importlib.util.find_spec("smg") is None, reason="smg is not installed: pip install smg")
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+@contextmanager
+def smg(*workers: str):
+    """The router of SGLang's makers on a free port, in front of some servers; yields its URL."""
+    port = free_port()
+    program = shutil.which("smg", path=str(sys.executable).rpartition("/")[0])
+    command = [
+        program, "launch", "--host", "127.0.0.1", "--port", str(port), "--worker-urls", *workers, "--policy",
+        "cache_aware", "--prometheus-port", str(free_port()), "--worker-startup-check-interval", "1",
+    ]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+async def ready(session: aiohttp.ClientSession, url: str) -> None:
+    """Wait until the router passes a request to a worker."""
+    end = time.monotonic() + 60
+    body = {"model": "demo", "prompt": "Hello", "max_tokens": 1}
+    while time.monotonic() < end:
+        try:
+            async with session.post(f"{url}/v1/completions", json=body) as response:
+                if response.status == 200:
+                    return
+        except aiohttp.ClientError:
+            pass
+        await asyncio.sleep(0.2)
+    raise AssertionError("the router passes nothing on")
+
+
+async def complete(session, url, prompt, **options) -> tuple[int, str]:
+    body = {"model": "demo", "prompt": prompt, "max_tokens": 4, "temperature": 0, **options}
+    async with session.post(f"{url}/v1/completions", json=body) as response:
+        return response.status, await response.text()
+
+
+@needs_smg
+async def test_smg_keeps_prefixes_together_and_loses_only_the_streams_of_a_killed_worker():
+    flags = ("--step-seconds", "0.01")
+    with (
+        ServerProcess(*flags, module=SCRIPTED) as first,
+        ServerProcess(*flags, module=SCRIPTED, clean=False) as second,
+        smg(first.url, second.url) as url,
+    ):
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as session:
+            await ready(session, url)
+            before = [requests(server) for server in (first, second)]
+            where = collections.defaultdict(collections.Counter)
+            for turn in range(4):
+                for number, story in enumerate(STORIES):
+                    status, text = await complete(session, url, f"{story}On day {turn},")
+                    assert status == 200, text
+                    now = [requests(server) for server in (first, second)]
+                    where[number][[new - old for new, old in zip(now, before)].index(1)] += 1
+                    before = now
+            assert all(len(workers) == 1 for workers in where.values()), where
+            chat = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+            async with session.post(f"{url}/v1/chat/completions", json=chat) as response:
+                assert response.status == 200, await response.text()
+
+            streams = [asyncio.create_task(stream(session, url, f"{STORIES[n % 4]}And {n}")) for n in range(8)]
+            await asyncio.sleep(0.5)
+            running = await asyncio.to_thread(first.metric, "vllm:num_requests_running")
+            second.process.kill()
+            ended = await asyncio.gather(*streams)
+            assert 0 < running < 8 and ended.count(True) == running, (running, ended)
+            statuses = collections.Counter([(await complete(session, url, STORIES[n % 4]))[0] for n in range(10)])
+            assert statuses[200] >= 8, statuses
+
+
+def requests(server: ServerProcess) -> int:
+    return int(server.metric("vllm:request_prompt_tokens_count"))
+
+
+async def stream(session: aiohttp.ClientSession, url: str, prompt: str) -> bool:
+    """Whether a stream arrives whole."""
+    body = {"model": "demo", "prompt": prompt, "max_tokens": 150, "stream": True, "ignore_eos": True}
+    try:
+        async with session.post(f"{url}/v1/completions", json=body) as response:
+            return "data: [DONE]" in (text := await response.text()) and '"error"' not in text
+    except aiohttp.ClientError:
+        return False

@@ -49,15 +49,15 @@ def smg(*workers: str):
         process.wait(10)
 
 
-async def ready(session: aiohttp.ClientSession, url: str) -> None:
-    """Wait until the router passes a request to a worker."""
+async def ready(session: aiohttp.ClientSession, url: str, num_workers: int) -> None:
+    """Wait until the router knows all workers and passes a request on."""
     end = time.monotonic() + 60
-    body = {"model": "demo", "prompt": "Hello", "max_tokens": 1}
     while time.monotonic() < end:
         try:
-            async with session.post(f"{url}/v1/completions", json=body) as response:
-                if response.status == 200:
-                    return
+            async with session.get(f"{url}/workers") as response:
+                workers = (await response.json())["workers"]
+            if len(workers) == num_workers and (await complete(session, url, "Hello"))[0] == 200:
+                return
         except aiohttp.ClientError:
             pass
         await asyncio.sleep(0.2)
@@ -79,7 +79,9 @@ async def test_smg_keeps_prefixes_together_and_loses_only_the_streams_of_a_kille
         smg(first.url, second.url) as url,
     ):
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as session:
-            await ready(session, url)
+            await ready(session, url, 2)
+            # At the same time, so that the router divides them by the workers' loads.
+            assert all(await asyncio.gather(*(stream(session, url, story) for story in STORIES)))
             before = [requests(server) for server in (first, second)]
             where = collections.defaultdict(collections.Counter)
             for turn in range(4):
@@ -90,6 +92,7 @@ async def test_smg_keeps_prefixes_together_and_loses_only_the_streams_of_a_kille
                     where[number][[new - old for new, old in zip(now, before)].index(1)] += 1
                     before = now
             assert all(len(workers) == 1 for workers in where.values()), where
+            assert {worker for workers in where.values() for worker in workers} == {0, 1}, where
             chat = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
             async with session.post(f"{url}/v1/chat/completions", json=chat) as response:
                 assert response.status == 200, await response.text()

@@ -16,11 +16,14 @@ class Router:
 
     A prompt goes to the engine that was last given its longest known prefix, unless that engine is too busy; else to
     the one with the fewest requests. An engine that has failed gets no more requests, and the others go on.
+
+    Args:
+        table: the prefixes of past prompts; None: a new one, whose prefixes end with the engines' blocks.
     """
 
-    def __init__(self, engines: Sequence[AsyncEngine]):
+    def __init__(self, engines: Sequence[AsyncEngine], table: PrefixTable[int] | None = None):
         self._engines = tuple(engines)
-        self._table: PrefixTable[int] = PrefixTable(step=engines[0].stats().block_size)
+        self._table = PrefixTable[int](step=engines[0].stats().block_size) if table is None else table
         self._num_live = [0] * len(engines)  # prompts of requests that have not ended
 
     @property

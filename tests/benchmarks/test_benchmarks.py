@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import pytest
 
+from benchmarks.engine import scaling
 from benchmarks.kernels import peers, tune
 from benchmarks.kernels.bench import Bench, Poisoned
 from benchmarks.kernels.expected import WrongOutput, check_output, check_rows
@@ -107,6 +108,21 @@ def test_the_parts_of_a_step_on_a_cpu_add_up(tmp_path):
     assert math.isclose(floors["layers without attention"], layer / step["read_gb_s"] / 1e6)
     assert math.isclose(floors["writes and attention"], keys / step["read_gb_s"] / 1e6)
     assert "its times mean nothing" in (tmp_path / "report.md").read_text()
+
+
+def test_the_cost_of_a_shared_step_follows_from_bytes_products_and_reductions():
+    small, large = (scaling.Shared(model, 1) for model in scaling.MODELS.values())
+    assert (round(small.parameters / 1e6), round(large.parameters / 1e6)) == (8030, 70552)  # of the models' cards
+    assert small.kv_bytes == 131072 and scaling.Shared(scaling.MODELS["Llama-3.1-8B"], 16).kv_bytes == 16384
+    assert large.room == 0, "its weights take 141 GB"
+    four = scaling.Shared(scaling.MODELS["Llama-3.1-8B"], 4).step(64, 10.0)
+    sent = 64 * 4096 * 2 * 2 * 3 / 4 / 450e9
+    assert math.isclose(four["reductions_ms"], 65 * (0.01 + 1e3 * sent))
+    assert math.isclose(four["kv_ms"], 1e3 * 64 * 1024 * 131072 / 4 / 4.8e12)
+    assert math.isclose(four["step_ms"], four["weights_ms"] + four["kv_ms"] + four["reductions_ms"])
+    assert scaling.smallest(scaling.MODELS["Llama-3.1-70B"]).size == 2
+    measured = scaling.router()
+    assert 50 < measured["bytes_per_prefix"] < 500 and measured["choice_us"] > 0
 
 
 # Timing

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from jpaged.engine.engine import Engine
     from jpaged.llm import LLM
     from jpaged.models.llama import Llama
+    from jpaged.runtime.placement import shard
 
 _HOME = {
     "LLM": "jpaged.llm",
@@ -26,6 +27,7 @@ _HOME = {
     "RequestMetrics": "jpaged.core.request",
     "RequestOutput": "jpaged.core.request",
     "CompletionOutput": "jpaged.core.request",
+    "shard": "jpaged.runtime.placement",
 }
 __all__ = [
     "LLM",
@@ -41,6 +43,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputsParams",
+    "shard",
 ]
 
 

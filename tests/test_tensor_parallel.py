@@ -23,7 +23,7 @@ from jpaged.engine.engine import Engine
 from jpaged.models.checkpoint import abstract_model, dummy_model
 from jpaged.runtime.batch import Bucket, Layout
 from jpaged.runtime.kv_cache import KVCache
-from jpaged.runtime.placement import GROUP, KV, Placement
+from jpaged.runtime.placement import GROUP, KV, Placement, shard
 from jpaged.runtime.row_table import NUM_SCALARS
 from jpaged.runtime.runner import ModelRunner
 from jpaged.runtime.sampling_state import empty_state
@@ -275,6 +275,14 @@ FEW = dict(block_size=8, num_gpu_blocks_override=20, max_num_seqs=2, max_num_bat
 def pointers(model) -> set[int]:
     leaves = jax.tree.leaves(nnx.state(model) if isinstance(model, nnx.Module) else model)
     return {shard.data.unsafe_buffer_pointer() for leaf in leaves for shard in leaf.addressable_shards}
+
+
+def test_a_module_is_sharded_as_the_engine_serves_it(on_a_mesh):
+    config = on_a_mesh.config
+    sharded = shard(dummy_model(config, "float32", 0), jax.devices()[:2])
+    for (path, leaf), (_, other) in zip(*(nnx.to_flat_state(nnx.state(m)) for m in (sharded, on_a_mesh)), strict=True):
+        assert leaf[...].sharding == other[...].sharding and bool((leaf[...] == other[...]).all()), path
+    assert pointers(shard(sharded, jax.devices()[:2])) == pointers(sharded)
 
 
 def test_a_module_on_a_mesh_is_served_with_its_own_arrays(on_a_mesh):

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jpaged.config import ModelConfig
+from jpaged.models.base import Model
 
 KV, GROUP = "kv", "group"  # axes of the mesh
 ALL = (KV, GROUP)
@@ -101,6 +102,23 @@ class Placement:
     def put(self, values: Any) -> Any:
         """Copy a tree of host arrays to every device, and return it as jax arrays."""
         return jax.device_put(values, self.whole)
+
+
+def shard(model: Model, devices: Sequence[jax.Device]) -> Model:
+    """Return a model with its parameters divided among devices, as an engine serves it on them.
+
+    Parameters that lie so already are the same arrays.
+
+    Raises:
+        ValueError: this number of devices can't share the model.
+    """
+    placement = Placement.on(devices, model.config)
+    graphdef, state = nnx.split(model)
+    leaves = [
+        (path, leaf.replace(jax.device_put(leaf[...], placement.of(leaf)))) for path, leaf in nnx.to_flat_state(state)
+    ]
+    sharded: Model = nnx.merge(graphdef, nnx.from_flat_state(leaves))
+    return sharded
 
 
 def devices_of(arrays: Iterable[jax.Array]) -> list[jax.Device]:

@@ -18,7 +18,7 @@ from jpaged.config import EngineConfig, Limits
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.scheduler import Scheduler
 from jpaged.demo import DIRECTORY as DEMO
-from jpaged.engine.build import load_model, prepare
+from jpaged.engine.build import choose_devices, load_model, prepare
 from jpaged.engine.engine import Engine
 from jpaged.models.checkpoint import abstract_model, dummy_model
 from jpaged.runtime.batch import Bucket, Layout
@@ -324,9 +324,12 @@ def test_a_model_that_devices_cannot_share_is_refused(changes, size, told):
 
 
 def test_more_devices_than_there_are():
-    told = "tensor_parallel_size: must be at most 4, as there are 4 devices, not 8; JAX_NUM_CPU_DEVICES sets the number"
+    told = "tensor_parallel_size: must be at most 4, as jax has 4 devices, not 8; JAX_NUM_CPU_DEVICES sets the number"
     with pytest.raises(ValueError, match=f"^{told}"):
         LLM(tensor_parallel_size=8)
+    with pytest.raises(ValueError, match="^data_parallel_size: must be at most 2, as jax has 4 devices, not 3"):
+        choose_devices(2, 3)
+    assert choose_devices(2, 2) == [jax.devices()[:2], jax.devices()[2:4]]
 
 
 def test_the_pool_and_the_host_memory_are_counted_per_device():

@@ -84,12 +84,11 @@ def choose_devices(tensor_parallel_size: int, data_parallel_size: int = 1) -> li
     (first,) = jax.device_put(0).devices()
     devices = [first, *(device for device in jax.devices(first.platform) if device != first)]
     if len(devices) < tensor_parallel_size * data_parallel_size:
-        each = f" for each of {data_parallel_size} engines" if data_parallel_size > 1 else ""
+        name, most, given = "tensor_parallel_size", len(devices), tensor_parallel_size
+        if given <= most:
+            name, most, given = "data_parallel_size", len(devices) // given, data_parallel_size
         hint = "; JAX_NUM_CPU_DEVICES sets the number of CPU devices" if first.platform == "cpu" else ""
-        raise ValueError(
-            f"tensor_parallel_size: must be at most {len(devices) // data_parallel_size}{each}, as there are "
-            f"{len(devices)} devices, not {tensor_parallel_size}{hint}"
-        )
+        raise ValueError(f"{name}: must be at most {most}, as jax has {len(devices)} devices, not {given}{hint}")
     starts = range(0, tensor_parallel_size * data_parallel_size, tensor_parallel_size)
     return [devices[start : start + tensor_parallel_size] for start in starts]
 

@@ -327,7 +327,7 @@ def test_more_devices_than_there_are():
     told = "tensor_parallel_size: must be at most 4, as jax has 4 devices, not 8; JAX_NUM_CPU_DEVICES sets the number"
     with pytest.raises(ValueError, match=f"^{told}"):
         LLM(tensor_parallel_size=8)
-    with pytest.raises(ValueError, match="^data_parallel_size: must be at most 2, as jax has 4 devices, not 3"):
+    with pytest.raises(ValueError, match=r"^data_parallel_size: must be at most 2, as jax has 4 devices, not 3"):
         choose_devices(2, 3)
     assert choose_devices(2, 2) == [jax.devices()[:2], jax.devices()[2:4]]
 

@@ -88,7 +88,8 @@ def choose_devices(tensor_parallel_size: int, data_parallel_size: int = 1) -> li
         if given <= most:
             name, most, given = "data_parallel_size", len(devices) // given, data_parallel_size
         hint = "; JAX_NUM_CPU_DEVICES sets the number of CPU devices" if first.platform == "cpu" else ""
-        raise ValueError(f"{name}: must be at most {most}, as jax has {len(devices)} devices, not {given}{hint}")
+        found = f"{len(devices)} device" + "s" * (len(devices) > 1)
+        raise ValueError(f"{name}: must be at most {most}, as jax has {found}, not {given}{hint}")
     starts = range(0, tensor_parallel_size * data_parallel_size, tensor_parallel_size)
     return [devices[start : start + tensor_parallel_size] for start in starts]
 

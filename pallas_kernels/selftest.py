@@ -118,7 +118,8 @@ class SelfTest:
         """Return the self-test for a device; None for one that runs the reference only."""
         if device.platform not in ("gpu", "cuda"):
             return None
-        return cls(folder, device=device.id, retest=retest)
+        # The testing process has only this host's devices, and numbers them from 0.
+        return cls(folder, device=device.local_hardware_id, retest=retest)
 
     def run(self, subject: Subject) -> tuple[Result, ...]:
         """Return one result per test: the stored ones, and those of the tests that had to run."""

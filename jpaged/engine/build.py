@@ -1,6 +1,7 @@
 """Construction of an engine: find the model, resolve open settings, and assemble the parts."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from jpaged.core.block_pool import BlockPool
 from jpaged.core.params import SamplingParams
 from jpaged.core.scheduler import Scheduler
 from jpaged.demo import DIRECTORY as DEMO
-from jpaged.engine.engine import Engine
+from jpaged.engine.engine import Engine, Runner
 from jpaged.models.base import Model
 from jpaged.models.checkpoint import ORBAX, Place, dummy_model, load_orbax, load_safetensors, on_one_device
 from jpaged.models.registry import read_config
@@ -76,13 +77,13 @@ def load_model(
 
 
 def choose_devices(tensor_parallel_size: int, data_parallel_size: int = 1) -> list[list[jax.Device]]:
-    """Return the devices of each of several engines: jax's default device, and further devices of its platform.
+    """Return the devices of each of several engines: jax's default device, and further ones of this process.
 
     Raises:
         ValueError: there are fewer.
     """
     (first,) = jax.device_put(0).devices()
-    devices = [first, *(device for device in jax.devices(first.platform) if device != first)]
+    devices = [first, *(device for device in jax.local_devices(backend=first.platform) if device != first)]
     if len(devices) < tensor_parallel_size * data_parallel_size:
         name, most, given = "tensor_parallel_size", len(devices), tensor_parallel_size
         if given <= most:
@@ -92,6 +93,23 @@ def choose_devices(tensor_parallel_size: int, data_parallel_size: int = 1) -> li
         raise ValueError(f"{name}: must be at most {most}, as jax has {found}, not {given}{hint}")
     starts = range(0, tensor_parallel_size * data_parallel_size, tensor_parallel_size)
     return [devices[start : start + tensor_parallel_size] for start in starts]
+
+
+def devices_of_nodes(size: int, nnodes: int) -> list[jax.Device]:
+    """Return the devices that several processes share, equally many of each.
+
+    Raises:
+        ValueError: a process has fewer, or the processes can't have equally many.
+    """
+    if size % nnodes:
+        raise ValueError(f"tensor_parallel_size: must be a multiple of nnodes ({nnodes}), not {size}")
+    devices = [jax.local_devices(process_index=node)[: size // nnodes] for node in range(nnodes)]
+    if short := [node for node, found in enumerate(devices) if len(found) < size // nnodes]:
+        raise ValueError(
+            f"tensor_parallel_size: node {short[0]} has {len(devices[short[0]])} devices, and {size} devices on "
+            f"{nnodes} nodes need {size // nnodes} on each"
+        )
+    return [device for found in devices for device in found]
 
 
 def limits_of(config: EngineConfig, model: ModelConfig, platform: str) -> Limits:
@@ -158,12 +176,15 @@ class Prepared(NamedTuple):
     sampling_defaults: dict[str, Any]
 
 
-def prepare(config: EngineConfig, *, tokenizer: Any = None, chat_template: str | None = None) -> Prepared:
+def prepare(
+    config: EngineConfig, *, tokenizer: Any = None, chat_template: str | None = None, nnodes: int = 1
+) -> Prepared:
     """Check all settings of a model before its parameters are loaded, which takes minutes for large ones.
 
     Args:
         tokenizer: a tokenizer, or the name of a directory or hub id, instead of the config's.
         chat_template: replaces the tokenizer's own; its syntax is checked.
+        nnodes: number of processes of `jax.distributed` that share the model.
 
     Raises:
         ValueError: the model or the device does not allow a setting, or a file is missing or broken.
@@ -172,7 +193,9 @@ def prepare(config: EngineConfig, *, tokenizer: Any = None, chat_template: str |
     platform = jax.default_backend()
     directory = find_model(config.model, revision=config.revision, weights=False)
     model = read_config(directory)
-    placement = Placement.on(choose_devices(config.tensor_parallel_size or 1)[0], model)
+    size = config.tensor_parallel_size or 1
+    devices = devices_of_nodes(size, nnodes) if nnodes > 1 else choose_devices(size)[0]
+    placement = Placement.on(devices, model)
     limits, dtype = limits_of(config, model, platform), dtype_of(config, model, platform)
     defaults = sampling_defaults(directory)
     try:
@@ -186,7 +209,7 @@ def prepare(config: EngineConfig, *, tokenizer: Any = None, chat_template: str |
     if config.num_gpu_blocks_override:  # again once the parameters are loaded, which leaves less memory
         cache = KVCache.of(model, limits.block_size, config.pool_dtype(dtype), kernels)
         block_bytes = cache.block_bytes // placement.kv_size
-        check_override(config.num_gpu_blocks_override, block_bytes, available_memory(placement.devices))
+        check_override(config.num_gpu_blocks_override, block_bytes, available_memory(placement.local_devices))
     return Prepared(model, placement, limits, dtype, kernels, tokenizer, defaults)
 
 
@@ -196,6 +219,8 @@ def on_further_devices(prepared: Prepared, data_parallel_size: int) -> list[Prep
     Raises:
         ValueError: there are too few devices.
     """
+    if data_parallel_size == 1:
+        return [prepared]
     groups = choose_devices(prepared.placement.size, data_parallel_size)
     return [prepared._replace(placement=Placement.on(group, prepared.model)) for group in groups]
 
@@ -223,7 +248,7 @@ class Loaded(NamedTuple):
 
 def load_engine(
     config: EngineConfig, *, model: Model | None = None, tokenizer: Any = None, prepared: Prepared | None = None,
-    progress: bool = True,
+    progress: bool = True, lead: Callable[[ModelRunner], Runner] | None = None,
 ) -> Loaded:  # fmt: skip
     """Return an engine that is ready to step, with its tokenizer and sampling defaults.
 
@@ -232,32 +257,24 @@ def load_engine(
         tokenizer: a Hugging Face tokenizer or a `tokenizers.Tokenizer`, or the name of a directory or hub id, instead
             of the model's own.
         prepared: the result of `prepare(config)`, from a caller with more to check before the parameters are loaded.
+        lead: return the engine's runner, which drives this one and those of other processes.
     """
     defaults: dict[str, Any] = {}
     kernels: Kernels | None = None
     if model is None:
         prepared = prepared or prepare(config, tokenizer=tokenizer)
-        _, placement, limits, dtype, kernels, tokenizer, defaults = prepared
+        limits, kernels, tokenizer, defaults = prepared[2], *prepared[4:]
         inner = backend(tokenizer) if tokenizer is not None else None
-        directory = find_model(config.model, revision=config.revision, weights=config.load_format != "dummy")
-        logger.info("loading %s as %s", config.model, dtype)
-        with compilation_cache():
-            model = load_model(
-                directory, prepared.model, dtype=dtype, load_format=config.load_format, seed=config.seed,
-                progress=progress, place=placement.of,
-            )  # fmt: skip
+        model = _load_prepared(config, prepared, progress=progress)
     else:
         _check_module(config, model)
         limits = limits_of(config, model.config, jax.default_backend())
         if isinstance(tokenizer, str):
             tokenizer = load_tokenizer(find_model(tokenizer, weights=False))
         inner = backend(tokenizer) if tokenizer is not None else None
-    with compilation_cache():
-        runner = ModelRunner(model, config, limits, kernels)
-        check_num_blocks(limits, runner.blocks.num_blocks)
-        runner.warm_up(progress=progress)
+    runner, block_swap_cost = _start_runner(model, config, limits, kernels, progress=progress)
     host_pool = None
-    if runner.blocks.num_host_blocks and config.preemption_mode != "recompute":
+    if _swaps(runner, config):
         host_pool = BlockPool(runner.blocks.num_host_blocks, limits.block_size, enable_prefix_caching=False)
     scheduler = Scheduler(
         BlockPool(runner.blocks.num_blocks, limits.block_size, enable_prefix_caching=config.enable_prefix_caching),
@@ -267,12 +284,52 @@ def load_engine(
         host_pool=host_pool,
         policy=config.scheduling_policy,
         preemption=config.preemption_mode,
-        block_swap_cost=runner.block_swap_cost() if host_pool and config.preemption_mode == "auto" else 0.0,
+        block_swap_cost=block_swap_cost,
         tokens_beside_decodes=None if config.max_num_batched_tokens else tokens_beside_decodes(runner.costs),
     )
     max_in_flight = 2 if config.async_scheduling else 1
-    engine = Engine(scheduler, runner, inner, seed=config.seed, max_in_flight=max_in_flight)
+    engine = Engine(scheduler, lead(runner) if lead else runner, inner, seed=config.seed, max_in_flight=max_in_flight)
     return Loaded(engine, tokenizer, defaults)
+
+
+def load_follower(config: EngineConfig, prepared: Prepared, *, progress: bool = True) -> ModelRunner:
+    """Return a runner that is ready for the plans of another process, which calls `load_engine`.
+
+    Both run the same programs on the devices they share, in the same order.
+    """
+    model = _load_prepared(config, prepared, progress=progress)
+    runner, _ = _start_runner(model, config, prepared.limits, prepared.kernels, progress=progress)
+    return runner
+
+
+def _load_prepared(config: EngineConfig, prepared: Prepared, *, progress: bool) -> Model:
+    directory = find_model(config.model, revision=config.revision, weights=config.load_format != "dummy")
+    logger.info("loading %s as %s", config.model, prepared.dtype)
+    with compilation_cache():
+        return load_model(
+            directory, prepared.model, dtype=prepared.dtype, load_format=config.load_format, seed=config.seed,
+            progress=progress, place=prepared.placement.of,
+        )  # fmt: skip
+
+
+def _start_runner(
+    model: Model, config: EngineConfig, limits: Limits, kernels: Kernels | None, *, progress: bool
+) -> tuple[ModelRunner, float]:
+    """Return a runner that has compiled its executables, and its `block_swap_cost` if the scheduler needs it, else 0.
+
+    All processes that share the devices run these programs, in this order.
+    """
+    with compilation_cache():
+        runner = ModelRunner(model, config, limits, kernels)
+        check_num_blocks(limits, runner.blocks.num_blocks)
+        runner.warm_up(progress=progress)
+    measures = _swaps(runner, config) and config.preemption_mode == "auto"
+    return runner, runner.block_swap_cost() if measures else 0.0
+
+
+def _swaps(runner: ModelRunner, config: EngineConfig) -> bool:
+    """Return whether preempted requests may be swapped to the host."""
+    return bool(runner.blocks.num_host_blocks) and config.preemption_mode != "recompute"
 
 
 def _check_module(config: EngineConfig, model: Model) -> None:

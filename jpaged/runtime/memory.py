@@ -22,6 +22,7 @@ def pool_size(
     wanted: int,
     utilization: float,
     block_bytes: int,
+    agree: Callable[[int], int] = lambda num_blocks: num_blocks,
     sampling: Callable[[], int],
     model: Callable[[int], int],
 ) -> int:
@@ -31,14 +32,16 @@ def pool_size(
     memory than the model's part of a step. If it needs less, that part is compiled again for a smaller pool.
 
     Args:
+        devices: the devices of this process.
         wanted: maximum number of blocks that could ever be used; it limits only the pool on a CPU.
         block_bytes: bytes of a block on each device.
+        agree: return the number for all processes that share the pool.
         sampling: return the bytes that sampling and swapping need.
         model: return the bytes that the model's part of a step needs with a pool of a number of blocks.
     """
     stats = [device.memory_stats() for device in devices]
     if not all(each and "bytes_limit" in each for each in stats):
-        return cpu_num_blocks(wanted, block_bytes * len(devices))
+        return agree(cpu_num_blocks(wanted, block_bytes * len(devices)))
 
     def fitting(temporaries: int) -> int:
         return min(
@@ -51,9 +54,9 @@ def pool_size(
 
     logger.info("compiling the largest steps, to measure the memory that they leave for the KV pool")
     beside = sampling()
-    num_blocks = fitting(beside)
+    num_blocks = agree(fitting(beside))  # the processes compile for one number, as XLA's autotuning expects
     inside = model(num_blocks)
-    return num_blocks if inside <= beside else fitting(inside)
+    return agree(num_blocks if inside <= beside else fitting(inside))
 
 
 def temporaries(steps: Iterable[jax.stages.Lowered]) -> int:

@@ -64,9 +64,19 @@ class Placement:
         return list(self.mesh.devices.flat)
 
     @property
+    def local_devices(self) -> list[jax.Device]:
+        """The devices of the mesh that belong to this process: all, unless several processes share the mesh."""
+        return [device for device in self.devices if device.process_index == jax.process_index()]
+
+    @property
     def device(self) -> jax.Device:
-        """The first device."""
-        return self.devices[0]
+        """The first device of this process."""
+        return self.local_devices[0]
+
+    @property
+    def num_processes(self) -> int:
+        """The number of processes that share the mesh."""
+        return len({device.process_index for device in self.devices})
 
     @property
     def size(self) -> int:
@@ -100,8 +110,18 @@ class Placement:
         return NamedSharding(self.mesh, P(*axes))
 
     def put(self, values: Any) -> Any:
-        """Copy a tree of host arrays to every device, and return it as jax arrays."""
-        return jax.device_put(values, self.whole)
+        """Copy a tree of host arrays to every device, and return it as jax arrays.
+
+        Processes that share the mesh pass the same values. `device_put` would compare them in a collective.
+        """
+        if not self.mesh.is_multi_process:
+            return jax.device_put(values, self.whole)
+        return jax.tree.map(self._put_local, values)
+
+    def _put_local(self, value: Any) -> jax.Array:
+        """Copy a host array to the devices of this process."""
+        array = np.asarray(value)
+        return jax.make_array_from_callback(array.shape, self.whole, lambda index: array[index])
 
 
 def shard(model: Model, devices: Sequence[jax.Device]) -> Model:

@@ -15,6 +15,7 @@ from jpaged.config import EngineConfig, Limits
 from jpaged.core.plan import Done, StepPlan, StepResult
 from jpaged.models.base import Model
 from jpaged.progress import track
+from jpaged.runtime.agreement import leaders_values, least
 from jpaged.runtime.batch import Bucket, Buckets, ladder, make_batch
 from jpaged.runtime.block_store import BlockStore
 from jpaged.runtime.compilation_cache import cache_folder
@@ -68,8 +69,9 @@ class ModelRunner:
         cache = KVCache.of(llama, limits.block_size, config.pool_dtype(dtype), divided)
         block_bytes = cache.block_bytes // self.placement.kv_size  # on each device
         self.costs: StepCosts = {}
-        first, devices = self.placement.device, self.placement.devices
-        device = first.platform, first.device_kind, len(devices), os.cpu_count()
+        first, devices = self.placement.device, self.placement.local_devices
+        processes = (self.placement.num_processes,) if self.placement.num_processes > 1 else ()
+        device = first.platform, first.device_kind, self.placement.size, os.cpu_count(), *processes
         self._costs_key = repr((jax.__version__, device, llama, dtype, limits, self.kernels.name, cache.dtype))
         if config.num_gpu_blocks_override:
             check_override(config.num_gpu_blocks_override, block_bytes, available_memory(devices))
@@ -83,6 +85,7 @@ class ModelRunner:
         num_host_blocks = min(int(config.swap_space * 2**30 // (block_bytes * len(devices))), most)
         num_blocks = config.num_gpu_blocks_override or pool_size(
             devices, wanted=most, utilization=config.gpu_memory_utilization, block_bytes=block_bytes,
+            agree=lambda num_blocks: least(num_blocks, self.placement),
             sampling=lambda: max(
                 2 * TRANSFERS[-1] * block_bytes if num_host_blocks else 0,
                 self.shapes.sampling_temporaries(
@@ -127,6 +130,7 @@ class ModelRunner:
             self.costs = stored_costs(
                 cache_folder() / "step_costs", self._costs_key, ladders,
                 lambda bucket: _seconds(lambda: self._run_padding(bucket)),
+                lambda seconds: leaders_values(seconds, self.placement),
             )  # fmt: skip
             if further := further_shapes(self.costs):
                 self.shapes.add(further)

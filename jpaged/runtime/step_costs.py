@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from jpaged.runtime.batch import Bucket
@@ -54,18 +54,26 @@ def tokens_beside_decodes(costs: StepCosts) -> int:
     return (cheap[-1] if cheap else roomy[0]).num_tokens
 
 
-def stored_costs(folder: Path, key: str, buckets: Iterable[Bucket], measure: Callable[[Bucket], float]) -> StepCosts:
+def stored_costs(
+    folder: Path, key: str, buckets: Iterable[Bucket], measure: Callable[[Bucket], float],
+    agree: Callable[[Sequence[float]], Sequence[float]] = lambda seconds: seconds,
+) -> StepCosts:  # fmt: skip
     """Return the costs of all shapes from a file, or else measure them and write it.
 
     Args:
         key: identifies everything that the costs depend on.
+        agree: return the seconds of the process whose costs hold for all processes that share the device mesh. They
+            measure together, if that process has no file.
     """
     path = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
     wanted = tuple(buckets)
-    costs = _read(path, key)
-    if costs.keys() != set(wanted):
-        costs = {bucket: measure(bucket) for bucket in wanted}
-        _write(path, key, costs)
+    stored = _read(path, key)
+    known = stored.keys() == set(wanted)
+    found = agree([stored[bucket] if known else 0.0 for bucket in wanted])
+    if all(found):
+        return dict(zip(wanted, found, strict=True))
+    costs = dict(zip(wanted, agree([measure(bucket) for bucket in wanted]), strict=True))
+    _write(path, key, costs)
     return costs
 
 

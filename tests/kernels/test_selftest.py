@@ -248,7 +248,7 @@ class TestFallback:
     def test_only_a_gpu_is_tested(self, tmp_path):
         cpu = jax.devices("cpu")[0]
         assert SelfTest.on(cpu, tmp_path) is None
-        gpu = dataclasses.make_dataclass("Device", ["platform", "id"])("gpu", 3)
+        gpu = dataclasses.make_dataclass("Device", ["platform", "local_hardware_id"])("gpu", 3)
         assert SelfTest.on(gpu, tmp_path, retest=True) == SelfTest(tmp_path, "cuda", 3, retest=True)
 
 

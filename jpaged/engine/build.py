@@ -17,7 +17,7 @@ from jpaged.engine.engine import Engine, Runner
 from jpaged.models.base import Model
 from jpaged.models.checkpoint import ORBAX, Place, dummy_model, load_orbax, load_safetensors, on_one_device
 from jpaged.models.registry import read_config
-from jpaged.runtime.compilation_cache import compilation_cache
+from jpaged.runtime.compilation_cache import compilation_cache, every_process_writes
 from jpaged.runtime.kernel_choice import select_kernels
 from jpaged.runtime.kv_cache import KVCache
 from jpaged.runtime.memory import available_memory, check_override
@@ -319,7 +319,7 @@ def _start_runner(
 
     All processes that share the devices run these programs, in this order.
     """
-    with compilation_cache():
+    with compilation_cache(), every_process_writes():
         runner = ModelRunner(model, config, limits, kernels)
         check_num_blocks(limits, runner.blocks.num_blocks)
         runner.warm_up(progress=progress)

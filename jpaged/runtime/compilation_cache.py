@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax._src import distributed
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,21 @@ def compilation_cache() -> Iterator[None]:
             yield
         finally:
             _configure(programs)
+
+
+@contextlib.contextmanager
+def every_process_writes() -> Iterator[None]:
+    """Let jax write executables to disk in this process also if it is not process 0 of several.
+
+    jax assumes that the processes share a folder, and would compile at every start of the others. Their executables
+    have keys of their own. The devices must be known before, because jax numbers them by the same variable.
+    """
+    state = distributed.global_state
+    rank, state.process_id = state.process_id, 0
+    try:
+        yield
+    finally:
+        state.process_id = rank
 
 
 def _configure(settings: dict[str, Any]) -> None:

@@ -1,0 +1,218 @@
+"""Leader of a replica: it sends each plan to the other processes before it dispatches the plan itself."""
+
+import contextlib
+import logging
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Self
+
+import jax
+import numpy as np
+
+from jpaged.config import EngineConfig
+from jpaged.core.plan import Done, StepPlan, StepResult
+from jpaged.parallel.channel import Channel
+from jpaged.parallel.ending import CAUSE_TIMEOUT_S, LOST, MALFORMED, end_after_failure, end_process
+from jpaged.parallel.frame import MAX_HELLO_BYTES, Frame, FrameError, Kind
+from jpaged.parallel.hello import (
+    HELLO_TIMEOUT_S,
+    START_TIMEOUT_S,
+    Facts,
+    check_hello,
+    deadline,
+    decode_facts,
+    difference,
+    encode_facts,
+    settings_of,
+)
+from jpaged.parallel.mask_frame import encode_masks
+from jpaged.parallel.nodes import Nodes
+from jpaged.parallel.plan_frame import encode_plan
+from jpaged.runtime.pending import PendingStep
+from jpaged.runtime.runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+
+class Followers:
+    """Other processes of a replica, each with a connection that a thread reads.
+
+    The loss of any of them ends this process, until `end`.
+    """
+
+    def __init__(self, channels: dict[int, Channel]):
+        self.channels = channels
+        self._facts: queue.SimpleQueue[tuple[int, dict[str, Any]]] = queue.SimpleQueue()
+        self._ended = threading.Event()
+        for rank, channel in channels.items():
+            threading.Thread(target=self._read, args=(rank, channel), name=f"node {rank}", daemon=True).start()
+
+    @classmethod
+    def accept(cls, nodes: Nodes, config: EngineConfig) -> Self:
+        """Wait for all followers to join.
+
+        A process with other settings is refused, and may come again.
+
+        Raises:
+            ValueError: some have not joined in time.
+            OSError: the address is invalid or in use.
+        """
+        channels: dict[int, Channel] = {}
+        settings, end = settings_of(config), deadline()
+        with _listen(nodes) as server:
+            logger.info("waiting for %d more nodes at %s:%d", nodes.nnodes - 1, *nodes.channel_address)
+            while len(channels) < nodes.nnodes - 1:
+                server.settimeout(max(0.0, end - time.monotonic()))
+                try:
+                    connected, address = server.accept()
+                except (TimeoutError, BlockingIOError) as error:
+                    missing = [str(rank) for rank in range(1, nodes.nnodes) if rank not in channels]
+                    raise ValueError(
+                        f"nnodes: nodes {', '.join(missing)} have not joined within {START_TIMEOUT_S:g} seconds"
+                    ) from error
+                if joined := _welcome(Channel(connected, f"{address[0]}:{address[1]}"), nodes, channels, settings):
+                    channels |= joined
+        return cls(channels)
+
+    def check_facts(self, facts: Facts) -> None:
+        """Compare the decisions of all processes before they load the parameters.
+
+        Raises:
+            ValueError: a follower has decided otherwise; the message has the first difference.
+        """
+        for _ in self.channels:
+            rank, theirs = self._facts.get()
+            if problem := difference(theirs, facts):
+                raise ValueError(f"node {rank}: {problem}")
+
+    def send(self, kind: Kind, payload: bytes = b"") -> None:
+        """Send a frame to each follower."""
+        for rank, channel in self.channels.items():
+            try:
+                channel.send(kind, payload)
+            except OSError as error:
+                time.sleep(CAUSE_TIMEOUT_S)  # its own last frame, if there is one, has the reason
+                end_process(_lost(rank, channel, error), LOST)
+
+    def end(self, fault: str | None = None) -> None:
+        """End the followers: as they should, or with the reason why this process ends."""
+        self._ended.set()
+        for channel in self.channels.values():
+            try:
+                channel.send(*((Kind.END,) if fault is None else (Kind.FAULT, fault.encode())))
+            except OSError:
+                logger.debug("%s has already gone", channel.peer)
+
+    def lead(self, runner: ModelRunner) -> "LeaderRunner":
+        """Return a runner that drives the one of this process and those of the followers."""
+        return LeaderRunner(runner, self)
+
+    def _read(self, rank: int, channel: Channel) -> None:
+        """Receive frames until the end of the replica."""
+        with contextlib.closing(channel):
+            while True:
+                try:
+                    self._handle(rank, channel, channel.receive(MAX_HELLO_BYTES))
+                except FrameError as error:
+                    end_process(f"malformed frame from node {rank} ({channel.peer}): {error}", MALFORMED)
+                except OSError as error:
+                    if self._ended.is_set():
+                        return
+                    end_process(_lost(rank, channel, error), LOST)
+
+    def _handle(self, rank: int, channel: Channel, frame: Frame) -> None:
+        if frame.kind == Kind.FACTS:
+            self._facts.put((rank, decode_facts("facts", frame.payload)))
+        elif frame.kind == Kind.FAULT:
+            end_process(f"node {rank} ({channel.peer}): {frame.payload.decode(errors='replace')}", LOST)
+        else:
+            raise FrameError(f"kind: must be {Kind.FACTS!r} or {Kind.FAULT!r}, not {frame.kind!r}")
+
+
+class LeaderRunner:
+    """Runner of the leader: all processes of the replica run the same plans.
+
+    A computation that fails in one process leaves the others waiting for its part, so it ends the replica.
+
+    Args:
+        runner: the runner of this process.
+    """
+
+    def __init__(self, runner: ModelRunner, followers: Followers):
+        self._runner, self._followers = runner, followers
+
+    def dispatch(self, plan: StepPlan, make_masks: Callable[[], np.ndarray] | None = None) -> "LeaderStep":
+        """Send a plan, and start its step as `ModelRunner.dispatch` does. Masks follow in a frame of their own."""
+
+        def masks() -> np.ndarray:
+            assert make_masks is not None
+            made = make_masks()
+            self._followers.send(Kind.MASKS, encode_masks(made))
+            return made
+
+        self._followers.send(Kind.PLAN, encode_plan(plan))
+        try:
+            return LeaderStep(self._runner.dispatch(plan, None if make_masks is None else masks))
+        except jax.errors.JaxRuntimeError as error:
+            end_after_failure(error)
+
+    def check_params(self, state: Any) -> None:
+        """Raise a ValueError: the arrays of this process are not all of the model."""
+        raise ValueError("params: can't be exchanged while several hosts share the model; restart all of them")
+
+    def update_params(self, state: Any) -> None:
+        """Raise a ValueError, as `check_params` does."""
+        self.check_params(state)
+
+    def recover(self) -> None:
+        """Make all runners usable after an error of this host in a step."""
+        self._followers.send(Kind.RECOVER)
+        self._runner.recover()
+
+
+class LeaderStep:
+    """Dispatched step of all processes."""
+
+    def __init__(self, inner: PendingStep | Done):
+        self._inner = inner
+
+    def result(self) -> StepResult:
+        """Wait for the step's tokens and return its result."""
+        try:
+            return self._inner.result()
+        except jax.errors.JaxRuntimeError as error:
+            end_after_failure(error)
+
+
+def _listen(nodes: Nodes) -> socket.socket:
+    host, port = nodes.channel_address
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=nodes.nnodes)
+    except OSError as error:
+        raise OSError(f"dist_init_addr: can't listen on {host}:{port}, the next port: {error}") from error
+
+
+def _welcome(channel: Channel, nodes: Nodes, joined: Iterable[int], settings: Facts) -> dict[int, Channel]:
+    """Return the connection by rank, or nothing if its process can't join."""
+    try:
+        frame = channel.receive(MAX_HELLO_BYTES, HELLO_TIMEOUT_S)
+        rank = check_hello(frame, nodes.nnodes, dict.fromkeys(joined), settings)
+        channel.send(Kind.WELCOME, encode_facts(settings))
+    except (ValueError, OSError) as error:
+        logger.warning("refused %s: %s", channel.peer, error)
+        try:
+            channel.send(Kind.REFUSAL, str(error).encode())
+        except OSError:
+            logger.debug("%s has already gone", channel.peer)
+        channel.close()
+        return {}
+    logger.info("node %d has joined from %s", rank, channel.peer)
+    return {rank: channel}
+
+
+def _lost(rank: int, channel: Channel, error: OSError) -> str:
+    return f"node {rank} ({channel.peer}) is lost: {error}"

@@ -1,0 +1,39 @@
+"""Processes that share one model, with the flags' names of SGLang."""
+
+from dataclasses import dataclass
+
+from jpaged.setting import check, setting
+
+GROUP = "several hosts"
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Processes of a replica: a leader, of rank 0, and its followers."""
+
+    nnodes: int = setting(1, "number of hosts that share the model", group=GROUP, low=1, unit="NODES")
+    node_rank: int = setting(0, "number of this host, 0 for the leader", group=GROUP, low=0, unit="RANK")
+    dist_init_addr: str | None = setting(
+        None, "address of the leader for jax.distributed; plans are sent to followers from the next port", group=GROUP,
+        unit="HOST:PORT",
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.node_rank >= self.nnodes:
+            raise ValueError(f"node_rank: must be below nnodes ({self.nnodes}), not {self.node_rank}")
+        if self.nnodes > 1:
+            host, _, port = (self.dist_init_addr or "").rpartition(":")
+            if not (host and port.isascii() and port.isdecimal() and 0 < int(port) < 65535):
+                raise ValueError(
+                    "dist_init_addr: must be HOST:PORT with a port between 1 and 65534 if nnodes is above 1, "
+                    f"not {self.dist_init_addr!r}"
+                )
+        elif self.dist_init_addr is not None:
+            raise ValueError(f"dist_init_addr: needs nnodes above 1, not {self.nnodes}")
+
+    @property
+    def channel_address(self) -> tuple[str, int]:
+        """Host and port on which the leader accepts its followers."""
+        host, _, port = (self.dist_init_addr or "").rpartition(":")
+        return host.removeprefix("[").removesuffix("]"), int(port) + 1

@@ -12,6 +12,7 @@ from jpaged.cli.parser import Parser, closest
 
 COMMANDS = {
     "serve": "serve a model over HTTP with the OpenAI API",
+    "worker": "follow a server on another host, which shares its model",
     "chat": "chat with a model in this process or on a server",
     "complete": "complete texts",
     "bench serve": "measure a server under load",

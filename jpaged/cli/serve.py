@@ -4,6 +4,7 @@
   jpaged serve DIR --host 0.0.0.0                a model in a directory, on all network interfaces
   jpaged serve org/name --max-model-len 32k --api-key KEY
   jpaged serve --config serve.yaml --port 8001   flags from a file; the command line takes precedence
+  jpaged serve DIR -tp 16 --nnodes 2 --dist-init-addr HOST:PORT    with `jpaged worker` on a second host
 
 All settings, addresses and files are checked before the weights are loaded. The first start compiles all shapes of a
 step; later starts load them from ~/.cache/jpaged.
@@ -24,8 +25,10 @@ from typing import Any
 
 from jpaged.cli import vllm_flags
 from jpaged.cli.loading import loading
+from jpaged.cli.nodes import add_node_flags, facts_of, leading, nodes_of
 from jpaged.cli.parser import count
 from jpaged.config import MEMORY, MODEL, SCHEDULING, EngineConfig
+from jpaged.parallel.nodes import Nodes
 from jpaged.serving.listen import bind, bound_unix
 from jpaged.serving.logs import LEVELS, logging_to
 from jpaged.serving.origins import is_loopback
@@ -89,14 +92,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--generation-config", choices=("auto", "vllm"), default="auto",
         help="source of default sampling parameters; auto: the model's files; vllm: the API")  # fmt: skip
     add_engine_flags(parser, positional=True)
+    add_node_flags(parser)
     vllm_flags.add_flags(parser)
 
 
-def add_engine_flags(parser: argparse.ArgumentParser, *, positional: bool = False) -> None:
+def add_engine_flags(parser: argparse.ArgumentParser, *, positional: bool = False, defaults: bool = True) -> None:
     """Add a flag for each field of EngineConfig, to every command that loads a model.
 
     Args:
         positional: accept the model without its flag, too.
+        defaults: False leaves fields without a flag out of the parsed arguments.
     """
     groups = {name: parser.add_argument_group(name) for name in (MODEL, MEMORY, SCHEDULING)}
     for each, setting in settings(EngineConfig):
@@ -107,7 +112,8 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, positional: bool = Fals
                 "model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help="the same as --model"
             )
         flag = "--" + each.name.replace("_", "-")
-        options: dict[str, Any] = dict(default=each.default, help=setting.text)
+        default = each.default if defaults else argparse.SUPPRESS
+        options: dict[str, Any] = dict(default=default, help=setting.text)
         expected, _ = kind(each)
         if expected is bool:
             options["action"] = argparse.BooleanOptionalAction if each.default else "store_true"
@@ -128,40 +134,51 @@ def run(args: argparse.Namespace) -> None:
     """Run `jpaged serve`."""
     with logging_to(sys.stderr, args.access_log, args.log_level):
         vllm_flags.log_notices(args)
-        engine, server, tls = engine_config(args), server_config(args), tls_context(args)
+        engine, server, tls, nodes = engine_config(args), server_config(args), tls_context(args), nodes_of(args)
+        if nodes.node_rank:
+            raise ValueError(f"node_rank: must be 0 for jpaged serve, not {nodes.node_rank}; use jpaged worker")
         with bound_sockets(args) as sockets:
-            _serve(args, engine, server, sockets, tls)
+            _serve(args, engine, nodes, server, sockets, tls)
 
 
 def _serve(
-    args: argparse.Namespace, engine_config: EngineConfig, config: ServerConfig, sockets: Sequence[socket.socket],
-    tls: ssl.SSLContext | None,
+    args: argparse.Namespace, engine_config: EngineConfig, nodes: Nodes, config: ServerConfig,
+    sockets: Sequence[socket.socket], tls: ssl.SSLContext | None,
 ) -> None:  # fmt: skip
     # jax would take three quarters of a GPU's memory; a server has it to itself.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
-    with loading() as bars:
-        from jpaged.engine.build import (  # jax takes seconds to load: not for --help, nor for a bad flag
-            load_engine,
-            on_further_devices,
-            prepare,
-        )
-        from jpaged.serving.serve import serve
+    if nodes.nnodes > 1 and args.data_parallel_size > 1:
+        raise ValueError(f"data_parallel_size: must be 1 with nnodes above 1, not {args.data_parallel_size}")
+    with contextlib.ExitStack() as stack:
+        with loading() as bars:
+            followers = stack.enter_context(leading(nodes, engine_config))
+            from jpaged.engine.build import (  # jax takes seconds to load: not for --help, nor for a bad flag
+                load_engine,
+                on_further_devices,
+                prepare,
+            )
+            from jpaged.serving.serve import serve
 
-        prepared = prepare(engine_config, chat_template=config.chat_template)
-        replicas = on_further_devices(prepared, args.data_parallel_size)
-        loaded = [load_engine(engine_config, prepared=each, progress=bars) for each in replicas]
-    _, tokenizer, sampling_defaults = loaded[0]
-    service = make_service(
-        [each.engine for each in loaded], tokenizer, (args.served_model_name or [args.model])[0], config,
-        sampling_defaults=sampling_defaults if args.generation_config == "auto" else {},
-        tool_format=_tool_format(args, tokenizer, config),
-        model_facts={
-            "model_path": args.model, "tokenizer_path": engine_config.tokenizer or args.model,
-            "model_type": prepared.model.model_type, "architectures": [prepared.model.architecture],
-            "vocab_size": prepared.model.vocab_size, "tp_size": prepared.placement.size,
-        },
-    )  # fmt: skip
-    asyncio.run(serve(service, sockets, tls))
+            prepared = prepare(engine_config, chat_template=config.chat_template, nnodes=nodes.nnodes)
+            if followers is not None:
+                followers.check_facts(facts_of(prepared))
+            lead = followers.lead if followers else None
+            loaded = [
+                load_engine(engine_config, prepared=each, progress=bars, lead=lead)
+                for each in on_further_devices(prepared, args.data_parallel_size)
+            ]
+        _, tokenizer, sampling_defaults = loaded[0]
+        service = make_service(
+            [each.engine for each in loaded], tokenizer, (args.served_model_name or [args.model])[0], config,
+            sampling_defaults=sampling_defaults if args.generation_config == "auto" else {},
+            tool_format=_tool_format(args, tokenizer, config),
+            model_facts={
+                "model_path": args.model, "tokenizer_path": engine_config.tokenizer or args.model,
+                "model_type": prepared.model.model_type, "architectures": [prepared.model.architecture],
+                "vocab_size": prepared.model.vocab_size, "tp_size": prepared.placement.size,
+            },
+        )  # fmt: skip
+        asyncio.run(serve(service, sockets, tls))
 
 
 @contextlib.contextmanager

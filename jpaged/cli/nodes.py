@@ -1,0 +1,92 @@
+"""Flags of a model that several hosts share, and the contexts of its leader and its followers."""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from jpaged.config import EngineConfig
+from jpaged.parallel.ending import end_after_error, told, wait_for_cause
+from jpaged.parallel.nodes import GROUP, Nodes
+from jpaged.setting import kind, settings
+
+if TYPE_CHECKING:
+    from jpaged.engine.build import Prepared
+    from jpaged.parallel.follower import Leader
+    from jpaged.parallel.leader import Followers
+
+
+def add_node_flags(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for each field of Nodes."""
+    group = parser.add_argument_group(GROUP)
+    for each, setting in settings(Nodes):
+        group.add_argument(
+            "--" + each.name.replace("_", "-"), metavar=setting.unit, type=kind(each)[0], default=each.default,
+            help=setting.text,
+        )  # fmt: skip
+
+
+def nodes_of(args: argparse.Namespace) -> Nodes:
+    """Return the processes that the flags name.
+
+    Raises:
+        ValueError: a value is invalid.
+    """
+    return Nodes(**{each.name: getattr(args, each.name) for each in dataclasses.fields(Nodes)})
+
+
+@contextlib.contextmanager
+def leading(nodes: Nodes, config: EngineConfig) -> Iterator["Followers | None"]:
+    """Enter a context with the followers of this process, which end with it; None if there are none."""
+    if nodes.nnodes == 1:
+        yield None
+        return
+    from jpaged.parallel.cluster import cluster  # these import jax, which takes seconds
+    from jpaged.parallel.leader import Followers
+
+    followers = Followers.accept(nodes, config)
+    try:
+        with cluster(nodes):
+            yield followers
+            followers.end()
+    except BaseException as error:
+        wait_for_cause(error)
+        followers.end(told(error))
+        end_after_error(error)
+
+
+@contextlib.contextmanager
+def following(nodes: Nodes, given: Mapping[str, Any]) -> Iterator[tuple["Leader", EngineConfig]]:
+    """Enter a context with the leader of this process and its settings.
+
+    Args:
+        given: settings of this process, by field of EngineConfig.
+
+    Raises:
+        ValueError: the leader has other settings.
+        OSError: the leader does not answer.
+    """
+    from jpaged.parallel.cluster import cluster  # these import jax, which takes seconds
+    from jpaged.parallel.follower import Leader, connect
+    from jpaged.parallel.hello import join
+
+    channel = connect(nodes)
+    config = join(channel, nodes.node_rank, nodes.nnodes, given)
+    leader = Leader(channel)
+    try:
+        with cluster(nodes):
+            yield leader, config
+    except BaseException as error:
+        wait_for_cause(error)
+        leader.report(told(error))
+        end_after_error(error)
+
+
+def facts_of(prepared: "Prepared") -> dict[str, Any]:
+    """Return the decisions of a process that must be the same in all processes of a replica, as JSON values."""
+    facts = {f"model.{name}": value for name, value in dataclasses.asdict(prepared.model).items()}
+    facts |= dataclasses.asdict(prepared.limits) | {"dtype": prepared.dtype, "kernels": prepared.kernels.name}
+    found: dict[str, Any] = json.loads(json.dumps(facts))
+    return found

@@ -1,0 +1,73 @@
+"""Follow `jpaged serve` on another host, which shares its model with this one.
+
+  jpaged serve MODEL -tp 4 --nnodes 2 --dist-init-addr HOST:PORT     on the first host, the leader
+  jpaged worker --nnodes 2 --node-rank 1 --dist-init-addr HOST:PORT  on the second host
+
+The leader sends its settings. Flags of the model serve to check them, except for MODEL if the model's directory is
+another one on this host. The leader's PORT and the next one must be reachable from trusted hosts only.
+"""
+
+import argparse
+import contextlib
+import logging
+import os
+import signal
+import sys
+from dataclasses import fields
+from types import FrameType
+
+from jpaged.cli.loading import loading
+from jpaged.cli.nodes import add_node_flags, facts_of, following, nodes_of
+from jpaged.cli.serve import add_engine_flags
+from jpaged.config import EngineConfig
+from jpaged.parallel.nodes import Nodes
+from jpaged.serving.logs import LEVELS, logging_to
+
+logger = logging.getLogger(__name__)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `jpaged worker`."""
+    parser.usage = "%(prog)s [MODEL] --nnodes NODES --node-rank RANK --dist-init-addr HOST:PORT [flags]"
+    add_node_flags(parser)
+    parser.add_argument("--log-level", choices=LEVELS, default="info", help="lowest severity of the log")
+    add_engine_flags(parser, positional=True, defaults=False)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run `jpaged worker`."""
+    nodes = nodes_of(args)
+    if nodes.node_rank == 0:
+        raise ValueError(f"node_rank: must be between 1 and nnodes - 1 ({nodes.nnodes - 1}); jpaged serve is node 0")
+    with logging_to(sys.stderr, "none", args.log_level):
+        _follow(args, nodes)
+
+
+def _follow(args: argparse.Namespace, nodes: Nodes) -> None:
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")  # as in `jpaged serve`
+    given = {each.name: getattr(args, each.name) for each in fields(EngineConfig) if hasattr(args, each.name)}
+    with contextlib.ExitStack() as stack:
+        with loading() as bars:
+            leader, config = stack.enter_context(following(nodes, given))
+            from jpaged.engine.build import load_follower, prepare
+            from jpaged.parallel.follower import follow
+
+            prepared = prepare(config, nnodes=nodes.nnodes)
+            leader.send_facts(facts_of(prepared))
+            runner = load_follower(config, prepared, progress=bars)
+        _leave_the_end_to_the_leader()
+        logger.info("ready: node %d of %d", nodes.node_rank, nodes.nnodes)
+        follow(runner, prepared.limits, leader)
+    logger.info("stopped: the leader has ended")
+
+
+def _leave_the_end_to_the_leader() -> None:
+    """Ignore the first signal, because the leader still needs this process for its running requests."""
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        logger.info("waiting for the end of the leader; a second signal ends this process at once")
+        for each in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(each, signal.SIG_DFL)
+
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, on_signal)

@@ -1,0 +1,157 @@
+"""Two processes of two devices each: the tokens of one process, the size of frames, and the death of one of them."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from jpaged.engine.build import load_engine
+from tests import checkpoints, models
+from tests.parallel.few_shapes import few_shapes
+from tests.parallel.traffic import config, generate
+
+ROOT = Path(__file__).parents[2]
+DEATH_LIMIT_S = 10
+
+
+def free_address() -> str:
+    """An address with a free port after it."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as first:
+            port = first.getsockname()[1]
+            try:
+                with socket.create_server(("127.0.0.1", port + 1)):
+                    return f"127.0.0.1:{port}"
+            except OSError:
+                continue
+
+
+class Replica:
+    """A leader and a worker, with files for their logs."""
+
+    def __init__(self, model: Path, folder: Path, mode: str):
+        address = free_address()
+        self.logs = [folder / "leader.log", folder / "worker.log"]
+        leader = [sys.executable, "-m", "tests.parallel.leader_process", str(model), address, mode]
+        worker = [sys.executable, "-m", "tests.parallel.few_shapes", "worker", "--nnodes", "2", "--node-rank", "1"]
+        self.leader = self.start(leader, self.logs[0])
+        self.worker = self.start([*worker, "--dist-init-addr", address], self.logs[1])
+
+    def start(self, command: list[str], log: Path) -> subprocess.Popen:
+        env = os.environ | {"JAX_NUM_CPU_DEVICES": "2"}
+        with log.open("w") as stderr:
+            return subprocess.Popen(
+                command, cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True
+            )
+
+    def told(self) -> str:
+        """The next line of the leader; the transport of the collectives has lines of its own."""
+        while not (line := self.leader.stdout.readline()).startswith(("{", "looping")):
+            assert line, self.log(0)
+        return line
+
+    def obey(self, command: str) -> None:
+        self.leader.stdin.write(f"{command}\n")
+        self.leader.stdin.flush()
+
+    def log(self, index: int) -> str:
+        return self.logs[index].read_text()
+
+    def stop(self) -> None:
+        for process in (self.leader, self.worker):
+            process.kill()
+            process.communicate()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A random model whose heads and vocabulary four devices can divide."""
+    directory = tmp_path_factory.mktemp("model")
+    checkpoints.write(directory, models.TINY | {"vocab_size": 260}, generation={"eos_token_id": models.EOS})
+    models.write_tokenizer(directory)
+    return directory
+
+
+@pytest.fixture
+def start(model, tmp_path):
+    replicas = []
+
+    def begin(mode: str) -> Replica:
+        replicas.append(Replica(model, tmp_path, mode))
+        return replicas[-1]
+
+    yield begin
+    for replica in replicas:
+        replica.stop()
+
+
+def close(found, expected) -> bool:
+    """Whether two outputs have the same tokens and texts, and logprobs that differ by the order of sums only."""
+    if isinstance(expected, dict):
+        return found.keys() == expected.keys() and all(close(found[name], expected[name]) for name in expected)
+    if isinstance(expected, list):
+        return len(found) == len(expected) and all(map(close, found, expected))
+    return found == pytest.approx(expected, abs=1e-4) if isinstance(expected, float) else found == expected
+
+
+def assert_ended(process: subprocess.Popen, log: Path, words: str, killed_at: float) -> None:
+    assert process.wait(DEATH_LIMIT_S) == 69, log.read_text()
+    assert time.monotonic() - killed_at < DEATH_LIMIT_S
+    (line,) = re.findall("^.* CRITICAL .*$", log.read_text(), re.MULTILINE)
+    assert re.search(rf"jpaged.parallel: replica ended: {words}.* \(exit status 69\)$", line), line
+
+
+def test_two_processes_give_the_tokens_of_one_and_end_when_the_follower_is_killed(start, model):
+    replica = start("run")
+    with few_shapes():
+        engine = load_engine(config(str(model)), progress=False).engine
+    expected, steps = generate(engine)
+    told = json.loads(replica.told())
+    assert told["swapped"] > 0 and told["compilations"] == 0
+    assert close(told["outputs"], expected), "the tokens must be those of one process"
+    assert close(told["again"], expected), "an error of the leader's host must change no token"
+    frames, sent = told["frames"] / told["steps"], told["bytes"] / told["steps"]
+    print(f"{frames:.2f} frames and {sent:.0f} bytes per step")
+    assert told["steps"] >= steps - 2 and frames < 1.5 and sent < 1000
+    replica.obey("loop")
+    assert replica.told() == "looping\n"
+    killed_at = time.monotonic()
+    replica.worker.kill()
+    assert_ended(replica.leader, replica.logs[0], r"node 1 \(127.0.0.1:\d+\) is lost", killed_at)
+
+
+def test_a_follower_ends_when_the_leader_is_killed(start):
+    replica = start("skip")
+    replica.told()
+    replica.obey("loop")
+    assert replica.told() == "looping\n"
+    killed_at = time.monotonic()
+    replica.leader.kill()
+    assert_ended(replica.worker, replica.logs[1], r"the leader \(127.0.0.1:\d+\) is lost", killed_at)
+
+
+@pytest.mark.deep
+def test_a_replica_ends_with_status_0_when_its_leader_ends(start):
+    replica = start("skip")
+    replica.told()
+    replica.worker.send_signal(signal.SIGTERM)  # the leader still needs it
+    replica.obey("end")
+    assert replica.leader.wait(30) == 0 and replica.worker.wait(30) == 0, replica.log(1)
+    assert "waiting for the end of the leader" in replica.log(1) and "stopped: the leader has ended" in replica.log(1)
+
+
+@pytest.mark.deep
+def test_a_follower_that_is_killed_while_shapes_are_compiled_ends_the_leader(start):
+    replica = start("skip")
+    while "compiling" not in replica.log(0):
+        time.sleep(0.05)
+    killed_at = time.monotonic()
+    replica.worker.kill()
+    assert_ended(replica.leader, replica.logs[0], r"node 1 \(127.0.0.1:\d+\) is lost", killed_at)

@@ -127,6 +127,7 @@ def test_two_processes_give_the_tokens_of_one_and_end_when_the_follower_is_kille
     assert_ended(replica.leader, replica.logs[0], r"node 1 \(127.0.0.1:\d+\) is lost", killed_at)
 
 
+@pytest.mark.deep
 def test_a_follower_ends_when_the_leader_is_killed(start):
     replica = start("skip")
     replica.told()

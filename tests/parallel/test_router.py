@@ -4,7 +4,6 @@ import asyncio
 import re
 
 import aiohttp
-import jax
 import pytest
 
 from benchmarks.shared.server_process import ServerProcess
@@ -181,15 +180,15 @@ async def test_one_metrics_page_has_both_engines():
         assert (info["dp_size"], info["tp_size"], info["status"]) == (2, 1, "ready")
 
 
-async def test_a_server_with_two_engines_of_two_devices_equals_one(demo):
+@pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=pytest.mark.deep)])
+async def test_a_server_with_two_engines_equals_one(demo, num_devices):
     flags = ("--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--max-model-len", "256",
              "--num-gpu-blocks-override", "64")  # fmt: skip
     prompts = ["Once upon a time", "The little fox", "Who are you?", "One day, a girl named"]
     params = SamplingParams(temperature=0, max_tokens=16)
     expected = [output.outputs[0].text for output in demo.generate(prompts, params, use_tqdm=False)]
-    parallel = ("--data-parallel-size", "2", "--tensor-parallel-size", "2")
-    assert jax.device_count() >= 4
-    with ServerProcess(*flags, *parallel, env={"JAX_NUM_CPU_DEVICES": "4"}) as server:
+    parallel = ("--data-parallel-size", "2", "--tensor-parallel-size", str(num_devices))
+    with ServerProcess(*flags, *parallel, env={"JAX_NUM_CPU_DEVICES": str(2 * num_devices)}) as server:
         async with aiohttp.ClientSession() as session:
             body = {"model": "demo", "prompt": prompts, "temperature": 0, "max_tokens": 16}
             async with session.post(f"{server.url}/v1/completions", json=body) as response:
@@ -199,6 +198,6 @@ async def test_a_server_with_two_engines_of_two_devices_equals_one(demo):
             async with session.get(f"{server.url}/metrics") as response:
                 text = await response.text()
     assert found == expected
-    assert (info["dp_size"], info["tp_size"], info["model_type"]) == (2, 2, "llama")
+    assert (info["dp_size"], info["tp_size"], info["model_type"]) == (2, num_devices, "llama")
     tokens = re.findall(r'^vllm:generation_tokens_total\{engine="\d",model_name="demo"\} (.*)$', text, re.M)
     assert len(tokens) == 2 and all(float(each) > 0 for each in tokens)

@@ -40,6 +40,7 @@ def smg(*workers: str):
     command = [
         program, "launch", "--host", "127.0.0.1", "--port", str(port), "--worker-urls", *workers, "--policy",
         "cache_aware", "--prometheus-port", str(free_port()), "--worker-startup-check-interval", "1",
+        "--balance-abs-threshold", "1", "--balance-rel-threshold", "1.0",
     ]  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:

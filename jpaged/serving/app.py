@@ -2,22 +2,20 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from functools import partial
 from importlib.metadata import version
 from typing import Any
 
 from aiohttp import HttpVersion11, web
 
 from jpaged.serving import prepare
-from jpaged.serving.answer import ChatAnswer, CompletionAnswer
 from jpaged.serving.codec import dumps_long
-from jpaged.serving.generate import respond
+from jpaged.serving.generate import chat_completion, completion, respond
 from jpaged.serving.info import model_info, server_info
 from jpaged.serving.live import feed, static
 from jpaged.serving.middleware import MIDDLEWARES, add_request_id
 from jpaged.serving.openapi import description
 from jpaged.serving.origins import add_origin_headers
-from jpaged.serving.prepare import check_model, prepare_chat, prepare_completion
+from jpaged.serving.prepare import check_model
 from jpaged.serving.protocol import ApiError
 from jpaged.serving.service import SERVICE, Service
 
@@ -79,18 +77,12 @@ async def _expect(request: web.Request) -> None:
 
 async def completions(request: web.Request) -> web.StreamResponse:
     """Handle `/v1/completions`."""
-    service, data = request.app[SERVICE], await _body(request)
-    prepared = await service.run(partial(prepare_completion, service, data), len(data))
-    answer = CompletionAnswer(service.model_name, service.vocabulary, prepared.body, prepared.prompts)
-    return await respond(request, answer, prepared)
+    return await respond(request, await completion(request.app[SERVICE], await _body(request)))
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Handle `/v1/chat/completions`."""
-    service, data = request.app[SERVICE], await _body(request)
-    prepared = await service.run(partial(prepare_chat, service, data), len(data))
-    answer = ChatAnswer(service.model_name, service.vocabulary, prepared.body, prepared.prompts[0], prepared.new_parser)
-    return await respond(request, answer, prepared)
+    return await respond(request, await chat_completion(request.app[SERVICE], await _body(request)))
 
 
 async def models(request: web.Request) -> web.Response:

@@ -1,18 +1,22 @@
-"""Response to an accepted request: whole, or streamed as server-sent events."""
+"""Response to an accepted request: whole, or streamed as server-sent events.
+
+`generate` yields the parts of the body and knows nothing of HTTP; `respond` sends them with aiohttp.
+"""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from contextlib import aclosing
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from aiohttp import web
 
 from jpaged.core.request import NON_FINITE, FinishReason
 from jpaged.engine.async_engine import Deltas
-from jpaged.serving.answer import Answer
+from jpaged.serving.answer import Answer, ChatAnswer, CompletionAnswer
 from jpaged.serving.codec import dumps, dumps_long
 from jpaged.serving.middleware import CLIENT, RECORD, as_api_error
-from jpaged.serving.prepare import Prepared
+from jpaged.serving.prepare import Prepared, prepare_chat, prepare_completion
 from jpaged.serving.protocol import ApiError
 from jpaged.serving.service import SERVICE, Service
 
@@ -21,52 +25,114 @@ DONE = b"data: [DONE]\n\n"
 ERROR_FLUSH_TIMEOUT_S = 5.0  # seconds that a client has to take the error that ends its stream
 
 
-async def respond(request: web.Request, answer: Answer, prepared: Prepared[Any]) -> web.StreamResponse:
+class Exchange(NamedTuple):
+    """Valid request and the collector of its response."""
+
+    prepared: Prepared[Any]
+    answer: Answer
+
+
+async def completion(service: Service, data: bytes) -> Exchange:
+    """Return the request of a body of `/v1/completions`.
+
+    Raises:
+        ApiError: 400 or 404.
+    """
+    prepared = await service.run(partial(prepare_completion, service, data), len(data))
+    answer = CompletionAnswer(service.model_name, service.vocabulary, prepared.body, prepared.prompts)
+    return Exchange(prepared, answer)
+
+
+async def chat_completion(service: Service, data: bytes) -> Exchange:
+    """Return the request of a body of `/v1/chat/completions`.
+
+    Raises:
+        ApiError: 400 or 404.
+    """
+    prepared = await service.run(partial(prepare_chat, service, data), len(data))
+    answer = ChatAnswer(service.model_name, service.vocabulary, prepared.body, prepared.prompts[0], prepared.new_parser)
+    return Exchange(prepared, answer)
+
+
+async def generate(service: Service, exchange: Exchange, *, client: str | None = None) -> AsyncGenerator[bytes]:
+    """Generate for every prompt at once, and yield the body of the response: JSON, or server-sent events of a stream.
+
+    Without `stream`, the whole body is one part. A stream begins with the part, possibly empty, that follows the
+    acceptance of all prompts; each further part has the news of all choices. Closing the iterator aborts the request.
+
+    Args:
+        client: identity for the fair use of the queue; None: every request is a client of its own.
+
+    Raises:
+        Exception: any failure, also in the middle of a stream. `stream_end` returns the end of such a stream.
+    """
+    (body, params, *_), answer = exchange.prepared, exchange.answer
+    options: dict[str, Any] = {
+        "priority": body.priority or 0, "cache_salt": body.cache_salt or "", "bad_words": exchange.prepared.bad_words,
+        "client": client or answer.id,
+    }  # fmt: skip
+    with body.rename_error_fields():
+        if params.structured_outputs is not None:
+            assert service.grammars is not None, "structured outputs were accepted without a tokenizer"
+            compiled = service.grammars.submit(params.structured_outputs)
+            options["constraint"] = await asyncio.wrap_future(compiled)
+        prompts = [prompt.token_ids for prompt in answer.prompts]
+        async with service.engine.generate(answer.id, prompts, params, **options) as parts:
+            outputs = _until_failure(parts)
+            if not body.stream:
+                async for deltas in outputs:
+                    await _run(service, partial(_add, answer, deltas), _size(deltas))
+                yield await service.run(lambda: dumps_long(answer.whole()), answer.size)
+                return
+            yield _events(answer.opening())
+            async for deltas in outputs:
+                if events := await _run(service, partial(_chunks, answer, deltas), _size(deltas)):
+                    yield events
+        usage = [answer.usage_chunk()] if body.stream_options and body.stream_options.include_usage else []
+        yield _events(usage) + DONE
+
+
+def stream_end(error: ApiError) -> bytes:
+    """Return the end of a stream that fails: an event with the error, because it is too late for a status."""
+    return _events([error.body]) + DONE
+
+
+def timed_out(service: Service) -> ApiError:
+    """Return the error of a request that exceeds the time limit of the server."""
+    return ApiError(504, f"the answer was not complete after {service.config.request_timeout:g} seconds")
+
+
+async def respond(request: web.Request, exchange: Exchange) -> web.StreamResponse:
     """Generate for every prompt at once, and return the response.
 
     All prompts are accepted before anything is sent, so an invalid request still gets an HTTP 400. A failure in the
     middle of a stream becomes an event of the stream.
     """
-    service, body, params = request.app[SERVICE], prepared.body, prepared.params
-    options: dict[str, Any] = {
-        "priority": body.priority or 0, "cache_salt": body.cache_salt or "", "bad_words": prepared.bad_words,
-        # Without several keys, every request is a client of its own.
-        "client": request.get(CLIENT, answer.id),
-    }  # fmt: skip
+    service, body = request.app[SERVICE], exchange.prepared.body
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     try:
-        async with asyncio.timeout(service.config.request_timeout):
-            if params.structured_outputs is not None:
-                assert service.grammars is not None, "structured outputs were accepted without a tokenizer"
-                compiled = service.grammars.submit(params.structured_outputs)
-                options["constraint"] = await asyncio.wrap_future(compiled)
-            prompts = [prompt.token_ids for prompt in answer.prompts]
-            async with service.engine.generate(answer.id, prompts, params, **options) as parts:
-                outputs = _until_failure(parts)
+        async with (
+            asyncio.timeout(service.config.request_timeout),
+            aclosing(generate(service, exchange, client=request.get(CLIENT))) as parts,
+        ):
+            async for part in parts:
                 if not body.stream:
-                    async for deltas in outputs:
-                        await _run(service, partial(_add, answer, deltas), _size(deltas))
-                    whole = await service.run(lambda: dumps_long(answer.whole()), answer.size)
-                    return web.Response(body=whole, content_type="application/json")
-                await response.prepare(request)
-                await _send(response, _events(answer.opening()))
-                async for deltas in outputs:
-                    await _send(response, await _run(service, partial(_chunks, answer, deltas), _size(deltas)))
-            if body.stream_options and body.stream_options.include_usage:
-                await _send(response, _events([answer.usage_chunk()]))
-            await response.write(DONE)
+                    return web.Response(body=part, content_type="application/json")
+                if not response.prepared:
+                    await response.prepare(request)
+                if part:
+                    await response.write(part)
             await response.write_eof()
     except ConnectionResetError:
         raise  # there is nobody to tell
     except Exception as failure:
         if isinstance(failure, TimeoutError):
-            failure = ApiError(504, f"the answer was not complete after {service.config.request_timeout:g} seconds")
+            failure = timed_out(service)
         if not response.prepared:
-            with body.rename_error_fields():
-                raise failure from None
+            raise failure from None
         await _end(request, response, as_api_error(failure))
     finally:
-        request[RECORD] |= answer.record()
+        request[RECORD] |= exchange.answer.record()
     return response
 
 
@@ -97,18 +163,12 @@ def _events(chunks: Iterable[dict[str, Any]]) -> bytes:
     return b"".join(b"data: %b\n\n" % dumps(chunk) for chunk in chunks)
 
 
-async def _send(response: web.StreamResponse, events: bytes) -> None:
-    if events:
-        await response.write(events)
-
-
 async def _end(request: web.Request, response: web.StreamResponse, error: ApiError) -> None:
     """Send an error as the stream's last event, because it is too late for a status.
 
     A client that does not even read that is disconnected.
     """
-    await _send(response, _events([error.body]))
-    await response.write(DONE)
+    await response.write(stream_end(error))
     try:
         async with asyncio.timeout(ERROR_FLUSH_TIMEOUT_S):
             # aiohttp's own wait for this can't be begun again, once the request's time has ended it.

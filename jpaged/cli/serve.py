@@ -32,11 +32,10 @@ from jpaged.parallel.nodes import Nodes
 from jpaged.serving.listen import bind, bound_unix
 from jpaged.serving.logs import LEVELS, logging_to
 from jpaged.serving.origins import is_loopback
-from jpaged.serving.service import ServerConfig, make_service
-from jpaged.serving.tools import FORMATS, ToolFormat, detect
+from jpaged.serving.service import API_KEY_VARIABLE, ServerConfig, make_service
+from jpaged.serving.tools import FORMATS, tool_format
 from jpaged.setting import kind, settings
 
-API_KEY_VARIABLE = "JPAGED_API_KEY"
 SHORT_FLAGS = {"tensor_parallel_size": ["-tp"]}  # vLLM's
 
 
@@ -171,7 +170,7 @@ def _serve(
         service = make_service(
             [each.engine for each in loaded], tokenizer, (args.served_model_name or [args.model])[0], config,
             sampling_defaults=sampling_defaults if args.generation_config == "auto" else {},
-            tool_format=_tool_format(args, tokenizer, config),
+            tool_format=tool_format(args.tool_call_parser, tokenizer, config.chat_template),
             model_facts={
                 "model_path": args.model, "tokenizer_path": engine_config.tokenizer or args.model,
                 "model_type": prepared.model.model_type, "architectures": [prepared.model.architecture],
@@ -266,11 +265,3 @@ def tls_context(args: argparse.Namespace) -> ssl.SSLContext | None:
     except ssl.SSLError as error:
         raise ValueError(f"--ssl-certfile, --ssl-keyfile or --ssl-ca-certs: {error}") from error
     return context
-
-
-def _tool_format(args: argparse.Namespace, tokenizer: Any, config: ServerConfig) -> ToolFormat | None:
-    name = args.tool_call_parser
-    if name == "auto":
-        template = config.chat_template or getattr(tokenizer, "chat_template", None)
-        name = detect(template) if isinstance(template, str) else None
-    return FORMATS.get(name)

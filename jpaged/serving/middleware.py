@@ -8,7 +8,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from aiohttp import web
@@ -36,9 +36,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 @web.middleware
 async def record(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Give the request an id, unless it has one, and write a line of the access log, as JSON."""
-    given = request.headers.get(REQUEST_ID, "")
-    request_id = given if re.fullmatch(r"[\x21-\x7e]{1,128}", given) else uuid.uuid4().hex
-    request[RECORD] = {"request_id": request_id}
+    request[RECORD] = {"request_id": request_id(request.headers.get(REQUEST_ID, ""))}
     start, status = time.monotonic(), 499  # as nginx calls it: the client did not wait for the answer
     try:
         response = await handler(request)
@@ -54,6 +52,11 @@ async def record(request: web.Request, handler: Handler) -> web.StreamResponse:
             "method": request.method, "path": request.path, "status": status, "seconds": round(seconds, 4),
         }  # fmt: skip
         access_logger.info("%s", json.dumps(line | request[RECORD]))
+
+
+def request_id(given: str) -> str:
+    """Return the id of a request: the given one if it is valid, otherwise a new one."""
+    return given if re.fullmatch(r"[\x21-\x7e]{1,128}", given) else uuid.uuid4().hex
 
 
 async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:
@@ -73,11 +76,9 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         error = as_api_error(failure)
         if isinstance(failure, QueueFull):
             request.app[SERVICE].metrics.rejected()
-        headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
+        headers = error_headers(error)
         if isinstance(failure, web.HTTPMethodNotAllowed):
             headers["Allow"] = failure.headers["Allow"]
-        if error.status == 401:
-            headers["WWW-Authenticate"] = "Bearer"
         return web.json_response(error.body, status=error.status, headers=headers)
 
 
@@ -98,25 +99,44 @@ def as_api_error(error: Exception) -> ApiError:
     return ApiError(500, "internal error; the server's log has more")
 
 
+def error_headers(error: ApiError) -> dict[str, str]:
+    """Return the headers of a response with an error."""
+    headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
+    return headers | {"WWW-Authenticate": "Bearer"} if error.status == 401 else headers
+
+
 @web.middleware
 async def authorize(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Reject requests without a valid API key.
+    """Reject requests without a valid API key."""
+    config = request.app[SERVICE].config
+    path = request.path.removeprefix(config.root_path)
+    if client := check_key(config.api_keys, path, request.headers.get("Authorization", "")):
+        request[CLIENT] = client
+    return await handler(request)
+
+
+def check_key(keys: Sequence[str], path: str, authorization: str) -> str | None:
+    """Return the client of a request, where keys tell clients apart.
 
     Digests of equal length are compared with every key, so that the time reveals nothing about any of them.
+
+    Args:
+        keys: valid keys; without keys, all routes are open.
+        authorization: value of the header.
+
+    Raises:
+        ApiError: 401 if the route needs a key, and the request has no valid one.
     """
-    config = request.app[SERVICE].config
-    keys, path = config.api_keys, request.path.removeprefix(config.root_path)
-    if keys and path not in OPEN_PATHS and not path.startswith(OPEN_FOLDER):
-        kind, _, given = request.headers.get("Authorization", "").partition(" ")
-        digest = hashlib.sha256(given.strip().encode(errors="surrogateescape")).digest()
-        matches = [
-            hmac.compare_digest(digest, hashlib.sha256(key.encode(errors="surrogateescape")).digest()) for key in keys
-        ]
-        if kind.lower() != "bearer" or not any(matches):
-            raise ApiError(401, "a valid API key is needed: Authorization: Bearer KEY")
-        if len(keys) > 1:
-            request[CLIENT] = f"key {matches.index(True)}"
-    return await handler(request)
+    if not keys or path in OPEN_PATHS or path.startswith(OPEN_FOLDER):
+        return None
+    kind, _, given = authorization.partition(" ")
+    digest = hashlib.sha256(given.strip().encode(errors="surrogateescape")).digest()
+    matches = [
+        hmac.compare_digest(digest, hashlib.sha256(key.encode(errors="surrogateescape")).digest()) for key in keys
+    ]
+    if kind.lower() != "bearer" or not any(matches):
+        raise ApiError(401, "a valid API key is needed: Authorization: Bearer KEY")
+    return f"key {matches.index(True)}" if len(keys) > 1 else None
 
 
 @web.middleware

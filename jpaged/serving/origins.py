@@ -5,7 +5,7 @@ every site that its user visits, unless the server rejects them.
 """
 
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
@@ -34,8 +34,20 @@ async def check_origin(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
     """Reject pages of other origins with HTTP 403, and answer preflights of the allowed ones."""
-    config = request.app[SERVICE].config
-    host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
+    headers = preflight_headers(request.app[SERVICE].config, request.method, request.headers)
+    return await handler(request) if headers is None else web.Response(status=204, headers=headers)
+
+
+def preflight_headers(config: ServerConfig, method: str, headers: Mapping[str, str]) -> dict[str, str] | None:
+    """Return the headers of the response to a preflight of an allowed page; None for other allowed requests.
+
+    Args:
+        headers: of the request, by names without regard to case.
+
+    Raises:
+        ApiError: 403 for a page or a host that is not allowed, 400 for an invalid host.
+    """
+    host, origin = headers.get("Host", ""), headers.get("Origin")
     try:
         name = urlsplit(f"//{host}").hostname or ""
     except ValueError:  # such as "[]"
@@ -43,32 +55,34 @@ async def check_origin(
     if config.allowed_hosts is not None and not (not host or is_loopback(name) or name in config.allowed_hosts):
         # A site can point its own name at 127.0.0.1, and is then an origin of its own (DNS rebinding).
         raise ApiError(403, f"Host: {name!r} is not a name of this server (--allowed-hosts)")
-    if origin is None or _is_own(request, origin, host):
-        return await handler(request)
+    if origin is None or _is_own(headers, origin, host):
+        return None
     if not _is_allowed(config, origin):
         raise ApiError(403, f"Origin: pages of {origin!r} may not use this server (--allowed-origins)")
-    if request.method != "OPTIONS" or "Access-Control-Request-Method" not in request.headers:
-        return await handler(request)
-    headers = {"Access-Control-Allow-Methods": "GET, POST", "Access-Control-Max-Age": str(MAX_AGE_S)}
-    asked = request.headers.get("Access-Control-Request-Headers", "")
-    if HEADER_NAMES.fullmatch(asked):
-        headers["Access-Control-Allow-Headers"] = asked
-    return web.Response(status=204, headers=headers)
+    if method != "OPTIONS" or "Access-Control-Request-Method" not in headers:
+        return None
+    allowed = {"Access-Control-Allow-Methods": "GET, POST", "Access-Control-Max-Age": str(MAX_AGE_S)}
+    asked = headers.get("Access-Control-Request-Headers", "")
+    return allowed | {"Access-Control-Allow-Headers": asked} if HEADER_NAMES.fullmatch(asked) else allowed
 
 
 async def add_origin_headers(request: web.Request, response: web.StreamResponse) -> None:
     """Let a page of an allowed origin read the response."""
-    config, origin = request.app[SERVICE].config, request.headers.get("Origin")
+    for name, value in origin_headers(request.app[SERVICE].config, request.headers.get("Origin")).items():
+        response.headers.add(name, value)
+
+
+def origin_headers(config: ServerConfig, origin: str | None) -> dict[str, str]:
+    """Return the headers that let a page of an allowed origin read a response."""
+    headers = {}
     if origin and _is_allowed(config, origin):
-        response.headers["Access-Control-Allow-Origin"] = origin
-        response.headers["Access-Control-Expose-Headers"] = EXPOSED_HEADERS
-    if config.allowed_origins:
-        response.headers.add("Vary", "Origin")
+        headers = {"Access-Control-Allow-Origin": origin, "Access-Control-Expose-Headers": EXPOSED_HEADERS}
+    return headers | {"Vary": "Origin"} if config.allowed_origins else headers
 
 
-def _is_own(request: web.Request, origin: str, host: str) -> bool:
+def _is_own(headers: Mapping[str, str], origin: str, host: str) -> bool:
     # Behind a proxy, Host may not be the name that the browser knows, but pages can't set Sec-Fetch-Site.
-    if request.headers.get("Sec-Fetch-Site") == "same-origin":
+    if headers.get("Sec-Fetch-Site") == "same-origin":
         return True
     try:
         return urlsplit(origin).netloc.lower() == host.lower()

@@ -32,13 +32,7 @@ async def serve(service: Service, sockets: Sequence[socket.socket], tls: ssl.SSL
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
     _allow_many_connections()
-    # A worker thread that prepares a large request holds the GIL for so long, each time that a step needs it.
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
-    # A full garbage collection delays every stream. None visits the modules and the engine, which stay for ever, and
-    # few are needed, since reference counts free all that a request leaves.
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(700, 10, 100)
+    tune_interpreter()
     runner = web.AppRunner(make_app(service), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:
@@ -52,6 +46,17 @@ async def serve(service: Service, sockets: Sequence[socket.socket], tls: ssl.SSL
     finally:
         await runner.cleanup()
     logger.info("stopped")
+
+
+def tune_interpreter() -> None:
+    """Set up Python for short delays of streams; call it once the engine is loaded."""
+    # A worker thread that prepares a large request holds the GIL for so long, each time that a step needs it.
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    # A full garbage collection delays every stream. None visits the modules and the engine, which stay for ever, and
+    # few are needed, since reference counts free all that a request leaves.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(700, 10, 100)
 
 
 async def _drain(service: Service, hurried: asyncio.Event) -> None:

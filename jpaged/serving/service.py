@@ -21,6 +21,7 @@ from jpaged.structured.compiler import GrammarCompiler
 from jpaged.template_process import TemplateProcess
 from jpaged.tokenizer import Vocabulary, backend
 
+API_KEY_VARIABLE = "JPAGED_API_KEY"  # environment variable with a further key
 LARGE_BYTES = 64 * 2**10
 
 

@@ -404,6 +404,19 @@ def detect(chat_template: str) -> str | None:
     return None
 
 
+def tool_format(name: str, tokenizer: Any, chat_template: str | None = None) -> "ToolFormat | None":
+    """Return the format of a model's tool calls; None if it has none.
+
+    Args:
+        name: one of FORMATS, "none", or "auto": detected from the chat template.
+        tokenizer: has the model's own template, unless another is given.
+    """
+    if name == "auto":
+        template = chat_template or getattr(tokenizer, "chat_template", None)
+        name = (isinstance(template, str) and detect(template)) or "none"
+    return FORMATS.get(name)
+
+
 def _schema(tool: Tool) -> dict[str, Any]:
     parameters = {"type": "object"} | dict(tool.parameters or {})
     if parameters["type"] != "object":

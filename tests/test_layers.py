@@ -27,6 +27,7 @@ LAYERS = [
     ["jpaged.engine.build", "jpaged.parallel.router"],
     ["jpaged.llm", "jpaged.convert", "jpaged.doctor"],
     ["jpaged.serving", "jpaged.bench"],
+    ["jpaged.parallel.ray"],
     ["jpaged.cli"],
     ["jpaged", "jpaged.__main__", "server", "tools"],
 ]
@@ -45,6 +46,7 @@ OUTSIDE = {
     "jpaged.engine": {"tokenizers"},
     "jpaged.parallel": {"jax", "numpy"},
     "jpaged.serving": {"aiohttp", "prometheus_client", "pydantic", "tokenizers"},
+    "jpaged.parallel.ray": {"prometheus_client", "ray", "starlette"},
     "jpaged.bench": {"aiohttp", "numpy", "tokenizers", "tqdm"},
     "jpaged.cli": {"aiohttp", "yaml"},
     "jpaged.template_process": {"transformers"},

@@ -87,8 +87,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 
 async def models(request: web.Request) -> web.Response:
     """Return the list of models."""
-    service = request.app[SERVICE]
-    return web.json_response({"object": "list", "data": [_model(service, name) for name in service.model_names]})
+    return web.json_response(model_list(request.app[SERVICE]))
 
 
 async def one_model(request: web.Request) -> web.Response:
@@ -166,6 +165,11 @@ async def _body(request: web.Request) -> bytes:
         raise ApiError(400, "the body can't be decoded") from None
     except TimeoutError:
         raise ApiError(408, f"the body was not complete after {BODY_TIMEOUT:g} seconds") from None
+
+
+def model_list(service: Service) -> dict[str, Any]:
+    """Return the response of `/v1/models`."""
+    return {"object": "list", "data": [_model(service, name) for name in service.model_names]}
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:

@@ -36,7 +36,9 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 @web.middleware
 async def record(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Give the request an id, unless it has one, and write a line of the access log, as JSON."""
-    request[RECORD] = {"request_id": request_id(request.headers.get(REQUEST_ID, ""))}
+    given = request.headers.get(REQUEST_ID, "")
+    request_id = given if re.fullmatch(r"[\x21-\x7e]{1,128}", given) else uuid.uuid4().hex
+    request[RECORD] = {"request_id": request_id}
     start, status = time.monotonic(), 499  # as nginx calls it: the client did not wait for the answer
     try:
         response = await handler(request)
@@ -52,11 +54,6 @@ async def record(request: web.Request, handler: Handler) -> web.StreamResponse:
             "method": request.method, "path": request.path, "status": status, "seconds": round(seconds, 4),
         }  # fmt: skip
         access_logger.info("%s", json.dumps(line | request[RECORD]))
-
-
-def request_id(given: str) -> str:
-    """Return the id of a request: the given one if it is valid, otherwise a new one."""
-    return given if re.fullmatch(r"[\x21-\x7e]{1,128}", given) else uuid.uuid4().hex
 
 
 async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:

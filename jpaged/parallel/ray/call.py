@@ -1,0 +1,74 @@
+"""Values that travel between the ingress and a replica."""
+
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+from jpaged.serving.codec import dumps, loads
+
+
+class Call:
+    """Request for a replica.
+
+    Attributes:
+        path: route of the API.
+        body: body of the HTTP request.
+        client: identity for the fair use of the queue; None: every request is a client of its own.
+        prefix: beginning of the prompt, for the router. It stays in the ingress.
+    """
+
+    def __init__(self, path: str, body: bytes, client: str | None = None, prefix: "Prefix | None" = None):
+        self.path, self.body, self.client, self.prefix = path, body, client, prefix
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Call, (self.path, self.body, self.client)
+
+
+class Head(NamedTuple):
+    """Beginning of a response; the parts of its body follow."""
+
+    status: int
+    headers: dict[str, str]
+
+
+class Description(NamedTuple):
+    """Description of a served model.
+
+    Attributes:
+        models: response of `/v1/models`.
+        max_body_size: maximum bytes of a request.
+    """
+
+    models: dict[str, Any]
+    max_body_size: int
+
+
+class Prefix(NamedTuple):
+    """Prompt as the prefix table compares it: only prompts with equal salts have common prefixes."""
+
+    prompt: str | bytes | Sequence[int]
+    salt: Hashable
+
+
+def prefix_of(body: bytes) -> Prefix | None:
+    """Return the prompt of a request for the router; None if there is none.
+
+    It need not be what the model sees: of several prompts it is the first, and of a conversation the JSON of its tools
+    and messages, which begins as that of the previous turn does.
+    """
+    try:
+        values = loads(body.decode())
+    except ValueError:
+        return None
+    if not isinstance(values, dict):
+        return None
+    salt = values.get("cache_salt") if isinstance(values.get("cache_salt"), str) else ""
+    if values.get("messages"):
+        return Prefix(dumps([values.get("tools"), values["messages"]]), salt)
+    prompt = values.get("prompt")
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], list | str):
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return Prefix(prompt, salt)
+    if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
+        return Prefix(prompt, salt)
+    return None

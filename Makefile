@@ -1,5 +1,6 @@
 # make serve [ARGS="--port 8123 --model DIR"]   make test [ARGS="-k scheduler"]   make format   make clean
 # make test-fast leaves out servers, commands, whole engines and GPU compilers; make test-deep runs the exhaustive tests.
+# make test-ray installs Ray and tests `jpaged serve --ray`.
 # make docs: build the API reference into build/api
 # make mutate [ARGS="jpaged/core/beam.py"] counts the small changes of a module that its quick tests notice.
 # Needs git, make and a Python from 3.12 on: python3, python3.12.., a pyenv version, or uv. All goes into .venv.
@@ -11,7 +12,7 @@ SERVE_EXTRAS := $(if $(NVIDIA),[cuda],)
 # Without an NVIDIA driver jax should not look for one.
 CPU := $(if $(NVIDIA),,JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu})
 
-.PHONY: serve test test-fast test-deep lint docs mutate format clean
+.PHONY: serve test test-fast test-deep test-ray lint docs mutate format clean
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/serve.done
@@ -28,6 +29,11 @@ test-fast: lint
 
 test-deep: $(VENV)/test.done
 	$(PYTEST) -m deep $(ARGS)
+
+# Ray is an optional extra of 240 MiB; without it these tests are skipped.
+test-ray: $(VENV)/test.done
+	$(BIN)/python -m pip install --no-compile --disable-pip-version-check -e ".[ray]"
+	$(BIN)/python -m pytest tests/parallel/test_ray.py -v $(ARGS)
 
 lint: $(VENV)/test.done
 	$(BIN)/ruff check .

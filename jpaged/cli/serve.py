@@ -5,6 +5,7 @@
   jpaged serve org/name --max-model-len 32k --api-key KEY
   jpaged serve --config serve.yaml --port 8001   flags from a file; the command line takes precedence
   jpaged serve DIR -tp 16 --nnodes 2 --dist-init-addr HOST:PORT    with `jpaged worker` on a second host
+  jpaged serve --ray --replicas 2                two engines behind one address, with Ray Serve
 
 All settings, addresses and files are checked before the weights are loaded. The first start compiles all shapes of a
 step; later starts load them from ~/.cache/jpaged.
@@ -23,7 +24,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from jpaged.cli import vllm_flags
+from jpaged.cli import serve_ray, vllm_flags
 from jpaged.cli.loading import loading
 from jpaged.cli.nodes import add_node_flags, facts_of, leading, nodes_of
 from jpaged.cli.parser import count
@@ -83,6 +84,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--ssl-keyfile", metavar="FILE", type=Path, help="private key of the certificate, if in a separate file")
     add("--ssl-ca-certs", metavar="FILE", type=Path, help="require client certificates signed by one of these")
 
+    add = parser.add_argument_group("replicas").add_argument
+    add("--ray", action="store_true", help="serve with Ray Serve: needs the extra jpaged[ray]")
+    add("--replicas", metavar="N",
+        help="number of engines behind one address, or MIN:MAX to follow the load; needs --ray (default: 1)",
+    )  # fmt: skip
+
     add = parser.add_argument_group("chat").add_argument
     add("--chat-template", metavar="FILE", type=Path, help="Jinja template instead of the model's own")
     add("--trust-request-chat-template", action="store_true", help="accept chat templates in requests")
@@ -131,6 +138,13 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 
 def run(args: argparse.Namespace) -> None:
     """Run `jpaged serve`."""
+    if args.ray:
+        serve_ray.check_flags(args)
+        tls_context(args)  # checks the files
+        serve_ray.run(args, engine_config(args), server_config(args))
+        return
+    if args.replicas is not None:
+        raise ValueError("--replicas: needs --ray")
     with logging_to(sys.stderr, args.access_log, args.log_level):
         vllm_flags.log_notices(args)
         engine, server, tls, nodes = engine_config(args), server_config(args), tls_context(args), nodes_of(args)

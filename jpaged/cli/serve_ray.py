@@ -24,6 +24,8 @@ UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "access_log": ("-", "Ray Serve writes a log of requests of its own"),
     "log_level": ("info", "Ray Serve has a log level of its own"),
     "ssl_ca_certs": (None, "Ray Serve does not check client certificates"),
+    "data_parallel_size": (1, "see --replicas"),
+    "nnodes": (1, "a replica runs on one host"),
 }
 
 

@@ -46,7 +46,7 @@ class Replica:
         prepared = prepare(config.engine, chat_template=config.server.chat_template)
         engine, tokenizer, defaults = load_engine(config.engine, prepared=prepared, progress=False)
         self._service = make_service(
-            engine, tokenizer, config.model_name, config.server,
+            [engine], tokenizer, config.model_name, config.server,
             sampling_defaults=defaults if config.generation_config == "auto" else {},
             tool_format=tool_format(config.tool_call_parser, tokenizer, config.server.chat_template),
         )  # fmt: skip

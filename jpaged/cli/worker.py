@@ -1,10 +1,10 @@
 """Follow `jpaged serve` on another host, which shares its model with this one.
 
-  jpaged serve MODEL -tp 4 --nnodes 2 --dist-init-addr HOST:PORT     on the first host, the leader
-  jpaged worker --nnodes 2 --node-rank 1 --dist-init-addr HOST:PORT  on the second host
+  jpaged worker --nnodes 2 --node-rank 1 --dist-init-addr 10.0.0.1:29500
+  jpaged worker DIR --nnodes 2 --node-rank 1 --dist-init-addr 10.0.0.1:29500   the model is in another directory here
 
-The leader sends its settings. Flags of the model serve to check them, except for MODEL if the model's directory is
-another one on this host. The leader's PORT and the next one must be reachable from trusted hosts only.
+The leader runs `jpaged serve` with the same --nnodes and --dist-init-addr, and sends its settings. Flags of the model
+serve to check them, except for MODEL. The leader's port and the next one must be reachable from trusted hosts only.
 """
 
 import argparse
@@ -37,6 +37,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Run `jpaged worker`."""
     nodes = nodes_of(args)
+    if nodes.nnodes == 1:
+        raise ValueError("nnodes: must be at least 2 for jpaged worker, not 1")
     if nodes.node_rank == 0:
         raise ValueError(f"node_rank: must be between 1 and nnodes - 1 ({nodes.nnodes - 1}); jpaged serve is node 0")
     with logging_to(sys.stderr, "none", args.log_level):

@@ -6,7 +6,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import jax
@@ -188,19 +188,24 @@ class LeaderStep:
 
 
 def _listen(nodes: Nodes) -> socket.socket:
-    host, port = nodes.channel_address
+    _bound(nodes.coordinator_address).close()  # jax would crash at an address in use
+    return _bound(nodes.channel_address)
+
+
+def _bound(address: tuple[str, int]) -> socket.socket:
+    host, port = address
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=nodes.nnodes)
+        return socket.create_server((host, port), family=family)
     except OSError as error:
-        raise OSError(f"dist_init_addr: can't listen on {host}:{port}, the next port: {error}") from error
+        raise OSError(f"dist_init_addr: can't listen on {host}:{port}: {error}") from error
 
 
-def _welcome(channel: Channel, nodes: Nodes, joined: Iterable[int], settings: Facts) -> dict[int, Channel]:
+def _welcome(channel: Channel, nodes: Nodes, joined: Mapping[int, Channel], settings: Facts) -> dict[int, Channel]:
     """Return the connection by rank, or nothing if its process can't join."""
     try:
         frame = channel.receive(MAX_HELLO_BYTES, HELLO_TIMEOUT_S)
-        rank = check_hello(frame, nodes.nnodes, dict.fromkeys(joined), settings)
+        rank = check_hello(frame, nodes.nnodes, joined, settings)
         channel.send(Kind.WELCOME, encode_facts(settings))
     except (ValueError, OSError) as error:
         logger.warning("refused %s: %s", channel.peer, error)

@@ -33,7 +33,13 @@ class Nodes:
             raise ValueError(f"dist_init_addr: needs nnodes above 1, not {self.nnodes}")
 
     @property
+    def coordinator_address(self) -> tuple[str, int]:
+        """Host and port of jax.distributed on the leader."""
+        host, _, port = (self.dist_init_addr or "").rpartition(":")
+        return host.removeprefix("[").removesuffix("]"), int(port)
+
+    @property
     def channel_address(self) -> tuple[str, int]:
         """Host and port on which the leader accepts its followers."""
-        host, _, port = (self.dist_init_addr or "").rpartition(":")
-        return host.removeprefix("[").removesuffix("]"), int(port) + 1
+        host, port = self.coordinator_address
+        return host, port + 1

@@ -8,6 +8,7 @@ import threading
 
 import pytest
 
+from jpaged.cli.main import main
 from jpaged.config import EngineConfig
 from jpaged.parallel import hello
 from jpaged.parallel.channel import Channel
@@ -128,12 +129,13 @@ def test_followers_that_do_not_come_are_named(monkeypatch):
         Followers.accept(Nodes(nnodes=3, dist_init_addr=free_address()), CONFIG)
 
 
-def test_an_address_in_use_is_refused():
+@pytest.mark.parametrize("name", ["coordinator_address", "channel_address"])
+def test_an_address_in_use_is_refused(name):
     nodes = Nodes(nnodes=2, dist_init_addr=free_address())
-    host, port = nodes.channel_address
+    host, port = getattr(nodes, name)
     with (
         socket.create_server((host, port)),
-        pytest.raises(OSError, match=rf"dist_init_addr: can't listen on {host}:{port}, the next port: "),
+        pytest.raises(OSError, match=rf"dist_init_addr: can't listen on {host}:{port}: "),
     ):
         Followers.accept(nodes, CONFIG)
 
@@ -156,6 +158,21 @@ def test_an_address_in_use_is_refused():
 def test_flags_of_hosts_are_checked(given, words):
     with pytest.raises(ValueError, match=f"^{words}"):
         Nodes(**given)
+
+
+@pytest.mark.parametrize(
+    "command, words",
+    [
+        ("worker", "nnodes: must be at least 2 for jpaged worker, not 1"),
+        ("worker --nnodes 2 --dist-init-addr a:1", "node_rank: must be between 1 and nnodes - 1 (1)"),
+        ("serve --nnodes 2 --node-rank 1 --dist-init-addr a:1", "node_rank: must be 0 for jpaged serve, not 1; use"),
+        ("serve --nnodes 2", "dist_init_addr: must be HOST:PORT with a port"),
+    ],
+)  # fmt: skip
+def test_commands_refuse_wrong_flags_of_hosts(command, words):
+    with pytest.raises(SystemExit) as ended:
+        main(command.split())
+    assert words in str(ended.value.code)
 
 
 def test_followers_connect_to_the_next_port():

@@ -141,11 +141,30 @@ def test_a_follower_ends_when_the_leader_is_killed(start):
 @pytest.mark.deep
 def test_a_replica_ends_with_status_0_when_its_leader_ends(start):
     replica = start("skip")
-    replica.told()
+    while "ready: node 1 of 2" not in replica.log(1):
+        assert replica.worker.poll() is None, replica.log(1)
+        time.sleep(0.05)
     replica.worker.send_signal(signal.SIGTERM)  # the leader still needs it
+    while "waiting for the end" not in replica.log(1):
+        assert replica.worker.poll() is None, replica.log(1)
+        time.sleep(0.05)
     replica.obey("end")
     assert replica.leader.wait(30) == 0 and replica.worker.wait(30) == 0, replica.log(1)
-    assert "waiting for the end of the leader" in replica.log(1) and "stopped: the leader has ended" in replica.log(1)
+    assert "stopped: the leader has ended" in replica.log(1)
+
+
+@pytest.mark.deep
+def test_an_invalid_setting_ends_all_hosts_with_its_field(model, tmp_path):
+    address = free_address()
+    hosts = ["--nnodes", "2", "--dist-init-addr", address]
+    commands = [["serve", "--port", "0", "-tp", "3", str(model), *hosts], ["worker", "--node-rank", "1", *hosts]]
+    processes = [
+        subprocess.Popen([sys.executable, "-m", "jpaged", *command], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        for command in commands
+    ]
+    logs = [process.communicate(timeout=60)[1] for process in processes]
+    assert all("tensor_parallel_size: must be a multiple of nnodes (2), not 3" in log for log in logs)
+    assert [process.returncode for process in processes] in ([1, 1], [1, 69], [69, 1]), "the first names the error"
 
 
 @pytest.mark.deep

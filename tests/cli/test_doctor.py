@@ -19,7 +19,8 @@ OPS = {"write_kv", "copy_blocks", "paged_decode_attention", "ragged_paged_attent
 class H200:
     """A device of jax that is not there."""
 
-    platform, device_kind, compute_capability, id = "gpu", "NVIDIA H200", "9.0", 0
+    platform, device_kind, compute_capability = "gpu", "NVIDIA H200", "9.0"
+    id = process_index = local_hardware_id = 0
 
 
 @pytest.fixture(autouse=True)

@@ -2,8 +2,11 @@
 
 import collections
 import functools
+import os
 import random
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -118,27 +121,22 @@ def assert_same(outputs, expected) -> None:
                 assert a.logprob == pytest.approx(b.logprob, abs=1e-4) and a.top_tokens == b.top_tokens
 
 
-@functools.cache
-def expected():
-    runner, tokenizer = demo_on(1)
-    return run(engine_on(runner, "room", tokenizer))
-
-
-@pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.parametrize("num_devices", [pytest.param(2, marks=pytest.mark.deep), 4])
-def test_the_tokens_are_those_of_one_device(num_devices, pool):
-    """With four devices, each KV head is on two of them."""
+def test_the_tokens_are_those_of_one_device(num_devices):
+    """In pools with room, with swaps and with recomputation. With four devices, each KV head is on two of them."""
     runner, tokenizer = demo_on(num_devices)
     assert runner.placement.mesh.shape == {KV: 2, GROUP: num_devices // 2}
-    engine = engine_on(runner, pool, tokenizer)
-    with Compilations() as compilations:
-        found = run(engine)
-    assert compilations.count == 0, "something was compiled after the warm-up"
-    scheduler = engine.scheduler
-    assert (scheduler.num_preemptions > 0) == (pool != "room") and (scheduler.num_swapped_blocks > 0) == (
-        pool == "swap"
-    )
-    assert_same(found, expected())
+    one_device, tokenizer = demo_on(1)
+    expected = run(engine_on(one_device, "room", tokenizer))
+    for pool in POOLS:
+        engine = engine_on(runner, pool, tokenizer)
+        with Compilations() as compilations:
+            found = run(engine)
+        assert compilations.count == 0, "something was compiled after the warm-up"
+        scheduler = engine.scheduler
+        assert (scheduler.num_preemptions > 0) == (pool != "room")
+        assert (scheduler.num_swapped_blocks > 0) == (pool == "swap")
+        assert_same(found, expected)
 
 
 def model_config(**changes) -> ModelConfig:
@@ -345,3 +343,35 @@ def test_the_pool_and_the_host_memory_are_counted_per_device():
     # Half of the KV heads on each device, and each half on two of them.
     assert sizes[4] == (2**20 // (2 * block_bytes), 2 * block_bytes // 4)
     np.testing.assert_array_equal(runner.placement.mesh.devices.shape, (2, 2))
+
+
+COMMAND_BUFFERS = """
+import collections, pathlib, re, sys
+from tests import test_tensor_parallel as tests
+(forward, args), _, _ = tests.step_on(
+    tests.deviceless.h200s("1x1x4"), tests.LLAMA_8B, tests.Bucket(64, 64, True), kernels="mosaic", dtype="bfloat16",
+    blocks=4096, width=512,
+)
+folder = pathlib.Path(sys.argv[1])
+with tests.deviceless.abstract_h200():
+    lowered = forward.trace(*args, tests.Bucket(64, 64, True)).lower()
+lowered.compile({"xla_dump_to": str(folder), **tests.deviceless.OPTIMIZED})
+thunks = max(folder.glob("*thunk_sequence*"), key=lambda path: path.stat().st_size).read_text()
+print(collections.Counter(re.findall(r"^ *[0-9]+: (k[A-Za-z]+)", thunks, re.M))["kCommandBuffer"])
+"""
+
+
+@pytest.mark.deep
+@pytest.mark.skipif(deviceless.why_not() is not None, reason=str(deviceless.why_not()))
+def test_a_flag_puts_all_reduces_into_the_command_buffer(tmp_path):
+    """Without it, each all-reduce ends a command buffer and the next one begins."""
+    counts = {}
+    for flags in ("", "--xla_gpu_enable_command_buffer=+COLLECTIVES"):
+        (folder := tmp_path / str(len(counts))).mkdir()
+        done = subprocess.run(
+            [sys.executable, "-c", COMMAND_BUFFERS, folder], env=os.environ | {"XLA_FLAGS": flags}, capture_output=True,
+            text=True,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        counts[flags] = int(done.stdout.split()[-1])
+    assert counts == {"": 5, "--xla_gpu_enable_command_buffer=+COLLECTIVES": 1}

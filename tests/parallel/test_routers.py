@@ -16,12 +16,8 @@ import pytest
 from benchmarks.shared.server_process import ServerProcess
 
 SCRIPTED = "tests.serving.scripted"
-STORIES = [
-    "Once upon a time there was a dog called Max who lived in a small house by the river. He liked to run and swim. ",
-    "Lily had a blue kite. She took it to the hill on a windy day, and it flew over the trees and over the houses. ",
-    "The cat slept on a warm stone in the garden while the birds sang in the apple tree, and nobody found the key. ",
-    "Tom and his father built a boat out of wood. They painted it green and white and took it down to the lake. ",
-]
+STORIES = [f"{name} had a {thing}. {name} took it along every day, and one day it was gone. " * 2
+           for name in ("Max", "Lily", "Tom", "Ben") for thing in ("kite", "boat", "ball")]  # fmt: skip
 
 needs_smg = pytest.mark.skipif(importlib.util.find_spec("smg") is None, reason="smg is not installed: pip install smg")
 
@@ -40,7 +36,6 @@ def smg(*workers: str):
     command = [
         program, "launch", "--host", "127.0.0.1", "--port", str(port), "--worker-urls", *workers, "--policy",
         "cache_aware", "--prometheus-port", str(free_port()), "--worker-startup-check-interval", "1",
-        "--balance-abs-threshold", "1", "--balance-rel-threshold", "1.0",
     ]  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
@@ -81,11 +76,11 @@ async def test_smg_keeps_prefixes_together_and_loses_only_the_streams_of_a_kille
     ):
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as session:
             await ready(session, url, 2)
-            # At the same time, so that the router divides them by the workers' loads.
+            # At the same time, so that the router has a reason to use both workers.
             assert all(await asyncio.gather(*(stream(session, url, story) for story in STORIES)))
             before = [requests(server) for server in (first, second)]
             where = collections.defaultdict(collections.Counter)
-            for turn in range(4):
+            for turn in range(2):
                 for number, story in enumerate(STORIES):
                     status, text = await complete(session, url, f"{story}On day {turn},")
                     assert status == 200, text
@@ -98,14 +93,18 @@ async def test_smg_keeps_prefixes_together_and_loses_only_the_streams_of_a_kille
             async with session.post(f"{url}/v1/chat/completions", json=chat) as response:
                 assert response.status == 200, await response.text()
 
-            streams = [asyncio.create_task(stream(session, url, f"{STORIES[n % 4]}And {n}")) for n in range(8)]
+            streams = [asyncio.create_task(stream(session, url, f"{story}And then")) for story in STORIES]
             await asyncio.sleep(0.5)
-            running = await asyncio.to_thread(first.metric, "vllm:num_requests_running")
+            alive = await running(first)
             second.process.kill()
             ended = await asyncio.gather(*streams)
-            assert 0 < running < 8 and ended.count(True) == running, (running, ended)
-            statuses = collections.Counter([(await complete(session, url, STORIES[n % 4]))[0] for n in range(10)])
-            assert statuses[200] >= 8, statuses
+            assert 0 < alive < len(STORIES) and ended.count(True) == alive, (alive, ended)
+            statuses = collections.Counter([(await complete(session, url, story))[0] for story in STORIES])
+            assert statuses[200] >= len(STORIES) - 3, statuses
+
+
+async def running(server: ServerProcess) -> int:
+    return int(await asyncio.to_thread(server.metric, "vllm:num_requests_running"))
 
 
 def requests(server: ServerProcess) -> int:

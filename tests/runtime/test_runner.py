@@ -341,7 +341,7 @@ def test_the_cost_of_a_swap_is_in_tokens_per_block(llm, monkeypatch):
 def test_steep_costs_add_shapes_and_shorten_chunks(model, llm, monkeypatch):
     """The shapes that are added are compiled before the first request."""
     cost = lambda bucket: bucket.num_tokens / (5 if bucket.decode else 10)
-    monkeypatch.setattr(runner_module, "stored_costs", lambda _, key, buckets, measure: {b: cost(b) for b in buckets})
+    monkeypatch.setattr(runner_module, "stored_costs", lambda _, key, buckets, *__: {b: cost(b) for b in buckets})
     settled = build.limits_of
     fewer_shapes = lambda *args: dataclasses.replace(settled(*args), max_num_batched_tokens=64)
     monkeypatch.setattr(build, "limits_of", fewer_shapes)
@@ -477,7 +477,9 @@ def test_recovery_makes_what_a_failed_step_has_lost(runner):
 def test_kernels_of_a_gpu_are_tested_first(options, monkeypatch):
     chosen = {}
     monkeypatch.setattr(kernel_choice, "select", lambda *_, **given: chosen.update(given))
-    device = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0", id=3)
+    device = types.SimpleNamespace(
+        platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0", local_hardware_id=3
+    )
     placement = types.SimpleNamespace(device=device, size=4, kv_size=1)
     select_kernels(EngineConfig(), LLAMA, 32, "bfloat16", placement, **options)
     retest = options.get("retest", False)

@@ -88,7 +88,7 @@ def test_kernels(tmp_path):
 
 @pytest.mark.deep
 def test_paging_of_kernels(tmp_path):
-    rows = rows_of_kernels(tmp_path, "paging")
+    rows = rows_of_kernels(tmp_path, "paging", "write")
     assert (tmp_path / "paging.png").read_bytes().startswith(b"\x89PNG")
     wirings = {row["variant"].split()[1] for row in rows if row["experiment"] == "paging" and row["status"] == "ok"}
     assert wirings == {"identity", "permutation", "churned"}

@@ -59,8 +59,8 @@ class Router:
         """
         if not isinstance(state, Sequence) or len(state) != len(self._engines):
             raise ValueError(f"params: must be a list of {len(self._engines)} states, one for each engine")
-        states = iter(state)
-        await self._all(lambda engine: engine.update_params(next(states), finish_started=finish_started))
+        states = dict(zip(self._engines, state))
+        await self._all(lambda engine: engine.update_params(states[engine], finish_started=finish_started))
 
     @asynccontextmanager
     async def generate(
@@ -117,7 +117,13 @@ class Router:
         self._num_live[number] += change
 
     async def _all(self, call: Callable[[AsyncEngine], Any]) -> None:
-        """Await a call of every engine that is alive."""
+        """Await a call of every engine that is alive.
+
+        Raises:
+            EngineDead: there is none.
+        """
+        if not self.alive:
+            raise EngineDead("every engine has failed")
         await asyncio.gather(*(call(engine) for engine in self._engines if engine.alive))
 
 

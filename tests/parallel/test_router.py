@@ -163,6 +163,13 @@ async def test_parameters_are_given_to_each_engine():
         assert sorted(given) == [(0, "a", True), (1, "b", True)]
         with pytest.raises(ValueError, match=r"^params: must be a list of 2 states, one for each engine$"):
             await lab.router.update_params("a")
+        await lab.engines[0].stop()
+        given.clear()
+        await lab.router.update_params(["a", "b"])
+        assert given == [(1, "b", False)], "an engine that has ended keeps its place in the list"
+        await lab.engines[1].stop()
+        with pytest.raises(EngineDead):
+            await lab.router.reset_prefix_cache()
 
 
 async def test_one_metrics_page_has_both_engines():

@@ -261,7 +261,7 @@ def h200s(shape: str = ONE) -> Sequence[jax.Device]:
 
 
 def _placed(device: Device, avals: Any) -> Any:
-    """Give every array a place on the mesh of those that have one, or else on one device."""
+    """Place arrays without a sharding on the mesh of the other arrays, or else on one device."""
     given = [x.sharding for x in jax.tree.leaves(avals) if isinstance(x, jax.ShapeDtypeStruct) and x.sharding]
     whole = NamedSharding(given[0].mesh, P()) if given else SingleDeviceSharding(_topology(device, ONE).devices[0])
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Self
 
 import jax
@@ -88,17 +89,17 @@ class Placement:
         """The number of parts of the KV heads."""
         return len(self.mesh.devices)
 
-    @property
+    @cached_property
     def whole(self) -> NamedSharding:
         """Sharding of an array that every device has whole."""
         return NamedSharding(self.mesh, P())
 
-    @property
+    @cached_property
     def pool(self) -> NamedSharding:
         """Sharding of the arrays of a KV pool, [P, K, B, H]."""
         return NamedSharding(self.mesh, P(None, KV))
 
-    @property
+    @cached_property
     def blocks(self) -> NamedSharding:
         """Sharding of blocks that are moved, [2L, C, K, B, H]."""
         return NamedSharding(self.mesh, P(None, None, KV))

@@ -66,7 +66,7 @@ class PrefixRouter(RequestRouter):
             self._num_requests[replica_id] -= 1
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Handle a change of the replicas: the caches of those that have ended are lost."""
+        """Handle a change of the replicas: the caches of ended replicas are lost."""
         present = {replica.replica_id for replica in replicas}
         for gone in self._known - present:
             self._table.forget(gone)

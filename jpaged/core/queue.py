@@ -1,40 +1,51 @@
 """Requests in the order of service, and the turns of clients."""
 
 import bisect
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 
 from jpaged.core.request import Request
 
+MAX_CHUNK = 512
 MAX_IDLE_CLIENTS = 1024
 
 
+def _rank(request: Request) -> tuple[int, int, int]:
+    return request.rank
+
+
 class RequestQueue:
-    """Requests ordered by `Request.rank`."""
+    """Requests ordered by `Request.rank`.
+
+    They are in chunks of at most `MAX_CHUNK` requests, so that an insertion or a removal moves only a few of them, also
+    near the front of a long queue. No chunk is empty except the only one of an empty queue.
+    """
 
     def __init__(self) -> None:
-        self._requests: list[Request] = []
+        self._chunks: list[list[Request]] = [[]]
+        self._len = 0
         self._of_client: Counter[str | None] = Counter()
 
     def __len__(self) -> int:
-        return len(self._requests)
+        return self._len
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests)
+        return itertools.chain.from_iterable(self._chunks)
 
     def __contains__(self, request: Request) -> bool:
-        at = self._place(request)
-        return at < len(self._requests) and self._requests[at] is request
+        index, at = self._place(request)
+        return self._chunks[index][at : at + 1] == [request]
 
     @property
     def first(self) -> Request:
         """First request."""
-        return self._requests[0]
+        return self._chunks[0][0]
 
     @property
     def last(self) -> Request:
         """Last request."""
-        return self._requests[-1]
+        return self._chunks[-1][-1]
 
     def count(self, client: str | None) -> int:
         """Return the number of requests of one client."""
@@ -42,19 +53,33 @@ class RequestQueue:
 
     def add(self, request: Request) -> None:
         """Insert a request at its rank."""
-        self._requests.insert(self._place(request), request)
+        index, at = self._place(request)
+        chunk = self._chunks[index]
+        chunk.insert(at, request)
+        if len(chunk) > MAX_CHUNK:
+            half = len(chunk) // 2
+            self._chunks[index : index + 1] = chunk[:half], chunk[half:]
+        self._len += 1
         self._of_client[request.client] += 1
 
     def remove(self, request: Request) -> None:
         """Remove a request."""
-        assert request in self, f"{request.request_id} is not in the queue"
-        del self._requests[self._place(request)]
+        index, at = self._place(request)
+        chunk = self._chunks[index]
+        assert chunk[at : at + 1] == [request], f"{request.request_id} is not in the queue"
+        del chunk[at]
+        if not chunk and len(self._chunks) > 1:
+            del self._chunks[index]
+        self._len -= 1
         self._of_client[request.client] -= 1
         if not self._of_client[request.client]:
             del self._of_client[request.client]
 
-    def _place(self, request: Request) -> int:
-        return bisect.bisect_left(self._requests, request.rank, key=lambda other: other.rank)
+    def _place(self, request: Request) -> tuple[int, int]:
+        """Return the chunk of a request's rank, and the place there: that of the request or of the next one."""
+        # A rank behind all other chunks belongs to the last one.
+        index = bisect.bisect_left(self._chunks, request.rank, hi=len(self._chunks) - 1, key=lambda c: c[-1].rank)
+        return index, bisect.bisect_left(self._chunks[index], request.rank, key=_rank)
 
 
 class Turns:

@@ -1,6 +1,66 @@
-"""The turns of clients, by themselves."""
+"""The queue of requests against a sorted list, and the turns of clients."""
 
-from jpaged.core.queue import MAX_IDLE_CLIENTS, Turns
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jpaged.core import queue
+from jpaged.core.params import SamplingParams
+from jpaged.core.queue import MAX_IDLE_CLIENTS, RequestQueue, Turns
+from jpaged.core.request import Request
+
+
+def waiting(number, rank, client=None):
+    return Request(str(number), [1], SamplingParams(), 0, 1, rank=rank, client=client)
+
+
+def check(found: RequestQueue, model: list[Request], clients: str) -> None:
+    """Compare a queue with a sorted list of its requests, and check its chunks."""
+    assert list(found) == model and len(found) == len(model) and bool(found) == bool(model)
+    if model:
+        assert found.first is model[0] and found.last is model[-1]
+    assert [found.count(client) for client in clients] == [sum(r.client == c for r in model) for c in clients]
+    assert all(found._chunks) or found._chunks == [[]]
+    assert max(map(len, found._chunks)) <= queue.MAX_CHUNK
+
+
+@given(st.data())
+def test_queue_equals_a_sorted_list(data):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(queue, "MAX_CHUNK", data.draw(st.integers(1, 4)))
+        found, model, clients = RequestQueue(), [], "abc"
+        for number in range(data.draw(st.integers(0, 40))):
+            if model and data.draw(st.integers(0, 2)) == 0:
+                request = model.pop(data.draw(st.integers(0, len(model) - 1)))
+                assert request in found
+                found.remove(request)
+            else:
+                rank = (*data.draw(st.tuples(st.integers(-1, 1), st.integers(0, 3))), number)
+                request = waiting(number, rank, data.draw(st.sampled_from(clients)))
+                assert request not in found
+                found.add(request)
+                model = sorted([*model, request], key=lambda request: request.rank)
+            check(found, model, clients)
+        if model:
+            twin = waiting("twin", model[-1].rank)
+            assert twin not in found
+            with pytest.raises(AssertionError, match="twin is not in the queue"):
+                found.remove(twin)
+
+
+@pytest.mark.parametrize("takes_last", [False, True])
+def test_a_long_queue_stays_in_small_chunks(takes_last):
+    """A chunk is all that an insertion or a removal moves, but for the list of chunks."""
+    found, size = RequestQueue(), queue.MAX_CHUNK
+    for number in range(20 * size):
+        found.add(waiting(number, (0, 0, number)))
+    assert max(map(len, found._chunks)) <= size and len(found._chunks) <= 2 * 20
+    for number in range(size):  # preempted requests come to the front
+        found.add(waiting(number, (0, -1, -number)))
+    assert max(map(len, found._chunks)) <= size and len(found._chunks) <= 2 * 21
+    while found:
+        found.remove(found.last if takes_last else found.first)
+    assert found._chunks == [[]]
 
 
 def test_idle_clients_are_forgotten_and_waiting_ones_are_not():

@@ -25,6 +25,7 @@ class RequestQueue:
     def __init__(self) -> None:
         self._chunks: list[list[Request]] = [[]]
         self._len = 0
+        self._admitted: set[Request] = set()
         self._of_client: Counter[str | None] = Counter()
 
     def __len__(self) -> int:
@@ -47,6 +48,11 @@ class RequestQueue:
         """Last request."""
         return self._chunks[-1][-1]
 
+    @property
+    def first_admitted(self) -> Request | None:
+        """First request that was admitted before it was added, or None."""
+        return min(self._admitted, key=_rank, default=None)
+
     def count(self, client: str | None) -> int:
         """Return the number of requests of one client."""
         return self._of_client[client]
@@ -60,6 +66,8 @@ class RequestQueue:
             half = len(chunk) // 2
             self._chunks[index : index + 1] = chunk[:half], chunk[half:]
         self._len += 1
+        if request.admitted:
+            self._admitted.add(request)
         self._of_client[request.client] += 1
 
     def remove(self, request: Request) -> None:
@@ -71,6 +79,7 @@ class RequestQueue:
         if not chunk and len(self._chunks) > 1:
             del self._chunks[index]
         self._len -= 1
+        self._admitted.discard(request)
         self._of_client[request.client] -= 1
         if not self._of_client[request.client]:
             del self._of_client[request.client]

@@ -410,7 +410,7 @@ class Scheduler:
     def _next_waiting(self) -> Request | None:
         """Return the first waiting request that may be admitted."""
         if self.holds_new:
-            return next((request for request in self.waiting if request.admitted), None)
+            return self.waiting.first_admitted
         return self.waiting.first if self.waiting else None
 
     def _schedule_running(self, request: Request, budget: int, step: _Step) -> int:

@@ -10,8 +10,8 @@ from jpaged.core.queue import MAX_IDLE_CLIENTS, RequestQueue, Turns
 from jpaged.core.request import Request
 
 
-def waiting(number, rank, client=None):
-    return Request(str(number), [1], SamplingParams(), 0, 1, rank=rank, client=client)
+def waiting(number, rank, client=None, admitted=False):
+    return Request(str(number), [1], SamplingParams(), 0, 1, rank=rank, client=client, admitted=admitted)
 
 
 def check(found: RequestQueue, model: list[Request], clients: str) -> None:
@@ -19,6 +19,7 @@ def check(found: RequestQueue, model: list[Request], clients: str) -> None:
     assert list(found) == model and len(found) == len(model) and bool(found) == bool(model)
     if model:
         assert found.first is model[0] and found.last is model[-1]
+    assert found.first_admitted is next((request for request in model if request.admitted), None)
     assert [found.count(client) for client in clients] == [sum(r.client == c for r in model) for c in clients]
     assert all(found._chunks) or found._chunks == [[]]
     assert max(map(len, found._chunks)) <= queue.MAX_CHUNK
@@ -36,7 +37,7 @@ def test_queue_equals_a_sorted_list(data):
                 found.remove(request)
             else:
                 rank = (*data.draw(st.tuples(st.integers(-1, 1), st.integers(0, 3))), number)
-                request = waiting(number, rank, data.draw(st.sampled_from(clients)))
+                request = waiting(number, rank, data.draw(st.sampled_from(clients)), data.draw(st.booleans()))
                 assert request not in found
                 found.add(request)
                 model = sorted([*model, request], key=lambda request: request.rank)

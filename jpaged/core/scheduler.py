@@ -36,6 +36,7 @@ class _Step:
     plan: StepPlan | None = None
     rows: list[Scheduled] = field(default_factory=list)
     sequences: list[Sequence] = field(default_factory=list)  # of `rows`, in the same order
+    unsteady: list[Request] = field(default_factory=list)  # running requests without those on the steady path
     swap_out: list[Pairs] = field(default_factory=list)
     block_copies: Copies = field(default_factory=list)
     swap_in: Copies = field(default_factory=list)
@@ -360,7 +361,8 @@ class Scheduler:
         held_rows = [s.row for request in self.running for s in request.live] + [s.row for s in self._leaving]
         rows = Counter([*held_rows, *self.rows.free])
         assert rows == Counter(range(self.limits.max_num_seqs)), f"rows: {rows}"
-        assert self._num_seats() <= self.limits.max_num_seqs
+        num_seats = sum(request.seats for request in self.running) + len(self._leaving)
+        assert num_seats <= self.limits.max_num_seqs, f"{num_seats} rows may be needed"
         sequences += self._leaving
         for pool in (self.pool, self.host_pool):
             if pool is not None:
@@ -388,17 +390,22 @@ class Scheduler:
         """Return the number of best tokens that each beam needs: as many as may continue, and all that may end it."""
         return params.beam_width + len(self.eos_token_ids | set(params.stop_token_ids))
 
-    def _num_seats(self) -> int:
-        """Return the number of rows that are in use, or will be without another admission."""
-        return sum(request.seats for request in self.running) + len(self._leaving)
+    def _claims(self, step: _Step) -> tuple[int, int]:
+        """Return the rows and the free blocks that are not available to waiting requests.
+
+        The rows are those in use, or needed without another admission. The blocks are those that running requests still
+        lack for their present tokens.
+        """
+        # A request on the steady path has one sequence, which lacks nothing: its last block is its own.
+        num_steady = len(self.running) - len(step.unsteady)
+        num_seats = num_steady + sum(request.seats for request in step.unsteady) + len(self._leaving)
+        return num_seats, sum(self._lack(request) for request in step.unsteady)
 
     def _schedule_waiting(self, budget: int, step: _Step) -> None:
         """Admit waiting requests in their order, as far as rows, blocks and the budget allow."""
         if not (self.waiting and self.rows.num_free):
             return
-        num_seats = self._num_seats()
-        # The blocks that running requests still lack for their present tokens are not available to others.
-        reserved = sum(self._lack(request) for request in self.running)
+        num_seats, reserved = self._claims(step)
         while budget > 0 and (request := self._next_waiting()):
             num_seats += request.seats
             if num_seats > self.limits.max_num_seqs or not self._admit(request, reserved, step):
@@ -424,6 +431,7 @@ class Scheduler:
             sequence.in_flight += 1
             sequence.pending += 1
             return 1
+        step.unsteady.append(request)
         counts = self._counts(request, budget)
         spans = [(s.table, s.num_computed_tokens, s.num_computed_tokens + count) for s, count in counts.items()]
         lengths = [len(table.block_ids) for table, _, _ in spans]

@@ -14,11 +14,21 @@ from jpaged.core.scheduler import Committed, Scheduler
 from tests.fake_runner import VOCAB, FakeRunner, beams, next_token, prompt_samples
 
 
+class CheckedScheduler(Scheduler):
+    """A scheduler that compares its claims with a sum over all running requests."""
+
+    def _claims(self, step):
+        claims = super()._claims(step)
+        seats = sum(request.seats for request in self.running) + len(self._leaving)
+        assert claims == (seats, sum(self._lack(request) for request in self.running)), "a running request is forgotten"
+        return claims
+
+
 def make(blocks=16, size=4, *, seqs=4, tokens=16, length=64, cache=True, eos=(), host=0, **options):
     pool = BlockPool(blocks, size, enable_prefix_caching=cache)
     host_pool = BlockPool(host, size, enable_prefix_caching=False) if host else None
     limits = Limits(length, seqs, tokens)
-    scheduler = Scheduler(pool, limits, vocab_size=VOCAB, eos_token_ids=eos, host_pool=host_pool, **options)
+    scheduler = CheckedScheduler(pool, limits, vocab_size=VOCAB, eos_token_ids=eos, host_pool=host_pool, **options)
     return scheduler, FakeRunner(blocks, size, host, scheduler=scheduler)
 
 

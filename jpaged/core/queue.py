@@ -102,13 +102,16 @@ class Turns:
     def __init__(self) -> None:
         self._now = 0
         self._ends: dict[str, int] = {}
+        self._max_clients = MAX_IDLE_CLIENTS
 
     def take(self, client: str | None, num_sequences: int) -> int:
         """Return the start tag of a client's next request. Requests without a client keep the order of arrival."""
         if client is None:
             return self._now
-        if len(self._ends) > MAX_IDLE_CLIENTS:
+        if len(self._ends) > self._max_clients:
+            # Idle clients are forgotten. If all wait, a fixed limit would make each further call look at all of them.
             self._ends = {name: end for name, end in self._ends.items() if end > self._now}
+            self._max_clients = max(MAX_IDLE_CLIENTS, 2 * len(self._ends))
         start = max(self._now, self._ends.get(client, 0))
         self._ends[client] = start + num_sequences
         return start

@@ -71,9 +71,26 @@ def test_idle_clients_are_forgotten_and_waiting_ones_are_not():
         assert turns.take(f"idle {number}", 1) == 0
     assert len(turns._ends) > 3 * MAX_IDLE_CLIENTS, "all of them wait"
     turns.start(1)
-    assert turns.take("newcomer", 1) == 1
-    assert len(turns._ends) == 2
+    for number in range(4 * MAX_IDLE_CLIENTS):
+        assert turns.take(f"newcomer {number}", 1) == 1
+    assert not any(name.startswith("idle") for name in turns._ends)
     assert turns.take("waiting", 1) == 5
+
+
+def test_clients_that_come_and_go_are_few():
+    turns = Turns()
+    for number in range(4 * MAX_IDLE_CLIENTS):
+        turns.start(turns.take(str(number), 1) + 1)
+        assert len(turns._ends) <= MAX_IDLE_CLIENTS + 1
+
+
+def test_waiting_clients_are_looked_at_a_few_times_and_not_by_each_request():
+    turns, looks = Turns(), 0
+    for number in range(16 * MAX_IDLE_CLIENTS):
+        before = turns._ends
+        turns.take(str(number), 1)
+        looks += turns._ends is not before
+    assert looks == 4
 
 
 def test_a_turn_that_started_late_does_not_turn_time_back():

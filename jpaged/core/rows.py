@@ -1,5 +1,6 @@
 """Rows of running sequences, and the differences that the next plan contains."""
 
+import itertools
 from typing import Any
 
 from jpaged.core.plan import Admitted, Chosen, Entry
@@ -24,7 +25,7 @@ class Rows:
         self._copies: dict[int, int] = {}  # {destination: source}: a later copy replaces an earlier one
         self._admitted: dict[int, Admitted] = {}
         self._chosen: dict[int, Chosen] = {}
-        self._entries: list[Entry] = []
+        self._entries: dict[int, list[Entry]] = {}  # by row
         self._released: dict[int, None] = {}
 
     @property
@@ -66,7 +67,8 @@ class Rows:
         """Add the entries [first, stop) of a sequence's block table to the next plan."""
         row, block_ids = sequence.row, sequence.table.block_ids
         assert row is not None
-        self._entries += [Entry(row, index, block_ids[index]) for index in range(first, stop)]
+        changed = self._entries.setdefault(row, [])
+        changed += [Entry(row, index, block_ids[index]) for index in range(first, stop)]
 
     def release(self, sequence: Sequence) -> None:
         """Release a sequence's row, if it has one."""
@@ -79,17 +81,17 @@ class Rows:
         self._copies.pop(row, None)
         self._chosen.pop(row, None)
         self._admitted.pop(row, None)
-        if self._entries:
-            self._entries = [entry for entry in self._entries if entry.row != row]
+        self._entries.pop(row, None)
 
     def differences(self) -> dict[str, Any]:
         """Return the fields of the next plan that describe rows, and reset them."""
         found = {
             "released_rows": tuple(self._released), "admitted": tuple(self._admitted.values()),
             "row_copies": tuple((source, row) for row, source in self._copies.items()),
-            "chosen": tuple(self._chosen.values()), "entries": tuple(self._entries),
+            "chosen": tuple(self._chosen.values()),
+            "entries": tuple(itertools.chain.from_iterable(self._entries.values())),
         }  # fmt: skip
-        self._copies, self._admitted, self._chosen, self._entries, self._released = {}, {}, {}, [], {}
+        self._copies, self._admitted, self._chosen, self._entries, self._released = {}, {}, {}, {}, {}
         return found
 
     def _take(self, sequence: Sequence) -> int:

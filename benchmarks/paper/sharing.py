@@ -158,7 +158,7 @@ class Lab:
         # Beams hold hardly more than one output does.
         per_request = dataset.prompt + (1 if kind == "beam" else width) * dataset.output / 2
         count = max(self.args.least, round(self.args.turnovers * self.pool_tokens / per_request))
-        lengths = dataset.lengths(count, spread=self.args.spread, most=self.most)
+        lengths = dataset._replace(spread=self.args.spread).lengths(count, most=self.most)
         rng = random.Random(1)
         common = self.texts(rng, system)
 

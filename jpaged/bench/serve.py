@@ -11,8 +11,8 @@ from jpaged.bench.client import Client, ServerError
 from jpaged.bench.measure import LIMITED, Measurement, Record, measure
 from jpaged.bench.source import draw, open_file
 from jpaged.bench.tokens import PATHS, ServerTokens, prompt_fields
-from jpaged.bench.traffic import arrivals, drive, send
-from jpaged.bench.workload import Job, Workload
+from jpaged.bench.traffic import drive, send
+from jpaged.bench.workload import Job, Workload, arrivals
 
 
 @dataclass(frozen=True)

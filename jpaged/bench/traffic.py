@@ -1,8 +1,6 @@
 """Sending of requests at their times, and a record of each response."""
 
 import asyncio
-import math
-import random
 import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
@@ -10,23 +8,6 @@ from typing import Any
 
 from jpaged.bench.client import Client, ServerError
 from jpaged.bench.measure import Record
-
-
-def arrivals(count: int, rate: float, burstiness: float = 1.0, seed: int = 0) -> list[float]:
-    """Return the time at which each request is due, in seconds after the first request.
-
-    Args:
-        rate: average requests per second; infinite: all at once.
-        burstiness: shape of the gamma distribution of the gaps; 1 is a Poisson process, smaller values give bursts,
-            larger ones more even gaps.
-    """
-    if math.isinf(rate):
-        return [0.0] * count
-    rng = random.Random(seed)
-    due = [0.0]
-    while len(due) < count:
-        due.append(due[-1] + rng.gammavariate(burstiness, 1 / (rate * burstiness)))
-    return due[:count]
 
 
 async def drive(

@@ -11,8 +11,7 @@ from jpaged.bench import report
 from jpaged.bench.client import Client, ServerError
 from jpaged.bench.measure import Record
 from jpaged.bench.serve import Settings, bench_server
-from jpaged.bench.traffic import arrivals
-from jpaged.bench.workload import Workload
+from jpaged.bench.workload import Workload, arrivals
 from tests.bench.fake_server import FakeServer, count
 
 SMALL = Workload("random", num_prompts=20, input_len=12, output_len=5, range_ratio=0.4)

@@ -5,18 +5,16 @@ import statistics
 
 import pytest
 
-from jpaged.bench.workload import DATASETS, KINDS, Job, Lengths, Workload, fit, read_jobs
+from jpaged.bench.workload import DATASETS, KINDS, LONGEST, Job, Lengths, Workload, fit, read_jobs
 
 
 @pytest.mark.parametrize("kind, dataset", [("alpaca", "Alpaca"), ("sharegpt", "ShareGPT")])
 def test_lengths_of_datasets_have_the_papers_means(kind, dataset):
     lengths = Workload(kind, num_prompts=20_000).lengths()
-    assert statistics.fmean(each.prompt for each in lengths) == pytest.approx(DATASETS[dataset].prompt, rel=0.05)
-    # What is longer than 1024 tokens is cut, which the mean of ShareGPT's outputs feels.
-    cut = 0.85 if kind == "sharegpt" else 0.95
-    assert cut < statistics.fmean(each.output for each in lengths) / DATASETS[dataset].output < 1.05
+    assert statistics.fmean(each.prompt for each in lengths) == pytest.approx(DATASETS[dataset].prompt, rel=0.02)
+    assert statistics.fmean(each.output for each in lengths) == pytest.approx(DATASETS[dataset].output, rel=0.02)
     assert min(min(each.prompt, each.output) for each in lengths) >= 1
-    assert max(max(each.prompt, each.output) for each in lengths) <= 1024
+    assert max(max(each.prompt, each.output) for each in lengths) <= LONGEST
     shape = statistics.stdev(each.prompt for each in lengths) / statistics.fmean(each.prompt for each in lengths)
     assert 0.8 < shape < 1.05  # log-normal with a deviation of one mean
 

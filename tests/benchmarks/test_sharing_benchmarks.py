@@ -109,7 +109,9 @@ def test_lengths_have_the_means_of_the_paper():
     lengths = DATASETS["ShareGPT"].lengths(20_000, most=(10**6, 10**6))
     for mean, drawn in zip(DATASETS["ShareGPT"], zip(*lengths)):
         assert sum(drawn) / len(drawn) == pytest.approx(mean, rel=0.05)
-    assert max(map(max, Dataset(10, 10).lengths(1000, most=(20, 15)))) == 20
+    cut = Dataset(10, 10).lengths(20_000, most=(20, 15))
+    assert max(prompt for prompt, _ in cut) == 20 and max(output for _, output in cut) == 15
+    assert [sum(each) / len(cut) for each in zip(*cut)] == pytest.approx([10, 10], rel=0.03), "means after the cut"
 
 
 def test_at_least_96_percent_of_slots_hold_tokens(tmp_path):

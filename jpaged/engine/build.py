@@ -11,7 +11,7 @@ from flax import nnx
 from jpaged.config import DTYPE_ALIASES, GENERATION, EngineConfig, Limits, ModelConfig, sampling_defaults
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.params import SamplingParams
-from jpaged.core.scheduler import Scheduler
+from jpaged.core.scheduler import HEADROOM, Scheduler
 from jpaged.demo import DIRECTORY as DEMO
 from jpaged.engine.engine import Engine, Runner
 from jpaged.models.base import Model
@@ -286,6 +286,7 @@ def load_engine(
         preemption=config.preemption_mode,
         block_swap_cost=block_swap_cost,
         tokens_beside_decodes=None if config.max_num_batched_tokens else tokens_beside_decodes(runner.costs),
+        headroom=HEADROOM,
     )
     max_in_flight = 2 if config.async_scheduling else 1
     engine = Engine(scheduler, lead(runner) if lead else runner, inner, seed=config.seed, max_in_flight=max_in_flight)

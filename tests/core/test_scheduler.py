@@ -252,6 +252,25 @@ def test_admission_leaves_the_blocks_that_two_resumed_requests_lack():
     assert preempted == ["young", "middle", "young"], "late would be let in for no more than a step"
 
 
+@pytest.mark.parametrize("headroom, preempted", [(0, ["young"]), (4, [])])
+def test_without_headroom_a_request_is_preempted_soon_after_its_admission(headroom, preempted):
+    scheduler, runner = make(blocks=6, size=2, cache=False, headroom=headroom)
+    add(scheduler, "old", [1] * 5, max_tokens=6)
+    add(scheduler, "young", [1] * 6, max_tokens=2)
+    seen = []
+    while scheduler.has_work:
+        seen += [request.request_id for request in step(scheduler, runner).preempted]
+    assert seen == preempted
+
+
+def test_a_request_of_the_whole_pool_is_admitted_with_any_headroom():
+    scheduler, runner = make(blocks=4, size=4, cache=False, headroom=64)
+    for name in "ab":
+        add(scheduler, name, [1] * 12, max_tokens=5)
+    drain(scheduler, runner)
+    assert not scheduler.requests and scheduler.num_preemptions == 0
+
+
 def test_a_victim_of_one_block_is_swapped_too():
     scheduler, runner = make(blocks=2, size=8, host=1, preemption="swap")
     add(scheduler, "old", [1, 2, 3, 4, 5, 6, 7], max_tokens=4)

@@ -32,11 +32,12 @@ class Traffic(stateful.RuleBasedStateMachine):
         policy=st.sampled_from(["fcfs", "priority"]),
         cost=st.integers(0, 4),
         beside=st.integers(1, 12),
+        headroom=st.sampled_from([0, 0, 5]),
     )
-    def start(self, blocks, size, seqs, tokens, host, cache, policy, cost, beside):
+    def start(self, blocks, size, seqs, tokens, host, cache, policy, cost, beside, headroom):
         self.scheduler, self.runner = traffic.make(
             blocks, size, seqs=seqs, tokens=tokens, length=24, host=host, cache=cache, eos=EOS, policy=policy,
-            preemption=self.mode, block_swap_cost=cost, tokens_beside_decodes=max(seqs, beside),
+            preemption=self.mode, block_swap_cost=cost, tokens_beside_decodes=max(seqs, beside), headroom=headroom,
         )  # fmt: skip
         self.requests = []
         self.in_flight = deque()

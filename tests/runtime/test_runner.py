@@ -94,6 +94,7 @@ def test_only_the_tokens_are_waited_for_and_memory_does_not_grow(model, monkeypa
     `dispatch` waits for nothing."""
     llm = LLM(model, block_size=8, num_gpu_blocks_override=20, preemption_mode="swap", progress=False, **LIMITS)
     engine, rng = llm.engine, random.Random(2)
+    engine.scheduler.headroom = 0  # many preemptions
     dispatch, waits, steps = engine.runner.dispatch, Waits(monkeypatch), []
 
     def watched(*args):

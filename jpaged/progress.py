@@ -12,11 +12,11 @@ FIRST_LINE_S = 1.0
 NEXT_LINE_S = 10.0
 
 
-def track[T](items: Iterable[T], total: int, done: str, unit: str, *, bar: bool) -> Iterator[T]:
+def track[T](items: Iterable[T], total: int | None, done: str, unit: str, *, bar: bool) -> Iterator[T]:
     """Yield items, and show the number of finished ones.
 
     Args:
-        total: number of items.
+        total: number of items; None if it is unknown.
         done: the work as a participle, such as "compiled".
         bar: show a bar on stderr. Otherwise log lines are written, at most one in ten seconds.
     """
@@ -28,7 +28,7 @@ def track[T](items: Iterable[T], total: int, done: str, unit: str, *, bar: bool)
     for count, item in enumerate(items, 1):
         yield item
         now = time.monotonic()
-        if count < total and now >= next_line:
+        if total is not None and count < total and now >= next_line:
             left = (now - start) / count * (total - count)
             logger.info("%s %d of %d %ss, about %.0f s left", done, count, total, unit, left)
             next_line = now + NEXT_LINE_S

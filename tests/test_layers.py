@@ -27,7 +27,7 @@ LAYERS = [
     ["jpaged.engine.build", "jpaged.parallel.router"],
     ["jpaged.llm", "jpaged.convert", "jpaged.doctor"],
     ["jpaged.serving", "jpaged.bench"],
-    ["jpaged.parallel.ray"],
+    ["jpaged.parallel.ray", "jpaged.simulator"],
     ["jpaged.cli"],
     ["jpaged", "jpaged.__main__", "server", "tools"],
 ]
@@ -48,6 +48,7 @@ OUTSIDE = {
     "jpaged.serving": {"aiohttp", "prometheus_client", "pydantic", "tokenizers"},
     "jpaged.parallel.ray": {"prometheus_client", "ray", "starlette"},
     "jpaged.bench": {"aiohttp", "numpy", "tokenizers", "tqdm"},
+    "jpaged.simulator": set(),
     "jpaged.cli": {"aiohttp", "yaml"},
     "jpaged.template_process": {"transformers"},
     "jpaged.structured": {"llguidance", "numpy", "tokenizers"},

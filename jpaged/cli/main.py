@@ -17,6 +17,7 @@ COMMANDS = {
     "complete": "complete texts",
     "bench serve": "measure a server under load",
     "bench throughput": "measure an engine without a server",
+    "plan": "predict the users that a GPU holds, and their latencies",
     "doctor": "report on this machine and test the kernels",
     "convert": "convert a model's parameters to another format",
     "completion": "print a completion script for a shell",

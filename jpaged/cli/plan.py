@@ -1,0 +1,287 @@
+"""Plan a deployment: the users that a GPU holds, at which latency, without a GPU.
+
+  jpaged plan                                     Llama-3-8B on one H100, ShareGPT's lengths
+  jpaged plan --gpu h200 --model DIR --workload random --input-len 1000 --output-len 200
+  jpaged plan --users 64 128 256                  the latencies of these numbers of users
+  jpaged plan --request-rate 2 4 8                the same of Poisson arrivals
+  jpaged plan --max-ttft 0.5 --max-tpot 0.03 --think-time 10
+
+The engine's own scheduler and allocator run on a virtual clock. The duration of a step is that of the GPU's roofline,
+or of a table of measured steps (--costs). Each user sends a request, waits for its answer, thinks, and sends the next
+one. Without --users and --request-rate, the command searches for the largest number of users of which 99 % of the
+requests are within --max-ttft and --max-tpot, and repeats the search with another KV dtype, block size and number of
+GPUs.
+Results are predictions, not measurements.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, replace
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from jpaged.bench.report import table
+from jpaged.bench.source import open_file
+from jpaged.bench.tokens import load_tokenizer
+from jpaged.bench.workload import Lengths, Workload, arrivals, fit
+from jpaged.cli import workload
+from jpaged.cli.parser import count
+from jpaged.config import ModelConfig
+from jpaged.progress import track
+from jpaged.simulator.capacity import (
+    Deployment,
+    LatencyLimits,
+    Load,
+    Traffic,
+    best,
+    load_of_rate,
+    load_of_users,
+    search,
+)
+from jpaged.simulator.cost import CostTable
+from jpaged.simulator.gpu import GPUS
+from jpaged.simulator.shape import SHAPES, ModelShape
+
+KV_DTYPES = {"auto": 2, "fp8": 1}  # bytes
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `jpaged plan`."""
+    defaults, limits = Deployment.__dataclass_fields__, LatencyLimits()
+    add = parser.add_argument_group("deployment").add_argument
+    add("--gpu", choices=tuple(GPUS), default="h100", help="kind of the GPUs")
+    add("--model", default="llama-3-8b", metavar="MODEL",
+        help=f"a directory or hub id with a config.json, or one of {', '.join(SHAPES)}")  # fmt: skip
+    add("--tensor-parallel-size", "-tp", type=int, default=1, metavar="GPUS", help="number of GPUs of one engine")
+    add("--kv-cache-dtype", choices=tuple(KV_DTYPES), default="auto", help="dtype of the KV pool; auto: 16 bits")
+    add("--block-size", type=int, default=defaults["block_size"].default, metavar="TOKENS", help="tokens of a block")
+    add("--max-model-len", type=count, metavar="TOKENS",
+        help="maximum tokens of a sequence (default: the model's, at most 8192)")  # fmt: skip
+    add("--max-num-seqs", type=count, metavar="SEQUENCES",
+        help="maximum sequences of a step (default: one for each user)")  # fmt: skip
+    add("--max-num-batched-tokens", type=count, default=defaults["max_num_batched_tokens"].default, metavar="TOKENS",
+        help="maximum tokens of a step")  # fmt: skip
+    add("--gpu-memory-utilization", type=float, default=defaults["gpu_memory_utilization"].default, metavar="SHARE",
+        help="share of the GPU's memory for parameters, KV pool and temporaries")  # fmt: skip
+    add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True,
+        help="reuse the KV of prompts with a common beginning")  # fmt: skip
+    add("--costs", type=Path, metavar="FILE",
+        help="table of measured steps, from benchmarks/engine/step_table.py (default: the GPU's roofline)")  # fmt: skip
+    workload.add_flags(parser)
+    parser.add_argument("--tokenizer", metavar="MODEL", help="tokenizer that counts the tokens of --workload file")
+    parser.add_argument("--seed", type=int, default=0, help="seed of lengths and arrivals")
+
+    add = parser.add_argument_group("load").add_argument
+    add("--users", type=count, nargs="+", metavar="N", help="numbers of users, instead of a search")
+    add("--request-rate", type=float, nargs="+", metavar="R", help="Poisson arrivals per second, instead of users")
+    add("--think-time", type=float, default=0.0, metavar="SECONDS",
+        help="time from an answer to the same user's next request")  # fmt: skip
+    add("--max-ttft", type=float, default=limits.ttft, metavar="SECONDS",
+        help="limit of the 99th percentile of time to first token")  # fmt: skip
+    add("--max-tpot", type=float, default=limits.tpot, metavar="SECONDS",
+        help="limit of the 99th percentile of time per output token")  # fmt: skip
+    parser.add_argument_group("report").add_argument(
+        "--out", type=Path, metavar="FILE", help="also write the report to this file, as JSON"
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run `jpaged plan`."""
+    deployment = deployment_of(args)
+    traffic = Traffic(lengths_of(args, deployment.max_model_len), args.think_time)
+    limits = LatencyLimits(args.max_ttft, args.max_tpot)
+    print(_facts(deployment, traffic))
+    found: dict[str, list[Load]]
+    if args.users or args.request_rate:
+        if args.users and args.request_rate:
+            raise ValueError("users: can't be combined with --request-rate")
+        found = {"": list(track(_loads(args, deployment, traffic), _count(args), "simulated", "load", bar=_bar()))}
+        print(_table(found[""], args.request_rate))
+    else:
+        own = sorted(track(search(deployment, traffic, limits), None, "simulated", "load", bar=_bar()))
+        print(_table(own))
+        start = (load.users if (load := best(own, limits)) else None) or 1
+        cases = variants(deployment)
+        others = dict(
+            track(_search_all(cases, traffic, limits, start), len(cases), "searched", "deployment", bar=_bar())
+        )
+        found = {"": own} | {name: others[name] for name in cases}
+        print(_answer(found, limits))
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        content = {
+            "deployment": _plain(deployment), "workload": asdict(workload.workload(args)), "limits": limits._asdict(),
+            "pool_tokens": deployment.pool_tokens, "costs": deployment.cost.source,
+            "loads": {name or "as given": [load._asdict() for load in loads] for name, loads in found.items()},
+        }  # fmt: skip
+        args.out.write_text(json.dumps(content, indent=1, default=str) + "\n")
+
+
+def deployment_of(args: argparse.Namespace) -> Deployment:
+    """Return the deployment of the flags."""
+    shape = shape_of(args.model)
+    return Deployment(
+        GPUS[args.gpu], shape, args.tensor_parallel_size, KV_DTYPES[args.kv_cache_dtype], args.block_size,
+        args.max_model_len or min(8192, shape.context), args.max_num_seqs, args.max_num_batched_tokens,
+        args.gpu_memory_utilization, args.enable_prefix_caching, CostTable.load(args.costs) if args.costs else None,
+    )  # fmt: skip
+
+
+def shape_of(name: str) -> ModelShape:
+    """Return the sizes of a known model, or of one in a directory or under a hub id."""
+    if name in SHAPES:
+        return SHAPES[name]
+    from jpaged.engine.build import find_model  # it loads jax
+
+    return ModelShape.of(ModelConfig.from_directory(find_model(name, weights=False)), name)
+
+
+def lengths_of(args: argparse.Namespace, room: int) -> list[Lengths]:
+    """Return the lengths of the workload's requests, of at most `room` tokens."""
+    work = workload.workload(args)
+    if work.file is None:
+        lengths, shortened = fit(work.lengths(), room)
+        if shortened:
+            print(f"Note: {shortened} of {len(lengths)} requests were shortened to {room} tokens.")
+        return lengths
+    return asyncio.run(_lengths_of_file(work, args.tokenizer or args.model, room))
+
+
+async def _lengths_of_file(work: Workload, tokenizer: str, room: int) -> list[Lengths]:
+    if tokenizer in SHAPES:
+        raise ValueError("tokenizer: --workload file needs one, to count the tokens of its texts")
+    tokens = _Tokens(tokenizer)
+    source = await open_file(work, tokens, room)
+    for note in source.notes:
+        print(f"Note: {note}.")
+    return [Lengths(await tokens.of_prompt(job.content), job.max_tokens or 1) for job in source.jobs("")]
+
+
+class _Tokens:
+    """Token counter with a tokenizer, without chat templates."""
+
+    def __init__(self, tokenizer: str):
+        self._tokenizer = load_tokenizer(tokenizer)
+
+    async def ids(self, text: str) -> list[int]:
+        """Return the text's token ids, without special tokens."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    async def count(self, text: str) -> int:
+        """Return the number of tokens of `ids`."""
+        return len(await self.ids(text))
+
+    async def of_prompt(self, content: Any) -> int:
+        """Return the number of tokens of a prompt."""
+        if isinstance(content, str):
+            return await self.count(content)
+        if isinstance(content[0], int):
+            return len(content)
+        return sum([await self.count(str(message.get("content"))) for message in content])
+
+
+def variants(deployment: Deployment) -> dict[str, Deployment]:
+    """Return deployments with one change each, as far as they are possible."""
+    changes: dict[str, dict[str, Any]] = {}
+    if deployment.kv_dtype_bytes > 1 and deployment.costs is None:
+        changes["--kv-cache-dtype fp8"] = {"kv_dtype_bytes": 1}
+    if deployment.costs is None:
+        size = 2 * deployment.num_gpus
+        changes[f"--tensor-parallel-size {size}"] = {"num_gpus": size}
+    size = 4 * deployment.block_size
+    changes[f"--block-size {size}"] = {"block_size": size}
+    found = {}
+    for name, change in changes.items():
+        try:
+            found[name] = replace(deployment, **change)
+        except ValueError:
+            continue  # the heads do not divide, for example
+    return found
+
+
+def _search(
+    name: str, deployment: Deployment, traffic: Traffic, limits: LatencyLimits, start: int
+) -> tuple[str, list[Load]]:
+    return name, list(search(deployment, traffic, limits, start))
+
+
+def _search_all(
+    cases: Mapping[str, Deployment], traffic: Traffic, limits: LatencyLimits, start: int
+) -> Iterator[tuple[str, list[Load]]]:
+    """Yield the loads of each case in the order of their ends; the cases run in several processes."""
+    with ProcessPoolExecutor(min(len(cases), os.cpu_count() or 1), get_context("spawn")) as pool:
+        runs = [pool.submit(_search, name, case, traffic, limits, start) for name, case in cases.items()]
+        for done in as_completed(runs):
+            yield done.result()
+
+
+def _loads(args: argparse.Namespace, deployment: Deployment, traffic: Traffic) -> Iterator[Load]:
+    for users in args.users or ():
+        yield load_of_users(deployment, traffic, users)
+    for rate in args.request_rate or ():
+        yield load_of_rate(deployment, traffic, arrivals(max(args.num_prompts, 200), rate, seed=args.seed))
+
+
+def _count(args: argparse.Namespace) -> int:
+    return len(args.users or args.request_rate)
+
+
+def _bar() -> bool:
+    return sys.stderr.isatty()
+
+
+def _facts(deployment: Deployment, traffic: Traffic) -> str:
+    shape, tokens = deployment.shape, deployment.pool_tokens
+    kv_bytes = shape.kv_bytes(deployment.kv_dtype_bytes)
+    inputs = fmean(each.prefix_tokens + each.prompt for each in traffic.lengths)
+    outputs = fmean(each.output for each in traffic.lengths)
+    return "\n".join(
+        [
+            f"{shape.name}: {shape.num_params / 1e9:.2f}e9 parameters, "
+            f"{2 * shape.num_params / 2**30:.1f} GiB in 16 bits",
+            f"KV pool: {tokens:,} tokens of {kv_bytes / 1024:.0f} KiB, {tokens * kv_bytes / 2**30:.1f} GiB",
+            f"requests: {inputs:.0f} tokens in, {outputs:.0f} out on average",
+            f"predicted, not measured; duration of a step: {deployment.cost.source}",
+            "",
+        ]
+    )
+
+
+def _table(loads: Iterable[Load], rates: Sequence[float] | None = None) -> str:
+    head = ["rate" if rates else "users", "requests/s", "output tok/s", "ttft p50 ms", "p99", "tpot p50 ms", "p99",
+            "running", "KV used", "preempted", "cached"]  # fmt: skip
+    rows = [head]
+    for i, load in enumerate(loads):
+        rows.append(
+            [f"{rates[i]:g}" if rates else str(load.users), f"{load.requests_per_s:.2f}", f"{load.tokens_per_s:.0f}",
+             *(f"{1e3 * seconds:.1f}" for seconds in (load.ttft, load.ttft_p99, load.tpot, load.tpot_p99)),
+             f"{load.running:.0f}", f"{load.kv_used:.0%}", f"{load.preemptions:.0%}", f"{load.cached:.0%}"]
+        )  # fmt: skip
+    return table(rows)
+
+
+def _answer(found: Mapping[str, Sequence[Load]], limits: LatencyLimits) -> str:
+    rows = [["", "users", "requests/s", "output tok/s", "ttft p99 ms", "tpot p99 ms", "KV used"]]
+    for name, loads in found.items():
+        load = best(loads, limits)
+        cells = ["none", *5 * "-"] if load is None else [
+            str(load.users), f"{load.requests_per_s:.2f}", f"{load.tokens_per_s:.0f}", f"{1e3 * load.ttft_p99:.0f}",
+            f"{1e3 * load.tpot_p99:.1f}", f"{load.kv_used:.0%}",
+        ]  # fmt: skip
+        rows.append([name or "as given", *cells])
+    title = "most users with 99 % of the requests within "
+    title += f"{limits.ttft:g} s to the first token and {1e3 * limits.tpot:g} ms per token"
+    return f"\n{title}:\n\n{table(rows)}"
+
+
+def _plain(deployment: Deployment) -> dict[str, Any]:
+    content = asdict(replace(deployment, costs=None))
+    return content | {"gpu": deployment.gpu.name, "shape": deployment.shape.name}

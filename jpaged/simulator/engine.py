@@ -1,0 +1,216 @@
+"""Engine on a virtual clock: the real scheduler and allocator, and a cost model in place of the device."""
+
+import math
+import random
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, Protocol
+
+from jpaged.core.params import BeamSearchParams, SamplingParams
+from jpaged.core.plan import Sample, StepPlan, StepResult
+from jpaged.core.request import Request
+from jpaged.core.scheduler import Scheduler
+from jpaged.simulator.cost import StepCost, StepLoad
+from jpaged.simulator.traffic import Call, Source
+
+VOCAB_SIZE = 2**31 - 1  # the token of a text is its number
+
+
+class Served(NamedTuple):
+    """Request that has ended.
+
+    Attributes:
+        first, end: seconds from the beginning to its first and its last token.
+    """
+
+    call: Call
+    first: float
+    end: float
+
+    @property
+    def normalised(self) -> float:
+        """Latency per token of output, in seconds."""
+        return (self.end - self.call.arrival) / self.call.output
+
+
+class Clocked(Protocol):
+    """Engine with a clock.
+
+    Attributes:
+        now: seconds from the beginning.
+    """
+
+    scheduler: Scheduler
+
+    @property
+    def now(self) -> float:
+        """Seconds from the beginning."""
+
+    def add(self, request_id: str, call: Call, params: SamplingParams | BeamSearchParams) -> None:
+        """Queue a request."""
+
+    def step(self) -> Iterable[Request]:
+        """Run a step and return the requests that it ends, with their times."""
+
+    def wait(self, until: float) -> None:
+        """Let time pass without work."""
+
+
+class VirtualEngine:
+    """Scheduler whose steps take the time of a cost model. No model runs: the tokens are those of the trace.
+
+    Attributes:
+        steps: number of steps.
+    """
+
+    def __init__(self, scheduler: Scheduler, cost: StepCost, *, seed: int = 0):
+        self.scheduler, self._cost = scheduler, cost
+        self.now, self.steps = 0.0, 0
+        self._answers: dict[str, Sample] = {}
+        self._samples: dict[int, Sample] = {}  # of each row
+        self._widths: dict[int, int] = {}  # of each row with a beam
+        self._starting: list[Request] = []  # without a first token
+        self._candidates = Candidates(seed)
+
+    def add(self, request_id: str, call: Call, params: SamplingParams | BeamSearchParams) -> None:
+        """Queue a request."""
+        prompt = [text for text, tokens in call.prompt for _ in range(tokens)]
+        self._answers[request_id] = Sample(call.answer, 0.0)
+        self.scheduler.add(request_id, prompt, params, seed=0)
+
+    def wait(self, until: float) -> None:
+        """Let time pass without work."""
+        self.now = max(self.now, until)
+
+    def step(self) -> Iterable[Request]:
+        """Run a step and return the requests that it ends, with their times.
+
+        Raises:
+            RuntimeError: the waiting requests can never run.
+        """
+        scheduler = self.scheduler
+        plan = scheduler.schedule()
+        if plan is None:
+            raise RuntimeError(f"{len(scheduler.waiting)} requests wait, and none can be scheduled")
+        self.now += self._cost.seconds(StepLoad.of(plan))
+        self.steps += 1
+        self._follow_rows(plan)
+        before = len(scheduler.requests)
+        committed = scheduler.commit(plan, self._result(plan))
+        if self._starting:
+            started = [request for request in self._starting if request.sequences[0].num_output_tokens]
+            for request in started:
+                request.metrics.first_token_ts = self.now
+                self._starting.remove(request)
+        if len(scheduler.requests) == before:
+            return ()
+        ended = dict.fromkeys(s.request for s in committed.advanced if s.finish_reason and s.request.finished)
+        for request in ended:
+            request.metrics.finished_ts = self.now
+            del self._answers[request.request_id]
+        return ended
+
+    def _follow_rows(self, plan: StepPlan) -> None:
+        for row in plan.released_rows:
+            self._widths.pop(row, None)
+        for source, row in plan.row_copies:
+            self._samples[row] = self._samples[source]
+            if source in self._widths:
+                self._widths[row] = self._widths[source]
+        for admitted in plan.admitted:
+            request = self.scheduler.rows[admitted.row].request
+            self._samples[admitted.row] = self._answers[request.request_id]
+            if isinstance(admitted.params, BeamSearchParams):
+                self._widths[admitted.row] = admitted.params.beam_width
+            if not request.metrics.first_token_ts and request not in self._starting:
+                self._starting.append(request)
+
+    def _result(self, plan: StepPlan) -> StepResult:
+        samples, widths = self._samples, self._widths
+        rows = [row for row, _, _, num_samples in plan.rows for _ in range(num_samples)]
+        if not widths:
+            return StepResult([samples[row] for row in rows])
+        of = self._candidates.of
+        return StepResult([of(samples[r].token, widths[r]) if r in widths else samples[r] for r in rows])
+
+
+class Candidates:
+    """Candidates of beams without a model: the k-th has a probability of k^-a.
+
+    The exponent a is drawn anew for each beam, so that the probability of the first one is anything from a tenth to
+    nearly 1, as with a language model.
+    """
+
+    PEAKS = tuple(1 + 5 * i / 15 for i in range(16))
+    VOCAB, MOST = 32_000, 32
+
+    def __init__(self, seed: int = 0):
+        self._rng = random.Random(seed)
+        self._logprobs = [self._peaked(a) for a in self.PEAKS]
+
+    def of(self, token: int, width: int) -> Sample:
+        """Return the best candidates of a beam; `token` is the best one."""
+        logprobs = self._rng.choice(self._logprobs)[:width]
+        return Sample(token, 0.0, 1, range(token, token + len(logprobs)), logprobs)
+
+    def _peaked(self, a: float) -> list[float]:
+        norm = math.log(sum(k**-a for k in range(1, self.VOCAB + 1)))
+        return [-a * math.log(k) - norm for k in range(1, self.MOST + 1)]
+
+
+def drive(
+    engine: Clocked,
+    source: Source,
+    *,
+    shares: bool = True,
+    together: bool = False,
+    on_step: Callable[[Scheduler], object] = lambda scheduler: None,
+) -> list[Served]:
+    """Run all requests of a source through an engine, and return them in the order of their ends.
+
+    Args:
+        shares: run the outputs or beams of a request as one request, which shares blocks; otherwise each is a request
+            of its own, and the last one ends the call.
+        together: answers are known once no request runs any more, as in static batching.
+        on_step: called after each step.
+    """
+    parts: dict[str, tuple[Call, int]] = {}  # of each call, with the number of its requests that run
+    firsts: dict[str, float] = {}
+    answered: list[tuple[str, float]] = []
+    served: list[Served] = []
+    count = 0
+    while True:
+        for call in source.due(engine.now):
+            name, count = str(count), count + 1
+            requests = params_of(call, shares)
+            parts[name] = call, len(requests)
+            for i, params in enumerate(requests):
+                engine.add(f"{name}.{i}", call, params)
+        if not engine.scheduler.has_work:
+            if (at := source.next_arrival()) is None:
+                return served
+            engine.wait(at)
+            continue
+        for request in engine.step():
+            name = request.request_id.partition(".")[0]
+            call, left = parts[name]
+            firsts[name] = min(firsts.get(name, math.inf), request.metrics.first_token_ts)
+            parts[name] = call, left - 1
+            if left == 1:
+                answered.append((name, firsts.pop(name)))
+        if answered and not (together and engine.scheduler.running):
+            for name, first in answered:
+                call, _ = parts.pop(name)
+                served.append(Served(call, engine.now if together else first, engine.now))
+                source.ended(engine.now)
+            answered.clear()
+        on_step(engine.scheduler)
+
+
+def params_of(call: Call, shares: bool) -> list[SamplingParams | BeamSearchParams]:
+    """Return the parameters of the requests that a call becomes."""
+    common = dict(max_tokens=call.output, ignore_eos=True)
+    if call.beam and shares:
+        return [BeamSearchParams(beam_width=call.width, **common)]  # type: ignore[arg-type]
+    if shares:
+        return [SamplingParams(n=call.width, temperature=1.0, **common)]  # type: ignore[arg-type]
+    return [SamplingParams(temperature=1.0, **common) for _ in range(call.width)]  # type: ignore[arg-type]

@@ -1,0 +1,148 @@
+"""Traffic of a simulation: requests with their arrivals, by a schedule or by users that wait for their answers."""
+
+import heapq
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol, Self
+
+from jpaged.bench.workload import Lengths
+
+Segment = tuple[int, int]  # (number of a text, tokens of its beginning)
+
+
+class Call(NamedTuple):
+    """One request of a trace.
+
+    Attributes:
+        arrival: seconds after the beginning.
+        prompt: texts that follow each other. Equal numbers stand for equal tokens.
+        output: tokens of each output.
+        answer: number of the output's text, with which a later prompt may contain it.
+        width: number of outputs, or of beams.
+        beam: whether the outputs are those of a beam search.
+    """
+
+    arrival: float
+    prompt: tuple[Segment, ...]
+    output: int
+    answer: int
+    width: int = 1
+    beam: bool = False
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Number of tokens of the prompt."""
+        return sum(tokens for _, tokens in self.prompt)
+
+
+def calls_of(
+    lengths: Sequence[Lengths], arrivals: Iterable[float] | None = None, *, width: int = 1, beam: bool = False
+) -> list[Call]:
+    """Return requests of some lengths, each with texts of its own after the prefix that it shares.
+
+    Args:
+        arrivals: seconds after the beginning, in ascending order; None: all at once.
+    """
+    num_prefixes = 1 + max((each.prefix for each in lengths), default=0)
+    calls = []
+    for i, (each, arrival) in enumerate(zip(lengths, arrivals or [0.0] * len(lengths), strict=True)):
+        own, answer = num_prefixes + 2 * i, num_prefixes + 2 * i + 1
+        prefix = ((each.prefix, each.prefix_tokens),) if each.prefix_tokens else ()
+        calls.append(Call(arrival, (*prefix, (own, each.prompt)), each.output, answer, width, beam))
+    return calls
+
+
+def save_trace(calls: Iterable[Call], path: Path) -> None:
+    """Write a trace as JSON lines."""
+    with path.open("w") as file:
+        file.writelines(json.dumps(call._asdict()) + "\n" for call in calls)
+
+
+def load_trace(path: Path) -> list[Call]:
+    """Read the trace of a file.
+
+    Raises:
+        ValueError: a line is no request; the message has its number.
+    """
+    calls = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            call = Call(**json.loads(line))
+            segments = tuple((int(text), int(tokens)) for text, tokens in call.prompt)
+            calls.append(call._replace(prompt=segments))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"trace: {path}, line {number} is no request: {error}") from error
+    return calls
+
+
+class Source(Protocol):
+    """Source of the requests of a run."""
+
+    def due(self, now: float) -> Iterator[Call]:
+        """Yield the requests that have arrived until now, each once."""
+
+    def next_arrival(self) -> float | None:
+        """Return the time of the next request; None if no further one comes before a running one ends."""
+
+    def ended(self, now: float) -> None:
+        """Take note of the end of a request."""
+
+
+class Schedule:
+    """Requests that arrive at their own times, whatever happens to the others (an open loop)."""
+
+    def __init__(self, calls: Sequence[Call]):
+        self._calls, self._next = sorted(calls, key=lambda call: call.arrival), 0
+
+    def due(self, now: float) -> Iterator[Call]:
+        """Yield the requests that have arrived until now, each once."""
+        while self._next < len(self._calls) and self._calls[self._next].arrival <= now:
+            self._next += 1
+            yield self._calls[self._next - 1]
+
+    def next_arrival(self) -> float | None:
+        """Return the time of the next request; None after the last one."""
+        return self._calls[self._next].arrival if self._next < len(self._calls) else None
+
+    def ended(self, now: float) -> None:
+        """Do nothing: no arrival depends on it."""
+
+
+class Users:
+    """Users with one request each at a time (a closed loop): after its answer, a user thinks before the next one.
+
+    Args:
+        calls: requests in the order in which users take them; their arrivals do not matter.
+        think_s: seconds from an answer to the same user's next request. The first requests come one after another
+            within this time, or within `RAMP_S`.
+    """
+
+    RAMP_S = 1.0
+
+    def __init__(self, calls: Iterable[Call], users: int, think_s: float = 0.0):
+        self._calls, self._think_s = iter(calls), think_s
+        ramp = max(think_s, self.RAMP_S)
+        self._free = [i * ramp / users for i in range(users)]
+
+    @classmethod
+    def of(cls, calls: Sequence[Call], users: int, think_s: float = 0.0) -> Self:
+        """Return at most as many users as there are requests."""
+        return cls(calls, min(users, len(calls)), think_s)
+
+    def due(self, now: float) -> Iterator[Call]:
+        """Yield the requests that have arrived until now, each once."""
+        while self._free and self._free[0] <= now:
+            call = next(self._calls, None)
+            if call is None:
+                self._free.clear()
+                return
+            yield call._replace(arrival=heapq.heappop(self._free))
+
+    def next_arrival(self) -> float | None:
+        """Return the time of the next request; None while all users wait for answers, or after the last request."""
+        return self._free[0] if self._free else None
+
+    def ended(self, now: float) -> None:
+        """Let a user think, and then send the next request."""
+        heapq.heappush(self._free, now + self._think_s)

@@ -20,6 +20,7 @@ import pytest
 from hypothesis import Phase, settings
 
 from tests import checkpoints, models
+from tests.few_shapes import few_shapes
 
 # A shell's background job starts with SIGINT ignored, and so do its children: nothing could be interrupted.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -73,12 +74,13 @@ def traced_anew(request):
 
 @pytest.fixture(scope="session")
 def demo():
-    """The demo model in the shapes of `benchmarks.shared.server_process.SMALL`, so that few are compiled in a run."""
+    """The demo model with the limits of `benchmarks.shared.server_process.SMALL`, as servers of tests have them."""
     from jpaged import LLM
 
-    return LLM(
-        progress=False, max_num_seqs=16, max_num_batched_tokens=32, max_model_len=512, num_gpu_blocks_override=512
-    )
+    with few_shapes():
+        return LLM(
+            progress=False, max_num_seqs=16, max_num_batched_tokens=32, max_model_len=512, num_gpu_blocks_override=512
+        )
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ import jpaged
 from benchmarks.shared.server_process import SMALL, ServerProcess
 from jpaged.engine import build
 from jpaged.engine.build import limits_of
+from tests.few_shapes import PROGRAM, few_shapes
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -34,7 +35,8 @@ def test_offline_batch(demo, capsys, monkeypatch):
 def test_nnx_module(capsys, monkeypatch):
     few = lambda *args: dataclasses.replace(limits_of(*args), max_num_batched_tokens=32)
     monkeypatch.setattr(build, "limits_of", few)  # fewer shapes to compile
-    before, after = lines_of("nnx_module.py", capsys)
+    with few_shapes():
+        before, after = lines_of("nnx_module.py", capsys)
     assert before.split(" ", 1)[1] != after.split("  ", 1)[1]
 
 
@@ -44,7 +46,7 @@ def test_kernels_alone(capsys):
 
 
 def test_client(capsys):
-    with ServerProcess(*SMALL) as server:
+    with ServerProcess(*SMALL, program=(*PROGRAM, "serve")) as server:
         story, brace, person = "\n".join(lines_of("client.py", capsys, server.url)).partition("{")
     assert len(story.split()) > 10 and json.loads(brace + person).keys() == {"name", "age"}
 

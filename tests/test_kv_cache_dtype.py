@@ -5,6 +5,7 @@ import pytest
 
 from jpaged import LLM, SamplingParams
 from jpaged.config import EngineConfig
+from tests.few_shapes import few_shapes
 
 PROMPTS = ["Once upon a time", "The little fox", "What is a block table?", "One day, a girl named"]
 SHAPES = {"max_num_seqs": 16, "max_num_batched_tokens": 32, "max_model_len": 512}  # of the fixture `demo`
@@ -14,7 +15,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 @pytest.fixture(scope="module")
 def fp8():
     """An engine with a pool for three of the requests below."""
-    return LLM(progress=False, num_gpu_blocks_override=16, kv_cache_dtype="fp8", preemption_mode="swap", **SHAPES)
+    with few_shapes():
+        return LLM(progress=False, num_gpu_blocks_override=16, kv_cache_dtype="fp8", preemption_mode="swap", **SHAPES)
 
 
 def prompt_logprobs(llm, texts):

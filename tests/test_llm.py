@@ -18,6 +18,7 @@ from jpaged.core.params import InvalidParameter
 from jpaged.models.checkpoint import dummy_model
 from jpaged.tokenizer import backend
 from tests import models
+from tests.few_shapes import few_shapes
 from tests.runtime.test_runner import Compilations
 
 SMALL = {"block_size": 8, "max_num_seqs": 4, "max_num_batched_tokens": 32, "progress": False}
@@ -26,7 +27,8 @@ SMALL = {"block_size": 8, "max_num_seqs": 4, "max_num_batched_tokens": 32, "prog
 @pytest.fixture(scope="module")
 def llm(tiny):
     """With a pool so small that `load` is preempted."""
-    return LLM(tiny, num_gpu_blocks_override=12, preemption_mode="swap", **SMALL)
+    with few_shapes():
+        return LLM(tiny, num_gpu_blocks_override=12, preemption_mode="swap", **SMALL)
 
 
 HELLO = [104, 101, 108, 108, 111]
@@ -389,7 +391,8 @@ def test_reset_prefix_cache_waits_for_a_generation(llm, expected, monkeypatch):
 
 def test_a_module_without_a_tokenizer(tiny):
     model = dummy_model(ModelConfig.from_hf(models.TINY), "float32", 0)
-    llm = LLM(model, **SMALL | {"max_num_seqs": 2, "max_num_batched_tokens": 16})
+    with few_shapes():
+        llm = LLM(model, **SMALL | {"max_num_seqs": 2, "max_num_batched_tokens": 16})
     (output,) = llm.generate([1, 2, 3], SamplingParams(max_tokens=3), use_tqdm=False)
     assert output.outputs[0].text == "" and len(output.outputs[0].token_ids) == 3
     with pytest.raises(ValueError, match="no tokenizer, so prompts must be token ids"):
@@ -448,7 +451,8 @@ def test_a_module_in_hand_is_not_loaded():
 
 def test_dummy_weights_and_bfloat16(tiny):
     few = SMALL | {"max_num_seqs": 2, "max_num_batched_tokens": 16}
-    llm = LLM(str(tiny), load_format="dummy", dtype="bfloat16", **few)
+    with few_shapes():
+        llm = LLM(str(tiny), load_format="dummy", dtype="bfloat16", **few)
     assert {str(x.dtype) for x in llm.engine.runner.params + llm.engine.runner.blocks.pool} == {"bfloat16"}
     assert len(llm.generate("Hello", SamplingParams(max_tokens=4, ignore_eos=True))[0].outputs[0].token_ids) == 4
 

@@ -17,6 +17,7 @@ from jpaged.engine.engine import Engine
 from jpaged.serving.app import make_app
 from jpaged.serving.protocol import ChatRequest, CompletionRequest
 from jpaged.serving.service import ServerConfig, make_service
+from tests.few_shapes import few_shapes
 from tests.models import byte_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -28,9 +29,13 @@ NAMES = ["offline", "module", "kernels", "sharing"]
 
 @pytest.mark.parametrize("block", [b for b in BLOCKS if "OpenAI" not in b], ids=NAMES)
 def test_python(block, capsys, monkeypatch):
-    few = lambda *args: dataclasses.replace(limits_of(*args), max_num_seqs=8, max_num_batched_tokens=32)
-    monkeypatch.setattr(build, "limits_of", few)  # fewer shapes to compile
-    exec(block, {})
+    # Few shapes to compile, and for the demo model those of the fixture `demo`.
+    few = lambda *args: dataclasses.replace(
+        limits_of(*args), max_num_seqs=16, max_num_batched_tokens=32, max_model_len=512
+    )
+    monkeypatch.setattr(build, "limits_of", few)
+    with few_shapes():
+        exec(block, {})
     assert capsys.readouterr().out.strip()
 
 

@@ -10,6 +10,7 @@ from flax import nnx
 
 from jpaged import LLM, AsyncEngine, BeamSearchParams, SamplingParams
 from jpaged.models.checkpoint import dummy_model
+from tests.few_shapes import few_shapes
 from tests.runtime.test_runner import LIMITS, LLAMA, Compilations
 
 ENGINE = {"block_size": 8, "num_gpu_blocks_override": 40, "progress": False} | LIMITS
@@ -30,12 +31,14 @@ def models():
 @pytest.fixture(scope="module")
 def fresh(models):
     """An engine that has never had other parameters than the second model's."""
-    return LLM(models[1], **ENGINE)
+    with few_shapes():
+        return LLM(models[1], **ENGINE)
 
 
 @pytest.fixture(scope="module")
 def served(models):
-    return LLM(models[0], **ENGINE)
+    with few_shapes():
+        return LLM(models[0], **ENGINE)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from jpaged.bench.serve import Settings, bench_server
 from jpaged.bench.throughput import bench_engine
 from jpaged.bench.workload import Workload
 from jpaged.llm import LLM
+from tests.few_shapes import few_shapes
 from tests.serving.client import MAX_LEN, Client, build
 
 SHAPES = {"max_num_seqs": 2, "max_num_batched_tokens": 16}  # few to compile
@@ -38,7 +39,8 @@ async def test_a_run_against_the_server(loaded, endpoint, token_ids):
 
 
 def test_a_run_without_a_server(tiny, tmp_path):
-    llm = LLM(str(tiny), progress=False, max_model_len=MAX_LEN, block_size=8, **SHAPES)
+    with few_shapes():
+        llm = LLM(str(tiny), progress=False, max_model_len=MAX_LEN, block_size=8, **SHAPES)
     workload = Workload("sharegpt", num_prompts=4)
     found = bench_engine(llm, workload, progress=False)
     outputs = [min(each.output, MAX_LEN - 1) for each in workload.lengths()]

@@ -10,6 +10,7 @@ from jpaged import LLM, ModelConfig, SamplingParams
 from jpaged.models import registry
 from jpaged.models.base import Model, Part, Source
 from jpaged.models.checkpoint import dummy_model, load_safetensors, save_safetensors
+from tests.few_shapes import few_shapes
 from tests.model import toy
 
 ENGINE = dict(
@@ -37,7 +38,8 @@ def directory(tmp_path_factory):
 
 
 def test_it_is_served_and_generates_what_its_formulas_say(directory):
-    llm = LLM(str(directory), **ENGINE)
+    with few_shapes():
+        llm = LLM(str(directory), **ENGINE)
     params = SamplingParams(temperature=0, max_tokens=30, logprobs=0, ignore_eos=True)
     for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, params, use_tqdm=False)):
         (choice,) = output.outputs
@@ -54,7 +56,8 @@ def test_a_module_in_hand_is_served_and_its_parameters_updated(directory):
     assert isinstance(config, toy.ToyConfig) and config.sliding_window == 8
     models = [dummy_model(config, "float32", seed) for seed in range(2)]
     assert all(isinstance(model, Model) for model in models)
-    llm = LLM(models[0], **ENGINE | {"max_num_seqs": 1})
+    with few_shapes():
+        llm = LLM(models[0], **ENGINE)
     first = llm.generate(PROMPTS, use_tqdm=False)
     llm.update_params(models[1])
     assert [o.outputs[0].token_ids for o in llm.generate(PROMPTS, use_tqdm=False)] != [

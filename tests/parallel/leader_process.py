@@ -11,7 +11,7 @@ import sys
 from jpaged import SamplingParams
 from jpaged.cli.nodes import facts_of, leading
 from jpaged.parallel.nodes import Nodes
-from tests.parallel.few_shapes import few_shapes
+from tests.few_shapes import few_shapes
 from tests.parallel.traffic import config, fail_once, generate
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from jpaged.engine.build import load_engine
 from tests import checkpoints, models
-from tests.parallel.few_shapes import few_shapes
+from tests.few_shapes import few_shapes
 from tests.parallel.traffic import config, generate
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +40,7 @@ class Replica:
         address = free_address()
         self.logs = [folder / "leader.log", folder / "worker.log"]
         leader = [sys.executable, "-m", "tests.parallel.leader_process", str(model), address, mode]
-        worker = [sys.executable, "-m", "tests.parallel.few_shapes", "worker", "--nnodes", "2", "--node-rank", "1"]
+        worker = [sys.executable, "-m", "tests.few_shapes", "worker", "--nnodes", "2", "--node-rank", "1"]
         self.leader = self.start(leader, self.logs[0])
         self.worker = self.start([*worker, "--dist-init-addr", address], self.logs[1])
 

@@ -189,7 +189,7 @@ async def test_one_metrics_page_has_both_engines():
 
 @pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=pytest.mark.deep)])
 async def test_a_server_with_two_engines_equals_one(demo, num_devices):
-    flags = ("--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--max-model-len", "256",
+    flags = ("--max-num-seqs", "1", "--max-num-batched-tokens", "16", "--max-model-len", "256",
              "--num-gpu-blocks-override", "64")  # fmt: skip
     prompts = ["Once upon a time", "The little fox", "Who are you?", "One day, a girl named"]
     params = SamplingParams(temperature=0, max_tokens=16)

@@ -29,6 +29,7 @@ from jpaged.runtime.step import Step
 from jpaged.runtime.swap import TRANSFERS
 from pallas_kernels import SelfTest, select
 from tests import deviceless
+from tests.few_shapes import few_shapes
 from tests.runtime.caches import cache_of, placement_of
 
 LLAMA = ModelConfig(
@@ -92,7 +93,8 @@ class Waits:
 def test_only_the_tokens_are_waited_for_and_memory_does_not_grow(model, monkeypatch, rounds):
     """Requests of every kind, with swaps and copies. Only `device_put` sends to the device, nothing compiles, and
     `dispatch` waits for nothing."""
-    llm = LLM(model, block_size=8, num_gpu_blocks_override=20, preemption_mode="swap", progress=False, **LIMITS)
+    with few_shapes():
+        llm = LLM(model, block_size=8, num_gpu_blocks_override=20, preemption_mode="swap", progress=False, **LIMITS)
     engine, rng = llm.engine, random.Random(2)
     engine.scheduler.headroom = 0  # many preemptions
     dispatch, waits, steps = engine.runner.dispatch, Waits(monkeypatch), []

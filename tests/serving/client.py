@@ -18,13 +18,15 @@ from jpaged.engine.engine import Engine, StepOutput
 from jpaged.engine.output import request_output
 from jpaged.serving.app import make_app
 from jpaged.serving.service import ServerConfig, make_service
+from tests.few_shapes import few_shapes
 
 MAX_LEN = 256
 
 
 def build(tiny, **config):
     limits = {"max_model_len": MAX_LEN, "block_size": 8, "max_num_seqs": 16, "max_num_batched_tokens": 64}
-    return load_engine(EngineConfig(model=str(tiny), **limits | config), progress=False)
+    with few_shapes():
+        return load_engine(EngineConfig(model=str(tiny), **limits | config), progress=False)
 
 
 @asynccontextmanager

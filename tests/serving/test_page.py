@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from benchmarks.shared.server_process import ROOT, SMALL, ServerProcess
+from tests.few_shapes import PROGRAM
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -36,7 +37,7 @@ def browsing():
 
 @pytest.fixture(scope="module")
 def server():
-    with ServerProcess(*FLAGS, "--api-key", KEY) as process:
+    with ServerProcess(*FLAGS, "--api-key", KEY, program=(*PROGRAM, "serve")) as process:
         yield process
 
 

@@ -1,24 +1,28 @@
-"""Few shapes, so that a process is soon compiled. As a program: `jpaged` with them.
+"""Two shapes of steps instead of a dozen, so that an engine is soon compiled. As a program: `jpaged` with them.
 
-python -m tests.parallel.few_shapes worker --nnodes 2 ...
+python -m tests.few_shapes worker --nnodes 2 ...
 """
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from jpaged.cli.main import main
+PROGRAM = (sys.executable, "-m", "tests.few_shapes")
 
 
 @contextmanager
 def few_shapes() -> Iterator[None]:
-    """Let runners have one shape of decode steps."""
+    """Let runners have one shape of decode steps, and one of steps with prompts.
+
+    Tests of the shapes themselves (`tests/runtime`) and of start-up use all of them.
+    """
     from jpaged.runtime import runner
     from jpaged.runtime.batch import Buckets
 
     class FewBuckets(Buckets):
         def __init__(self, limits):
             super().__init__(limits)
-            self.decode = self.decode[-1:]
+            self.decode, self.mixed = self.decode[-1:], self.mixed[-1:]
             self.all = self.decode + self.mixed
 
     runner.Buckets = FewBuckets
@@ -29,5 +33,7 @@ def few_shapes() -> Iterator[None]:
 
 
 if __name__ == "__main__":
+    from jpaged.cli.main import main
+
     with few_shapes():
         main()

@@ -35,6 +35,7 @@ from jpaged.runtime.tensor_parallel import divide_kernels
 from jpaged.tokenizer import backend
 from pallas_kernels import select
 from tests import deviceless
+from tests.few_shapes import few_shapes
 from tests.runtime.caches import placement_of
 from tests.runtime.test_runner import Compilations, any_params, copies
 
@@ -48,12 +49,6 @@ SHAPES = dict(
 POOLS = {"room": (ROOM, "recompute"), "swap": (30, "swap"), "recompute": (30, "recompute")}
 
 
-def few_shapes(runner: ModelRunner) -> ModelRunner:
-    buckets = runner.shapes.buckets
-    buckets.decode, buckets.mixed = (Bucket(16, 16, True),), (Bucket(32, 16, False),)
-    return runner
-
-
 @functools.cache
 def demo_on(num_devices: int) -> tuple[ModelRunner, object]:
     """The demo model, which has two KV heads, and its tokenizer."""
@@ -62,7 +57,8 @@ def demo_on(num_devices: int) -> tuple[ModelRunner, object]:
     model = load_model(
         DEMO, prepared.model, dtype="float32", load_format="auto", seed=0, progress=False, place=prepared.placement.of
     )
-    runner = few_shapes(ModelRunner(model, config, LIMITS))
+    with few_shapes():
+        runner = ModelRunner(model, config, LIMITS)
     runner.warm_up(progress=False)
     return runner, backend(prepared.tokenizer)
 
@@ -149,7 +145,7 @@ MODELS = {
     "2 KV heads, tied, biases": model_config(
         num_key_value_heads=2, tie_word_embeddings=True, attention_bias=True, mlp_bias=True
     ),
-    "1 KV head, 257 tokens": model_config(num_key_value_heads=1, vocab_size=257),
+    "1 KV head, 257 tokens": model_config(num_key_value_heads=1, vocab_size=257, num_hidden_layers=1),
 }
 
 
@@ -163,7 +159,8 @@ def test_models_of_other_shapes(name):
         placement = placement_of(config, jax.devices()[:num_devices])
         model = dummy_model(config, "float32", 0, placement.of)
         settings = EngineConfig(num_gpu_blocks_override=ROOM, swap_space=0, kv_cache_dtype="fp8")
-        engine = engine_on(few_shapes(ModelRunner(model, settings, LIMITS)), "room")
+        with few_shapes():
+            engine = engine_on(ModelRunner(model, settings, LIMITS), "room")
         rng = random.Random(7)
         added = [
             engine.add(str(i), [rng.randrange(257) for _ in range(rng.randint(1, 40))], any_params(rng))
@@ -226,10 +223,11 @@ def test_a_step_has_two_reductions_per_layer_and_the_pool_stays_in_place(name, b
     assert compiled.memory_analysis().alias_size_in_bytes == pool_bytes
     shape = (64, config.num_key_value_heads // min(4, config.num_key_value_heads), 16, config.head_dim)
     assert copies(compiled.as_text(), shape, "f32") == 0
-    compiled = choose.lower(*others).compile()
-    assert collectives(compiled.as_text()) == {"all-to-all": 1, "all-gather": 1}
-    state_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(others[1:3]))
-    assert compiled.memory_analysis().alias_size_in_bytes == state_bytes
+    if bucket.decode:  # sampling depends on the number of samples only
+        compiled = choose.lower(*others).compile()
+        assert collectives(compiled.as_text()) == {"all-to-all": 1, "all-gather": 1}
+        state_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(others[1:3]))
+        assert compiled.memory_analysis().alias_size_in_bytes == state_bytes
 
 
 LLAMA_8B = ModelConfig(
@@ -284,7 +282,8 @@ def test_a_module_is_sharded_as_the_engine_serves_it(on_a_mesh):
 
 
 def test_a_module_on_a_mesh_is_served_with_its_own_arrays(on_a_mesh):
-    llm = LLM(on_a_mesh, swap_space=0, **FEW)
+    with few_shapes():
+        llm = LLM(on_a_mesh, swap_space=0, **FEW)
     runner = llm.engine.runner
     assert runner.placement.size == 2 and pointers(runner.params) == pointers(on_a_mesh)
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)

@@ -1,5 +1,8 @@
 """The query tiles of a ragged batch against a plain loop."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -20,7 +23,9 @@ def test_every_row_is_in_one_tile_of_its_sequence(align):
         decode_s, row_s = decode_rows(jnp.asarray(cu, jnp.int32), jnp.asarray(marked))
         assert decode_s.tolist() == (marked & (q_lens == 1)).tolist()
         assert row_s.tolist() == np.where(decode_s, cu[:-1], -1).tolist()
-        tiles = query_tiles(jnp.asarray(cu, jnp.int32), decode_s, num_rows=num_rows, tile_q=tile_q, align=align)
+        # As kernels call it: op by op, each shape would compile dozens of functions.
+        tiled = jax.jit(functools.partial(query_tiles, num_rows=num_rows, tile_q=tile_q, align=align))
+        tiles = tiled(jnp.asarray(cu, jnp.int32), decode_s)
         owner = np.repeat([*range(sequences), sequences], [*q_lens, num_rows - cu[-1]])
         seen = np.zeros(num_rows, int)
         for seq, row in zip(tiles.seq_i.tolist(), tiles.row_i.tolist(), strict=True):

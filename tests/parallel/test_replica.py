@@ -72,9 +72,10 @@ class Replica:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A random model whose heads and vocabulary four devices can divide."""
+    """A random model of one layer whose heads and vocabulary four devices can divide."""
     directory = tmp_path_factory.mktemp("model")
-    checkpoints.write(directory, models.TINY | {"vocab_size": 260}, generation={"eos_token_id": models.EOS})
+    config = models.TINY | {"vocab_size": 260, "num_hidden_layers": 1}
+    checkpoints.write(directory, config, generation={"eos_token_id": models.EOS})
     models.write_tokenizer(directory)
     return directory
 

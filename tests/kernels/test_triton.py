@@ -82,7 +82,8 @@ S = jax.ShapeDtypeStruct
 needs_compilers = pytest.mark.skipif(deviceless.why_not() is not None, reason=str(deviceless.why_not()))
 
 
-def compiled(device: deviceless.Device, head_dim: int, dtype, pool_dtype, *, figures: bool) -> deviceless.Compiled:
+@functools.lru_cache(maxsize=3)
+def compiled(device: deviceless.Device, head_dim: int, dtype, pool_dtype) -> deviceless.Compiled:
     """All ops of a model with 8 KV heads in one function, its pools donated, at the default tiles."""
     t, s, w, n, k = 512, 16, 512, 32, 8
     q, kv, pool = S((t, n, head_dim), dtype), S((t, k, head_dim), dtype), S((4096, k, 16, head_dim), pool_dtype)
@@ -99,7 +100,7 @@ def compiled(device: deviceless.Device, head_dim: int, dtype, pool_dtype, *, fig
         return pools, o, ops_of(triton).paged_decode_attention(q[:s], *pools, tables, contexts, **options)
 
     args = q, kv, kv, (pool, pool), ints, (angles, angles), (scales, scales)
-    return deviceless.compile_for(device, ops, *args, donate_argnums=3, figures=figures)
+    return deviceless.compile_for(device, ops, *args, donate_argnums=3)
 
 
 # The usual tier has each head dim and each dtype, but not all of these together.
@@ -117,7 +118,7 @@ FITS = [
 @needs_compilers
 @pytest.mark.parametrize(("device", "head_dim", "dtype"), FITS)
 def test_kernels_fit(device, head_dim, dtype):
-    kernels = compiled(device, head_dim, *DTYPES[dtype], figures=True).kernels
+    kernels = compiled(device, head_dim, *DTYPES[dtype]).kernels
     assert kernels.keys() == {"copy_blocks", "kv_write", "paged_decode", "paged_decode_combine", "ragged_paged"}
     for name, figures in kernels.items():
         assert figures.spill_bytes == 0, (name, figures)
@@ -128,12 +129,12 @@ def test_kernels_fit(device, head_dim, dtype):
 
 
 @needs_compilers
-@pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES.keys())
-def test_donated_pools_are_changed_in_place(dtypes):
+@pytest.mark.parametrize(("head_dim", "name"), list(zip(checks.HEAD_DIMS, DTYPES)))  # compiled for the test above
+def test_donated_pools_are_changed_in_place(head_dim, name):
     """An fp8 pool that is seen as bytes too."""
-    pool = 4096, 8, 16, 128
-    pool_bytes = 4096 * 8 * 16 * 128 * jnp.dtype(dtypes[1]).itemsize
-    result = compiled(deviceless.A100, 128, *dtypes, figures=False)
+    dtypes, pool = DTYPES[name], (4096, 8, 16, head_dim)
+    pool_bytes = 4096 * 8 * 16 * head_dim * jnp.dtype(dtypes[1]).itemsize
+    result = compiled(deviceless.A100, head_dim, *dtypes)
     assert result.aliased_bytes == 2 * pool_bytes
     assert result.copies_of(pool, dtypes[1]) == result.copies_of(pool, jnp.uint8) == 0
     assert result.temp_bytes < pool_bytes / 10

@@ -389,10 +389,9 @@ def test_reset_prefix_cache_waits_for_a_generation(llm, expected, monkeypatch):
     assert found == [expected] and not any(llm.engine.scheduler.pool.states())
 
 
-def test_a_module_without_a_tokenizer(tiny):
-    model = dummy_model(ModelConfig.from_hf(models.TINY), "float32", 0)
+def test_a_module_without_a_tokenizer(random_module):
     with few_shapes():
-        llm = LLM(model, **SMALL | {"max_num_seqs": 2, "max_num_batched_tokens": 16})
+        llm = LLM(random_module, **SMALL | {"max_num_seqs": 2, "max_num_batched_tokens": 16})
     (output,) = llm.generate([1, 2, 3], SamplingParams(max_tokens=3), use_tqdm=False)
     assert output.outputs[0].text == "" and len(output.outputs[0].token_ids) == 3
     with pytest.raises(ValueError, match="no tokenizer, so prompts must be token ids"):
@@ -443,10 +442,9 @@ def random_module():
     return dummy_model(ModelConfig.from_hf(models.TINY), "float32", 0)
 
 
-def test_a_module_in_hand_is_not_loaded():
-    model = dummy_model(ModelConfig.from_hf(models.TINY), "float32", 0)
+def test_a_module_in_hand_is_not_loaded(random_module):
     with pytest.raises(ValueError, match="load_format: must be auto for a module"):
-        LLM(model, load_format="dummy", progress=False)
+        LLM(random_module, load_format="dummy", progress=False)
 
 
 def test_dummy_weights_and_bfloat16(tiny):

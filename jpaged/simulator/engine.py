@@ -10,9 +10,10 @@ from jpaged.core.plan import Sample, StepPlan, StepResult
 from jpaged.core.request import Request
 from jpaged.core.scheduler import Scheduler
 from jpaged.simulator.cost import StepCost, StepLoad
-from jpaged.simulator.traffic import Call, Source
+from jpaged.simulator.traffic import MAX_TEXT, Call, Source
 
-VOCAB_SIZE = 2**31 - 1  # the token of a text is its number
+VOCAB_SIZE = MAX_TEXT  # the token of a text is its number
+MAX_BRANCHES = 2**16
 
 
 class Served(NamedTuple):
@@ -20,16 +21,34 @@ class Served(NamedTuple):
 
     Attributes:
         first, end: seconds from the beginning to its first and its last token.
+        number: its place in the order of arrivals, from 0 on.
     """
 
     call: Call
     first: float
     end: float
+    number: int = 0
 
     @property
     def normalised(self) -> float:
         """Latency per token of output, in seconds."""
         return (self.end - self.call.arrival) / self.call.output
+
+
+class Step(NamedTuple):
+    """Step of a simulated engine.
+
+    Attributes:
+        seconds: its duration.
+        samples: sampled tokens.
+        running: running requests during the step.
+        used: blocks in use during the step.
+    """
+
+    seconds: float
+    samples: int
+    running: int
+    used: int
 
 
 class Clocked(Protocol):
@@ -60,12 +79,14 @@ class VirtualEngine:
 
     Attributes:
         steps: number of steps.
+        last: the last step.
     """
 
     def __init__(self, scheduler: Scheduler, cost: StepCost, *, seed: int = 0):
         self.scheduler, self._cost = scheduler, cost
         self.now, self.steps = 0.0, 0
-        self._answers: dict[str, Sample] = {}
+        self.last = Step(0.0, 0, 0, 0)
+        self._answers: dict[str, list[Sample]] = {}  # one for each output
         self._samples: dict[int, Sample] = {}  # of each row
         self._widths: dict[int, int] = {}  # of each row with a beam
         self._starting: list[Request] = []  # without a first token
@@ -74,8 +95,8 @@ class VirtualEngine:
     def add(self, request_id: str, call: Call, params: SamplingParams | BeamSearchParams) -> None:
         """Queue a request."""
         prompt = [text for text, tokens in call.prompt for _ in range(tokens)]
-        self._answers[request_id] = Sample(call.answer, 0.0)
         self.scheduler.add(request_id, prompt, params, seed=0)
+        self._answers[request_id] = [Sample(branch(call.answer, i), 0.0) for i in range(params.num_sequences)]
 
     def wait(self, until: float) -> None:
         """Let time pass without work."""
@@ -91,8 +112,11 @@ class VirtualEngine:
         plan = scheduler.schedule()
         if plan is None:
             raise RuntimeError(f"{len(scheduler.waiting)} requests wait, and none can be scheduled")
-        self.now += self._cost.seconds(StepLoad.of(plan))
+        load = StepLoad.of(plan)
+        seconds = self._cost.seconds(load)
+        self.now += seconds
         self.steps += 1
+        self.last = Step(seconds, load.samples, len(scheduler.running), scheduler.pool.num_used)
         self._follow_rows(plan)
         before = len(scheduler.requests)
         committed = scheduler.commit(plan, self._result(plan))
@@ -112,25 +136,40 @@ class VirtualEngine:
     def _follow_rows(self, plan: StepPlan) -> None:
         for row in plan.released_rows:
             self._widths.pop(row, None)
-        for source, row in plan.row_copies:
-            self._samples[row] = self._samples[source]
-            if source in self._widths:
-                self._widths[row] = self._widths[source]
+        for _, row in plan.row_copies:
+            self._follow_row(row)
         for admitted in plan.admitted:
-            request = self.scheduler.rows[admitted.row].request
-            self._samples[admitted.row] = self._answers[request.request_id]
-            if isinstance(admitted.params, BeamSearchParams):
-                self._widths[admitted.row] = admitted.params.beam_width
+            request = self._follow_row(admitted.row)
             if not request.metrics.first_token_ts and request not in self._starting:
                 self._starting.append(request)
 
+    def _follow_row(self, row: int) -> Request:
+        sequence = self.scheduler.rows[row]
+        request = sequence.request
+        if isinstance(request.params, BeamSearchParams):
+            self._samples[row] = self._answers[request.request_id][0]
+            self._widths[row] = request.params.beam_width
+        else:
+            self._samples[row] = self._answers[request.request_id][sequence.index]
+        return request
+
     def _result(self, plan: StepPlan) -> StepResult:
         samples, widths = self._samples, self._widths
-        rows = [row for row, _, _, num_samples in plan.rows for _ in range(num_samples)]
-        if not widths:
-            return StepResult([samples[row] for row in rows])
-        of = self._candidates.of
-        return StepResult([of(samples[r].token, widths[r]) if r in widths else samples[r] for r in rows])
+        if not widths and self.last.samples == len(plan.rows):
+            return StepResult([samples[row] for row, _, _, _ in plan.rows])
+        found: list[Sample] = []
+        for row, _, _, num_samples in plan.rows:
+            if num_samples == 1:
+                sample = samples[row]
+                found.append(self._candidates.of(sample.token, widths[row]) if row in widths else sample)
+            elif num_samples:  # the request forks
+                found += self._answers[self.scheduler.rows[row].request.request_id]
+        return StepResult(found)
+
+
+def branch(answer: int, index: int) -> int:
+    """Return the number of the text of an answer's output: that of the answer for the first output, else its own."""
+    return -(answer * MAX_BRANCHES + index) if index else answer
 
 
 class Candidates:
@@ -164,14 +203,18 @@ def drive(
     shares: bool = True,
     together: bool = False,
     on_step: Callable[[Scheduler], object] = lambda scheduler: None,
+    until: Callable[[], bool] = lambda: False,
 ) -> list[Served]:
     """Run all requests of a source through an engine, and return them in the order of their ends.
+
+    The id of a call's first request is "N.0" for the N-th call of the source, from 0 on.
 
     Args:
         shares: run the outputs or beams of a request as one request, which shares blocks; otherwise each is a request
             of its own, and the last one ends the call.
         together: answers are known once no request runs any more, as in static batching.
         on_step: called after each step.
+        until: called after each step; true ends the run before all requests have ended.
     """
     parts: dict[str, tuple[Call, int]] = {}  # of each call, with the number of its requests that run
     firsts: dict[str, float] = {}
@@ -184,7 +227,7 @@ def drive(
             requests = params_of(call, shares)
             parts[name] = call, len(requests)
             for i, params in enumerate(requests):
-                engine.add(f"{name}.{i}", call, params)
+                engine.add(f"{name}.{i}", call._replace(answer=branch(call.answer, i)), params)
         if not engine.scheduler.has_work:
             if (at := source.next_arrival()) is None:
                 return served
@@ -200,10 +243,12 @@ def drive(
         if answered and not (together and engine.scheduler.running):
             for name, first in answered:
                 call, _ = parts.pop(name)
-                served.append(Served(call, engine.now if together else first, engine.now))
+                served.append(Served(call, engine.now if together else first, engine.now, int(name)))
                 source.ended(engine.now)
             answered.clear()
         on_step(engine.scheduler)
+        if until():
+            return served
 
 
 def params_of(call: Call, shares: bool) -> list[SamplingParams | BeamSearchParams]:

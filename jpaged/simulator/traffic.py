@@ -2,6 +2,7 @@
 
 import heapq
 import json
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol, Self
@@ -9,6 +10,7 @@ from typing import NamedTuple, Protocol, Self
 from jpaged.bench.workload import Lengths
 
 Segment = tuple[int, int]  # (number of a text, tokens of its beginning)
+MAX_TEXT = 2**31 - 1
 
 
 class Call(NamedTuple):
@@ -69,11 +71,29 @@ def load_trace(path: Path) -> list[Call]:
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
             call = Call(**json.loads(line))
-            segments = tuple((int(text), int(tokens)) for text, tokens in call.prompt)
-            calls.append(call._replace(prompt=segments))
+            calls.append(_checked(call._replace(prompt=tuple((text, tokens) for text, tokens in call.prompt))))
         except (TypeError, ValueError) as error:
             raise ValueError(f"trace: {path}, line {number} is no request: {error}") from error
+    if not calls:
+        raise ValueError(f"trace: {path} holds no request")
     return calls
+
+
+def _checked(call: Call) -> Call:
+    lengths = [("prompt", tokens) for _, tokens in call.prompt]
+    for name, number in [("output", call.output), ("width", call.width), *lengths]:
+        if type(number) is not int or number < 1:
+            raise ValueError(f"{name}: must be at least 1, not {number!r}")
+    if not call.prompt:
+        raise ValueError("prompt: must hold at least one token")
+    for text in (call.answer, *(text for text, _ in call.prompt)):
+        if type(text) is not int or not 0 <= text < MAX_TEXT:
+            raise ValueError(f"text: must be a number below {MAX_TEXT}, not {text!r}")
+    if type(call.arrival) not in (int, float) or not 0 <= call.arrival < math.inf:
+        raise ValueError(f"arrival: must be at least 0 s, not {call.arrival!r}")
+    if type(call.beam) is not bool:
+        raise ValueError(f"beam: must be true or false, not {call.beam!r}")
+    return call
 
 
 class Source(Protocol):
@@ -116,12 +136,17 @@ class Users:
         calls: requests in the order in which users take them; their arrivals do not matter.
         think_s: seconds from an answer to the same user's next request. The first requests come one after another
             within this time, or within `RAMP_S`.
+
+    Attributes:
+        exhausted: whether a user has found no further request.
     """
 
     RAMP_S = 1.0
 
     def __init__(self, calls: Iterable[Call], users: int, think_s: float = 0.0):
-        self._calls, self._think_s = iter(calls), think_s
+        if users < 1 or not 0 <= think_s < math.inf:
+            raise ValueError(f"users: at least one, with at least 0 s to think, not {users} with {think_s:g} s")
+        self._calls, self._think_s, self.exhausted = iter(calls), think_s, False
         ramp = max(think_s, self.RAMP_S)
         self._free = [i * ramp / users for i in range(users)]
 
@@ -135,6 +160,7 @@ class Users:
         while self._free and self._free[0] <= now:
             call = next(self._calls, None)
             if call is None:
+                self.exhausted = True
                 self._free.clear()
                 return
             yield call._replace(arrival=heapq.heappop(self._free))
@@ -145,4 +171,5 @@ class Users:
 
     def ended(self, now: float) -> None:
         """Let a user think, and then send the next request."""
-        heapq.heappush(self._free, now + self._think_s)
+        if not self.exhausted:
+            heapq.heappush(self._free, now + self._think_s)

@@ -1,6 +1,7 @@
 """Cost models of a step: the roofline of a GPU, or a table of measured steps."""
 
 import json
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -65,7 +66,8 @@ class Roofline:
     """Costs of a model on one or several GPUs, from their bandwidth and operations per second.
 
     A step has two parts, the weight matrices and attention. Each takes the larger one of its times for bytes and for
-    operations. Both are divided among the GPUs as in tensor parallelism, with two all-reduces in each layer.
+    operations. Both are divided among the GPUs as in tensor parallelism, with two all-reduces in each layer and one of
+    the embeddings.
     """
 
     gpu: Gpu
@@ -95,7 +97,7 @@ class Roofline:
             2 * (shape.layer_params * load.tokens + shape.output_params * load.samples) / flops,
         )
         attention = max(
-            shape.kv_bytes(self.kv_dtype_bytes) * load.context / bandwidth,
+            shape.kv_bytes(self.kv_dtype_bytes, gpus) * load.context / bandwidth,
             4 * shape.num_layers * shape.num_heads * shape.head_dim * load.pairs / flops,
         )
         return self.launch_s + matrices + attention + self._all_reduces(load.tokens)
@@ -105,7 +107,7 @@ class Roofline:
         if self.num_gpus == 1:
             return 0.0
         sent = 2 * (self.num_gpus - 1) / self.num_gpus * tokens * self.shape.hidden_size * 2
-        return 2 * self.shape.num_layers * (ALL_REDUCE_S + sent / self.gpu.link_bandwidth)
+        return (2 * self.shape.num_layers + 1) * (ALL_REDUCE_S + sent / self.gpu.link_bandwidth)
 
 
 class MeasuredStep(NamedTuple):
@@ -126,10 +128,12 @@ class CostTable:
         source: device, model and date of the measurement.
 
     Raises:
-        ValueError: there is no shape of one of both kinds.
+        ValueError: there is no shape of one of both kinds, or a number is none or too small.
     """
 
     def __init__(self, steps: Sequence[MeasuredStep], source: str):
+        for step in steps:
+            _check(step)
         self.steps, self.source = tuple(sorted(steps)), source
         self._kinds = {kind: [step for step in self.steps if step.decode == kind] for kind in (True, False)}
         if not all(self._kinds.values()):
@@ -138,13 +142,14 @@ class CostTable:
 
     def seconds(self, load: StepLoad) -> float:
         """Return the duration of a step: of the smallest shape that holds it, or in proportion to the largest."""
-        decode = load.tokens == load.rows == load.samples
+        decode, num_seqs = load.tokens == load.rows == load.samples, max(load.rows, load.samples)
         steps = self._kinds[decode]
         for step in steps[bisect_left(self._sizes[decode], load.tokens) :]:
-            if step.num_seqs >= load.samples:
+            if step.num_seqs >= num_seqs:
                 return step.base + step.per_token * load.context
         largest = steps[-1]
-        return largest.base * load.tokens / largest.num_tokens + largest.per_token * load.context
+        times = max(1.0, load.tokens / largest.num_tokens, num_seqs / largest.num_seqs)
+        return times * largest.base + largest.per_token * load.context
 
     def save(self, path: Path) -> None:
         """Write the table as JSON."""
@@ -161,5 +166,19 @@ class CostTable:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             return cls([MeasuredStep(**step) for step in content["steps"]], str(content["source"]))
-        except (KeyError, TypeError, ValueError) as error:
+        except KeyError as error:
+            raise ValueError(f"costs: {path} holds no table of steps: {error} is missing") from error
+        except (TypeError, ValueError) as error:
             raise ValueError(f"costs: {path} holds no table of steps: {error}") from error
+
+
+def _check(step: MeasuredStep) -> None:
+    for name, value in step._asdict().items():
+        whole, least = name.startswith("num_"), 1 if name.startswith("num_") else 0
+        if name == "decode":
+            if type(value) is not bool:
+                raise ValueError(f"decode: must be true or false, not {value!r}")
+        elif type(value) not in ((int,) if whole else (int, float)) or not least <= value < math.inf:
+            raise ValueError(f"{name}: must be at least {least}, not {value!r}")
+    if not step.base:
+        raise ValueError("base: must be above 0")

@@ -52,9 +52,9 @@ class ModelShape:
         """Number of parameters, without norms and biases."""
         return self.layer_params + self.output_params * (1 if self.tied else 2)
 
-    def kv_bytes(self, dtype_bytes: int) -> int:
-        """Return the bytes of keys and values of one token."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes
+    def kv_bytes(self, dtype_bytes: int, num_gpus: int = 1) -> int:
+        """Return the bytes of keys and values of one token on all GPUs; each GPU holds at least one KV head."""
+        return 2 * self.num_layers * max(self.num_kv_heads, num_gpus) * self.head_dim * dtype_bytes
 
 
 def _opt(name: str, layers: int, hidden: int) -> ModelShape:

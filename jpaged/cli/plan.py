@@ -5,21 +5,23 @@
   jpaged plan --users 64 128 256                  the latencies of these numbers of users
   jpaged plan --request-rate 2 4 8                the same of Poisson arrivals
   jpaged plan --max-ttft 0.5 --max-tpot 0.03 --think-time 10
+  jpaged plan --trace requests.jsonl              the same of the requests of a trace
 
 The engine's own scheduler and allocator run on a virtual clock. The duration of a step is that of the GPU's roofline,
 or of a table of measured steps (--costs). Each user sends a request, waits for its answer, thinks, and sends the next
-one. Without --users and --request-rate, the command searches for the largest number of users of which 99 % of the
-requests are within --max-ttft and --max-tpot, and repeats the search with another KV dtype, block size and number of
-GPUs.
+one. Without --users, --request-rate and --trace, the command searches for the largest number of users of which 99 % of
+the requests are within --max-ttft and --max-tpot, and repeats the search with another KV dtype, block size and number
+of GPUs.
 Results are predictions, not measurements.
 """
 
 import argparse
 import asyncio
 import json
+import math
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, replace
 from multiprocessing import get_context
@@ -35,19 +37,21 @@ from jpaged.cli import workload
 from jpaged.cli.parser import count
 from jpaged.config import ModelConfig
 from jpaged.progress import track
-from jpaged.simulator.capacity import (
-    Deployment,
+from jpaged.simulator.capacity import best, estimate, search
+from jpaged.simulator.cost import CostTable
+from jpaged.simulator.deployment import MAX_USERS, Deployment
+from jpaged.simulator.gpu import GPUS
+from jpaged.simulator.load import (
+    MEASURED,
     LatencyLimits,
     Load,
     Traffic,
-    best,
     load_of_rate,
+    load_of_trace,
     load_of_users,
-    search,
 )
-from jpaged.simulator.cost import CostTable
-from jpaged.simulator.gpu import GPUS
 from jpaged.simulator.shape import SHAPES, ModelShape
+from jpaged.simulator.traffic import load_trace
 
 KV_DTYPES = {"auto": 2, "fp8": 1}  # bytes
 
@@ -78,46 +82,69 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", metavar="MODEL", help="tokenizer that counts the tokens of --workload file")
     parser.add_argument("--seed", type=int, default=0, help="seed of lengths and arrivals")
 
-    add = parser.add_argument_group("load").add_argument
-    add("--users", type=count, nargs="+", metavar="N", help="numbers of users, instead of a search")
-    add("--request-rate", type=float, nargs="+", metavar="R", help="Poisson arrivals per second, instead of users")
-    add("--think-time", type=float, default=0.0, metavar="SECONDS",
+    group = parser.add_argument_group("load")
+    one_of = group.add_mutually_exclusive_group().add_argument
+    one_of("--users", type=_users, nargs="+", metavar="N", help="numbers of users, instead of a search")
+    one_of(
+        "--request-rate", type=_positive, nargs="+", metavar="R", help="Poisson arrivals per second, instead of users"
+    )
+    one_of("--trace", type=Path, metavar="FILE",
+        help="requests with their arrivals as JSON lines, instead of a workload (docs/planning.md)")  # fmt: skip
+    add = group.add_argument
+    add("--think-time", type=_think_time, default=0.0, metavar="SECONDS",
         help="time from an answer to the same user's next request")  # fmt: skip
-    add("--max-ttft", type=float, default=limits.ttft, metavar="SECONDS",
+    add("--max-ttft", type=_positive, default=limits.ttft, metavar="SECONDS",
         help="limit of the 99th percentile of time to first token")  # fmt: skip
-    add("--max-tpot", type=float, default=limits.tpot, metavar="SECONDS",
+    add("--max-tpot", type=_positive, default=limits.tpot, metavar="SECONDS",
         help="limit of the 99th percentile of time per output token")  # fmt: skip
     parser.add_argument_group("report").add_argument(
         "--out", type=Path, metavar="FILE", help="also write the report to this file, as JSON"
     )
 
 
+def _users(text: str) -> int:
+    if (number := count(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {text}")
+    return number
+
+
+def _positive(text: str) -> float:
+    if not 0 < (number := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"must be above 0 and finite, not {text}")
+    return number
+
+
+def _think_time(text: str) -> float:
+    if not 0 <= (number := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"must be at least 0 and finite, not {text}")
+    return number
+
+
 def run(args: argparse.Namespace) -> None:
     """Run `jpaged plan`."""
-    deployment = deployment_of(args)
-    traffic = Traffic(lengths_of(args, deployment.max_model_len), args.think_time)
-    limits = LatencyLimits(args.max_ttft, args.max_tpot)
-    print(_facts(deployment, traffic))
+    deployment, limits = deployment_of(args), LatencyLimits(args.max_ttft, args.max_tpot)
     found: dict[str, list[Load]]
-    if args.users or args.request_rate:
-        if args.users and args.request_rate:
-            raise ValueError("users: can't be combined with --request-rate")
-        found = {"": list(track(_loads(args, deployment, traffic), _count(args), "simulated", "load", bar=_bar()))}
-        print(_table(found[""], args.request_rate))
+    if args.trace:
+        calls = load_trace(args.trace)
+        print(_facts(deployment, [(call.num_prompt_tokens, call.output) for call in calls]))
+        found = {"": [load_of_trace(deployment, calls)]}
+        print(_table(found[""], "requests", [str(len(calls))]))
     else:
-        own = sorted(track(search(deployment, traffic, limits), None, "simulated", "load", bar=_bar()))
-        print(_table(own))
-        start = (load.users if (load := best(own, limits)) else None) or 1
-        cases = variants(deployment)
-        others = dict(
-            track(_search_all(cases, traffic, limits, start), len(cases), "searched", "deployment", bar=_bar())
-        )
-        found = {"": own} | {name: others[name] for name in cases}
-        print(_answer(found, limits))
+        traffic = Traffic(lengths_of(args, deployment.max_model_len), args.think_time)
+        print(_facts(deployment, [(each.prefix_tokens + each.prompt, each.output) for each in traffic.lengths]))
+        if args.users or args.request_rate:
+            loads = _loads(args, deployment, traffic)
+            found = {"": list(track(loads, len(args.users or args.request_rate), "simulated", "load", bar=_bar()))}
+            rates = [f"{rate:g}" for rate in args.request_rate or ()]
+            print(_table(found[""], "rate", rates) if rates else _table(found[""]))
+        else:
+            found = _found(deployment, traffic, limits)
+            print(_answer(found, limits))
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         content = {
-            "deployment": _plain(deployment), "workload": asdict(workload.workload(args)), "limits": limits._asdict(),
+            "deployment": _plain(deployment), "limits": limits._asdict(),
+            "workload": str(args.trace) if args.trace else asdict(workload.workload(args)),
             "pool_tokens": deployment.pool_tokens, "costs": deployment.cost.source,
             "loads": {name or "as given": [load._asdict() for load in loads] for name, loads in found.items()},
         }  # fmt: skip
@@ -127,9 +154,10 @@ def run(args: argparse.Namespace) -> None:
 def deployment_of(args: argparse.Namespace) -> Deployment:
     """Return the deployment of the flags."""
     shape = shape_of(args.model)
+    max_model_len = min(8192, shape.context) if args.max_model_len is None else args.max_model_len
     return Deployment(
         GPUS[args.gpu], shape, args.tensor_parallel_size, KV_DTYPES[args.kv_cache_dtype], args.block_size,
-        args.max_model_len or min(8192, shape.context), args.max_num_seqs, args.max_num_batched_tokens,
+        max_model_len, args.max_num_seqs, args.max_num_batched_tokens,
         args.gpu_memory_utilization, args.enable_prefix_caching, CostTable.load(args.costs) if args.costs else None,
     )  # fmt: skip
 
@@ -207,42 +235,57 @@ def variants(deployment: Deployment) -> dict[str, Deployment]:
     return found
 
 
-def _search(
-    name: str, deployment: Deployment, traffic: Traffic, limits: LatencyLimits, start: int
-) -> tuple[str, list[Load]]:
-    return name, list(search(deployment, traffic, limits, start))
+def _found(deployment: Deployment, traffic: Traffic, limits: LatencyLimits) -> dict[str, list[Load]]:
+    """Return the loads of the searches for a deployment and its variants, and print those of the deployment."""
+    own = sorted(track(search(deployment, traffic, limits), None, "simulated", "load", bar=_bar()))
+    print(_table(own))
+    load = best(own, limits)
+    # The estimate errs alike for all.
+    factor = ((load.users if load else None) or 1) / estimate(deployment, traffic, limits)
+    cases = variants(deployment)
+    others = dict(track(_search_all(cases, traffic, limits, factor), len(cases), "searched", "deployment", bar=_bar()))
+    return {"": own} | {name: others[name] for name in cases}
 
 
 def _search_all(
-    cases: Mapping[str, Deployment], traffic: Traffic, limits: LatencyLimits, start: int
+    cases: Mapping[str, Deployment], traffic: Traffic, limits: LatencyLimits, factor: float
 ) -> Iterator[tuple[str, list[Load]]]:
-    """Yield the loads of each case in the order of their ends; the cases run in several processes."""
+    """Yield the loads of each case in the order of their ends; the cases run in several processes.
+
+    Args:
+        factor: capacity of a similar deployment divided by its estimate.
+    """
+    if not cases:
+        return
     with ProcessPoolExecutor(min(len(cases), os.cpu_count() or 1), get_context("spawn")) as pool:
-        runs = [pool.submit(_search, name, case, traffic, limits, start) for name, case in cases.items()]
+        runs = [pool.submit(_search, name, case, traffic, limits, factor) for name, case in cases.items()]
         for done in as_completed(runs):
             yield done.result()
+
+
+def _search(
+    name: str, deployment: Deployment, traffic: Traffic, limits: LatencyLimits, factor: float
+) -> tuple[str, list[Load]]:
+    start = max(1, round(factor * estimate(deployment, traffic, limits)))
+    return name, list(search(deployment, traffic, limits, start))
 
 
 def _loads(args: argparse.Namespace, deployment: Deployment, traffic: Traffic) -> Iterator[Load]:
     for users in args.users or ():
         yield load_of_users(deployment, traffic, users)
     for rate in args.request_rate or ():
-        yield load_of_rate(deployment, traffic, arrivals(max(args.num_prompts, 200), rate, seed=args.seed))
-
-
-def _count(args: argparse.Namespace) -> int:
-    return len(args.users or args.request_rate)
+        yield load_of_rate(deployment, traffic, arrivals(max(args.num_prompts, 2 * MEASURED), rate, seed=args.seed))
 
 
 def _bar() -> bool:
     return sys.stderr.isatty()
 
 
-def _facts(deployment: Deployment, traffic: Traffic) -> str:
+def _facts(deployment: Deployment, lengths: Sequence[tuple[int, int]]) -> str:
+    """Return the facts of a deployment and of requests with some tokens of prompt and output."""
     shape, tokens = deployment.shape, deployment.pool_tokens
-    kv_bytes = shape.kv_bytes(deployment.kv_dtype_bytes)
-    inputs = fmean(each.prefix_tokens + each.prompt for each in traffic.lengths)
-    outputs = fmean(each.output for each in traffic.lengths)
+    kv_bytes = shape.kv_bytes(deployment.kv_dtype_bytes, deployment.num_gpus)
+    inputs, outputs = (fmean(column) for column in zip(*lengths))
     return "\n".join(
         [
             f"{shape.name}: {shape.num_params / 1e9:.2f}e9 parameters, "
@@ -255,13 +298,13 @@ def _facts(deployment: Deployment, traffic: Traffic) -> str:
     )
 
 
-def _table(loads: Iterable[Load], rates: Sequence[float] | None = None) -> str:
-    head = ["rate" if rates else "users", "requests/s", "output tok/s", "ttft p50 ms", "p99", "tpot p50 ms", "p99",
+def _table(loads: Sequence[Load], title: str = "users", names: Sequence[str] | None = None) -> str:
+    head = [title, "requests/s", "output tok/s", "ttft p50 ms", "p99", "tpot p50 ms", "p99",
             "running", "KV used", "preempted", "cached"]  # fmt: skip
     rows = [head]
-    for i, load in enumerate(loads):
+    for name, load in zip(names or [str(load.users) for load in loads], loads, strict=True):
         rows.append(
-            [f"{rates[i]:g}" if rates else str(load.users), f"{load.requests_per_s:.2f}", f"{load.tokens_per_s:.0f}",
+            [name, f"{load.requests_per_s:.2f}", f"{load.tokens_per_s:.0f}",
              *(f"{1e3 * seconds:.1f}" for seconds in (load.ttft, load.ttft_p99, load.tpot, load.tpot_p99)),
              f"{load.running:.0f}", f"{load.kv_used:.0%}", f"{load.preemptions:.0%}", f"{load.cached:.0%}"]
         )  # fmt: skip
@@ -273,7 +316,8 @@ def _answer(found: Mapping[str, Sequence[Load]], limits: LatencyLimits) -> str:
     for name, loads in found.items():
         load = best(loads, limits)
         cells = ["none", *5 * "-"] if load is None else [
-            str(load.users), f"{load.requests_per_s:.2f}", f"{load.tokens_per_s:.0f}", f"{1e3 * load.ttft_p99:.0f}",
+            f"{load.users} or more" if load.users == MAX_USERS else str(load.users),
+            f"{load.requests_per_s:.2f}", f"{load.tokens_per_s:.0f}", f"{1e3 * load.ttft_p99:.0f}",
             f"{1e3 * load.tpot_p99:.1f}", f"{load.kv_used:.0%}",
         ]  # fmt: skip
         rows.append([name or "as given", *cells])

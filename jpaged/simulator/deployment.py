@@ -1,0 +1,85 @@
+"""Model on GPUs: its memory, and engines on a virtual clock."""
+
+import math
+from dataclasses import dataclass
+
+from jpaged.config import EngineConfig, Limits
+from jpaged.core.block_pool import BlockPool
+from jpaged.core.scheduler import HEADROOM, Scheduler
+from jpaged.simulator.cost import Roofline, StepCost
+from jpaged.simulator.engine import VOCAB_SIZE, VirtualEngine
+from jpaged.simulator.gpu import Gpu
+from jpaged.simulator.shape import ModelShape
+
+TEMPORARIES_BYTES = 2 * 2**30  # of each GPU: the largest step's, and CUDA's own
+MAX_USERS = 4096
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """Model on GPUs, with the settings of its engine.
+
+    Attributes:
+        max_num_seqs: None: one for each user, at most `MAX_USERS` and `max_num_batched_tokens`.
+        costs: measured costs of a step; None: the roofline of the GPUs.
+    """
+
+    gpu: Gpu
+    shape: ModelShape
+    num_gpus: int = 1
+    kv_dtype_bytes: int = 2
+    block_size: int = 16
+    max_model_len: int = 8192
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int = 2048
+    gpu_memory_utilization: float = 0.92
+    enable_prefix_caching: bool = True
+    costs: StepCost | None = None
+
+    def __post_init__(self) -> None:
+        shape, gpus = self.shape, self.num_gpus
+        EngineConfig(
+            tensor_parallel_size=gpus, block_size=self.block_size, max_model_len=self.max_model_len,
+            max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.max_num_batched_tokens,
+            gpu_memory_utilization=self.gpu_memory_utilization,
+        )  # fmt: skip
+        if (
+            shape.num_heads % gpus
+            or shape.intermediate_size % gpus
+            or max(gpus, shape.num_kv_heads) % min(gpus, shape.num_kv_heads)
+        ):
+            raise ValueError(
+                f"tensor_parallel_size: {gpus} GPUs can't share the {shape.num_heads} heads and {shape.num_kv_heads} "
+                f"KV heads of {shape.name}"
+            )
+        if self.max_model_len > shape.context:
+            raise ValueError(f"max_model_len: {self.max_model_len} exceeds the {shape.context} tokens of {shape.name}")
+        if self.pool_tokens // self.block_size * self.block_size < self.max_model_len:
+            raise ValueError(
+                f"gpu: no room on {gpus} x {self.gpu.name} for {shape.name} ({2 * shape.num_params / 2**30:.1f} GiB) "
+                f"and the KV of one sequence of {self.max_model_len} tokens "
+                f"({shape.kv_bytes(self.kv_dtype_bytes, gpus) * self.max_model_len / 2**30:.1f} GiB): use more GPUs "
+                "(--tensor-parallel-size) or a smaller --max-model-len"
+            )
+
+    @property
+    def pool_tokens(self) -> int:
+        """Tokens of KV that fit into the memory beside the parameters."""
+        per_gpu = self.gpu.memory_bytes * self.gpu_memory_utilization - TEMPORARIES_BYTES
+        left = per_gpu * self.num_gpus - 2 * self.shape.num_params
+        return max(0, math.floor(left / self.shape.kv_bytes(self.kv_dtype_bytes, self.num_gpus)))
+
+    @property
+    def cost(self) -> StepCost:
+        """Cost model of a step."""
+        return self.costs or Roofline(self.gpu, self.shape, self.num_gpus, kv_dtype_bytes=self.kv_dtype_bytes)
+
+    def engine(self, users: int, cost: StepCost | None = None) -> VirtualEngine:
+        """Return a new engine with empty memory; `cost` replaces the cost model."""
+        most = min(users, MAX_USERS, self.max_num_batched_tokens)  # each sequence needs a token of a step
+        limits = Limits(self.max_model_len, self.max_num_seqs or most, self.max_num_batched_tokens, self.block_size)
+        pool = BlockPool(
+            self.pool_tokens // self.block_size, self.block_size, enable_prefix_caching=self.enable_prefix_caching
+        )
+        scheduler = Scheduler(pool, limits, vocab_size=VOCAB_SIZE, preemption="recompute", headroom=HEADROOM)
+        return VirtualEngine(scheduler, cost or self.cost)

@@ -1,0 +1,253 @@
+"""Loads of a deployment: users or a request rate, and the latencies that they see."""
+
+import itertools
+import math
+import sys
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import NamedTuple
+
+from jpaged.bench.workload import Lengths
+from jpaged.core.scheduler import Scheduler
+from jpaged.simulator.cost import StepCost, StepLoad
+from jpaged.simulator.deployment import MAX_USERS, Deployment
+from jpaged.simulator.engine import Served, Step, VirtualEngine, drive
+from jpaged.simulator.traffic import Call, Schedule, Users, calls_of
+
+MEASURED = 200  # least number of measured requests
+SETTLING_S = 1e-6  # duration of a step before the beginning
+
+
+class Load(NamedTuple):
+    """Measurement of one load. Latencies are in seconds, means are over time.
+
+    Attributes:
+        users: users, or None for a request rate.
+        tokens_per_s: sampled tokens per second.
+        ttft, ttft_p99: median and 99th percentile of the time to first token.
+        tpot, tpot_p99: the same of the time per further token of output.
+        normalised: mean latency per token of output, of the requests that ended.
+        running: mean number of running requests.
+        kv_used: mean share of the KV blocks in use.
+        preemptions: preemptions per request.
+        cached: share of the prompts' tokens from the prefix cache.
+    """
+
+    users: int | None
+    requests_per_s: float
+    tokens_per_s: float
+    ttft: float
+    ttft_p99: float
+    tpot: float
+    tpot_p99: float
+    normalised: float
+    running: float
+    kv_used: float
+    preemptions: float
+    cached: float
+
+    def within(self, limits: "LatencyLimits") -> bool:
+        """Return whether 99 % of the requests are within the limits."""
+        return self.ttft_p99 <= limits.ttft and self.tpot_p99 <= limits.tpot
+
+
+class LatencyLimits(NamedTuple):
+    """Limits of the 99th percentiles of time to first token and of time per output token, in seconds."""
+
+    ttft: float = 1.0
+    tpot: float = 0.05
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Lengths of requests, which repeat as often as necessary with texts of their own, and the users' habit.
+
+    Attributes:
+        think_s: seconds from an answer to the same user's next request.
+    """
+
+    lengths: Sequence[Lengths]
+    think_s: float = 0.0
+
+    def repeated(self, count: int) -> list[Lengths]:
+        """Return lengths of `count` requests."""
+        return list(itertools.islice(itertools.cycle(self.lengths), count))
+
+    def underway(self, users: int) -> list[Lengths]:
+        """Return the requests of users at one moment, the oldest first; the prompt contains the tokens so far.
+
+        Equally spaced tokens of all outputs are the next ones: a long output is met more often than a short one.
+        """
+        ends = list(itertools.accumulate(each.output for each in self.lengths))
+        found = []
+        for i in range(users):
+            token = (2 * i + 1) * ends[-1] // (2 * users)
+            at = bisect_left(ends, token + 1)
+            each = self.lengths[at]
+            found.append((each.output - (ends[at] - token), each))
+        found.sort(key=lambda pair: -pair[0])
+        return [each._replace(prompt=each.prompt + age, output=each.output - age) for age, each in found]
+
+
+def load_of_users(deployment: Deployment, traffic: Traffic, users: int) -> Load:
+    """Return the measurement of a number of users in a steady state.
+
+    At the beginning, users that do not think are in the middle of their answers. With time to think, the first two
+    requests of each user do not count. The run ends while all users are active.
+    """
+    counted = max(MEASURED, users // 4)
+    underway = [] if traffic.think_s else traffic.underway(users)
+    skipped = users + users // 8 if underway else 2 * users
+    fresh = traffic.repeated(skipped + counted + users - len(underway))
+    heads = _move_prefixes_ahead(underway)
+    settling = (1 if heads == users else 2) if underway else 0
+    source = _Users(calls_of([*underway, *fresh]), users, traffic.think_s)
+    if underway:
+        source.begin_at([0.0] * heads + [SETTLING_S] * (users - heads))
+    engine = deployment.engine(users, _Settling(deployment.cost, settling))
+    watch = _Watch(engine, settling)
+    served = drive(engine, source, on_step=watch, until=lambda: source.exhausted)
+    window = source.sent[skipped].arrival, engine.now
+    return watch.load(users, source.sent, range(skipped, skipped + counted), served, window)
+
+
+def load_of_rate(deployment: Deployment, traffic: Traffic, arrivals: Sequence[float]) -> Load:
+    """Return the measurement of requests that arrive at given times, in ascending order.
+
+    The first and the last quarter do not count. If all arrive at once, the whole run counts.
+    """
+    return load_of_trace(deployment, calls_of(traffic.repeated(len(arrivals)), arrivals))
+
+
+def load_of_trace(deployment: Deployment, calls: Sequence[Call]) -> Load:
+    """Return the measurement of the requests of a trace, as `load_of_rate` does."""
+    calls = sorted(calls, key=lambda call: call.arrival)
+    engine = deployment.engine(MAX_USERS)
+    watch = _Watch(engine)
+    served = drive(engine, Schedule(calls), on_step=watch)
+    first, last, quarter = calls[0].arrival, calls[-1].arrival, len(calls) // 4
+    if calls[quarter].arrival == last:
+        quarter, last = 0, engine.now
+    window = (calls[quarter].arrival if quarter else first, last)
+    return watch.load(None, calls, range(quarter, len(calls) - quarter), served, window)
+
+
+def percentile(ordered: Sequence[float], share: float) -> float:
+    """Return the smallest of sorted values that a share of them does not exceed; 0 without values."""
+    if not ordered:
+        return 0.0
+    return ordered[max(0, math.ceil(share * len(ordered) - 1e-9) - 1)]
+
+
+class _Users(Users):
+    """Users whose requests are recorded in the order of their arrivals."""
+
+    def __init__(self, calls: Iterable[Call], users: int, think_s: float):
+        super().__init__(calls, users, think_s)
+        self.sent: list[Call] = []
+
+    def begin_at(self, times: list[float]) -> None:
+        """Set the times of the users' first requests, in ascending order."""
+        self._free = times
+
+    def due(self, now: float) -> Iterator[Call]:
+        """Yield the requests that have arrived until now, each once."""
+        for call in super().due(now):
+            self.sent.append(call)
+            yield call
+
+
+def _move_prefixes_ahead(lengths: list[Lengths]) -> int:
+    """Move one request of each shared prefix to the front, and return the number of requests that come first.
+
+    The other ones find the prefixes in the cache. Without prefixes, all requests come first.
+    """
+    heads: dict[int, int] = {}
+    for i, each in enumerate(lengths):
+        if each.prefix_tokens:
+            heads.setdefault(each.prefix, i)
+    first = set(heads.values())
+    lengths[:] = [lengths[i] for i in sorted(first)] + [each for i, each in enumerate(lengths) if i not in first]
+    return len(first) or len(lengths)
+
+
+class _Settling:
+    """Cost model whose first steps take nearly no time."""
+
+    def __init__(self, cost: StepCost, steps: int):
+        self._cost, self._steps = cost, steps
+
+    @property
+    def source(self) -> str:
+        """Origin of the costs."""
+        return self._cost.source
+
+    def seconds(self, load: StepLoad) -> float:
+        """Return the duration of a step."""
+        self._steps -= 1
+        return SETTLING_S if self._steps >= 0 else self._cost.seconds(load)
+
+
+class _Watch:
+    """Record of the steps of an engine, after those in which it settles. These may have any number of tokens."""
+
+    def __init__(self, engine: VirtualEngine, settling: int = 0):
+        self._engine, self._settling = engine, settling
+        self._steps: list[tuple[float, Step]] = []  # with their ends
+        self._queries = self._hits = 0
+        scheduler = engine.scheduler
+        self._limits = scheduler.limits, scheduler.tokens_beside_decodes
+        if settling:
+            scheduler.tokens_beside_decodes = sys.maxsize
+            scheduler.limits = replace(scheduler.limits, max_num_batched_tokens=sys.maxsize)
+
+    def __call__(self, scheduler: Scheduler) -> None:
+        """Record the last step."""
+        if self._engine.steps > self._settling:
+            self._steps.append((self._engine.now, self._engine.last))
+        elif self._engine.steps == self._settling:
+            scheduler.limits, scheduler.tokens_beside_decodes = self._limits
+            self._queries, self._hits = scheduler.prefix_queries, scheduler.prefix_hits
+
+    def load(
+        self, users: int | None, calls: Sequence[Call], measured: Iterable[int], served: Sequence[Served],
+        window: tuple[float, float],
+    ) -> Load:  # fmt: skip
+        """Return the measurement of some calls, and of the steps within a window of time.
+
+        A request that has not ended counts with its time and its tokens so far.
+        """
+        engine, scheduler, (start, stop) = self._engine, self._engine.scheduler, window
+        times = {each.number: (each.first, each.end, each.call.output) for each in served}
+        ttft, tpot, normalised = [], [], []
+        for i in measured:
+            call = calls[i]
+            if i in times:
+                first, end, tokens = times[i]
+            else:
+                request = scheduler.requests[f"{i}.0"]
+                first, end = request.metrics.first_token_ts or engine.now, engine.now
+                tokens = request.sequences[0].num_output_tokens
+            ttft.append(first - call.arrival)
+            if tokens:
+                normalised.append((end - call.arrival) / tokens)
+            if tokens > 1:
+                tpot.append((end - first) / (tokens - 1))
+        ttft.sort()
+        tpot.sort()
+        seconds = stop - start
+        samples = running = used = 0.0
+        for end, step in self._steps:
+            share = min(1.0, max(0.0, min(end, stop) - max(end - step.seconds, start)) / step.seconds)
+            samples += share * step.samples
+            running += share * step.seconds * step.running
+            used += share * step.seconds * step.used
+        return Load(
+            users, sum(start < each.end <= stop for each in served) / seconds, samples / seconds,
+            percentile(ttft, 0.5), percentile(ttft, 0.99), percentile(tpot, 0.5), percentile(tpot, 0.99),
+            fmean(normalised) if normalised else 0.0, running / seconds, used / scheduler.pool.num_blocks / seconds,
+            scheduler.num_preemptions / len(calls),
+            (scheduler.prefix_hits - self._hits) / max(1, scheduler.prefix_queries - self._queries),
+        )  # fmt: skip

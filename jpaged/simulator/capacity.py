@@ -1,5 +1,6 @@
 """Capacity of a deployment: the most users within limits of latency, by a search over simulated loads."""
 
+import itertools
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
@@ -9,7 +10,7 @@ from jpaged.simulator.cost import StepLoad
 from jpaged.simulator.deployment import MAX_USERS, Deployment
 from jpaged.simulator.load import LatencyLimits, Load, Traffic, load_of_users
 
-FIRST_FACTOR = 1.21  # between the first two loads of a search
+FACTOR = 1.2  # between the first loads of a search; a bisection of it ends the search
 
 
 def search(deployment: Deployment, traffic: Traffic, limits: LatencyLimits, start: int | None = None) -> Iterator[Load]:
@@ -18,19 +19,19 @@ def search(deployment: Deployment, traffic: Traffic, limits: LatencyLimits, star
     Args:
         start: a number of users near the answer; None: that of `estimate`.
     """
-    good, bad, factor = 0, MAX_USERS + 1, FIRST_FACTOR
+    good, bad = 0, MAX_USERS + 1
+    factors = itertools.chain([FACTOR], (FACTOR ** (2**i) for i in itertools.count()))
     users = max(1, min(MAX_USERS, start or estimate(deployment, traffic, limits)))
     while good < users < bad:
         load = load_of_users(deployment, traffic, users)
         yield load
         good, bad = (users, bad) if load.within(limits) else (good, users)
         if bad > MAX_USERS:
-            users = min(MAX_USERS, max(users + 1, round(users * factor)))
+            users = min(MAX_USERS, max(users + 1, round(users * next(factors))))
         elif not good:
-            users = min(users - 1, max(1, round(users / factor)))
+            users = min(users - 1, max(1, round(users / next(factors))))
         else:
             users = round(math.sqrt(good * bad)) if bad - good > max(1, good // 10) else good
-        factor = min(factor * factor, MAX_USERS)
 
 
 def estimate(deployment: Deployment, traffic: Traffic, limits: LatencyLimits) -> int:

@@ -100,7 +100,8 @@ def load_of_users(deployment: Deployment, traffic: Traffic, users: int) -> Load:
     counted = max(MEASURED, users // 4)
     underway = [] if traffic.think_s else traffic.underway(users)
     skipped = users + users // 8 if underway else 2 * users
-    fresh = traffic.repeated(skipped + counted + users - len(underway))
+    total = skipped + counted + users
+    fresh = traffic.repeated(total + users - len(underway))  # so that no user is left without
     heads = _move_prefixes_ahead(underway)
     settling = (1 if heads == users else 2) if underway else 0
     source = _Users(calls_of([*underway, *fresh]), users, traffic.think_s)
@@ -108,30 +109,30 @@ def load_of_users(deployment: Deployment, traffic: Traffic, users: int) -> Load:
         source.begin_at([0.0] * heads + [SETTLING_S] * (users - heads))
     engine = deployment.engine(users, _Settling(deployment.cost, settling))
     watch = _Watch(engine, settling)
-    served = drive(engine, source, on_step=watch, until=lambda: source.exhausted)
+    served = drive(engine, source, on_step=watch, until=lambda: len(source.sent) >= total)
     window = source.sent[skipped].arrival, engine.now
     return watch.load(users, source.sent, range(skipped, skipped + counted), served, window)
 
 
 def load_of_rate(deployment: Deployment, traffic: Traffic, arrivals: Sequence[float]) -> Load:
-    """Return the measurement of requests that arrive at given times, in ascending order.
-
-    The first and the last quarter do not count. If all arrive at once, the whole run counts.
-    """
+    """Return the measurement of requests that arrive at given times, in ascending order: see `load_of_trace`."""
     return load_of_trace(deployment, calls_of(traffic.repeated(len(arrivals)), arrivals))
 
 
 def load_of_trace(deployment: Deployment, calls: Sequence[Call]) -> Load:
-    """Return the measurement of the requests of a trace, as `load_of_rate` does."""
+    """Return the measurement of the requests of a trace.
+
+    The first and the last quarter do not count, so that the queue is neither filling nor emptying. If all arrive at
+    once, the whole run counts.
+    """
     calls = sorted(calls, key=lambda call: call.arrival)
     engine = deployment.engine(MAX_USERS)
     watch = _Watch(engine)
     served = drive(engine, Schedule(calls), on_step=watch)
-    first, last, quarter = calls[0].arrival, calls[-1].arrival, len(calls) // 4
-    if calls[quarter].arrival == last:
-        quarter, last = 0, engine.now
-    window = (calls[quarter].arrival if quarter else first, last)
-    return watch.load(None, calls, range(quarter, len(calls) - quarter), served, window)
+    quarter = len(calls) // 4 if calls[0].arrival < calls[-1].arrival else 0
+    measured = range(quarter, len(calls) - quarter)
+    window = calls[quarter].arrival, max(each.end for each in served if each.number in measured)
+    return watch.load(None, calls, measured, served, window)
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:

@@ -1,0 +1,26 @@
+"""A cost model with steps of equal duration, and small engines with it."""
+
+from typing import NamedTuple
+
+from jpaged.config import Limits
+from jpaged.core.block_pool import BlockPool
+from jpaged.core.scheduler import Scheduler
+from jpaged.simulator.cost import StepLoad
+from jpaged.simulator.engine import VOCAB_SIZE, VirtualEngine
+
+
+class Constant(NamedTuple):
+    step_s: float
+    source: str = "a constant"
+
+    def seconds(self, load: StepLoad) -> float:
+        return self.step_s
+
+
+SECOND = Constant(1.0)
+
+
+def engine(num_blocks=64, block_size=4, tokens=64, seqs=8, *, caching=False, kind=Scheduler, cost=SECOND):
+    pool = BlockPool(num_blocks, block_size, enable_prefix_caching=caching)
+    limits = Limits(num_blocks * block_size, seqs, tokens, block_size)
+    return VirtualEngine(kind(pool, limits, vocab_size=VOCAB_SIZE, preemption="recompute"), cost)

@@ -1,0 +1,84 @@
+"""Memory and settings of a deployment."""
+
+from dataclasses import replace
+
+import pytest
+
+from jpaged.simulator.cost import CostTable, MeasuredStep, StepLoad
+from jpaged.simulator.deployment import MAX_USERS, Deployment
+from jpaged.simulator.gpu import GPUS
+from jpaged.simulator.shape import SHAPES
+
+GIB = 2**30
+H100 = Deployment(GPUS["h100"], SHAPES["llama-3-8b"])
+PARAMETERS = 2 * 8_029_995_008  # bytes
+
+
+def test_pool_is_the_memory_beside_parameters_and_temporaries():
+    assert H100.pool_tokens == int((0.92 * 79.6 * GIB - 2 * GIB - PARAMETERS) / 131_072) == 461_004
+    two = replace(H100, num_gpus=2)
+    assert two.pool_tokens == int((2 * (0.92 * 79.6 * GIB - 2 * GIB) - PARAMETERS) / 131_072)
+    assert replace(H100, gpu_memory_utilization=0.5).pool_tokens == int(
+        (0.5 * 79.6 * GIB - 2 * GIB - PARAMETERS) / 131_072
+    )
+
+
+def test_fp8_kv_doubles_the_pool():
+    assert replace(H100, kv_dtype_bytes=1).pool_tokens in (2 * 461_004, 2 * 461_004 + 1)
+
+
+def test_more_gpus_than_kv_heads_repeat_them():
+    eight, sixteen = (replace(H100, num_gpus=count).pool_tokens for count in (8, 16))
+    memory = 0.92 * 79.6 * GIB - 2 * GIB
+    assert eight == int((8 * memory - PARAMETERS) / 131_072)
+    assert sixteen == int((16 * memory - PARAMETERS) / 262_144)
+
+
+def test_engine_has_the_settings():
+    made = replace(H100, block_size=32, max_num_batched_tokens=512, max_model_len=4096).engine(100)
+    scheduler = made.scheduler
+    assert scheduler.pool.num_blocks == 461_004 // 32 and scheduler.pool.block_size == 32
+    assert scheduler.pool.enable_prefix_caching and scheduler.headroom == 16
+    assert (scheduler.limits.max_model_len, scheduler.limits.max_num_seqs) == (4096, 100)
+    assert scheduler.limits.max_num_batched_tokens == 512
+    assert not replace(H100, enable_prefix_caching=False).engine(1).scheduler.pool.enable_prefix_caching
+
+
+def test_each_sequence_of_a_step_has_a_token():
+    assert H100.engine(MAX_USERS).scheduler.limits.max_num_seqs == 2048
+    assert replace(H100, max_num_seqs=7).engine(100).scheduler.limits.max_num_seqs == 7
+    assert replace(H100, max_num_batched_tokens=8192).engine(9999).scheduler.limits.max_num_seqs == MAX_USERS
+
+
+def test_measured_costs_replace_the_roofline():
+    table = CostTable([MeasuredStep(8, 8, kind, 1.5, 0.0) for kind in (True, False)], "a device")
+    made = replace(H100, costs=table)
+    assert made.cost is table and made.cost.seconds(StepLoad(1, 1, 1, 5, 5)) == 1.5
+    assert "H100" in H100.cost.source
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(num_gpus=0), "tensor_parallel_size: must be at least 1, not 0"),
+        (dict(num_gpus=3), "tensor_parallel_size: 3 GPUs can't share the 32 heads and 8 KV heads of Llama-3-8B"),
+        (dict(block_size=0), "block_size: must be a power of two between 1 and 256, not 0"),
+        (dict(block_size=24), "block_size: must be a power of two"),
+        (dict(max_model_len=1), "max_model_len: must be at least 2, not 1"),
+        (dict(max_model_len=8193), "max_model_len: 8193 exceeds the 8192 tokens of Llama-3-8B"),
+        (dict(max_num_seqs=0), "max_num_seqs: must be at least 1"),
+        (dict(max_num_seqs=4096), "max_num_batched_tokens: must be at least max_num_seqs"),
+        (dict(max_num_batched_tokens=0), "max_num_batched_tokens: must be at least 1"),
+        (dict(gpu_memory_utilization=0.0), "gpu_memory_utilization: must be above 0 and at most 1"),
+        (dict(gpu_memory_utilization=1.1), "gpu_memory_utilization: must be above 0 and at most 1"),
+        (dict(gpu_memory_utilization=0.2), "gpu: no room .* use more GPUs .*--tensor-parallel-size"),
+        (dict(shape=SHAPES["llama-3-70b"]), r"gpu: no room on 1 x H100 80GB for Llama-3-70B \(131.4 GiB\)"),
+    ],
+)  # fmt: skip
+def test_impossible_settings_are_errors(change, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        replace(H100, **change)
+
+
+def test_a_model_that_fits_more_gpus_is_served_by_them():
+    assert Deployment(GPUS["h100"], SHAPES["llama-3-70b"], num_gpus=4).pool_tokens > 8192

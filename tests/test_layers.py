@@ -57,7 +57,7 @@ OUTSIDE = {
 }
 WITHOUT_JAX = [
     "jpaged", "jpaged.config", "jpaged.core.scheduler", "jpaged.engine.engine", "jpaged.engine.async_engine",
-    "jpaged.serving.serve", "jpaged.demo", "server",
+    "jpaged.serving.serve", "jpaged.simulator.capacity", "jpaged.demo", "server",
 ]  # fmt: skip
 # Without constraints llguidance is not needed, for example by a benchmark in a small environment.
 WITHOUT_LLGUIDANCE = ["jpaged.llm", "jpaged.structured.compiler", "benchmarks.gpu_suite"]

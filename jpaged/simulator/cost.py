@@ -148,7 +148,7 @@ class CostTable:
             if step.num_seqs >= num_seqs:
                 return step.base + step.per_token * load.context
         largest = steps[-1]
-        times = max(1.0, load.tokens / largest.num_tokens, num_seqs / largest.num_seqs)
+        times = max(load.tokens / largest.num_tokens, num_seqs / largest.num_seqs)
         return times * largest.base + largest.per_token * load.context
 
     def save(self, path: Path) -> None:

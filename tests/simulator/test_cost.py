@@ -58,6 +58,14 @@ def test_two_gpus_halve_the_work_and_add_all_reduces():
     assert "2 x H100" in two.source and "75%" in two.source and "2 x" not in H100.source
 
 
+def test_more_gpus_than_kv_heads_read_them_more_than_once():
+    shorter, longer = decodes(64, 1000), decodes(64, 3000)
+    eight, sixteen = (replace(H100, num_gpus=gpus) for gpus in (8, 16))
+    per_gpu = 131_072 * 64 * 2000 / 8 / BANDWIDTH
+    assert eight.seconds(longer) - eight.seconds(shorter) == pytest.approx(per_gpu)
+    assert sixteen.seconds(longer) - sixteen.seconds(shorter) == pytest.approx(per_gpu)
+
+
 def test_fp8_kv_halves_the_time_of_attention():
     slow, fast = (replace(H100, kv_dtype_bytes=size).seconds(decodes(64, 1000)) for size in (2, 1))
     assert slow - fast == pytest.approx(65_536 * 64_000 / BANDWIDTH)

@@ -80,5 +80,12 @@ def test_impossible_settings_are_errors(change, message):
         replace(H100, **change)
 
 
+def test_the_pool_has_whole_blocks():
+    long = replace(H100, shape=replace(H100.shape, context=2**20), max_model_len=460_992)
+    assert long.engine(1).scheduler.pool.num_blocks * 16 == 460_992
+    with pytest.raises(ValueError, match=r"^gpu: no room"):
+        replace(long, max_model_len=460_993)
+
+
 def test_a_model_that_fits_more_gpus_is_served_by_them():
     assert Deployment(GPUS["h100"], SHAPES["llama-3-70b"], num_gpus=4).pool_tokens > 8192

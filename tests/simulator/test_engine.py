@@ -18,7 +18,7 @@ LENGTHS = [Lengths(5 + 7 * i % 23, 1 + 5 * i % 17) for i in range(40)]
 class Recording(Scheduler):
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
-        self.plans, self.sampled, self.peak = [], Counter(), 0
+        self.plans, self.sampled, self.peak, self.outputs = [], Counter(), 0, {}
 
     def schedule(self):
         self.plans.append(super().schedule())
@@ -28,6 +28,7 @@ class Recording(Scheduler):
     def commit(self, plan, result):
         committed = super().commit(plan, result)
         self.sampled.update(sequence.request.request_id for sequence in committed.advanced)
+        self.outputs |= {s.request.request_id: s.output_token_ids for s in committed.advanced}
         self.check_invariants()
         return committed
 
@@ -114,6 +115,13 @@ def test_outputs_do_not_become_equal_by_a_preemption():
     assert ended["old"].sequences[0].output_token_ids == [old.answer] * 22
 
 
+def test_first_token_of_a_preempted_request_keeps_its_time():
+    made = engine(7)
+    served = drive(made, Schedule(calls_of([Lengths(4, 22), Lengths(4, 12)])))
+    assert made.scheduler.num_preemptions
+    assert [(each.number, each.first) for each in served] == [(0, 1.0), (1, 1.0)] and served[1].end > 22
+
+
 @pytest.mark.parametrize("shares", [True, False])
 def test_separate_requests_share_only_the_cached_prompt(shares):
     made = engine(kind=Recording, caching=True)
@@ -121,6 +129,8 @@ def test_separate_requests_share_only_the_cached_prompt(shares):
     assert (served.first, served.end) == (1.0, 5.0)
     assert made.scheduler.peak == (2 + 3 if shares else 3 * 3)
     assert made.scheduler.sampled == ({"0.0": 15} if shares else {f"0.{i}": 5 for i in range(3)})
+    if not shares:
+        assert made.scheduler.outputs == {f"0.{i}": [branch(served.call.answer, i)] * 5 for i in range(3)}
 
 
 def test_a_call_ends_with_the_last_of_its_requests():

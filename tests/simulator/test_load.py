@@ -12,6 +12,7 @@ from jpaged.simulator.load import (
     LatencyLimits,
     Load,
     Traffic,
+    _move_prefixes_ahead,
     load_of_rate,
     load_of_trace,
     load_of_users,
@@ -101,6 +102,31 @@ def test_shared_prefixes_are_cached():
     load = load_of_users(STEPS, Traffic(work.lengths()), 8)
     assert load.cached == pytest.approx(192 / 256)
     assert load_of_users(replace(STEPS, enable_prefix_caching=False), Traffic(work.lengths()), 8).cached == 0
+
+
+def test_a_shared_prefix_is_held_once():
+    """64 blocks of the prefix, and two to nine of each user; with a prefix for each, the pool would be too small."""
+    traffic = Traffic([Lengths(16, 128, 0, 1024)])
+    load, num_blocks = load_of_users(STEPS, traffic, 16), STEPS.pool_tokens // 16
+    assert num_blocks < 16 * 64 and load.running == pytest.approx(16) and not load.preemptions
+    assert 64 + 16 * 4 < load.kv_used * num_blocks < 64 + 16 * 7
+
+
+def test_one_request_of_each_prefix_comes_first():
+    def of(*prefixes):
+        return [Lengths(i, 1, prefix, 8 * (prefix >= 0)) for i, prefix in enumerate(prefixes)]
+
+    lengths = of(3, -1, 3, 5, 5)
+    assert _move_prefixes_ahead(lengths) == 2
+    assert [each.prompt for each in lengths] == [0, 3, 1, 2, 4]
+    lengths = of(-1, -1, -1)
+    assert _move_prefixes_ahead(lengths) == 3 and lengths == of(-1, -1, -1)
+
+
+def test_prompts_are_computed_in_chunks():
+    """512 tokens in steps of 64, one of which is the decode token of the other user."""
+    load = load_of_users(replace(STEPS, max_num_batched_tokens=64), Traffic([Lengths(512, 50)]), 2)
+    assert load.ttft == pytest.approx(0.09) and load.tpot == pytest.approx(0.01)
 
 
 def test_rate_below_the_capacity_is_served():

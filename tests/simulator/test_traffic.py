@@ -36,6 +36,10 @@ def test_users_wait_for_their_answers_and_think():
     assert users.next_arrival() is None
 
 
+def test_users_that_do_not_think_begin_within_a_second():
+    assert [call.arrival for call in Users(CALLS, 3).due(5.0)] == pytest.approx([0, 1 / 3, 2 / 3])
+
+
 @pytest.mark.parametrize("users, think_s", [(0, 0.0), (-1, 0.0), (1, -1.0), (1, float("nan")), (1, float("inf"))])
 def test_impossible_users_are_errors(users, think_s):
     with pytest.raises(ValueError, match=r"^users: "):

@@ -11,7 +11,7 @@ from benchmarks.paper.buddy import BuddyPool
 from jpaged.config import Limits
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.request import Request
-from jpaged.core.scheduler import Scheduler, _Step
+from jpaged.core.scheduler import HEADROOM, Scheduler, _Step
 
 Reservation = Callable[[Request, Limits], int]  # tokens
 
@@ -99,7 +99,8 @@ class Policy(NamedTuple):
         num_blocks = pool_tokens // limits.block_size
         kind = BuddyPool if self.reservation else BlockPool
         pool = kind(num_blocks, limits.block_size, enable_prefix_caching=self.prefixes)
-        scheduler = self.scheduler(pool, limits, vocab_size=vocab_size, **options)
+        headroom = 0 if self.reservation else HEADROOM
+        scheduler = self.scheduler(pool, limits, vocab_size=vocab_size, headroom=headroom, **options)
         if self.reservation:
             scheduler.reservation = self.reservation
         return scheduler

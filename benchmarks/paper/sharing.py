@@ -6,7 +6,7 @@
 
 The blocks in use don't depend on the text of tokens, so no model runs by default and any machine will do. Beams
 are the exception: they share more the sooner they descend from one of them again. Their candidates are drawn as peaked
-as a language model's (`RandomRunner`); `--model demo` takes those of a model.
+as a language model's (`jpaged.simulator.engine.Candidates`); `--model demo` takes those of a model.
 
 A saving is PagedAttention's (arXiv:2309.06180, Fig. 15): blocks that sharing saves over blocks without it, averaged
 over steps. Lengths are log-normal with the paper's means and a standard deviation of `--spread` means. As in the paper,
@@ -16,7 +16,6 @@ the first ones are all of one age.
 """
 
 import argparse
-import math
 import random
 import statistics
 import sys
@@ -37,6 +36,7 @@ from jpaged.core.params import BeamSearchParams, SamplingParams
 from jpaged.core.plan import Done, Sample, StepPlan, StepResult
 from jpaged.core.scheduler import Scheduler
 from jpaged.engine.engine import Engine, MakeMasks, Pending, Runner
+from jpaged.simulator.engine import Candidates
 
 POOL_TOKENS = 15_700
 DEMO_POOL_TOKENS = 2048
@@ -103,14 +103,10 @@ class Watch:
 
 
 class RandomRunner:
-    """Gives random tokens, and to beams candidates of which the k-th has a probability of k^-a: a is drawn anew for
-    each, so that the first one's is anything from a tenth to nearly all."""
-
-    PEAKS = tuple(1 + 5 * i / 15 for i in range(16))
+    """Gives random tokens, and to beams the simulator's candidates."""
 
     def __init__(self, seed: int = 0):
-        self._rng = random.Random(seed)
-        self._logprobs = [self._peaked(a) for a in self.PEAKS]
+        self._rng, self._candidates = random.Random(seed), Candidates(seed)
         self._params: dict[int, SamplingParams | BeamSearchParams] = {}  # of each row
 
     def dispatch(self, plan: StepPlan, make_masks: MakeMasks | None = None) -> Done:
@@ -123,16 +119,10 @@ class RandomRunner:
         """Nothing is computed, so nothing is lost."""
 
     def _sample(self, params: SamplingParams | BeamSearchParams) -> Sample:
-        token = self._rng.randrange(VOCAB)
-        if not isinstance(params, BeamSearchParams):
-            return Sample(token, 0.0)
-        logprobs = self._rng.choice(self._logprobs)[: params.beam_width]
-        return Sample(token, 0.0, 1, [(token + i) % VOCAB for i in range(len(logprobs))], logprobs)
-
-    @staticmethod
-    def _peaked(a: float) -> list[float]:
-        norm = math.log(sum(k**-a for k in range(1, VOCAB + 1)))
-        return [-a * math.log(k) - norm for k in range(1, max(WIDTHS) + 1)]
+        token = self._rng.randrange(VOCAB - max(WIDTHS))
+        if isinstance(params, BeamSearchParams):
+            return self._candidates.of(token, params.beam_width)
+        return Sample(token, 0.0)
 
 
 def random_prompt(rng: random.Random, length: int) -> list[int]:

@@ -77,13 +77,23 @@ class Clocked(Protocol):
 class VirtualEngine:
     """Scheduler whose steps take the time of a cost model. No model runs: the tokens are those of the trace.
 
+    Args:
+        on_plan: called during each step, with its plan scheduled and not committed.
+
     Attributes:
         steps: number of steps.
         last: the last step.
     """
 
-    def __init__(self, scheduler: Scheduler, cost: StepCost, *, seed: int = 0):
-        self.scheduler, self._cost = scheduler, cost
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        cost: StepCost,
+        *,
+        seed: int = 0,
+        on_plan: Callable[[Scheduler], object] | None = None,
+    ):
+        self.scheduler, self._cost, self._on_plan = scheduler, cost, on_plan
         self.now, self.steps = 0.0, 0
         self.last = Step(0.0, 0, 0, 0)
         self._answers: dict[str, list[Sample]] = {}  # one for each output
@@ -118,6 +128,8 @@ class VirtualEngine:
         self.steps += 1
         self.last = Step(seconds, load.samples, len(scheduler.running), scheduler.pool.num_used)
         self._follow_rows(plan)
+        if self._on_plan:
+            self._on_plan(scheduler)
         before = len(scheduler.requests)
         committed = scheduler.commit(plan, self._result(plan))
         if self._starting:

@@ -15,6 +15,7 @@ from jpaged.core.block_pool import BlockPool
 from jpaged.core.params import BeamSearchParams, SamplingParams
 from jpaged.core.scheduler import Scheduler
 from jpaged.engine.engine import Engine
+from jpaged.simulator.engine import Candidates
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +81,7 @@ def test_beams_that_go_separate_ways_share_less(monkeypatch, tmp_path):
     """The saving is of the engine's own tables, not of the formula."""
 
     def saving(peaks):
-        monkeypatch.setattr(RandomRunner, "PEAKS", peaks)
+        monkeypatch.setattr(Candidates, "PEAKS", peaks)
         report = sharing.Report(tmp_path / "r.json", {}, quiet=True)
         args = sharing.parse(["--tiny"])
         lab = Lab(report, args, RandomRunner(), pool_tokens=1600, most=(200, 200))

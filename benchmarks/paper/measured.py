@@ -1,0 +1,281 @@
+"""The paper's comparison on the real engine at the scale of a CPU: every policy on the same model, step and kernels.
+
+    python benchmarks/paper/measured.py --out results           about eight minutes on two cores
+    python benchmarks/paper/measured.py --parts ablation        one part; also rates, prefixes, sizes, validation, user
+
+Lengths, the context and the KV memory of OPT-13B on an A100 are divided by four: ShareGPT's requests have 40 tokens in
+and 84 out, the pool has 3,925 tokens. Steps of the demo model take about as long for one sequence as for ten, as those
+of a large model on a GPU do, so that the sequences in memory decide the throughput. Rates are multiples of the rate at
+which the policy "paged" ends requests that all wait from the start.
+
+For the validation, steps of another load are measured before and after each run. The mean of each padded shape is a
+table of costs, on which the simulator runs the trace that the engine ran.
+"""
+
+import dataclasses
+import random
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.engine.step_table import measure_steps
+from benchmarks.paper.clocked import RealEngine, text_tokens
+from benchmarks.paper.memory import MemoryWatch
+from benchmarks.paper.policies import POLICIES, limits_of
+from benchmarks.paper.traces import CONTEXT, WORKLOADS
+from benchmarks.shared.device import environment, open_device, prepare_environment
+from benchmarks.shared.results import Report, Row, script_parser, table
+from jpaged.config import EngineConfig, Limits, ModelConfig
+from jpaged.core.params import SamplingParams
+from jpaged.engine.build import dtype_of, find_model, load_model
+from jpaged.engine.engine import Engine
+from jpaged.runtime.runner import ModelRunner
+from jpaged.simulator.cost import CostTable, MeasuredStep
+from jpaged.simulator.engine import VOCAB_SIZE, Served, VirtualEngine, drive
+from jpaged.simulator.traffic import Call, Schedule
+
+SCALE = 0.25
+POOL_TOKENS = round(SCALE * 15_700)
+LIMITS = Limits(round(SCALE * CONTEXT), 64, 256, block_size=8)
+BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+USERS = (1, 3, 8, 20, 48)  # of a measurement of steps
+ALL = ("static", "static-paged", "orca-max", "orca-pow2", "orca-oracle", "paged")
+
+
+class Lab:
+    """Runners of the demo model by block size, each compiled once, and runs of traces on them.
+
+    Args:
+        seconds: length of the traces.
+    """
+
+    def __init__(self, report: Report, seconds: float):
+        self.report, self.seconds = report, seconds
+        directory = find_model("demo")
+        config = ModelConfig.from_directory(directory)
+        dtype = dtype_of(EngineConfig(), config, "cpu")
+        self._model = load_model(directory, config, dtype=dtype, load_format="auto", seed=0, progress=False)
+        self._runners: dict[int, ModelRunner] = {}
+        self._saturation: dict[str, float] = {}
+
+    def runner(self, block_size: int) -> ModelRunner:
+        if block_size not in self._runners:
+            limits = dataclasses.replace(LIMITS, block_size=block_size)
+            runner = ModelRunner(self._model, EngineConfig(num_gpu_blocks_override=POOL_TOKENS // block_size), limits)
+            runner.warm_up(progress=False)
+            self._runners[block_size] = runner
+            self.report.say(f"block size {block_size} is compiled")
+        return self._runners[block_size]
+
+    def engine(self, name: str, block_size: int = LIMITS.block_size, **options: Any) -> RealEngine:
+        policy = POLICIES[name]
+        limits = limits_of(policy, dataclasses.replace(LIMITS, block_size=block_size))
+        runner = self.runner(limits.block_size)
+        return RealEngine(
+            policy.make(limits, POOL_TOKENS, runner.vocab_size, preemption="recompute"), runner, **options
+        )
+
+    def run(self, name: str, calls: Sequence[Call], block_size: int = LIMITS.block_size) -> Row:
+        """One trace under one policy."""
+        policy, watch = POLICIES[name], MemoryWatch(every=5)
+        engine = self.engine(name, block_size, on_plan=watch)
+        served = drive(engine, Schedule(calls), shares=policy.shares, together=policy.together)
+        scheduler, memory = engine.scheduler, watch.mean()
+        return dict(
+            policy=name, block_size=scheduler.pool.block_size, **summary(served), batched=watch.mean_running(),
+            preemptions=scheduler.num_preemptions / len(served), memory=memory and memory._asdict(),
+            cached=scheduler.prefix_hits / max(1, scheduler.prefix_queries), status="ok",
+        )  # fmt: skip
+
+    def trace(self, workload: str, rate: float, seed: int = 0) -> list[Call]:
+        return WORKLOADS[workload](max(20, round(rate * self.seconds)), rate, seed=seed, scale=SCALE)
+
+    def saturation(self, workload: str) -> float:
+        """Requests per second of the policy "paged" if all wait from the start."""
+        if workload not in self._saturation:
+            calls = [call._replace(arrival=0.0) for call in WORKLOADS[workload](300, 1.0, seed=9, scale=SCALE)]
+            self.run("paged", calls[:30])
+            self._saturation[workload] = self.run("paged", calls)["requests_per_s"]
+            self.report.say(f"{workload}: {self._saturation[workload]:.1f} requests/s at saturation")
+        return self._saturation[workload]
+
+
+def summary(served: Sequence[Served]) -> Row:
+    seconds = max(each.end for each in served) - min(each.call.arrival for each in served)
+    return dict(
+        normalised=statistics.fmean(each.normalised for each in served),
+        ttft=statistics.fmean(each.first - each.call.arrival for each in served),
+        requests=len(served), requests_per_s=len(served) / seconds,
+    )  # fmt: skip
+
+
+def rates(lab: Lab) -> None:
+    """Latency against the request rate, all policies."""
+    for workload in ("sharegpt", "alpaca"):
+        for share in (0.3, 0.7, 1.1):
+            rate = share * lab.saturation(workload)
+            for name in ALL:
+                lab.report.add(experiment="measured", workload=workload, share=share, rate=rate,
+                               **lab.run(name, lab.trace(workload, rate)))  # fmt: skip
+
+
+def ablation(lab: Lab) -> None:
+    """Requests per second under overload: {static, continuous} x {contiguous, paged}, in interleaved rounds."""
+    calls = [call._replace(arrival=0.0) for call in WORKLOADS["sharegpt"](200, 1.0, seed=1, scale=SCALE)]
+    names = ("static", "static-paged", "orca-max", "paged")
+    found: dict[str, list[Row]] = defaultdict(list)
+    for _ in range(3):
+        for name in names:
+            found[name].append(lab.run(name, calls))
+    for rows in found.values():
+        throughputs = [row["requests_per_s"] for row in rows]
+        lab.report.add(experiment="ablation", workload="sharegpt", throughputs=throughputs,
+                       **rows[0] | {"requests_per_s": statistics.median(throughputs)})  # fmt: skip
+
+
+def prefixes(lab: Lab) -> None:
+    """Requests per second and first tokens with shared prefixes and conversations, by kind of prefix cache."""
+    for workload in ("1-shot", "5-shot", "chatbot"):
+        rate = 0.9 * lab.saturation(workload)
+        for name in ("orca-oracle", "paged", "prefix", "radix"):
+            lab.report.add(experiment="prefixes", workload=workload, share=0.9, rate=rate,
+                           **lab.run(name, lab.trace(workload, rate)))  # fmt: skip
+
+
+def sizes(lab: Lab) -> None:
+    """Block sizes, just below saturation."""
+    for workload in ("sharegpt", "alpaca"):
+        calls = lab.trace(workload, 0.9 * lab.saturation(workload))
+        for size in BLOCK_SIZES:
+            lab.report.add(experiment="block size", workload=workload, **lab.run("paged", calls, size))
+
+
+def steps_of(lab: Lab, calls: Sequence[Call]) -> CostTable:
+    """The costs of steps under loads of one to 48 users."""
+    make_engine = lambda on_step: lab.engine("paged", on_step=on_step)
+    buckets = lab.runner(LIMITS.block_size).shapes.buckets
+    return measure_steps(make_engine, buckets, calls, USERS, "steps measured on this CPU")
+
+
+def validation(lab: Lab) -> None:
+    """The simulator on measured costs against the engine, at rates and on traces that the table has not seen.
+
+    The machine's speed drifts: the costs of a run are the mean of those measured before and after it. Latencies are
+    medians of three rounds.
+    """
+    cases = [(workload, share) for workload in ("sharegpt", "alpaca") for share in (0.25, 0.5, 0.75)]
+    calibration = [call for pair in zip(*(WORKLOADS[name](150, 1.0, seed=5, scale=SCALE) for name, _ in cases[::3]))
+                   for call in pair]  # fmt: skip
+    found: dict[tuple[str, float], list[Row]] = defaultdict(list)
+    before = steps_of(lab, calibration)
+    for _ in range(3):
+        for workload, share in cases:
+            calls = lab.trace(workload, share * lab.saturation(workload), seed=7)
+            row = lab.run("paged", calls)
+            after = steps_of(lab, calibration)
+            scheduler = POLICIES["paged"].make(LIMITS, POOL_TOKENS, VOCAB_SIZE, preemption="recompute")
+            engine = VirtualEngine(scheduler, mean_of(before, after))
+            start = time.process_time()
+            predicted = summary(drive(engine, Schedule(calls)))
+            speed, before = engine.now / (time.process_time() - start), after
+            found[workload, share].append(dict(
+                measured=row["normalised"], predicted=predicted["normalised"], measured_ttft=row["ttft"],
+                predicted_ttft=predicted["ttft"], speed=speed, requests=len(calls),
+            ))  # fmt: skip
+    for (workload, share), rows in found.items():
+        median = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+        lab.report.add(
+            experiment="validation", workload=workload, share=share, rate=share * lab.saturation(workload), **median,
+            error=statistics.median(row["predicted"] / row["measured"] - 1 for row in rows),
+            errors=[row["predicted"] / row["measured"] - 1 for row in rows], status="ok",
+        )  # fmt: skip
+
+
+def mean_of(before: CostTable, after: CostTable) -> CostTable:
+    """A table of the shapes in either of two, with the mean of the costs of a shape in both."""
+    by_shape: dict[tuple[Any, ...], list[MeasuredStep]] = defaultdict(list)
+    for step in (*before.steps, *after.steps):
+        by_shape[step[:3]].append(step)
+    mean: Callable[[list[MeasuredStep], int], float] = lambda steps, i: statistics.fmean(step[i] for step in steps)
+    return CostTable(
+        [MeasuredStep(*shape, mean(steps, 3), mean(steps, 4)) for shape, steps in by_shape.items()], before.source
+    )
+
+
+def user(lab: Lab) -> None:
+    """One user at home: conversations and repeated system prompts on one stream, with and without the prefix cache."""
+    runner = lab.runner(16)
+    tokens = lambda text, count: text_tokens(text, count, runner.vocab_size)
+    for scenario, system, rounds, question, answer in (
+        ("conversation", 40, 8, 20, 30), ("system prompt", 380, 8, 20, 30),
+    ):  # fmt: skip
+        found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        for repetition in range(-1, 5):
+            for name in ("paged", "prefix"):
+                limits = dataclasses.replace(LIMITS, block_size=16)
+                scheduler = POLICIES[name].make(limits, POOL_TOKENS, runner.vocab_size, preemption="recompute")
+                history, firsts, total = tokens(1000 + repetition, system), [], 0.0
+                for number in range(rounds):
+                    asked = tokens(random.Random((repetition, number).__hash__()).randrange(10**6), question)
+                    first, seconds, output = answer_of(Engine(scheduler, runner), history + asked, answer)
+                    firsts.append(first)
+                    total += seconds
+                    if scenario == "conversation":
+                        history += asked + output
+                if repetition >= 0:
+                    found[name].append((statistics.fmean(firsts[1:]), total))
+        for name, pairs in found.items():
+            first, total = (statistics.median(column) for column in zip(*pairs))
+            lab.report.add(experiment="one user", scenario=scenario, policy=name, ttft=first, total_s=total,
+                           rounds=rounds, status="ok")  # fmt: skip
+
+
+def answer_of(engine: Engine, prompt: list[int], count: int) -> tuple[float, float, list[int]]:
+    """Seconds to the first and to the last token of an answer, and its tokens."""
+    start = time.perf_counter()
+    request = engine.add("0", prompt, SamplingParams(max_tokens=count, ignore_eos=True, temperature=0.0))
+    first = 0.0
+    while engine.has_work:
+        engine.step()
+        first = first or (time.perf_counter() - start if request.sequences[0].num_output_tokens else 0.0)
+    return first, time.perf_counter() - start, request.sequences[0].output_token_ids
+
+
+PARTS: dict[str, Callable[[Lab], None]] = {
+    "ablation": ablation, "rates": rates, "prefixes": prefixes, "sizes": sizes, "validation": validation, "user": user,
+}  # fmt: skip
+
+
+def measure(report: Report, seconds: float, parts: Sequence[str] = tuple(PARTS)) -> None:
+    """Add the rows of some parts."""
+    lab = Lab(report, seconds)
+    for name in parts:
+        start = time.monotonic()
+        PARTS[name](lab)
+        report.end_part(name, status="ok", seconds=time.monotonic() - start)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    prepare_environment()
+    parser = script_parser(__doc__, "measured")
+    parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=tuple(PARTS))
+    parser.add_argument("--seconds", type=float, default=4.0, help="length of each trace (default 4)")
+    parser.add_argument("--tiny", action="store_true", help="short traces, to see that it works")
+    args = parser.parse_args(argv)
+    report = Report(args.out / "results.json", environment(open_device(tiny=True), args.tiny))
+    measure(report, 0.5 if args.tiny else args.seconds, args.parts)
+    columns = ("experiment", "workload", "scenario", "policy", "block_size", "share", "normalised", "ttft", "total_s",
+               "requests_per_s", "measured", "predicted", "error", "speed")  # fmt: skip
+    report.publish("Measured", table(report.rows, columns))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -10,7 +10,7 @@ host's part. The table is that of this device and model only.
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 if __package__ in (None, ""):
@@ -18,7 +18,7 @@ if __package__ in (None, ""):
 
 import numpy as np
 
-from benchmarks.paper.clocked import OnStep, RealEngine
+from benchmarks.paper.clocked import RealEngine
 from benchmarks.shared.device import environment, open_device, prepare_environment
 from benchmarks.shared.results import Report, script_parser, table
 from jpaged.bench.workload import DATASETS, Lengths, fit
@@ -26,33 +26,32 @@ from jpaged.llm import LLM
 from jpaged.runtime.batch import Buckets
 from jpaged.simulator.cost import CostTable, MeasuredStep, StepLoad
 from jpaged.simulator.engine import drive
-from jpaged.simulator.traffic import Call, Users, calls_of
+from jpaged.simulator.traffic import Users, calls_of
 
 MANY = 50  # steps of a shape that suffice for a line
 
 
-def measure_steps(
-    make_engine: Callable[[OnStep], RealEngine],
-    buckets: Buckets,
-    calls: Sequence[Call],
-    users: Sequence[int],
-    source: str,
-) -> CostTable:
-    """The costs of the padded shapes that some numbers of users cause, each with two requests of each user."""
-    seen: dict[tuple[int, int, bool], list[tuple[int, float]]] = defaultdict(list)
+class StepTimes:
+    """Durations of steps by padded shape, each with the step's tokens of context."""
 
-    def take(load: StepLoad, seconds: float) -> None:
+    def __init__(self, buckets: Buckets):
+        self._buckets = buckets
+        self._seen: dict[tuple[int, int, bool], list[tuple[int, float]]] = defaultdict(list)
+
+    def take(self, load: StepLoad, seconds: float) -> None:
+        """Add a step."""
         decode = load.tokens == load.rows == load.samples
-        seen[buckets.fit(load.tokens, max(load.rows, load.samples), decode)].append((load.context, seconds))
+        shape = self._buckets.fit(load.tokens, max(load.rows, load.samples), decode)
+        self._seen[shape].append((load.context, seconds))
 
-    for count in users:
-        drive(make_engine(take), Users(calls[: 2 * count + 8], count))
-    steps = []
-    for shape, points in seen.items():
-        contexts, seconds = np.array(points).T
-        slope = max(0.0, float(np.polyfit(contexts, seconds, 1)[0])) if len(points) > MANY else 0.0
-        steps.append(MeasuredStep(*shape, max(1e-6, float(seconds.mean() - slope * contexts.mean())), slope))
-    return CostTable(steps, source)
+    def table(self, source: str) -> CostTable:
+        """Return the costs of the shapes: the mean of few steps, a line through many."""
+        steps = []
+        for shape, points in self._seen.items():
+            contexts, seconds = np.array(points).T
+            slope = max(0.0, float(np.polyfit(contexts, seconds, 1)[0])) if len(points) > MANY else 0.0
+            steps.append(MeasuredStep(*shape, max(1e-6, float(seconds.mean() - slope * contexts.mean())), slope))
+        return CostTable(steps, source)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,10 +74,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         [Lengths(*pair) for pair in DATASETS["ShareGPT"].lengths(2 * most + 8)], llm.engine.limits.max_model_len
     )
     source = f"steps of {args.model} on {report.environment['device_kind']}, {report.environment['date'][:10]}"
-    found = measure_steps(
-        lambda on_step: RealEngine(scheduler, runner, on_step=on_step), runner.shapes.buckets, calls_of(lengths), users,
-        source,
-    )  # fmt: skip
+    calls, times = calls_of(lengths), StepTimes(runner.shapes.buckets)
+    for count in users:
+        drive(RealEngine(scheduler, runner, on_step=times.take), Users(calls[: 2 * count + 8], count))
+        report.say(f"{count} users: done")
+    found = times.table(source)
     for step in found.steps:
         report.add(experiment="step", **step._asdict(), status="ok")
     found.save(args.out / "table.json")

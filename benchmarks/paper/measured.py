@@ -8,11 +8,12 @@ and 84 out, the pool has 3,925 tokens. Steps of the demo model take about as lon
 of a large model on a GPU do, so that the sequences in memory decide the throughput. Rates are multiples of the rate at
 which the policy "paged" ends requests that all wait from the start.
 
-For the validation, steps of another load are measured before and after each run. The mean of each padded shape is a
-table of costs, on which the simulator runs the trace that the engine ran.
+For the validation, steps of other traces are measured between the runs. The mean of each padded shape is a table of
+costs, on which the simulator runs the trace that the engine ran.
 """
 
 import dataclasses
+import gc
 import random
 import statistics
 import sys
@@ -25,7 +26,9 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.engine.step_table import measure_steps
+import jax
+
+from benchmarks.engine.step_table import StepTimes
 from benchmarks.paper.clocked import RealEngine, text_tokens
 from benchmarks.paper.memory import MemoryWatch
 from benchmarks.paper.policies import POLICIES, limits_of
@@ -37,15 +40,14 @@ from jpaged.core.params import SamplingParams
 from jpaged.engine.build import dtype_of, find_model, load_model
 from jpaged.engine.engine import Engine
 from jpaged.runtime.runner import ModelRunner
-from jpaged.simulator.cost import CostTable, MeasuredStep
 from jpaged.simulator.engine import VOCAB_SIZE, Served, VirtualEngine, drive
 from jpaged.simulator.traffic import Call, Schedule
 
 SCALE = 0.25
 POOL_TOKENS = round(SCALE * 15_700)
 LIMITS = Limits(round(SCALE * CONTEXT), 64, 256, block_size=8)
-BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-USERS = (1, 3, 8, 20, 48)  # of a measurement of steps
+BLOCK_SIZES = (1, 8, 32, 256)
+ROUNDS = 4  # of the validation
 ALL = ("static", "static-paged", "orca-max", "orca-pow2", "orca-oracle", "paged")
 
 
@@ -73,6 +75,12 @@ class Lab:
             self._runners[block_size] = runner
             self.report.say(f"block size {block_size} is compiled")
         return self._runners[block_size]
+
+    def forget(self) -> None:
+        """Free all runners: the executables of many need more memory mappings than a process may have."""
+        self._runners.clear()
+        jax.clear_caches()
+        gc.collect()
 
     def engine(self, name: str, block_size: int = LIMITS.block_size, **options: Any) -> RealEngine:
         policy = POLICIES[name]
@@ -151,62 +159,46 @@ def prefixes(lab: Lab) -> None:
 
 def sizes(lab: Lab) -> None:
     """Block sizes, just below saturation."""
-    for workload in ("sharegpt", "alpaca"):
-        calls = lab.trace(workload, 0.9 * lab.saturation(workload))
-        for size in BLOCK_SIZES:
+    traces = {name: lab.trace(name, 0.9 * lab.saturation(name)) for name in ("sharegpt", "alpaca")}
+    for size in BLOCK_SIZES:
+        lab.forget()
+        for workload, calls in traces.items():
             lab.report.add(experiment="block size", workload=workload, **lab.run("paged", calls, size))
 
 
-def steps_of(lab: Lab, calls: Sequence[Call]) -> CostTable:
-    """The costs of steps under loads of one to 48 users."""
-    make_engine = lambda on_step: lab.engine("paged", on_step=on_step)
-    buckets = lab.runner(LIMITS.block_size).shapes.buckets
-    return measure_steps(make_engine, buckets, calls, USERS, "steps measured on this CPU")
-
-
 def validation(lab: Lab) -> None:
-    """The simulator on measured costs against the engine, at rates and on traces that the table has not seen.
+    """The simulator on measured costs against the engine, at rates and on traces that the costs do not come from.
 
-    The machine's speed drifts: the costs of a run are the mean of those measured before and after it. Latencies are
-    medians of three rounds.
+    A round runs two traces of each rate on the engine, one to measure costs of steps and one to compare with. The costs
+    of a round are those of all its rates, so that the drift of the machine's speed is in both sides. The error is the
+    median of the rounds'.
     """
-    cases = [(workload, share) for workload in ("sharegpt", "alpaca") for share in (0.25, 0.5, 0.75)]
-    calibration = [call for pair in zip(*(WORKLOADS[name](150, 1.0, seed=5, scale=SCALE) for name, _ in cases[::3]))
-                   for call in pair]  # fmt: skip
+    cases = [(workload, share) for workload in ("sharegpt", "alpaca") for share in (0.2, 0.4, 0.6)]
     found: dict[tuple[str, float], list[Row]] = defaultdict(list)
-    before = steps_of(lab, calibration)
-    for _ in range(3):
+    for number in range(ROUNDS):
+        times = StepTimes(lab.runner(LIMITS.block_size).shapes.buckets)
+        runs = []
         for workload, share in cases:
-            calls = lab.trace(workload, share * lab.saturation(workload), seed=7)
-            row = lab.run("paged", calls)
-            after = steps_of(lab, calibration)
+            rate = share * lab.saturation(workload)
+            drive(lab.engine("paged", on_step=times.take), Schedule(lab.trace(workload, rate, seed=200 + number)))
+            calls = lab.trace(workload, rate, seed=100 + number)
+            runs.append((calls, lab.run("paged", calls)))
+        costs = times.table("steps measured on this CPU")
+        for case, (calls, row) in zip(cases, runs):
             scheduler = POLICIES["paged"].make(LIMITS, POOL_TOKENS, VOCAB_SIZE, preemption="recompute")
-            engine = VirtualEngine(scheduler, mean_of(before, after))
+            engine = VirtualEngine(scheduler, costs)
             start = time.process_time()
             predicted = summary(drive(engine, Schedule(calls)))
-            speed, before = engine.now / (time.process_time() - start), after
-            found[workload, share].append(dict(
+            found[case].append(dict(
                 measured=row["normalised"], predicted=predicted["normalised"], measured_ttft=row["ttft"],
-                predicted_ttft=predicted["ttft"], speed=speed, requests=len(calls),
+                predicted_ttft=predicted["ttft"], speed=engine.now / (time.process_time() - start), requests=len(calls),
+                error=predicted["normalised"] / row["normalised"] - 1,
             ))  # fmt: skip
+        lab.report.say(f"validation: round {number + 1} of {ROUNDS}")
     for (workload, share), rows in found.items():
         median = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
-        lab.report.add(
-            experiment="validation", workload=workload, share=share, rate=share * lab.saturation(workload), **median,
-            error=statistics.median(row["predicted"] / row["measured"] - 1 for row in rows),
-            errors=[row["predicted"] / row["measured"] - 1 for row in rows], status="ok",
-        )  # fmt: skip
-
-
-def mean_of(before: CostTable, after: CostTable) -> CostTable:
-    """A table of the shapes in either of two, with the mean of the costs of a shape in both."""
-    by_shape: dict[tuple[Any, ...], list[MeasuredStep]] = defaultdict(list)
-    for step in (*before.steps, *after.steps):
-        by_shape[step[:3]].append(step)
-    mean: Callable[[list[MeasuredStep], int], float] = lambda steps, i: statistics.fmean(step[i] for step in steps)
-    return CostTable(
-        [MeasuredStep(*shape, mean(steps, 3), mean(steps, 4)) for shape, steps in by_shape.items()], before.source
-    )
+        lab.report.add(experiment="validation", workload=workload, share=share, rate=share * lab.saturation(workload),
+                       errors=[row["error"] for row in rows], **median, status="ok")  # fmt: skip
 
 
 def user(lab: Lab) -> None:
@@ -248,6 +240,7 @@ def answer_of(engine: Engine, prompt: list[int], count: int) -> tuple[float, flo
     return first, time.perf_counter() - start, request.sequences[0].output_token_ids
 
 
+GROUPS = ("ablation", "rates", "validation"), ("prefixes", "sizes"), ("user",)  # parts of a process
 PARTS: dict[str, Callable[[Lab], None]] = {
     "ablation": ablation, "rates": rates, "prefixes": prefixes, "sizes": sizes, "validation": validation, "user": user,
 }  # fmt: skip
@@ -266,7 +259,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     prepare_environment()
     parser = script_parser(__doc__, "measured")
     parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=tuple(PARTS))
-    parser.add_argument("--seconds", type=float, default=4.0, help="length of each trace (default 4)")
+    parser.add_argument("--seconds", type=float, default=3.0, help="length of each trace (default 3)")
     parser.add_argument("--tiny", action="store_true", help="short traces, to see that it works")
     args = parser.parse_args(argv)
     report = Report(args.out / "results.json", environment(open_device(tiny=True), args.tiny))

@@ -1,13 +1,14 @@
 """The paper's evaluation in the simulator: every policy on the shapes of OPT and Llama-3.
 
-    python benchmarks/paper/simulated.py --out results               all cases, about ten minutes on two cores
+    python benchmarks/paper/simulated.py --out results               all cases, about six minutes on two cores
     python benchmarks/paper/simulated.py --only "opt-13b sharegpt"   cases whose name contains this
-    python benchmarks/paper/simulated.py --million                   one run of a million requests
+    python benchmarks/paper/simulated.py --million                   one run of a million requests, three minutes
 
 The scheduler and the allocator are jpaged's. The duration of a step is that of a roofline (`jpaged.simulator.cost`).
 Pools are the paper's (table 1). For each policy, the request rate is searched at which the normalised latency reaches
-0.2 s per token; all points on the way are kept. Traces of OPT last 400 seconds instead of the paper's hour, so that
-latencies under overload are smaller. No figure depends on the machine or on the time of the run.
+0.2 s per token; all points on the way are kept. Traces of OPT last five minutes, or 50 to 100 s with Alpaca's short
+requests, instead of the paper's hour, so that latencies under overload are smaller. No figure depends on the machine
+or on the time of the run.
 """
 
 import math
@@ -37,7 +38,8 @@ from jpaged.simulator.traffic import Schedule
 
 LIMIT_S = 0.2  # of the normalised latency
 FACTOR = 1.5  # between the rates of a search, until the latency limit lies between two
-STARTS = {"sharegpt": 0.6, "alpaca": 6.0, "1-shot": 10.0, "5-shot": 10.0, "chatbot": 0.6}  # requests per second
+# Lengths of traces with Alpaca's lengths, and of those with several outputs each, over the lengths of other traces.
+SHORT, WIDE = 1 / 3, 1 / 6
 
 
 class Setup(NamedTuple):
@@ -46,22 +48,32 @@ class Setup(NamedTuple):
     Attributes:
         pool_tokens: the paper's (table 1); None: as many as fit.
         seconds: length of the traces.
+        start: first rate of a search, in requests per second.
     """
 
     gpu: str
     num_gpus: int
     pool_tokens: int | None
     seconds: float
+    start: float
     max_num_seqs: int = 256
+
+    def seconds_of(self, workload: str) -> float:
+        """Return the length of a workload's traces."""
+        return self.seconds * (WIDE if "," in workload else SHORT if workload.startswith("alpaca") else 1.0)
+
+    def start_of(self, workload: str) -> float:
+        """Return the first rate of a search."""
+        return self.start * (10.0 if workload.startswith("alpaca") else 1.0)
 
 
 SETUPS = {
-    "opt-13b": Setup("a100-40gb", 1, 15_700, 400),
-    "opt-66b": Setup("a100-40gb", 4, 9_700, 400),
-    "opt-175b": Setup("a100-80gb", 8, 60_100, 400),
-    "llama-13b": Setup("a100-40gb", 1, 15_700, 120),
-    "llama-3-8b": Setup("h100", 1, None, 60, 1024),
-    "llama-3-70b": Setup("h100", 4, None, 120, 1024),
+    "opt-13b": Setup("a100-40gb", 1, 15_700, 300, 1.0),
+    "opt-66b": Setup("a100-40gb", 4, 9_700, 300, 0.6),
+    "opt-175b": Setup("a100-80gb", 8, 60_100, 300, 1.5),
+    "llama-13b": Setup("a100-40gb", 1, 15_700, 120, 20.0),
+    "llama-3-8b": Setup("h100", 1, None, 60, 50.0, 1024),
+    "llama-3-70b": Setup("h100", 4, None, 120, 16.0, 1024),
 }
 ORCA = ("orca-max", "orca-pow2", "orca-oracle")
 
@@ -112,7 +124,7 @@ def run(case: Case, rate: float, count: int | None = None) -> Row:
     """One trace at one rate."""
     setup, policy = SETUPS[case.model], POLICIES[case.policy]
     limits = Limits(2048, setup.max_num_seqs, 2048, case.block_size)
-    calls = WORKLOADS[case.workload](count or max(100, round(rate * setup.seconds)), rate)
+    calls = WORKLOADS[case.workload](count or max(100, round(rate * setup.seconds_of(case.workload))), rate)
     scheduler = policy.make(limits, pool_tokens(case.model), VOCAB_SIZE, preemption="recompute")
     watch = MemoryWatch(every=20)
     engine = VirtualEngine(scheduler, cost_of(case.model), on_plan=watch)
@@ -131,28 +143,29 @@ def run(case: Case, rate: float, count: int | None = None) -> Row:
     )  # fmt: skip
 
 
-def search(case: Case) -> list[Row]:
-    """The points of a search for the rate with the latency limit, and a last row with that rate."""
+def search(case: Case, tiny: bool = False) -> list[Row]:
+    """The points of a search for the rate with the latency limit, and a last row with that rate.
+
+    Args:
+        tiny: traces of ten seconds.
+    """
     latencies: dict[float, float] = {}
     rows: list[Row] = []
 
     def is_good(rate: float) -> bool:
-        rows.append(run(case, rate))
+        rows.append(run(case, rate, max(100, round(10 * rate)) if tiny else None))
         latencies[rate] = rows[-1]["normalised"]
         return latencies[rate] <= LIMIT_S
 
-    low = STARTS[case.workload.partition(",")[0]]
+    low = high = SETUPS[case.model].start_of(case.workload)
     if is_good(low):
-        while is_good(low * FACTOR):
-            low *= FACTOR
+        while is_good(high := low * FACTOR):
+            low = high
     else:
-        low /= FACTOR
-        while not is_good(low):
-            low /= FACTOR
-    high = low * FACTOR
-    for _ in range(2):
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if is_good(middle) else (low, middle)
+        while not is_good(low := high / FACTOR):
+            high = low
+    middle = math.sqrt(low * high)
+    low, high = (middle, high) if is_good(middle) else (low, middle)
     a, b, limit = math.log(latencies[low]), math.log(latencies[high]), math.log(LIMIT_S)
     sustained = low + (high - low) * (limit - a) / (b - a)
     rows.append(dict(
@@ -163,11 +176,11 @@ def search(case: Case) -> list[Row]:
     return rows
 
 
-def search_all(wanted: Sequence[Case], processes: int | None = None) -> Iterator[tuple[Case, list[Row]]]:
+def search_all(wanted: Sequence[Case], tiny: bool = False) -> Iterator[tuple[Case, list[Row]]]:
     """The rows of each case in the order of their ends. The longest cases start first."""
-    order = sorted(wanted, key=lambda case: ("beam" in case.workload, case.block_size == 1, case.model), reverse=True)
-    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
-        runs = {pool.submit(search, case): case for case in order}
+    order = sorted(wanted, key=lambda case: ("beam" in case.workload, case.policy == "radix", case.model), reverse=True)
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        runs = {pool.submit(search, case, tiny): case for case in order}
         for done in as_completed(runs):
             yield runs[done], done.result()
 
@@ -180,14 +193,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--million", action="store_true", help="one run of a million requests")
     parser.add_argument("--tiny", action="store_true", help="traces of ten seconds, to see that it works")
     args = parser.parse_args(argv)
-    if args.tiny:
-        SETUPS.update({name: setup._replace(seconds=10) for name, setup in SETUPS.items()})
     report = Report(args.out / "results.json", environment(open_device(tiny=True), args.tiny))
     if args.million:
         report.add(**run(Case("opt-13b", "alpaca", "paged"), 30.0, 1_000_000))
     else:
         wanted = [case for case in cases() if args.only in case.name]
-        for _, rows in search_all(wanted, 1 if args.tiny else None):
+        for _, rows in search_all(wanted, args.tiny):
             for row in rows:
                 report.add(**row)
     of = [row for row in report.rows if row["experiment"] == "sustained"]

@@ -2,6 +2,7 @@
 # make test-fast leaves out servers, commands, whole engines and GPU compilers; make test-deep runs the exhaustive tests.
 # make test-ray installs Ray and tests `jpaged serve --ray`.
 # make docs: build the API reference into build/api
+# make bench: the paper's evaluation on this machine and in the simulator, 20 minutes; writes docs/benchmarks.md
 # make mutate [ARGS="jpaged/core/beam.py"] counts the small changes of a module that its quick tests notice.
 # Needs git, make and a Python from 3.12 on: python3, python3.12.., a pyenv version, or uv. All goes into .venv.
 
@@ -12,7 +13,7 @@ SERVE_EXTRAS := $(if $(NVIDIA),[cuda],)
 # Without an NVIDIA driver jax should not look for one.
 CPU := $(if $(NVIDIA),,JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu})
 
-.PHONY: serve test test-fast test-deep test-ray lint docs mutate format clean
+.PHONY: serve test test-fast test-deep test-ray lint docs bench mutate format clean
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/serve.done
@@ -42,6 +43,9 @@ lint: $(VENV)/test.done
 
 docs: $(VENV)/test.done
 	$(CPU) $(BIN)/python -m tools.api_docs build/api
+
+bench: $(VENV)/test.done
+	$(CPU) $(BIN)/python benchmarks/paper/evaluate.py $(ARGS)
 
 mutate: $(VENV)/test.done
 	$(BIN)/python -m tests.mutate $(ARGS)

@@ -96,7 +96,7 @@ def environment(device: Device, tiny: bool) -> dict[str, Any]:
         "python": platform.python_version(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
-        "command": " ".join(sys.argv),
+        "command": " ".join(sys.argv).replace(f"{CHECKOUT}/", ""),
     }
 
 

@@ -13,6 +13,8 @@ class BlockTable:
     It grows at its end. Entries change only by copy-on-write and by moves to another pool.
     """
 
+    __slots__ = ("block_ids", "pool")
+
     def __init__(self, pool: BlockPool):
         self.pool = pool
         self.block_ids: list[int] = []

@@ -26,7 +26,7 @@ class FinishReason(StrEnum):
 NON_FINITE = "the model's logits are not finite"  # a stop reason
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Sequence:
     """Branch of a request's generation, with its own block table: `0 <= num_computed_tokens <= num_tokens + pending`.
 

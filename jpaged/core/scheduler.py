@@ -353,7 +353,7 @@ class Scheduler:
         for sequence in sequences:
             held = len(sequence.table.block_ids) * self.pool.block_size
             known = sequence.num_tokens + sequence.pending
-            assert 0 <= sequence.num_computed_tokens <= known <= self.limits.max_model_len, vars(sequence)
+            assert 0 <= sequence.num_computed_tokens <= known <= self.limits.max_model_len, sequence
             assert sequence.num_computed_tokens <= held, f"{sequence.num_computed_tokens} computed, room for {held}"
         for request in self.waiting:
             for sequence in request.live:

@@ -14,6 +14,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 LOAD_FORMATS = ("auto", "safetensors", "orbax", "dummy")
 SCHEDULING_POLICIES = ("fcfs", "priority")
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 KV_CACHE_DTYPES = {"auto": None, "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
 KERNELS = ("auto", "reference", "mosaic", "triton")
@@ -299,6 +300,10 @@ class EngineConfig:
     kv_cache_dtype: str = setting(
         "auto", "dtype of the KV pool; auto: the parameters'; fp8 holds twice as many tokens as 16 bits, less exactly",
         group=MODEL, choices=tuple(KV_CACHE_DTYPES),
+    )  # fmt: skip
+    logprobs_mode: str = setting(
+        "raw_logprobs", "logprobs of samples: the model's own, or those after masks, penalties, temperature and "
+        "filters", group=MODEL, choices=LOGPROBS_MODES,
     )  # fmt: skip
     max_model_len: int | None = setting(
         None, "maximum tokens of a sequence, prompt and output", by="the model's", group=MODEL, low=2, unit="TOKENS"

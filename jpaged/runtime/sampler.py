@@ -46,7 +46,11 @@ class Sampling(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """Chosen tokens. Logprobs and ranks are of the model's own distribution, except for a beam's list."""
+    """Chosen tokens.
+
+    Logprobs and ranks are of the model's own distribution, except for a beam's list, or of the one that tokens are
+    drawn from.
+    """
 
     tokens: Array  # [S] int32
     logprobs: Array  # [S] float32; NaN where the logits are not finite
@@ -60,7 +64,9 @@ def count(state: SamplingState, sampling: Sampling) -> SamplingState:
     return count_tokens(state, sampling.rows, jnp.where(sampling.stateful, sampling.counted, -1))
 
 
-def sample(logits_sv: jax.Array, state: SamplingState, sampling: Sampling, num_top: int) -> Sampled:
+def sample(
+    logits_sv: jax.Array, state: SamplingState, sampling: Sampling, num_top: int, *, processed: bool = False
+) -> Sampled:
     """Return the next token of each row.
 
     The order is vLLM's: mask, bias, penalties, then greedy, or temperature, min-p, top-k, top-p and a draw. A row that
@@ -71,8 +77,12 @@ def sample(logits_sv: jax.Array, state: SamplingState, sampling: Sampling, num_t
         state: the result of `count`.
         sampling: arrays for S samples.
         num_top: K, static: the longest list of best tokens that a row may ask for; V if that is less.
+        processed: static: describe the distribution after masks, bias, penalties, temperature and filters, instead of
+            the model's own. That costs a search of the vocabulary for the rows with filters.
     """
     k = min(num_top, logits_sv.shape[1])
+    if processed:
+        return _sample_processed(logits_sv, state, sampling, k)
     lse_s = jax.nn.logsumexp(logits_sv, axis=-1)
     drawn_s, listed_s = sampling.temperature > 0, sampling.num_top > 0
     processed_s = sampling.masked | sampling.stateful
@@ -98,6 +108,22 @@ def sample(logits_sv: jax.Array, state: SamplingState, sampling: Sampling, num_t
         lambda: (_argmax(logits_sv), *_no_descriptions(len(logits_sv), k)),
     )
     return Sampled(tokens, _logprobs(logits_sv, tokens, lse_s), *described)
+
+
+def _sample_processed(logits_sv: jax.Array, state: SamplingState, sampling: Sampling, k: int) -> Sampled:
+    """Return the result of `sample` with the logprobs of the distribution that tokens are drawn from."""
+    lse_s = jax.nn.logsumexp(logits_sv, axis=-1)
+    x_sv = _process(logits_sv - jnp.where(sampling.beam, lse_s, 0)[:, None], state, sampling)
+    drawn_s = sampling.temperature > 0
+    kept_sv = _keep_likely(_cooled(x_sv, sampling.temperature), *sampling[1:4])
+    z_sv = jnp.where(drawn_s[:, None], kept_sv, x_sv)
+    tokens = jnp.where(drawn_s, _draw(x_sv, sampling), _argmax(x_sv))
+    # A beam's list is that of `sample`. A row that allows no token has no distribution.
+    is_offset_s = ~sampling.beam & (z_sv.max(-1) > -jnp.inf)
+    offset_s = jnp.where(is_offset_s, jax.nn.logsumexp(z_sv, axis=-1), 0)
+    logprobs = jnp.where(jnp.isfinite(lse_s), _at(z_sv, tokens) - offset_s, jnp.nan)
+    ranks = jnp.where(sampling.num_top > 0, _ranks(z_sv, tokens), 0)
+    return Sampled(tokens, logprobs, ranks, *_list_top(z_sv, offset_s, sampling.num_top, k))
 
 
 def token_logprobs(
@@ -179,6 +205,11 @@ def _process(x_sv: jax.Array, state: SamplingState, sampling: Sampling) -> jax.A
     return jnp.where(stateful, y_sv, x_sv)
 
 
+def _cooled(x_sv: jax.Array, temperature_s: jax.Array) -> jax.Array:
+    """Return logits over the temperature, where it is not 0."""
+    return x_sv / jnp.where(temperature_s > 0, temperature_s, 1)[:, None]
+
+
 def _draw(x_sv: jax.Array, sampling: Sampling) -> jax.Array:
     """Return tokens [S] int32 drawn from softmax(x / temperature) of the tokens that the filters keep.
 
@@ -186,7 +217,7 @@ def _draw(x_sv: jax.Array, sampling: Sampling) -> jax.Array:
     whole vocabulary is searched and given noise only if another row needs it, which changes no token of this one.
     """
     temperature_s, *filters = sampling[:4]
-    x_sv = x_sv / jnp.where(temperature_s > 0, temperature_s, 1)[:, None]
+    x_sv = _cooled(x_sv, temperature_s)
     drawn_s, filtered_s = temperature_s > 0, (filters[0] > 0) | (filters[1] < 1) | (filters[2] > 0)
     filtered_s &= drawn_s
 

@@ -53,6 +53,7 @@ class Step:
         cache: the layout of the pool.
         layouts: layouts of the batches of each bucket.
         placement: the places of all arrays. Results other than the pool are whole on every device.
+        processed_logprobs: whether the logprobs of samples are those after temperature, filters and the rest.
 
     Attributes:
         forward: (params, pool, last_tokens [R], buffer, bucket) -> (Computed, pool), the pool donated, the bucket
@@ -65,7 +66,7 @@ class Step:
 
     def __init__(
         self, graphdef: nnx.GraphDef[Any], treedef: jax.tree_util.PyTreeDef, cache: KVCache,
-        layouts: dict[Bucket, Layout], placement: Placement,
+        layouts: dict[Bucket, Layout], placement: Placement, *, processed_logprobs: bool = False,
     ):  # fmt: skip
         def merged(params: list[jax.Array]) -> Model:
             model: Model = nnx.merge(graphdef, jax.tree.unflatten(treedef, params))
@@ -89,7 +90,9 @@ class Step:
             rows_sf: jax.Array, bits: jax.Array,
         ) -> tuple[jax.Array, jax.Array, SamplingState, jax.Array]:  # fmt: skip
             sampling = sampling_of(rows_sf, bits)
-            sampled, state = sample_divided(merged(params).logits(x_sd), state, sampling, MAX_TOP, placement)
+            sampled, state = sample_divided(
+                merged(params).logits(x_sd), state, sampling, MAX_TOP, placement, processed=processed_logprobs
+            )
             at_s = jnp.where(sampling.rows < 0, len(last_tokens_r), sampling.rows)  # past the end: dropped
             return *_packed(sampled), state, last_tokens_r.at[at_s].set(sampled.tokens, mode="drop")
 

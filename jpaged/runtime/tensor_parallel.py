@@ -78,7 +78,13 @@ def divide_kernels(kernels: Kernels, placement: Placement) -> Kernels:
 
 
 def sample_divided(
-    logits_sv: jax.Array, state: SamplingState, sampling: Sampling, num_top: int, placement: Placement
+    logits_sv: jax.Array,
+    state: SamplingState,
+    sampling: Sampling,
+    num_top: int,
+    placement: Placement,
+    *,
+    processed: bool = False,
 ) -> tuple[Sampled, SamplingState]:
     """Count tokens as `count` does, and return the result of `sample`, whose rows are divided among the devices.
 
@@ -104,7 +110,7 @@ def sample_divided(
             logits_sv = lax.all_to_all(logits_sv, ALL, split_axis=0, concat_axis=1, tiled=True)
         else:
             logits_sv = own(logits_sv)
-        sampled = sample(logits_sv, state, jax.tree.map(own, sampling), num_top)
+        sampled = sample(logits_sv, state, jax.tree.map(own, sampling), num_top, processed=processed)
         return jax.tree.map(lambda x: x[:num_rows], _gathered(sampled) if size > 1 else sampled), state
 
     specs = (COLUMNS if placement.splits_vocab else WHOLE, WHOLE, WHOLE)

@@ -27,12 +27,12 @@ from jpaged.runtime.sampler import (
 from jpaged.runtime.sampling_state import SamplingState, empty_state, host_row
 
 
-def count_and_sample(logits, state, sampling, num_top):
+def count_and_sample(logits, state, sampling, num_top, processed=False):
     state = count(state, sampling)
-    return sample(logits, state, sampling, num_top), state
+    return sample(logits, state, sampling, num_top, processed=processed), state
 
 
-SAMPLE = jax.jit(count_and_sample, static_argnums=3)
+SAMPLE = jax.jit(count_and_sample, static_argnums=(3, 4))
 KEEP = jax.jit(_keep_likely)
 PROCESS = jax.jit(_process)
 V = 77  # no multiple of 32
@@ -361,6 +361,30 @@ def test_noise_is_that_of_the_whole_vocabulary():
 @given(st.lists(rows_of(ANYWHERE), min_size=6, max_size=6), st.integers(0, 2**32), st.sampled_from([K, V + 1]))
 def test_rows_of_every_kind_beside_each_other(rows, seed, num_top):
     check(rows, logits_of(seed, 6), exact=False, num_top=num_top)
+
+
+@settings(max_examples=60)
+@given(st.lists(rows_of(ON_THE_GRID), min_size=6, max_size=6), st.integers(0, 2**32))
+def test_processed_logprobs_are_those_of_the_distribution_that_tokens_are_drawn_from(rows, seed):
+    logits = logits_of(seed, 6, grid=True)
+    state, sampling = pack(rows)
+    own, _ = SAMPLE(logits, state, sampling, K)
+    got, _ = jax.tree.map(np.asarray, SAMPLE(logits, state, sampling, K, True))
+    np.testing.assert_array_equal(got.tokens, own.tokens)
+    for i, row in enumerate(rows):
+        x = process(logits[i], row)
+        if row.beam:
+            _check_list(row, x, got, i, by_id=False)
+            continue
+        if x.max() == -np.inf:
+            assert got.logprobs[i] == -np.inf
+            continue
+        with np.errstate(divide="ignore"):
+            logprobs = np.log(distribution(logits[i], row)) if row.temperature else log_softmax(x)
+        assert abs(got.logprobs[i] - logprobs[got.tokens[i]]) < 1e-4
+        assert got.ranks[i] == (1 + (logprobs > logprobs[got.tokens[i]] + 1e-9).sum() if row.num_top else 0)
+        listed = got.top_tokens[i][: row.num_top]
+        np.testing.assert_allclose(got.top_logprobs[i][: len(listed)], logprobs[listed], atol=1e-4)
 
 
 def outputs_only(x, row):

@@ -16,10 +16,12 @@ from jpaged.config import EngineConfig
 from jpaged.core.params import BeamSearchParams, InvalidParameter, SamplingParams, plain, shown
 from jpaged.core.request import Request, RequestOutput
 from jpaged.engine.build import load_engine
+from jpaged.engine.engine import InFlight, PauseMode
 from jpaged.engine.output import request_output
 from jpaged.models.base import Model
+from jpaged.runtime.parameters import ModuleArrays
 from jpaged.tokenizer import backend, encode, render_chat
-from jpaged.worker import Worker
+from jpaged.worker import POLL_S, Worker
 
 # A text, token ids (an array or a list), or {"prompt": text or "prompt_token_ids": ids, "cache_salt": text}.
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -35,7 +37,7 @@ class LLM:
 
     Args:
         model: "demo", a directory, a hub id, or a loaded module (`jpaged.models.base.Model`), whose arrays are used
-            without a copy.
+            without a copy. `generate` takes the module's new arrays, if it has some since the last call.
         tokenizer: replaces the model's own. A loaded module without this argument has no tokenizer, and then accepts
             and returns only token ids.
         progress: show progress bars while loading and compiling.
@@ -57,6 +59,7 @@ class LLM:
         self.engine, self.tokenizer, _ = load_engine(
             EngineConfig(model=name, **config), model=module, tokenizer=tokenizer, progress=progress
         )
+        self._module = None if module is None else ModuleArrays(module)
         self._grammars = self.engine.grammar_compiler()
         self._request_ids = itertools.count()
         self._worker = Worker()
@@ -101,6 +104,34 @@ class LLM:
     ) -> list[RequestOutput]:
         """Return the best continuations of each prompt, best first; arguments and results are those of `generate`."""
         return self.generate(prompts, params, use_tqdm=use_tqdm)
+
+    def score(
+        self, prompts: Prompt | Sequence[Prompt], completions: Prompt | Sequence[Prompt], *, use_tqdm: bool = False
+    ) -> list[list[float]]:
+        """Return the model's own logprob of each token of the completions, each after its prompt.
+
+        A prompt and its completion together must be shorter than `max_model_len`.
+
+        Args:
+            completions: one for each prompt. A text is encoded by itself, with the tokenizer's special tokens, if it
+                adds any: token ids are exact.
+
+        Raises:
+            InvalidParameter: the numbers differ, or the engine can't serve a sequence.
+        """
+        before = [self._read(prompt) for prompt in _prompts(prompts)]
+        after = [self._read(completion)[0] for completion in _prompts(completions)]
+        if len(before) != len(after):
+            raise InvalidParameter("completions", f"must be as many as prompts ({len(before)}), not {len(after)}")
+        wholes = [
+            {"prompt_token_ids": tokens + more, "cache_salt": salt} for (tokens, _, salt), more in zip(before, after)
+        ]
+        outputs = self.generate(wholes, SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=use_tqdm)
+        return [
+            [(output.prompt_logprobs or [])[i][token].logprob  # type: ignore[index]  # None for the first token only
+             for i, token in enumerate(more, len(tokens))]
+            for output, (tokens, _, _), more in zip(outputs, before, after)
+        ]  # fmt: skip
 
     def chat(
         self,
@@ -152,18 +183,36 @@ class LLM:
         """Forget all cached prefixes, once the calls before this one have ended."""
         self._worker.run(lambda stop: self.engine.reset_prefix_cache())
 
-    def update_params(self, state: Any) -> None:
-        """Serve other parameters of the same tree, shapes and dtypes, once the calls before this one have ended.
+    def update_params(self, source: Any, in_flight: InFlight = "recompute") -> None:
+        """Serve other parameters, with the arguments and errors of `Engine.update_params`.
 
-        Nothing is copied or compiled, and all cached prefixes are forgotten.
-
-        Args:
-            state: a module, its `nnx.State`, or nested dicts of arrays, on the device of the present parameters.
-
-        Raises:
-            ValueError: the parameters do not match; the message has the first difference, and nothing is changed.
+        A call of `generate` in another thread goes on with them after its present step, as `in_flight` says.
         """
-        self._worker.run(lambda stop: self.engine.update_params(state))
+        self._worker.interlude(lambda: self._update_params(source, in_flight))
+
+    def pause(self, mode: PauseMode = "keep") -> None:
+        """Let calls of `generate` wait until `resume`, with the modes and errors of `Engine.pause`.
+
+        A call whose requests are aborted returns them as far as they are.
+        """
+        self._worker.interlude(lambda: self.engine.pause(mode))
+
+    def resume(self) -> None:
+        """End a pause."""
+        self._worker.interlude(self.engine.resume)
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the memory of the KV pool and of the parameters, with the arguments and errors of `Engine.sleep`."""
+        self._worker.interlude(lambda: self.engine.sleep(level))
+
+    def wake_up(self, tags: Iterable[str] | None = None) -> None:
+        """Take back what `sleep` has freed, with the arguments and errors of `Engine.wake_up`."""
+        self._worker.interlude(lambda: self.engine.wake_up(tags))
+
+    def _update_params(self, source: Any, in_flight: InFlight = "recompute") -> None:
+        self.engine.update_params(source, in_flight)
+        if self._module:
+            self._module.mark()
 
     def _read(self, prompt: Any) -> tuple[list[int], str | None, str]:
         """Return a prompt's token ids, its text if it was given as text, and its cache salt."""
@@ -190,6 +239,10 @@ class LLM:
     ) -> list[RequestOutput]:
         """Run requests to their end, or until `stop`; afterwards the engine holds none of them."""
         requests: list[Request] = []
+        if self.engine.asleep:
+            raise RuntimeError(f"the engine is asleep ({', '.join(sorted(self.engine.asleep))}): call wake_up first")
+        if self._module and self._module.has_changed:
+            self._update_params(self._module.module)
         try:
             for job in jobs:
                 wanted = job.params.structured_outputs
@@ -215,7 +268,8 @@ class LLM:
     def _generate(self, requests: list[Request], stop: threading.Event, use_tqdm: bool) -> None:
         tokens = 0
         with tqdm(total=len(requests), desc="Generating", unit="request", disable=not use_tqdm) as bar:
-            while self.engine.has_work and not stop.is_set():
+            while self.engine.scheduler.has_work and not stop.is_set():
+                self._worker.run_interludes(0.0 if self.engine.has_work else POLL_S)
                 output = self.engine.step()
                 tokens += sum(len(delta.samples) for delta in output.deltas)
                 bar.update(len(output.ended))

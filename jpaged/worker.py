@@ -19,6 +19,7 @@ class Worker:
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._interludes: queue.SimpleQueue[_Call] = queue.SimpleQueue()
         threading.Thread(target=_run, args=(self._calls,), name="worker", daemon=True).start()
         weakref.finalize(self, self._calls.put, None)
 
@@ -28,14 +29,38 @@ class Worker:
         An interrupt of the caller sets `stop`, and is raised once the function has returned. A second interrupt is
         raised at once; later calls still wait for the function.
         """
-        call = _Call(function)
+        return self._finish(_Call(function), self._calls.put)
+
+    def interlude[T](self, function: Callable[[], T]) -> T:
+        """Run a function between two steps of the running call, or at once if none runs; otherwise as `run` does."""
+
+        def put(call: _Call) -> None:
+            self._interludes.put(call)
+            self._calls.put(_Call(lambda stop: self.run_interludes()))  # in case that no call takes it
+
+        return self._finish(_Call(lambda stop: function()), put)
+
+    def run_interludes(self, timeout: float = 0.0) -> None:
+        """Run the interludes that wait. A call does so on the thread between its steps.
+
+        Args:
+            timeout: seconds to wait for a first one.
+        """
         try:
-            self._calls.put(call)
+            while True:
+                self._interludes.get(timeout > 0, timeout or None)()
+                timeout = 0.0
+        except queue.Empty:
+            pass
+
+    def _finish[T](self, call: "_Call", put: "Callable[[_Call], None]") -> T:
+        try:
+            put(call)
             result, error = call.wait()
         except BaseException:
             call.stop.set()
             if call.begun:
-                self._calls.put(call)  # If the result was already taken, there will be another.
+                put(call)  # If the result was already taken, there will be another.
                 call.wait()
             raise
         if error is None:

@@ -15,6 +15,10 @@ from jpaged.core.params import BeamSearchParams, SamplingParams
 Pairs = tuple[tuple[int, int], ...]  # (source, destination)
 
 
+class ParamsDeleted(RuntimeError):
+    """A step failed because another owner of the parameters' memory has deleted them."""
+
+
 class Scheduled(NamedTuple):
     """Tokens [start, start + num_tokens) of a row's sequence.
 
@@ -107,11 +111,13 @@ class Sample(NamedTuple):
     """Token that the device chose, or token of the prompt.
 
     Attributes:
-        logprob: natural log of its probability under the model itself, before temperature and the rest; NaN if the
-            model's logits are not finite.
+        logprob: natural log of its probability under the model itself, before temperature and the rest (after them, if
+            the engine's `logprobs_mode` says so, except for tokens of the prompt); NaN if the model's logits are not
+            finite.
         rank: 1 for the model's most likely token; 0 if no logprobs were asked for.
         top_tokens: the most likely tokens, best first; for a beam, those that the search compares.
         top_logprobs: their logprobs.
+        version: number of parameter updates before the step that drew it.
     """
 
     token: int
@@ -119,6 +125,7 @@ class Sample(NamedTuple):
     rank: int = 0
     top_tokens: Series[int] = ()
     top_logprobs: Series[float] = ()
+    version: int = 0
 
 
 class StepResult(NamedTuple):

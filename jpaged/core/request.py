@@ -293,7 +293,12 @@ class Logprob:
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One finished sequence. `logprobs`, if asked for, holds {token id: Logprob} for each token."""
+    """One finished sequence.
+
+    Attributes:
+        logprobs: {token id: Logprob} for each token, if asked for.
+        versions: number of parameter updates before each token was drawn.
+    """
 
     index: int
     text: str
@@ -302,6 +307,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None
     finish_reason: str | None
     stop_reason: int | str | None
+    versions: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -654,8 +654,8 @@ class Scheduler:
 
         def sample_of(candidate: Candidate) -> Sample:
             _, beam, token, logprob, rank = candidate
-            *_, tokens, logprobs = samples[beam]
-            return Sample(token, logprob, rank, tokens[:wanted], logprobs[:wanted])
+            *_, tokens, logprobs, version = samples[beam]
+            return Sample(token, logprob, rank, tokens[:wanted], logprobs[:wanted], version)
 
         def end(candidate: Candidate) -> Sequence | None:
             parent = parents[candidate.beam]

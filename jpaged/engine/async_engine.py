@@ -7,16 +7,17 @@ import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from jpaged.core.params import BeamSearchParams, SamplingParams
+from jpaged.core.plan import ParamsDeleted
 from jpaged.core.request import OutputDelta, Request
 from jpaged.core.scheduler import Scheduler
-from jpaged.engine.engine import Engine, EngineStats, StepOutput
+from jpaged.engine.engine import Engine, EngineStats, InFlight, PauseMode, StepOutput
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +72,28 @@ class EngineClient(Protocol):
     async def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
 
-    async def update_params(self, state: Any, *, finish_started: bool = False) -> None:
+    async def update_params(self, source: Any, in_flight: InFlight = "recompute") -> None:
         """Serve other parameters."""
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        """Begin no step until `resume`."""
+
+    async def resume(self) -> None:
+        """End a pause."""
+
+    async def sleep(self, level: int = 1) -> None:
+        """Free the memory of the KV pool and of the parameters."""
+
+    async def wake_up(self, tags: Collection[str] | None = None) -> None:
+        """Take back what `sleep` has freed."""
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether no step begins until `resume`."""
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether no step begins until `wake_up`."""
 
 
 @dataclass
@@ -88,7 +109,7 @@ class _Stream:
     """Destination of the output of one call of `generate`."""
 
     loop: asyncio.AbstractEventLoop
-    parts: "asyncio.Queue[_Part | EngineDead]" = field(default_factory=asyncio.Queue)
+    parts: "asyncio.Queue[_Part | Exception]" = field(default_factory=asyncio.Queue)
 
 
 class AsyncEngine:
@@ -109,7 +130,7 @@ class AsyncEngine:
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         # Of each request, its stream and the index of its prompt; touched by the engine's thread alone.
         self._streams: dict[str, tuple[_Stream, int]] = {}
-        self._updates: list[Future[None]] = []  # parameter updates that wait for requests to end; likewise
+        self._waits: list[tuple[Callable[[], bool], Future[None]]] = []  # for conditions of the engine; likewise
         self._error: EngineDead | None = None
         self._lock = threading.Lock()  # between a last call and the engine's end
         self._stopping = False
@@ -141,18 +162,48 @@ class AsyncEngine:
         """Forget all cached prefixes."""
         await self.call(Engine.reset_prefix_cache)
 
-    async def update_params(self, state: Any, *, finish_started: bool = False) -> None:
+    async def update_params(self, source: Any, in_flight: InFlight = "recompute") -> None:
         """Serve other parameters, with the arguments and errors of `Engine.update_params`; return once in use."""
-        updated: Future[None] = Future()
+        await self._until(lambda: self._engine.update_params(source, in_flight), lambda: not self._engine.is_updating)
 
-        def update() -> None:
-            self._engine.update_params(state, finish_started=finish_started)
-            if updated.set_running_or_notify_cancel():
-                self._updates.append(updated)
-            self._tell_updated()
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        """Begin no step until `resume`, with the modes and errors of `Engine.pause`; return once that is so."""
+        await self._until(lambda: self._deliver(self._engine.pause(mode)), lambda: not self._engine.has_work)
 
-        await asyncio.wrap_future(self._submit(update))
-        await asyncio.wrap_future(updated)
+    async def resume(self) -> None:
+        """End a pause."""
+        await self.call(Engine.resume)
+
+    async def sleep(self, level: int = 1) -> None:
+        """Free the memory of the KV pool and of the parameters, as `Engine.sleep` does."""
+        await self.call(lambda engine: engine.sleep(level))
+
+    async def wake_up(self, tags: Collection[str] | None = None) -> None:
+        """Take back what `sleep` has freed, with the arguments and errors of `Engine.wake_up`."""
+        await self.call(lambda engine: engine.wake_up(tags))
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether no step begins until `resume`; any thread may ask."""
+        return self._engine.is_paused
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether no step begins until `wake_up`; any thread may ask."""
+        return bool(self._engine.asleep)
+
+    async def _until(self, call: Callable[[], Any], is_done: Callable[[], bool]) -> None:
+        """Run a call on the engine's thread, and return once a condition holds, which further steps may bring about."""
+        done: Future[None] = Future()
+
+        def begin() -> None:
+            call()
+            if done.set_running_or_notify_cancel():
+                self._waits.append((is_done, done))
+            self._tell_waits()
+
+        await asyncio.wrap_future(self._submit(begin))
+        await asyncio.wrap_future(done)
 
     @asynccontextmanager
     async def generate(
@@ -232,12 +283,27 @@ class AsyncEngine:
             while not self._stopping:
                 self._handle_calls()
                 if self._engine.has_work and not self._stopping:
-                    self._deliver(self._engine.step())
-                    self._tell_updated()
+                    self._step()
             self._die(EngineDead("the engine was stopped"))
         except BaseException as error:
             logger.exception("the engine has failed")
             self._die(EngineDead(f"the engine has failed: {error}"))
+
+    def _step(self) -> None:
+        try:
+            self._deliver(self._engine.step())
+        except ParamsDeleted as error:  # nothing can be computed, and the next parameters mend it
+            logger.error("%s", error)
+            self._fail_requests(error)
+        self._tell_waits()
+
+    def _fail_requests(self, error: Exception) -> None:
+        """End all requests with an error."""
+        _put({stream: error for stream, _ in self._streams.values()})
+        for name in self._streams:
+            if request := self._engine.abort(name):
+                self._tell_ended([request])
+        self._streams.clear()
 
     def _handle_calls(self) -> None:
         """Run the waiting calls; without other work, wait for one. Many calls are spread over several steps."""
@@ -271,11 +337,10 @@ class AsyncEngine:
             parts[stream].num_ended += 1
         _put(parts)
 
-    def _tell_updated(self) -> None:
-        if not self._engine.is_updating:
-            for future in self._updates:
-                future.set_result(None)
-            self._updates.clear()
+    def _tell_waits(self) -> None:
+        for is_done, future in [wait for wait in self._waits if wait[0]()]:
+            self._waits.remove((is_done, future))
+            future.set_result(None)
 
     def _tell_ended(self, requests: Iterable[Request]) -> None:
         for request in requests:
@@ -288,7 +353,7 @@ class AsyncEngine:
             self._error = error
         _put({stream: error for stream, _ in self._streams.values()})
         self._streams.clear()
-        for future in self._updates:
+        for _, future in self._waits:
             future.set_exception(error)
         while not self._calls.empty():
             item = self._calls.get()
@@ -305,7 +370,7 @@ async def _merged(stream: _Stream, num_prompts: int) -> AsyncIterator[Deltas]:
         while not stream.parts.empty():
             news.append(stream.parts.get_nowait())
         for part in news:
-            if isinstance(part, EngineDead):
+            if isinstance(part, Exception):
                 error = part
                 break
             deltas += part.deltas
@@ -316,7 +381,7 @@ async def _merged(stream: _Stream, num_prompts: int) -> AsyncIterator[Deltas]:
         raise error
 
 
-def _put(parts: Mapping[_Stream, _Part | EngineDead]) -> None:
+def _put(parts: Mapping[_Stream, _Part | Exception]) -> None:
     """Give streams their new output. Each event loop is woken once, however many of its streams get some."""
     for loop in {stream.loop for stream in parts}:
         ours = [(stream.parts, part) for stream, part in parts.items() if stream.loop is loop]
@@ -326,6 +391,6 @@ def _put(parts: Mapping[_Stream, _Part | EngineDead]) -> None:
             logger.debug("output for a closed event loop was dropped")
 
 
-def _put_all(items: "list[tuple[asyncio.Queue[_Part | EngineDead], _Part | EngineDead]]") -> None:
+def _put_all(items: "list[tuple[asyncio.Queue[_Part | Exception], _Part | Exception]]") -> None:
     for queue_of_stream, part in items:
         queue_of_stream.put_nowait(part)

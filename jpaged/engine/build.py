@@ -313,6 +313,18 @@ def _load_prepared(config: EngineConfig, prepared: Prepared, *, progress: bool) 
         )  # fmt: skip
 
 
+def load_params(prepared: Prepared, directory: Path) -> Model:
+    """Return a model with other parameters for a running engine, in its dtype and on its devices.
+
+    Raises:
+        OSError, ValueError: the directory does not hold parameters of this model.
+    """
+    return load_model(
+        directory, prepared.model, dtype=prepared.dtype, load_format="auto", seed=0, progress=False,
+        place=prepared.placement.of,
+    )  # fmt: skip
+
+
 def _start_runner(
     model: Model, config: EngineConfig, limits: Limits, kernels: Kernels | None, *, progress: bool
 ) -> tuple[ModelRunner, float]:

@@ -5,8 +5,8 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Callable, Collection, Iterable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args
 
 from tokenizers import Tokenizer
 
@@ -15,7 +15,7 @@ from jpaged.core.params import BeamSearchParams, InvalidParameter, SamplingParam
 from jpaged.core.plan import StepPlan, StepResult
 from jpaged.core.request import NON_FINITE, FinishReason, OutputDelta, Request, Sequence
 from jpaged.core.scheduler import Committed, Scheduler
-from jpaged.engine.output import newest_delta, whole_deltas
+from jpaged.engine.output import last_deltas, newest_delta, whole_deltas
 from jpaged.structured.compiler import GrammarCompiler
 from jpaged.structured.masks import Masks
 from jpaged.tokenizer import Detokenizer, tokenize_bad_words
@@ -33,6 +33,10 @@ class Pending(Protocol):
     def result(self) -> StepResult:
         """Wait for the step's tokens and return its result."""
 
+
+InFlight = Literal["recompute", "keep", "wait"]
+PauseMode = Literal["keep", "wait", "abort"]
+TAGS = frozenset(("weights", "kv_cache"))
 
 MakeMasks = Callable[[], Any]  # [M, ceil(V / 32)] uint32 of NumPy, for the M masked rows of a plan
 
@@ -55,7 +59,17 @@ class Runner(Protocol):
         """
 
     def update_params(self, state: Any) -> None:
-        """Serve other parameters from the next step on."""
+        """Serve other parameters from the next step on, also after `sleep`."""
+
+    def sleep(self, level: int) -> None:
+        """Let go of the pool and of the parameters: copied to the host's memory (1) or dropped (2)."""
+
+    def wake_up(self, tags: Collection[str]) -> None:
+        """Take back what `sleep` has let go of: "weights", "kv_cache" or both.
+
+        Raises:
+            ValueError: the parameters were dropped.
+        """
 
     def recover(self) -> None:
         """Make the runner usable after a step that raised an error. The content of all blocks and rows may be lost."""
@@ -135,11 +149,34 @@ class Engine:
         self._clock = clock
         self._in_flight: deque[tuple[StepPlan, float, Pending]] = deque()  # with the times of their dispatch
         self._next_params: Any = None  # once the requests that have started have ended
+        self._paused: PauseMode | None = None
+        self._asleep: frozenset[str] = frozenset()
 
     @property
     def has_work(self) -> bool:
-        """Whether there are requests or a parameter update to work on."""
+        """Whether a step would do anything: there are requests or a parameter update to work on, and no pause."""
+        if not self._may_begin:
+            return bool(self._in_flight)
         return self.scheduler.has_work or self.is_updating
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether no step begins until `resume`. Under "wait", that is so once the started requests have ended."""
+        return self._paused is not None and not (self._paused == "wait" and self.scheduler.has_started)
+
+    @property
+    def asleep(self) -> frozenset[str]:
+        """The parts that `sleep` has let go of, "weights" and "kv_cache". While there are any, no step begins."""
+        return self._asleep
+
+    @property
+    def _may_begin(self) -> bool:
+        return not (self.is_paused or self._asleep)
+
+    @property
+    def _has_room(self) -> bool:
+        """Whether another step may be dispatched now."""
+        return len(self._in_flight) < self._max_in_flight and self._may_begin
 
     @property
     def limits(self) -> Limits:
@@ -227,25 +264,91 @@ class Engine:
         """Drop all cached prefixes. Blocks that running requests have computed so far are never cached either."""
         self.scheduler.pool.reset_prefix_cache()
 
-    def update_params(self, state: Any, *, finish_started: bool = False) -> None:
-        """Serve other parameters of the same tree, shapes and dtypes. Nothing is copied or compiled.
+    def update_params(self, source: Any, in_flight: InFlight = "recompute") -> None:
+        """Serve other parameters of the same tree, shapes and dtypes.
 
-        No token after the update depends on the old parameters: all cached KV is forgotten, steps in flight are
-        dropped, and started requests are computed again from their tokens, which they keep.
+        Nothing is compiled, and arrays that lie as the engine's own are not copied. No KV of the old parameters is
+        found in the prefix cache afterwards. `Sample.version` says which update drew a token.
 
         Args:
-            state: an `nnx.Module`, an `nnx.State`, or nested dicts of arrays, on the engine's device.
-            finish_started: let the started requests end first, with the old parameters. Further steps do that, in which
-                no other request starts; `is_updating` is False once it is done. A later update replaces a waiting one.
+            source: an `nnx.Module`, an `nnx.State`, or nested dicts of arrays.
+            in_flight: what becomes of started requests. "recompute": steps in flight are dropped, and the requests are
+                computed again from their tokens, which they keep, so that every further token depends on the new
+                parameters only. "keep": the requests continue on the KV of the old parameters. "wait": they end first,
+                with the old parameters, in further steps, in which no other request starts; `is_updating` is False once
+                that is done. A later update replaces a waiting one.
 
         Raises:
             ValueError: the parameters do not match; the message has the first difference, and nothing is changed.
         """
-        self.runner.check_params(state)
-        if finish_started and self.scheduler.has_started:
-            self._next_params, self.scheduler.holds_new = state, True
+        _check_choice("in_flight", in_flight, InFlight)
+        self.runner.check_params(source)
+        if in_flight == "wait" and self.scheduler.has_started:
+            self._next_params, self.scheduler.holds_new = source, True
         else:
-            self._exchange(state)
+            self._exchange(source, keep=in_flight == "keep")
+
+    def pause(self, mode: PauseMode = "keep") -> StepOutput:
+        """Begin no step until `resume`. Requests can be added meanwhile and wait.
+
+        Args:
+            mode: "keep": running requests wait too, with their KV; `step` commits the steps in flight. "wait": they end
+                first, in further steps, in which no other request starts. "abort": all requests are ended.
+
+        Returns:
+            The last output of the requests that it has ended.
+
+        Raises:
+            ValueError: the mode is unknown.
+        """
+        _check_choice("pause: mode", mode, PauseMode)
+        self._paused, self.scheduler.holds_new = mode, self.is_updating or mode == "wait"
+        ended = list(self.scheduler.requests.values()) if mode == "abort" else []
+        deltas = []
+        for request in ended:
+            texts = [s.decoder.flush() if s.decoder and not s.finish_reason else "" for s in request.sequences]
+            self.abort(request.request_id)
+            deltas += last_deltas(request, texts)
+        return StepOutput(None, Committed(), deltas, ended)
+
+    def resume(self) -> None:
+        """End a pause."""
+        self._paused, self.scheduler.holds_new = None, self.is_updating
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the memory of the KV pool and of the parameters, and begin no step until `wake_up`.
+
+        Requests are kept, and computed again from their tokens afterwards. Only references are dropped: arrays that a
+        trainer holds too stay as they are.
+
+        Args:
+            level: 1: keep a copy of the parameters in the memory of the host. 2: keep none; `update_params` brings the
+                next ones, and counts as their awakening.
+
+        Raises:
+            ValueError: the level is unknown.
+        """
+        if level not in (1, 2):
+            raise ValueError(f"level: must be 1 (parameters on the host) or 2 (dropped), not {level!r}")
+        self._drop_steps()
+        self.runner.sleep(level)
+        self._asleep = TAGS
+
+    def wake_up(self, tags: Iterable[str] | None = None) -> None:
+        """Take back what `sleep` has freed. Nothing is compiled.
+
+        Args:
+            tags: "weights" (the parameters), "kv_cache", or both; None: both. Weights alone can be updated before the
+                pool takes its memory.
+
+        Raises:
+            ValueError: a tag is unknown, or the parameters were dropped and there are no new ones.
+        """
+        wanted = TAGS if tags is None else frozenset(tags)
+        if unknown := wanted - TAGS:
+            raise ValueError(f"tags: must be of {sorted(TAGS)}, not {sorted(unknown)}")
+        self.runner.wake_up(wanted & self._asleep)
+        self._asleep -= wanted
 
     def step(self) -> StepOutput:
         """Dispatch steps as far as they may overlap, and commit the oldest; without work, do nothing.
@@ -256,7 +359,7 @@ class Engine:
         try:
             if self.is_updating and not self.scheduler.has_started:
                 self._exchange(self._next_params)
-            while len(self._in_flight) < self._max_in_flight and (plan := self.scheduler.schedule()):
+            while self._has_room and (plan := self.scheduler.schedule()):
                 self._in_flight.append((plan, self._clock(), self.runner.dispatch(plan, self._make_masks(plan))))
             if not self._in_flight:
                 assert not self.has_work, "there is work, and none of it was scheduled"
@@ -297,11 +400,15 @@ class Engine:
             request.metrics.finished_ts = now
         return tuple(found)
 
-    def _exchange(self, state: Any) -> None:
-        """Start again with other parameters, which replace waiting ones."""
-        self._next_params, self.scheduler.holds_new = None, False
-        self._drop_steps()
-        self.runner.update_params(state)
+    def _exchange(self, source: Any, *, keep: bool = False) -> None:
+        """Start again with other parameters, which replace waiting ones, or keep the KV of running requests."""
+        self._next_params, self.scheduler.holds_new = None, self._paused == "wait"
+        if keep:
+            self.reset_prefix_cache()
+        else:
+            self._drop_steps()
+        self.runner.update_params(source)
+        self._asleep -= {"weights"}
 
     def _drop_steps(self) -> None:
         """Forget the steps in flight and the KV of all requests."""
@@ -341,6 +448,12 @@ class Engine:
             sequence.finish_reason, sequence.stop_reason = reason, stop_reason
         else:
             self.scheduler.finish(sequence, reason, stop_reason)
+
+
+def _check_choice(name: str, value: str, choices: Any) -> None:
+    """Raise a ValueError for a value that a Literal does not list."""
+    if value not in get_args(choices):
+        raise ValueError(f"{name}: must be one of {', '.join(map(repr, get_args(choices)))}, not {value!r}")
 
 
 def _ended_by_text(sequence: Sequence) -> bool:

@@ -21,6 +21,13 @@ def newest_delta(sequence: Sequence, text: str) -> OutputDelta:
     return _delta(sequence, sequence.index, text, [] if sequence.stop_reason == NON_FINITE else sequence.samples[-1:])
 
 
+def last_deltas(request: Request, texts: Iterable[str]) -> list[OutputDelta]:
+    """Return the ends of the outputs of a request that was aborted, with their last texts."""
+    if not request.streams:
+        return whole_deltas(request)
+    return [_delta(sequence, sequence.index, text, []) for sequence, text in zip(request.sequences, texts)]
+
+
 def whole_deltas(request: Request) -> list[OutputDelta]:
     """Return each output of a request that has ended, as one delta."""
     return [_delta(sequence, index, sequence.text, sequence.samples) for index, sequence in enumerate(request.outputs)]
@@ -49,6 +56,7 @@ def request_output(request: Request, tokenizer: Tokenizer | None) -> RequestOutp
             _logprobs(sequence.samples, tokenizer) if params.logprobs is not None else None,
             sequence.finish_reason,
             sequence.stop_reason,
+            [sample.version for sample in sequence.samples],
         )
         for index, sequence in enumerate(request.outputs)
     ]

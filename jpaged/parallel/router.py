@@ -1,13 +1,13 @@
 """Several engines of one process behind the interface of one: each prompt goes to the engine that knows its prefix."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from jpaged.core.params import BeamSearchParams, SamplingParams
 from jpaged.engine.async_engine import AsyncEngine, Deltas, EngineDead, QueueFull
-from jpaged.engine.engine import EngineStats
+from jpaged.engine.engine import EngineStats, InFlight, PauseMode
 from jpaged.parallel.prefix_table import PrefixTable
 
 
@@ -48,19 +48,51 @@ class Router:
     async def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes of all engines."""
         await self._all(AsyncEngine.reset_prefix_cache)
-        for number in range(len(self._engines)):
-            self._table.forget(number)
+        self._forget_prefixes()
 
-    async def update_params(self, state: Any, *, finish_started: bool = False) -> None:
+    async def update_params(self, source: Any, in_flight: InFlight = "recompute") -> None:
         """Serve other parameters in all engines, with the arguments and errors of `Engine.update_params`.
 
         Args:
-            state: one state for each engine, on its devices, in the order of the engines.
+            source: a source for all engines, each of which copies it to its own devices, or a list with one for each.
         """
-        if not isinstance(state, Sequence) or len(state) != len(self._engines):
-            raise ValueError(f"params: must be a list of {len(self._engines)} states, one for each engine")
-        states = dict(zip(self._engines, state))
-        await self._all(lambda engine: engine.update_params(states[engine], finish_started=finish_started))
+        sources = source if isinstance(source, list) else [source] * len(self._engines)
+        if len(sources) != len(self._engines):
+            raise ValueError(f"params: must be a list of {len(self._engines)} sources, one for each engine")
+        of = dict(zip(self._engines, sources))
+        await self._all(lambda engine: engine.update_params(of[engine], in_flight))
+        self._forget_prefixes()
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        """Begin no step in any engine until `resume`."""
+        await self._all(lambda engine: engine.pause(mode))
+
+    async def resume(self) -> None:
+        """End a pause of all engines."""
+        await self._all(AsyncEngine.resume)
+
+    async def sleep(self, level: int = 1) -> None:
+        """Free the memory of all KV pools and parameters."""
+        await self._all(lambda engine: engine.sleep(level))
+        self._forget_prefixes()
+
+    async def wake_up(self, tags: Collection[str] | None = None) -> None:
+        """Take back what `sleep` has freed."""
+        await self._all(lambda engine: engine.wake_up(tags))
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether no engine begins a step until `resume`."""
+        return all(engine.is_paused for engine in self._engines)
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether no engine begins a step until `wake_up`."""
+        return all(engine.is_asleep for engine in self._engines)
+
+    def _forget_prefixes(self) -> None:
+        for number in range(len(self._engines)):
+            self._table.forget(number)
 
     @asynccontextmanager
     async def generate(

@@ -59,12 +59,17 @@ class BlockStore:
         self.pool = self.host.swap_in(self.pool, [(i, 0) for i in range(count)])
         return self.pool
 
+    def drop(self) -> None:
+        """Let go of all blocks, until `recover`."""
+        self.pool = []
+        self.host.clear()
+
     def recover(self) -> None:
-        """Allocate the pool again, empty, if a failed step has lost it, and drop the blocks on the host.
+        """Allocate the pool again, empty, if it was dropped or a failed step has lost it; drop the blocks on the host.
 
         An error of the allocation is passed on; the call can then be repeated.
         """
-        if not usable(self.pool):
+        if not (self.pool and usable(self.pool)):
             for array in self.pool:
                 array.delete()  # The new pool may need the memory of the old one.
             self.pool = self.cache.allocate(self.num_blocks, self._placement.pool)

@@ -46,9 +46,13 @@ class DeviceRows:
             self._copy_rows([(-1, -1)] * size)
         self._write_row(-1, *host_row(self._vocab_size, [], []))
 
+    def drop(self) -> None:
+        """Let go of the sampler's state, until `recover`."""
+        self.state = None
+
     def recover(self) -> None:
-        """Allocate lost arrays of a failed step again, empty."""
-        if not usable(self.state):
+        """Allocate the state again, empty, if it was dropped or a failed step has lost it."""
+        if self.state is None or not usable(self.state):
             self.state = self._empty_state()
         if not usable([self.last_tokens]):
             self.last_tokens = self._no_tokens()

@@ -4,7 +4,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ from jpaged.runtime.device_rows import DeviceRows
 from jpaged.runtime.kernel_choice import select_kernels
 from jpaged.runtime.kv_cache import KVCache
 from jpaged.runtime.memory import available_memory, check_override, explain_exhaustion, pool_size
-from jpaged.runtime.parameters import checked, described, explain_deletion
+from jpaged.runtime.parameters import check, described, explain_deletion, placed
 from jpaged.runtime.pending import PendingStep
 from jpaged.runtime.placement import Placement, devices_of
 from jpaged.runtime.row_table import RowTable
@@ -53,6 +53,7 @@ class ModelRunner:
         rows: the rows of running sequences.
         blocks: the KV pool, and its moves.
         costs: costs of steps of the shapes that doubling gives; set by `warm_up`.
+        params_version: number of parameter updates so far.
     """
 
     def __init__(self, model: Model, config: EngineConfig, limits: Limits, kernels: Kernels | None = None):
@@ -60,7 +61,9 @@ class ModelRunner:
         leaves, treedef = jax.tree.flatten(state)
         self.placement = Placement.on(devices_of(leaves), model.config)
         self._expected = described(state, self.placement)
-        self.params = checked(state, self._expected)
+        self.params = placed(state, self._expected)
+        self.params_version = 0
+        self._on_host: list[jax.Array] = []  # the parameters of a sleeping runner
         llama, dtype = model.config, str(self.params[0].dtype)
         self.vocab_size = llama.vocab_size
         self.kernels = kernels or select_kernels(config, llama, limits.block_size, dtype, self.placement)
@@ -77,7 +80,10 @@ class ModelRunner:
             check_override(config.num_gpu_blocks_override, block_bytes, available_memory(devices))
         table_width = -(-limits.max_model_len // limits.block_size)
         self.shapes = Shapes(Buckets(limits), table_width, llama.vocab_size, self.placement)
-        self.step = Step(graphdef, treedef, cache, self.shapes.layouts, self.placement)
+        self.step = Step(
+            graphdef, treedef, cache, self.shapes.layouts, self.placement,
+            processed_logprobs=config.logprobs_mode == "processed_logprobs",
+        )  # fmt: skip
         copy_sizes = ladder(8, max(8, limits.max_num_seqs), 4)
         table = RowTable(limits.max_num_seqs, table_width, limits.block_size)
         self.rows = DeviceRows(table, llama.vocab_size, copy_sizes, self.placement)
@@ -156,7 +162,7 @@ class ModelRunner:
                 part of the step is dispatched.
 
         Raises:
-            RuntimeError: the arrays of the parameters were deleted.
+            ParamsDeleted: the arrays of the parameters were deleted.
         """
         with explain_deletion(self.params):
             return self._dispatch(plan, make_masks)
@@ -167,12 +173,13 @@ class ModelRunner:
         Raises:
             ValueError: `update_params` would reject them; the message has the first difference.
         """
-        checked(state, self._expected)
+        check(state, self._expected)
 
     def update_params(self, state: Any) -> None:
         """Serve other parameters of the same tree, shapes and dtypes, from the next step on.
 
-        Nothing is copied or compiled. The KV in the pool belongs to the old parameters.
+        Nothing is compiled, and only arrays that lie elsewhere are copied. The KV in the pool belongs to the old
+        parameters.
 
         Args:
             state: an `nnx.Module`, an `nnx.State`, or nested dicts of arrays.
@@ -180,7 +187,40 @@ class ModelRunner:
         Raises:
             ValueError: the parameters do not match; the message has the first difference, and nothing is changed.
         """
-        self.params = checked(state, self._expected)
+        self.params, self._on_host = placed(state, self._expected), []
+        self.params_version += 1
+
+    def sleep(self, level: int) -> None:
+        """Let go of the pool, the sampler's state and the parameters. Arrays that others hold stay as they are.
+
+        Args:
+            level: 1: copy the parameters to the host's memory; 2: drop them, until `update_params`.
+        """
+        if level == 1 and self.params:
+            kind = "pinned_host"
+            host = jax.device_put(self.params, [array.sharding.with_memory_kind(kind) for array in self.params])
+            self._on_host = jax.block_until_ready(host)
+        elif level == 2:
+            self._on_host = []
+        self.params = []
+        self.blocks.drop()
+        self.rows.drop()
+
+    def wake_up(self, tags: Collection[str]) -> None:
+        """Take back the parameters ("weights") or allocate the pool and the sampler's state ("kv_cache").
+
+        Raises:
+            ValueError: there are no parameters to take back.
+        """
+        if "weights" in tags and not self.params:
+            if not self._on_host:
+                raise ValueError("wake_up: the parameters were dropped (level 2); pass new ones to update_params")
+            shardings = [leaf.sharding for leaf in self._expected.values()]
+            self.params, self._on_host = jax.device_put(self._on_host, shardings), []
+        if "kv_cache" in tags:
+            with self._exhaustion():
+                self.blocks.recover()
+                self.rows.recover()
 
     def recover(self) -> None:
         """Allocate the KV pool and the rows again, empty, if a failed step has lost them.
@@ -209,7 +249,7 @@ class ModelRunner:
         if computed.x_td is not None and (targets >= 0).any():
             prompt = self.step.score(self.params, computed.x_td, computed.targets_t)
         prompt_top = [table.prompt_top[row] for row, *_ in plan.rows] if prompt else []
-        return PendingStep(plan, chosen, listed, made.num_top, prompt, targets, prompt_top)
+        return PendingStep(plan, chosen, listed, made.num_top, prompt, targets, prompt_top, version=self.params_version)
 
     def _forward(self, buffer: jax.Array, bucket: Bucket) -> Computed:
         """Dispatch the model's part of a step."""

@@ -155,18 +155,19 @@ async def test_parameters_are_given_to_each_engine():
         given = []
         for index, engine in enumerate(lab.engines):
 
-            async def update(state, *, finish_started, index=index):
-                given.append((index, state, finish_started))
+            async def update(source, in_flight, index=index):
+                given.append((index, source, in_flight))
 
             engine.update_params = update
-        await lab.router.update_params(["a", "b"], finish_started=True)
-        assert sorted(given) == [(0, "a", True), (1, "b", True)]
-        with pytest.raises(ValueError, match=r"^params: must be a list of 2 states, one for each engine$"):
-            await lab.router.update_params("a")
+        await lab.router.update_params(["a", "b"], "wait")
+        assert sorted(given) == [(0, "a", "wait"), (1, "b", "wait")]
+        with pytest.raises(ValueError, match=r"^params: must be a list of 2 sources, one for each engine$"):
+            await lab.router.update_params(["a"])
         await lab.engines[0].stop()
         given.clear()
         await lab.router.update_params(["a", "b"])
-        assert given == [(1, "b", False)], "an engine that has ended keeps its place in the list"
+        await lab.router.update_params("c")
+        assert given == [(1, "b", "recompute"), (1, "c", "recompute")], "an ended engine keeps its place in the list"
         await lab.engines[1].stop()
         with pytest.raises(EngineDead):
             await lab.router.reset_prefix_cache()

@@ -12,7 +12,7 @@ from flax import nnx
 
 from jpaged import LLM, BeamSearchParams, ModelConfig, SamplingParams
 from jpaged.config import EngineConfig, Limits
-from jpaged.core.plan import Admitted, Scheduled, StepPlan, StepResult
+from jpaged.core.plan import Admitted, ParamsDeleted, Scheduled, StepPlan, StepResult
 from jpaged.engine import build
 from jpaged.models.checkpoint import abstract_model, dummy_model
 from jpaged.runtime import kernel_choice, memory
@@ -421,7 +421,7 @@ def test_deleted_parameters_are_named():
     )
     runner.params[3].delete()
     admitted = Admitted(0, (5, 0), 2, SamplingParams(), 0, (1,))
-    with pytest.raises(RuntimeError, match=r"^params: .* were deleted, .* update_params$"):
+    with pytest.raises(ParamsDeleted, match=r"^params: .* were deleted, .* without donation$"):
         runner.dispatch(StepPlan((Scheduled(0, 0, 2, 1),), admitted=(admitted,)))
 
 

@@ -14,6 +14,7 @@ step; later starts load them from ~/.cache/jpaged.
 import argparse
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import socket
@@ -88,6 +89,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--ray", action="store_true", help="serve with Ray Serve: needs the extra jpaged[ray]")
     add("--replicas", metavar="N",
         help="number of engines behind one address, or MIN:MAX to follow the load; needs --ray (default: 1)",
+    )  # fmt: skip
+
+    add = parser.add_argument_group("trainers").add_argument
+    add("--enable-weight-updates", action="store_true",
+        help="serve /pause, /resume, /update_weights, /sleep and /wake_up to clients with an API key",
     )  # fmt: skip
 
     add = parser.add_argument_group("chat").add_argument
@@ -167,6 +173,7 @@ def _serve(
             followers = stack.enter_context(leading(nodes, engine_config))
             from jpaged.engine.build import (  # jax takes seconds to load: not for --help, nor for a bad flag
                 load_engine,
+                load_params,
                 on_further_devices,
                 prepare,
             )
@@ -190,6 +197,7 @@ def _serve(
                 "model_type": prepared.model.model_type, "architectures": [prepared.model.architecture],
                 "vocab_size": prepared.model.vocab_size, "tp_size": prepared.placement.size,
             },
+            load_params=functools.partial(load_params, prepared) if config.enable_weight_updates else None,
         )  # fmt: skip
         asyncio.run(serve(service, sockets, tls))
 
@@ -235,7 +243,8 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
     only_loopback = is_loopback(args.host) and not (keys or args.uds)
     return ServerConfig(
         api_keys=tuple(keys), chat_template=args.chat_template.read_text() if args.chat_template else None,
-        trust_request_chat_template=args.trust_request_chat_template, max_queue=args.max_queue,
+        trust_request_chat_template=args.trust_request_chat_template,
+        enable_weight_updates=args.enable_weight_updates, max_queue=args.max_queue,
         max_body_size=None if args.max_body_size is None else int(args.max_body_size * 2**20),
         request_timeout=args.request_timeout, drain_timeout=args.drain_timeout,
         allowed_origins=_origins(args.allowed_origins),

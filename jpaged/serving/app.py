@@ -7,7 +7,7 @@ from typing import Any
 
 from aiohttp import HttpVersion11, web
 
-from jpaged.serving import prepare
+from jpaged.serving import control, prepare
 from jpaged.serving.codec import dumps_long
 from jpaged.serving.generate import chat_completion, completion, respond
 from jpaged.serving.info import model_info, server_info
@@ -52,6 +52,8 @@ def make_app(service: Service) -> web.Application:
         *static.routes(),
         *feed.routes(service.engine, service.sample_pool, service.recorder),
     ]
+    if service.config.enable_weight_updates:
+        routes += control.routes()
     for route in routes:
         route.kwargs["expect_handler"] = _expect
     app.add_routes(routes)

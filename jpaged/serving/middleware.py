@@ -14,6 +14,7 @@ from typing import Any
 from aiohttp import web
 
 from jpaged.core.params import InvalidParameter
+from jpaged.core.plan import ParamsDeleted
 from jpaged.engine.async_engine import EngineDead, QueueFull
 from jpaged.serving.origins import check_origin
 from jpaged.serving.protocol import ApiError
@@ -88,7 +89,7 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(400, str(error), error.field, code=error.code)
         case QueueFull():
             return ApiError(503, str(error), code="queue_full", retry_after=1)
-        case EngineDead():
+        case EngineDead() | ParamsDeleted():
             return ApiError(503, str(error))
         case web.HTTPException():
             return ApiError(error.status, error.reason)

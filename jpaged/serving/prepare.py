@@ -7,9 +7,11 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from jpaged.core.params import ContextLengthExceeded, InvalidParameter, StructuredOutputsParams
+from jpaged.engine.engine import InFlight
 from jpaged.serving.answer import Prompt
 from jpaged.serving.protocol import (
     ApiError,
@@ -21,6 +23,7 @@ from jpaged.serving.protocol import (
     Params,
     TokenizeChatRequest,
     TokenizeCompletionRequest,
+    UpdateWeightsRequest,
     parse,
 )
 from jpaged.serving.service import Service
@@ -107,6 +110,20 @@ def tokenize(service: Service, data: bytes) -> dict[str, Any]:
     texts = [id_to_token(token) for token in tokens] if body.return_token_strs else None
     counts = {"count": len(tokens), "max_model_len": service.max_model_len}
     return counts | {"tokens": tokens, "token_strs": texts}
+
+
+def load_weights(service: Service, data: bytes) -> tuple[Any, InFlight]:
+    """Return the parameters that a body of `/update_weights` names, and its way for requests in flight.
+
+    Raises:
+        ApiError: 400 if the directory holds no parameters of this model.
+    """
+    body = parse(UpdateWeightsRequest, data)
+    assert service.load_params is not None
+    try:
+        return service.load_params(Path(body.path)), body.in_flight
+    except (OSError, ValueError) as error:
+        raise ApiError(400, f"path: {error}", "path") from error
 
 
 def detokenize(service: Service, data: bytes) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from jpaged.core.params import (
     StructuredOutputsParams,
     shown,
 )
+from jpaged.engine.engine import InFlight
 from jpaged.serving.codec import loads
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -584,6 +585,18 @@ class DetokenizeRequest(_Strict):
 
     model: str | None = None
     tokens: Items[int]
+
+
+class UpdateWeightsRequest(_Strict):
+    """Body of `/update_weights`.
+
+    Attributes:
+        path: directory on the server's machine with the parameters, as safetensors or in Orbax's format.
+        in_flight: what becomes of started requests, as in `Engine.update_params`.
+    """
+
+    path: str = Field(min_length=1)
+    in_flight: InFlight = "recompute"
 
 
 PROBLEM_CODES = {"extra_forbidden": "unknown_parameter", "missing": "missing_required_parameter"}

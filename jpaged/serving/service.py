@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -41,6 +42,7 @@ class ServerConfig:
         allowed_hosts: host names of the server in requests, in addition to those of the loopback interface; None: all.
         root_path: path of a proxy in front, such as "/llm": every route is served under it, too.
         aliases: names of the model in requests; responses have the first.
+        enable_weight_updates: serve the routes with which a trainer pauses the engine and exchanges its parameters.
     """
 
     api_keys: tuple[str, ...] = ()
@@ -54,6 +56,7 @@ class ServerConfig:
     allowed_hosts: tuple[str, ...] | None = None
     root_path: str = ""
     aliases: tuple[str, ...] = ()
+    enable_weight_updates: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_queue", "max_body_size"):
@@ -64,6 +67,8 @@ class ServerConfig:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name}: must be above 0, not {value}")
+        if self.enable_weight_updates and not self.api_keys:
+            raise ValueError("enable_weight_updates: needs an API key, because a client could exchange the model")
         if not all(self.api_keys):
             raise ValueError("api_keys: must not hold an empty one")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
@@ -88,6 +93,7 @@ class Service:
         grammars: compiler of structured outputs; None without a tokenizer.
         sample_pool: return the pool and its requests at one moment, for the page's map.
         model_facts: further facts for `/model_info`.
+        load_params: return the parameters of a directory; set if `config.enable_weight_updates`.
         untrusted_templates: renders the chat templates of requests; None if they are not accepted.
         draining: finish running requests and reject new ones.
         in_flight: generating requests, each by its task.
@@ -105,6 +111,7 @@ class Service:
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     tool_format: ToolFormat | None = None
     model_facts: Mapping[str, Any] = field(default_factory=dict)
+    load_params: Callable[[Path], Any] | None = None
     untrusted_templates: TemplateProcess | None = None
     config: ServerConfig = field(default_factory=ServerConfig)
     draining: bool = False
@@ -156,11 +163,13 @@ def make_service(
     sampling_defaults: Mapping[str, Any] | None = None,
     tool_format: ToolFormat | None = None,
     model_facts: Mapping[str, Any] | None = None,
+    load_params: Callable[[Path], Any] | None = None,
 ) -> Service:
     """Return a service around engines of the same model, which then belong to it. The page shows the first one's pool.
 
     Args:
         model_facts: further facts for `/model_info`.
+        load_params: return the parameters of a directory, for `config.enable_weight_updates`.
     """
     first, takes_templates = engines[0], config.trust_request_chat_template and tokenizer is not None
     recorder, metrics = Recorder(), Metrics(model_name, [engine.stats for engine in engines])
@@ -175,6 +184,6 @@ def make_service(
         first.limits.max_model_len, Vocabulary(backend(tokenizer) if tokenizer else None),
         recorder, metrics, first.grammar_compiler(),
         lambda: clients[0].call(lambda engine: snapshot(engine.scheduler, recorder)), sampling_defaults or {},
-        tool_format, sizes | dict(model_facts or {}),
+        tool_format, sizes | dict(model_facts or {}), load_params,
         TemplateProcess(tokenizer.special_tokens_map) if takes_templates else None, config,
     )  # fmt: skip

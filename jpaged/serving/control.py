@@ -1,0 +1,108 @@
+"""Routes for a trainer in another process: pause, new parameters, sleep. They exist only if they are enabled."""
+
+from collections.abc import Collection
+from typing import Any, get_args
+
+from aiohttp import web
+
+from jpaged.engine.engine import TAGS, PauseMode
+from jpaged.serving.prepare import load_weights
+from jpaged.serving.protocol import ApiError
+from jpaged.serving.service import SERVICE, Service
+
+FLAGS = {"true": True, "1": True, "false": False, "0": False}
+
+
+def routes() -> list[web.RouteDef]:
+    """Return the routes; their names and parameters are vLLM's, except for `/update_weights`."""
+    return [
+        web.post("/pause", pause),
+        web.post("/resume", resume),
+        web.get("/is_paused", is_paused),
+        web.post("/update_weights", update_weights),
+        web.post("/sleep", sleep),
+        web.post("/wake_up", wake_up),
+        web.get("/is_sleeping", is_sleeping),
+    ]
+
+
+async def pause(request: web.Request) -> web.Response:
+    """Begin no step until `/resume`; running requests are aborted, end first, or wait."""
+    service, query = _query(request, {"mode", "clear_cache"})
+    mode = _choice("mode", query.get("mode", ["abort"]), get_args(PauseMode))
+    clear = FLAGS[_choice("clear_cache", query.get("clear_cache", ["true"]), FLAGS)]
+    await service.engine.pause(mode)
+    if clear:
+        await service.engine.reset_prefix_cache()
+    return web.json_response({"status": "paused"})
+
+
+async def resume(request: web.Request) -> web.Response:
+    """End a pause."""
+    service, _ = _query(request, set())
+    await service.engine.resume()
+    return web.json_response({"status": "resumed"})
+
+
+async def is_paused(request: web.Request) -> web.Response:
+    """Return whether no step begins until `/resume`."""
+    return web.json_response({"is_paused": request.app[SERVICE].engine.is_paused})
+
+
+async def update_weights(request: web.Request) -> web.Response:
+    """Load parameters from a directory of the server's machine, and serve them."""
+    service, _ = _query(request, set())
+    data = await request.read()
+    source, in_flight = await service.run(lambda: load_weights(service, data), service.max_body_size)
+    try:
+        await service.engine.update_params(source, in_flight)
+    except ValueError as error:
+        raise ApiError(400, str(error), "path") from error
+    return web.json_response({"status": "updated"})
+
+
+async def sleep(request: web.Request) -> web.Response:
+    """Free the memory of the KV pool and of the parameters."""
+    service, query = _query(request, {"level"})
+    await service.engine.sleep(int(_choice("level", query.get("level", ["1"]), ("1", "2"))))
+    return web.json_response({"status": "asleep"})
+
+
+async def wake_up(request: web.Request) -> web.Response:
+    """Take back what `/sleep` has freed."""
+    service, query = _query(request, {"tags"})
+    tags = query.get("tags")
+    for tag in tags or ():
+        _choice("tags", [tag], sorted(TAGS))
+    try:
+        await service.engine.wake_up(tags)
+    except ValueError as error:
+        raise ApiError(400, str(error), "tags") from error
+    return web.json_response({"status": "awake" if not service.engine.is_asleep else "asleep"})
+
+
+async def is_sleeping(request: web.Request) -> web.Response:
+    """Return whether no step begins until `/wake_up`."""
+    return web.json_response({"is_sleeping": request.app[SERVICE].engine.is_asleep})
+
+
+def _query(request: web.Request, known: set[str]) -> tuple[Service, dict[str, list[str]]]:
+    """Return the service, and the values of each parameter of the URL.
+
+    Raises:
+        ApiError: 400 for an unknown parameter.
+    """
+    if unknown := sorted(request.query.keys() - known):
+        raise ApiError(400, f"{unknown[0]}: is not a parameter of {request.path}", unknown[0])
+    return request.app[SERVICE], {name: request.query.getall(name) for name in request.query}
+
+
+def _choice(name: str, values: list[str], choices: Collection[str]) -> Any:
+    """Return the one value of a parameter.
+
+    Raises:
+        ApiError: 400 if it is none of the choices, or there are several.
+    """
+    if len(values) != 1 or values[0] not in choices:
+        raise ApiError(400, f"{name}: must be one of {', '.join(choices)}, not {', '.join(values)}", name)
+    return values[0]

@@ -1,6 +1,6 @@
 # make serve [ARGS="--port 8123 --model DIR"]   make test [ARGS="-k scheduler"]   make format   make clean
 # make test-fast leaves out servers, commands, whole engines and GPU compilers; make test-deep runs the exhaustive tests.
-# make test-ray installs Ray and tests `jpaged serve --ray`.
+# make test-ray installs Ray and tests `jpaged serve --ray`; make test-tunix installs Tunix and runs its learner.
 # make docs: build the API reference into build/api
 # make bench: the paper's evaluation on this machine and in the simulator, 20 minutes; writes docs/benchmarks.md
 # make mutate [ARGS="jpaged/core/beam.py"] counts the small changes of a module that its quick tests notice.
@@ -13,7 +13,7 @@ SERVE_EXTRAS := $(if $(NVIDIA),[cuda],)
 # Without an NVIDIA driver jax should not look for one.
 CPU := $(if $(NVIDIA),,JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu})
 
-.PHONY: serve test test-fast test-deep test-ray lint docs bench mutate format clean
+.PHONY: serve test test-fast test-deep test-ray test-tunix lint docs bench mutate format clean
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/serve.done
@@ -35,6 +35,10 @@ test-deep: $(VENV)/test.done
 test-ray: $(VENV)/test.done
 	$(BIN)/python -m pip install --no-compile --disable-pip-version-check -e ".[ray]"
 	$(BIN)/python -m pytest tests/parallel/test_ray.py -v $(ARGS)
+
+test-tunix: $(VENV)/test.done
+	$(BIN)/python -m pip install --no-compile --disable-pip-version-check -e ".[tunix]"
+	$(BIN)/python -m pytest tests/test_examples.py -k tunix -v $(ARGS)
 
 lint: $(VENV)/test.done
 	$(BIN)/ruff check .

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import runpy
+import statistics
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,42 @@ def test_client(capsys):
     with ServerProcess(*SMALL, program=(*PROGRAM, "serve")) as server:
         story, brace, person = "\n".join(lines_of("client.py", capsys, server.url)).partition("{")
     assert len(story.split()) > 10 and json.loads(brace + person).keys() == {"name", "age"}
+
+
+def test_grpo(tmp_path):
+    with few_shapes():
+        history = runpy.run_path(str(EXAMPLES / "grpo.py"))["main"]("2", str(tmp_path / "grpo.png"))
+    assert len(history) == 2 and all(0 <= reward <= 1 and mismatch < 1e-5 for reward, mismatch, *_ in history)
+    assert (tmp_path / "grpo.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.deep
+def test_grpo_raises_the_reward_and_the_logprobs_agree():
+    with few_shapes():
+        history = runpy.run_path(str(EXAMPLES / "grpo.py"))["main"]("40")
+    rewards, mismatches, _, _, updates = zip(*history)
+    assert sum(rewards[:3]) / 3 < 0.3 and sum(rewards[-3:]) / 3 > 0.9
+    assert max(mismatches) <= 1e-5 and statistics.median(updates) < 5e-3
+
+
+def test_best_of_n(capsys):
+    with few_shapes():
+        lines = lines_of("best_of_n.py", capsys)
+    scores = [float(line.split()[1].rstrip(":")) for line in lines if line.startswith("  ")]
+    assert len(lines) == 6 and scores[0] > scores[1] and scores[2] > scores[3]
+
+
+def test_grpo_tunix():
+    pytest.importorskip("tunix", reason="tunix is not installed: make test-tunix")
+    rewards = runpy.run_path(str(EXAMPLES / "grpo_tunix.py"))["main"]("2")
+    assert len(rewards) == 2 and all(0 <= reward <= 1 for reward in rewards)
+
+
+@pytest.mark.deep
+def test_grpo_tunix_raises_the_reward():
+    pytest.importorskip("tunix", reason="tunix is not installed: make test-tunix")
+    rewards = runpy.run_path(str(EXAMPLES / "grpo_tunix.py"))["main"]("40")
+    assert sum(rewards[:3]) / 3 < 0.3 and sum(rewards[-3:]) / 3 > 0.9
 
 
 def test_every_example_is_run():

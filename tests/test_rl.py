@@ -1,0 +1,120 @@
+"""Rollouts for trainers: arrays, scores, the trainer's own forward pass, and GRPO."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jpaged import LLM, InvalidParameter, SamplingParams
+from jpaged.models.checkpoint import dummy_model
+from jpaged.rl import RolloutWorker, group_advantages
+from jpaged.rl.causal import token_logprobs
+from tests.few_shapes import few_shapes
+from tests.runtime.test_runner import LIMITS, LLAMA, Compilations
+
+SETTINGS = {"block_size": 8, "num_gpu_blocks_override": 40, "progress": False} | LIMITS
+PROMPTS = [[3, 4, 5, 6, 7], [*range(40, 70)], [9]]
+PARAMS = SamplingParams(n=2, temperature=1.0, max_tokens=20, seed=4, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return dummy_model(LLAMA, "float32", 0)
+
+
+@pytest.fixture(scope="module")
+def worker(model):
+    with few_shapes():
+        return RolloutWorker(LLM(model, **SETTINGS), width=64, pad_id=1)
+
+
+def test_rollouts_are_the_outputs_as_arrays(worker):
+    found = worker.generate(PROMPTS, PARAMS)
+    each = [dataclasses.replace(PARAMS, seed=4 + 2 * i, logprobs=0) for i in range(3)]
+    outputs = worker.llm.generate(PROMPTS, each, use_tqdm=False)
+    assert found.tokens.shape == found.logprobs.shape == (6, 64) and found.prompts.tolist() == [0, 0, 1, 1, 2, 2]
+    pairs = [(output, one) for output in outputs for one in output.outputs]
+    for row, (output, one) in enumerate(pairs):
+        start, end = len(output.prompt_token_ids), found.lengths[row]
+        assert found.tokens[row].tolist() == [*output.prompt_token_ids, *one.token_ids, *[1] * (64 - end)]
+        assert found.is_output[row].tolist() == [start <= i < end for i in range(64)]
+        logprobs = [logprob[token].logprob for token, logprob in zip(one.token_ids, one.logprobs)]
+        assert found.logprobs[row, start:end].tolist() == pytest.approx(logprobs, abs=1e-5)
+        assert not found.logprobs[row][~found.is_output[row]].any()
+    assert set(found.versions[found.is_output]) == {worker.llm.engine.runner.params_version}
+    assert set(found.versions[~found.is_output]) == {-1}
+    assert found.finish_reasons == ["length"] * 6 and len({tuple(row) for row in found.tokens}) == 6
+
+
+def test_a_rollout_longer_than_the_width_is_refused(worker):
+    small = RolloutWorker(worker.llm, width=40)
+    with pytest.raises(InvalidParameter, match=r"^width: must be at least 50, the tokens of a rollout, not 40$"):
+        small.generate(PROMPTS, PARAMS)
+
+
+def test_scores_and_the_trainers_logprobs_are_those_of_the_engine(worker, model):
+    found = worker.generate(PROMPTS, PARAMS)
+    trainer = np.asarray(token_logprobs(model, jnp.asarray(found.tokens)))
+    for logprobs in (worker.score(found), np.where(found.is_output, trainer, 0)):
+        np.testing.assert_allclose(logprobs, found.logprobs, atol=1e-5)
+
+
+def test_scores_need_one_completion_for_each_prompt(worker):
+    assert worker.llm.score([[3, 4]], [[5, 6, 7]])[0] == pytest.approx(worker.llm.score([3, 4], [5, 6, 7])[0])
+    with pytest.raises(InvalidParameter, match=r"^completions: must be as many as prompts \(2\), not 1$"):
+        worker.llm.score([[3], [4]], [[5]])
+
+
+def test_an_update_changes_the_version_and_the_scores(worker, model):
+    before, found = worker.llm.engine.runner.params_version, worker.generate(PROMPTS, PARAMS)
+    worker.update(jax.tree.map(lambda x: 1.1 * x, nnx.state(model)))
+    assert np.abs(worker.score(found) - found.logprobs).max() > 1e-2
+    assert set(worker.generate(PROMPTS, PARAMS).versions[found.is_output]) == {before + 1}
+    worker.update(model)
+
+
+def test_an_update_copies_no_byte_and_compiles_nothing(worker, model):
+    live = lambda: sum(array.nbytes for array in jax.live_arrays())
+    state = jax.block_until_ready(jax.tree.map(lambda x: 1.1 * x, nnx.state(model)))
+    before = live()
+    with Compilations() as compilations:
+        worker.update(state)
+        worker.generate(PROMPTS, PARAMS)
+    assert compilations.count == 0 and live() == before
+    pointers = [array.unsafe_buffer_pointer() for array in jax.tree.leaves(state)]
+    assert [array.unsafe_buffer_pointer() for array in worker.llm.engine.runner.params] == pointers
+    worker.update(model)
+
+
+@pytest.mark.parametrize("temperature, top_k", [(0.5, 0), (2.0, 5)])
+def test_processed_logprobs_are_those_that_tokens_are_drawn_with(model, temperature, top_k):
+    with few_shapes():
+        worker = RolloutWorker(LLM(model, logprobs_mode="processed_logprobs", **SETTINGS), width=64)
+    found = worker.generate(PROMPTS, dataclasses.replace(PARAMS, temperature=temperature, top_k=top_k))
+    own = worker.score(found)
+    assert np.abs(own - found.logprobs).max() > 0.01, "scores are the model's own logprobs"
+    if not top_k:
+        rows = jnp.asarray(found.tokens)
+        cooled = np.asarray(token_logprobs(_Cooled(model, temperature), rows))
+        np.testing.assert_allclose(found.logprobs, np.where(found.is_output, cooled, 0), atol=1e-5)
+
+
+class _Cooled:
+    """A model whose logits are divided by a temperature."""
+
+    def __init__(self, model, temperature):
+        self.model, self.temperature, self.attention_specs = model, temperature, model.attention_specs
+
+    def __call__(self, *args):
+        return self.model(*args)
+
+    def logits(self, x):
+        return self.model.logits(x) / self.temperature
+
+
+def test_advantages_compare_the_outputs_of_a_prompt():
+    advantages = group_advantages(np.array([0, 1, 0, 1, 1, 1, 1, 1]), 4)
+    assert advantages.tolist() == pytest.approx([-1, 1, -1, 1, 0, 0, 0, 0], abs=1e-3)

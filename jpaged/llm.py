@@ -85,7 +85,7 @@ class LLM:
             InvalidParameter: the engine can't serve a prompt or its parameters; raised before anything is generated.
         """
         arrival = _Arrival(time.time(), time.monotonic())
-        prompt_list, rank = _prompts(prompts), plain(priority)
+        prompt_list, rank = prompts_of(prompts), plain(priority)
         params = SamplingParams() if sampling_params is None else sampling_params
         each = [params] * len(prompt_list) if isinstance(params, Params) else list(params)
         ranks = [rank] * len(prompt_list) if isinstance(rank, int) else list(rank)
@@ -119,8 +119,8 @@ class LLM:
         Raises:
             InvalidParameter: the numbers differ, or the engine can't serve a sequence.
         """
-        before = [self._read(prompt) for prompt in _prompts(prompts)]
-        after = [self._read(completion)[0] for completion in _prompts(completions)]
+        before = [self._read(prompt) for prompt in prompts_of(prompts)]
+        after = [self._read(completion)[0] for completion in prompts_of(completions)]
         if len(before) != len(after):
             raise InvalidParameter("completions", f"must be as many as prompts ({len(before)}), not {len(after)}")
         wholes = [
@@ -294,7 +294,7 @@ class _Arrival(NamedTuple):
     ts: float
 
 
-def _prompts(given: Any) -> list[Any]:
+def prompts_of(given: Any) -> list[Any]:
     """Return a list of prompts from one prompt or several."""
     given = plain(given)
     if isinstance(given, str | Mapping):

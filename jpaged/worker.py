@@ -29,7 +29,8 @@ class Worker:
         An interrupt of the caller sets `stop`, and is raised once the function has returned. A second interrupt is
         raised at once; later calls still wait for the function.
         """
-        return self._finish(_Call(function), self._calls.put)
+        result: T = self._finish(_Call(function), self._calls.put)
+        return result
 
     def interlude[T](self, function: Callable[[], T]) -> T:
         """Run a function between two steps of the running call, or at once if none runs; otherwise as `run` does."""
@@ -38,7 +39,8 @@ class Worker:
             self._interludes.put(call)
             self._calls.put(_Call(lambda stop: self.run_interludes()))  # in case that no call takes it
 
-        return self._finish(_Call(lambda stop: function()), put)
+        result: T = self._finish(_Call(lambda stop: function()), put)
+        return result
 
     def run_interludes(self, timeout: float = 0.0) -> None:
         """Run the interludes that wait. A call does so on the thread between its steps.
@@ -53,7 +55,7 @@ class Worker:
         except queue.Empty:
             pass
 
-    def _finish[T](self, call: "_Call", put: "Callable[[_Call], None]") -> T:
+    def _finish(self, call: "_Call", put: "Callable[[_Call], None]") -> Any:
         try:
             put(call)
             result, error = call.wait()
@@ -64,8 +66,7 @@ class Worker:
                 call.wait()
             raise
         if error is None:
-            value: T = result
-            return value
+            return result
         try:
             raise error
         finally:

@@ -6,7 +6,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Self
 
 import jax
@@ -166,6 +166,13 @@ class LeaderRunner:
     def update_params(self, state: Any) -> None:
         """Raise a ValueError, as `check_params` does."""
         self.check_params(state)
+
+    def sleep(self, level: int) -> None:
+        """Raise a ValueError: the other processes hold arrays too."""
+        raise ValueError("sleep: not possible while several hosts share the model")
+
+    def wake_up(self, tags: Collection[str]) -> None:
+        """Do nothing: it never sleeps."""
 
     def recover(self) -> None:
         """Make all runners usable after an error of this host in a step."""

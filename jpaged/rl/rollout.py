@@ -8,7 +8,7 @@ import numpy as np
 
 from jpaged.core.params import InvalidParameter, SamplingParams
 from jpaged.engine.engine import InFlight
-from jpaged.llm import LLM, Prompt
+from jpaged.llm import LLM, Prompt, prompts_of
 
 
 class Rollouts(NamedTuple):
@@ -67,7 +67,7 @@ class RolloutWorker:
             InvalidParameter: the engine can't serve a prompt, or an output may be longer than the width.
         """
         params = params or SamplingParams()
-        given = [prompts] if isinstance(prompts, str) else list(prompts)
+        given = prompts_of(prompts)
         each = [
             dataclasses.replace(params, logprobs=params.logprobs or 0,
                                 seed=None if params.seed is None else (params.seed + i * params.n) % 2**63)

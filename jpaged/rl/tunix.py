@@ -38,7 +38,7 @@ class CausalModel(nnx.Module):
         return logits(self.inner, input_tokens, positions, attention_mask), cache
 
 
-class JpagedRollout(base_rollout.BaseRollout):  # type: ignore[misc]  # Tunix has no types
+class JpagedRollout(base_rollout.BaseRollout):
     """Rollouts of a `CausalModel` by an engine that reads its arrays.
 
     Args:
@@ -92,7 +92,7 @@ class JpagedRollout(base_rollout.BaseRollout):  # type: ignore[misc]  # Tunix ha
     def get_per_token_logps(self, prompt_tokens: jax.Array, completion_tokens: jax.Array, **_: Any) -> jax.Array:
         """Return the logprobs of completions, by the trainer's forward pass."""
         graphdef, state = nnx.split(self._model)
-        return common.compute_per_token_logps(
+        logprobs: jax.Array = common.compute_per_token_logps(
             graphdef,
             state,
             prompt_tokens=prompt_tokens,
@@ -100,6 +100,7 @@ class JpagedRollout(base_rollout.BaseRollout):  # type: ignore[misc]  # Tunix ha
             pad_id=self.pad_id(),
             eos_id=self.eos_id(),
         )
+        return logprobs
 
     def update_params(self, params: Any, filter_types: Any = None) -> None:
         """Write some parameters into the model; `generate` takes its new arrays."""

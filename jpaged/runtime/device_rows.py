@@ -48,7 +48,7 @@ class DeviceRows:
 
     def drop(self) -> None:
         """Let go of the sampler's state, until `recover`."""
-        self.state = None
+        self.state = None  # type: ignore[assignment]  # nothing reads it meanwhile
 
     def recover(self) -> None:
         """Allocate the state again, empty, if it was dropped or a failed step has lost it."""

@@ -72,7 +72,7 @@ def placed(state: Any, expected: Mapping[str, jax.ShapeDtypeStruct]) -> list[jax
 class ModuleArrays:
     """Module that a trainer may change, and its arrays at the last `mark`, which are not kept alive."""
 
-    def __init__(self, module: nnx.Module):
+    def __init__(self, module: Any):
         self.module = module
         # Reading the state of a module with 300 parameters takes 50 ms; reading its variables takes 2 ms.
         self._variables = jax.tree.leaves(nnx.state(module), is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))

@@ -311,7 +311,7 @@ def test_beams_have_the_logprobs_and_ranks_of_their_tokens():
             tokens, logprobs = beams(beam.tokens[: 2 + i])
             assert (sample.token, sample.logprob) == (tokens[sample.rank - 1], logprobs[sample.rank - 1])
             assert (sample.top_tokens, sample.top_logprobs) == (tokens[:2], logprobs[:2])
-    assert [sample[3:] for beam in unlisted.outputs for sample in beam.samples] == [([], [])] * 6
+    assert [sample[3:5] for beam in unlisted.outputs for sample in beam.samples] == [([], [])] * 6
 
 
 @pytest.mark.parametrize("max_tokens", [1, 3])

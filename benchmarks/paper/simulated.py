@@ -178,7 +178,8 @@ def search(case: Case, tiny: bool = False) -> list[Row]:
 
 def search_all(wanted: Sequence[Case], tiny: bool = False) -> Iterator[tuple[Case, list[Row]]]:
     """The rows of each case in the order of their ends. The longest cases start first."""
-    order = sorted(wanted, key=lambda case: ("beam" in case.workload, case.policy == "radix", case.model), reverse=True)
+    length = lambda case: ("beam" in case.workload, case.model.startswith("llama-3"), case.policy == "radix")
+    order = sorted(wanted, key=length, reverse=True)
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         runs = {pool.submit(search, case, tiny): case for case in order}
         for done in as_completed(runs):

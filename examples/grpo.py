@@ -2,7 +2,7 @@
 
     python examples/grpo.py [STEPS [PLOT]]      40 steps: under two minutes on two cores; PLOT: a file such as grpo.png
 
-A step generates eight stories for each prompt, rewards those that name a girl, and trains on the logprobs that the
+A step generates eight stories for each prompt, gives a reward for the word girl, and trains on the logprobs that the
 engine drew the tokens with (Shao et al., 2024, arXiv:2402.03300). The train step donates the parameters, and
 `worker.update` hands the new ones to the engine without a copy.
 """

@@ -62,6 +62,14 @@ def test_scores_and_the_trainers_logprobs_are_those_of_the_engine(worker, model)
         np.testing.assert_allclose(logprobs, found.logprobs, atol=1e-5)
 
 
+def test_an_output_without_tokens_has_no_score(worker):
+    """As one of a request that was aborted before its first token."""
+    found = worker.generate(PROMPTS, PARAMS)
+    found.is_output[2], found.lengths[2] = False, 30
+    scores = worker.score(found)
+    assert not scores[2].any() and scores[3].any()
+
+
 def test_scores_need_one_completion_for_each_prompt(worker):
     assert worker.llm.score([[3, 4]], [[5, 6, 7]])[0] == pytest.approx(worker.llm.score([3, 4], [5, 6, 7])[0])
     with pytest.raises(InvalidParameter, match=r"^completions: must be as many as prompts \(2\), not 1$"):

@@ -53,7 +53,7 @@ def llm(served, models):
     served.resume()
     served.update_params(models[0])
     served.wake_up()
-    served.pause("abort")  # what a failed test has left
+    served.pause("abort")  # leftovers of a failed test
     served.resume()
     served.generate(PROMPTS, PARAMS, use_tqdm=False)
     return served

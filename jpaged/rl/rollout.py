@@ -92,7 +92,7 @@ class RolloutWorker:
     def score(self, rollouts: Rollouts) -> np.ndarray:
         """Return the logprobs of the completions' tokens under the present parameters, [B, W], 0 elsewhere."""
         rows = [
-            (row[:length].tolist(), int(np.argmax(outputs)))
+            (row[:length].tolist(), int(length - outputs.sum()))
             for row, length, outputs in zip(rollouts.tokens, rollouts.lengths, rollouts.is_output)
         ]
         scores = self.llm.score([tokens[:start] for tokens, start in rows], [tokens[start:] for tokens, start in rows])

@@ -14,6 +14,7 @@ from jpaged.rl import RolloutWorker, group_advantages
 from jpaged.rl.causal import token_logprobs
 from tests.few_shapes import few_shapes
 from tests.runtime.test_runner import LIMITS, LLAMA, Compilations
+from tests.test_update_params import device_bytes
 
 SETTINGS = {"block_size": 8, "num_gpu_blocks_override": 40, "progress": False} | LIMITS
 PROMPTS = [[3, 4, 5, 6, 7], [*range(40, 70)], [9]]
@@ -85,13 +86,12 @@ def test_an_update_changes_the_version_and_the_scores(worker, model):
 
 
 def test_an_update_copies_no_byte_and_compiles_nothing(worker, model):
-    live = lambda: sum(array.nbytes for array in jax.live_arrays())
     state = jax.block_until_ready(jax.tree.map(lambda x: 1.1 * x, nnx.state(model)))
-    before = live()
+    before = device_bytes()
     with Compilations() as compilations:
         worker.update(state)
         worker.generate(PROMPTS, PARAMS)
-    assert compilations.count == 0 and live() == before
+    assert compilations.count == 0 and device_bytes() == before
     pointers = [array.unsafe_buffer_pointer() for array in jax.tree.leaves(state)]
     assert [array.unsafe_buffer_pointer() for array in worker.llm.engine.runner.params] == pointers
     worker.update(model)

@@ -76,12 +76,18 @@ def test_best_of_n(capsys):
     assert len(lines) == 6 and scores[0] > scores[1] and scores[2] > scores[3]
 
 
+# Tunix and its libraries use functions that jax deprecates.
+tunix_warns = pytest.mark.filterwarnings("default")
+
+
+@tunix_warns
 def test_grpo_tunix():
     pytest.importorskip("tunix", reason="tunix is not installed: make test-tunix")
     rewards = runpy.run_path(str(EXAMPLES / "grpo_tunix.py"))["main"]("2")
     assert len(rewards) == 2 and all(0 <= reward <= 1 for reward in rewards)
 
 
+@tunix_warns
 @pytest.mark.deep
 def test_grpo_tunix_raises_the_reward():
     pytest.importorskip("tunix", reason="tunix is not installed: make test-tunix")

@@ -9,7 +9,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 NVIDIA := $(or $(wildcard /proc/driver/nvidia/version),$(shell command -v nvidia-smi))
-SERVE_EXTRAS := $(if $(NVIDIA),[cuda],)
+SERVE_EXTRAS := $(if $(NVIDIA),[cuda],[cpu])
 # Without an NVIDIA driver jax should not look for one.
 CPU := $(if $(NVIDIA),,JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu})
 

@@ -17,7 +17,7 @@ SCHEDULING_POLICIES = ("fcfs", "priority")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 KV_CACHE_DTYPES = {"auto": None, "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
-KERNELS = ("auto", "reference", "mosaic", "triton")
+KERNELS = ("auto", "reference", "mosaic", "triton", "cpu")
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 # Bounds of a checkpoint's config: a model is traced layer by layer before its tensors are compared.

@@ -24,6 +24,8 @@ MAX_HEAD_DIM = HEAD_DIMS[-1]
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 MAX_GROUP = 16  # query heads per KV head
 
+CPU_HEAD_DIM = 16  # head dims of pools for the CPU kernels are multiples of it
+
 
 def check_array(name: str, array: jax.Array, shape: Sequence[int], dtype: Any) -> None:
     """Raise ValueError unless `array` has this shape and dtype."""

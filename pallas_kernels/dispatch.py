@@ -2,9 +2,11 @@
 
 import importlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+import jax
 
 from pallas_kernels import checks, ops, toolchain, tuning
 from pallas_kernels.ops import Ops
@@ -12,19 +14,30 @@ from pallas_kernels.selftest import FAILED, UNTESTED, Result, SelfTest, Subject
 
 logger = logging.getLogger(__name__)
 
-NAMES = ("auto", "reference", "mosaic", "triton")
+NAMES = ("auto", "reference", "mosaic", "triton", "cpu")
 REFERENCE = "pallas_kernels.reference"
 
 
 @dataclass(frozen=True)
 class Program:
-    """Implementation for GPUs, and the compute capabilities that it needs: from `low` to below `high`."""
+    """Implementation for some devices.
+
+    Attributes:
+        low, high: the compute capabilities that it needs of a GPU: from `low` to below `high`.
+    """
 
     label: str
     module: str
     needs: str
     low: float
     high: float
+    platforms: tuple[str, ...] = ("gpu", "cuda")
+
+    def runs_on(self, platform: str, capability: float | None) -> bool:
+        """Return whether a device has the platform and the compute capability."""
+        if platform == "cpu" or platform not in self.platforms:
+            return platform in self.platforms
+        return capability is not None and self.low <= capability < self.high
 
 
 # The fastest first.
@@ -35,6 +48,7 @@ PROGRAMS = {
     "triton": Program(
         "Pallas-Triton", "pallas_kernels.triton", "an NVIDIA GPU from Ampere on (8.0)", low=8.0, high=float("inf")
     ),
+    "cpu": Program("CPU", "pallas_kernels.cpu", "a CPU", low=0.0, high=0.0, platforms=("cpu",)),
 }
 
 # Ops that are chosen together. A request's attention has the same bits in decode steps and in mixed steps, which holds
@@ -61,11 +75,13 @@ class Kernels(Ops):
     """Ops chosen for a device and a model.
 
     Attributes:
-        name: implementation of the attention ops: "reference", "mosaic" or "triton".
+        name: implementation of the attention ops: "reference", "mosaic", "triton" or "cpu".
         reason: the reason for it.
         head_dim: head dim of the pools that the ops take, the model's or more.
         account: one choice for each op.
         tests: results of all self-tests behind these choices.
+        product: a function of x [T, I] and W [O, I] that returns x W^T [T, O] float32, or None if XLA should compute
+            the product. It runs on one device. None: XLA should compute all products.
     """
 
     name: str
@@ -73,6 +89,7 @@ class Kernels(Ops):
     head_dim: int
     account: tuple[Choice, ...] = ()
     tests: tuple[Result, ...] = ()
+    product: Callable[[jax.Array, jax.Array], jax.Array | None] | None = None
 
 
 def select(
@@ -93,10 +110,11 @@ def select(
     """Choose the implementation `name` for a device and the shapes of a model.
 
     "auto" takes, on an NVIDIA GPU, the first that can serve the model of Mosaic (Hopper) and Triton (Ampere and later),
-    else the reference. With a self-test, it takes for each op the first that also passes its test there.
+    and on a CPU the compiled kernels if llvmlite is installed, else the reference. With a self-test, it takes for each
+    op the first that also passes its test there.
 
     Args:
-        name: "auto", "reference", "mosaic" or "triton".
+        name: "auto", "reference", "mosaic", "triton" or "cpu".
         platform, device_kind, compute_capability: as a jax device gives them; capability None if unknown.
         dtype: dtype of q, k and v.
         pool_dtype: dtype of the pools; None: `dtype`; "float8_e4m3fn" for fp8 pools.
@@ -115,7 +133,7 @@ def select(
     )  # fmt: skip
     if name == "reference":
         kernels = _kernels({}, dict.fromkeys(GROUPS, "asked for"), head_dim)
-    elif name == "auto" and platform not in ("gpu", "cuda"):
+    elif name == "auto" and not _programs(platform):
         kernels = _kernels({}, dict.fromkeys(GROUPS, f"the device is a {device_kind} ({platform})"), head_dim)
     else:
         kernels = _choose(name, platform, device_kind, compute_capability, model, self_test)
@@ -131,7 +149,7 @@ def _choose(
     chosen: dict[str, str] = {}  # group -> program
     refused: dict[str, list[str]] = {group: [] for group in GROUPS}  # the reasons against earlier programs
     tests: list[Result] = []
-    for program in PROGRAMS if name == "auto" else (name,):
+    for program in _programs(platform) if name == "auto" else (name,):
         if unsupported := _unsupported(program, platform, device_kind, capability, model):
             failures = dict.fromkeys(GROUPS, unsupported)
         else:
@@ -153,10 +171,15 @@ def _choose(
             label = PROGRAMS[program].label if program in PROGRAMS else "the jnp reference"
             cost = ATTENTION_COST[program] if group == "attention" else "expect slower steps"
             logger.warning("%s: running on %s, %s (%s)", group, label, cost, "; ".join(refused[group]))
-    because = "asked for" if name != "auto" else f"the device is a {device_kind}"
+    because = "asked for" if name != "auto" else f"the device is a {device_kind}" + " (cpu)" * (platform == "cpu")
     reasons = {group: "; ".join([because, *refused[group]]) for group in GROUPS}
     head_dim = next((subjects[program].pool_head_dim for program in chosen.values()), model["head_dim"])
     return _kernels({group: subjects[program] for group, program in chosen.items()}, reasons, head_dim, tests)
+
+
+def _programs(platform: str) -> list[str]:
+    """Return the programs for a platform, the fastest first."""
+    return [name for name, program in PROGRAMS.items() if platform in program.platforms]
 
 
 def _failures(program: str, results: Sequence[Result]) -> dict[str, str]:
@@ -179,7 +202,7 @@ def _kernels(
     subjects: Mapping[str, Subject], reasons: Mapping[str, str], head_dim: int, tests: Sequence[Result] = ()
 ) -> Kernels:
     """Return the ops of each group's subject, or the reference's if there is none."""
-    implementation, account = ops.load(REFERENCE), []
+    implementation, account, attention = ops.load(REFERENCE), [], subjects.get("attention")
     for group, names in GROUPS.items():
         subject = subjects.get(group)
         if subject:
@@ -193,10 +216,14 @@ def _kernels(
         head_dim=head_dim,
         account=tuple(account),
         tests=tuple(tests),
+        product=importlib.import_module(attention.module).product if attention and attention.program == "cpu" else None,
     )
 
 
 def _subject(program: str, device_kind: str, model: dict[str, Any]) -> Subject:
+    if program == "cpu":
+        pool_head_dim = -(-model["head_dim"] // checks.CPU_HEAD_DIM) * checks.CPU_HEAD_DIM
+        return Subject(program, PROGRAMS[program].module, device_kind, pool_head_dim=pool_head_dim, **model)
     pool_head_dim = next(h for h in checks.HEAD_DIMS if h >= model["head_dim"])
     tiles = {
         op: tuning.find(f"{program}.{op}", device_kind, pool_head_dim, model["pool_dtype"])
@@ -210,10 +237,10 @@ def _unsupported(
 ) -> str | None:
     """Return the reason why a program can't serve a model on a device; None if it can."""
     program = PROGRAMS[name]
-    if platform not in ("gpu", "cuda") or capability is None or not program.low <= capability < program.high:
+    if not program.runs_on(platform, capability):
         return f"{program.label} kernels need {program.needs}, this is a {device_kind} ({capability or platform})"
     if name == "mosaic" and (miscompiled := toolchain.miscompilation(toolchain.cuda_version())):
         return miscompiled
-    # Loaded only where it is used: it brings jax's GPU lowering with it.
+    # Loaded only where it is used: it brings jax's GPU lowering or llvmlite with it.
     reason: str | None = importlib.import_module(program.module).unsupported(**model)
     return reason

@@ -35,7 +35,7 @@ RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 
 # Third-party imports that a package may have; a package without an entry may have any.
 OUTSIDE = {
-    "pallas_kernels": {"jax"},
+    "pallas_kernels": {"jax", "llvmlite"},
     "jpaged": set(),
     "jpaged.setting": set(),
     "jpaged.config": set(),

@@ -31,7 +31,7 @@ from benchmarks.shared.results import Report, script_parser, table
 from jpaged.config import EngineConfig, Limits, ModelConfig
 from jpaged.core.params import SamplingParams
 from jpaged.core.plan import Admitted, Scheduled, StepPlan
-from jpaged.models.layers import product
+from jpaged.models.layers import multiplying, product
 from jpaged.models.llama import Llama
 from jpaged.runtime.batch import make_batch
 from jpaged.runtime.runner import ModelRunner
@@ -88,8 +88,9 @@ def calls_of(runner: ModelRunner, llama: Llama, case: Case) -> dict[str, Callabl
     computed = runner._forward(buffer, made.bucket)
     graphdef, state = nnx.split(llama)
     positions = jnp.arange(rows)
-    layers = jax.jit(lambda state: nnx.merge(graphdef, state)(positions, positions, lambda layer, q, *_: q))
-    logits = jax.jit(lambda state, x_sd: nnx.merge(graphdef, state).logits(x_sd))
+    own = multiplying(runner.kernels.product)
+    layers = jax.jit(own(lambda state: nnx.merge(graphdef, state)(positions, positions, lambda layer, q, *_: q)))
+    logits = jax.jit(own(lambda state, x_sd: nnx.merge(graphdef, state).logits(x_sd)))
     large, small = random_array((LARGE, LARGE), "float32", 2), random_array((1, LARGE), "float32", 3)
     read = random_array((READ_BYTES // (4 * LARGE), LARGE), "float32", 4)
     multiply = jax.jit(product)
@@ -140,6 +141,7 @@ def rows_of(seconds: dict[str, float], llama: Llama, case: Case, num_samples: in
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = script_parser(__doc__, "cpu_step")
     parser.add_argument("--rounds", type=int, default=31, metavar="N", help="how often each part is measured")
+    parser.add_argument("--kernels", default="auto", metavar="NAME", help="attention kernels, as the engine's option")
     parser.add_argument("--tiny", action="store_true", help="one layer, few tokens: shows that the program works")
     return parser.parse_args(argv)
 
@@ -154,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     width = max(case.context for case in cases) // BLOCK_SIZE + 1
     limits = Limits(config.max_position_embeddings, 4 if args.tiny else CONCURRENCY, MAX_TOKENS, BLOCK_SIZE)
     for case in cases:
-        blocks = EngineConfig(num_gpu_blocks_override=(CONCURRENCY + 1) * width, swap_space=0)
+        blocks = EngineConfig(num_gpu_blocks_override=(CONCURRENCY + 1) * width, swap_space=0, kernels=args.kernels)
         calls = calls_of(ModelRunner(llama, blocks, limits), llama, case)
         seconds = timed(calls, args.rounds)
         name = f"{case.decodes} decodes behind {case.context} tokens" + f", a chunk of {case.chunk}" * bool(case.chunk)

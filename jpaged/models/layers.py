@@ -1,6 +1,8 @@
 """Common parts of models. Parameters name their axes, which a mesh maps to its own."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -12,6 +14,24 @@ from jax.typing import DTypeLike
 MANY_ROWS = 256  # from here on both forms of a product take the same time on a CPU
 
 Activation = Callable[[jax.Array], jax.Array]
+Product = Callable[[jax.Array, jax.Array], jax.Array | None]
+
+_product: ContextVar[Product | None] = ContextVar("_product", default=None)
+
+
+@contextmanager
+def multiplying(multiply: Product | None) -> Iterator[None]:
+    """Let `product` use a function within the context, in which a step is traced.
+
+    Args:
+        multiply: return x W^T [T, O] float32 of x [T, I] and W [O, I], or None if XLA should compute it. It need not
+            have derivatives, and runs on one device. None: XLA computes all products.
+    """
+    token = _product.set(multiply)
+    try:
+        yield
+    finally:
+        _product.reset(token)
 
 
 def axes(*names: str | None) -> dict[str, Any]:
@@ -58,10 +78,16 @@ def product(
         activation: function of single elements, or None.
     """
 
-    def elsewhere(x_ti: jax.Array, weight_oi: jax.Array) -> jax.Array:
-        y_to = jnp.einsum("ti,oi->to", x_ti, weight_oi, preferred_element_type=dtype)
+    def finish(y_to: jax.Array) -> jax.Array:
         y_to = y_to if bias_o is None else y_to + bias_o
         return activation(y_to) if activation else y_to
+
+    multiply = _product.get()
+    if multiply and (multiplied_to := multiply(x_ti, weight_oi)) is not None:
+        return finish(multiplied_to.astype(dtype or x_ti.dtype))
+
+    def elsewhere(x_ti: jax.Array, weight_oi: jax.Array) -> jax.Array:
+        return finish(jnp.einsum("ti,oi->to", x_ti, weight_oi, preferred_element_type=dtype))
 
     def on_cpu(x_ti: jax.Array, weight_oi: jax.Array) -> jax.Array:
         # XLA multiplies W x^T up to twice as fast as x W^T if there are few rows, unless it is free to swap the two. A

@@ -83,6 +83,7 @@ class ModelRunner:
         self.step = Step(
             graphdef, treedef, cache, self.shapes.layouts, self.placement,
             processed_logprobs=config.logprobs_mode == "processed_logprobs",
+            multiply=self.kernels.product if self.placement.size == 1 else None,
         )  # fmt: skip
         copy_sizes = ladder(8, max(8, limits.max_num_seqs), 4)
         table = RowTable(limits.max_num_seqs, table_width, limits.block_size)

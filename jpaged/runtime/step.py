@@ -10,6 +10,7 @@ from jax import lax
 
 from jpaged.core.params import MAX_LOGPROBS, MAX_TOP
 from jpaged.models.base import Model
+from jpaged.models.layers import Product, multiplying
 from jpaged.runtime.batch import Batch, Bucket, Layout
 from jpaged.runtime.kv_cache import KVCache, Pool
 from jpaged.runtime.placement import Placement
@@ -54,6 +55,7 @@ class Step:
         layouts: layouts of the batches of each bucket.
         placement: the places of all arrays. Results other than the pool are whole on every device.
         processed_logprobs: whether the logprobs of samples are those after temperature, filters and the rest.
+        multiply: see `layers.multiplying`.
 
     Attributes:
         forward: (params, pool, last_tokens [R], buffer, bucket) -> (Computed, pool), the pool donated, the bucket
@@ -67,11 +69,13 @@ class Step:
     def __init__(
         self, graphdef: nnx.GraphDef[Any], treedef: jax.tree_util.PyTreeDef, cache: KVCache,
         layouts: dict[Bucket, Layout], placement: Placement, *, processed_logprobs: bool = False,
+        multiply: Product | None = None,
     ):  # fmt: skip
         def merged(params: list[jax.Array]) -> Model:
             model: Model = nnx.merge(graphdef, jax.tree.unflatten(treedef, params))
             return model
 
+        @multiplying(multiply)
         def run(
             params: list[jax.Array], pool: list[jax.Array], last_tokens_r: jax.Array, buffer: jax.Array, bucket: Bucket
         ) -> tuple[Computed, Pool]:
@@ -85,6 +89,7 @@ class Step:
             scored = (None, None) if bucket.decode else (x_td, batch.targets)
             return Computed(x_td[at_s], rows_sf, *scored), pool
 
+        @multiplying(multiply)
         def choose(
             params: list[jax.Array], state: SamplingState, last_tokens_r: jax.Array, x_sd: jax.Array,
             rows_sf: jax.Array, bits: jax.Array,
@@ -96,6 +101,7 @@ class Step:
             at_s = jnp.where(sampling.rows < 0, len(last_tokens_r), sampling.rows)  # past the end: dropped
             return *_packed(sampled), state, last_tokens_r.at[at_s].set(sampled.tokens, mode="drop")
 
+        @multiplying(multiply)
         def score(params: list[jax.Array], x_td: jax.Array, targets_t: jax.Array) -> tuple[jax.Array, jax.Array]:
             model = merged(params)
             logits_of = lambda x_td: whole_logits(model.logits(x_td), placement)

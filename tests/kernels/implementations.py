@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import jax
 
-from pallas_kernels import Kernels, Ops, load, mosaic, reference, triton
+from pallas_kernels import Kernels, Ops, cpu, load, mosaic, reference, triton
 from tests.kernels import mosaic_interpreter, triton_interpreter
 
 
@@ -45,4 +45,5 @@ REFERENCE = wrapped(reference, jitted)
 TRITON = wrapped(triton, triton_interpreter.interpreted)
 # Two multiprocessors, so that a thread block of decode has more than one split to walk.
 MOSAIC = wrapped(mosaic, functools.partial(mosaic_interpreter.interpreted, num_sms=2))
-ALL = (REFERENCE, TRITON, MOSAIC)
+CPU = wrapped(cpu, jitted)
+ALL = (REFERENCE, CPU, TRITON, MOSAIC)

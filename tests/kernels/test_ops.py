@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from pallas_kernels import merge_attention
 from tests.kernels import cases
-from tests.kernels.implementations import ALL, MOSAIC, REFERENCE, TRITON
+from tests.kernels.implementations import ALL, CPU, MOSAIC, REFERENCE, TRITON
 
 DTYPES = (jnp.bfloat16, jnp.float16)
-EXAMPLES = {REFERENCE: 2, TRITON: 2, MOSAIC: 3}  # each is compiled, and an interpreter takes seconds
+EXAMPLES = {REFERENCE: 2, CPU: 4, TRITON: 2, MOSAIC: 3}  # each is compiled, and an interpreter takes seconds
 
 every = pytest.mark.parametrize("kernels", ALL, ids=[kernels.name for kernels in ALL])
 usual_without_mosaic = pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_any_copy(kernels, times):
     drawn(kernels, times, st.tuples(st.permutations(range(6)), sources, st.integers(0, 99)), check)
 
 
-@pytest.mark.parametrize("kernels", [REFERENCE, TRITON], ids=["reference", "triton"])
+@pytest.mark.parametrize("kernels", [REFERENCE, CPU, TRITON], ids=["reference", "cpu", "triton"])
 @pytest.mark.parametrize("q_lens", [None, [1, 2, 40]], ids=["decode", "ragged"])
 def test_float32(kernels, q_lens):
     """In float32 the remaining difference is the order of the sums."""

@@ -135,7 +135,10 @@ class TestSelect:
             (H200, dict(block_size=256), "reference", "not triton: block size 256 is not supported", 128),
             (A100, dict(head_dim=64), "triton", r"not mosaic: .* need a Hopper GPU .* A100-SXM4-80GB \(8.0\)", 64),
             (B200, {}, "triton", "not mosaic: .* need a Hopper GPU", 128),
-            (CPU, dict(head_dim=80), "reference", r"the device is a cpu \(cpu\)", 80),
+            (CPU, dict(head_dim=80), "cpu", r"the device is a cpu \(cpu\)", 80),
+            (CPU, dict(head_dim=40), "cpu", r"the device is a cpu \(cpu\)", 48),
+            (CPU, dict(dtype="float64", head_dim=40), "reference", "not cpu: dtype float64 is not supported", 40),
+            (dict(platform="tpu", device_kind="TPU", compute_capability=None), {}, "reference", r"a TPU \(tpu\)", 128),
         ],
     )
     def test_auto(self, device, changed, name, reason, head_dim):
@@ -150,9 +153,11 @@ class TestSelect:
     def test_one_that_cannot_run_is_refused(self):
         with pytest.raises(NotImplementedError, match=r"'mosaic': Mosaic GPU kernels need .* a cpu \(cpu\)"):
             select("mosaic", **CPU, **MODEL)
+        with pytest.raises(NotImplementedError, match=r"'cpu': CPU kernels need a CPU, this is a NVIDIA H200 \(9.0\)"):
+            select("cpu", **H200, **MODEL)
         with pytest.raises(NotImplementedError, match=r"'triton': block size 256 is not supported"):
             select("triton", **H200, **(MODEL | dict(block_size=256)))
-        with pytest.raises(ValueError, match="kernels must be one of auto, reference, mosaic, triton, not 'cuda'"):
+        with pytest.raises(ValueError, match="kernels must be one of auto, reference, mosaic, triton, cpu, not 'cuda'"):
             select("cuda", **H200, **MODEL)
 
 

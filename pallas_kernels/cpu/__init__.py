@@ -1,0 +1,38 @@
+"""Kernels for CPUs, which LLVM compiles on the machine where they run. They need llvmlite.
+
+They are attention over the blocks of the pool, and products of a few rows. XLA writes keys and values and copies blocks
+as fast as memory allows.
+"""
+
+import importlib.util
+from typing import Any
+
+import jax.numpy as jnp
+
+from pallas_kernels.checks import FP8
+from pallas_kernels.reference import copy_blocks, write_kv
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+if importlib.util.find_spec("llvmlite"):
+    from pallas_kernels.cpu.attention import paged_decode_attention, ragged_paged_attention
+    from pallas_kernels.cpu.product import product, target
+
+
+def unsupported(*, dtype: Any, pool_dtype: Any, **shapes: int) -> str | None:
+    """Return the reason why the kernels can't serve a model with such pools; None if they can."""
+    dtype, pool_dtype = jnp.dtype(dtype).name, jnp.dtype(pool_dtype)
+    if not importlib.util.find_spec("llvmlite"):
+        return "llvmlite is not installed (pip install 'jpaged[cpu]')"
+    if dtype not in DTYPES:
+        return f"dtype {dtype} is not supported, only {', '.join(DTYPES)}"
+    if pool_dtype.name != dtype and pool_dtype != FP8:
+        return f"pools of {pool_dtype.name} are not supported, only {dtype} or {FP8.name}"
+    try:
+        target(dtype)
+    except Exception as error:
+        return f"they do not compile on this machine: {error!r}"
+    return None
+
+
+__all__ = ["copy_blocks", "paged_decode_attention", "product", "ragged_paged_attention", "unsupported", "write_kv"]

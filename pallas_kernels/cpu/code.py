@@ -1,0 +1,295 @@
+"""A small language over LLVM's: values with operators, variables, loops, and vectors of the machine's width.
+
+Vector operations are explicit. LLVM turns them into AVX-512, AVX2, NEON or any other instructions that the machine has.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from llvmlite import binding, ir
+
+I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+F16, F32 = ir.HalfType(), ir.FloatType()
+POINTER, VOID = ir.PointerType(), ir.VoidType()
+
+type Number = Value | int | float
+
+
+class Machine(NamedTuple):
+    """The processor that code is made for.
+
+    Attributes:
+        lanes: float32 numbers in a vector register.
+        registers: number of vector registers.
+    """
+
+    cpu: str
+    features: str
+    lanes: int
+    registers: int
+
+    @classmethod
+    @functools.cache
+    def host(cls) -> "Machine":
+        """Return this machine."""
+        has = binding.get_host_cpu_features()
+        wide = bool(has.get("avx512f") and has.get("avx512vl"))
+        lanes = 16 if wide else 8 if has.get("avx2") else 4
+        registers = 16 if has.get("sse2") and not wide else 32
+        return cls(binding.get_host_cpu_name(), has.flatten(), lanes, registers)
+
+
+class Value:
+    """A value of the function that `code` writes."""
+
+    def __init__(self, code: "Code", llvm: Any):
+        self.code, self.llvm = code, llvm
+
+    def _binary(self, other: Number, integer: str, real: str, *, swap: bool = False) -> "Value":
+        kind = self.llvm.type
+        a, b = self.llvm, self.code.value(other, kind).llvm
+        scalar = kind.element if isinstance(kind, ir.VectorType) else kind
+        name = integer if isinstance(scalar, ir.IntType) else real
+        build = getattr(self.code.builder, name)
+        flags = {"flags": ("contract",)} if name.startswith("f") else {}
+        return Value(self.code, build(*((b, a) if swap else (a, b)), **flags))
+
+    def __add__(self, other: Number) -> "Value":
+        return self._binary(other, "add", "fadd")
+
+    def __radd__(self, other: Number) -> "Value":
+        return self + other
+
+    def __sub__(self, other: Number) -> "Value":
+        return self._binary(other, "sub", "fsub")
+
+    def __rsub__(self, other: Number) -> "Value":
+        return self._binary(other, "sub", "fsub", swap=True)
+
+    def __mul__(self, other: Number) -> "Value":
+        return self._binary(other, "mul", "fmul")
+
+    def __rmul__(self, other: Number) -> "Value":
+        return self * other
+
+    def __truediv__(self, other: Number) -> "Value":
+        return self._binary(other, "sdiv", "fdiv")
+
+    def __rtruediv__(self, other: Number) -> "Value":
+        return self._binary(other, "sdiv", "fdiv", swap=True)
+
+    def __floordiv__(self, other: Number) -> "Value":
+        return self._binary(other, "sdiv", "fdiv")
+
+    def __mod__(self, other: Number) -> "Value":
+        return self._binary(other, "srem", "frem")
+
+    def __lshift__(self, other: Number) -> "Value":
+        return self._binary(other, "shl", "shl")
+
+    def __and__(self, other: Number) -> "Value":
+        return self._binary(other, "and_", "and_")
+
+    def __or__(self, other: Number) -> "Value":
+        return self._binary(other, "or_", "or_")
+
+    def compare(self, operator: str, other: Number) -> "Value":
+        """Return the result of a signed or ordered comparison."""
+        b = self.code.value(other, self.llvm.type).llvm
+        scalar = self.llvm.type.element if isinstance(self.llvm.type, ir.VectorType) else self.llvm.type
+        build = self.code.builder
+        compare = build.icmp_signed if isinstance(scalar, ir.IntType) else build.fcmp_ordered
+        return Value(self.code, compare(operator, self.llvm, b))
+
+
+class Variable:
+    """A value that changes."""
+
+    def __init__(self, value: Value):
+        self._code, self._kind = value.code, value.llvm.type
+        with value.code.builder.goto_entry_block():
+            self._place = value.code.builder.alloca(self._kind)
+            self._place.type = POINTER
+        self.set(value)
+
+    def get(self) -> Value:
+        """Return the present value."""
+        return Value(self._code, self._code.builder.load(self._place, typ=self._kind))
+
+    def set(self, value: Value) -> None:
+        """Change the value."""
+        self._code.builder.store(value.llvm, self._place)
+
+
+class Code:
+    """The body of a function, as it is written.
+
+    Attributes:
+        arguments: the function's arguments.
+    """
+
+    def __init__(self, module: ir.Module, name: str, result: Any, kinds: Sequence[Any]):
+        self.module = module
+        self.function = ir.Function(module, ir.FunctionType(result, kinds), name)
+        self.builder = ir.IRBuilder(self.function.append_basic_block())
+        self.arguments = [Value(self, argument) for argument in self.function.args]
+
+    def value(self, number: Number, kind: Any) -> Value:
+        """Return a number as a value; a scalar is repeated in each lane of a vector."""
+        if not isinstance(number, Value):
+            if isinstance(kind, ir.VectorType):
+                return Value(self, ir.Constant(kind, [number] * kind.count))
+            return Value(self, ir.Constant(kind, number))
+        if isinstance(kind, ir.VectorType) and not isinstance(number.llvm.type, ir.VectorType):
+            return self.splat(number, kind.count)
+        return number
+
+    def splat(self, x: Value, lanes: int) -> Value:
+        """Return a vector of one number."""
+        undefined = ir.Constant(ir.VectorType(x.llvm.type, lanes), ir.Undefined)
+        one = self.builder.insert_element(undefined, x.llvm, ir.Constant(I32, 0))
+        return Value(
+            self, self.builder.shuffle_vector(one, undefined, ir.Constant(ir.VectorType(I32, lanes), [0] * lanes))
+        )
+
+    def shuffle(self, a: Value, b: Value, lanes: Sequence[int]) -> Value:
+        """Return some lanes of two vectors, those of `b` counted on from those of `a`."""
+        mask = ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes))
+        return Value(self, self.builder.shuffle_vector(a.llvm, b.llvm, mask))
+
+    @contextmanager
+    def loop(self, start: Number, stop: Number, step: Number = 1) -> Iterator[Value]:
+        """Repeat the block for the int64 numbers from `start` to below `stop`."""
+        stop, step = self.value(stop, I64), self.value(step, I64)
+        at = Variable(self.value(start, I64))
+        head, body, end = (self.function.append_basic_block() for _ in range(3))
+        self.builder.branch(head)
+        self.builder.position_at_end(head)
+        self.builder.cbranch(at.get().compare("<", stop).llvm, body, end)
+        self.builder.position_at_end(body)
+        yield at.get()
+        at.set(at.get() + step)
+        self.builder.branch(head)
+        self.builder.position_at_end(end)
+
+    @contextmanager
+    def when(self, condition: Value) -> Iterator[None]:
+        """Run the block if a condition holds."""
+        with self.builder.if_then(condition.llvm):
+            yield
+
+    def at(self, pointer: Value, index: Number, kind: Any) -> Value:
+        """Return the address of an element of an array."""
+        index = self.value(index, I64)
+        return Value(self, self.builder.gep(pointer.llvm, [index.llvm], source_etype=kind))
+
+    def load(self, pointer: Value, index: Number, kind: Any) -> Value:
+        """Return an element of an array."""
+        address = self.at(pointer, index, kind)
+        return Value(self, self.builder.load(address.llvm, typ=kind))
+
+    def store(self, value: Value, pointer: Value, index: Number) -> None:
+        """Change an element of an array."""
+        self.builder.store(value.llvm, self.at(pointer, index, value.llvm.type).llvm)
+
+    def load_vector(self, pointer: Value, index: Number, element: Any, lanes: int) -> Value:
+        """Return the elements of an array from `index` on; they lie at any address."""
+        kind = ir.VectorType(element, lanes)
+        size = 4 if element == F32 else element.width // 8 if isinstance(element, ir.IntType) else 2
+        return Value(self, self.builder.load(self.at(pointer, index, element).llvm, align=size, typ=kind))
+
+    def store_vector(self, value: Value, pointer: Value, index: Number) -> None:
+        """Change the float32 elements of an array from `index` on."""
+        self.builder.store(value.llvm, self.at(pointer, index, F32).llvm, align=4)
+
+    def scratch(self, size: int, element: Any, align: int = 64) -> Value:
+        """Return an array of the function's own."""
+        with self.builder.goto_entry_block():
+            place = self.builder.alloca(ir.ArrayType(element, size))
+            place.align = align
+            place.type = POINTER
+        return Value(self, place)
+
+    def intrinsic(self, name: str, *arguments: Value, result: Any = None) -> Value:
+        """Call a function of LLVM or of the process, declared by its arguments."""
+        kind = ir.FunctionType(result or arguments[0].llvm.type, [argument.llvm.type for argument in arguments])
+        function = self.module.globals.get(name) or ir.Function(self.module, kind, name)
+        return Value(self, self.builder.call(function, [argument.llvm for argument in arguments]))
+
+    def prefetch(self, address: Value) -> None:
+        """Request a cache line into the second cache. Requests into the first one would delay loads."""
+        options = [self.value(number, I32) for number in (0, 2, 1)]
+        self.intrinsic("llvm.prefetch.p0", address, *options, result=VOID)
+
+    def fma(self, a: Value, b: Value, c: Value) -> Value:
+        """Return a b + c of float32 vectors, rounded once where the machine can."""
+        return self.intrinsic(f"llvm.fmuladd.v{a.llvm.type.count}f32", a, b, c)
+
+    def maximum(self, a: Value, b: Value) -> Value:
+        """Return the greater one, elementwise."""
+        return self.select(a.compare(">", b), a, b)
+
+    def minimum(self, a: Value, b: Value) -> Value:
+        """Return the lesser one, elementwise."""
+        return self.select(a.compare("<", b), a, b)
+
+    def select(self, condition: Value, a: Value, b: Value) -> Value:
+        """Return one of two values."""
+        return Value(self, self.builder.select(condition.llvm, a.llvm, b.llvm))
+
+    def cast(self, name: str, x: Value, kind: Any) -> Value:
+        """Return the result of an LLVM conversion, such as "zext"; that of all elements, of a vector."""
+        if isinstance(x.llvm.type, ir.VectorType):
+            kind = ir.VectorType(kind, x.llvm.type.count)
+        return Value(self, getattr(self.builder, name)(x.llvm, kind))
+
+    def sums(self, vectors: Sequence[Value]) -> Value:
+        """Return the sum of the lanes of each vector, in a vector of at least so many lanes.
+
+        The order of each sum is the same at any place of the list.
+        """
+        lanes, step = vectors[0].llvm.type.count, 1
+        found = [*vectors, *[vectors[-1]] * (lanes - len(vectors))]
+        while step < lanes:
+            of_b = [i // step % 2 for i in range(lanes)]
+            low = [lanes + i - step if b else i for i, b in enumerate(of_b)]
+            high = [lanes + i if b else i + step for i, b in enumerate(of_b)]
+            found = [self.shuffle(a, b, low) + self.shuffle(a, b, high) for a, b in zip(found[::2], found[1::2])]
+            step *= 2
+        return found[0]
+
+    def highest(self, vector: Value) -> Value:
+        """Return the highest lane of a vector, which may be any of the others if there is NaN."""
+        lanes = vector.llvm.type.count
+        while lanes > 1:
+            lanes //= 2
+            a, b = (self.shuffle(vector, vector, range(first, first + lanes)) for first in (0, lanes))
+            vector = self.maximum(a, b)
+        return self.element(vector, 0)
+
+    def element(self, vector: Value, lane: int) -> Value:
+        """Return a lane of a vector."""
+        return Value(self, self.builder.extract_element(vector.llvm, ir.Constant(I64, lane)))
+
+    def call(self, function: Value, kind: ir.FunctionType, *arguments: Value) -> Value:
+        """Call a function by its address."""
+        typed = self.builder.bitcast(function.llvm, POINTER)
+        typed.type = _Function(kind)
+        return Value(self, self.builder.call(typed, [argument.llvm for argument in arguments]))
+
+    def ret(self, value: Value | None = None) -> None:
+        """End the function."""
+        if value is None:
+            self.builder.ret_void()
+        else:
+            self.builder.ret(value.llvm)
+
+
+class _Function(ir.PointerType):  # type: ignore[misc]
+    """Type of the address of a function, for llvmlite: LLVM's own pointers have no further type."""
+
+    def __init__(self, kind: ir.FunctionType):
+        super().__init__()
+        self.pointee = kind

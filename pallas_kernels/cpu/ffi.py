@@ -1,0 +1,185 @@
+"""Compiled functions as targets of XLA's foreign function interface, which run on the threads of XLA's pool.
+
+The layouts are those of `xla/ffi/api/c_api.h`, whose header is part of jaxlib: version 0.x, in which fields are only
+added at the end of structures.
+"""
+
+import ctypes
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from llvmlite import binding, ir
+
+from pallas_kernels.cpu.code import I8, I32, I64, POINTER, VOID, Code, Machine, Number, Value
+
+# Offsets in bytes.
+FRAME_EXTENSION, FRAME_API, FRAME_CONTEXT, FRAME_ARGUMENTS, FRAME_RESULTS = 8, 16, 24, 72, 112
+BUFFER_DATA, BUFFER_DIMS = 24, 40
+EXTENSION_METADATA, METADATA_MAJOR, METADATA_MINOR = 24, 24, 28
+API_DESTROY_ERROR, API_SCHEDULE, API_NUM_THREADS = 64, 136, 144
+
+# A call's job: the next unit, the finished units, the threads that may still look at it, and the call.
+NEXT, DONE, USERS, UNITS, FRAME, JOB_SIZE = 0, 1, 2, 3, 4, 5
+
+_lock = threading.Lock()
+_engines: dict[str, Any] = {}  # target -> its code, which lives as long as the process
+
+
+class Call:
+    """The arguments and results of a call, as its function sees them."""
+
+    def __init__(self, code: Code, frame: Value):
+        self.code, self.frame = code, frame
+
+    def _buffer(self, offset: int, index: int) -> Value:
+        return self.code.load(field(self.frame, offset, POINTER), index, POINTER)
+
+    def argument(self, index: int) -> Value:
+        """Return the address of an argument's numbers."""
+        return field(self._buffer(FRAME_ARGUMENTS, index), BUFFER_DATA, POINTER)
+
+    def result(self, index: int) -> Value:
+        """Return the address of a result's numbers."""
+        return field(self._buffer(FRAME_RESULTS, index), BUFFER_DATA, POINTER)
+
+    def size(self, index: int, axis: int) -> Value:
+        """Return the size of an argument's axis."""
+        return self.code.load(field(self._buffer(FRAME_ARGUMENTS, index), BUFFER_DIMS, POINTER), axis, I64)
+
+
+def field(structure: Value, offset: int, kind: Any) -> Value:
+    """Return a field of a structure."""
+    return structure.code.load(structure.code.at(structure, offset, I8), 0, kind)
+
+
+def register(name: str, units: Callable[[Call], Value], work: Callable[[Call, Value], None]) -> str:
+    """Make the target `name`, unless it exists, and return its name.
+
+    Args:
+        units: writes the code that counts the units of a call's work.
+        work: writes the code of one unit, by its number. Units run at the same time.
+    """
+    with _lock:
+        if name not in _engines:
+            engine, handler = compile_module(target_module(name, units, work))
+            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(ctypes.c_void_p(handler)), platform="cpu")
+            _engines[name] = engine
+    return name
+
+
+def compile_module(module: ir.Module) -> tuple[Any, int]:
+    """Compile a module for this machine, and return its owner and the address of its function "handler"."""
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    machine = Machine.host()
+    parsed = binding.parse_assembly(str(module))
+    target = binding.Target.from_default_triple().create_target_machine(
+        cpu=machine.cpu, features=machine.features, opt=3, jit=True
+    )
+    builder = binding.create_pass_builder(target, binding.create_pipeline_tuning_options(speed_level=2))
+    builder.getModulePassManager().run(parsed, builder)
+    engine = binding.create_mcjit_compiler(parsed, target)
+    engine.finalize_object()
+    return engine, engine.get_function_address("handler")
+
+
+def target_module(name: str, units: Callable[[Call], Value], work: Callable[[Call, Value], None]) -> ir.Module:
+    """Return the module of a target: a handler that divides its work among threads."""
+    module = ir.Module(name)
+    module.triple = binding.get_default_triple()
+    unit = Code(module, "unit", VOID, [POINTER, I64])
+    unit.function.linkage = "internal"
+    frame, number = unit.arguments
+    work(Call(unit, frame), number)
+    unit.ret()
+    take = _take(module, unit)
+    _handler(module, take, units)
+    return module
+
+
+def _take(module: ir.Module, unit: Code) -> Code:
+    """Write the function of a thread: it works on units as long as there are any, and leaves the job."""
+    code = Code(module, "take", VOID, [POINTER])
+    (job,) = code.arguments
+    head, body, end = (code.function.append_basic_block() for _ in range(3))
+    code.builder.branch(head)
+    code.builder.position_at_end(head)
+    number = _add(code, job, NEXT, 1)
+    code.builder.cbranch(number.compare("<", code.load(job, UNITS, I64)).llvm, body, end)
+    code.builder.position_at_end(body)
+    code.builder.call(unit.function, [code.load(job, FRAME, POINTER).llvm, number.llvm])
+    _add(code, job, DONE, 1)
+    code.builder.branch(head)
+    code.builder.position_at_end(end)
+    _leave(code, job)
+    code.ret()
+    return code
+
+
+def _handler(module: ir.Module, take: Code, units: Callable[[Call], Value]) -> None:
+    code = Code(module, "handler", POINTER, [POINTER])
+    (frame,) = code.arguments
+    null = Value(code, ir.Constant(POINTER, None))
+    # At registration XLA asks for the version of the interface.
+    extension = field(frame, FRAME_EXTENSION, POINTER)
+    with code.when(Value(code, code.builder.icmp_unsigned("!=", extension.llvm, null.llvm))):
+        metadata = field(extension, EXTENSION_METADATA, POINTER)
+        for offset, number in ((METADATA_MAJOR, 0), (METADATA_MINOR, 1)):
+            code.store(code.value(number, I32), code.at(metadata, offset, I8), 0)
+        code.ret(null)
+    api, context = field(frame, FRAME_API, POINTER), field(frame, FRAME_CONTEXT, POINTER)
+    threads = code.scratch(1, I64)
+    code.store(code.value(1, I64), threads, 0)
+    _call_api(code, api, API_NUM_THREADS, context, threads)
+    total = units(Call(code, frame))
+    # The calling thread works too.
+    helpers = code.maximum(code.value(0, I64), code.minimum(code.load(threads, 0, I64), total) - 1)
+    job = code.intrinsic("malloc", code.value(8 * JOB_SIZE, I64), result=POINTER)
+    for index, value in ((NEXT, 0), (DONE, 0), (USERS, helpers + 2), (UNITS, total), (FRAME, frame)):
+        code.store(code.value(value, I64), job, index)
+    with code.loop(0, helpers), code.when(_call_api(code, api, API_SCHEDULE, context, Value(code, take.function), job)):
+        _add(code, job, USERS, -1)
+    code.builder.call(take.function, [job.llvm])
+    # Other threads may be in their last units. Those that have not begun find none, and are not waited for.
+    head, body, end = (code.function.append_basic_block() for _ in range(3))
+    code.builder.branch(head)
+    code.builder.position_at_end(head)
+    done = code.builder.load_atomic(code.at(job, DONE, I64).llvm, "acquire", 8, typ=I64)
+    code.builder.cbranch(Value(code, done).compare("<", total).llvm, body, end)
+    code.builder.position_at_end(body)
+    code.intrinsic("sched_yield", result=I32)
+    code.builder.branch(head)
+    code.builder.position_at_end(end)
+    _leave(code, job)
+    code.ret(null)
+
+
+def _leave(code: Code, job: Value) -> None:
+    """Write a thread's last look at a job, which the last thread frees."""
+    with code.when(_add(code, job, USERS, -1).compare("==", 1)):
+        code.intrinsic("free", job, result=VOID)
+
+
+def _call_api(code: Code, api: Value, function: int, *fields: Value) -> Value:
+    """Call a function of the interface with the structure of its arguments, and return whether it failed."""
+
+    def call(function: int, *fields: Value) -> Value:
+        structure = code.scratch(2 + len(fields), I64)
+        values: tuple[Number, ...] = (8 * (2 + len(fields)), 0, *fields)
+        for index, value in enumerate(values):
+            code.store(code.value(value, I64), structure, index)
+        return code.call(field(api, function, POINTER), ir.FunctionType(POINTER, [POINTER]), structure)
+
+    error = call(function, *fields)
+    failed = Value(code, code.builder.icmp_unsigned("!=", error.llvm, ir.Constant(POINTER, None)))
+    with code.when(failed):
+        call(API_DESTROY_ERROR, error)
+    return failed
+
+
+def _add(code: Code, job: Value, index: int, number: int) -> Value:
+    """Add to a counter that threads share, and return its value before."""
+    address = code.at(job, index, I64).llvm
+    return Value(code, code.builder.atomic_rmw("add", address, ir.Constant(I64, number), "acq_rel"))

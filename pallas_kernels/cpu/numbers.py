@@ -57,7 +57,7 @@ def as_float(code: Code, bits: Value) -> Value:
 
 
 def exp(code: Code, x: Value) -> Value:
-    """Return the exponential of a vector of float32 up to 88: 2^n exp(r), |r| < log(2) / 2, by the series of exp.
+    """Return e^x of a vector of float32 up to 88, as 2^n e^r with |r| < log(2) / 2, by the series for e^r.
 
     It is 0 below -87, and NaN for NaN.
     """

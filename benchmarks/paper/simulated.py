@@ -197,13 +197,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     report = Report(args.out / "results.json", environment(open_device(tiny=True), args.tiny))
     if args.million:
         report.add(**run(Case("opt-13b", "alpaca", "paged"), 30.0, 1_000_000))
+        columns = ("rate", "requests", "requests_per_s", "normalised", "steps", "virtual_s", "process_s", "speed")
+        report.publish("A million simulated requests", table(report.rows, ("model", "workload", "policy", *columns)))
     else:
         wanted = [case for case in cases() if args.only in case.name]
         for _, rows in search_all(wanted, args.tiny):
             for row in rows:
                 report.add(**row)
-    of = [row for row in report.rows if row["experiment"] == "sustained"]
-    report.publish("Simulated", table(of, ("model", "workload", "policy", "block_size", "rate")))
+        of = [row for row in report.rows if row["experiment"] == "sustained"]
+        report.publish("Simulated", table(of, ("model", "workload", "policy", "block_size", "rate")))
     return 0
 
 

@@ -184,11 +184,10 @@ def test_requests_that_can_never_run_are_an_error():
 
 
 def test_params_of_a_call():
-    call = Call(0.0, ((0, 4),), 6, 1, width=2)
-    (shared,) = params_of(call, True)
+    (shared,) = params_of(6, 2, beam=False, shares=True)
     assert (shared.n, shared.max_tokens, shared.ignore_eos) == (2, 6, True)
-    assert [each.n for each in params_of(call, False)] == [1, 1]
-    (beam,) = params_of(call._replace(beam=True), True)
+    assert [each.n for each in params_of(6, 2, beam=False, shares=False)] == [1, 1]
+    (beam,) = params_of(6, 2, beam=True, shares=True)
     assert beam.beam_width == 2
 
 

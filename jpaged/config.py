@@ -1,10 +1,11 @@
 """Configuration of the model and of the engine: frozen, plain values, dtypes as strings, no device library."""
 
 import json
+import math
 import reprlib
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -19,7 +20,38 @@ PREEMPTION_MODES = ("auto", "recompute", "swap")
 KV_CACHE_DTYPES = {"auto": None, "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
 KERNELS = ("auto", "reference", "mosaic", "triton", "cpu")
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+# Fields that change the computation of some architecture, with the values that change nothing. A config refuses other
+# values unless its architecture reads the field.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "sliding_window": (None,),
+    "use_sliding_window": (None, False),
+    "layer_types": (None, "full_attention"),
+    "no_rope_layers": (None, 1, True),
+    "partial_rotary_factor": (None, 1),
+    "use_bidirectional_attention": (None, False),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "query_pre_attn_scalar": (None,),
+    "embedding_multiplier": (None, 1),
+    "residual_multiplier": (None, 1),
+    "attention_multiplier": (None,),
+    "logits_scaling": (None, 1),
+    "logit_scale": (None, 1),
+    "scale_emb": (None, 1),
+    "scale_depth": (None,),
+    "clip_qkv": (None,),
+    "use_qk_norm": (None, False),
+    "qk_layernorm": (None, False),
+    "attention_chunk_size": (None,),
+    "use_parallel_residual": (None, False),
+    "parallel_attn": (None, False),
+    "alibi": (None, False),
+    "use_mrope": (None, False),
+    "num_experts": (None, 0),
+    "num_local_experts": (None, 0),
+    "n_routed_experts": (None, 0),
+}
 # Bounds of a checkpoint's config: a model is traced layer by layer before its tensors are compared.
 MAX_LAYERS, MAX_SIZE = 512, 2**31 - 1
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -63,9 +95,20 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    partial_rotary_factor: float = 1.0
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+    is_long: bool = False  # whether longrope takes the long factors
 
     def __post_init__(self) -> None:
         _check_types(self)
+        if not 0 < self.partial_rotary_factor <= 1:
+            raise ValueError(
+                f"partial_rotary_factor: must be above 0 and at most 1, not {self.partial_rotary_factor:g}"
+            )
+        for name in ("short_factor", "long_factor"):
+            if not all(type(factor) in (int, float) and 0 < factor < math.inf for factor in getattr(self, name)):
+                raise ValueError(f"{name}: must be numbers above 0, not {reprlib.repr(getattr(self, name))}")
         if not (self.theta > 1 and self.factor > 0 and self.beta_fast > 0 and self.beta_slow > 0):
             raise ValueError(
                 "rope_scaling: rope_theta must be above 1, and factor, beta_fast and beta_slow above 0, not "
@@ -92,6 +135,8 @@ class RopeConfig:
         if not all(isinstance(part, dict) for part in parts):
             raise ValueError(f"rope_scaling, rope_parameters: must be JSON objects, not {reprlib.repr(parts)}")
         parameters = parts[0] | parts[1]
+        if any(isinstance(value, dict) for value in parameters.values()) or parameters.get("mrope_section"):
+            raise ValueError("rope_parameters: only one rotary embedding of whole positions is supported")
         kind = parameters.get("rope_type", parameters.get("type", "default"))
         if kind == "dynamic":
             raise ValueError(
@@ -100,24 +145,25 @@ class RopeConfig:
             )
         if kind not in ROPE_TYPES:
             raise ValueError(f"rope_type: {reprlib.repr(kind)} is not supported; supported: {', '.join(ROPE_TYPES)}")
-        if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-            raise ValueError("partial_rotary_factor: only 1.0 is supported")
+        parameters.setdefault("partial_rotary_factor", hf.get("partial_rotary_factor"))
         parameters.setdefault("rope_theta", hf.get("rope_theta", 10000.0))
         parameters.setdefault("original_max_position_embeddings", hf.get("original_max_position_embeddings"))
         original = parameters["original_max_position_embeddings"] or hf.get("max_position_embeddings", 2048)
         factor = parameters.get("factor")
-        if factor is None and kind == "yarn":
+        if factor is None and kind in ("yarn", "longrope"):
             factor = hf.get("max_position_embeddings", 2048) / original
         if factor is None and kind != "default":
             raise ValueError(f"rope_type: {kind!r} needs 'factor'")
         if kind == "llama3" and not {"low_freq_factor", "high_freq_factor"} <= parameters.keys():
             raise ValueError("rope_type: 'llama3' needs 'low_freq_factor' and 'high_freq_factor'")
+        if kind == "longrope":
+            if not all(isinstance(parameters.get(name), list) for name in ("short_factor", "long_factor")):
+                raise ValueError("rope_type: 'longrope' needs 'short_factor' and 'long_factor'")
+            parameters = parameters | {name: tuple(parameters[name]) for name in ("short_factor", "long_factor")}
+            parameters["is_long"] = hf.get("max_position_embeddings", 2048) > original
         names = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale")
-        given = {
-            name: parameters[name]
-            for name in (*names, "mscale_all_dim", "truncate")
-            if parameters.get(name) is not None
-        }
+        further = ("mscale_all_dim", "truncate", "partial_rotary_factor", "short_factor", "long_factor", "is_long")
+        given = {name: parameters[name] for name in (*names, *further) if parameters.get(name) is not None}
         return cls(
             type=kind,
             theta=parameters["rope_theta"],
@@ -127,15 +173,123 @@ class RopeConfig:
         )
 
 
+# Names of a layer's norms before attention, after attention, before the MLP and after the MLP; None: no norm there.
+Norms = tuple[str | None, str | None, str | None, str | None]
+PRE_NORMS: Norms = ("input_layernorm", None, "post_attention_layernorm", None)
+POST_NORMS: Norms = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+ALL_NORMS: Norms = (
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Mixture of experts instead of the MLP of some layers.
+
+    Attributes:
+        num_experts: number of experts of a layer.
+        num_experts_per_tok: number of experts that compute a token.
+        intermediate_size: MLP dim of an expert.
+        norm_topk_prob: whether the weights of a token's experts are divided by their sum.
+        dense_layers: layers with an MLP.
+    """
+
+    num_experts: int
+    num_experts_per_tok: int
+    intermediate_size: int
+    norm_topk_prob: bool = True
+    dense_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_types(self)
+        if self.intermediate_size < 1:
+            raise ValueError(f"moe_intermediate_size: must be at least 1, not {self.intermediate_size}")
+        if not 1 <= self.num_experts_per_tok <= self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok: must be between 1 and the number of experts ({self.num_experts}), "
+                f"not {self.num_experts_per_tok}"
+            )
+
+
+@dataclass(frozen=True)
+class Variation:
+    """Differences between a decoder and Llama's.
+
+    Attributes:
+        norms: names of the norms of a layer.
+        qk_norm: None; "head": queries and keys are normed per head; "projection": over all heads.
+        unit_offset: whether norms multiply by 1 + weight.
+        output_bias: whether the attention's output has a bias if `attention_bias` is set.
+        windows: number of tokens up to its own that a query of each layer sees, None: all; (): all in every layer.
+        local_rope: rotary embedding of the layers with a window, if they have another one.
+        no_rope: layers without rotary embedding.
+        scale: factor on q·k; None: head_dim ** -0.5.
+        soft_cap: c where attention scores x become c * tanh(x / c).
+        final_soft_cap: likewise for logits.
+        embedding_multiplier: factor on embeddings.
+        residual_multiplier: factor on the outputs of attention and MLP.
+        logits_divisor: divisor of logits.
+        experts: mixture of experts.
+    """
+
+    norms: Norms = PRE_NORMS
+    qk_norm: str | None = None
+    unit_offset: bool = False
+    output_bias: bool = True
+    windows: tuple[int | None, ...] = ()
+    local_rope: RopeConfig | None = None
+    no_rope: tuple[int, ...] = ()
+    scale: float | None = None
+    soft_cap: float | None = None
+    final_soft_cap: float | None = None
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_divisor: float = 1.0
+    experts: Experts | None = None
+
+    def __post_init__(self) -> None:
+        _check_types(self)
+        if not all(window is None or (type(window) is int and window > 0) for window in self.windows):
+            raise ValueError(f"sliding_window: must be at least 1, not {reprlib.repr(self.windows)}")
+        for name in ("scale", "soft_cap", "final_soft_cap", "logits_divisor"):
+            if (value := getattr(self, name)) is not None and not value > 0:
+                raise ValueError(f"{name}: must be above 0, not {value}")
+
+
+def windows_of(hf: dict[str, Any], layer_types: list[str]) -> tuple[int | None, ...]:
+    """Return the window of each layer: `sliding_window` where its type is "sliding_attention".
+
+    Args:
+        hf: content of a config.json; its `layer_types` take precedence over the argument.
+
+    Raises:
+        ValueError: a type is unknown, their number is not that of the layers, or the window is missing.
+    """
+    found = hf.get("layer_types") or layer_types
+    types = {"full_attention": None, "sliding_attention": hf.get("sliding_window")}
+    if not isinstance(found, list) or not all(isinstance(name, str) and name in types for name in found):
+        raise ValueError(f"layer_types: {reprlib.repr(found)} is not supported; supported: {', '.join(types)}")
+    if len(found) != hf["num_hidden_layers"]:
+        raise ValueError(
+            f"layer_types: must name num_hidden_layers ({hf['num_hidden_layers']}) layers, not {len(found)}"
+        )
+    if "sliding_attention" in found and types["sliding_attention"] is None:
+        raise ValueError("sliding_window: must be a number of tokens for layers of sliding_attention, not null")
+    return tuple(types[name] for name in found)
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Configuration of a dense Llama, with the field names of its Hugging Face `config.json`.
 
-    Configurations of other architectures derive from it.
+    Configurations of other architectures derive from it: they name their `defaults` of missing fields, the further
+    fields that they read (`reads`, names in `NEUTRAL`), and return their `variation_of` Llama's decoder.
     """
 
     architecture: ClassVar[str] = "LlamaForCausalLM"  # as `architectures` names it
     model_type: ClassVar[str] = "llama"
+    defaults: ClassVar[dict[str, Any]] = {}
+    reads: ClassVar[frozenset[str]] = frozenset()
 
     vocab_size: int
     hidden_size: int
@@ -153,6 +307,7 @@ class ModelConfig:
     rope: RopeConfig = field(default_factory=RopeConfig)
     dtype: str = "float32"
     eos_token_ids: tuple[int, ...] = ()
+    variation: Variation = field(default_factory=Variation)
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -177,6 +332,26 @@ class ModelConfig:
             )
         if not all(type(token) is int and token >= 0 for token in self.eos_token_ids):
             raise ValueError(f"eos_token_id: must be token ids, not {reprlib.repr(self.eos_token_ids)}")
+        if (rotary_dim := int(self.head_dim * self.rope.partial_rotary_factor)) % 2:
+            raise ValueError(
+                f"partial_rotary_factor: {self.rope.partial_rotary_factor:g} of head_dim ({self.head_dim}) must be "
+                f"even, not {rotary_dim}"
+            )
+        for name in ("short_factor", "long_factor") if self.rope.type == "longrope" else ():
+            if len(getattr(self.rope, name)) != rotary_dim // 2:
+                raise ValueError(
+                    f"{name}: must be {rotary_dim // 2} numbers, half of the rotary dim, "
+                    f"not {len(getattr(self.rope, name))}"
+                )
+
+    def for_length(self, max_model_len: int) -> Self:
+        """Return the config for sequences of at most `max_model_len` tokens.
+
+        A cache holds rotated keys, which all requests share, so one choice of longrope's factors holds for all
+        positions: the long factors if a sequence may pass the original context.
+        """
+        is_long = self.rope.type == "longrope" and max_model_len > self.rope.original_max_position_embeddings
+        return replace(self, rope=replace(self.rope, is_long=is_long))
 
     @classmethod
     def describes(cls, hf: dict[str, Any]) -> bool:
@@ -198,11 +373,22 @@ class ModelConfig:
     @classmethod
     def fields_of(cls, hf: dict[str, Any], generation: dict[str, Any]) -> dict[str, Any]:
         """Return the values of the fields. An architecture with more fields adds their values."""
+        hf = cls.defaults | hf
         required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
         if missing := [name for name in required if name not in hf]:
             raise ValueError(f"config.json lacks {', '.join(missing)}")
         if hf.get("quantization_config"):
             raise ValueError("quantization_config: quantized checkpoints are not supported")
+        for name, accepted in NEUTRAL.items():
+            values = hf[name] if isinstance(hf.get(name), list) else [hf.get(name)]
+            if name not in cls.reads and not all(value in accepted for value in values):
+                raise ValueError(
+                    f"{name}: {reprlib.repr(hf[name])} is not supported by {cls.architecture}; "
+                    f"supported: {', '.join(map(json.dumps, accepted))}"
+                )
+        rope = RopeConfig.from_hf(hf)
+        if rope.partial_rotary_factor != 1 and "partial_rotary_factor" not in cls.reads:
+            raise ValueError(f"partial_rotary_factor: only 1.0 is supported by {cls.architecture}")
         heads = hf["num_attention_heads"]
         dtype = hf.get("dtype") or hf.get("torch_dtype") or "float32"
         eos = generation.get("eos_token_id", hf.get("eos_token_id"))
@@ -216,10 +402,16 @@ class ModelConfig:
             tie_word_embeddings=hf.get("tie_word_embeddings", False),
             attention_bias=hf.get("attention_bias", False),
             mlp_bias=hf.get("mlp_bias", False),
-            rope=RopeConfig.from_hf(hf),
+            rope=rope,
             dtype=dtype if dtype in DTYPES else "float32",
             eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
+            variation=cls.variation_of(hf),
         )
+
+    @classmethod
+    def variation_of(cls, hf: dict[str, Any]) -> Variation:
+        """Return the differences from Llama's decoder, by config.json's content with the defaults."""
+        return Variation()
 
     @classmethod
     def from_directory(cls, directory: Path) -> Self:

@@ -197,6 +197,7 @@ def prepare(
     devices = devices_of_nodes(size, nnodes) if nnodes > 1 else choose_devices(size)[0]
     placement = Placement.on(devices, model)
     limits, dtype = limits_of(config, model, platform), dtype_of(config, model, platform)
+    model = model.for_length(limits.max_model_len)
     defaults = sampling_defaults(directory)
     try:
         SamplingParams(**defaults)

@@ -97,9 +97,15 @@ class Architecture(NamedTuple):
         module: (config, dtype=..., rngs=...) -> the module.
         source: (path of a leaf, config) -> its place in a Hugging Face checkpoint.
         is_derived: (name of a tensor, config) -> whether a checkpoint may hold it in addition to the leaves' own.
+        rename: (name of a tensor in a file) -> its name for `source` and `is_derived`, where checkpoints differ.
+        examples: ids of checkpoints on the Hugging Face hub.
+        features: its variations, for the documentation.
     """
 
     config: type[ModelConfig]
     module: Callable[..., Model]
     source: Callable[[LeafPath, ModelConfig], Source] = same_name
     is_derived: Callable[[str, ModelConfig], bool] = is_derived
+    rename: Callable[[str], str] = str
+    examples: tuple[str, ...] = ()
+    features: str = ""

@@ -115,7 +115,8 @@ def load_safetensors(
     files = safetensors_files(directory)
     with contextlib.ExitStack() as stack:
         opened = [stack.enter_context(_open(file)) for file in files]
-        tensors = {name: file.get_slice(name) for file in opened for name in file.keys()}  # noqa: SIM118
+        rename = architecture_of(config).rename
+        tensors = {rename(name): file.get_slice(name) for file in opened for name in file.keys()}  # noqa: SIM118
         return _load(tensors, directory, config, dtype, place, progress=progress)
 
 

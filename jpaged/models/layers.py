@@ -33,6 +33,13 @@ def multiplying(multiply: Product | None) -> Iterator[None]:
     finally:
         _product.reset(token)
 
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_pytorch_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "relu": jax.nn.relu,
+}
+
 
 def axes(*names: str | None) -> dict[str, Any]:
     """Return metadata that names a parameter's axes, such as "heads", "kv_heads", "mlp" and "vocab"."""
@@ -61,11 +68,25 @@ class Linear(nnx.Module):
         return product(x_ti, self.weight[...], bias_o=bias_o, activation=activation)
 
 
-def rms_norm(size: int, epsilon: float, *, dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.RMSNorm:
-    """Return a root-mean-square norm of the last axis."""
+def rms_norm(size: int, epsilon: float, *, dtype: DTypeLike, rngs: nnx.Rngs, name: str | None = None) -> nnx.RMSNorm:
+    """Return a root-mean-square norm of the last axis, whose name is `name`."""
     return nnx.RMSNorm(
-        size, epsilon=epsilon, dtype=dtype, param_dtype=dtype, rngs=rngs, scale_metadata=axes(None)
+        size, epsilon=epsilon, dtype=dtype, param_dtype=dtype, rngs=rngs, scale_metadata=axes(name)
     )  # fmt: skip
+
+
+class UnitOffsetNorm(nnx.Module):
+    """Root-mean-square norm of the last axis that multiplies by 1 + weight, in float32 inside."""
+
+    def __init__(self, size: int, epsilon: float, *, dtype: DTypeLike):
+        self.epsilon = epsilon
+        self.scale = nnx.Param(jnp.zeros(size, dtype), **axes(None))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Return the normed x, of the same shape and dtype."""
+        x32 = x.astype(jnp.float32)
+        normed = x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.epsilon)
+        return (normed * (1 + self.scale[...].astype(jnp.float32))).astype(x.dtype)
 
 
 def product(

@@ -6,7 +6,10 @@ from jpaged.config import CONFIG, ModelConfig, read_json
 from jpaged.models import llama
 from jpaged.models.base import Architecture
 
-_ARCHITECTURES: dict[str, Architecture] = {llama.ARCHITECTURE.config.architecture: llama.ARCHITECTURE}
+FAMILIES = (llama,)
+_ARCHITECTURES: dict[str, Architecture] = {
+    architecture.config.architecture: architecture for family in FAMILIES for architecture in family.ARCHITECTURES
+}
 
 
 def register(architecture: Architecture) -> None:

@@ -1,4 +1,4 @@
-"""Rotary position embedding with the frequency scalings of the Llama family."""
+"""Rotary position embedding and its frequency scalings."""
 
 import math
 
@@ -10,20 +10,26 @@ from jpaged.config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
-    """Return the angle per position [H/2] float32, and the factor on cos and sin.
+    """Return the angle per position [R/2] float32 of the rotary dim R, and the factor on cos and sin.
 
-    They are computed in float32, as in training: at long positions one more bit would already rotate the keys
-    differently. Sources: RoFormer (arXiv 2104.09864); linear: position interpolation (arXiv 2306.15595); yarn: arXiv
-    2309.00071, equations 17-23, with the attention factor of its section 3.4; llama3: the release of Llama 3.1.
+    R is the first `partial_rotary_factor` of the head dim. The angles are computed in float32, as in training: at long
+    positions one more bit would already rotate the keys differently. Sources: RoFormer (arXiv 2104.09864); linear:
+    position interpolation (arXiv 2306.15595); yarn: arXiv 2309.00071, equations 17-23, with the attention factor of its
+    section 3.4; llama3: the release of Llama 3.1; longrope: arXiv 2402.13753, with the attention factor of Phi-3.
     """
-    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    frequencies = (1.0 / np.float32(rope.theta) ** exponents).astype(np.float32)
+    rotary_dim = int(head_dim * rope.partial_rotary_factor)
+    exponents = np.arange(0, rotary_dim, 2, dtype=np.float32) / np.float32(rotary_dim)
+    wavelengths = np.float32(rope.theta) ** exponents
+    frequencies = (1.0 / wavelengths).astype(np.float32)
     if rope.type == "linear":
         return frequencies / np.float32(rope.factor), 1.0
     if rope.type == "llama3":
         return _llama3(rope, frequencies), 1.0
     if rope.type == "yarn":
-        return _yarn(rope, frequencies, head_dim), _yarn_attention_factor(rope)
+        return _yarn(rope, frequencies, rotary_dim), _yarn_attention_factor(rope)
+    if rope.type == "longrope":
+        factors = np.asarray(rope.long_factor if rope.is_long else rope.short_factor, np.float32)
+        return (1.0 / (factors * wavelengths)).astype(np.float32), _longrope_attention_factor(rope)
     return frequencies, 1.0
 
 
@@ -70,7 +76,13 @@ def _yarn_attention_factor(rope: RopeConfig) -> float:
     return mscale(1.0)
 
 
+def _longrope_attention_factor(rope: RopeConfig) -> float:
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    return math.sqrt(1 + math.log(max(rope.factor, 1.0)) / math.log(rope.original_max_position_embeddings))
+
+
 def angles(positions_t: jax.Array, frequencies: np.ndarray, factor: float) -> tuple[jax.Array, jax.Array]:
-    """Return cos and sin [T, H/2] float32 of positions [T]."""
+    """Return cos and sin [T, R/2] float32 of positions [T]."""
     angle = positions_t[:, None].astype(jnp.float32) * frequencies
     return jnp.cos(angle) * factor, jnp.sin(angle) * factor

@@ -37,7 +37,10 @@ def test_the_original_context_is_the_models_if_rope_scaling_names_none():
             {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
             "'dynamic' is not supported, because .* cached keys",
         ),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "'longrope' is not supported"),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}},
+            "'longrope' needs 'short_factor' and 'long_factor'",
+        ),
         ({"rope_scaling": {"rope_type": "linear"}}, "'linear' needs 'factor'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "needs 'low_freq_factor' and 'high_freq_factor'"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor: only 1.0"),

@@ -10,54 +10,14 @@ import pytest
 from flax import nnx
 
 from jpaged.config import Limits, ModelConfig, RopeConfig
-from jpaged.core.block_pool import BlockPool
-from jpaged.core.params import SamplingParams
-from jpaged.core.plan import Done, Sample, StepResult
-from jpaged.core.scheduler import Scheduler
-from jpaged.engine.engine import Engine
 from jpaged.models.checkpoint import load_safetensors
-from jpaged.runtime.batch import Buckets, Layout, make_batch
-from jpaged.runtime.row_table import RowTable
-from jpaged.runtime.step import forward
+from jpaged.runtime.batch import Buckets
 from pallas_kernels import rotate
 from tests import checkpoints
+from tests.model.logits_runner import LogitsRunner, generate
 from tests.oracle import make_fixtures
-from tests.runtime.caches import cache_of, placement_of
 
 FIXTURES = np.load(Path(__file__).parents[1] / "fixtures" / "llama.npz")
-BLOCK = 8
-
-
-class LogitsRunner:
-    """Runs plans through the model's paged forward, keeps the logits of every position, samples greedily."""
-
-    def __init__(self, model, num_blocks: int, buckets: Buckets, width: int):
-        cache = cache_of(model.config, BLOCK, "float32")
-        self.pool = cache.allocate(num_blocks, placement_of(model.config).pool)
-        self.buckets, self.rows, self.last = buckets, RowTable(1, width, BLOCK), 0
-        self.layouts = {bucket: Layout(bucket, width) for bucket in buckets.all}
-        self.logits: dict[int, np.ndarray] = {}
-
-        def run(pool, batch, decode):
-            x, pool = forward(model, cache, pool, batch, decode=decode)
-            return model.logits(x), pool
-
-        self.run = jax.jit(run, static_argnums=2)
-
-    def dispatch(self, plan, make_masks=None):
-        self.rows.apply(plan)
-        bucket, _, batch, *_ = make_batch(plan, self.rows, self.buckets, self.layouts)
-        batch = batch._replace(decodes=batch.decodes != 0, tokens=np.where(batch.tokens < 0, self.last, batch.tokens))
-        logits, self.pool = self.run(self.pool, batch, bucket.decode)
-        logits = np.asarray(logits)
-        for position, row in zip(batch.positions[: plan.num_tokens], logits):
-            self.logits[int(position)] = row
-        self.last = int(logits[plan.num_tokens - 1].argmax(-1))
-        return Done(StepResult([Sample(self.last, 0.0)] * plan.rows[0].num_samples))
-
-    def recover(self):
-        """The pool is not donated, so nothing is lost."""
-
 
 CHUNKS = {"prefill": 128, "chunks": 16, "single rows": 1}
 # In the usual tier all models have their prompts computed in chunks, and one model in every way.
@@ -80,14 +40,9 @@ def case(request, tmp_path_factory):
 def test_logits_and_greedy_tokens_equal_transformers(case, chunk):
     model, tokens, expected = case
     limits = Limits(max_model_len=len(tokens), max_num_seqs=1, max_num_batched_tokens=chunk)
-    pool = BlockPool(-(-len(tokens) // BLOCK), BLOCK)
-    runner = LogitsRunner(model, pool.num_blocks, Buckets(limits), pool.num_blocks)
-    scheduler = Scheduler(pool, limits, vocab_size=expected.shape[1])
-    engine = Engine(scheduler, runner)
-    request = engine.add("0", tokens[: checkpoints.PROMPT], SamplingParams(max_tokens=checkpoints.NEW_TOKENS))
-    while engine.has_work:
-        engine.step()
-    assert request.sequences[0].tokens == tokens
+    runner = LogitsRunner(model, limits, Buckets(limits))
+    found = generate(runner, limits, tokens[: checkpoints.PROMPT], checkpoints.NEW_TOKENS)
+    assert found == tokens
     assert 0.5 < expected.std() < 3, "the tolerance is meant for logits of unit scale"
     logits = np.stack([runner.logits[i] for i in range(len(tokens) - 1)])
     np.testing.assert_allclose(logits, expected[:-1], atol=1e-4, rtol=0)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jpaged import LLM, ModelConfig, SamplingParams
+from jpaged import LLM, SamplingParams
 from jpaged.models import registry
 from jpaged.models.base import Model, Part, Source
 from jpaged.models.checkpoint import dummy_model, load_safetensors, save_safetensors
@@ -106,7 +106,7 @@ def test_parts_that_do_not_make_up_a_leaf_are_refused(directory, monkeypatch):
 
 
 def test_an_architecture_that_is_not_registered_is_refused():
-    class Unknown(ModelConfig):
+    class Unknown(toy.ToyConfig):
         architecture = "UnknownForCausalLM"
 
     config = Unknown.from_hf(toy.HF)

@@ -24,6 +24,7 @@ class ToyConfig(ModelConfig):
 
     architecture: ClassVar[str] = "ToyForCausalLM"
     model_type: ClassVar[str] = "toy"
+    reads: ClassVar[frozenset[str]] = frozenset({"sliding_window"})
     sliding_window: int = 8
 
     @classmethod

@@ -1,0 +1,195 @@
+"""Decoder of most architectures in Flax NNX, as a config and its `Variation` describe it.
+
+It holds parameters and no cache: attention is an argument.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jpaged.config import ModelConfig, RopeConfig
+from jpaged.models.base import Attend, AttentionSpec
+from jpaged.models.layers import ACTIVATIONS, Linear, UnitOffsetNorm, axes, product, rms_norm
+from jpaged.models.moe import MixtureOfExperts
+from jpaged.models.rope import angles, inverse_frequencies
+from pallas_kernels import rotate
+
+Rotation = tuple[jax.Array, jax.Array]  # cos and sin [T, R/2] of the rotary dim R
+
+
+class Attention(nnx.Module):
+    """Self-attention with rotary embedding; `attend` does the attention itself."""
+
+    def __init__(self, config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs):
+        d, h, variation = config.hidden_size, config.head_dim, config.variation
+        options: Any = dict(bias=config.attention_bias, dtype=dtype, rngs=rngs)
+        n, k = config.num_attention_heads * h, config.num_key_value_heads * h
+        self.head_dim = h
+        self.qk_norm = variation.qk_norm
+        self.q_proj = Linear(d, n, ("heads", None), **options)
+        self.k_proj = Linear(d, k, ("kv_heads", None), **options)
+        self.v_proj = Linear(d, k, ("kv_heads", None), **options)
+        self.o_proj = Linear(
+            n, d, (None, "heads"), **options | {"bias": config.attention_bias and variation.output_bias}
+        )
+        if self.qk_norm == "head":
+            self.q_norm, self.k_norm = (norm_of(config, h, dtype, rngs) for _ in range(2))
+        elif self.qk_norm == "projection":
+            self.q_norm = norm_of(config, n, dtype, rngs, "heads")
+            self.k_norm = norm_of(config, k, dtype, rngs, "kv_heads")
+
+    def __call__(self, x_td: jax.Array, rotation: Rotation | None, layer: int, attend: Attend) -> jax.Array:
+        """Return the output [T, D] of hidden states [T, D]."""
+        t = x_td.shape[0]
+        q_tnh, k_tkh = self._normed(self.q_proj(x_td), "q_norm"), self._normed(self.k_proj(x_td), "k_norm")
+        v_tkh = self.v_proj(x_td).reshape(t, -1, self.head_dim)
+        cos = sin = None
+        if rotation is not None:
+            q_tnh = _rotate_first(q_tnh, *rotation)
+            if 2 * rotation[0].shape[1] == self.head_dim:
+                cos, sin = rotation
+            else:  # the cache rotates whole heads only
+                k_tkh = _rotate_first(k_tkh, *rotation)
+        return self.o_proj(attend(layer, q_tnh, k_tkh, v_tkh, cos, sin).reshape(t, -1))
+
+    def _normed(self, x_to: jax.Array, name: str) -> jax.Array:
+        """Return the heads [T, N, H] of a projection, normed."""
+        if self.qk_norm == "projection":
+            x_to = getattr(self, name)(x_to)
+        x_tnh = x_to.reshape(len(x_to), -1, self.head_dim)
+        return getattr(self, name)(x_tnh) if self.qk_norm == "head" else x_tnh
+
+
+class Mlp(nnx.Module):
+    """Gated MLP."""
+
+    def __init__(self, config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs):
+        d, f = config.hidden_size, config.intermediate_size
+        options: Any = dict(bias=config.mlp_bias, dtype=dtype, rngs=rngs)
+        self.activation = config.hidden_act
+        self.gate_proj = Linear(d, f, ("mlp", None), **options)
+        self.up_proj = Linear(d, f, ("mlp", None), **options)
+        self.down_proj = Linear(f, d, (None, "mlp"), **options)
+
+    def __call__(self, x_td: jax.Array) -> jax.Array:
+        """Return the output [T, D] of hidden states [T, D]."""
+        return self.down_proj(self.gate_proj(x_td, ACTIVATIONS[self.activation]) * self.up_proj(x_td))
+
+
+class Layer(nnx.Module):
+    """Decoder layer: attention and MLP with their norms, each with a residual connection."""
+
+    def __init__(self, config: ModelConfig, layer: int, dtype: DTypeLike, rngs: nnx.Rngs):
+        experts = config.variation.experts
+        self.norms = config.variation.norms
+        self.multiplier = config.variation.residual_multiplier
+
+        def add_norm(place: int) -> None:
+            if (name := self.norms[place]) is not None:
+                setattr(self, name, norm_of(config, config.hidden_size, dtype, rngs))
+
+        add_norm(0)
+        self.self_attn = Attention(config, dtype, rngs)
+        add_norm(1)
+        add_norm(2)
+        if experts is not None and layer not in experts.dense_layers:
+            self.mlp: Any = MixtureOfExperts(config, experts, dtype, rngs)
+        else:
+            self.mlp = Mlp(config, dtype, rngs)
+        add_norm(3)
+
+    def __call__(self, x_td: jax.Array, rotation: Rotation | None, layer: int, attend: Attend) -> jax.Array:
+        """Return the hidden states [T, D] after the layer."""
+        y_td = self.self_attn(self._normed(0, x_td), rotation, layer, attend)
+        x_td = x_td + _scaled(self._normed(1, y_td), self.multiplier)
+        y_td = self.mlp(self._normed(2, x_td))
+        return x_td + _scaled(self._normed(3, y_td), self.multiplier)
+
+    def _normed(self, place: int, x_td: jax.Array) -> jax.Array:
+        name = self.norms[place]
+        return x_td if name is None else getattr(self, name)(x_td)
+
+
+class Decoder(nnx.Module):
+    """Decoder that a config describes.
+
+    `dtype` ("float32", "bfloat16" or "float16") is that of parameters and activations; norms, angles, routing and
+    logits are float32 inside. Attributes are named as in Hugging Face checkpoints.
+    """
+
+    def __init__(self, config: ModelConfig, *, dtype: str = "float32", rngs: nnx.Rngs):
+        self.config = config
+        d, v = config.hidden_size, config.vocab_size
+        self.embed_tokens = nnx.Embed(
+            v, d, dtype=dtype, param_dtype=dtype, rngs=rngs, embedding_metadata=axes("vocab", None),
+            embedding_init=nnx.initializers.normal(0.02),
+        )  # fmt: skip
+        self.layers = nnx.List([Layer(config, i, dtype, rngs) for i in range(config.num_hidden_layers)])
+        self.norm = norm_of(config, d, dtype, rngs)
+        if not config.tie_word_embeddings:
+            self.lm_head = Linear(d, v, ("vocab", None), bias=False, dtype=dtype, rngs=rngs)
+
+    @property
+    def attention_specs(self) -> tuple[AttentionSpec, ...]:
+        """Causal attention of each layer, with its window."""
+        config, variation = self.config, self.config.variation
+        scale = config.head_dim**-0.5 if variation.scale is None else variation.scale
+        windows = variation.windows or (None,) * config.num_hidden_layers
+        return tuple(AttentionSpec(scale, window, variation.soft_cap) for window in windows)
+
+    def __call__(self, tokens_t: jax.Array, positions_t: jax.Array, attend: Attend) -> jax.Array:
+        """Return the final hidden states [T, D] of tokens [T] int32 at positions [T] int32."""
+        config, variation = self.config, self.config.variation
+
+        def rotation_of(rope: RopeConfig) -> Rotation:
+            return angles(positions_t, *inverse_frequencies(rope, config.head_dim))
+
+        rotation = rotation_of(config.rope)
+        local = rotation if variation.local_rope is None else rotation_of(variation.local_rope)
+        x_td = self.embed_tokens(tokens_t)
+        if variation.embedding_multiplier != 1:
+            # In the dtype of the embedding: Gemma was trained with the factor rounded to it.
+            x_td = x_td * jnp.asarray(variation.embedding_multiplier, x_td.dtype)
+        for index, (layer, spec) in enumerate(zip(self.layers, self.attention_specs, strict=True)):
+            own = rotation if spec.window is None else local
+            x_td = layer(x_td, None if index in variation.no_rope else own, index, attend)
+        normed_td: jax.Array = self.norm(x_td)
+        return normed_td
+
+    def logits(self, x_sd: jax.Array) -> jax.Array:
+        """Return the logits [S, V] float32 of hidden states [S, D]."""
+        variation, tied = self.config.variation, self.config.tie_word_embeddings
+        weight_vd = self.embed_tokens.embedding[...] if tied else self.lm_head.weight[...]
+        logits_sv = product(x_sd, weight_vd, jnp.float32)
+        if variation.logits_divisor != 1:
+            logits_sv = logits_sv / variation.logits_divisor
+        if variation.final_soft_cap is not None:
+            logits_sv = variation.final_soft_cap * jnp.tanh(logits_sv / variation.final_soft_cap)
+        return logits_sv
+
+
+def norm_of(
+    config: ModelConfig, size: int, dtype: DTypeLike, rngs: nnx.Rngs, name: str | None = None
+) -> Callable[[jax.Array], jax.Array]:
+    """Return the config's kind of norm of the last axis, whose name is `name`."""
+    if config.variation.unit_offset:
+        return UnitOffsetNorm(size, config.rms_norm_eps, dtype=dtype)
+    norm: Callable[[jax.Array], jax.Array] = rms_norm(size, config.rms_norm_eps, dtype=dtype, rngs=rngs, name=name)
+    return norm
+
+
+def _rotate_first(x_tnh: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotate the first R dims of each head by cos and sin [T, R/2], half against half."""
+    rotary_dim = 2 * cos.shape[1]
+    if rotary_dim == x_tnh.shape[2]:
+        return rotate(x_tnh, cos, sin)
+    return jnp.concatenate([rotate(x_tnh[..., :rotary_dim], cos, sin), x_tnh[..., rotary_dim:]], axis=-1)
+
+
+def _scaled(x_td: jax.Array, multiplier: float) -> jax.Array:
+    """Multiply in float32; the dtype is kept."""
+    return x_td if multiplier == 1 else (x_td.astype(jnp.float32) * multiplier).astype(x_td.dtype)

@@ -1,0 +1,65 @@
+"""Mixture of experts: every token is computed by its most probable experts, and none is dropped."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.typing import DTypeLike
+
+from jpaged.config import Experts, ModelConfig
+from jpaged.models.layers import ACTIVATIONS, Linear, axes, product
+
+# x [M, I] times weights [E, O, I]: row m is multiplied by the matrix of its group.
+_BY_GROUP = lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=(0,), rhs_group_dimensions=(0,)
+)
+
+
+class ExpertMlps(nnx.Module):
+    """Gated MLPs of E experts, with weights [E, out, in]."""
+
+    def __init__(self, d: int, f: int, num_experts: int, activation: str, dtype: DTypeLike, rngs: nnx.Rngs):
+        init = nnx.initializers.lecun_normal(in_axis=-1, out_axis=-2, batch_axis=0)
+
+        def weight(fan_in: int, fan_out: int, *names: str | None) -> Any:
+            return nnx.Param(init(rngs.params(), (num_experts, fan_out, fan_in), dtype), **axes(None, *names))
+
+        self.activation = activation
+        self.gate_proj = weight(d, f, "mlp", None)
+        self.up_proj = weight(d, f, "mlp", None)
+        self.down_proj = weight(f, d, None, "mlp")
+
+    def __call__(self, x_md: jax.Array, sizes_e: jax.Array) -> jax.Array:
+        """Return the outputs [M, D] of rows [M, D], sorted by expert, of which expert e has `sizes_e[e]`."""
+
+        def times(x_mi: jax.Array, weight: Any) -> jax.Array:
+            return lax.ragged_dot_general(x_mi, weight[...], sizes_e, _BY_GROUP)
+
+        gate_mf = ACTIVATIONS[self.activation](times(x_md, self.gate_proj))
+        return times(gate_mf * times(x_md, self.up_proj), self.down_proj)
+
+
+class MixtureOfExperts(nnx.Module):
+    """Experts with a linear router."""
+
+    def __init__(self, config: ModelConfig, experts: Experts, dtype: DTypeLike, rngs: nnx.Rngs):
+        d, f, e = config.hidden_size, experts.intermediate_size, experts.num_experts
+        self.num_experts, self.top_k, self.normalizes = e, experts.num_experts_per_tok, experts.norm_topk_prob
+        self.gate = Linear(d, e, (None, None), bias=False, dtype=dtype, rngs=rngs)
+        self.experts = ExpertMlps(d, f, e, config.hidden_act, dtype, rngs)
+
+    def __call__(self, x_td: jax.Array) -> jax.Array:
+        """Return the output [T, D] of hidden states [T, D]: the mean of the chosen experts, by their probabilities."""
+        probabilities_te = jax.nn.softmax(product(x_td, self.gate.weight[...], jnp.float32), axis=-1)
+        weights_tk, chosen_tk = lax.top_k(probabilities_te, self.top_k)
+        if self.normalizes:
+            weights_tk = weights_tk / weights_tk.sum(axis=-1, keepdims=True)
+        expert_m = chosen_tk.reshape(-1)
+        order_m = jnp.argsort(expert_m, stable=True)
+        sizes_e = jnp.bincount(expert_m, length=self.num_experts).astype(jnp.int32)
+        y_md = self.experts(x_td[order_m // self.top_k], sizes_e)
+        # The rows are put back in order and added up in a fixed order: a scatter would add in any order on a GPU.
+        y_tkd = y_md[jnp.argsort(order_m)].reshape(*chosen_tk.shape, -1)
+        return jnp.einsum("tkd,tk->td", y_tkd, weights_tk.astype(x_td.dtype)).astype(x_td.dtype)

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from jpaged.config import CONFIG, ModelConfig, read_json
-from jpaged.models import llama
+from jpaged.models import gemma, granite, llama, mistral, olmo2, opt, phi3, qwen, smollm3
 from jpaged.models.base import Architecture
 
-FAMILIES = (llama,)
+FAMILIES = (llama, mistral, qwen, gemma, phi3, olmo2, granite, smollm3, opt)
 _ARCHITECTURES: dict[str, Architecture] = {
     architecture.config.architecture: architecture for family in FAMILIES for architecture in family.ARCHITECTURES
 }

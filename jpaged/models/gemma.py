@@ -1,0 +1,126 @@
+"""Gemma 2 and 3: windows in most layers, capped or normed scores, four norms in a layer, scaled embeddings."""
+
+from dataclasses import replace
+from typing import Any
+
+from jpaged.config import ALL_NORMS, ModelConfig, RopeConfig, Variation, windows_of
+from jpaged.models import base
+from jpaged.models.base import Architecture, LeafPath, Source, same_name
+from jpaged.models.decoder import Decoder
+
+PREFIX = "language_model."  # of the text part's tensors in a multimodal checkpoint
+
+
+class Gemma2Config(ModelConfig):
+    """Every second layer has a window, and the scores and the logits are capped."""
+
+    architecture = "Gemma2ForCausalLM"
+    model_type = "gemma2"
+    defaults = {
+        "vocab_size": 256_000, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 8192,
+        "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True, "query_pre_attn_scalar": 256,
+        "sliding_window": 4096, "sliding_window_pattern": 2, "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0, "eos_token_id": 1,
+    }  # fmt: skip
+    reads = frozenset({
+        "sliding_window", "layer_types", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping",
+    })  # fmt: skip
+
+    @classmethod
+    def fields_of(cls, hf: dict[str, Any], generation: dict[str, Any]) -> dict[str, Any]:
+        """Return the values of the fields."""
+        activation = hf.get("hidden_activation") or cls.defaults["hidden_activation"]
+        return super().fields_of(hf | {"hidden_act": activation}, generation)
+
+    @classmethod
+    def variation_of(cls, hf: dict[str, Any]) -> Variation:
+        """Return windows, norms, caps and factors."""
+        pattern, layers = hf["sliding_window_pattern"], range(1, hf["num_hidden_layers"] + 1)
+        if type(pattern) is not int or pattern < 1:
+            raise ValueError(f"sliding_window_pattern: must be at least 1, not {pattern!r}")
+        types = ["sliding_attention" if layer % pattern else "full_attention" for layer in layers]
+        return Variation(
+            norms=ALL_NORMS, unit_offset=True, windows=windows_of(hf, types), scale=hf["query_pre_attn_scalar"] ** -0.5,
+            soft_cap=hf["attn_logit_softcapping"], final_soft_cap=hf["final_logit_softcapping"],
+            embedding_multiplier=hf["hidden_size"] ** 0.5,
+        )  # fmt: skip
+
+
+class Gemma3Config(Gemma2Config):
+    """Layers with a window have a rotary embedding of their own, and queries and keys are normed per head."""
+
+    architecture = "Gemma3ForCausalLM"
+    model_type = "gemma3_text"
+    defaults = Gemma2Config.defaults | {
+        "vocab_size": 262_208, "max_position_embeddings": 131_072, "sliding_window_pattern": 6,
+        "attn_logit_softcapping": None, "final_logit_softcapping": None, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+    }  # fmt: skip
+
+    @classmethod
+    def fields_of(cls, hf: dict[str, Any], generation: dict[str, Any]) -> dict[str, Any]:
+        """Return the values of the fields."""
+        # Newer files have the two rotary embeddings in `rope_parameters`, by the type of layer.
+        parameters = hf.get("rope_parameters") or {}
+        if isinstance(parameters, dict) and "full_attention" in parameters:
+            local = parameters.get("sliding_attention") or {}
+            hf = hf | {"rope_parameters": parameters["full_attention"], "local_rope_parameters": local}
+        return super().fields_of(hf, generation)
+
+    @classmethod
+    def variation_of(cls, hf: dict[str, Any]) -> Variation:
+        """Return Gemma 2's, the rotary embedding of layers with a window, and the norms of heads."""
+        parameters = {"rope_theta": hf["rope_local_base_freq"]} | hf.get("local_rope_parameters", {})
+        local = RopeConfig.from_hf({"rope_parameters": parameters})
+        return replace(super().variation_of(hf), qk_norm="head", local_rope=local)
+
+
+class Gemma3TextPartConfig(Gemma3Config):
+    """Text part of a multimodal Gemma 3."""
+
+    architecture = "Gemma3ForConditionalGeneration"
+    model_type = "gemma3"
+
+    @classmethod
+    def fields_of(cls, hf: dict[str, Any], generation: dict[str, Any]) -> dict[str, Any]:
+        """Return the values of the fields, from `text_config`."""
+        text = hf.get("text_config")
+        if not isinstance(text, dict):
+            raise ValueError("config.json lacks text_config")
+        names = ("eos_token_id", "dtype", "torch_dtype", "quantization_config")
+        return super().fields_of({name: hf[name] for name in names if name in hf} | text, generation)
+
+
+def text_part_source(path: LeafPath, config: ModelConfig) -> Source:
+    """Return the place of a leaf of the text part."""
+    (part,), _ = same_name(path, config)
+    return Source((part._replace(name=PREFIX + part.name),))
+
+
+def text_part_name(name: str) -> str:
+    """Return the name of a tensor of the text part as in Google's checkpoints; transformers 5 may write others."""
+    if name.startswith("model." + PREFIX):
+        return f"{PREFIX}model.{name.removeprefix('model.' + PREFIX)}"
+    return PREFIX + name if name == "lm_head.weight" else name
+
+
+def is_derived(name: str, config: ModelConfig) -> bool:
+    """Return whether a tensor is not used: it belongs to the images' part, or follows from others."""
+    parts = ("vision_tower.", "multi_modal_projector.")
+    return name.removeprefix("model.").startswith(parts) or base.is_derived(name.removeprefix(PREFIX), config)
+
+
+ARCHITECTURES = (
+    Architecture(
+        Gemma2Config, Decoder, examples=("google/gemma-2-2b-it", "google/gemma-2-9b-it"),
+        features="windows in every second layer, soft caps of scores and logits",
+    ),
+    Architecture(
+        Gemma3Config, Decoder, examples=("google/gemma-3-1b-it",),
+        features="windows in most layers, a rotary embedding of their own, norms of heads",
+    ),
+    Architecture(
+        Gemma3TextPartConfig, Decoder, text_part_source, is_derived, text_part_name,
+        examples=("google/gemma-3-4b-it", "google/gemma-3-27b-it"), features="the text part; no images",
+    ),
+)  # fmt: skip

@@ -1,0 +1,28 @@
+"""OLMo 2: norms after attention and MLP, and of all queries and keys of a token."""
+
+from typing import Any
+
+from jpaged.config import POST_NORMS, ModelConfig, Variation
+from jpaged.models.base import Architecture
+from jpaged.models.decoder import Decoder
+
+
+class Olmo2Config(ModelConfig):
+    """Llama's decoder with other norms."""
+
+    architecture = "Olmo2ForCausalLM"
+    model_type = "olmo2"
+    defaults = {"rms_norm_eps": 1e-5, "eos_token_id": 50279}
+
+    @classmethod
+    def variation_of(cls, hf: dict[str, Any]) -> Variation:
+        """Return the norms."""
+        return Variation(norms=POST_NORMS, qk_norm="projection")
+
+
+ARCHITECTURES = (
+    Architecture(
+        Olmo2Config, Decoder, examples=("allenai/OLMo-2-1124-7B-Instruct", "allenai/OLMo-2-0425-1B"),
+        features="norms after attention and MLP, norms of all queries and keys",
+    ),
+)  # fmt: skip

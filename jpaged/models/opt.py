@@ -1,0 +1,175 @@
+"""OPT in Flax NNX: LayerNorm, learned positions, an MLP without a gate, biases."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jpaged.config import ModelConfig
+from jpaged.models.base import Architecture, Attend, AttentionSpec, LeafPath, Source, same_name
+from jpaged.models.layers import ACTIVATIONS, Linear, axes, product
+
+POSITION_OFFSET = 2  # rows before that of position 0
+EPSILON = 1e-5
+
+
+@dataclass(frozen=True)
+class OPTConfig(ModelConfig):
+    """Config of an OPT.
+
+    Attributes:
+        norm_before: norms come before attention and MLP, else after the residual sum.
+        final_norm: whether the last hidden states are normed.
+        embedding_size: size of token embeddings, which are projected to the hidden size if it differs.
+    """
+
+    architecture: ClassVar[str] = "OPTForCausalLM"
+    model_type: ClassVar[str] = "opt"
+    defaults: ClassVar[dict[str, Any]] = {
+        "vocab_size": 50272, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "ffn_dim": 3072,
+        "tie_word_embeddings": True, "activation_function": "relu", "enable_bias": True, "do_layer_norm_before": True,
+        "eos_token_id": 2,
+    }  # fmt: skip
+
+    norm_before: bool = True
+    final_norm: bool = True
+    embedding_size: int = 0
+
+    @classmethod
+    def fields_of(cls, hf: dict[str, Any], generation: dict[str, Any]) -> dict[str, Any]:
+        """Return the values of the fields."""
+        hf = cls.defaults | hf
+        if not hf.get("layer_norm_elementwise_affine", True):
+            raise ValueError("layer_norm_elementwise_affine: only true is supported")
+        before = hf["do_layer_norm_before"]
+        same = {
+            "intermediate_size": hf["ffn_dim"], "hidden_act": hf["activation_function"],
+            "attention_bias": hf["enable_bias"], "mlp_bias": hf["enable_bias"],
+        }  # fmt: skip
+        return super().fields_of(hf | same, generation) | {
+            "norm_before": before,
+            "final_norm": before and not hf.get("_remove_final_layer_norm"),
+            "embedding_size": hf.get("word_embed_proj_dim") or hf["hidden_size"],
+        }
+
+
+class Attention(nnx.Module):
+    """Self-attention; `attend` does the attention itself."""
+
+    def __init__(self, config: OPTConfig, dtype: DTypeLike, rngs: nnx.Rngs):
+        d = config.hidden_size
+        options: Any = dict(bias=config.attention_bias, dtype=dtype, rngs=rngs)
+        self.head_dim = config.head_dim
+        self.q_proj = Linear(d, d, ("heads", None), **options)
+        self.k_proj = Linear(d, d, ("kv_heads", None), **options)
+        self.v_proj = Linear(d, d, ("kv_heads", None), **options)
+        self.out_proj = Linear(d, d, (None, "heads"), **options)
+
+    def __call__(self, x_td: jax.Array, layer: int, attend: Attend) -> jax.Array:
+        """Return the output [T, D] of hidden states [T, D]."""
+        t = x_td.shape[0]
+        q_tnh, k_tnh, v_tnh = (
+            projection(x_td).reshape(t, -1, self.head_dim) for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        return self.out_proj(attend(layer, q_tnh, k_tnh, v_tnh, None, None).reshape(t, -1))
+
+
+class Layer(nnx.Module):
+    """Decoder layer: attention and MLP, each with a norm and a residual connection."""
+
+    def __init__(self, config: OPTConfig, dtype: DTypeLike, rngs: nnx.Rngs):
+        d, f = config.hidden_size, config.intermediate_size
+        options: Any = dict(bias=config.mlp_bias, dtype=dtype, rngs=rngs)
+        self.norm_before, self.activation = config.norm_before, config.hidden_act
+        self.self_attn = Attention(config, dtype, rngs)
+        self.self_attn_layer_norm = layer_norm(d, dtype, rngs)
+        self.fc1 = Linear(d, f, ("mlp", None), **options)
+        self.fc2 = Linear(f, d, (None, "mlp"), **options)
+        self.final_layer_norm = layer_norm(d, dtype, rngs)
+
+    def __call__(self, x_td: jax.Array, layer: int, attend: Attend) -> jax.Array:
+        """Return the hidden states [T, D] after the layer."""
+        activation = ACTIVATIONS[self.activation]
+        if self.norm_before:
+            x_td = x_td + self.self_attn(self.self_attn_layer_norm(x_td), layer, attend)
+            return x_td + self.fc2(self.fc1(self.final_layer_norm(x_td), activation))
+        x_td = self.self_attn_layer_norm(x_td + self.self_attn(x_td, layer, attend))
+        normed_td: jax.Array = self.final_layer_norm(x_td + self.fc2(self.fc1(x_td, activation)))
+        return normed_td
+
+
+class OPT(nnx.Module):
+    """OPT (arXiv 2205.01068), the model of the PagedAttention paper.
+
+    `dtype` is that of parameters and activations. Attributes are named as in Hugging Face checkpoints.
+    """
+
+    def __init__(self, config: OPTConfig, *, dtype: str = "float32", rngs: nnx.Rngs):
+        self.config: ModelConfig = config
+        self.has_final_norm, self.projects = config.final_norm, config.embedding_size != config.hidden_size
+        d, e = config.hidden_size, config.embedding_size
+        options: Any = dict(dtype=dtype, param_dtype=dtype, rngs=rngs, embedding_init=nnx.initializers.normal(0.02))
+        self.embed_tokens = nnx.Embed(config.vocab_size, e, embedding_metadata=axes("vocab", None), **options)
+        rows = config.max_position_embeddings + POSITION_OFFSET
+        self.embed_positions = nnx.Embed(rows, d, embedding_metadata=axes(None, None), **options)
+        if self.projects:
+            self.project_in = Linear(e, d, (None, None), bias=False, dtype=dtype, rngs=rngs)
+            self.project_out = Linear(d, e, (None, None), bias=False, dtype=dtype, rngs=rngs)
+        self.layers = nnx.List([Layer(config, dtype, rngs) for _ in range(config.num_hidden_layers)])
+        if self.has_final_norm:
+            self.final_layer_norm = layer_norm(d, dtype, rngs)
+        if not config.tie_word_embeddings:
+            self.lm_head = Linear(e, config.vocab_size, ("vocab", None), bias=False, dtype=dtype, rngs=rngs)
+
+    @property
+    def attention_specs(self) -> tuple[AttentionSpec, ...]:
+        """Causal attention over the whole context, in every layer."""
+        return (AttentionSpec(self.config.head_dim**-0.5),) * self.config.num_hidden_layers
+
+    def __call__(self, tokens_t: jax.Array, positions_t: jax.Array, attend: Attend) -> jax.Array:
+        """Return the final hidden states [T, E] of tokens [T] int32 at positions [T] int32."""
+        x_td: jax.Array = self.embed_tokens(tokens_t)
+        if self.projects:
+            x_td = self.project_in(x_td)
+        x_td = x_td + self.embed_positions(positions_t + POSITION_OFFSET)
+        for index, layer in enumerate(self.layers):
+            x_td = layer(x_td, index, attend)
+        if self.has_final_norm:
+            x_td = self.final_layer_norm(x_td)
+        return self.project_out(x_td) if self.projects else x_td
+
+    def logits(self, x_se: jax.Array) -> jax.Array:
+        """Return the logits [S, V] float32 of final hidden states [S, E]."""
+        tied = self.config.tie_word_embeddings
+        weight_ve = self.embed_tokens.embedding[...] if tied else self.lm_head.weight[...]
+        return product(x_se, weight_ve, jnp.float32)
+
+
+def layer_norm(size: int, dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.LayerNorm:
+    """Return a norm of the last axis with weight and bias."""
+    return nnx.LayerNorm(
+        size, epsilon=EPSILON, dtype=dtype, param_dtype=dtype, rngs=rngs, scale_metadata=axes(None),
+        bias_metadata=axes(None),
+    )  # fmt: skip
+
+
+def source(path: LeafPath, config: ModelConfig) -> Source:
+    """Return the place of a leaf, below `model.decoder.` except for the head."""
+    (part,), _ = same_name(path, config)
+    return Source((part._replace(name=part.name.replace("model.", "model.decoder.", 1)),))
+
+
+def full_name(name: str) -> str:
+    """Return the present name of a tensor; early checkpoints leave `model.` out."""
+    return f"model.{name}" if name.startswith("decoder.") else name
+
+
+ARCHITECTURES = (
+    Architecture(
+        OPTConfig, OPT, source, rename=full_name, examples=("facebook/opt-125m", "facebook/opt-13b"),
+        features="norms before or after attention and MLP, projected embeddings (opt-350m)",
+    ),
+)  # fmt: skip

@@ -1,0 +1,97 @@
+"""Qwen 2, 2.5 and 3: biases of queries, keys and values, norms of heads, and a mixture of experts."""
+
+from dataclasses import replace
+from typing import Any
+
+from jpaged.config import Experts, ModelConfig, Variation, windows_of
+from jpaged.models.base import Architecture, LeafPath, Part, Source, same_name
+from jpaged.models.decoder import Decoder
+
+
+class Qwen2Config(ModelConfig):
+    """Queries, keys and values have biases, and the layers from `max_window_layers` on may have a window."""
+
+    architecture = "Qwen2ForCausalLM"
+    model_type = "qwen2"
+    defaults = {
+        "num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28,
+    }  # fmt: skip
+    reads = frozenset({"sliding_window", "use_sliding_window", "layer_types"})
+
+    @classmethod
+    def fields_of(cls, hf: dict[str, Any], generation: dict[str, Any]) -> dict[str, Any]:
+        """Return the values of the fields."""
+        return super().fields_of(hf, generation) | {"attention_bias": True}
+
+    @classmethod
+    def variation_of(cls, hf: dict[str, Any]) -> Variation:
+        """Return the windows, with biases except for the attention's output."""
+        hf = hf if hf.get("use_sliding_window") else hf | {"sliding_window": None}
+        full = hf["num_hidden_layers"] if hf["sliding_window"] is None else hf["max_window_layers"]
+        types = ["full_attention" if i < full else "sliding_attention" for i in range(hf["num_hidden_layers"])]
+        return Variation(output_bias=False, windows=windows_of(hf, types))
+
+
+class Qwen3Config(Qwen2Config):
+    """Queries and keys are normed per head, and biases are optional."""
+
+    architecture = "Qwen3ForCausalLM"
+    model_type = "qwen3"
+    defaults = Qwen2Config.defaults | {"head_dim": 128}
+
+    @classmethod
+    def fields_of(cls, hf: dict[str, Any], generation: dict[str, Any]) -> dict[str, Any]:
+        """Return the values of the fields."""
+        return super().fields_of(hf, generation) | {"attention_bias": hf.get("attention_bias", False)}
+
+    @classmethod
+    def variation_of(cls, hf: dict[str, Any]) -> Variation:
+        """Return the windows and the norms of heads."""
+        return replace(super().variation_of(hf), output_bias=True, qk_norm="head")
+
+
+class Qwen3MoeConfig(Qwen3Config):
+    """Qwen 3 with a mixture of experts in some layers, and a window in all layers or none."""
+
+    architecture = "Qwen3MoeForCausalLM"
+    model_type = "qwen3_moe"
+    defaults = Qwen3Config.defaults | {
+        "num_key_value_heads": 4, "head_dim": None, "max_window_layers": 0, "decoder_sparse_step": 1,
+        "mlp_only_layers": None, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+        "norm_topk_prob": False,
+    }  # fmt: skip
+    reads = (Qwen3Config.reads - {"layer_types"}) | {"num_experts"}
+
+    @classmethod
+    def variation_of(cls, hf: dict[str, Any]) -> Variation:
+        """Return the windows, the norms of heads and the experts."""
+        step, only = hf["decoder_sparse_step"], hf["mlp_only_layers"] or []
+        if type(step) is not int or step < 1:
+            raise ValueError(f"decoder_sparse_step: must be at least 1, not {step!r}")
+        dense = tuple(i for i in range(hf["num_hidden_layers"]) if i in only or (i + 1) % step)
+        sizes = hf["num_experts"], hf["num_experts_per_tok"], hf["moe_intermediate_size"], hf["norm_topk_prob"]
+        # Transformers ignores this field for the mixture: a window is in every layer.
+        return replace(super().variation_of(hf | {"max_window_layers": 0}), experts=Experts(*sizes, dense))
+
+
+def moe_source(path: LeafPath, config: ModelConfig) -> Source:
+    """Return the place of a leaf: experts are separate tensors."""
+    if "experts" not in path:
+        return same_name(path, config)
+    assert config.variation.experts is not None
+    block = f"model.layers.{path[1]}.mlp.experts"
+    names = [f"{block}.{i}.{path[-1]}.weight" for i in range(config.variation.experts.num_experts)]
+    return Source(tuple(map(Part, names)), stacked=True)
+
+
+ARCHITECTURES = (
+    Architecture(
+        Qwen2Config, Decoder, examples=("Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2-0.5B"),
+        features="biases of queries, keys and values; sliding windows",
+    ),
+    Architecture(Qwen3Config, Decoder, examples=("Qwen/Qwen3-8B",), features="norms of heads, sliding windows"),
+    Architecture(
+        Qwen3MoeConfig, Decoder, moe_source, examples=("Qwen/Qwen3-30B-A3B",),
+        features="mixture of experts, also in some layers only; norms of heads",
+    ),
+)  # fmt: skip

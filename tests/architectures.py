@@ -1,0 +1,132 @@
+"""Tiny random checkpoints of every architecture, whose tensors follow from their names and shapes. Imports numpy alone,
+because the oracle builds them beside torch, in another interpreter than the tests."""
+
+import zlib
+
+import numpy as np
+
+BASE = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+WINDOW = 24
+PROMPT, NEW_TOKENS = 96, 64
+ROWS = [*range(0, PROMPT + NEW_TOKENS - 1, 6), PROMPT + NEW_TOKENS - 2]  # positions whose logits are stored
+
+
+def config(architecture: str, model_type: str, **fields) -> dict:
+    return BASE | {"architectures": [architecture], "model_type": model_type} | fields
+
+
+def gemma(number: int, **fields) -> dict:
+    model_type = {2: "gemma2", 3: "gemma3_text"}[number]
+    head = {"head_dim": 32, "query_pre_attn_scalar": 20, "hidden_activation": "gelu_pytorch_tanh"}
+    return config(
+        f"Gemma{number}ForCausalLM", model_type, sliding_window=WINDOW, tie_word_embeddings=True, **head | fields
+    )
+
+
+def phi3(original: int, limit: int, rotary_dim: int, **fields) -> dict:
+    factors = np.linspace(1, 1.5, rotary_dim // 2), np.geomspace(1, 12, rotary_dim // 2)
+    short, long = ([round(float(x), 3) for x in factor] for factor in factors)
+    scaling = {"type": "longrope", "short_factor": short, "long_factor": long}
+    lengths = {"max_position_embeddings": limit, "original_max_position_embeddings": original}
+    return config("Phi3ForCausalLM", "phi3", rope_scaling=scaling, sliding_window=None, **lengths | fields)
+
+
+def experts(model_type: str, **fields) -> dict:
+    name = {"mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}[model_type]
+    return config(name, model_type, num_experts_per_tok=2, **fields)
+
+
+def opt(**fields) -> dict:
+    known = {key: BASE[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")}
+    tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    own = {"architectures": ["OPTForCausalLM"], "model_type": "opt", "ffn_dim": 112, "max_position_embeddings": 256}
+    return known | tokens | own | fields
+
+
+CASES = {
+    "mistral": config("MistralForCausalLM", "mistral", sliding_window=None, head_dim=24),
+    "mistral-window": config("MistralForCausalLM", "mistral", sliding_window=WINDOW),
+    "qwen2": config("Qwen2ForCausalLM", "qwen2", rope_theta=1e6, tie_word_embeddings=True),
+    "qwen2-window": config("Qwen2ForCausalLM", "qwen2", use_sliding_window=True, sliding_window=WINDOW,
+                           max_window_layers=1),
+    "qwen3": config("Qwen3ForCausalLM", "qwen3", head_dim=32, rope_theta=1e6),
+    "qwen3-window": config("Qwen3ForCausalLM", "qwen3", head_dim=24, attention_bias=True, use_sliding_window=True,
+                           sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"] * 2,
+                           num_hidden_layers=4),
+    "gemma2": gemma(2, attn_logit_softcapping=3.0, final_logit_softcapping=2.5),
+    "gemma2-256": gemma(2, head_dim=256, attn_logit_softcapping=None, final_logit_softcapping=None,
+                        num_hidden_layers=2),
+    "gemma3": gemma(3, sliding_window_pattern=2, num_hidden_layers=4, rope_theta=1e6, rope_local_base_freq=100.0,
+                    rope_scaling={"rope_type": "linear", "factor": 8.0}),
+    "gemma3-types": gemma(3, layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+                          rope_parameters={"full_attention": {"rope_type": "default", "rope_theta": 5e5},
+                                           "sliding_attention": {"rope_type": "default", "rope_theta": 50.0}}),
+    "gemma3-text-part": {
+        "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "eos_token_id": None,
+        "image_token_index": 95, "boi_token_index": 94, "eoi_token_index": 93, "mm_tokens_per_image": 4,
+        "text_config": gemma(3, sliding_window_pattern=3),
+        "vision_config": {"model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 16,
+                          "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14},
+    },
+    "phi3-short": phi3(256, 512, 16),
+    "phi3-long": phi3(32, 256, 12, partial_rotary_factor=0.75, tie_word_embeddings=True),
+    "phi3-window": config("Phi3ForCausalLM", "phi3", sliding_window=WINDOW),
+    "olmo2": config("Olmo2ForCausalLM", "olmo2", rope_theta=5e5),
+    "olmo2-mha": config("Olmo2ForCausalLM", "olmo2", num_key_value_heads=4, attention_bias=True),
+    "granite": config("GraniteForCausalLM", "granite", embedding_multiplier=3.0, attention_multiplier=0.4,
+                      residual_multiplier=0.6, logits_scaling=1.5),
+    "granite-biases": config("GraniteForCausalLM", "granite", embedding_multiplier=12.0, attention_multiplier=0.1,
+                             residual_multiplier=0.22, logits_scaling=1.2, attention_bias=True, mlp_bias=True),
+    "smollm3": config("SmolLM3ForCausalLM", "smollm3", no_rope_layer_interval=2, num_hidden_layers=4,
+                      tie_word_embeddings=True),
+    "smollm3-window": config("SmolLM3ForCausalLM", "smollm3", no_rope_layers=[0, 1, 1], use_sliding_window=True,
+                             sliding_window=WINDOW, attention_bias=True),
+    "mixtral": experts("mixtral", num_local_experts=4),
+    "mixtral-window": experts("mixtral", num_local_experts=6, sliding_window=WINDOW, tie_word_embeddings=True),
+    "qwen3-moe": experts("qwen3_moe", num_experts=5, moe_intermediate_size=24, norm_topk_prob=True),
+    "qwen3-moe-dense": experts("qwen3_moe", num_experts=4, moe_intermediate_size=40, norm_topk_prob=False,
+                               num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=[3], head_dim=24,
+                               use_sliding_window=True, sliding_window=WINDOW),
+    "opt": opt(),
+    "opt-350m": opt(do_layer_norm_before=False, word_embed_proj_dim=40, activation_function="gelu"),
+}  # fmt: skip
+
+
+# Larger scores than in an untrained model, and larger logits of opt-350m, which has no norm before them.
+FACTORS = {".q_proj": 1.5, ".k_proj": 1.5, "project_out": 3}
+
+
+def tensor(name: str, shape: tuple[int, ...], config: dict) -> np.ndarray:
+    """A parameter float32 of the scale that a trained one would have, so that every part of the model matters."""
+    config = config.get("text_config", config)
+    tied = config.get("tie_word_embeddings", config["model_type"] == "opt")
+    x = np.random.default_rng(zlib.crc32(f"{name}{list(shape)}".encode())).standard_normal(shape)
+    if name.endswith("bias"):
+        x = 0.3 * x
+    elif "norm" in name:
+        x = 0.3 * x + 1
+        if tied and "layers" not in name:
+            x = 3 * x
+        x = x - config["model_type"].startswith("gemma")
+    elif "embed" not in name:
+        x = x / np.sqrt(shape[-1]) * next((c for part, c in FACTORS.items() if part in name), 1)
+    elif tied:  # small, or else every token would predict itself
+        x = 0.3 * x / np.sqrt(shape[-1])
+    return x.astype(np.float32)
+
+
+def prompt(seed: int = 1) -> list[int]:
+    return np.random.default_rng(seed).integers(0, BASE["vocab_size"], PROMPT).tolist()

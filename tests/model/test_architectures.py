@@ -1,0 +1,139 @@
+"""Every architecture against transformers in float32: logits and greedy tokens through the whole paged path."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from jpaged.config import Limits, RopeConfig
+from jpaged.models import registry
+from jpaged.models.checkpoint import abstract_model, load_safetensors, save_safetensors, tensors_of
+from jpaged.rl.causal import logits as causal_logits
+from jpaged.runtime.batch import Bucket, Buckets
+from jpaged.runtime.placement import AXES
+from tests import architectures
+from tests.architectures import CASES, NEW_TOKENS, PROMPT, ROWS
+from tests.model.logits_runner import LogitsRunner, generate
+
+FIXTURES = np.load(Path(__file__).parents[1] / "fixtures" / "architectures.npz")
+CHUNK, LENGTH = 24, PROMPT + NEW_TOKENS
+TOLERANCE = 1e-4
+
+
+def write(directory: Path, hf: dict) -> dict[str, np.ndarray]:
+    """A checkpoint with jpaged's names of tensors; the oracle's values follow from transformers' names."""
+    (directory / "config.json").write_text(json.dumps(hf))
+    config = registry.read_config(directory)
+    _, shapes = tensors_of(config, abstract_model(config, "float32")[1])
+    tensors = {name: architectures.tensor(name, shape, hf) for name, shape in shapes.items()}
+    save_file(tensors, directory / "model.safetensors")
+    return tensors
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request, tmp_path_factory):
+    name = request.param
+    directory = tmp_path_factory.mktemp(name)
+    tensors = write(directory, CASES[name])
+    config = registry.read_config(directory).for_length(LENGTH)
+    model = load_safetensors(directory, config, "float32", progress=False)
+    return model, tensors, FIXTURES[f"{name}/tokens"].tolist(), FIXTURES[f"{name}/logits"]
+
+
+def test_every_architecture_has_two_cases():
+    counts = dict.fromkeys(registry._ARCHITECTURES, 0)
+    for hf in CASES.values():
+        counts[hf["architectures"][0]] += 1
+    counts["Gemma3ForConditionalGeneration"] += 1  # the same decoder as Gemma3ForCausalLM
+    del counts["LlamaForCausalLM"]  # test_logits.py
+    assert min(counts.values()) >= 2, counts
+
+
+def test_logits_and_greedy_tokens_equal_transformers(case):
+    """In one prefill of all tokens, and with a prompt in chunks and decode steps."""
+    model, _, tokens, expected = case
+    assert 0.4 < expected.std() < 3, "the tolerance is meant for logits of unit scale"
+    limits = Limits(max_model_len=LENGTH, max_num_seqs=1, max_num_batched_tokens=LENGTH)
+    buckets = Buckets(limits)
+    buckets.decode, buckets.mixed = buckets.decode[-1:], (Bucket(CHUNK, 1, False), Bucket(LENGTH, 1, False))
+    buckets.all = buckets.decode + buckets.mixed
+    runner = LogitsRunner(model, limits, buckets)
+    generate(runner, limits, tokens[:-1], 1)
+    whole, runner.logits = np.stack([runner.logits[i] for i in ROWS]), {}
+    chunked = dataclasses.replace(limits, max_num_batched_tokens=CHUNK)
+    assert generate(runner, chunked, tokens[:PROMPT], NEW_TOKENS) == tokens
+    np.testing.assert_allclose(whole, expected, atol=TOLERANCE, rtol=0)
+    np.testing.assert_allclose([runner.logits[i] for i in ROWS], expected, atol=TOLERANCE, rtol=0)
+
+
+def changed(config, **changes):
+    return dataclasses.replace(config, variation=dataclasses.replace(config.variation, **changes))
+
+
+def planted(config) -> dict[str, dataclasses.dataclass]:
+    """Configs of the same parameters with an error in each variation that a config has."""
+    variation, faults = config.variation, {}
+    if any(variation.windows):
+        faults["window"] = changed(config, windows=tuple(window and window + 1 for window in variation.windows))
+        faults["no window"] = changed(config, windows=())
+    neutral = dict(
+        qk_norm=None, unit_offset=False, local_rope=None, no_rope=(), scale=None, soft_cap=None, final_soft_cap=None,
+        embedding_multiplier=1.0, residual_multiplier=1.0, logits_divisor=1.0,
+    )  # fmt: skip
+    for name, value in neutral.items():
+        if getattr(variation, name) != value and name not in ("qk_norm", "unit_offset"):
+            faults[name] = changed(config, **{name: value})
+    if variation.experts is not None:
+        experts = variation.experts
+        further = dict(norm_topk_prob=not experts.norm_topk_prob, num_experts_per_tok=1)
+        for name, value in further.items():
+            faults[name] = changed(config, experts=dataclasses.replace(experts, **{name: value}))
+    if config.rope.type != "default":
+        rope = RopeConfig(theta=config.rope.theta, partial_rotary_factor=config.rope.partial_rotary_factor)
+        faults["rope"] = dataclasses.replace(config, rope=rope)
+    if config.rope.type == "longrope":
+        rope = dataclasses.replace(config.rope, is_long=not config.rope.is_long)
+        faults["factors"] = dataclasses.replace(config, rope=rope)
+    return faults
+
+
+def test_a_planted_error_in_a_variation_is_noticed(case):
+    """Otherwise the fixtures would prove nothing about windows, caps, factors, experts and rotary embeddings."""
+    model, _, tokens, expected = case
+    mask = jnp.tril(jnp.ones((1, LENGTH, LENGTH), bool))
+    state = nnx.state(model)
+
+    def error(config) -> float:
+        other = registry.architecture_of(config).module(config, dtype="float32", rngs=nnx.Rngs(0))
+        nnx.update(other, state)
+        found = jax.jit(lambda m: causal_logits(m, jnp.asarray([tokens]), jnp.arange(LENGTH)[None], mask))(other)
+        return np.abs(np.asarray(found[0])[ROWS] - expected).max()
+
+    assert error(model.config) < TOLERANCE
+    for name, config in planted(model.config).items():
+        assert error(config) > 100 * TOLERANCE, name
+
+
+def test_parameters_are_saved_as_they_were_loaded(case, tmp_path):
+    model, tensors, _, _ = case
+    save_safetensors(model, tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert saved.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(saved[name], tensor, err_msg=name)
+
+
+def test_every_parameter_names_its_axes(case):
+    """Matrices of layers are divided among devices, except those of routers and embeddings."""
+    model, *_ = case
+    for path, leaf in nnx.to_flat_state(nnx.state(model)):
+        names = leaf.get_metadata()["out_sharding"]
+        assert len(names) == leaf.ndim, path
+        whole = {"gate", "embed_positions", "project_in", "project_out"} & set(path)
+        assert (any(name in AXES for name in names)) == (leaf.ndim > 1 and not whole) or leaf.ndim == 1, path

@@ -290,6 +290,7 @@ class ModelConfig:
     model_type: ClassVar[str] = "llama"
     defaults: ClassVar[dict[str, Any]] = {}
     reads: ClassVar[frozenset[str]] = frozenset()
+    mlp_matrices: ClassVar[int] = 3  # with the gate
 
     vocab_size: int
     hidden_size: int

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import jax
 
-from jpaged.config import EngineConfig, ModelConfig
+from jpaged.config import EngineConfig
 from jpaged.engine.build import dtype_of, find_model, limits_of
+from jpaged.models.registry import read_config
 from jpaged.runtime.compilation_cache import executables_folder
 from jpaged.runtime.kernel_choice import compute_capability, select_kernels
 from jpaged.runtime.memory import available_host_memory
@@ -94,7 +95,7 @@ def examine(config: EngineConfig, *, retest: bool = False) -> Report:
     Raises:
         ValueError: the model is missing or broken.
     """
-    model = ModelConfig.from_directory(find_model(config.model, revision=config.revision, weights=False))
+    model = read_config(find_model(config.model, revision=config.revision, weights=False))
     problems, kernels, shapes = [], None, ""
     try:
         devices = jax.devices()

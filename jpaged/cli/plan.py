@@ -35,7 +35,6 @@ from jpaged.bench.tokens import load_tokenizer
 from jpaged.bench.workload import Lengths, Workload, arrivals, fit
 from jpaged.cli import workload
 from jpaged.cli.parser import count
-from jpaged.config import ModelConfig
 from jpaged.progress import track
 from jpaged.simulator.capacity import best, estimate, search
 from jpaged.simulator.cost import CostTable
@@ -167,8 +166,9 @@ def shape_of(name: str) -> ModelShape:
     if name in SHAPES:
         return SHAPES[name]
     from jpaged.engine.build import find_model  # it loads jax
+    from jpaged.models.registry import read_config
 
-    return ModelShape.of(ModelConfig.from_directory(find_model(name, weights=False)), name)
+    return ModelShape.of(read_config(find_model(name, weights=False)), name)
 
 
 def lengths_of(args: argparse.Namespace, room: int) -> list[Lengths]:

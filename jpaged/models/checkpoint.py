@@ -235,7 +235,11 @@ def safetensors_files(directory: Path) -> list[Path]:
     else:
         files = sorted(directory.glob("*.safetensors"))
     if not files:
-        raise ValueError(f"model: {directory} has no safetensors file")
+        raise ValueError(
+            f"model: {directory} has no safetensors file; where torch is installed, PyTorch's files (.bin) are "
+            "converted by python -c 'from transformers import AutoModelForCausalLM as M; "
+            f'M.from_pretrained("{directory}").save_pretrained("NEW_DIRECTORY")\''
+        )
     return files
 
 

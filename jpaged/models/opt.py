@@ -28,6 +28,7 @@ class OPTConfig(ModelConfig):
 
     architecture: ClassVar[str] = "OPTForCausalLM"
     model_type: ClassVar[str] = "opt"
+    mlp_matrices: ClassVar[int] = 2
     defaults: ClassVar[dict[str, Any]] = {
         "vocab_size": 50272, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "ffn_dim": 3072,
         "tie_word_embeddings": True, "activation_function": "relu", "enable_bias": True, "do_layer_norm_before": True,

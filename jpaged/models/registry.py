@@ -1,6 +1,9 @@
 """Supported architectures, by Hugging Face's names."""
 
+import difflib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from jpaged.config import CONFIG, ModelConfig, read_json
 from jpaged.models import gemma, granite, llama, mistral, olmo2, opt, phi3, qwen, smollm3
@@ -10,6 +13,14 @@ FAMILIES = (llama, mistral, qwen, gemma, phi3, olmo2, granite, smollm3, opt)
 _ARCHITECTURES: dict[str, Architecture] = {
     architecture.config.architecture: architecture for family in FAMILIES for architecture in family.ARCHITECTURES
 }
+
+
+MULTIMODAL = ("vision_config", "audio_config", "thinker_config")  # fields of configs with several parts
+
+
+def architectures() -> Iterator[Architecture]:
+    """Return all architectures."""
+    return iter(_ARCHITECTURES.values())
 
 
 def register(architecture: Architecture) -> None:
@@ -24,7 +35,7 @@ def architecture_of(config: ModelConfig) -> Architecture:
         ValueError: none is registered for it.
     """
     if config.architecture not in _ARCHITECTURES:
-        raise ValueError(f"architecture {config.architecture:.200} is not supported; supported: {_names()}")
+        raise ValueError(_unsupported(config.architecture))
     return _ARCHITECTURES[config.architecture]
 
 
@@ -42,8 +53,13 @@ def read_config(directory: Path) -> ModelConfig:
             return architecture.config.from_directory(directory)
     told = hf.get("architectures") or [hf.get("model_type")]
     named = ", ".join(map(str, told)) if isinstance(told, list) else str(told)
-    raise ValueError(f"{directory / CONFIG}: architecture {named:.200} is not supported; supported: {_names()}")
+    raise ValueError(f"{directory / CONFIG}: {_unsupported(named, hf)}")
 
 
-def _names() -> str:
-    return ", ".join(_ARCHITECTURES)
+def _unsupported(name: str, hf: dict[str, Any] | None = None) -> str:
+    """Return the error of an architecture that is not registered, with the one whose name is most similar."""
+    (closest,) = difflib.get_close_matches(name[:200], _ARCHITECTURES, n=1, cutoff=0)
+    told = f"architecture {name:.200} is not supported; supported: {', '.join(_ARCHITECTURES)}; closest: {closest}"
+    if any(field in (hf or {}) for field in MULTIMODAL):
+        told += "; of multimodal models, only the text part of Gemma 3 is supported"
+    return told

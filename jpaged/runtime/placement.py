@@ -45,11 +45,12 @@ class Placement:
             ValueError: this number of devices can't share the model; the message has the sizes.
         """
         size, num_kv_heads = len(devices), model.num_key_value_heads
-        for name in ("num_attention_heads", "intermediate_size"):
-            if getattr(model, name) % size:
-                raise ValueError(
-                    f"tensor_parallel_size: must divide {name} ({getattr(model, name)}) of the model, not {size}"
-                )
+        sizes = {name: getattr(model, name) for name in ("num_attention_heads", "intermediate_size")}
+        if model.variation.experts is not None:
+            sizes["moe_intermediate_size"] = model.variation.experts.intermediate_size
+        for name, found in sizes.items():
+            if found % size:
+                raise ValueError(f"tensor_parallel_size: must divide {name} ({found}) of the model, not {size}")
         if num_kv_heads % size and size % num_kv_heads:
             raise ValueError(
                 f"tensor_parallel_size: must divide num_key_value_heads ({num_kv_heads}) of the model or be a multiple "

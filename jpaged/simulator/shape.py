@@ -29,11 +29,17 @@ class ModelShape:
 
     @classmethod
     def of(cls, config: ModelConfig, name: str) -> "ModelShape":
-        """Return the sizes of a model that jpaged serves."""
+        """Return the sizes of a model that jpaged serves.
+
+        Raises:
+            ValueError: it is a mixture of experts, whose steps read a part of the parameters.
+        """
+        if config.variation.experts is not None:
+            raise ValueError(f"model: {name} is a mixture of experts, for which steps can't be predicted")
         return cls(
             name, config.num_hidden_layers, config.hidden_size, config.intermediate_size, config.num_attention_heads,
-            config.num_key_value_heads, config.head_dim, config.vocab_size, tied=config.tie_word_embeddings,
-            context=config.max_position_embeddings,
+            config.num_key_value_heads, config.head_dim, config.vocab_size, config.mlp_matrices,
+            tied=config.tie_word_embeddings, context=config.max_position_embeddings,
         )  # fmt: skip
 
     @property

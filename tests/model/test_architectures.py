@@ -20,6 +20,7 @@ from jpaged.runtime.placement import AXES
 from tests import architectures
 from tests.architectures import CASES, NEW_TOKENS, PROMPT, ROWS
 from tests.model.logits_runner import LogitsRunner, generate
+from tools import models_page
 
 FIXTURES = np.load(Path(__file__).parents[1] / "fixtures" / "architectures.npz")
 CHUNK, LENGTH = 24, PROMPT + NEW_TOKENS
@@ -137,3 +138,22 @@ def test_every_parameter_names_its_axes(case):
         assert len(names) == leaf.ndim, path
         whole = {"gate", "embed_positions", "project_in", "project_out"} & set(path)
         assert (any(name in AXES for name in names)) == (leaf.ndim > 1 and not whole) or leaf.ndim == 1, path
+
+
+def test_page_of_models_is_generated_from_the_registry():
+    assert models_page.PAGE.read_text() == models_page.page(), "run: python -m tools.models_page"
+    assert all(architecture.examples and architecture.features for architecture in registry.architectures())
+
+
+def test_tensors_of_a_multimodal_checkpoint_have_either_form_of_names(tmp_path):
+    """Images' tensors are not read, and transformers 5 names the text part's otherwise."""
+    tensors = write(tmp_path, CASES["gemma3-text-part"])
+    renamed = {
+        name.replace("language_model.model.", "model.language_model.").replace("language_model.lm_head", "lm_head"): x
+        for name, x in tensors.items()
+    }
+    assert not renamed.keys() & tensors.keys()
+    config, further = registry.read_config(tmp_path), {"model.vision_tower.x.weight": np.zeros(3, np.float32)}
+    save_file(renamed | further, tmp_path / "model.safetensors")
+    model = load_safetensors(tmp_path, config, "float32", progress=False)
+    np.testing.assert_array_equal(model.norm.scale[...], tensors["language_model.model.norm.weight"])

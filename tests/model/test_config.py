@@ -5,8 +5,9 @@ import json
 
 import pytest
 
-from jpaged.config import EngineConfig, ModelConfig, read_json, sampling_defaults
+from jpaged.config import EngineConfig, ModelConfig, RopeConfig, read_json, sampling_defaults
 from jpaged.models.registry import read_config
+from tests.architectures import CASES
 from tests.checkpoints import BASE, LLAMA3
 
 
@@ -44,6 +45,21 @@ def test_the_original_context_is_the_models_if_rope_scaling_names_none():
         ({"rope_scaling": {"rope_type": "linear"}}, "'linear' needs 'factor'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "needs 'low_freq_factor' and 'high_freq_factor'"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor: only 1.0"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5 is not supported by LlamaForCausalLM"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters: only one rotary embedding"),
+        ({"rope_scaling": {"rope_type": "default", "mrope_section": [2, 3, 3]}}, "rope_parameters: only one"),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 7}},
+            "long_factor: must be 8 numbers, half of the rotary dim, not 7",
+        ),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [0.0] * 8, "long_factor": [1.0] * 8}},
+            "short_factor: must be numbers above 0",
+        ),
+        ({"sliding_window": 8}, "sliding_window: 8 is not supported by LlamaForCausalLM; supported: null"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types: .* is not supported"),
+        ({"residual_multiplier": 0.2}, "residual_multiplier: 0.2 is not supported by .*; supported: null, 1"),
+        ({"num_local_experts": 4}, "num_local_experts: 4 is not supported"),
         ({"hidden_act": "swish7"}, "hidden_act: 'swish7' is not supported"),
         ({"num_key_value_heads": 3}, r"num_attention_heads: must be a multiple of num_key_value_heads \(3\), not 4"),
         ({"head_dim": 15}, "head_dim: must be even"),
@@ -87,6 +103,77 @@ def test_other_architectures_are_refused_by_name(changes, told, tmp_path):
     told = f"^{tmp_path}/config.json: architecture {told} is not supported; supported: LlamaForCausalLM"
     with pytest.raises(ValueError, match=told):
         read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes, closest",
+    [
+        ({"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe"}, "Qwen3MoeForCausalLM"),
+        ({"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3"}, "Olmo2ForCausalLM"),
+        ({"architectures": None, "model_type": "x" * 10_000}, ".*ForC.*"),
+    ],
+)
+def test_the_error_of_another_architecture_names_the_closest(changes, closest, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(BASE | changes))
+    with pytest.raises(ValueError, match=f"is not supported; supported: Llama.*, OPTForCausalLM; closest: {closest}$"):
+        read_config(tmp_path)
+
+
+def test_multimodal_models_are_refused(tmp_path):
+    names = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3"}
+    (tmp_path / "config.json").write_text(json.dumps(names | {"text_config": BASE, "vision_config": {}}))
+    with pytest.raises(ValueError, match=r"; of multimodal models, only the text part of Gemma 3 is supported$"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "case, changes, words",
+    [
+        ("mistral-window", {"layer_types": ["full_attention"] * 3}, "layer_types: must be sliding_attention in every"),
+        ("mistral-window", {"sliding_window": 0}, "sliding_window: must be at least 1"),
+        ("qwen2", {"layer_types": ["sliding_attention"] * 3}, "sliding_window: must be a number of tokens"),
+        ("qwen3-window", {"layer_types": ["full_attention"]}, r"must name num_hidden_layers \(4\) layers, not 1"),
+        (
+            "qwen3-window",
+            {"layer_types": ["chunked_attention"] * 4},
+            "layer_types: .* is not supported; supported: full",
+        ),
+        ("qwen3-moe", {"num_experts_per_tok": 6}, r"must be between 1 and the number of experts \(5\), not 6"),
+        ("qwen3-moe", {"decoder_sparse_step": 0}, "decoder_sparse_step: must be at least 1, not 0"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention: True is not supported"),
+        ("gemma2", {"final_logit_softcapping": -1.0}, "final_soft_cap: must be above 0, not -1.0"),
+        ("phi3-long", {"partial_rotary_factor": 0.7}, "partial_rotary_factor: 0.7 of head_dim .* must be even"),
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers: must be 0 or 1 for each of 4 layers"),
+        ("granite", {"attention_multiplier": 0}, "scale: must be above 0"),
+        ("opt", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine: only true is supported"),
+        ("gemma3-text-part", {"text_config": None}, "config.json lacks text_config"),
+    ],
+)
+def test_values_that_an_architecture_does_not_support_are_named(case, changes, words, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CASES[case] | changes))
+    with pytest.raises(ValueError, match=words):
+        read_config(tmp_path)
+
+
+def test_longrope_takes_the_long_factors_if_a_sequence_may_pass_the_original_context(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CASES["phi3-long"]))
+    config = read_config(tmp_path)
+    assert config.rope.is_long and config.for_length(33) == config
+    assert not config.for_length(32).rope.is_long and read().for_length(8) == read()
+
+
+def test_gemma_3_has_defaults_for_the_fields_that_its_checkpoints_leave_out(tmp_path):
+    """As in the config.json of google/gemma-3-4b-it."""
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+    scaling = {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "model_type": "gemma3_text"}
+    hf = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "eos_token_id": [1, 106]}
+    (tmp_path / "config.json").write_text(json.dumps(hf | {"text_config": text | scaling, "vision_config": {}}))
+    config = read_config(tmp_path)
+    sizes = config.vocab_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    assert sizes == (262_208, 8, 4, 256) and config.tie_word_embeddings and config.eos_token_ids == (1, 106)
+    assert config.variation.windows == ((1024,) * 5 + (None,)) * 5 + (1024,) * 4
+    assert (config.rope.type, config.rope.theta, config.rope.factor) == ("linear", 1e6, 8.0)
+    assert config.variation.local_rope == RopeConfig(original_max_position_embeddings=2048)
 
 
 @pytest.mark.parametrize("names", [["llama"], ["Unknown", "LlamaForCausalLM"], None])

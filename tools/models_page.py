@@ -1,0 +1,54 @@
+"""Write docs/models.md from the registry: `python -m tools.models_page`."""
+
+from pathlib import Path
+
+from jpaged.models.registry import architectures
+
+PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+
+HEAD = """# Models
+
+`jpaged serve MODEL` takes a directory or a Hugging Face hub id whose `config.json` names one of these architectures,
+with parameters in safetensors of float32, bfloat16 or float16, or in Orbax (`jpaged convert`). This page is generated
+from the registry (`python -m tools.models_page`).
+
+| architecture | checkpoints, for example | supported in addition to a Llama's features |
+|---|---|---|
+"""
+
+TAIL = """
+Every architecture is compared with transformers in float32 on random checkpoints (`tests/model/test_architectures.py`):
+logits of a whole prefill, of chunks and of decode steps, and 64 greedy tokens.
+
+## Limits
+
+- **Refused values.** A field of `config.json` that is known to change the computation, and that the architecture does
+  not read, is an error with the field's name (`NEUTRAL` in `jpaged/config.py`).
+- **RoPE** may be scaled by `linear`, `llama3`, `yarn` or `longrope`. `dynamic` is refused, because its frequencies
+  change as a sequence grows.
+- **longrope** has factors for short and for long sequences. The cache holds rotated keys, which requests share, so the
+  choice holds for the whole engine: the long factors if `--max-model-len` exceeds the original context, as in vLLM.
+  Transformers chooses by the length of each sequence. The results are equal for sequences past the original context,
+  and for all sequences if `--max-model-len` is at most the original context.
+- **Windows.** Attention reads only the window, but the blocks before it stay allocated until the request ends.
+- **Mixtures of experts** compute each token with its own experts and drop none. Routing is in float32. On a CPU, XLA
+  multiplies each token by the matrices of all experts. `jpaged plan` does not predict them.
+- **Multimodal checkpoints** are refused, except Gemma 3's, of which the text part is served.
+- **PyTorch's files** (`.bin`) are refused with the command that converts them.
+- **Tensor parallelism**: the number of devices must divide the heads and the MLP sizes, also those of experts.
+
+[adding-a-model.md](adding-a-model.md) describes how to add an architecture.
+"""
+
+
+def page() -> str:
+    """Return the content of docs/models.md."""
+    rows = []
+    for architecture in architectures():
+        examples = "<br>".join(f"`{name}`" for name in architecture.examples)
+        rows.append(f"| `{architecture.config.architecture}` | {examples} | {architecture.features} |\n")
+    return HEAD + "".join(rows) + TAIL
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from jpaged.engine.engine import Engine
     from jpaged.llm import LLM
     from jpaged.models.llama import Llama
+    from jpaged.models.quantized import quantize
     from jpaged.runtime.placement import shard
 
 _HOME = {
@@ -27,6 +28,7 @@ _HOME = {
     "RequestMetrics": "jpaged.core.request",
     "RequestOutput": "jpaged.core.request",
     "CompletionOutput": "jpaged.core.request",
+    "quantize": "jpaged.models.quantized",
     "shard": "jpaged.runtime.placement",
 }
 __all__ = [
@@ -43,6 +45,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputsParams",
+    "quantize",
     "shard",
 ]
 

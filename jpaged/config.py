@@ -18,6 +18,7 @@ SCHEDULING_POLICIES = ("fcfs", "priority")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 KV_CACHE_DTYPES = {"auto": None, "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
+QUANTIZATIONS = {"int8": "int8", "fp8": "float8_e4m3fn"}  # dtypes of the weights of linear layers
 KERNELS = ("auto", "reference", "mosaic", "triton", "cpu")
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
@@ -489,6 +490,10 @@ class EngineConfig:
     dtype: str = setting(
         "auto", "dtype of parameters and activations; auto: float32 on a CPU, otherwise the checkpoint's (bfloat16 for "
         "float32)", group=MODEL, choices=("auto", *DTYPES, *DTYPE_ALIASES),
+    )  # fmt: skip
+    quantization: str | None = setting(
+        None, "weights of linear layers in 8 bits, quantized while they are loaded; a checkpoint that is quantized "
+        "already needs no setting", by="as in the checkpoint", group=MODEL, choices=tuple(QUANTIZATIONS),
     )  # fmt: skip
     kv_cache_dtype: str = setting(
         "auto", "dtype of the KV pool; auto: the parameters'; fp8 holds twice as many tokens as 16 bits, less exactly",

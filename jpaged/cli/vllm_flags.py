@@ -52,7 +52,6 @@ FLAGS = (
     Foreign(("--pipeline-parallel-size", "-pp"), "the default", ONE),
     Foreign(("--enable-expert-parallel",), "", NEVER),
     Foreign(("--guided-decoding-backend",), "not needed, llguidance compiles all structured outputs"),
-    Foreign(("--quantization", "-q"), "", NEVER),
     Foreign(("--enable-lora",), "", NEVER),
     Foreign(("--speculative-config",), "", NEVER),
     Foreign(("--reasoning-parser",), "", NEVER),

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-from flax import nnx
 
 from jpaged.config import DTYPE_ALIASES, GENERATION, EngineConfig, Limits, ModelConfig, sampling_defaults
 from jpaged.core.block_pool import BlockPool
@@ -16,11 +15,13 @@ from jpaged.demo import DIRECTORY as DEMO
 from jpaged.engine.engine import Engine, Runner
 from jpaged.models.base import Model
 from jpaged.models.checkpoint import ORBAX, Place, dummy_model, load_orbax, load_safetensors, on_one_device
+from jpaged.models.quantized import activation_dtypes
 from jpaged.models.registry import read_config
 from jpaged.runtime.compilation_cache import compilation_cache, every_process_writes
 from jpaged.runtime.kernel_choice import select_kernels
 from jpaged.runtime.kv_cache import KVCache
 from jpaged.runtime.memory import available_memory, check_override
+from jpaged.runtime.parameters import by_name
 from jpaged.runtime.placement import Placement, devices_of
 from jpaged.runtime.runner import ModelRunner
 from jpaged.runtime.step_costs import tokens_beside_decodes
@@ -66,14 +67,14 @@ def find_model(name: str, *, revision: str | None = None, weights: bool = True) 
 
 def load_model(
     directory: Path, config: ModelConfig, *, dtype: str, load_format: str, seed: int, progress: bool,
-    place: Place = on_one_device,
+    place: Place = on_one_device, quantization: str | None = None,
 ) -> Model:  # fmt: skip
     """Load the parameters, in `dtype`, by `load_format`; "auto" takes the Orbax checkpoint if it exists."""
     if load_format == "dummy":
-        return dummy_model(config, dtype, seed, place)
+        return dummy_model(config, dtype, seed, place, quantization=quantization)
     if load_format == "orbax" or (load_format == "auto" and (directory / ORBAX).is_dir()):
-        return load_orbax(directory, config, dtype, place)
-    return load_safetensors(directory, config, dtype, place, progress=progress)
+        return load_orbax(directory, config, dtype, place, quantization=quantization, progress=progress)
+    return load_safetensors(directory, config, dtype, place, quantization=quantization, progress=progress)
 
 
 def choose_devices(tensor_parallel_size: int, data_parallel_size: int = 1) -> list[list[jax.Device]]:
@@ -162,6 +163,7 @@ class Prepared(NamedTuple):
     Attributes:
         model: the model's config.
         placement: the places of parameters and KV pool.
+        quantization: the config's.
         kernels: the kernels, tested on the device.
         tokenizer: a Hugging Face tokenizer or a `tokenizers.Tokenizer`; None if there is none.
         sampling_defaults: the model's own.
@@ -171,6 +173,7 @@ class Prepared(NamedTuple):
     placement: Placement
     limits: Limits
     dtype: str
+    quantization: str | None
     kernels: Kernels
     tokenizer: Any
     sampling_defaults: dict[str, Any]
@@ -211,7 +214,7 @@ def prepare(
         cache = KVCache.of(model, limits.block_size, config.pool_dtype(dtype), kernels)
         block_bytes = cache.block_bytes // placement.kv_size
         check_override(config.num_gpu_blocks_override, block_bytes, available_memory(placement.local_devices))
-    return Prepared(model, placement, limits, dtype, kernels, tokenizer, defaults)
+    return Prepared(model, placement, limits, dtype, config.quantization, kernels, tokenizer, defaults)
 
 
 def on_further_devices(prepared: Prepared, data_parallel_size: int) -> list[Prepared]:
@@ -264,7 +267,8 @@ def load_engine(
     kernels: Kernels | None = None
     if model is None:
         prepared = prepared or prepare(config, tokenizer=tokenizer)
-        limits, kernels, tokenizer, defaults = prepared[2], *prepared[4:]
+        limits, kernels, tokenizer = prepared.limits, prepared.kernels, prepared.tokenizer
+        defaults = prepared.sampling_defaults
         inner = backend(tokenizer) if tokenizer is not None else None
         model = _load_prepared(config, prepared, progress=progress)
     else:
@@ -310,7 +314,7 @@ def _load_prepared(config: EngineConfig, prepared: Prepared, *, progress: bool) 
     with compilation_cache():
         return load_model(
             directory, prepared.model, dtype=prepared.dtype, load_format=config.load_format, seed=config.seed,
-            progress=progress, place=prepared.placement.of,
+            progress=progress, place=prepared.placement.of, quantization=prepared.quantization,
         )  # fmt: skip
 
 
@@ -322,7 +326,7 @@ def load_params(prepared: Prepared, directory: Path) -> Model:
     """
     return load_model(
         directory, prepared.model, dtype=prepared.dtype, load_format="auto", seed=0, progress=False,
-        place=prepared.placement.of,
+        place=prepared.placement.of, quantization=prepared.quantization,
     )  # fmt: skip
 
 
@@ -349,16 +353,21 @@ def _swaps(runner: ModelRunner, config: EngineConfig) -> bool:
 def _check_module(config: EngineConfig, model: Model) -> None:
     if config.load_format != "auto":
         raise ValueError(f"load_format: must be auto for a module, which is not loaded, not {config.load_format!r}")
-    leaves = jax.tree.leaves(nnx.state(model))
-    dtypes = {str(leaf.dtype) for leaf in leaves}
+    if config.quantization is not None:
+        raise ValueError(
+            "quantization: can't be applied to a module, whose arrays are served as they are, not copied; pass "
+            f"jpaged.quantize(module, {config.quantization!r}) instead"
+        )
+    leaves = by_name(model)
+    dtypes = activation_dtypes({name: leaf.dtype for name, leaf in leaves.items()})
     if len(dtypes) != 1:
         raise ValueError(f"model: its parameters must have one dtype, not {', '.join(sorted(dtypes))}")
-    (dtype,) = dtypes
+    dtype = dtypes[0]
     if config.dtype != "auto" and DTYPE_ALIASES.get(config.dtype, config.dtype) != dtype:
         raise ValueError(
             f"dtype: must be that of the module's parameters ({dtype}), which are not copied, not {config.dtype}"
         )
-    num_devices = len(devices_of(leaves))
+    num_devices = len(devices_of(leaves.values()))
     if config.tensor_parallel_size not in (None, num_devices):
         raise ValueError(
             f"tensor_parallel_size: must be the number of devices ({num_devices}) on which the module's parameters "

@@ -5,7 +5,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,9 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from jpaged.config import CONFIG, DTYPES, ModelConfig, read_json
+from jpaged.config import CONFIG, DTYPES, QUANTIZATIONS, ModelConfig, read_json
 from jpaged.models.base import LeafPath, Model, Part
+from jpaged.models.quantized import SCALE, is_quantized, quantizable, quantize_weights, rounder
 from jpaged.models.registry import architecture_of
 from jpaged.progress import track
 
@@ -39,25 +40,42 @@ def on_one_device(variable: nnx.Variable[Any]) -> Sharding:
     return SingleDeviceSharding(device)
 
 
-def abstract_model(config: ModelConfig, dtype: str) -> tuple[nnx.GraphDef[Any], dict[LeafPath, nnx.Variable[Any]]]:
-    """Return a model without memory: its graph, and its leaves by path, with shapes and dtypes only."""
-    module = architecture_of(config).module
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: module(config, dtype=dtype, rngs=nnx.Rngs(0))))
+def abstract_model(
+    config: ModelConfig, dtype: str, quantized: Mapping[LeafPath, str] | None = None
+) -> tuple[nnx.GraphDef[Any], dict[LeafPath, nnx.Variable[Any]]]:
+    """Return a model without memory: its graph, and its leaves by path, with shapes and dtypes only.
+
+    Args:
+        quantized: the dtypes of quantized weights by path.
+    """
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: _new(config, dtype, 0, quantized or {})))
     return graphdef, dict(nnx.to_flat_state(state))
 
 
-def dummy_model(config: ModelConfig, dtype: str, seed: int, place: Place = on_one_device) -> Model:
+def dummy_model(
+    config: ModelConfig, dtype: str, seed: int, place: Place = on_one_device, *, quantization: str | None = None
+) -> Model:
     """Return a model with random parameters."""
-    module = architecture_of(config).module
-    graphdef, leaves = abstract_model(config, dtype)
+    quantized = dtypes_of_weights(*abstract_model(config, dtype), quantization)
+    graphdef, leaves = abstract_model(config, dtype, quantized)
 
     def arrays() -> dict[LeafPath, jax.Array]:
-        state = nnx.state(module(config, dtype=dtype, rngs=nnx.Rngs(seed)))
+        state = nnx.state(_new(config, dtype, seed, quantized))
         return {path: leaf[...] for path, leaf in nnx.to_flat_state(state)}
 
     shardings = {path: place(leaf) for path, leaf in leaves.items()}
     found = jax.jit(arrays, out_shardings=shardings)()
     return _merged(graphdef, {path: leaf.replace(found[path]) for path, leaf in leaves.items()})
+
+
+def dtypes_of_weights(
+    graphdef: nnx.GraphDef[Any], leaves: Mapping[LeafPath, nnx.Variable[Any]], quantization: str | None
+) -> dict[LeafPath, str]:
+    """Return the dtypes of the weights that `quantization` applies to, by path."""
+    if quantization is None:
+        return {}
+    module = nnx.merge(graphdef, nnx.from_flat_state(leaves))
+    return dict.fromkeys(quantizable(module), QUANTIZATIONS[quantization])
 
 
 def tensors_of(config: ModelConfig, leaves: Mapping[LeafPath, Any]) -> tuple[Uses, dict[str, tuple[int, ...]]]:
@@ -103,11 +121,13 @@ def check_names(expected: dict[str, tuple[int, ...]], found: dict[str, tuple[int
 
 
 def load_safetensors(
-    directory: Path, config: ModelConfig, dtype: str, place: Place = on_one_device, *, progress: bool = True
-) -> Model:
+    directory: Path, config: ModelConfig, dtype: str, place: Place = on_one_device, *, quantization: str | None = None,
+    progress: bool = True,
+) -> Model:  # fmt: skip
     """Load a model from the safetensors of a directory, in one file or in shards.
 
-    Each device's part of a parameter is read from the files and converted to the dtype there.
+    Each device's part of a parameter is read from the files and converted to the dtype there. A weight that
+    `quantization` applies to is read in its stored dtype, and converted to 8 bits on the devices.
 
     Raises:
         ValueError: a file or shard is missing, or a tensor is missing, unexpected or misshapen.
@@ -117,17 +137,18 @@ def load_safetensors(
         opened = [stack.enter_context(_open(file)) for file in files]
         rename = architecture_of(config).rename
         tensors = {rename(name): file.get_slice(name) for file in opened for name in file.keys()}  # noqa: SIM118
-        return _load(tensors, directory, config, dtype, place, progress=progress)
+        return _load(tensors, directory, config, dtype, place, quantization, progress=progress)
 
 
 def _load(
-    tensors: Mapping[str, Any], directory: Path, config: ModelConfig, dtype: str, place: Place, *, progress: bool
-) -> Model:
+    tensors: Mapping[str, Any], directory: Path, config: ModelConfig, dtype: str, place: Place,
+    quantization: str | None, *, progress: bool,
+) -> Model:  # fmt: skip
     """Load a model from slices of opened safetensors."""
     shapes = {name: tuple(tensor.get_shape()) for name, tensor in tensors.items()}
     dtypes = {name: tensor.get_dtype() for name, tensor in tensors.items()}
-    if config.num_hidden_layers > len(shapes):  # to trace hundreds of layers that are not there takes minutes
-        told = f"{len(shapes)} tensors for the {config.num_hidden_layers} layers of {CONFIG}"
+    if config.num_hidden_layers > len(tensors):  # to trace hundreds of layers that are not there takes minutes
+        told = f"{len(tensors)} tensors for the {config.num_hidden_layers} layers of {CONFIG}"
         raise ValueError(f"{directory} does not hold this model's tensors: {told}")
     graphdef, leaves = abstract_model(config, dtype)
     uses, expected = tensors_of(config, leaves)
@@ -140,13 +161,46 @@ def _load(
     for used in uses.values():
         for part, path, first in used:
             parts[path][first] = part
-    for path, leaf in track(list(leaves.items()), len(leaves), "loaded", "parameter", bar=progress):
-        leaves[path] = leaf.replace(_read(tensors, parts[path], leaf.shape, dtype, place(leaf)))
+
+    def read(path: LeafPath) -> jax.Array:
+        leaf, stored = leaves[path], {STORED[dtypes[part.name]] for part in parts[path].values()}
+        own = stored.pop() if path in quantized and len(stored) == 1 else dtype
+        return _read(tensors, parts[path], leaf.shape, own, place(leaf))
+
+    quantized = dtypes_of_weights(graphdef, leaves, quantization)
+    return _filled(config, dtype, quantized, read, place, progress=progress)
+
+
+def _filled(
+    config: ModelConfig, dtype: str, quantized: Mapping[LeafPath, str], read: Callable[[LeafPath], jax.Array],
+    place: Place, *, progress: bool,
+) -> Model:  # fmt: skip
+    """Return a model whose parameters are read one after the other.
+
+    Args:
+        quantized: the dtypes of quantized weights by path.
+        read: return a parameter of the model that is not quantized, in its place.
+    """
+    graphdef, leaves = abstract_model(config, dtype, quantized)
+    paths = [path for path in leaves if path[-1] != SCALE]
+    for path in track(paths, len(paths), "loaded", "parameter", bar=progress):
+        if path in quantized:
+            both = path, (*path[:-1], SCALE)
+            weight, scale = (place(leaves[one]) for one in both)
+            arrays = jax.block_until_ready(rounder(quantized[path], (weight, scale))(read(path)))
+            leaves |= {one: leaves[one].replace(array) for one, array in zip(both, arrays)}
+        else:
+            leaves[path] = leaves[path].replace(read(path))
     return _merged(graphdef, leaves)
 
 
 def save_safetensors(model: Model, directory: Path, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
-    """Write the parameters as a Hugging Face checkpoint: one file, or shards with an index."""
+    """Write the parameters as a Hugging Face checkpoint: one file, or shards with an index.
+
+    Raises:
+        ValueError: they are quantized.
+    """
+    _check_exact(model)
     leaves = {path: leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model))}
     uses, shapes = tensors_of(model.config, leaves)
     itemsize = next(iter(leaves.values())).dtype.itemsize
@@ -172,8 +226,14 @@ def save_safetensors(model: Model, directory: Path, *, max_shard_bytes: int = MA
         (directory / INDEX).write_text(json.dumps(index, indent=2))
 
 
-def load_orbax(directory: Path, config: ModelConfig, dtype: str, place: Place = on_one_device) -> Model:
-    """Load a model from the Orbax checkpoint that `save_orbax` writes, as strictly as `load_safetensors` does."""
+def load_orbax(
+    directory: Path, config: ModelConfig, dtype: str, place: Place = on_one_device, *, quantization: str | None = None,
+    progress: bool = True,
+) -> Model:  # fmt: skip
+    """Load a model from the Orbax checkpoint that `save_orbax` writes, as strictly as `load_safetensors` does.
+
+    All parameters are read at once, or one after the other if they are quantized.
+    """
     if not (directory / ORBAX).is_dir():
         raise ValueError(f"model: {directory} has no Orbax checkpoint: no folder {ORBAX} in it")
     graphdef, leaves = abstract_model(config, dtype)
@@ -182,16 +242,27 @@ def load_orbax(directory: Path, config: ModelConfig, dtype: str, place: Place = 
         metadata = checkpointer.metadata((directory / ORBAX).absolute()).item_metadata
         found = {name: tuple(array.shape) for name, array in metadata.tree.items()}
         check_names({name: leaves[path].shape for name, path in paths.items()}, found, directory / ORBAX)
-        target = {
-            name: jax.ShapeDtypeStruct(leaves[path].shape, jnp.dtype(dtype), sharding=place(leaves[path]))
-            for name, path in paths.items()
-        }
-        arrays = checkpointer.restore((directory / ORBAX).absolute(), target)
-    return _merged(graphdef, {path: leaves[path].replace(arrays[name]) for name, path in paths.items()})
+        if quantization is None:
+            target = {name: _described(leaves[path], dtype, place) for name, path in paths.items()}
+            arrays = checkpointer.restore((directory / ORBAX).absolute(), target)
+            return _merged(graphdef, {path: leaves[path].replace(arrays[name]) for name, path in paths.items()})
+    names = {path: name for name, path in paths.items()}
+    quantized = dtypes_of_weights(graphdef, leaves, quantization)
+
+    def read(path: LeafPath) -> jax.Array:
+        own = str(metadata.tree[names[path]].dtype) if path in quantized else dtype
+        return _restore_one((directory / ORBAX).absolute(), names[path], _described(leaves[path], own, place))
+
+    return _filled(config, dtype, quantized, read, place, progress=progress)
 
 
 def save_orbax(model: Model, directory: Path) -> None:
-    """Write the parameters as an Orbax checkpoint, in a new folder `orbax` of a directory."""
+    """Write the parameters as an Orbax checkpoint, in a new folder `orbax` of a directory.
+
+    Raises:
+        ValueError: they are quantized.
+    """
+    _check_exact(model)
     arrays = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model))}
     with _checkpointer() as checkpointer:
         checkpointer.save((directory / ORBAX).absolute(), arrays)
@@ -243,10 +314,38 @@ def safetensors_files(directory: Path) -> list[Path]:
     return files
 
 
+def _check_exact(model: Model) -> None:
+    if is_quantized(model):
+        raise ValueError("model: its weights are quantized, and no format of checkpoints holds them without loss")
+
+
 def _checkpointer() -> Any:
     import orbax.checkpoint as ocp  # here, since it takes a fifth of a second and most starts read safetensors
 
     return ocp.StandardCheckpointer()
+
+
+def _restore_one(directory: Path, name: str, target: jax.ShapeDtypeStruct) -> jax.Array:
+    """Return one array of an Orbax checkpoint."""
+    import orbax.checkpoint as ocp
+
+    item = {name: target}
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        options = ocp.args.PyTreeRestore(item, ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True)
+        array: jax.Array = checkpointer.restore(directory, options)[name]
+    return array
+
+
+def _described(leaf: nnx.Variable[Any], dtype: str, place: Place) -> jax.ShapeDtypeStruct:
+    """Return the shape and the place of a parameter with a dtype."""
+    return jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype), sharding=place(leaf))
+
+
+def _new(config: ModelConfig, dtype: str, seed: int, quantized: Mapping[LeafPath, str]) -> Model:
+    """Return a model with random parameters, with quantized weights where `quantized` has a dtype."""
+    model: Any = architecture_of(config).module(config, dtype=dtype, rngs=nnx.Rngs(seed))
+    quantize_weights(model, quantized)
+    return cast(Model, model)
 
 
 def _merged(graphdef: nnx.GraphDef[Any], leaves: Mapping[LeafPath, nnx.Variable[Any]]) -> Model:

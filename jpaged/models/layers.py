@@ -49,6 +49,9 @@ def axes(*names: str | None) -> dict[str, Any]:
 class Linear(nnx.Module):
     """Linear layer y = x W^T + b, with a weight [out, in], as Hugging Face stores it.
 
+    `jpaged.models.quantized` may replace the weight by one of 8 bits, and add `weight_scale` [out] float32, a factor on
+    each of its rows.
+
     Args:
         names: names of the weight's axes.
     """
@@ -65,7 +68,8 @@ class Linear(nnx.Module):
     def __call__(self, x_ti: jax.Array, activation: Activation | None = None) -> jax.Array:
         """Return y, or activation(y), [T, out] in the dtype of x."""
         bias_o = self.bias[...] if hasattr(self, "bias") else None
-        return product(x_ti, self.weight[...], bias_o=bias_o, activation=activation)
+        scale_o = self.weight_scale[...] if hasattr(self, "weight_scale") else None
+        return product(x_ti, self.weight[...], scale_o=scale_o, bias_o=bias_o, activation=activation)
 
 
 def rms_norm(size: int, epsilon: float, *, dtype: DTypeLike, rngs: nnx.Rngs, name: str | None = None) -> nnx.RMSNorm:
@@ -90,25 +94,35 @@ class UnitOffsetNorm(nnx.Module):
 
 
 def product(
-    x_ti: jax.Array, weight_oi: jax.Array, dtype: DTypeLike | None = None, *, bias_o: jax.Array | None = None,
-    activation: Activation | None = None,
+    x_ti: jax.Array, weight_oi: jax.Array, dtype: DTypeLike | None = None, *, scale_o: jax.Array | None = None,
+    bias_o: jax.Array | None = None, activation: Activation | None = None,
 ) -> jax.Array:  # fmt: skip
-    """Return activation(x W^T + b) [T, out], in `dtype` or else in that of x.
+    """Return activation(x W^T * scale + b) [T, out], in `dtype` or else in that of x.
 
     Args:
+        scale_o: float32, if the weight is quantized. The weight is then converted to the dtype of x, and the product is
+            scaled in float32.
         activation: function of single elements, or None.
     """
+    result_dtype = dtype or x_ti.dtype
+    sum_dtype = dtype if scale_o is None else jnp.float32
 
-    def finish(y_to: jax.Array) -> jax.Array:
-        y_to = y_to if bias_o is None else y_to + bias_o
-        return activation(y_to) if activation else y_to
+    def finished(y: jax.Array, along: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        """Return the result from a sum; `along` gives a vector [out] the sum's axes."""
+        y = y if scale_o is None else (y * along(scale_o)).astype(result_dtype)
+        y = y if bias_o is None else y + along(bias_o)
+        return activation(y) if activation else y
+
+    def converted(weight_oi: jax.Array) -> jax.Array:
+        return weight_oi if scale_o is None else weight_oi.astype(x_ti.dtype)
+
+    def elsewhere(x_ti: jax.Array, weight_oi: jax.Array) -> jax.Array:
+        y_to = jnp.einsum("ti,oi->to", x_ti, converted(weight_oi), preferred_element_type=sum_dtype)
+        return finished(y_to, lambda vector_o: vector_o)
 
     multiply = _product.get()
     if multiply and (multiplied_to := multiply(x_ti, weight_oi)) is not None:
-        return finish(multiplied_to.astype(dtype or x_ti.dtype))
-
-    def elsewhere(x_ti: jax.Array, weight_oi: jax.Array) -> jax.Array:
-        return finish(jnp.einsum("ti,oi->to", x_ti, weight_oi, preferred_element_type=dtype))
+        return finished(multiplied_to.astype(sum_dtype or x_ti.dtype), lambda vector_o: vector_o)
 
     def on_cpu(x_ti: jax.Array, weight_oi: jax.Array) -> jax.Array:
         # XLA multiplies W x^T up to twice as fast as x W^T if there are few rows, unless it is free to swap the two. A
@@ -119,9 +133,9 @@ def product(
             return elsewhere(x_ti, weight_oi)
         if rows == 1 and x_ti.dtype != jnp.float32:
             x_ti = jnp.pad(x_ti, ((0, 1), (0, 0)))
-        y_ot = jnp.einsum("oi,ti->ot", weight_oi, x_ti, preferred_element_type=dtype)
-        y_ot = y_ot if bias_o is None else y_ot + bias_o[:, None]
-        y_to: jax.Array = lax.optimization_barrier(activation(y_ot) if activation else y_ot)[:, :rows].T
+        y_ot = jnp.einsum("oi,ti->ot", converted(weight_oi), x_ti, preferred_element_type=sum_dtype)
+        y_ot = finished(y_ot, lambda vector_o: vector_o[:, None])
+        y_to: jax.Array = lax.optimization_barrier(y_ot)[:, :rows].T
         return y_to
 
     y_to: jax.Array = lax.platform_dependent(x_ti, weight_oi, cpu=on_cpu, default=elsewhere)

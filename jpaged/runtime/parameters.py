@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from jpaged.config import QUANTIZATIONS
 from jpaged.core.plan import ParamsDeleted
 from jpaged.runtime.placement import Placement
 
@@ -115,7 +116,9 @@ def _problem(name: str, found: Mapping[str, Any], expected: Mapping[str, jax.Sha
     if leaf.shape != other.shape:
         return f"has the shape {list(leaf.shape)}, not {list(other.shape)}"
     if leaf.dtype != other.dtype:
-        return f"is {leaf.dtype}, not {other.dtype}"
+        quantization = {dtype: name for name, dtype in QUANTIZATIONS.items()}.get(str(other.dtype))
+        hint = f": pass the model through jpaged.quantize(model, {quantization!r})" if quantization else ""
+        return f"is {leaf.dtype}, not {other.dtype}{hint}"
     if leaf.is_deleted():
         return "was deleted, as a train step deletes its donated arguments: pass the new arrays"
     return None

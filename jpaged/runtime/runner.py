@@ -14,6 +14,7 @@ from flax import nnx
 from jpaged.config import EngineConfig, Limits
 from jpaged.core.plan import Done, StepPlan, StepResult
 from jpaged.models.base import Model
+from jpaged.models.quantized import activation_dtypes
 from jpaged.progress import track
 from jpaged.runtime.agreement import leaders_values, least
 from jpaged.runtime.batch import Bucket, Buckets, ladder, make_batch
@@ -64,7 +65,9 @@ class ModelRunner:
         self.params = placed(state, self._expected)
         self.params_version = 0
         self._on_host: list[jax.Array] = []  # the parameters of a sleeping runner
-        llama, dtype = model.config, str(self.params[0].dtype)
+        dtypes = {name: str(leaf.dtype) for name, leaf in self._expected.items()}
+        llama, dtype = model.config, activation_dtypes(dtypes)[0]
+        stored = sorted(set(dtypes.values()) - {dtype})
         self.vocab_size = llama.vocab_size
         self.kernels = kernels or select_kernels(config, llama, limits.block_size, dtype, self.placement)
         logger.info("attention kernels: %s (%s)", self.kernels.name, self.kernels.reason)
@@ -75,7 +78,7 @@ class ModelRunner:
         first, devices = self.placement.device, self.placement.local_devices
         processes = (self.placement.num_processes,) if self.placement.num_processes > 1 else ()
         device = first.platform, first.device_kind, self.placement.size, os.cpu_count(), *processes
-        self._costs_key = repr((jax.__version__, device, llama, dtype, limits, self.kernels.name, cache.dtype))
+        self._costs_key = repr((jax.__version__, device, llama, dtype, *stored, limits, self.kernels.name, cache.dtype))
         if config.num_gpu_blocks_override:
             check_override(config.num_gpu_blocks_override, block_bytes, available_memory(devices))
         table_width = -(-limits.max_model_len // limits.block_size)

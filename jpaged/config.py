@@ -379,8 +379,6 @@ class ModelConfig:
         required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
         if missing := [name for name in required if name not in hf]:
             raise ValueError(f"config.json lacks {', '.join(missing)}")
-        if hf.get("quantization_config"):
-            raise ValueError("quantization_config: quantized checkpoints are not supported")
         for name, accepted in NEUTRAL.items():
             values = hf[name] if isinstance(hf.get(name), list) else [hf.get(name)]
             if name not in cls.reads and not all(value in accepted for value in values):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from jpaged.engine.build import find_model, load_model
 from jpaged.models.checkpoint import INDEX, save_orbax, save_safetensors, stored_dtype
+from jpaged.models.quantized_checkpoint import read_scheme
 from jpaged.models.registry import read_config
 
 SAVE = {"orbax": save_orbax, "safetensors": save_safetensors}
@@ -23,6 +24,8 @@ def convert(source: str, target: Path, to: str) -> str:
     """
     directory = find_model(source)
     config = read_config(directory)
+    if scheme := read_scheme(directory):
+        raise ValueError(f"model: {directory} is quantized ({scheme.method}), and conversion keeps parameters exactly")
     dtype = stored_dtype(directory)
     model = load_model(directory, config, dtype=dtype, load_format="auto", seed=0, progress=True)
     try:

@@ -36,7 +36,7 @@ def rounded(weight: np.ndarray, quantization: str) -> tuple[np.ndarray, np.ndarr
     for i, row in enumerate(weight.astype(np.float32)):
         if top := np.abs(row).max():
             scales[i] = top * np.float32(1 / (127 if quantization == "int8" else 448))
-        scaled = row / scales[i]
+        scaled = row * (1 / scales[i])
         values[i] = np.rint(scaled) if quantization == "int8" else scaled
     return values, scales
 

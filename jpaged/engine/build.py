@@ -16,6 +16,7 @@ from jpaged.engine.engine import Engine, Runner
 from jpaged.models.base import Model
 from jpaged.models.checkpoint import ORBAX, Place, dummy_model, load_orbax, load_safetensors, on_one_device
 from jpaged.models.quantized import activation_dtypes
+from jpaged.models.quantized_checkpoint import read_scheme
 from jpaged.models.registry import read_config
 from jpaged.runtime.compilation_cache import compilation_cache, every_process_writes
 from jpaged.runtime.kernel_choice import select_kernels
@@ -196,6 +197,8 @@ def prepare(
     platform = jax.default_backend()
     directory = find_model(config.model, revision=config.revision, weights=False)
     model = read_config(directory)
+    if config.load_format != "dummy":
+        read_scheme(directory)  # before a long download
     size = config.tensor_parallel_size or 1
     devices = devices_of_nodes(size, nnodes) if nnodes > 1 else choose_devices(size)[0]
     placement = Placement.on(devices, model)

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +18,7 @@ from safetensors.numpy import save_file
 from jpaged.config import CONFIG, DTYPES, QUANTIZATIONS, ModelConfig, read_json
 from jpaged.models.base import LeafPath, Model, Part
 from jpaged.models.quantized import SCALE, is_quantized, quantizable, quantize_weights, rounder
+from jpaged.models.quantized_checkpoint import FLOAT8, dequantized, float8_tensors, read_scheme
 from jpaged.models.registry import architecture_of
 from jpaged.progress import track
 
@@ -74,8 +75,12 @@ def dtypes_of_weights(
     """Return the dtypes of the weights that `quantization` applies to, by path."""
     if quantization is None:
         return {}
-    module = nnx.merge(graphdef, nnx.from_flat_state(leaves))
-    return dict.fromkeys(quantizable(module), QUANTIZATIONS[quantization])
+    return dict.fromkeys(quantizable_paths(graphdef, leaves), QUANTIZATIONS[quantization])
+
+
+def quantizable_paths(graphdef: nnx.GraphDef[Any], leaves: Mapping[LeafPath, nnx.Variable[Any]]) -> list[LeafPath]:
+    """Return the paths of the weights of a model without memory that `quantization` applies to."""
+    return quantizable(nnx.merge(graphdef, nnx.from_flat_state(leaves)))
 
 
 def tensors_of(config: ModelConfig, leaves: Mapping[LeafPath, Any]) -> tuple[Uses, dict[str, tuple[int, ...]]]:
@@ -137,6 +142,9 @@ def load_safetensors(
         opened = [stack.enter_context(_open(file)) for file in files]
         rename = architecture_of(config).rename
         tensors = {rename(name): file.get_slice(name) for file in opened for name in file.keys()}  # noqa: SIM118
+        if any(tensor.get_dtype() == FLOAT8 for tensor in tensors.values()):
+            for file in files:
+                tensors |= {rename(name): tensor for name, tensor in float8_tensors(file).items()}
         return _load(tensors, directory, config, dtype, place, quantization, progress=progress)
 
 
@@ -145,13 +153,15 @@ def _load(
     quantization: str | None, *, progress: bool,
 ) -> Model:  # fmt: skip
     """Load a model from slices of opened safetensors."""
-    shapes = {name: tuple(tensor.get_shape()) for name, tensor in tensors.items()}
-    dtypes = {name: tensor.get_dtype() for name, tensor in tensors.items()}
     if config.num_hidden_layers > len(tensors):  # to trace hundreds of layers that are not there takes minutes
         told = f"{len(tensors)} tensors for the {config.num_hidden_layers} layers of {CONFIG}"
         raise ValueError(f"{directory} does not hold this model's tensors: {told}")
     graphdef, leaves = abstract_model(config, dtype)
     uses, expected = tensors_of(config, leaves)
+    if scheme := read_scheme(directory):
+        tensors = dequantized(tensors, scheme, expected)
+    shapes = {name: tuple(tensor.get_shape()) for name, tensor in tensors.items()}
+    dtypes = {name: tensor.get_dtype() for name, tensor in tensors.items()}
     is_derived = architecture_of(config).is_derived
     check_names(expected, {n: s for n, s in shapes.items() if not is_derived(n, config)}, directory)
     if unknown := [f"{name} as {dtypes[name]}" for name in uses if dtypes[name] not in STORED]:
@@ -167,19 +177,36 @@ def _load(
         own = stored.pop() if path in quantized and len(stored) == 1 else dtype
         return _read(tensors, parts[path], leaf.shape, own, place(leaf))
 
+    def read_kept(path: LeafPath, weight: Sharding, scale: Sharding) -> tuple[jax.Array, jax.Array]:
+        shape, names = leaves[path].shape, {part.name for part in parts[path].values()}
+        numbers = {name: tensors[name].stored for name in names}
+        scales = {name: tensors[name].row_scales for name in names}
+        return (
+            _read(numbers, parts[path], shape, kept[path], weight),
+            _read(scales, parts[path], shape[:1], "float32", scale),
+        )
+
     quantized = dtypes_of_weights(graphdef, leaves, quantization)
-    return _filled(config, dtype, quantized, read, place, progress=progress)
+    kept: dict[LeafPath, str] = {}
+    for path in quantizable_paths(graphdef, leaves):
+        stored = {getattr(tensors[part.name], "kept", None) for part in parts[path].values()}
+        if len(stored) == 1 and (own := stored.pop()) and own == quantized.get(path, own):
+            kept[path] = own
+    return _filled(config, dtype, quantized | kept, read, place, kept=kept, read_kept=read_kept, progress=progress)
 
 
 def _filled(
     config: ModelConfig, dtype: str, quantized: Mapping[LeafPath, str], read: Callable[[LeafPath], jax.Array],
-    place: Place, *, progress: bool,
+    place: Place, *, progress: bool, kept: Collection[LeafPath] = (),
+    read_kept: Callable[[LeafPath, Sharding, Sharding], tuple[jax.Array, jax.Array]] | None = None,
 ) -> Model:  # fmt: skip
     """Return a model whose parameters are read one after the other.
 
     Args:
         quantized: the dtypes of quantized weights by path.
         read: return a parameter of the model that is not quantized, in its place.
+        kept: the paths of weights that the checkpoint holds quantized as the model does.
+        read_kept: return such a weight and its scale, in their places.
     """
     graphdef, leaves = abstract_model(config, dtype, quantized)
     paths = [path for path in leaves if path[-1] != SCALE]
@@ -187,7 +214,11 @@ def _filled(
         if path in quantized:
             both = path, (*path[:-1], SCALE)
             weight, scale = (place(leaves[one]) for one in both)
-            arrays = jax.block_until_ready(rounder(quantized[path], (weight, scale))(read(path)))
+            if path in kept:
+                assert read_kept is not None
+                arrays = read_kept(path, weight, scale)
+            else:
+                arrays = jax.block_until_ready(rounder(quantized[path], (weight, scale))(read(path)))
             leaves |= {one: leaves[one].replace(array) for one, array in zip(both, arrays)}
         else:
             leaves[path] = leaves[path].replace(read(path))

@@ -33,6 +33,7 @@ def multiplying(multiply: Product | None) -> Iterator[None]:
     finally:
         _product.reset(token)
 
+
 ACTIVATIONS: dict[str, Activation] = {
     "silu": jax.nn.silu,
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),

@@ -20,6 +20,7 @@ from jpaged.models.layers import Linear, axes
 
 WEIGHT, SCALE = "weight", "weight_scale"  # leaves of a quantized layer
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}  # number of a dtype that the largest of a row is mapped to
+SMALLEST = 1e-30  # rows with smaller numbers become zeros; the reciprocals of their scales would overflow
 UNQUANTIZED = ("lm_head",)  # names of linear layers that `quantization` leaves as they are
 
 
@@ -31,9 +32,9 @@ def round_weight(weight_oi: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array
     """
     exact_oi = weight_oi.astype(jnp.float32)
     largest_o = jnp.max(jnp.abs(exact_oi), axis=1)
-    # XLA would make a product of a division by a constant, or not.
-    scale_o = jnp.where(largest_o > 0, largest_o * (1 / LARGEST[dtype]), 1.0)
-    scaled_oi = jnp.clip(exact_oi / scale_o[:, None], -LARGEST[dtype], LARGEST[dtype])
+    # Products with reciprocals, because XLA turns some divisions into these, depending on the context.
+    scale_o = jnp.where(largest_o > SMALLEST, largest_o * (1 / LARGEST[dtype]), 1.0)
+    scaled_oi = jnp.clip(exact_oi * (1 / scale_o)[:, None], -LARGEST[dtype], LARGEST[dtype])
     return (jnp.round(scaled_oi) if dtype == "int8" else scaled_oi).astype(dtype), scale_o
 
 

@@ -535,8 +535,8 @@ class EngineConfig:
     )
     max_num_batched_tokens: int | None = setting(
         None, "maximum tokens in a step; longer prompts are computed in chunks", by="128 on a CPU, 2,048 on a GPU; "
-        "fewer in steps with decodes if a step of that size takes more than 2.5 decode steps", group=SCHEDULING, low=1,
-        unit="TOKENS",
+        "fewer in steps with decodes if a step of that size takes more than 2.5 decode steps (3.5 on a CPU)",
+        group=SCHEDULING, low=1, unit="TOKENS",
     )  # fmt: skip
     async_scheduling: bool = setting(
         True, "dispatch a step before the tokens of the previous one are known", group=SCHEDULING

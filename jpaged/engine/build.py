@@ -284,6 +284,9 @@ def load_engine(
     host_pool = None
     if _swaps(runner, config):
         host_pool = BlockPool(runner.blocks.num_host_blocks, limits.block_size, enable_prefix_caching=False)
+    chunk = None
+    if not config.max_num_batched_tokens:
+        chunk = tokens_beside_decodes(runner.costs, runner.placement.device.platform)
     scheduler = Scheduler(
         BlockPool(runner.blocks.num_blocks, limits.block_size, enable_prefix_caching=config.enable_prefix_caching),
         limits,
@@ -293,7 +296,7 @@ def load_engine(
         policy=config.scheduling_policy,
         preemption=config.preemption_mode,
         block_swap_cost=block_swap_cost,
-        tokens_beside_decodes=None if config.max_num_batched_tokens else tokens_beside_decodes(runner.costs),
+        tokens_beside_decodes=chunk,
         headroom=HEADROOM,
     )
     max_in_flight = 2 if config.async_scheduling else 1

@@ -20,6 +20,7 @@ STEEP, LONG_S = 1.5, 0.02
 # A step with a prompt's chunk may cost as much as so many decode steps, both on empty contexts. With contexts, which
 # chunks attend to many times, inter-token latencies stay within three times their median.
 STALL = 2.5
+CPU_STALL = 3.5  # a chunk takes longer than its share of a step there, and attention to contexts less
 
 
 def further_shapes(costs: StepCosts) -> StepCosts:
@@ -40,17 +41,18 @@ def further_shapes(costs: StepCosts) -> StepCosts:
     return found
 
 
-def tokens_beside_decodes(costs: StepCosts) -> int:
-    """Return the maximum number of tokens, that of a shape, for steps in which sequences decode.
+def tokens_beside_decodes(costs: StepCosts, platform: str) -> int:
+    """Return the maximum number of tokens, that of a shape, for steps in which sequences decode on a jax platform.
 
     It is at least twice the number of sequences, so that their own tokens leave room for prompts, if there is such a
     shape.
     """
+    stall = CPU_STALL if platform == "cpu" else STALL
     costs = {**costs, **further_shapes(costs)}
     decode = max(bucket for bucket in costs if bucket.decode)
     mixed = sorted(bucket for bucket in costs if not bucket.decode and bucket.num_seqs == decode.num_seqs)
     roomy = [bucket for bucket in mixed if bucket.num_tokens >= 2 * decode.num_seqs] or mixed[-1:]
-    cheap = [bucket for bucket in roomy if costs[bucket] <= STALL * costs[decode]]
+    cheap = [bucket for bucket in roomy if costs[bucket] <= stall * costs[decode]]
     return (cheap[-1] if cheap else roomy[0]).num_tokens
 
 

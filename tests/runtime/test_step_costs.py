@@ -47,12 +47,18 @@ def test_nothing_lies_between_one_and_two():
     ],
 )
 def test_a_chunk_costs_at_most_two_and_a_half_decode_steps(mixed, expected):
-    assert tokens_beside_decodes(costs_of({8: 0.02, 16: 0.025}, mixed)) == expected
+    assert tokens_beside_decodes(costs_of({8: 0.02, 16: 0.025}, mixed), "gpu") == expected
+
+
+@pytest.mark.parametrize("largest, expected", [(0.0875, 128), (0.0876, 96), (0.135, 96), (0.1351, 64)])
+def test_a_chunk_costs_at_most_three_and_a_half_decode_steps_on_a_cpu(largest, expected):
+    costs = costs_of({8: 0.02, 16: 0.025}, {32: 0.03, 64: 0.04, 128: largest})
+    assert tokens_beside_decodes(costs, "cpu") == expected
 
 
 def test_the_dearest_step_with_a_chunk_counts():
     costs = costs_of({64: 0.025}, {128: 0.06, 256: 0.2}, (16, 64)) | {Bucket(256, 16, False): 0.06}
-    assert tokens_beside_decodes(costs) == 128
+    assert tokens_beside_decodes(costs, "gpu") == 128
 
 
 BUCKETS = (Bucket(2, 2, True), Bucket(16, 2, False))

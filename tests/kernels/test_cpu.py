@@ -131,6 +131,16 @@ def test_an_executable_on_disk_is_loaded_by_another_process(tmp_path):
 
 
 class TestSelection:
+    def test_llvmlite_is_loaded_for_a_cpu_only(self):
+        program = """
+import sys, pallas_kernels, jpaged.llm
+model = dict(dtype="bfloat16", head_dim=64, num_heads=6, num_kv_heads=2, block_size=16)
+pallas_kernels.select(platform="gpu", device_kind="NVIDIA H200", compute_capability=9.0, **model)
+assert not {"llvmlite", "pallas_kernels.cpu"} & sys.modules.keys()
+"""
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
     def test_the_reference_serves_without_llvmlite(self, monkeypatch):
         find = importlib.util.find_spec
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "llvmlite" else find(name))

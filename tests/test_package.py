@@ -129,4 +129,4 @@ tables, lens = jnp.array([[2, 0]]), jnp.array([9])
 o = kernels.paged_decode_attention(jnp.ones((1, 2, 16)), pool, 2 * pool, tables, lens, scale=0.25)
 print(kernels.name, o.shape, float(o.min()), float(o.max()))
 """
-    assert run(python, "-c", use, cwd=tmp_path) == "reference (1, 2, 16) 2.0 2.0\n"
+    assert run(python, "-c", use, cwd=tmp_path) == "cpu (1, 2, 16) 2.0 2.0\n"

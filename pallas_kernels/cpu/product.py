@@ -12,7 +12,7 @@ from pallas_kernels.cpu.code import F32, Machine, Value, Variable
 from pallas_kernels.cpu.ffi import Call, register
 from pallas_kernels.cpu.numbers import LOADED, loader
 
-MAX_ROWS = 32  # XLA is as fast for more rows, with which the weights take less time than the products
+MAX_ROWS = 128  # XLA is as fast from about here on, where the weights take less time than the sums
 UNIT = 48  # outputs of a unit of work
 WHOLE, SEGMENT = (
     1024,

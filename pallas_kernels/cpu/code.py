@@ -4,7 +4,7 @@ Vector operations are explicit. LLVM turns them into AVX-512, AVX2, NEON or any 
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -150,9 +150,7 @@ class Code:
         """Return a vector of one number."""
         undefined = ir.Constant(ir.VectorType(x.llvm.type, lanes), ir.Undefined)
         one = self.builder.insert_element(undefined, x.llvm, ir.Constant(I32, 0))
-        return Value(
-            self, self.builder.shuffle_vector(one, undefined, ir.Constant(ir.VectorType(I32, lanes), [0] * lanes))
-        )
+        return self.shuffle(Value(self, one), Value(self, undefined), [0] * lanes)
 
     def shuffle(self, a: Value, b: Value, lanes: Sequence[int]) -> Value:
         """Return some lanes of two vectors, those of `b` counted on from those of `a`."""
@@ -164,13 +162,19 @@ class Code:
         """Repeat the block for the int64 numbers from `start` to below `stop`."""
         stop, step = self.value(stop, I64), self.value(step, I64)
         at = Variable(self.value(start, I64))
+        with self.as_long_as(lambda: at.get().compare("<", stop)):
+            yield at.get()
+            at.set(at.get() + step)
+
+    @contextmanager
+    def as_long_as(self, condition: Callable[[], Value]) -> Iterator[None]:
+        """Repeat the block as long as a condition holds; `condition` writes its code, which runs before each turn."""
         head, body, end = (self.function.append_basic_block() for _ in range(3))
         self.builder.branch(head)
         self.builder.position_at_end(head)
-        self.builder.cbranch(at.get().compare("<", stop).llvm, body, end)
+        self.builder.cbranch(condition().llvm, body, end)
         self.builder.position_at_end(body)
-        yield at.get()
-        at.set(at.get() + step)
+        yield
         self.builder.branch(head)
         self.builder.position_at_end(end)
 

@@ -12,12 +12,13 @@ from typing import Any
 import jax
 from llvmlite import binding, ir
 
-from pallas_kernels.cpu.code import I8, I32, I64, POINTER, VOID, Code, Machine, Number, Value
+from pallas_kernels.cpu.code import I8, I32, I64, POINTER, VOID, Code, Machine, Number, Value, Variable
 
 # Offsets in bytes.
 FRAME_EXTENSION, FRAME_API, FRAME_CONTEXT, FRAME_ARGUMENTS, FRAME_RESULTS = 8, 16, 24, 72, 112
 BUFFER_DATA, BUFFER_DIMS = 24, 40
-EXTENSION_METADATA, METADATA_MAJOR, METADATA_MINOR = 24, 24, 28
+EXTENSION_KIND, EXTENSION_METADATA, METADATA_MAJOR, METADATA_MINOR = 8, 24, 24, 28
+METADATA_KIND = 1
 API_DESTROY_ERROR, API_SCHEDULE, API_NUM_THREADS = 64, 136, 144
 
 # A call's job: the next unit, the finished units, the threads that may still look at it, and the call.
@@ -63,13 +64,13 @@ def register(name: str, units: Callable[[Call], Value], work: Callable[[Call, Va
     """
     with _lock:
         if name not in _engines:
-            engine, handler = compile_module(target_module(name, units, work))
+            engine, handler = _compile(_module(name, units, work))
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(ctypes.c_void_p(handler)), platform="cpu")
             _engines[name] = engine
     return name
 
 
-def compile_module(module: ir.Module) -> tuple[Any, int]:
+def _compile(module: ir.Module) -> tuple[Any, int]:
     """Compile a module for this machine, and return its owner and the address of its function "handler"."""
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
@@ -85,7 +86,7 @@ def compile_module(module: ir.Module) -> tuple[Any, int]:
     return engine, engine.get_function_address("handler")
 
 
-def target_module(name: str, units: Callable[[Call], Value], work: Callable[[Call, Value], None]) -> ir.Module:
+def _module(name: str, units: Callable[[Call], Value], work: Callable[[Call, Value], None]) -> ir.Module:
     """Return the module of a target: a handler that divides its work among threads."""
     module = ir.Module(name)
     module.triple = binding.get_default_triple()
@@ -103,16 +104,15 @@ def _take(module: ir.Module, unit: Code) -> Code:
     """Write the function of a thread: it works on units as long as there are any, and leaves the job."""
     code = Code(module, "take", VOID, [POINTER])
     (job,) = code.arguments
-    head, body, end = (code.function.append_basic_block() for _ in range(3))
-    code.builder.branch(head)
-    code.builder.position_at_end(head)
-    number = _add(code, job, NEXT, 1)
-    code.builder.cbranch(number.compare("<", code.load(job, UNITS, I64)).llvm, body, end)
-    code.builder.position_at_end(body)
-    code.builder.call(unit.function, [code.load(job, FRAME, POINTER).llvm, number.llvm])
-    _add(code, job, DONE, 1)
-    code.builder.branch(head)
-    code.builder.position_at_end(end)
+    number = Variable(code.value(0, I64))
+
+    def next_unit() -> Value:
+        number.set(_add(code, job, NEXT, 1))
+        return number.get().compare("<", code.load(job, UNITS, I64))
+
+    with code.as_long_as(next_unit):
+        code.builder.call(unit.function, [code.load(job, FRAME, POINTER).llvm, number.get().llvm])
+        _add(code, job, DONE, 1)
     _leave(code, job)
     code.ret()
     return code
@@ -124,7 +124,10 @@ def _handler(module: ir.Module, take: Code, units: Callable[[Call], Value]) -> N
     null = Value(code, ir.Constant(POINTER, None))
     # At registration XLA asks for the version of the interface.
     extension = field(frame, FRAME_EXTENSION, POINTER)
-    with code.when(Value(code, code.builder.icmp_unsigned("!=", extension.llvm, null.llvm))):
+    with (
+        code.when(_is_set(extension)),
+        code.when(field(extension, EXTENSION_KIND, I32).compare("==", METADATA_KIND)),
+    ):
         metadata = field(extension, EXTENSION_METADATA, POINTER)
         for offset, number in ((METADATA_MAJOR, 0), (METADATA_MINOR, 1)):
             code.store(code.value(number, I32), code.at(metadata, offset, I8), 0)
@@ -143,15 +146,13 @@ def _handler(module: ir.Module, take: Code, units: Callable[[Call], Value]) -> N
         _add(code, job, USERS, -1)
     code.builder.call(take.function, [job.llvm])
     # Other threads may be in their last units. Those that have not begun find none, and are not waited for.
-    head, body, end = (code.function.append_basic_block() for _ in range(3))
-    code.builder.branch(head)
-    code.builder.position_at_end(head)
-    done = code.builder.load_atomic(code.at(job, DONE, I64).llvm, "acquire", 8, typ=I64)
-    code.builder.cbranch(Value(code, done).compare("<", total).llvm, body, end)
-    code.builder.position_at_end(body)
-    code.intrinsic("sched_yield", result=I32)
-    code.builder.branch(head)
-    code.builder.position_at_end(end)
+    done = code.at(job, DONE, I64).llvm
+
+    def some_left() -> Value:
+        return Value(code, code.builder.load_atomic(done, "acquire", 8, typ=I64)).compare("<", total)
+
+    with code.as_long_as(some_left):
+        code.intrinsic("sched_yield", result=I32)
     _leave(code, job)
     code.ret(null)
 
@@ -173,10 +174,16 @@ def _call_api(code: Code, api: Value, function: int, *fields: Value) -> Value:
         return code.call(field(api, function, POINTER), ir.FunctionType(POINTER, [POINTER]), structure)
 
     error = call(function, *fields)
-    failed = Value(code, code.builder.icmp_unsigned("!=", error.llvm, ir.Constant(POINTER, None)))
+    failed = _is_set(error)
     with code.when(failed):
         call(API_DESTROY_ERROR, error)
     return failed
+
+
+def _is_set(pointer: Value) -> Value:
+    """Return whether a pointer is not null."""
+    null = ir.Constant(POINTER, None)
+    return Value(pointer.code, pointer.code.builder.icmp_unsigned("!=", pointer.llvm, null))
 
 
 def _add(code: Code, job: Value, index: int, number: int) -> Value:

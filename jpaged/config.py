@@ -54,7 +54,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n_routed_experts": (None, 0),
 }
 # Bounds of a checkpoint's config: a model is traced layer by layer before its tensors are compared.
-MAX_LAYERS, MAX_SIZE = 512, 2**31 - 1
+MAX_LAYERS, MAX_EXPERTS, MAX_SIZE = 512, 4096, 2**31 - 1
 CONFIG, GENERATION = "config.json", "generation_config.json"
 
 
@@ -78,6 +78,13 @@ def _check_types(config: Any) -> None:
             hint = float
         if hint in kinds and not kinds[hint][1](value):
             raise ValueError(f"{each.name}: must be {kinds[hint][0]}, not {reprlib.repr(value)}")
+
+
+def _check_layers(count: Any) -> None:
+    if type(count) is not int:
+        raise ValueError(f"num_hidden_layers: must be a whole number, not {reprlib.repr(count)}")
+    if count > MAX_LAYERS:
+        raise ValueError(f"num_hidden_layers: must be at most {MAX_LAYERS}, not {count}")
 
 
 @dataclass(frozen=True)
@@ -203,6 +210,8 @@ class Experts:
 
     def __post_init__(self) -> None:
         _check_types(self)
+        if self.num_experts > MAX_EXPERTS:
+            raise ValueError(f"num_experts: must be at most {MAX_EXPERTS}, not {self.num_experts}")
         if self.intermediate_size < 1:
             raise ValueError(f"moe_intermediate_size: must be at least 1, not {self.intermediate_size}")
         if not 1 <= self.num_experts_per_tok <= self.num_experts:
@@ -252,8 +261,12 @@ class Variation:
         _check_types(self)
         if not all(window is None or (type(window) is int and window > 0) for window in self.windows):
             raise ValueError(f"sliding_window: must be at least 1, not {reprlib.repr(self.windows)}")
-        for name in ("scale", "soft_cap", "final_soft_cap", "logits_divisor"):
-            if (value := getattr(self, name)) is not None and not value > 0:
+        positive = {
+            "attention_multiplier": self.scale, "attn_logit_softcapping": self.soft_cap,
+            "final_logit_softcapping": self.final_soft_cap, "logits_scaling": self.logits_divisor,
+        }  # fmt: skip
+        for name, value in positive.items():
+            if value is not None and not value > 0:
                 raise ValueError(f"{name}: must be above 0, not {value}")
 
 
@@ -322,8 +335,7 @@ class ModelConfig:
                 f"num_attention_heads: must be a multiple of num_key_value_heads ({self.num_key_value_heads}), "
                 f"not {self.num_attention_heads}"
             )
-        if self.num_hidden_layers > MAX_LAYERS:
-            raise ValueError(f"num_hidden_layers: must be at most {MAX_LAYERS}, not {self.num_hidden_layers}")
+        _check_layers(self.num_hidden_layers)
         if self.rms_norm_eps < 0:
             raise ValueError(f"rms_norm_eps: must be at least 0, not {self.rms_norm_eps}")
         if self.head_dim % 2:
@@ -379,6 +391,7 @@ class ModelConfig:
         required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
         if missing := [name for name in required if name not in hf]:
             raise ValueError(f"config.json lacks {', '.join(missing)}")
+        _check_layers(hf["num_hidden_layers"])  # before the variations, which have a value for each
         for name, accepted in NEUTRAL.items():
             values = hf[name] if isinstance(hf.get(name), list) else [hf.get(name)]
             if name not in cls.reads and not all(value in accepted for value in values):

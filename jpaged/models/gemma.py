@@ -87,7 +87,7 @@ class Gemma3TextPartConfig(Gemma3Config):
         text = hf.get("text_config")
         if not isinstance(text, dict):
             raise ValueError("config.json lacks text_config")
-        names = ("eos_token_id", "dtype", "torch_dtype", "quantization_config")
+        names = ("eos_token_id", "dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")
         return super().fields_of({name: hf[name] for name in names if name in hf} | text, generation)
 
 

@@ -62,4 +62,5 @@ class MixtureOfExperts(nnx.Module):
         y_md = self.experts(x_td[order_m // self.top_k], sizes_e)
         # The rows are put back in order and added up in a fixed order: a scatter would add in any order on a GPU.
         y_tkd = y_md[jnp.argsort(order_m)].reshape(*chosen_tk.shape, -1)
-        return jnp.einsum("tkd,tk->td", y_tkd, weights_tk.astype(x_td.dtype)).astype(x_td.dtype)
+        weighted_td = jnp.einsum("tkd,tk->td", y_tkd, weights_tk, preferred_element_type=jnp.float32)
+        return weighted_td.astype(x_td.dtype)

@@ -9,11 +9,11 @@ from tests.few_shapes import few_shapes
 from tests.model.test_architectures import write
 
 ENGINE = dict(
-    block_size=4, max_num_seqs=16, max_num_batched_tokens=32, max_model_len=128, num_gpu_blocks_override=48,
+    block_size=4, max_num_seqs=16, max_num_batched_tokens=32, max_model_len=112, num_gpu_blocks_override=36,
     skip_tokenizer_init=True, progress=False,
 )  # fmt: skip
-# Windows with a rotary embedding of their own, partial rotary embedding, and experts; the others in the deep tier.
-USUAL = ("gemma3", "phi3-long", "qwen3-moe-dense")
+# Windows with a rotary embedding of their own, and experts; the others are in the deep tier.
+USUAL = ("gemma3", "qwen3-moe")
 SERVED = [pytest.param(name, marks=() if name in USUAL else pytest.mark.deep) for name in CASES]
 
 
@@ -32,7 +32,7 @@ def requests() -> tuple[list[list[int]], list[SamplingParams]]:
     for i in range(16):
         own = rng.integers(0, 90, int(rng.integers(3, 30))).tolist()
         prompts.append(common + own if i % 2 else own)
-        params.append(SamplingParams(temperature=0.7 * (i % 3), seed=i, max_tokens=40 + i, ignore_eos=True, logprobs=0))
+        params.append(SamplingParams(temperature=0.7 * (i % 3), seed=i, max_tokens=20 + i, ignore_eos=True, logprobs=0))
     return prompts, params
 
 

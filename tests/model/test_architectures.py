@@ -16,7 +16,7 @@ from jpaged.models import registry
 from jpaged.models.checkpoint import abstract_model, load_safetensors, save_safetensors, tensors_of
 from jpaged.rl.causal import logits as causal_logits
 from jpaged.runtime.batch import Bucket, Buckets
-from jpaged.runtime.placement import AXES
+from jpaged.runtime.placement import AXES, Placement
 from tests import architectures
 from tests.architectures import CASES, NEW_TOKENS, PROMPT, ROWS
 from tests.model.logits_runner import LogitsRunner, generate
@@ -25,6 +25,10 @@ from tools import models_page
 FIXTURES = np.load(Path(__file__).parents[1] / "fixtures" / "architectures.npz")
 CHUNK, LENGTH = 24, PROMPT + NEW_TOKENS
 TOLERANCE = 1e-4
+# Planted errors take a compilation each: the others are in the deep tier.
+PLANTED = [
+    pytest.param(name, marks=() if name in ("gemma2", "granite", "phi3-long") else pytest.mark.deep) for name in CASES
+]
 
 
 def write(directory: Path, hf: dict) -> dict[str, np.ndarray]:
@@ -84,11 +88,11 @@ def planted(config) -> dict[str, dataclasses.dataclass]:
         faults["window"] = changed(config, windows=tuple(window and window + 1 for window in variation.windows))
         faults["no window"] = changed(config, windows=())
     neutral = dict(
-        qk_norm=None, unit_offset=False, local_rope=None, no_rope=(), scale=None, soft_cap=None, final_soft_cap=None,
-        embedding_multiplier=1.0, residual_multiplier=1.0, logits_divisor=1.0,
+        local_rope=None, no_rope=(), scale=None, soft_cap=None, final_soft_cap=None, embedding_multiplier=1.0,
+        residual_multiplier=1.0, logits_divisor=1.0,
     )  # fmt: skip
     for name, value in neutral.items():
-        if getattr(variation, name) != value and name not in ("qk_norm", "unit_offset"):
+        if getattr(variation, name) != value:
             faults[name] = changed(config, **{name: value})
     if variation.experts is not None:
         experts = variation.experts
@@ -104,21 +108,47 @@ def planted(config) -> dict[str, dataclasses.dataclass]:
     return faults
 
 
-def test_a_planted_error_in_a_variation_is_noticed(case):
-    """Otherwise the fixtures would prove nothing about windows, caps, factors, experts and rotary embeddings."""
-    model, _, tokens, expected = case
+def whole_logits(model, tokens):
+    """Logits [R, V] of the stored positions, without a cache."""
     mask = jnp.tril(jnp.ones((1, LENGTH, LENGTH), bool))
-    state = nnx.state(model)
+    return causal_logits(model, jnp.asarray([tokens]), jnp.arange(LENGTH)[None], mask)[0, np.asarray(ROWS)]
 
-    def error(config) -> float:
-        other = registry.architecture_of(config).module(config, dtype="float32", rngs=nnx.Rngs(0))
-        nnx.update(other, state)
-        found = jax.jit(lambda m: causal_logits(m, jnp.asarray([tokens]), jnp.arange(LENGTH)[None], mask))(other)
-        return np.abs(np.asarray(found[0])[ROWS] - expected).max()
+
+@pytest.mark.parametrize("case", PLANTED, indirect=True)
+def test_planted_errors_are_noticed(case):
+    """Otherwise the fixtures would prove nothing about windows, caps, factors, norms, experts and rotary embeddings."""
+    model, _, tokens, expected = case
+    graphdef, state = nnx.split(model)
+
+    def error(config, state=state) -> float:
+        module = registry.architecture_of(config).module
+        graphdef = nnx.graphdef(nnx.eval_shape(lambda: module(config, dtype="float32", rngs=nnx.Rngs(0))))
+        return np.abs(jax.jit(lambda state: whole_logits(nnx.merge(graphdef, state), tokens))(state) - expected).max()
 
     assert error(model.config) < TOLERANCE
     for name, config in planted(model.config).items():
         assert error(config) > 100 * TOLERANCE, name
+    run = jax.jit(lambda state: whole_logits(nnx.merge(graphdef, state), tokens))
+    leaves = dict(nnx.to_flat_state(state))
+    for path, leaf in leaves.items():
+        no_effect = model.config.model_type == "opt" and path[-2:] == ("k_proj", "bias")  # no rotation: softmax(x + c)
+        if no_effect or (path[0] == "layers" and path[1] != 1):  # one layer stands for all
+            continue
+        moved = leaves | {path: leaf.replace(jnp.roll(leaf[...], 1, axis=0))}
+        assert np.abs(run(nnx.from_flat_state(moved)) - expected).max() > 10 * TOLERANCE, path
+
+
+@pytest.mark.parametrize("case", ["mixtral", "olmo2"], indirect=True)
+def test_logits_on_four_devices_equal_transformers(case, tmp_path):
+    """Each layer has two all-reduces, and two more for norms over all queries and all keys."""
+    model, tensors, tokens, expected = case
+    save_file(tensors, tmp_path / "model.safetensors")
+    placement = Placement.on(jax.devices()[:4], model.config)
+    divided = load_safetensors(tmp_path, model.config, "float32", placement.of, progress=False)
+    compiled = jax.jit(lambda model: whole_logits(model, tokens)).lower(divided).compile()
+    np.testing.assert_allclose(compiled(divided), expected, atol=TOLERANCE, rtol=0)
+    layers, norms = model.config.num_hidden_layers, model.config.variation.qk_norm == "projection"
+    assert compiled.as_text().count(" all-reduce(") == layers * (2 + 2 * norms) + 1
 
 
 def test_parameters_are_saved_as_they_were_loaded(case, tmp_path):

@@ -51,7 +51,7 @@ class MixtureOfExperts(nnx.Module):
         self.experts = ExpertMlps(d, f, e, config.hidden_act, dtype, rngs)
 
     def __call__(self, x_td: jax.Array) -> jax.Array:
-        """Return the output [T, D] of hidden states [T, D]: the mean of the chosen experts, by their probabilities."""
+        """Return the output [T, D] of hidden states [T, D]: those of each token's experts, weighted by probability."""
         probabilities_te = jax.nn.softmax(product(x_td, self.gate.weight[...], jnp.float32), axis=-1)
         weights_tk, chosen_tk = lax.top_k(probabilities_te, self.top_k)
         if self.normalizes:

@@ -60,7 +60,7 @@ class Qwen3MoeConfig(Qwen3Config):
         "mlp_only_layers": None, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
         "norm_topk_prob": False,
     }  # fmt: skip
-    reads = (Qwen3Config.reads - {"layer_types"}) | {"num_experts"}
+    reads = (Qwen3Config.reads - {"layer_types"}) | {"num_experts", "num_local_experts"}
 
     @classmethod
     def variation_of(cls, hf: dict[str, Any]) -> Variation:
@@ -69,7 +69,8 @@ class Qwen3MoeConfig(Qwen3Config):
         if type(step) is not int or step < 1:
             raise ValueError(f"decoder_sparse_step: must be at least 1, not {step!r}")
         dense = tuple(i for i in range(hf["num_hidden_layers"]) if i in only or (i + 1) % step)
-        sizes = hf["num_experts"], hf["num_experts_per_tok"], hf["moe_intermediate_size"], hf["norm_topk_prob"]
+        count = hf.get("num_local_experts") or hf["num_experts"]  # the name in files of transformers 5, and before
+        sizes = count, hf["num_experts_per_tok"], hf["moe_intermediate_size"], hf["norm_topk_prob"]
         # Transformers ignores this field for the mixture: a window is in every layer.
         return replace(super().variation_of(hf | {"max_window_layers": 0}), experts=Experts(*sizes, dense))
 

@@ -23,6 +23,7 @@ from tests.model.logits_runner import LogitsRunner, generate
 from tools import models_page
 
 FIXTURES = np.load(Path(__file__).parents[1] / "fixtures" / "architectures.npz")
+CONFIGS = json.loads((Path(__file__).parents[1] / "fixtures" / "architectures.json").read_text())
 CHUNK, LENGTH = 24, PROMPT + NEW_TOKENS
 TOLERANCE = 1e-4
 # Planted errors take a compilation each: the others are in the deep tier.
@@ -58,6 +59,16 @@ def test_every_architecture_has_two_cases():
     counts["Gemma3ForConditionalGeneration"] += 1  # the same decoder as Gemma3ForCausalLM
     del counts["LlamaForCausalLM"]  # test_logits.py
     assert min(counts.values()) >= 2, counts
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_config_that_transformers_has_rewritten_is_read_alike(name, tmp_path):
+    """Transformers 5 writes `rope_parameters`, `layer_types` and the defaults."""
+    read = []
+    for hf in (CASES[name], CONFIGS[name]):
+        (tmp_path / "config.json").write_text(json.dumps(hf))
+        read.append(registry.read_config(tmp_path))
+    assert read[0] == read[1]
 
 
 def test_logits_and_greedy_tokens_equal_transformers(case):

@@ -1,4 +1,5 @@
-"""Writes tests/fixtures/architectures.npz: logits and greedy tokens of transformers in float32, for every architecture.
+"""Writes tests/fixtures/architectures.npz, logits and greedy tokens of transformers in float32 for every architecture,
+and architectures.json, the config.json of each as transformers 5 writes it.
 
 Transformers reads the same checkpoints as jpaged: config.json and safetensors by their names on the hub. Needs torch:
 
@@ -15,6 +16,7 @@ import numpy as np
 
 ROOT = Path(__file__).parents[1]
 FIXTURE = ROOT / "fixtures" / "architectures.npz"
+CONFIGS = FIXTURE.with_suffix(".json")
 MIN_MARGIN = 5e-4  # between the best two tokens: greedy tokens then do not depend on rounding
 
 
@@ -56,6 +58,16 @@ def run(config: dict, tensor, prompt: list[int], new_tokens: int, rows: list[int
     return {"logits": logits[rows], "tokens": np.asarray(tokens, np.int32)}
 
 
+def rewritten(config: dict) -> dict:
+    """The content of config.json after transformers has read and written it."""
+    from transformers import AutoConfig
+
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        AutoConfig.from_pretrained(folder).save_pretrained(folder)
+        return json.loads((Path(folder) / "config.json").read_text())
+
+
 def main() -> None:
     sys.path.insert(0, str(ROOT))
     from architectures import CASES, NEW_TOKENS, ROWS, prompt, tensor
@@ -67,6 +79,8 @@ def main() -> None:
         distinct = len(set(result["tokens"][-NEW_TOKENS:].tolist()))
         print(name, "std", result["logits"].std().round(3), "distinct tokens", distinct, flush=True)
     np.savez_compressed(FIXTURE, **arrays)
+    configs = {name: rewritten(config) for name, config in CASES.items()}
+    CONFIGS.write_text(json.dumps(configs, indent=1, sort_keys=True) + "\n")
     print(FIXTURE.stat().st_size, "bytes")
 
 

@@ -1,8 +1,10 @@
 """Quantized checkpoints of the hub against numbers that were packed one by one, and the refusal of others."""
 
 import json
+from pathlib import Path
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
@@ -12,7 +14,7 @@ from jpaged.config import EngineConfig
 from jpaged.convert import convert
 from jpaged.engine.build import prepare
 from jpaged.models.checkpoint import load_safetensors
-from jpaged.models.quantized_checkpoint import read_scheme
+from jpaged.models.quantized_checkpoint import Float8, Lazy, Scheme, dequantized, read_scheme
 from jpaged.models.registry import read_config
 from jpaged.runtime.parameters import by_name
 from jpaged.runtime.placement import Placement
@@ -20,6 +22,7 @@ from tests import checkpoints
 from tests import quantized_checkpoints as quantized
 from tests.test_quantization import exact, rounded
 
+FIXTURES = np.load(Path(__file__).parents[1] / "fixtures" / "quantized.npz")
 NAMES = {"awq": "awq", "gptq": "gptq", "fp8": "fp8-tensor", "compressed-tensors": "packed-4"}
 
 
@@ -50,6 +53,32 @@ def test_weights_are_those_that_the_stored_numbers_stand_for(case):
         is_quantized = "_proj" in name and kept is not None
         assert leaves[leaf].dtype == (kept if is_quantized else np.float32), name
         assert (leaf + "_scale" in leaves) == is_quantized
+
+
+class Stored(Lazy):
+    """Array with the interface of a slice of safetensors."""
+
+    def get_dtype(self):
+        return {"int8": "I8", "int32": "I32", "int64": "I64", "float32": "F32"}[str(self[()].dtype)]
+
+
+@pytest.mark.parametrize("name", sorted({name.partition("/")[0] for name in FIXTURES}))
+def test_weights_are_those_that_other_libraries_read(name):
+    """compressed-tensors and transformers; `tests/oracle/make_quantized_fixtures.py` writes the fixtures."""
+    arrays = {key.partition("/")[2]: FIXTURES[key] for key in FIXTURES if key.startswith(f"{name}/")}
+    expected = arrays.pop("expected")
+    tensors = {
+        "layer." + key: Float8(array.view(ml_dtypes.float8_e4m3fn))
+        if array.dtype == np.uint8
+        else Stored(array.shape, array.__getitem__)
+        for key, array in arrays.items()
+    }
+    is_block = name == "fp8-block"
+    scheme = Scheme("fp8" if is_block else "compressed-tensors", block=(16, 32) if is_block else None)
+    weight = dequantized(tensors, scheme, ())["layer.weight"]
+    assert weight.get_shape() == [48, 64]
+    np.testing.assert_allclose(weight[slice(0, 48), slice(0, 64)], expected, rtol=1e-6)
+    np.testing.assert_allclose(weight[slice(5, 23), slice(17, 50)], expected[5:23, 17:50], rtol=1e-6)
 
 
 def test_each_device_gets_its_part(case):

@@ -20,7 +20,7 @@ STEEP, LONG_S = 1.5, 0.02
 # A step with a prompt's chunk may cost as much as so many decode steps, both on empty contexts. With contexts, which
 # chunks attend to many times, inter-token latencies stay within three times their median.
 STALL = 2.5
-CPU_STALL = 3.5  # a chunk takes longer there in relation to a decode step, but attention to contexts does not
+CPU_STALL = 3.5  # decode steps are short there in relation to chunks, and first tokens would wait
 
 
 def further_shapes(costs: StepCosts) -> StepCosts:

@@ -404,7 +404,8 @@ class ModelConfig:
             raise ValueError(f"partial_rotary_factor: only 1.0 is supported by {cls.architecture}")
         heads = hf["num_attention_heads"]
         dtype = hf.get("dtype") or hf.get("torch_dtype") or "float32"
-        eos = generation.get("eos_token_id", hf.get("eos_token_id"))
+        eos = generation.get("eos_token_id")
+        eos = hf.get("eos_token_id") if eos is None else eos
         return dict(
             **{name: hf[name] for name in required},
             num_key_value_heads=hf.get("num_key_value_heads") or heads,

@@ -1,16 +1,24 @@
 """Settings that the model and the device decide."""
 
 import dataclasses
+import types
 
 import pytest
 
 from jpaged.config import EngineConfig, Limits, ModelConfig
-from jpaged.engine.build import limits_of
+from jpaged.engine.build import _eos_token_ids, limits_of
 
 MODEL = ModelConfig(
     vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4,
     num_key_value_heads=2, head_dim=16, max_position_embeddings=4096,
 )  # fmt: skip
+
+
+@pytest.mark.parametrize("own, expected", [(None, (2, 3)), (3, (2, 3)), (5, (2, 3, 5)), (128, (2, 3))])
+def test_texts_end_with_the_tokenizers_own_token_too(own, expected):
+    model = dataclasses.replace(MODEL, eos_token_ids=(2, 3))
+    assert _eos_token_ids(model, types.SimpleNamespace(eos_token_id=own)) == expected
+    assert _eos_token_ids(model, None) == (2, 3)
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,14 @@ import json
 import shutil
 
 import pytest
+import sentencepiece as spm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 
 from jpaged.demo import DIRECTORY
-from jpaged.tokenizer import Detokenizer, backend, encode, load_tokenizer, render_chat
-from tests.models import EOS, byte_tokenizer
+from jpaged.tokenizer import Detokenizer, backend, chat_text, encode, load_tokenizer, render_chat
+from tests.models import EOS, byte_tokenizer, write_tokenizer
 
 TOKENIZER = byte_tokenizer()
 
@@ -89,6 +90,41 @@ def test_chat_templates(tiny):
     assert backend(tokenizer).decode(other) == "Hi!"
     with pytest.raises(ValueError, match="the chat template refuses"):
         render_chat(tokenizer, [], "{{ raise_exception('no messages') }}")
+
+
+def test_a_chat_template_in_a_file_of_its_own_is_used(tmp_path):
+    write_tokenizer(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    template = config.pop("chat_template")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    messages = [{"role": "user", "content": "Hi"}]
+    with pytest.raises(ValueError, match=r"^the model has no chat template; pass one with --chat-template$"):
+        chat_text(load_tokenizer(tmp_path), messages)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    assert chat_text(load_tokenizer(tmp_path), messages) == "<|user|>Hi<|end|><|assistant|>"
+
+
+def test_a_sentencepiece_model_encodes_as_sentencepiece_does(tmp_path):
+    texts = [
+        "Once upon a time there was a little fox.",
+        "Who are you? said the bear.",
+        "I am a fox, and you are a bear.",
+    ]
+    spm.SentencePieceTrainer.train(
+        sentence_iterator=iter(4 * texts), model_prefix=str(tmp_path / "tokenizer"), vocab_size=300, model_type="bpe",
+        byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False, minloglevel=2,
+        hard_vocab_limit=False,
+    )  # fmt: skip
+    config = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "bos_token": "<s>", "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    tokenizer = load_tokenizer(tmp_path)
+    processor = spm.SentencePieceProcessor(model_file=f"{tmp_path}/tokenizer.model")
+    for text in [*texts, "a new héllo 🙂", "two  spaces"]:
+        bos, *tokens = encode(tokenizer, text)
+        assert bos == 1 and tokens == processor.encode(text)
+        detokenizer = Detokenizer(backend(tokenizer), [bos])
+        assert "".join(detokenizer.step(token).text for token in tokens).strip() == text
 
 
 def test_a_missing_tokenizer_is_named(tmp_path):

@@ -291,7 +291,7 @@ def load_engine(
         BlockPool(runner.blocks.num_blocks, limits.block_size, enable_prefix_caching=config.enable_prefix_caching),
         limits,
         vocab_size=model.config.vocab_size,
-        eos_token_ids=model.config.eos_token_ids,
+        eos_token_ids=_eos_token_ids(model.config, tokenizer),
         host_pool=host_pool,
         policy=config.scheduling_policy,
         preemption=config.preemption_mode,
@@ -302,6 +302,17 @@ def load_engine(
     max_in_flight = 2 if config.async_scheduling else 1
     engine = Engine(scheduler, lead(runner) if lead else runner, inner, seed=config.seed, max_in_flight=max_in_flight)
     return Loaded(engine, tokenizer, defaults)
+
+
+def _eos_token_ids(model: ModelConfig, tokenizer: Any) -> tuple[int, ...]:
+    """Return the tokens that end a text: those of the model's files, and the tokenizer's own.
+
+    Fine-tuned models often end their answers with a token that only their tokenizer names.
+    """
+    own = getattr(tokenizer, "eos_token_id", None)
+    if not isinstance(own, int) or not 0 <= own < model.vocab_size:
+        return model.eos_token_ids
+    return tuple(dict.fromkeys((*model.eos_token_ids, own)))
 
 
 def load_follower(config: EngineConfig, prepared: Prepared, *, progress: bool = True) -> ModelRunner:

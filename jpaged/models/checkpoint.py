@@ -337,12 +337,23 @@ def safetensors_files(directory: Path) -> list[Path]:
     else:
         files = sorted(directory.glob("*.safetensors"))
     if not files:
-        raise ValueError(
-            f"model: {directory} has no safetensors file; where torch is installed, PyTorch's files (.bin) are "
-            "converted by python -c 'from transformers import AutoModelForCausalLM as M; "
-            f'M.from_pretrained("{directory}").save_pretrained("NEW_DIRECTORY")\''
-        )
+        raise ValueError(f"model: {directory} has no safetensors file; {_conversion(directory)}")
     return files
+
+
+def _conversion(directory: Path) -> str:
+    """Return the command that converts parameters in PyTorch's format, which can run code when they are read."""
+    # The hub's cache keeps a model in models--org--name/snapshots/COMMIT.
+    cached = next((each.name for each in directory.parents if each.name.startswith("models--")), None)
+    source = "/".join(cached.split("--")[1:]) if cached else str(directory)
+    target = (cached.split("--")[-1] if cached else source) + "-safetensors"
+    load = f"from_pretrained({source!r}"
+    save = f"save_pretrained({target!r})"
+    program = f"M.{load}, dtype='auto').{save}; T.{load}).{save}"
+    return (
+        "parameters in PyTorch's format (*.bin, *.pth) are not read; convert them where torch and transformers are "
+        f'installed: python -c "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; {program}"'
+    )
 
 
 def _check_exact(model: Model) -> None:

@@ -20,6 +20,7 @@ METHODS = ("awq", "gptq", "fp8", "compressed-tensors")
 PACKED_FORMAT = "pack-quantized"
 COMPRESSED_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", PACKED_FORMAT)
 FLOAT8 = "F8_E4M3"  # safetensors' name
+WORDS, INTEGERS, FLOATS = ("I32",), ("I32", "I64"), ("F32", "F16", "BF16")
 AWQ_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)  # bits below each of the 8 numbers of a word
 CHUNK_ROWS = 1024  # rows that are dequantized at a time
 # Tensors about activations and the KV cache, which are not quantized as a checkpoint describes.
@@ -91,7 +92,7 @@ def _compressed(described: Mapping[str, Any]) -> Scheme:
     groups = described.get("config_groups") or {}
     if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
         raise ValueError(f"config_groups must be JSON objects, not {groups!r:.100}")
-    formats = {group.get("format") or described.get("format") for group in groups.values()}
+    formats = [group.get("format") or described.get("format") for group in groups.values()]
     if unknown := [name for name in formats if name not in COMPRESSED_FORMATS]:
         raise ValueError(f"format {unknown[0]!r:.100} is not supported; supported: {', '.join(COMPRESSED_FORMATS)}")
     for name in ("sparsity_config", "transform_config"):
@@ -120,7 +121,7 @@ def _block_of(name: str, value: Any) -> tuple[int, int] | None:
     sizes = value.split("x") if isinstance(value, str) else value
     try:
         rows, columns = map(int, sizes)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{name} must be two numbers, not {value!r:.100}") from error
     if min(rows, columns) < 1:
         raise ValueError(f"{name} must be at least 1, not {value!r:.100}")
@@ -254,7 +255,8 @@ class _Layers:
 
     def _awq(self, prefix: str) -> QuantizedWeight:
         """Words along the outputs: qweight [in, out / 8], qzeros [in / g, out / 8]; scales [in / g, out]."""
-        qweight, qzeros, scales = (self._matrix(prefix + name) for name in ("qweight", "qzeros", "scales"))
+        qweight, qzeros = (self._matrix(prefix + name, WORDS) for name in ("qweight", "qzeros"))
+        scales = self._matrix(prefix + "scales", FLOATS)
         (rows, words), (groups, _) = qweight.get_shape(), scales.get_shape()
         shape = (8 * words, rows)
         self._expect(prefix + "scales", [groups, shape[0]])
@@ -273,7 +275,8 @@ class _Layers:
     def _gptq(self, prefix: str) -> QuantizedWeight:
         """Words along the inputs: qweight [in * b / 32, out]; and along the outputs: qzeros [in / g, out * b / 32]."""
         bits, per_word = self._scheme.bits, 32 // self._scheme.bits
-        qweight, qzeros, scales = (self._matrix(prefix + name) for name in ("qweight", "qzeros", "scales"))
+        qweight, qzeros = (self._matrix(prefix + name, WORDS) for name in ("qweight", "qzeros"))
+        scales = self._matrix(prefix + "scales", FLOATS)
         (words, out), (groups, _) = qweight.get_shape(), scales.get_shape()
         size = words * per_word
         self._expect(prefix + "scales", [groups, out])
@@ -295,12 +298,10 @@ class _Layers:
 
     def _scaled(self, prefix: str) -> QuantizedWeight:
         """Numbers of 8 bits: weight [out, in], with scales of the tensor, of rows, of groups or of blocks."""
-        weight = self._matrix(prefix + "weight")
-        if weight.get_dtype() not in (FLOAT8, "I8"):
-            raise ValueError(f"model: {prefix}weight with scales must be {FLOAT8} or I8, not {weight.get_dtype()}")
+        weight = self._matrix(prefix + "weight", (FLOAT8, "I8"))
         shape = tuple(weight.get_shape())
         name = next(n for n in ("weight_scale", "weight_scale_inv") if prefix + n in self._tensors)
-        zeros = self._optional(prefix + "weight_zero_point")
+        zeros = self._optional(prefix + "weight_zero_point", (FLOAT8, "I8", *FLOATS))
 
         def numbers(rows: Bounds, columns: Bounds) -> np.ndarray:
             part: np.ndarray = weight[slice(*rows), slice(*columns)]
@@ -311,7 +312,7 @@ class _Layers:
 
     def _packed(self, prefix: str) -> QuantizedWeight:
         """Words of integers of 4 or 8 bits along the inputs; zero points are packed along the outputs."""
-        packed, sizes = self._matrix(prefix + "weight_packed"), self._tensor(prefix + "weight_shape")
+        packed, sizes = self._matrix(prefix + "weight_packed", WORDS), self._tensor(prefix + "weight_shape", INTEGERS)
         found = sizes[()].tolist() if sizes.get_shape() == [2] else []
         rows, words = packed.get_shape()
         bits = next((b for b in (4, 8) if len(found) == 2 and found[0] == rows and -(-found[1] * b // 32) == words), 0)
@@ -320,7 +321,7 @@ class _Layers:
                 f"model: {prefix}weight_packed has shape {[rows, words]}, and {prefix}weight_shape {found}"
             )
         shape, middle = (rows, found[1]), 1 << (bits - 1)
-        zeros = self._optional(prefix + "weight_zero_point")
+        zeros = self._optional(prefix + "weight_zero_point", WORDS)
 
         def numbers(rows: Bounds, columns: Bounds) -> np.ndarray:
             return (unpacked(packed, bits, 1, (rows, columns)).astype(np.int16) - middle).astype(np.int8)
@@ -338,7 +339,7 @@ class _Layers:
         zeros: Callable[[], np.ndarray] | None, g_idx: str, kept: str | None,
     ) -> QuantizedWeight:  # fmt: skip
         """Return a weight whose scales have one of the shapes of compressed-tensors."""
-        scales, (out, size) = self._tensor(name), shape
+        scales, (out, size) = self._tensor(name, FLOATS), shape
         given, block = scales.get_shape(), self._scheme.block
         if math.prod(given) == 1:
             rows, columns, grid_shape = out, size, (1, 1)
@@ -363,7 +364,7 @@ class _Layers:
 
     def _groups(self, name: str, size: int, groups: int) -> Callable[[], np.ndarray]:
         """Return a reader of the groups of the inputs."""
-        tensor = self._tensor(name)
+        tensor = self._tensor(name, INTEGERS)
         self._expect(name, [size])
 
         def read() -> np.ndarray:
@@ -379,17 +380,20 @@ class _Layers:
             raise ValueError(f"model: {name} has {groups} groups, which do not divide the weight's {size} inputs")
         return size // groups
 
-    def _tensor(self, name: str) -> Any:
+    def _tensor(self, name: str, dtypes: Collection[str] = ()) -> Any:
         if name not in self._tensors:
             raise ValueError(f"model: the quantized checkpoint lacks {name}")
         self._used.add(name)
-        return self._tensors[name]
+        tensor = self._tensors[name]
+        if dtypes and (found := tensor.get_dtype()) not in dtypes:
+            raise ValueError(f"model: {name} is {found}, and must be {' or '.join(dtypes)}")
+        return tensor
 
-    def _optional(self, name: str) -> Any:
-        return self._tensor(name) if name in self._tensors else None
+    def _optional(self, name: str, dtypes: Collection[str]) -> Any:
+        return self._tensor(name, dtypes) if name in self._tensors else None
 
-    def _matrix(self, name: str) -> Any:
-        tensor = self._tensor(name)
+    def _matrix(self, name: str, dtypes: Collection[str]) -> Any:
+        tensor = self._tensor(name, dtypes)
         if len(tensor.get_shape()) != 2:
             raise ValueError(f"model: {name} has shape {tensor.get_shape()}, and must be a matrix")
         return tensor

@@ -179,6 +179,22 @@ def test_a_missing_orbax_checkpoint(directory):
         load_model(directory, CONFIG, dtype="float32", load_format="orbax", seed=0, progress=False)
 
 
+def test_parameters_in_pytorchs_format_are_refused_with_the_command_that_converts_them(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(b"PK")
+    told = (
+        f"M.from_pretrained('{tmp_path}', dtype='auto').save_pretrained('{tmp_path}-safetensors'); "
+        f"T.from_pretrained('{tmp_path}').save_pretrained('{tmp_path}-safetensors')\""
+    )
+    with pytest.raises(ValueError, match=rf"has no safetensors file; .*{re.escape(told)}$"):
+        load_safetensors(tmp_path, CONFIG, "float32", progress=False)
+    cached = tmp_path / "models--someone--tiny" / "snapshots" / "0123"
+    cached.mkdir(parents=True)
+    with pytest.raises(
+        ValueError, match=r"M\.from_pretrained\('someone/tiny', .*save_pretrained\('tiny-safetensors'\)"
+    ):
+        load_safetensors(cached, CONFIG, "float32", progress=False)
+
+
 class Watched(np.ndarray):
     """A part of a tensor on the host."""
 

@@ -25,6 +25,7 @@ def test_defaults_of_old_configs():
 def test_eos_ids_of_the_generation_config_win():
     assert ModelConfig.from_hf(BASE | {"eos_token_id": 2}).eos_token_ids == (2,)
     assert ModelConfig.from_hf(BASE | {"eos_token_id": 2}, {"eos_token_id": [3, 4]}).eos_token_ids == (3, 4)
+    assert ModelConfig.from_hf(BASE | {"eos_token_id": 2}, {"eos_token_id": None}).eos_token_ids == (2,)
 
 
 def test_the_original_context_is_the_models_if_rope_scaling_names_none():

@@ -118,6 +118,8 @@ def change(directory, method, edit):
         ("awq", "qzeros", None, "lacks model.layers.1.mlp.up_proj.qzeros"),
         ("awq", "scales", lambda x: x[:1], r"qzeros has shape \[2, 12\], expected \[1, 12\]"),
         ("awq", "qweight", lambda x: x[:-1], r"scales has 2 groups, which do not divide the weight's 63 inputs"),
+        ("awq", "qzeros", lambda x: x.astype(np.int8), "qzeros is I8, and must be I32"),
+        ("gptq", "scales", lambda x: x.astype(np.int32), "scales is I32, and must be F32 or F16 or BF16"),
         ("gptq", "g_idx", lambda x: x + 1, "g_idx must be between 0 and 1"),
         ("gptq", "g_idx", lambda x: x[1:], r"g_idx has shape \[63\], expected \[64\]"),
         ("gptq", "bias", lambda x: x + 1, r"unexpected model.layers.1.mlp.up_proj.bias \[96\]"),

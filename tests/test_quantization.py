@@ -10,12 +10,14 @@ from flax import nnx
 from jpaged import LLM, Llama, SamplingParams, quantize
 from jpaged.config import EngineConfig, ModelConfig
 from jpaged.engine.build import load_model
+from jpaged.models import registry
 from jpaged.models.checkpoint import abstract_model, dummy_model, load_safetensors, save_orbax, save_safetensors
 from jpaged.models.layers import MANY_ROWS, product
 from jpaged.models.quantized import round_weight
+from jpaged.rl.causal import logits
 from jpaged.runtime.parameters import by_name
 from jpaged.runtime.placement import Placement, shard
-from tests import checkpoints
+from tests import architectures, checkpoints
 from tests.few_shapes import few_shapes
 
 HF = checkpoints.CASES["biases"] | {"vocab_size": 256}
@@ -201,3 +203,19 @@ def test_refusals(directory, tmp_path):
             save(quantized, tmp_path)
     with pytest.raises(ValueError, match=r"^dtype: must be that of the module's parameters"):
         LLM(quantized, dtype="bfloat16", **ENGINE)
+
+
+@pytest.mark.parametrize("case", ["mixtral", "opt"])
+def test_models_of_other_modules_compute_with_the_rounded_weights(case):
+    """A product that ignored the scale of a weight would change every logit."""
+    hf = architectures.CASES[case]
+    config = next(one.config for one in registry.architectures() if one.config.describes(hf)).from_hf(hf)
+    model = dummy_model(config, "float32", 0)
+    rounded_model = quantize(model, "int8")
+    graphdef, state = nnx.split(model)
+    for path, leaf in nnx.to_flat_state(state):
+        leaf.set_value(jnp.asarray(exact(rounded_model)[".".join(map(str, path))]))
+    tokens, mask = jnp.arange(8)[None], jnp.tril(jnp.ones((1, 8, 8), bool))
+    compute = nnx.jit(lambda model: logits(model, tokens, tokens, mask))
+    found, expected = compute(rounded_model), compute(nnx.merge(graphdef, state))
+    assert jnp.abs(found - expected).max() < 1e-4 * jnp.abs(expected).max()

@@ -9,8 +9,8 @@ PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 HEAD = """# Models
 
 `jpaged serve MODEL` takes a directory or a Hugging Face hub id whose `config.json` names one of these architectures,
-with parameters in safetensors of float32, bfloat16 or float16, or in Orbax (`jpaged convert`). This page is generated
-from the registry (`python -m tools.models_page`).
+with parameters in safetensors of float32, bfloat16 or float16, in Orbax (`jpaged convert`), or quantized
+([quantization.md](quantization.md)). This page is generated from the registry (`python -m tools.models_page`).
 
 | architecture | checkpoints, for example | supported in addition to a Llama's features |
 |---|---|---|

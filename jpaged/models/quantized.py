@@ -21,7 +21,7 @@ from jpaged.models.layers import Linear, axes
 WEIGHT, SCALE = "weight", "weight_scale"  # leaves of a quantized layer
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}  # number of a dtype that the largest of a row is mapped to
 SMALLEST = 1e-30  # rows with smaller numbers become zeros; the reciprocals of their scales would overflow
-UNQUANTIZED = ("lm_head",)  # names of linear layers that `quantization` leaves as they are
+UNQUANTIZED = ("lm_head", "gate")  # the head and the routers of experts: layers that `quantization` leaves as they are
 
 
 def round_weight(weight_oi: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:

@@ -43,7 +43,7 @@ def test_nnx_module(capsys, monkeypatch):
 
 def test_kernels_alone(capsys):
     kernels, result = lines_of("kernels_alone.py", capsys)
-    assert kernels.startswith("reference: ") and result.startswith("o (1, 8, 64) bfloat16")
+    assert kernels.startswith("cpu: ") and result.startswith("o (1, 8, 64) bfloat16")
 
 
 def test_client(capsys):

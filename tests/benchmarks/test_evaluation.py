@@ -29,6 +29,7 @@ def latency(policy: str, rate: float) -> dict:
     return simulated.run(Case("opt-13b", "sharegpt", policy), rate, 700)
 
 
+@pytest.mark.deep
 def test_pages_sustain_the_papers_multiples_of_orcas_request_rates():
     """At equal normalised latency or less; the paper's ranges begin at 1.7 and 2.7."""
     oracle, largest = latency("orca-oracle", 1.6), latency("orca-max", 0.95)

@@ -32,6 +32,7 @@ from pallas_kernels import Kernels
 logger = logging.getLogger(__name__)
 
 WEIGHTS = ["*.safetensors"]
+SECOND_COPIES = ["consolidated*"]  # the same weights under Mistral's own names
 SMALL_FILES = ["*.json", "*.model", "*.jinja"]  # config and tokenizer
 
 
@@ -61,7 +62,8 @@ def find_model(name: str, *, revision: str | None = None, weights: bool = True) 
 
     try:
         patterns = [*SMALL_FILES, *(WEIGHTS if weights else ())]
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+        found = snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=SECOND_COPIES)
+        return Path(found)
     except Exception as error:  # the hub's library has a dozen ways to say no
         raise ValueError(f"model: {name} is neither a directory nor a model on the hub: {error}") from error
 

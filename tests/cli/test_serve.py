@@ -254,7 +254,8 @@ def test_a_tokenizer_that_needs_packages_names_them(head, packages, tmp_path, ti
 def test_a_hub_id_is_checked_before_its_weights_are_downloaded(tiny, monkeypatch):
     asked = []
 
-    def snapshot_download(name, *, revision, allow_patterns):
+    def snapshot_download(name, *, revision, allow_patterns, ignore_patterns):
+        assert ignore_patterns == ["consolidated*"]
         asked.append((name, revision, "*.safetensors" in allow_patterns))
         return str(tiny)
 

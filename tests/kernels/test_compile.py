@@ -56,6 +56,32 @@ def test_kernels_with_every_option_fit():
     check(case, {name: seen for name, seen in kernels.items() if name != "ragged_paged"})
 
 
+# Head dims of the pool and query heads of a KV head of the checkpoints in docs/models.md, with their windows and caps.
+MODELS = {
+    "opt-125m": (64, 1, {}),
+    "granite-3.3-2b": (64, 4, {}),
+    "qwen2-0.5b": (64, 7, {}),
+    "olmo-2-7b, phi-3.5-mini": (128, 1, {}),
+    "gemma-2-27b": (128, 2, dict(soft_cap=50.0, window=4096)),
+    "gemma-3-27b": (128, 2, dict(window=1024)),
+    "phi-4-mini": (128, 3, {}),
+    "llama-3, mistral, mixtral, qwen3, smollm3": (128, 4, dict(window=4096)),
+    "qwen2.5-7b": (128, 7, {}),
+    "qwen3-30b-a3b": (128, 8, {}),
+    "gemma-2-9b": (256, 2, dict(soft_cap=50.0, window=4096)),
+    "gemma-3-1b": (256, 4, dict(window=512)),
+}
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("model", MODELS)
+def test_kernels_for_the_shapes_of_models_fit(model):
+    """Only with a soft cap at head dim 128, ragged keeps registers in memory, and none in its loops."""
+    head_dim, group, options = MODELS[model]
+    kernels = figures.compiled(figures.Case("mosaic", head_dim, "bfloat16", 16, group), **options)
+    check(figures.Case("mosaic", head_dim, "bfloat16", 16, group), kernels, spills=64 * (model == "gemma-2-27b"))
+
+
 def test_the_page_has_every_configuration():
     """Figures differ a little between compilers; which configurations they are of does not."""
     lines = [line for line in figures.PAGE.read_text().splitlines() if line.startswith(("| mosaic |", "| triton |"))]

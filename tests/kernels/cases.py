@@ -158,6 +158,7 @@ DECODE = {
         contexts=[0, 4, 530, 600], num_kv_heads=1, group=4, window=70, soft_cap=2.0, return_lse=True
     ),
     "head dim 80": dict(contexts=[3, 70], head_dim=80, pool_head_dim=128),
+    "head dim 256, window, capped": dict(contexts=[0, 3, 90], group=2, head_dim=256, window=40, soft_cap=2.0),
 }
 RAGGED = {
     "prompts, chunks and decodes": dict(
@@ -177,6 +178,9 @@ RAGGED = {
         return_lse=True,
     ),
     "head dim 80": dict(contexts=[70, 5], q_lens=[3, 5], head_dim=80, pool_head_dim=128),
+    "head dim 256, window, capped": dict(
+        contexts=[90, 5], q_lens=[30, 1], group=2, head_dim=256, window=40, soft_cap=2.0
+    ),
 }  # fmt: skip
 WRITE = {
     "block 16": dict(),

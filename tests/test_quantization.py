@@ -1,4 +1,4 @@
-"""Weights of 8 bits: rounding, products, loading from every format, devices, exchange, and what is refused."""
+"""Weights of 8 bits: rounding, products, loading from every format, devices, exchange, and refusals."""
 
 import jax
 import jax.numpy as jnp

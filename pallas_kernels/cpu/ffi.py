@@ -145,7 +145,7 @@ def _handler(module: ir.Module, take: Code, units: Callable[[Call], Value]) -> N
     with code.loop(0, helpers), code.when(_call_api(code, api, API_SCHEDULE, context, Value(code, take.function), job)):
         _add(code, job, USERS, -1)
     code.builder.call(take.function, [job.llvm])
-    # Other threads may be in their last units. Those that have not begun find none, and are not waited for.
+    # Other threads may be in their last units. Threads that have not begun find none, and the caller does not wait.
     done = code.at(job, DONE, I64).llvm
 
     def some_left() -> Value:

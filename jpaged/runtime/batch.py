@@ -20,6 +20,7 @@ class Batch(NamedTuple):
     token below 0 is the last sample of row `-1 - token`, which only the device knows.
     """
 
+    num_tokens: Array  # [] int32, tokens before the padding; T in a batch of padding only, whose cost is a full one's
     tokens: Array  # [T] int32
     positions: Array  # [T] int32
     slot_mapping: Array  # [T] int32, flat slots to write, -1 = none
@@ -82,7 +83,7 @@ class Layout:
     def __init__(self, bucket: Bucket, table_width: int):
         t, s = bucket.num_tokens, bucket.num_seqs
         self.shapes = Batch(
-            (t,), (t,), (t,), (t,), (s,), (s + 1,), (s,), (s,), (s,), (s,), (s, NUM_SCALARS), (s, table_width)
+            (), (t,), (t,), (t,), (t,), (s,), (s + 1,), (s,), (s,), (s,), (s,), (s, NUM_SCALARS), (s, table_width)
         )
         sizes = [int(np.prod(shape)) for shape in self.shapes]
         self._bounds = list(itertools.pairwise(itertools.accumulate(sizes, initial=0)))
@@ -91,6 +92,7 @@ class Layout:
         for array in (batch.slot_mapping, batch.targets, batch.sample_rows):
             array[:] = -1
         batch.scalars[:] = RowTable.empty_scalars()
+        batch.num_tokens[...] = t
 
     def unpack(self, buffer: Array) -> Batch:
         """Return the arrays in a buffer: views of a NumPy array, slices of a traced one."""
@@ -117,6 +119,7 @@ def make_batch(plan: StepPlan, rows: RowTable, buckets: Buckets, layouts: dict[B
     decode, num_tokens, num_samples = bool(decodes_n.all()), int(count_n.sum()), int(samples_n.sum())
     bucket = buckets.fit(num_tokens, max(n, num_samples), decode)
     buffer, batch = layouts[bucket].empty()
+    batch.num_tokens[...] = num_tokens
     t = slice(num_tokens)
     if decode:
         row_t, position_t = row_n, start_n

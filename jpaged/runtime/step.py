@@ -1,5 +1,6 @@
 """One step of the engine as functions of arrays: embed, attend over the pool, sample."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -55,7 +56,7 @@ class Step:
         layouts: layouts of the batches of each bucket.
         placement: the places of all arrays. Results other than the pool are whole on every device.
         processed_logprobs: whether the logprobs of samples are those after temperature, filters and the rest.
-        multiply: see `layers.multiplying`.
+        multiply: `Kernels.product`.
 
     Attributes:
         forward: (params, pool, last_tokens [R], buffer, bucket) -> (Computed, pool), the pool donated, the bucket
@@ -69,27 +70,30 @@ class Step:
     def __init__(
         self, graphdef: nnx.GraphDef[Any], treedef: jax.tree_util.PyTreeDef, cache: KVCache,
         layouts: dict[Bucket, Layout], placement: Placement, *, processed_logprobs: bool = False,
-        multiply: Product | None = None,
+        multiply: Callable[[jax.Array, jax.Array, jax.Array | None], jax.Array | None] | None = None,
     ):  # fmt: skip
         def merged(params: list[jax.Array]) -> Model:
             model: Model = nnx.merge(graphdef, jax.tree.unflatten(treedef, params))
             return model
 
-        @multiplying(multiply)
+        def products(num_rows: jax.Array | None = None) -> Product | None:
+            return multiply and (lambda x_ti, weight_oi: multiply(x_ti, weight_oi, num_rows))
+
         def run(
             params: list[jax.Array], pool: list[jax.Array], last_tokens_r: jax.Array, buffer: jax.Array, bucket: Bucket
         ) -> tuple[Computed, Pool]:
             batch = layouts[bucket].unpack(buffer)
             tokens = jnp.where(batch.tokens < 0, last_tokens_r[-1 - batch.tokens], batch.tokens)
             batch = batch._replace(tokens=tokens, decodes=batch.decodes != 0)
-            x_td, pool = forward(merged(params), cache, pool, batch, decode=bucket.decode)
+            with multiplying(products(batch.num_tokens)):
+                x_td, pool = forward(merged(params), cache, pool, batch, decode=bucket.decode)
             at_s = batch.sampled_from
             added = [batch.sample_rows, batch.masked, batch.positions[at_s] + 1, tokens[at_s]]
             rows_sf = jnp.concatenate([batch.scalars, jnp.stack(added, axis=1)], axis=1)
             scored = (None, None) if bucket.decode else (x_td, batch.targets)
             return Computed(x_td[at_s], rows_sf, *scored), pool
 
-        @multiplying(multiply)
+        @multiplying(products())
         def choose(
             params: list[jax.Array], state: SamplingState, last_tokens_r: jax.Array, x_sd: jax.Array,
             rows_sf: jax.Array, bits: jax.Array,
@@ -101,7 +105,7 @@ class Step:
             at_s = jnp.where(sampling.rows < 0, len(last_tokens_r), sampling.rows)  # past the end: dropped
             return *_packed(sampled), state, last_tokens_r.at[at_s].set(sampled.tokens, mode="drop")
 
-        @multiplying(multiply)
+        @multiplying(products())
         def score(params: list[jax.Array], x_td: jax.Array, targets_t: jax.Array) -> tuple[jax.Array, jax.Array]:
             model = merged(params)
             logits_of = lambda x_td: whole_logits(model.logits(x_td), placement)

@@ -1,6 +1,6 @@
 """Kernels for CPUs, which LLVM compiles on the machine where they run. They need llvmlite.
 
-They are attention over the blocks of the pool, and products of a few rows. XLA writes keys and values and copies blocks
+They are attention over the blocks of the pool, and products with weights. XLA writes keys and values and copies blocks
 as fast as memory allows.
 """
 

@@ -15,7 +15,7 @@ from flax import nnx
 from jpaged.models.layers import multiplying, product
 from pallas_kernels import cpu, select
 from pallas_kernels.cpu import attention, code, ffi
-from pallas_kernels.cpu.product import MAX_ROWS, SEGMENT, WHOLE
+from pallas_kernels.cpu.product import BLOCK, SEGMENT, UNIT_T, WHOLE
 from tests.kernels import cases
 from tests.kernels.implementations import CPU, ops_of
 
@@ -31,7 +31,7 @@ def arrays(rows: int, depth: int, outputs: int, dtype="float32"):
 class TestProduct:
     @pytest.mark.parametrize("dtype", cpu.DTYPES)
     @pytest.mark.parametrize("depth", DEPTHS)
-    @pytest.mark.parametrize("rows, outputs", [(1, 1), (3, 6), (4, 48), (15, 103), (MAX_ROWS, 97)])
+    @pytest.mark.parametrize("rows, outputs", [(1, 1), (3, 6), (4, 48), (15, 103), (UNIT_T + BLOCK + 5, 97)])
     def test_it_is_that_of_float64(self, rows, outputs, depth, dtype):
         x_ti, weight_oi = arrays(rows, depth, outputs, dtype)
         exact = np.asarray(x_ti, np.float64) @ np.asarray(weight_oi, np.float64).T
@@ -39,15 +39,22 @@ class TestProduct:
 
     @pytest.mark.parametrize("depth", DEPTHS)
     def test_a_row_has_the_same_bits_next_to_any_others(self, depth):
-        x_ti, weight_oi = arrays(MAX_ROWS, depth, 50)
+        x_ti, weight_oi = arrays(UNIT_T + 9, depth, 50)
         multiply = jax.jit(cpu.product)
         together = multiply(x_ti, weight_oi)
-        for first, stop in ((0, 1), (5, 8), (MAX_ROWS - 7, MAX_ROWS)):
+        for first, stop in ((0, 1), (5, 8), (BLOCK - 2, BLOCK + 2), (UNIT_T - 1, UNIT_T + 9)):
             np.testing.assert_array_equal(multiply(x_ti[first:stop], weight_oi), together[first:stop])
 
-    @pytest.mark.parametrize("rows, depth, dtype", [(MAX_ROWS + 1, 64, "float32"), (4, 20, "float32"), (4, 64, "int8")])
-    def test_other_arguments_are_left_to_xla(self, rows, depth, dtype):
-        assert cpu.product(*arrays(rows, depth, 8, dtype)) is None
+    @pytest.mark.parametrize("num_rows", [0, 1, 5, UNIT_T, UNIT_T + 3])
+    def test_rows_past_the_given_number_are_zero(self, num_rows):
+        x_ti, weight_oi = arrays(UNIT_T + 9, 64, 50)
+        whole = cpu.product(x_ti, weight_oi).at[num_rows:].set(0.0)
+        found = jax.jit(cpu.product)(x_ti.at[num_rows:].set(jnp.nan), weight_oi, jnp.int32(num_rows))
+        np.testing.assert_array_equal(found, whole)
+
+    @pytest.mark.parametrize("depth, dtype", [(20, "float32"), (64, "int8")])
+    def test_other_arguments_are_left_to_xla(self, depth, dtype):
+        assert cpu.product(*arrays(4, depth, 8, dtype)) is None
 
     @pytest.mark.parametrize("dtype", cpu.DTYPES)
     def test_layers_use_it_where_they_are_told_to(self, dtype):
@@ -101,7 +108,7 @@ def test_vectors_of_other_machines(lanes, registers, monkeypatch):
         batch = cases.make_batch([1, 70, 100], q_lens=q_lens, group=3, dtype=jnp.float32, soft_cap=1.0, window=50)
         ops = ops_of(cpu)
         batch.check(batch.run(ops.paged_decode_attention if q_lens is None else ops.ragged_paged_attention))
-    for rows in (1, 5, 16):
+    for rows in (1, 5, 70):
         x_ti, weight_oi = arrays(rows, 3 * SEGMENT, 50)
         exact = np.asarray(x_ti, np.float64) @ np.asarray(weight_oi, np.float64).T
         np.testing.assert_allclose(cpu.product(x_ti, weight_oi), exact, rtol=1e-4, atol=1e-4)

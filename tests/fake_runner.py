@@ -252,6 +252,9 @@ class Flying(NamedTuple):
     plan: StepPlan
     known: StepResult
 
+    def wait(self) -> None:
+        pass
+
     def result(self) -> StepResult:
         plan, _ = self.runner.in_flight.popleft()
         assert plan is self.plan, "results are taken in the order of their steps"

@@ -16,7 +16,7 @@ from jpaged.core.params import InvalidParameter, SamplingParams
 from jpaged.core.scheduler import Committed, Scheduler
 from jpaged.engine.async_engine import AsyncEngine, EngineDead, QueueFull
 from jpaged.engine.engine import Engine, StepOutput
-from tests.fake_runner import VOCAB, FakeRunner, generate
+from tests.fake_runner import VOCAB, FakeRunner, Flying, generate
 
 NOTHING = StepOutput(None, Committed(), [], [])
 
@@ -262,3 +262,24 @@ async def test_a_failure_tells_everybody(engine):
     results = await asyncio.gather(*(tokens(engine, str(i), [1], 9) for i in range(3)), return_exceptions=True)
     assert all(isinstance(error, EngineDead) and "no luck" in str(error) for error in results)
     assert not engine.alive
+
+
+async def test_a_request_that_comes_while_a_step_runs_is_in_the_next_step(monkeypatch):
+    """The second of two steps in flight is dispatched only when the first one's `wait` returns."""
+    runs, ends, plans = threading.Event(), threading.Event(), []
+    monkeypatch.setattr(Flying, "wait", lambda _: (runs.set(), ends.wait(30)))
+    scheduler = Scheduler(BlockPool(64, 4), Limits(100, 4, 16), vocab_size=VOCAB)
+    runner = FakeRunner(64, 4, scheduler=scheduler)
+    monkeypatch.setattr(runner, "dispatch", lambda *args: plans.append(args[0]) or FakeRunner.dispatch(runner, *args))
+    engine = AsyncEngine(Engine(scheduler, runner, max_in_flight=2))
+    engine.start()
+    first = asyncio.create_task(tokens(engine, "a", [1], 9))
+    await asyncio.to_thread(runs.wait, 30)
+    second = asyncio.create_task(tokens(engine, "b", [2], 9))
+    while engine._calls.empty():
+        await asyncio.sleep(0.001)
+    assert len(plans) == 2
+    ends.set()
+    assert len(await first) == len(await second) == 9
+    assert [len(plan.admitted) for plan in plans[:3]] == [1, 0, 1]
+    await engine.stop()

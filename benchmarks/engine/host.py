@@ -93,6 +93,9 @@ class Step:
     def __init__(self, plan: StepPlan, end: float):
         self.plan, self.end = plan, end
 
+    def wait(self) -> None:
+        """Do nothing: the next step is dispatched at once."""
+
     def result(self) -> StepResult:
         while (left := self.end - time.perf_counter()) > 0:
             threading.Event().wait(left) if left > 0.001 else None

@@ -145,6 +145,9 @@ class Done(NamedTuple):
 
     known: StepResult
 
+    def wait(self) -> None:
+        """Do nothing."""
+
     def result(self) -> StepResult:
         """Return the result."""
         return self.known

@@ -281,6 +281,7 @@ class AsyncEngine:
     def _run(self) -> None:
         try:
             while not self._stopping:
+                self._engine.wait()
                 self._handle_calls()
                 if self._engine.has_work and not self._stopping:
                     self._step()

@@ -128,8 +128,8 @@ def limits_of(config: EngineConfig, model: ModelConfig, platform: str) -> Limits
             f"max_model_len: {max_model_len} exceeds the model's max_position_embeddings "
             f"({model.max_position_embeddings})"
         )
-    # A CPU computes 128 tokens about as efficiently as more, and decodes wait for a step with a prompt in it.
-    seqs, tokens = (64, 128) if platform == "cpu" else (256, 2048)
+    # A CPU computes 192 tokens about as efficiently as more, and decodes wait for a step with a prompt in it.
+    seqs, tokens = (64, 192) if platform == "cpu" else (256, 2048)
     max_num_seqs = config.max_num_seqs or min(seqs, config.max_num_batched_tokens or seqs)
     # A CPU gathers long contexts faster in large blocks (0.7 of the time of attention over 512 tokens).
     block_size = config.block_size or (64 if platform == "cpu" and max_model_len >= 2048 else 16)
@@ -288,7 +288,8 @@ def load_engine(
         host_pool = BlockPool(runner.blocks.num_host_blocks, limits.block_size, enable_prefix_caching=False)
     chunk = None
     if not config.max_num_batched_tokens:
-        chunk = tokens_beside_decodes(runner.costs, runner.placement.device.platform)
+        platform = runner.placement.device.platform
+        chunk = tokens_beside_decodes(runner.costs, platform, padded=runner.pads)
     scheduler = Scheduler(
         BlockPool(runner.blocks.num_blocks, limits.block_size, enable_prefix_caching=config.enable_prefix_caching),
         limits,

@@ -30,6 +30,9 @@ logger = logging.getLogger(__name__)
 class Pending(Protocol):
     """Dispatched step."""
 
+    def wait(self) -> None:
+        """Wait until the next step should be dispatched, so that the device goes on without a break."""
+
     def result(self) -> StepResult:
         """Wait for the step's tokens and return its result."""
 
@@ -349,6 +352,11 @@ class Engine:
             raise ValueError(f"tags: must be of {sorted(TAGS)}, not {sorted(unknown)}")
         self.runner.wake_up(wanted & self._asleep)
         self._asleep -= wanted
+
+    def wait(self) -> None:
+        """Wait until the next step should begin, which then has the newest requests. It may also begin earlier."""
+        if len(self._in_flight) == 1 and self._has_room:
+            self._in_flight[0][2].wait()
 
     def step(self) -> StepOutput:
         """Dispatch steps as far as they may overlap, and commit the oldest; without work, do nothing.

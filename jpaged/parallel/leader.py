@@ -186,6 +186,10 @@ class LeaderStep:
     def __init__(self, inner: PendingStep | Done):
         self._inner = inner
 
+    def wait(self) -> None:
+        """Wait until the next step should be dispatched."""
+        self._inner.wait()
+
     def result(self) -> StepResult:
         """Wait for the step's tokens and return its result."""
         try:

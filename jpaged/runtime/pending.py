@@ -20,20 +20,26 @@ class PendingStep:
         targets: [T], the tokens of the prompt that have a logprob, -1 for none.
         prompt_top: for each of the plan's rows, the length of the lists of its prompt's tokens.
         version: number of parameter updates before the step.
+        late: array that is computed shortly before the others; None: the next step should be dispatched at once.
     """
 
     def __init__(
         self, plan: StepPlan, chosen: jax.Array, listed: jax.Array, num_top: np.ndarray,
         prompt: tuple[jax.Array, jax.Array] | None, targets: np.ndarray, prompt_top: list[int],
-        version: int = 0,
+        version: int = 0, late: jax.Array | None = None,
     ):  # fmt: skip
         self._plan, self._num_top, self._targets, self._prompt_top = plan, num_top, targets, prompt_top
-        self._version = version
+        self._version, self._late = version, late
         self._most = int(num_top.max(initial=-1))
         self._arrays = [chosen, *([listed] if self._most >= 0 else []), *(prompt or ())]
         self._has_prompt = prompt is not None
         for array in self._arrays:
             array.copy_to_host_async()
+
+    def wait(self) -> None:
+        """Wait until the next step should be dispatched."""
+        if self._late is not None:
+            self._late.block_until_ready()
 
     def result(self) -> StepResult:
         """Wait for the step's tokens and return its result."""

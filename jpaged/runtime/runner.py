@@ -54,6 +54,7 @@ class ModelRunner:
         rows: the rows of running sequences.
         blocks: the KV pool, and its moves.
         costs: costs of steps of the shapes that doubling gives; set by `warm_up`.
+        pads: whether a step costs as much as its whole shape.
         params_version: number of parameter updates so far.
     """
 
@@ -83,10 +84,12 @@ class ModelRunner:
             check_override(config.num_gpu_blocks_override, block_bytes, available_memory(devices))
         table_width = -(-limits.max_model_len // limits.block_size)
         self.shapes = Shapes(Buckets(limits), table_width, llama.vocab_size, self.placement)
+        multiply = self.kernels.product if self.placement.size == 1 else None
+        self.pads = multiply is None
         self.step = Step(
             graphdef, treedef, cache, self.shapes.layouts, self.placement,
             processed_logprobs=config.logprobs_mode == "processed_logprobs",
-            multiply=self.kernels.product if self.placement.size == 1 else None,
+            multiply=multiply,
         )  # fmt: skip
         copy_sizes = ladder(8, max(8, limits.max_num_seqs), 4)
         table = RowTable(limits.max_num_seqs, table_width, limits.block_size)
@@ -142,7 +145,7 @@ class ModelRunner:
                 lambda bucket: _seconds(lambda: self._run_padding(bucket)),
                 lambda seconds: leaders_values(seconds, self.placement),
             )  # fmt: skip
-            if further := further_shapes(self.costs):
+            if self.pads and (further := further_shapes(self.costs)):
                 self.shapes.add(further)
                 self._compile(list(further), progress=progress)
         logger.info("compiled in %.1f seconds", time.monotonic() - start)
@@ -253,7 +256,10 @@ class ModelRunner:
         if computed.x_td is not None and (targets >= 0).any():
             prompt = self.step.score(self.params, computed.x_td, computed.targets_t)
         prompt_top = [table.prompt_top[row] for row, *_ in plan.rows] if prompt else []
-        return PendingStep(plan, chosen, listed, made.num_top, prompt, targets, prompt_top, version=self.params_version)
+        late = computed.x_sd if self.placement.device.platform == "cpu" else None
+        return PendingStep(
+            plan, chosen, listed, made.num_top, prompt, targets, prompt_top, version=self.params_version, late=late
+        )
 
     def _forward(self, buffer: jax.Array, bucket: Bucket) -> Computed:
         """Dispatch the model's part of a step."""

@@ -9,6 +9,8 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from jpaged.runtime.batch import Bucket
 
 logger = logging.getLogger(__name__)
@@ -20,7 +22,9 @@ STEEP, LONG_S = 1.5, 0.02
 # A step with a prompt's chunk may cost as much as so many decode steps, both on empty contexts. With contexts, which
 # chunks attend to many times, inter-token latencies stay within three times their median.
 STALL = 2.5
-CPU_STALL = 3.5  # decode steps are short there in relation to chunks, and first tokens would wait
+# A CPU computes a prompt's tokens at about the same rate in any step: chunks that keep that limit would delay first
+# tokens by half, as each step with a part of a prompt also decodes.
+CPU_STALL = 6
 
 
 def further_shapes(costs: StepCosts) -> StepCosts:
@@ -41,19 +45,25 @@ def further_shapes(costs: StepCosts) -> StepCosts:
     return found
 
 
-def tokens_beside_decodes(costs: StepCosts, platform: str) -> int:
-    """Return the maximum number of tokens, that of a shape, for steps in which sequences decode on a jax platform.
+def tokens_beside_decodes(costs: StepCosts, platform: str, *, padded: bool = True) -> int:
+    """Return the maximum number of tokens for steps in which sequences decode on a jax platform.
 
-    It is at least twice the number of sequences, so that their own tokens leave room for prompts, if there is such a
-    shape.
+    It is at least twice the number of sequences, so that their own tokens leave room for prompts, if a step has that
+    room.
+
+    Args:
+        padded: whether a step costs as much as its whole shape, so that the number is that of a shape. Otherwise costs
+            between two shapes are interpolated.
     """
     stall = CPU_STALL if platform == "cpu" else STALL
-    costs = {**costs, **further_shapes(costs)}
+    costs = {**costs, **further_shapes(costs)} if padded else costs
     decode = max(bucket for bucket in costs if bucket.decode)
     mixed = sorted(bucket for bucket in costs if not bucket.decode and bucket.num_seqs == decode.num_seqs)
-    roomy = [bucket for bucket in mixed if bucket.num_tokens >= 2 * decode.num_seqs] or mixed[-1:]
-    cheap = [bucket for bucket in roomy if costs[bucket] <= stall * costs[decode]]
-    return (cheap[-1] if cheap else roomy[0]).num_tokens
+    shapes, seconds = [bucket.num_tokens for bucket in mixed], [costs[bucket] for bucket in mixed]
+    sizes = shapes if padded else range(shapes[0], shapes[-1] + 1)
+    roomy = [size for size in sizes if size >= 2 * decode.num_seqs] or sizes[-1:]
+    cheap = [size for size in roomy if np.interp(size, shapes, seconds) <= stall * costs[decode]]
+    return cheap[-1] if cheap else roomy[0]
 
 
 def stored_costs(

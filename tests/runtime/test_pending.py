@@ -68,3 +68,16 @@ def test_tokens_of_prompts_are_given_by_row_of_the_plan(num_top):
     ).result()
     assert found.samples == [sample(token, top) for token, top in enumerate(num_top)]
     assert found.prompt == {0: [sample(20, 1), sample(22, 1)], 3: [sample(27, 0)]}
+
+
+def test_the_next_step_waits_for_the_late_array_only():
+    class Late:
+        waited = 0
+
+        def block_until_ready(self):
+            self.waited += 1
+
+    late = Late()
+    pending([-1]).wait()
+    pending([-1], late=late).wait()
+    assert late.waited == 1

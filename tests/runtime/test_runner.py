@@ -348,8 +348,9 @@ def test_steep_costs_add_shapes_and_shorten_chunks(model, llm, monkeypatch):
     settled = build.limits_of
     fewer_shapes = lambda *args: dataclasses.replace(settled(*args), max_num_batched_tokens=64)
     monkeypatch.setattr(build, "limits_of", fewer_shapes)
-    steep = LLM(model, max_num_seqs=4, block_size=8, num_gpu_blocks_override=20, swap_space=0, progress=False)
-    assert steep.engine.scheduler.tokens_beside_decodes == 32 < steep.engine.scheduler.limits.max_num_batched_tokens
+    options = dict(max_num_seqs=4, block_size=8, num_gpu_blocks_override=20, swap_space=0, progress=False)
+    steep = LLM(model, kernels="reference", **options)
+    assert steep.engine.scheduler.tokens_beside_decodes == 48 < steep.engine.scheduler.limits.max_num_batched_tokens
     assert llm.engine.scheduler.tokens_beside_decodes == LIMITS["max_num_batched_tokens"], "it was given"
     shapes = steep.engine.runner.shapes
     assert [b.num_tokens for b in shapes.buckets.decode] == [1, 2, 3, 4]

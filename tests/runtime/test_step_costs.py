@@ -50,10 +50,20 @@ def test_a_chunk_costs_at_most_two_and_a_half_decode_steps(mixed, expected):
     assert tokens_beside_decodes(costs_of({8: 0.02, 16: 0.025}, mixed), "gpu") == expected
 
 
-@pytest.mark.parametrize("largest, expected", [(0.0875, 128), (0.0876, 96), (0.135, 96), (0.1351, 64)])
-def test_a_chunk_costs_at_most_three_and_a_half_decode_steps_on_a_cpu(largest, expected):
+@pytest.mark.parametrize(
+    "largest, shape, between",
+    [(0.15, 128, 128), (0.1501, 96, 127), (0.26, 96, 96), (0.2601, 64, 95), (9.0, 64, 64)],
+)
+def test_a_chunk_costs_at_most_six_decode_steps_on_a_cpu(largest, shape, between):
+    """Without padding it may have a size between two shapes."""
     costs = costs_of({8: 0.02, 16: 0.025}, {32: 0.03, 64: 0.04, 128: largest})
-    assert tokens_beside_decodes(costs, "cpu") == expected
+    assert tokens_beside_decodes(costs, "cpu") == shape
+    assert tokens_beside_decodes(costs, "cpu", padded=False) == between
+
+
+def test_a_chunk_without_padding_leaves_room_for_prompts():
+    assert tokens_beside_decodes(costs_of({16: 0.025}, {32: 9.0, 64: 9.0}), "cpu", padded=False) == 32
+    assert tokens_beside_decodes(costs_of({16: 0.025}, {16: 0.1, 24: 9.0}), "cpu", padded=False) == 24
 
 
 def test_the_dearest_step_with_a_chunk_counts():

@@ -548,7 +548,7 @@ class EngineConfig:
         None, "maximum sequences in a step", by="64 on a CPU, 256 on a GPU", group=SCHEDULING, low=1, unit="SEQS"
     )
     max_num_batched_tokens: int | None = setting(
-        None, "maximum tokens in a step; longer prompts are computed in chunks", by="192 on a CPU, 2,048 on a GPU; "
+        None, "maximum tokens in a step; longer prompts are computed in chunks", by="256 on a CPU, 2,048 on a GPU; "
         "fewer in steps with decodes if a step of that size takes more than 2.5 decode steps (3.5 on a CPU)",
         group=SCHEDULING, low=1, unit="TOKENS",
     )  # fmt: skip

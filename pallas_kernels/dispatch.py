@@ -80,9 +80,9 @@ class Kernels(Ops):
         head_dim: head dim of the pools that the ops take, the model's or more.
         account: one choice for each op.
         tests: results of all self-tests behind these choices.
-        product: a function of x [T, I], W [O, I] and the number of rows to compute, int32 or None for all, that returns
-            x W^T [T, O] float32, the other rows 0, or None if XLA should compute the product. It runs on one device.
-            None: XLA should compute all products.
+        product: a function of x [T, I], W [O, I] and the wanted rows [T] bool, None for all, that returns x W^T [T, O]
+            float32, the other rows 0, or None if XLA should compute the product. It runs on one device. None: XLA
+            should compute all products.
     """
 
     name: str

@@ -128,8 +128,8 @@ def limits_of(config: EngineConfig, model: ModelConfig, platform: str) -> Limits
             f"max_model_len: {max_model_len} exceeds the model's max_position_embeddings "
             f"({model.max_position_embeddings})"
         )
-    # A CPU computes 192 tokens about as efficiently as more, and decodes wait for a step with a prompt in it.
-    seqs, tokens = (64, 192) if platform == "cpu" else (256, 2048)
+    # A CPU computes 256 tokens about as efficiently as more, and decodes wait for a step with a prompt in it.
+    seqs, tokens = (64, 256) if platform == "cpu" else (256, 2048)
     max_num_seqs = config.max_num_seqs or min(seqs, config.max_num_batched_tokens or seqs)
     # A CPU gathers long contexts faster in large blocks (0.7 of the time of attention over 512 tokens).
     block_size = config.block_size or (64 if platform == "cpu" and max_model_len >= 2048 else 16)

@@ -11,7 +11,7 @@ from jax import lax
 
 from jpaged.core.params import MAX_LOGPROBS, MAX_TOP
 from jpaged.models.base import Model
-from jpaged.models.layers import Product, multiplying
+from jpaged.models.layers import multiplying
 from jpaged.runtime.batch import Batch, Bucket, Layout
 from jpaged.runtime.kv_cache import KVCache, Pool
 from jpaged.runtime.placement import Placement
@@ -20,19 +20,32 @@ from jpaged.runtime.sampler import Sampled, Sampling, token_logprobs
 from jpaged.runtime.sampling_state import SamplingState
 from jpaged.runtime.tensor_parallel import sample_divided, whole_logits
 
+RowProduct = Callable[[jax.Array, jax.Array, jax.Array | None], jax.Array | None]
 
-def forward(model: Model, cache: KVCache, pool: Pool, batch: Batch, *, decode: bool) -> tuple[jax.Array, Pool]:
+
+def forward(
+    model: Model, cache: KVCache, pool: Pool, batch: Batch, *, decode: bool, multiply: RowProduct | None = None
+) -> tuple[jax.Array, Pool]:
     """Return the hidden states [T, D] of a batch, and the pool with its keys and values written.
 
     Args:
         decode: every sequence has one query, a decode token, and query s belongs to sequence s.
+        multiply: `Kernels.product`. It computes no padding and, after the last attention, only rows that samples or
+            logprobs come from.
     """
     pool, specs = list(pool), model.attention_specs
+    wanted_t = jnp.arange(len(batch.tokens)) < batch.num_tokens
 
     def attend(layer: int, *qkv: Any) -> jax.Array:
-        return cache.attend(pool, layer, specs[layer], batch, decode, *qkv)
+        nonlocal wanted_t
+        o_tnh = cache.attend(pool, layer, specs[layer], batch, decode, *qkv)
+        if layer == len(specs) - 1 and not decode:
+            sampled_t = jnp.zeros_like(wanted_t).at[batch.sampled_from].set(True)
+            wanted_t &= sampled_t | jnp.any(batch.targets >= 0)
+        return o_tnh
 
-    return model(batch.tokens, batch.positions, attend), pool
+    with multiplying(multiply and (lambda x_ti, weight_oi: multiply(x_ti, weight_oi, wanted_t))):
+        return model(batch.tokens, batch.positions, attend), pool
 
 
 class Computed(NamedTuple):
@@ -70,14 +83,14 @@ class Step:
     def __init__(
         self, graphdef: nnx.GraphDef[Any], treedef: jax.tree_util.PyTreeDef, cache: KVCache,
         layouts: dict[Bucket, Layout], placement: Placement, *, processed_logprobs: bool = False,
-        multiply: Callable[[jax.Array, jax.Array, jax.Array | None], jax.Array | None] | None = None,
+        multiply: RowProduct | None = None,
     ):  # fmt: skip
         def merged(params: list[jax.Array]) -> Model:
             model: Model = nnx.merge(graphdef, jax.tree.unflatten(treedef, params))
             return model
 
-        def products(num_rows: jax.Array | None = None) -> Product | None:
-            return multiply and (lambda x_ti, weight_oi: multiply(x_ti, weight_oi, num_rows))
+        def of_all_rows(x_ti: jax.Array, weight_oi: jax.Array) -> jax.Array | None:
+            return multiply(x_ti, weight_oi, None) if multiply else None
 
         def run(
             params: list[jax.Array], pool: list[jax.Array], last_tokens_r: jax.Array, buffer: jax.Array, bucket: Bucket
@@ -85,15 +98,14 @@ class Step:
             batch = layouts[bucket].unpack(buffer)
             tokens = jnp.where(batch.tokens < 0, last_tokens_r[-1 - batch.tokens], batch.tokens)
             batch = batch._replace(tokens=tokens, decodes=batch.decodes != 0)
-            with multiplying(products(batch.num_tokens)):
-                x_td, pool = forward(merged(params), cache, pool, batch, decode=bucket.decode)
+            x_td, pool = forward(merged(params), cache, pool, batch, decode=bucket.decode, multiply=multiply)
             at_s = batch.sampled_from
             added = [batch.sample_rows, batch.masked, batch.positions[at_s] + 1, tokens[at_s]]
             rows_sf = jnp.concatenate([batch.scalars, jnp.stack(added, axis=1)], axis=1)
             scored = (None, None) if bucket.decode else (x_td, batch.targets)
             return Computed(x_td[at_s], rows_sf, *scored), pool
 
-        @multiplying(products())
+        @multiplying(of_all_rows)
         def choose(
             params: list[jax.Array], state: SamplingState, last_tokens_r: jax.Array, x_sd: jax.Array,
             rows_sf: jax.Array, bits: jax.Array,
@@ -105,7 +117,7 @@ class Step:
             at_s = jnp.where(sampling.rows < 0, len(last_tokens_r), sampling.rows)  # past the end: dropped
             return *_packed(sampled), state, last_tokens_r.at[at_s].set(sampled.tokens, mode="drop")
 
-        @multiplying(products())
+        @multiplying(of_all_rows)
         def score(params: list[jax.Array], x_td: jax.Array, targets_t: jax.Array) -> tuple[jax.Array, jax.Array]:
             model = merged(params)
             logits_of = lambda x_td: whole_logits(model.logits(x_td), placement)

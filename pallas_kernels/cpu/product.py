@@ -18,31 +18,31 @@ WHOLE, SEGMENT = 1024, 512  # a sum of more numbers than WHOLE runs in segments,
 PREFETCHED = 3  # cache lines of the next weights that are requested in each turn of the loop
 
 
-def product(x_ti: jax.Array, weight_oi: jax.Array, num_rows: jax.Array | None = None) -> jax.Array | None:
+def product(x_ti: jax.Array, weight_oi: jax.Array, wanted_t: jax.Array | None = None) -> jax.Array | None:
     """Return x W^T [T, O] float32 of float32 numbers; None if only XLA can compute it.
 
     Args:
         weight_oi: float32, bfloat16 or float16.
-        num_rows: int32, the number of rows that are computed; the others are 0. None: all rows.
+        wanted_t: bool, the rows that are computed; the others are 0. None: all rows.
     """
     rows, depth = x_ti.shape
     if not (rows > 0 and depth > 0 and depth % Machine.host().lanes == 0):
         return None
     if str(weight_oi.dtype) not in LOADED[:3] or x_ti.dtype == jnp.float64:
         return None
-    counted = jnp.asarray(rows if num_rows is None else num_rows, jnp.int32)
+    wanted_t = jnp.ones(rows, jnp.int32) if wanted_t is None else wanted_t.astype(jnp.int32)
     shape = jax.ShapeDtypeStruct((rows, weight_oi.shape[0]), jnp.float32)
     multiply = jax.ffi.ffi_call(target(str(weight_oi.dtype)), shape)
-    y_to: jax.Array = multiply(x_ti.astype(jnp.float32), weight_oi, counted)
+    y_to: jax.Array = multiply(x_ti.astype(jnp.float32), weight_oi, wanted_t)
     return y_to
 
 
 def target(dtype: str) -> str:
     """Make the target for weights of a dtype, and return its name.
 
-    Its arguments are x [T, I] float32, W [O, I], and the number of rows that are computed, int32.
+    Its arguments are x [T, I] float32, W [O, I], and whether each row is computed, [T] int32.
     """
-    return register(f"jpaged_product_2_{dtype}", _count_units, lambda call, unit: _write_unit(dtype, call, unit))
+    return register(f"jpaged_product_3_{dtype}", _count_units, lambda call, unit: _write_unit(dtype, call, unit))
 
 
 def _tile() -> tuple[int, int]:
@@ -64,11 +64,17 @@ def _write_unit(dtype: str, call: Call, unit: Value) -> None:
     load = loader(dtype, lanes)
     depth, outputs = call.size(0, 1), call.size(1, 0)
     x, weight, y = call.argument(0), call.argument(1), call.result(0)
-    computed = code.minimum(code.cast("sext", code.load(call.argument(2), 0, I32), I64), call.size(0, 0))
+    rows = code.scratch(UNIT_T, I64)  # those of the unit that are computed
     partial = code.scratch(BLOCK * UNIT_O * lanes, F32)  # the sums up to a segment, [tiles, tile_t * tile_o, lanes]
 
-    def tile(o: Value, num_o: int, t: Value, num_t: int, begin: Value, end: Value, place: Value) -> None:
-        """Write the sums of a tile over the inputs from `begin` to below `end`; `place` is that of its partial sums."""
+    def tile(o: Value, num_o: int, r: Value, num_t: int, begin: Value, end: Value, place: Value) -> None:
+        """Write the sums of a tile over the inputs from `begin` to below `end`.
+
+        Args:
+            r: place of the first row in `rows`.
+            place: place of the partial sums.
+        """
+        at_t = [code.load(rows, r + j, I64) for j in range(num_t)]
         pairs = [(j, i) for j in range(num_t) for i in range(num_o)]
         places = [(place + (j * num_o + i)) * lanes for j, i in pairs]
         sums = [Variable(code.value(0.0, ir.VectorType(F32, lanes))) for _ in pairs]
@@ -77,13 +83,13 @@ def _write_unit(dtype: str, call: Call, unit: Value) -> None:
                 total.set(code.load_vector(partial, at, F32, lanes))
         # The next weights are those of the next outputs. Each tile requests other lines of them.
         ahead = depth * num_o
-        first = o + t // num_t * PREFETCHED % num_o
+        first = o + r // num_t * PREFETCHED % num_o
         with code.loop(begin, end, lanes) as k:
             for line in range(PREFETCHED):
                 code.prefetch(code.at(weight, (first + line) * depth + (k + ahead), load.element))
             w = [load(code, weight, (o + i) * depth + k) for i in range(num_o)]
             for j in range(num_t):
-                x_j = code.load_vector(x, (t + j) * depth + k, F32, lanes)
+                x_j = code.load_vector(x, at_t[j] * depth + k, F32, lanes)
                 for i in range(num_o):
                     total = sums[j * num_o + i]
                     total.set(code.fma(w[i], x_j, total.get()))
@@ -94,13 +100,13 @@ def _write_unit(dtype: str, call: Call, unit: Value) -> None:
             for n in range(0, len(pairs), lanes):
                 found = code.sums([total.get() for total in sums[n : n + lanes]])
                 for lane, (j, i) in enumerate(pairs[n : n + lanes]):
-                    code.store(code.element(found, lane), y, (t + j) * outputs + (o + i))
+                    code.store(code.element(found, lane), y, at_t[j] * outputs + (o + i))
 
     def strip(o: Value, num_o: int, first: Value, stop: Value, begin: Value, end: Value, place: Value) -> None:
-        """Write the sums of some outputs for the rows from `first` to below `stop`."""
+        """Write the sums of some outputs for the rows at the places from `first` to below `stop`."""
         left = (stop - first) % tile_t
-        with code.loop(first, stop - left, tile_t) as t:
-            tile(o, num_o, t, tile_t, begin, end, place + (t - first) * num_o)
+        with code.loop(first, stop - left, tile_t) as r:
+            tile(o, num_o, r, tile_t, begin, end, place + (r - first) * num_o)
         for num_t in range(1, tile_t):
             with code.when(left.compare("==", num_t)):
                 tile(o, num_o, stop - left, num_t, begin, end, place + (stop - left - first) * num_o)
@@ -108,13 +114,18 @@ def _write_unit(dtype: str, call: Call, unit: Value) -> None:
     row_units = _row_units(call)
     start_o, start_t = unit // row_units * UNIT_O, unit % row_units * UNIT_T
     stop_o, stop_t = code.minimum(start_o + UNIT_O, outputs), code.minimum(start_t + UNIT_T, call.size(0, 0))
-    last_o, last_t = stop_o - (stop_o - start_o) % tile_o, code.maximum(start_t, code.minimum(stop_t, computed))
+    last_o, count = stop_o - (stop_o - start_o) % tile_o, Variable(code.value(0, I64))
+    with code.loop(start_t, stop_t) as t:
+        wanted = code.load(call.argument(2), t, I32)
+        with code.when(wanted.compare("!=", 0)):
+            code.store(t, rows, count.get())
+            count.set(count.get() + 1)
+        with code.when(wanted.compare("==", 0)), code.loop(start_o, stop_o) as o:
+            code.store(code.value(0.0, F32), y, t * outputs + o)
     segment = code.select(depth.compare("<=", WHOLE), depth, code.value(SEGMENT, I64))
-    with code.loop(start_t, last_t, BLOCK) as first, code.loop(0, depth, segment) as begin:
-        stop, end = code.minimum(first + BLOCK, last_t), code.minimum(begin + segment, depth)
+    with code.loop(0, count.get(), BLOCK) as first, code.loop(0, depth, segment) as begin:
+        stop, end = code.minimum(first + BLOCK, count.get()), code.minimum(begin + segment, depth)
         with code.loop(start_o, last_o, tile_o) as o:
             strip(o, tile_o, first, stop, begin, end, (o - start_o) * BLOCK)
         with code.loop(last_o, stop_o) as o:
             strip(o, 1, first, stop, begin, end, (o - start_o) * BLOCK)
-    with code.loop(last_t, stop_t) as t, code.loop(start_o, stop_o) as o:
-        code.store(code.value(0.0, F32), y, t * outputs + o)

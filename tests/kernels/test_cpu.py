@@ -45,11 +45,15 @@ class TestProduct:
         for first, stop in ((0, 1), (5, 8), (BLOCK - 2, BLOCK + 2), (UNIT_T - 1, UNIT_T + 9)):
             np.testing.assert_array_equal(multiply(x_ti[first:stop], weight_oi), together[first:stop])
 
-    @pytest.mark.parametrize("num_rows", [0, 1, 5, UNIT_T, UNIT_T + 3])
-    def test_rows_past_the_given_number_are_zero(self, num_rows):
-        x_ti, weight_oi = arrays(UNIT_T + 9, 64, 50)
-        whole = cpu.product(x_ti, weight_oi).at[num_rows:].set(0.0)
-        found = jax.jit(cpu.product)(x_ti.at[num_rows:].set(jnp.nan), weight_oi, jnp.int32(num_rows))
+    @pytest.mark.parametrize("depth", [64, 3 * SEGMENT])
+    @pytest.mark.parametrize(
+        "wanted", [[], [0], [5, 6, 70], range(UNIT_T + 3), range(UNIT_T - 1, UNIT_T + 9), range(0, UNIT_T + 9, 2)]
+    )
+    def test_rows_that_nobody_wants_are_zero(self, wanted, depth):
+        x_ti, weight_oi = arrays(UNIT_T + 9, depth, 50)
+        wanted_t = jnp.zeros(UNIT_T + 9, bool).at[jnp.array(wanted, int)].set(True)
+        whole = jnp.where(wanted_t[:, None], cpu.product(x_ti, weight_oi), 0.0)
+        found = jax.jit(cpu.product)(jnp.where(wanted_t[:, None], x_ti, jnp.nan), weight_oi, wanted_t)
         np.testing.assert_array_equal(found, whole)
 
     @pytest.mark.parametrize("depth, dtype", [(20, "float32"), (64, "int8")])

@@ -1,14 +1,25 @@
-"""A trainer's forward pass of a served module: whole sequences at once, without a cache, differentiable."""
+"""A trainer's forward pass of a served module: whole sequences at once, without a cache, differentiable.
+
+On a CPU, XLA adds the terms of a product one after the other, which rounds more than the engine's kernels do. Therefore
+`token_logprobs` takes the kernels' products with weights, and attention scores are summed in parts.
+"""
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 from jpaged.models.base import Attend, Model
-from pallas_kernels import rotate
+from jpaged.models.layers import multiplying
+from pallas_kernels import cpu, rotate
+
+PARTS = 8  # of the sum of a score on a CPU
 
 
 def token_logprobs(model: Model, tokens_bw: jax.Array) -> jax.Array:
     """Return the logprob of each token after those before it, [B, W] float32; 0 for the first ones.
+
+    On a CPU, parameters that are divided among several devices are gathered on each.
 
     Args:
         tokens_bw: [B, W] int32, each row from its beginning. Tokens after the end of a sequence change none before.
@@ -16,7 +27,9 @@ def token_logprobs(model: Model, tokens_bw: jax.Array) -> jax.Array:
     width = tokens_bw.shape[1]
     mask_bww = jnp.broadcast_to(jnp.tril(jnp.ones((width, width), bool)), (len(tokens_bw), width, width))
     positions_bw = jnp.broadcast_to(jnp.arange(width), tokens_bw.shape)
-    logprobs_bwv = jax.nn.log_softmax(logits(model, tokens_bw, positions_bw, mask_bww)[:, :-1], axis=-1)
+    with multiplying(_multiply):
+        logits_bwv = logits(model, tokens_bw, positions_bw, mask_bww)
+    logprobs_bwv = jax.nn.log_softmax(logits_bwv[:, :-1], axis=-1)
     chosen_bw = jnp.take_along_axis(logprobs_bwv, tokens_bw[:, 1:, None], axis=2)[..., 0]
     return jnp.pad(chosen_bw, ((0, 0), (1, 0)))
 
@@ -32,6 +45,34 @@ def logits(model: Model, tokens_bw: jax.Array, positions_bw: jax.Array, mask_bww
     return model.logits(x_td).reshape(*tokens_bw.shape, -1)
 
 
+@jax.custom_jvp
+def _multiply(x_ti: jax.Array, weight_oi: jax.Array) -> jax.Array | None:
+    """Return x W^T [T, O] float32 by the CPU's kernel, as the engine computes it; None if XLA should compute it."""
+    dtype = weight_oi.dtype
+    if jax.default_backend() != "cpu" or cpu.unsupported(dtype=dtype, pool_dtype=dtype):
+        return None
+    return cpu.product(x_ti, weight_oi)
+
+
+@_multiply.defjvp
+def _differentiate(
+    primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array | None, jax.Array | None]:
+    multiplied_to = _multiply(*primals)
+    if multiplied_to is None:
+        return None, None
+    dot = partial(jnp.einsum, "ti,oi->to", preferred_element_type=jnp.float32)
+    return multiplied_to, dot(tangents[0], primals[1]) + dot(primals[0], tangents[1])
+
+
+def _scores(q_bqkgh: jax.Array, k_bskh: jax.Array) -> jax.Array:
+    """Return the products of queries and keys, [B, K, G, Q, S] float32."""
+    parts = PARTS if jax.default_backend() == "cpu" else 1
+    pairs = zip(*(jnp.array_split(x, parts, axis=-1) for x in (q_bqkgh, k_bskh)), strict=True)
+    dot = partial(jnp.einsum, "bqkgh,bskh->bkgqs", preferred_element_type=jnp.float32)
+    return sum((dot(q, k) for q, k in pairs), start=jnp.float32(0))
+
+
 def _attend(model: Model, positions_bw: jax.Array, mask_bww: jax.Array) -> Attend:
     """Return attention with the scale, window and cap of each layer."""
     batch, width = positions_bw.shape
@@ -45,7 +86,7 @@ def _attend(model: Model, positions_bw: jax.Array, mask_bww: jax.Array) -> Atten
             k_tkh = rotate(k_tkh, cos, sin)
         q_bwkgh = q_tnh.reshape(batch, width, k_tkh.shape[1], -1, q_tnh.shape[2])
         k_bwkh, v_bwkh = (x.reshape(batch, width, *x.shape[1:]) for x in (k_tkh, v_tkh))
-        scores = spec.scale * jnp.einsum("bqkgh,bskh->bkgqs", q_bwkgh, k_bwkh, preferred_element_type=jnp.float32)
+        scores = spec.scale * _scores(q_bwkgh, k_bwkh)
         if spec.soft_cap is not None:
             scores = spec.soft_cap * jnp.tanh(scores / spec.soft_cap)
         seen_bww = mask_bww if spec.window is None else mask_bww & (distance_bww < spec.window)

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import runpy
-import statistics
 from pathlib import Path
 
 import pytest
@@ -55,7 +54,7 @@ def test_client(capsys):
 def test_grpo(tmp_path):
     with few_shapes():
         history = runpy.run_path(str(EXAMPLES / "grpo.py"))["main"]("2", str(tmp_path / "grpo.png"))
-    assert len(history) == 2 and all(0 <= reward <= 1 and mismatch < 3e-5 for reward, mismatch, *_ in history)
+    assert len(history) == 2 and all(0 <= reward <= 1 and mismatch <= 1e-5 for reward, mismatch, *_ in history)
     assert (tmp_path / "grpo.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -63,10 +62,9 @@ def test_grpo(tmp_path):
 def test_grpo_raises_the_reward_and_the_logprobs_agree():
     with few_shapes():
         history = runpy.run_path(str(EXAMPLES / "grpo.py"))["main"]("40")
-    rewards, mismatches, _, _, updates = zip(*history)
+    rewards, mismatches, *_ = zip(*history)
     assert sum(rewards[:3]) / 3 < 0.3 and sum(rewards[-3:]) / 3 > 0.9
-    assert max(mismatches) < 3e-5, "of logprobs down to -10, in float32"
-    assert statistics.median(updates) < 5e-3
+    assert max(mismatches) <= 1e-5, "of logprobs down to -10, in float32"
 
 
 def test_best_of_n(capsys):

@@ -11,7 +11,8 @@ from flax import nnx
 from jpaged import LLM, InvalidParameter, SamplingParams
 from jpaged.models.checkpoint import dummy_model
 from jpaged.rl import RolloutWorker, group_advantages
-from jpaged.rl.causal import token_logprobs
+from jpaged.rl.causal import _multiply as multiply
+from jpaged.rl.causal import logits, token_logprobs
 from tests.few_shapes import few_shapes
 from tests.runtime.test_runner import LIMITS, LLAMA, Compilations
 from tests.test_update_params import device_bytes
@@ -61,6 +62,29 @@ def test_scores_and_the_trainers_logprobs_are_those_of_the_engine(worker, model)
     trainer = np.asarray(token_logprobs(model, jnp.asarray(found.tokens)))
     for logprobs in (worker.score(found), np.where(found.is_output, trainer, 0)):
         np.testing.assert_allclose(logprobs, found.logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-5), ("bfloat16", 2e-2)])
+def test_gradients_of_the_trainers_logprobs_are_those_of_products_by_xla(dtype, tolerance):
+    graphdef, params = nnx.split(dummy_model(LLAMA, dtype, 0))
+    tokens = jnp.asarray([[3, 4, 5, 6, 7], [40, 41, 42, 43, 44]])
+
+    def by_xla(model, tokens):
+        positions, mask = jnp.broadcast_to(jnp.arange(5), (2, 5)), jnp.broadcast_to(jnp.tri(5, dtype=bool), (2, 5, 5))
+        logprobs = jax.nn.log_softmax(logits(model, tokens, positions, mask)[:, :-1])
+        return jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=2)
+
+    def gradients(function):
+        return jax.jit(jax.grad(lambda params: function(nnx.merge(graphdef, params), tokens).sum()))(params)
+
+    for found, expected in zip(*(jax.tree.leaves(gradients(function)) for function in (token_logprobs, by_xla))):
+        largest = float(jnp.abs(expected).max())
+        np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (found, expected)), atol=tolerance * largest)
+
+
+def test_a_product_that_the_kernels_do_not_compute_is_left_to_xla():
+    x_ti, weight_oi = jnp.ones((3, 7)), jnp.ones((2, 7))  # 7 is no multiple of the lanes
+    assert jax.jvp(multiply, (x_ti, weight_oi), (x_ti, weight_oi)) == (None, None)
 
 
 def test_an_output_without_tokens_has_no_score(worker):

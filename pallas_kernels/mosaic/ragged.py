@@ -64,20 +64,28 @@ def _kernel(
 ) -> None:
     num_tiles, num_kv_heads, columns = tile_seq_i_ref.shape[0], k_pool_ref.shape[1], o_smem.shape[2]
     chunks = o_tnh_ref.shape[2] // columns
-    at = lax.axis_index("c")
-    # The last tiles of a sequence have the most keys, so they start first.
-    i, head = num_tiles - 1 - lax.div(at, num_kv_heads * chunks), lax.rem(lax.div(at, chunks), num_kv_heads)
-    column = pl.multiple_of(lax.rem(at, chunks) * columns, columns)
     warpgroup = lax.axis_index("wg")
     stages, tile, _ = ring.k.shape
     warpgroups, rows, _ = q_smem.shape
     group = o_tnh_ref.shape[1] // num_kv_heads
     tokens = tokens_per_warpgroup(group)
     layout = plgpu.Layout.WGMMA
-    seq = tile_seq_i_ref[i]
 
-    def extent() -> tuple[jax.Array, ...]:
+    def place() -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return the tile, the KV head and the first output column of this thread block.
+
+        They are computed again for each use, which the barrier makes the compiler do: registers are short in the loops.
+        With several chunks of columns, it would take more of them.
+        """
+        at = lax.axis_index("c")
+        at = lax.optimization_barrier(at) if chunks == 1 else at
+        # The last tiles of a sequence have the most keys, so they start first.
+        i, head = num_tiles - 1 - lax.div(at, num_kv_heads * chunks), lax.rem(lax.div(at, chunks), num_kv_heads)
+        return i, head, pl.multiple_of(lax.rem(at, chunks) * columns, columns)
+
+    def extent(i: jax.Array) -> tuple[jax.Array, ...]:
         """Return the owned rows [first, end), the position of the first one, and the keys from first to last seen."""
+        seq = tile_seq_i_ref[i]
         first = jnp.maximum(tile_row_i_ref[i], first_row_s1_ref[seq])
         row_end = row_end_s1_ref[seq]
         end = jnp.minimum(row_end, tile_row_i_ref[i] + warpgroups * tokens)
@@ -86,9 +94,9 @@ def _kernel(
         key_start = jnp.int32(0) if window is None else jnp.clip(position - window + 1, 0, key_end) // tile * tile
         return first, end, position, key_start, key_end
 
-    def own_rows(wg: jax.Array | int) -> tuple[jax.Array, ...]:
+    def own_rows(i: jax.Array, wg: jax.Array | int) -> tuple[jax.Array, ...]:
         """Return a warpgroup's own rows [first, end), its first row of `q_smem` with a token, and the token's row."""
-        first, end, *_ = extent()
+        first, end, *_ = extent(i)
         start = tile_row_i_ref[i] + wg * tokens
         first, end = jnp.maximum(first, start), jnp.minimum(end, start + tokens)
         return first, end, lax.rem(start * group, TMA_ROWS), start
@@ -101,6 +109,7 @@ def _kernel(
 
         `last_key_r`: the last key of the tile that each row sees; None: all rows see all keys.
         """
+        _, head, _ = place()
         scale = k_scale_k_ref[head]
         factor = exponent_factor(scale, soft_cap)
         x_rt = capped(x_rt, scale, soft_cap)
@@ -129,7 +138,9 @@ def _kernel(
 
         def last_key(t: jax.Array) -> jax.Array:
             """Return the last key of tile t, counted within it, that each row sees."""
-            _, _, lead, row = own_rows(warpgroup)
+            i, _, _ = place()
+            _, _, lead, row = own_rows(i, warpgroup)
+            seq = tile_seq_i_ref[i]
             first_token = context_s1_ref[seq] - row_end_s1_ref[seq] + row - start - t * tile
             r = plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=layout.reduce(1))
             last_r: jax.Array = lax.div(r - lead + TMA_ROWS * group, group) + (first_token - TMA_ROWS)
@@ -183,6 +194,7 @@ def _kernel(
         plgpu.barrier_wait(ring.v_full.at[lax.rem(tiles - 1, stages)])
         acc_rx = pl.run_scoped(last, plgpu.ACC((rows, columns), jnp.float32))
         plgpu.barrier_arrive(ring.v_free.at[lax.rem(tiles - 1, stages)])
+        _, head, _ = place()
         # Rows that this warpgroup doesn't own may have seen nothing but masks: they are not stored.
         o_smem[warpgroup] = (acc_rx * by_row(v_scale_k_ref[head] / sum_r, columns)).astype(o_smem.dtype)
         lse_smem[warpgroup] = natural_lse(max_r * exponent_factor(k_scale_k_ref[head], soft_cap), sum_r)
@@ -198,18 +210,22 @@ def _kernel(
             plgpu.barrier_wait(ring.v_full.at[stage])
             plgpu.barrier_arrive(ring.v_free.at[stage])
 
-    @pl.when((seq >= 0) & (warpgroup < warpgroups))
+    tile_exists = tile_seq_i_ref[place()[0]] >= 0
+
+    @pl.when(tile_exists & (warpgroup < warpgroups))
     def compute() -> None:
         if registers:
             plgpu.set_max_registers(registers[0], action="increase")
-        first, end, position, key_start, key_end = extent()
-        own_first, own_end, _, _ = own_rows(warpgroup)
+        i, _, _ = place()
+        first, end, position, key_start, key_end = extent(i)
+        own_first, own_end, _, _ = own_rows(i, warpgroup)
         owns = own_first < own_end
         plgpu.barrier_wait(q_full)
         pl.when(owns & (key_end > 0))(lambda: attend(key_start, key_end, position, end - first))
         pl.when(jnp.logical_not(owns))(lambda: pass_by(key_start, key_end))
 
-        *_, key_end = extent()  # read again, as the rows below: registers are short in the loops
+        i, head, column = place()
+        *_, key_end = extent(i)  # read again, as the rows below
 
         @pl.when(key_end == 0)
         def nothing() -> None:
@@ -218,7 +234,7 @@ def _kernel(
             lse_smem[warpgroup] = total_r - jnp.inf
 
         plgpu.commit_smem()
-        own_first, own_end, lead, start = own_rows(warpgroup)
+        own_first, own_end, lead, start = own_rows(i, warpgroup)
 
         @pl.loop(own_first, own_end)
         def store_token(row: jax.Array) -> None:
@@ -231,17 +247,18 @@ def _kernel(
 
         plgpu.wait_smem_to_gmem(0)
 
-    @pl.when((seq >= 0) & (warpgroup == warpgroups))
+    @pl.when(tile_exists & (warpgroup == warpgroups))
     def copy() -> None:
         if registers:
             plgpu.set_max_registers(registers[1], action="decrease")
-        _, _, _, key_start, key_end = extent()
+        i, head, column = place()
+        _, _, _, key_start, key_end = extent(i)
         for j in range(warpgroups):
-            _, _, lead, start = own_rows(j)
+            _, _, lead, start = own_rows(i, j)
             box = pl.ds(pl.multiple_of(start * group - lead, TMA_ROWS), rows)
             plgpu.copy_gmem_to_smem(q_kyh_ref.at[head, box], q_smem.at[j], q_full)
-        where = dict(seq=seq, head=head, start=key_start, end=key_end, filled=jnp.int32(0), v_column=column)
-        ring.drain(ring.fill(k_pool_ref, v_pool_ref, table_sw_ref, **where))
+        where = dict(seq=tile_seq_i_ref[i], head=head, start=key_start, end=key_end, v_column=column)
+        ring.drain(ring.fill(k_pool_ref, v_pool_ref, table_sw_ref, filled=jnp.int32(0), **where))
 
 
 def wait_for_keys(ring: KVRing, t: jax.Array, tiles: jax.Array) -> None:

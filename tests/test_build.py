@@ -24,11 +24,11 @@ def test_texts_end_with_the_tokenizers_own_token_too(own, expected):
 @pytest.mark.parametrize(
     "platform, settings, expected",
     [
-        ("cpu", {}, Limits(4096, 64, 128, 64)),
+        ("cpu", {}, Limits(4096, 64, 256, 64)),
         ("cuda", {}, Limits(4096, 256, 2048, 16)),
-        ("cpu", {"max_model_len": 2048}, Limits(2048, 64, 128, 64)),
-        ("cpu", {"max_model_len": 2047}, Limits(2047, 64, 128, 16)),
-        ("cpu", {"block_size": 16}, Limits(4096, 64, 128, 16)),
+        ("cpu", {"max_model_len": 2048}, Limits(2048, 64, 256, 64)),
+        ("cpu", {"max_model_len": 2047}, Limits(2047, 64, 256, 16)),
+        ("cpu", {"block_size": 16}, Limits(4096, 64, 256, 16)),
         ("cuda", {"block_size": 128}, Limits(4096, 256, 2048, 128)),
         ("cpu", {"max_num_seqs": 300}, Limits(4096, 300, 300, 64)),
         ("cpu", {"max_num_batched_tokens": 8}, Limits(4096, 8, 8, 64)),

@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 NAMES = ("auto", "reference", "mosaic", "triton", "cpu")
 REFERENCE = "pallas_kernels.reference"
 
+RowProduct = Callable[[jax.Array, jax.Array, jax.Array | None], jax.Array | None]
+
 
 @dataclass(frozen=True)
 class Program:
@@ -90,7 +92,7 @@ class Kernels(Ops):
     head_dim: int
     account: tuple[Choice, ...] = ()
     tests: tuple[Result, ...] = ()
-    product: Callable[[jax.Array, jax.Array, jax.Array | None], jax.Array | None] | None = None
+    product: RowProduct | None = None
 
 
 def select(

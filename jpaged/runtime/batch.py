@@ -20,7 +20,7 @@ class Batch(NamedTuple):
     token below 0 is the last sample of row `-1 - token`, which only the device knows.
     """
 
-    num_tokens: Array  # [] int32, tokens before the padding; T in a batch of padding only, whose cost is a full one's
+    num_tokens: Array  # [] int32, tokens before the padding; T in a batch of padding only, to cost about as a full one
     tokens: Array  # [T] int32
     positions: Array  # [T] int32
     slot_mapping: Array  # [T] int32, flat slots to write, -1 = none

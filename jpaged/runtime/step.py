@@ -1,6 +1,5 @@
 """One step of the engine as functions of arrays: embed, attend over the pool, sample."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,8 +18,7 @@ from jpaged.runtime.row_table import SCALARS
 from jpaged.runtime.sampler import Sampled, Sampling, token_logprobs
 from jpaged.runtime.sampling_state import SamplingState
 from jpaged.runtime.tensor_parallel import sample_divided, whole_logits
-
-RowProduct = Callable[[jax.Array, jax.Array, jax.Array | None], jax.Array | None]
+from pallas_kernels.dispatch import RowProduct
 
 
 def forward(

@@ -49,6 +49,27 @@ class Ops:
         return jnp.zeros_like(q_tnh)
 
 
+@pytest.mark.parametrize(
+    "decode, targets, last",
+    [(False, [], [2, 5]), (False, [3], [0, 1, 2, 3, 4, 5]), (True, [], [0, 1, 2, 3, 4, 5])],
+    ids=["samples", "logprobs of a prompt", "decode"],
+)
+def test_products_have_no_padding_and_after_the_last_attention_only_wanted_rows(decode, targets, last):
+    seen = []
+
+    def multiply(x_ti, weight_oi, wanted_t):
+        seen.append(np.flatnonzero(wanted_t).tolist())
+        return x_ti @ weight_oi.T
+
+    _, batch = Layout(Bucket(8, 2, decode), 2).empty()
+    batch.num_tokens[...], batch.sampled_from[:], batch.targets[targets] = 6, [2, 5], 1
+    model = dummy_model(LLAMA, "float32", seed=0)
+    pool = [jnp.zeros((2, 1, 4, LLAMA.head_dim))] * 6
+    forward(model, KVCache.of(LLAMA, 4, "float32", Ops().kernels()), pool, batch, decode=decode, multiply=multiply)
+    assert len(seen) == 3 * 7, "q, k, v, o, gate, up, down"
+    assert seen[:-4] == [[0, 1, 2, 3, 4, 5]] * 17 and seen[-4:] == [last] * 4
+
+
 @pytest.mark.parametrize("decode", [True, False])
 def test_each_layer_writes_and_attends_to_its_own_arrays(decode):
     ops, pool = Ops(), [jnp.full((2, 1, 4, LLAMA.head_dim), float(i)) for i in range(6)]

@@ -42,7 +42,11 @@ def forward(
             wanted_t &= sampled_t | jnp.any(batch.targets >= 0)
         return o_tnh
 
-    with multiplying(multiply and (lambda x_ti, weight_oi: multiply(x_ti, weight_oi, wanted_t))):
+    def of_tokens(x_ti: jax.Array, weight_oi: jax.Array) -> jax.Array | None:
+        # The rows of a model's own product may be others, such as heads.
+        return multiply(x_ti, weight_oi, wanted_t if len(x_ti) == len(wanted_t) else None) if multiply else None
+
+    with multiplying(of_tokens):
         return model(batch.tokens, batch.positions, attend), pool
 
 

@@ -24,8 +24,13 @@ def product(x_ti: jax.Array, weight_oi: jax.Array, wanted_t: jax.Array | None = 
     Args:
         weight_oi: float32, bfloat16 or float16.
         wanted_t: bool, the rows that are computed; the others are 0. None: all rows.
+
+    Raises:
+        ValueError: `wanted_t` has another length than x.
     """
     rows, depth = x_ti.shape
+    if wanted_t is not None and wanted_t.shape != (rows,):
+        raise ValueError(f"wanted_t: must have shape ({rows},), not {wanted_t.shape}")
     if not (rows > 0 and depth > 0 and depth % Machine.host().lanes == 0):
         return None
     if str(weight_oi.dtype) not in LOADED[:3] or x_ti.dtype == jnp.float64:

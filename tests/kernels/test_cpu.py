@@ -56,6 +56,10 @@ class TestProduct:
         found = jax.jit(cpu.product)(jnp.where(wanted_t[:, None], x_ti, jnp.nan), weight_oi, wanted_t)
         np.testing.assert_array_equal(found, whole)
 
+    def test_rows_of_another_number_are_an_error(self):
+        with pytest.raises(ValueError, match=r"wanted_t: must have shape \(4,\), not \(5,\)"):
+            cpu.product(*arrays(4, 64, 8), jnp.ones(5, bool))
+
     @pytest.mark.parametrize("depth, dtype", [(20, "float32"), (64, "int8")])
     def test_other_arguments_are_left_to_xla(self, depth, dtype):
         assert cpu.product(*arrays(4, depth, 8, dtype)) is None

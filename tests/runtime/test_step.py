@@ -11,6 +11,7 @@ from flax import nnx
 
 from jpaged.config import ModelConfig
 from jpaged.models.checkpoint import dummy_model
+from jpaged.models.layers import product
 from jpaged.runtime.batch import Bucket, Layout
 from jpaged.runtime.kv_cache import KVCache
 from jpaged.runtime.row_table import NUM_SCALARS, SCALARS
@@ -68,6 +69,17 @@ def test_products_have_no_padding_and_after_the_last_attention_only_wanted_rows(
     forward(model, KVCache.of(LLAMA, 4, "float32", Ops().kernels()), pool, batch, decode=decode, multiply=multiply)
     assert len(seen) == 3 * 7, "q, k, v, o, gate, up, down"
     assert seen[:-4] == [[0, 1, 2, 3, 4, 5]] * 17 and seen[-4:] == [last] * 4
+
+
+def test_a_product_of_other_rows_than_tokens_is_computed_whole():
+    def model(tokens, positions, attend):
+        return product(jnp.ones((2 * len(tokens), 4)), jnp.ones((3, 4)))
+
+    model.attention_specs = ()
+    _, batch = Layout(Bucket(8, 2, False), 2).empty()
+    seen = []
+    forward(model, None, [], batch, decode=False, multiply=lambda *args: seen.append(args[2]))
+    assert seen == [None]
 
 
 @pytest.mark.parametrize("decode", [True, False])

@@ -85,7 +85,7 @@ class ModelRunner:
         table_width = -(-limits.max_model_len // limits.block_size)
         self.shapes = Shapes(Buckets(limits), table_width, llama.vocab_size, self.placement)
         multiply = self.kernels.product if self.placement.size == 1 else None
-        self.pads = multiply is None
+        self.pads = multiply is None or bool(stored)  # XLA multiplies weights of 8 bits
         self.step = Step(
             graphdef, treedef, cache, self.shapes.layouts, self.placement,
             processed_logprobs=config.logprobs_mode == "processed_logprobs",

@@ -153,7 +153,7 @@ def test_whatever_happens_every_request_gives_what_it_gives_alone(mode):
     assert wanted <= (+seen).keys() and (mode != "recompute" or not seen["swap"])
 
 
-@pytest.mark.parametrize("seed", [2, pytest.param(None, marks=pytest.mark.deep)], ids=["", "any seed"])
+@pytest.mark.parametrize("seed", [3, pytest.param(None, marks=pytest.mark.deep)], ids=["", "any seed"])
 @pytest.mark.parametrize("bug", BUGS)
 def test_it_finds_a_planted_bug(bug, seed, monkeypatch):
     BUGS[bug](monkeypatch)

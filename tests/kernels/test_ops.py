@@ -11,7 +11,7 @@ from tests.kernels import cases
 from tests.kernels.implementations import ALL, CPU, MOSAIC, REFERENCE, TRITON
 
 DTYPES = (jnp.bfloat16, jnp.float16)
-EXAMPLES = {REFERENCE: 2, CPU: 4, TRITON: 2, MOSAIC: 3}  # each is compiled, and an interpreter takes seconds
+EXAMPLES = {REFERENCE: 2, CPU: 2, TRITON: 2, MOSAIC: 3}  # each is compiled, and an interpreter takes seconds
 
 every = pytest.mark.parametrize("kernels", ALL, ids=[kernels.name for kernels in ALL])
 usual_without_mosaic = pytest.mark.parametrize(
@@ -23,17 +23,20 @@ SLOW = {
     "block 128, head dim 256, 16 heads on one", "block 8, head dim 256, 16 heads on one", "block 128, float16",
     "block 32, 7 heads on one",
 }  # fmt: skip
+SLOW_IN_TRITON = SLOW | {"block 64, float16", "head dim 80", "padding only"}
 SLOW_IN_MOSAIC = SLOW | {
     "block 8, head dim 128", "block 64, float16", "head dim 80", "padding only", "window, capped",
     "head dim 256, window, capped",
 }  # fmt: skip
-# Random cases: some usually, many in the deep tier. Mosaic's interpreter takes half a minute for some.
+SLOW_IN = {TRITON: SLOW_IN_TRITON, MOSAIC: SLOW_IN_MOSAIC}
+# Random cases: some usually, many in the deep tier. Mosaic's interpreter takes half a minute for some; the reference
+# is compiled for each.
 tiers = pytest.mark.parametrize(
     ("kernels", "times"),
     [
         pytest.param(
             kernels, times, id=f"{kernels.name}-{name}",
-            marks=[pytest.mark.deep] if times > 1 or kernels is MOSAIC else [],
+            marks=[pytest.mark.deep] if times > 1 or kernels in (MOSAIC, REFERENCE) else [],
         )
         for kernels in ALL
         for times, name in ((1, "few"), (16 if kernels is MOSAIC else 32, "many"))
@@ -48,7 +51,7 @@ def tiered(named):
         [
             pytest.param(
                 kernels, case, id=f"{name}-{kernels.name}",
-                marks=[pytest.mark.deep] if name in (SLOW_IN_MOSAIC if kernels is MOSAIC else SLOW) else [],
+                marks=[pytest.mark.deep] if name in SLOW_IN.get(kernels, SLOW) else [],
             )
             for name, case in named.items()
             for kernels in ALL

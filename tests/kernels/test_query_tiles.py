@@ -14,7 +14,7 @@ from pallas_kernels.query_tiles import decode_rows, query_tiles
 def test_every_row_is_in_one_tile_of_its_sequence(align):
     """Also where all sequences are short, which takes the most tiles; decode tokens are in none."""
     rng = np.random.default_rng(align)
-    for _ in range(12):
+    for _ in range(4):
         sequences, tile_q = int(rng.integers(1, 9)), int(rng.choice([8, 16, 32]))
         q_lens = rng.integers(0, rng.choice([2, 3, 10, 60]), sequences)
         cu = np.concatenate([[0], np.cumsum(q_lens)])

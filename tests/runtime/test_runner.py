@@ -341,8 +341,9 @@ def test_the_cost_of_a_swap_is_in_tokens_per_block(llm, monkeypatch):
     assert llm.engine.scheduler.block_swap_cost > 0, "the scheduler is given the measured cost"
 
 
-def test_steep_costs_add_shapes_and_shorten_chunks(model, llm, monkeypatch):
+def test_steep_costs_add_shapes_and_shorten_chunks(llm, monkeypatch):
     """The shapes that are added are compiled before the first request."""
+    model = dummy_model(dataclasses.replace(LLAMA, num_hidden_layers=1), "float32", seed=0)
     cost = lambda bucket: bucket.num_tokens / (5 if bucket.decode else 10)
     monkeypatch.setattr(runner_module, "stored_costs", lambda _, key, buckets, *__: {b: cost(b) for b in buckets})
     settled = build.limits_of

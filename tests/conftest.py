@@ -61,15 +61,6 @@ def pytest_collection_finish():
     gc.set_threshold(20_000, 20, 10)
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown(item, nextitem):
-    """Exclude the survivors of each module as well: a collection late in a run would take a second."""
-    yield
-    if nextitem is None or nextitem.path != item.path:
-        gc.collect()
-        gc.freeze()
-
-
 @pytest.fixture(scope="session", autouse=True)
 def compilation_cache(tmp_path_factory):
     """Executables are shared within the run, by all its processes, and forgotten after it."""

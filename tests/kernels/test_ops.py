@@ -11,7 +11,7 @@ from tests.kernels import cases
 from tests.kernels.implementations import ALL, CPU, MOSAIC, REFERENCE, TRITON
 
 DTYPES = (jnp.bfloat16, jnp.float16)
-EXAMPLES = {REFERENCE: 2, CPU: 2, TRITON: 2, MOSAIC: 3}  # each is compiled, and an interpreter takes seconds
+EXAMPLES = {REFERENCE: 2, CPU: 4, TRITON: 2, MOSAIC: 3}  # each is compiled, and an interpreter takes seconds
 
 every = pytest.mark.parametrize("kernels", ALL, ids=[kernels.name for kernels in ALL])
 usual_without_mosaic = pytest.mark.parametrize(
@@ -29,14 +29,13 @@ SLOW_IN_MOSAIC = SLOW | {
     "head dim 256, window, capped",
 }  # fmt: skip
 SLOW_IN = {TRITON: SLOW_IN_TRITON, MOSAIC: SLOW_IN_MOSAIC}
-# Random cases: some usually, many in the deep tier. Mosaic's interpreter takes half a minute for some; the reference
-# is compiled for each.
+# Random cases: some usually, many in the deep tier. Mosaic's interpreter takes half a minute for some.
 tiers = pytest.mark.parametrize(
     ("kernels", "times"),
     [
         pytest.param(
             kernels, times, id=f"{kernels.name}-{name}",
-            marks=[pytest.mark.deep] if times > 1 or kernels in (MOSAIC, REFERENCE) else [],
+            marks=[pytest.mark.deep] if times > 1 or kernels is MOSAIC else [],
         )
         for kernels in ALL
         for times, name in ((1, "few"), (16 if kernels is MOSAIC else 32, "many"))

@@ -245,6 +245,10 @@ def validation_table(found: Figures) -> str:
     return table(head, rows)
 
 
+def largest_error(found: Figures) -> float:
+    return max(abs(error) for row in found.measured("validation") for error in row["errors"])
+
+
 def speed(found: Figures, million: Figures) -> str:
     points = [
         row["speed"] for row in found.measured("simulated")
@@ -293,7 +297,8 @@ def page(found: Figures, sharing: Figures, preemption: Figures, million: Figures
         ],
         "Validation of the simulator": [
             "The same traces ran on the engine and in the simulator. Costs of steps come from the engine's runs of "
-            "other traces, with the same rates, in between. Figures are medians of four rounds. "
+            f"other traces, with the same rates, in between. Figures are medians of four rounds, also the error, whose "
+            f"largest one in a round is {largest_error(found):.0%}. "
             "The rates are 0.2, 0.4 and 0.6 of the rate at saturation: nearer to it, a small error of the costs "
             "becomes a large one of the latency.",
             "![Validation](benchmarks/validation.png)", validation_table(found), speed(found, million),

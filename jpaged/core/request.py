@@ -103,17 +103,18 @@ class Sequence:
         see first or that ends the sequence.
         """
         request, known = self.request, len(self.tokens) + self.pending
-        if self.pending and (request.waits or known - len(request.prompt_token_ids) >= request.max_tokens):
+        if self.pending and (request.waits or known >= request.max_length):
             return 0
         return known - self.num_computed_tokens
 
     def append(self, sample: Sample) -> None:
         """Add a sampled token."""
-        self.tokens.append(sample.token)
+        token = sample[0]  # in half the time of its name
+        self.tokens.append(token)
         self.samples.append(sample)
-        self.cumulative_logprob += sample.logprob
+        self.cumulative_logprob += sample[1]
         if self.constraint is not None:
-            self.constraint.take(sample.token)
+            self.constraint.take(token)
 
     def fork(self, index: int) -> "Sequence":
         """Return a new branch that shares every block until one of the two writes into it."""
@@ -209,6 +210,11 @@ class Request:
     def num_sequences(self) -> int:
         """Number of its sequences once its prompt is computed."""
         return self.params.num_sequences
+
+    @cached_property
+    def max_length(self) -> int:
+        """Number of tokens of prompt and output at which a sequence ends."""
+        return len(self.prompt_token_ids) + self.max_tokens
 
     @property
     def live(self) -> list[Sequence]:

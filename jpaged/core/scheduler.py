@@ -41,6 +41,7 @@ class _Step:
     rows: list[Scheduled] = field(default_factory=list)
     sequences: list[Sequence] = field(default_factory=list)  # of `rows`, in the same order
     unsteady: list[Request] = field(default_factory=list)  # running requests without those on the steady path
+    further_branches: int = 0  # of requests on the steady path, without the first of each
     swap_out: list[Pairs] = field(default_factory=list)
     block_copies: Copies = field(default_factory=list)
     swap_in: Copies = field(default_factory=list)
@@ -246,7 +247,23 @@ class Scheduler:
         step, budget = _Step(), self.limits.max_num_batched_tokens
         if any(request.sequences[0].num_computed_tokens >= len(request.prompt_token_ids) for request in self.running):
             budget = min(budget, self.tokens_beside_decodes)
+        rows, sequences = step.rows, step.sequences
         for request in list(self.running):
+            branches = request.sequences
+            if len(branches) == 1:
+                sequence = branches[0]
+                start = sequence.num_computed_tokens
+                if start < sequence.steady_until and budget > 0:  # so it is for most requests of most steps
+                    rows.append(_new(Scheduled, (sequence.row, start, 1, 1)))
+                    sequences.append(sequence)
+                    sequence.num_computed_tokens = start + 1
+                    sequence.in_flight += 1
+                    sequence.pending += 1
+                    budget -= 1
+                    continue
+            elif count := self._continue_branches(request, budget, step):
+                budget -= count
+                continue
             if step.preempted and request not in self.running:
                 break  # preempted for one before it, and so is everything after it
             budget -= self._schedule_running(request, budget, step)
@@ -281,7 +298,8 @@ class Scheduler:
         for index, (sequence, (_, start, count, num_samples)) in enumerate(zip(step.sequences, plan.rows, strict=True)):
             request, first, at = sequence.request, at, at + num_samples
             sequence.in_flight -= 1
-            sequence.pending -= num_samples > 0
+            if num_samples:
+                sequence.pending -= 1
             if sequence.finish_reason:
                 if not sequence.in_flight:
                     self._release(sequence)
@@ -404,8 +422,8 @@ class Scheduler:
         The rows are those in use, or needed without another admission. The blocks are those that running requests still
         lack for their present tokens.
         """
-        # A request on the steady path has one sequence, which lacks nothing: its last block is its own.
-        num_steady = len(self.running) - len(step.unsteady)
+        # The sequences of a request on the steady path lack nothing: the last block of each is its own.
+        num_steady = len(self.running) - len(step.unsteady) + step.further_branches
         num_seats = num_steady + sum(request.seats for request in step.unsteady) + len(self._leaving)
         return num_seats, sum(self._lack(request) for request in step.unsteady)
 
@@ -429,17 +447,22 @@ class Scheduler:
             return self.waiting.first_admitted
         return self.waiting.first if self.waiting else None
 
-    def _schedule_running(self, request: Request, budget: int, step: _Step) -> int:
-        """Schedule the part of a request that fits, preempting later requests if necessary; return the tokens used."""
-        sequence = request.sequences[0]
-        start = sequence.num_computed_tokens
-        if start < sequence.steady_until and budget > 0:  # so it is for most requests of most steps
-            step.rows.append(_new(Scheduled, (sequence.row, start, 1, 1)))
-            step.sequences.append(sequence)
-            sequence.num_computed_tokens = start + 1
+    def _continue_branches(self, request: Request, budget: int, step: _Step) -> int:
+        """Schedule the next token of each branch, if all are before their `steady_until`; return the tokens used."""
+        live = request.live
+        if len(live) > budget or any(s.num_computed_tokens >= s.steady_until for s in live):
+            return 0
+        for sequence in live:
+            step.rows.append(_new(Scheduled, (sequence.row, sequence.num_computed_tokens, 1, 1)))
+            sequence.num_computed_tokens += 1
             sequence.in_flight += 1
             sequence.pending += 1
-            return 1
+        step.sequences += live
+        step.further_branches += len(live) - 1
+        return len(live)
+
+    def _schedule_running(self, request: Request, budget: int, step: _Step) -> int:
+        """Schedule the part of a request that fits, preempting later requests if necessary; return the tokens used."""
         step.unsteady.append(request)
         counts = self._counts(request, budget)
         spans = [(s.table, s.num_computed_tokens, s.num_computed_tokens + count) for s, count in counts.items()]
@@ -480,13 +503,14 @@ class Scheduler:
     def _steady_until(self, sequence: Sequence) -> int:
         """Return the position up to which a sequence continues by one token and one sample in each step.
 
-        This holds for any samples: up to there it needs no mask, and its block is its own.
+        This holds for any samples: up to there it needs no mask, and its block is its own. A request forks once, and
+        its branches are sampled only while none waits for its leader: no block of theirs becomes shared meanwhile.
         """
         request, size = sequence.request, self.pool.block_size
-        if request.waits or request.bans or len(request.sequences) > 1:
+        if request.waits or request.bans:
             return 0
         end_of_block = -(-sequence.num_computed_tokens // size) * size
-        return min(end_of_block, len(request.prompt_token_ids) + request.max_tokens - 1)
+        return min(end_of_block, request.max_length - 1)
 
     def _counts(self, request: Request, budget: int) -> dict[Sequence, int]:
         """Return the number of next tokens of each sequence of a running request, within the budget.
@@ -632,9 +656,9 @@ class Scheduler:
     def _take(self, sequence: Sequence, sample: Sample) -> None:
         """Add a token to a sequence, which it may end."""
         sequence.append(sample)
-        request, token, length = sequence.request, sample.token, sequence.num_output_tokens
-        if token in request.end_tokens or length >= request.max_tokens:
-            ending = self._ending(sequence, token, length)
+        request, token = sequence.request, sample[0]
+        if token in request.end_tokens or len(sequence.tokens) >= request.max_length:
+            ending = self._ending(sequence, token, sequence.num_output_tokens)
             assert ending is not None
             self.finish(sequence, *ending)
 

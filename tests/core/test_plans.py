@@ -53,10 +53,9 @@ def test_a_sequence_is_steady_to_the_end_of_its_block_or_to_its_last_token(lengt
     [
         (SamplingParams(max_tokens=9, min_tokens=5, stop_token_ids=[7]), {}),
         (SamplingParams(max_tokens=9), {"bad_words": ((1, 2),)}),
-        (SamplingParams(max_tokens=9, n=2), {}),
         (BeamSearchParams(max_tokens=9, beam_width=2), {}),
     ],
-    ids=["minimum length", "bad words", "branches", "beams"],
+    ids=["minimum length", "bad words", "beams"],
 )
 def test_what_depends_on_its_samples_or_has_masks_is_never_steady(params, options):
     scheduler, runner = make()
@@ -64,6 +63,18 @@ def test_what_depends_on_its_samples_or_has_masks_is_never_steady(params, option
     for _ in range(4):
         step(scheduler, runner)
         assert request.live and all(sequence.steady_until == 0 for sequence in request.live)
+
+
+def test_branches_are_steady_together_in_blocks_of_their_own():
+    scheduler, runner = make()
+    request = add(scheduler, "a", 3, SamplingParams(max_tokens=9, n=2))
+    found, entries = [], []
+    for _ in range(7):
+        entries.append(len(step(scheduler, runner).plan.entries))
+        found.append([sequence.steady_until for sequence in request.live])
+    # The block of the prompt, a copy of it for one of the two, and later two new blocks at a time.
+    assert found == [[0, 0], [4, 4], [8, 8], [8, 8], [8, 8], [8, 8], [11, 11]]
+    assert entries == [1, 2, 2, 0, 0, 0, 2]
 
 
 def test_only_new_entries_of_a_block_table_are_told():

@@ -1,6 +1,7 @@
 """Conversion of parameters between checkpoints and NNX: strict both ways, one parameter in host memory at a time."""
 
 import contextlib
+import functools
 import json
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -59,13 +60,8 @@ def dummy_model(
     """Return a model with random parameters."""
     quantized = dtypes_of_weights(*abstract_model(config, dtype), quantization)
     graphdef, leaves = abstract_model(config, dtype, quantized)
-
-    def arrays() -> dict[LeafPath, jax.Array]:
-        state = nnx.state(_new(config, dtype, seed, quantized))
-        return {path: leaf[...] for path, leaf in nnx.to_flat_state(state)}
-
-    shardings = {path: place(leaf) for path, leaf in leaves.items()}
-    found = jax.jit(arrays, out_shardings=shardings)()
+    shardings = tuple((path, place(leaf)) for path, leaf in leaves.items())
+    found = _drawing(config, dtype, tuple(quantized.items()), shardings)(jax.random.key(seed))
     return _merged(graphdef, {path: leaf.replace(found[path]) for path, leaf in leaves.items()})
 
 
@@ -383,7 +379,21 @@ def _described(leaf: nnx.Variable[Any], dtype: str, place: Place) -> jax.ShapeDt
     return jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype), sharding=place(leaf))
 
 
-def _new(config: ModelConfig, dtype: str, seed: int, quantized: Mapping[LeafPath, str]) -> Model:
+@functools.lru_cache(maxsize=8)
+def _drawing(
+    config: ModelConfig, dtype: str, quantized: tuple[tuple[LeafPath, str], ...],
+    shardings: tuple[tuple[LeafPath, Sharding], ...],
+) -> Callable[[jax.Array], dict[LeafPath, jax.Array]]:  # fmt: skip
+    """Return a compiled function from a random key to the parameters of a model, by path."""
+
+    def arrays(key: jax.Array) -> dict[LeafPath, jax.Array]:
+        state = nnx.state(_new(config, dtype, key, dict(quantized)))
+        return {path: leaf[...] for path, leaf in nnx.to_flat_state(state)}
+
+    return jax.jit(arrays, out_shardings=dict(shardings))
+
+
+def _new(config: ModelConfig, dtype: str, seed: int | jax.Array, quantized: Mapping[LeafPath, str]) -> Model:
     """Return a model with random parameters, with quantized weights where `quantized` has a dtype."""
     model: Any = architecture_of(config).module(config, dtype=dtype, rngs=nnx.Rngs(seed))
     quantize_weights(model, quantized)

@@ -1,8 +1,11 @@
 """KV memory by kind, as the paper divides it (arXiv:2309.06180, Fig. 2)."""
 
+import itertools
 from collections.abc import Sequence
 from statistics import fmean
 from typing import NamedTuple
+
+import numpy as np
 
 from jpaged.core.scheduler import Scheduler
 
@@ -25,19 +28,20 @@ class Kinds(NamedTuple):
 
 def kinds(scheduler: Scheduler) -> Kinds:
     """The present shares. Each block counts once, however many sequences share it."""
-    size, total = scheduler.pool.block_size, scheduler.pool.num_blocks * scheduler.pool.block_size
-    slots: dict[int, tuple[int, int]] = {}  # tokens of each block, now and at the end
-    for request in scheduler.running:
-        final = len(request.prompt_token_ids) + request.max_tokens - 1  # the last token is never written
-        for sequence in request.live:
-            for index, block_id in enumerate(sequence.table.block_ids):
-                now = min(size, max(0, sequence.num_computed_tokens - index * size))
-                end = min(size, max(0, final - index * size))
-                before = slots.get(block_id, (0, 0))
-                slots[block_id] = max(now, before[0]), max(now, end, before[1])
-    tokens, future = sum(now for now, _ in slots.values()), sum(end - now for now, end in slots.values())
-    held = len(slots) * size
-    return Kinds(tokens / total, future / total, (held - tokens - future) / total, 1 - held / total)
+    size, num_blocks = scheduler.pool.block_size, scheduler.pool.num_blocks
+    sequences = [sequence for request in scheduler.running for sequence in request.live]
+    lengths = [len(sequence.table.block_ids) for sequence in sequences]
+    block_ids = np.fromiter(itertools.chain.from_iterable(s.table.block_ids for s in sequences), np.int64, sum(lengths))
+    starts = size * np.concatenate([np.arange(length) for length in lengths] or [block_ids])
+    slots = np.zeros((2, num_blocks), np.int64)  # tokens of each block, now and at the end
+    computed = [s.num_computed_tokens for s in sequences]
+    # The last token is never written.
+    ends = [max(n, s.request.max_length - 1) for n, s in zip(computed, sequences)]
+    for found, tokens in zip(slots, (computed, ends)):
+        np.maximum.at(found, block_ids, np.clip(np.repeat(tokens, lengths) - starts, 0, size))
+    tokens, at_end = slots.sum(axis=1).tolist()
+    held, total = size * len(np.unique(block_ids)), num_blocks * size
+    return Kinds(tokens / total, (at_end - tokens) / total, (held - at_end) / total, 1 - held / total)
 
 
 class MemoryWatch:

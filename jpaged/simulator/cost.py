@@ -39,15 +39,15 @@ class StepLoad(NamedTuple):
     @classmethod
     def of(cls, plan: StepPlan) -> Self:
         """Return the work of a plan."""
-        tokens = samples = context = 0
-        pairs = 0.0
-        for _, start, count, drawn in plan.rows:
-            end = start + count
-            tokens += count
-            samples += drawn
-            context += end
-            pairs += end if count == 1 else count * (start + 0.5 * (count + 1))
-        return cls(len(plan.rows), tokens, samples, context, pairs)
+        if not plan.rows:
+            return cls(0, 0, 0, 0, 0.0)
+        _, starts, counts, drawn = zip(*plan.rows)
+        tokens = sum(counts)
+        context = sum(starts) + tokens
+        pairs: float = context
+        if tokens > len(counts):
+            pairs = sum(count * (start + 0.5 * (count + 1)) for start, count in zip(starts, counts))
+        return cls(len(counts), tokens, sum(drawn), context, pairs)
 
 
 class StepCost(Protocol):

@@ -197,16 +197,19 @@ class Candidates:
 
     def __init__(self, seed: int = 0):
         self._rng = random.Random(seed)
-        self._logprobs = [self._peaked(a) for a in self.PEAKS]
+        self._logprobs = [_peaked(a, self.VOCAB, self.MOST) for a in self.PEAKS]
 
     def of(self, token: int, width: int) -> Sample:
         """Return the best candidates of a beam; `token` is the best one."""
         logprobs = self._rng.choice(self._logprobs)[:width]
         return Sample(token, 0.0, 1, range(token, token + len(logprobs)), logprobs)
 
-    def _peaked(self, a: float) -> list[float]:
-        norm = math.log(sum(k**-a for k in range(1, self.VOCAB + 1)))
-        return [-a * math.log(k) - norm for k in range(1, self.MOST + 1)]
+
+@functools.cache
+def _peaked(a: float, vocab_size: int, count: int) -> list[float]:
+    """Return the logprobs of the likeliest tokens, the k-th of which has a probability of k^-a over the sum of all."""
+    norm = math.log(sum(k**-a for k in range(1, vocab_size + 1)))
+    return [-a * math.log(k) - norm for k in range(1, count + 1)]
 
 
 def drive(

@@ -142,7 +142,7 @@ def test_every_simulated_case_is_in_the_results(contents):
 
 def test_measured_and_simulated_figures_have_columns_of_their_own(contents):
     heads = re.findall(r"^\| (.*) \|\n\| ---", report.of_contents(contents), re.MULTILINE)
-    assert len(heads) == 7
+    assert len(heads) == 8
     for head in heads:
         assert not any("measured" in cell and "simulated" in cell for cell in head.split(" | "))
 

@@ -208,7 +208,7 @@ def test_refusals(directory, tmp_path):
         LLM(quantized, dtype="bfloat16", **ENGINE)
 
 
-@pytest.mark.parametrize("case", ["mixtral", "opt"])
+@pytest.mark.parametrize("case", ["mixtral", pytest.param("opt", marks=pytest.mark.deep)])
 def test_models_of_other_modules_compute_with_the_rounded_weights(case):
     """A product that ignored the scale of a weight would change every logit."""
     hf = architectures.CASES[case]

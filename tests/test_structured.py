@@ -91,7 +91,7 @@ def test_beams_keep_to_it_too(demo):
     assert any(reason == "stop" for _, reason in found)
 
 
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("mode", [pytest.param("recompute", marks=pytest.mark.deep), "swap"])
 def test_preemption_does_not_lose_the_place(demo, mode):
     """A pool too small for all: each request has its result alone."""
     whole = demo.engine.scheduler

@@ -150,7 +150,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize(
-    "name", ["1 KV head, 257 tokens", *(pytest.param(name, marks=pytest.mark.deep) for name in list(MODELS)[:2])]
+    "name", [pytest.param(name, marks=pytest.mark.deep) for name in ("1 KV head, 257 tokens", *list(MODELS)[:2])]
 )
 def test_models_of_other_shapes(name):
     """Drawn and greedy tokens with penalties and logprobs, in an fp8 pool."""
@@ -213,7 +213,7 @@ def collectives(hlo: str) -> collections.Counter[str]:
 
 
 @pytest.mark.parametrize("bucket", [Bucket(8, 8, True), Bucket(64, 8, False)], ids=["decode", "mixed"])
-@pytest.mark.parametrize("name", ["4 KV heads", "2 KV heads, tied, biases"])
+@pytest.mark.parametrize("name", [pytest.param("4 KV heads", marks=pytest.mark.deep), "2 KV heads, tied, biases"])
 def test_a_step_has_two_reductions_per_layer_and_the_pool_stays_in_place(name, bucket):
     config = MODELS[name]
     options = dict(kernels="reference", dtype="float32", blocks=64, width=8)

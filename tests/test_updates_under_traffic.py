@@ -90,7 +90,7 @@ def continued(fresh, request, sequence, count):
 
 
 @pytest.mark.parametrize("in_flight", ["recompute", "keep", "wait"])
-@pytest.mark.parametrize("steps", [4, 25])
+@pytest.mark.parametrize("steps", [pytest.param(4, marks=pytest.mark.deep), 25])
 def test_tokens_after_an_update(engines, parameters, in_flight, steps):
     served, fresh = engines
     preempted = served.scheduler.num_swapped_blocks

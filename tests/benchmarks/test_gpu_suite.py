@@ -41,6 +41,7 @@ def rows_of(folder: Path, experiment: str) -> list[dict]:
     return [row for row in content["rows"] if row["experiment"] == experiment]
 
 
+@pytest.mark.deep
 def test_bad_cells_cost_themselves_and_no_more_than_their_limit(suite_of, tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_CELLS", "kernels")
     monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")

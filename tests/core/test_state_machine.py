@@ -143,7 +143,7 @@ def attack(mode: str, seed: int | None = None, **options) -> Counter[str]:
     return Attack.seen
 
 
-@pytest.mark.parametrize("mode", ["recompute", "swap", "auto"])
+@pytest.mark.parametrize("mode", ["recompute", pytest.param("swap", marks=pytest.mark.deep), "auto"])
 def test_whatever_happens_every_request_gives_what_it_gives_alone(mode):
     wanted = {"copy", "preemption", "abort in a step", "two steps in flight", "some held back"}
     wanted |= {"swap"} if mode != "recompute" else set()

@@ -162,7 +162,8 @@ DECODE = {
 }
 RAGGED = {
     "prompts, chunks and decodes": dict(
-        contexts=[0, 1, 16, 17, 40, 0, 100], q_lens=[0, 1, 16, 1, 40, 0, 35], padding_rows=3, group=4, block_size=16
+        contexts=[0, 1, 16, 17, 40, 0, 100], q_lens=[0, 1, 16, 1, 40, 0, 35], padding_rows=3, num_kv_heads=1, group=4,
+        block_size=16,
     ),
     "block 128, float16": dict(
         contexts=[130, 3, 64], q_lens=[130, 3, 1], num_kv_heads=1, block_size=128, head_dim=128, dtype=jnp.float16

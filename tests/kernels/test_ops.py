@@ -14,8 +14,9 @@ DTYPES = (jnp.bfloat16, jnp.float16)
 EXAMPLES = {REFERENCE: 2, CPU: 4, TRITON: 2, MOSAIC: 3}  # each is compiled, and an interpreter takes seconds
 
 every = pytest.mark.parametrize("kernels", ALL, ids=[kernels.name for kernels in ALL])
-usual_without_mosaic = pytest.mark.parametrize(
-    "kernels", [pytest.param(k, id=k.name, marks=[pytest.mark.deep] if k is MOSAIC else []) for k in ALL]
+INTERPRETED = (TRITON, MOSAIC)
+every_usually_on_a_cpu = pytest.mark.parametrize(
+    "kernels", [pytest.param(k, id=k.name, marks=[pytest.mark.deep] if k in INTERPRETED else []) for k in ALL]
 )
 
 # Slow in the interpreters; their shapes are compiled and their rules checked in test_compile.py and test_hardware.py.
@@ -29,13 +30,13 @@ SLOW_IN_MOSAIC = SLOW | {
     "head dim 256, window, capped",
 }  # fmt: skip
 SLOW_IN = {TRITON: SLOW_IN_TRITON, MOSAIC: SLOW_IN_MOSAIC}
-# Random cases: some usually, many in the deep tier. Mosaic's interpreter takes half a minute for some.
+# Random cases of what runs on a CPU: some usually, many in the deep tier, where the interpreters run some, too.
 tiers = pytest.mark.parametrize(
     ("kernels", "times"),
     [
         pytest.param(
             kernels, times, id=f"{kernels.name}-{name}",
-            marks=[pytest.mark.deep] if times > 1 or kernels is MOSAIC else [],
+            marks=[pytest.mark.deep] if times > 1 or kernels in INTERPRETED else [],
         )
         for kernels in ALL
         for times, name in ((1, "few"), (16 if kernels is MOSAIC else 32, "many"))
@@ -138,7 +139,7 @@ def test_float32(kernels, q_lens):
     batch.check(batch.run(attention(kernels, q_lens)))
 
 
-@usual_without_mosaic
+@every_usually_on_a_cpu
 def test_a_row_depends_neither_on_neighbours_nor_on_chunks(kernels):
     """To the bit: the last rows of a prompt, in one piece among others, as a chunk alone, and the last one alone."""
     batch = cases.make_batch([9, 70], q_lens=[9, 70], num_kv_heads=1, group=2)
@@ -157,7 +158,7 @@ def test_a_row_depends_neither_on_neighbours_nor_on_chunks(kernels):
 
 
 @pytest.mark.parametrize("num_seqs", [48, pytest.param(256, marks=pytest.mark.deep)])
-@usual_without_mosaic
+@every_usually_on_a_cpu
 def test_a_decode_row_has_the_same_bits_alone_in_a_large_step_and_beside_prompts(kernels, num_seqs):
     """One request of two splits: three times in a large decode step, alone in a wider table, and in mixed steps."""
     rng, at = np.random.default_rng(0), [0, num_seqs // 3, num_seqs - 1]
@@ -199,7 +200,7 @@ def test_a_decode_row_has_the_same_bits_alone_in_a_large_step_and_beside_prompts
         check(step.run(ragged), sum(q_lens[:mine]))
 
 
-@every
+@every_usually_on_a_cpu
 def test_parts_merge(kernels):
     """A shared prefix attended once, and the rest of each sequence: together the attention over the whole."""
     batch = cases.make_batch([96, 96], num_kv_heads=1, group=2, return_lse=True)

@@ -118,9 +118,8 @@ def test_kv_write_fetches_angles_once_for_all_heads(head_dim, copies):
     assert [event.what for event in mosaic_program.parse(name, text).events].count("load") == copies
 
 
-@pytest.mark.parametrize(
-    ("mixed", "kernels", "others"), [(False, 3, 6), pytest.param(True, 4, 7, marks=pytest.mark.deep)]
-)
+@pytest.mark.deep
+@pytest.mark.parametrize(("mixed", "kernels", "others"), [(False, 3, 6), (True, 4, 7)])
 def test_launches_of_a_layer(mixed, kernels, others):
     """Expect, besides the kernels: the rotation of q, which also pads it, and in mixed steps another one for decode
     tokens; the split of k and v; two products with a reduction. Nothing is sliced, gathered or copied for attention."""

@@ -12,9 +12,8 @@ ENGINE = dict(
     block_size=4, max_num_seqs=16, max_num_batched_tokens=32, max_model_len=112, num_gpu_blocks_override=36,
     skip_tokenizer_init=True, progress=False,
 )  # fmt: skip
-# Windows with a rotary embedding of their own, and experts; the others are in the deep tier.
-USUAL = ("gemma3", "qwen3-moe")
-SERVED = [pytest.param(name, marks=() if name in USUAL else pytest.mark.deep) for name in CASES]
+# The usual tier has windows with a rotary embedding of their own.
+SERVED = [pytest.param(name, marks=() if name == "gemma3" else pytest.mark.deep) for name in CASES]
 
 
 @pytest.fixture(scope="module", params=SERVED)

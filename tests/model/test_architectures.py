@@ -28,6 +28,13 @@ CHUNK, LENGTH = 24, PROMPT + NEW_TOKENS
 TOLERANCE = 1e-4
 
 
+# One of each module, with as many of its variations as one config can have.
+USUAL = (
+    "mistral-window", "qwen2-window", "qwen3-window", "gemma2", "gemma3", "phi3-long", "olmo2", "granite-biases",
+    "smollm3-window", "mixtral-window", "qwen3-moe-dense", "opt-350m",
+)  # fmt: skip
+
+
 def usual(*names: str) -> list:
     """All cases, those of other names in the deep tier: each compiles its model again."""
     return [pytest.param(name, marks=() if name in names else pytest.mark.deep) for name in CASES]
@@ -60,6 +67,8 @@ def test_every_architecture_has_two_cases():
     counts["Gemma3ForConditionalGeneration"] += 1  # the same decoder as Gemma3ForCausalLM
     del counts["LlamaForCausalLM"]  # test_logits.py
     assert min(counts.values()) >= 2, counts
+    usually = {CASES[name]["architectures"][0] for name in USUAL}
+    assert usually == counts.keys() - {"Gemma3ForConditionalGeneration"}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -83,6 +92,7 @@ def generated(model, prompt: list[int], new_tokens: int, chunk: int) -> tuple[li
     return found, np.stack([runner.logits[i] for i in ROWS])
 
 
+@pytest.mark.parametrize("case", usual(*USUAL), indirect=True)
 def test_logits_and_greedy_tokens_equal_transformers(case):
     """With a prompt in chunks, and decode steps."""
     model, _, tokens, expected = case

@@ -174,7 +174,7 @@ async def test_parameters_are_given_to_each_engine():
 
 
 async def test_one_metrics_page_has_both_engines():
-    engines, tokenizer = zip(*(scripted.load() for _ in range(2)))
+    engines, tokenizer = zip(*(scripted.load(0.05) for _ in range(2)))  # the requests overlap
     async with Client(engines, tokenizer[0], model_name="demo") as client:
         await asyncio.gather(*(client.complete([6 + n] * 40, max_tokens=2) for n in range(4)))
         async with client.session.get("/metrics") as response:

@@ -254,7 +254,9 @@ def test_the_step_aliases_the_pool_and_copies_none_of_it_on_a_cpu(bucket):
     assert all(copies(compiled.as_text(), x.shape, name) == 0 for x, name in zip(state, ("s32", "pred", "f32")))
 
 
-@pytest.mark.parametrize("bucket", BUCKETS, ids=["decode", "mixed"])
+@pytest.mark.parametrize(
+    "bucket", [pytest.param(BUCKETS[0], id="decode", marks=pytest.mark.deep), pytest.param(BUCKETS[1], id="mixed")]
+)
 def test_the_step_aliases_the_pool_and_copies_none_of_it_on_an_h200(bucket):
     if reason := deviceless.why_not():
         pytest.skip(reason)
@@ -272,6 +274,7 @@ def test_the_step_aliases_the_pool_and_copies_none_of_it_on_an_h200(bucket):
     assert "mosaic_gpu" in compiled.hlo
 
 
+@pytest.mark.deep
 def test_choosing_aliases_its_state_and_copies_none_of_it_on_an_h200():
     if reason := deviceless.why_not():
         pytest.skip(reason)

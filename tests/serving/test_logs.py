@@ -24,7 +24,6 @@ from tests.serving.client import exchange_bytes, request
 from tests.serving.scripted import completion
 
 SCRIPTED = "tests.serving.scripted"
-FEW_SHAPES = ("--max-num-seqs", "1", "--max-num-batched-tokens", "16")
 DISK = "/dev/full"
 
 
@@ -113,7 +112,7 @@ def serve(port: int, count: int) -> None:
 
 @full_disk
 def test_full_disk_does_not_stop_a_server():
-    with open(DISK, "w") as disk, process(disk, "server.py", *FEW_SHAPES) as (server, port):
+    with open(DISK, "w") as disk, process(disk, "-m", SCRIPTED) as (server, port):
         serve(port, 100)
         server.send_signal(signal.SIGTERM)
         assert server.wait(30) == 0

@@ -4,7 +4,6 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cached_property
 from typing import Any, NamedTuple
 
 from jpaged.core.bans import Bans
@@ -170,7 +169,7 @@ class RequestMetrics:
     num_generation_tokens: int = 0
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Request:
     """Request with resolved `seed` and `max_tokens`, which are not None.
 
@@ -185,6 +184,8 @@ class Request:
         beam: the state of a beam search, or None; its live beams are `sequences`, and at the end its best hypotheses.
         find_stop: returns the stop string that the text of a sequence contains once a token is added; None for none.
         prompt_samples: logprobs of the prompt's tokens but the first, as far as they are computed.
+        num_sequences: number of its sequences once its prompt is computed.
+        max_length: number of tokens of prompt and output at which a sequence ends.
     """
 
     request_id: str
@@ -205,16 +206,16 @@ class Request:
     sequences: list[Sequence] = field(default_factory=list)
     prompt_samples: list[Sample] = field(default_factory=list)
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    num_sequences: int = field(init=False)
+    max_length: int = field(init=False)
+    _host_bound: bool = field(init=False)
 
-    @cached_property
-    def num_sequences(self) -> int:
-        """Number of its sequences once its prompt is computed."""
-        return self.params.num_sequences
-
-    @cached_property
-    def max_length(self) -> int:
-        """Number of tokens of prompt and output at which a sequence ends."""
-        return len(self.prompt_token_ids) + self.max_tokens
+    def __post_init__(self) -> None:
+        self.num_sequences = self.params.num_sequences
+        self.max_length = len(self.prompt_token_ids) + self.max_tokens
+        self._host_bound = (
+            self.beam is not None or self.params.structured_outputs is not None or self.bans.follow_output
+        )
 
     @property
     def live(self) -> list[Sequence]:
@@ -240,10 +241,6 @@ class Request:
         The host chooses among candidates, forks, or creates a mask that depends on the token.
         """
         return self._host_bound or len(self.sequences) < self.num_sequences
-
-    @cached_property
-    def _host_bound(self) -> bool:
-        return self.beam is not None or self.params.structured_outputs is not None or self.bans.follow_output
 
     @property
     def seats(self) -> int:

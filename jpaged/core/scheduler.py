@@ -287,7 +287,7 @@ class Scheduler:
         step = self._in_flight.popleft()
         assert step.plan is plan, "plans are committed in their order"
         advanced: list[Sequence] = []
-        served: dict[Request, None] = {}
+        served: list[Request] = []  # the rows of a request are next to each other
         beams: dict[Request, list[Sample]] = {}
         for sequences in step.resumed.values():
             for sequence, computed in sequences:
@@ -304,7 +304,8 @@ class Scheduler:
                 if not sequence.in_flight:
                     self._release(sequence)
                 continue
-            served[request] = None
+            if not served or served[-1] is not request:
+                served.append(request)
             prompt = prompts.get(index, ()) if prompts else ()
             # All samples of a sequence are drawn from the same logits.
             if (num_samples and samples[first][1] != samples[first][1]) or (prompt and _has_nan(prompt)):
@@ -335,7 +336,7 @@ class Scheduler:
         assert at == len(samples), f"{len(samples)} samples of {at}"
         for request, samples_of_beams in beams.items():
             advanced += self._advance_beams(request, samples_of_beams)
-        return Committed(advanced, list(served), step.preempted, list(step.resumed))
+        return Committed(advanced, served, step.preempted, list(step.resumed))
 
     def recover(self) -> None:
         """Restore a consistent state after a step that failed at any point, or for other parameters.

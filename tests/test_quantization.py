@@ -118,7 +118,8 @@ def test_linear_layers_are_quantized_and_nothing_else(directory, quantization):
     np.testing.assert_array_equal(leaves["lm_head.weight"], tensors["lm_head.weight"])
 
 
-@pytest.mark.parametrize("quantization", ["int8", pytest.param("fp8", marks=pytest.mark.deep)])
+@pytest.mark.deep
+@pytest.mark.parametrize("quantization", ["int8", "fp8"])
 def test_every_format_gives_the_same_arrays_on_one_device_and_on_four(directory, quantization):
     options = dict(dtype="float32", seed=0, progress=False, quantization=quantization)
     float_model = load_safetensors(directory, CONFIG, "float32", progress=False)

@@ -182,6 +182,7 @@ def test_each_request_gives_alone_what_it_gives_beside_64_others_and_after_preem
     assert len({s.finish_reason for sequences in alone for s in sequences}) > 1, "some must end early"
 
 
+@pytest.mark.deep
 def test_logprobs_alone_and_beside_64_others_differ_by_the_rounding_of_products_only(runner_of, monkeypatch):
     """With the usual buckets, a matrix product of another shape rounds differently; with one bucket nothing differs."""
     rng, runner, tokenizer = random.Random(6), runner_of("llama2", 0), byte_tokenizer()

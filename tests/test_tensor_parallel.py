@@ -240,14 +240,15 @@ deviceless_only = pytest.mark.skipif(deviceless.why_not() is not None, reason=st
 ON_H200S = dict(kernels="mosaic", dtype="bfloat16", blocks=4096, width=512)
 
 
+@pytest.mark.deep
 @deviceless_only
 @pytest.mark.parametrize(
     "topology, bucket",
     [
         pytest.param("1x1x4", Bucket(64, 64, True), id="4 H200s, decode"),
-        pytest.param("1x1x8", Bucket(64, 64, True), id="8 H200s, decode", marks=pytest.mark.deep),
-        pytest.param("1x1x8", Bucket(2048, 64, False), id="8 H200s, mixed", marks=pytest.mark.deep),
-        pytest.param("1x2x4", Bucket(64, 64, True), id="two hosts of 4 H200s, decode", marks=pytest.mark.deep),
+        pytest.param("1x1x8", Bucket(64, 64, True), id="8 H200s, decode"),
+        pytest.param("1x1x8", Bucket(2048, 64, False), id="8 H200s, mixed"),
+        pytest.param("1x2x4", Bucket(64, 64, True), id="two hosts of 4 H200s, decode"),
     ],
 )
 def test_two_layers_of_an_8b_model_on_h200s(topology, bucket):

@@ -89,6 +89,7 @@ def test_json_has_the_whole_report(tiny, capsys, tmp_path):
     assert found["tests"] == found["problems"] == []
 
 
+@pytest.mark.deep  # test_selftest.py has the processes
 def test_a_planted_fault_is_reported_and_the_status_is_1(h200, monkeypatch, capsys):
     put(monkeypatch, mosaic="wrong", triton="good")
     found = reported(capsys, status=1)

@@ -146,7 +146,7 @@ def whole_logits(model, tokens):
     return causal_logits(model, jnp.asarray([tokens]), jnp.arange(LENGTH)[None], mask)[0, np.asarray(ROWS)]
 
 
-@pytest.mark.parametrize("case", usual("gemma2"), indirect=True)
+@pytest.mark.deep
 def test_planted_errors_are_noticed(case):
     """Otherwise the fixtures would prove nothing about windows, caps, factors, norms, experts and rotary embeddings."""
     model, _, tokens, expected = case
@@ -170,7 +170,7 @@ def test_planted_errors_are_noticed(case):
         assert np.abs(run(nnx.from_flat_state(moved)) - expected).max() > 10 * TOLERANCE, path
 
 
-@pytest.mark.parametrize("case", ["mixtral", "olmo2"], indirect=True)
+@pytest.mark.parametrize("case", [pytest.param("mixtral", marks=pytest.mark.deep), "olmo2"], indirect=True)
 def test_logits_on_four_devices_equal_transformers(case, tmp_path):
     """Each layer has two all-reduces, and two more for norms over all queries and all keys."""
     model, tensors, tokens, expected = case

@@ -110,6 +110,7 @@ def generate(engine: Engine, abort_at: dict[int, str] | None = None) -> list[lis
     ]
 
 
+@pytest.mark.deep
 def test_another_process_gives_the_same_results_for_the_same_plans(runner, tmp_path):
     recorder = Recorder(runner)
     engine = engine_on(recorder)

@@ -182,7 +182,7 @@ async def test_one_metrics_page_has_both_engines():
         for name in ("vllm:kv_cache_usage_perc", "vllm:num_requests_running", "vllm:prompt_tokens_total"):
             assert set(re.findall(rf'{name}\{{engine="(\d)"', text)) == {"0", "1"}, name
         counts = re.findall(r'^vllm:prompt_tokens_total\{engine="\d",model_name="demo"\} (.*)$', text, re.M)
-        assert list(map(float, counts)) == [80, 80]
+        assert sum(map(float, counts)) == 160 and min(map(float, counts)) > 0
         async with client.session.get("/get_server_info") as response:
             info = await response.json()
         assert (info["dp_size"], info["tp_size"], info["status"]) == (2, 1, "ready")

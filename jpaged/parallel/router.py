@@ -106,17 +106,14 @@ class Router:
             EngineDead: every engine has failed, or one fails that has begun with a prompt.
         """
         places: dict[int, list[int]] = {}  # of each engine, the indexes of its prompts
-        for index, prompt in enumerate(prompts):
-            loads = {
-                number: live + len(places.get(number, ()))
-                for number, live in enumerate(self._num_live)
-                if self._engines[number].alive
-            }
-            salt = options.get("cache_salt", "")
-            number = self._table.choose(prompt, loads or {0: 0}, salt=salt)
-            self._table.remember(prompt, number, salt=salt)
-            places.setdefault(number, []).append(index)
         async with AsyncExitStack() as stack:
+            for index, prompt in enumerate(prompts):
+                loads = {number: live for number, live in enumerate(self._num_live) if self._engines[number].alive}
+                salt = options.get("cache_salt", "")
+                number = self._table.choose(prompt, loads or {0: 0}, salt=salt)
+                self._table.remember(prompt, number, salt=salt)
+                places.setdefault(number, []).append(index)
+                self._add_live(stack, number, 1)  # the engine accepts it later, and other requests come meanwhile
             streams = []
             for number, indexes in places.items():
                 parts = [prompts[index] for index in indexes]
@@ -140,13 +137,20 @@ class Router:
             except (QueueFull, EngineDead) as error:
                 problem = error
                 continue
-            self._add_live(each, len(prompts))
-            stack.callback(self._add_live, each, -len(prompts))
+            if each != number:
+                self._add_live(stack, number, -len(prompts))
+                self._add_live(stack, each, len(prompts))
             return stream
         raise problem
 
-    def _add_live(self, number: int, change: int) -> None:
-        self._num_live[number] += change
+    def _add_live(self, stack: AsyncExitStack, number: int, change: int) -> None:
+        """Change the number of an engine's live prompts until the request ends."""
+
+        def add(change: int) -> None:
+            self._num_live[number] += change
+
+        add(change)
+        stack.callback(add, -change)
 
     async def _all(self, call: Callable[[AsyncEngine], Any]) -> None:
         """Await a call of every engine that is alive.

@@ -143,7 +143,7 @@ def _prefix_rows(found: Figures) -> list[Sequence[str]]:
             f"Shared prefix, {name}: normalised latency of Orca (Oracle) over ours", NONE, gain("prefix"), NONE,
             f"At 0.9 of saturation. Without the prefix cache {gain('paged')}, with a token-level tree {gain('radix')}. "
             + ("A prefix of 20 tokens costs a CPU nearly nothing." if name == "1-shot" else
-               "Blocks of one token slow attention down on a CPU."),
+               "The cache saves most of each prompt's computation."),
         ))  # fmt: skip
     return rows
 
@@ -305,8 +305,8 @@ def page(found: Figures, sharing: Figures, preemption: Figures, million: Figures
         ],
         "Validation of the simulator": [
             "The same traces ran on the engine and in the simulator. Costs of steps come from the engine's runs of "
-            f"other traces, with the same rates, in between. Figures are medians of four rounds, also the error, whose "
-            f"largest one in a round is {largest_error(found):.0%}. "
+            "other traces, with the same rates, in between. Figures and errors are medians of four rounds; the largest "
+            f"error of a round is {100 * largest_error(found):.0f} %. "
             "The rates are 0.2, 0.4 and 0.6 of the rate at saturation: nearer to it, a small error of the costs "
             "becomes a large one of the latency.",
             "![Validation](benchmarks/validation.png)", validation_table(found),

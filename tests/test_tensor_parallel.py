@@ -106,7 +106,7 @@ def run(engine: Engine) -> list[list]:
     return found
 
 
-def assert_same(outputs, expected) -> None:
+def assert_same(outputs, expected, atol: float = 1e-4) -> None:
     """Expect the same tokens, texts and ends, and logprobs that differ by the order of sums only."""
     for choices, others in zip(outputs, expected, strict=True):
         for one, other in zip(choices, others, strict=True):
@@ -114,7 +114,7 @@ def assert_same(outputs, expected) -> None:
                 other.output_token_ids, other.text, other.finish_reason,
             )  # fmt: skip
             for a, b in zip(one.samples, other.samples, strict=True):
-                assert a.logprob == pytest.approx(b.logprob, abs=1e-4) and a.top_tokens == b.top_tokens
+                assert a.logprob == pytest.approx(b.logprob, abs=atol) and a.top_tokens == b.top_tokens
 
 
 @pytest.mark.parametrize("num_devices", [pytest.param(2, marks=pytest.mark.deep), 4])
@@ -169,7 +169,8 @@ def test_models_of_other_shapes(name):
         while engine.has_work:
             engine.step()
         found.append([request.outputs for request in added])
-    assert_same(*found)
+    # A sum halfway between two numbers of fp8 is rounded up or down: 2.1e-4 was seen, and 1.4e-6 in a float32 pool.
+    assert_same(*found, atol=1e-3)
 
 
 def avals(tree, sharding):

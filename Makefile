@@ -33,11 +33,11 @@ test-deep: $(VENV)/test.done
 
 # Ray is an optional extra of 240 MiB; without it these tests are skipped.
 test-ray: $(VENV)/test.done
-	$(BIN)/python -m pip install --no-compile --disable-pip-version-check -e ".[ray]"
+	$(call install,[ray])
 	$(BIN)/python -m pytest tests/parallel/test_ray.py -v $(ARGS)
 
 test-tunix: $(VENV)/test.done
-	$(BIN)/python -m pip install --no-compile --disable-pip-version-check -e ".[tunix]"
+	$(call install,[tunix])
 	$(BIN)/python -m pytest tests/test_examples.py -k tunix -m "" -v $(ARGS)
 
 lint: $(VENV)/test.done
@@ -61,15 +61,20 @@ format: $(VENV)/test.done
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
+# uv takes a sixth of pip's time. pip follows where uv fails, for example because the index is named in pip.conf alone.
+define install
+	@echo "Installing jpaged$(1) into $(VENV)"
+	{ $(PIP) --quiet uv && $(BIN)/uv pip install --python $(BIN)/python -e ".$(1)"; } || $(PIP) -e ".$(1)"
+endef
 # Only modules that are imported are compiled: it saves a third of the installation.
+PIP := $(BIN)/python -m pip install --no-compile --disable-pip-version-check
+
 $(VENV)/serve.done: pyproject.toml $(BIN)/python
-	@echo "Installing jpaged$(SERVE_EXTRAS) into $(VENV)"
-	$(BIN)/python -m pip install --no-compile --disable-pip-version-check -e ".$(SERVE_EXTRAS)"
+	$(call install,$(SERVE_EXTRAS))
 	@touch $@
 
 $(VENV)/test.done: pyproject.toml $(BIN)/python
-	@echo "Installing jpaged[dev] into $(VENV)"
-	$(BIN)/python -m pip install --no-compile --disable-pip-version-check -e ".[dev]"
+	$(call install,[dev])
 	@touch $@
 
 # The first of these that is new enough; uv brings one if none is.

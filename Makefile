@@ -64,7 +64,7 @@ clean:
 # uv takes a sixth of pip's time. pip follows where uv fails, for example because the index is named in pip.conf alone.
 define install
 	@echo "Installing jpaged$(1) into $(VENV)"
-	{ $(PIP) --quiet uv && $(BIN)/uv pip install --python $(BIN)/python -e ".$(1)"; } || $(PIP) -e ".$(1)"
+	{ $(PIP) uv && $(BIN)/uv pip install --python $(BIN)/python -e ".$(1)"; } || $(PIP) -e ".$(1)"
 endef
 # Only modules that are imported are compiled: it saves a third of the installation.
 PIP := $(BIN)/python -m pip install --no-compile --disable-pip-version-check

@@ -1,5 +1,6 @@
 """The examples run as they stand."""
 
+import asyncio
 import dataclasses
 import json
 import runpy
@@ -8,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import jpaged
-from benchmarks.shared.server_process import SMALL, ServerProcess
 from jpaged.engine import build
 from jpaged.engine.build import limits_of
-from tests.few_shapes import PROGRAM, few_shapes
+from tests.few_shapes import few_shapes
+from tests.serving.client import Client
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -45,9 +46,10 @@ def test_kernels_alone(capsys):
     assert kernels.startswith("cpu: ") and result.startswith("o (1, 8, 64) bfloat16")
 
 
-def test_client(capsys):
-    with ServerProcess(*SMALL, program=(*PROGRAM, "serve")) as server:
-        story, brace, person = "\n".join(lines_of("client.py", capsys, server.url)).partition("{")
+async def test_client(demo, capsys):
+    async with Client(demo.engine, demo.tokenizer, model_name="demo") as client:
+        lines = await asyncio.to_thread(lines_of, "client.py", capsys, client.url)
+    story, brace, person = "\n".join(lines).partition("{")
     assert len(story.split()) > 10 and json.loads(brace + person).keys() == {"name", "age"}
 
 

@@ -152,6 +152,7 @@ def test_it_loads_without_llguidance(module):
     assert not loads(module, "llguidance")
 
 
+@pytest.mark.deep
 def test_those_tests_can_fail():
     assert loads("jpaged.llm", "jax") and loads("jpaged.runtime.batch", "numpy")
     assert loads("jpaged.structured.grammar", "llguidance")

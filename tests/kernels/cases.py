@@ -200,15 +200,14 @@ _LENGTHS = st.one_of(
 
 
 @st.composite
-def batches(draw, *, ragged: bool, long: bool, small: bool, dtypes: Sequence[Any]) -> Batch:
-    """Any batch with a token in it that an op takes; `long` contexts cross the edge of a split. A `small` one has up to
-    three sequences, two KV heads and head dim 128."""
+def batches(draw, *, ragged: bool, long: bool, dtypes: Sequence[Any]) -> Batch:
+    """Any batch with a token in it that an op takes; `long` contexts cross the edge of a split."""
     head_dims = [(64, 64), (128, 128), (32, 64), (80, 128), (256, 256), (192, 256)]
-    head_dim, pool_head_dim = draw(st.sampled_from(head_dims[: 4 if small else None]))
+    head_dim, pool_head_dim = draw(st.sampled_from(head_dims))
     lengths = st.one_of(_LENGTHS, st.sampled_from([511, 512, 513, 577])) if long else _LENGTHS
-    contexts = draw(st.lists(lengths, min_size=1, max_size=3 if small else 5).filter(any))
+    contexts = draw(st.lists(lengths, min_size=1, max_size=5).filter(any))
     case: dict[str, Any] = dict(
-        num_kv_heads=draw(st.integers(1, 2 if small else 3)), group=draw(st.integers(1, 16)), head_dim=head_dim,
+        num_kv_heads=draw(st.integers(1, 3)), group=draw(st.integers(1, 16)), head_dim=head_dim,
         pool_head_dim=pool_head_dim, block_size=draw(st.sampled_from([8, 16, 32, 64, 128])),
         dtype=draw(st.sampled_from(list(dtypes))), fp8=draw(st.booleans()), return_lse=draw(st.booleans()),
         soft_cap=draw(st.sampled_from([None, None, 3.0])), window=draw(st.sampled_from([None, None, 1, 16, 65])),

@@ -164,6 +164,7 @@ class TestLaunches:
             support.check_grid("ragged_paged", (2**31,))
 
 
+@pytest.mark.deep
 class TestPlantedFaults:
     """Each rule is only worth something if its violation is found."""
 

@@ -29,6 +29,7 @@ def test_where_a_split_is_computed_changes_nothing(num_sms):
     np.testing.assert_array_equal(batch.run(op), batch.run(decode))
 
 
+@pytest.mark.deep
 class TestTheChecks:
     """They are only worth something if they can fail."""
 

@@ -11,12 +11,12 @@ from tests.kernels import cases
 from tests.kernels.implementations import ALL, CPU, MOSAIC, REFERENCE, TRITON
 
 DTYPES = (jnp.bfloat16, jnp.float16)
-EXAMPLES = {REFERENCE: 2, CPU: 4, TRITON: 2, MOSAIC: 3}  # each is compiled, and an interpreter takes seconds
+# Numbers of random cases: each is compiled, and an interpreter takes seconds.
+FEW, MANY = {REFERENCE: 2, CPU: 4}, {REFERENCE: 64, CPU: 128, TRITON: 64, MOSAIC: 48}
 
 every = pytest.mark.parametrize("kernels", ALL, ids=[kernels.name for kernels in ALL])
-INTERPRETED = (TRITON, MOSAIC)
-every_usually_on_a_cpu = pytest.mark.parametrize(
-    "kernels", [pytest.param(k, id=k.name, marks=[pytest.mark.deep] if k in INTERPRETED else []) for k in ALL]
+every_usually_the_cpus = pytest.mark.parametrize(
+    "kernels", [pytest.param(k, id=k.name, marks=[] if k is CPU else [pytest.mark.deep]) for k in ALL]
 )
 
 # Slow in the interpreters; their shapes are compiled and their rules checked in test_compile.py and test_hardware.py.
@@ -30,18 +30,18 @@ SLOW_IN_MOSAIC = SLOW | {
     "head dim 256, window, capped",
 }  # fmt: skip
 SLOW_IN = {TRITON: SLOW_IN_TRITON, MOSAIC: SLOW_IN_MOSAIC}
-# Random cases of what runs on a CPU: some usually, many in the deep tier, where the interpreters run some, too.
-tiers = pytest.mark.parametrize(
-    ("kernels", "times"),
-    [
-        pytest.param(
-            kernels, times, id=f"{kernels.name}-{name}",
-            marks=[pytest.mark.deep] if times > 1 or kernels in INTERPRETED else [],
-        )
-        for kernels in ALL
-        for times, name in ((1, "few"), (16 if kernels is MOSAIC else 32, "many"))
-    ],
-)  # fmt: skip
+
+
+def examples(*tiers):
+    """Each implementation with its number of random cases in each tier; many of them are deep."""
+    return pytest.mark.parametrize(
+        ("kernels", "examples"),
+        [
+            pytest.param(kernels, count, id=f"{kernels.name}-{count}", marks=[pytest.mark.deep] if tier is MANY else [])
+            for tier in tiers
+            for kernels, count in tier.items()
+        ],
+    )
 
 
 def tiered(named):
@@ -59,11 +59,11 @@ def tiered(named):
     )  # fmt: skip
 
 
-def drawn(kernels, times, strategy, check) -> None:
-    """Run `check` on `times` the kernels' number of examples of a strategy, the same at every run."""
+def drawn(examples, strategy, check) -> None:
+    """Run `check` on some examples of a strategy, the same at every run."""
 
     @settings(
-        max_examples=times * EXAMPLES[kernels], derandomize=True, deadline=None, database=None,
+        max_examples=examples, derandomize=True, deadline=None, database=None,
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     @given(strategy)
@@ -92,28 +92,28 @@ def test_write(kernels, case):
     write.check(*kernels.write_kv(*write.args, **write.options))
 
 
-@tiers
-def test_any_decode(kernels, times):
-    strategy = cases.batches(ragged=False, long=kernels is not REFERENCE, small=times == 1, dtypes=DTYPES)
-    drawn(kernels, times, strategy, lambda batch: batch.check(batch.run(kernels.paged_decode_attention)))
+@examples(MANY)
+def test_any_decode(kernels, examples):
+    strategy = cases.batches(ragged=False, long=kernels is not REFERENCE, dtypes=DTYPES)
+    drawn(examples, strategy, lambda batch: batch.check(batch.run(kernels.paged_decode_attention)))
 
 
-@tiers
-def test_any_ragged(kernels, times):
-    strategy = cases.batches(ragged=True, long=False, small=times == 1, dtypes=DTYPES)
-    drawn(kernels, times, strategy, lambda batch: batch.check(batch.run(kernels.ragged_paged_attention)))
+@examples(MANY)
+def test_any_ragged(kernels, examples):
+    strategy = cases.batches(ragged=True, long=False, dtypes=DTYPES)
+    drawn(examples, strategy, lambda batch: batch.check(batch.run(kernels.ragged_paged_attention)))
 
 
-@tiers
-def test_any_write(kernels, times):
+@examples(FEW, MANY)
+def test_any_write(kernels, examples):
     def check(write):
         write.check(*kernels.write_kv(*write.args, **write.options))
 
-    drawn(kernels, times, cases.writes(dtypes=DTYPES), check)
+    drawn(examples, cases.writes(dtypes=DTYPES), check)
 
 
-@tiers
-def test_any_copy(kernels, times):
+@examples(FEW, MANY)
+def test_any_copy(kernels, examples):
     """All sources are read before any destination is written: chains, swaps, and a source for two."""
 
     def check(draw):
@@ -128,7 +128,7 @@ def test_any_copy(kernels, times):
         np.testing.assert_array_equal(np.asarray(out, np.float32), expected)
 
     sources = st.lists(st.integers(0, 5), min_size=1, max_size=6)
-    drawn(kernels, times, st.tuples(st.permutations(range(6)), sources, st.integers(0, 99)), check)
+    drawn(examples, st.tuples(st.permutations(range(6)), sources, st.integers(0, 99)), check)
 
 
 @pytest.mark.parametrize("kernels", [REFERENCE, CPU], ids=["reference", "cpu"])  # Triton: test_triton.py
@@ -139,7 +139,7 @@ def test_float32(kernels, q_lens):
     batch.check(batch.run(attention(kernels, q_lens)))
 
 
-@every_usually_on_a_cpu
+@every_usually_the_cpus
 def test_a_row_depends_neither_on_neighbours_nor_on_chunks(kernels):
     """To the bit: the last rows of a prompt, in one piece among others, as a chunk alone, and the last one alone."""
     batch = cases.make_batch([9, 70], q_lens=[9, 70], num_kv_heads=1, group=2)
@@ -158,7 +158,7 @@ def test_a_row_depends_neither_on_neighbours_nor_on_chunks(kernels):
 
 
 @pytest.mark.parametrize("num_seqs", [48, pytest.param(256, marks=pytest.mark.deep)])
-@every_usually_on_a_cpu
+@every_usually_the_cpus
 def test_a_decode_row_has_the_same_bits_alone_in_a_large_step_and_beside_prompts(kernels, num_seqs):
     """One request of two splits: three times in a large decode step, alone in a wider table, and in mixed steps."""
     rng, at = np.random.default_rng(0), [0, num_seqs // 3, num_seqs - 1]
@@ -200,7 +200,7 @@ def test_a_decode_row_has_the_same_bits_alone_in_a_large_step_and_beside_prompts
         check(step.run(ragged), sum(q_lens[:mine]))
 
 
-@every_usually_on_a_cpu
+@every_usually_the_cpus
 def test_parts_merge(kernels):
     """A shared prefix attended once, and the rest of each sequence: together the attention over the whole."""
     batch = cases.make_batch([96, 96], num_kv_heads=1, group=2, return_lse=True)
@@ -221,6 +221,7 @@ def attention(kernels, q_lens):
     return kernels.paged_decode_attention if q_lens is None else kernels.ragged_paged_attention
 
 
+@pytest.mark.deep
 class TestTheChecks:
     """They are only worth something if they can fail. `test_mosaic.py` plants errors in kernels."""
 

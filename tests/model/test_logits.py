@@ -20,8 +20,7 @@ from tests.oracle import make_fixtures
 FIXTURES = np.load(Path(__file__).parents[1] / "fixtures" / "llama.npz")
 
 CHUNKS = {"prefill": 128, "chunks": 16, "single rows": 1}
-# In the usual tier models have their prompts computed in chunks, and one of them also in one prefill.
-USUAL = {*((name, "chunks") for name in checkpoints.CASES if name not in ("yarn", "llama3-new")), ("llama2", "prefill")}
+USUAL = {(name, "chunks") for name in checkpoints.CASES if name not in ("yarn", "llama3-new")}
 WAYS = [
     pytest.param(name, chunk, id=f"{name}-{way}", marks=[] if (name, way) in USUAL else pytest.mark.deep)
     for name in checkpoints.CASES
@@ -49,6 +48,7 @@ def test_logits_and_greedy_tokens_equal_transformers(case, chunk):
     np.testing.assert_allclose(logits, expected[:-1], atol=1e-4, rtol=0)
 
 
+@pytest.mark.deep
 def test_the_comparison_notices_a_missing_rope_scaling(case):
     """Otherwise the fixtures would prove nothing about positions past the original context."""
     model, tokens, expected = case

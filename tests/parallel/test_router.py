@@ -8,8 +8,10 @@ import pytest
 
 from benchmarks.shared.server_process import ServerProcess
 from jpaged import SamplingParams
+from jpaged.config import EngineConfig
 from jpaged.core.params import InvalidParameter
 from jpaged.engine.async_engine import AsyncEngine, EngineDead, QueueFull
+from jpaged.engine.build import load_engine, on_further_devices, prepare
 from jpaged.parallel.router import Router
 from tests.serving import scripted
 from tests.serving.client import Client
@@ -196,24 +198,45 @@ async def test_one_metrics_page_has_both_engines():
         assert (info["dp_size"], info["tp_size"], info["status"]) == (2, 1, "ready")
 
 
-@pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=pytest.mark.deep)])
+PROMPTS = ["Once upon a time", "The little fox", "Who are you?", "One day, a girl named"]
+GENERATED = re.compile(r'^vllm:generation_tokens_total\{engine="\d",model_name="demo"\} (.*)$', re.M)
+
+
+def texts(demo) -> list[str]:
+    """Return what one engine generates after the prompts."""
+    params = SamplingParams(temperature=0, max_tokens=16)
+    return [output.outputs[0].text for output in demo.generate(PROMPTS, params, use_tqdm=False)]
+
+
+async def test_two_engines_on_devices_of_their_own_equal_one(demo):
+    config = EngineConfig(max_num_seqs=1, max_num_batched_tokens=16, max_model_len=256, num_gpu_blocks_override=64)
+    prepared = on_further_devices(prepare(config), 2)
+    loaded = [load_engine(config, prepared=each, progress=False) for each in prepared]
+    assert len({each.engine.runner.placement.device for each in loaded}) == 2
+    async with Client(tuple(each.engine for each in loaded), loaded[0].tokenizer, model_name="demo") as client:
+        body = await client.complete(PROMPTS, max_tokens=16)
+        async with client.session.get("/metrics") as response:
+            tokens = GENERATED.findall(await response.text())
+    assert [choice["text"] for choice in body["choices"]] == texts(demo)
+    assert len(tokens) == 2 and all(float(each) > 0 for each in tokens)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("num_devices", [1, 2])
 async def test_a_server_with_two_engines_equals_one(demo, num_devices):
     flags = ("--max-num-seqs", "1", "--max-num-batched-tokens", "16", "--max-model-len", "256",
              "--num-gpu-blocks-override", "64")  # fmt: skip
-    prompts = ["Once upon a time", "The little fox", "Who are you?", "One day, a girl named"]
-    params = SamplingParams(temperature=0, max_tokens=16)
-    expected = [output.outputs[0].text for output in demo.generate(prompts, params, use_tqdm=False)]
     parallel = ("--data-parallel-size", "2", "--tensor-parallel-size", str(num_devices))
     with ServerProcess(*flags, *parallel, env={"JAX_NUM_CPU_DEVICES": str(2 * num_devices)}) as server:
         async with aiohttp.ClientSession() as session:
-            body = {"model": "demo", "prompt": prompts, "temperature": 0, "max_tokens": 16}
+            body = {"model": "demo", "prompt": PROMPTS, "temperature": 0, "max_tokens": 16}
             async with session.post(f"{server.url}/v1/completions", json=body) as response:
                 found = [choice["text"] for choice in (await response.json())["choices"]]
             async with session.get(f"{server.url}/server_info") as response:
                 info = await response.json()
             async with session.get(f"{server.url}/metrics") as response:
                 text = await response.text()
-    assert found == expected
+    assert found == texts(demo)
     assert (info["dp_size"], info["tp_size"], info["model_type"]) == (2, num_devices, "llama")
-    tokens = re.findall(r'^vllm:generation_tokens_total\{engine="\d",model_name="demo"\} (.*)$', text, re.M)
+    tokens = GENERATED.findall(text)
     assert len(tokens) == 2 and all(float(each) > 0 for each in tokens)

@@ -67,6 +67,7 @@ async def complete(session, url, prompt, **options) -> tuple[int, str]:
 
 
 @needs_smg
+@pytest.mark.deep
 async def test_smg_keeps_prefixes_together_and_loses_only_the_streams_of_a_killed_worker():
     flags = ("--step-seconds", "0.01")
     with (

@@ -96,3 +96,11 @@ def tiny(tmp_path_factory):
     checkpoints.write(directory, models.TINY, generation={"eos_token_id": models.EOS})
     models.write_tokenizer(directory)
     return directory
+
+
+@pytest.fixture(scope="session")
+def loaded(tiny):
+    """The engine of `tiny` that tests of servers share."""
+    from tests.serving.client import build
+
+    return build(tiny)

@@ -273,6 +273,7 @@ def test_a_packed_document_has_the_loss_that_it_has_alone():
     np.testing.assert_allclose(losses[5:8], alone[:3], rtol=1e-5)
 
 
+@pytest.mark.deep
 def test_training_lowers_the_loss_and_the_same_seed_gives_the_same_bytes(tmp_path):
     histories = [train.train(TINY, 30, 0, tmp_path / name) for name in ("one", "two")]
     assert histories[0] == histories[1]

@@ -53,6 +53,7 @@ async def test_client(demo, capsys):
     assert len(story.split()) > 10 and json.loads(brace + person).keys() == {"name", "age"}
 
 
+@pytest.mark.deep
 def test_grpo(tmp_path):
     with few_shapes():
         history = runpy.run_path(str(EXAMPLES / "grpo.py"))["main"]("2", str(tmp_path / "grpo.png"))

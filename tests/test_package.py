@@ -103,9 +103,9 @@ def test_the_installed_wheel_completes_and_serves(wheel, tmp_path):
     jpaged = python.with_name("jpaged")
     assert run(jpaged, "--version", cwd=tmp_path).strip()
     limits = ("--max-num-seqs", "2", "--max-num-batched-tokens", "32", "--max-model-len", "128")
-    text = run(jpaged, "complete", "Once upon a time", "--max-tokens", "8", *limits, cwd=tmp_path)
-    assert len(text.split()) > 3
     with ServerProcess(*limits, program=(str(jpaged), "serve")) as server:
+        text = run(jpaged, "complete", "Once upon a time", "--max-tokens", "8", "--url", server.url, cwd=tmp_path)
+        assert len(text.split()) > 3
         body = json.dumps({"prompt": "Once upon a time", "max_tokens": 4}).encode()
         request = urllib.request.Request(f"{server.url}/v1/completions", body, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=60) as response:

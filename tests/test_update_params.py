@@ -330,7 +330,7 @@ def device_bytes():
     return sum(array.nbytes for array in jax.live_arrays() if array.sharding.memory_kind == "device")
 
 
-@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("level", [1, pytest.param(2, marks=pytest.mark.deep)])
 def test_a_sleeping_engine_holds_neither_pool_nor_parameters_and_wakes_up_to_the_same_tokens(llm, models, level):
     model = dummy_model(LLAMA, "float32", 1)
     llm.update_params(model)

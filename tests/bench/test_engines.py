@@ -10,14 +10,7 @@ from jpaged.bench.throughput import bench_engine
 from jpaged.bench.workload import Workload
 from jpaged.llm import LLM
 from tests.few_shapes import few_shapes
-from tests.serving.client import MAX_LEN, Client, build
-
-SHAPES = {"max_num_seqs": 2, "max_num_batched_tokens": 16}  # few to compile
-
-
-@pytest.fixture(scope="module")
-def loaded(tiny):
-    return build(tiny, **SHAPES)
+from tests.serving.client import MAX_LEN, Client
 
 
 @pytest.mark.parametrize("endpoint, token_ids", [("completions", False), ("completions", True), ("chat", False)])
@@ -40,7 +33,9 @@ async def test_a_run_against_the_server(loaded, endpoint, token_ids):
 
 def test_a_run_without_a_server(tiny, tmp_path):
     with few_shapes():
-        llm = LLM(str(tiny), progress=False, max_model_len=MAX_LEN, block_size=8, **SHAPES)
+        llm = LLM(
+            str(tiny), progress=False, max_model_len=MAX_LEN, block_size=8, max_num_seqs=2, max_num_batched_tokens=16
+        )
     workload = Workload("sharegpt", num_prompts=4)
     found = bench_engine(llm, workload, progress=False)
     outputs = [min(each.output, MAX_LEN - 1) for each in workload.lengths()]

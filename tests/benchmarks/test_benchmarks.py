@@ -80,6 +80,7 @@ def rows_of_kernels(folder: Path, *experiments: str) -> list[dict]:
     return check_written(folder)["rows"]
 
 
+@pytest.mark.deep
 def test_kernels(tmp_path):
     rows = rows_of_kernels(tmp_path, "write", "splits")
     assert {"write", "splits", "ceilings", "peers"} <= {row["experiment"] for row in rows}

@@ -14,7 +14,6 @@ from jpaged.cli.main import main
 from jpaged.config import sampling_defaults
 from jpaged.core.params import SamplingParams
 from jpaged.demo import DIRECTORY as DEMO
-from jpaged.llm import LLM
 from tests.bench.fake_server import FakeServer
 
 FEW = ["--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--max-model-len", "128"]  # shapes to compile
@@ -102,20 +101,19 @@ def test_a_stream_that_breaks_is_an_error(capsys):
     assert capsys.readouterr().out == "a b "
 
 
-def test_the_demo_model_in_this_process(monkeypatch, capsys):
+def test_the_demo_model_in_this_process(demo, monkeypatch, capsys):
     main(["complete", "Once upon a time", "The little fox", "--temperature", "0", "--max-tokens", "12", *FEW])
     completed = capsys.readouterr().out
     piped(monkeypatch, "Who are you?")
     main(["chat", "--system", "Be brief.", "--seed", "7", "--max-tokens", "12", *FEW])
     answer = capsys.readouterr().out
 
-    llm = LLM(progress=False, max_num_seqs=2, max_num_batched_tokens=16, max_model_len=128)
     greedy = SamplingParams(temperature=0, max_tokens=12)
-    texts = [each.outputs[0].text for each in llm.generate(["Once upon a time", "The little fox"], greedy)]
+    texts = [each.outputs[0].text for each in demo.generate(["Once upon a time", "The little fox"], greedy)]
     assert completed == f"== Once upon a time\n{texts[0]}\n== The little fox\n{texts[1]}\n" and texts[0] != texts[1]
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who are you?"}]
     drawn = SamplingParams(**sampling_defaults(DEMO), seed=7, max_tokens=12)
-    assert answer == llm.chat(messages, drawn)[0].outputs[0].text + "\n" and len(answer) > 10
+    assert answer == demo.chat(messages, drawn)[0].outputs[0].text + "\n" and len(answer) > 10
 
 
 class Terminal:

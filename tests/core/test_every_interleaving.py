@@ -250,6 +250,7 @@ def test_what_counts_as_one_state_has_one_future():
     explore(Scenario(4, 1, "swap"), ways=2)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("bug", BUGS)
 def test_it_finds_a_planted_bug(bug, monkeypatch):
     BUGS[bug](monkeypatch)

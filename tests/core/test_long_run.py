@@ -108,8 +108,9 @@ def test_thousands_of_requests_leave_nothing_behind_and_none_waits_for_ever(requ
 
 
 def test_the_same_seed_decides_the_same():
-    assert run(500, seed=1) == run(500, seed=1) != run(500, seed=2)
-    assert run(500, seed=1, max_in_flight=1) != run(500, seed=1)
+    first = run(200, seed=1)
+    assert first == run(200, seed=1) != run(200, seed=2)
+    assert run(200, seed=1, max_in_flight=1) != first
 
 
 @pytest.mark.parametrize("bug", BUGS)

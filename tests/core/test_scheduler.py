@@ -648,7 +648,8 @@ def test_beams_that_may_go_nowhere_end_as_they_are():
     assert not scheduler.has_work and scheduler.pool.num_used == 0
 
 
-@settings(max_examples=200, deadline=None)
+@pytest.mark.deep
+@settings(max_examples=1000, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     blocks=st.integers(6, 24),

@@ -1,6 +1,7 @@
 """The kernels for CPUs: products, threads, other machines, executables on disk, and their absence."""
 
 import importlib.util
+import itertools
 import os
 import subprocess
 import sys
@@ -92,8 +93,14 @@ def test_calls_from_many_threads_at_once():
         np.testing.assert_array_equal(y_to, expected[i % 8])
 
 
-@pytest.mark.parametrize("block_size", [1, 5, 67, 128])
-@pytest.mark.parametrize("group", [1, 5, 17])
+# All pairs are in the deep tier.
+@pytest.mark.parametrize(
+    "block_size, group",
+    [
+        pytest.param(*pair, marks=[] if pair in ((1, 17), (5, 1), (67, 5), (128, 17)) else [pytest.mark.deep])
+        for pair in itertools.product((1, 5, 67, 128), (1, 5, 17))
+    ],
+)
 def test_any_block_size_and_group(block_size, group):
     for q_lens in (None, [1, 3, 150]):
         batch = cases.make_batch([1, 70, 150], q_lens=q_lens, group=group, block_size=block_size, dtype=jnp.float32)

@@ -185,6 +185,7 @@ def test_the_engine_generates_the_same_after_preemptions(dtype, implementation, 
     assert found.scheduler.num_preemptions > 0 and (found.scheduler.num_swapped_blocks > 0) == (host_blocks > 0)
 
 
+@pytest.mark.deep
 def test_it_finds_a_missing_block_copy(model_of, expected_of):
     interpreting, _ = REFERENCE
     faulty = interpreting, kernels_of(reference, copy_blocks=lambda pool, sources, destinations: pool)

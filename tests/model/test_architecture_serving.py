@@ -12,11 +12,9 @@ ENGINE = dict(
     block_size=4, max_num_seqs=16, max_num_batched_tokens=32, max_model_len=112, num_gpu_blocks_override=36,
     skip_tokenizer_init=True, progress=False,
 )  # fmt: skip
-# The usual tier has windows with a rotary embedding of their own.
-SERVED = [pytest.param(name, marks=() if name == "gemma3" else pytest.mark.deep) for name in CASES]
 
 
-@pytest.fixture(scope="module", params=SERVED)
+@pytest.fixture(scope="module", params=CASES)
 def checkpoint(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp(request.param)
     write(directory, CASES[request.param])
@@ -44,6 +42,7 @@ def logprobs(outputs) -> np.ndarray:
     return np.concatenate([[at[token].logprob for token, at in each] for each in found])
 
 
+@pytest.mark.deep
 def test_requests_together_equal_requests_alone_through_preemption_and_fp8(checkpoint):
     prompts, params = requests()
     with few_shapes():

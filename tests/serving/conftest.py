@@ -2,7 +2,7 @@
 
 | fixture | model | server |
 |---|---|---|
-| `client` | tiny, random: a token is a character | in this process |
+| `client` | `tiny`, random: a token is a character | in this process |
 | `demo_client`, `api` | the demo model, with Hermes tool calls | in this process |
 | `scripted_client`, `scripted_api`, `scripted_llama_api` | none: the prompt has the response | in this process |
 | `slow_client`, `slow_api` | the same, one slow sequence at a time | in this process |
@@ -15,7 +15,7 @@ from benchmarks.shared.server_process import ServerProcess
 from jpaged.serving.tools import FORMATS
 from jpaged.tokenizer import encode
 from tests.serving import scripted
-from tests.serving.client import Api, Client, Connection, build
+from tests.serving.client import Api, Client, Connection
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 # The demo model's template, extended by tools and their results in the form of Hermes.
@@ -40,11 +40,6 @@ TEMPLATE = """
 {%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}
 """
 STEP_S = 0.001  # A stream then has more than one chunk.
-
-
-@pytest.fixture(scope="session")
-def loaded(tiny):
-    return build(tiny)
 
 
 @pytest.fixture

@@ -196,6 +196,7 @@ def one_by_one(attack):
     return many
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "attack, answer, problem",
     [

@@ -7,6 +7,7 @@ runner computes nothing. The lengths of the queue are measured in turn, step by 
 the ratios of such steps. The cases:
 
     full         All rows are in use.
+    cold         The same, and other data fills the caches before `schedule` and `commit`, as the rest of a step may do.
     blocked      There are free rows, but too few free blocks for the first waiting request. Each step tries it.
     turnover     In each step one of 64 running requests ends, a waiting one replaces it, and a new one arrives.
     clients      The same, and each request has its own client.
@@ -16,6 +17,7 @@ the ratios of such steps. The cases:
 """
 
 import argparse
+import functools
 import gc
 import itertools
 import random
@@ -24,6 +26,8 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+import numpy as np
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -95,12 +99,16 @@ class Load:
     def events(self) -> None:
         """Call `add` and `abort` between two steps."""
 
+    def rest(self) -> None:
+        """Do the rest of an engine's step, between `schedule` and `commit` and outside the measured time."""
+
     def step(self) -> tuple[StepPlan, float, float]:
         """Run a step; return its plan, and the seconds of `schedule` and `commit`."""
         start = time.perf_counter()
         plan = self.scheduler.schedule()
         scheduled = time.perf_counter()
         assert plan is not None
+        self.rest()
         result = StepResult([Sample(5, -1.0) for row in plan.rows for _ in range(row.num_samples)])
         before = time.perf_counter()
         self.scheduler.commit(plan, result)
@@ -110,6 +118,20 @@ class Load:
         """Check that a step was a step of this case."""
         assert len(plan.rows) == self.running and not plan.admitted, f"{len(plan.rows)} rows, {plan.admitted}"
         assert len(self.scheduler.waiting) == self.waiting
+
+
+@functools.cache
+def other_data() -> np.ndarray:
+    """Return 128 MiB, more than a core's caches hold."""
+    return np.zeros(2**27, np.uint8)
+
+
+class Cold(Load):
+    def rest(self) -> None:
+        data = other_data()
+        data += 1
+
+    prepare = rest
 
 
 class Blocked(Load):
@@ -171,7 +193,7 @@ class Held(Load):
 
 
 CASES: dict[str, type[Load]] = {
-    "full": Load, "blocked": Blocked, "turnover": Turnover, "clients": Clients, "aborts": Aborts,
+    "full": Load, "cold": Cold, "blocked": Blocked, "turnover": Turnover, "clients": Clients, "aborts": Aborts,
     "preemption": Preemption, "held": Held,
 }  # fmt: skip
 

@@ -33,6 +33,7 @@ def test_offline_batch(demo, capsys, monkeypatch):
     assert first != second and len(lines) == 5
 
 
+@pytest.mark.deep  # the README has the same module
 def test_nnx_module(capsys, monkeypatch):
     few = lambda *args: dataclasses.replace(limits_of(*args), max_num_batched_tokens=32)
     monkeypatch.setattr(build, "limits_of", few)  # fewer shapes to compile
@@ -70,9 +71,9 @@ def test_grpo_raises_the_reward_and_the_logprobs_agree():
     assert max(mismatches) <= 1e-5, "of logprobs down to -10, in float32"
 
 
-def test_best_of_n(capsys):
-    with few_shapes():
-        lines = lines_of("best_of_n.py", capsys)
+def test_best_of_n(demo, capsys, monkeypatch):
+    monkeypatch.setattr(jpaged, "LLM", lambda *_, **__: demo, raising=False)
+    lines = lines_of("best_of_n.py", capsys)
     scores = [float(line.split()[1].rstrip(":")) for line in lines if line.startswith("  ")]
     assert len(lines) == 6 and scores[0] > scores[1] and scores[2] > scores[3]
 

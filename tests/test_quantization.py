@@ -209,7 +209,8 @@ def test_refusals(directory, tmp_path):
         LLM(quantized, dtype="bfloat16", **ENGINE)
 
 
-@pytest.mark.parametrize("case", ["mixtral", pytest.param("opt", marks=pytest.mark.deep)])
+@pytest.mark.deep
+@pytest.mark.parametrize("case", ["mixtral", "opt"])
 def test_models_of_other_modules_compute_with_the_rounded_weights(case):
     """A product that ignored the scale of a weight would change every logit."""
     hf = architectures.CASES[case]

@@ -162,7 +162,7 @@ DECODE = {
 }
 RAGGED = {
     "prompts, chunks and decodes": dict(
-        contexts=[0, 1, 16, 17, 40, 0, 100], q_lens=[0, 1, 16, 1, 40, 0, 35], padding_rows=3, num_kv_heads=1, group=4,
+        contexts=[0, 1, 16, 17, 40, 0, 100], q_lens=[0, 1, 16, 1, 40, 0, 35], padding_rows=3, num_kv_heads=1, group=2,
         block_size=16,
     ),
     "block 128, float16": dict(
@@ -173,7 +173,7 @@ RAGGED = {
     ),
     "block 32, 7 heads on one": dict(contexts=[65, 300], q_lens=[20, 1], num_kv_heads=1, group=7, block_size=32),
     "padding only": dict(contexts=[0, 0], q_lens=[0, 0], padding_rows=5, num_kv_heads=1, return_lse=True),
-    "fp8, lse": dict(contexts=[0, 1, 120], q_lens=[0, 1, 70], group=2, fp8=True, return_lse=True),
+    "fp8, lse": dict(contexts=[0, 1, 120], q_lens=[0, 1, 40], group=2, fp8=True, return_lse=True),
     "window, capped": dict(
         contexts=[400, 9], q_lens=[120, 9], padding_rows=1, num_kv_heads=1, group=4, window=140, soft_cap=2.0,
         return_lse=True,

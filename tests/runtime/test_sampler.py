@@ -288,7 +288,7 @@ def logits_of(seed: int, rows: int, *, grid: bool = False, vocab_size: int = V) 
     return (np.round(x * 4) / 4 if grid else x).astype(np.float32)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.lists(rows_of(ON_THE_GRID), min_size=6, max_size=6), st.integers(0, 2**32), st.sampled_from([K, V + 1]))
 def test_rows_of_every_kind_beside_each_other_with_many_ties(rows, seed, num_top):
     check(rows, logits_of(seed, 6, grid=True), exact=True, num_top=num_top)
@@ -306,7 +306,7 @@ FILTERED = st.builds(
 )
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(st.lists(FILTERED, min_size=3, max_size=3), st.integers(0, 2**32), st.booleans())
 def test_filters_that_keep_more_or_fewer_tokens_than_the_list_of_the_likely_has(rows, seed, grid):
     logits = logits_of(seed, 3, grid=grid, vocab_size=400) / 2

@@ -133,9 +133,9 @@ TRAFFIC = [
     pytest.param({}, id="plenty", marks=pytest.mark.deep),
     pytest.param({"max_num_batched_tokens": 16}, id="chunks of 16", marks=pytest.mark.deep),
     pytest.param({"enable_prefix_caching": False}, id="no prefix cache", marks=pytest.mark.deep),
-    pytest.param({"num_blocks": 40}, id="preemption"),
+    pytest.param({"num_blocks": 28}, id="preemption"),
     pytest.param(
-        {"num_blocks": 40, "enable_prefix_caching": False}, id="preemption, no prefix cache", marks=pytest.mark.deep
+        {"num_blocks": 28, "enable_prefix_caching": False}, id="preemption, no prefix cache", marks=pytest.mark.deep
     ),
 ]
 
@@ -149,7 +149,7 @@ def traffic():
         (common if rng.random() < 0.4 else "") + "".join(rng.choices("abc xyz", k=rng.randint(1, 120)))
         for _ in range(64)
     ]  # fmt: skip
-    lengths = [rng.randint(1, 80) for _ in prompts]
+    lengths = [rng.randint(1, 40) for _ in prompts]
     return prompts, lengths
 
 

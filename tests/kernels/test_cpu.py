@@ -22,6 +22,7 @@ from tests.kernels.implementations import CPU, ops_of
 
 MODEL = dict(platform="cpu", device_kind="cpu", compute_capability=None, head_dim=64, num_heads=6, num_kv_heads=2)
 DEPTHS = (16, 48, WHOLE, WHOLE + 16, 3 * SEGMENT)
+USUAL = (15, 103)  # rows and outputs with every dtype
 
 
 def arrays(rows: int, depth: int, outputs: int, dtype="float32"):
@@ -30,9 +31,15 @@ def arrays(rows: int, depth: int, outputs: int, dtype="float32"):
 
 
 class TestProduct:
-    @pytest.mark.parametrize("dtype", cpu.DTYPES)
-    @pytest.mark.parametrize("depth", DEPTHS)
-    @pytest.mark.parametrize("rows, outputs", [(1, 1), (3, 6), (4, 48), (15, 103), (UNIT_T + BLOCK + 5, 97)])
+    @pytest.mark.parametrize(
+        "rows, outputs, depth, dtype",
+        [
+            pytest.param(*shape, depth, dtype, marks=[] if dtype == "float32" or shape == USUAL else [pytest.mark.deep])
+            for shape in ((1, 1), (3, 6), (4, 48), USUAL, (UNIT_T + BLOCK + 5, 97))
+            for depth in DEPTHS
+            for dtype in cpu.DTYPES
+        ],
+    )
     def test_it_is_that_of_float64(self, rows, outputs, depth, dtype):
         x_ti, weight_oi = arrays(rows, depth, outputs, dtype)
         exact = np.asarray(x_ti, np.float64) @ np.asarray(weight_oi, np.float64).T

@@ -165,6 +165,9 @@ class TestDebug:
     """Values are looked at where they exist, and under checkify where they are traced."""
 
     kernels = select("reference", debug=True, **CPU, **(MODEL | dict(head_dim=64)))
+    traced = staticmethod(
+        checkify.checkify(jax.jit(lambda *args: TestDebug.kernels.ragged_paged_attention(*args, scale=1.0)))
+    )
 
     @pytest.fixture
     def batch(self):
@@ -191,8 +194,7 @@ class TestDebug:
         wrong = cases.replace(batch, **changed)
         with pytest.raises(ValueError, match=message):
             wrong.run(self.kernels.ragged_paged_attention)
-        traced = checkify.checkify(jax.jit(lambda *args: self.kernels.ragged_paged_attention(*args, scale=1.0)))
-        error, _ = traced(*wrong.args)
+        error, _ = self.traced(*wrong.args)
         with pytest.raises(ValueError, match=message):
             error.throw()
 

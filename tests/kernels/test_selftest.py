@@ -355,6 +355,9 @@ class TestMemory:
         assert statuses(results) == dict.fromkeys(TESTS, PASSED) and "run again at the next start" in caplog.text
 
 
+SLOW_FAULTS = ("last key missing", "a neighbour's context")  # of ops that others of the faults test
+
+
 class TestTrials:
     """Every test finds the faults that its op could have, and none where the kernels are right."""
 
@@ -398,7 +401,9 @@ class TestTrials:
         ),
     }  # fmt: skip
 
-    @pytest.mark.parametrize("name", WRONG)
+    @pytest.mark.parametrize(
+        "name", [pytest.param(name, marks=[pytest.mark.deep] if name in SLOW_FAULTS else []) for name in WRONG]
+    )
     def test_a_fault_is_found(self, name):
         test, wrong = self.WRONG[name]
         case = made(test) if "attention" in test else trial.make_trials(SUBJECT)[test]()  # the others donate theirs

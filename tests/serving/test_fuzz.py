@@ -90,9 +90,9 @@ def test_generated_tokens_are_counted_from_responses():
 
 
 def test_hostile_checkpoint_loads_or_is_an_error_that_names_the_file():
-    rows = fuzz_checkpoints.load_all(60, seed=3, progress=False)
+    rows = fuzz_checkpoints.load_all(40, seed=3, progress=False)
     assert all(row["status"] == "ok" for row in rows), [row["told"] for row in rows]
-    assert sum(row["outcomes"]["ValueError"] for row in rows) > 20
+    assert sum(row["outcomes"]["ValueError"] for row in rows) > 13
 
 
 @pytest.mark.deep

@@ -399,8 +399,8 @@ def test_events_are_read_however_they_are_cut(browser, server):
 
 
 @pytest.mark.parametrize("num_blocks, cached, folded", [
-    (100, range(6, 20), None),
-    (4096, range(6, 50), "empty"),
+    pytest.param(100, range(6, 20), None, marks=pytest.mark.deep),
+    pytest.param(4096, range(6, 50), "empty", marks=pytest.mark.deep),
     (100_000, range(99_000), "cached and"),
 ])  # fmt: skip
 def test_map_of_a_small_request_shows_its_blocks_large(browser, server, num_blocks, cached, folded):
@@ -557,7 +557,10 @@ def test_markup_and_links_in_an_answer_do_nothing(browser, server):
 
 
 @pytest.mark.parametrize("refusal", [
-    None, {"message": "too many tokens", "param": "messages", "code": "context_length_exceeded"},
+    None,
+    pytest.param(
+        {"message": "too many tokens", "param": "messages", "code": "context_length_exceeded"}, marks=pytest.mark.deep
+    ),
 ])  # fmt: skip
 def test_conversation_that_outgrows_the_context_offers_a_new_chat(browser, server, refusal):
     """`refusal`: None for the server's own."""
@@ -599,12 +602,6 @@ def test_phone_shows_demo_buttons_and_the_map_without_scrolling(browser, server)
         visit.page.tap("#four")
         visit.done()
         assert visit.see("scrollY") == 0 and visit.page.locator("#map").bounding_box()["y"] < 844 - 120
-
-
-def test_a_phone(browser, server):
-    with Visit(browser, server.url, **PHONE) as visit:
-        visit.live().page.tap("#four")
-        visit.done()
         assert visit.see("document.documentElement.scrollWidth <= innerWidth"), "it scrolls sideways"
         small = visit.see("""[...document.querySelectorAll("button, select, input, textarea, summary")]
           .filter((e) => e.offsetParent && !e.matches(".tag") && e.getBoundingClientRect().height < 44)

@@ -203,7 +203,7 @@ GENERATED = re.compile(r'^vllm:generation_tokens_total\{engine="\d",model_name="
 
 
 def texts(demo) -> list[str]:
-    """Return what one engine generates after the prompts."""
+    """Return the texts of one engine after the prompts."""
     params = SamplingParams(temperature=0, max_tokens=16)
     return [output.outputs[0].text for output in demo.generate(PROMPTS, params, use_tqdm=False)]
 

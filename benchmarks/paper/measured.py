@@ -14,6 +14,7 @@ costs, on which the simulator runs the trace that the engine ran.
 
 import dataclasses
 import gc
+import itertools
 import random
 import statistics
 import sys
@@ -47,7 +48,7 @@ SCALE = 0.25
 POOL_TOKENS = round(SCALE * 15_700)
 LIMITS = Limits(round(SCALE * CONTEXT), 64, 256, block_size=8)
 BLOCK_SIZES = (1, 8, 32, 256)
-ROUNDS = 4  # of the validation
+ROUNDS = 8  # of the validation
 ALL = ("static", "static-paged", "orca-max", "orca-pow2", "orca-oracle", "paged")
 
 
@@ -169,32 +170,31 @@ def sizes(lab: Lab) -> None:
 def validation(lab: Lab) -> None:
     """The simulator on measured costs against the engine, at rates and on traces that the costs do not come from.
 
-    A round runs two traces of each rate on the engine, one to measure costs of steps and one to compare with. The costs
-    of a round are those of all its rates, so that the drift of the machine's speed is in both sides. The error is the
-    median of the rounds'.
+    A round of a workload runs two traces of each rate on the engine, one to measure costs of steps and one to compare
+    with. The costs are those of the round, which is short, so that the drift of the machine's speed is in both sides.
+    The error is the median of the rounds'.
     """
-    cases = [(workload, share) for workload in ("sharegpt", "alpaca") for share in (0.2, 0.4, 0.6)]
     found: dict[tuple[str, float], list[Row]] = defaultdict(list)
-    for number in range(ROUNDS):
+    for number, workload in itertools.product(range(ROUNDS), ("sharegpt", "alpaca")):
         times = StepTimes(lab.runner(LIMITS.block_size).shapes.buckets)
         runs = []
-        for workload, share in cases:
+        for share in (0.2, 0.4, 0.6):
             rate = share * lab.saturation(workload)
             drive(lab.engine("paged", on_step=times.take), Schedule(lab.trace(workload, rate, seed=200 + number)))
             calls = lab.trace(workload, rate, seed=100 + number)
-            runs.append((calls, lab.run("paged", calls)))
+            runs.append((share, calls, lab.run("paged", calls)))
         costs = times.table("steps measured on this CPU")
-        for case, (calls, row) in zip(cases, runs):
+        for share, calls, row in runs:
             scheduler = POLICIES["paged"].make(LIMITS, POOL_TOKENS, VOCAB_SIZE, preemption="recompute")
             engine = VirtualEngine(scheduler, costs)
             start = time.process_time()
             predicted = summary(drive(engine, Schedule(calls)))
-            found[case].append(dict(
+            found[workload, share].append(dict(
                 measured=row["normalised"], predicted=predicted["normalised"], measured_ttft=row["ttft"],
                 predicted_ttft=predicted["ttft"], speed=engine.now / (time.process_time() - start), requests=len(calls),
                 error=predicted["normalised"] / row["normalised"] - 1,
             ))  # fmt: skip
-        lab.report.say(f"validation: round {number + 1} of {ROUNDS}")
+        lab.report.say(f"validation: {workload}, round {number + 1} of {ROUNDS}")
     for (workload, share), rows in found.items():
         median = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
         lab.report.add(experiment="validation", workload=workload, share=share, rate=share * lab.saturation(workload),

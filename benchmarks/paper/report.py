@@ -246,8 +246,10 @@ def validation_table(found: Figures) -> str:
     return table(head, rows)
 
 
-def largest_error(found: Figures) -> float:
-    return max(abs(error) for row in found.measured("validation") for error in row["errors"])
+def rounds(found: Figures) -> str:
+    errors = [row["errors"] for row in found.measured("validation")]
+    largest = max(abs(error) for each in errors for error in each)
+    return f"{len(errors[0])} rounds; the largest error of a round is {100 * largest:.0f} %. "
 
 
 def speed_table(found: Figures) -> str:
@@ -305,8 +307,7 @@ def page(found: Figures, sharing: Figures, preemption: Figures, million: Figures
         ],
         "Validation of the simulator": [
             "The same traces ran on the engine and in the simulator. Costs of steps come from the engine's runs of "
-            "other traces, with the same rates, in between. Figures and errors are medians of four rounds; the largest "
-            f"error of a round is {100 * largest_error(found):.0f} %. "
+            "other traces, with the same rates, in between. Figures and errors are medians of " + rounds(found) +
             "The rates are 0.2, 0.4 and 0.6 of the rate at saturation: nearer to it, a small error of the costs "
             "becomes a large one of the latency.",
             "![Validation](benchmarks/validation.png)", validation_table(found),

@@ -95,7 +95,7 @@ def test_a_malformed_frame_is_refused_and_not_executed(frames, words, executed):
 
 
 FOLLOWER = """
-import socket, sys
+import os, socket, sys
 from jpaged.config import Limits
 from jpaged.parallel import follower
 from jpaged.parallel.channel import Channel
@@ -104,7 +104,7 @@ from tests.parallel.test_follower import SIZES, FakeRunner
 follower.sizes_of = lambda *_: SIZES
 runner = FakeRunner()
 dispatch = runner.dispatch
-runner.dispatch = lambda *args: print("dispatched", flush=True) or dispatch(*args)
+runner.dispatch = lambda *args: os.write(1, b"dispatched\\n") and dispatch(*args)
 connected = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
 follower.follow(runner, None, follower.Leader(Channel(connected, "leader")))
 """

@@ -3,7 +3,7 @@
 import functools
 import math
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from jpaged.core.params import BeamSearchParams, SamplingParams
@@ -212,16 +212,15 @@ def _peaked(a: float, vocab_size: int, count: int) -> list[float]:
     return [-a * math.log(k) - norm for k in range(1, count + 1)]
 
 
-def drive(
-    engine: Clocked,
-    source: Source,
-    *,
-    shares: bool = True,
-    together: bool = False,
-    on_step: Callable[[Scheduler], object] = lambda scheduler: None,
-    until: Callable[[], bool] = lambda: False,
-) -> list[Served]:
-    """Run all requests of a source through an engine, and return them in the order of their ends.
+def drive(engine: Clocked, source: Source, *, shares: bool = True, together: bool = False) -> list[Served]:
+    """Run all requests of a source through an engine, and return them in the order of their ends: see `drive_steps`."""
+    return [each for ended in drive_steps(engine, source, shares=shares, together=together) for each in ended]
+
+
+def drive_steps(
+    engine: Clocked, source: Source, *, shares: bool = True, together: bool = False
+) -> Iterator[Sequence[Served]]:
+    """Run the requests of a source through an engine, and yield after each step the calls that have ended.
 
     The id of a call's first request is "N.0" for the N-th call of the source, from 0 on.
 
@@ -229,13 +228,10 @@ def drive(
         shares: run the outputs or beams of a request as one request, which shares blocks; otherwise each is a request
             of its own, and the last one ends the call.
         together: answers are known once no request runs any more, as in static batching.
-        on_step: called after each step.
-        until: called after each step; true ends the run before all requests have ended.
     """
     parts: dict[str, tuple[Call, int]] = {}  # of each call, with the number of its requests that run
     firsts: dict[str, float] = {}
     answered: list[tuple[str, float]] = []
-    served: list[Served] = []
     count = 0
     while True:
         for call in source.due(engine.now):
@@ -246,7 +242,7 @@ def drive(
                 engine.add(f"{name}.{i}", call._replace(answer=branch(call.answer, i)), params)
         if not engine.scheduler.has_work:
             if (at := source.next_arrival()) is None:
-                return served
+                return
             engine.wait(at)
             continue
         for request in engine.step():
@@ -256,15 +252,14 @@ def drive(
             parts[name] = call, left - 1
             if left == 1:
                 answered.append((name, firsts.pop(name)))
+        served: list[Served] = []
         if answered and not (together and engine.scheduler.running):
             for name, first in answered:
                 call, _ = parts.pop(name)
                 served.append(Served(call, engine.now if together else first, engine.now, int(name)))
                 source.ended(engine.now)
             answered.clear()
-        on_step(engine.scheduler)
-        if until():
-            return served
+        yield served
 
 
 @functools.lru_cache(maxsize=4096)  # the checks of parameters take a tenth of a simulation's time

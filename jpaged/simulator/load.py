@@ -10,10 +10,9 @@ from statistics import fmean
 from typing import NamedTuple
 
 from jpaged.bench.workload import Lengths
-from jpaged.core.scheduler import Scheduler
 from jpaged.simulator.cost import StepCost, StepLoad
 from jpaged.simulator.deployment import MAX_USERS, Deployment
-from jpaged.simulator.engine import Served, Step, VirtualEngine, drive
+from jpaged.simulator.engine import Served, Step, VirtualEngine, drive_steps
 from jpaged.simulator.traffic import Call, Schedule, Users, calls_of
 
 MEASURED = 200  # least number of measured requests
@@ -109,9 +108,12 @@ def load_of_users(deployment: Deployment, traffic: Traffic, users: int) -> Load:
         source.begin_at([0.0] * heads + [SETTLING_S] * (users - heads))
     engine = deployment.engine(users, _Settling(deployment.cost, settling))
     watch = _Watch(engine, settling)
-    served = drive(engine, source, on_step=watch, until=lambda: len(source.sent) >= total)
+    for ended in drive_steps(engine, source):
+        watch.record(ended)
+        if len(source.sent) >= total:
+            break
     window = source.sent[skipped].arrival, engine.now
-    return watch.load(users, source.sent, range(skipped, skipped + counted), served, window)
+    return watch.load(users, source.sent, range(skipped, skipped + counted), window)
 
 
 def load_of_rate(deployment: Deployment, traffic: Traffic, arrivals: Sequence[float]) -> Load:
@@ -128,11 +130,12 @@ def load_of_trace(deployment: Deployment, calls: Sequence[Call]) -> Load:
     calls = sorted(calls, key=lambda call: call.arrival)
     engine = deployment.engine(MAX_USERS)
     watch = _Watch(engine)
-    served = drive(engine, Schedule(calls), on_step=watch)
+    for ended in drive_steps(engine, Schedule(calls)):
+        watch.record(ended)
     quarter = len(calls) // 4 if calls[0].arrival < calls[-1].arrival else 0
     measured = range(quarter, len(calls) - quarter)
-    window = calls[quarter].arrival, max(each.end for each in served if each.number in measured)
-    return watch.load(None, calls, measured, served, window)
+    window = calls[quarter].arrival, max(each.end for each in watch.served if each.number in measured)
+    return watch.load(None, calls, measured, window)
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
@@ -192,10 +195,15 @@ class _Settling:
 
 
 class _Watch:
-    """Record of the steps of an engine, after those in which it settles. These may have any number of tokens."""
+    """Record of the steps of an engine, after those in which it settles. These may have any number of tokens.
+
+    Attributes:
+        served: calls that have ended.
+    """
 
     def __init__(self, engine: VirtualEngine, settling: int = 0):
         self._engine, self._settling = engine, settling
+        self.served: list[Served] = []
         self._steps: list[tuple[float, Step]] = []  # with their ends
         self._queries = self._hits = 0
         scheduler = engine.scheduler
@@ -204,24 +212,25 @@ class _Watch:
             scheduler.tokens_beside_decodes = sys.maxsize
             scheduler.limits = replace(scheduler.limits, max_num_batched_tokens=sys.maxsize)
 
-    def __call__(self, scheduler: Scheduler) -> None:
-        """Record the last step."""
+    def record(self, ended: Sequence[Served]) -> None:
+        """Record the last step and the calls that it has ended."""
+        self.served += ended
         if self._engine.steps > self._settling:
             self._steps.append((self._engine.now, self._engine.last))
         elif self._engine.steps == self._settling:
+            scheduler = self._engine.scheduler
             scheduler.limits, scheduler.tokens_beside_decodes = self._limits
             self._queries, self._hits = scheduler.prefix_queries, scheduler.prefix_hits
 
     def load(
-        self, users: int | None, calls: Sequence[Call], measured: Iterable[int], served: Sequence[Served],
-        window: tuple[float, float],
-    ) -> Load:  # fmt: skip
+        self, users: int | None, calls: Sequence[Call], measured: Iterable[int], window: tuple[float, float]
+    ) -> Load:
         """Return the measurement of some calls, and of the steps within a window of time.
 
         A request that has not ended counts with its time and its tokens so far.
         """
         engine, scheduler, (start, stop) = self._engine, self._engine.scheduler, window
-        times = {each.number: (each.first, each.end, each.call.output) for each in served}
+        times = {each.number: (each.first, each.end, each.call.output) for each in self.served}
         ttft, tpot, normalised = [], [], []
         for i in measured:
             call = calls[i]
@@ -246,7 +255,7 @@ class _Watch:
             running += share * step.seconds * step.running
             used += share * step.seconds * step.used
         return Load(
-            users, sum(start < each.end <= stop for each in served) / seconds, samples / seconds,
+            users, sum(start < each.end <= stop for each in self.served) / seconds, samples / seconds,
             percentile(ttft, 0.5), percentile(ttft, 0.99), percentile(tpot, 0.5), percentile(tpot, 0.99),
             fmean(normalised) if normalised else 0.0, running / seconds, used / scheduler.pool.num_blocks / seconds,
             scheduler.num_preemptions / len(calls),

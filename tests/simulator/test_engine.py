@@ -8,7 +8,7 @@ from jpaged.bench.workload import Lengths
 from jpaged.core.params import SamplingParams
 from jpaged.core.plan import Sample, StepResult
 from jpaged.core.scheduler import Scheduler
-from jpaged.simulator.engine import Candidates, branch, drive, params_of
+from jpaged.simulator.engine import Candidates, branch, drive, drive_steps, params_of
 from jpaged.simulator.traffic import Call, Schedule, Users, calls_of, load_trace, save_trace
 from tests.simulator.constant import engine
 
@@ -58,8 +58,8 @@ def test_normalised_latency_is_per_token_from_the_arrival():
 
 
 def test_last_step_has_the_state_before_requests_end():
-    made, seen = engine(), []
-    drive(made, Schedule(calls_of([Lengths(5, 1), Lengths(3, 2)])), on_step=lambda scheduler: seen.append(made.last))
+    made = engine()
+    seen = [made.last for _ in drive_steps(made, Schedule(calls_of([Lengths(5, 1), Lengths(3, 2)])))]
     assert seen == [(1.0, 2, 2, 2 + 1), (1.0, 1, 1, 1)]
 
 
@@ -170,10 +170,11 @@ def test_together_returns_the_answers_of_a_batch_at_its_end():
     assert [each[1:] for each in drive(engine(), Schedule(calls))] == [(1.0, 1.0, 0), (1.0, 3.0, 1)]
 
 
-def test_until_ends_a_run_early():
+def test_a_run_is_driven_step_by_step():
     made = engine()
-    served = drive(made, Schedule(calls_of([Lengths(4, 2), Lengths(4, 9)])), until=lambda: made.steps == 5)
-    assert [each.number for each in served] == [0] and made.now == 5.0
+    steps = drive_steps(made, Schedule(calls_of([Lengths(4, 2), Lengths(4, 9)])))
+    assert [[each.number for each in next(steps)] for _ in range(5)] == [[], [0], [], [], []]
+    assert made.now == 5.0 and made.scheduler.has_work
 
 
 def test_requests_that_can_never_run_are_an_error():

@@ -306,10 +306,11 @@ def page(found: Figures, sharing: Figures, preemption: Figures, million: Figures
             user_table(found),
         ],
         "Validation of the simulator": [
-            "The same traces ran on the engine and in the simulator. Costs of steps come from the engine's runs of "
-            "other traces, with the same rates, in between. Figures and errors are medians of " + rounds(found) +
-            "The rates are 0.2, 0.4 and 0.6 of the rate at saturation: nearer to it, a small error of the costs "
-            "becomes a large one of the latency.",
+            "The same traces ran on the engine and in the simulator. Costs of steps come from a second engine with "
+            "other traces of the same rates. The engines take turns, one step each, so that the drift of the machine's "
+            "speed is the same for both; a pause of the machine falls into the steps of one engine only. Figures are "
+            "those of the round with the median error, of " + rounds(found) + "The rates are 0.2, 0.4 and 0.6 of the "
+            "rate at saturation: nearer to it, a small error of the costs becomes a large one of the latency.",
             "![Validation](benchmarks/validation.png)", validation_table(found),
             "The speed of the simulations of this page, over real time:", speed_table(found), speed(million),
         ],

@@ -3,12 +3,13 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from benchmarks.engine.step_table import StepTimes
-from benchmarks.paper import evaluate, plots, report, simulated
-from benchmarks.paper.clocked import RealEngine, text_tokens
+from benchmarks.paper import clocked, evaluate, plots, report, simulated
+from benchmarks.paper.clocked import RealEngine, take_turns, text_tokens
 from benchmarks.paper.figures import Figures
 from benchmarks.paper.simulated import Case
 from jpaged.config import Limits
@@ -90,6 +91,31 @@ def test_the_real_engine_serves_a_schedule_on_the_wall_clock():
     for each in served:
         assert each.call.arrival <= each.first <= each.end <= engine.now
     assert max(plans) == 2 and engine.scheduler.prefix_hits == 8, "two blocks of the first prompt"
+
+
+def test_engines_take_turns_each_on_a_clock_of_its_own(monkeypatch):
+    """Steps take 1 s on the first engine and 10 s on the second, which has a later request to wait for."""
+    now, turns, loads = 0.0, [], []
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    def engine(step_s: float, **options) -> RealEngine:
+        def on_plan(scheduler: Scheduler) -> None:
+            turns.append(step_s)
+            sleep(step_s)
+
+        return engine_of_fakes(on_plan=on_plan, **options)
+
+    monkeypatch.setattr(clocked, "time", SimpleNamespace(perf_counter=lambda: 1.0 + now, sleep=sleep))
+    engines = engine(1.0, on_step=lambda load, seconds: loads.append((load.tokens, seconds))), engine(10.0)
+    traces = [Call(0.0, ((1, 3),), 4, 2)], [Call(0.0, ((3, 2),), 2, 4), Call(25.0, ((5, 2),), 1, 6)]
+    first, second = take_turns(engines, traces)
+    assert [each[1:] for each in first] == [(1.0, 4.0, 0)]
+    assert [each[1:] for each in second] == [(10.0, 20.0, 0), (35.0, 35.0, 1)]
+    assert turns == [1.0, 10.0, 1.0, 10.0, 1.0, 10.0, 1.0]
+    assert loads == [(3, 1.0), (1, 1.0), (1, 1.0), (1, 1.0)]
 
 
 def test_equal_texts_are_equal_tokens_and_others_are_not():

@@ -1,6 +1,6 @@
 """The paper's comparison on the real engine at the scale of a CPU: every policy on the same model, step and kernels.
 
-    python benchmarks/paper/measured.py --out results           about eight minutes on two cores
+    python benchmarks/paper/measured.py --out results           about eleven minutes on two cores
     python benchmarks/paper/measured.py --parts ablation        one part; also rates, prefixes, sizes, validation, user
 
 Lengths, the context and the KV memory of OPT-13B on an A100 are divided by four: ShareGPT's requests have 40 tokens in

@@ -104,10 +104,12 @@ def test_the_parts_of_a_step_on_a_cpu_add_up(tmp_path):
     assert math.isclose(sum(part["ms"] for part in parts), step["ms"])
     floors = {part["part"]: part["floor_ms"] for part in parts}
     assert [name for name, floor in floors.items() if floor is None] == ["sampling", "host"]
-    # One layer of 768 x (2 x 768 + 2 x 256 + 3 x 3072) parameters; keys and values of 3 x 64 + 13 tokens.
-    layer, keys = 4 * (768 * (2 * 768 + 2 * 256 + 3 * 3072) + 2 * 768), (3 * 64 + 13) * 2 * 4 * 256
-    assert math.isclose(floors["layers without attention"], layer / step["read_gb_s"] / 1e6)
-    assert math.isclose(floors["writes and attention"], keys / step["read_gb_s"] / 1e6)
+    # One layer of 768 x (2 x 768 + 2 x 256 + 3 x 3072) parameters and 16 tokens; keys and values of 3 x 64 + 13 tokens,
+    # and 3 x 64 + 13 x 14 / 2 pairs of a query and a key of 12 heads of 64.
+    layer, keys, pairs = 768 * (2 * 768 + 2 * 256 + 3 * 3072) + 2 * 768, 3 * 64 + 13, 3 * 64 + 13 * 7
+    floor = lambda num_bytes, flops: max(num_bytes / step["read_gb_s"], flops / step["gflop_s"]) / 1e6
+    assert math.isclose(floors["layers without attention"], floor(4 * layer, 2 * 16 * layer))
+    assert math.isclose(floors["writes and attention"], floor(keys * 2 * 4 * 256, pairs * 4 * 12 * 64))
     assert "its times mean nothing" in (tmp_path / "report.md").read_text()
 
 

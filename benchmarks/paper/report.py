@@ -142,7 +142,7 @@ def _prefix_rows(found: Figures) -> list[Sequence[str]]:
         rows.append((
             f"Shared prefix, {name}: normalised latency of Orca (Oracle) over ours", NONE, gain("prefix"), NONE,
             f"At 0.9 of saturation. Without the prefix cache {gain('paged')}, with a token-level tree {gain('radix')}. "
-            + ("A prefix of 20 tokens costs a CPU little: most of it is noise." if name == "1-shot" else
+            + ("A prefix of 20 tokens costs a CPU little, and single runs at this rate vary." if name == "1-shot" else
                "The cache saves most of each prompt's computation."),
         ))  # fmt: skip
     return rows

@@ -12,10 +12,11 @@ from flax import nnx
 
 from benchmarks.kernels.bench import Bench
 from benchmarks.kernels.workloads import random_array
+from benchmarks.shared.models import MODELS
 from benchmarks.shared.results import with_floor
 from benchmarks.shared.timing import Timing, summarize
 from jpaged.bench.throughput import measure
-from jpaged.config import EngineConfig, Limits, ModelConfig, RopeConfig
+from jpaged.config import EngineConfig, Limits, ModelConfig
 from jpaged.core.params import SamplingParams
 from jpaged.core.plan import Admitted, Scheduled, StepPlan
 from jpaged.llm import LLM
@@ -24,28 +25,6 @@ from jpaged.models.llama import Llama
 from jpaged.runtime.runner import ModelRunner
 
 TEMPERATURE = 0.6  # of nano-vllm's benchmark
-
-
-def _llama3(factor: float) -> RopeConfig:
-    return RopeConfig("llama3", 500000.0, factor, 8192, low_freq_factor=1.0, high_freq_factor=4.0)
-
-
-MODELS = {
-    "llama-3.2-1b": ModelConfig(
-        vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
-        num_key_value_heads=8, head_dim=64, max_position_embeddings=131072, rms_norm_eps=1e-5,
-        tie_word_embeddings=True, rope=_llama3(32.0), dtype="bfloat16",
-    ),
-    "llama-3.1-8b": ModelConfig(
-        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=8, head_dim=128, max_position_embeddings=131072, rms_norm_eps=1e-5, rope=_llama3(8.0),
-        dtype="bfloat16",
-    ),
-    "tiny": ModelConfig(
-        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=4096, tie_word_embeddings=True,
-    ),
-}  # fmt: skip
 
 
 def random_llama(config: ModelConfig, dtype: str) -> Llama:

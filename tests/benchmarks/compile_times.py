@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from benchmarks.engine.steps import MODELS
+from benchmarks.shared.models import MODELS
 from jpaged.config import Limits, ModelConfig
 from jpaged.models.checkpoint import abstract_model
 from jpaged.runtime.batch import Bucket, Buckets, Layout

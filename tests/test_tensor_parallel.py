@@ -16,6 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from benchmarks.shared import deviceless
 from jpaged import LLM, BeamSearchParams, ModelConfig, SamplingParams, StructuredOutputsParams
 from jpaged.config import EngineConfig, Limits
 from jpaged.core.block_pool import BlockPool
@@ -34,7 +35,6 @@ from jpaged.runtime.step import Step
 from jpaged.runtime.tensor_parallel import divide_kernels
 from jpaged.tokenizer import backend
 from pallas_kernels import select
-from tests import deviceless
 from tests.few_shapes import few_shapes
 from tests.runtime.caches import placement_of
 from tests.runtime.test_runner import Compilations, any_params, copies

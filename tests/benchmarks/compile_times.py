@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from benchmarks.shared import deviceless
 from benchmarks.shared.models import MODELS
 from jpaged.config import Limits, ModelConfig
 from jpaged.models.checkpoint import abstract_model
@@ -22,7 +23,6 @@ from jpaged.runtime.row_table import NUM_SCALARS
 from jpaged.runtime.sampling_state import empty_state
 from jpaged.runtime.step import Step
 from pallas_kernels import Ops, mosaic, select, triton
-from tests import deviceless
 from tests.kernels.implementations import ops_of
 
 S = jax.ShapeDtypeStruct

@@ -18,13 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
+from benchmarks.shared.deviceless import OPTIMIZED
 from jpaged.config import ModelConfig
 from jpaged.core import beam
 from jpaged.core.beam import Beam, BeamSearch, Candidate
 from jpaged.models.checkpoint import load_safetensors
 from pallas_kernels import rotate
 from tests import checkpoints
-from tests.deviceless import OPTIMIZED
 from tests.oracle import make_beam_fixtures
 
 Tokens = tuple[int, ...]

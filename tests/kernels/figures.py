@@ -16,12 +16,13 @@ import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
+from benchmarks.shared import deviceless
+from benchmarks.shared.gpus import A100, H200
 from pallas_kernels import checks, mosaic, triton, tuning
-from tests import deviceless
 from tests.kernels.implementations import ops_of
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "kernel-figures.md"
-PROGRAMS = {"mosaic": (mosaic, deviceless.H200), "triton": (triton, deviceless.A100)}
+PROGRAMS = {"mosaic": (mosaic, H200), "triton": (triton, A100)}
 SHAPES = [(8, 16), (16, 4), (64, 8), (128, 1)]  # block size, group
 POOL_DTYPES = {"mosaic": ("bfloat16", "float8_e4m3fn"), "triton": ("bfloat16", "float8_e4m3fn", "float32")}
 

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks.shared import deviceless
+from benchmarks.shared.gpus import H200
 from pallas_kernels import mosaic
-from tests import deviceless
 from tests.kernels import figures
 from tests.kernels.implementations import ops_of
 
@@ -43,7 +44,7 @@ def test_kernels_fit(case):
         assert kernels[name].tma, f"{name}: no TMA"
     if case.head_dim < 256:  # two thread blocks of decode share an SM: one computes while the other waits for memory
         decode = kernels["paged_decode"]
-        assert 2 * (decode.shared_memory + 1024) <= deviceless.H200.shared_memory_per_sm
+        assert 2 * (decode.shared_memory + 1024) <= H200.shared_memory_per_sm
         assert 2 * decode.registers * decode.threads <= REGISTERS_PER_SM
 
 

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from benchmarks.shared import deviceless
+from benchmarks.shared.gpus import H200
 from pallas_kernels import mosaic, tuning
 from pallas_kernels.mosaic import combine, decode, kv_write, ring, support
-from tests import deviceless
 from tests.kernels import mosaic_program
 from tests.kernels.implementations import ops_of
 
@@ -30,7 +31,7 @@ def faults(fn, *avals) -> dict[str, list[str]]:
 
     Decode is meant to have two thread blocks on a multiprocessor: one computes while the other waits for memory.
     """
-    device, found = deviceless.H200, dict[str, list[str]]()
+    device, found = H200, dict[str, list[str]]()
     for dump in deviceless.lowered_for_h200(fn, *avals):
         program = mosaic_program.parse(*dump)
         found[program.name] = program.faults(shared_memory=device.shared_memory)

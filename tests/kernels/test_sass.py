@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks.shared import deviceless
 from pallas_kernels import mosaic, rotate
 from pallas_kernels.mosaic import ragged
-from tests import deviceless
 from tests.kernels import mosaic_program, sass
 from tests.kernels.implementations import ops_of
 

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.shared import deviceless
+from benchmarks.shared.gpus import A100, H200, Gpu
 from pallas_kernels import checks, triton
 from pallas_kernels.triton import attention
 from pallas_kernels.tuning import TritonDecode, TritonRagged
-from tests import deviceless
 from tests.kernels import cases
 from tests.kernels.implementations import TRITON, ops_of
 from tests.kernels.triton_interpreter import interpreted
@@ -83,7 +84,7 @@ needs_compilers = pytest.mark.skipif(deviceless.why_not() is not None, reason=st
 
 
 @functools.lru_cache(maxsize=3)
-def compiled(device: deviceless.Device, head_dim: int, dtype, pool_dtype) -> deviceless.Compiled:
+def compiled(device: Gpu, head_dim: int, dtype, pool_dtype) -> deviceless.Compiled:
     """All ops of a model with 8 KV heads in one function, its pools donated, at the default tiles."""
     t, s, w, n, k = 512, 16, 512, 32, 8
     q, kv, pool = S((t, n, head_dim), dtype), S((t, k, head_dim), dtype), S((4096, k, 16, head_dim), pool_dtype)
@@ -107,9 +108,9 @@ def compiled(device: deviceless.Device, head_dim: int, dtype, pool_dtype) -> dev
 FITS = [
     pytest.param(
         device, head_dim, name, id=f"{device.kind}-{head_dim}-{name}",
-        marks=[] if device is deviceless.A100 and (i, j) == (1, 1) else pytest.mark.deep,
+        marks=[] if device is A100 and (i, j) == (1, 1) else pytest.mark.deep,
     )
-    for device in (deviceless.A100, deviceless.H200)
+    for device in (A100, H200)
     for i, head_dim in enumerate(checks.HEAD_DIMS)
     for j, name in enumerate(DTYPES)
 ]  # fmt: skip
@@ -140,7 +141,7 @@ def test_donated_pools_are_changed_in_place(head_dim, name):
     """An fp8 pool that is seen as bytes too."""
     dtypes, pool = DTYPES[name], (4096, 8, 16, head_dim)
     pool_bytes = 4096 * 8 * 16 * head_dim * jnp.dtype(dtypes[1]).itemsize
-    result = compiled(deviceless.A100, head_dim, *dtypes)
+    result = compiled(A100, head_dim, *dtypes)
     assert result.aliased_bytes == 2 * pool_bytes
     assert result.copies_of(pool, dtypes[1]) == result.copies_of(pool, jnp.uint8) == 0
     assert result.temp_bytes < pool_bytes / 10

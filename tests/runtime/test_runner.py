@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+from benchmarks.shared import deviceless
 from jpaged import LLM, BeamSearchParams, ModelConfig, SamplingParams
 from jpaged.config import EngineConfig, Limits
 from jpaged.core.plan import Admitted, ParamsDeleted, Scheduled, StepPlan, StepResult
@@ -28,7 +29,6 @@ from jpaged.runtime.shapes import Shapes
 from jpaged.runtime.step import Step
 from jpaged.runtime.swap import TRANSFERS
 from pallas_kernels import SelfTest, select
-from tests import deviceless
 from tests.few_shapes import few_shapes
 from tests.runtime.caches import cache_of, placement_of
 

@@ -1,4 +1,4 @@
-"""Compiling for an H200 (sm_90a) or an A100 (sm_80) on a machine that has no GPU.
+"""Compiling for NVIDIA GPUs (`gpus.py`) on a machine that has none.
 
 XLA, Mosaic GPU and Triton compile for a described device: the JAX CUDA plugin and ptxas are needed, a GPU and its
 driver are not. What comes back can be asserted on (memory analysis, HLO, registers, spills, shared memory), never run
@@ -32,86 +32,8 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, SingleDeviceSharding, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-
-@dataclasses.dataclass(frozen=True)
-class Device:
-    """A GPU as XLA wants it described, from NVIDIA's data sheets."""
-
-    kind: str
-    capability: str  # in protocol buffer text
-    sms: int
-    shared_memory: int  # bytes one thread block can have
-    shared_memory_per_sm: int
-    fpus_per_sm: int
-    memory: int
-    memory_bandwidth: int
-    l2_cache: int
-    clock_rate_ghz: float
-
-    @property
-    def description(self) -> str:
-        return f"""
-gpu_device_info {{
-  threads_per_block_limit: 1024
-  threads_per_warp: 32
-  shared_memory_per_block: 49152
-  shared_memory_per_core: {self.shared_memory_per_sm}
-  shared_memory_per_block_optin: {self.shared_memory}
-  threads_per_core_limit: 2048
-  core_count: {self.sms}
-  fpus_per_core: {self.fpus_per_sm}
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  thread_dim_limit_x: 1024
-  thread_dim_limit_y: 1024
-  thread_dim_limit_z: 64
-  memory_bandwidth: {self.memory_bandwidth}
-  l2_cache_size: {self.l2_cache}
-  clock_rate_ghz: {self.clock_rate_ghz}
-  device_memory_size: {self.memory}
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-  cuda_compute_capability {{ {self.capability} }}
-  device_vendor: "NVIDIA Corporation"
-  name: "{self.kind}"
-  driver_version: "13.0.0"
-  runtime_version: "13.0.0"
-  compile_time_toolkit_version: "13.0.0"
-  dnn_version: "9.12.0"
-}}
-platform_name: "CUDA"
-dnn_version_info {{ major: 9 minor: 12 patch: 0 }}
-device_description_str: "{self.kind}"
-"""
-
-
-H200 = Device(
-    kind="NVIDIA H200",
-    capability="major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES",
-    sms=132,
-    shared_memory=232_448,  # 227 KiB
-    shared_memory_per_sm=233_472,
-    fpus_per_sm=128,
-    memory=150_000_000_000,
-    memory_bandwidth=4_800_000_000_000,
-    l2_cache=52_428_800,
-    clock_rate_ghz=1.98,
-)
-A100 = Device(
-    kind="NVIDIA A100-SXM4-80GB",
-    capability="major: 8 minor: 0",
-    sms=108,
-    shared_memory=166_912,  # 163 KiB
-    shared_memory_per_sm=167_936,
-    fpus_per_sm=64,
-    memory=85_899_345_920,
-    memory_bandwidth=2_039_000_000_000,
-    l2_cache=41_943_040,
-    clock_rate_ghz=1.41,
-)
-H200_SMS = H200.sms
-H200_SHARED_MEMORY = H200.shared_memory
+from benchmarks.shared.gpus import H200, Gpu
+from benchmarks.shared.program import Program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +107,7 @@ OPTIMIZED = {"xla_backend_optimization_level": 3}  # also where XLA_FLAGS lowers
 
 
 def compile_for(
-    device: Device,
+    device: Gpu,
     fn: Callable[..., Any],
     *avals: Any,
     donate_argnums: int | Sequence[int] = (),
@@ -225,6 +147,31 @@ def compile_for(
         return Compiled(executable, kernels | _read_triton_figures(xla, executable.as_text() or ""))
 
 
+def program_of(device: Gpu, jitted: Any, *args: Any, options: dict[str, Any] | None = None) -> Program:
+    """Compile a jitted function with its own options, and return the program.
+
+    Args:
+        args: pytrees of ShapeDtypeStruct or arrays, and static arguments that are not arrays.
+        options: further options of XLA.
+    """
+    args = tuple(_placed(device, arg) if _is_tree_of_arrays(arg) else arg for arg in args)
+    with tempfile.TemporaryDirectory(prefix="program_") as folder:
+        with _abstract(device), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
+            lowered = jitted.trace(*args).lower()
+        dumped = {"xla_dump_to": folder, "xla_dump_emitter_re": "none"}
+        executable = lowered.compile(OPTIMIZED | dumped | (options or {}))
+        paths = pathlib.Path(folder).glob("*.thunk_sequence_after_thunk_passes.txt")
+        thunks = max(paths, key=lambda path: path.stat().st_size).read_text()
+    memory = executable.memory_analysis()
+    return Program(executable.as_text() or "", thunks, memory.temp_size_in_bytes, memory.alias_size_in_bytes)
+
+
+def _is_tree_of_arrays(tree: Any) -> bool:
+    leaves = jax.tree.leaves(tree)
+    return bool(leaves) and all(isinstance(leaf, jax.ShapeDtypeStruct | jax.Array | np.ndarray) for leaf in leaves)
+
+
 def lowered_for_h200(fn: Callable[..., Any], *avals: Any) -> list[tuple[str, str]]:
     """Lower `fn` for one H200; returns the name and the text of each Mosaic kernel after layout inference."""
     avals = _placed(H200, avals)
@@ -243,16 +190,21 @@ def compile_for_h200(fn: Callable[..., Any], *avals: Any, **options: Any) -> Com
 ONE = "1x1x1"  # slices x hosts x devices of a host
 
 
-def _abstract(device: Device) -> contextlib.AbstractContextManager[Any]:
+def _abstract(device: Gpu) -> contextlib.AbstractContextManager[Any]:
     abstract = AbstractDevice(device_kind=device.kind, num_cores=device.sms, platform="gpu")
     return use_abstract_mesh(AbstractMesh((), (), abstract_device=abstract))
 
 
 @functools.cache
-def _topology(device: Device, shape: str) -> topologies.TopologyDescription:
+def _topology(device: Gpu, shape: str) -> topologies.TopologyDescription:
     return topologies.get_topology_desc(
         platform="cuda", topology_name=device.kind, topology=shape, target_config=device.description
     )
+
+
+def gpus(device: Gpu, count: int) -> Sequence[jax.Device]:
+    """Devices of one host that are only described."""
+    return _topology(device, f"1x1x{count}").devices
 
 
 def h200s(shape: str = ONE) -> Sequence[jax.Device]:
@@ -260,7 +212,7 @@ def h200s(shape: str = ONE) -> Sequence[jax.Device]:
     return _topology(H200, shape).devices
 
 
-def _placed(device: Device, avals: Any) -> Any:
+def _placed(device: Gpu, avals: Any) -> Any:
     """Place arrays without a sharding on the mesh of the other arrays, or else on one device."""
     given = [x.sharding for x in jax.tree.leaves(avals) if isinstance(x, jax.ShapeDtypeStruct) and x.sharding]
     whole = NamedSharding(given[0].mesh, P()) if given else SingleDeviceSharding(_topology(device, ONE).devices[0])

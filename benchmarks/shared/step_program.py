@@ -1,0 +1,129 @@
+"""The engine's step for a real model, compiled for a GPU that need not be present."""
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from benchmarks.shared import deviceless
+from benchmarks.shared.gpus import Gpu
+from benchmarks.shared.models import cut
+from benchmarks.shared.program import Array, Program
+from jpaged.config import KV_CACHE_DTYPES, ModelConfig
+from jpaged.models.checkpoint import abstract_model, dtypes_of_weights
+from jpaged.runtime.batch import Bucket, Layout
+from jpaged.runtime.kv_cache import KVCache
+from jpaged.runtime.placement import Placement
+from jpaged.runtime.row_table import NUM_SCALARS
+from jpaged.runtime.sampling_state import empty_state
+from jpaged.runtime.step import Step
+from jpaged.runtime.tensor_parallel import divide_kernels
+from pallas_kernels import select
+
+CUBLAS = {"xla_gpu_enable_triton_gemm": False}  # products as calls of cuBLAS, as the autotuner may choose
+BLOCKS = 4096  # of the pool; the program does not depend on it
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """One step of one model.
+
+    Attributes:
+        sequences: S, the padded number.
+        tokens: T of a mixed step; None: a decode step.
+        max_model_len: the longest context that a block table holds.
+        devices: number of GPUs of a host that share the model.
+        cublas: products as calls of cuBLAS. Without a device XLA chooses Triton's.
+        kernels: "mosaic", "triton" or "auto".
+    """
+
+    config: ModelConfig
+    sequences: int
+    tokens: int | None = None
+    block_size: int = 16
+    max_model_len: int = 8192
+    devices: int = 1
+    quantization: str | None = None
+    kv_cache_dtype: str = "auto"
+    cublas: bool = False
+    kernels: str = "auto"
+
+    def with_layers(self, layers: int) -> "StepShape":
+        """Return the same step of a model with fewer layers."""
+        return dataclasses.replace(self, config=cut(self.config, layers))
+
+    @property
+    def bucket(self) -> Bucket:
+        """The bucket of the step."""
+        return Bucket(self.tokens or self.sequences, self.sequences, self.tokens is None)
+
+    @property
+    def pool_dtype(self) -> str:
+        """The dtype of the KV pool."""
+        return KV_CACHE_DTYPES[self.kv_cache_dtype] or "bfloat16"
+
+
+class DescribedStep:
+    """The step's jitted functions on a described GPU, and descriptions of their arguments."""
+
+    def __init__(self, gpu: Gpu, shape: StepShape):
+        self.gpu, self.shape = gpu, shape
+        config, bucket = shape.config, shape.bucket
+        placement = Placement.on(deviceless.gpus(gpu, shape.devices), config)
+        graphdef, leaves = abstract_model(config, "bfloat16", _quantized(config, shape.quantization))
+        placed = {
+            path: leaf.replace(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placement.of(leaf)))
+            for path, leaf in leaves.items()
+        }
+        self.params, treedef = jax.tree.flatten(nnx.from_flat_state(placed))
+        chosen = select(
+            shape.kernels, platform="gpu", device_kind=gpu.kind, compute_capability=gpu.capability, dtype="bfloat16",
+            pool_dtype=shape.pool_dtype, head_dim=config.head_dim,
+            num_heads=config.num_attention_heads // placement.size,
+            num_kv_heads=config.num_key_value_heads // placement.kv_size, block_size=shape.block_size,
+        )  # fmt: skip
+        cache = KVCache.of(config, shape.block_size, shape.pool_dtype, divide_kernels(chosen, placement))
+        layout = Layout(bucket, -(-shape.max_model_len // shape.block_size))
+        self.step = Step(graphdef, treedef, cache, {bucket: layout}, placement)
+        whole = functools.partial(jax.ShapeDtypeStruct, sharding=placement.whole)
+        rows, s = bucket.num_seqs + 3, bucket.num_seqs  # no array of samples is like one of rows
+        self.pool = [jax.ShapeDtypeStruct(cache.shape(BLOCKS), shape.pool_dtype, sharding=placement.pool)] * (
+            2 * config.num_hidden_layers
+        )
+        self.last_tokens = whole((rows,), jnp.int32)
+        self.buffer = whole(layout.empty()[0].shape, jnp.int32)
+        state = jax.eval_shape(lambda: empty_state(rows, config.vocab_size))
+        self.state = jax.tree.map(lambda x: whole(x.shape, x.dtype), state)
+        self.x_sd, self.rows_sf = whole((s, config.hidden_size), jnp.bfloat16), whole((s, NUM_SCALARS + 4), jnp.int32)
+        self.bits = whole((s, -(-config.vocab_size // 32)), jnp.uint32)
+
+    def forward(self) -> Program:
+        """Compile the model's part of the step."""
+        return self._program(
+            self.step.forward, self.params, self.pool, self.last_tokens, self.buffer, self.shape.bucket
+        )
+
+    def sampling(self) -> dict[str, Program]:
+        """Compile the sampling of the step, by settings, the simplest first."""
+        args = self.params, self.state, self.last_tokens, self.x_sd, self.rows_sf, self.bits
+        return {"any": self._program(self.step.choose, *args)}
+
+    @property
+    def pool_array(self) -> Array:
+        """One array of the pool, as a program of one device has it."""
+        dtype = "f8e4m3fn" if "float8" in self.shape.pool_dtype else "bf16"
+        return Array(dtype, self.pool[0].sharding.shard_shape(self.pool[0].shape))
+
+    def _program(self, jitted: Any, *args: Any) -> Program:
+        options = CUBLAS if self.shape.cublas else {}
+        return deviceless.program_of(self.gpu, jitted, *args, options=options)
+
+
+def _quantized(config: ModelConfig, quantization: str | None) -> dict[Any, str] | None:
+    if quantization is None:
+        return None
+    return dtypes_of_weights(*abstract_model(config, "bfloat16"), quantization)

@@ -68,6 +68,14 @@ def check_write(
             raise ValueError(f"k_tkh has head dim {h}: rotating it needs an even one")
         for name, angle_t in zip(("cos_t", "sin_t"), options.angles):
             check_array(name, angle_t, (t, h // 2), jnp.float32)
+    if options.q_tnh is not None:
+        if options.angles is None:
+            raise ValueError("q_tnh needs cos_t and sin_t: it is given to be rotated")
+        if options.q_tnh.ndim != 3 or options.q_tnh.shape[1] % k:
+            raise ValueError(
+                f"q_tnh has shape {list(options.q_tnh.shape)}, expected [T, N, H] with N a multiple of {k}"
+            )
+        check_array("q_tnh", options.q_tnh, (t, options.q_tnh.shape[1], h), dtype)
     _check_scales(k_pool.dtype, k, options)
 
 

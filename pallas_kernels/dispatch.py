@@ -4,6 +4,7 @@ import importlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -85,6 +86,9 @@ class Kernels(Ops):
         product: a function of x [T, I], W [O, I] and the wanted rows [T] bool, None for all, that returns x W^T [T, O]
             float32, the other rows 0, or None if XLA should compute the product. It runs on one device. None: XLA
             should compute all products.
+        make_work: a function that makes the lists of work of a batch for the attention ops' argument `work`, on the
+            host: (context_lens_s, cu_q_lens_s1, decode_s, num_rows=, table_tokens=, window=, xp=numpy) -> lists, those
+            of a decode step if `cu_q_lens_s1` is None. None: the ops take none.
     """
 
     name: str
@@ -93,6 +97,7 @@ class Kernels(Ops):
     account: tuple[Choice, ...] = ()
     tests: tuple[Result, ...] = ()
     product: RowProduct | None = None
+    make_work: Callable[..., Any] | None = None
 
 
 def select(
@@ -220,7 +225,17 @@ def _kernels(
         account=tuple(account),
         tests=tuple(tests),
         product=importlib.import_module(attention.module).product if attention and attention.program == "cpu" else None,
+        make_work=_work_maker(attention) if attention else None,
     )
+
+
+def _work_maker(subject: Subject) -> Callable[..., Any] | None:
+    """Return the `make_work` of an implementation for a model; None if its ops take no lists."""
+    make_work = getattr(importlib.import_module(subject.module), "make_work", None)
+    return make_work and partial(
+        make_work, num_heads=subject.num_heads, num_kv_heads=subject.num_kv_heads, head_dim=subject.pool_head_dim,
+        pool_dtype=subject.pool_dtype, tiles=subject.tiles,
+    )  # fmt: skip
 
 
 def _subject(program: str, device_kind: str, model: dict[str, Any]) -> Subject:

@@ -14,12 +14,12 @@ import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
 from pallas_kernels import checks
-from pallas_kernels.options import AttentionOptions, OutputAndLse, Pools, WriteOptions
+from pallas_kernels.options import AttentionOptions, OutputAndLse, WriteOptions, Written
 from pallas_kernels.tuning import Tiles
 
 
@@ -30,7 +30,7 @@ class Implementation(NamedTuple):
     `decode_s` before the options.
     """
 
-    write_kv: Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, WriteOptions], Pools]
+    write_kv: Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, WriteOptions], Written]
     copy_blocks: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
     paged_decode_attention: Callable[
         [jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, AttentionOptions], OutputAndLse
@@ -76,7 +76,8 @@ class Ops:
         sin_t: jax.Array | None = None,
         k_scale_k: jax.Array | None = None,
         v_scale_k: jax.Array | None = None,
-    ) -> Pools:
+        q_tnh: jax.Array | None = None,
+    ) -> tuple[jax.Array, ...]:
         """Write token t's key and value into flat slot `slot_mapping[t]` of pools [P, K, B, H]; -1 writes nothing.
 
         In place if the enclosing jit donates the pools and returns them in the order of its arguments; otherwise XLA
@@ -88,12 +89,17 @@ class Ops:
             cos_t, sin_t: [T, H/2] float32; keys are rotated by them before the write (half against half, RoFormer,
                 arXiv 2104.09864). Without them keys are written unchanged.
             k_scale_k, v_scale_k: [K] float32, for fp8 pools.
+            q_tnh: [T, N, H], queries of the tokens, N a multiple of K, in the dtype of k; they need the angles.
+
+        Returns:
+            Both pools, with `q_tnh` also the rotated queries: a GPU rotates them in the same launch.
         """
-        options = WriteOptions(cos_t, sin_t, k_scale_k, v_scale_k)
+        options = WriteOptions(cos_t, sin_t, k_scale_k, v_scale_k, q_tnh)
         checks.check_write(k_pool, v_pool, k_tkh, v_tkh, slot_mapping_t, options)
         if self.debug:
             checks.check_slots(slot_mapping_t, k_pool.shape[0], k_pool.shape[2])
-        return self.implementation.write_kv(k_pool, v_pool, k_tkh, v_tkh, slot_mapping_t, options)
+        written = self.implementation.write_kv(k_pool, v_pool, k_tkh, v_tkh, slot_mapping_t, options)
+        return tuple(array for array in written if array is not None)
 
     def copy_blocks(self, pool: jax.Array, sources_c: jax.Array, destinations_c: jax.Array) -> jax.Array:
         """Copy whole blocks of a pool [P, ...]; all are read before any is written; destination -1 copies nothing.
@@ -119,6 +125,7 @@ class Ops:
         window: int | None = None,
         k_scale_k: jax.Array | None = None,
         v_scale_k: jax.Array | None = None,
+        work: Any = None,
         return_lse: bool = False,
     ) -> jax.Array | OutputAndLse:
         """Compute attention of one query token per sequence over its paged context.
@@ -129,14 +136,14 @@ class Ops:
                 own keys and values.
             block_tables_sw: [S, W] int32; entries past a context are never read. W B is at most 131,072.
             context_lens_s: [S] int32, the query token included; 0 marks padding, whose result is 0.
-            scale, soft_cap, window, k_scale_k, v_scale_k: see `AttentionOptions`.
+            scale, soft_cap, window, k_scale_k, v_scale_k, work: see `AttentionOptions`.
             return_lse: also return the log of the sum of exp(score), natural, float32, -inf for a query without keys.
                 `merge_attention` needs it to combine partial results.
 
         Returns:
             [S, N, H], with `return_lse` also [S, N] float32.
         """
-        options = AttentionOptions(scale, soft_cap, window, k_scale_k, v_scale_k)
+        options = AttentionOptions(scale, soft_cap, window, k_scale_k, v_scale_k, work)
         batch = k_pool, v_pool, block_tables_sw, context_lens_s
         checks.check_attention(q_snh, *batch, None, None, options)
         if self.debug:
@@ -159,6 +166,7 @@ class Ops:
         k_scale_k: jax.Array | None = None,
         v_scale_k: jax.Array | None = None,
         decode_s: jax.Array | None = None,
+        work: Any = None,
         return_lse: bool = False,
     ) -> jax.Array | OutputAndLse:
         """Compute causal attention of a mixed batch: chunks of prompts and single decode tokens, one after another.
@@ -176,7 +184,7 @@ class Ops:
         Returns:
             [T, N, H], with `return_lse` also [T, N] float32; queries that no sequence owns are 0.
         """
-        options = AttentionOptions(scale, soft_cap, window, k_scale_k, v_scale_k)
+        options = AttentionOptions(scale, soft_cap, window, k_scale_k, v_scale_k, work)
         batch = k_pool, v_pool, block_tables_sw, context_lens_s, cu_q_lens_s1
         checks.check_attention(q_tnh, *batch, decode_s, options)
         if self.debug:

@@ -10,6 +10,7 @@ import jax
 Ref = Any
 
 Pools = tuple[jax.Array, jax.Array]  # of keys and of values
+Written = tuple[jax.Array, jax.Array, jax.Array | None]  # pools, and rotated queries if they were given
 OutputAndLse = tuple[jax.Array, jax.Array]  # and the log-sum-exp
 
 
@@ -21,12 +22,14 @@ class WriteOptions:
         cos_t, sin_t: [T, H/2] float32, both or neither: the rotation of the keys (half against half, RoFormer, arXiv
             2104.09864).
         k_scale_k, v_scale_k: [K] float32, for fp8 pools only: the factors of the stored numbers.
+        q_tnh: [T, N, H], queries that are rotated, too.
     """
 
     cos_t: jax.Array | None = None
     sin_t: jax.Array | None = None
     k_scale_k: jax.Array | None = None
     v_scale_k: jax.Array | None = None
+    q_tnh: jax.Array | None = None
 
     @property
     def angles(self) -> tuple[jax.Array, jax.Array] | None:
@@ -43,6 +46,8 @@ class AttentionOptions:
         soft_cap: c turns a score x = scale * q·k into c * tanh(x / c) (Gemma 2, arXiv 2408.00118).
         window: a query sees only the last `window` tokens up to its own.
         k_scale_k, v_scale_k: [K] float32, for fp8 pools only: the factors of the stored numbers.
+        work: the implementation's lists of work for the batch and the window, from `Kernels.make_work`; None: the
+            device makes them.
     """
 
     scale: float
@@ -50,3 +55,4 @@ class AttentionOptions:
     window: int | None = None
     k_scale_k: jax.Array | None = None
     v_scale_k: jax.Array | None = None
+    work: Any = None

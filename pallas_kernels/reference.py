@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.checks import FP8, FP8_MAX
-from pallas_kernels.options import AttentionOptions, OutputAndLse, WriteOptions
+from pallas_kernels.options import AttentionOptions, OutputAndLse, WriteOptions, Written
 from pallas_kernels.query_tiles import decode_rows
 
 Carry = tuple[jax.Array, jax.Array, jax.Array]  # unscaled outputs, maxima and sums of the softmax so far
@@ -27,7 +27,7 @@ TILE_DECODE = 64  # the same for each of the sequences that are decoded together
 def write_kv(
     k_pool: jax.Array, v_pool: jax.Array, k_tkh: jax.Array, v_tkh: jax.Array, slot_mapping_t: jax.Array,
     options: WriteOptions,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+) -> Written:  # fmt: skip
     """Define `Ops.write_kv`."""
     if options.angles:
         k_tkh = rotate(k_tkh, *options.angles)
@@ -39,7 +39,13 @@ def write_kv(
         x_tkh = pad_head_dim(quantize(x_tkh, pool.dtype, scale_k), pool.shape[3])
         return pool.at[block, :, offset].set(x_tkh, mode="drop")
 
-    return written(k_pool, k_tkh, options.k_scale_k), written(v_pool, v_tkh, options.v_scale_k)
+    k_pool, v_pool = written(k_pool, k_tkh, options.k_scale_k), written(v_pool, v_tkh, options.v_scale_k)
+    return k_pool, v_pool, rotated_queries(options)
+
+
+def rotated_queries(options: WriteOptions) -> jax.Array | None:
+    """Return the queries of a write's options, rotated; None if there are none."""
+    return None if options.q_tnh is None or options.angles is None else rotate(options.q_tnh, *options.angles)
 
 
 def copy_blocks(pool: jax.Array, sources_c: jax.Array, destinations_c: jax.Array) -> jax.Array:

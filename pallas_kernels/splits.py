@@ -3,13 +3,13 @@
 Axis letters besides the package's: I splits of the batch.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 
+MAX_DOUBLINGS = 16  # of a split's size, more than any context needs
 MAX_SPLITS = 32  # of one context: the combine kernel reads all of them at once
 THREAD_BLOCKS = 128  # that one long context keeps busy, of a Hopper's 132 multiprocessors
 
@@ -37,30 +37,44 @@ def max_splits(num_kv_heads: int, table_tokens: int, split: int) -> int:
     return min(MAX_SPLITS, pl.cdiv(THREAD_BLOCKS, num_kv_heads), pl.cdiv(table_tokens, split))
 
 
-def split_size(context_lens_s: jax.Array, split: int, most: int) -> jax.Array:
+def split_size(context_lens_s: Any, split: int, most: int, xp: Any = jnp) -> Any:
     """Return the tokens of a split for each context: `split`, doubled until `most` of them hold the context.
 
     The size depends only on the context's own length, so the order of every sum does too.
+
+    Args:
+        xp: numpy or jax.numpy.
     """
-    excess_s = pl.cdiv(context_lens_s, most * split)  # up to 1: no doubling
-    return split << jnp.where(excess_s <= 1, 0, 32 - lax.clz(excess_s - 1))
+    limits = most * split << xp.arange(MAX_DOUBLINGS, dtype=xp.int32)
+    return split << (context_lens_s[:, None] > limits).sum(axis=1, dtype=xp.int32)
 
 
-def make_splits(context_lens_s: jax.Array, *, most: int, split: int, tile: int, window: int | None) -> Splits:
+def make_splits(context_lens_s: Any, *, most: int, split: int, tile: int, window: int | None, xp: Any = jnp) -> Splits:
     """Cut contexts [S] into at most `most` splits each; a context of 0 and tokens before the window have none.
 
     The result does not depend on the layer: XLA computes it once for all of a step.
+
+    Args:
+        xp: numpy or jax.numpy.
     """
     s = context_lens_s.shape[0]
-    size_s = split_size(context_lens_s, split, most)
-    seen_s = jnp.maximum(context_lens_s - window, 0) if window else jnp.zeros_like(context_lens_s)
+    size_s = split_size(context_lens_s, split, most, xp)
+    seen_s = xp.maximum(context_lens_s - window, 0) if window else xp.zeros_like(context_lens_s)
     counts_s = pl.cdiv(context_lens_s, size_s) - seen_s // size_s
-    first_s1 = jnp.pad(jnp.cumsum(counts_s, dtype=jnp.int32), (1, 0))
-    num_splits = s * most
-    i = jnp.arange(num_splits, dtype=jnp.int32)
-    seq_i = jnp.repeat(jnp.arange(s, dtype=jnp.int32), counts_s, total_repeat_length=num_splits)
+    first_s1 = xp.concatenate([xp.zeros(1, xp.int32), xp.cumsum(counts_s, dtype=xp.int32)])
+    i = xp.arange(s * most, dtype=xp.int32)
+    seq_i = _repeated(xp.arange(s, dtype=xp.int32), counts_s, len(i), xp)
     size_i, seen_i = size_s[seq_i], seen_s[seq_i]
     start_i = (seen_i // size_i + i - first_s1[seq_i]) * size_i
-    end_i = jnp.minimum(start_i + size_i, context_lens_s[seq_i])
-    start_i = jnp.maximum(start_i, seen_i // tile * tile)
-    return Splits(jnp.stack([seq_i, start_i, end_i, seen_i], axis=1), first_s1[-1:], first_s1)
+    end_i = xp.minimum(start_i + size_i, context_lens_s[seq_i])
+    start_i = xp.maximum(start_i, seen_i // tile * tile)
+    return Splits(xp.stack([seq_i, start_i, end_i, seen_i], axis=1), first_s1[-1:], first_s1)
+
+
+def _repeated(values_s: Any, counts_s: Any, total: int, xp: Any) -> Any:
+    """Return each value as often as its count, then any value up to `total`."""
+    if xp is jnp:
+        return jnp.repeat(values_s, counts_s, total_repeat_length=total)
+    repeated, found = xp.zeros(total, values_s.dtype), xp.repeat(values_s, counts_s)
+    repeated[: len(found)] = found
+    return repeated

@@ -26,7 +26,6 @@ import jax.numpy as jnp
 from pallas_kernels import dispatch, ops
 from pallas_kernels.checks import FP8
 from pallas_kernels.ops import Ops
-from pallas_kernels.options import Pools
 from pallas_kernels.selftest import MAX_REASON, START_LIMIT_S, Subject
 
 NUM_TOKENS = 37  # of a write
@@ -104,14 +103,15 @@ def _write(subject: Subject, *, rotated: bool) -> Trial:
     slots[::3] = [-1] * len(slots[::3])
 
     @jax.jit
-    def make(key: jax.Array) -> tuple[dict[str, jax.Array], tuple[jax.Array, ...], Pools]:
+    def make(key: jax.Array) -> tuple[dict[str, jax.Array], tuple[jax.Array, ...], tuple[jax.Array, ...]]:
         shape = (NUM_TOKENS, subject.num_kv_heads, subject.head_dim)
         k, v = (_uniform(key, i, shape).astype(subject.dtype) for i in range(2))
         pools = [jnp.full(_pool_shape(subject, num_blocks), jnp.nan, subject.pool_dtype) for _ in range(2)]
         options = _scales(subject, key)
         if rotated:
             angle = 4 * _uniform(key, 2, (NUM_TOKENS, subject.head_dim // 2))
-            options |= dict(cos_t=jnp.cos(angle), sin_t=jnp.sin(angle))
+            q = _uniform(key, 3, (NUM_TOKENS, subject.num_heads, subject.head_dim)).astype(subject.dtype)
+            options |= dict(cos_t=jnp.cos(angle), sin_t=jnp.sin(angle), q_tnh=q)
         args = (*pools, k, v, jnp.asarray(slots, jnp.int32))
         return options, args, REFERENCE.write_kv(*args, **options)
 

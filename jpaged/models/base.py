@@ -7,8 +7,8 @@ import jax
 
 from jpaged.config import ModelConfig
 
-# attend(layer, q [T, N, H], k [T, K, H], v [T, K, H], cos, sin [T, H/2] or None) -> [T, N, H]; q is rotated, k is not:
-# it is rotated by cos and sin where it is written to the cache.
+# attend(layer, q [T, N, H], k [T, K, H], v [T, K, H], cos, sin [T, H/2] or None) -> [T, N, H]. It rotates q and k by
+# cos and sin, if they are given.
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None], jax.Array]
 
 

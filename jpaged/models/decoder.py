@@ -4,7 +4,7 @@ It holds parameters and no cache: attention is an argument.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,8 @@ Rotation = tuple[jax.Array, jax.Array]  # cos and sin [T, R/2] of the rotary dim
 
 class Attention(nnx.Module):
     """Self-attention with rotary embedding; `attend` does the attention itself."""
+
+    fusable: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
 
     def __init__(self, config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs):
         d, h, variation = config.hidden_size, config.head_dim, config.variation
@@ -45,39 +47,53 @@ class Attention(nnx.Module):
     def __call__(self, x_td: jax.Array, rotation: Rotation | None, layer: int, attend: Attend) -> jax.Array:
         """Return the output [T, D] of hidden states [T, D]."""
         t = x_td.shape[0]
-        q_tnh, k_tkh = self._normed(self.q_proj(x_td), "q_norm"), self._normed(self.k_proj(x_td), "k_norm")
-        v_tkh = self.v_proj(x_td).reshape(t, -1, self.head_dim)
+        q_tnh, k_tkh, v_tkh = self._projections(x_td)
+        q_tnh, k_tkh = self._normed(q_tnh, "q_norm"), self._normed(k_tkh, "k_norm")
         cos = sin = None
         if rotation is not None:
-            q_tnh = _rotate_first(q_tnh, *rotation)
             if 2 * rotation[0].shape[1] == self.head_dim:
                 cos, sin = rotation
             else:  # the cache rotates whole heads only
-                k_tkh = _rotate_first(k_tkh, *rotation)
+                q_tnh, k_tkh = (_rotate_first(x, *rotation) for x in (q_tnh, k_tkh))
         return self.o_proj(attend(layer, q_tnh, k_tkh, v_tkh, cos, sin).reshape(t, -1))
 
-    def _normed(self, x_to: jax.Array, name: str) -> jax.Array:
-        """Return the heads [T, N, H] of a projection, normed."""
-        if self.qk_norm == "projection":
-            x_to = getattr(self, name)(x_to)
-        x_tnh = x_to.reshape(len(x_to), -1, self.head_dim)
-        return getattr(self, name)(x_tnh) if self.qk_norm == "head" else x_tnh
+    def _projections(self, x_td: jax.Array) -> list[jax.Array]:
+        """Return queries [T, N, H], keys and values [T, K, H]."""
+        if hasattr(self, "qkv_proj"):
+            heads: list[jax.Array] = self.qkv_proj(x_td, self.head_dim)
+            return heads
+        projections = self.q_proj, self.k_proj, self.v_proj
+        return [projection(x_td).reshape(len(x_td), -1, self.head_dim) for projection in projections]
+
+    def _normed(self, x_tnh: jax.Array, name: str) -> jax.Array:
+        """Return heads [T, N, H], normed."""
+        if self.qk_norm is None:
+            return x_tnh
+        shape = x_tnh.shape if self.qk_norm == "head" else (len(x_tnh), -1)
+        normed: jax.Array = getattr(self, name)(x_tnh.reshape(shape)).reshape(x_tnh.shape)
+        return normed
 
 
 class Mlp(nnx.Module):
     """Gated MLP."""
 
+    fusable: ClassVar = {"gate_up_proj": ("gate_proj", "up_proj")}
+
     def __init__(self, config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs):
         d, f = config.hidden_size, config.intermediate_size
         options: Any = dict(bias=config.mlp_bias, dtype=dtype, rngs=rngs)
-        self.activation = config.hidden_act
+        self.activation, self.size = config.hidden_act, f
         self.gate_proj = Linear(d, f, ("mlp", None), **options)
         self.up_proj = Linear(d, f, ("mlp", None), **options)
         self.down_proj = Linear(f, d, (None, "mlp"), **options)
 
     def __call__(self, x_td: jax.Array) -> jax.Array:
         """Return the output [T, D] of hidden states [T, D]."""
-        return self.down_proj(self.gate_proj(x_td, ACTIVATIONS[self.activation]) * self.up_proj(x_td))
+        activation = ACTIVATIONS[self.activation]
+        if not hasattr(self, "gate_up_proj"):
+            return self.down_proj(self.gate_proj(x_td, activation) * self.up_proj(x_td))
+        gate, up = self.gate_up_proj(x_td, self.size // self.gate_up_proj.members.parts)
+        return self.down_proj((activation(gate) * up).reshape(len(x_td), -1))
 
 
 class Layer(nnx.Module):

@@ -83,7 +83,7 @@ def _attend(model: Model, positions_bw: jax.Array, mask_bww: jax.Array) -> Atten
     ) -> jax.Array:
         spec = model.attention_specs[layer]
         if cos is not None and sin is not None:
-            k_tkh = rotate(k_tkh, cos, sin)
+            q_tnh, k_tkh = (rotate(x, cos, sin) for x in (q_tnh, k_tkh))
         q_bwkgh = q_tnh.reshape(batch, width, k_tkh.shape[1], -1, q_tnh.shape[2])
         k_bwkh, v_bwkh = (x.reshape(batch, width, *x.shape[1:]) for x in (k_tkh, v_tkh))
         scores = spec.scale * _scores(q_bwkgh, k_bwkh)

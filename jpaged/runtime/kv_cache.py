@@ -1,15 +1,17 @@
 """KV pool on the device: the layout of its arrays, and the ops on them."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Sharding
 
 from jpaged.config import ModelConfig
 from jpaged.models.base import AttentionSpec
-from jpaged.runtime.batch import Batch
+from jpaged.runtime.batch import Batch, Bucket
 from pallas_kernels import Kernels
 
 Pool = list[jax.Array]  # [k of layer 0, v of layer 0, k of layer 1, ...], each [P, K, B, H]
@@ -25,6 +27,7 @@ class KVCache:
         num_layers, num_kv_heads: numbers of the model.
         head_dim: head dim of the pool, the model's or more.
         dtype: dtype of the pool.
+        windows: the different windows of the model's layers.
     """
 
     num_layers: int
@@ -33,12 +36,34 @@ class KVCache:
     head_dim: int
     dtype: str
     kernels: Kernels
+    windows: tuple[int | None, ...] = (None,)
 
     @classmethod
-    def of(cls, model: ModelConfig, block_size: int, dtype: str, kernels: Kernels) -> "KVCache":
-        """Return the layout for a model, with the head dim that the kernels take."""
+    def of(
+        cls, model: ModelConfig, block_size: int, dtype: str, kernels: Kernels,
+        specs: Iterable[AttentionSpec] = (),
+    ) -> "KVCache":  # fmt: skip
+        """Return the layout for a model, with the head dim that the kernels take.
+
+        Args:
+            specs: the model's, for the lists of work of the layers' windows.
+        """
         layers, heads = model.num_hidden_layers, model.num_key_value_heads
-        return cls(layers, heads, block_size, kernels.head_dim, dtype, kernels)
+        windows = tuple(dict.fromkeys(spec.window for spec in specs))
+        return cls(layers, heads, block_size, kernels.head_dim, dtype, kernels, windows)
+
+    def make_work(
+        self, table_width: int, bucket: Bucket, context_lens_s: np.ndarray, cu_q_lens_s1: np.ndarray,
+        decodes_s: np.ndarray,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """Return `Batch.work` of a batch, none if the kernels take no lists."""
+        if self.kernels.make_work is None:
+            return ()
+        prompts = (None, None) if bucket.decode else (cu_q_lens_s1, decodes_s != 0)
+        sizes = dict(num_rows=bucket.num_tokens, table_tokens=table_width * self.block_size)
+        return tuple(
+            self.kernels.make_work(context_lens_s, *prompts, **sizes, window=window, xp=np) for window in self.windows
+        )
 
     @property
     def block_bytes(self) -> int:
@@ -70,10 +95,15 @@ class KVCache:
         """
         k, v = pool[2 * layer : 2 * layer + 2]
         scales = self._scales()
-        rotation = {} if cos is None else {"cos_t": cos, "sin_t": sin}
-        k, v = self.kernels.write_kv(k, v, k_tkh, v_tkh, batch.slot_mapping, **rotation, **scales)
+        if cos is None:
+            k, v = self.kernels.write_kv(k, v, k_tkh, v_tkh, batch.slot_mapping, **scales)
+        else:
+            rotated = dict(cos_t=cos, sin_t=sin, q_tnh=q_tnh)
+            k, v, q_tnh = self.kernels.write_kv(k, v, k_tkh, v_tkh, batch.slot_mapping, **rotated, **scales)
         pool[2 * layer : 2 * layer + 2] = k, v
-        options, tables, lens = spec._asdict() | scales, batch.block_tables, batch.context_lens
+        work = dict(zip(self.windows, batch.work)).get(spec.window)
+        options: dict[str, Any] = spec._asdict() | scales | {"work": work}
+        tables, lens = batch.block_tables, batch.context_lens
         if decode:
             o_tnh = self.kernels.paged_decode_attention(q_tnh, k, v, tables, lens, **options)
         else:

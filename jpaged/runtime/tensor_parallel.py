@@ -12,10 +12,11 @@ from jax.sharding import PartitionSpec as P
 
 from jpaged.runtime.placement import ALL, KV, Placement
 from jpaged.runtime.sampler import Sampled, Sampling, count, sample
+from jpaged.runtime.sampling_settings import Settings
 from jpaged.runtime.sampling_state import SamplingState
 from pallas_kernels import Kernels
 from pallas_kernels.ops import Implementation
-from pallas_kernels.options import AttentionOptions, OutputAndLse, Pools, WriteOptions
+from pallas_kernels.options import AttentionOptions, OutputAndLse, WriteOptions, Written
 
 WHOLE, COLUMNS = P(), P(None, ALL)
 POOL, KV_HEADS, SCALES = P(None, KV), P(None, KV), P(KV)
@@ -34,16 +35,16 @@ def divide_kernels(kernels: Kernels, placement: Placement) -> Kernels:
     def write_kv(
         k_pool: jax.Array, v_pool: jax.Array, k_tkh: jax.Array, v_tkh: jax.Array, slots_t: jax.Array,
         options: WriteOptions,
-    ) -> Pools:  # fmt: skip
+    ) -> Written:  # fmt: skip
         def op(
             k_pool: jax.Array, v_pool: jax.Array, k_tkh: jax.Array, v_tkh: jax.Array, slots_t: jax.Array, further: Any
-        ) -> Pools:
+        ) -> Written:
             return inner.write_kv(k_pool, v_pool, k_tkh, v_tkh, slots_t, WriteOptions(*further))
 
-        specs = POOL, POOL, KV_HEADS, KV_HEADS, WHOLE, (WHOLE, WHOLE, SCALES, SCALES)
-        further = options.cos_t, options.sin_t, options.k_scale_k, options.v_scale_k
-        pools: Pools = divided(op, specs, (POOL, POOL))(k_pool, v_pool, k_tkh, v_tkh, slots_t, further)
-        return pools
+        specs = POOL, POOL, KV_HEADS, KV_HEADS, WHOLE, (WHOLE, WHOLE, SCALES, SCALES, COLUMNS)
+        further = options.cos_t, options.sin_t, options.k_scale_k, options.v_scale_k, options.q_tnh
+        written: Written = divided(op, specs, (POOL, POOL, COLUMNS))(k_pool, v_pool, k_tkh, v_tkh, slots_t, further)
+        return written
 
     def copy_blocks(pool: jax.Array, sources_c: jax.Array, destinations_c: jax.Array) -> jax.Array:
         copied: jax.Array = divided(inner.copy_blocks, (POOL, WHOLE, WHOLE), POOL)(pool, sources_c, destinations_c)
@@ -52,13 +53,14 @@ def divide_kernels(kernels: Kernels, placement: Placement) -> Kernels:
     def attend(attention: Callable[..., OutputAndLse], *args: Any) -> OutputAndLse:
         q, k_pool, v_pool, *batch, options = args
 
-        def op(q: jax.Array, k_pool: jax.Array, v_pool: jax.Array, batch: Any, scales: Any) -> OutputAndLse:
+        def op(q: jax.Array, k_pool: jax.Array, v_pool: jax.Array, batch: Any, scales: Any, work: Any) -> OutputAndLse:
             k_scale_k, v_scale_k = scales
-            return attention(q, k_pool, v_pool, *batch, replace(options, k_scale_k=k_scale_k, v_scale_k=v_scale_k))
+            own = replace(options, k_scale_k=k_scale_k, v_scale_k=v_scale_k, work=work)
+            return attention(q, k_pool, v_pool, *batch, own)
 
-        specs = COLUMNS, POOL, POOL, WHOLE, SCALES
-        scales = options.k_scale_k, options.v_scale_k
-        output: OutputAndLse = divided(op, specs, (COLUMNS, COLUMNS))(q, k_pool, v_pool, batch, scales)
+        specs = COLUMNS, POOL, POOL, WHOLE, SCALES, WHOLE
+        further = batch, (options.k_scale_k, options.v_scale_k), options.work
+        output: OutputAndLse = divided(op, specs, (COLUMNS, COLUMNS))(q, k_pool, v_pool, *further)
         return output
 
     def decode(
@@ -85,6 +87,7 @@ def sample_divided(
     placement: Placement,
     *,
     processed: bool = False,
+    settings: Settings = Settings.ANY,
 ) -> tuple[Sampled, SamplingState]:
     """Count tokens as `count` does, and return the result of `sample`, whose rows are divided among the devices.
 
@@ -104,13 +107,14 @@ def sample_divided(
         return lax.dynamic_slice_in_dim(x, lax.axis_index(ALL) * rows, rows) if size > 1 else x
 
     def choose(logits_sv: jax.Array, state: SamplingState, sampling: Sampling) -> tuple[Sampled, SamplingState]:
-        state = count(state, sampling)
+        if settings is Settings.ANY:  # other rows have no tokens to count
+            state = count(state, sampling)
         logits_sv, sampling = padded(logits_sv), jax.tree.map(padded, sampling)
         if placement.splits_vocab:
             logits_sv = lax.all_to_all(logits_sv, ALL, split_axis=0, concat_axis=1, tiled=True)
         else:
             logits_sv = own(logits_sv)
-        sampled = sample(logits_sv, state, jax.tree.map(own, sampling), num_top, processed=processed)
+        sampled = sample(logits_sv, state, jax.tree.map(own, sampling), num_top, processed=processed, settings=settings)
         return jax.tree.map(lambda x: x[:num_rows], _gathered(sampled) if size > 1 else sampled), state
 
     specs = (COLUMNS if placement.splits_vocab else WHOLE, WHOLE, WHOLE)

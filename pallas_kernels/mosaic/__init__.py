@@ -8,9 +8,11 @@ from pallas_kernels.mosaic.decode import paged_decode_attention
 from pallas_kernels.mosaic.kv_write import write_kv
 from pallas_kernels.mosaic.ragged import ragged_paged_attention
 from pallas_kernels.mosaic.support import unsupported
+from pallas_kernels.mosaic.work import make_work
 
 __all__ = [
     "copy_blocks",
+    "make_work",
     "paged_decode_attention",
     "ragged_paged_attention",
     "unsupported",

@@ -4,14 +4,17 @@ Axis letters besides the package's: R rows of the output, I splits of the batch,
 of one KV head padded to wgmma's N, X output columns of one thread block.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.mosaic.query_rows import QueryRows
 from pallas_kernels.mosaic.softmax import natural_lse, softmax_state
-from pallas_kernels.mosaic.support import check_grid, store_transposed
+from pallas_kernels.mosaic.support import check_grid, compiler_params, store_transposed
 from pallas_kernels.options import Ref
 
 Carry = tuple[jax.Array, jax.Array, jax.Array]  # output, maximum and sum of the softmax so far
@@ -34,6 +37,7 @@ def _kernel(
     lse_smem: Ref,  # [LANES] fp32
     parts_full: Ref,  # barriers [U]
     lses_full: Ref,  # barriers [U]
+    rows: QueryRows,
 ) -> None:
     seq, c = lax.axis_index("s"), lax.axis_index("c")
     m = parts_smem.shape[2]
@@ -75,25 +79,30 @@ def _kernel(
         store_transposed(o_smem, o_xm.astype(o_smem.dtype))
         lse_smem.at[pl.ds(0, m)][...] = natural_lse(max_m, sum_m)
         plgpu.commit_smem()
+        lead = rows.lead(row, head, num_kv_heads)
         for g in range(group):
-            plgpu.copy_smem_to_gmem(o_smem.at[g], o_rnh_ref.at[row, head * group + g, columns])
+            plgpu.copy_smem_to_gmem(o_smem.at[lead + g], o_rnh_ref.at[row, head * group + g, columns])
         pl.when(chunk == 0)(lambda: plgpu.copy_smem_to_gmem(lse_smem, lse_skl_ref.at[seq, head]))
         plgpu.wait_smem_to_gmem(0)
 
 
 def combine(
-    o_ikhm: jax.Array, lse_ikl: jax.Array, first_s1: jax.Array, row_s: jax.Array, o_rnh_ref: Ref, *, max_splits: int
-) -> jax.Array:
+    o_ikhm: jax.Array, lse_ikl: jax.Array, first_s1: jax.Array, row_s: jax.Array, o_rnh_ref: Ref, *,
+    rows: QueryRows, max_splits: int,
+) -> jax.Array:  # fmt: skip
     """Merge the splits of each sequence s into row `row_s[s]` of the output ref; a sequence without splits gives 0.
 
+    Args:
+        rows: places of the query heads in M.
+
     Returns:
-        The natural log-sum-exps [S, K, LANES] float32 of the sequences that have a row.
+        The natural log-sum-exps [S, K, LANES] float32 of the sequences that have a row, in the places of the heads.
     """
     _, k, h, m = o_ikhm.shape
     grid = (k * (h // COLUMNS), row_s.shape[0])
     check_grid("paged_decode_combine", grid)
     lse_skl: jax.Array = plgpu.kernel(
-        _kernel,
+        functools.partial(_kernel, rows=rows),
         out_type=jax.ShapeDtypeStruct((row_s.shape[0], k, LANES), jnp.float32),
         grid=grid,
         grid_names=("c", "s"),
@@ -105,7 +114,7 @@ def combine(
             parts_full=plgpu.Barrier(num_barriers=max_splits),
             lses_full=plgpu.Barrier(num_barriers=max_splits),
         ),
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+        compiler_params=compiler_params(approx_math=True, unsafe_no_auto_barriers=True),
         kernel_name="paged_decode_combine",
     )(o_ikhm, lse_ikl, first_s1, row_s, o_rnh_ref)
     return lse_skl

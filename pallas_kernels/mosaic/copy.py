@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.checks import FP8
-from pallas_kernels.mosaic.support import check_grid, check_supported
+from pallas_kernels.mosaic.support import check_grid, check_supported, compiler_params
 from pallas_kernels.options import Ref
 
 
@@ -43,6 +43,7 @@ def _launch(source: jax.Array, from_c: jax.Array, to_c: jax.Array, *, into: Ref 
         grid=(k, c),
         grid_names=("k", "c"),
         scratch_types=[plgpu.SMEM((b, h), source.dtype), plgpu.Barrier()],
+        compiler_params=compiler_params(),
         kernel_name="copy_blocks",
     )
     return kernel(source, from_c, to_c) if into is None else kernel(source, from_c, to_c, into)

@@ -23,12 +23,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import tuning
 from pallas_kernels.checks import FP8
 from pallas_kernels.mosaic.combine import LANES, combine
+from pallas_kernels.mosaic.query_rows import TMA_ROWS, QueryRows
 from pallas_kernels.mosaic.ring import KVRing
 from pallas_kernels.mosaic.softmax import NEG, capped, exponent_factor, product, scales, softmax_state
-from pallas_kernels.mosaic.support import check_grid, check_supported, num_sms
+from pallas_kernels.mosaic.support import check_grid, check_supported, compiler_params, num_sms
+from pallas_kernels.mosaic.work import DecodeWork, decode_work
 from pallas_kernels.options import AttentionOptions, OutputAndLse, Ref
 from pallas_kernels.reference import pad_head_dim
-from pallas_kernels.splits import Splits, make_splits, max_splits
 
 Carry = tuple[jax.Array, jax.Array, jax.Array]  # output, maxima and sums of the softmax so far
 
@@ -36,13 +37,14 @@ REDUCTION_BYTES = 1024  # of scratch, the least; more would leave no room for tw
 
 
 def _kernel(
-    q_skmh_ref: Ref,  # [S, K, M, H]
+    q_nh_ref: Ref,  # [R K stride, H]
     k_pool_ref: Ref,  # [P, K, B, H]
     v_pool_ref: Ref,  # [P, K, B, H]
     k_scale_k_ref: Ref,  # [K] fp32: on q·k
     v_scale_k_ref: Ref,  # [K] fp32: on the output
     work_i4_ref: Ref,  # [I, 4]: sequence, first token, end, first token that its query sees
     count_ref: Ref,  # [1]: number of rows of work in use
+    row_s_ref: Ref,  # [S]: the row of each sequence
     table_sw_ref: Ref,  # [S, W]
     o_ikhm_ref: Ref,  # [I, K, H, M] fp32
     lse_ikl_ref: Ref,  # [I, K, LANES] fp32, base 2
@@ -54,6 +56,7 @@ def _kernel(
     q_full: Ref,  # barriers [stages of q]
     q_free: Ref,  # barriers [stages of q]
     ring: KVRing,
+    rows: QueryRows,
     thread_blocks: int,
     soft_cap: float | None,
     windowed: bool,
@@ -133,7 +136,9 @@ def _kernel(
             _, head, seq, start, end, _ = work(step)
             q_stage = lax.rem(step, q_stages)
             pl.when(step >= q_stages)(lambda: plgpu.barrier_wait(q_free.at[q_stage]))
-            plgpu.copy_gmem_to_smem(q_skmh_ref.at[seq, head], q_smem.at[q_stage], q_full.at[q_stage])
+            row = row_s_ref[seq] if rows.direct else seq
+            heads = pl.ds(pl.multiple_of(rows.first(row, head, num_kv_heads) // TMA_ROWS * TMA_ROWS, TMA_ROWS), m)
+            plgpu.copy_gmem_to_smem(q_nh_ref.at[heads], q_smem.at[q_stage], q_full.at[q_stage])
             where = dict(seq=seq, head=head, start=start, end=end, filled=filled)
             return ring.fill(k_pool_ref, v_pool_ref, table_sw_ref, **where)
 
@@ -145,18 +150,27 @@ def _kernel(
 
 
 def _launch(
-    q_skmh: jax.Array, k_pool: jax.Array, v_pool: jax.Array, block_tables_sw: jax.Array, splits: Splits,
-    options: AttentionOptions, tiles: tuning.MosaicDecode,
+    q_rnh: jax.Array, k_pool: jax.Array, v_pool: jax.Array, block_tables_sw: jax.Array, work: DecodeWork,
+    rows: QueryRows, options: AttentionOptions, tiles: tuning.MosaicDecode,
 ) -> list[jax.Array]:  # fmt: skip
     """Compute partial outputs [I, K, H, M] of the splits, and their log-sum-exps [I, K, LANES] of base 2."""
-    _, k, m, h = q_skmh.shape
-    num_splits, dtype = splits.work_i4.shape[0], q_skmh.dtype
+    (_, n, h), k = q_rnh.shape, k_pool.shape[1]
+    m = pl.cdiv(n // k, TMA_ROWS) * TMA_ROWS
+    splits, row_s = work
+    num_splits, dtype = splits.work_i4.shape[0], q_rnh.dtype
+    if not rows.direct:  # XLA fuses the padding with the choice of the rows
+        q_skgh = q_rnh.at[jnp.maximum(row_s, 0)].get(mode="promise_in_bounds").reshape(-1, k, n // k, h)
+        q_rnh = jnp.pad(q_skgh, ((0, 0), (0, 0), (0, rows.stride - n // k), (0, 0)))
     q_stages = 2 if m * h <= 1024 else 1  # where shared memory is not short
     thread_blocks = min(num_splits * k, tiles.blocks_per_sm * num_sms())
     check_grid("paged_decode", (thread_blocks,))
     partials: list[jax.Array] = plgpu.kernel(
         functools.partial(
-            _kernel, thread_blocks=thread_blocks, soft_cap=options.soft_cap, windowed=options.window is not None
+            _kernel,
+            rows=rows,
+            thread_blocks=thread_blocks,
+            soft_cap=options.soft_cap,
+            windowed=options.window is not None,
         ),
         out_type=[
             jax.ShapeDtypeStruct((num_splits, k, h, m), jnp.float32),
@@ -184,42 +198,54 @@ def _launch(
                 consumers=1,
             ),
         ),
-        compiler_params=plgpu.CompilerParams(
+        compiler_params=compiler_params(
             approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=REDUCTION_BYTES
         ),
         kernel_name="paged_decode",
-    )(q_skmh, k_pool, v_pool, *scales(options, k), splits.work_i4, splits.num_splits, block_tables_sw)
+    )(
+        q_rnh.reshape(-1, h),
+        k_pool,
+        v_pool,
+        *scales(options, k),
+        splits.work_i4,
+        splits.num_splits,
+        row_s,
+        block_tables_sw,
+    )
     return partials
 
 
+def decode_cut(pool: jax.Array, tiles: tuning.Tiles | None) -> tuning.MosaicDecode:
+    """Return the given configuration of the decode kernel, or the one for a pool."""
+    cut = tiles or tuning.find("mosaic.decode", "", pool.shape[3], pool.dtype)
+    assert isinstance(cut, tuning.MosaicDecode) and cut.split % cut.tile == 0, cut
+    return cut
+
+
 def attend_rows(
-    q_snh: jax.Array, k_pool: jax.Array, v_pool: jax.Array, block_tables_sw: jax.Array, context_lens_s: jax.Array,
-    row_s: jax.Array, o_rnh_ref: Ref, options: AttentionOptions, tiles: tuning.Tiles | None,
+    q_rnh: jax.Array, k_pool: jax.Array, v_pool: jax.Array, block_tables_sw: jax.Array, work: DecodeWork,
+    o_rnh_ref: Ref, options: AttentionOptions, cut: tuning.MosaicDecode,
 ) -> jax.Array:  # fmt: skip
-    """Attend query s over the context of sequence s, and write row `row_s[s]` of the output ref.
+    """Attend row `work.row_s[s]` of q over the context of sequence s, and write that row of the output ref.
 
     Args:
-        q_snh: [S, N, H] of the pools' head dim.
-        context_lens_s: [S] int32; 0 gives 0.
-        row_s: [S] int32, -1 for a sequence that takes no part; its context must be 0.
+        q_rnh: [R, N, H] of the pools' head dim.
         o_rnh_ref: ref [R, N, H].
 
     Returns:
         The natural log-sum-exps [S, N] float32 of the sequences that have a row.
     """
-    (s, n, h), (_, k, block_size, _) = q_snh.shape, k_pool.shape
-    group = n // k
-    tiles = tiles or tuning.find("mosaic.decode", "", h, k_pool.dtype)
-    assert isinstance(tiles, tuning.MosaicDecode) and tiles.split % tiles.tile == 0, tiles
+    n, (s,) = q_rnh.shape[1], work.row_s.shape
     if k_pool.dtype == FP8:
-        q_snh = q_snh.astype(jnp.float16)  # holds every fp8 number exactly
-    # XLA fuses the padding into the producer of q.
-    q_skmh = jnp.pad(q_snh.reshape(s, k, group, h), ((0, 0), (0, 0), (0, -group % 8), (0, 0)))
-    most = max_splits(k, block_tables_sw.shape[1] * block_size, tiles.split)
-    splits = make_splits(context_lens_s, most=most, split=tiles.split, tile=tiles.tile, window=options.window)
-    o_ikhm, lse_ikl = _launch(q_skmh, k_pool, v_pool, block_tables_sw, splits, options, tiles)
-    lse_skl = combine(o_ikhm, lse_ikl, splits.first_s1, row_s, o_rnh_ref, max_splits=most)
-    return lse_skl[:, :, :group].reshape(s, n)
+        q_rnh = q_rnh.astype(jnp.float16)  # holds every fp8 number exactly
+    k = k_pool.shape[1]
+    rows = QueryRows.of(len(q_rnh), n, k)
+    o_ikhm, lse_ikl = _launch(q_rnh, k_pool, v_pool, block_tables_sw, work, rows, options, cut)
+    most = work.splits.work_i4.shape[0] // s
+    lse_skl = combine(o_ikhm, lse_ikl, work.splits.first_s1, work.row_s, o_rnh_ref, rows=rows, max_splits=most)
+    lead_sk = rows.lead(work.row_s[:, None], jnp.arange(k), k)
+    lse_skg = jnp.take_along_axis(lse_skl, lead_sk[:, :, None] + jnp.arange(n // k), axis=2, mode="clip")
+    return lse_skg.reshape(s, n)
 
 
 def paged_decode_attention(
@@ -233,12 +259,16 @@ def paged_decode_attention(
     """
     s, n, head_dim = q_snh.shape
     check_supported(k_pool, dtype=q_snh.dtype, num_heads=n)
-    h = k_pool.shape[3]
-    # It depends on the batch so that XLA computes it once for all layers: it launches a bare iota for each.
-    row_s = jnp.where(context_lens_s < 0, -1, jnp.arange(s, dtype=jnp.int32))
+    (_, k, block_size, h), cut = k_pool.shape, decode_cut(k_pool, tiles)
+    work = options.work
+    if work is None:
+        # It depends on the batch so that XLA computes it once for all layers: it launches a bare iota for each.
+        row_s = jnp.where(context_lens_s < 0, -1, jnp.arange(s, dtype=jnp.int32))
+        table_tokens = block_tables_sw.shape[1] * block_size
+        work = decode_work(
+            context_lens_s, row_s, num_kv_heads=k, table_tokens=table_tokens, cut=cut, window=options.window
+        )
     o_ref = jax.empty_ref(jax.ShapeDtypeStruct((s, n, h), q_snh.dtype))
-    lse_sn = attend_rows(
-        pad_head_dim(q_snh, h), k_pool, v_pool, block_tables_sw, context_lens_s, row_s, o_ref, options, tiles
-    )
+    lse_sn = attend_rows(pad_head_dim(q_snh, h), k_pool, v_pool, block_tables_sw, work, o_ref, options, cut)
     o_snh = jax.freeze(o_ref)[:, :, :head_dim]
     return o_snh, lse_sn

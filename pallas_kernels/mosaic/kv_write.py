@@ -1,9 +1,11 @@
-"""Write of one step's keys and values into the paged pool, in place, with rotation of the keys (Mosaic GPU).
+"""Write of one step's keys and values into the paged pool, in place, with rotation of queries and keys (Mosaic GPU).
 
-A thread block takes one token and some of its KV heads. Registers take the heads in pieces of one element per thread,
-so that the same registers hold cos and sin for all of them.
+A thread block takes one token and some of its KV heads, with their queries. Registers take the heads in pieces of one
+element per thread, so that the same registers hold cos and sin for all of them. Queries, keys and values are one
+argument: where a model's projection computes them together, XLA launches nothing to take them apart.
 
-Axis letters besides the package's: Z KV heads of one thread block, padded to a multiple of Y, the heads of one piece.
+Axis letters besides the package's: C heads of queries, keys and values together, Z heads of one thread block, padded to
+a multiple of Y, the heads of one piece.
 """
 
 import functools
@@ -17,26 +19,26 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.checks import FP8, FP8_MAX
-from pallas_kernels.mosaic.support import check_grid, check_supported
-from pallas_kernels.options import Pools, Ref, WriteOptions
-from pallas_kernels.reference import pad_head_dim, rotate
+from pallas_kernels.mosaic.support import check_grid, check_supported, compiler_params
+from pallas_kernels.options import Ref, WriteOptions, Written
+from pallas_kernels.reference import pad_head_dim, rotate, rotated_queries
 
 WARPGROUP = 128  # threads
-MAX_HEADS = 16  # of one thread block: they fit shared memory at any head dim
+MAX_HEADS, MAX_ROWS = 16, 160  # of one thread block, KV heads and all: they fit shared memory at any head dim
 
 
 def _kernel(
-    k_tkh_ref: Ref,  # [T, K, H]
-    v_tkh_ref: Ref,  # [T, K, H]
+    x_tch_ref: Ref,  # [T, C, H]: queries, if there are any, keys, values
     cos_t_ref: Ref,  # [T, H/2] fp32; unused without rotation
     sin_t_ref: Ref,  # [T, H/2] fp32
     per_scale_kh_ref: Ref,  # [2, K, H] fp32: one over the scales of k and v, in every column; unused without fp8
     slot_t_ref: Ref,  # [T]
     k_pool_ref: Ref,  # [P, K, B, H]
     v_pool_ref: Ref,  # [P, K, B, H]
+    q_tnh_ref: Ref = None,  # [T, N, H]; None without queries
     *,
-    low_smem: Ref,  # [Z, H/2]: the lower half of every key
-    high_smem: Ref,  # [Z, H/2]
+    q_smem: Ref,  # [Z, H/2], twice: the lower and the upper half of every query; None without queries
+    k_smem: Ref,  # the same of keys
     v_smem: Ref,  # [Z, H]
     angles_smem: Ref,  # cos and sin [Y, H/2] fp32, every row the same; None without rotation
     per_scale_smem: Ref,  # [Z, H/2] for k and [Z, H] for v, fp32; None without fp8
@@ -45,55 +47,82 @@ def _kernel(
     heads: int,
     piece: int,
 ) -> None:
-    token = lax.axis_index("t")
+    token, first = lax.axis_index("t"), lax.axis_index("k") * heads
     slot = slot_t_ref[token]
-    block_size, half = k_pool_ref.shape[2], low_smem.shape[1]
-    mine, low, high = pl.ds(lax.axis_index("k") * heads, heads), pl.ds(0, half), pl.ds(half, half)
+    _, num_kv_heads, block_size, h = k_pool_ref.shape
+    num_queries = 0 if q_tnh_ref is None else q_tnh_ref.shape[1]
+    group = num_queries // num_kv_heads
+    halves = pl.ds(0, h // 2), pl.ds(h // 2, h // 2)
+    mine, queries = pl.ds(first, heads), pl.ds(first * group, heads * group)
+    layout = plgpu.Layout.WG_STRIDED((piece, h // 2), vec_size=1)
+
+    def used(smem: Ref, count: int = heads) -> Ref:
+        """Return the rows without the padding."""
+        return smem.at[pl.ds(0, count)]
 
     def load() -> None:
-        copies = [
-            (k_tkh_ref.at[token, mine, low], low_smem.at[pl.ds(0, heads)]),
-            (k_tkh_ref.at[token, mine, high], high_smem.at[pl.ds(0, heads)]),
-            (v_tkh_ref.at[token, mine], v_smem.at[pl.ds(0, heads)]),
-        ]
+        k_heads, v_heads = (pl.ds(num_queries + i * num_kv_heads + first, heads) for i in range(2))
+        copies = [(x_tch_ref.at[token, v_heads], used(v_smem))]
+        for half, smem in zip(halves, k_smem, strict=True):
+            copies.append((x_tch_ref.at[token, k_heads, half], used(smem)))
+        if q_smem is not None:
+            for half, smem in zip(halves, q_smem, strict=True):
+                copies.append((x_tch_ref.at[token, queries, half], used(smem, heads * group)))
         if per_scale_smem is not None:
-            copies.append((per_scale_kh_ref.at[0, mine, low], per_scale_smem[0].at[pl.ds(0, heads)]))
-            copies.append((per_scale_kh_ref.at[1, mine], per_scale_smem[1].at[pl.ds(0, heads)]))
+            copies.append((per_scale_kh_ref.at[0, mine, halves[0]], used(per_scale_smem[0])))
+            copies.append((per_scale_kh_ref.at[1, mine], used(per_scale_smem[1])))
         if angles_smem is not None:
             for ref, smem in zip((cos_t_ref, sin_t_ref), angles_smem, strict=True):
                 copies += [(ref.at[token], smem.at[y]) for y in range(piece)]
         for source, destination in copies:
             plgpu.copy_gmem_to_smem(source, destination, loaded)
 
-    def transform(z: jax.Array) -> None:
-        """Rotate and narrow one piece of the heads, in place or into the fp8 results."""
-        some = pl.ds(z * piece, piece)
-        layout = plgpu.Layout.WG_STRIDED((piece, half), vec_size=1)
-        a, b = (plgpu.load(ref.at[some], layout=layout).astype(jnp.float32) for ref in (low_smem, high_smem))
-        if angles_smem is not None:
-            cos, sin = (plgpu.load(smem, layout=layout) for smem in angles_smem)
-            a, b = (x.astype(low_smem.dtype).astype(jnp.float32) for x in (a * cos - b * sin, b * cos + a * sin))
-        if fp8_smem is None:
-            low_smem[some], high_smem[some] = a.astype(low_smem.dtype), b.astype(high_smem.dtype)
-            return
-        per_scale = plgpu.load(per_scale_smem[0].at[some], layout=layout)
-        fp8_smem[0][some], fp8_smem[1][some] = _narrow(a * per_scale), _narrow(b * per_scale)
-        layout = plgpu.Layout.WG_STRIDED((piece, 2 * half), vec_size=2)
-        v = plgpu.load(v_smem.at[some], layout=layout).astype(jnp.float32)
-        fp8_smem[2][some] = _narrow(v * plgpu.load(per_scale_smem[1].at[some], layout=layout))
+    def rotated(smem: Ref, some: Any) -> tuple[jax.Array, jax.Array]:
+        """Return both halves of a piece of heads, rotated and rounded to their dtype, in float32."""
+        a, b = (plgpu.load(ref.at[some], layout=layout).astype(jnp.float32) for ref in smem)
+        if angles_smem is None:
+            return a, b
+        cos, sin = (plgpu.load(ref, layout=layout) for ref in angles_smem)
+        a, b = (x.astype(v_smem.dtype).astype(jnp.float32) for x in (a * cos - b * sin, b * cos + a * sin))
+        return a, b
 
-    @pl.when(slot >= 0)
+    def rotate_in_place(smem: Ref, z: jax.Array) -> None:
+        some = pl.ds(z * piece, piece)
+        for ref, x in zip(smem, rotated(smem, some), strict=True):
+            ref[some] = x.astype(ref.dtype)
+
+    def narrow(z: jax.Array) -> None:
+        """Rotate one piece of the keys, and convert it and the values to fp8."""
+        some = pl.ds(z * piece, piece)
+        per_scale = plgpu.load(per_scale_smem[0].at[some], layout=layout)
+        for ref, x in zip(fp8_smem[:2], rotated(k_smem, some), strict=True):
+            ref[some] = _narrow(x * per_scale)
+        wide = plgpu.Layout.WG_STRIDED((piece, h), vec_size=2)
+        v = plgpu.load(v_smem.at[some], layout=wide).astype(jnp.float32)
+        fp8_smem[2][some] = _narrow(v * plgpu.load(per_scale_smem[1].at[some], layout=wide))
+
+    def store() -> None:
+        block, offset = lax.div(slot, block_size), lax.rem(slot, block_size)
+        *keys, values = fp8_smem or (*k_smem, v_smem)
+        for half, smem in zip(halves, keys, strict=True):
+            plgpu.copy_smem_to_gmem(used(smem), k_pool_ref.at[block, mine, offset, half])
+        plgpu.copy_smem_to_gmem(used(values), v_pool_ref.at[block, mine, offset])
+
+    @pl.when((slot >= 0) | (q_smem is not None))
     def write() -> None:
         load()
         plgpu.barrier_wait(loaded)
-        if angles_smem is not None or fp8_smem is not None:
-            pl.loop(0, low_smem.shape[0] // piece)(transform)
-            plgpu.commit_smem()
-        block, offset = lax.div(slot, block_size), lax.rem(slot, block_size)
-        out_low, out_high, out_v = (ref.at[pl.ds(0, heads)] for ref in fp8_smem or (low_smem, high_smem, v_smem))
-        plgpu.copy_smem_to_gmem(out_low, k_pool_ref.at[block, mine, offset, low])
-        plgpu.copy_smem_to_gmem(out_high, k_pool_ref.at[block, mine, offset, high])
-        plgpu.copy_smem_to_gmem(out_v, v_pool_ref.at[block, mine, offset])
+        if q_smem is not None:
+            pl.loop(0, q_smem[0].shape[0] // piece)(functools.partial(rotate_in_place, q_smem))
+        if fp8_smem is not None:
+            pl.loop(0, v_smem.shape[0] // piece)(narrow)
+        elif angles_smem is not None:
+            pl.loop(0, v_smem.shape[0] // piece)(functools.partial(rotate_in_place, k_smem))
+        plgpu.commit_smem()
+        if q_smem is not None:
+            for half, smem in zip(halves, q_smem, strict=True):
+                plgpu.copy_smem_to_gmem(used(smem, heads * group), q_tnh_ref.at[token, queries, half])
+        pl.when(slot >= 0)(store)
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -103,57 +132,68 @@ def _narrow(x: jax.Array) -> jax.Array:
 
 def _launch(
     k_pool_ref: Ref, v_pool_ref: Ref, k_tkh: jax.Array, v_tkh: jax.Array, slot_t: jax.Array, options: WriteOptions
-) -> None:
-    t, k, h = k_tkh.shape
+) -> jax.Array | None:
+    """Write keys and values through the refs, and return the rotated queries if there are any."""
+    (t, k, h), q_tnh = k_tkh.shape, options.q_tnh
     half, dtype, fp8, rotated = h // 2, k_tkh.dtype, k_pool_ref.dtype == FP8, options.angles is not None
-    heads = next(n for n in range(min(k, MAX_HEADS), 0, -1) if k % n == 0)
+    group = 0 if q_tnh is None else q_tnh.shape[1] // k
+    heads = next(n for n in range(min(k, MAX_HEADS), 0, -1) if k % n == 0 and n * (group + 2) <= MAX_ROWS)
     piece = pl.cdiv(WARPGROUP, half)
-    padded = pl.cdiv(heads, piece) * piece
     cos_t, sin_t = options.angles or [jnp.zeros((1, half), jnp.float32)] * 2
     per_scale_kh = jnp.ones((2, k, h), jnp.float32)
     if options.k_scale_k is not None and options.v_scale_k is not None:
         per_scale_kh /= jnp.stack([options.k_scale_k, options.v_scale_k])[:, :, None]
+    # XLA finds slices of one array here, and puts them together again without a copy.
+    x_tch = jnp.concatenate([k_tkh, v_tkh] if q_tnh is None else [q_tnh, k_tkh, v_tkh], axis=1)
 
-    def smem(columns: int, dtype: Any) -> Any:
-        return plgpu.SMEM((padded, columns), dtype)
+    def smem(columns: int, dtype: Any, rows: int = heads) -> Any:
+        return plgpu.SMEM((pl.cdiv(rows, piece) * piece, columns), dtype)
 
     angles: Any = plgpu.SMEM((piece, half), jnp.float32)
+    queries: Any = None if q_tnh is None else (smem(half, dtype, heads * group),) * 2
     grid = (k // heads, t)
     check_grid("kv_write", grid)
-    plgpu.kernel(
+    out: list[jax.Array] = plgpu.kernel(
         functools.partial(_kernel, heads=heads, piece=piece),
-        out_type=(),
+        out_type=[] if q_tnh is None else [jax.ShapeDtypeStruct(q_tnh.shape, dtype)],
         grid=grid,
         grid_names=("k", "t"),
         scratch_types=dict[str, Any](
-            low_smem=smem(half, dtype),
-            high_smem=smem(half, dtype),
+            q_smem=queries,
+            k_smem=(smem(half, dtype), smem(half, dtype)),
             v_smem=smem(h, dtype),
             angles_smem=(angles, angles) if rotated else None,
             per_scale_smem=(smem(half, jnp.float32), smem(h, jnp.float32)) if fp8 else None,
             fp8_smem=(smem(half, FP8), smem(half, FP8), smem(h, FP8)) if fp8 else None,
-            loaded=plgpu.Barrier(num_arrivals=3 + 2 * piece * rotated + 2 * fp8),
+            loaded=plgpu.Barrier(num_arrivals=3 + 2 * (q_tnh is not None) + 2 * piece * rotated + 2 * fp8),
         ),
+        compiler_params=compiler_params(),
         kernel_name="kv_write",
-    )(k_tkh, v_tkh, cos_t, sin_t, per_scale_kh, slot_t, k_pool_ref, v_pool_ref)
+    )(x_tch, cos_t, sin_t, per_scale_kh, slot_t, k_pool_ref, v_pool_ref)
+    return out[0] if out else None
 
 
 def write_kv(
     k_pool: jax.Array, v_pool: jax.Array, k_tkh: jax.Array, v_tkh: jax.Array, slot_mapping_t: jax.Array,
     options: WriteOptions,
-) -> Pools:  # fmt: skip
+) -> Written:  # fmt: skip
     """Compute `Ops.write_kv` in bfloat16 or float16.
 
-    If the head dim of keys and values is smaller than the pools', XLA rotates and pads them first.
+    If the head dim of keys and values is smaller than the pools', XLA rotates and pads them first, and rotates the
+    queries.
     """
-    h = k_pool.shape[3]
+    h, rotated_tnh = k_pool.shape[3], None
     check_supported(k_pool, dtype=k_tkh.dtype, num_heads=k_tkh.shape[1])
     if k_tkh.shape[2] < h:
+        rotated_tnh = rotated_queries(options)
         if options.angles:
             k_tkh = rotate(k_tkh, *options.angles)
-            options = replace(options, cos_t=None, sin_t=None)
+            options = replace(options, cos_t=None, sin_t=None, q_tnh=None)
         k_tkh, v_tkh = pad_head_dim(k_tkh, h), pad_head_dim(v_tkh, h)
     k_pool_ref, v_pool_ref = jax.new_ref(k_pool), jax.new_ref(v_pool)
     if slot_mapping_t.shape[0]:
-        _launch(k_pool_ref, v_pool_ref, k_tkh, v_tkh, slot_mapping_t, options)
-    return jax.freeze(k_pool_ref), jax.freeze(v_pool_ref)
+        launched_tnh = _launch(k_pool_ref, v_pool_ref, k_tkh, v_tkh, slot_mapping_t, options)
+        rotated_tnh = launched_tnh if rotated_tnh is None else rotated_tnh
+    else:
+        rotated_tnh = options.q_tnh
+    return jax.freeze(k_pool_ref), jax.freeze(v_pool_ref), rotated_tnh

@@ -13,7 +13,6 @@ of one KV head, X output columns of one thread block (H, or a part of it).
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -23,16 +22,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import tuning
 from pallas_kernels.checks import FP8
-from pallas_kernels.mosaic.decode import attend_rows
+from pallas_kernels.mosaic.decode import attend_rows, decode_cut
+from pallas_kernels.mosaic.query_rows import TMA_ROWS
 from pallas_kernels.mosaic.ring import WGMMA_ROWS, KVRing
 from pallas_kernels.mosaic.softmax import NEG, capped, exponent_factor, natural_lse, product, scales, softmax_state
-from pallas_kernels.mosaic.support import check_grid, check_supported
+from pallas_kernels.mosaic.support import check_grid, check_supported, compiler_params
+from pallas_kernels.mosaic.work import RaggedWork, ragged_work, tokens_per_warpgroup
 from pallas_kernels.options import AttentionOptions, OutputAndLse, Ref
-from pallas_kernels.query_tiles import QueryTiles, decode_rows, query_tiles
+from pallas_kernels.query_tiles import QueryTiles
 from pallas_kernels.reference import pad_head_dim
 
 MAX_COLUMNS = 128  # of the output, for one thread block: accumulators of 256 don't fit the registers
-TMA_ROWS = 8  # a box of swizzled shared memory starts at a multiple of so many rows
 
 Carry = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # output, maxima, sums, and the weights of the last tile
 Weights = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # of a tile, their factor for older ones, maxima, sums
@@ -266,16 +266,6 @@ def wait_for_keys(ring: KVRing, t: jax.Array, tiles: jax.Array) -> None:
     pl.when(t < tiles)(lambda: plgpu.barrier_wait(ring.k_full.at[lax.rem(t, ring.k.shape[0])]))
 
 
-def tokens_per_warpgroup(group: int) -> int:
-    """Return the tokens of one warpgroup's 64 rows.
-
-    Its box of q starts at a multiple of TMA_ROWS rows. Tiles of a group that divides 64 always start there; those of
-    any other may have up to TMA_ROWS - 1 rows of an earlier token before their own.
-    """
-    lead = 0 if WGMMA_ROWS % group == 0 else TMA_ROWS - math.gcd(TMA_ROWS, group)
-    return (WGMMA_ROWS - lead) // group
-
-
 def _registers(warpgroups: int, fp8: bool) -> tuple[int, int] | None:
     """Return the registers per thread of a computing and of the copying warpgroup, of 512 that the warpgroups share.
 
@@ -288,12 +278,12 @@ def _registers(warpgroups: int, fp8: bool) -> tuple[int, int] | None:
 
 
 def _launch(
-    q_kyh: jax.Array, k_pool: jax.Array, v_pool: jax.Array, block_tables_sw: jax.Array, context_s1: jax.Array,
-    query: QueryTiles, o_tnh_ref: Ref, options: AttentionOptions, tiles: tuning.MosaicRagged,
+    q_kyh: jax.Array, k_pool: jax.Array, v_pool: jax.Array, block_tables_sw: jax.Array, work: RaggedWork,
+    o_tnh_ref: Ref, options: AttentionOptions, tiles: tuning.MosaicRagged,
 ) -> jax.Array:  # fmt: skip
     """Write the tiles' rows of the output ref and return their log-sum-exps [I, K, J, R]."""
     (k, _, h), dtype, warpgroups = q_kyh.shape, q_kyh.dtype, tiles.warpgroups
-    num_tiles, columns = query.seq_i.shape[0], min(h, MAX_COLUMNS)
+    num_tiles, columns = work.tiles.seq_i.shape[0], min(h, MAX_COLUMNS)
     grid = (num_tiles * k * (h // columns),)
     check_grid("ragged_paged", grid)
     lse_ikjr: jax.Array = plgpu.kernel(
@@ -324,9 +314,9 @@ def _launch(
                 consumers=warpgroups,
             ),
         ),
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+        compiler_params=compiler_params(approx_math=True, unsafe_no_auto_barriers=True),
         kernel_name="ragged_paged",
-    )(q_kyh, k_pool, v_pool, *scales(options, k), block_tables_sw, context_s1, *query, o_tnh_ref)
+    )(q_kyh, k_pool, v_pool, *scales(options, k), block_tables_sw, work.context_s1, *work.tiles, o_tnh_ref)
     return lse_ikjr
 
 
@@ -345,10 +335,14 @@ def ragged_paged_attention(
     group = n // k
     cut = tiles or tuning.find("mosaic.ragged", "", h, k_pool.dtype)
     assert isinstance(cut, tuning.MosaicRagged), cut
-    tokens = tokens_per_warpgroup(group)
-    align = TMA_ROWS // math.gcd(TMA_ROWS, group) if tokens * group == WGMMA_ROWS else 1
-    decode_s, decode_row_s = decode_rows(cu_q_lens_s1, decode_s)
-    query = query_tiles(cu_q_lens_s1, decode_s, num_rows=t, tile_q=cut.warpgroups * tokens, align=align)
+    cut_of_decode = decode_cut(k_pool, decode_tiles)
+    work = options.work
+    if work is None:
+        work = ragged_work(
+            context_lens_s, cu_q_lens_s1, decode_s, num_rows=t, num_heads=n, num_kv_heads=k,
+            table_tokens=block_tables_sw.shape[1] * k_pool.shape[2], cut=cut, decode_cut=cut_of_decode,
+            window=options.window,
+        )  # fmt: skip
 
     q_tnh = pad_head_dim(q_tnh, h)
     o_ref = jax.empty_ref(jax.ShapeDtypeStruct((t, n, h), dtype))
@@ -357,15 +351,10 @@ def ragged_paged_attention(
     q_kyh = jnp.pad(q_kyh, ((0, 0), (0, -t * group % TMA_ROWS + cut.warpgroups * WGMMA_ROWS), (0, 0)))
     if k_pool.dtype == FP8:
         q_kyh = q_kyh.astype(jnp.float16)  # holds every fp8 number exactly
-    context_s1 = jnp.append(context_lens_s, jnp.int32(0))
-    lse_ikjr = _launch(q_kyh, k_pool, v_pool, block_tables_sw, context_s1, query, o_ref, options, cut)
-    q_snh = q_tnh.at[jnp.maximum(decode_row_s, 0)].get(mode="promise_in_bounds")
-    decode_lens_s = jnp.where(decode_s, context_lens_s, 0)
-    lse_sn = attend_rows(
-        q_snh, k_pool, v_pool, block_tables_sw, decode_lens_s, decode_row_s, o_ref, options, decode_tiles
-    )
+    lse_ikjr = _launch(q_kyh, k_pool, v_pool, block_tables_sw, work, o_ref, options, cut)
+    lse_sn = attend_rows(q_tnh, k_pool, v_pool, block_tables_sw, work.decode, o_ref, options, cut_of_decode)
     o_tnh = jax.freeze(o_ref)[:, :, :head_dim]
-    return o_tnh, _lse_of_rows(lse_ikjr, query, lse_sn, decode_row_s, t)
+    return o_tnh, _lse_of_rows(lse_ikjr, work.tiles, lse_sn, work.decode.row_s, t)
 
 
 def _lse_of_rows(

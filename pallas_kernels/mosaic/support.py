@@ -27,6 +27,15 @@ def check_grid(kernel: str, grid: Sequence[int]) -> None:
             raise NotImplementedError(f"{kernel}: {size} thread blocks along {axis} are not supported, at most {limit}")
 
 
+def compiler_params(**options: Any) -> Any:
+    """Return compiler parameters with the lowering that the kernels are written for.
+
+    jax's default changed in 0.11. Under "warpgroup" it infers the layouts of values and proves the alignment of slices
+    of swizzled memory; under "lane" it compiles slices silently that TMA can't write.
+    """
+    return plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, **options)
+
+
 def num_sms() -> int:
     """Return the number of multiprocessors of the device that is compiled for."""
     abstract = jax.sharding.get_abstract_mesh().abstract_device

@@ -7,7 +7,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import checks, reference
-from pallas_kernels.options import Pools, Ref, WriteOptions
+from pallas_kernels.options import Ref, WriteOptions, Written
 from pallas_kernels.triton.launch import as_stored, check_supported, iota, launch
 
 
@@ -45,11 +45,12 @@ def _write_kernel(
 def write_kv(
     k_pool: jax.Array, v_pool: jax.Array, k_tkh: jax.Array, v_tkh: jax.Array, slot_mapping_t: jax.Array,
     options: WriteOptions,
-) -> Pools:  # fmt: skip
-    """Compute `Ops.write_kv`. XLA rotates and rounds the keys for fp8 pools before the kernel."""
+) -> Written:  # fmt: skip
+    """Compute `Ops.write_kv`. XLA rotates the queries, and rotates and rounds the keys for fp8 pools."""
     check_supported(k_tkh, k_pool)
+    q_tnh = reference.rotated_queries(options)
     if k_tkh.shape[0] == 0:
-        return k_pool, v_pool
+        return k_pool, v_pool, q_tnh
     angles = options.angles or ()
     if angles and k_pool.dtype == checks.FP8:
         k_tkh, angles = reference.rotate(k_tkh, *angles), ()
@@ -62,4 +63,4 @@ def write_kv(
         grid=k_tkh.shape[:2], out_types=[pool_type] * 2, aliases={len(arrays): 0, len(arrays) + 1: 1}, num_warps=1,
     )  # fmt: skip
     written_k, written_v = (lax.bitcast_convert_type(pool, k_pool.dtype) for pool in pools)
-    return written_k, written_v
+    return written_k, written_v, q_tnh

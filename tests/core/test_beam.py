@@ -86,7 +86,7 @@ def dense(model: nnx.Module) -> Callable[[list[jax.Array], np.ndarray, int], jax
         merged = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
 
         def attend(layer, q_tnh, k_tkh, v_tkh, cos, sin):
-            k_tkh = rotate(k_tkh, cos, sin)
+            q_tnh, k_tkh = (rotate(x, cos, sin) for x in (q_tnh, k_tkh))
             return jax.nn.dot_product_attention(q_tnh[None], k_tkh[None], v_tkh[None], is_causal=True)[0]
 
         def row(tokens_t):

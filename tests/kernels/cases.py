@@ -110,13 +110,17 @@ class Write:
     def args(self) -> tuple[jax.Array, ...]:
         return self.k_pool, self.v_pool, self.k, self.v, self.slot_mapping
 
+    def rotated(self, x: jax.Array) -> np.ndarray:
+        """Heads of the tokens in float64, rotated if there are angles."""
+        if "cos_t" not in self.options:
+            return np.asarray(x, np.float64)
+        low, high = np.split(np.asarray(x, np.float64), 2, axis=-1)
+        cos, sin = (np.asarray(self.options[name], np.float64)[:, None] for name in ("cos_t", "sin_t"))
+        return np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+
     def expected(self) -> tuple[np.ndarray, np.ndarray]:
         """Both pools in float64, in units of their scales and not yet rounded to their dtype."""
-        k, v = (np.asarray(x, np.float64) for x in (self.k, self.v))
-        if "cos_t" in self.options:
-            low, high = np.split(k, 2, axis=-1)
-            cos, sin = (np.asarray(self.options[name], np.float64)[:, None] for name in ("cos_t", "sin_t"))
-            k = np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+        k, v = self.rotated(self.k), np.asarray(self.v, np.float64)
         if self.k_pool.dtype == FP8:
             k, v = (
                 np.clip(x / np.asarray(self.options[name])[:, None], -448, 448)
@@ -133,8 +137,13 @@ class Write:
             pools.append(pool)
         return pools[0], pools[1]
 
-    def check(self, k_pool: jax.Array, v_pool: jax.Array) -> None:
+    def check(self, k_pool: jax.Array, v_pool: jax.Array, q: jax.Array | None = None) -> None:
         """Asserts that both pools are right: to the bit where nothing but a move happens, else to rounding."""
+        assert (q is None) == ("q_tnh" not in self.options)
+        if q is not None:
+            eps = float(jnp.finfo(self.k.dtype).eps)
+            expected = self.rotated(self.options["q_tnh"])
+            np.testing.assert_allclose(np.asarray(q, np.float64), expected, rtol=eps, atol=1e-6)
         rotated, fp8 = "cos_t" in self.options, self.k_pool.dtype == FP8
         eps = float(jnp.finfo(self.k.dtype).eps) + (float(jnp.finfo(FP8).eps) if fp8 else 0)
         for out, expected, exact in zip((k_pool, v_pool), self.expected(), (not rotated and not fp8, not fp8)):
@@ -192,6 +201,11 @@ WRITE = {
     "fp8": dict(num_kv_heads=3, fp8=True, head_dim=64),
     "fp8, rotated": dict(num_kv_heads=8, fp8=True, rotated=True),
     "head dim 80, rotated": dict(head_dim=80, pool_head_dim=128, rotated=True),
+    "queries": dict(group=4, rotated=True),
+    "queries of 3 KV heads, head dim 64": dict(group=3, num_kv_heads=3, head_dim=64, rotated=True),
+    "queries, fp8": dict(group=7, rotated=True, fp8=True, head_dim=64),
+    "queries, two thread blocks": dict(group=16, num_kv_heads=10, rotated=True),
+    "queries, head dim 80": dict(group=2, head_dim=80, pool_head_dim=128, rotated=True),
 }
 
 _LENGTHS = st.one_of(
@@ -227,15 +241,15 @@ def writes(draw, *, dtypes: Sequence[Any]) -> Write:
         num_kv_heads=draw(st.integers(1, 9)), block_size=draw(st.sampled_from([8, 16, 32, 64, 128])),
         head_dim=head_dim, pool_head_dim=pool_head_dim, num_tokens=draw(st.integers(1, 20)),
         dtype=draw(st.sampled_from(list(dtypes))), rotated=draw(st.booleans()), fp8=draw(st.booleans()),
-        seed=draw(st.integers(0, 2**16)),
+        group=draw(st.sampled_from([0, 0, 1, 4, 7])), seed=draw(st.integers(0, 2**16)),
     )  # fmt: skip
 
 
 def make_write(
     *, num_kv_heads=2, block_size=16, head_dim=128, pool_head_dim=None, num_tokens=7, dtype=jnp.bfloat16,
-    rotated=False, fp8=False, seed=0,
+    rotated=False, fp8=False, group=0, seed=0,
 ) -> Write:  # fmt: skip
-    """Tokens to random slots, every third of them padding."""
+    """Tokens to random slots, every third of them padding; with a group, queries too if they are rotated."""
     rng = np.random.default_rng(seed)
     num_blocks = 3
     k, v = rng.standard_normal((2, num_tokens, num_kv_heads, head_dim))
@@ -251,6 +265,9 @@ def make_write(
         options |= {name: rng.uniform(1e-3, 2, num_kv_heads) for name in ("k_scale_k", "v_scale_k")}
     options = {name: jnp.asarray(x, jnp.float32) for name, x in options.items()}
     k, v = jnp.asarray(k, dtype), jnp.asarray(v, dtype)
+    if rotated and group:
+        q = rng.standard_normal((num_tokens, num_kv_heads * group, head_dim))
+        options["q_tnh"] = jnp.asarray(q, dtype)
     return Write(pool, pool, k, v, jnp.asarray(slots, jnp.int32), options)
 
 

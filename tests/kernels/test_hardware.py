@@ -54,13 +54,14 @@ def scales(pool_dtype: str, num_kv_heads: int) -> dict[str, jax.Array]:
 
 
 def write_faults(head_dim: int, pool_dtype: str, num_kv_heads: int) -> dict[str, list[str]]:
-    """Faults of both forms of the KV write and of the block copy."""
+    """Faults of the forms of the KV write and of the block copy."""
 
     def ops(k, slots, angles, copies, k_pool):
-        options = scales(pool_dtype, num_kv_heads)
-        rotated = ops_of(mosaic).write_kv(k_pool, k_pool, k, k, slots, cos_t=angles, sin_t=angles, **options)
+        options, angles = scales(pool_dtype, num_kv_heads), dict(cos_t=angles, sin_t=angles)
+        queries = jnp.tile(k, (1, 3, 1))
         return (
-            rotated,
+            ops_of(mosaic).write_kv(k_pool, k_pool, k, k, slots, **angles, **options),
+            ops_of(mosaic).write_kv(k_pool, k_pool, k, k, slots, q_tnh=queries, **angles, **options),
             ops_of(mosaic).write_kv(k_pool, k_pool, k, k, slots, **options),
             ops_of(mosaic).copy_blocks(k_pool, copies, copies),
         )

@@ -369,7 +369,14 @@ class TestTrials:
             "write_kv", lambda k, v, x, y, slots, **o: pallas_kernels.write_kv(k, v, x, y, jnp.abs(slots), **o)
         ),
         "keys not rotated": (
-            "write_kv with rope", lambda *args, cos_t, sin_t: pallas_kernels.write_kv(*args)
+            "write_kv with rope",
+            lambda *args, **options: (
+                *pallas_kernels.write_kv(*args), pallas_kernels.write_kv(*args, **options)[2]
+            ),
+        ),
+        "queries not rotated": (
+            "write_kv with rope",
+            lambda *args, **options: (*pallas_kernels.write_kv(*args, **options)[:2], options["q_tnh"]),
         ),
         "copies in turn": (
             "copy_blocks",

@@ -57,7 +57,8 @@ def test_logits_without_a_cache_equal_transformers(case):
     t = len(tokens)
 
     def attend(layer, q_tnh, k_tkh, v_tkh, cos, sin):
-        o = jax.nn.dot_product_attention(q_tnh[None], rotate(k_tkh, cos, sin)[None], v_tkh[None], is_causal=True)
+        q_tnh, k_tkh = (rotate(x, cos, sin) for x in (q_tnh, k_tkh))
+        o = jax.nn.dot_product_attention(q_tnh[None], k_tkh[None], v_tkh[None], is_causal=True)
         return o[0]
 
     def error(llama):

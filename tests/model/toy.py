@@ -13,7 +13,6 @@ from jpaged.config import ModelConfig
 from jpaged.models.base import Architecture, AttentionSpec, Part, Source, same_name
 from jpaged.models.layers import Linear, product
 from jpaged.models.rope import angles, inverse_frequencies
-from pallas_kernels import rotate
 
 SOFT_CAP = 20.0
 
@@ -48,7 +47,7 @@ class ToyLayer(nnx.Module):
         t, (n, k), h = len(x_td), self.heads, self.head_dim
         qkv = self.qkv(self.norm(x_td)).reshape(t, n + 2 * k, h)
         q, k, v = jnp.split(qkv, [n, n + k], axis=1)
-        x_td = x_td + self.out(attend(layer, rotate(q, cos, sin), k, v, cos, sin).reshape(t, -1))
+        x_td = x_td + self.out(attend(layer, q, k, v, cos, sin).reshape(t, -1))
         inner = jax.nn.silu(self.gate(x_td)) * self.up(x_td)
         return x_td + sum(product(inner, expert) for expert in self.experts[...])
 

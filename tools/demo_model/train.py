@@ -187,6 +187,7 @@ def attend(
     """Attention within the documents of each row; the rows come one after the other in one long one."""
     b, t, _ = mask_btt.shape
     groups = k_tkh.shape[1]
+    q_tnh = rotate(q_tnh, cos, sin)
     q = q_tnh.reshape(b, t, groups, -1, q_tnh.shape[-1])
     k, v = (x.reshape(b, t, groups, -1) for x in (rotate(k_tkh, cos, sin), v_tkh))
     scores = jnp.einsum("btkgh,bskh->bkgts", q, k) * q.shape[-1] ** -0.5

@@ -17,7 +17,8 @@ __all__ = ["copy_blocks", "paged_decode_attention", "ragged_paged_attention", "u
 
 def write_kv(*args):
     *arrays, options = args
-    return reference.write_kv(*arrays, dataclasses.replace(options, cos_t=None, sin_t=None))
+    k_pool, v_pool, _ = reference.write_kv(*arrays, dataclasses.replace(options, cos_t=None, sin_t=None, q_tnh=None))
+    return k_pool, v_pool, options.q_tnh
 
 
 def copy_blocks(pool, sources_c, destinations_c):

@@ -1,0 +1,110 @@
+"""Lists of the work of the attention kernels for one batch. They depend on its lengths only, and serve all layers.
+
+A host that knows the lengths makes them with numpy and sends them with the batch: on the device they take eight small
+launches in each step.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import tuning
+from pallas_kernels.mosaic.query_rows import TMA_ROWS
+from pallas_kernels.mosaic.ring import WGMMA_ROWS
+from pallas_kernels.query_tiles import QueryTiles, decode_rows, query_tiles
+from pallas_kernels.splits import Splits, make_splits, max_splits
+
+
+class DecodeWork(NamedTuple):
+    """Work of the decode kernels.
+
+    Attributes:
+        row_s: [S] int32: row of q and of the output of each sequence, -1 = none.
+    """
+
+    splits: Splits
+    row_s: jax.Array
+
+
+class RaggedWork(NamedTuple):
+    """Work of all attention kernels in a mixed step.
+
+    Attributes:
+        context_s1: [S + 1] int32: contexts; the last one is that of the rows after the last sequence, 0.
+    """
+
+    tiles: QueryTiles
+    context_s1: jax.Array
+    decode: DecodeWork
+
+
+def decode_work(
+    context_lens_s: Any, row_s: Any, *, num_kv_heads: int, table_tokens: int, cut: tuning.MosaicDecode,
+    window: int | None, xp: Any = jnp,
+) -> DecodeWork:  # fmt: skip
+    """Return the work of one query of each sequence.
+
+    Args:
+        context_lens_s: [S] int32; 0 for a sequence that takes no part.
+        table_tokens: W B, tokens that a row of a block table holds.
+        xp: numpy or jax.numpy.
+    """
+    most = max_splits(num_kv_heads, table_tokens, cut.split)
+    return DecodeWork(
+        make_splits(context_lens_s, most=most, split=cut.split, tile=cut.tile, window=window, xp=xp), row_s
+    )
+
+
+def ragged_work(
+    context_lens_s: Any, cu_q_lens_s1: Any, decode_s: Any, *, num_rows: int, num_heads: int, num_kv_heads: int,
+    table_tokens: int, cut: tuning.MosaicRagged, decode_cut: tuning.MosaicDecode, window: int | None, xp: Any = jnp,
+) -> RaggedWork:  # fmt: skip
+    """Return the work of a mixed batch of T = `num_rows` rows; other arguments as in `decode_work`."""
+    group = num_heads // num_kv_heads
+    tokens = tokens_per_warpgroup(group)
+    align = TMA_ROWS // math.gcd(TMA_ROWS, group) if tokens * group == WGMMA_ROWS else 1
+    decode_s, row_s = decode_rows(cu_q_lens_s1, decode_s, xp)
+    tiles = query_tiles(cu_q_lens_s1, decode_s, num_rows=num_rows, tile_q=cut.warpgroups * tokens, align=align, xp=xp)
+    decode = decode_work(
+        xp.where(decode_s, context_lens_s, 0), row_s, num_kv_heads=num_kv_heads, table_tokens=table_tokens,
+        cut=decode_cut, window=window, xp=xp,
+    )  # fmt: skip
+    return RaggedWork(tiles, xp.append(context_lens_s, xp.int32(0)), decode)
+
+
+def tokens_per_warpgroup(group: int) -> int:
+    """Return the tokens of one warpgroup's 64 rows of the ragged kernel.
+
+    Its box of q starts at a multiple of TMA_ROWS rows. Tiles of a group that divides 64 always start there; those of
+    any other may have up to TMA_ROWS - 1 rows of an earlier token before their own.
+    """
+    lead = 0 if WGMMA_ROWS % group == 0 else TMA_ROWS - math.gcd(TMA_ROWS, group)
+    return (WGMMA_ROWS - lead) // group
+
+
+def make_work(
+    context_lens_s: Any, cu_q_lens_s1: Any | None, decode_s: Any | None, *, num_rows: int, num_heads: int,
+    num_kv_heads: int, table_tokens: int, head_dim: int, pool_dtype: str, tiles: dict[str, tuning.Tiles],
+    window: int | None, xp: Any,
+) -> DecodeWork | RaggedWork:  # fmt: skip
+    """Return the work of a batch, that of a decode step if `cu_q_lens_s1` is None.
+
+    Args:
+        tiles: configurations by "decode" and "ragged"; those of `tuning` if there are none.
+        head_dim, pool_dtype: of the pools.
+        xp: numpy or jax.numpy.
+    """
+
+    def cut(op: str) -> Any:
+        return tiles.get(op) or tuning.find(f"mosaic.{op}", "", head_dim, pool_dtype)
+
+    shared: Any = dict(num_kv_heads=num_kv_heads, table_tokens=table_tokens, window=window, xp=xp)
+    if cu_q_lens_s1 is None:
+        row_s = xp.arange(context_lens_s.shape[0], dtype=xp.int32)
+        return decode_work(context_lens_s, row_s, cut=cut("decode"), **shared)
+    return ragged_work(
+        context_lens_s, cu_q_lens_s1, decode_s, num_rows=num_rows, num_heads=num_heads, cut=cut("ragged"),
+        decode_cut=cut("decode"), **shared,
+    )  # fmt: skip

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.shared import deviceless
+from benchmarks.shared.gpus import H200
 from jpaged import LLM, BeamSearchParams, ModelConfig, SamplingParams, StructuredOutputsParams
 from jpaged.config import EngineConfig, Limits
 from jpaged.core.block_pool import BlockPool
@@ -30,6 +31,7 @@ from jpaged.runtime.kv_cache import KVCache
 from jpaged.runtime.placement import GROUP, KV, Placement, shard
 from jpaged.runtime.row_table import NUM_SCALARS
 from jpaged.runtime.runner import ModelRunner
+from jpaged.runtime.sampling_settings import Settings
 from jpaged.runtime.sampling_state import empty_state
 from jpaged.runtime.step import Step
 from jpaged.runtime.tensor_parallel import divide_kernels
@@ -203,9 +205,9 @@ def step_on(devices, config: ModelConfig, bucket: Bucket, *, kernels: str, dtype
     state = avals(jax.eval_shape(lambda: empty_state(rows, config.vocab_size)), placement.whole)
     x_sd, bits = whole((bucket.num_seqs, config.hidden_size), dtype), -(-config.vocab_size // 32)
     rows_sf = whole((bucket.num_seqs, NUM_SCALARS + 4), jnp.int32)
-    forward = step.forward, (params, pool, last, avals(layout.empty()[0], placement.whole))
-    choose = step.choose, (params, state, last, x_sd, rows_sf, whole((bucket.num_seqs, bits), jnp.uint32))
-    return forward, choose, blocks * cache.block_bytes // placement.kv_size
+    forward = step.forward, (params, pool, last, avals(layout.empty()[0], placement.whole), bucket)
+    taken = params, state, last, x_sd, rows_sf, whole((bucket.num_seqs, bits), jnp.uint32), Settings.ANY
+    return forward, (step.choose, taken), blocks * cache.block_bytes // placement.kv_size
 
 
 def collectives(hlo: str) -> collections.Counter[str]:
@@ -219,7 +221,7 @@ def test_a_step_has_two_reductions_per_layer_and_the_pool_stays_in_place(name, b
     config = MODELS[name]
     options = dict(kernels="reference", dtype="float32", blocks=64, width=8)
     (forward, args), (choose, others), pool_bytes = step_on(jax.devices()[:4], config, bucket, **options)
-    compiled = forward.lower(*args, bucket).compile()
+    compiled = forward.lower(*args).compile()
     assert collectives(compiled.as_text()) == {"all-reduce": 2 * config.num_hidden_layers + 1}
     assert compiled.memory_analysis().alias_size_in_bytes == pool_bytes
     shape = (64, config.num_key_value_heads // min(4, config.num_key_value_heads), 16, config.head_dim)
@@ -254,7 +256,7 @@ ON_H200S = dict(kernels="mosaic", dtype="bfloat16", blocks=4096, width=512)
 )
 def test_two_layers_of_an_8b_model_on_h200s(topology, bucket):
     (forward, args), _, pool_bytes = step_on(deviceless.h200s(topology), LLAMA_8B, bucket, **ON_H200S)
-    compiled = deviceless.compile_for_h200(lambda *args: forward(*args, bucket), *args, donate_argnums=1, figures=False)
+    compiled = deviceless.program_of(H200, forward, *args)
     assert collectives(compiled.hlo) == {"all-reduce": 5} and "mosaic_gpu" in compiled.hlo
     assert compiled.aliased_bytes == pool_bytes
     assert compiled.temp_bytes < 2**26
@@ -266,7 +268,7 @@ def test_two_layers_of_an_8b_model_on_h200s(topology, bucket):
 def test_sampling_of_an_8b_model_on_h200s(topology):
     """Compiling it takes ten seconds; on a CPU its collectives are those of the test of two reductions per layer."""
     _, (choose, args), _ = step_on(deviceless.h200s(topology), LLAMA_8B, Bucket(64, 64, True), **ON_H200S)
-    compiled = deviceless.compile_for_h200(choose, *args, donate_argnums=(1, 2), figures=False)
+    compiled = deviceless.program_of(H200, choose, *args)
     assert collectives(compiled.hlo) == {"all-to-all": 1, "all-gather": 1}
     assert compiled.temp_bytes < 2**27, "the head's weights are gathered"
 
@@ -368,7 +370,7 @@ from tests import test_tensor_parallel as tests
 )
 folder = pathlib.Path(sys.argv[1])
 with tests.deviceless.abstract_h200():
-    lowered = forward.trace(*args, tests.Bucket(64, 64, True)).lower()
+    lowered = forward.trace(*args).lower()
 lowered.compile({"xla_dump_to": str(folder), **tests.deviceless.OPTIMIZED})
 thunks = max(folder.glob("*thunk_sequence*"), key=lambda path: path.stat().st_size).read_text()
 print(collections.Counter(re.findall(r"^ *[0-9]+: (k[A-Za-z]+)", thunks, re.M))["kCommandBuffer"])

@@ -165,6 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-model-len", type=int, default=8192, metavar="TOKENS", help="that a block table holds")
     parser.add_argument("--quantization", choices=("int8", "fp8"))
     parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto")
+    parser.add_argument("--separate", action="store_true", help="weights of a module in hand, which are not fused")
     parser.add_argument("--cublas", action="store_true", help="products as calls of cuBLAS")
     parser.add_argument("--kernels", choices=("auto", "mosaic", "triton"), default="auto")
     parser.add_argument("--context", type=int, default=1024, help="tokens of each sequence in the estimate")
@@ -175,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     shape = StepShape(
         MODELS[args.model], args.sequences, args.tokens, block_size=args.block_size, max_model_len=args.max_model_len,
         devices=args.tensor_parallel_size, quantization=args.quantization, kv_cache_dtype=args.kv_cache_dtype,
-        cublas=args.cublas, kernels=args.kernels,
+        fused=not args.separate, cublas=args.cublas, kernels=args.kernels,
     )  # fmt: skip
     if not 0 < args.layers < shape.config.num_hidden_layers:
         parser.error(f"--layers: must be from 1 to {shape.config.num_hidden_layers - 1}, not {args.layers}")

@@ -14,6 +14,7 @@ ALIGNMENT = 256  # bytes: Mosaic's runtime refuses buffers that start elsewhere
 ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "s64": 8, "u64": 8, "f64": 8}
 CONTAINERS = {"kCommandBuffer", "kSequential", "kConditional", "kWhile", "kDynamicSliceFusion"}
 WAITS = {"kConditional", "kWhile"}  # outside a command buffer, the host waits for the predicate
+PRODUCTS = ("__cublas", "__triton")  # targets of custom calls
 VIEWS = {"bitcast", "get-tuple-element", "reshape"}
 READS_PART = {"slice", "dynamic-slice", "gather"}
 WORK = {"fusion", "copy", "copy-start", "concatenate", "transpose", "convert", "slice", "sort", "dot", "custom-call"}
@@ -218,7 +219,7 @@ class Program:
 
     def _multiplies(self, each: Instruction) -> bool:
         body = self.computations.get(each.called or "", {})
-        return any(inner.opcode == "dot" or "gemm" in inner.target for inner in (each, *body.values()))
+        return any(inner.opcode == "dot" or inner.target.startswith(PRODUCTS) for inner in (each, *body.values()))
 
     def _bytes_read(self, each: Instruction, index: int) -> int:
         """Return the bytes of an operand that an instruction reads."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from benchmarks.shared.models import cut
 from benchmarks.shared.program import Array, Program
 from jpaged.config import KV_CACHE_DTYPES, ModelConfig
 from jpaged.models.checkpoint import abstract_model, dtypes_of_weights
+from jpaged.models.fused import fuse, interleave
 from jpaged.runtime.batch import Bucket, Layout
 from jpaged.runtime.kv_cache import KVCache
 from jpaged.runtime.placement import Placement
@@ -37,6 +39,7 @@ class StepShape:
         tokens: T of a mixed step; None: a decode step.
         max_model_len: the longest context that a block table holds.
         devices: number of GPUs of a host that share the model.
+        fused: fused layers, as in loaded models; False: a module in hand.
         cublas: products as calls of cuBLAS. Without a device XLA chooses Triton's.
         kernels: "mosaic", "triton" or "auto".
     """
@@ -49,6 +52,7 @@ class StepShape:
     devices: int = 1
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
+    fused: bool = True
     cublas: bool = False
     kernels: str = "auto"
 
@@ -75,10 +79,14 @@ class DescribedStep:
         config, bucket = shape.config, shape.bucket
         placement = Placement.on(deviceless.gpus(gpu, shape.devices), config)
         graphdef, leaves = abstract_model(config, "bfloat16", _quantized(config, shape.quantization))
-        placed = {
-            path: leaf.replace(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placement.of(leaf)))
-            for path, leaf in leaves.items()
-        }
+        model = nnx.merge(graphdef, nnx.from_flat_state(leaves))
+        if shape.fused:
+            fuse(model, placement.of, _described)
+        graphdef, state = nnx.split(model)
+        placed = [
+            (path, leaf.replace(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placement.of(leaf))))
+            for path, leaf in nnx.to_flat_state(state)
+        ]
         self.params, treedef = jax.tree.flatten(nnx.from_flat_state(placed))
         chosen = select(
             shape.kernels, platform="gpu", device_kind=gpu.kind, compute_capability=gpu.capability, dtype="bfloat16",
@@ -86,9 +94,14 @@ class DescribedStep:
             num_heads=config.num_attention_heads // placement.size,
             num_kv_heads=config.num_key_value_heads // placement.kv_size, block_size=shape.block_size,
         )  # fmt: skip
-        cache = KVCache.of(config, shape.block_size, shape.pool_dtype, divide_kernels(chosen, placement))
-        layout = Layout(bucket, -(-shape.max_model_len // shape.block_size))
-        self.step = Step(graphdef, treedef, cache, {bucket: layout}, placement)
+        kernels = divide_kernels(chosen, placement)
+        cache = KVCache.of(config, shape.block_size, shape.pool_dtype, kernels, model.attention_specs)
+        width = -(-shape.max_model_len // shape.block_size)
+        layout = Layout(bucket, width, functools.partial(cache.make_work, width))
+        self.step = Step(
+            graphdef, treedef, cache, {bucket: layout}, placement,
+            has_quantized_weights=shape.quantization is not None,
+        )  # fmt: skip
         whole = functools.partial(jax.ShapeDtypeStruct, sharding=placement.whole)
         rows, s = bucket.num_seqs + 3, bucket.num_seqs  # no array of samples is like one of rows
         self.pool = [jax.ShapeDtypeStruct(cache.shape(BLOCKS), shape.pool_dtype, sharding=placement.pool)] * (
@@ -110,7 +123,7 @@ class DescribedStep:
     def sampling(self) -> dict[str, Program]:
         """Compile the sampling of the step, by settings, the simplest first."""
         args = self.params, self.state, self.last_tokens, self.x_sd, self.rows_sf, self.bits
-        return {"any": self._program(self.step.choose, *args)}
+        return {each.name.lower(): self._program(self.step.choose, *args, each) for each in self.step.settings}
 
     @property
     def pool_array(self) -> Array:
@@ -121,6 +134,10 @@ class DescribedStep:
     def _program(self, jitted: Any, *args: Any) -> Program:
         options = CUBLAS if self.shape.cublas else {}
         return deviceless.program_of(self.gpu, jitted, *args, options=options)
+
+
+def _described(arrays: Sequence[jax.ShapeDtypeStruct], parts: int, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.eval_shape(functools.partial(interleave, parts=parts), arrays)
 
 
 def _quantized(config: ModelConfig, quantization: str | None) -> dict[Any, str] | None:

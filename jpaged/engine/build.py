@@ -15,6 +15,7 @@ from jpaged.demo import DIRECTORY as DEMO
 from jpaged.engine.engine import Engine, Runner
 from jpaged.models.base import Model
 from jpaged.models.checkpoint import ORBAX, Place, dummy_model, load_orbax, load_safetensors, on_one_device
+from jpaged.models.fused import fuse
 from jpaged.models.quantized import activation_dtypes
 from jpaged.models.quantized_checkpoint import read_scheme
 from jpaged.models.registry import read_config
@@ -31,6 +32,7 @@ from pallas_kernels import Kernels
 
 logger = logging.getLogger(__name__)
 
+FUSING = ("gpu", "cuda")  # platforms on which fewer products take less time
 WEIGHTS = ["*.safetensors"]
 SECOND_COPIES = ["consolidated*"]  # the same weights under Mistral's own names
 SMALL_FILES = ["*.json", "*.model", "*.jinja"]  # config and tokenizer
@@ -332,10 +334,13 @@ def _load_prepared(config: EngineConfig, prepared: Prepared, *, progress: bool) 
     directory = find_model(config.model, revision=config.revision, weights=config.load_format != "dummy")
     logger.info("loading %s as %s", config.model, prepared.dtype)
     with compilation_cache():
-        return load_model(
+        model = load_model(
             directory, prepared.model, dtype=prepared.dtype, load_format=config.load_format, seed=config.seed,
             progress=progress, place=prepared.placement.of, quantization=prepared.quantization,
         )  # fmt: skip
+        if prepared.placement.platform in FUSING:
+            fuse(model, prepared.placement.of)
+    return model
 
 
 def load_params(prepared: Prepared, directory: Path) -> Model:

@@ -1,7 +1,7 @@
 """Arrays of one step: a plan in one buffer, padded to one of a few fixed shapes. Imports only numpy."""
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,8 +9,10 @@ import numpy as np
 from jpaged.config import Limits
 from jpaged.core.plan import StepPlan
 from jpaged.runtime.row_table import NUM_SCALARS, RowTable
+from jpaged.runtime.sampling_settings import Settings, settings_of
 
 Array = Any  # numpy where it is made, traced jax arrays inside the step
+ALIGNMENT = 64  # int32 numbers: 256 bytes
 
 
 class Batch(NamedTuple):
@@ -33,6 +35,7 @@ class Batch(NamedTuple):
     masked: Array  # [S] int32, whether sample s has a mask
     scalars: Array  # [S, F] int32, of each sample's row: the bits of `SCALARS`
     block_tables: Array  # [S, W] int32, undefined past a sequence's blocks
+    work: tuple[Any, ...] = ()  # lists of work of the attention kernels, for each window of the model
 
 
 class Bucket(NamedTuple):
@@ -77,26 +80,66 @@ class Buckets:
         return next(b for b in rungs if b.num_tokens >= num_tokens and b.num_seqs >= num_seqs)
 
 
-class Layout:
-    """Places of a batch's arrays in one buffer, [size] int32, for steps of one shape."""
+# (bucket, context_lens, cu_q_lens, decodes) -> `Batch.work` in numpy, arrays in tuples of a form that depends on the
+# bucket only.
+MakeWork = Callable[[Bucket, np.ndarray, np.ndarray, np.ndarray], tuple[Any, ...]]
 
-    def __init__(self, bucket: Bucket, table_width: int):
+
+def no_work(*_: Any) -> tuple[Any, ...]:
+    """Return no lists."""
+    return ()
+
+
+def leaves(tree: Any) -> list[Array]:
+    """Return the arrays in nested tuples, in order."""
+    return [leaf for each in tree for leaf in leaves(each)] if isinstance(tree, tuple) else [tree]
+
+
+def with_leaves(tree: Any, arrays: Iterator[Array]) -> Any:
+    """Return nested tuples of the same form with other arrays."""
+    if not isinstance(tree, tuple):
+        return next(arrays)
+    made = [with_leaves(each, arrays) for each in tree]
+    return type(tree)(*made) if hasattr(tree, "_fields") else tuple(made)
+
+
+class Layout:
+    """Places of a batch's arrays in one buffer, [size] int32, for steps of one shape.
+
+    Each array starts at a multiple of 256 bytes: XLA may hand a kernel a pointer into the buffer instead of a copy of
+    an array, and Mosaic's runtime takes no other pointers.
+    """
+
+    def __init__(self, bucket: Bucket, table_width: int, make_work: MakeWork = no_work):
         t, s = bucket.num_tokens, bucket.num_seqs
         self.shapes = Batch(
             (), (t,), (t,), (t,), (t,), (s,), (s + 1,), (s,), (s,), (s,), (s,), (s, NUM_SCALARS), (s, table_width)
         )
-        sizes = [int(np.prod(shape)) for shape in self.shapes]
-        self._bounds = list(itertools.pairwise(itertools.accumulate(sizes, initial=0)))
-        self._padding = np.zeros(sum(sizes), np.int32)
+        self._bucket, self._make_work = bucket, make_work
+        self._work = make_work(bucket, *(np.zeros(n, np.int32) for n in (s, s + 1, s)))
+        shapes = [*self.shapes[:-1], *(leaf.shape for leaf in leaves(self._work))]
+        sizes = [int(np.prod(shape)) for shape in shapes]
+        starts = list(itertools.accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
+        self._places = [(slice(start, start + size), shape) for start, size, shape in zip(starts, sizes, shapes)]
+        self._padding = np.zeros(starts[-1], np.int32)
         batch = self.unpack(self._padding)
         for array in (batch.slot_mapping, batch.targets, batch.sample_rows):
             array[:] = -1
         batch.scalars[:] = RowTable.empty_scalars()
         batch.num_tokens[...] = t
+        self.fill_work(batch)
 
     def unpack(self, buffer: Array) -> Batch:
         """Return the arrays in a buffer: views of a NumPy array, slices of a traced one."""
-        return Batch(*(buffer[a:b].reshape(shape) for (a, b), shape in zip(self._bounds, self.shapes)))
+        arrays = iter([buffer[place].reshape(shape) for place, shape in self._places])
+        fixed = dict(zip(Batch._fields[:-1], arrays))
+        return Batch(**fixed, work=with_leaves(self._work, arrays))
+
+    def fill_work(self, batch: Batch) -> None:
+        """Make the lists of work of a batch whose lengths are in place."""
+        made = self._make_work(self._bucket, batch.context_lens, batch.cu_q_lens, batch.decodes)
+        for place, array in zip(leaves(batch.work), leaves(made), strict=True):
+            place[...] = array
 
     def empty(self) -> tuple[np.ndarray, Batch]:
         """Return a new buffer and its arrays, with padding only: it computes nothing and writes nothing."""
@@ -118,7 +161,8 @@ def make_batch(plan: StepPlan, rows: RowTable, buckets: Buckets, layouts: dict[B
     decodes_n = (count_n == 1) & (start_n >= rows.num_prompt_tokens[row_n])
     decode, num_tokens, num_samples = bool(decodes_n.all()), int(count_n.sum()), int(samples_n.sum())
     bucket = buckets.fit(num_tokens, max(n, num_samples), decode)
-    buffer, batch = layouts[bucket].empty()
+    layout = layouts[bucket]
+    buffer, batch = layout.empty()
     batch.num_tokens[...] = num_tokens
     t = slice(num_tokens)
     if decode:
@@ -141,6 +185,7 @@ def make_batch(plan: StepPlan, rows: RowTable, buckets: Buckets, layouts: dict[B
     batch.context_lens[:n] = start_n + count_n
     batch.decodes[:n] = decodes_n
     batch.block_tables[:n] = rows.block_tables[row_n]
+    layout.fill_work(batch)
     sample = np.repeat(np.arange(n), samples_n)  # the sequence of each sample
     sampled_row = row_n[sample]
     batch.sampled_from[:num_samples] = batch.cu_q_lens[1:][sample] - 1
@@ -154,7 +199,8 @@ def make_batch(plan: StepPlan, rows: RowTable, buckets: Buckets, layouts: dict[B
         place = {row: i for i, (row, _) in enumerate(plan.masked)}
         mask_of = np.array([place.get(row, -1) for row in sampled_row.tolist()])
         batch.masked[:num_samples] = mask_of >= 0
-    return Made(bucket, buffer, batch, mask_of, rows.num_top[sampled_row])
+    settings = settings_of(rows.scalars[sampled_row], mask_of >= 0)
+    return Made(bucket, buffer, batch, mask_of, rows.num_top[sampled_row], settings)
 
 
 class Made(NamedTuple):
@@ -164,6 +210,7 @@ class Made(NamedTuple):
         buffer: holds `batch`.
         mask_of: [num_samples], index of the sample's mask in the plan; -1 for none.
         num_top: [num_samples], as `Admitted.num_top`, -1 for None.
+        settings: sampling settings that the samples use.
     """
 
     bucket: Bucket
@@ -171,3 +218,4 @@ class Made(NamedTuple):
     batch: Batch
     mask_of: np.ndarray
     num_top: np.ndarray
+    settings: Settings

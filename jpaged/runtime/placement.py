@@ -76,6 +76,12 @@ class Placement:
         return self.local_devices[0]
 
     @property
+    def platform(self) -> str:
+        """The platform of the devices, such as "cpu"."""
+        platform: str = self.devices[0].platform
+        return platform
+
+    @property
     def num_processes(self) -> int:
         """The number of processes that share the mesh."""
         return len({device.process_index for device in self.devices})

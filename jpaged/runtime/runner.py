@@ -14,6 +14,7 @@ from flax import nnx
 from jpaged.config import EngineConfig, Limits
 from jpaged.core.plan import Done, StepPlan, StepResult
 from jpaged.models.base import Model
+from jpaged.models.fused import fused_layers
 from jpaged.models.quantized import activation_dtypes
 from jpaged.progress import track
 from jpaged.runtime.agreement import leaders_values, least
@@ -28,6 +29,7 @@ from jpaged.runtime.parameters import check, described, explain_deletion, placed
 from jpaged.runtime.pending import PendingStep
 from jpaged.runtime.placement import Placement, devices_of
 from jpaged.runtime.row_table import RowTable
+from jpaged.runtime.sampling_settings import Settings
 from jpaged.runtime.shapes import Shapes
 from jpaged.runtime.step import Computed, Step
 from jpaged.runtime.step_costs import StepCosts, further_shapes, stored_costs
@@ -62,7 +64,7 @@ class ModelRunner:
         graphdef, state = nnx.split(model)
         leaves, treedef = jax.tree.flatten(state)
         self.placement = Placement.on(devices_of(leaves), model.config)
-        self._expected = described(state, self.placement)
+        self._expected, self._fused = described(state, self.placement), fused_layers(model)
         self.params = placed(state, self._expected)
         self.params_version = 0
         self._on_host: list[jax.Array] = []  # the parameters of a sleeping runner
@@ -73,7 +75,7 @@ class ModelRunner:
         self.kernels = kernels or select_kernels(config, llama, limits.block_size, dtype, self.placement)
         logger.info("attention kernels: %s (%s)", self.kernels.name, self.kernels.reason)
         divided = divide_kernels(self.kernels, self.placement)
-        cache = KVCache.of(llama, limits.block_size, config.pool_dtype(dtype), divided)
+        cache = KVCache.of(llama, limits.block_size, config.pool_dtype(dtype), divided, model.attention_specs)
         block_bytes = cache.block_bytes // self.placement.kv_size  # on each device
         self.costs: StepCosts = {}
         first, devices = self.placement.device, self.placement.local_devices
@@ -83,13 +85,14 @@ class ModelRunner:
         if config.num_gpu_blocks_override:
             check_override(config.num_gpu_blocks_override, block_bytes, available_memory(devices))
         table_width = -(-limits.max_model_len // limits.block_size)
-        self.shapes = Shapes(Buckets(limits), table_width, llama.vocab_size, self.placement)
+        make_work = functools.partial(cache.make_work, table_width)
+        self.shapes = Shapes(Buckets(limits), table_width, llama.vocab_size, self.placement, make_work)
         multiply = self.kernels.product if self.placement.size == 1 else None
         self.pads = multiply is None or bool(stored)  # XLA multiplies weights of 8 bits
         self.step = Step(
             graphdef, treedef, cache, self.shapes.layouts, self.placement,
             processed_logprobs=config.logprobs_mode == "processed_logprobs",
-            multiply=multiply,
+            multiply=multiply, has_quantized_weights=bool(stored),
         )  # fmt: skip
         copy_sizes = ladder(8, max(8, limits.max_num_seqs), 4)
         table = RowTable(limits.max_num_seqs, table_width, limits.block_size)
@@ -180,13 +183,13 @@ class ModelRunner:
         Raises:
             ValueError: `update_params` would reject them; the message has the first difference.
         """
-        check(state, self._expected)
+        check(state, self._expected, self._fused)
 
     def update_params(self, state: Any) -> None:
         """Serve other parameters of the same tree, shapes and dtypes, from the next step on.
 
-        Nothing is compiled, and only arrays that lie elsewhere are copied. The KV in the pool belongs to the old
-        parameters.
+        Nothing is compiled, and only arrays that lie elsewhere, and those of fused layers, are copied. The KV in the
+        pool belongs to the old parameters.
 
         Args:
             state: an `nnx.Module`, an `nnx.State`, or nested dicts of arrays.
@@ -194,7 +197,7 @@ class ModelRunner:
         Raises:
             ValueError: the parameters do not match; the message has the first difference, and nothing is changed.
         """
-        self.params, self._on_host = placed(state, self._expected), []
+        self.params, self._on_host = placed(state, self._expected, self._fused), []
         self.params_version += 1
 
     def sleep(self, level: int) -> None:
@@ -251,7 +254,7 @@ class ModelRunner:
             masks[np.flatnonzero(made.mask_of >= 0)] = make_masks()[made.mask_of[made.mask_of >= 0]]
             # Committed as those are that stand for no bits at all, for else it would be another executable.
             bits = self.placement.put(masks)
-        chosen, listed = self._choose(computed, bits)
+        chosen, listed = self._choose(computed, bits, self.step.settings_for(made.settings))
         prompt, targets = None, made.batch.targets
         if computed.x_td is not None and (targets >= 0).any():
             prompt = self.step.score(self.params, computed.x_td, computed.targets_t)
@@ -268,24 +271,25 @@ class ModelRunner:
         computed, blocks.pool = self.step.forward(self.params, blocks.pool, self.rows.last_tokens, buffer, bucket)
         return computed
 
-    def _choose(self, computed: Computed, bits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _choose(self, computed: Computed, bits: jax.Array, settings: Settings) -> tuple[jax.Array, jax.Array]:
         """Dispatch the sampling of a step, and return the chosen tokens and the lists."""
         rows = self.rows
         chosen, listed, rows.state, rows.last_tokens = self.step.choose(
-            self.params, rows.state, rows.last_tokens, computed.x_sd, computed.rows_sf, bits
+            self.params, rows.state, rows.last_tokens, computed.x_sd, computed.rows_sf, bits, settings
         )
         return chosen, listed
 
     def _compile(self, buckets: Sequence[Bucket], *, progress: bool) -> None:
         logger.info("compiling %d shapes of a step, or loading them", len(buckets))
         for bucket in track(buckets, len(buckets), "compiled", "shape", bar=progress):
-            self._run_padding(bucket, score=True)
+            self._run_padding(bucket, everything=True)
 
-    def _run_padding(self, bucket: Bucket, *, score: bool = False) -> jax.Array:
-        """Run a step of padding, with or without the scores of prompts."""
+    def _run_padding(self, bucket: Bucket, *, everything: bool = False) -> jax.Array:
+        """Run a step of padding with the simplest sampling, or with every sampling and the scores of prompts."""
         computed = self._forward(self.shapes.padding(bucket), bucket)
-        chosen, _ = self._choose(computed, self.shapes.no_bits[bucket.num_seqs])
-        if score and computed.x_td is not None:
+        for settings in self.step.settings if everything else self.step.settings[:1]:
+            chosen, _ = self._choose(computed, self.shapes.no_bits[bucket.num_seqs], settings)
+        if everything and computed.x_td is not None:
             self.step.score(self.params, computed.x_td, computed.targets_t)
         return chosen
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jpaged.runtime.sampling_settings import Settings
 from jpaged.runtime.sampling_state import SamplingState, count_tokens
 
 # Shorter lists are found in less time: 20 is the most logprobs, 72 the widest beam search with 8 ending tokens.
@@ -65,8 +66,9 @@ def count(state: SamplingState, sampling: Sampling) -> SamplingState:
 
 
 def sample(
-    logits_sv: jax.Array, state: SamplingState, sampling: Sampling, num_top: int, *, processed: bool = False
-) -> Sampled:
+    logits_sv: jax.Array, state: SamplingState, sampling: Sampling, num_top: int, *, processed: bool = False,
+    settings: Settings = Settings.ANY,
+) -> Sampled:  # fmt: skip
     """Return the next token of each row.
 
     The order is vLLM's: mask, bias, penalties, then greedy, or temperature, min-p, top-k, top-p and a draw. A row that
@@ -79,12 +81,19 @@ def sample(
         num_top: K, static: the longest list of best tokens that a row may ask for; V if that is less.
         processed: static: describe the distribution after masks, bias, penalties, temperature and filters, instead of
             the model's own. That costs a search of the vocabulary for the rows with filters.
+        settings: static: the settings that the rows use at most; all of them if `processed`.
     """
     k = min(num_top, logits_sv.shape[1])
     if processed:
         return _sample_processed(logits_sv, state, sampling, k)
-    lse_s = jax.nn.logsumexp(logits_sv, axis=-1)
+    # Materialized, so that they have the same bits in the executables of all settings.
+    logits_sv, lse_s = lax.optimization_barrier((logits_sv, jax.nn.logsumexp(logits_sv, axis=-1)))
     drawn_s, listed_s = sampling.temperature > 0, sampling.num_top > 0
+    if settings is not Settings.ANY:
+        tokens = _argmax(logits_sv)
+        if settings is not Settings.GREEDY:
+            tokens = jnp.where(drawn_s, _draw(logits_sv, sampling, settings is Settings.FILTERED), tokens)
+        return Sampled(tokens, _logprobs(logits_sv, tokens, lse_s), *_no_descriptions(len(tokens), k))
     processed_s = sampling.masked | sampling.stateful
 
     def choose() -> tuple[jax.Array, ...]:
@@ -101,7 +110,6 @@ def sample(
 
         return tokens, *lax.cond(jnp.any(listed_s), describe, lambda: _no_descriptions(len(tokens), k))
 
-    # The commonest step passes one condition only: on a GPU the host waits for the device at each.
     tokens, *described = lax.cond(
         jnp.any(drawn_s | listed_s | processed_s | sampling.beam),
         choose,
@@ -210,11 +218,14 @@ def _cooled(x_sv: jax.Array, temperature_s: jax.Array) -> jax.Array:
     return x_sv / jnp.where(temperature_s > 0, temperature_s, 1)[:, None]
 
 
-def _draw(x_sv: jax.Array, sampling: Sampling) -> jax.Array:
+def _draw(x_sv: jax.Array, sampling: Sampling, filtered: bool | None = None) -> jax.Array:
     """Return tokens [S] int32 drawn from softmax(x / temperature) of the tokens that the filters keep.
 
     The filters usually keep fewer tokens than the list of the best has. Such a row is drawn from the list only. The
     whole vocabulary is searched and given noise only if another row needs it, which changes no token of this one.
+
+    Args:
+        filtered: whether a row has filters; None: the device finds out.
     """
     temperature_s, *filters = sampling[:4]
     x_sv = _cooled(x_sv, temperature_s)
@@ -250,6 +261,8 @@ def _draw(x_sv: jax.Array, sampling: Sampling) -> jax.Array:
         tokens_s: jax.Array = lax.cond(jnp.any(drawn_s & ~listed_s), draw_others, draw_listed)
         return tokens_s
 
+    if filtered is not None:
+        return filter_and_draw() if filtered else draw(x_sv)
     tokens_s: jax.Array = lax.cond(jnp.any(filtered_s), filter_and_draw, lambda: draw(x_sv))
     return tokens_s
 

@@ -6,10 +6,11 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from jpaged.runtime.batch import Bucket, Buckets, Layout
+from jpaged.runtime.batch import Bucket, Buckets, Layout, MakeWork, no_work
 from jpaged.runtime.memory import temporaries
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.row_table import NUM_SCALARS
+from jpaged.runtime.sampling_settings import Settings
 from jpaged.runtime.sampling_state import SamplingState
 from jpaged.runtime.step import Step
 
@@ -19,6 +20,7 @@ class Shapes:
 
     Args:
         table_width: W, the maximum blocks of a sequence.
+        make_work: makes the lists of work of the attention kernels.
 
     Attributes:
         layouts: layouts of the batches of each bucket.
@@ -26,9 +28,11 @@ class Shapes:
             steps have no others.
     """
 
-    def __init__(self, buckets: Buckets, table_width: int, vocab_size: int, placement: Placement):
+    def __init__(
+        self, buckets: Buckets, table_width: int, vocab_size: int, placement: Placement, make_work: MakeWork = no_work
+    ):
         self.buckets, self._placement = buckets, placement
-        self._table_width, self._num_words = table_width, -(-vocab_size // 32)
+        self._table_width, self._num_words, self._make_work = table_width, -(-vocab_size // 32), make_work
         self.layouts: dict[Bucket, Layout] = {}
         self.no_bits: dict[int, jax.Array] = {}
         self.add(buckets.all)
@@ -37,7 +41,7 @@ class Shapes:
         """Add shapes of steps."""
         self.buckets.add(buckets)
         for bucket in buckets:
-            self.layouts[bucket] = Layout(bucket, self._table_width)
+            self.layouts[bucket] = Layout(bucket, self._table_width, self._make_work)
             if bucket.num_seqs not in self.no_bits:
                 bits = np.zeros((bucket.num_seqs, self._num_words), np.uint32)
                 self.no_bits[bucket.num_seqs] = self._placement.put(bits)
@@ -69,7 +73,7 @@ class Shapes:
             x_sd = self.on_devices((bucket.num_seqs, hidden_size), dtype)
             rows_sf = self.on_devices((bucket.num_seqs, NUM_SCALARS + 4), "int32")
             bits = self.no_bits[bucket.num_seqs]
-            lowered.append(step.choose.lower(params, state, last_tokens_r, x_sd, rows_sf, bits))
+            lowered.append(step.choose.lower(params, state, last_tokens_r, x_sd, rows_sf, bits, Settings.ANY))
             if not bucket.decode:
                 x_td = self.on_devices((bucket.num_tokens, hidden_size), dtype)
                 targets_t = self.on_devices((bucket.num_tokens,), "int32")

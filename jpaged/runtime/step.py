@@ -12,10 +12,12 @@ from jpaged.core.params import MAX_LOGPROBS, MAX_TOP
 from jpaged.models.base import Model
 from jpaged.models.layers import multiplying
 from jpaged.runtime.batch import Batch, Bucket, Layout
+from jpaged.runtime.compiler_options import model_options, sampling_options
 from jpaged.runtime.kv_cache import KVCache, Pool
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.row_table import SCALARS
 from jpaged.runtime.sampler import Sampled, Sampling, token_logprobs
+from jpaged.runtime.sampling_settings import Settings
 from jpaged.runtime.sampling_state import SamplingState
 from jpaged.runtime.tensor_parallel import sample_divided, whole_logits
 from pallas_kernels.dispatch import RowProduct
@@ -72,20 +74,23 @@ class Step:
         placement: the places of all arrays. Results other than the pool are whole on every device.
         processed_logprobs: whether the logprobs of samples are those after temperature, filters and the rest.
         multiply: `Kernels.product`.
+        has_quantized_weights: whether weights have 8 bits.
 
     Attributes:
         forward: (params, pool, last_tokens [R], buffer, bucket) -> (Computed, pool), the pool donated, the bucket
             static; `buffer` holds a batch in the bucket's layout.
-        choose: (params, state, last_tokens, x_sd, rows_sf, bits) -> (chosen, listed, state, last_tokens), the last two
-            donated. chosen: [3, S] int32, tokens, ranks, and the bits of the float32 logprobs; listed: [2, S, K] int32,
-            the most likely tokens, and the bits of their logprobs. `bits` are masks, [S, ceil(V / 32)] uint32.
+        choose: (params, state, last_tokens, x_sd, rows_sf, bits, settings) -> (chosen, listed, state, last_tokens), the
+            last two donated, the settings static. chosen: [3, S] int32, tokens, ranks, and the bits of the float32
+            logprobs; listed: [2, S, K] int32, the most likely tokens, and the bits of their logprobs. `bits` are masks,
+            [S, ceil(V / 32)] uint32.
         score: (params, x_td, targets_t) -> (chosen, listed) of the prompt's own tokens.
+        settings: those that `choose` is compiled for, in ascending order.
     """
 
     def __init__(
         self, graphdef: nnx.GraphDef[Any], treedef: jax.tree_util.PyTreeDef, cache: KVCache,
         layouts: dict[Bucket, Layout], placement: Placement, *, processed_logprobs: bool = False,
-        multiply: RowProduct | None = None,
+        multiply: RowProduct | None = None, has_quantized_weights: bool = False,
     ):  # fmt: skip
         def merged(params: list[jax.Array]) -> Model:
             model: Model = nnx.merge(graphdef, jax.tree.unflatten(treedef, params))
@@ -110,12 +115,13 @@ class Step:
         @multiplying(of_all_rows)
         def choose(
             params: list[jax.Array], state: SamplingState, last_tokens_r: jax.Array, x_sd: jax.Array,
-            rows_sf: jax.Array, bits: jax.Array,
+            rows_sf: jax.Array, bits: jax.Array, settings: Settings,
         ) -> tuple[jax.Array, jax.Array, SamplingState, jax.Array]:  # fmt: skip
             sampling = sampling_of(rows_sf, bits)
             sampled, state = sample_divided(
-                merged(params).logits(x_sd), state, sampling, MAX_TOP, placement, processed=processed_logprobs
-            )
+                merged(params).logits(x_sd), state, sampling, MAX_TOP, placement, processed=processed_logprobs,
+                settings=settings,
+            )  # fmt: skip
             at_s = jnp.where(sampling.rows < 0, len(last_tokens_r), sampling.rows)  # past the end: dropped
             return *_packed(sampled), state, last_tokens_r.at[at_s].set(sampled.tokens, mode="drop")
 
@@ -126,10 +132,19 @@ class Step:
             return _packed(token_logprobs(logits_of, x_td, targets_t, MAX_LOGPROBS))
 
         # Results that lay elsewhere than the arguments of the next step would need further executables.
-        whole = placement.whole
-        self.forward = jax.jit(run, static_argnums=4, donate_argnums=1, out_shardings=(whole, placement.pool))
-        self.choose = jax.jit(choose, donate_argnums=(1, 2), out_shardings=whole)
-        self.score = jax.jit(score, out_shardings=whole)
+        whole, platform = placement.whole, placement.platform
+        self.settings = (Settings.ANY,) if platform == "cpu" or processed_logprobs else tuple(Settings)
+        self.forward = jax.jit(
+            run, static_argnums=4, donate_argnums=1, out_shardings=(whole, placement.pool),
+            compiler_options=model_options(platform, has_quantized_weights=has_quantized_weights),
+        )  # fmt: skip
+        sampling: Any = dict(out_shardings=whole, compiler_options=sampling_options(platform))
+        self.choose = jax.jit(choose, static_argnums=6, donate_argnums=(1, 2), **sampling)
+        self.score = jax.jit(score, **sampling)
+
+    def settings_for(self, used: Settings) -> Settings:
+        """Return the settings of the executable for a step."""
+        return used if used in self.settings else Settings.ANY
 
 
 def sampling_of(rows_sf: jax.Array, allowed_bits: jax.Array) -> Sampling:

@@ -1,5 +1,7 @@
 """The arrays of a step, slot by slot, and the ladder of shapes."""
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,9 +11,9 @@ from hypothesis import strategies as st
 from jpaged.config import Limits
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.params import BeamSearchParams, SamplingParams
-from jpaged.core.plan import Sample, StepResult
+from jpaged.core.plan import Admitted, Sample, Scheduled, StepPlan, StepResult
 from jpaged.core.scheduler import Scheduler, _Step
-from jpaged.runtime.batch import Bucket, Buckets, Layout, ladder, make_batch
+from jpaged.runtime.batch import Bucket, Buckets, Layout, ladder, leaves, make_batch
 from jpaged.runtime.row_table import SCALARS, RowTable
 from jpaged.runtime.step import sampling_of
 from jpaged.structured.masks import Masks
@@ -332,10 +334,39 @@ def test_masks_of_branches_alone():
 def test_a_layout_unpacks_what_it_packs(bucket):
     layout = Layout(bucket, 8)
     buffer, batch = layout.empty()
-    assert buffer.dtype == np.int32 and all(np.shares_memory(array, buffer) for array in batch)
-    assert sum(array.size for array in batch) == buffer.size
+    assert buffer.dtype == np.int32 and all(np.shares_memory(array, buffer) for array in leaves(batch))
     assert len(batch.tokens) == bucket.num_tokens and len(batch.context_lens) == bucket.num_seqs
-    for i, array in enumerate(batch):
+    for i, array in enumerate(leaves(batch)):
         array[...] = i
-    assert [np.unique(array).tolist() for array in layout.unpack(buffer)] == [[i] for i in range(len(batch))]
+    found = [np.unique(array).tolist() for array in leaves(layout.unpack(buffer))]
+    assert found == [[i] for i in range(len(leaves(batch)))]
     assert (layout.empty()[1].targets == -1).all(), "padding is not written over"
+
+
+def test_each_array_starts_at_a_multiple_of_256_bytes():
+    """Mosaic's runtime refuses others."""
+    layout = Layout(Bucket(64, 7, False), 3, lists_of_two_windows)
+    buffer, batch = layout.empty()
+    starts = [array.ctypes.data - buffer.ctypes.data for array in leaves(batch)]
+    assert not any(start % 256 for start in starts) and len(set(starts)) == len(starts) == 17
+
+
+class Lists(NamedTuple):
+    lens_s: np.ndarray
+    rows: tuple[np.ndarray, ...]
+
+
+def lists_of_two_windows(bucket, context_lens_s, cu_q_lens_s1, decodes_s):
+    return tuple(Lists(context_lens_s + i, (decodes_s,)) for i in range(2))
+
+
+def test_lists_of_work_are_those_of_the_lengths():
+    buckets = Buckets(LIMITS)
+    layouts = {bucket: Layout(bucket, 8, lists_of_two_windows) for bucket in buckets.all}
+    rows = RowTable(4, 8, 4)
+    params = SamplingParams(temperature=0)
+    rows.apply(StepPlan(admitted=(Admitted(0, (5, 6, 7), 3, params, 0, (1,)), Admitted(1, (8, 9), 1, params, 0, (2,)))))
+    made = make_batch(StepPlan((Scheduled(0, 0, 3, 1), Scheduled(1, 1, 1, 1))), rows, buckets, layouts)
+    for i, lists in enumerate(layouts[made.bucket].unpack(made.buffer).work):
+        assert isinstance(lists, Lists) and lists.lens_s[:2].tolist() == [3 + i, 2 + i]
+        assert lists.rows[0][:2].tolist() == [0, 1] and not (lists.lens_s[2:] - i).any()

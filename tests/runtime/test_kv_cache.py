@@ -43,7 +43,7 @@ def test_the_ops_are_told_scales_of_an_fp8_pool_and_angles_of_keys_that_are_to_b
 
     def write_kv(*args, **options):
         calls["write"] = args, options
-        return "new k", "new v"
+        return ("new k", "new v", "rotated q") if rotated else ("new k", "new v")
 
     def attend(name):
         return lambda *args, **options: calls.update({name: (args, options)}) or "attention"
@@ -51,20 +51,22 @@ def test_the_ops_are_told_scales_of_an_fp8_pool_and_angles_of_keys_that_are_to_b
     kernels = types.SimpleNamespace(
         write_kv=write_kv, paged_decode_attention=attend("decode"), ragged_paged_attention=attend("ragged")
     )
-    cache = KVCache(2, 3, 8, 64, dtype, kernels)
+    cache = KVCache(2, 3, 8, 64, dtype, kernels, windows=(5, 7))
     batch = types.SimpleNamespace(
-        slot_mapping="slots", block_tables="tables", context_lens="lens", cu_q_lens="starts", decodes="decodes"
-    )
+        slot_mapping="slots", block_tables="tables", context_lens="lens", cu_q_lens="starts", decodes="decodes",
+        work=("lists of 5", "lists of 7"),
+    )  # fmt: skip
     pool, angles = ["k0", "v0", "k1", "v1"], ("cos", "sin") if rotated else (None, None)
     spec = AttentionSpec(0.5, window=7)
     assert cache.attend(pool, 1, spec, batch, decode, "q", "k", "v", *angles) == "attention"
     assert pool == ["k0", "v0", "new k", "new v"]
     writing, (attending, options) = calls["write"], calls["decode" if decode else "ragged"]
     assert writing[0] == ("k1", "v1", "k", "v", "slots") and len(calls) == 2
-    assert attending == ("q", "new k", "new v", "tables", "lens", *(() if decode else ("starts",)))
+    layout = ("tables", "lens") if decode else ("tables", "lens", "starts")
+    assert attending == ("rotated q" if rotated else "q", "new k", "new v", *layout)
     for given in (writing[1], options):
         scales = {name: given.pop(name) for name in ("k_scale_k", "v_scale_k") if name in given}
         assert len(scales) == (2 if "float8" in dtype else 0)
         assert all(scale.tolist() == [1, 1, 1] and scale.dtype == jnp.float32 for scale in scales.values())
-    assert writing[1] == ({"cos_t": "cos", "sin_t": "sin"} if rotated else {})
-    assert options == spec._asdict() | ({} if decode else {"decode_s": "decodes"})
+    assert writing[1] == ({"cos_t": "cos", "sin_t": "sin", "q_tnh": "q"} if rotated else {})
+    assert options == spec._asdict() | {"work": "lists of 7"} | ({} if decode else {"decode_s": "decodes"})

@@ -7,6 +7,7 @@ from jpaged.core.params import BeamSearchParams, SamplingParams
 from jpaged.core.plan import Admitted, Chosen, Entry, Scheduled, StepPlan
 from jpaged.runtime.batch import Buckets, Layout, make_batch
 from jpaged.runtime.row_table import RowTable
+from jpaged.runtime.sampling_settings import Settings
 
 LIMITS = Limits(32, 4, 16)
 BUCKETS = Buckets(LIMITS)
@@ -91,7 +92,8 @@ def test_branches_add_to_the_seeds_of_their_own_row():
 def test_a_batch_lies_in_its_buffer_and_has_no_masks_unless_the_plan_has():
     rows = table(admission(0), admission(1))
     made = make_batch(StepPlan((Scheduled(0, 0, 3, 1), Scheduled(1, 0, 3, 1))), rows, BUCKETS, LAYOUTS)
-    assert all(np.shares_memory(array, made.buffer) for array in made.batch)
+    assert all(np.shares_memory(array, made.buffer) for array in made.batch[:-1])
+    assert made.batch.work == () and made.settings is Settings.DRAWN
     assert made.mask_of.tolist() == [-1, -1]
 
 

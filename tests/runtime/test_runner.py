@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from benchmarks.shared import deviceless
+from benchmarks.shared import deviceless, gpus
+from benchmarks.shared.program import Array
 from jpaged import LLM, BeamSearchParams, ModelConfig, SamplingParams
 from jpaged.config import EngineConfig, Limits
 from jpaged.core.plan import Admitted, ParamsDeleted, Scheduled, StepPlan, StepResult
@@ -24,6 +25,7 @@ from jpaged.runtime.kernel_choice import compute_capability, select_kernels
 from jpaged.runtime.kv_cache import KVCache
 from jpaged.runtime.row_table import NUM_SCALARS
 from jpaged.runtime.runner import ModelRunner
+from jpaged.runtime.sampling_settings import Settings
 from jpaged.runtime.sampling_state import empty_state
 from jpaged.runtime.shapes import Shapes
 from jpaged.runtime.step import Step
@@ -249,7 +251,7 @@ def test_the_step_aliases_the_pool_and_copies_none_of_it_on_a_cpu(bucket):
     assert copies(compiled.as_text(), pool[0].shape, "f32") == 0
     taken = samples_of(bucket, lowered.out_info[0].x_sd)
     assert lowered.out_info[0].rows_sf.shape == taken[1].shape
-    compiled = step.choose.lower(params, state, last, *taken).compile()
+    compiled = step.choose.lower(params, state, last, *taken, Settings.ANY).compile()
     assert compiled.memory_analysis().alias_size_in_bytes == nbytes((state, last))
     assert all(copies(compiled.as_text(), x.shape, name) == 0 for x, name in zip(state, ("s32", "pred", "f32")))
 
@@ -263,15 +265,12 @@ def test_the_step_aliases_the_pool_and_copies_none_of_it_on_an_h200(bucket):
     graphdef, treedef, params, pool, (_, last), layout = step_avals(LLAMA, "bfloat16", bucket)
     placement = placement_of(LLAMA, deviceless.h200s())
     step = Step(graphdef, treedef, cache_for("mosaic", "bfloat16"), {bucket: layout}, placement)
-    compiled = deviceless.compile_for_h200(
-        lambda *args: step.forward(*args, bucket), params, pool, last, layout.empty()[0], donate_argnums=1,
-        figures=False,
-    )  # fmt: skip
+    program = deviceless.program_of(gpus.H200, step.forward, params, pool, last, layout.empty()[0], bucket)
     pool_bytes = POOL_BLOCKS * bytes_of_a_block("bfloat16")
-    assert compiled.aliased_bytes == pool_bytes
-    assert compiled.temp_bytes < pool_bytes / len(pool)
-    assert compiled.copies_of(pool[0].shape, "bfloat16") == 0
-    assert "mosaic_gpu" in compiled.hlo
+    assert program.aliased_bytes == pool_bytes
+    assert program.temp_bytes < pool_bytes / len(pool)
+    assert program.copies_of(Array("bf16", pool[0].shape)) == 0
+    assert "mosaic_gpu" in program.hlo
 
 
 @pytest.mark.deep
@@ -284,11 +283,10 @@ def test_choosing_aliases_its_state_and_copies_none_of_it_on_an_h200():
     step = Step(graphdef, treedef, cache_for("mosaic", "bfloat16"), {bucket: layout}, placement)
     x_sd = jax.ShapeDtypeStruct((bucket.num_seqs, LLAMA.hidden_size), "bfloat16")
     taken = samples_of(bucket, x_sd)
-    compiled = deviceless.compile_for_h200(
-        step.choose, params, state, last, *taken, donate_argnums=(1, 2), figures=False,
-    )  # fmt: skip
-    assert compiled.aliased_bytes == nbytes((state, last))
-    assert all(compiled.copies_of(x.shape, x.dtype) == 0 for x in state)
+    for settings in step.settings:
+        program = deviceless.program_of(gpus.H200, step.choose, params, state, last, *taken, settings)
+        assert program.aliased_bytes == nbytes((state, last))
+        assert all(program.copies_of(Array(name, x.shape)) == 0 for x, name in zip(state, ("s32", "pred", "f32")))
 
 
 def copies(hlo: str, shape, dtype: str) -> int:
@@ -353,7 +351,7 @@ def test_steep_costs_add_shapes_and_shorten_chunks(llm, monkeypatch):
     fewer_shapes = lambda *args: dataclasses.replace(settled(*args), max_num_batched_tokens=64)
     monkeypatch.setattr(build, "limits_of", fewer_shapes)
     compiled = []
-    monkeypatch.setattr(ModelRunner, "_run_padding", lambda self, bucket, score=False: compiled.append(bucket))
+    monkeypatch.setattr(ModelRunner, "_run_padding", lambda self, bucket, everything=False: compiled.append(bucket))
     options = dict(max_num_seqs=4, block_size=8, num_gpu_blocks_override=20, swap_space=0, progress=False)
     steep = LLM(model, kernels="reference", **options)
     assert steep.engine.scheduler.tokens_beside_decodes == 48 < steep.engine.scheduler.limits.max_num_batched_tokens
@@ -368,7 +366,7 @@ def test_costs_are_measured_once(model, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     measured = []
     monkeypatch.setattr(runner_module, "_seconds", lambda run: measured.append(run()) or 0.001)
-    monkeypatch.setattr(ModelRunner, "_run_padding", lambda self, bucket, score=False: bucket)  # compiles nothing
+    monkeypatch.setattr(ModelRunner, "_run_padding", lambda self, bucket, everything=False: bucket)  # compiles nothing
     settings = EngineConfig(num_gpu_blocks_override=4)
     costs = []
     for limits in (Limits(16, 2, 8, 8), Limits(16, 2, 8, 8), Limits(16, 2, 8, 4)):

@@ -15,6 +15,7 @@ from jpaged.models.layers import product
 from jpaged.runtime.batch import Bucket, Layout
 from jpaged.runtime.kv_cache import KVCache
 from jpaged.runtime.row_table import NUM_SCALARS, SCALARS
+from jpaged.runtime.sampling_settings import Settings
 from jpaged.runtime.sampling_state import empty_state
 from jpaged.runtime.step import Step, forward, sampling_of
 from tests.runtime.caches import placement_of
@@ -41,9 +42,9 @@ class Ops:
             ragged_paged_attention=ragged,
         )
 
-    def write_kv(self, k, v, k_tkh, v_tkh, slots, *, cos_t, sin_t):
+    def write_kv(self, k, v, k_tkh, v_tkh, slots, *, cos_t, sin_t, q_tnh):
         self.writes.append((float(k.mean()), float(v.mean()), k_tkh.shape, v_tkh.shape, slots, cos_t, sin_t))
-        return k + 10, v + 20
+        return k + 10, v + 20, q_tnh
 
     def attend(self, name, q_tnh, k, v, *layout, **options):
         self.attended.append((name, float(k.mean()), float(v.mean()), layout, options))
@@ -103,7 +104,7 @@ def test_each_layer_writes_and_attends_to_its_own_arrays(decode):
         assert name == ("decode" if decode else "ragged")
         assert list(map(id, layout)) == list(map(id, expected))
         assert options.pop("scale") == 0.25  # one over the root of the head dim
-        assert options.pop("window") is None and options.pop("soft_cap") is None
+        assert options.pop("window") is None and options.pop("soft_cap") is None and options.pop("work") is None
         assert [*map(id, options.values())] == ([] if decode else [id(batch.decodes)])
 
 
@@ -119,7 +120,7 @@ def test_only_a_decode_step_uses_the_decode_op(decode):
     decode_op, ragged_op = (functools.partial(attend, name) for name in ("decode", "ragged"))
     kernels = types.SimpleNamespace(
         head_dim=LLAMA.head_dim,
-        write_kv=lambda k, v, *_, **__: (k, v),
+        write_kv=lambda k, v, *_, q_tnh, **__: (k, v, q_tnh),
         paged_decode_attention=decode_op,
         ragged_paged_attention=ragged_op,
     )
@@ -177,7 +178,8 @@ def test_samples_are_the_last_tokens_of_their_rows():
     rows_sf = np.concatenate([layout.empty()[1].scalars, np.int32([(0, 2, -1, -1)] + [(0,) * 4] * 3).T], axis=1)
     last_tokens, state = jnp.full(4, 39), empty_state(4, LLAMA.vocab_size)
     x_sd = jnp.asarray(np.random.default_rng(0).normal(size=(4, LLAMA.hidden_size)), jnp.float32)
-    chosen, _, _, last = step.choose(leaves, state, last_tokens, x_sd, rows_sf, np.zeros((4, 2), np.uint32))
+    bits = np.zeros((4, 2), np.uint32)
+    chosen, _, _, last = step.choose(leaves, state, last_tokens, x_sd, rows_sf, bits, Settings.ANY)
     tokens = chosen[0].tolist()
     assert last.tolist() == [tokens[0], 39, tokens[1], 39] and 39 not in tokens[:2]
     assert last_tokens.is_deleted() and all(array.is_deleted() for array in state)

@@ -20,22 +20,27 @@ from jpaged.config import EngineConfig, Limits, ModelConfig
 from jpaged.core.params import SamplingParams
 from jpaged.core.plan import Admitted, Scheduled, StepPlan
 from jpaged.llm import LLM
+from jpaged.models.base import Model
 from jpaged.models.checkpoint import abstract_model
-from jpaged.models.llama import Llama
 from jpaged.runtime.runner import ModelRunner
 
 TEMPERATURE = 0.6  # of nano-vllm's benchmark
+SHARPNESS = 3.0  # of random queries, relative to keys
 
 
-def random_llama(config: ModelConfig, dtype: str) -> Llama:
-    """Return a Llama with parameters drawn on the device, and matrices scaled to keep the size of activations."""
+def random_model(config: ModelConfig, dtype: str) -> Model:
+    """Return a model with parameters drawn on the device, and matrices scaled to keep the size of activations.
+
+    Queries are longer: as in a trained model, attention looks at a few tokens, and one wrong key changes its output.
+    """
     graphdef, leaves = abstract_model(config, dtype)
     filled = {}
     for seed, (path, leaf) in enumerate(leaves.items()):
-        if len(leaf.shape) == 1:
-            array = jnp.ones(leaf.shape, dtype)
+        factor = SHARPNESS if {"q_proj", "q_norm"} & set(path) else 1.0
+        if path[-1] == "scale":
+            array = jnp.full(leaf.shape, factor, dtype)
         else:
-            factor = 0.02 if path[-1] == "embedding" else leaf.shape[0] ** -0.5
+            factor *= 0.02 if path[-1] == "embedding" else leaf.shape[-1] ** -0.5
             array = random_array(leaf.shape, dtype, seed) * jnp.asarray(factor, dtype)
         filled[path] = leaf.replace(array)
     return nnx.merge(graphdef, nnx.from_flat_state(filled))
@@ -55,7 +60,7 @@ def step(
     max_model_len, max_seqs = max(contexts) + block_size, max(batches)
     limits = Limits(max_model_len, max_seqs, max(2048, max_seqs), block_size)
     dtype = bench.sized("bfloat16", "float32")
-    llama = random_llama(config, dtype)
+    llama = random_model(config, dtype)
     parameters = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(llama)))
     itemsize = jnp.dtype(dtype).itemsize
     token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * itemsize
@@ -151,7 +156,7 @@ def throughput(bench: Bench, *, model: str, requests: int, low: int, high: int, 
     config, rng = MODELS[model], random.Random(0)
     start = time.monotonic()
     llm = LLM(
-        random_llama(config, bench.sized("bfloat16", "float32")), progress=False, block_size=block_size,
+        random_model(config, bench.sized("bfloat16", "float32")), progress=False, block_size=block_size,
         max_model_len=2 * high, max_num_seqs=bench.sized(min(256, requests), 2),
         max_num_batched_tokens=bench.sized(2048, 16), num_gpu_blocks_override=bench.sized(None, 64),
     )  # fmt: skip

@@ -3,6 +3,8 @@
 import gc
 import random
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from benchmarks.engine.trace import idle_between
 from benchmarks.kernels.bench import Bench
 from benchmarks.kernels.workloads import random_array
 from benchmarks.shared.models import MODELS
@@ -53,8 +56,9 @@ def step(
 
     `step_ms` is one step alone: arrays made on the host, dispatch, the device, sampled tokens back on the host.
     `device_ms` is the same step dispatched many times before anything is waited for. `floor_ms` is the time that
-    reading the parameters and the keys and values takes at this run's read ceiling. `compile_s` is the compilation of
-    the step's two executables.
+    reading the parameters and the keys and values takes at this run's read ceiling. `compile_s` is the first step, most
+    of which is compilation. A row of its own has `gap_us`, the idle time of the device between two steps back to back,
+    under a profiler.
     """
     config = MODELS[model]
     max_model_len, max_seqs = max(contexts) + block_size, max(batches)
@@ -81,13 +85,12 @@ def step(
             bench.report.add(**case, status="skipped", reason="its keys and values do not fit the device")
             continue
         admission, plan = decode_plans(batch, context, runner.blocks.num_blocks, block_size)
+        runner.dispatch(admission)
         start = time.monotonic()
-        _compile_step(runner, batch)
+        runner.dispatch(plan).result()
         compile_s = time.monotonic() - start
         bench.report.say(f"{model} at batch {batch} compiled in {compile_s:.0f} s")
-        with bench.exclusive():
-            runner.dispatch(admission)
-            timing, device = _time_step(bench, runner, plan)
+        timing, device = _time_step(bench, runner, plan)
         read = parameters + batch * context * token_bytes
         if not config.tie_word_embeddings:
             read -= config.vocab_size * config.hidden_size * itemsize  # looked up, not read
@@ -97,6 +100,7 @@ def step(
             compile_s=compile_s, status="ok",
         )  # fmt: skip
         bench.report.add(**with_floor(row, bench.read_gb_per_s))
+        bench.report.add(**case | dict(experiment="gap"), **_gap(partial(runner.dispatch, plan), bench.sized(20, 3)))
     del runner
     gc.collect()
 
@@ -113,17 +117,15 @@ def decode_plans(batch: int, context: int, num_blocks: int, block_size: int) -> 
     return StepPlan(admitted=admitted), StepPlan(tuple(Scheduled(s, context - 1, 1, 1) for s in range(batch)))
 
 
-def _compile_step(runner: ModelRunner, batch: int) -> None:
-    """Compile the functions of a decode step, and run nothing."""
-    bucket = runner.shapes.buckets.fit(batch, batch, decode=True)
-    buffer, last_tokens = runner.shapes.padding(bucket), runner.rows.last_tokens
-    forward = runner.step.forward.lower(runner.params, runner.blocks.pool, last_tokens, buffer, bucket)
-    forward.compile()
-    x_sd, rows_sf = (
-        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=runner.placement.whole) for x in forward.out_info[0][:2]
-    )
-    bits = runner.shapes.no_bits[bucket.num_seqs]
-    runner.step.choose.lower(runner.params, runner.rows.state, last_tokens, x_sd, rows_sf, bits).compile()
+def _gap(dispatch: Callable[[], Any], steps: int) -> dict[str, Any]:
+    """Return the fields of a row with the idle time between steps, or the reason why it is not known."""
+    try:
+        gap_s = idle_between(dispatch, steps)
+    except Exception as error:  # a profiler may be missing or not allowed
+        return dict(status="skipped", reason=f"{type(error).__name__}: {error}"[:300])
+    if gap_s is None:
+        return dict(status="skipped", reason="the trace does not show where a step starts")
+    return dict(gap_us=1e6 * gap_s, status="ok")
 
 
 def _time_step(bench: Bench, runner: ModelRunner, plan: StepPlan) -> tuple[Timing, Timing]:

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from benchmarks.engine.cpu_serving import CONCURRENCY, CONFIG
-from benchmarks.engine.steps import decode_plans, random_llama
+from benchmarks.engine.steps import decode_plans, random_model
 from benchmarks.kernels.workloads import random_array
 from benchmarks.shared.device import environment, open_device, prepare_environment
 from benchmarks.shared.results import Report, script_parser, table
@@ -152,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     report = Report(args.out / "results.json", environment(open_device(tiny=True), args.tiny))
     cases = (Case(3, 64, 13),) if args.tiny else CASES
     config = ModelConfig.from_hf(CONFIG | ({"num_hidden_layers": 1, "vocab_size": 1024} if args.tiny else {}))
-    llama = random_llama(config, "float32")
+    llama = random_model(config, "float32")
     width = max(case.context for case in cases) // BLOCK_SIZE + 1
     limits = Limits(config.max_position_embeddings, 4 if args.tiny else CONCURRENCY, MAX_TOKENS, BLOCK_SIZE)
     for case in cases:

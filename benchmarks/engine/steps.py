@@ -3,6 +3,8 @@
 import gc
 import random
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from benchmarks.engine.trace import idle_between
 from benchmarks.kernels.bench import Bench
 from benchmarks.kernels.workloads import random_array
 from benchmarks.shared.models import MODELS
@@ -19,23 +22,30 @@ from jpaged.bench.throughput import measure
 from jpaged.config import EngineConfig, Limits, ModelConfig
 from jpaged.core.params import SamplingParams
 from jpaged.core.plan import Admitted, Scheduled, StepPlan
+from jpaged.engine.build import FUSING
 from jpaged.llm import LLM
-from jpaged.models.checkpoint import abstract_model
-from jpaged.models.llama import Llama
+from jpaged.models.base import Model
+from jpaged.models.checkpoint import abstract_model, on_one_device
+from jpaged.models.fused import fuse
 from jpaged.runtime.runner import ModelRunner
 
 TEMPERATURE = 0.6  # of nano-vllm's benchmark
+SHARPNESS = 3.0  # of random queries, relative to keys
 
 
-def random_llama(config: ModelConfig, dtype: str) -> Llama:
-    """Return a Llama with parameters drawn on the device, and matrices scaled to keep the size of activations."""
+def random_model(config: ModelConfig, dtype: str) -> Model:
+    """Return a model with parameters drawn on the device, and matrices scaled to keep the size of activations.
+
+    Queries are longer: as in a trained model, attention looks at a few tokens, and one wrong key changes its output.
+    """
     graphdef, leaves = abstract_model(config, dtype)
     filled = {}
     for seed, (path, leaf) in enumerate(leaves.items()):
-        if len(leaf.shape) == 1:
-            array = jnp.ones(leaf.shape, dtype)
+        factor = SHARPNESS if {"q_proj", "q_norm"} & set(path) else 1.0
+        if path[-1] == "scale":
+            array = jnp.full(leaf.shape, factor, dtype)
         else:
-            factor = 0.02 if path[-1] == "embedding" else leaf.shape[0] ** -0.5
+            factor *= 0.02 if path[-1] == "embedding" else leaf.shape[-1] ** -0.5
             array = random_array(leaf.shape, dtype, seed) * jnp.asarray(factor, dtype)
         filled[path] = leaf.replace(array)
     return nnx.merge(graphdef, nnx.from_flat_state(filled))
@@ -48,14 +58,17 @@ def step(
 
     `step_ms` is one step alone: arrays made on the host, dispatch, the device, sampled tokens back on the host.
     `device_ms` is the same step dispatched many times before anything is waited for. `floor_ms` is the time that
-    reading the parameters and the keys and values takes at this run's read ceiling. `compile_s` is the compilation of
-    the step's two executables.
+    reading the parameters and the keys and values takes at this run's read ceiling. `compile_s` is the first step, most
+    of which is compilation. A row of its own has `gap_us`, the idle time of the device between two steps back to back,
+    under a profiler.
     """
     config = MODELS[model]
     max_model_len, max_seqs = max(contexts) + block_size, max(batches)
     limits = Limits(max_model_len, max_seqs, max(2048, max_seqs), block_size)
     dtype = bench.sized("bfloat16", "float32")
-    llama = random_llama(config, dtype)
+    llama = random_model(config, dtype)
+    if bench.device.platform in FUSING:
+        fuse(llama, on_one_device)
     parameters = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(llama)))
     itemsize = jnp.dtype(dtype).itemsize
     token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * itemsize
@@ -76,13 +89,12 @@ def step(
             bench.report.add(**case, status="skipped", reason="its keys and values do not fit the device")
             continue
         admission, plan = decode_plans(batch, context, runner.blocks.num_blocks, block_size)
+        runner.dispatch(admission)
         start = time.monotonic()
-        _compile_step(runner, batch)
+        runner.dispatch(plan).result()
         compile_s = time.monotonic() - start
         bench.report.say(f"{model} at batch {batch} compiled in {compile_s:.0f} s")
-        with bench.exclusive():
-            runner.dispatch(admission)
-            timing, device = _time_step(bench, runner, plan)
+        timing, device = _time_step(bench, runner, plan)
         read = parameters + batch * context * token_bytes
         if not config.tie_word_embeddings:
             read -= config.vocab_size * config.hidden_size * itemsize  # looked up, not read
@@ -92,6 +104,7 @@ def step(
             compile_s=compile_s, status="ok",
         )  # fmt: skip
         bench.report.add(**with_floor(row, bench.read_gb_per_s))
+        bench.report.add(**case | dict(experiment="gap"), **_gap(partial(runner.dispatch, plan), bench.sized(20, 3)))
     del runner
     gc.collect()
 
@@ -108,17 +121,15 @@ def decode_plans(batch: int, context: int, num_blocks: int, block_size: int) -> 
     return StepPlan(admitted=admitted), StepPlan(tuple(Scheduled(s, context - 1, 1, 1) for s in range(batch)))
 
 
-def _compile_step(runner: ModelRunner, batch: int) -> None:
-    """Compile the functions of a decode step, and run nothing."""
-    bucket = runner.shapes.buckets.fit(batch, batch, decode=True)
-    buffer, last_tokens = runner.shapes.padding(bucket), runner.rows.last_tokens
-    forward = runner.step.forward.lower(runner.params, runner.blocks.pool, last_tokens, buffer, bucket)
-    forward.compile()
-    x_sd, rows_sf = (
-        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=runner.placement.whole) for x in forward.out_info[0][:2]
-    )
-    bits = runner.shapes.no_bits[bucket.num_seqs]
-    runner.step.choose.lower(runner.params, runner.rows.state, last_tokens, x_sd, rows_sf, bits).compile()
+def _gap(dispatch: Callable[[], Any], steps: int) -> dict[str, Any]:
+    """Return the fields of a row with the idle time between steps, or the reason why it is not known."""
+    try:
+        gap_s = idle_between(dispatch, steps)
+    except Exception as error:  # a profiler may be missing or not allowed
+        return dict(status="skipped", reason=f"{type(error).__name__}: {error}"[:300])
+    if gap_s is None:
+        return dict(status="skipped", reason="the trace does not show where a step starts")
+    return dict(gap_us=1e6 * gap_s, status="ok")
 
 
 def _time_step(bench: Bench, runner: ModelRunner, plan: StepPlan) -> tuple[Timing, Timing]:
@@ -151,7 +162,7 @@ def throughput(bench: Bench, *, model: str, requests: int, low: int, high: int, 
     config, rng = MODELS[model], random.Random(0)
     start = time.monotonic()
     llm = LLM(
-        random_llama(config, bench.sized("bfloat16", "float32")), progress=False, block_size=block_size,
+        random_model(config, bench.sized("bfloat16", "float32")), progress=False, block_size=block_size,
         max_model_len=2 * high, max_num_seqs=bench.sized(min(256, requests), 2),
         max_num_batched_tokens=bench.sized(2048, 16), num_gpu_blocks_override=bench.sized(None, 64),
     )  # fmt: skip

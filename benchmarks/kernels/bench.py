@@ -1,6 +1,5 @@
 """The arguments of every experiment: the device, the effort, and the place of results."""
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -37,8 +36,6 @@ class Bench:
         implementations: ours, of `implementations.NAMES`.
         peers: those that can run here.
         read_gb_per_s, matmul_tflop_per_s: ceilings of this run, once they are measured.
-        tried: cases that another process has started.
-        exclusive: opens a context in which no other process measures.
         probe: raises if the device computes nothing.
     """
 
@@ -51,8 +48,6 @@ class Bench:
     peers: Sequence[Peer] = ()
     read_gb_per_s: float | None = None
     matmul_tflop_per_s: float | None = None
-    tried: Sequence[Mapping[str, Any]] = ()
-    exclusive: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     probe: Callable[[], None] = probe_device
 
     def sized(self, full: Any, tiny: Any) -> Any:
@@ -70,14 +65,11 @@ class Bench:
         return found
 
     def leaves_out(self, **case: Any) -> bool:
-        """Return whether to leave a case out: another process has tried it, or the time is up, which gets a row."""
-        if case in self.tried:
-            return True
-        if self.deadline.passed:
+        """Return whether to leave a case out because the time is up, which gets a row."""
+        passed = self.deadline.passed
+        if passed:
             self.report.add(**case, status="skipped", reason="time")
-            return True
-        self.report.start(case)
-        return False
+        return passed
 
     def fail(self, error: Exception, **case: Any) -> None:
         """Add the row of a variant that failed. Raises Poisoned if the device computes nothing any more."""
@@ -98,7 +90,6 @@ class Bench:
         """Prepare and check each variant, then time the correct ones, interleaved.
 
         A variant that fails gets its row here. Return timings, and for each variant further fields of its row.
-        Only runs on the device hold `exclusive`, so that processes which measure in turn compile side by side.
 
         Args:
             workloads: to compare a variant's output with, where it isn't `workload`.
@@ -111,17 +102,15 @@ class Bench:
                 each = prepare()
                 each.compile()
                 last = (each.sets or expected.sets) - 1
-                with self.exclusive():
-                    outputs = {i: np.asarray(each.output(i)) for i in sorted({0, last})}
+                outputs = {i: np.asarray(each.output(i)) for i in sorted({0, last})}
                 errors = [check_output(output, expected, i) for i, output in outputs.items()]
                 timed[name], notes[name] = each, {"error": max(errors), "status": "ok"}
             except Exception as error:  # of a compiler, a driver, another library: the other variants go on
                 self.fail(error, **case, variant=name)
-        with self.exclusive():
-            timings = measure(timed, self.effort)
-            for name, each in timed.items():
-                notes[name] |= {"calls": each.calls, "rotated_bytes": workload.rotated_bytes}
-                if hasattr(each, "empty"):
-                    empty = measure({"empty": each.empty()}, self.effort._replace(rounds=1))["empty"]
-                    notes[name]["host_us"] = 1e6 * empty.median
+        timings = measure(timed, self.effort)
+        for name, each in timed.items():
+            notes[name] |= {"calls": each.calls, "rotated_bytes": workload.rotated_bytes}
+            if hasattr(each, "empty"):
+                empty = measure({"empty": each.empty()}, self.effort._replace(rounds=1))["empty"]
+                notes[name]["host_us"] = 1e6 * empty.median
         return timings, notes

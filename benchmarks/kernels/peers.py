@@ -1,11 +1,10 @@
 """Attention of other libraries, each in its best layout. Moving data into that layout is not timed."""
 
 import importlib.util
-import itertools
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -239,29 +238,6 @@ def prepare_flashinfer() -> None:
         includes = [str(path.parent) for path in Path(folder).glob("**/include/curand_kernel.h")]
         _extend("CPATH", includes)
     _extend("LIBRARY_PATH", [str(_libcuda_folder())])
-
-
-def build_flashinfer(head_dims: Sequence[int]) -> None:
-    """Compile the modules that FlashInfer will need with nvcc: minutes, on the CPU. In a process without jax."""
-    prepare_flashinfer()
-    import flashinfer
-    import torch
-
-    int32 = lambda *values: torch.tensor(values, dtype=torch.int32, device="cuda")
-    workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
-    pages = int32(0, 1), int32(0), int32(16)
-    for peer, head_dim in itertools.product(ALL, head_dims):
-        if isinstance(peer, FlashInfer):
-            pool = torch.zeros((1, 8, 16, head_dim), dtype=torch.bfloat16, device="cuda")
-            q = torch.zeros((1, 32, head_dim), dtype=torch.bfloat16, device="cuda")
-            dtypes = dict(q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16)
-            if peer.kind == "decode":
-                wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", **peer.options)
-                wrapper.plan(*pages, 32, 8, head_dim, 16, **dtypes)
-            else:
-                wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", **peer.options)
-                wrapper.plan(int32(0, 1), *pages, 32, 8, head_dim, 16, causal=True, **dtypes)
-            wrapper.run(q, (pool, pool))
 
 
 def _libcuda_folder() -> Path:

@@ -234,7 +234,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             report.add(**row, tiles=str(tiles), us=us, over_default=over, status="ok", seconds=time.monotonic() - start)
             if not args.tiny:
                 new = tuned_row(kernel, device, head_dim, pool, tiles, us)
-                rows = merge(json.loads(args.table.read_text()), new, keep=tiles != default)
+                held = args.table if args.table.exists() else TABLE
+                rows = merge(json.loads(held.read_text()), new, keep=tiles != default)
                 args.table.write_text(json.dumps(rows, indent=1) + "\n")
     print(write_tables(report, "Tuning"))
     return int(failed)

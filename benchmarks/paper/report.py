@@ -55,7 +55,7 @@ def summary(found: Figures, sharing: Figures, preemption: Figures) -> str:
          ", ".join(times(found.ratio("opt-13b", "chatbot", name)) for name in ORCA),
          "Same direction. In the paper the three Orcas do alike, because nearly all of its prompts have 1,024 tokens."),
         ("Attention kernel against FasterTransformer's", "20-26 % slower", NONE, NONE,
-         "Not measured: it needs a GPU. `benchmarks/gpu_suite.py --call 3` contains the experiment."),
+         "Not measured: it needs a GPU. `benchmarks/gpu_suite.py --parts sweep` contains the experiment."),
         ("Good block sizes, ShareGPT; Alpaca", "16-128; 16, 32", *best_sizes(found),
          "Measured: latency within 50 % of the best, which is also the noise. Simulated: rate within 5 %; only memory "
          "counts there. On a GPU small blocks slow the kernel down."),

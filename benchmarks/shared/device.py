@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import functools
 import importlib.metadata
 import os
 import platform
@@ -107,6 +108,7 @@ def _version(package: str) -> str | None:
         return None
 
 
+@functools.cache
 def _driver() -> str | None:
     path = Path("/proc/driver/nvidia/version")
     if path.is_file():
@@ -114,11 +116,13 @@ def _driver() -> str | None:
     return _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 
 
+@functools.cache
 def _card() -> str | None:
     query = "--query-gpu=name,power.limit,clocks.max.sm,clocks.max.mem"
     return _output("nvidia-smi", query, "--format=csv,noheader")
 
 
+@functools.cache
 def _commit() -> str | None:
     commit = _output("git", "-C", str(CHECKOUT), "rev-parse", "HEAD")
     changed = commit and _output("git", "-C", str(CHECKOUT), "status", "--porcelain")

@@ -13,19 +13,19 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.kernels.implementations import NAMES
-from benchmarks.shared.results import Report, Row
+from benchmarks.shared.results import Report, Row, ceiling_of
 
 COLORS = ("#0b6e4f", "#c8553d", "#3d5a80", "#b8860b", "#7b4b94", "#5f6b6d", "#d1495b", "#2a9d8f", "#8d6e63", "#111111")
 MARKERS = "os^Dv<>PX*"
+OURS = ("mosaic", "triton", "reference")
 
 
 def plot(report: Report) -> list[Path]:
-    """Write the pictures that the rows suffice for; without matplotlib write none, and say so."""
+    """Write the pictures that the rows suffice for, or say why not: the rows are worth more than their pictures."""
     try:
         paths = plot_all(report.content, report.path.parent)
-    except ImportError as error:
-        report.say(f"no plots: {error}")
+    except Exception as error:  # most likely, matplotlib is not installed
+        report.say(f"no plots: {type(error).__name__}: {error}")
         return []
     report.say(f"plots: {', '.join(path.name for path in paths) or 'none'}")
     return paths
@@ -76,7 +76,7 @@ def _styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Ours first."""
     return {
         name: dict(color=COLORS[i % len(COLORS)], marker=MARKERS[i % len(MARKERS)], markersize=5, linewidth=1.6)
-        for i, name in enumerate(sorted(set(names), key=lambda name: (name not in NAMES, name)))
+        for i, name in enumerate(sorted(set(names), key=lambda name: (name not in OURS, name)))
     }
 
 
@@ -98,11 +98,6 @@ def _legend(figure: Any, axes: list) -> None:
     figure.legend(
         handles.values(), handles.keys(), loc="outside lower center", ncols=columns, fontsize=9, frameon=False
     )
-
-
-def _ceiling(content: dict[str, Any], column: str, beginning: str) -> float | None:
-    rows = [row for row in content["rows"] if row.get("experiment") == "ceilings" and row["what"].startswith(beginning)]
-    return max((row[column] for row in rows), default=None)
 
 
 def _curves(
@@ -132,7 +127,7 @@ def _decode(rows: list[Row], content: dict[str, Any]) -> Any:
         len(groups), "Decode attention: bytes of keys, values, queries and outputs over time", content
     )
     styles = _styles(row["variant"] for row in rows)
-    ceiling = _ceiling(content, "gb_per_s", "read")
+    ceiling = ceiling_of(content["rows"], "read", "gb_per_s")
     for axes, ((head_dim, block, lengths, context), own) in zip(panels, groups.items()):
         _curves(axes, own, "batch", lambda row: row["gb_per_s"] / 1e3, styles)
         if ceiling:
@@ -151,7 +146,7 @@ def _prefill(rows: list[Row], content: dict[str, Any]) -> Any:
     groups = _grouped(rows, ["head_dim", "block_size", "batch"])
     figure, panels = _panels(len(groups), "Prefill attention: operations under the causal mask over time", content)
     styles = _styles(row["variant"] for row in rows)
-    ceiling = _ceiling(content, "tflop_per_s", "matmul")
+    ceiling = ceiling_of(content["rows"], "matmul", "tflop_per_s")
     for axes, ((head_dim, block, batch), own) in zip(panels, groups.items()):
         _curves(axes, own, "context", lambda row: row["tflop_per_s"], styles)
         if ceiling:

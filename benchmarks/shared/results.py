@@ -28,9 +28,6 @@ class Report:
         self.write()
         self.say(brief(row))
 
-    def start(self, case: Row) -> None:
-        """Take note of the start of a case: nothing to do where the rows are kept."""
-
     def end_part(self, name: str, **row: Any) -> None:
         """How a part of a suite ended."""
         self.parts[name] = row
@@ -118,33 +115,40 @@ def with_floor(row: Row, read_gb_per_s: float | None) -> Row:
     return row | dict(floor_ms=floor_ms, of_floor=floor_ms / row["step_ms"])
 
 
+def ceiling_of(rows: Iterable[Row], what: str, column: str) -> float | None:
+    """Return the best figure of the ceilings whose names start with `what`, None if none was measured."""
+    found = [row for row in rows if row["experiment"] == "ceilings" and row.get("what", "").startswith(what)]
+    return max((row[column] for row in found), default=None)
+
+
 # Columns of each experiment's table, the case first.
 COLUMNS: dict[str, Sequence[str]] = {
-    "smoke": ("implementation", "op", "head_dim", "status", "error", "seconds", "reason"),
-    "ladder": ("implementation", "op", "head_dim", "rung", "simpler", "status", "reason"),
-    "evidence": ("implementation", "op", "head_dim", "tool", "status", "reason"),
+    "cells": ("part", "cell", "status", "seconds", "reason"),
+    "model": ("model", "kernels", "status", "error", "logprob_error", "steps", "samples", "near_ties",
+              "drawn_differently", "reason"),
     "demo": ("what", "kernels", "status", "equal_tokens", "near_ties", "reason"),
     "correctness": ("implementation", "variant", "case", "status", "error", "reason"),
     "peers": ("variant", "status", "reason"),
     "ceilings": ("what", "variant", "us", "gb_per_s", "tflop_per_s", "status", "reason"),
+    "gemm": ("rows", "outputs", "inputs", "us", "us_low", "us_high", "gb_per_s", "tflop_per_s", "published", "status",
+             "reason"),
     "decode": ("variant", "lengths", "head_dim", "block_size", "batch", "context", "us", "us_low", "us_high",
-               "gb_per_s", "of_read_ceiling", "host_us", "error", "status", "reason"),
+               "gb_per_s", "of_read_ceiling", "published", "host_us", "error", "status", "reason"),
     "splits": ("variant", "head_dim", "block_size", "batch", "context", "us", "us_low", "us_high", "over_fixed",
                "gb_per_s", "error", "status", "reason"),
     "paging": ("kind", "variant", "head_dim", "block_size", "batch", "context", "us", "us_low", "us_high",
                "over_identity", "error", "status", "reason"),
     "prefill": ("variant", "head_dim", "block_size", "batch", "context", "us", "us_low", "us_high", "tflop_per_s",
-                "of_matmul_ceiling", "host_us", "error", "status", "reason"),
+                "of_matmul_ceiling", "published", "host_us", "error", "status", "reason"),
     "mixed": ("variant", "head_dim", "block_size", "decodes", "chunk", "context", "us", "us_low", "us_high",
               "tflop_per_s", "gb_per_s", "error", "status", "reason"),
     "write": ("variant", "head_dim", "block_size", "tokens", "us", "us_low", "us_high", "gb_per_s", "host_us",
               "status", "reason"),
     "step": ("model", "kernels", "variant", "batch", "context", "step_ms", "step_ms_low", "step_ms_high", "device_ms",
              "floor_ms", "of_floor", "tokens_per_s", "compile_s", "status", "reason"),
+    "gap": ("model", "kernels", "batch", "context", "gap_us", "status", "reason"),
     "throughput": ("model", "kernels", "variant", "requests", "input_tokens", "output_tokens", "seconds",
                    "output_tokens_per_s", "tokens_per_s", "preemptions", "status", "reason"),
-    "profile": ("op", "implementation", "status", "reason"),
-    "tune": ("status", "reason"),
     "tuning": ("kernel", "head_dim", "pool_dtype", "tiles", "us", "over_default", "status", "reason"),
 }  # fmt: skip
 
@@ -161,7 +165,8 @@ def markdown(report: dict[str, Any], title: str) -> str:
             lines += [f"## {experiment}", "", table(rows, columns), ""]
     for row in report["rows"]:
         if row.get("text"):
-            lines += [f"## {brief(row)}", "", "```", row["text"].strip(), "```", ""]
+            title = f"## {row['part']}: {row['cell']}, {row['status']}"
+            lines += [title, "", "```", row["text"].strip(), "```", ""]
     return "\n".join(lines)
 
 

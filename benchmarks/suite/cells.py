@@ -1,103 +1,102 @@
-"""Smoke cells: one kernel on one small input, compared with numpy, in a process of its own."""
+"""The cells of the GPU suite, by part: pieces of work for processes of their own. Imports neither jax nor numpy."""
 
 import dataclasses
-import time
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-HEAD_DIMS = (128, 64)
-# Splits are 512 tokens for contexts up to 16,384, and longer for longer contexts.
-OPS: dict[str, dict[str, Any]] = {
-    "decode, 1 split": dict(contexts=(1, 16, 17, 0, 64, 65, 500, 512)),
-    "decode, 2 to 4 splits": dict(contexts=(513, 1000, 1024, 1025, 2048)),
-    "decode, more splits": dict(contexts=(2049, 5000, 17000)),
-    "ragged, prompts": dict(contexts=(1, 63, 0, 64, 200, 1000), q_lens=(1, 63, 0, 64, 200, 130)),
-    "ragged, mixed": dict(contexts=(1, 513, 1000, 2100, 600), q_lens=(1, 1, 1, 1, 100)),
-    "write": {},
-    "write, rope, 3 KV heads": dict(num_heads=3, num_kv_heads=3),
-    "copy": {},
+FIRST = ("model", "ceilings", "anchors", "peers", "step", "demo")  # parts, the most important first
+PARTS = (*FIRST, "check", "sweep", "tune", "throughput")
+
+# The most common models first; the fields are arguments of `slices.check`.
+MODELS: dict[str, dict[str, Any]] = {
+    "Llama-3.1-8B": dict(config="llama-3.1-8b", block_size=64),
+    "Qwen3-8B": dict(config="qwen3-8b"),
+    "Gemma-3-4B (window)": dict(config="gemma-3-4b"),
+    "SmolLM2-135M (3 KV heads)": dict(config="smollm2-135m"),
+    "Llama-3.1-8B, fp8 pool": dict(config="llama-3.1-8b", kv_cache_dtype="fp8"),
+    "Gemma-2-2B (soft caps)": dict(config="gemma-2-2b"),
+    "Llama-3.1-8B, 32 KV heads": dict(config="llama-3.1-8b", num_kv_heads=32),
+    "Qwen2.5-7B (groups of 7)": dict(config="qwen2.5-7b"),
+    "Llama-3.1-8B, 2 KV heads": dict(config="llama-3.1-8b", num_kv_heads=2),
 }
-TINY: dict[str, dict[str, Any]] = {
-    "decode, 1 split": dict(contexts=(1, 17, 0)),
-    "decode, 2 to 4 splits": dict(contexts=(513,)),
-    "decode, more splits": dict(contexts=(2049,)),
-    "ragged, prompts": dict(contexts=(1, 20), q_lens=(1, 7)),
-    "ragged, mixed": dict(contexts=(30, 20), q_lens=(1, 7)),
+WITH_TRITON = ("Llama-3.1-8B", "Gemma-3-4B (window)")
+# Flags of ops.py, at the shapes of published figures.
+DECODE = ["--batches 32 --contexts 1024 8192", "--batches 1 --contexts 8192 32768", "--batches 256 --contexts 1024"]
+ANCHORS = {
+    "decode": [f"{line} --lengths uniform --head-dims 128 --block-sizes 64" for line in DECODE],
+    "prefill": ["--prompts 4096 8192 16384 --head-dims 128 --block-sizes 64"],
+    "mixed": ["--head-dims 128 --block-sizes 64"],
+    "decode, block 16": [f"{line} --lengths uniform --head-dims 128 --block-sizes 16" for line in DECODE],
 }
+SWEEP = ["--block-sizes 64 16 --batches 1 16 64 256 --contexts 4096 1024 16384"]
+PEERS = {"flashinfer": ("torch", "flashinfer"), "torch": ("torch",), "jax": ()}  # with the packages that they need
+SERVER_PACKAGES = ("aiohttp", "pydantic", "prometheus_client", "jinja2", "tqdm")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Cell:
-    """One check of one implementation.
+    """One process."""
 
-    Attributes:
-        op: a key of `OPS`.
-        contexts, q_lens: of the sequences of an attention op; `q_lens` None is decode.
-        tiles: fields of the kernel's configuration that differ from those in use.
-    """
-
-    op: str
-    implementation: str
-    head_dim: int
-    block_size: int = 16
-    num_heads: int = 8
-    num_kv_heads: int = 2
-    contexts: Sequence[int] = ()
-    q_lens: Sequence[int] | None = None
-    tiles: Mapping[str, int] = dataclasses.field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        return f"{self.implementation}, {self.op}, head dim {self.head_dim}"
-
-    @property
-    def row(self) -> dict[str, Any]:
-        return dict(experiment="smoke", implementation=self.implementation, op=self.op, head_dim=self.head_dim)
+    part: str
+    name: str
+    function: str  # "module:function", called with (options, send, device)
+    options: Mapping[str, Any]
+    silence_s: float = 90.0  # without a message or a line in its log it is killed
+    limit_s: float = math.inf
+    alone: bool = True  # it measures, so nothing runs at the same time
+    needs: tuple[str, ...] = ()  # packages without which it is skipped
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    command: tuple[str, ...] = ()  # runs the process, such as a checker with its flags
 
 
-def cells(tiny: bool) -> Iterator[Cell]:
-    """Return all cells, the head dim and the implementation of most models first."""
-    for head_dim in HEAD_DIMS[1:] if tiny else HEAD_DIMS:
-        for implementation in ("reference",) if tiny else ("mosaic", "triton"):
-            for op, fields in OPS.items():
-                yield Cell(op, implementation, head_dim, **fields | (TINY.get(op, {}) if tiny else {}))
+def cells(part: str, tiny: bool) -> Iterator[Cell]:
+    """Yield the cells of a part, the most important first."""
+    suite, engine, kernels = "benchmarks.suite", "benchmarks.engine", "benchmarks.kernels"
+    ours, block_size = ("reference",) if tiny else ("mosaic", "triton"), 16 if tiny else 64
 
+    def experiment(name: str, function: str, settings: Any, by: Any = (), peers: Any = (), **fields: Any) -> Cell:
+        options = dict(experiment=function, settings=settings, implementations=by, peers=peers)
+        return Cell(part, name, f"{suite}.measured:run", options, **fields)
 
-def run(options: dict[str, Any], send: Any) -> None:
-    """Check a cell and send its row."""
-    from benchmarks.kernels.expected import WrongOutput
-    from benchmarks.kernels.implementations import Unsuitable
-    from benchmarks.shared.device import open_device, prepare_environment
+    def grid(name: str, flags: list[str], by: str) -> Cell:
+        settings, whose = dict(name=name.partition(",")[0], flags=flags), ([], [by]) if by in PEERS else ([by], [])
+        more = dict(needs=PEERS.get(by, ()), silence_s=400 if by == "flashinfer" else 90)  # it runs nvcc for minutes
+        return experiment(f"{name}, {by}", f"{suite}.measured:grids", settings, *whose, **more)
 
-    cell, row = Cell(**options["cell"]), dict(options["row"])
-    prepare_environment()
-    send("beat", "jax imported")
-    device = open_device(options["tiny"])
-    send("beat", "device opened")
-    start = time.monotonic()
-    try:
-        row |= dict(error=_check(cell, device), status="ok")
-    except Unsuitable as error:
-        row |= dict(status="skipped", reason=str(error))
-    except WrongOutput as error:
-        row |= dict(status="wrong", reason=str(error))
-    except Exception as error:
-        row |= dict(status="failed", reason=f"{type(error).__name__}: {error}"[:600])
-    send("row", row | dict(seconds=time.monotonic() - start))
-
-
-def _check(cell: Cell, device: Any) -> float:
-    """Return the largest relative error. Raises WrongOutput and Unsuitable."""
-    from benchmarks.kernels import correctness
-    from benchmarks.kernels.implementations import choose, retiled
-    from benchmarks.kernels.workloads import Shape
-
-    shape = Shape(cell.head_dim, cell.block_size, cell.num_heads, cell.num_kv_heads, "bfloat16")
-    kernels = choose(cell.implementation, device, shape)
-    if cell.tiles:
-        kernels = retiled(kernels, cell.tiles)
-    if cell.op == "copy":
-        return correctness.check_copy(kernels, shape)
-    if cell.op.startswith("write"):
-        return correctness.check_write(kernels, shape, None, rope="rope" in cell.op)
-    return correctness.check_attention(kernels, correctness.Case(shape, cell.contexts, cell.q_lens))
+    if part == "model":
+        for by in ("cpu",) if tiny else ours:
+            for name in WITH_TRITON if by == "triton" else MODELS:
+                settings, more = MODELS[name] | dict(name=name), dict(alone=False, limit_s=200)
+                yield experiment(f"{name}, {by}", f"{engine}.slices:check", settings, [by], **more)
+    elif part == "ceilings":
+        yield experiment("ceilings", f"{kernels}.ceilings:ceilings", {})
+        yield experiment("GEMM", f"{kernels}.ceilings:gemm", dict(rows=[2] if tiny else [1, 64, 256, 2048]))
+    elif part == "anchors":
+        yield from (grid(name, flags, by) for by in ours for name, flags in ANCHORS.items())
+    elif part == "step":
+        for batch in (2,) if tiny else (64, 1, 256, 16):
+            model, contexts = ("tiny", [40]) if tiny else ("llama-3.1-8b", [1024])
+            settings = dict(model=model, contexts=contexts, batches=[batch], block_size=block_size)
+            more = dict(silence_s=200, environment=dict(XLA_PYTHON_CLIENT_MEM_FRACTION="0.92"))
+            yield experiment(f"step of {batch}", f"{engine}.steps:step", settings, **more)
+    elif part == "demo":
+        options = dict(dtype="float32" if tiny else "bfloat16", kernels="cpu" if tiny else "auto")
+        on_cpu, common = options | dict(kernels="reference", on_cpu=True), dict(silence_s=200, alone=False)
+        generate, serve, environment = f"{suite}.demo:generate", f"{suite}.demo:serve", {"JAX_PLATFORMS": "cpu"}
+        yield Cell(part, "demo on a CPU", generate, on_cpu, silence_s=200, environment=environment)
+        yield Cell(part, "demo", generate, options, **common)
+        yield Cell(part, "demo over HTTP", serve, options, needs=SERVER_PACKAGES, **common)
+    elif part == "peers":
+        yield from (grid(name, flags, by) for by in PEERS for name, flags in ANCHORS.items())
+    elif part == "check":
+        yield from (experiment(by, f"{kernels}.correctness:correctness", dict(implementation=by), [by]) for by in ours)
+    elif part == "sweep":
+        yield from (grid(name, SWEEP, by) for name in ("decode", "prefill") for by in (*ours, *PEERS))
+        yield from (grid(name, SWEEP, by) for name in ("write", "paging") for by in ours)
+    elif part == "tune":
+        yield Cell(part, part, f"{suite}.measured:search", {}, silence_s=300)
+    elif part == "throughput":
+        load = dict(requests=4, low=4, high=12) if tiny else dict(requests=256, low=100, high=1024)
+        settings = load | dict(model="tiny" if tiny else "llama-3.2-1b", block_size=block_size)
+        yield experiment(part, f"{engine}.steps:throughput", settings, silence_s=300)

@@ -1,329 +1,222 @@
-"""The GPU suite on a CPU: a fault costs one cell, results are on disk at once, and the first call fits its time."""
+"""The GPU suite on a CPU: a fault costs one cell, results are on disk at once, wrong kernels are found."""
 
-import contextlib
-import itertools
+import dataclasses
 import json
 import os
-import re
-import signal
 import subprocess
 import sys
-import tarfile
-import threading
 import time
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from benchmarks import gpu_suite
-from benchmarks.shared.archive import Archive
-from benchmarks.shared.deadline import Deadline
-from benchmarks.shared.results import COLUMNS, with_floor
-from benchmarks.suite import chains, demo, jobs, ladder, plan, profiled, worker
-from benchmarks.suite.cells import OPS, Cell, cells
-from benchmarks.suite.jobs import End, InProcess, Job, Pool
+from benchmarks.engine import slices
+from benchmarks.engine.trace import Event, gaps
+from benchmarks.kernels.published import published
+from benchmarks.shared.results import with_floor
+from benchmarks.suite import cells, demo, measured
 
 ROOT = Path(__file__).parents[2]
-FAKE = (sys.executable, str(Path(__file__).with_name("fake_worker.py")))
+MODULE = "tests.benchmarks.test_gpu_suite"
 
 
-@pytest.fixture
-def suite_of(tmp_path):
-    """Makes a suite that writes to tmp_path."""
-    with contextlib.ExitStack() as stack:
-        parse = lambda flags: gpu_suite.parse(["--tiny", "--out", str(tmp_path), *flags])
-        yield lambda *flags, **options: stack.enter_context(gpu_suite.Suite(parse(flags), **options))
+def suite_of(folder: Path, *flags: str) -> gpu_suite.Suite:
+    return gpu_suite.Suite(gpu_suite.parse(["--tiny", "--out", str(folder), *flags]))
+
+
+def cell(function: str, name: str = "", **fields) -> cells.Cell:
+    return cells.Cell("model", name or function, f"{MODULE}:{function}", {}, **dict(alone=False) | fields)
 
 
 def rows_of(folder: Path, experiment: str) -> list[dict]:
-    content = json.loads((folder / "results.json").read_text())
-    return [row for row in content["rows"] if row["experiment"] == experiment]
+    return [row for row in json.loads((folder / "results.json").read_text())["rows"] if row["experiment"] == experiment]
 
 
-@pytest.mark.deep
-def test_bad_cells_cost_themselves_and_no_more_than_their_limit(suite_of, tmp_path, monkeypatch):
-    monkeypatch.setenv("FAKE_CELLS", "kernels")
-    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
-    suite = suite_of(program=FAKE, silence_s=12.0)
-    assert suite.run(["smoke"]) == 1
-    rows = {row["op"]: row for row in rows_of(tmp_path, "smoke")}
-    assert {op: row["status"] for op, row in rows.items()} == dict.fromkeys(OPS, "ok") | {
-        "decode, 1 split": "failed", "decode, 2 to 4 splits": "failed", "ragged, prompts": "killed",
-        "ragged, mixed": "wrong",
+def wait_for_the_end_of(pid: int) -> None:
+    """The parent of a process may leave it as a zombie."""
+    status = Path(f"/proc/{pid}/stat")
+    for _ in range(200):
+        if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":
+            return
+        time.sleep(0.05)
+    pytest.fail(f"process {pid} still runs")
+
+
+# Functions of cells
+
+
+def aborts(options, send, device):
+    print("about to abort", file=sys.stderr, flush=True)
+    os.abort()
+
+
+def hangs(options, send, device):
+    child = subprocess.Popen(["sleep", "1000"])
+    send("row", dict(experiment="pids", status="ok", pid=os.getpid(), child=child.pid))
+    time.sleep(1000)
+
+
+def works(options, send, device):
+    send("row", dict(experiment="works", status="ok", preallocates=os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"]))
+
+
+def wrong_decode(options, send, device):
+    """A model cell whose decode attention leaves out the last token of each context."""
+    choose, (first, *_) = slices.choose, cells.cells("model", tiny=True)
+
+    def faulty(name, *args):
+        kernels = choose(name, *args)
+        attend = kernels.implementation.paged_decode_attention
+
+        def shorter(q, k_pool, v_pool, tables, lens, *rest):
+            return attend(q, k_pool, v_pool, tables, jnp.maximum(lens - 1, 0), *rest)
+
+        implementation = kernels.implementation._replace(paged_decode_attention=shorter)
+        return kernels if name == "reference" else dataclasses.replace(kernels, implementation=implementation)
+
+    slices.choose = faulty
+    measured.run(options | dict(first.options), send, device)
+
+
+def test_bad_cells_cost_only_themselves(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_suite, "AT_ONCE", 4)
+    bad = [cell("wrong_decode"), cell("hangs", silence_s=8.0), cell("aborts")]
+    assert suite_of(tmp_path).run([*bad, cell("works")]) == 1
+    rows = {row["cell"]: row for row in rows_of(tmp_path, "cells")}
+    assert {name: row["status"] for name, row in rows.items()} == {
+        "hangs": "killed", "aborts": "failed", "wrong_decode": "wrong", "works": "ok",
     }  # fmt: skip
-    assert "ILLEGAL_ADDRESS" in rows["decode, 1 split"]["reason"]
-    assert "exit status -6" in rows["decode, 2 to 4 splits"]["reason"]
-    assert "sent nothing for 12 s" in rows["ragged, prompts"]["reason"]
-    assert rows["ragged, prompts"]["seconds"] < 12 + 12 + jobs.KILL_S, "it was heard of once it had started"
-    assert "| killed |" in (tmp_path / "report.md").read_text()
+    assert "sent nothing for 8 s" in rows["hangs"]["reason"] and "exit status -6" in rows["aborts"]["reason"]
+    assert "about to abort" in rows["aborts"]["text"] and "about to abort" in (tmp_path / "report.md").read_text()
+    (wrong,) = rows_of(tmp_path, "model")
+    assert wrong["status"] == "wrong" and wrong["error"] > 0.01 and "8 sequences, 8 tokens" in wrong["reason"]
+    assert [row["preallocates"] for row in rows_of(tmp_path, "works")] == ["false"]
+    (pids,) = rows_of(tmp_path, "pids")
+    wait_for_the_end_of(pids["child"])
 
 
-def test_bad_cell_limits_default_to_45_seconds_and_four_at_a_time(suite_of):
-    suite = suite_of()
-    job = next(suite._smoke_cell(next(cells(tiny=True))))
-    assert job.silence_s == 40 and job.silence_s + jobs.KILL_S <= 45 and plan.AT_ONCE == 4
-    assert job.environment["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
-    assert len(list(cells(tiny=False))) == 2 * 2 * 8
-
-
-def test_first_call_fits_its_time():
-    shares = plan.CALLS[1]
-    assert plan.BUDGET_S <= 540
-    for call in plan.CALLS.values():
-        assert sum(call.values()) + plan.CLOSING_S <= plan.BUDGET_S
-    expected = plan.expected_s()
-    assert all(0 <= expected[name] <= shares[name] for name in expected), expected
-    assert plan.smoke_s(hanging=("mosaic",)) <= shares["smoke"], "Triton's cells run even if all of Mosaic's hang"
-    assert plan.smoke_s() >= 32 * plan.START_S / plan.AT_ONCE
-    assert shares.keys() == gpu_suite.PARTS.keys() & shares.keys()
-    total = sum(gpu_suite.share(name, list(shares), 530.0, 1) for name in shares)
-    assert total == pytest.approx(530) and gpu_suite.share("check", ["check"], 99.0, 1) == 99.0
-
-
-def test_results_are_on_disk_when_the_suite_is_killed(tmp_path):
-    code = f"from benchmarks import gpu_suite as g; g.Suite(g.parse(['--tiny', '--out', {str(tmp_path)!r}]), {FAKE!r})"
-    code += ".run(['smoke'])"
+def test_results_are_whole_when_the_suite_is_killed(tmp_path):
+    code = f"from {MODULE} import *; suite_of(Path({str(tmp_path)!r})).run([cell('works'), cell('hangs', alone=True)])"
     process = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"FAKE_CELLS": "quick"}, text=True,
-        stdout=subprocess.PIPE, start_new_session=True,
-    )  # fmt: skip
+        [sys.executable, "-c", code], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     try:
-        said = list(itertools.islice(filter(re.compile("pid |status=ok").search, process.stdout), len(OPS)))
-        (child,) = (int(line.rpartition("pid ")[2]) for line in said if "pid " in line)
+        assert any("experiment=pids" in line for line in process.stdout), process.stderr.read()
     finally:
         process.kill()
         process.communicate()
-    written = {row["op"]: row["status"] for row in rows_of(tmp_path, "smoke")}
-    assert written == dict.fromkeys(OPS.keys() - {"copy"}, "ok")
-    deadline = Deadline(10)
-    while Path(f"/proc/{child}/stat").exists() and not deadline.passed:  # its parent may leave it as a zombie
-        if Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-            break
-        time.sleep(0.05)
-    assert not deadline.passed, "a cell outlives the suite"
+    assert [row["status"] for row in rows_of(tmp_path, "works") + rows_of(tmp_path, "cells")] == ["ok", "ok"]
+    wait_for_the_end_of(rows_of(tmp_path, "pids")[0]["pid"])
 
 
 @pytest.mark.deep
-def test_tiny_first_call_runs_every_part(tmp_path):
+def test_tiny_run_has_every_part(tmp_path):
     environment = os.environ | {"PYTHONPATH": "", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
     done = subprocess.run(
-        [sys.executable, "benchmarks/gpu_suite.py", "--tiny", "--out", str(tmp_path)], cwd=ROOT, env=environment,
-        capture_output=True, text=True, timeout=300,
+        [sys.executable, "benchmarks/gpu_suite.py", "--tiny", "--all", "--out", str(tmp_path)], cwd=ROOT,
+        env=environment, capture_output=True, text=True, timeout=500,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     content = json.loads((tmp_path / "results.json").read_text())
-    assert {name: part["status"] for name, part in content["parts"].items()} == dict.fromkeys(plan.CALLS[1], "ok")
-    environment = content["environment"]
-    assert environment["tiny"] is True and environment["platform"] == "cpu"
-    assert environment["versions"]["jax"] == jax.__version__ and "gpu_suite.py --tiny" in environment["command"]
-    assert {row["status"] for row in content["rows"]} <= {"ok", "skipped"}
-    assert all(row.get("reason") for row in content["rows"] if row["status"] == "skipped")
+    ended = rows_of(tmp_path, "cells")
+    names = [(each.part, each.name) for part in cells.PARTS for each in cells.cells(part, tiny=True)]
+    assert sorted((row["part"], row["cell"]) for row in ended) == sorted(names)
+    assert all(row["status"] == "ok" or "can't be imported" in row["reason"] for row in ended)
     ok = {row["experiment"]: row for row in content["rows"] if row["status"] == "ok"}
-    assert {"smoke", "demo", "ceilings", "decode", "prefill", "mixed", "step", "correctness"} <= ok.keys()
-    assert ok["demo"]["equal_tokens"] == demo.TOKENS * len(demo.PROMPTS)
-    assert ok["step"]["floor_ms"] > 0, "the ceiling of one part reaches the next"
-    assert ok["decode"]["of_read_ceiling"] > 0 and ok["decode"]["error"] < 1e-4
-    assert "its times mean nothing" in (tmp_path / "report.md").read_text()
-    files = sorted(path.name for path in tmp_path.iterdir())
-    assert {"results.json", "report.md", "decode.png"} <= set(files) and len(files) <= 8, files
+    parts = {
+        "model",
+        "ceilings",
+        "gemm",
+        "decode",
+        "prefill",
+        "mixed",
+        "step",
+        "demo",
+        "correctness",
+        "write",
+        "paging",
+    }
+    assert parts | {"tuning", "throughput"} <= ok.keys()
+    assert {row["model"] for row in rows_of(tmp_path, "model")} == cells.MODELS.keys()
+    assert {row["what"]: row["equal_tokens"] for row in rows_of(tmp_path, "demo")} == dict.fromkeys(
+        ("on a CPU", "offline", "over HTTP"), demo.TOKENS * len(demo.PROMPTS)
+    )
+    assert ok["step"]["floor_ms"] > 0 and ok["gap"]["gap_us"] >= 0 and ok["decode"]["of_read_ceiling"] > 0
+    environment, report = content["environment"], (tmp_path / "report.md").read_text()
+    assert (
+        environment["tiny"] and environment["platform"] == "cpu" and environment["versions"]["jax"] == jax.__version__
+    )
+    assert "its times mean nothing" in report and (tmp_path / "decode.png").exists()
 
 
-@pytest.mark.parametrize("call", [2, 3, 4])
-def test_later_calls_run_every_part(suite_of, call, tmp_path, monkeypatch):
-    """With workers that compute nothing."""
-    monkeypatch.setenv("FAKE_CELLS", "quick")
-    suite = suite_of("--call", str(call), program=FAKE)
-    assert suite.run(gpu_suite.chosen([], call)) == 0
-    assert {name: part["status"] for name, part in suite.report.parts.items()} == dict.fromkeys(plan.CALLS[call], "ok")
+def test_suite_without_a_gpu_says_so(tmp_path):
+    with pytest.raises(SystemExit, match="jax sees no GPU here"):
+        gpu_suite.main(["--out", str(tmp_path), "--parts", "ceilings"])
 
 
-@pytest.mark.parametrize("parts", [[], ["ceilings"]])
-def test_suite_without_a_gpu_says_so(parts, tmp_path):
-    """Also where every part has ended before the device is known."""
-    with (
-        gpu_suite.Suite(gpu_suite.parse(["--out", str(tmp_path)])) as suite,
-        pytest.raises(SystemExit, match="jax sees no GPU here"),
-    ):
-        suite.run(parts)
-
-
-def test_jobs_load_in_an_environment_that_has_little_beside_jax():
-    missing = ["pydantic", "llguidance", "prometheus_client", "matplotlib"]
+def test_cells_load_with_little_besides_jax():
+    missing = ["pydantic", "aiohttp", "llguidance", "prometheus_client", "matplotlib", "orbax"]
     code = f"import sys; sys.modules.update(dict.fromkeys({missing}))"
-    code += "; import benchmarks.suite.measured, benchmarks.suite.cells, benchmarks.suite.demo"
-    code += "; import benchmarks.engine.steps, jpaged.llm"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
-    code = "import sys, benchmarks.gpu_suite; sys.exit('jax' in sys.modules)"
+    code += "; import benchmarks.gpu_suite as suite; assert 'jax' not in sys.modules"
+    code += "; from benchmarks.suite.worker import load"
+    code += "; [load(f) for p in suite.PARTS for c in suite.cells(p, False)"
+    code += "   for f in (c.function, c.options.get('experiment', c.function))]; import jpaged.llm"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
-def test_parts_are_chosen_by_name():
-    assert gpu_suite.chosen(["step", "smoke"], 1) == ["smoke", "step"]
-    assert gpu_suite.chosen([], 3) == ["ceilings", "sweep", "paging"]
+def test_cells_without_time_or_packages_are_skipped_with_a_reason(tmp_path):
+    suite = suite_of(tmp_path)
+    assert suite.run([cell("works", needs=("no_such_package", "json"))]) == 0
+    suite = suite_of(tmp_path / "late", "--budget", "15")
+    assert suite.run([cell("works")]) == 0
+    (missing,), (late,) = rows_of(tmp_path, "cells"), rows_of(tmp_path / "late", "cells")
+    assert missing["status"] == late["status"] == "skipped"
+    assert missing["reason"] == "no_such_package can't be imported" and late["reason"] == "the suite's time was up"
+
+
+def test_running_cell_is_stopped_at_the_end_of_the_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_suite, "MIN_SECONDS", 0)
+    assert suite_of(tmp_path, "--budget", "10.5").run([cell("hangs"), cell("works", alone=True)]) == 0
+    assert [row["status"] for row in rows_of(tmp_path, "cells")] == ["skipped", "skipped"]
+
+
+def test_parts_run_in_the_order_of_importance():
+    parts = lambda *flags: gpu_suite.parse(flags).parts
+    assert parts() == cells.FIRST == cells.PARTS[:6] and parts("--all") == cells.PARTS
+    first = list(cells.cells("model", tiny=False))
+    assert [each.options["implementations"][0] for each in first] == ["mosaic"] * 9 + ["triton"] * 2
+    assert not any(each.alone for each in first) and all(each.alone for each in cells.cells("step", tiny=False))
     with pytest.raises(SystemExit):
-        gpu_suite.parse(["--parts", "paging"])
+        parts("--parts", "paging")
 
 
-# Red cells
+def test_red_model_runs_once_more_under_the_checker(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_suite.shutil, "which", lambda name, path: f"/cuda/{name}")
+    suite, red = suite_of(tmp_path), cell("aborts")
+    end = dict(reason="why", seconds=1.0, text="")
+    (again,) = suite._end(red, end | dict(status="failed"))
+    assert again.command == ("/cuda/compute-sanitizer", "--tool", "memcheck") and again.limit_s == 60
+    (hung,) = suite._end(red, end | dict(status="killed"))
+    assert hung.command[-1] == "synccheck"
+    assert suite._end(again, end | dict(status="killed")) == [] == suite._end(red, end | dict(status="ok"))
 
 
-@pytest.fixture
-def red_suite(suite_of, monkeypatch):
-    """Makes a suite in one process, whose cells are wrong unless `green` says otherwise."""
-
-    def work(name, options, send):
-        status = "ok" if chosen(Cell(**options["cell"])) else "wrong"
-        send("row", options["row"] | {"status": status})
-        return End("ok")
-
-    monkeypatch.setattr(worker, "work", work)
-    monkeypatch.setattr(gpu_suite.Suite, "_describe_device", lambda suite: iter(()))
-
-    def make(green):
-        nonlocal chosen
-        chosen = green
-        return suite_of("--no-isolation")
-
-    chosen = None
-    return make
+# Comparisons and figures
 
 
-def test_ladder_climbs_until_a_rung_is_green(red_suite, tmp_path, monkeypatch):
-    monkeypatch.setattr(ladder.shutil, "which", lambda name, path=None: None)
-    green = lambda cell: cell.op != "decode, 2 to 4 splits" or cell.num_kv_heads == 1
-    assert red_suite(green).run(["smoke", "ladder"]) == 1
-    rows = rows_of(tmp_path, "ladder")
-    assert [(row["rung"], row["simpler"], row["status"]) for row in rows] == [
-        (1, "1 split", "wrong"), (2, "1 KV head", "ok")
-    ]  # fmt: skip
-    (evidence,) = rows_of(tmp_path, "evidence")
-    assert evidence["op"] == "decode, 2 to 4 splits" and "not installed" in evidence["tool"]
-
-
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("implementation", ["mosaic", "triton"])
-def test_each_rung_is_simpler_than_the_one_before(op, implementation):
-    cell = Cell(op, implementation, 128, **OPS[op])
-    found = list(ladder.rungs(cell))
-    assert found and len({repr(each) for _, each in found}) == len(found) and cell not in [each for _, each in found]
-    last = found[-1][1]
-    assert last.num_kv_heads == 1 and last.num_heads == cell.num_heads // cell.num_kv_heads
-    assert len(last.contexts) <= 1 and (not last.q_lens or last.q_lens[0] <= last.contexts[0])
-    if op.startswith("decode"):
-        assert max(last.contexts) <= 512, "one split"
-
-
-def test_evidence_is_taken_under_the_checker_with_dumps(suite_of, tmp_path, monkeypatch):
-    monkeypatch.setattr(ladder.shutil, "which", lambda name, path=None: f"/cuda/bin/{name}")
-    monkeypatch.delenv("XLA_FLAGS", raising=False)
-    job = next(suite_of()._evidence(Cell("decode, 1 split", "mosaic", 128), "killed"))
-    assert job.command[:3] == ("/cuda/bin/compute-sanitizer", "--tool", "synccheck")
-    folder = job.environment["MOSAIC_GPU_DUMP_TO"]
-    assert Path(folder).is_dir() and f"--xla_dump_to={folder}" in job.environment["XLA_FLAGS"].split()
-    assert job.limit_s <= 60
-    monkeypatch.setattr(ladder.shutil, "which", lambda name, path=None: None)
-    assert ladder.dumps(tmp_path)["MOSAIC_GPU_DUMP_PTX"] == "1"
-
-
-def test_profile_without_ncu_is_a_row(red_suite, tmp_path, monkeypatch):
-    monkeypatch.setattr(ladder.shutil, "which", lambda name, path=None: None)
-    assert profiled.job("decode", "mosaic") is None
-    assert red_suite(lambda cell: True).run(["profile"]) == 0
-    assert {row["reason"] for row in rows_of(tmp_path, "profile")} == {"ncu is not installed"}
-    monkeypatch.setattr(ladder.shutil, "which", lambda name, path=None: f"/cuda/bin/{name}")
-    assert "regex:ragged_paged" in profiled.job("ragged", "mosaic").command
-
-
-def test_measured_parts_leave_out_what_has_red_cells(suite_of):
-    suite = suite_of()
-    mosaic = [cell for cell in cells(tiny=False) if cell.implementation == "mosaic"]
-    suite._cells = [(cell, "killed" if cell.op == "decode, more splits" else "wrong") for cell in mosaic]
-    assert suite._red(("mosaic", "triton"), gpu_suite.MULTI_SPLIT) == ["mosaic"]
-    assert suite._red(("mosaic", "triton"), ("ragged, prompts",)) == []
-    chain = suite._experiment("decode", "anchors", ours=("mosaic",), without=["mosaic"], deadline=Deadline(1))
-    assert list(chain) == []
-    row = suite.report.rows[-1]
-    assert row["status"] == "skipped" and row["experiment"] == "decode" and row["experiment"] in COLUMNS
-
-
-# Processes
-
-
-def test_experiment_goes_on_behind_the_case_that_ended_its_process(suite_of):
-    suite = suite_of()
-    chain = suite._experiment("decode", "anchors", ours=("mosaic",), deadline=Deadline(60))
-    cases, ends, tried = [dict(experiment="decode", batch=n) for n in (1, 8, 32)], [], []
-    job = next(chain)
-    for case in cases:
-        tried.append(list(job.options["tried"]))
-        suite._receive(job, "case", case)
-        ends.append(End("killed", "sent nothing for 40 s"))
-        try:
-            job = chain.send(ends[-1])
-        except StopIteration:
-            break
-    assert tried == [[], cases[:1], cases[:2]] and len(ends) == 1 + chains.RESTARTS
-    assert [(row["batch"], row["status"]) for row in suite.report.rows] == [(n, "killed") for n in (1, 8, 32)]
-
-
-def test_jobs_measure_in_turn(tmp_path):
-    lock, sent = tmp_path / "lock", []
-    entered, leave = threading.Event(), threading.Event()
-
-    def first():
-        with worker.turn(str(lock), lambda kind, value: None):
-            entered.set()
-            leave.wait(10)
-
-    thread = threading.Thread(target=first)
-    thread.start()
-    entered.wait(10)
-    start = time.monotonic()
-    threading.Timer(0.5, leave.set).start()
-    with worker.turn(str(lock), lambda kind, value: sent.append(value)):
-        assert time.monotonic() - start >= 0.5 and sent, "it is heard of while it waits"
-    thread.join()
-
-
-def test_worker_ends_at_once_where_pythons_clean_up_never_does(tmp_path):
-    code = "import atexit, sys, time; atexit.register(time.sleep, 1000); from benchmarks.suite import worker"
-    code += "; worker.WORK['print'] = ('builtins', 'print'); worker.main(sys.argv[1], 'print', '{}')"
-    subprocess.run([sys.executable, "-c", code, str(tmp_path / "messages")], cwd=ROOT, check=True, timeout=30)
-    *_, (kind, value) = map(json.loads, (tmp_path / "messages").read_text().splitlines())
-    assert kind == "end" and value["status"] == "ok"
-
-
-def test_pool_reports_what_was_not_started(tmp_path):
-    log = []
-
-    def chain(name):
-        log.append((name, (yield Job(name, "x", {})).status))
-
-    pool = InProcess(tmp_path, lambda *message: None, lambda *job: End("ok"))
-    late = [chain("a"), chain("b")]
-    assert pool.run(late, Deadline(-1), at_once=1) == late and log == []
-    assert pool.run(late, Deadline(60), at_once=1) == [] and log == [("a", "ok"), ("b", "ok")]
-
-
-def test_pool_kills_the_children_of_a_job(tmp_path):
-    ends, pids = [], []
-    code = "import os, sys, subprocess, time; p = subprocess.Popen(['sleep', '1000'])"
-    code += "; open(sys.argv[1], 'a').write(f'[\"pid\", {p.pid}]\\n'); time.sleep(1000)"
-
-    def chain():
-        ends.append((yield Job("parent", "x", {})))
-
-    pool = Pool(tmp_path, lambda job, kind, value: pids.append(value), (sys.executable, "-c", code))
-    pool.run([chain()], Deadline(2), at_once=1)
-    assert [end.status for end in ends] == ["killed"] and pids
-    with pytest.raises(ProcessLookupError):
-        for _ in range(100):
-            os.kill(pids[0], signal.SIG_DFL)
-            time.sleep(0.02)
-
-
-# Results
+def test_plans_continue_prompts_beside_decodes_and_end_with_padded_batches():
+    prompts, chunk, batches = slices.PROMPTS
+    found = list(slices.plans(prompts, chunk, batches, [(0,)] * len(prompts), 1000))
+    mixed, decode = found[: -len(batches)], found[-len(batches) :]
+    assert all(plan.num_tokens <= chunk for plan in mixed) and sum(map(len, (p.admitted for p in mixed))) == 64
+    assert any(each.start and each.num_tokens > 1 for plan in mixed for each in plan.rows), "a prompt continues"
+    counts = [{each.num_tokens for each in plan.rows} for plan in mixed]
+    assert any(1 in count and max(count) > 100 for count in counts), "chunks beside decodes"
+    assert [len(plan.rows) for plan in decode] == [64, 64, 40, 1]
+    assert max(each.start for each in decode[0].rows) > 2048
 
 
 def test_demo_tokens_may_differ_where_two_are_as_likely():
@@ -334,14 +227,20 @@ def test_demo_tokens_may_differ_where_two_are_as_likely():
     assert wrong["status"] == "wrong" and "token 0 of 'cat'" in wrong["reason"]
 
 
-def test_archive_is_complete_after_each_file_and_has_a_limit(tmp_path):
-    archive = Archive(tmp_path / "a.tar.gz", max_bytes=4000)
-    assert archive.add({"x.ptx": b"wgmma" * 1000}) == []
-    assert archive.add({"big.sass": os.urandom(8000)}) == ["big.sass"]
-    assert archive.add({"y.ptx": b"ret"}) == []
-    with tarfile.open(tmp_path / "a.tar.gz") as tar:
-        assert tar.getnames() == ["x.ptx", "y.ptx"] and tar.extractfile("y.ptx").read() == b"ret"
-    assert [path.name for path in tmp_path.iterdir()] == ["a.tar.gz"]
+def test_gaps_between_steps_are_those_of_the_device():
+    step = [(0, 5, "jit_run"), (5, 9, "jit_run"), (8, 12, "jit_choose")]
+    named = [Event(a + 20 * i, b + 20 * i, module) for i in range(3) for a, b, module in step]
+    assert gaps(named, 3) == [8, 8] and gaps(named, 2) == []
+    assert gaps([event._replace(module=None) for event in named], 3) == [8, 8]
+    assert gaps(named[:-1] + [named[-1]._replace(module=None)] * 2, 3) == [] == gaps([], 3)
+
+
+def test_published_figures_stand_beside_rows_of_their_shape():
+    row = dict(experiment="decode", status="ok", lengths="uniform", head_dim=128, batch=32, context=8192)
+    assert "SGLang FA3 3048" in published(row, "NVIDIA H100 80GB HBM3") and "4320" in published(row, "NVIDIA H200")
+    assert published(row, "NVIDIA A100") is None is published(row | dict(head_dim=64), "NVIDIA H100")
+    assert published(dict(experiment="prefill", status="ok", batch=1, context=16384), "H100").startswith("FA3 664")
+    assert published(dict(experiment="gemm", status="ok", rows=64), "H200").startswith("2800-3100 GB/s")
 
 
 def test_floor_needs_a_ceiling():

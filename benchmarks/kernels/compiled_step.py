@@ -9,6 +9,7 @@ No figure here is measured on a GPU. The estimate adds up parts by the rates tha
 """
 
 import argparse
+import functools
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -38,7 +39,7 @@ class StepFigures:
 
     Attributes:
         layers: number of layers of `fewer`; `more` has one more.
-        sampling: the programs of sampling, by the settings that they serve; a step runs one of them.
+        described: the step with the fewer layers.
         pool_copies: number of copies of arrays of the pool.
     """
 
@@ -47,7 +48,7 @@ class StepFigures:
     layers: int
     fewer: Program
     more: Program
-    sampling: dict[str, Program]
+    described: DescribedStep
     pool_copies: int
 
     @classmethod
@@ -56,7 +57,12 @@ class StepFigures:
         steps = [DescribedStep(gpu, shape.with_layers(count)) for count in (layers, layers + 1)]
         fewer, more = (step.forward() for step in steps)
         copies = sum(program.copies_of(steps[0].pool_array) for program in (fewer, more))
-        return cls(shape, gpu, layers, fewer, more, steps[0].sampling(), copies)
+        return cls(shape, gpu, layers, fewer, more, steps[0], copies)
+
+    @functools.cached_property
+    def sampling(self) -> dict[str, Program]:
+        """The programs of sampling by the settings that they serve, the simplest first; a step runs one of them."""
+        return {settings.name.lower(): self.described.choose(settings) for settings in self.described.step.settings}
 
     def per_layer(self, figure: Callable[[Program], int]) -> int:
         """Return a figure of one layer."""
@@ -89,9 +95,9 @@ class StepFigures:
         heads = config.num_key_value_heads // min(self.shape.devices, config.num_key_value_heads)
         token_bytes = 2 * config.num_hidden_layers * heads * config.head_dim * item_bytes
         kv = self.shape.sequences * context * token_bytes
-        copied = self.whole(copied_bytes)
+        copied = self.whole(lambda each: each.copied_bytes)
         launches = self.whole(num_launches) + num_launches(greedy)
-        small = self.whole(lambda each: each.small_bytes) + greedy.small_bytes - 2 * copied
+        small = self.whole(lambda each: each.small_bytes) + greedy.small_bytes
         waits = len(self.more.host_waits) + len(greedy.host_waits)
         parts = [
             ("products", f"{weights / 1e9:.2f} GB of weights at {PRODUCTS:.3g} of the bandwidth",
@@ -100,7 +106,7 @@ class StepFigures:
              kv / bandwidth / ATTENTION),
             ("launches", f"{launches} nodes of {1e6 * LAUNCH_S:g} us", launches * LAUNCH_S),
             ("other kernels", f"{small / 1e9:.2f} GB at {STREAM:g} of the bandwidth", small / bandwidth / STREAM),
-            ("copied parameters", f"{copied / 1e9:.2f} GB, read and written", 2 * copied / bandwidth / STREAM),
+            ("copied parameters", f"{copied / 1e9:.2f} GB, read and written", copied / bandwidth / STREAM),
             ("waits of the host", f"{waits}: {1e3 * WAIT_S:g} ms of its work is exposed if there are any",
              WAIT_S * (waits > 0)),
         ]  # fmt: skip

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 ALIGNMENT = 256  # bytes: Mosaic's runtime refuses buffers that start elsewhere
 ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "s64": 8, "u64": 8, "f64": 8}
-CONTAINERS = {"kCommandBuffer", "kSequential", "kConditional", "kWhile", "kDynamicSliceFusion"}
+CONTAINERS = {"kCommandBuffer", "kSequential", "kConditional", "kWhile", "kDynamicSliceFusion", "kAsyncStart"}
+NO_LAUNCH = {*CONTAINERS, "kAsyncDone"}
 WAITS = {"kConditional", "kWhile"}  # outside a command buffer, the host waits for the predicate
 PRODUCTS = ("__cublas", "__triton")  # targets of custom calls
 VIEWS = {"bitcast", "get-tuple-element", "reshape"}
@@ -119,7 +120,7 @@ class Program:
     @property
     def launches(self) -> list[Thunk]:
         """The thunks that start a kernel, a copy or a library's call."""
-        return [thunk for thunk in self.thunks if thunk.kind not in CONTAINERS]
+        return [thunk for thunk in self.thunks if thunk.kind not in NO_LAUNCH]
 
     @property
     def host_waits(self) -> list[Thunk]:
@@ -183,18 +184,28 @@ class Program:
 
     @property
     def product_bytes(self) -> int:
-        """The bytes of the parameters that products read."""
-        return sum(array.nbytes for each in self._products for array in self._taken(each).values())
+        """The bytes of the parameters that products read, or of the copies that were made of them."""
+        copies = {name for name, _ in self.copied_params}
+        return sum(
+            self.entry[source].nbytes
+            for each in self._products
+            for source in {*self._taken(each), *copies & {self._source(operand) for operand in each.operands}}
+        )
+
+    @property
+    def copied_bytes(self) -> int:
+        """The bytes that copies of parameters read and write."""
+        copies = {name for name, _ in self.copied_params}
+        return sum(self._moved(each) for each in self._working if each.name in copies)
 
     @property
     def small_bytes(self) -> int:
-        """The bytes that launches other than products and Mosaic's kernels read and write, parameters included."""
-        products = set(self._products)
-        return sum(
-            each.nbytes + sum(self._bytes_read(each, index) for index in range(len(each.operands)))
-            for each in self._working
-            if each not in products and not self._is_mosaic(each)
-        )
+        """The bytes that all other launches read and write: neither products, Mosaic's kernels nor copies."""
+        others = {each.name for each in self._products} | {name for name, _ in self.copied_params}
+        return sum(self._moved(each) for each in self._working if each.name not in others and not self._is_mosaic(each))
+
+    def _moved(self, each: Instruction) -> int:
+        return each.nbytes + sum(self._bytes_read(each, index) for index in range(len(each.operands)))
 
     def copies_of(self, array: Array) -> int:
         """Return the number of copies of arrays of a shape and dtype, in fusions too."""

@@ -16,11 +16,12 @@ from benchmarks.shared.models import cut
 from benchmarks.shared.program import Array, Program
 from jpaged.config import KV_CACHE_DTYPES, ModelConfig
 from jpaged.models.checkpoint import abstract_model, dtypes_of_weights
-from jpaged.models.fused import fuse, interleave
+from jpaged.models.fused import Joint, fuse, joined
 from jpaged.runtime.batch import Bucket, Layout
 from jpaged.runtime.kv_cache import KVCache
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.row_table import NUM_SCALARS
+from jpaged.runtime.sampling_settings import Settings
 from jpaged.runtime.sampling_state import empty_state
 from jpaged.runtime.step import Step
 from jpaged.runtime.tensor_parallel import divide_kernels
@@ -120,10 +121,10 @@ class DescribedStep:
             self.step.forward, self.params, self.pool, self.last_tokens, self.buffer, self.shape.bucket
         )
 
-    def sampling(self) -> dict[str, Program]:
-        """Compile the sampling of the step, by settings, the simplest first."""
+    def choose(self, settings: Settings) -> Program:
+        """Compile the sampling of a step that uses these settings at most."""
         args = self.params, self.state, self.last_tokens, self.x_sd, self.rows_sf, self.bits
-        return {each.name.lower(): self._program(self.step.choose, *args, each) for each in self.step.settings}
+        return self._program(self.step.choose, *args, settings)
 
     @property
     def pool_array(self) -> Array:
@@ -136,8 +137,8 @@ class DescribedStep:
         return deviceless.program_of(self.gpu, jitted, *args, options=options)
 
 
-def _described(arrays: Sequence[jax.ShapeDtypeStruct], parts: int, sharding: Any) -> jax.ShapeDtypeStruct:
-    return jax.eval_shape(functools.partial(interleave, parts=parts), arrays)
+def _described(arrays: Sequence[jax.ShapeDtypeStruct], joint: Joint, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.eval_shape(functools.partial(joined, joint=joint), arrays)
 
 
 def _quantized(config: ModelConfig, quantization: str | None) -> dict[Any, str] | None:

@@ -4,7 +4,7 @@ It holds parameters and no cache: attention is an argument.
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 
 from jpaged.config import ModelConfig, RopeConfig
 from jpaged.models.base import Attend, AttentionSpec
+from jpaged.models.fused import Join, Place, fuse_linears
 from jpaged.models.layers import ACTIVATIONS, Linear, UnitOffsetNorm, axes, product, rms_norm
 from jpaged.models.moe import MixtureOfExperts
 from jpaged.models.rope import angles, inverse_frequencies
@@ -23,8 +24,6 @@ Rotation = tuple[jax.Array, jax.Array]  # cos and sin [T, R/2] of the rotary dim
 
 class Attention(nnx.Module):
     """Self-attention with rotary embedding; `attend` does the attention itself."""
-
-    fusable: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
 
     def __init__(self, config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs):
         d, h, variation = config.hidden_size, config.head_dim, config.variation
@@ -57,6 +56,10 @@ class Attention(nnx.Module):
                 q_tnh, k_tkh = (_rotate_first(x, *rotation) for x in (q_tnh, k_tkh))
         return self.o_proj(attend(layer, q_tnh, k_tkh, v_tkh, cos, sin).reshape(t, -1))
 
+    def fuse(self, place: Place, join: Join) -> None:
+        """Fuse the projections of queries, keys and values."""
+        fuse_linears(self, "qkv_proj", ("q_proj", "k_proj", "v_proj"), place, join)
+
     def _projections(self, x_td: jax.Array) -> list[jax.Array]:
         """Return queries [T, N, H], keys and values [T, K, H]."""
         if hasattr(self, "qkv_proj"):
@@ -77,8 +80,6 @@ class Attention(nnx.Module):
 class Mlp(nnx.Module):
     """Gated MLP."""
 
-    fusable: ClassVar = {"gate_up_proj": ("gate_proj", "up_proj")}
-
     def __init__(self, config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs):
         d, f = config.hidden_size, config.intermediate_size
         options: Any = dict(bias=config.mlp_bias, dtype=dtype, rngs=rngs)
@@ -92,8 +93,12 @@ class Mlp(nnx.Module):
         activation = ACTIVATIONS[self.activation]
         if not hasattr(self, "gate_up_proj"):
             return self.down_proj(self.gate_proj(x_td, activation) * self.up_proj(x_td))
-        gate, up = self.gate_up_proj(x_td, self.size // self.gate_up_proj.members.parts)
+        gate, up = self.gate_up_proj(x_td, self.size // self.gate_up_proj.parts)
         return self.down_proj((activation(gate) * up).reshape(len(x_td), -1))
+
+    def fuse(self, place: Place, join: Join) -> None:
+        """Fuse gate and up."""
+        fuse_linears(self, "gate_up_proj", ("gate_proj", "up_proj"), place, join)
 
 
 class Layer(nnx.Module):

@@ -1,12 +1,12 @@
-"""Layers of one input as one product: queries, keys and values, or gate and up.
+"""Weights as a GPU's products want them: layers of one input are one product, and experts need no transposition.
 
-One product launches less on a GPU, and XLA need not concatenate weights for it. The rows of the weights lie one after
-another, on several devices those of each device: [q of device 0, k of device 0, v of device 0, q of device 1, ...].
+One product launches less, and XLA need not concatenate weights for it. Rows of different layers lie one after another,
+on several devices those of each device: [q of device 0, k of device 0, v of device 0, q of device 1, ...].
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -18,34 +18,59 @@ from jpaged.models.layers import Linear, axes, product
 
 LEAVES = ("weight", "bias", "weight_scale")
 
+Place = Callable[[nnx.Variable[Any]], Sharding]  # of a parameter
+Join = Callable[
+    [Sequence[Any], "Joint", Sharding], Any
+]  # leaves, their joint, its place -> the leaf that replaces them
 
-class Members(NamedTuple):
-    """Layers that one fused layer replaces.
+
+class Joint(NamedTuple):
+    """Form of a leaf that replaces others.
 
     Attributes:
-        names: their names in the module that holds them.
-        rows: rows of each weight.
-        parts: number of devices among which the rows are divided.
+        names: names of the leaves that it replaces, below the module that held them.
+        shapes: their shapes.
+        parts: number of devices among which `axis` is divided.
+        axis: axis along which the leaves lie one after another.
+        swaps: whether the last two axes of each leaf are exchanged first.
     """
 
     names: tuple[str, ...]
-    rows: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
     parts: int
+    axis: int = 0
+    swaps: bool = False
+
+
+@runtime_checkable
+class Fused(Protocol):
+    """Module whose leaves replace others. `joints` has the form of each, by its name."""
+
+    joints: dict[str, Joint]
+
+
+@runtime_checkable
+class Fusable(Protocol):
+    """Module with layers that can be fused."""
+
+    def fuse(self, place: Place, join: Join) -> None:
+        """Fuse layers in place."""
 
 
 class FusedLinear(nnx.Module):
-    """Linear layers of one input; its leaves are those of `Linear`.
-
-    Attributes:
-        members: the layers that it replaces.
-    """
+    """Linear layers of one input; its leaves are those of `Linear`."""
 
     weight: nnx.Variable[Any]
 
-    def __init__(self, members: Members, leaves: Mapping[str, nnx.Variable[Any]]):
-        self.members = members
+    def __init__(self, leaves: Mapping[str, nnx.Variable[Any]], joints: dict[str, Joint]):
+        self.joints = joints
         for name, leaf in leaves.items():
             setattr(self, name, leaf)
+
+    @property
+    def parts(self) -> int:
+        """Number of devices among which the rows are divided."""
+        return self.joints["weight"].parts
 
     def __call__(self, x_ti: jax.Array, width: int) -> list[jax.Array]:
         """Return the result of each layer, [T, rows / width, width] in the dtype of x.
@@ -55,79 +80,87 @@ class FusedLinear(nnx.Module):
         bias_o = self.bias[...] if hasattr(self, "bias") else None
         scale_o = self.weight_scale[...] if hasattr(self, "weight_scale") else None
         y_to = product(x_ti, self.weight[...], scale_o=scale_o, bias_o=bias_o)
-        t, (_, rows, parts) = len(x_ti), self.members
-        counts = [count // (parts * width) for count in rows]
-        if parts == 1:
-            y_tcw, axis = y_to.reshape(t, -1, width), 1
-        else:
-            y_tcw, axis = y_to.reshape(t, parts, -1, width), 2
+        t, parts = len(x_ti), self.parts
+        counts = [rows // (parts * width) for rows, *_ in self.joints["weight"].shapes]
+        shape, axis = ((t, -1, width), 1) if parts == 1 else ((t, parts, -1, width), 2)
         starts = [sum(counts[:i]) for i in range(1, len(counts))]
-        return [y.reshape(t, -1, width) for y in jnp.split(y_tcw, starts, axis=axis)]
+        return [y.reshape(t, -1, width) for y in jnp.split(y_to.reshape(shape), starts, axis=axis)]
 
 
-Join = Callable[[Sequence[Any], int, Sharding], Any]  # leaves of members, parts, place -> the leaf of their layer
-
-
-def fuse(model: Model, place: Callable[[nnx.Variable[Any]], Sharding], join: Join | None = None) -> None:
+def fuse(model: Model, place: Place, join: Join | None = None) -> None:
     """Fuse layers of a model in place, one after another, so that little memory is needed twice.
-
-    A module states its fused layers and their members in `fusable`. Layers stay as they are if their weights differ in
-    dtype, or are not divided among equally many devices.
 
     Args:
         place: sharding of a parameter.
-        join: makes each leaf; None: `interleave`, compiled. A model without memory needs another one.
+        join: makes each leaf; None: `joined`, compiled. A model without memory needs another one.
     """
     modules: list[tuple[Any, Any]] = list(nnx.iter_modules(cast(nnx.Module, model)))
     for _, module in modules:
-        for name, members in getattr(type(module), "fusable", {}).items():
-            layers = [getattr(module, member, None) for member in members]
-            if (fused := _fused(layers, members, place, join or _joined)) is not None:
-                for member in members:
-                    delattr(module, member)
-                setattr(module, name, fused)
+        if isinstance(module, Fusable):
+            module.fuse(place, join or _joined_on_devices)
 
 
-def fused_layers(model: Model) -> dict[str, Members]:
-    """Return the members of each fused layer by its path, such as `layers.0.self_attn.qkv_proj`."""
+def joints_of(model: Model) -> dict[str, Joint]:
+    """Return the form of each leaf that replaces others, by its name; the joints have the whole names, too."""
     modules: list[tuple[Any, Any]] = list(nnx.iter_modules(cast(nnx.Module, model)))
-    return {".".join(map(str, path)): layer.members for path, layer in modules if isinstance(layer, FusedLinear)}
+    found = {}
+    for path, module in modules:
+        if isinstance(module, Fused):
+            own, parent = ".".join(map(str, path)), ".".join(map(str, path[:-1]))
+            for name, joint in module.joints.items():
+                found[f"{own}.{name}"] = joint._replace(names=tuple(f"{parent}.{each}" for each in joint.names))
+    return found
 
 
-def interleave(arrays: Sequence[jax.Array], parts: int) -> jax.Array:
-    """Return the leaf of a fused layer, [sum of rows, ...], from those of its members."""
-    split = [array.reshape(parts, -1, *array.shape[1:]) for array in arrays]
-    return jnp.concatenate(split, axis=1).reshape(-1, *arrays[0].shape[1:])
+def fuse_linears(module: nnx.Module, name: str, members: Sequence[str], place: Place, join: Join) -> None:
+    """Replace linear layers of a module by one with another name.
+
+    They stay as they are if their weights differ in dtype, or are not divided among equally many devices.
+    """
+    layers = [getattr(module, member, None) for member in members]
+    if not all(isinstance(layer, Linear) for layer in layers):
+        return
+    found = [{leaf: getattr(layer, leaf) for leaf in LEAVES if hasattr(layer, leaf)} for layer in layers]
+    weights = [leaves["weight"] for leaves in found]
+    parts = {weight.shape[0] // place(weight).shard_shape(weight.shape)[0] for weight in weights}
+    kinds = {(*leaves, str(weight.dtype)) for leaves, weight in zip(found, weights)}
+    if len(parts) > 1 or len(kinds) > 1:
+        return
+    names, leaves, joints = weights[0].get_metadata()["out_sharding"], {}, {}
+    for leaf in found[0]:
+        variables = [each[leaf] for each in found]
+        shapes = tuple(variable.shape for variable in variables)
+        joints[leaf] = Joint(tuple(f"{member}.{leaf}" for member in members), shapes, *parts)
+        leaves[leaf] = join_variables(variables, joints[leaf], names[: len(shapes[0])], place, join)
+    for member in members:
+        delattr(module, member)
+    setattr(module, name, FusedLinear(leaves, joints))
+
+
+def join_variables(
+    variables: Sequence[nnx.Variable[Any]], joint: Joint, names: Sequence[str | None], place: Place, join: Join
+) -> nnx.Variable[Any]:
+    """Return a variable that replaces others, with these names of its axes."""
+    arrays = [variable.get_value() for variable in variables]
+    replacing: nnx.Variable[Any] = nnx.Param(arrays[0], **axes(*names))
+    return replacing.replace(join(arrays, joint, place(replacing)))
+
+
+def joined(arrays: Sequence[jax.Array], joint: Joint) -> jax.Array:
+    """Return the leaf that replaces others."""
+    axis, split = joint.axis, []
+    for array in arrays:
+        array = jnp.swapaxes(array, -1, -2) if joint.swaps else array
+        split.append(array.reshape(*array.shape[:axis], joint.parts, -1, *array.shape[axis + 1 :]))
+    whole = jnp.concatenate(split, axis=axis + 1)
+    return whole.reshape(*whole.shape[:axis], -1, *whole.shape[axis + 2 :])
 
 
 @cache
-def interleaver(parts: int, sharding: Sharding) -> Callable[[Sequence[jax.Array]], jax.Array]:
-    """Return `interleave`, compiled, with its result in this place."""
-    return jax.jit(partial(interleave, parts=parts), out_shardings=sharding)
+def joiner(joint: Joint, sharding: Sharding) -> Callable[[Sequence[jax.Array]], jax.Array]:
+    """Return `joined`, compiled, with its result in this place."""
+    return jax.jit(partial(joined, joint=joint), out_shardings=sharding)
 
 
-def _fused(
-    layers: Sequence[Any], names: Sequence[str], place: Callable[[nnx.Variable[Any]], Sharding], join: Join
-) -> FusedLinear | None:
-    """Return a layer that replaces some; None if they can't be replaced."""
-    if not all(isinstance(layer, Linear) for layer in layers):
-        return None
-    found = [{name: getattr(layer, name) for name in LEAVES if hasattr(layer, name)} for layer in layers]
-    if any(leaves.keys() != found[0].keys() for leaves in found):
-        return None
-    weights = [leaves["weight"] for leaves in found]
-    parts = {weight.shape[0] // place(weight).shard_shape(weight.shape)[0] for weight in weights}
-    if len(parts) > 1 or len({weight.dtype for weight in weights}) > 1:
-        return None
-    members = Members(tuple(names), tuple(weight.shape[0] for weight in weights), parts.pop())
-    names_of_axes = weights[0].get_metadata()["out_sharding"]
-    fused = {}
-    for name in found[0]:
-        arrays = [leaves[name].get_value() for leaves in found]
-        variable = nnx.Param(arrays[0], **axes(*names_of_axes[: arrays[0].ndim]))
-        fused[name] = variable.replace(join(arrays, members.parts, place(variable)))
-    return FusedLinear(members, fused)
-
-
-def _joined(arrays: Sequence[jax.Array], parts: int, sharding: Sharding) -> jax.Array:
-    return interleaver(parts, sharding)(arrays)
+def _joined_on_devices(arrays: Sequence[jax.Array], joint: Joint, sharding: Sharding) -> jax.Array:
+    return joiner(joint._replace(names=()), sharding)(arrays)  # one executable for all layers

@@ -9,12 +9,32 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jpaged.config import Experts, ModelConfig
+from jpaged.models.fused import Join, Joint, Place, join_variables
 from jpaged.models.layers import ACTIVATIONS, Linear, axes, product
 
 # x [M, I] times weights [E, O, I]: row m is multiplied by the matrix of its group.
 _BY_GROUP = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=(0,), rhs_group_dimensions=(0,)
 )
+
+
+def cost_of(config: ModelConfig, num_tokens: int) -> str | None:
+    """Return the cost of a mixture of experts in words; None for a model without experts.
+
+    XLA has no grouped product on CPUs and NVIDIA GPUs: it multiplies every token by every expert.
+
+    Args:
+        num_tokens: of the largest step.
+    """
+    experts = config.variation.experts
+    if experts is None:
+        return None
+    count, used = experts.num_experts, experts.num_experts_per_tok
+    expanded = count * num_tokens * used * config.hidden_size * 2  # bytes in 16 bits, of the inputs of all experts
+    return (
+        f"XLA multiplies each token by all {count} experts instead of {used} ({count / used:g} times the operations), "
+        f"and needs about {expanded / 2**30:.1f} GiB of temporary memory for a step of {num_tokens} tokens"
+    )
 
 
 class ExpertMlps(nnx.Module):
@@ -41,6 +61,31 @@ class ExpertMlps(nnx.Module):
         return times(gate_mf * times(x_md, self.up_proj), self.down_proj)
 
 
+class FusedExperts(nnx.Module):
+    """The same with weights [E, in, out], gate and up in one, as XLA's grouped product on a GPU needs them.
+
+    It transposes weights [E, out, in] in every step.
+    """
+
+    def __init__(self, experts: ExpertMlps, place: Place, join: Join):
+        self.activation = experts.activation
+        gate, down = experts.gate_proj, experts.down_proj
+        _, self.size, _ = gate.shape
+        parts = self.size // place(gate).shard_shape(gate.shape)[1]
+        up = Joint(("experts.gate_proj", "experts.up_proj"), (gate.shape,) * 2, parts, axis=2, swaps=True)
+        out = Joint(("experts.down_proj",), (down.shape,), parts, axis=1, swaps=True)
+        self.joints = {"gate_up": up, "down": out}
+        self.gate_up = join_variables([gate, experts.up_proj], up, (None, None, "mlp"), place, join)
+        self.down = join_variables([down], out, (None, "mlp", None), place, join)
+
+    def __call__(self, x_md: jax.Array, sizes_e: jax.Array) -> jax.Array:
+        """Return the outputs [M, D] as `ExpertMlps` does."""
+        parts = self.joints["gate_up"].parts
+        both_mpf = lax.ragged_dot(x_md, self.gate_up[...], sizes_e).reshape(len(x_md), parts, 2, -1)
+        hidden_mpf = ACTIVATIONS[self.activation](both_mpf[:, :, 0]) * both_mpf[:, :, 1]
+        return lax.ragged_dot(hidden_mpf.reshape(len(x_md), -1), self.down[...], sizes_e)
+
+
 class MixtureOfExperts(nnx.Module):
     """Experts with a linear router."""
 
@@ -48,7 +93,12 @@ class MixtureOfExperts(nnx.Module):
         d, f, e = config.hidden_size, experts.intermediate_size, experts.num_experts
         self.num_experts, self.top_k, self.normalizes = e, experts.num_experts_per_tok, experts.norm_topk_prob
         self.gate = Linear(d, e, (None, None), bias=False, dtype=dtype, rngs=rngs)
-        self.experts = ExpertMlps(d, f, e, config.hidden_act, dtype, rngs)
+        self.experts: Any = ExpertMlps(d, f, e, config.hidden_act, dtype, rngs)
+
+    def fuse(self, place: Place, join: Join) -> None:
+        """Take the weights of the experts as a GPU wants them."""
+        if isinstance(self.experts, ExpertMlps):
+            self.experts = FusedExperts(self.experts, place, join)
 
     def __call__(self, x_td: jax.Array) -> jax.Array:
         """Return the output [T, D] of hidden states [T, D]: those of each token's experts, weighted by probability."""

@@ -12,7 +12,7 @@ from flax import nnx
 
 from jpaged.config import QUANTIZATIONS
 from jpaged.core.plan import ParamsDeleted
-from jpaged.models.fused import Members, interleaver
+from jpaged.models.fused import Joint, joiner
 from jpaged.runtime.placement import Placement
 
 logger = logging.getLogger(__name__)
@@ -42,53 +42,43 @@ def described(state: nnx.State[Any, Any], placement: Placement) -> dict[str, jax
 
 
 def check(
-    state: Any, expected: Mapping[str, jax.ShapeDtypeStruct], fused: Mapping[str, Members] | None = None
+    state: Any, expected: Mapping[str, jax.ShapeDtypeStruct], joints: Mapping[str, Joint] | None = None
 ) -> dict[str, jax.Array]:
     """Return the arrays of a state by name.
 
     Args:
         state: as in `by_name`.
         expected: the result of `described`.
-        fused: the members of fused layers by path. A state may hold the members in place of each.
+        joints: the result of `joints_of`. In place of a leaf of these a state may hold those that it replaces.
 
     Raises:
         ValueError: the tree, a shape or a dtype differs, or an array was deleted; the message has the first difference.
     """
     found, wanted = by_name(state), dict(expected)
-    for path, members in (fused or {}).items():
-        for name in [name for name in expected if name.rpartition(".")[0] == path and name not in found]:
-            whole = wanted.pop(name)
-            wanted |= {
-                member: jax.ShapeDtypeStruct((rows, *whole.shape[1:]), whole.dtype)
-                for member, rows in zip(_member_names(name, members), members.rows)
-            }
+    for name, joint in (joints or {}).items():
+        if name not in found:
+            dtype = wanted.pop(name).dtype
+            wanted |= {each: jax.ShapeDtypeStruct(shape, dtype) for each, shape in zip(joint.names, joint.shapes)}
     for name in itertools.chain(wanted, found):
         if problem := _problem(name, found, wanted):
             raise ValueError(f"params: {name} {problem}")
     return found
 
 
-def _member_names(name: str, members: Members) -> list[str]:
-    """Return the names of the leaves that one leaf of a fused layer holds."""
-    path, _, leaf = name.rpartition(".")
-    parent = path.rpartition(".")[0]
-    return [f"{parent}.{member}.{leaf}" for member in members.names]
-
-
 def placed(
-    state: Any, expected: Mapping[str, jax.ShapeDtypeStruct], fused: Mapping[str, Members] | None = None
+    state: Any, expected: Mapping[str, jax.ShapeDtypeStruct], joints: Mapping[str, Joint] | None = None
 ) -> list[jax.Array]:
     """Return the arrays of a state in the order of `expected`, with its shardings; arguments and errors of `check`.
 
     They share the memory of the state's own arrays wherever these lie in the same way, under any mesh. An executable is
-    compiled for one form of a sharding, and for arrays that are bound to their devices or are not. The members of fused
-    layers are copied into new arrays.
+    compiled for one form of a sharding, and for arrays that are bound to their devices or are not. Leaves that replace
+    others are made of them, in new memory.
     """
-    by_path = check(state, expected, fused)
-    for path, members in (fused or {}).items():
-        for name in [name for name in expected if name.rpartition(".")[0] == path and name not in by_path]:
-            found_members = [by_path[member] for member in _member_names(name, members)]
-            by_path[name] = interleaver(members.parts, expected[name].sharding)(found_members)
+    by_path = check(state, expected, joints)
+    for name, joint in (joints or {}).items():
+        if name not in by_path:
+            replaced = [by_path[each] for each in joint.names]
+            by_path[name] = joiner(joint._replace(names=()), expected[name].sharding)(replaced)
     found, shardings = [by_path[name] for name in expected], [leaf.sharding for leaf in expected.values()]
     if moved := sum(not x.sharding.is_equivalent_to(place, x.ndim) for x, place in zip(found, shardings)):
         logger.info("params: %d of %d arrays lie otherwise than the engine's, and are copied", moved, len(found))

@@ -14,7 +14,8 @@ from flax import nnx
 from jpaged.config import EngineConfig, Limits
 from jpaged.core.plan import Done, StepPlan, StepResult
 from jpaged.models.base import Model
-from jpaged.models.fused import fused_layers
+from jpaged.models.fused import joints_of
+from jpaged.models.moe import cost_of
 from jpaged.models.quantized import activation_dtypes
 from jpaged.progress import track
 from jpaged.runtime.agreement import leaders_values, least
@@ -64,7 +65,7 @@ class ModelRunner:
         graphdef, state = nnx.split(model)
         leaves, treedef = jax.tree.flatten(state)
         self.placement = Placement.on(devices_of(leaves), model.config)
-        self._expected, self._fused = described(state, self.placement), fused_layers(model)
+        self._expected, self._joints = described(state, self.placement), joints_of(model)
         self.params = placed(state, self._expected)
         self.params_version = 0
         self._on_host: list[jax.Array] = []  # the parameters of a sleeping runner
@@ -74,6 +75,8 @@ class ModelRunner:
         self.vocab_size = llama.vocab_size
         self.kernels = kernels or select_kernels(config, llama, limits.block_size, dtype, self.placement)
         logger.info("attention kernels: %s (%s)", self.kernels.name, self.kernels.reason)
+        if cost := cost_of(llama, limits.max_num_batched_tokens):
+            logger.warning("mixture of experts: %s (max_num_batched_tokens shortens steps)", cost)
         divided = divide_kernels(self.kernels, self.placement)
         cache = KVCache.of(llama, limits.block_size, config.pool_dtype(dtype), divided, model.attention_specs)
         block_bytes = cache.block_bytes // self.placement.kv_size  # on each device
@@ -183,12 +186,12 @@ class ModelRunner:
         Raises:
             ValueError: `update_params` would reject them; the message has the first difference.
         """
-        check(state, self._expected, self._fused)
+        check(state, self._expected, self._joints)
 
     def update_params(self, state: Any) -> None:
         """Serve other parameters of the same tree, shapes and dtypes, from the next step on.
 
-        Nothing is compiled, and only arrays that lie elsewhere, and those of fused layers, are copied. The KV in the
+        Nothing is compiled, and only arrays that lie elsewhere and those of fused layers are copied. The KV in the
         pool belongs to the old parameters.
 
         Args:
@@ -197,7 +200,7 @@ class ModelRunner:
         Raises:
             ValueError: the parameters do not match; the message has the first difference, and nothing is changed.
         """
-        self.params, self._on_host = placed(state, self._expected, self._fused), []
+        self.params, self._on_host = placed(state, self._expected, self._joints), []
         self.params_version += 1
 
     def sleep(self, level: int) -> None:

@@ -79,7 +79,11 @@ class Run(NamedTuple):
 
 def generate(model: Llama, implementation: Implementation, workload: dict, blocks: int, host_blocks: int = 0) -> Run:
     interpreting, kernels = implementation
-    kernels = dataclasses.replace(kernels, head_dim=LLAMA.head_dim)
+    make_work = kernels.name == "mosaic" and functools.partial(
+        mosaic.make_work, num_heads=LLAMA.num_attention_heads, num_kv_heads=LLAMA.num_key_value_heads,
+        head_dim=LLAMA.head_dim, pool_dtype="bfloat16", tiles={},
+    )  # fmt: skip
+    kernels = dataclasses.replace(kernels, head_dim=LLAMA.head_dim, make_work=make_work or None)
     beam_margins: list[float] = []
     with pytest.MonkeyPatch.context() as patch, interpreting():
         patch.setattr(runner_module, "select_kernels", lambda *args: kernels)

@@ -1,0 +1,203 @@
+"""The step of real models as XLA compiles it for an H200, with the kernels in it; no GPU is present.
+
+Kernels that pass their own tests can still meet a program that hands them operands they refuse, waits for the host, or
+copies weights in every step.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import pytest
+
+from benchmarks.kernels.compiled_step import StepFigures, num_launches
+from benchmarks.shared import deviceless
+from benchmarks.shared.gpus import H200
+from benchmarks.shared.models import MODELS
+from benchmarks.shared.program import Instruction, Program
+from benchmarks.shared.step_program import DescribedStep, StepShape
+from jpaged.runtime import batch, compiler_options, step
+from jpaged.runtime.sampling_settings import Settings
+
+pytestmark = pytest.mark.skipif(deviceless.why_not() is not None, reason=str(deviceless.why_not()))
+
+ROOT = Path(__file__).parents[2]
+
+
+class Case(NamedTuple):
+    """A step, and the most launches that a layer of it may have."""
+
+    model: str
+    sequences: int
+    tokens: int | None
+    launches: int
+    options: dict = {}  # noqa: RUF012
+
+    @property
+    def shape(self) -> StepShape:
+        return StepShape(MODELS[self.model], self.sequences, self.tokens, **self.options)
+
+
+# Without a device XLA takes Triton's products, split along the sum: their parts are added in launches of their own.
+CASES = {
+    "llama, decode 64": Case("llama-3.1-8b", 64, None, 13),
+    "smollm, mixed 512": Case("smollm2-135m", 16, 512, 18),
+    "llama, decode 1": Case("llama-3.1-8b", 1, None, 13),
+    "llama, decode 16": Case("llama-3.1-8b", 16, None, 13),
+    "llama, decode 256": Case("llama-3.1-8b", 256, None, 13),
+    "llama, decode 64, cuBLAS": Case("llama-3.1-8b", 64, None, 12, dict(cublas=True)),
+    "llama, decode 64, module in hand": Case("llama-3.1-8b", 64, None, 17, dict(fused=False)),
+    "llama, decode 64, module in hand, cuBLAS": Case("llama-3.1-8b", 64, None, 16, dict(fused=False, cublas=True)),
+    "llama, decode 64, fp8 pool": Case("llama-3.1-8b", 64, None, 14, dict(kv_cache_dtype="fp8")),
+    "llama, decode 64, int8": Case("llama-3.1-8b", 64, None, 18, dict(quantization="int8")),
+    "llama, decode 64, block 64": Case("llama-3.1-8b", 64, None, 13, dict(block_size=64)),
+    "llama, mixed 512": Case("llama-3.1-8b", 16, 512, 16),
+    "llama, mixed 2048": Case("llama-3.1-8b", 64, 2048, 16),
+    "llama, decode 64, TP 2": Case("llama-3.1-8b", 64, None, 18, dict(devices=2)),
+    "llama, decode 64, TP 4": Case("llama-3.1-8b", 64, None, 18, dict(devices=4)),
+    "llama, mixed 2048, TP 4": Case("llama-3.1-8b", 64, 2048, 20, dict(devices=4)),
+    "qwen3, decode 64": Case("qwen3-8b", 64, None, 17),
+    "qwen3, mixed 2048": Case("qwen3-8b", 64, 2048, 20),
+    "qwen2.5, decode 64": Case("qwen2.5-7b", 64, None, 15),
+    "gemma 2, decode 16": Case("gemma-2-2b", 16, None, 18),
+    "gemma 3, decode 16": Case("gemma-3-4b", 16, None, 20),
+    "gemma 3, mixed 512": Case("gemma-3-4b", 32, 512, 22),
+    "smollm, decode 1": Case("smollm2-135m", 1, None, 13),
+    "smollm, decode 256": Case("smollm2-135m", 256, None, 17),
+    "experts, decode 64": Case("qwen3-30b-a3b", 64, None, 34),
+}
+LLAMA, USUAL = "llama, decode 64", "smollm, mixed 512"
+
+
+def check(found: StepFigures, case: Case) -> None:
+    """Assert the rules of every step."""
+    for program in (found.fewer, found.more):
+        assert not program.misaligned_operands and not program.copied_params and not program.host_waits
+    pool = DescribedStep(H200, case.shape.with_layers(1)).pool_array
+    assert found.pool_copies == 0
+    assert found.more.aliased_bytes == 2 * (found.layers + 1) * pool.nbytes, "the pool is updated in place"
+    assert found.per_layer(num_launches) <= case.launches
+    if case.shape.devices == 1:
+        assert found.more.command_buffers == 1, "the model's part is one launch of the host"
+
+
+def check_sampling(found: StepFigures) -> None:
+    for program in found.sampling.values():
+        assert not program.host_waits and not program.copied_params
+        assert program.command_buffers == 1 or found.shape.devices > 1
+
+
+@pytest.mark.parametrize(
+    "name", [USUAL, *(pytest.param(name, marks=pytest.mark.deep) for name in CASES if name not in (USUAL, LLAMA))]
+)
+def test_a_step_copies_no_parameter_and_hands_kernels_aligned_operands(name):
+    check(StepFigures.of(H200, CASES[name].shape, 2), CASES[name])
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(
+    "name", ["llama, decode 256", "llama, decode 64, TP 4", "qwen3, decode 64", "smollm, decode 1"]
+)
+def test_sampling_waits_for_nobody(name):
+    check_sampling(StepFigures.of(H200, CASES[name].shape, 2))
+
+
+def test_a_decode_step_of_llama_3_1_8b():
+    """Its estimate is a prediction from the compiled program, not a measurement. The floor is 4.92 ms."""
+    found = StepFigures.of(H200, CASES[LLAMA].shape, 2)
+    check(found, CASES[LLAMA])
+    check_sampling(found)
+    rows = {row["part"]: row["ms"] for row in found.estimate(1024)}
+    assert 4.9 < rows["floor"] < 4.95 and rows["floor"] < rows["all"] <= 7.0
+    assert rows["all"] == pytest.approx(sum(ms for part, ms in rows.items() if part not in ("all", "floor")))
+    launches = {name: len(each.launches) for name, each in found.sampling.items()}
+    assert launches["greedy"] <= 13 and launches["drawn"] <= 19 < launches["filtered"] < launches["any"]
+    # The bits of logits and of their sums do not depend on the settings that other requests use.
+    texts = {name: _of_logits(program) for name, program in found.sampling.items()}
+    assert len(texts["greedy"]) > 1 and len(set(texts.values())) == 1, texts
+
+
+def _of_logits(program: Program) -> tuple[str, ...]:
+    """Return the operations of the fusions up to the sums of exponentials, without names."""
+    fusions = [each for each in program.entry.values() if each.opcode == "fusion"]
+    last = next(i for i, each in enumerate(fusions) if any("exponential" in body for body in _body(program, each)))
+    return tuple(operation for each in fusions[: last + 1] for operation in _body(program, each))
+
+
+def _body(program: Program, fusion: Instruction) -> list[str]:
+    return [f"{each.opcode} {[*each.arrays]}" for each in program.computations[fusion.called or ""].values()]
+
+
+# Planted faults: each assertion can fail.
+
+
+def first_of(shape: StepShape) -> DescribedStep:
+    return DescribedStep(H200, shape.with_layers(1))
+
+
+SMALL = StepShape(MODELS["smollm2-135m"], 64)
+
+
+def test_it_finds_operands_off_the_boundary(monkeypatch):
+    """Arrays one after another in the buffer, and XLA's own options."""
+    monkeypatch.setattr(batch, "ALIGNMENT", 1)
+    monkeypatch.setattr(step, "model_options", lambda *_, **__: None)
+    found = first_of(SMALL).forward().misaligned_operands
+    assert found and all("bytes into its buffer" in each for each in found)
+
+
+def test_either_remedy_aligns_the_operands(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(batch, "ALIGNMENT", 1)
+        assert not first_of(SMALL).forward().misaligned_operands
+    monkeypatch.setattr(step, "model_options", lambda *_, **__: None)
+    program = first_of(SMALL).forward()
+    assert not program.misaligned_operands and any(thunk.kind == "kDynamicSliceFusion" for thunk in program.thunks)
+
+
+def test_it_finds_waits_of_the_host(monkeypatch):
+    monkeypatch.setattr(step, "sampling_options", lambda platform: None)
+    assert first_of(SMALL).choose(Settings.FILTERED).host_waits
+
+
+def test_it_finds_concatenated_parameters(monkeypatch):
+    """Of products of one array, which XLA merges unless it is told not to."""
+    monkeypatch.setattr(step, "model_options", lambda *_, **__: None)
+    shape = StepShape(MODELS["smollm2-135m"], 64, fused=False, cublas=True)
+    assert sum(size for _, size in first_of(shape).forward().copied_params) >= (9 + 2 * 3) * 64 * 576 * 2
+
+
+def test_it_finds_converted_and_transposed_parameters():
+    converted = first_of(StepShape(MODELS["smollm2-135m"], 64, quantization="int8", cublas=True))
+    assert converted.forward().copied_params, "cuBLAS takes no weights of 8 bits"
+    separate = first_of(StepShape(MODELS["qwen3-30b-a3b"], 8, fused=False))
+    sizes = [size for _, size in separate.forward().copied_params]
+    assert sizes == [128 * 768 * 2048 * 2] * 3, "weights of experts [E, out, in] are transposed in every step"
+
+
+def test_it_finds_a_copied_pool():
+    described = first_of(SMALL)
+    kept = jax.jit(lambda *args: described.step.forward.__wrapped__(*args, SMALL.bucket))
+    args = described.params, described.pool, described.last_tokens, described.buffer
+    program = deviceless.program_of(H200, kept, *args)
+    assert program.copies_of(described.pool_array) == 2 and program.aliased_bytes == 0
+
+
+def test_weights_of_8_bits_stay_with_triton():
+    options = compiler_options.model_options("gpu", has_quantized_weights=True)
+    assert options is not None and options["xla_gpu_cublas_fallback"] is False
+    assert "xla_gpu_cublas_fallback" not in (compiler_options.model_options("gpu", has_quantized_weights=False) or {})
+    assert compiler_options.model_options("cpu", has_quantized_weights=True) is None
+
+
+@pytest.mark.deep
+def test_the_program_prints_one_json_object_in_its_last_line():
+    command = [sys.executable, "benchmarks/kernels/compiled_step.py", "--model", "smollm2-135m", "--sequences", "4",
+               "--layers", "1", "--json"]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    expected = {"misaligned_operands": 0, "host_waits": 0, "copied_parameter_bytes": 0, "pool_copies": 0}
+    assert found.items() >= expected.items() and found["launches_per_layer"] > 5 and found["temporaries_bytes"] > 0

@@ -8,12 +8,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import pytest
 
 from benchmarks.kernels.compiled_step import StepFigures, num_launches
+from benchmarks.kernels.compiled_steps import STEPS
 from benchmarks.shared import deviceless
 from benchmarks.shared.gpus import H200
 from benchmarks.shared.models import MODELS
@@ -27,60 +27,45 @@ pytestmark = pytest.mark.skipif(deviceless.why_not() is not None, reason=str(dev
 ROOT = Path(__file__).parents[2]
 
 
-class Case(NamedTuple):
-    """A step, and the most launches that a layer of it may have."""
-
-    model: str
-    sequences: int
-    tokens: int | None
-    launches: int
-    options: dict = {}  # noqa: RUF012
-
-    @property
-    def shape(self) -> StepShape:
-        return StepShape(MODELS[self.model], self.sequences, self.tokens, **self.options)
-
-
-# Without a device XLA takes Triton's products, split along the sum: their parts are added in launches of their own.
-CASES = {
-    "llama, decode 64": Case("llama-3.1-8b", 64, None, 13),
-    "smollm, mixed 512": Case("smollm2-135m", 16, 512, 18),
-    "llama, decode 1": Case("llama-3.1-8b", 1, None, 13),
-    "llama, decode 16": Case("llama-3.1-8b", 16, None, 13),
-    "llama, decode 256": Case("llama-3.1-8b", 256, None, 13),
-    "llama, decode 64, cuBLAS": Case("llama-3.1-8b", 64, None, 12, dict(cublas=True)),
-    "llama, decode 64, module in hand": Case("llama-3.1-8b", 64, None, 17, dict(fused=False)),
-    "llama, decode 64, module in hand, cuBLAS": Case("llama-3.1-8b", 64, None, 16, dict(fused=False, cublas=True)),
-    "llama, decode 64, fp8 pool": Case("llama-3.1-8b", 64, None, 14, dict(kv_cache_dtype="fp8")),
-    "llama, decode 64, int8": Case("llama-3.1-8b", 64, None, 18, dict(quantization="int8")),
-    "llama, decode 64, block 64": Case("llama-3.1-8b", 64, None, 13, dict(block_size=64)),
-    "llama, mixed 512": Case("llama-3.1-8b", 16, 512, 16),
-    "llama, mixed 2048": Case("llama-3.1-8b", 64, 2048, 16),
-    "llama, decode 64, TP 2": Case("llama-3.1-8b", 64, None, 18, dict(devices=2)),
-    "llama, decode 64, TP 4": Case("llama-3.1-8b", 64, None, 18, dict(devices=4)),
-    "llama, mixed 2048, TP 4": Case("llama-3.1-8b", 64, 2048, 20, dict(devices=4)),
-    "qwen3, decode 64": Case("qwen3-8b", 64, None, 17),
-    "qwen3, mixed 2048": Case("qwen3-8b", 64, 2048, 20),
-    "qwen2.5, decode 64": Case("qwen2.5-7b", 64, None, 15),
-    "gemma 2, decode 16": Case("gemma-2-2b", 16, None, 18),
-    "gemma 3, decode 16": Case("gemma-3-4b", 16, None, 20),
-    "gemma 3, mixed 512": Case("gemma-3-4b", 32, 512, 22),
-    "smollm, decode 1": Case("smollm2-135m", 1, None, 13),
-    "smollm, decode 256": Case("smollm2-135m", 256, None, 17),
-    "experts, decode 64": Case("qwen3-30b-a3b", 64, None, 34),
+# The most launches of a layer. Without a device XLA takes Triton's products, split along the sum: their parts are added
+# in launches of their own.
+LAUNCHES = {
+    "Llama-3.1-8B, decode 1": 15,
+    "Llama-3.1-8B, decode 16": 15,
+    "Llama-3.1-8B, decode 64": 13,
+    "Llama-3.1-8B, decode 256": 13,
+    "Llama-3.1-8B, decode 64, cuBLAS": 12,
+    "Llama-3.1-8B, decode 64, fp8 pool": 14,
+    "Llama-3.1-8B, decode 64, int8": 13,
+    "Llama-3.1-8B, decode 64, block 64": 13,
+    "Llama-3.1-8B, decode 64, 2 GPUs": 17,
+    "Llama-3.1-8B, decode 64, 4 GPUs": 17,
+    "Llama-3.1-8B, mixed 512": 16,
+    "Llama-3.1-8B, mixed 2048": 16,
+    "Llama-3.1-8B, mixed 2048, 4 GPUs": 18,
+    "Qwen3-8B, decode 64": 16,
+    "Qwen3-8B, mixed 2048": 19,
+    "Qwen2.5-7B, decode 64": 15,
+    "Gemma-2-2B, decode 16": 18,
+    "Gemma-3-4B, decode 16": 20,
+    "Gemma-3-4B, mixed 512": 22,
+    "SmolLM2-135M, decode 1": 13,
+    "SmolLM2-135M, decode 256": 17,
+    "SmolLM2-135M, mixed 512": 18,
+    "Qwen3-30B-A3B, decode 64": 29,
 }
-LLAMA, USUAL = "llama, decode 64", "smollm, mixed 512"
+LLAMA, USUAL = "Llama-3.1-8B, decode 64", "SmolLM2-135M, mixed 512"
 
 
-def check(found: StepFigures, case: Case) -> None:
+def check(found: StepFigures, name: str) -> None:
     """Assert the rules of every step."""
     for program in (found.fewer, found.more):
         assert not program.misaligned_operands and not program.copied_params and not program.host_waits
-    pool = DescribedStep(H200, case.shape.with_layers(1)).pool_array
+    pool = found.described.pool_array
     assert found.pool_copies == 0
     assert found.more.aliased_bytes == 2 * (found.layers + 1) * pool.nbytes, "the pool is updated in place"
-    assert found.per_layer(num_launches) <= case.launches
-    if case.shape.devices == 1:
+    assert found.per_layer(num_launches) <= LAUNCHES[name]
+    if found.shape.devices == 1:
         assert found.more.command_buffers == 1, "the model's part is one launch of the host"
 
 
@@ -91,10 +76,10 @@ def check_sampling(found: StepFigures) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [USUAL, *(pytest.param(name, marks=pytest.mark.deep) for name in CASES if name not in (USUAL, LLAMA))]
+    "name", [USUAL, *(pytest.param(name, marks=pytest.mark.deep) for name in STEPS if name not in (USUAL, LLAMA))]
 )
 def test_a_step_copies_no_parameter_and_hands_kernels_aligned_operands(name):
-    check(StepFigures.of(H200, CASES[name].shape, 2), CASES[name])
+    check(StepFigures.of(H200, STEPS[name], 2), name)
 
 
 @pytest.mark.deep
@@ -102,13 +87,13 @@ def test_a_step_copies_no_parameter_and_hands_kernels_aligned_operands(name):
     "name", ["llama, decode 256", "llama, decode 64, TP 4", "qwen3, decode 64", "smollm, decode 1"]
 )
 def test_sampling_waits_for_nobody(name):
-    check_sampling(StepFigures.of(H200, CASES[name].shape, 2))
+    check_sampling(StepFigures.of(H200, STEPS[name], 2))
 
 
 def test_a_decode_step_of_llama_3_1_8b():
     """Its estimate is a prediction from the compiled program, not a measurement. The floor is 4.92 ms."""
-    found = StepFigures.of(H200, CASES[LLAMA].shape, 2)
-    check(found, CASES[LLAMA])
+    found = StepFigures.of(H200, STEPS[LLAMA], 2)
+    check(found, LLAMA)
     check_sampling(found)
     rows = {row["part"]: row["ms"] for row in found.estimate(1024)}
     assert 4.9 < rows["floor"] < 4.95 and rows["floor"] < rows["all"] <= 7.0
@@ -129,6 +114,14 @@ def _of_logits(program: Program) -> tuple[str, ...]:
 
 def _body(program: Program, fusion: Instruction) -> list[str]:
     return [f"{each.opcode} {[*each.arrays]}" for each in program.computations[fusion.called or ""].values()]
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("cublas", [False, True])
+def test_a_module_in_hand_is_served_without_copies_of_its_weights(cublas):
+    shape = StepShape(MODELS["llama-3.1-8b"], 64, fused=False, cublas=cublas)
+    program = first_of(shape).forward()
+    assert not program.copied_params and not program.misaligned_operands
 
 
 # Planted faults: each assertion can fail.

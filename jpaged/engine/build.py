@@ -334,13 +334,7 @@ def _load_prepared(config: EngineConfig, prepared: Prepared, *, progress: bool) 
     directory = find_model(config.model, revision=config.revision, weights=config.load_format != "dummy")
     logger.info("loading %s as %s", config.model, prepared.dtype)
     with compilation_cache():
-        model = load_model(
-            directory, prepared.model, dtype=prepared.dtype, load_format=config.load_format, seed=config.seed,
-            progress=progress, place=prepared.placement.of, quantization=prepared.quantization,
-        )  # fmt: skip
-        if prepared.placement.platform in FUSING:
-            fuse(model, prepared.placement.of)
-    return model
+        return _load(prepared, directory, load_format=config.load_format, seed=config.seed, progress=progress)
 
 
 def load_params(prepared: Prepared, directory: Path) -> Model:
@@ -349,10 +343,19 @@ def load_params(prepared: Prepared, directory: Path) -> Model:
     Raises:
         OSError, ValueError: the directory does not hold parameters of this model.
     """
-    return load_model(
-        directory, prepared.model, dtype=prepared.dtype, load_format="auto", seed=0, progress=False,
-        place=prepared.placement.of, quantization=prepared.quantization,
+    return _load(prepared, directory, load_format="auto", seed=0, progress=False)
+
+
+def _load(prepared: Prepared, directory: Path, *, load_format: str, seed: int, progress: bool) -> Model:
+    """Load a model as its device wants it."""
+    place = prepared.placement.of
+    model = load_model(
+        directory, prepared.model, dtype=prepared.dtype, load_format=load_format, seed=seed, progress=progress,
+        place=place, quantization=prepared.quantization,
     )  # fmt: skip
+    if prepared.placement.platform in FUSING:
+        fuse(model, place)
+    return model
 
 
 def _start_runner(

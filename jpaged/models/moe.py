@@ -33,7 +33,7 @@ def cost_of(config: ModelConfig, num_tokens: int) -> str | None:
     expanded = count * num_tokens * used * config.hidden_size * 2  # bytes in 16 bits, of the inputs of all experts
     return (
         f"XLA multiplies each token by all {count} experts instead of {used} ({count / used:g} times the operations), "
-        f"and needs about {expanded / 2**30:.1f} GiB of temporary memory for a step of {num_tokens} tokens"
+        f"and needs about {expanded / 2**30:.2g} GiB of temporary memory for a step of {num_tokens} tokens"
     )
 
 

@@ -9,14 +9,16 @@ import pytest
 from flax import nnx
 
 from jpaged import LLM, SamplingParams, quantize
+from jpaged.config import EngineConfig, Limits
 from jpaged.engine import build
 from jpaged.models.checkpoint import dummy_model, on_one_device
 from jpaged.models.fused import FusedLinear, fuse, joints_of
-from jpaged.models.moe import ExpertMlps, FusedExperts
+from jpaged.models.moe import ExpertMlps, FusedExperts, cost_of
 from jpaged.models.registry import architectures as registered
 from jpaged.rl.causal import logits
 from jpaged.runtime.parameters import by_name
 from jpaged.runtime.placement import Placement, shard
+from jpaged.runtime.runner import ModelRunner
 from tests import architectures
 from tests.few_shapes import few_shapes
 
@@ -168,3 +170,11 @@ def test_models_are_fused_on_gpus_only(monkeypatch):
         assert fused == (platforms == ("cpu",))
         tokens.append(generated(loaded))
     assert tokens[0] == tokens[1]
+
+
+def test_the_start_tells_the_cost_of_experts(caplog):
+    ModelRunner(model_of(MOE), EngineConfig(num_gpu_blocks_override=4), Limits(64, 2, 4096, 16))
+    (told,) = [record.message for record in caplog.records if "mixture of experts" in record.message]
+    assert "by all 4 experts instead of 2 (2 times the operations)" in told
+    assert "about 0.0039 GiB" in told and "a step of 4096 tokens (max_num_batched_tokens" in told
+    assert cost_of(model_of("qwen2").config, 4096) is None

@@ -13,7 +13,7 @@ import jax
 import pytest
 
 from benchmarks.kernels.compiled_step import StepFigures, num_launches
-from benchmarks.kernels.compiled_steps import STEPS
+from benchmarks.kernels.compiled_steps import STEPS, compared
 from benchmarks.shared import deviceless
 from benchmarks.shared.gpus import H200
 from benchmarks.shared.models import MODELS
@@ -40,18 +40,18 @@ LAUNCHES = {
     "Llama-3.1-8B, decode 64, block 64": 13,
     "Llama-3.1-8B, decode 64, 2 GPUs": 17,
     "Llama-3.1-8B, decode 64, 4 GPUs": 17,
-    "Llama-3.1-8B, mixed 512": 16,
+    "Llama-3.1-8B, mixed 512": 15,
     "Llama-3.1-8B, mixed 2048": 16,
-    "Llama-3.1-8B, mixed 2048, 4 GPUs": 18,
-    "Qwen3-8B, decode 64": 16,
-    "Qwen3-8B, mixed 2048": 19,
-    "Qwen2.5-7B, decode 64": 15,
-    "Gemma-2-2B, decode 16": 18,
-    "Gemma-3-4B, decode 16": 20,
-    "Gemma-3-4B, mixed 512": 22,
-    "SmolLM2-135M, decode 1": 13,
-    "SmolLM2-135M, decode 256": 17,
-    "SmolLM2-135M, mixed 512": 18,
+    "Llama-3.1-8B, mixed 2048, 4 GPUs": 19,
+    "Qwen3-8B, decode 64": 15,
+    "Qwen3-8B, mixed 2048": 20,
+    "Qwen2.5-7B, decode 64": 14,
+    "Gemma-2-2B, decode 16": 13,
+    "Gemma-3-4B, decode 16": 15,
+    "Gemma-3-4B, mixed 512": 17,
+    "SmolLM2-135M, decode 1": 11,
+    "SmolLM2-135M, decode 256": 14,
+    "SmolLM2-135M, mixed 512": 15,
     "Qwen3-30B-A3B, decode 64": 29,
 }
 LLAMA, USUAL = "Llama-3.1-8B, decode 64", "SmolLM2-135M, mixed 512"
@@ -122,6 +122,20 @@ def test_a_module_in_hand_is_served_without_copies_of_its_weights(cublas):
     shape = StepShape(MODELS["llama-3.1-8b"], 64, fused=False, cublas=cublas)
     program = first_of(shape).forward()
     assert not program.copied_params and not program.misaligned_operands
+
+
+def test_figures_are_shown_after_the_earlier_ones():
+    row = dict(
+        step="a step", launches_per_layer=13, copied_parameter_bytes=0, temporaries_bytes=2_000_000, host_waits=0,
+        command_buffers=2, misaligned_operands=0,
+    )  # fmt: skip
+    earlier = row | dict(launches_per_layer=16, copied_parameter_bytes=1_610_000_000, estimate_ms=8.391)
+    *_, line = compared([row], [earlier]).splitlines()
+    assert line == "| a step | 16 → 13 | 1.61 → 0 | 2 → 2 | 0 → 0 | 2 → 2 | 0 → 0 | 8.39 |"
+    *_, line = compared([row], []).splitlines()
+    assert line.startswith("| a step | 13 | 0 | 2 | 0 ")
+    committed = json.loads((ROOT / "benchmarks/results/compiled_steps/results.json").read_text())
+    assert {each["step"]: each["launches_per_layer"] for each in committed["rows"]} == LAUNCHES
 
 
 # Planted faults: each assertion can fail.

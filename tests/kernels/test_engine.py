@@ -163,7 +163,8 @@ def check(expected: Run, found: Run, dtype: str) -> None:
 
 @pytest.fixture(scope="module")
 def model_of():
-    return functools.cache(lambda dtype: dummy_model(LLAMA, dtype, seed=4))
+    seeds = {"float32": 4, "bfloat16": 37}  # with which no choice of the short workload is close
+    return functools.cache(lambda dtype: dummy_model(LLAMA, dtype, seed=seeds[dtype]))
 
 
 @pytest.fixture(scope="module")

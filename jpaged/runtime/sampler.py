@@ -67,7 +67,7 @@ def count(state: SamplingState, sampling: Sampling) -> SamplingState:
 
 def sample(
     logits_sv: jax.Array, state: SamplingState, sampling: Sampling, num_top: int, *, processed: bool = False,
-    settings: Settings = Settings.ANY,
+    settings: Settings = Settings.ANY, several: bool = False,
 ) -> Sampled:  # fmt: skip
     """Return the next token of each row.
 
@@ -82,12 +82,14 @@ def sample(
         processed: static: describe the distribution after masks, bias, penalties, temperature and filters, instead of
             the model's own. That costs a search of the vocabulary for the rows with filters.
         settings: static: the settings that the rows use at most; all of them if `processed`.
+        several: static: whether there are executables for several settings, whose results must have the same bits.
     """
     k = min(num_top, logits_sv.shape[1])
     if processed:
         return _sample_processed(logits_sv, state, sampling, k)
-    # Materialized, so that they have the same bits in the executables of all settings.
-    logits_sv, lse_s = lax.optimization_barrier((logits_sv, jax.nn.logsumexp(logits_sv, axis=-1)))
+    lse_s = jax.nn.logsumexp(logits_sv, axis=-1)
+    if several:  # nothing that only some of them compute is fused with these
+        logits_sv, lse_s = lax.optimization_barrier((logits_sv, lse_s))
     drawn_s, listed_s = sampling.temperature > 0, sampling.num_top > 0
     if settings is not Settings.ANY:
         tokens = _argmax(logits_sv)

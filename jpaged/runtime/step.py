@@ -120,7 +120,7 @@ class Step:
             sampling = sampling_of(rows_sf, bits)
             sampled, state = sample_divided(
                 merged(params).logits(x_sd), state, sampling, MAX_TOP, placement, processed=processed_logprobs,
-                settings=settings,
+                settings=settings, several=len(self.settings) > 1,
             )  # fmt: skip
             at_s = jnp.where(sampling.rows < 0, len(last_tokens_r), sampling.rows)  # past the end: dropped
             return *_packed(sampled), state, last_tokens_r.at[at_s].set(sampled.tokens, mode="drop")

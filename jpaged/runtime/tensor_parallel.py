@@ -88,6 +88,7 @@ def sample_divided(
     *,
     processed: bool = False,
     settings: Settings = Settings.ANY,
+    several: bool = False,
 ) -> tuple[Sampled, SamplingState]:
     """Count tokens as `count` does, and return the result of `sample`, whose rows are divided among the devices.
 
@@ -114,7 +115,9 @@ def sample_divided(
             logits_sv = lax.all_to_all(logits_sv, ALL, split_axis=0, concat_axis=1, tiled=True)
         else:
             logits_sv = own(logits_sv)
-        sampled = sample(logits_sv, state, jax.tree.map(own, sampling), num_top, processed=processed, settings=settings)
+        own_sampling = jax.tree.map(own, sampling)
+        options: Any = dict(processed=processed, settings=settings, several=several)
+        sampled = sample(logits_sv, state, own_sampling, num_top, **options)
         return jax.tree.map(lambda x: x[:num_rows], _gathered(sampled) if size > 1 else sampled), state
 
     specs = (COLUMNS if placement.splits_vocab else WHOLE, WHOLE, WHOLE)

@@ -97,7 +97,7 @@ def calls_of(runner: ModelRunner, llama: Llama, case: Case) -> dict[str, Callabl
     return {
         "step": lambda: runner.dispatch(plan).result().samples,
         "forward": lambda: runner._forward(buffer, made.bucket),
-        "choose": lambda: runner._choose(computed, bits),
+        "choose": lambda: runner._choose(computed, bits, runner.step.settings_for(made.settings)),
         "layers": lambda: layers(state),
         "logits": lambda: logits(state, computed.x_sd),
         "read": lambda: multiply(small, read),

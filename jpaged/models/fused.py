@@ -19,9 +19,8 @@ from jpaged.models.layers import Linear, axes, product
 LEAVES = ("weight", "bias", "weight_scale")
 
 Place = Callable[[nnx.Variable[Any]], Sharding]  # of a parameter
-Join = Callable[
-    [Sequence[Any], "Joint", Sharding], Any
-]  # leaves, their joint, its place -> the leaf that replaces them
+# (leaves, their joint, sharding of the leaf that replaces them) -> that leaf
+Join = Callable[[Sequence[Any], "Joint", Sharding], Any]
 
 
 class Joint(NamedTuple):

@@ -84,7 +84,8 @@ def test_a_step_copies_no_parameter_and_hands_kernels_aligned_operands(name):
 
 @pytest.mark.deep
 @pytest.mark.parametrize(
-    "name", ["llama, decode 256", "llama, decode 64, TP 4", "qwen3, decode 64", "smollm, decode 1"]
+    "name",
+    ["Llama-3.1-8B, decode 256", "Llama-3.1-8B, decode 64, 4 GPUs", "Qwen3-8B, decode 64", "SmolLM2-135M, decode 1"],
 )
 def test_sampling_waits_for_nobody(name):
     check_sampling(StepFigures.of(H200, STEPS[name], 2))

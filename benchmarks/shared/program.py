@@ -240,7 +240,7 @@ class Program:
             (p.name for p in body.values() if p.opcode == "parameter" and f"parameter({index})" in p.line), None
         )
         users = [user for user in body.values() if inner in user.operands]
-        if users and all(user.opcode in READS_PART and user.operands[0] in inner for user in users):
+        if users and all(user.opcode in READS_PART and user.operands[0] == inner for user in users):
             return min(whole, sum(user.nbytes for user in users))
         return whole
 

@@ -17,6 +17,7 @@ from jpaged.core.params import BeamSearchParams, InvalidParameter, SamplingParam
 from jpaged.core.request import Request, RequestOutput
 from jpaged.engine.build import load_engine
 from jpaged.engine.engine import InFlight, PauseMode
+from jpaged.engine.guard import Guard
 from jpaged.engine.output import request_output
 from jpaged.models.base import Model
 from jpaged.runtime.parameters import ModuleArrays
@@ -60,6 +61,7 @@ class LLM:
             EngineConfig(model=name, **config), model=module, tokenizer=tokenizer, progress=progress
         )
         self._module = None if module is None else ModuleArrays(module)
+        self._guard = Guard(self.engine)
         self._grammars = self.engine.grammar_compiler()
         self._request_ids = itertools.count()
         self._worker = Worker()
@@ -270,9 +272,9 @@ class LLM:
         with tqdm(total=len(requests), desc="Generating", unit="request", disable=not use_tqdm) as bar:
             while self.engine.scheduler.has_work and not stop.is_set():
                 self._worker.run_interludes(0.0 if self.engine.has_work else POLL_S)
-                output = self.engine.step()
+                output = self._guard.step()
                 tokens += sum(len(delta.samples) for delta in output.deltas)
-                bar.update(len(output.ended))
+                bar.update(len(output.ended) + len(output.faults))
                 elapsed = bar.format_dict["elapsed"]
                 bar.set_postfix_str(f"{tokens / elapsed:.0f} tokens/s" if elapsed else "", refresh=False)
 

@@ -278,9 +278,17 @@ SITES = {
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("site", SITES)
-def test_generate_step_raises_at_any_point_next_call_works(llm, expected, site, after, monkeypatch):
+def test_generate_step_raises_once_at_any_point_changes_no_output(llm, expected, site, after, monkeypatch):
     with monkeypatch.context() as patched:
-        inject(patched, *SITES[site](llm), fail, at={1}, after=after)
+        acted = inject(patched, *SITES[site](llm), fail, at={1}, after=after)
+        assert generate_load(llm) == expected and acted
+    assert_usable(llm, expected)
+
+
+@pytest.mark.parametrize("site", ["forward", "choose"])
+def test_generate_every_step_raises_next_call_works(llm, expected, site, monkeypatch):
+    with monkeypatch.context() as patched:
+        inject(patched, *SITES[site](llm), fail, at=range(10**6), after=False)
         with pytest.raises(MemoryError, match="injected"):
             generate_load(llm)
     assert_usable(llm, expected)

@@ -25,6 +25,14 @@ class FinishReason(StrEnum):
 NON_FINITE = "the model's logits are not finite"  # a stop reason
 
 
+class RequestFault(Exception):
+    """Exception in the work on one request: its `__cause__`. Other requests go on without this one."""
+
+    def __init__(self, request: "Request"):
+        super().__init__(request.request_id)
+        self.request = request
+
+
 @dataclass(eq=False, slots=True)
 class Sequence:
     """Branch of a request's generation, with its own block table: `0 <= num_computed_tokens <= num_tokens + pending`.

@@ -8,9 +8,10 @@ prefix-cache hits, forks and recomputation after a preemption all follow from th
 import itertools
 import math
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Series
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 from jpaged.config import Limits
@@ -21,7 +22,7 @@ from jpaged.core.block_table import BlockTable, Copies, append, move, num_distin
 from jpaged.core.params import MAX_TOP, BeamSearchParams, ContextLengthExceeded, InvalidParameter, SamplingParams
 from jpaged.core.plan import Pairs, Sample, Scheduled, StepPlan, StepResult
 from jpaged.core.queue import RequestQueue, Turns
-from jpaged.core.request import NON_FINITE, FinishReason, Request, Sequence
+from jpaged.core.request import NON_FINITE, FinishReason, Request, RequestFault, Sequence
 from jpaged.core.rows import Rows
 
 # The headroom of engines. In simulations of an overloaded pool (OPT-13B on an A100, ShareGPT's lengths), it cuts
@@ -59,12 +60,14 @@ class Committed(NamedTuple):
         served: the requests with computed tokens in the step, without those that have ended meanwhile.
         preempted: the requests that lost their blocks for this step, each with whether the blocks were swapped out.
         resumed: the requests whose blocks were swapped in.
+        faults: the requests whose own commit raised an exception. They must be expelled (`recover`).
     """
 
     advanced: Series[Sequence] = ()
     served: Series[Request] = ()
     preempted: Series[tuple[Request, bool]] = ()
     resumed: Series[Request] = ()
+    faults: Mapping[Request, Exception] = MappingProxyType({})
 
 
 class Scheduler:
@@ -90,6 +93,7 @@ class Scheduler:
 
     Attributes:
         holds_new: admit no request for the first time, so that only started requests continue.
+        touched: the requests on which the step before the last `recover` may have worked.
     """
 
     def __init__(
@@ -109,7 +113,8 @@ class Scheduler:
         self.pool = pool
         self.limits = limits
         self.vocab_size = vocab_size
-        self.eos_token_ids = frozenset(eos_token_ids)
+        # A tokenizer may know tokens that the model can't produce.
+        self.eos_token_ids = frozenset(token for token in eos_token_ids if 0 <= token < vocab_size)
         self.host_pool = host_pool
         self.policy = policy
         self.preemption = preemption
@@ -130,12 +135,20 @@ class Scheduler:
         self._leaving: set[Sequence] = set()  # ended, and still part of a step in flight
         self._must_drain = False  # something must be preempted
         self._restarted: list[Request] = []  # by `recover`, since the last plan
+        self._at: Request | None = None  # the request that `schedule` is working on
+        self._parked: dict[Request, None] | None = None  # while some requests are tried without the others
         self.holds_new = False
+        self.touched: list[Request] = []
 
     @property
     def has_started(self) -> bool:
         """Whether there is an admitted request that has not ended."""
         return any(request.admitted for request in self.requests.values())
+
+    @property
+    def is_trying(self) -> bool:
+        """Whether some requests are tried without the others, which are parked."""
+        return self._parked is not None
 
     @property
     def has_work(self) -> bool:
@@ -174,7 +187,8 @@ class Scheduler:
 
         Args:
             client: the client whose turns it takes; None: the order of arrival.
-            bad_words: token ids of each text that the output must not contain.
+            bad_words: token ids of each text that the output must not contain. Those with a token that the model can't
+                produce are ignored.
 
         Raises:
             InvalidParameter: the request could never run; the message has the numbers.
@@ -201,6 +215,7 @@ class Scheduler:
                 f"{length + max_tokens} tokens ({length} in the prompt, {max_tokens} in the completion). Please reduce "
                 "the length of the prompt or completion.",
             )
+        producible = [word for word in bad_words if all(0 <= token < self.vocab_size for token in word)]
         beam: BeamSearch[Sequence] | None = None
         num_top = params.logprobs
         if isinstance(params, BeamSearchParams):
@@ -211,21 +226,21 @@ class Scheduler:
             request_id, list(prompt_token_ids), params, seed, max_tokens, prompt,
             rank=(priority, self._turns.take(client, width), next(self._arrivals)), client=client,
             cache_salt=cache_salt,
-            bans=Bans(bad_words, self.eos_token_ids.union(params.stop_token_ids), params.min_tokens),
+            bans=Bans(producible, self.eos_token_ids.union(params.stop_token_ids), params.min_tokens),
             end_tokens=frozenset(params.stop_token_ids).union(() if params.ignore_eos else self.eos_token_ids),
             num_top=num_top, beam=beam,
         )  # fmt: skip
         request.sequences.append(Sequence(request, list(prompt_token_ids), BlockTable(self.pool)))
+        self._queue(request)
         self.requests[request_id] = request
-        self.waiting.add(request)
         return request
 
-    def abort(self, request_id: str) -> Request | None:
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> Request | None:
         """End a request at any moment and free its blocks; return None if it is unknown or has ended."""
         request = self.requests.get(request_id)
         if request is not None:
             for sequence in request.live:
-                self.finish(sequence, FinishReason.ABORT)
+                self.finish(sequence, reason)
         return request
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
@@ -240,7 +255,20 @@ class Scheduler:
 
         Returns:
             The plan of the next step, or None if there is nothing to do before a plan in flight is committed.
+
+        Raises:
+            RequestFault: the work on one request raised an exception. `recover` is needed.
         """
+        try:
+            return self._schedule()
+        except Exception as error:
+            if self._at is None:
+                raise
+            raise RequestFault(self._at) from error
+        finally:
+            self._at = None
+
+    def _schedule(self) -> StepPlan | None:
         if self._in_flight and self._must_drain:
             return None
         self._must_drain = False
@@ -271,6 +299,7 @@ class Scheduler:
                 break
         if not (step.preempted or self._must_drain):
             self._schedule_waiting(budget, step)
+        self._at = None
         if not (step.rows or step.swap_out or step.swap_in):
             return None
         step.plan = StepPlan(
@@ -289,10 +318,14 @@ class Scheduler:
         advanced: list[Sequence] = []
         served: list[Request] = []  # the rows of a request are next to each other
         beams: dict[Request, list[Sample]] = {}
-        for sequences in step.resumed.values():
-            for sequence, computed in sequences:
-                if not sequence.finish_reason:
-                    self._remember(sequence, computed)
+        faults: dict[Request, Exception] = {}
+        for request, sequences in step.resumed.items():
+            try:
+                for sequence, computed in sequences:
+                    if not sequence.finish_reason:
+                        self._remember(sequence, computed)
+            except Exception as error:
+                faults[request] = error
         at, samples, prompts, size = 0, result.samples, result.prompt, self.pool.block_size
         caching = self.pool.enable_prefix_caching
         for index, (sequence, (_, start, count, num_samples)) in enumerate(zip(step.sequences, plan.rows, strict=True)):
@@ -300,49 +333,64 @@ class Scheduler:
             sequence.in_flight -= 1
             if num_samples:
                 sequence.pending -= 1
-            if sequence.finish_reason:
-                if not sequence.in_flight:
-                    self._release(sequence)
+            if faults and request in faults:
                 continue
-            if not served or served[-1] is not request:
-                served.append(request)
-            prompt = prompts.get(index, ()) if prompts else ()
-            # All samples of a sequence are drawn from the same logits.
-            if (num_samples and samples[first][1] != samples[first][1]) or (prompt and _has_nan(prompt)):
-                beams.pop(request, None)
-                advanced += [each for each in self._fail(request) if each not in advanced]
-                continue
-            if caching and (start + count) // size > len(sequence.nodes):
-                self._remember(sequence, start + count)
-            if prompt:
-                request.prompt_samples.extend(prompt)
-            if not num_samples:
-                continue
-            if request.beam:
-                beams.setdefault(request, []).append(samples[first])
-                continue
-            if num_samples == 1:
-                self._take(sequence, samples[first])
-                advanced.append(sequence)
-                continue
-            mine = samples[first:at]
-            branches = [sequence, *(self._fork(sequence, branch) for branch in range(1, num_samples))]
-            request.sequences = branches
-            for branch, sample in zip(branches, mine, strict=True):
-                self._take(branch, sample)
-                if not branch.finish_reason:
-                    self.rows.choose(branch)
-            advanced += branches
+            try:
+                if sequence.finish_reason:
+                    if not sequence.in_flight:
+                        self._release(sequence)
+                    continue
+                if not served or served[-1] is not request:
+                    served.append(request)
+                prompt = prompts.get(index, ()) if prompts else ()
+                # All samples of a sequence are drawn from the same logits.
+                if (num_samples and samples[first][1] != samples[first][1]) or (prompt and _has_nan(prompt)):
+                    beams.pop(request, None)
+                    advanced += [each for each in self._fail(request) if each not in advanced]
+                    continue
+                if caching and (start + count) // size > len(sequence.nodes):
+                    self._remember(sequence, start + count)
+                if prompt:
+                    request.prompt_samples.extend(prompt)
+                if not num_samples:
+                    continue
+                if request.beam:
+                    beams.setdefault(request, []).append(samples[first])
+                    continue
+                if num_samples == 1:
+                    self._take(sequence, samples[first])
+                    advanced.append(sequence)
+                    continue
+                mine = samples[first:at]
+                branches = [sequence, *(self._fork(sequence, branch) for branch in range(1, num_samples))]
+                request.sequences = branches
+                for branch, sample in zip(branches, mine, strict=True):
+                    self._take(branch, sample)
+                    if not branch.finish_reason:
+                        self.rows.choose(branch)
+                advanced += branches
+            except Exception as error:
+                faults[request] = error
         assert at == len(samples), f"{len(samples)} samples of {at}"
         for request, samples_of_beams in beams.items():
-            advanced += self._advance_beams(request, samples_of_beams)
-        return Committed(advanced, served, step.preempted, list(step.resumed))
+            try:
+                advanced += self._advance_beams(request, samples_of_beams)
+            except Exception as error:
+                faults[request] = error
+        if faults:
+            advanced = [sequence for sequence in advanced if sequence.request not in faults]
+            served = [request for request in served if request not in faults]
+        return Committed(advanced, served, step.preempted, list(step.resumed), faults)
 
-    def recover(self) -> None:
+    def recover(self, *, expelled: Collection[Request] = (), tried: Collection[Request] | None = None) -> None:
         """Restore a consistent state after a step that failed at any point, or for other parameters.
 
         The content of all blocks is forgotten, on the host too, and so are the results of the plans in flight. Every
         request waits to be recomputed from its tokens.
+
+        Args:
+            expelled: requests that end with an error. Nothing else is done with them, whatever their state.
+            tried: the requests that wait; all others, and new ones, are parked until `release`. None: all wait.
         """
         for pool in (self.pool, self.host_pool):
             if pool is not None:
@@ -351,9 +399,15 @@ class Scheduler:
         self._in_flight.clear()
         self._leaving.clear()
         self._must_drain = False
+        idle = {*self.waiting, *(self._parked or ())} - {self.waiting.first if self.waiting else None}
+        self.touched = [request for request in self.requests.values() if request not in idle]
         self._restarted += self.running
         self.num_preemptions += len(self.running)
         self.waiting, self.running = RequestQueue(), RequestQueue()
+        self._parked = None if tried is None else {}
+        for request in expelled:
+            for sequence in request.live:
+                sequence.finish_reason = FinishReason.ERROR
         self.requests = {name: request for name, request in self.requests.items() if not request.finished}
         for request in self.requests.values():
             for sequence in request.live:
@@ -362,11 +416,29 @@ class Scheduler:
                 sequence.free()
             if not any(sequence.num_output_tokens for sequence in request.live):
                 request.prompt_samples.clear()  # they are told all at once, and come from the same parameters
+            if tried is None or request in tried:
+                self.waiting.add(request)
+            else:
+                self._queue(request)
+
+    def release(self, requests: Iterable[Request] | None = None) -> None:
+        """Let parked requests wait in the queue; None: all of them, and park no further ones."""
+        assert self._parked is not None, "nothing is parked"
+        for request in list(self._parked) if requests is None else requests:
+            if self._parked.pop(request, request) is None:  # it has not ended meanwhile
+                self.waiting.add(request)
+        if requests is None:
+            self._parked = None
+
+    def _queue(self, request: Request) -> None:
+        if self._parked is None:
             self.waiting.add(request)
+        else:
+            self._parked[request] = None
 
     def check_invariants(self) -> None:
         """Check the pools against every live table, and the order of every sequence's integers."""
-        queued = [*self.waiting, *self.running]
+        queued = [*self.waiting, *self.running, *(self._parked or ())]
         assert sorted(map(id, queued)) == sorted(map(id, self.requests.values())), "a request is lost, or queued twice"
         sequences = [sequence for request in queued for sequence in request.live]
         for sequence in sequences:
@@ -450,6 +522,7 @@ class Scheduler:
 
     def _continue_branches(self, request: Request, budget: int, step: _Step) -> int:
         """Schedule the next token of each branch, if all are before their `steady_until`; return the tokens used."""
+        self._at = request
         live = request.live
         if len(live) > budget or any(s.num_computed_tokens >= s.steady_until for s in live):
             return 0
@@ -464,6 +537,7 @@ class Scheduler:
 
     def _schedule_running(self, request: Request, budget: int, step: _Step) -> int:
         """Schedule the part of a request that fits, preempting later requests if necessary; return the tokens used."""
+        self._at = request
         step.unsteady.append(request)
         counts = self._counts(request, budget)
         spans = [(s.table, s.num_computed_tokens, s.num_computed_tokens + count) for s, count in counts.items()]
@@ -472,10 +546,11 @@ class Scheduler:
             if self._in_flight:
                 self._must_drain = True
                 return 0
-            victim = self.running.last
+            victim = self._at = self.running.last
             self._preempt(victim, step)
             if victim is request:
                 return 0
+            self._at = request
         step.block_copies += copies
         for (sequence, count), (table, start, end), length in zip(counts.items(), spans, lengths):
             if copies or len(table.block_ids) > length:
@@ -556,6 +631,7 @@ class Scheduler:
 
     def _lack(self, request: Request) -> int:
         """Return the number of blocks that a request still lacks for the tokens it has."""
+        self._at = request
         size, spans, lack = self.pool.block_size, [], 0
         for sequence in request.live:
             if sequence.leader:
@@ -566,6 +642,7 @@ class Scheduler:
 
     def _admit(self, request: Request, reserved: int, step: _Step) -> bool:
         """Move a waiting request to `running` if all its tokens fit, in addition to its swapped or cached blocks."""
+        self._at = request
         live = request.live
         tables = [sequence.table for sequence in live]
         swapped = any(table.block_ids for table in tables)
@@ -764,7 +841,8 @@ class Scheduler:
 
     def _drop(self, request: Request) -> None:
         """Forget a request that has ended."""
-        (self.running if request in self.running else self.waiting).remove(request)
+        if self._parked is None or self._parked.pop(request, request) is not None:
+            (self.running if request in self.running else self.waiting).remove(request)
         del self.requests[request.request_id]
 
 

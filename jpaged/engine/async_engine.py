@@ -18,6 +18,7 @@ from jpaged.core.plan import ParamsDeleted
 from jpaged.core.request import OutputDelta, Request
 from jpaged.core.scheduler import Scheduler
 from jpaged.engine.engine import Engine, EngineStats, InFlight, PauseMode, StepOutput
+from jpaged.engine.guard import Guard
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +32,12 @@ class EngineDead(RuntimeError):
     """End of the engine's thread, by an error or by `stop`; no more output follows."""
 
 
+class RequestFailed(RuntimeError):
+    """End of one request by an exception in the work on it; the log has the exception."""
+
+
 class Observer(Protocol):
-    """Receiver of events on the engine's thread, which waits for it."""
+    """Receiver of events on the engine's thread, which waits for it. An exception is logged, and changes nothing."""
 
     def added(self, request: Request) -> None:
         """Handle an accepted request."""
@@ -125,6 +130,7 @@ class AsyncEngine:
 
     def __init__(self, engine: Engine, observers: Iterable[Observer] = (), *, max_queue: int | None = None):
         self._engine = engine
+        self._guard = Guard(engine)
         self._max_queue = max_queue
         self._observers = tuple(observers)
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
@@ -266,8 +272,7 @@ class AsyncEngine:
                     f"{self._max_queue}): retry later"
                 )
         request = self._engine.add(request_id, prompt, params, **options)
-        for observer in self._observers:
-            observer.added(request)
+        self._tell(lambda observer: observer.added(request))
 
     def _submit(self, call: Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()
@@ -292,7 +297,7 @@ class AsyncEngine:
 
     def _step(self) -> None:
         try:
-            self._deliver(self._engine.step())
+            self._deliver(self._guard.step())
         except ParamsDeleted as error:  # nothing can be computed, and the next parameters mend it
             logger.error("%s", error)
             self._fail_requests(error)
@@ -326,8 +331,7 @@ class AsyncEngine:
 
     def _deliver(self, output: StepOutput) -> None:
         # Before anyone can act on tokens that they have not seen.
-        for observer in self._observers:
-            observer.stepped(self._engine.scheduler, output)
+        self._tell(lambda observer: observer.stepped(self._engine.scheduler, output))
         self._tell_ended(output.ended)
         parts: defaultdict[_Stream, _Part] = defaultdict(_Part)
         for delta in output.deltas:
@@ -337,6 +341,9 @@ class AsyncEngine:
             stream, _ = self._streams.pop(request.request_id)
             parts[stream].num_ended += 1
         _put(parts)
+        self._tell_ended(output.faults)
+        failed = [self._streams.pop(request.request_id) for request in output.faults]
+        _put({stream: RequestFailed("internal error; the server's log has more") for stream, _ in failed})
 
     def _tell_waits(self) -> None:
         for is_done, future in [wait for wait in self._waits if wait[0]()]:
@@ -345,15 +352,20 @@ class AsyncEngine:
 
     def _tell_ended(self, requests: Iterable[Request]) -> None:
         for request in requests:
-            for observer in self._observers:
-                observer.ended(request)
+            self._tell(lambda observer, request=request: observer.ended(request))  # type: ignore[misc]
             request.sequences.clear()  # breaks a reference cycle: no garbage collection is needed to free the request
+
+    def _tell(self, event: Callable[[Observer], None]) -> None:
+        for observer in self._observers:
+            try:
+                event(observer)
+            except Exception:
+                logger.exception("%s has failed", type(observer).__name__)
 
     def _die(self, error: EngineDead) -> None:
         with self._lock:
             self._error = error
-        _put({stream: error for stream, _ in self._streams.values()})
-        self._streams.clear()
+        self._fail_requests(error)
         for _, future in self._waits:
             future.set_exception(error)
         while not self._calls.empty():

@@ -5,7 +5,8 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args
 
 from tokenizers import Tokenizer
@@ -101,6 +102,7 @@ class StepOutput(NamedTuple):
             has each of them then, whole.
         ended: the requests that the step finished.
         progress: the requests with new tokens.
+        faults: the requests that have ended because the work on them raised an exception.
     """
 
     plan: StepPlan | None
@@ -108,6 +110,7 @@ class StepOutput(NamedTuple):
     deltas: list[OutputDelta]
     ended: list[Request]
     progress: tuple[Progress, ...] = ()
+    faults: Mapping[Request, Exception] = MappingProxyType({})
 
 
 class EngineStats(NamedTuple):
@@ -240,27 +243,30 @@ class Engine:
         if bad_words is None:
             bad_words = tokenize_bad_words(self.tokenizer, params.bad_words) if params.bad_words else ()
         given = params.seed if isinstance(params, SamplingParams) else 0
-        request = self.scheduler.add(
-            request_id, params.truncated(prompt_token_ids, self.scheduler.limits.max_model_len), params,
+        prompt_token_ids = params.truncated(prompt_token_ids, self.scheduler.limits.max_model_len)
+        decoder, constraint = None, copy.copy(constraint)
+        if self.tokenizer is not None:
+            decoder = Detokenizer(
+                self.tokenizer, prompt_token_ids, stop=params.stop, include_stop=params.include_stop_str_in_output,
+                skip_special_tokens=params.skip_special_tokens,
+            )  # fmt: skip
+        request = self.scheduler.add(  # the last that may raise: nothing else knows the request yet
+            request_id, prompt_token_ids, params,
             seed=self._seeds.getrandbits(64) if given is None else given, prompt=prompt, priority=priority,
             client=client, cache_salt=cache_salt, bad_words=bad_words,
         )  # fmt: skip
         request.metrics.queued_ts = self._clock()
         (sequence,) = request.sequences
-        sequence.constraint = copy.copy(constraint)
-        if self.tokenizer is not None:
-            sequence.decoder = Detokenizer(
-                self.tokenizer, request.prompt_token_ids, stop=params.stop,
-                include_stop=params.include_stop_str_in_output, skip_special_tokens=params.skip_special_tokens,
-            )  # fmt: skip
-            if request.beam and params.stop:
-                request.find_stop = _find_stop
+        sequence.constraint, sequence.decoder = constraint, decoder
+        if request.beam and params.stop:
+            request.find_stop = _find_stop
         return request
 
     def abort(self, request_id: str) -> Request | None:
         """End a request at any moment; return None if it is unknown or has ended."""
-        if request := self.scheduler.abort(request_id):
-            request.metrics.finished_ts = self._clock()
+        request = self.scheduler.requests.get(request_id)
+        if request:
+            self._end(request, FinishReason.ABORT)
         return request
 
     def reset_prefix_cache(self) -> None:
@@ -333,7 +339,7 @@ class Engine:
         """
         if level not in (1, 2):
             raise ValueError(f"level: must be 1 (parameters on the host) or 2 (dropped), not {level!r}")
-        self._drop_steps()
+        self.restart()
         self.runner.sleep(level)
         self._asleep = TAGS
 
@@ -361,8 +367,12 @@ class Engine:
     def step(self) -> StepOutput:
         """Dispatch steps as far as they may overlap, and commit the oldest; without work, do nothing.
 
-        Any exception is passed on. The engine stays usable: its requests are recomputed by the next steps, to the same
-        tokens, or can be aborted.
+        An exception in the commit or the text of one request ends this request alone (`StepOutput.faults`).
+
+        Raises:
+            RequestFault: the scheduling of one request raised an exception.
+            Exception: any other failure. After both, the engine stays usable: its requests are recomputed by the next
+                steps, to the same tokens, or can be aborted or expelled (`restart`).
         """
         try:
             if self.is_updating and not self.scheduler.has_started:
@@ -375,37 +385,74 @@ class Engine:
             plan, dispatched_at, pending = self._in_flight.popleft()
             committed = self.scheduler.commit(plan, pending.result())
         except BaseException:
-            self._drop_steps()
+            self.restart()
             self.runner.recover()
             raise
-        advanced = committed.advanced
-        texts = [self._read(sequence) for sequence in advanced]
-        deltas = [newest_delta(sequence, text) for sequence, text in zip(advanced, texts) if sequence.request.streams]
-        ended = [r for r in dict.fromkeys(sequence.request for sequence in advanced) if r.finished]
+        faults: dict[Request, Exception] = {}
+        deltas = self._deltas(committed.advanced, faults)
+        progress = self._progress(committed.served, dispatched_at, faults)
+        ended = [r for r in dict.fromkeys(sequence.request for sequence in committed.advanced) if r.finished]
         for request in ended:
+            request.metrics.finished_ts = self._clock()
             if request.sequences[0].stop_reason == NON_FINITE and not self._has_failed:
                 self._has_failed = True  # every request may be ended so, and one line is enough
                 logger.error("request %s ended: %s; the parameters may hold NaN", request.request_id, NON_FINITE)
-            if not request.streams:
-                deltas += whole_deltas(request)
-        return StepOutput(plan, committed, deltas, ended, self._progress(committed.served, ended, dispatched_at))
+        for request in faults:
+            self._end(request, FinishReason.ERROR)
+        if committed.faults:
+            self.restart(expelled=committed.faults)
+            faults |= committed.faults
+        if faults:
+            names = {request.request_id for request in faults}
+            deltas = [delta for delta in deltas if delta.request_id not in names]
+            ended = [request for request in ended if request not in faults]
+        return StepOutput(plan, committed, deltas, ended, progress, faults)
+
+    def _deltas(self, advanced: Iterable[Sequence], faults: dict[Request, Exception]) -> list[OutputDelta]:
+        """Return the additions to outputs by a step's tokens, and add the requests for which that fails to `faults`."""
+        deltas: list[OutputDelta] = []
+        others: dict[Request, None] = {}
+        for sequence in advanced:
+            request = sequence.request
+            try:
+                text = self._read(sequence)
+                if request.streams:
+                    deltas.append(newest_delta(sequence, text))
+                else:
+                    others[request] = None
+            except Exception as error:
+                faults[request] = error
+        for request in others:
+            try:
+                if request.finished:
+                    deltas += whole_deltas(request)
+            except Exception as error:
+                faults[request] = error
+        return deltas
+
+    def restart(self, **options: Any) -> None:
+        """Recompute all requests from their tokens, with the options of `Scheduler.recover`."""
+        self._in_flight.clear()
+        self.scheduler.recover(**options)
 
     def _progress(
-        self, served: Iterable[Request], ended: Iterable[Request], dispatched_at: float
+        self, served: Iterable[Request], dispatched_at: float, faults: dict[Request, Exception]
     ) -> tuple[Progress, ...]:
         """Update the metrics of requests after a step, and return those with new tokens."""
         now, found = self._clock(), []
         for request in served:
             metrics = request.metrics
             metrics.scheduled_ts = metrics.scheduled_ts or dispatched_at
-            tokens = sum(sequence.num_output_tokens for sequence in request.sequences)
+            try:
+                tokens = sum(sequence.num_output_tokens for sequence in request.sequences)
+            except Exception as error:
+                faults[request] = error
+                continue
             if (new := tokens - metrics.num_generation_tokens) > 0:
                 is_first = metrics.num_generation_tokens == 0
                 found.append(Progress(request, new, None if is_first else now - metrics.last_token_ts))
                 metrics.first_token_ts = now if is_first else metrics.first_token_ts
                 metrics.last_token_ts, metrics.num_generation_tokens = now, tokens
-        for request in ended:
-            request.metrics.finished_ts = now
         return tuple(found)
 
     def _exchange(self, source: Any, *, keep: bool = False) -> None:
@@ -414,14 +461,9 @@ class Engine:
         if keep:
             self.reset_prefix_cache()
         else:
-            self._drop_steps()
+            self.restart()
         self.runner.update_params(source)
         self._asleep -= {"weights"}
-
-    def _drop_steps(self) -> None:
-        """Forget the steps in flight and the KV of all requests."""
-        self._in_flight.clear()
-        self.scheduler.recover()
 
     def _make_masks(self, plan: StepPlan) -> MakeMasks | None:
         """Return a function that computes a plan's masks while the device works: they do not depend on its results."""
@@ -436,21 +478,30 @@ class Engine:
         if sequence.stop_reason == NON_FINITE:
             return text
         if sequence.constraint is not None and (error := sequence.constraint.error):
-            self._end(sequence, FinishReason.ERROR, error)
+            self._finish(sequence, FinishReason.ERROR, error)
         if decoder is None:
             return text
         # A token that ends the text is not part of it.
         if sequence.finish_reason != FinishReason.STOP or _ended_by_text(sequence):
             text, stop = _decode(decoder, sequence, sequence.tokens[-1])
             if stop is not None and sequence.finish_reason != FinishReason.ERROR:
-                self._end(sequence, FinishReason.STOP, stop)
+                self._finish(sequence, FinishReason.STOP, stop)
         if sequence.finish_reason:
             text += decoder.flush()
             sequence.decoder = None
         sequence.text += text
         return text
 
-    def _end(self, sequence: Sequence, reason: FinishReason, stop_reason: str) -> None:
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        """End a request at any moment, whatever its state."""
+        try:
+            self.scheduler.abort(request.request_id, reason)
+        except Exception:
+            logger.exception("request %s can't be ended, and is expelled", request.request_id)
+            self.restart(expelled=[request])
+        request.metrics.finished_ts = self._clock()
+
+    def _finish(self, sequence: Sequence, reason: FinishReason, stop_reason: str) -> None:
         """End a sequence, or change the reason of one that has just ended."""
         if sequence.finish_reason:
             sequence.finish_reason, sequence.stop_reason = reason, stop_reason

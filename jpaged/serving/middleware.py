@@ -15,7 +15,7 @@ from aiohttp import web
 
 from jpaged.core.params import InvalidParameter
 from jpaged.core.plan import ParamsDeleted
-from jpaged.engine.async_engine import EngineDead, QueueFull
+from jpaged.engine.async_engine import EngineDead, QueueFull, RequestFailed
 from jpaged.serving.origins import check_origin
 from jpaged.serving.protocol import ApiError
 from jpaged.serving.service import SERVICE
@@ -91,6 +91,8 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(503, str(error), code="queue_full", retry_after=1)
         case EngineDead() | ParamsDeleted():
             return ApiError(503, str(error))
+        case RequestFailed():
+            return ApiError(500, str(error))
         case web.HTTPException():
             return ApiError(error.status, error.reason)
     logger.error("a request failed", exc_info=error)

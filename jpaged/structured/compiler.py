@@ -25,7 +25,7 @@ class GrammarCompiler:
     grammar.
 
     Args:
-        vocab_size: size of the model's vocabulary, at least the tokenizer's.
+        vocab_size: size of the model's vocabulary.
         eos_token_ids: the tokens that end a complete text.
         max_cached: the number of compiled grammars that are kept.
     """

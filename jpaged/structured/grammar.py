@@ -15,6 +15,7 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper, gra
 from tokenizers import Tokenizer
 
 from jpaged.core.params import StructuredOutputsParams
+from jpaged.structured.vocabulary import ExactVocabulary
 
 # llguidance recurses along chains of rules. A stack of this size takes the longest one that `MAX_GRAMMAR_BYTES` of
 # `compiler.py` can hold; memory is used only as far as a grammar needs it.
@@ -46,7 +47,7 @@ class Compiler:
     """Compiler of grammars to matchers for one model.
 
     Args:
-        vocab_size: size of the model's vocabulary, at least the tokenizer's.
+        vocab_size: size of the model's vocabulary.
         eos_token_ids: tokens that end a complete text.
     """
 
@@ -73,7 +74,7 @@ class Compiler:
         if not self._eos_token_ids:
             raise ValueError("the model has no end-of-sequence token, so no text could be complete")
         try:
-            vocabulary = TokenizerWrapper(_Vocabulary(self._source, self._vocab_size, self._eos_token_ids))
+            vocabulary = TokenizerWrapper(ExactVocabulary(self._source, self._vocab_size, self._eos_token_ids))
             return LLTokenizer(vocabulary, n_vocab=self._vocab_size, eos_token=self._eos_token_ids)
         except ValueError as error:
             raise ValueError(f"this model's tokenizer can't be constrained: {error}") from error
@@ -87,25 +88,6 @@ def deep_stack() -> Iterator[None]:
         yield
     finally:
         threading.stack_size(before)
-
-
-class _Vocabulary:
-    """Tokenizer in llguidance's form.
-
-    By itself, llguidance would treat every added token like <this> as a special one, and never allow it in a text, not
-    even the tags around a tool call.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: list[int]):
-        plain = LLTokenizer(tokenizer.to_str(), n_vocab=vocab_size, eos_token=eos_token_ids)
-        added = tokenizer.get_added_tokens_decoder()
-        self.tokens = [plain.decode_bytes([token]) for token in range(vocab_size)]
-        self.special_token_ids = [token for token, text in added.items() if text.special]
-        self.bos_token_id, self.eos_token_id = None, eos_token_ids[0]
-        self._tokenizer = tokenizer
-
-    def __call__(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
 
 
 class MaskWriter:

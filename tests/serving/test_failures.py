@@ -36,39 +36,45 @@ def test_killed_process_breaks_streams_and_its_port_is_free():
             assert api.completions.create(model="demo", prompt=say("back")).choices[0].text == "back"
 
 
-async def test_step_that_raises_ends_streams_with_an_error_and_later_requests_with_503():
-    """Check that the process stays up for its metrics and its log, and exits with 0."""
-    error = {"message": "the engine has failed: the script fails here", "type": "ServiceUnavailableError"}
-    error |= {"param": None, "code": "service_unavailable"}
+async def test_step_that_raises_for_one_request_ends_this_request_alone():
+    error = {"message": "internal error; the server's log has more", "type": "InternalServerError"}
+    error |= {"param": None, "code": "internal_error"}
     with ServerProcess(*SLOW, module=SCRIPTED, clean=False) as server:
         async with Api(server.url) as api, Connection(server.port) as connection:
-            other = await api.complete(say("word " * 100), max_tokens=200, stream=True)
+            other = await api.complete(say("word " * 20), max_tokens=200, stream=True)
             await anext(other)
-            failing = request("POST", "/v1/chat/completions", chat(f"Once upon a time{FAIL}", stream=True))
-            connection.send(failing)
+            connection.send(request("POST", "/v1/chat/completions", chat(f"Once upon a time{FAIL}", stream=True)))
             *events, last = (await connection.answer()).events
             assert last == {"error": error}
             assert "".join(event["choices"][0]["delta"]["content"] for event in events) == "Once upon a time"
             assert all(event["choices"][0]["finish_reason"] is None for event in events)
-            with pytest.raises(openai.APIError, match="the engine has failed: the script fails here") as raised:
-                await collect(other)
-            assert (raised.value.code, raised.value.type) == ("service_unavailable", "ServiceUnavailableError")
-            for fields in ({}, {"stream": True}):
-                with pytest.raises(openai.InternalServerError, match="the engine has failed") as rejected:
-                    await api.complete("a", **fields)
-                assert rejected.value.status_code == 503
-            connection.send(failing)  # The connection is still open.
+            connection.send(request("POST", "/v1/chat/completions", chat(f"Once{FAIL}")))  # The connection is open.
             answer = await connection.answer()
-            assert answer.status == 503 and answer.error == error
-            for path, status in {"/health": 503, "/ping": 503, "/metrics": 200, "/version": 200}.items():
+            assert answer.status == 500 and answer.error == error
+            rest = "".join(chunk.choices[0].text for chunk in await collect(other))
+            assert rest.endswith("word word ")
+            assert (await api.complete(say("fine"))).choices[0].text == "fine"
+            for path in ("/health", "/ping", "/metrics", "/version"):
                 connection.send(request("GET", path))
-                answer = await connection.answer()
-                assert answer.status == status and (answer.body == b"") == (status == 503)
+                assert (await connection.answer()).status == 200
         log = server.wait_for_log("RuntimeError: the script fails here")
-        assert "ERROR jpaged.engine.async_engine: the engine has failed\nTraceback" in log.string
+        assert "ended by a fault of its own\nTraceback" in log.string
         assert server.stop() == 0
-        (traceback,) = server.tracebacks()
-        assert "the script fails here" in traceback
+        assert all("the script fails here" in traceback for traceback in server.tracebacks())
+
+
+async def test_step_that_raises_for_any_request_ends_streams_and_later_requests_with_503(loaded, monkeypatch):
+    """Check that the server stays up for its metrics and its log."""
+    async with Client(*loaded) as client:
+        with monkeypatch.context() as patched:
+            patched.setattr(client.engine.runner.step, "forward", lambda *args: 1 / 0)
+            *_, last = await client.stream("/v1/completions", {"prompt": "Hello"})
+            assert last["error"]["code"] == "service_unavailable"
+            assert last["error"]["message"] == "the engine has failed: division by zero"
+            for path, status in {"/health": 503, "/ping": 503, "/metrics": 200, "/version": 200}.items():
+                async with client.session.get(path) as response:
+                    assert response.status == status
+            assert (await client.complete("a", 503))["error"]["message"] == last["error"]["message"]
 
 
 async def test_weights_of_nan_are_an_error_500(loaded, caplog):

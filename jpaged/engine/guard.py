@@ -1,0 +1,116 @@
+"""Steps of an engine in which a request that raises an exception ends alone."""
+
+import logging
+from collections.abc import Iterable
+
+from jpaged.core.params import SamplingParams
+from jpaged.core.plan import ParamsDeleted
+from jpaged.core.request import Request, RequestFault
+from jpaged.core.scheduler import Committed
+from jpaged.engine.engine import Engine, StepOutput
+
+logger = logging.getLogger(__name__)
+
+PROBE = "probe"  # request id
+
+
+class Guard:
+    """Steps of an engine, and the search for the request that makes a step fail.
+
+    The scheduler knows the request that it is working on, and an exception there ends it at once. An exception on the
+    device side names no request. All requests are then computed again. If an exception comes again before each of them
+    has a further token, they are tried by halves, without the others, down to one.
+    """
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        # Groups of requests that are to be tried, the last one now, with the numbers of their tokens at the beginning.
+        self._groups: list[dict[Request, int]] = []
+
+    def step(self) -> StepOutput:
+        """Run `Engine.step`.
+
+        Raises:
+            ParamsDeleted: as `Engine.step`.
+            Exception: a failure that is not due to a request.
+        """
+        self._go_on()
+        try:
+            output = self._engine.step()
+        except ParamsDeleted:
+            raise
+        except RequestFault as fault:
+            assert isinstance(fault.__cause__, Exception), "a fault has a cause"
+            return self._expel(fault.request, fault.__cause__)
+        except Exception as error:
+            return self._search(error)
+        for request, cause in output.faults.items():
+            _log(request, cause)
+        return output
+
+    def _go_on(self) -> None:
+        """Begin the trial of the next group if each request of the present one has ended, or has a further token."""
+        scheduler = self._engine.scheduler
+        if len(self._groups) > 1 and not scheduler.is_trying:
+            self._groups.clear()  # new parameters, for example, have started all requests again
+        while self._groups and not self._suspects(self._groups[-1]):
+            self._groups.pop()
+            if scheduler.is_trying:
+                scheduler.release(self._groups[-1] if self._groups else None)
+
+    def _suspects(self, requests: Iterable[Request]) -> list[Request]:
+        """Return the requests without a further token since the beginning of their trial."""
+        before = self._groups[-1] if self._groups else {}
+        return [r for r in requests if not r.finished and before.get(r, _num_tokens(r)) == _num_tokens(r)]
+
+    def _search(self, error: Exception) -> StepOutput:
+        scheduler = self._engine.scheduler
+        suspects = self._suspects(self._groups[-1] if len(self._groups) > 1 else scheduler.touched)
+        if not self._groups and suspects:
+            logger.warning("a step failed, and its requests are computed again: %s: %s", type(error).__name__, error)
+            self._groups = [_progress(suspects)]
+        elif len(suspects) > 1:
+            half = len(suspects) // 2
+            self._groups[-1:] = [_progress(suspects[half:]), _progress(suspects[:half])]
+            self._engine.restart(tried=self._groups[-1])
+        elif suspects and self._is_sound():
+            return self._expel(suspects[0], error)
+        else:
+            raise error
+        return _nothing()
+
+    def _is_sound(self) -> bool:
+        """Return whether the engine computes a request of its own, without the others."""
+        engine = self._engine
+        engine.restart(tried=())
+        probe = engine.add(PROBE, [0], SamplingParams(max_tokens=1, temperature=0))
+        engine.scheduler.release([probe])
+        try:
+            while not probe.finished:
+                engine.step()
+        except Exception:
+            logger.exception("the engine can't compute any request")
+            engine.abort(PROBE)
+        return bool(probe.sequences[0].samples)
+
+    def _expel(self, request: Request, error: Exception) -> StepOutput:
+        _log(request, error)
+        self._groups.clear()
+        self._engine.restart(expelled=[request])
+        return _nothing()._replace(faults={request: error})
+
+
+def _num_tokens(request: Request) -> int:
+    return sum(len(sequence.samples) for sequence in request.sequences)
+
+
+def _progress(requests: list[Request]) -> dict[Request, int]:
+    return {request: _num_tokens(request) for request in requests}
+
+
+def _nothing() -> StepOutput:
+    return StepOutput(None, Committed(), [], [])
+
+
+def _log(request: Request, error: Exception) -> None:
+    logger.error("request %s ended by a fault of its own", request.request_id, exc_info=error)

@@ -2,6 +2,7 @@
 
 import bisect
 import itertools
+import operator
 from collections import Counter
 from collections.abc import Iterator
 
@@ -11,8 +12,7 @@ MAX_CHUNK = 512
 MAX_IDLE_CLIENTS = 1024
 
 
-def _rank(request: Request) -> tuple[int, int, int]:
-    return request.rank
+_rank = operator.attrgetter("rank")
 
 
 class RequestQueue:

@@ -235,12 +235,12 @@ class Scheduler:
         self.requests[request_id] = request
         return request
 
-    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> Request | None:
+    def abort(self, request_id: str) -> Request | None:
         """End a request at any moment and free its blocks; return None if it is unknown or has ended."""
         request = self.requests.get(request_id)
         if request is not None:
             for sequence in request.live:
-                self.finish(sequence, reason)
+                self.finish(sequence, FinishReason.ABORT)
         return request
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
@@ -289,7 +289,8 @@ class Scheduler:
                     sequence.pending += 1
                     budget -= 1
                     continue
-            elif count := self._continue_branches(request, budget, step):
+            self._at = request
+            if len(branches) > 1 and (count := self._continue_branches(request, budget, step)):
                 budget -= count
                 continue
             if step.preempted and request not in self.running:
@@ -506,6 +507,7 @@ class Scheduler:
             return
         num_seats, reserved = self._claims(step)
         while budget > 0 and (request := self._next_waiting()):
+            self._at = request
             growth = num_seats * self.headroom // self.pool.block_size
             num_seats += request.seats
             if num_seats > self.limits.max_num_seqs or not self._admit(request, reserved + growth, step):
@@ -522,7 +524,6 @@ class Scheduler:
 
     def _continue_branches(self, request: Request, budget: int, step: _Step) -> int:
         """Schedule the next token of each branch, if all are before their `steady_until`; return the tokens used."""
-        self._at = request
         live = request.live
         if len(live) > budget or any(s.num_computed_tokens >= s.steady_until for s in live):
             return 0
@@ -537,7 +538,6 @@ class Scheduler:
 
     def _schedule_running(self, request: Request, budget: int, step: _Step) -> int:
         """Schedule the part of a request that fits, preempting later requests if necessary; return the tokens used."""
-        self._at = request
         step.unsteady.append(request)
         counts = self._counts(request, budget)
         spans = [(s.table, s.num_computed_tokens, s.num_computed_tokens + count) for s, count in counts.items()]
@@ -642,7 +642,6 @@ class Scheduler:
 
     def _admit(self, request: Request, reserved: int, step: _Step) -> bool:
         """Move a waiting request to `running` if all its tokens fit, in addition to its swapped or cached blocks."""
-        self._at = request
         live = request.live
         tables = [sequence.table for sequence in live]
         swapped = any(table.block_ids for table in tables)

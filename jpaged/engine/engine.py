@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from jpaged.config import Limits
 from jpaged.core.params import BeamSearchParams, InvalidParameter, SamplingParams
 from jpaged.core.plan import StepPlan, StepResult
-from jpaged.core.request import NON_FINITE, FinishReason, OutputDelta, Request, Sequence
+from jpaged.core.request import NON_FINITE, FinishReason, OutputDelta, Request, RequestFault, Sequence
 from jpaged.core.scheduler import Committed, Scheduler
 from jpaged.engine.output import last_deltas, newest_delta, whole_deltas
 from jpaged.structured.compiler import GrammarCompiler
@@ -265,8 +265,13 @@ class Engine:
     def abort(self, request_id: str) -> Request | None:
         """End a request at any moment; return None if it is unknown or has ended."""
         request = self.scheduler.requests.get(request_id)
-        if request:
-            self._end(request, FinishReason.ABORT)
+        if request is not None:
+            try:
+                self.scheduler.abort(request_id)
+            except Exception:
+                logger.exception("request %s can't be ended, and is expelled", request_id)
+                self.restart(expelled=[request])
+            request.metrics.finished_ts = self._clock()
         return request
 
     def reset_prefix_cache(self) -> None:
@@ -367,12 +372,9 @@ class Engine:
     def step(self) -> StepOutput:
         """Dispatch steps as far as they may overlap, and commit the oldest; without work, do nothing.
 
-        An exception in the commit or the text of one request ends this request alone (`StepOutput.faults`).
-
-        Raises:
-            RequestFault: the scheduling of one request raised an exception.
-            Exception: any other failure. After both, the engine stays usable: its requests are recomputed by the next
-                steps, to the same tokens, or can be aborted or expelled (`restart`).
+        An exception in the scheduling, the commit or the text of one request ends this request alone
+        (`StepOutput.faults`). Any other exception is passed on. The engine stays usable: its requests are recomputed by
+        the next steps, to the same tokens, or can be aborted or expelled (`restart`).
         """
         try:
             if self.is_updating and not self.scheduler.has_started:
@@ -384,11 +386,16 @@ class Engine:
                 return StepOutput(None, Committed(), [], [])
             plan, dispatched_at, pending = self._in_flight.popleft()
             committed = self.scheduler.commit(plan, pending.result())
+        except RequestFault as fault:
+            self.restart(expelled=[fault.request])
+            self.runner.recover()
+            assert isinstance(fault.__cause__, Exception), "a fault has a cause"
+            return StepOutput(None, Committed(), [], [], faults={fault.request: fault.__cause__})
         except BaseException:
             self.restart()
             self.runner.recover()
             raise
-        faults: dict[Request, Exception] = {}
+        faults = dict(committed.faults)
         deltas = self._deltas(committed.advanced, faults)
         progress = self._progress(committed.served, dispatched_at, faults)
         ended = [r for r in dict.fromkeys(sequence.request for sequence in committed.advanced) if r.finished]
@@ -397,12 +404,8 @@ class Engine:
             if request.sequences[0].stop_reason == NON_FINITE and not self._has_failed:
                 self._has_failed = True  # every request may be ended so, and one line is enough
                 logger.error("request %s ended: %s; the parameters may hold NaN", request.request_id, NON_FINITE)
-        for request in faults:
-            self._end(request, FinishReason.ERROR)
-        if committed.faults:
-            self.restart(expelled=committed.faults)
-            faults |= committed.faults
         if faults:
+            self.restart(expelled=faults)
             names = {request.request_id for request in faults}
             deltas = [delta for delta in deltas if delta.request_id not in names]
             ended = [request for request in ended if request not in faults]
@@ -491,15 +494,6 @@ class Engine:
             sequence.decoder = None
         sequence.text += text
         return text
-
-    def _end(self, request: Request, reason: FinishReason) -> None:
-        """End a request at any moment, whatever its state."""
-        try:
-            self.scheduler.abort(request.request_id, reason)
-        except Exception:
-            logger.exception("request %s can't be ended, and is expelled", request.request_id)
-            self.restart(expelled=[request])
-        request.metrics.finished_ts = self._clock()
 
     def _finish(self, sequence: Sequence, reason: FinishReason, stop_reason: str) -> None:
         """End a sequence, or change the reason of one that has just ended."""

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from jpaged.core.params import SamplingParams
 from jpaged.core.plan import ParamsDeleted
-from jpaged.core.request import Request, RequestFault
+from jpaged.core.request import Request
 from jpaged.core.scheduler import Committed
 from jpaged.engine.engine import Engine, StepOutput
 
@@ -26,6 +26,7 @@ class Guard:
         self._engine = engine
         # Groups of requests that are to be tried, the last one now, with the numbers of their tokens at the beginning.
         self._groups: list[dict[Request, int]] = []
+        self._is_trying = False  # these groups, without the other requests
 
     def step(self) -> StepOutput:
         """Run `Engine.step`.
@@ -39,9 +40,6 @@ class Guard:
             output = self._engine.step()
         except ParamsDeleted:
             raise
-        except RequestFault as fault:
-            assert isinstance(fault.__cause__, Exception), "a fault has a cause"
-            return self._expel(fault.request, fault.__cause__)
         except Exception as error:
             return self._search(error)
         for request, cause in output.faults.items():
@@ -51,12 +49,13 @@ class Guard:
     def _go_on(self) -> None:
         """Begin the trial of the next group if each request of the present one has ended, or has a further token."""
         scheduler = self._engine.scheduler
-        if len(self._groups) > 1 and not scheduler.is_trying:
-            self._groups.clear()  # new parameters, for example, have started all requests again
+        if self._is_trying and not scheduler.is_trying:  # new parameters, for example, have started all requests again
+            self._groups, self._is_trying = [], False
         while self._groups and not self._suspects(self._groups[-1]):
             self._groups.pop()
-            if scheduler.is_trying:
+            if self._is_trying:
                 scheduler.release(self._groups[-1] if self._groups else None)
+                self._is_trying = bool(self._groups)
 
     def _suspects(self, requests: Iterable[Request]) -> list[Request]:
         """Return the requests without a further token since the beginning of their trial."""
@@ -65,13 +64,14 @@ class Guard:
 
     def _search(self, error: Exception) -> StepOutput:
         scheduler = self._engine.scheduler
-        suspects = self._suspects(self._groups[-1] if len(self._groups) > 1 else scheduler.touched)
+        suspects = self._suspects(self._groups[-1] if self._is_trying else scheduler.touched)
         if not self._groups and suspects:
             logger.warning("a step failed, and its requests are computed again: %s: %s", type(error).__name__, error)
             self._groups = [_progress(suspects)]
         elif len(suspects) > 1:
             half = len(suspects) // 2
             self._groups[-1:] = [_progress(suspects[half:]), _progress(suspects[:half])]
+            self._is_trying = True
             self._engine.restart(tried=self._groups[-1])
         elif suspects and self._is_sound():
             return self._expel(suspects[0], error)
@@ -95,7 +95,7 @@ class Guard:
 
     def _expel(self, request: Request, error: Exception) -> StepOutput:
         _log(request, error)
-        self._groups.clear()
+        self._groups, self._is_trying = [], False
         self._engine.restart(expelled=[request])
         return _nothing()._replace(faults={request: error})
 

@@ -15,13 +15,17 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper, gra
 from tokenizers import Tokenizer
 
 from jpaged.core.params import StructuredOutputsParams
-from jpaged.structured.vocabulary import ExactVocabulary
+from jpaged.structured.vocabulary import Vocabulary
 
 # llguidance recurses along chains of rules. A stack of this size takes the longest one that `MAX_GRAMMAR_BYTES` of
 # `compiler.py` can hold; memory is used only as far as a grammar needs it.
 COMPILER_STACK_BYTES = 512 * 2**20
 # Without a bound a model may go on indenting for ever.
 WHITE_SPACE = r"[ \n\r\t]{1,24}"
+# Masks allow every token that continues a text. Otherwise, where only one text is possible, they would allow only the
+# tokens that the tokenizer has for it, which may not be what follows in this place, and each step would encode all of
+# it, however long.
+UNFORCED = '%llguidance {"no_forcing": true}'
 
 
 class Constraint:
@@ -74,7 +78,7 @@ class Compiler:
         if not self._eos_token_ids:
             raise ValueError("the model has no end-of-sequence token, so no text could be complete")
         try:
-            vocabulary = TokenizerWrapper(ExactVocabulary(self._source, self._vocab_size, self._eos_token_ids))
+            vocabulary = TokenizerWrapper(Vocabulary(self._source, self._vocab_size, self._eos_token_ids))
             return LLTokenizer(vocabulary, n_vocab=self._vocab_size, eos_token=self._eos_token_ids)
         except ValueError as error:
             raise ValueError(f"this model's tokenizer can't be constrained: {error}") from error
@@ -104,14 +108,19 @@ class MaskWriter:
 
 
 def native_grammar(wanted: StructuredOutputsParams) -> str:
-    """Return structured outputs as a grammar in llguidance's own form.
+    """Return structured outputs as a grammar in Lark's form, as llguidance extends it.
 
     Raises:
         ValueError: a value is invalid.
         TypeError: a value has an invalid type.
     """
+    return f"{_lark(wanted)}\n{UNFORCED}"
+
+
+def _lark(wanted: StructuredOutputsParams) -> str:
     if wanted.regex is not None:
-        return grammar_from("regex", wanted.regex)
+        lark: str = json.loads(grammar_from("regex", wanted.regex))["grammars"][0]["lark_grammar"]
+        return lark
     if wanted.choice is not None:
         return grammar_from("choice", json.dumps(wanted.choice))
     if wanted.grammar is not None:
@@ -121,4 +130,5 @@ def native_grammar(wanted: StructuredOutputsParams) -> str:
     if wanted.disable_any_whitespace:
         options = {"whitespace_flexible": False}
     text = schema if isinstance(schema, str) else json.dumps(schema)
-    return LLMatcher.grammar_from_json_schema(text, overrides=cast(Any, options))
+    made = json.loads(LLMatcher.grammar_from_json_schema(text, overrides=cast(Any, options)))
+    return f"start: %json {json.dumps(made['grammars'][0]['json_schema'])}"

@@ -18,7 +18,7 @@ from jpaged.core.scheduler import Committed, Scheduler
 from jpaged.engine.output import last_deltas, newest_delta, whole_deltas
 from jpaged.structured.compiler import GrammarCompiler
 from jpaged.structured.masks import Masks
-from jpaged.tokenizer import Detokenizer, tokenize_bad_words
+from jpaged.tokenizer import Detokenizer, Vocabulary, tokenize_bad_words
 
 if TYPE_CHECKING:
     from jpaged.structured.grammar import Constraint
@@ -145,6 +145,7 @@ class Engine:
         self.scheduler = scheduler
         self.runner = runner
         self.tokenizer = tokenizer
+        self.vocabulary = Vocabulary(tokenizer) if tokenizer else None
         self._masks = Masks(scheduler.vocab_size)
         self._seeds = random.Random(seed)
         self._has_failed = False
@@ -248,9 +249,9 @@ class Engine:
         request.metrics.queued_ts = self._clock()
         (sequence,) = request.sequences
         sequence.constraint = copy.copy(constraint)
-        if self.tokenizer is not None:
+        if self.vocabulary is not None:
             sequence.decoder = Detokenizer(
-                self.tokenizer, request.prompt_token_ids, stop=params.stop,
+                self.vocabulary, request.prompt_token_ids, stop=params.stop,
                 include_stop=params.include_stop_str_in_output, skip_special_tokens=params.skip_special_tokens,
             )  # fmt: skip
             if request.beam and params.stop:

@@ -27,7 +27,7 @@ from jpaged.runtime.parameters import by_name
 from jpaged.runtime.placement import Placement, devices_of
 from jpaged.runtime.runner import ModelRunner
 from jpaged.runtime.step_costs import tokens_beside_decodes
-from jpaged.tokenizer import backend, check_chat_template, has_tokenizer, load_tokenizer
+from jpaged.tokenizer import TOKENIZER_FILES, backend, check_chat_template, has_tokenizer, load_tokenizer
 from pallas_kernels import Kernels
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 FUSING = ("gpu", "cuda")  # platforms on which fewer products take less time
 WEIGHTS = ["*.safetensors"]
 SECOND_COPIES = ["consolidated*"]  # the same weights under Mistral's own names
-SMALL_FILES = ["*.json", "*.model", "*.jinja"]  # config and tokenizer
+SMALL_FILES = ["*.json", "*.model", "*.jinja", *TOKENIZER_FILES]  # config, tokenizer and chat templates
 
 
 def find_model(name: str, *, revision: str | None = None, weights: bool = True) -> Path:

@@ -6,7 +6,7 @@ import types
 import pytest
 from huggingface_hub.utils import filter_repo_objects
 
-from jpaged.config import EngineConfig, Limits, ModelConfig
+from jpaged.config import EngineConfig, Limits, ModelConfig, RopeConfig
 from jpaged.engine.build import _eos_token_ids, find_model, limits_of
 
 MODEL = ModelConfig(
@@ -45,6 +45,10 @@ def test_limits_that_the_model_or_the_pool_does_not_allow():
         limits_of(EngineConfig(max_model_len=4097), MODEL, "cpu")
     with pytest.raises(ValueError, match=r"max_num_seqs: 64 exceeds the 63 blocks of the KV pool"):
         limits_of(EngineConfig(num_gpu_blocks_override=63), MODEL, "cpu")
+    scaled = dataclasses.replace(MODEL, rope=RopeConfig("linear", factor=4.0, original_max_position_embeddings=4096))
+    assert limits_of(EngineConfig(), scaled, "cpu").max_model_len == 16384
+    with pytest.raises(ValueError, match=r"max_model_len: 16385 .* as linear rope_scaling extends them \(16384\)"):
+        limits_of(EngineConfig(max_model_len=16385), scaled, "cpu")
     small = dataclasses.replace(MODEL, max_position_embeddings=1024)
     assert limits_of(EngineConfig(), small, "cpu").block_size == 16
 

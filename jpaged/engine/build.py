@@ -124,11 +124,12 @@ def limits_of(config: EngineConfig, model: ModelConfig, platform: str) -> Limits
     Raises:
         ValueError: the model does not support a value, or there are more sequences than blocks in the KV pool.
     """
-    max_model_len = config.max_model_len or model.max_position_embeddings
-    if max_model_len > model.max_position_embeddings:
+    longest = model.context_length
+    max_model_len = config.max_model_len or longest
+    if max_model_len > longest:
+        scaled = "" if longest == model.max_position_embeddings else f" as {model.rope.type} rope_scaling extends them"
         raise ValueError(
-            f"max_model_len: {max_model_len} exceeds the model's max_position_embeddings "
-            f"({model.max_position_embeddings})"
+            f"max_model_len: {max_model_len} exceeds the model's max_position_embeddings{scaled} ({longest})"
         )
     # A CPU computes 256 tokens about as efficiently as more, and decodes wait for a step with a prompt in it.
     seqs, tokens = (64, 256) if platform == "cpu" else (256, 2048)

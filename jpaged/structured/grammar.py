@@ -15,6 +15,7 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper, gra
 from tokenizers import Tokenizer
 
 from jpaged.core.params import StructuredOutputsParams
+from jpaged.structured.numbers import sound_numbers
 
 # llguidance recurses along chains of rules. A stack of this size takes the longest one that `MAX_GRAMMAR_BYTES` of
 # `compiler.py` can hold; memory is used only as far as a grammar needs it.
@@ -134,7 +135,7 @@ def native_grammar(wanted: StructuredOutputsParams) -> str:
         return grammar_from("choice", json.dumps(wanted.choice))
     if wanted.grammar is not None:
         return grammar_from("grammar", wanted.grammar)
-    schema = wanted.json if wanted.json is not None else {"type": "object"}
+    schema = sound_numbers(wanted.json) if wanted.json is not None else {"type": "object"}
     options: dict[str, Any] = {"whitespace_pattern": wanted.whitespace_pattern or WHITE_SPACE}
     if wanted.disable_any_whitespace:
         options = {"whitespace_flexible": False}

@@ -22,6 +22,7 @@ QUANTIZATIONS = {"int8": "int8", "fp8": "float8_e4m3fn"}  # dtypes of the weight
 KERNELS = ("auto", "reference", "mosaic", "triton", "cpu")
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+EXTENDING = ("linear", "yarn")  # rope types after which sequences may pass max_position_embeddings
 # Fields that change the computation of some architecture, with the values that change nothing. A config refuses other
 # values unless its architecture reads the field.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -357,6 +358,14 @@ class ModelConfig:
                     f"{name}: must be {rotary_dim // 2} numbers, half of the rotary dim, "
                     f"not {len(getattr(self.rope, name))}"
                 )
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens of a sequence: `linear` and `yarn` extend the original context by their factor, like vLLM."""
+        if self.rope.type not in EXTENDING:
+            return self.max_position_embeddings
+        extended = min(self.rope.original_max_position_embeddings * self.rope.factor, MAX_SIZE)
+        return max(self.max_position_embeddings, int(extended))
 
     def for_length(self, max_model_len: int) -> Self:
         """Return the config for sequences of at most `max_model_len` tokens.

@@ -21,7 +21,7 @@ from jpaged.engine.guard import Guard
 from jpaged.engine.output import request_output
 from jpaged.models.base import Model
 from jpaged.runtime.parameters import ModuleArrays
-from jpaged.tokenizer import backend, encode, render_chat
+from jpaged.tokenizer import encode, render_chat
 from jpaged.worker import POLL_S, Worker
 
 # A text, token ids (an array or a list), or {"prompt": text or "prompt_token_ids": ids, "cache_salt": text}.
@@ -261,11 +261,10 @@ class LLM:
                 self.engine.abort(request.request_id)
             while self.engine.has_work:
                 self.engine.step()  # which commits the plans in flight
-        inner = backend(self.tokenizer) if self.tokenizer is not None else None
         for metrics in (request.metrics for request in requests):
             metrics.arrival_time = arrival.time
             metrics.first_token_latency = metrics.first_token_ts - arrival.ts
-        return [request_output(request, inner) for request in requests]
+        return [request_output(request, self.engine.vocabulary) for request in requests]
 
     def _generate(self, requests: list[Request], stop: threading.Event, use_tqdm: bool) -> None:
         tokens = 0

@@ -1,23 +1,26 @@
 """Tokenizer: loading, chat templates, and decoding token by token."""
 
+import codecs
 import copy
 import importlib.metadata
 import inspect
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from jinja2 import TemplateSyntaxError
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
+from tokenizers.pre_tokenizers import ByteLevel
 
-if TYPE_CHECKING:
-    from llguidance import LLTokenizer
-
-# Tokens of the prompt that a decoder sees first, so that a space at the start of the output is kept.
-CONTEXT_TOKENS = 6
+CALL_TAGS = ("<tool_call>", "</tool_call>")  # around tool calls, which some tokenizers have as special tokens
+REPLACEMENT = "\ufffd"
+BYTE_PIECE = re.compile("<0x([0-9A-Fa-f]{2})>")  # a byte in tokenizers with byte fallback
+# Bytes as characters in byte-level tokenizers: the printable ones of Latin-1 as themselves, then the others in order.
+_ALPHABET = sorted(ByteLevel.alphabet())
+BYTE_LEVEL = dict(zip(_ALPHABET, sorted(range(256), key=lambda byte: (chr(byte) not in _ALPHABET, byte))))
 SENTENCEPIECE = "tokenizer.model"  # in SentencePiece's form, or, more rarely, in tiktoken's
 TOKENIZER_FILES = ("tokenizer.json", SENTENCEPIECE, "tokenizer_config.json", "vocab.json", "vocab.txt", "merges.txt")
 
@@ -155,38 +158,47 @@ def chat_text(
         raise ValueError(f"the chat template refuses these messages: {error}") from error
 
 
-class _Texts(dict[int, str]):
-    """Texts of tokens, each decoded once: lists of logprobs ask for the same ones again and again."""
+class _Each[Value](dict[int, Value]):
+    """Values of tokens, each computed once: lists of logprobs ask for the same ones again and again."""
 
-    def __init__(self, tokenizer: Tokenizer | None):
-        self._tokenizer = tokenizer
+    def __init__(self, compute: Callable[[int], Value]):
+        self._compute = compute
 
-    def __missing__(self, token: int) -> str:
-        if self._tokenizer is None:
-            return f"token_id:{token}"
-        text = self[token] = self._tokenizer.decode([token], skip_special_tokens=False)
-        return text
+    def __missing__(self, token: int) -> Value:
+        value = self[token] = self._compute(token)
+        return value
 
 
 class Vocabulary:
     """Single tokens, as text and as bytes. Without a tokenizer their text is `token_id:ID`, as in vLLM.
 
+    They are what a token adds behind other text, so the bytes of a sequence's tokens join to its text. Only at the
+    start of a text may the tokenizer leave out the first token's space.
+
     Attributes:
         texts: the text of each token, with U+FFFD for a part of a character, decoded when it is first read.
+        special: ids of the special tokens, without the tags of tool calls, which are text.
     """
 
     def __init__(self, tokenizer: Tokenizer | None):
         self.tokenizer = tokenizer
-        self.texts = _Texts(tokenizer)
+        self.texts = _Each(self._text)
+        self._bytes = _Each(lambda token: _bytes(tokenizer, token) if tokenizer else b"")
+        added = tokenizer.get_added_tokens_decoder() if tokenizer else {}
+        self.special = frozenset(t for t, text in added.items() if text.special and text.content not in CALL_TAGS)
 
     def text(self, token: int) -> str:
         """Return a token's text, with U+FFFD for a part of a character."""
         return self.texts[token]
 
+    def first_bytes(self, token: int) -> bytes:
+        """Return the bytes of a token at the start of a text."""
+        text = _decode(self.tokenizer, token) if self.tokenizer else ""
+        return self.bytes(token) if REPLACEMENT in text else text.encode()
+
     def bytes(self, token: int) -> bytes:
-        """Return a token's bytes, also those of a part of a character."""
-        text = self.text(token)
-        return self._bytes.decode_bytes([token]) if "\ufffd" in text else text.encode()
+        """Return a token's bytes, also those of a part of a character; none without a tokenizer."""
+        return self._bytes[token]
 
     @cached_property
     def longest(self) -> int:
@@ -194,12 +206,59 @@ class Vocabulary:
         assert self.tokenizer is not None, "there are texts only with a tokenizer"
         return max(map(len, self.tokenizer.get_vocab()))
 
-    @cached_property
-    def _bytes(self) -> "LLTokenizer":
-        from llguidance import LLTokenizer  # most tokens are whole characters, and need none
+    def _text(self, token: int) -> str:
+        return f"token_id:{token}" if self.tokenizer is None else self.bytes(token).decode(errors="replace")
 
-        assert self.tokenizer is not None, "an id is no part of a character"
-        return LLTokenizer(self.tokenizer.to_str())
+
+def _bytes(tokenizer: Tokenizer, token: int) -> bytes:
+    """Return the bytes of a token that follows others: here, itself."""
+    first, both = _decode(tokenizer, token), _decode(tokenizer, token, token)
+    if REPLACEMENT in both:
+        piece = tokenizer.id_to_token(token) or ""
+        if byte := BYTE_PIECE.fullmatch(piece):
+            return bytes.fromhex(byte[1])
+        if BYTE_LEVEL.keys() >= set(piece):
+            return bytes(BYTE_LEVEL[character] for character in piece)
+    return (both[len(first) :] if both.startswith(first) else first).encode()
+
+
+def _decode(tokenizer: Tokenizer, *tokens: int) -> str:
+    text: str = tokenizer.decode(tokens, skip_special_tokens=False)
+    return text
+
+
+class TokenDecoder:
+    """Incremental decoder of one sequence's tokens. It never returns half a character: bytes wait until it is complete.
+
+    Bytes that can't be text become U+FFFD, as by `bytes.decode(errors="replace")`.
+
+    Args:
+        prompt_token_ids: the tokens before the decoded ones.
+        keeps_first_space: keep a space that the tokenizer would leave out at the start of a text.
+    """
+
+    def __init__(
+        self, vocabulary: Vocabulary, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool = True,
+        keeps_first_space: bool = False,
+    ):  # fmt: skip
+        self._vocabulary = vocabulary
+        self._skipped = vocabulary.special if skip_special_tokens else frozenset()
+        self._is_first = not keeps_first_space and all(map(self._is_empty, prompt_token_ids))
+        self._waiting = b""
+
+    def step(self, token: int) -> str:
+        """Add one token and return the text that it completes."""
+        if token in self._skipped:
+            return ""
+        data = self._vocabulary.bytes(token)
+        if self._is_first and data:
+            data, self._is_first = self._vocabulary.first_bytes(token), False
+        text, used = codecs.utf_8_decode(self._waiting + data, "replace")
+        self._waiting = (self._waiting + data)[used:]
+        return text
+
+    def _is_empty(self, token: int) -> bool:
+        return token in self._skipped or not self._vocabulary.bytes(token)
 
 
 class Decoded(NamedTuple):
@@ -244,24 +303,24 @@ class StopStrings:
 
 
 class Detokenizer:
-    """Incremental decoder of one sequence's tokens.
+    """Incremental decoder of one sequence's tokens up to a stop string.
 
-    It never returns half a character: bytes wait until they are complete. It never returns a part of a stop string:
-    text that could still become one waits until it can't.
+    It never returns a part of a stop string: text that could still become one waits until it can't.
     """
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        vocabulary: Vocabulary,
         prompt_token_ids: Sequence[int],
         *,
         stop: Sequence[str] = (),
         include_stop: bool = False,
         skip_special_tokens: bool = True,
+        keeps_first_space: bool = False,
     ):
-        self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
-        self._stream = DecodeStream(list(prompt_token_ids[-CONTEXT_TOKENS:]), skip_special_tokens)
+        self._decoder = TokenDecoder(
+            vocabulary, prompt_token_ids, skip_special_tokens=skip_special_tokens, keeps_first_space=keeps_first_space
+        )
         self._stop = StopStrings(stop)  # which the copies share
         self._include_stop = include_stop
         self._held = ""
@@ -269,13 +328,13 @@ class Detokenizer:
     def __copy__(self) -> "Detokenizer":
         """Return a copy for a branch that continues from here."""
         other = object.__new__(Detokenizer)
-        other.__dict__.update(self.__dict__, _stream=copy.copy(self._stream))
+        other.__dict__.update(self.__dict__, _decoder=copy.copy(self._decoder))
         return other
 
     def step(self, token: int, *, may_stop: bool = True) -> Decoded:
         """Add one token and return the text that is certain now."""
         known = len(self._held)
-        self._held += self._decode(token) or ""
+        self._held += self._decoder.step(token)
         if not may_stop:
             return Decoded(self.flush())
         if hit := self._stop.find(self._held, known):
@@ -291,10 +350,3 @@ class Detokenizer:
         """Return the text that was held back for a stop string. Bytes of an unfinished character are not text."""
         text, self._held = self._held, ""
         return text
-
-    def _decode(self, token: int) -> str | None:
-        try:
-            return self._stream.step(self._tokenizer, token)
-        except Exception:  # it gives up on byte sequences that can't be text: go on behind them
-            self._stream = DecodeStream([], self._skip_special_tokens)
-            return self._stream.step(self._tokenizer, token)

@@ -14,6 +14,7 @@ from jpaged.core.request import FinishReason
 from jpaged.core.scheduler import Scheduler
 from jpaged.engine.engine import Engine
 from jpaged.engine.output import request_output
+from jpaged.tokenizer import Vocabulary
 from tests.core import traffic
 from tests.fake_runner import generate
 from tests.models import EOS, VOCAB, byte_tokenizer
@@ -65,7 +66,7 @@ def run(text: str, runner=Speller, **params):
             engine.scheduler.check_invariants()
     engine.scheduler.check_invariants()
     assert pool.num_used == 0
-    output = request_output(request, TOKENIZER)
+    output = request_output(request, Vocabulary(TOKENIZER))
     (completion,) = output.outputs
     assert "".join(d.text for d in deltas) == completion.text
     assert [t for d in deltas for t in d.token_ids] == completion.token_ids

@@ -53,7 +53,7 @@ OUTSIDE = {
     "jpaged.cli": {"aiohttp", "yaml"},
     "jpaged.template_process": {"transformers"},
     "jpaged.structured": {"llguidance", "numpy", "tokenizers"},
-    "jpaged.tokenizer": {"jinja2", "llguidance", "tokenizers", "transformers"},
+    "jpaged.tokenizer": {"jinja2", "tokenizers", "transformers"},
     "server": set(),
 }
 WITHOUT_JAX = [

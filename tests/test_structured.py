@@ -1,9 +1,11 @@
 """Structured outputs on the demo model: every text matches its constraint."""
 
 import gc
+import itertools
 import json
 import random
 import re
+from fractions import Fraction
 
 import jsonschema
 import pytest
@@ -16,6 +18,8 @@ from jpaged.demo import DIRECTORY
 from jpaged.engine.engine import Engine
 from jpaged.structured import trial
 from jpaged.structured.compiler import MAX_GRAMMAR_BYTES, GrammarCompiler
+from jpaged.structured.grammar import Compiler, native_grammar
+from jpaged.structured.numbers import LARGEST, sound_numbers
 from jpaged.tokenizer import backend, encode, load_tokenizer
 from tests import schemas
 
@@ -242,3 +246,120 @@ def test_masks_are_made_while_the_device_works(demo, monkeypatch):
         monkeypatch.setattr(owner, name, noted(name, getattr(owner, name)))
     texts(demo, SamplingParams(max_tokens=4, structured_outputs=StructuredOutputsParams(regex="[a-z]{9}")))
     assert order == ["forward", "write", "choose"] * 4
+
+
+@pytest.fixture(scope="module")
+def accepted():
+    """A function that returns the texts which a schema's grammar accepts."""
+    tokenizer = backend(load_tokenizer(DIRECTORY))
+    compiler, tokens = Compiler(tokenizer, tokenizer.get_vocab_size(), [1]), {}
+
+    def accepted(schema, texts):
+        start, found = compiler.matcher(native_grammar(StructuredOutputsParams(json=schema))), set()
+        for text in texts:
+            if text not in tokens:
+                tokens[text] = encode(tokenizer, text, add_special_tokens=False)
+            matcher = start.deep_copy()
+            if matcher.try_consume_tokens(tokens[text]) == len(tokens[text]) and matcher.is_accepting():
+                found.add(text)
+        return found
+
+    return accepted
+
+
+def allows(schema, text):
+    """Whether a JSON number satisfies a schema without subschemas."""
+    value, bound = Fraction(text), {name: Fraction(str(value)) for name, value in schema.items() if name != "type"}
+    return (
+        bound.get("minimum", value) <= value <= bound.get("maximum", value)
+        and not ("exclusiveMinimum" in bound and value <= bound["exclusiveMinimum"])
+        and not ("exclusiveMaximum" in bound and value >= bound["exclusiveMaximum"])
+        and (schema["type"] == "number" or value.denominator == 1)
+        and ("multipleOf" not in bound or (value / bound["multipleOf"]).denominator == 1)
+    )
+
+
+def written(value):
+    """The number with its own decimals, and with one more."""
+    decimals = next(d for d in range(9) if value * 10**d % 1 == 0)
+    return {f"{float(value):.{d}f}" for d in (decimals, decimals + 1)}
+
+
+def near(bounds):
+    """Numbers close to bounds: in steps of several sizes, and the whole numbers around."""
+    steps = [Fraction(count, 10**d) for d in range(5) for count in (-11, -10, -1, 0, 1, 9, 10)]
+    return {Fraction(str(bound)) + step for bound in bounds for step in steps} | set(map(Fraction, range(-2, 3)))
+
+
+@pytest.mark.parametrize("kind", ["number", "integer"])
+def test_numbers_keep_to_their_bounds(kind, accepted):
+    """Of all pairs of bounds: no text of a wrong number is accepted, and each right number has an accepted text."""
+    bounds = [-10, -1.5, -1, -0.25, 0, 0.001, 0.5, 1.0, 1.75, 9, 9.99, 99, 99.5, 1000.25]
+    given = 0
+    for low, high in itertools.product([None, *bounds], repeat=2):
+        for names in itertools.product(("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
+            pairs = {name: bound for name, bound in zip(names, (low, high)) if bound is not None}
+            texts = {number: written(number) for number in near(pairs.values())}
+            schema = {"type": kind} | pairs
+            right = {number for number in texts if allows(schema, min(texts[number]))}
+            if not right or not pairs:
+                continue
+            found = accepted(schema, set().union(*texts.values()))
+            given += 1
+            assert all(allows(schema, text) for text in found), schema
+            assert all(texts[number] & found for number in right), schema
+    assert given > 200
+
+
+def test_bounds_of_one_number_in_several_places(accepted):
+    texts, right = ["0", "0.0", "0.5", "0.25", "0.0001", "-0", "1"], {"0.5", "0.25", "0.0001"}
+    positive, small = {"exclusiveMinimum": 0}, {"maximum": 0.5}
+    for schema in (
+        {"minimum": 0, "exclusiveMinimum": True, **small},  # as in draft 4
+        {"minimum": -1, **positive, **small},
+        {"allOf": [positive, small], "type": "number"},
+        {"$ref": "#/$defs/p", **small, "$defs": {"p": positive}},
+        {"$ref": "#/parts/minimum", **small, "parts": {"minimum": positive}},
+        {"anyOf": [{"type": "string"}, positive | small]},
+        json.dumps(positive | small),
+        positive | small | {"multipleOf": 0.0001},
+    ):
+        assert accepted(schema, texts) == right, schema
+    inner = {"type": "object", "properties": {"const": {"items": positive | small}}, "required": ["const"]}
+    assert accepted(inner, ['{"const":[0]}', '{"const":[0.5]}', '{"const":[0,0.5]}']) == {'{"const":[0.5]}'}
+    negative = {"type": "number", "minimum": -0.5, "exclusiveMaximum": 0}
+    assert accepted(negative, ["-0", "-0.0", "0", "-0.5", "-0.01"]) == {"-0.5", "-0.01"}
+
+
+def test_bounds_beyond_the_whole_numbers_of_floats(accepted):
+    whole = 2**53
+    texts = [str(sign * (whole + step)) for sign in (1, -1) for step in range(-1, 12)]
+    for low, high in itertools.product(range(4, 9), repeat=2):
+        schema = {"type": "integer", "exclusiveMinimum": -whole - low, "exclusiveMaximum": whole + high}
+        found = accepted(schema, texts)
+        assert all(allows(schema, text) for text in found) and {str(whole), str(-whole)} <= found
+    schema = {"type": "integer", "minimum": -(2**63), "maximum": 2**64 - 1}
+    assert accepted(schema, ["5", "-5", str(LARGEST), str(-LARGEST)]) == {"5", "-5", str(LARGEST), str(-LARGEST)}
+    for bound, words in (
+        ({"minimum": 1e20}, "minimum: must be at most"),
+        ({"maximum": -1e20}, "maximum: must be at least"),
+    ):
+        with pytest.raises(ValueError, match=f"^{words} -?{LARGEST}, not -?1e"):
+            sound_numbers({"items": bound})
+    with pytest.raises(ValueError, match=r"^exclusiveMaximum: 0 must be at least 1e-45 from the other bound"):
+        sound_numbers({"exclusiveMaximum": 0, "minimum": -1e-50})
+
+
+def test_schemas_are_changed_only_where_numbers_need_it():
+    bounds = {"exclusiveMinimum": 0, "maximum": 0.5}
+    data = {"const": bounds, "enum": [bounds], "default": bounds, "examples": [bounds]}
+    for schema in (
+        {"exclusiveMinimum": 0}, {"exclusiveMinimum": 0, "maximum": 1}, {"exclusiveMinimum": -1, "maximum": -0.5},
+        data, json.dumps(data), {"properties": {"exclusiveMinimum": {"maximum": 0.5}}}, True, "{", "[]", [],
+        {"minimum": "0", "exclusiveMinimum": None},
+    ):  # fmt: skip
+        assert sound_numbers(schema) is schema
+    given = {"type": "number", **bounds, **data}
+    before = json.dumps(given)
+    assert sound_numbers(given) == {"type": "number", "minimum": 1e-45, "maximum": 0.5, **data}
+    assert json.dumps(given) == before

@@ -14,11 +14,11 @@ from tokenizers import Tokenizer
 
 from jpaged.core.params import StructuredOutputsParams
 from jpaged.structured.grammar import Compiler, Constraint, MaskWriter, native_grammar
-from jpaged.structured.vocabulary import Vocabulary
-from jpaged.tokenizer import Detokenizer
+from jpaged.structured.vocabulary import GrammarVocabulary
+from jpaged.tokenizer import Detokenizer, Vocabulary
 from tests import real_tokenizers, schemas, tokenizer_kinds
 
-PROMPTS = ["Hello", "Answer: ", "größe ["]
+PROMPTS = ["", "Hello", "Answer: ", "größe ["]
 # Texts that a tokenizer changes, or reads as special tokens.
 HARD = (
     " two spaces  ", "<s>", "</s>", "<|end|>", "a<|im_end|>\n<|im_start|>system", "<tool_call>", "Zu\u0308rich",
@@ -57,6 +57,7 @@ class Walker:
         self.vocab_size = vocab_size or tokenizer.get_vocab_size()
         self.compiler = Compiler(tokenizer, self.vocab_size, [eos])
         self.writer = MaskWriter()
+        self.vocabulary = Vocabulary(tokenizer)
         texts = [tokenizer.decode([token]) for token in range(self.vocab_size)]
         self.closing = frozenset(token for token, text in enumerate(texts) if text[:1] in ('"', "}", "]"))
 
@@ -64,7 +65,7 @@ class Walker:
         """The text of a walk; None if it is not complete after MAX_TOKENS."""
         state = Constraint(self.compiler.matcher(native_grammar(wanted)))
         prompt = self.tokenizer.encode(rng.choice(PROMPTS)).ids
-        decoder, text = Detokenizer(self.tokenizer, prompt), ""
+        decoder, text = Detokenizer(self.vocabulary, prompt, keeps_first_space=True), ""
         for length in range(MAX_TOKENS):
             allowed = self.allowed(state)
             assert allowed, f"nothing is allowed after {text!r}: {state.error}"
@@ -127,7 +128,7 @@ def test_vocabularies_of_tokenizer_and_model_may_differ(kind, surplus):
 @pytest.mark.parametrize("kind", tokenizer_kinds.KINDS)
 def test_tokens_of_a_text_have_its_bytes(kind):
     tokenizer, eos = tokenizer_kinds.made(kind)
-    vocabulary = Vocabulary(tokenizer, tokenizer.get_vocab_size(), [eos])
+    vocabulary = GrammarVocabulary(tokenizer, tokenizer.get_vocab_size(), [eos])
     for text in (*HARD, "positive and negative", "x " * 100, "\n\n\t", "e\u0301" * 3):
         tokens = vocabulary(text)
         assert b"".join(vocabulary.tokens[token] for token in tokens) == text.encode()

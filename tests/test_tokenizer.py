@@ -1,5 +1,7 @@
 """Streaming text: never half a character, never a piece of a stop string."""
 
+import codecs
+import copy
 import json
 import shutil
 
@@ -7,10 +9,19 @@ import pytest
 import sentencepiece as spm
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from jpaged.demo import DIRECTORY
-from jpaged.tokenizer import Detokenizer, backend, chat_text, encode, load_tokenizer, render_chat
+from jpaged.tokenizer import (
+    Detokenizer,
+    TokenDecoder,
+    Vocabulary,
+    backend,
+    chat_text,
+    encode,
+    load_tokenizer,
+    render_chat,
+)
 from tests.models import EOS, byte_tokenizer, write_tokenizer
 
 TOKENIZER = byte_tokenizer()
@@ -19,7 +30,7 @@ TOKENIZER = byte_tokenizer()
 def stream(text: str | list[int], **options) -> tuple[list[str], str | None]:
     """The pieces that come out, and the stop string that ended them."""
     tokens = TOKENIZER.encode(text).ids if isinstance(text, str) else text
-    detokenizer, pieces = Detokenizer(TOKENIZER, [], **options), []
+    detokenizer, pieces = Detokenizer(Vocabulary(TOKENIZER), [], **options), []
     for token in tokens:
         piece, stop = detokenizer.step(token)
         pieces.append(piece)
@@ -77,7 +88,7 @@ def test_no_sequence_of_tokens_breaks_it(tokens):
 
 def test_a_space_at_the_start_of_the_output_is_kept(tiny):
     tokenizer = backend(load_tokenizer(tiny))
-    detokenizer = Detokenizer(tokenizer, tokenizer.encode("Once").ids)
+    detokenizer = Detokenizer(Vocabulary(tokenizer), tokenizer.encode("Once").ids)
     assert "".join(detokenizer.step(t).text for t in tokenizer.encode(" upon").ids) == " upon"
 
 
@@ -123,7 +134,7 @@ def test_a_sentencepiece_model_encodes_as_sentencepiece_does(tmp_path):
     for text in [*texts, "a new héllo 🙂", "two  spaces"]:
         bos, *tokens = encode(tokenizer, text)
         assert bos == 1 and tokens == processor.encode(text)
-        detokenizer = Detokenizer(backend(tokenizer), [bos])
+        detokenizer = Detokenizer(Vocabulary(backend(tokenizer)), [bos])
         assert "".join(detokenizer.step(token).text for token in tokens).strip() == text
 
 
@@ -150,7 +161,7 @@ def sentencepiece_like() -> Tokenizer:
 @given(st.text("abch loupn世é🙂", min_size=1, max_size=20))
 def test_a_tokenizer_with_byte_fallback(text):
     tokenizer = sentencepiece_like()
-    detokenizer = Detokenizer(tokenizer, tokenizer.encode("once").ids)
+    detokenizer = Detokenizer(Vocabulary(tokenizer), tokenizer.encode("once").ids)
     pieces = [detokenizer.step(token).text for token in tokenizer.encode(text).ids]
     assert "".join(pieces) == " " + text and not any("\ufffd" in piece for piece in pieces)
 
@@ -187,3 +198,114 @@ def test_prompts_are_neither_cut_nor_filled_up_whatever_the_file_says(tmp_path):
 def test_a_tokenizer_that_fails_with_its_first_text_is_not_loaded(changes, tmp_path):
     with pytest.raises(ValueError, match=f"tokenizer: the tokenizer of {tmp_path} can't be loaded"):
         load_tokenizer(_demo_with(tmp_path, **changes))
+
+
+def _byte_level(*, add_prefix_space: bool) -> Tokenizer:
+    """Bytes, a few words, parts of "é" and "🦊" with a space, and added tokens of both kinds."""
+    words = ["Ġf", "Ġfo", "Ġfox", "ĠÃ", "©s", "Ġð", "ĠðŁ", "¦Ĭ"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [(word[:-1], word[-1]) for word in words]
+    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate([*alphabet, *words])}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
+    tokenizer.decoder = decoders.ByteLevel()
+    return _with_added(tokenizer)
+
+
+def _with_added(tokenizer: Tokenizer) -> Tokenizer:
+    tokenizer.add_special_tokens([AddedToken("[begin]", special=True), AddedToken("<é世>", special=True)])
+    tokenizer.add_tokens([AddedToken("<call>"), AddedToken("世 界"), AddedToken("  ")])
+    return tokenizer
+
+
+def _metaspace() -> Tokenizer:
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abfox", "▁▁", "▁fox", "世", "\ufffd"]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="always")])
+    return _with_added(tokenizer)
+
+
+def _word_pieces() -> Tokenizer:
+    pieces = ["[UNK]", "the", "fox", "##es", "##é", "##,", ",", "n't", "[x]", "\ufffd"]
+    tokenizer = Tokenizer(models.WordPiece({piece: i for i, piece in enumerate(pieces)}, unk_token="[UNK]"))
+    tokenizer.decoder = decoders.WordPiece()
+    return _with_added(tokenizer)
+
+
+TOKENIZERS = {
+    "bytes": (TOKENIZER, "a"),
+    "byte level": (_byte_level(add_prefix_space=False), "f"),
+    "byte level with a prefix space": (_byte_level(add_prefix_space=True), "f"),
+    "sentencepiece": (_with_added(sentencepiece_like()), "a"),
+    "metaspace": (_metaspace(), "a"),
+    "word pieces": (_word_pieces(), "fox"),
+    "demo": (Tokenizer.from_file(str(DIRECTORY / "tokenizer.json")), "a"),
+}  # with a word that begins a text
+
+
+def _ids(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
+    """Any tokens, often of bytes and of spaces, and sometimes those of a text with long characters."""
+    size = tokenizer.get_vocab_size() + 2
+    text = st.text("ab fox世é🦊", max_size=6).map(lambda text: tokenizer.encode(text, add_special_tokens=False).ids)
+    parts = st.one_of(st.lists(st.integers(0, size - 1), max_size=6), text)
+    return st.lists(parts, max_size=4).map(lambda parts: [token for part in parts for token in part])
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_bytes_and_texts_of_tokens_join_to_their_text(name, data):
+    tokenizer, word = TOKENIZERS[name]
+    start = [tokenizer.token_to_id(word)]
+    tokens, vocabulary = data.draw(_ids(tokenizer)), Vocabulary(tokenizer)
+    joined = b"".join(map(vocabulary.bytes, tokens))
+    whole = tokenizer.decode(start + tokens, skip_special_tokens=False).removeprefix(word)
+    if "\ufffd" not in whole:
+        assert joined.decode() == whole
+    elif not any("<0x" in piece for piece in tokenizer.get_vocab()):  # byte fallback gives up on each byte of a run
+        assert joined.decode(errors="replace") == whole
+    texts = list(map(vocabulary.text, tokens))
+    assert "\ufffd" in whole or any("\ufffd" in text for text in texts) or "".join(texts) == whole
+    assert texts == [vocabulary.bytes(token).decode(errors="replace") for token in tokens]
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_streamed_text_is_that_of_all_tokens_whatever_came_before(name, data):
+    """Also at the start of a text, behind bytes that are no text, and in copies."""
+    tokenizer, word = TOKENIZERS[name]
+    skip, tokens = data.draw(st.booleans()), data.draw(_ids(tokenizer))
+    prompt = [tokenizer.token_to_id(word)] if data.draw(st.booleans()) else []
+    vocabulary = Vocabulary(tokenizer)
+    decoder, text = TokenDecoder(vocabulary, prompt, skip_special_tokens=skip), ""
+    for token in tokens:
+        copy.copy(decoder).step(data.draw(st.sampled_from(tokens)))
+        decoder = copy.copy(decoder)
+        text += decoder.step(token)
+    whole = tokenizer.decode(prompt + tokens, skip_special_tokens=skip)[len(word) if prompt else 0 :]
+    if "\ufffd" not in whole:
+        assert text == whole
+    elif prompt:  # unfinished bytes at the end are no text yet
+        shown = [token for token in tokens if not (skip and token in vocabulary.special)]
+        assert text == codecs.utf_8_decode(b"".join(map(vocabulary.bytes, shown)), "replace")[0]
+
+
+def test_a_token_has_its_own_bytes_even_if_they_are_no_character():
+    for name, piece, data in [
+        ("sentencepiece", "▁upon", b" upon"), ("sentencepiece", "<0xE4>", b"\xe4"), ("sentencepiece", "<0x41>", b"A"),
+        ("byte level", "ĠðŁ", b" \xf0\x9f"), ("byte level", "¦Ĭ", b"\xa6\x8a"),
+        ("byte level", "<é世>", "<é世>".encode()),
+        ("metaspace", "▁▁", b"  "), ("metaspace", "\ufffd", b"\xef\xbf\xbd"),
+        ("word pieces", "##é", "é".encode()), ("word pieces", "fox", b" fox"), ("word pieces", "[begin]", b" [begin]"),
+    ]:  # fmt: skip
+        tokenizer, _ = TOKENIZERS[name]
+        assert Vocabulary(tokenizer).bytes(tokenizer.token_to_id(piece)) == data, piece
+
+
+def test_words_keep_their_space_behind_bytes_that_are_no_text():
+    tokenizer, _ = TOKENIZERS["sentencepiece"]
+    tokens = [tokenizer.token_to_id(piece) for piece in ("▁upon", "<0xC3>", "<0xA9>", "<0xFF>", "▁up", "<0xE2>", "▁up")]
+    decoder = TokenDecoder(Vocabulary(tokenizer), [])
+    assert [decoder.step(token) for token in tokens] == ["upon", "", "é", "\ufffd", " up", "", "\ufffd up"]

@@ -25,7 +25,8 @@ logits of a whole prefill, of chunks and of decode steps, and 64 greedy tokens.
 - **Refused values.** A field of `config.json` that is known to change the computation, and that the architecture does
   not read, is an error with the field's name (`NEUTRAL` in `jpaged/config.py`).
 - **RoPE** may be scaled by `linear`, `llama3`, `yarn` or `longrope`. `dynamic` is refused, because its frequencies
-  change as a sequence grows.
+  change as a sequence grows. `linear` and `yarn` extend the context by their factor, to `max_position_embeddings` or
+  `original_max_position_embeddings` times `factor`, as in vLLM; Gemma 3's `max_position_embeddings` includes it.
 - **longrope** has factors for short and for long sequences. The cache holds rotated keys, which requests share, so the
   choice holds for the whole engine: the long factors if `--max-model-len` exceeds the original context, as in vLLM.
   Transformers chooses by the length of each sequence. The results are equal for sequences past the original context,

@@ -27,7 +27,7 @@ from jpaged.runtime.parameters import by_name
 from jpaged.runtime.placement import Placement, devices_of
 from jpaged.runtime.runner import ModelRunner
 from jpaged.runtime.step_costs import tokens_beside_decodes
-from jpaged.tokenizer import backend, check_chat_template, has_tokenizer, load_tokenizer
+from jpaged.tokenizer import TOKENIZER_FILES, backend, check_chat_template, has_tokenizer, load_tokenizer
 from pallas_kernels import Kernels
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 FUSING = ("gpu", "cuda")  # platforms on which fewer products take less time
 WEIGHTS = ["*.safetensors"]
 SECOND_COPIES = ["consolidated*"]  # the same weights under Mistral's own names
-SMALL_FILES = ["*.json", "*.model", "*.jinja"]  # config and tokenizer
+SMALL_FILES = ["*.json", "*.model", "*.jinja", *TOKENIZER_FILES]  # config, tokenizer and chat templates
 
 
 def find_model(name: str, *, revision: str | None = None, weights: bool = True) -> Path:
@@ -124,11 +124,12 @@ def limits_of(config: EngineConfig, model: ModelConfig, platform: str) -> Limits
     Raises:
         ValueError: the model does not support a value, or there are more sequences than blocks in the KV pool.
     """
-    max_model_len = config.max_model_len or model.max_position_embeddings
-    if max_model_len > model.max_position_embeddings:
+    longest = model.context_length
+    max_model_len = config.max_model_len or longest
+    if max_model_len > longest:
+        scaled = "" if longest == model.max_position_embeddings else f" as {model.rope.type} rope_scaling extends them"
         raise ValueError(
-            f"max_model_len: {max_model_len} exceeds the model's max_position_embeddings "
-            f"({model.max_position_embeddings})"
+            f"max_model_len: {max_model_len} exceeds the model's max_position_embeddings{scaled} ({longest})"
         )
     # A CPU computes 256 tokens about as efficiently as more, and decodes wait for a step with a prompt in it.
     seqs, tokens = (64, 256) if platform == "cpu" else (256, 2048)

@@ -19,7 +19,7 @@ from jpaged.core.scheduler import Committed, Scheduler
 from jpaged.engine.output import last_deltas, newest_delta, whole_deltas
 from jpaged.structured.compiler import GrammarCompiler
 from jpaged.structured.masks import Masks
-from jpaged.tokenizer import Detokenizer, tokenize_bad_words
+from jpaged.tokenizer import Detokenizer, Vocabulary, tokenize_bad_words
 
 if TYPE_CHECKING:
     from jpaged.structured.grammar import Constraint
@@ -148,6 +148,7 @@ class Engine:
         self.scheduler = scheduler
         self.runner = runner
         self.tokenizer = tokenizer
+        self.vocabulary = Vocabulary(tokenizer) if tokenizer else None
         self._masks = Masks(scheduler.vocab_size)
         self._seeds = random.Random(seed)
         self._has_failed = False
@@ -245,10 +246,10 @@ class Engine:
         given = params.seed if isinstance(params, SamplingParams) else 0
         prompt_token_ids = params.truncated(prompt_token_ids, self.scheduler.limits.max_model_len)
         decoder, constraint = None, copy.copy(constraint)
-        if self.tokenizer is not None:
+        if self.vocabulary is not None:
             decoder = Detokenizer(
-                self.tokenizer, prompt_token_ids, stop=params.stop, include_stop=params.include_stop_str_in_output,
-                skip_special_tokens=params.skip_special_tokens,
+                self.vocabulary, prompt_token_ids, stop=params.stop, include_stop=params.include_stop_str_in_output,
+                skip_special_tokens=params.skip_special_tokens, keeps_first_space=constraint is not None,
             )  # fmt: skip
         request = self.scheduler.add(  # the last that may raise: nothing else knows the request yet
             request_id, prompt_token_ids, params,

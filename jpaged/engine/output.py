@@ -2,8 +2,6 @@
 
 from collections.abc import Iterable
 
-from tokenizers import Tokenizer
-
 from jpaged.core.plan import Sample
 from jpaged.core.request import (
     NON_FINITE,
@@ -14,6 +12,7 @@ from jpaged.core.request import (
     RequestOutput,
     Sequence,
 )
+from jpaged.tokenizer import Vocabulary
 
 
 def newest_delta(sequence: Sequence, text: str) -> OutputDelta:
@@ -42,18 +41,18 @@ def _delta(sequence: Sequence, index: int, text: str, samples: list[Sample]) -> 
     )  # fmt: skip
 
 
-def request_output(request: Request, tokenizer: Tokenizer | None) -> RequestOutput:
+def request_output(request: Request, vocabulary: Vocabulary | None) -> RequestOutput:
     """Return the outputs of a request in vLLM's form."""
     params, prompt_logprobs = request.params, None
     if params.prompt_logprobs is not None:
-        prompt_logprobs = [None, *_logprobs(request.prompt_samples, tokenizer)]
+        prompt_logprobs = [None, *_logprobs(request.prompt_samples, vocabulary)]
     outputs = [
         CompletionOutput(
             index,
             sequence.text,
             sequence.output_token_ids,
             sequence.cumulative_logprob,
-            _logprobs(sequence.samples, tokenizer) if params.logprobs is not None else None,
+            _logprobs(sequence.samples, vocabulary) if params.logprobs is not None else None,
             sequence.finish_reason,
             sequence.stop_reason,
             [sample.version for sample in sequence.samples],
@@ -72,11 +71,11 @@ def request_output(request: Request, tokenizer: Tokenizer | None) -> RequestOutp
     )
 
 
-def _logprobs(samples: Iterable[Sample], tokenizer: Tokenizer | None) -> list[dict[int, Logprob]]:
+def _logprobs(samples: Iterable[Sample], vocabulary: Vocabulary | None) -> list[dict[int, Logprob]]:
     """Return the logprobs of each sample by token: the chosen token first, then the most likely ones."""
 
     def text(token: int) -> str | None:
-        return tokenizer.decode([token], skip_special_tokens=False) if tokenizer else None
+        return vocabulary.text(token) if vocabulary else None
 
     found = []
     for sample in samples:

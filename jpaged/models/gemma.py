@@ -57,6 +57,11 @@ class Gemma3Config(Gemma2Config):
         "attn_logit_softcapping": None, "final_logit_softcapping": None, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
     }  # fmt: skip
 
+    @property
+    def context_length(self) -> int:
+        """Most tokens of a sequence: `max_position_embeddings` includes the factor."""
+        return self.max_position_embeddings
+
     @classmethod
     def fields_of(cls, hf: dict[str, Any], generation: dict[str, Any]) -> dict[str, Any]:
         """Return the values of the fields."""

@@ -1,6 +1,5 @@
 """Responses to the client: the bodies of both endpoints, complete and in chunks."""
 
-import codecs
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,10 +10,10 @@ from jpaged.core.plan import Sample
 from jpaged.core.request import FinishReason, OutputDelta
 from jpaged.serving.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from jpaged.serving.tools import ToolCallDelta, ToolParser
-from jpaged.tokenizer import Vocabulary
+from jpaged.tokenizer import TokenDecoder, Vocabulary
 
-UTF8 = codecs.getincrementaldecoder("utf-8")
 LEAST_LOGPROB = -9999.0  # JSON has no -inf; this is the API's word for a token that can't be
+NEARBY = 16  # characters within which a token of a prompt is looked for if the tokenizer has changed the prompt's text
 
 
 class Prompt(NamedTuple):
@@ -41,6 +40,7 @@ class _Choice:
     """One choice: all of it so far or, when streaming, the part that has not been sent yet.
 
     Attributes:
+        decoder: gives the text of its new tokens, which places them; None where places are not shown.
         length: characters of the text of its tokens; parts of one character count as it once the last of them is there.
         parser: finds tool calls in its text; None without tools.
     """
@@ -49,8 +49,8 @@ class _Choice:
     tokens: list[_Token] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     calls: list[ToolCallDelta] = field(default_factory=list)
+    decoder: TokenDecoder | None = None
     length: int = 0
-    utf8: codecs.IncrementalDecoder = field(default_factory=lambda: UTF8("replace"))
     prompt_logprobs: list[dict[str, Any] | None] | None = None
     parser: ToolParser | None = None
     opened: bool = False
@@ -158,11 +158,10 @@ class Answer:
 
     def _add_tokens(self, choice: _Choice, samples: Iterable[Sample]) -> None:
         for sample in samples:
-            self._add_token(choice, sample.token, sample)
-
-    def _add_token(self, choice: _Choice, token: int, sample: Sample | None = None) -> None:
-        choice.tokens.append(_Token(token, choice.length, sample))
-        choice.length += len(choice.utf8.decode(self._vocabulary.bytes(token)))
+            text = choice.decoder.step(sample.token) if choice.decoder else ""
+            start = choice.length + _bytes_before(text, self._vocabulary.text(sample.token))
+            choice.tokens.append(_Token(sample.token, start, sample))
+            choice.length += len(text)
 
     def _logprobs_by_id(self, sample: Sample, num_top: int) -> dict[str, Any]:
         """Return logprobs in vLLM's form: the prompt's own token first, then the most likely ones."""
@@ -205,8 +204,11 @@ class CompletionAnswer(Answer):
         if self._echo:
             choice.text = self._prompt_text(prompt)
             if self._num_top is not None:
-                self._add_token(choice, prompt.token_ids[0])
-                self._add_tokens(choice, samples)
+                skips = self._skip_special_tokens or prompt.text is not None
+                offsets = _offsets(choice.text, prompt.token_ids, self._vocabulary, skips)
+                choice.tokens = list(map(_Token, prompt.token_ids, offsets, [None, *samples]))
+                choice.length = len(choice.text)
+        choice.decoder = TokenDecoder(self._vocabulary, prompt.token_ids, skip_special_tokens=self._skip_special_tokens)
         return choice
 
     def _prompt_text(self, prompt: Prompt) -> str:
@@ -335,6 +337,32 @@ class ChatAnswer(Answer):
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         text, data = self._vocabulary.text(token), self._vocabulary.bytes(token)
         return {"token": text, "logprob": _in_json(logprob), "bytes": list(data)}
+
+
+def _offsets(text: str, tokens: Sequence[int], vocabulary: Vocabulary, skip_special_tokens: bool) -> list[int]:
+    """Return the offset of each token of a prompt in the prompt's text.
+
+    The text may have special tokens that are skipped elsewhere, and the tokenizer may have added a space to it or
+    changed it.
+    """
+    decoder, end, offsets = TokenDecoder(vocabulary, [], skip_special_tokens=skip_special_tokens), 0, []
+    for token in tokens:
+        own, piece, start = vocabulary.text(token), decoder.step(token), end
+        if token in vocabulary.special and text.startswith(own, end):
+            piece = own
+        elif not text.startswith(piece, end):
+            if piece[0] == " " and text.startswith(piece[1:], end):
+                piece = piece[1:]
+            else:
+                start = max(end, text.find(piece, end, end + len(piece) + NEARBY))
+        offsets.append(min(start + _bytes_before(piece, own), len(text)))
+        end = min(start + len(piece), len(text))
+    return offsets
+
+
+def _bytes_before(text: str, own: str) -> int:
+    """Return the characters before a token's own in the text that it completes: bytes that have become no character."""
+    return len(text) - len(own) if text.endswith(own) else 0
 
 
 def _call_delta(call: ToolCallDelta) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from jpaged.serving.protocol import (
     Params,
     TokenizeChatRequest,
     TokenizeCompletionRequest,
+    TokenizeRequest,
     UpdateWeightsRequest,
     parse,
 )
@@ -96,7 +97,12 @@ def tokenize(service: Service, data: bytes) -> dict[str, Any]:
         ApiError: 400 or 404.
     """
     body: TokenizeChatRequest | TokenizeCompletionRequest
-    if b'"messages"' in data:
+    given = parse(TokenizeRequest, data).model_fields_set
+    if len(given) == 2:
+        raise ApiError(400, "prompt: only one of prompt and messages is allowed", "prompt")
+    if not given:
+        raise ApiError(400, "prompt: is required, or messages", "prompt", code="missing_required_parameter")
+    if "messages" in given:
         body = parse(TokenizeChatRequest, data)
         check_model(service, body.model)
         tokens = _render(service, body)

@@ -563,6 +563,13 @@ class ChatRequest(GenerationRequest, Conversation):
         return names if self.max_tokens is not None else names | {"max_tokens": "max_completion_tokens"}
 
 
+class TokenizeRequest(BaseModel):
+    """The fields that tell which body of `/tokenize` it is."""
+
+    prompt: Any = None
+    messages: Any = None
+
+
 class TokenizeCompletionRequest(_Strict):
     """Body of `/tokenize` with a text."""
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from jpaged.core.params import shown
 from jpaged.serving.codec import loads
+from jpaged.structured.sound import sound_schema
 
 SPACE = " \t\r\n"
 ARGUMENTS = ("arguments", "parameters")  # both words are accepted in either format
@@ -360,7 +361,7 @@ class ToolFormat:
         rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
         for i, tool in enumerate(tools):
             head = f'{opening}{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{self._arguments}": '
-            schema = json.dumps(_schema(tool))
+            schema = json.dumps(sound_schema(_schema(tool)))
             rules.append(f"call_{i}: {_literal(head)} %json {schema} {_literal('}' + self._closing)}")
         return "\n".join(rules) + "\n"
 

@@ -39,7 +39,7 @@ class ModelShape:
         return cls(
             name, config.num_hidden_layers, config.hidden_size, config.intermediate_size, config.num_attention_heads,
             config.num_key_value_heads, config.head_dim, config.vocab_size, config.mlp_matrices,
-            tied=config.tie_word_embeddings, context=config.max_position_embeddings,
+            tied=config.tie_word_embeddings, context=config.context_length,
         )  # fmt: skip
 
     @property

@@ -15,7 +15,8 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper, gra
 from tokenizers import Tokenizer
 
 from jpaged.core.params import StructuredOutputsParams
-from jpaged.structured.vocabulary import Vocabulary
+from jpaged.structured.sound import sound_schema
+from jpaged.structured.vocabulary import GrammarVocabulary
 
 # llguidance recurses along chains of rules. A stack of this size takes the longest one that `MAX_GRAMMAR_BYTES` of
 # `compiler.py` can hold; memory is used only as far as a grammar needs it.
@@ -78,7 +79,7 @@ class Compiler:
         if not self._eos_token_ids:
             raise ValueError("the model has no end-of-sequence token, so no text could be complete")
         try:
-            vocabulary = TokenizerWrapper(Vocabulary(self._source, self._vocab_size, self._eos_token_ids))
+            vocabulary = TokenizerWrapper(GrammarVocabulary(self._source, self._vocab_size, self._eos_token_ids))
             return LLTokenizer(vocabulary, n_vocab=self._vocab_size, eos_token=self._eos_token_ids)
         except ValueError as error:
             raise ValueError(f"this model's tokenizer can't be constrained: {error}") from error
@@ -125,7 +126,7 @@ def _lark(wanted: StructuredOutputsParams) -> str:
         return grammar_from("choice", json.dumps(wanted.choice))
     if wanted.grammar is not None:
         return grammar_from("grammar", wanted.grammar)
-    schema = wanted.json if wanted.json is not None else {"type": "object"}
+    schema = sound_schema(wanted.json) if wanted.json is not None else {"type": "object"}
     options: dict[str, Any] = {"whitespace_pattern": wanted.whitespace_pattern or WHITE_SPACE}
     if wanted.disable_any_whitespace:
         options = {"whitespace_flexible": False}

@@ -165,6 +165,24 @@ def test_longrope_takes_the_long_factors_if_a_sequence_may_pass_the_original_con
     assert not config.for_length(32).rope.is_long and read().for_length(8) == read()
 
 
+@pytest.mark.parametrize(
+    "scaling, length",
+    [
+        ({"type": "linear", "factor": 2.5}, 640),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}, 1024),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, 256),  # never less
+        ({"type": "yarn", "original_max_position_embeddings": 32}, 256),
+        ({"type": "yarn", "factor": 3.0}, 768),
+        ({"type": "yarn", "factor": 1e300}, 2**31 - 1),
+        (LLAMA3, 256),
+        ({"type": "default"}, 256),
+    ],
+)
+def test_linear_and_yarn_extend_the_context_by_their_factor(scaling, length):
+    assert read(rope_scaling=scaling, max_position_embeddings=256).context_length == length
+
+
 def test_gemma_3_has_defaults_for_the_fields_that_its_checkpoints_leave_out(tmp_path):
     """As in the config.json of google/gemma-3-4b-it."""
     text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
@@ -177,6 +195,7 @@ def test_gemma_3_has_defaults_for_the_fields_that_its_checkpoints_leave_out(tmp_
     assert config.variation.windows == ((1024,) * 5 + (None,)) * 5 + (1024,) * 4
     assert (config.rope.type, config.rope.theta, config.rope.factor) == ("linear", 1e6, 8.0)
     assert config.variation.local_rope == RopeConfig(original_max_position_embeddings=2048)
+    assert config.context_length == 131_072  # which the factor has extended
 
 
 @pytest.mark.parametrize("names", [["llama"], ["Unknown", "LlamaForCausalLM"], None])

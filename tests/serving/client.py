@@ -314,4 +314,4 @@ def generate(engine, prompt, params):
     request = engine.add("offline", prompt, params)
     while engine.has_work:
         engine.step()
-    return request_output(request, engine.tokenizer).outputs
+    return request_output(request, engine.vocabulary).outputs

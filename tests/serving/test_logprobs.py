@@ -1,13 +1,21 @@
 """Logprobs of generated tokens and of the prompt, and echo."""
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, normalizers, processors
 
 from jpaged.core.params import SamplingParams
-from jpaged.tokenizer import encode
+from jpaged.core.plan import Sample
+from jpaged.core.request import OutputDelta
+from jpaged.serving.answer import CompletionAnswer, Prompt
+from jpaged.serving.protocol import CompletionRequest
+from jpaged.tokenizer import TokenDecoder, Vocabulary, encode
 from tests.models import EOS
 from tests.serving import scripted
 from tests.serving.client import Client, collect, counts, generate, joined, texts
 from tests.serving.scripted import END, TOKENIZER, say
+from tests.test_tokenizer import sentencepiece_like
 
 
 def close(logprob):
@@ -84,8 +92,8 @@ async def test_echo_returns_the_prompt_first(client, letters):
     assert scored["choices"][0]["logprobs"]["token_logprobs"][1:] == list(map(close, logprobs["token_logprobs"][1:]))
     assert (await client.complete("Hello", **letters, echo=True))["choices"][0]["logprobs"] is None
     tokens = [*encode(client.service.tokenizer, "Hello"), EOS]
-    for given, shown in ({}, "Hello"), ({"skip_special_tokens": False}, "Hello<|end|>"):
-        (text,) = texts(await client.complete(tokens, **letters, **given, echo=True))
+    for fields, shown in ({}, "Hello"), ({"skip_special_tokens": False}, "Hello<|end|>"):
+        (text,) = texts(await client.complete(tokens, **letters, **fields, echo=True))
         assert text[:-12] == shown
 
 
@@ -120,10 +128,9 @@ async def test_offsets_continue_after_an_echo(scripted_api):
         tokens = [token for part in parts for token in part.logprobs.tokens]
         offsets = [offset for part in parts for offset in part.logprobs.text_offset]
         assert whole == prompt + "the fox" and tokens[0] == "<|begin|>" and tokens[-1] == "<|end|>"
-        # The text lacks the special token at the beginning; the tokens have it.
-        start = len("<|begin|>")
-        assert all(("<|begin|>" + whole).startswith(token, at) for token, at in zip(tokens[:-1], offsets))
-        assert offsets[0] == 0 and offsets[1] == start
+        # The text lacks the special tokens at both ends; the tokens have them.
+        assert all(whole.startswith(token, at) for token, at in list(zip(tokens, offsets))[1:-1])
+        assert offsets[:2] == [0, 0] and offsets[-1] == len(whole)
 
 
 async def test_prompt_logprobs_equal_those_of_the_echo(client):
@@ -151,3 +158,67 @@ async def test_prompt_logprobs_equal_those_of_the_echo(client):
     assert chat["prompt_logprobs"][0] is None and "prompt_logprobs" not in chat["choices"][0]
     said = [next(iter(entry.values()))["decoded_token"] for entry in chat["prompt_logprobs"][1:]]
     assert "".join(said) == "Hi<|end|><|assistant|>" and {len(entry) for entry in chat["prompt_logprobs"][1:]} == {1}
+
+
+def _llama() -> Tokenizer:
+    """Adds a special token in front, which has a text, and leaves out the first space of a text."""
+    tokenizer = sentencepiece_like()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    return tokenizer
+
+
+def _completion(tokenizer: Tokenizer, prompt: str | list[int], tokens: list[int], **fields):
+    """The choice with these tokens, as the engine gives them one by one."""
+    ids = tokenizer.encode(prompt).ids if isinstance(prompt, str) else prompt
+    vocabulary, body = Vocabulary(tokenizer), CompletionRequest(prompt=prompt, logprobs=0, echo=True, **fields)
+    answer = CompletionAnswer("m", vocabulary, body, [Prompt(ids, prompt if isinstance(prompt, str) else None)])
+    decoder = TokenDecoder(vocabulary, ids, skip_special_tokens=body.skip_special_tokens is not False)
+    samples = [Sample(token, -1.0, 1) for token in ids[1:]]
+    for token in tokens:
+        answer.add(0, OutputDelta("0", 0, decoder.step(token), [Sample(token, -1.0, 1)], None, None, samples, 0))
+        samples = None
+    (choice,) = answer.whole()["choices"]
+    return choice["text"], list(zip(choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]))
+
+
+WORDS = st.text("ab hé世🦊", min_size=1, max_size=12)
+PROMPTS = st.one_of(WORDS, WORDS.map("a</s>".__add__), WORDS.map("<|end|>".__add__)).map(lambda text: text + "a")
+
+
+@pytest.mark.parametrize("tokenizer", [_llama(), TOKENIZER], ids=["llama", "demo"])
+@pytest.mark.parametrize("fields", [{}, {"skip_special_tokens": False}])
+@settings(max_examples=60, deadline=None)
+@given(prompt=PROMPTS, said=WORDS, as_ids=st.booleans())
+def test_offsets_point_to_the_tokens_in_the_text(tokenizer, fields, prompt, said, as_ids):
+    first, *tokens = tokenizer.encode(said).ids
+    given_ids = tokenizer.encode(prompt).ids if as_ids else prompt
+    text, placed = _completion(tokenizer, given_ids, [*tokens, first, *tokens], **fields)
+    special = {"<s>", "</s>", "<|begin|>", "<|end|>"}
+    offsets = [offset for _, offset in placed]
+    assert offsets == sorted(offsets) and offsets[-1] <= len(text)
+    for token, offset in placed:  # of words, the text may lack the space
+        if not text.startswith(token, offset) and not (token[0] == " " and text.startswith(token[1:], offset)):
+            assert token in special or "\ufffd" in token
+            assert not (token in special and fields and as_ids)
+
+
+@pytest.mark.parametrize("tokenizer", [_llama(), TOKENIZER], ids=["llama", "demo"])
+def test_offsets_behind_bytes_that_are_no_text_and_a_changed_prompt(tokenizer):
+    text, placed = _completion(tokenizer, "a", [*_bytes_of(tokenizer, b"\xe4\xb8"), *_bytes_of(tokenizer, b"bh")])
+    assert text == "a\ufffdbh" and [offset for _, offset in placed[-4:]] == [1, 1, 2, 3]
+    tokenizer = Tokenizer.from_str(tokenizer.to_str())
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.NFC(), *([tokenizer.normalizer] if tokenizer.normalizer else [])]
+    )
+    text, placed = _completion(tokenizer, "e\u0301 a b", _bytes_of(tokenizer, b"b"))
+    assert text == "e\u0301 a bb" and placed[-1] == ("b", 6)
+    assert (" a", 2) in placed or ("a", 3) in placed
+
+
+def _bytes_of(tokenizer: Tokenizer, data: bytes) -> list[int]:
+    vocabulary = Vocabulary(tokenizer)
+    tokens = {vocabulary.bytes(token): token for token in range(tokenizer.get_vocab_size())}
+    return [tokens[data[i : i + 1]] for i in range(len(data))]

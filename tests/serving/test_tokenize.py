@@ -10,7 +10,9 @@ from tests.serving.client import request
 from tests.serving.scripted import TOKENIZER
 
 
-@pytest.mark.parametrize("text", ["Once upon a time", "wörld 🦊", "<|end|> and <|user|>", " \n\t", "a\x00b"])
+@pytest.mark.parametrize(
+    "text", ["Once upon a time", "wörld 🦊", "<|end|> and <|user|>", " \n\t", "a\x00b", "messages", '{"messages"']
+)
 async def test_tokenize_then_detokenize_gives_the_text(exchange, text):
     for special in (True, False, None):
         body = {"model": "demo", "prompt": text, "return_token_strs": True}
@@ -43,6 +45,9 @@ async def test_tokenize_of_a_chat_applies_the_template(exchange):
     "path, body, status, param, words",
     [
         ("/tokenize", {}, 400, "prompt", "is required"),
+        ("/tokenize", {"prompt": "a", "messages": []}, 400, "prompt", "only one of prompt and messages"),
+        ("/tokenize", {"text": '"messages"'}, 400, "prompt", "is required, or messages"),
+        ("/tokenize", [], 400, None, "object"),
         ("/tokenize", {"prompt": ["a"]}, 400, "prompt", "valid string"),
         ("/tokenize", {"prompt": "a", "model": "gpt-5"}, 404, "model", "'gpt-5' is not served here"),
         ("/tokenize", {"messages": []}, 400, "messages", "at least 1"),

@@ -213,3 +213,11 @@ def test_invalid_schema_makes_the_grammar_invalid(kind, parameters, valid):
 def test_parameters_of_another_type_are_rejected(kind):
     with pytest.raises(ValueError, match=r"tools: the parameters of 'other' .* \"object\", not 'string'"):
         kind.grammar([Tool("other", {"type": "string"})], True)
+
+
+def test_numbers_of_arguments_keep_to_their_bounds(tokens):
+    parameters = {"type": "object", "properties": {"x": {"exclusiveMinimum": 0, "maximum": 0.5}}, "required": ["x"]}
+    grammar = HERMES.grammar([Tool("f", parameters)], False)
+    calls = {x: hermes(f'{{"name": "f", "arguments": {{"x": {x}}}}}') for x in (0, 0.5, 0.25, 1)}
+    given = {x: accepts(tokens, grammar, call) for x, call in calls.items()}
+    assert given == {0: False, 0.5: True, 0.25: True, 1: False}

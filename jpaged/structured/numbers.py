@@ -1,0 +1,106 @@
+"""Bounds of numbers in JSON schemas, written so that llguidance keeps them.
+
+llguidance 1.9 accepts an exclusive whole bound itself if the other bound lies within the same unit, farther from 0: it
+accepts 0 for 0 < x <= 0.5. It rounds bounds from 2**53 on, and has no numbers beyond 64 bits.
+"""
+
+import json
+import math
+from typing import Any, NamedTuple
+
+from jpaged.structured.subschemas import subschemas
+
+EXACT = 2**53
+LARGEST = 2**63 - 1024  # the largest float within 64 bits
+LEAST = 1e-45  # below any float32 above 0; llguidance can't parse its own expressions of numbers with many more digits
+
+
+class _Side(NamedTuple):
+    """Names of a side's bounds. `sign` times a bound is a lower bound."""
+
+    inclusive: str
+    exclusive: str
+    sign: int
+
+
+SIDES = (_Side("minimum", "exclusiveMinimum", 1), _Side("maximum", "exclusiveMaximum", -1))
+
+
+class _Bound(NamedTuple):
+    name: str
+    value: Any  # an int or a float
+    is_exclusive: bool
+
+
+def sound_numbers(schema: Any) -> Any:
+    """Return a schema with inclusive bounds where llguidance would not keep the given ones.
+
+    They differ from the given ones by a few units in the last place of a float. Bounds beyond 64 bits become the
+    largest numbers within.
+
+    Args:
+        schema: the schema, or its JSON; invalid JSON is returned as it is.
+
+    Raises:
+        ValueError: a bound can't be kept.
+    """
+    text = schema if isinstance(schema, str) else json.dumps(schema)
+    try:
+        root = json.loads(text)
+    except (ValueError, RecursionError):
+        return schema
+    nodes = list(subschemas(root))
+    # Bounds of one number may stand in several schemas, as with allOf or $ref.
+    lower, upper = ([bound.value for node in nodes for bound in _bounds(node, side)] for side in SIDES)
+    closest = _closest(upper, 1), _closest(lower, -1)
+    changes = [_tighten(node, side, others) for node in nodes for side, others in zip(SIDES, closest)]
+    return root if any(changes) else schema
+
+
+def _closest(others: list[float], sign: int) -> dict[int, float]:
+    """Return, by whole numbers from 0, the closest other bound in the unit above. `sign` times a number counts."""
+    fractions = sorted(sign * other for other in others if 0 < sign * other < EXACT and other % 1)
+    return {math.floor(other): other for other in reversed(fractions)}
+
+
+def _bounds(schema: dict[str, Any], side: _Side) -> list[_Bound]:
+    """Return the bounds of a side. In older drafts `exclusiveMinimum: true` makes `minimum` exclusive."""
+    values = schema.get(side.inclusive), schema.get(side.exclusive)
+    bounds = (_Bound(side.inclusive, values[0], values[1] is True), _Bound(side.exclusive, values[1], True))
+    return [bound for bound in bounds if type(bound.value) in (int, float)]
+
+
+def _tighten(schema: dict[str, Any], side: _Side, closest: dict[int, float]) -> bool:
+    """Replace the bounds of a side that llguidance would not keep beside the others; return whether it did."""
+    changed = False
+    for bound in _bounds(schema, side):
+        other = closest.get(side.sign * bound.value) if bound.is_exclusive else None
+        if other is None and abs(bound.value) < EXACT:
+            continue
+        if other is not None and bound.value == 0 and other < LEAST:
+            raise ValueError(f"{bound.name}: 0 must be at least {LEAST} from the other bound")
+        inside = _inside(bound, side.sign)
+        given: Any = schema.get(side.inclusive)
+        if bound.name == side.exclusive and type(given) in (int, float):
+            inside = side.sign * max(side.sign * given, side.sign * inside)
+        if bound.is_exclusive:
+            del schema[side.exclusive]
+        schema[side.inclusive] = inside
+        changed = True
+    return changed
+
+
+def _inside(bound: _Bound, sign: int) -> float:
+    """Return the first number inside a bound that llguidance reads as one inside."""
+    if sign * bound.value > LARGEST:
+        limit = f"at most {LARGEST}" if sign > 0 else f"at least {-LARGEST}"
+        raise ValueError(f"{bound.name}: must be {limit}, not {bound.value}")
+    exact = max(sign * bound.value, -LARGEST)
+    inside = float(exact)
+    if bound.value == 0:
+        inside = LEAST
+    elif abs(exact) < EXACT:
+        inside = math.nextafter(inside, math.inf, steps=4)  # it may read a fraction as one of the next floats
+    elif inside < exact or (inside == exact and bound.is_exclusive):
+        inside = math.nextafter(inside, math.inf)
+    return sign * (int(inside) if inside.is_integer() else inside)

@@ -7,7 +7,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Self
+from pathlib import Path
+from typing import Any, NoReturn, Self
 
 import jax
 import numpy as np
@@ -35,6 +36,8 @@ from jpaged.runtime.pending import PendingStep
 from jpaged.runtime.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
+
+FIXED_PARAMS = "parameters can't be exchanged while several hosts share the model; restart all of them"
 
 
 class Followers:
@@ -106,6 +109,10 @@ class Followers:
             except OSError:
                 logger.debug("%s has already gone", channel.peer)
 
+    def refuse_params(self, directory: Path) -> NoReturn:
+        """Raise a ValueError, as `LeaderRunner.check_params` does, before parameters of a directory are loaded."""
+        raise ValueError(FIXED_PARAMS)
+
     def lead(self, runner: ModelRunner) -> "LeaderRunner":
         """Return a runner that drives the one of this process and those of the followers."""
         return LeaderRunner(runner, self)
@@ -161,7 +168,7 @@ class LeaderRunner:
 
     def check_params(self, state: Any) -> None:
         """Raise a ValueError: the arrays of this process are not all of the model."""
-        raise ValueError("params: can't be exchanged while several hosts share the model; restart all of them")
+        raise ValueError(f"params: {FIXED_PARAMS}")
 
     def update_params(self, state: Any) -> None:
         """Raise a ValueError, as `check_params` does."""

@@ -13,26 +13,35 @@ from jinja2 import TemplateSyntaxError
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from jpaged.checkpoint_files import check_folder, check_tree
+
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 # Tokens of the prompt that a decoder sees first, so that a space at the start of the output is kept.
 CONTEXT_TOKENS = 6
 SENTENCEPIECE = "tokenizer.model"  # in SentencePiece's form, or, more rarely, in tiktoken's
+TEMPLATES = "additional_chat_templates"
 TOKENIZER_FILES = ("tokenizer.json", SENTENCEPIECE, "tokenizer_config.json", "vocab.json", "vocab.txt", "merges.txt")
+OTHER_FILES = (
+    "config.json", "added_tokens.json", "special_tokens_map.json", "chat_template.json", "chat_template.jinja",
+)  # fmt: skip
 
 
 def has_tokenizer(directory: Path) -> bool:
     """Return whether a model's directory has any file of a tokenizer."""
-    return any((directory / name).is_file() for name in TOKENIZER_FILES)
+    return any((directory / name).exists() for name in TOKENIZER_FILES)
 
 
 def load_tokenizer(directory: Path) -> Any:
     """Return the Hugging Face tokenizer of a model's directory.
 
     Raises:
-        ValueError: it has none, or none in Rust.
+        ValueError: it has none, or none in Rust, or a file may not be opened.
     """
+    check_folder(directory, (*TOKENIZER_FILES, *OTHER_FILES), field="tokenizer")
+    if (directory / TEMPLATES).is_dir():
+        check_tree(directory / TEMPLATES, field="tokenizer")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would miss torch, which nothing here needs
     if missing := _missing_packages(directory):
         file = directory / SENTENCEPIECE

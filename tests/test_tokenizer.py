@@ -1,6 +1,7 @@
 """Streaming text: never half a character, never a piece of a stop string."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -132,6 +133,28 @@ def test_a_missing_tokenizer_is_named(tmp_path):
         load_tokenizer(tmp_path)
     with pytest.raises(ValueError, match=r"object has no tokenizers\.Tokenizer inside"):
         backend(object())
+
+
+@pytest.mark.parametrize("name", ["special_tokens_map.json", "notes.txt", "additional_chat_templates/tool.jinja"])
+def test_files_of_a_tokenizer_are_regular_and_its_own(tmp_path, name):
+    directory = tmp_path / "model"
+    shutil.copytree(DIRECTORY, directory)
+    (directory / name).parent.mkdir(exist_ok=True)
+    os.mkfifo(directory / name)
+    with pytest.raises(ValueError, match=f"^tokenizer: {directory / name} must be a regular file"):
+        load_tokenizer(directory)
+    (directory / name).unlink()
+    (tmp_path / "elsewhere").write_text("{}")
+    (directory / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match=f"^tokenizer: {directory / name} must not be a link out of"):
+        load_tokenizer(directory)
+
+
+def test_a_huge_tokenizer_is_refused_before_it_is_read(tmp_path):
+    shutil.copytree(DIRECTORY, tmp_path, dirs_exist_ok=True)
+    os.truncate(tmp_path / "tokenizer.json", 2**26 + 1)  # without blocks on the disk
+    with pytest.raises(ValueError, match=r"^tokenizer: .*tokenizer\.json must have at most 67108864 bytes"):
+        load_tokenizer(tmp_path)
 
 
 def sentencepiece_like() -> Tokenizer:

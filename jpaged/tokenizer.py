@@ -36,8 +36,10 @@ def has_tokenizer(directory: Path) -> bool:
 def load_tokenizer(directory: Path) -> Any:
     """Return the Hugging Face tokenizer of a model's directory.
 
+    Code in the directory is not run, whatever its files ask for.
+
     Raises:
-        ValueError: it has none, or none in Rust, or a file may not be opened.
+        ValueError: it has none, none in Rust, or one that needs its own code; or a file may not be opened.
     """
     check_folder(directory, (*TOKENIZER_FILES, *OTHER_FILES), field="tokenizer")
     if (directory / TEMPLATES).is_dir():
@@ -49,7 +51,7 @@ def load_tokenizer(directory: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         inner = backend(tokenizer)
         # tokenizer.json may ask for them; prompts are never cut nor filled up.
         inner.no_truncation()
@@ -58,7 +60,10 @@ def load_tokenizer(directory: Path) -> Any:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a broken tokenizer raises anything, also a panic in Rust
-        raise ValueError(f"tokenizer: the tokenizer of {directory} can't be loaded: {str(error)[:1000]}") from error
+        told = str(error)[:1000]
+        if "trust_remote_code" in told:
+            told = "it needs code of the checkpoint (auto_map in tokenizer_config.json), which is not run"
+        raise ValueError(f"tokenizer: the tokenizer of {directory} can't be loaded: {told}") from error
     return tokenizer
 
 

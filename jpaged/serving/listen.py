@@ -49,18 +49,20 @@ async def _bind(host: str, port: int, *, reuse_address: bool) -> list[socket.soc
 def limit_accept_reports(loop: asyncio.AbstractEventLoop) -> None:
     """Log in one line, at most once a minute, that connections can't be accepted.
 
-    asyncio reports each attempt with a traceback, a thousand in a second.
+    asyncio reports each attempt with a traceback, a thousand in a second, and tries as often again a second later, even
+    if the socket has been closed meanwhile.
     """
     told = -math.inf
 
     def report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         nonlocal told
         error = context.get("exception")
-        if "socket" not in context or not isinstance(error, OSError) or error.errno not in SHORTAGES:
+        if "socket" in context and isinstance(error, OSError) and error.errno in SHORTAGES:
+            if loop.time() >= told + REPORT_INTERVAL_S:
+                told = loop.time()
+                logger.warning("new connections wait until others end: %s", error)
+        elif not ("_start_serving" in context["message"] and isinstance(error, ValueError)):  # a closed socket
             loop.default_exception_handler(context)
-        elif loop.time() >= told + REPORT_INTERVAL_S:
-            told = loop.time()
-            logger.warning("new connections wait until others end: %s", error)
 
     loop.set_exception_handler(report)
 

@@ -116,6 +116,28 @@ def test_server_on_a_unix_socket_writes_its_access_log_at_level_warning(tmp_path
     assert '"path": "/v1/models", "status": 200' in line  # The level does not apply to the access log.
 
 
+async def test_a_socket_that_is_closed_before_the_next_attempt_is_not_reported(caplog, monkeypatch):
+    loop, accepted = asyncio.get_running_loop(), asyncio.Event()
+    before = loop.get_exception_handler()
+    monkeypatch.setattr("asyncio.constants.ACCEPT_RETRY_DELAY", 0.01)
+    limit_accept_reports(loop)
+
+    class Short(socket.socket):
+        def accept(self):
+            accepted.set()
+            raise OSError(errno.ENFILE, "Too many open files in system")
+
+    with Short() as short, socket.socket() as client:
+        short.bind(("127.0.0.1", 0))
+        server = await loop.create_server(asyncio.Protocol, sock=short)
+        client.connect(short.getsockname())
+        await accepted.wait()
+        server.close()
+    await asyncio.sleep(0.1)
+    loop.set_exception_handler(before)
+    assert caplog.messages == ["new connections wait until others end: [Errno 23] Too many open files in system"]
+
+
 async def test_reports_of_connections_that_wait_are_few_and_all_others_are_kept(caplog, monkeypatch):
     loop = asyncio.get_running_loop()
     before = loop.get_exception_handler()

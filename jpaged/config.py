@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+from jpaged.checkpoint_files import MAX_CONFIG_BYTES, read_file
 from jpaged.setting import check, documentation, setting
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -463,16 +464,17 @@ def sampling_defaults(directory: Path) -> dict[str, Any]:
     return {name: generation[name] for name in names if generation.get(name) is not None}
 
 
-def read_json(path: Path, *, missing_ok: bool = False) -> dict[str, Any]:
-    """Return the JSON object in a file; {} if it is missing and `missing_ok`.
+def read_json(path: Path, *, missing_ok: bool = False, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
+    """Return the JSON object in a file of a checkpoint; {} if it is missing and `missing_ok`.
 
     Raises:
-        ValueError: the file does not contain a JSON object; the message has its path.
+        ValueError: the file does not contain a JSON object, or may not be opened; the message has its path.
     """
-    if missing_ok and not path.is_file():
+    if missing_ok and not path.exists():
         return {}
+    data = read_file(path, max_bytes)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(data.decode())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):

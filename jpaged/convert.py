@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+from jpaged.checkpoint_files import check_file
 from jpaged.engine.build import find_model, load_model
 from jpaged.models.checkpoint import INDEX, save_orbax, save_safetensors, stored_dtype
 from jpaged.models.quantized_checkpoint import read_scheme
@@ -26,14 +27,18 @@ def convert(source: str, target: Path, to: str) -> str:
     config = read_config(directory)
     if scheme := read_scheme(directory):
         raise ValueError(f"model: {directory} is quantized ({scheme.method}), and conversion keeps parameters exactly")
+    others = [
+        file for file in directory.iterdir() if file.is_file() and file.suffix != ".safetensors" and file.name != INDEX
+    ]
+    for file in others:
+        check_file(file)
     dtype = stored_dtype(directory)
     model = load_model(directory, config, dtype=dtype, load_format="auto", seed=0, progress=True)
     try:
         target.mkdir(parents=True)
     except FileExistsError as error:
         raise ValueError(f"target: {target} already exists") from error
-    for file in directory.iterdir():
-        if file.is_file() and file.suffix != ".safetensors" and file.name != INDEX:
-            shutil.copy(file, target)
+    for file in others:
+        shutil.copy(file, target)
     SAVE[to](model, target)
     return dtype

@@ -1,5 +1,6 @@
 """Offline API."""
 
+import contextlib
 import itertools
 import json
 import operator
@@ -28,6 +29,7 @@ from jpaged.worker import POLL_S, Worker
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Params = SamplingParams | BeamSearchParams
 Message = Mapping[str, Any]
+BINARY = (bytes, bytearray, memoryview)  # no prompts, although they are sequences of integers
 
 
 class LLM:
@@ -224,16 +226,21 @@ class LLM:
                 raise InvalidParameter("prompts", f"{', '.join(sorted(unknown))} is not known")
             salt = prompt.get("cache_salt") or ""
             prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt.get("prompt")
-        prompt = plain(prompt)
+        prompt = prompt if isinstance(prompt, BINARY) else plain(prompt)
         if not isinstance(prompt, str):
-            try:
-                return list(map(operator.index, prompt)), None, salt
-            except TypeError:
-                raise InvalidParameter("prompts", f"must be texts or token ids, not {shown(prompt)}") from None
+            with contextlib.suppress(TypeError):
+                tokens = list(prompt)
+                if not isinstance(prompt, BINARY) and bool not in map(type, tokens):
+                    return list(map(operator.index, tokens)), None, salt
+            raise InvalidParameter("prompts", f"must be texts or token ids, not {shown(prompt)}")
         if self.tokenizer is None:
             raise InvalidParameter("prompts", "this engine has no tokenizer, so prompts must be token ids")
         if not prompt:  # also where the tokenizer would add a token of its own, as in the server
             raise InvalidParameter("prompt", "must hold at least one token")
+        try:
+            prompt.encode()
+        except UnicodeEncodeError:
+            raise InvalidParameter("prompts", f"must not hold half a surrogate pair, as {shown(prompt)}") from None
         return encode(self.tokenizer, prompt), prompt, salt
 
     def _run(
@@ -297,8 +304,8 @@ class _Arrival(NamedTuple):
 
 def prompts_of(given: Any) -> list[Any]:
     """Return a list of prompts from one prompt or several."""
-    given = plain(given)
-    if isinstance(given, str | Mapping):
+    given = given if isinstance(given, BINARY) else plain(given)
+    if isinstance(given, (str, Mapping, *BINARY)):
         return [given]
     if not isinstance(given, Iterable):
         raise InvalidParameter("prompts", f"must be texts or token ids, not {shown(given)}")

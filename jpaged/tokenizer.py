@@ -15,6 +15,8 @@ from jinja2 import TemplateSyntaxError
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
+from jpaged.checkpoint_files import check_folder, check_tree
+
 CALL_TAGS = ("<tool_call>", "</tool_call>")  # around tool calls, which some tokenizers have as special tokens
 REPLACEMENT = "\ufffd"
 BYTE_PIECE = re.compile("<0x([0-9A-Fa-f]{2})>")  # a byte in tokenizers with byte fallback
@@ -22,20 +24,29 @@ BYTE_PIECE = re.compile("<0x([0-9A-Fa-f]{2})>")  # a byte in tokenizers with byt
 _ALPHABET = sorted(ByteLevel.alphabet())
 BYTE_LEVEL = dict(zip(_ALPHABET, sorted(range(256), key=lambda byte: (chr(byte) not in _ALPHABET, byte))))
 SENTENCEPIECE = "tokenizer.model"  # in SentencePiece's form, or, more rarely, in tiktoken's
+TEMPLATES = "additional_chat_templates"
 TOKENIZER_FILES = ("tokenizer.json", SENTENCEPIECE, "tokenizer_config.json", "vocab.json", "vocab.txt", "merges.txt")
+OTHER_FILES = (
+    "config.json", "added_tokens.json", "special_tokens_map.json", "chat_template.json", "chat_template.jinja",
+)  # fmt: skip
 
 
 def has_tokenizer(directory: Path) -> bool:
     """Return whether a model's directory has any file of a tokenizer."""
-    return any((directory / name).is_file() for name in TOKENIZER_FILES)
+    return any((directory / name).exists() for name in TOKENIZER_FILES)
 
 
 def load_tokenizer(directory: Path) -> Any:
     """Return the Hugging Face tokenizer of a model's directory.
 
+    Code in the directory is not run, whatever its files ask for.
+
     Raises:
-        ValueError: it has none, or none in Rust.
+        ValueError: it has none, none in Rust, or one that needs its own code; or a file may not be opened.
     """
+    check_folder(directory, (*TOKENIZER_FILES, *OTHER_FILES), field="tokenizer")
+    if (directory / TEMPLATES).is_dir():
+        check_tree(directory / TEMPLATES, field="tokenizer")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would miss torch, which nothing here needs
     if missing := _missing_packages(directory):
         file = directory / SENTENCEPIECE
@@ -43,7 +54,7 @@ def load_tokenizer(directory: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         inner = backend(tokenizer)
         # tokenizer.json may ask for them; prompts are never cut nor filled up.
         inner.no_truncation()
@@ -52,7 +63,10 @@ def load_tokenizer(directory: Path) -> Any:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a broken tokenizer raises anything, also a panic in Rust
-        raise ValueError(f"tokenizer: the tokenizer of {directory} can't be loaded: {str(error)[:1000]}") from error
+        told = str(error)[:1000]
+        if "trust_remote_code" in told:
+            told = "it needs code of the checkpoint (auto_map in tokenizer_config.json), which is not run"
+        raise ValueError(f"tokenizer: the tokenizer of {directory} can't be loaded: {told}") from error
     return tokenizer
 
 

@@ -15,6 +15,7 @@ LAYERS = [
     [
         "pallas_kernels",
         "jpaged.setting",
+        "jpaged.checkpoint_files",
         "jpaged.child",
         "jpaged.progress",
         "jpaged.worker",
@@ -38,6 +39,7 @@ OUTSIDE = {
     "pallas_kernels": {"jax", "llvmlite"},
     "jpaged": set(),
     "jpaged.setting": set(),
+    "jpaged.checkpoint_files": set(),
     "jpaged.config": set(),
     "jpaged.child": set(),
     "jpaged.progress": {"tqdm"},

@@ -80,10 +80,24 @@ def test_generate_empty_prompt_is_refused_also_where_the_tokenizer_adds_a_token(
     assert llm.generate([], use_tqdm=False) == []
 
 
-@pytest.mark.parametrize("prompts", [None, 5, 1.5, [1.5], [None], jnp.array([1.5]), {}, {"prompt": 5}], ids=repr)
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        None, 5, 1.5, [1.5], [None], jnp.array([1.5]), {}, {"prompt": 5},
+        b"Hi", bytearray(b"Hi"), memoryview(b"Hi"), [b"Hi"], ["Hi", memoryview(b"Hi")], {"prompt": b"Hi"},
+        True, [True], [[5, False]], [np.array([True])], {"prompt_token_ids": [5, True]},
+    ], ids=repr,
+)  # fmt: skip
 def test_generate_other_prompts_are_refused(llm, prompts):
     with pytest.raises(InvalidParameter, match=r"^prompts: must be texts or token ids, not "):
         llm.generate(prompts, use_tqdm=False)
+
+
+@pytest.mark.parametrize("prompts", ["a\ud83e", ["fine", "\udd8a"], {"prompt": "\udc80 of a path"}], ids=ascii)
+def test_generate_text_with_half_a_surrogate_pair_is_refused(llm, prompts):
+    with pytest.raises(InvalidParameter, match=r"^prompts: must not hold half a surrogate pair, as "):
+        llm.generate(prompts, use_tqdm=False)
+    assert not llm.engine.has_work
 
 
 def test_generate_other_params_are_refused(llm):

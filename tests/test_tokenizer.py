@@ -3,6 +3,7 @@
 import codecs
 import copy
 import json
+import os
 import shutil
 
 import pytest
@@ -143,6 +144,49 @@ def test_a_missing_tokenizer_is_named(tmp_path):
         load_tokenizer(tmp_path)
     with pytest.raises(ValueError, match=r"object has no tokenizers\.Tokenizer inside"):
         backend(object())
+
+
+def test_code_of_a_checkpoint_is_neither_run_nor_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
+    directory, ran = tmp_path / "model", tmp_path / "ran"
+    shutil.copytree(DIRECTORY, directory)
+    classes = "PreTrainedTokenizerFast as Own, PretrainedConfig as Config"
+    (directory / "own.py").write_text(f"open({str(ran)!r}, 'w')\nfrom transformers import {classes}\n")
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    automatic = {"AutoTokenizer": ["own.Own", "own.Own"], "AutoConfig": "own.Config"}
+    foreign = config | {"tokenizer_class": "Own", "auto_map": automatic}
+    (directory / "tokenizer_config.json").write_text(json.dumps(foreign))
+    with pytest.raises(
+        ValueError, match=r"^tokenizer: .* needs code of the checkpoint \(auto_map in .*, which is not run$"
+    ):
+        load_tokenizer(directory)
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))  # a class that is known
+    model = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(model | {"auto_map": automatic, "model_type": "own"}))
+    assert encode(load_tokenizer(directory), "Once") == encode(load_tokenizer(DIRECTORY), "Once")
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize("name", ["special_tokens_map.json", "notes.txt", "additional_chat_templates/tool.jinja"])
+def test_files_of_a_tokenizer_are_regular_and_its_own(tmp_path, name):
+    directory = tmp_path / "model"
+    shutil.copytree(DIRECTORY, directory)
+    (directory / name).parent.mkdir(exist_ok=True)
+    os.mkfifo(directory / name)
+    with pytest.raises(ValueError, match=f"^tokenizer: {directory / name} must be a regular file"):
+        load_tokenizer(directory)
+    (directory / name).unlink()
+    (tmp_path / "elsewhere").write_text("{}")
+    (directory / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match=f"^tokenizer: {directory / name} must not be a link out of"):
+        load_tokenizer(directory)
+
+
+def test_a_huge_tokenizer_is_refused_before_it_is_read(tmp_path):
+    shutil.copytree(DIRECTORY, tmp_path, dirs_exist_ok=True)
+    os.truncate(tmp_path / "tokenizer.json", 2**26 + 1)  # without blocks on the disk
+    with pytest.raises(ValueError, match=r"^tokenizer: .*tokenizer\.json must have at most 67108864 bytes"):
+        load_tokenizer(tmp_path)
 
 
 def sentencepiece_like() -> Tokenizer:

@@ -70,10 +70,11 @@ def following(nodes: Nodes, given: Mapping[str, Any]) -> Iterator[tuple["Leader"
     """
     from jpaged.parallel.cluster import cluster  # these import jax, which takes seconds
     from jpaged.parallel.follower import Leader, connect
-    from jpaged.parallel.hello import join
+    from jpaged.parallel.hello import deadline, join
 
-    channel = connect(nodes)
-    config = join(channel, nodes.node_rank, nodes.nnodes, given)
+    end = deadline()
+    channel = connect(nodes, end)
+    config = join(channel, nodes.node_rank, nodes.nnodes, given, end)
     leader = Leader(channel)
     try:
         with cluster(nodes):

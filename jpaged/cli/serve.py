@@ -183,6 +183,7 @@ def _serve(
             if followers is not None:
                 followers.check_facts(facts_of(prepared))
             lead = followers.lead if followers else None
+            read_params = followers.refuse_params if followers else functools.partial(load_params, prepared)
             loaded = [
                 load_engine(engine_config, prepared=each, progress=bars, lead=lead)
                 for each in on_further_devices(prepared, args.data_parallel_size)
@@ -197,7 +198,7 @@ def _serve(
                 "model_type": prepared.model.model_type, "architectures": [prepared.model.architecture],
                 "vocab_size": prepared.model.vocab_size, "tp_size": prepared.placement.size,
             },
-            load_params=functools.partial(load_params, prepared) if config.enable_weight_updates else None,
+            load_params=read_params if config.enable_weight_updates else None,
         )  # fmt: skip
         asyncio.run(serve(service, sockets, tls))
 

@@ -66,7 +66,11 @@ class Runner(Protocol):
         """Serve other parameters from the next step on, also after `sleep`."""
 
     def sleep(self, level: int) -> None:
-        """Let go of the pool and of the parameters: copied to the host's memory (1) or dropped (2)."""
+        """Let go of the pool and of the parameters: copied to the host's memory (1) or dropped (2).
+
+        Raises:
+            ValueError: that is not possible; nothing is changed.
+        """
 
     def wake_up(self, tags: Collection[str]) -> None:
         """Take back what `sleep` has let go of: "weights", "kv_cache" or both.
@@ -341,12 +345,12 @@ class Engine:
                 next ones, and counts as their awakening.
 
         Raises:
-            ValueError: the level is unknown.
+            ValueError: the level is unknown, or the runner can't sleep; nothing is changed.
         """
         if level not in (1, 2):
             raise ValueError(f"level: must be 1 (parameters on the host) or 2 (dropped), not {level!r}")
-        self.restart()
         self.runner.sleep(level)
+        self.restart()
         self._asleep = TAGS
 
     def wake_up(self, tags: Iterable[str] | None = None) -> None:

@@ -16,6 +16,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from jpaged.checkpoint_files import MAX_INDEX_BYTES, check_file, check_tree
 from jpaged.config import CONFIG, DTYPES, QUANTIZATIONS, ModelConfig, read_json
 from jpaged.models.base import LeafPath, Model, Part
 from jpaged.models.quantized import SCALE, is_quantized, quantizable, quantize_weights, rounder
@@ -265,6 +266,7 @@ def load_orbax(
         raise ValueError(f"model: {directory} has no Orbax checkpoint: no folder {ORBAX} in it")
     graphdef, leaves = abstract_model(config, dtype)
     paths = {".".join(map(str, path)): path for path in leaves}
+    check_tree(directory / ORBAX)
     with _checkpointer() as checkpointer:
         metadata = checkpointer.metadata((directory / ORBAX).absolute()).item_metadata
         found = {name: tuple(array.shape) for name, array in metadata.tree.items()}
@@ -298,6 +300,7 @@ def save_orbax(model: Model, directory: Path) -> None:
 def stored_dtype(directory: Path) -> str:
     """Return the dtype that holds every parameter of a checkpoint exactly, regardless of its config."""
     if (directory / ORBAX).is_dir():
+        check_tree(directory / ORBAX)
         with _checkpointer() as checkpointer:
             metadata = checkpointer.metadata((directory / ORBAX).absolute()).item_metadata
         found = {str(array.dtype) for array in metadata.tree.values()}
@@ -318,17 +321,17 @@ def safetensors_files(directory: Path) -> list[Path]:
     Raises:
         ValueError: a file is missing.
     """
-    if (directory / INDEX).is_file():
-        weight_map = read_json(directory / INDEX).get("weight_map", {})
+    if (directory / INDEX).exists():
+        weight_map = read_json(directory / INDEX, max_bytes=MAX_INDEX_BYTES).get("weight_map", {})
         if not isinstance(weight_map, dict) or not all(map(_is_file_name, weight_map.values())):
             raise ValueError(
                 f"model: weight_map of {directory / INDEX} must lead from tensors to names of files beside it"
             )
         names = sorted(set(weight_map.values()))
-        if missing := [name for name in names if not (directory / name).is_file()]:
+        if missing := [name for name in names if not (directory / name).exists()]:
             raise ValueError(f"model: {directory} lacks {', '.join(missing)}, named in {INDEX}")
         files = [directory / name for name in names]
-    elif (directory / SINGLE).is_file():
+    elif (directory / SINGLE).exists():
         files = [directory / SINGLE]  # beside it there may be the same in another form
     else:
         files = sorted(directory.glob("*.safetensors"))
@@ -463,6 +466,7 @@ def _is_file_name(name: Any) -> bool:
 
 
 def _open(file: Path) -> Any:
+    check_file(file)  # the library holds Python's lock while it opens
     try:
         return safe_open(file, "numpy")
     except Exception as error:  # the library raises its own type, and OSError for paths that are no files

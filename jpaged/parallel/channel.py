@@ -2,6 +2,7 @@
 
 import socket
 import threading
+import time
 
 from jpaged.parallel.frame import HEADER, MAX_PAYLOAD_BYTES, Frame, Kind, decode_header, decode_payload, encode_frame
 
@@ -20,6 +21,7 @@ class Channel:
     def __init__(self, connected: socket.socket, peer: str):
         self.peer, self.num_frames, self.num_bytes = peer, 0, 0
         self._socket, self._lock = connected, threading.Lock()
+        connected.settimeout(None)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in (
@@ -47,15 +49,15 @@ class Channel:
 
         Args:
             max_bytes: maximum size of its payload.
-            timeout_s: maximum wait for a part of it; None: no limit.
+            timeout_s: maximum wait for the whole frame; None: no limit.
 
         Raises:
             FrameError: the frame is malformed.
             OSError: the connection is lost or closed, or the time is up.
         """
-        self._socket.settimeout(timeout_s)
-        header = decode_header(self._read(HEADER.size), max_bytes)
-        frame = decode_payload(header, self._read(header.num_bytes))
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        header = decode_header(self._read(HEADER.size, end), max_bytes)
+        frame = decode_payload(header, self._read(header.num_bytes, end))
         self._socket.settimeout(None)
         return frame
 
@@ -63,9 +65,13 @@ class Channel:
         """Close the connection."""
         self._socket.close()
 
-    def _read(self, num_bytes: int) -> bytes:
+    def _read(self, num_bytes: int, end: float | None) -> bytes:
         data = bytearray()
         while len(data) < num_bytes:
+            if end is not None:
+                if (left := end - time.monotonic()) <= 0:
+                    raise TimeoutError("timed out")
+                self._socket.settimeout(left)
             if not (part := self._socket.recv(min(num_bytes - len(data), 2**20))):
                 raise ConnectionError("the connection was closed")
             data += part

@@ -79,13 +79,16 @@ class _Dropped(Exception):
     """End of a step that the leader has dropped."""
 
 
-def connect(nodes: Nodes) -> Channel:
+def connect(nodes: Nodes, end: float | None = None) -> Channel:
     """Connect to the leader, which may start later.
+
+    Args:
+        end: the time at which it must have accepted; None: the `deadline` from now.
 
     Raises:
         OSError: it does not accept a connection in time.
     """
-    address, end = nodes.channel_address, deadline()
+    address, end = nodes.channel_address, end or deadline()
     where = f"{address[0]}:{address[1]}"
     logger.info("connecting to the leader at %s", where)
     while True:

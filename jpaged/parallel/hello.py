@@ -62,20 +62,24 @@ def settings_of(config: EngineConfig) -> dict[str, Any]:
     return {each.name: getattr(config, each.name) for each in fields(config)}
 
 
-def join(channel: Channel, rank: int, nnodes: int, given: Facts) -> EngineConfig:
+def join(channel: Channel, rank: int, nnodes: int, given: Facts, end: float | None = None) -> EngineConfig:
     """Join a leader, and return its settings with the process's own ones.
 
     Args:
         given: settings that were given to this process. They must be those of the leader, except for `OWN`.
+        end: the time at which it must have joined; None: the `deadline` from now.
 
     Raises:
         ValueError: the leader has refused; the message has the field.
-        OSError: the connection is lost.
+        OSError: the connection is lost, or the time is up.
     """
     common = {name: value for name, value in given.items() if name not in OWN}
     hello = {"node_rank": rank, "nnodes": nnodes, "versions": versions(), "settings": common}
     channel.send(Kind.HELLO, encode_facts(hello))
-    kind, payload = channel.receive(MAX_HELLO_BYTES, START_TIMEOUT_S)
+    try:
+        kind, payload = channel.receive(MAX_HELLO_BYTES, (end or deadline()) - time.monotonic())
+    except TimeoutError as error:
+        raise OSError(f"dist_init_addr: the leader at {channel.peer} does not answer: {error}") from error
     if kind == Kind.REFUSAL:
         raise ValueError(payload.decode(errors="replace"))
     if kind != Kind.WELCOME:

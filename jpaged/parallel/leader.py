@@ -7,7 +7,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Self
+from pathlib import Path
+from typing import Any, NoReturn, Self
 
 import jax
 import numpy as np
@@ -35,6 +36,8 @@ from jpaged.runtime.pending import PendingStep
 from jpaged.runtime.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
+
+FIXED_PARAMS = "parameters can't be exchanged while several hosts share the model; restart all of them"
 
 
 class Followers:
@@ -65,26 +68,36 @@ class Followers:
         with _listen(nodes) as server:
             logger.info("waiting for %d more nodes at %s:%d", nodes.nnodes - 1, *nodes.channel_address)
             while len(channels) < nodes.nnodes - 1:
-                server.settimeout(max(0.0, end - time.monotonic()))
                 try:
+                    if (left := end - time.monotonic()) <= 0:
+                        raise TimeoutError
+                    server.settimeout(left)
                     connected, address = server.accept()
-                except (TimeoutError, BlockingIOError) as error:
+                except TimeoutError as error:
                     missing = [str(rank) for rank in range(1, nodes.nnodes) if rank not in channels]
                     raise ValueError(
                         f"nnodes: nodes {', '.join(missing)} have not joined within {START_TIMEOUT_S:g} seconds"
                     ) from error
-                if joined := _welcome(Channel(connected, f"{address[0]}:{address[1]}"), nodes, channels, settings):
-                    channels |= joined
+                channel = Channel(connected, f"{address[0]}:{address[1]}")
+                channels |= _welcome(channel, nodes, channels, settings, end - time.monotonic())
         return cls(channels)
 
     def check_facts(self, facts: Facts) -> None:
         """Compare the decisions of all processes before they load the parameters.
 
         Raises:
-            ValueError: a follower has decided otherwise; the message has the first difference.
+            ValueError: a follower has decided otherwise, or not in time; the message has the first difference.
         """
-        for _ in self.channels:
-            rank, theirs = self._facts.get()
+        end, missing = deadline(), set(self.channels)
+        while missing:
+            try:
+                rank, theirs = self._facts.get(timeout=max(0.0, end - time.monotonic()))
+            except queue.Empty:
+                names = ", ".join(map(str, sorted(missing)))
+                raise ValueError(
+                    f"nnodes: nodes {names} have not checked their settings within {START_TIMEOUT_S:g} seconds"
+                ) from None
+            missing.discard(rank)
             if problem := difference(theirs, facts):
                 raise ValueError(f"node {rank}: {problem}")
 
@@ -105,6 +118,10 @@ class Followers:
                 channel.send(*((Kind.END,) if fault is None else (Kind.FAULT, fault.encode())))
             except OSError:
                 logger.debug("%s has already gone", channel.peer)
+
+    def refuse_params(self, directory: Path) -> NoReturn:
+        """Raise a ValueError, as `LeaderRunner.check_params` does, before parameters of a directory are loaded."""
+        raise ValueError(FIXED_PARAMS)
 
     def lead(self, runner: ModelRunner) -> "LeaderRunner":
         """Return a runner that drives the one of this process and those of the followers."""
@@ -161,7 +178,7 @@ class LeaderRunner:
 
     def check_params(self, state: Any) -> None:
         """Raise a ValueError: the arrays of this process are not all of the model."""
-        raise ValueError("params: can't be exchanged while several hosts share the model; restart all of them")
+        raise ValueError(f"params: {FIXED_PARAMS}")
 
     def update_params(self, state: Any) -> None:
         """Raise a ValueError, as `check_params` does."""
@@ -212,10 +229,12 @@ def _bound(address: tuple[str, int]) -> socket.socket:
         raise OSError(f"dist_init_addr: can't listen on {host}:{port}: {error}") from error
 
 
-def _welcome(channel: Channel, nodes: Nodes, joined: Mapping[int, Channel], settings: Facts) -> dict[int, Channel]:
+def _welcome(
+    channel: Channel, nodes: Nodes, joined: Mapping[int, Channel], settings: Facts, timeout_s: float
+) -> dict[int, Channel]:
     """Return the connection by rank, or nothing if its process can't join."""
     try:
-        frame = channel.receive(MAX_HELLO_BYTES, HELLO_TIMEOUT_S)
+        frame = channel.receive(MAX_HELLO_BYTES, min(HELLO_TIMEOUT_S, timeout_s))
         rank = check_hello(frame, nodes.nnodes, joined, settings)
         channel.send(Kind.WELCOME, encode_facts(settings))
     except (ValueError, OSError) as error:

@@ -1,25 +1,59 @@
 """Cache of compiled executables on disk. It is jax's own, enabled only while an engine loads and compiles."""
 
 import contextlib
+import functools
+import hashlib
 import logging
 import os
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax._src import compilation_cache as jax_cache
 from jax._src import distributed
-from jax.experimental.compilation_cache.compilation_cache import reset_cache
+from jax._src.compilation_cache_interface import CacheInterface
 
 logger = logging.getLogger(__name__)
+
+NAME = "-jpaged"  # after a key in a file's name: jax reads other entries in a folder of the program
+DIGEST_BYTES = 32
+OTHERS_WRITE = 0o022  # bits of a mode: the group or others may write
 
 _lock = threading.RLock()  # the settings are those of the process
 
 
 def cache_folder() -> Path:
     """Return the folder of everything that is kept between runs."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jpaged"
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if os.path.isabs(caches):
+        return Path(caches) / "jpaged"
+    folder = Path(tempfile.gettempdir()) / f"jpaged-{os.geteuid()}"
+    _warn_once(f"{caches} is no absolute path: {folder} is used; XDG_CACHE_HOME names another folder")
+    return folder
+
+
+def private_folder(folder: Path) -> Path | None:
+    """Return a folder in `cache_folder` that this user alone may write, and create it unless it exists.
+
+    Another user who may write it could have this process run any native code. Root may own it.
+
+    Returns:
+        None, after one warning: it can't be created, or others may write it.
+    """
+    try:
+        for each in (folder.parent, folder):
+            each.mkdir(0o700, parents=True, exist_ok=True)
+            status = each.stat()
+            if status.st_uid not in (0, os.geteuid()) or status.st_mode & OTHERS_WRITE:
+                owned = f"user {status.st_uid} owns it, and its mode is {status.st_mode & 0o7777:o}"
+                raise PermissionError(f"{each} may be written by others: {owned}")
+    except OSError as error:
+        _warn_once(f"not used: {error}; XDG_CACHE_HOME names another folder")
+        return None
+    return folder
 
 
 def executables_folder() -> Path:
@@ -32,21 +66,24 @@ def compilation_cache() -> Iterator[None]:
     """Keep the executables compiled in the context on disk, and load existing ones.
 
     If the program has chosen a folder for jax's cache, its settings are used unchanged. Otherwise jax's settings change
-    within the context. They are those of the process: functions that another thread compiles meanwhile are kept too,
-    and a second thread waits before it enters.
+    within the context, if there is a `private_folder`. They are those of the process: functions that another thread
+    compiles meanwhile are kept too, and a second thread waits before it enters.
     """
-    with _lock, _rewriting(executables_folder()):
-        if jax.config.jax_compilation_cache_dir is not None:
-            yield
-            return
-        ours: dict[str, Any] = {
-            "jax_compilation_cache_dir": str(executables_folder()),
-            "jax_persistent_cache_min_compile_time_secs": 0.0,
-            "jax_persistent_cache_min_entry_size_bytes": -1,
-        }
+    with _lock:
+        ours: dict[str, Any] = {}
+        if jax.config.jax_compilation_cache_dir is None:
+            if (folder := private_folder(executables_folder())) is None:
+                yield
+                return
+            ours = {
+                "jax_compilation_cache_dir": str(folder),
+                "jax_persistent_cache_min_compile_time_secs": 0.0,
+                "jax_persistent_cache_min_entry_size_bytes": -1,
+            }
         programs = {name: getattr(jax.config, name) for name in ours}
         try:
             _configure(ours)
+            _check_entries()
             yield
         finally:
             _configure(programs)
@@ -67,42 +104,65 @@ def every_process_writes() -> Iterator[None]:
         state.process_id = rank
 
 
+class CheckedCache(CacheInterface):
+    """Cache of jax whose entries begin with a digest of their key and their content.
+
+    An entry of another key, or one that is not whole, such as that of a process that was killed while it wrote, is
+    removed. jax would run the former, and keep the latter for ever.
+    """
+
+    def __init__(self, inner: CacheInterface):
+        self._inner, self._path = inner, inner._path
+
+    def get(self, key: str) -> bytes | None:
+        """Return the content of an entry; None if there is none that is whole."""
+        entry: bytes | None = self._inner.get(key + NAME)
+        if entry is None:
+            return None
+        digest, content = entry[:DIGEST_BYTES], entry[DIGEST_BYTES:]
+        if digest == _digest(key, content):
+            return content
+        file = self._path / f"{key}{NAME}-cache"
+        logger.info("compilation cache: writing %s again", file)
+        try:
+            file.unlink(missing_ok=True)
+        except OSError as error:
+            logger.warning("compilation cache: an entry can't be read, nor written again: %s", error)
+        return None
+
+    def put(self, key: str, value: bytes) -> None:
+        """Add an entry."""
+        try:
+            self._inner.put(key + NAME, _digest(key, value) + value)
+        except OSError as error:
+            _warn_once(f"{self._path} can't be written: {error.strerror}; XDG_CACHE_HOME names another folder")
+
+
+def _digest(key: str, content: bytes) -> bytes:
+    return hashlib.sha256(key.encode() + b"\0" + content).digest()
+
+
+def _check_entries() -> None:
+    """Let jax open its cache, and check each entry."""
+    try:
+        jax_cache._initialize_cache()
+    except OSError as error:
+        _warn_once(f"not used: {error}")
+    if jax_cache._cache is not None:
+        jax_cache._cache = CheckedCache(jax_cache._cache)
+
+
 def _configure(settings: dict[str, Any]) -> None:
     for name, value in settings.items():
         jax.config.update(name, value)
     # jax opens its cache once, at the first compilation with a folder, and then stays with it.
     with _level("jax._src.compilation_cache", logging.WARNING):
-        reset_cache()
+        jax_cache.reset_cache()
 
 
-@contextlib.contextmanager
-def _rewriting(folder: Path) -> Iterator[None]:
-    """Let jax replace entries that it can't read, such as those of a process that was killed while it wrote them.
-
-    jax warns of such an entry, compiles, and then keeps the existing file, so every start would compile it again. Only
-    a debug record, which precedes the write of the new executable, contains the key of the entry.
-    """
-
-    def remove_unreadable(record: logging.LogRecord) -> bool:
-        if str(record.msg).startswith("PERSISTENT COMPILATION CACHE MISS"):
-            entry = folder / f"{record.args[1]}-cache"  # type: ignore[index]
-            try:
-                entry.unlink()
-                logger.info("compilation cache: writing %s again", entry)
-            except FileNotFoundError:
-                pass
-            except OSError as error:
-                logger.warning("compilation cache: an entry can't be read, nor written again: %s", error)
-        return record.levelno >= level
-
-    compiler = logging.getLogger("jax._src.compiler")
-    level = compiler.getEffectiveLevel()
-    compiler.addFilter(remove_unreadable)
-    try:
-        with _level(compiler.name, logging.DEBUG):
-            yield
-    finally:
-        compiler.removeFilter(remove_unreadable)
+@functools.cache
+def _warn_once(problem: str) -> None:
+    logger.warning("cache: %s", problem)
 
 
 @contextlib.contextmanager

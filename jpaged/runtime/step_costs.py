@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from jpaged.runtime.batch import Bucket
+from jpaged.runtime.compilation_cache import private_folder
 
 logger = logging.getLogger(__name__)
 
@@ -73,19 +74,22 @@ def stored_costs(
     """Return the costs of all shapes from a file, or else measure them and write it.
 
     Args:
+        folder: it is used if it is a `private_folder`.
         key: identifies everything that the costs depend on.
         agree: return the seconds of the process whose costs hold for all processes that share the device mesh. They
             measure together, if that process has no file.
     """
-    path = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+    usable = private_folder(folder)
+    path = usable and usable / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
     wanted = tuple(buckets)
-    stored = _read(path, key)
+    stored = _read(path, key) if path else {}
     known = stored.keys() == set(wanted)
     found = agree([stored[bucket] if known else 0.0 for bucket in wanted])
     if all(found):
         return dict(zip(wanted, found, strict=True))
     costs = dict(zip(wanted, agree([measure(bucket) for bucket in wanted]), strict=True))
-    _write(path, key, costs)
+    if path:
+        _write(path, key, costs)
     return costs
 
 
@@ -102,7 +106,6 @@ def _read(path: Path, key: str) -> dict[Bucket, float]:
 def _write(path: Path, key: str, costs: StepCosts) -> None:
     content = {"key": key, "seconds": [[*bucket, seconds] for bucket, seconds in costs.items()]}
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
             json.dump(content, file)
         os.replace(file.name, path)

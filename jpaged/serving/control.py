@@ -64,7 +64,11 @@ async def update_weights(request: web.Request) -> web.Response:
 async def sleep(request: web.Request) -> web.Response:
     """Free the memory of the KV pool and of the parameters."""
     service, query = _query(request, {"level"})
-    await service.engine.sleep(int(_choice("level", query.get("level", ["1"]), ("1", "2"))))
+    level = int(_choice("level", query.get("level", ["1"]), ("1", "2")))
+    try:
+        await service.engine.sleep(level)
+    except ValueError as error:
+        raise ApiError(400, str(error)) from error
     return web.json_response({"status": "asleep"})
 
 

@@ -7,11 +7,19 @@ clients' connections are refused until the server is ready.
 import asyncio
 import contextlib
 import errno
+import logging
+import math
 import os
 import socket
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # asyncio tries again a second later
+REPORT_INTERVAL_S = 60.0
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
@@ -36,6 +44,27 @@ async def _bind(host: str, port: int, *, reuse_address: bool) -> list[socket.soc
     sockets = [each.dup() for each in server.sockets]
     server.close()
     return sockets
+
+
+def limit_accept_reports(loop: asyncio.AbstractEventLoop) -> None:
+    """Log in one line, at most once a minute, that connections can't be accepted.
+
+    asyncio reports each attempt with a traceback, a thousand in a second, and tries as often again a second later, even
+    if the socket has been closed meanwhile.
+    """
+    told = -math.inf
+
+    def report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        nonlocal told
+        error = context.get("exception")
+        if "socket" in context and isinstance(error, OSError) and error.errno in SHORTAGES:
+            if loop.time() >= told + REPORT_INTERVAL_S:
+                told = loop.time()
+                logger.warning("new connections wait until others end: %s", error)
+        elif not ("_start_serving" in context["message"] and isinstance(error, ValueError)):  # a closed socket
+            loop.default_exception_handler(context)
+
+    loop.set_exception_handler(report)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from aiohttp import web
 
 from jpaged.serving.app import make_app
-from jpaged.serving.listen import url
+from jpaged.serving.listen import limit_accept_reports, url
 from jpaged.serving.service import Service
 
 logger = logging.getLogger(__name__)
@@ -31,6 +31,7 @@ async def serve(service: Service, sockets: Sequence[socket.socket], tls: ssl.SSL
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
+    limit_accept_reports(loop)
     _allow_many_connections()
     tune_interpreter()
     runner = web.AppRunner(make_app(service), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)

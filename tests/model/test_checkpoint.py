@@ -1,8 +1,10 @@
 """Checkpoints in and out: safetensors in one file and in shards, Orbax, strict both ways, little host memory."""
 
 import contextlib
+import functools
 import json
 import logging
+import os
 import re
 import shutil
 import types
@@ -16,13 +18,20 @@ from flax import nnx
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from jpaged import progress
+from jpaged import checkpoint_files, progress
 from jpaged.config import EngineConfig, ModelConfig
 from jpaged.convert import convert
 from jpaged.demo import DIRECTORY
 from jpaged.engine.build import find_model, load_model, prepare
 from jpaged.models import checkpoint
-from jpaged.models.checkpoint import dummy_model, load_orbax, load_safetensors, save_orbax, save_safetensors
+from jpaged.models.checkpoint import (
+    dummy_model,
+    load_orbax,
+    load_safetensors,
+    save_orbax,
+    save_safetensors,
+    stored_dtype,
+)
 from jpaged.runtime.placement import Placement
 from tests import checkpoints, models
 
@@ -140,6 +149,113 @@ def test_missing_and_broken_files(directory, tmp_path):
         load_safetensors(directory, CONFIG, "float32", progress=False)
     with pytest.raises(ValueError, match=r"has no safetensors file; .* \(\*\.bin, \*\.pth\) are not read"):
         load_safetensors(tmp_path, CONFIG, "float32", progress=False)
+
+
+@pytest.fixture
+def fifo(tmp_path):
+    """A FIFO that does not block: it has a reader and a writer."""
+    os.mkfifo(tmp_path / "fifo")
+    number = os.open(tmp_path / "fifo", os.O_RDWR)
+    yield tmp_path / "fifo"
+    os.close(number)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model-00001-of-00002.safetensors"])
+def test_a_fifo_in_place_of_parameters_is_not_opened(directory, fifo, name):
+    (directory / "model.safetensors").unlink()
+    fifo.rename(directory / name)
+    words = rf"^model: {directory / name} must be a regular file, not a folder, FIFO, socket or device$"
+    for load in (
+        lambda: load_safetensors(directory, CONFIG, "float32", progress=False),
+        lambda: stored_dtype(directory),
+    ):
+        with pytest.raises(ValueError, match=words):
+            load()
+
+
+def test_links_out_of_the_folder_are_refused(directory, tmp_path):
+    link, target = directory / "model.safetensors", tmp_path / "elsewhere.safetensors"
+    link.rename(target)
+    link.symlink_to(target)
+    told = f"^model: {link} must not be a link out of the checkpoint's folder, to {target}$"
+    with pytest.raises(ValueError, match=told):
+        load_safetensors(directory, CONFIG, "float32", progress=False)
+    link.unlink()
+    target.rename(directory / "part.safetensors")
+    link.symlink_to("part.safetensors")
+    load_safetensors(directory, CONFIG, "float32", progress=False)
+    (tmp_path / "alias").symlink_to(directory)
+    load_safetensors(tmp_path / "alias", CONFIG, "float32", progress=False)
+
+
+def test_links_of_the_hubs_cache_lead_to_blobs_of_the_same_model(directory, tmp_path):
+    home = tmp_path / "models--someone--tiny"
+    snapshot, blobs = home / "snapshots" / "0123", home / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for file in directory.iterdir():
+        file.rename(blobs / file.name)
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    load_safetensors(snapshot, ModelConfig.from_directory(snapshot), "float32", progress=False)
+    blobs.rename(tmp_path / "blobs")
+    for file in snapshot.iterdir():
+        file.unlink()
+        file.symlink_to(tmp_path / "blobs" / file.name)
+    with pytest.raises(ValueError, match="must not be a link out of"):
+        load_safetensors(snapshot, CONFIG, "float32", progress=False)
+
+
+def test_orbax_checkpoints_hold_files_alone_and_their_own(directory, tmp_path, fifo):
+    save_orbax(load_safetensors(directory, CONFIG, "float32", progress=False), directory)
+    load = functools.partial(load_orbax, directory, CONFIG, "float32", progress=False)
+    load()
+    orbax = directory / "orbax"
+    stranger = orbax / "d" / "x"
+    fifo.rename(stranger)
+    with pytest.raises(ValueError, match=f"^model: {stranger} must be a regular file"):
+        load()
+    stranger.unlink()
+    orbax.rename(tmp_path / "elsewhere")
+    orbax.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match=f"^model: {orbax} must not be a link out of"):
+        load()
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])
+def test_files_of_json_are_regular_and_of_bounded_size(directory, tmp_path, name):
+    def load():
+        ModelConfig.from_directory(directory)
+        load_safetensors(directory, CONFIG, "float32", progress=False)
+
+    file = directory / name
+    file.unlink(missing_ok=True)
+    file.mkdir()
+    with pytest.raises(ValueError, match=f"^model: {file} must be a regular file"):
+        load()
+    file.rmdir()
+    file.touch()
+    os.truncate(file, 2**26 + 1)  # without blocks on the disk
+    with pytest.raises(ValueError, match=rf"^model: {file} must have at most \d+ bytes, not 67108865$"):
+        load()
+    file.unlink()
+    (tmp_path / "elsewhere.json").write_text("{}")
+    file.symlink_to(tmp_path / "elsewhere.json")
+    with pytest.raises(ValueError, match=f"^model: {file} must not be a link out of"):
+        load()
+
+
+def test_a_fifo_that_takes_the_place_of_a_checked_file_does_not_block(tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / "config.json")
+    monkeypatch.setattr(checkpoint_files, "check_file", lambda *_: None)
+    assert checkpoint_files.read_file(tmp_path / "config.json", 9) == b""
+
+
+def test_conversion_copies_no_file_of_another_folder(directory, tmp_path):
+    (tmp_path / "private.txt").write_text("private")
+    (directory / "notes.txt").symlink_to(tmp_path / "private.txt")
+    with pytest.raises(ValueError, match=f"^model: {directory / 'notes.txt'} must not be a link out of"):
+        convert(str(directory), tmp_path / "new", "orbax")
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("name", [5, "", "../x.safetensors", "/dev/zero", ".", "a\0b"])

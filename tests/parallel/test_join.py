@@ -2,18 +2,21 @@
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import socket
 import threading
+import time
 
 import pytest
 
 from jpaged.cli.main import main
 from jpaged.config import EngineConfig
 from jpaged.parallel import hello
+from jpaged.parallel import leader as leader_module
 from jpaged.parallel.channel import Channel
 from jpaged.parallel.follower import connect
-from jpaged.parallel.frame import Kind
+from jpaged.parallel.frame import HEADER, Kind
 from jpaged.parallel.hello import encode_facts, join
 from jpaged.parallel.leader import Followers
 from jpaged.parallel.nodes import Nodes
@@ -121,6 +124,75 @@ def test_noise_does_not_disturb_the_leader(leader, dial, noise):
         connected.sendall(noise)
     assert join(dial(nodes), 2, 3, {}).max_num_seqs == 8
     assert len(followers().channels) == 2
+
+
+@contextlib.contextmanager
+def trickling(connected: socket.socket):
+    """Send the beginning of a long frame byte by byte within the context."""
+    stop = threading.Event()
+
+    def send():
+        data = itertools.chain(HEADER.pack(b"JPGD", 1, Kind.HELLO, 2**19, 0), itertools.repeat(0))
+        with contextlib.suppress(OSError):
+            while not stop.wait(0.01):
+                connected.sendall(bytes([next(data)]))
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_a_process_that_trickles_its_hello_is_refused_and_another_joins(leader, dial, monkeypatch):
+    monkeypatch.setattr(leader_module, "HELLO_TIMEOUT_S", 0.2)
+    nodes, _ = leader
+    connect(nodes).close()  # it listens
+    with socket.create_connection(nodes.channel_address) as slow, trickling(slow):
+        assert join(dial(nodes), 1, 3, {}).max_num_seqs == 8
+
+
+def test_slow_processes_do_not_extend_the_deadline_of_the_leader(monkeypatch):
+    monkeypatch.setattr(hello, "START_TIMEOUT_S", 0.5)
+    nodes, failed = Nodes(nnodes=2, dist_init_addr=free_address()), []
+
+    def accept():
+        with pytest.raises(ValueError, match="nnodes: nodes 1 have not joined within"):
+            Followers.accept(nodes, CONFIG)
+        failed.append(True)
+
+    thread = threading.Thread(target=accept)
+    thread.start()
+    connect(nodes).close()  # it listens
+    with socket.create_connection(nodes.channel_address) as slow, trickling(slow):
+        thread.join(10)
+    assert failed
+
+
+def test_a_leader_that_trickles_its_answer_is_left():
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as ours,
+        server.accept()[0] as theirs,
+        trickling(theirs),
+    ):
+        end = time.monotonic() + 0.2
+        with pytest.raises(OSError, match=r"^dist_init_addr: the leader at here does not answer: timed out$"):
+            join(Channel(ours, "here"), 1, 2, {}, end)
+
+
+def test_followers_that_do_not_send_their_facts_are_named(leader, dial, monkeypatch):
+    nodes, followers = leader
+    channels = [dial(nodes), dial(nodes)]
+    for rank, channel in enumerate(channels, 1):
+        join(channel, rank, 3, {})
+    channels[0].send(Kind.FACTS, encode_facts({}))
+    joined = followers()
+    monkeypatch.setattr(hello, "START_TIMEOUT_S", 0.3)
+    with pytest.raises(ValueError, match=r"^nnodes: nodes 2 have not checked their settings within "):
+        joined.check_facts({})
 
 
 def test_followers_that_do_not_come_are_named(monkeypatch):

@@ -1,6 +1,7 @@
 """The cache of executables: jax's settings stay the program's, and a second start compiles nothing."""
 
 import logging
+import os
 import re
 import warnings
 import zlib
@@ -13,7 +14,7 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jpaged import LLM, progress
 from jpaged.config import EngineConfig, Limits, ModelConfig
 from jpaged.models.checkpoint import dummy_model
-from jpaged.runtime.compilation_cache import cache_folder, compilation_cache
+from jpaged.runtime.compilation_cache import _warn_once, cache_folder, compilation_cache
 from jpaged.runtime.runner import ModelRunner
 from jpaged.runtime.shapes import Shapes
 from jpaged.runtime.swap import TRANSFERS
@@ -26,6 +27,7 @@ FOLDER = "jax_compilation_cache_dir"
 def folder(tmp_path, monkeypatch):
     """The folder of executables: empty, and with a jax that has not opened a cache yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    _warn_once.cache_clear()
     before = dict(jax.config.values)
     forget_cache()
     yield tmp_path / "jpaged" / "xla"
@@ -125,11 +127,100 @@ def test_an_unreadable_entry_is_written_again(folder, damage, caplog):
     (entry,) = entries(folder)
     whole = entry.read_bytes()
     entry.write_bytes(damage(whole))
-    with pytest.warns(UserWarning, match="Error reading persistent compilation cache entry"), compilation_cache():
+    caplog.set_level(logging.INFO, logger="jpaged")
+    with compilation_cache():
         assert compile_anew().compiled == 1
+    assert caplog.messages == [f"compilation cache: writing {entry} again"]
     with warnings.catch_warnings(action="error"), compilation_cache():
         assert compile_anew().compiled == 0
     assert len(entry.read_bytes()) > len(whole) / 2
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["folder of jpaged", "folder of the program"])
+def test_an_entry_of_another_key_is_not_loaded(folder, tmp_path, own):
+    if own:
+        folder = tmp_path / "own"
+        jax.config.update(FOLDER, str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+    def results():
+        x = jnp.arange(4, dtype=jnp.float32)
+        with compilation_cache(), Loads() as loads:
+            functions = [jax.jit(lambda x, by=by: x * by).lower(x).compile() for by in (2, 3)]
+        return [function(x).tolist() for function in functions], loads.compiled
+
+    expected, _ = results()
+    assert expected == [[0, 2, 4, 6], [0, 3, 6, 9]] and results() == (expected, 0)
+    first, second = entries(folder, "_lambda")
+    data = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(data)
+    assert results() == (expected, 2) and results() == (expected, 0)
+
+
+def test_the_folder_is_private(folder):
+    with compilation_cache():
+        compile_anew()
+    assert [each.stat().st_mode & 0o777 for each in (folder.parent, folder)] == [0o700, 0o700]
+
+
+@pytest.mark.parametrize("depth, mode", [(0, 0o777), (0, 0o720), (1, 0o702), (1, 0o1777)])
+def test_a_folder_that_others_may_write_is_not_used(folder, depth, mode, caplog):
+    with compilation_cache():
+        compile_anew()
+    before = entries(folder)
+    refused = (folder, folder.parent)[depth]
+    refused.chmod(mode)
+    for _ in range(2):
+        with compilation_cache():
+            assert compile_anew().compiled == 1 and compile_anew(scale=5.5).compiled == 1
+    assert entries(folder) == before
+    assert caplog.messages == [
+        f"cache: not used: {refused} may be written by others: user {os.geteuid()} owns it, and its mode is {mode:o}; "
+        "XDG_CACHE_HOME names another folder"
+    ]
+    refused.chmod(0o755)
+    with compilation_cache():
+        assert compile_anew().compiled == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a folder away")
+def test_a_folder_of_another_user_is_not_used(folder, caplog):
+    folder.mkdir(0o700, parents=True)
+    os.chown(folder, 12345, -1)
+    with compilation_cache():
+        compile_anew()
+    assert not entries(folder)
+    assert caplog.messages[0].startswith(f"cache: not used: {folder} may be written by others: user 12345 owns it")
+
+
+def test_a_folder_that_cannot_be_created_is_named_in_one_warning(tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    for _ in range(2):
+        with compilation_cache():
+            assert compile_anew().compiled == 1
+    (message,) = caplog.messages
+    assert str(tmp_path / "file") in message and message.endswith("; XDG_CACHE_HOME names another folder")
+
+
+@pytest.mark.parametrize("home", [None, "relative"])
+def test_without_a_home_a_folder_for_temporary_files_is_used(tmp_path, monkeypatch, caplog, home):
+    def unknown(_):
+        raise KeyError
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    monkeypatch.setenv("HOME", home) if home else monkeypatch.delenv("HOME")
+    expected = tmp_path / f"jpaged-{os.geteuid()}"
+    for _ in range(2):
+        assert cache_folder() == expected
+    with compilation_cache():
+        compile_anew()
+    assert len(entries(expected / "xla")) == 1
+    (message,) = caplog.messages
+    assert f"{expected} is used" in message and "XDG_CACHE_HOME" in message
 
 
 def test_messages_of_jax_are_those_that_the_program_wants(folder, caplog):

@@ -120,9 +120,19 @@ def test_a_broken_file_is_written_again(tmp_path, content):
     assert len(json.loads(file.read_text())["seconds"]) == 2
 
 
+def test_costs_that_others_may_write_are_neither_read_nor_written(tmp_path, caplog):
+    stored_costs(folder := tmp_path / "costs", "a", BUCKETS, Clock())
+    before = {file: file.read_bytes() for file in folder.iterdir()}
+    folder.chmod(0o770)
+    for _ in range(2):
+        assert stored_costs(folder, "a", BUCKETS, clock := Clock()) == EXPECTED and len(clock.asked) == len(BUCKETS)
+    assert before and before == {file: file.read_bytes() for file in folder.iterdir()}
+    assert [message.startswith(f"cache: not used: {folder} may be written") for message in caplog.messages] == [True]
+
+
 def test_a_folder_that_cannot_be_written_is_named_in_a_warning(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     with caplog.at_level(logging.WARNING):
         assert stored_costs(tmp_path / "file" / "costs", "a", BUCKETS, Clock()) == EXPECTED
     (message,) = caplog.messages
-    assert message.startswith("the costs of steps are not stored: [Errno ")
+    assert message.startswith("cache: not used: [Errno ")

@@ -11,6 +11,7 @@ from jpaged.cli.serve import server_config
 from jpaged.config import EngineConfig
 from jpaged.engine.build import load_params, prepare
 from jpaged.models.checkpoint import save_orbax, save_safetensors
+from jpaged.parallel.leader import Followers
 from tests.serving.client import MAX_LEN, Client
 
 ROUTES = (
@@ -122,6 +123,25 @@ async def test_a_sleeping_server_wakes_up_to_the_same_tokens(trained, tiny):
         await send(trained, "POST", "/wake_up?tags=weights")
         assert (await send(trained, "POST", "/wake_up?tags=kv_cache")) == {"status": "awake"}
         assert (await waiting)["choices"] == before["choices"]
+
+
+async def test_several_hosts_neither_sleep_nor_exchange_parameters(trained, tiny, monkeypatch):
+    followers = Followers({})
+    monkeypatch.setattr(trained.engine, "runner", followers.lead(trained.engine.runner))
+    monkeypatch.setattr(trained.engine.scheduler, "recover", lambda: pytest.fail("the steps in flight were dropped"))
+    trained.service.load_params = followers.refuse_params
+    running = asyncio.create_task(trained.complete("the fox", max_tokens=60, ignore_eos=True))
+    await trained.until(num_running=1)
+    for path, body, message in (
+        ("/sleep", None, "sleep: not possible while several hosts share the model"),
+        ("/sleep?level=2", None, "sleep: not possible while several hosts share the model"),
+        ("/update_weights", {"path": str(tiny)}, "path: parameters can't be exchanged while several hosts"),
+    ):  # fmt: skip
+        error = (await send(trained, "POST", path, body, status=400))["error"]
+        assert error["message"].startswith(message)
+    assert await send(trained, "POST", "/wake_up") == {"status": "awake"}
+    assert await send(trained, "GET", "/is_sleeping") == {"is_sleeping": False}
+    assert (await running)["usage"]["completion_tokens"] == 60
 
 
 @pytest.mark.parametrize(

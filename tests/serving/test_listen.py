@@ -1,7 +1,12 @@
 """Sockets: they are bound at the start for early errors, and listen when the server is ready."""
 
+import asyncio
+import errno
 import http.client
+import logging
 import os
+import re
+import resource
 import signal
 import socket
 import subprocess
@@ -10,8 +15,9 @@ import time
 
 import pytest
 
-from benchmarks.shared.server_process import ROOT
-from jpaged.serving.listen import bind, bound_unix, url
+from benchmarks.shared.server_process import ROOT, ServerProcess
+from jpaged.serving import listen
+from jpaged.serving.listen import bind, bound_unix, limit_accept_reports, url
 
 
 def connects(address) -> bool:
@@ -108,3 +114,64 @@ def test_server_on_a_unix_socket_writes_its_access_log_at_level_warning(tmp_path
         (line,) = process.communicate(timeout=30)[1].splitlines()
     assert process.returncode == 0 and not path.exists()
     assert '"path": "/v1/models", "status": 200' in line  # The level does not apply to the access log.
+
+
+async def test_a_socket_that_is_closed_before_the_next_attempt_is_not_reported(caplog, monkeypatch):
+    loop, accepted = asyncio.get_running_loop(), asyncio.Event()
+    before = loop.get_exception_handler()
+    monkeypatch.setattr("asyncio.constants.ACCEPT_RETRY_DELAY", 0.01)
+    limit_accept_reports(loop)
+
+    class Short(socket.socket):
+        def accept(self):
+            accepted.set()
+            raise OSError(errno.ENFILE, "Too many open files in system")
+
+    with Short() as short, socket.socket() as client:
+        short.bind(("127.0.0.1", 0))
+        server = await loop.create_server(asyncio.Protocol, sock=short)
+        client.connect(short.getsockname())
+        await accepted.wait()
+        server.close()
+    await asyncio.sleep(0.1)
+    loop.set_exception_handler(before)
+    assert caplog.messages == ["new connections wait until others end: [Errno 23] Too many open files in system"]
+
+
+async def test_reports_of_connections_that_wait_are_few_and_all_others_are_kept(caplog, monkeypatch):
+    loop = asyncio.get_running_loop()
+    before = loop.get_exception_handler()
+    limit_accept_reports(loop)
+    shortage = {"message": "no accept", "exception": OSError(errno.EMFILE, "Too many open files"), "socket": None}
+    defect = {"message": "a callback failed", "exception": ZeroDivisionError("defect")}
+    try:
+        with caplog.at_level(logging.WARNING):
+            for _ in range(1000):
+                loop.call_exception_handler(shortage)
+            assert caplog.messages == ["new connections wait until others end: [Errno 24] Too many open files"]
+            monkeypatch.setattr(listen, "REPORT_INTERVAL_S", 0.0)
+            for context in (shortage, defect, defect, shortage | {"exception": OSError(errno.EBADF, "Bad file")}):
+                loop.call_exception_handler(context)
+    finally:
+        loop.set_exception_handler(before)
+    assert [message.partition("\n")[0] for message in caplog.messages[2:]] == [defect["message"]] * 2 + ["no accept"]
+    assert caplog.records[2].exc_info[1] is defect["exception"]
+
+
+@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="needs prlimit")
+def test_a_server_without_free_files_says_so_once_and_recovers():
+    with ServerProcess(module="tests.serving.scripted") as server:
+        pid, address = server.process.pid, ("127.0.0.1", server.port)
+        limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, limits[1]))  # below what it has open
+        clients = [socket.create_connection(address) for _ in range(3)]
+        waiting = "WARNING jpaged.serving.listen: new connections wait until others end"
+        server.wait_for_log(waiting)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+        for client in clients:
+            client.close()
+        connection = http.client.HTTPConnection(*address, timeout=30)
+        connection.request("GET", "/health")
+        assert connection.getresponse().status == 200
+        connection.close()
+        assert len(re.findall(waiting, server.log())) == 1 and "system resource" not in server.log()

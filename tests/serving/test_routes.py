@@ -9,7 +9,7 @@ from yarl import URL
 from jpaged.serving.app import make_app
 from jpaged.serving.live import feed, static
 from tests.serving import scripted
-from tests.serving.client import Client, request
+from tests.serving.client import Client, Connection, request
 
 
 async def test_head_has_the_headers_of_get_and_no_body(exchange):
@@ -18,6 +18,24 @@ async def test_head_has_the_headers_of_get_and_no_body(exchange):
         get = await exchange(request("GET", path, Connection="close"))
         assert (head.status, head.body) == (get.status, b"") == (200, b"")
         assert head.headers.get("content-length", "0") == str(len(get.body))
+
+
+GET_PATHS = sorted(
+    route.resource.canonical.format(request_id="r-1", model="demo")
+    for route in make_app(scripted.make([])[1]).router.routes()
+    if route.method == "HEAD"
+)
+
+
+@pytest.mark.parametrize("path", GET_PATHS)
+async def test_head_of_every_get_route_ends_at_once_and_leaves_the_connection_usable(server, path):
+    async with Connection(server.port) as connection:
+        connection.send(request("HEAD", path) + request("GET", "/version", Connection="close"))
+        head = await connection.answer(has_body=False)
+        assert head.status == (404 if path.startswith("/live/requests/") else 200)
+        assert [*(await connection.answer()).json] == ["version"] and await connection.closed()
+    if path == "/live":
+        assert head.headers["content-type"] == "text/event-stream"
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,9 @@ class Feed:
         """Send server-sent events, one for each frame, until the client or the engine ends or the server shuts down."""
         if len(self._viewers) >= MAX_VIEWERS:
             raise ApiError(503, f"{len(self._viewers)} viewers watch the pool already; try again later")
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        if request.method == "HEAD":
+            return response
         viewer: asyncio.Queue[Frame | None] = asyncio.Queue(1)
         self._viewers.add(viewer)
         try:
@@ -94,7 +97,6 @@ class Feed:
                 _offer(viewer, self._latest)
             if self._sampler is None or self._sampler.done():
                 self._sampler = asyncio.create_task(self._sample())
-            response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
             await response.prepare(request)
             await self._send_frames(request, response, viewer)
             return response

@@ -1,0 +1,75 @@
+"""Checks of a checkpoint's files before they are opened.
+
+Checkpoints are data of others: a FIFO would block its reader, and a link would lead to files of this machine.
+"""
+
+import os
+import stat
+from collections.abc import Collection
+from pathlib import Path
+
+MAX_CONFIG_BYTES = 16 * 2**20
+MAX_TOKENIZER_BYTES = 64 * 2**20  # of each of its files
+MAX_INDEX_BYTES = 64 * 2**20  # of the index of shards
+
+
+def check_file(path: Path, max_bytes: int | None = None, *, root: Path | None = None, field: str = "model") -> None:
+    """Check that a file of a checkpoint may be opened.
+
+    Args:
+        max_bytes: maximum size; None: no limit.
+        root: the checkpoint's folder, if that is not the file's own.
+        field: the setting that an error is about.
+
+    Raises:
+        OSError: there is no such file.
+        ValueError: it is no regular file, lies outside of the folder, or is too large.
+    """
+    status = path.stat()
+    _check_place(path, root or path.parent, field)
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"{field}: {path} must be a regular file, not a folder, FIFO, socket or device")
+    if max_bytes is not None and status.st_size > max_bytes:
+        raise ValueError(f"{field}: {path} must have at most {max_bytes} bytes, not {status.st_size}")
+
+
+def check_folder(folder: Path, small: Collection[str] = (), *, field: str = "model") -> None:
+    """Check the files in a folder, but not those in folders below it, for a library that opens the ones it knows.
+
+    Args:
+        small: names of files that may have `MAX_TOKENIZER_BYTES`.
+
+    Raises:
+        ValueError: one of them may not be opened.
+    """
+    for path in sorted(folder.glob("*")):
+        if path.exists() and not path.is_dir():
+            check_file(path, MAX_TOKENIZER_BYTES if path.name in small else None, field=field)
+
+
+def check_tree(folder: Path, *, field: str = "model") -> None:
+    """Check a folder of a checkpoint's folder with all files in it, as `check_folder` does."""
+    for path in (folder, *sorted(folder.rglob("*"))):
+        if path.is_dir():
+            _check_place(path, folder.parent, field)
+        else:
+            check_file(path, root=folder.parent, field=field)
+
+
+def read_file(path: Path, max_bytes: int) -> bytes:
+    """Return the content of a file, after `check_file`. A FIFO that has taken its place meanwhile does not block."""
+    check_file(path, max_bytes)
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as content:
+        return content.read(max_bytes)
+
+
+def _check_place(path: Path, root: Path, field: str) -> None:
+    """Check that no symbolic link leads out of a checkpoint's folder.
+
+    In the cache of the hub, files of models--NAME/snapshots/COMMIT are links to models--NAME/blobs.
+    """
+    root = root.resolve()
+    if root.parent.name == "snapshots" and root.parent.parent.name.startswith("models--"):
+        root = root.parent.parent
+    if not (target := path.resolve()).is_relative_to(root):
+        raise ValueError(f"{field}: {path} must not be a link out of the checkpoint's folder, to {target}")

@@ -1,5 +1,6 @@
-"""Python child process for work that may crash, hang or take all memory: it answers lines of JSON."""
+"""Python child processes for work that may crash, hang or take all memory: they answer lines of JSON."""
 
+import contextlib
 import json
 import os
 import resource
@@ -8,73 +9,145 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 START_TIMEOUT_S = 60.0
+# A question that takes longer leaves the processor to others. Most take a millisecond.
+PATIENCE_S = 0.1
+LOWEST_PRIORITY = 19
+CHUNK_BYTES = 64 * 2**10
 
 
 class ChildFailed(RuntimeError):
-    """Crash or timeout of the child process. The next question starts a new process."""
+    """Crash or timeout of a child process."""
+
+
+class _Ended(Exception):
+    """Signal that the process has ended before it answered."""
 
 
 class Child:
-    """Handle of a process `python -m MODULE`. It starts with the first question and ends with this object.
+    """Handle of a process `python -m MODULE`, which ends with this object.
 
     Args:
         module: module that calls `confine`, then `serve`.
         setup: first line of the process's input; the process answers null once it is ready.
     """
 
-    def __init__(self, module: str, setup: object):
-        self._module = module
-        self._setup = setup
-        self._process: subprocess.Popen[bytes] | None = None
-        self._end: Callable[[], object] = lambda: None
-        self._lock = threading.Lock()
-
-    def ask(self, question: object, timeout_s: float) -> Any:
-        """Return the answer to a question.
-
-        Raises:
-            ChildFailed: the process crashed, or did not answer in time.
-        """
-        with self._lock:
-            if self._process is None:
-                self._start()
-                self._exchange(self._setup, START_TIMEOUT_S)
-            return self._exchange(question, timeout_s)
-
-    def _start(self) -> None:
+    def __init__(self, module: str, setup: str):
         root = str(Path(__file__).parents[1])
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", self._module], env=os.environ | {"PYTHONPATH": path},
+        process = subprocess.Popen(
+            [sys.executable, "-m", module], env=os.environ | {"PYTHONPATH": path}, bufsize=0,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         )  # fmt: skip
-        self._end = weakref.finalize(self, _end, self._process)
+        self.end = weakref.finalize(self, _end, process)
+        self._pid = process.pid
+        assert process.stdin is not None and process.stdout is not None
+        self._input, self._output = process.stdin.fileno(), process.stdout.fileno()
+        os.set_blocking(self._input, False)
+        self._setup: str | None = setup
 
-    def _exchange(self, question: object, timeout_s: float) -> Any:
-        assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
-        try:
-            self._process.stdin.write(json.dumps(question).encode() + b"\n")
-            self._process.stdin.flush()
-            ready, _, _ = select.select([self._process.stdout], [], [], timeout_s)
-            line = self._process.stdout.readline() if ready else b""
-        except BrokenPipeError:
-            line = b""
-        if line:
-            return json.loads(line)
-        self._process = None
-        self._end()
-        raise ChildFailed(f"{self._module} crashed, or was not done within {timeout_s:g} seconds")
+    def ask(self, question: str, timeout_s: float) -> str:
+        """Return the answer to a line.
+
+        Raises:
+            _Ended: the process has ended.
+            TimeoutError: it did not take the line, or did not answer it, in time.
+        """
+        if self._setup is not None:
+            self._exchange(self._setup, START_TIMEOUT_S)
+            self._setup = None
+        return self._exchange(question, timeout_s, patience_s=PATIENCE_S)
+
+    def _exchange(self, line: str, timeout_s: float, patience_s: float = START_TIMEOUT_S) -> str:
+        begin = time.monotonic()
+        deadline, renice_at = begin + timeout_s, begin + patience_s
+        to_write, answer, is_late = memoryview(line.encode() + b"\n"), bytearray(), False
+        while not answer.endswith(b"\n"):
+            now = time.monotonic()
+            if now >= deadline:
+                raise TimeoutError
+            if not is_late and now >= renice_at:
+                is_late = True
+                self._set_priority(LOWEST_PRIORITY)
+            until = deadline if is_late else min(deadline, renice_at)
+            poll = select.poll()
+            poll.register(self._output, select.POLLIN)
+            if to_write:
+                poll.register(self._input, select.POLLOUT)
+            ready = {file for file, _ in poll.poll(1000 * (until - now) + 1)}
+            try:
+                if self._input in ready:
+                    to_write = to_write[os.write(self._input, to_write[:CHUNK_BYTES]) :]
+                if self._output in ready:
+                    chunk = os.read(self._output, CHUNK_BYTES)
+                    if not chunk:
+                        raise _Ended
+                    answer += chunk
+            except BrokenPipeError:
+                raise _Ended from None
+        if is_late:
+            self._set_priority(0)
+        return answer.decode()
+
+    def _set_priority(self, priority: int) -> None:
+        with contextlib.suppress(OSError):  # not everybody may raise it again
+            threads = f"/proc/{self._pid}/task"
+            for thread in os.listdir(threads) if os.path.isdir(threads) else [self._pid]:
+                os.setpriority(os.PRIO_PROCESS, int(thread), priority)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: "subprocess.Popen[bytes]") -> None:
     process.kill()
     process.communicate()
+
+
+class Children:
+    """Processes of one module, as many as questions are asked at once. They end with this object.
+
+    Args:
+        module: as in `Child`.
+        setup: as in `Child`, as a JSON value.
+    """
+
+    def __init__(self, module: str, setup: object):
+        self._module = module
+        self._setup = json.dumps(setup)
+        self._idle: list[Child] = []
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Start a process, without waiting for it, if none is idle."""
+        with self._lock:
+            if not self._idle:
+                self._idle.append(Child(self._module, self._setup))
+
+    def ask(self, question: str, timeout_s: float) -> Any:
+        """Return the answer to a question in JSON. If a process ends before it answers, another one is asked once.
+
+        Raises:
+            ChildFailed: both processes ended, or one did not answer in time.
+        """
+        for _ in range(2):
+            with self._lock:
+                child = self._idle.pop() if self._idle else Child(self._module, self._setup)
+            try:
+                answer = child.ask(question, timeout_s)
+            except _Ended:
+                child.end()
+                continue
+            except TimeoutError:
+                child.end()
+                break
+            with self._lock:
+                self._idle.append(child)
+            return json.loads(answer)
+        raise ChildFailed(f"{self._module} crashed, or was not done within {timeout_s:g} seconds")
 
 
 def confine(max_memory_bytes: int) -> None:

@@ -8,11 +8,13 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from numbers import Integral
 from typing import Any, NamedTuple, cast
 
 from tqdm import tqdm
 
+from jpaged.chat import prompt_of
 from jpaged.config import EngineConfig
 from jpaged.core.params import BeamSearchParams, InvalidParameter, SamplingParams, plain, shown
 from jpaged.core.request import Request, RequestOutput
@@ -22,7 +24,7 @@ from jpaged.engine.guard import Guard
 from jpaged.engine.output import request_output
 from jpaged.models.base import Model
 from jpaged.runtime.parameters import ModuleArrays
-from jpaged.tokenizer import encode, render_chat
+from jpaged.tokenizer import encode
 from jpaged.worker import POLL_S, Worker
 
 # A text, token ids (an array or a list), or {"prompt": text or "prompt_token_ids": ids, "cache_salt": text}.
@@ -171,7 +173,7 @@ class LLM:
         single = any(isinstance(each, Mapping) for each in messages)
         conversations = cast(Sequence[Sequence[Message]], [messages] if single else messages)
         prompts = [
-            render_chat(
+            prompt_of(
                 self.tokenizer, [_for_template(message) for message in conversation], chat_template, tools=tools,
                 add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
                 variables=chat_template_kwargs,
@@ -314,15 +316,12 @@ def prompts_of(given: Any) -> list[Any]:
 
 
 def _for_template(message: Message) -> dict[str, Any]:
-    """Return a message of the OpenAI API as chat templates expect it.
-
-    Content becomes text, and arguments of tool calls become objects.
-    """
+    """Return a message of the OpenAI API as chat templates expect it: arguments of tool calls become objects."""
     if not isinstance(message, Mapping):
         form = '{"role": "user", "content": "..."}'
         raise InvalidParameter("messages", f"must be dicts like {form}, or lists of them, not {shown(message)}")
     content = message.get("content") or ""
-    rendered = {**message, "content": content if isinstance(content, str) else "".join(map(_text, content))}
+    rendered = {**message, "content": content if isinstance(content, str) else list(map(_part, content))}
     if message.get("tool_calls"):
         rendered["tool_calls"] = [
             {**call, "function": {**call["function"], "arguments": _arguments(call["function"])}}
@@ -331,19 +330,17 @@ def _for_template(message: Message) -> dict[str, Any]:
     return rendered
 
 
-def _text(part: Any) -> str:
-    """Return the text of a part of a message's content."""
+def _part(part: Any) -> dict[str, str]:
+    """Return a part of a message's content."""
     text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part
     if not isinstance(text, str):
         raise InvalidParameter("messages", f"content must be text, not {shown(part)}")
-    return text
+    return {"type": "text", "text": text}
 
 
 def _arguments(function: Mapping[str, Any]) -> Any:
-    """Return the arguments of a tool call as an object."""
+    """Return the arguments of a tool call as an object, or as they are if a model was cut off while it wrote them."""
     given = function.get("arguments") or {}
-    try:
+    with suppress(ValueError):
         return json.loads(given) if isinstance(given, str) else given
-    except ValueError as error:
-        name = function.get("name")
-        raise InvalidParameter("messages", f"the arguments of a call of {name!r} are not JSON: {error}") from None
+    return given

@@ -1,77 +1,70 @@
-"""Process that renders the chat templates of requests.
+"""Processes that render chat templates.
 
-A template of forty bytes can fill the memory or loop forever.
+A template of forty bytes, of a request or of a checkpoint, can fill the memory or loop forever.
 """
 
+import json
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jpaged.child import Child, ChildFailed, confine, serve
+from jpaged.chat import Template, render
+from jpaged.child import ChildFailed, Children, confine, serve
 
 RENDER_TIMEOUT_S = 5.0
 MAX_MEMORY_BYTES = 2 * 2**30
-# Parameters of render_jinja_template.
-OPTIONS = {
-    "conversations", "tools", "documents", "chat_template", "return_assistant_tokens_mask", "continue_final_message",
-    "add_generation_prompt",
-}  # fmt: skip
+MAX_REMEMBERED = 256
 
 
 class TemplateProcess:
-    """Handle of the process in its parent.
+    """Handle of the processes in their parent. They start with the first conversations, one for each caller."""
 
-    Args:
-        special_tokens: a tokenizer's `special_tokens_map`, whose names are variables of templates.
-    """
+    def __init__(self) -> None:
+        self._children = Children("jpaged.template_process", None)
+        self._slow: OrderedDict[int, None] = OrderedDict()  # hashes of questions that took too long
 
-    def __init__(self, special_tokens: Mapping[str, Any]):
-        self._child = Child("jpaged.template_process", {name: str(token) for name, token in special_tokens.items()})
+    def start(self) -> None:
+        """Start a process before the first conversation, without waiting for it."""
+        self._children.start()
 
     def render(
-        self, template: str, messages: Sequence[Mapping[str, Any]], max_characters: int, *,
-        variables: Mapping[str, Any], **options: Any,
-    ) -> str:  # fmt: skip
-        """Return the text of a conversation.
-
-        Args:
-            variables: variables of the template.
-            options: options of transformers' `render_jinja_template`, which are variables of templates with the same
-                names.
+        self, template: Template, messages: Sequence[Mapping[str, Any]], max_characters: int, **options: Any
+    ) -> str:
+        """Return the text of a conversation, with the options of `chat.render`.
 
         Raises:
             ValueError: the template rejects the conversation, takes too much time, or produces too long a text.
         """
-        if taken := variables.keys() & {"messages", *OPTIONS}:
-            raise ValueError(f"a template has no variable of its own called {min(taken)!r}")
-        settled = {**variables, **options, "conversations": [messages], "chat_template": template}
-        question = {"max_characters": max_characters, "options": settled}
+        question = json.dumps([template, messages, max_characters, options])
+        late = f"the chat template was not rendered within {RENDER_TIMEOUT_S:g} seconds"
+        if self._slow and hash(question) in self._slow:
+            raise ValueError(late)
         text: str
         try:
-            text, fault = self._child.ask(question, RENDER_TIMEOUT_S)
+            text, fault = self._children.ask(question, RENDER_TIMEOUT_S)
         except ChildFailed:
-            raise ValueError(f"the chat template was not rendered within {RENDER_TIMEOUT_S:g} seconds") from None
+            self._slow[hash(question)] = None
+            if len(self._slow) > MAX_REMEMBERED:
+                self._slow.popitem(last=False)
+            raise ValueError(late) from None
         if fault is not None:
-            raise ValueError(f"the chat template refuses these messages: {fault}")
+            raise ValueError(fault)
         return text
 
 
-def _setup(special_tokens: dict[str, str]) -> Callable[[dict[str, Any]], tuple[str | None, str | None]]:
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    def render(question: dict[str, Any]) -> tuple[str | None, str | None]:
-        options = special_tokens | question["options"]
+def _setup(_: None) -> Callable[[list[Any]], tuple[str | None, str | None]]:
+    def answer(question: list[Any]) -> tuple[str | None, str | None]:
+        template, messages, max_characters, options = question
         try:
-            rendered: Any = render_jinja_template(**options)
-        except MemoryError:
-            return None, "it needs too much memory"
-        except Exception as error:  # templates raise any type
+            text = render(Template(*template), messages, **options)
+        except ValueError as error:
             return None, str(error)
-        text = rendered[0][0]
-        if len(text) > question["max_characters"]:
-            return None, f"{len(text)} characters exceed {question['max_characters']}"
+        if len(text) > max_characters:
+            return None, f"{len(text)} characters exceed {max_characters}, the most that a prompt can have"
         return text, None
 
-    return render
+    render(Template("", {}), [{"role": "user", "content": ""}])  # which imports what it needs
+    return answer
 
 
 if __name__ == "__main__":

@@ -1,17 +1,15 @@
-"""Tokenizer: loading, chat templates, and decoding token by token."""
+"""Tokenizer: loading, and decoding token by token."""
 
 import codecs
 import copy
 import importlib.metadata
-import inspect
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import TemplateSyntaxError
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
@@ -82,21 +80,6 @@ def _missing_packages(directory: Path) -> list[str]:
     return [name for name in packages if not list(importlib.metadata.distributions(name=name))]
 
 
-def check_chat_template(tokenizer: Any, chat_template: str) -> None:
-    """Check a chat template.
-
-    Raises:
-        ValueError: its syntax is wrong, or there is no tokenizer to use it.
-    """
-    if tokenizer is None:
-        raise ValueError("chat_template: needs a tokenizer, and the model has none")
-    try:
-        render_chat(tokenizer, [{"role": "user", "content": "Hello"}], chat_template)
-    except ValueError as error:
-        if isinstance(cause := error.__cause__, TemplateSyntaxError):
-            raise ValueError(f"chat_template: line {cause.lineno}: {cause.message}") from error
-
-
 def backend(tokenizer: Any) -> Tokenizer:
     """Return the `tokenizers.Tokenizer` inside a Hugging Face tokenizer, or the tokenizer itself if it is one."""
     inner = tokenizer if isinstance(tokenizer, Tokenizer) else getattr(tokenizer, "backend_tokenizer", None)
@@ -122,54 +105,6 @@ def tokenize_bad_words(tokenizer: Any, words: Sequence[str]) -> tuple[tuple[int,
     forms = dict.fromkeys(form for word in words for form in (word.lstrip(), " " + word.lstrip(), word))
     ids = encode_all(tokenizer, list(forms), add_special_tokens=False)
     return tuple(dict.fromkeys(tuple(word) for word in ids if word))
-
-
-def render_chat(
-    tokenizer: Any,
-    messages: Sequence[dict[str, Any]],
-    chat_template: str | None = None,
-    **options: Any,
-) -> list[int]:
-    """Return the token ids of the text of `chat_text`."""
-    return encode(tokenizer, chat_text(tokenizer, messages, chat_template, **options), add_special_tokens=False)
-
-
-def chat_text(
-    tokenizer: Any,
-    messages: Sequence[dict[str, Any]],
-    chat_template: str | None = None,
-    *,
-    tools: Sequence[dict[str, Any]] | None = None,
-    add_generation_prompt: bool = True,
-    continue_final_message: bool = False,
-    variables: Mapping[str, Any] | None = None,
-) -> str:
-    """Return the text of a conversation.
-
-    Args:
-        chat_template: replaces the tokenizer's own.
-        tools: as in the OpenAI API; templates may print them or not.
-        add_generation_prompt: end the text with the beginning of the assistant's message.
-        continue_final_message: leave the last message open, to be continued.
-        variables: more variables for the template.
-
-    Raises:
-        ValueError: the template rejects the conversation.
-    """
-    if chat_template is None and getattr(tokenizer, "chat_template", None) is None:
-        raise ValueError("the model has no chat template; pass one with --chat-template")
-    options = inspect.signature(tokenizer.apply_chat_template).parameters
-    if taken := (variables or {}).keys() & {"messages", *options}:
-        raise ValueError(f"a template has no variable of its own called {min(taken)!r}")
-    try:
-        text: str = tokenizer.apply_chat_template(
-            list(messages), tools=tools and list(tools), chat_template=chat_template,
-            add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
-            tokenize=False, **variables or {},
-        )  # fmt: skip
-        return text
-    except Exception as error:  # templates raise any type
-        raise ValueError(f"the chat template refuses these messages: {error}") from error
 
 
 class _Each[Value](dict[int, Value]):

@@ -22,7 +22,9 @@ LAYERS = [
     ],
     ["jpaged.config"],
     ["jpaged.core"],
-    ["jpaged.models", "jpaged.tokenizer", "jpaged.structured", "jpaged.template_process"],
+    ["jpaged.models", "jpaged.tokenizer"],
+    ["jpaged.chat", "jpaged.structured"],
+    ["jpaged.template_process"],
     ["jpaged.runtime", "jpaged.demo"],
     ["jpaged.engine", "jpaged.parallel"],
     ["jpaged.engine.build", "jpaged.parallel.router"],
@@ -53,9 +55,10 @@ OUTSIDE = {
     "jpaged.rl": {"flax", "jax", "numpy", "tunix"},
     "jpaged.simulator": set(),
     "jpaged.cli": {"aiohttp", "yaml"},
-    "jpaged.template_process": {"transformers"},
+    "jpaged.template_process": set(),
+    "jpaged.chat": {"jinja2", "tokenizers", "transformers"},
     "jpaged.structured": {"llguidance", "numpy", "tokenizers"},
-    "jpaged.tokenizer": {"jinja2", "tokenizers", "transformers"},
+    "jpaged.tokenizer": {"tokenizers", "transformers"},
     "server": set(),
 }
 WITHOUT_JAX = [

@@ -187,8 +187,7 @@ def test_chat_tools_and_their_calls(llm):
     tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
     assert rendered(llm, messages, tools=tools, chat_template=template) == ["weatherHiRome"]
     call["function"]["arguments"] = "{"
-    with pytest.raises(InvalidParameter, match="messages: the arguments of a call of 'weather' are not JSON"):
-        rendered(llm, messages)
+    assert rendered(llm, messages, chat_template=template.replace(".city", "")) == ["Hi{"]  # cut off by max_tokens
 
 
 @pytest.mark.parametrize(

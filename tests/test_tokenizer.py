@@ -18,12 +18,10 @@ from jpaged.tokenizer import (
     TokenDecoder,
     Vocabulary,
     backend,
-    chat_text,
     encode,
     load_tokenizer,
-    render_chat,
 )
-from tests.models import EOS, byte_tokenizer, write_tokenizer
+from tests.models import EOS, byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
 
@@ -91,29 +89,6 @@ def test_a_space_at_the_start_of_the_output_is_kept(tiny):
     tokenizer = backend(load_tokenizer(tiny))
     detokenizer = Detokenizer(Vocabulary(tokenizer), tokenizer.encode("Once").ids)
     assert "".join(detokenizer.step(t).text for t in tokenizer.encode(" upon").ids) == " upon"
-
-
-def test_chat_templates(tiny):
-    tokenizer = load_tokenizer(tiny)
-    ids = render_chat(tokenizer, [{"role": "user", "content": "Hi"}])
-    assert backend(tokenizer).decode(ids, skip_special_tokens=False) == "<|user|>Hi<|end|><|assistant|>"
-    assert encode(tokenizer, "Hi") == TOKENIZER.encode("Hi").ids
-    other = render_chat(tokenizer, [{"role": "user", "content": "Hi"}], "{{ messages[0].content }}!")
-    assert backend(tokenizer).decode(other) == "Hi!"
-    with pytest.raises(ValueError, match="the chat template refuses"):
-        render_chat(tokenizer, [], "{{ raise_exception('no messages') }}")
-
-
-def test_a_chat_template_in_a_file_of_its_own_is_used(tmp_path):
-    write_tokenizer(tmp_path)
-    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    template = config.pop("chat_template")
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    messages = [{"role": "user", "content": "Hi"}]
-    with pytest.raises(ValueError, match=r"^the model has no chat template; pass one with --chat-template$"):
-        chat_text(load_tokenizer(tmp_path), messages)
-    (tmp_path / "chat_template.jinja").write_text(template)
-    assert chat_text(load_tokenizer(tmp_path), messages) == "<|user|>Hi<|end|><|assistant|>"
 
 
 def test_a_sentencepiece_model_encodes_as_sentencepiece_does(tmp_path):

@@ -8,9 +8,10 @@ from typing import Any
 
 from jpaged.bench.source import draw, open_file
 from jpaged.bench.workload import Workload
+from jpaged.chat import prompt_of
 from jpaged.core.params import SamplingParams
 from jpaged.llm import LLM
-from jpaged.tokenizer import backend, encode, render_chat
+from jpaged.tokenizer import backend, encode
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class EngineTokens:
         """Return a prompt's token ids."""
         if isinstance(content, str):
             return encode(self._llm.tokenizer, content)
-        return render_chat(self._llm.tokenizer, content) if isinstance(content[0], dict) else content
+        return prompt_of(self._llm.tokenizer, content) if isinstance(content[0], dict) else content
 
 
 def bench_engine(llm: LLM, workload: Workload, *, progress: bool = True) -> Throughput:

@@ -135,9 +135,9 @@ class LocalModel:
 
     def chat(self, messages: Sequence[Message], sampling: Fields) -> Pieces:
         """Yield pieces of the assistant's next message."""
-        from jpaged.tokenizer import render_chat
+        from jpaged.chat import prompt_of
 
-        return self._generate(render_chat(self._tokenizer, messages, self._chat_template), sampling)
+        return self._generate(prompt_of(self._tokenizer, messages, self._chat_template), sampling)
 
     def complete(self, prompt: str, sampling: Fields) -> Pieces:
         """Yield pieces of the completion of a text."""

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jpaged.chat import check_template
 from jpaged.config import DTYPE_ALIASES, GENERATION, EngineConfig, Limits, ModelConfig, sampling_defaults
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.params import SamplingParams
@@ -27,7 +28,7 @@ from jpaged.runtime.parameters import by_name
 from jpaged.runtime.placement import Placement, devices_of
 from jpaged.runtime.runner import ModelRunner
 from jpaged.runtime.step_costs import tokens_beside_decodes
-from jpaged.tokenizer import TOKENIZER_FILES, backend, check_chat_template, has_tokenizer, load_tokenizer
+from jpaged.tokenizer import TOKENIZER_FILES, backend, has_tokenizer, load_tokenizer
 from pallas_kernels import Kernels
 
 logger = logging.getLogger(__name__)
@@ -216,7 +217,7 @@ def prepare(
         raise ValueError(f"{directory / GENERATION}: {error}") from error
     tokenizer = find_tokenizer(config, directory, tokenizer)
     if chat_template is not None:
-        check_chat_template(tokenizer, chat_template)
+        check_template(tokenizer, chat_template)
     kernels = select_kernels(config, model, limits.block_size, dtype, placement)  # may test them, which takes minutes
     if config.num_gpu_blocks_override:  # again once the parameters are loaded, which leaves less memory
         cache = KVCache.of(model, limits.block_size, config.pool_dtype(dtype), kernels)

@@ -12,7 +12,7 @@ from jpaged.serving.codec import dumps_long
 from jpaged.serving.generate import chat_completion, completion, respond
 from jpaged.serving.info import model_info, server_info
 from jpaged.serving.live import feed, static
-from jpaged.serving.middleware import MIDDLEWARES, add_request_id
+from jpaged.serving.middleware import MIDDLEWARES, add_request_id, client_of
 from jpaged.serving.openapi import description
 from jpaged.serving.origins import add_origin_headers
 from jpaged.serving.prepare import check_model
@@ -79,12 +79,13 @@ async def _expect(request: web.Request) -> None:
 
 async def completions(request: web.Request) -> web.StreamResponse:
     """Handle `/v1/completions`."""
-    return await respond(request, await completion(request.app[SERVICE], await _body(request)))
+    return await respond(request, await completion(request.app[SERVICE], await _body(request), client_of(request)))
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Handle `/v1/chat/completions`."""
-    return await respond(request, await chat_completion(request.app[SERVICE], await _body(request)))
+    exchange = await chat_completion(request.app[SERVICE], await _body(request), client_of(request))
+    return await respond(request, exchange)
 
 
 async def models(request: web.Request) -> web.Response:
@@ -111,7 +112,7 @@ async def detokenize(request: web.Request) -> web.Response:
 
 async def _computed(request: web.Request, function: Callable[[Service, bytes], dict[str, Any]]) -> web.Response:
     service, data = request.app[SERVICE], await _body(request)
-    answer = await service.run(lambda: dumps_long(function(service, data)), len(data))
+    answer = await service.chat_turns.run(client_of(request), lambda: dumps_long(function(service, data)))
     return web.Response(body=answer, content_type="application/json")
 
 

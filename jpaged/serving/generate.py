@@ -26,32 +26,43 @@ ERROR_FLUSH_TIMEOUT_S = 5.0  # seconds that a client has to take the error that 
 
 
 class Exchange(NamedTuple):
-    """Valid request and the collector of its response."""
+    """Valid request and the collector of its response.
+
+    Attributes:
+        client: identity for the turns at long work.
+    """
 
     prepared: Prepared[Any]
     answer: Answer
+    client: str
 
 
-async def completion(service: Service, data: bytes) -> Exchange:
+async def completion(service: Service, data: bytes, client: str = "") -> Exchange:
     """Return the request of a body of `/v1/completions`.
 
+    Args:
+        client: identity for the turns at long work.
+
     Raises:
         ApiError: 400 or 404.
     """
-    prepared = await service.run(partial(prepare_completion, service, data), len(data))
+    prepared = await service.run(partial(prepare_completion, service, data), len(data), client)
     answer = CompletionAnswer(service.model_name, service.vocabulary, prepared.body, prepared.prompts)
-    return Exchange(prepared, answer)
+    return Exchange(prepared, answer, client)
 
 
-async def chat_completion(service: Service, data: bytes) -> Exchange:
+async def chat_completion(service: Service, data: bytes, client: str = "") -> Exchange:
     """Return the request of a body of `/v1/chat/completions`.
 
+    Args:
+        client: identity for the turns at long work.
+
     Raises:
         ApiError: 400 or 404.
     """
-    prepared = await service.run(partial(prepare_chat, service, data), len(data))
+    prepared = await service.chat_turns.run(client, partial(prepare_chat, service, data))
     answer = ChatAnswer(service.model_name, service.vocabulary, prepared.body, prepared.prompts[0], prepared.new_parser)
-    return Exchange(prepared, answer)
+    return Exchange(prepared, answer, client)
 
 
 async def generate(service: Service, exchange: Exchange, *, client: str | None = None) -> AsyncGenerator[bytes]:
@@ -66,7 +77,7 @@ async def generate(service: Service, exchange: Exchange, *, client: str | None =
     Raises:
         Exception: any failure, also in the middle of a stream. `stream_end` returns the end of such a stream.
     """
-    (body, params, *_), answer = exchange.prepared, exchange.answer
+    (body, params, *_), answer, turn = exchange.prepared, exchange.answer, exchange.client
     options: dict[str, Any] = {
         "priority": body.priority or 0, "cache_salt": body.cache_salt or "", "bad_words": exchange.prepared.bad_words,
         "client": client or answer.id,
@@ -74,19 +85,19 @@ async def generate(service: Service, exchange: Exchange, *, client: str | None =
     with body.rename_error_fields():
         if params.structured_outputs is not None:
             assert service.grammars is not None, "structured outputs were accepted without a tokenizer"
-            compiled = service.grammars.submit(params.structured_outputs)
-            options["constraint"] = await asyncio.wrap_future(compiled)
+            work = partial(service.grammars.compile_here, params.structured_outputs)
+            options["constraint"] = await service.grammar_turns.run(turn, work)
         prompts = [prompt.token_ids for prompt in answer.prompts]
         async with service.engine.generate(answer.id, prompts, params, **options) as parts:
             outputs = _until_failure(parts)
             if not body.stream:
                 async for deltas in outputs:
-                    await _run(service, partial(_add, answer, deltas), _size(deltas))
-                yield await service.run(lambda: dumps_long(answer.whole()), answer.size)
+                    await _run(service, partial(_add, answer, deltas), _size(deltas), turn)
+                yield await service.run(lambda: dumps_long(answer.whole()), answer.size, turn)
                 return
             yield _events(answer.opening())
             async for deltas in outputs:
-                if events := await _run(service, partial(_chunks, answer, deltas), _size(deltas)):
+                if events := await _run(service, partial(_chunks, answer, deltas), _size(deltas), turn):
                     yield events
         usage = [answer.usage_chunk()] if body.stream_options and body.stream_options.include_usage else []
         yield _events(usage) + DONE
@@ -136,12 +147,12 @@ async def respond(request: web.Request, exchange: Exchange) -> web.StreamRespons
     return response
 
 
-async def _run[T](service: Service, work: Callable[[], T], size: int) -> T:
+async def _run[T](service: Service, work: Callable[[], T], size: int, turn: str) -> T:
     """Return the result of some work on the answer.
 
     It runs on a worker thread only if that costs less than the work.
     """
-    return await service.run(work, size) if size > SMALL_BYTES else work()
+    return await service.run(work, size, turn) if size > SMALL_BYTES else work()
 
 
 def _add(answer: Answer, deltas: Deltas) -> dict[int, None]:

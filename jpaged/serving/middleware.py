@@ -139,6 +139,11 @@ def check_key(keys: Sequence[str], path: str, authorization: str) -> str | None:
     return f"key {matches.index(True)}" if len(keys) > 1 else None
 
 
+def client_of(request: web.Request) -> str:
+    """Return the identity of a client for turns at long work: its key where there are several, else its address."""
+    return request.get(CLIENT) or request.remote or ""
+
+
 @web.middleware
 async def drain(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Count generating requests, and reject new ones during shutdown."""

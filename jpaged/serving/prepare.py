@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jpaged.chat import template_of, texts_of
 from jpaged.core.params import ContextLengthExceeded, InvalidParameter, StructuredOutputsParams
 from jpaged.engine.engine import InFlight
 from jpaged.serving.answer import Prompt
@@ -29,7 +30,7 @@ from jpaged.serving.protocol import (
 )
 from jpaged.serving.service import Service
 from jpaged.serving.tools import Tool, ToolFormat, ToolParser
-from jpaged.tokenizer import backend, chat_text, encode, encode_all, tokenize_bad_words
+from jpaged.tokenizer import backend, encode, encode_all, tokenize_bad_words
 
 
 class Prepared[Body: GenerationRequest](NamedTuple):
@@ -214,28 +215,25 @@ def _check_length(service: Service, length: int, param: str) -> None:
 
 def _render(service: Service, body: Conversation) -> list[int]:
     """Return the tokens of a conversation, by the template of the request, the server or the model."""
-    tokenizer = _tokenizer(service, "messages")
-    if body.chat_template is not None and service.untrusted_templates is None:
+    tokenizer, config = _tokenizer(service, "messages"), service.config
+    if body.chat_template is not None and not config.trust_request_chat_template:
         raise ApiError(
             400, "chat_template: this server takes none from requests (--trust-request-chat-template)", "chat_template"
         )
-    template = body.chat_template or service.config.chat_template or getattr(tokenizer, "chat_template", None)
-    knows_developers = not isinstance(template, str) or "developer" in template
-    messages = [message.for_template(knows_developers) for message in body.messages]
-    _check_length(service, sum(len(message["content"]) for message in messages), "messages")
-    options = body.template_options()
     try:
-        if body.chat_template is not None:
-            assert service.untrusted_templates is not None
-            text = service.untrusted_templates.render(
-                body.chat_template, messages, service.max_prompt_characters, **options
-            )
-        else:
-            text = chat_text(tokenizer, messages, service.config.chat_template, **options)
+        template = template_of(tokenizer, body.chat_template or config.chat_template, with_tools=bool(body.tools))
+        messages = [message.for_template("developer" in template.source) for message in body.messages]
+        options = body.template_options() | {"content_format": config.chat_template_content_format}
+        length = sum(len(text) for message in messages for text in texts_of(message))
+        _check_length(service, length, "messages")
+        stand_ins: dict[str, str] = {}
+        if not config.allow_special_tokens_in_content:
+            (messages, options["tools"]), stand_ins = service.encoder.protect((messages, options["tools"]))
+        text = service.templates.render(template, messages, service.max_prompt_characters, **options)
+        _check_length(service, len(text), "messages")
+        return service.encoder.encode(text, stand_ins)
     except ValueError as error:
         raise ApiError(400, f"messages: {error}", "messages") from error
-    _check_length(service, len(text), "messages")
-    return encode(tokenizer, text, add_special_tokens=False)
 
 
 def _tool_format(service: Service, params: Params) -> ToolFormat:

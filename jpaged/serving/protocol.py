@@ -6,7 +6,7 @@ that nothing is silently ignored.
 
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from typing import Annotated, Any, Literal, TypedDict, TypeVar, cast
 
@@ -364,13 +364,11 @@ class ToolCall(_Strict):
     def for_template(self) -> dict[str, Any]:
         """Return the call with its arguments as an object, as templates print them.
 
-        Raises:
-            ApiError: the arguments are not JSON.
+        Arguments that are not JSON stay as they are: a model may have been cut off while it wrote them.
         """
-        try:
-            arguments = loads(self.function.arguments or "{}")
-        except ValueError as error:
-            raise ApiError(400, f"messages: the arguments of tool call {self.id!r}: {error}", "messages") from None
+        arguments: Any = self.function.arguments
+        with suppress(ValueError):
+            arguments = loads(arguments or "{}")
         function = {"name": self.function.name, "arguments": arguments}
         return {"id": self.id, "type": self.type, "function": function}
 
@@ -408,9 +406,8 @@ class ChatMessage(_Strict):
             raise ApiError(400, f"messages: tool_calls are the assistant's, not the {self.role}'s", "messages")
         if self.tool_call_id is None and self.role == "tool":
             raise ApiError(400, "messages: tool_call_id is required in a message of a tool", "messages")
-        content = "".join(part["text"] for part in self.content) if isinstance(self.content, list) else self.content
         role = "system" if self.role == "developer" and not knows_developers else self.role
-        message: dict[str, Any] = {"role": role, "content": content or ""}
+        message: dict[str, Any] = {"role": role, "content": self.content or ""}
         for name in ("name", "tool_call_id", "reasoning_content", "reasoning"):
             if getattr(self, name):
                 message[name] = getattr(self, name)
@@ -459,7 +456,7 @@ class Conversation(_Strict):
     continue_final_message: bool | None = None
 
     def template_options(self) -> dict[str, Any]:
-        """Return the options of `render_chat`.
+        """Return the options of `chat.render`.
 
         Raises:
             ApiError: the options contradict each other.

@@ -11,6 +11,7 @@ from typing import Any
 
 from aiohttp import web
 
+from jpaged.chat import ContentFormat, Encoder
 from jpaged.engine.async_engine import AsyncEngine, EngineClient
 from jpaged.engine.engine import Engine
 from jpaged.parallel.router import Router
@@ -18,7 +19,8 @@ from jpaged.serving.live.recorder import Recorder
 from jpaged.serving.live.snapshot import Snapshot, snapshot
 from jpaged.serving.metrics import Metrics
 from jpaged.serving.tools import ToolFormat
-from jpaged.structured.compiler import GrammarCompiler
+from jpaged.serving.turns import ClientTurns
+from jpaged.structured.compiler import NUM_THREADS, GrammarCompiler
 from jpaged.template_process import TemplateProcess
 from jpaged.tokenizer import Vocabulary, backend
 
@@ -33,7 +35,9 @@ class ServerConfig:
     Attributes:
         api_keys: keys of the protected routes; without keys, all routes are open.
         chat_template: replaces the model's own.
+        chat_template_content_format: the form of messages' content for the template, as for `chat.render`.
         trust_request_chat_template: accept templates in requests too. They are programs, although sandboxed.
+        allow_special_tokens_in_content: encode the text of a special token in a message as that token.
         max_queue: maximum requests that wait for the engine; further ones get HTTP 503.
         max_body_size: maximum bytes of a request; None: 1 MiB, plus 16 bytes for each token of max_model_len.
         request_timeout: maximum seconds of a response; None: no limit.
@@ -47,7 +51,9 @@ class ServerConfig:
 
     api_keys: tuple[str, ...] = ()
     chat_template: str | None = None
+    chat_template_content_format: ContentFormat = "auto"
     trust_request_chat_template: bool = False
+    allow_special_tokens_in_content: bool = False
     max_queue: int = 4096
     max_body_size: int | None = None
     request_timeout: float | None = None
@@ -94,7 +100,7 @@ class Service:
         sample_pool: return the pool and its requests at one moment, for the page's map.
         model_facts: further facts for `/model_info`.
         load_params: return the parameters of a directory; set if `config.enable_weight_updates`.
-        untrusted_templates: renders the chat templates of requests; None if they are not accepted.
+        templates: renders chat templates.
         draining: finish running requests and reject new ones.
         in_flight: generating requests, each by its task.
     """
@@ -112,7 +118,7 @@ class Service:
     tool_format: ToolFormat | None = None
     model_facts: Mapping[str, Any] = field(default_factory=dict)
     load_params: Callable[[Path], Any] | None = None
-    untrusted_templates: TemplateProcess | None = None
+    templates: TemplateProcess = field(default_factory=TemplateProcess)
     config: ServerConfig = field(default_factory=ServerConfig)
     draining: bool = False
     in_flight: set[asyncio.Task[Any]] = field(default_factory=set)
@@ -138,17 +144,38 @@ class Service:
         """Maximum characters of a prompt of `max_model_len` tokens."""
         return self.max_model_len * self.vocabulary.longest
 
-    async def run[T](self, work: Callable[[], T], size: int) -> T:
+    async def run[T](self, work: Callable[[], T], size: int, client: str = "") -> T:
         """Return the result of some work that takes time in proportion to `size`, in bytes.
 
-        Large pieces of work run one after the other, so that they take one core, and small ones need not wait for them.
+        Large pieces of work run one after the other, in the turns of clients, so that they take one core. Small ones
+        need not wait for them.
         """
-        executor = self._large_work if size > LARGE_BYTES else None
-        return await asyncio.get_running_loop().run_in_executor(executor, work)
+        if size > LARGE_BYTES:
+            return await self._large_turns.run(client, work)
+        return await asyncio.get_running_loop().run_in_executor(None, work)
 
     @cached_property
-    def _large_work(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(1, thread_name_prefix="large requests")
+    def encoder(self) -> Encoder:
+        """Encoder of conversations."""
+        return Encoder(self.tokenizer)
+
+    @cached_property
+    def chat_turns(self) -> ClientTurns:
+        """Turns at the preparation of conversations, which waits for their templates."""
+        threads = ThreadPoolExecutor(NUM_THREADS, "chats")
+        return ClientTurns("chat templates", threads.submit, NUM_THREADS, self.config.max_prompts)
+
+    @cached_property
+    def grammar_turns(self) -> ClientTurns:
+        """Turns at the compilation of grammars."""
+        assert self.grammars is not None, "there are grammars only with a tokenizer"
+        grammars = self.grammars
+        return ClientTurns("grammars", lambda work: grammars.threads.submit(work), NUM_THREADS, self.config.max_prompts)
+
+    @cached_property
+    def _large_turns(self) -> ClientTurns:
+        threads = ThreadPoolExecutor(1, "large requests")
+        return ClientTurns("large requests", threads.submit, 1, self.config.max_prompts)
 
 
 SERVICE = web.AppKey("service", Service)
@@ -164,14 +191,16 @@ def make_service(
     tool_format: ToolFormat | None = None,
     model_facts: Mapping[str, Any] | None = None,
     load_params: Callable[[Path], Any] | None = None,
+    templates: TemplateProcess | None = None,
 ) -> Service:
     """Return a service around engines of the same model, which then belong to it. The page shows the first one's pool.
 
     Args:
         model_facts: further facts for `/model_info`.
         load_params: return the parameters of a directory, for `config.enable_weight_updates`.
+        templates: renders chat templates, also for other services; None: a new one.
     """
-    first, takes_templates = engines[0], config.trust_request_chat_template and tokenizer is not None
+    first = engines[0]
     recorder, metrics = Recorder(), Metrics(model_name, [engine.stats for engine in engines])
     share = -(-config.max_queue // len(engines))
     clients = [
@@ -185,5 +214,5 @@ def make_service(
         recorder, metrics, first.grammar_compiler(),
         lambda: clients[0].call(lambda engine: snapshot(engine.scheduler, recorder)), sampling_defaults or {},
         tool_format, sizes | dict(model_facts or {}), load_params,
-        TemplateProcess(tokenizer.special_tokens_map) if takes_templates else None, config,
+        templates or TemplateProcess(), config,
     )  # fmt: skip

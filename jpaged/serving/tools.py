@@ -6,9 +6,11 @@ from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from jpaged.chat import sources_of
 from jpaged.core.params import shown
 from jpaged.serving.codec import loads
 from jpaged.structured.sound import sound_schema
+from jpaged.tokenizer import CALL_TAGS
 
 SPACE = " \t\r\n"
 ARGUMENTS = ("arguments", "parameters")  # both words are accepted in either format
@@ -277,7 +279,7 @@ class ToolParser:
 class HermesParser(ToolParser):
     """Parser of calls in tags, anywhere in the text. The closing tag may be missing."""
 
-    OPENING, CLOSING = "<tool_call>", "</tool_call>"
+    OPENING, CLOSING = CALL_TAGS
 
     def _read(self) -> _Reading[None]:
         while True:
@@ -413,8 +415,8 @@ def tool_format(name: str, tokenizer: Any, chat_template: str | None = None) -> 
         tokenizer: has the model's own template, unless another is given.
     """
     if name == "auto":
-        template = chat_template or getattr(tokenizer, "chat_template", None)
-        name = (isinstance(template, str) and detect(template)) or "none"
+        sources = [chat_template] if chat_template else sources_of(tokenizer).values()
+        name = next(filter(None, map(detect, sources)), "none")
     return FORMATS.get(name)
 
 

@@ -1,9 +1,11 @@
-"""Compiler of structured outputs: one at a time, and each only once."""
+"""Compiler of structured outputs, each only once."""
 
 import copy
+import threading
 from collections import OrderedDict
-from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -16,24 +18,26 @@ if TYPE_CHECKING:
     from jpaged.structured.trial import Trial
 
 MAX_GRAMMAR_BYTES = 128 * 2**10
+NUM_THREADS = 2  # so that a slow grammar of one client leaves a thread to others
+# llguidance recurses along chains of rules. A stack of this size takes the longest one that MAX_GRAMMAR_BYTES can hold;
+# memory is used only as far as a grammar needs it.
+STACK_BYTES = 512 * 2**20
 
 
 class GrammarCompiler:
-    """Compiler of constraints on a thread of its own.
-
-    It takes one core for any number of callers, or two while a grammar is tried. llguidance is loaded by the first
-    grammar.
+    """Compiler of constraints on threads of its own. llguidance is loaded by the first grammar.
 
     Args:
         vocab_size: size of the model's vocabulary.
         eos_token_ids: the tokens that end a complete text.
-        max_cached: the number of compiled grammars that are kept.
+        max_cached: the number of grammars that are kept, compiled or with their faults.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Iterable[int], *, max_cached: int = 64):
         self._model = tokenizer, vocab_size, sorted(eos_token_ids)
         self._max_cached = max_cached
-        self._cache: OrderedDict[str, Constraint] = OrderedDict()  # touched by the thread alone
+        self._cache: OrderedDict[str, Constraint | str] = OrderedDict()
+        self._lock = threading.Lock()
 
     def compile(self, wanted: StructuredOutputsParams) -> "Constraint":
         """Return a constraint in its initial state.
@@ -41,29 +45,50 @@ class GrammarCompiler:
         Raises:
             InvalidParameter: the grammar can't be compiled.
         """
-        return self.submit(wanted).result()
+        return self.threads.submit(self.compile_here, wanted).result()
 
-    def submit(self, wanted: StructuredOutputsParams) -> "Future[Constraint]":
-        """Start `compile`, and return the future constraint."""
-        return self._thread.submit(self._compile, wanted)
-
-    def _compile(self, wanted: StructuredOutputsParams) -> "Constraint":
-        from jpaged.structured.grammar import Constraint, native_grammar
+    def compile_here(self, wanted: StructuredOutputsParams) -> "Constraint":
+        """Compile as `compile` does, on one of `threads`."""
+        from jpaged.structured.grammar import native_grammar
 
         try:
             grammar = native_grammar(wanted)
             if (size := len(grammar.encode(errors="replace"))) > MAX_GRAMMAR_BYTES:
                 raise ValueError(f"{size} bytes of grammar exceed {MAX_GRAMMAR_BYTES}")
-            if grammar not in self._cache:
-                if wrong := self._trial(grammar):
-                    raise ValueError(wrong)
-                self._cache[grammar] = Constraint(self._compiler.matcher(grammar))
         except (ValueError, TypeError) as error:
             raise InvalidParameter("structured_outputs", str(error)) from error
-        self._cache.move_to_end(grammar)
-        if len(self._cache) > self._max_cached:
-            self._cache.popitem(last=False)
-        return copy.copy(self._cache[grammar])
+        with self._lock:
+            found = self._cache.get(grammar)
+        if found is None:
+            found = self._compiled(grammar)
+        with self._lock:
+            self._cache[grammar] = found
+            self._cache.move_to_end(grammar)
+            if len(self._cache) > self._max_cached:
+                self._cache.popitem(last=False)
+        if isinstance(found, str):
+            raise InvalidParameter("structured_outputs", found)
+        return copy.copy(found)
+
+    @cached_property
+    def threads(self) -> ThreadPoolExecutor:
+        """NUM_THREADS threads with deep stacks."""
+        executor, begun = ThreadPoolExecutor(NUM_THREADS, "grammars"), threading.Barrier(NUM_THREADS)
+        with deep_stack():
+            for future in [executor.submit(begun.wait) for _ in range(NUM_THREADS)]:
+                future.result()
+        return executor
+
+    def _compiled(self, grammar: str) -> "Constraint | str":
+        """Return a constraint, or the fault of the grammar."""
+        from jpaged.structured.grammar import Constraint
+
+        if fault := self._trial(grammar):
+            return fault
+        try:
+            return Constraint(self._compiler.matcher(grammar))
+        except ValueError as error:
+            return str(error)
 
     @cached_property
     def _compiler(self) -> "Compiler":
@@ -77,11 +102,12 @@ class GrammarCompiler:
 
         return Trial(*self._model)
 
-    @cached_property
-    def _thread(self) -> ThreadPoolExecutor:
-        from jpaged.structured.grammar import deep_stack
 
-        executor = ThreadPoolExecutor(1, thread_name_prefix="grammars")
-        with deep_stack():
-            executor.submit(int).result()  # it starts its thread with the first task
-        return executor
+@contextmanager
+def deep_stack() -> Iterator[None]:
+    """Give a deep stack to the threads that start within the context."""
+    before = threading.stack_size(STACK_BYTES)
+    try:
+        yield
+    finally:
+        threading.stack_size(before)

@@ -4,9 +4,7 @@ The constraint is a JSON schema, a regular expression, a list of choices or a gr
 """
 
 import json
-import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Any, cast
 
@@ -18,9 +16,6 @@ from jpaged.core.params import StructuredOutputsParams
 from jpaged.structured.sound import sound_schema
 from jpaged.structured.vocabulary import GrammarVocabulary
 
-# llguidance recurses along chains of rules. A stack of this size takes the longest one that `MAX_GRAMMAR_BYTES` of
-# `compiler.py` can hold; memory is used only as far as a grammar needs it.
-COMPILER_STACK_BYTES = 512 * 2**20
 # Without a bound a model may go on indenting for ever.
 WHITE_SPACE = r"[ \n\r\t]{1,24}"
 # Masks allow every token that continues a text. Otherwise, where only one text is possible, they would allow only the
@@ -83,16 +78,6 @@ class Compiler:
             return LLTokenizer(vocabulary, n_vocab=self._vocab_size, eos_token=self._eos_token_ids)
         except ValueError as error:
             raise ValueError(f"this model's tokenizer can't be constrained: {error}") from error
-
-
-@contextmanager
-def deep_stack() -> Iterator[None]:
-    """Give a deep stack to the threads that start within the context."""
-    before = threading.stack_size(COMPILER_STACK_BYTES)
-    try:
-        yield
-    finally:
-        threading.stack_size(before)
 
 
 class MaskWriter:

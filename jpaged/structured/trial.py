@@ -1,31 +1,33 @@
-"""Compilation of grammars in a process of its own, before the server compiles them.
+"""Compilation of grammars in processes of their own, before the server compiles them.
 
 llguidance is a native library. A grammar that crashes it, or keeps it busy forever, must affect only itself.
 """
 
+import json
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from jpaged.child import Child, ChildFailed, confine, serve
-from jpaged.structured.grammar import Compiler, deep_stack
+from jpaged.child import ChildFailed, Children, confine, serve
+from jpaged.structured.compiler import deep_stack
+from jpaged.structured.grammar import Compiler
 
 COMPILE_TIMEOUT_S = 10.0
 MAX_MEMORY_BYTES = 4 * 2**30
 
 
 class Trial:
-    """Handle of the process in its parent."""
+    """Handle of the processes in their parent."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Iterable[int]):
-        self._child = Child("jpaged.structured.trial", [tokenizer.to_str(), vocab_size, sorted(eos_token_ids)])
+        self._children = Children("jpaged.structured.trial", [tokenizer.to_str(), vocab_size, sorted(eos_token_ids)])
 
     def __call__(self, grammar: str) -> str | None:
         """Return the fault of a grammar; None if it can be compiled in this process, too."""
         try:
-            error: str | None = self._child.ask(grammar, COMPILE_TIMEOUT_S)
+            error: str | None = self._children.ask(json.dumps(grammar), COMPILE_TIMEOUT_S)
             return error
         except ChildFailed:
             return f"the grammar's compiler gave up, or was not done within {COMPILE_TIMEOUT_S:g} seconds"

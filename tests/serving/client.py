@@ -18,9 +18,11 @@ from jpaged.engine.engine import Engine, StepOutput
 from jpaged.engine.output import request_output
 from jpaged.serving.app import make_app
 from jpaged.serving.service import ServerConfig, make_service
+from jpaged.template_process import TemplateProcess
 from tests.few_shapes import few_shapes
 
 MAX_LEN = 256
+TEMPLATES = TemplateProcess()  # of all servers in this process, because each takes seconds to start
 
 
 def build(tiny, **config):
@@ -58,7 +60,7 @@ class Client:
         self.engine = engines[0]
         self.service = make_service(
             engines, tokenizer, model_name, ServerConfig(**config), sampling_defaults=sampling_defaults,
-            tool_format=tool_format,
+            tool_format=tool_format, templates=TEMPLATES,
         )  # fmt: skip
         self.app = make_app(self.service)
 

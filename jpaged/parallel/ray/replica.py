@@ -107,13 +107,13 @@ class Replica:
             self._service.metrics.answered("POST", call.path, status, time.monotonic() - start)
 
     async def _response(self, call: Call) -> AsyncGenerator[Head | bytes]:
-        service, limit = self._service, self._service.config.request_timeout
+        service, limit, client = self._service, self._service.config.request_timeout, call.client or ""
         if compute := COMPUTED.get(call.path):
-            body = await service.run(lambda: dumps_long(compute(service, call.body)), len(call.body))
+            body = await service.chat_turns.run(client, lambda: dumps_long(compute(service, call.body)))
             yield Head(200, JSON)
             yield body
             return
-        exchange = await GENERATED[call.path](service, call.body)
+        exchange = await GENERATED[call.path](service, call.body, client)
         deadline = None if limit is None else asyncio.get_running_loop().time() + limit
         kind = EVENTS if exchange.prepared.body.stream else JSON
         head: Head | None = Head(200, kind | {REPLICA_ID: self._id})

@@ -1,0 +1,320 @@
+"""Prompts of conversations: rendered by a chat template, and encoded so that no user's text becomes a control token."""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+from tokenizers import AddedToken, Tokenizer
+
+from jpaged.tokenizer import backend, encode
+
+type Message = Mapping[str, Any]
+ContentFormat = Literal["auto", "string", "openai"]
+
+# Parameters of transformers' `render_jinja_template`, which are variables of templates.
+OPTIONS = {
+    "conversations", "messages", "tools", "documents", "chat_template", "return_assistant_tokens_mask",
+    "continue_final_message", "add_generation_prompt",
+}  # fmt: skip
+# A text of so few characters, without white space, may stand in a prompt by chance.
+SHORT = 8
+PRINTED_PART = "{'type': 'text', "
+PRIVATE = range(0x10F000, 0x10FFFD)  # characters for private use, which a tokenizer has no tokens for
+ANCHOR = "\U0010fffd"
+
+
+class Template(NamedTuple):
+    """Chat template.
+
+    Attributes:
+        source: in Jinja.
+        variables: the names and texts of the tokenizer's special tokens.
+    """
+
+    source: str
+    variables: Mapping[str, str]
+
+
+def template_of(tokenizer: Any, source: str | None = None, *, with_tools: bool = False) -> Template:
+    """Return a tokenizer's chat template, the one for tools where there are several.
+
+    Args:
+        source: replaces the tokenizer's own.
+
+    Raises:
+        ValueError: there is none.
+    """
+    sources = sources_of(tokenizer) if source is None else {"default": source}
+    source = sources.get("tool_use" if with_tools else "default", sources.get("default"))
+    if source is None:
+        raise ValueError("the model has no chat template; pass one with --chat-template")
+    return Template(source, {name: str(token) for name, token in tokenizer.special_tokens_map.items()})
+
+
+def sources_of(tokenizer: Any) -> Mapping[str, str]:
+    """Return the chat templates of a tokenizer by name; a single one is the "default"."""
+    found = getattr(tokenizer, "chat_template", None) or {}
+    return {"default": found} if isinstance(found, str) else found
+
+
+def check_template(tokenizer: Any, source: str) -> None:
+    """Check the syntax of a chat template.
+
+    Raises:
+        ValueError: it is wrong, or there is no tokenizer to use the template.
+    """
+    from jinja2 import Environment, TemplateSyntaxError
+
+    if tokenizer is None:
+        raise ValueError("chat_template: needs a tokenizer, and the model has none")
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+    try:
+        environment.parse(re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", source))
+    except TemplateSyntaxError as error:
+        raise ValueError(f"chat_template: line {error.lineno}: {error.message}") from error
+
+
+def render(
+    template: Template,
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    variables: Mapping[str, Any] | None = None,
+    content_format: ContentFormat = "auto",
+) -> str:
+    """Return the text of a conversation.
+
+    Args:
+        messages: in the form of the OpenAI API; content is text, or a list of text parts.
+        tools: as in the OpenAI API; templates may print them or not.
+        add_generation_prompt: end the text with the beginning of the assistant's message.
+        continue_final_message: leave the last message open, to be continued.
+        variables: more variables for the template.
+        content_format: give the template content as text ("string"), as parts ("openai"), or as parts only if the text
+            is missing in the prompt otherwise ("auto").
+
+    Raises:
+        ValueError: the template rejects the conversation, or leaves out the text of a message.
+    """
+    if taken := (variables or {}).keys() & OPTIONS:
+        raise ValueError(f"a template has no variable of its own called {min(taken)!r}")
+    if continue_final_message and add_generation_prompt:
+        raise ValueError("continue_final_message contradicts add_generation_prompt")
+    options = {
+        **template.variables, **(variables or {}), "tools": tools and list(tools),
+        "add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message,
+    }  # fmt: skip
+    forms = {"string": (_as_text,), "openai": (_as_parts,)}.get(content_format, (_as_text, _as_parts))
+    problems: list[str] = []
+    for form in forms:
+
+        def run(given: Sequence[Message], form: Callable[[Any], Any] = form) -> str:
+            return _run(template.source, [{**each, "content": form(each["content"])} for each in given], options)
+
+        try:
+            text = run(messages)
+        except MemoryError:
+            raise ValueError("the chat template needs too much memory") from None
+        except Exception as error:  # templates raise any type
+            problems.append(f"the chat template refuses these messages: {error}")
+            continue
+        missing = _left_out(messages, text, run)
+        if missing is not None:
+            role = messages[missing]["role"]
+            problems.append(f"the chat template leaves out the text of message {missing}, of the role {role!r}")
+        elif form is _as_parts and PRINTED_PART in text:
+            problems.append("the chat template prints the parts of a message's content, and not their texts")
+        else:
+            return text
+    raise ValueError(problems[0])
+
+
+def _run(source: str, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    texts, _ = render_jinja_template(conversations=[messages], chat_template=source, **options)
+    text: str = texts[0]
+    return text
+
+
+def texts_of(message: Message) -> list[str]:
+    """Return the texts of a message's content."""
+    content = message["content"]
+    return [part["text"] for part in content] if isinstance(content, list) else [content or ""]
+
+
+def _as_text(content: Any) -> str:
+    return "".join(part["text"] for part in content) if isinstance(content, list) else content or ""
+
+
+def _as_parts(content: Any) -> list[dict[str, str]]:
+    return content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+
+
+def _left_out(messages: Sequence[Message], text: str, again: Callable[[Sequence[Message]], str]) -> int | None:
+    """Return the index of the first message whose text a prompt lacks; None if there is none.
+
+    Templates may drop parts of the assistant's own messages, such as earlier reasoning. White space may differ, and
+    text may be escaped as in JSON.
+
+    Args:
+        again: renders other messages.
+    """
+    prompt, at, short = _squeezed(text), 0, []
+    for index, message in enumerate(messages):
+        if message["role"] == "assistant":
+            continue
+        for piece in texts_of(message):
+            wanted = _squeezed(piece)
+            found = prompt.find(wanted, at)
+            if found < 0 and not any(_squeezed(form) in prompt for form in (piece, *_in_json(piece))):
+                return index
+            at = max(at, found)
+            if 0 < len(wanted) < SHORT:
+                short.append(index)
+    if not short:
+        return None
+    words = {index: f"zqx{index}xqz" for index in short}
+    try:
+        marked = again([{**m, "content": words[i]} if i in words else m for i, m in enumerate(messages)]).casefold()
+    except Exception:  # it wants certain words there, so it reads them
+        return None
+    return next((index for index, word in words.items() if word not in marked), None)
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
+
+
+def _in_json(text: str) -> tuple[str, str]:
+    return json.dumps(text, ensure_ascii=False)[1:-1], json.dumps(text)[1:-1]
+
+
+class Encoder:
+    """Encoder of rendered conversations.
+
+    A text of a special token inside a message is encoded as plain text. `protect` puts a character for private use in
+    its place before the conversation is rendered, and `encode` puts it back among the tokens of the template.
+    """
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = backend(tokenizer)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._added = frozenset(added)
+        special = [token for token in added.values() if token.special]
+        self._special_ids = frozenset(token for token, text in added.items() if text.special)
+        texts = sorted((token.content for token in special), key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, texts))) if texts else None
+        self._normalizes = self._tokenizer.normalizer is not None and any(token.normalized for token in special)
+
+    def protect[Value](self, value: Value) -> tuple[Value, dict[str, str]]:
+        """Return JSON values without the texts of special tokens, and these texts by the characters in their places.
+
+        Raises:
+            ValueError: a text becomes that of a special token when the tokenizer normalizes it.
+        """
+        whole = "\0".join(_strings(value))
+        if self._pattern is None:
+            return value, {}
+        found = list(dict.fromkeys(self._pattern.findall(whole)))
+        if self._normalizes and not found:
+            assert self._tokenizer.normalizer is not None
+            if again := self._pattern.search(self._tokenizer.normalizer.normalize_str(whole)):
+                raise ValueError(f"the tokenizer would read a part of the text as the special token {again[0]!r}")
+        if not found:
+            return value, {}
+        free = (chr(code) for code in PRIVATE if chr(code) not in whole)
+        stand_ins = dict(zip(found, free))
+        pattern = self._pattern
+        protected: Value = _replaced(value, lambda text: pattern.sub(lambda match: stand_ins[match[0]], text))
+        return protected, {stand_in: text for text, stand_in in stand_ins.items()}
+
+    def encode(self, text: str, stand_ins: Mapping[str, str]) -> list[int]:
+        """Return the token ids of a rendered conversation.
+
+        Raises:
+            ValueError: the tokenizer has no plain tokens for a text in its place.
+        """
+        if not stand_ins:
+            return encode(self._tokenizer, text, add_special_tokens=False)
+        for stand_in in stand_ins:
+            for escaped in _in_json(stand_in):
+                text = text.replace(escaped, stand_in)
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        stands = re.compile("|".join(map(re.escape, stand_ins)))
+        tokens: list[int] = []
+        begin, run = 0, []
+        for token, (start, end) in [*zip(encoding.ids, encoding.offsets), (-1, (len(text), len(text)))]:
+            if token >= 0 and token not in self._added:
+                run.append(token)
+                continue
+            piece = text[begin:start]
+            tokens += (
+                self._plain_tokens(stands.sub(lambda m: stand_ins[m[0]], piece), begin > 0)
+                if stands.search(piece)
+                else run
+            )
+            tokens += [token] if token >= 0 else []
+            begin, run = end, []
+        return tokens
+
+    def _plain_tokens(self, text: str, is_inside: bool) -> list[int]:
+        """Return the tokens of a piece of text without any special token."""
+        encoding = self._plain.encode(ANCHOR * is_inside + text, add_special_tokens=False)
+        tokens: list[int] = encoding.ids[is_inside:]
+        if self._special_ids.intersection(tokens):
+            raise ValueError("the tokenizer can't encode the text of a special token as plain text")
+        return tokens
+
+    @cached_property
+    def _plain(self) -> Tokenizer:
+        plain = Tokenizer.from_str(self._tokenizer.to_str())
+        plain.encode_special_tokens = True  # as plain text
+        plain.add_tokens([AddedToken(ANCHOR, normalized=False)])  # text behind it is no beginning
+        return plain
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Yield the strings within JSON values, those of names too."""
+    values = [value]
+    while values:
+        each = values.pop()
+        if isinstance(each, str):
+            yield each
+        elif isinstance(each, Mapping):
+            values += [*each, *each.values()]
+        elif isinstance(each, Sequence):
+            values += each
+
+
+def _replaced(value: Any, replace: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return replace(value)
+    if isinstance(value, Mapping):
+        return {_replaced(name, replace): _replaced(each, replace) for name, each in value.items()}
+    if isinstance(value, Sequence):
+        return [_replaced(each, replace) for each in value]
+    return value
+
+
+def prompt_of(
+    tokenizer: Any, messages: Sequence[Message], source: str | None = None, *,
+    tools: Sequence[Mapping[str, Any]] | None = None, **options: Any,
+) -> list[int]:  # fmt: skip
+    """Return the token ids of a conversation, rendered in this process.
+
+    Args:
+        source: a chat template that replaces the tokenizer's own.
+        options: those of `render`.
+
+    Raises:
+        ValueError: as `render`.
+    """
+    encoder = Encoder(tokenizer)
+    (messages, tools), stand_ins = encoder.protect((messages, tools))
+    text = render(template_of(tokenizer, source, with_tools=bool(tools)), messages, tools=tools, **options)
+    return encoder.encode(text, stand_ins)

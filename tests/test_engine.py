@@ -16,7 +16,7 @@ from jpaged.engine.engine import Engine
 from jpaged.engine.output import request_output
 from jpaged.tokenizer import Vocabulary
 from tests.core import traffic
-from tests.fake_runner import generate
+from tests.fake_runner import FakeRunner, generate
 from tests.models import EOS, VOCAB, byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
@@ -202,6 +202,72 @@ def test_requests_without_a_seed_get_different_ones_from_the_engines():
         return [engine.add(str(i), [1], SamplingParams()).seed for i in range(3)]
 
     assert seeds(1) == seeds(1) != seeds(2) and len(set(seeds(1))) == 3
+
+
+def started_and_late():
+    """An engine with a request that has started, and a function that adds one later."""
+    scheduler = Scheduler(BlockPool(8, 4), Limits(32, 2, 8), vocab_size=VOCAB)
+    engine = Engine(scheduler, FakeRunner(8, 4, scheduler=scheduler))
+    started = engine.add("started", [1, 2], SamplingParams(max_tokens=4))
+    engine.step()
+    return engine, started, lambda: engine.add("late", [3], SamplingParams(max_tokens=2))
+
+
+def finish(engine):
+    while engine.has_work:
+        engine.step()
+
+
+def test_a_pause_that_waits_starts_nothing():
+    engine, started, add_late = started_and_late()
+    engine.pause("wait")
+    late = add_late()
+    finish(engine)
+    assert engine.is_paused and started.finished and not late.admitted
+    engine.resume()
+    finish(engine)
+    assert late.finished
+
+
+def test_an_update_does_not_end_a_pause_that_waits():
+    engine, started, add_late = started_and_late()
+    engine.pause("wait")
+    engine.update_params({})
+    late = add_late()
+    finish(engine)
+    assert engine.is_paused and started.finished and not late.admitted
+    engine.resume()
+    finish(engine)
+    assert late.finished
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait"])
+def test_a_pause_does_not_end_the_wait_of_an_update(mode):
+    engine, started, add_late = started_and_late()
+    engine.update_params({}, "wait")
+    engine.pause(mode)
+    assert engine.is_updating and engine.scheduler.holds_new
+    late = add_late()
+    engine.resume()
+    while engine.is_updating:
+        assert not late.admitted
+        engine.step()
+    assert started.finished
+    finish(engine)
+    assert late.finished
+
+
+def test_an_update_that_waited_does_not_end_a_pause_that_waits():
+    engine, started, add_late = started_and_late()
+    engine.update_params({}, "wait")
+    engine.pause("wait")
+    late = add_late()
+    finish(engine)
+    engine.step()
+    assert started.finished and engine.is_paused and not engine.is_updating and not late.admitted
+    engine.resume()
+    finish(engine)
+    assert late.finished and not engine.scheduler.holds_new
 
 
 SETTLED = {

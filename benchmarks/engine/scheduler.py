@@ -11,6 +11,7 @@ the ratios of such steps. The cases:
     blocked      There are free rows, but too few free blocks for the first waiting request. Each step tries it.
     turnover     In each step one of 64 running requests ends, a waiting one replaces it, and a new one arrives.
     clients      The same, and each request has its own client.
+    tenants      The same as turnover, and the requests are in turn those of four tenants.
     aborts       All rows are in use. Before each step a request arrives, and a random waiting one is aborted.
     preemption   Each step preempts the last running request. It is restarted between the steps.
     held         There are free rows, but no new request may start, as before an update of parameters.
@@ -76,11 +77,15 @@ class Load:
     def client(self, number: int) -> str | None:
         return None
 
+    def tenant(self, number: int) -> str | None:
+        return None
+
     def add(self, max_tokens: int, length: int = PROMPT) -> str:
         number = next(self.numbers)
         prompt = [1] * COMMON + [2 + number % 31_000] * (length - COMMON)
         params = SamplingParams(max_tokens=max_tokens, temperature=0.6)
-        return self.scheduler.add(str(number), prompt, params, seed=0, client=self.client(number)).request_id
+        client, tenant = self.client(number), self.tenant(number)
+        return self.scheduler.add(str(number), prompt, params, seed=0, client=client, tenant=tenant).request_id
 
     def keep_free(self, beyond: int) -> None:
         """Leave as many free blocks as the running sequences need in the next step, plus `beyond`."""
@@ -162,6 +167,11 @@ class Clients(Turnover):
         return str(number)
 
 
+class Tenants(Turnover):
+    def tenant(self, number: int) -> str | None:
+        return str(number % 4)
+
+
 class Aborts(Load):
     def __init__(self, running: int, waiting: int, steps: int):
         super().__init__(running, waiting, steps)
@@ -193,8 +203,8 @@ class Held(Load):
 
 
 CASES: dict[str, type[Load]] = {
-    "full": Load, "cold": Cold, "blocked": Blocked, "turnover": Turnover, "clients": Clients, "aborts": Aborts,
-    "preemption": Preemption, "held": Held,
+    "full": Load, "cold": Cold, "blocked": Blocked, "turnover": Turnover, "clients": Clients, "tenants": Tenants,
+    "aborts": Aborts, "preemption": Preemption, "held": Held,
 }  # fmt: skip
 
 

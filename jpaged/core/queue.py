@@ -15,18 +15,20 @@ MAX_IDLE_CLIENTS = 1024
 _rank = operator.attrgetter("rank")
 
 
-class RequestQueue:
+class Ranked:
     """Requests ordered by `Request.rank`.
 
     They are in chunks of at most `MAX_CHUNK` requests, so that an insertion or a removal moves only a few of them, also
     near the front of a long queue. No chunk is empty except the only one of an empty queue.
+
+    Attributes:
+        num_prompt_tokens: tokens of all prompts.
     """
 
     def __init__(self) -> None:
         self._chunks: list[list[Request]] = [[]]
         self._len = 0
-        self._admitted: set[Request] = set()
-        self._of_client: Counter[str | None] = Counter()
+        self.num_prompt_tokens = 0
 
     def __len__(self) -> int:
         return self._len
@@ -48,6 +50,48 @@ class RequestQueue:
         """Last request."""
         return self._chunks[-1][-1]
 
+    def add(self, request: Request) -> None:
+        """Insert a request at its rank."""
+        index, at = self._place(request)
+        chunk = self._chunks[index]
+        chunk.insert(at, request)
+        if len(chunk) > MAX_CHUNK:
+            half = len(chunk) // 2
+            self._chunks[index : index + 1] = chunk[:half], chunk[half:]
+        self._len += 1
+        self.num_prompt_tokens += len(request.prompt_token_ids)
+
+    def remove(self, request: Request) -> None:
+        """Remove a request."""
+        index, at = self._place(request)
+        chunk = self._chunks[index]
+        assert chunk[at : at + 1] == [request], f"{request.request_id} is not in the queue"
+        del chunk[at]
+        if not chunk and len(self._chunks) > 1:
+            del self._chunks[index]
+        self._len -= 1
+        self.num_prompt_tokens -= len(request.prompt_token_ids)
+
+    def _place(self, request: Request) -> tuple[int, int]:
+        """Return the chunk of a request's rank, and the place there: that of the request or of the next one."""
+        # A rank behind all other chunks belongs to the last one.
+        index = bisect.bisect_left(self._chunks, request.rank, hi=len(self._chunks) - 1, key=lambda c: c[-1].rank)
+        return index, bisect.bisect_left(self._chunks[index], request.rank, key=_rank)
+
+
+class RequestQueue(Ranked):
+    """Requests in the order of service.
+
+    Attributes:
+        tenants: the requests of each tenant that has some.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._admitted: set[Request] = set()
+        self._of_client: Counter[str | None] = Counter()
+        self.tenants: dict[str | None, Ranked] = {}
+
     @property
     def first_admitted(self) -> Request | None:
         """First request that was admitted before it was added, or None."""
@@ -59,36 +103,24 @@ class RequestQueue:
 
     def add(self, request: Request) -> None:
         """Insert a request at its rank."""
-        index, at = self._place(request)
-        chunk = self._chunks[index]
-        chunk.insert(at, request)
-        if len(chunk) > MAX_CHUNK:
-            half = len(chunk) // 2
-            self._chunks[index : index + 1] = chunk[:half], chunk[half:]
-        self._len += 1
+        super().add(request)
         if request.admitted:
             self._admitted.add(request)
         self._of_client[request.client] += 1
+        if request.tenant not in self.tenants:
+            self.tenants[request.tenant] = Ranked()
+        self.tenants[request.tenant].add(request)
 
     def remove(self, request: Request) -> None:
         """Remove a request."""
-        index, at = self._place(request)
-        chunk = self._chunks[index]
-        assert chunk[at : at + 1] == [request], f"{request.request_id} is not in the queue"
-        del chunk[at]
-        if not chunk and len(self._chunks) > 1:
-            del self._chunks[index]
-        self._len -= 1
+        super().remove(request)
         self._admitted.discard(request)
         self._of_client[request.client] -= 1
         if not self._of_client[request.client]:
             del self._of_client[request.client]
-
-    def _place(self, request: Request) -> tuple[int, int]:
-        """Return the chunk of a request's rank, and the place there: that of the request or of the next one."""
-        # A rank behind all other chunks belongs to the last one.
-        index = bisect.bisect_left(self._chunks, request.rank, hi=len(self._chunks) - 1, key=lambda c: c[-1].rank)
-        return index, bisect.bisect_left(self._chunks[index], request.rank, key=_rank)
+        self.tenants[request.tenant].remove(request)
+        if not self.tenants[request.tenant]:
+            del self.tenants[request.tenant]
 
 
 class Turns:

@@ -185,6 +185,8 @@ class Request:
         rank: requests run in this order, and are preempted in the reverse order.
         cache_salt: only requests with the same salt share cached prefixes.
         client: the client whose turns it takes in the queue; None for none.
+        tenant: the tenant that shares steps, rows and blocks with the others; those without one are one more tenant.
+        turn: the number of its last turn among its tenant's requests; 0 before the first.
         bans: the tokens that its output must not have next.
         end_tokens: the tokens that end its output.
         num_top: number of most likely tokens to list with each sample; None: neither list nor rank.
@@ -204,6 +206,8 @@ class Request:
     prompt: str | None = None
     rank: tuple[int, int, int] = (0, 0, 0)
     client: str | None = None
+    tenant: str | None = None
+    turn: int = 0
     cache_salt: str = ""
     bans: Bans = field(default_factory=Bans)
     end_tokens: frozenset[int] = frozenset()

@@ -24,6 +24,7 @@ from jpaged.core.plan import Pairs, Sample, Scheduled, StepPlan, StepResult
 from jpaged.core.queue import RequestQueue, Turns
 from jpaged.core.request import NON_FINITE, FinishReason, Request, RequestFault, Sequence
 from jpaged.core.rows import Rows
+from jpaged.core.shares import Shares, Tenant
 
 # The headroom of engines. In simulations of an overloaded pool (OPT-13B on an A100, ShareGPT's lengths), it cuts
 # preemptions to a quarter and raises throughput by 3 to 5 %. With 64 tokens, the free blocks cost as much again.
@@ -39,6 +40,8 @@ class _Step:
     """Step from its scheduling to its commit: its plan, in parts until it is complete, and its requests."""
 
     plan: StepPlan | None = None
+    order: list[Request] = field(default_factory=list)  # running requests; the last one is preempted first
+    shares: Shares | None = None  # if there are several tenants
     rows: list[Scheduled] = field(default_factory=list)
     sequences: list[Sequence] = field(default_factory=list)  # of `rows`, in the same order
     unsteady: list[Request] = field(default_factory=list)  # running requests without those on the steady path
@@ -80,7 +83,8 @@ class Scheduler:
 
     A request is in `waiting` or in `running`, both in order of rank: its priority, if `policy` is "priority" (a lower
     number goes first), then its client's turn, then its arrival. The last running request is preempted first, with all
-    its sequences, so the first always continues and every request ends.
+    its sequences, so the first always continues and every request ends. Tenants share the tokens of each step, the rows
+    and the blocks (`Shares`); within a tenant, this order holds.
 
     Args:
         host_pool: room for swapped blocks, or None.
@@ -88,6 +92,8 @@ class Scheduler:
         block_swap_cost: cost of moving one block to the host and back, in tokens that could be computed in that time.
         tokens_beside_decodes: maximum tokens of a step in which some sequence is past its prompt, at least
             `max_num_seqs`; None: the limit of all steps. A long step makes such sequences wait.
+        step_overhead: cost of a step without its tokens, in tokens that could be computed in that time, by which the
+            tokens of a step for several tenants are limited; inf: they are not.
         headroom: tokens of each running sequence for which blocks stay free when another request is admitted. Without
             it, a full pool preempts the new request after a few steps, and all its work is lost.
 
@@ -108,6 +114,7 @@ class Scheduler:
         preemption: str = "auto",
         block_swap_cost: float = 0.0,
         tokens_beside_decodes: int | None = None,
+        step_overhead: float = math.inf,
         headroom: int = 0,
     ):
         self.pool = pool
@@ -120,6 +127,7 @@ class Scheduler:
         self.preemption = preemption
         self.block_swap_cost = block_swap_cost
         self.tokens_beside_decodes = tokens_beside_decodes or limits.max_num_batched_tokens
+        self.step_overhead = step_overhead
         self.headroom = headroom
         self.waiting = RequestQueue()
         self.running = RequestQueue()
@@ -134,6 +142,8 @@ class Scheduler:
         self._in_flight: deque[_Step] = deque()
         self._leaving: set[Sequence] = set()  # ended, and still part of a step in flight
         self._must_drain = False  # something must be preempted
+        self._owed: dict[Tenant, int] = {}  # tokens, by tenants to the others
+        self._request_turns = itertools.count(1)
         self._restarted: list[Request] = []  # by `recover`, since the last plan
         self._at: Request | None = None  # the request that `schedule` is working on
         self._parked: dict[Request, None] | None = None  # while some requests are tried without the others
@@ -180,6 +190,7 @@ class Scheduler:
         prompt: str | None = None,
         priority: int = 0,
         client: str | None = None,
+        tenant: str | None = None,
         cache_salt: str = "",
         bad_words: Iterable[tuple[int, ...]] = (),
     ) -> Request:
@@ -187,6 +198,7 @@ class Scheduler:
 
         Args:
             client: the client whose turns it takes; None: the order of arrival.
+            tenant: the tenant with which it shares steps, rows and blocks; those without one are one more tenant.
             bad_words: token ids of each text that the output must not contain. Those with a token that the model can't
                 produce are ignored.
 
@@ -224,7 +236,7 @@ class Scheduler:
             num_top = max(num_top or 0, MAX_TOP if params.stop else self._num_candidates(params))
         request = Request(
             request_id, list(prompt_token_ids), params, seed, max_tokens, prompt,
-            rank=(priority, self._turns.take(client, width), next(self._arrivals)), client=client,
+            rank=(priority, self._turns.take(client, width), next(self._arrivals)), client=client, tenant=tenant,
             cache_salt=cache_salt,
             bans=Bans(producible, self.eos_token_ids.union(params.stop_token_ids), params.min_tokens),
             end_tokens=frozenset(params.stop_token_ids).union(() if params.ignore_eos else self.eos_token_ids),
@@ -275,30 +287,17 @@ class Scheduler:
         step, budget = _Step(), self.limits.max_num_batched_tokens
         if any(request.sequences[0].num_computed_tokens >= len(request.prompt_token_ids) for request in self.running):
             budget = min(budget, self.tokens_beside_decodes)
-        rows, sequences = step.rows, step.sequences
-        for request in list(self.running):
-            branches = request.sequences
-            if len(branches) == 1:
-                sequence = branches[0]
-                start = sequence.num_computed_tokens
-                if start < sequence.steady_until and budget > 0:  # so it is for most requests of most steps
-                    rows.append(_new(Scheduled, (sequence.row, start, 1, 1)))
-                    sequences.append(sequence)
-                    sequence.num_computed_tokens = start + 1
-                    sequence.in_flight += 1
-                    sequence.pending += 1
-                    budget -= 1
-                    continue
-            self._at = request
-            if len(branches) > 1 and (count := self._continue_branches(request, budget, step)):
-                budget -= count
-                continue
-            if step.preempted and request not in self.running:
-                break  # preempted for one before it, and so is everything after it
-            budget -= self._schedule_running(request, budget, step)
+        step.shares = self._share(budget)
+        if step.shares is None:
+            step.order = list(self.running)
+            num_yielded, budget = 0, self._continue_running(budget, step)
+        else:
+            step.order = step.shares.order
+            self._make_room(step.shares, step)
             if self._must_drain:
-                break
-        if not (step.preempted or self._must_drain):
+                return None
+            num_yielded, budget = len(step.preempted), self._continue_shared(budget, step.shares, step)
+        if not (len(step.preempted) > num_yielded or self._must_drain):
             self._schedule_waiting(budget, step)
         self._at = None
         if not (step.rows or step.swap_out or step.swap_in):
@@ -501,25 +500,114 @@ class Scheduler:
         num_seats = num_steady + sum(request.seats for request in step.unsteady) + len(self._leaving)
         return num_seats, sum(self._lack(request) for request in step.unsteady)
 
+    def _share(self, budget: int) -> Shares | None:
+        """Return the shares of tenants in a step; None without several, or while no new request may start."""
+        if self.holds_new or len(self.running.tenants.keys() | self.waiting.tenants.keys()) < 2:
+            self._owed.clear()
+            return None
+        return Shares(
+            self.running, self.waiting, self.pool, self.limits.max_num_seqs, budget=budget,
+            overhead=self.step_overhead, chunk=self.tokens_beside_decodes, turns=self._request_turns, owed=self._owed,
+        )  # fmt: skip
+
+    def _make_room(self, shares: Shares, step: _Step) -> None:
+        """Preempt requests beyond the fair shares of their tenants for waiting ones within that of another tenant."""
+        number = self._num_victims(shares, step) if self.waiting else 0
+        if number and self._in_flight:
+            self._must_drain = True
+            return
+        for _ in range(number):
+            self._at = step.order.pop()
+            self._preempt(self._at, step)
+
+    def _num_victims(self, shares: Shares, step: _Step) -> int:
+        """Return how many of the last running requests must be preempted for the waiting ones that may take room."""
+        entitled = shares.entitled(self.waiting)
+        if not entitled:
+            return 0
+        most, size, number = shares.num_yielding(entitled[0]), self.pool.block_size, 0
+        seats = sum(request.seats for request in self.running)
+        blocks = self.pool.num_free - sum(map(self._lack, self.running))
+        for request in entitled:
+            blocks -= self._num_blocks(request)
+            victims = number
+            while seats + request.seats > self.limits.max_num_seqs or blocks < seats * self.headroom // size:
+                if victims == most:
+                    return number
+                victims += 1
+                seats -= step.order[-victims].seats
+                blocks += self._num_blocks(step.order[-victims])
+            seats, number = seats + request.seats, victims
+        return number
+
+    def _num_blocks(self, request: Request) -> int:
+        """Return the number of blocks that a request holds and lacks, without regard to cached ones."""
+        return num_distinct(sequence.table for sequence in request.live) + self._lack(request)
+
+    def _continue_running(self, budget: int, step: _Step) -> int:
+        """Schedule running requests in the order of their ranks; return the tokens that are left."""
+        rows, sequences = step.rows, step.sequences
+        for request in step.order:  # without its end, as far as that is preempted
+            branches = request.sequences
+            if len(branches) == 1:
+                sequence = branches[0]
+                start = sequence.num_computed_tokens
+                if start < sequence.steady_until and budget > 0:  # so it is for most requests of most steps
+                    rows.append(_new(Scheduled, (sequence.row, start, 1, 1)))
+                    sequences.append(sequence)
+                    sequence.num_computed_tokens = start + 1
+                    sequence.in_flight += 1
+                    sequence.pending += 1
+                    budget -= 1
+                    continue
+            self._at = request
+            if len(branches) > 1 and (count := self._continue_branches(request, budget, step)):
+                budget -= count
+                continue
+            budget -= self._schedule_running(request, budget, step)
+            if self._must_drain:
+                break
+        return budget
+
+    def _continue_shared(self, budget: int, shares: Shares, step: _Step) -> int:
+        """Schedule running requests with the tokens of their tenants' shares; return the tokens that are left."""
+        for request in step.order:
+            self._at = request
+            tokens = min(budget, shares.grants.get(request, 0))
+            budget -= self._continue_branches(request, tokens, step) or self._schedule_running(request, tokens, step)
+            if self._must_drain:
+                break
+        if not (step.rows or self._must_drain):  # no share sufficed, or who had one was preempted
+            step.unsteady.clear()
+            budget = self._continue_running(budget, step)
+        return budget
+
     def _schedule_waiting(self, budget: int, step: _Step) -> None:
         """Admit waiting requests in their order, as far as rows, blocks and the budget allow."""
         if not (self.waiting and self.rows.num_free):
             return
-        num_seats, reserved = self._claims(step)
-        while budget > 0 and (request := self._next_waiting()):
+        shares, num_seats, reserved = step.shares, *self._claims(step)
+        while budget > 0 and (request := self._next_waiting(step)):
             self._at = request
             growth = num_seats * self.headroom // self.pool.block_size
             num_seats += request.seats
             if num_seats > self.limits.max_num_seqs or not self._admit(request, reserved + growth, step):
                 break
+            count = 0
             if request not in step.resumed:
-                budget -= self._schedule_running(request, budget, step)
+                room = min(budget, shares.room(request)) if shares else budget
+                count = self._schedule_running(request, room, step)
+                budget -= count
             reserved += self._lack(request)
+            if shares:
+                shares.admit(request, count)
 
-    def _next_waiting(self) -> Request | None:
+    def _next_waiting(self, step: _Step) -> Request | None:
         """Return the first waiting request that may be admitted."""
         if self.holds_new:
             return self.waiting.first_admitted
+        if step.shares:
+            return step.shares.next_waiting(self.waiting)
         return self.waiting.first if self.waiting else None
 
     def _continue_branches(self, request: Request, budget: int, step: _Step) -> int:
@@ -546,7 +634,7 @@ class Scheduler:
             if self._in_flight:
                 self._must_drain = True
                 return 0
-            victim = self._at = self.running.last
+            victim = self._at = step.order.pop()
             self._preempt(victim, step)
             if victim is request:
                 return 0
@@ -664,6 +752,7 @@ class Scheduler:
         request.admitted = True
         self.waiting.remove(request)
         self.running.add(request)
+        step.order.append(request)
         self._turns.start(request.rank[1])
         return True
 

@@ -27,7 +27,7 @@ from jpaged.runtime.memory import available_memory, check_override
 from jpaged.runtime.parameters import by_name
 from jpaged.runtime.placement import Placement, devices_of
 from jpaged.runtime.runner import ModelRunner
-from jpaged.runtime.step_costs import tokens_beside_decodes
+from jpaged.runtime.step_costs import step_overhead, tokens_beside_decodes
 from jpaged.tokenizer import TOKENIZER_FILES, backend, has_tokenizer, load_tokenizer
 from pallas_kernels import Kernels
 
@@ -304,6 +304,7 @@ def load_engine(
         preemption=config.preemption_mode,
         block_swap_cost=block_swap_cost,
         tokens_beside_decodes=chunk,
+        step_overhead=step_overhead(runner.costs),
         headroom=HEADROOM,
     )
     max_in_flight = 2 if config.async_scheduling else 1

@@ -222,6 +222,7 @@ class Engine:
         prompt: str | None = None,
         priority: int = 0,
         client: str | None = None,
+        tenant: str | None = None,
         cache_salt: str = "",
         constraint: "Constraint | None" = None,
         bad_words: tuple[tuple[int, ...], ...] | None = None,
@@ -232,6 +233,7 @@ class Engine:
             priority: under the policy "priority", requests with a lower number run first.
             cache_salt: only requests with the same salt share cached prefixes.
             client: the client whose turns it takes in the queue; None: the order of arrival.
+            tenant: the tenant with which it shares steps, rows and blocks; those without one are one more tenant.
             constraint: the constraint that a `GrammarCompiler` made of `params.structured_outputs`.
             bad_words: the token ids of `params.bad_words`, from a caller that has them.
 
@@ -258,7 +260,7 @@ class Engine:
         request = self.scheduler.add(  # the last that may raise: nothing else knows the request yet
             request_id, prompt_token_ids, params,
             seed=self._seeds.getrandbits(64) if given is None else given, prompt=prompt, priority=priority,
-            client=client, cache_salt=cache_salt, bad_words=bad_words,
+            client=client, tenant=tenant, cache_salt=cache_salt, bad_words=bad_words,
         )  # fmt: skip
         request.metrics.queued_ts = self._clock()
         (sequence,) = request.sequences

@@ -1,9 +1,10 @@
-"""Time of a step of each shape, and the decisions that follow from it: further shapes, and the size of chunks."""
+"""Time of a step of each shape, and what follows: further shapes, the size of chunks, and that of shared steps."""
 
 import hashlib
 import itertools
 import json
 import logging
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -65,6 +66,18 @@ def tokens_beside_decodes(costs: StepCosts, platform: str, *, padded: bool = Tru
     roomy = [size for size in sizes if size >= 2 * decode.num_seqs] or sizes[-1:]
     cheap = [size for size in roomy if np.interp(size, shapes, seconds) <= stall * costs[decode]]
     return cheap[-1] if cheap else roomy[0]
+
+
+def step_overhead(costs: StepCosts) -> float:
+    """Return the cost of a step without its tokens, in tokens that cost as much; inf if tokens cost nothing.
+
+    The costs are fitted by a line, with equal relative errors for short and long steps.
+    """
+    tokens, seconds = [bucket.num_tokens for bucket in costs], np.array([*costs.values()])
+    if len(set(tokens)) == 1:
+        return math.inf
+    slope, start = np.polyfit(tokens, seconds, 1, w=1 / seconds)
+    return max(0.0, float(start / slope)) if slope > 0 else math.inf
 
 
 def stored_costs(

@@ -72,7 +72,8 @@ async def generate(service: Service, exchange: Exchange, *, client: str | None =
     acceptance of all prompts; each further part has the news of all choices. Closing the iterator aborts the request.
 
     Args:
-        client: identity for the fair use of the queue; None: every request is a client of its own.
+        client: identity for fair use; None: every request is a client of its own in the queue, and steps are not
+            shared.
 
     Raises:
         Exception: any failure, also in the middle of a stream. `stream_end` returns the end of such a stream.
@@ -80,7 +81,7 @@ async def generate(service: Service, exchange: Exchange, *, client: str | None =
     (body, params, *_), answer, turn = exchange.prepared, exchange.answer, exchange.client
     options: dict[str, Any] = {
         "priority": body.priority or 0, "cache_salt": body.cache_salt or "", "bad_words": exchange.prepared.bad_words,
-        "client": client or answer.id,
+        "client": client or answer.id, "tenant": client,
     }  # fmt: skip
     with body.rename_error_fields():
         if params.structured_outputs is not None:

@@ -33,6 +33,18 @@ def test_blocks_are_taken_in_order_and_run_out():
     assert pool.num_free == 0 and pool.num_used == 3
 
 
+def test_a_table_frees_its_last_block_first_so_that_the_end_of_a_prefix_is_evicted_first():
+    pool = BlockPool(4, 1)
+    table, parent = BlockTable(pool), ""
+    table.append(0, 4)
+    for block_id, token in zip(table.block_ids, [5, 6, 7, 8]):
+        parent = pool.remember(block_id, parent, [token])
+    table.free()
+    for evicted in (1, 2, 3):
+        pool.allocate()
+        assert pool.match([5, 6, 7, 8]).num_tokens == 4 - evicted
+
+
 def test_states_count_references_and_mark_cached_blocks():
     pool = BlockPool(3, 1)
     cached, shared = pool.allocate(), pool.allocate()

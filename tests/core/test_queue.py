@@ -11,7 +11,11 @@ from jpaged.core.request import Request
 
 
 def waiting(number, rank, client=None, admitted=False):
-    return Request(str(number), [1], SamplingParams(), 0, 1, rank=rank, client=client, admitted=admitted)
+    """A request whose tenant is its client, and whose prompt's length tells it from others."""
+    prompt = [1] * (1 + len(str(number)))
+    return Request(
+        str(number), prompt, SamplingParams(), 0, 1, rank=rank, client=client, tenant=client, admitted=admitted
+    )
 
 
 def check(found: RequestQueue, model: list[Request], clients: str) -> None:
@@ -21,6 +25,11 @@ def check(found: RequestQueue, model: list[Request], clients: str) -> None:
         assert found.first is model[0] and found.last is model[-1]
     assert found.first_admitted is next((request for request in model if request.admitted), None)
     assert [found.count(client) for client in clients] == [sum(r.client == c for r in model) for c in clients]
+    assert found.num_prompt_tokens == sum(len(request.prompt_token_ids) for request in model)
+    assert found.tenants.keys() == {request.tenant for request in model}
+    for tenant, requests in found.tenants.items():
+        own = [request for request in model if request.tenant == tenant]
+        assert list(requests) == own and requests.num_prompt_tokens == sum(len(r.prompt_token_ids) for r in own)
     assert all(found._chunks) or found._chunks == [[]]
     assert max(map(len, found._chunks)) <= queue.MAX_CHUNK
 

@@ -263,6 +263,34 @@ def test_without_headroom_a_request_is_preempted_soon_after_its_admission(headro
     assert seen == preempted
 
 
+@pytest.mark.parametrize("headroom, waits", [(0, False), (8, True)])
+def test_a_swapped_request_comes_back_only_beside_the_headroom(headroom, waits):
+    scheduler, runner = make(blocks=10, size=2, host=8, preemption="swap", cache=False)
+    old = add(scheduler, "old", [1] * 4, max_tokens=9)
+    add(scheduler, "middle", [2] * 4, max_tokens=5)
+    young = add(scheduler, "young", [3] * 4, max_tokens=9)
+    while not step(scheduler, runner).preempted:
+        pass
+    assert list(scheduler.waiting) == [young]
+    scheduler.headroom = headroom
+    while young in scheduler.waiting:
+        step(scheduler, runner)
+    assert old.finished == waits
+
+
+@pytest.mark.parametrize("running, waits", [(3, False), (4, True), (7, True)])
+def test_headroom_of_less_than_a_block_adds_up_over_the_running_sequences(running, waits):
+    """Four times 16 tokens are a block of 64."""
+    scheduler, runner = make(blocks=running + 1, size=64, seqs=9, tokens=99, length=128, cache=False)
+    for name in range(running):
+        add(scheduler, name, [1], max_tokens=9)
+    step(scheduler, runner)
+    scheduler.headroom = 16
+    late = add(scheduler, "late", [1], max_tokens=1)
+    step(scheduler, runner)
+    assert len(scheduler.running) == running and late.finished == (not waits)
+
+
 def test_a_request_of_the_whole_pool_is_admitted_with_any_headroom():
     scheduler, runner = make(blocks=4, size=4, cache=False, headroom=64)
     for name in "ab":

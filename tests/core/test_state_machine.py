@@ -2,6 +2,7 @@
 a step's scheduling and its commit, with up to two steps in flight, in pools so small that requests take each other's
 blocks all the time."""
 
+import math
 from collections import Counter, deque
 
 import hypothesis.stateful as stateful
@@ -32,12 +33,16 @@ class Traffic(stateful.RuleBasedStateMachine):
         cost=st.integers(0, 4),
         beside=st.integers(1, 12),
         headroom=st.sampled_from([0, 0, 5]),
+        tenants=st.sampled_from([[None], ["a", "b"], ["a", "b", None]]),
+        overhead=st.sampled_from([0, 2.5, math.inf]),
     )
-    def start(self, blocks, size, seqs, tokens, host, cache, policy, cost, beside, headroom):
+    def start(self, blocks, size, seqs, tokens, host, cache, policy, cost, beside, headroom, tenants, overhead):
         self.scheduler, self.runner = traffic.make(
             blocks, size, seqs=seqs, tokens=tokens, length=24, host=host, cache=cache, eos=EOS, policy=policy,
             preemption=self.mode, block_swap_cost=cost, tokens_beside_decodes=max(seqs, beside), headroom=headroom,
+            step_overhead=overhead,
         )  # fmt: skip
+        self.tenants = tenants
         self.requests = []
         self.in_flight = deque()
 
@@ -46,6 +51,7 @@ class Traffic(stateful.RuleBasedStateMachine):
         for _ in range(count):
             prompt, params, options = traffic.draw(rng, self.scheduler)
             name = str(len(self.requests))
+            options["tenant"] = rng.choice(self.tenants)
             self.requests.append(self.scheduler.add(name, prompt, params, seed=rng.randrange(9), **options))
 
     @stateful.precondition(lambda self: len(self.in_flight) < 2)

@@ -2,11 +2,12 @@
 
 import json
 import logging
+import math
 
 import pytest
 
 from jpaged.runtime.batch import Bucket
-from jpaged.runtime.step_costs import further_shapes, stored_costs, tokens_beside_decodes
+from jpaged.runtime.step_costs import further_shapes, step_overhead, stored_costs, tokens_beside_decodes
 
 
 def costs_of(decode: dict[int, float], mixed: dict[int, float], seqs: tuple[int, ...] = ()) -> dict[Bucket, float]:
@@ -69,6 +70,30 @@ def test_a_chunk_without_padding_leaves_room_for_prompts():
 def test_the_dearest_step_with_a_chunk_counts():
     costs = costs_of({64: 0.025}, {128: 0.06, 256: 0.2}, (16, 64)) | {Bucket(256, 16, False): 0.06}
     assert tokens_beside_decodes(costs, "gpu") == 128
+
+
+def test_the_overhead_of_a_step_is_told_in_tokens():
+    """Each token takes a millisecond, and each step ten."""
+    costs = costs_of({n: 0.01 + 0.001 * n for n in (1, 2, 4, 8)}, {n: 0.01 + 0.001 * n for n in (16, 256)}, (4, 8))
+    assert step_overhead(costs) == pytest.approx(10)
+
+
+def test_the_overhead_follows_from_short_steps_as_much_as_from_long_ones():
+    costs = costs_of({1: 0.011, 2: 0.012, 4: 0.014, 8: 0.018}, {64: 0.074, 2048: 4.0})
+    assert 7 < step_overhead(costs) < 14
+
+
+@pytest.mark.parametrize(
+    "decode, mixed, overhead",
+    [
+        ({1: 0.01}, {16: 0.01, 64: 0.0099}, math.inf),
+        ({16: 0.01}, {16: 0.02}, math.inf),
+        ({1: 0.001}, {16: 0.02, 64: 0.09}, 0),
+    ],
+    ids=["tokens cost nothing", "one size", "a step costs nothing"],
+)
+def test_the_overhead_is_bounded(decode, mixed, overhead):
+    assert step_overhead(costs_of(decode, mixed)) == overhead
 
 
 BUCKETS = (Bucket(2, 2, True), Bucket(16, 2, False))

@@ -12,6 +12,7 @@ from aiohttp.test_utils import make_mocked_request
 
 from jpaged.cli.main import load, parser
 from jpaged.cli.serve import API_KEY_VARIABLE, server_config
+from jpaged.core.scheduler import Scheduler
 from jpaged.serving import middleware
 from jpaged.serving.live import static
 from jpaged.serving.middleware import authorize, check_key
@@ -60,6 +61,25 @@ async def test_every_key_is_accepted_with_any_case_of_the_scheme(guarded, key, s
 )  # fmt: skip
 async def test_any_other_authorization_is_rejected(guarded, authorization):
     assert await status(guarded, authorization) == (400 if authorization == NO_HEADER else 401)
+
+
+@pytest.mark.parametrize("keys, tenants", [(KEYS[:2], ["key 0", "key 1"]), (KEYS[:1], [None]), ((), [None])])
+async def test_several_keys_are_tenants(loaded, monkeypatch, keys, tenants):
+    add, found = Scheduler.add, []
+
+    def record(scheduler, *args, **options):
+        found.append(options["tenant"])
+        return add(scheduler, *args, **options)
+
+    monkeypatch.setattr(Scheduler, "add", record)
+    async with Client(*loaded, api_keys=keys) as client:
+        for key in keys or ("none",):
+            headers = {"Authorization": f"Bearer {key}"}
+            body = {"prompt": "a", "max_tokens": 1}
+            async with client.session.post("/v1/completions", json=body, headers=headers) as response:
+                assert response.status == 200
+        await client.idle()
+    assert found == tenants
 
 
 async def test_rejection_names_no_key_and_asks_for_one(guarded):

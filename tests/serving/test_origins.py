@@ -99,6 +99,22 @@ async def test_unknown_host_name_is_rejected_on_the_loopback_interface(start):
         assert (await answer(client, "GET", "/v1/models", Host="example.org"))[0] == 200
 
 
+@pytest.mark.parametrize("host", ["localhost", "LocalHost.", "a.localhost", "127.0.0.1", "127.255.0.3", "::1", "[::1]"])
+def test_loopback_names_and_addresses(host):
+    assert is_loopback(host)
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil-localhost", "evillocalhost", "localhost.evil.com", "a.localhost.evil.com", "127.0.0.1.evil.com",
+        "evil.127.0.0.1", "evil.com-127.0.0.1", "1127.0.0.1", "127.0.0.1.localhost.com", "::10", "",
+    ],
+)  # fmt: skip
+def test_names_that_only_look_like_loopback(host):
+    assert not is_loopback(host)
+
+
 def test_hosts_are_checked_only_on_the_loopback_interface_without_keys(monkeypatch):
     monkeypatch.delenv("JPAGED_API_KEY", raising=False)
     parse = parser("serve", load("serve"), "jpaged serve").parse_args

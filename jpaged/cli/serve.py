@@ -23,8 +23,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from jpaged.chat import ContentFormat
 from jpaged.cli import serve_ray, vllm_flags
 from jpaged.cli.loading import loading
 from jpaged.cli.nodes import add_node_flags, facts_of, leading, nodes_of
@@ -98,7 +99,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
     add = parser.add_argument_group("chat").add_argument
     add("--chat-template", metavar="FILE", type=Path, help="Jinja template instead of the model's own")
+    add("--chat-template-content-format", choices=get_args(ContentFormat), default="auto",
+        help="form of content for the template; auto: text, or parts if the text would be missing")  # fmt: skip
     add("--trust-request-chat-template", action="store_true", help="accept chat templates in requests")
+    add("--allow-special-tokens-in-content", action="store_true",
+        help="encode the text of a special token in a message as that token, not as plain text")  # fmt: skip
     add("--tool-call-parser", choices=("auto", "none", *sorted(FORMATS)), default="auto",
         help="format of the model's tool calls; auto: detected from its chat template")  # fmt: skip
     add("--generation-config", choices=("auto", "vllm"), default="auto",
@@ -244,7 +249,9 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
     only_loopback = is_loopback(args.host) and not (keys or args.uds)
     return ServerConfig(
         api_keys=tuple(keys), chat_template=args.chat_template.read_text() if args.chat_template else None,
+        chat_template_content_format=args.chat_template_content_format,
         trust_request_chat_template=args.trust_request_chat_template,
+        allow_special_tokens_in_content=args.allow_special_tokens_in_content,
         enable_weight_updates=args.enable_weight_updates, max_queue=args.max_queue,
         max_body_size=None if args.max_body_size is None else int(args.max_body_size * 2**20),
         request_timeout=args.request_timeout, drain_timeout=args.drain_timeout,

@@ -23,6 +23,7 @@ class FinishReason(StrEnum):
 
 
 NON_FINITE = "the model's logits are not finite"  # a stop reason
+NOTHING_LEFT = "no token may come next"  # likewise: bad words ban them all
 
 
 class RequestFault(Exception):

@@ -22,7 +22,7 @@ from jpaged.core.block_table import BlockTable, Copies, append, move, num_distin
 from jpaged.core.params import MAX_TOP, BeamSearchParams, ContextLengthExceeded, InvalidParameter, SamplingParams
 from jpaged.core.plan import Pairs, Sample, Scheduled, StepPlan, StepResult
 from jpaged.core.queue import RequestQueue, Turns
-from jpaged.core.request import NON_FINITE, FinishReason, Request, RequestFault, Sequence
+from jpaged.core.request import NON_FINITE, NOTHING_LEFT, FinishReason, Request, RequestFault, Sequence
 from jpaged.core.rows import Rows
 from jpaged.core.shares import Shares, Tenant
 
@@ -238,7 +238,10 @@ class Scheduler:
             request_id, list(prompt_token_ids), params, seed, max_tokens, prompt,
             rank=(priority, self._turns.take(client, width), next(self._arrivals)), client=client, tenant=tenant,
             cache_salt=cache_salt,
-            bans=Bans(producible, self.eos_token_ids.union(params.stop_token_ids), params.min_tokens),
+            bans=Bans(
+                producible, self.eos_token_ids.union(params.stop_token_ids), params.min_tokens,
+                allowed=params.allowed_token_ids, vocab_size=self.vocab_size,
+            ),
             end_tokens=frozenset(params.stop_token_ids).union(() if params.ignore_eos else self.eos_token_ids),
             num_top=num_top, beam=beam,
         )  # fmt: skip
@@ -827,6 +830,8 @@ class Scheduler:
             ending = self._ending(sequence, token, sequence.num_output_tokens)
             assert ending is not None
             self.finish(sequence, *ending)
+        elif request.bans.follow_output and request.bans.leave_none(sequence.tokens, sequence.num_output_tokens):
+            self.finish(sequence, FinishReason.STOP, NOTHING_LEFT)
 
     def _ending(self, sequence: Sequence, token: int, length: int) -> Ending | None:
         """Return how a sequence of `length` output tokens ends with this one; None if it continues."""

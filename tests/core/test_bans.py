@@ -1,9 +1,11 @@
 """Bad words by their index, against a search through all of them, and the minimum length."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jpaged.core.bans import Bans
+from jpaged.core.params import InvalidParameter
 
 WORD = st.lists(st.integers(0, 2), min_size=1, max_size=4).map(tuple)
 
@@ -39,3 +41,33 @@ def test_bad_words_and_the_minimum_length_ban_together():
 def test_there_is_no_minimum_length_by_default():
     assert not Bans() and not Bans([(1,)]) and Bans().next_tokens([], 0) == set()
     assert Bans(endings=[8]).next_tokens([], 0) == set()
+
+
+@pytest.mark.parametrize(
+    "words, min_tokens, allowed, field",
+    [
+        ([(1,), (2,)], 0, [1, 2], "bad_words"),
+        ([(n,) for n in range(10)], 0, None, "bad_words"),
+        ([], 1, [8], "min_tokens"),
+        ([(3,)], 5, [3, 7, 8], "min_tokens"),
+        ([(n,) for n in range(7)] + [(9,)], 1, None, "min_tokens"),
+    ],
+)
+def test_bans_that_leave_no_token_are_refused(words, min_tokens, allowed, field):
+    with pytest.raises(InvalidParameter, match=f"^{field}: "):
+        Bans(words, [7, 8], min_tokens, allowed=allowed, vocab_size=10)
+    Bans(words[1:], [7], 0, allowed=allowed and [*allowed, 5], vocab_size=10)
+
+
+@given(
+    words=st.lists(WORD, max_size=30),
+    tokens=st.lists(st.integers(0, 2), max_size=4),
+    allowed=st.sets(st.integers(0, 2)),
+)
+def test_a_situation_without_a_next_token_is_found(words, tokens, allowed):
+    try:
+        bans = Bans(words, allowed=allowed or None, vocab_size=3)
+    except InvalidParameter:
+        return
+    left = (allowed or {0, 1, 2}) - set(bans.single_tokens) - bans.next_tokens(tokens, len(tokens))
+    assert bans.leave_none(tokens, len(tokens)) == (not left)

@@ -13,6 +13,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from jpaged.core.params import StructuredOutputsParams
+from jpaged.structured.forcing import forces_little
 from jpaged.structured.grammar import Compiler, Constraint, MaskWriter, native_grammar
 from jpaged.structured.vocabulary import GrammarVocabulary
 from jpaged.tokenizer import Detokenizer, Vocabulary
@@ -133,3 +134,22 @@ def test_tokens_of_a_text_have_its_bytes(kind):
         tokens = vocabulary(text)
         assert b"".join(vocabulary.tokens[token] for token in tokens) == text.encode()
         assert not set(tokens) & set(vocabulary.special_token_ids)
+    words = " positive and negative"
+    assert len(vocabulary(words)) <= len(tokenizer.encode(words, add_special_tokens=False)) + 1
+
+
+@pytest.mark.parametrize(
+    "grammar, is_short",
+    [
+        ('start: "abc"', True),
+        ("start: /[a-z]{3,12}/", True),
+        ("start: /(b{1000}){300}/", False),
+        ('start: "a" ~ 9000', False),
+        ("start: " + '"a" ' * 3000, False),
+        ("\n".join(["start: r0 r0", *(f"r{i}: r{i + 1} r{i + 1}" for i in range(20)), 'r20: "a"']), False),
+        ('start: %json {"type": "array", "items": {"const": 1}, "minItems": 5000}', False),
+        ('start: call ("\\n" call)*\ncall: call_0 | call_1\ncall_0: "x" %json {}\ncall_1: "y" %json {}', True),
+    ],
+)
+def test_long_forced_texts_are_found(grammar, is_short):
+    assert forces_little(grammar) == is_short

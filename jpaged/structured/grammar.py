@@ -13,14 +13,14 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper, gra
 from tokenizers import Tokenizer
 
 from jpaged.core.params import StructuredOutputsParams
+from jpaged.structured.forcing import forces_little
 from jpaged.structured.sound import sound_schema
 from jpaged.structured.vocabulary import GrammarVocabulary
 
 # Without a bound a model may go on indenting for ever.
 WHITE_SPACE = r"[ \n\r\t]{1,24}"
-# Masks allow every token that continues a text. Otherwise, where only one text is possible, they would allow only the
-# tokens that the tokenizer has for it, which may not be what follows in this place, and each step would encode all of
-# it, however long.
+# Where only one text is possible, masks allow only the tokens that the tokenizer has for it: fewer than a model might
+# choose. Each step finds all of this text, so that a long one would keep the engine busy. Then all tokens are allowed.
 UNFORCED = '%llguidance {"no_forcing": true}'
 
 
@@ -100,7 +100,8 @@ def native_grammar(wanted: StructuredOutputsParams) -> str:
         ValueError: a value is invalid.
         TypeError: a value has an invalid type.
     """
-    return f"{_lark(wanted)}\n{UNFORCED}"
+    lark = _lark(wanted)
+    return lark if forces_little(lark) else f"{lark}\n{UNFORCED}"
 
 
 def _lark(wanted: StructuredOutputsParams) -> str:

@@ -6,12 +6,17 @@ from tokenizers import Tokenizer
 
 from jpaged.tokenizer import Vocabulary
 
+# A character that stands in front of a text while it is encoded. What a tokenizer puts before a text, or strips from
+# its beginning, then concerns this character only. No tokenizer merges it with others.
+BEFORE = "\x02"
+
 
 class GrammarVocabulary:
     """Tokenizer in the form of llguidance's `TokenizerWrapper`.
 
-    By itself, llguidance would treat every added token like <this> as a special one, and never allow it in a text, not
-    even the tags around a tool call.
+    The tokens of a text have exactly the text's bytes, whatever the tokenizer's normalizer does. They are those of the
+    tokenizer wherever these have the bytes. By itself, llguidance would treat every added token like <this> as a
+    special one, and never allow it in a text, not even the tags around a tool call.
 
     Args:
         vocab_size: size of the model's vocabulary. Tokens of the tokenizer beyond it are left out.
@@ -25,10 +30,27 @@ class GrammarVocabulary:
         self.bos_token_id, self.eos_token_id = None, eos_token_ids[0]
         self._ids = {text: token for token, text in enumerate(self.tokens) if text and token not in vocabulary.special}
         self._longest = max(map(len, self._ids))
+        self._special = vocabulary.special
+        self._tokenizer = Tokenizer.from_str(tokenizer.to_str())
+        self._tokenizer.encode_special_tokens = True  # as plain text
+        self._before = self._encode(BEFORE)
 
     def __call__(self, text: str) -> list[int]:
-        """Return tokens with exactly the bytes of a text, whatever the tokenizer's normalizer would do."""
-        return list(self._greedy(text.encode()))
+        """Return the tokens of a text that follows another one."""
+        wanted, length = text.encode(), len(self._before)
+        tokens = self._encode(BEFORE + text)
+        if tokens[:length] == self._before and self._are(tokens[length:], wanted):
+            return tokens[length:]
+        return list(self._greedy(wanted))
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def _are(self, tokens: list[int], text: bytes) -> bool:
+        size = len(self.tokens)
+        if any(token >= size or token in self._special for token in tokens):
+            return False
+        return text == b"".join(map(self.tokens.__getitem__, tokens))
 
     def _greedy(self, text: bytes) -> Iterator[int]:
         """Yield the longest token at each place, up to a byte that no token begins with."""

@@ -45,8 +45,8 @@ class Child:
             [sys.executable, "-m", module], env=os.environ | {"PYTHONPATH": path}, bufsize=0,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         )  # fmt: skip
-        self.end = weakref.finalize(self, _end, process)
-        self._pid = process.pid
+        weakref.finalize(self, _end, process)
+        self._process = process
         assert process.stdin is not None and process.stdout is not None
         self._input, self._output = process.stdin.fileno(), process.stdout.fileno()
         os.set_blocking(self._input, False)
@@ -63,6 +63,15 @@ class Child:
             self._exchange(self._setup, START_TIMEOUT_S)
             self._setup = None
         return self._exchange(question, timeout_s, patience_s=PATIENCE_S)
+
+    def kill(self) -> None:
+        """Kill the process, without waiting for its end."""
+        self._process.kill()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process has ended."""
+        return self._process.poll() is not None
 
     def _exchange(self, line: str, timeout_s: float, patience_s: float = START_TIMEOUT_S) -> str:
         begin = time.monotonic()
@@ -97,8 +106,8 @@ class Child:
 
     def _set_priority(self, priority: int) -> None:
         with contextlib.suppress(OSError):  # not everybody may raise it again
-            threads = f"/proc/{self._pid}/task"
-            for thread in os.listdir(threads) if os.path.isdir(threads) else [self._pid]:
+            threads = f"/proc/{self._process.pid}/task"
+            for thread in os.listdir(threads) if os.path.isdir(threads) else [self._process.pid]:
                 os.setpriority(os.PRIO_PROCESS, int(thread), priority)
 
 
@@ -119,6 +128,7 @@ class Children:
         self._module = module
         self._setup = json.dumps(setup)
         self._idle: list[Child] = []
+        self._killed: list[Child] = []  # until they have ended
         self._lock = threading.Lock()
 
     def start(self) -> None:
@@ -136,13 +146,15 @@ class Children:
         for _ in range(2):
             with self._lock:
                 child = self._idle.pop() if self._idle else Child(self._module, self._setup)
+                self._killed = [each for each in self._killed if not each.has_ended]
             try:
                 answer = child.ask(question, timeout_s)
             except _Ended:
-                child.end()
                 continue
             except TimeoutError:
-                child.end()
+                child.kill()
+                with self._lock:
+                    self._killed.append(child)
                 break
             with self._lock:
                 self._idle.append(child)

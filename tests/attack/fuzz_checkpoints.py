@@ -24,7 +24,7 @@ if __package__ in (None, ""):
 
 from benchmarks.shared.device import environment, open_device, prepare_environment
 from benchmarks.shared.results import Report, Row, script_parser, table
-from jpaged.child import Child, ChildFailed
+from jpaged.child import ChildFailed, Children
 from jpaged.demo import DIRECTORY
 from tests.attack.fuzz_fields import FLOATS, INTEGERS, anything
 
@@ -178,14 +178,14 @@ def fault(name: str, directory: Path, end: dict[str, Any]) -> str | None:
 def load_all(count: int, seed: int, *, progress: bool = True) -> list[Row]:
     """Return a row of results for each kind of file."""
     rows: dict[str, Row] = {}
-    child = Child("tests.attack.checkpoint_trial", None)
+    child = Children("tests.attack.checkpoint_trial", None)
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder) / "model"
         for name, data in tqdm(cases(count, seed), total=count, unit="checkpoint", disable=not progress):
             shutil.copytree(DIRECTORY, directory)
             (directory / name).write_bytes(data)
             try:
-                end = child.ask(str(directory), TIMEOUT_S)
+                end = child.ask(json.dumps(str(directory)), TIMEOUT_S)
                 found = fault(name, directory, end)
             except ChildFailed as error:
                 end, found = {"error": "ChildFailed", "seconds": TIMEOUT_S, "mib": 0.0}, str(error)

@@ -11,6 +11,7 @@ import jsonschema
 import pytest
 
 from jpaged import BeamSearchParams, SamplingParams, StructuredOutputsParams
+from jpaged.child import Children
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.params import InvalidParameter
 from jpaged.core.scheduler import Scheduler
@@ -179,6 +180,10 @@ def test_a_grammar_that_takes_too_long_is_given_up(compiler, monkeypatch):
     many = {f"property {i}": {"type": "integer"} for i in range(2500)}
     with pytest.raises(InvalidParameter, match=r"not done within 0\.01 seconds"):
         compiler.compile(StructuredOutputsParams(json={"type": "object", "properties": many}))
+    with monkeypatch.context() as patched:
+        patched.setattr(Children, "ask", lambda *_: pytest.fail("the fault is remembered"))
+        with pytest.raises(InvalidParameter, match=r"not done within 0\.01 seconds"):
+            compiler.compile(StructuredOutputsParams(json={"type": "object", "properties": many}))
     monkeypatch.undo()
     compiler.compile(StructuredOutputsParams(regex="[a-z]{8}"))
 

@@ -1,5 +1,6 @@
 """Routes for a trainer in another process: pause, new parameters, sleep. They exist only if they are enabled."""
 
+import asyncio
 from collections.abc import Collection
 from typing import Any, get_args
 
@@ -53,7 +54,7 @@ async def update_weights(request: web.Request) -> web.Response:
     """Load parameters from a directory of the server's machine, and serve them."""
     service, _ = _query(request, set())
     data = await request.read()
-    source, in_flight = await service.run(lambda: load_weights(service, data), service.max_body_size)
+    source, in_flight = await asyncio.to_thread(load_weights, service, data)
     try:
         await service.engine.update_params(source, in_flight)
     except ValueError as error:

@@ -56,7 +56,6 @@ class ClientTurns:
             if mine:
                 work, done = mine.popleft()
                 self._running.add(client)
-                self._waiting.move_to_end(client)
                 asyncio.wrap_future(self._submit(work)).add_done_callback(
                     lambda result, client=client, done=done: self._end(client, result, done)  # type: ignore[misc]
                 )
@@ -65,6 +64,8 @@ class ClientTurns:
 
     def _end(self, client: str, result: "asyncio.Future[Any]", done: "asyncio.Future[Any]") -> None:
         self._running.discard(client)
+        if client in self._waiting:
+            self._waiting.move_to_end(client)
         if not done.done():
             if error := result.exception():
                 done.set_exception(error)

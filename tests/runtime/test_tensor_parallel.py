@@ -17,8 +17,8 @@ from pallas_kernels import select
 from tests.runtime.test_sampler import Row, logits_of, pack
 
 NUM_TOP = 5
-# Six rows, which four devices can't divide; no two of them alike.
-ROWS = [Row(temperature=i / 8, position=3 * i, output=(i, 9), pending=True, num_top=i) for i in range(6)]
+# Seven rows, which four devices can't divide; no two of them alike.
+ROWS = [Row(temperature=i / 8, position=3 * i, output=(i, 9), pending=True, num_top=i) for i in range(7)]
 
 
 def placement_of(vocab_size: int, num_devices: int = 4) -> Placement:

@@ -107,13 +107,14 @@ def test_scales_of_rows_are_read_in_parts():
     np.testing.assert_array_equal(weight.row_scales[(slice(5, 9),)], scales[5:9, 0])
 
 
-def test_zero_points_of_gptq_may_exceed_the_stored_numbers():
+@pytest.mark.parametrize("bits", [4, 8])
+def test_zero_points_of_gptq_may_exceed_the_stored_numbers(bits):
     """The first version stores one less, in as many bits."""
-    parts, _ = quantized.gptq((8, 32), np.random.default_rng(1))
+    parts, _ = quantized.gptq((8, 32), np.random.default_rng(1), bits=bits)
     parts["qzeros"], parts["scales"] = np.full_like(parts["qzeros"], -1), np.ones((1, 8), np.float32)
-    weights = [dequantized(stored(parts), Scheme("gptq", zero_offset=offset), ()) for offset in (0, 1)]
+    weights = [dequantized(stored(parts), Scheme("gptq", bits, zero_offset=offset), ()) for offset in (0, 1)]
     v2, v1 = (each["layer.weight"][slice(0, 8), slice(0, 32)] for each in weights)
-    assert v2.min() == -15 and v2.max() == 0 and (v1 == v2 - 1).all()
+    assert -(2**bits) < v2.min() < v2.max() <= 0 and (v1 == v2 - 1).all()
 
 
 @pytest.mark.parametrize("size", [29, 33])
@@ -122,6 +123,13 @@ def test_the_last_word_of_a_row_may_have_fewer_numbers(size):
     parts["weight_scale"] = np.float32(parts["weight_scale"])
     weight = dequantized(stored(parts), Scheme("compressed-tensors"), ())["layer.weight"]
     np.testing.assert_array_equal(weight[slice(0, 8), slice(0, size)], expected)
+
+
+def test_the_last_word_of_zero_points_may_have_fewer_numbers():
+    parts, expected = quantized.gptq((12, 32), np.random.default_rng(1))
+    parts["scales"] = np.float32(parts["scales"])
+    weight = dequantized(stored(parts), Scheme("gptq", zero_offset=1), ())["layer.weight"]
+    np.testing.assert_array_equal(weight[slice(0, 12), slice(0, 32)], expected)
 
 
 SIZE = (6, 60)

@@ -7,7 +7,8 @@
 
 mutmut makes the mutants in a copy of the tree. The results are added to the earlier ones of the same source in
 `benchmarks/results/mutation`, and replace those of another; `reasons.json` there says why a survivor is no gap in the
-tests. A run that is interrupted keeps the results that it has. The exit status is 1 if a survivor has no reason.
+tests, and `by_hand.md` is the report's last part: faults that were planted by hand. A run that is interrupted keeps the
+results that it has. The exit status is 1 if a survivor has no reason.
 """
 
 import argparse
@@ -250,6 +251,7 @@ def main() -> int:
     rows = load()
     reasons = json.loads((RESULTS / "reasons.json").read_text())
     text, open_ones = report(rows, reasons)
+    text += "\n" + (RESULTS / "by_hand.md").read_text()
     (RESULTS / "report.md").write_text(text)
     print(text)
     return 1 if open_ones else 0

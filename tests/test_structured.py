@@ -361,10 +361,36 @@ def test_schemas_are_changed_only_where_numbers_need_it():
     for schema in (
         {"exclusiveMinimum": 0}, {"exclusiveMinimum": 0, "maximum": 1}, {"exclusiveMinimum": -1, "maximum": -0.5},
         data, json.dumps(data), {"properties": {"exclusiveMinimum": {"maximum": 0.5}}}, True, "{", "[]", [],
-        {"minimum": "0", "exclusiveMinimum": None},
+        {"minimum": "0", "exclusiveMinimum": None}, {"exclusiveMinimum": True, "maximum": 1.5}, "[" * 100_000,
+        {"anyOf": [{"exclusiveMinimum": 1}, {"maximum": 1}]},
     ):  # fmt: skip
         assert sound_numbers(schema) is schema
     given = {"type": "number", **bounds, **data}
     before = json.dumps(given)
     assert sound_numbers(given) == {"type": "number", "minimum": 1e-45, "maximum": 0.5, **data}
     assert json.dumps(given) == before
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        ({"minimum": LARGEST}, {"minimum": LARGEST}),
+        ({"maximum": -LARGEST}, {"maximum": -LARGEST}),
+        ({"exclusiveMinimum": 2**53}, {"minimum": 2**53 + 2}),
+        ({"exclusiveMaximum": -(2**53)}, {"maximum": -(2**53) - 2}),
+        ({"minimum": 2**53 + 3}, {"minimum": 2**53 + 4}),
+        ({"minimum": 2**53 + 2}, {"minimum": 2**53 + 2}),
+        ({"exclusiveMinimum": 0, "maximum": 1e-45}, {"minimum": 1e-45, "maximum": 1e-45}),
+        ({"minimum": -0.5, "exclusiveMaximum": 0, "maximum": 1}, {"minimum": -0.5, "maximum": -1e-45}),
+        ({"minimum": -0.5, "exclusiveMaximum": 0, "maximum": -0.25}, {"minimum": -0.5, "maximum": -0.25}),
+    ],
+)
+def test_bounds_become_the_next_numbers_inside(given, expected):
+    found = sound_numbers(given)
+    assert found == expected and [type(each) for each in found.values()] == [type(each) for each in expected.values()]
+
+
+def test_the_nearest_of_several_other_bounds_is_the_one_that_counts():
+    schema = {"exclusiveMinimum": 0, "allOf": [{"maximum": 0.5}, {"maximum": 1e-50}, {"maximum": 0.25}]}
+    with pytest.raises(ValueError, match=r"^exclusiveMinimum: 0 must be at least 1e-45 from the other bound"):
+        sound_numbers(schema)

@@ -8,7 +8,7 @@ import pytest
 
 from jpaged.core.params import StructuredOutputsParams
 from jpaged.structured.grammar import Compiler, native_grammar
-from jpaged.structured.patterns import without_nul
+from jpaged.structured.patterns import sound_patterns, without_nul
 from tests import tokenizer_kinds
 
 PATTERNS = (
@@ -62,7 +62,13 @@ def test_names_of_properties_match_the_pattern():
         ("[a[bc]d]e", r"[[a[bc]d]&&[^\x00]]e"),
         ("[abc", "[abc"),
         ("a\\", "a\\"),
+        ("a]b", "a]b"),
     ],
 )
 def test_classes_are_found(pattern, expected):
     assert without_nul(pattern) == expected
+
+
+@pytest.mark.parametrize("schema", ["{", "[" * 100_000, {"pattern": 5}, {"patternProperties": ["[a]"]}])
+def test_what_is_no_schema_stays_for_llguidance_to_refuse(schema):
+    assert sound_patterns(schema) == schema

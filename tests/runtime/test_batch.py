@@ -319,6 +319,17 @@ def test_masks():
     assert allowed[2:4] == [{40}, {7}], "a text that is complete ends, however short, and one that may go on does"
 
 
+@pytest.mark.parametrize("vocab_size, num_words", [(31, 1), (32, 1), (33, 2), (64, 2)])
+def test_masks_of_bans_alone_have_a_bit_for_each_token(vocab_size, num_words):
+    """Each row has its own bans, several of which may lie in one word."""
+    bans = [frozenset({0, 5, vocab_size - 1}), frozenset({7}), frozenset()]
+    bits = Masks(vocab_size).write((None, banned) for banned in bans)
+    assert bits.shape == (3, num_words) and bits.dtype == np.uint32
+    for row, banned in zip(bits, bans):
+        allowed = {token for token in range(32 * num_words) if row[token // 32] >> (token % 32) & 1}
+        assert allowed == set(range(vocab_size)) - banned
+
+
 def test_masks_of_branches_alone():
     """Neither of the row before them, nor of the one after them."""
     lab = Lab(Limits(32, 6, 24))

@@ -1,5 +1,8 @@
 """Parameters by name, and the refusal of those that differ."""
 
+import gc
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,8 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 from jpaged.config import ModelConfig
 from jpaged.core.plan import ParamsDeleted
-from jpaged.models.checkpoint import dummy_model
-from jpaged.runtime.parameters import by_name, check, described, explain_deletion, placed
+from jpaged.models.checkpoint import dummy_model, on_one_device
+from jpaged.models.fused import fuse, joints_of
+from jpaged.runtime.parameters import ModuleArrays, by_name, check, described, explain_deletion, placed
 from jpaged.runtime.placement import Placement
 from tests import models
 
@@ -58,6 +62,8 @@ def test_arrays_keep_their_memory_and_the_order_that_is_expected(leaves, expecte
         leaf.unsafe_buffer_pointer() for leaf in leaves.values()
     ]
     assert all(array.committed for array in found)
+    backwards = placed(nested(leaves), dict(reversed(expected.items())))
+    assert [array.shape for array in backwards] == [leaf.shape for leaf in reversed(leaves.values())]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +73,10 @@ def test_arrays_keep_their_memory_and_the_order_that_is_expected(leaves, expecte
         ({"layers.2.input_layernorm.scale": jnp.ones(64)}, "is not a parameter of the model"),
         ({NORM: np.ones(64, np.float32)}, "must be a jax.Array, not ndarray"),
         ({NORM: jnp.ones(65)}, r"has the shape \[65\], not \[64\]"),
+        ({NORM: jnp.ones((1, 64))}, r"has the shape \[1, 64\], not \[64\]"),
         ({NORM: jnp.ones(64, jnp.bfloat16)}, "is bfloat16, not float32"),
+        ({NORM: jnp.ones(64, jnp.int32)}, "is int32, not float32"),
+        ({NORM: None, "a": jnp.ones(64)}, "is missing"),
     ],
 )
 def test_the_first_difference_is_named(leaves, expected, changed, told):
@@ -84,15 +93,66 @@ def test_deleted_arrays_are_refused_and_named(leaves, expected):
     told = r"^params: .* were deleted, .* update_params, .* without donation$"
     with pytest.raises(ParamsDeleted, match=told), explain_deletion([gone]):
         gone.block_until_ready()
+    with pytest.raises(ParamsDeleted, match=told), explain_deletion([jnp.ones(2), gone]):
+        gone.block_until_ready()
     with pytest.raises(RuntimeError, match=r"^another$"), explain_deletion([jnp.ones(2)]):
         raise RuntimeError("another")
 
 
 @pytest.mark.parametrize("num_devices, spec, shared", [(1, P(), True), (1, P("x"), True), (2, P("x"), False)])
-def test_arrays_of_another_mesh_share_memory_if_they_lie_in_the_same_way(leaves, expected, num_devices, spec, shared):
+def test_arrays_of_another_mesh_share_memory_if_they_lie_in_the_same_way(
+    leaves, expected, num_devices, spec, shared, caplog
+):
+    caplog.set_level("INFO", "jpaged.runtime.parameters")
     mesh = jax.sharding.Mesh(jax.devices()[:num_devices], "x")
     moved = jax.device_put(leaves[NORM], jax.NamedSharding(mesh, spec))
     found = dict(zip(expected, placed(nested(leaves | {NORM: moved}), expected)))[NORM]
     assert found.sharding == expected[NORM].sharding and found.tolist() == leaves[NORM].tolist()
     pointers = [shard.data.unsafe_buffer_pointer() for shard in moved.addressable_shards]
     assert (found.unsafe_buffer_pointer() in pointers) == shared
+    told = f"params: 1 of {len(expected)} arrays lie otherwise than the engine's, and are copied"
+    assert caplog.messages == ([] if shared else [told])
+
+
+@pytest.mark.parametrize("dtype, quantization", [(jnp.int8, "int8"), (jnp.float8_e4m3fn, "fp8")])
+def test_what_is_to_be_quantized_is_told(leaves, expected, dtype, quantization):
+    other = expected | {NORM: jax.ShapeDtypeStruct((64,), dtype)}
+    told = rf": pass the model through jpaged\.quantize\(model, '{quantization}'\)$"
+    with pytest.raises(ValueError, match=f"^params: {NORM} is float32, not {jnp.dtype(dtype)}{told}"):
+        check(nested(leaves), other)
+
+
+@pytest.fixture
+def fused(model):
+    copied = nnx.merge(*nnx.split(model))
+    fuse(copied, on_one_device)
+    return copied
+
+
+def test_separate_leaves_become_those_that_replace_them(model, fused):
+    """In the order of the joint; a leaf that is fused already is taken as it is."""
+    expected, joints = described(nnx.state(fused), Placement.on(jax.devices()[:1], CONFIG)), joints_of(fused)
+    assert len(joints) == 2 * CONFIG.num_hidden_layers
+    own = list(by_name(fused).values())
+    for array, other in zip(placed(model, expected, joints), own, strict=True):
+        np.testing.assert_array_equal(array, other)
+    again = placed(fused, expected, joints)
+    assert [array.unsafe_buffer_pointer() for array in again] == [array.unsafe_buffer_pointer() for array in own]
+    name = "layers.1.self_attn.k_proj.weight"
+    narrow = by_name(model) | {name: by_name(model)[name].astype(jnp.bfloat16)}
+    with pytest.raises(ValueError, match=f"^params: {name} is bfloat16, not float32$"):
+        placed(nested(narrow), expected, joints)
+
+
+def test_a_module_has_changed_once_any_of_its_arrays_has():
+    module = nnx.Dict(a=nnx.Param(jnp.ones(2)), b=nnx.Param(jnp.ones(2)))
+    arrays = ModuleArrays(module)
+    assert not arrays.has_changed
+    module.b[...] = jnp.ones(2)
+    assert arrays.has_changed
+    arrays.mark()
+    assert not arrays.has_changed
+    seen = weakref.ref(module.a.get_value())
+    module.a.set_value(jnp.zeros(2))
+    gc.collect()
+    assert arrays.has_changed and seen() is None, "the former array is not kept alive"

@@ -87,7 +87,7 @@ def test_generate_empty_prompt_is_refused_also_where_the_tokenizer_adds_a_token(
         None, 5, 1.5, [1.5], [None], jnp.array([1.5]), {}, {"prompt": 5},
         b"Hi", bytearray(b"Hi"), memoryview(b"Hi"), [b"Hi"], ["Hi", memoryview(b"Hi")], {"prompt": b"Hi"},
         True, [True], [[5, False]], [np.array([True])], {"prompt_token_ids": [5, True]},
-    ], ids=repr,
+    ], ids=lambda prompts: repr(prompts).partition(" at 0x")[0],
 )  # fmt: skip
 def test_generate_other_prompts_are_refused(llm, prompts):
     with pytest.raises(InvalidParameter, match=r"^prompts: must be texts or token ids, not "):

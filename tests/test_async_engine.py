@@ -17,6 +17,7 @@ from jpaged.core.scheduler import Committed, Scheduler
 from jpaged.engine.async_engine import AsyncEngine, EngineDead, QueueFull
 from jpaged.engine.engine import Engine, StepOutput
 from tests.fake_runner import VOCAB, FakeRunner, Flying, generate
+from tests.patience import PATIENCE_S
 
 NOTHING = StepOutput(None, Committed(), [], [])
 
@@ -45,7 +46,7 @@ async def engine(make_engine):
 
 
 async def idle(engine):
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE_S):
         while await engine.call(lambda e: e.has_work):
             await asyncio.sleep(0.001)
     await engine.call(lambda e: e.scheduler.check_invariants())
@@ -105,7 +106,7 @@ async def test_the_output_of_several_steps_comes_together_and_before_an_error(en
 
     await engine.call(some_steps)
     async with engine.generate("0", [[1], [2]], SamplingParams(max_tokens=90, seed=0, ignore_eos=True)) as parts:
-        assert await asyncio.to_thread(ran.wait, 30)
+        assert await asyncio.to_thread(ran.wait, PATIENCE_S)
         await engine.stop()
         deltas = await anext(parts)
         assert 5 < len(deltas) <= 10 and {index for index, _ in deltas} == {0, 1}
@@ -162,7 +163,7 @@ class Gate:
 
     def added(self, request):
         self.reached.set()
-        assert self.opened.wait(timeout=60)
+        assert self.opened.wait(PATIENCE_S)
 
     def stepped(self, scheduler, output):
         pass
@@ -176,7 +177,7 @@ async def test_cancelling_while_a_request_is_added_aborts(make_engine):
     engine = make_engine(gate)
     await hold(engine)
     task = asyncio.create_task(tokens(engine, "0", [1], 99))
-    await asyncio.to_thread(gate.reached.wait, 60)
+    await asyncio.to_thread(gate.reached.wait, PATIENCE_S)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -267,14 +268,14 @@ async def test_a_failure_tells_everybody(engine):
 async def test_a_request_that_comes_while_a_step_runs_is_in_the_next_step(monkeypatch):
     """The second of two steps in flight is dispatched only when the first one's `wait` returns."""
     runs, ends, plans = threading.Event(), threading.Event(), []
-    monkeypatch.setattr(Flying, "wait", lambda _: (runs.set(), ends.wait(30)))
+    monkeypatch.setattr(Flying, "wait", lambda _: (runs.set(), ends.wait(PATIENCE_S)))
     scheduler = Scheduler(BlockPool(64, 4), Limits(100, 4, 16), vocab_size=VOCAB)
     runner = FakeRunner(64, 4, scheduler=scheduler)
     monkeypatch.setattr(runner, "dispatch", lambda *args: plans.append(args[0]) or FakeRunner.dispatch(runner, *args))
     engine = AsyncEngine(Engine(scheduler, runner, max_in_flight=2))
     engine.start()
     first = asyncio.create_task(tokens(engine, "a", [1], 9))
-    await asyncio.to_thread(runs.wait, 30)
+    await asyncio.to_thread(runs.wait, PATIENCE_S)
     second = asyncio.create_task(tokens(engine, "b", [2], 9))
     while engine._calls.empty():
         await asyncio.sleep(0.001)

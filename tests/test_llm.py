@@ -19,6 +19,7 @@ from jpaged.models.checkpoint import dummy_model
 from jpaged.tokenizer import backend
 from tests import models
 from tests.few_shapes import few_shapes
+from tests.patience import PATIENCE_S
 from tests.runtime.test_runner import Compilations
 
 SMALL = {"block_size": 8, "max_num_seqs": 4, "max_num_batched_tokens": 32, "progress": False}
@@ -396,18 +397,18 @@ def test_generate_from_several_threads_takes_turns(llm, expected):
 
 def test_reset_prefix_cache_waits_for_a_generation(llm, expected, monkeypatch):
     begun, release, found = threading.Event(), threading.Event(), []
-    hold = lambda: (begun.set(), release.wait(30))
+    hold = lambda: (begun.set(), release.wait(PATIENCE_S))
     inject(monkeypatch, llm.engine.runner.step, "forward", hold, at={5}, after=False)
     generation = threading.Thread(target=lambda: found.append(generate_load(llm)))
     generation.start()
-    assert begun.wait(30)
+    assert begun.wait(PATIENCE_S)
     reset = threading.Thread(target=llm.reset_prefix_cache)
     reset.start()
     reset.join(0.05)
     assert reset.is_alive()
     release.set()
     for thread in (generation, reset):
-        thread.join(30)
+        thread.join(PATIENCE_S)
     assert found == [expected] and not any(llm.engine.scheduler.pool.states())
 
 

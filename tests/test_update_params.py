@@ -18,6 +18,7 @@ from jpaged.core.request import FinishReason
 from jpaged.models.checkpoint import dummy_model
 from tests.few_shapes import few_shapes
 from tests.runtime.test_runner import LIMITS, LLAMA, Compilations
+from tests.serving.client import limit_steps
 
 ENGINE = {"block_size": 8, "num_gpu_blocks_override": 40, "progress": False} | LIMITS
 PROMPTS = [[*range(seed, seed + length)] for seed, length in ((3, 5), (40, 30), (90, 17), (7, 50))]
@@ -454,10 +455,12 @@ async def test_async_engine_pauses_sleeps_and_wakes_up(llm):
 
     try:
         begun = asyncio.Event()
+        await engine.call(lambda e: limit_steps(e, 5))
         task = asyncio.create_task(reasons("a", begun))
         await begun.wait()
         await engine.pause("abort")
         assert engine.is_paused and await task == FinishReason.ABORT
+        await engine.call(lambda e: delattr(e, "step"))
         await engine.resume()
         begun.clear()
         task = asyncio.create_task(reasons("b", begun))

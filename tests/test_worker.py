@@ -9,18 +9,12 @@ import time
 import pytest
 
 from jpaged.worker import Worker, _Call
+from tests.patience import PATIENCE_S, until
 
 
 def interrupt():
     """Ctrl-C, as the main thread meets it: also where it waits."""
     signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-
-
-def until(condition, seconds=10.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def test_run_returns_and_raises_on_one_other_thread():
@@ -54,7 +48,7 @@ def test_interrupt_stops_the_function_and_waits_for_it():
 
     def function(stop):
         interrupt()
-        assert stop.wait(10)
+        assert stop.wait(PATIENCE_S)
         time.sleep(0.05)
         ended.append(True)
 
@@ -68,10 +62,10 @@ def test_second_interrupt_raises_at_once_and_the_next_call_waits():
 
     def function(stop):
         interrupt()
-        assert stop.wait(10)
+        assert stop.wait(PATIENCE_S)
         time.sleep(0.05)  # The caller waits again.
         interrupt()
-        assert release.wait(10)
+        assert release.wait(PATIENCE_S)
         ended.append(True)
 
     with pytest.raises(KeyboardInterrupt):
@@ -82,12 +76,11 @@ def test_second_interrupt_raises_at_once_and_the_next_call_waits():
 
 
 def test_interrupt_before_its_turn_raises_at_once_and_never_runs():
-    worker, release, ran = Worker(), threading.Event(), []
-    other = threading.Thread(target=worker.run, args=(lambda stop: release.wait(10),))
+    worker, begun, release, ran = Worker(), threading.Event(), threading.Event(), []
+    other = threading.Thread(target=worker.run, args=(lambda stop: begun.set() or release.wait(PATIENCE_S),))
     other.start()
-    until(lambda: worker._calls.empty())
-    timer = threading.Timer(0.05, interrupt)
-    timer.start()
+    assert begun.wait(PATIENCE_S)
+    threading.Thread(target=lambda: until(lambda: not worker._calls.empty()) or interrupt()).start()
     with pytest.raises(KeyboardInterrupt):
         worker.run(lambda stop: ran.append(True))
     assert other.is_alive()
@@ -150,5 +143,5 @@ def test_thread_ends_with_its_worker():
     assert thread.is_alive()
     del owner
     gc.collect()
-    thread.join(10)
+    thread.join(PATIENCE_S)
     assert not thread.is_alive()

@@ -40,7 +40,7 @@ class ServerProcess:
 
     def __init__(
         self, *flags: str, env: Mapping[str, str] | None = None, module: str | None = None,
-        program: Sequence[str] = (), clean: bool = True, start_within: float = 300.0, stop_within: float = 30.0,
+        program: Sequence[str] = (), clean: bool = True, start_within: float = 300.0, stop_within: float = 60.0,
     ):  # fmt: skip
         program = program or (sys.executable, *(("-m", module) if module else ("server.py",)))
         self.command = [*program, "--port", "0", *flags]
@@ -93,7 +93,7 @@ class ServerProcess:
         log = self.log().partition("ready: model ")[2]
         return [log[match.start() :][:4000] for match in re.finditer("Traceback", log)]
 
-    def wait_for_log(self, pattern: str, within: float = 30.0) -> re.Match[str]:
+    def wait_for_log(self, pattern: str, within: float = 60.0) -> re.Match[str]:
         """Waits until the log has a regular expression. Raises AssertionError if it ends or the seconds pass before."""
         deadline = time.monotonic() + within
         while True:

@@ -31,7 +31,7 @@ from tests.attack.fuzz_fields import FLOATS, INTEGERS, anything
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
 TOKENIZER_CONFIG, WEIGHTS, INDEX = "tokenizer_config.json", "model.safetensors", "model.safetensors.index.json"
 FILES = (CONFIG, CONFIG, CONFIG, GENERATION, TOKENIZER, TOKENIZER_CONFIG, WEIGHTS, WEIGHTS, INDEX)
-TIMEOUT_S = 30.0
+TIMEOUT_S = 120.0
 MAX_MIB = 256.0  # beyond the start of a load; the demo model has 3
 KEPT = 20
 

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 from aiohttp import web
 
+from tests.patience import PATIENCE_S
+
 
 class FakeServer:
     """Answers with as many words as a request has `max_tokens`.
@@ -48,7 +50,7 @@ class FakeServer:
 
         thread = threading.Thread(target=loop.run_until_complete, args=(main(),))
         thread.start()
-        assert ready.wait(10)
+        assert ready.wait(PATIENCE_S)
         try:
             yield urls[0]
         finally:

@@ -1,18 +1,22 @@
 """Runs against a scripted server: requests, their times, and counts."""
 
+import asyncio
 import json
 import math
 import statistics
+from contextlib import nullcontext
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 
-from jpaged.bench import report
+from jpaged.bench import report, serve
 from jpaged.bench.client import Client, ServerError
 from jpaged.bench.measure import Record
 from jpaged.bench.serve import Settings, bench_server
 from jpaged.bench.workload import Workload, arrivals
 from tests.bench.fake_server import FakeServer, count
+from tests.patience import PATIENCE_S
 
 SMALL = Workload("random", num_prompts=20, input_len=12, output_len=5, range_ratio=0.4)
 
@@ -43,10 +47,16 @@ async def test_everything_is_counted(endpoint, cut):
     assert all(word in report.text(result, settings) for word in ("completed 20 of 20", "failed: none"))
 
 
-async def test_failures_are_counted_by_kind():
+async def test_failures_are_counted_by_kind(monkeypatch):
     kinds = {1: "refuse", 4: "break", 5: "refuse", 9: "error", 12: "endless", 13: "hang", 17: "refuse"}
+    loop, ended = asyncio.get_running_loop(), []
+    clock = loop.time
+    # All but the one that hangs have the time that they need.
+    monkeypatch.setattr(loop, "time", lambda: clock() + (PATIENCE_S if len(ended) >= 19 else 0.0))
+    monkeypatch.setattr(serve, "tqdm", lambda **_: nullcontext(SimpleNamespace(update=lambda: ended.append(True))))
+    workload = Workload("random", num_prompts=20, output_len=5, input_len=9)
     with FakeServer(kinds).serving() as url:
-        result, settings = await bench(url, Workload("random", num_prompts=20, output_len=5, input_len=9), timeout=1.5)
+        result, settings = await bench(url, workload, timeout=PATIENCE_S)
     found = result.runs[0].measurement
     expected = {"HTTP 503": 3, "broken stream": 2, "error in the stream": 1, "timeout": 1}
     assert found.failures == expected and found.completed == 13 and found.output_tokens == 13 * 5

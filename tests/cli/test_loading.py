@@ -4,28 +4,32 @@ import os
 import signal
 import subprocess
 import sys
-import time
+import threading
 from pathlib import Path
 
 import pytest
+
+from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--max-model-len", "128"]
 
 
 def interrupted(command, words):
-    """Send SIGINT once stderr has these words. Return the status, the rest of stderr, and the seconds until the end."""
+    """Send SIGINT once stderr has these words. Return the status (SIGKILL: it hung) and the rest of stderr."""
     process = subprocess.Popen(
         [sys.executable, *command], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"},
     )  # fmt: skip
+    limit = threading.Timer(PATIENCE_S, process.kill)
+    limit.start()
     try:
         assert any(words in line for line in process.stderr)
         process.send_signal(signal.SIGINT)
-        start = time.monotonic()
         rest = process.stderr.read()
-        return process.wait(timeout=60), rest, time.monotonic() - start
+        return process.wait(), rest
     finally:
+        limit.cancel()
         process.kill()
         process.wait()
         process.stderr.close()
@@ -41,7 +45,7 @@ def interrupted(command, words):
 )
 def test_sigint_before_a_command_is_ready_ends_it_quietly_with_status_130(command, words, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # nothing is compiled yet
-    status, rest, _ = interrupted(command, words)
+    status, rest = interrupted(command, words)
     assert status == 130
     assert "Traceback" not in rest and "KeyboardInterrupt" not in rest
 
@@ -54,11 +58,10 @@ def test_sigint_does_not_wait_for_native_code():
             "from jpaged.cli.loading import exit_on_interrupt",
             "with exit_on_interrupt():",
             "    print('hashing', file=sys.stderr)",
-            "    hashlib.pbkdf2_hmac('sha256', b'', b'', 30_000_000)",  # some ten seconds
+            "    hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)",  # some ten minutes
         ]
     )
-    status, rest, seconds = interrupted(["-c", code], "hashing")
-    assert (status, rest) == (130, "") and seconds < 5
+    assert interrupted(["-c", code], "hashing") == (130, "")
 
 
 def test_after_loading_sigint_is_a_keyboard_interrupt_again():

@@ -10,6 +10,7 @@ import pytest
 from jpaged.cli import main as cli
 from jpaged.cli.main import COMMANDS, load, main, parser
 from tests.bench.fake_server import FakeServer
+from tests.patience import PATIENCE_S
 
 
 def ended(argv):
@@ -138,7 +139,7 @@ def test_a_reader_that_goes_away_ends_it_quietly():
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
             process.stdout.read(5)
             process.stdout.close()
-            assert process.stderr.read() == b"" and process.wait(30) == 1
+            assert process.stderr.read() == b"" and process.wait(PATIENCE_S) == 1
 
 
 def test_version(capsys, monkeypatch):

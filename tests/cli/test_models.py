@@ -15,6 +15,7 @@ from jpaged.config import sampling_defaults
 from jpaged.core.params import SamplingParams
 from jpaged.demo import DIRECTORY as DEMO
 from tests.bench.fake_server import FakeServer
+from tests.patience import PATIENCE_S
 
 FEW = ["--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--max-model-len", "128"]  # shapes to compile
 
@@ -141,7 +142,7 @@ class Terminal:
 
     def until(self, words):
         """Read up to these words, and return the text with them."""
-        end = time.monotonic() + 30
+        end = time.monotonic() + PATIENCE_S
         while words not in self.text:
             assert time.monotonic() < end, self.text
             try:
@@ -176,15 +177,17 @@ def test_a_conversation(server):
         terminal.until("> ")
         terminal.type(" ".join(f"w{i}" for i in range(200)) + "\n")
         terminal.until("\nw0 w1 ")
+        server.pause = PATIENCE_S
         terminal.process.send_signal(signal.SIGINT)  # the answer ends, the conversation goes on
         assert "w199" not in terminal.until("> ")
+        server.pause = 0.05
         terminal.type("and now?\n")
         terminal.until("\nand now? \r\n> ")
         system, long, stopped, now = server.bodies[-1]["messages"]
         assert system["role"] == "system" and stopped["role"] == "assistant" and now["content"] == "and now?"
         assert stopped["content"].startswith("w0 w1 ") and len(stopped["content"]) < len(long["content"])
         terminal.type("\x04")
-        assert terminal.process.wait(30) == 0
+        assert terminal.process.wait(PATIENCE_S) == 0
 
 
 def test_an_error_does_not_end_a_conversation():
@@ -198,4 +201,4 @@ def test_an_error_does_not_end_a_conversation():
         terminal.until("\ntwo \r\n> ")
         assert [message["content"] for message in server.bodies[1]["messages"]] == ["two"]
         terminal.type("\x04")
-        assert terminal.process.wait(30) == 0
+        assert terminal.process.wait(PATIENCE_S) == 0

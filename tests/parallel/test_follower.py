@@ -16,6 +16,7 @@ from jpaged.parallel.follower import replay
 from jpaged.parallel.frame import Frame, FrameError, Kind, encode_frame
 from jpaged.parallel.mask_frame import encode_masks
 from jpaged.parallel.plan_frame import Sizes, encode_plan
+from tests.patience import PATIENCE_S
 
 SIZES = Sizes(
     num_rows=2, max_model_len=16, max_num_batched_tokens=8, table_width=4, vocab_size=40, num_blocks=8,
@@ -131,8 +132,8 @@ def test_a_process_ends_with_its_reason_at_a_malformed_frame(data, words):
             connected, _ = server.accept()
             with connected:
                 connected.sendall(encode_frame(plan_frame(1)) + data)
-                kind, payload = Channel(connected, "follower").receive(timeout_s=60)
-                out, err = process.communicate(timeout=60)
+                kind, payload = Channel(connected, "follower").receive(timeout_s=PATIENCE_S)
+                out, err = process.communicate(timeout=PATIENCE_S)
     assert kind == Kind.FAULT and words in payload.decode()
     assert process.returncode == os.EX_PROTOCOL == 76 and out in ("dispatched\n", "")
     assert err.count("\n") == 1 and "replica ended: malformed frame from the leader: " + words in err

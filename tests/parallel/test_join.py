@@ -7,6 +7,7 @@ import logging
 import socket
 import threading
 import time
+import types
 
 import pytest
 
@@ -21,6 +22,7 @@ from jpaged.parallel.hello import encode_facts, join
 from jpaged.parallel.leader import Followers
 from jpaged.parallel.nodes import Nodes
 from tests.parallel.test_replica import free_address
+from tests.patience import PATIENCE_S, until
 
 CONFIG = EngineConfig(model="/models/llama", max_num_seqs=8, seed=3, tokenizer="/tokenizers/llama")
 
@@ -45,13 +47,13 @@ def leader(dial):
     joined = []
     thread = threading.Thread(target=lambda: joined.append(Followers.accept(nodes, CONFIG)))
     thread.start()
-    yield nodes, lambda: thread.join(10) or joined[0]
+    yield nodes, lambda: thread.join(PATIENCE_S) or joined[0]
     for rank in (1, 2):
         if not thread.is_alive():
             break
         with contextlib.suppress(ValueError):  # it has joined already
             join(dial(nodes), rank, nodes.nnodes, {})
-    thread.join(10)
+    thread.join(PATIENCE_S)
     joined[0].end()
 
 
@@ -146,17 +148,22 @@ def trickling(connected: socket.socket):
         thread.join()
 
 
-def test_a_process_that_trickles_its_hello_is_refused_and_another_joins(leader, dial, monkeypatch):
+def test_a_process_that_trickles_its_hello_is_refused_and_another_joins(leader, dial, monkeypatch, caplog):
     monkeypatch.setattr(leader_module, "HELLO_TIMEOUT_S", 0.2)
     nodes, _ = leader
     connect(nodes).close()  # it listens
     with socket.create_connection(nodes.channel_address) as slow, trickling(slow):
+        until(lambda: "timed out" in caplog.text)
+        monkeypatch.setattr(leader_module, "HELLO_TIMEOUT_S", PATIENCE_S)
         assert join(dial(nodes), 1, 3, {}).max_num_seqs == 8
 
 
 def test_slow_processes_do_not_extend_the_deadline_of_the_leader(monkeypatch):
-    monkeypatch.setattr(hello, "START_TIMEOUT_S", 0.5)
-    nodes, failed = Nodes(nnodes=2, dist_init_addr=free_address()), []
+    nodes, failed, begun = Nodes(nnodes=2, dist_init_addr=free_address()), [], []
+    clock = lambda: time.monotonic() - begun[0] if begun else -PATIENCE_S
+    monkeypatch.setattr(leader_module, "time", types.SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(leader_module, "deadline", lambda: 0.3)
+    monkeypatch.setattr(leader_module, "HELLO_TIMEOUT_S", 2 * PATIENCE_S)
 
     def accept():
         with pytest.raises(ValueError, match="nnodes: nodes 1 have not joined within"):
@@ -166,8 +173,9 @@ def test_slow_processes_do_not_extend_the_deadline_of_the_leader(monkeypatch):
     thread = threading.Thread(target=accept)
     thread.start()
     connect(nodes).close()  # it listens
+    begun.append(time.monotonic())
     with socket.create_connection(nodes.channel_address) as slow, trickling(slow):
-        thread.join(10)
+        thread.join(PATIENCE_S)
     assert failed
 
 
@@ -190,6 +198,7 @@ def test_followers_that_do_not_send_their_facts_are_named(leader, dial, monkeypa
         join(channel, rank, 3, {})
     channels[0].send(Kind.FACTS, encode_facts({}))
     joined = followers()
+    until(lambda: not joined._facts.empty())
     monkeypatch.setattr(hello, "START_TIMEOUT_S", 0.3)
     with pytest.raises(ValueError, match=r"^nnodes: nodes 2 have not checked their settings within "):
         joined.check_facts({})

@@ -21,6 +21,7 @@ import yaml
 
 from jpaged import LLM, SamplingParams
 from jpaged.serving.listen import bind
+from tests.patience import PATIENCE_S
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed: make test-ray"),
@@ -47,7 +48,7 @@ class Server:
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}
 
     def session(self) -> aiohttp.ClientSession:
-        return aiohttp.ClientSession(self.url, headers=self.headers, timeout=aiohttp.ClientTimeout(total=120))
+        return aiohttp.ClientSession(self.url, headers=self.headers, timeout=aiohttp.ClientTimeout(total=PATIENCE_S))
 
     def replica_pids(self) -> list[int]:
         found = []
@@ -82,7 +83,7 @@ def started(command: list[str], port: int, log: Path, key: str = ""):
     finally:
         process.send_signal(signal.SIGINT)
         try:
-            process.wait(60)
+            process.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
             process.kill()
 
@@ -225,7 +226,7 @@ async def test_disconnected_client_aborts_its_request(served):
         body = {"prompt": "Once upon a time", "max_tokens": 250, "ignore_eos": True, "stream": True}
         async with session.post("/v1/completions", json=body) as response:
             await response.content.readline()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
             aborted = await samples(session, "vllm:request_success_total")
             if any(labels["finished_reason"] == "abort" and count for labels, count in aborted):

@@ -13,10 +13,17 @@ from jpaged.core.params import InvalidParameter
 from jpaged.engine.async_engine import AsyncEngine, EngineDead, QueueFull
 from jpaged.engine.build import load_engine, on_further_devices, prepare
 from jpaged.parallel.router import Router
+from tests.patience import PATIENCE_S
 from tests.serving import scripted
-from tests.serving.client import Client
+from tests.serving.client import Client, do_nothing
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+def settled(engine):
+    """Whether an engine has begun with as many of its requests as may run."""
+    stats = engine.stats()
+    return stats.num_waiting == 0 or stats.num_running == engine.limits.max_num_seqs
 
 
 class Counting:
@@ -111,7 +118,7 @@ async def test_leaving_aborts_the_requests_of_all_engines():
         long = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
         async with lab.router.generate("a", [prefix(n) for n in range(6)], long) as parts:
             await anext(parts)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             while lab.router.stats().num_running:
                 await asyncio.sleep(0.01)
         stats = lab.router.stats()
@@ -121,12 +128,17 @@ async def test_leaving_aborts_the_requests_of_all_engines():
 
 
 async def test_an_engine_that_fails_breaks_its_own_requests_and_no_others():
-    async with Lab(step_seconds=0.005) as lab:
+    async with Lab() as lab:
         long = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+        run, left = lab.inner[0].step, iter(range(5))
+
+        def some_steps():
+            if sum(lab.counts) < 4:
+                return do_nothing()
+            return run() if next(left, None) is not None else 1 / 0
+
+        lab.inner[0].step = some_steps
         tasks = [asyncio.create_task(lab.generate(str(n), [prefix(n)], long)) for n in range(4)]
-        while sum(lab.counts) < 4:
-            await asyncio.sleep(0.01)
-        lab.inner[0].step = lambda: 1 / 0
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert [type(each) for each in results].count(EngineDead) == 2
         assert [len(each[0]) for each in results if isinstance(each, list)] == [60, 60]
@@ -144,14 +156,21 @@ async def test_an_engine_that_fails_breaks_its_own_requests_and_no_others():
 
 
 async def test_a_full_queue_is_that_of_all_engines():
-    async with Lab(max_queue=1, step_seconds=0.02) as lab:
+    async with Lab(max_queue=1) as lab:
         limit = lab.inner[0].limits.max_num_seqs
+        for engine in lab.inner:
+
+            def admit(scheduler=engine.scheduler, run=engine.step):
+                return run() if scheduler.waiting and len(scheduler.running) < limit else do_nothing()
+
+            engine.step = admit  # nothing ends
         long = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
         same = [[*prefix(0), 30 + n % 40] for n in range(2 * limit + 8)]
         tasks = []
         for n, prompt in enumerate(same):
             tasks.append(asyncio.create_task(lab.generate(str(n), [prompt], long, client=None)))
-            await asyncio.sleep(0.03)
+            while sum(lab.counts) + sum(task.done() for task in tasks) <= n or not all(map(settled, lab.inner)):
+                await asyncio.sleep(0.001)
         done = [task for task in tasks if task.done()]
         assert done and all(isinstance(task.exception(), QueueFull) for task in done)
         assert min(lab.counts) >= limit, "the other engine takes those that find the queue of the first full"

@@ -14,6 +14,7 @@ import aiohttp
 import pytest
 
 from benchmarks.shared.server_process import ServerProcess
+from tests.patience import PATIENCE_S
 
 SCRIPTED = "tests.serving.scripted"
 STORIES = [f"{name} had a {thing}. {name} took it along every day, and one day it was gone. " * 2
@@ -42,12 +43,12 @@ def smg(*workers: str):
         yield f"http://127.0.0.1:{port}"
     finally:
         process.terminate()
-        process.wait(10)
+        process.wait(PATIENCE_S)
 
 
 async def ready(session: aiohttp.ClientSession, url: str, num_workers: int) -> None:
     """Wait until the router knows all workers and passes a request on."""
-    end = time.monotonic() + 60
+    end = time.monotonic() + PATIENCE_S
     while time.monotonic() < end:
         try:
             async with session.get(f"{url}/workers") as response:
@@ -75,7 +76,7 @@ async def test_smg_keeps_prefixes_together_and_loses_only_the_streams_of_a_kille
         ServerProcess(*flags, module=SCRIPTED, clean=False) as second,
         smg(first.url, second.url) as url,
     ):
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as session:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=PATIENCE_S)) as session:
             await ready(session, url, 2)
             # At the same time, so that the router has a reason to use both workers.
             assert all(await asyncio.gather(*(stream(session, url, story) for story in STORIES)))

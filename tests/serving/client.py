@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
@@ -20,6 +21,7 @@ from jpaged.serving.app import make_app
 from jpaged.serving.service import ServerConfig, make_service
 from jpaged.template_process import TemplateProcess
 from tests.few_shapes import few_shapes
+from tests.patience import PATIENCE_S
 
 MAX_LEN = 256
 TEMPLATES = TemplateProcess()  # of all servers in this process, because each takes seconds to start
@@ -48,6 +50,18 @@ async def smaller(loaded, num_blocks=None, max_num_batched_tokens=None, *, enabl
         yield loaded._replace(engine=engine)
     finally:
         loaded.engine.reset_prefix_cache()  # The smaller pool has overwritten the blocks.
+
+
+def do_nothing():
+    """Take a step that changes nothing."""
+    time.sleep(0.001)
+    return StepOutput(None, Committed(), [], [])
+
+
+def limit_steps(engine, steps):
+    """Let an engine take so many steps, and further ones only while it is told to pause, until `del engine.step`."""
+    run, left = engine.step, iter(range(steps))
+    engine.step = lambda: run() if engine._paused or next(left, None) is not None else do_nothing()
 
 
 class Client:
@@ -107,8 +121,14 @@ class Client:
     @asynccontextmanager
     async def held(self):
         """Replace the engine's steps by empty ones within the block, so that no request ends."""
-        nothing = StepOutput(None, Committed(), [], [])
-        await self.service.engine.call(lambda e: setattr(e, "step", lambda: nothing))
+        await self.service.engine.call(lambda e: setattr(e, "step", do_nothing))
+        yield
+        await self.service.engine.call(lambda e: delattr(e, "step"))
+
+    @asynccontextmanager
+    async def limited(self, steps):
+        """Limit the engine's steps within the block, so that a request runs until the server is told to pause."""
+        await self.service.engine.call(lambda e: limit_steps(e, steps))
         yield
         await self.service.engine.call(lambda e: delattr(e, "step"))
 
@@ -119,7 +139,7 @@ class Client:
 
     async def until(self, num_running=0, num_waiting=0):
         """Wait until at least so many requests run and so many wait."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_S):
             while True:
                 stats = self.engine.stats()
                 if stats.num_running >= num_running and stats.num_waiting >= num_waiting:
@@ -140,20 +160,17 @@ class Client:
             engine.scheduler.check_invariants()
             return engine.has_work, engine.scheduler.pool.num_used
 
-        for _ in range(200):
-            work, used = await self.service.engine.call(check)
-            if not work:
-                assert used == 0
-                return
-            await asyncio.sleep(0.02)
-        raise AssertionError("requests are still running")
+        async with asyncio.timeout(PATIENCE_S):
+            while (found := await self.service.engine.call(check))[0]:
+                await asyncio.sleep(0.02)
+        assert found == (False, 0)
 
 
 class Api:
     """The async `openai` client, with the model and a small limit of tokens filled in."""
 
     def __init__(self, url, **options):
-        options = {"api_key": "none", "max_retries": 0, "timeout": 60} | options
+        options = {"api_key": "none", "max_retries": 0, "timeout": PATIENCE_S} | options
         self.client = openai.AsyncOpenAI(base_url=f"{url}/v1", **options)
 
     async def __aenter__(self):
@@ -234,7 +251,7 @@ class Connection:
 
     async def answer(self, *, has_body=True):
         """Return the next response on the connection."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_S):
             head = (await self.reader.readuntil(b"\r\n\r\n")).decode("ascii").removesuffix("\r\n\r\n")
             status, *lines = head.split("\r\n")
             headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
@@ -253,7 +270,7 @@ class Connection:
 
     async def rest(self):
         """Return all bytes until the server closes the connection."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_S):
             return await self.reader.read()
 
     async def closed(self):

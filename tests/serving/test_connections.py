@@ -7,6 +7,7 @@ import socket
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.serving.client import Connection, check_choices, exchange_bytes, request
 from tests.serving.scripted import chat, completion
 
@@ -73,7 +74,7 @@ async def test_body_after_100_continue_is_read(server):
             b"\r\n\r\n"
         )
         connection.send(head + b"\r\n\r\n")
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_S):
             assert await connection.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
         connection.send(body)
         assert (await connection.answer()).json["choices"][0]["text"] == "Hi"

@@ -96,15 +96,17 @@ async def test_requests_wait_during_a_pause_or_end_before_it(trained):
     assert not waiting.done()
     await send(trained, "POST", "/resume")
     assert (await waiting)["usage"]["completion_tokens"] == 4
-    running = asyncio.create_task(trained.complete("the lazy", max_tokens=60, ignore_eos=True))
-    await trained.until(num_running=1)
-    await send(trained, "POST", "/pause?mode=wait")
-    assert (await running)["usage"]["completion_tokens"] == 60
+    async with trained.limited(5):
+        running = asyncio.create_task(trained.complete("the lazy", max_tokens=60, ignore_eos=True))
+        await trained.until(num_running=1)
+        await send(trained, "POST", "/pause?mode=wait")
+        assert (await running)["usage"]["completion_tokens"] == 60
     await send(trained, "POST", "/resume")
-    running = asyncio.create_task(trained.complete("the dog", max_tokens=200, ignore_eos=True))
-    await trained.until(num_running=1)
-    await send(trained, "POST", "/pause")
-    answer = await running
+    async with trained.limited(5):
+        running = asyncio.create_task(trained.complete("the dog", max_tokens=200, ignore_eos=True))
+        await trained.until(num_running=1)
+        await send(trained, "POST", "/pause")
+        answer = await running
     assert answer["choices"][0]["finish_reason"] == "abort" and answer["usage"]["completion_tokens"] < 200
     await send(trained, "POST", "/resume")
     assert await send(trained, "GET", "/is_paused") == {"is_paused": False}
@@ -130,16 +132,17 @@ async def test_several_hosts_neither_sleep_nor_exchange_parameters(trained, tiny
     monkeypatch.setattr(trained.engine, "runner", followers.lead(trained.engine.runner))
     monkeypatch.setattr(trained.engine.scheduler, "recover", lambda: pytest.fail("the steps in flight were dropped"))
     trained.service.load_params = followers.refuse_params
-    running = asyncio.create_task(trained.complete("the fox", max_tokens=60, ignore_eos=True))
-    await trained.until(num_running=1)
-    for path, body, message in (
-        ("/sleep", None, "sleep: not possible while several hosts share the model"),
-        ("/sleep?level=2", None, "sleep: not possible while several hosts share the model"),
-        ("/update_weights", {"path": str(tiny)}, "path: parameters can't be exchanged while several hosts"),
-    ):  # fmt: skip
-        error = (await send(trained, "POST", path, body, status=400))["error"]
-        assert error["message"].startswith(message)
-    assert await send(trained, "POST", "/wake_up") == {"status": "awake"}
+    async with trained.limited(5):
+        running = asyncio.create_task(trained.complete("the fox", max_tokens=60, ignore_eos=True))
+        await trained.until(num_running=1)
+        for path, body, message in (
+            ("/sleep", None, "sleep: not possible while several hosts share the model"),
+            ("/sleep?level=2", None, "sleep: not possible while several hosts share the model"),
+            ("/update_weights", {"path": str(tiny)}, "path: parameters can't be exchanged while several hosts"),
+        ):  # fmt: skip
+            error = (await send(trained, "POST", path, body, status=400))["error"]
+            assert error["message"].startswith(message)
+        assert await send(trained, "POST", "/wake_up") == {"status": "awake"}
     assert await send(trained, "GET", "/is_sleeping") == {"is_sleeping": False}
     assert (await running)["usage"]["completion_tokens"] == 60
 

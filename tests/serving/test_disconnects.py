@@ -7,6 +7,8 @@ import logging
 import openai
 import pytest
 
+from tests.patience import PATIENCE_S
+
 LONG = {"max_tokens": 480, "extra_body": {"ignore_eos": True}}  # 24 seconds on the slow server
 
 
@@ -28,27 +30,25 @@ async def test_stream_closed_early_frees_its_blocks_and_is_logged_with_status_49
     stream = await slow_api.chat("Tell me.", stream=True, **LONG)
     await anext(stream)
     await slow_client.until(num_running=1)  # The first chunk is sent before the first step.
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE_S):
         while not slow_client.metric("vllm:kv_cache_usage_perc"):
             await asyncio.sleep(0.01)
-    await stream.close()
-    async with asyncio.timeout(2):  # the limit of docs/operation.md
+    async with slow_client.held(), asyncio.timeout(PATIENCE_S):
+        generated = slow_client.metric("vllm:generation_tokens_total")
+        await stream.close()
         await slow_client.idle()
         while not any(record.name == "jpaged.access" for record in caplog.records):
             await asyncio.sleep(0.01)
-    assert slow_client.metric("vllm:generation_tokens_total") < 20
+    assert slow_client.metric("vllm:generation_tokens_total") == generated < LONG["max_tokens"]
     assert slow_client.metric("vllm:request_success_total") == 1
     (line,) = [json.loads(record.message) for record in caplog.records if record.name == "jpaged.access"]
-    assert (line["path"], line["status"]) == ("/v1/chat/completions", 499) and line["completion_tokens"] < 20
+    assert (line["path"], line["status"]) == ("/v1/chat/completions", 499) and line["completion_tokens"] <= generated
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_timeout_of_the_client_aborts_the_request(slow_client, slow_api, stream):
-    # A prompt of eight steps: its first token is later than the timeout, even if the response has begun.
-    extra = {"cache_salt": str(stream), "ignore_eos": True}
-    with pytest.raises(openai.APITimeoutError):
-        completion = await slow_api.complete([7] * 500, stream=stream, timeout=0.2, extra_body=extra)
-        async for _ in completion:
-            pass
-    await slow_client.idle()
-    assert slow_client.metric("vllm:generation_tokens_total") < 10
+    async with slow_client.held():
+        with pytest.raises(openai.APITimeoutError):
+            async for _ in await slow_api.complete("Hello", stream=stream, timeout=0.2):
+                pass
+        await slow_client.idle()

@@ -7,6 +7,7 @@ import openai
 import pytest
 
 from benchmarks.shared.server_process import ServerProcess
+from tests.patience import PATIENCE_S
 from tests.serving.client import Api, Client, Connection, collect, request
 from tests.serving.scripted import FAIL, chat, say
 
@@ -30,7 +31,7 @@ def test_killed_process_breaks_streams_and_its_port_is_free():
                 list(stream)
             with pytest.raises(openai.APIConnectionError):
                 api.completions.create(model="demo", prompt="a")
-        assert server.process.wait(30) == -signal.SIGKILL
+        assert server.process.wait(PATIENCE_S) == -signal.SIGKILL
         with ServerProcess("--port", str(server.port), module=SCRIPTED) as again, sync_client(again.url) as api:
             assert again.url == server.url
             assert api.completions.create(model="demo", prompt=say("back")).choices[0].text == "back"

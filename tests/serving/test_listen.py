@@ -11,13 +11,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
 
 from benchmarks.shared.server_process import ROOT, ServerProcess
 from jpaged.serving import listen
 from jpaged.serving.listen import bind, bound_unix, limit_accept_reports, url
+from tests.patience import PATIENCE_S, until
 
 
 def connects(address) -> bool:
@@ -100,10 +100,7 @@ def test_server_on_a_unix_socket_writes_its_access_log_at_level_warning(tmp_path
     path = tmp_path / "socket"
     command = [sys.executable, "-m", "tests.serving.scripted", "--uds", str(path), "--log-level", "warning"]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
-        end = time.monotonic() + 60
-        while not connects(str(path)):
-            assert process.poll() is None and time.monotonic() < end
-            time.sleep(0.05)
+        until(lambda: connects(str(path)) or process.poll() is not None)
         connection = http.client.HTTPConnection("any.name.example.org")
         connection.sock = socket.socket(socket.AF_UNIX)
         connection.sock.connect(str(path))
@@ -111,7 +108,7 @@ def test_server_on_a_unix_socket_writes_its_access_log_at_level_warning(tmp_path
         assert connection.getresponse().status == 200
         connection.close()
         process.send_signal(signal.SIGTERM)
-        (line,) = process.communicate(timeout=30)[1].splitlines()
+        (line,) = process.communicate(timeout=PATIENCE_S)[1].splitlines()
     assert process.returncode == 0 and not path.exists()
     assert '"path": "/v1/models", "status": 200' in line  # The level does not apply to the access log.
 
@@ -170,7 +167,7 @@ def test_a_server_without_free_files_says_so_once_and_recovers():
         resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
         for client in clients:
             client.close()
-        connection = http.client.HTTPConnection(*address, timeout=30)
+        connection = http.client.HTTPConnection(*address, timeout=PATIENCE_S)
         connection.request("GET", "/health")
         assert connection.getresponse().status == 200
         connection.close()

@@ -23,6 +23,7 @@ from tests.attack.load import (
     until,
     vanishing,
 )
+from tests.patience import PATIENCE_S
 from tests.serving.client import Client, smaller, texts
 
 SCRIPTED = "tests.serving.scripted"
@@ -66,7 +67,11 @@ async def test_full_queue_rejects_with_503_and_serves_the_other_requests():
         row = await full_queue(server.url, 100, num_tokens=30)
         assert not problems(row), row
         assert row["refused"] > 50 and row["whole"] >= 8, row
-        assert (await state_of(server.url)).idle
+
+        async def idle() -> bool:
+            return (await state_of(server.url)).idle
+
+        await until(idle, PATIENCE_S)
         async with clients(server.url) as session:  # The server still works.
             assert (await ask(session, body(0, 4))).is_whole(4)
             async with session.get("/metrics") as response:
@@ -94,7 +99,7 @@ async def test_disconnected_clients_leave_no_block_in_use(client):
             running, waiting, *_ = await client.service.engine.call(check)
             return running + waiting + sum(answer.done for answer in progress) == 24 and progress[0].token_ids != []
 
-        await until(all_came, 30)
+        await until(all_came, PATIENCE_S)
         async with client.held():
             for task in tasks[1::2]:
                 task.cancel()
@@ -104,12 +109,12 @@ async def test_disconnected_clients_leave_no_block_in_use(client):
                 running, waiting, used, held = await client.service.engine.call(check)
                 return running + waiting <= unfinished and used == held
 
-            await until(free, 2)
+            await until(free, PATIENCE_S)
         assert all(answer.is_whole(150) for answer in await asyncio.gather(*tasks[::2]))
 
 
 async def test_slow_reader_is_disconnected_after_the_request_timeout():
-    with ServerProcess("--request-timeout", "3", module=SCRIPTED) as server:
+    with ServerProcess("--request-timeout", "5", module=SCRIPTED) as server:
         before = (await state_of(server.url)).files
         # The response has some ten megabytes, more than the sockets' buffers hold.
         long = body(0, 400) | {"prompt": ["a", "b", "c", "d"], "n": 16, "logprobs": 20}
@@ -122,8 +127,8 @@ async def test_slow_reader_is_disconnected_after_the_request_timeout():
                 now = await state_of(server.url)
                 return now.idle and now.files <= before
 
-            await until(connected, 30)
-            await until(cut_off, 60)
+            await until(connected, PATIENCE_S)
+            await until(cut_off, PATIENCE_S)
             assert b"[DONE]" not in await asyncio.to_thread(reader.rest)  # The bytes in the socket's buffer.
         async with clients(server.url) as session:
             assert (await ask(session, body(0, 4))).is_whole(4)

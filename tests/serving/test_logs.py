@@ -20,6 +20,7 @@ import pytest
 from benchmarks.shared.server_process import ROOT, ServerProcess
 from jpaged.serving import logs
 from jpaged.serving.logs import MAX_WAITING, logging_to
+from tests.patience import PATIENCE_S, until
 from tests.serving.client import exchange_bytes, request
 from tests.serving.scripted import completion
 
@@ -67,7 +68,7 @@ async def test_lines_of_the_log_are_never_made_by_requests(server):
 
 def get(url: str) -> tuple[int, str]:
     try:
-        with urllib.request.urlopen(url, timeout=30) as response:
+        with urllib.request.urlopen(url, timeout=PATIENCE_S) as response:
             return response.status, response.read().decode()
     except urllib.error.HTTPError as error:
         with error:
@@ -100,7 +101,7 @@ def process(stderr, *program: str):
 
 def serve(port: int, count: int) -> None:
     """Check the responses to requests with long lines in the access log, and to a completion."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
     for _ in range(count):
         connection.request("GET", f"/v1/models/{'m' * 1000}")
         response = connection.getresponse()
@@ -115,7 +116,7 @@ def test_full_disk_does_not_stop_a_server():
     with open(DISK, "w") as disk, process(disk, "-m", SCRIPTED) as (server, port):
         serve(port, 100)
         server.send_signal(signal.SIGTERM)
-        assert server.wait(30) == 0
+        assert server.wait(PATIENCE_S) == 0
 
 
 @full_disk
@@ -130,7 +131,7 @@ def test_pipe_without_a_reader_delays_neither_requests_nor_the_exit():
     with os.fdopen(reading), os.fdopen(writing, "w") as unread, process(unread, "-m", SCRIPTED) as (server, port):
         serve(port, 300)  # A pipe holds 64 KiB.
         server.send_signal(signal.SIGTERM)
-        assert server.wait(30) == 0
+        assert server.wait(PATIENCE_S) == 0
 
 
 def test_closed_pipe_does_not_stop_a_server():
@@ -139,7 +140,7 @@ def test_closed_pipe_does_not_stop_a_server():
         os.close(reading)
         serve(port, 10)
         server.send_signal(signal.SIGTERM)
-        assert server.wait(30) == 0
+        assert server.wait(PATIENCE_S) == 0
 
 
 @pytest.fixture
@@ -161,13 +162,7 @@ def test_waiting_lines_are_bounded_and_later_lines_are_written_once_the_pipe_is_
         (entry,) = logging.getLogger().handlers
         assert entry.queue.qsize() <= MAX_WAITING
         os.set_blocking(reader.fileno(), False)
-        for _ in range(200):
-            logger.info("the pipe is read again")
-            time.sleep(0.05)
-            if b"the pipe is read again" in (reader.read() or b""):
-                break
-        else:
-            raise AssertionError("nothing was written again")
+        until(lambda: logger.info("the pipe is read again") or b"the pipe is read again" in (reader.read() or b""))
 
 
 def test_traceback_longer_than_the_buffer_of_a_pipe_is_written_whole(root_logger):
@@ -179,5 +174,5 @@ def test_traceback_longer_than_the_buffer_of_a_pipe_is_written_whole(root_logger
         with logging_to(pipe, "none"):
             logging.getLogger("jpaged.test").error("x" * 200_000 + " end")
         pipe.close()
-        thread.join(10)
+        thread.join(PATIENCE_S)
     assert re.fullmatch(r".* ERROR jpaged.test: x{200000} end\n", received[0])

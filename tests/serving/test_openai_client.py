@@ -8,6 +8,7 @@ import openai
 import pytest
 from pydantic import BaseModel, ConfigDict
 
+from tests.patience import PATIENCE_S
 from tests.serving.client import collect
 from tests.serving.scripted import TOKENIZER
 
@@ -21,7 +22,7 @@ class Mood(BaseModel):
 
 
 def sync_client(server):
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
 
 
 async def test_sync_client_gets_responses_and_streams(demo_client):
@@ -51,14 +52,13 @@ async def test_sync_client_raises_errors(demo_client):
 async def test_sync_client_that_closes_a_stream_aborts_the_request(slow_client):
     def calls():
         with sync_client(slow_client) as client:
-            fields = {"max_tokens": 480, "extra_body": {"ignore_eos": True}}
-            stream = client.chat.completions.create(model="demo", messages=MESSAGES, stream=True, **fields)
+            stream = client.chat.completions.create(model="demo", messages=MESSAGES, stream=True)
             next(stream)
             stream.close()
 
-    await asyncio.to_thread(calls)
-    await slow_client.idle()
-    assert slow_client.metric("vllm:generation_tokens_total") < 40
+    async with slow_client.held():
+        await asyncio.to_thread(calls)
+        await slow_client.idle()
 
 
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # The client's own models, when it sends them.
@@ -81,7 +81,7 @@ async def test_stream_helper_parses_the_stream(api):
     (done,) = [event for event in events if event.type == "content.done"]
     assert done.parsed == final.choices[0].message.parsed
     deltas = [event.delta for event in events if event.type == "content.delta"]
-    assert "".join(deltas) == done.content and len(deltas) > 3
+    assert "".join(deltas) == done.content and len(deltas) > 1
 
 
 async def test_streaming_response_has_the_lines_of_the_stream(api):

@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks.shared.server_process import ROOT, SMALL, ServerProcess
 from tests.few_shapes import PROGRAM
+from tests.patience import PATIENCE_S, until
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -73,9 +74,9 @@ class Visit:
     def see(self, expression, argument=None):
         return self.page.evaluate(expression, argument)
 
-    def until(self, expression, seconds=20):
+    def until(self, expression):
         """Waits for an expression to be true. (The page's policy forbids wait_for_function, which needs eval.)"""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + PATIENCE_S
         while not (value := self.see(expression)):
             assert time.monotonic() < deadline, f"never true: {expression}"
             self.page.wait_for_timeout(20)
@@ -88,7 +89,7 @@ class Visit:
 
     def done(self):
         """Waits until nothing that was asked runs any more."""
-        self.until("!document.getElementById('send').hidden", 60)
+        self.until("!document.getElementById('send').hidden")
 
     def say(self, text):
         self.page.fill("#prompt", text)
@@ -122,7 +123,7 @@ class Visit:
 def pool_now(server):
     """The pool's bytes as the feed gives them to another viewer."""
     request = urllib.request.Request(f"{server.url}/live", headers={"Authorization": f"Bearer {KEY}"})
-    with urllib.request.urlopen(request, timeout=20) as response:
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
         frame = json.loads(response.readline().removeprefix(b"data: "))
     return frame, list(zlib.decompress(base64.b64decode(frame["map"])))
 
@@ -178,10 +179,13 @@ DRAWN = """async () => {
 }"""
 
 
+def wrong(drawn):
+    return [cell for cell in drawn if cell[2] != cell[3]]
+
+
 def assert_drawn(visit):
     drawn = visit.see(DRAWN)
-    wrong = [cell for cell in drawn if cell[2] != cell[3]]
-    assert not wrong, f"block, kind, colour, expected colour: {wrong[:5]}"
+    assert not wrong(drawn), f"block, kind, colour, expected colour: {wrong(drawn)[:5]}"
     return {kind for _, kind, _, _ in drawn}
 
 
@@ -256,8 +260,7 @@ def test_the_map_is_the_pool(browser, server):
         told = " ".join(visit.text("#events .label"))
         assert "fork" in told and "copy-on-write" in told
         visit.page.emulate_media(color_scheme="dark")
-        visit.page.wait_for_timeout(100)
-        assert_drawn(visit)
+        until(lambda: not wrong(visit.see(DRAWN)))
 
 
 def test_blocks_and_requests_can_be_pointed_at(browser, server):
@@ -297,7 +300,7 @@ def test_stop_ends_the_request_itself(browser, server):
         visit.until("document.querySelector('.answer .text')?.textContent.length > 20")
         visit.page.click("#stop")
         visit.done()
-        visit.until("window.jpaged.pool.facts.running === 0", 3)
+        visit.until("window.jpaged.pool.facts.running === 0")
         assert visit.text(".answer .note") == ["stopped"]
         assert "was stopped after" in visit.text("#events li")[0]
 

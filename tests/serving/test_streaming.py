@@ -5,6 +5,7 @@ import socket
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.serving.client import Response, check_choices, collect, request
 from tests.serving.scripted import TOKENIZER, chat, completion, say
 
@@ -92,7 +93,7 @@ async def test_incomplete_character_at_the_end_is_omitted(scripted_api):
 
 def read_by_bytes(port, data):
     """Return the bytes until the server closes the connection, read one by one."""
-    with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
         connection.sendall(data)
         return b"".join(iter(lambda: connection.recv(1), b""))

@@ -11,6 +11,7 @@ import urllib.request
 import pytest
 
 from benchmarks.shared.server_process import ServerProcess
+from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made with openssl")
 
@@ -27,7 +28,7 @@ def certificate(tmp_path_factory):
 
 
 def get(url, context):
-    with urllib.request.urlopen(url, context=context, timeout=30) as response:
+    with urllib.request.urlopen(url, context=context, timeout=PATIENCE_S) as response:
         return json.load(response)
 
 

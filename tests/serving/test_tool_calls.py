@@ -99,7 +99,7 @@ async def test_model_without_calls_returns_content(api, choice):
 async def test_result_of_a_tool_is_accepted_after_its_call(api, how):
     tools = [openai.pydantic_function_tool(Weather, name="weather")]
     messages = [{"role": "user", "content": "Is it warm?"}]
-    fields = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 60}
+    fields = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 90}
     completions = api.client.chat.completions
     if how == "stream":
         async with completions.stream(model="demo", messages=messages, **fields) as stream:

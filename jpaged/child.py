@@ -50,7 +50,9 @@ class Child:
         assert process.stdin is not None and process.stdout is not None
         self._input, self._output = process.stdin.fileno(), process.stdout.fileno()
         os.set_blocking(self._input, False)
-        self._setup: str | None = setup
+        begin = setup.encode() + b"\n"
+        # It gets ready meanwhile, if the pipe has room for all of this.
+        self._setup: bytes | None = begin[os.write(self._input, begin[:CHUNK_BYTES]) :]
 
     def ask(self, question: str, timeout_s: float) -> str:
         """Return the answer to a line.
@@ -62,7 +64,7 @@ class Child:
         if self._setup is not None:
             self._exchange(self._setup, START_TIMEOUT_S)
             self._setup = None
-        return self._exchange(question, timeout_s, patience_s=PATIENCE_S)
+        return self._exchange(question.encode() + b"\n", timeout_s, patience_s=PATIENCE_S)
 
     def kill(self) -> None:
         """Kill the process, without waiting for its end."""
@@ -73,10 +75,11 @@ class Child:
         """Whether the process has ended."""
         return self._process.poll() is not None
 
-    def _exchange(self, line: str, timeout_s: float, patience_s: float = START_TIMEOUT_S) -> str:
+    def _exchange(self, data: bytes, timeout_s: float, patience_s: float = START_TIMEOUT_S) -> str:
+        """Write to the process, and return the line that it answers."""
         begin = time.monotonic()
         deadline, renice_at = begin + timeout_s, begin + patience_s
-        to_write, answer, is_late = memoryview(line.encode() + b"\n"), bytearray(), False
+        to_write, answer, is_late = memoryview(data), bytearray(), False
         while not answer.endswith(b"\n"):
             now = time.monotonic()
             if now >= deadline:

@@ -25,7 +25,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
 
-from jpaged.chat import ContentFormat
+from jpaged.chat import ContentFormat, sources_of
 from jpaged.cli import serve_ray, vllm_flags
 from jpaged.cli.loading import loading
 from jpaged.cli.nodes import add_node_flags, facts_of, leading, nodes_of
@@ -205,6 +205,8 @@ def _serve(
             },
             load_params=read_params if config.enable_weight_updates else None,
         )  # fmt: skip
+        if config.chat_template or (tokenizer is not None and sources_of(tokenizer)):
+            service.templates.start()  # which takes seconds
         asyncio.run(serve(service, sockets, tls))
 
 

@@ -89,13 +89,13 @@ def render(
     """Return the text of a conversation.
 
     Args:
-        messages: in the form of the OpenAI API; content is text, or a list of text parts.
+        messages: in the form of the OpenAI API; content is text.
         tools: as in the OpenAI API; templates may print them or not.
         add_generation_prompt: end the text with the beginning of the assistant's message.
         continue_final_message: leave the last message open, to be continued.
         variables: more variables for the template.
-        content_format: give the template content as text ("string"), as parts ("openai"), or as parts only if the text
-            is missing in the prompt otherwise ("auto").
+        content_format: give the template content as text ("string"), as a list of one part ("openai"), or as such a
+            list only if the text is missing in the prompt otherwise ("auto").
 
     Raises:
         ValueError: the template rejects the conversation, or leaves out the text of a message.
@@ -141,18 +141,12 @@ def _run(source: str, messages: list[dict[str, Any]], options: dict[str, Any]) -
     return text
 
 
-def texts_of(message: Message) -> list[str]:
-    """Return the texts of a message's content."""
-    content = message["content"]
-    return [part["text"] for part in content] if isinstance(content, list) else [content or ""]
+def _as_text(content: str) -> str:
+    return content
 
 
-def _as_text(content: Any) -> str:
-    return "".join(part["text"] for part in content) if isinstance(content, list) else content or ""
-
-
-def _as_parts(content: Any) -> list[dict[str, str]]:
-    return content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+def _as_parts(content: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": content}]
 
 
 def _left_out(messages: Sequence[Message], text: str, again: Callable[[Sequence[Message]], str]) -> int | None:
@@ -168,14 +162,14 @@ def _left_out(messages: Sequence[Message], text: str, again: Callable[[Sequence[
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
             continue
-        for piece in texts_of(message):
-            wanted = _squeezed(piece)
-            found = prompt.find(wanted, at)
-            if found < 0 and not any(_squeezed(form) in prompt for form in (piece, *_in_json(piece))):
-                return index
-            at = max(at, found)
-            if 0 < len(wanted) < SHORT:
-                short.append(index)
+        content = message["content"]
+        wanted = _squeezed(content)
+        found = prompt.find(wanted, at)
+        if found < 0 and not any(_squeezed(form) in prompt for form in (content, *_in_json(content))):
+            return index
+        at = max(at, found)
+        if 0 < len(wanted) < SHORT:
+            short.append(index)
     if not short:
         return None
     words = {index: f"zqx{index}xqz" for index in short}
@@ -217,19 +211,17 @@ class Encoder:
         Raises:
             ValueError: a text becomes that of a special token when the tokenizer normalizes it.
         """
-        whole = "\0".join(_strings(value))
-        if self._pattern is None:
+        pattern, whole = self._pattern, "\0".join(_strings(value))
+        if pattern is None:
             return value, {}
-        found = list(dict.fromkeys(self._pattern.findall(whole)))
-        if self._normalizes and not found:
+        found = list(dict.fromkeys(pattern.findall(whole)))
+        if self._normalizes:
             assert self._tokenizer.normalizer is not None
-            if again := self._pattern.search(self._tokenizer.normalizer.normalize_str(whole)):
+            if again := pattern.search(self._tokenizer.normalizer.normalize_str(pattern.sub("\0", whole))):
                 raise ValueError(f"the tokenizer would read a part of the text as the special token {again[0]!r}")
         if not found:
             return value, {}
-        free = (chr(code) for code in PRIVATE if chr(code) not in whole)
-        stand_ins = dict(zip(found, free))
-        pattern = self._pattern
+        stand_ins = dict(zip(found, (chr(code) for code in PRIVATE if chr(code) not in whole)))
         protected: Value = _replaced(value, lambda text: pattern.sub(lambda match: stand_ins[match[0]], text))
         return protected, {stand_in: text for text, stand_in in stand_ins.items()}
 
@@ -303,18 +295,19 @@ def _replaced(value: Any, replace: Callable[[str], str]) -> Any:
 
 def prompt_of(
     tokenizer: Any, messages: Sequence[Message], source: str | None = None, *,
-    tools: Sequence[Mapping[str, Any]] | None = None, **options: Any,
+    tools: Sequence[Mapping[str, Any]] | None = None, encoder: Encoder | None = None, **options: Any,
 ) -> list[int]:  # fmt: skip
     """Return the token ids of a conversation, rendered in this process.
 
     Args:
         source: a chat template that replaces the tokenizer's own.
+        encoder: that of the tokenizer, for several conversations; None: a new one.
         options: those of `render`.
 
     Raises:
         ValueError: as `render`.
     """
-    encoder = Encoder(tokenizer)
+    encoder = encoder or Encoder(tokenizer)
     (messages, tools), stand_ins = encoder.protect((messages, tools))
     text = render(template_of(tokenizer, source, with_tools=bool(tools)), messages, tools=tools, **options)
     return encoder.encode(text, stand_ins)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 
 from tqdm import tqdm
 
-from jpaged.chat import prompt_of
+from jpaged.chat import Encoder, prompt_of
 from jpaged.config import EngineConfig
 from jpaged.core.params import BeamSearchParams, InvalidParameter, SamplingParams, plain, shown
 from jpaged.core.request import Request, RequestOutput
@@ -172,9 +172,11 @@ class LLM:
             raise InvalidParameter("chat_template", "must be passed, because the model has none")
         single = any(isinstance(each, Mapping) for each in messages)
         conversations = cast(Sequence[Sequence[Message]], [messages] if single else messages)
+        encoder = Encoder(self.tokenizer)
         prompts = [
             prompt_of(
                 self.tokenizer, [_for_template(message) for message in conversation], chat_template, tools=tools,
+                encoder=encoder,
                 add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
                 variables=chat_template_kwargs,
             ) for conversation in conversations
@@ -316,12 +318,15 @@ def prompts_of(given: Any) -> list[Any]:
 
 
 def _for_template(message: Message) -> dict[str, Any]:
-    """Return a message of the OpenAI API as chat templates expect it: arguments of tool calls become objects."""
+    """Return a message of the OpenAI API as chat templates expect it.
+
+    Content becomes text, and arguments of tool calls become objects.
+    """
     if not isinstance(message, Mapping):
         form = '{"role": "user", "content": "..."}'
         raise InvalidParameter("messages", f"must be dicts like {form}, or lists of them, not {shown(message)}")
     content = message.get("content") or ""
-    rendered = {**message, "content": content if isinstance(content, str) else list(map(_part, content))}
+    rendered = {**message, "content": content if isinstance(content, str) else "".join(map(_text, content))}
     if message.get("tool_calls"):
         rendered["tool_calls"] = [
             {**call, "function": {**call["function"], "arguments": _arguments(call["function"])}}
@@ -330,12 +335,12 @@ def _for_template(message: Message) -> dict[str, Any]:
     return rendered
 
 
-def _part(part: Any) -> dict[str, str]:
-    """Return a part of a message's content."""
+def _text(part: Any) -> str:
+    """Return the text of a part of a message's content."""
     text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part
     if not isinstance(text, str):
         raise InvalidParameter("messages", f"content must be text, not {shown(part)}")
-    return {"type": "text", "text": text}
+    return text
 
 
 def _arguments(function: Mapping[str, Any]) -> Any:

@@ -37,10 +37,6 @@ class Template:
         return render(self.template, given, **options)
 
 
-def text(words):
-    return {"type": "text", "text": words}
-
-
 def test_prompt_of_a_conversation(tiny):
     tokenizer = load_tokenizer(tiny)
     ids = prompt_of(tokenizer, [{"role": "user", "content": "Hi"}])
@@ -74,16 +70,16 @@ def test_the_template_for_tools_is_used_with_tools():
 
 
 @pytest.mark.parametrize("source", [PARTS, SELECTED, INDEXED], ids=["loop", "selectattr", "index"])
-@pytest.mark.parametrize("content", ["Is this safe?", [text("Is this safe?")], "a"])
+@pytest.mark.parametrize("content", ["Is this safe?", "a"])
 def test_templates_of_parts_get_parts(source, content):
     rendered = Template(source)(content)
-    assert (content if isinstance(content, str) else content[0]["text"]) in rendered
+    assert content in rendered
     with pytest.raises(ValueError, match=r"message 0, of the role 'user'|refuses these messages"):
         Template(source)(content, content_format="string")
 
 
 def test_templates_of_text_get_text():
-    assert Template(ROLES)([text("One "), text("two")]) == "<|user|>One two<|end|>"
+    assert Template(ROLES)("One two") == "<|user|>One two<|end|>"
     assert Template(BOTH)("Hello there") == "SHello there"
     assert Template(BOTH)("Hello there", content_format="openai") == "PHello there"
 
@@ -117,7 +113,7 @@ def test_earlier_reasoning_may_be_dropped():
     dropping = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}"
     said = {"role": "assistant", "content": "<think>It is small.</think>A fox."}
     assert Template(dropping)("Who are you?", said) == "Who are you?A fox."
-    assert Template("{{ messages[0].content }}")("Who are you?", {"role": "assistant", "content": None})
+    assert Template("{{ messages[0].content }}")("Who are you?", {"role": "assistant", "content": ""})
 
 
 def chat_tokenizer(kind):
@@ -184,4 +180,6 @@ def test_a_text_that_becomes_a_special_token_by_normalization_is_an_error():
     encoder = Encoder(inner)
     with pytest.raises(ValueError, match=r"would read a part of the text as the special token '<\|stop\|>'"):
         encoder.protect(["\uff1c|stop|\uff1e"])
+    with pytest.raises(ValueError, match="would read a part of the text"):
+        encoder.protect(["<|stop|> \uff1c|stop|\uff1e"])
     assert encoder.protect(["fine"]) == (["fine"], {})

@@ -11,7 +11,7 @@ from jpaged.engine.engine import Engine, StepOutput
 
 logger = logging.getLogger(__name__)
 
-PROBE = "probe"  # request id
+PROBE = "probe of the engine"  # request id
 
 
 class Guard:
@@ -83,7 +83,7 @@ class Guard:
         """Return whether the engine computes a request of its own, without the others."""
         engine = self._engine
         engine.restart(tried=())
-        probe = engine.add(PROBE, [0], SamplingParams(max_tokens=1, temperature=0))
+        probe = engine.add(PROBE, [0], SamplingParams(max_tokens=1, temperature=0, seed=0))
         engine.scheduler.release([probe])
         try:
             while not probe.finished:

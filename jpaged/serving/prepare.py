@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jpaged.chat import template_of, texts_of
+from jpaged.chat import template_of
 from jpaged.core.params import ContextLengthExceeded, InvalidParameter, StructuredOutputsParams
 from jpaged.engine.engine import InFlight
 from jpaged.serving.answer import Prompt
@@ -224,8 +224,7 @@ def _render(service: Service, body: Conversation) -> list[int]:
         template = template_of(tokenizer, body.chat_template or config.chat_template, with_tools=bool(body.tools))
         messages = [message.for_template("developer" in template.source) for message in body.messages]
         options = body.template_options() | {"content_format": config.chat_template_content_format}
-        length = sum(len(text) for message in messages for text in texts_of(message))
-        _check_length(service, length, "messages")
+        _check_length(service, sum(len(message["content"]) for message in messages), "messages")
         stand_ins: dict[str, str] = {}
         if not config.allow_special_tokens_in_content:
             (messages, options["tools"]), stand_ins = service.encoder.protect((messages, options["tools"]))

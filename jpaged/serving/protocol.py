@@ -407,7 +407,8 @@ class ChatMessage(_Strict):
         if self.tool_call_id is None and self.role == "tool":
             raise ApiError(400, "messages: tool_call_id is required in a message of a tool", "messages")
         role = "system" if self.role == "developer" and not knows_developers else self.role
-        message: dict[str, Any] = {"role": role, "content": self.content or ""}
+        content = "".join(part["text"] for part in self.content) if isinstance(self.content, list) else self.content
+        message: dict[str, Any] = {"role": role, "content": content or ""}
         for name in ("name", "tool_call_id", "reasoning_content", "reasoning"):
             if getattr(self, name):
                 message[name] = getattr(self, name)

@@ -250,24 +250,31 @@ class Engine:
         if bad_words is None:
             bad_words = tokenize_bad_words(self.tokenizer, params.bad_words) if params.bad_words else ()
         given = params.seed if isinstance(params, SamplingParams) else 0
-        prompt_token_ids = params.truncated(prompt_token_ids, self.scheduler.limits.max_model_len)
-        decoder, constraint = None, copy.copy(constraint)
-        if self.vocabulary is not None:
-            decoder = Detokenizer(
-                self.vocabulary, prompt_token_ids, stop=params.stop, include_stop=params.include_stop_str_in_output,
-                skip_special_tokens=params.skip_special_tokens, keeps_first_space=constraint is not None,
-            )  # fmt: skip
-        request = self.scheduler.add(  # the last that may raise: nothing else knows the request yet
-            request_id, prompt_token_ids, params,
+        request = self.scheduler.add(
+            request_id, params.truncated(prompt_token_ids, self.scheduler.limits.max_model_len), params,
             seed=self._seeds.getrandbits(64) if given is None else given, prompt=prompt, priority=priority,
             client=client, tenant=tenant, cache_salt=cache_salt, bad_words=bad_words,
         )  # fmt: skip
         request.metrics.queued_ts = self._clock()
-        (sequence,) = request.sequences
-        sequence.constraint, sequence.decoder = constraint, decoder
+        try:
+            self._equip(request, constraint)
+        except BaseException:
+            self.abort(request_id)
+            raise
+        return request
+
+    def _equip(self, request: Request, constraint: "Constraint | None") -> None:
+        """Give a new request a decoder and the state of its constraint."""
+        (sequence,), params = request.sequences, request.params
+        sequence.constraint = copy.copy(constraint)
+        if self.vocabulary is not None:
+            sequence.decoder = Detokenizer(
+                self.vocabulary, request.prompt_token_ids, stop=params.stop,
+                include_stop=params.include_stop_str_in_output, skip_special_tokens=params.skip_special_tokens,
+                keeps_first_space=constraint is not None,
+            )  # fmt: skip
         if request.beam and params.stop:
             request.find_stop = _find_stop
-        return request
 
     def abort(self, request_id: str) -> Request | None:
         """End a request at any moment; return None if it is unknown or has ended."""

@@ -2,7 +2,7 @@
 
 import time
 
-PATIENCE_S = 120.0  # No test may take as long as this, and none may depend on what is done sooner.
+PATIENCE_S = 300.0  # No test may take as long as this, and none may depend on what is done sooner.
 
 
 def until(condition):

@@ -22,10 +22,10 @@ def interrupted(command, words):
         stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"},
     )  # fmt: skip
     limit = threading.Timer(PATIENCE_S, process.kill)
-    limit.start()
     try:
         assert any(words in line for line in process.stderr)
         process.send_signal(signal.SIGINT)
+        limit.start()
         rest = process.stderr.read()
         return process.wait(), rest
     finally:

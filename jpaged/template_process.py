@@ -16,6 +16,18 @@ MAX_MEMORY_BYTES = 2 * 2**30
 MAX_REMEMBERED = 256
 
 
+class TooLong(Exception):
+    """Rendering of more characters than a prompt can have.
+
+    Attributes:
+        length: number of its characters.
+    """
+
+    def __init__(self, length: int):
+        super().__init__(f"{length} characters")
+        self.length = length
+
+
 class TemplateProcess:
     """Handle of the processes in their parent. They start with the first conversations, one for each caller."""
 
@@ -33,7 +45,8 @@ class TemplateProcess:
         """Return the text of a conversation, with the options of `chat.render`.
 
         Raises:
-            ValueError: the template rejects the conversation, takes too much time, or produces too long a text.
+            ValueError: the template rejects the conversation, or takes too much time.
+            TooLong: the text has more than `max_characters`.
         """
         question = json.dumps([template, messages, max_characters, options])
         late = f"the chat template was not rendered within {RENDER_TIMEOUT_S:g} seconds"
@@ -41,7 +54,7 @@ class TemplateProcess:
             raise ValueError(late)
         text: str
         try:
-            text, fault = self._children.ask(question, RENDER_TIMEOUT_S)
+            text, length, fault = self._children.ask(question, RENDER_TIMEOUT_S)
         except ChildFailed:
             self._slow[hash(question)] = None
             if len(self._slow) > MAX_REMEMBERED:
@@ -49,19 +62,19 @@ class TemplateProcess:
             raise ValueError(late) from None
         if fault is not None:
             raise ValueError(fault)
+        if length > max_characters:
+            raise TooLong(length)
         return text
 
 
-def _setup(_: None) -> Callable[[list[Any]], tuple[str | None, str | None]]:
-    def answer(question: list[Any]) -> tuple[str | None, str | None]:
+def _setup(_: None) -> Callable[[list[Any]], tuple[str, int, str | None]]:
+    def answer(question: list[Any]) -> tuple[str, int, str | None]:
         template, messages, max_characters, options = question
         try:
             text = render(Template(*template), messages, **options)
         except ValueError as error:
-            return None, str(error)
-        if len(text) > max_characters:
-            return None, f"{len(text)} characters exceed {max_characters}, the most that a prompt can have"
-        return text, None
+            return "", 0, str(error)
+        return text[:max_characters], len(text), None
 
     render(Template("", {}), [{"role": "user", "content": ""}])  # which imports what it needs
     return answer

@@ -30,6 +30,7 @@ from jpaged.serving.protocol import (
 )
 from jpaged.serving.service import Service
 from jpaged.serving.tools import Tool, ToolFormat, ToolParser
+from jpaged.template_process import TooLong
 from jpaged.tokenizer import backend, encode, encode_all, tokenize_bad_words
 
 
@@ -206,11 +207,15 @@ def _prompts(
 def _check_length(service: Service, length: int, param: str) -> None:
     """Reject a text that is too long for any tokens, before time is spent on tokenizing it."""
     if length > service.max_prompt_characters:
-        raise ContextLengthExceeded(
-            param,
-            f"This model's maximum context length is {service.max_model_len} tokens (max_model_len). However, you sent "
-            f"{length} characters, more than {service.max_prompt_characters}, the most that so many tokens can have."
-        )  # fmt: skip
+        raise _too_long(service, length, param)
+
+
+def _too_long(service: Service, length: int, param: str) -> ContextLengthExceeded:
+    return ContextLengthExceeded(
+        param,
+        f"This model's maximum context length is {service.max_model_len} tokens (max_model_len). However, you sent "
+        f"{length} characters, more than {service.max_prompt_characters}, the most that so many tokens can have."
+    )  # fmt: skip
 
 
 def _render(service: Service, body: Conversation) -> list[int]:
@@ -229,8 +234,11 @@ def _render(service: Service, body: Conversation) -> list[int]:
         if not config.allow_special_tokens_in_content:
             (messages, options["tools"]), stand_ins = service.encoder.protect((messages, options["tools"]))
         text = service.templates.render(template, messages, service.max_prompt_characters, **options)
-        _check_length(service, len(text), "messages")
         return service.encoder.encode(text, stand_ins)
+    except TooLong as error:
+        raise _too_long(service, error.length, "messages") from None
+    except InvalidParameter:
+        raise
     except ValueError as error:
         raise ApiError(400, f"messages: {error}", "messages") from error
 

@@ -119,7 +119,7 @@ async def test_template_of_a_request_is_rendered_within_limits(loaded, monkeypat
         text = loaded[1].decode(answer["prompt_token_ids"], skip_special_tokens=True)
         assert "user: Hi!" in text
         for template, words in (
-            ("{{ messages[0].content * 1000000 }}", "2000000 characters exceed"),
+            ("{{ messages[0].content * 1000000 }}", "you sent 2000000 characters"),
             ("{{ messages[0].content * 10000000000 }}", "memory"),
             ("{{ raise_exception('not so') }}", "not so"),
             ("{{ unclosed", "unexpected end of template"),

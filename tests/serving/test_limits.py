@@ -1,7 +1,6 @@
 """Limits on the cost of one request to others: lengths, numbers of prompts, the queue, time, and the event loop."""
 
 import asyncio
-import itertools
 import json
 import threading
 import time
@@ -34,9 +33,7 @@ def test_tokenizing_a_long_text_lets_other_threads_run(loaded):
     end = time.perf_counter()
     done.set()
     thread.join()
-    during = [start, *(tick for tick in ticks if start < tick < end), end]
-    longest = max(later - earlier for earlier, later in itertools.pairwise(during))
-    assert longest < (end - start) / 4, "the GIL was held for the whole text"
+    assert sum(start < tick < end for tick in ticks) > 3, "the GIL was held for the whole text"
     assert ids[:500] == backend(tokenizer).encode(text[:2000]).ids[:500]
 
 
@@ -105,30 +102,33 @@ def test_long_json_in_parts_equals_the_whole():
 
 async def test_full_queue_is_an_error_503_that_clients_retry(slow_client, slow_api):
     """Let one request run and two wait: the next is rejected, and a client that retries gets its response."""
-    first = await slow_api.complete("Hi", stream=True, **LONG | {"max_tokens": 20})
-    await slow_client.until(num_running=1)
-    others = asyncio.create_task(slow_api.complete(["Hi", "Hi"], max_tokens=1))
-    await slow_client.until(num_waiting=2)
-    with pytest.raises(openai.InternalServerError, match=r"queue full \(2 requests waiting") as error:
-        await slow_api.complete("Hi", max_tokens=1)
-    assert error.value.status_code == 503 and error.value.type == "ServiceUnavailableError"
-    assert error.value.response.headers["retry-after"] == "1"
     async with Api(slow_client.url, max_retries=5) as retrying:
-        assert (await retrying.complete(say("ok"), max_tokens=5)).choices[0].text == "ok"
+        async with slow_client.limited(1):
+            first = await slow_api.complete("Hi", stream=True, **LONG | {"max_tokens": 20})
+            await slow_client.until(num_running=1)
+            others = asyncio.create_task(slow_api.complete(["Hi", "Hi"], max_tokens=1))
+            await slow_client.until(num_waiting=2)
+            with pytest.raises(openai.InternalServerError, match=r"queue full \(2 requests waiting") as error:
+                await slow_api.complete("Hi", max_tokens=1)
+            assert error.value.status_code == 503 and error.value.type == "ServiceUnavailableError"
+            assert error.value.response.headers["retry-after"] == "1"
+            later = asyncio.create_task(retrying.complete(say("ok"), max_tokens=5))
+            await asyncio.sleep(0)
+        assert (await later).choices[0].text == "ok"
     assert len(await collect(first)) > 0 and len((await others).choices) == 2
 
 
 async def test_request_timeout_ends_running_and_waiting_requests(slow_loaded):
     async with Client(*slow_loaded, model_name="demo", request_timeout=0.5) as client, Api(client.url) as api:
-        plain = asyncio.create_task(api.complete("Hi", **LONG))
-        await client.until(num_running=1)
-        stream = await api.complete("Hi", stream=True, **LONG)  # It waits for the first one and gets no token.
-        with pytest.raises(
-            openai.InternalServerError, match=r"the answer was not complete after 0\.5 seconds"
-        ) as error:
-            await plain
-        assert error.value.status_code == 504 and error.value.type == "TimeoutError"
-        with pytest.raises(openai.APIError, match=r"the answer was not complete after 0\.5 seconds") as error:
-            await collect(stream)
-        assert error.value.code == "timeout"
+        async with client.limited(3):  # One of them runs, and the other one waits and gets no token.
+            plain = asyncio.create_task(api.complete("Hi", **LONG))
+            stream = await api.complete("Hi", stream=True, **LONG)
+            with pytest.raises(
+                openai.InternalServerError, match=r"the answer was not complete after 0\.5 seconds"
+            ) as error:
+                await plain
+            assert error.value.status_code == 504 and error.value.type == "TimeoutError"
+            with pytest.raises(openai.APIError, match=r"the answer was not complete after 0\.5 seconds") as error:
+                await collect(stream)
+            assert error.value.code == "timeout"
         await client.idle()

@@ -120,6 +120,19 @@ async def test_result_of_a_tool_is_accepted_after_its_call(api, how):
     assert prompt.startswith("<|begin|><|system|>Tools: {") and '"name": "weather"' in prompt
 
 
+@pytest.mark.parametrize("arguments", ['{"city": "Rome"', r'{"city": "\ud83e"}', '{"city": "a\nb"}', "{,}", ""])
+async def test_arguments_in_the_history_may_be_cut_off_or_wrong(api, arguments):
+    """The server accepts its own answers again: the template gets the text as it is."""
+    call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    messages = [
+        {"role": "user", "content": "Is it warm?"}, {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": "wrong arguments"},
+    ]  # fmt: skip
+    after = await api.chat(messages, max_tokens=1, extra_body={"return_token_ids": True})
+    prompt = TOKENIZER.decode(after.prompt_token_ids, skip_special_tokens=False)
+    assert json.dumps(arguments, ensure_ascii=False) in prompt if arguments else '"arguments": {}' in prompt
+
+
 ROME = '{"name": "weather", "arguments": {"city": "Rome", "days": 1}}'
 NOON = '{"name": "clock", "arguments": {"zone": "utc"}}'
 ROME_CALL, NOON_CALL = ["weather", '{"city": "Rome", "days": 1}'], ["clock", '{"zone": "utc"}']

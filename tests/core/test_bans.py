@@ -4,8 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jpaged.config import Limits
 from jpaged.core.bans import Bans
-from jpaged.core.params import InvalidParameter
+from jpaged.core.block_pool import BlockPool
+from jpaged.core.params import InvalidParameter, SamplingParams
+from jpaged.core.scheduler import Scheduler
 
 WORD = st.lists(st.integers(0, 2), min_size=1, max_size=4).map(tuple)
 
@@ -71,3 +74,14 @@ def test_a_situation_without_a_next_token_is_found(words, tokens, allowed):
         return
     left = (allowed or {0, 1, 2}) - set(bans.single_tokens) - bans.next_tokens(tokens, len(tokens))
     assert bans.leave_none(tokens, len(tokens)) == (not left)
+
+
+def test_bad_words_that_the_model_cannot_say_and_ends_that_it_lacks_are_ignored():
+    """A tokenizer may know more tokens than the model."""
+    scheduler = Scheduler(BlockPool(8, 4), Limits(32, 2, 8), vocab_size=10, eos_token_ids=[9, 10, 11])
+    words = [(3,), (10,), (1, 10), (10, 1), (4, 5)]
+    params = SamplingParams(min_tokens=2, max_tokens=4)
+    request = scheduler.add("0", [1, 2], params, seed=0, bad_words=words)
+    assert request.bans.single_tokens == (3,) and request.end_tokens == {9}
+    assert request.bans.next_tokens([1, 2, 1], 1) == {9}
+    assert request.bans.next_tokens([1, 2, 4], 1) == {5, 9}

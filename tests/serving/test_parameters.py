@@ -5,6 +5,7 @@ truncate_prompt_tokens), test_prefix_cache.py (cache_salt), test_structured_outp
 """
 
 import asyncio
+import copy
 import json
 from dataclasses import fields
 
@@ -13,7 +14,7 @@ import pytest
 from jpaged.core.params import BeamSearchParams, SamplingParams
 from jpaged.serving.protocol import ApiError, ChatRequest, CompletionRequest, parse
 from tests.models import VOCAB
-from tests.serving.client import Api, texts
+from tests.serving.client import Api, Client, texts
 
 
 async def test_logit_bias_of_100_forces_a_token(client, ids):
@@ -200,3 +201,15 @@ def test_null_is_the_same_as_an_absent_field(kind):
     assert request.params({"temperature": 0.5}) == SamplingParams(temperature=0.5, max_tokens=limit)
     beams = request.model_copy(update={"use_beam_search": True})
     assert beams.params({"temperature": 0.5}) == BeamSearchParams(beam_width=1, n=1, max_tokens=limit)
+
+
+async def test_bad_words_with_tokens_that_the_model_lacks_change_nothing(loaded):
+    """Some tokenizers have a token more than their models."""
+    tokenizer = copy.deepcopy(loaded.tokenizer)
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    assert tokenizer.convert_tokens_to_ids("[PAD]") == loaded.engine.scheduler.vocab_size
+    async with Client(loaded.engine, tokenizer) as client:
+        words = ["[PAD]", "a[PAD]", "[PAD]a"]
+        free, banned = [await client.complete("Hi", max_tokens=5, bad_words=each) for each in ([], words)]
+        assert banned["choices"] == free["choices"]
+        assert (await client.complete("[PAD]", 400))["error"]["param"] == "prompt"

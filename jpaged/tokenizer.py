@@ -159,9 +159,19 @@ class Vocabulary:
         return f"token_id:{token}" if self.tokenizer is None else self.bytes(token).decode(errors="replace")
 
 
+def all_bytes(tokenizer: Tokenizer, num_tokens: int) -> list[bytes]:
+    """Return the bytes of the first tokens, as `Vocabulary.bytes` does, in a fraction of the time."""
+    once = tokenizer.decode_batch([[token] for token in range(num_tokens)], skip_special_tokens=False)
+    twice = tokenizer.decode_batch([[token, token] for token in range(num_tokens)], skip_special_tokens=False)
+    return [_exact(tokenizer, token, *texts) for token, texts in enumerate(zip(once, twice))]
+
+
 def _bytes(tokenizer: Tokenizer, token: int) -> bytes:
-    """Return the bytes of a token that follows others: here, itself."""
-    first, both = _decode(tokenizer, token), _decode(tokenizer, token, token)
+    return _exact(tokenizer, token, _decode(tokenizer, token), _decode(tokenizer, token, token))
+
+
+def _exact(tokenizer: Tokenizer, token: int, first: str, both: str) -> bytes:
+    """Return the bytes of a token that follows others, from its text at a beginning, and behind itself there."""
     if REPLACEMENT in both:
         piece = tokenizer.id_to_token(token) or ""
         if byte := BYTE_PIECE.fullmatch(piece):

@@ -41,7 +41,8 @@ def tekken(file: Path, *, nfc: bool) -> tuple[Tokenizer, int]:
     content = json.loads(file.read_text())
     size = content["config"]["default_vocab_size"] - content["config"]["default_num_special_tokens"]
     ranks = {base64.b64decode(token["token_bytes"]): token["rank"] for token in content["vocab"][:size]}
-    written = {token: "".join(map(bytes_to_unicode().__getitem__, token)) for token in ranks}
+    letters = bytes_to_unicode()
+    written = {token: "".join(map(letters.__getitem__, token)) for token in ranks}
     merges = []
     for token in sorted(ranks, key=ranks.__getitem__):
         halves = ((token[:at], token[at:]) for at in range(1, len(token)))

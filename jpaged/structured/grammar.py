@@ -62,7 +62,7 @@ class Compiler:
         Raises:
             ValueError: the grammar can't be compiled.
         """
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
+        matcher = LLMatcher(self.tokenizer, grammar, log_level=0)
         if not matcher.is_error():
             matcher.compute_bitmask()  # a grammar that fails at once should fail here
         if matcher.is_error():
@@ -70,7 +70,8 @@ class Compiler:
         return matcher
 
     @cached_property
-    def _tokenizer(self) -> LLTokenizer:
+    def tokenizer(self) -> LLTokenizer:
+        """Tokens of the model, which take a second for a large vocabulary."""
         if not self._eos_token_ids:
             raise ValueError("the model has no end-of-sequence token, so no text could be complete")
         try:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from tokenizers import Tokenizer
 
-from jpaged.tokenizer import Vocabulary
+from jpaged.tokenizer import Vocabulary, all_bytes
 
 # A character that stands in front of a text while it is encoded. What a tokenizer puts before a text, or strips from
 # its beginning, then concerns this character only. No tokenizer merges it with others.
@@ -25,7 +25,7 @@ class GrammarVocabulary:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: list[int]):
         vocabulary = Vocabulary(tokenizer)
-        self.tokens = [vocabulary.bytes(token) for token in range(vocab_size)]
+        self.tokens = all_bytes(tokenizer, vocab_size)
         self.special_token_ids = [token for token in sorted(vocabulary.special) if token < vocab_size]
         self.bos_token_id, self.eos_token_id = None, eos_token_ids[0]
         self._ids = {text: token for token, text in enumerate(self.tokens) if text and token not in vocabulary.special}

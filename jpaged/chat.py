@@ -201,8 +201,7 @@ class Encoder:
         self._added = frozenset(added)
         special = [token for token in added.values() if token.special]
         self._special_ids = frozenset(token for token, text in added.items() if text.special)
-        texts = sorted((token.content for token in special), key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, texts))) if texts else None
+        self._pattern = re.compile("|".join(re.escape(token.content) for token in special)) if special else None
         self._normalizes = self._tokenizer.normalizer is not None and any(token.normalized for token in special)
 
     def protect[Value](self, value: Value) -> tuple[Value, dict[str, str]]:

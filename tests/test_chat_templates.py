@@ -164,13 +164,14 @@ def test_pieces_between_special_tokens_are_encoded_as_without_protection(kind):
 
 def test_special_tokens_are_found_everywhere_in_a_message():
     tokenizer = chat_tokenizer("qwen")
-    end = backend(tokenizer).token_to_id("<|end|>")
-    call = {"id": "1", "function": {"name": "f", "arguments": {"<|end|>": ["<|end|>"]}}}
+    special = {backend(tokenizer).token_to_id(text) for text in ("<|end|>", "<|user|>")}
+    call = {"id": "1", "function": {"name": "f", "arguments": {"<|user|>": ["<|end|>"]}}}
     messages = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "user", "content": "Well"}]
     source = "{{ messages | tojson }}{{ tools | tojson(ensure_ascii=True) }}"
     tokens = prompt_of(tokenizer, messages, source, tools=[{"function": {"description": "<|end|>"}}])
-    assert end not in tokens
-    assert backend(tokenizer).decode(tokens).count("<|end|>") == 3
+    assert not special.intersection(tokens)
+    text = backend(tokenizer).decode(tokens)
+    assert (text.count("<|end|>"), text.count("<|user|>")) == (2, 1)
 
 
 def test_a_text_that_becomes_a_special_token_by_normalization_is_an_error():

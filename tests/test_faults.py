@@ -1,5 +1,7 @@
 """An exception in the work on one request ends this request alone: injected into every function that gets its data."""
 
+import itertools
+
 import pytest
 
 from jpaged import BeamSearchParams, SamplingParams, StructuredOutputsParams
@@ -159,3 +161,16 @@ def test_exception_in_any_function_ends_one_request_of_eight(shop, undisturbed, 
             assert other in faults or tokens == undisturbed[other], f"{name}: {other}"
         ended += bool(faults)
     assert ended > 0.9 * len(names), f"{ended} of {len(names)}"
+
+
+@pytest.mark.parametrize("name", ["forward", "choose"])
+def test_an_exception_of_one_step_ends_no_request(shop, monkeypatch, name):
+    """Not even if there is only one."""
+    engine = shop.engine()
+    guard, calls = Guard(engine), itertools.count()
+    original = getattr(engine.runner.step, name)
+    monkeypatch.setattr(engine.runner.step, name, lambda *args: 1 / (next(calls) - 2) and original(*args))
+    request = engine.add("0", engine.tokenizer.encode("Once").ids, SamplingParams(max_tokens=6, ignore_eos=True))
+    while engine.has_work:
+        assert not guard.step().faults
+    assert next(calls) > 6 and len(request.sequences[0].output_token_ids) == 6

@@ -78,6 +78,9 @@ async def test_errors_reach_their_callers_and_abandoned_work_is_not_begun():
     await asyncio.sleep(0)
     waiting.cancel()
     running.cancel()
+    other, _ = shop.ask("b", "abandoned, too")
+    await asyncio.sleep(0)
+    other.cancel()
     end.set()
     last_end.set()
     assert await last == "last"

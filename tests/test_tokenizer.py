@@ -20,8 +20,10 @@ from jpaged.tokenizer import (
     backend,
     encode,
     load_tokenizer,
+    tokenize_bad_words,
 )
-from tests.models import EOS, byte_tokenizer
+from tests import tokenizer_kinds
+from tests.models import EOS, SPECIAL, byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
 
@@ -328,3 +330,21 @@ def test_words_keep_their_space_behind_bytes_that_are_no_text():
     tokens = [tokenizer.token_to_id(piece) for piece in ("▁upon", "<0xC3>", "<0xA9>", "<0xFF>", "▁up", "<0xE2>", "▁up")]
     decoder = TokenDecoder(Vocabulary(tokenizer), [])
     assert [decoder.step(token) for token in tokens] == ["upon", "", "é", "\ufffd", " up", "", "\ufffd up"]
+
+
+def test_tags_of_tool_calls_are_text_even_as_special_tokens():
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in ("<tool_call>", "</tool_call>", "<|x|>")])
+    vocabulary = Vocabulary(tokenizer)
+    detokenizer = Detokenizer(vocabulary, [])
+    tokens = tokenizer.encode("a<|x|><tool_call>b</tool_call>").ids
+    assert "".join(detokenizer.step(token).text for token in tokens) == "a<tool_call>b</tool_call>"
+    assert vocabulary.special == {tokenizer.token_to_id(text) for text in (*SPECIAL, "<|x|>")}
+
+
+def test_bad_words_have_the_tokens_of_a_beginning_and_of_the_middle_of_a_text():
+    tokenizer, _ = tokenizer_kinds.made("gpt2")
+    word, inside = (tuple(tokenizer.encode(text).ids) for text in ("positive", " positive"))
+    assert set(tokenize_bad_words(tokenizer, ["positive"])) == {word, inside}
+    assert set(tokenize_bad_words(tokenizer, [" positive"])) == {word, inside}
+    assert tokenize_bad_words(tokenizer, ["", "a", "a"]).count(tuple(tokenizer.encode("a").ids)) == 1

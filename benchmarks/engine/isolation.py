@@ -6,8 +6,8 @@ another key can make.
 
 The server is a process of its own with the demo model and two keys. Key B sends one stream after another, completions
 and chats in turns. The load of key A comes from a third process. For each load, intervals without and with it
-alternate; figures are medians over the rounds. All processes share the machine's processors, so the clients of a load
-take time from the server, too.
+alternate; figures are medians over the rounds. All processes share the machine's processors; the third one has the
+lowest priority, because the clients of a load would be elsewhere.
 
 The time to the first token and the 99th percentile of the times between tokens may each be at most twice those alone,
 plus one step. One step is the 99th percentile of the times between tokens of a stream of key A, if its load generates;
@@ -16,17 +16,19 @@ else that of key B alone.
 
 import argparse
 import asyncio
+import contextlib
 import functools
 import io
 import itertools
 import json
 import math
 import multiprocessing
+import os
 import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -194,13 +196,9 @@ async def latencies(url: str, seconds: float, numbers: Iterator[int], constraine
     return found
 
 
-async def apply_load(connection: Connection, url: str, load: Load, start: int) -> tuple[Times, Counter[str]]:
-    """Apply a load until there is a message; return the times of its own stream, and the statuses of its answers."""
-    times, statuses, numbers = Times(), Counter[str](), itertools.count(start)
-
-    async def measure_steps() -> None:
-        while True:
-            await stream(session, COMPLETIONS, {"prompt": "a", "max_tokens": 900, "ignore_eos": True}, times)
+async def apply_load(connection: Connection, url: str, load: Load, start: int) -> Counter[str]:
+    """Apply a load until the connection has a message, and return the statuses of its answers."""
+    statuses, numbers = Counter[str](), itertools.count(start)
 
     async def send() -> None:
         while True:
@@ -214,43 +212,76 @@ async def apply_load(connection: Connection, url: str, load: Load, start: int) -
     told = asyncio.Event()
     asyncio.get_running_loop().add_reader(connection.fileno(), told.set)
     async with open_session(url, KEY_A) as session:
-        tasks = [asyncio.create_task(measure_steps())] if load.generates else []
-        tasks += [asyncio.create_task(send()) for _ in range(load.num_clients)]
-        connection.send("begun")
+        tasks = [asyncio.create_task(send()) for _ in range(load.num_clients)]
         ended, _ = await asyncio.wait([asyncio.create_task(told.wait()), *tasks], return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
             task.cancel()
         for task in ended:
             task.result()
         await asyncio.gather(*tasks, return_exceptions=True)
-    return times, statuses
+    return statuses
 
 
 def run_load(connection: Connection, url: str, name: str, start: int) -> None:
-    """Apply a load in the process of key A."""
+    """Apply a load between two messages, in the process of key A. It leaves the processor to the server."""
+    os.nice(19)
     LOADS[name].request(0)
+    connection.send("ready")
+    connection.recv()
     connection.send(asyncio.run(apply_load(connection, url, LOADS[name], start)))
 
 
-def beside(server: ServerProcess, name: str, start: int, measure: Callable[[], Any]) -> tuple[Any, Times, Counter[str]]:
-    """Return what `measure` returns beside a load, then what the load returns, once the server is at rest."""
+@contextlib.asynccontextmanager
+async def measured_steps(url: str) -> AsyncIterator[Times]:
+    """Enter a context with the times of streams of key A, the first of which has begun."""
+    times = Times()
+
+    async def run() -> None:
+        while True:
+            await stream(session, COMPLETIONS, {"prompt": "a", "max_tokens": 1000, "ignore_eos": True}, times)
+
+    async with open_session(url, KEY_A) as session:
+        task = asyncio.create_task(run())
+        try:
+            while not times.first:
+                await asyncio.sleep(0.01)
+                if task.done():
+                    task.result()
+            yield times
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+async def latencies_beside(
+    url: str, name: str, seconds: float, numbers: Iterator[int]
+) -> tuple[dict[str, Times], list[float], Counter[str]]:
+    """Return the times of key B's streams beside a load, those of steps, and the statuses of the load's answers."""
+    load = LOADS[name]
     here, there = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=run_load, args=(there, server.url, name, start))
+    arguments = there, url, name, 1000 * next(numbers)
+    process = multiprocessing.get_context("spawn").Process(target=run_load, args=arguments, daemon=True)
     process.start()
     there.close()
     try:
-        here.recv()
-        time.sleep(WARM_UP_S)
-        found = measure()
+        await asyncio.to_thread(here.recv)
+        async with measured_steps(url) if load.generates else contextlib.nullcontext(Times()) as steps:
+            here.send("begin")
+            await asyncio.sleep(WARM_UP_S)
+            steps.between.clear()
+            found = await latencies(url, seconds, numbers, load.constrained)
         here.send("end")
-        times, statuses = here.recv()
-        process.join()
+        statuses = await asyncio.to_thread(here.recv)
     finally:
         process.kill()
-    time.sleep(LOADS[name].rest_s)
+    return found, steps.between, statuses
+
+
+def rest(server: ServerProcess, seconds: float) -> None:
+    """Wait until the server has no work, some of which may be unseen for some seconds."""
+    time.sleep(seconds)
     while server.metric("vllm:num_requests_running") + server.metric("vllm:num_requests_waiting"):
         time.sleep(0.1)
-    return found, times, statuses
 
 
 def percentile_99(times: Sequence[float]) -> float:
@@ -260,15 +291,15 @@ def percentile_99(times: Sequence[float]) -> float:
 def measure_load(server: ServerProcess, name: str, rounds: int, seconds: float, numbers: Iterator[int]) -> list[Body]:
     """Return a row for each kind of key B's requests."""
     load = LOADS[name]
-    measure = lambda: asyncio.run(latencies(server.url, seconds, numbers, load.constrained))
     alone, loaded, steps, answers = [], [], [], Counter[str]()
     for _ in tqdm(range(rounds), desc=name, disable=None):
-        alone.append(measure())
-        found, times, statuses = beside(server, name, next(numbers) * 1000, measure)
+        alone.append(asyncio.run(latencies(server.url, seconds, numbers, load.constrained)))
+        found, between, statuses = asyncio.run(latencies_beside(server.url, name, seconds, numbers))
+        rest(server, load.rest_s)
         loaded.append(found)
         answers += statuses
-        if load.generates:
-            steps.append(percentile_99(times.between))
+        if between:
+            steps.append(percentile_99(between))
     rows = []
     for kind in KINDS:
         row: Body = {"load": name, "request": kind}
@@ -310,7 +341,8 @@ def publish(report: Report) -> None:
         "Latencies of key B alone and beside each load of key A. It holds if both beside the load are at most "
         f"{MAX_RATIO} times those alone, plus one step: the 99th percentile of the times between tokens of a stream of "
         "key A, or of key B alone where key A generates nothing.",
-        "The server, key B and key A are three processes on the same processors, which other programs use as well. "
+        "The server and the clients of both keys are three processes on the same processors, which other programs use "
+        "as well. The clients of key A have the lowest priority, except for the stream that measures steps. "
         f"{report.environment['method']}",
         table(rows, list(rows[0])),
     )

@@ -95,17 +95,26 @@ def test_a_load_runs_until_it_is_told():
 
     async def use(url, bodies):
         applied = asyncio.create_task(isolation.apply_load(there, url, load, 5))
-        await asyncio.to_thread(here.recv)
         while len(bodies) < 20:
             assert not applied.done()
             await asyncio.sleep(0.001)
         here.send("end")
         return await applied
 
-    (times, statuses), bodies = with_stub(use)
-    assert times.between and statuses["200"] > 0
-    prompts = [body["prompt"] for body in bodies]
-    assert json.loads(isolation.long_prompt(5)[1])["prompt"] in prompts
+    statuses, bodies = with_stub(use)
+    assert statuses.keys() == {"200"} and statuses["200"] >= 20 - load.num_clients
+    assert bodies[0] == json.loads(isolation.long_prompt(5)[1])
+
+
+def test_steps_are_measured_by_streams_of_key_a():
+    async def use(url, bodies):
+        async with isolation.measured_steps(url) as steps:
+            while len(bodies) < 3:
+                await asyncio.sleep(0.001)
+            return steps
+
+    steps, bodies = with_stub(use)
+    assert len(steps.between) >= 4 and {body["prompt"] for body in bodies} == {"a"}
 
 
 def test_report_shows_what_does_not_hold(tmp_path):

@@ -26,7 +26,7 @@ from jpaged.tokenizer import Vocabulary, backend
 
 API_KEY_VARIABLE = "JPAGED_API_KEY"  # environment variable with a further key
 LARGE_BYTES = 64 * 2**10
-# Parsing holds the GIL, for which the steps of other keys wait. With this rest few of their steps do.
+# Much of this work holds the GIL, for which the steps of other keys wait. With this rest few of their steps do.
 REST_OF_KEYS = 4
 
 
@@ -171,8 +171,8 @@ class Service:
     def grammar_turns(self) -> ClientTurns:
         """Turns at the compilation of grammars."""
         assert self.grammars is not None, "there are grammars only with a tokenizer"
-        grammars = self.grammars
-        return ClientTurns("grammars", lambda work: grammars.threads.submit(work), NUM_THREADS, self.config.max_prompts)
+        grammars, max_waiting = self.grammars, self.config.max_prompts
+        return ClientTurns("grammars", lambda work: grammars.threads.submit(work), NUM_THREADS, max_waiting, self._rest)
 
     @property
     def _rest(self) -> float:

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
@@ -149,9 +150,11 @@ async def test_a_client_rests_after_work_that_fails(rests, spend):
     assert [delay for delay, *_ in rests] == [0.5]
 
 
-@pytest.mark.parametrize("keys, delays", [((), []), (("one",), []), (("one", "two"), [0.125 * REST_OF_KEYS] * 2)])
+@pytest.mark.parametrize("keys, delays", [((), []), (("one",), []), (("one", "two"), [0.125 * REST_OF_KEYS] * 3)])
 async def test_clients_rest_only_where_keys_tell_them_apart(rests, spend, keys, delays):
-    service = Service(*[None] * 9, config=ServerConfig(api_keys=keys))
+    grammars = SimpleNamespace(threads=ThreadPoolExecutor(1))
+    service = Service(*[None] * 7, grammars, None, config=ServerConfig(api_keys=keys))
     await service.run(lambda: spend(0.125), LARGE_BYTES + 1, "a")
     await service.chat_turns.run("a", lambda: spend(0.125))
+    await service.grammar_turns.run("a", lambda: spend(0.125))
     assert [delay for delay, *_ in rests] == delays

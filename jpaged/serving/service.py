@@ -26,6 +26,8 @@ from jpaged.tokenizer import Vocabulary, backend
 
 API_KEY_VARIABLE = "JPAGED_API_KEY"  # environment variable with a further key
 LARGE_BYTES = 64 * 2**10
+# Much of this work holds the GIL, for which the steps of other keys wait. With this rest few of their steps do.
+REST_OF_KEYS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,19 +165,23 @@ class Service:
     def chat_turns(self) -> ClientTurns:
         """Turns at the preparation of conversations, which waits for their templates."""
         threads = ThreadPoolExecutor(NUM_THREADS, "chats")
-        return ClientTurns("chat templates", threads.submit, NUM_THREADS, self.config.max_prompts)
+        return ClientTurns("chat templates", threads.submit, NUM_THREADS, self.config.max_prompts, self._rest)
 
     @cached_property
     def grammar_turns(self) -> ClientTurns:
         """Turns at the compilation of grammars."""
         assert self.grammars is not None, "there are grammars only with a tokenizer"
-        grammars = self.grammars
-        return ClientTurns("grammars", lambda work: grammars.threads.submit(work), NUM_THREADS, self.config.max_prompts)
+        grammars, max_waiting = self.grammars, self.config.max_prompts
+        return ClientTurns("grammars", lambda work: grammars.threads.submit(work), NUM_THREADS, max_waiting, self._rest)
+
+    @property
+    def _rest(self) -> float:
+        return REST_OF_KEYS if len(self.config.api_keys) > 1 else 0
 
     @cached_property
     def _large_turns(self) -> ClientTurns:
         threads = ThreadPoolExecutor(1, "large requests")
-        return ClientTurns("large requests", threads.submit, 1, self.config.max_prompts)
+        return ClientTurns("large requests", threads.submit, 1, self.config.max_prompts, self._rest)
 
 
 SERVICE = web.AppKey("service", Service)

@@ -1,12 +1,16 @@
 """Turns of clients at work on threads."""
 
 import asyncio
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from jpaged.engine.async_engine import QueueFull
+
+MAX_REST_S = 1.0
 
 type Work = Callable[[], Any]
 
@@ -21,15 +25,19 @@ class ClientTurns:
         submit: start some work on a thread.
         num_threads: number of threads.
         max_waiting: maximum pieces of one client that wait.
+        rest: time that a client waits after a piece of work, as a multiple of its processor time; MAX_REST_S at most.
     """
 
-    def __init__(self, name: str, submit: Callable[[Work], "Future[Any]"], num_threads: int, max_waiting: int):
+    def __init__(
+        self, name: str, submit: Callable[[Work], "Future[Any]"], num_threads: int, max_waiting: int, rest: float = 0
+    ):
         self._name = name
         self._submit = submit
-        self._num_threads = num_threads
+        self._num_free = num_threads
         self._max_waiting = max_waiting
+        self._rest = rest
         self._waiting: OrderedDict[str, deque[tuple[Work, asyncio.Future[Any]]]] = OrderedDict()
-        self._running: set[str] = set()
+        self._busy: set[str] = set()  # clients that run or rest
 
     async def run[T](self, client: str, work: Callable[[], T]) -> T:
         """Return the result of some work of a client.
@@ -47,23 +55,27 @@ class ClientTurns:
 
     def _start(self) -> None:
         """Start waiting work, as far as threads are free."""
-        for client in [client for client in self._waiting if client not in self._running]:
-            if len(self._running) >= self._num_threads:
+        for client in [client for client in self._waiting if client not in self._busy]:
+            if not self._num_free:
                 return
             mine = self._waiting[client]
             while mine and mine[0][1].done():  # nobody waits for it any more
                 mine.popleft()
             if mine:
                 work, done = mine.popleft()
-                self._running.add(client)
-                asyncio.wrap_future(self._submit(work)).add_done_callback(
-                    lambda result, client=client, done=done: self._end(client, result, done)  # type: ignore[misc]
-                )
+                self._busy.add(client)
+                self._num_free -= 1
+                timed = _Timed(work)
+                asyncio.wrap_future(self._submit(timed)).add_done_callback(partial(self._end, client, timed, done))
             else:
                 del self._waiting[client]
 
-    def _end(self, client: str, result: "asyncio.Future[Any]", done: "asyncio.Future[Any]") -> None:
-        self._running.discard(client)
+    def _end(self, client: str, timed: "_Timed", done: "asyncio.Future[Any]", result: "asyncio.Future[Any]") -> None:
+        self._num_free += 1
+        if rest := min(self._rest * timed.seconds, MAX_REST_S):
+            asyncio.get_running_loop().call_later(rest, self._release, client)
+        else:
+            self._busy.discard(client)
         if client in self._waiting:
             self._waiting.move_to_end(client)
         if not done.done():
@@ -74,3 +86,27 @@ class ClientTurns:
         elif not result.cancelled():
             result.exception()  # which is retrieved, and so not reported
         self._start()
+
+    def _release(self, client: str) -> None:
+        """End the rest of a client."""
+        self._busy.discard(client)
+        self._start()
+
+
+class _Timed:
+    """Work that records its processor time, which leaves out waits.
+
+    Attributes:
+        seconds: the processor time, once the work is done.
+    """
+
+    def __init__(self, work: Work):
+        self._work = work
+        self.seconds = 0.0
+
+    def __call__(self) -> Any:
+        start = time.thread_time()
+        try:
+            return self._work()
+        finally:
+            self.seconds = time.thread_time() - start

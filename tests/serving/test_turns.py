@@ -3,19 +3,22 @@
 import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
 from jpaged.engine.async_engine import QueueFull
-from jpaged.serving.turns import ClientTurns
+from jpaged.serving import turns
+from jpaged.serving.service import LARGE_BYTES, REST_OF_KEYS, ServerConfig, Service
+from jpaged.serving.turns import MAX_REST_S, ClientTurns
 
 
 class Shop:
     """Turns at work that ends when it is told to."""
 
-    def __init__(self, num_threads=2, max_waiting=10):
+    def __init__(self, num_threads=2, max_waiting=10, rest=0):
         self.threads = ThreadPoolExecutor(num_threads)
-        self.turns = ClientTurns("the shop", self.threads.submit, num_threads, max_waiting)
+        self.turns = ClientTurns("the shop", self.threads.submit, num_threads, max_waiting, rest)
         self.begun = asyncio.Queue()
 
     def ask(self, client, name):
@@ -101,3 +104,60 @@ async def test_work_that_fails_after_its_caller_has_gone_is_not_reported():
     task.cancel()
     end.set()
     assert await shop.turns.run("a", lambda: "next") == "next"
+
+
+@pytest.fixture
+async def rests(monkeypatch):
+    """Calls that the loop should make later, as tuples of delay, function and arguments. It makes none."""
+    found = []
+    monkeypatch.setattr(
+        asyncio.get_running_loop(), "call_later", lambda delay, call, *args: found.append((delay, call, args))
+    )
+    return found
+
+
+@pytest.fixture
+def spend(monkeypatch):
+    """Spend some processor time."""
+    clock = [0.0]
+    monkeypatch.setattr(turns.time, "thread_time", lambda: clock[0])
+
+    def spend(seconds):
+        clock[0] += seconds
+
+    return spend
+
+
+@pytest.mark.parametrize("seconds, rest", [(0.125, 0.5), (0.25, MAX_REST_S), (30.0, MAX_REST_S)])
+async def test_a_client_rests_after_its_work_and_others_do_not(rests, spend, seconds, rest):
+    shop = Shop(num_threads=1, rest=4)
+    await shop.turns.run("a", lambda: spend(seconds))
+    second = asyncio.create_task(shop.turns.run("a", lambda: "second"))
+    assert await shop.turns.run("b", lambda: "of another") == "of another"
+    assert not second.done()
+    [(delay, release, args)] = rests
+    assert delay == rest
+    release(*args)
+    assert await second == "second"
+
+
+async def test_a_client_rests_after_work_that_fails(rests, spend):
+    shop = Shop(rest=4)
+
+    def work():
+        spend(0.125)
+        raise ValueError("too long")
+
+    with pytest.raises(ValueError, match="too long"):
+        await shop.turns.run("a", work)
+    assert [delay for delay, *_ in rests] == [0.5]
+
+
+@pytest.mark.parametrize("keys, delays", [((), []), (("one",), []), (("one", "two"), [0.125 * REST_OF_KEYS] * 3)])
+async def test_clients_rest_only_where_keys_tell_them_apart(rests, spend, keys, delays):
+    grammars = SimpleNamespace(threads=ThreadPoolExecutor(1))
+    service = Service(*[None] * 7, grammars, None, config=ServerConfig(api_keys=keys))
+    await service.run(lambda: spend(0.125), LARGE_BYTES + 1, "a")
+    await service.chat_turns.run("a", lambda: spend(0.125))
+    await service.grammar_turns.run("a", lambda: spend(0.125))
+    assert [delay for delay, *_ in rests] == delays

@@ -225,9 +225,10 @@ def test_compiled_grammars_are_kept_and_forgotten():
     first = compiler.compile(StructuredOutputsParams(regex="ab"))
     first.take(backend(load_tokenizer(DIRECTORY)).token_to_id("x"))
     assert first.error and not compiler.compile(StructuredOutputsParams(regex="ab")).error  # a copy of its own
-    for letter in "cde":
+    for letter in "cded":
         compiler.compile(StructuredOutputsParams(regex=letter))
-    assert len(compiler._cache) == 2
+    compiler.compile(StructuredOutputsParams(regex="f"))
+    assert [grammar[8] for grammar in compiler._cache] == ["d", "f"]
 
 
 def test_the_generators_give_what_they_say():

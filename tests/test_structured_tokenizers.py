@@ -134,8 +134,9 @@ def test_tokens_of_a_text_have_its_bytes(kind):
         tokens = vocabulary(text)
         assert b"".join(vocabulary.tokens[token] for token in tokens) == text.encode()
         assert not set(tokens) & set(vocabulary.special_token_ids)
-    words = " positive and negative"
-    assert len(vocabulary(words)) <= len(tokenizer.encode(words, add_special_tokens=False)) + 1
+    for text in tokenizer_kinds.corpus()[:40]:
+        expected = tokenizer.encode(f"\x01{text}", add_special_tokens=False).ids
+        assert vocabulary(text) == expected[len(tokenizer.encode("\x01", add_special_tokens=False).ids) :]
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,18 @@ async def test_result_of_a_tool_is_accepted_after_its_call(api, how):
     assert prompt.startswith("<|begin|><|system|>Tools: {") and '"name": "weather"' in prompt
 
 
-@pytest.mark.parametrize("arguments", ['{"city": "Rome"', r'{"city": "\ud83e"}', '{"city": "a\nb"}', "{,}", ""])
+async def test_tools_with_another_constraint_are_refused(api):
+    tools = [openai.pydantic_function_tool(Weather, name="weather")]
+    with pytest.raises(openai.BadRequestError, match="tools: can't be combined with response_format") as error:
+        await api.chat("Hi", tools=tools, response_format={"type": "json_object"})
+    assert error.value.param == "tools"
+
+
+NESTED = "[" * 201 + "]"  # deeper than is parsed
+WRONG_ARGUMENTS = ('{"city": "Rome"', r'{"city": "\ud83e"}', '{"city": "a\nb"}', "{,}", NESTED, "")
+
+
+@pytest.mark.parametrize("arguments", WRONG_ARGUMENTS, ids=lambda text: text[:9])
 async def test_arguments_in_the_history_may_be_cut_off_or_wrong(api, arguments):
     """The server accepts its own answers again: the template gets the text as it is."""
     call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": arguments}}

@@ -121,12 +121,19 @@ def test_steps_are_measured_by_streams_of_key_a():
 def test_report_shows_what_does_not_hold(tmp_path):
     report = Report(tmp_path / "results.json", ENVIRONMENT, quiet=True)
     times = {"first_alone_ms": 15.0, "between_alone_ms": 7.0, "first_loaded_ms": 16.25, "between_loaded_ms": 8.0}
-    row = {"request": "chat", **times, "step_ms": 5.0, "answers_to_load": {"200": 3, "503": 1}}
+    row = {
+        "request": "chat",
+        **times,
+        "step_ms": 5.0,
+        "answers_to_load": {"200": 3, "503": 1},
+        "num_alone": 9,
+        "num_loaded": 7,
+    }
     report.add(load="good", holds=True, **row)
     report.add(load="bad", holds=False, **row)
     isolation.publish(report)
     text = (tmp_path / "report.md").read_text()
-    assert "| good | chat | 15.0 / 16.2 | 7.0 / 8.0 | 5 | yes | 200: 3, 503: 1 |" in text
+    assert "| good | chat | 15.0 / 16.2 | 7.0 / 8.0 | 5 | yes | 9 / 7 | 200: 3, 503: 1 |" in text
     assert "| bad | chat | 15.0 / 16.2 | 7.0 / 8.0 | 5 | **no** |" in text
 
 

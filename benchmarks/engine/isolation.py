@@ -348,8 +348,6 @@ def publish(report: Report) -> None:
         "The server and the clients of both keys are three processes on the same processors, which other programs use "
         "as well. The clients of key A have the lowest priority, except for the stream that measures steps. "
         f"{report.environment['method']}",
-        "The bound is one of each token. Whole answers take longer by the time of every step: with the tokens of many "
-        "requests a step takes longer on a CPU, and key B gets fewer answers in the same time.",
         table(rows, list(rows[0])),
     )
 

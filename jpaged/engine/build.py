@@ -290,9 +290,8 @@ def load_engine(
     host_pool = None
     if _swaps(runner, config):
         host_pool = BlockPool(runner.blocks.num_host_blocks, limits.block_size, enable_prefix_caching=False)
-    chunk = None
+    chunk, platform = None, runner.placement.device.platform
     if not config.max_num_batched_tokens:
-        platform = runner.placement.device.platform
         chunk = tokens_beside_decodes(runner.costs, platform, padded=runner.pads)
     scheduler = Scheduler(
         BlockPool(runner.blocks.num_blocks, limits.block_size, enable_prefix_caching=config.enable_prefix_caching),
@@ -304,7 +303,7 @@ def load_engine(
         preemption=config.preemption_mode,
         block_swap_cost=block_swap_cost,
         tokens_beside_decodes=chunk,
-        step_overhead=step_overhead(runner.costs),
+        step_overhead=step_overhead(runner.costs, platform),
         headroom=HEADROOM,
     )
     max_in_flight = 2 if config.async_scheduling else 1

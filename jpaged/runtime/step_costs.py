@@ -27,6 +27,9 @@ STALL = 2.5
 # A CPU computes a prompt's tokens at about the same rate in any step: chunks that keep that limit would delay first
 # tokens by half, as each step with a part of a prompt also decodes.
 CPU_STALL = 6
+# Seconds in which a CPU schedules, decodes and sends one token of a stream, about as measured by
+# `benchmarks/engine/isolation.py`.
+CPU_TOKEN_S = 150e-6
 
 
 def further_shapes(costs: StepCosts) -> StepCosts:
@@ -68,15 +71,17 @@ def tokens_beside_decodes(costs: StepCosts, platform: str, *, padded: bool = Tru
     return cheap[-1] if cheap else roomy[0]
 
 
-def step_overhead(costs: StepCosts) -> float:
+def step_overhead(costs: StepCosts, platform: str) -> float:
     """Return the cost of a step without its tokens, in tokens that cost as much; inf if tokens cost nothing.
 
-    The costs are fitted by a line, with equal relative errors for short and long steps.
+    The costs are fitted by a line, with equal relative errors for short and long steps. A CPU's own work on a token is
+    added to them; beside a GPU it overlaps with the device's.
     """
     tokens, seconds = [bucket.num_tokens for bucket in costs], np.array([*costs.values()])
     if len(set(tokens)) == 1:
         return math.inf
     slope, start = np.polyfit(tokens, seconds, 1, w=1 / seconds)
+    slope = max(slope, 0.0) + (CPU_TOKEN_S if platform == "cpu" else 0.0)
     return max(0.0, float(start / slope)) if slope > 0 else math.inf
 
 

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from jpaged.runtime.batch import Bucket
-from jpaged.runtime.step_costs import further_shapes, step_overhead, stored_costs, tokens_beside_decodes
+from jpaged.runtime.step_costs import CPU_TOKEN_S, further_shapes, step_overhead, stored_costs, tokens_beside_decodes
 
 
 def costs_of(decode: dict[int, float], mixed: dict[int, float], seqs: tuple[int, ...] = ()) -> dict[Bucket, float]:
@@ -75,12 +75,20 @@ def test_the_dearest_step_with_a_chunk_counts():
 def test_the_overhead_of_a_step_is_told_in_tokens():
     """Each token takes a millisecond, and each step ten."""
     costs = costs_of({n: 0.01 + 0.001 * n for n in (1, 2, 4, 8)}, {n: 0.01 + 0.001 * n for n in (16, 256)}, (4, 8))
-    assert step_overhead(costs) == pytest.approx(10)
+    assert step_overhead(costs, "gpu") == pytest.approx(10)
+
+
+def test_a_cpus_own_work_on_tokens_lowers_the_overhead():
+    costs = costs_of(
+        {n: 0.001 + 0.00005 * n for n in (1, 2, 4, 8)}, {n: 0.001 + 0.00005 * n for n in (16, 256)}, (4, 8)
+    )
+    assert step_overhead(costs, "cpu") == pytest.approx(0.001 / (0.00005 + CPU_TOKEN_S))
+    assert step_overhead(costs_of({16: 0.01}, {16: 0.02}), "cpu") == math.inf
 
 
 def test_the_overhead_follows_from_short_steps_as_much_as_from_long_ones():
     costs = costs_of({1: 0.011, 2: 0.012, 4: 0.014, 8: 0.018}, {64: 0.074, 2048: 4.0})
-    assert 7 < step_overhead(costs) < 14
+    assert 7 < step_overhead(costs, "gpu") < 14
 
 
 @pytest.mark.parametrize(
@@ -93,7 +101,7 @@ def test_the_overhead_follows_from_short_steps_as_much_as_from_long_ones():
     ids=["tokens cost nothing", "one size", "a step costs nothing"],
 )
 def test_the_overhead_is_bounded(decode, mixed, overhead):
-    assert step_overhead(costs_of(decode, mixed)) == overhead
+    assert step_overhead(costs_of(decode, mixed), "gpu") == overhead
 
 
 BUCKETS = (Bucket(2, 2, True), Bucket(16, 2, False))

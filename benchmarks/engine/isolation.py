@@ -115,7 +115,7 @@ def grammar(number: int) -> Sent:
 
 
 def long_prompt(number: int) -> Sent:
-    ids = [100 + number % 1000, 100 + number // 1000] * (MAX_MODEL_LEN // 2 - 8)
+    ids = [100 + number % 1000, 100 + number // 1000 % 1000] * (MAX_MODEL_LEN // 2 - 8)
     return sent(COMPLETIONS, prompt=ids, max_tokens=8, ignore_eos=True)
 
 

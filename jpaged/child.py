@@ -108,7 +108,7 @@ class Child:
         return answer.decode()
 
     def _set_priority(self, priority: int) -> None:
-        with contextlib.suppress(OSError):  # not everybody may raise it again
+        with contextlib.suppress(OSError):  # raising it again needs a privilege
             threads = f"/proc/{self._process.pid}/task"
             for thread in os.listdir(threads) if os.path.isdir(threads) else [self._process.pid]:
                 os.setpriority(os.PRIO_PROCESS, int(thread), priority)

@@ -1,4 +1,4 @@
-"""Time of a step of each shape, and what follows: further shapes, the size of chunks, and that of shared steps."""
+"""Time of a step of each shape, and its consequences: further shapes, the size of chunks, and of shared steps."""
 
 import hashlib
 import itertools

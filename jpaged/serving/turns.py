@@ -59,7 +59,7 @@ class ClientTurns:
             if not self._num_free:
                 return
             mine = self._waiting[client]
-            while mine and mine[0][1].done():  # nobody waits for it any more
+            while mine and mine[0][1].done():  # abandoned by its caller
                 mine.popleft()
             if mine:
                 work, done = mine.popleft()

@@ -12,7 +12,7 @@ from jpaged.structured.subschemas import subschemas
 
 
 def sound_patterns(schema: Any) -> Any:
-    """Return a schema in whose patterns no class of characters contains NUL, a control character without a use in texts.
+    """Return a schema in whose patterns no class of characters contains NUL, which is of no use in texts.
 
     Args:
         schema: the schema, or its JSON; invalid JSON is returned as it is.

@@ -6,8 +6,8 @@ from tokenizers import Tokenizer
 
 from jpaged.tokenizer import Vocabulary, all_bytes
 
-# A character in front of a text while it is encoded. A space that a tokenizer adds to the beginning of a text, or strips
-# from it, then concerns this character only. No tokenizer merges it with others.
+# A character in front of a text while it is encoded. A space that a tokenizer adds to the beginning of a text, or
+# strips from it, then concerns this character only. No tokenizer merges it with others.
 BEFORE = "\x02"
 
 

@@ -136,7 +136,7 @@ def names_for(shop, victim, functions) -> list[str]:
 
 VICTIMS = (
     "forks",
-    "beams",
+    pytest.param("beams", marks=pytest.mark.deep),
     "constrained",
     pytest.param("scored", marks=pytest.mark.deep),
     pytest.param("plain 1", marks=pytest.mark.deep),

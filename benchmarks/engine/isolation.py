@@ -52,6 +52,7 @@ MAX_MODEL_LEN = 1024
 FLAGS = (
     "--api-key", KEY_A, KEY_B, "--trust-request-chat-template", "--access-log", "none", "--max-num-seqs", "64",
     "--max-num-batched-tokens", "64", "--max-model-len", str(MAX_MODEL_LEN), "--num-gpu-blocks-override", "4096",
+    "--tool-call-parser", "hermes",
 )  # fmt: skip
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 KINDS = {"completion": COMPLETIONS, "chat": CHATS}
@@ -121,8 +122,11 @@ def long_prompt(number: int) -> Sent:
 
 @functools.cache
 def huge_bodies() -> Sequence[Sent]:
-    """Return bodies just below the server's limit: two with too long prompts, and three that are invalid."""
+    """Return bodies just below the server's limit: two with too long prompts, three that are invalid, and a tool."""
     message = {"role": "user", "content": "a" * 220}
+    properties = {f"p{i}": {"type": "string"} for i in range(BODY_BYTES // 30)}
+    parameters = {"type": "object", "properties": properties}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     messages = sent(CHATS, messages=[message] * 4096)
     return [
         messages,
@@ -130,6 +134,7 @@ def huge_bodies() -> Sequence[Sent]:
         (CHATS, messages[1][:-1]),
         sent(CHATS, messages=[[]] * (BODY_BYTES // 4 - 10)),
         sent(CHATS, messages=[message], **{f"field {i}": 1 for i in range(BODY_BYTES // 18)}),
+        sent(CHATS, messages=[message], tools=[tool]),
     ]
 
 

@@ -1,15 +1,14 @@
 """OpenAI-compatible application: its routes."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from importlib.metadata import version
 from typing import Any
 
 from aiohttp import HttpVersion11, web
 
-from jpaged.serving import control, prepare
-from jpaged.serving.codec import dumps_long
-from jpaged.serving.generate import chat_completion, completion, respond
+from jpaged.serving import control
+from jpaged.serving.generate import chat_completion, completion, compute, respond
 from jpaged.serving.info import model_info, server_info
 from jpaged.serving.live import feed, static
 from jpaged.serving.middleware import MIDDLEWARES, add_request_id, client_of
@@ -102,17 +101,16 @@ async def one_model(request: web.Request) -> web.Response:
 
 async def tokenize(request: web.Request) -> web.Response:
     """Handle `/tokenize`."""
-    return await _computed(request, prepare.tokenize)
+    return await _computed(request, "/tokenize")
 
 
 async def detokenize(request: web.Request) -> web.Response:
     """Handle `/detokenize`."""
-    return await _computed(request, prepare.detokenize)
+    return await _computed(request, "/detokenize")
 
 
-async def _computed(request: web.Request, function: Callable[[Service, bytes], dict[str, Any]]) -> web.Response:
-    service, data = request.app[SERVICE], await _body(request)
-    answer = await service.chat_turns.run(client_of(request), lambda: dumps_long(function(service, data)))
+async def _computed(request: web.Request, path: str) -> web.Response:
+    answer = await compute(request.app[SERVICE], path, await _body(request), client_of(request))
     return web.Response(body=answer, content_type="application/json")
 
 

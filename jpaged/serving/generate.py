@@ -16,10 +16,11 @@ from jpaged.engine.async_engine import Deltas
 from jpaged.serving.answer import Answer, ChatAnswer, CompletionAnswer
 from jpaged.serving.codec import dumps, dumps_long
 from jpaged.serving.middleware import CLIENT, RECORD, as_api_error
-from jpaged.serving.prepare import Prepared, prepare_chat, prepare_completion
+from jpaged.serving.prepare import Prepared, detokenize, prepare_chat, prepare_completion, tokenize
 from jpaged.serving.protocol import ApiError
 from jpaged.serving.service import SERVICE, Service
 
+COMPUTED = {"/tokenize": tokenize, "/detokenize": detokenize}
 SMALL_BYTES = 128 * 2**10  # about a millisecond of work
 DONE = b"data: [DONE]\n\n"
 ERROR_FLUSH_TIMEOUT_S = 5.0  # seconds that a client has to take the error that ends its stream
@@ -46,6 +47,7 @@ async def completion(service: Service, data: bytes, client: str = "") -> Exchang
     Raises:
         ApiError: 400 or 404.
     """
+    await service.check_body("/v1/completions", data, client)
     prepared = await service.run(partial(prepare_completion, service, data), len(data), client)
     answer = CompletionAnswer(service.model_name, service.vocabulary, prepared.body, prepared.prompts)
     return Exchange(prepared, answer, client)
@@ -60,9 +62,23 @@ async def chat_completion(service: Service, data: bytes, client: str = "") -> Ex
     Raises:
         ApiError: 400 or 404.
     """
+    await service.check_body("/v1/chat/completions", data, client)
     prepared = await service.chat_turns.run(client, partial(prepare_chat, service, data))
     answer = ChatAnswer(service.model_name, service.vocabulary, prepared.body, prepared.prompts[0], prepared.new_parser)
     return Exchange(prepared, answer, client)
+
+
+async def compute(service: Service, path: str, data: bytes, client: str = "") -> bytes:
+    """Return the response to a body of a path in COMPUTED.
+
+    Args:
+        client: identity for the turns at long work.
+
+    Raises:
+        ApiError: 400 or 404.
+    """
+    await service.check_body(path, data, client)
+    return await service.chat_turns.run(client, lambda: dumps_long(COMPUTED[path](service, data)))
 
 
 async def generate(service: Service, exchange: Exchange, *, client: str | None = None) -> AsyncGenerator[bytes]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jpaged.chat import template_of
-from jpaged.core.params import ContextLengthExceeded, InvalidParameter, StructuredOutputsParams
+from jpaged.core.params import InvalidParameter, StructuredOutputsParams
 from jpaged.engine.engine import InFlight
 from jpaged.serving.answer import Prompt
 from jpaged.serving.protocol import (
@@ -23,14 +23,13 @@ from jpaged.serving.protocol import (
     GenerationRequest,
     Params,
     TokenizeChatRequest,
-    TokenizeCompletionRequest,
-    TokenizeRequest,
     UpdateWeightsRequest,
     parse,
+    parse_tokenize,
 )
 from jpaged.serving.service import Service
+from jpaged.serving.template_process import TooLong
 from jpaged.serving.tools import Tool, ToolFormat, ToolParser
-from jpaged.template_process import TooLong
 from jpaged.tokenizer import backend, encode, encode_all, tokenize_bad_words
 
 
@@ -64,6 +63,7 @@ def prepare_completion(service: Service, data: bytes) -> Prepared[CompletionRequ
                 400, f"prompt: {len(given)} prompts exceed {service.config.max_prompts}, one request's share of the "
                 "queue (--max-queue)", "prompt",
             )  # fmt: skip
+        service.check_length(body.text_length, "prompt")
         prompts = _prompts(service, given, params, body.add_special_tokens is not False)
         if params.stop or params.structured_outputs:
             _tokenizer(service, "stop" if params.stop else "structured_outputs")
@@ -98,21 +98,13 @@ def tokenize(service: Service, data: bytes) -> dict[str, Any]:
     Raises:
         ApiError: 400 or 404.
     """
-    body: TokenizeChatRequest | TokenizeCompletionRequest
-    given = parse(TokenizeRequest, data).model_fields_set
-    if len(given) == 2:
-        raise ApiError(400, "prompt: only one of prompt and messages is allowed", "prompt")
-    if not given:
-        raise ApiError(400, "prompt: is required, or messages", "prompt", code="missing_required_parameter")
-    if "messages" in given:
-        body = parse(TokenizeChatRequest, data)
-        check_model(service, body.model)
+    body = parse_tokenize(data)
+    check_model(service, body.model)
+    if isinstance(body, TokenizeChatRequest):
         tokens = _render(service, body)
     else:
-        body = parse(TokenizeCompletionRequest, data)
-        check_model(service, body.model)
         tokenizer = _tokenizer(service, "prompt")
-        _check_length(service, len(body.prompt), "prompt")
+        service.check_length(body.text_length, "prompt")
         tokens = encode(tokenizer, body.prompt, add_special_tokens=body.add_special_tokens)
     id_to_token = backend(service.tokenizer).id_to_token
     texts = [id_to_token(token) for token in tokens] if body.return_token_strs else None
@@ -191,8 +183,6 @@ def _prompts(
     tokenized: Iterator[list[int]] = iter(())
     if texts:
         tokenizer = _tokenizer(service, "prompt")
-        for text in texts:
-            _check_length(service, len(text), "prompt")
         # In one call, for each call wakes the tokenizer's threads.
         tokenized = iter(encode_all(tokenizer, texts, add_special_tokens=add_special_tokens))
     prompts = []
@@ -202,20 +192,6 @@ def _prompts(
         shown = prompt if isinstance(prompt, str) and len(kept) == len(token_ids) else None
         prompts.append(Prompt(kept, shown))
     return prompts
-
-
-def _check_length(service: Service, length: int, param: str) -> None:
-    """Reject a text that is too long for any tokens, before time is spent on tokenizing it."""
-    if length > service.max_prompt_characters:
-        raise _too_long(service, length, param)
-
-
-def _too_long(service: Service, length: int, param: str) -> ContextLengthExceeded:
-    return ContextLengthExceeded(
-        param,
-        f"This model's maximum context length is {service.max_model_len} tokens (max_model_len). However, you sent "
-        f"{length} characters, more than {service.max_prompt_characters}, the most that so many tokens can have."
-    )  # fmt: skip
 
 
 def _render(service: Service, body: Conversation) -> list[int]:
@@ -229,14 +205,15 @@ def _render(service: Service, body: Conversation) -> list[int]:
         template = template_of(tokenizer, body.chat_template or config.chat_template, with_tools=bool(body.tools))
         messages = [message.for_template("developer" in template.source) for message in body.messages]
         options = body.template_options() | {"content_format": config.chat_template_content_format}
-        _check_length(service, sum(len(message["content"]) for message in messages), "messages")
+        service.check_length(body.text_length, "messages")
         stand_ins: dict[str, str] = {}
         if not config.allow_special_tokens_in_content:
             (messages, options["tools"]), stand_ins = service.encoder.protect((messages, options["tools"]))
         text = service.templates.render(template, messages, service.max_prompt_characters, **options)
         return service.encoder.encode(text, stand_ins)
     except TooLong as error:
-        raise _too_long(service, error.length, "messages") from None
+        service.check_length(error.length, "messages")
+        raise
     except InvalidParameter:
         raise
     except ValueError as error:

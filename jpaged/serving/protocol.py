@@ -5,9 +5,10 @@ that nothing is silently ignored.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
+from functools import partial
 from typing import Annotated, Any, Literal, TypedDict, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
@@ -323,6 +324,12 @@ class CompletionRequest(GenerationRequest):
             return 1
         return DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
 
+    @property
+    def text_length(self) -> int:
+        """Number of characters of the longest prompt that is a text."""
+        given = [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        return max((len(prompt) for prompt in given if isinstance(prompt, str)), default=0)
+
     def prompts(self) -> list[str | list[int]]:
         """Return the prompts, one for each set of choices.
 
@@ -391,6 +398,11 @@ class ChatMessage(_Strict):
     function_call: Nothing = None
     provider_specific_fields: Any = None
 
+    @property
+    def text(self) -> str:
+        """The content as one text."""
+        return "".join(part["text"] for part in self.content) if isinstance(self.content, list) else self.content or ""
+
     def for_template(self, knows_developers: bool = True) -> dict[str, Any]:
         """Return the message in the form of chat templates.
 
@@ -407,8 +419,7 @@ class ChatMessage(_Strict):
         if self.tool_call_id is None and self.role == "tool":
             raise ApiError(400, "messages: tool_call_id is required in a message of a tool", "messages")
         role = "system" if self.role == "developer" and not knows_developers else self.role
-        content = "".join(part["text"] for part in self.content) if isinstance(self.content, list) else self.content
-        message: dict[str, Any] = {"role": role, "content": content or ""}
+        message: dict[str, Any] = {"role": role, "content": self.text}
         for name in ("name", "tool_call_id", "reasoning_content", "reasoning"):
             if getattr(self, name):
                 message[name] = getattr(self, name)
@@ -455,6 +466,11 @@ class Conversation(_Strict):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+
+    @property
+    def text_length(self) -> int:
+        """Number of characters of all messages."""
+        return sum(len(message.text) for message in self.messages)
 
     def template_options(self) -> dict[str, Any]:
         """Return the options of `chat.render`.
@@ -576,6 +592,11 @@ class TokenizeCompletionRequest(_Strict):
     add_special_tokens: bool = True
     return_token_strs: bool | None = None
 
+    @property
+    def text_length(self) -> int:
+        """Number of characters of the text."""
+        return len(self.prompt)
+
 
 class TokenizeChatRequest(Conversation):
     """Body of `/tokenize` with a conversation."""
@@ -626,6 +647,27 @@ def parse[R: BaseModel](model: type[R], body: bytes) -> R:
         raise ApiError(
             400, f"{name}: {_explain(model, name, problem)}", name, code=PROBLEM_CODES.get(problem["type"])
         ) from error
+
+
+def parse_tokenize(body: bytes) -> TokenizeChatRequest | TokenizeCompletionRequest:
+    """Return a request of `/tokenize` from its JSON: with a text, or with a conversation.
+
+    Raises:
+        ApiError: 400, as `parse`.
+    """
+    given = parse(TokenizeRequest, body).model_fields_set
+    if len(given) == 2:
+        raise ApiError(400, "prompt: only one of prompt and messages is allowed", "prompt")
+    if not given:
+        raise ApiError(400, "prompt: is required, or messages", "prompt", code="missing_required_parameter")
+    return parse(TokenizeChatRequest, body) if "messages" in given else parse(TokenizeCompletionRequest, body)
+
+
+# Parsers of the bodies that may be large, by path.
+PARSERS: Mapping[str, Callable[[bytes], BaseModel]] = {
+    "/v1/completions": partial(parse, CompletionRequest), "/v1/chat/completions": partial(parse, ChatRequest),
+    "/tokenize": parse_tokenize, "/detokenize": partial(parse, DetokenizeRequest),
+}  # fmt: skip
 
 
 def _explain(model: type[BaseModel], name: str, problem: Any) -> str:

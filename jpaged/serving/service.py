@@ -5,29 +5,32 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
 from jpaged.chat import ContentFormat, Encoder
+from jpaged.core.params import ContextLengthExceeded
 from jpaged.engine.async_engine import AsyncEngine, EngineClient
 from jpaged.engine.engine import Engine
 from jpaged.parallel.router import Router
+from jpaged.serving.body_process import BodyProcess
 from jpaged.serving.live.recorder import Recorder
 from jpaged.serving.live.snapshot import Snapshot, snapshot
 from jpaged.serving.metrics import Metrics
+from jpaged.serving.template_process import TemplateProcess
 from jpaged.serving.tools import ToolFormat
 from jpaged.serving.turns import ClientTurns
 from jpaged.structured.compiler import NUM_THREADS, GrammarCompiler
-from jpaged.template_process import TemplateProcess
 from jpaged.tokenizer import Vocabulary, backend
 
 API_KEY_VARIABLE = "JPAGED_API_KEY"  # environment variable with a further key
 LARGE_BYTES = 64 * 2**10
-# Much of this work holds the GIL, for which the steps of other keys wait. With this rest few of their steps do.
-REST_OF_KEYS = 4
+# Much of this work holds the GIL, for which the steps of other keys wait. With these rests few of their steps do.
+REST_OF_KEYS = 4  # times the processor time
+REST_OF_BODIES = 12  # times the time of the check of a large body, after which it is parsed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +106,7 @@ class Service:
         model_facts: further facts for `/model_info`.
         load_params: return the parameters of a directory; set if `config.enable_weight_updates`.
         templates: renders chat templates.
+        bodies: checks large bodies.
         draining: finish running requests and reject new ones.
         in_flight: generating requests, each by its task.
     """
@@ -121,6 +125,7 @@ class Service:
     model_facts: Mapping[str, Any] = field(default_factory=dict)
     load_params: Callable[[Path], Any] | None = None
     templates: TemplateProcess = field(default_factory=TemplateProcess)
+    bodies: BodyProcess = field(default_factory=BodyProcess)
     config: ServerConfig = field(default_factory=ServerConfig)
     draining: bool = False
     in_flight: set[asyncio.Task[Any]] = field(default_factory=set)
@@ -145,6 +150,32 @@ class Service:
     def max_prompt_characters(self) -> int:
         """Maximum characters of a prompt of `max_model_len` tokens."""
         return self.max_model_len * self.vocabulary.longest
+
+    def check_length(self, length: int, param: str) -> None:
+        """Check the number of characters of a text, before time is spent on its tokens.
+
+        Raises:
+            ContextLengthExceeded: no `max_model_len` tokens have so many.
+        """
+        if length > self.max_prompt_characters:
+            raise ContextLengthExceeded(
+                param,
+                f"This model's maximum context length is {self.max_model_len} tokens (max_model_len). However, you sent"
+                f" {length} characters, more than {self.max_prompt_characters}, the most that so many tokens can have."
+            )  # fmt: skip
+
+    async def check_body(self, path: str, data: bytes, client: str) -> None:
+        """Check the JSON and the length of the texts of a large body in another process.
+
+        Args:
+            client: identity for the turns at long work.
+
+        Raises:
+            ApiError: 400, as `protocol.PARSERS`.
+            ContextLengthExceeded: as `check_length`.
+        """
+        if len(data) > LARGE_BYTES:
+            self.check_length(*await self._body_turns.run(client, partial(self.bodies.text_length, path, data)))
 
     async def run[T](self, work: Callable[[], T], size: int, client: str = "") -> T:
         """Return the result of some work that takes time in proportion to `size`, in bytes.
@@ -175,8 +206,18 @@ class Service:
         return ClientTurns("grammars", lambda work: grammars.threads.submit(work), NUM_THREADS, max_waiting, self._rest)
 
     @property
+    def _keys_rest(self) -> bool:
+        return len(self.config.api_keys) > 1
+
+    @property
     def _rest(self) -> float:
-        return REST_OF_KEYS if len(self.config.api_keys) > 1 else 0
+        return REST_OF_KEYS if self._keys_rest else 0
+
+    @cached_property
+    def _body_turns(self) -> ClientTurns:
+        threads, max_waiting = ThreadPoolExecutor(NUM_THREADS, "large bodies"), self.config.max_prompts
+        rest = REST_OF_BODIES if self._keys_rest else 0
+        return ClientTurns("large bodies", threads.submit, NUM_THREADS, max_waiting, rest, counts_waits=True)
 
     @cached_property
     def _large_turns(self) -> ClientTurns:
@@ -220,5 +261,5 @@ def make_service(
         recorder, metrics, first.grammar_compiler(),
         lambda: clients[0].call(lambda engine: snapshot(engine.scheduler, recorder)), sampling_defaults or {},
         tool_format, sizes | dict(model_facts or {}), load_params,
-        templates or TemplateProcess(), config,
+        templates or TemplateProcess(), config=config,
     )  # fmt: skip

@@ -25,17 +25,20 @@ class ClientTurns:
         submit: start some work on a thread.
         num_threads: number of threads.
         max_waiting: maximum pieces of one client that wait.
-        rest: time that a client waits after a piece of work, as a multiple of its processor time; MAX_REST_S at most.
+        rest: time that a client waits after a piece of work, as a multiple of its time; MAX_REST_S at most.
+        counts_waits: the time of a piece of work includes its waits; otherwise it is the thread's processor time.
     """
 
     def __init__(
-        self, name: str, submit: Callable[[Work], "Future[Any]"], num_threads: int, max_waiting: int, rest: float = 0
-    ):
+        self, name: str, submit: Callable[[Work], "Future[Any]"], num_threads: int, max_waiting: int, rest: float = 0,
+        counts_waits: bool = False,
+    ):  # fmt: skip
         self._name = name
         self._submit = submit
         self._num_free = num_threads
         self._max_waiting = max_waiting
         self._rest = rest
+        self._clock = time.perf_counter if counts_waits else time.thread_time
         self._waiting: OrderedDict[str, deque[tuple[Work, asyncio.Future[Any]]]] = OrderedDict()
         self._busy: set[str] = set()  # clients that run or rest
 
@@ -65,7 +68,7 @@ class ClientTurns:
                 work, done = mine.popleft()
                 self._busy.add(client)
                 self._num_free -= 1
-                timed = _Timed(work)
+                timed = _Timed(work, self._clock)
                 asyncio.wrap_future(self._submit(timed)).add_done_callback(partial(self._end, client, timed, done))
             else:
                 del self._waiting[client]
@@ -94,19 +97,20 @@ class ClientTurns:
 
 
 class _Timed:
-    """Work that records its processor time, which leaves out waits.
+    """Work that records its time.
 
     Attributes:
-        seconds: the processor time, once the work is done.
+        seconds: the time, once the work is done.
     """
 
-    def __init__(self, work: Work):
+    def __init__(self, work: Work, clock: Callable[[], float]):
         self._work = work
+        self._clock = clock
         self.seconds = 0.0
 
     def __call__(self) -> Any:
-        start = time.thread_time()
+        start = self._clock()
         try:
             return self._work()
         finally:
-            self.seconds = time.thread_time() - start
+            self.seconds = self._clock() - start

@@ -18,13 +18,15 @@ from jpaged.engine.build import load_engine
 from jpaged.engine.engine import Engine, StepOutput
 from jpaged.engine.output import request_output
 from jpaged.serving.app import make_app
+from jpaged.serving.body_process import BodyProcess
 from jpaged.serving.service import ServerConfig, make_service
-from jpaged.template_process import TemplateProcess
+from jpaged.serving.template_process import TemplateProcess
 from tests.few_shapes import few_shapes
 from tests.patience import PATIENCE_S
 
 MAX_LEN = 256
-TEMPLATES = TemplateProcess()  # of all servers in this process, because each takes seconds to start
+# Of all servers in this process, because each takes seconds to start.
+TEMPLATES, BODIES = TemplateProcess(), BodyProcess()
 
 
 def build(tiny, **config):
@@ -76,6 +78,7 @@ class Client:
             engines, tokenizer, model_name, ServerConfig(**config), sampling_defaults=sampling_defaults,
             tool_format=tool_format, templates=TEMPLATES,
         )  # fmt: skip
+        self.service.bodies = BODIES
         self.app = make_app(self.service)
 
     async def __aenter__(self):

@@ -5,10 +5,10 @@ import asyncio
 import openai
 import pytest
 
-from jpaged import template_process
 from jpaged.child import Children
 from jpaged.cli.main import load, parser
 from jpaged.cli.serve import server_config
+from jpaged.serving import template_process
 from tests.serving.client import Client
 from tests.serving.scripted import TOKENIZER
 

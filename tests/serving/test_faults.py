@@ -6,18 +6,31 @@ import json
 
 import pytest
 
-from jpaged import chat, template_process
+from jpaged import chat
 from jpaged import tokenizer as tokenizers
 from jpaged.core.params import SamplingParams, StructuredOutputsParams
 from jpaged.engine import async_engine, engine, output
-from jpaged.serving import answer, app, codec, generate, middleware, prepare, protocol, tools, turns
+from jpaged.serving import (
+    answer,
+    app,
+    body_process,
+    codec,
+    generate,
+    middleware,
+    prepare,
+    protocol,
+    service,
+    template_process,
+    tools,
+    turns,
+)  # fmt: skip
 from jpaged.structured import compiler, grammar, trial
 from tests.injection import Injected, functions_of, wrapped
 from tests.serving.client import Client
 
 MODULES = [
-    answer, app, async_engine, chat, codec, compiler, engine, generate, grammar, middleware, output, prepare, protocol,
-    template_process, tokenizers, tools, trial, turns,
+    answer, app, async_engine, body_process, chat, codec, compiler, engine, generate, grammar, middleware, output,
+    prepare, protocol, service, template_process, tokenizers, tools, trial, turns,
 ]  # fmt: skip
 MARK = "victim"  # in the texts of one request
 # Functions that handle the requests of all clients, and none in particular.
@@ -39,7 +52,9 @@ def bodies(victim: str) -> dict[str, tuple[str, dict]]:
         "completion": ("/v1/completions", {"prompt": "Once {mark}", "logprobs": 1, "echo": True}),
         "streamed completion": ("/v1/completions", {"prompt": "Once {mark}", "stream": True, "n": 2, "seed": 1}),
         "constrained": ("/v1/completions", {"prompt": "{mark}", "structured_outputs": {"choice": ["{mark}", "no"]}}),
-        "banned": ("/v1/completions", {"prompt": ["{mark}", "{mark} two"], "bad_words": ["{mark}"]}),
+        "banned": ("/v1/completions", {
+            "prompt": ["{mark}", "{mark} two"], "bad_words": ["{mark}"], "user": "u" * service.LARGE_BYTES,
+        }),
         "beams": ("/v1/completions", {"prompt": "{mark}", "use_beam_search": True, "n": 2}),
     }  # fmt: skip
     common = {"max_tokens": 6, "temperature": 0, "return_token_ids": True}

@@ -153,6 +153,14 @@ async def test_a_client_rests_after_work_that_fails(rests, spend):
     assert [delay for delay, *_ in rests] == [0.5]
 
 
+async def test_rest_may_count_waits(rests, monkeypatch):
+    clock = iter([10.0, 10.125])
+    monkeypatch.setattr(turns.time, "perf_counter", lambda: next(clock))
+    threads = ThreadPoolExecutor(1)
+    await ClientTurns("bodies", threads.submit, 1, 10, 4, counts_waits=True).run("a", lambda: None)
+    assert [delay for delay, *_ in rests] == [0.5]
+
+
 @pytest.mark.parametrize("keys, delays", [((), []), (("one",), []), (("one", "two"), [0.125 * REST_OF_KEYS] * 3)])
 async def test_clients_rest_only_where_keys_tell_them_apart(rests, spend, keys, delays):
     grammars = SimpleNamespace(threads=ThreadPoolExecutor(1))

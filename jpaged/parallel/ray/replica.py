@@ -12,17 +12,15 @@ from ray import serve
 from jpaged.engine.async_engine import QueueFull
 from jpaged.parallel.ray.call import Call, Description, Head
 from jpaged.parallel.ray.config import RayConfig
-from jpaged.serving import prepare
 from jpaged.serving.app import model_list
-from jpaged.serving.codec import dumps, dumps_long
-from jpaged.serving.generate import chat_completion, completion, generate, stream_end, timed_out
+from jpaged.serving.codec import dumps
+from jpaged.serving.generate import COMPUTED, chat_completion, completion, compute, generate, stream_end, timed_out
 from jpaged.serving.middleware import as_api_error, error_headers
 from jpaged.serving.serve import tune_interpreter
 from jpaged.serving.service import ServerConfig, make_service
 from jpaged.serving.tools import tool_format
 
 GENERATED = {"/v1/completions": completion, "/v1/chat/completions": chat_completion}
-COMPUTED = {"/tokenize": prepare.tokenize, "/detokenize": prepare.detokenize}
 REPLICA_ID = "X-Replica-Id"  # header of a generated response
 JSON = {"Content-Type": "application/json"}
 NO_LIMIT_S = 7 * 86_400.0
@@ -108,8 +106,8 @@ class Replica:
 
     async def _response(self, call: Call) -> AsyncGenerator[Head | bytes]:
         service, limit, client = self._service, self._service.config.request_timeout, call.client or ""
-        if compute := COMPUTED.get(call.path):
-            body = await service.chat_turns.run(client, lambda: dumps_long(compute(service, call.body)))
+        if call.path in COMPUTED:
+            body = await compute(service, call.path, call.body, client)
             yield Head(200, JSON)
             yield body
             return

@@ -3,13 +3,13 @@
 A template of forty bytes, of a request or of a checkpoint, can fill the memory or loop forever.
 """
 
-import json
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jpaged.chat import Template, render
 from jpaged.child import ChildFailed, Children, confine, serve
+from jpaged.serving.codec import dumps
 
 RENDER_TIMEOUT_S = 5.0
 MAX_MEMORY_BYTES = 2 * 2**30
@@ -32,7 +32,7 @@ class TemplateProcess:
     """Handle of the processes in their parent. They start with the first conversations, one for each caller."""
 
     def __init__(self) -> None:
-        self._children = Children("jpaged.template_process", None)
+        self._children = Children("jpaged.serving.template_process", None)
         self._slow: OrderedDict[int, None] = OrderedDict()  # hashes of questions that took too long
 
     def start(self) -> None:
@@ -48,7 +48,7 @@ class TemplateProcess:
             ValueError: the template rejects the conversation, or takes too much time.
             TooLong: the text has more than `max_characters`.
         """
-        question = json.dumps([template, messages, max_characters, options])
+        question = dumps([template, messages, max_characters, options]).decode()
         late = f"the chat template was not rendered within {RENDER_TIMEOUT_S:g} seconds"
         if self._slow and hash(question) in self._slow:
             raise ValueError(late)
@@ -76,7 +76,7 @@ def _setup(_: None) -> Callable[[list[Any]], tuple[str, int, str | None]]:
             return "", 0, str(error)
         return text[:max_characters], len(text), None
 
-    render(Template("", {}), [{"role": "user", "content": ""}])  # which imports what it needs
+    render(Template("", {}), [{"role": "user", "content": ""}])  # imports transformers
     return answer
 
 

@@ -1,0 +1,59 @@
+"""Processes that check the JSON of large bodies.
+
+Parsing a mebibyte that holds no valid request takes up to 20 ms with the GIL, for which every step would wait.
+"""
+
+import os
+from collections.abc import Callable
+
+from jpaged.child import ChildFailed, Children, confine, serve
+from jpaged.serving.codec import dumps
+from jpaged.serving.protocol import PARSERS, ApiError, Conversation
+
+TIMEOUT_S = 30.0
+MAX_MEMORY_BYTES = 8 * 2**30
+NICENESS = 10  # steps have the processor first
+
+type Fault = tuple[int, str, str | None, str]
+
+
+class BodyProcess:
+    """Handle of the processes in their parent. They start with the first large bodies, one for each caller."""
+
+    def __init__(self) -> None:
+        self._children = Children("jpaged.serving.body_process", None)
+
+    def text_length(self, path: str, data: bytes) -> tuple[int, str]:
+        """Return the `text_length` of the body of a path, and the field with the text; 0 if a process fails at it.
+
+        Raises:
+            ApiError: 400, as `protocol.PARSERS`.
+        """
+        fault: Fault | None
+        question = dumps([path, data.decode("latin-1")]).decode()
+        try:
+            length, field, fault = self._children.ask(question, TIMEOUT_S)
+        except ChildFailed:
+            return 0, ""
+        if fault is not None:
+            status, message, param, code = fault
+            raise ApiError(status, message, param, code=code)
+        return length, field
+
+
+def _setup(_: None) -> Callable[[list[str]], tuple[int, str, Fault | None]]:
+    def answer(question: list[str]) -> tuple[int, str, Fault | None]:
+        path, data = question
+        try:
+            body = PARSERS[path](data.encode("latin-1"))
+        except ApiError as error:
+            return 0, "", (error.status, error.message, error.param, error.code)
+        return getattr(body, "text_length", 0), "messages" if isinstance(body, Conversation) else "prompt", None
+
+    return answer
+
+
+if __name__ == "__main__":
+    os.nice(NICENESS)
+    confine(MAX_MEMORY_BYTES)
+    serve(_setup)

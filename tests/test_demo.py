@@ -240,6 +240,13 @@ def test_a_completion_prompt_begins_as_trained_texts_do(tokens):
     assert [*tokens(text).input_ids, tokens.eos_token_id] == train.encode(plain, text)
 
 
+def test_the_result_of_a_tool_is_a_message_of_a_user(tokens):
+    assert tokens.chat_template == demo_tokenizer.CHAT_TEMPLATE
+    messages = [{"role": "assistant", "content": ""}, {"role": "tool", "content": "7"}]
+    rendered = tokens.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert rendered == "<|begin|><|assistant|><|end|><|user|>7<|end|><|assistant|>"
+
+
 def test_an_unknown_role_is_an_error(tokens):
     with pytest.raises(Exception, match="role"):
         tokens.apply_chat_template([{"role": "robot", "content": "Hi"}], tokenize=False)

@@ -10,11 +10,12 @@ from tools.demo_model.chats import Message
 
 BEGIN, END, SYSTEM, USER, ASSISTANT = "<|begin|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"
 SPECIAL = (BEGIN, END, SYSTEM, USER, ASSISTANT)
+# The model knows no tools; their results are a user's messages.
 CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}{% if message['role'] not in ['system', 'user', 'assistant'] %}{{ "
-    "raise_exception('the role of a message must be system, user or assistant') }}{% endif %}{{ '<|' + "
-    "message['role'] + '|>' + message['content'] | trim + '<|end|>' }}{% endfor %}{% if add_generation_prompt %}{{ "
-    "'<|assistant|>' }}{% endif %}"
+    "{{ bos_token }}{% for message in messages %}{% set role = {'tool': 'user'}.get(message['role'], message['role']) "
+    "%}{% if role not in ['system', 'user', 'assistant'] %}{{ raise_exception('the role of a message must be system, "
+    "user, assistant or tool') }}{% endif %}{{ '<|' + role + '|>' + message['content'] | trim + '<|end|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
 

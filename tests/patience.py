@@ -1,8 +1,8 @@
-"""Patience with a busy machine: how long a test waits for something before it takes it for hanging."""
+"""Time limits of tests that wait for something on a busy machine."""
 
 import time
 
-PATIENCE_S = 300.0  # No test may take as long as this, and none may depend on what is done sooner.
+PATIENCE_S = 300.0  # A test that waits so long hangs. No test may depend on a shorter time.
 
 
 def until(condition):

@@ -218,21 +218,12 @@ def finish(engine):
         engine.step()
 
 
-def test_a_pause_that_waits_starts_nothing():
+@pytest.mark.parametrize("updates", [0, 1])
+def test_a_pause_that_waits_starts_nothing_and_no_update_ends_it(updates):
     engine, started, add_late = started_and_late()
     engine.pause("wait")
-    late = add_late()
-    finish(engine)
-    assert engine.is_paused and started.finished and not late.admitted
-    engine.resume()
-    finish(engine)
-    assert late.finished
-
-
-def test_an_update_does_not_end_a_pause_that_waits():
-    engine, started, add_late = started_and_late()
-    engine.pause("wait")
-    engine.update_params({})
+    for _ in range(updates):
+        engine.update_params({})
     late = add_late()
     finish(engine)
     assert engine.is_paused and started.finished and not late.admitted

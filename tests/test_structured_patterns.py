@@ -1,4 +1,4 @@
-"""Patterns of JSON schemas: what is accepted matches, whatever escapes JSON has for it."""
+"""Patterns of JSON schemas: accepted texts match, with every escape that JSON allows."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""The requests of benchmarks/engine/isolation.py are what they claim to be, and its report says what does not hold."""
+"""benchmarks/engine/isolation.py: the answers to each load's requests, and the report of a bound that is exceeded."""
 
 import asyncio
 import itertools

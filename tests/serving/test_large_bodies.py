@@ -14,13 +14,14 @@ from tests.serving.client import Client
 
 ENOUGH = LARGE_BYTES + 1
 TEXT = "a" * ENOUGH
+UNKNOWN = {f"field {i}": 1 for i in range(ENOUGH // 8)}
 HELLO = {"messages": [{"role": "user", "content": "Hi"}]}
 INVALID = {
     "cut off": ("/v1/completions", json.dumps({"prompt": TEXT})[:-1].encode()),
     "no UTF-8": ("/v1/completions", b'{"prompt": "%b\xff"}' % TEXT.encode()),
     "half a surrogate pair": ("/v1/chat/completions", b'{"messages": "%b\\ud800"}' % TEXT.encode()),
     "not an object": ("/v1/chat/completions", json.dumps([[]] * ENOUGH).encode()),
-    "unknown fields": ("/v1/chat/completions", json.dumps(HELLO | {f"field {i}": 1 for i in range(ENOUGH // 8)}).encode()),
+    "unknown fields": ("/v1/chat/completions", json.dumps(HELLO | UNKNOWN).encode()),
     "an unknown field": ("/v1/completions", json.dumps({"prompt": "a", "\u6f22": TEXT}).encode()),
     "wrong messages": ("/v1/chat/completions", json.dumps({"messages": [[]] * ENOUGH}).encode()),
     "wrong ids": ("/v1/completions", json.dumps({"prompt": [0.5] * ENOUGH}).encode()),

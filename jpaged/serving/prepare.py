@@ -63,8 +63,7 @@ def prepare_completion(service: Service, data: bytes) -> Prepared[CompletionRequ
                 400, f"prompt: {len(given)} prompts exceed {service.config.max_prompts}, one request's share of the "
                 "queue (--max-queue)", "prompt",
             )  # fmt: skip
-        service.check_length(body.text_length, "prompt")
-        prompts = _prompts(service, given, params, body.add_special_tokens is not False)
+        prompts = _prompts(service, body, given, params)
         if params.stop or params.structured_outputs:
             _tokenizer(service, "stop" if params.stop else "structured_outputs")
         return Prepared(body, params, prompts, _bad_words(service, params))
@@ -177,14 +176,15 @@ def _check(service: Service, body: GenerationRequest) -> None:
 
 
 def _prompts(
-    service: Service, given: Sequence[str | list[int]], params: Params, add_special_tokens: bool
+    service: Service, body: CompletionRequest, given: Sequence[str | list[int]], params: Params
 ) -> list[Prompt]:
     texts = [prompt for prompt in given if isinstance(prompt, str)]
     tokenized: Iterator[list[int]] = iter(())
     if texts:
         tokenizer = _tokenizer(service, "prompt")
+        service.check_length(body.text_length, "prompt")
         # In one call, for each call wakes the tokenizer's threads.
-        tokenized = iter(encode_all(tokenizer, texts, add_special_tokens=add_special_tokens))
+        tokenized = iter(encode_all(tokenizer, texts, add_special_tokens=body.add_special_tokens is not False))
     prompts = []
     for prompt in given:
         token_ids = next(tokenized) if isinstance(prompt, str) else prompt

@@ -175,7 +175,9 @@ class Service:
             ContextLengthExceeded: as `check_length`.
         """
         if len(data) > LARGE_BYTES:
-            self.check_length(*await self._body_turns.run(client, partial(self.bodies.text_length, path, data)))
+            length, param = await self._body_turns.run(client, partial(self.bodies.text_length, path, data))
+            if self.tokenizer is not None:
+                self.check_length(length, param)
 
     async def run[T](self, work: Callable[[], T], size: int, client: str = "") -> T:
         """Return the result of some work that takes time in proportion to `size`, in bytes.

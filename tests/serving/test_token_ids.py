@@ -1,8 +1,11 @@
 """Token ids in responses, and a server without a tokenizer: token ids in, token ids out."""
 
+import json
+
 import pytest
 
 from jpaged.engine.engine import Engine
+from jpaged.serving.service import LARGE_BYTES
 from tests.serving.client import Client, collect
 from tests.serving.scripted import TOKENIZER
 
@@ -42,7 +45,9 @@ async def test_server_without_tokenizer_generates_the_same_token_ids(without, cl
     fields = {"max_tokens": 5, "return_token_ids": True, "ignore_eos": True}
     ids = (await client.complete(IDS, **fields))["choices"][0]["token_ids"]
     await client.idle()  # The two engines share a scheduler: only one of them may step.
-    assert (await without.complete(IDS, **fields))["choices"][0]["token_ids"] == ids
+    for size in (0, LARGE_BYTES + 1):
+        body = json.dumps({"prompt": IDS, "temperature": 0} | fields).encode().ljust(size)
+        assert (await without.post("/v1/completions", body))["choices"][0]["token_ids"] == ids
 
 
 @pytest.mark.parametrize(
@@ -59,5 +64,6 @@ async def test_server_without_tokenizer_generates_the_same_token_ids(without, cl
     ],
 )
 async def test_server_without_tokenizer_rejects_texts(without, path, body, param):
-    error = (await without.post(path, body, 400))["error"]
-    assert error["param"] == param and "needs a tokenizer, and this server has none" in error["message"]
+    for size in (0, LARGE_BYTES + 1):
+        error = (await without.post(path, json.dumps(body).encode().ljust(size), 400))["error"]
+        assert error["param"] == param and "needs a tokenizer, and this server has none" in error["message"]

@@ -16,6 +16,7 @@ from jpaged.config import ModelConfig
 from jpaged.demo import DIRECTORY
 from jpaged.models.checkpoint import load_safetensors
 from jpaged.models.llama import Llama
+from jpaged.serving.tools import detect
 from tools.demo_model import corpus, stories, train
 from tools.demo_model import tokenizer as demo_tokenizer
 from tools.demo_model.grammar import fill, variants
@@ -240,11 +241,16 @@ def test_a_completion_prompt_begins_as_trained_texts_do(tokens):
     assert [*tokens(text).input_ids, tokens.eos_token_id] == train.encode(plain, text)
 
 
-def test_the_result_of_a_tool_is_a_message_of_a_user(tokens):
-    assert tokens.chat_template == demo_tokenizer.CHAT_TEMPLATE
-    messages = [{"role": "assistant", "content": ""}, {"role": "tool", "content": "7"}]
+def test_the_chat_template_prints_calls_as_generated_and_results_as_messages_of_a_user(tokens):
+    assert tokens.chat_template == demo_tokenizer.CHAT_TEMPLATE and detect(tokens.chat_template) == "hermes"
+    call = {"name": "add", "arguments": {"numbers": [3, 4]}}
+    messages = [
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "type": "function", "function": call}]},
+        {"role": "tool", "content": "7"},
+    ]
     rendered = tokens.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert rendered == "<|begin|><|assistant|><|end|><|user|>7<|end|><|assistant|>"
+    printed = '<tool_call>{"name": "add", "arguments": {"numbers": [3, 4]}}</tool_call>'
+    assert rendered == f"<|begin|><|assistant|>{printed}<|end|><|user|>7<|end|><|assistant|>"
 
 
 def test_an_unknown_role_is_an_error(tokens):

@@ -1,5 +1,6 @@
 """The Python of the README and of the other pages runs as it stands, and their commands exist."""
 
+import asyncio
 import dataclasses
 import re
 import subprocess
@@ -17,13 +18,19 @@ from jpaged.engine.engine import Engine
 from jpaged.serving.app import make_app
 from jpaged.serving.protocol import ChatRequest, CompletionRequest
 from jpaged.serving.service import ServerConfig, make_service
+from jpaged.serving.tools import FORMATS
 from tests.few_shapes import few_shapes
 from tests.models import byte_tokenizer
+from tests.serving.client import Client
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-KERNELS, SHARING = ((ROOT / "docs" / page).read_text() for page in ("kernels.md", "sharing.md"))
-BLOCKS = [block for page in (README, KERNELS, SHARING) for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL)]
+KERNELS, SHARING, SERVER = ((ROOT / "docs" / page).read_text() for page in ("kernels.md", "sharing.md", "server.md"))
+BLOCKS = [
+    block
+    for page in (README, KERNELS, SHARING, SERVER)
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+]
 NAMES = ["offline", "module", "kernels", "sharing"]
 
 
@@ -36,6 +43,14 @@ def test_python(block, capsys, monkeypatch):
     monkeypatch.setattr(build, "limits_of", few)
     with few_shapes():
         exec(block, {})
+    assert capsys.readouterr().out.strip()
+
+
+@pytest.mark.parametrize("block", [b for b in BLOCKS if "OpenAI" in b], ids=["stream", "tools"])
+async def test_python_of_a_client(block, demo, capsys):
+    async with Client(demo.engine, demo.tokenizer, model_name="demo", tool_format=FORMATS["hermes"]) as client:
+        await asyncio.to_thread(exec, block.replace("http://localhost:8000", client.url), {})
+        await client.idle()
     assert capsys.readouterr().out.strip()
 
 

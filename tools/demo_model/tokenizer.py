@@ -10,12 +10,14 @@ from tools.demo_model.chats import Message
 
 BEGIN, END, SYSTEM, USER, ASSISTANT = "<|begin|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"
 SPECIAL = (BEGIN, END, SYSTEM, USER, ASSISTANT)
-# The model knows no tools; their results are a user's messages.
+# The model knows no tools, so the template leaves their definitions out. Calls are printed as they were generated, and
+# results are a user's messages.
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{% set role = {'tool': 'user'}.get(message['role'], message['role']) "
     "%}{% if role not in ['system', 'user', 'assistant'] %}{{ raise_exception('the role of a message must be system, "
-    "user, assistant or tool') }}{% endif %}{{ '<|' + role + '|>' + message['content'] | trim + '<|end|>' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    "user, assistant or tool') }}{% endif %}{{ '<|' + role + '|>' + message['content'] | trim }}"
+    "{% for call in message['tool_calls'] or [] %}{{ '<tool_call>' + call['function'] | tojson + '</tool_call>' }}"
+    "{% endfor %}{{ '<|end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
 

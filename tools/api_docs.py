@@ -24,14 +24,14 @@ MODULES = (
 )
 
 
-def main() -> None:
+def main(directory: Path) -> None:
     # jpaged imports an exported name when it is first used, and pdoc documents only existing attributes.
     package = importlib.import_module("jpaged")
     for name in package.__all__:
         setattr(package, name, getattr(package, name))
     pdoc.render.configure(docformat="google")
-    pdoc.pdoc(*MODULES, output_directory=Path(sys.argv[1]))
+    pdoc.pdoc(*MODULES, output_directory=directory)
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]))

@@ -159,7 +159,7 @@ def report(figures: StepFigures, context: int) -> str:
     return "\n\n".join(lines)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=tuple(MODELS), default="llama-3.1-8b")
     parser.add_argument("--sequences", type=int, default=64, metavar="S", help="padded number (default 64)")
@@ -176,16 +176,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--kernels", choices=("auto", "mosaic", "triton"), default="auto")
     parser.add_argument("--context", type=int, default=1024, help="tokens of each sequence in the estimate")
     parser.add_argument("--json", action="store_true", help="print one JSON object in the last line")
-    args = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
     if reason := deviceless.why_not():
-        parser.error(reason)
+        sys.exit(reason)
     shape = StepShape(
         MODELS[args.model], args.sequences, args.tokens, block_size=args.block_size, max_model_len=args.max_model_len,
         devices=args.tensor_parallel_size, quantization=args.quantization, kv_cache_dtype=args.kv_cache_dtype,
         fused=not args.separate, cublas=args.cublas, kernels=args.kernels,
     )  # fmt: skip
     if not 0 < args.layers < shape.config.num_hidden_layers:
-        parser.error(f"--layers: must be from 1 to {shape.config.num_hidden_layers - 1}, not {args.layers}")
+        sys.exit(f"--layers: must be from 1 to {shape.config.num_hidden_layers - 1}, not {args.layers}")
     figures = StepFigures.of(GPUS[args.gpu], shape, args.layers)
     print(json.dumps(figures.summary) if args.json else report(figures, args.context))
     return 0

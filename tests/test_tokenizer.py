@@ -348,3 +348,14 @@ def test_bad_words_have_the_tokens_of_a_beginning_and_of_the_middle_of_a_text():
     assert set(tokenize_bad_words(tokenizer, ["positive"])) == {word, inside}
     assert set(tokenize_bad_words(tokenizer, [" positive"])) == {word, inside}
     assert tokenize_bad_words(tokenizer, ["", "a", "a"]).count(tuple(tokenizer.encode("a").ids)) == 1
+
+
+def test_a_copied_detokenizer_goes_on_by_itself_and_holds_nothing_of_the_tokenizers_library():
+    """Branches of a request are copies, and `tokenizers.decoders.DecodeStream` can't be copied before 0.23."""
+    detokenizer, (first, *rest) = Detokenizer(Vocabulary(TOKENIZER), [], stop=["éz"]), TOKENIZER.encode("é!").ids
+    detokenizer.step(first)
+    branch = copy.copy(detokenizer)
+    assert "".join(branch.step(token).text for token in rest) == "é!"
+    assert "".join(detokenizer.step(token).text for token in TOKENIZER.encode("éa").ids[1:]) == "éa"
+    state = [value for each in (branch, branch._decoder) for value in vars(each).values()]
+    assert {type(value).__module__ for value in state} == {"builtins", "jpaged.tokenizer"}

@@ -65,6 +65,8 @@ class LLM:
             EngineConfig(model=name, **config), model=module, tokenizer=tokenizer, progress=progress
         )
         self._module = None if module is None else ModuleArrays(module)
+        self._serves_module = module is not None
+        self._dropped = False  # the parameters, by sleep(2)
         self._guard = Guard(self.engine)
         self._grammars = self.engine.grammar_compiler()
         self._request_ids = itertools.count()
@@ -210,17 +212,38 @@ class LLM:
         self._worker.interlude(self.engine.resume)
 
     def sleep(self, level: int = 1) -> None:
-        """Free the memory of the KV pool and of the parameters, with the arguments and errors of `Engine.sleep`."""
-        self._worker.interlude(lambda: self.engine.sleep(level))
+        """Free the memory of the KV pool and of the parameters, with the arguments and errors of `Engine.sleep`.
+
+        Arrays of a module stay with the module.
+        """
+        self._worker.interlude(lambda: self._sleep(level))
 
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
-        """Take back what `sleep` has freed, with the arguments and errors of `Engine.wake_up`."""
-        self._worker.interlude(lambda: self.engine.wake_up(tags))
+        """Take back what `sleep` has freed, with the arguments and errors of `Engine.wake_up`.
+
+        Parameters that `sleep(2)` has dropped are the module's present arrays again, which counts as an update, if the
+        engine served the module's arrays before or the module has new ones. Others have to be passed to
+        `update_params`.
+        """
+        self._worker.interlude(lambda: self._wake_up(tags))
+
+    def _sleep(self, level: int) -> None:
+        self.engine.sleep(level)
+        self._dropped = self._dropped or level == 2
+
+    def _wake_up(self, tags: Iterable[str] | None) -> None:
+        tags = self.engine.asleep if tags is None else frozenset(tags)
+        module, missing = self._module, self._dropped and "weights" in tags & self.engine.asleep
+        if module and missing and (self._serves_module or module.has_changed):
+            self._update_params(module.module)
+        self.engine.wake_up(tags)
 
     def _update_params(self, source: Any, in_flight: InFlight = "recompute") -> None:
         self.engine.update_params(source, in_flight)
+        self._dropped = False
         if self._module:
             self._module.mark()
+            self._serves_module = source is self._module.module
 
     def _read(self, prompt: Any) -> tuple[list[int], str | None, str]:
         """Return a prompt's token ids, its text if it was given as text, and its cache salt."""

@@ -373,6 +373,36 @@ def test_arrays_of_others_survive_sleep(llm, models):
     llm.wake_up()
 
 
+@pytest.mark.parametrize("case", ["as before", "changed meanwhile", "updated meanwhile", "updated before"])
+def test_a_module_gives_back_the_parameters_that_sleep_has_dropped(models, fresh, case):
+    model = dummy_model(LLAMA, "float32", 0)
+    with few_shapes():
+        llm = LLM(model, **ENGINE)
+    if case == "updated before":
+        llm.update_params(models[1])
+    expected = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
+    with Compilations() as compilations:
+        llm.sleep(2)
+        llm.sleep(1)  # which finds nothing to copy
+        if case == "updated before":  # the module has other parameters than those that were dropped
+            with pytest.raises(ValueError, match=r"^wake_up: the parameters were dropped \(level 2\)"):
+                llm.wake_up()
+        if case == "updated meanwhile":
+            llm.update_params(models[1])
+        elif case != "as before":
+            nnx.update(model, nnx.state(models[1]))
+        llm.wake_up(["kv_cache"])
+        llm.wake_up()
+        found = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
+    assert compilations.count == 0
+    if case in ("as before", "updated before"):
+        assert found == expected
+    else:
+        assert found == [o.outputs[0].token_ids for o in fresh.generate(PROMPTS, PARAMS, use_tqdm=False)] != expected
+    source = models[1] if case == "updated meanwhile" else model
+    assert pointers(llm.engine.runner.params) == pointers(jax.tree.leaves(nnx.state(source)))
+
+
 def test_unknown_levels_and_tags_are_refused(llm):
     with pytest.raises(ValueError, match=r"^level: must be 1 .* not 3$"):
         llm.sleep(3)

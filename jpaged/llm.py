@@ -104,7 +104,7 @@ class LLM:
                 )
         if wrong := [shown(one) for one in each if not isinstance(one, Params)]:
             raise InvalidParameter("sampling_params", f"must be SamplingParams or BeamSearchParams, not {wrong[0]}")
-        jobs = [_Job(*self._read(prompt), one, rank) for prompt, one, rank in zip(prompt_list, each, ranks)]
+        jobs = [_Job(*self.read_prompt(prompt), one, rank) for prompt, one, rank in zip(prompt_list, each, ranks)]
         return self._worker.run(lambda stop: self._run(jobs, arrival, stop, use_tqdm))
 
     def beam_search(
@@ -127,8 +127,8 @@ class LLM:
         Raises:
             InvalidParameter: the numbers differ, or the engine can't serve a sequence.
         """
-        before = [self._read(prompt) for prompt in prompts_of(prompts)]
-        after = [self._read(completion)[0] for completion in prompts_of(completions)]
+        before = [self.read_prompt(prompt) for prompt in prompts_of(prompts)]
+        after = [self.read_prompt(completion)[0] for completion in prompts_of(completions)]
         if len(before) != len(after):
             raise InvalidParameter("completions", f"must be as many as prompts ({len(before)}), not {len(after)}")
         wholes = [
@@ -245,8 +245,12 @@ class LLM:
             self._module.mark()
             self._serves_module = source is self._module.module
 
-    def _read(self, prompt: Any) -> tuple[list[int], str | None, str]:
-        """Return a prompt's token ids, its text if it was given as text, and its cache salt."""
+    def read_prompt(self, prompt: Any) -> tuple[list[int], str | None, str]:
+        """Return a prompt's token ids, its text if it was given as text, and its cache salt.
+
+        Raises:
+            InvalidParameter: it is no prompt; the message has its form.
+        """
         salt = ""
         if isinstance(prompt, Mapping):
             if unknown := prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt"}:

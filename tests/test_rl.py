@@ -1,6 +1,7 @@
 """Rollouts for trainers: arrays, scores, the trainer's own forward pass, and GRPO."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -51,10 +52,16 @@ def test_rollouts_are_the_outputs_as_arrays(worker):
     assert found.finish_reasons == ["length"] * 6 and len({tuple(row) for row in found.tokens}) == 6
 
 
-def test_a_rollout_longer_than_the_width_is_refused(worker):
-    small = RolloutWorker(worker.llm, width=40)
-    with pytest.raises(InvalidParameter, match=r"^width: must be at least 50, the tokens of a rollout, not 40$"):
-        small.generate(PROMPTS, PARAMS)
+@pytest.mark.parametrize(
+    "max_tokens, most, prompt", [(20, 50, "30 tokens of prompt 1"), (None, 128, "5 tokens of prompt 0")]
+)
+def test_a_width_that_an_output_may_exceed_is_refused_before_anything_is_generated(
+    worker, monkeypatch, max_tokens, most, prompt
+):
+    monkeypatch.setattr(worker.llm, "generate", pytest.fail)
+    told = rf"^width: must be at least {most}, for the {prompt} and max_tokens \({max_tokens}\), not 40$"
+    with pytest.raises(InvalidParameter, match=told):
+        RolloutWorker(worker.llm, width=40).generate(PROMPTS, dataclasses.replace(PARAMS, max_tokens=max_tokens))
 
 
 def test_scores_and_the_trainers_logprobs_are_those_of_the_engine(worker, model):
@@ -152,3 +159,10 @@ class _Cooled:
 def test_advantages_compare_the_outputs_of_a_prompt():
     advantages = group_advantages(np.array([0, 1, 0, 1, 1, 1, 1, 1]), 4)
     assert advantages.tolist() == pytest.approx([-1, 1, -1, 1, 0, 0, 0, 0], abs=1e-3)
+
+
+@pytest.mark.parametrize("rewards, size, shape", [(np.zeros(30), 8, [30]), (np.zeros((4, 2)), 2, [4, 2])])
+def test_rewards_that_are_no_groups_are_refused(rewards, size, shape):
+    told = rf"^rewards: must have the shape \[B\], B a multiple of size \({size}\), not {re.escape(str(shape))}$"
+    with pytest.raises(InvalidParameter, match=told):
+        group_advantages(rewards, size)

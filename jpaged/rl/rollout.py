@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jpaged.core.params import InvalidParameter, SamplingParams
+from jpaged.core.request import CompletionOutput, RequestOutput
 from jpaged.engine.engine import InFlight
 from jpaged.llm import LLM, Prompt, prompts_of
 
@@ -64,30 +65,41 @@ class RolloutWorker:
                 same random numbers.
 
         Raises:
-            InvalidParameter: the engine can't serve a prompt, or an output may be longer than the width.
+            InvalidParameter: the engine can't serve a prompt, or an output may be longer than the width; raised before
+                anything is generated.
         """
         params = params or SamplingParams()
-        given = prompts_of(prompts)
+        given = {index: self._read(prompt) for index, prompt in enumerate(prompts_of(prompts))}
+        found = self._complete(given, params, self.width)
+        made = _empty(sum(len(output.outputs) for output in found), self.width, self._pad_id)
+        rows = ((index, output, one) for index, output in enumerate(found) for one in output.outputs)
+        for row, (index, output, one) in enumerate(rows):
+            made.prompts[row] = index
+            _write(made, row, output.prompt_token_ids, one)
+        return made
+
+    def _read(self, prompt: Prompt) -> dict[str, Any]:
+        """Return a prompt as token ids."""
+        tokens, _, salt = self.llm.read_prompt(prompt)
+        return {"prompt_token_ids": tokens, "cache_salt": salt}
+
+    def _complete(self, given: dict[int, dict[str, Any]], params: SamplingParams, width: int) -> list[RequestOutput]:
+        """Return the outputs of prompts; their numbers are those of seeds and errors."""
+        limit = self.llm.engine.limits.max_model_len
+        most = limit if params.max_tokens is None else params.max_tokens
+        for index, prompt in given.items():
+            length = len(params.truncated(prompt["prompt_token_ids"], limit))
+            if (longest := min(length + most, limit)) > width:
+                raise InvalidParameter(
+                    "width", f"must be at least {longest}, for the {length} tokens of prompt {index} and max_tokens "
+                    f"({params.max_tokens}), not {width}"
+                )  # fmt: skip
         each = [
             dataclasses.replace(params, logprobs=params.logprobs or 0,
-                                seed=None if params.seed is None else (params.seed + i * params.n) % 2**63)
-            for i in range(len(given))
+                                seed=None if params.seed is None else (params.seed + index * params.n) % 2**63)
+            for index in given
         ]  # fmt: skip
-        found = self.llm.generate(given, each, use_tqdm=False)
-        rows = [(index, output.prompt_token_ids, one) for index, output in enumerate(found) for one in output.outputs]
-        made = _empty([len(prompt) + len(one.token_ids) for _, prompt, one in rows], self.width, self._pad_id)
-        for row, (index, prompt, one) in enumerate(rows):
-            start, end = len(prompt), made.lengths[row]
-            made.tokens[row, :end] = [*prompt, *one.token_ids]
-            made.is_output[row, start:end] = True
-            made.logprobs[row, start:end] = [
-                of[token].logprob for token, of in zip(one.token_ids, one.logprobs or (), strict=True)
-            ]
-            made.versions[row, start:end] = one.versions
-            made.prompts[row] = index
-            made.texts.append(one.text)
-            made.finish_reasons.append(str(one.finish_reason))
-        return made
+        return self.llm.generate(list(given.values()), each, use_tqdm=False)
 
     def score(self, rollouts: Rollouts) -> np.ndarray:
         """Return the logprobs of the completions' tokens under the present parameters, [B, W], 0 elsewhere."""
@@ -111,17 +123,34 @@ def group_advantages(rewards: np.ndarray, size: int) -> np.ndarray:
 
     Args:
         size: number of outputs of a prompt, which follow one another.
+
+    Raises:
+        InvalidParameter: the rewards are no whole number of groups.
     """
-    groups = np.asarray(rewards, np.float32).reshape(-1, size)
+    rewards = np.asarray(rewards, np.float32)
+    if rewards.ndim != 1 or size < 1 or len(rewards) % size:
+        raise InvalidParameter(
+            "rewards", f"must have the shape [B], B a multiple of size ({size}), not {list(rewards.shape)}"
+        )
+    groups = rewards.reshape(-1, size)
     advantages: np.ndarray = (groups - groups.mean(1, keepdims=True)) / (groups.std(1, keepdims=True) + 1e-4)
     return advantages.reshape(-1)
 
 
-def _empty(lengths: list[int], width: int, pad_id: int) -> Rollouts:
-    if lengths and max(lengths) > width:
-        raise InvalidParameter("width", f"must be at least {max(lengths)}, the tokens of a rollout, not {width}")
-    shape = len(lengths), width
+def _empty(batch: int, width: int, pad_id: int) -> Rollouts:
+    shape, texts = (batch, width), [""] * batch
     return Rollouts(
-        np.full(shape, pad_id, np.int32), np.array(lengths, np.int32), np.zeros(shape, bool),
-        np.zeros(shape, np.float32), np.full(shape, -1, np.int32), np.zeros(len(lengths), np.int32), [], [],
+        np.full(shape, pad_id, np.int32), np.zeros(batch, np.int32), np.zeros(shape, bool),
+        np.zeros(shape, np.float32), np.full(shape, -1, np.int32), np.zeros(batch, np.int32), texts, [*texts],
     )  # fmt: skip
+
+
+def _write(made: Rollouts, row: int, prompt: Sequence[int], one: CompletionOutput) -> None:
+    """Write the prompt of a turn, which repeats the row's earlier tokens, and its output."""
+    start, end = len(prompt), len(prompt) + len(one.token_ids)
+    made.lengths[row], made.tokens[row, :end] = end, [*prompt, *one.token_ids]
+    made.is_output[row, start:end], made.versions[row, start:end] = True, one.versions
+    made.logprobs[row, start:end] = [
+        of[token].logprob for token, of in zip(one.token_ids, one.logprobs or (), strict=True)
+    ]
+    made.texts[row], made.finish_reasons[row] = one.text, str(one.finish_reason)

@@ -23,6 +23,7 @@ from jpaged.llm import LLM
 from jpaged.models.base import Model
 from jpaged.rl.causal import logits
 from jpaged.rl.rollout import RolloutWorker
+from jpaged.tokenizer import encode_all
 
 
 class CausalModel(nnx.Module):
@@ -73,13 +74,13 @@ class JpagedRollout(base_rollout.BaseRollout):
             top_p=1.0 if config.top_p is None else config.top_p, top_k=config.top_k or 0,
             seed=self._num_calls * 2**32,
         )  # fmt: skip
-        found = self.worker.generate(texts, params)
+        given = encode_all(self.worker.llm.tokenizer, texts)
+        if (longest := max(map(len, given))) > width:
+            raise InvalidParameter("max_prompt_length", f"must be at least {longest}, not {width}")
+        found = self.worker.generate(given, params)
         left = np.full((len(texts), width), self.pad_id(), np.int32)
-        starts = found.lengths - found.is_output.sum(1)
-        if starts.max() > width:
-            raise InvalidParameter("max_prompt_length", f"must be at least {starts.max()}, not {width}")
-        for row, tokens, start in zip(left, found.tokens, starts):
-            row[width - start :] = tokens[:start]
+        for row, tokens in zip(left, given):
+            row[width - len(tokens) :] = tokens
         own = lambda values: [row[outputs] for row, outputs in zip(values, found.is_output)]
         return base_rollout.RolloutOutput(
             text=found.texts,

@@ -245,8 +245,11 @@ class LLM:
             self._module.mark()
             self._serves_module = source is self._module.module
 
-    def read_prompt(self, prompt: Any) -> tuple[list[int], str | None, str]:
+    def read_prompt(self, prompt: Any, *, continues: bool = False) -> tuple[list[int], str | None, str]:
         """Return a prompt's token ids, its text if it was given as text, and its cache salt.
+
+        Args:
+            continues: it is put behind other tokens: special tokens are not added, and it may be empty.
 
         Raises:
             InvalidParameter: it is no prompt; the message has its form.
@@ -266,13 +269,13 @@ class LLM:
             raise InvalidParameter("prompts", f"must be texts or token ids, not {shown(prompt)}")
         if self.tokenizer is None:
             raise InvalidParameter("prompts", "this engine has no tokenizer, so prompts must be token ids")
-        if not prompt:  # also where the tokenizer would add a token of its own, as in the server
+        if not prompt and not continues:  # also where the tokenizer would add a token of its own, as in the server
             raise InvalidParameter("prompt", "must hold at least one token")
         try:
             prompt.encode()
         except UnicodeEncodeError:
             raise InvalidParameter("prompts", f"must not hold half a surrogate pair, as {shown(prompt)}") from None
-        return encode(self.tokenizer, prompt), prompt, salt
+        return encode(self.tokenizer, prompt, add_special_tokens=not continues), prompt, salt
 
     def _run(
         self, jobs: "list[_Job]", arrival: "_Arrival", stop: threading.Event, use_tqdm: bool

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from tokenizers import processors
 
 from jpaged import LLM, InvalidParameter, SamplingParams
 from jpaged.models.checkpoint import dummy_model
@@ -15,6 +16,7 @@ from jpaged.rl import RolloutWorker, group_advantages
 from jpaged.rl.causal import _multiply as multiply
 from jpaged.rl.causal import logits, token_logprobs
 from tests.few_shapes import few_shapes
+from tests.models import EOS, byte_tokenizer
 from tests.runtime.test_runner import LIMITS, LLAMA, Compilations
 from tests.test_update_params import device_bytes
 
@@ -62,6 +64,95 @@ def test_a_width_that_an_output_may_exceed_is_refused_before_anything_is_generat
     told = rf"^width: must be at least {most}, for the {prompt} and max_tokens \({max_tokens}\), not 40$"
     with pytest.raises(InvalidParameter, match=told):
         RolloutWorker(worker.llm, width=40).generate(PROMPTS, dataclasses.replace(PARAMS, max_tokens=max_tokens))
+
+
+@pytest.fixture
+def cached_tokens(worker, monkeypatch):
+    """The tokens that the latest call found in the prefix cache, of each prompt."""
+    found, generate = [], worker.llm.generate
+
+    def recorded(*args, **options):
+        outputs = generate(*args, **options)
+        found[:] = [output.num_cached_tokens for output in outputs]
+        return outputs
+
+    monkeypatch.setattr(worker.llm, "generate", recorded)
+    return found
+
+
+TURN = dataclasses.replace(PARAMS, n=1, max_tokens=6)
+OBSERVATIONS = [[11, 12, 13], [], None, [14], None, np.array([15, 16])]
+
+
+def test_a_further_turn_is_an_observation_and_an_output_behind_the_tokens_so_far(worker, model, cached_tokens):
+    worker.llm.reset_prefix_cache()
+    first = worker.generate(PROMPTS, PARAMS)
+    found = worker.extend(first, OBSERVATIONS, TURN)
+    assert cached_tokens == [24, 24, 48, 16], "the whole blocks of 24, 24, 49 and 20 tokens with KV"
+    assert found.prompts.tolist() == [0, 0, 1, 1, 2, 2] and found.finish_reasons == ["length"] * 6
+    extended = [row for row, observation in enumerate(OBSERVATIONS) if observation is not None]
+    starts = [int(first.lengths[row]) + len(OBSERVATIONS[row]) for row in extended]
+    for row in range(6):
+        before = int(first.lengths[row])
+        start = starts[extended.index(row)] if row in extended else before
+        end = start + 6 * (row in extended)
+        assert found.lengths[row] == end and found.tokens[row, :before].tolist() == first.tokens[row, :before].tolist()
+        assert found.tokens[row, before:start].tolist() == list(OBSERVATIONS[row] if row in extended else [])
+        is_output = [first.is_output[row, i] if i < before else start <= i < end for i in range(64)]
+        assert found.is_output[row].tolist() == is_output
+        assert found.tokens[row, end:].tolist() == [1] * (64 - end)
+    wholes = [found.tokens[row, :start].tolist() for row, start in zip(extended, starts)]
+    each = [dataclasses.replace(TURN, seed=4 + row) for row in extended]
+    for row, start, output in zip(extended, starts, worker.llm.generate(wholes, each, use_tqdm=False)):
+        assert found.tokens[row, start : start + 6].tolist() == output.outputs[0].token_ids
+    assert not found.logprobs[~found.is_output].any() and set(found.versions[~found.is_output]) == {-1}
+    assert set(found.versions[found.is_output]) == {worker.version}
+    trainer = np.asarray(token_logprobs(model, jnp.asarray(found.tokens)))
+    for logprobs in (worker.score(found), np.where(found.is_output, trainer, 0)):
+        np.testing.assert_allclose(logprobs, found.logprobs, atol=1e-5)
+    again = worker.extend(found, [[17]] + [None] * 5, TURN)
+    assert again.lengths.tolist() == [41, *found.lengths[1:]] and cached_tokens == [32]
+    assert worker.extend(again, [None] * 6, TURN).lengths.tolist() == again.lengths.tolist()
+
+
+def test_each_turn_keeps_the_versions_that_drew_it(worker, model, cached_tokens):
+    first, before = worker.generate(PROMPTS, PARAMS), worker.version
+    worker.update(jax.tree.map(lambda x: 1.1 * x, nnx.state(model)))
+    found = worker.extend(first, OBSERVATIONS, TURN)
+    assert cached_tokens == [0] * 4, "the KV of old parameters is not found"
+    worker.update(model)
+    new = found.is_output & ~first.is_output
+    assert set(found.versions[first.is_output]) == {before} and set(found.versions[new]) == {before + 1}
+
+
+def test_an_observation_as_text_has_no_special_tokens(worker, monkeypatch):
+    tokenizer = byte_tokenizer()
+    tokenizer.post_processor = processors.TemplateProcessing("<|end|> $A", special_tokens=[("<|end|>", EOS)])
+    monkeypatch.setattr(worker.llm, "tokenizer", tokenizer)
+    first = worker.generate(["a", "b"], TURN)
+    found = worker.extend(first, ["cd", ""], TURN)
+    assert first.tokens[:, 0].tolist() == [EOS, EOS]
+    assert found.tokens[0, 8:10].tolist() == tokenizer.encode("cd", add_special_tokens=False).ids
+    assert found.lengths.tolist() == [16, 14]
+
+
+@pytest.mark.parametrize(
+    "observations, changes, told",
+    [
+        ([[1]] * 5, {}, r"observations: must be as many as rollouts \(6\), not 5"),
+        ([[1]] * 6, {"n": 2}, "n: must be 1 in a further turn, not 2"),
+        ([[1]] * 6, {"truncate_prompt_tokens": 4}, "truncate_prompt_tokens: must be None in a further turn, not 4"),
+        ([*[None] * 3, [1] * 9, None, None], {}, "width: must be at least 65, for the 59 tokens of prompt 3.*, not 64"),
+        ([[1], "text", *[None] * 4], {}, "prompts: this engine has no tokenizer, so prompts must be token ids"),
+    ],
+)  # fmt: skip
+def test_a_turn_that_does_not_fit_is_refused_before_anything_is_generated(
+    worker, monkeypatch, observations, changes, told
+):
+    first = worker.generate(PROMPTS, PARAMS)
+    monkeypatch.setattr(worker.llm, "generate", pytest.fail)
+    with pytest.raises(InvalidParameter, match=f"^{told}$"):
+        worker.extend(first, observations, dataclasses.replace(TURN, **changes))
 
 
 def test_scores_and_the_trainers_logprobs_are_those_of_the_engine(worker, model):

@@ -1,8 +1,9 @@
 """Rollouts as arrays, for train steps that are compiled once."""
 
+import copy
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -10,22 +11,24 @@ from jpaged.core.params import InvalidParameter, SamplingParams
 from jpaged.core.request import CompletionOutput, RequestOutput
 from jpaged.engine.engine import InFlight
 from jpaged.llm import LLM, Prompt, prompts_of
+from jpaged.runtime.runner import ModelRunner
 
 
 class Rollouts(NamedTuple):
     """Completions of prompts: B outputs of W tokens, those of a prompt one after the other.
 
-    Entry i of a row belongs to its token i.
+    Entry i of a row belongs to its token i. A row of several turns has the prompt, then completions with observations
+    between them.
 
     Attributes:
-        tokens: [B, W] int32, the prompt and the completion, then padding.
-        lengths: [B] int32, number of tokens of prompt and completion.
-        is_output: [B, W] bool, whether a token belongs to the completion.
-        logprobs: [B, W] float32, of the completion's tokens as they were drawn; 0 elsewhere.
+        tokens: [B, W] int32, prompt, completions and observations, then padding.
+        lengths: [B] int32, number of tokens before the padding.
+        is_output: [B, W] bool, whether a token was generated: the mask of the loss.
+        logprobs: [B, W] float32, of the generated tokens as they were drawn; 0 elsewhere.
         versions: [B, W] int32, number of parameter updates before a token was drawn; -1 elsewhere.
         prompts: [B] int32, the index of each output's prompt.
-        texts: the completions as texts; empty without a tokenizer.
-        finish_reasons: "stop" or "length", or "abort".
+        texts: the completions of the last turn as texts; empty without a tokenizer.
+        finish_reasons: "stop" or "length", or "abort", of the last turn.
     """
 
     tokens: np.ndarray
@@ -57,6 +60,11 @@ class RolloutWorker:
         self.llm, self._pad_id = llm, pad_id
         self.width = width or llm.engine.limits.max_model_len
 
+    @property
+    def version(self) -> int:
+        """Number of parameter updates so far: the version of tokens that are drawn now."""
+        return cast(ModelRunner, self.llm.engine.runner).params_version
+
     def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None) -> Rollouts:
         """Return `params.n` outputs of each prompt with their logprobs.
 
@@ -78,10 +86,46 @@ class RolloutWorker:
             _write(made, row, output.prompt_token_ids, one)
         return made
 
-    def _read(self, prompt: Prompt) -> dict[str, Any]:
-        """Return a prompt as token ids."""
-        tokens, _, salt = self.llm.read_prompt(prompt)
-        return {"prompt_token_ids": tokens, "cache_salt": salt}
+    def extend(
+        self, rollouts: Rollouts, observations: Sequence[Prompt | None], params: SamplingParams | None = None
+    ) -> Rollouts:
+        """Return the rollouts with a further turn: an observation after each output, and one more output.
+
+        The tokens before the observation are taken as they are, not encoded again, so that the engine finds their KV in
+        its prefix cache, and logprobs belong to the tokens that were drawn.
+
+        Args:
+            rollouts: are not changed.
+            observations: of each row, a text, which is encoded without special tokens, or token ids; None leaves the
+                row as it is, as after its last turn.
+            params: for all rows, with `n=1`. With a seed, row i has the seed `seed + i`.
+
+        Raises:
+            InvalidParameter: the numbers of rollouts and observations differ, a parameter does not fit, the engine
+                can't serve a sequence, or it may be longer than the width; raised before anything is generated.
+        """
+        params = params or SamplingParams()
+        if len(observations) != len(rollouts.tokens):
+            raise InvalidParameter(
+                "observations", f"must be as many as rollouts ({len(rollouts.tokens)}), not {len(observations)}"
+            )
+        for name, value in (("n", 1), ("truncate_prompt_tokens", None)):
+            if (found := getattr(params, name)) != value:
+                raise InvalidParameter(name, f"must be {value} in a further turn, not {found}")
+        given = {
+            row: self._read(observation, rollouts.tokens[row, : rollouts.lengths[row]].tolist())
+            for row, observation in enumerate(observations) if observation is not None
+        }  # fmt: skip
+        outputs = self._complete(given, params, rollouts.tokens.shape[1])
+        made = copy.deepcopy(rollouts)
+        for row, output in zip(given, outputs):
+            _write(made, row, output.prompt_token_ids, output.outputs[0])
+        return made
+
+    def _read(self, prompt: Prompt, before: Sequence[int] = ()) -> dict[str, Any]:
+        """Return a prompt as token ids, behind those that it continues."""
+        tokens, _, salt = self.llm.read_prompt(prompt, continues=bool(before))
+        return {"prompt_token_ids": [*before, *tokens], "cache_salt": salt}
 
     def _complete(self, given: dict[int, dict[str, Any]], params: SamplingParams, width: int) -> list[RequestOutput]:
         """Return the outputs of prompts; their numbers are those of seeds and errors."""
@@ -102,16 +146,16 @@ class RolloutWorker:
         return self.llm.generate(list(given.values()), each, use_tqdm=False)
 
     def score(self, rollouts: Rollouts) -> np.ndarray:
-        """Return the logprobs of the completions' tokens under the present parameters, [B, W], 0 elsewhere."""
+        """Return the logprobs of the generated tokens under the present parameters, [B, W], 0 elsewhere."""
         rows = [
-            (row[:length].tolist(), int(length - outputs.sum()))
+            (row[:length].tolist(), int(outputs.argmax()) if outputs.any() else int(length))
             for row, length, outputs in zip(rollouts.tokens, rollouts.lengths, rollouts.is_output)
         ]
         scores = self.llm.score([tokens[:start] for tokens, start in rows], [tokens[start:] for tokens, start in rows])
         found = np.zeros(rollouts.tokens.shape, np.float32)
         for row, (tokens, start), values in zip(found, rows, scores):
             row[start : len(tokens)] = values
-        return found
+        return np.where(rollouts.is_output, found, 0)
 
     def update(self, params: Any, in_flight: InFlight = "recompute") -> None:
         """Serve other parameters, with the arguments and errors of `LLM.update_params`."""

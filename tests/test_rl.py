@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,15 @@ from tokenizers import processors
 
 from jpaged import LLM, InvalidParameter, SamplingParams
 from jpaged.models.checkpoint import dummy_model
-from jpaged.rl import RolloutWorker, group_advantages
+from jpaged.rl import (
+    Rollouts,
+    RolloutWorker,
+    group_advantages,
+    mask_stale,
+    sequence_weights,
+    staleness,
+    token_weights,
+)
 from jpaged.rl.causal import _multiply as multiply
 from jpaged.rl.causal import logits, token_logprobs
 from tests.few_shapes import few_shapes
@@ -115,7 +124,7 @@ def test_a_further_turn_is_an_observation_and_an_output_behind_the_tokens_so_far
     assert worker.extend(again, [None] * 6, TURN).lengths.tolist() == again.lengths.tolist()
 
 
-def test_each_turn_keeps_the_versions_that_drew_it(worker, model, cached_tokens):
+def test_each_turn_keeps_the_versions_that_drew_it_and_stale_rows_are_masked(worker, model, cached_tokens):
     first, before = worker.generate(PROMPTS, PARAMS), worker.version
     worker.update(jax.tree.map(lambda x: 1.1 * x, nnx.state(model)))
     found = worker.extend(first, OBSERVATIONS, TURN)
@@ -123,6 +132,13 @@ def test_each_turn_keeps_the_versions_that_drew_it(worker, model, cached_tokens)
     worker.update(model)
     new = found.is_output & ~first.is_output
     assert set(found.versions[first.is_output]) == {before} and set(found.versions[new]) == {before + 1}
+    fresh = worker.generate([9], dataclasses.replace(PARAMS, n=1))
+    both = Rollouts(*(np.concatenate([a, b]) if isinstance(a, np.ndarray) else a + b for a, b in zip(found, fresh)))
+    assert staleness(both, worker.version).tolist() == [2] * 6 + [0]
+    assert staleness(found._replace(is_output=new), worker.version).tolist() == [1, 1, 0, 1, 0, 1]
+    kept = mask_stale(both, worker.version, max_staleness=1).is_output
+    assert not kept[:6].any() and kept[6].tolist() == fresh.is_output[0].tolist()
+    assert mask_stale(both, worker.version, max_staleness=2).is_output.tolist() == both.is_output.tolist()
 
 
 def test_an_observation_as_text_has_no_special_tokens(worker, monkeypatch):
@@ -257,3 +273,27 @@ def test_rewards_that_are_no_groups_are_refused(rewards, size, shape):
     told = rf"^rewards: must have the shape \[B\], B a multiple of size \({size}\), not {re.escape(str(shape))}$"
     with pytest.raises(InvalidParameter, match=told):
         group_advantages(rewards, size)
+
+
+MASK = jnp.array([[False, True, True, False], [True, True, True, False], [False, False, False, False]])
+RATIOS = np.array([[7, 0.5, 3, 7], [2, 3, 0.25, 7], [7, 7, 7, 7]], np.float32)
+
+
+def test_importance_weights_are_truncated_ratios_without_gradients():
+    drawn = jnp.full((3, 4), -2.0)
+    args = drawn + np.log(RATIOS), drawn, MASK
+    np.testing.assert_allclose(
+        jax.jit(partial(token_weights, token_cap=2.0))(*args),
+        [[0, 0.5, 2, 0], [2, 2, 0.25, 0], [0, 0, 0, 0]], rtol=1e-5,
+    )  # fmt: skip
+    np.testing.assert_allclose(sequence_weights(*args, sequence_cap=1.4), [1.4, 1.4, 1], rtol=1e-5)
+    np.testing.assert_allclose(sequence_weights(*args, sequence_cap=9.0), [1.5, 1.5, 1], rtol=1e-5)
+    for weights in (partial(token_weights, token_cap=2.0), partial(sequence_weights, sequence_cap=2.0)):
+        assert not jax.grad(lambda x, weights=weights: (weights(x, drawn, MASK) * x[:, :1]).sum())(args[0])[0, 1:].any()
+        assert weights(drawn + 400, drawn, MASK).max() == pytest.approx(2), "a ratio that float32 can't hold"
+
+
+@pytest.mark.parametrize("weights, name", [(token_weights, "token_cap"), (sequence_weights, "sequence_cap")])
+def test_a_cap_that_is_not_positive_is_refused(weights, name):
+    with pytest.raises(InvalidParameter, match=rf"^{name}: must be positive, not 0$"):
+        weights(jnp.zeros((3, 4)), jnp.zeros((3, 4)), MASK, **{name: 0})

@@ -181,6 +181,28 @@ def group_advantages(rewards: np.ndarray, size: int) -> np.ndarray:
     return advantages.reshape(-1)
 
 
+def staleness(rollouts: Rollouts, version: int) -> np.ndarray:
+    """Return the number of updates between each row's oldest generated token and `version`, [B]; 0 without tokens.
+
+    Args:
+        version: `RolloutWorker.version`.
+    """
+    oldest = np.where(rollouts.is_output, rollouts.versions, version).min(axis=1)
+    updates: np.ndarray = version - oldest
+    return updates
+
+
+def mask_stale(rollouts: Rollouts, version: int, *, max_staleness: int) -> Rollouts:
+    """Return the rollouts without the outputs of stale rows, in the same shape: their `is_output` is False.
+
+    Args:
+        version: `RolloutWorker.version`.
+        max_staleness: the largest `staleness` of a row that is kept; 0: on-policy rows only.
+    """
+    kept = staleness(rollouts, version) <= max_staleness
+    return rollouts._replace(is_output=rollouts.is_output & kept[:, None])
+
+
 def _empty(batch: int, width: int, pad_id: int) -> Rollouts:
     shape, texts = (batch, width), [""] * batch
     return Rollouts(

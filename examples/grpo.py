@@ -18,8 +18,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from jpaged import LLM, ModelConfig, SamplingParams
-from jpaged.engine.build import find_model, load_model
+from jpaged import LLM, SamplingParams, load
 from jpaged.rl import RolloutWorker, group_advantages
 from jpaged.rl.causal import token_logprobs
 
@@ -34,9 +33,7 @@ def reward(text: str) -> float:
 
 
 def main(steps: str = "40", plot: str = "") -> list[Step]:
-    directory = find_model("demo")
-    config = ModelConfig.from_directory(directory)
-    model = load_model(directory, config, dtype="float32", load_format="auto", seed=0, progress=False)
+    model = load("demo", dtype="float32", progress=False)
     llm = LLM(model, tokenizer="demo", progress=False, max_num_seqs=32, max_model_len=128, num_gpu_blocks_override=256,
               swap_space=0)  # fmt: skip
     worker = RolloutWorker(llm, width=WIDTH)

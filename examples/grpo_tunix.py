@@ -16,8 +16,8 @@ from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.rl_cluster import ClusterConfig, RLCluster, RLTrainingConfig, Role
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
-from jpaged import ModelConfig
-from jpaged.engine.build import find_model, load_model
+from jpaged import load
+from jpaged.demo import DIRECTORY
 from jpaged.rl.tunix import CausalModel, rollout
 from jpaged.tokenizer import encode, load_tokenizer
 
@@ -26,10 +26,9 @@ ROLES = (Role.ACTOR, Role.REFERENCE, Role.ROLLOUT)
 
 
 def main(batches: str = "40") -> list[float]:
-    directory = find_model("demo")
     mesh = jax.make_mesh((1,), ("fsdp",), axis_types=(AxisType.Auto,))
     whole = NamedSharding(mesh, PartitionSpec())
-    inner = load_tokenizer(directory)
+    inner = load_tokenizer(DIRECTORY)
     # Tunix's interface of a tokenizer, with the demo model's ids.
     tokenizer = SimpleNamespace(
         encode=lambda text, **_: encode(inner, text), decode=lambda ids, **_: inner.decode(ids),
@@ -37,8 +36,7 @@ def main(batches: str = "40") -> list[float]:
     )  # fmt: skip
 
     def model() -> CausalModel:
-        config = ModelConfig.from_directory(directory)
-        loaded = load_model(directory, config, dtype="float32", load_format="auto", seed=0, progress=False)
+        loaded = load("demo", dtype="float32", progress=False)
         nnx.update(loaded, jax.device_put(nnx.state(loaded), whole))
         return CausalModel(loaded)
 

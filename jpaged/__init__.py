@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from jpaged.llm import LLM
     from jpaged.models.llama import Llama
     from jpaged.models.quantized import quantize
+    from jpaged.module import load
     from jpaged.runtime.placement import shard
 
 _HOME = {
@@ -28,6 +29,7 @@ _HOME = {
     "RequestMetrics": "jpaged.core.request",
     "RequestOutput": "jpaged.core.request",
     "CompletionOutput": "jpaged.core.request",
+    "load": "jpaged.module",
     "quantize": "jpaged.models.quantized",
     "shard": "jpaged.runtime.placement",
 }
@@ -45,6 +47,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputsParams",
+    "load",
     "quantize",
     "shard",
 ]

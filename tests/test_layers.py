@@ -27,7 +27,7 @@ LAYERS = [
     ["jpaged.runtime", "jpaged.demo"],
     ["jpaged.engine", "jpaged.parallel"],
     ["jpaged.engine.build", "jpaged.parallel.router"],
-    ["jpaged.llm", "jpaged.convert", "jpaged.doctor"],
+    ["jpaged.llm", "jpaged.convert", "jpaged.doctor", "jpaged.module"],
     ["jpaged.serving", "jpaged.bench", "jpaged.rl"],
     ["jpaged.parallel.ray", "jpaged.simulator"],
     ["jpaged.cli"],

@@ -1,6 +1,7 @@
 # make serve [ARGS="--port 8123 --model DIR"]   make test [ARGS="-k scheduler"]   make format   make clean
 # make test-fast leaves out servers, commands, whole engines and GPU compilers; make test-deep runs the exhaustive tests.
 # make test-ray installs Ray and tests `jpaged serve --ray`; make test-tunix installs Tunix and runs its learner.
+# make test-extras resolves the requirements of every extra, and installs none.
 # make docs: build the API reference into build/api
 # make bench: the paper's evaluation on this machine and in the simulator, 20 minutes; writes docs/benchmarks.md
 # make mutate [ARGS="jpaged/core/beam.py"] counts the small changes of a module that its quick tests notice.
@@ -13,7 +14,7 @@ SERVE_EXTRAS := $(if $(NVIDIA),[cuda],[cpu])
 # Without an NVIDIA driver jax should not look for one.
 CPU := $(if $(NVIDIA),,JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu})
 
-.PHONY: serve test test-fast test-deep test-ray test-tunix lint docs bench mutate format clean
+.PHONY: serve test test-fast test-deep test-ray test-tunix test-extras lint docs bench mutate format clean
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/serve.done
@@ -39,6 +40,10 @@ test-ray: $(VENV)/test.done
 test-tunix: $(VENV)/test.done
 	$(call install,[tunix])
 	$(BIN)/python -m pytest tests/test_examples.py -k tunix -m "" -v $(ARGS)
+
+test-extras: $(VENV)/test.done
+	$(PIP) uv
+	$(BIN)/python -m pytest tests/test_extras.py -m "" -v $(ARGS)
 
 lint: $(VENV)/test.done
 	$(BIN)/ruff check .

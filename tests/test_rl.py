@@ -2,13 +2,17 @@
 
 import dataclasses
 import re
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental import transfer
 from tokenizers import processors
 
 from jpaged import LLM, InvalidParameter, SamplingParams
@@ -29,6 +33,7 @@ from tests.models import EOS, byte_tokenizer
 from tests.runtime.test_runner import LIMITS, LLAMA, Compilations
 from tests.test_update_params import device_bytes
 
+ROOT = Path(__file__).parents[1]
 SETTINGS = {"block_size": 8, "num_gpu_blocks_override": 40, "progress": False} | LIMITS
 PROMPTS = [[3, 4, 5, 6, 7], [*range(40, 70)], [9]]
 PARAMS = SamplingParams(n=2, temperature=1.0, max_tokens=20, seed=4, ignore_eos=True)
@@ -234,6 +239,41 @@ def test_an_update_copies_no_byte_and_compiles_nothing(worker, model):
     assert compilations.count == 0 and device_bytes() == before
     pointers = [array.unsafe_buffer_pointer() for array in jax.tree.leaves(state)]
     assert [array.unsafe_buffer_pointer() for array in worker.llm.engine.runner.params] == pointers
+    worker.update(model)
+
+
+TRAINER = """
+import jax
+from flax import nnx
+from jax.experimental import transfer
+from jpaged.models.checkpoint import dummy_model
+from tests.runtime.test_runner import LLAMA
+
+server = transfer.start_transfer_server(jax.devices()[0].client, "127.0.0.1:0", ["127.0.0.1:0"])
+server.await_pull(1, nnx.to_pure_dict(nnx.state(dummy_model(LLAMA, "float32", 1))))
+print(server.address(), flush=True)
+input()
+"""
+
+
+@pytest.fixture
+def trainer_address():
+    command = [sys.executable, "-c", TRAINER]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as trainer:
+        yield trainer.stdout.readline().strip()
+        trainer.communicate("\n")
+
+
+def test_parameters_of_another_process_are_pulled_and_served(worker, model, trainer_address):
+    """As in docs/rollouts.md."""
+    specs = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), nnx.to_pure_dict(nnx.state(model))
+    )
+    server = transfer.start_transfer_server(jax.devices()[0].client, "127.0.0.1:0", ["127.0.0.1:0"])
+    worker.update(server.connect(trainer_address).pull(1, specs))
+    expected = jax.tree.leaves(nnx.state(dummy_model(LLAMA, "float32", 1)))
+    for found, leaf in zip(worker.llm.engine.runner.params, expected, strict=True):
+        np.testing.assert_array_equal(found, leaf)
     worker.update(model)
 
 

@@ -205,6 +205,7 @@ def _render(service: Service, body: Conversation) -> list[int]:
         template = template_of(tokenizer, body.chat_template or config.chat_template, with_tools=bool(body.tools))
         messages = [message.for_template("developer" in template.source) for message in body.messages]
         options = body.template_options() | {"content_format": config.chat_template_content_format}
+        options["variables"] = {**config.default_chat_template_kwargs, **options["variables"]}
         service.check_length(body.text_length, "messages")
         stand_ins: dict[str, str] = {}
         if not config.allow_special_tokens_in_content:

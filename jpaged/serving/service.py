@@ -41,6 +41,7 @@ class ServerConfig:
         api_keys: keys of the protected routes; without keys, all routes are open.
         chat_template: replaces the model's own.
         chat_template_content_format: the form of messages' content for the template, as for `chat.render`.
+        default_chat_template_kwargs: variables of the template for requests that do not set them.
         trust_request_chat_template: accept templates in requests too. They are programs, although sandboxed.
         allow_special_tokens_in_content: encode the text of a special token in a message as that token.
         max_queue: maximum requests that wait for the engine; further ones get HTTP 503.
@@ -57,6 +58,7 @@ class ServerConfig:
     api_keys: tuple[str, ...] = ()
     chat_template: str | None = None
     chat_template_content_format: ContentFormat = "auto"
+    default_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     trust_request_chat_template: bool = False
     allow_special_tokens_in_content: bool = False
     max_queue: int = 4096

@@ -104,6 +104,17 @@ async def test_template_variables_and_generation_prompt_are_applied(api):
     assert error.value.param == "chat_template"
 
 
+async def test_template_variables_have_the_defaults_of_the_server(loaded):
+    config = {
+        "chat_template": "{{ style }} {{ other }} {{ messages[0].content }}",
+        "default_chat_template_kwargs": {"style": "verse", "other": 1},
+    }
+    async with Client(*loaded, **config) as client:
+        for given, text in ({}, "verse 1 Hi"), ({"chat_template_kwargs": {"style": "prose"}}, "prose 1 Hi"):
+            body = await client.post("/tokenize", {"messages": [{"role": "user", "content": "Hi"}], **given})
+            assert loaded.tokenizer.decode(body["tokens"]) == text
+
+
 def with_template(template):
     """Return a chat that brings its template."""
     return {"messages": [{"role": "user", "content": "Hi"}], "chat_template": template, "max_tokens": 1}

@@ -1,10 +1,11 @@
 """Configuration of the model and of the engine: frozen, plain values, dtypes as strings, no device library."""
 
+import difflib
 import json
 import math
 import reprlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -20,9 +21,12 @@ LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 KV_CACHE_DTYPES = {"auto": None, "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
 QUANTIZATIONS = {"int8": "int8", "fp8": "float8_e4m3fn"}  # dtypes of the weights of linear layers
+QUANTIZED_CHECKPOINTS = ("awq", "gptq", "fp8", "compressed-tensors")  # as config.json names their methods
 KERNELS = ("auto", "reference", "mosaic", "triton", "cpu")
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+DEFAULT_ROPE_THETA = 10000.0
+ROPE = ("rope_theta", "rope_scaling", "rope_parameters")  # fields of a config about its rotary embedding
 EXTENDING = ("linear", "yarn")  # rope types after which sequences may pass max_position_embeddings
 # Fields that change the computation of some architecture, with the values that change nothing. A config refuses other
 # values unless its architecture reads the field.
@@ -58,6 +62,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 # Bounds of a checkpoint's config: a model is traced layer by layer before its tensors are compared.
 MAX_LAYERS, MAX_EXPERTS, MAX_SIZE = 512, 4096, 2**31 - 1
 CONFIG, GENERATION = "config.json", "generation_config.json"
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # the latter's sampling parameters
 
 
 def _check_types(config: Any) -> None:
@@ -94,7 +99,7 @@ class RopeConfig:
     """Rotary embedding as a Hugging Face config gives it: `rope_parameters`, or `rope_theta` and `rope_scaling`."""
 
     type: str = "default"
-    theta: float = 10000.0
+    theta: float = DEFAULT_ROPE_THETA
     factor: float = 1.0
     original_max_position_embeddings: int = 0
     low_freq_factor: float = 1.0
@@ -156,7 +161,7 @@ class RopeConfig:
         if kind not in ROPE_TYPES:
             raise ValueError(f"rope_type: {reprlib.repr(kind)} is not supported; supported: {', '.join(ROPE_TYPES)}")
         parameters.setdefault("partial_rotary_factor", hf.get("partial_rotary_factor"))
-        parameters.setdefault("rope_theta", hf.get("rope_theta", 10000.0))
+        parameters.setdefault("rope_theta", hf.get("rope_theta", DEFAULT_ROPE_THETA))
         parameters.setdefault("original_max_position_embeddings", hf.get("original_max_position_embeddings"))
         original = parameters["original_max_position_embeddings"] or hf.get("max_position_embeddings", 2048)
         factor = parameters.get("factor")
@@ -438,14 +443,17 @@ class ModelConfig:
         return Variation()
 
     @classmethod
-    def from_directory(cls, directory: Path) -> Self:
+    def from_directory(cls, directory: Path, overrides: Mapping[str, Any] | None = None) -> Self:
         """Read config.json and, if it exists, generation_config.json.
+
+        Args:
+            overrides: as `EngineConfig.hf_overrides`.
 
         Raises:
             ValueError: a file is invalid; the message has its path.
         """
         path = directory / CONFIG
-        hf, generation = read_json(path), read_json(directory / GENERATION, missing_ok=True)
+        hf, generation = read_hf(directory, overrides), read_json(directory / GENERATION, missing_ok=True)
         try:
             return cls.from_hf(hf, generation)
         except (
@@ -453,15 +461,47 @@ class ModelConfig:
             TypeError,
             ArithmeticError,
         ) as error:  # the last two: a value of a wrong type was computed with
-            where = f"{path}, {GENERATION}" if generation else str(path)
+            where = (f"{path}, {GENERATION}" if generation else str(path)) + ", hf_overrides" * bool(overrides)
             raise ValueError(f"{where}: {error}") from error
 
 
 def sampling_defaults(directory: Path) -> dict[str, Any]:
     """Return generation_config.json's sampling parameters, the defaults of requests to the server."""
     generation = read_json(directory / GENERATION, missing_ok=True)
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    return {name: generation[name] for name in names if generation.get(name) is not None}
+    return {name: generation[name] for name in SAMPLING if generation.get(name) is not None}
+
+
+def read_hf(directory: Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the content of config.json with the overrides of `EngineConfig.hf_overrides`.
+
+    An override of `rope_scaling` or `rope_parameters` replaces both. Of `text_config`, the named fields are replaced.
+
+    Raises:
+        ValueError: the file is invalid, or an override is not a field of such a file.
+    """
+    hf = read_json(directory / CONFIG)
+    return _overridden(hf, overrides, "hf_overrides") if overrides else hf
+
+
+def _overridden(hf: dict[str, Any], overrides: Mapping[str, Any], where: str) -> dict[str, Any]:
+    known = set(hf) - {"quantization_config", "compression_config"}  # which belong to the tensors
+    if "text_config" not in hf:  # it has the fields of the model
+        known |= {each.name for each in fields(ModelConfig)} | set(NEUTRAL) | set(ROPE)
+        known |= {"architectures", "model_type", "eos_token_id", "original_max_position_embeddings"}
+    for name in overrides:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ValueError(f"{where}: {name} is not a field of the model's {CONFIG} that can be replaced{hint}")
+    kept, new = dict(hf), dict(overrides)
+    if set(ROPE) & overrides.keys() and isinstance(rope := kept.get("rope_parameters"), dict):
+        kept |= {"rope_theta": rope.get("rope_theta", kept.get("rope_theta", DEFAULT_ROPE_THETA))}
+        kept["rope_parameters"] = {name: value for name, value in rope.items() if name != "rope_theta"}
+    if {"rope_scaling", "rope_parameters"} & overrides.keys():
+        kept = {name: value for name, value in kept.items() if name not in ("rope_scaling", "rope_parameters")}
+    if isinstance(text := hf.get("text_config"), dict) and isinstance(given := overrides.get("text_config"), Mapping):
+        new["text_config"] = _overridden(text, given, f"{where}.text_config")
+    return kept | new
 
 
 def read_json(path: Path, *, missing_ok: bool = False, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
@@ -514,9 +554,20 @@ class EngineConfig:
         "auto", "dtype of parameters and activations; auto: float32 on a CPU, otherwise the checkpoint's (bfloat16 for "
         "float32)", group=MODEL, choices=("auto", *DTYPES, *DTYPE_ALIASES),
     )  # fmt: skip
+    hf_overrides: Mapping[str, Any] | None = setting(
+        None, "fields that replace those of the model's config.json", by="none", group=MODEL, unit="JSON"
+    )
+    generation_config: str = setting(
+        "auto", "source of default sampling parameters; auto: the model's files; vllm: the API", group=MODEL,
+        choices=("auto", "vllm"),
+    )  # fmt: skip
+    override_generation_config: Mapping[str, Any] | None = setting(
+        None, "default sampling parameters in place of those of generation_config", by="none", group=MODEL, unit="JSON"
+    )
     quantization: str | None = setting(
-        None, "weights of linear layers in 8 bits, quantized while they are loaded; a checkpoint that is quantized "
-        "already needs no setting", by="as in the checkpoint", group=MODEL, choices=tuple(QUANTIZATIONS),
+        None, "int8, fp8: weights of linear layers in 8 bits, quantized while they are loaded; other methods are "
+        "accepted for checkpoints that are quantized so, which need no setting", by="as in the checkpoint",
+        group=MODEL, choices=tuple(dict.fromkeys((*QUANTIZATIONS, *QUANTIZED_CHECKPOINTS))),
     )  # fmt: skip
     kv_cache_dtype: str = setting(
         "auto", "dtype of the KV pool; auto: the parameters'; fp8 holds twice as many tokens as 16 bits, less exactly",
@@ -546,6 +597,10 @@ class EngineConfig:
     num_gpu_blocks_override: int | None = setting(
         None, "number of KV blocks, instead of measuring memory", group=MEMORY, low=1, unit="BLOCKS"
     )
+    kv_cache_memory_bytes: int | None = setting(
+        None, "bytes of the KV pool on each device, such as 1G, instead of measuring memory", group=MEMORY, low=1,
+        unit="BYTES",
+    )  # fmt: skip
     block_size: int | None = setting(
         None, "tokens of a KV block", by="16; 64 on a CPU for sequences of 2,048 tokens and more", group=MEMORY,
         low=1, high=256, power_of_two=True, unit="TOKENS",
@@ -579,6 +634,8 @@ class EngineConfig:
         check(self)
         if self.skip_tokenizer_init and self.tokenizer:
             raise ValueError(f"skip_tokenizer_init: can't be combined with tokenizer ({self.tokenizer!r})")
+        if self.kv_cache_memory_bytes and self.num_gpu_blocks_override:
+            raise ValueError("kv_cache_memory_bytes: can't be combined with num_gpu_blocks_override")
         if self.max_num_seqs and self.max_num_batched_tokens and self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens: must be at least max_num_seqs ({self.max_num_seqs}), "

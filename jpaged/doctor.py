@@ -95,7 +95,7 @@ def examine(config: EngineConfig, *, retest: bool = False) -> Report:
     Raises:
         ValueError: the model is missing or broken.
     """
-    model = read_config(find_model(config.model, revision=config.revision, weights=False))
+    model = read_config(find_model(config.model, revision=config.revision, weights=False), config.hf_overrides)
     problems, kernels, shapes = [], None, ""
     try:
         devices = jax.devices()

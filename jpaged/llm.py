@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import logging
 import operator
 import os
 import threading
@@ -22,10 +23,13 @@ from jpaged.engine.build import load_engine
 from jpaged.engine.engine import InFlight, PauseMode
 from jpaged.engine.guard import Guard
 from jpaged.engine.output import request_output
+from jpaged.flags import engine_settings
 from jpaged.models.base import Model
 from jpaged.runtime.parameters import ModuleArrays
 from jpaged.tokenizer import encode
 from jpaged.worker import POLL_S, Worker
+
+logger = logging.getLogger(__name__)
 
 # A text, token ids (an array or a list), or {"prompt": text or "prompt_token_ids": ids, "cache_salt": text}.
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -46,10 +50,11 @@ class LLM:
         tokenizer: replaces the model's own. A loaded module without this argument has no tokenizer, and then accepts
             and returns only token ids.
         progress: show progress bars while loading and compiling.
-        **config: the fields of `EngineConfig`.
+        **config: the fields of `EngineConfig`, and keywords of vLLM's `LLM` and of SGLang's engine: some set a field,
+            some are not needed (a notice in the log says why), and the others are refused (`jpaged.flags`).
 
     Raises:
-        TypeError: `model` has another type.
+        TypeError: `model` has another type, or a keyword is unknown.
         ValueError: a value is not possible; the message has the field and the limit.
     """
 
@@ -61,8 +66,11 @@ class LLM:
             accepted = '"demo", a directory, a hub id or a module such as jpaged.models.llama.Llama'
             raise TypeError(f"model: must be {accepted}, not {type(model).__name__}")
         name, module = ("module", model) if isinstance(model, Model) else (os.fspath(model), None)
-        self.engine, self.tokenizer, _ = load_engine(
-            EngineConfig(model=name, **config), model=module, tokenizer=tokenizer, progress=progress
+        found, notices = engine_settings(config)
+        for notice in notices:
+            logger.warning(notice)
+        self.engine, self.tokenizer, self._sampling_defaults = load_engine(
+            EngineConfig(**{"model": name, **found}), model=module, tokenizer=tokenizer, progress=progress
         )
         self._module = None if module is None else ModuleArrays(module)
         self._serves_module = module is not None
@@ -85,7 +93,7 @@ class LLM:
         Args:
             prompts: a text, token ids, or several of either; arrays of NumPy and JAX count as lists. A prompt that is a
                 dict may have a `cache_salt`; then only prompts with the same salt share its cached prefix.
-            sampling_params: for all prompts, or one for each; None: `SamplingParams()`.
+            sampling_params: for all prompts, or one for each; None: `get_default_sampling_params()`.
             use_tqdm: show a progress bar.
             priority: for all prompts, or one for each; under the scheduling policy "priority", lower numbers run first.
 
@@ -94,7 +102,7 @@ class LLM:
         """
         arrival = _Arrival(time.time(), time.monotonic())
         prompt_list, rank = prompts_of(prompts), plain(priority)
-        params = SamplingParams() if sampling_params is None else sampling_params
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         each = [params] * len(prompt_list) if isinstance(params, Params) else list(params)
         ranks = [rank] * len(prompt_list) if isinstance(rank, int) else list(rank)
         for name, values in (("sampling_params", each), ("priority", ranks)):
@@ -184,6 +192,10 @@ class LLM:
             ) for conversation in conversations
         ]  # fmt: skip
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the default sampling parameters of the model's files, `generation_config` and its overrides."""
+        return SamplingParams(**self._sampling_defaults)
 
     def get_tokenizer(self) -> Any:
         """Return the tokenizer: the given one, else Hugging Face's; None if there is none."""

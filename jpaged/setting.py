@@ -2,10 +2,10 @@
 
 import math
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
 from numbers import Integral, Real
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Setting:
 
     def allows(self, value: Any) -> bool:
         """Return whether a value of the right type is allowed."""
-        if isinstance(value, str):
+        if isinstance(value, str | Mapping):
             return not self.choices or value in self.choices
         low, above, high = self.low, self.above, self.high
         within = (low is None or value >= low) and (above is None or value > above) and (high is None or value <= high)
@@ -71,13 +71,14 @@ def settings(config: type[Any]) -> Iterator[tuple[Field[Any], Setting]]:
 
 def kind(each: Field[Any]) -> tuple[type, bool]:
     """Return the type of a field's values, and whether None is one."""
-    if isinstance(each.type, types.UnionType):
-        return next(one for one in get_args(each.type) if one is not types.NoneType), True
-    assert isinstance(each.type, type)
-    return each.type, False
+    optional = isinstance(each.type, types.UnionType)
+    found = next(one for one in get_args(each.type) if one is not types.NoneType) if optional else each.type
+    found = get_origin(found) or found
+    assert isinstance(found, type)
+    return found, optional
 
 
-KINDS = {str: "a text", bool: "true or false", int: "a whole number", float: "a number"}
+KINDS = {str: "a text", bool: "true or false", int: "a whole number", float: "a number", Mapping: "a JSON object"}
 
 
 def check(config: Any) -> None:
@@ -91,6 +92,16 @@ def check(config: Any) -> None:
             raise ValueError(f"{each.name}: must be {description.allowed or KINDS[expected]}, not {value!r}")
         if not description.allows(value):
             raise ValueError(f"{each.name}: must be {description.allowed}, not {value!r}")
+
+
+def merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Return two mappings as one. Values of the second take precedence; mappings in both are merged likewise."""
+    both = {
+        name: merged(first[name], second[name])
+        for name in first.keys() & second.keys()
+        if isinstance(first[name], Mapping) and isinstance(second[name], Mapping)
+    }
+    return {**first, **second, **both}
 
 
 def documentation(config: type[Any]) -> str:

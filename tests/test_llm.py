@@ -29,7 +29,9 @@ SMALL = {"block_size": 8, "max_num_seqs": 4, "max_num_batched_tokens": 32, "prog
 def llm(tiny):
     """With a pool so small that `load` is preempted."""
     with few_shapes():
-        return LLM(tiny, num_gpu_blocks_override=12, preemption_mode="swap", **SMALL)
+        return LLM(
+            tiny, num_gpu_blocks_override=12, preemption_mode="swap", override_generation_config={"top_k": 3}, **SMALL
+        )
 
 
 HELLO = [104, 101, 108, 108, 111]
@@ -204,6 +206,20 @@ def test_chat_without_a_template_is_refused(llm, monkeypatch):
     monkeypatch.setattr(llm.tokenizer, "chat_template", None)
     with pytest.raises(InvalidParameter, match="chat_template: must be passed, because the model has none"):
         llm.chat(HI)
+
+
+def test_generate_without_params_takes_the_default_ones(llm, monkeypatch):
+    given, add = [], llm.engine.add
+
+    def recorded(request_id, token_ids, params, **options):
+        given.append(params)
+        return add(request_id, token_ids, params, **options)
+
+    monkeypatch.setattr(llm.engine, "add", recorded)
+    llm.generate("a", use_tqdm=False)
+    llm.generate("a", SamplingParams(), use_tqdm=False)
+    assert given == [llm.get_default_sampling_params(), SamplingParams()]
+    assert given[0] == SamplingParams(top_k=3)
 
 
 def test_progress_is_shown(llm, capsys):

@@ -192,8 +192,8 @@ def test_a_copy_is_quantized_and_the_module_stays(directory):
 
 
 def test_refusals(directory, tmp_path):
-    with pytest.raises(ValueError, match=r"^quantization: must be one of int8, fp8, not 'awq'$"):
-        EngineConfig(quantization="awq")
+    with pytest.raises(ValueError, match=r"^quantization: must be one of int8, fp8, awq, gptq, .*, not 'exl2'$"):
+        EngineConfig(quantization="exl2")
     model = Llama(CONFIG, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"^quantization: must be one of int8, fp8, not 'int4'$"):
         quantize(model, "int4")

@@ -16,6 +16,9 @@ from pathlib import Path
 from jpaged.cli import workload
 from jpaged.cli.loading import loading
 from jpaged.cli.serve import add_engine_flags, engine_config
+from jpaged.flags import ENGINE
+
+PEERS = ENGINE
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

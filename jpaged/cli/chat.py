@@ -19,7 +19,9 @@ from typing import Any
 from jpaged.cli.model import Message, Model, open_model, sampling
 from jpaged.cli.model import add_flags as add_model_flags
 from jpaged.cli.parser import closest
+from jpaged.flags import ENGINE
 
+PEERS = ENGINE
 COMMANDS = {"/reset": "forget the conversation", "/help": "list these commands"}
 
 

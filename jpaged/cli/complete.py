@@ -17,7 +17,9 @@ from typing import Any
 
 from jpaged.cli.model import Model, open_model, sampling
 from jpaged.cli.model import add_flags as add_model_flags
+from jpaged.flags import ENGINE
 
+PEERS = ENGINE
 MAX_TOKENS = 128
 
 

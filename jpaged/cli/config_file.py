@@ -1,21 +1,27 @@
 """Config file of --config: flags as keys of a YAML mapping."""
 
 import argparse
+import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from jpaged.cli.peer_flags import Object
+from jpaged.flags import Table, as_text
+
 
 def read_config(
-    path: str, actions: Mapping[str, argparse.Action], closest: Callable[[str, Collection[str]], str | None]
-) -> list[str]:
+    path: str, actions: Mapping[str, argparse.Action], closest: Callable[[str, Collection[str]], str | None],
+    peers: Table | None = None,
+) -> list[str]:  # fmt: skip
     """Return a file's flags as words of a command line.
 
     Args:
         actions: the actions of the command's flags, by name with dashes.
         closest: function that returns the most similar known name.
+        peers: flags of vLLM and SGLang that are accepted too.
 
     Raises:
         ValueError: the file is not such a mapping, a key is not a flag, or a value is invalid for its flag.
@@ -33,6 +39,9 @@ def read_config(
     words: list[str] = []
     for key, value in content.items():
         name = str(key).replace("_", "-")
+        if peers and name not in names and peers.find(f"--{name}"):
+            words.append(f"--{name}={as_text(value)}")
+            continue
         if name not in names:
             hint = closest(name, names)
             raise ValueError(f"{path}: unknown key {key}" + (f"; did you mean {hint}?" if hint else ""))
@@ -44,6 +53,9 @@ def read_config(
 
 
 def _words(name: str, action: argparse.Action, value: Any) -> Iterator[str]:
+    if isinstance(action, Object) and isinstance(value, dict):
+        yield f"--{name}={json.dumps(value)}"
+        return
     if value is None or isinstance(value, dict):
         raise ValueError("a value is missing" if value is None else "a mapping is no value of a flag")
     values = value if isinstance(value, list) else [value]

@@ -19,10 +19,12 @@ from typing import TYPE_CHECKING
 
 from jpaged.cli.loading import exit_on_interrupt
 from jpaged.cli.serve import add_engine_flags, engine_config
+from jpaged.flags import ENGINE
 
 if TYPE_CHECKING:
     from jpaged.doctor import Report
 
+PEERS = ENGINE
 GIB, MIB = 2**30, 2**20
 
 

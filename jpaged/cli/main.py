@@ -51,6 +51,8 @@ def run(command: str, argv: Sequence[str], prog: str | None = None) -> None:
     with exit_on_interrupt():
         module = load(command)
         args = parser(command, module, prog).parse_args(argv)
+    for notice in args.notices:
+        print(f"{prog}: {notice}", file=sys.stderr)
     try:
         module.run(args)
     except KeyboardInterrupt:
@@ -63,7 +65,10 @@ def run(command: str, argv: Sequence[str], prog: str | None = None) -> None:
 
 
 def load(command: str) -> ModuleType:
-    """Return a command's module: its docstring is the help text, and it defines `add_flags(parser)` and `run(args)`."""
+    """Return a command's module: its docstring is the help text, and it defines `add_flags(parser)` and `run(args)`.
+
+    If it accepts flags of vLLM and SGLang, its PEERS is their table.
+    """
     return importlib.import_module(f"jpaged.cli.{command.replace(' ', '_')}")
 
 
@@ -74,7 +79,10 @@ def parser(command: str, module: ModuleType, prog: str) -> Parser:
         others = {name: load(name) for name in COMMANDS if name != command}
         return {f"jpaged {name}": parser(name, other, name).flags for name, other in others.items()}
 
-    made = Parser(prog=prog, usage="%(prog)s [flags]", description=module.__doc__, flags_elsewhere=flags_elsewhere)
+    made = Parser(
+        prog=prog, usage="%(prog)s [flags]", description=module.__doc__, peers=getattr(module, "PEERS", None),
+        flags_elsewhere=flags_elsewhere,
+    )  # fmt: skip
     module.add_flags(made)
     return made
 

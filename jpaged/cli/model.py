@@ -6,11 +6,11 @@ import os
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any, Protocol
 
 from jpaged.bench.client import Client
 from jpaged.cli.loading import loading
+from jpaged.cli.parser import existing_file
 from jpaged.cli.serve import add_engine_flags, engine_config
 from jpaged.config import EngineConfig
 
@@ -49,7 +49,7 @@ def add_flags(parser: argparse.ArgumentParser, *, max_tokens: int | None = None)
     add("--top-k", type=int, metavar="K", help="sample from the K most likely tokens")
     add("--max-tokens", type=int, default=max_tokens, metavar="TOKENS", help="maximum output tokens")
     add("--stop", action="append", metavar="TEXT", help="stop before this text; can be repeated")
-    add("--chat-template", metavar="FILE", type=Path, help="Jinja template instead of the model's own")
+    add("--chat-template", metavar="FILE", type=existing_file, help="Jinja template instead of the model's own")
     add_engine_flags(parser)
     parser.set_defaults(model=None, seed=None)
 

@@ -1,20 +1,51 @@
 """Parser with suggestions for mistyped flags and errors of one line."""
 
 import argparse
-import difflib
 import re
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from jpaged.cli.config_file import read_config
+from jpaged.cli.peer_flags import Translation
+from jpaged.flags import Table
 
 UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
 def closest(given: str, known: Iterable[str]) -> str | None:
-    """Return the known name that is most similar to a mistyped one; None if none is similar."""
-    return next(iter(difflib.get_close_matches(given, list(known), n=1, cutoff=0.7)), None)
+    """Return the known name that a mistyped or abbreviated one stands for; None if there is none or several.
+
+    A typo is one wrong, missing, further or transposed letter, or two in a word of more than six letters.
+    """
+    names = [name for name in known if name != given]
+    most = 1 if len(given.strip("-")) <= 6 else 2
+    near = sorted((distance, name) for name in names if (distance := _typos(given, name, most)) <= most)
+    if near:
+        return near[0][1] if len(near) == 1 or near[0][0] < near[1][0] else None
+    longer = [name for name in names if len(given.strip("-")) > 3 and name.startswith(given)]
+    return longer[0] if len(longer) == 1 else None
+
+
+def _typos(given: str, name: str, most: int) -> int:
+    """Return the letters to change, insert, remove or transpose to turn one text into the other (Damerau, Levenshtein).
+
+    Args:
+        most: the result is only exact up to this number.
+    """
+    if abs(len(given) - len(name)) > most:
+        return most + 1
+    before: list[int] = []
+    last = list(range(len(name) + 1))
+    for i, a in enumerate(given, 1):
+        row = [i]
+        for j, b in enumerate(name, 1):
+            row.append(min(last[j] + 1, row[-1] + 1, last[j - 1] + (a != b)))
+            if i > 1 and j > 1 and (a, given[i - 2]) == (name[j - 2], b):
+                row[-1] = min(row[-1], before[j - 2] + 1)
+        before, last = last, row
+    return last[-1]
 
 
 def count(text: str) -> int:
@@ -27,6 +58,14 @@ def count(text: str) -> int:
         return int(plain)
     value = float(decimal) * UNITS[unit] if decimal else int(binary) * UNITS[binary_unit]
     return round(value)
+
+
+def existing_file(text: str) -> Path:
+    """Return the path of a file. It is a type of flags."""
+    path = Path(text)
+    if not path.exists() or path.is_dir():  # a pipe is allowed
+        raise argparse.ArgumentTypeError(f"no such file: {text}")
+    return path
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -64,14 +103,17 @@ class Parser(argparse.ArgumentParser):
     If --config is one of the flags, it names a YAML file with more flags. The command line takes precedence.
 
     Args:
+        peers: flags of vLLM and SGLang that are accepted; `notices` of the parsed arguments tells of those without an
+            effect.
         flags_elsewhere: returns the flags of the other commands, for errors about a flag of another command.
     """
 
     def __init__(
-        self, *args: Any, flags_elsewhere: Callable[[], Mapping[str, Collection[str]]] | None = None, **options: Any
-    ):
+        self, *args: Any, peers: Table | None = None,
+        flags_elsewhere: Callable[[], Mapping[str, Collection[str]]] | None = None, **options: Any,
+    ):  # fmt: skip
         super().__init__(*args, **{"allow_abbrev": False, "formatter_class": HelpFormatter, **options})
-        self._flags_elsewhere = flags_elsewhere or dict
+        self._peers, self._flags_elsewhere = peers, flags_elsewhere or dict
 
     @property
     def flags(self) -> Collection[str]:
@@ -80,26 +122,30 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """Parse the flags of the command line and of the file that --config names."""
-        words = self._known(args or ())
+        translation = Translation(self._peers, self._option_string_actions)
+        words = self._known(args or (), translation)
         if path := self._config(words):
             try:
-                words_of_file = read_config(path, self._option_string_actions, closest)
+                words_of_file = read_config(path, self._option_string_actions, closest, self._peers)
             except (ValueError, OSError) as error:
                 self.error(f"--config: {' '.join(str(error).split())}")
-            namespace = super().parse_args(words_of_file, namespace)
-        return super().parse_args(words, namespace)
+            namespace = super().parse_args(self._known(words_of_file, translation), namespace)
+        namespace = super().parse_args(words, namespace)
+        namespace.notices = translation.notices
+        return namespace
 
-    def _known(self, args: Sequence[str]) -> list[str]:
-        """Return the words of a command line, with dashes for underscores in its flags. An unknown flag is an error."""
-        words = list(args)
-        for index, given in enumerate(words):
-            flag, equals, value = given.partition("=")
+    def _known(self, args: Sequence[str], translation: Translation) -> list[str]:
+        """Return the words of a command line with the command's own flags. An unknown flag is an error."""
+        try:
+            words = translation.words(args)
+        except ValueError as error:
+            self.error(str(error))
+        for given in words:
+            flag = given.partition("=")[0]
             if flag == "--":
                 break
             if flag.startswith("--") and " " not in flag and flag not in self.flags:
-                if (dashed := flag.replace("_", "-")) not in self.flags:
-                    self.error(f"unknown flag {flag}{self._hint(flag)}")
-                words[index] = dashed + equals + value
+                self.error(f"unknown flag {flag}{self._hint(flag)}")
         return words
 
     def _config(self, words: Sequence[str]) -> str | None:
@@ -119,7 +165,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\n")
 
     def _hint(self, flag: str) -> str:
-        if meant := closest(flag, self.flags):
+        if meant := closest(flag.replace("_", "-"), {*self.flags, *(self._peers.names if self._peers else ())}):
             return f"; did you mean {meant}?"
         if homes := [command for command, flags in self._flags_elsewhere().items() if flag in flags]:
             return f"; it is one of {', '.join(homes)}"

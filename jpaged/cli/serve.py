@@ -20,17 +20,19 @@ import os
 import socket
 import ssl
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
 
 from jpaged.chat import ContentFormat, sources_of
-from jpaged.cli import serve_ray, vllm_flags
+from jpaged.cli import serve_ray
 from jpaged.cli.loading import loading
 from jpaged.cli.nodes import add_node_flags, facts_of, leading, nodes_of
-from jpaged.cli.parser import count
+from jpaged.cli.parser import count, existing_file
+from jpaged.cli.peer_flags import Object
 from jpaged.config import MEMORY, MODEL, SCHEDULING, EngineConfig
+from jpaged.flags import ENGINE
 from jpaged.parallel.nodes import Nodes
 from jpaged.serving.listen import bind, bound_unix
 from jpaged.serving.logs import LEVELS, logging_to
@@ -39,6 +41,7 @@ from jpaged.serving.service import API_KEY_VARIABLE, ServerConfig, make_service
 from jpaged.serving.tools import FORMATS, tool_format
 from jpaged.setting import kind, settings
 
+PEERS = ENGINE
 SHORT_FLAGS = {"tensor_parallel_size": ["-tp"]}  # vLLM's
 
 
@@ -75,16 +78,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("access control").add_argument
     add("--api-key", metavar="KEY", nargs="+", default=[],
         help=f"require one of these keys; the environment variable {API_KEY_VARIABLE} adds one")  # fmt: skip
-    add("--api-key-file", metavar="FILE", type=Path, help="file with further keys, one per line")
+    add("--api-key-file", metavar="FILE", type=existing_file, help="file with further keys, one per line")
     add("--allowed-origins", metavar="ORIGIN", nargs="+", default=[],
         help="origins of web pages that may send requests, such as https://chat.example.org; *: all "
         "(default: none)")  # fmt: skip
     add("--allowed-hosts", metavar="NAME", nargs="+", default=[],
         help="allowed names in the Host header, in addition to localhost (default: all; none if --host is a "
         "loopback address and no key is set)")  # fmt: skip
-    add("--ssl-certfile", metavar="FILE", type=Path, help="serve HTTPS with this certificate chain")
-    add("--ssl-keyfile", metavar="FILE", type=Path, help="private key of the certificate, if in a separate file")
-    add("--ssl-ca-certs", metavar="FILE", type=Path, help="require client certificates signed by one of these")
+    add("--ssl-certfile", metavar="FILE", type=existing_file, help="serve HTTPS with this certificate chain")
+    add("--ssl-keyfile", metavar="FILE", type=existing_file,
+        help="private key of the certificate, if in a separate file")  # fmt: skip
+    add("--ssl-ca-certs", metavar="FILE", type=existing_file,
+        help="require client certificates signed by one of these")  # fmt: skip
 
     add = parser.add_argument_group("replicas").add_argument
     add("--ray", action="store_true", help="serve with Ray Serve: needs the extra jpaged[ray]")
@@ -98,7 +103,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
     add = parser.add_argument_group("chat").add_argument
-    add("--chat-template", metavar="FILE", type=Path, help="Jinja template instead of the model's own")
+    add("--chat-template", metavar="FILE", type=existing_file, help="Jinja template instead of the model's own")
+    add("--default-chat-template-kwargs", metavar="JSON", action=Object,
+        help="variables of the chat template for requests that do not set them (default: none)")  # fmt: skip
     add("--chat-template-content-format", choices=get_args(ContentFormat), default="auto",
         help="form of content for the template; auto: text, or parts if the text would be missing")  # fmt: skip
     add("--trust-request-chat-template", action="store_true", help="accept chat templates in requests")
@@ -106,11 +113,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="encode the text of a special token in a message as that token, not as plain text")  # fmt: skip
     add("--tool-call-parser", choices=("auto", "none", *sorted(FORMATS)), default="auto",
         help="format of the model's tool calls; auto: detected from its chat template")  # fmt: skip
-    add("--generation-config", choices=("auto", "vllm"), default="auto",
-        help="source of default sampling parameters; auto: the model's files; vllm: the API")  # fmt: skip
     add_engine_flags(parser, positional=True)
     add_node_flags(parser)
-    vllm_flags.add_flags(parser)
+    parser.epilog = (
+        "Flags of vLLM and SGLang are accepted too: some set a flag of this list, some are not needed (a notice says "
+        "why), and the others are refused with a reason."
+    )
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, *, positional: bool = False, defaults: bool = True) -> None:
@@ -136,9 +144,23 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, positional: bool = Fals
             options["action"] = argparse.BooleanOptionalAction if each.default else "store_true"
         elif setting.choices:
             options["choices"] = setting.choices
+        elif expected is Mapping:
+            options |= dict(metavar=setting.unit, action=Object)
         else:
-            options |= dict(metavar=setting.unit, type=count if expected is int else expected)
+            parse: Callable[[str], Any] = count if expected is int else expected
+            is_open = setting.default and expected is not str
+            options |= dict(metavar=setting.unit, type=_or_auto(parse) if is_open else parse)
         group.add_argument(flag, *SHORT_FLAGS.get(each.name, ()), **options)
+
+
+def _or_auto(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return a type of flags that reads "auto" as None: the model or the device decides."""
+
+    def parse_open(text: str) -> Any:
+        return None if text == "auto" else parse(text)
+
+    parse_open.__name__ = parse.__name__  # for argparse's messages
+    return parse_open
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
@@ -157,7 +179,6 @@ def run(args: argparse.Namespace) -> None:
     if args.replicas is not None:
         raise ValueError("--replicas: needs --ray")
     with logging_to(sys.stderr, args.access_log, args.log_level):
-        vllm_flags.log_notices(args)
         engine, server, tls, nodes = engine_config(args), server_config(args), tls_context(args), nodes_of(args)
         if nodes.node_rank:
             raise ValueError(f"node_rank: must be 0 for jpaged serve, not {nodes.node_rank}; use jpaged worker")
@@ -196,7 +217,7 @@ def _serve(
         _, tokenizer, sampling_defaults = loaded[0]
         service = make_service(
             [each.engine for each in loaded], tokenizer, (args.served_model_name or [args.model])[0], config,
-            sampling_defaults=sampling_defaults if args.generation_config == "auto" else {},
+            sampling_defaults=sampling_defaults,
             tool_format=tool_format(args.tool_call_parser, tokenizer, config.chat_template),
             model_facts={
                 "model_path": args.model, "tokenizer_path": engine_config.tokenizer or args.model,
@@ -252,6 +273,7 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
     return ServerConfig(
         api_keys=tuple(keys), chat_template=args.chat_template.read_text() if args.chat_template else None,
         chat_template_content_format=args.chat_template_content_format,
+        default_chat_template_kwargs=args.default_chat_template_kwargs or {},
         trust_request_chat_template=args.trust_request_chat_template,
         allow_special_tokens_in_content=args.allow_special_tokens_in_content,
         enable_weight_updates=args.enable_weight_updates, max_queue=args.max_queue,

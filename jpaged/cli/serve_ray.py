@@ -9,7 +9,6 @@ import sys
 import threading
 from typing import Any
 
-from jpaged.cli import vllm_flags
 from jpaged.config import EngineConfig
 from jpaged.parallel.ray.config import RayConfig, parse_replicas
 from jpaged.serving.listen import bind
@@ -52,8 +51,7 @@ def run(args: argparse.Namespace, engine: EngineConfig, server: ServerConfig) ->
     low, high = parse_replicas(args.replicas or "1")
     config = RayConfig(
         engine=engine, server=server, served_model_name=args.served_model_name[0] if args.served_model_name else None,
-        generation_config=args.generation_config, tool_call_parser=args.tool_call_parser,
-        min_replicas=low, max_replicas=high,
+        tool_call_parser=args.tool_call_parser, min_replicas=low, max_replicas=high,
     )  # fmt: skip
     if importlib.util.find_spec("ray") is None:
         raise ValueError("--ray: Ray is not installed: pip install 'jpaged[ray]'")
@@ -66,15 +64,13 @@ def run(args: argparse.Namespace, engine: EngineConfig, server: ServerConfig) ->
         "host": args.host, "port": args.port, "ssl_certfile": args.ssl_certfile and str(args.ssl_certfile),
         "ssl_keyfile": args.ssl_keyfile and str(args.ssl_keyfile),
     }  # fmt: skip
-    with logging_to(sys.stderr, "none", args.log_level), cluster(config.num_cpus * high):
-        vllm_flags.log_notices(args)
-        with deployed(config, http):
-            ended = threading.Event()
-            for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, lambda *_: ended.set())
-            scheme = "https" if args.ssl_certfile else "http"
-            logger.info("ready: model %s at %s://%s:%d", config.model_name, scheme, args.host, args.port)
-            while not ended.wait(1.0):  # an untimed wait would not let signals be handled
-                pass
-            logger.info("shutting down: finishing requests")
+    with logging_to(sys.stderr, "none", args.log_level), cluster(config.num_cpus * high), deployed(config, http):
+        ended = threading.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: ended.set())
+        scheme = "https" if args.ssl_certfile else "http"
+        logger.info("ready: model %s at %s://%s:%d", config.model_name, scheme, args.host, args.port)
+        while not ended.wait(1.0):  # an untimed wait would not let signals be handled
+            pass
+        logger.info("shutting down: finishing requests")
     logger.info("stopped")

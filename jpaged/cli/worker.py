@@ -20,8 +20,11 @@ from jpaged.cli.loading import loading
 from jpaged.cli.nodes import add_node_flags, facts_of, following, nodes_of
 from jpaged.cli.serve import add_engine_flags
 from jpaged.config import EngineConfig
+from jpaged.flags import ENGINE
 from jpaged.parallel.nodes import Nodes
 from jpaged.serving.logs import LEVELS, logging_to
+
+PEERS = ENGINE
 
 logger = logging.getLogger(__name__)
 

@@ -1,14 +1,23 @@
 """Construction of an engine: find the model, resolve open settings, and assemble the parts."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
 from jpaged.chat import check_template
-from jpaged.config import DTYPE_ALIASES, GENERATION, EngineConfig, Limits, ModelConfig, sampling_defaults
+from jpaged.config import (
+    DTYPE_ALIASES,
+    GENERATION,
+    QUANTIZATIONS,
+    SAMPLING,
+    EngineConfig,
+    Limits,
+    ModelConfig,
+    sampling_defaults,
+)
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.params import SamplingParams
 from jpaged.core.scheduler import HEADROOM, Scheduler
@@ -18,12 +27,12 @@ from jpaged.models.base import Model
 from jpaged.models.checkpoint import ORBAX, Place, dummy_model, load_orbax, load_safetensors, on_one_device
 from jpaged.models.fused import fuse
 from jpaged.models.quantized import activation_dtypes
-from jpaged.models.quantized_checkpoint import read_scheme
+from jpaged.models.quantized_checkpoint import Scheme, read_scheme
 from jpaged.models.registry import read_config
 from jpaged.runtime.compilation_cache import compilation_cache, every_process_writes
 from jpaged.runtime.kernel_choice import select_kernels
 from jpaged.runtime.kv_cache import KVCache
-from jpaged.runtime.memory import available_memory, check_override
+from jpaged.runtime.memory import available_memory, given_num_blocks
 from jpaged.runtime.parameters import by_name
 from jpaged.runtime.placement import Placement, devices_of
 from jpaged.runtime.runner import ModelRunner
@@ -170,10 +179,10 @@ class Prepared(NamedTuple):
     Attributes:
         model: the model's config.
         placement: the places of parameters and KV pool.
-        quantization: the config's.
+        quantization: the one to apply while loading.
         kernels: the kernels, tested on the device.
         tokenizer: a Hugging Face tokenizer or a `tokenizers.Tokenizer`; None if there is none.
-        sampling_defaults: the model's own.
+        sampling_defaults: default sampling parameters of the model and the config.
     """
 
     model: ModelConfig
@@ -202,28 +211,70 @@ def prepare(
     """
     platform = jax.default_backend()
     directory = find_model(config.model, revision=config.revision, weights=False)
-    model = read_config(directory)
-    if config.load_format != "dummy":
-        read_scheme(directory)  # before a long download
+    model = read_config(directory, config.hf_overrides)
+    scheme = read_scheme(directory) if config.load_format != "dummy" else None  # before a long download
+    quantization = quantization_of(config, scheme)
     size = config.tensor_parallel_size or 1
     devices = devices_of_nodes(size, nnodes) if nnodes > 1 else choose_devices(size)[0]
     placement = Placement.on(devices, model)
     limits, dtype = limits_of(config, model, platform), dtype_of(config, model, platform)
     model = model.for_length(limits.max_model_len)
-    defaults = sampling_defaults(directory)
-    try:
-        SamplingParams(**defaults)
-    except ValueError as error:
-        raise ValueError(f"{directory / GENERATION}: {error}") from error
+    defaults = default_sampling(config, directory)
     tokenizer = find_tokenizer(config, directory, tokenizer)
     if chat_template is not None:
         check_template(tokenizer, chat_template)
     kernels = select_kernels(config, model, limits.block_size, dtype, placement)  # may test them, which takes minutes
-    if config.num_gpu_blocks_override:  # again once the parameters are loaded, which leaves less memory
-        cache = KVCache.of(model, limits.block_size, config.pool_dtype(dtype), kernels)
-        block_bytes = cache.block_bytes // placement.kv_size
-        check_override(config.num_gpu_blocks_override, block_bytes, available_memory(placement.local_devices))
-    return Prepared(model, placement, limits, dtype, config.quantization, kernels, tokenizer, defaults)
+    cache = KVCache.of(model, limits.block_size, config.pool_dtype(dtype), kernels)
+    # Again once the parameters are loaded, which leaves less memory.
+    memory = available_memory(placement.local_devices)
+    if num_blocks := given_num_blocks(config, cache.block_bytes // placement.kv_size, memory):
+        check_num_blocks(limits, num_blocks)
+    return Prepared(model, placement, limits, dtype, quantization, kernels, tokenizer, defaults)
+
+
+def quantization_of(config: EngineConfig, scheme: Scheme | None) -> str | None:
+    """Return the quantization to apply while loading: none if the config names the checkpoint's own method.
+
+    Raises:
+        ValueError: it names another one, which can't be applied.
+    """
+    given, own = config.quantization, scheme.method if scheme else None
+    if given is None or given in QUANTIZATIONS:
+        return given
+    if given != own:
+        told = f"is quantized by {own}" if own else "is not quantized"
+        raise ValueError(
+            f"quantization: the checkpoint {told}, so it can be {own or 'None'} or one of {', '.join(QUANTIZATIONS)}, "
+            f"not {given!r}"
+        )
+    return None
+
+
+def default_sampling(config: EngineConfig, directory: Path | None = None) -> dict[str, Any]:
+    """Return the default sampling parameters of a model: those of its directory, and the config's overrides.
+
+    Raises:
+        ValueError: a value is invalid, or an override is not one of these parameters.
+    """
+    defaults: dict[str, Any] = {}
+    if directory is not None and config.generation_config == "auto":
+        defaults = sampling_defaults(directory)
+        _check_sampling(defaults, str(directory / GENERATION))
+    overrides = config.override_generation_config or {}
+    if unknown := overrides.keys() - set(SAMPLING):
+        raise ValueError(
+            f"override_generation_config: {', '.join(sorted(unknown))} is not supported; "
+            f"supported: {', '.join(SAMPLING)}"
+        )
+    _check_sampling(overrides, "override_generation_config")
+    return {**defaults, **overrides}
+
+
+def _check_sampling(values: Mapping[str, Any], source: str) -> None:
+    try:
+        SamplingParams(**values)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from error
 
 
 def on_further_devices(prepared: Prepared, data_parallel_size: int) -> list[Prepared]:
@@ -282,6 +333,7 @@ def load_engine(
         model = _load_prepared(config, prepared, progress=progress)
     else:
         _check_module(config, model)
+        defaults = default_sampling(config)
         limits = limits_of(config, model.config, jax.default_backend())
         if isinstance(tokenizer, str):
             tokenizer = load_tokenizer(find_model(tokenizer, weights=False))
@@ -383,6 +435,8 @@ def _swaps(runner: ModelRunner, config: EngineConfig) -> bool:
 def _check_module(config: EngineConfig, model: Model) -> None:
     if config.load_format != "auto":
         raise ValueError(f"load_format: must be auto for a module, which is not loaded, not {config.load_format!r}")
+    if config.hf_overrides:
+        raise ValueError("hf_overrides: can't be applied to a module, which has its config")
     if config.quantization is not None:
         raise ValueError(
             "quantization: can't be applied to a module, whose arrays are served as they are, not copied; pass "

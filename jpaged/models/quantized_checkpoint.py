@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from jpaged.config import CONFIG, read_json
+from jpaged.config import CONFIG, QUANTIZED_CHECKPOINTS, read_json
 
-METHODS = ("awq", "gptq", "fp8", "compressed-tensors")
 PACKED_FORMAT = "pack-quantized"
 COMPRESSED_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", PACKED_FORMAT)
 FLOAT8 = "F8_E4M3"  # safetensors' name
@@ -37,7 +36,7 @@ class Scheme(NamedTuple):
     """Quantization of a checkpoint, as config.json describes it.
 
     Attributes:
-        method: one of `METHODS`.
+        method: one of `QUANTIZED_CHECKPOINTS`.
         bits: number of bits of GPTQ's numbers.
         zero_offset: number to add to GPTQ's zero points.
         block: rows and columns of a block with one scale; None: the shape of the scales says.
@@ -63,8 +62,9 @@ def read_scheme(directory: Path) -> Scheme | None:
         if not isinstance(described, dict):
             raise ValueError(f"must be a JSON object, not {described!r:.100}")
         method = described.get("quant_method")
-        if method not in METHODS:
-            raise ValueError(f"quant_method {method!r:.100} is not supported; supported: {', '.join(METHODS)}")
+        if method not in QUANTIZED_CHECKPOINTS:
+            supported = ", ".join(QUANTIZED_CHECKPOINTS)
+            raise ValueError(f"quant_method {method!r:.100} is not supported; supported: {supported}")
         return {"awq": _awq, "gptq": _gptq, "fp8": _fp8, "compressed-tensors": _compressed}[method](described)
     except ValueError as error:
         raise ValueError(f"{directory / CONFIG}: quantization_config: {error}") from error

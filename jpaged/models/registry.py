@@ -1,11 +1,11 @@
 """Supported architectures, by Hugging Face's names."""
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jpaged.config import CONFIG, ModelConfig, read_json
+from jpaged.config import CONFIG, ModelConfig, read_hf
 from jpaged.models import gemma, granite, llama, mistral, olmo2, opt, phi3, qwen, smollm3
 from jpaged.models.base import Architecture
 
@@ -39,18 +39,21 @@ def architecture_of(config: ModelConfig) -> Architecture:
     return _ARCHITECTURES[config.architecture]
 
 
-def read_config(directory: Path) -> ModelConfig:
+def read_config(directory: Path, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
     """Read the config of a model, by its architecture.
+
+    Args:
+        overrides: as `EngineConfig.hf_overrides`.
 
     Raises:
         ValueError: the architecture is not registered, or a value is not possible; the message has the file's path.
     """
     if not (directory / CONFIG).is_file():
         raise ValueError(f"model: {directory} has no {CONFIG}")
-    hf = read_json(directory / CONFIG)
+    hf = read_hf(directory, overrides)
     for architecture in _ARCHITECTURES.values():
         if architecture.config.describes(hf):
-            return architecture.config.from_directory(directory)
+            return architecture.config.from_directory(directory, overrides)
     told = hf.get("architectures") or [hf.get("model_type")]
     named = ", ".join(map(str, told)) if isinstance(told, list) else str(told)
     raise ValueError(f"{directory / CONFIG}: {_unsupported(named, hf)}")

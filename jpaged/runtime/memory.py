@@ -9,6 +9,8 @@ from pathlib import Path
 
 import jax
 
+from jpaged.config import EngineConfig
+
 logger = logging.getLogger(__name__)
 
 # On a CPU the pool shares the memory with everything else, so it stays modest unless it is given a size.
@@ -89,14 +91,24 @@ def cpu_num_blocks(wanted: int, bytes_per_block: int) -> int:
     return max(1, min(wanted, room // bytes_per_block))
 
 
-def check_override(num_blocks: int, bytes_per_block: int, available: int) -> None:
-    """Raise ValueError if a pool of `num_blocks` takes more than the `available` bytes."""
-    wanted = num_blocks * bytes_per_block
-    if wanted > available:
+def given_num_blocks(config: EngineConfig, bytes_per_block: int, available: int) -> int | None:
+    """Return the number of KV blocks that the config sets, as a number or in bytes; None if it sets neither.
+
+    Raises:
+        ValueError: not one block fits into the given bytes, or the blocks take more than the `available` bytes.
+    """
+    num_blocks, given = config.num_gpu_blocks_override, config.kv_cache_memory_bytes
+    field = "num_gpu_blocks_override"
+    if given is not None:
+        field, num_blocks = "kv_cache_memory_bytes", given // bytes_per_block
+        if not num_blocks:
+            raise ValueError(f"{field}: must be at least {bytes_per_block}, the bytes of one block, not {given}")
+    if num_blocks and (wanted := num_blocks * bytes_per_block) > available:
         raise ValueError(
-            f"num_gpu_blocks_override: {num_blocks} blocks take {wanted / 2**30:.2f} GiB, more than the "
+            f"{field}: {num_blocks} blocks take {wanted / 2**30:.2f} GiB, more than the "
             f"{available / 2**30:.2f} GiB of free memory (at most {available // bytes_per_block} blocks)"
         )
+    return num_blocks
 
 
 def available_memory(devices: Sequence[jax.Device]) -> int:

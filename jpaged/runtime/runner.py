@@ -25,7 +25,7 @@ from jpaged.runtime.compilation_cache import cache_folder
 from jpaged.runtime.device_rows import DeviceRows
 from jpaged.runtime.kernel_choice import select_kernels
 from jpaged.runtime.kv_cache import KVCache
-from jpaged.runtime.memory import available_memory, check_override, explain_exhaustion, pool_size
+from jpaged.runtime.memory import available_memory, explain_exhaustion, given_num_blocks, pool_size
 from jpaged.runtime.parameters import check, described, explain_deletion, placed
 from jpaged.runtime.pending import PendingStep
 from jpaged.runtime.placement import Placement, devices_of
@@ -85,8 +85,7 @@ class ModelRunner:
         processes = (self.placement.num_processes,) if self.placement.num_processes > 1 else ()
         device = first.platform, first.device_kind, self.placement.size, os.cpu_count(), *processes
         self._costs_key = repr((jax.__version__, device, llama, dtype, *stored, limits, self.kernels.name, cache.dtype))
-        if config.num_gpu_blocks_override:
-            check_override(config.num_gpu_blocks_override, block_bytes, available_memory(devices))
+        given = given_num_blocks(config, block_bytes, available_memory(devices))
         table_width = -(-limits.max_model_len // limits.block_size)
         make_work = functools.partial(cache.make_work, table_width)
         self.shapes = Shapes(Buckets(limits), table_width, llama.vocab_size, self.placement, make_work)
@@ -102,7 +101,7 @@ class ModelRunner:
         self.rows = DeviceRows(table, llama.vocab_size, copy_sizes, self.placement)
         most = limits.max_num_seqs * table_width
         num_host_blocks = min(int(config.swap_space * 2**30 // (block_bytes * len(devices))), most)
-        num_blocks = config.num_gpu_blocks_override or pool_size(
+        num_blocks = given or pool_size(
             devices, wanted=most, utilization=config.gpu_memory_utilization, block_bytes=block_bytes,
             agree=lambda num_blocks: least(num_blocks, self.placement),
             sampling=lambda: max(
@@ -118,10 +117,11 @@ class ModelRunner:
                 self.rows.last_tokens,
             ),
         )  # fmt: skip
-        measured = not config.num_gpu_blocks_override and first.platform != "cpu"
+        sized = "kv_cache_memory_bytes" if config.kv_cache_memory_bytes else "num_gpu_blocks_override"
+        measured = not given and first.platform != "cpu"
         size = f"{num_blocks * block_bytes / 2**30:.2f} GiB" + " on each device" * (len(devices) > 1)
         self._exhaustion = functools.partial(
-            explain_exhaustion, "gpu_memory_utilization" if measured else "num_gpu_blocks_override",
+            explain_exhaustion, "gpu_memory_utilization" if measured else sized,
             f"{num_blocks} blocks ({size})",
         )  # fmt: skip
         with self._exhaustion():

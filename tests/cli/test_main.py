@@ -87,6 +87,14 @@ def test_help_needs_no_jax():
         ("bench srve", "jpaged: error: unknown command bench srve; did you mean jpaged bench serve?"),
         ("frobnicate", "unknown command frobnicate; jpaged --help lists the commands"),
         ("--vesion", "unknown flag --vesion; did you mean jpaged --version?"),
+        ("complete x --chat-template /no/t.jinja", "argument --chat-template: no such file: /no/t.jinja"),
+        ("serve --chat-template missing.jinja", "argument --chat-template: no such file: missing.jinja"),
+        ("serve --ssl-keyfile /no/key", "argument --ssl-keyfile: no such file: /no/key"),
+        ("serve --ssl-certfile /no/such.pem", "argument --ssl-certfile: no such file: /no/such.pem"),
+        ("serve --enable-dbx", "unknown flag --enable-dbx; did you mean --enable-dbo?"),
+        ("serve --enable-loops", "unknown flag --enable-loops; jpaged serve --help lists them"),  # not --enable-lora
+        ("serve --gpu-memory", "unknown flag --gpu-memory; did you mean --gpu-memory-utilization?"),
+        ("serve --max-num", "unknown flag --max-num; jpaged serve --help lists them"),  # of several
         ("serve --dtype int8", "argument --dtype: invalid choice: 'int8'"),
         ("convert a b", "the following arguments are required: --to"),
         ("bench serve --goodput ttft", "argument --goodput: invalid limit value: 'ttft'"),
@@ -101,7 +109,8 @@ def test_mistakes_are_named_in_one_line(line, words, capsys):
 def test_what_follows_two_dashes_is_no_flag():
     args = made("complete").parse_args(["--n", "2", "--", "--max-num-seq", "a -- b"])
     assert args.prompts == ["--max-num-seq", "a -- b"]
-    assert made("complete").parse_args(["--a dash, and a space"]).prompts == ["--a dash, and a space"]
+    for text in ("--a dash, and a space", "--lora-a b", "trust_remote-code.x=1"):
+        assert made("complete").parse_args([text]).prompts == [text]
 
 
 @pytest.mark.parametrize(
@@ -111,7 +120,6 @@ def test_what_follows_two_dashes_is_no_flag():
         ("complete x --url ftp://a", "jpaged complete: error: url: must begin with http:// or https://, not 'ftp://a'"),
         ("complete x --model /no/where", "jpaged complete: error: model: /no/where is not a directory"),
         ("complete x --url http://a --block-size 8", "--block-size is for a model in this process"),
-        ("complete x --chat-template /no/t.jinja", "No such file or directory: '/no/t.jinja'"),
         ("bench serve --concurrency 0", "jpaged bench serve: error: concurrency: must be at least 1, not 0"),
         ("bench throughput --workload file", "jpaged bench throughput: error: file: the workload file needs one"),
         ("convert /no/where t --to orbax", "jpaged convert: error: model: /no/where is not a directory"),

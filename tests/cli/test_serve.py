@@ -8,7 +8,6 @@ import pytest
 
 import server
 from jpaged.cli import serve as cli_serve
-from jpaged.cli import vllm_flags
 from jpaged.cli.main import load as load_command
 from jpaged.cli.main import main, parser
 from jpaged.cli.parser import count
@@ -51,6 +50,14 @@ def file(tmp_path, name, content):
     return str(tmp_path / name)
 
 
+def copy_of(model, directory):
+    """A copy of a model's small files."""
+    directory.mkdir()
+    for path in model.iterdir():
+        (directory / path.name).write_bytes(path.read_bytes())
+    return directory
+
+
 @pytest.mark.parametrize(
     "flags, words",
     [
@@ -69,6 +76,27 @@ def file(tmp_path, name, content):
         (["--tokenizer", "{folder}"], "tokenizer: the tokenizer of {folder} can't be loaded"),
         (["--tokenizer", "demo", "--skip-tokenizer-init"], "skip_tokenizer_init: can't be combined with tokenizer"),
         (["--revision", "main"], "revision: only a hub id has revisions"),
+        (
+            ["--quantization", "awq"],
+            "quantization: the checkpoint is not quantized, so it can be None or one of int8, fp8",
+        ),
+        (
+            ["--hf-overrides", '{"rope_tehta": 1}'],
+            "hf_overrides: rope_tehta is not a field of the model's config.json that can be replaced; did you mean",
+        ),
+        (["--hf-overrides.num_attention_heads", "x"], "config.json, generation_config.json, hf_overrides: "),
+        (["--rope-scaling", '{"rope_type": "dynamic"}'], "rope_type: 'dynamic' is not supported"),
+        (["--override-generation-config", '{"top_p": 2}'], "override_generation_config: top_p: must be above 0"),
+        (
+            ["--override-generation-config", '{"eos": 2}'],
+            "override_generation_config: eos is not supported; supported: ",
+        ),
+        (["--kv-cache-memory-bytes", "1k"], "kv_cache_memory_bytes: must be at least "),
+        (["--kv-cache-memory-bytes", "9000G"], "kv_cache_memory_bytes: "),
+        (
+            ["--kv-cache-memory-bytes", "1G", "--num-gpu-blocks-override", "9"],
+            "can't be combined with num_gpu_blocks_override",
+        ),
     ],
 )
 def test_serve_refuses_before_weights_are_loaded(flags, words, tiny, tmp_path, taken, nothing_loads):
@@ -91,7 +119,7 @@ def test_serve_loads_weights_once_all_is_checked(tiny, nothing_loads):
      ("1g", 10**9), ("1G", 2**30), ("-1", -1)],
 )  # fmt: skip
 def test_counts_have_units(text, value):
-    assert count(text) == value == parsed(f"--max-model-len={text}").max_model_len
+    assert count(text) == value == parsed(f"--max-num-seqs={text}").max_num_seqs
 
 
 @pytest.mark.parametrize("text", ["", "k", "1.5", "1.5K", "1kk", "1 k", "1e3", "all"])
@@ -137,7 +165,9 @@ def test_config_gives_flags_and_the_command_line_wins(tmp_path):
     assert (args.model, args.port, args.max_model_len, args.seed) == ("org/name", 1, 32000, -3)
     assert args.served_model_name == ["a", "b"] and args.allowed_origins == ["x"]
     assert not args.enable_prefix_caching and args.trust_request_chat_template and not args.skip_tokenizer_init
-    assert args.notices == ["--pipeline-parallel-size: the default", f"--trust-remote-code: {NO_CODE}"]
+    assert args.notices == [
+        "--pipeline-parallel-size: the default", f"--trust-remote-code: {NO_CODE}", f"--enforce-eager: {COMPILED}",
+    ]  # fmt: skip
     args = parsed("mine", f"--config={path}", "--enable-prefix-caching", "--served-model-name", "c")
     assert (args.model, args.port, args.served_model_name) == ("mine", 9000, ["c"]) and args.enable_prefix_caching
     assert (
@@ -146,6 +176,7 @@ def test_config_gives_flags_and_the_command_line_wins(tmp_path):
 
 
 NO_CODE = "not needed, no model brings code of its own"
+COMPILED = "not needed, every shape is compiled before the server is ready"
 
 
 @pytest.mark.parametrize(
@@ -174,45 +205,32 @@ def test_config_of_the_documentation_is_taken(tmp_path):
     assert args.max_model_len == 32_000 and args.served_model_name == ["name", "alias"]
 
 
-def test_generation_config_vllm_leaves_the_models_defaults_out(monkeypatch):
+def test_default_sampling_parameters_come_from_the_model_and_overrides(monkeypatch, tiny, tmp_path):
     given = []
 
     def make_service(*_, sampling_defaults, **__):
         given.append(sampling_defaults)
         raise ValueError("enough")
 
-    monkeypatch.setattr(build, "load_engine", lambda *_, **__: build.Loaded(None, None, {"top_k": 5}))
+    def load_engine(_, prepared, **__):
+        return build.Loaded(None, None, prepared.sampling_defaults)
+
+    model = copy_of(tiny, tmp_path / "model")
+    (model / "generation_config.json").write_text('{"temperature": 0.7, "top_k": 5}')
+    monkeypatch.setattr(build, "load_engine", load_engine)
     monkeypatch.setattr(cli_serve, "make_service", make_service)
-    for flags in ([], ["--generation-config", "vllm"]):
+    override = ["--override-generation-config", '{"min_p": 0.1}', "--override-generation-config.top_k", "7"]
+    for flags in ([], ["--generation-config", "vllm"], override, ["--sampling-defaults", "openai", *override]):
         with pytest.raises(SystemExit, match="enough"):
-            main(["serve", "--port", "0", *flags])
-    assert given == [{"top_k": 5}, {}]
+            main(["serve", str(model), "--port", "0", *flags])
+    own, overridden = {"temperature": 0.7, "top_k": 5}, {"min_p": 0.1, "top_k": 7}
+    assert given == [own, {}, own | overridden, overridden]
 
 
 def test_config_refuses_as_the_command_line_does(tmp_path, capsys):
     assert refusal(capsys, "--config", file(tmp_path, "a", "port: x")) == "argument --port: invalid int value: 'x'"
     assert "No such file" in refusal(capsys, "--config", str(tmp_path / "none"))
     assert refusal(capsys, "--config") == "argument --config: expected one argument"
-
-
-@pytest.mark.parametrize("flag", vllm_flags.FLAGS, ids=lambda flag: flag.names[0])
-def test_flags_of_vllm_are_accepted_with_a_notice_or_refused(flag, capsys):
-    for name in flag.names:
-        if flag.allowed != vllm_flags.NEVER:
-            words = [name] if flag.allowed == vllm_flags.SWITCH else [name, (flag.allowed or ("anything",))[0]]
-            args = parsed("--port", "1", *words, "model")
-            assert args.notices == [f"{name}: {flag.reason}"] and (args.port, args.model) == (1, "model")
-        if flag.allowed not in (None, vllm_flags.SWITCH):
-            assert refusal(capsys, name, "2") == f"{name} 2: {flag.refusal}"
-
-
-def test_notices_are_logged(caplog):
-    with caplog.at_level("INFO"):
-        vllm_flags.log_notices(parsed("--enable-chunked-prefill", "--pipeline-parallel-size", "1"))
-    assert caplog.messages == [
-        "--enable-chunked-prefill: not needed, always on",
-        "--pipeline-parallel-size: the default",
-    ]
 
 
 def test_server_py_takes_the_same_flags(tmp_path):

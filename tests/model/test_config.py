@@ -198,6 +198,45 @@ def test_gemma_3_has_defaults_for_the_fields_that_its_checkpoints_leave_out(tmp_
     assert config.context_length == 131_072  # which the factor has extended
 
 
+@pytest.mark.parametrize(
+    "changes, overrides, rope",
+    [
+        ({}, {"rope_theta": 5e5}, RopeConfig("default", 5e5, original_max_position_embeddings=256)),
+        ({"rope_scaling": LLAMA3}, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+         RopeConfig("yarn", factor=4.0, original_max_position_embeddings=256)),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+         {"rope_scaling": {"rope_type": "linear", "factor": 2}},
+         RopeConfig("linear", 1e6, factor=2, original_max_position_embeddings=256)),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, {"rope_theta": 5e5},
+         RopeConfig("default", 5e5, original_max_position_embeddings=256)),
+        ({"rope_theta": 1e6, "rope_scaling": LLAMA3}, {"rope_parameters": {"rope_type": "default"}},
+         RopeConfig("default", 1e6, original_max_position_embeddings=256)),
+    ],
+)  # fmt: skip
+def test_overrides_of_the_rotary_embedding_replace_the_configs_own(changes, overrides, rope, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(BASE | {"max_position_embeddings": 256} | changes))
+    assert read_config(tmp_path, overrides) == dataclasses.replace(read_config(tmp_path), rope=rope)
+    assert read_config(tmp_path).rope != rope
+
+
+def test_overrides_replace_fields_also_of_the_text_config_and_are_checked(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(BASE))
+    config = read_config(tmp_path, {"num_hidden_layers": 1, "eos_token_id": 7})
+    assert config == dataclasses.replace(read_config(tmp_path), num_hidden_layers=1, eos_token_ids=(7,))
+    with pytest.raises(ValueError, match=r"^hf_overrides: rope_tehta is not a field .* did you mean rope_theta\?$"):
+        read_config(tmp_path, {"rope_tehta": 5})
+    with pytest.raises(ValueError, match=r"config\.json, hf_overrides: vocab_size: must be a whole number, not '4'"):
+        read_config(tmp_path, {"vocab_size": "4"})
+    text = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "sliding_window": 8, "rope_theta": 1e4}
+    hf = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(hf | {"quantization_config": {}}))
+    changed = read_config(tmp_path, {"text_config": {"num_hidden_layers": 1, "rope_theta": 5e5}})
+    assert (changed.num_hidden_layers, changed.hidden_size, changed.rope.theta) == (1, 64, 5e5)
+    for overrides in ({"rope_theta": 5}, {"text_config": {"rope_tehta": 5}}, {"quantization_config": {"bits": 4}}):
+        with pytest.raises(ValueError, match=r"^hf_overrides.*: \w+ is not a field of the model's config\.json"):
+            read_config(tmp_path, overrides)
+
+
 @pytest.mark.parametrize("names", [["llama"], ["Unknown", "LlamaForCausalLM"], None])
 def test_a_llama_is_known_by_either_name(names, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(BASE | {"architectures": names}))

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from jpaged.config import EngineConfig
+from jpaged.config import QUANTIZED_CHECKPOINTS, EngineConfig
 from jpaged.convert import convert
 from jpaged.engine.build import prepare
 from jpaged.models import quantized_checkpoint
@@ -54,6 +54,18 @@ def test_weights_are_those_that_the_stored_numbers_stand_for(case):
         is_quantized = "_proj" in name and kept is not None
         assert leaves[leaf].dtype == (kept if is_quantized else np.float32), name
         assert (leaf + "_scale" in leaves) == is_quantized
+
+
+def test_the_checkpoints_own_method_may_be_named_and_another_one_is_refused(case):
+    directory, _, _ = case
+    own = read_scheme(directory).method
+    for name in QUANTIZED_CHECKPOINTS:
+        config = EngineConfig(model=str(directory), quantization=name)
+        if name in (own, "fp8"):
+            assert prepare(config).quantization == ("fp8" if name == "fp8" else None)
+        else:
+            with pytest.raises(ValueError, match=rf"^quantization: the checkpoint is quantized by {own}, .*'{name}'$"):
+                prepare(config)
 
 
 class Stored(Lazy):

@@ -124,7 +124,10 @@ def test_metrics_of_replicas_are_merged_with_their_ids():
         (["--ray", "--uds", "socket"], "--uds: can't be combined with --ray"),
         (["--ray", "--access-log", "none"], "--access-log: can't be combined with --ray"),
         (["--ray", "--log-level", "debug"], "--log-level: can't be combined with --ray"),
-        (["--ray", "--ssl-certfile", "c", "--ssl-ca-certs", "d"], "--ssl-ca-certs: can't be combined with --ray"),
+        (
+            ["--ray", "--ssl-certfile", __file__, "--ssl-ca-certs", __file__],
+            "--ssl-ca-certs: can't be combined with --ray",
+        ),
         (["--ray", "--port", "0"], "--port: must be a port, not 0, with --ray"),
         (["--ray", "--replicas", "x"], "replicas: must be a number"),
     ],

@@ -8,7 +8,7 @@ import types
 import jax
 import pytest
 
-from jpaged.config import ModelConfig
+from jpaged.config import EngineConfig, ModelConfig
 from jpaged.runtime import memory as sizing
 
 GIB = 2**30
@@ -65,7 +65,16 @@ def test_a_pool_on_a_cpu_takes_a_quarter_of_the_memory_and_at_most_4_gib(memory)
 def test_an_override_may_take_all_that_is_free(num_blocks):
     words = "num_gpu_blocks_override: 6 blocks take 3.00 GiB, more than the 2.50 GiB of free memory (at most 5 blocks)"
     with pytest.raises(ValueError, match=f"^{re.escape(words)}$") if num_blocks > 5 else contextlib.nullcontext():
-        sizing.check_override(num_blocks, GIB // 2, 5 * GIB // 2)
+        sizing.given_num_blocks(EngineConfig(num_gpu_blocks_override=num_blocks), GIB // 2, 5 * GIB // 2)
+
+
+def test_a_pool_in_bytes_has_the_blocks_that_fit():
+    assert sizing.given_num_blocks(EngineConfig(), 100, 1000) is None
+    assert sizing.given_num_blocks(EngineConfig(kv_cache_memory_bytes=999), 100, 1000) == 9
+    with pytest.raises(ValueError, match=r"^kv_cache_memory_bytes: must be at least 100, .* not 99$"):
+        sizing.given_num_blocks(EngineConfig(kv_cache_memory_bytes=99), 100, 1000)
+    with pytest.raises(ValueError, match=r"^kv_cache_memory_bytes: 11 blocks take .* \(at most 10 blocks\)$"):
+        sizing.given_num_blocks(EngineConfig(kv_cache_memory_bytes=1100), 100, 1000)
 
 
 @pytest.mark.parametrize(

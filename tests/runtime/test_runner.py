@@ -445,6 +445,11 @@ def test_the_host_has_room_for_all_blocks_of_all_sequences_at_most(model, blocks
     assert ModelRunner(model, config, Limits(16, 2, 8, 8)).blocks.num_host_blocks == expected
 
 
+def test_a_pool_in_bytes_has_the_blocks_that_fit(model):
+    config = EngineConfig(kv_cache_memory_bytes=5 * cache_of(LLAMA, 8, "float32").block_bytes + 1)
+    assert ModelRunner(model, config, Limits(16, 2, 8, 8)).blocks.num_blocks == 5
+
+
 @pytest.mark.parametrize("most, sizes", [(2, (8,)), (8, (8,)), (32, (8, 32)), (64, (16, 64))])
 def test_copies_are_padded_to_few_sizes(model, most, sizes):
     config = EngineConfig(num_gpu_blocks_override=4)

@@ -19,7 +19,6 @@ class RayConfig:
         engine: settings of each replica's engine.
         server: settings of each replica's queue and of the ingress.
         served_model_name: name of the model in responses; None: the engine's `model`.
-        generation_config: source of default sampling parameters; auto: the model's files; vllm: the API.
         tool_call_parser: format of the model's tool calls; auto: detected from its chat template.
         min_replicas, max_replicas: bounds of the number of replicas, which follows the load if they differ.
         target_ongoing_requests: requests of a replica that autoscaling aims at; None: as many as run at once.
@@ -35,7 +34,6 @@ class RayConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     served_model_name: str | None = None
-    generation_config: str = "auto"
     tool_call_parser: str = "auto"
     min_replicas: int = 1
     max_replicas: int = 1

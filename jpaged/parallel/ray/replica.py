@@ -45,7 +45,7 @@ class Replica:
         engine, tokenizer, defaults = load_engine(config.engine, prepared=prepared, progress=False)
         self._service = make_service(
             [engine], tokenizer, config.model_name, config.server,
-            sampling_defaults=defaults if config.generation_config == "auto" else {},
+            sampling_defaults=defaults,
             tool_format=tool_format(config.tool_call_parser, tokenizer, config.server.chat_template),
         )  # fmt: skip
         self._id = serve.get_replica_context().replica_id.unique_id

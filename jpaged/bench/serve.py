@@ -29,6 +29,7 @@ class Settings:
         tokenizer: tokenizer that counts tokens in place of the server.
         goodput: maximum latencies of a good request in milliseconds, by the names of `measure.LIMITED`.
         timeout: maximum seconds of a request.
+        extra_body: further fields of each request.
     """
 
     workload: Workload
@@ -44,6 +45,7 @@ class Settings:
     num_warmups: int = 1
     goodput: Mapping[str, float] = field(default_factory=dict)
     timeout: float = 600.0
+    extra_body: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.endpoint not in PATHS:
@@ -123,4 +125,9 @@ def bodies(model: str, settings: Settings, jobs: Sequence[Job]) -> list[dict[str
     common = {
         "model": model, "temperature": settings.temperature, "stream": True, "stream_options": {"include_usage": True},
     } | ({"ignore_eos": True} if ignore_eos else {})  # fmt: skip
-    return [common | prompt_fields(settings.endpoint, job.content) | {"max_tokens": job.max_tokens} for job in jobs]
+    return [
+        common
+        | prompt_fields(settings.endpoint, job.content)
+        | {"max_tokens": job.max_tokens, **(settings.extra_body or {})}
+        for job in jobs
+    ]

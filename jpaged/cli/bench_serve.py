@@ -4,6 +4,7 @@
   jpaged bench serve --request-rate 1 2 4 8 --out curve.json  the same at four rates: latency against rate
   jpaged bench serve --workload random --input-len 1000 --output-len 100 --concurrency 32
   jpaged bench serve --url http://host:8000 --endpoint chat --workload file --file requests.jsonl
+  jpaged bench serve --dataset-name random --random-input-len 1000 --save-result    flags and keys of vllm bench serve
 
 Prompts have the drawn number of tokens by the server's own count (from /tokenize, or else from requests for a single
 token), including tokens that the server adds. Prompts that exceed its max_model_len are shortened, and a note gives
@@ -15,15 +16,22 @@ import asyncio
 import json
 import math
 import sys
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from jpaged.bench import measure
 from jpaged.bench.serve import Result, Settings, bench_server
 from jpaged.bench.tokens import PATHS
+from jpaged.bench.vllm_result import METRICS
 from jpaged.cli import workload
+from jpaged.cli.bench_flags import BENCH
 from jpaged.cli.model import API_KEYS, api_key
+from jpaged.cli.peer_flags import Object
 
+PEERS = BENCH
+BACKENDS = ("openai", "openai-chat", "vllm", "vllm-chat", "sglang", "sglang-oai", "sglang-oai-chat", "lmdeploy", "tgi")
 MANY = 65_536  # connections
 
 
@@ -31,8 +39,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `jpaged bench serve`."""
     parser.epilog = measure.__doc__
     add = parser.add_argument_group("server").add_argument
-    add("--url", default="http://127.0.0.1:8000", help="address of the server")
+    add("--url", help="address of the server (default: http://HOST:PORT)")
+    add("--host", default="127.0.0.1", help="host of the server")
+    add("--port", type=int, default=8000, help="port of the server")
+    add("--backend", choices=BACKENDS, default="openai",
+        help="kind of the server, for --save-result; those of chat set --endpoint chat")  # fmt: skip
     add("--model", metavar="NAME", help="model to request (default: the first that the server lists)")
+    add("--served-model-name", metavar="NAME", help="model to request, if --model is a name for readers")
     add("--endpoint", choices=tuple(PATHS), default="completions", help="endpoint of the requests")
     add("--api-key", metavar="KEY", help=f"key of the server (default: the environment's {' or '.join(API_KEYS)})")
     workload.add_flags(parser)
@@ -54,6 +67,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "(default: for drawn lengths, not for a file)")  # fmt: skip
     add("--temperature", type=float, default=0.0, metavar="T", help="temperature of all requests")
     add("--token-ids", action="store_true", help="send prompts as token ids of exactly the drawn length")
+    add("--extra-body", metavar="JSON", action=Object, help="further fields of each request (default: none)")
     add("--tokenizer", metavar="MODEL", help="directory or hub id of a tokenizer that counts tokens in this process")
 
     add = parser.add_argument_group("report").add_argument
@@ -62,11 +76,45 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, metavar="FILE", help="also write the report to this file, as JSON")
     add("--per-request", action="store_true", help="include the times of each request and chunk in the file")
 
+    add = parser.add_argument_group("results as of `vllm bench serve`").add_argument
+    add("--save-result", action="store_true", help="write a file with its keys for each rate")
+    add("--save-detailed", action="store_true", help="include the values of each request")
+    add("--result-dir", type=Path, metavar="DIR", default=Path(), help="directory of the files")
+    add("--result-filename", metavar="FILE", help="name of the file (default: of label, rate, model and time)")
+    add("--label", help="first part of the name (default: the backend)")
+    add("--metadata", nargs="*", type=pair, metavar="KEY=VALUE", default=[], help="further keys of the file")
+    add("--percentile-metrics", type=metrics, metavar="NAMES", default="ttft,tpot,itl",
+        help=f"latencies in the file; of {','.join(METRICS)}")  # fmt: skip
+    add("--metric-percentiles", type=percentiles, metavar="P", default="99", help="percentiles of each, such as 50,99")
+
 
 def limit(text: str) -> tuple[str, float]:
     """Parse a limit of the goodput."""
     name, _, milliseconds = text.partition(":")
     return name, float(milliseconds)
+
+
+def pair(text: str) -> tuple[str, str]:
+    """Parse KEY=VALUE."""
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"must be KEY=VALUE, not {text!r}")
+    return key.strip(), value.strip()
+
+
+def metrics(text: str) -> list[str]:
+    """Parse names of latencies, separated by commas."""
+    if unknown := [name for name in text.split(",") if name not in METRICS]:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)} is none of {', '.join(METRICS)}")
+    return text.split(",")
+
+
+def percentiles(text: str) -> list[float]:
+    """Parse percentiles, separated by commas."""
+    found = [float(part) for part in text.split(",")]
+    if not all(0 <= each <= 100 for each in found):
+        raise argparse.ArgumentTypeError(f"must be between 0 and 100, not {text}")
+    return found
 
 
 def run(args: argparse.Namespace) -> None:
@@ -77,18 +125,47 @@ def run(args: argparse.Namespace) -> None:
     """
     from jpaged.bench import report
 
+    if args.file and args.kind == "sharegpt":  # as vLLM names its file
+        args.kind = "file"
     args.workload, args.goodput = workload.workload(args), dict(args.goodput)
+    args.model = args.served_model_name or args.model
+    if args.backend.endswith("-chat"):
+        args.endpoint = "chat"
+    if args.result_filename and len(args.rates) > 1:
+        raise ValueError(f"result_filename: needs one request rate, not {len(args.rates)}")
     settings = Settings(**{field.name: getattr(args, field.name) for field in fields(Settings)})
+    url = args.url or f"http://{args.host}:{args.port}"
     allow_connections()
-    result = asyncio.run(bench(args.url, api_key(args), settings))
+    result = asyncio.run(bench(url, api_key(args), settings))
     print(report.text(result, settings))
     if args.out:
-        content = report.document(result, settings, args.url, per_request=args.per_request)
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(content, indent=1) + "\n")
+        _write(args.out, report.document(result, settings, url, per_request=args.per_request))
+    if args.save_result:
+        _save_results(args, result, settings)
     found = [run.measurement for run in result.runs]
     if failed := sum(each.requests - each.completed for each in found):
         raise ConnectionError(f"{failed} of {sum(each.requests for each in found)} requests failed")
+
+
+def _save_results(args: argparse.Namespace, result: Result, settings: Settings) -> None:
+    """Write a file with the keys of `vllm bench serve` for each rate."""
+    from jpaged.bench import vllm_result
+
+    for run in result.runs:
+        content = vllm_result.document(
+            result, run, settings, backend=args.backend, label=args.label, metadata=dict(args.metadata),
+            metrics=args.percentile_metrics, percentiles=args.metric_percentiles, detailed=args.save_detailed,
+        )  # fmt: skip
+        at_most = f"-concurrency{args.concurrency}" if args.concurrency else ""
+        name = (
+            f"{args.label or args.backend}-{run.rate}qps{at_most}-{result.model.split('/')[-1]}-{content['date']}.json"
+        )
+        _write(args.result_dir / (args.result_filename or name), content)
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def allow_connections() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from jpaged import llm as offline
+from jpaged.cli.bench_flags import BENCH
 from jpaged.cli.main import load, main, parser
 from jpaged.config import EngineConfig
 from jpaged.flags import ENGINE, as_text, parsed
@@ -103,6 +104,21 @@ def test_every_flag_of_vllm_and_sglang_is_in_exactly_one_class(capsys):
             harmless = flag.harmless is None or as_text(sample(name)) in flag.harmless
             assert found == (("needless", [flag.reason]) if harmless else ("refused", flag.refusal)), name
     assert given_as_flag(capsys, "--model-path") == ("applied", {"model": "x"})
+
+
+def test_every_flag_of_vllm_bench_is_in_exactly_one_class(capsys):
+    made = parser("bench serve", load("bench serve"), "jpaged bench serve")
+    for name in " ".join(lines("vllm_bench.txt")).split():
+        flags = BENCH.matches(name)
+        if not flags:
+            assert name in made.flags, name
+            continue
+        (flag,) = flags
+        assert bool(flag.ours) + bool(flag.reason) == 1 and (not flag.ours or flag.ours in made.flags), name
+        if not flag.ours and flag.harmless is not None:
+            with pytest.raises(SystemExit):
+                made.parse_args([f"{name}=x"])
+            assert capsys.readouterr().err.endswith(f"{name} x: {flag.refusal}\n")
 
 
 def test_every_harmless_value_is_accepted_with_a_notice(capsys):

@@ -101,6 +101,7 @@ REASONING = "reasoning stays in the content of the answer"
 FIXED_LIMITS = "the limits of the HTTP library are fixed: use a proxy"
 ENVIRONMENT = "set {} in the environment instead"
 MARLIN = {"awq_marlin": "awq", "gptq_marlin": "gptq", "auto_gptq": "gptq"}
+LOG_LEVELS = {name: name.lower() for name in ("CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG")}
 STREAMED = {name: "safetensors" for name in ("fastsafetensors", "runai_streamer", "instanttensor")}
 
 FLAGS = (
@@ -129,6 +130,7 @@ FLAGS = (
     applied("--max-queued-requests", "--max-queue"),
     applied("--shutdown-timeout", "--drain-timeout"),
     applied("--fastapi-root-path", "--root-path"),
+    applied("--log-level", "--log-level", LOG_LEVELS),
     applied("--disable-uvicorn-access-log", "--access-log", {"true": "none", "false": "-"}, nargs=0),
     applied(
         "--tool-call-parser",

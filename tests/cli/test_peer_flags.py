@@ -155,6 +155,7 @@ def test_flags_of_public_commands_are_in_one_of_the_classes(words, capsys):
     [
         ("--max-model-len auto --block-size auto --gpu-memory-utilization 0.5", {"gpu_memory_utilization": 0.5}),
         ("--max-model-len=-1", {}),
+        ("--log-level DEBUG --shutdown-timeout 3 --max-queued-requests 5 --disable-uvicorn-access-log", "a server's"),
         ("--kv-cache-memory-bytes 1G", {"kv_cache_memory_bytes": 2**30}),
         ("--enable-prefix-caching=false", {"enable_prefix_caching": False}),
         ("--enable-prefix-caching=True --skip-tokenizer-init=false --no-skip-tokenizer-init", {}),

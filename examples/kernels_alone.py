@@ -6,18 +6,16 @@ python examples/kernels_alone.py
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import select
+from pallas_kernels import select_for
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 8, 2, 64, 16
 
 
 def main() -> None:
-    device = jax.devices()[0]
-    kernels = select(
-        "auto", platform=device.platform, device_kind=device.device_kind,
-        compute_capability=float(getattr(device, "compute_capability", 0)) or None, dtype="bfloat16",
-        head_dim=HEAD_DIM, num_heads=NUM_HEADS, num_kv_heads=NUM_KV_HEADS, block_size=BLOCK_SIZE,
+    model = dict(
+        num_attention_heads=NUM_HEADS, num_key_value_heads=NUM_KV_HEADS, head_dim=HEAD_DIM, dtype="bfloat16"
     )  # fmt: skip
+    kernels = select_for(jax.devices()[0], model, block_size=BLOCK_SIZE)
     print(f"{kernels.name}: {kernels.reason}")
     k_pool, v_pool = jnp.zeros((2, 8, NUM_KV_HEADS, BLOCK_SIZE, kernels.head_dim), jnp.bfloat16)
     table = jnp.array([[5, 2, 0]])  # the sequence has 20 tokens, in blocks 5 and 2

@@ -14,10 +14,10 @@ from jpaged.config import EngineConfig
 from jpaged.engine.build import dtype_of, find_model, limits_of
 from jpaged.models.registry import read_config
 from jpaged.runtime.compilation_cache import executables_folder
-from jpaged.runtime.kernel_choice import compute_capability, select_kernels
+from jpaged.runtime.kernel_choice import select_kernels
 from jpaged.runtime.memory import available_host_memory
 from jpaged.runtime.placement import Placement
-from pallas_kernels import Kernels, toolchain
+from pallas_kernels import Kernels, compute_capability, toolchain
 from pallas_kernels.dispatch import Choice
 from pallas_kernels.selftest import FAILED, UNTESTED, Result
 

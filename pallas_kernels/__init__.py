@@ -1,7 +1,7 @@
 """Paged attention for JAX: reference definitions and Pallas GPU kernels of the same ops. It needs only jax.
 
     import pallas_kernels
-    kernels = pallas_kernels.select(platform="gpu", device_kind="NVIDIA H200", dtype="bfloat16", ...)
+    kernels = pallas_kernels.select_for(jax.devices()[0], json.load(open("config.json")))
     o_snh = kernels.paged_decode_attention(q_snh, k_pool, v_pool, block_tables, context_lens, scale=scale)
 
 The letters in names and shapes, everywhere in this project:
@@ -12,7 +12,7 @@ A pool holds one layer's keys or values: [P, K, B, H]. A block table maps a sequ
 pool; a slot is `block_id * B + offset`.
 """
 
-from pallas_kernels.dispatch import REFERENCE, Kernels, select
+from pallas_kernels.dispatch import REFERENCE, Kernels, compute_capability, select, select_for
 from pallas_kernels.ops import Ops, load
 from pallas_kernels.reference import merge_attention, rotate
 from pallas_kernels.selftest import SelfTest
@@ -25,6 +25,7 @@ __all__ = [
     "Kernels",
     "Ops",
     "SelfTest",
+    "compute_capability",
     "copy_blocks",
     "load",
     "merge_attention",
@@ -32,5 +33,6 @@ __all__ = [
     "ragged_paged_attention",
     "rotate",
     "select",
+    "select_for",
     "write_kv",
 ]

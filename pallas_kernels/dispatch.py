@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels import checks, ops, toolchain, tuning
 from pallas_kernels.ops import Ops
@@ -146,6 +147,57 @@ def select(
     else:
         kernels = _choose(name, platform, device_kind, compute_capability, model, self_test)
     return replace(kernels, debug=debug)
+
+
+def select_for(
+    device: jax.Device,
+    model: Any,
+    *,
+    name: str = "auto",
+    dtype: Any = None,
+    block_size: int = 16,
+    pool_dtype: str | None = None,
+    debug: bool = False,
+    self_test: SelfTest | None = None,
+) -> Kernels:
+    """Choose the implementation for a device and the config of a model; see `select`.
+
+    Args:
+        model: an object or a mapping with the names of Hugging Face's `config.json`: `num_attention_heads`,
+            `num_key_value_heads` (default: `num_attention_heads`), `head_dim` (default: `hidden_size` divided by
+            `num_attention_heads`) and `dtype` or `torch_dtype`.
+        dtype: dtype of q, k and v. None: that of the config.
+
+    Raises:
+        ValueError: the config lacks a field, or `name` is unknown.
+        NotImplementedError: `name` can't run or failed its self-test; the message has the reason.
+    """
+
+    def read(*names: str, default: Any = None) -> Any:
+        values = (model.get(name) if isinstance(model, Mapping) else getattr(model, name, None) for name in names)
+        found = next((value for value in values if value is not None), default)
+        if found is None:
+            raise ValueError(f"model: has no {' or '.join(names)}")
+        return found
+
+    num_heads = read("num_attention_heads")
+    dtype = read("dtype", "torch_dtype") if dtype is None else dtype
+    if str(dtype).startswith("torch."):
+        dtype = str(dtype).removeprefix("torch.")
+    return select(
+        name, platform=device.platform, device_kind=device.device_kind, compute_capability=compute_capability(device),
+        dtype=jnp.dtype(dtype).name, head_dim=read("head_dim", default=0) or read("hidden_size") // num_heads,
+        num_heads=num_heads, num_kv_heads=read("num_key_value_heads", default=num_heads), block_size=block_size,
+        pool_dtype=pool_dtype, debug=debug, self_test=self_test,
+    )  # fmt: skip
+
+
+def compute_capability(device: jax.Device) -> float | None:
+    """Return a GPU's compute capability, such as 9.0; None for other devices."""
+    try:
+        return float(getattr(device, "compute_capability", None))  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return None
 
 
 def _choose(

@@ -1,11 +1,9 @@
 """Choice of the attention kernels for a model on a device."""
 
-import jax
-
 from jpaged.config import EngineConfig, ModelConfig
 from jpaged.runtime.compilation_cache import cache_folder
 from jpaged.runtime.placement import Placement
-from pallas_kernels import Kernels, SelfTest, select
+from pallas_kernels import Kernels, SelfTest, compute_capability, select
 
 
 def select_kernels(
@@ -27,11 +25,3 @@ def select_kernels(
         num_kv_heads=model.num_key_value_heads // placement.kv_size, block_size=block_size,
         self_test=SelfTest.on(device, cache_folder() / "selftest", retest=retest),
     )  # fmt: skip
-
-
-def compute_capability(device: jax.Device) -> float | None:
-    """Return a GPU's compute capability, such as 9.0; None for other devices."""
-    try:
-        return float(getattr(device, "compute_capability", None))  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        return None

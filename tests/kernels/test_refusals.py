@@ -1,6 +1,7 @@
 """Unsupported arguments of the ops, and their errors: the given and the allowed values. No kernel runs."""
 
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import pytest
 from jax.experimental import checkify
 
 import pallas_kernels
-from pallas_kernels import mosaic, select, triton
+from pallas_kernels import compute_capability, mosaic, select, triton
 from tests.kernels import cases
 from tests.kernels.implementations import ops_of
 
@@ -159,6 +160,38 @@ class TestSelect:
             select("triton", **H200, **(MODEL | dict(block_size=256)))
         with pytest.raises(ValueError, match="kernels must be one of auto, reference, mosaic, triton, cpu, not 'cuda'"):
             select("cuda", **H200, **MODEL)
+
+    def test_a_device_and_a_config_are_enough(self):
+        h200 = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0")
+        config = dict(num_attention_heads=32, num_key_value_heads=4, hidden_size=2560, torch_dtype="bfloat16")
+        kernels = pallas_kernels.select_for(h200, config)
+        assert (kernels.name, kernels.head_dim) == ("mosaic", 128)  # of 80
+        for dtype in ("float32", jnp.float32, "torch.float32"):
+            model = types.SimpleNamespace(**config | dict(dtype=dtype, head_dim=64))
+            assert pallas_kernels.select_for(h200, model).name == "triton"
+        fp8 = pallas_kernels.select_for(h200, config, dtype="float16", pool_dtype="float8_e4m3fn", block_size=32)
+        assert fp8.name == "mosaic"
+        assert pallas_kernels.select_for(jax.devices()[0], config, name="reference", debug=True).debug
+        with pytest.raises(NotImplementedError, match="'mosaic': block size 5 is not supported"):
+            pallas_kernels.select_for(h200, config, name="mosaic", block_size=5)
+
+    @pytest.mark.parametrize(
+        "missing, message",
+        [
+            ("num_attention_heads", "^model: has no num_attention_heads$"),
+            ("hidden_size", "^model: has no hidden_size$"),
+            ("dtype", "^model: has no dtype or torch_dtype$"),
+        ],
+    )
+    def test_a_field_that_the_config_lacks_is_named(self, missing, message):
+        config = dict(num_attention_heads=32, hidden_size=2560, dtype="bfloat16")
+        with pytest.raises(ValueError, match=message):
+            pallas_kernels.select_for(jax.devices()[0], config | {missing: None})
+
+    @pytest.mark.parametrize("reported, found", [("9.0", 9.0), (8.6, 8.6), (None, None), ("gfx942", None)])
+    def test_compute_capability_is_a_number_where_the_device_is_nvidias(self, reported, found):
+        assert compute_capability(types.SimpleNamespace(compute_capability=reported)) == found
+        assert compute_capability(types.SimpleNamespace()) is None
 
 
 class TestDebug:

@@ -21,7 +21,7 @@ from jpaged.runtime import kernel_choice, memory
 from jpaged.runtime import runner as runner_module
 from jpaged.runtime.batch import Bucket, Layout
 from jpaged.runtime.compilation_cache import cache_folder
-from jpaged.runtime.kernel_choice import compute_capability, select_kernels
+from jpaged.runtime.kernel_choice import select_kernels
 from jpaged.runtime.kv_cache import KVCache
 from jpaged.runtime.row_table import NUM_SCALARS
 from jpaged.runtime.runner import ModelRunner
@@ -567,9 +567,3 @@ def test_a_step_without_room_beside_the_pool_is_an_error_in_one_line(llm, monkey
     )  # fmt: skip
     with pytest.raises(expected[0], match=expected[1]):
         llm.engine.runner.warm_up(progress=False)
-
-
-@pytest.mark.parametrize("reported, found", [("9.0", 9.0), (8.6, 8.6), (None, None), ("gfx942", None)])
-def test_compute_capability_is_a_number_where_the_device_is_nvidias(reported, found):
-    assert compute_capability(types.SimpleNamespace(compute_capability=reported)) == found
-    assert compute_capability(types.SimpleNamespace()) is None

@@ -6,6 +6,8 @@ other sequences of the batch nor on the chunks of a prompt. No slot that a seque
 A pool's head dim may be larger than that of q, k and v: the further columns hold zeros. This pads a head dim that a
 kernel does not have to one that it has. A pool may be float8_e4m3fn, with a scale per KV head for keys and values.
 
+Arguments are arrays of jax or NumPy. The ops have no derivative: `jax.grad` through any of them is an error.
+
 All ops raise ValueError for shapes and dtypes that do not fit together, and NotImplementedError for arguments that the
 implementation does not support.
 """
@@ -17,9 +19,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels import checks
 from pallas_kernels.options import AttentionOptions, OutputAndLse, WriteOptions, Written
+from pallas_kernels.transforms import no_derivative
 from pallas_kernels.tuning import Tiles
 
 
@@ -94,7 +98,10 @@ class Ops:
         Returns:
             Both pools, with `q_tnh` also the rotated queries: a GPU rotates them in the same launch.
         """
-        options = WriteOptions(cos_t, sin_t, k_scale_k, v_scale_k, q_tnh)
+        k_pool, v_pool, k_tkh, v_tkh, slot_mapping_t, *optional = _arrays(
+            "write_kv", k_pool, v_pool, k_tkh, v_tkh, slot_mapping_t, cos_t, sin_t, k_scale_k, v_scale_k, q_tnh
+        )
+        options = WriteOptions(*optional)
         checks.check_write(k_pool, v_pool, k_tkh, v_tkh, slot_mapping_t, options)
         if self.debug:
             checks.check_slots(slot_mapping_t, k_pool.shape[0], k_pool.shape[2])
@@ -107,6 +114,7 @@ class Ops:
         Args:
             sources_c, destinations_c: [C] int32; no two copies may have the same destination.
         """
+        pool, sources_c, destinations_c = _arrays("copy_blocks", pool, sources_c, destinations_c)
         checks.check_copy(pool, sources_c, destinations_c)
         if self.debug:
             checks.check_copies(sources_c, destinations_c, pool.shape[0])
@@ -143,8 +151,11 @@ class Ops:
         Returns:
             [S, N, H], with `return_lse` also [S, N] float32.
         """
-        options = AttentionOptions(scale, soft_cap, window, k_scale_k, v_scale_k, work)
+        q_snh, k_pool, v_pool, block_tables_sw, context_lens_s, k_scale_k, v_scale_k = _arrays(
+            "paged_decode_attention", q_snh, k_pool, v_pool, block_tables_sw, context_lens_s, k_scale_k, v_scale_k
+        )
         batch = k_pool, v_pool, block_tables_sw, context_lens_s
+        options = AttentionOptions(scale, soft_cap, window, k_scale_k, v_scale_k, work)
         checks.check_attention(q_snh, *batch, None, None, options)
         if self.debug:
             checks.check_batch(q_snh, *batch, None)
@@ -184,10 +195,20 @@ class Ops:
         Returns:
             [T, N, H], with `return_lse` also [T, N] float32; queries that no sequence owns are 0.
         """
-        options = AttentionOptions(scale, soft_cap, window, k_scale_k, v_scale_k, work)
+        q_tnh, k_pool, v_pool, block_tables_sw, context_lens_s, cu_q_lens_s1, decode_s, k_scale_k, v_scale_k = _arrays(
+            "ragged_paged_attention",
+            q_tnh, k_pool, v_pool, block_tables_sw, context_lens_s, cu_q_lens_s1, decode_s, k_scale_k, v_scale_k,
+        )  # fmt: skip
         batch = k_pool, v_pool, block_tables_sw, context_lens_s, cu_q_lens_s1
+        options = AttentionOptions(scale, soft_cap, window, k_scale_k, v_scale_k, work)
         checks.check_attention(q_tnh, *batch, decode_s, options)
         if self.debug:
             checks.check_batch(q_tnh, *batch)
         out = self.implementation.ragged_paged_attention(q_tnh, *batch, decode_s, options)
         return out if return_lse else out[0]
+
+
+def _arrays(op: str, *arrays: Any) -> tuple[Any, ...]:
+    """Return the arguments of an op as jax's arrays, None unchanged, and refuse to differentiate by them."""
+    converted: tuple[Any, ...] = no_derivative(op, jax.tree.map(jnp.asarray, arrays))
+    return converted

@@ -16,6 +16,7 @@ from jax import lax
 from pallas_kernels.checks import FP8, FP8_MAX
 from pallas_kernels.options import AttentionOptions, OutputAndLse, WriteOptions, Written
 from pallas_kernels.query_tiles import decode_rows
+from pallas_kernels.transforms import varying_like
 
 Carry = tuple[jax.Array, jax.Array, jax.Array]  # unscaled outputs, maxima and sums of the softmax so far
 
@@ -51,7 +52,7 @@ def rotated_queries(options: WriteOptions) -> jax.Array | None:
 def copy_blocks(pool: jax.Array, sources_c: jax.Array, destinations_c: jax.Array) -> jax.Array:
     """Define `Ops.copy_blocks`."""
     destinations_c = jnp.where(destinations_c < 0, pool.shape[0], destinations_c)
-    return pool.at[destinations_c].set(pool[sources_c], mode="drop")
+    return pool.at[destinations_c].set(_blocks(pool, sources_c), mode="drop")
 
 
 def paged_decode_attention(
@@ -91,7 +92,7 @@ def paged_decode_attention(
         blocks_sj = lax.dynamic_slice_in_dim(tables_sw[:size], i * blocks_per_tile, blocks_per_tile, axis=1)
         blocks_sj = jnp.where(written_sc[:, ::block_size], blocks_sj, 0)  # past the context: may be anything
         k_skch, v_skch = (
-            x[blocks_sj].swapaxes(1, 2).reshape(size, num_kv_heads, tile_kv, pool_head_dim).astype(q_snh.dtype)
+            _blocks(x, blocks_sj).swapaxes(1, 2).reshape(size, num_kv_heads, tile_kv, pool_head_dim).astype(q_snh.dtype)
             for x in (k_pool, v_pool)
         )
         v_skch = jnp.where(written_sc[:, None, :, None], v_skch, 0)  # 0 * NaN is NaN
@@ -111,6 +112,8 @@ def paged_decode_attention(
 
     rows = q_skgh.shape[:3]
     carry = jnp.zeros(q_skgh.shape, dtype), jnp.full(rows, -jnp.inf, dtype), jnp.zeros(rows, dtype)
+    scales = options.k_scale_k, options.v_scale_k
+    carry = varying_like(carry, (q_snh, k_pool, v_pool, block_tables_sw, context_lens_s, scales))
     seen_from_s = jnp.maximum(lens_s - (window or 0), 0) if window is not None else jnp.zeros_like(lens_s)
     start = jnp.min(jnp.where(lens_s > 0, seen_from_s, jnp.max(lens_s))) // tile_kv
     size = q_skgh.shape[0]
@@ -153,7 +156,9 @@ def ragged_paged_attention(
         return attended
 
     q_padded = jnp.pad(q_tnh, ((0, TILE_Q), (0, 0), (0, 0)))  # a last tile may hang over
-    out = lax.fori_loop(0, context_lens_s.shape[0], sequence, _empty(q_padded))
+    arrays = q_tnh, k_pool, v_pool, block_tables_sw, context_lens_s, cu_q_lens_s1, decode_s
+    out = varying_like(_empty(q_padded), (arrays, options.k_scale_k, options.v_scale_k))
+    out = lax.fori_loop(0, context_lens_s.shape[0], sequence, out)
     out = jax.tree.map(lambda x: x[: q_tnh.shape[0]], out)
     at_s = jnp.where(decode_s, cu_q_lens_s1[:-1], q_tnh.shape[0])  # past the end: dropped
     lens_s = jnp.where(decode_s, context_lens_s, 0)
@@ -199,6 +204,11 @@ def quantize(x_tkh: jax.Array, dtype: Any, scale_k: jax.Array | None) -> jax.Arr
 def pad_head_dim(x: jax.Array, head_dim: int) -> jax.Array:
     """Add zero columns up to `head_dim`."""
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, head_dim - x.shape[-1])])
+
+
+def _blocks(pool: jax.Array, ids: jax.Array) -> jax.Array:
+    """Return blocks of a pool; an id outside the pool names its nearest block."""
+    return pool.at[ids].get(mode="clip", wrap_negative_indices=False)
 
 
 def _sum(x: jax.Array) -> jax.Array:
@@ -248,7 +258,7 @@ def _attend(
         blocks = lax.dynamic_slice_in_dim(block_table_w, i * blocks_per_tile, blocks_per_tile)
         blocks = jnp.where(key_positions_c[::block_size] < num_keys, blocks, 0)  # past the context: may be anything
         k_kch, v_kch = (
-            x[blocks].swapaxes(0, 1).reshape(num_kv_heads, tile_kv, pool_head_dim).astype(q_qnh.dtype)
+            _blocks(x, blocks).swapaxes(0, 1).reshape(num_kv_heads, tile_kv, pool_head_dim).astype(q_qnh.dtype)
             for x in (k_pool, v_pool)
         )
         v_kch = jnp.where((key_positions_c < num_keys)[:, None], v_kch, 0)  # 0 * NaN is NaN
@@ -272,6 +282,8 @@ def _attend(
         first = jnp.maximum(oldest - window + 1, 0) // tile_kv
     rows = q_krh.shape[:2]
     start = jnp.zeros(q_krh.shape, dtype), jnp.full(rows, -jnp.inf, dtype), jnp.zeros(rows, dtype)
+    scales = options.k_scale_k, options.v_scale_k
+    start = varying_like(start, (q_qnh, positions_q, k_pool, v_pool, block_table_w, num_keys, scales))
     o_krh, top_kr, total_kr = lax.fori_loop(first, (num_keys + tile_kv - 1) // tile_kv, tile, start)
     o_krh = o_krh / jnp.where(total_kr == 0, 1, total_kr)[..., None]
     if options.v_scale_k is not None:

@@ -77,6 +77,15 @@ class _Writer:
         code = self.code
         return code.cast("sext", code.load(self.call.argument(argument), index, I32), I64)
 
+    # Lengths and block ids are clamped here, and rows before the call: no value reads or writes outside the arrays.
+
+    def _clamped(self, number: Value, highest: Value) -> Value:
+        return self.code.maximum(self.code.minimum(number, highest), number * 0)
+
+    def _length(self, s: Value) -> Value:
+        """Return the length of a sequence's context."""
+        return self._clamped(self._int(4, s), self.call.size(3, 1) * self.spec.block_size)
+
     def _tiles(self, s: Value) -> Value:
         """Return the number of tiles of queries of a sequence: 1 of a decode token."""
         rows = (self._int(5, s + 1) - self._int(5, s)) * self.spec.group
@@ -130,7 +139,7 @@ class _Writer:
         code, tile, block_size = self.code, self.spec.tile, self.spec.block_size
         width = self.call.size(3, 1)
         with code.loop(first // tile * tile, stop, tile) as position:
-            block = self._int(3, s * width + position // block_size)
+            block = self._clamped(self._int(3, s * width + position // block_size), self.call.size(1, 0) - 1)
             at = (block * self.spec.num_kv_heads + k_head) * block_size + position % block_size
             low = code.maximum(first - position, position * 0)
             body(position, low, code.minimum(stop - position, position * 0 + tile), at)
@@ -151,7 +160,7 @@ class _Writer:
         code, lanes = self.code, self.lanes
         group, size, tile = self.spec.group, self.spec.head_dim, self.spec.tile
         padded = -(-tile // lanes) * lanes
-        row, length = self._int(5, s), self._int(4, s)
+        row, length = self._int(5, s), self._length(s)
         head = row * self.heads + k_head * group
         q, o = code.at(self.call.argument(0), head * size, F32), code.at(self.call.result(0), head * size, F32)
         tops = code.at(self.call.result(1), head, F32)
@@ -250,7 +259,7 @@ class _Writer:
     def _prompt(self, s: Value, k_head: Value, number: Value) -> None:
         code, spec, lanes, rows = self.code, self.spec, self.lanes, self.rows
         group, size, tile = spec.group, spec.head_dim, spec.tile
-        first_row, last_row, length = self._int(5, s), self._int(5, s + 1), self._int(4, s)
+        first_row, last_row, length = self._int(5, s), self._int(5, s + 1), self._length(s)
         first = number * rows
         stop = code.minimum(first + rows, (last_row - first_row) * group)
         before = length - (last_row - first_row)  # tokens before the sequence's queries
@@ -383,6 +392,7 @@ def ragged_paged_attention(
     cu_q_lens_s1: jax.Array, decode_s: jax.Array | None, options: AttentionOptions,
 ) -> OutputAndLse:  # fmt: skip
     """Implement `Ops.ragged_paged_attention`."""
+    cu_q_lens_s1 = jnp.clip(cu_q_lens_s1, 0, q_tnh.shape[0])
     decode_s, _ = decode_rows(cu_q_lens_s1, decode_s)
     batch = block_tables_sw, context_lens_s, cu_q_lens_s1, decode_s.astype(jnp.int32)
     return _attend(q_tnh, k_pool, v_pool, *batch, options)
@@ -403,7 +413,7 @@ def _attend(
     if options.k_scale_k is not None:
         q *= jnp.repeat(options.k_scale_k, group)[:, None]
     results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (q.shape, q.shape[:2], q.shape[:2])]
-    o, top_tn, total_tn = jax.ffi.ffi_call(spec.register(), results)(
+    o, top_tn, total_tn = jax.ffi.ffi_call(spec.register(), results, vmap_method="sequential")(
         q, k_pool, v_pool, block_tables_sw, context_lens_s, cu_q_lens_s1, decode_s
     )
     if options.v_scale_k is not None:

@@ -37,7 +37,7 @@ def product(x_ti: jax.Array, weight_oi: jax.Array, wanted_t: jax.Array | None = 
         return None
     wanted_t = jnp.ones(rows, jnp.int32) if wanted_t is None else wanted_t.astype(jnp.int32)
     shape = jax.ShapeDtypeStruct((rows, weight_oi.shape[0]), jnp.float32)
-    multiply = jax.ffi.ffi_call(target(str(weight_oi.dtype)), shape)
+    multiply = jax.ffi.ffi_call(target(str(weight_oi.dtype)), shape, vmap_method="sequential")
     y_to: jax.Array = multiply(x_ti.astype(jnp.float32), weight_oi, wanted_t)
     return y_to
 

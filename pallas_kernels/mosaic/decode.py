@@ -30,6 +30,7 @@ from pallas_kernels.mosaic.support import check_grid, check_supported, compiler_
 from pallas_kernels.mosaic.work import DecodeWork, decode_work
 from pallas_kernels.options import AttentionOptions, OutputAndLse, Ref
 from pallas_kernels.reference import pad_head_dim
+from pallas_kernels.transforms import no_vmap
 
 Carry = tuple[jax.Array, jax.Array, jax.Array]  # output, maxima and sums of the softmax so far
 
@@ -257,6 +258,9 @@ def paged_decode_attention(
     The softmax and all sums are float32. The weights are multiplied by V in q's dtype, or in float16 for an fp8 pool.
     Temporary memory: at most 128 S M H float32 partials, M = 8 or 16 the padded query heads of a KV head.
     """
+    q_snh, k_pool, v_pool, block_tables_sw, context_lens_s = no_vmap(
+        "paged_decode_attention in Mosaic", (q_snh, k_pool, v_pool, block_tables_sw, context_lens_s)
+    )
     s, n, head_dim = q_snh.shape
     check_supported(k_pool, dtype=q_snh.dtype, num_heads=n)
     (_, k, block_size, h), cut = k_pool.shape, decode_cut(k_pool, tiles)

@@ -31,6 +31,7 @@ from pallas_kernels.mosaic.work import RaggedWork, ragged_work, tokens_per_warpg
 from pallas_kernels.options import AttentionOptions, OutputAndLse, Ref
 from pallas_kernels.query_tiles import QueryTiles
 from pallas_kernels.reference import pad_head_dim
+from pallas_kernels.transforms import no_vmap
 
 MAX_COLUMNS = 128  # of the output, for one thread block: accumulators of 256 don't fit the registers
 
@@ -330,6 +331,10 @@ def ragged_paged_attention(
     The softmax and all sums are float32. The weights are multiplied by V in q's dtype, or in float16 for an fp8 pool.
     The temporary memory is that of `paged_decode_attention` and one copy of q.
     """
+    q_tnh, k_pool, v_pool, block_tables_sw, context_lens_s, cu_q_lens_s1 = no_vmap(
+        "ragged_paged_attention in Mosaic",
+        (q_tnh, k_pool, v_pool, block_tables_sw, context_lens_s, cu_q_lens_s1),
+    )
     (t, n, head_dim), (_, k, _, h), dtype = q_tnh.shape, k_pool.shape, q_tnh.dtype
     check_supported(k_pool, dtype=dtype, num_heads=n)
     group = n // k

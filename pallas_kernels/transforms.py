@@ -1,0 +1,56 @@
+"""Transformations of jax that ops refuse with an error, and the mark of arrays that `shard_map` divides."""
+
+from functools import partial
+from typing import Any
+
+import jax
+from jax import lax
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def no_derivative[T](op: str, arrays: T) -> T:
+    """Return `arrays` unchanged.
+
+    Raises:
+        NotImplementedError: `jax.grad`, `jax.jvp` or the like differentiates by one of them.
+    """
+    return arrays
+
+
+@no_derivative.defjvp
+def _refuse_derivative(op: str, primals: Any, tangents: Any) -> Any:
+    raise NotImplementedError(
+        f"{op} has no derivative: differentiate dense attention, or take arguments from jax.lax.stop_gradient"
+    )
+
+
+def no_vmap[T](op: str, arrays: T) -> T:
+    """Return `arrays` unchanged.
+
+    Raises:
+        NotImplementedError: `jax.vmap` maps over one of them.
+    """
+    unchanged = jax.custom_batching.custom_vmap(lambda arrays: arrays)
+
+    @unchanged.def_vmap
+    def refuse(size: int, mapped: Any, arrays: Any) -> Any:
+        raise NotImplementedError(f"{op} does not support jax.vmap: use jax.lax.map, or one batch of all sequences")
+
+    same: T = unchanged(arrays)
+    return same
+
+
+def varying_like[T](x: T, like: Any) -> T:
+    """Mark arrays as different on the devices of a `shard_map` along the axes where any array of `like` is.
+
+    The start of a loop needs the mark of its result.
+    """
+    axes = frozenset[str]().union(*(jax.typeof(array).manual_axis_type.varying for array in jax.tree.leaves(like)))
+
+    def mark(array: jax.Array) -> jax.Array:
+        missing = axes - jax.typeof(array).manual_axis_type.varying
+        cast: jax.Array = lax.pcast(array, tuple(sorted(missing)), to="varying")
+        return cast
+
+    marked: T = jax.tree.map(mark, x)
+    return marked

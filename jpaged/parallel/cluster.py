@@ -23,7 +23,8 @@ def cluster(nodes: Nodes) -> Iterator[None]:
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         nodes.dist_init_addr, nodes.nnodes, nodes.node_rank, cluster_detection_method="deactivate",
-        heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S, shutdown_timeout_seconds=SHUTDOWN_TIMEOUT_S,
+        heartbeat_timeout_seconds=nodes.heartbeat_timeout or HEARTBEAT_TIMEOUT_S,
+        shutdown_timeout_seconds=SHUTDOWN_TIMEOUT_S,
         coordinator_bind_address=nodes.dist_init_addr if nodes.node_rank == 0 else None,
     )  # fmt: skip
     yield

@@ -18,6 +18,11 @@ class Nodes:
         unit="HOST:PORT",
     )  # fmt: skip
 
+    heartbeat_timeout: int | None = setting(
+        None, "time without a sign of another host after which jax ends this one", by="10", group=GROUP, low=1,
+        unit="SECONDS",
+    )  # fmt: skip
+
     def __post_init__(self) -> None:
         check(self)
         if self.node_rank >= self.nnodes:
@@ -29,8 +34,9 @@ class Nodes:
                     "dist_init_addr: must be HOST:PORT with a port between 1 and 65534 if nnodes is above 1, "
                     f"not {self.dist_init_addr!r}"
                 )
-        elif self.dist_init_addr is not None:
-            raise ValueError(f"dist_init_addr: needs nnodes above 1, not {self.nnodes}")
+        for name in ("dist_init_addr", "heartbeat_timeout") if self.nnodes == 1 else ():
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name}: needs nnodes above 1, not {self.nnodes}")
 
     @property
     def coordinator_address(self) -> tuple[str, int]:

@@ -1,5 +1,6 @@
 """Processes join a leader with its settings; others are refused with the field, and the leader goes on waiting."""
 
+import argparse
 import contextlib
 import dataclasses
 import itertools
@@ -9,13 +10,16 @@ import threading
 import time
 import types
 
+import jax
 import pytest
 
 from jpaged.cli.main import main
+from jpaged.cli.nodes import add_node_flags, nodes_of
 from jpaged.config import EngineConfig
 from jpaged.parallel import hello
 from jpaged.parallel import leader as leader_module
 from jpaged.parallel.channel import Channel
+from jpaged.parallel.cluster import cluster
 from jpaged.parallel.follower import connect
 from jpaged.parallel.frame import HEADER, Kind
 from jpaged.parallel.hello import encode_facts, join
@@ -234,6 +238,8 @@ def test_an_address_in_use_is_refused(name):
         ({"nnodes": 2, "dist_init_addr": ":1"}, "dist_init_addr: must be HOST:PORT"),
         ({"nnodes": 2, "dist_init_addr": "a"}, "dist_init_addr: must be HOST:PORT"),
         ({"dist_init_addr": "a:1"}, "dist_init_addr: needs nnodes above 1, not 1"),
+        ({"heartbeat_timeout": 60}, "heartbeat_timeout: needs nnodes above 1, not 1"),
+        ({"heartbeat_timeout": 0}, "heartbeat_timeout: must be at least 1, not 0"),
     ],
 )
 def test_flags_of_hosts_are_checked(given, words):
@@ -259,3 +265,14 @@ def test_commands_refuse_wrong_flags_of_hosts(command, words):
 def test_followers_connect_to_the_next_port():
     assert Nodes(nnodes=2, dist_init_addr="[::1]:7000").channel_address == ("::1", 7001)
     assert Nodes(nnodes=2, dist_init_addr="host.example:7000").channel_address == ("host.example", 7001)
+
+
+@pytest.mark.parametrize("flags, seconds", [((), 10), (("--heartbeat-timeout", "75"), 75)])
+def test_the_heartbeat_is_a_setting(flags, seconds, monkeypatch):
+    given = {}
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **options: given.update(options))
+    monkeypatch.setattr(jax.distributed, "shutdown", lambda: None)
+    parser = argparse.ArgumentParser()
+    add_node_flags(parser)
+    with cluster(nodes_of(parser.parse_args(["--nnodes", "2", "--dist-init-addr", "a:1", *flags]))):
+        assert given["heartbeat_timeout_seconds"] == seconds

@@ -618,6 +618,10 @@ class EngineConfig:
         "fewer in steps with decodes if a step of that size takes more than 2.5 decode steps (3.5 on a CPU)",
         group=SCHEDULING, low=1, unit="TOKENS",
     )  # fmt: skip
+    warm_up: bool = setting(
+        True, "compile every shape of a step before the first request; otherwise each one when it is first needed, for "
+        "short starts while a program is debugged", group=SCHEDULING,
+    )  # fmt: skip
     async_scheduling: bool = setting(
         True, "dispatch a step before the tokens of the previous one are known", group=SCHEDULING
     )

@@ -343,7 +343,7 @@ def load_engine(
     if _swaps(runner, config):
         host_pool = BlockPool(runner.blocks.num_host_blocks, limits.block_size, enable_prefix_caching=False)
     chunk, platform = None, runner.placement.device.platform
-    if not config.max_num_batched_tokens:
+    if runner.costs and not config.max_num_batched_tokens:
         chunk = tokens_beside_decodes(runner.costs, platform, padded=runner.pads)
     scheduler = Scheduler(
         BlockPool(runner.blocks.num_blocks, limits.block_size, enable_prefix_caching=config.enable_prefix_caching),
@@ -415,15 +415,16 @@ def _load(prepared: Prepared, directory: Path, *, load_format: str, seed: int, p
 def _start_runner(
     model: Model, config: EngineConfig, limits: Limits, kernels: Kernels | None, *, progress: bool
 ) -> tuple[ModelRunner, float]:
-    """Return a runner that has compiled its executables, and its `block_swap_cost` if the scheduler needs it, else 0.
+    """Return a runner with its executables, and its `block_swap_cost` if the scheduler needs it and knows it, else 0.
 
     All processes that share the devices run these programs, in this order.
     """
     with compilation_cache(), every_process_writes():
         runner = ModelRunner(model, config, limits, kernels)
         check_num_blocks(limits, runner.blocks.num_blocks)
-        runner.warm_up(progress=progress)
-    measures = _swaps(runner, config) and config.preemption_mode == "auto"
+        if config.warm_up:
+            runner.warm_up(progress=progress)
+    measures = runner.costs and _swaps(runner, config) and config.preemption_mode == "auto"
     return runner, runner.block_swap_cost() if measures else 0.0
 
 

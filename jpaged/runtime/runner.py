@@ -21,7 +21,7 @@ from jpaged.progress import track
 from jpaged.runtime.agreement import leaders_values, least
 from jpaged.runtime.batch import Bucket, Buckets, ladder, make_batch
 from jpaged.runtime.block_store import BlockStore
-from jpaged.runtime.compilation_cache import cache_folder
+from jpaged.runtime.compilation_cache import cache_folder, compilation_cache
 from jpaged.runtime.device_rows import DeviceRows
 from jpaged.runtime.kernel_choice import select_kernels
 from jpaged.runtime.kv_cache import KVCache
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
-    """Runner of plans: call `warm_up`, then `dispatch` for each plan.
+    """Runner of plans: call `warm_up`, unless the config leaves it out, then `dispatch` for each plan.
 
     Args:
         model: its arrays are used as they are, not copied; they lie on one device, or divided among several as
@@ -89,6 +89,7 @@ class ModelRunner:
         table_width = -(-limits.max_model_len // limits.block_size)
         make_work = functools.partial(cache.make_work, table_width)
         self.shapes = Shapes(Buckets(limits), table_width, llama.vocab_size, self.placement, make_work)
+        self._late = set() if config.warm_up else set(self.shapes.buckets.all)  # compiled when first needed
         multiply = self.kernels.product if self.placement.size == 1 else None
         self.pads = multiply is None or bool(stored)  # XLA multiplies weights of 8 bits
         self.step = Step(
@@ -250,6 +251,10 @@ class ModelRunner:
             return Done(StepResult(()))
         shapes, table = self.shapes, self.rows.table
         made = make_batch(plan, table, shapes.buckets, shapes.layouts)
+        if made.bucket in self._late:
+            with compilation_cache(), self._exhaustion():
+                self._compile([made.bucket], progress=False)
+            self._late.remove(made.bucket)
         computed = self._forward(self.placement.put(made.buffer), made.bucket)
         bits = shapes.no_bits[made.bucket.num_seqs]
         if make_masks is not None:

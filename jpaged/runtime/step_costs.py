@@ -72,13 +72,13 @@ def tokens_beside_decodes(costs: StepCosts, platform: str, *, padded: bool = Tru
 
 
 def step_overhead(costs: StepCosts, platform: str) -> float:
-    """Return the cost of a step without its tokens, in tokens that cost as much; inf if tokens cost nothing.
+    """Return the cost of a step without its tokens, in tokens that cost as much; inf if unknown or tokens cost nothing.
 
     The costs are fitted by a line, with equal relative errors for short and long steps. A CPU's own work on a token is
     added to them; beside a GPU it overlaps with the device's.
     """
     tokens, seconds = [bucket.num_tokens for bucket in costs], np.array([*costs.values()])
-    if len(set(tokens)) == 1:
+    if len(set(tokens)) <= 1:
         return math.inf
     slope, start = np.polyfit(tokens, seconds, 1, w=1 / seconds)
     slope = max(slope, 0.0) + (CPU_TOKEN_S if platform == "cpu" else 0.0)

@@ -378,6 +378,23 @@ def test_costs_are_measured_once(model, monkeypatch, tmp_path):
     assert costs[0][1] == costs[1][1] == dict.fromkeys(runner.shapes.buckets.all, 0.001)
 
 
+def test_without_a_warm_up_shapes_compile_when_first_needed(model, llm, monkeypatch):
+    compiled = []
+    run = ModelRunner._run_padding
+    monkeypatch.setattr(
+        ModelRunner, "_run_padding", lambda self, bucket, **how: compiled.append(bucket) or run(self, bucket, **how)
+    )
+    late = LLM(model, block_size=8, num_gpu_blocks_override=20, progress=False, warm_up=False, max_num_seqs=8)
+    assert compiled == [] and late.engine.runner.costs == {}
+    assert late.engine.scheduler.tokens_beside_decodes == late.engine.scheduler.limits.max_num_batched_tokens
+    params = SamplingParams(max_tokens=6, temperature=0.8, seed=3, logprobs=1)
+    answers = [
+        [one.generate([[5, 6, 7]], params, use_tqdm=False)[0].outputs[0] for _ in range(2)] for one in (late, llm)
+    ]
+    assert [answer.token_ids for answer in answers[0]] == [answer.token_ids for answer in answers[1]]
+    assert compiled == [Bucket(32, 8, False), Bucket(1, 1, True)], "once each"
+
+
 @pytest.fixture
 def runner(model):
     """A runner of 4 blocks and 2 rows that is not warmed up."""

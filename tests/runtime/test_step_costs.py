@@ -83,7 +83,7 @@ def test_a_cpus_own_work_on_tokens_lowers_the_overhead():
         {n: 0.001 + 0.00005 * n for n in (1, 2, 4, 8)}, {n: 0.001 + 0.00005 * n for n in (16, 256)}, (4, 8)
     )
     assert step_overhead(costs, "cpu") == pytest.approx(0.001 / (0.00005 + CPU_TOKEN_S))
-    assert step_overhead(costs_of({16: 0.01}, {16: 0.02}), "cpu") == math.inf
+    assert step_overhead(costs_of({16: 0.01}, {16: 0.02}), "cpu") == step_overhead({}, "cpu") == math.inf
 
 
 def test_the_overhead_follows_from_short_steps_as_much_as_from_long_ones():

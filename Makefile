@@ -3,6 +3,7 @@
 # make test-ray installs Ray and tests `jpaged serve --ray`; make test-tunix installs Tunix and runs its learner.
 # make test-extras resolves the requirements of every extra, and installs none.
 # make docs: build the API reference into build/api
+# make dist REPOSITORY=https://github.com/owner/jpaged builds the distributions of the last commit into dist
 # make bench: the paper's evaluation on this machine and in the simulator, 20 minutes; writes docs/benchmarks.md
 # make mutate [ARGS="jpaged/core/beam.py"] counts the small changes of a module that its quick tests notice.
 # Needs git, make and a Python from 3.12 on: python3, python3.12.., a pyenv version, or uv. All goes into .venv.
@@ -14,7 +15,7 @@ SERVE_EXTRAS := $(if $(NVIDIA),[cuda],[cpu])
 # Without an NVIDIA driver jax should not look for one.
 CPU := $(if $(NVIDIA),,JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu})
 
-.PHONY: serve test test-fast test-deep test-ray test-tunix test-extras lint docs bench mutate format clean
+.PHONY: serve test test-fast test-deep test-ray test-tunix test-extras lint docs dist bench mutate format clean
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/serve.done
@@ -53,6 +54,10 @@ lint: $(VENV)/test.done
 docs: $(VENV)/test.done
 	$(CPU) $(BIN)/python -m tools.api_docs build/api
 
+dist: $(VENV)/test.done
+	rm -rf build/release dist && mkdir -p build/release dist && git archive HEAD | tar -x -C build/release
+	$(BIN)/python -m tools.release build/release dist "$(REPOSITORY)"
+
 bench: $(VENV)/test.done
 	$(CPU) $(BIN)/python benchmarks/paper/evaluate.py $(ARGS)
 
@@ -64,7 +69,7 @@ format: $(VENV)/test.done
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # uv takes a sixth of pip's time. pip follows where uv fails, for example because the index is named in pip.conf alone.
 define install

@@ -45,6 +45,7 @@ RUN = {
     "python tests/attack/load.py": "serving/test_load.py",
     "python tests/attack/soak.py": "serving/test_soak.py",
     "make bench": "benchmarks/test_evaluation.py",
+    "make dist": "test_package.py",
     "make docs": "test_commands.py",
     "make mutate": "test_mutate.py",
     "pip install ./pallas_kernels": "test_package.py",

@@ -1,6 +1,8 @@
 """The distributions: their files, and their use in an environment with their dependencies and nothing else."""
 
 import json
+import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -48,6 +50,13 @@ def contents(wheel: Path) -> dict[str, bytes]:
         return {name: archive.read(name) for name in archive.namelist() if ".dist-info/" not in name}
 
 
+def metadata_of(wheel: Path) -> str:
+    """Return the description of a wheel, with its readme."""
+    with zipfile.ZipFile(wheel) as archive:
+        (metadata,) = (archive.read(name).decode() for name in archive.namelist() if name.endswith("/METADATA"))
+    return metadata
+
+
 def environment(wheel: Path, folder: Path) -> Path:
     """Return the Python of a new environment with a wheel and with links to the packages of this one but for jpaged."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
@@ -89,6 +98,9 @@ def test_the_source_distribution_builds_the_same_wheel(tree, wheel, tmp_path):
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path, filter="data")
     (source,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    assert {"CHANGELOG.md", "docs/kernels.md", "docs/flow.svg", "examples/grpo.py"} <= {
+        str(path.relative_to(source)) for path in source.rglob("*")
+    }
     (tmp_path / "wheel").mkdir()
     assert contents(build("wheel", source, tmp_path / "wheel")) == contents(wheel)
 
@@ -130,3 +142,22 @@ o = kernels.paged_decode_attention(jnp.ones((1, 2, 16)), pool, 2 * pool, tables,
 print(kernels.name, o.shape, float(o.min()), float(o.max()))
 """
     assert run(python, "-c", use, cwd=tmp_path) == "cpu (1, 2, 16) 2.0 2.0\n"
+
+
+def test_a_published_release_depends_on_the_kernels_and_links_to_its_repository(tree, wheel, tmp_path):
+    shutil.copytree(tree, tmp_path / "source", ignore=shutil.ignore_patterns("build", "*.egg-info"))
+    repository = "https://example.org/owner/jpaged"
+    command = [sys.executable, "-m", "tools.release", str(tmp_path / "source"), str(tmp_path), f"{repository}/"]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    found = {path.name for path in tmp_path.iterdir() if path.is_file()}
+    names = ("jpaged-0.1.0", "jpaged_kernels-0.1.0")
+    assert found == {f"{name}{end}" for name in names for end in (".tar.gz", "-py3-none-any.whl")}
+    ours, kernels = (contents(tmp_path / f"{name}-py3-none-any.whl") for name in names)
+    assert not ours.keys() & kernels.keys() and ours | kernels == contents(wheel)
+    metadata, about_kernels = (metadata_of(tmp_path / f"{name}-py3-none-any.whl") for name in names)
+    assert "Requires-Dist: jpaged-kernels==0.1.0\n" in metadata
+    assert f"Project-URL: Repository, {repository}\n" in metadata
+    links = re.findall(r"\]\(([^)#]+)", metadata + about_kernels)
+    assert links and all(link.startswith("http") for link in links)
+    assert f"{repository}/blob/v0.1.0/docs/kernel-figures.md" in links
+    assert f"{repository}/raw/v0.1.0/docs/flow.svg" in links and f"{repository}/blob/v0.1.0/docs/models.md" in links

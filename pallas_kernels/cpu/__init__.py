@@ -23,7 +23,7 @@ def unsupported(*, dtype: Any, pool_dtype: Any, **shapes: int) -> str | None:
     """Return the reason why the kernels can't serve a model with such pools; None if they can."""
     dtype, pool_dtype = jnp.dtype(dtype).name, jnp.dtype(pool_dtype)
     if not importlib.util.find_spec("llvmlite"):
-        return "llvmlite is not installed (pip install 'jpaged[cpu]')"
+        return "llvmlite is not installed (pip install llvmlite)"
     if dtype not in DTYPES:
         return f"dtype {dtype} is not supported, only {', '.join(DTYPES)}"
     if pool_dtype.name != dtype and pool_dtype != FP8:

@@ -35,7 +35,7 @@ logits of a whole prefill, of chunks and of decode steps, and 64 greedy tokens.
 - **Mixtures of experts** compute each token with its own experts and drop none. Routing is in float32. XLA (jax 0.12)
   expands the grouped product (`ragged_dot`) on CPUs and GPUs: it multiplies each token by the matrices of all experts
   and masks the results, so the operations and the temporary memory of a step grow with the number of experts.
-  `jpaged plan` does not predict mixtures.
+  `jpaged plan` predicts that.
 - **Multimodal checkpoints** are refused, except Gemma 3's, of which the text part is served.
 - **PyTorch's files** (`.bin`) are refused with the command that converts them.
 - **Tensor parallelism**: the number of devices must divide the heads and the MLP sizes, also those of experts.

@@ -2,6 +2,7 @@
 
   jpaged plan                                     Llama-3-8B on one H100, ShareGPT's lengths
   jpaged plan --gpu h200 --model DIR --workload random --input-len 1000 --output-len 200
+  jpaged plan --gpu rtx-4090 --model llama-3.1-8b --quantization int8 --max-model-len 16384
   jpaged plan --users 64 128 256                  the latencies of these numbers of users
   jpaged plan --request-rate 2 4 8                the same of Poisson arrivals
   jpaged plan --max-ttft 0.5 --max-tpot 0.03 --think-time 10
@@ -53,6 +54,8 @@ from jpaged.simulator.shape import SHAPES, ModelShape
 from jpaged.simulator.traffic import load_trace
 
 KV_DTYPES = {"auto": 2, "fp8": 1}  # bytes
+# Bits of a weight. 128 weights of 4 bits share a scale of 16 bits and a zero of 4 bits, as usual in AWQ and GPTQ.
+QUANTIZATIONS = {None: 16.0, "int8": 8.0, "fp8": 8.0, "int4": 4 + 20 / 128}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -63,10 +66,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--model", default="llama-3-8b", metavar="MODEL",
         help=f"a directory or hub id with a config.json, or one of {', '.join(SHAPES)}")  # fmt: skip
     add("--tensor-parallel-size", "-tp", type=int, default=1, metavar="GPUS", help="number of GPUs of one engine")
+    add("--quantization", choices=tuple(filter(None, QUANTIZATIONS)),
+        help="weights of linear layers; jpaged serve has none of 4 bits yet (default: 16 bits)")  # fmt: skip
     add("--kv-cache-dtype", choices=tuple(KV_DTYPES), default="auto", help="dtype of the KV pool; auto: 16 bits")
     add("--block-size", type=int, default=defaults["block_size"].default, metavar="TOKENS", help="tokens of a block")
     add("--max-model-len", type=count, metavar="TOKENS",
-        help="maximum tokens of a sequence (default: the model's, at most 8192)")  # fmt: skip
+        help="maximum tokens of a sequence (default: the model's)")  # fmt: skip
     add("--max-num-seqs", type=count, metavar="SEQUENCES",
         help="maximum sequences of a step (default: one for each user)")  # fmt: skip
     add("--max-num-batched-tokens", type=count, default=defaults["max_num_batched_tokens"].default, metavar="TOKENS",
@@ -153,11 +158,12 @@ def run(args: argparse.Namespace) -> None:
 def deployment_of(args: argparse.Namespace) -> Deployment:
     """Return the deployment of the flags."""
     shape = shape_of(args.model)
-    max_model_len = min(8192, shape.context) if args.max_model_len is None else args.max_model_len
+    max_model_len = shape.context if args.max_model_len is None else args.max_model_len
     return Deployment(
         GPUS[args.gpu], shape, args.tensor_parallel_size, KV_DTYPES[args.kv_cache_dtype], args.block_size,
         max_model_len, args.max_num_seqs, args.max_num_batched_tokens,
         args.gpu_memory_utilization, args.enable_prefix_caching, CostTable.load(args.costs) if args.costs else None,
+        QUANTIZATIONS[args.quantization],
     )  # fmt: skip
 
 
@@ -289,7 +295,10 @@ def _facts(deployment: Deployment, lengths: Sequence[tuple[int, int]]) -> str:
     return "\n".join(
         [
             f"{shape.name}: {shape.num_params / 1e9:.2f}e9 parameters, "
-            f"{2 * shape.num_params / 2**30:.1f} GiB in 16 bits",
+            f"{deployment.param_bytes / 2**30:.1f} GiB"
+            + (
+                " in 16 bits" if deployment.weight_bits == 16 else f", linear layers in {deployment.weight_bits:g} bits"
+            ),
             f"KV pool: {tokens:,} tokens of {kv_bytes / 1024:.0f} KiB, {tokens * kv_bytes / 2**30:.1f} GiB",
             f"requests: {inputs:.0f} tokens in, {outputs:.0f} out on average",
             f"predicted, not measured; duration of a step: {deployment.cost.source}",

@@ -68,12 +68,15 @@ class Roofline:
     A step has two parts, the weight matrices and attention. Each takes the larger one of its times for bytes and for
     operations. Both are divided among the GPUs as in tensor parallelism, with two all-reduces in each layer and one of
     the embeddings.
+
+    Attributes:
+        weight_bits: bits of a weight of the linear layers; operations are those of 16 bits.
     """
 
     gpu: Gpu
     shape: ModelShape
     num_gpus: int = 1
-    param_bytes: float = 2
+    weight_bits: float = 16
     kv_dtype_bytes: int = 2
     bandwidth_share: float = BANDWIDTH_SHARE
     flops_share: float = FLOPS_SHARE
@@ -93,8 +96,8 @@ class Roofline:
         shape, gpus = self.shape, self.num_gpus
         bandwidth, flops = self.gpu.bandwidth * self.bandwidth_share * gpus, self.gpu.flops * self.flops_share * gpus
         matrices = max(
-            (shape.layer_params + shape.output_params) * self.param_bytes / bandwidth,
-            2 * (shape.layer_params * load.tokens + shape.output_params * load.samples) / flops,
+            (shape.linear_params * self.weight_bits / 8 + 2 * (shape.expert_params + shape.output_params)) / bandwidth,
+            2 * (shape.layer_products * load.tokens + shape.output_params * load.samples) / flops,
         )
         attention = max(
             shape.kv_bytes(self.kv_dtype_bytes, gpus) * load.context / bandwidth,

@@ -22,6 +22,7 @@ class Deployment:
     Attributes:
         max_num_seqs: None: one for each user, at most `MAX_USERS` and `max_num_batched_tokens`.
         costs: measured costs of a step; None: the roofline of the GPUs.
+        weight_bits: bits of a weight of the linear layers, with its share of a scale.
     """
 
     gpu: Gpu
@@ -35,6 +36,7 @@ class Deployment:
     gpu_memory_utilization: float = 0.92
     enable_prefix_caching: bool = True
     costs: StepCost | None = None
+    weight_bits: float = 16
 
     def __post_init__(self) -> None:
         shape, gpus = self.shape, self.num_gpus
@@ -46,6 +48,7 @@ class Deployment:
         if (
             shape.num_heads % gpus
             or shape.intermediate_size % gpus
+            or shape.expert_size % gpus
             or max(gpus, shape.num_kv_heads) % min(gpus, shape.num_kv_heads)
         ):
             raise ValueError(
@@ -56,23 +59,29 @@ class Deployment:
             raise ValueError(f"max_model_len: {self.max_model_len} exceeds the {shape.context} tokens of {shape.name}")
         if self.pool_tokens // self.block_size * self.block_size < self.max_model_len:
             raise ValueError(
-                f"gpu: no room on {gpus} x {self.gpu.name} for {shape.name} ({2 * shape.num_params / 2**30:.1f} GiB) "
+                f"gpu: no room on {gpus} x {self.gpu.name} for {shape.name} ({self.param_bytes / 2**30:.1f} GiB) "
                 f"and the KV of one sequence of {self.max_model_len} tokens "
                 f"({shape.kv_bytes(self.kv_dtype_bytes, gpus) * self.max_model_len / 2**30:.1f} GiB): use more GPUs "
                 "(--tensor-parallel-size) or a smaller --max-model-len"
             )
 
     @property
+    def param_bytes(self) -> float:
+        """Bytes of the parameters on all GPUs."""
+        return self.shape.param_bytes(self.weight_bits)
+
+    @property
     def pool_tokens(self) -> int:
         """Tokens of KV that fit into the memory beside the parameters."""
-        per_gpu = self.gpu.memory_bytes * self.gpu_memory_utilization - TEMPORARIES_BYTES
-        left = per_gpu * self.num_gpus - 2 * self.shape.num_params
+        temporaries = TEMPORARIES_BYTES + self.shape.expanded_bytes(self.max_num_batched_tokens)
+        per_gpu = self.gpu.memory_bytes * self.gpu_memory_utilization - temporaries
+        left = per_gpu * self.num_gpus - self.param_bytes
         return max(0, math.floor(left / self.shape.kv_bytes(self.kv_dtype_bytes, self.num_gpus)))
 
     @property
     def cost(self) -> StepCost:
         """Cost model of a step."""
-        return self.costs or Roofline(self.gpu, self.shape, self.num_gpus, kv_dtype_bytes=self.kv_dtype_bytes)
+        return self.costs or Roofline(self.gpu, self.shape, self.num_gpus, self.weight_bits, self.kv_dtype_bytes)
 
     def engine(self, users: int, cost: StepCost | None = None) -> VirtualEngine:
         """Return a new engine with empty memory; `cost` replaces the cost model."""

@@ -21,10 +21,19 @@ class Gpu(NamedTuple):
     link_bandwidth: float
 
 
-# NVIDIA's data sheets of the SXM modules: A100 (2021), H100 (2022) and H200 (2024).
+# NVIDIA's data sheets of the SXM modules: A100 (2021), H100 (2022), H200 (2024), and HGX B200 (2025).
+# RTX cards: the appendices of NVIDIA's white papers "Ada GPU Architecture" (4090), "Ada GPU Architecture, professional"
+# (6000 Ada), "RTX Blackwell GPU Architecture" (5090), and "RTX PRO Blackwell" (PRO 6000, Workstation Edition). Their
+# operations have sums in float32, at half the rate on GeForce cards. Their links are 16 lanes of PCIe 4 or 5.
+# The memory of B200 and RTX cards is the total that nvidia-smi shows.
 GPUS = {
     "a100-40gb": Gpu("A100 40GB", 40 * 2**30, 1.555e12, 312e12, 300e9),
     "a100-80gb": Gpu("A100 80GB", 80 * 2**30, 2.039e12, 312e12, 300e9),
     "h100": Gpu("H100 80GB", 79.6 * 2**30, 3.35e12, 989e12, 450e9),
     "h200": Gpu("H200 141GB", 140.4 * 2**30, 4.8e12, 989e12, 450e9),
+    "b200": Gpu("B200 180GB", 183_359 * 2**20, 8e12, 2250e12, 900e9),
+    "rtx-4090": Gpu("RTX 4090 24GB", 24_564 * 2**20, 1.008e12, 165.2e12, 32e9),
+    "rtx-5090": Gpu("RTX 5090 32GB", 32_607 * 2**20, 1.792e12, 209.5e12, 64e9),
+    "rtx-6000-ada": Gpu("RTX 6000 Ada 48GB", 49_140 * 2**20, 0.96e12, 364.2e12, 32e9),
+    "rtx-pro-6000": Gpu("RTX PRO 6000 96GB", 97_887 * 2**20, 1.792e12, 503.8e12, 64e9),
 }

@@ -7,12 +7,16 @@ from jpaged.config import ModelConfig
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a dense decoder.
+    """Sizes of a decoder.
 
     Attributes:
         mlp_matrices: weight matrices of an MLP: 3 with a gate, else 2.
         tied: whether the embedding is also the output matrix.
         context: maximum tokens of a sequence.
+        num_experts: experts of each layer with a mixture, 0 for a dense decoder.
+        num_experts_per_tok: experts that compute a token.
+        expert_size: MLP dim of an expert.
+        num_dense_layers: layers with an MLP in a decoder with experts.
     """
 
     name: str
@@ -26,27 +30,53 @@ class ModelShape:
     mlp_matrices: int = 3
     tied: bool = False
     context: int = 2048
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    expert_size: int = 0
+    num_dense_layers: int = 0
 
     @classmethod
     def of(cls, config: ModelConfig, name: str) -> "ModelShape":
-        """Return the sizes of a model that jpaged serves.
-
-        Raises:
-            ValueError: it is a mixture of experts, whose steps read a part of the parameters.
-        """
-        if config.variation.experts is not None:
-            raise ValueError(f"model: {name} is a mixture of experts, for which steps can't be predicted")
+        """Return the sizes of a model that jpaged serves."""
+        experts, mixture = config.variation.experts, {}
+        if experts is not None:
+            mixture = dict(
+                num_experts=experts.num_experts, num_experts_per_tok=experts.num_experts_per_tok,
+                expert_size=experts.intermediate_size, num_dense_layers=len(experts.dense_layers),
+            )  # fmt: skip
         return cls(
             name, config.num_hidden_layers, config.hidden_size, config.intermediate_size, config.num_attention_heads,
             config.num_key_value_heads, config.head_dim, config.vocab_size, config.mlp_matrices,
-            tied=config.tie_word_embeddings, context=config.context_length,
+            tied=config.tie_word_embeddings, context=config.context_length, **mixture,
         )  # fmt: skip
+
+    @property
+    def linear_params(self) -> int:
+        """Parameters of the linear layers, without experts and the output matrix."""
+        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+        dense = self.num_dense_layers if self.num_experts else self.num_layers
+        mlps = dense * self.mlp_matrices * self.hidden_size * self.intermediate_size
+        routers = (self.num_layers - dense) * self.num_experts * self.hidden_size
+        return self.num_layers * attention + mlps + routers
+
+    @property
+    def expert_params(self) -> int:
+        """Parameters of all experts."""
+        layers = self.num_layers - self.num_dense_layers
+        return layers * self.num_experts * self.mlp_matrices * self.hidden_size * self.expert_size
 
     @property
     def layer_params(self) -> int:
         """Parameters of the weight matrices of all layers."""
-        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
-        return self.num_layers * (attention + self.mlp_matrices * self.hidden_size * self.intermediate_size)
+        return self.linear_params + self.expert_params
+
+    @property
+    def layer_products(self) -> int:
+        """Multiplications of one token in the matrices of all layers.
+
+        XLA multiplies each of a token's `num_experts_per_tok` rows by the matrices of all experts (docs/models.md).
+        """
+        return self.linear_params + self.expert_params * self.num_experts_per_tok
 
     @property
     def output_params(self) -> int:
@@ -58,6 +88,14 @@ class ModelShape:
         """Number of parameters, without norms and biases."""
         return self.layer_params + self.output_params * (1 if self.tied else 2)
 
+    def param_bytes(self, weight_bits: float) -> float:
+        """Return the bytes of all parameters: linear layers in `weight_bits`, the others in 16 bits, as jpaged does."""
+        return self.linear_params * weight_bits / 8 + 2 * (self.num_params - self.linear_params)
+
+    def expanded_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of a step's inputs of experts, which XLA repeats for each expert."""
+        return self.num_experts * self.num_experts_per_tok * num_tokens * self.hidden_size * 2
+
     def kv_bytes(self, dtype_bytes: int, num_gpus: int = 1) -> int:
         """Return the bytes of keys and values of one token on all GPUs; each GPU holds at least one KV head."""
         return 2 * self.num_layers * max(self.num_kv_heads, num_gpus) * self.head_dim * dtype_bytes
@@ -68,11 +106,41 @@ def _opt(name: str, layers: int, hidden: int) -> ModelShape:
     return ModelShape(name, layers, hidden, 4 * hidden, heads, heads, 128, 50_272, mlp_matrices=2, tied=True)
 
 
-# OPT: arXiv:2205.01068, table 1. Llama: the config.json of the checkpoints.
+# OPT: arXiv:2205.01068, table 1. The others: the config.json of the checkpoints.
 SHAPES = {
     "llama-3.2-1b": ModelShape("Llama-3.2-1B", 16, 2048, 8192, 32, 8, 64, 128_256, tied=True, context=131_072),
     "llama-3-8b": ModelShape("Llama-3-8B", 32, 4096, 14_336, 32, 8, 128, 128_256, context=8192),
     "llama-3-70b": ModelShape("Llama-3-70B", 80, 8192, 28_672, 64, 8, 128, 128_256, context=8192),
+    "llama-3.1-8b": ModelShape("Llama-3.1-8B", 32, 4096, 14_336, 32, 8, 128, 128_256, context=131_072),
+    "llama-3.1-70b": ModelShape("Llama-3.1-70B", 80, 8192, 28_672, 64, 8, 128, 128_256, context=131_072),
+    "mixtral-8x7b": ModelShape(
+        "Mixtral-8x7B",
+        32,
+        4096,
+        14_336,
+        32,
+        8,
+        128,
+        32_000,
+        context=32_768,
+        num_experts=8,
+        num_experts_per_tok=2,
+        expert_size=14_336,
+    ),
+    "qwen3-30b-a3b": ModelShape(
+        "Qwen3-30B-A3B",
+        48,
+        2048,
+        6144,
+        32,
+        4,
+        128,
+        151_936,
+        context=40_960,
+        num_experts=128,
+        num_experts_per_tok=8,
+        expert_size=768,
+    ),
     "llama-13b": ModelShape("LLaMA-13B", 40, 5120, 13_824, 40, 40, 128, 32_000),
     "opt-13b": _opt("OPT-13B", 40, 5120),
     "opt-66b": _opt("OPT-66B", 64, 9216),

@@ -1,6 +1,8 @@
 """`jpaged plan` as a command: its table, its report, and one-line errors that name the flag."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -105,6 +107,31 @@ def test_workload_of_a_file_is_counted_by_a_tokenizer(tmp_path, capsys):
     main(["plan", *words, "--users", "1"])
     text = capsys.readouterr().out
     assert "6 out on average" in text and "Note: the file has 2 requests only." in text
+
+
+def test_the_pages_command_reproduces_its_rows(capsys):
+    page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
+    command, output = re.search(r"```\n\$ jpaged (plan --model .*)\n((?:.*\n)*?)```", page).groups()
+    main(command.split())
+    text = capsys.readouterr().out
+    assert text == output
+    one, eight = rows(text)[1:]
+    alone, speedup = f"{1000 / float(one[5]):.0f}", f"{float(eight[2]) / float(one[2]):.1f}"
+    assert f"output tokens/s while decoding | 75 | {alone} |" in page
+    assert f"divided by that with one | 6.6 | {speedup} |" in page
+
+
+def test_long_contexts_mixtures_and_fewer_bits(capsys, tmp_path):
+    path = tmp_path / "plan.json"
+    lengths = ["--workload", "random", "--input-len", "30000", "--output-len", "8", "--num-prompts", "20"]
+    model = ["--model", "llama-3.1-8b", "--quantization", "int4"]
+    main(["plan", *lengths, *model, "--gpu", "rtx-pro-6000", "--users", "2", "--out", str(path)])
+    text = capsys.readouterr().out
+    assert "8.03e9 parameters, 5.3 GiB, linear layers in 4.15625 bits" in text and "30000 tokens in" in text
+    report = json.loads(path.read_text())["deployment"]
+    assert (report["max_model_len"], report["weight_bits"]) == (131_072, 4.15625)
+    main([*SHORT, "--gpu", "b200", "--model", "qwen3-30b-a3b", "--users", "1", "--quantization", "fp8"])
+    assert "Qwen3-30B-A3B: 30.53e9 parameters, 56.0 GiB, linear layers in 8 bits" in capsys.readouterr().out
 
 
 def test_model_of_a_directory(capsys):

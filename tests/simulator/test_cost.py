@@ -71,6 +71,21 @@ def test_fp8_kv_halves_the_time_of_attention():
     assert slow - fast == pytest.approx(65_536 * 64_000 / BANDWIDTH)
 
 
+def test_weights_of_fewer_bits_are_read_faster_and_computed_alike():
+    slow, fast = (replace(H100, weight_bits=bits).seconds(decodes(1, 1)) for bits in (16, 4))
+    assert slow - fast == pytest.approx(1.5 * LAYERS / BANDWIDTH)
+    prompts = StepLoad(1, 2048, 1, 2048, 2048)
+    assert replace(H100, weight_bits=4).seconds(prompts) == H100.seconds(prompts)
+
+
+def test_a_mixture_reads_all_experts_and_computes_them_for_each_row_of_a_token():
+    mixtral = Roofline(GPUS["h100"], SHAPES["mixtral-8x7b"], launch_s=0)
+    experts, others, output = 32 * 8 * 3 * 4096 * 14_336, 32 * (4096 * 128 * 80 + 8 * 4096), 32_000 * 4096
+    assert mixtral.seconds(StepLoad(1, 1, 1, 0, 0)) == pytest.approx(2 * (experts + others + output) / BANDWIDTH)
+    prompt = mixtral.seconds(StepLoad(1, 2048, 1, 0, 0))
+    assert prompt == pytest.approx(2 * (2048 * (2 * experts + others) + output) / FLOPS)
+
+
 TABLE = CostTable(
     [MeasuredStep(8, 8, DECODES, 1.0, 0.001), MeasuredStep(16, 16, DECODES, 2.0, 0.001),
      MeasuredStep(32, 4, PROMPTS, 3.0, 0.0), MeasuredStep(32, 16, PROMPTS, 4.0, 0.0),

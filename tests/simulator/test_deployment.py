@@ -89,3 +89,23 @@ def test_the_pool_has_whole_blocks():
 
 def test_a_model_that_fits_more_gpus_is_served_by_them():
     assert Deployment(GPUS["h100"], SHAPES["llama-3-70b"], num_gpus=4).pool_tokens > 8192
+
+
+def test_fewer_bits_leave_more_memory_for_kv():
+    eight, four = (replace(H100, weight_bits=bits).pool_tokens for bits in (8, 4))
+    assert eight == int((0.92 * 79.6 * GIB - 2 * GIB - H100.shape.param_bytes(8)) / 131_072) > H100.pool_tokens
+    assert four > eight
+
+
+def test_a_mixture_needs_memory_for_the_repeated_inputs_of_its_experts():
+    mixture = Deployment(GPUS["b200"], SHAPES["qwen3-30b-a3b"], max_num_batched_tokens=2048)
+    left = 0.92 * 183_359 * 2**20 - 2 * GIB - 8 * GIB - 2 * 30_531_911_680
+    assert mixture.pool_tokens == int(left / mixture.shape.kv_bytes(2))
+    with pytest.raises(ValueError, match=r"^tensor_parallel_size: 5 GPUs can't share"):
+        replace(mixture, num_gpus=5)
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_every_gpu_serves_a_small_model_with_a_long_context(gpu):
+    made = Deployment(GPUS[gpu], SHAPES["llama-3.2-1b"], max_model_len=131_072)
+    assert made.pool_tokens > 131_072 and made.cost.seconds(StepLoad(1, 1, 1, 131_072, 131_072)) < 0.02

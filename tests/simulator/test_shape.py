@@ -2,7 +2,9 @@
 
 import json
 
-from jpaged.config import ModelConfig
+import pytest
+
+from jpaged.models.registry import read_config
 from jpaged.simulator.shape import SHAPES, ModelShape
 
 LLAMA = dict(
@@ -36,10 +38,51 @@ def test_kv_bytes_more_gpus_than_heads_repeats_heads():
 
 def test_shape_of_a_config_equals_the_known_one(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    assert ModelShape.of(ModelConfig.from_directory(tmp_path), "Llama-3-8B") == SHAPES["llama-3-8b"]
+    assert ModelShape.of(read_config(tmp_path), "Llama-3-8B") == SHAPES["llama-3-8b"]
 
 
 def test_tied_matrices_are_counted_once():
     shape = SHAPES["llama-3.2-1b"]
     assert shape.num_params == shape.layer_params + 128_256 * 2048
     assert 1.23e9 < shape.num_params < 1.24e9
+
+
+MIXTRAL = LLAMA | dict(
+    architectures=["MixtralForCausalLM"], model_type="mixtral", vocab_size=32_000, max_position_embeddings=32_768,
+    rope_theta=1e6, num_local_experts=8, num_experts_per_tok=2, sliding_window=None,
+)  # fmt: skip
+QWEN = LLAMA | dict(
+    architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", hidden_size=2048, intermediate_size=6144,
+    num_hidden_layers=48, num_key_value_heads=4, head_dim=128, vocab_size=151_936, max_position_embeddings=40_960,
+    num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True, decoder_sparse_step=1,
+    mlp_only_layers=[],
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name, config", [("mixtral-8x7b", MIXTRAL), ("qwen3-30b-a3b", QWEN)])
+def test_shape_of_a_mixture_equals_the_known_one(name, config, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert ModelShape.of(read_config(tmp_path), SHAPES[name].name) == SHAPES[name]
+
+
+def test_mixtures_have_the_parameters_of_their_checkpoints():
+    mixtral, qwen = SHAPES["mixtral-8x7b"], SHAPES["qwen3-30b-a3b"]
+    assert mixtral.num_params + 65 * 4096 == 46_702_792_704
+    assert qwen.num_params + 97 * 2048 + 2 * 48 * 128 == 30_532_122_624
+    assert mixtral.expert_params == 32 * 8 * 3 * 4096 * 14_336
+    assert mixtral.layer_products == mixtral.linear_params + 2 * mixtral.expert_params, "as XLA expands the product"
+
+
+def test_some_layers_of_a_mixture_may_be_dense(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN | {"mlp_only_layers": [0, 5]}))
+    shape = ModelShape.of(read_config(tmp_path), "")
+    assert shape.num_dense_layers == 2 and shape.expert_params == 46 * 128 * 3 * 2048 * 768
+    attention = 48 * 2048 * 128 * 2 * (32 + 4)
+    assert shape.linear_params == attention + 2 * 3 * 2048 * 6144 + 46 * 128 * 2048
+
+
+def test_only_linear_layers_have_fewer_bits():
+    dense, mixture = SHAPES["llama-3-8b"], SHAPES["mixtral-8x7b"]
+    assert dense.param_bytes(16) == 2 * dense.num_params
+    assert dense.param_bytes(8) == dense.layer_params + 4 * dense.output_params
+    assert mixture.param_bytes(4) == mixture.linear_params / 2 + 2 * mixture.expert_params + 4 * mixture.output_params

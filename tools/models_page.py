@@ -33,8 +33,9 @@ logits of a whole prefill, of chunks and of decode steps, and 64 greedy tokens.
   and for all sequences if `--max-model-len` is at most the original context.
 - **Windows.** Attention reads only the window, but the blocks before it stay allocated until the request ends.
 - **Mixtures of experts** compute each token with its own experts and drop none. Routing is in float32. XLA (jax 0.12)
-  expands the grouped product (`ragged_dot`) on CPUs and GPUs: it multiplies each token by the matrices of all experts
-  and masks the results, so the operations and the temporary memory of a step grow with the number of experts.
+  expands the grouped product (`ragged_dot`) on CPUs and GPUs: it multiplies a token's row for each of its experts by
+  the matrices of all experts and masks the results, so the operations and the temporary memory of a step grow with
+  the number of experts.
   `jpaged plan` predicts that.
 - **Multimodal checkpoints** are refused, except Gemma 3's, of which the text part is served.
 - **PyTorch's files** (`.bin`) are refused with the command that converts them.

@@ -21,7 +21,8 @@ _BY_GROUP = lax.RaggedDotDimensionNumbers(
 def cost_of(config: ModelConfig, num_tokens: int) -> str | None:
     """Return the cost of a mixture of experts in words; None for a model without experts.
 
-    XLA has no grouped product on CPUs and NVIDIA GPUs: it multiplies every token by every expert.
+    XLA has no grouped product on CPUs and NVIDIA GPUs: it multiplies every row, one for each token and each of the
+    token's experts, by every expert.
 
     Args:
         num_tokens: of the largest step.
@@ -32,8 +33,8 @@ def cost_of(config: ModelConfig, num_tokens: int) -> str | None:
     count, used = experts.num_experts, experts.num_experts_per_tok
     expanded = count * num_tokens * used * config.hidden_size * 2  # bytes in 16 bits, of the inputs of all experts
     return (
-        f"XLA multiplies each token by all {count} experts instead of {used} ({count / used:g} times the operations), "
-        f"and needs about {expanded / 2**30:.2g} GiB of temporary memory for a step of {num_tokens} tokens"
+        f"XLA multiplies each token {used} times by all {count} experts, {count} times the operations of a grouped "
+        f"product, and needs about {expanded / 2**30:.2g} GiB of temporary memory for a step of {num_tokens} tokens"
     )
 
 

@@ -175,6 +175,6 @@ def test_models_are_fused_on_gpus_only(monkeypatch):
 def test_the_start_tells_the_cost_of_experts(caplog):
     ModelRunner(model_of(MOE), EngineConfig(num_gpu_blocks_override=4), Limits(64, 2, 4096, 16))
     (told,) = [record.message for record in caplog.records if "mixture of experts" in record.message]
-    assert "by all 4 experts instead of 2 (2 times the operations)" in told
+    assert "multiplies each token 2 times by all 4 experts, 4 times the operations of a grouped product" in told
     assert "about 0.0039 GiB" in told and "a step of 4096 tokens (max_num_batched_tokens" in told
     assert cost_of(model_of("qwen2").config, 4096) is None

@@ -7,12 +7,13 @@ import sys
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Series
 from dataclasses import dataclass, field, fields
-from functools import cached_property
+from functools import cached_property, wraps
 from typing import Any, Self
 
 from jpaged.core.beam import EarlyStopping
 
 MAX_FLOAT = sys.float_info.max
+SIDES = ("left", "right")
 MAX_LOGPROBS = 20
 # Every step applies these to every sequence, so their number and their length bound the cost of a step.
 MAX_STOPS = 64
@@ -72,7 +73,15 @@ def _texts(most: int) -> Callable[[object], bool]:
     return lambda xs: isinstance(xs, tuple) and len(xs) <= most and short(xs)
 
 
-_FLAG = _rule("true or false", lambda x: isinstance(x, bool))
+def _is_flag(x: object) -> bool:
+    return isinstance(x, bool)
+
+
+def _is_empty(x: object) -> bool:
+    return isinstance(x, list | tuple | dict) and not x
+
+
+_FLAG = _rule("true or false", _is_flag)
 _LOGPROBS = _rule(f"between 0 and {MAX_LOGPROBS}, or none", _optional(_integer(0, MAX_LOGPROBS)))
 _PENALTY = _rule("between -2 and 2", _number(-2, 2))
 _TOKENS = _series(_integer(0))
@@ -140,7 +149,9 @@ class GenerationParams:
         logprobs: number of most likely tokens to return with their logprobs, in addition to the chosen one (of the
             model's own distribution, before temperature and the rest); None: no logprobs.
         prompt_logprobs: the same for each token of the prompt but the first.
-        truncate_prompt_tokens: number of tokens to keep at the prompt's end; -1: as many as max_model_len has room for.
+        truncate_prompt_tokens: number of tokens to keep of the prompt; -1: as many as max_model_len has room for.
+        truncation_side: the side of the prompt that `truncate_prompt_tokens` removes, "left" or "right".
+        detokenize: return text; False returns token ids with empty texts.
         skip_special_tokens: leave special tokens out of the text.
         structured_outputs: the constraint of the output, up to its end-of-sequence token.
     """
@@ -173,6 +184,10 @@ class GenerationParams:
     truncate_prompt_tokens: int | None = field(
         default=None, metadata=_rule("at least 1, or -1", lambda x: _optional(_integer(-1))(x) and x != 0)
     )
+    truncation_side: str = field(
+        default="left", metadata=_rule('"left" or "right"', lambda x: isinstance(x, str) and x in SIDES)
+    )
+    detokenize: bool = field(default=True, metadata=_FLAG)
     skip_special_tokens: bool = field(default=True, metadata=_FLAG)
     structured_outputs: StructuredOutputsParams | None = None
 
@@ -194,6 +209,8 @@ class GenerationParams:
                 raise InvalidParameter(each.name, f"must be {each.metadata['allowed']}, not {shown(value)}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidParameter("min_tokens", f"{self.min_tokens} exceeds max_tokens ({self.max_tokens})")
+        if self.stop and not self.detokenize:
+            raise InvalidParameter("stop", "needs detokenize, because stop strings are found in the text")
         if self.allowed_token_ids == ():
             raise InvalidParameter("allowed_token_ids", "must allow at least one token")
         if self.structured_outputs is not None:
@@ -232,7 +249,9 @@ class GenerationParams:
         keep = self.truncate_prompt_tokens
         if keep == -1:
             keep = max(1, max_model_len - (self.max_tokens or 1))
-        return prompt_token_ids if keep is None else prompt_token_ids[-keep:]
+        if keep is None:
+            return prompt_token_ids
+        return prompt_token_ids[:keep] if self.truncation_side == "right" else prompt_token_ids[-keep:]
 
     def _settled_bias(self, given: Mapping[int, float]) -> dict[int, float]:
         try:  # JSON has its keys as strings
@@ -248,9 +267,46 @@ class GenerationParams:
         return bias
 
 
+# Keywords of vLLM's SamplingParams that change nothing here: why a value is refused, and further values without effect.
+FOREIGN: Mapping[str, tuple[str, Callable[[object], bool]]] = {
+    "spaces_between_special_tokens": ("a tokenizer puts no spaces between special tokens", _is_flag),
+    "skip_clone": ("parameters are immutable and never cloned", _is_flag),
+    "output_kind": ("LLM returns whole outputs, and AsyncEngine returns deltas", lambda x: False),
+    "flat_logprobs": ("logprobs are a list of dictionaries by token", lambda x: x is False),
+    "guided_decoding": ("its name today is structured_outputs", lambda x: False),
+    "extra_args": ("there are no extensions that read them", _is_empty),
+    "logits_processors": ("logits never leave the device", _is_empty),
+    "logprob_token_ids": ("only the most likely tokens can be listed (logprobs)", _is_empty),
+    "thinking_token_budget": ("reasoning is not told from other text", lambda x: x == -1),
+    "repetition_detection": ("repetitions do not end a text", lambda x: False),
+    "num_logprobs": ("its name is logprobs", lambda x: False),
+}
+
+
+def _taking_foreign[T](kind: type[T]) -> type[T]:
+    """Let a class take the keywords of FOREIGN, and drop values without effect.
+
+    Raises:
+        InvalidParameter: from the class, for a value that would have an effect.
+    """
+    init: Any = kind.__init__
+
+    @wraps(init)
+    def __init__(self: T, **values: Any) -> None:
+        for name in values.keys() & FOREIGN.keys():
+            reason, has_no_effect = FOREIGN[name]
+            if (value := values.pop(name)) is not None and not has_no_effect(value):
+                raise InvalidParameter(name, f"must be absent, not {shown(value)}: {reason}")
+        init(self, **values)
+
+    setattr(kind, "__init__", __init__)  # noqa: B010  # mypy can't assign it
+    return kind
+
+
+@_taking_foreign
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams(GenerationParams):
-    """Parameters of sampling.
+    """Parameters of sampling. The keywords of vLLM in FOREIGN are also taken, at values without effect.
 
     Attributes:
         n: number of outputs to return.

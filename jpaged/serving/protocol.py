@@ -180,7 +180,9 @@ class GenerationRequest(_Strict):
     bad_words: Items[str] | None = None
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
     skip_special_tokens: bool | None = None
+    detokenize: bool | None = None
     priority: int | None = None
     cache_salt: str | None = Field(default=None, min_length=1, description="a non-empty text")
     stream: bool | None = None

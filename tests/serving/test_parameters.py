@@ -84,6 +84,21 @@ async def test_priority_orders_the_queue_only_under_its_policy(client, monkeypat
     await asyncio.gather(*tasks)
 
 
+async def test_truncation_side_chooses_the_end_of_the_prompt_that_is_kept(client, letters):
+    for side, kept in ((None, "lo"), ("left", "lo"), ("right", "He")):
+        fields = letters | {"truncate_prompt_tokens": 2, "truncation_side": side, "echo": True}
+        (text,) = texts(await client.complete("Hello", **fields))
+        assert text[:-12] == kept
+
+
+async def test_detokenize_false_returns_token_ids_without_text(client, letters):
+    fields = letters | {"return_token_ids": True, "n": 2}
+    plain, bare = [await client.complete("Hello", **fields, detokenize=each) for each in (True, False)]
+    assert texts(bare) == ["", ""] and len(texts(plain)[0]) == 12
+    ids = [[choice["token_ids"] for choice in body["choices"]] for body in (plain, bare)]
+    assert ids[0] == ids[1]
+
+
 async def test_openai_client_combines_many_parameters(client, letters, ids):
     async with Api(client.url) as openai_api:
         api = openai_api.client
@@ -132,6 +147,8 @@ REFUSED = [
     ({"prompt_logprobs": 21}, "prompt_logprobs", "between 0 and 20"),
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "absent with stream, not 1"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "at least 1, or -1, not 0"),
+    ({"truncation_side": "middle"}, "truncation_side", "\"left\" or \"right\", not 'middle'"),
+    ({"detokenize": False, "stop": "a"}, "stop", "needs detokenize"),
     ({"cache_salt": ""}, "cache_salt", "a non-empty text, not ''"),
     ({"priority": "high"}, "priority", "valid integer"),
     ({"length_penalty": 0.5}, "length_penalty", "must be absent or 1 without use_beam_search, not 0.5"),

@@ -147,6 +147,15 @@ NEUTRAL: dict[bool, dict[str, tuple[Any, ...]]] = {
 }
 
 
+# Fields that constrain the whole output.
+CONSTRAINTS = ("response_format", "regex", "ebnf", "structured_outputs")
+
+
+def _renamed(name: str) -> Any:
+    """Return an older field that must be absent, because the feature has another name today."""
+    return Field(default=None, description=f"absent: its name today is structured_outputs.{name}")
+
+
 class GenerationRequest(_Strict):
     """Common fields of both endpoints. None is a field that the request does not set.
 
@@ -165,6 +174,7 @@ class GenerationRequest(_Strict):
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = Field(default=None, description='true, false or "never"')
     max_tokens: int | None = None
+    max_completion_tokens: int | None = None
     min_tokens: int | None = None
     stop: str | Items[str] | None = Field(default=None, description="a text or a list of texts")
     stop_token_ids: Items[int] | None = None
@@ -189,6 +199,8 @@ class GenerationRequest(_Strict):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    regex: str | None = None
+    ebnf: str | None = Field(default=None, description='a grammar in EBNF or GBNF, whose first rule is "root ::= ..."')
     return_token_ids: bool | None = None
     # These change no answer.
     user: str | None = None
@@ -212,10 +224,12 @@ class GenerationRequest(_Strict):
     no_stop_trim: Literal[False] | None = Field(default=None, description="false; see include_stop_str_in_output")
     return_hidden_states: Literal[False] | None = None
     logits_processors: Nothing = None
-    guided_json: Nothing = None
-    guided_regex: Nothing = None
-    guided_choice: Nothing = None
-    guided_grammar: Nothing = None
+    guided_json: Nothing = _renamed("json")
+    guided_regex: Nothing = _renamed("regex")
+    guided_choice: Nothing = _renamed("choice")
+    guided_grammar: Nothing = _renamed("grammar")
+    guided_json_object: Literal[False] | None = _renamed("json_object")
+    guided_whitespace_pattern: Nothing = _renamed("whitespace_pattern")
     kv_transfer_params: Nothing = None
     vllm_xargs: Nothing = None
 
@@ -229,12 +243,25 @@ class GenerationRequest(_Strict):
         """Number of most likely tokens to list with each output token; None: no logprobs."""
         raise NotImplementedError
 
+    @property
+    def max_new_tokens(self) -> int | None:
+        """Maximum output tokens, by either name."""
+        return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+
+    @property
+    def constraints(self) -> list[str]:
+        """Names of the given fields of CONSTRAINTS."""
+        given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
+        return [name for name in given if not isinstance(getattr(self, name), TextFormat)]
+
     def params(self, defaults: Mapping[str, Any]) -> Params:
         """Return the request's parameters; unset fields come from the model's `defaults`.
 
         Raises:
             InvalidParameter: a value is not allowed.
         """
+        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
+            raise InvalidParameter("max_completion_tokens", "differs from max_tokens, its older name; send one of them")
         beams = bool(self.use_beam_search)
         for name, neutral in NEUTRAL[beams].items():
             value = getattr(self, name)
@@ -269,23 +296,31 @@ class GenerationRequest(_Strict):
             raise ApiError(400, message, names.get(error.field, error.field), code=error.code) from error
 
     def _max_tokens(self) -> int | None:
-        return self.max_tokens
+        return self.max_new_tokens
 
     def _structured_outputs(self) -> StructuredOutputsParams | None:
-        wanted = self.response_format
-        if wanted is not None and not isinstance(wanted, TextFormat):
-            if self.structured_outputs is not None:
-                raise InvalidParameter(
-                    "response_format", "a second constraint beside structured_outputs: send one of them"
-                )
-            schema = wanted.json_schema.json_schema if isinstance(wanted, JsonSchemaFormat) else None
-            return StructuredOutputsParams(json=schema, json_object=schema is None)
-        return None if self.structured_outputs is None else self.structured_outputs.params()
+        if not (given := self.constraints):
+            return None
+        if len(given) > 1:
+            raise InvalidParameter(given[0], f"a second constraint beside {given[1]}: send one of them")
+        if isinstance(wanted := self.response_format, JsonSchemaFormat):
+            return StructuredOutputsParams(json=wanted.json_schema.json_schema)
+        if isinstance(wanted, JsonObjectFormat):
+            return StructuredOutputsParams(json_object=True)
+        if self.structured_outputs is not None:
+            return self.structured_outputs.params()
+        if self.ebnf is not None and "::=" not in self.ebnf:
+            raise InvalidParameter("ebnf", f'must have rules such as "root ::= ...", not {shown(self.ebnf)}')
+        return StructuredOutputsParams(regex=self.regex, grammar=self.ebnf)
 
     def _names(self) -> dict[str, str]:
         """Return the request's names of parameters, where they differ."""
         names = {"beam_width": "n" if self.best_of is None else "best_of"}
-        return names if self.response_format is None else names | {"structured_outputs": "response_format"}
+        if self.max_tokens is None and self.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
+        if self.constraints:
+            names["structured_outputs"] = self.constraints[0]
+        return names
 
 
 class CompletionRequest(GenerationRequest):
@@ -310,7 +345,7 @@ class CompletionRequest(GenerationRequest):
     @property
     def only_echo(self) -> bool:
         """Whether only the prompt is wanted. The engine always generates a token, which is then dropped."""
-        return bool(self.echo) and self.max_tokens == 0
+        return bool(self.echo) and self.max_new_tokens == 0
 
     def params(self, defaults: Mapping[str, Any]) -> Params:
         """Return the request's parameters, with prompt logprobs if the prompt is echoed with logprobs."""
@@ -324,7 +359,7 @@ class CompletionRequest(GenerationRequest):
     def _max_tokens(self) -> int | None:
         if self.only_echo:
             return 1
-        return DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+        return DEFAULT_COMPLETION_TOKENS if self.max_new_tokens is None else self.max_new_tokens
 
     @property
     def text_length(self) -> int:
@@ -496,7 +531,6 @@ class Conversation(_Strict):
 class ChatRequest(GenerationRequest, Conversation):
     """Body of `/v1/chat/completions`."""
 
-    max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = Field(
@@ -528,8 +562,6 @@ class ChatRequest(GenerationRequest, Conversation):
         names = [tool.function.name for tool in tools]
         if repeated := {name for name in names if names.count(name) > 1}:
             raise ApiError(400, f"tools: {min(repeated)!r} is there more than once", "tools")
-        if self.parallel_tool_calls is not None and not tools:
-            raise ApiError(400, "parallel_tool_calls: only allowed with tools", "parallel_tool_calls")
         if self.tool_choice == "none":
             return []
         if isinstance(self.tool_choice, NamedToolChoice):
@@ -563,14 +595,9 @@ class ChatRequest(GenerationRequest, Conversation):
             InvalidParameter: a value is not allowed.
             ApiError: top_logprobs without logprobs.
         """
-        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
-            raise InvalidParameter("max_completion_tokens", "differs from max_tokens, its older name; send one of them")
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, f"top_logprobs: {self.top_logprobs} needs logprobs: true", "top_logprobs")
         return super().params(defaults)
-
-    def _max_tokens(self) -> int | None:
-        return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
 
     def _names(self) -> dict[str, str]:
         names = super()._names() | {"logprobs": "top_logprobs"}

@@ -54,7 +54,7 @@ def prepare_completion(service: Service, data: bytes) -> Prepared[CompletionRequ
     Raises:
         ApiError: 400 or 404.
     """
-    body = parse(CompletionRequest, data)
+    body = parse(CompletionRequest, data, ignore_unknown=service.config.ignore_unknown_fields)
     with body.rename_error_fields():
         params, given = body.params(service.sampling_defaults), body.prompts()
         _check(service, body)
@@ -75,7 +75,7 @@ def prepare_chat(service: Service, data: bytes) -> Prepared[ChatRequest]:
     Raises:
         ApiError: 400 or 404.
     """
-    body = parse(ChatRequest, data)
+    body = parse(ChatRequest, data, ignore_unknown=service.config.ignore_unknown_fields)
     with body.rename_error_fields():
         _tokenizer(service, "messages")
         params = body.params(service.sampling_defaults)
@@ -99,7 +99,7 @@ def tokenize(service: Service, data: bytes) -> dict[str, Any]:
     Raises:
         ApiError: 400 or 404.
     """
-    body = parse_tokenize(data)
+    body = parse_tokenize(data, ignore_unknown=service.config.ignore_unknown_fields)
     check_model(service, body.model)
     if isinstance(body, TokenizeChatRequest):
         tokens = _render(service, body)
@@ -133,7 +133,7 @@ def detokenize(service: Service, data: bytes) -> dict[str, Any]:
     Raises:
         ApiError: 400 or 404.
     """
-    body = parse(DetokenizeRequest, data)
+    body = parse(DetokenizeRequest, data, ignore_unknown=service.config.ignore_unknown_fields)
     check_model(service, body.model)
     tokenizer = backend(_tokenizer(service, "tokens"))
     size = tokenizer.get_vocab_size()

@@ -1,7 +1,8 @@
 """Requests and errors of the OpenAI API, with vLLM's additional fields.
 
-This module has the names and types; the ranges are in `jpaged.core.params`. Any other field is rejected by name, so
-that nothing is silently ignored.
+This module has the names and types; the ranges are in `jpaged.core.params`. Any other field of a request is rejected
+by name, unless the server ignores unknown fields. Unknown fields of messages and tools are ignored, because clients add
+their own.
 """
 
 import re
@@ -80,6 +81,12 @@ Items = Annotated[list[T], _AtOnce()]
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class _Open(_Strict):
+    """Part of a conversation, in which unknown fields are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
 
 
 # The neutral value of a field whose feature is not served: null, or an empty list or object.
@@ -383,27 +390,25 @@ class CompletionRequest(GenerationRequest):
 class TextPart(TypedDict):  # a request may have thousands, and dictionaries are made in half the time of models
     """Text in the content of a message."""
 
-    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[misc]
+    __pydantic_config__ = ConfigDict(extra="ignore", strict=True)  # type: ignore[misc]
 
     type: Literal["text"]
     text: str
 
 
-class FunctionCall(_Strict):
+class FunctionCall(_Open):
     """Name and arguments of a tool call."""
 
     name: str
     arguments: str
-    parsed_arguments: Any = None  # parsed from `arguments` by a client
 
 
-class ToolCall(_Strict):
+class ToolCall(_Open):
     """Tool call in a message of the assistant."""
 
     id: str
     type: Literal["function"] = "function"
     function: FunctionCall
-    index: int | None = None  # of a call that was streamed: its place in the list says the same
 
     def for_template(self) -> dict[str, Any]:
         """Return the call with its arguments as an object, as templates print them.
@@ -417,23 +422,19 @@ class ToolCall(_Strict):
         return {"id": self.id, "type": self.type, "function": function}
 
 
-class ChatMessage(_Strict):
+class ChatMessage(_Open):
     """Message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[Items[TextPart], Field(max_length=MAX_PARTS)] | None = None
     name: str | None = None
-    refusal: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     tool_calls: Items[ToolCall] | None = Field(default=None, description="calls that the assistant has made")
     tool_call_id: str | None = Field(default=None, description="the call that this message answers")
-    # Clients send these back in a message of the assistant. They repeat its content, or ask for nothing.
-    parsed: Any = None
-    annotations: Nothing = None
+    # A message with one of these says more than its text.
     audio: Nothing = None
     function_call: Nothing = None
-    provider_specific_fields: Any = None
 
     @property
     def text(self) -> str:
@@ -465,7 +466,7 @@ class ChatMessage(_Strict):
         return message
 
 
-class Function(_Strict):
+class Function(_Open):
     """Function that the model may call."""
 
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$", description="1 to 64 letters, digits, _, . and -")
@@ -474,20 +475,20 @@ class Function(_Strict):
     strict: bool | None = None
 
 
-class Tool(_Strict):
+class Tool(_Open):
     """Tool that the model may call."""
 
     type: Literal["function"]
     function: Function
 
 
-class NamedFunction(_Strict):
+class NamedFunction(_Open):
     """Name of a function."""
 
     name: str
 
 
-class NamedToolChoice(_Strict):
+class NamedToolChoice(_Open):
     """Choice of a tool by its name."""
 
     type: Literal["function"]
@@ -657,14 +658,17 @@ class UpdateWeightsRequest(_Strict):
 PROBLEM_CODES = {"extra_forbidden": "unknown_parameter", "missing": "missing_required_parameter"}
 
 
-def parse[R: BaseModel](model: type[R], body: bytes) -> R:
+def parse[R: BaseModel](model: type[R], body: bytes, *, ignore_unknown: bool = False) -> R:
     """Return a request from its JSON.
+
+    Args:
+        ignore_unknown: ignore unknown fields.
 
     Raises:
         ApiError: 400 with the first invalid field and its allowed values.
     """
     try:
-        return model.model_validate_json(body)
+        return model.model_validate_json(body, extra="ignore" if ignore_unknown else None)
     except ValidationError as error:
         if (count := error.error_count()) > MAX_FAULTS:  # naming them takes longer than finding them
             raise ApiError(400, f"the body has {count} unknown or wrong fields") from None
@@ -678,7 +682,7 @@ def parse[R: BaseModel](model: type[R], body: bytes) -> R:
         ) from error
 
 
-def parse_tokenize(body: bytes) -> TokenizeChatRequest | TokenizeCompletionRequest:
+def parse_tokenize(body: bytes, *, ignore_unknown: bool = False) -> TokenizeChatRequest | TokenizeCompletionRequest:
     """Return a request of `/tokenize` from its JSON: with a text, or with a conversation.
 
     Raises:
@@ -689,11 +693,13 @@ def parse_tokenize(body: bytes) -> TokenizeChatRequest | TokenizeCompletionReque
         raise ApiError(400, "prompt: only one of prompt and messages is allowed", "prompt")
     if not given:
         raise ApiError(400, "prompt: is required, or messages", "prompt", code="missing_required_parameter")
-    return parse(TokenizeChatRequest, body) if "messages" in given else parse(TokenizeCompletionRequest, body)
+    if "messages" in given:
+        return parse(TokenizeChatRequest, body, ignore_unknown=ignore_unknown)
+    return parse(TokenizeCompletionRequest, body, ignore_unknown=ignore_unknown)
 
 
 # Parsers of the bodies that may be large, by path.
-PARSERS: Mapping[str, Callable[[bytes], BaseModel]] = {
+PARSERS: Mapping[str, Callable[..., BaseModel]] = {
     "/v1/completions": partial(parse, CompletionRequest), "/v1/chat/completions": partial(parse, ChatRequest),
     "/tokenize": parse_tokenize, "/detokenize": partial(parse, DetokenizeRequest),
 }  # fmt: skip

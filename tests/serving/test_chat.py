@@ -1,6 +1,7 @@
 """Chat completions: messages, roles, content parts and chat templates."""
 
 import asyncio
+import json
 
 import openai
 import pytest
@@ -52,7 +53,8 @@ async def test_neutral_values_of_fields_of_other_apis_are_accepted(client):
     message = {"role": "user", "content": "Hi"}
     echoed = {
         "role": "assistant", "content": "Yes", "refusal": None, "reasoning_content": "hm", "reasoning": None,
-        "annotations": [], "audio": None, "function_call": None, "provider_specific_fields": {}, "tool_calls": None,
+        "annotations": [{"type": "url_citation"}], "parsed": {}, "audio": None, "function_call": None,
+        "provider_specific_fields": {}, "tool_calls": None,
     }  # fmt: skip
     neutral = {
         "modalities": ["text"], "prediction": None, "audio": None, "functions": [], "function_call": "none",
@@ -73,8 +75,70 @@ async def test_neutral_values_of_fields_of_other_apis_are_accepted(client):
         assert (await client.post("/v1/chat/completions", plain | {name: value}, 400))["error"]["param"] == name
 
 
-async def test_max_completion_tokens_limits_the_tokens(api):
-    answer = await api.chat("Hi", max_tokens=openai.omit, max_completion_tokens=3)
+async def test_unknown_fields_of_messages_parts_and_tools_are_ignored(demo_client):
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    tool = {"type": "function", "function": {"name": "f"}}
+    part = {"type": "text", "text": "Hi"}
+    bodies = []
+    for extra in ({}, {"cache_control": {"type": "ephemeral"}, "id": 1, "index": "first"}):
+        messages = [
+            {"role": "user", "content": [extra | part]} | extra,
+            {"role": "assistant", "tool_calls": [extra | call | {"function": extra | call["function"]}]},
+            {"role": "tool", "tool_call_id": "a", "content": "5"} | extra,
+        ]  # fmt: skip
+        tools = [extra | tool | {"function": extra | tool["function"]}]
+        body = {"messages": messages, "tools": tools, "max_tokens": 4, "temperature": 0, "return_token_ids": True}
+        bodies.append(await demo_client.post("/v1/chat/completions", body | {"parallel_tool_calls": True}))
+    assert bodies[0]["choices"] == bodies[1]["choices"]
+    assert bodies[0]["prompt_token_ids"] == bodies[1]["prompt_token_ids"]
+
+
+async def test_unknown_fields_of_requests_are_ignored_only_with_the_flag(loaded):
+    requests = {
+        "/v1/completions": {"prompt": "a", "max_tokens": 1},
+        "/tokenize": {"prompt": "a"}, "/detokenize": {"tokens": [5]},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1},
+    }  # fmt: skip
+    for flags in ([], ["--ignore-unknown-fields"]):
+        args = parser("serve", load("serve"), "jpaged serve").parse_args(flags)
+        async with Client(*loaded, ignore_unknown_fields=server_config(args).ignore_unknown_fields) as client:
+            for path, body in requests.items():
+                for size in (0, 70_000):  # large bodies are checked in another process first
+                    data = json.dumps(body | {"frobnicate": {"a": 1}}).encode().ljust(size)
+                    answer = await client.post(path, data, 200 if flags else 400)
+                    assert flags or answer["error"]["code"] == "unknown_parameter"
+            if flags:  # a constraint is not ignored under its old name
+                await client.complete("a", 400, guided_regex="a")
+
+
+async def test_reasoning_effort_and_verbosity_are_variables_of_the_template(loaded):
+    template = "{{ reasoning_effort }} {{ verbosity }} {{ style }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    async with Client(*loaded, chat_template=template) as client:
+        for effort in ("none", "minimal", "low", "medium", "high", "xhigh", "max"):
+            for verbosity in ("low", "medium", "high"):
+                levels = {"reasoning_effort": effort, "verbosity": verbosity}
+                fields = {"max_tokens": 1, "return_token_ids": True, "chat_template_kwargs": {"style": "verse"}}
+                answer = await client.chat("Hi", **levels, **fields)
+                assert loaded.tokenizer.decode(answer["prompt_token_ids"]) == f"{effort} {verbosity} verseHi"
+
+
+@pytest.mark.parametrize("role", ["critic", "function"])
+async def test_custom_role_is_accepted_if_the_template_renders_it(loaded, role):
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+    refusing = template + "{% if messages[0].role != 'user' %}{{ raise_exception('no such role') }}{% endif %}"
+    messages = [{"role": role, "content": "Be kind"}]
+    async with Client(*loaded, chat_template=template) as client:
+        body = await client.post("/tokenize", {"messages": messages})
+        assert loaded.tokenizer.decode(body["tokens"]) == f"{role}: Be kind"
+    async with Client(*loaded, chat_template=refusing) as client:
+        error = (await client.post("/v1/chat/completions", {"messages": messages}, 400))["error"]
+        assert error["param"] == "messages" and "no such role" in error["message"]
+
+
+@pytest.mark.parametrize("call", ["complete", "chat"])
+async def test_max_completion_tokens_limits_the_tokens(api, call):
+    fields = {"max_tokens": openai.omit, "extra_body": {"max_completion_tokens": 3}}
+    answer = await getattr(api, call)("Hi", **fields)
     assert answer.choices[0].finish_reason == "length" and answer.usage.completion_tokens == 3
 
 

@@ -273,6 +273,8 @@ class ChatAnswer(Answer):
         super().__init__(model, vocabulary, body, [prompt])
         self._new_parser = new_parser
         self._names_tool = body.names_tool
+        self._role = body.answer_role
+        self._echo = body.messages[-1].text if body.echo and body.messages[-1].role == self._role else ""
 
     def whole(self) -> dict[str, Any]:
         """Return the body of a response without streaming."""
@@ -282,7 +284,7 @@ class ChatAnswer(Answer):
     def opening(self) -> Iterable[dict[str, Any]]:
         """Yield a chunk with the role for each choice."""
         for index in range(self._num_choices):
-            delta = {"role": "assistant", "content": ""}
+            delta = {"role": self._role, "content": ""}
             choice = {"index": index, "delta": delta, "logprobs": None} | self._end(_Choice())
             yield {**self._head, "object": self.chunk_name, "choices": [choice]} | self._prompt_ids()
 
@@ -292,6 +294,7 @@ class ChatAnswer(Answer):
     def _opened(self, prompt: Prompt, samples: Sequence[Sample]) -> _Choice:
         choice = super()._opened(prompt, samples)
         choice.parser = self._new_parser and self._new_parser()
+        choice.text = self._echo
         return choice
 
     def _add_text(self, choice: _Choice, delta: OutputDelta) -> None:
@@ -312,7 +315,8 @@ class ChatAnswer(Answer):
         return end | {"finish_reason": "tool_calls"} if called and end["finish_reason"] == FinishReason.STOP else end
 
     def _finished(self, index: int, choice: _Choice) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": choice.text}
+        unused = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
+        message: dict[str, Any] = {"role": self._role, "content": choice.text, **unused}
         if choice.calls:
             message |= {"content": choice.text or None, "tool_calls": _whole_calls(choice.calls)}
         return {"index": index, "message": message, "logprobs": self._token_logprobs(choice)}

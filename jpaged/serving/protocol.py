@@ -425,7 +425,7 @@ class ToolCall(_Open):
 class ChatMessage(_Open):
     """Message of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: str = Field(min_length=1)
     content: str | Annotated[Items[TextPart], Field(max_length=MAX_PARTS)] | None = None
     name: str | None = None
     reasoning_content: str | None = None
@@ -504,11 +504,22 @@ class Conversation(_Strict):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
 
     @property
     def text_length(self) -> int:
         """Number of characters of all messages."""
         return sum(len(message.text) for message in self.messages)
+
+    @property
+    def answer_role(self) -> str:
+        """Role of the answer: that of the last message if no generation prompt follows it."""
+        return "assistant" if self._prompting else self.messages[-1].role
+
+    @property
+    def _prompting(self) -> bool:
+        return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
 
     def template_options(self) -> dict[str, Any]:
         """Return the options of `chat.render`.
@@ -521,11 +532,11 @@ class Conversation(_Strict):
             raise ApiError(
                 400, "continue_final_message: contradicts add_generation_prompt: true", "continue_final_message"
             )
-        prompting = not going_on if self.add_generation_prompt is None else self.add_generation_prompt
+        levels = {name: level for name in ("reasoning_effort", "verbosity") if (level := getattr(self, name))}
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()] or None
         return {
-            "tools": tools, "add_generation_prompt": prompting, "continue_final_message": going_on,
-            "variables": self.chat_template_kwargs or {},
+            "tools": tools, "add_generation_prompt": self._prompting, "continue_final_message": going_on,
+            "variables": (self.chat_template_kwargs or {}) | levels,
         }  # fmt: skip
 
 
@@ -538,9 +549,9 @@ class ChatRequest(GenerationRequest, Conversation):
         default=None, description='"none", "auto", "required" or {"type": "function", "function": {"name": NAME}}'
     )
     parallel_tool_calls: bool | None = None
+    echo: bool | None = None
     # Features that are not served, at the values that ask for nothing.
     modalities: list[Literal["text"]] | None = None
-    echo: Literal[False] | None = None
     add_special_tokens: Literal[False] | None = Field(default=None, description="false: the template brings them")
     function_call: Literal["none"] | None = None
     functions: Nothing = None
@@ -549,8 +560,6 @@ class ChatRequest(GenerationRequest, Conversation):
     documents: Nothing = None
     mm_processor_kwargs: Nothing = None
     web_search_options: None = None
-    reasoning_effort: Literal["none"] | None = None
-    verbosity: Literal["medium"] | None = None
 
     @property
     def offered_tools(self) -> list[Tool]:

@@ -10,7 +10,7 @@ from jpaged.child import Children
 from jpaged.cli.main import load, parser
 from jpaged.cli.serve import server_config
 from jpaged.serving import template_process
-from tests.serving.client import Client
+from tests.serving.client import Client, collect
 from tests.serving.scripted import TOKENIZER
 
 
@@ -58,7 +58,7 @@ async def test_neutral_values_of_fields_of_other_apis_are_accepted(client):
     }  # fmt: skip
     neutral = {
         "modalities": ["text"], "prediction": None, "audio": None, "functions": [], "function_call": "none",
-        "reasoning_effort": None, "verbosity": "medium", "web_search_options": None, "guided_json": None,
+        "reasoning_effort": None, "verbosity": None, "web_search_options": None, "guided_json": None,
         "logits_processors": [], "include_reasoning": True, "detokenize": True, "documents": [], "echo": False,
         "no_stop_trim": False, "return_hidden_states": False, "separate_reasoning": True, "stream_reasoning": True,
     }  # fmt: skip
@@ -68,7 +68,7 @@ async def test_neutral_values_of_fields_of_other_apis_are_accepted(client):
     assert answers[0]["choices"] == answers[1]["choices"]
     for name, value in (
         ("modalities", ["audio"]), ("prediction", {"type": "content"}), ("functions", [{"name": "f"}]),
-        ("guided_json", {"type": "object"}), ("logits_processors", ["a"]), ("detokenize", False),
+        ("guided_json", {"type": "object"}), ("logits_processors", ["a"]),
         ("no_stop_trim", True), ("return_hidden_states", True), ("separate_reasoning", False),
         ("stream_reasoning", False), ("include_reasoning", False),
     ):  # fmt: skip
@@ -142,12 +142,47 @@ async def test_max_completion_tokens_limits_the_tokens(api, call):
     assert answer.choices[0].finish_reason == "length" and answer.usage.completion_tokens == 3
 
 
+async def test_response_has_null_keys_for_what_is_not_given(client):
+    chat, completion = await client.chat("Hi", max_tokens=1), await client.complete("Hi", max_tokens=1)
+    for body in (chat, completion):
+        assert {body[name] for name in ("service_tier", "system_fingerprint", "kv_transfer_params")} == {None}
+        assert body["choices"][0]["token_ids"] is None
+    for body in (chat, completion["choices"][0]):
+        assert body["prompt_logprobs"] is body["prompt_token_ids"] is None
+    message = chat["choices"][0]["message"]
+    assert {*message.values()} == {"assistant", message["content"], None} and len(message) == 7
+
+
 async def test_continue_final_message_leaves_the_last_message_open(api):
     messages = [{"role": "user", "content": "Who are you?"}, {"role": "assistant", "content": "I am the"}]
     extra = {"return_token_ids": True, "continue_final_message": True, "add_generation_prompt": False}
     answer = await api.chat(messages, max_tokens=4, extra_body=extra)
     assert prompt_of(answer) == "<|begin|><|user|>Who are you?<|end|><|assistant|>I am the"
     assert answer.choices[0].message.content.startswith(" small")
+
+
+@pytest.mark.parametrize(
+    "role, options, echoed",
+    [
+        ("assistant", {"continue_final_message": True, "add_generation_prompt": False}, "I am the"),
+        ("user", {"continue_final_message": True}, "I am the"),
+        ("assistant", {"add_generation_prompt": False}, "I am the"),
+        ("user", {}, ""),  # the answer is the assistant's
+    ],
+)
+async def test_echo_puts_the_last_message_of_the_same_role_before_the_answer(api, role, options, echoed):
+    messages = [{"role": "user", "content": "Who are you?"}, {"role": role, "content": "I am the"}]
+    fields = {"max_tokens": 4, "n": 2, "logprobs": True}
+    plain = await api.chat(messages, **fields, extra_body=options)
+    answer = await api.chat(messages, **fields, extra_body=options | {"echo": True})
+    for one, other in zip(plain.choices, answer.choices):
+        assert other.message.content == echoed + one.message.content and other.logprobs == one.logprobs
+        assert one.message.role == other.message.role == (role if options else "assistant")
+    chunks = await collect(await api.chat(messages, **fields, stream=True, extra_body=options | {"echo": True}))
+    for index, choice in enumerate(answer.choices):
+        deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices[0].index == index]
+        assert "".join(delta.content or "" for delta in deltas) == choice.message.content
+        assert deltas[0].role == choice.message.role
 
 
 async def test_chat_template_flag_replaces_the_template_of_the_model(loaded, tmp_path):

@@ -101,8 +101,12 @@ class Answer:
 
     def whole(self) -> dict[str, Any]:
         """Return the body of a response without streaming."""
-        choices = [self._finished(i, c) | self._ids(i, c) | self._end(c) for i, c in sorted(self._choices.items())]
-        return {**self._head, "object": self.object_name, "choices": choices, "usage": self._usage()}
+        choices = [
+            self._finished(i, c) | self._end(c) | {"token_ids": None} | self._ids(i, c)
+            for i, c in sorted(self._choices.items())
+        ]
+        unused = dict.fromkeys(("service_tier", "system_fingerprint", "kv_transfer_params"))
+        return {**self._head, "object": self.object_name, "choices": choices, "usage": self._usage(), **unused}
 
     @property
     def size(self) -> int:
@@ -228,8 +232,7 @@ class CompletionAnswer(Answer):
         return ids and ids | {"prompt_token_ids": prompt}
 
     def _finished(self, index: int, choice: _Choice) -> dict[str, Any]:
-        body = self._part(index, choice)
-        return body if self._prompt_top is None else body | {"prompt_logprobs": choice.prompt_logprobs}
+        return self._part(index, choice) | {"prompt_logprobs": choice.prompt_logprobs, "prompt_token_ids": None}
 
     def _part(self, index: int, choice: _Choice) -> dict[str, Any]:
         return {"index": index, "text": choice.text, "logprobs": self._token_logprobs(choice)}
@@ -278,8 +281,8 @@ class ChatAnswer(Answer):
 
     def whole(self) -> dict[str, Any]:
         """Return the body of a response without streaming."""
-        body = super().whole() | self._prompt_ids()
-        return body if self._prompt_top is None else body | {"prompt_logprobs": self._choices[0].prompt_logprobs}
+        prompt = {"prompt_token_ids": None, "prompt_logprobs": self._choices[0].prompt_logprobs}
+        return super().whole() | prompt | self._prompt_ids()
 
     def opening(self) -> Iterable[dict[str, Any]]:
         """Yield a chunk with the role for each choice."""

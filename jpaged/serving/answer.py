@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from jpaged.core.plan import Sample
 from jpaged.core.request import FinishReason, OutputDelta
-from jpaged.serving.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from jpaged.serving.protocol import ChatRequest, CompletionRequest, GenerationRequest, StreamOptions
 from jpaged.serving.tools import ToolCallDelta, ToolParser
 from jpaged.tokenizer import TokenDecoder, Vocabulary
 
@@ -77,6 +77,9 @@ class Answer:
         self._cached_tokens = [0] * len(prompts)
         self._head = {"id": self.id, "created": int(time.time()), "model": model}
         self._vocabulary = vocabulary
+        self._names = Vocabulary(None) if body.return_tokens_as_token_ids else vocabulary  # of tokens in logprobs
+        self._prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        self._options = body.stream_options or StreamOptions()
         self._num_choices = body.num_choices
         self._num_top = body.num_top_logprobs
         self._prompt_top = body.prompt_logprobs
@@ -112,7 +115,7 @@ class Answer:
     def size(self) -> int:
         """Approximate bytes of the whole body."""
         entries = 1 + max(self._num_top or 0, self._prompt_top or 0)
-        return 64 * entries * (self._completion_tokens + sum(len(prompt.token_ids) for prompt in self.prompts))
+        return 64 * entries * (self._completion_tokens + self._prompt_tokens)
 
     def opening(self) -> Iterable[dict[str, Any]]:
         """Return the chunks that precede any text."""
@@ -125,7 +128,7 @@ class Answer:
             return None
         part = self._part(index, choice) | self._ids(index, choice) | self._end(choice)
         choice.text, choice.tokens, choice.token_ids, choice.calls, choice.opened = "", [], [], [], True
-        return {**self._head, "object": self.chunk_name, "choices": [part]}
+        return self._chunk(part)
 
     def usage_chunk(self) -> dict[str, Any]:
         """Return the last chunk of a stream with usage."""
@@ -141,11 +144,20 @@ class Answer:
         }  # fmt: skip
 
     def _usage(self) -> dict[str, Any]:
-        given, made = sum(len(prompt.token_ids) for prompt in self.prompts), self._completion_tokens
+        given, made = self._prompt_tokens, self._completion_tokens
         return {
             "prompt_tokens": given, "completion_tokens": made, "total_tokens": given + made,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens)},
         }  # fmt: skip
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        """Return a chunk of one choice. Its usage, that of the response so far, is null if only the last one has it."""
+        chunk = {**self._head, "object": self.chunk_name, "choices": [choice]}
+        if self._options.continuous_usage_stats:
+            chunk["usage"] = self._usage()
+        elif self._options.include_usage:
+            chunk["usage"] = None
+        return chunk
 
     def _add_text(self, choice: _Choice, delta: OutputDelta) -> None:
         choice.text += delta.text
@@ -241,7 +253,7 @@ class CompletionAnswer(Answer):
         if self._num_top is None:
             return None
         return {
-            "tokens": [self._vocabulary.text(token.token) for token in choice.tokens],
+            "tokens": [self._names.text(token.token) for token in choice.tokens],
             "token_logprobs": [token.logprob for token in choice.tokens],
             "top_logprobs": [self._by_text(token) for token in choice.tokens],
             "text_offset": [token.offset for token in choice.tokens],
@@ -251,7 +263,7 @@ class CompletionAnswer(Answer):
         """Return the token's own logprob, then the best ones; of tokens with equal text, only the first."""
         if token.sample is None:
             return None
-        texts = self._vocabulary.texts
+        texts = self._names.texts
         logprobs = {texts[token.token]: token.logprob}
         # A hot loop, so without calls: 20 entries for each token of each stream.
         for other, logprob in _top(token.sample, self._num_top):
@@ -289,7 +301,7 @@ class ChatAnswer(Answer):
         for index in range(self._num_choices):
             delta = {"role": self._role, "content": ""}
             choice = {"index": index, "delta": delta, "logprobs": None} | self._end(_Choice())
-            yield {**self._head, "object": self.chunk_name, "choices": [choice]} | self._prompt_ids()
+            yield self._chunk(choice) | self._prompt_ids()
 
     def _prompt_ids(self) -> dict[str, Any]:
         return {"prompt_token_ids": self.prompts[0].token_ids} if self._with_ids else {}
@@ -342,7 +354,7 @@ class ChatAnswer(Answer):
         return {"content": content}
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        text, data = self._vocabulary.text(token), self._vocabulary.bytes(token)
+        text, data = self._names.text(token), self._vocabulary.bytes(token)
         return {"token": text, "logprob": _in_json(logprob), "bytes": list(data)}
 
 

@@ -96,7 +96,8 @@ Nothing = Annotated[list[Any], Field(max_length=0)] | Annotated[dict[str, Any], 
 class StreamOptions(_Strict):
     """Options of a streamed response."""
 
-    include_usage: bool = False
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: Literal[False] = False
 
 
@@ -209,6 +210,7 @@ class GenerationRequest(_Strict):
     regex: str | None = None
     ebnf: str | None = Field(default=None, description='a grammar in EBNF or GBNF, whose first rule is "root ::= ..."')
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     # These change no answer.
     user: str | None = None
     metadata: dict[str, str] | None = Field(
@@ -221,8 +223,7 @@ class GenerationRequest(_Strict):
     spaces_between_special_tokens: bool | None = None
     request_id: str | None = None
     # Features that are not served, at the values that ask for nothing.
-    detokenize: Literal[True] | None = None
-    return_tokens_as_token_ids: Literal[False] | None = None
+    logprob_token_ids: Nothing = Field(default=None, description="absent: only the most likely tokens can be listed")
     include_reasoning: Literal[True] | None = Field(default=None, description="true: reasoning is part of the text")
     separate_reasoning: Literal[True] | None = Field(default=None, description="true; reasoning is part of the text")
     stream_reasoning: Literal[True] | None = Field(

@@ -69,6 +69,24 @@ async def test_logprobs_of_a_stream_equal_the_plain_ones_with_offsets(scripted_a
         assert [entry for part in parts for entry in part] == getattr(plain.logprobs, name)
 
 
+async def test_tokens_of_logprobs_are_ids_if_requested(client, letters):
+    fields = letters | {"logprobs": 3, "echo": True, "return_token_ids": True}
+    texts, named = [
+        (await client.complete("Hello", **fields, return_tokens_as_token_ids=each))["choices"][0]
+        for each in (None, True)
+    ]
+    ids = [f"token_id:{token}" for token in [*named["prompt_token_ids"], *named["token_ids"]]]
+    assert named["logprobs"]["tokens"] == ids and named["text"] == texts["text"]
+    assert named["logprobs"]["text_offset"] == texts["logprobs"]["text_offset"]
+    for token, top in zip(ids[1:], named["logprobs"]["top_logprobs"][1:]):
+        assert token in top and all(name.startswith("token_id:") for name in top)
+    chat = {"logprobs": True, "top_logprobs": 1, "return_tokens_as_token_ids": True, "return_token_ids": True}
+    (choice,) = (await client.chat("Hi", **letters, **chat))["choices"]
+    content = choice["logprobs"]["content"]
+    assert [entry["token"] for entry in content] == [f"token_id:{token}" for token in choice["token_ids"]]
+    assert b"".join(bytes(entry["bytes"]) for entry in content).decode() == choice["message"]["content"]
+
+
 async def test_logprobs_of_parts_of_a_character_have_their_own_bytes(scripted_api):
     text = "w🦊r"
     answer = await scripted_api.chat(say(text), logprobs=True, top_logprobs=1)

@@ -484,12 +484,13 @@ def read_json(path: Path, *, missing_ok: bool = False, max_bytes: int = MAX_CONF
 
 @dataclass(frozen=True)
 class Limits:
-    """Maximum sizes of a sequence, a step and a KV block, after all None are resolved."""
+    """Maximum sizes of a sequence, a step, a KV block and a list of logprobs, after all None are resolved."""
 
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
     block_size: int = 16
+    max_logprobs: int = 20
 
 
 MODEL, MEMORY, SCHEDULING = "model", "memory", "scheduling"  # the groups of settings
@@ -562,6 +563,10 @@ class EngineConfig:
         None, "maximum tokens in a step; longer prompts are computed in chunks", by="256 on a CPU, 2,048 on a GPU; "
         "fewer in steps with decodes if a step of that size takes more than 2.5 decode steps (3.5 on a CPU)",
         group=SCHEDULING, low=1, unit="TOKENS",
+    )  # fmt: skip
+    max_logprobs: int = setting(
+        20, "maximum logprobs and prompt_logprobs of a request; -1: the whole vocabulary. Every step has room for so "
+        "many for each sample", group=SCHEDULING, low=-1, unit="TOKENS",
     )  # fmt: skip
     async_scheduling: bool = setting(
         True, "dispatch a step before the tokens of the previous one are known", group=SCHEDULING

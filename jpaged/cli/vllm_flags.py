@@ -60,7 +60,6 @@ FLAGS = (
     Foreign(("--config-format",), "the default", ("auto", "hf")),
     Foreign(("--runner", "--task"), "the default", ("auto", "generate")),
     Foreign(("--device",), "the default", ("auto",), "jax chooses the device; set JAX_PLATFORMS in the environment"),
-    Foreign(("--max-logprobs",), "the default", ("20",)),
     Foreign(("--response-role",), "the default", ("assistant",)),
     Foreign(("--download-dir",), "", NEVER, "set HF_HUB_CACHE in the environment instead"),
     Foreign(("--hf-token",), "", NEVER, "set HF_TOKEN in the environment instead"),

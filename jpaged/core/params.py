@@ -14,7 +14,6 @@ from jpaged.core.beam import EarlyStopping
 
 MAX_FLOAT = sys.float_info.max
 SIDES = ("left", "right")
-MAX_LOGPROBS = 20
 # Every step applies these to every sequence, so their number and their length bound the cost of a step.
 MAX_STOPS = 64
 MAX_STOP_TOKENS = 128
@@ -82,7 +81,7 @@ def _is_empty(x: object) -> bool:
 
 
 _FLAG = _rule("true or false", _is_flag)
-_LOGPROBS = _rule(f"between 0 and {MAX_LOGPROBS}, or none", _optional(_integer(0, MAX_LOGPROBS)))
+_LOGPROBS = _rule("at least 0, -1 for the whole vocabulary, or none", _optional(_integer(-1)))
 _PENALTY = _rule("between -2 and 2", _number(-2, 2))
 _TOKENS = _series(_integer(0))
 
@@ -147,7 +146,8 @@ class GenerationParams:
         allowed_token_ids: the only tokens that may be chosen; None: all tokens.
         bad_words: texts that the output never contains, each with its tokens at the start of a word and inside one.
         logprobs: number of most likely tokens to return with their logprobs, in addition to the chosen one (of the
-            model's own distribution, before temperature and the rest); None: no logprobs.
+            model's own distribution, before temperature and the rest); -1: all tokens; None: no logprobs. The engine
+            limits it (max_logprobs).
         prompt_logprobs: the same for each token of the prompt but the first.
         truncate_prompt_tokens: number of tokens to keep of the prompt; -1: as many as max_model_len has room for.
         truncation_side: the side of the prompt that `truncate_prompt_tokens` removes, "left" or "right".

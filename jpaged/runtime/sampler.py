@@ -18,8 +18,8 @@ from jpaged.runtime.sampling_settings import Settings
 from jpaged.runtime.sampling_state import SamplingState, count_tokens
 
 # Shorter lists are found in less time: 20 is the most logprobs, 72 the widest beam search with 8 ending tokens.
-SHORT_LISTS = (20, 72)
-NUM_LIKELY = SHORT_LISTS[-1]  # of the likeliest tokens, among which those that the filters keep are looked for first
+SHORT_LISTS = (20, 72, 128)
+NUM_LIKELY = 72  # of the likeliest tokens, among which those that the filters keep are looked for first
 MIN_CHUNK = 16  # tokens; with fewer, one selection among all of them is faster than two
 
 Array = Any  # traced jax arrays inside the step, numpy in tests

@@ -13,6 +13,7 @@ from jpaged.serving.tools import ToolCallDelta, ToolParser
 from jpaged.tokenizer import TokenDecoder, Vocabulary
 
 LEAST_LOGPROB = -9999.0  # JSON has no -inf; this is the API's word for a token that can't be
+VOCABULARY = 2**17  # about the entries of a list of all tokens
 NEARBY = 16  # characters within which a token of a prompt is looked for if the tokenizer has changed the prompt's text
 
 
@@ -114,7 +115,8 @@ class Answer:
     @property
     def size(self) -> int:
         """Approximate bytes of the whole body."""
-        entries = 1 + max(self._num_top or 0, self._prompt_top or 0)
+        counts = self._num_top or 0, self._prompt_top or 0
+        entries = 1 + (VOCABULARY if -1 in counts else max(counts))
         return 64 * entries * (self._completion_tokens + self._prompt_tokens)
 
     def opening(self) -> Iterable[dict[str, Any]]:
@@ -404,8 +406,9 @@ def _whole_calls(deltas: Iterable[ToolCallDelta]) -> list[dict[str, Any]]:
 
 
 def _top(sample: Sample, count: int | None) -> Iterator[tuple[int, float]]:
-    """Return the first `count` of a sample's most likely tokens with their logprobs."""
-    return zip(sample.top_tokens[:count], sample.top_logprobs[:count])
+    """Return the first `count` of a sample's most likely tokens with their logprobs; -1: all of them."""
+    end = None if count == -1 else count
+    return zip(sample.top_tokens[:end], sample.top_logprobs[:end])
 
 
 def _in_json(logprob: float) -> float:

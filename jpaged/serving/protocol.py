@@ -361,7 +361,8 @@ class CompletionRequest(GenerationRequest):
             raise InvalidParameter("min_tokens", f"{self.min_tokens} exceeds max_tokens (0)")
         params = super().params(defaults)
         if self.echo and self.logprobs is not None:
-            params = replace(params, prompt_logprobs=max(self.logprobs, self.prompt_logprobs or 0))
+            counts = self.logprobs, self.prompt_logprobs or 0
+            params = replace(params, prompt_logprobs=-1 if -1 in counts else max(counts))
         return params
 
     def _max_tokens(self) -> int | None:

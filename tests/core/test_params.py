@@ -20,7 +20,7 @@ from jpaged.core.params import (
 HUGE = 10**400
 LONG = "x" * 256
 WHOLE, PENALTY = "must be a whole number of at least 1", "must be between -2 and 2"
-LOGPROBS = "must be between 0 and 20, or none"
+LOGPROBS = "must be at least 0, -1 for the whole vocabulary, or none"
 STOPS = "must be a string of 1 to 256 characters, or up to 64 of them"
 BAD_WORDS = "must be up to 1024 strings of 1 to 256 characters"
 FLAG = "must be true or false"
@@ -45,8 +45,8 @@ SAMPLING = {
     "repetition_penalty": ([1e-9, 2, sys.float_info.max], [0, -1, math.inf, HUGE, math.nan, None], "must be above 0"),
     "allowed_token_ids": ([None, [0], (5, 6)], [[-1], [True], 5, "a"], "must be token ids"),
     "bad_words": ([None, (), [LONG], ["a"] * 1024], [["a"] * 1025, ["a", ""], [LONG + "x"], [1], 5], BAD_WORDS),
-    "logprobs": ([None, 0, 20], [-1, 21, 1.0, True], LOGPROBS),
-    "prompt_logprobs": ([None, 0, 20], [-1, 21, "1"], LOGPROBS),
+    "logprobs": ([None, 0, -1, HUGE], [-2, 1.0, True], LOGPROBS),
+    "prompt_logprobs": ([None, 0, -1, HUGE], [-2, "1"], LOGPROBS),
     "truncate_prompt_tokens": ([None, 1, -1], [0, -2, 1.5], "must be at least 1, or -1"),
     "logit_bias": (
         [None, {}, {0: 100, "5": -100.0}], [{-1: 1}, {1: 100.1}, {1: -100.1}, {"a": 1}, {1: True}, [1]], BIAS,

@@ -1,5 +1,7 @@
 """Logprobs of generated tokens and of the prompt, and echo."""
 
+import math
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,9 +13,9 @@ from jpaged.core.request import OutputDelta
 from jpaged.serving.answer import CompletionAnswer, Prompt
 from jpaged.serving.protocol import CompletionRequest
 from jpaged.tokenizer import TokenDecoder, Vocabulary, encode
-from tests.models import EOS
+from tests.models import EOS, VOCAB
 from tests.serving import scripted
-from tests.serving.client import Client, collect, counts, generate, joined, texts
+from tests.serving.client import Client, build, collect, counts, generate, joined, texts
 from tests.serving.scripted import END, TOKENIZER, say
 from tests.test_tokenizer import sentencepiece_like
 
@@ -53,6 +55,42 @@ async def test_chat_has_exactly_top_logprobs_alternatives(client, letters):
             best = [other["logprob"] for other in token["top_logprobs"]]
             assert len(best) == count and best == sorted(best, reverse=True)
             assert token["logprob"] <= max(best, default=0)
+
+
+async def test_number_of_logprobs_is_limited_by_the_engine(client):
+    for post, fields, field in (
+        (client.complete, {"logprobs": 21}, "logprobs"),
+        (client.complete, {"logprobs": -1, "echo": True}, "logprobs"),
+        (client.chat, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ):
+        error = (await post("Hi", 400, **fields))["error"]
+        assert error["param"] == field and "must be at most 20 (max_logprobs)" in error["message"]
+
+
+async def test_logprobs_of_the_whole_vocabulary(tiny, client):
+    fields = {"max_tokens": 3, "n": 2, "seed": 1, "temperature": 1.0, "ignore_eos": True}
+    loaded = build(tiny, max_logprobs=-1, max_num_seqs=4, max_num_batched_tokens=8)
+    async with Client(*loaded) as large:
+        asked = fields | {"logprobs": -1, "prompt_logprobs": -1, "return_tokens_as_token_ids": True}
+        whole = await large.complete("Hello", **asked)
+        few = await client.complete("Hello", **asked | {"logprobs": 20, "prompt_logprobs": 20})
+        chat = {"logprobs": True, "return_tokens_as_token_ids": True}
+        chunks = await large.stream(
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "Hi"}], "top_logprobs": -1} | fields | chat,
+        )
+    for choice, short in zip(whole["choices"], few["choices"]):
+        assert len(choice["logprobs"]["top_logprobs"]) == 3 and len(choice["prompt_logprobs"]) == 5
+        for entry, best in zip(choice["logprobs"]["top_logprobs"], short["logprobs"]["top_logprobs"]):
+            assert len(entry) == VOCAB and sum(map(math.exp, entry.values())) == pytest.approx(1, abs=1e-4)
+            assert {name: entry[name] for name in best} == {name: close(value) for name, value in best.items()}
+        for entry, best in zip(choice["prompt_logprobs"][1:], short["prompt_logprobs"][1:]):
+            assert len(entry) == VOCAB and 20 <= len(best) <= 21
+            assert {other["rank"] for other in entry.values()} == {*range(1, VOCAB + 1)}
+            assert all(entry[name]["logprob"] == close(other["logprob"]) for name, other in best.items())
+    contents = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    lists = [token["top_logprobs"] for content in contents if content for token in content["content"]]
+    assert len(lists) == 6 and {len(each) for each in lists} == {VOCAB}
 
 
 async def test_logprobs_of_a_stream_equal_the_plain_ones_with_offsets(scripted_api):

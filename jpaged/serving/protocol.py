@@ -238,6 +238,7 @@ class GenerationRequest(_Strict):
     guided_grammar: Nothing = _renamed("grammar")
     guided_json_object: Literal[False] | None = _renamed("json_object")
     guided_whitespace_pattern: Nothing = _renamed("whitespace_pattern")
+    guided_decoding_backend: None = Field(default=None, description="absent: llguidance compiles every constraint")
     kv_transfer_params: Nothing = None
     vllm_xargs: Nothing = None
 

@@ -65,6 +65,7 @@ async def test_unknown_path_is_an_error_404(exchange, path):
     answer = await exchange(request("GET", path))
     assert answer.status == 404 and answer.error["type"] == "NotFoundError"
     assert answer.error["code"] == ("model_not_found" if "models/" in path else "not_found")
+    assert "served here" in answer.error["message"]
 
 
 async def test_version_and_health_answer_without_a_body_for_health(exchange):

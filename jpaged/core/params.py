@@ -90,6 +90,10 @@ def _few_tokens(xs: object) -> bool:
     return isinstance(xs, tuple) and len(xs) <= MAX_STOP_TOKENS and _TOKENS(xs)
 
 
+def _different_tokens(xs: object) -> bool:
+    return isinstance(xs, tuple) and 0 < len(xs) <= MAX_TOP and _TOKENS(xs) and len(set(xs)) == len(xs)
+
+
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams:
     """Constraint of a whole output, in one of the first five fields.
@@ -230,7 +234,11 @@ class GenerationParams:
 
     @cached_property
     def has_state(self) -> bool:
-        """Whether choosing a token needs more than the logits: earlier tokens, or a bias."""
+        """Whether a token depends on more than the logits: earlier tokens, a bias, or the tokens to list with it."""
+        return self._needs_row
+
+    @property
+    def _needs_row(self) -> bool:
         return (
             self.presence_penalty != 0
             or self.frequency_penalty != 0
@@ -274,11 +282,10 @@ FOREIGN: Mapping[str, tuple[str, Callable[[object], bool]]] = {
     "output_kind": ("LLM returns whole outputs, and AsyncEngine returns deltas", lambda x: False),
     "flat_logprobs": ("logprobs are a list of dictionaries by token", lambda x: x is False),
     "guided_decoding": ("its name today is structured_outputs", lambda x: False),
-    "extra_args": ("there are no extensions that read them", _is_empty),
-    "logits_processors": ("logits never leave the device", _is_empty),
-    "logprob_token_ids": ("only the most likely tokens can be listed (logprobs)", _is_empty),
-    "thinking_token_budget": ("reasoning is not told from other text", lambda x: x == -1),
-    "repetition_detection": ("repetitions do not end a text", lambda x: False),
+    "extra_args": ("there are no extensions", _is_empty),
+    "logits_processors": ("tokens are sampled on the device", _is_empty),
+    "thinking_token_budget": ("reasoning is part of the text", lambda x: x == -1),
+    "repetition_detection": ("not supported", lambda x: False),
     "num_logprobs": ("its name is logprobs", lambda x: False),
 }
 
@@ -317,6 +324,7 @@ class SamplingParams(GenerationParams):
         min_p: keep tokens at least this likely relative to the most likely one.
         seed: makes a request's tokens repeatable, independent of other requests; choice i equals a single choice with
             seed + i. None: draw from the engine's seed.
+        logprob_token_ids: tokens to list with their logprobs, after the chosen one and instead of the most likely ones.
     """
 
     n: int = field(default=1, metadata=_rule("a whole number of at least 1", _integer(1)))
@@ -330,11 +338,21 @@ class SamplingParams(GenerationParams):
     seed: int | None = field(
         default=None, metadata=_rule("a whole number of at most 64 bits", _optional(_integer(-(2**63), 2**64 - 1)))
     )
+    logprob_token_ids: Series[int] | None = field(
+        default=None, metadata=_rule(f"1 to {MAX_TOP} different token ids", _optional(_different_tokens))
+    )
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "logprob_token_ids", _tuple(plain(self.logprob_token_ids)))
         super().__post_init__()
+        if self.logprob_token_ids is not None and self.logprobs is None:
+            object.__setattr__(self, "logprobs", 0)
         if self.best_of is not None and self.best_of < self.n:
             raise InvalidParameter("best_of", f"{self.best_of} is below n ({self.n})")
+
+    @property
+    def _needs_row(self) -> bool:
+        return super()._needs_row or self.logprob_token_ids is not None
 
     @property
     def num_sequences(self) -> int:

@@ -231,6 +231,8 @@ class Scheduler:
         producible = [word for word in bad_words if all(0 <= token < self.vocab_size for token in word)]
         beam: BeamSearch[Sequence] | None = None
         num_top = params.logprobs
+        if isinstance(params, SamplingParams) and params.logprob_token_ids:
+            num_top = len(params.logprob_token_ids)
         if isinstance(params, BeamSearchParams):
             beam = BeamSearch(params.beam_width, max_tokens, params.length_penalty, params.early_stopping)
             # Stop strings may end any of them.
@@ -481,8 +483,8 @@ class Scheduler:
         ):
             wrong = next(x for x in prompt_token_ids if type(x) is not int or not 0 <= x < self.vocab_size)
             raise InvalidParameter("prompt", f"token id {wrong!r} {bound}")
-        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-            for token in getattr(params, name) or ():
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias", "logprob_token_ids"):
+            for token in getattr(params, name, None) or ():
                 if not 0 <= token < self.vocab_size:
                     raise InvalidParameter(name, f"{token} {bound}")
         if isinstance(params, BeamSearchParams) and self._num_candidates(params) > MAX_TOP:

@@ -82,7 +82,7 @@ class Answer:
         self._prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         self._options = body.stream_options or StreamOptions()
         self._num_choices = body.num_choices
-        self._num_top = body.num_top_logprobs
+        self._num_top = body.num_top_logprobs if body.logprob_token_ids is None else len(body.logprob_token_ids)
         self._prompt_top = body.prompt_logprobs
         self._with_ids = bool(body.return_token_ids)
         self._choices: dict[int, _Choice] = {}

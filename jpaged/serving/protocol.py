@@ -150,7 +150,7 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Fie
 
 # Values of sampling parameters without effect, which a beam search accepts, and of beam parameters without a search.
 NEUTRAL: dict[bool, dict[str, tuple[Any, ...]]] = {
-    True: {"temperature": (0,), "top_k": (0, -1), "top_p": (1,), "min_p": (0,), "seed": ()},
+    True: {"temperature": (0,), "top_k": (0, -1), "top_p": (1,), "min_p": (0,), "seed": (), "logprob_token_ids": ()},
     False: {"length_penalty": (1,), "early_stopping": (False,)},
 }
 
@@ -196,6 +196,7 @@ class GenerationRequest(_Strict):
     )
     allowed_token_ids: Items[int] | None = None
     bad_words: Items[str] | None = None
+    logprob_token_ids: Items[int] | None = None
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None
@@ -223,7 +224,6 @@ class GenerationRequest(_Strict):
     spaces_between_special_tokens: bool | None = None
     request_id: str | None = None
     # Features that are not served, at the values that ask for nothing.
-    logprob_token_ids: Nothing = Field(default=None, description="absent: only the most likely tokens can be listed")
     include_reasoning: Literal[True] | None = Field(default=None, description="true: reasoning is part of the text")
     separate_reasoning: Literal[True] | None = Field(default=None, description="true; reasoning is part of the text")
     stream_reasoning: Literal[True] | None = Field(
@@ -268,6 +268,7 @@ class GenerationRequest(_Strict):
 
         Raises:
             InvalidParameter: a value is not allowed.
+            ApiError: logprob_token_ids without logprobs.
         """
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             raise InvalidParameter("max_completion_tokens", "differs from max_tokens, its older name; send one of them")
@@ -279,6 +280,8 @@ class GenerationRequest(_Strict):
                 raise InvalidParameter(
                     name, f"must be {allowed} with{'' if beams else 'out'} use_beam_search, not {value!r}"
                 )
+        if self.logprob_token_ids is not None and self.num_top_logprobs is None:
+            raise ApiError(400, "logprob_token_ids: needs logprobs", "logprob_token_ids")
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidParameter("prompt_logprobs", f"must be absent with stream, not {self.prompt_logprobs}")
         kind: type[Params] = BeamSearchParams if beams else SamplingParams
@@ -360,6 +363,10 @@ class CompletionRequest(GenerationRequest):
         """Return the request's parameters, with prompt logprobs if the prompt is echoed with logprobs."""
         if self.only_echo and (self.min_tokens or 0) > 0:
             raise InvalidParameter("min_tokens", f"{self.min_tokens} exceeds max_tokens (0)")
+        if self.echo and self.logprob_token_ids is not None:
+            raise InvalidParameter(
+                "logprob_token_ids", "can't be combined with echo, which lists the most likely tokens"
+            )
         params = super().params(defaults)
         if self.echo and self.logprobs is not None:
             counts = self.logprobs, self.prompt_logprobs or 0

@@ -51,6 +51,10 @@ SAMPLING = {
     "logit_bias": (
         [None, {}, {0: 100, "5": -100.0}], [{-1: 1}, {1: 100.1}, {1: -100.1}, {"a": 1}, {1: True}, [1]], BIAS,
     ),
+    "logprob_token_ids": (
+        [None, [5], range(128), np.array([1, 2])], [[], [1, 1], [-1], range(129), [True], 5],
+        "must be 1 to 128 different token ids",
+    ),
     "n": ([1, 1000], [0, 1.0, True, None], WHOLE),
     "best_of": ([None, 1, 1000], [0, True], WHOLE),
     "temperature": (
@@ -195,7 +199,8 @@ def test_values_are_settled():
     [
         ({}, False), ({"presence_penalty": 1}, True), ({"frequency_penalty": 1}, True), ({"logit_bias": {}}, False),
         ({"repetition_penalty": 2}, True), ({"logit_bias": {1: 1}}, True), ({"allowed_token_ids": [1]}, True),
-        ({"bad_words": ["a"]}, True), ({"min_tokens": 2, "stop": "a", "logprobs": 2, "top_k": 2}, False),
+        ({"bad_words": ["a"]}, True), ({"logprob_token_ids": [1]}, True),
+        ({"min_tokens": 2, "stop": "a", "logprobs": 2, "top_k": 2}, False),
     ],
 )  # fmt: skip
 def test_what_needs_a_row_of_state(values, stateful):
@@ -227,7 +232,6 @@ FOREIGN_VALUES = {
     "guided_decoding": ([None], [{"regex": "a"}]),
     "extra_args": ([None, {}], [{"a": 1}]),
     "logits_processors": ([None, []], [[print]]),
-    "logprob_token_ids": ([None, []], [[1], np.array([1])]),
     "thinking_token_budget": ([None, -1], [5]),
     "repetition_detection": ([None], [{}]),
     "num_logprobs": ([None], [1]),

@@ -1,5 +1,6 @@
 """Logprobs of generated tokens and of the prompt, and echo."""
 
+import asyncio
 import math
 
 import pytest
@@ -57,6 +58,46 @@ async def test_chat_has_exactly_top_logprobs_alternatives(client, letters):
             assert token["logprob"] <= max(best, default=0)
 
 
+async def test_logprob_token_ids_replace_the_most_likely_tokens(client, letters, ids):
+    """They hold for every choice, beside a request with penalties, and after rows have been used by others."""
+    wanted = [ids["q"], EOS, *(token for token in ids.values() if token != ids["q"])]
+    shown = {"return_tokens_as_token_ids": True, "return_token_ids": True}
+    fields = letters | shown | {"n": 3, "seed": 1, "temperature": 1.0}
+    others = [client.complete("Hello", **letters, presence_penalty=1.0, n=2, seed=5) for _ in range(3)]
+    every, plain, *_ = await asyncio.gather(
+        client.complete("Hello", **fields, logprobs=1, logprob_token_ids=wanted),
+        client.complete("Hello", **fields, logprobs=20),
+        *others,
+    )
+    known = 0
+    for choice, same in zip(every["choices"], plain["choices"]):
+        assert choice["token_ids"] == same["token_ids"]
+        logprobs = choice["logprobs"]
+        for token, own, top, likely in zip(
+            choice["token_ids"], logprobs["token_logprobs"], logprobs["top_logprobs"], same["logprobs"]["top_logprobs"]
+        ):
+            assert {*top} == {f"token_id:{each}" for each in (token, *wanted)} and top[f"token_id:{token}"] == own
+            for name in top.keys() & likely.keys():
+                assert top[name] == close(likely[name])
+                known += name != f"token_id:{token}"
+    assert known > 36
+    chat = {"logprobs": True, "logprob_token_ids": wanted} | shown
+    chunks = await client.stream(
+        "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]} | letters | chat
+    )
+    tops = [e["top_logprobs"] for c in chunks for e in (c["choices"][0]["logprobs"] or {"content": ()})["content"]]
+    assert [[each["token"] for each in top] for top in tops] == [[f"token_id:{each}" for each in wanted]] * 12
+    error = (await client.complete("a", 400, logprobs=0, logprob_token_ids=[VOCAB]))["error"]
+    assert error["param"] == "logprob_token_ids" and f"{VOCAB} is outside the vocabulary" in error["message"]
+
+
+def test_logprob_token_ids_are_listed_in_their_order_without_ranks(loaded):
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, logprob_token_ids=[7, 5])
+    (output,) = generate(loaded.engine, [3, 4], params)
+    for token, entry in zip(output.token_ids, output.logprobs, strict=True):
+        assert [*entry] == [token, 7, 5] and [each.rank for each in entry.values()] == [1, None, None]
+
+
 async def test_number_of_logprobs_is_limited_by_the_engine(client):
     for post, fields, field in (
         (client.complete, {"logprobs": 21}, "logprobs"),
@@ -74,11 +115,18 @@ async def test_logprobs_of_the_whole_vocabulary(tiny, client):
         asked = fields | {"logprobs": -1, "prompt_logprobs": -1, "return_tokens_as_token_ids": True}
         whole = await large.complete("Hello", **asked)
         few = await client.complete("Hello", **asked | {"logprobs": 20, "prompt_logprobs": 20})
+        own = await client.complete(
+            "Hello", **asked | {"logprobs": 1, "prompt_logprobs": None, "logprob_token_ids": [5, 258, 7]}
+        )
         chat = {"logprobs": True, "return_tokens_as_token_ids": True}
         chunks = await large.stream(
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": "Hi"}], "top_logprobs": -1} | fields | chat,
         )
+    for choice, short in zip(whole["choices"], own["choices"]):
+        for entry, listed in zip(choice["logprobs"]["top_logprobs"], short["logprobs"]["top_logprobs"]):
+            assert listed.keys() >= {"token_id:5", "token_id:258", "token_id:7"}
+            assert listed == {name: close(entry[name]) for name in listed}
     for choice, short in zip(whole["choices"], few["choices"]):
         assert len(choice["logprobs"]["top_logprobs"]) == 3 and len(choice["prompt_logprobs"]) == 5
         for entry, best in zip(choice["logprobs"]["top_logprobs"], short["logprobs"]["top_logprobs"]):

@@ -524,12 +524,13 @@ def read_json(path: Path, *, missing_ok: bool = False, max_bytes: int = MAX_CONF
 
 @dataclass(frozen=True)
 class Limits:
-    """Maximum sizes of a sequence, a step and a KV block, after all None are resolved."""
+    """Maximum sizes of a sequence, a step, a KV block and a list of logprobs, after all None are resolved."""
 
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
     block_size: int = 16
+    max_logprobs: int = 20
 
 
 MODEL, MEMORY, SCHEDULING = "model", "memory", "scheduling"  # the groups of settings
@@ -621,6 +622,10 @@ class EngineConfig:
     warm_up: bool = setting(
         True, "compile every shape of a step before the first request; otherwise each one when it is first needed, for "
         "short starts while a program is debugged", group=SCHEDULING,
+    )  # fmt: skip
+    max_logprobs: int = setting(
+        20, "maximum logprobs and prompt_logprobs of a request; -1: the whole vocabulary. Every step has room for so "
+        "many for each sample", group=SCHEDULING, low=-1, unit="TOKENS",
     )  # fmt: skip
     async_scheduling: bool = setting(
         True, "dispatch a step before the tokens of the previous one are known", group=SCHEDULING

@@ -304,7 +304,6 @@ FLAGS = (
         "--device",
         "the default", ("auto",), "JAX selects the device: set JAX_PLATFORMS in the environment", nargs=1,
     ),
-    needless("--max-logprobs", "the default", ("20",), "not supported yet", nargs=1),
     needless("--response-role", "the default", ("assistant",), "answers have the role assistant", nargs=1),
     needless("--stream-interval", "the default", ("1",), "each token is sent as soon as it is sampled", nargs=1),
     needless(

@@ -37,6 +37,7 @@ if __package__ in (None, ""):
 from benchmarks.shared.device import environment, open_device, prepare_environment
 from benchmarks.shared.results import Report, script_parser, table
 from benchmarks.shared.server_process import ServerProcess
+from jpaged.config import EngineConfig
 from jpaged.core import params
 from jpaged.demo import DIRECTORY as DEMO
 
@@ -119,7 +120,7 @@ def parameters() -> dict[str, tuple[Body, Body]]:
         "allowed_token_ids": (sampled, sampled | {"allowed_token_ids": list(range(1280))}),
         "penalties": (sampled, sampled | {"presence_penalty": 2, "frequency_penalty": 2, "repetition_penalty": 2}),
         "top_k, top_p, min_p": (sampled, sampled | {"top_k": 50, "top_p": 0.9, "min_p": 0.05}),
-        "logprobs": (sampled, sampled | {"logprobs": params.MAX_LOGPROBS}),
+        "logprobs": (sampled, sampled | {"logprobs": EngineConfig.max_logprobs}),
         "min_tokens": (sampled, sampled | {"min_tokens": 200}),
         "structured_outputs": (sampled, sampled | {"ignore_eos": False,
                                                    "structured_outputs": {"regex": "[a-z ]{900}"}}),

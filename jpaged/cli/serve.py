@@ -111,6 +111,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--trust-request-chat-template", action="store_true", help="accept chat templates in requests")
     add("--allow-special-tokens-in-content", action="store_true",
         help="encode the text of a special token in a message as that token, not as plain text")  # fmt: skip
+    add("--ignore-unknown-fields", action="store_true",
+        help="ignore unknown fields of requests instead of rejecting them")  # fmt: skip
     add("--tool-call-parser", choices=("auto", "none", *sorted(FORMATS)), default="auto",
         help="format of the model's tool calls; auto: detected from its chat template")  # fmt: skip
     add_engine_flags(parser, positional=True)
@@ -276,6 +278,7 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
         default_chat_template_kwargs=args.default_chat_template_kwargs or {},
         trust_request_chat_template=args.trust_request_chat_template,
         allow_special_tokens_in_content=args.allow_special_tokens_in_content,
+        ignore_unknown_fields=args.ignore_unknown_fields,
         enable_weight_updates=args.enable_weight_updates, max_queue=args.max_queue,
         max_body_size=None if args.max_body_size is None else int(args.max_body_size * 2**20),
         request_timeout=args.request_timeout, drain_timeout=args.drain_timeout,

@@ -7,13 +7,13 @@ import sys
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Series
 from dataclasses import dataclass, field, fields
-from functools import cached_property
+from functools import cached_property, wraps
 from typing import Any, Self
 
 from jpaged.core.beam import EarlyStopping
 
 MAX_FLOAT = sys.float_info.max
-MAX_LOGPROBS = 20
+SIDES = ("left", "right")
 # Every step applies these to every sequence, so their number and their length bound the cost of a step.
 MAX_STOPS = 64
 MAX_STOP_TOKENS = 128
@@ -72,14 +72,26 @@ def _texts(most: int) -> Callable[[object], bool]:
     return lambda xs: isinstance(xs, tuple) and len(xs) <= most and short(xs)
 
 
-_FLAG = _rule("true or false", lambda x: isinstance(x, bool))
-_LOGPROBS = _rule(f"between 0 and {MAX_LOGPROBS}, or none", _optional(_integer(0, MAX_LOGPROBS)))
+def _is_flag(x: object) -> bool:
+    return isinstance(x, bool)
+
+
+def _is_empty(x: object) -> bool:
+    return isinstance(x, list | tuple | dict) and not x
+
+
+_FLAG = _rule("true or false", _is_flag)
+_LOGPROBS = _rule("at least 0, -1 for the whole vocabulary, or none", _optional(_integer(-1)))
 _PENALTY = _rule("between -2 and 2", _number(-2, 2))
 _TOKENS = _series(_integer(0))
 
 
 def _few_tokens(xs: object) -> bool:
     return isinstance(xs, tuple) and len(xs) <= MAX_STOP_TOKENS and _TOKENS(xs)
+
+
+def _different_tokens(xs: object) -> bool:
+    return isinstance(xs, tuple) and 0 < len(xs) <= MAX_TOP and _TOKENS(xs) and len(set(xs)) == len(xs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,9 +150,12 @@ class GenerationParams:
         allowed_token_ids: the only tokens that may be chosen; None: all tokens.
         bad_words: texts that the output never contains, each with its tokens at the start of a word and inside one.
         logprobs: number of most likely tokens to return with their logprobs, in addition to the chosen one (of the
-            model's own distribution, before temperature and the rest); None: no logprobs.
+            model's own distribution, before temperature and the rest); -1: all tokens; None: no logprobs. The engine
+            limits it (max_logprobs).
         prompt_logprobs: the same for each token of the prompt but the first.
-        truncate_prompt_tokens: number of tokens to keep at the prompt's end; -1: as many as max_model_len has room for.
+        truncate_prompt_tokens: number of tokens to keep of the prompt; -1: as many as max_model_len has room for.
+        truncation_side: the side of the prompt that `truncate_prompt_tokens` removes, "left" or "right".
+        detokenize: return text; False returns token ids with empty texts.
         skip_special_tokens: leave special tokens out of the text.
         structured_outputs: the constraint of the output, up to its end-of-sequence token.
     """
@@ -173,6 +188,10 @@ class GenerationParams:
     truncate_prompt_tokens: int | None = field(
         default=None, metadata=_rule("at least 1, or -1", lambda x: _optional(_integer(-1))(x) and x != 0)
     )
+    truncation_side: str = field(
+        default="left", metadata=_rule('"left" or "right"', lambda x: isinstance(x, str) and x in SIDES)
+    )
+    detokenize: bool = field(default=True, metadata=_FLAG)
     skip_special_tokens: bool = field(default=True, metadata=_FLAG)
     structured_outputs: StructuredOutputsParams | None = None
 
@@ -194,6 +213,8 @@ class GenerationParams:
                 raise InvalidParameter(each.name, f"must be {each.metadata['allowed']}, not {shown(value)}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidParameter("min_tokens", f"{self.min_tokens} exceeds max_tokens ({self.max_tokens})")
+        if self.stop and not self.detokenize:
+            raise InvalidParameter("stop", "needs detokenize, because stop strings are found in the text")
         if self.allowed_token_ids == ():
             raise InvalidParameter("allowed_token_ids", "must allow at least one token")
         if self.structured_outputs is not None:
@@ -213,7 +234,11 @@ class GenerationParams:
 
     @cached_property
     def has_state(self) -> bool:
-        """Whether choosing a token needs more than the logits: earlier tokens, or a bias."""
+        """Whether a token depends on more than the logits: earlier tokens, a bias, or the tokens to list with it."""
+        return self._needs_row
+
+    @property
+    def _needs_row(self) -> bool:
         return (
             self.presence_penalty != 0
             or self.frequency_penalty != 0
@@ -232,7 +257,9 @@ class GenerationParams:
         keep = self.truncate_prompt_tokens
         if keep == -1:
             keep = max(1, max_model_len - (self.max_tokens or 1))
-        return prompt_token_ids if keep is None else prompt_token_ids[-keep:]
+        if keep is None:
+            return prompt_token_ids
+        return prompt_token_ids[:keep] if self.truncation_side == "right" else prompt_token_ids[-keep:]
 
     def _settled_bias(self, given: Mapping[int, float]) -> dict[int, float]:
         try:  # JSON has its keys as strings
@@ -248,9 +275,45 @@ class GenerationParams:
         return bias
 
 
+# Keywords of vLLM's SamplingParams that change nothing here: why a value is refused, and further values without effect.
+FOREIGN: Mapping[str, tuple[str, Callable[[object], bool]]] = {
+    "spaces_between_special_tokens": ("a tokenizer puts no spaces between special tokens", _is_flag),
+    "skip_clone": ("parameters are immutable and never cloned", _is_flag),
+    "output_kind": ("LLM returns whole outputs, and AsyncEngine returns deltas", lambda x: False),
+    "flat_logprobs": ("logprobs are a list of dictionaries by token", lambda x: x is False),
+    "guided_decoding": ("its name today is structured_outputs", lambda x: False),
+    "extra_args": ("there are no extensions", _is_empty),
+    "logits_processors": ("tokens are sampled on the device", _is_empty),
+    "thinking_token_budget": ("reasoning is part of the text", lambda x: x == -1),
+    "repetition_detection": ("not supported", lambda x: False),
+    "num_logprobs": ("its name is logprobs", lambda x: False),
+}
+
+
+def _taking_foreign[T](kind: type[T]) -> type[T]:
+    """Let a class take the keywords of FOREIGN, and drop values without effect.
+
+    Raises:
+        InvalidParameter: from the class, for a value that would have an effect.
+    """
+    init: Any = kind.__init__
+
+    @wraps(init)
+    def __init__(self: T, **values: Any) -> None:
+        for name in values.keys() & FOREIGN.keys():
+            reason, has_no_effect = FOREIGN[name]
+            if (value := values.pop(name)) is not None and not has_no_effect(value):
+                raise InvalidParameter(name, f"must be absent, not {shown(value)}: {reason}")
+        init(self, **values)
+
+    setattr(kind, "__init__", __init__)  # noqa: B010  # mypy can't assign it
+    return kind
+
+
+@_taking_foreign
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams(GenerationParams):
-    """Parameters of sampling.
+    """Parameters of sampling. The keywords of vLLM in FOREIGN are also taken, at values without effect.
 
     Attributes:
         n: number of outputs to return.
@@ -261,6 +324,7 @@ class SamplingParams(GenerationParams):
         min_p: keep tokens at least this likely relative to the most likely one.
         seed: makes a request's tokens repeatable, independent of other requests; choice i equals a single choice with
             seed + i. None: draw from the engine's seed.
+        logprob_token_ids: tokens to list with their logprobs, after the chosen one and instead of the most likely ones.
     """
 
     n: int = field(default=1, metadata=_rule("a whole number of at least 1", _integer(1)))
@@ -274,11 +338,21 @@ class SamplingParams(GenerationParams):
     seed: int | None = field(
         default=None, metadata=_rule("a whole number of at most 64 bits", _optional(_integer(-(2**63), 2**64 - 1)))
     )
+    logprob_token_ids: Series[int] | None = field(
+        default=None, metadata=_rule(f"1 to {MAX_TOP} different token ids", _optional(_different_tokens))
+    )
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "logprob_token_ids", _tuple(plain(self.logprob_token_ids)))
         super().__post_init__()
+        if self.logprob_token_ids is not None and self.logprobs is None:
+            object.__setattr__(self, "logprobs", 0)
         if self.best_of is not None and self.best_of < self.n:
             raise InvalidParameter("best_of", f"{self.best_of} is below n ({self.n})")
+
+    @property
+    def _needs_row(self) -> bool:
+        return super()._needs_row or self.logprob_token_ids is not None
 
     @property
     def num_sequences(self) -> int:

@@ -10,9 +10,9 @@ import math
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Series
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jpaged.config import Limits
 from jpaged.core.bans import Bans
@@ -210,6 +210,7 @@ class Scheduler:
         if priority and self.policy != "priority":
             raise InvalidParameter("priority", f"must be 0 under the policy {self.policy!r}, not {priority}")
         self._check_tokens(prompt_token_ids, params)
+        params = self._with_counts(params)
         width, limits = params.num_sequences, self.limits
         if width > limits.max_num_seqs:
             name = _width_name(params)
@@ -230,6 +231,8 @@ class Scheduler:
         producible = [word for word in bad_words if all(0 <= token < self.vocab_size for token in word)]
         beam: BeamSearch[Sequence] | None = None
         num_top = params.logprobs
+        if isinstance(params, SamplingParams) and params.logprob_token_ids:
+            num_top = len(params.logprob_token_ids)
         if isinstance(params, BeamSearchParams):
             beam = BeamSearch(params.beam_width, max_tokens, params.length_penalty, params.early_stopping)
             # Stop strings may end any of them.
@@ -480,13 +483,25 @@ class Scheduler:
         ):
             wrong = next(x for x in prompt_token_ids if type(x) is not int or not 0 <= x < self.vocab_size)
             raise InvalidParameter("prompt", f"token id {wrong!r} {bound}")
-        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-            for token in getattr(params, name) or ():
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias", "logprob_token_ids"):
+            for token in getattr(params, name, None) or ():
                 if not 0 <= token < self.vocab_size:
                     raise InvalidParameter(name, f"{token} {bound}")
         if isinstance(params, BeamSearchParams) and self._num_candidates(params) > MAX_TOP:
             told = f"{len(params.stop_token_ids)} and a beam_width of {params.beam_width} are more than {MAX_TOP}"
             raise InvalidParameter("stop_token_ids", told)
+
+    def _with_counts(self, params: SamplingParams | BeamSearchParams) -> SamplingParams | BeamSearchParams:
+        """Return parameters whose numbers of logprobs are not -1, the whole vocabulary."""
+        counts: dict[str, Any] = {}
+        for name in ("logprobs", "prompt_logprobs"):
+            if (given := getattr(params, name)) is None:
+                continue
+            count, limit = self.vocab_size if given == -1 else given, self.limits.max_logprobs
+            if count > limit:
+                raise InvalidParameter(name, f"must be at most {limit} (max_logprobs), not {given}")
+            counts[name] = count
+        return replace(params, **counts) if -1 in (params.logprobs, params.prompt_logprobs) else params
 
     def _num_candidates(self, params: BeamSearchParams) -> int:
         """Return the number of best tokens that each beam needs: as many as may continue, and all that may end it."""

@@ -147,7 +147,8 @@ def limits_of(config: EngineConfig, model: ModelConfig, platform: str) -> Limits
     # A CPU gathers long contexts faster in large blocks (0.7 of the time of attention over 512 tokens).
     block_size = config.block_size or (64 if platform == "cpu" and max_model_len >= 2048 else 16)
     max_num_batched_tokens = config.max_num_batched_tokens or max(tokens, max_num_seqs)
-    limits = Limits(max_model_len, max_num_seqs, max_num_batched_tokens, block_size)
+    max_logprobs = model.vocab_size if config.max_logprobs == -1 else config.max_logprobs
+    limits = Limits(max_model_len, max_num_seqs, max_num_batched_tokens, block_size, max_logprobs)
     if config.num_gpu_blocks_override is not None:
         check_num_blocks(limits, config.num_gpu_blocks_override)
     return limits

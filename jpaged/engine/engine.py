@@ -267,7 +267,7 @@ class Engine:
         """Give a new request a decoder and the state of its constraint."""
         (sequence,), params = request.sequences, request.params
         sequence.constraint = copy.copy(constraint)
-        if self.vocabulary is not None:
+        if self.vocabulary is not None and params.detokenize:
             sequence.decoder = Detokenizer(
                 self.vocabulary, request.prompt_token_ids, stop=params.stop,
                 include_stop=params.include_stop_str_in_output, skip_special_tokens=params.skip_special_tokens,

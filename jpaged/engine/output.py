@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from jpaged.core.params import SamplingParams
 from jpaged.core.plan import Sample
 from jpaged.core.request import (
     NON_FINITE,
@@ -44,6 +45,7 @@ def _delta(sequence: Sequence, index: int, text: str, samples: list[Sample]) -> 
 def request_output(request: Request, vocabulary: Vocabulary | None) -> RequestOutput:
     """Return the outputs of a request in vLLM's form."""
     params, prompt_logprobs = request.params, None
+    ranked = not (isinstance(params, SamplingParams) and params.logprob_token_ids)
     if params.prompt_logprobs is not None:
         prompt_logprobs = [None, *_logprobs(request.prompt_samples, vocabulary)]
     outputs = [
@@ -52,7 +54,7 @@ def request_output(request: Request, vocabulary: Vocabulary | None) -> RequestOu
             sequence.text,
             sequence.output_token_ids,
             sequence.cumulative_logprob,
-            _logprobs(sequence.samples, vocabulary) if params.logprobs is not None else None,
+            _logprobs(sequence.samples, vocabulary, ranked=ranked) if params.logprobs is not None else None,
             sequence.finish_reason,
             sequence.stop_reason,
             [sample.version for sample in sequence.samples],
@@ -71,8 +73,14 @@ def request_output(request: Request, vocabulary: Vocabulary | None) -> RequestOu
     )
 
 
-def _logprobs(samples: Iterable[Sample], vocabulary: Vocabulary | None) -> list[dict[int, Logprob]]:
-    """Return the logprobs of each sample by token: the chosen token first, then the most likely ones."""
+def _logprobs(
+    samples: Iterable[Sample], vocabulary: Vocabulary | None, *, ranked: bool = True
+) -> list[dict[int, Logprob]]:
+    """Return the logprobs of each sample by token: the chosen token first, then the listed ones.
+
+    Args:
+        ranked: whether the listed ones are the most likely, best first.
+    """
 
     def text(token: int) -> str | None:
         return vocabulary.text(token) if vocabulary else None
@@ -81,6 +89,6 @@ def _logprobs(samples: Iterable[Sample], vocabulary: Vocabulary | None) -> list[
     for sample in samples:
         logprobs = {sample.token: Logprob(sample.logprob, sample.rank, text(sample.token))}
         for rank, (token, logprob) in enumerate(zip(sample.top_tokens, sample.top_logprobs), 1):
-            logprobs.setdefault(token, Logprob(logprob, rank, text(token)))
+            logprobs.setdefault(token, Logprob(logprob, rank if ranked else None, text(token)))
         found.append(logprobs)
     return found

@@ -179,7 +179,7 @@ def _admitted(reader: _Reader, sizes: Sizes) -> Admitted:
     row = reader.number("admitted.row", sizes.num_rows)
     num_prompt_tokens = reader.number("admitted.num_prompt_tokens", length + 1)
     low, high = reader.take("admitted.seed", 2)
-    num_top = reader.optional("admitted.num_top", MAX_TOP)
+    num_top = reader.optional("admitted.num_top", max(MAX_TOP, sizes.vocab_size))
     num_scored = reader.optional("admitted.num_scored", length)
     kind = PARAMS[reader.number("admitted.params", len(PARAMS))]
     (num_bytes,) = reader.take("admitted.params", 1)

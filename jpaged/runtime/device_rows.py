@@ -72,7 +72,7 @@ class DeviceRows:
         return tokens_r
 
 
-def _state_row(admitted: Admitted, vocab_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _state_row(admitted: Admitted, vocab_size: int) -> tuple[np.ndarray, ...]:
     """Return a sequence's row of the sampling state.
 
     The last token of its output is counted by the step that reads it.
@@ -80,5 +80,5 @@ def _state_row(admitted: Admitted, vocab_size: int) -> tuple[np.ndarray, np.ndar
     params, length = admitted.params, admitted.num_prompt_tokens
     return host_row(
         vocab_size, admitted.token_ids[:length], admitted.token_ids[length:-1], params.logit_bias,
-        params.allowed_token_ids, admitted.banned,
+        params.allowed_token_ids, admitted.banned, getattr(params, "logprob_token_ids", None) or (),
     )  # fmt: skip

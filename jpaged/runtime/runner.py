@@ -94,7 +94,7 @@ class ModelRunner:
         self.pads = multiply is None or bool(stored)  # XLA multiplies weights of 8 bits
         self.step = Step(
             graphdef, treedef, cache, self.shapes.layouts, self.placement,
-            processed_logprobs=config.logprobs_mode == "processed_logprobs",
+            max_logprobs=limits.max_logprobs, processed_logprobs=config.logprobs_mode == "processed_logprobs",
             multiply=multiply, has_quantized_weights=bool(stored),
         )  # fmt: skip
         copy_sizes = ladder(8, max(8, limits.max_num_seqs), 4)

@@ -18,8 +18,8 @@ from jpaged.runtime.sampling_settings import Settings
 from jpaged.runtime.sampling_state import SamplingState, count_tokens
 
 # Shorter lists are found in less time: 20 is the most logprobs, 72 the widest beam search with 8 ending tokens.
-SHORT_LISTS = (20, 72)
-NUM_LIKELY = SHORT_LISTS[-1]  # of the likeliest tokens, among which those that the filters keep are looked for first
+SHORT_LISTS = (20, 72, 128)
+NUM_LIKELY = 72  # of the likeliest tokens, among which those that the filters keep are looked for first
 MIN_CHUNK = 16  # tokens; with fewer, one selection among all of them is faster than two
 
 Array = Any  # traced jax arrays inside the step, numpy in tests
@@ -43,7 +43,7 @@ class Sampling(NamedTuple):
     beam: Array  # [S] bool, process log-probabilities, as beam search does, and list the processed ones
     masked: Array  # [S] bool, whether allowed_bits apply
     allowed_bits: Array  # [S, ceil(V / 32)] uint32, bit t % 32 of word t // 32 = token t is allowed
-    num_top: Array  # [S] int32, how many of the best tokens to list; 0 = none, and no rank either
+    num_top: Array  # [S] int32, how many of the best tokens, or of its own, to list; 0 = none, and no rank either
 
 
 class Sampled(NamedTuple):
@@ -56,7 +56,7 @@ class Sampled(NamedTuple):
     tokens: Array  # [S] int32
     logprobs: Array  # [S] float32; NaN where the logits are not finite
     ranks: Array  # [S] int32, 1 = no token is likelier; 0 where no list is wanted
-    top_tokens: Array  # [S, K] int32, best first, equal ones by id; -1 past num_top
+    top_tokens: Array  # [S, K] int32, best first, equal ones by id, or those of the state; -1 past num_top
     top_logprobs: Array  # [S, K] float32; -inf past num_top
 
 
@@ -108,7 +108,7 @@ def sample(
             ranks = jnp.where(listed_s, _ranks(logits_sv, tokens), 0)
             values_sv = jnp.where(sampling.beam[:, None], x_sv, logits_sv)
             offset_s = jnp.where(sampling.beam, 0, lse_s)
-            return ranks, *_list_top(values_sv, offset_s, sampling.num_top, k)
+            return ranks, *_list(values_sv, offset_s, state, sampling, k)
 
         return tokens, *lax.cond(jnp.any(listed_s), describe, lambda: _no_descriptions(len(tokens), k))
 
@@ -133,7 +133,7 @@ def _sample_processed(logits_sv: jax.Array, state: SamplingState, sampling: Samp
     offset_s = jnp.where(is_offset_s, jax.nn.logsumexp(z_sv, axis=-1), 0)
     logprobs = jnp.where(jnp.isfinite(lse_s), _at(z_sv, tokens) - offset_s, jnp.nan)
     ranks = jnp.where(sampling.num_top > 0, _ranks(z_sv, tokens), 0)
-    return Sampled(tokens, logprobs, ranks, *_list_top(z_sv, offset_s, sampling.num_top, k))
+    return Sampled(tokens, logprobs, ranks, *_list(z_sv, offset_s, state, sampling, k))
 
 
 def token_logprobs(
@@ -344,6 +344,22 @@ def _threshold(order_sv: jax.Array, weight_sv: jax.Array, target_s: jax.Array) -
 
 def _ranks(logits_sv: jax.Array, tokens_s: jax.Array) -> jax.Array:
     return 1 + jnp.sum(logits_sv > _at(logits_sv, tokens_s)[:, None], -1, dtype=jnp.int32)
+
+
+def _list(
+    values_sv: jax.Array, offset_s: jax.Array, state: SamplingState, sampling: Sampling, k: int
+) -> tuple[jax.Array, jax.Array]:
+    """Return the tokens that each row lists, its own or the best ones, as `_list_top` does."""
+    tokens_sk, best_sk = _list_top(values_sv, offset_s, sampling.num_top, k)
+    own_sm = state.listed[sampling.rows, :k]
+    values_sm = jnp.take_along_axis(values_sv, jnp.maximum(own_sm, 0), axis=1) - offset_s[:, None]
+    own_sk, values_sk = (jnp.pad(x_sm, ((0, 0), (0, k - x_sm.shape[1]))) for x_sm in (own_sm, values_sm))
+    has_own_s1 = (sampling.stateful & jnp.any(own_sm >= 0, axis=1))[:, None]
+    listed_sk = jnp.arange(k) < sampling.num_top[:, None]
+    return (
+        jnp.where(has_own_s1, jnp.where(listed_sk, own_sk, -1), tokens_sk),
+        jnp.where(has_own_s1, jnp.where(listed_sk, values_sk, -jnp.inf), best_sk),
+    )
 
 
 def _list_top(values_sv: jax.Array, offset_s: jax.Array, num_top_s: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:

@@ -1,12 +1,14 @@
 """Sampling state of running sequences on the device: one row per sequence."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
+
+from jpaged.core.params import MAX_TOP
 
 
 class SamplingState(NamedTuple):
@@ -15,12 +17,13 @@ class SamplingState(NamedTuple):
     output_counts: jax.Array  # [R, V] int32, how often the output holds the token
     in_prompt: jax.Array  # [R, V] bool
     bias: jax.Array  # [R, V] float32, added to the logit; -inf forbids the token
+    listed: jax.Array  # [R, M] int32, tokens to list instead of the best ones, then -1; M = MAX_TOP, or V if less
 
 
 def empty_state(num_rows: int, vocab_size: int, sharding: Sharding | None = None) -> SamplingState:
     """Return a state of empty rows: no token seen, none biased."""
-    shape = num_rows, vocab_size
-    return SamplingState(*(jnp.zeros(shape, dtype, device=sharding) for dtype in (jnp.int32, jnp.bool, jnp.float32)))
+    dtypes, widths = (jnp.int32, jnp.bool, jnp.float32, jnp.int32), [vocab_size] * 3 + [min(MAX_TOP, vocab_size)]
+    return SamplingState(*(jnp.zeros((num_rows, n), dtype, device=sharding) for n, dtype in zip(widths, dtypes)))
 
 
 def host_row(
@@ -30,8 +33,12 @@ def host_row(
     bias: Mapping[int, float] | None = None,
     allowed_token_ids: Iterable[int] | None = None,
     banned_tokens: Iterable[int] = (),
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return one row of the state: ([V] int32, [V] bool, [V] float32). A bias never allows a forbidden token."""
+    listed_tokens: Sequence[int] = (),
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return one row of the state: ([V] int32, [V] bool, [V] float32, [M] int32).
+
+    A bias never allows a forbidden token.
+    """
     counts_v = np.bincount(_ids(output_token_ids), minlength=vocab_size).astype(np.int32)
     in_prompt_v = np.zeros(vocab_size, np.bool)
     in_prompt_v[_ids(prompt_token_ids)] = True
@@ -42,16 +49,19 @@ def host_row(
     if bias:
         bias_v[_ids(bias)] += np.fromiter(bias.values(), np.float32)
     bias_v[_ids(banned_tokens)] = -np.inf
-    return counts_v, in_prompt_v, bias_v
+    listed_m = np.full(min(MAX_TOP, vocab_size), -1, np.int32)
+    listed_m[: len(listed_tokens)] = listed_tokens
+    return counts_v, in_prompt_v, bias_v, listed_m
 
 
 def write_row(
-    state: SamplingState, row: jax.Array, counts_v: jax.Array, in_prompt_v: jax.Array, bias_v: jax.Array
-) -> SamplingState:
+    state: SamplingState, row: jax.Array, counts_v: jax.Array, in_prompt_v: jax.Array, bias_v: jax.Array,
+    listed_m: jax.Array,
+) -> SamplingState:  # fmt: skip
     """Return the state with one row replaced; row -1 replaces nothing. `row` is an int32 scalar."""
     at = _or_past_the_end(row, state)
-    values = SamplingState(counts_v, in_prompt_v, bias_v)
-    written: SamplingState = jax.tree.map(lambda array, value_v: array.at[at].set(value_v, mode="drop"), state, values)
+    values = SamplingState(counts_v, in_prompt_v, bias_v, listed_m)
+    written: SamplingState = jax.tree.map(lambda array, value: array.at[at].set(value, mode="drop"), state, values)
     return written
 
 

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jpaged.core.params import MAX_LOGPROBS, MAX_TOP
+from jpaged.config import Limits
+from jpaged.core.params import MAX_TOP
 from jpaged.models.base import Model
 from jpaged.models.layers import multiplying
 from jpaged.runtime.batch import Batch, Bucket, Layout
@@ -89,8 +90,8 @@ class Step:
 
     def __init__(
         self, graphdef: nnx.GraphDef[Any], treedef: jax.tree_util.PyTreeDef, cache: KVCache,
-        layouts: dict[Bucket, Layout], placement: Placement, *, processed_logprobs: bool = False,
-        multiply: RowProduct | None = None, has_quantized_weights: bool = False,
+        layouts: dict[Bucket, Layout], placement: Placement, *, max_logprobs: int = Limits.max_logprobs,
+        processed_logprobs: bool = False, multiply: RowProduct | None = None, has_quantized_weights: bool = False,
     ):  # fmt: skip
         def merged(params: list[jax.Array]) -> Model:
             model: Model = nnx.merge(graphdef, jax.tree.unflatten(treedef, params))
@@ -119,8 +120,8 @@ class Step:
         ) -> tuple[jax.Array, jax.Array, SamplingState, jax.Array]:  # fmt: skip
             sampling = sampling_of(rows_sf, bits)
             sampled, state = sample_divided(
-                merged(params).logits(x_sd), state, sampling, MAX_TOP, placement, processed=processed_logprobs,
-                settings=settings, several=len(self.settings) > 1,
+                merged(params).logits(x_sd), state, sampling, max(MAX_TOP, max_logprobs), placement,
+                processed=processed_logprobs, settings=settings, several=len(self.settings) > 1,
             )  # fmt: skip
             at_s = jnp.where(sampling.rows < 0, len(last_tokens_r), sampling.rows)  # past the end: dropped
             return *_packed(sampled), state, last_tokens_r.at[at_s].set(sampled.tokens, mode="drop")
@@ -129,7 +130,7 @@ class Step:
         def score(params: list[jax.Array], x_td: jax.Array, targets_t: jax.Array) -> tuple[jax.Array, jax.Array]:
             model = merged(params)
             logits_of = lambda x_td: whole_logits(model.logits(x_td), placement)
-            return _packed(token_logprobs(logits_of, x_td, targets_t, MAX_LOGPROBS))
+            return _packed(token_logprobs(logits_of, x_td, targets_t, max(1, max_logprobs)))
 
         # Results that lay elsewhere than the arguments of the next step would need further executables.
         whole, platform = placement.whole, placement.platform

@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 
 from jpaged.core.plan import Sample
 from jpaged.core.request import FinishReason, OutputDelta
-from jpaged.serving.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from jpaged.serving.protocol import ChatRequest, CompletionRequest, GenerationRequest, StreamOptions
 from jpaged.serving.tools import ToolCallDelta, ToolParser
 from jpaged.tokenizer import TokenDecoder, Vocabulary
 
 LEAST_LOGPROB = -9999.0  # JSON has no -inf; this is the API's word for a token that can't be
+VOCABULARY = 2**17  # about the entries of a list of all tokens
 NEARBY = 16  # characters within which a token of a prompt is looked for if the tokenizer has changed the prompt's text
 
 
@@ -77,8 +78,11 @@ class Answer:
         self._cached_tokens = [0] * len(prompts)
         self._head = {"id": self.id, "created": int(time.time()), "model": model}
         self._vocabulary = vocabulary
+        self._names = Vocabulary(None) if body.return_tokens_as_token_ids else vocabulary  # of tokens in logprobs
+        self._prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        self._options = body.stream_options or StreamOptions()
         self._num_choices = body.num_choices
-        self._num_top = body.num_top_logprobs
+        self._num_top = body.num_top_logprobs if body.logprob_token_ids is None else len(body.logprob_token_ids)
         self._prompt_top = body.prompt_logprobs
         self._with_ids = bool(body.return_token_ids)
         self._choices: dict[int, _Choice] = {}
@@ -101,14 +105,19 @@ class Answer:
 
     def whole(self) -> dict[str, Any]:
         """Return the body of a response without streaming."""
-        choices = [self._finished(i, c) | self._ids(i, c) | self._end(c) for i, c in sorted(self._choices.items())]
-        return {**self._head, "object": self.object_name, "choices": choices, "usage": self._usage()}
+        choices = [
+            self._finished(i, c) | self._end(c) | {"token_ids": None} | self._ids(i, c)
+            for i, c in sorted(self._choices.items())
+        ]
+        unused = dict.fromkeys(("service_tier", "system_fingerprint", "kv_transfer_params"))
+        return {**self._head, "object": self.object_name, "choices": choices, "usage": self._usage(), **unused}
 
     @property
     def size(self) -> int:
         """Approximate bytes of the whole body."""
-        entries = 1 + max(self._num_top or 0, self._prompt_top or 0)
-        return 64 * entries * (self._completion_tokens + sum(len(prompt.token_ids) for prompt in self.prompts))
+        counts = self._num_top or 0, self._prompt_top or 0
+        entries = 1 + (VOCABULARY if -1 in counts else max(counts))
+        return 64 * entries * (self._completion_tokens + self._prompt_tokens)
 
     def opening(self) -> Iterable[dict[str, Any]]:
         """Return the chunks that precede any text."""
@@ -121,7 +130,7 @@ class Answer:
             return None
         part = self._part(index, choice) | self._ids(index, choice) | self._end(choice)
         choice.text, choice.tokens, choice.token_ids, choice.calls, choice.opened = "", [], [], [], True
-        return {**self._head, "object": self.chunk_name, "choices": [part]}
+        return self._chunk(part)
 
     def usage_chunk(self) -> dict[str, Any]:
         """Return the last chunk of a stream with usage."""
@@ -137,11 +146,20 @@ class Answer:
         }  # fmt: skip
 
     def _usage(self) -> dict[str, Any]:
-        given, made = sum(len(prompt.token_ids) for prompt in self.prompts), self._completion_tokens
+        given, made = self._prompt_tokens, self._completion_tokens
         return {
             "prompt_tokens": given, "completion_tokens": made, "total_tokens": given + made,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens)},
         }  # fmt: skip
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        """Return a chunk of one choice. Its usage, that of the response so far, is null if only the last one has it."""
+        chunk = {**self._head, "object": self.chunk_name, "choices": [choice]}
+        if self._options.continuous_usage_stats:
+            chunk["usage"] = self._usage()
+        elif self._options.include_usage:
+            chunk["usage"] = None
+        return chunk
 
     def _add_text(self, choice: _Choice, delta: OutputDelta) -> None:
         choice.text += delta.text
@@ -228,8 +246,7 @@ class CompletionAnswer(Answer):
         return ids and ids | {"prompt_token_ids": prompt}
 
     def _finished(self, index: int, choice: _Choice) -> dict[str, Any]:
-        body = self._part(index, choice)
-        return body if self._prompt_top is None else body | {"prompt_logprobs": choice.prompt_logprobs}
+        return self._part(index, choice) | {"prompt_logprobs": choice.prompt_logprobs, "prompt_token_ids": None}
 
     def _part(self, index: int, choice: _Choice) -> dict[str, Any]:
         return {"index": index, "text": choice.text, "logprobs": self._token_logprobs(choice)}
@@ -238,7 +255,7 @@ class CompletionAnswer(Answer):
         if self._num_top is None:
             return None
         return {
-            "tokens": [self._vocabulary.text(token.token) for token in choice.tokens],
+            "tokens": [self._names.text(token.token) for token in choice.tokens],
             "token_logprobs": [token.logprob for token in choice.tokens],
             "top_logprobs": [self._by_text(token) for token in choice.tokens],
             "text_offset": [token.offset for token in choice.tokens],
@@ -248,7 +265,7 @@ class CompletionAnswer(Answer):
         """Return the token's own logprob, then the best ones; of tokens with equal text, only the first."""
         if token.sample is None:
             return None
-        texts = self._vocabulary.texts
+        texts = self._names.texts
         logprobs = {texts[token.token]: token.logprob}
         # A hot loop, so without calls: 20 entries for each token of each stream.
         for other, logprob in _top(token.sample, self._num_top):
@@ -273,18 +290,20 @@ class ChatAnswer(Answer):
         super().__init__(model, vocabulary, body, [prompt])
         self._new_parser = new_parser
         self._names_tool = body.names_tool
+        self._role = body.answer_role
+        self._echo = body.messages[-1].text if body.echo and body.messages[-1].role == self._role else ""
 
     def whole(self) -> dict[str, Any]:
         """Return the body of a response without streaming."""
-        body = super().whole() | self._prompt_ids()
-        return body if self._prompt_top is None else body | {"prompt_logprobs": self._choices[0].prompt_logprobs}
+        prompt = {"prompt_token_ids": None, "prompt_logprobs": self._choices[0].prompt_logprobs}
+        return super().whole() | prompt | self._prompt_ids()
 
     def opening(self) -> Iterable[dict[str, Any]]:
         """Yield a chunk with the role for each choice."""
         for index in range(self._num_choices):
-            delta = {"role": "assistant", "content": ""}
+            delta = {"role": self._role, "content": ""}
             choice = {"index": index, "delta": delta, "logprobs": None} | self._end(_Choice())
-            yield {**self._head, "object": self.chunk_name, "choices": [choice]} | self._prompt_ids()
+            yield self._chunk(choice) | self._prompt_ids()
 
     def _prompt_ids(self) -> dict[str, Any]:
         return {"prompt_token_ids": self.prompts[0].token_ids} if self._with_ids else {}
@@ -292,6 +311,7 @@ class ChatAnswer(Answer):
     def _opened(self, prompt: Prompt, samples: Sequence[Sample]) -> _Choice:
         choice = super()._opened(prompt, samples)
         choice.parser = self._new_parser and self._new_parser()
+        choice.text = self._echo
         return choice
 
     def _add_text(self, choice: _Choice, delta: OutputDelta) -> None:
@@ -312,7 +332,8 @@ class ChatAnswer(Answer):
         return end | {"finish_reason": "tool_calls"} if called and end["finish_reason"] == FinishReason.STOP else end
 
     def _finished(self, index: int, choice: _Choice) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": choice.text}
+        unused = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
+        message: dict[str, Any] = {"role": self._role, "content": choice.text, **unused}
         if choice.calls:
             message |= {"content": choice.text or None, "tool_calls": _whole_calls(choice.calls)}
         return {"index": index, "message": message, "logprobs": self._token_logprobs(choice)}
@@ -335,7 +356,7 @@ class ChatAnswer(Answer):
         return {"content": content}
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        text, data = self._vocabulary.text(token), self._vocabulary.bytes(token)
+        text, data = self._names.text(token), self._vocabulary.bytes(token)
         return {"token": text, "logprob": _in_json(logprob), "bytes": list(data)}
 
 
@@ -385,8 +406,9 @@ def _whole_calls(deltas: Iterable[ToolCallDelta]) -> list[dict[str, Any]]:
 
 
 def _top(sample: Sample, count: int | None) -> Iterator[tuple[int, float]]:
-    """Return the first `count` of a sample's most likely tokens with their logprobs."""
-    return zip(sample.top_tokens[:count], sample.top_logprobs[:count])
+    """Return the first `count` of a sample's most likely tokens with their logprobs; -1: all of them."""
+    end = None if count == -1 else count
+    return zip(sample.top_tokens[:end], sample.top_logprobs[:end])
 
 
 def _in_json(logprob: float) -> float:

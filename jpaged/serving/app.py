@@ -1,7 +1,9 @@
 """OpenAI-compatible application: its routes."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -9,7 +11,7 @@ from aiohttp import HttpVersion11, web
 
 from jpaged.serving import control
 from jpaged.serving.generate import chat_completion, completion, compute, respond
-from jpaged.serving.info import model_info, server_info
+from jpaged.serving.info import model_info, server_info, tokenizer_config
 from jpaged.serving.live import feed, static
 from jpaged.serving.middleware import MIDDLEWARES, add_request_id, client_of
 from jpaged.serving.openapi import description
@@ -42,6 +44,8 @@ def make_app(service: Service) -> web.Application:
         web.get("/ping", health),
         web.post("/ping", health),
         web.get("/version", show_version),
+        web.get("/load", load),
+        web.get("/tokenizer_info", tokenizer_info),
         web.get("/model_info", show_model_info),
         web.get("/get_model_info", show_model_info),
         web.get("/server_info", show_server_info),
@@ -125,6 +129,17 @@ async def health(request: web.Request) -> web.Response:
     return web.Response(status=200 if request.app[SERVICE].healthy else 503)
 
 
+async def load(request: web.Request) -> web.Response:
+    """Return the number of requests that are being answered."""
+    return web.json_response({"server_load": len(request.app[SERVICE].in_flight)})
+
+
+async def tokenizer_info(request: web.Request) -> web.Response:
+    """Return the configuration of the tokenizer."""
+    config = tokenizer_config(request.app[SERVICE])
+    return web.json_response(config, dumps=partial(json.dumps, default=str))  # which may hold AddedTokens
+
+
 async def show_version(request: web.Request) -> web.Response:
     """Return the version of the package."""
     return web.json_response({"version": version("jpaged")})
@@ -174,5 +189,13 @@ def model_list(service: Service) -> dict[str, Any]:
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:
-    model = {"id": name, "object": "model", "created": service.created, "owned_by": "jpaged"}
-    return model | {"max_model_len": service.max_model_len}
+    permission = {
+        "id": f"modelperm-{name}", "object": "model_permission", "created": service.created, "organization": "*",
+        "group": None, "is_blocking": False, "allow_create_engine": False, "allow_sampling": True,
+        "allow_logprobs": True, "allow_search_indices": False, "allow_view": True, "allow_fine_tuning": False,
+    }  # fmt: skip
+    return {
+        "id": name, "object": "model", "created": service.created, "owned_by": "jpaged",
+        "root": service.model_facts.get("model_path", service.model_name), "parent": None,
+        "max_model_len": service.max_model_len, "permission": [permission],
+    }  # fmt: skip

@@ -23,14 +23,17 @@ class BodyProcess:
     def __init__(self) -> None:
         self._children = Children("jpaged.serving.body_process", None)
 
-    def text_length(self, path: str, data: bytes) -> tuple[int, str]:
+    def text_length(self, path: str, data: bytes, ignore_unknown: bool) -> tuple[int, str]:
         """Return the `text_length` of the body of a path, and the field with the text; 0 if a process fails at it.
+
+        Args:
+            ignore_unknown: ignore unknown fields.
 
         Raises:
             ApiError: 400, as `protocol.PARSERS`.
         """
         fault: Fault | None
-        question = dumps([path, data.decode("latin-1")]).decode()
+        question = dumps([path, data.decode("latin-1"), ignore_unknown]).decode()
         try:
             length, field, fault = self._children.ask(question, TIMEOUT_S)
         except ChildFailed:
@@ -41,11 +44,11 @@ class BodyProcess:
         return length, field
 
 
-def _setup(_: None) -> Callable[[list[str]], tuple[int, str, Fault | None]]:
-    def answer(question: list[str]) -> tuple[int, str, Fault | None]:
-        path, data = question
+def _setup(_: None) -> Callable[[tuple[str, str, bool]], tuple[int, str, Fault | None]]:
+    def answer(question: tuple[str, str, bool]) -> tuple[int, str, Fault | None]:
+        path, data, ignore_unknown = question
         try:
-            body = PARSERS[path](data.encode("latin-1"))
+            body = PARSERS[path](data.encode("latin-1"), ignore_unknown=ignore_unknown)
         except ApiError as error:
             return 0, "", (error.status, error.message, error.param, error.code)
         return getattr(body, "text_length", 0), "messages" if isinstance(body, Conversation) else "prompt", None

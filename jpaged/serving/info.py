@@ -1,9 +1,12 @@
-"""Facts about the model and the server, under the names of SGLang's servers, which routers ask for."""
+"""Facts about the model and the server, under SGLang's names, which routers ask for, and about the tokenizer."""
 
 from importlib.metadata import version
 from typing import Any
 
+from jpaged.serving.protocol import ApiError
 from jpaged.serving.service import Service
+
+TOKENIZER_FILES = ("vocab_file", "merges_file", "tokenizer_file")
 
 
 def model_info(service: Service) -> dict[str, Any]:
@@ -31,3 +34,17 @@ def server_info(service: Service) -> dict[str, Any]:
         "num_waiting_reqs": stats.num_waiting,
         "status": "ready" if service.healthy else "unavailable",
     }
+
+
+def tokenizer_config(service: Service) -> dict[str, Any]:
+    """Return the tokenizer's configuration, as in tokenizer_config.json, with the chat template that is used.
+
+    Raises:
+        ApiError: 404 without a tokenizer.
+    """
+    tokenizer = service.tokenizer
+    if tokenizer is None:
+        raise ApiError(404, "this server has no tokenizer")
+    config = {name: value for name, value in tokenizer.init_kwargs.items() if name not in TOKENIZER_FILES}
+    template = service.config.chat_template or tokenizer.chat_template
+    return config | {"tokenizer_class": type(tokenizer).__name__, "chat_template": template}

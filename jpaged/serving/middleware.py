@@ -72,6 +72,8 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         raise  # the client has gone; there is nobody to answer
     except Exception as failure:
         error = as_api_error(failure)
+        if isinstance(failure, web.HTTPNotFound):
+            error = ApiError(404, f"{request.path} is not served here; /openapi.json lists the routes")
         if isinstance(failure, QueueFull):
             request.app[SERVICE].metrics.rejected()
         headers = error_headers(error)

@@ -57,6 +57,8 @@ def description() -> dict[str, Any]:
             "/health": _get("200 while the engine runs", {"503": "it does not, or is shutting down"}, content=None),
             "/ping": ping | {"post": ping["get"]},
             "/version": _get("The server's version", {}),
+            "/load": _get("The number of requests that are being answered", {}),
+            "/tokenizer_info": _get("The tokenizer's configuration", {"404": "the server has no tokenizer"}),
             "/model_info": _get("Facts about the model, under SGLang's names", {}),
             "/get_model_info": _get("The same as /model_info", {}),
             "/server_info": _get("Facts about the model and the server, under SGLang's names", {}),

@@ -54,7 +54,7 @@ def prepare_completion(service: Service, data: bytes) -> Prepared[CompletionRequ
     Raises:
         ApiError: 400 or 404.
     """
-    body = parse(CompletionRequest, data)
+    body = parse(CompletionRequest, data, ignore_unknown=service.config.ignore_unknown_fields)
     with body.rename_error_fields():
         params, given = body.params(service.sampling_defaults), body.prompts()
         _check(service, body)
@@ -75,7 +75,7 @@ def prepare_chat(service: Service, data: bytes) -> Prepared[ChatRequest]:
     Raises:
         ApiError: 400 or 404.
     """
-    body = parse(ChatRequest, data)
+    body = parse(ChatRequest, data, ignore_unknown=service.config.ignore_unknown_fields)
     with body.rename_error_fields():
         _tokenizer(service, "messages")
         params = body.params(service.sampling_defaults)
@@ -83,10 +83,12 @@ def prepare_chat(service: Service, data: bytes) -> Prepared[ChatRequest]:
         offered = [Tool(tool.function.name, tool.function.parameters) for tool in body.offered_tools]
         new_parser = None
         if offered:
-            tool_format = _tool_format(service, params)
-            params = replace(params, structured_outputs=_call_grammar(body, tool_format, offered))
+            tool_format = _tool_format(service, body)
+            with_answer = params.structured_outputs is not None and not body.must_call
+            params = replace(params, structured_outputs=_call_grammar(body, params, tool_format, offered))
             names, parallel = {tool.name for tool in offered}, body.parallel_tool_calls is not False
-            new_parser = partial(tool_format.parser, names, lambda: f"call_{uuid.uuid4().hex}", parallel)
+            parser = tool_format.parser_with_answer if with_answer else tool_format.parser
+            new_parser = partial(parser, names, lambda: f"call_{uuid.uuid4().hex}", parallel)
         prompt = Prompt(params.truncated(_render(service, body), service.max_model_len))
         return Prepared(body, params, [prompt], _bad_words(service, params), new_parser)
 
@@ -97,7 +99,7 @@ def tokenize(service: Service, data: bytes) -> dict[str, Any]:
     Raises:
         ApiError: 400 or 404.
     """
-    body = parse_tokenize(data)
+    body = parse_tokenize(data, ignore_unknown=service.config.ignore_unknown_fields)
     check_model(service, body.model)
     if isinstance(body, TokenizeChatRequest):
         tokens = _render(service, body)
@@ -131,7 +133,7 @@ def detokenize(service: Service, data: bytes) -> dict[str, Any]:
     Raises:
         ApiError: 400 or 404.
     """
-    body = parse(DetokenizeRequest, data)
+    body = parse(DetokenizeRequest, data, ignore_unknown=service.config.ignore_unknown_fields)
     check_model(service, body.model)
     tokenizer = backend(_tokenizer(service, "tokens"))
     size = tokenizer.get_vocab_size()
@@ -221,20 +223,33 @@ def _render(service: Service, body: Conversation) -> list[int]:
         raise ApiError(400, f"messages: {error}", "messages") from error
 
 
-def _tool_format(service: Service, params: Params) -> ToolFormat:
+def _tool_format(service: Service, body: ChatRequest) -> ToolFormat:
     if service.tool_format is None:
         raise ApiError(400, "tools: no tool-call format detected for this model; set --tool-call-parser", "tools")
-    if params.structured_outputs is not None:
-        raise ApiError(400, "tools: can't be combined with response_format or structured_outputs", "tools")
+    if body.constraints not in ([], ["response_format"]):
+        raise ApiError(
+            400, f"{body.constraints[0]}: can't be combined with tools; use response_format", body.constraints[0]
+        )
     return service.tool_format
 
 
-def _call_grammar(body: ChatRequest, tool_format: ToolFormat, tools: list[Tool]) -> StructuredOutputsParams | None:
-    """Return the grammar of an answer that must call a tool, or whose calls must fit the tools' schemas."""
+def _call_grammar(
+    body: ChatRequest, params: Params, tool_format: ToolFormat, tools: list[Tool]
+) -> StructuredOutputsParams | None:
+    """Return the grammar of an answer that must call a tool, or whose calls must fit the tools' schemas.
+
+    With a response format, the answer consists of calls, or fits the format.
+    """
     parallel = body.parallel_tool_calls is not False and not body.names_tool
     try:
         if body.must_call:
             return StructuredOutputsParams(grammar=tool_format.grammar(tools, parallel))
+        if (wanted := params.structured_outputs) is not None:
+            if not tool_format.tells_json_from_calls:
+                message = f"can't be combined with tools in the form {tool_format.name}, whose calls are JSON too"
+                raise ApiError(400, f"response_format: {message}", "response_format")
+            schema = {"type": "object"} if wanted.json is None else wanted.json
+            return StructuredOutputsParams(grammar=tool_format.grammar_with_answer(tools, parallel, schema))
         if any(tool.function.strict for tool in body.offered_tools):
             return StructuredOutputsParams(grammar=tool_format.lazy_grammar(tools, parallel))
     except ValueError as error:

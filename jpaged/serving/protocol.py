@@ -1,7 +1,8 @@
 """Requests and errors of the OpenAI API, with vLLM's additional fields.
 
-This module has the names and types; the ranges are in `jpaged.core.params`. Any other field is rejected by name, so
-that nothing is silently ignored.
+This module has the names and types; the ranges are in `jpaged.core.params`. Any other field of a request is rejected
+by name, unless the server ignores unknown fields. Unknown fields of messages and tools are ignored, because clients add
+their own.
 """
 
 import re
@@ -82,6 +83,12 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
+class _Open(_Strict):
+    """Part of a conversation, in which unknown fields are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
 # The neutral value of a field whose feature is not served: null, or an empty list or object.
 Nothing = Annotated[list[Any], Field(max_length=0)] | Annotated[dict[str, Any], Field(max_length=0)] | None
 
@@ -89,7 +96,8 @@ Nothing = Annotated[list[Any], Field(max_length=0)] | Annotated[dict[str, Any], 
 class StreamOptions(_Strict):
     """Options of a streamed response."""
 
-    include_usage: bool = False
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: Literal[False] = False
 
 
@@ -142,9 +150,18 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Fie
 
 # Values of sampling parameters without effect, which a beam search accepts, and of beam parameters without a search.
 NEUTRAL: dict[bool, dict[str, tuple[Any, ...]]] = {
-    True: {"temperature": (0,), "top_k": (0, -1), "top_p": (1,), "min_p": (0,), "seed": ()},
+    True: {"temperature": (0,), "top_k": (0, -1), "top_p": (1,), "min_p": (0,), "seed": (), "logprob_token_ids": ()},
     False: {"length_penalty": (1,), "early_stopping": (False,)},
 }
+
+
+# Fields that constrain the whole output.
+CONSTRAINTS = ("response_format", "regex", "ebnf", "structured_outputs")
+
+
+def _renamed(name: str) -> Any:
+    """Return an older field that must be absent, because the feature has another name today."""
+    return Field(default=None, description=f"absent: its name today is structured_outputs.{name}")
 
 
 class GenerationRequest(_Strict):
@@ -165,6 +182,7 @@ class GenerationRequest(_Strict):
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = Field(default=None, description='true, false or "never"')
     max_tokens: int | None = None
+    max_completion_tokens: int | None = None
     min_tokens: int | None = None
     stop: str | Items[str] | None = Field(default=None, description="a text or a list of texts")
     stop_token_ids: Items[int] | None = None
@@ -178,16 +196,22 @@ class GenerationRequest(_Strict):
     )
     allowed_token_ids: Items[int] | None = None
     bad_words: Items[str] | None = None
+    logprob_token_ids: Items[int] | None = None
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
     skip_special_tokens: bool | None = None
+    detokenize: bool | None = None
     priority: int | None = None
     cache_salt: str | None = Field(default=None, min_length=1, description="a non-empty text")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    regex: str | None = None
+    ebnf: str | None = Field(default=None, description='a grammar in EBNF or GBNF, whose first rule is "root ::= ..."')
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     # These change no answer.
     user: str | None = None
     metadata: dict[str, str] | None = Field(
@@ -200,8 +224,6 @@ class GenerationRequest(_Strict):
     spaces_between_special_tokens: bool | None = None
     request_id: str | None = None
     # Features that are not served, at the values that ask for nothing.
-    detokenize: Literal[True] | None = None
-    return_tokens_as_token_ids: Literal[False] | None = None
     include_reasoning: Literal[True] | None = Field(default=None, description="true: reasoning is part of the text")
     separate_reasoning: Literal[True] | None = Field(default=None, description="true; reasoning is part of the text")
     stream_reasoning: Literal[True] | None = Field(
@@ -210,10 +232,13 @@ class GenerationRequest(_Strict):
     no_stop_trim: Literal[False] | None = Field(default=None, description="false; see include_stop_str_in_output")
     return_hidden_states: Literal[False] | None = None
     logits_processors: Nothing = None
-    guided_json: Nothing = None
-    guided_regex: Nothing = None
-    guided_choice: Nothing = None
-    guided_grammar: Nothing = None
+    guided_json: Nothing = _renamed("json")
+    guided_regex: Nothing = _renamed("regex")
+    guided_choice: Nothing = _renamed("choice")
+    guided_grammar: Nothing = _renamed("grammar")
+    guided_json_object: Literal[False] | None = _renamed("json_object")
+    guided_whitespace_pattern: Nothing = _renamed("whitespace_pattern")
+    guided_decoding_backend: None = Field(default=None, description="absent: llguidance compiles every constraint")
     kv_transfer_params: Nothing = None
     vllm_xargs: Nothing = None
 
@@ -227,12 +252,26 @@ class GenerationRequest(_Strict):
         """Number of most likely tokens to list with each output token; None: no logprobs."""
         raise NotImplementedError
 
+    @property
+    def max_new_tokens(self) -> int | None:
+        """Maximum output tokens, by either name."""
+        return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+
+    @property
+    def constraints(self) -> list[str]:
+        """Names of the given fields of CONSTRAINTS."""
+        given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
+        return [name for name in given if not isinstance(getattr(self, name), TextFormat)]
+
     def params(self, defaults: Mapping[str, Any]) -> Params:
         """Return the request's parameters; unset fields come from the model's `defaults`.
 
         Raises:
             InvalidParameter: a value is not allowed.
+            ApiError: logprob_token_ids without logprobs.
         """
+        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
+            raise InvalidParameter("max_completion_tokens", "differs from max_tokens, its older name; send one of them")
         beams = bool(self.use_beam_search)
         for name, neutral in NEUTRAL[beams].items():
             value = getattr(self, name)
@@ -241,6 +280,8 @@ class GenerationRequest(_Strict):
                 raise InvalidParameter(
                     name, f"must be {allowed} with{'' if beams else 'out'} use_beam_search, not {value!r}"
                 )
+        if self.logprob_token_ids is not None and self.num_top_logprobs is None:
+            raise ApiError(400, "logprob_token_ids: needs logprobs", "logprob_token_ids")
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidParameter("prompt_logprobs", f"must be absent with stream, not {self.prompt_logprobs}")
         kind: type[Params] = BeamSearchParams if beams else SamplingParams
@@ -267,23 +308,31 @@ class GenerationRequest(_Strict):
             raise ApiError(400, message, names.get(error.field, error.field), code=error.code) from error
 
     def _max_tokens(self) -> int | None:
-        return self.max_tokens
+        return self.max_new_tokens
 
     def _structured_outputs(self) -> StructuredOutputsParams | None:
-        wanted = self.response_format
-        if wanted is not None and not isinstance(wanted, TextFormat):
-            if self.structured_outputs is not None:
-                raise InvalidParameter(
-                    "response_format", "a second constraint beside structured_outputs: send one of them"
-                )
-            schema = wanted.json_schema.json_schema if isinstance(wanted, JsonSchemaFormat) else None
-            return StructuredOutputsParams(json=schema, json_object=schema is None)
-        return None if self.structured_outputs is None else self.structured_outputs.params()
+        if not (given := self.constraints):
+            return None
+        if len(given) > 1:
+            raise InvalidParameter(given[0], f"a second constraint beside {given[1]}: send one of them")
+        if isinstance(wanted := self.response_format, JsonSchemaFormat):
+            return StructuredOutputsParams(json=wanted.json_schema.json_schema)
+        if isinstance(wanted, JsonObjectFormat):
+            return StructuredOutputsParams(json_object=True)
+        if self.structured_outputs is not None:
+            return self.structured_outputs.params()
+        if self.ebnf is not None and "::=" not in self.ebnf:
+            raise InvalidParameter("ebnf", f'must have rules such as "root ::= ...", not {shown(self.ebnf)}')
+        return StructuredOutputsParams(regex=self.regex, grammar=self.ebnf)
 
     def _names(self) -> dict[str, str]:
         """Return the request's names of parameters, where they differ."""
         names = {"beam_width": "n" if self.best_of is None else "best_of"}
-        return names if self.response_format is None else names | {"structured_outputs": "response_format"}
+        if self.max_tokens is None and self.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
+        if self.constraints:
+            names["structured_outputs"] = self.constraints[0]
+        return names
 
 
 class CompletionRequest(GenerationRequest):
@@ -308,21 +357,26 @@ class CompletionRequest(GenerationRequest):
     @property
     def only_echo(self) -> bool:
         """Whether only the prompt is wanted. The engine always generates a token, which is then dropped."""
-        return bool(self.echo) and self.max_tokens == 0
+        return bool(self.echo) and self.max_new_tokens == 0
 
     def params(self, defaults: Mapping[str, Any]) -> Params:
         """Return the request's parameters, with prompt logprobs if the prompt is echoed with logprobs."""
         if self.only_echo and (self.min_tokens or 0) > 0:
             raise InvalidParameter("min_tokens", f"{self.min_tokens} exceeds max_tokens (0)")
+        if self.echo and self.logprob_token_ids is not None:
+            raise InvalidParameter(
+                "logprob_token_ids", "can't be combined with echo, which lists the most likely tokens"
+            )
         params = super().params(defaults)
         if self.echo and self.logprobs is not None:
-            params = replace(params, prompt_logprobs=max(self.logprobs, self.prompt_logprobs or 0))
+            counts = self.logprobs, self.prompt_logprobs or 0
+            params = replace(params, prompt_logprobs=-1 if -1 in counts else max(counts))
         return params
 
     def _max_tokens(self) -> int | None:
         if self.only_echo:
             return 1
-        return DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+        return DEFAULT_COMPLETION_TOKENS if self.max_new_tokens is None else self.max_new_tokens
 
     @property
     def text_length(self) -> int:
@@ -346,27 +400,25 @@ class CompletionRequest(GenerationRequest):
 class TextPart(TypedDict):  # a request may have thousands, and dictionaries are made in half the time of models
     """Text in the content of a message."""
 
-    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[misc]
+    __pydantic_config__ = ConfigDict(extra="ignore", strict=True)  # type: ignore[misc]
 
     type: Literal["text"]
     text: str
 
 
-class FunctionCall(_Strict):
+class FunctionCall(_Open):
     """Name and arguments of a tool call."""
 
     name: str
     arguments: str
-    parsed_arguments: Any = None  # parsed from `arguments` by a client
 
 
-class ToolCall(_Strict):
+class ToolCall(_Open):
     """Tool call in a message of the assistant."""
 
     id: str
     type: Literal["function"] = "function"
     function: FunctionCall
-    index: int | None = None  # of a call that was streamed: its place in the list says the same
 
     def for_template(self) -> dict[str, Any]:
         """Return the call with its arguments as an object, as templates print them.
@@ -380,23 +432,19 @@ class ToolCall(_Strict):
         return {"id": self.id, "type": self.type, "function": function}
 
 
-class ChatMessage(_Strict):
+class ChatMessage(_Open):
     """Message of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: str = Field(min_length=1)
     content: str | Annotated[Items[TextPart], Field(max_length=MAX_PARTS)] | None = None
     name: str | None = None
-    refusal: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     tool_calls: Items[ToolCall] | None = Field(default=None, description="calls that the assistant has made")
     tool_call_id: str | None = Field(default=None, description="the call that this message answers")
-    # Clients send these back in a message of the assistant. They repeat its content, or ask for nothing.
-    parsed: Any = None
-    annotations: Nothing = None
+    # A message with one of these says more than its text.
     audio: Nothing = None
     function_call: Nothing = None
-    provider_specific_fields: Any = None
 
     @property
     def text(self) -> str:
@@ -428,7 +476,7 @@ class ChatMessage(_Strict):
         return message
 
 
-class Function(_Strict):
+class Function(_Open):
     """Function that the model may call."""
 
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$", description="1 to 64 letters, digits, _, . and -")
@@ -437,20 +485,20 @@ class Function(_Strict):
     strict: bool | None = None
 
 
-class Tool(_Strict):
+class Tool(_Open):
     """Tool that the model may call."""
 
     type: Literal["function"]
     function: Function
 
 
-class NamedFunction(_Strict):
+class NamedFunction(_Open):
     """Name of a function."""
 
     name: str
 
 
-class NamedToolChoice(_Strict):
+class NamedToolChoice(_Open):
     """Choice of a tool by its name."""
 
     type: Literal["function"]
@@ -466,11 +514,22 @@ class Conversation(_Strict):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
 
     @property
     def text_length(self) -> int:
         """Number of characters of all messages."""
         return sum(len(message.text) for message in self.messages)
+
+    @property
+    def answer_role(self) -> str:
+        """Role of the answer: that of the last message if no generation prompt follows it."""
+        return "assistant" if self._prompting else self.messages[-1].role
+
+    @property
+    def _prompting(self) -> bool:
+        return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
 
     def template_options(self) -> dict[str, Any]:
         """Return the options of `chat.render`.
@@ -483,27 +542,26 @@ class Conversation(_Strict):
             raise ApiError(
                 400, "continue_final_message: contradicts add_generation_prompt: true", "continue_final_message"
             )
-        prompting = not going_on if self.add_generation_prompt is None else self.add_generation_prompt
+        levels = {name: level for name in ("reasoning_effort", "verbosity") if (level := getattr(self, name))}
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()] or None
         return {
-            "tools": tools, "add_generation_prompt": prompting, "continue_final_message": going_on,
-            "variables": self.chat_template_kwargs or {},
+            "tools": tools, "add_generation_prompt": self._prompting, "continue_final_message": going_on,
+            "variables": (self.chat_template_kwargs or {}) | levels,
         }  # fmt: skip
 
 
 class ChatRequest(GenerationRequest, Conversation):
     """Body of `/v1/chat/completions`."""
 
-    max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = Field(
         default=None, description='"none", "auto", "required" or {"type": "function", "function": {"name": NAME}}'
     )
     parallel_tool_calls: bool | None = None
+    echo: bool | None = None
     # Features that are not served, at the values that ask for nothing.
     modalities: list[Literal["text"]] | None = None
-    echo: Literal[False] | None = None
     add_special_tokens: Literal[False] | None = Field(default=None, description="false: the template brings them")
     function_call: Literal["none"] | None = None
     functions: Nothing = None
@@ -512,8 +570,6 @@ class ChatRequest(GenerationRequest, Conversation):
     documents: Nothing = None
     mm_processor_kwargs: Nothing = None
     web_search_options: None = None
-    reasoning_effort: Literal["none"] | None = None
-    verbosity: Literal["medium"] | None = None
 
     @property
     def offered_tools(self) -> list[Tool]:
@@ -526,8 +582,6 @@ class ChatRequest(GenerationRequest, Conversation):
         names = [tool.function.name for tool in tools]
         if repeated := {name for name in names if names.count(name) > 1}:
             raise ApiError(400, f"tools: {min(repeated)!r} is there more than once", "tools")
-        if self.parallel_tool_calls is not None and not tools:
-            raise ApiError(400, "parallel_tool_calls: only allowed with tools", "parallel_tool_calls")
         if self.tool_choice == "none":
             return []
         if isinstance(self.tool_choice, NamedToolChoice):
@@ -561,14 +615,9 @@ class ChatRequest(GenerationRequest, Conversation):
             InvalidParameter: a value is not allowed.
             ApiError: top_logprobs without logprobs.
         """
-        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
-            raise InvalidParameter("max_completion_tokens", "differs from max_tokens, its older name; send one of them")
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, f"top_logprobs: {self.top_logprobs} needs logprobs: true", "top_logprobs")
         return super().params(defaults)
-
-    def _max_tokens(self) -> int | None:
-        return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
 
     def _names(self) -> dict[str, str]:
         names = super()._names() | {"logprobs": "top_logprobs"}
@@ -628,14 +677,17 @@ class UpdateWeightsRequest(_Strict):
 PROBLEM_CODES = {"extra_forbidden": "unknown_parameter", "missing": "missing_required_parameter"}
 
 
-def parse[R: BaseModel](model: type[R], body: bytes) -> R:
+def parse[R: BaseModel](model: type[R], body: bytes, *, ignore_unknown: bool = False) -> R:
     """Return a request from its JSON.
+
+    Args:
+        ignore_unknown: ignore unknown fields.
 
     Raises:
         ApiError: 400 with the first invalid field and its allowed values.
     """
     try:
-        return model.model_validate_json(body)
+        return model.model_validate_json(body, extra="ignore" if ignore_unknown else None)
     except ValidationError as error:
         if (count := error.error_count()) > MAX_FAULTS:  # naming them takes longer than finding them
             raise ApiError(400, f"the body has {count} unknown or wrong fields") from None
@@ -649,7 +701,7 @@ def parse[R: BaseModel](model: type[R], body: bytes) -> R:
         ) from error
 
 
-def parse_tokenize(body: bytes) -> TokenizeChatRequest | TokenizeCompletionRequest:
+def parse_tokenize(body: bytes, *, ignore_unknown: bool = False) -> TokenizeChatRequest | TokenizeCompletionRequest:
     """Return a request of `/tokenize` from its JSON: with a text, or with a conversation.
 
     Raises:
@@ -660,11 +712,13 @@ def parse_tokenize(body: bytes) -> TokenizeChatRequest | TokenizeCompletionReque
         raise ApiError(400, "prompt: only one of prompt and messages is allowed", "prompt")
     if not given:
         raise ApiError(400, "prompt: is required, or messages", "prompt", code="missing_required_parameter")
-    return parse(TokenizeChatRequest, body) if "messages" in given else parse(TokenizeCompletionRequest, body)
+    if "messages" in given:
+        return parse(TokenizeChatRequest, body, ignore_unknown=ignore_unknown)
+    return parse(TokenizeCompletionRequest, body, ignore_unknown=ignore_unknown)
 
 
 # Parsers of the bodies that may be large, by path.
-PARSERS: Mapping[str, Callable[[bytes], BaseModel]] = {
+PARSERS: Mapping[str, Callable[..., BaseModel]] = {
     "/v1/completions": partial(parse, CompletionRequest), "/v1/chat/completions": partial(parse, ChatRequest),
     "/tokenize": parse_tokenize, "/detokenize": partial(parse, DetokenizeRequest),
 }  # fmt: skip

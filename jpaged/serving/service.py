@@ -44,6 +44,7 @@ class ServerConfig:
         default_chat_template_kwargs: variables of the template for requests that do not set them.
         trust_request_chat_template: accept templates in requests too. They are programs, although sandboxed.
         allow_special_tokens_in_content: encode the text of a special token in a message as that token.
+        ignore_unknown_fields: ignore unknown fields of requests instead of rejecting them.
         max_queue: maximum requests that wait for the engine; further ones get HTTP 503.
         max_body_size: maximum bytes of a request; None: 1 MiB, plus 16 bytes for each token of max_model_len.
         request_timeout: maximum seconds of a response; None: no limit.
@@ -61,6 +62,7 @@ class ServerConfig:
     default_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     trust_request_chat_template: bool = False
     allow_special_tokens_in_content: bool = False
+    ignore_unknown_fields: bool = False
     max_queue: int = 4096
     max_body_size: int | None = None
     request_timeout: float | None = None
@@ -177,7 +179,8 @@ class Service:
             ContextLengthExceeded: as `check_length`.
         """
         if len(data) > LARGE_BYTES:
-            length, param = await self._body_turns.run(client, partial(self.bodies.text_length, path, data))
+            work = partial(self.bodies.text_length, path, data, self.config.ignore_unknown_fields)
+            length, param = await self._body_turns.run(client, work)
             if self.tokenizer is not None:
                 self.check_length(length, param)
 

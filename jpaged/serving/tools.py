@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from jpaged.chat import sources_of
 from jpaged.core.params import shown
 from jpaged.serving.codec import loads
-from jpaged.structured.sound import sound_schema
+from jpaged.structured.sound import WHITE_SPACE, sound_schema
 from jpaged.tokenizer import CALL_TAGS
 
 SPACE = " \t\r\n"
@@ -119,6 +119,13 @@ class ToolParser:
     def _read(self) -> _Reading[None]:
         """Read the whole text in the format. It ends by _End."""
         raise NotImplementedError
+
+    def _read_content(self) -> _Reading[None]:
+        """Emit all further text as content."""
+        while True:
+            self._content += self._text
+            self._text, self._at = "", 0
+            yield from self._more()
 
     # Calls
 
@@ -306,6 +313,16 @@ class HermesParser(ToolParser):
         return len((self._text[:start] if begun else self._text).rstrip())
 
 
+class HermesOrAnswerParser(HermesParser):
+    """Parser of an output that begins with a call, or has none."""
+
+    def _read(self) -> _Reading[None]:
+        if (yield from self._tag(self.OPENING)):
+            self._at = 0
+            yield from super()._read()
+        yield from self._read_content()
+
+
 class Llama3JsonParser(ToolParser):
     """Parser of an output that is all calls, or all content. Content after calls is content to its end."""
 
@@ -319,10 +336,7 @@ class Llama3JsonParser(ToolParser):
             yield from self._tag(self.PYTHON_TAG)
             if not (yield from self._call()):
                 break
-        while True:
-            self._content += self._text
-            self._text = ""
-            yield from self._more()
+        yield from self._read_content()
 
 
 class ToolFormat:
@@ -343,12 +357,30 @@ class ToolFormat:
         """Return a parser for one choice."""
         return self._parser_type(tool_names, new_id, parallel)
 
+    def parser_with_answer(
+        self, tool_names: Collection[str], new_id: Callable[[], str], parallel: bool = True
+    ) -> ToolParser:
+        """Return a parser of a text that `grammar_with_answer` allows."""
+        return HermesOrAnswerParser(tool_names, new_id, parallel)
+
     def grammar(self, tools: Sequence[Tool], parallel: bool) -> str:
         """Return a grammar of calls only, with arguments that fit the tools' schemas.
 
         It allows one call or, if `parallel`, one or more.
         """
         return f"start: {self._series(parallel)}\n" + self._rules(tools, self._opening)
+
+    @property
+    def tells_json_from_calls(self) -> bool:
+        """Whether a JSON text can't be taken for a call."""
+        return bool(self._opening)
+
+    def grammar_with_answer(self, tools: Sequence[Tool], parallel: bool, answer: Any) -> str:
+        """Return a grammar of either calls, as `grammar` allows them, or a JSON text that fits the schema `answer`."""
+        assert self.tells_json_from_calls, self.name
+        schema = json.dumps(sound_schema(answer) | {"x-guidance": {"whitespace_pattern": WHITE_SPACE}})
+        start = f"start: {self._series(parallel)} | answer\nanswer: %json {schema}\n"
+        return start + self._rules(tools, self._opening)
 
     def lazy_grammar(self, tools: Sequence[Tool], parallel: bool) -> str:
         """Return a grammar of any text; but once a call begins, it must be one that `grammar` allows."""

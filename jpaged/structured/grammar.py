@@ -14,11 +14,9 @@ from tokenizers import Tokenizer
 
 from jpaged.core.params import StructuredOutputsParams
 from jpaged.structured.forcing import forces_little
-from jpaged.structured.sound import sound_schema
+from jpaged.structured.sound import WHITE_SPACE, sound_schema
 from jpaged.structured.vocabulary import GrammarVocabulary
 
-# Without a bound a model may go on indenting for ever.
-WHITE_SPACE = r"[ \n\r\t]{1,24}"
 # Where only one text is possible, masks allow only the tokens that the tokenizer has for it: fewer than a model might
 # choose. Each step finds all of this text, so that a long one would keep the engine busy. Then all tokens are allowed.
 UNFORCED = '%llguidance {"no_forcing": true}'

@@ -5,6 +5,9 @@ from typing import Any
 from jpaged.structured.numbers import sound_numbers
 from jpaged.structured.patterns import sound_patterns
 
+# Of JSON: without a bound a model may go on indenting for ever.
+WHITE_SPACE = r"[ \n\r\t]{1,24}"
+
 
 def sound_schema(schema: Any) -> Any:
     """Return a schema that llguidance keeps where it would not keep the given one.

@@ -78,6 +78,19 @@ def test_a_request_keeps_what_it_was_given():
     assert request.num_top == 3
 
 
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+def test_numbers_of_logprobs_have_a_limit_and_may_be_the_whole_vocabulary(name):
+    scheduler, _ = make()
+    scheduler.limits = replace(scheduler.limits, max_logprobs=VOCAB - 1)
+    add(scheduler, "fits", [1], **{name: VOCAB - 1})
+    for count in (VOCAB, -1):
+        with pytest.raises(InvalidParameter) as error:
+            add(scheduler, "more", [1], **{name: count})
+        assert str(error.value) == f"{name}: must be at most {VOCAB - 1} (max_logprobs), not {count}"
+    scheduler.limits = replace(scheduler.limits, max_logprobs=VOCAB)
+    assert getattr(add(scheduler, "all", [1], **{name: -1}).params, name) == VOCAB
+
+
 @pytest.mark.parametrize("options, num_top", [({}, 3), ({"logprobs": 9}, 9), ({"stop": "a"}, MAX_TOP)])
 def test_beams_list_as_many_tokens_as_may_end_or_go_on(options, num_top):
     scheduler, _ = make(eos=[0])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jpaged.core.params import (
+    FOREIGN,
     BeamSearchParams,
     ContextLengthExceeded,
     InvalidParameter,
@@ -19,7 +20,7 @@ from jpaged.core.params import (
 HUGE = 10**400
 LONG = "x" * 256
 WHOLE, PENALTY = "must be a whole number of at least 1", "must be between -2 and 2"
-LOGPROBS = "must be between 0 and 20, or none"
+LOGPROBS = "must be at least 0, -1 for the whole vocabulary, or none"
 STOPS = "must be a string of 1 to 256 characters, or up to 64 of them"
 BAD_WORDS = "must be up to 1024 strings of 1 to 256 characters"
 FLAG = "must be true or false"
@@ -37,16 +38,22 @@ SAMPLING = {
     "include_stop_str_in_output": ([True, False], [1, None], FLAG),
     "ignore_eos": ([True, False], [0, "true"], FLAG),
     "skip_special_tokens": ([True, False], [0, None], FLAG),
+    "detokenize": ([True, False], [0, None], FLAG),
+    "truncation_side": (["left", "right"], ["middle", None, ["left"]], 'must be "left" or "right"'),
     "presence_penalty": ([-2, 2, 0.5], [-2.01, 2.01, math.nan, True, None], PENALTY),
     "frequency_penalty": ([-2, 2, 0.5], [-2.01, 2.01, math.inf, "1"], PENALTY),
     "repetition_penalty": ([1e-9, 2, sys.float_info.max], [0, -1, math.inf, HUGE, math.nan, None], "must be above 0"),
     "allowed_token_ids": ([None, [0], (5, 6)], [[-1], [True], 5, "a"], "must be token ids"),
     "bad_words": ([None, (), [LONG], ["a"] * 1024], [["a"] * 1025, ["a", ""], [LONG + "x"], [1], 5], BAD_WORDS),
-    "logprobs": ([None, 0, 20], [-1, 21, 1.0, True], LOGPROBS),
-    "prompt_logprobs": ([None, 0, 20], [-1, 21, "1"], LOGPROBS),
+    "logprobs": ([None, 0, -1, HUGE], [-2, 1.0, True], LOGPROBS),
+    "prompt_logprobs": ([None, 0, -1, HUGE], [-2, "1"], LOGPROBS),
     "truncate_prompt_tokens": ([None, 1, -1], [0, -2, 1.5], "must be at least 1, or -1"),
     "logit_bias": (
         [None, {}, {0: 100, "5": -100.0}], [{-1: 1}, {1: 100.1}, {1: -100.1}, {"a": 1}, {1: True}, [1]], BIAS,
+    ),
+    "logprob_token_ids": (
+        [None, [5], range(128), np.array([1, 2])], [[], [1, 1], [-1], range(129), [True], 5],
+        "must be 1 to 128 different token ids",
     ),
     "n": ([1, 1000], [0, 1.0, True, None], WHOLE),
     "best_of": ([None, 1, 1000], [0, True], WHOLE),
@@ -107,6 +114,10 @@ def test_values_beyond_the_limits_are_refused_by_name(kind, name, value, told):
         (SamplingParams, dict(top_p=2), "top_p: must be above 0 and at most 1, not 2"),
         (SamplingParams, dict(stop=["a", 5]), f"stop: {STOPS}, not ('a', 5)"),
         (SamplingParams, dict(logit_bias={3: "x"}), f"logit_bias: {BIAS}, not {{3: 'x'}}"),
+        (
+            SamplingParams, dict(stop="a", detokenize=False),
+            "stop: needs detokenize, because stop strings are found in the text",
+        ),
         (SamplingParams, dict(min_tokens=5, max_tokens=4), "min_tokens: 5 exceeds max_tokens (4)"),
         (SamplingParams, dict(allowed_token_ids=[]), "allowed_token_ids: must allow at least one token"),
         (SamplingParams, dict(n=3, best_of=2), "best_of: 2 is below n (3)"),
@@ -188,7 +199,8 @@ def test_values_are_settled():
     [
         ({}, False), ({"presence_penalty": 1}, True), ({"frequency_penalty": 1}, True), ({"logit_bias": {}}, False),
         ({"repetition_penalty": 2}, True), ({"logit_bias": {1: 1}}, True), ({"allowed_token_ids": [1]}, True),
-        ({"bad_words": ["a"]}, True), ({"min_tokens": 2, "stop": "a", "logprobs": 2, "top_k": 2}, False),
+        ({"bad_words": ["a"]}, True), ({"logprob_token_ids": [1]}, True),
+        ({"min_tokens": 2, "stop": "a", "logprobs": 2, "top_k": 2}, False),
     ],
 )  # fmt: skip
 def test_what_needs_a_row_of_state(values, stateful):
@@ -206,10 +218,41 @@ def test_sequences_and_outputs():
     ("keep", "max_tokens", "kept"),
     [(None, 16, 9), (3, 16, 3), (20, 16, 9), (-1, 4, 6), (-1, None, 9), (-1, 10, 1), (-1, 99, 1)],
 )
-def test_truncation_keeps_the_end_of_a_prompt(keep, max_tokens, kept):
-    prompt = list(range(9))
-    found = SamplingParams(truncate_prompt_tokens=keep, max_tokens=max_tokens).truncated(prompt, 10)
-    assert found == prompt[-kept:]
+def test_truncation_keeps_one_end_of_a_prompt(keep, max_tokens, kept):
+    prompt, options = list(range(9)), dict(truncate_prompt_tokens=keep, max_tokens=max_tokens)
+    assert SamplingParams(**options).truncated(prompt, 10) == prompt[-kept:]
+    assert SamplingParams(**options, truncation_side="right").truncated(prompt, 10) == prompt[:kept]
+
+
+FOREIGN_VALUES = {
+    "spaces_between_special_tokens": ([None, True, False], [5]),
+    "skip_clone": ([None, True, False], ["no"]),
+    "output_kind": ([None], [0, 1, 2]),
+    "flat_logprobs": ([None, False], [True]),
+    "guided_decoding": ([None], [{"regex": "a"}]),
+    "extra_args": ([None, {}], [{"a": 1}]),
+    "logits_processors": ([None, []], [[print]]),
+    "thinking_token_budget": ([None, -1], [5]),
+    "repetition_detection": ([None], [{}]),
+    "num_logprobs": ([None], [1]),
+}
+
+
+def test_every_keyword_of_vllm_without_a_use_is_in_a_table():
+    assert FOREIGN.keys() == FOREIGN_VALUES.keys()
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_keyword_of_vllm_without_a_use_is_accepted_at_neutral_values(name):
+    neutral, others = FOREIGN_VALUES[name]
+    for value in neutral:
+        params = SamplingParams(**{name: value}, seed=5)
+        assert params == SamplingParams(seed=5) and not hasattr(params, name)
+    for value in others:
+        with pytest.raises(InvalidParameter, match=f"^{name}: must be absent, not ") as error:
+            SamplingParams(**{name: value})
+        assert error.value.field == name
+    assert dataclasses.replace(SamplingParams(seed=5), n=2) == SamplingParams(seed=5, n=2)
 
 
 def test_params_clone_is_equal_and_shares_nothing():

@@ -40,11 +40,14 @@ def test_an_admitted_sequence_is_written_into_its_row():
     before = rows.state
     rows.apply(StepPlan(admitted=(admitted(1, banned=(8,)),)))
     assert all(array.is_deleted() for array in before), "donated"
-    counts, in_prompt, bias = arrays(rows)
+    counts, in_prompt, bias, listed = arrays(rows)
     assert {token: int(counts[1, token]) for token in counts[1].nonzero()[0]} == {7: 2, 9: 1}
     assert in_prompt[1].nonzero()[0].tolist() == [5, 6]
     assert {token: float(bias[1, token]) for token in (bias[1] > -np.inf).nonzero()[0]} == {7: 2.0, 9: 0.0}
-    assert not any(array[[0, 2]].any() for array in (counts, in_prompt, bias)), "the other rows are as they were"
+    assert (listed[1] == -1).all()
+    assert not any(array[[0, 2]].any() for array in arrays(rows)), "the other rows are as they were"
+    rows.apply(StepPlan(admitted=(admitted(2, SamplingParams(logprob_token_ids=[8, 6])),)))
+    assert arrays(rows)[3][2].tolist()[:3] == [8, 6, -1]
 
 
 def test_a_sequence_without_state_is_written_on_the_host_alone():

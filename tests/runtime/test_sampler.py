@@ -61,6 +61,7 @@ class Row:
     beam: bool = False
     allowed: frozenset[int] | None = None  # by the mask
     num_top: int = 0
+    listed: tuple[int, ...] = ()  # its own tokens to list
 
 
 def empty_sampling(num_samples: int, vocab_size: int) -> Sampling:
@@ -105,7 +106,8 @@ def pack(rows: list[Row], vocab_size: int = V) -> tuple[SamplingState, Sampling]
         if row.stateful:
             sampling.stateful[i], sampling.rows[i] = True, s - i
             counted = row.output[:-1] if row.pending else row.output
-            for array, value in zip(state, host_row(vocab_size, row.prompt, counted, row.bias, None, row.banned)):
+            values = host_row(vocab_size, row.prompt, counted, row.bias, None, row.banned, row.listed)
+            for array, value in zip(state, values, strict=True):
                 array[s - i] = value
         if row.allowed is not None:
             sampling.masked[i] = True
@@ -235,11 +237,12 @@ def _check_list(row: Row, values: np.ndarray, got: Sampled, i: int, *, by_id: bo
     size = min(row.num_top, got.top_tokens.shape[1])
     tokens, logprobs = got.top_tokens[i, :size], got.top_logprobs[i, :size]
     assert (got.top_tokens[i, size:] == -1).all() and (got.top_logprobs[i, size:] == -np.inf).all()
-    best = np.lexsort((np.arange(len(values)), -values))[:size]
+    own = row.listed if row.stateful else ()
+    best = np.int32(own[:size]) if own else np.lexsort((np.arange(len(values)), -values))[:size]
     assert len({*tokens.tolist()}) == size
     np.testing.assert_allclose(logprobs, values[best], atol=1e-5, rtol=1e-6)
     np.testing.assert_allclose(values[tokens], values[best], atol=1e-5, rtol=1e-6)
-    if by_id:
+    if by_id or own:
         assert tokens.tolist() == best.tolist()
 
 
@@ -280,7 +283,15 @@ def rows_of(values: dict[str, list[float]]) -> st.SearchStrategy[Row]:
         beam=st.booleans(),
         allowed=st.none() | st.frozensets(st.integers(0, V - 1), max_size=40),
         num_top=st.sampled_from([0, 1, 5, K, V]),
-    ).map(lambda row: replace(row, temperature=0.0) if row.beam else row)  # no beam is drawn
+        listed=st.lists(st.integers(0, V - 1), max_size=K, unique=True).map(tuple),
+    ).map(_settled)
+
+
+def _settled(row: Row) -> Row:
+    """No beam is drawn or has tokens of its own to list."""
+    if row.beam:
+        return replace(row, temperature=0.0, listed=())
+    return replace(row, num_top=len(row.listed)) if row.listed else row
 
 
 def logits_of(seed: int, rows: int, *, grid: bool = False, vocab_size: int = V) -> np.ndarray:

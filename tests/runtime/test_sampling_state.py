@@ -17,6 +17,7 @@ def random_rows(rng: np.random.Generator, *shape: int) -> SamplingState:
         rng.integers(0, 9, shape).astype(np.int32),
         rng.integers(0, 2, shape).astype(bool),
         rng.normal(0, 1, shape).astype(np.float32),
+        rng.integers(-1, 9, shape).astype(np.int32),
     )
 
 
@@ -28,7 +29,7 @@ def assert_same(got: SamplingState, expected: SamplingState) -> None:
 
 def test_an_empty_state_is_zeros():
     state = empty_state(R, V, jax.devices()[0])
-    assert_same(state, SamplingState(np.zeros((R, V), np.int32), np.zeros((R, V), bool), np.zeros((R, V), np.float32)))
+    assert_same(state, SamplingState(*(np.zeros((R, V), dtype) for dtype in (np.int32, bool, np.float32, np.int32))))
 
 
 @pytest.mark.parametrize("row", range(-1, R))
@@ -90,17 +91,20 @@ def test_a_donated_state_is_changed_in_place(function):
 
 
 def test_the_row_of_a_sequence():
-    counts, in_prompt, bias = host_row(
-        8, (1, 1, 3), (2, 7, 2), bias={0: 1.5, 4: -100, 5: 3, 6: 2}, allowed_token_ids=(0, 4, 6, 7), banned_tokens=(6,)
-    )
+    counts, in_prompt, bias, listed = host_row(
+        8, (1, 1, 3), (2, 7, 2), bias={0: 1.5, 4: -100, 5: 3, 6: 2}, allowed_token_ids=(0, 4, 6, 7), banned_tokens=(6,),
+        listed_tokens=(7, 2),
+    )  # fmt: skip
     inf = np.inf
     assert (counts.dtype, in_prompt.dtype, bias.dtype) == (np.int32, np.bool, np.float32)
     assert counts.tolist() == [0, 0, 2, 0, 0, 0, 0, 1]
     assert in_prompt.tolist() == [False, True, False, True, False, False, False, False]
     assert bias.tolist() == [1.5, -inf, -inf, -inf, -100, -inf, -inf, 0]
+    assert listed.dtype == np.int32 and listed.tolist() == [7, 2, -1, -1, -1, -1, -1, -1]
 
 
 def test_the_row_of_a_sequence_that_asks_for_nothing():
-    counts, in_prompt, bias = host_row(4, (), ())
-    assert counts.shape == in_prompt.shape == bias.shape == (4,)
+    counts, in_prompt, bias, listed = host_row(4, (), ())
+    assert counts.shape == in_prompt.shape == bias.shape == (4,) and listed.tolist() == [-1] * 4
+    assert len(host_row(1000, (), ())[-1]) == 128
     assert not counts.any() and not in_prompt.any() and not bias.any()

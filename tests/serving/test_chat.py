@@ -1,6 +1,7 @@
 """Chat completions: messages, roles, content parts and chat templates."""
 
 import asyncio
+import json
 
 import openai
 import pytest
@@ -9,7 +10,7 @@ from jpaged.child import Children
 from jpaged.cli.main import load, parser
 from jpaged.cli.serve import server_config
 from jpaged.serving import template_process
-from tests.serving.client import Client
+from tests.serving.client import Client, collect
 from tests.serving.scripted import TOKENIZER
 
 
@@ -52,11 +53,12 @@ async def test_neutral_values_of_fields_of_other_apis_are_accepted(client):
     message = {"role": "user", "content": "Hi"}
     echoed = {
         "role": "assistant", "content": "Yes", "refusal": None, "reasoning_content": "hm", "reasoning": None,
-        "annotations": [], "audio": None, "function_call": None, "provider_specific_fields": {}, "tool_calls": None,
+        "annotations": [{"type": "url_citation"}], "parsed": {}, "audio": None, "function_call": None,
+        "provider_specific_fields": {}, "tool_calls": None,
     }  # fmt: skip
     neutral = {
         "modalities": ["text"], "prediction": None, "audio": None, "functions": [], "function_call": "none",
-        "reasoning_effort": None, "verbosity": "medium", "web_search_options": None, "guided_json": None,
+        "reasoning_effort": None, "verbosity": None, "web_search_options": None, "guided_json": None,
         "logits_processors": [], "include_reasoning": True, "detokenize": True, "documents": [], "echo": False,
         "no_stop_trim": False, "return_hidden_states": False, "separate_reasoning": True, "stream_reasoning": True,
     }  # fmt: skip
@@ -66,16 +68,89 @@ async def test_neutral_values_of_fields_of_other_apis_are_accepted(client):
     assert answers[0]["choices"] == answers[1]["choices"]
     for name, value in (
         ("modalities", ["audio"]), ("prediction", {"type": "content"}), ("functions", [{"name": "f"}]),
-        ("guided_json", {"type": "object"}), ("logits_processors", ["a"]), ("detokenize", False),
+        ("guided_json", {"type": "object"}), ("logits_processors", ["a"]),
         ("no_stop_trim", True), ("return_hidden_states", True), ("separate_reasoning", False),
         ("stream_reasoning", False), ("include_reasoning", False),
     ):  # fmt: skip
         assert (await client.post("/v1/chat/completions", plain | {name: value}, 400))["error"]["param"] == name
 
 
-async def test_max_completion_tokens_limits_the_tokens(api):
-    answer = await api.chat("Hi", max_tokens=openai.omit, max_completion_tokens=3)
+async def test_unknown_fields_of_messages_parts_and_tools_are_ignored(demo_client):
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    tool = {"type": "function", "function": {"name": "f"}}
+    part = {"type": "text", "text": "Hi"}
+    bodies = []
+    for extra in ({}, {"cache_control": {"type": "ephemeral"}, "id": 1, "index": "first"}):
+        messages = [
+            {"role": "user", "content": [extra | part]} | extra,
+            {"role": "assistant", "tool_calls": [extra | call | {"function": extra | call["function"]}]},
+            {"role": "tool", "tool_call_id": "a", "content": "5"} | extra,
+        ]  # fmt: skip
+        tools = [extra | tool | {"function": extra | tool["function"]}]
+        body = {"messages": messages, "tools": tools, "max_tokens": 4, "temperature": 0, "return_token_ids": True}
+        bodies.append(await demo_client.post("/v1/chat/completions", body | {"parallel_tool_calls": True}))
+    assert bodies[0]["choices"] == bodies[1]["choices"]
+    assert bodies[0]["prompt_token_ids"] == bodies[1]["prompt_token_ids"]
+
+
+async def test_unknown_fields_of_requests_are_ignored_only_with_the_flag(loaded):
+    requests = {
+        "/v1/completions": {"prompt": "a", "max_tokens": 1},
+        "/tokenize": {"prompt": "a"}, "/detokenize": {"tokens": [5]},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1},
+    }  # fmt: skip
+    for flags in ([], ["--ignore-unknown-fields"]):
+        args = parser("serve", load("serve"), "jpaged serve").parse_args(flags)
+        async with Client(*loaded, ignore_unknown_fields=server_config(args).ignore_unknown_fields) as client:
+            for path, body in requests.items():
+                for size in (0, 70_000):  # large bodies are checked in another process first
+                    data = json.dumps(body | {"frobnicate": {"a": 1}}).encode().ljust(size)
+                    answer = await client.post(path, data, 200 if flags else 400)
+                    assert flags or answer["error"]["code"] == "unknown_parameter"
+            if flags:  # a constraint is not ignored under its old name
+                await client.complete("a", 400, guided_regex="a")
+
+
+async def test_reasoning_effort_and_verbosity_are_variables_of_the_template(loaded):
+    template = "{{ reasoning_effort }} {{ verbosity }} {{ style }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    async with Client(*loaded, chat_template=template) as client:
+        for effort in ("none", "minimal", "low", "medium", "high", "xhigh", "max"):
+            for verbosity in ("low", "medium", "high"):
+                levels = {"reasoning_effort": effort, "verbosity": verbosity}
+                fields = {"max_tokens": 1, "return_token_ids": True, "chat_template_kwargs": {"style": "verse"}}
+                answer = await client.chat("Hi", **levels, **fields)
+                assert loaded.tokenizer.decode(answer["prompt_token_ids"]) == f"{effort} {verbosity} verseHi"
+
+
+@pytest.mark.parametrize("role", ["critic", "function"])
+async def test_custom_role_is_accepted_if_the_template_renders_it(loaded, role):
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+    refusing = template + "{% if messages[0].role != 'user' %}{{ raise_exception('no such role') }}{% endif %}"
+    messages = [{"role": role, "content": "Be kind"}]
+    async with Client(*loaded, chat_template=template) as client:
+        body = await client.post("/tokenize", {"messages": messages})
+        assert loaded.tokenizer.decode(body["tokens"]) == f"{role}: Be kind"
+    async with Client(*loaded, chat_template=refusing) as client:
+        error = (await client.post("/v1/chat/completions", {"messages": messages}, 400))["error"]
+        assert error["param"] == "messages" and "no such role" in error["message"]
+
+
+@pytest.mark.parametrize("call", ["complete", "chat"])
+async def test_max_completion_tokens_limits_the_tokens(api, call):
+    fields = {"max_tokens": openai.omit, "extra_body": {"max_completion_tokens": 3}}
+    answer = await getattr(api, call)("Hi", **fields)
     assert answer.choices[0].finish_reason == "length" and answer.usage.completion_tokens == 3
+
+
+async def test_response_has_null_keys_for_what_is_not_given(client):
+    chat, completion = await client.chat("Hi", max_tokens=1), await client.complete("Hi", max_tokens=1)
+    for body in (chat, completion):
+        assert {body[name] for name in ("service_tier", "system_fingerprint", "kv_transfer_params")} == {None}
+        assert body["choices"][0]["token_ids"] is None
+    for body in (chat, completion["choices"][0]):
+        assert body["prompt_logprobs"] is body["prompt_token_ids"] is None
+    message = chat["choices"][0]["message"]
+    assert {*message.values()} == {"assistant", message["content"], None} and len(message) == 7
 
 
 async def test_continue_final_message_leaves_the_last_message_open(api):
@@ -84,6 +159,30 @@ async def test_continue_final_message_leaves_the_last_message_open(api):
     answer = await api.chat(messages, max_tokens=4, extra_body=extra)
     assert prompt_of(answer) == "<|begin|><|user|>Who are you?<|end|><|assistant|>I am the"
     assert answer.choices[0].message.content.startswith(" small")
+
+
+@pytest.mark.parametrize(
+    "role, options, echoed",
+    [
+        ("assistant", {"continue_final_message": True, "add_generation_prompt": False}, "I am the"),
+        ("user", {"continue_final_message": True}, "I am the"),
+        ("assistant", {"add_generation_prompt": False}, "I am the"),
+        ("user", {}, ""),  # the answer is the assistant's
+    ],
+)
+async def test_echo_puts_the_last_message_of_the_same_role_before_the_answer(api, role, options, echoed):
+    messages = [{"role": "user", "content": "Who are you?"}, {"role": role, "content": "I am the"}]
+    fields = {"max_tokens": 4, "n": 2, "logprobs": True}
+    plain = await api.chat(messages, **fields, extra_body=options)
+    answer = await api.chat(messages, **fields, extra_body=options | {"echo": True})
+    for one, other in zip(plain.choices, answer.choices):
+        assert other.message.content == echoed + one.message.content and other.logprobs == one.logprobs
+        assert one.message.role == other.message.role == (role if options else "assistant")
+    chunks = await collect(await api.chat(messages, **fields, stream=True, extra_body=options | {"echo": True}))
+    for index, choice in enumerate(answer.choices):
+        deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices[0].index == index]
+        assert "".join(delta.content or "" for delta in deltas) == choice.message.content
+        assert deltas[0].role == choice.message.role
 
 
 async def test_chat_template_flag_replaces_the_template_of_the_model(loaded, tmp_path):

@@ -1,5 +1,8 @@
 """Logprobs of generated tokens and of the prompt, and echo."""
 
+import asyncio
+import math
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,9 +14,9 @@ from jpaged.core.request import OutputDelta
 from jpaged.serving.answer import CompletionAnswer, Prompt
 from jpaged.serving.protocol import CompletionRequest
 from jpaged.tokenizer import TokenDecoder, Vocabulary, encode
-from tests.models import EOS
+from tests.models import EOS, VOCAB
 from tests.serving import scripted
-from tests.serving.client import Client, collect, counts, generate, joined, texts
+from tests.serving.client import Client, build, collect, counts, generate, joined, texts
 from tests.serving.scripted import END, TOKENIZER, say
 from tests.test_tokenizer import sentencepiece_like
 
@@ -55,6 +58,89 @@ async def test_chat_has_exactly_top_logprobs_alternatives(client, letters):
             assert token["logprob"] <= max(best, default=0)
 
 
+async def test_logprob_token_ids_replace_the_most_likely_tokens(client, letters, ids):
+    """They hold for every choice, beside a request with penalties, and after rows have been used by others."""
+    wanted = [ids["q"], EOS, *(token for token in ids.values() if token != ids["q"])]
+    shown = {"return_tokens_as_token_ids": True, "return_token_ids": True}
+    fields = letters | shown | {"n": 3, "seed": 1, "temperature": 1.0}
+    others = [client.complete("Hello", **letters, presence_penalty=1.0, n=2, seed=5) for _ in range(3)]
+    every, plain, *_ = await asyncio.gather(
+        client.complete("Hello", **fields, logprobs=1, logprob_token_ids=wanted),
+        client.complete("Hello", **fields, logprobs=20),
+        *others,
+    )
+    known = 0
+    for choice, same in zip(every["choices"], plain["choices"]):
+        assert choice["token_ids"] == same["token_ids"]
+        logprobs = choice["logprobs"]
+        for token, own, top, likely in zip(
+            choice["token_ids"], logprobs["token_logprobs"], logprobs["top_logprobs"], same["logprobs"]["top_logprobs"]
+        ):
+            assert {*top} == {f"token_id:{each}" for each in (token, *wanted)} and top[f"token_id:{token}"] == own
+            for name in top.keys() & likely.keys():
+                assert top[name] == close(likely[name])
+                known += name != f"token_id:{token}"
+    assert known > 36
+    chat = {"logprobs": True, "logprob_token_ids": wanted} | shown
+    chunks = await client.stream(
+        "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]} | letters | chat
+    )
+    tops = [e["top_logprobs"] for c in chunks for e in (c["choices"][0]["logprobs"] or {"content": ()})["content"]]
+    assert [[each["token"] for each in top] for top in tops] == [[f"token_id:{each}" for each in wanted]] * 12
+    error = (await client.complete("a", 400, logprobs=0, logprob_token_ids=[VOCAB]))["error"]
+    assert error["param"] == "logprob_token_ids" and f"{VOCAB} is outside the vocabulary" in error["message"]
+
+
+def test_logprob_token_ids_are_listed_in_their_order_without_ranks(loaded):
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, logprob_token_ids=[7, 5])
+    (output,) = generate(loaded.engine, [3, 4], params)
+    for token, entry in zip(output.token_ids, output.logprobs, strict=True):
+        assert [*entry] == [token, 7, 5] and [each.rank for each in entry.values()] == [1, None, None]
+
+
+async def test_number_of_logprobs_is_limited_by_the_engine(client):
+    for post, fields, field in (
+        (client.complete, {"logprobs": 21}, "logprobs"),
+        (client.complete, {"logprobs": -1, "echo": True}, "logprobs"),
+        (client.chat, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ):
+        error = (await post("Hi", 400, **fields))["error"]
+        assert error["param"] == field and "must be at most 20 (max_logprobs)" in error["message"]
+
+
+async def test_logprobs_of_the_whole_vocabulary(tiny, client):
+    fields = {"max_tokens": 3, "n": 2, "seed": 1, "temperature": 1.0, "ignore_eos": True}
+    loaded = build(tiny, max_logprobs=-1, max_num_seqs=4, max_num_batched_tokens=8)
+    async with Client(*loaded) as large:
+        asked = fields | {"logprobs": -1, "prompt_logprobs": -1, "return_tokens_as_token_ids": True}
+        whole = await large.complete("Hello", **asked)
+        few = await client.complete("Hello", **asked | {"logprobs": 20, "prompt_logprobs": 20})
+        own = await client.complete(
+            "Hello", **asked | {"logprobs": 1, "prompt_logprobs": None, "logprob_token_ids": [5, 258, 7]}
+        )
+        chat = {"logprobs": True, "return_tokens_as_token_ids": True}
+        chunks = await large.stream(
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "Hi"}], "top_logprobs": -1} | fields | chat,
+        )
+    for choice, short in zip(whole["choices"], own["choices"]):
+        for entry, listed in zip(choice["logprobs"]["top_logprobs"], short["logprobs"]["top_logprobs"]):
+            assert listed.keys() >= {"token_id:5", "token_id:258", "token_id:7"}
+            assert listed == {name: close(entry[name]) for name in listed}
+    for choice, short in zip(whole["choices"], few["choices"]):
+        assert len(choice["logprobs"]["top_logprobs"]) == 3 and len(choice["prompt_logprobs"]) == 5
+        for entry, best in zip(choice["logprobs"]["top_logprobs"], short["logprobs"]["top_logprobs"]):
+            assert len(entry) == VOCAB and sum(map(math.exp, entry.values())) == pytest.approx(1, abs=1e-4)
+            assert {name: entry[name] for name in best} == {name: close(value) for name, value in best.items()}
+        for entry, best in zip(choice["prompt_logprobs"][1:], short["prompt_logprobs"][1:]):
+            assert len(entry) == VOCAB and 20 <= len(best) <= 21
+            assert {other["rank"] for other in entry.values()} == {*range(1, VOCAB + 1)}
+            assert all(entry[name]["logprob"] == close(other["logprob"]) for name, other in best.items())
+    contents = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    lists = [token["top_logprobs"] for content in contents if content for token in content["content"]]
+    assert len(lists) == 6 and {len(each) for each in lists} == {VOCAB}
+
+
 async def test_logprobs_of_a_stream_equal_the_plain_ones_with_offsets(scripted_api):
     ids = TOKENIZER.encode("the fox ran", add_special_tokens=False).ids
     tokens = [TOKENIZER.decode([token]) for token in ids] + ["<|end|>"]
@@ -67,6 +153,24 @@ async def test_logprobs_of_a_stream_equal_the_plain_ones_with_offsets(scripted_a
     for name in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
         parts = [getattr(chunk.choices[0].logprobs, name) for chunk in chunks]
         assert [entry for part in parts for entry in part] == getattr(plain.logprobs, name)
+
+
+async def test_tokens_of_logprobs_are_ids_if_requested(client, letters):
+    fields = letters | {"logprobs": 3, "echo": True, "return_token_ids": True}
+    texts, named = [
+        (await client.complete("Hello", **fields, return_tokens_as_token_ids=each))["choices"][0]
+        for each in (None, True)
+    ]
+    ids = [f"token_id:{token}" for token in [*named["prompt_token_ids"], *named["token_ids"]]]
+    assert named["logprobs"]["tokens"] == ids and named["text"] == texts["text"]
+    assert named["logprobs"]["text_offset"] == texts["logprobs"]["text_offset"]
+    for token, top in zip(ids[1:], named["logprobs"]["top_logprobs"][1:]):
+        assert token in top and all(name.startswith("token_id:") for name in top)
+    chat = {"logprobs": True, "top_logprobs": 1, "return_tokens_as_token_ids": True, "return_token_ids": True}
+    (choice,) = (await client.chat("Hi", **letters, **chat))["choices"]
+    content = choice["logprobs"]["content"]
+    assert [entry["token"] for entry in content] == [f"token_id:{token}" for token in choice["token_ids"]]
+    assert b"".join(bytes(entry["bytes"]) for entry in content).decode() == choice["message"]["content"]
 
 
 async def test_logprobs_of_parts_of_a_character_have_their_own_bytes(scripted_api):

@@ -19,6 +19,8 @@ async def test_models_has_the_maximum_length(client):
     async with client.session.get("/v1/models") as response:
         (model,) = (await response.json())["data"]
     assert model["id"] == "tiny" and model["max_model_len"] == MAX_LEN
+    assert model["root"] == "tiny" and model["parent"] is None
+    assert model["permission"][0]["object"] == "model_permission" and model["permission"][0]["allow_sampling"]
 
 
 async def test_unknown_model_is_an_error_404(api):

@@ -84,6 +84,21 @@ async def test_priority_orders_the_queue_only_under_its_policy(client, monkeypat
     await asyncio.gather(*tasks)
 
 
+async def test_truncation_side_chooses_the_end_of_the_prompt_that_is_kept(client, letters):
+    for side, kept in ((None, "lo"), ("left", "lo"), ("right", "He")):
+        fields = letters | {"truncate_prompt_tokens": 2, "truncation_side": side, "echo": True}
+        (text,) = texts(await client.complete("Hello", **fields))
+        assert text[:-12] == kept
+
+
+async def test_detokenize_false_returns_token_ids_without_text(client, letters):
+    fields = letters | {"return_token_ids": True, "n": 2}
+    plain, bare = [await client.complete("Hello", **fields, detokenize=each) for each in (True, False)]
+    assert texts(bare) == ["", ""] and len(texts(plain)[0]) == 12
+    ids = [[choice["token_ids"] for choice in body["choices"]] for body in (plain, bare)]
+    assert ids[0] == ids[1]
+
+
 async def test_openai_client_combines_many_parameters(client, letters, ids):
     async with Api(client.url) as openai_api:
         api = openai_api.client
@@ -129,9 +144,13 @@ REFUSED = [
     ({"seed": 2**64}, "seed", "64 bits"),
     ({"min_p": 2}, "min_p", "between 0 and 1, not 2"),
     ({"top_k": -2}, "top_k", "not -2"),
-    ({"prompt_logprobs": 21}, "prompt_logprobs", "between 0 and 20"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs", "at most 20 (max_logprobs), not 21"),
+    ({"prompt_logprobs": -2}, "prompt_logprobs", "at least 0, -1 for the whole vocabulary, or none, not -2"),
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "absent with stream, not 1"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "at least 1, or -1, not 0"),
+    ({"logprob_token_ids": [0], "use_beam_search": True}, "logprob_token_ids", "must be absent with use_beam_search"),
+    ({"truncation_side": "middle"}, "truncation_side", "\"left\" or \"right\", not 'middle'"),
+    ({"detokenize": False, "stop": "a"}, "stop", "needs detokenize"),
     ({"cache_salt": ""}, "cache_salt", "a non-empty text, not ''"),
     ({"priority": "high"}, "priority", "valid integer"),
     ({"length_penalty": 0.5}, "length_penalty", "must be absent or 1 without use_beam_search, not 0.5"),
@@ -161,18 +180,22 @@ async def test_invalid_value_is_rejected_by_its_field(client, path):
 @pytest.mark.parametrize(
     "kind, given, param, words",
     [
-        (CompletionRequest, {"logprobs": 21}, "logprobs", "between 0 and 20"),
+        (CompletionRequest, {"logprobs": -2}, "logprobs", "at least 0"),
         (CompletionRequest, {"logprobs": True}, "logprobs", "valid integer"),
-        (CompletionRequest, {"logprobs": 2, "echo": True, "prompt_logprobs": -1}, "prompt_logprobs", "not -1"),
+        (CompletionRequest, {"logprobs": 2, "echo": True, "prompt_logprobs": -2}, "prompt_logprobs", "not -2"),
         (CompletionRequest, {"max_tokens": 0}, "max_tokens", "at least 1"),
         (CompletionRequest, {"max_tokens": 0, "echo": True, "min_tokens": 1}, "min_tokens", "1 exceeds max_tokens (0)"),
         (CompletionRequest, {"top_logprobs": 1}, "top_logprobs", "not a known field"),
         (CompletionRequest, {"min_tokens": 17}, "min_tokens", "17 exceeds max_tokens (16)"),
-        (ChatRequest, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "between 0 and 20"),
-        (ChatRequest, {"logprobs": True, "top_logprobs": -1}, "top_logprobs", "between 0 and 20"),
+        (CompletionRequest, {"max_completion_tokens": 0}, "max_completion_tokens", "at least 1"),
+        (CompletionRequest, {"logprobs": 0, "logprob_token_ids": []}, "logprob_token_ids", "1 to 128 different token"),
+        (CompletionRequest, {"logprobs": 0, "logprob_token_ids": [0], "echo": True}, "logprob_token_ids", "with echo"),
+        (CompletionRequest, {"regex": "a", "ebnf": "root ::= a"}, "regex", "a second constraint beside ebnf"),
+        (CompletionRequest, {"ebnf": "start: A"}, "ebnf", "must have rules such as"),
+        (CompletionRequest, {"regex": "a", "bad_words": ["a"]}, "bad_words", "can't be combined with regex"),
+        (ChatRequest, {"logprobs": True, "top_logprobs": -2}, "top_logprobs", "at least 0"),
         (ChatRequest, {"top_logprobs": 2}, "top_logprobs", "2 needs logprobs: true"),
         (ChatRequest, {"logprobs": 3}, "logprobs", "valid boolean"),
-        (ChatRequest, {"echo": True}, "echo", "Input should be False"),
         (ChatRequest, {"max_completion_tokens": 0}, "max_completion_tokens", "at least 1"),
         (ChatRequest, {"max_completion_tokens": 2, "min_tokens": 3}, "min_tokens", "3 exceeds max_completion_tokens"),
     ],

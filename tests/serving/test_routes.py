@@ -1,5 +1,6 @@
 """Routes: methods, unknown paths, health, version, a root path, and their description in openapi.json."""
 
+import asyncio
 import re
 
 import pytest
@@ -64,6 +65,7 @@ async def test_unknown_path_is_an_error_404(exchange, path):
     answer = await exchange(request("GET", path))
     assert answer.status == 404 and answer.error["type"] == "NotFoundError"
     assert answer.error["code"] == ("model_not_found" if "models/" in path else "not_found")
+    assert "served here" in answer.error["message"]
 
 
 async def test_version_and_health_answer_without_a_body_for_health(exchange):
@@ -72,6 +74,29 @@ async def test_version_and_health_answer_without_a_body_for_health(exchange):
     for method, path in (("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")):
         answer = await exchange(request(method, path, Connection="close"))
         assert (answer.status, answer.body) == (200, b"")
+
+
+async def test_load_counts_the_requests_that_are_being_answered(client):
+    async def load():
+        async with client.session.get("/load") as response:
+            return (await response.json())["server_load"]
+
+    assert await load() == 0
+    async with client.held():
+        task = asyncio.create_task(client.complete("a", max_tokens=1))
+        await client.until(num_waiting=1)
+        assert await load() == 1
+    await task
+
+
+async def test_tokenizer_info_has_the_template_that_is_used(loaded):
+    for given in (None, "{{ messages }}"):
+        async with Client(*loaded, chat_template=given) as client, client.session.get("/tokenizer_info") as response:
+            info = await response.json()
+        assert info["tokenizer_class"] == type(loaded.tokenizer).__name__ and info["eos_token"] == "<|end|>"
+        assert info["chat_template"] == (given or loaded.tokenizer.chat_template)
+    async with Client(loaded.engine, None) as client, client.session.get("/tokenizer_info") as response:
+        assert response.status == 404
 
 
 @pytest.fixture

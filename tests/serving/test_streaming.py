@@ -20,7 +20,7 @@ async def test_chat_stream_has_frames_with_all_fields(exchange):
         deltas = [event["choices"][0]["delta"] for event in events if event["choices"][0]["index"] == index]
         assert deltas[0] == {"role": "assistant", "content": ""} and all("role" not in delta for delta in deltas[1:])
     assert {event["object"] for event in events} == {"chat.completion.chunk"} == {usage["object"]}
-    assert check_choices(events, 2) == [*TEXTS] and not any("usage" in event for event in events)
+    assert check_choices(events, 2) == [*TEXTS] and all(event["usage"] is None for event in events)
     assert usage["choices"] == [] and usage["usage"]["completion_tokens"] > 20
     plain = (await exchange(request("POST", "/v1/chat/completions", chat(*TEXTS)))).json
     assert [choice["message"]["content"] for choice in plain["choices"]] == [*TEXTS]
@@ -74,6 +74,19 @@ async def test_usage_of_a_stream_is_sent_only_if_requested(api, chat):
             )
         else:
             assert last.usage is None and last.choices[0].finish_reason
+
+
+@pytest.mark.parametrize("chat", [False, True], ids=["completion", "chat"])
+async def test_continuous_usage_counts_the_tokens_so_far_in_every_chunk(api, chat):
+    call, content = (api.chat, "Who are you?") if chat else (api.complete, "Once upon a time")
+    for total in (True, False):
+        options = {"include_usage": total, "continuous_usage_stats": True}
+        chunks = await collect(await call(content, max_tokens=8, n=2, stream=True, stream_options=options))
+        counts = [chunk.usage.completion_tokens for chunk in chunks]
+        assert counts == sorted(counts) and counts[-1] == 16 and (not chat or counts[0] == 0)
+        assert len({chunk.usage.prompt_tokens for chunk in chunks}) == 1
+        assert all(chunk.usage.total_tokens == chunk.usage.prompt_tokens + n for chunk, n in zip(chunks, counts))
+        assert bool(chunks[-1].choices) != total
 
 
 async def test_characters_of_several_tokens_are_sent_whole(scripted_api):

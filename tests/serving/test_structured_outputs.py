@@ -63,17 +63,28 @@ async def test_complete_text_matches_its_expression(demo_client):
 
 
 GRAMMAR = 'start: greeting " " name\ngreeting: "hello" | "good day"\nname: "Ann" | "Bob"'
+EBNF = """root ::= greeting " " name "!"{1,2}  # as SGLang has it
+greeting ::= "hello" | "good day"
+name ::= "Ann" | "Bob"
+"""
 STRUCTURED = [
-    ({"json": MOOD, "disable_any_whitespace": True}, r'\{"mood":"(happy|sad)","strength":[123]\}'),
+    (
+        {"structured_outputs": {"json": MOOD, "disable_any_whitespace": True}},
+        r'\{"mood":"(happy|sad)","strength":[123]\}',
+    ),
+    ({"structured_outputs": {"regex": "[0-9]{3}-[a-f]{2}"}}, "[0-9]{3}-[a-f]{2}"),
+    ({"structured_outputs": {"choice": ["a yes", "a no"]}}, "a yes|a no"),
+    ({"structured_outputs": {"grammar": GRAMMAR}}, "(hello|good day) (Ann|Bob)"),
     ({"regex": "[0-9]{3}-[a-f]{2}"}, "[0-9]{3}-[a-f]{2}"),
-    ({"choice": ["a yes", "a no"]}, "a yes|a no"),
-    ({"grammar": GRAMMAR}, "(hello|good day) (Ann|Bob)"),
+    ({"ebnf": EBNF}, "(hello|good day) (Ann|Bob)!{1,2}"),
 ]
 
 
-@pytest.mark.parametrize("wanted, pattern", STRUCTURED, ids=["json", "regex", "choice", "grammar"])
+@pytest.mark.parametrize(
+    "wanted, pattern", STRUCTURED, ids=["json", "regex", "choice", "grammar", "regex alone", "ebnf"]
+)
 async def test_constraint_holds_for_every_choice_of_a_completion_and_a_chat(demo_client, wanted, pattern):
-    fields = {"max_tokens": 60, "temperature": 1.0, "n": 2, "seed": 4, "structured_outputs": wanted}
+    fields = {"max_tokens": 60, "temperature": 1.0, "n": 2, "seed": 4, **wanted}
     completion = await demo_client.complete("Once upon a time", **fields)
     chat = await demo_client.chat("Who are you?", **fields)
     found = [(choice["text"], choice["finish_reason"]) for choice in completion["choices"]]
@@ -113,6 +124,9 @@ async def test_response_formats_of_a_chat(demo_client):
         ({"structured_outputs": {"json": {"type": "nothing"}}}, "structured_outputs", "Invalid type: nothing"),
         ({"structured_outputs": {"regex": "(a"}}, "structured_outputs", "unclosed group"),
         ({"structured_outputs": {"grammar": "start: x"}}, "structured_outputs", "unknown name"),
+        ({"regex": "(a"}, "regex", "unclosed group"),
+        ({"ebnf": 'root ::= "a" (= "b")'}, "ebnf", "GBNF"),
+        ({"ebnf": 'main ::= "a"'}, "ebnf", "No 'root' rule"),
         ({"structured_outputs": {}}, "structured_outputs", "must have one of"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "regex and choice"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs", "structural_tag"),

@@ -120,11 +120,50 @@ async def test_result_of_a_tool_is_accepted_after_its_call(api, how):
     assert prompt.startswith("<|begin|><|system|>Tools: {") and '"name": "weather"' in prompt
 
 
-async def test_tools_with_another_constraint_are_refused(api):
+CALLED = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+FITS = '{"place": "<tool_call>{}"}'
+SCHEMA = {"type": "object", "properties": {"place": {"type": "string"}}, "additionalProperties": False}
+FORMATS = [{"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}]
+
+
+@pytest.mark.parametrize("response_format", FORMATS, ids=lambda each: each["type"])
+@pytest.mark.parametrize(
+    "said, choice, content, calls",
+    [
+        (CALLED, "auto", "", ["weather"]),
+        (FITS, "auto", FITS, []),
+        (FITS, "none", FITS, []),
+        (CALLED, "required", "", ["weather"]),
+    ],
+)
+async def test_answer_with_tools_and_a_format_is_a_call_or_fits_it(
+    scripted_api, response_format, said, choice, content, calls
+):
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    fields = {"tools": tools, "tool_choice": choice, "response_format": response_format, "max_tokens": 80}
+    message = (await scripted_api.chat(say(said), **fields)).choices[0].message
+    chunks = await collect(await scripted_api.chat(say(said), **fields, stream=True))
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    text = "".join(delta.content or "" for delta in deltas)
+    assert text == (message.content or "") == content
+    for parts in ([message], deltas):
+        found = [call.function.name for part in parts for call in part.tool_calls or ()]
+        assert [name for name in found if name] == calls
+    unfit = (await scripted_api.chat(say("Hello"), **fields)).choices[0].message
+    assert unfit.content != "Hello"
+
+
+async def test_tools_with_another_constraint_are_refused(api, scripted_llama_api):
     tools = [openai.pydantic_function_tool(Weather, name="weather")]
-    with pytest.raises(openai.BadRequestError, match="tools: can't be combined with response_format") as error:
-        await api.chat("Hi", tools=tools, response_format={"type": "json_object"})
-    assert error.value.param == "tools"
+    for call, constraint, words in (
+        (api.chat, {"regex": "a"}, "can't be combined with tools; use response_format"),
+        (api.chat, {"structured_outputs": {"regex": "a"}}, "can't be combined with tools; use response_format"),
+        (scripted_llama_api.chat, {"response_format": {"type": "json_object"}}, "in the form llama3_json"),
+    ):
+        (field,) = constraint
+        with pytest.raises(openai.BadRequestError, match=f"{field}: .*{words}") as error:
+            await call("Hi", tools=tools, extra_body=constraint)
+        assert error.value.param == field
 
 
 NESTED = "[" * 201

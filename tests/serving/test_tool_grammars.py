@@ -104,6 +104,18 @@ def test_grammar_allows_only_valid_calls(tokens, kind, parallel):
     assert not Walk(tokens, grammar).takes(written(kind, ROME) + " and")
 
 
+@pytest.mark.parametrize("parallel", [True, False])
+def test_grammar_with_answer_allows_either_calls_or_the_answer(tokens, parallel):
+    grammar = HERMES.grammar_with_answer(TOOLS, parallel, SCHEMAS["weather"])
+    for text in (hermes(ROME), hermes(NOON), '{"city": "Rome"}', '{\n  "city": "東京",\n  "days": [1]\n}'):
+        assert accepts(tokens, grammar, text)
+    assert accepts(tokens, grammar, hermes(ROME, NOON)) == parallel
+    for text in ("", "No", '{"city": "Oslo"}', '{"city": "Rome"} ' + hermes(ROME), f'{hermes(ROME)}{{"city": "Rome"}}'):
+        assert not accepts(tokens, grammar, text)
+    for call in WRONG:
+        assert not Walk(tokens, grammar).takes(hermes(call))
+
+
 @BOTH
 @pytest.mark.parametrize("parallel", [True, False])
 def test_lazy_grammar_allows_text_and_only_valid_calls(tokens, kind, parallel):

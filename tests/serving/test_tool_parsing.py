@@ -249,3 +249,19 @@ def test_random_calls_are_parsed_to_their_names_and_arguments(kind, words, wante
 )
 def test_format_is_detected_from_the_chat_template(template, name):
     assert detect(template) == name
+
+
+@pytest.mark.parametrize(
+    "text, content, calls",
+    [
+        (hermes(ROME, NOON), "", [ROME_CALL, NOON_CALL]),
+        (f" \n{hermes(ROME)}", "", [ROME_CALL]),
+        (json.dumps({"city": hermes(ROME)}), json.dumps({"city": hermes(ROME)}), []),
+        (f"[1, {hermes(ROME)}", f"[1, {hermes(ROME)}", []),
+        (f"<tool {hermes(ROME)}", f"<tool {hermes(ROME)}", []),
+        ("<tool", "<tool", []),
+        ("", "", []),
+    ],
+)
+def test_text_with_an_answer_has_calls_only_at_its_beginning(text, content, calls):
+    assert read(HERMES.parser_with_answer, text) == (content, calls)

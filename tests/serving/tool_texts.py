@@ -26,10 +26,14 @@ def written(kind, *calls):
     return hermes(*calls) if kind is HERMES else llama(*calls)
 
 
-def outcome(kind, pieces, parallel=True):
-    """Return the content and the calls as (id, name, arguments) of a text that arrives in pieces."""
+def outcome(new_parser, pieces, parallel=True):
+    """Return the content and the calls as (id, name, arguments) of a text that arrives in pieces.
+
+    Args:
+        new_parser: a format, or one of its functions that return a parser.
+    """
     ids = (f"call-{i}" for i in itertools.count())
-    parser = kind.parser(NAMES, lambda: next(ids), parallel)
+    parser = getattr(new_parser, "parser", new_parser)(NAMES, lambda: next(ids), parallel)
     content, calls = "", []
     for parsed in [*map(parser.feed, pieces), parser.finish()]:
         content += parsed.content
@@ -44,8 +48,8 @@ def outcome(kind, pieces, parallel=True):
     return content, calls
 
 
-def read(kind, text, parallel=True):
+def read(new_parser, text, parallel=True):
     """Return the content and the calls as (name, arguments); characters as pieces must give the same result."""
-    content, calls = outcome(kind, [text], parallel)
-    assert outcome(kind, text, parallel) == (content, calls)
+    content, calls = outcome(new_parser, [text], parallel)
+    assert outcome(new_parser, text, parallel) == (content, calls)
     return content, [(name, arguments) for _, name, arguments in calls]

@@ -28,6 +28,8 @@ class KVCache:
         head_dim: head dim of the pool, the model's or more.
         dtype: dtype of the pool.
         windows: the different windows of the model's layers.
+        attention_dtype: dtype to which queries, keys and values are converted; None: they all have the pool's, or the
+            pool is fp8.
     """
 
     num_layers: int
@@ -37,11 +39,12 @@ class KVCache:
     dtype: str
     kernels: Kernels
     windows: tuple[int | None, ...] = (None,)
+    attention_dtype: str | None = None
 
     @classmethod
     def of(
         cls, model: ModelConfig, block_size: int, dtype: str, kernels: Kernels,
-        specs: Iterable[AttentionSpec] = (),
+        specs: Iterable[AttentionSpec] = (), *, attention_dtype: str | None = None,
     ) -> "KVCache":  # fmt: skip
         """Return the layout for a model, with the head dim that the kernels take.
 
@@ -50,7 +53,7 @@ class KVCache:
         """
         layers, heads = model.num_hidden_layers, model.num_key_value_heads
         windows = tuple(dict.fromkeys(spec.window for spec in specs))
-        return cls(layers, heads, block_size, kernels.head_dim, dtype, kernels, windows)
+        return cls(layers, heads, block_size, kernels.head_dim, dtype, kernels, windows, attention_dtype)
 
     def make_work(
         self, table_width: int, bucket: Bucket, context_lens_s: np.ndarray, cu_q_lens_s1: np.ndarray,
@@ -89,11 +92,15 @@ class KVCache:
     ) -> jax.Array:  # fmt: skip
         """Write a layer's keys and values, and return the attention [T, N, H] of its queries.
 
+        The result has the dtype that the layer's queries, keys and values are promoted to.
+
         Args:
             pool: its arrays of this layer are replaced.
             decode: every sequence has one query, a decode token, and query s belongs to sequence s.
         """
         k, v = pool[2 * layer : 2 * layer + 2]
+        own_dtype = jnp.result_type(q_tnh, k_tkh, v_tkh)
+        q_tnh, k_tkh, v_tkh = (x.astype(self.attention_dtype or x.dtype) for x in (q_tnh, k_tkh, v_tkh))
         scales = self._scales()
         if cos is None:
             k, v = self.kernels.write_kv(k, v, k_tkh, v_tkh, batch.slot_mapping, **scales)
@@ -110,7 +117,7 @@ class KVCache:
             o_tnh = self.kernels.ragged_paged_attention(
                 q_tnh, k, v, tables, lens, batch.cu_q_lens, decode_s=batch.decodes, **options
             )
-        return cast(jax.Array, o_tnh)
+        return cast(jax.Array, o_tnh).astype(own_dtype)
 
     def copy(self, pool: Pool, sources_c: jax.Array, destinations_c: jax.Array) -> Pool:
         """Copy whole blocks of all layers; destination -1 copies nothing."""

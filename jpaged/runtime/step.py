@@ -65,10 +65,12 @@ class Step:
     """Jitted functions of a step, dispatched one after the other.
 
     Each is compiled only for the shapes that it depends on. `params` is the flat list of the model's leaves:
-    dispatching a model or a state costs many times more on the host. The pool is returned in the order of the argument,
+    dispatching a model or a state costs many times more on the host. Leaves that no result depends on are not used, and
+    may have been deleted. The pool is returned in the order of the argument,
     so that XLA can alias all of its buffers.
 
     Args:
+        graphdef, treedef: of the model; the treedef is that of the list of its states.
         cache: the layout of the pool.
         layouts: layouts of the batches of each bucket.
         placement: the places of all arrays. Results other than the pool are whole on every device.
@@ -93,7 +95,7 @@ class Step:
         multiply: RowProduct | None = None, has_quantized_weights: bool = False,
     ):  # fmt: skip
         def merged(params: list[jax.Array]) -> Model:
-            model: Model = nnx.merge(graphdef, jax.tree.unflatten(treedef, params))
+            model: Model = nnx.merge(graphdef, *jax.tree.unflatten(treedef, params))
             return model
 
         def of_all_rows(x_ti: jax.Array, weight_oi: jax.Array) -> jax.Array | None:

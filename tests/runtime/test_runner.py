@@ -189,7 +189,7 @@ POOL_BLOCKS, BLOCK = 512, 16
 
 def step_avals(llama: ModelConfig, dtype: str, bucket: Bucket):
     graphdef, leaves = abstract_model(llama, dtype)
-    params, treedef = jax.tree.flatten(nnx.from_flat_state(leaves))
+    params, treedef = jax.tree.flatten([nnx.from_flat_state(leaves)])
     shape = (POOL_BLOCKS, llama.num_key_value_heads, BLOCK, llama.head_dim)
     pool = [jax.ShapeDtypeStruct(shape, dtype)] * (2 * llama.num_hidden_layers)
     rows = bucket.num_seqs + 3  # no array of samples is like one of rows

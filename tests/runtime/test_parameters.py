@@ -102,6 +102,9 @@ def test_a_trainers_own_tree_is_that_below_the_declared_path(path):
         assert len(tree.place(part, present)) == 2
     with pytest.raises(ValueError, match=rf"^params: {path}\.gpt\.b is not a parameter of the model$"):
         tree.place({"gpt": {"b": jnp.ones(2)}}, present)
+    wrapper.trained_path = "model"
+    with pytest.raises(ValueError, match=r"^trained_path: no parameter of the module lies below 'model'$"):
+        tree_of(wrapper)
 
 
 def test_other_variables_than_parameters_are_carried_and_never_refused(caplog):

@@ -28,8 +28,7 @@ class KVCache:
         head_dim: head dim of the pool, the model's or more.
         dtype: dtype of the pool.
         windows: the different windows of the model's layers.
-        attention_dtype: dtype to which queries, keys and values are converted; None: they all have the pool's, or the
-            pool is fp8.
+        attention_dtype: dtype in which `attend` takes queries, keys and values; None: the one that all of a model have.
     """
 
     num_layers: int
@@ -92,15 +91,11 @@ class KVCache:
     ) -> jax.Array:  # fmt: skip
         """Write a layer's keys and values, and return the attention [T, N, H] of its queries.
 
-        The result has the dtype that the layer's queries, keys and values are promoted to.
-
         Args:
             pool: its arrays of this layer are replaced.
             decode: every sequence has one query, a decode token, and query s belongs to sequence s.
         """
         k, v = pool[2 * layer : 2 * layer + 2]
-        own_dtype = jnp.result_type(q_tnh, k_tkh, v_tkh)
-        q_tnh, k_tkh, v_tkh = (x.astype(self.attention_dtype or x.dtype) for x in (q_tnh, k_tkh, v_tkh))
         scales = self._scales()
         if cos is None:
             k, v = self.kernels.write_kv(k, v, k_tkh, v_tkh, batch.slot_mapping, **scales)
@@ -117,7 +112,7 @@ class KVCache:
             o_tnh = self.kernels.ragged_paged_attention(
                 q_tnh, k, v, tables, lens, batch.cu_q_lens, decode_s=batch.decodes, **options
             )
-        return cast(jax.Array, o_tnh).astype(own_dtype)
+        return cast(jax.Array, o_tnh)
 
     def copy(self, pool: Pool, sources_c: jax.Array, destinations_c: jax.Array) -> Pool:
         """Copy whole blocks of all layers; destination -1 copies nothing."""

@@ -96,7 +96,9 @@ class ModelRunner:
         first, devices = self.placement.device, self.placement.local_devices
         processes = (self.placement.num_processes,) if self.placement.num_processes > 1 else ()
         device = first.platform, first.device_kind, self.placement.size, os.cpu_count(), *processes
-        self._costs_key = repr((jax.__version__, device, llama, dtype, stored, limits, self.kernels.name, cache.dtype))
+        kind = f"{type(model).__module__}.{type(model).__qualname__}"  # modules of one config may differ
+        described = kind, llama, dtype, stored, limits, self.kernels.name, cache.dtype
+        self._costs_key = repr((jax.__version__, device, *described))
         if config.num_gpu_blocks_override:
             check_override(config.num_gpu_blocks_override, block_bytes, available_memory(devices))
         table_width = -(-limits.max_model_len // limits.block_size)

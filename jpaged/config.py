@@ -571,7 +571,7 @@ class EngineConfig:
         group=MODEL, choices=tuple(dict.fromkeys((*QUANTIZATIONS, *QUANTIZED_CHECKPOINTS))),
     )  # fmt: skip
     kv_cache_dtype: str = setting(
-        "auto", "dtype of the KV pool; auto: the parameters'; fp8 holds twice as many tokens as 16 bits, less exactly",
+        "auto", "dtype of the KV pool; auto: that of the keys; fp8 holds twice as many tokens as 16 bits, less exactly",
         group=MODEL, choices=tuple(KV_CACHE_DTYPES),
     )  # fmt: skip
     logprobs_mode: str = setting(

@@ -46,10 +46,13 @@ class LLM:
 
     Args:
         model: "demo", a directory, a hub id, or a loaded module (`jpaged.models.base.Model`), whose arrays are used
-            without a copy. `generate` takes the module's new arrays, if it has some since the last call.
+            without a copy if they lie as the engine's and `dtype` is "auto" or theirs. `generate` takes the module's
+            new parameters, if it has some since the last call.
         tokenizer: replaces the model's own. A loaded module without this argument has no tokenizer, and then accepts
             and returns only token ids.
         progress: show progress bars while loading and compiling.
+        allow_copy: False: raise an error instead of copying a module's parameters or those of an update, or keeping
+            parameters whole on each of several devices. By default a line in the log has the bytes.
         **config: the fields of `EngineConfig`, and keywords of vLLM's `LLM` and of SGLang's engine: some set a field,
             some are not needed (a notice in the log says why), and the others are refused (`jpaged.flags`).
 
@@ -60,7 +63,7 @@ class LLM:
 
     def __init__(
         self, model: str | os.PathLike[str] | Model = "demo", *, tokenizer: Any = None, progress: bool = True,
-        **config: Any,
+        allow_copy: bool = True, **config: Any,
     ):  # fmt: skip
         if not isinstance(model, str | os.PathLike | Model):
             accepted = '"demo", a directory, a hub id or a module such as jpaged.models.llama.Llama'
@@ -70,8 +73,9 @@ class LLM:
         for notice in notices:
             logger.warning(notice)
         self.engine, self.tokenizer, self._sampling_defaults = load_engine(
-            EngineConfig(**{"model": name, **found}), model=module, tokenizer=tokenizer, progress=progress
-        )
+            EngineConfig(**{"model": name, **found}), model=module, tokenizer=tokenizer, progress=progress,
+            allow_copy=allow_copy,
+        )  # fmt: skip
         self._module = None if module is None else ModuleArrays(module)
         self._serves_module = module is not None
         self._dropped = False  # the parameters, by sleep(2)

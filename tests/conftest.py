@@ -43,7 +43,7 @@ SLOW = (
     "model/test_registry.py", "parallel/", "runtime/test_compilation_cache.py", "runtime/test_plan.py",
     "runtime/test_runner.py", "serving/", "test_demo.py", "test_examples.py", "test_kv_cache_dtype.py", "test_llm.py",
     "test_package.py", "test_quantization.py", "test_readme.py", "test_sharing.py", "test_structured.py",
-    "test_tensor_parallel.py", "test_update_params.py", "test_updates_under_traffic.py",
+    "test_tensor_parallel.py", "test_trainers.py", "test_update_params.py", "test_updates_under_traffic.py",
 )  # fmt: skip
 
 

@@ -440,13 +440,10 @@ def test_a_module_without_a_tokenizer(random_module):
     assert llm.get_tokenizer() is None
 
 
-def test_a_module_in_another_dtype_is_not_copied_but_refused():
+def test_a_module_in_another_dtype_is_not_copied_if_that_is_forbidden():
     model = dummy_model(ModelConfig.from_hf(models.TINY), "bfloat16", 0)
-    with pytest.raises(
-        ValueError,
-        match="dtype: must be that of the module's parameters",
-    ):
-        LLM(model, dtype="float32", progress=False)
+    with pytest.raises(ValueError, match=r"^params: (\d+) of \1 arrays \(first: embed_tokens.embedding\) are copied"):
+        LLM(model, dtype="float32", allow_copy=False, progress=False)
 
 
 @pytest.mark.parametrize("model", [None, 5, object(), ModelConfig])
@@ -473,7 +470,7 @@ BAD = [
 def test_what_is_wrong_is_refused_before_anything_compiles(tiny, random_module, in_hand, wrong, told):
     with Compilations() as compilations, pytest.raises((ValueError, NotImplementedError), match=told):
         LLM(random_module if in_hand else tiny, progress=False, **wrong)
-    assert compilations.count == 0
+    assert compilations.count <= in_hand, "a module is traced, for its dtypes"
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from jpaged.models.checkpoint import abstract_model, dummy_model, load_safetenso
 from jpaged.models.layers import MANY_ROWS, product
 from jpaged.models.quantized import round_weight
 from jpaged.rl.causal import logits
-from jpaged.runtime.parameters import by_name
+from jpaged.runtime.parameters import ParamTree, by_name
 from jpaged.runtime.placement import Placement, shard
 from tests import architectures, checkpoints
 from tests.few_shapes import few_shapes
@@ -205,8 +205,14 @@ def test_refusals(directory, tmp_path):
     for save in (save_orbax, save_safetensors):
         with pytest.raises(ValueError, match=r"^model: its weights are quantized, and no format"):
             save(quantized, tmp_path)
-    with pytest.raises(ValueError, match=r"^dtype: must be that of the module's parameters"):
-        LLM(quantized, dtype="bfloat16", **ENGINE)
+
+
+def test_a_dtype_of_a_module_leaves_its_weights_of_8_bits_and_their_scales_as_they_are():
+    quantized = quantize(Llama(CONFIG, rngs=nnx.Rngs(0)), "fp8")
+    tree = ParamTree(quantized, Placement.on(jax.devices()[:1], CONFIG), dtype="bfloat16")
+    dtypes = {name.rpartition(".")[2]: str(leaf.dtype) for name, leaf in tree.expected.items() if "proj.w" in name}
+    assert dtypes == {"weight": "float8_e4m3fn", "weight_scale": "float32"}
+    assert {str(leaf.dtype) for name, leaf in tree.expected.items() if "proj.w" not in name} == {"bfloat16"}
 
 
 @pytest.mark.deep

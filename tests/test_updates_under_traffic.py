@@ -46,7 +46,7 @@ def parameters(engines):
 
 def _tree(engine, arrays):
     tree = {}
-    for name, array in zip(engine.runner._expected, arrays, strict=True):
+    for name, array in zip(engine.runner.tree.expected, arrays, strict=True):
         *parents, last = name.split(".")
         at = tree
         for parent in parents:

@@ -88,7 +88,7 @@ class DescribedStep:
             (path, leaf.replace(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placement.of(leaf))))
             for path, leaf in nnx.to_flat_state(state)
         ]
-        self.params, treedef = jax.tree.flatten(nnx.from_flat_state(placed))
+        self.params, treedef = jax.tree.flatten([nnx.from_flat_state(placed)])
         chosen = select(
             shape.kernels, platform="gpu", device_kind=gpu.kind, compute_capability=gpu.capability, dtype="bfloat16",
             pool_dtype=shape.pool_dtype, head_dim=config.head_dim,

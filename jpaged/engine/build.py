@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+from flax import nnx
 
 from jpaged.chat import check_template
 from jpaged.config import (
@@ -26,7 +27,6 @@ from jpaged.engine.engine import Engine, Runner
 from jpaged.models.base import Model
 from jpaged.models.checkpoint import ORBAX, Place, dummy_model, load_orbax, load_safetensors, on_one_device
 from jpaged.models.fused import fuse
-from jpaged.models.quantized import activation_dtypes
 from jpaged.models.quantized_checkpoint import Scheme, read_scheme
 from jpaged.models.registry import read_config
 from jpaged.runtime.compilation_cache import compilation_cache, every_process_writes
@@ -313,16 +313,19 @@ class Loaded(NamedTuple):
 
 def load_engine(
     config: EngineConfig, *, model: Model | None = None, tokenizer: Any = None, prepared: Prepared | None = None,
-    progress: bool = True, lead: Callable[[ModelRunner], Runner] | None = None,
+    progress: bool = True, lead: Callable[[ModelRunner], Runner] | None = None, allow_copy: bool = True,
 ) -> Loaded:  # fmt: skip
     """Return an engine that is ready to step, with its tokenizer and sampling defaults.
 
     Args:
-        model: a loaded module; its arrays are used as they are, and `config.model` is only a name.
+        model: a loaded module, and `config.model` is only a name. Its arrays are used without a copy if they lie as the
+            engine's and `config.dtype` is "auto" or theirs; else a line in the log has the bytes of the copy.
         tokenizer: a Hugging Face tokenizer or a `tokenizers.Tokenizer`, or the name of a directory or hub id, instead
             of the model's own.
         prepared: the result of `prepare(config)`, from a caller with more to check before the parameters are loaded.
         lead: return the engine's runner, which drives this one and those of other processes.
+        allow_copy: False: raise an error where parameters would be copied, now and in `Engine.update_params`, or would
+            lie whole on each of several devices.
     """
     defaults: dict[str, Any] = {}
     kernels: Kernels | None = None
@@ -339,7 +342,7 @@ def load_engine(
         if isinstance(tokenizer, str):
             tokenizer = load_tokenizer(find_model(tokenizer, weights=False))
         inner = backend(tokenizer) if tokenizer is not None else None
-    runner, block_swap_cost = _start_runner(model, config, limits, kernels, progress=progress)
+    runner, block_swap_cost = _start_runner(model, config, limits, kernels, progress=progress, allow_copy=allow_copy)
     host_pool = None
     if _swaps(runner, config):
         host_pool = BlockPool(runner.blocks.num_host_blocks, limits.block_size, enable_prefix_caching=False)
@@ -414,14 +417,15 @@ def _load(prepared: Prepared, directory: Path, *, load_format: str, seed: int, p
 
 
 def _start_runner(
-    model: Model, config: EngineConfig, limits: Limits, kernels: Kernels | None, *, progress: bool
-) -> tuple[ModelRunner, float]:
+    model: Model, config: EngineConfig, limits: Limits, kernels: Kernels | None, *, progress: bool,
+    allow_copy: bool = True,
+) -> tuple[ModelRunner, float]:  # fmt: skip
     """Return a runner with its executables, and its `block_swap_cost` if the scheduler needs it and knows it, else 0.
 
     All processes that share the devices run these programs, in this order.
     """
     with compilation_cache(), every_process_writes():
-        runner = ModelRunner(model, config, limits, kernels)
+        runner = ModelRunner(model, config, limits, kernels, allow_copy=allow_copy)
         check_num_blocks(limits, runner.blocks.num_blocks)
         if config.warm_up:
             runner.warm_up(progress=progress)
@@ -444,18 +448,14 @@ def _check_module(config: EngineConfig, model: Model) -> None:
             "quantization: can't be applied to a module, whose arrays are served as they are, not copied; pass "
             f"jpaged.quantize(module, {config.quantization!r}) instead"
         )
-    leaves = by_name(model)
-    dtypes = activation_dtypes({name: leaf.dtype for name, leaf in leaves.items()})
-    if len(dtypes) != 1:
-        raise ValueError(f"model: its parameters must have one dtype, not {', '.join(sorted(dtypes))}")
-    dtype = dtypes[0]
-    if config.dtype != "auto" and DTYPE_ALIASES.get(config.dtype, config.dtype) != dtype:
-        raise ValueError(
-            f"dtype: must be that of the module's parameters ({dtype}), which are not copied, not {config.dtype}"
-        )
+    leaves = by_name(nnx.state(model, nnx.Param))
+    if not leaves:
+        raise ValueError("model: must have parameters, variables of the type nnx.Param")
+    if other := next((name for name, leaf in leaves.items() if not isinstance(leaf, jax.Array)), None):
+        raise ValueError(f"model: {other} must be a jax.Array, not {type(leaves[other]).__name__}")
     num_devices = len(devices_of(leaves.values()))
-    if config.tensor_parallel_size not in (None, num_devices):
+    if (config.tensor_parallel_size or 1) > num_devices:
         raise ValueError(
-            f"tensor_parallel_size: must be the number of devices ({num_devices}) on which the module's parameters "
-            f"lie, not {config.tensor_parallel_size}"
+            f"tensor_parallel_size: must be at most the number of devices ({num_devices}) on which the module's "
+            f"parameters lie, not {config.tensor_parallel_size}; jpaged.shard(module, devices) divides a module"
         )

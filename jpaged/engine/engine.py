@@ -299,7 +299,8 @@ class Engine:
         found in the prefix cache afterwards. `Sample.version` says which update drew a token.
 
         Args:
-            source: an `nnx.Module`, an `nnx.State`, or nested dicts of arrays.
+            source: an `nnx.Module`, an `nnx.State`, or nested dicts of arrays, with all or some of the parameters,
+                named as in the engine's module or below its `trained_path`.
             in_flight: what becomes of started requests. "recompute": steps in flight are dropped, and the requests are
                 computed again from their tokens, which they keep, so that every further token depends on the new
                 parameters only. "keep": the requests continue on the KV of the old parameters. "wait": they end first,

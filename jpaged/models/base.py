@@ -30,7 +30,8 @@ class AttentionSpec(NamedTuple):
 class Model(Protocol):
     """Interface of an `nnx.Module` that the engine can serve.
 
-    It holds parameters and no cache: attention is an argument.
+    It needs no cache: attention is an argument. A module that wraps the one that is trained may have the attribute
+    `trained_path`, the path of that one in it, such as "gpt": `update_params` then accepts the state of `self.gpt` too.
     """
 
     config: ModelConfig

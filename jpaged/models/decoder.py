@@ -138,15 +138,15 @@ class Layer(nnx.Module):
 class Decoder(nnx.Module):
     """Decoder that a config describes.
 
-    `dtype` ("float32", "bfloat16" or "float16") is that of parameters and activations; norms, angles, routing and
-    logits are float32 inside. Attributes are named as in Hugging Face checkpoints.
+    `dtype` ("float32", "bfloat16" or "float16") is that of parameters, and activations have that of the parameters;
+    norms, angles, routing and logits are float32 inside. Attributes are named as in Hugging Face checkpoints.
     """
 
     def __init__(self, config: ModelConfig, *, dtype: str = "float32", rngs: nnx.Rngs):
         self.config = config
         d, v = config.hidden_size, config.vocab_size
         self.embed_tokens = nnx.Embed(
-            v, d, dtype=dtype, param_dtype=dtype, rngs=rngs, embedding_metadata=axes("vocab", None),
+            v, d, param_dtype=dtype, rngs=rngs, embedding_metadata=axes("vocab", None),
             embedding_init=nnx.initializers.normal(0.02),
         )  # fmt: skip
         self.layers = nnx.List([Layer(config, i, dtype, rngs) for i in range(config.num_hidden_layers)])

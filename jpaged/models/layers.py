@@ -75,9 +75,7 @@ class Linear(nnx.Module):
 
 def rms_norm(size: int, epsilon: float, *, dtype: DTypeLike, rngs: nnx.Rngs, name: str | None = None) -> nnx.RMSNorm:
     """Return a root-mean-square norm of the last axis, whose name is `name`."""
-    return nnx.RMSNorm(
-        size, epsilon=epsilon, dtype=dtype, param_dtype=dtype, rngs=rngs, scale_metadata=axes(name)
-    )  # fmt: skip
+    return nnx.RMSNorm(size, epsilon=epsilon, param_dtype=dtype, rngs=rngs, scale_metadata=axes(name))
 
 
 class UnitOffsetNorm(nnx.Module):

@@ -105,14 +105,15 @@ class Layer(nnx.Module):
 class OPT(nnx.Module):
     """OPT (arXiv 2205.01068), the model of the PagedAttention paper.
 
-    `dtype` is that of parameters and activations. Attributes are named as in Hugging Face checkpoints.
+    `dtype` is that of parameters, and activations have that of the parameters. Attributes are named as in Hugging Face
+    checkpoints.
     """
 
     def __init__(self, config: OPTConfig, *, dtype: str = "float32", rngs: nnx.Rngs):
         self.config: ModelConfig = config
         self.has_final_norm, self.projects = config.final_norm, config.embedding_size != config.hidden_size
         d, e = config.hidden_size, config.embedding_size
-        options: Any = dict(dtype=dtype, param_dtype=dtype, rngs=rngs, embedding_init=nnx.initializers.normal(0.02))
+        options: Any = dict(param_dtype=dtype, rngs=rngs, embedding_init=nnx.initializers.normal(0.02))
         self.embed_tokens = nnx.Embed(config.vocab_size, e, embedding_metadata=axes("vocab", None), **options)
         rows = config.max_position_embeddings + POSITION_OFFSET
         self.embed_positions = nnx.Embed(rows, d, embedding_metadata=axes(None, None), **options)
@@ -152,9 +153,8 @@ class OPT(nnx.Module):
 def layer_norm(size: int, dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.LayerNorm:
     """Return a norm of the last axis with weight and bias."""
     return nnx.LayerNorm(
-        size, epsilon=EPSILON, dtype=dtype, param_dtype=dtype, rngs=rngs, scale_metadata=axes(None),
-        bias_metadata=axes(None),
-    )  # fmt: skip
+        size, epsilon=EPSILON, param_dtype=dtype, rngs=rngs, scale_metadata=axes(None), bias_metadata=axes(None)
+    )
 
 
 def source(path: LeafPath, config: ModelConfig) -> Source:

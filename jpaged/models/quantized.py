@@ -93,14 +93,3 @@ def quantize(model: Model, quantization: str) -> Model:
 def is_quantized(model: Model) -> bool:
     """Return whether a model has weights of 8 bits."""
     return any(path[-1] == SCALE for path, _ in nnx.to_flat_state(nnx.state(model)))
-
-
-def activation_dtypes(dtypes: Mapping[str, Any]) -> list[str]:
-    """Return the different dtypes of parameters, without those of quantized weights and their scales.
-
-    Args:
-        dtypes: the dtypes of a model's parameters by name, such as `layers.0.mlp.up_proj.weight`.
-    """
-    scales = {name for name in dtypes if name.rpartition(".")[2] == SCALE}
-    quantized = {name.removesuffix(SCALE) + WEIGHT for name in scales}
-    return list(dict.fromkeys(str(dtype) for name, dtype in dtypes.items() if name not in scales | quantized))

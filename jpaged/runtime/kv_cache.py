@@ -28,6 +28,7 @@ class KVCache:
         head_dim: head dim of the pool, the model's or more.
         dtype: dtype of the pool.
         windows: the different windows of the model's layers.
+        attention_dtype: dtype in which `attend` takes queries, keys and values; None: the one that all of a model have.
     """
 
     num_layers: int
@@ -37,11 +38,12 @@ class KVCache:
     dtype: str
     kernels: Kernels
     windows: tuple[int | None, ...] = (None,)
+    attention_dtype: str | None = None
 
     @classmethod
     def of(
         cls, model: ModelConfig, block_size: int, dtype: str, kernels: Kernels,
-        specs: Iterable[AttentionSpec] = (),
+        specs: Iterable[AttentionSpec] = (), *, attention_dtype: str | None = None,
     ) -> "KVCache":  # fmt: skip
         """Return the layout for a model, with the head dim that the kernels take.
 
@@ -50,7 +52,7 @@ class KVCache:
         """
         layers, heads = model.num_hidden_layers, model.num_key_value_heads
         windows = tuple(dict.fromkeys(spec.window for spec in specs))
-        return cls(layers, heads, block_size, kernels.head_dim, dtype, kernels, windows)
+        return cls(layers, heads, block_size, kernels.head_dim, dtype, kernels, windows, attention_dtype)
 
     def make_work(
         self, table_width: int, bucket: Bucket, context_lens_s: np.ndarray, cu_q_lens_s1: np.ndarray,

@@ -1,18 +1,22 @@
 """Parameters of a model by name, and their exchange for others of the same tree, shapes and dtypes."""
 
 import contextlib
-import itertools
 import logging
+import math
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Sharding
 
-from jpaged.config import QUANTIZATIONS
+from jpaged.config import DTYPES, QUANTIZATIONS
 from jpaged.core.plan import ParamsDeleted
-from jpaged.models.fused import Joint, joiner
+from jpaged.models.fused import joiner, joints_of
+from jpaged.models.quantized import SCALE
 from jpaged.runtime.placement import Placement
 
 logger = logging.getLogger(__name__)
@@ -22,86 +26,190 @@ def by_name(state: Any) -> dict[str, Any]:
     """Return the leaves of a state by name, such as `layers.0.mlp.up_proj.weight`, in the order of its pytree.
 
     Args:
-        state: an `nnx.Module`, an `nnx.State`, or nested dicts of arrays, as `nnx.to_pure_dict` returns them.
+        state: an `nnx.Module`, an `nnx.State`, or nested dicts of arrays or variables.
     """
     if isinstance(state, nnx.Module):
         state = nnx.state(state)
     if isinstance(state, nnx.State):
         state = nnx.to_pure_dict(state)
+    state = jax.tree.map(_value, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
     leaves = jax.tree_util.tree_leaves_with_path(state)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
-def described(state: nnx.State[Any, Any], placement: Placement) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the shape, dtype and sharding of each parameter by name, in the order of the state's pytree."""
-    shardings = {".".join(map(str, path)): placement.of(variable) for path, variable in nnx.to_flat_state(state)}
-    return {
-        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=shardings[name])
-        for name, leaf in by_name(state).items()
-    }
+class ParamTree:
+    """Parameters of a served module by name, and their exchange for others.
 
-
-def check(
-    state: Any, expected: Mapping[str, jax.ShapeDtypeStruct], joints: Mapping[str, Joint] | None = None
-) -> dict[str, jax.Array]:
-    """Return the arrays of a state by name.
+    Parameters are the variables of the type `nnx.Param`. The module's other variables, such as random keys, counters,
+    statistics and caches, are carried: steps take them as they are and write nothing back.
 
     Args:
-        state: as in `by_name`.
-        expected: the result of `described`.
-        joints: the result of `joints_of`. In place of a leaf of these a state may hold those that it replaces.
+        dtype: the dtype that parameters of another floating-point dtype are cast to, and in which layers compute that
+            name none; None: each keeps its own.
+        allow_copy: whether parameters may be copied, or lie whole on each of several devices.
+
+    Attributes:
+        expected: shape, dtype and sharding of each parameter in steps, in the order of the pytree.
+        carried: arrays of the other variables.
+        joints: the result of `joints_of`.
 
     Raises:
-        ValueError: the tree, a shape or a dtype differs, or an array was deleted; the message has the first difference.
+        ValueError: no parameter lies below the model's `trained_path`, or `allow_copy` is False and all parameters lie
+            whole on each of several devices.
     """
-    found, wanted = by_name(state), dict(expected)
-    for name, joint in (joints or {}).items():
-        if name not in found:
-            dtype = wanted.pop(name).dtype
+
+    def __init__(self, model: Any, placement: Placement, *, dtype: str | None = None, allow_copy: bool = True):
+        split: Any = nnx.split(_embedding_in(dtype, model) if dtype else model, nnx.Param, ...)
+        self.graphdef, params, others = split
+        self.treedef = jax.tree.structure([params, others])
+        self._prefix = f"{model.trained_path}." if hasattr(model, "trained_path") else ""
+        if not any(name.startswith(self._prefix) for name in by_name(params)):
+            raise ValueError(f"trained_path: no parameter of the module lies below {model.trained_path!r}")
+        self._given = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in by_name(params).items()}
+        shardings = {".".join(map(str, path)): placement.of(leaf) for path, leaf in nnx.to_flat_state(params)}
+        self.expected = {
+            name: jax.ShapeDtypeStruct(x.shape, _served_dtype(name, str(x.dtype), dtype), sharding=shardings[name])
+            for name, x in self._given.items()
+        }
+        self.joints = joints_of(model)
+        self.carried = {name: jnp.asarray(leaf) for name, leaf in by_name(others).items()}
+        devices, whole = set(placement.devices), placement.whole
+        self._places = {
+            name: leaf.sharding if leaf.sharding.device_set == devices else whole for name, leaf in self.carried.items()
+        }
+        self._carry(self.carried)
+        self._allow_copy, self._told = allow_copy, set[str]()
+        if placement.size > 1 and all(leaf.sharding.is_fully_replicated for leaf in self.expected.values()):
+            once = sum(map(_nbytes, self.expected.values())) // placement.size
+            self._tell(
+                f"all {len(self.expected)} arrays (first: {next(iter(self.expected))}) lie whole on each of "
+                f"{placement.size} devices, {once * (placement.size - 1):,} bytes more than on one, because no axis of "
+                "theirs is named heads, kv_heads, mlp or vocab (out_sharding)"
+            )
+
+    def merge(self, leaves: Iterable[Any]) -> Any:
+        """Return the module with other arrays: parameters in the order of `expected`, then those of `carried`."""
+        return nnx.merge(self.graphdef, *jax.tree.unflatten(self.treedef, leaves))
+
+    def check(self, source: Any, present: Sequence[jax.Array] = ()) -> tuple[dict[str, jax.Array], dict[str, Any]]:
+        """Return the parameters of a source and its other variables, by the module's names.
+
+        Args:
+            source: as in `by_name`: the module's tree, that of its `trained_path`, or a part of either. In place of a
+                fused leaf it may hold those that this replaces.
+            present: the parameters that a missing one is left at, in the order of `expected`, or none.
+
+        Raises:
+            ValueError: a name is unknown, a parameter is missing, a shape or a dtype differs, an array was deleted, or
+                one must be copied and `allow_copy` is False. The message has the first difference.
+        """
+        found, others = self._read(source)
+        if not found:
+            raise ValueError("params: must have parameters of the model, and has none")
+        wanted = dict(self._given)
+        for name, joint in self.joints.items():
+            dtype = wanted[name].dtype
             wanted |= {each: jax.ShapeDtypeStruct(shape, dtype) for each, shape in zip(joint.names, joint.shapes)}
-    for name in itertools.chain(wanted, found):
-        if problem := _problem(name, found, wanted):
-            raise ValueError(f"params: {name} {problem}")
-    return found
+        kept = {name for name, array in zip(self.expected, present) if not array.is_deleted()}
+        for name in self.expected:
+            parts = self.joints[name].names if name in self.joints else ()
+            needed = parts if found.keys() & set(parts) else (name,)
+            if missing := [each for each in needed if each not in found and each not in kept]:
+                raise ValueError(f"params: {missing[0]} is missing")
+        for name, leaf in found.items():
+            if problem := _problem(leaf, wanted.get(name)):
+                raise ValueError(f"params: {name} {problem}")
+        if copied := [name for name, leaf in found.items() if not _lies_as(leaf, self.expected.get(name))]:
+            size = sum(_nbytes(self.expected.get(name, found[name])) for name in copied)
+            self._tell(
+                f"{len(copied)} of {len(self.expected)} arrays (first: {copied[0]}) are copied, {size:,} bytes, as the "
+                "engine has them in another layout or dtype, or on other devices"
+            )
+        return found, others
+
+    def place(self, source: Any, present: Sequence[jax.Array] = ()) -> list[jax.Array]:
+        """Return parameters in the order of `expected`, and carry the other variables; arguments and errors of `check`.
+
+        They share the memory of the source's arrays wherever these lie in the same way, under any mesh. An executable
+        is compiled for one form of a sharding, and for arrays that are bound to their devices or are not. Fused leaves
+        are made in new memory. Parameters that are cast take the memory of the present ones, which are deleted.
+        """
+        found, others = self.check(source, present)
+        self._carry(others)
+        for name, joint in self.joints.items():
+            if name not in found and joint.names[0] in found:
+                replaced = [found.pop(each) for each in joint.names]
+                found[name] = joiner(joint._replace(names=()), self.expected[name].sharding)(replaced)
+        kept = dict(zip(self.expected, present))
+        places = {name: leaf.sharding for name, leaf in self.expected.items()}
+        arrays = kept | found
+        placed = dict(zip(places, jax.device_put([arrays[name] for name in places], list(places.values()))))
+        if cast := {name: leaf for name, leaf in self.expected.items() if placed[name].dtype != leaf.dtype}:
+            buffers = [
+                kept[name] if _lies_as(kept.get(name), leaf) else jnp.zeros(leaf.shape, leaf.dtype, device=places[name])
+                for name, leaf in cast.items()
+            ]
+            convert = caster(tuple(places[name] for name in cast))
+            placed |= dict(zip(cast, convert([placed[name] for name in cast], buffers)))
+        return list(placed.values())
+
+    def _read(self, source: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the parameters of a source and its other variables, by the module's names as far as it has them."""
+        source = nnx.state(source) if isinstance(source, nnx.Module) else source
+        found = by_name(source)
+        others = {name: found.pop(name) for name in _others(source)}
+        if not found.keys() & self._given.keys():
+            found, others = ({self._prefix + name: leaf for name, leaf in each.items()} for each in (found, others))
+        return found, others | {name: found.pop(name) for name in self.carried.keys() & found.keys()}
+
+    def _carry(self, others: Mapping[str, Any]) -> None:
+        """Take the variables that have the form of those that are carried."""
+        for name, leaf in others.items():
+            own, new = self.carried.get(name), jnp.asarray(leaf)
+            if own is not None and (own.shape, own.dtype) == (new.shape, new.dtype) and not new.is_deleted():
+                self.carried[name] = jax.device_put(new, self._places[name])
+
+    def _tell(self, text: str) -> None:
+        """Log a line, once.
+
+        Raises:
+            ValueError: `allow_copy` is False.
+        """
+        if not self._allow_copy:
+            raise ValueError(f"params: {text}; allow_copy=False forbids that")
+        if text not in self._told:
+            logger.warning("params: %s", text)
+            self._told.add(text)
 
 
-def placed(
-    state: Any, expected: Mapping[str, jax.ShapeDtypeStruct], joints: Mapping[str, Joint] | None = None
-) -> list[jax.Array]:
-    """Return the arrays of a state in the order of `expected`, with its shardings; arguments and errors of `check`.
+@cache
+def caster(shardings: tuple[Sharding, ...]) -> Callable[[list[jax.Array], list[jax.Array]], list[jax.Array]]:
+    """Return a function that casts arrays into the memory of others, which are deleted; both lie in these places."""
 
-    They share the memory of the state's own arrays wherever these lie in the same way, under any mesh. An executable is
-    compiled for one form of a sharding, and for arrays that are bound to their devices or are not. Leaves that replace
-    others are made of them, in new memory.
-    """
-    by_path = check(state, expected, joints)
-    for name, joint in (joints or {}).items():
-        if name not in by_path:
-            replaced = [by_path[each] for each in joint.names]
-            by_path[name] = joiner(joint._replace(names=()), expected[name].sharding)(replaced)
-    found, shardings = [by_path[name] for name in expected], [leaf.sharding for leaf in expected.values()]
-    if moved := sum(not x.sharding.is_equivalent_to(place, x.ndim) for x, place in zip(found, shardings)):
-        logger.info("params: %d of %d arrays lie otherwise than the engine's, and are copied", moved, len(found))
-    arrays: list[jax.Array] = jax.device_put(found, shardings)
-    return arrays
+    def cast(arrays: list[jax.Array], others: list[jax.Array]) -> list[jax.Array]:
+        return [array.astype(other.dtype) for array, other in zip(arrays, others)]
+
+    # An argument that is not used is dropped by default, and its memory with it.
+    return jax.jit(cast, donate_argnums=1, keep_unused=True, out_shardings=list(shardings))
 
 
 class ModuleArrays:
-    """Module that a trainer may change, and its arrays at the last `mark`, which are not kept alive."""
+    """Module that a trainer may change, and its parameters at the last `mark`, which are not kept alive."""
 
     def __init__(self, module: Any):
         self.module = module
         # Reading the state of a module with 300 parameters takes 50 ms; reading its variables takes 2 ms.
-        self._variables = jax.tree.leaves(nnx.state(module), is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+        params = nnx.state(module, nnx.Param)
+        self._variables = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
         self.mark()
 
     def mark(self) -> None:
-        """Remember the present arrays."""
+        """Remember the present parameters."""
         self._seen = [weakref.ref(variable.get_value()) for variable in self._variables]
 
     @property
     def has_changed(self) -> bool:
-        """Whether the module has other arrays than at the last `mark`."""
+        """Whether the module has other parameters than at the last `mark`."""
         return any(variable.get_value() is not seen() for variable, seen in zip(self._variables, self._seen))
 
 
@@ -113,28 +221,69 @@ WAYS_OUT = (
 
 @contextlib.contextmanager
 def explain_deletion(params: Iterable[jax.Array]) -> Iterator[None]:
-    """Raise ParamsDeleted if a computation fails because a parameter was deleted."""
+    """Raise ParamsDeleted if a computation fails because an array of the module was deleted."""
     try:
         yield
     except RuntimeError as error:
-        if not any(array.is_deleted() for array in params):
+        if "deleted" not in str(error) or not any(array.is_deleted() for array in params):
             raise
         raise ParamsDeleted(WAYS_OUT) from error
 
 
-def _problem(name: str, found: Mapping[str, Any], expected: Mapping[str, jax.ShapeDtypeStruct]) -> str | None:
+def _value(leaf: Any) -> Any:
+    return leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
+
+
+def _others(state: Any) -> list[str]:
+    """Return the names of the variables of an `nnx.State` that are no parameters."""
+    leaves = nnx.to_flat_state(state) if isinstance(state, nnx.State) else ()
+    variables = ((path, leaf) for path, leaf in leaves if isinstance(leaf, nnx.Variable))
+    return [".".join(map(str, path)) for path, leaf in variables if not isinstance(leaf, nnx.Param)]
+
+
+def _embedding_in(dtype: str, model: Any) -> Any:
+    """Return a module with the same arrays whose `nnx.Embed`s compute in a dtype, unless they were given another one.
+
+    Without a dtype, an `nnx.Embed` takes that of its parameter when it is made. Other layers have None.
+    """
+    copied = nnx.merge(*nnx.split(model))
+    for _, layer in nnx.iter_modules(copied):
+        if isinstance(layer, nnx.Embed) and layer.dtype == layer.embedding.dtype:
+            layer.dtype = jnp.dtype(dtype)
+    return copied
+
+
+def _served_dtype(name: str, own: str, dtype: str | None) -> str:
+    """Return the dtype of a parameter in steps, which is `dtype` unless it belongs to a quantized weight."""
+    return dtype if dtype and own in DTYPES and name.rpartition(".")[2] != SCALE else own
+
+
+def _lies_as(leaf: Any, expected: jax.ShapeDtypeStruct | None) -> bool:
+    """Return whether an array has this form and place; None has none."""
+    if leaf is None or expected is None or leaf.dtype != expected.dtype:
+        return False
+    equal: bool = leaf.sharding.is_equivalent_to(expected.sharding, leaf.ndim)
+    return equal and not leaf.is_deleted()
+
+
+def _nbytes(leaf: Any) -> int:
+    """Return the bytes of an array on all of its devices."""
+    shape: tuple[int, ...] = leaf.sharding.shard_shape(leaf.shape)
+    return math.prod(shape) * int(leaf.dtype.itemsize) * len(leaf.sharding.device_set)
+
+
+def _problem(leaf: Any, expected: jax.ShapeDtypeStruct | None) -> str | None:
     """Return the difference between a leaf and the expected one; None if there is none."""
-    if name not in found or name not in expected:
-        return "is missing" if name in expected else "is not a parameter of the model"
-    leaf, other = found[name], expected[name]
+    if expected is None:
+        return "is not a parameter of the model"
     if not isinstance(leaf, jax.Array):
         return f"must be a jax.Array, not {type(leaf).__name__}"
-    if leaf.shape != other.shape:
-        return f"has the shape {list(leaf.shape)}, not {list(other.shape)}"
-    if leaf.dtype != other.dtype:
-        quantization = {dtype: name for name, dtype in QUANTIZATIONS.items()}.get(str(other.dtype))
+    if leaf.shape != expected.shape:
+        return f"has the shape {list(leaf.shape)}, not {list(expected.shape)}"
+    if leaf.dtype != expected.dtype:
+        quantization = {dtype: name for name, dtype in QUANTIZATIONS.items()}.get(str(expected.dtype))
         hint = f": pass the model through jpaged.quantize(model, {quantization!r})" if quantization else ""
-        return f"is {leaf.dtype}, not {other.dtype}{hint}"
+        return f"is {leaf.dtype}, not {expected.dtype}{hint}"
     if leaf.is_deleted():
         return "was deleted, as a train step deletes its donated arguments: pass the new arrays"
     return None

@@ -135,7 +135,8 @@ class Placement:
 def shard(model: Model, devices: Sequence[jax.Device]) -> Model:
     """Return a model with its parameters divided among devices, as an engine serves it on them.
 
-    Parameters that lie so already are the same arrays.
+    Parameters are divided along the axes that `out_sharding` names "heads", "kv_heads", "mlp" or "vocab", and are whole
+    on each device without such a name. Parameters that lie so already are the same arrays.
 
     Raises:
         ValueError: this number of devices can't share the model.
@@ -143,7 +144,8 @@ def shard(model: Model, devices: Sequence[jax.Device]) -> Model:
     placement = Placement.on(devices, model.config)
     graphdef, state = nnx.split(model)
     leaves = [
-        (path, leaf.replace(jax.device_put(leaf[...], placement.of(leaf)))) for path, leaf in nnx.to_flat_state(state)
+        (path, leaf.replace(jax.device_put(leaf.get_value(), placement.of(leaf))))
+        for path, leaf in nnx.to_flat_state(state)
     ]
     sharded: Model = nnx.merge(graphdef, nnx.from_flat_state(leaves))
     return sharded

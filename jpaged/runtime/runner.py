@@ -11,12 +11,12 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jpaged.config import EngineConfig, Limits
+from jpaged.config import DTYPE_ALIASES, EngineConfig, Limits
 from jpaged.core.plan import Done, StepPlan, StepResult
 from jpaged.models.base import Model
-from jpaged.models.fused import joints_of
 from jpaged.models.moe import cost_of
-from jpaged.models.quantized import activation_dtypes
+from jpaged.models.outputs import outputs_of
+from jpaged.models.quantized import is_quantized
 from jpaged.progress import track
 from jpaged.runtime.agreement import leaders_values, least
 from jpaged.runtime.batch import Bucket, Buckets, ladder, make_batch
@@ -26,7 +26,7 @@ from jpaged.runtime.device_rows import DeviceRows
 from jpaged.runtime.kernel_choice import select_kernels
 from jpaged.runtime.kv_cache import KVCache
 from jpaged.runtime.memory import available_memory, explain_exhaustion, given_num_blocks, pool_size
-from jpaged.runtime.parameters import check, described, explain_deletion, placed
+from jpaged.runtime.parameters import ParamTree, explain_deletion
 from jpaged.runtime.pending import PendingStep
 from jpaged.runtime.placement import Placement, devices_of
 from jpaged.runtime.row_table import RowTable
@@ -45,13 +45,15 @@ class ModelRunner:
     """Runner of plans: call `warm_up`, unless the config leaves it out, then `dispatch` for each plan.
 
     Args:
-        model: its arrays are used as they are, not copied; they lie on one device, or divided among several as
-            `Placement` says.
+        model: its arrays are used without a copy if they have the dtype and lie on the devices as `ParamTree.expected`
+            says. The devices are those of its first parameter, or `config.tensor_parallel_size` of them.
         limits: the scheduler's limits.
         kernels: kernels chosen before the model was loaded; None: choose them now.
+        allow_copy: as in `ParamTree`.
 
     Attributes:
-        params: the model's leaves, in the memory of the model's own arrays.
+        tree: the model's parameters by name.
+        params: the parameters, in the order of `tree.expected`.
         step: the jitted functions of a step.
         shapes: the shapes of steps.
         rows: the rows of running sequences.
@@ -61,41 +63,53 @@ class ModelRunner:
         params_version: number of parameter updates so far.
     """
 
-    def __init__(self, model: Model, config: EngineConfig, limits: Limits, kernels: Kernels | None = None):
-        graphdef, state = nnx.split(model)
-        leaves, treedef = jax.tree.flatten(state)
-        self.placement = Placement.on(devices_of(leaves), model.config)
-        self._expected, self._joints = described(state, self.placement), joints_of(model)
-        self.params = placed(state, self._expected)
+    def __init__(
+        self, model: Model, config: EngineConfig, limits: Limits, kernels: Kernels | None = None,
+        *, allow_copy: bool = True,
+    ):  # fmt: skip
+        llama, wanted = model.config, None if config.dtype == "auto" else DTYPE_ALIASES.get(config.dtype, config.dtype)
+        devices = devices_of(jax.tree.leaves(nnx.state(model, nnx.Param)))
+        self.placement = Placement.on(devices[: config.tensor_parallel_size], llama)
+        self.tree = ParamTree(model, self.placement, dtype=wanted, allow_copy=allow_copy)
+        outputs = outputs_of(self.tree.merge, [*self.tree.expected.values(), *self.tree.carried.values()], llama)
+        dtype = outputs.attention_dtype
+        if wanted not in (None, dtype):
+            raise ValueError(
+                f"dtype: the module computes queries, keys and values in {dtype} even if its parameters are {wanted}: "
+                "let its layers compute in the dtype of their parameters (dtype=None)"
+            )
+        self.params = self.tree.place(model)
         self.params_version = 0
         self._on_host: list[jax.Array] = []  # the parameters of a sleeping runner
-        dtypes = {name: str(leaf.dtype) for name, leaf in self._expected.items()}
-        llama, dtype = model.config, activation_dtypes(dtypes)[0]
-        stored = sorted(set(dtypes.values()) - {dtype})
+        quantized, stored = is_quantized(model), sorted({str(leaf.dtype) for leaf in self.tree.expected.values()})
         self.vocab_size = llama.vocab_size
         self.kernels = kernels or select_kernels(config, llama, limits.block_size, dtype, self.placement)
         logger.info("attention kernels: %s (%s)", self.kernels.name, self.kernels.reason)
         if cost := cost_of(llama, limits.max_num_batched_tokens):
             logger.warning("mixture of experts: %s (max_num_batched_tokens shortens steps)", cost)
         divided = divide_kernels(self.kernels, self.placement)
-        cache = KVCache.of(llama, limits.block_size, config.pool_dtype(dtype), divided, model.attention_specs)
+        cache = KVCache.of(
+            llama, limits.block_size, config.pool_dtype(dtype), divided, model.attention_specs, attention_dtype=dtype
+        )
         block_bytes = cache.block_bytes // self.placement.kv_size  # on each device
         self.costs: StepCosts = {}
         first, devices = self.placement.device, self.placement.local_devices
         processes = (self.placement.num_processes,) if self.placement.num_processes > 1 else ()
         device = first.platform, first.device_kind, self.placement.size, os.cpu_count(), *processes
-        self._costs_key = repr((jax.__version__, device, llama, dtype, *stored, limits, self.kernels.name, cache.dtype))
+        kind = f"{type(model).__module__}.{type(model).__qualname__}"  # modules of one config may differ
+        described = kind, llama, dtype, stored, limits, self.kernels.name, cache.dtype
+        self._costs_key = repr((jax.__version__, device, *described))
         given = given_num_blocks(config, block_bytes, available_memory(devices))
         table_width = -(-limits.max_model_len // limits.block_size)
         make_work = functools.partial(cache.make_work, table_width)
         self.shapes = Shapes(Buckets(limits), table_width, llama.vocab_size, self.placement, make_work)
         self._late = set() if config.warm_up else set(self.shapes.buckets.all)  # compiled when first needed
         multiply = self.kernels.product if self.placement.size == 1 else None
-        self.pads = multiply is None or bool(stored)  # XLA multiplies weights of 8 bits
+        self.pads = multiply is None or quantized  # XLA multiplies weights of 8 bits
         self.step = Step(
-            graphdef, treedef, cache, self.shapes.layouts, self.placement,
+            self.tree.graphdef, self.tree.treedef, cache, self.shapes.layouts, self.placement,
             max_logprobs=limits.max_logprobs, processed_logprobs=config.logprobs_mode == "processed_logprobs",
-            multiply=multiply, has_quantized_weights=bool(stored),
+            multiply=multiply, has_quantized_weights=quantized,
         )  # fmt: skip
         copy_sizes = ladder(8, max(8, limits.max_num_seqs), 4)
         table = RowTable(limits.max_num_seqs, table_width, limits.block_size)
@@ -108,11 +122,12 @@ class ModelRunner:
             sampling=lambda: max(
                 2 * TRANSFERS[-1] * block_bytes if num_host_blocks else 0,
                 self.shapes.sampling_temporaries(
-                    self.step, self.params, self.rows.state, self.rows.last_tokens, llama.hidden_size, dtype
+                    self.step, self._leaves, self.rows.state, self.rows.last_tokens, outputs.hidden_size,
+                    outputs.hidden_dtype,
                 ),
             ),
             model=lambda num_blocks: self.shapes.model_temporaries(
-                self.step, self.params,
+                self.step, self._leaves,
                 [self.shapes.on_devices(cache.shape(num_blocks), cache.dtype, self.placement.pool)]
                 * (2 * cache.num_layers),
                 self.rows.last_tokens,
@@ -178,7 +193,7 @@ class ModelRunner:
         Raises:
             ParamsDeleted: the arrays of the parameters were deleted.
         """
-        with explain_deletion(self.params):
+        with explain_deletion(self._leaves):
             return self._dispatch(plan, make_masks)
 
     def check_params(self, state: Any) -> None:
@@ -187,21 +202,21 @@ class ModelRunner:
         Raises:
             ValueError: `update_params` would reject them; the message has the first difference.
         """
-        check(state, self._expected, self._joints)
+        self.tree.check(state, self.params or self._on_host)
 
     def update_params(self, state: Any) -> None:
         """Serve other parameters of the same tree, shapes and dtypes, from the next step on.
 
-        Nothing is compiled, and only arrays that lie elsewhere and those of fused layers are copied. The KV in the
-        pool belongs to the old parameters.
+        Nothing is compiled, and only arrays that lie elsewhere, those that are cast and those of fused layers are
+        copied. The KV in the pool belongs to the old parameters.
 
         Args:
-            state: an `nnx.Module`, an `nnx.State`, or nested dicts of arrays.
+            state: an `nnx.Module`, an `nnx.State`, or nested dicts of arrays, with all or some of the parameters.
 
         Raises:
             ValueError: the parameters do not match; the message has the first difference, and nothing is changed.
         """
-        self.params, self._on_host = placed(state, self._expected, self._joints), []
+        self.params, self._on_host = self.tree.place(state, self.params or self._on_host), []
         self.params_version += 1
 
     def sleep(self, level: int) -> None:
@@ -229,7 +244,7 @@ class ModelRunner:
         if "weights" in tags and not self.params:
             if not self._on_host:
                 raise ValueError("wake_up: the parameters were dropped (level 2); pass new ones to update_params")
-            shardings = [leaf.sharding for leaf in self._expected.values()]
+            shardings = [leaf.sharding for leaf in self.tree.expected.values()]
             self.params, self._on_host = jax.device_put(self._on_host, shardings), []
         if "kv_cache" in tags:
             with self._exhaustion():
@@ -243,6 +258,11 @@ class ModelRunner:
         """
         self.blocks.recover()
         self.rows.recover()
+
+    @property
+    def _leaves(self) -> list[jax.Array]:
+        """The arrays of the model in a step."""
+        return [*self.params, *self.tree.carried.values()]
 
     def _dispatch(self, plan: StepPlan, make_masks: Callable[[], np.ndarray] | None) -> PendingStep | Done:
         self.blocks.apply(plan)
@@ -265,7 +285,7 @@ class ModelRunner:
         chosen, listed = self._choose(computed, bits, self.step.settings_for(made.settings))
         prompt, targets = None, made.batch.targets
         if computed.x_td is not None and (targets >= 0).any():
-            prompt = self.step.score(self.params, computed.x_td, computed.targets_t)
+            prompt = self.step.score(self._leaves, computed.x_td, computed.targets_t)
         prompt_top = [table.prompt_top[row] for row, *_ in plan.rows] if prompt else []
         late = computed.x_sd if self.placement.device.platform == "cpu" else None
         return PendingStep(
@@ -276,14 +296,14 @@ class ModelRunner:
         """Dispatch the model's part of a step."""
         computed: Computed
         blocks = self.blocks
-        computed, blocks.pool = self.step.forward(self.params, blocks.pool, self.rows.last_tokens, buffer, bucket)
+        computed, blocks.pool = self.step.forward(self._leaves, blocks.pool, self.rows.last_tokens, buffer, bucket)
         return computed
 
     def _choose(self, computed: Computed, bits: jax.Array, settings: Settings) -> tuple[jax.Array, jax.Array]:
         """Dispatch the sampling of a step, and return the chosen tokens and the lists."""
         rows = self.rows
         chosen, listed, rows.state, rows.last_tokens = self.step.choose(
-            self.params, rows.state, rows.last_tokens, computed.x_sd, computed.rows_sf, bits, settings
+            self._leaves, rows.state, rows.last_tokens, computed.x_sd, computed.rows_sf, bits, settings
         )
         return chosen, listed
 
@@ -298,7 +318,7 @@ class ModelRunner:
         for settings in self.step.settings if everything else self.step.settings[:1]:
             chosen, _ = self._choose(computed, self.shapes.no_bits[bucket.num_seqs], settings)
         if everything and computed.x_td is not None:
-            self.step.score(self.params, computed.x_td, computed.targets_t)
+            self.step.score(self._leaves, computed.x_td, computed.targets_t)
         return chosen
 
 

@@ -37,9 +37,11 @@ def forward(
     pool, specs = list(pool), model.attention_specs
     wanted_t = jnp.arange(len(batch.tokens)) < batch.num_tokens
 
-    def attend(layer: int, *qkv: Any) -> jax.Array:
+    def attend(layer: int, q_tnh: jax.Array, k_tkh: jax.Array, v_tkh: jax.Array, *angles: Any) -> jax.Array:
         nonlocal wanted_t
-        o_tnh = cache.attend(pool, layer, specs[layer], batch, decode, *qkv)
+        own_dtype = jnp.result_type(q_tnh, k_tkh, v_tkh)
+        qkv = (x.astype(cache.attention_dtype or x.dtype) for x in (q_tnh, k_tkh, v_tkh))
+        o_tnh = cache.attend(pool, layer, specs[layer], batch, decode, *qkv, *angles).astype(own_dtype)
         if layer == len(specs) - 1 and not decode:
             sampled_t = jnp.zeros_like(wanted_t).at[batch.sampled_from].set(True)
             wanted_t &= sampled_t | jnp.any(batch.targets >= 0)
@@ -66,10 +68,12 @@ class Step:
     """Jitted functions of a step, dispatched one after the other.
 
     Each is compiled only for the shapes that it depends on. `params` is the flat list of the model's leaves:
-    dispatching a model or a state costs many times more on the host. The pool is returned in the order of the argument,
+    dispatching a model or a state costs many times more on the host. Leaves that no result depends on are not used, and
+    may have been deleted. The pool is returned in the order of the argument,
     so that XLA can alias all of its buffers.
 
     Args:
+        graphdef, treedef: of the model; the treedef is that of the list of its states.
         cache: the layout of the pool.
         layouts: layouts of the batches of each bucket.
         placement: the places of all arrays. Results other than the pool are whole on every device.
@@ -94,7 +98,7 @@ class Step:
         processed_logprobs: bool = False, multiply: RowProduct | None = None, has_quantized_weights: bool = False,
     ):  # fmt: skip
         def merged(params: list[jax.Array]) -> Model:
-            model: Model = nnx.merge(graphdef, jax.tree.unflatten(treedef, params))
+            model: Model = nnx.merge(graphdef, *jax.tree.unflatten(treedef, params))
             return model
 
         def of_all_rows(x_ti: jax.Array, weight_oi: jax.Array) -> jax.Array | None:

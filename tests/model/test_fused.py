@@ -166,7 +166,7 @@ def test_models_are_fused_on_gpus_only(monkeypatch):
         monkeypatch.setattr(build, "FUSING", platforms)
         with few_shapes():
             loaded = LLM("demo", **ENGINE | dict(max_model_len=128))
-        fused = bool(loaded.engine.runner._joints)
+        fused = bool(loaded.engine.runner.tree.joints)
         assert fused == (platforms == ("cpu",))
         tokens.append(generated(loaded))
     assert tokens[0] == tokens[1]

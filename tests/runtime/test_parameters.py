@@ -13,10 +13,11 @@ from jax.sharding import PartitionSpec as P
 from jpaged.config import ModelConfig
 from jpaged.core.plan import ParamsDeleted
 from jpaged.models.checkpoint import dummy_model, on_one_device
-from jpaged.models.fused import fuse, joints_of
-from jpaged.runtime.parameters import ModuleArrays, by_name, check, described, explain_deletion, placed
+from jpaged.models.fused import fuse
+from jpaged.runtime.parameters import ModuleArrays, ParamTree, by_name, explain_deletion
 from jpaged.runtime.placement import Placement
 from tests import models
+from tests.runtime.test_runner import Compilations
 
 CONFIG = ModelConfig.from_hf(models.TINY)
 NORM = "layers.1.input_layernorm.scale"
@@ -27,14 +28,22 @@ def model():
     return dummy_model(CONFIG, "float32", seed=0)
 
 
+def tree_of(model, **options):
+    return ParamTree(model, Placement.on(jax.devices()[:1], CONFIG), **options)
+
+
 @pytest.fixture
-def expected(model):
-    return described(nnx.state(model), Placement.on(jax.devices()[:1], CONFIG))
+def tree(model):
+    return tree_of(model)
 
 
 @pytest.fixture
 def leaves(model):
     return by_name(model)
+
+
+def pointers(arrays):
+    return [array.unsafe_buffer_pointer() for array in arrays]
 
 
 def nested(leaves):
@@ -56,14 +65,83 @@ def test_a_module_its_state_and_nested_dicts_have_the_same_leaves(model, leaves,
     assert "layers.1.self_attn.q_proj.weight" in found
 
 
-def test_arrays_keep_their_memory_and_the_order_that_is_expected(leaves, expected):
-    found = placed(nested(dict(reversed(leaves.items()))), expected)
-    assert [array.unsafe_buffer_pointer() for array in found] == [
-        leaf.unsafe_buffer_pointer() for leaf in leaves.values()
-    ]
+def test_arrays_keep_their_memory_and_the_order_that_is_expected(leaves, tree):
+    found = tree.place(nested(dict(reversed(leaves.items()))))
+    assert pointers(found) == pointers(leaves.values())
     assert all(array.committed for array in found)
-    backwards = placed(nested(leaves), dict(reversed(expected.items())))
-    assert [array.shape for array in backwards] == [leaf.shape for leaf in reversed(leaves.values())]
+    tree.expected = dict(reversed(tree.expected.items()))
+    assert [array.shape for array in tree.place(nested(leaves))] == [leaf.shape for leaf in reversed(leaves.values())]
+
+
+def test_a_part_of_the_parameters_leaves_the_others_as_they_are(leaves, tree):
+    present, part = tree.place(nested(leaves)), {NORM: jnp.zeros(64)}
+    found = dict(zip(tree.expected, tree.place(nested(part), present)))
+    assert pointers(found.values()) == pointers((leaves | part).values())
+    with pytest.raises(ValueError, match=r"^params: embed_tokens.embedding is missing$"):
+        tree.place(nested(part))
+    gone = [array.copy() for array in present]
+    gone[1].delete()
+    with pytest.raises(ValueError, match=f"^params: {list(leaves)[1]} is missing$"):
+        tree.place(nested(part), gone)
+
+
+@pytest.mark.parametrize("path", ["gpt", "inner.gpt"])
+def test_a_trainers_own_tree_is_that_below_the_declared_path(path):
+    """Even if the trainer's module has a part of the same name as the path."""
+    trained = nnx.Dict(gpt=nnx.Dict(w=nnx.Param(jnp.ones(2)), calls=nnx.Variable(0)), head=nnx.Param(jnp.ones(3)))
+    wrapper = trained
+    for name in reversed(path.split(".")):
+        wrapper = nnx.Dict({name: wrapper})
+    wrapper.trained_path = path
+    tree, other = tree_of(wrapper), jax.tree.map(jnp.zeros_like, nnx.state(trained))
+    present = tree.place(wrapper)
+    for source in (other, nnx.to_pure_dict(other), wrapper):
+        wanted = wrapper if source is wrapper else other
+        assert pointers(tree.place(source, present)) == pointers(by_name(nnx.state(wanted, nnx.Param)).values())
+    for part in ({"head": other["head"]}, {"gpt": {"w": other["gpt"]["w"]}}):
+        assert len(tree.place(part, present)) == 2
+    with pytest.raises(ValueError, match=rf"^params: {path}\.gpt\.b is not a parameter of the model$"):
+        tree.place({"gpt": {"b": jnp.ones(2)}}, present)
+    wrapper.trained_path = "model"
+    with pytest.raises(ValueError, match=r"^trained_path: no parameter of the module lies below 'model'$"):
+        tree_of(wrapper)
+
+
+def test_other_variables_than_parameters_are_carried_and_never_refused(caplog):
+    module = nnx.Dict(
+        w=nnx.Param(jnp.ones(2)), lora=nnx.LoRAParam(jnp.ones(3)), drop=nnx.Dropout(0.1, rngs=nnx.Rngs(0)),
+        calls=nnx.Variable(0), cache=nnx.Cache(jnp.ones((2, 4))),
+    )  # fmt: skip
+    tree = tree_of(module, allow_copy=False)
+    assert list(tree.expected) == ["lora", "w"] and len(tree.carried) == 4
+    present, before = tree.place(module), dict(tree.carried)
+    assert before["cache"].unsafe_buffer_pointer() == module.cache[...].unsafe_buffer_pointer()
+    module.drop(jnp.ones(2))
+    module.cache.set_value(jnp.ones((3, 4)))
+    module.extra = nnx.BatchStat(jnp.ones(2))
+    for source in (module, nnx.state(module), nnx.state(module, nnx.Param), {"w": module.w[...]}):
+        assert pointers(tree.place(source, present)) == pointers(present)
+    assert tree.carried["drop.rngs.count"] == 1 and tree.carried["cache"] is before["cache"]
+    assert tree.merge([*present, *tree.carried.values()]).lora[...] is present[0]
+
+
+def test_parameters_are_cast_into_the_same_memory_by_one_program():
+    module = nnx.Dict(w=nnx.Param(jnp.ones((64, 8))), lora=nnx.LoRAParam(jnp.ones(3, jnp.bfloat16)))
+    tree = tree_of(module, dtype="bfloat16")
+    present = tree.place(module)
+    assert {str(array.dtype) for array in present} == {"bfloat16"}
+    assert present[0].unsafe_buffer_pointer() == module.lora[...].unsafe_buffer_pointer()
+    module.w[...] = 1 / jnp.arange(1, 513, dtype=jnp.float32).reshape(64, 8)
+    before = pointers(present)
+    with Compilations() as compilations:
+        after = tree.place(module, present)
+    assert compilations.count == 0 and pointers(after) == before and present[1].is_deleted()
+    np.testing.assert_array_equal(after[1], module.w[...].astype(jnp.bfloat16))
+    with pytest.raises(ValueError, match=r"^params: w is bfloat16, not float32$"):
+        tree.place({"w": after[1]}, after)
+    told = r"^params: 1 of 2 arrays \(first: w\) are copied, 1,024 bytes, .*; allow_copy=False forbids that"
+    with pytest.raises(ValueError, match=told):
+        tree_of(module, dtype="bfloat16", allow_copy=False).place(module)
 
 
 @pytest.mark.parametrize(
@@ -79,17 +157,17 @@ def test_arrays_keep_their_memory_and_the_order_that_is_expected(leaves, expecte
         ({NORM: None, "a": jnp.ones(64)}, "is missing"),
     ],
 )
-def test_the_first_difference_is_named(leaves, expected, changed, told):
+def test_the_first_difference_is_named(leaves, tree, changed, told):
     other = {name: leaf for name, leaf in (leaves | changed).items() if leaf is not None}
     with pytest.raises(ValueError, match=rf"^params: {next(iter(changed))} {told}$"):
-        check(nested(other), expected)
+        tree.check(nested(other))
 
 
-def test_deleted_arrays_are_refused_and_named(leaves, expected):
+def test_deleted_arrays_are_refused_and_named(leaves, tree):
     gone = jnp.ones(64)
     gone.delete()
     with pytest.raises(ValueError, match=f"^params: {NORM} was deleted, as a train step"):
-        check(nested(leaves | {NORM: gone}), expected)
+        tree.check(nested(leaves | {NORM: gone}))
     told = r"^params: .* were deleted, .* update_params, .* without donation$"
     with pytest.raises(ParamsDeleted, match=told), explain_deletion([gone]):
         gone.block_until_ready()
@@ -101,25 +179,29 @@ def test_deleted_arrays_are_refused_and_named(leaves, expected):
 
 @pytest.mark.parametrize("num_devices, spec, shared", [(1, P(), True), (1, P("x"), True), (2, P("x"), False)])
 def test_arrays_of_another_mesh_share_memory_if_they_lie_in_the_same_way(
-    leaves, expected, num_devices, spec, shared, caplog
+    leaves, tree, num_devices, spec, shared, caplog
 ):
     caplog.set_level("INFO", "jpaged.runtime.parameters")
     mesh = jax.sharding.Mesh(jax.devices()[:num_devices], "x")
     moved = jax.device_put(leaves[NORM], jax.NamedSharding(mesh, spec))
-    found = dict(zip(expected, placed(nested(leaves | {NORM: moved}), expected)))[NORM]
-    assert found.sharding == expected[NORM].sharding and found.tolist() == leaves[NORM].tolist()
+    source = nested(leaves | {NORM: moved})
+    found = dict(zip(tree.expected, tree.place(source)))[NORM]
+    tree.place(source)
+    assert found.sharding == tree.expected[NORM].sharding and found.tolist() == leaves[NORM].tolist()
     pointers = [shard.data.unsafe_buffer_pointer() for shard in moved.addressable_shards]
     assert (found.unsafe_buffer_pointer() in pointers) == shared
-    told = f"params: 1 of {len(expected)} arrays lie otherwise than the engine's, and are copied"
-    assert caplog.messages == ([] if shared else [told])
+    told = (
+        f"params: 1 of {len(leaves)} arrays (first: {NORM}) are copied, 256 bytes, as the engine has them in another "
+    )
+    assert [message[: len(told)] for message in caplog.messages] == ([] if shared else [told]), "once"
 
 
 @pytest.mark.parametrize("dtype, quantization", [(jnp.int8, "int8"), (jnp.float8_e4m3fn, "fp8")])
-def test_what_is_to_be_quantized_is_told(leaves, expected, dtype, quantization):
-    other = expected | {NORM: jax.ShapeDtypeStruct((64,), dtype)}
+def test_what_is_to_be_quantized_is_told(leaves, tree, dtype, quantization):
+    tree._given[NORM] = jax.ShapeDtypeStruct((64,), dtype)
     told = rf": pass the model through jpaged\.quantize\(model, '{quantization}'\)$"
     with pytest.raises(ValueError, match=f"^params: {NORM} is float32, not {jnp.dtype(dtype)}{told}"):
-        check(nested(leaves), other)
+        tree.check(nested(leaves))
 
 
 @pytest.fixture
@@ -131,22 +213,30 @@ def fused(model):
 
 def test_separate_leaves_become_those_that_replace_them(model, fused):
     """In the order of the joint; a leaf that is fused already is taken as it is."""
-    expected, joints = described(nnx.state(fused), Placement.on(jax.devices()[:1], CONFIG)), joints_of(fused)
-    assert len(joints) == 2 * CONFIG.num_hidden_layers
+    tree = tree_of(fused)
+    assert len(tree.joints) == 2 * CONFIG.num_hidden_layers
     own = list(by_name(fused).values())
-    for array, other in zip(placed(model, expected, joints), own, strict=True):
+    for array, other in zip(tree.place(model), own, strict=True):
         np.testing.assert_array_equal(array, other)
-    again = placed(fused, expected, joints)
-    assert [array.unsafe_buffer_pointer() for array in again] == [array.unsafe_buffer_pointer() for array in own]
+    present = tree.place(fused)
+    assert pointers(present) == pointers(own)
+    with pytest.raises(ValueError, match=r"allow_copy=False forbids that"):
+        tree_of(fused, allow_copy=False).check(model)
     name = "layers.1.self_attn.k_proj.weight"
     narrow = by_name(model) | {name: by_name(model)[name].astype(jnp.bfloat16)}
     with pytest.raises(ValueError, match=f"^params: {name} is bfloat16, not float32$"):
-        placed(nested(narrow), expected, joints)
+        tree.place(nested(narrow))
+    part = {each: leaf for each, leaf in by_name(model).items() if "layers.1.self_attn" in each}
+    assert len(tree.place(nested(part), present)) == len(own)
+    part.pop(name)
+    with pytest.raises(ValueError, match=f"^params: {name} is missing$"):
+        tree.place(nested(part), present)
 
 
-def test_a_module_has_changed_once_any_of_its_arrays_has():
-    module = nnx.Dict(a=nnx.Param(jnp.ones(2)), b=nnx.Param(jnp.ones(2)))
+def test_a_module_has_changed_once_any_of_its_parameters_has():
+    module = nnx.Dict(a=nnx.Param(jnp.ones(2)), b=nnx.Param(jnp.ones(2)), calls=nnx.Variable(jnp.array(0)))
     arrays = ModuleArrays(module)
+    module.calls.set_value(jnp.array(1))
     assert not arrays.has_changed
     module.b[...] = jnp.ones(2)
     assert arrays.has_changed

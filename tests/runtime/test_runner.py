@@ -189,7 +189,7 @@ POOL_BLOCKS, BLOCK = 512, 16
 
 def step_avals(llama: ModelConfig, dtype: str, bucket: Bucket):
     graphdef, leaves = abstract_model(llama, dtype)
-    params, treedef = jax.tree.flatten(nnx.from_flat_state(leaves))
+    params, treedef = jax.tree.flatten([nnx.from_flat_state(leaves)])
     shape = (POOL_BLOCKS, llama.num_key_value_heads, BLOCK, llama.head_dim)
     pool = [jax.ShapeDtypeStruct(shape, dtype)] * (2 * llama.num_hidden_layers)
     rows = bucket.num_seqs + 3  # no array of samples is like one of rows
@@ -369,12 +369,13 @@ def test_costs_are_measured_once(model, monkeypatch, tmp_path):
     monkeypatch.setattr(ModelRunner, "_run_padding", lambda self, bucket, everything=False: bucket)  # compiles nothing
     settings = EngineConfig(num_gpu_blocks_override=4)
     costs = []
-    for limits in (Limits(16, 2, 8, 8), Limits(16, 2, 8, 8), Limits(16, 2, 8, 4)):
-        runner = ModelRunner(model, settings, limits)
+    other = type("Other", (type(model),), {})(LLAMA, rngs=nnx.Rngs(0))
+    for each, block_size in ((model, 8), (model, 8), (model, 4), (other, 4)):
+        runner = ModelRunner(each, settings, Limits(16, 2, 8, block_size))
         runner.warm_up(progress=False)
         costs.append((len(measured), runner.costs))
-    assert measured == [Bucket(1, 1, True), Bucket(2, 2, True), Bucket(16, 2, False)] * 2, "of two block sizes"
-    assert [count for count, _ in costs] == [3, 3, 6]
+    assert measured == [Bucket(1, 1, True), Bucket(2, 2, True), Bucket(16, 2, False)] * 3, "block sizes and classes"
+    assert [count for count, _ in costs] == [3, 3, 6, 9]
     assert costs[0][1] == costs[1][1] == dict.fromkeys(runner.shapes.buckets.all, 0.001)
 
 

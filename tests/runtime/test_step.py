@@ -125,7 +125,7 @@ def test_only_a_decode_step_uses_the_decode_op(decode):
         ragged_paged_attention=ragged_op,
     )
     graphdef, params = nnx.split(dummy_model(LLAMA, "float32", seed=0))
-    leaves, treedef = jax.tree.flatten(params)
+    leaves, treedef = jax.tree.flatten([params])
     pool = [jnp.zeros((2, 1, 4, LLAMA.head_dim)) for _ in range(6)]
     bucket = Bucket(8, 4, decode)
     layouts = {bucket: Layout(bucket, 2)}
@@ -172,7 +172,7 @@ def test_samples_are_chosen_as_their_rows_say():
 
 def test_samples_are_the_last_tokens_of_their_rows():
     graphdef, params = nnx.split(dummy_model(LLAMA, "float32", seed=0))
-    leaves, treedef = jax.tree.flatten(params)
+    leaves, treedef = jax.tree.flatten([params])
     layout = Layout(Bucket(8, 4, True), 2)
     step = Step(graphdef, treedef, None, {}, placement_of(LLAMA))
     rows_sf = np.concatenate([layout.empty()[1].scalars, np.int32([(0, 2, -1, -1)] + [(0,) * 4] * 3).T], axis=1)

@@ -1,0 +1,87 @@
+"""Shapes and dtypes that a module computes, found by tracing it before anything is compiled."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jpaged.config import DTYPES, ModelConfig
+from jpaged.models.base import Model
+
+TOKENS = 4  # T of the traced call
+
+
+class Outputs(NamedTuple):
+    """Outputs of a module.
+
+    Attributes:
+        attention_dtype: dtype that all queries, keys and values are promoted to, which is that of the KV pool.
+        hidden_size, hidden_dtype: D and dtype of the hidden states [T, D].
+    """
+
+    attention_dtype: str
+    hidden_size: int
+    hidden_dtype: str
+
+
+def outputs_of(make: Callable[[Any], Model], leaves: Any, config: ModelConfig) -> Outputs:
+    """Trace a module's call and its logits.
+
+    Args:
+        make: return the module that holds these leaves.
+        leaves: shapes and dtypes of the module's arrays, or the arrays.
+
+    Raises:
+        ValueError: the module does not compute what `Model` says; the message has the shapes and dtypes.
+    """
+    dtypes: dict[int, Any] = {}
+
+    def attend(layer: int, *arguments: Any) -> jax.Array:
+        if layer in dtypes or not 0 <= layer < config.num_hidden_layers:
+            raise ValueError(
+                f"model: must call attend once for each of its layers (0 to {config.num_hidden_layers - 1}), not "
+                f"{'twice ' * (layer in dtypes)}for layer {layer}"
+            )
+        _check_attention(config, *arguments)
+        dtypes[layer] = jnp.result_type(*arguments[:3])
+        return jnp.zeros(arguments[0].shape, dtypes[layer])
+
+    def run(leaves: Any, tokens_t: jax.Array) -> tuple[jax.Array, jax.Array]:
+        model = make(leaves)
+        x_td = model(tokens_t, tokens_t, attend)
+        return x_td, model.logits(x_td)
+
+    x_td, logits_tv = jax.eval_shape(run, leaves, jax.ShapeDtypeStruct((TOKENS,), jnp.int32))
+    if missing := [layer for layer in range(config.num_hidden_layers) if layer not in dtypes]:
+        raise ValueError(f"model: must call attend for each of its layers, but layer {missing[0]} does not")
+    if x_td.ndim != 2 or len(x_td) != TOKENS:
+        raise ValueError(f"model: its hidden states must be [T, D] ([{TOKENS}, D]), not {list(x_td.shape)}")
+    _check("logits", logits_tv, (TOKENS, config.vocab_size), ("float32",))
+    attention_dtype = jnp.result_type(*dtypes.values())
+    return Outputs(str(attention_dtype), x_td.shape[1], str(x_td.dtype))
+
+
+def _check_attention(
+    config: ModelConfig, q_tnh: jax.Array, k_tkh: jax.Array, v_tkh: jax.Array, cos: jax.Array | None,
+    sin: jax.Array | None,
+) -> None:  # fmt: skip
+    """Check the arguments of `attend` after the layer.
+
+    Raises:
+        ValueError: a shape or dtype is not that of the config.
+    """
+    heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads, "v": config.num_key_value_heads}
+    for (name, count), array in zip(heads.items(), (q_tnh, k_tkh, v_tkh)):
+        _check(name, array, (TOKENS, count, config.head_dim), DTYPES)
+    for name, angle in zip(("cos", "sin"), (cos, sin)):
+        if angle is not None:
+            _check(name, angle, (TOKENS, config.head_dim // 2), ("float32",))
+
+
+def _check(name: str, array: jax.Array, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
+    if array.shape != shape or str(array.dtype) not in dtypes:
+        raise ValueError(
+            f"model: {name} of {TOKENS} tokens must be {' or '.join(dtypes)} of the shape {list(shape)}, as its config "
+            f"says, not {array.dtype} of {list(array.shape)}"
+        )

@@ -161,7 +161,7 @@ CONSTRAINTS = ("response_format", "regex", "ebnf", "structured_outputs")
 
 def _renamed(name: str) -> Any:
     """Return an older field that must be absent, because the feature has another name today."""
-    return Field(default=None, description=f"absent: its name today is structured_outputs.{name}")
+    return Field(default=None, description=f"absent (its name today is structured_outputs.{name})")
 
 
 class GenerationRequest(_Strict):

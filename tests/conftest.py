@@ -38,8 +38,8 @@ settings.load_profile("jpaged")
 # Tests that start processes, serve over HTTP, compile GPU kernels or whole engines, or search exhaustively:
 # `make test-fast` leaves them out.
 SLOW = (
-    "bench/test_engines.py", "benchmarks/", "cli/", "core/test_every_interleaving.py", "core/test_state_machine.py",
-    "kernels/", "model/test_architecture_serving.py",
+    "bench/test_engines.py", "benchmarks/", "cli/", "clients/", "core/test_every_interleaving.py",
+    "core/test_state_machine.py", "kernels/", "model/test_architecture_serving.py",
     "model/test_registry.py", "parallel/", "runtime/test_compilation_cache.py", "runtime/test_plan.py",
     "runtime/test_runner.py", "serving/", "test_demo.py", "test_examples.py", "test_kv_cache_dtype.py", "test_llm.py",
     "test_package.py", "test_quantization.py", "test_readme.py", "test_sharing.py", "test_structured.py",

@@ -341,7 +341,7 @@ class ChatAnswer(Answer):
     def _part(self, index: int, choice: _Choice) -> dict[str, Any]:
         delta: dict[str, Any] = {"content": choice.text} if choice.text else {}
         if choice.calls:
-            delta["tool_calls"] = [_call_delta(call) for call in choice.calls]
+            delta["tool_calls"] = _joined_calls(choice.calls)
         return {"index": index, "delta": delta, "logprobs": self._token_logprobs(choice)}
 
     def _token_logprobs(self, choice: _Choice) -> dict[str, Any] | None:
@@ -395,13 +395,17 @@ def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
 
 
 def _whole_calls(deltas: Iterable[ToolCallDelta]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in call.items() if key != "index"} for call in _joined_calls(deltas)]
+
+
+def _joined_calls(deltas: Iterable[ToolCallDelta]) -> list[dict[str, Any]]:
+    """Return one delta for each call: some clients read only the first of a chunk."""
     calls: dict[int, dict[str, Any]] = {}
     for delta in deltas:
         if delta.index in calls:
             calls[delta.index]["function"]["arguments"] += delta.arguments
         else:
             calls[delta.index] = _call_delta(delta)
-            del calls[delta.index]["index"]
     return list(calls.values())
 
 

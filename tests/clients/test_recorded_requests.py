@@ -53,7 +53,6 @@ async def test_recorded_request_gets_the_answer_that_its_client_reads(client, he
         check_whole(recorded, json.loads(text))
 
 
-@pytest.mark.xfail(strict=True, reason="steps that are sent together make several parts of a call in one chunk")
 async def test_call_has_one_part_in_each_chunk_of_a_slow_stream(client):
     """Instructor and others read only the first part of a call in a chunk."""
     (request,) = (r for r in RECORDED["instructor"]["requests"] if r["name"] == "partial")

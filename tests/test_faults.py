@@ -137,7 +137,7 @@ def names_for(shop, victim, functions) -> list[str]:
 VICTIMS = (
     "forks",
     pytest.param("beams", marks=pytest.mark.deep),
-    "constrained",
+    pytest.param("constrained", marks=pytest.mark.deep),  # tests/serving/test_faults.py has one, too
     pytest.param("scored", marks=pytest.mark.deep),
     pytest.param("plain 1", marks=pytest.mark.deep),
 )

@@ -79,7 +79,10 @@ def check_sampling(found: StepFigures) -> None:
     "name", [USUAL, *(pytest.param(name, marks=pytest.mark.deep) for name in STEPS if name not in (USUAL, LLAMA))]
 )
 def test_a_step_copies_no_parameter_and_hands_kernels_aligned_operands(name):
-    check(StepFigures.of(H200, STEPS[name], 2), name)
+    found = StepFigures.of(H200, STEPS[name], 2)
+    check(found, name)
+    if name == USUAL:
+        check_sampling(found)
 
 
 @pytest.mark.deep
@@ -91,6 +94,7 @@ def test_sampling_waits_for_nobody(name):
     check_sampling(StepFigures.of(H200, STEPS[name], 2))
 
 
+@pytest.mark.deep
 def test_a_decode_step_of_llama_3_1_8b():
     """Its estimate is a prediction from the compiled program, not a measurement. The floor is 4.92 ms."""
     found = StepFigures.of(H200, STEPS[LLAMA], 2)
@@ -149,6 +153,7 @@ def first_of(shape: StepShape) -> DescribedStep:
 SMALL = StepShape(MODELS["smollm2-135m"], 64)
 
 
+@pytest.mark.deep
 def test_it_finds_operands_off_the_boundary(monkeypatch):
     """Arrays one after another in the buffer, and XLA's own options."""
     monkeypatch.setattr(batch, "ALIGNMENT", 1)
@@ -157,6 +162,7 @@ def test_it_finds_operands_off_the_boundary(monkeypatch):
     assert found and all("bytes into its buffer" in each for each in found)
 
 
+@pytest.mark.deep
 def test_either_remedy_aligns_the_operands(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(batch, "ALIGNMENT", 1)
@@ -166,11 +172,13 @@ def test_either_remedy_aligns_the_operands(monkeypatch):
     assert not program.misaligned_operands and any(thunk.kind == "kDynamicSliceFusion" for thunk in program.thunks)
 
 
+@pytest.mark.deep
 def test_it_finds_waits_of_the_host(monkeypatch):
     monkeypatch.setattr(step, "sampling_options", lambda platform: None)
     assert first_of(SMALL).choose(Settings.FILTERED).host_waits
 
 
+@pytest.mark.deep
 def test_it_finds_concatenated_parameters(monkeypatch):
     """Of products of one array, which XLA merges unless it is told not to."""
     monkeypatch.setattr(step, "model_options", lambda *_, **__: None)
@@ -178,6 +186,7 @@ def test_it_finds_concatenated_parameters(monkeypatch):
     assert sum(size for _, size in first_of(shape).forward().copied_params) >= (9 + 2 * 3) * 64 * 576 * 2
 
 
+@pytest.mark.deep
 def test_it_finds_converted_and_transposed_parameters():
     converted = first_of(StepShape(MODELS["smollm2-135m"], 64, quantization="int8", cublas=True))
     assert converted.forward().copied_params, "cuBLAS takes no weights of 8 bits"
@@ -186,6 +195,7 @@ def test_it_finds_converted_and_transposed_parameters():
     assert sizes == [128 * 768 * 2048 * 2] * 3, "weights of experts [E, out, in] are transposed in every step"
 
 
+@pytest.mark.deep
 def test_it_finds_a_copied_pool():
     described = first_of(SMALL)
     kept = jax.jit(lambda *args: described.step.forward.__wrapped__(*args, SMALL.bucket))

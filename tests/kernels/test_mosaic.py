@@ -21,7 +21,8 @@ from tests.kernels.mosaic_interpreter import interpreted
 decode, ragged = MOSAIC.paged_decode_attention, MOSAIC.ragged_paged_attention
 
 
-@pytest.mark.parametrize("num_sms", [1, pytest.param(4, marks=pytest.mark.deep)])
+@pytest.mark.deep
+@pytest.mark.parametrize("num_sms", [1, 4])
 def test_where_a_split_is_computed_changes_nothing(num_sms):
     """To the bit: any number of thread blocks."""
     batch = cases.make_batch([100, 0, 1030], num_kv_heads=1, group=2)

@@ -49,7 +49,9 @@ def _without_splits(work) -> list:
     return jax.tree.leaves((work.tiles, work.context_s1, work.decode.splits[1:], work.decode.row_s))
 
 
-@pytest.mark.parametrize("q_lens", [None, [1, 9, 0, 1, 1]], ids=["decode", "mixed"])
+@pytest.mark.parametrize(
+    "q_lens", [pytest.param(None, id="decode", marks=pytest.mark.deep), pytest.param([1, 9, 0, 1, 1], id="mixed")]
+)
 def test_kernels_take_the_hosts_lists(q_lens):
     batch = cases.make_batch([30, 9, 0, 17, 600], q_lens=q_lens, num_kv_heads=2, group=4)
     op = MOSAIC.paged_decode_attention if q_lens is None else MOSAIC.ragged_paged_attention

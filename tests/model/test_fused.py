@@ -86,7 +86,7 @@ def test_layers_of_different_dtypes_stay_separate():
 
 
 @pytest.mark.parametrize(("name", "devices", "expected"), [
-    ("qwen2", 2, LINEAR),
+    pytest.param("qwen2", 2, LINEAR, marks=deep),
     ("qwen2", 4, LINEAR[:1]),  # two KV heads: keys and values lie twice, queries do not
     pytest.param(MOE, 2, ["experts", *LINEAR], marks=deep),
 ])  # fmt: skip

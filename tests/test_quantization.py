@@ -62,7 +62,7 @@ def directory(tmp_path):
     return checkpoints.write(tmp_path / "model", HF)
 
 
-@pytest.fixture(scope="module", params=STORED)
+@pytest.fixture(scope="module", params=["int8", pytest.param("fp8", marks=pytest.mark.deep)])
 def served(request, tmp_path_factory):
     """An engine with a quantized model, and the directory of the model's checkpoint."""
     directory = checkpoints.write(tmp_path_factory.mktemp("served"), HF)

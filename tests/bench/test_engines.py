@@ -13,7 +13,10 @@ from tests.few_shapes import few_shapes
 from tests.serving.client import MAX_LEN, Client
 
 
-@pytest.mark.parametrize("endpoint, token_ids", [("completions", False), ("completions", True), ("chat", False)])
+@pytest.mark.parametrize(
+    "endpoint, token_ids",
+    [("completions", False), pytest.param("completions", True, marks=pytest.mark.deep), ("chat", False)],
+)
 async def test_a_run_against_the_server(loaded, endpoint, token_ids):
     workload = Workload("alpaca", num_prompts=6)
     settings = Settings(workload, endpoint=endpoint, token_ids=token_ids, concurrency=4)

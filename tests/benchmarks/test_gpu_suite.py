@@ -89,6 +89,7 @@ class Hanging(Process):
         return super().poll()
 
 
+@pytest.mark.deep
 def test_bad_cells_cost_only_themselves(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_suite, "AT_ONCE", 4)
     monkeypatch.setattr(gpu_suite, "Process", Hanging)

@@ -64,6 +64,7 @@ def test_search_of_all_waiting_requests_is_noticed(monkeypatch):
         test_waiting_requests_cost_nothing("held")
 
 
+@pytest.mark.deep
 def test_benchmark_writes_every_case(tmp_path):
     sizes = ("--running", "64", "128", "--waiting", "0", "30", "--steps", "2")
     done = run("engine/scheduler.py", "--out", str(tmp_path), *sizes)

@@ -50,7 +50,7 @@ def _without_splits(work) -> list:
 
 
 @pytest.mark.parametrize(
-    "q_lens", [pytest.param(None, id="decode", marks=pytest.mark.deep), pytest.param([1, 9, 0, 1, 1], id="mixed")]
+    "q_lens", [pytest.param(None, id="decode"), pytest.param([1, 9, 0, 1, 1], id="mixed", marks=pytest.mark.deep)]
 )
 def test_kernels_take_the_hosts_lists(q_lens):
     batch = cases.make_batch([30, 9, 0, 17, 600], q_lens=q_lens, num_kv_heads=2, group=4)

@@ -50,7 +50,7 @@ RUN = {
     "make mutate": "test_mutate.py",
     "pip install ./pallas_kernels": "test_package.py",
 }
-# Those that no test runs.
+# Commands without such a test, and the reasons.
 NOT_RUN = {
     "make serve": "installs packages, then runs server.py",
     "make test": "installs packages, then runs tests",

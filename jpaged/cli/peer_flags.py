@@ -1,4 +1,4 @@
-"""Command lines with flags of vLLM and SGLang: `jpaged.flags` says what they do here."""
+"""Translation of command lines with flags of vLLM and SGLang, by the table of `jpaged.flags`."""
 
 import argparse
 import json

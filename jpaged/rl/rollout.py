@@ -123,7 +123,7 @@ class RolloutWorker:
         return made
 
     def _read(self, prompt: Prompt, before: Sequence[int] = ()) -> dict[str, Any]:
-        """Return a prompt as token ids, behind those that it continues."""
+        """Return a prompt as token ids, after the token ids that it continues."""
         tokens, _, salt = self.llm.read_prompt(prompt, continues=bool(before))
         return {"prompt_token_ids": [*before, *tokens], "cache_salt": salt}
 

@@ -163,7 +163,7 @@ class ParamTree:
         return found, others | {name: found.pop(name) for name in self.carried.keys() & found.keys()}
 
     def _carry(self, others: Mapping[str, Any]) -> None:
-        """Take the variables that have the form of those that are carried."""
+        """Take the variables of the same form as the carried ones."""
         for name, leaf in others.items():
             own, new = self.carried.get(name), jnp.asarray(leaf)
             if own is not None and (own.shape, own.dtype) == (new.shape, new.dtype) and not new.is_deleted():

@@ -42,7 +42,7 @@ def stop_before_loading(monkeypatch):
 
 
 def on_command_line(capsys, *words):
-    """What a command line does: ("refused", reason), ("needless", notices) or ("applied", the settings it changes)."""
+    """The effect of a command line: ("refused", reason), ("needless", notices) or ("applied", settings)."""
     try:
         args = vars(PARSER.parse_args(words))
     except SystemExit as ended:
@@ -56,7 +56,7 @@ def on_command_line(capsys, *words):
 
 
 def in_python(caplog, name, value):
-    """What a keyword of `LLM` does, in the same form."""
+    """The effect of a keyword of `LLM`, in the same form."""
     caplog.clear()
     with pytest.raises((Loading, ValueError)) as raised:
         offline.LLM(**{name: value})

@@ -49,7 +49,7 @@ class TestNumPy:
 @both
 @kinds
 def test_a_block_outside_the_pool_is_its_nearest(ops, q_lens):
-    batch = cases.make_batch([70, 20], q_lens=q_lens, **FLOAT32)  # 7 blocks and 3 that nobody owns
+    batch = cases.make_batch([70, 20], q_lens=q_lens, **FLOAT32)  # 7 blocks and 3 free ones
     batch = cases.replace(batch, k_pool=jnp.nan_to_num(batch.k_pool), v_pool=jnp.nan_to_num(batch.v_pool))
     op = jax.jit(lambda *args: attention(ops, q_lens)(*args, **batch.options))
 

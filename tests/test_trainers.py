@@ -285,7 +285,7 @@ def fsdp(gpt, devices):
 
 
 def train_divided(name) -> None:
-    """Train a module that is divided among eight devices beside an engine on two of them; print what a test checks."""
+    """Train a module divided among eight devices beside an engine on two of them; print the results for a test."""
     page = recipes(served=False)
     make, trained, source_of, bound = TRAINERS[name]
     gpt = fsdp(make(partial(page["ShardedGPT"], page["config"], nnx.Rngs(0))), jax.devices())

@@ -384,7 +384,7 @@ def test_a_module_gives_back_the_parameters_that_sleep_has_dropped(models, fresh
     with Compilations() as compilations:
         llm.sleep(2)
         llm.sleep(1)  # which finds nothing to copy
-        if case == "updated before":  # the module has other parameters than those that were dropped
+        if case == "updated before":  # the dropped parameters are not the module's
             with pytest.raises(ValueError, match=r"^wake_up: the parameters were dropped \(level 2\)"):
                 llm.wake_up()
         if case == "updated meanwhile":

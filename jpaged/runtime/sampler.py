@@ -19,7 +19,7 @@ from jpaged.runtime.sampling_state import SamplingState, count_tokens
 
 # Shorter lists are found in less time: 20 is the most logprobs, 72 the widest beam search with 8 ending tokens.
 SHORT_LISTS = (20, 72, 128)
-NUM_LIKELY = 72  # of the likeliest tokens, among which those that the filters keep are looked for first
+NUM_LIKELY = 72  # number of the likeliest tokens; the filters search among these first
 MIN_CHUNK = 16  # tokens; with fewer, one selection among all of them is faster than two
 
 Array = Any  # traced jax arrays inside the step, numpy in tests

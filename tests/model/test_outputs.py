@@ -1,4 +1,4 @@
-"""Modules that do not compute what the engine expects are refused with the shapes, before anything is compiled."""
+"""Modules with outputs of wrong shapes or dtypes are refused by name before anything is compiled."""
 
 import jax
 import jax.numpy as jnp

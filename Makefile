@@ -37,11 +37,11 @@ test-deep: $(VENV)/test.done
 # Ray is an optional extra of 240 MiB; without it these tests are skipped.
 test-ray: $(VENV)/test.done
 	$(call install,[ray])
-	$(BIN)/python -m pytest tests/parallel/test_ray.py -v $(ARGS)
+	$(BIN)/python -m pytest tests/serving/ray/test_ray.py -v $(ARGS)
 
 test-tunix: $(VENV)/test.done
 	$(call install,[tunix])
-	$(BIN)/python -m pytest tests/test_examples.py -k tunix -m "" -v $(ARGS)
+	$(BIN)/python -m pytest tests/repository/test_examples.py -k tunix -m "" -v $(ARGS)
 
 test-clients: $(VENV)/test.done
 	$(PIP) uv
@@ -49,7 +49,7 @@ test-clients: $(VENV)/test.done
 
 test-extras: $(VENV)/test.done
 	$(PIP) uv
-	$(BIN)/python -m pytest tests/test_extras.py -m "" -v $(ARGS)
+	$(BIN)/python -m pytest tests/repository/test_extras.py -m "" -v $(ARGS)
 
 lint: $(VENV)/test.done
 	$(BIN)/ruff check .
@@ -67,7 +67,7 @@ bench: $(VENV)/test.done
 	$(CPU) $(BIN)/python benchmarks/paper/evaluate.py $(ARGS)
 
 mutate: $(VENV)/test.done
-	$(BIN)/python -m tests.mutate $(ARGS)
+	$(BIN)/python -m tests.repository.mutate $(ARGS)
 
 format: $(VENV)/test.done
 	$(BIN)/ruff check --fix .

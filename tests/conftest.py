@@ -21,8 +21,8 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import pytest
 from hypothesis import Phase, settings
 
-from tests import checkpoints, models
-from tests.few_shapes import few_shapes
+from tests.support import checkpoints, models
+from tests.support.few_shapes import few_shapes
 
 # A shell's background job starts with SIGINT ignored, and so do its children: nothing could be interrupted.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -39,11 +39,12 @@ settings.load_profile("jpaged")
 # `make test-fast` leaves them out.
 SLOW = (
     "bench/test_engines.py", "benchmarks/", "cli/", "clients/", "core/test_every_interleaving.py",
-    "core/test_state_machine.py", "kernels/", "model/test_architecture_serving.py",
-    "model/test_registry.py", "parallel/", "runtime/test_compilation_cache.py", "runtime/test_plan.py",
-    "runtime/test_runner.py", "serving/", "test_demo.py", "test_examples.py", "test_kv_cache_dtype.py", "test_llm.py",
-    "test_package.py", "test_quantization.py", "test_readme.py", "test_sharing.py", "test_structured.py",
-    "test_tensor_parallel.py", "test_trainers.py", "test_update_params.py", "test_updates_under_traffic.py",
+    "core/test_state_machine.py", "demo/", "engine/test_kv_cache_dtype.py", "engine/test_quantization.py",
+    "engine/test_sharing.py", "engine/test_tensor_parallel.py", "engine/test_update_params.py",
+    "engine/test_updates_under_traffic.py", "kernels/", "models/test_architecture_serving.py",
+    "models/test_registry.py", "parallel/", "repository/test_examples.py", "repository/test_package.py",
+    "repository/test_readme.py", "rl/test_trainers.py", "runtime/test_compilation_cache.py", "runtime/test_plan.py",
+    "runtime/test_runner.py", "serving/", "structured/test_constraints.py", "test_llm.py",
 )  # fmt: skip
 
 

@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerFast
 
 from jpaged.chat import Encoder, prompt_of, render, template_of
 from jpaged.tokenizer import backend, encode, load_tokenizer
-from tests import tokenizer_kinds
-from tests.models import byte_tokenizer, write_tokenizer
+from tests.support import tokenizer_kinds
+from tests.support.models import byte_tokenizer, write_tokenizer
 
 ROLES = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
 PARTS = """{% for m in messages %}<|{{ m.role }}|>{% for part in m['content'] %}{% if part['type'] == 'text' -%}

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from jpaged.child import ChildFailed, Children, confine, serve
-from tests.patience import PATIENCE_S
+from tests.support.patience import PATIENCE_S
 
 MODULE = "tests.test_child"
 

@@ -17,10 +17,10 @@ from jpaged import LLM, BeamSearchParams, ModelConfig, SamplingParams
 from jpaged.core.params import InvalidParameter
 from jpaged.models.checkpoint import dummy_model
 from jpaged.tokenizer import backend
-from tests import models
-from tests.few_shapes import few_shapes
-from tests.patience import PATIENCE_S
 from tests.runtime.test_runner import Compilations
+from tests.support import models
+from tests.support.few_shapes import few_shapes
+from tests.support.patience import PATIENCE_S
 
 SMALL = {"block_size": 8, "max_num_seqs": 4, "max_num_batched_tokens": 32, "progress": False}
 

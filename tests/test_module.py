@@ -9,8 +9,8 @@ from flax import nnx
 
 import jpaged
 from jpaged.models.registry import read_config
-from tests import architectures
-from tests.model.test_checkpoint import assert_same
+from tests.models.test_checkpoint import assert_same
+from tests.support import architectures
 
 
 def arrays(module):

@@ -22,8 +22,8 @@ from jpaged.tokenizer import (
     load_tokenizer,
     tokenize_bad_words,
 )
-from tests import tokenizer_kinds
-from tests.models import EOS, SPECIAL, byte_tokenizer
+from tests.support import tokenizer_kinds
+from tests.support.models import EOS, SPECIAL, byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
 

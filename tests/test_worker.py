@@ -9,7 +9,7 @@ import time
 import pytest
 
 from jpaged.worker import Worker, _Call
-from tests.patience import PATIENCE_S, until
+from tests.support.patience import PATIENCE_S, until
 
 
 def interrupt():

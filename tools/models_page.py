@@ -17,8 +17,8 @@ with parameters in safetensors of float32, bfloat16 or float16, in Orbax (`jpage
 """
 
 TAIL = """
-Every architecture is compared with transformers in float32 on random checkpoints (`tests/model/test_architectures.py`):
-logits of a whole prefill, of chunks and of decode steps, and 64 greedy tokens.
+Every architecture is compared with transformers in float32 on random checkpoints
+(`tests/models/test_architectures.py`): logits of a whole prefill, of chunks and of decode steps, and 64 greedy tokens.
 
 ## Limits
 

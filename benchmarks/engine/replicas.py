@@ -90,8 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     os.environ["JAX_NUM_CPU_DEVICES"] = "2"
     prepare_environment()
-    from jpaged.parallel.prefix_table import PrefixTable
-    from jpaged.parallel.router import Router
+    from jpaged.engine.prefix_table import PrefixTable
+    from jpaged.engine.router import Router
 
     report = Report(args.out / "results.json", environment(open_device(tiny=True), tiny=False))
     by_load: PrefixTable[int] = PrefixTable(step=10**6)  # no prompt is so long

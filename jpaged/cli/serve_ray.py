@@ -10,9 +10,9 @@ import threading
 from typing import Any
 
 from jpaged.config import EngineConfig
-from jpaged.parallel.ray.config import RayConfig, parse_replicas
 from jpaged.serving.listen import bind
 from jpaged.serving.logs import logging_to
+from jpaged.serving.ray.config import RayConfig, parse_replicas
 from jpaged.serving.service import ServerConfig
 
 logger = logging.getLogger("jpaged.ray")
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace, engine: EngineConfig, server: ServerConfig) ->
     for each in bind(args.host, args.port):  # Ray Serve would report an address in use only in a log
         each.close()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    from jpaged.parallel.ray.application import cluster, deployed  # imports Ray, which takes seconds
+    from jpaged.serving.ray.application import cluster, deployed  # imports Ray, which takes seconds
 
     http = {
         "host": args.host, "port": args.port, "ssl_certfile": args.ssl_certfile and str(args.ssl_certfile),

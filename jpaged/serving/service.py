@@ -15,7 +15,7 @@ from jpaged.chat import ContentFormat, Encoder
 from jpaged.core.params import ContextLengthExceeded
 from jpaged.engine.async_engine import AsyncEngine, EngineClient
 from jpaged.engine.engine import Engine
-from jpaged.parallel.router import Router
+from jpaged.engine.router import Router
 from jpaged.serving.body_process import BodyProcess
 from jpaged.serving.live.recorder import Recorder
 from jpaged.serving.live.snapshot import Snapshot, snapshot

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from aiohttp import web
 
-from tests.patience import PATIENCE_S
+from tests.support.patience import PATIENCE_S
 
 
 class FakeServer:

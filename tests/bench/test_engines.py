@@ -9,8 +9,8 @@ from jpaged.bench.serve import Settings, bench_server
 from jpaged.bench.throughput import bench_engine
 from jpaged.bench.workload import Workload
 from jpaged.llm import LLM
-from tests.few_shapes import few_shapes
 from tests.serving.client import MAX_LEN, Client
+from tests.support.few_shapes import few_shapes
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from jpaged.bench.measure import Record
 from jpaged.bench.serve import Settings, bench_server
 from jpaged.bench.workload import Workload, arrivals
 from tests.bench.fake_server import FakeServer, count
-from tests.patience import PATIENCE_S
+from tests.support.patience import PATIENCE_S
 
 SMALL = Workload("random", num_prompts=20, input_len=12, output_len=5, range_ratio=0.4)
 

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 from jpaged.bench.text import COMMON, WORDS, TokenWriter, WordWriter, measured, write_jobs
 from jpaged.bench.tokens import load_tokenizer
 from jpaged.bench.workload import Lengths
-from tests.models import byte_tokenizer
+from tests.support.models import byte_tokenizer
 
 SHORT = [Lengths(n, 5) for n in range(2, 60)]
 

@@ -18,7 +18,7 @@ from jpaged.core.scheduler import Scheduler
 from jpaged.runtime.batch import Buckets
 from jpaged.simulator.engine import drive
 from jpaged.simulator.traffic import Call, Schedule, Users
-from tests.fake_runner import VOCAB, FakeRunner
+from tests.support.fake_runner import VOCAB, FakeRunner
 
 ROOT = Path(__file__).parents[2]
 

@@ -19,7 +19,7 @@ from benchmarks.kernels.published import published
 from benchmarks.shared.results import with_floor
 from benchmarks.suite import cells, demo, measured
 from benchmarks.suite.process import Process
-from tests.patience import until
+from tests.support.patience import until
 
 ROOT = Path(__file__).parents[2]
 MODULE = "tests.benchmarks.test_gpu_suite"

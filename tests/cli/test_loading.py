@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.patience import PATIENCE_S
+from tests.support.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--max-model-len", "128"]

@@ -10,7 +10,7 @@ import pytest
 from jpaged.cli import main as cli
 from jpaged.cli.main import COMMANDS, load, main, parser
 from tests.bench.fake_server import FakeServer
-from tests.patience import PATIENCE_S
+from tests.support.patience import PATIENCE_S
 
 
 def ended(argv):

@@ -15,7 +15,7 @@ from jpaged.config import sampling_defaults
 from jpaged.core.params import SamplingParams
 from jpaged.demo import DIRECTORY as DEMO
 from tests.bench.fake_server import FakeServer
-from tests.patience import PATIENCE_S
+from tests.support.patience import PATIENCE_S
 
 FEW = ["--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--max-model-len", "128"]  # shapes to compile
 

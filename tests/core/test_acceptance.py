@@ -6,7 +6,7 @@ import pytest
 
 from jpaged.core.params import MAX_TOP, BeamSearchParams, InvalidParameter, SamplingParams
 from tests.core.traffic import add, drain, make
-from tests.fake_runner import VOCAB
+from tests.support.fake_runner import VOCAB
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,8 @@ from jpaged.core import beam
 from jpaged.core.beam import Beam, BeamSearch, Candidate
 from jpaged.models.checkpoint import load_safetensors
 from pallas_kernels import rotate
-from tests import checkpoints
 from tests.oracle import make_beam_fixtures
+from tests.support import checkpoints
 
 Tokens = tuple[int, ...]
 LogProbs = Callable[[list[Tokens]], np.ndarray]

@@ -14,7 +14,7 @@ import pytest
 from jpaged.core.params import BeamSearchParams, GenerationParams, SamplingParams
 from tests.core import traffic
 from tests.core.planted import BUGS
-from tests.fake_runner import digests
+from tests.support.fake_runner import digests
 
 Event = str | int  # a number aborts that request
 

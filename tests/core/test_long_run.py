@@ -17,7 +17,7 @@ from jpaged.core.request import FinishReason, Request
 from jpaged.engine.engine import Engine
 from tests.core import traffic
 from tests.core.planted import BUGS
-from tests.fake_runner import FakeRunner
+from tests.support.fake_runner import FakeRunner
 
 EOS = frozenset([0])
 MAX_OUTSTANDING = 12

@@ -11,7 +11,7 @@ from jpaged.core.params import BeamSearchParams, SamplingParams
 from jpaged.core.plan import Sample, StepResult
 from jpaged.core.request import NON_FINITE, FinishReason
 from tests.core.traffic import add, assert_as_alone, drain, draw, make, step
-from tests.fake_runner import beams, generate, next_token
+from tests.support.fake_runner import beams, generate, next_token
 
 
 def test_one_request_runs_to_its_length():

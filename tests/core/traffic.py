@@ -11,7 +11,7 @@ from jpaged.core.params import BeamSearchParams, SamplingParams
 from jpaged.core.plan import StepPlan
 from jpaged.core.request import FinishReason, Request, Sequence
 from jpaged.core.scheduler import Committed, Scheduler
-from tests.fake_runner import VOCAB, FakeRunner, beams, next_token, prompt_samples
+from tests.support.fake_runner import VOCAB, FakeRunner, beams, next_token, prompt_samples
 
 
 class CheckedScheduler(Scheduler):

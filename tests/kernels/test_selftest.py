@@ -22,7 +22,7 @@ import pallas_kernels
 from pallas_kernels import SelfTest, dispatch, reference, select, selftest, toolchain, trial
 from pallas_kernels.selftest import FAILED, PASSED, TESTS, UNTESTED, Result, Subject
 from tests.kernels import implementations, planted
-from tests.patience import PATIENCE_S, until
+from tests.support.patience import PATIENCE_S, until
 
 MODEL = dict(dtype="bfloat16", head_dim=32, num_heads=4, num_kv_heads=2, block_size=16)
 H200 = dict(platform="gpu", device_kind="NVIDIA H200", compute_capability=9.0)

@@ -11,8 +11,8 @@ import sys
 from jpaged import SamplingParams
 from jpaged.cli.nodes import facts_of, leading
 from jpaged.parallel.nodes import Nodes
-from tests.few_shapes import few_shapes
 from tests.parallel.traffic import config, fail_once, generate
+from tests.support.few_shapes import few_shapes
 
 
 def main(model: str, address: str, *, run: bool) -> None:

@@ -16,7 +16,7 @@ from jpaged.parallel.follower import replay
 from jpaged.parallel.frame import Frame, FrameError, Kind, encode_frame
 from jpaged.parallel.mask_frame import encode_masks
 from jpaged.parallel.plan_frame import Sizes, encode_plan
-from tests.patience import PATIENCE_S
+from tests.support.patience import PATIENCE_S
 
 SIZES = Sizes(
     num_rows=2, max_model_len=16, max_num_batched_tokens=8, table_width=4, vocab_size=40, num_blocks=8,

@@ -26,7 +26,7 @@ from jpaged.parallel.hello import encode_facts, join
 from jpaged.parallel.leader import Followers
 from jpaged.parallel.nodes import Nodes
 from tests.parallel.test_replica import free_address
-from tests.patience import PATIENCE_S, until
+from tests.support.patience import PATIENCE_S, until
 
 CONFIG = EngineConfig(model="/models/llama", max_num_seqs=8, seed=3, tokenizer="/tokenizers/llama")
 

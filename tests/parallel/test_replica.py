@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from jpaged.engine.build import load_engine
-from tests import checkpoints, models
-from tests.few_shapes import few_shapes
 from tests.parallel.traffic import config, generate
-from tests.patience import PATIENCE_S
+from tests.support import checkpoints, models
+from tests.support.few_shapes import few_shapes
+from tests.support.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,7 +40,7 @@ class Replica:
         address = free_address()
         self.logs = [folder / "leader.log", folder / "worker.log"]
         leader = [sys.executable, "-m", "tests.parallel.leader_process", str(model), address, mode]
-        worker = [sys.executable, "-m", "tests.few_shapes", "worker", "--nnodes", "2", "--node-rank", "1"]
+        worker = [sys.executable, "-m", "tests.support.few_shapes", "worker", "--nnodes", "2", "--node-rank", "1"]
         self.leader = self.start(leader, self.logs[0])
         self.worker = self.start([*worker, "--dist-init-addr", address], self.logs[1])
 

@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 
 from benchmarks.shared.server_process import ServerProcess
-from tests.patience import PATIENCE_S
+from tests.support.patience import PATIENCE_S
 
 SCRIPTED = "tests.serving.scripted"
 STORIES = [f"{name} had a {thing}. {name} took it along every day, and one day it was gone. " * 2

@@ -16,8 +16,8 @@ from jpaged.models.checkpoint import dummy_model, on_one_device
 from jpaged.models.fused import fuse
 from jpaged.runtime.parameters import ModuleArrays, ParamTree, by_name, explain_deletion
 from jpaged.runtime.placement import Placement
-from tests import models
 from tests.runtime.test_runner import Compilations
+from tests.support import models
 
 CONFIG = ModelConfig.from_hf(models.TINY)
 NORM = "layers.1.input_layernorm.scale"

@@ -13,8 +13,8 @@ from jpaged.core.params import BeamSearchParams, SamplingParams, StructuredOutpu
 from jpaged.core.request import FinishReason
 from jpaged.core.scheduler import Scheduler
 from jpaged.engine.engine import Engine
-from tests.models import byte_tokenizer
 from tests.runtime.replay import BLOCK_SIZE, LIMITS, LLAMA, NUM_BLOCKS, Recorded, make_runner
+from tests.support.models import byte_tokenizer
 
 
 class Recorder:

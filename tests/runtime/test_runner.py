@@ -31,8 +31,8 @@ from jpaged.runtime.shapes import Shapes
 from jpaged.runtime.step import Step
 from jpaged.runtime.swap import TRANSFERS
 from pallas_kernels import SelfTest, select
-from tests.few_shapes import few_shapes
 from tests.runtime.caches import cache_of, placement_of
+from tests.support.few_shapes import few_shapes
 
 LLAMA = ModelConfig(
     vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,

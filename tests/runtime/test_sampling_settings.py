@@ -13,8 +13,8 @@ from jpaged.runtime.row_table import SCALARS
 from jpaged.runtime.sampler import Sampling, sample
 from jpaged.runtime.sampling_settings import Settings, settings_of
 from jpaged.runtime.sampling_state import empty_state
-from tests.few_shapes import few_shapes
 from tests.runtime.test_runner import LIMITS, LLAMA
+from tests.support.few_shapes import few_shapes
 
 ROWS, VOCAB = 6, 500
 

@@ -21,8 +21,8 @@ from jpaged.serving.app import make_app
 from jpaged.serving.body_process import BodyProcess
 from jpaged.serving.service import ServerConfig, make_service
 from jpaged.serving.template_process import TemplateProcess
-from tests.few_shapes import few_shapes
-from tests.patience import PATIENCE_S
+from tests.support.few_shapes import few_shapes
+from tests.support.patience import PATIENCE_S
 
 MAX_LEN = 256
 # Of all servers in this process, because each takes seconds to start.

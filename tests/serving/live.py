@@ -20,7 +20,7 @@ from jpaged.serving.live.recorder import Recorder
 from jpaged.serving.live.snapshot import snapshot
 from jpaged.serving.middleware import errors
 from tests.core import traffic
-from tests.models import byte_tokenizer
+from tests.support.models import byte_tokenizer
 
 
 class HeldEngine(Engine):

@@ -7,8 +7,8 @@ import pytest
 
 from jpaged.core.params import BeamSearchParams
 from jpaged.tokenizer import encode
-from tests.models import EOS
 from tests.serving.client import Client, generate, joined, texts
+from tests.support.models import EOS
 
 BEAMS = [
     {"best_of": 4, "n": 2},

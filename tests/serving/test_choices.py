@@ -4,8 +4,8 @@ from statistics import fmean
 
 import pytest
 
-from tests.models import EOS
 from tests.serving.client import counts, joined, texts
+from tests.support.models import EOS
 
 
 async def test_choice_i_equals_a_request_with_seed_plus_i(client, letters):

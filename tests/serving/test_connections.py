@@ -7,9 +7,9 @@ import socket
 
 import pytest
 
-from tests.patience import PATIENCE_S
 from tests.serving.client import Connection, check_choices, exchange_bytes, request
 from tests.serving.scripted import chat, completion
+from tests.support.patience import PATIENCE_S
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -7,7 +7,7 @@ import logging
 import openai
 import pytest
 
-from tests.patience import PATIENCE_S
+from tests.support.patience import PATIENCE_S
 
 LONG = {"max_tokens": 480, "extra_body": {"ignore_eos": True}}  # 24 seconds on the slow server
 

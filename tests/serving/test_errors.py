@@ -3,8 +3,8 @@
 import openai
 import pytest
 
-from tests.models import SPECIAL, VOCAB
 from tests.serving.client import MAX_LEN
+from tests.support.models import SPECIAL, VOCAB
 
 LONG = "a" * MAX_LEN
 ENDLESS = "a" * (MAX_LEN * max(map(len, SPECIAL)) + 1)  # longer than MAX_LEN of the longest tokens

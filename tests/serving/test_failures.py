@@ -7,9 +7,9 @@ import openai
 import pytest
 
 from benchmarks.shared.server_process import ServerProcess
-from tests.patience import PATIENCE_S
 from tests.serving.client import Api, Client, Connection, collect, request
 from tests.serving.scripted import FAIL, chat, say
+from tests.support.patience import PATIENCE_S
 
 SCRIPTED = "tests.serving.scripted"
 SLOW = ("--step-seconds", "0.02")

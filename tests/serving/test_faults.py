@@ -25,8 +25,8 @@ from jpaged.serving import (
     turns,
 )  # fmt: skip
 from jpaged.structured import compiler, grammar, trial
-from tests.injection import Injected, functions_of, wrapped
 from tests.serving.client import Client
+from tests.support.injection import Injected, functions_of, wrapped
 
 MODULES = [
     answer, app, async_engine, body_process, chat, codec, compiler, engine, generate, grammar, middleware, output,

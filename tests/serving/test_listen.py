@@ -17,7 +17,7 @@ import pytest
 from benchmarks.shared.server_process import ROOT, ServerProcess
 from jpaged.serving import listen
 from jpaged.serving.listen import bind, bound_unix, limit_accept_reports, url
-from tests.patience import PATIENCE_S, until
+from tests.support.patience import PATIENCE_S, until
 
 
 def connects(address) -> bool:

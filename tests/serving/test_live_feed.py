@@ -12,9 +12,9 @@ from aiohttp import web
 from jpaged.core.params import SamplingParams
 from jpaged.serving.live import feed
 from jpaged.serving.live.snapshot import Snapshot, snapshot
-from tests.fake_runner import VOCAB
-from tests.patience import PATIENCE_S
 from tests.serving.live import HeldEngine, Server, expected, make
+from tests.support.fake_runner import VOCAB
+from tests.support.patience import PATIENCE_S
 
 
 async def test_frames_together_give_the_pool():

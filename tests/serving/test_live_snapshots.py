@@ -14,9 +14,9 @@ from jpaged.serving.live.feed import Frame
 from jpaged.serving.live.recorder import MAX_EVENTS, MAX_KNOWN, MAX_NUMBER, Recorder
 from jpaged.serving.live.snapshot import MAX_LISTED, MAX_REQUESTS, MAX_TABLE, Snapshot, snapshot
 from tests.core import traffic
-from tests.fake_runner import VOCAB
-from tests.models import byte_tokenizer
 from tests.serving.live import expected, make
+from tests.support.fake_runner import VOCAB
+from tests.support.models import byte_tokenizer
 
 
 def step(engine, recorder):

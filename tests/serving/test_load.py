@@ -23,8 +23,8 @@ from tests.attack.load import (
     until,
     vanishing,
 )
-from tests.patience import PATIENCE_S
 from tests.serving.client import Client, smaller, texts
+from tests.support.patience import PATIENCE_S
 
 SCRIPTED = "tests.serving.scripted"
 STREAMS = {"case": "streams", "streams": 2, "whole": 2, "wrong": 0, "garbled": 0, "most_running": 256,

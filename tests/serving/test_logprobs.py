@@ -14,10 +14,10 @@ from jpaged.core.request import OutputDelta
 from jpaged.serving.answer import CompletionAnswer, Prompt
 from jpaged.serving.protocol import CompletionRequest
 from jpaged.tokenizer import TokenDecoder, Vocabulary, encode
-from tests.models import EOS, VOCAB
 from tests.serving import scripted
 from tests.serving.client import Client, build, collect, counts, generate, joined, texts
 from tests.serving.scripted import END, TOKENIZER, say
+from tests.support.models import EOS, VOCAB
 from tests.test_tokenizer import sentencepiece_like
 
 

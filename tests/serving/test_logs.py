@@ -20,9 +20,9 @@ import pytest
 from benchmarks.shared.server_process import ROOT, ServerProcess
 from jpaged.serving import logs
 from jpaged.serving.logs import MAX_WAITING, logging_to
-from tests.patience import PATIENCE_S, until
 from tests.serving.client import exchange_bytes, request
 from tests.serving.scripted import completion
+from tests.support.patience import PATIENCE_S, until
 
 SCRIPTED = "tests.serving.scripted"
 DISK = "/dev/full"

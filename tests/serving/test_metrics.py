@@ -14,8 +14,8 @@ from jpaged.core.params import BeamSearchParams, SamplingParams
 from jpaged.core.scheduler import Scheduler
 from jpaged.engine.engine import Engine
 from jpaged.serving.metrics import Metrics
-from tests.fake_runner import VOCAB, FakeRunner
 from tests.serving.client import Client
+from tests.support.fake_runner import VOCAB, FakeRunner
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana.json"
 # Names of vLLM that dashboards and autoscalers read.

@@ -8,9 +8,9 @@ import openai
 import pytest
 from pydantic import BaseModel, ConfigDict
 
-from tests.patience import PATIENCE_S
 from tests.serving.client import collect
 from tests.serving.scripted import TOKENIZER
+from tests.support.patience import PATIENCE_S
 
 MESSAGES = [{"role": "user", "content": "Who are you?"}]
 

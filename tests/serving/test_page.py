@@ -12,8 +12,8 @@ from contextlib import contextmanager
 import pytest
 
 from benchmarks.shared.server_process import ROOT, SMALL, ServerProcess
-from tests.few_shapes import PROGRAM
-from tests.patience import PATIENCE_S, until
+from tests.support.few_shapes import PROGRAM
+from tests.support.patience import PATIENCE_S, until
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -13,8 +13,8 @@ import pytest
 
 from jpaged.core.params import BeamSearchParams, SamplingParams
 from jpaged.serving.protocol import ApiError, ChatRequest, CompletionRequest, parse
-from tests.models import VOCAB
 from tests.serving.client import Api, Client, texts
+from tests.support.models import VOCAB
 
 
 async def test_logit_bias_of_100_forces_a_token(client, ids):

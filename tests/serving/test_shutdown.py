@@ -11,8 +11,8 @@ import pytest
 
 from benchmarks.shared.server_process import ServerProcess
 from tests.attack.load import ask, body, clients, state_of, until
-from tests.patience import PATIENCE_S
 from tests.serving.scripted import say
+from tests.support.patience import PATIENCE_S
 
 SCRIPTED = "tests.serving.scripted"
 

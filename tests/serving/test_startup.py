@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import server
-from tests import checkpoints, models
+from tests.support import checkpoints, models
 
 ROOT = Path(__file__).parents[2]
 

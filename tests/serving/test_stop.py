@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.models import EOS
 from tests.serving.client import collect, texts
 from tests.serving.scripted import say
+from tests.support.models import EOS
 
 
 async def test_stop_string_ends_a_completion_plain_and_streamed(client):

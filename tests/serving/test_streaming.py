@@ -5,9 +5,9 @@ import socket
 
 import pytest
 
-from tests.patience import PATIENCE_S
 from tests.serving.client import Response, check_choices, collect, request
 from tests.serving.scripted import TOKENIZER, chat, completion, say
+from tests.support.patience import PATIENCE_S
 
 STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 TEXTS = ("Once upon a time", "wörld 🦊 日本\u2028\x85 \x00 end\r\n\r\ndata: [DONE]\n\n")

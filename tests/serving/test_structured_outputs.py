@@ -8,9 +8,9 @@ import re
 import jsonschema
 import pytest
 
-from tests import schemas
 from tests.serving.client import joined
 from tests.serving.scripted import TOKENIZER
+from tests.support import schemas
 
 NUM_SCHEMAS, NUM_REGEXES = 30, 30
 

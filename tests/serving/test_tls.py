@@ -11,7 +11,7 @@ import urllib.request
 import pytest
 
 from benchmarks.shared.server_process import ServerProcess
-from tests.patience import PATIENCE_S
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made with openssl")
 

@@ -1,0 +1,160 @@
+"""Replica of a model: an engine and its service in a process of Ray Serve."""
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from ray import serve
+
+from jpaged.engine.async_engine import QueueFull
+from jpaged.serving.app import model_list
+from jpaged.serving.codec import dumps
+from jpaged.serving.generate import COMPUTED, chat_completion, completion, compute, generate, stream_end, timed_out
+from jpaged.serving.middleware import as_api_error, error_headers
+from jpaged.serving.ray.call import Call, Description, Head
+from jpaged.serving.ray.config import RayConfig
+from jpaged.serving.serve import tune_interpreter
+from jpaged.serving.service import ServerConfig, make_service
+from jpaged.serving.tools import tool_format
+
+GENERATED = {"/v1/completions": completion, "/v1/chat/completions": chat_completion}
+REPLICA_ID = "X-Replica-Id"  # header of a generated response
+JSON = {"Content-Type": "application/json"}
+NO_LIMIT_S = 7 * 86_400.0
+EVENTS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+
+
+class Replica:
+    """Engine that answers calls with plain values.
+
+    Args:
+        num_gpus: GPUs of this process; 0: the model runs on CPUs.
+    """
+
+    def __init__(self, config: RayConfig, num_gpus: int):
+        if num_gpus == 0:
+            os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        # jax would take three quarters of a GPU's memory; a replica has it to itself.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+        from jpaged.engine.build import load_engine, prepare  # imports jax, which reads the variables
+
+        prepared = prepare(config.engine, chat_template=config.server.chat_template)
+        engine, tokenizer, defaults = load_engine(config.engine, prepared=prepared, progress=False)
+        self._service = make_service(
+            [engine], tokenizer, config.model_name, config.server,
+            sampling_defaults=defaults,
+            tool_format=tool_format(config.tool_call_parser, tokenizer, config.server.chat_template),
+        )  # fmt: skip
+        self._id = serve.get_replica_context().replica_id.unique_id
+        tune_interpreter()
+        self._service.engine.start()
+
+    async def __del__(self) -> None:
+        if service := getattr(self, "_service", None):
+            await service.engine.stop()
+
+    def check_health(self) -> None:
+        """Check the engine. Ray Serve replaces a replica whose check fails.
+
+        Raises:
+            RuntimeError: the engine has failed.
+        """
+        if not self._service.engine.alive:
+            raise RuntimeError("the engine has failed; the log of the replica has the reason")
+
+    async def describe(self) -> Description:
+        """Return the description of the model."""
+        return Description(model_list(self._service), self._service.max_body_size)
+
+    async def metrics(self) -> tuple[str, str]:
+        """Return this replica's id, and its metrics in Prometheus's text format."""
+        text = await asyncio.to_thread(self._service.metrics.render)
+        return self._id, text.decode()
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes of this replica."""
+        await self._service.engine.reset_prefix_cache()
+
+    async def respond(self, call: Call) -> AsyncGenerator[Head | bytes]:
+        """Yield the head of the response to a call and the parts of its body.
+
+        Failures are responses, too; one in the middle of a stream is the last event of the stream.
+        """
+        start, status = time.monotonic(), 499  # as nginx calls it: the client did not wait for the answer
+        begun = False
+        try:
+            async with aclosing(self._response(call)) as parts:
+                async for part in parts:
+                    if isinstance(part, Head):
+                        begun, status = True, part.status
+                    yield part
+        except Exception as failure:
+            error = timed_out(self._service) if isinstance(failure, TimeoutError) else as_api_error(failure)
+            if begun:
+                yield stream_end(error)
+                return
+            if isinstance(failure, QueueFull):
+                self._service.metrics.rejected()
+            status = error.status
+            yield Head(status, JSON | error_headers(error))
+            yield dumps(error.body)
+        finally:
+            self._service.metrics.answered("POST", call.path, status, time.monotonic() - start)
+
+    async def _response(self, call: Call) -> AsyncGenerator[Head | bytes]:
+        service, limit, client = self._service, self._service.config.request_timeout, call.client or ""
+        if call.path in COMPUTED:
+            body = await compute(service, call.path, call.body, client)
+            yield Head(200, JSON)
+            yield body
+            return
+        exchange = await GENERATED[call.path](service, call.body, client)
+        deadline = None if limit is None else asyncio.get_running_loop().time() + limit
+        kind = EVENTS if exchange.prepared.body.stream else JSON
+        head: Head | None = Head(200, kind | {REPLICA_ID: self._id})
+        async with aclosing(generate(service, exchange, client=call.client)) as parts:
+            while (part := await _next(parts, deadline)) is not None:
+                if head is not None:
+                    yield head
+                    head = None
+                if part:
+                    yield part
+
+
+async def _next(parts: AsyncGenerator[bytes], deadline: float | None) -> bytes | None:
+    # A time limit that spans a `yield` would interrupt the consumer instead.
+    async with asyncio.timeout_at(deadline):
+        return await anext(parts, None)
+
+
+def drain_timeout(config: ServerConfig) -> float:
+    """Return the seconds that running requests have to finish before a replica ends."""
+    return NO_LIMIT_S if config.drain_timeout is None else config.drain_timeout
+
+
+def deployment_options(config: RayConfig, num_gpus: int) -> dict[str, Any]:
+    """Return the options of the replicas' deployment.
+
+    Args:
+        num_gpus: GPUs of each replica.
+    """
+    seqs = config.engine.max_num_seqs or (256 if num_gpus else 64)  # as `engine.build` chooses it
+    scaling: dict[str, Any] = {"num_replicas": config.max_replicas}
+    if config.min_replicas != config.max_replicas:
+        scaling = {
+            "autoscaling_config": {
+                "min_replicas": config.min_replicas, "max_replicas": config.max_replicas,
+                "target_ongoing_requests": config.target_ongoing_requests or seqs,
+            }
+        }  # fmt: skip
+    return scaling | {
+        "ray_actor_options": {"num_gpus": num_gpus, "num_cpus": config.num_cpus},
+        "max_ongoing_requests": config.max_ongoing_requests or 2 * seqs,
+        "max_queued_requests": config.server.max_queue,
+        "health_check_period_s": config.health_check_period_s,
+        "graceful_shutdown_timeout_s": drain_timeout(config.server),
+        "max_constructor_retry_count": 3,
+    }

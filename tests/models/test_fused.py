@@ -1,0 +1,180 @@
+"""Fused layers: the same results as of separate ones, on one device and on several, quantized, updated and served."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jpaged import LLM, SamplingParams, quantize
+from jpaged.config import EngineConfig, Limits
+from jpaged.engine import build
+from jpaged.models.checkpoint import dummy_model, on_one_device
+from jpaged.models.fused import FusedLinear, fuse, joints_of
+from jpaged.models.moe import ExpertMlps, FusedExperts, cost_of
+from jpaged.models.registry import architectures as registered
+from jpaged.rl.causal import logits
+from jpaged.runtime.parameters import by_name
+from jpaged.runtime.placement import Placement, shard
+from jpaged.runtime.runner import ModelRunner
+from tests.support import architectures
+from tests.support.few_shapes import few_shapes
+
+TOKENS = np.arange(24).reshape(2, 12) * 7 % 96
+ENGINE = dict(block_size=8, max_num_seqs=4, max_num_batched_tokens=32, num_gpu_blocks_override=40, progress=False)
+PROMPTS = [[3, 9, 27], list(range(40, 63)), [5] * 11]
+PARAMS = SamplingParams(temperature=0, max_tokens=12, logprobs=2, ignore_eos=True)
+MOE = "qwen3-moe-dense"  # with dense layers, too
+LINEAR = ["gate_up_proj", "qkv_proj"]
+deep = pytest.mark.deep
+NAMES = ["qwen2", MOE, *(pytest.param(name, marks=deep) for name in ("mistral", "qwen3", "gemma3", "opt"))]
+
+
+def model_of(name: str, seed: int = 0):
+    hf = architectures.CASES[name]
+    config = next(each.config for each in registered() if each.config.describes(hf)).from_hf(hf)
+    return dummy_model(config, "float32", seed)
+
+
+def fused_copy(model, place=on_one_device):
+    copied = nnx.merge(*nnx.split(model))
+    fuse(copied, place)
+    return copied
+
+
+def computed(model) -> np.ndarray:
+    positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
+    mask = jnp.broadcast_to(jnp.tril(jnp.ones((12, 12), bool)), (2, 12, 12))
+    return np.asarray(logits(model, jnp.asarray(TOKENS), positions, mask))
+
+
+def kinds(model) -> list[str]:
+    return sorted(
+        {str(path[-1]) for path, each in nnx.iter_modules(model) if isinstance(each, FusedLinear | FusedExperts)}
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_fused_model_computes_the_same_logits(name):
+    model = model_of(name)
+    fused = fused_copy(model)
+    expected = {"opt": [], MOE: ["experts", *LINEAR]}.get(name, LINEAR)
+    assert kinds(fused) == expected and kinds(model) == []
+    np.testing.assert_allclose(computed(fused), computed(model), rtol=0, atol=1e-5)
+    size = lambda model: sum(leaf.nbytes for leaf in by_name(model).values())
+    assert size(fused) == size(model)
+
+
+@pytest.mark.parametrize("quantization", ["int8", pytest.param("fp8", marks=deep)])
+def test_quantized_layers_are_fused_with_their_scales(quantization):
+    model = quantize(model_of("qwen2"), quantization)
+    fused = fused_copy(model)
+    layer = fused.layers[0].self_attn.qkv_proj
+    assert layer.weight.shape[0] == layer.weight_scale.shape[0] == layer.bias.shape[0]
+    assert layer.weight.dtype == model.layers[0].self_attn.q_proj.weight.dtype
+    np.testing.assert_allclose(computed(fused), computed(model), rtol=0, atol=1e-5)
+
+
+def test_layers_of_different_dtypes_stay_separate():
+    model = quantize(model_of("mistral"), "int8")
+    attention = model.layers[1].self_attn
+    attention.k_proj = model_of("mistral").layers[1].self_attn.k_proj
+    fuse(model, on_one_device)
+    assert not hasattr(attention, "qkv_proj") and hasattr(model.layers[0].self_attn, "qkv_proj")
+
+
+@pytest.mark.parametrize(("name", "devices", "expected"), [
+    pytest.param("qwen2", 2, LINEAR, marks=deep),
+    ("qwen2", 4, LINEAR[:1]),  # two KV heads: keys and values lie twice, queries do not
+    pytest.param(MOE, 2, ["experts", *LINEAR], marks=deep),
+])  # fmt: skip
+def test_on_several_devices_each_holds_rows_of_all_members(name, devices, expected):
+    model = model_of(name)
+    placement = Placement.on(jax.devices()[:devices], model.config)
+    sharded = shard(model, placement.devices)
+    fused = fused_copy(sharded, placement.of)
+    assert kinds(fused) == expected
+    for leaf in by_name(fused).values():
+        assert leaf.sharding.device_set == set(placement.devices)
+    mlp = next(layer.mlp for layer in fused.layers if hasattr(layer.mlp, "gate_up_proj"))
+    own = mlp.gate_up_proj.weight[...].addressable_shards[1].data
+    index = next(i for i, layer in enumerate(fused.layers) if layer.mlp is mlp)
+    gate, up = (getattr(model.layers[index].mlp, f"{each}_proj").weight[...] for each in ("gate", "up"))
+    rows = slice(len(gate) // devices, 2 * len(gate) // devices)
+    np.testing.assert_array_equal(own, np.concatenate([gate[rows], up[rows]]))
+    np.testing.assert_allclose(computed(fused), computed(model), rtol=0, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    with few_shapes():
+        return [generated(LLM(model_of(MOE, seed), **ENGINE)) for seed in range(2)]
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with few_shapes():
+        return LLM(fused_copy(model_of(MOE)), **ENGINE)
+
+
+def generated(llm: LLM) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
+
+
+def test_a_fused_model_is_served_and_takes_separate_parameters(llm, expected):
+    """As a trainer has them; fused ones are used without a copy."""
+    assert expected[0] != expected[1] and generated(llm) == expected[0]
+    llm.update_params(model_of(MOE, 1))
+    assert generated(llm) == expected[1]
+    fused = fused_copy(model_of(MOE))
+    llm.update_params(fused)
+    assert generated(llm) == expected[0]
+    pairs = zip(by_name(fused).values(), llm.engine.runner.params, strict=True)
+    assert all(given.unsafe_buffer_pointer() == served.unsafe_buffer_pointer() for given, served in pairs)
+
+
+def test_parameters_that_do_not_match_are_named(llm, expected):
+    model = model_of(MOE, 1)
+    mixed = nnx.to_pure_dict(nnx.state(model))
+    for change, message in (
+        (lambda x: x.pop("k_proj"), r"layers\.0\.self_attn\.k_proj\.weight is missing"),
+        (lambda x: x["k_proj"].update(weight=x["k_proj"]["weight"][:-1]), r"k_proj\.weight has the shape"),
+        (lambda x: x["v_proj"].update(weight=x["v_proj"]["weight"].astype(jnp.bfloat16)), "v_proj.weight is bfloat16"),
+        (lambda x: x.update(other=x["q_proj"]), r"self_attn\.other\.weight is not a parameter"),
+    ):
+        state = jax.tree.map(lambda x: x, mixed)
+        change(state["layers"][0]["self_attn"])
+        with pytest.raises(ValueError, match=message):
+            llm.update_params(state)
+    assert generated(llm) == expected[0], "nothing has changed"
+
+
+def test_joints_have_the_names_of_a_checkpoints_leaves():
+    model = model_of(MOE)
+    joints = joints_of(fused_copy(model))
+    names = set(itertools.chain.from_iterable(joint.names for joint in joints.values()))
+    assert names < set(by_name(model)) and len(names) == sum(len(joint.names) for joint in joints.values())
+    assert joints_of(model) == {} and any(isinstance(each, ExpertMlps) for _, each in nnx.iter_modules(model))
+
+
+def test_models_are_fused_on_gpus_only(monkeypatch):
+    """The CPU stands in for one here, so that a loaded model is fused, served, and updated from a checkpoint."""
+    tokens = []
+    for platforms in (build.FUSING, ("cpu",)):
+        monkeypatch.setattr(build, "FUSING", platforms)
+        with few_shapes():
+            loaded = LLM("demo", **ENGINE | dict(max_model_len=128))
+        fused = bool(loaded.engine.runner.tree.joints)
+        assert fused == (platforms == ("cpu",))
+        tokens.append(generated(loaded))
+    assert tokens[0] == tokens[1]
+
+
+def test_the_start_tells_the_cost_of_experts(caplog):
+    ModelRunner(model_of(MOE), EngineConfig(num_gpu_blocks_override=4), Limits(64, 2, 4096, 16))
+    (told,) = [record.message for record in caplog.records if "mixture of experts" in record.message]
+    assert "multiplies each token 2 times by all 4 experts, 4 times the operations of a grouped product" in told
+    assert "about 0.0039 GiB" in told and "a step of 4096 tokens (max_num_batched_tokens" in told
+    assert cost_of(model_of("qwen2").config, 4096) is None

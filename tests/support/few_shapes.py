@@ -1,0 +1,39 @@
+"""Two shapes of steps instead of a dozen, so that an engine is soon compiled. As a program: `jpaged` with them.
+
+python -m tests.support.few_shapes worker --nnodes 2 ...
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+PROGRAM = (sys.executable, "-m", "tests.support.few_shapes")
+
+
+@contextmanager
+def few_shapes() -> Iterator[None]:
+    """Let runners have one shape of decode steps, and one of steps with prompts.
+
+    Tests of the shapes themselves (`tests/runtime`) and of start-up use all of them.
+    """
+    from jpaged.runtime import runner
+    from jpaged.runtime.batch import Buckets
+
+    class FewBuckets(Buckets):
+        def __init__(self, limits):
+            super().__init__(limits)
+            self.decode, self.mixed = self.decode[-1:], self.mixed[-1:]
+            self.all = self.decode + self.mixed
+
+    runner.Buckets = FewBuckets
+    try:
+        yield
+    finally:
+        runner.Buckets = Buckets
+
+
+if __name__ == "__main__":
+    from jpaged.cli.main import main
+
+    with few_shapes():
+        main()

@@ -4,12 +4,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from jpaged.config import EngineConfig, ModelConfig
+    from jpaged.config import EngineConfig
     from jpaged.core.params import BeamSearchParams, InvalidParameter, SamplingParams, StructuredOutputsParams
     from jpaged.core.request import CompletionOutput, RequestMetrics, RequestOutput
     from jpaged.engine.async_engine import AsyncEngine
     from jpaged.engine.engine import Engine
     from jpaged.llm import LLM
+    from jpaged.models.config import ModelConfig
     from jpaged.models.llama import Llama
     from jpaged.models.quantized import quantize
     from jpaged.module import load
@@ -21,7 +22,7 @@ _HOME = {
     "Engine": "jpaged.engine.engine",
     "Llama": "jpaged.models.llama",
     "EngineConfig": "jpaged.config",
-    "ModelConfig": "jpaged.config",
+    "ModelConfig": "jpaged.models.config",
     "BeamSearchParams": "jpaged.core.params",
     "InvalidParameter": "jpaged.core.params",
     "SamplingParams": "jpaged.core.params",

@@ -3,10 +3,12 @@
 Checkpoints are data of others: a FIFO would block its reader, and a link would lead to files of this machine.
 """
 
+import json
 import os
 import stat
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 MAX_CONFIG_BYTES = 16 * 2**20
 MAX_TOKENIZER_BYTES = 64 * 2**20  # of each of its files
@@ -61,6 +63,24 @@ def read_file(path: Path, max_bytes: int) -> bytes:
     check_file(path, max_bytes)
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as content:
         return content.read(max_bytes)
+
+
+def read_json(path: Path, *, missing_ok: bool = False, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
+    """Return the JSON object in a file of a checkpoint; {} if it is missing and `missing_ok`.
+
+    Raises:
+        ValueError: the file does not contain a JSON object, or may not be opened; the message has its path.
+    """
+    if missing_ok and not path.exists():
+        return {}
+    data = read_file(path, max_bytes)
+    try:
+        content = json.loads(data.decode())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object")
+    return content
 
 
 def _check_place(path: Path, root: Path, field: str) -> None:

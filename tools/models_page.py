@@ -23,7 +23,7 @@ Every architecture is compared with transformers in float32 on random checkpoint
 ## Limits
 
 - **Refused values.** A field of `config.json` that is known to change the computation, and that the architecture does
-  not read, is an error with the field's name (`NEUTRAL` in `jpaged/config.py`).
+  not read, is an error with the field's name (`NEUTRAL` in `jpaged/models/config.py`).
 - **RoPE** may be scaled by `linear`, `llama3`, `yarn` or `longrope`. `dynamic` is refused, because its frequencies
   change as a sequence grows. `linear` and `yarn` extend the context by their factor, to `max_position_embeddings` or
   `original_max_position_embeddings` times `factor`, as in vLLM; Gemma 3's `max_position_embeddings` includes it.

@@ -28,9 +28,10 @@ from benchmarks.engine.steps import decode_plans, random_model
 from benchmarks.kernels.workloads import random_array
 from benchmarks.shared.device import environment, open_device, prepare_environment
 from benchmarks.shared.results import Report, script_parser, table
-from jpaged.config import EngineConfig, Limits, ModelConfig
+from jpaged.config import EngineConfig, Limits
 from jpaged.core.params import SamplingParams
 from jpaged.core.plan import Admitted, Scheduled, StepPlan
+from jpaged.models.config import ModelConfig
 from jpaged.models.layers import multiplying, product
 from jpaged.models.llama import Llama
 from jpaged.runtime.batch import make_batch

@@ -47,7 +47,7 @@ def measured(num_devices: int, repeats: int) -> dict[str, float]:
     from jax.sharding import NamedSharding
     from jax.sharding import PartitionSpec as P
 
-    from jpaged.config import ModelConfig
+    from jpaged.models.config import ModelConfig
     from jpaged.runtime.batch import Bucket, Layout
     from jpaged.runtime.placement import ALL, Placement
 

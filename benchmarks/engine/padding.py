@@ -21,13 +21,14 @@ if __package__ in (None, ""):
 from benchmarks.shared.device import environment, open_device, prepare_environment
 from benchmarks.shared.results import Report, script_parser, table
 from jpaged.bench.workload import DATASETS
-from jpaged.config import EngineConfig, Limits, ModelConfig
+from jpaged.config import EngineConfig, Limits
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.params import SamplingParams
 from jpaged.core.plan import Sample, StepResult
 from jpaged.core.scheduler import Scheduler
 from jpaged.demo import DIRECTORY as DEMO
 from jpaged.engine.build import limits_of
+from jpaged.models.registry import read_config
 from jpaged.runtime.batch import Buckets, Layout, make_batch
 from jpaged.runtime.row_table import RowTable
 from jpaged.runtime.step_costs import further_shapes
@@ -82,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     prepare_environment()
     args = parse(argv)
     report = Report(args.out / "results.json", environment(open_device(tiny=True), tiny=False))
-    model = replace(ModelConfig.from_directory(DEMO), max_position_embeddings=CONTEXT)
+    model = replace(read_config(DEMO), max_position_embeddings=CONTEXT)
     limits = limits_of(EngineConfig(model=str(DEMO)), model, "cuda")
     for at_once in AT_ONCE:
         for name, dataset in DATASETS.items():

@@ -23,8 +23,8 @@ if __package__ in (None, ""):
 
 from benchmarks.shared.device import environment, open_device, prepare_environment
 from benchmarks.shared.results import Report, script_parser, table
-from jpaged.config import ModelConfig
 from jpaged.engine.prefix_table import PrefixTable
+from jpaged.models.config import ModelConfig
 
 # NVIDIA H200 SXM (data sheet): memory, its bandwidth, dense bfloat16, NVLink in one direction.
 MEMORY, BANDWIDTH, FLOPS, LINK = 141e9, 4.8e12, 989e12, 450e9

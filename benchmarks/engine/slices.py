@@ -13,10 +13,11 @@ from benchmarks.kernels.expected import TOLERANCES, WrongOutput
 from benchmarks.kernels.implementations import Unsuitable, choose
 from benchmarks.kernels.workloads import Shape
 from benchmarks.shared.models import MODELS, cut
-from jpaged.config import EngineConfig, Limits, ModelConfig
+from jpaged.config import EngineConfig, Limits
 from jpaged.core.params import SamplingParams
 from jpaged.core.plan import Admitted, Chosen, Sample, Scheduled, StepPlan
 from jpaged.models.checkpoint import on_one_device
+from jpaged.models.config import ModelConfig
 from jpaged.models.fused import fuse
 from jpaged.runtime.runner import ModelRunner
 

@@ -19,13 +19,14 @@ from benchmarks.shared.models import MODELS
 from benchmarks.shared.results import with_floor
 from benchmarks.shared.timing import Timing, summarize
 from jpaged.bench.throughput import measure
-from jpaged.config import EngineConfig, Limits, ModelConfig
+from jpaged.config import EngineConfig, Limits
 from jpaged.core.params import SamplingParams
 from jpaged.core.plan import Admitted, Scheduled, StepPlan
 from jpaged.engine.build import FUSING
 from jpaged.llm import LLM
 from jpaged.models.base import Model
 from jpaged.models.checkpoint import abstract_model, on_one_device
+from jpaged.models.config import ModelConfig
 from jpaged.models.fused import fuse
 from jpaged.runtime.runner import ModelRunner
 

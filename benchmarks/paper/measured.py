@@ -37,10 +37,11 @@ from benchmarks.paper.policies import POLICIES, limits_of
 from benchmarks.paper.traces import CONTEXT, WORKLOADS
 from benchmarks.shared.device import environment, open_device, prepare_environment
 from benchmarks.shared.results import Report, Row, script_parser, table
-from jpaged.config import EngineConfig, Limits, ModelConfig
+from jpaged.config import EngineConfig, Limits
 from jpaged.core.params import SamplingParams
 from jpaged.engine.build import dtype_of, find_model, load_model
 from jpaged.engine.engine import Engine
+from jpaged.models.registry import read_config
 from jpaged.runtime.runner import ModelRunner
 from jpaged.simulator.engine import VOCAB_SIZE, Served, VirtualEngine, drive
 from jpaged.simulator.traffic import Call, Schedule
@@ -63,7 +64,7 @@ class Lab:
     def __init__(self, report: Report, seconds: float):
         self.report, self.seconds = report, seconds
         directory = find_model("demo")
-        config = ModelConfig.from_directory(directory)
+        config = read_config(directory)
         dtype = dtype_of(EngineConfig(), config, "cpu")
         self._model = load_model(directory, config, dtype=dtype, load_format="auto", seed=0, progress=False)
         self._runners: dict[int, ModelRunner] = {}

@@ -33,13 +33,14 @@ from benchmarks.shared.plots import plot
 from benchmarks.shared.results import Report, script_parser, table
 from benchmarks.shared.timing import ratio, summarize
 from jpaged.bench.workload import DATASETS, Dataset
-from jpaged.config import EngineConfig, Limits, ModelConfig
+from jpaged.config import EngineConfig, Limits
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.params import SamplingParams
 from jpaged.core.plan import Admitted, Scheduled, StepPlan
 from jpaged.core.scheduler import Scheduler
 from jpaged.engine.build import dtype_of, find_model, load_model
 from jpaged.engine.engine import Engine
+from jpaged.models.registry import read_config
 from jpaged.runtime.runner import ModelRunner
 
 MODES = ("recompute", "swap", "auto")
@@ -197,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = open_device(tiny=True)  # a CPU is enough: the results say so
     report = Report(args.out / "results.json", environment(device, args.tiny) | {"model": args.model})
     directory = find_model(args.model)
-    config = ModelConfig.from_directory(directory)
+    config = read_config(directory)
     limits = Limits(min(args.tokens, config.max_position_embeddings), args.clients, args.chunk)
     dtype = dtype_of(EngineConfig(), config, device.platform)
     model = load_model(directory, config, dtype=dtype, load_format=args.load_format, seed=0, progress=False)

@@ -14,8 +14,9 @@ from benchmarks.shared import deviceless
 from benchmarks.shared.gpus import Gpu
 from benchmarks.shared.models import cut
 from benchmarks.shared.program import Array, Program
-from jpaged.config import KV_CACHE_DTYPES, ModelConfig
+from jpaged.config import KV_CACHE_DTYPES
 from jpaged.models.checkpoint import abstract_model, dtypes_of_weights
+from jpaged.models.config import ModelConfig
 from jpaged.models.fused import Joint, fuse, joined
 from jpaged.runtime.batch import Bucket, Layout
 from jpaged.runtime.kv_cache import KVCache

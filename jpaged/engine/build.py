@@ -9,16 +9,7 @@ import jax
 from flax import nnx
 
 from jpaged.chat import check_template
-from jpaged.config import (
-    DTYPE_ALIASES,
-    GENERATION,
-    QUANTIZATIONS,
-    SAMPLING,
-    EngineConfig,
-    Limits,
-    ModelConfig,
-    sampling_defaults,
-)
+from jpaged.config import DTYPE_ALIASES, QUANTIZATIONS, EngineConfig, Limits
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.params import SamplingParams
 from jpaged.core.scheduler import HEADROOM, Scheduler
@@ -26,6 +17,8 @@ from jpaged.demo import DIRECTORY as DEMO
 from jpaged.engine.engine import Engine, Runner
 from jpaged.models.base import Model
 from jpaged.models.checkpoint import ORBAX, Place, dummy_model, load_orbax, load_safetensors, on_one_device
+from jpaged.models.config import ModelConfig
+from jpaged.models.config_file import GENERATION, SAMPLING, sampling_defaults
 from jpaged.models.fused import fuse
 from jpaged.models.quantized_checkpoint import Scheme, read_scheme
 from jpaged.models.registry import read_config

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 
-from jpaged.config import ModelConfig
+from jpaged.models.config import ModelConfig
 
 # attend(layer, q [T, N, H], k [T, K, H], v [T, K, H], cos, sin [T, H/2] or None) -> [T, N, H]. It rotates q and k by
 # cos and sin, if they are given.

@@ -16,9 +16,11 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from jpaged.checkpoint_files import MAX_INDEX_BYTES, check_file, check_tree
-from jpaged.config import CONFIG, DTYPES, QUANTIZATIONS, ModelConfig, read_json
+from jpaged.checkpoint_files import MAX_INDEX_BYTES, check_file, check_tree, read_json
+from jpaged.config import DTYPES, QUANTIZATIONS
 from jpaged.models.base import LeafPath, Model, Part
+from jpaged.models.config import ModelConfig
+from jpaged.models.config_file import CONFIG
 from jpaged.models.quantized import SCALE, is_quantized, quantizable, quantize_weights, rounder
 from jpaged.models.quantized_checkpoint import FLOAT8, dequantized, float8_tensors, read_scheme
 from jpaged.models.registry import architecture_of

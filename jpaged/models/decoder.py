@@ -11,12 +11,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jpaged.config import ModelConfig, RopeConfig
 from jpaged.models.base import Attend, AttentionSpec
+from jpaged.models.config import ModelConfig
 from jpaged.models.fused import Join, Place, fuse_linears
 from jpaged.models.layers import ACTIVATIONS, Linear, UnitOffsetNorm, axes, product, rms_norm
 from jpaged.models.moe import MixtureOfExperts
 from jpaged.models.rope import angles, inverse_frequencies
+from jpaged.models.rope_config import RopeConfig
 from pallas_kernels import rotate
 
 Rotation = tuple[jax.Array, jax.Array]  # cos and sin [T, R/2] of the rotary dim R

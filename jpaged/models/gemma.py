@@ -3,10 +3,12 @@
 from dataclasses import replace
 from typing import Any
 
-from jpaged.config import ALL_NORMS, ModelConfig, RopeConfig, Variation, windows_of
 from jpaged.models import base
 from jpaged.models.base import Architecture, LeafPath, Source, same_name
+from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import Decoder
+from jpaged.models.rope_config import RopeConfig
+from jpaged.models.variation import ALL_NORMS, Variation, windows_of
 
 PREFIX = "language_model."  # of the text part's tensors in a multimodal checkpoint
 

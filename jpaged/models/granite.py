@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from jpaged.config import ModelConfig, Variation
 from jpaged.models.base import Architecture
+from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import Decoder
+from jpaged.models.variation import Variation
 
 
 class GraniteConfig(ModelConfig):

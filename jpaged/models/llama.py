@@ -1,7 +1,7 @@
 """Llama: the shared decoder without variations."""
 
-from jpaged.config import ModelConfig
 from jpaged.models.base import Architecture
+from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import Decoder
 
 

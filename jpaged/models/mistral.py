@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from jpaged.config import Experts, ModelConfig, Variation, windows_of
 from jpaged.models.base import Architecture, LeafPath, Part, Source, same_name
+from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import Decoder
+from jpaged.models.variation import Experts, Variation, windows_of
 
 
 class MistralConfig(ModelConfig):

@@ -8,9 +8,10 @@ from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 
-from jpaged.config import Experts, ModelConfig
+from jpaged.models.config import ModelConfig
 from jpaged.models.fused import Join, Joint, Place, join_variables
 from jpaged.models.layers import ACTIVATIONS, Linear, axes, product
+from jpaged.models.variation import Experts
 
 # x [M, I] times weights [E, O, I]: row m is multiplied by the matrix of its group.
 _BY_GROUP = lax.RaggedDotDimensionNumbers(

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jpaged.config import ModelConfig
 from jpaged.models.base import Architecture, Attend, AttentionSpec, LeafPath, Source, same_name
+from jpaged.models.config import ModelConfig
 from jpaged.models.layers import ACTIVATIONS, Linear, axes, product
 
 POSITION_OFFSET = 2  # rows before that of position 0

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jpaged.config import DTYPES, ModelConfig
+from jpaged.config import DTYPES
 from jpaged.models.base import Model
+from jpaged.models.config import ModelConfig
 
 TOKENS = 4  # T of the traced call
 

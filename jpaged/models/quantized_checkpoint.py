@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from jpaged.config import CONFIG, QUANTIZED_CHECKPOINTS, read_json
+from jpaged.checkpoint_files import read_json
+from jpaged.config import QUANTIZED_CHECKPOINTS
+from jpaged.models.config_file import CONFIG
 
 PACKED_FORMAT = "pack-quantized"
 COMPRESSED_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", PACKED_FORMAT)

@@ -5,9 +5,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jpaged.config import CONFIG, ModelConfig, read_hf
+from jpaged.checkpoint_files import read_json
 from jpaged.models import gemma, granite, llama, mistral, olmo2, opt, phi3, qwen, smollm3
 from jpaged.models.base import Architecture
+from jpaged.models.config import ModelConfig
+from jpaged.models.config_file import CONFIG, GENERATION, read_hf
 
 FAMILIES = (llama, mistral, qwen, gemma, phi3, olmo2, granite, smollm3, opt)
 _ARCHITECTURES: dict[str, Architecture] = {
@@ -48,15 +50,21 @@ def read_config(directory: Path, overrides: Mapping[str, Any] | None = None) -> 
     Raises:
         ValueError: the architecture is not registered, or a value is not possible; the message has the file's path.
     """
-    if not (directory / CONFIG).is_file():
+    path = directory / CONFIG
+    if not path.exists():
         raise ValueError(f"model: {directory} has no {CONFIG}")
-    hf = read_hf(directory, overrides)
+    hf, generation = read_hf(directory, overrides), read_json(directory / GENERATION, missing_ok=True)
     for architecture in _ARCHITECTURES.values():
         if architecture.config.describes(hf):
-            return architecture.config.from_directory(directory, overrides)
+            try:
+                return architecture.config.from_hf(hf, generation)
+            # The last two: a value of a wrong type was computed with.
+            except (ValueError, TypeError, ArithmeticError) as error:
+                where = f"{path}{', ' + GENERATION if generation else ''}{', hf_overrides' if overrides else ''}"
+                raise ValueError(f"{where}: {error}") from error
     told = hf.get("architectures") or [hf.get("model_type")]
     named = ", ".join(map(str, told)) if isinstance(told, list) else str(told)
-    raise ValueError(f"{directory / CONFIG}: {_unsupported(named, hf)}")
+    raise ValueError(f"{path}: {_unsupported(named, hf)}")
 
 
 def _unsupported(name: str, hf: dict[str, Any] | None = None) -> str:

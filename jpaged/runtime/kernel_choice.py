@@ -1,6 +1,7 @@
 """Choice of the attention kernels for a model on a device."""
 
-from jpaged.config import EngineConfig, ModelConfig
+from jpaged.config import EngineConfig
+from jpaged.models.config import ModelConfig
 from jpaged.runtime.compilation_cache import cache_folder
 from jpaged.runtime.placement import Placement
 from pallas_kernels import Kernels, SelfTest, compute_capability, select

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
-from jpaged.config import ModelConfig
 from jpaged.models.base import AttentionSpec
+from jpaged.models.config import ModelConfig
 from jpaged.runtime.batch import Batch, Bucket
 from pallas_kernels import Kernels
 

@@ -12,8 +12,8 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jpaged.config import ModelConfig
 from jpaged.models.base import Model
+from jpaged.models.config import ModelConfig
 
 KV, GROUP = "kv", "group"  # axes of the mesh
 ALL = (KV, GROUP)

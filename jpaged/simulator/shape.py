@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from jpaged.config import ModelConfig
+from jpaged.models.config import ModelConfig
 
 
 @dataclass(frozen=True)

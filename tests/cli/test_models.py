@@ -11,9 +11,9 @@ import time
 import pytest
 
 from jpaged.cli.main import main
-from jpaged.config import sampling_defaults
 from jpaged.core.params import SamplingParams
 from jpaged.demo import DIRECTORY as DEMO
+from jpaged.models.config_file import sampling_defaults
 from tests.bench.fake_server import FakeServer
 from tests.support.patience import PATIENCE_S
 

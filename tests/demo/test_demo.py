@@ -12,10 +12,11 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from jpaged import LLM, SamplingParams
-from jpaged.config import ModelConfig
 from jpaged.demo import DIRECTORY
 from jpaged.models.checkpoint import load_safetensors
+from jpaged.models.config import ModelConfig
 from jpaged.models.llama import Llama
+from jpaged.models.registry import read_config
 from jpaged.serving.tools import detect
 from tools.demo_model import corpus, stories, train
 from tools.demo_model import tokenizer as demo_tokenizer
@@ -330,14 +331,14 @@ def answered(demo: LLM, chats: list[list[dict[str, str]]]) -> list[str]:
 
 def test_the_directory_is_small_and_fits_the_kernels():
     assert sum(path.stat().st_size for path in DIRECTORY.iterdir()) <= MAX_BYTES
-    config = ModelConfig.from_directory(DIRECTORY)
+    config = read_config(DIRECTORY)
     assert (config.head_dim, config.dtype, config.tie_word_embeddings) == (64, "bfloat16", True)
     assert config.eos_token_ids == (AutoTokenizer.from_pretrained(DIRECTORY).eos_token_id,)
 
 
 def test_the_model_expects_text_that_it_has_not_seen():
     plain = Tokenizer.from_file(str(DIRECTORY / "tokenizer.json"))
-    model = load_safetensors(DIRECTORY, ModelConfig.from_directory(DIRECTORY), "float32", progress=False)
+    model = load_safetensors(DIRECTORY, read_config(DIRECTORY), "float32", progress=False)
     assert train.held_out_loss(train.Recipe(), plain, model, count=4) < MAX_HELD_OUT_LOSS
 
 

@@ -8,10 +8,11 @@ import pytest
 from flax import nnx
 
 from jpaged import LLM, Llama, SamplingParams, quantize
-from jpaged.config import EngineConfig, ModelConfig
+from jpaged.config import EngineConfig
 from jpaged.engine.build import load_model
 from jpaged.models import registry
 from jpaged.models.checkpoint import abstract_model, dummy_model, load_safetensors, save_orbax, save_safetensors
+from jpaged.models.config import ModelConfig
 from jpaged.models.layers import MANY_ROWS, product
 from jpaged.models.quantized import round_weight
 from jpaged.rl.causal import logits

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from jpaged.config import EngineConfig, Limits, ModelConfig
+from jpaged.config import EngineConfig, Limits
 from jpaged.core.beam import BeamSearch
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.params import BeamSearchParams, SamplingParams
@@ -24,6 +24,7 @@ from jpaged.core.plan import Sample
 from jpaged.core.scheduler import Scheduler
 from jpaged.engine.engine import Engine
 from jpaged.models.checkpoint import dummy_model
+from jpaged.models.config import ModelConfig
 from jpaged.models.llama import Llama
 from jpaged.runtime import runner as runner_module
 from jpaged.runtime.batch import Bucket

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from jpaged import checkpoint_files, progress
-from jpaged.config import EngineConfig, ModelConfig
+from jpaged.config import EngineConfig
 from jpaged.convert import convert
 from jpaged.demo import DIRECTORY
 from jpaged.engine.build import find_model, load_model, prepare
@@ -32,6 +32,8 @@ from jpaged.models.checkpoint import (
     save_safetensors,
     stored_dtype,
 )
+from jpaged.models.config import ModelConfig
+from jpaged.models.registry import read_config
 from jpaged.runtime.placement import Placement
 from tests.support import checkpoints, models
 
@@ -196,7 +198,7 @@ def test_links_of_the_hubs_cache_lead_to_blobs_of_the_same_model(directory, tmp_
     for file in directory.iterdir():
         file.rename(blobs / file.name)
         (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
-    load_safetensors(snapshot, ModelConfig.from_directory(snapshot), "float32", progress=False)
+    load_safetensors(snapshot, read_config(snapshot), "float32", progress=False)
     blobs.rename(tmp_path / "blobs")
     for file in snapshot.iterdir():
         file.unlink()
@@ -224,7 +226,7 @@ def test_orbax_checkpoints_hold_files_alone_and_their_own(directory, tmp_path, f
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])
 def test_files_of_json_are_regular_and_of_bounded_size(directory, tmp_path, name):
     def load():
-        ModelConfig.from_directory(directory)
+        read_config(directory)
         load_safetensors(directory, CONFIG, "float32", progress=False)
 
     file = directory / name
@@ -430,7 +432,7 @@ def test_a_hub_id_comes_from_the_hubs_cache(directory, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.file_download.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     found = find_model("someone/tiny")
     assert found == home / "snapshots" / commit
-    load_safetensors(found, ModelConfig.from_directory(found), "float32", progress=False)
+    load_safetensors(found, read_config(found), "float32", progress=False)
 
 
 @pytest.mark.parametrize("temperature", [-1, "hot", 10**400], ids=["negative", "text", "huge"])

@@ -5,8 +5,12 @@ import json
 
 import pytest
 
-from jpaged.config import EngineConfig, ModelConfig, RopeConfig, read_json, sampling_defaults
+from jpaged.checkpoint_files import read_json
+from jpaged.config import EngineConfig
+from jpaged.models.config import ModelConfig
+from jpaged.models.config_file import sampling_defaults
 from jpaged.models.registry import read_config
+from jpaged.models.rope_config import RopeConfig
 from tests.support.architectures import CASES
 from tests.support.checkpoints import BASE, LLAMA3
 

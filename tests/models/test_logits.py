@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jpaged.config import Limits, ModelConfig, RopeConfig
+from jpaged.config import Limits
 from jpaged.models.checkpoint import load_safetensors
+from jpaged.models.registry import read_config
+from jpaged.models.rope_config import RopeConfig
 from jpaged.runtime.batch import Buckets
 from pallas_kernels import rotate
 from tests.models.logits_runner import LogitsRunner, generate
@@ -32,7 +34,7 @@ WAYS = [
 def case(request, tmp_path_factory):
     config = checkpoints.CASES[request.param]
     directory = checkpoints.write(tmp_path_factory.mktemp(request.param), config)
-    model = load_safetensors(directory, ModelConfig.from_directory(directory), "float32", progress=False)
+    model = load_safetensors(directory, read_config(directory), "float32", progress=False)
     return model, FIXTURES[f"{request.param}/tokens"].tolist(), FIXTURES[f"{request.param}/logits"]
 
 

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jpaged.config import Experts, ModelConfig
 from jpaged.models.checkpoint import on_one_device
+from jpaged.models.config import ModelConfig
 from jpaged.models.fused import fuse
 from jpaged.models.moe import ExpertMlps, MixtureOfExperts
+from jpaged.models.variation import Experts
 from jpaged.runtime.placement import Placement
 
 D, F, E = 8, 12, 5

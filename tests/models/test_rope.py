@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.config import RopeConfig
 from jpaged.models.rope import angles, inverse_frequencies
+from jpaged.models.rope_config import RopeConfig
 
 HEAD_DIM = 32
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jpaged.config import ModelConfig
 from jpaged.models.base import Architecture, AttentionSpec, Part, Source, same_name
+from jpaged.models.config import ModelConfig
 from jpaged.models.layers import Linear, product
 from jpaged.models.rope import angles, inverse_frequencies
 

@@ -62,12 +62,19 @@ OUTSIDE = {
     "server": set(),
 }
 WITHOUT_JAX = [
-    "jpaged", "jpaged.config", "jpaged.core.scheduler", "jpaged.engine.engine", "jpaged.engine.async_engine",
-    "jpaged.serving.serve", "jpaged.simulator.capacity", "jpaged.demo", "server",
-]  # fmt: skip
+    "jpaged",
+    "jpaged.models.config_file",
+    "jpaged.core.scheduler",
+    "jpaged.engine.engine",
+    "jpaged.engine.async_engine",
+    "jpaged.serving.serve",
+    "jpaged.simulator.capacity",
+    "jpaged.demo",
+    "server",
+]
 # Without constraints llguidance is not needed, for example by a benchmark in a small environment.
 WITHOUT_LLGUIDANCE = ["jpaged.llm", "jpaged.structured.compiler", "benchmarks.gpu_suite"]
-WITHOUT_NUMPY = ["jpaged", "jpaged.config", "jpaged.core.scheduler"]
+WITHOUT_NUMPY = ["jpaged", "jpaged.models.config_file", "jpaged.core.scheduler"]
 
 
 def module_name(path: Path) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import jax
 
-from jpaged.config import ModelConfig
+from jpaged.models.config import ModelConfig
 from jpaged.runtime.kv_cache import KVCache
 from jpaged.runtime.placement import Placement
 from pallas_kernels import select

@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jpaged.config import EngineConfig, Limits, ModelConfig
+from jpaged.config import EngineConfig, Limits
 from jpaged.core.plan import StepPlan, StepResult
 from jpaged.models.checkpoint import dummy_model
+from jpaged.models.config import ModelConfig
 from jpaged.runtime.runner import ModelRunner
 
 LLAMA = ModelConfig(

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.config import ModelConfig
 from jpaged.core.plan import StepPlan
+from jpaged.models.config import ModelConfig
 from jpaged.runtime.block_store import BlockStore
 from jpaged.runtime.swap import TRANSFERS
 from tests.runtime.caches import cache_of, placement_of

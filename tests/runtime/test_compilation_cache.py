@@ -12,8 +12,9 @@ import pytest
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from jpaged import LLM, progress
-from jpaged.config import EngineConfig, Limits, ModelConfig
+from jpaged.config import EngineConfig, Limits
 from jpaged.models.checkpoint import dummy_model
+from jpaged.models.config import ModelConfig
 from jpaged.runtime.compilation_cache import _warn_once, cache_folder, compilation_cache
 from jpaged.runtime.runner import ModelRunner
 from jpaged.runtime.shapes import Shapes

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpaged import SamplingParams
-from jpaged.config import ModelConfig
 from jpaged.core.plan import Admitted, StepPlan
+from jpaged.models.config import ModelConfig
 from jpaged.runtime.device_rows import DeviceRows
 from jpaged.runtime.row_table import RowTable
 from jpaged.runtime.sampling_state import empty_state

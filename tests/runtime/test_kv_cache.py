@@ -6,8 +6,8 @@ import types
 import jax.numpy as jnp
 import pytest
 
-from jpaged.config import ModelConfig
 from jpaged.models.base import AttentionSpec
+from jpaged.models.config import ModelConfig
 from jpaged.runtime.kv_cache import KVCache
 from tests.runtime.caches import cache_of, placement_of
 

@@ -8,7 +8,8 @@ import types
 import jax
 import pytest
 
-from jpaged.config import EngineConfig, ModelConfig
+from jpaged.config import EngineConfig
+from jpaged.models.config import ModelConfig
 from jpaged.runtime import memory as sizing
 
 GIB = 2**30

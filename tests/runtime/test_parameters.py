@@ -10,9 +10,9 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jpaged.config import ModelConfig
 from jpaged.core.plan import ParamsDeleted
 from jpaged.models.checkpoint import dummy_model, on_one_device
+from jpaged.models.config import ModelConfig
 from jpaged.models.fused import fuse
 from jpaged.runtime.parameters import ModuleArrays, ParamTree, by_name, explain_deletion
 from jpaged.runtime.placement import Placement

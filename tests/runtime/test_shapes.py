@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from jpaged.config import Limits, ModelConfig
+from jpaged.config import Limits
+from jpaged.models.config import ModelConfig
 from jpaged.runtime import shapes as shapes_module
 from jpaged.runtime.batch import Bucket, Buckets
 from jpaged.runtime.row_table import NUM_SCALARS

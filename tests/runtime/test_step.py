@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jpaged.config import ModelConfig
 from jpaged.models.checkpoint import dummy_model
+from jpaged.models.config import ModelConfig
 from jpaged.models.layers import product
 from jpaged.runtime.batch import Bucket, Layout
 from jpaged.runtime.kv_cache import KVCache

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.config import ModelConfig
+from jpaged.models.config import ModelConfig
 from jpaged.runtime.swap import TRANSFERS, HostBlocks
 from tests.runtime.caches import placement_of
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.config import ModelConfig
+from jpaged.models.config import ModelConfig
 from jpaged.runtime import tensor_parallel
 from jpaged.runtime.placement import ALL, GROUP, KV, Placement
 from jpaged.runtime.sampler import Sampled

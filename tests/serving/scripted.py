@@ -19,12 +19,14 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from jpaged.cli.serve import add_flags, bound_sockets, server_config, tls_context
-from jpaged.config import Limits, ModelConfig
+from jpaged.config import Limits
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.plan import Admitted, Done, Sample, StepPlan, StepResult
 from jpaged.core.scheduler import Scheduler
 from jpaged.demo import DIRECTORY
 from jpaged.engine.engine import Engine
+from jpaged.models.config import ModelConfig
+from jpaged.models.config_file import read_hf
 from jpaged.serving.logs import logging_to
 from jpaged.serving.serve import serve
 from jpaged.serving.service import Service, make_service
@@ -152,7 +154,7 @@ def _sample(admitted: Admitted, token: int) -> Sample:
 def load(step_seconds: float = 0.0, *, enable_prefix_caching: bool = True, **limits: int) -> tuple[Engine, Any]:
     """Return an engine with scripted answers, and its tokenizer. `limits` replace those of LIMITS."""
     limits = LIMITS | limits
-    model, tokenizer = ModelConfig.from_directory(DIRECTORY), load_tokenizer(DIRECTORY)
+    model, tokenizer = ModelConfig.from_hf(read_hf(DIRECTORY)), load_tokenizer(DIRECTORY)
     scheduler = Scheduler(
         BlockPool(limits["num_gpu_blocks_override"], BLOCK_SIZE, enable_prefix_caching=enable_prefix_caching),
         Limits(limits["max_model_len"], limits["max_num_seqs"], limits["max_num_batched_tokens"], BLOCK_SIZE),

@@ -6,8 +6,10 @@ import types
 import pytest
 from huggingface_hub.utils import filter_repo_objects
 
-from jpaged.config import EngineConfig, Limits, ModelConfig, RopeConfig
+from jpaged.config import EngineConfig, Limits
 from jpaged.engine.build import _eos_token_ids, find_model, limits_of
+from jpaged.models.config import ModelConfig
+from jpaged.models.rope_config import RopeConfig
 
 MODEL = ModelConfig(
     vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4,

@@ -26,9 +26,9 @@ from flax import nnx
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from jpaged.config import ModelConfig
 from jpaged.demo import DIRECTORY
 from jpaged.models.checkpoint import save_safetensors
+from jpaged.models.config import ModelConfig
 from jpaged.models.llama import Llama
 from pallas_kernels import rotate
 from tools.demo_model import corpus, tokenizer

@@ -1,0 +1,120 @@
+"""Differences between a decoder and Llama's: norms, windows, factors and experts."""
+
+import reprlib
+from dataclasses import dataclass
+from typing import Any
+
+from jpaged.models.field_types import check_types
+from jpaged.models.rope_config import RopeConfig
+
+MAX_EXPERTS = 4096
+
+# Names of a layer's norms before attention, after attention, before the MLP and after the MLP; None: no norm there.
+Norms = tuple[str | None, str | None, str | None, str | None]
+PRE_NORMS: Norms = ("input_layernorm", None, "post_attention_layernorm", None)
+POST_NORMS: Norms = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+ALL_NORMS: Norms = (
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Mixture of experts instead of the MLP of some layers.
+
+    Attributes:
+        num_experts: number of experts of a layer.
+        num_experts_per_tok: number of experts that compute a token.
+        intermediate_size: MLP dim of an expert.
+        norm_topk_prob: whether the weights of a token's experts are divided by their sum.
+        dense_layers: layers with an MLP.
+    """
+
+    num_experts: int
+    num_experts_per_tok: int
+    intermediate_size: int
+    norm_topk_prob: bool = True
+    dense_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if self.num_experts > MAX_EXPERTS:
+            raise ValueError(f"num_experts: must be at most {MAX_EXPERTS}, not {self.num_experts}")
+        if self.intermediate_size < 1:
+            raise ValueError(f"moe_intermediate_size: must be at least 1, not {self.intermediate_size}")
+        if not 1 <= self.num_experts_per_tok <= self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok: must be between 1 and the number of experts ({self.num_experts}), "
+                f"not {self.num_experts_per_tok}"
+            )
+
+
+@dataclass(frozen=True)
+class Variation:
+    """Differences between a decoder and Llama's.
+
+    Attributes:
+        norms: names of the norms of a layer.
+        qk_norm: None; "head": queries and keys are normed per head; "projection": over all heads.
+        unit_offset: whether norms multiply by 1 + weight.
+        output_bias: whether the attention's output has a bias if `attention_bias` is set.
+        windows: number of tokens up to its own that a query of each layer sees, None: all; (): all in every layer.
+        local_rope: rotary embedding of the layers with a window, if they have another one.
+        no_rope: layers without rotary embedding.
+        scale: factor on q·k; None: head_dim ** -0.5.
+        soft_cap: c where attention scores x become c * tanh(x / c).
+        final_soft_cap: likewise for logits.
+        embedding_multiplier: factor on embeddings.
+        residual_multiplier: factor on the outputs of attention and MLP.
+        logits_divisor: divisor of logits.
+        experts: mixture of experts.
+    """
+
+    norms: Norms = PRE_NORMS
+    qk_norm: str | None = None
+    unit_offset: bool = False
+    output_bias: bool = True
+    windows: tuple[int | None, ...] = ()
+    local_rope: RopeConfig | None = None
+    no_rope: tuple[int, ...] = ()
+    scale: float | None = None
+    soft_cap: float | None = None
+    final_soft_cap: float | None = None
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_divisor: float = 1.0
+    experts: Experts | None = None
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if not all(window is None or (type(window) is int and window > 0) for window in self.windows):
+            raise ValueError(f"sliding_window: must be at least 1, not {reprlib.repr(self.windows)}")
+        positive = {
+            "attention_multiplier": self.scale, "attn_logit_softcapping": self.soft_cap,
+            "final_logit_softcapping": self.final_soft_cap, "logits_scaling": self.logits_divisor,
+        }  # fmt: skip
+        for name, value in positive.items():
+            if value is not None and not value > 0:
+                raise ValueError(f"{name}: must be above 0, not {value}")
+
+
+def windows_of(hf: dict[str, Any], layer_types: list[str]) -> tuple[int | None, ...]:
+    """Return the window of each layer: `sliding_window` where its type is "sliding_attention".
+
+    Args:
+        hf: content of a config.json; its `layer_types` take precedence over the argument.
+
+    Raises:
+        ValueError: a type is unknown, their number is not that of the layers, or the window is missing.
+    """
+    found = hf.get("layer_types") or layer_types
+    types = {"full_attention": None, "sliding_attention": hf.get("sliding_window")}
+    if not isinstance(found, list) or not all(isinstance(name, str) and name in types for name in found):
+        raise ValueError(f"layer_types: {reprlib.repr(found)} is not supported; supported: {', '.join(types)}")
+    if len(found) != hf["num_hidden_layers"]:
+        raise ValueError(
+            f"layer_types: must name num_hidden_layers ({hf['num_hidden_layers']}) layers, not {len(found)}"
+        )
+    if "sliding_attention" in found and types["sliding_attention"] is None:
+        raise ValueError("sliding_window: must be a number of tokens for layers of sliding_attention, not null")
+    return tuple(types[name] for name in found)

@@ -133,15 +133,16 @@ def _prefix_rows(found: Figures) -> list[Sequence[str]]:
         rate = lambda policy, name=name: times(found.ratio("llama-13b", name, "orca-oracle", policy))
         rows.append((
             f"Shared prefix, LLaMA-13B, {name}: rate over Orca (Oracle)", times(paper), NONE, rate("prefix"),
-            f"Same direction. Without the prefix cache {rate('paged')}, with a token-level tree {rate('radix')}. The "
-            "lengths of sentences are assumed (30 in, 35 out).",
+            f"Same direction. Without the prefix cache {rate('paged')}, with RadixAttention's token-level "
+            f"tree {rate('radix')}. The lengths of sentences are assumed (30 in, 35 out).",
         ))  # fmt: skip
     for name in PREFIXES:
         latency = {row["policy"]: row["normalised"] for row in found.measured("prefixes") if row["workload"] == name}
         gain = lambda policy, latency=latency: times(latency["orca-oracle"] / latency[policy])
         rows.append((
             f"Shared prefix, {name}: normalised latency of Orca (Oracle) over ours", NONE, gain("prefix"), NONE,
-            f"At 0.9 of saturation. Without the prefix cache {gain('paged')}, with a token-level tree {gain('radix')}. "
+            f"At 0.9 of saturation. Without the prefix cache {gain('paged')}, with RadixAttention's "
+            f"token-level tree {gain('radix')}. "
             + ("A prefix of 20 tokens costs a CPU little, and single runs at this rate vary." if name == "1-shot" else
                "The cache saves most of each prompt's computation."),
         ))  # fmt: skip

@@ -1,11 +1,11 @@
 """Sources of a run's requests: texts of drawn lengths, or a file."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
 
-from jpaged.bench.text import FIRST, WORDS, TokenWriter, Writer, measured, write_jobs
-from jpaged.bench.workload import Job, Lengths, Workload, fit
+from jpaged.bench.text import FIRST, WORDS, TokenWriter, WordWriter, measured, write_jobs
+from jpaged.bench.workload import Job, Workload, fit
 
 
 class Tokens(Protocol):
@@ -21,44 +21,24 @@ class Tokens(Protocol):
         """Return the number of tokens of a prompt, with all additions of the server or the template."""
 
 
-class Source(Protocol):
-    """Source of jobs that all fit the model. `notes` describe the changes that this needed."""
+class JobSource(NamedTuple):
+    """Source of jobs that all fit the model.
 
+    Attributes:
+        jobs: return the jobs of a run, given its name.
+        notes: the changes that fitting the jobs needed.
+    """
+
+    jobs: Callable[[str], list[Job]]
     notes: list[str]
 
-    def jobs(self, run: str) -> list[Job]:
-        """Return the jobs of a run, given its name."""
 
+async def draw(workload: Workload, tokens: Tokens, room: int | None, token_ids: bool) -> JobSource:
+    """Return the source of a drawn workload; prompt and output fit into `room` tokens.
 
-@dataclass
-class Drawn:
-    """Jobs of drawn lengths. Every run has its own texts, so that no prefix cache knows them from the last run."""
-
-    seed: int
-    writer: Writer
-    lengths: Sequence[Lengths]
-    notes: list[str]
-
-    def jobs(self, run: str) -> list[Job]:
-        """Return newly written jobs for a run."""
-        return write_jobs(self.writer, self.lengths, f"{self.seed}, {run}")
-
-
-@dataclass
-class Read:
-    """Jobs of a file, the same ones in every run."""
-
-    read: list[Job]
-    notes: list[str]
-
-    def jobs(self, run: str) -> list[Job]:
-        """Return the jobs of the file."""
-        return self.read
-
-
-async def draw(workload: Workload, tokens: Tokens, room: int | None, token_ids: bool) -> Source:
-    """Return the source of a drawn workload; prompt and output fit into `room` tokens."""
-    writer: Writer
+    Every run has texts of its own, so that no prefix cache has them from an earlier run.
+    """
+    writer: WordWriter | TokenWriter
     if token_ids:
         ids = await tokens.ids(" ".join(WORDS))
         if ids is None:
@@ -68,31 +48,31 @@ async def draw(workload: Workload, tokens: Tokens, room: int | None, token_ids: 
         writer = await measured(tokens.count, tokens.of_prompt)
     lengths, shortened = fit(workload.lengths(), room, writer.least)
     notes = [f"{shortened} of {len(lengths)} requests were shortened to the model's {room} tokens"] if shortened else []
-    return Drawn(workload.seed, writer, lengths, notes)
+    return JobSource(lambda run: write_jobs(writer, lengths, f"{workload.seed}, {run}"), notes)
 
 
-async def open_file(workload: Workload, tokens: Tokens, room: int | None) -> Source:
-    """Return the source of a file.
+async def open_file(workload: Workload, tokens: Tokens, room: int | None) -> JobSource:
+    """Return the source of a file, which has the same jobs in every run.
 
     The length of an output is the file's `max_tokens`, else the length of the file's answer, else `output_len`, as far
     as there is room.
     """
-    found = workload.jobs()
-    notes = [f"the file has {len(found)} requests only"] if len(found) < workload.num_prompts else []
+    jobs = workload.jobs()
+    notes = [f"the file has {len(jobs)} requests only"] if len(jobs) < workload.num_prompts else []
     overhead = await tokens.of_prompt(FIRST) - await tokens.count(FIRST) if room else 0
     read, shortened = [], 0
-    for job in found:
+    for job in jobs:
         output = job.max_tokens or (await tokens.count(job.answer) if job.answer else workload.output_len)
         left = room - await _length(job.content, tokens, overhead) if room else output
         shortened += left < output
         if left >= 1:
             read.append(replace(job, max_tokens=max(1, min(output, left))))
     if not read:
-        raise ValueError(f"file: none of its {len(found)} requests fits into the model's {room} tokens")
+        raise ValueError(f"file: none of its {len(jobs)} requests fits into the model's {room} tokens")
     if shortened:
-        notes.append(f"{shortened} of {len(found)} requests were too long for the model's {room} tokens: "
-                     f"{len(found) - len(read)} left out, the others' outputs shortened")  # fmt: skip
-    return Read(read, notes)
+        too_long = f"{shortened} of {len(jobs)} requests were too long for the model's {room} tokens"
+        notes.append(f"{too_long}: {len(jobs) - len(read)} left out, the others' outputs shortened")
+    return JobSource(lambda run: read, notes)
 
 
 async def _length(content: str | list[Any], tokens: Tokens, overhead: int) -> int:

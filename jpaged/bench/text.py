@@ -9,7 +9,6 @@ import asyncio
 import random
 from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Protocol
 
 from jpaged.bench.workload import Job, Lengths
 
@@ -28,15 +27,6 @@ FIRST = "the"
 CONCURRENT_QUESTIONS = 16
 
 Count = Callable[[str], Awaitable[int]]
-
-
-class Writer(Protocol):
-    """Writer of prompts of a given number of tokens, but at least `least`."""
-
-    least: int
-
-    def write(self, common: random.Random, own: random.Random, each: Lengths) -> str | list[int]:
-        """Return a prompt whose prefix is drawn from `common`, and the rest from `own`."""
 
 
 class WordWriter:
@@ -97,7 +87,7 @@ async def measured(count: Count, of_prompt: Count) -> WordWriter:
     return WordWriter({word: max(1, more - base) for word, more in zip(WORDS, sums)}, await of_prompt(FIRST))
 
 
-def write_jobs(writer: Writer, drawn: Iterable[Lengths], seed: str) -> list[Job]:
+def write_jobs(writer: WordWriter | TokenWriter, drawn: Iterable[Lengths], seed: str) -> list[Job]:
     """Return a job for each of the lengths. Another seed gives other texts of the same lengths."""
     own = random.Random(seed)
     return [Job(writer.write(random.Random(f"{seed}, prefix {each.prefix}"), own, each), each.output) for each in drawn]

@@ -22,53 +22,43 @@ STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
 CHOICES = (1, 2, 5, 10, 20, 50)
 LABELS = ["model_name", "engine"]  # as in vLLM
 
+# Text and buckets of each engine's histograms, by name.
+HISTOGRAMS = {
+    "time_to_first_token_seconds": ("Seconds from arrival to the first token", FIRST_TOKEN_SECONDS),
+    "inter_token_latency_seconds": ("Seconds between successive tokens of a request", TOKEN_SECONDS),
+    "request_time_per_output_token_seconds": ("Mean seconds between successive tokens of a request", TOKEN_SECONDS),
+    "e2e_request_latency_seconds": ("Seconds from arrival to the end of a request", REQUEST_SECONDS),
+    "request_queue_time_seconds": ("Seconds from arrival to the first step", REQUEST_SECONDS),
+    "request_prefill_time_seconds": ("Seconds from the first step to the first token", REQUEST_SECONDS),
+    "request_decode_time_seconds": ("Seconds from the first token to the last", REQUEST_SECONDS),
+    "request_inference_time_seconds": ("Seconds from the first step to the last token", REQUEST_SECONDS),
+    "iteration_tokens_total": ("Tokens of a step", STEP_TOKENS),
+    "request_prompt_tokens": ("Prompt tokens of a request", TOKENS),
+    "request_generation_tokens": ("Generated tokens of a request", TOKENS),
+    "request_max_num_generation_tokens": ("Generated tokens of the longest choice of a request", TOKENS),
+    "request_params_max_tokens": ("max_tokens of a request", TOKENS),
+    "request_params_n": ("n of a request", CHOICES),
+}
+COUNTERS = {
+    "prompt_tokens": "Prompt tokens, computed or found in the prefix cache",
+    "generation_tokens": "Generated tokens",
+    "corrupted_requests": "Requests ended by non-finite logits of the model",
+}
+
 
 class _Families:
-    """Families of the engines' metrics, each defined once."""
+    """Families of the engines' metrics, by name."""
 
     def __init__(self, registry: CollectorRegistry):
-        def counter(name: str, told: str, *labels: str) -> Counter:
-            return Counter(f"vllm:{name}", told, [*LABELS, *labels], registry=registry)
-
-        def histogram(name: str, told: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(f"vllm:{name}", told, LABELS, buckets=buckets, registry=registry)
-
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens, computed or found in the prefix cache")
-        self.generation_tokens = counter("generation_tokens", "Generated tokens")
-        self.corrupted = counter("corrupted_requests", "Requests ended by non-finite logits of the model")
-        self.success = counter("request_success", "Finished choices, by finish reason", "finished_reason")
-        self.first_token = histogram(
-            "time_to_first_token_seconds", "Seconds from arrival to the first token", FIRST_TOKEN_SECONDS
-        )
-        self.between = histogram(
-            "inter_token_latency_seconds", "Seconds between successive tokens of a request", TOKEN_SECONDS
-        )
-        self.mean_between = histogram(
-            "request_time_per_output_token_seconds",
-            "Mean seconds between successive tokens of a request",
-            TOKEN_SECONDS,
-        )
-        self.whole = histogram(
-            "e2e_request_latency_seconds", "Seconds from arrival to the end of a request", REQUEST_SECONDS
-        )
-        self.queue = histogram("request_queue_time_seconds", "Seconds from arrival to the first step", REQUEST_SECONDS)
-        self.prefill = histogram(
-            "request_prefill_time_seconds", "Seconds from the first step to the first token", REQUEST_SECONDS
-        )
-        self.decode = histogram(
-            "request_decode_time_seconds", "Seconds from the first token to the last", REQUEST_SECONDS
-        )
-        self.inference = histogram(
-            "request_inference_time_seconds", "Seconds from the first step to the last token", REQUEST_SECONDS
-        )
-        self.step_tokens = histogram("iteration_tokens_total", "Tokens of a step", STEP_TOKENS)
-        self.prompt_len = histogram("request_prompt_tokens", "Prompt tokens of a request", TOKENS)
-        self.generated = histogram("request_generation_tokens", "Generated tokens of a request", TOKENS)
-        self.longest = histogram(
-            "request_max_num_generation_tokens", "Generated tokens of the longest choice of a request", TOKENS
-        )
-        self.max_tokens = histogram("request_params_max_tokens", "max_tokens of a request", TOKENS)
-        self.n = histogram("request_params_n", "n of a request", CHOICES)
+        self.counters = {
+            name: Counter(f"vllm:{name}", text, LABELS, registry=registry) for name, text in COUNTERS.items()
+        }
+        self.histograms = {
+            name: Histogram(f"vllm:{name}", text, LABELS, buckets=buckets, registry=registry)
+            for name, (text, buckets) in HISTOGRAMS.items()
+        }
+        text = "Finished choices, by finish reason"
+        self.success = Counter("vllm:request_success", text, [*LABELS, "finished_reason"], registry=registry)
 
 
 class EngineMetrics:
@@ -76,61 +66,50 @@ class EngineMetrics:
 
     def __init__(self, families: _Families, model_name: str, engine: str):
         self._success, self._labels = families.success, (model_name, engine)
-        self._prompt_tokens = families.prompt_tokens.labels(*self._labels)
-        self._generation_tokens = families.generation_tokens.labels(*self._labels)
-        self._corrupted = families.corrupted.labels(*self._labels)
-        self._first_token = families.first_token.labels(*self._labels)
-        self._between = families.between.labels(*self._labels)
-        self._mean_between = families.mean_between.labels(*self._labels)
-        self._whole = families.whole.labels(*self._labels)
-        self._queue = families.queue.labels(*self._labels)
-        self._prefill = families.prefill.labels(*self._labels)
-        self._decode = families.decode.labels(*self._labels)
-        self._inference = families.inference.labels(*self._labels)
-        self._step_tokens = families.step_tokens.labels(*self._labels)
-        self._prompt_len = families.prompt_len.labels(*self._labels)
-        self._generated = families.generated.labels(*self._labels)
-        self._longest = families.longest.labels(*self._labels)
-        self._max_tokens = families.max_tokens.labels(*self._labels)
-        self._n = families.n.labels(*self._labels)
+        self._counters = {name: family.labels(*self._labels) for name, family in families.counters.items()}
+        self._histograms = {name: family.labels(*self._labels) for name, family in families.histograms.items()}
 
     def added(self, request: Request) -> None:
         """Count a new request."""
-        self._n.observe(request.params.num_outputs)
-        self._max_tokens.observe(request.max_tokens)
+        self._observe("request_params_n", request.params.num_outputs)
+        self._observe("request_params_max_tokens", request.max_tokens)
 
     def stepped(self, scheduler: Scheduler, output: StepOutput) -> None:
         """Count the tokens of a step, and observe the latencies of its requests."""
         if output.plan is not None and output.plan.rows:
-            self._step_tokens.observe(output.plan.num_tokens)
-        self._generation_tokens.inc(sum(progress.tokens for progress in output.progress))
+            self._observe("iteration_tokens_total", output.plan.num_tokens)
+        self._counters["generation_tokens"].inc(sum(progress.tokens for progress in output.progress))
         for request, _, gap in output.progress:
             times = request.metrics
             if gap is None:
-                self._queue.observe(times.scheduled_ts - times.queued_ts)
-                self._first_token.observe(times.first_token_ts - times.queued_ts)
-                self._prefill.observe(times.first_token_ts - times.scheduled_ts)
-                self._prompt_tokens.inc(len(request.prompt_token_ids))
+                self._observe("request_queue_time_seconds", times.scheduled_ts - times.queued_ts)
+                self._observe("time_to_first_token_seconds", times.first_token_ts - times.queued_ts)
+                self._observe("request_prefill_time_seconds", times.first_token_ts - times.scheduled_ts)
+                self._counters["prompt_tokens"].inc(len(request.prompt_token_ids))
             else:
-                self._between.observe(gap)
+                self._observe("inter_token_latency_seconds", gap)
 
     def ended(self, request: Request) -> None:
         """Count an ended request and its choices, and observe its latencies."""
         times = request.metrics
         if request.sequences[0].stop_reason == NON_FINITE:
-            self._corrupted.inc()
+            self._counters["corrupted_requests"].inc()
         for sequence in request.outputs:
             self._success.labels(*self._labels, str(sequence.finish_reason)).inc()
-        self._whole.observe(times.finished_ts - times.queued_ts)
-        self._prompt_len.observe(len(request.prompt_token_ids))
-        self._generated.observe(times.num_generation_tokens)
+        self._observe("e2e_request_latency_seconds", times.finished_ts - times.queued_ts)
+        self._observe("request_prompt_tokens", len(request.prompt_token_ids))
+        self._observe("request_generation_tokens", times.num_generation_tokens)
         longest = max(sequence.num_output_tokens for sequence in request.sequences)
-        self._longest.observe(longest)
+        self._observe("request_max_num_generation_tokens", longest)
         if times.num_generation_tokens:
-            self._inference.observe(times.last_token_ts - times.scheduled_ts)
-            self._decode.observe(times.last_token_ts - times.first_token_ts)
+            self._observe("request_inference_time_seconds", times.last_token_ts - times.scheduled_ts)
+            self._observe("request_decode_time_seconds", times.last_token_ts - times.first_token_ts)
         if longest > 1:
-            self._mean_between.observe((times.last_token_ts - times.first_token_ts) / (longest - 1))
+            mean = (times.last_token_ts - times.first_token_ts) / (longest - 1)
+            self._observe("request_time_per_output_token_seconds", mean)
+
+    def _observe(self, name: str, value: float) -> None:
+        self._histograms[name].observe(value)
 
 
 class Metrics:

@@ -15,6 +15,7 @@ MAX_REQUESTS = 24  # that are listed, of those running and of those waiting
 MAX_BRANCHES = 8  # of each
 MAX_TABLE = 128  # blocks of each
 MAX_LISTED = 2048  # blocks in all
+RECORDED = ("tokens", "timed_tokens", "token_seconds", "first_tokens", "first_token_seconds", "copies")
 
 
 @dataclass(frozen=True)
@@ -40,29 +41,16 @@ def snapshot(scheduler: Scheduler, recorder: Recorder) -> Snapshot:
     """Return the pool, the requests and the totals; call it where nothing changes them meanwhile."""
     began = time.thread_time()
     pool, running = scheduler.pool, list(scheduler.running)
-    owners = array("H", bytes(2 * pool.num_blocks))
-    held = branches = 0
-    for sequence in scheduler.leaving:
-        for block_id in sequence.table.block_ids:
-            owners[block_id] = recorder.known(sequence.request.request_id) or 0
-    for request in reversed(running):  # the first one writes last
-        number = recorder.number(request)
-        for sequence in request.live:
-            branches += 1
-            held += len(sequence.table.block_ids)
-            for block_id in sequence.table.block_ids:
-                owners[block_id] = number
-    if sys.byteorder == "big":
-        owners.byteswap()
-    numbers = owners.tobytes()
+    live = [sequence for request in running for sequence in request.live]
+    numbers = _owners(scheduler, recorder)
     facts = {
         "num_blocks": pool.num_blocks,
         "block_size": pool.block_size,
         "caching": pool.enable_prefix_caching,
         "max_blocks": -(-scheduler.limits.max_model_len // pool.block_size),
         "used": pool.num_used,
-        "held": held,  # by each table for itself: shared blocks count more than once
-        "branches": branches,
+        "held": sum(len(sequence.table.block_ids) for sequence in live),  # a shared block counts for each table
+        "branches": len(live),
         "running": len(running),
         "waiting": len(scheduler.waiting),
         "requests": _listed(running, recorder),
@@ -70,13 +58,8 @@ def snapshot(scheduler: Scheduler, recorder: Recorder) -> Snapshot:
             {"number": recorder.number(request), "tokens": request.sequences[0].num_tokens}
             for request in itertools.islice(scheduler.waiting, MAX_REQUESTS)
         ],
-        "totals": {
-            "tokens": recorder.tokens,
-            "timed_tokens": recorder.timed_tokens,
-            "token_seconds": recorder.token_seconds,
-            "first_tokens": recorder.first_tokens,
-            "first_token_seconds": recorder.first_token_seconds,
-            "copies": recorder.copies,
+        "totals": {name: getattr(recorder, name) for name in RECORDED}
+        | {
             "preemptions": scheduler.num_preemptions,
             "swapped_blocks": scheduler.num_swapped_blocks,
             "prefix_queries": scheduler.prefix_queries,
@@ -85,6 +68,22 @@ def snapshot(scheduler: Scheduler, recorder: Recorder) -> Snapshot:
     }
     blocks = numbers[::2] + numbers[1::2] + pool.states()
     return Snapshot(blocks, facts, list(recorder.events), time.monotonic(), time.thread_time() - began)
+
+
+def _owners(scheduler: Scheduler, recorder: Recorder) -> bytes:
+    """Return the number of the first request that holds each block, in two bytes, the low one first; 0 for none."""
+    owners = array("H", bytes(2 * scheduler.pool.num_blocks))
+    for sequence in scheduler.leaving:
+        for block_id in sequence.table.block_ids:
+            owners[block_id] = recorder.known(sequence.request.request_id) or 0
+    for request in reversed(list(scheduler.running)):  # the first one writes last
+        number = recorder.number(request)
+        for sequence in request.live:
+            for block_id in sequence.table.block_ids:
+                owners[block_id] = number
+    if sys.byteorder == "big":
+        owners.byteswap()
+    return owners.tobytes()
 
 
 def _listed(running: list[Request], recorder: Recorder) -> list[dict[str, Any]]:

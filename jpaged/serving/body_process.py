@@ -6,9 +6,14 @@ Parsing a mebibyte that holds no valid request takes up to 20 ms with the GIL, f
 import os
 from collections.abc import Callable
 
+from pydantic import BaseModel
+
 from jpaged.child import ChildFailed, Children, confine, serve
+from jpaged.serving import protocol
 from jpaged.serving.codec import dumps
-from jpaged.serving.protocol import PARSERS, ApiError, Conversation
+from jpaged.serving.conversation import Conversation
+from jpaged.serving.errors import ApiError
+from jpaged.serving.parse import parse
 
 TIMEOUT_S = 30.0
 MAX_MEMORY_BYTES = 8 * 2**30
@@ -23,17 +28,18 @@ class BodyProcess:
     def __init__(self) -> None:
         self._children = Children("jpaged.serving.body_process", None)
 
-    def text_length(self, path: str, data: bytes, ignore_unknown: bool) -> tuple[int, str]:
-        """Return the `text_length` of the body of a path, and the field with the text; 0 if a process fails at it.
+    def text_length(self, kind: type[BaseModel], data: bytes, ignore_unknown: bool) -> tuple[int, str]:
+        """Return the `text_length` of a body, and the field with the text; 0 if a process fails at it.
 
         Args:
+            kind: class of `protocol`.
             ignore_unknown: ignore unknown fields.
 
         Raises:
-            ApiError: 400, as `protocol.PARSERS`.
+            ApiError: 400, as `parse`.
         """
         fault: Fault | None
-        question = dumps([path, data.decode("latin-1"), ignore_unknown]).decode()
+        question = dumps([kind.__name__, data.decode("latin-1"), ignore_unknown]).decode()
         try:
             length, field, fault = self._children.ask(question, TIMEOUT_S)
         except ChildFailed:
@@ -46,9 +52,9 @@ class BodyProcess:
 
 def _setup(_: None) -> Callable[[tuple[str, str, bool]], tuple[int, str, Fault | None]]:
     def answer(question: tuple[str, str, bool]) -> tuple[int, str, Fault | None]:
-        path, data, ignore_unknown = question
+        kind, data, ignore_unknown = question
         try:
-            body = PARSERS[path](data.encode("latin-1"), ignore_unknown=ignore_unknown)
+            body = parse(getattr(protocol, kind), data.encode("latin-1"), ignore_unknown=ignore_unknown)
         except ApiError as error:
             return 0, "", (error.status, error.message, error.param, error.code)
         return getattr(body, "text_length", 0), "messages" if isinstance(body, Conversation) else "prompt", None

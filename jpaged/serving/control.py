@@ -7,24 +7,11 @@ from typing import Any, get_args
 from aiohttp import web
 
 from jpaged.engine.engine import TAGS, PauseMode
+from jpaged.serving.errors import ApiError
 from jpaged.serving.prepare import load_weights
-from jpaged.serving.protocol import ApiError
 from jpaged.serving.service import SERVICE, Service
 
 FLAGS = {"true": True, "1": True, "false": False, "0": False}
-
-
-def routes() -> list[web.RouteDef]:
-    """Return the routes; their names and parameters are vLLM's, except for `/update_weights`."""
-    return [
-        web.post("/pause", pause),
-        web.post("/resume", resume),
-        web.get("/is_paused", is_paused),
-        web.post("/update_weights", update_weights),
-        web.post("/sleep", sleep),
-        web.post("/wake_up", wake_up),
-        web.get("/is_sleeping", is_sleeping),
-    ]
 
 
 async def pause(request: web.Request) -> web.Response:

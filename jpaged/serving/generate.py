@@ -7,105 +7,75 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import aclosing
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from aiohttp import web
+from pydantic import BaseModel
 
 from jpaged.core.request import NON_FINITE, FinishReason
 from jpaged.engine.async_engine import Deltas
-from jpaged.serving.answer import Answer, ChatAnswer, CompletionAnswer
+from jpaged.serving.answer import Answer
 from jpaged.serving.codec import dumps, dumps_long
-from jpaged.serving.middleware import CLIENT, RECORD, as_api_error
-from jpaged.serving.prepare import Prepared, detokenize, prepare_chat, prepare_completion, tokenize
-from jpaged.serving.protocol import ApiError
+from jpaged.serving.endpoint import Operation
+from jpaged.serving.errors import ApiError
+from jpaged.serving.middleware import CLIENT, RECORD, as_api_error, client_of
+from jpaged.serving.prepare import Exchange, prepare_chat, prepare_completion
+from jpaged.serving.protocol import ChatRequest, CompletionRequest
 from jpaged.serving.service import SERVICE, Service
 
-COMPUTED = {"/tokenize": tokenize, "/detokenize": detokenize}
 SMALL_BYTES = 128 * 2**10  # about a millisecond of work
+EVENT_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
 DONE = b"data: [DONE]\n\n"
 ERROR_FLUSH_TIMEOUT_S = 5.0  # seconds that a client has to take the error that ends its stream
 
 
-class Exchange(NamedTuple):
-    """Valid request and the collector of its response.
-
-    Attributes:
-        client: identity for the turns at long work.
-    """
-
-    prepared: Prepared[Any]
-    answer: Answer
-    client: str
+async def complete(service: Service, data: bytes, turn: str) -> Exchange:
+    """Return the request for generation of a body of `/v1/completions`."""
+    await service.check_body(CompletionRequest, data, turn)
+    return await service.run(partial(prepare_completion, service, data), len(data), turn)
 
 
-async def completion(service: Service, data: bytes, client: str = "") -> Exchange:
-    """Return the request of a body of `/v1/completions`.
-
-    Args:
-        client: identity for the turns at long work.
-
-    Raises:
-        ApiError: 400 or 404.
-    """
-    await service.check_body("/v1/completions", data, client)
-    prepared = await service.run(partial(prepare_completion, service, data), len(data), client)
-    answer = CompletionAnswer(service.model_name, service.vocabulary, prepared.body, prepared.prompts)
-    return Exchange(prepared, answer, client)
+async def chat(service: Service, data: bytes, turn: str) -> Exchange:
+    """Return the request for generation of a body of `/v1/chat/completions`."""
+    await service.check_body(ChatRequest, data, turn)
+    return await service.chat_turns.run(turn, partial(prepare_chat, service, data))
 
 
-async def chat_completion(service: Service, data: bytes, client: str = "") -> Exchange:
-    """Return the request of a body of `/v1/chat/completions`.
+def computing(kind: type[BaseModel], compute: Callable[[Service, bytes], dict[str, Any]]) -> Operation:
+    """Return the operation that answers bodies of a kind without generation."""
 
-    Args:
-        client: identity for the turns at long work.
+    async def operation(service: Service, data: bytes, turn: str) -> bytes:
+        await service.check_body(kind, data, turn)
+        return await service.chat_turns.run(turn, lambda: dumps_long(compute(service, data)))
 
-    Raises:
-        ApiError: 400 or 404.
-    """
-    await service.check_body("/v1/chat/completions", data, client)
-    prepared = await service.chat_turns.run(client, partial(prepare_chat, service, data))
-    answer = ChatAnswer(service.model_name, service.vocabulary, prepared.body, prepared.prompts[0], prepared.new_parser)
-    return Exchange(prepared, answer, client)
+    return operation
 
 
-async def compute(service: Service, path: str, data: bytes, client: str = "") -> bytes:
-    """Return the response to a body of a path in COMPUTED.
-
-    Args:
-        client: identity for the turns at long work.
-
-    Raises:
-        ApiError: 400 or 404.
-    """
-    await service.check_body(path, data, client)
-    return await service.chat_turns.run(client, lambda: dumps_long(COMPUTED[path](service, data)))
-
-
-async def generate(service: Service, exchange: Exchange, *, client: str | None = None) -> AsyncGenerator[bytes]:
+async def generate(service: Service, exchange: Exchange, turn: str, tenant: str | None) -> AsyncGenerator[bytes]:
     """Generate for every prompt at once, and yield the body of the response: JSON, or server-sent events of a stream.
 
     Without `stream`, the whole body is one part. A stream begins with the part, possibly empty, that follows the
     acceptance of all prompts; each further part has the news of all choices. Closing the iterator aborts the request.
 
     Args:
-        client: identity for fair use; None: every request is a client of its own in the queue, and steps are not
-            shared.
+        turn: client for the turns at long work.
+        tenant: client for fair use of the queue and of steps; None: every request is a client of its own in the
+            queue, and steps are not shared.
 
     Raises:
         Exception: any failure, also in the middle of a stream. `stream_end` returns the end of such a stream.
     """
-    (body, params, *_), answer, turn = exchange.prepared, exchange.answer, exchange.client
-    options: dict[str, Any] = {
-        "priority": body.priority or 0, "cache_salt": body.cache_salt or "", "bad_words": exchange.prepared.bad_words,
-        "client": client or answer.id, "tenant": client,
-    }  # fmt: skip
+    body, params, bad_words, answer = exchange
     with body.rename_error_fields():
+        options = {"priority": body.priority or 0, "cache_salt": body.cache_salt or "", "bad_words": bad_words}
         if params.structured_outputs is not None:
             assert service.grammars is not None, "structured outputs were accepted without a tokenizer"
             work = partial(service.grammars.compile_here, params.structured_outputs)
             options["constraint"] = await service.grammar_turns.run(turn, work)
-        prompts = [prompt.token_ids for prompt in answer.prompts]
-        async with service.engine.generate(answer.id, prompts, params, **options) as parts:
+        prompts, client = [prompt.token_ids for prompt in answer.prompts], tenant or answer.id
+        async with service.engine.generate(
+            answer.id, prompts, params, client=client, tenant=tenant, **options
+        ) as parts:
             outputs = _until_failure(parts)
             if not body.stream:
                 async for deltas in outputs:
@@ -136,12 +106,12 @@ async def respond(request: web.Request, exchange: Exchange) -> web.StreamRespons
     All prompts are accepted before anything is sent, so an invalid request still gets an HTTP 400. A failure in the
     middle of a stream becomes an event of the stream.
     """
-    service, body = request.app[SERVICE], exchange.prepared.body
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    service, body = request.app[SERVICE], exchange.body
+    response = web.StreamResponse(headers=EVENT_HEADERS)
     try:
         async with (
             asyncio.timeout(service.config.request_timeout),
-            aclosing(generate(service, exchange, client=request.get(CLIENT))) as parts,
+            aclosing(generate(service, exchange, client_of(request), request.get(CLIENT))) as parts,
         ):
             async for part in parts:
                 if not body.stream:

@@ -1,12 +1,58 @@
-"""Facts about the model and the server, under SGLang's names, which routers ask for, and about the tokenizer."""
+"""Facts about the model, its tokenizer and the server, as OpenAI's and SGLang's servers return them."""
 
 from importlib.metadata import version
 from typing import Any
 
-from jpaged.serving.protocol import ApiError
+from jpaged.serving.errors import ApiError
+from jpaged.serving.prepare import check_model
 from jpaged.serving.service import Service
 
 TOKENIZER_FILES = ("vocab_file", "merges_file", "tokenizer_file")
+
+
+def model_list(service: Service) -> dict[str, Any]:
+    """Return the list of models, with one entry for each name."""
+    return {"object": "list", "data": [model_card(service, name) for name in service.model_names]}
+
+
+def model_card(service: Service, name: str) -> dict[str, Any]:
+    """Return the description of a model in the form of the OpenAI API.
+
+    Raises:
+        ApiError: 404 for the name of another model.
+    """
+    check_model(service, name)
+    allowed = ("allow_sampling", "allow_logprobs", "allow_view")
+    refused = ("is_blocking", "allow_create_engine", "allow_search_indices", "allow_fine_tuning")
+    permission = {
+        "id": f"modelperm-{name}",
+        "object": "model_permission",
+        "created": service.created,
+        "organization": "*",
+        "group": None,
+        **dict.fromkeys(allowed, True),
+        **dict.fromkeys(refused, False),
+    }
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "jpaged",
+        "root": service.model_facts.get("model_path", service.model_name),
+        "parent": None,
+        "max_model_len": service.max_model_len,
+        "permission": [permission],
+    }
+
+
+def server_version(service: Service) -> dict[str, Any]:
+    """Return the version of the package."""
+    return {"version": version("jpaged")}
+
+
+def load(service: Service) -> dict[str, Any]:
+    """Return the number of requests that are being answered."""
+    return {"server_load": len(service.in_flight)}
 
 
 def model_info(service: Service) -> dict[str, Any]:

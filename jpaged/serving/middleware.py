@@ -8,7 +8,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from aiohttp import web
@@ -16,22 +16,17 @@ from aiohttp import web
 from jpaged.core.params import InvalidParameter
 from jpaged.core.plan import ParamsDeleted
 from jpaged.engine.async_engine import EngineDead, QueueFull, RequestFailed
+from jpaged.serving.endpoint import SERVED, Handler, is_open
+from jpaged.serving.errors import ApiError
 from jpaged.serving.origins import check_origin
-from jpaged.serving.protocol import ApiError
 from jpaged.serving.service import SERVICE
 
 logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("jpaged.access")
 
-# Open without a key: routes without the text of any request.
-OPEN_PATHS = {"/", "/health", "/ping", "/version", "/metrics", "/openapi.json"}
-OPEN_FOLDER = "/page/"
-
 REQUEST_ID = "X-Request-Id"
 RECORD = web.RequestKey("record", dict[str, Any])  # further fields of a request in the access log
 CLIENT = web.RequestKey("client", str)  # the key, where there are several
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @web.middleware
@@ -111,25 +106,26 @@ def error_headers(error: ApiError) -> dict[str, str]:
 async def authorize(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Reject requests without a valid API key."""
     config = request.app[SERVICE].config
-    path = request.path.removeprefix(config.root_path)
-    if client := check_key(config.api_keys, path, request.headers.get("Authorization", "")):
+    authorization = request.headers.get("Authorization", "")
+    needs_key = not is_open(request.app[SERVED], request.path.removeprefix(config.root_path))
+    if needs_key and (client := check_key(config.api_keys, authorization)):
         request[CLIENT] = client
     return await handler(request)
 
 
-def check_key(keys: Sequence[str], path: str, authorization: str) -> str | None:
+def check_key(keys: Sequence[str], authorization: str) -> str | None:
     """Return the client of a request, where keys tell clients apart.
 
     Digests of equal length are compared with every key, so that the time reveals nothing about any of them.
 
     Args:
-        keys: valid keys; without keys, all routes are open.
+        keys: valid keys; without keys, every request is allowed.
         authorization: value of the header.
 
     Raises:
-        ApiError: 401 if the route needs a key, and the request has no valid one.
+        ApiError: 401 if there are keys, and the request has no valid one.
     """
-    if not keys or path in OPEN_PATHS or path.startswith(OPEN_FOLDER):
+    if not keys:
         return None
     kind, _, given = authorization.partition(" ")
     digest = hashlib.sha256(given.strip().encode(errors="surrogateescape")).digest()

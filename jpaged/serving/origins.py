@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from jpaged.serving.protocol import ApiError
+from jpaged.serving.errors import ApiError
 from jpaged.serving.service import SERVICE, ServerConfig
 
 MAX_AGE_S = 86_400  # for which a browser may remember the answer to a preflight

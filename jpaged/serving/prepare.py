@@ -4,93 +4,94 @@ These functions take time in proportion to the body, so they run on worker threa
 """
 
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pydantic import BaseModel
+
 from jpaged.chat import template_of
 from jpaged.core.params import InvalidParameter, StructuredOutputsParams
 from jpaged.engine.engine import InFlight
-from jpaged.serving.answer import Prompt
+from jpaged.serving.answer import Answer, ChatAnswer, CompletionAnswer, Prompt
+from jpaged.serving.conversation import Conversation, Function
+from jpaged.serving.errors import ApiError, unknown_model
+from jpaged.serving.parse import parse
 from jpaged.serving.protocol import (
-    ApiError,
     ChatRequest,
     CompletionRequest,
-    Conversation,
     DetokenizeRequest,
     GenerationRequest,
     Params,
     TokenizeChatRequest,
+    TokenizeCompletionRequest,
+    TokenizeRequest,
     UpdateWeightsRequest,
-    parse,
-    parse_tokenize,
 )
 from jpaged.serving.service import Service
 from jpaged.serving.template_process import TooLong
-from jpaged.serving.tools import Tool, ToolFormat, ToolParser
+from jpaged.serving.tools import ToolFormat
 from jpaged.tokenizer import backend, encode, encode_all, tokenize_bad_words
 
 
-class Prepared[Body: GenerationRequest](NamedTuple):
-    """Request for generation, ready for the engine.
+class Exchange(NamedTuple):
+    """Valid request for generation, and the collector of its response.
 
     Attributes:
         bad_words: token ids of `params.bad_words`.
-        new_parser: creates a parser of tool calls for each choice; None without tools.
     """
 
-    body: Body
+    body: GenerationRequest
     params: Params
-    prompts: list[Prompt]
     bad_words: tuple[tuple[int, ...], ...]
-    new_parser: Callable[[], ToolParser] | None = None
+    answer: Answer
 
 
-def prepare_completion(service: Service, data: bytes) -> Prepared[CompletionRequest]:
+def prepare_completion(service: Service, data: bytes) -> Exchange:
     """Return the request of a body.
 
     Raises:
         ApiError: 400 or 404.
     """
-    body = parse(CompletionRequest, data, ignore_unknown=service.config.ignore_unknown_fields)
+    body = _parsed(service, CompletionRequest, data)
     with body.rename_error_fields():
-        params, given = body.params(service.sampling_defaults), body.prompts()
+        params, sources, most = body.params(service.sampling_defaults), body.prompts(), service.config.max_prompts
         _check(service, body)
-        if len(given) > service.config.max_prompts:
-            raise ApiError(
-                400, f"prompt: {len(given)} prompts exceed {service.config.max_prompts}, one request's share of the "
-                "queue (--max-queue)", "prompt",
-            )  # fmt: skip
-        prompts = _prompts(service, body, given, params)
+        if len(sources) > most:
+            message = f"{len(sources)} prompts exceed {most}, one request's share of the queue (--max-queue)"
+            raise ApiError(400, f"prompt: {message}", "prompt")
+        prompts = _prompts(service, body, sources, params)
         if params.stop or params.structured_outputs:
             _tokenizer(service, "stop" if params.stop else "structured_outputs")
-        return Prepared(body, params, prompts, _bad_words(service, params))
+        answer = CompletionAnswer(service.model_name, service.vocabulary, body, prompts)
+        return Exchange(body, params, _bad_words(service, params), answer)
 
 
-def prepare_chat(service: Service, data: bytes) -> Prepared[ChatRequest]:
+def prepare_chat(service: Service, data: bytes) -> Exchange:
     """Return the request of a body.
 
     Raises:
         ApiError: 400 or 404.
     """
-    body = parse(ChatRequest, data, ignore_unknown=service.config.ignore_unknown_fields)
+    body = _parsed(service, ChatRequest, data)
     with body.rename_error_fields():
         _tokenizer(service, "messages")
         params = body.params(service.sampling_defaults)
         _check(service, body)
-        offered = [Tool(tool.function.name, tool.function.parameters) for tool in body.offered_tools]
+        offered = body.offered_functions
         new_parser = None
         if offered:
             tool_format = _tool_format(service, body)
             with_answer = params.structured_outputs is not None and not body.must_call
             params = replace(params, structured_outputs=_call_grammar(body, params, tool_format, offered))
-            names, parallel = {tool.name for tool in offered}, body.parallel_tool_calls is not False
+            names, parallel = {each.name for each in offered}, body.parallel_tool_calls is not False
             parser = tool_format.parser_with_answer if with_answer else tool_format.parser
             new_parser = partial(parser, names, lambda: f"call_{uuid.uuid4().hex}", parallel)
         prompt = Prompt(params.truncated(_render(service, body), service.max_model_len))
-        return Prepared(body, params, [prompt], _bad_words(service, params), new_parser)
+        answer = ChatAnswer(service.model_name, service.vocabulary, body, prompt, new_parser)
+        return Exchange(body, params, _bad_words(service, params), answer)
 
 
 def tokenize(service: Service, data: bytes) -> dict[str, Any]:
@@ -99,11 +100,12 @@ def tokenize(service: Service, data: bytes) -> dict[str, Any]:
     Raises:
         ApiError: 400 or 404.
     """
-    body = parse_tokenize(data, ignore_unknown=service.config.ignore_unknown_fields)
+    body = _parsed(service, TokenizeRequest, data)
     check_model(service, body.model)
     if isinstance(body, TokenizeChatRequest):
         tokens = _render(service, body)
     else:
+        assert isinstance(body, TokenizeCompletionRequest)
         tokenizer = _tokenizer(service, "prompt")
         service.check_length(body.text_length, "prompt")
         tokens = encode(tokenizer, body.prompt, add_special_tokens=body.add_special_tokens)
@@ -133,7 +135,7 @@ def detokenize(service: Service, data: bytes) -> dict[str, Any]:
     Raises:
         ApiError: 400 or 404.
     """
-    body = parse(DetokenizeRequest, data, ignore_unknown=service.config.ignore_unknown_fields)
+    body = _parsed(service, DetokenizeRequest, data)
     check_model(service, body.model)
     tokenizer = backend(_tokenizer(service, "tokens"))
     size = tokenizer.get_vocab_size()
@@ -151,9 +153,11 @@ def check_model(service: Service, name: str | None) -> None:
         ApiError: 404 for the name of another model.
     """
     if name is not None and name not in service.model_names:
-        raise ApiError(
-            404, f"model: {name!r} is not served here; {service.model_name!r} is", "model", code="model_not_found"
-        )
+        raise unknown_model(name, service.model_name)
+
+
+def _parsed[B: BaseModel](service: Service, kind: type[B], data: bytes) -> B:
+    return parse(kind, data, ignore_unknown=service.config.ignore_unknown_fields)
 
 
 def _tokenizer(service: Service, field: str) -> Any:
@@ -178,9 +182,9 @@ def _check(service: Service, body: GenerationRequest) -> None:
 
 
 def _prompts(
-    service: Service, body: CompletionRequest, given: Sequence[str | list[int]], params: Params
+    service: Service, body: CompletionRequest, sources: Sequence[str | list[int]], params: Params
 ) -> list[Prompt]:
-    texts = [prompt for prompt in given if isinstance(prompt, str)]
+    texts = [prompt for prompt in sources if isinstance(prompt, str)]
     tokenized: Iterator[list[int]] = iter(())
     if texts:
         tokenizer = _tokenizer(service, "prompt")
@@ -188,7 +192,7 @@ def _prompts(
         # In one call, for each call wakes the tokenizer's threads.
         tokenized = iter(encode_all(tokenizer, texts, add_special_tokens=body.add_special_tokens is not False))
     prompts = []
-    for prompt in given:
+    for prompt in sources:
         token_ids = next(tokenized) if isinstance(prompt, str) else prompt
         kept = params.truncated(token_ids, service.max_model_len)
         shown = prompt if isinstance(prompt, str) and len(kept) == len(token_ids) else None
@@ -234,7 +238,7 @@ def _tool_format(service: Service, body: ChatRequest) -> ToolFormat:
 
 
 def _call_grammar(
-    body: ChatRequest, params: Params, tool_format: ToolFormat, tools: list[Tool]
+    body: ChatRequest, params: Params, tool_format: ToolFormat, functions: list[Function]
 ) -> StructuredOutputsParams | None:
     """Return the grammar of an answer that must call a tool, or whose calls must fit the tools' schemas.
 
@@ -243,15 +247,15 @@ def _call_grammar(
     parallel = body.parallel_tool_calls is not False and not body.names_tool
     try:
         if body.must_call:
-            return StructuredOutputsParams(grammar=tool_format.grammar(tools, parallel))
+            return StructuredOutputsParams(grammar=tool_format.grammar(functions, parallel))
         if (wanted := params.structured_outputs) is not None:
             if not tool_format.tells_json_from_calls:
                 message = f"can't be combined with tools in the form {tool_format.name}, whose calls are JSON too"
                 raise ApiError(400, f"response_format: {message}", "response_format")
             schema = {"type": "object"} if wanted.json is None else wanted.json
-            return StructuredOutputsParams(grammar=tool_format.grammar_with_answer(tools, parallel, schema))
-        if any(tool.function.strict for tool in body.offered_tools):
-            return StructuredOutputsParams(grammar=tool_format.lazy_grammar(tools, parallel))
+            return StructuredOutputsParams(grammar=tool_format.grammar_with_answer(functions, parallel, schema))
+        if any(function.strict for function in functions):
+            return StructuredOutputsParams(grammar=tool_format.lazy_grammar(functions, parallel))
     except ValueError as error:
         raise ApiError(400, str(error), "tools") from error
     return None

@@ -1,99 +1,50 @@
-"""Requests and errors of the OpenAI API, with vLLM's additional fields.
+"""Bodies of requests of the OpenAI API, with vLLM's additional fields.
 
 This module has the names and types; the ranges are in `jpaged.core.params`. Any other field of a request is rejected
-by name, unless the server ignores unknown fields. Unknown fields of messages and tools are ignored, because clients add
-their own.
+by name, unless the server ignores unknown fields.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
-from functools import partial
-from typing import Annotated, Any, Literal, TypedDict, TypeVar, cast
+from functools import reduce
+from operator import or_
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
+from pydantic import Field
 
 from jpaged.core.params import (
     MAX_LOGIT_BIASES,
     BeamSearchParams,
+    GenerationParams,
     InvalidParameter,
     SamplingParams,
     StructuredOutputsParams,
     shown,
 )
 from jpaged.engine.engine import InFlight
-from jpaged.serving.codec import loads
+from jpaged.serving.conversation import Conversation, Function, NamedToolChoice
+from jpaged.serving.errors import ApiError
+from jpaged.serving.fields import (
+    UNSERVED,
+    UNSERVED_IN_CHATS,
+    UNSERVED_IN_COMPLETIONS,
+    Items,
+    Strict,
+    optional_fields,
+)
 
 DEFAULT_COMPLETION_TOKENS = 16
 
 Params = SamplingParams | BeamSearchParams
 
-# Longer lists would take the event loop's time to check.
-MAX_PROMPTS = MAX_MESSAGES = 4096
-MAX_PARTS = 1024  # of one message
-MAX_TOOLS = 128
+MAX_PROMPTS = 4096  # a longer list would take the event loop's time to check
 MAX_METADATA = 16
-MAX_FAULTS = 1000
-
-CODES = {
-    400: "invalid_value", 401: "invalid_api_key", 403: "forbidden", 404: "not_found", 408: "request_timeout",
-    413: "request_too_large", 503: "service_unavailable", 504: "timeout",
-}  # fmt: skip
 
 
-class ApiError(Exception):
-    """Error in the API's form.
-
-    Args:
-        code: error code for programs; None: that of the status.
-        retry_after: seconds.
-    """
-
-    def __init__(
-        self, status: int, message: str, param: str | None = None, *, code: str | None = None,
-        retry_after: int | None = None,
-    ):  # fmt: skip
-        super().__init__(message)
-        self.status, self.message, self.param, self.retry_after = status, message, param, retry_after
-        self.code = code or CODES.get(status, "invalid_request_error" if status < 500 else "internal_error")
-
-    @property
-    def body(self) -> dict[str, Any]:
-        """JSON body of the response."""
-        kinds = {
-            401: "AuthenticationError", 403: "PermissionDeniedError", 404: "NotFoundError", 408: "TimeoutError",
-            503: "ServiceUnavailableError", 504: "TimeoutError",
-        }  # fmt: skip
-        kind = kinds.get(self.status, "BadRequestError" if self.status < 500 else "InternalServerError")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
-
-
-class _AtOnce(FailFast):
-    """Validator that rejects a list for its first wrong item: naming millions takes minutes and gigabytes."""
-
-    __hash__ = object.__hash__  # which FailFast lacks, and a union of types needs
-
-
-T = TypeVar("T")
-Items = Annotated[list[T], _AtOnce()]
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class _Open(_Strict):
-    """Part of a conversation, in which unknown fields are ignored."""
-
-    model_config = ConfigDict(extra="ignore")
-
-
-# The neutral value of a field whose feature is not served: null, or an empty list or object.
-Nothing = Annotated[list[Any], Field(max_length=0)] | Annotated[dict[str, Any], Field(max_length=0)] | None
-
-
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     """Options of a streamed response."""
 
     include_usage: bool | None = None
@@ -101,7 +52,7 @@ class StreamOptions(_Strict):
     include_obfuscation: Literal[False] = False
 
 
-class StructuredOutputs(_Strict):
+class StructuredOutputs(Strict):
     """Constraint of the whole output by one of the first five fields, as in vLLM."""
 
     json_schema: dict[str, Any] | str | None = Field(default=None, alias="json", description="a JSON schema")
@@ -117,7 +68,7 @@ class StructuredOutputs(_Strict):
         return StructuredOutputsParams(**self.model_dump(by_alias=True))
 
 
-class JsonSchema(_Strict):
+class JsonSchema(Strict):
     """JSON schema of a response format."""
 
     name: str
@@ -126,19 +77,19 @@ class JsonSchema(_Strict):
     strict: bool | None = None
 
 
-class TextFormat(_Strict):
+class TextFormat(Strict):
     """Response format without a constraint."""
 
     type: Literal["text"]
 
 
-class JsonObjectFormat(_Strict):
+class JsonObjectFormat(Strict):
     """Response format of any JSON object."""
 
     type: Literal["json_object"]
 
 
-class JsonSchemaFormat(_Strict):
+class JsonSchemaFormat(Strict):
     """Response format by a JSON schema."""
 
     type: Literal["json_schema"]
@@ -148,60 +99,65 @@ class JsonSchemaFormat(_Strict):
 ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
-# Values of sampling parameters without effect, which a beam search accepts, and of beam parameters without a search.
-NEUTRAL: dict[bool, dict[str, tuple[Any, ...]]] = {
-    True: {"temperature": (0,), "top_k": (0, -1), "top_p": (1,), "min_p": (0,), "seed": (), "logprob_token_ids": ()},
-    False: {"length_penalty": (1,), "early_stopping": (False,)},
-}
+def _neutral(kind: type[Params]) -> dict[str, tuple[object, ...]]:
+    """Return the values without effect of the parameters that only `kind` has; () if only null has none."""
+    common = {"n", "best_of", "beam_width", *(each.name for each in fields(GenerationParams))}
+    neutral = {
+        each.name: () if each.default is None else (each.default,) for each in fields(kind) if each.name not in common
+    }
+    return neutral | {"temperature": (0,), "top_k": (0, -1)} if kind is SamplingParams else neutral
 
+
+# Values of sampling parameters that a beam search accepts, and of its parameters that sampling accepts.
+NEUTRAL = {True: _neutral(SamplingParams), False: _neutral(BeamSearchParams)}
 
 # Fields that constrain the whole output.
 CONSTRAINTS = ("response_format", "regex", "ebnf", "structured_outputs")
 
 
-def _renamed(name: str) -> Any:
-    """Return an older field that must be absent, because the feature has another name today."""
-    return Field(default=None, description=f"absent (its name today is structured_outputs.{name})")
+def _in_json(kind: Any) -> Any:
+    """Return the type in JSON of the values of a parameter."""
+    if isinstance(kind, UnionType):
+        return reduce(or_, map(_in_json, get_args(kind)))
+    return Items[get_args(kind)] if get_origin(kind) is Sequence else kind
 
 
-class GenerationRequest(_Strict):
+_PARAMETERS = {
+    each.name: (_in_json(each.type), None)
+    for kind in (SamplingParams, BeamSearchParams)
+    for each in fields(kind)
+    if each.name not in ("beam_width", "logprobs", "structured_outputs")
+}
+if TYPE_CHECKING:
+    _Common = _InCompletions = _InChats = Strict
+else:
+    _Common = optional_fields("_Common", _PARAMETERS | UNSERVED)
+    _InCompletions = optional_fields("_InCompletions", UNSERVED_IN_COMPLETIONS)
+    _InChats = optional_fields("_InChats", UNSERVED_IN_CHATS)
+
+
+class GenerationRequest(_Common):
     """Common fields of both endpoints. None is a field that the request does not set.
 
-    A field that is named as one of SamplingParams or BeamSearchParams has the same meaning.
+    There is a field for each parameter of SamplingParams and BeamSearchParams, under the same name. Declared here are
+    only those that this package reads, or that JSON has in another form.
     """
 
     model: str | None = None
     n: int | None = None
     best_of: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
     use_beam_search: bool | None = None
-    length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = Field(default=None, description='true, false or "never"')
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     min_tokens: int | None = None
     stop: str | Items[str] | None = Field(default=None, description="a text or a list of texts")
-    stop_token_ids: Items[int] | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = Field(
         default=None, max_length=MAX_LOGIT_BIASES, description=f"up to {MAX_LOGIT_BIASES} numbers by token id"
     )
-    allowed_token_ids: Items[int] | None = None
-    bad_words: Items[str] | None = None
     logprob_token_ids: Items[int] | None = None
     prompt_logprobs: int | None = None
-    truncate_prompt_tokens: int | None = None
-    truncation_side: str | None = None
     skip_special_tokens: bool | None = None
-    detokenize: bool | None = None
     priority: int | None = None
     cache_salt: str | None = Field(default=None, min_length=1, description="a non-empty text")
     stream: bool | None = None
@@ -217,30 +173,10 @@ class GenerationRequest(_Strict):
     metadata: dict[str, str] | None = Field(
         default=None, max_length=MAX_METADATA, description=f"up to {MAX_METADATA} texts by name"
     )
-    store: Literal[False] | None = Field(default=None, description="false: nothing is stored")
-    service_tier: Literal["auto", "default"] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     spaces_between_special_tokens: bool | None = None
     request_id: str | None = None
-    # Features that are not served, at the values that ask for nothing.
-    include_reasoning: Literal[True] | None = Field(default=None, description="true: reasoning is part of the text")
-    separate_reasoning: Literal[True] | None = Field(default=None, description="true; reasoning is part of the text")
-    stream_reasoning: Literal[True] | None = Field(
-        default=None, description="true: reasoning is streamed like all text"
-    )
-    no_stop_trim: Literal[False] | None = Field(default=None, description="false; see include_stop_str_in_output")
-    return_hidden_states: Literal[False] | None = None
-    logits_processors: Nothing = None
-    guided_json: Nothing = _renamed("json")
-    guided_regex: Nothing = _renamed("regex")
-    guided_choice: Nothing = _renamed("choice")
-    guided_grammar: Nothing = _renamed("grammar")
-    guided_json_object: Literal[False] | None = _renamed("json_object")
-    guided_whitespace_pattern: Nothing = _renamed("whitespace_pattern")
-    guided_decoding_backend: None = Field(default=None, description="absent: llguidance compiles every constraint")
-    kv_transfer_params: Nothing = None
-    vllm_xargs: Nothing = None
 
     @property
     def num_choices(self) -> int:
@@ -276,7 +212,7 @@ class GenerationRequest(_Strict):
         for name, neutral in NEUTRAL[beams].items():
             value = getattr(self, name)
             if value is not None and value not in neutral:
-                allowed = " or ".join(["absent", *map(repr, neutral)])
+                allowed = " or ".join(["absent", *(repr(int(x) if type(x) is float else x) for x in neutral)])
                 raise InvalidParameter(
                     name, f"must be {allowed} with{'' if beams else 'out'} use_beam_search, not {value!r}"
                 )
@@ -335,7 +271,7 @@ class GenerationRequest(_Strict):
         return names
 
 
-class CompletionRequest(GenerationRequest):
+class CompletionRequest(_InCompletions, GenerationRequest):
     """Body of `/v1/completions`."""
 
     prompt: (
@@ -347,7 +283,6 @@ class CompletionRequest(GenerationRequest):
     add_special_tokens: bool | None = Field(default=None, description="true or false; true for prompts that are texts")
     echo: bool | None = None
     logprobs: int | None = None
-    suffix: Literal[""] | None = Field(default=None, description="empty: nothing is inserted before it")
 
     @property
     def num_top_logprobs(self) -> int | None:
@@ -397,160 +332,7 @@ class CompletionRequest(GenerationRequest):
         return prompts
 
 
-class TextPart(TypedDict):  # a request may have thousands, and dictionaries are made in half the time of models
-    """Text in the content of a message."""
-
-    __pydantic_config__ = ConfigDict(extra="ignore", strict=True)  # type: ignore[misc]
-
-    type: Literal["text"]
-    text: str
-
-
-class FunctionCall(_Open):
-    """Name and arguments of a tool call."""
-
-    name: str
-    arguments: str
-
-
-class ToolCall(_Open):
-    """Tool call in a message of the assistant."""
-
-    id: str
-    type: Literal["function"] = "function"
-    function: FunctionCall
-
-    def for_template(self) -> dict[str, Any]:
-        """Return the call with its arguments as an object, as templates print them.
-
-        Arguments that are not JSON stay as they are: a model may have been cut off while it wrote them.
-        """
-        arguments: Any = self.function.arguments
-        with suppress(ValueError):
-            arguments = loads(arguments or "{}")
-        function = {"name": self.function.name, "arguments": arguments}
-        return {"id": self.id, "type": self.type, "function": function}
-
-
-class ChatMessage(_Open):
-    """Message of a conversation."""
-
-    role: str = Field(min_length=1)
-    content: str | Annotated[Items[TextPart], Field(max_length=MAX_PARTS)] | None = None
-    name: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    tool_calls: Items[ToolCall] | None = Field(default=None, description="calls that the assistant has made")
-    tool_call_id: str | None = Field(default=None, description="the call that this message answers")
-    # A message with one of these says more than its text.
-    audio: Nothing = None
-    function_call: Nothing = None
-
-    @property
-    def text(self) -> str:
-        """The content as one text."""
-        return "".join(part["text"] for part in self.content) if isinstance(self.content, list) else self.content or ""
-
-    def for_template(self, knows_developers: bool = True) -> dict[str, Any]:
-        """Return the message in the form of chat templates.
-
-        Args:
-            knows_developers: whether the template has a role "developer"; otherwise it becomes the system's.
-
-        Raises:
-            ApiError: the role does not allow a field.
-        """
-        if self.content is None and not self.tool_calls:
-            raise ApiError(400, f"messages: content is required in a message of the {self.role}", "messages")
-        if self.tool_calls and self.role != "assistant":
-            raise ApiError(400, f"messages: tool_calls are the assistant's, not the {self.role}'s", "messages")
-        if self.tool_call_id is None and self.role == "tool":
-            raise ApiError(400, "messages: tool_call_id is required in a message of a tool", "messages")
-        role = "system" if self.role == "developer" and not knows_developers else self.role
-        message: dict[str, Any] = {"role": role, "content": self.text}
-        for name in ("name", "tool_call_id", "reasoning_content", "reasoning"):
-            if getattr(self, name):
-                message[name] = getattr(self, name)
-        if self.tool_calls:
-            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
-        return message
-
-
-class Function(_Open):
-    """Function that the model may call."""
-
-    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$", description="1 to 64 letters, digits, _, . and -")
-    description: str | None = None
-    parameters: dict[str, Any] | None = Field(default=None, description="a JSON schema")
-    strict: bool | None = None
-
-
-class Tool(_Open):
-    """Tool that the model may call."""
-
-    type: Literal["function"]
-    function: Function
-
-
-class NamedFunction(_Open):
-    """Name of a function."""
-
-    name: str
-
-
-class NamedToolChoice(_Open):
-    """Choice of a tool by its name."""
-
-    type: Literal["function"]
-    function: NamedFunction
-
-
-class Conversation(_Strict):
-    """Arguments of a chat template."""
-
-    messages: Items[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
-    tools: Items[Tool] | None = Field(default=None, max_length=MAX_TOOLS)
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None
-
-    @property
-    def text_length(self) -> int:
-        """Number of characters of all messages."""
-        return sum(len(message.text) for message in self.messages)
-
-    @property
-    def answer_role(self) -> str:
-        """Role of the answer: that of the last message if no generation prompt follows it."""
-        return "assistant" if self._prompting else self.messages[-1].role
-
-    @property
-    def _prompting(self) -> bool:
-        return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
-
-    def template_options(self) -> dict[str, Any]:
-        """Return the options of `chat.render`.
-
-        Raises:
-            ApiError: the options contradict each other.
-        """
-        going_on = bool(self.continue_final_message)
-        if going_on and self.add_generation_prompt:
-            raise ApiError(
-                400, "continue_final_message: contradicts add_generation_prompt: true", "continue_final_message"
-            )
-        levels = {name: level for name in ("reasoning_effort", "verbosity") if (level := getattr(self, name))}
-        tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()] or None
-        return {
-            "tools": tools, "add_generation_prompt": self._prompting, "continue_final_message": going_on,
-            "variables": (self.chat_template_kwargs or {}) | levels,
-        }  # fmt: skip
-
-
-class ChatRequest(GenerationRequest, Conversation):
+class ChatRequest(_InChats, GenerationRequest, Conversation):
     """Body of `/v1/chat/completions`."""
 
     logprobs: bool | None = None
@@ -560,26 +342,16 @@ class ChatRequest(GenerationRequest, Conversation):
     )
     parallel_tool_calls: bool | None = None
     echo: bool | None = None
-    # Features that are not served, at the values that ask for nothing.
-    modalities: list[Literal["text"]] | None = None
-    add_special_tokens: Literal[False] | None = Field(default=None, description="false: the template brings them")
-    function_call: Literal["none"] | None = None
-    functions: Nothing = None
-    audio: Nothing = None
-    prediction: Nothing = None
-    documents: Nothing = None
-    mm_processor_kwargs: Nothing = None
-    web_search_options: None = None
 
     @property
-    def offered_tools(self) -> list[Tool]:
-        """Tools that the model may call; only one if it is chosen by name.
+    def offered_functions(self) -> list[Function]:
+        """Functions that the model may call; only one if it is chosen by name.
 
         Raises:
             ApiError: the choice is not possible.
         """
-        tools = self.tools or []
-        names = [tool.function.name for tool in tools]
+        functions = [tool.function for tool in self.tools or ()]
+        names = [each.name for each in functions]
         if repeated := {name for name in names if names.count(name) > 1}:
             raise ApiError(400, f"tools: {min(repeated)!r} is there more than once", "tools")
         if self.tool_choice == "none":
@@ -588,10 +360,10 @@ class ChatRequest(GenerationRequest, Conversation):
             wanted = self.tool_choice.function.name
             if wanted not in names:
                 raise ApiError(400, f"tool_choice: {wanted!r} is none of the tools", "tool_choice")
-            return [tool for tool in tools if tool.function.name == wanted]
-        if self.tool_choice is not None and not tools:
+            return [each for each in functions if each.name == wanted]
+        if self.tool_choice is not None and not functions:
             raise ApiError(400, f"tool_choice: {self.tool_choice!r} needs tools", "tool_choice")
-        return tools
+        return functions
 
     @property
     def names_tool(self) -> bool:
@@ -626,20 +398,18 @@ class ChatRequest(GenerationRequest, Conversation):
         return names if self.max_tokens is not None else names | {"max_tokens": "max_completion_tokens"}
 
 
-class TokenizeRequest(BaseModel):
-    """The fields that tell which body of `/tokenize` it is."""
-
-    prompt: Any = None
-    messages: Any = None
-
-
-class TokenizeCompletionRequest(_Strict):
-    """Body of `/tokenize` with a text."""
+class TokenizeRequest(Strict):
+    """Common fields of the two bodies of `/tokenize`."""
 
     model: str | None = None
+    return_token_strs: bool | None = None
+
+
+class TokenizeCompletionRequest(TokenizeRequest):
+    """Body of `/tokenize` with a text."""
+
     prompt: str
     add_special_tokens: bool = True
-    return_token_strs: bool | None = None
 
     @property
     def text_length(self) -> int:
@@ -647,22 +417,20 @@ class TokenizeCompletionRequest(_Strict):
         return len(self.prompt)
 
 
-class TokenizeChatRequest(Conversation):
+class TokenizeChatRequest(TokenizeRequest, Conversation):
     """Body of `/tokenize` with a conversation."""
 
-    model: str | None = None
     add_special_tokens: Literal[False] = False  # the template brings them
-    return_token_strs: bool | None = None
 
 
-class DetokenizeRequest(_Strict):
+class DetokenizeRequest(Strict):
     """Body of `/detokenize`."""
 
     model: str | None = None
     tokens: Items[int]
 
 
-class UpdateWeightsRequest(_Strict):
+class UpdateWeightsRequest(Strict):
     """Body of `/update_weights`.
 
     Attributes:
@@ -672,68 +440,3 @@ class UpdateWeightsRequest(_Strict):
 
     path: str = Field(min_length=1)
     in_flight: InFlight = "recompute"
-
-
-PROBLEM_CODES = {"extra_forbidden": "unknown_parameter", "missing": "missing_required_parameter"}
-
-
-def parse[R: BaseModel](model: type[R], body: bytes, *, ignore_unknown: bool = False) -> R:
-    """Return a request from its JSON.
-
-    Args:
-        ignore_unknown: ignore unknown fields.
-
-    Raises:
-        ApiError: 400 with the first invalid field and its allowed values.
-    """
-    try:
-        return model.model_validate_json(body, extra="ignore" if ignore_unknown else None)
-    except ValidationError as error:
-        if (count := error.error_count()) > MAX_FAULTS:  # naming them takes longer than finding them
-            raise ApiError(400, f"the body has {count} unknown or wrong fields") from None
-        # Of the members of a union, the one that matched furthest.
-        problem = max(error.errors(include_url=False, include_context=False), key=lambda each: len(each["loc"]))
-        if not problem["loc"]:
-            raise ApiError(400, problem["msg"]) from error
-        name = str(problem["loc"][0])
-        raise ApiError(
-            400, f"{name}: {_explain(model, name, problem)}", name, code=PROBLEM_CODES.get(problem["type"])
-        ) from error
-
-
-def parse_tokenize(body: bytes, *, ignore_unknown: bool = False) -> TokenizeChatRequest | TokenizeCompletionRequest:
-    """Return a request of `/tokenize` from its JSON: with a text, or with a conversation.
-
-    Raises:
-        ApiError: 400, as `parse`.
-    """
-    given = parse(TokenizeRequest, body).model_fields_set
-    if len(given) == 2:
-        raise ApiError(400, "prompt: only one of prompt and messages is allowed", "prompt")
-    if not given:
-        raise ApiError(400, "prompt: is required, or messages", "prompt", code="missing_required_parameter")
-    if "messages" in given:
-        return parse(TokenizeChatRequest, body, ignore_unknown=ignore_unknown)
-    return parse(TokenizeCompletionRequest, body, ignore_unknown=ignore_unknown)
-
-
-# Parsers of the bodies that may be large, by path.
-PARSERS: Mapping[str, Callable[..., BaseModel]] = {
-    "/v1/completions": partial(parse, CompletionRequest), "/v1/chat/completions": partial(parse, ChatRequest),
-    "/tokenize": parse_tokenize, "/detokenize": partial(parse, DetokenizeRequest),
-}  # fmt: skip
-
-
-def _explain(model: type[BaseModel], name: str, problem: Any) -> str:
-    field = model.model_fields.get(name)
-    if field is None:
-        return "is not a known field"
-    if problem["type"] == "missing" and len(problem["loc"]) == 1:
-        return "is required"
-    given = shown(problem["input"])
-    if name == "messages" and problem["loc"][-1:] == ("type",) and "content" in problem["loc"]:
-        return f"content parts of type {given} are not supported; text is"
-    if field.description:
-        return f"must be {field.description}, not {given}"
-    where = ".".join(str(part) for part in problem["loc"][1:])
-    return f"{where + ': ' if where else ''}{problem['msg']}, not {given}"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp import web
+from pydantic import BaseModel
 
 from jpaged.chat import ContentFormat, Encoder
 from jpaged.core.params import ContextLengthExceeded
@@ -17,6 +18,7 @@ from jpaged.engine.async_engine import AsyncEngine, EngineClient
 from jpaged.engine.engine import Engine
 from jpaged.engine.router import Router
 from jpaged.serving.body_process import BodyProcess
+from jpaged.serving.live.feed import Feed
 from jpaged.serving.live.recorder import Recorder
 from jpaged.serving.live.snapshot import Snapshot, snapshot
 from jpaged.serving.metrics import Metrics
@@ -168,21 +170,27 @@ class Service:
                 f" {length} characters, more than {self.max_prompt_characters}, the most that so many tokens can have."
             )  # fmt: skip
 
-    async def check_body(self, path: str, data: bytes, client: str) -> None:
+    async def check_body(self, kind: type[BaseModel], data: bytes, client: str) -> None:
         """Check the JSON and the length of the texts of a large body in another process.
 
         Args:
+            kind: class of `protocol`.
             client: identity for the turns at long work.
 
         Raises:
-            ApiError: 400, as `protocol.PARSERS`.
+            ApiError: 400, as `parse`.
             ContextLengthExceeded: as `check_length`.
         """
         if len(data) > LARGE_BYTES:
-            work = partial(self.bodies.text_length, path, data, self.config.ignore_unknown_fields)
+            work = partial(self.bodies.text_length, kind, data, self.config.ignore_unknown_fields)
             length, param = await self._body_turns.run(client, work)
             if self.tokenizer is not None:
                 self.check_length(length, param)
+
+    @cached_property
+    def feed(self) -> Feed:
+        """Sender of the page's map."""
+        return Feed(self.engine, self.sample_pool, self.recorder)
 
     async def run[T](self, work: Callable[[], T], size: int, client: str = "") -> T:
         """Return the result of some work that takes time in proportion to `size`, in bytes.

@@ -9,18 +9,12 @@ from typing import Any, NamedTuple
 from jpaged.chat import sources_of
 from jpaged.core.params import shown
 from jpaged.serving.codec import loads
+from jpaged.serving.conversation import Function
 from jpaged.structured.sound import WHITE_SPACE, sound_schema
 from jpaged.tokenizer import CALL_TAGS
 
 SPACE = " \t\r\n"
 ARGUMENTS = ("arguments", "parameters")  # both words are accepted in either format
-
-
-class Tool(NamedTuple):
-    """Function that may be called; `parameters` is a JSON schema of its arguments, None for any object."""
-
-    name: str
-    parameters: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -363,39 +357,39 @@ class ToolFormat:
         """Return a parser of a text that `grammar_with_answer` allows."""
         return HermesOrAnswerParser(tool_names, new_id, parallel)
 
-    def grammar(self, tools: Sequence[Tool], parallel: bool) -> str:
+    def grammar(self, functions: Sequence[Function], parallel: bool) -> str:
         """Return a grammar of calls only, with arguments that fit the tools' schemas.
 
         It allows one call or, if `parallel`, one or more.
         """
-        return f"start: {self._series(parallel)}\n" + self._rules(tools, self._opening)
+        return f"start: {self._series(parallel)}\n" + self._rules(functions, self._opening)
 
     @property
     def tells_json_from_calls(self) -> bool:
         """Whether a JSON text can't be taken for a call."""
         return bool(self._opening)
 
-    def grammar_with_answer(self, tools: Sequence[Tool], parallel: bool, answer: Any) -> str:
+    def grammar_with_answer(self, functions: Sequence[Function], parallel: bool, answer: Any) -> str:
         """Return a grammar of either calls, as `grammar` allows them, or a JSON text that fits the schema `answer`."""
         assert self.tells_json_from_calls, self.name
         schema = json.dumps(sound_schema(answer) | {"x-guidance": {"whitespace_pattern": WHITE_SPACE}})
         start = f"start: {self._series(parallel)} | answer\nanswer: %json {schema}\n"
-        return start + self._rules(tools, self._opening)
+        return start + self._rules(functions, self._opening)
 
-    def lazy_grammar(self, tools: Sequence[Tool], parallel: bool) -> str:
+    def lazy_grammar(self, functions: Sequence[Function], parallel: bool) -> str:
         """Return a grammar of any text; but once a call begins, it must be one that `grammar` allows."""
         raise NotImplementedError
 
     def _series(self, parallel: bool) -> str:
         return f"call ({_literal(self._separator)} call)*" if parallel else "call"
 
-    def _rules(self, tools: Sequence[Tool], opening: str) -> str:
+    def _rules(self, functions: Sequence[Function], opening: str) -> str:
         """Return the rule `call`, in which each call begins with `opening`."""
-        assert tools, "no tools, no calls"
-        rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
-        for i, tool in enumerate(tools):
-            head = f'{opening}{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{self._arguments}": '
-            schema = json.dumps(sound_schema(_schema(tool)))
+        assert functions, "no functions, no calls"
+        rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(functions)))]
+        for i, function in enumerate(functions):
+            head = f'{opening}{{"name": {json.dumps(function.name, ensure_ascii=False)}, "{self._arguments}": '
+            schema = json.dumps(sound_schema(_schema(function)))
             rules.append(f"call_{i}: {_literal(head)} %json {schema} {_literal('}' + self._closing)}")
         return "\n".join(rules) + "\n"
 
@@ -405,10 +399,10 @@ class _Hermes(ToolFormat):
     _parser_type = HermesParser
     _opening, _closing, _separator = HermesParser.OPENING + "\n", "\n" + HermesParser.CLOSING, "\n"
 
-    def lazy_grammar(self, tools: Sequence[Tool], parallel: bool) -> str:
+    def lazy_grammar(self, functions: Sequence[Function], parallel: bool) -> str:
         start = "(before call)* TEXT" if parallel else "TEXT | before call"
         before = f"before[lazy]: TEXT {_literal(HermesParser.OPENING)}\nTEXT: /(?s:.*)/\n"
-        return f"start: {start}\n{before}" + self._rules(tools, self._opening.removeprefix(HermesParser.OPENING))
+        return f"start: {start}\n{before}" + self._rules(functions, self._opening.removeprefix(HermesParser.OPENING))
 
 
 class _Llama3Json(ToolFormat):
@@ -417,9 +411,9 @@ class _Llama3Json(ToolFormat):
     _separator = "; "
     _arguments = ARGUMENTS[1]
 
-    def lazy_grammar(self, tools: Sequence[Tool], parallel: bool) -> str:
+    def lazy_grammar(self, functions: Sequence[Function], parallel: bool) -> str:
         text = r'TEXT: /(?s:.*)/ & ~/\{"name":(?s:.*)/'
-        return f"start: TEXT | {self._series(parallel)}\n{text}\n" + self._rules(tools, self._opening)
+        return f"start: TEXT | {self._series(parallel)}\n{text}\n" + self._rules(functions, self._opening)
 
 
 FORMATS: Mapping[str, ToolFormat] = {each.name: each for each in (_Llama3Json(), _Hermes())}
@@ -452,11 +446,11 @@ def tool_format(name: str, tokenizer: Any, chat_template: str | None = None) -> 
     return FORMATS.get(name)
 
 
-def _schema(tool: Tool) -> dict[str, Any]:
-    parameters = {"type": "object"} | dict(tool.parameters or {})
-    if parameters["type"] != "object":
-        given = shown(parameters["type"])
-        raise ValueError(f'tools: the parameters of {shown(tool.name)} must have the type "object", not {given}')
+def _schema(function: Function) -> dict[str, Any]:
+    parameters = {"type": "object"} | (function.parameters or {})
+    if (kind := parameters["type"]) != "object":
+        name = shown(function.name)
+        raise ValueError(f'tools: the parameters of {name} must have the type "object", not {shown(kind)}')
     # White space without a bound is where a weak model never ends.
     spacing = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
     return parameters | {"x-guidance": spacing}

@@ -11,7 +11,9 @@ from aiohttp.test_utils import TestServer
 
 from benchmarks.engine import isolation
 from benchmarks.shared.results import Report
-from jpaged.serving.protocol import ApiError, ChatRequest, CompletionRequest, parse
+from jpaged.serving.errors import ApiError
+from jpaged.serving.parse import parse
+from jpaged.serving.protocol import ChatRequest, CompletionRequest
 
 ENVIRONMENT = {
     "device_kind": "cpu", "platform": "cpu", "versions": {}, "date": "2026-11-26", "commit": None, "tiny": False,

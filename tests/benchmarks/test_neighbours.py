@@ -8,7 +8,9 @@ import pytest
 from benchmarks.engine import neighbours
 from benchmarks.shared.results import Report
 from jpaged.core.params import InvalidParameter, SamplingParams
-from jpaged.serving.protocol import ApiError, ChatRequest, CompletionRequest, parse
+from jpaged.serving.errors import ApiError
+from jpaged.serving.parse import parse
+from jpaged.serving.protocol import ChatRequest, CompletionRequest
 
 ENVIRONMENT = {
     "device_kind": "cpu", "platform": "cpu", "versions": {}, "date": "2026-11-22", "commit": None, "tiny": False,

@@ -9,19 +9,13 @@ from pathlib import Path
 import pytest
 
 from jpaged.cli.main import COMMANDS, load, parser
-from jpaged.config import Limits
-from jpaged.core.block_pool import BlockPool
-from jpaged.core.scheduler import Scheduler
 from jpaged.engine import build
 from jpaged.engine.build import limits_of
-from jpaged.engine.engine import Engine
-from jpaged.serving.app import make_app
 from jpaged.serving.protocol import ChatRequest, CompletionRequest
-from jpaged.serving.service import ServerConfig, make_service
 from jpaged.serving.tools import FORMATS
 from tests.serving.client import Client
 from tests.support.few_shapes import few_shapes
-from tests.support.models import byte_tokenizer
+from tools import routes_table
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -54,15 +48,9 @@ async def test_python_of_a_client(block, demo, capsys):
     assert capsys.readouterr().out.strip()
 
 
-def test_the_servers_page_tells_of_every_route_and_of_no_other_field():
-    page = (ROOT / "docs" / "server.md").read_text()
-    service = make_service(
-        [Engine(Scheduler(BlockPool(4, 4), Limits(8, 1, 8), vocab_size=4), None)], byte_tokenizer(), "m", ServerConfig()
-    )
-    routes = {route.resource.canonical for route in make_app(service).router.routes()}
-    table = page[page.index("| route") : page.index("A field that")]
-    told = set(re.findall(r"`(?:GET |POST )?(/[^`*]*)`", table))
-    assert told == {route for route in routes if not route.startswith(("/page/", "/live/"))}
+def test_the_servers_page_tells_of_every_endpoint_and_of_no_other_field():
+    page = SERVER
+    assert page == routes_table.updated(page), "write the table: python -m tools.routes_table"
     fields = page[page.index("Fields beyond") : page.index("Not served")]
     known = {*CompletionRequest.model_fields, *ChatRequest.model_fields}
     assert set(re.findall(r"`([a-z_]+)`", fields)) - {"n"} <= known

@@ -15,7 +15,8 @@ from jpaged.core.params import SamplingParams
 from jpaged.core.scheduler import Committed
 from jpaged.engine.async_engine import AsyncEngine
 from jpaged.engine.engine import Engine, StepOutput
-from jpaged.serving.live import feed, static
+from jpaged.serving.live import static
+from jpaged.serving.live.feed import Feed
 from jpaged.serving.live.recorder import Recorder
 from jpaged.serving.live.snapshot import snapshot
 from jpaged.serving.middleware import errors
@@ -86,7 +87,9 @@ class Server:
 
     async def __aenter__(self):
         app = web.Application(middlewares=[errors])
-        app.add_routes([*static.routes(), *feed.routes(self.engine, self.sample, self.recorder)])
+        feed = Feed(self.engine, self.sample, self.recorder)
+        app.add_routes(web.get(path, static.sender(name)) for path, name in static.PAGE_FILES.items())
+        app.add_routes([web.get("/live", feed.watch), web.get("/live/requests/{request_id}", feed.number)])
         self.engine.start()
         self.server = TestServer(app)
         await self.server.start_server()

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from jpaged.core.params import InvalidParameter
-from jpaged.serving.protocol import CompletionRequest, parse
+from jpaged.serving.parse import parse
+from jpaged.serving.protocol import CompletionRequest
 from jpaged.tokenizer import encode
 from tests.serving.client import MAX_LEN, Client, counts, joined, texts
 

@@ -15,8 +15,13 @@ from jpaged.serving import (
     app,
     body_process,
     codec,
+    conversation,
+    errors,
+    fields,
     generate,
+    handlers,
     middleware,
+    parse,
     prepare,
     protocol,
     service,
@@ -29,8 +34,8 @@ from tests.serving.client import Client
 from tests.support.injection import Injected, functions_of, wrapped
 
 MODULES = [
-    answer, app, async_engine, body_process, chat, codec, compiler, engine, generate, grammar, middleware, output,
-    prepare, protocol, service, template_process, tokenizers, tools, trial, turns,
+    answer, app, async_engine, body_process, chat, codec, compiler, conversation, engine, errors, generate, grammar,
+    handlers, middleware, output, parse, prepare, protocol, service, template_process, tokenizers, tools, trial, turns,
 ]  # fmt: skip
 MARK = "victim"  # in the texts of one request
 # Functions that handle the requests of all clients, and none in particular.
@@ -104,7 +109,7 @@ def marked(value, depth=3) -> bool:
         return any(marked(each, depth - 1) for each in value)
     if depth and isinstance(value, dict) and len(value) < 50:
         return any(marked(each, depth - 1) for each in (*value, *value.values()))
-    if isinstance(value, protocol.BaseModel | answer.Answer | SamplingParams | StructuredOutputsParams):
+    if isinstance(value, fields.Strict | answer.Answer | SamplingParams | StructuredOutputsParams):
         return marked(vars(value) if hasattr(value, "__dict__") else {}, depth - 1) if depth else False
     return False
 

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from jpaged.serving.codec import dumps
+from jpaged.serving.endpoints import served
 from jpaged.serving.openapi import description
+from jpaged.serving.service import ServerConfig
 from tests.attack import fuzz_bytes, fuzz_checkpoints, fuzz_described, fuzz_fields, fuzz_mixed, fuzz_target
 from tests.attack.fuzz import CLIENTS, attacked, problems
 from tests.attack.fuzz_target import Tally, Target, ends_in_shortage, has_tokens, shortage
@@ -151,7 +153,7 @@ def answering(status: int, content_type: str, body: bytes):
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             known = self.path == "/openapi.json"
-            data = json.dumps(description()).encode() if known else body
+            data = json.dumps(description(served(ServerConfig()))).encode() if known else body
             self.send_response(200 if known else status)
             self.send_header("Content-Type", "application/json" if known else content_type)
             self.send_header("Content-Length", str(len(data)))

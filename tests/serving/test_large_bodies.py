@@ -8,7 +8,9 @@ import pytest
 
 from jpaged.child import ChildFailed, Children
 from jpaged.serving import prepare
-from jpaged.serving.protocol import PARSERS, ApiError
+from jpaged.serving.errors import ApiError
+from jpaged.serving.parse import parse
+from jpaged.serving.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from jpaged.serving.service import LARGE_BYTES
 from tests.serving.client import Client
 
@@ -46,6 +48,10 @@ VALID = {
     "/tokenize": {"prompt": "Hi"},
     "/detokenize": {"tokens": [5, 6]},
 }
+KINDS = {
+    "/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest, "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}  # fmt: skip
 VARYING = {"id", "created"}
 
 
@@ -63,13 +69,12 @@ def unparsed(monkeypatch):
         raise AssertionError("the server's process parsed a body")
 
     monkeypatch.setattr(prepare, "parse", fail)
-    monkeypatch.setattr(prepare, "parse_tokenize", fail)
 
 
 @pytest.mark.parametrize("path, data", list(INVALID.values()), ids=list(INVALID))
 async def test_fault_of_a_large_body_is_that_of_its_parser(client, unparsed, path, data):
     with pytest.raises(ApiError) as expected:
-        PARSERS[path](data)
+        parse(KINDS[path], data)
     assert await client.post(path, data, 400) == expected.value.body
 
 

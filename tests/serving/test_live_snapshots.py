@@ -10,7 +10,7 @@ import pytest
 
 from jpaged.core.params import SamplingParams
 from jpaged.engine.engine import Engine
-from jpaged.serving.live.feed import Frame
+from jpaged.serving.live.feed import MapFrame
 from jpaged.serving.live.recorder import MAX_EVENTS, MAX_KNOWN, MAX_NUMBER, Recorder
 from jpaged.serving.live.snapshot import MAX_LISTED, MAX_REQUESTS, MAX_TABLE, Snapshot, snapshot
 from tests.core import traffic
@@ -183,6 +183,6 @@ def test_whole_frame_of_100_000_blocks_is_small():
     states = bytes(rng.choices([1, 129, 130], [5, 90, 5], k=blocks))
     planes = bytes(n & 255 for n in numbers) + bytes(n >> 8 for n in numbers) + states
     seen = Snapshot(planes, {}, [], 0.0, 0.0)
-    frame = Frame(1, seen, seen)
+    frame = MapFrame(1, seen, seen)
     assert len(frame.whole) < 200_000 and len(frame.change) < 5_000
     assert zlib.decompress(base64.b64decode(json.loads(frame.whole[6:])["map"])) == planes

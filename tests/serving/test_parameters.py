@@ -12,7 +12,9 @@ from dataclasses import fields
 import pytest
 
 from jpaged.core.params import BeamSearchParams, SamplingParams
-from jpaged.serving.protocol import ApiError, ChatRequest, CompletionRequest, parse
+from jpaged.serving.errors import ApiError
+from jpaged.serving.parse import parse
+from jpaged.serving.protocol import ChatRequest, CompletionRequest
 from tests.serving.client import Api, Client, texts
 from tests.support.models import VOCAB
 

@@ -8,7 +8,8 @@ import schemathesis.openapi
 from yarl import URL
 
 from jpaged.serving.app import make_app
-from jpaged.serving.live import feed, static
+from jpaged.serving.endpoints import served
+from jpaged.serving.service import ServerConfig
 from tests.serving import scripted
 from tests.serving.client import Client, Connection, request
 
@@ -132,12 +133,19 @@ async def test_openapi_is_valid_and_lists_every_route(exchange):
     document = answer.json
     schemathesis.openapi.from_dict(document).validate()
     described = {(method.upper(), path) for path, item in document["paths"].items() for method in item}
-    _, service = scripted.make([])
-    live = feed.routes(service.engine, service.sample_pool, service.recorder)
-    page = {route.path for route in [*static.routes(), *live]}
-    routes = {(route.method, route.resource.canonical) for route in make_app(service).router.routes()}
-    served = {(method, path) for method, path in routes if method != "HEAD" and path not in page}
-    assert described == served - {("GET", "/openapi.json")}
+    assert described == {
+        (method, path)
+        for endpoint in served(ServerConfig())
+        for path in endpoint.paths
+        for method in endpoint.methods
+        if not path.startswith(("/page/", "/live")) and path not in ("/", "/openapi.json")
+    }
+
+
+def test_control_is_served_only_if_enabled():
+    enabled = served(ServerConfig(enable_weight_updates=True, api_keys=("key",)))
+    names = {"/pause", "/resume", "/is_paused", "/update_weights", "/sleep", "/wake_up", "/is_sleeping"}
+    assert {each.path for each in enabled} - {each.path for each in served(ServerConfig())} == names
 
 
 async def test_openapi_has_the_fields_that_the_server_validates(exchange):

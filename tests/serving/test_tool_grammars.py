@@ -10,7 +10,7 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from tokenizers import AddedToken
 
 from jpaged.demo import DIRECTORY
-from jpaged.serving.tools import Tool
+from jpaged.serving.conversation import Function
 from jpaged.tokenizer import backend, load_tokenizer
 from tests.serving.tool_texts import HERMES, LLAMA, NAMES, NOON, ROME, hermes, read, written
 
@@ -35,7 +35,7 @@ SCHEMAS = {
     },
     "time": {"properties": {"zone": {"type": ["string", "null"], "maxLength": 3}}, "additionalProperties": False},
 }
-TOOLS = [Tool(name, SCHEMAS[name]) for name in NAMES]
+TOOLS = [Function(name=name, parameters=SCHEMAS[name]) for name in NAMES]
 BOTH = pytest.mark.parametrize("kind", [HERMES, LLAMA], ids=lambda kind: kind.name)
 
 
@@ -197,7 +197,7 @@ def test_random_sentences_of_a_grammar_are_calls_with_valid_arguments(tokens, ki
 
 @BOTH
 def test_tool_without_parameters_accepts_any_object(tokens, kind):
-    grammar = kind.grammar([Tool('a "tool" \\ é')], False)
+    grammar = kind.grammar([Function.model_construct(name='a "tool" \\ é', parameters=None)], False)
     name = json.dumps('a "tool" \\ é', ensure_ascii=False)
     for arguments, fits in [("{}", True), ('{"a": [1, {"b": null}]}', True), ("[]", False), ('"{}"', False)]:
         call = f'{{"name": {name}, "arguments": {arguments}}}'
@@ -216,7 +216,7 @@ def test_tool_without_parameters_accepts_any_object(tokens, kind):
     ],
 )
 def test_invalid_schema_makes_the_grammar_invalid(kind, parameters, valid):
-    tools = [*TOOLS, Tool("other", parameters)]
+    tools = [*TOOLS, Function(name="other", parameters=parameters)]
     for grammar in (kind.grammar(tools, True), kind.lazy_grammar(tools, False)):
         assert (LLMatcher.validate_grammar(grammar) == "") == valid
 
@@ -224,12 +224,12 @@ def test_invalid_schema_makes_the_grammar_invalid(kind, parameters, valid):
 @BOTH
 def test_parameters_of_another_type_are_rejected(kind):
     with pytest.raises(ValueError, match=r"tools: the parameters of 'other' .* \"object\", not 'string'"):
-        kind.grammar([Tool("other", {"type": "string"})], True)
+        kind.grammar([Function(name="other", parameters={"type": "string"})], True)
 
 
 def test_numbers_of_arguments_keep_to_their_bounds(tokens):
     parameters = {"type": "object", "properties": {"x": {"exclusiveMinimum": 0, "maximum": 0.5}}, "required": ["x"]}
-    grammar = HERMES.grammar([Tool("f", parameters)], False)
+    grammar = HERMES.grammar([Function(name="f", parameters=parameters)], False)
     calls = {x: hermes(f'{{"name": "f", "arguments": {{"x": {x}}}}}') for x in (0, 0.5, 0.25, 1)}
     given = {x: accepts(tokens, grammar, call) for x, call in calls.items()}
     assert given == {0: False, 0.5: True, 0.25: True, 1: False}

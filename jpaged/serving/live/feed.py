@@ -14,9 +14,9 @@ from typing import Any
 from aiohttp import web
 
 from jpaged.engine.async_engine import EngineClient, EngineDead
+from jpaged.serving.errors import ApiError
 from jpaged.serving.live.recorder import Recorder
 from jpaged.serving.live.snapshot import Snapshot
-from jpaged.serving.protocol import ApiError
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ FRAME_TIMEOUT_S = 30.0  # seconds that a viewer may take to accept a frame
 
 
 @dataclass(frozen=True)
-class Frame:
+class MapFrame:
     """Snapshot in the form that is sent: complete, or as changes since the frame before it.
 
     The map is a base64 text of `Snapshot.blocks`, deflated (zlib); in a frame of changes, of its exclusive or with the
@@ -78,9 +78,9 @@ class Feed:
         self._engine = engine
         self._sample_pool = sample
         self._recorder = recorder
-        self._viewers: set[asyncio.Queue[Frame | None]] = set()  # each with the newest frame alone; None ends it
+        self._viewers: set[asyncio.Queue[MapFrame | None]] = set()  # each with the newest frame alone; None ends it
         self._sampler: asyncio.Task[None] | None = None
-        self._latest: Frame | None = None
+        self._latest: MapFrame | None = None
         self._indices = itertools.count(1)
 
     async def watch(self, request: web.Request) -> web.StreamResponse:
@@ -90,7 +90,7 @@ class Feed:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         if request.method == "HEAD":
             return response
-        viewer: asyncio.Queue[Frame | None] = asyncio.Queue(1)
+        viewer: asyncio.Queue[MapFrame | None] = asyncio.Queue(1)
         self._viewers.add(viewer)
         try:
             if self._latest is not None:
@@ -111,7 +111,7 @@ class Feed:
         return web.json_response({"number": number})
 
     async def _send_frames(
-        self, request: web.Request, response: web.StreamResponse, viewer: asyncio.Queue[Frame | None]
+        self, request: web.Request, response: web.StreamResponse, viewer: asyncio.Queue[MapFrame | None]
     ) -> None:
         last: int | None = None
         while (frame := await viewer.get()) is not None:
@@ -134,7 +134,7 @@ class Feed:
                 now = await self._sample_pool()
                 before = self._latest.now if self._latest else now
                 if self._latest is None or now != before or now.time - before.time >= HEARTBEAT:
-                    frame = Frame(next(self._indices), now, before)
+                    frame = MapFrame(next(self._indices), now, before)
                     await asyncio.to_thread(getattr, frame, "change")  # once for all of them
                     self._latest = frame
                     for viewer in self._viewers:
@@ -150,14 +150,8 @@ class Feed:
                 _offer(viewer, None)
 
 
-def _offer(viewer: asyncio.Queue[Frame | None], frame: Frame | None) -> None:
+def _offer(viewer: asyncio.Queue[MapFrame | None], frame: MapFrame | None) -> None:
     """Replace the frame that the viewer has not read yet."""
     if viewer.full():
         viewer.get_nowait()
     viewer.put_nowait(frame)
-
-
-def routes(engine: EngineClient, sample: Callable[[], Awaitable[Snapshot]], recorder: Recorder) -> list[web.RouteDef]:
-    """Return the routes `/live` and `/live/requests/ID`, with the arguments of `Feed`."""
-    feed = Feed(engine, sample, recorder)
-    return [web.get("/live", feed.watch), web.get("/live/requests/{request_id}", feed.number)]

@@ -22,12 +22,7 @@ PAGE_HEADERS = {
 }
 
 
-def routes() -> list[web.RouteDef]:
-    """Return the routes of the page and its files. They hold no data, and need no API key."""
-    return [web.get(path, _sender(name)) for path, name in PAGE_FILES.items()]
-
-
-def _sender(name: str) -> Callable[[web.Request], Awaitable[web.Response]]:
+def sender(name: str) -> Callable[[web.Request], Awaitable[web.Response]]:
     """Return a handler that answers with one file, which is read now."""
     content = PAGE.joinpath(name).read_bytes()
     etag = hashlib.sha256(content).hexdigest()[:32]

@@ -11,19 +11,18 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from jpaged.serving.endpoint import is_open
+from jpaged.serving.endpoints import served
+from jpaged.serving.errors import ApiError, unknown_model
 from jpaged.serving.generate import stream_end
 from jpaged.serving.middleware import as_api_error, check_key, error_headers
 from jpaged.serving.origins import origin_headers, preflight_headers
-from jpaged.serving.protocol import ApiError
-from jpaged.serving.ray.call import Call, Description, prefix_of
+from jpaged.serving.ray.messages import Description, Forwarded, prefix_of
 from jpaged.serving.ray.metrics import merged_metrics
 from jpaged.serving.service import LARGE_BYTES, ServerConfig
 
 REPLICA = "Replica"  # name of the replicas' deployment
-CALLS = {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"}
-MODELS = "/v1/models"
-GET = {MODELS, "/health", "/ping", "/version", "/metrics"}
-POST = CALLS | {"/reset_prefix_cache"}
+MODEL = "/v1/models/"  # followed by a name
 ATTEMPTS = 2  # of a request whose replica fails before the beginning of its response
 STATUS_AGE_S = 1.0
 
@@ -40,6 +39,8 @@ class Ingress:
         self._description: Description | None = None
         self._num_healthy, self._checked = 0, -STATUS_AGE_S
         self._app_name = serve.get_replica_context().app_name
+        endpoints = served(config)
+        self._endpoints = {path.partition("{")[0]: endpoint for endpoint in endpoints for path in endpoint.paths}
 
     async def __call__(self, request: Request) -> Response:
         """Return the response to a request."""
@@ -57,44 +58,49 @@ class Ingress:
 
     async def _respond(self, request: Request) -> Response:
         path = request.url.path.removeprefix(request.scope.get("root_path", "")).removeprefix(self._config.root_path)
-        client = check_key(self._config.api_keys, path, request.headers.get("Authorization", ""))
-        allowed = [method for method, paths in (("GET", GET), ("POST", POST)) if path in paths]
-        if path.startswith(f"{MODELS}/"):
-            allowed = ["GET"]
-        if not allowed:
+        client = None
+        if not is_open(self._endpoints.values(), path):
+            client = check_key(self._config.api_keys, request.headers.get("Authorization", ""))
+        endpoint = self._endpoints.get(MODEL if path.startswith(MODEL) else path)
+        if endpoint is None:
             raise ApiError(404, "Not Found")
-        if request.method not in allowed:
+        if request.method not in endpoint.methods:
             error = ApiError(405, "Method Not Allowed")
-            return JSONResponse(error.body, error.status, {"Allow": ",".join(allowed)})
-        if path in CALLS:
-            return await self._call(Call(path, await self._body(request), client))
+            return JSONResponse(error.body, error.status, {"Allow": ",".join(endpoint.methods)})
+        if endpoint.operation is not None:
+            return await self._forward(Forwarded(path, await self._body(request), client))
+        return await self._answer(path)
+
+    async def _answer(self, path: str) -> Response:
+        """Return the response of an endpoint without an operation."""
         match path:
             case "/health" | "/ping":
                 return Response(status_code=200 if await self._num_replicas() else 503)
             case "/version":
                 return JSONResponse({"version": version("jpaged")})
             case "/metrics":
-                return Response(await self._metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
+                texts = await self._replicas.broadcast("metrics").results_async(return_exceptions=True)
+                merged = merged_metrics(dict(text for text in texts if not isinstance(text, BaseException)))
+                return Response(merged, media_type="text/plain; version=0.0.4; charset=utf-8")
             case "/reset_prefix_cache":
                 await self._replicas.broadcast("reset_prefix_cache").results_async()
                 return Response()
-        models = (await self._describe()).models
-        if path == MODELS:
-            return JSONResponse(models)
-        name = path.removeprefix(f"{MODELS}/")
-        for model in models["data"]:
+            case "/v1/models":
+                return JSONResponse((await self._describe()).models)
+        if not path.startswith(MODEL):
+            raise ApiError(404, "Not Found")
+        models, name = (await self._describe()).models["data"], path.removeprefix(MODEL)
+        for model in models:
             if model["id"] == name:
                 return JSONResponse(model)
-        served = models["data"][0]["id"]
-        raise ApiError(404, f"model: {name!r} is not served here; {served!r} is", "model", code="model_not_found")
+        raise unknown_model(name, models[0]["id"])
 
-    async def _call(self, call: Call) -> Response:
+    async def _forward(self, forwarded: Forwarded) -> Response:
         """Return the response of a replica, or of another one if the first fails before its response begins."""
-        call.prefix = prefix_of(call.body) if len(call.body) < LARGE_BYTES else await asyncio.to_thread(
-            prefix_of, call.body
-        )  # fmt: skip
+        body, is_large = forwarded.body, len(forwarded.body) >= LARGE_BYTES
+        forwarded.prefix = await asyncio.to_thread(prefix_of, body) if is_large else prefix_of(body)
         for attempt in range(1, ATTEMPTS + 1):
-            parts = self._replicas.options(method_name="respond", stream=True).remote(call)
+            parts = self._replicas.options(method_name="respond", stream=True).remote(forwarded)
             try:
                 head = await anext(parts)
                 if head.headers["Content-Type"].startswith("text/event-stream"):
@@ -137,10 +143,6 @@ class Ingress:
             self._num_healthy = replicas.replica_states.get("RUNNING", 0)
         return self._num_healthy
 
-    async def _metrics(self) -> bytes:
-        texts = await self._replicas.broadcast("metrics").results_async(return_exceptions=True)
-        return merged_metrics(dict(text for text in texts if not isinstance(text, BaseException)))
-
 
 async def _stream(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     """Yield the parts of a stream. The failure of its replica becomes its last event."""
@@ -156,6 +158,6 @@ def _as_api_error(failure: Exception) -> ApiError:
         case RayActorError():
             return ApiError(503, "the replica of this request has failed: send it again", retry_after=1)
         case BackPressureError():
-            return ApiError(503, "all replicas are busy and the queue is full: retry later", code="queue_full",
-                            retry_after=1)  # fmt: skip
+            message = "all replicas are busy and the queue is full: retry later"
+            return ApiError(503, message, code="queue_full", retry_after=1)
     return as_api_error(failure)

@@ -10,25 +10,25 @@ from typing import Any
 from ray import serve
 
 from jpaged.engine.async_engine import QueueFull
-from jpaged.serving.app import model_list
 from jpaged.serving.codec import dumps
-from jpaged.serving.generate import COMPUTED, chat_completion, completion, compute, generate, stream_end, timed_out
+from jpaged.serving.endpoints import ENDPOINTS
+from jpaged.serving.generate import EVENT_HEADERS, generate, stream_end, timed_out
+from jpaged.serving.info import model_list
 from jpaged.serving.middleware import as_api_error, error_headers
-from jpaged.serving.ray.call import Call, Description, Head
 from jpaged.serving.ray.config import RayConfig
+from jpaged.serving.ray.messages import Description, Forwarded, Head
 from jpaged.serving.serve import tune_interpreter
 from jpaged.serving.service import ServerConfig, make_service
 from jpaged.serving.tools import tool_format
 
-GENERATED = {"/v1/completions": completion, "/v1/chat/completions": chat_completion}
+OPERATIONS = {endpoint.path: endpoint.operation for endpoint in ENDPOINTS if endpoint.operation is not None}
 REPLICA_ID = "X-Replica-Id"  # header of a generated response
 JSON = {"Content-Type": "application/json"}
 NO_LIMIT_S = 7 * 86_400.0
-EVENTS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
 
 
 class Replica:
-    """Engine that answers calls with plain values.
+    """Engine that answers forwarded requests with plain values.
 
     Args:
         num_gpus: GPUs of this process; 0: the model runs on CPUs.
@@ -78,15 +78,15 @@ class Replica:
         """Forget all cached prefixes of this replica."""
         await self._service.engine.reset_prefix_cache()
 
-    async def respond(self, call: Call) -> AsyncGenerator[Head | bytes]:
-        """Yield the head of the response to a call and the parts of its body.
+    async def respond(self, forwarded: Forwarded) -> AsyncGenerator[Head | bytes]:
+        """Yield the head of the response to a request and the parts of its body.
 
         Failures are responses, too; one in the middle of a stream is the last event of the stream.
         """
         start, status = time.monotonic(), 499  # as nginx calls it: the client did not wait for the answer
         begun = False
         try:
-            async with aclosing(self._response(call)) as parts:
+            async with aclosing(self._response(forwarded)) as parts:
                 async for part in parts:
                     if isinstance(part, Head):
                         begun, status = True, part.status
@@ -102,20 +102,19 @@ class Replica:
             yield Head(status, JSON | error_headers(error))
             yield dumps(error.body)
         finally:
-            self._service.metrics.answered("POST", call.path, status, time.monotonic() - start)
+            self._service.metrics.answered("POST", forwarded.path, status, time.monotonic() - start)
 
-    async def _response(self, call: Call) -> AsyncGenerator[Head | bytes]:
-        service, limit, client = self._service, self._service.config.request_timeout, call.client or ""
-        if call.path in COMPUTED:
-            body = await compute(service, call.path, call.body, client)
+    async def _response(self, forwarded: Forwarded) -> AsyncGenerator[Head | bytes]:
+        service, limit, turn = self._service, self._service.config.request_timeout, forwarded.client or ""
+        result = await OPERATIONS[forwarded.path](service, forwarded.body, turn)
+        if isinstance(result, bytes):
             yield Head(200, JSON)
-            yield body
+            yield result
             return
-        exchange = await GENERATED[call.path](service, call.body, client)
         deadline = None if limit is None else asyncio.get_running_loop().time() + limit
-        kind = EVENTS if exchange.prepared.body.stream else JSON
+        kind = EVENT_HEADERS if result.body.stream else JSON
         head: Head | None = Head(200, kind | {REPLICA_ID: self._id})
-        async with aclosing(generate(service, exchange, client=call.client)) as parts:
+        async with aclosing(generate(service, result, turn, forwarded.client)) as parts:
             while (part := await _next(parts, deadline)) is not None:
                 if head is not None:
                     yield head

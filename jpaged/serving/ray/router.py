@@ -7,7 +7,7 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from jpaged.engine.prefix_table import PrefixTable
-from jpaged.serving.ray.call import Call
+from jpaged.serving.ray.messages import Forwarded, Prefix
 
 CHOICE_TIMEOUT_S = 30.0  # from the choice of a replica to its acceptance of the request
 
@@ -89,6 +89,6 @@ class PrefixRouter(RequestRouter):
             self._drop_chosen(oldest[0])
 
 
-def _prefix(request: PendingRequest | None) -> Any:
-    call = request.args[0] if request is not None and request.args else None
-    return call.prefix if isinstance(call, Call) else None
+def _prefix(request: PendingRequest | None) -> Prefix | None:
+    first = request.args[0] if request is not None and request.args else None
+    return first.prefix if isinstance(first, Forwarded) else None

@@ -10,12 +10,12 @@ from jpaged.cli import serve, serve_ray
 from jpaged.cli.main import load, parser
 from jpaged.config import EngineConfig
 from jpaged.engine.prefix_table import PrefixTable
-from jpaged.serving.ray.call import Call, Prefix, prefix_of
 from jpaged.serving.ray.config import RayConfig
+from jpaged.serving.ray.messages import Forwarded, Prefix, prefix_of
 from jpaged.serving.ray.metrics import merged_metrics
 from jpaged.serving.service import ServerConfig
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_args_of_a_config_file_become_the_configuration():
@@ -69,9 +69,9 @@ def test_the_deployed_config_file_is_valid():
     assert (config.min_replicas, config.max_replicas) == (1, 4)
 
 
-def test_a_call_leaves_its_prefix_behind():
-    call = Call("/tokenize", b"{}", "key 1", Prefix("a", ""))
-    sent = pickle.loads(pickle.dumps(call))
+def test_a_forwarded_request_leaves_its_prefix_behind():
+    forwarded = Forwarded("/tokenize", b"{}", "key 1", Prefix("a", ""))
+    sent = pickle.loads(pickle.dumps(forwarded))
     assert (sent.path, sent.body, sent.client, sent.prefix) == ("/tokenize", b"{}", "key 1", None)
 
 

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 from jpaged.serving.codec import dumps, loads
 
 
-class Call:
+class Forwarded:
     """Request for a replica.
 
     Attributes:
-        path: route of the API.
+        path: path of an endpoint with an operation.
         body: body of the HTTP request.
         client: identity for the fair use of the queue; None: every request is a client of its own.
         prefix: beginning of the prompt, for the router. It stays in the ingress.
@@ -20,7 +20,7 @@ class Call:
         self.path, self.body, self.client, self.prefix = path, body, client, prefix
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Call, (self.path, self.body, self.client)
+        return Forwarded, (self.path, self.body, self.client)
 
 
 class Head(NamedTuple):

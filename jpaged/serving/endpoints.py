@@ -1,0 +1,113 @@
+"""All endpoints. Routes, keys, the OpenAPI document, Ray's ingress and the table in docs/server.md follow from them."""
+
+from pydantic import BaseModel
+
+from jpaged.serving import control, handlers, info
+from jpaged.serving.endpoint import EVENTS, JSON, TEXT, Endpoint, Handler, Operation
+from jpaged.serving.generate import chat, complete, computing
+from jpaged.serving.handlers import answering, showing
+from jpaged.serving.live import static
+from jpaged.serving.openapi import REFUSALS, show_openapi
+from jpaged.serving.prepare import detokenize, tokenize
+from jpaged.serving.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeChatRequest,
+    TokenizeCompletionRequest,
+    TokenizeRequest,
+)
+from jpaged.serving.service import ServerConfig
+
+
+def _operation(
+    path: str, summary: str, operation: Operation, *bodies: type[BaseModel], contents: tuple[str, ...] = (JSON,)
+) -> Endpoint:
+    return Endpoint(path, summary, answering(operation), operation, ("POST",), bodies=bodies, contents=contents)
+
+
+def _health(path: str, summary: str, *methods: str) -> Endpoint:
+    refusals = {"503": "it does not, or is shutting down"}
+    return Endpoint(path, summary, handlers.health, methods=methods, contents=(), refusals=refusals, is_open=True)
+
+
+def _page(path: str, summary: str, handler: Handler, *, is_open: bool = False) -> Endpoint:
+    return Endpoint(path, summary, handler, is_open=is_open, is_described=False)
+
+
+def _control(path: str, summary: str, handler: Handler, method: str = "POST") -> Endpoint:
+    return Endpoint(path, summary, handler, methods=(method,), is_described=False, setting="enable_weight_updates")
+
+
+ENDPOINTS = (
+    _operation(
+        "/v1/completions",
+        "complete a prompt: a text, token ids, or a list of either",
+        complete,
+        CompletionRequest,
+        contents=(JSON, EVENTS),
+    ),
+    _operation(
+        "/v1/chat/completions",
+        "answer text messages of any role that the chat template renders",
+        chat,
+        ChatRequest,
+        contents=(JSON, EVENTS),
+    ),
+    Endpoint(
+        "/v1/models",
+        "list every served name of the model, with `max_model_len` and its `root`",
+        showing(info.model_list),
+    ),
+    Endpoint("/v1/models/{model}", "the entry of one name", handlers.one_model, refusals={"404": REFUSALS["404"]}),
+    _operation(
+        "/tokenize",
+        "convert `prompt` or `messages` to tokens",
+        computing(TokenizeRequest, tokenize),
+        TokenizeCompletionRequest,
+        TokenizeChatRequest,
+    ),
+    _operation("/detokenize", "convert tokens to text", computing(DetokenizeRequest, detokenize), DetokenizeRequest),
+    Endpoint(
+        "/reset_prefix_cache", "drop all cached prefixes", handlers.reset_prefix_cache, methods=("POST",), contents=()
+    ),
+    _health("/health", "200, or 503 after the engine has failed and during shutdown", "GET"),
+    _health("/ping", "the same as `/health`", "GET", "POST"),
+    Endpoint("/version", "the version of the server", showing(info.server_version), is_open=True),
+    Endpoint("/load", "the number of requests in progress", showing(info.load)),
+    Endpoint(
+        "/tokenizer_info",
+        "the tokenizer's configuration with its chat template",
+        showing(info.tokenizer_config),
+        refusals={"404": "the server has no tokenizer"},
+    ),
+    Endpoint(
+        "/model_info",
+        "facts about the model under SGLang's names, for routers",
+        showing(info.model_info),
+        aliases=("/get_model_info",),
+    ),
+    Endpoint(
+        "/server_info",
+        "facts about the model and the server under SGLang's names, for routers",
+        showing(info.server_info),
+        aliases=("/get_server_info",),
+    ),
+    Endpoint("/metrics", "metrics for Prometheus", handlers.metrics, contents=(TEXT,), is_open=True),
+    _page("/openapi.json", "the schema, generated from the models that validate requests", show_openapi, is_open=True),
+    *(_page(path, "the page", static.sender(name), is_open=True) for path, name in static.PAGE_FILES.items()),
+    _page("/live", "the page's event stream", handlers.live),
+    _page("/live/requests/{request_id}", "the number of a request on the page's map", handlers.live_number),
+    _control("/pause", "begin no step", control.pause),
+    _control("/resume", "end a pause", control.resume),
+    _control("/is_paused", "whether steps wait for `/resume`", control.is_paused, "GET"),
+    _control("/update_weights", "serve other parameters", control.update_weights),
+    _control("/sleep", "free the device's memory", control.sleep),
+    _control("/wake_up", "take the memory back", control.wake_up),
+    _control("/is_sleeping", "whether steps wait for `/wake_up`", control.is_sleeping, "GET"),
+)
+
+
+def served(config: ServerConfig) -> tuple[Endpoint, ...]:
+    """Return the endpoints of a server."""
+    return tuple(each for each in ENDPOINTS if each.setting is None or getattr(config, each.setting))

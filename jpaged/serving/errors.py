@@ -1,0 +1,50 @@
+"""Errors of the API."""
+
+from typing import Any
+
+# The code for programs and the type in OpenAI's API of an error, by its HTTP status.
+STATUSES = {
+    400: ("invalid_value", "BadRequestError"),
+    401: ("invalid_api_key", "AuthenticationError"),
+    403: ("forbidden", "PermissionDeniedError"),
+    404: ("not_found", "NotFoundError"),
+    408: ("request_timeout", "TimeoutError"),
+    413: ("request_too_large", "BadRequestError"),
+    503: ("service_unavailable", "ServiceUnavailableError"),
+    504: ("timeout", "TimeoutError"),
+}
+CLIENTS_FAULT, SERVERS_FAULT = ("invalid_request_error", "BadRequestError"), ("internal_error", "InternalServerError")
+
+
+class ApiError(Exception):
+    """Error in the API's form.
+
+    Args:
+        param: name of the field that is wrong.
+        code: error code for programs; None: that of the status.
+        retry_after: seconds.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        *,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ):
+        super().__init__(message)
+        self.status, self.message, self.param, self.retry_after = status, message, param, retry_after
+        default, self._type = STATUSES.get(status, CLIENTS_FAULT if status < 500 else SERVERS_FAULT)
+        self.code = code or default
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """JSON body of the response."""
+        return {"error": {"message": self.message, "type": self._type, "param": self.param, "code": self.code}}
+
+
+def unknown_model(name: str, served: str) -> ApiError:
+    """Return the error of a request for a model that is not served."""
+    return ApiError(404, f"model: {name!r} is not served here; {served!r} is", "model", code="model_not_found")

@@ -1,0 +1,84 @@
+"""Types of the fields of requests, and the fields of features that are not served."""
+
+from types import NoneType
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, FailFast, Field, create_model
+
+
+class Strict(BaseModel):
+    """Object of which unknown fields are rejected, and values are not converted."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class Open(Strict):
+    """Part of a conversation, in which unknown fields are ignored, because clients add their own."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class _AtOnce(FailFast):
+    """Validator that rejects a list for its first wrong item: naming millions takes minutes and gigabytes."""
+
+    __hash__ = object.__hash__  # FailFast has none, and a union of types needs one
+
+
+T = TypeVar("T")
+Items = Annotated[list[T], _AtOnce()]
+
+# The neutral value of a field whose feature is not served: null, or an empty list or object.
+Nothing = Annotated[list[Any], Field(max_length=0)] | Annotated[dict[str, Any], Field(max_length=0)] | None
+
+
+def _renamed(name: str) -> str:
+    return f"absent (its name today is structured_outputs.{name})"
+
+
+# Fields of features that are not served: the values that ask for nothing, and their description in an error.
+UNSERVED: dict[str, tuple[Any, str | None]] = {
+    "include_reasoning": (Literal[True], "true: reasoning is part of the text"),
+    "separate_reasoning": (Literal[True], "true; reasoning is part of the text"),
+    "stream_reasoning": (Literal[True], "true: reasoning is streamed like all text"),
+    "no_stop_trim": (Literal[False], "false; see include_stop_str_in_output"),
+    "return_hidden_states": (Literal[False], None),
+    "logits_processors": (Nothing, None),
+    "guided_json": (Nothing, _renamed("json")),
+    "guided_regex": (Nothing, _renamed("regex")),
+    "guided_choice": (Nothing, _renamed("choice")),
+    "guided_grammar": (Nothing, _renamed("grammar")),
+    "guided_json_object": (Literal[False], _renamed("json_object")),
+    "guided_whitespace_pattern": (Nothing, _renamed("whitespace_pattern")),
+    "guided_decoding_backend": (NoneType, "absent: llguidance compiles every constraint"),
+    "kv_transfer_params": (Nothing, None),
+    "vllm_xargs": (Nothing, None),
+    "store": (Literal[False], "false: nothing is stored"),
+    "service_tier": (Literal["auto", "default"], None),
+}
+UNSERVED_IN_COMPLETIONS: dict[str, tuple[Any, str | None]] = {
+    "suffix": (Literal[""], "empty: nothing is inserted before it"),
+}
+UNSERVED_IN_CHATS: dict[str, tuple[Any, str | None]] = {
+    "modalities": (list[Literal["text"]], None),
+    "add_special_tokens": (Literal[False], "false: the template brings them"),
+    "function_call": (Literal["none"], None),
+    "functions": (Nothing, None),
+    "audio": (Nothing, None),
+    "prediction": (Nothing, None),
+    "documents": (Nothing, None),
+    "mm_processor_kwargs": (Nothing, None),
+    "web_search_options": (NoneType, None),
+}
+
+
+def optional_fields(name: str, types: dict[str, tuple[Any, str | None]]) -> type[Strict]:
+    """Return a base class with fields that a request may omit or set to null.
+
+    Args:
+        types: type and description of each field, by its name.
+    """
+    fields: dict[str, Any] = {
+        field: (kind | None, Field(default=None, description=description))
+        for field, (kind, description) in types.items()
+    }
+    return create_model(name, __base__=Strict, **fields)

@@ -125,13 +125,19 @@ class Measurement:
     latencies: dict[str, Spread | None]
 
 
-def spread(values: Iterable[float | None]) -> Spread | None:
-    """Return the distribution of the values that are not None; None if there are none."""
-    known = [value for value in values if value is not None]
-    if not known:
+def spread(values: Sequence[float]) -> Spread | None:
+    """Return the distribution of values; None if there are none."""
+    if not values:
         return None
-    median, p90, p99 = np.percentile(known, [50, 90, 99]).tolist()
-    return Spread(statistics.fmean(known), median, p90, p99, max(known))
+    median, p90, p99 = np.percentile(values, [50, 90, 99]).tolist()
+    return Spread(statistics.fmean(values), median, p90, p99, max(values))
+
+
+def latencies(name: str, records: Iterable[Record]) -> list[float]:
+    """Return the latencies of a name of LATENCIES, in seconds; several of each request if it is itl."""
+    if name == "itl":
+        return [gap for record in records for gap in record.gaps]
+    return [value for record in records if (value := getattr(record, name)) is not None]
 
 
 def measure(records: Sequence[Record], limits: Mapping[str, float] | None = None) -> Measurement:
@@ -144,9 +150,6 @@ def measure(records: Sequence[Record], limits: Mapping[str, float] | None = None
     duration = max(record.ended for record in records) - min(record.sent for record in records)
     prompt_tokens = sum(record.prompt_tokens or 0 for record in done)
     output_tokens = sum(record.tokens for record in done)
-    latencies = {
-        name: spread(getattr(record, name) for record in done) for name in LATENCIES if name != "itl"
-    } | {"itl": spread(gap for record in done for gap in record.gaps)}  # fmt: skip
 
     def per_second(amount: float) -> float:
         return amount / duration if duration > 0 else 0.0
@@ -164,7 +167,7 @@ def measure(records: Sequence[Record], limits: Mapping[str, float] | None = None
         output_throughput=per_second(output_tokens),
         total_throughput=per_second(prompt_tokens + output_tokens),
         goodput=per_second(sum(_good(record, limits) for record in done)) if limits else None,
-        latencies={name: latencies[name] for name in LATENCIES},
+        latencies={name: spread(latencies(name, done)) for name in LATENCIES},
     )
 
 

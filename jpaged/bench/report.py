@@ -1,12 +1,12 @@
 """Reports of a result: text for people, and JSON for programs."""
 
-import importlib.metadata
 import math
 import os
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from importlib.metadata import version
 from typing import Any
 
 from jpaged.bench.measure import Record
@@ -21,6 +21,8 @@ SHOWN = (
     ("normalised", "normalised latency", "ms/token", 1e3),
     ("delay", "sent later than due", "ms", 1e3),
 )
+
+COLUMNS = "requests/s,completed,served/s,output tok/s,normalised ms/tok,ttft p50 ms,ttft p99 ms,itl p99 ms,failed"
 
 
 def text(result: Result, settings: Settings) -> str:
@@ -37,15 +39,15 @@ def document(result: Result, settings: Settings, url: str, *, per_request: bool 
     Args:
         per_request: include the times of each request, counted from the start of its run.
     """
-    given = asdict(settings)
-    given["rates"] = [_number(rate) for rate in settings.rates]
-    given["workload"]["file"] = str(settings.workload.file) if settings.workload.file else None
+    values = asdict(settings)
+    values["rates"] = [_number(rate) for rate in settings.rates]
+    values["workload"]["file"] = str(settings.workload.file) if settings.workload.file else None
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": {"python": platform.python_version(), **{n: _version(n) for n in ("jpaged", "aiohttp")}},
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in ("jpaged", "aiohttp")}},
         "client": {"platform": platform.platform(), "cpus": os.cpu_count()},
         "server": {"url": url, "model": result.model, "max_model_len": result.max_model_len},
-        "settings": given,
+        "settings": values,
         "notes": result.notes,
         "runs": [_document(run, per_request) for run in result.runs],
     }
@@ -62,67 +64,61 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 def failures(run: Run) -> str:
     """Return the number of failures of each kind, and the first message; empty if nothing failed."""
-    said = {record.failure: record.detail for record in reversed(run.records)}
-    return "; ".join(f"{kind} ({count}): {said[kind]}" for kind, count in run.measurement.failures.items())
+    details = {record.failure: record.detail for record in reversed(run.records)}
+    return "; ".join(f"{kind} ({count}): {details[kind]}" for kind, count in run.measurement.failures.items())
 
 
 def _run(run: Run, settings: Settings) -> str:
-    found = run.measurement
+    summary = run.measurement
     pace = "all at once" if math.isinf(run.rate) else f"{run.rate:g} requests/s"
     if settings.concurrency:
         pace = f"{'' if math.isinf(run.rate) else pace + ', '}at most {settings.concurrency} at a time"
     rows = [["", "mean", "median", "p90", "p99", "max"]]
     for name, title, unit, scale in SHOWN:
         if name != "delay" or not math.isinf(run.rate):  # without a rate nothing is due at any time
-            spread = found.latencies[name]
+            spread = summary.latencies[name]
             values = [f"{value * scale:.2f}" for value in spread] if spread else ["-"] * 5
             rows.append([f"{title} ({unit})", *values])
     lines = [
-        f"{settings.workload.kind}: {found.requests} requests, {pace}",
+        f"{settings.workload.kind}: {summary.requests} requests, {pace}",
         "",
         table(rows),
         "",
-        f"completed {found.completed} of {found.requests} in {found.duration:.2f} s",
+        f"completed {summary.completed} of {summary.requests} in {summary.duration:.2f} s",
         f"failed: {failures(run) or 'none'}",
-        f"throughput: {found.request_throughput:.2f} requests/s, {found.output_throughput:.1f} output tokens/s, "
-        f"{found.total_throughput:.1f} tokens/s in and out",
+        f"throughput: {summary.request_throughput:.2f} requests/s, {summary.output_throughput:.1f} output tokens/s, "
+        f"{summary.total_throughput:.1f} tokens/s in and out",
     ]
-    if found.goodput is not None:
+    if summary.goodput is not None:
         limits = ", ".join(f"{name} {limit:g} ms" for name, limit in settings.goodput.items())
-        lines.append(f"goodput: {found.goodput:.2f} requests/s within {limits}")
-    if found.completed:
+        lines.append(f"goodput: {summary.goodput:.2f} requests/s within {limits}")
+    if summary.completed:
         lines.append(
-            f"tokens: {found.prompt_tokens} in, {found.output_tokens} out ({run.asked} asked for) "
-            f"in {found.chunks} chunks of text"
+            f"tokens: {summary.prompt_tokens} in, {summary.output_tokens} out ({run.asked} asked for) "
+            f"in {summary.chunks} chunks of text"
         )
-    if uncounted := found.completed - found.counted:
+    if uncounted := summary.completed - summary.counted:
         lines.append(f"the server did not count the tokens of {uncounted} answers: their chunks were counted")
     return "\n".join(lines)
 
 
 def _curve(runs: Sequence[Run]) -> str:
-    head = ["requests/s", "completed", "served/s", "output tok/s", "normalised ms/tok", "ttft p50 ms", "ttft p99 ms",
-            "itl p99 ms", "failed"]  # fmt: skip
-    rows = [head]
+    """Return a table with a row for each rate."""
+    rows = [COLUMNS.split(",")]
     for run in runs:
-        found, latencies = run.measurement, run.measurement.latencies
-        cells = [
-            f"{spread[at] * 1e3:.2f}" if (spread := latencies[name]) else "-"
-            for name, at in (("normalised", 0), ("ttft", 1), ("ttft", 3), ("itl", 3))
-        ]
-        rows.append(
-            [f"{run.rate:g}", str(found.completed), f"{found.request_throughput:.2f}", f"{found.output_throughput:.1f}",
-             *cells, str(found.requests - found.completed)]
-        )  # fmt: skip
+        summary, latencies = run.measurement, run.measurement.latencies
+        normalised, ttft, itl = (latencies[name] for name in ("normalised", "ttft", "itl"))
+        seconds = [normalised and normalised.mean, ttft and ttft.median, ttft and ttft.p99, itl and itl.p99]
+        counts = [f"{summary.completed}", f"{summary.request_throughput:.2f}", f"{summary.output_throughput:.1f}"]
+        cells = ["-" if value is None else f"{value * 1e3:.2f}" for value in seconds]
+        rows.append([f"{run.rate:g}", *counts, *cells, str(summary.requests - summary.completed)])
     return table(rows)
 
 
 def _document(run: Run, per_request: bool) -> dict[str, Any]:
-    found = asdict(run.measurement)
-    found["latencies"] = {
-        name: spread and spread._asdict() for name, spread in run.measurement.latencies.items()
-    }  # fmt: skip
-    body = {"request_rate": _number(run.rate), "output_tokens_asked": run.asked, **found}
+    latencies = {name: spread and spread._asdict() for name, spread in run.measurement.latencies.items()}
+    body = {"request_rate": _number(run.rate), "output_tokens_asked": run.asked, **asdict(run.measurement)}
+    body["latencies"] = latencies
     if per_request:
         start = min(record.due for record in run.records)
         body["per_request"] = [_record(record, start) for record in run.records]
@@ -137,10 +133,3 @@ def _record(record: Record, start: float) -> dict[str, Any]:
 def _number(value: float) -> float | str:
     """Return a value for JSON, which has no infinity."""
     return value if math.isfinite(value) else "inf"
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -50,11 +50,8 @@ class Settings:
     def __post_init__(self) -> None:
         if self.endpoint not in PATHS:
             raise ValueError(f"endpoint: must be one of {', '.join(PATHS)}, not {self.endpoint!r}")
-        for name, values in (
-            ("request_rate", self.rates),
-            ("burstiness", [self.burstiness]),
-            ("timeout", [self.timeout]),
-        ):
+        positive = {"request_rate": self.rates, "burstiness": [self.burstiness], "timeout": [self.timeout]}
+        for name, values in positive.items():
             if not all(value > 0 for value in values):
                 raise ValueError(f"{name}: must be above 0, not {min(values)}")
         if self.concurrency is not None and self.concurrency < 1:
@@ -122,12 +119,10 @@ async def bench_server(client: Client, settings: Settings, *, progress: bool = T
 def bodies(model: str, settings: Settings, jobs: Sequence[Job]) -> list[dict[str, Any]]:
     """Return the body of each job's request."""
     ignore_eos = settings.workload.kind != "file" if settings.ignore_eos is None else settings.ignore_eos
-    common = {
-        "model": model, "temperature": settings.temperature, "stream": True, "stream_options": {"include_usage": True},
-    } | ({"ignore_eos": True} if ignore_eos else {})  # fmt: skip
+    common = {"model": model, "temperature": settings.temperature}
+    common |= {"stream": True, "stream_options": {"include_usage": True}} | ({"ignore_eos": True} if ignore_eos else {})
+    further = dict(settings.extra_body or {})
     return [
-        common
-        | prompt_fields(settings.endpoint, job.content)
-        | {"max_tokens": job.max_tokens, **(settings.extra_body or {})}
+        common | prompt_fields(settings.endpoint, job.content) | {"max_tokens": job.max_tokens} | further
         for job in jobs
     ]

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jpaged.bench.source import draw, open_file
@@ -27,20 +27,19 @@ class Throughput:
     prompt_tokens: int
     output_tokens: int
     duration: float
-    notes: list[str]
+    notes: Sequence[str] = ()
 
 
 def measure(
-    llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingParams], *, progress: bool = True,
-    notes: Sequence[str] = (),
-) -> Throughput:  # fmt: skip
+    llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingParams], *, progress: bool = True
+) -> Throughput:
     """Generate for all prompts after a short warm-up, and count the tokens."""
     llm.generate(prompts[0][:1], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
     start = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=progress)
     duration = time.perf_counter() - start
     made = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
-    return Throughput(len(prompts), sum(map(len, prompts)), made, duration, list(notes))
+    return Throughput(len(prompts), sum(map(len, prompts)), made, duration)
 
 
 class EngineTokens:
@@ -71,12 +70,10 @@ class EngineTokens:
 def bench_engine(llm: LLM, workload: Workload, *, progress: bool = True) -> Throughput:
     """Measure greedy generation for a workload. If lengths are drawn, no output ends before its length."""
     tokens, room = EngineTokens(llm), llm.engine.limits.max_model_len
-    if workload.file:
-        source = asyncio.run(open_file(workload, tokens, room))
-    else:
-        source = asyncio.run(draw(workload, tokens, room, token_ids=True))
+    making = open_file(workload, tokens, room) if workload.file else draw(workload, tokens, room, token_ids=True)
+    source = asyncio.run(making)
     jobs = source.jobs("run 0")
     prompts = [tokens.prompt(job.content) for job in jobs]
     ignore_eos = workload.file is None
     params = [SamplingParams(max_tokens=job.max_tokens, temperature=0, ignore_eos=ignore_eos) for job in jobs]
-    return measure(llm, prompts, params, progress=progress, notes=source.notes)
+    return replace(measure(llm, prompts, params, progress=progress), notes=source.notes)

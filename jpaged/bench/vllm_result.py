@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jpaged.bench.measure import Record
+from jpaged.bench.measure import Record, latencies
 from jpaged.bench.serve import Result, Run, Settings
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
@@ -26,7 +26,7 @@ def document(
         percentiles: numbers between 0 and 100.
         detailed: include the lengths, latencies (in seconds) and errors of each request.
     """
-    found = run.measurement
+    summary = run.measurement
     done = [record for record in run.records if record.failure is None]
     facts = {
         "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
@@ -35,30 +35,24 @@ def document(
         "label": label,
         "model_id": result.model,
         "tokenizer_id": settings.tokenizer or result.model,
-        "num_prompts": found.requests,
+        "num_prompts": summary.requests,
         **metadata,
         "request_rate": run.rate if math.isfinite(run.rate) else "inf",
         "burstiness": settings.burstiness,
         "max_concurrency": settings.concurrency,
-        "duration": found.duration,
-        "completed": found.completed,
-        "failed": found.requests - found.completed,
-        "total_input_tokens": found.prompt_tokens,
-        "total_output_tokens": found.output_tokens,
-        "request_throughput": found.request_throughput,
-        "request_goodput": found.goodput,
-        "output_throughput": found.output_throughput,
-        "total_token_throughput": found.total_throughput,
+        "duration": summary.duration,
+        "completed": summary.completed,
+        "failed": summary.requests - summary.completed,
+        "total_input_tokens": summary.prompt_tokens,
+        "total_output_tokens": summary.output_tokens,
+        "request_throughput": summary.request_throughput,
+        "request_goodput": summary.goodput,
+        "output_throughput": summary.output_throughput,
+        "total_token_throughput": summary.total_throughput,
     }
     for name in metrics:
-        facts |= _spread(name, _values(name, done), percentiles)
+        facts |= _spread(name, latencies(name, done), percentiles)
     return facts | (_requests(run.records) if detailed else {})
-
-
-def _values(name: str, records: Sequence[Record]) -> list[float]:
-    if name == "itl":
-        return [gap for record in records for gap in record.gaps]
-    return [value for record in records if (value := getattr(record, name)) is not None]
 
 
 def _spread(name: str, values: Sequence[float], percentiles: Sequence[float]) -> dict[str, float]:

@@ -62,5 +62,5 @@ def test_spread_of_values_has_the_usual_percentiles():
     cuts = statistics.quantiles(values, n=100, method="inclusive")
     assert spread(values[::-1])[1:] == pytest.approx((cuts[49], cuts[89], cuts[98], 36.0**2))
     assert spread([4.0]) == Spread(4.0, 4.0, 4.0, 4.0, 4.0)
-    assert spread([3.0, None, 1.0]) == Spread(2.0, 2.0, pytest.approx(2.8), pytest.approx(2.98), 3.0)
-    assert spread([None]) is None
+    assert spread([3.0, 1.0]) == Spread(2.0, 2.0, pytest.approx(2.8), pytest.approx(2.98), 3.0)
+    assert spread([]) is None

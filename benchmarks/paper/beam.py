@@ -36,7 +36,7 @@ from jpaged.core.plan import StepResult
 from jpaged.engine.engine import Engine
 from jpaged.llm import LLM
 from jpaged.serving.app import make_app
-from jpaged.serving.service import ServerConfig, make_service
+from jpaged.serving.service import ServerConfig, Service
 
 LIMIT = 1.3  # times a step of sampling
 PARTS = ("schedule", "runner", "commit")
@@ -132,7 +132,7 @@ def compare(report: Report, llm: LLM, *, width: int, requests: int, prompt: int,
 
 async def through_the_api(report: Report, llm: LLM, args: argparse.Namespace) -> None:
     """Both kinds as clients of the server have them, at the shortest context."""
-    service = make_service([llm.engine], llm.tokenizer, "served", ServerConfig())
+    service = Service([llm.engine], llm.tokenizer, "served", ServerConfig())
     runner = web.AppRunner(make_app(service), access_log=None)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()

@@ -29,10 +29,10 @@ from jpaged.cli import workload
 from jpaged.cli.bench_flags import BENCH
 from jpaged.cli.model import API_KEYS, api_key
 from jpaged.cli.peer_flags import Object
+from jpaged.serving.listen import allow_many_connections
 
 PEERS = BENCH
 BACKENDS = ("openai", "openai-chat", "vllm", "vllm-chat", "sglang", "sglang-oai", "sglang-oai-chat", "lmdeploy", "tgi")
-MANY = 65_536  # connections
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -135,7 +135,7 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"result_filename: needs one request rate, not {len(args.rates)}")
     settings = Settings(**{field.name: getattr(args, field.name) for field in fields(Settings)})
     url = args.url or f"http://{args.host}:{args.port}"
-    allow_connections()
+    allow_many_connections()
     result = asyncio.run(bench(url, api_key(args), settings))
     print(report.text(result, settings))
     if args.out:
@@ -166,18 +166,6 @@ def _save_results(args: argparse.Namespace, result: Result, settings: Settings) 
 def _write(path: Path, content: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n")
-
-
-def allow_connections() -> None:
-    """Raise this process's limit of open files: each concurrent request needs one."""
-    try:
-        import resource
-    except ImportError:  # not on Windows, which has no such limit either
-        return
-    least, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MANY if most == resource.RLIM_INFINITY else min(most, MANY)
-    if least != resource.RLIM_INFINITY and least < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 async def bench(url: str, api_key: str | None, settings: Settings) -> Result:

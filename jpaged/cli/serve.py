@@ -37,7 +37,7 @@ from jpaged.parallel.nodes import Nodes
 from jpaged.serving.listen import bind, bound_unix
 from jpaged.serving.logs import LEVELS, logging_to
 from jpaged.serving.origins import is_loopback
-from jpaged.serving.service import API_KEY_VARIABLE, ServerConfig, make_service
+from jpaged.serving.service import API_KEY_VARIABLE, ServerConfig, Service
 from jpaged.serving.tools import FORMATS, tool_format
 from jpaged.setting import kind, settings
 
@@ -217,7 +217,7 @@ def _serve(
                 for each in on_further_devices(prepared, args.data_parallel_size)
             ]
         _, tokenizer, sampling_defaults = loaded[0]
-        service = make_service(
+        service = Service(
             [each.engine for each in loaded], tokenizer, (args.served_model_name or [args.model])[0], config,
             sampling_defaults=sampling_defaults,
             tool_format=tool_format(args.tool_call_parser, tokenizer, config.chat_template),

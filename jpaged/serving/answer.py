@@ -12,9 +12,11 @@ from jpaged.serving.protocol import ChatRequest, CompletionRequest, GenerationRe
 from jpaged.serving.tools import ToolCallDelta, ToolParser
 from jpaged.tokenizer import TokenDecoder, Vocabulary
 
-LEAST_LOGPROB = -9999.0  # JSON has no -inf; this is the API's word for a token that can't be
-VOCABULARY = 2**17  # about the entries of a list of all tokens
-NEARBY = 16  # characters within which a token of a prompt is looked for if the tokenizer has changed the prompt's text
+LEAST_LOGPROB = -9999.0  # stands for -inf, which JSON does not have, as in OpenAI's API
+VOCABULARY = 2**17  # approximate number of entries in a list of all tokens
+NEARBY = 16  # characters in which a prompt's token is searched if the tokenizer has changed the prompt's text
+
+type NewParser = Callable[[], ToolParser] | None
 
 
 class Prompt(NamedTuple):
@@ -41,9 +43,9 @@ class _Choice:
     """One choice: all of it so far or, when streaming, the part that has not been sent yet.
 
     Attributes:
-        decoder: gives the text of its new tokens, which places them; None where places are not shown.
-        length: characters of the text of its tokens; parts of one character count as it once the last of them is there.
-        parser: finds tool calls in its text; None without tools.
+        decoder: decodes new tokens, whose offsets follow from the texts; None if offsets are not returned.
+        length: characters of the decoded text. A character of several tokens counts when the last of them is there.
+        parser: finds tool calls in the text; None without tools.
     """
 
     text: str = ""
@@ -140,20 +142,19 @@ class Answer:
         """Return the fields for the log."""
         usage = self._usage()
         reasons = [choice.finish_reason and str(choice.finish_reason) for choice in self._choices.values()]
-        return {
-            "id": self.id, "prompt_tokens": usage["prompt_tokens"], "completion_tokens": usage["completion_tokens"],
-            "cached_tokens": sum(self._cached_tokens), "finish_reasons": reasons,
-        }  # fmt: skip
+        counts = {name: usage[name] for name in ("prompt_tokens", "completion_tokens")}
+        return {"id": self.id, **counts, "cached_tokens": sum(self._cached_tokens), "finish_reasons": reasons}
 
     def _usage(self) -> dict[str, Any]:
-        given, made = self._prompt_tokens, self._completion_tokens
-        return {
-            "prompt_tokens": given, "completion_tokens": made, "total_tokens": given + made,
-            "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens)},
-        }  # fmt: skip
+        counts = {"prompt_tokens": self._prompt_tokens, "completion_tokens": self._completion_tokens}
+        details = {"cached_tokens": sum(self._cached_tokens)}
+        return counts | {"total_tokens": sum(counts.values()), "prompt_tokens_details": details}
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
-        """Return a chunk of one choice. Its usage, that of the response so far, is null if only the last one has it."""
+        """Return a chunk of one choice.
+
+        Its usage is that of the response so far; it is null if only the last chunk of the stream has a usage.
+        """
         chunk = {**self._head, "object": self.chunk_name, "choices": [choice]}
         if self._options.continuous_usage_stats:
             chunk["usage"] = self._usage()
@@ -232,12 +233,9 @@ class CompletionAnswer(Answer):
     def _prompt_text(self, prompt: Prompt) -> str:
         if prompt.text is not None:
             return prompt.text
-        tokenizer = self._vocabulary.tokenizer
-        return (
-            ""
-            if tokenizer is None
-            else tokenizer.decode(prompt.token_ids, skip_special_tokens=self._skip_special_tokens)
-        )
+        if (tokenizer := self._vocabulary.tokenizer) is None:
+            return ""
+        return tokenizer.decode(prompt.token_ids, skip_special_tokens=self._skip_special_tokens)
 
     def _ids(self, index: int, choice: _Choice) -> dict[str, Any]:
         """Return the token ids of a chunk; a choice's first chunk includes the prompt's."""
@@ -279,14 +277,7 @@ class ChatAnswer(Answer):
 
     prefix, object_name, chunk_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(
-        self,
-        model: str,
-        vocabulary: Vocabulary,
-        body: ChatRequest,
-        prompt: Prompt,
-        new_parser: Callable[[], ToolParser] | None = None,
-    ):
+    def __init__(self, model: str, vocabulary: Vocabulary, body: ChatRequest, prompt: Prompt, new_parser: NewParser):
         super().__init__(model, vocabulary, body, [prompt])
         self._new_parser = new_parser
         self._names_tool = body.names_tool
@@ -327,7 +318,7 @@ class ChatAnswer(Answer):
 
     def _end(self, choice: _Choice) -> dict[str, Any]:
         end = super()._end(choice)
-        # Who names the function to be called knows that it was; so the API gives "stop" there.
+        # With a `tool_choice` that names the function, `finish_reason` is "stop", as in OpenAI's API.
         called = choice.parser is not None and choice.parser.called and not self._names_tool
         return end | {"finish_reason": "tool_calls"} if called and end["finish_reason"] == FinishReason.STOP else end
 
@@ -363,27 +354,27 @@ class ChatAnswer(Answer):
 def _offsets(text: str, tokens: Sequence[int], vocabulary: Vocabulary, skip_special_tokens: bool) -> list[int]:
     """Return the offset of each token of a prompt in the prompt's text.
 
-    The text may have special tokens that are skipped elsewhere, and the tokenizer may have added a space to it or
-    changed it.
+    The text may contain special tokens, although `skip_special_tokens` leaves them out of other texts. The tokenizer
+    may have added a space to the text, or changed it.
     """
     decoder, end, offsets = TokenDecoder(vocabulary, [], skip_special_tokens=skip_special_tokens), 0, []
     for token in tokens:
-        own, piece, start = vocabulary.text(token), decoder.step(token), end
-        if token in vocabulary.special and text.startswith(own, end):
-            piece = own
+        spelling, piece, start = vocabulary.text(token), decoder.step(token), end
+        if token in vocabulary.special and text.startswith(spelling, end):
+            piece = spelling
         elif not text.startswith(piece, end):
             if piece[0] == " " and text.startswith(piece[1:], end):
                 piece = piece[1:]
             else:
                 start = max(end, text.find(piece, end, end + len(piece) + NEARBY))
-        offsets.append(min(start + _bytes_before(piece, own), len(text)))
+        offsets.append(min(start + _bytes_before(piece, spelling), len(text)))
         end = min(start + len(piece), len(text))
     return offsets
 
 
-def _bytes_before(text: str, own: str) -> int:
-    """Return the characters before a token's own in the text that it completes: bytes that have become no character."""
-    return len(text) - len(own) if text.endswith(own) else 0
+def _bytes_before(piece: str, spelling: str) -> int:
+    """Return the characters of a decoded piece before the text of its last token: bytes of earlier, cut-off tokens."""
+    return len(piece) - len(spelling) if piece.endswith(spelling) else 0
 
 
 def _call_delta(call: ToolCallDelta) -> dict[str, Any]:

@@ -157,12 +157,10 @@ class Conversation(Strict):
         """
         going_on = bool(self.continue_final_message)
         if going_on and self.add_generation_prompt:
-            raise ApiError(
-                400, "continue_final_message: contradicts add_generation_prompt: true", "continue_final_message"
-            )
+            message = "continue_final_message: contradicts add_generation_prompt: true"
+            raise ApiError(400, message, "continue_final_message")
         levels = {name: level for name in ("reasoning_effort", "verbosity") if (level := getattr(self, name))}
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()] or None
-        return {
-            "tools": tools, "add_generation_prompt": self._prompting, "continue_final_message": going_on,
-            "variables": (self.chat_template_kwargs or {}) | levels,
-        }  # fmt: skip
+        variables = (self.chat_template_kwargs or {}) | levels
+        prompting = {"add_generation_prompt": self._prompting, "continue_final_message": going_on}
+        return {"tools": tools, "variables": variables, **prompting}

@@ -1,5 +1,6 @@
 """Types of the fields of requests, and the fields of features that are not served."""
 
+from collections.abc import Mapping
 from types import NoneType
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -29,11 +30,7 @@ Items = Annotated[list[T], _AtOnce()]
 
 # The neutral value of a field whose feature is not served: null, or an empty list or object.
 Nothing = Annotated[list[Any], Field(max_length=0)] | Annotated[dict[str, Any], Field(max_length=0)] | None
-
-
-def _renamed(name: str) -> str:
-    return f"absent (its name today is structured_outputs.{name})"
-
+TODAY = "its name today is structured_outputs"
 
 # Fields of features that are not served: the values that ask for nothing, and their description in an error.
 UNSERVED: dict[str, tuple[Any, str | None]] = {
@@ -42,36 +39,26 @@ UNSERVED: dict[str, tuple[Any, str | None]] = {
     "stream_reasoning": (Literal[True], "true: reasoning is streamed like all text"),
     "no_stop_trim": (Literal[False], "false; see include_stop_str_in_output"),
     "return_hidden_states": (Literal[False], None),
-    "logits_processors": (Nothing, None),
-    "guided_json": (Nothing, _renamed("json")),
-    "guided_regex": (Nothing, _renamed("regex")),
-    "guided_choice": (Nothing, _renamed("choice")),
-    "guided_grammar": (Nothing, _renamed("grammar")),
-    "guided_json_object": (Literal[False], _renamed("json_object")),
-    "guided_whitespace_pattern": (Nothing, _renamed("whitespace_pattern")),
+    **{
+        f"guided_{name}": (Literal[False] if name == "json_object" else Nothing, f"absent ({TODAY}.{name})")
+        for name in ("json", "regex", "choice", "grammar", "json_object", "whitespace_pattern")
+    },
     "guided_decoding_backend": (NoneType, "absent: llguidance compiles every constraint"),
-    "kv_transfer_params": (Nothing, None),
-    "vllm_xargs": (Nothing, None),
     "store": (Literal[False], "false: nothing is stored"),
     "service_tier": (Literal["auto", "default"], None),
+    **dict.fromkeys(("logits_processors", "kv_transfer_params", "vllm_xargs"), (Nothing, None)),
 }
-UNSERVED_IN_COMPLETIONS: dict[str, tuple[Any, str | None]] = {
-    "suffix": (Literal[""], "empty: nothing is inserted before it"),
-}
-UNSERVED_IN_CHATS: dict[str, tuple[Any, str | None]] = {
+UNSERVED_IN_COMPLETIONS = {"suffix": (Literal[""], "empty: nothing is inserted before it")}
+UNSERVED_IN_CHATS = {
     "modalities": (list[Literal["text"]], None),
     "add_special_tokens": (Literal[False], "false: the template brings them"),
     "function_call": (Literal["none"], None),
-    "functions": (Nothing, None),
-    "audio": (Nothing, None),
-    "prediction": (Nothing, None),
-    "documents": (Nothing, None),
-    "mm_processor_kwargs": (Nothing, None),
     "web_search_options": (NoneType, None),
+    **dict.fromkeys(("functions", "audio", "prediction", "documents", "mm_processor_kwargs"), (Nothing, None)),
 }
 
 
-def optional_fields(name: str, types: dict[str, tuple[Any, str | None]]) -> type[Strict]:
+def optional_fields(name: str, types: Mapping[str, tuple[Any, str | None]]) -> type[Strict]:
     """Return a base class with fields that a request may omit or set to null.
 
     Args:

@@ -122,7 +122,7 @@ async def respond(request: web.Request, exchange: Exchange) -> web.StreamRespons
                     await response.write(part)
             await response.write_eof()
     except ConnectionResetError:
-        raise  # there is nobody to tell
+        raise  # nobody reads an answer
     except Exception as failure:
         if isinstance(failure, TimeoutError):
             failure = timed_out(service)
@@ -169,7 +169,7 @@ async def _end(request: web.Request, response: web.StreamResponse, error: ApiErr
     await response.write(stream_end(error))
     try:
         async with asyncio.timeout(ERROR_FLUSH_TIMEOUT_S):
-            # aiohttp's own wait for this can't be begun again, once the request's time has ended it.
+            # aiohttp's drain can't be awaited again after the time limit of the request has cancelled it.
             while request.transport is not None and request.transport.get_write_buffer_size():
                 await asyncio.sleep(0.05)
     except TimeoutError:

@@ -10,6 +10,7 @@ import errno
 import logging
 import math
 import os
+import resource
 import socket
 import stat
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # asyncio tries again a second later
 REPORT_INTERVAL_S = 60.0
+MANY_CONNECTIONS = 65_536
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
@@ -29,12 +31,12 @@ def bind(host: str, port: int) -> list[socket.socket]:
         OSError: an address is in use.
     """
     try:
-        # Without SO_REUSEADDR first: it lets two servers that start together bind a port to which neither listens yet.
+        # First without SO_REUSEADDR, with which two servers could bind the same port before either listens.
         return asyncio.run(_bind(host, port, reuse_address=False))
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
-    return asyncio.run(_bind(host, port, reuse_address=True))  # connections of a server that has ended hold no port
+    return asyncio.run(_bind(host, port, reuse_address=True))  # connections of an ended server may hold the port
 
 
 async def _bind(host: str, port: int, *, reuse_address: bool) -> list[socket.socket]:
@@ -46,20 +48,28 @@ async def _bind(host: str, port: int, *, reuse_address: bool) -> list[socket.soc
     return sockets
 
 
+def allow_many_connections() -> None:
+    """Raise this process's limit of open files: a connection takes one, and the usual soft limit is 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MANY_CONNECTIONS if hard == resource.RLIM_INFINITY else min(MANY_CONNECTIONS, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def limit_accept_reports(loop: asyncio.AbstractEventLoop) -> None:
     """Log in one line, at most once a minute, that connections can't be accepted.
 
-    asyncio reports each attempt with a traceback, a thousand in a second, and tries as often again a second later, even
-    if the socket has been closed meanwhile.
+    asyncio makes up to a thousand attempts at once, reports each with a traceback, and tries again a second later, even
+    on a socket that has been closed meanwhile.
     """
-    told = -math.inf
+    reported = -math.inf
 
     def report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        nonlocal told
+        nonlocal reported
         error = context.get("exception")
         if "socket" in context and isinstance(error, OSError) and error.errno in SHORTAGES:
-            if loop.time() >= told + REPORT_INTERVAL_S:
-                told = loop.time()
+            if loop.time() >= reported + REPORT_INTERVAL_S:
+                reported = loop.time()
                 logger.warning("new connections wait until others end: %s", error)
         elif not ("_start_serving" in context["message"] and isinstance(error, ValueError)):  # a closed socket
             loop.default_exception_handler(context)
@@ -74,14 +84,14 @@ def bound_unix(path: Path) -> Iterator[socket.socket]:
     Raises:
         OSError: another server listens at the path, or there is another file.
     """
-    with socket.socket(socket.AF_UNIX) as own:
+    with socket.socket(socket.AF_UNIX) as bound:
         with contextlib.suppress(FileNotFoundError):
             if stat.S_ISSOCK(path.stat().st_mode) and not _listens(path):
                 path.unlink()
-        own.bind(str(path))
+        bound.bind(str(path))
         created = path.stat()
         try:
-            yield own
+            yield bound
         finally:
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(path.stat(), created):

@@ -33,18 +33,11 @@ def _shorten_client_errors(record: logging.LogRecord) -> logging.LogRecord:
     error = record.exc_info[1] if record.exc_info else None
     if not isinstance(error, HttpProcessingError | web.RequestPayloadError | ConnectionError):
         return record
-    told = {"levelno": logging.WARNING, "levelname": "WARNING", "msg": f"a client's fault: {error!r:.300}"}
-    return logging.makeLogRecord(record.__dict__ | told | {"args": (), "exc_info": None})
+    warning = {"levelno": logging.WARNING, "levelname": "WARNING", "msg": f"a client's fault: {error!r:.300}"}
+    return logging.makeLogRecord(record.__dict__ | warning | {"args": (), "exc_info": None})
 
 
-class _Quiet:
-    """Handler that does not report unwritten lines."""
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        pass
-
-
-class _StreamHandler(_Quiet, logging.StreamHandler[TextIO]):
+class _StreamHandler(logging.StreamHandler[TextIO]):
     """Handler that skips lines if a pipe is full: a thread blocked by a write would keep the process from exiting."""
 
     def __init__(self, stream: TextIO):
@@ -67,10 +60,6 @@ class _StreamHandler(_Quiet, logging.StreamHandler[TextIO]):
             self.handleError(record)
 
 
-class _FileHandler(_Quiet, WatchedFileHandler):
-    """Handler that continues in a new file when the old one has been moved away."""
-
-
 @contextlib.contextmanager
 def logging_to(stream: TextIO, access_log: str, level: str = "info") -> Iterator[None]:
     """Write the log to the stream within the context, and the access log to its file.
@@ -89,14 +78,15 @@ def logging_to(stream: TextIO, access_log: str, level: str = "info") -> Iterator
     if access_log == "-":
         access = _StreamHandler(stream)
     elif access_log != "none":
-        access = _FileHandler(access_log)
+        access = WatchedFileHandler(access_log)  # a new file replaces one that has been moved away
     access.addFilter(lambda record: record.name == "jpaged.access")
     waiting: queue.Queue[logging.LogRecord] = queue.Queue(MAX_WAITING)
-    # The message alone: it is the listener's handlers that say when and whence.
+    # Only the message is queued: the handlers of the listener add the time and the name of the logger.
     entry = _Dropping(waiting)
     entry.addFilter(_shorten_client_errors)
     logging.getLogger("jpaged.access").setLevel(logging.INFO)
     logging.basicConfig(level=level.upper(), format="%(message)s", handlers=[entry], force=True)
+    reports, logging.raiseExceptions = logging.raiseExceptions, False  # no report of a line that can't be written
     listener = QueueListener(waiting, log, access)
     listener.start()
     try:
@@ -105,8 +95,9 @@ def logging_to(stream: TextIO, access_log: str, level: str = "info") -> Iterator
         last = threading.Thread(target=listener.stop, daemon=True)
         last.start()
         last.join(FLUSH_TIMEOUT_S)
+        logging.raiseExceptions = reports
         try:
             stream.flush()
         except OSError:
-            # Python would try once more at its end, and call it a failure of the program.
+            # Python flushes the stream once more when it exits, and would then exit with an error.
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -44,6 +44,19 @@ COUNTERS = {
     "generation_tokens": "Generated tokens",
     "corrupted_requests": "Requests ended by non-finite logits of the model",
 }
+Number = tuple[str, Callable[[EngineStats], float]]
+# Text and value of the numbers that an engine holds, by name.
+GAUGES: dict[str, Number] = {
+    "num_requests_running": ("Running requests", lambda s: s.num_running),
+    "num_requests_waiting": ("Waiting requests", lambda s: s.num_waiting),
+    "kv_cache_usage_perc": ("Share of the KV blocks in use, from 0 to 1", lambda s: s.num_used_blocks / s.num_blocks),
+}
+TOTALS: dict[str, Number] = {
+    "num_preemptions": ("Preempted requests", lambda s: s.num_preemptions),
+    "num_swapped_blocks": ("KV blocks swapped to the host", lambda s: s.num_swapped_blocks),
+    "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache", lambda s: s.prefix_queries),
+    "prefix_cache_hits": ("Prompt tokens found in the prefix cache", lambda s: s.prefix_hits),
+}
 
 
 class _Families:
@@ -116,7 +129,7 @@ class Metrics:
     """Metrics of a server: those of its engines, with the model's name and the engine's number, and those of HTTP.
 
     Args:
-        stats: of each engine, return its numbers, at any time.
+        stats: functions that return the numbers of each engine, at any time.
 
     Attributes:
         engines: an observer of each engine.
@@ -128,18 +141,13 @@ class Metrics:
         ProcessCollector(registry=self._registry)
         families = _Families(self._registry)
         self.engines = [EngineMetrics(families, model_name, str(index)) for index in range(len(stats))]
-        rejected = "Requests rejected because the queue was full"
-        self._rejected = Counter(
-            "vllm:num_requests_rejected", rejected, ["model_name"], registry=self._registry
-        ).labels(model_name)
-        self._http = Counter(
-            "http_requests", "HTTP responses", ["method", "handler", "status"], registry=self._registry
-        )
-        self._http_seconds = Histogram(
-            "http_request_duration_seconds", "Seconds from the headers of an HTTP request to the end of its response",
-            ["method", "handler"],
-            buckets=REQUEST_SECONDS, registry=self._registry,
-        )  # fmt: skip
+        text = "Requests rejected because the queue was full"
+        rejected = Counter("vllm:num_requests_rejected", text, ["model_name"], registry=self._registry)
+        self._rejected = rejected.labels(model_name)
+        labels = ["method", "handler"]
+        self._http = Counter("http_requests", "HTTP responses", [*labels, "status"], registry=self._registry)
+        name, text = "http_request_duration_seconds", "Seconds from the headers of a request to the end of its response"
+        self._http_seconds = Histogram(name, text, labels, buckets=REQUEST_SECONDS, registry=self._registry)
 
     def render(self) -> bytes:
         """Return all metrics in Prometheus's text format."""
@@ -160,7 +168,7 @@ class Metrics:
 
 
 class _EngineCollector(Collector):
-    """Collector of the engines' own numbers, which are read when they are asked for."""
+    """Collector of numbers that the engines hold, and that are read when Prometheus asks."""
 
     def __init__(self, model_name: str, stats: Sequence[Callable[[], EngineStats]]):
         self._model_name = model_name
@@ -168,28 +176,14 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = [each() for each in self._stats]
-        gauges: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
-            "num_requests_running": ("Running requests", lambda s: s.num_running),
-            "num_requests_waiting": ("Waiting requests", lambda s: s.num_waiting),
-            "kv_cache_usage_perc": (
-                "Share of the KV blocks in use, from 0 to 1", lambda s: s.num_used_blocks / s.num_blocks
-            ),
-        }  # fmt: skip
-        counters: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
-            "num_preemptions": ("Preempted requests", lambda s: s.num_preemptions),
-            "num_swapped_blocks": ("KV blocks swapped to the host", lambda s: s.num_swapped_blocks),
-            "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache", lambda s: s.prefix_queries),
-            "prefix_cache_hits": ("Prompt tokens found in the prefix cache", lambda s: s.prefix_hits),
-        }
-        for family, numbers in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
-            for name, (told, value) in numbers.items():
-                metric = family(f"vllm:{name}", told, labels=LABELS)
+        for family, numbers in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, TOTALS)):
+            for name, (text, value) in numbers.items():
+                metric = family(f"vllm:{name}", text, labels=LABELS)
                 for engine, each in enumerate(stats):
                     metric.add_metric([self._model_name, str(engine)], value(each))
                 yield metric
-        info = GaugeMetricFamily(
-            "vllm:cache_config_info", "Sizes of the KV pool", labels=["block_size", "num_gpu_blocks", "engine"]
-        )
+        labels = ["block_size", "num_gpu_blocks", "engine"]
+        info = GaugeMetricFamily("vllm:cache_config_info", "Sizes of the KV pool", labels=labels)
         for engine, each in enumerate(stats):
             info.add_metric([str(each.block_size), str(each.num_blocks), str(engine)], 1)
         yield info

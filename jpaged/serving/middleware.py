@@ -32,10 +32,10 @@ CLIENT = web.RequestKey("client", str)  # the key, where there are several
 @web.middleware
 async def record(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Give the request an id, unless it has one, and write a line of the access log, as JSON."""
-    given = request.headers.get(REQUEST_ID, "")
-    request_id = given if re.fullmatch(r"[\x21-\x7e]{1,128}", given) else uuid.uuid4().hex
+    header = request.headers.get(REQUEST_ID, "")
+    request_id = header if re.fullmatch(r"[\x21-\x7e]{1,128}", header) else uuid.uuid4().hex
     request[RECORD] = {"request_id": request_id}
-    start, status = time.monotonic(), 499  # as nginx calls it: the client did not wait for the answer
+    start, status = time.monotonic(), 499  # nginx's status for a client that did not wait for the answer
     try:
         response = await handler(request)
         status = response.status
@@ -45,10 +45,8 @@ async def record(request: web.Request, handler: Handler) -> web.StreamResponse:
         route = request.match_info.route.resource
         path = route.canonical if route else "unknown"
         request.app[SERVICE].metrics.answered(request.method, path, status, seconds)
-        line = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "client": request.remote,
-            "method": request.method, "path": request.path, "status": status, "seconds": round(seconds, 4),
-        }  # fmt: skip
+        line = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "client": request.remote}
+        line |= {"method": request.method, "path": request.path, "status": status, "seconds": round(seconds, 4)}
         access_logger.info("%s", json.dumps(line | request[RECORD]))
 
 
@@ -127,8 +125,8 @@ def check_key(keys: Sequence[str], authorization: str) -> str | None:
     """
     if not keys:
         return None
-    kind, _, given = authorization.partition(" ")
-    digest = hashlib.sha256(given.strip().encode(errors="surrogateescape")).digest()
+    kind, _, presented = authorization.partition(" ")
+    digest = hashlib.sha256(presented.strip().encode(errors="surrogateescape")).digest()
     matches = [
         hmac.compare_digest(digest, hashlib.sha256(key.encode(errors="surrogateescape")).digest()) for key in keys
     ]

@@ -14,7 +14,7 @@ from aiohttp import web
 from jpaged.serving.errors import ApiError
 from jpaged.serving.service import SERVICE, ServerConfig
 
-MAX_AGE_S = 86_400  # for which a browser may remember the answer to a preflight
+MAX_AGE_S = 86_400  # a browser may remember the answer to a preflight for so long
 EXPOSED_HEADERS = "X-Request-Id, Retry-After"
 # Client libraries send headers of their own, such as x-stainless-lang.
 HEADER_NAMES = re.compile(r"[A-Za-z0-9_\-, ]{1,1024}")

@@ -87,8 +87,8 @@ def prepare_chat(service: Service, data: bytes) -> Exchange:
             with_answer = params.structured_outputs is not None and not body.must_call
             params = replace(params, structured_outputs=_call_grammar(body, params, tool_format, offered))
             names, parallel = {each.name for each in offered}, body.parallel_tool_calls is not False
-            parser = tool_format.parser_with_answer if with_answer else tool_format.parser
-            new_parser = partial(parser, names, lambda: f"call_{uuid.uuid4().hex}", parallel)
+            new_id = lambda: f"call_{uuid.uuid4().hex}"
+            new_parser = partial(tool_format.parser, names, new_id, parallel, with_answer)
         prompt = Prompt(params.truncated(_render(service, body), service.max_model_len))
         answer = ChatAnswer(service.model_name, service.vocabulary, body, prompt, new_parser)
         return Exchange(body, params, _bad_words(service, params), answer)
@@ -189,7 +189,7 @@ def _prompts(
     if texts:
         tokenizer = _tokenizer(service, "prompt")
         service.check_length(body.text_length, "prompt")
-        # In one call, for each call wakes the tokenizer's threads.
+        # In one call, because every call wakes the tokenizer's threads.
         tokenized = iter(encode_all(tokenizer, texts, add_special_tokens=body.add_special_tokens is not False))
     prompts = []
     for prompt in sources:

@@ -195,9 +195,8 @@ class GenerationRequest(_Common):
 
     @property
     def constraints(self) -> list[str]:
-        """Names of the given fields of CONSTRAINTS."""
-        given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
-        return [name for name in given if not isinstance(getattr(self, name), TextFormat)]
+        """Names of the fields of CONSTRAINTS that the request sets."""
+        return [name for name in CONSTRAINTS if not isinstance(getattr(self, name), TextFormat | None)]
 
     def params(self, defaults: Mapping[str, Any]) -> Params:
         """Return the request's parameters; unset fields come from the model's `defaults`.
@@ -239,18 +238,18 @@ class GenerationRequest(_Common):
             yield
         except InvalidParameter as error:
             message, names = str(error), self._names()
-            for name, own in names.items():
-                message = re.sub(rf"\b{name}\b", own, message)
+            for name, in_request in names.items():
+                message = re.sub(rf"\b{name}\b", in_request, message)
             raise ApiError(400, message, names.get(error.field, error.field), code=error.code) from error
 
     def _max_tokens(self) -> int | None:
         return self.max_new_tokens
 
     def _structured_outputs(self) -> StructuredOutputsParams | None:
-        if not (given := self.constraints):
+        if not (names := self.constraints):
             return None
-        if len(given) > 1:
-            raise InvalidParameter(given[0], f"a second constraint beside {given[1]}: send one of them")
+        if len(names) > 1:
+            raise InvalidParameter(names[0], f"a second constraint beside {names[1]}: send one of them")
         if isinstance(wanted := self.response_format, JsonSchemaFormat):
             return StructuredOutputsParams(json=wanted.json_schema.json_schema)
         if isinstance(wanted, JsonObjectFormat):
@@ -316,8 +315,8 @@ class CompletionRequest(_InCompletions, GenerationRequest):
     @property
     def text_length(self) -> int:
         """Number of characters of the longest prompt that is a text."""
-        given = [self.prompt] if isinstance(self.prompt, str) else self.prompt
-        return max((len(prompt) for prompt in given if isinstance(prompt, str)), default=0)
+        prompts = [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        return max((len(prompt) for prompt in prompts if isinstance(prompt, str)), default=0)
 
     def prompts(self) -> list[str | list[int]]:
         """Return the prompts, one for each set of choices.
@@ -327,7 +326,7 @@ class CompletionRequest(_InCompletions, GenerationRequest):
         """
         single = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
         prompts = cast(list[str | list[int]], [self.prompt] if single else list(self.prompt))
-        if not prompts or not all(prompts):  # also a text of which a tokenizer would make a lone token of its own
+        if not prompts or not all(prompts):  # also for an empty text, which some tokenizers turn into one special token
             raise InvalidParameter("prompt", "must hold at least one token")
         return prompts
 

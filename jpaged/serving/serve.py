@@ -1,9 +1,8 @@
-"""Run of the application until a signal: then running requests finish, new ones are rejected, and the server exits."""
+"""Run of the application. After a signal, running requests finish, new ones are rejected, and the server exits."""
 
 import asyncio
 import gc
 import logging
-import resource
 import signal
 import socket
 import ssl
@@ -13,7 +12,7 @@ from collections.abc import Sequence
 from aiohttp import web
 
 from jpaged.serving.app import make_app
-from jpaged.serving.listen import limit_accept_reports, url
+from jpaged.serving.listen import allow_many_connections, limit_accept_reports, url
 from jpaged.serving.service import Service
 
 logger = logging.getLogger(__name__)
@@ -32,13 +31,13 @@ async def serve(service: Service, sockets: Sequence[socket.socket], tls: ssl.SSL
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
     limit_accept_reports(loop)
-    _allow_many_connections()
+    allow_many_connections()
     tune_interpreter()
     runner = web.AppRunner(make_app(service), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:
         for each in sockets:
-            # Connections inherit it, and so hold no port once they and this server have ended.
+            # Accepted connections inherit the option. Without it, they would hold the port after the server's end.
             each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             await web.SockSite(runner, each, ssl_context=tls, backlog=1024).start()
         logger.info("ready: model %s at %s", service.model_name, url(sockets[0], "http" if tls is None else "https"))
@@ -51,10 +50,10 @@ async def serve(service: Service, sockets: Sequence[socket.socket], tls: ssl.SSL
 
 def tune_interpreter() -> None:
     """Set up Python for short delays of streams; call it once the engine is loaded."""
-    # A worker thread that prepares a large request holds the GIL for so long, each time that a step needs it.
+    # When a step needs the GIL, a worker thread that prepares a large request keeps it for this interval.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    # A full garbage collection delays every stream. None visits the modules and the engine, which stay for ever, and
-    # few are needed, since reference counts free all that a request leaves.
+    # A full garbage collection delays every stream. After `freeze`, collections skip the modules and the engine.
+    # Reference counts free what a request leaves, so that few collections are needed.
     gc.collect()
     gc.freeze()
     gc.set_threshold(700, 10, 100)
@@ -65,24 +64,16 @@ async def _drain(service: Service, hurried: asyncio.Event) -> None:
     limit = service.config.drain_timeout
     within = "" if limit is None else f" within {limit:g} seconds"
     logger.info("shutting down: finishing %d requests%s", len(service.in_flight), within)
-    drained, told = asyncio.ensure_future(_drained(service)), asyncio.ensure_future(hurried.wait())
-    await asyncio.wait([drained, told], timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+    drained, second = asyncio.ensure_future(_drained(service)), asyncio.ensure_future(hurried.wait())
+    await asyncio.wait([drained, second], timeout=limit, return_when=asyncio.FIRST_COMPLETED)
     if not drained.done():
         logger.warning("shutting down: ending %d requests that have not finished", len(service.in_flight))
-        await service.engine.stop()  # which their clients are told
+        await service.engine.stop()  # ends the requests with an error
         await asyncio.wait([drained], timeout=ERROR_FLUSH_TIMEOUT_S)
-    told.cancel()
+    second.cancel()
     drained.cancel()
 
 
 async def _drained(service: Service) -> None:
     while service.in_flight:
         await asyncio.wait(service.in_flight)
-
-
-def _allow_many_connections() -> None:
-    """Raise the limit of open files: each connection takes a file descriptor, and the usual soft limit is 1024."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < 65536:
-        wanted = 65536 if hard == resource.RLIM_INFINITY else min(65536, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))

@@ -2,9 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -20,19 +20,19 @@ from jpaged.engine.router import Router
 from jpaged.serving.body_process import BodyProcess
 from jpaged.serving.live.feed import Feed
 from jpaged.serving.live.recorder import Recorder
-from jpaged.serving.live.snapshot import Snapshot, snapshot
+from jpaged.serving.live.snapshot import snapshot
 from jpaged.serving.metrics import Metrics
 from jpaged.serving.template_process import TemplateProcess
 from jpaged.serving.tools import ToolFormat
 from jpaged.serving.turns import ClientTurns
-from jpaged.structured.compiler import NUM_THREADS, GrammarCompiler
+from jpaged.structured.compiler import NUM_THREADS
 from jpaged.tokenizer import Vocabulary, backend
 
 API_KEY_VARIABLE = "JPAGED_API_KEY"  # environment variable with a further key
 LARGE_BYTES = 64 * 2**10
-# Much of this work holds the GIL, for which the steps of other keys wait. With these rests few of their steps do.
-REST_OF_KEYS = 4  # times the processor time
-REST_OF_BODIES = 12  # times the time of the check of a large body, after which it is parsed
+# Much of this work holds the GIL, so that the steps of other keys wait. After these rests, few steps do.
+REST_OF_KEYS = 4  # multiple of the processor time of the work
+REST_OF_BODIES = 12  # multiple of the time that the check of a large body took; the body is then parsed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class ServerConfig:
         allowed_origins: origins of web pages that may use the server from a browser; "*": all.
         allowed_hosts: host names of the server in requests, in addition to those of the loopback interface; None: all.
         root_path: path of a proxy in front, such as "/llm": every route is served under it, too.
-        aliases: names of the model in requests; responses have the first.
+        aliases: further names of the model in requests.
         enable_weight_updates: serve the routes with which a trainer pauses the engine and exchanges its parameters.
     """
 
@@ -99,43 +99,55 @@ class ServerConfig:
 
 @dataclass(eq=False)
 class Service:
-    """Served model.
+    """Served model, on engines of the same model, which belong to the service.
 
     Attributes:
+        engines: the engines. The page shows the pool of the first one.
         tokenizer: the Hugging Face tokenizer, for prompts and chat templates; None: token ids only.
-        vocabulary: texts and bytes of single tokens.
-        recorder, metrics: observers of the engine.
         sampling_defaults: values of unset fields of requests, from the model's generation_config.json.
         tool_format: the model's format of tool calls; None if it has none.
-        grammars: compiler of structured outputs; None without a tokenizer.
-        sample_pool: return the pool and its requests at one moment, for the page's map.
         model_facts: further facts for `/model_info`.
         load_params: return the parameters of a directory; set if `config.enable_weight_updates`.
         templates: renders chat templates.
         bodies: checks large bodies.
         draining: finish running requests and reject new ones.
-        in_flight: generating requests, each by its task.
+        in_flight: tasks of the POST requests that are being answered.
+        engine: client of all engines.
+        vocabulary: texts and bytes of single tokens.
+        metrics: observers of the engines.
+        grammars: compiler of structured outputs; None without a tokenizer.
+        feed: sender of the page's map.
     """
 
-    engine: EngineClient
+    engines: InitVar[Sequence[Engine]]
     tokenizer: Any
     model_name: str
-    max_model_len: int
-    vocabulary: Vocabulary
-    recorder: Recorder
-    metrics: Metrics
-    grammars: GrammarCompiler | None
-    sample_pool: Callable[[], Awaitable[Snapshot]]
+    config: ServerConfig
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     tool_format: ToolFormat | None = None
     model_facts: Mapping[str, Any] = field(default_factory=dict)
     load_params: Callable[[Path], Any] | None = None
     templates: TemplateProcess = field(default_factory=TemplateProcess)
     bodies: BodyProcess = field(default_factory=BodyProcess)
-    config: ServerConfig = field(default_factory=ServerConfig)
     draining: bool = False
     in_flight: set[asyncio.Task[Any]] = field(default_factory=set)
     created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self, engines: Sequence[Engine]) -> None:
+        first, recorder, share = engines[0], Recorder(), -(-self.config.max_queue // len(engines))
+        self.metrics = Metrics(self.model_name, [engine.stats for engine in engines])
+        clients = [
+            AsyncEngine(engine, [observer, *([recorder] if engine is first else [])], max_queue=share)
+            for engine, observer in zip(engines, self.metrics.engines)
+        ]
+        self.engine: EngineClient = clients[0] if len(clients) == 1 else Router(clients)
+        self.feed = Feed(
+            self.engine, lambda: clients[0].call(lambda engine: snapshot(engine.scheduler, recorder)), recorder
+        )
+        self.max_model_len, self.grammars = first.limits.max_model_len, first.grammar_compiler()
+        self.vocabulary = Vocabulary(backend(self.tokenizer) if self.tokenizer else None)
+        sizes = {"max_running_requests": first.limits.max_num_seqs, "dp_size": len(engines), "tp_size": 1}
+        self.model_facts = sizes | dict(self.model_facts)
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -164,11 +176,9 @@ class Service:
             ContextLengthExceeded: no `max_model_len` tokens have so many.
         """
         if length > self.max_prompt_characters:
-            raise ContextLengthExceeded(
-                param,
-                f"This model's maximum context length is {self.max_model_len} tokens (max_model_len). However, you sent"
-                f" {length} characters, more than {self.max_prompt_characters}, the most that so many tokens can have."
-            )  # fmt: skip
+            most = f"more than {self.max_prompt_characters}, the most that so many tokens can have"
+            limit = f"This model's maximum context length is {self.max_model_len} tokens (max_model_len)"
+            raise ContextLengthExceeded(param, f"{limit}. However, you sent {length} characters, {most}.")
 
     async def check_body(self, kind: type[BaseModel], data: bytes, client: str) -> None:
         """Check the JSON and the length of the texts of a large body in another process.
@@ -186,11 +196,6 @@ class Service:
             length, param = await self._body_turns.run(client, work)
             if self.tokenizer is not None:
                 self.check_length(length, param)
-
-    @cached_property
-    def feed(self) -> Feed:
-        """Sender of the page's map."""
-        return Feed(self.engine, self.sample_pool, self.recorder)
 
     async def run[T](self, work: Callable[[], T], size: int, client: str = "") -> T:
         """Return the result of some work that takes time in proportion to `size`, in bytes.
@@ -211,70 +216,30 @@ class Service:
     def chat_turns(self) -> ClientTurns:
         """Turns at the preparation of conversations, which waits for their templates."""
         threads = ThreadPoolExecutor(NUM_THREADS, "chats")
-        return ClientTurns("chat templates", threads.submit, NUM_THREADS, self.config.max_prompts, self._rest)
+        max_waiting, rest = self.config.max_prompts, self._rest(REST_OF_KEYS)
+        return ClientTurns("chat templates", threads.submit, NUM_THREADS, max_waiting, rest)
 
     @cached_property
     def grammar_turns(self) -> ClientTurns:
         """Turns at the compilation of grammars."""
         assert self.grammars is not None, "there are grammars only with a tokenizer"
-        grammars, max_waiting = self.grammars, self.config.max_prompts
-        return ClientTurns("grammars", lambda work: grammars.threads.submit(work), NUM_THREADS, max_waiting, self._rest)
+        submit, max_waiting = self.grammars.threads.submit, self.config.max_prompts
+        return ClientTurns("grammars", submit, NUM_THREADS, max_waiting, self._rest(REST_OF_KEYS))
 
-    @property
-    def _keys_rest(self) -> bool:
-        return len(self.config.api_keys) > 1
-
-    @property
-    def _rest(self) -> float:
-        return REST_OF_KEYS if self._keys_rest else 0
+    def _rest(self, multiple: float) -> float:
+        """Return the rest of clients, which only keys tell apart."""
+        return multiple if len(self.config.api_keys) > 1 else 0
 
     @cached_property
     def _body_turns(self) -> ClientTurns:
         threads, max_waiting = ThreadPoolExecutor(NUM_THREADS, "large bodies"), self.config.max_prompts
-        rest = REST_OF_BODIES if self._keys_rest else 0
+        rest = self._rest(REST_OF_BODIES)
         return ClientTurns("large bodies", threads.submit, NUM_THREADS, max_waiting, rest, counts_waits=True)
 
     @cached_property
     def _large_turns(self) -> ClientTurns:
         threads = ThreadPoolExecutor(1, "large requests")
-        return ClientTurns("large requests", threads.submit, 1, self.config.max_prompts, self._rest)
+        return ClientTurns("large requests", threads.submit, 1, self.config.max_prompts, self._rest(REST_OF_KEYS))
 
 
 SERVICE = web.AppKey("service", Service)
-
-
-def make_service(
-    engines: Sequence[Engine],
-    tokenizer: Any,
-    model_name: str,
-    config: ServerConfig,
-    *,
-    sampling_defaults: Mapping[str, Any] | None = None,
-    tool_format: ToolFormat | None = None,
-    model_facts: Mapping[str, Any] | None = None,
-    load_params: Callable[[Path], Any] | None = None,
-    templates: TemplateProcess | None = None,
-) -> Service:
-    """Return a service around engines of the same model, which then belong to it. The page shows the first one's pool.
-
-    Args:
-        model_facts: further facts for `/model_info`.
-        load_params: return the parameters of a directory, for `config.enable_weight_updates`.
-        templates: renders chat templates, also for other services; None: a new one.
-    """
-    first = engines[0]
-    recorder, metrics = Recorder(), Metrics(model_name, [engine.stats for engine in engines])
-    share = -(-config.max_queue // len(engines))
-    clients = [
-        AsyncEngine(engine, [observer, *([recorder] if engine is first else [])], max_queue=share)
-        for engine, observer in zip(engines, metrics.engines)
-    ]
-    sizes = {"max_running_requests": first.limits.max_num_seqs, "dp_size": len(engines), "tp_size": 1}
-    return Service(
-        clients[0] if len(clients) == 1 else Router(clients), tokenizer, model_name,
-        first.limits.max_model_len, Vocabulary(backend(tokenizer) if tokenizer else None),
-        recorder, metrics, first.grammar_compiler(),
-        lambda: clients[0].call(lambda engine: snapshot(engine.scheduler, recorder)), sampling_defaults or {},
-        tool_format, sizes | dict(model_facts or {}), load_params,
-        templates or TemplateProcess(), config=config,
-    )  # fmt: skip

@@ -49,7 +49,7 @@ class _End(Exception):
     """Signal that no more text will follow."""
 
 
-# Reads on in the text, and pauses wherever more of it has to come first.
+# Generator that reads the text. It yields wherever it needs more text than has arrived.
 type _Reading[T] = Generator[None, None, T]
 
 
@@ -73,8 +73,8 @@ class ToolParser:
         self._tool_names = frozenset(tool_names)
         self._new_id = new_id
         self._parallel = parallel
-        self._text = ""  # received, and not given out yet
-        self._at = 0  # how much of it has been read
+        self._text = ""  # received text that is not part of a result yet
+        self._at = 0  # number of its characters that have been read
         self._ended = False
         self._num_calls = 0
         self._content = ""
@@ -347,15 +347,12 @@ class ToolFormat:
     _opening = _closing = _separator = ""
     _arguments = ARGUMENTS[0]
 
-    def parser(self, tool_names: Collection[str], new_id: Callable[[], str], parallel: bool = True) -> ToolParser:
-        """Return a parser for one choice."""
-        return self._parser_type(tool_names, new_id, parallel)
-
-    def parser_with_answer(
-        self, tool_names: Collection[str], new_id: Callable[[], str], parallel: bool = True
+    def parser(
+        self, tool_names: Collection[str], new_id: Callable[[], str], parallel: bool = True, with_answer: bool = False
     ) -> ToolParser:
-        """Return a parser of a text that `grammar_with_answer` allows."""
-        return HermesOrAnswerParser(tool_names, new_id, parallel)
+        """Return a parser for one choice: of any text, or of one that `grammar_with_answer` allows."""
+        kind = HermesOrAnswerParser if with_answer else self._parser_type
+        return kind(tool_names, new_id, parallel)
 
     def grammar(self, functions: Sequence[Function], parallel: bool) -> str:
         """Return a grammar of calls only, with arguments that fit the tools' schemas.
@@ -420,7 +417,7 @@ FORMATS: Mapping[str, ToolFormat] = {each.name: each for each in (_Llama3Json(),
 
 # Other formats use the same outer tag.
 _OTHER_TAGS = ("<function=", "<arg_key>")
-# "parameters" right behind "name": so are calls written, whereas in a tool's definition "description" comes between.
+# A call has "parameters" right after "name". A tool's definition has "description" between them.
 _LLAMA_CALL = re.compile(r'"name\\?":[^,]*,[^,"]*"parameters')
 
 
@@ -451,7 +448,7 @@ def _schema(function: Function) -> dict[str, Any]:
     if (kind := parameters["type"]) != "object":
         name = shown(function.name)
         raise ValueError(f'tools: the parameters of {name} must have the type "object", not {shown(kind)}')
-    # White space without a bound is where a weak model never ends.
+    # Without a bound, a weak model may write white space without end.
     spacing = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
     return parameters | {"x-guidance": spacing}
 

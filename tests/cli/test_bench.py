@@ -10,8 +10,8 @@ import pytest
 
 from jpaged.bench.serve import Settings
 from jpaged.bench.workload import Workload
-from jpaged.cli import bench_serve
 from jpaged.cli.main import load, main, parser
+from jpaged.serving import listen
 from tests.bench.fake_server import FakeServer
 
 FEW = ["--workload", "random", "--num-prompts", "6", "--input-len", "8", "--output-len", "4"]
@@ -156,8 +156,9 @@ def test_many_connections_are_allowed():
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
-        bench_serve.allow_connections()
-        most = bench_serve.MANY if before[1] == resource.RLIM_INFINITY else min(before[1], bench_serve.MANY)
+        listen.allow_many_connections()
+        many = listen.MANY_CONNECTIONS
+        most = many if before[1] == resource.RLIM_INFINITY else min(before[1], many)
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, before[1])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)

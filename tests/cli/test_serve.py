@@ -208,7 +208,7 @@ def test_config_of_the_documentation_is_taken(tmp_path):
 def test_default_sampling_parameters_come_from_the_model_and_overrides(monkeypatch, tiny, tmp_path):
     given = []
 
-    def make_service(*_, sampling_defaults, **__):
+    def service(*_, sampling_defaults, **__):
         given.append(sampling_defaults)
         raise ValueError("enough")
 
@@ -218,7 +218,7 @@ def test_default_sampling_parameters_come_from_the_model_and_overrides(monkeypat
     model = copy_of(tiny, tmp_path / "model")
     (model / "generation_config.json").write_text('{"temperature": 0.7, "top_k": 5}')
     monkeypatch.setattr(build, "load_engine", load_engine)
-    monkeypatch.setattr(cli_serve, "make_service", make_service)
+    monkeypatch.setattr(cli_serve, "Service", service)
     override = ["--override-generation-config", '{"min_p": 0.1}', "--override-generation-config.top_k", "7"]
     for flags in ([], ["--generation-config", "vllm"], override, ["--sampling-defaults", "openai", *override]):
         with pytest.raises(SystemExit, match="enough"):

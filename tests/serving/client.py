@@ -19,7 +19,7 @@ from jpaged.engine.engine import Engine, StepOutput
 from jpaged.engine.output import request_output
 from jpaged.serving.app import make_app
 from jpaged.serving.body_process import BodyProcess
-from jpaged.serving.service import ServerConfig, make_service
+from jpaged.serving.service import ServerConfig, Service
 from jpaged.serving.template_process import TemplateProcess
 from tests.support.few_shapes import few_shapes
 from tests.support.patience import PATIENCE_S
@@ -74,8 +74,8 @@ class Client:
     ):  # fmt: skip
         engines = engine if isinstance(engine, tuple) else (engine,)
         self.engine = engines[0]
-        self.service = make_service(
-            engines, tokenizer, model_name, ServerConfig(**config), sampling_defaults=sampling_defaults,
+        self.service = Service(
+            engines, tokenizer, model_name, ServerConfig(**config), sampling_defaults=sampling_defaults or {},
             tool_format=tool_format, templates=TEMPLATES,
         )  # fmt: skip
         self.service.bodies = BODIES

@@ -29,7 +29,7 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.config_file import read_hf
 from jpaged.serving.logs import logging_to
 from jpaged.serving.serve import serve
-from jpaged.serving.service import Service, make_service
+from jpaged.serving.service import Service
 from jpaged.serving.tools import FORMATS
 from jpaged.tokenizer import backend, load_tokenizer
 
@@ -174,7 +174,7 @@ def make(flags: list[str] | None = None) -> tuple[argparse.Namespace, Service]:
     limits = {name: getattr(args, name) for name in LIMITS}
     engine, tokenizer = load(args.step_seconds, enable_prefix_caching=args.enable_prefix_caching, **limits)
     tool_format = FORMATS.get(args.tool_call_parser)
-    return args, make_service([engine], tokenizer, args.model, server_config(args), tool_format=tool_format)
+    return args, Service([engine], tokenizer, args.model, server_config(args), tool_format=tool_format)
 
 
 def main() -> None:

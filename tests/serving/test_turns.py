@@ -164,7 +164,8 @@ async def test_rest_may_count_waits(rests, monkeypatch):
 @pytest.mark.parametrize("keys, delays", [((), []), (("one",), []), (("one", "two"), [0.125 * REST_OF_KEYS] * 3)])
 async def test_clients_rest_only_where_keys_tell_them_apart(rests, spend, keys, delays):
     grammars = SimpleNamespace(threads=ThreadPoolExecutor(1))
-    service = Service(*[None] * 7, grammars, None, config=ServerConfig(api_keys=keys))
+    service = object.__new__(Service)
+    service.grammars, service.config = grammars, ServerConfig(api_keys=keys)
     await service.run(lambda: spend(0.125), LARGE_BYTES + 1, "a")
     await service.chat_turns.run("a", lambda: spend(0.125))
     await service.grammar_turns.run("a", lambda: spend(0.125))

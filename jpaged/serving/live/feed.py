@@ -21,18 +21,18 @@ from jpaged.serving.live.snapshot import Snapshot
 logger = logging.getLogger(__name__)
 
 MAX_VIEWERS = 64
-LEAST_PAUSE = 0.1  # seconds from one sample to the next
-SHARE = 0.02  # of the engine's time that samples may take
+LEAST_PAUSE = 0.1  # least seconds from one sample to the next
+SHARE = 0.02  # share of the engine's time that samples may take
 HEARTBEAT = 1.0  # seconds after which a frame is sent though nothing has changed
 FRAME_TIMEOUT_S = 30.0  # seconds that a viewer may take to accept a frame
 
 
 @dataclass(frozen=True)
 class MapFrame:
-    """Snapshot in the form that is sent: complete, or as changes since the frame before it.
+    """Snapshot in the form that viewers get: complete, or as changes since the previous frame.
 
-    The map is a base64 text of `Snapshot.blocks`, deflated (zlib); in a frame of changes, of its exclusive or with the
-    blocks before.
+    The map is `Snapshot.blocks`, compressed with zlib, in base64. A frame of changes has the exclusive or of these
+    bytes and the previous ones instead.
     """
 
     index: int
@@ -41,12 +41,12 @@ class MapFrame:
 
     @cached_property
     def whole(self) -> bytes:
-        """Complete frame as a server-sent event."""
+        """The complete frame as a server-sent event."""
         return self._encoded(self.now.blocks, self.now.events, whole=True)
 
     @cached_property
     def change(self) -> bytes:
-        """Changes since the frame before as a server-sent event."""
+        """The changes since the previous frame as a server-sent event."""
         last = self.before.events[-1]["serial"] if self.before.events else 0
         events = [event for event in self.now.events if event["serial"] > last]
         return self._encoded(_exclusive_or(self.now.blocks, self.before.blocks), events, whole=False)
@@ -78,7 +78,7 @@ class Feed:
         self._engine = engine
         self._sample_pool = sample
         self._recorder = recorder
-        self._viewers: set[asyncio.Queue[MapFrame | None]] = set()  # each with the newest frame alone; None ends it
+        self._viewers: set[asyncio.Queue[MapFrame | None]] = set()  # with only the newest frame, or None at the end
         self._sampler: asyncio.Task[None] | None = None
         self._latest: MapFrame | None = None
         self._indices = itertools.count(1)
@@ -135,7 +135,7 @@ class Feed:
                 before = self._latest.now if self._latest else now
                 if self._latest is None or now != before or now.time - before.time >= HEARTBEAT:
                     frame = MapFrame(next(self._indices), now, before)
-                    await asyncio.to_thread(getattr, frame, "change")  # once for all of them
+                    await asyncio.to_thread(getattr, frame, "change")  # computed once for all viewers
                     self._latest = frame
                     for viewer in self._viewers:
                         _offer(viewer, frame)

@@ -12,7 +12,7 @@ from jpaged.engine.engine import StepOutput
 
 MAX_NUMBER = 2**16 - 1  # requests are numbered from 1 to this, then from 1 again
 MAX_EVENTS = 32  # the latest are kept
-MAX_COPIES = 8  # that one step tells of
+MAX_COPIES = 8  # copies of one step that become events
 MAX_KNOWN = 1024  # requests whose numbers may be asked for
 
 
@@ -25,11 +25,11 @@ class Recorder:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self.events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
-        self.tokens = 0  # of output
-        self.timed_tokens = 0  # those that came in a step right after another one
-        self.token_seconds = 0.0  # total seconds of these
+        self.tokens = 0  # output tokens
+        self.timed_tokens = 0  # output tokens of steps that directly follow another step
+        self.token_seconds = 0.0  # for each timed token, the seconds of its step
         self.first_tokens = 0
-        self.first_token_seconds = 0.0  # from the arrivals of their requests, in all
+        self.first_token_seconds = 0.0  # sum of the seconds from arrivals to first tokens
         self.copies = 0
         self._clock = clock
         self._numbers: dict[Request, int] = {}
@@ -54,7 +54,7 @@ class Recorder:
         """Record the tokens and events of a step."""
         now, committed = self._clock(), output.committed
         made = len(output.deltas)
-        if output.ended:  # some of which may give all their tokens at once
+        if output.ended:  # a request that ends may deliver all its tokens at once
             made = sum(len(delta.samples) for delta in output.deltas)
         self.tokens += made
         if self._last_step is not None:
@@ -74,7 +74,7 @@ class Recorder:
         for source, destination in copies[:MAX_COPIES]:
             shared = scheduler.pool.ref_count(source) > 0
             self._tell("copy", source=source, destination=destination, shared=shared)
-        if self._expected:  # in most steps of a steady load it is empty
+        if self._expected:  # it is empty in most steps
             for request in committed.served:
                 if event := self._expected.pop(request, None):
                     self._started(request, event)

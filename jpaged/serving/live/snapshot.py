@@ -11,10 +11,10 @@ from jpaged.core.request import Request
 from jpaged.core.scheduler import Scheduler
 from jpaged.serving.live.recorder import Recorder
 
-MAX_REQUESTS = 24  # that are listed, of those running and of those waiting
-MAX_BRANCHES = 8  # of each
-MAX_TABLE = 128  # blocks of each
-MAX_LISTED = 2048  # blocks in all
+MAX_REQUESTS = 24  # listed requests, of the running and of the waiting ones each
+MAX_BRANCHES = 8  # listed sequences of a request
+MAX_TABLE = 128  # listed blocks of a sequence
+MAX_LISTED = 2048  # listed blocks in all
 RECORDED = ("tokens", "timed_tokens", "token_seconds", "first_tokens", "first_token_seconds", "copies")
 
 
@@ -27,7 +27,7 @@ class Snapshot:
             request that holds it (0 for none), its low and its high byte; then `BlockPool.states`.
         facts: everything else, ready for JSON.
         events: the latest events, oldest first.
-        cost: seconds that it took from the engine's thread.
+        cost: seconds of the engine's thread that the snapshot took.
     """
 
     blocks: bytes

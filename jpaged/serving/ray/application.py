@@ -32,9 +32,12 @@ def build(config: RayConfig) -> Application:
     replicas = serve.deployment(Replica, name=REPLICA, **options).bind(config, num_gpus)
     # One process, because each has a table of prefixes of its own.
     ingress = serve.deployment(
-        Ingress, num_replicas=1, max_ongoing_requests=INGRESS_REQUESTS, ray_actor_options={"num_cpus": 0},
+        Ingress,
+        num_replicas=1,
+        max_ongoing_requests=INGRESS_REQUESTS,
+        ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=drain_timeout(config.server),
-    )  # fmt: skip
+    )
     return ingress.bind(replicas, config.server)
 
 

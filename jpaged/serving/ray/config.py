@@ -47,10 +47,8 @@ class RayConfig:
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_replicas <= self.max_replicas:
-            raise ValueError(
-                "replicas: must be N or MIN:MAX with 1 <= MIN <= MAX, not "
-                f"{self.min_replicas}:{self.max_replicas}"
-            )  # fmt: skip
+            bounds = f"{self.min_replicas}:{self.max_replicas}"
+            raise ValueError(f"replicas: must be N or MIN:MAX with 1 <= MIN <= MAX, not {bounds}")
         if self.router not in ROUTERS:
             raise ValueError(f"router: must be one of {', '.join(ROUTERS)}, not {self.router!r}")
         for name in ("target_ongoing_requests", "max_ongoing_requests", "health_check_period_s"):

@@ -18,7 +18,7 @@ from jpaged.serving.middleware import as_api_error, error_headers
 from jpaged.serving.ray.config import RayConfig
 from jpaged.serving.ray.messages import Description, Forwarded, Head
 from jpaged.serving.serve import tune_interpreter
-from jpaged.serving.service import ServerConfig, make_service
+from jpaged.serving.service import ServerConfig, Service
 from jpaged.serving.tools import tool_format
 
 OPERATIONS = {endpoint.path: endpoint.operation for endpoint in ENDPOINTS if endpoint.operation is not None}
@@ -43,7 +43,7 @@ class Replica:
 
         prepared = prepare(config.engine, chat_template=config.server.chat_template)
         engine, tokenizer, defaults = load_engine(config.engine, prepared=prepared, progress=False)
-        self._service = make_service(
+        self._service = Service(
             [engine], tokenizer, config.model_name, config.server,
             sampling_defaults=defaults,
             tool_format=tool_format(config.tool_call_parser, tokenizer, config.server.chat_template),
@@ -143,12 +143,9 @@ def deployment_options(config: RayConfig, num_gpus: int) -> dict[str, Any]:
     seqs = config.engine.max_num_seqs or (256 if num_gpus else 64)  # as `engine.build` chooses it
     scaling: dict[str, Any] = {"num_replicas": config.max_replicas}
     if config.min_replicas != config.max_replicas:
-        scaling = {
-            "autoscaling_config": {
-                "min_replicas": config.min_replicas, "max_replicas": config.max_replicas,
-                "target_ongoing_requests": config.target_ongoing_requests or seqs,
-            }
-        }  # fmt: skip
+        bounds = {"min_replicas": config.min_replicas, "max_replicas": config.max_replicas}
+        target = config.target_ongoing_requests or seqs
+        scaling = {"autoscaling_config": bounds | {"target_ongoing_requests": target}}
     return scaling | {
         "ray_actor_options": {"num_gpus": num_gpus, "num_cpus": config.num_cpus},
         "max_ongoing_requests": config.max_ongoing_requests or 2 * seqs,

@@ -45,7 +45,7 @@ async def record(request: web.Request, handler: Handler) -> web.StreamResponse:
         route = request.match_info.route.resource
         path = route.canonical if route else "unknown"
         request.app[SERVICE].metrics.answered(request.method, path, status, seconds)
-        line = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "client": request.remote}
+        line: dict[str, object] = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "client": request.remote}
         line |= {"method": request.method, "path": request.path, "status": status, "seconds": round(seconds, 4)}
         access_logger.info("%s", json.dumps(line | request[RECORD]))
 
@@ -104,8 +104,8 @@ def error_headers(error: ApiError) -> dict[str, str]:
 async def authorize(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Reject requests without a valid API key."""
     config = request.app[SERVICE].config
-    authorization = request.headers.get("Authorization", "")
-    needs_key = not is_open(request.app[SERVED], request.path.removeprefix(config.root_path))
+    authorization, endpoints = request.headers.get("Authorization", ""), request.app[SERVED]
+    needs_key = not is_open(endpoints, request.path.removeprefix(config.root_path))
     if needs_key and (client := check_key(config.api_keys, authorization)):
         request[CLIENT] = client
     return await handler(request)

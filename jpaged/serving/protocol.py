@@ -102,7 +102,7 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Fie
 def _neutral(kind: type[Params]) -> dict[str, tuple[object, ...]]:
     """Return the values without effect of the parameters that only `kind` has; () if only null has none."""
     common = {"n", "best_of", "beam_width", *(each.name for each in fields(GenerationParams))}
-    neutral = {
+    neutral: dict[str, tuple[object, ...]] = {
         each.name: () if each.default is None else (each.default,) for each in fields(kind) if each.name not in common
     }
     return neutral | {"temperature": (0,), "top_k": (0, -1)} if kind is SamplingParams else neutral
@@ -119,7 +119,7 @@ def _in_json(kind: Any) -> Any:
     """Return the type in JSON of the values of a parameter."""
     if isinstance(kind, UnionType):
         return reduce(or_, map(_in_json, get_args(kind)))
-    return Items[get_args(kind)] if get_origin(kind) is Sequence else kind
+    return cast(Any, Items)[get_args(kind)] if get_origin(kind) is Sequence else kind
 
 
 _PARAMETERS = {
@@ -129,7 +129,9 @@ _PARAMETERS = {
     if each.name not in ("beam_width", "logprobs", "structured_outputs")
 }
 if TYPE_CHECKING:
-    _Common = _InCompletions = _InChats = Strict
+    _Common = Strict
+    _InCompletions = Strict
+    _InChats = Strict
 else:
     _Common = optional_fields("_Common", _PARAMETERS | UNSERVED)
     _InCompletions = optional_fields("_InCompletions", UNSERVED_IN_COMPLETIONS)
@@ -270,7 +272,7 @@ class GenerationRequest(_Common):
         return names
 
 
-class CompletionRequest(_InCompletions, GenerationRequest):
+class CompletionRequest(GenerationRequest, _InCompletions):
     """Body of `/v1/completions`."""
 
     prompt: (
@@ -331,7 +333,7 @@ class CompletionRequest(_InCompletions, GenerationRequest):
         return prompts
 
 
-class ChatRequest(_InChats, GenerationRequest, Conversation):
+class ChatRequest(GenerationRequest, Conversation, _InChats):
     """Body of `/v1/chat/completions`."""
 
     logprobs: bool | None = None

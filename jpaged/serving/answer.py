@@ -4,10 +4,11 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jpaged.core.plan import Sample
 from jpaged.core.request import FinishReason, OutputDelta
+from jpaged.serving.codec import JsonObject
 from jpaged.serving.protocol import ChatRequest, CompletionRequest, GenerationRequest, StreamOptions
 from jpaged.serving.tools import ToolCallDelta, ToolParser
 from jpaged.tokenizer import TokenDecoder, Vocabulary
@@ -54,7 +55,7 @@ class _Choice:
     calls: list[ToolCallDelta] = field(default_factory=list)
     decoder: TokenDecoder | None = None
     length: int = 0
-    prompt_logprobs: list[dict[str, Any] | None] | None = None
+    prompt_logprobs: list[JsonObject | None] | None = None
     parser: ToolParser | None = None
     opened: bool = False
     finish_reason: str | None = None
@@ -105,7 +106,7 @@ class Answer:
         choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
         return index
 
-    def whole(self) -> dict[str, Any]:
+    def whole(self) -> JsonObject:
         """Return the body of a response without streaming."""
         choices = [
             self._finished(i, c) | self._end(c) | {"token_ids": None} | self._ids(i, c)
@@ -121,11 +122,11 @@ class Answer:
         entries = 1 + (VOCABULARY if -1 in counts else max(counts))
         return 64 * entries * (self._completion_tokens + self._prompt_tokens)
 
-    def opening(self) -> Iterable[dict[str, Any]]:
+    def opening(self) -> Iterable[JsonObject]:
         """Return the chunks that precede any text."""
         return ()
 
-    def chunk(self, index: int) -> dict[str, Any] | None:
+    def chunk(self, index: int) -> JsonObject | None:
         """Return the additions to a choice since its last chunk, or None if there are none to show."""
         choice = self._choices[index]
         if not choice.pending:
@@ -134,23 +135,23 @@ class Answer:
         choice.text, choice.tokens, choice.token_ids, choice.calls, choice.opened = "", [], [], [], True
         return self._chunk(part)
 
-    def usage_chunk(self) -> dict[str, Any]:
+    def usage_chunk(self) -> JsonObject:
         """Return the last chunk of a stream with usage."""
         return {**self._head, "object": self.chunk_name, "choices": [], "usage": self._usage()}
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> JsonObject:
         """Return the fields for the log."""
         usage = self._usage()
         reasons = [choice.finish_reason and str(choice.finish_reason) for choice in self._choices.values()]
         counts = {name: usage[name] for name in ("prompt_tokens", "completion_tokens")}
         return {"id": self.id, **counts, "cached_tokens": sum(self._cached_tokens), "finish_reasons": reasons}
 
-    def _usage(self) -> dict[str, Any]:
+    def _usage(self) -> JsonObject:
         counts = {"prompt_tokens": self._prompt_tokens, "completion_tokens": self._completion_tokens}
         details = {"cached_tokens": sum(self._cached_tokens)}
         return counts | {"total_tokens": sum(counts.values()), "prompt_tokens_details": details}
 
-    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+    def _chunk(self, choice: JsonObject) -> JsonObject:
         """Return a chunk of one choice.
 
         Its usage is that of the response so far; it is null if only the last chunk of the stream has a usage.
@@ -165,7 +166,7 @@ class Answer:
     def _add_text(self, choice: _Choice, delta: OutputDelta) -> None:
         choice.text += delta.text
 
-    def _ids(self, index: int, choice: _Choice) -> dict[str, Any]:
+    def _ids(self, index: int, choice: _Choice) -> JsonObject:
         return {"token_ids": choice.token_ids} if self._with_ids else {}
 
     def _opened(self, prompt: Prompt, samples: Sequence[Sample]) -> _Choice:
@@ -182,7 +183,7 @@ class Answer:
             choice.tokens.append(_Token(sample.token, start, sample))
             choice.length += len(text)
 
-    def _logprobs_by_id(self, sample: Sample, num_top: int) -> dict[str, Any]:
+    def _logprobs_by_id(self, sample: Sample, num_top: int) -> JsonObject:
         """Return logprobs in vLLM's form: the prompt's own token first, then the most likely ones."""
         ranked = {sample.token: (sample.logprob, sample.rank)}
         for rank, (token, logprob) in enumerate(_top(sample, num_top), 1):
@@ -192,13 +193,13 @@ class Answer:
             for token, (logprob, rank) in ranked.items()
         }
 
-    def _end(self, choice: _Choice) -> dict[str, Any]:
+    def _end(self, choice: _Choice) -> JsonObject:
         return {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
 
-    def _finished(self, index: int, choice: _Choice) -> dict[str, Any]:
+    def _finished(self, index: int, choice: _Choice) -> JsonObject:
         raise NotImplementedError
 
-    def _part(self, index: int, choice: _Choice) -> dict[str, Any]:
+    def _part(self, index: int, choice: _Choice) -> JsonObject:
         raise NotImplementedError
 
 
@@ -237,19 +238,19 @@ class CompletionAnswer(Answer):
             return ""
         return tokenizer.decode(prompt.token_ids, skip_special_tokens=self._skip_special_tokens)
 
-    def _ids(self, index: int, choice: _Choice) -> dict[str, Any]:
+    def _ids(self, index: int, choice: _Choice) -> JsonObject:
         """Return the token ids of a chunk; a choice's first chunk includes the prompt's."""
         ids = super()._ids(index, choice)
         prompt = None if choice.opened else self.prompts[index // self._num_choices].token_ids
         return ids and ids | {"prompt_token_ids": prompt}
 
-    def _finished(self, index: int, choice: _Choice) -> dict[str, Any]:
+    def _finished(self, index: int, choice: _Choice) -> JsonObject:
         return self._part(index, choice) | {"prompt_logprobs": choice.prompt_logprobs, "prompt_token_ids": None}
 
-    def _part(self, index: int, choice: _Choice) -> dict[str, Any]:
+    def _part(self, index: int, choice: _Choice) -> JsonObject:
         return {"index": index, "text": choice.text, "logprobs": self._token_logprobs(choice)}
 
-    def _token_logprobs(self, choice: _Choice) -> dict[str, Any] | None:
+    def _token_logprobs(self, choice: _Choice) -> JsonObject | None:
         if self._num_top is None:
             return None
         return {
@@ -284,19 +285,19 @@ class ChatAnswer(Answer):
         self._role = body.answer_role
         self._echo = body.messages[-1].text if body.echo and body.messages[-1].role == self._role else ""
 
-    def whole(self) -> dict[str, Any]:
+    def whole(self) -> JsonObject:
         """Return the body of a response without streaming."""
         prompt = {"prompt_token_ids": None, "prompt_logprobs": self._choices[0].prompt_logprobs}
         return super().whole() | prompt | self._prompt_ids()
 
-    def opening(self) -> Iterable[dict[str, Any]]:
+    def opening(self) -> Iterable[JsonObject]:
         """Yield a chunk with the role for each choice."""
         for index in range(self._num_choices):
             delta = {"role": self._role, "content": ""}
             choice = {"index": index, "delta": delta, "logprobs": None} | self._end(_Choice())
             yield self._chunk(choice) | self._prompt_ids()
 
-    def _prompt_ids(self) -> dict[str, Any]:
+    def _prompt_ids(self) -> JsonObject:
         return {"prompt_token_ids": self.prompts[0].token_ids} if self._with_ids else {}
 
     def _opened(self, prompt: Prompt, samples: Sequence[Sample]) -> _Choice:
@@ -316,26 +317,26 @@ class ChatAnswer(Answer):
             choice.text += part.content
             choice.calls += part.calls
 
-    def _end(self, choice: _Choice) -> dict[str, Any]:
+    def _end(self, choice: _Choice) -> JsonObject:
         end = super()._end(choice)
         # With a `tool_choice` that names the function, `finish_reason` is "stop", as in OpenAI's API.
         called = choice.parser is not None and choice.parser.called and not self._names_tool
         return end | {"finish_reason": "tool_calls"} if called and end["finish_reason"] == FinishReason.STOP else end
 
-    def _finished(self, index: int, choice: _Choice) -> dict[str, Any]:
+    def _finished(self, index: int, choice: _Choice) -> JsonObject:
         unused = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
-        message: dict[str, Any] = {"role": self._role, "content": choice.text, **unused}
+        message: JsonObject = {"role": self._role, "content": choice.text, **unused}
         if choice.calls:
             message |= {"content": choice.text or None, "tool_calls": _whole_calls(choice.calls)}
         return {"index": index, "message": message, "logprobs": self._token_logprobs(choice)}
 
-    def _part(self, index: int, choice: _Choice) -> dict[str, Any]:
-        delta: dict[str, Any] = {"content": choice.text} if choice.text else {}
+    def _part(self, index: int, choice: _Choice) -> JsonObject:
+        delta: JsonObject = {"content": choice.text} if choice.text else {}
         if choice.calls:
             delta["tool_calls"] = _joined_calls(choice.calls)
         return {"index": index, "delta": delta, "logprobs": self._token_logprobs(choice)}
 
-    def _token_logprobs(self, choice: _Choice) -> dict[str, Any] | None:
+    def _token_logprobs(self, choice: _Choice) -> JsonObject | None:
         if self._num_top is None:
             return None
         content = [
@@ -346,7 +347,7 @@ class ChatAnswer(Answer):
         ]
         return {"content": content}
 
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+    def _entry(self, token: int, logprob: float) -> JsonObject:
         text, data = self._names.text(token), self._vocabulary.bytes(token)
         return {"token": text, "logprob": _in_json(logprob), "bytes": list(data)}
 
@@ -377,7 +378,7 @@ def _bytes_before(piece: str, spelling: str) -> int:
     return len(piece) - len(spelling) if piece.endswith(spelling) else 0
 
 
-def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
+def _call_delta(call: ToolCallDelta) -> JsonObject:
     """Return a delta of a tool call; only a call's first delta has the id, the type and the name."""
     if call.id is None:
         return {"index": call.index, "function": {"arguments": call.arguments}}
@@ -385,13 +386,13 @@ def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
     return {"index": call.index, "id": call.id, "type": "function", "function": function}
 
 
-def _whole_calls(deltas: Iterable[ToolCallDelta]) -> list[dict[str, Any]]:
+def _whole_calls(deltas: Iterable[ToolCallDelta]) -> list[JsonObject]:
     return [{key: value for key, value in call.items() if key != "index"} for call in _joined_calls(deltas)]
 
 
-def _joined_calls(deltas: Iterable[ToolCallDelta]) -> list[dict[str, Any]]:
+def _joined_calls(deltas: Iterable[ToolCallDelta]) -> list[JsonObject]:
     """Return one delta for each call: some clients read only the first of a chunk."""
-    calls: dict[int, dict[str, Any]] = {}
+    calls: dict[int, JsonObject] = {}
     for delta in deltas:
         if delta.index in calls:
             calls[delta.index]["function"]["arguments"] += delta.arguments

@@ -5,6 +5,8 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 PART = 64  # entries of a list
+JsonObject = dict[str, Any]
+
 _ANY = TypeAdapter[Any](Any)
 
 

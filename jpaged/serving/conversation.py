@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, TypedDict
 
 from pydantic import ConfigDict, Field
 
-from jpaged.serving.codec import loads
+from jpaged.serving.codec import JsonObject, loads
 from jpaged.serving.errors import ApiError
 from jpaged.serving.fields import Items, Nothing, Open, Strict
 
@@ -38,7 +38,7 @@ class ToolCall(Open):
     type: Literal["function"] = "function"
     function: FunctionCall
 
-    def for_template(self) -> dict[str, Any]:
+    def for_template(self) -> JsonObject:
         """Return the call with its arguments as an object, as templates print them.
 
         Arguments that are not JSON stay as they are: a model may have been cut off while it wrote them.
@@ -69,7 +69,7 @@ class ChatMessage(Open):
         """The content as one text."""
         return "".join(part["text"] for part in self.content) if isinstance(self.content, list) else self.content or ""
 
-    def for_template(self, knows_developers: bool = True) -> dict[str, Any]:
+    def for_template(self, knows_developers: bool = True) -> JsonObject:
         """Return the message in the form of chat templates.
 
         Args:
@@ -85,7 +85,7 @@ class ChatMessage(Open):
         if self.tool_call_id is None and self.role == "tool":
             raise ApiError(400, "messages: tool_call_id is required in a message of a tool", "messages")
         role = "system" if self.role == "developer" and not knows_developers else self.role
-        message: dict[str, Any] = {"role": role, "content": self.text}
+        message: JsonObject = {"role": role, "content": self.text}
         for name in ("name", "tool_call_id", "reasoning_content", "reasoning"):
             if getattr(self, name):
                 message[name] = getattr(self, name)
@@ -99,7 +99,7 @@ class Function(Open):
 
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$", description="1 to 64 letters, digits, _, . and -")
     description: str | None = None
-    parameters: dict[str, Any] | None = Field(default=None, description="a JSON schema")
+    parameters: JsonObject | None = Field(default=None, description="a JSON schema")
     strict: bool | None = None
 
 
@@ -129,7 +129,7 @@ class Conversation(Strict):
     messages: Items[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     tools: Items[Tool] | None = Field(default=None, max_length=MAX_TOOLS)
     chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: JsonObject | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
@@ -149,7 +149,7 @@ class Conversation(Strict):
     def _prompting(self) -> bool:
         return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
 
-    def template_options(self) -> dict[str, Any]:
+    def template_options(self) -> JsonObject:
         """Return the options of `chat.render`.
 
         Raises:

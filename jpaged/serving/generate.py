@@ -7,7 +7,6 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import aclosing
 from functools import partial
-from typing import Any
 
 from aiohttp import web
 from pydantic import BaseModel
@@ -15,7 +14,7 @@ from pydantic import BaseModel
 from jpaged.core.request import NON_FINITE, FinishReason
 from jpaged.engine.async_engine import Deltas
 from jpaged.serving.answer import Answer
-from jpaged.serving.codec import dumps, dumps_long
+from jpaged.serving.codec import JsonObject, dumps, dumps_long
 from jpaged.serving.endpoint import Operation
 from jpaged.serving.errors import ApiError
 from jpaged.serving.middleware import CLIENT, RECORD, as_api_error, client_of
@@ -41,7 +40,7 @@ async def chat(service: Service, data: bytes, turn: str) -> Exchange:
     return await service.chat_turns.run(turn, partial(prepare_chat, service, data))
 
 
-def computing(kind: type[BaseModel], compute: Callable[[Service, bytes], dict[str, Any]]) -> Operation:
+def computing(kind: type[BaseModel], compute: Callable[[Service, bytes], JsonObject]) -> Operation:
     """Return the operation that answers bodies of a kind without generation."""
 
     async def operation(service: Service, data: bytes, turn: str) -> bytes:
@@ -157,7 +156,7 @@ def _size(deltas: Deltas) -> int:
     return 64 * sum(1 + len(sample.top_tokens) for sample in samples)
 
 
-def _events(chunks: Iterable[dict[str, Any]]) -> bytes:
+def _events(chunks: Iterable[JsonObject]) -> bytes:
     return b"".join(b"data: %b\n\n" % dumps(chunk) for chunk in chunks)
 
 

@@ -4,11 +4,11 @@ import asyncio
 import json
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from aiohttp import web
 
 from jpaged.serving import info
+from jpaged.serving.codec import JsonObject
 from jpaged.serving.endpoint import Handler, Operation
 from jpaged.serving.errors import ApiError
 from jpaged.serving.generate import respond
@@ -30,7 +30,7 @@ def answering(operation: Operation) -> Handler:
     return answer
 
 
-def showing(view: Callable[[Service], dict[str, Any]]) -> Handler:
+def showing(view: Callable[[Service], JsonObject]) -> Handler:
     """Return the handler that shows facts about the service."""
 
     async def show(request: web.Request) -> web.StreamResponse:

@@ -1,8 +1,8 @@
 """Facts about the model, its tokenizer and the server, as OpenAI's and SGLang's servers return them."""
 
 from importlib.metadata import version
-from typing import Any
 
+from jpaged.serving.codec import JsonObject
 from jpaged.serving.errors import ApiError
 from jpaged.serving.prepare import check_model
 from jpaged.serving.service import Service
@@ -10,12 +10,12 @@ from jpaged.serving.service import Service
 TOKENIZER_FILES = ("vocab_file", "merges_file", "tokenizer_file")
 
 
-def model_list(service: Service) -> dict[str, Any]:
+def model_list(service: Service) -> JsonObject:
     """Return the list of models, with one entry for each name."""
     return {"object": "list", "data": [model_card(service, name) for name in service.model_names]}
 
 
-def model_card(service: Service, name: str) -> dict[str, Any]:
+def model_card(service: Service, name: str) -> JsonObject:
     """Return the description of a model in the form of the OpenAI API.
 
     Raises:
@@ -45,17 +45,17 @@ def model_card(service: Service, name: str) -> dict[str, Any]:
     }
 
 
-def server_version(service: Service) -> dict[str, Any]:
+def server_version(service: Service) -> JsonObject:
     """Return the version of the package."""
     return {"version": version("jpaged")}
 
 
-def load(service: Service) -> dict[str, Any]:
+def load(service: Service) -> JsonObject:
     """Return the number of requests that are being answered."""
     return {"server_load": len(service.in_flight)}
 
 
-def model_info(service: Service) -> dict[str, Any]:
+def model_info(service: Service) -> JsonObject:
     """Return the facts about the model."""
     return {
         "model_path": service.model_name,
@@ -68,7 +68,7 @@ def model_info(service: Service) -> dict[str, Any]:
     }
 
 
-def server_info(service: Service) -> dict[str, Any]:
+def server_info(service: Service) -> JsonObject:
     """Return the facts about the model, and those about the server."""
     stats = service.engine.stats()
     return model_info(service) | {
@@ -82,7 +82,7 @@ def server_info(service: Service) -> dict[str, Any]:
     }
 
 
-def tokenizer_config(service: Service) -> dict[str, Any]:
+def tokenizer_config(service: Service) -> JsonObject:
     """Return the tokenizer's configuration, as in tokenizer_config.json, with the chat template that is used.
 
     Raises:

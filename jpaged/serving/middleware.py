@@ -9,13 +9,13 @@ import re
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Any
 
 from aiohttp import web
 
 from jpaged.core.params import InvalidParameter
 from jpaged.core.plan import ParamsDeleted
 from jpaged.engine.async_engine import EngineDead, QueueFull, RequestFailed
+from jpaged.serving.codec import JsonObject
 from jpaged.serving.endpoint import SERVED, Handler, is_open
 from jpaged.serving.errors import ApiError
 from jpaged.serving.origins import check_origin
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("jpaged.access")
 
 REQUEST_ID = "X-Request-Id"
-RECORD = web.RequestKey("record", dict[str, Any])  # further fields of a request in the access log
+RECORD = web.RequestKey("record", JsonObject)  # further fields of a request in the access log
 CLIENT = web.RequestKey("client", str)  # the key, where there are several
 
 

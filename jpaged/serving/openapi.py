@@ -4,12 +4,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from functools import cache
 from importlib.metadata import version
-from typing import Any
 
 from aiohttp import web
 from pydantic.json_schema import models_json_schema
 
 from jpaged.core.params import BeamSearchParams, SamplingParams
+from jpaged.serving.codec import JsonObject
 from jpaged.serving.endpoint import SERVED, Endpoint
 from jpaged.serving.service import SERVICE
 
@@ -34,7 +34,7 @@ async def show_openapi(request: web.Request) -> web.Response:
 
 
 @cache
-def description(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
+def description(endpoints: Sequence[Endpoint]) -> JsonObject:
     """Return an OpenAPI 3.1 document."""
     described = [endpoint for endpoint in endpoints if endpoint.is_described]
     models = dict.fromkeys(body for endpoint in described for body in endpoint.bodies)
@@ -54,10 +54,10 @@ def description(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
     }
 
 
-def _item(endpoint: Endpoint, path: str) -> dict[str, Any]:
+def _item(endpoint: Endpoint, path: str) -> JsonObject:
     """Return the description of all methods of a path."""
     summary = endpoint.summary if path == endpoint.path else f"the same as {endpoint.path}"
-    operation: dict[str, Any] = {"summary": summary}
+    operation: JsonObject = {"summary": summary}
     if endpoint.bodies:
         refs = [{"$ref": REF.format(model=model.__name__)} for model in endpoint.bodies]
         schema = refs[0] if len(refs) == 1 else {"anyOf": refs}
@@ -73,14 +73,14 @@ def _item(endpoint: Endpoint, path: str) -> dict[str, Any]:
     return {method.lower(): operation for method in endpoint.methods}
 
 
-def _responses(refusals: dict[str, str], contents: Iterable[str]) -> dict[str, Any]:
-    content: dict[str, Any] = {name: {} for name in contents}
+def _responses(refusals: dict[str, str], contents: Iterable[str]) -> JsonObject:
+    content: JsonObject = {name: {} for name in contents}
     error = {"application/json": {"schema": {"$ref": REF.format(model="Error")}}}
     done = {"description": "done"} | ({"content": content} if content else {})
     return {"200": done} | {status: {"description": text, "content": error} for status, text in refusals.items()}
 
 
-def _add_ranges(properties: dict[str, Any]) -> None:
+def _add_ranges(properties: JsonObject) -> None:
     """Add the allowed values of the engine's parameters, which only the engine knows."""
     for kind in (BeamSearchParams, SamplingParams):
         for each in fields(kind):
@@ -88,7 +88,7 @@ def _add_ranges(properties: dict[str, Any]) -> None:
                 properties[each.name].setdefault("description", each.metadata["allowed"])
 
 
-def _error_schema() -> dict[str, Any]:
+def _error_schema() -> JsonObject:
     content = {
         "message": {"type": "string"},
         "type": {"type": "string"},

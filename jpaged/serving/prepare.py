@@ -16,6 +16,7 @@ from jpaged.chat import template_of
 from jpaged.core.params import InvalidParameter, StructuredOutputsParams
 from jpaged.engine.engine import InFlight
 from jpaged.serving.answer import Answer, ChatAnswer, CompletionAnswer, Prompt
+from jpaged.serving.codec import JsonObject
 from jpaged.serving.conversation import Conversation, Function
 from jpaged.serving.errors import ApiError, unknown_model
 from jpaged.serving.parse import parse
@@ -94,7 +95,7 @@ def prepare_chat(service: Service, data: bytes) -> Exchange:
         return Exchange(body, params, _bad_words(service, params), answer)
 
 
-def tokenize(service: Service, data: bytes) -> dict[str, Any]:
+def tokenize(service: Service, data: bytes) -> JsonObject:
     """Return the response to a body of `/tokenize`.
 
     Raises:
@@ -129,7 +130,7 @@ def load_weights(service: Service, data: bytes) -> tuple[Any, InFlight]:
         raise ApiError(400, f"path: {error}", "path") from error
 
 
-def detokenize(service: Service, data: bytes) -> dict[str, Any]:
+def detokenize(service: Service, data: bytes) -> JsonObject:
     """Return the response to a body of `/detokenize`.
 
     Raises:

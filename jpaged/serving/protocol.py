@@ -25,6 +25,7 @@ from jpaged.core.params import (
     shown,
 )
 from jpaged.engine.engine import InFlight
+from jpaged.serving.codec import JsonObject
 from jpaged.serving.conversation import Conversation, Function, NamedToolChoice
 from jpaged.serving.errors import ApiError
 from jpaged.serving.fields import (
@@ -55,7 +56,7 @@ class StreamOptions(Strict):
 class StructuredOutputs(Strict):
     """Constraint of the whole output by one of the first five fields, as in vLLM."""
 
-    json_schema: dict[str, Any] | str | None = Field(default=None, alias="json", description="a JSON schema")
+    json_schema: JsonObject | str | None = Field(default=None, alias="json", description="a JSON schema")
     regex: str | None = None
     choice: Items[str] | None = None
     grammar: str | None = Field(default=None, description="in Lark's form or in GBNF")
@@ -73,7 +74,7 @@ class JsonSchema(Strict):
 
     name: str
     description: str | None = None
-    json_schema: dict[str, Any] = Field(alias="schema")
+    json_schema: JsonObject = Field(alias="schema")
     strict: bool | None = None
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from jpaged.chat import sources_of
 from jpaged.core.params import shown
-from jpaged.serving.codec import loads
+from jpaged.serving.codec import JsonObject, loads
 from jpaged.serving.conversation import Function
 from jpaged.structured.sound import WHITE_SPACE, sound_schema
 from jpaged.tokenizer import CALL_TAGS
@@ -443,7 +443,7 @@ def tool_format(name: str, tokenizer: Any, chat_template: str | None = None) -> 
     return FORMATS.get(name)
 
 
-def _schema(function: Function) -> dict[str, Any]:
+def _schema(function: Function) -> JsonObject:
     parameters = {"type": "object"} | (function.parameters or {})
     if (kind := parameters["type"]) != "object":
         name = shown(function.name)

@@ -9,11 +9,11 @@ import zlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from aiohttp import web
 
 from jpaged.engine.async_engine import EngineClient, EngineDead
+from jpaged.serving.codec import JsonObject
 from jpaged.serving.errors import ApiError
 from jpaged.serving.live.recorder import Recorder
 from jpaged.serving.live.snapshot import Snapshot
@@ -51,13 +51,13 @@ class MapFrame:
         events = [event for event in self.now.events if event["serial"] > last]
         return self._encoded(_exclusive_or(self.now.blocks, self.before.blocks), events, whole=False)
 
-    def _encoded(self, blocks: bytes, events: list[dict[str, Any]], *, whole: bool) -> bytes:
+    def _encoded(self, blocks: bytes, events: list[JsonObject], *, whole: bool) -> bytes:
         facts = {"frame": self.index, "whole": whole, "time": round(self.now.time, 3), **self.now.facts}
         text = base64.b64encode(zlib.compress(blocks, 1)).decode()
         return _event(facts | {"events": events, "map": text})
 
 
-def _event(facts: dict[str, Any]) -> bytes:
+def _event(facts: JsonObject) -> bytes:
     return b"data: " + json.dumps(facts, separators=(",", ":")).encode() + b"\n\n"
 
 

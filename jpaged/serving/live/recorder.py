@@ -9,6 +9,7 @@ from typing import Any
 from jpaged.core.request import Request
 from jpaged.core.scheduler import Scheduler
 from jpaged.engine.engine import StepOutput
+from jpaged.serving.codec import JsonObject
 
 MAX_NUMBER = 2**16 - 1  # requests are numbered from 1 to this, then from 1 again
 MAX_EVENTS = 32  # the latest are kept
@@ -24,7 +25,7 @@ class Recorder:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
-        self.events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
+        self.events: deque[JsonObject] = deque(maxlen=MAX_EVENTS)
         self.tokens = 0  # output tokens
         self.timed_tokens = 0  # output tokens of steps that directly follow another step
         self.token_seconds = 0.0  # for each timed token, the seconds of its step

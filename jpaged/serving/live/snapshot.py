@@ -5,10 +5,10 @@ import sys
 import time
 from array import array
 from dataclasses import dataclass, field
-from typing import Any
 
 from jpaged.core.request import Request
 from jpaged.core.scheduler import Scheduler
+from jpaged.serving.codec import JsonObject
 from jpaged.serving.live.recorder import Recorder
 
 MAX_REQUESTS = 24  # listed requests, of the running and of the waiting ones each
@@ -31,8 +31,8 @@ class Snapshot:
     """
 
     blocks: bytes
-    facts: dict[str, Any]
-    events: list[dict[str, Any]]
+    facts: JsonObject
+    events: list[JsonObject]
     time: float = field(compare=False)
     cost: float = field(compare=False)
 
@@ -86,7 +86,7 @@ def _owners(scheduler: Scheduler, recorder: Recorder) -> bytes:
     return owners.tobytes()
 
 
-def _listed(running: list[Request], recorder: Recorder) -> list[dict[str, Any]]:
+def _listed(running: list[Request], recorder: Recorder) -> list[JsonObject]:
     """Return the first running requests, with the beginnings of their block tables."""
     room, listed = MAX_LISTED, []
     for request in running[:MAX_REQUESTS]:

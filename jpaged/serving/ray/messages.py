@@ -3,7 +3,7 @@
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
-from jpaged.serving.codec import dumps, loads
+from jpaged.serving.codec import JsonObject, dumps, loads
 
 
 class Forwarded:
@@ -38,7 +38,7 @@ class Description(NamedTuple):
         max_body_size: maximum bytes of a request.
     """
 
-    models: dict[str, Any]
+    models: JsonObject
     max_body_size: int
 
 

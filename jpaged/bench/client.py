@@ -9,14 +9,14 @@ from typing import Any, Self
 
 import aiohttp
 
-# Shorter than any server's own, so that no request is sent on a connection that the server is about to close.
+# Shorter than the time-out of any server. A request on a connection that the server is about to close would fail.
 KEEPALIVE_SECONDS = 2.0
 
 
 class ServerError(ConnectionError):
     """Failure of a request: server unreachable, HTTP error, or broken response.
 
-    `kind` is the same for failures of the same sort.
+    `kind` is equal for failures of one sort, such as "timeout" or "HTTP 503".
     """
 
     def __init__(self, kind: str, detail: str):

@@ -12,7 +12,7 @@ from typing import Any
 from jpaged.bench.measure import Record
 from jpaged.bench.serve import Result, Run, Settings
 
-# Name, title, unit and how many of it are in a second.
+# Name, title, and unit of each latency, and the number of these units in a second.
 SHOWN = (
     ("ttft", "time to first token", "ms", 1e3),
     ("itl", "inter-token latency", "ms", 1e3),

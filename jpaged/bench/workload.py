@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
-LONGEST = 1536  # tokens of a prompt, and of an output, of the datasets
+LONGEST = 1536  # maximum tokens of a prompt and of an output in the datasets
 
 
 class Dataset(NamedTuple):
@@ -55,10 +55,10 @@ def _location(mean: float, sigma: float, limit: float) -> float:
 
 
 # The paper (PagedAttention, arXiv:2309.06180) gives these means. The spread of ShareGPT's outputs follows from its
-# figures for Orca (Max), which holds 7 reservations of 2,048 tokens in 15.7K: tokens fill 20.4 % of the pool, and will
-# fill 13.3 % more. A running request therefore has 457 tokens, and 755 at its end. If an output's length o does not
-# depend on the prompt's, E[o^2] / E[o] = 755 - 161 = 594 of these are output, as with a deviation of 1.0 means and a
-# cut at 1,536 tokens.
+# figures for Orca (Max). Its pool of 15.7K tokens holds 7 reservations of 2,048 tokens; tokens fill 20.4 % of it, and
+# will fill 13.3 % more. A running request therefore has 457 tokens on average, and 755 at its end. If the length o of
+# an output does not depend on the prompt, then E[o^2] / E[o] = 755 - 161 = 594 of the 755 tokens are output. A standard
+# deviation of 1.0 means with a cut at 1,536 tokens has this ratio.
 DATASETS = {"Alpaca": Dataset(19.31, 58.45), "ShareGPT": Dataset(161.31, 337.99)}
 
 
@@ -80,7 +80,7 @@ def arrivals(count: int, rate: float, burstiness: float = 1.0, seed: int = 0) ->
 
 
 class Lengths(NamedTuple):
-    """Tokens of one request: `prompt` of its own, after `prefix_tokens` shared by all requests with that `prefix`."""
+    """Tokens of one request: `prefix_tokens` that all requests with that `prefix` share, then `prompt` further ones."""
 
     prompt: int
     output: int

@@ -29,7 +29,7 @@ class BodyProcess:
         self._children = Children("jpaged.serving.body_process", None)
 
     def text_length(self, kind: type[BaseModel], data: bytes, ignore_unknown: bool) -> tuple[int, str]:
-        """Return the `text_length` of a body, and the field with the text; 0 if a process fails at it.
+        """Return the `text_length` of a body, and the field with the text; the length is 0 if the process fails.
 
         Args:
             kind: class of `protocol`.

@@ -97,7 +97,7 @@ ENDPOINTS = (
     _page("/openapi.json", "the schema, generated from the models that validate requests", show_openapi, is_open=True),
     *(_page(path, "the page", static.sender(name), is_open=True) for path, name in static.PAGE_FILES.items()),
     _page("/live", "the page's event stream", handlers.live),
-    _page("/live/requests/{request_id}", "the number of a request on the page's map", handlers.live_number),
+    _page("/live/requests/{request_id}", "the number of a request on the map", handlers.live_number),
     _control("/pause", "begin no step", control.pause),
     _control("/resume", "end a pause", control.resume),
     _control("/is_paused", "whether steps wait for `/resume`", control.is_paused, "GET"),

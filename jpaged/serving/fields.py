@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, create_model
 
 
 class Strict(BaseModel):
-    """Object of which unknown fields are rejected, and values are not converted."""
+    """Object that rejects unknown fields and converts no values."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 

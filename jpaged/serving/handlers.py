@@ -34,7 +34,7 @@ def showing(view: Callable[[Service], JsonObject]) -> Handler:
     """Return the handler that shows facts about the service."""
 
     async def show(request: web.Request) -> web.StreamResponse:
-        # `str` is for the tokenizer's configuration, of which the values may be AddedTokens.
+        # `str` is for AddedTokens in the tokenizer's configuration.
         return web.json_response(view(request.app[SERVICE]), dumps=partial(json.dumps, default=str))
 
     return show

@@ -19,7 +19,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 MAX_WAITING = 10_000  # lines
 LEVELS = ("debug", "info", "warning", "error", "critical")
 FLUSH_TIMEOUT_S = 2.0  # seconds for the last lines, and for the reader of a pipe
-PIECE = select.PIPE_BUF // 4  # characters, of up to four bytes: a pipe with any room has room for so many
+PIECE = select.PIPE_BUF // 4  # characters of up to four bytes; a pipe that poll reports as ready takes this many
 
 
 class _Dropping(QueueHandler):

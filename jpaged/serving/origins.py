@@ -53,7 +53,7 @@ def preflight_headers(config: ServerConfig, method: str, headers: Mapping[str, s
     except ValueError:  # such as "[]"
         raise ApiError(400, f"Host: {host!r} is no name or address") from None
     if config.allowed_hosts is not None and not (not host or is_loopback(name) or name in config.allowed_hosts):
-        # A site can point its own name at 127.0.0.1, and is then an origin of its own (DNS rebinding).
+        # A site whose name leads to 127.0.0.1 has the same origin as this server (DNS rebinding).
         raise ApiError(403, f"Host: {name!r} is not a name of this server (--allowed-hosts)")
     if origin is None or _is_own(headers, origin, host):
         return None

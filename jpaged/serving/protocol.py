@@ -109,7 +109,7 @@ def _neutral(kind: type[Params]) -> dict[str, tuple[object, ...]]:
     return neutral | {"temperature": (0,), "top_k": (0, -1)} if kind is SamplingParams else neutral
 
 
-# Values of sampling parameters that a beam search accepts, and of its parameters that sampling accepts.
+# Allowed values of the parameters of sampling with beam search (True), and of those of beam search without it (False).
 NEUTRAL = {True: _neutral(SamplingParams), False: _neutral(BeamSearchParams)}
 
 # Fields that constrain the whole output.

@@ -334,7 +334,7 @@ class Llama3JsonParser(ToolParser):
 
 
 class ToolFormat:
-    """Format in which a family of models writes calls. FORMATS has all of them.
+    """Format in which a family of models writes calls. FORMATS holds all formats.
 
     Its grammars are llguidance's, as Lark text, with calls in the exact spacing of chat templates. Tags are text in
     them, so they fit every tokenizer; if a tokenizer has a tag among its added tokens, the compiler of the grammar must

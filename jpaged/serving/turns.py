@@ -18,7 +18,7 @@ type Work = Callable[[], Any]
 class ClientTurns:
     """Work of clients on a few threads: one piece of each client at a time, in turns.
 
-    A client whose work takes long makes its own further work wait, and leaves the other threads to others.
+    While a client's work takes long, only further work of this client waits; others use the other threads.
 
     Args:
         name: name of the work, for error messages.
@@ -87,7 +87,7 @@ class ClientTurns:
             else:
                 done.set_result(result.result())
         elif not result.cancelled():
-            result.exception()  # which is retrieved, and so not reported
+            result.exception()  # asyncio reports an exception that nobody has retrieved
         self._start()
 
     def _release(self, client: str) -> None:

@@ -38,7 +38,7 @@ class Snapshot:
 
 
 def snapshot(scheduler: Scheduler, recorder: Recorder) -> Snapshot:
-    """Return the pool, the requests and the totals; call it where nothing changes them meanwhile."""
+    """Return the pool, the requests and the totals. Call it on the thread that changes them."""
     began = time.thread_time()
     pool, running = scheduler.pool, list(scheduler.running)
     live = [sequence for request in running for sequence in request.live]

@@ -30,7 +30,7 @@ def build(config: RayConfig) -> Application:
             request_router_class=PrefixRouter, request_router_kwargs={"max_imbalance": config.max_imbalance}
         )
     replicas = serve.deployment(Replica, name=REPLICA, **options).bind(config, num_gpus)
-    # One process, because each has a table of prefixes of its own.
+    # One process, because every process has a separate table of prefixes.
     ingress = serve.deployment(
         Ingress,
         num_replicas=1,

@@ -23,7 +23,7 @@ from jpaged.serving.service import LARGE_BYTES, ServerConfig
 
 REPLICA = "Replica"  # name of the replicas' deployment
 MODEL = "/v1/models/"  # followed by a name
-ATTEMPTS = 2  # of a request whose replica fails before the beginning of its response
+ATTEMPTS = 2  # attempts at a request if replicas fail before its response begins
 STATUS_AGE_S = 1.0
 
 

@@ -13,12 +13,12 @@ CHOICE_TIMEOUT_S = 30.0  # from the choice of a replica to its acceptance of the
 
 
 class PrefixRouter(RequestRouter):
-    """Router by the prefixes of prompts. Each process that sends requests has a router with a table of its own.
+    """Router by the prefixes of prompts. Each process that sends requests has one router with one table.
 
     Each request gets the replica that is chosen for it. (With Ray's FIFOMixin the oldest waiting request would get it.)
     """
 
-    # Ray's 0.1 s is too short for a replica whose processor is busy: its prefixes would move to another one.
+    # Ray's 0.1 s is too short for a replica whose processor is busy. Its prompts would go to another replica.
     queue_len_response_deadline_s = 2.0
 
     def initialize_state(self, max_imbalance: float = 8, capacity: int = 100_000, step: int = 64) -> None:
@@ -32,7 +32,7 @@ class PrefixRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return the chosen replica, and then all in the order of their loads, in case that it is full."""
+        """Return the chosen replica, and then all replicas by their loads, in case the chosen one is full."""
         self._drop_cancelled()
         if pending_request is not None:
             self._drop_chosen(pending_request.metadata.internal_request_id)  # of an earlier attempt
@@ -74,7 +74,7 @@ class PrefixRouter(RequestRouter):
         super().update_replicas(replicas)
 
     def _load(self, replica: ReplicaID) -> int:
-        # Ray's count includes the requests of other routers, but is forgotten after some seconds without news.
+        # Ray's count includes the requests of other routers, but expires some seconds after the last report.
         return max(self.replica_queue_len_cache.get(replica) or 0, self._num_requests[replica])
 
     def _drop_chosen(self, request_id: str) -> None:
@@ -83,7 +83,7 @@ class PrefixRouter(RequestRouter):
             self._num_requests[replica] -= 1
 
     def _drop_cancelled(self) -> None:
-        """Drop the choices for requests that were cancelled before they were sent, of which Ray does not tell."""
+        """Drop the choices for requests that were cancelled before they were sent; Ray reports no such request."""
         limit = time.monotonic() - CHOICE_TIMEOUT_S
         while self._chosen and (oldest := next(iter(self._chosen.items())))[1][1] < limit:
             self._drop_chosen(oldest[0])

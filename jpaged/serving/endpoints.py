@@ -4,11 +4,11 @@ from pydantic import BaseModel
 
 from jpaged.serving import control, handlers, info
 from jpaged.serving.endpoint import EVENTS, JSON, TEXT, Endpoint, Handler, Operation
-from jpaged.serving.generate import chat, complete, computing
+from jpaged.serving.generate import in_turns
 from jpaged.serving.handlers import answering, showing
 from jpaged.serving.live import static
 from jpaged.serving.openapi import REFUSALS, show_openapi
-from jpaged.serving.prepare import detokenize, tokenize
+from jpaged.serving.prepare import detokenize, prepare_chat, prepare_completion, tokenize
 from jpaged.serving.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -43,31 +43,27 @@ ENDPOINTS = (
     _operation(
         "/v1/completions",
         "complete a prompt: a text, token ids, or a list of either",
-        complete,
+        in_turns(CompletionRequest, prepare_completion, renders=False),
         CompletionRequest,
         contents=(JSON, EVENTS),
     ),
     _operation(
         "/v1/chat/completions",
         "answer text messages of any role that the chat template renders",
-        chat,
+        in_turns(ChatRequest, prepare_chat),
         ChatRequest,
         contents=(JSON, EVENTS),
     ),
-    Endpoint(
-        "/v1/models",
-        "list every served name of the model, with `max_model_len` and its `root`",
-        showing(info.model_list),
-    ),
+    Endpoint("/v1/models", "every served name of the model, with `max_model_len` and `root`", showing(info.model_list)),
     Endpoint("/v1/models/{model}", "the entry of one name", handlers.one_model, refusals={"404": REFUSALS["404"]}),
     _operation(
         "/tokenize",
         "convert `prompt` or `messages` to tokens",
-        computing(TokenizeRequest, tokenize),
+        in_turns(TokenizeRequest, tokenize),
         TokenizeCompletionRequest,
         TokenizeChatRequest,
     ),
-    _operation("/detokenize", "convert tokens to text", computing(DetokenizeRequest, detokenize), DetokenizeRequest),
+    _operation("/detokenize", "convert tokens to text", in_turns(DetokenizeRequest, detokenize), DetokenizeRequest),
     Endpoint(
         "/reset_prefix_cache", "drop all cached prefixes", handlers.reset_prefix_cache, methods=("POST",), contents=()
     ),

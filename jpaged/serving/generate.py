@@ -18,8 +18,7 @@ from jpaged.serving.codec import JsonObject, dumps, dumps_long
 from jpaged.serving.endpoint import Operation
 from jpaged.serving.errors import ApiError
 from jpaged.serving.middleware import CLIENT, RECORD, as_api_error, client_of
-from jpaged.serving.prepare import Exchange, prepare_chat, prepare_completion
-from jpaged.serving.protocol import ChatRequest, CompletionRequest
+from jpaged.serving.prepare import Exchange
 from jpaged.serving.service import SERVICE, Service
 
 SMALL_BYTES = 128 * 2**10  # about a millisecond of work
@@ -28,26 +27,22 @@ DONE = b"data: [DONE]\n\n"
 ERROR_FLUSH_TIMEOUT_S = 5.0  # seconds that a client has to take the error that ends its stream
 
 
-async def complete(service: Service, data: bytes, turn: str) -> Exchange:
-    """Return the request for generation of a body of `/v1/completions`."""
-    await service.check_body(CompletionRequest, data, turn)
-    return await service.run(partial(prepare_completion, service, data), len(data), turn)
+def in_turns(
+    kind: type[BaseModel], work: Callable[[Service, bytes], Exchange | bytes], *, renders: bool = True
+) -> Operation:
+    """Return the operation that does some work on bodies of a kind, in the turns of clients.
 
+    Args:
+        renders: the work may wait for a chat template.
+    """
 
-async def chat(service: Service, data: bytes, turn: str) -> Exchange:
-    """Return the request for generation of a body of `/v1/chat/completions`."""
-    await service.check_body(ChatRequest, data, turn)
-    return await service.chat_turns.run(turn, partial(prepare_chat, service, data))
-
-
-def computing(kind: type[BaseModel], compute: Callable[[Service, bytes], JsonObject]) -> Operation:
-    """Return the operation that answers bodies of a kind without generation."""
-
-    async def operation(service: Service, data: bytes, turn: str) -> bytes:
+    async def operate(service: Service, data: bytes, turn: str) -> Exchange | bytes:
         await service.check_body(kind, data, turn)
-        return await service.chat_turns.run(turn, lambda: dumps_long(compute(service, data)))
+        if renders:
+            return await service.chat_turns.run(turn, partial(work, service, data))
+        return await service.run(partial(work, service, data), len(data), turn)
 
-    return operation
+    return operate
 
 
 async def generate(service: Service, exchange: Exchange, turn: str, tenant: str | None) -> AsyncGenerator[bytes]:

@@ -16,7 +16,7 @@ from jpaged.chat import template_of
 from jpaged.core.params import InvalidParameter, StructuredOutputsParams
 from jpaged.engine.engine import InFlight
 from jpaged.serving.answer import Answer, ChatAnswer, CompletionAnswer, Prompt
-from jpaged.serving.codec import JsonObject
+from jpaged.serving.codec import dumps, dumps_long
 from jpaged.serving.conversation import Conversation, Function
 from jpaged.serving.errors import ApiError, unknown_model
 from jpaged.serving.parse import parse
@@ -95,7 +95,7 @@ def prepare_chat(service: Service, data: bytes) -> Exchange:
         return Exchange(body, params, _bad_words(service, params), answer)
 
 
-def tokenize(service: Service, data: bytes) -> JsonObject:
+def tokenize(service: Service, data: bytes) -> bytes:
     """Return the response to a body of `/tokenize`.
 
     Raises:
@@ -113,7 +113,7 @@ def tokenize(service: Service, data: bytes) -> JsonObject:
     id_to_token = backend(service.tokenizer).id_to_token
     texts = [id_to_token(token) for token in tokens] if body.return_token_strs else None
     counts = {"count": len(tokens), "max_model_len": service.max_model_len}
-    return counts | {"tokens": tokens, "token_strs": texts}
+    return dumps_long(counts | {"tokens": tokens, "token_strs": texts})
 
 
 def load_weights(service: Service, data: bytes) -> tuple[Any, InFlight]:
@@ -130,7 +130,7 @@ def load_weights(service: Service, data: bytes) -> tuple[Any, InFlight]:
         raise ApiError(400, f"path: {error}", "path") from error
 
 
-def detokenize(service: Service, data: bytes) -> JsonObject:
+def detokenize(service: Service, data: bytes) -> bytes:
     """Return the response to a body of `/detokenize`.
 
     Raises:
@@ -144,7 +144,7 @@ def detokenize(service: Service, data: bytes) -> JsonObject:
         if not 0 <= token < size:
             raise ApiError(400, f"tokens: token id {token} is outside the vocabulary [0, {size})", "tokens")
     (text,) = tokenizer.decode_batch([body.tokens], skip_special_tokens=False)  # lets other threads run, unlike decode
-    return {"prompt": text}
+    return dumps({"prompt": text})
 
 
 def check_model(service: Service, name: str | None) -> None:

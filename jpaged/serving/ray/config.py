@@ -3,62 +3,52 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
 from jpaged.config import EngineConfig
 from jpaged.serving.service import API_KEY_VARIABLE, ServerConfig
+from jpaged.setting import check, documentation, setting
 
 ROUTERS = ("prefix", "default")
 
 
+_setting = partial(setting, group="replicas")
+
+
 @dataclass(frozen=True, kw_only=True)
 class RayConfig:
-    """Configuration of the deployments.
-
-    Attributes:
-        engine: settings of each replica's engine.
-        server: settings of each replica's queue and of the ingress.
-        served_model_name: name of the model in responses; None: the engine's `model`.
-        tool_call_parser: format of the model's tool calls; auto: detected from its chat template.
-        min_replicas, max_replicas: bounds of the number of replicas, which follows the load if they differ.
-        target_ongoing_requests: requests of a replica that autoscaling aims at; None: as many as run at once.
-        max_ongoing_requests: maximum requests of a replica, further ones wait in the ingress; None: twice as many as
-            run at once.
-        num_gpus: GPUs of a replica; None: `tensor_parallel_size` if the cluster has GPUs, otherwise 0.
-        num_cpus: CPUs that Ray reserves for a replica.
-        router: prefix: the replica that has the longest prefix of the prompt in its cache; default: Ray Serve's.
-        max_imbalance: requests by which the load of a replica may exceed the smallest load, to be chosen for a prefix.
-        health_check_period_s: seconds between two checks of a replica.
-    """
+    """Configuration of the deployments; `server` is for the ingress and the queue of each replica."""
 
     engine: EngineConfig = field(default_factory=EngineConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
-    served_model_name: str | None = None
-    tool_call_parser: str = "auto"
-    min_replicas: int = 1
-    max_replicas: int = 1
-    target_ongoing_requests: float | None = None
-    max_ongoing_requests: int | None = None
-    num_gpus: int | None = None
-    num_cpus: float = 1.0
-    router: str = "prefix"
-    max_imbalance: float = 8
-    health_check_period_s: float = 2.0
+    served_model_name: str | None = _setting(None, "name of the model in responses", by="the engine's model")
+    tool_call_parser: str = _setting("auto", "format of the model's tool calls; auto: detected from its chat template")
+    min_replicas: int = _setting(1, "least number of replicas")
+    max_replicas: int = _setting(1, "greatest number of replicas; the number follows the load if it exceeds the least")
+    target_ongoing_requests: float | None = _setting(
+        None, "requests of a replica that autoscaling aims at", by="as many as run at once", above=0
+    )
+    max_ongoing_requests: int | None = _setting(
+        None, "maximum requests of a replica; further ones wait in the ingress", by="twice the number at once", above=0
+    )
+    num_gpus: int | None = _setting(
+        None, "GPUs of a replica", by="tensor_parallel_size if the cluster has GPUs, otherwise 0", low=0
+    )
+    num_cpus: float = _setting(1.0, "CPUs that Ray reserves for a replica", low=0)
+    router: str = _setting(
+        "prefix", "prefix: the replica with the longest prefix in its cache; default: Ray Serve's", choices=ROUTERS
+    )
+    max_imbalance: float = _setting(
+        8, "requests by which the load of a replica that has the prefix may exceed the smallest load", low=0
+    )
+    health_check_period_s: float = _setting(2.0, "seconds between two checks of a replica", above=0)
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_replicas <= self.max_replicas:
             bounds = f"{self.min_replicas}:{self.max_replicas}"
             raise ValueError(f"replicas: must be N or MIN:MAX with 1 <= MIN <= MAX, not {bounds}")
-        if self.router not in ROUTERS:
-            raise ValueError(f"router: must be one of {', '.join(ROUTERS)}, not {self.router!r}")
-        for name in ("target_ongoing_requests", "max_ongoing_requests", "health_check_period_s"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name}: must be above 0, not {value}")
-        for name in ("num_gpus", "num_cpus", "max_imbalance"):
-            value = getattr(self, name)
-            if value is not None and not value >= 0:
-                raise ValueError(f"{name}: must be at least 0, not {value}")
+        check(self)
 
     @property
     def model_name(self) -> str:
@@ -89,6 +79,9 @@ class RayConfig:
         """Return the configuration with the API key of JPAGED_API_KEY, if that is set."""
         key = os.environ.get(API_KEY_VARIABLE)
         return replace(self, server=replace(self.server, api_keys=(*self.server.api_keys, key))) if key else self
+
+
+RayConfig.__doc__ = f"{RayConfig.__doc__}\n{documentation(RayConfig)}"
 
 
 def parse_replicas(text: str) -> tuple[int, int]:

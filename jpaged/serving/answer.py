@@ -52,7 +52,7 @@ class _Choice:
     text: str = ""
     tokens: list[_Token] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    calls: list[ToolCallDelta] = field(default_factory=list)
+    calls: dict[int, ToolCallDelta] = field(default_factory=dict)
     decoder: TokenDecoder | None = None
     length: int = 0
     prompt_logprobs: list[JsonObject | None] | None = None
@@ -132,7 +132,7 @@ class Answer:
         if not choice.pending:
             return None
         part = self._part(index, choice) | self._ids(index, choice) | self._end(choice)
-        choice.text, choice.tokens, choice.token_ids, choice.calls, choice.opened = "", [], [], [], True
+        choice.text, choice.tokens, choice.token_ids, choice.calls, choice.opened = "", [], [], {}, True
         return self._chunk(part)
 
     def usage_chunk(self) -> JsonObject:
@@ -315,7 +315,11 @@ class ChatAnswer(Answer):
             parts.append(choice.parser.finish())
         for part in parts:
             choice.text += part.content
-            choice.calls += part.calls
+            for call in part.calls:  # one addition to each call in a chunk: some clients read only the first
+                if call.index in choice.calls:
+                    choice.calls[call.index].arguments += call.arguments
+                else:
+                    choice.calls[call.index] = call
 
     def _end(self, choice: _Choice) -> JsonObject:
         end = super()._end(choice)
@@ -327,13 +331,14 @@ class ChatAnswer(Answer):
         unused = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
         message: JsonObject = {"role": self._role, "content": choice.text, **unused}
         if choice.calls:
-            message |= {"content": choice.text or None, "tool_calls": _whole_calls(choice.calls)}
+            calls = [_call(call) for call in choice.calls.values()]
+            message |= {"content": choice.text or None, "tool_calls": calls}
         return {"index": index, "message": message, "logprobs": self._token_logprobs(choice)}
 
     def _part(self, index: int, choice: _Choice) -> JsonObject:
         delta: JsonObject = {"content": choice.text} if choice.text else {}
         if choice.calls:
-            delta["tool_calls"] = _joined_calls(choice.calls)
+            delta["tool_calls"] = [{"index": index} | _call(call) for index, call in choice.calls.items()]
         return {"index": index, "delta": delta, "logprobs": self._token_logprobs(choice)}
 
     def _token_logprobs(self, choice: _Choice) -> JsonObject | None:
@@ -378,27 +383,11 @@ def _bytes_before(piece: str, spelling: str) -> int:
     return len(piece) - len(spelling) if piece.endswith(spelling) else 0
 
 
-def _call_delta(call: ToolCallDelta) -> JsonObject:
-    """Return a delta of a tool call; only a call's first delta has the id, the type and the name."""
+def _call(call: ToolCallDelta) -> JsonObject:
+    """Return an addition to a call in the API's form; only the first one has the id, the type and the name."""
     if call.id is None:
-        return {"index": call.index, "function": {"arguments": call.arguments}}
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"index": call.index, "id": call.id, "type": "function", "function": function}
-
-
-def _whole_calls(deltas: Iterable[ToolCallDelta]) -> list[JsonObject]:
-    return [{key: value for key, value in call.items() if key != "index"} for call in _joined_calls(deltas)]
-
-
-def _joined_calls(deltas: Iterable[ToolCallDelta]) -> list[JsonObject]:
-    """Return one delta for each call: some clients read only the first of a chunk."""
-    calls: dict[int, JsonObject] = {}
-    for delta in deltas:
-        if delta.index in calls:
-            calls[delta.index]["function"]["arguments"] += delta.arguments
-        else:
-            calls[delta.index] = _call_delta(delta)
-    return list(calls.values())
+        return {"function": {"arguments": call.arguments}}
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def _top(sample: Sample, count: int | None) -> Iterator[tuple[int, float]]:

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from jpaged.chat import sources_of
@@ -17,7 +17,7 @@ SPACE = " \t\r\n"
 ARGUMENTS = ("arguments", "parameters")  # both words are accepted in either format
 
 
-@dataclass(frozen=True)
+@dataclass
 class ToolCallDelta:
     """Addition to a call.
 
@@ -29,9 +29,9 @@ class ToolCallDelta:
     """
 
     index: int
-    id: str | None
-    name: str | None
-    arguments: str
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
 
 
 class Parsed(NamedTuple):
@@ -78,7 +78,7 @@ class ToolParser:
         self._ended = False
         self._num_calls = 0
         self._content = ""
-        self._calls: list[ToolCallDelta] = []
+        self._calls: dict[int, ToolCallDelta] = {}
         self._reading = self._read_all()
 
     @property
@@ -99,8 +99,8 @@ class ToolParser:
         return self._parsed()
 
     def _parsed(self) -> Parsed:
-        parsed = Parsed(self._content, self._calls)
-        self._content, self._calls = "", []
+        parsed = Parsed(self._content, list(self._calls.values()))
+        self._content, self._calls = "", {}
         return parsed
 
     def _read_all(self) -> _Reading[None]:
@@ -177,19 +177,14 @@ class ToolParser:
     def _begin(self, name: str) -> None:
         """Open a call and drop the text up to here."""
         self._take()
-        self._num_calls += 1
+        index, self._num_calls = self._num_calls, self._num_calls + 1
         if self._wanted:
-            self._calls.append(ToolCallDelta(self._num_calls - 1, self._new_id(), name, ""))
+            self._calls[index] = ToolCallDelta(index, self._new_id(), name)
 
     def _append(self, arguments: str) -> None:
         index = self._num_calls - 1
-        if not (self._wanted and arguments):
-            return
-        if self._calls and self._calls[-1].index == index:
-            begun = self._calls.pop()
-            self._calls.append(replace(begun, arguments=begun.arguments + arguments))
-        else:
-            self._calls.append(ToolCallDelta(index, None, None, arguments))
+        if self._wanted and arguments:
+            self._calls.setdefault(index, ToolCallDelta(index)).arguments += arguments
 
     @property
     def _wanted(self) -> bool:

@@ -13,6 +13,7 @@ from jpaged.engine.async_engine import QueueFull
 MAX_REST_S = 1.0
 
 type Work = Callable[[], Any]
+type Submit = Callable[[Work], Future[Any]]
 
 
 class ClientTurns:
@@ -30,9 +31,8 @@ class ClientTurns:
     """
 
     def __init__(
-        self, name: str, submit: Callable[[Work], "Future[Any]"], num_threads: int, max_waiting: int, rest: float = 0,
-        counts_waits: bool = False,
-    ):  # fmt: skip
+        self, name: str, submit: Submit, num_threads: int, max_waiting: int, rest: float = 0, counts_waits: bool = False
+    ):
         self._name = name
         self._submit = submit
         self._num_free = num_threads
@@ -68,14 +68,15 @@ class ClientTurns:
                 work, done = mine.popleft()
                 self._busy.add(client)
                 self._num_free -= 1
-                timed = _Timed(work, self._clock)
-                asyncio.wrap_future(self._submit(timed)).add_done_callback(partial(self._end, client, timed, done))
+                spent: list[float] = []
+                running = asyncio.wrap_future(self._submit(_timed(work, self._clock, spent)))
+                running.add_done_callback(partial(self._end, client, spent, done))
             else:
                 del self._waiting[client]
 
-    def _end(self, client: str, timed: "_Timed", done: "asyncio.Future[Any]", result: "asyncio.Future[Any]") -> None:
+    def _end(self, client: str, spent: list[float], done: asyncio.Future[Any], result: asyncio.Future[Any]) -> None:
         self._num_free += 1
-        if rest := min(self._rest * timed.seconds, MAX_REST_S):
+        if rest := min(self._rest * sum(spent), MAX_REST_S):
             asyncio.get_running_loop().call_later(rest, self._release, client)
         else:
             self._busy.discard(client)
@@ -96,21 +97,14 @@ class ClientTurns:
         self._start()
 
 
-class _Timed:
-    """Work that records its time.
+def _timed(work: Work, clock: Callable[[], float], spent: list[float]) -> Work:
+    """Return work that appends its time to `spent`."""
 
-    Attributes:
-        seconds: the time, once the work is done.
-    """
-
-    def __init__(self, work: Work, clock: Callable[[], float]):
-        self._work = work
-        self._clock = clock
-        self.seconds = 0.0
-
-    def __call__(self) -> Any:
-        start = self._clock()
+    def run() -> Any:
+        start = clock()
         try:
-            return self._work()
+            return work()
         finally:
-            self.seconds = self._clock() - start
+            spent.append(clock() - start)
+
+    return run

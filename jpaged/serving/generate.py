@@ -18,6 +18,7 @@ from jpaged.serving.codec import JsonObject, dumps, dumps_long
 from jpaged.serving.endpoint import Operation
 from jpaged.serving.errors import ApiError
 from jpaged.serving.middleware import CLIENT, RECORD, as_api_error, client_of
+from jpaged.serving.parse import parse
 from jpaged.serving.prepare import Exchange
 from jpaged.serving.service import SERVICE, Service
 
@@ -27,20 +28,23 @@ DONE = b"data: [DONE]\n\n"
 ERROR_FLUSH_TIMEOUT_S = 5.0  # seconds that a client has to take the error that ends its stream
 
 
-def in_turns(
-    kind: type[BaseModel], work: Callable[[Service, bytes], Exchange | bytes], *, renders: bool = True
+def in_turns[B: BaseModel](
+    kind: type[B], work: Callable[[Service, B], Exchange | bytes], *, renders: bool = True
 ) -> Operation:
-    """Return the operation that does some work on bodies of a kind, in the turns of clients.
+    """Return the operation that parses bodies of a kind and does some work on them, in the turns of clients.
 
     Args:
         renders: the work may wait for a chat template.
     """
 
     async def operate(service: Service, data: bytes, turn: str) -> Exchange | bytes:
+        def parse_and_work() -> Exchange | bytes:
+            return work(service, parse(kind, data, ignore_unknown=service.config.ignore_unknown_fields))
+
         await service.check_body(kind, data, turn)
         if renders:
-            return await service.chat_turns.run(turn, partial(work, service, data))
-        return await service.run(partial(work, service, data), len(data), turn)
+            return await service.chat_turns.run(turn, parse_and_work)
+        return await service.run(parse_and_work, len(data), turn)
 
     return operate
 

@@ -1,4 +1,4 @@
-"""Conversion of a request's body to the engine's input: parse, check, render and tokenize.
+"""Work on the body of a request: check, render and tokenize it for the engine, or answer it.
 
 These functions take time in proportion to the body, so they run on worker threads (`Service.run`).
 """
@@ -9,8 +9,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from pydantic import BaseModel
 
 from jpaged.chat import template_of
 from jpaged.core.params import InvalidParameter, StructuredOutputsParams
@@ -50,13 +48,12 @@ class Exchange(NamedTuple):
     answer: Answer
 
 
-def prepare_completion(service: Service, data: bytes) -> Exchange:
+def prepare_completion(service: Service, body: CompletionRequest) -> Exchange:
     """Return the request of a body.
 
     Raises:
         ApiError: 400 or 404.
     """
-    body = _parsed(service, CompletionRequest, data)
     with body.rename_error_fields():
         params, sources, most = body.params(service.sampling_defaults), body.prompts(), service.config.max_prompts
         _check(service, body)
@@ -70,13 +67,12 @@ def prepare_completion(service: Service, data: bytes) -> Exchange:
         return Exchange(body, params, _bad_words(service, params), answer)
 
 
-def prepare_chat(service: Service, data: bytes) -> Exchange:
+def prepare_chat(service: Service, body: ChatRequest) -> Exchange:
     """Return the request of a body.
 
     Raises:
         ApiError: 400 or 404.
     """
-    body = _parsed(service, ChatRequest, data)
     with body.rename_error_fields():
         _tokenizer(service, "messages")
         params = body.params(service.sampling_defaults)
@@ -95,13 +91,12 @@ def prepare_chat(service: Service, data: bytes) -> Exchange:
         return Exchange(body, params, _bad_words(service, params), answer)
 
 
-def tokenize(service: Service, data: bytes) -> bytes:
+def tokenize(service: Service, body: TokenizeRequest) -> bytes:
     """Return the response to a body of `/tokenize`.
 
     Raises:
         ApiError: 400 or 404.
     """
-    body = _parsed(service, TokenizeRequest, data)
     check_model(service, body.model)
     if isinstance(body, TokenizeChatRequest):
         tokens = _render(service, body)
@@ -130,13 +125,12 @@ def load_weights(service: Service, data: bytes) -> tuple[Any, InFlight]:
         raise ApiError(400, f"path: {error}", "path") from error
 
 
-def detokenize(service: Service, data: bytes) -> bytes:
+def detokenize(service: Service, body: DetokenizeRequest) -> bytes:
     """Return the response to a body of `/detokenize`.
 
     Raises:
         ApiError: 400 or 404.
     """
-    body = _parsed(service, DetokenizeRequest, data)
     check_model(service, body.model)
     tokenizer = backend(_tokenizer(service, "tokens"))
     size = tokenizer.get_vocab_size()
@@ -155,10 +149,6 @@ def check_model(service: Service, name: str | None) -> None:
     """
     if name is not None and name not in service.model_names:
         raise unknown_model(name, service.model_name)
-
-
-def _parsed[B: BaseModel](service: Service, kind: type[B], data: bytes) -> B:
-    return parse(kind, data, ignore_unknown=service.config.ignore_unknown_fields)
 
 
 def _tokenizer(service: Service, field: str) -> Any:

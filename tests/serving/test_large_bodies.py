@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from jpaged.child import ChildFailed, Children
-from jpaged.serving import prepare
+from jpaged.serving import generate
 from jpaged.serving.errors import ApiError
 from jpaged.serving.parse import parse
 from jpaged.serving.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -68,7 +68,7 @@ def unparsed(monkeypatch):
     def fail(*_):
         raise AssertionError("the server's process parsed a body")
 
-    monkeypatch.setattr(prepare, "parse", fail)
+    monkeypatch.setattr(generate, "parse", fail)
 
 
 @pytest.mark.parametrize("path, data", list(INVALID.values()), ids=list(INVALID))

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
@@ -29,6 +29,4 @@ def merged_metrics(texts: Mapping[str, str]) -> bytes:
             merged.samples += [
                 sample._replace(labels=sample.labels | {"replica": replica}) for sample in family.samples
             ]
-    registry = CollectorRegistry()
-    registry.register(_Merged(families.values()))
-    return generate_latest(registry)
+    return generate_latest(_Merged(families.values()))

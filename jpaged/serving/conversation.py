@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, TypedDict
 from pydantic import ConfigDict, Field
 
 from jpaged.serving.codec import JsonObject, loads
-from jpaged.serving.errors import ApiError
+from jpaged.serving.errors import invalid
 from jpaged.serving.fields import Items, Nothing, Open, Strict
 
 # Longer lists would take the event loop's time to check.
@@ -79,11 +79,11 @@ class ChatMessage(Open):
             ApiError: the role does not allow a field.
         """
         if self.content is None and not self.tool_calls:
-            raise ApiError(400, f"messages: content is required in a message of the {self.role}", "messages")
+            raise invalid("messages", f"content is required in a message of the {self.role}")
         if self.tool_calls and self.role != "assistant":
-            raise ApiError(400, f"messages: tool_calls are the assistant's, not the {self.role}'s", "messages")
+            raise invalid("messages", f"tool_calls are the assistant's, not the {self.role}'s")
         if self.tool_call_id is None and self.role == "tool":
-            raise ApiError(400, "messages: tool_call_id is required in a message of a tool", "messages")
+            raise invalid("messages", "tool_call_id is required in a message of a tool")
         role = "system" if self.role == "developer" and not knows_developers else self.role
         message: JsonObject = {"role": role, "content": self.text}
         for name in ("name", "tool_call_id", "reasoning_content", "reasoning"):
@@ -157,8 +157,7 @@ class Conversation(Strict):
         """
         going_on = bool(self.continue_final_message)
         if going_on and self.add_generation_prompt:
-            message = "continue_final_message: contradicts add_generation_prompt: true"
-            raise ApiError(400, message, "continue_final_message")
+            raise invalid("continue_final_message", "contradicts add_generation_prompt: true")
         levels = {name: level for name in ("reasoning_effort", "verbosity") if (level := getattr(self, name))}
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()] or None
         variables = (self.chat_template_kwargs or {}) | levels

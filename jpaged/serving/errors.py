@@ -45,6 +45,11 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": self._type, "param": self.param, "code": self.code}}
 
 
+def invalid(field: str, message: str, *, code: str | None = None) -> ApiError:
+    """Return the error of a field with an invalid value."""
+    return ApiError(400, f"{field}: {message}", field, code=code)
+
+
 def unknown_model(name: str, served: str) -> ApiError:
     """Return the error of a request for a model that is not served."""
     return ApiError(404, f"model: {name!r} is not served here; {served!r} is", "model", code="model_not_found")

@@ -16,7 +16,7 @@ from jpaged.engine.async_engine import Deltas
 from jpaged.serving.answer import Answer
 from jpaged.serving.codec import JsonObject, dumps, dumps_long
 from jpaged.serving.endpoint import Operation
-from jpaged.serving.errors import ApiError
+from jpaged.serving.errors import ApiError, invalid
 from jpaged.serving.middleware import CLIENT, RECORD, as_api_error, client_of
 from jpaged.serving.parse import parse
 from jpaged.serving.prepare import Exchange
@@ -180,7 +180,7 @@ async def _end(request: web.Request, response: web.StreamResponse, error: ApiErr
 def _failure(reason: int | str | None) -> ApiError:
     if reason == NON_FINITE:
         return ApiError(500, f"{reason}; the server's log has more")
-    return ApiError(400, f"structured_outputs: {reason}", "structured_outputs")
+    return invalid("structured_outputs", str(reason))
 
 
 async def _until_failure(parts: AsyncIterator[Deltas]) -> AsyncIterator[Deltas]:

@@ -5,7 +5,7 @@ from typing import Any, cast
 from pydantic import BaseModel, ValidationError
 
 from jpaged.core.params import shown
-from jpaged.serving.errors import ApiError
+from jpaged.serving.errors import ApiError, invalid
 from jpaged.serving.protocol import TokenizeChatRequest, TokenizeCompletionRequest, TokenizeRequest
 
 MAX_FAULTS = 1000
@@ -41,16 +41,16 @@ def parse[R: BaseModel](model: type[R], body: bytes, *, ignore_unknown: bool = F
         if not problem["loc"]:
             raise ApiError(400, problem["msg"]) from error
         name, code = str(problem["loc"][0]), PROBLEM_CODES.get(problem["type"])
-        raise ApiError(400, f"{name}: {_explain(model, name, problem)}", name, code=code) from error
+        raise invalid(name, _explain(model, name, problem), code=code) from error
 
 
 def _tokenize_model(body: bytes) -> type[TokenizeRequest]:
     """Return the kind of a body of `/tokenize`: a text or a conversation."""
     names = parse(_TokenizeFields, body).model_fields_set
     if len(names) == 2:
-        raise ApiError(400, "prompt: only one of prompt and messages is allowed", "prompt")
+        raise invalid("prompt", "only one of prompt and messages is allowed")
     if not names:
-        raise ApiError(400, "prompt: is required, or messages", "prompt", code="missing_required_parameter")
+        raise invalid("prompt", "is required, or messages", code="missing_required_parameter")
     return TokenizeChatRequest if "messages" in names else TokenizeCompletionRequest
 
 

@@ -16,7 +16,7 @@ from jpaged.engine.engine import InFlight
 from jpaged.serving.answer import Answer, ChatAnswer, CompletionAnswer, Prompt
 from jpaged.serving.codec import dumps, dumps_long
 from jpaged.serving.conversation import Conversation, Function
-from jpaged.serving.errors import ApiError, unknown_model
+from jpaged.serving.errors import ApiError, invalid, unknown_model
 from jpaged.serving.parse import parse
 from jpaged.serving.protocol import (
     ChatRequest,
@@ -59,7 +59,7 @@ def prepare_completion(service: Service, body: CompletionRequest) -> Exchange:
         _check(service, body)
         if len(sources) > most:
             message = f"{len(sources)} prompts exceed {most}, one request's share of the queue (--max-queue)"
-            raise ApiError(400, f"prompt: {message}", "prompt")
+            raise invalid("prompt", message)
         prompts = _prompts(service, body, sources, params)
         if params.stop or params.structured_outputs:
             _tokenizer(service, "stop" if params.stop else "structured_outputs")
@@ -122,7 +122,7 @@ def load_weights(service: Service, data: bytes) -> tuple[Any, InFlight]:
     try:
         return service.load_params(Path(body.path)), body.in_flight
     except (OSError, ValueError) as error:
-        raise ApiError(400, f"path: {error}", "path") from error
+        raise invalid("path", str(error)) from error
 
 
 def detokenize(service: Service, body: DetokenizeRequest) -> bytes:
@@ -136,7 +136,7 @@ def detokenize(service: Service, body: DetokenizeRequest) -> bytes:
     size = tokenizer.get_vocab_size()
     for token in body.tokens:
         if not 0 <= token < size:
-            raise ApiError(400, f"tokens: token id {token} is outside the vocabulary [0, {size})", "tokens")
+            raise invalid("tokens", f"token id {token} is outside the vocabulary [0, {size})")
     (text,) = tokenizer.decode_batch([body.tokens], skip_special_tokens=False)  # lets other threads run, unlike decode
     return dumps({"prompt": text})
 
@@ -169,7 +169,7 @@ def _bad_words(service: Service, params: Params) -> tuple[tuple[int, ...], ...]:
 def _check(service: Service, body: GenerationRequest) -> None:
     check_model(service, body.model)
     if body.stream_options and not body.stream:
-        raise ApiError(400, "stream_options: only allowed with stream", "stream_options")
+        raise invalid("stream_options", "only allowed with stream")
 
 
 def _prompts(
@@ -195,9 +195,7 @@ def _render(service: Service, body: Conversation) -> list[int]:
     """Return the tokens of a conversation, by the template of the request, the server or the model."""
     tokenizer, config = _tokenizer(service, "messages"), service.config
     if body.chat_template is not None and not config.trust_request_chat_template:
-        raise ApiError(
-            400, "chat_template: this server takes none from requests (--trust-request-chat-template)", "chat_template"
-        )
+        raise invalid("chat_template", "this server takes none from requests (--trust-request-chat-template)")
     try:
         template = template_of(tokenizer, body.chat_template or config.chat_template, with_tools=bool(body.tools))
         messages = [message.for_template("developer" in template.source) for message in body.messages]
@@ -215,16 +213,14 @@ def _render(service: Service, body: Conversation) -> list[int]:
     except InvalidParameter:
         raise
     except ValueError as error:
-        raise ApiError(400, f"messages: {error}", "messages") from error
+        raise invalid("messages", str(error)) from error
 
 
 def _tool_format(service: Service, body: ChatRequest) -> ToolFormat:
     if service.tool_format is None:
-        raise ApiError(400, "tools: no tool-call format detected for this model; set --tool-call-parser", "tools")
+        raise invalid("tools", "no tool-call format detected for this model; set --tool-call-parser")
     if body.constraints not in ([], ["response_format"]):
-        raise ApiError(
-            400, f"{body.constraints[0]}: can't be combined with tools; use response_format", body.constraints[0]
-        )
+        raise invalid(body.constraints[0], "can't be combined with tools; use response_format")
     return service.tool_format
 
 
@@ -242,7 +238,7 @@ def _call_grammar(
         if (wanted := params.structured_outputs) is not None:
             if not tool_format.tells_json_from_calls:
                 message = f"can't be combined with tools in the form {tool_format.name}, whose calls are JSON too"
-                raise ApiError(400, f"response_format: {message}", "response_format")
+                raise invalid("response_format", message)
             schema = {"type": "object"} if wanted.json is None else wanted.json
             return StructuredOutputsParams(grammar=tool_format.grammar_with_answer(functions, parallel, schema))
         if any(function.strict for function in functions):

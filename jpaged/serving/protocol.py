@@ -27,7 +27,7 @@ from jpaged.core.params import (
 from jpaged.engine.engine import InFlight
 from jpaged.serving.codec import JsonObject
 from jpaged.serving.conversation import Conversation, Function, NamedToolChoice
-from jpaged.serving.errors import ApiError
+from jpaged.serving.errors import ApiError, invalid
 from jpaged.serving.fields import (
     UNSERVED,
     UNSERVED_IN_CHATS,
@@ -219,7 +219,7 @@ class GenerationRequest(_Common):
                     name, f"must be {allowed} with{'' if beams else 'out'} use_beam_search, not {value!r}"
                 )
         if self.logprob_token_ids is not None and self.num_top_logprobs is None:
-            raise ApiError(400, "logprob_token_ids: needs logprobs", "logprob_token_ids")
+            raise invalid("logprob_token_ids", "needs logprobs")
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidParameter("prompt_logprobs", f"must be absent with stream, not {self.prompt_logprobs}")
         kind: type[Params] = BeamSearchParams if beams else SamplingParams
@@ -355,16 +355,16 @@ class ChatRequest(GenerationRequest, Conversation, _InChats):
         functions = [tool.function for tool in self.tools or ()]
         names = [each.name for each in functions]
         if repeated := {name for name in names if names.count(name) > 1}:
-            raise ApiError(400, f"tools: {min(repeated)!r} is there more than once", "tools")
+            raise invalid("tools", f"{min(repeated)!r} is there more than once")
         if self.tool_choice == "none":
             return []
         if isinstance(self.tool_choice, NamedToolChoice):
             wanted = self.tool_choice.function.name
             if wanted not in names:
-                raise ApiError(400, f"tool_choice: {wanted!r} is none of the tools", "tool_choice")
+                raise invalid("tool_choice", f"{wanted!r} is none of the tools")
             return [each for each in functions if each.name == wanted]
         if self.tool_choice is not None and not functions:
-            raise ApiError(400, f"tool_choice: {self.tool_choice!r} needs tools", "tool_choice")
+            raise invalid("tool_choice", f"{self.tool_choice!r} needs tools")
         return functions
 
     @property
@@ -390,7 +390,7 @@ class ChatRequest(GenerationRequest, Conversation, _InChats):
             ApiError: top_logprobs without logprobs.
         """
         if self.top_logprobs and not self.logprobs:
-            raise ApiError(400, f"top_logprobs: {self.top_logprobs} needs logprobs: true", "top_logprobs")
+            raise invalid("top_logprobs", f"{self.top_logprobs} needs logprobs: true")
         return super().params(defaults)
 
     def _names(self) -> dict[str, str]:

@@ -175,8 +175,9 @@ def _random(work: Workload) -> list[Lengths]:
     rng = random.Random(work.seed)
 
     def draw(length: int) -> int:
-        low, high = math.floor(length * (1 - work.range_ratio)), math.ceil(length * (1 + work.range_ratio))
-        return max(1, rng.randint(low, high))
+        return max(
+            1, rng.randint(math.floor(length * (1 - work.range_ratio)), math.ceil(length * (1 + work.range_ratio)))
+        )
 
     return [Lengths(draw(work.input_len), draw(work.output_len)) for _ in range(work.num_prompts)]
 
@@ -188,11 +189,9 @@ def _shared_prefix(work: Workload) -> list[Lengths]:
 
 
 DRAWN: dict[str, Callable[[Workload], list[Lengths]]] = {
-    "sharegpt": _of_dataset("ShareGPT"),
-    "alpaca": _of_dataset("Alpaca"),
-    "random": _random,
+    "sharegpt": _of_dataset("ShareGPT"), "alpaca": _of_dataset("Alpaca"), "random": _random,
     "shared-prefix": _shared_prefix,
-}
+}  # fmt: skip
 KINDS = (*DRAWN, "file")
 
 

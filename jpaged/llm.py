@@ -17,10 +17,21 @@ from tqdm import tqdm
 
 from jpaged.chat import Encoder, prompt_of
 from jpaged.config import EngineConfig
-from jpaged.core.params import BeamSearchParams, InvalidParameter, SamplingParams, plain, shown
+from jpaged.core.commands import (
+    PARTS,
+    Command,
+    InFlight,
+    Pause,
+    PauseMode,
+    ResetPrefixCache,
+    Resume,
+    Sleep,
+    UpdateParams,
+    WakeUp,
+)
+from jpaged.core.params import BeamSearchParams, InvalidParameter, Params, SamplingParams, plain, shown
 from jpaged.core.request import Request, RequestOutput
 from jpaged.engine.build import load_engine
-from jpaged.engine.engine import InFlight, PauseMode
 from jpaged.engine.guard import Guard
 from jpaged.engine.output import request_output
 from jpaged.flags import engine_settings
@@ -33,7 +44,6 @@ logger = logging.getLogger(__name__)
 
 # A text, token ids (an array or a list), or {"prompt": text or "prompt_token_ids": ids, "cache_salt": text}.
 Prompt = str | Sequence[int] | Mapping[str, Any]
-Params = SamplingParams | BeamSearchParams
 Message = Mapping[str, Any]
 BINARY = (bytes, bytearray, memoryview)  # no prompts, although they are sequences of integers
 
@@ -207,59 +217,61 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes, once the calls before this one have ended."""
-        self._worker.run(lambda stop: self.engine.reset_prefix_cache())
+        self._worker.run(lambda stop: self._control(ResetPrefixCache()))
 
     def update_params(self, source: Any, in_flight: InFlight = "recompute") -> None:
-        """Serve other parameters, with the arguments and errors of `Engine.update_params`.
+        """Serve other parameters, with the arguments and errors of `jpaged.core.commands.UpdateParams`.
 
         A call of `generate` in another thread goes on with them after its present step, as `in_flight` says.
         """
-        self._worker.interlude(lambda: self._update_params(source, in_flight))
+        self._interlude(UpdateParams(source, in_flight))
 
     def pause(self, mode: PauseMode = "keep") -> None:
-        """Let calls of `generate` wait until `resume`, with the modes and errors of `Engine.pause`.
+        """Let calls of `generate` wait until `resume`, with the modes and errors of `jpaged.core.commands.Pause`.
 
-        A call whose requests are aborted returns them as far as they are.
+        A call whose requests are aborted returns their outputs up to then.
         """
-        self._worker.interlude(lambda: self.engine.pause(mode))
+        self._interlude(Pause(mode))
 
     def resume(self) -> None:
         """End a pause."""
-        self._worker.interlude(self.engine.resume)
+        self._interlude(Resume())
 
     def sleep(self, level: int = 1) -> None:
-        """Free the memory of the KV pool and of the parameters, with the arguments and errors of `Engine.sleep`.
+        """Free the memory of the KV pool and of the parameters, as `jpaged.core.commands.Sleep` describes.
 
         Arrays of a module stay with the module.
         """
-        self._worker.interlude(lambda: self._sleep(level))
+        self._interlude(Sleep(level))
 
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
-        """Take back what `sleep` has freed, with the arguments and errors of `Engine.wake_up`.
+        """Take back the memory of some parts, or of all, as `jpaged.core.commands.WakeUp` describes.
 
         Parameters that `sleep(2)` has dropped are the module's present arrays again, which counts as an update, if the
         engine served the module's arrays before or the module has new ones. Others have to be passed to
         `update_params`.
         """
-        self._worker.interlude(lambda: self._wake_up(tags))
+        self._interlude(WakeUp(PARTS if tags is None else frozenset(tags)))
 
-    def _sleep(self, level: int) -> None:
-        self.engine.sleep(level)
-        self._dropped = self._dropped or level == 2
+    def _interlude(self, command: Command) -> None:
+        """Run a command between two steps of a call in another thread, or at once if there is none."""
+        self._worker.interlude(lambda: self._control(command))
 
-    def _wake_up(self, tags: Iterable[str] | None) -> None:
-        tags = self.engine.asleep if tags is None else frozenset(tags)
-        module, missing = self._module, self._dropped and "weights" in tags & self.engine.asleep
-        if module and missing and (self._serves_module or module.has_changed):
-            self._update_params(module.module)
-        self.engine.wake_up(tags)
-
-    def _update_params(self, source: Any, in_flight: InFlight = "recompute") -> None:
-        self.engine.update_params(source, in_flight)
-        self._dropped = False
-        if self._module:
-            self._module.mark()
-            self._serves_module = source is self._module.module
+    def _control(self, command: Command) -> None:
+        module = self._module
+        match command:
+            case WakeUp(tags) if self._dropped and "weights" in self.engine.asleep.intersection(tags):
+                if module and (self._serves_module or module.has_changed):
+                    self._control(UpdateParams(module.module))
+        self.engine.control(command)
+        match command:
+            case Sleep(2):
+                self._dropped = True
+            case UpdateParams(source):
+                self._dropped = False
+                if module:
+                    module.mark()
+                    self._serves_module = source is module.module
 
     def read_prompt(self, prompt: Any, *, continues: bool = False) -> tuple[list[int], str | None, str]:
         """Return a prompt's token ids, its text if it was given as text, and its cache salt.
@@ -301,7 +313,7 @@ class LLM:
         if self.engine.asleep:
             raise RuntimeError(f"the engine is asleep ({', '.join(sorted(self.engine.asleep))}): call wake_up first")
         if self._module and self._module.has_changed:
-            self._update_params(self._module.module)
+            self._control(UpdateParams(self._module.module))
         try:
             for job in jobs:
                 wanted = job.params.structured_outputs

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from jpaged.core.params import SamplingParams
 from jpaged.core.plan import ParamsDeleted
 from jpaged.core.request import Request
-from jpaged.core.scheduler import Committed
 from jpaged.engine.engine import Engine, StepOutput
 
 logger = logging.getLogger(__name__)
@@ -77,7 +76,7 @@ class Guard:
             return self._expel(suspects[0], error)
         else:
             raise error
-        return _nothing()
+        return StepOutput()
 
     def _is_sound(self) -> bool:
         """Return whether the engine computes a request of its own, without the others."""
@@ -97,7 +96,7 @@ class Guard:
         _log(request, error)
         self._groups, self._is_trying = [], False
         self._engine.restart(expelled=[request])
-        return _nothing()._replace(faults={request: error})
+        return StepOutput(faults={request: error})
 
 
 def _num_tokens(request: Request) -> int:
@@ -106,10 +105,6 @@ def _num_tokens(request: Request) -> int:
 
 def _progress(requests: list[Request]) -> dict[Request, int]:
     return {request: _num_tokens(request) for request in requests}
-
-
-def _nothing() -> StepOutput:
-    return StepOutput(None, Committed(), [], [])
 
 
 def _log(request: Request, error: Exception) -> None:

@@ -6,7 +6,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from jpaged.config import EngineConfig
+from jpaged.core.commands import Command, Sleep, UpdateParams
 from jpaged.core.plan import Done, StepPlan, StepResult
 from jpaged.parallel.channel import Channel
 from jpaged.parallel.ending import CAUSE_TIMEOUT_S, LOST, MALFORMED, end_after_failure, end_process
@@ -120,7 +121,7 @@ class Followers:
                 logger.debug("%s has already gone", channel.peer)
 
     def refuse_params(self, directory: Path) -> NoReturn:
-        """Raise a ValueError, as `LeaderRunner.check_params` does, before parameters of a directory are loaded."""
+        """Raise a ValueError, as `LeaderRunner.check` does, before parameters of a directory are loaded."""
         raise ValueError(FIXED_PARAMS)
 
     def lead(self, runner: ModelRunner) -> "LeaderRunner":
@@ -176,20 +177,16 @@ class LeaderRunner:
         except jax.errors.JaxRuntimeError as error:
             end_after_failure(error)
 
-    def check_params(self, state: Any) -> None:
-        """Raise a ValueError: the arrays of this process are not all of the model."""
-        raise ValueError(f"params: {FIXED_PARAMS}")
+    def check(self, command: Command) -> None:
+        """Raise a ValueError: this process does not hold all arrays of the model."""
+        if isinstance(command, Sleep):
+            raise ValueError("sleep: not possible while several hosts share the model")
+        if isinstance(command, UpdateParams):
+            raise ValueError(f"params: {FIXED_PARAMS}")
 
-    def update_params(self, state: Any) -> None:
-        """Raise a ValueError, as `check_params` does."""
-        self.check_params(state)
-
-    def sleep(self, level: int) -> None:
-        """Raise a ValueError: the other processes hold arrays too."""
-        raise ValueError("sleep: not possible while several hosts share the model")
-
-    def wake_up(self, tags: Collection[str]) -> None:
-        """Do nothing: it never sleeps."""
+    def control(self, command: Command) -> None:
+        """Raise a ValueError as `check` does. `WakeUp` has no effect, because the runner never sleeps."""
+        self.check(command)
 
     def recover(self) -> None:
         """Make all runners usable after an error of this host in a step."""

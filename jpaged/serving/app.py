@@ -9,6 +9,7 @@ from typing import Any
 
 from aiohttp import HttpVersion11, web
 
+from jpaged.core.commands import ResetPrefixCache
 from jpaged.serving import control
 from jpaged.serving.generate import chat_completion, completion, compute, respond
 from jpaged.serving.info import model_info, server_info, tokenizer_config
@@ -120,7 +121,7 @@ async def _computed(request: web.Request, path: str) -> web.Response:
 
 async def reset_prefix_cache(request: web.Request) -> web.Response:
     """Forget all cached prefixes."""
-    await request.app[SERVICE].engine.reset_prefix_cache()
+    await request.app[SERVICE].engine.control(ResetPrefixCache())
     return web.Response()
 
 

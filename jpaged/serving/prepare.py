@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jpaged.chat import template_of
+from jpaged.core.commands import UpdateParams
 from jpaged.core.params import InvalidParameter, StructuredOutputsParams
-from jpaged.engine.engine import InFlight
 from jpaged.serving.answer import Prompt
 from jpaged.serving.protocol import (
     ApiError,
@@ -113,8 +113,8 @@ def tokenize(service: Service, data: bytes) -> dict[str, Any]:
     return counts | {"tokens": tokens, "token_strs": texts}
 
 
-def load_weights(service: Service, data: bytes) -> tuple[Any, InFlight]:
-    """Return the parameters that a body of `/update_weights` names, and its way for requests in flight.
+def load_weights(service: Service, data: bytes) -> UpdateParams:
+    """Return the update that a body of `/update_weights` describes, with its parameters.
 
     Raises:
         ApiError: 400 if the directory holds no parameters of this model.
@@ -122,7 +122,7 @@ def load_weights(service: Service, data: bytes) -> tuple[Any, InFlight]:
     body = parse(UpdateWeightsRequest, data)
     assert service.load_params is not None
     try:
-        return service.load_params(Path(body.path)), body.in_flight
+        return UpdateParams(service.load_params(Path(body.path)), body.in_flight)
     except (OSError, ValueError) as error:
         raise ApiError(400, f"path: {error}", "path") from error
 

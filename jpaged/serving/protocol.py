@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, TypedDict, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
+from jpaged.core.commands import InFlight
 from jpaged.core.params import (
     MAX_LOGIT_BIASES,
     BeamSearchParams,
@@ -22,7 +23,6 @@ from jpaged.core.params import (
     StructuredOutputsParams,
     shown,
 )
-from jpaged.engine.engine import InFlight
 from jpaged.serving.codec import loads
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -667,7 +667,7 @@ class UpdateWeightsRequest(_Strict):
 
     Attributes:
         path: directory on the server's machine with the parameters, as safetensors or in Orbax's format.
-        in_flight: what becomes of started requests, as in `Engine.update_params`.
+        in_flight: treatment of started requests, as in `jpaged.core.commands.UpdateParams`.
     """
 
     path: str = Field(min_length=1)

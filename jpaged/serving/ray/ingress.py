@@ -11,6 +11,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from jpaged.core.commands import ResetPrefixCache
 from jpaged.serving.generate import stream_end
 from jpaged.serving.middleware import as_api_error, check_key, error_headers
 from jpaged.serving.origins import origin_headers, preflight_headers
@@ -76,7 +77,7 @@ class Ingress:
             case "/metrics":
                 return Response(await self._metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
             case "/reset_prefix_cache":
-                await self._replicas.broadcast("reset_prefix_cache").results_async()
+                await self._replicas.broadcast("control", ResetPrefixCache()).results_async()
                 return Response()
         models = (await self._describe()).models
         if path == MODELS:

@@ -32,6 +32,7 @@ from jpaged.core.commands import (
 from jpaged.core.params import BeamSearchParams, InvalidParameter, Params, SamplingParams, plain, shown
 from jpaged.core.request import Request, RequestOutput
 from jpaged.engine.build import load_engine
+from jpaged.engine.engine import Placing
 from jpaged.engine.guard import Guard
 from jpaged.engine.output import request_output
 from jpaged.flags import engine_settings
@@ -114,7 +115,7 @@ class LLM:
         Raises:
             InvalidParameter: the engine can't serve a prompt or its parameters; raised before anything is generated.
         """
-        arrival = _Arrival(time.time(), time.monotonic())
+        arrival_time, arrival_ts = time.time(), time.monotonic()
         prompt_list, rank = prompts_of(prompts), plain(priority)
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         each = [params] * len(prompt_list) if isinstance(params, Params) else list(params)
@@ -126,8 +127,12 @@ class LLM:
                 )
         if wrong := [shown(one) for one in each if not isinstance(one, Params)]:
             raise InvalidParameter("sampling_params", f"must be SamplingParams or BeamSearchParams, not {wrong[0]}")
-        jobs = [_Job(*self.read_prompt(prompt), one, rank) for prompt, one, rank in zip(prompt_list, each, ranks)]
-        return self._worker.run(lambda stop: self._run(jobs, arrival, stop, use_tqdm))
+        jobs = [self._job(*values) for values in zip(prompt_list, each, ranks)]
+        requests = self._worker.run(lambda stop: self._run(jobs, stop, use_tqdm))
+        for metrics in (request.metrics for request in requests):
+            metrics.arrival_time = arrival_time
+            metrics.first_token_latency = metrics.first_token_ts - arrival_ts
+        return [request_output(request, self.engine.vocabulary) for request in requests]
 
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = True
@@ -157,11 +162,11 @@ class LLM:
             {"prompt_token_ids": tokens + more, "cache_salt": salt} for (tokens, _, salt), more in zip(before, after)
         ]
         outputs = self.generate(wholes, SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=use_tqdm)
-        return [
-            [(output.prompt_logprobs or [])[i][token].logprob  # type: ignore[index]  # None for the first token only
-             for i, token in enumerate(more, len(tokens))]
-            for output, (tokens, _, _), more in zip(outputs, before, after)
-        ]  # fmt: skip
+        scores = []
+        for output, (tokens, _, _), more in zip(outputs, before, after):
+            logprobs = (output.prompt_logprobs or [])[len(tokens) :]
+            scores.append([ranked[token].logprob for ranked, token in zip(logprobs, more) if ranked is not None])
+        return scores
 
     def chat(
         self,
@@ -190,22 +195,30 @@ class LLM:
             InvalidParameter: as in `generate`.
             ValueError: the template rejects the messages.
         """
-        if not hasattr(self.tokenizer, "apply_chat_template"):
-            raise InvalidParameter("messages", "this engine has no tokenizer with chat templates")
-        if chat_template is None and getattr(self.tokenizer, "chat_template", None) is None:
-            raise InvalidParameter("chat_template", "must be passed, because the model has none")
+        self._check_template(chat_template)
         single = any(isinstance(each, Mapping) for each in messages)
         conversations = cast(Sequence[Sequence[Message]], [messages] if single else messages)
         encoder = Encoder(self.tokenizer)
         prompts = [
             prompt_of(
-                self.tokenizer, [_for_template(message) for message in conversation], chat_template, tools=tools,
+                self.tokenizer,
+                [_for_template(message) for message in conversation],
+                chat_template,
+                tools=tools,
                 encoder=encoder,
-                add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
                 variables=chat_template_kwargs,
-            ) for conversation in conversations
-        ]  # fmt: skip
+            )
+            for conversation in conversations
+        ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def _check_template(self, chat_template: str | None) -> None:
+        if not hasattr(self.tokenizer, "apply_chat_template"):
+            raise InvalidParameter("messages", "this engine has no tokenizer with chat templates")
+        if chat_template is None and getattr(self.tokenizer, "chat_template", None) is None:
+            raise InvalidParameter("chat_template", "must be passed, because the model has none")
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the default sampling parameters of the model's files, `generation_config` and its overrides."""
@@ -305,9 +318,11 @@ class LLM:
             raise InvalidParameter("prompts", f"must not hold half a surrogate pair, as {shown(prompt)}") from None
         return encode(self.tokenizer, prompt, add_special_tokens=not continues), prompt, salt
 
-    def _run(
-        self, jobs: "list[_Job]", arrival: "_Arrival", stop: threading.Event, use_tqdm: bool
-    ) -> list[RequestOutput]:
+    def _job(self, prompt: Any, params: Params, priority: int) -> "_Job":
+        token_ids, text, salt = self.read_prompt(prompt)
+        return _Job(token_ids, params, {"prompt": text, "cache_salt": salt, "priority": priority})
+
+    def _run(self, jobs: "list[_Job]", stop: threading.Event, use_tqdm: bool) -> list[Request]:
         """Run requests to their end, or until `stop`; afterwards the engine holds none of them."""
         requests: list[Request] = []
         if self.engine.asleep:
@@ -316,24 +331,20 @@ class LLM:
             self._control(UpdateParams(self._module.module))
         try:
             for job in jobs:
-                wanted = job.params.structured_outputs
-                requests.append(
-                    self.engine.add(
-                        str(next(self._request_ids)), job.token_ids, job.params, prompt=job.text,
-                        priority=job.priority, cache_salt=job.cache_salt,
-                        constraint=self._grammars.compile(wanted) if wanted and self._grammars else None,
-                    )
-                )  # fmt: skip
+                requests.append(self._add(job))
             self._generate(requests, stop, use_tqdm)
         finally:
             for request in requests:
                 self.engine.abort(request.request_id)
             while self.engine.has_work:
                 self.engine.step()  # which commits the plans in flight
-        for metrics in (request.metrics for request in requests):
-            metrics.arrival_time = arrival.time
-            metrics.first_token_latency = metrics.first_token_ts - arrival.ts
-        return [request_output(request, self.engine.vocabulary) for request in requests]
+        return requests
+
+    def _add(self, job: "_Job") -> Request:
+        wanted = job.params.structured_outputs
+        constraint = self._grammars.compile(wanted) if wanted and self._grammars else None
+        name = str(next(self._request_ids))
+        return self.engine.add(name, job.token_ids, job.params, constraint=constraint, **job.placing)
 
     def _generate(self, requests: list[Request], stop: threading.Event, use_tqdm: bool) -> None:
         tokens = 0
@@ -351,27 +362,18 @@ class _Job(NamedTuple):
     """Request that has not been added yet."""
 
     token_ids: list[int]
-    text: str | None
-    cache_salt: str
     params: Params
-    priority: int
+    placing: Placing
 
 
-class _Arrival(NamedTuple):
-    """Time of a call, by the wall clock and by the monotonic one, in seconds."""
-
-    time: float
-    ts: float
-
-
-def prompts_of(given: Any) -> list[Any]:
+def prompts_of(value: Any) -> list[Any]:
     """Return a list of prompts from one prompt or several."""
-    given = given if isinstance(given, BINARY) else plain(given)
-    if isinstance(given, (str, Mapping, *BINARY)):
-        return [given]
-    if not isinstance(given, Iterable):
-        raise InvalidParameter("prompts", f"must be texts or token ids, not {shown(given)}")
-    prompts = list(given)
+    value = value if isinstance(value, BINARY) else plain(value)
+    if isinstance(value, (str, Mapping, *BINARY)):
+        return [value]
+    if not isinstance(value, Iterable):
+        raise InvalidParameter("prompts", f"must be texts or token ids, not {shown(value)}")
+    prompts = list(value)
     return [prompts] if prompts and isinstance(plain(prompts[0]), Integral) else prompts
 
 
@@ -403,7 +405,7 @@ def _text(part: Any) -> str:
 
 def _arguments(function: Mapping[str, Any]) -> Any:
     """Return the arguments of a tool call as an object, or as they are if a model was cut off while it wrote them."""
-    given = function.get("arguments") or {}
+    arguments = function.get("arguments") or {}
     with suppress(ValueError):
-        return json.loads(given) if isinstance(given, str) else given
-    return given
+        return json.loads(arguments) if isinstance(arguments, str) else arguments
+    return arguments

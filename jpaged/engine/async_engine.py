@@ -7,26 +7,24 @@ import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, field
+from contextlib import asynccontextmanager
 from typing import Any, Protocol, Unpack
 
 from jpaged.core.commands import Command
 from jpaged.core.params import Params
 from jpaged.core.plan import ParamsDeleted
-from jpaged.core.request import OutputDelta, Request
+from jpaged.core.request import Request
 from jpaged.core.scheduler import Scheduler
 from jpaged.engine.engine import Engine, EngineStats, RequestOptions, StepOutput
 from jpaged.engine.guard import Guard
+from jpaged.engine.stream import Deltas, Part, Stream, send
 
 logger = logging.getLogger(__name__)
 
 CALLS_TIMEOUT_S = 0.005  # of each step
 BATCH = 32  # prompts that are begun, or ended, at once: other streams have their turn between two batches
-
-Deltas = list[tuple[int, OutputDelta]]  # each with the index of its prompt
 
 
 class EngineDead(RuntimeError):
@@ -54,63 +52,14 @@ class QueueFull(RuntimeError):
     """Request rejected because the maximum number of requests is waiting."""
 
 
-class EngineClient(Protocol):
-    """Interface of an engine, or of a router over several, to a server. `AsyncEngine` documents the methods."""
-
-    @property
-    def alive(self) -> bool:
-        """Whether the engine can serve requests."""
-
-    def start(self) -> None:
-        """Start the engine."""
-
-    async def stop(self) -> None:
-        """Stop the engine."""
-
-    def stats(self) -> EngineStats:
-        """Return the engine's numbers."""
-
-    def generate(
-        self, request_id: str, prompts: Sequence[list[int]], params: Params, **options: Unpack[RequestOptions]
-    ) -> AbstractAsyncContextManager[AsyncIterator[Deltas]]:
-        """Queue a request for each prompt, and enter a context with their deltas."""
-
-    async def control(self, command: Command) -> None:
-        """Run a command, and return once it is in effect."""
-
-    @property
-    def is_paused(self) -> bool:
-        """Whether no step begins until `Resume`."""
-
-    @property
-    def is_asleep(self) -> bool:
-        """Whether no step begins until `WakeUp`."""
-
-
-@dataclass
-class _Part:
-    """New output of a stream: deltas in their order, and the number of prompts that have ended with them."""
-
-    deltas: Deltas = field(default_factory=list)
-    num_ended: int = 0
-
-
-@dataclass(frozen=True, eq=False)
-class _Stream:
-    """Destination of the output of one call of `generate`."""
-
-    loop: asyncio.AbstractEventLoop
-    parts: "asyncio.Queue[_Part | Exception]" = field(default_factory=asyncio.Queue)
-
-
 class AsyncEngine:
-    """Engine on a thread of its own. After `start`, only this object may use the Engine.
+    """Engine on a separate thread. After `start`, only this object may use the Engine.
 
     Calls reach the thread between two steps, in order.
 
     Args:
         max_queue: maximum number of waiting requests before further ones are rejected; None: no limit. One client may
-            fill half of the room that the others leave, so that a new client finds some (Choudhury and Hahne's dynamic
+            fill half of the room that the others leave, so that a new client finds room (Choudhury and Hahne's dynamic
             thresholds, 1998).
     """
 
@@ -120,9 +69,10 @@ class AsyncEngine:
         self._max_queue = max_queue
         self._observers = tuple(observers)
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
-        # Of each request, its stream and the index of its prompt; touched by the engine's thread alone.
-        self._streams: dict[str, tuple[_Stream, int]] = {}
-        self._waits: list[tuple[Command, Future[None]]] = []  # commands that are not in effect yet; likewise
+        # Only the engine's thread uses these two: the stream of each request with the index of its prompt, and the
+        # commands that are not in effect yet.
+        self._streams: dict[str, tuple[Stream, int]] = {}
+        self._waits: list[tuple[Command, Future[None]]] = []
         self._error: EngineDead | None = None
         self._lock = threading.Lock()  # between a last call and the engine's end
         self._stopping = False
@@ -195,7 +145,7 @@ class AsyncEngine:
             InvalidParameter: a request could never run; raised on entering, before any output.
             QueueFull: too many requests are waiting; raised on entering, before any output.
         """
-        stream = _Stream(asyncio.get_running_loop())
+        stream = Stream(len(prompts))
         ids = [f"{request_id}-{index}" for index in range(len(prompts))]
         begun = 0
 
@@ -210,7 +160,7 @@ class AsyncEngine:
                 begun = batch.stop
                 calls = [asyncio.wrap_future(self._submit(functools.partial(add, index))) for index in batch]
                 await asyncio.gather(*calls)
-            yield _merged(stream, len(ids))
+            yield stream.read()
         finally:
             for batch in _batches(begun):
                 # These calls follow every `add`, so that they also end a request whose caller did not wait for it.
@@ -228,7 +178,7 @@ class AsyncEngine:
                 f"{self._max_queue}): retry later"
             )
 
-    def _abort(self, stream: "_Stream", ids: list[str]) -> None:
+    def _abort(self, stream: Stream, ids: list[str]) -> None:
         """End the requests of a stream that have not ended. Another stream may have taken the id of an ended one."""
         for name in ids:
             if self._streams.get(name, (None,))[0] is stream:
@@ -260,14 +210,14 @@ class AsyncEngine:
     def _step(self) -> None:
         try:
             self._deliver(self._guard.step())
-        except ParamsDeleted as error:  # nothing can be computed, and the next parameters mend it
+        except ParamsDeleted as error:  # no step is possible until the next update of the parameters
             logger.error("%s", error)
             self._fail_requests(error)
         self._tell_waits()
 
     def _fail_requests(self, error: Exception) -> None:
         """End all requests with an error."""
-        _put({stream: error for stream, _ in self._streams.values()})
+        send({stream: Part(error=error) for stream, _ in self._streams.values()})
         for name in self._streams:
             if request := self._engine.abort(name):
                 self._tell_ended([request])
@@ -292,20 +242,21 @@ class AsyncEngine:
                     future.set_exception(error)
 
     def _deliver(self, output: StepOutput) -> None:
-        # Before anyone can act on tokens that they have not seen.
+        # Observers are told first: a client can act on tokens as soon as they are sent.
         self._tell(lambda observer: observer.stepped(self._engine.scheduler, output))
         self._tell_ended(output.ended)
-        parts: defaultdict[_Stream, _Part] = defaultdict(_Part)
+        parts: defaultdict[Stream, Part] = defaultdict(Part)
         for delta in output.deltas:
             stream, index = self._streams[delta.request_id]
             parts[stream].deltas.append((index, delta))
         for request in output.ended:
             stream, _ = self._streams.pop(request.request_id)
             parts[stream].num_ended += 1
-        _put(parts)
+        for request in output.faults:
+            stream, _ = self._streams.pop(request.request_id)
+            parts[stream].error = RequestFailed("internal error; the server's log has more")
         self._tell_ended(output.faults)
-        failed = [self._streams.pop(request.request_id) for request in output.faults]
-        _put({stream: RequestFailed("internal error; the server's log has more") for stream, _ in failed})
+        send(parts)
 
     def _tell_waits(self) -> None:
         waits, self._waits = self._waits, []
@@ -342,38 +293,3 @@ class AsyncEngine:
 def _batches(end: int) -> Iterator[range]:
     """Yield the numbers below `end` in ranges of at most BATCH."""
     return (range(start, min(start + BATCH, end)) for start in range(0, end, BATCH))
-
-
-async def _merged(stream: _Stream, num_prompts: int) -> AsyncIterator[Deltas]:
-    """Yield the new deltas together, until all prompts have ended. An error comes after them."""
-    running, error = num_prompts, None
-    while running and error is None:
-        deltas: Deltas = []
-        news = [await stream.parts.get()]
-        while not stream.parts.empty():
-            news.append(stream.parts.get_nowait())
-        for part in news:
-            if isinstance(part, Exception):
-                error = part
-                break
-            deltas += part.deltas
-            running -= part.num_ended
-        if deltas:
-            yield deltas
-    if error is not None:
-        raise error
-
-
-def _put(parts: Mapping[_Stream, _Part | Exception]) -> None:
-    """Give streams their new output. Each event loop is woken once, however many of its streams get some."""
-    for loop in {stream.loop for stream in parts}:
-        ours = [(stream.parts, part) for stream, part in parts.items() if stream.loop is loop]
-        try:
-            loop.call_soon_threadsafe(_put_all, ours)
-        except RuntimeError:  # it is closed: nobody waits any more
-            logger.debug("output for a closed event loop was dropped")
-
-
-def _put_all(items: "list[tuple[asyncio.Queue[_Part | Exception], _Part | Exception]]") -> None:
-    for queue_of_stream, part in items:
-        queue_of_stream.put_nowait(part)

@@ -73,7 +73,7 @@ class Progress(NamedTuple):
 
     Attributes:
         tokens: number of new tokens, of all its branches.
-        gap: seconds since its previous token; None for the first.
+        gap: seconds since the previous token of the request; None for the first token.
     """
 
     request: Request
@@ -106,7 +106,8 @@ class EngineStats(NamedTuple):
     """Numbers of an engine at one moment: requests, KV blocks, and counts since the start.
 
     Attributes:
-        prefix_queries, prefix_hits: prompt tokens that were looked up in the prefix cache, and those found there.
+        prefix_queries: prompt tokens that were looked up in the prefix cache.
+        prefix_hits: tokens among them that were in it.
     """
 
     num_running: int
@@ -157,7 +158,7 @@ class Engine:
         tokenizer: None for an engine with token ids only.
         seed: seed of the seeds of requests without one.
         max_in_flight: number of steps that may be dispatched before the host sees the first one's tokens.
-        clock: source of the times of requests, in seconds.
+        clock: returns the present time in seconds, for the times of requests.
     """
 
     def __init__(
@@ -180,19 +181,19 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything: there are requests or a parameter update to work on, and no pause."""
+        """Whether a step would have an effect: there are requests or an update of parameters, and no pause."""
         if not self._may_begin:
             return bool(self._in_flight)
         return self.scheduler.has_work or self.is_updating
 
     @property
     def is_paused(self) -> bool:
-        """Whether no step begins until `resume`. Under "wait", that is so once the started requests have ended."""
+        """Whether no step begins until `Resume`. Under "wait", this holds once the started requests have ended."""
         return self._paused is not None and not (self._paused == "wait" and self.scheduler.has_started)
 
     @property
     def asleep(self) -> frozenset[str]:
-        """The parts that `sleep` has let go of, "weights" and "kv_cache". While there are any, no step begins."""
+        """The parts whose memory `Sleep` has freed, of "weights" and "kv_cache". Until they return, no step begins."""
         return self._asleep
 
     @property

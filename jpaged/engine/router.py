@@ -8,18 +8,19 @@ from typing import Unpack
 
 from jpaged.core.commands import Command, ResetPrefixCache, Sleep, UpdateParams
 from jpaged.core.params import Params
-from jpaged.engine.async_engine import AsyncEngine, Deltas, EngineDead, QueueFull
+from jpaged.engine.async_engine import AsyncEngine, EngineDead, QueueFull
 from jpaged.engine.engine import EngineStats, RequestOptions
 from jpaged.engine.prefix_table import PrefixTable
+from jpaged.engine.stream import Deltas
 
 Context = AbstractAsyncContextManager[AsyncIterator[Deltas]]  # of one call of `generate`
 
 
 class Router:
-    """Client of several engines with the same model, each on devices of its own.
+    """Client of several engines with the same model, each on other devices.
 
-    A prompt goes to the engine that was last given its longest known prefix, unless that engine is too busy; else to
-    the one with the fewest requests. An engine that has failed gets no more requests, and the others go on.
+    A prompt goes to the engine that last got its longest known prefix. If that engine is too busy, or there is none, it
+    goes to the engine with the fewest requests. An engine that has failed gets no more requests, and the others go on.
 
     Args:
         table: the prefixes of past prompts; None: a new one, whose prefixes end with the engines' blocks.
@@ -160,3 +161,6 @@ async def _merged(streams: Sequence[tuple[AsyncIterator[Deltas], list[int]]]) ->
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+EngineClient = AsyncEngine | Router  # the engines of a server

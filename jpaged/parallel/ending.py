@@ -14,7 +14,7 @@ FAILED = os.EX_SOFTWARE  # 70: a computation of this process has failed
 MALFORMED = os.EX_PROTOCOL  # 76: this process has received a malformed frame
 INTERRUPTED = 130
 
-# A lost process makes computations fail too. The connection to it tells the cause, and is given this time to do so.
+# A lost process makes computations fail, too. The connection to it has this time to report the cause first.
 CAUSE_TIMEOUT_S = 1.0
 MAX_LINE_BYTES = 4096  # PIPE_BUF: a write of so many bytes to a ready pipe does not block
 WRITE_TIMEOUT_S = 1.0

@@ -43,7 +43,7 @@ def settings_of(config: EngineConfig) -> dict[str, Any]:
 
 
 def join(channel: Channel, rank: int, nnodes: int, given: Values, end: float | None = None) -> EngineConfig:
-    """Join a leader, and return its settings with the process's own ones.
+    """Join a leader, and return its settings combined with those of this process.
 
     Args:
         given: settings that were given to this process. They must be those of the leader, except for `LOCAL`.

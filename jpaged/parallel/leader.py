@@ -56,7 +56,7 @@ class Followers:
     def accept(cls, nodes: Nodes, config: EngineConfig) -> Self:
         """Wait for all followers to join.
 
-        A process with other settings is refused, and may come again.
+        A process with other settings is refused, and may try again.
 
         Raises:
             ValueError: some have not joined in time.
@@ -85,7 +85,7 @@ class Followers:
         """Compare the decisions of all processes before they load the parameters.
 
         Raises:
-            ValueError: a follower has decided otherwise, or not in time; the message has the first difference.
+            ValueError: a follower has other facts, or did not send them in time; the message has the first difference.
         """
         end, missing = deadline(), set(self.channels)
         while missing:
@@ -120,7 +120,7 @@ class Followers:
         raise ValueError(FIXED_PARAMS)
 
     def lead(self, runner: ModelRunner) -> "LeaderRunner":
-        """Return a runner that drives the one of this process and those of the followers."""
+        """Return a runner that drives the runner of this process and those of the followers."""
         return LeaderRunner(runner, self)
 
     def _read(self, rank: int, channel: Channel) -> None:

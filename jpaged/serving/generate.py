@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from aiohttp import web
 
 from jpaged.core.request import NON_FINITE, FinishReason
-from jpaged.engine.async_engine import Deltas
+from jpaged.engine.stream import Deltas
 from jpaged.serving.answer import Answer, ChatAnswer, CompletionAnswer
 from jpaged.serving.codec import dumps, dumps_long
 from jpaged.serving.middleware import CLIENT, RECORD, as_api_error

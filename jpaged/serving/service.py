@@ -13,9 +13,9 @@ from aiohttp import web
 
 from jpaged.chat import ContentFormat, Encoder
 from jpaged.core.params import ContextLengthExceeded
-from jpaged.engine.async_engine import AsyncEngine, EngineClient
+from jpaged.engine.async_engine import AsyncEngine
 from jpaged.engine.engine import Engine
-from jpaged.engine.router import Router
+from jpaged.engine.router import EngineClient, Router
 from jpaged.serving.body_process import BodyProcess
 from jpaged.serving.live.recorder import Recorder
 from jpaged.serving.live.snapshot import Snapshot, snapshot

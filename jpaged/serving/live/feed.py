@@ -13,7 +13,8 @@ from typing import Any
 
 from aiohttp import web
 
-from jpaged.engine.async_engine import EngineClient, EngineDead
+from jpaged.engine.async_engine import EngineDead
+from jpaged.engine.router import EngineClient
 from jpaged.serving.live.recorder import Recorder
 from jpaged.serving.live.snapshot import Snapshot
 from jpaged.serving.protocol import ApiError

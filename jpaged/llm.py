@@ -1,6 +1,7 @@
 """Offline API."""
 
 import contextlib
+import functools
 import itertools
 import json
 import logging
@@ -185,33 +186,28 @@ class LLM:
         Args:
             messages: one conversation, or a list of them, in the form of the OpenAI API; content is text.
             sampling_params: for all conversations, or one for each.
-            chat_template: a Jinja template that replaces the tokenizer's own.
+            chat_template: a Jinja template that replaces the tokenizer's template.
             add_generation_prompt: end each prompt with the beginning of the assistant's message.
             continue_final_message: leave the last message open and continue it; needs add_generation_prompt=False.
             tools: descriptions of functions for the template, in the form of the OpenAI API.
             chat_template_kwargs: more variables for the template.
 
         Raises:
-            InvalidParameter: as in `generate`.
-            ValueError: the template rejects the messages.
+            ValueError: the template rejects the messages, or a parameter is invalid as in `generate`.
         """
         self._check_template(chat_template)
         single = any(isinstance(each, Mapping) for each in messages)
         conversations = cast(Sequence[Sequence[Message]], [messages] if single else messages)
-        encoder = Encoder(self.tokenizer)
-        prompts = [
-            prompt_of(
-                self.tokenizer,
-                [_for_template(message) for message in conversation],
-                chat_template,
-                tools=tools,
-                encoder=encoder,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                variables=chat_template_kwargs,
-            )
-            for conversation in conversations
-        ]
+        render = functools.partial(
+            prompt_of,
+            source=chat_template,
+            tools=tools,
+            encoder=Encoder(self.tokenizer),
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables=chat_template_kwargs,
+        )
+        prompts = [render(self.tokenizer, [_for_template(each) for each in talk]) for talk in conversations]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def _check_template(self, chat_template: str | None) -> None:

@@ -46,11 +46,14 @@ class Channel:
             FrameError: the message is too large, or has a value that can't be sent.
             OSError: the connection is lost.
         """
-        data = encode_frame(message)
+        self.send_frame(encode_frame(message))
+
+    def send_frame(self, frame: bytes) -> None:
+        """Send a frame of `encode_frame`, as `send` does."""
         with self._lock:
-            self._socket.sendall(data)
+            self._socket.sendall(frame)
             self.num_frames += 1
-            self.num_bytes += len(data)
+            self.num_bytes += len(frame)
 
     def send_last(self, message: Message) -> None:
         """Send a message to a peer that may already have gone."""

@@ -18,7 +18,7 @@ from jpaged.core.commands import Command, Sleep, UpdateParams
 from jpaged.core.plan import Done, StepPlan, StepResult
 from jpaged.parallel.channel import Channel
 from jpaged.parallel.ending import CAUSE_TIMEOUT_S, LOST, MALFORMED, end_after_failure, end_process
-from jpaged.parallel.frame import MAX_HELLO_BYTES, FrameError, unexpected
+from jpaged.parallel.frame import MAX_HELLO_BYTES, FrameError, encode_frame, unexpected
 from jpaged.parallel.hello import (
     HELLO_TIMEOUT_S,
     START_TIMEOUT_S,
@@ -102,9 +102,10 @@ class Followers:
 
     def send(self, message: Message) -> None:
         """Send a message to each follower."""
+        frame = encode_frame(message)
         for rank, channel in self.channels.items():
             try:
-                channel.send(message)
+                channel.send_frame(frame)
             except OSError as error:
                 time.sleep(CAUSE_TIMEOUT_S)  # the last message of the follower, if there is one, has the reason
                 end_process(_lost(rank, channel, error), LOST)

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 START_TIMEOUT_S = 60.0
-# A question that takes longer leaves the processor to others. Most take a millisecond.
-PATIENCE_S = 0.1
+# A question that takes longer than this runs at the lowest priority. Most take a millisecond.
+RENICE_AFTER_S = 0.1
 LOWEST_PRIORITY = 19
 CHUNK_BYTES = 64 * 2**10
 
@@ -64,7 +64,7 @@ class Child:
         if self._setup is not None:
             self._exchange(self._setup, START_TIMEOUT_S)
             self._setup = None
-        return self._exchange(question.encode() + b"\n", timeout_s, patience_s=PATIENCE_S)
+        return self._exchange(question.encode() + b"\n", timeout_s, renice_after_s=RENICE_AFTER_S)
 
     def kill(self) -> None:
         """Kill the process, without waiting for its end."""
@@ -75,10 +75,10 @@ class Child:
         """Whether the process has ended."""
         return self._process.poll() is not None
 
-    def _exchange(self, data: bytes, timeout_s: float, patience_s: float = START_TIMEOUT_S) -> str:
+    def _exchange(self, data: bytes, timeout_s: float, renice_after_s: float = START_TIMEOUT_S) -> str:
         """Write to the process, and return the line that it answers."""
         begin = time.monotonic()
-        deadline, renice_at = begin + timeout_s, begin + patience_s
+        deadline, renice_at = begin + timeout_s, begin + renice_after_s
         to_write, answer, is_late = memoryview(data), bytearray(), False
         while not answer.endswith(b"\n"):
             now = time.monotonic()

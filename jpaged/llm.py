@@ -1,6 +1,7 @@
 """Offline API."""
 
 import contextlib
+import functools
 import itertools
 import json
 import logging
@@ -17,10 +18,22 @@ from tqdm import tqdm
 
 from jpaged.chat import Encoder, prompt_of
 from jpaged.config import EngineConfig
-from jpaged.core.params import BeamSearchParams, InvalidParameter, SamplingParams, plain, shown
+from jpaged.core.commands import (
+    PARTS,
+    Command,
+    InFlight,
+    Pause,
+    PauseMode,
+    ResetPrefixCache,
+    Resume,
+    Sleep,
+    UpdateParams,
+    WakeUp,
+)
+from jpaged.core.params import BeamSearchParams, InvalidParameter, Params, SamplingParams, plain, shown
 from jpaged.core.request import Request, RequestOutput
 from jpaged.engine.build import load_engine
-from jpaged.engine.engine import InFlight, PauseMode
+from jpaged.engine.engine import Placing
 from jpaged.engine.guard import Guard
 from jpaged.engine.output import request_output
 from jpaged.flags import engine_settings
@@ -33,7 +46,6 @@ logger = logging.getLogger(__name__)
 
 # A text, token ids (an array or a list), or {"prompt": text or "prompt_token_ids": ids, "cache_salt": text}.
 Prompt = str | Sequence[int] | Mapping[str, Any]
-Params = SamplingParams | BeamSearchParams
 Message = Mapping[str, Any]
 BINARY = (bytes, bytearray, memoryview)  # no prompts, although they are sequences of integers
 
@@ -104,7 +116,7 @@ class LLM:
         Raises:
             InvalidParameter: the engine can't serve a prompt or its parameters; raised before anything is generated.
         """
-        arrival = _Arrival(time.time(), time.monotonic())
+        arrival_time, arrival_ts = time.time(), time.monotonic()
         prompt_list, rank = prompts_of(prompts), plain(priority)
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         each = [params] * len(prompt_list) if isinstance(params, Params) else list(params)
@@ -116,8 +128,12 @@ class LLM:
                 )
         if wrong := [shown(one) for one in each if not isinstance(one, Params)]:
             raise InvalidParameter("sampling_params", f"must be SamplingParams or BeamSearchParams, not {wrong[0]}")
-        jobs = [_Job(*self.read_prompt(prompt), one, rank) for prompt, one, rank in zip(prompt_list, each, ranks)]
-        return self._worker.run(lambda stop: self._run(jobs, arrival, stop, use_tqdm))
+        jobs = [self._job(*values) for values in zip(prompt_list, each, ranks)]
+        requests = self._worker.run(lambda stop: self._run(jobs, stop, use_tqdm))
+        for metrics in (request.metrics for request in requests):
+            metrics.arrival_time = arrival_time
+            metrics.first_token_latency = metrics.first_token_ts - arrival_ts
+        return [request_output(request, self.engine.vocabulary) for request in requests]
 
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = True
@@ -147,11 +163,11 @@ class LLM:
             {"prompt_token_ids": tokens + more, "cache_salt": salt} for (tokens, _, salt), more in zip(before, after)
         ]
         outputs = self.generate(wholes, SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=use_tqdm)
-        return [
-            [(output.prompt_logprobs or [])[i][token].logprob  # type: ignore[index]  # None for the first token only
-             for i, token in enumerate(more, len(tokens))]
-            for output, (tokens, _, _), more in zip(outputs, before, after)
-        ]  # fmt: skip
+        scores = []
+        for output, (tokens, _, _), more in zip(outputs, before, after):
+            logprobs = (output.prompt_logprobs or [])[len(tokens) :]
+            scores.append([ranked[token].logprob for ranked, token in zip(logprobs, more) if ranked is not None])
+        return scores
 
     def chat(
         self,
@@ -170,32 +186,35 @@ class LLM:
         Args:
             messages: one conversation, or a list of them, in the form of the OpenAI API; content is text.
             sampling_params: for all conversations, or one for each.
-            chat_template: a Jinja template that replaces the tokenizer's own.
+            chat_template: a Jinja template that replaces the tokenizer's template.
             add_generation_prompt: end each prompt with the beginning of the assistant's message.
             continue_final_message: leave the last message open and continue it; needs add_generation_prompt=False.
             tools: descriptions of functions for the template, in the form of the OpenAI API.
             chat_template_kwargs: more variables for the template.
 
         Raises:
-            InvalidParameter: as in `generate`.
-            ValueError: the template rejects the messages.
+            ValueError: the template rejects the messages, or a parameter is invalid as in `generate`.
         """
+        self._check_template(chat_template)
+        single = any(isinstance(each, Mapping) for each in messages)
+        conversations = cast(Sequence[Sequence[Message]], [messages] if single else messages)
+        render = functools.partial(
+            prompt_of,
+            source=chat_template,
+            tools=tools,
+            encoder=Encoder(self.tokenizer),
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables=chat_template_kwargs,
+        )
+        prompts = [render(self.tokenizer, [_for_template(each) for each in talk]) for talk in conversations]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def _check_template(self, chat_template: str | None) -> None:
         if not hasattr(self.tokenizer, "apply_chat_template"):
             raise InvalidParameter("messages", "this engine has no tokenizer with chat templates")
         if chat_template is None and getattr(self.tokenizer, "chat_template", None) is None:
             raise InvalidParameter("chat_template", "must be passed, because the model has none")
-        single = any(isinstance(each, Mapping) for each in messages)
-        conversations = cast(Sequence[Sequence[Message]], [messages] if single else messages)
-        encoder = Encoder(self.tokenizer)
-        prompts = [
-            prompt_of(
-                self.tokenizer, [_for_template(message) for message in conversation], chat_template, tools=tools,
-                encoder=encoder,
-                add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
-                variables=chat_template_kwargs,
-            ) for conversation in conversations
-        ]  # fmt: skip
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the default sampling parameters of the model's files, `generation_config` and its overrides."""
@@ -207,59 +226,61 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes, once the calls before this one have ended."""
-        self._worker.run(lambda stop: self.engine.reset_prefix_cache())
+        self._worker.run(lambda stop: self._control(ResetPrefixCache()))
 
     def update_params(self, source: Any, in_flight: InFlight = "recompute") -> None:
-        """Serve other parameters, with the arguments and errors of `Engine.update_params`.
+        """Serve other parameters, with the arguments and errors of `jpaged.core.commands.UpdateParams`.
 
         A call of `generate` in another thread goes on with them after its present step, as `in_flight` says.
         """
-        self._worker.interlude(lambda: self._update_params(source, in_flight))
+        self._interlude(UpdateParams(source, in_flight))
 
     def pause(self, mode: PauseMode = "keep") -> None:
-        """Let calls of `generate` wait until `resume`, with the modes and errors of `Engine.pause`.
+        """Let calls of `generate` wait until `resume`, with the modes and errors of `jpaged.core.commands.Pause`.
 
-        A call whose requests are aborted returns them as far as they are.
+        A call whose requests are aborted returns their outputs up to then.
         """
-        self._worker.interlude(lambda: self.engine.pause(mode))
+        self._interlude(Pause(mode))
 
     def resume(self) -> None:
         """End a pause."""
-        self._worker.interlude(self.engine.resume)
+        self._interlude(Resume())
 
     def sleep(self, level: int = 1) -> None:
-        """Free the memory of the KV pool and of the parameters, with the arguments and errors of `Engine.sleep`.
+        """Free the memory of the KV pool and of the parameters, as `jpaged.core.commands.Sleep` describes.
 
         Arrays of a module stay with the module.
         """
-        self._worker.interlude(lambda: self._sleep(level))
+        self._interlude(Sleep(level))
 
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
-        """Take back what `sleep` has freed, with the arguments and errors of `Engine.wake_up`.
+        """Take back the memory of some parts, or of all, as `jpaged.core.commands.WakeUp` describes.
 
         Parameters that `sleep(2)` has dropped are the module's present arrays again, which counts as an update, if the
         engine served the module's arrays before or the module has new ones. Others have to be passed to
         `update_params`.
         """
-        self._worker.interlude(lambda: self._wake_up(tags))
+        self._interlude(WakeUp(PARTS if tags is None else frozenset(tags)))
 
-    def _sleep(self, level: int) -> None:
-        self.engine.sleep(level)
-        self._dropped = self._dropped or level == 2
+    def _interlude(self, command: Command) -> None:
+        """Run a command between two steps of a call in another thread, or at once if there is none."""
+        self._worker.interlude(lambda: self._control(command))
 
-    def _wake_up(self, tags: Iterable[str] | None) -> None:
-        tags = self.engine.asleep if tags is None else frozenset(tags)
-        module, missing = self._module, self._dropped and "weights" in tags & self.engine.asleep
-        if module and missing and (self._serves_module or module.has_changed):
-            self._update_params(module.module)
-        self.engine.wake_up(tags)
-
-    def _update_params(self, source: Any, in_flight: InFlight = "recompute") -> None:
-        self.engine.update_params(source, in_flight)
-        self._dropped = False
-        if self._module:
-            self._module.mark()
-            self._serves_module = source is self._module.module
+    def _control(self, command: Command) -> None:
+        module = self._module
+        match command:
+            case WakeUp(tags) if self._dropped and "weights" in self.engine.asleep.intersection(tags):
+                if module and (self._serves_module or module.has_changed):
+                    self._control(UpdateParams(module.module))
+        self.engine.control(command)
+        match command:
+            case Sleep(2):
+                self._dropped = True
+            case UpdateParams(source):
+                self._dropped = False
+                if module:
+                    module.mark()
+                    self._serves_module = source is module.module
 
     def read_prompt(self, prompt: Any, *, continues: bool = False) -> tuple[list[int], str | None, str]:
         """Return a prompt's token ids, its text if it was given as text, and its cache salt.
@@ -293,35 +314,33 @@ class LLM:
             raise InvalidParameter("prompts", f"must not hold half a surrogate pair, as {shown(prompt)}") from None
         return encode(self.tokenizer, prompt, add_special_tokens=not continues), prompt, salt
 
-    def _run(
-        self, jobs: "list[_Job]", arrival: "_Arrival", stop: threading.Event, use_tqdm: bool
-    ) -> list[RequestOutput]:
+    def _job(self, prompt: Any, params: Params, priority: int) -> "_Job":
+        token_ids, text, salt = self.read_prompt(prompt)
+        return _Job(token_ids, params, {"prompt": text, "cache_salt": salt, "priority": priority})
+
+    def _run(self, jobs: "list[_Job]", stop: threading.Event, use_tqdm: bool) -> list[Request]:
         """Run requests to their end, or until `stop`; afterwards the engine holds none of them."""
         requests: list[Request] = []
         if self.engine.asleep:
             raise RuntimeError(f"the engine is asleep ({', '.join(sorted(self.engine.asleep))}): call wake_up first")
         if self._module and self._module.has_changed:
-            self._update_params(self._module.module)
+            self._control(UpdateParams(self._module.module))
         try:
             for job in jobs:
-                wanted = job.params.structured_outputs
-                requests.append(
-                    self.engine.add(
-                        str(next(self._request_ids)), job.token_ids, job.params, prompt=job.text,
-                        priority=job.priority, cache_salt=job.cache_salt,
-                        constraint=self._grammars.compile(wanted) if wanted and self._grammars else None,
-                    )
-                )  # fmt: skip
+                requests.append(self._add(job))
             self._generate(requests, stop, use_tqdm)
         finally:
             for request in requests:
                 self.engine.abort(request.request_id)
             while self.engine.has_work:
                 self.engine.step()  # which commits the plans in flight
-        for metrics in (request.metrics for request in requests):
-            metrics.arrival_time = arrival.time
-            metrics.first_token_latency = metrics.first_token_ts - arrival.ts
-        return [request_output(request, self.engine.vocabulary) for request in requests]
+        return requests
+
+    def _add(self, job: "_Job") -> Request:
+        wanted = job.params.structured_outputs
+        constraint = self._grammars.compile(wanted) if wanted and self._grammars else None
+        name = str(next(self._request_ids))
+        return self.engine.add(name, job.token_ids, job.params, constraint=constraint, **job.placing)
 
     def _generate(self, requests: list[Request], stop: threading.Event, use_tqdm: bool) -> None:
         tokens = 0
@@ -339,27 +358,18 @@ class _Job(NamedTuple):
     """Request that has not been added yet."""
 
     token_ids: list[int]
-    text: str | None
-    cache_salt: str
     params: Params
-    priority: int
+    placing: Placing
 
 
-class _Arrival(NamedTuple):
-    """Time of a call, by the wall clock and by the monotonic one, in seconds."""
-
-    time: float
-    ts: float
-
-
-def prompts_of(given: Any) -> list[Any]:
+def prompts_of(value: Any) -> list[Any]:
     """Return a list of prompts from one prompt or several."""
-    given = given if isinstance(given, BINARY) else plain(given)
-    if isinstance(given, (str, Mapping, *BINARY)):
-        return [given]
-    if not isinstance(given, Iterable):
-        raise InvalidParameter("prompts", f"must be texts or token ids, not {shown(given)}")
-    prompts = list(given)
+    value = value if isinstance(value, BINARY) else plain(value)
+    if isinstance(value, (str, Mapping, *BINARY)):
+        return [value]
+    if not isinstance(value, Iterable):
+        raise InvalidParameter("prompts", f"must be texts or token ids, not {shown(value)}")
+    prompts = list(value)
     return [prompts] if prompts and isinstance(plain(prompts[0]), Integral) else prompts
 
 
@@ -391,7 +401,7 @@ def _text(part: Any) -> str:
 
 def _arguments(function: Mapping[str, Any]) -> Any:
     """Return the arguments of a tool call as an object, or as they are if a model was cut off while it wrote them."""
-    given = function.get("arguments") or {}
+    arguments = function.get("arguments") or {}
     with suppress(ValueError):
-        return json.loads(given) if isinstance(given, str) else given
-    return given
+        return json.loads(arguments) if isinstance(arguments, str) else arguments
+    return arguments

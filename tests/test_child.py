@@ -107,7 +107,7 @@ def test_started_processes_are_used(children):
 def test_a_slow_question_has_the_lowest_priority(children, monkeypatch):
     assert ask(children, "priority") == os.getpriority(os.PRIO_PROCESS, 0)
     with monkeypatch.context() as patched:
-        patched.setattr("jpaged.child.PATIENCE_S", 0.0)
+        patched.setattr("jpaged.child.RENICE_AFTER_S", 0.0)
         assert ask(children, "priority") == 19
     if os.geteuid() == 0:  # others may not raise it again
         assert ask(children, "priority") == 0

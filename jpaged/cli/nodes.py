@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from jpaged.config import EngineConfig
-from jpaged.parallel.ending import end_after_error, told, wait_for_cause
+from jpaged.parallel.ending import end_after_error, wait_for_cause, words_of
 from jpaged.parallel.nodes import GROUP, Nodes
 from jpaged.setting import kind, settings
 
@@ -53,7 +53,7 @@ def leading(nodes: Nodes, config: EngineConfig) -> Iterator["Followers | None"]:
             followers.end()
     except BaseException as error:
         wait_for_cause(error)
-        followers.end(told(error))
+        followers.end(words_of(error))
         end_after_error(error)
 
 
@@ -81,7 +81,7 @@ def following(nodes: Nodes, given: Mapping[str, Any]) -> Iterator[tuple["Leader"
             yield leader, config
     except BaseException as error:
         wait_for_cause(error)
-        leader.report(told(error))
+        leader.report(words_of(error))
         end_after_error(error)
 
 

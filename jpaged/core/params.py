@@ -407,6 +407,9 @@ class BeamSearchParams(GenerationParams):
         return self.n or self.beam_width
 
 
+Params = SamplingParams | BeamSearchParams
+
+
 def plain(value: Any) -> Any:
     """Return arrays as lists, array scalars as numbers, and any other value unchanged.
 

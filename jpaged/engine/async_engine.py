@@ -7,25 +7,24 @@ import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from contextlib import asynccontextmanager
+from typing import Any, Protocol, Unpack
 
-from jpaged.core.params import BeamSearchParams, SamplingParams
+from jpaged.core.commands import Command
+from jpaged.core.params import Params
 from jpaged.core.plan import ParamsDeleted
-from jpaged.core.request import OutputDelta, Request
+from jpaged.core.request import Request
 from jpaged.core.scheduler import Scheduler
-from jpaged.engine.engine import Engine, EngineStats, InFlight, PauseMode, StepOutput
+from jpaged.engine.engine import Engine, EngineStats, RequestOptions, StepOutput
 from jpaged.engine.guard import Guard
+from jpaged.engine.stream import Deltas, Part, Stream, send
 
 logger = logging.getLogger(__name__)
 
 CALLS_TIMEOUT_S = 0.005  # of each step
 BATCH = 32  # prompts that are begun, or ended, at once: other streams have their turn between two batches
-
-Deltas = list[tuple[int, OutputDelta]]  # each with the index of its prompt
 
 
 class EngineDead(RuntimeError):
@@ -53,78 +52,14 @@ class QueueFull(RuntimeError):
     """Request rejected because the maximum number of requests is waiting."""
 
 
-class EngineClient(Protocol):
-    """Interface of an engine, or of a router over several, to a server. `AsyncEngine` documents the methods."""
-
-    @property
-    def alive(self) -> bool:
-        """Whether the engine can serve requests."""
-
-    def start(self) -> None:
-        """Start the engine."""
-
-    async def stop(self) -> None:
-        """Stop the engine."""
-
-    def stats(self) -> EngineStats:
-        """Return the engine's numbers."""
-
-    def generate(
-        self, request_id: str, prompts: Sequence[list[int]], params: SamplingParams | BeamSearchParams, **options: Any
-    ) -> AbstractAsyncContextManager[AsyncIterator[Deltas]]:
-        """Queue a request for each prompt, and enter a context with their deltas."""
-
-    async def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes."""
-
-    async def update_params(self, source: Any, in_flight: InFlight = "recompute") -> None:
-        """Serve other parameters."""
-
-    async def pause(self, mode: PauseMode = "keep") -> None:
-        """Begin no step until `resume`."""
-
-    async def resume(self) -> None:
-        """End a pause."""
-
-    async def sleep(self, level: int = 1) -> None:
-        """Free the memory of the KV pool and of the parameters."""
-
-    async def wake_up(self, tags: Collection[str] | None = None) -> None:
-        """Take back what `sleep` has freed."""
-
-    @property
-    def is_paused(self) -> bool:
-        """Whether no step begins until `resume`."""
-
-    @property
-    def is_asleep(self) -> bool:
-        """Whether no step begins until `wake_up`."""
-
-
-@dataclass
-class _Part:
-    """New output of a stream: deltas in their order, and the number of prompts that have ended with them."""
-
-    deltas: Deltas = field(default_factory=list)
-    num_ended: int = 0
-
-
-@dataclass(frozen=True, eq=False)
-class _Stream:
-    """Destination of the output of one call of `generate`."""
-
-    loop: asyncio.AbstractEventLoop
-    parts: "asyncio.Queue[_Part | Exception]" = field(default_factory=asyncio.Queue)
-
-
 class AsyncEngine:
-    """Engine on a thread of its own. After `start`, only this object may use the Engine.
+    """Engine on a separate thread. After `start`, only this object may use the Engine.
 
     Calls reach the thread between two steps, in order.
 
     Args:
         max_queue: maximum number of waiting requests before further ones are rejected; None: no limit. One client may
-            fill half of the room that the others leave, so that a new client finds some (Choudhury and Hahne's dynamic
+            fill half of the room that the others leave, so that a new client finds room (Choudhury and Hahne's dynamic
             thresholds, 1998).
     """
 
@@ -134,9 +69,10 @@ class AsyncEngine:
         self._max_queue = max_queue
         self._observers = tuple(observers)
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
-        # Of each request, its stream and the index of its prompt; touched by the engine's thread alone.
-        self._streams: dict[str, tuple[_Stream, int]] = {}
-        self._waits: list[tuple[Callable[[], bool], Future[None]]] = []  # for conditions of the engine; likewise
+        # Only the engine's thread uses these two: the stream of each request with the index of its prompt, and the
+        # commands that are not in effect yet.
+        self._streams: dict[str, tuple[Stream, int]] = {}
+        self._waits: list[tuple[Command, Future[None]]] = []
         self._error: EngineDead | None = None
         self._lock = threading.Lock()  # between a last call and the engine's end
         self._stopping = False
@@ -160,60 +96,38 @@ class AsyncEngine:
         self._calls.put(None)
         await asyncio.to_thread(self._thread.join)
 
-    async def call(self, function: Callable[[Engine], Any]) -> Any:
+    async def call[T](self, function: Callable[[Engine], T]) -> T:
         """Run `function(engine)` on the engine's thread, between two steps, and return its result."""
         return await asyncio.wrap_future(self._submit(lambda: function(self._engine)))
 
-    async def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes."""
-        await self.call(Engine.reset_prefix_cache)
+    async def control(self, command: Command) -> None:
+        """Run a command between two steps, with the errors of `Engine.control`; return once it is in effect."""
+        in_effect: Future[None] = Future()
 
-    async def update_params(self, source: Any, in_flight: InFlight = "recompute") -> None:
-        """Serve other parameters, with the arguments and errors of `Engine.update_params`; return once in use."""
-        await self._until(lambda: self._engine.update_params(source, in_flight), lambda: not self._engine.is_updating)
+        def begin() -> None:
+            output = self._engine.control(command)
+            if output.ended:
+                self._deliver(output)
+            if in_effect.set_running_or_notify_cancel():
+                self._waits.append((command, in_effect))
+            self._tell_waits()
 
-    async def pause(self, mode: PauseMode = "keep") -> None:
-        """Begin no step until `resume`, with the modes and errors of `Engine.pause`; return once that is so."""
-        await self._until(lambda: self._deliver(self._engine.pause(mode)), lambda: not self._engine.has_work)
-
-    async def resume(self) -> None:
-        """End a pause."""
-        await self.call(Engine.resume)
-
-    async def sleep(self, level: int = 1) -> None:
-        """Free the memory of the KV pool and of the parameters, as `Engine.sleep` does."""
-        await self.call(lambda engine: engine.sleep(level))
-
-    async def wake_up(self, tags: Collection[str] | None = None) -> None:
-        """Take back what `sleep` has freed, with the arguments and errors of `Engine.wake_up`."""
-        await self.call(lambda engine: engine.wake_up(tags))
+        await asyncio.wrap_future(self._submit(begin))
+        await asyncio.wrap_future(in_effect)
 
     @property
     def is_paused(self) -> bool:
-        """Whether no step begins until `resume`; any thread may ask."""
+        """Whether no step begins until `Resume`; any thread may ask."""
         return self._engine.is_paused
 
     @property
     def is_asleep(self) -> bool:
-        """Whether no step begins until `wake_up`; any thread may ask."""
+        """Whether no step begins until `WakeUp`; any thread may ask."""
         return bool(self._engine.asleep)
-
-    async def _until(self, call: Callable[[], Any], is_done: Callable[[], bool]) -> None:
-        """Run a call on the engine's thread, and return once a condition holds, which further steps may bring about."""
-        done: Future[None] = Future()
-
-        def begin() -> None:
-            call()
-            if done.set_running_or_notify_cancel():
-                self._waits.append((is_done, done))
-            self._tell_waits()
-
-        await asyncio.wrap_future(self._submit(begin))
-        await asyncio.wrap_future(done)
 
     @asynccontextmanager
     async def generate(
-        self, request_id: str, prompts: Sequence[list[int]], params: SamplingParams | BeamSearchParams, **options: Any
+        self, request_id: str, prompts: Sequence[list[int]], params: Params, **options: Unpack[RequestOptions]
     ) -> AsyncIterator[AsyncIterator[Deltas]]:
         """Queue a request for each prompt, with the options of `Engine.add`.
 
@@ -231,51 +145,49 @@ class AsyncEngine:
             InvalidParameter: a request could never run; raised on entering, before any output.
             QueueFull: too many requests are waiting; raised on entering, before any output.
         """
-        stream = _Stream(asyncio.get_running_loop())
+        stream = Stream(len(prompts))
         ids = [f"{request_id}-{index}" for index in range(len(prompts))]
         begun = 0
 
         def add(index: int) -> None:
-            self._add(ids[index], prompts[index], params, options)
+            self._check_room(options.get("client"))
+            request = self._engine.add(ids[index], prompts[index], params, **options)
+            self._tell(lambda observer: observer.added(request))
             self._streams[ids[index]] = stream, index
 
-        def abort(batch: range) -> None:
-            for index in batch:
-                if self._streams.get(ids[index], (None,))[0] is stream:  # and not another's, whose id was taken
-                    del self._streams[ids[index]]
-                    if request := self._engine.abort(ids[index]):
-                        self._tell_ended([request])
-
-        def batches(end: int) -> Iterator[range]:
-            return (range(start, min(start + BATCH, end)) for start in range(0, end, BATCH))
-
         try:
-            for batch in batches(len(ids)):
+            for batch in _batches(len(ids)):
                 begun = batch.stop
                 calls = [asyncio.wrap_future(self._submit(functools.partial(add, index))) for index in batch]
                 await asyncio.gather(*calls)
-            yield _merged(stream, len(ids))
+            yield stream.read()
         finally:
-            for batch in batches(begun):
-                # Behind `add`, so it also undoes those that nobody waits for any more.
-                self._submit(functools.partial(abort, batch))
+            for batch in _batches(begun):
+                # These calls follow every `add`, so that they also end a request whose caller did not wait for it.
+                self._submit(functools.partial(self._abort, stream, ids[batch.start : batch.stop]))
 
-    def _add(
-        self, request_id: str, prompt: list[int], params: SamplingParams | BeamSearchParams, options: dict[str, Any]
-    ) -> None:
-        waiting, client = self._engine.scheduler.waiting, options.get("client")
-        if self._max_queue is not None:
-            room, own = self._max_queue - len(waiting), waiting.count(client)
-            if room <= 0 or (client is not None and own > room):
-                raise QueueFull(
-                    f"queue full ({len(waiting)} requests waiting, {own} of them of this client, limit "
-                    f"{self._max_queue}): retry later"
-                )
-        request = self._engine.add(request_id, prompt, params, **options)
-        self._tell(lambda observer: observer.added(request))
+    def _check_room(self, client: str | None) -> None:
+        """Raise QueueFull if a client may not queue another request."""
+        if self._max_queue is None:
+            return
+        waiting = self._engine.scheduler.waiting
+        room, num_of_client = self._max_queue - len(waiting), waiting.count(client)
+        if room <= 0 or (client is not None and num_of_client > room):
+            raise QueueFull(
+                f"queue full ({len(waiting)} requests waiting, {num_of_client} of them of this client, limit "
+                f"{self._max_queue}): retry later"
+            )
 
-    def _submit(self, call: Callable[[], Any]) -> Future[Any]:
-        future: Future[Any] = Future()
+    def _abort(self, stream: Stream, ids: list[str]) -> None:
+        """End the requests of a stream that have not ended. Another stream may have taken the id of an ended one."""
+        for name in ids:
+            if self._streams.get(name, (None,))[0] is stream:
+                del self._streams[name]
+                if request := self._engine.abort(name):
+                    self._tell_ended([request])
+
+    def _submit[T](self, call: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
         with self._lock:
             if self._error:
                 future.set_exception(self._error)
@@ -298,14 +210,14 @@ class AsyncEngine:
     def _step(self) -> None:
         try:
             self._deliver(self._guard.step())
-        except ParamsDeleted as error:  # nothing can be computed, and the next parameters mend it
+        except ParamsDeleted as error:  # no step is possible until the next update of the parameters
             logger.error("%s", error)
             self._fail_requests(error)
         self._tell_waits()
 
     def _fail_requests(self, error: Exception) -> None:
         """End all requests with an error."""
-        _put({stream: error for stream, _ in self._streams.values()})
+        send({stream: Part(error=error) for stream, _ in self._streams.values()})
         for name in self._streams:
             if request := self._engine.abort(name):
                 self._tell_ended([request])
@@ -330,25 +242,29 @@ class AsyncEngine:
                     future.set_exception(error)
 
     def _deliver(self, output: StepOutput) -> None:
-        # Before anyone can act on tokens that they have not seen.
+        # Observers are told first: a client can act on tokens as soon as they are sent.
         self._tell(lambda observer: observer.stepped(self._engine.scheduler, output))
         self._tell_ended(output.ended)
-        parts: defaultdict[_Stream, _Part] = defaultdict(_Part)
+        parts: defaultdict[Stream, Part] = defaultdict(Part)
         for delta in output.deltas:
             stream, index = self._streams[delta.request_id]
             parts[stream].deltas.append((index, delta))
         for request in output.ended:
             stream, _ = self._streams.pop(request.request_id)
             parts[stream].num_ended += 1
-        _put(parts)
+        for request in output.faults:
+            stream, _ = self._streams.pop(request.request_id)
+            parts[stream].error = RequestFailed("internal error; the server's log has more")
         self._tell_ended(output.faults)
-        failed = [self._streams.pop(request.request_id) for request in output.faults]
-        _put({stream: RequestFailed("internal error; the server's log has more") for stream, _ in failed})
+        send(parts)
 
     def _tell_waits(self) -> None:
-        for is_done, future in [wait for wait in self._waits if wait[0]()]:
-            self._waits.remove((is_done, future))
-            future.set_result(None)
+        waits, self._waits = self._waits, []
+        for command, future in waits:
+            if self._engine.is_in_effect(command):
+                future.set_result(None)
+            else:
+                self._waits.append((command, future))
 
     def _tell_ended(self, requests: Iterable[Request]) -> None:
         for request in requests:
@@ -374,36 +290,6 @@ class AsyncEngine:
                 item[1].set_exception(error)
 
 
-async def _merged(stream: _Stream, num_prompts: int) -> AsyncIterator[Deltas]:
-    """Yield the new deltas together, until all prompts have ended. An error comes after them."""
-    running, error = num_prompts, None
-    while running and error is None:
-        deltas: Deltas = []
-        news = [await stream.parts.get()]
-        while not stream.parts.empty():
-            news.append(stream.parts.get_nowait())
-        for part in news:
-            if isinstance(part, Exception):
-                error = part
-                break
-            deltas += part.deltas
-            running -= part.num_ended
-        if deltas:
-            yield deltas
-    if error is not None:
-        raise error
-
-
-def _put(parts: Mapping[_Stream, _Part | Exception]) -> None:
-    """Give streams their new output. Each event loop is woken once, however many of its streams get some."""
-    for loop in {stream.loop for stream in parts}:
-        ours = [(stream.parts, part) for stream, part in parts.items() if stream.loop is loop]
-        try:
-            loop.call_soon_threadsafe(_put_all, ours)
-        except RuntimeError:  # it is closed: nobody waits any more
-            logger.debug("output for a closed event loop was dropped")
-
-
-def _put_all(items: "list[tuple[asyncio.Queue[_Part | Exception], _Part | Exception]]") -> None:
-    for queue_of_stream, part in items:
-        queue_of_stream.put_nowait(part)
+def _batches(end: int) -> Iterator[range]:
+    """Yield the numbers below `end` in ranges of at most BATCH."""
+    return (range(start, min(start + BATCH, end)) for start in range(0, end, BATCH))

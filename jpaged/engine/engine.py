@@ -6,19 +6,21 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Sequence as Series
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypedDict, Unpack
 
 from tokenizers import Tokenizer
 
 from jpaged.config import Limits
-from jpaged.core.params import BeamSearchParams, InvalidParameter, SamplingParams
+from jpaged.core.commands import PARTS, Command, Pause, ResetPrefixCache, Resume, Sleep, UpdateParams, WakeUp
+from jpaged.core.params import InvalidParameter, Params, SamplingParams
 from jpaged.core.plan import StepPlan, StepResult
 from jpaged.core.request import NON_FINITE, FinishReason, OutputDelta, Request, RequestFault, Sequence
 from jpaged.core.scheduler import Committed, Scheduler
 from jpaged.engine.output import last_deltas, newest_delta, whole_deltas
 from jpaged.structured.compiler import GrammarCompiler
-from jpaged.structured.masks import Masks
+from jpaged.structured.masks import MakeMasks, Masks
 from jpaged.tokenizer import Detokenizer, Vocabulary, tokenize_bad_words
 
 if TYPE_CHECKING:
@@ -38,13 +40,6 @@ class Pending(Protocol):
         """Wait for the step's tokens and return its result."""
 
 
-InFlight = Literal["recompute", "keep", "wait"]
-PauseMode = Literal["keep", "wait", "abort"]
-TAGS = frozenset(("weights", "kv_cache"))
-
-MakeMasks = Callable[[], Any]  # [M, ceil(V / 32)] uint32 of NumPy, for the M masked rows of a plan
-
-
 class Runner(Protocol):
     """Interface of the device side to the engine."""
 
@@ -55,28 +50,18 @@ class Runner(Protocol):
             make_masks: called once the model's part of the step is dispatched; None if the plan masks no row.
         """
 
-    def check_params(self, state: Any) -> None:
-        """Check parameters for `update_params`.
+    def check(self, command: UpdateParams) -> None:
+        """Check a command that is to run later.
 
         Raises:
-            ValueError: `update_params` would reject them.
+            ValueError: `control` would reject it.
         """
 
-    def update_params(self, state: Any) -> None:
-        """Serve other parameters from the next step on, also after `sleep`."""
-
-    def sleep(self, level: int) -> None:
-        """Let go of the pool and of the parameters: copied to the host's memory (1) or dropped (2).
+    def control(self, command: Command) -> None:
+        """Run `Sleep`, `WakeUp` or `UpdateParams` after the dispatched steps.
 
         Raises:
             ValueError: that is not possible; nothing is changed.
-        """
-
-    def wake_up(self, tags: Collection[str]) -> None:
-        """Take back what `sleep` has let go of: "weights", "kv_cache" or both.
-
-        Raises:
-            ValueError: the parameters were dropped.
         """
 
     def recover(self) -> None:
@@ -88,7 +73,7 @@ class Progress(NamedTuple):
 
     Attributes:
         tokens: number of new tokens, of all its branches.
-        gap: seconds since its previous token; None for the first.
+        gap: seconds since the previous token of the request; None for the first token.
     """
 
     request: Request
@@ -102,18 +87,18 @@ class StepOutput(NamedTuple):
     Attributes:
         plan: None if there was nothing to do.
         committed: the scheduler's changes.
-        deltas: the additions to each output that the step extended. A request whose outputs are known only at its end
-            has each of them then, whole.
+        deltas: the additions to each output that the step extended. If the outputs of a request are known only at its
+            end, each of them is one delta of its last step.
         ended: the requests that the step finished.
         progress: the requests with new tokens.
         faults: the requests that have ended because the work on them raised an exception.
     """
 
-    plan: StepPlan | None
-    committed: Committed
-    deltas: list[OutputDelta]
-    ended: list[Request]
-    progress: tuple[Progress, ...] = ()
+    plan: StepPlan | None = None
+    committed: Committed = Committed()
+    deltas: Series[OutputDelta] = ()
+    ended: Series[Request] = ()
+    progress: Series[Progress] = ()
     faults: Mapping[Request, Exception] = MappingProxyType({})
 
 
@@ -121,7 +106,8 @@ class EngineStats(NamedTuple):
     """Numbers of an engine at one moment: requests, KV blocks, and counts since the start.
 
     Attributes:
-        prefix_queries, prefix_hits: prompt tokens that were looked up in the prefix cache, and those found there.
+        prefix_queries: prompt tokens that were looked up in the prefix cache.
+        prefix_hits: tokens among them that were in it.
     """
 
     num_running: int
@@ -135,6 +121,36 @@ class EngineStats(NamedTuple):
     prefix_hits: int
 
 
+class Placing(TypedDict, total=False):
+    """Options of a request for the scheduler.
+
+    Attributes:
+        prompt: the prompt as text, for the output.
+        priority: under the policy "priority", requests with a lower number run first.
+        client: the client whose turns the request takes in the queue; None: the order of arrival.
+        tenant: the tenant with which the request shares steps, rows and blocks; None is one more tenant.
+        cache_salt: only requests with the same salt share cached prefixes.
+    """
+
+    prompt: str | None
+    priority: int
+    client: str | None
+    tenant: str | None
+    cache_salt: str
+
+
+class RequestOptions(Placing, total=False):
+    """Options of `Engine.add`.
+
+    Attributes:
+        constraint: the constraint that a `GrammarCompiler` made of `params.structured_outputs`.
+        bad_words: the token ids of `params.bad_words`, from a caller that has them.
+    """
+
+    constraint: "Constraint | None"
+    bad_words: tuple[tuple[int, ...], ...] | None
+
+
 class Engine:
     """Engine with continuous batching: `add` or `abort` requests, and call `step` for their output.
 
@@ -142,7 +158,7 @@ class Engine:
         tokenizer: None for an engine with token ids only.
         seed: seed of the seeds of requests without one.
         max_in_flight: number of steps that may be dispatched before the host sees the first one's tokens.
-        clock: source of the times of requests, in seconds.
+        clock: returns the present time in seconds, for the times of requests.
     """
 
     def __init__(
@@ -159,25 +175,25 @@ class Engine:
         self._max_in_flight = max_in_flight
         self._clock = clock
         self._in_flight: deque[tuple[StepPlan, float, Pending]] = deque()  # with the times of their dispatch
-        self._next_params: Any = None  # once the requests that have started have ended
-        self._paused: PauseMode | None = None
+        self._next_params: UpdateParams | None = None  # waits until the started requests have ended
+        self._paused: str | None = None  # the mode of `Pause`
         self._asleep: frozenset[str] = frozenset()
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything: there are requests or a parameter update to work on, and no pause."""
+        """Whether a step would have an effect: there are requests or an update of parameters, and no pause."""
         if not self._may_begin:
             return bool(self._in_flight)
         return self.scheduler.has_work or self.is_updating
 
     @property
     def is_paused(self) -> bool:
-        """Whether no step begins until `resume`. Under "wait", that is so once the started requests have ended."""
+        """Whether no step begins until `Resume`. Under "wait", this holds once the started requests have ended."""
         return self._paused is not None and not (self._paused == "wait" and self.scheduler.has_started)
 
     @property
     def asleep(self) -> frozenset[str]:
-        """The parts that `sleep` has let go of, "weights" and "kv_cache". While there are any, no step begins."""
+        """The parts whose memory `Sleep` has freed, of "weights" and "kv_cache". Until they return, no step begins."""
         return self._asleep
 
     @property
@@ -198,9 +214,16 @@ class Engine:
         """Return numbers; any thread may call it at any time."""
         scheduler, pool = self.scheduler, self.scheduler.pool
         return EngineStats(
-            len(scheduler.running), len(scheduler.waiting), pool.num_blocks, pool.num_used, pool.block_size,
-            scheduler.num_preemptions, scheduler.num_swapped_blocks, scheduler.prefix_queries, scheduler.prefix_hits,
-        )  # fmt: skip
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_blocks=pool.num_blocks,
+            num_used_blocks=pool.num_used,
+            block_size=pool.block_size,
+            num_preemptions=scheduler.num_preemptions,
+            num_swapped_blocks=scheduler.num_swapped_blocks,
+            prefix_queries=scheduler.prefix_queries,
+            prefix_hits=scheduler.prefix_hits,
+        )
 
     @property
     def is_updating(self) -> bool:
@@ -217,44 +240,24 @@ class Engine:
         self,
         request_id: str,
         prompt_token_ids: list[int],
-        params: SamplingParams | BeamSearchParams,
+        params: Params,
         *,
-        prompt: str | None = None,
-        priority: int = 0,
-        client: str | None = None,
-        tenant: str | None = None,
-        cache_salt: str = "",
         constraint: "Constraint | None" = None,
         bad_words: tuple[tuple[int, ...], ...] | None = None,
+        **placing: Unpack[Placing],
     ) -> Request:
-        """Queue a request.
-
-        Args:
-            priority: under the policy "priority", requests with a lower number run first.
-            cache_salt: only requests with the same salt share cached prefixes.
-            client: the client whose turns it takes in the queue; None: the order of arrival.
-            tenant: the tenant with which it shares steps, rows and blocks; those without one are one more tenant.
-            constraint: the constraint that a `GrammarCompiler` made of `params.structured_outputs`.
-            bad_words: the token ids of `params.bad_words`, from a caller that has them.
+        """Queue a request, with the options of `RequestOptions`.
 
         Raises:
             InvalidParameter: the request could never run.
         """
-        for name in ("stop", "bad_words", "structured_outputs"):
-            if getattr(params, name) and self.tokenizer is None:
-                raise InvalidParameter(name, "needs a tokenizer, and this engine has none")
-        if params.structured_outputs and constraint is None:
-            raise InvalidParameter(
-                "structured_outputs", "the engine takes constraints that a GrammarCompiler has compiled"
-            )
+        self._check_tokenizer(params, constraint)
         if bad_words is None:
             bad_words = tokenize_bad_words(self.tokenizer, params.bad_words) if params.bad_words else ()
-        given = params.seed if isinstance(params, SamplingParams) else 0
-        request = self.scheduler.add(
-            request_id, params.truncated(prompt_token_ids, self.scheduler.limits.max_model_len), params,
-            seed=self._seeds.getrandbits(64) if given is None else given, prompt=prompt, priority=priority,
-            client=client, tenant=tenant, cache_salt=cache_salt, bad_words=bad_words,
-        )  # fmt: skip
+        tokens = params.truncated(prompt_token_ids, self.scheduler.limits.max_model_len)
+        seed = params.seed if isinstance(params, SamplingParams) else 0
+        seed = self._seeds.getrandbits(64) if seed is None else seed
+        request = self.scheduler.add(request_id, tokens, params, seed=seed, bad_words=bad_words, **placing)
         request.metrics.queued_ts = self._clock()
         try:
             self._equip(request, constraint)
@@ -262,6 +265,16 @@ class Engine:
             self.abort(request_id)
             raise
         return request
+
+    def _check_tokenizer(self, params: Params, constraint: "Constraint | None") -> None:
+        """Check that the engine has the tokenizer and the constraint that parameters need."""
+        for name in ("stop", "bad_words", "structured_outputs"):
+            if getattr(params, name) and self.tokenizer is None:
+                raise InvalidParameter(name, "needs a tokenizer, and this engine has none")
+        if params.structured_outputs and constraint is None:
+            raise InvalidParameter(
+                "structured_outputs", "the engine takes constraints that a GrammarCompiler has compiled"
+            )
 
     def _equip(self, request: Request, constraint: "Constraint | None") -> None:
         """Give a new request a decoder and the state of its constraint."""
@@ -288,96 +301,54 @@ class Engine:
             request.metrics.finished_ts = self._clock()
         return request
 
-    def reset_prefix_cache(self) -> None:
-        """Drop all cached prefixes. Blocks that running requests have computed so far are never cached either."""
-        self.scheduler.pool.reset_prefix_cache()
+    def control(self, command: Command) -> StepOutput:
+        """Run a command, and return the last output of the requests that it has ended.
 
-    def update_params(self, source: Any, in_flight: InFlight = "recompute") -> None:
-        """Serve other parameters of the same tree, shapes and dtypes.
-
-        Nothing is compiled, and arrays that lie as the engine's own are not copied. No KV of the old parameters is
-        found in the prefix cache afterwards. `Sample.version` says which update drew a token.
-
-        Args:
-            source: an `nnx.Module`, an `nnx.State`, or nested dicts of arrays, with all or some of the parameters,
-                named as in the engine's module or below its `trained_path`.
-            in_flight: what becomes of started requests. "recompute": steps in flight are dropped, and the requests are
-                computed again from their tokens, which they keep, so that every further token depends on the new
-                parameters only. "keep": the requests continue on the KV of the old parameters. "wait": they end first,
-                with the old parameters, in further steps, in which no other request starts; `is_updating` is False once
-                that is done. A later update replaces a waiting one.
+        Some commands take effect in further steps: see `is_in_effect`.
 
         Raises:
-            ValueError: the parameters do not match; the message has the first difference, and nothing is changed.
+            ValueError: the command is not possible; nothing is changed.
         """
-        _check_choice("in_flight", in_flight, InFlight)
-        self.runner.check_params(source)
-        if in_flight == "wait" and self.scheduler.has_started:
-            self._next_params, self.scheduler.holds_new = source, True
-        else:
-            self._exchange(source, keep=in_flight == "keep")
+        match command:
+            case Pause():
+                return self._pause(command)
+            case Resume():
+                self._paused, self.scheduler.holds_new = None, self.is_updating
+            case Sleep():
+                self.runner.control(command)
+                self.restart()
+                self._asleep = PARTS
+            case WakeUp(tags):
+                self.runner.control(WakeUp(self._asleep.intersection(tags)))
+                self._asleep = self._asleep.difference(tags)
+            case UpdateParams(in_flight=in_flight):
+                self.runner.check(command)
+                if in_flight == "wait" and self.scheduler.has_started:
+                    self._next_params, self.scheduler.holds_new = command, True
+                else:
+                    self._exchange(command)
+            case ResetPrefixCache():
+                self.scheduler.pool.reset_prefix_cache()
+        return StepOutput()
 
-    def pause(self, mode: PauseMode = "keep") -> StepOutput:
-        """Begin no step until `resume`. Requests can be added meanwhile and wait.
+    def is_in_effect(self, command: Command) -> bool:
+        """Return whether a command that was run needs no further step to take effect."""
+        match command:
+            case Pause():
+                return not self.has_work
+            case UpdateParams():
+                return not self.is_updating
+        return True
 
-        Args:
-            mode: "keep": running requests wait too, with their KV; `step` commits the steps in flight. "wait": they end
-                first, in further steps, in which no other request starts. "abort": all requests are ended.
-
-        Returns:
-            The last output of the requests that it has ended.
-
-        Raises:
-            ValueError: the mode is unknown.
-        """
-        _check_choice("pause: mode", mode, PauseMode)
-        self._paused, self.scheduler.holds_new = mode, self.is_updating or mode == "wait"
-        ended = list(self.scheduler.requests.values()) if mode == "abort" else []
+    def _pause(self, pause: Pause) -> StepOutput:
+        self._paused, self.scheduler.holds_new = pause.mode, self.is_updating or pause.mode == "wait"
+        ended = list(self.scheduler.requests.values()) if pause.mode == "abort" else []
         deltas = []
         for request in ended:
             texts = [s.decoder.flush() if s.decoder and not s.finish_reason else "" for s in request.sequences]
             self.abort(request.request_id)
             deltas += last_deltas(request, texts)
-        return StepOutput(None, Committed(), deltas, ended)
-
-    def resume(self) -> None:
-        """End a pause."""
-        self._paused, self.scheduler.holds_new = None, self.is_updating
-
-    def sleep(self, level: int = 1) -> None:
-        """Free the memory of the KV pool and of the parameters, and begin no step until `wake_up`.
-
-        Requests are kept, and computed again from their tokens afterwards. Only references are dropped: arrays that a
-        trainer holds too stay as they are.
-
-        Args:
-            level: 1: keep a copy of the parameters in the memory of the host. 2: keep none; `update_params` brings the
-                next ones, and counts as their awakening.
-
-        Raises:
-            ValueError: the level is unknown, or the runner can't sleep; nothing is changed.
-        """
-        if level not in (1, 2):
-            raise ValueError(f"level: must be 1 (parameters on the host) or 2 (dropped), not {level!r}")
-        self.runner.sleep(level)
-        self.restart()
-        self._asleep = TAGS
-
-    def wake_up(self, tags: Iterable[str] | None = None) -> None:
-        """Take back what `sleep` has freed. Nothing is compiled.
-
-        Args:
-            tags: "weights" (the parameters), "kv_cache", or both; None: both. Weights alone can be updated before the
-                pool takes its memory.
-
-        Raises:
-            ValueError: a tag is unknown, or the parameters were dropped and there are no new ones.
-        """
-        wanted = TAGS if tags is None else frozenset(tags)
-        if unknown := wanted - TAGS:
-            raise ValueError(f"tags: must be of {sorted(TAGS)}, not {sorted(unknown)}")
-        self.runner.wake_up(wanted & self._asleep)
-        self._asleep -= wanted
+        return StepOutput(deltas=deltas, ended=ended)
 
     def wait(self) -> None:
         """Wait until the next step should begin, which then has the newest requests. It may also begin earlier."""
@@ -392,24 +363,32 @@ class Engine:
         the next steps, to the same tokens, or can be aborted or expelled (`restart`).
         """
         try:
-            if self.is_updating and not self.scheduler.has_started:
-                self._exchange(self._next_params)
-            while self._has_room and (plan := self.scheduler.schedule()):
-                self._in_flight.append((plan, self._clock(), self.runner.dispatch(plan, self._make_masks(plan))))
+            self._dispatch()
             if not self._in_flight:
                 assert not self.has_work, "there is work, and none of it was scheduled"
-                return StepOutput(None, Committed(), [], [])
+                return StepOutput()
             plan, dispatched_at, pending = self._in_flight.popleft()
             committed = self.scheduler.commit(plan, pending.result())
         except RequestFault as fault:
             self.restart(expelled=[fault.request])
             self.runner.recover()
             assert isinstance(fault.__cause__, Exception), "a fault has a cause"
-            return StepOutput(None, Committed(), [], [], faults={fault.request: fault.__cause__})
+            return StepOutput(faults={fault.request: fault.__cause__})
         except BaseException:
             self.restart()
             self.runner.recover()
             raise
+        return self._output(plan, committed, dispatched_at)
+
+    def _dispatch(self) -> None:
+        """Run an update that has waited for started requests, then dispatch steps as far as they may overlap."""
+        if self._next_params is not None and not self.scheduler.has_started:
+            self._exchange(self._next_params)
+        while self._has_room and (plan := self.scheduler.schedule()):
+            self._in_flight.append((plan, self._clock(), self.runner.dispatch(plan, self._make_masks(plan))))
+
+    def _output(self, plan: StepPlan, committed: Committed, dispatched_at: float) -> StepOutput:
+        """Return the output of a committed step, after the work on its texts and metrics."""
         faults = dict(committed.faults)
         deltas = self._deltas(committed.advanced, faults)
         progress = self._progress(committed.served, dispatched_at, faults)
@@ -417,7 +396,7 @@ class Engine:
         for request in ended:
             request.metrics.finished_ts = self._clock()
             if request.sequences[0].stop_reason == NON_FINITE and not self._has_failed:
-                self._has_failed = True  # every request may be ended so, and one line is enough
+                self._has_failed = True  # every request may end for this reason, and one line is enough
                 logger.error("request %s ended: %s; the parameters may hold NaN", request.request_id, NON_FINITE)
         if faults:
             self.restart(expelled=faults)
@@ -448,16 +427,16 @@ class Engine:
                 faults[request] = error
         return deltas
 
-    def restart(self, **options: Any) -> None:
-        """Recompute all requests from their tokens, with the options of `Scheduler.recover`."""
+    def restart(self, *, expelled: Collection[Request] = (), tried: Collection[Request] | None = None) -> None:
+        """Recompute all requests from their tokens, with the arguments of `Scheduler.recover`."""
         self._in_flight.clear()
-        self.scheduler.recover(**options)
+        self.scheduler.recover(expelled=expelled, tried=tried)
 
     def _progress(
         self, served: Iterable[Request], dispatched_at: float, faults: dict[Request, Exception]
-    ) -> tuple[Progress, ...]:
+    ) -> list[Progress]:
         """Update the metrics of requests after a step, and return those with new tokens."""
-        now, found = self._clock(), []
+        now, progress = self._clock(), []
         for request in served:
             metrics = request.metrics
             metrics.scheduled_ts = metrics.scheduled_ts or dispatched_at
@@ -468,19 +447,19 @@ class Engine:
                 continue
             if (new := tokens - metrics.num_generation_tokens) > 0:
                 is_first = metrics.num_generation_tokens == 0
-                found.append(Progress(request, new, None if is_first else now - metrics.last_token_ts))
+                progress.append(Progress(request, new, None if is_first else now - metrics.last_token_ts))
                 metrics.first_token_ts = now if is_first else metrics.first_token_ts
                 metrics.last_token_ts, metrics.num_generation_tokens = now, tokens
-        return tuple(found)
+        return progress
 
-    def _exchange(self, source: Any, *, keep: bool = False) -> None:
-        """Start again with other parameters, which replace waiting ones, or keep the KV of running requests."""
+    def _exchange(self, update: UpdateParams) -> None:
+        """Serve the parameters of an update, which replaces a waiting one."""
         self._next_params, self.scheduler.holds_new = None, self._paused == "wait"
-        if keep:
-            self.reset_prefix_cache()
+        if update.in_flight == "keep":
+            self.scheduler.pool.reset_prefix_cache()
         else:
             self.restart()
-        self.runner.update_params(source)
+        self.runner.control(update)
         self._asleep -= {"weights"}
 
     def _make_masks(self, plan: StepPlan) -> MakeMasks | None:
@@ -500,8 +479,9 @@ class Engine:
         if decoder is None:
             return text
         # A token that ends the text is not part of it.
-        if sequence.finish_reason != FinishReason.STOP or _ended_by_text(sequence):
-            text, stop = _decode(decoder, sequence, sequence.tokens[-1])
+        params, is_stop_string = sequence.request.params, isinstance(sequence.stop_reason, str)
+        if sequence.finish_reason != FinishReason.STOP or params.include_stop_str_in_output or is_stop_string:
+            text, stop = decoder.step(sequence.tokens[-1], may_stop=sequence.num_output_tokens > params.min_tokens)
             if stop is not None and sequence.finish_reason != FinishReason.ERROR:
                 self._finish(sequence, FinishReason.STOP, stop)
         if sequence.finish_reason:
@@ -516,20 +496,6 @@ class Engine:
             sequence.finish_reason, sequence.stop_reason = reason, stop_reason
         else:
             self.scheduler.finish(sequence, reason, stop_reason)
-
-
-def _check_choice(name: str, value: str, choices: Any) -> None:
-    """Raise a ValueError for a value that a Literal does not list."""
-    if value not in get_args(choices):
-        raise ValueError(f"{name}: must be one of {', '.join(map(repr, get_args(choices)))}, not {value!r}")
-
-
-def _ended_by_text(sequence: Sequence) -> bool:
-    return sequence.request.params.include_stop_str_in_output or isinstance(sequence.stop_reason, str)
-
-
-def _decode(decoder: Detokenizer, sequence: Sequence, token: int) -> tuple[str, str | None]:
-    return decoder.step(token, may_stop=sequence.num_output_tokens > sequence.request.params.min_tokens)
 
 
 def _find_stop(sequence: Sequence, token: int) -> str | None:

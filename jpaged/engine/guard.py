@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from jpaged.core.params import SamplingParams
 from jpaged.core.plan import ParamsDeleted
 from jpaged.core.request import Request
-from jpaged.core.scheduler import Committed
 from jpaged.engine.engine import Engine, StepOutput
 
 logger = logging.getLogger(__name__)
@@ -18,13 +17,13 @@ class Guard:
     """Steps of an engine, and the search for the request that makes a step fail.
 
     The scheduler knows the request that it is working on, and an exception there ends it at once. An exception on the
-    device side names no request. All requests are then computed again. If an exception comes again before each of them
-    has a further token, they are tried by halves, without the others, down to one.
+    device side names no request. All requests are then computed again. If another exception comes before each of them
+    has a further token, the search halves the group of suspects, and tries each half without the other requests.
     """
 
     def __init__(self, engine: Engine):
         self._engine = engine
-        # Groups of requests that are to be tried, the last one now, with the numbers of their tokens at the beginning.
+        # Groups of requests to try, the present one last, with the number of tokens of each request at the beginning.
         self._groups: list[dict[Request, int]] = []
         self._is_trying = False  # these groups, without the other requests
 
@@ -77,10 +76,10 @@ class Guard:
             return self._expel(suspects[0], error)
         else:
             raise error
-        return _nothing()
+        return StepOutput()
 
     def _is_sound(self) -> bool:
-        """Return whether the engine computes a request of its own, without the others."""
+        """Return whether the engine can compute a simple request without the others."""
         engine = self._engine
         engine.restart(tried=())
         probe = engine.add(PROBE, [0], SamplingParams(max_tokens=1, temperature=0, seed=0))
@@ -97,7 +96,7 @@ class Guard:
         _log(request, error)
         self._groups, self._is_trying = [], False
         self._engine.restart(expelled=[request])
-        return _nothing()._replace(faults={request: error})
+        return StepOutput(faults={request: error})
 
 
 def _num_tokens(request: Request) -> int:
@@ -106,10 +105,6 @@ def _num_tokens(request: Request) -> int:
 
 def _progress(requests: list[Request]) -> dict[Request, int]:
     return {request: _num_tokens(request) for request in requests}
-
-
-def _nothing() -> StepOutput:
-    return StepOutput(None, Committed(), [], [])
 
 
 def _log(request: Request, error: Exception) -> None:

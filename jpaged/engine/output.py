@@ -85,10 +85,10 @@ def _logprobs(
     def text(token: int) -> str | None:
         return vocabulary.text(token) if vocabulary else None
 
-    found = []
+    logprobs = []
     for sample in samples:
-        logprobs = {sample.token: Logprob(sample.logprob, sample.rank, text(sample.token))}
+        by_token = {sample.token: Logprob(sample.logprob, sample.rank, text(sample.token))}
         for rank, (token, logprob) in enumerate(zip(sample.top_tokens, sample.top_logprobs), 1):
-            logprobs.setdefault(token, Logprob(logprob, rank if ranked else None, text(token)))
-        found.append(logprobs)
-    return found
+            by_token.setdefault(token, Logprob(logprob, rank if ranked else None, text(token)))
+        logprobs.append(by_token)
+    return logprobs

@@ -1,21 +1,26 @@
 """Several engines of one process behind the interface of one: each prompt goes to the engine that knows its prefix."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from typing import Unpack
 
-from jpaged.core.params import BeamSearchParams, SamplingParams
-from jpaged.engine.async_engine import AsyncEngine, Deltas, EngineDead, QueueFull
-from jpaged.engine.engine import EngineStats, InFlight, PauseMode
+from jpaged.core.commands import Command, ResetPrefixCache, Sleep, UpdateParams
+from jpaged.core.params import Params
+from jpaged.engine.async_engine import AsyncEngine, EngineDead, QueueFull
+from jpaged.engine.engine import EngineStats, RequestOptions
 from jpaged.engine.prefix_table import PrefixTable
+from jpaged.engine.stream import Deltas
+
+Context = AbstractAsyncContextManager[AsyncIterator[Deltas]]  # of one call of `generate`
 
 
 class Router:
-    """Client of several engines with the same model, each on devices of its own.
+    """Client of several engines with the same model, each on other devices.
 
-    A prompt goes to the engine that was last given its longest known prefix, unless that engine is too busy; else to
-    the one with the fewest requests. An engine that has failed gets no more requests, and the others go on.
+    A prompt goes to the engine that last got its longest known prefix. If that engine is too busy, or there is none, it
+    goes to the engine with the fewest requests. An engine that has failed gets no more requests, and the others go on.
 
     Args:
         table: the prefixes of past prompts; None: a new one, whose prefixes end with the engines' blocks.
@@ -45,58 +50,41 @@ class Router:
         stats = [engine.stats() for engine in self._engines]
         return EngineStats(*map(sum, zip(*stats)))._replace(block_size=stats[0].block_size)
 
-    async def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes of all engines."""
-        await self._all(AsyncEngine.reset_prefix_cache)
-        self._forget_prefixes()
-
-    async def update_params(self, source: Any, in_flight: InFlight = "recompute") -> None:
-        """Serve other parameters in all engines, with the arguments and errors of `Engine.update_params`.
+    async def control(self, command: Command) -> None:
+        """Run a command in every engine that is alive, with the errors of `Engine.control`.
 
         Args:
-            source: a source for all engines, each of which copies it to its own devices, or a list with one for each.
+            command: the source of `UpdateParams` is one for all engines, each of which copies it to its own devices, or
+                a list with one for each engine.
+
+        Raises:
+            EngineDead: every engine has failed.
         """
-        sources = source if isinstance(source, list) else [source] * len(self._engines)
-        if len(sources) != len(self._engines):
-            raise ValueError(f"params: must be a list of {len(self._engines)} sources, one for each engine")
-        of = dict(zip(self._engines, sources))
-        await self._all(lambda engine: engine.update_params(of[engine], in_flight))
-        self._forget_prefixes()
-
-    async def pause(self, mode: PauseMode = "keep") -> None:
-        """Begin no step in any engine until `resume`."""
-        await self._all(lambda engine: engine.pause(mode))
-
-    async def resume(self) -> None:
-        """End a pause of all engines."""
-        await self._all(AsyncEngine.resume)
-
-    async def sleep(self, level: int = 1) -> None:
-        """Free the memory of all KV pools and parameters."""
-        await self._all(lambda engine: engine.sleep(level))
-        self._forget_prefixes()
-
-    async def wake_up(self, tags: Collection[str] | None = None) -> None:
-        """Take back what `sleep` has freed."""
-        await self._all(lambda engine: engine.wake_up(tags))
+        commands = [command] * len(self._engines)
+        if isinstance(command, UpdateParams) and isinstance(command.source, list):
+            commands = [replace(command, source=source) for source in command.source]
+            if len(commands) != len(self._engines):
+                raise ValueError(f"params: must be a list of {len(self._engines)} sources, one for each engine")
+        if not self.alive:
+            raise EngineDead("every engine has failed")
+        await asyncio.gather(*(e.control(each) for e, each in zip(self._engines, commands) if e.alive))
+        if isinstance(command, UpdateParams | Sleep | ResetPrefixCache):
+            for number in range(len(self._engines)):
+                self._table.forget(number)
 
     @property
     def is_paused(self) -> bool:
-        """Whether no engine begins a step until `resume`."""
+        """Whether no engine begins a step until `Resume`."""
         return all(engine.is_paused for engine in self._engines)
 
     @property
     def is_asleep(self) -> bool:
-        """Whether no engine begins a step until `wake_up`."""
+        """Whether no engine begins a step until `WakeUp`."""
         return all(engine.is_asleep for engine in self._engines)
-
-    def _forget_prefixes(self) -> None:
-        for number in range(len(self._engines)):
-            self._table.forget(number)
 
     @asynccontextmanager
     async def generate(
-        self, request_id: str, prompts: Sequence[list[int]], params: SamplingParams | BeamSearchParams, **options: Any
+        self, request_id: str, prompts: Sequence[list[int]], params: Params, **options: Unpack[RequestOptions]
     ) -> AsyncIterator[AsyncIterator[Deltas]]:
         """Queue a request for each prompt, as `AsyncEngine.generate` does.
 
@@ -106,6 +94,10 @@ class Router:
             EngineDead: every engine has failed, or one fails that has begun with a prompt.
         """
         places: dict[int, list[int]] = {}  # of each engine, the indexes of its prompts
+
+        def begin(engine: AsyncEngine, indexes: list[int]) -> Context:
+            return engine.generate(request_id, [prompts[index] for index in indexes], params, **options)
+
         async with AsyncExitStack() as stack:
             for index, prompt in enumerate(prompts):
                 loads = {number: live for number, live in enumerate(self._num_live) if self._engines[number].alive}
@@ -113,33 +105,27 @@ class Router:
                 number = self._table.choose(prompt, loads or {0: 0}, salt=salt)
                 self._table.remember(prompt, number, salt=salt)
                 places.setdefault(number, []).append(index)
-                self._add_live(stack, number, 1)  # the engine accepts it later, and other requests come meanwhile
-            streams = []
-            for number, indexes in places.items():
-                parts = [prompts[index] for index in indexes]
-                stream = await self._enter(stack, number, request_id, parts, params, options)
-                streams.append((stream, indexes))
+                self._add_live(stack, number, 1)  # before the engine accepts it, because other requests come meanwhile
+            streams = [(await self._enter(stack, number, places[number], begin), places[number]) for number in places]
             (stream, _), *others = streams
             yield _merged(streams) if others else stream
 
     async def _enter(
-        self, stack: AsyncExitStack, number: int, request_id: str, prompts: Sequence[list[int]],
-        params: SamplingParams | BeamSearchParams, options: dict[str, Any],
-    ) -> AsyncIterator[Deltas]:  # fmt: skip
+        self, stack: AsyncExitStack, number: int, indexes: list[int], begin: Callable[[AsyncEngine, list[int]], Context]
+    ) -> AsyncIterator[Deltas]:
         """Begin with some prompts at the chosen engine, or else at the least loaded one that accepts them."""
         problem: Exception = EngineDead("every engine has failed")
         for each in sorted(range(len(self._engines)), key=lambda other: (other != number, self._num_live[other])):
             if not self._engines[each].alive:
                 continue
             try:
-                context = self._engines[each].generate(request_id, prompts, params, **options)
-                stream = await stack.enter_async_context(context)
+                stream = await stack.enter_async_context(begin(self._engines[each], indexes))
             except (QueueFull, EngineDead) as error:
                 problem = error
                 continue
             if each != number:
-                self._add_live(stack, number, -len(prompts))
-                self._add_live(stack, each, len(prompts))
+                self._add_live(stack, number, -len(indexes))
+                self._add_live(stack, each, len(indexes))
             return stream
         raise problem
 
@@ -151,16 +137,6 @@ class Router:
 
         add(change)
         stack.callback(add, -change)
-
-    async def _all(self, call: Callable[[AsyncEngine], Any]) -> None:
-        """Await a call of every engine that is alive.
-
-        Raises:
-            EngineDead: there is none.
-        """
-        if not self.alive:
-            raise EngineDead("every engine has failed")
-        await asyncio.gather(*(call(engine) for engine in self._engines if engine.alive))
 
 
 async def _merged(streams: Sequence[tuple[AsyncIterator[Deltas], list[int]]]) -> AsyncIterator[Deltas]:
@@ -185,3 +161,6 @@ async def _merged(streams: Sequence[tuple[AsyncIterator[Deltas], list[int]]]) ->
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+EngineClient = AsyncEngine | Router  # the engines of a server

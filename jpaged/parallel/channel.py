@@ -1,13 +1,25 @@
-"""Connection between two processes of a replica, which carries frames."""
+"""Connection between two processes of a replica, which carries messages in frames."""
 
+import functools
+import logging
 import socket
 import threading
 import time
 
-from jpaged.parallel.frame import HEADER, MAX_PAYLOAD_BYTES, Frame, Kind, decode_header, decode_payload, encode_frame
+from jpaged.parallel.frame import MAX_PAYLOAD_BYTES, encode_frame, read_frame
+from jpaged.parallel.messages import Message
+
+logger = logging.getLogger(__name__)
 
 # A host that has lost its power or its network is noticed after KEEPALIVE_IDLE_S + 3 * KEEPALIVE_INTERVAL_S.
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_COUNT = 2, 2, 3
+TCP_OPTIONS = {
+    "TCP_NODELAY": 1,
+    "TCP_KEEPIDLE": KEEPALIVE_IDLE_S,
+    "TCP_KEEPINTVL": KEEPALIVE_INTERVAL_S,
+    "TCP_KEEPCNT": KEEPALIVE_COUNT,
+    "TCP_USER_TIMEOUT": 1000 * (KEEPALIVE_IDLE_S + KEEPALIVE_INTERVAL_S * KEEPALIVE_COUNT),
+}
 
 
 class Channel:
@@ -22,33 +34,39 @@ class Channel:
         self.peer, self.num_frames, self.num_bytes = peer, 0, 0
         self._socket, self._lock = connected, threading.Lock()
         connected.settimeout(None)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in (
-            ("TCP_KEEPIDLE", KEEPALIVE_IDLE_S), ("TCP_KEEPINTVL", KEEPALIVE_INTERVAL_S),
-            ("TCP_KEEPCNT", KEEPALIVE_COUNT),
-            ("TCP_USER_TIMEOUT", 1000 * (KEEPALIVE_IDLE_S + KEEPALIVE_INTERVAL_S * KEEPALIVE_COUNT)),
-        ):  # fmt: skip
+        for name, value in TCP_OPTIONS.items():
             if hasattr(socket, name):  # macOS lacks some
                 connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
-    def send(self, kind: Kind, payload: bytes = b"") -> None:
-        """Send a frame.
+    def send(self, message: Message) -> None:
+        """Send a message.
 
         Raises:
+            FrameError: the message is too large, or has a value that can't be sent.
             OSError: the connection is lost.
         """
-        data = encode_frame(Frame(kind, payload))
-        with self._lock:
-            self._socket.sendall(data)
-            self.num_frames += 1
-            self.num_bytes += len(data)
+        self.send_frame(encode_frame(message))
 
-    def receive(self, max_bytes: int = MAX_PAYLOAD_BYTES, timeout_s: float | None = None) -> Frame:
-        """Wait for a frame and return it.
+    def send_frame(self, frame: bytes) -> None:
+        """Send a frame of `encode_frame`, as `send` does."""
+        with self._lock:
+            self._socket.sendall(frame)
+            self.num_frames += 1
+            self.num_bytes += len(frame)
+
+    def send_last(self, message: Message) -> None:
+        """Send a message to a peer that may already have gone."""
+        try:
+            self.send(message)
+        except OSError:
+            logger.debug("%s has already gone", self.peer)
+
+    def receive(self, max_bytes: int = MAX_PAYLOAD_BYTES, timeout_s: float | None = None) -> Message:
+        """Wait for a message and return it.
 
         Args:
-            max_bytes: maximum size of its payload.
+            max_bytes: maximum size of the payload of its frame.
             timeout_s: maximum wait for the whole frame; None: no limit.
 
         Raises:
@@ -56,16 +74,15 @@ class Channel:
             OSError: the connection is lost or closed, or the time is up.
         """
         end = None if timeout_s is None else time.monotonic() + timeout_s
-        header = decode_header(self._read(HEADER.size, end), max_bytes)
-        frame = decode_payload(header, self._read(header.num_bytes, end))
+        message = read_frame(functools.partial(self._read, end), max_bytes)
         self._socket.settimeout(None)
-        return frame
+        return message
 
     def close(self) -> None:
         """Close the connection."""
         self._socket.close()
 
-    def _read(self, num_bytes: int, end: float | None) -> bytes:
+    def _read(self, end: float | None, num_bytes: int) -> bytes:
         data = bytearray()
         while len(data) < num_bytes:
             if end is not None:

@@ -14,7 +14,7 @@ FAILED = os.EX_SOFTWARE  # 70: a computation of this process has failed
 MALFORMED = os.EX_PROTOCOL  # 76: this process has received a malformed frame
 INTERRUPTED = 130
 
-# A lost process makes computations fail too. The connection to it tells the cause, and is given this time to do so.
+# A lost process makes computations fail, too. The connection to it has this time to report the cause first.
 CAUSE_TIMEOUT_S = 1.0
 MAX_LINE_BYTES = 4096  # PIPE_BUF: a write of so many bytes to a ready pipe does not block
 WRITE_TIMEOUT_S = 1.0
@@ -42,7 +42,7 @@ def wait_for_cause(error: BaseException) -> None:
 def end_after_failure(error: BaseException) -> NoReturn:
     """End the process because its computation has failed, unless a lost process turns out to be the cause."""
     wait_for_cause(error)
-    end_process(f"a computation has failed: {told(error)}", FAILED)
+    end_process(f"a computation has failed: {words_of(error)}", FAILED)
 
 
 def end_after_error(error: BaseException) -> NoReturn:
@@ -51,13 +51,13 @@ def end_after_error(error: BaseException) -> NoReturn:
     The end of a connected process by an exception would wait for the others, and then be an abort by jax.
     """
     if isinstance(error, ValueError | NotImplementedError | OSError):
-        end_process(told(error), INVALID)
+        end_process(words_of(error), INVALID)
     if isinstance(error, KeyboardInterrupt):
         end_process("interrupted", INTERRUPTED)
     traceback.print_exception(error)
-    end_process(told(error), FAILED)
+    end_process(words_of(error), FAILED)
 
 
-def told(error: BaseException) -> str:
+def words_of(error: BaseException) -> str:
     """Return an error in words: the messages of invalid settings begin with the name of the field."""
     return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"

@@ -17,12 +17,12 @@ import numpy as np
 from jpaged.config import Limits
 from jpaged.core.plan import Done
 from jpaged.parallel.channel import Channel
-from jpaged.parallel.ending import FAILED, LOST, MALFORMED, end_process, told, wait_for_cause
-from jpaged.parallel.frame import Frame, FrameError, Kind
-from jpaged.parallel.hello import Facts, deadline, encode_facts
-from jpaged.parallel.mask_frame import decode_masks
+from jpaged.parallel.ending import FAILED, LOST, MALFORMED, end_process, wait_for_cause, words_of
+from jpaged.parallel.frame import FrameError, unexpected
+from jpaged.parallel.hello import Values, deadline
+from jpaged.parallel.messages import End, Facts, Fault, Masks, Message, Plan, Recover
 from jpaged.parallel.nodes import Nodes
-from jpaged.parallel.plan_frame import Sizes, decode_plan
+from jpaged.parallel.plan_message import Sizes, plan_of
 from jpaged.runtime.pending import PendingStep
 from jpaged.runtime.runner import ModelRunner
 
@@ -33,20 +33,20 @@ MAX_PENDING = 2  # steps whose result has not been checked for errors
 
 
 class Leader:
-    """Connection to the leader, read by a thread. Its loss ends this process, until the leader has sent END."""
+    """Connection to the leader, read by a thread. Its loss ends this process, until the leader has sent `End`."""
 
     def __init__(self, channel: Channel):
         self._channel = channel
-        self._frames: queue.SimpleQueue[Frame] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         threading.Thread(target=self._read, name="leader", daemon=True).start()
 
-    def send_facts(self, facts: Facts) -> None:
+    def send_facts(self, facts: Values) -> None:
         """Send the decisions of this process, which must be those of the leader."""
-        self._channel.send(Kind.FACTS, encode_facts(facts))
+        self._channel.send(Facts(dict(facts)))
 
-    def receive(self) -> Frame:
-        """Wait for the next frame and return it."""
-        return self._frames.get()
+    def receive(self) -> Message:
+        """Wait for the next message and return it."""
+        return self._messages.get()
 
     def fail(self, reason: str, status: int) -> NoReturn:
         """Tell the leader why this process ends, and end it."""
@@ -55,23 +55,20 @@ class Leader:
 
     def report(self, reason: str) -> None:
         """Send the reason why this process ends."""
-        try:
-            self._channel.send(Kind.FAULT, reason.encode())
-        except OSError:
-            logger.debug("the leader has already gone")
+        self._channel.send_last(Fault(reason))
 
     def _read(self) -> None:
         while True:
             try:
-                frame = self._channel.receive()
+                message = self._channel.receive()
             except FrameError as error:
                 self.fail(f"malformed frame from the leader: {error}", MALFORMED)
             except OSError as error:
                 end_process(f"the leader ({self._channel.peer}) is lost: {error}", LOST)
-            if frame.kind == Kind.FAULT:
-                end_process(f"the leader has ended: {frame.payload.decode(errors='replace')}", LOST)
-            self._frames.put(frame)
-            if frame.kind == Kind.END:
+            if isinstance(message, Fault):
+                end_process(f"the leader has ended: {message.reason}", LOST)
+            self._messages.put(message)
+            if isinstance(message, End):
                 return
 
 
@@ -102,11 +99,7 @@ def connect(nodes: Nodes, end: float | None = None) -> Channel:
 
 def sizes_of(runner: ModelRunner, limits: Limits) -> Sizes:
     """Return the sizes that bound the numbers of a runner's plans."""
-    blocks, table_width = runner.blocks, runner.rows.table.block_tables.shape[1]
-    return Sizes(
-        limits.max_num_seqs, limits.max_model_len, limits.max_num_batched_tokens, table_width,
-        runner.vocab_size, blocks.num_blocks, blocks.num_host_blocks,
-    )  # fmt: skip
+    return Sizes(limits, runner.vocab_size, runner.blocks.num_blocks, runner.blocks.num_host_blocks)
 
 
 def follow(runner: ModelRunner, limits: Limits, leader: Leader) -> None:
@@ -121,41 +114,45 @@ def follow(runner: ModelRunner, limits: Limits, leader: Leader) -> None:
     except Exception as error:
         wait_for_cause(error)
         traceback.print_exception(error)
-        leader.fail(f"a computation has failed: {told(error)}", FAILED)
+        leader.fail(f"a computation has failed: {words_of(error)}", FAILED)
 
 
-def replay(runner: ModelRunner, sizes: Sizes, receive: Callable[[], Frame]) -> None:
-    """Dispatch the plans of received frames up to the frame END.
+def replay(runner: ModelRunner, sizes: Sizes, receive: Callable[[], Message]) -> None:
+    """Dispatch the plans of received messages up to the message `End`.
 
     Raises:
-        FrameError: a frame is malformed or unexpected; the runner has dispatched only the plans before it.
+        FrameError: a message is malformed or unexpected; the runner has dispatched only the plans before it.
     """
     pending: deque[PendingStep | Done] = deque()
-
-    def masks(num_masks: int) -> np.ndarray:
-        kind, payload = receive()
-        if kind == Kind.RECOVER:
-            raise _Dropped
-        if kind != Kind.MASKS:
-            raise FrameError(f"kind: must be {Kind.MASKS!r} after a plan with masks, not {kind!r}")
-        return decode_masks(payload, num_masks, sizes.vocab_size)
 
     def recover() -> None:
         pending.clear()
         runner.recover()
 
-    while (frame := receive()).kind != Kind.END:
-        if frame.kind == Kind.RECOVER:
+    while not isinstance(message := receive(), End):
+        if isinstance(message, Recover):
             recover()
             continue
-        if frame.kind != Kind.PLAN:
-            raise FrameError(f"kind: must be {Kind.PLAN!r}, {Kind.RECOVER!r} or {Kind.END!r}, not {frame.kind!r}")
-        plan = decode_plan(frame.payload, sizes)
+        if not isinstance(message, Plan):
+            raise unexpected(message, Plan, Recover, End)
+        plan = plan_of(message, sizes)
+        shape = len(plan.masked), -(-sizes.vocab_size // 32)
         try:
-            make_masks = functools.partial(masks, len(plan.masked)) if plan.masked else None
-            pending.append(runner.dispatch(plan, make_masks))
+            pending.append(runner.dispatch(plan, functools.partial(_masks, receive, shape) if plan.masked else None))
         except _Dropped:
             recover()
         if len(pending) > MAX_PENDING:
             pending.popleft().result()  # raises the error of a failed step
     jax.block_until_ready((runner.blocks.pool, runner.rows.state))
+
+
+def _masks(receive: Callable[[], Message], shape: tuple[int, int]) -> np.ndarray:
+    """Receive the masks of a plan, [M, ceil(V / 32)] uint32."""
+    message = receive()
+    if isinstance(message, Recover):
+        raise _Dropped
+    if not isinstance(message, Masks):
+        raise unexpected(message, Masks)
+    if len(message.words) != (num_bytes := 4 * shape[0] * shape[1]):
+        raise FrameError(f"masks: must have {num_bytes} bytes, not {len(message.words)}")
+    return np.frombuffer(message.words, "<u4").reshape(shape)

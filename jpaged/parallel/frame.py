@@ -1,94 +1,77 @@
-"""Frame: one message between the processes of a replica. A fixed header precedes its payload."""
+"""Frame: one message between the processes of a replica as bytes. A header of fixed size precedes its MessagePack."""
 
-import enum
 import struct
 import zlib
-from typing import NamedTuple
+from collections.abc import Callable
+
+import msgspec
+
+from jpaged.parallel.messages import DECODER, ENCODER, Message
 
 MAGIC = b"JPGD"
-VERSION = 1
-HEADER = struct.Struct("<4sHHII")  # magic, version, kind, bytes of the payload, CRC-32 of the payload
+VERSION = 2  # raised with each change of `Hello`, `Welcome` or `Refusal`; later messages compare versions of jpaged
+HEADER = struct.Struct("<4sHII")  # magic, version, bytes of the payload, CRC-32 of the payload
 MAX_PAYLOAD_BYTES = 2**28
 MAX_HELLO_BYTES = 2**20  # before a process has been accepted
 
 
-class Kind(enum.IntEnum):
-    """Kind of a frame. The leader sends all but HELLO and FACTS; a follower sends these two and FAULT."""
-
-    HELLO = 1  # JSON: the rank, versions and settings of a process that wants to join
-    WELCOME = 2  # JSON: the settings of the leader
-    REFUSAL = 3  # text: the reason why the process can't join
-    FACTS = 4  # JSON: the decisions of a process before it loads the parameters
-    PLAN = 5  # a plan to dispatch
-    MASKS = 6  # the masks of the plan before it
-    RECOVER = 7  # empty: a step has failed on the leader's host; drop it
-    END = 8  # empty: the replica ends as it should
-    FAULT = 9  # text: the process ends because of this error
-
-
 class FrameError(ValueError):
-    """Malformed frame. The message names the part of the frame, the found value and the allowed values."""
+    """Malformed or unexpected frame. The message names the part of the frame, its value and the allowed values."""
 
 
-class Frame(NamedTuple):
-    """Message of a kind."""
-
-    kind: Kind
-    payload: bytes = b""
-
-
-class Header(NamedTuple):
-    """Checked header of a frame whose payload is still to come."""
-
-    kind: Kind
-    num_bytes: int
-    checksum: int
-
-
-def encode_frame(frame: Frame) -> bytes:
-    """Return the bytes of a frame.
+def encode_frame(message: Message) -> bytes:
+    """Return the frame of a message.
 
     Raises:
-        FrameError: the payload is too large.
+        FrameError: the message is too large, or has a value without a form in MessagePack.
     """
-    _check_size(len(frame.payload), MAX_PAYLOAD_BYTES)
-    head = HEADER.pack(MAGIC, VERSION, frame.kind, len(frame.payload), zlib.crc32(frame.payload))
-    return head + frame.payload
+    try:
+        payload = ENCODER.encode(message)
+    except (OverflowError, TypeError, ValueError) as error:
+        raise FrameError(f"{type(message).__name__}: {error}") from error
+    _check_size(len(payload), MAX_PAYLOAD_BYTES)
+    return HEADER.pack(MAGIC, VERSION, len(payload), zlib.crc32(payload)) + payload
 
 
-def decode_header(data: bytes, max_bytes: int = MAX_PAYLOAD_BYTES) -> Header:
-    """Return the header in `HEADER.size` bytes.
+def read_frame(read: Callable[[int], bytes], max_bytes: int = MAX_PAYLOAD_BYTES) -> Message:
+    """Read a frame, and return its message.
 
     Args:
-        max_bytes: maximum size of a payload.
+        read: function that returns the next bytes, as many as its argument says.
+        max_bytes: maximum size of the payload.
 
     Raises:
-        FrameError: the bytes are not the header of a frame of this version.
+        FrameError: the bytes are not a frame of this version, or the payload is no message.
     """
-    if len(data) != HEADER.size:
-        raise FrameError(f"header: must have {HEADER.size} bytes, not {len(data)}")
-    magic, version, kind, num_bytes, checksum = HEADER.unpack(data)
+    magic, version, num_bytes, expected = HEADER.unpack(read(HEADER.size))
     if magic != MAGIC:
         raise FrameError(f"magic: must be {MAGIC!r}, not {magic!r}")
     if version != VERSION:
         raise FrameError(f"version: must be {VERSION}, not {version}; all nodes need the same version of jpaged")
-    if kind not in Kind._value2member_map_:
-        raise FrameError(f"kind: must be between 1 and {max(Kind)}, not {kind}")
     _check_size(num_bytes, max_bytes)
-    return Header(Kind(kind), num_bytes, checksum)
+    payload = read(num_bytes)
+    if (checksum := zlib.crc32(payload)) != expected:
+        raise FrameError(f"checksum: must be {expected:#010x}, not {checksum:#010x}")
+    return decode_message(payload)
 
 
-def decode_payload(header: Header, payload: bytes) -> Frame:
-    """Return the frame of a header and a payload.
+def decode_message(payload: bytes) -> Message:
+    """Return the message of a payload.
 
     Raises:
-        FrameError: the payload is not the one of the header.
+        FrameError: the payload is no message.
     """
-    if len(payload) != header.num_bytes:
-        raise FrameError(f"payload: must have {header.num_bytes} bytes, not {len(payload)}")
-    if (found := zlib.crc32(payload)) != header.checksum:
-        raise FrameError(f"checksum: must be {header.checksum:#010x}, not {found:#010x}")
-    return Frame(header.kind, payload)
+    try:
+        message: Message = DECODER.decode(payload)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise FrameError(f"payload: {error}") from error
+    return message
+
+
+def unexpected(message: Message, *expected: type[Message]) -> FrameError:
+    """Return the error for a message of another kind than those that are expected now."""
+    kinds = " or ".join(kind.__name__ for kind in expected)
+    return FrameError(f"message: must be {kinds}, not {type(message).__name__}")
 
 
 def _check_size(num_bytes: int, max_bytes: int) -> None:

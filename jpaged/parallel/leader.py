@@ -6,7 +6,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -14,24 +14,23 @@ import jax
 import numpy as np
 
 from jpaged.config import EngineConfig
+from jpaged.core.commands import Command, Sleep, UpdateParams
 from jpaged.core.plan import Done, StepPlan, StepResult
 from jpaged.parallel.channel import Channel
 from jpaged.parallel.ending import CAUSE_TIMEOUT_S, LOST, MALFORMED, end_after_failure, end_process
-from jpaged.parallel.frame import MAX_HELLO_BYTES, Frame, FrameError, Kind
+from jpaged.parallel.frame import MAX_HELLO_BYTES, FrameError, encode_frame, unexpected
 from jpaged.parallel.hello import (
     HELLO_TIMEOUT_S,
     START_TIMEOUT_S,
-    Facts,
+    Values,
     check_hello,
     deadline,
-    decode_facts,
     difference,
-    encode_facts,
     settings_of,
 )
-from jpaged.parallel.mask_frame import encode_masks
+from jpaged.parallel.messages import End, Facts, Fault, Masks, Message, Recover, Refusal, Welcome
 from jpaged.parallel.nodes import Nodes
-from jpaged.parallel.plan_frame import encode_plan
+from jpaged.parallel.plan_message import message_of
 from jpaged.runtime.pending import PendingStep
 from jpaged.runtime.runner import ModelRunner
 
@@ -48,7 +47,7 @@ class Followers:
 
     def __init__(self, channels: dict[int, Channel]):
         self.channels = channels
-        self._facts: queue.SimpleQueue[tuple[int, dict[str, Any]]] = queue.SimpleQueue()
+        self._facts: queue.SimpleQueue[tuple[int, Values]] = queue.SimpleQueue()
         self._ended = threading.Event()
         for rank, channel in channels.items():
             threading.Thread(target=self._read, args=(rank, channel), name=f"node {rank}", daemon=True).start()
@@ -57,7 +56,7 @@ class Followers:
     def accept(cls, nodes: Nodes, config: EngineConfig) -> Self:
         """Wait for all followers to join.
 
-        A process with other settings is refused, and may come again.
+        A process with other settings is refused, and may try again.
 
         Raises:
             ValueError: some have not joined in time.
@@ -82,11 +81,11 @@ class Followers:
                 channels |= _welcome(channel, nodes, channels, settings, end - time.monotonic())
         return cls(channels)
 
-    def check_facts(self, facts: Facts) -> None:
+    def check_facts(self, facts: Values) -> None:
         """Compare the decisions of all processes before they load the parameters.
 
         Raises:
-            ValueError: a follower has decided otherwise, or not in time; the message has the first difference.
+            ValueError: a follower has other facts, or did not send them in time; the message has the first difference.
         """
         end, missing = deadline(), set(self.channels)
         while missing:
@@ -101,34 +100,32 @@ class Followers:
             if problem := difference(theirs, facts):
                 raise ValueError(f"node {rank}: {problem}")
 
-    def send(self, kind: Kind, payload: bytes = b"") -> None:
-        """Send a frame to each follower."""
+    def send(self, message: Message) -> None:
+        """Send a message to each follower."""
+        frame = encode_frame(message)
         for rank, channel in self.channels.items():
             try:
-                channel.send(kind, payload)
+                channel.send_frame(frame)
             except OSError as error:
-                time.sleep(CAUSE_TIMEOUT_S)  # its own last frame, if there is one, has the reason
+                time.sleep(CAUSE_TIMEOUT_S)  # the last message of the follower, if there is one, has the reason
                 end_process(_lost(rank, channel, error), LOST)
 
     def end(self, fault: str | None = None) -> None:
-        """End the followers: as they should, or with the reason why this process ends."""
+        """End the followers, without an error or with the reason why this process ends."""
         self._ended.set()
         for channel in self.channels.values():
-            try:
-                channel.send(*((Kind.END,) if fault is None else (Kind.FAULT, fault.encode())))
-            except OSError:
-                logger.debug("%s has already gone", channel.peer)
+            channel.send_last(End() if fault is None else Fault(fault))
 
     def refuse_params(self, directory: Path) -> NoReturn:
-        """Raise a ValueError, as `LeaderRunner.check_params` does, before parameters of a directory are loaded."""
+        """Raise a ValueError, as `LeaderRunner.check` does, before parameters of a directory are loaded."""
         raise ValueError(FIXED_PARAMS)
 
     def lead(self, runner: ModelRunner) -> "LeaderRunner":
-        """Return a runner that drives the one of this process and those of the followers."""
+        """Return a runner that drives the runner of this process and those of the followers."""
         return LeaderRunner(runner, self)
 
     def _read(self, rank: int, channel: Channel) -> None:
-        """Receive frames until the end of the replica."""
+        """Receive messages until the end of the replica."""
         with contextlib.closing(channel):
             while True:
                 try:
@@ -140,13 +137,14 @@ class Followers:
                         return
                     end_process(_lost(rank, channel, error), LOST)
 
-    def _handle(self, rank: int, channel: Channel, frame: Frame) -> None:
-        if frame.kind == Kind.FACTS:
-            self._facts.put((rank, decode_facts("facts", frame.payload)))
-        elif frame.kind == Kind.FAULT:
-            end_process(f"node {rank} ({channel.peer}): {frame.payload.decode(errors='replace')}", LOST)
-        else:
-            raise FrameError(f"kind: must be {Kind.FACTS!r} or {Kind.FAULT!r}, not {frame.kind!r}")
+    def _handle(self, rank: int, channel: Channel, message: Message) -> None:
+        match message:
+            case Facts(facts):
+                self._facts.put((rank, facts))
+            case Fault(reason):
+                end_process(f"node {rank} ({channel.peer}): {reason}", LOST)
+            case _:
+                raise unexpected(message, Facts, Fault)
 
 
 class LeaderRunner:
@@ -162,38 +160,34 @@ class LeaderRunner:
         self._runner, self._followers = runner, followers
 
     def dispatch(self, plan: StepPlan, make_masks: Callable[[], np.ndarray] | None = None) -> "LeaderStep":
-        """Send a plan, and start its step as `ModelRunner.dispatch` does. Masks follow in a frame of their own."""
+        """Send a plan, and start its step as `ModelRunner.dispatch` does. A message with the masks follows the plan."""
 
         def masks() -> np.ndarray:
             assert make_masks is not None
             made = make_masks()
-            self._followers.send(Kind.MASKS, encode_masks(made))
+            self._followers.send(Masks(made.astype("<u4", copy=False).tobytes()))
             return made
 
-        self._followers.send(Kind.PLAN, encode_plan(plan))
+        self._followers.send(message_of(plan))
         try:
             return LeaderStep(self._runner.dispatch(plan, None if make_masks is None else masks))
         except jax.errors.JaxRuntimeError as error:
             end_after_failure(error)
 
-    def check_params(self, state: Any) -> None:
-        """Raise a ValueError: the arrays of this process are not all of the model."""
-        raise ValueError(f"params: {FIXED_PARAMS}")
+    def check(self, command: Command) -> None:
+        """Raise a ValueError: this process does not hold all arrays of the model."""
+        if isinstance(command, Sleep):
+            raise ValueError("sleep: not possible while several hosts share the model")
+        if isinstance(command, UpdateParams):
+            raise ValueError(f"params: {FIXED_PARAMS}")
 
-    def update_params(self, state: Any) -> None:
-        """Raise a ValueError, as `check_params` does."""
-        self.check_params(state)
-
-    def sleep(self, level: int) -> None:
-        """Raise a ValueError: the other processes hold arrays too."""
-        raise ValueError("sleep: not possible while several hosts share the model")
-
-    def wake_up(self, tags: Collection[str]) -> None:
-        """Do nothing: it never sleeps."""
+    def control(self, command: Command) -> None:
+        """Raise a ValueError as `check` does. `WakeUp` has no effect, because the runner never sleeps."""
+        self.check(command)
 
     def recover(self) -> None:
         """Make all runners usable after an error of this host in a step."""
-        self._followers.send(Kind.RECOVER)
+        self._followers.send(Recover())
         self._runner.recover()
 
 
@@ -230,19 +224,16 @@ def _bound(address: tuple[str, int]) -> socket.socket:
 
 
 def _welcome(
-    channel: Channel, nodes: Nodes, joined: Mapping[int, Channel], settings: Facts, timeout_s: float
+    channel: Channel, nodes: Nodes, joined: Mapping[int, Channel], settings: dict[str, Any], timeout_s: float
 ) -> dict[int, Channel]:
     """Return the connection by rank, or nothing if its process can't join."""
     try:
-        frame = channel.receive(MAX_HELLO_BYTES, min(HELLO_TIMEOUT_S, timeout_s))
-        rank = check_hello(frame, nodes.nnodes, joined, settings)
-        channel.send(Kind.WELCOME, encode_facts(settings))
+        hello = channel.receive(MAX_HELLO_BYTES, min(HELLO_TIMEOUT_S, timeout_s))
+        rank = check_hello(hello, nodes.nnodes, joined, settings)
+        channel.send(Welcome(settings))
     except (ValueError, OSError) as error:
         logger.warning("refused %s: %s", channel.peer, error)
-        try:
-            channel.send(Kind.REFUSAL, str(error).encode())
-        except OSError:
-            logger.debug("%s has already gone", channel.peer)
+        channel.send_last(Refusal(str(error)))
         channel.close()
         return {}
     logger.info("node %d has joined from %s", rank, channel.peer)

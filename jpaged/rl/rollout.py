@@ -7,9 +7,9 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
+from jpaged.core.commands import InFlight
 from jpaged.core.params import InvalidParameter, SamplingParams
 from jpaged.core.request import CompletionOutput, RequestOutput
-from jpaged.engine.engine import InFlight
 from jpaged.llm import LLM, Prompt, prompts_of
 from jpaged.runtime.runner import ModelRunner
 

@@ -4,7 +4,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 
 from jpaged.config import DTYPE_ALIASES, EngineConfig, Limits
+from jpaged.core.commands import Command, Sleep, UpdateParams, WakeUp
 from jpaged.core.plan import Done, StepPlan, StepResult
 from jpaged.models.base import Model
 from jpaged.models.moe import cost_of
@@ -196,60 +197,47 @@ class ModelRunner:
         with explain_deletion(self._leaves):
             return self._dispatch(plan, make_masks)
 
-    def check_params(self, state: Any) -> None:
-        """Check parameters for `update_params`.
+    def check(self, command: UpdateParams) -> None:
+        """Check a command that is to run later.
 
         Raises:
-            ValueError: `update_params` would reject them; the message has the first difference.
+            ValueError: `control` would reject it; the message has the first difference of the parameters.
         """
-        self.tree.check(state, self.params or self._on_host)
+        self.tree.check(command.source, self.params or self._on_host)
 
-    def update_params(self, state: Any) -> None:
-        """Serve other parameters of the same tree, shapes and dtypes, from the next step on.
+    def control(self, command: Command) -> None:
+        """Run `Sleep`, `WakeUp` or `UpdateParams` between two steps. Nothing is compiled.
 
-        Nothing is compiled, and only arrays that lie elsewhere, those that are cast and those of fused layers are
-        copied. The KV in the pool belongs to the old parameters.
-
-        Args:
-            state: an `nnx.Module`, an `nnx.State`, or nested dicts of arrays, with all or some of the parameters.
+        The sampler's state is dropped and allocated with the pool. Only arrays that lie elsewhere, arrays that are cast
+        and those of fused layers are copied.
 
         Raises:
-            ValueError: the parameters do not match; the message has the first difference, and nothing is changed.
+            ValueError: the parameters do not match, or there are none to take back; nothing is changed.
         """
-        self.params, self._on_host = self.tree.place(state, self.params or self._on_host), []
-        self.params_version += 1
-
-    def sleep(self, level: int) -> None:
-        """Let go of the pool, the sampler's state and the parameters. Arrays that others hold stay as they are.
-
-        Args:
-            level: 1: copy the parameters to the host's memory; 2: drop them, until `update_params`.
-        """
-        if level == 1 and self.params:
-            kind = "pinned_host"
-            host = jax.device_put(self.params, [array.sharding.with_memory_kind(kind) for array in self.params])
-            self._on_host = jax.block_until_ready(host)
-        elif level == 2:
-            self._on_host = []
-        self.params = []
-        self.blocks.drop()
-        self.rows.drop()
-
-    def wake_up(self, tags: Collection[str]) -> None:
-        """Take back the parameters ("weights") or allocate the pool and the sampler's state ("kv_cache").
-
-        Raises:
-            ValueError: there are no parameters to take back.
-        """
-        if "weights" in tags and not self.params:
-            if not self._on_host:
-                raise ValueError("wake_up: the parameters were dropped (level 2); pass new ones to update_params")
-            shardings = [leaf.sharding for leaf in self.tree.expected.values()]
-            self.params, self._on_host = jax.device_put(self._on_host, shardings), []
-        if "kv_cache" in tags:
-            with self._exhaustion():
-                self.blocks.recover()
-                self.rows.recover()
+        match command:
+            case UpdateParams(source):
+                self.params, self._on_host = self.tree.place(source, self.params or self._on_host), []
+                self.params_version += 1
+            case Sleep(level):
+                if level == 1 and self.params:
+                    shardings = [array.sharding.with_memory_kind("pinned_host") for array in self.params]
+                    self._on_host = jax.block_until_ready(jax.device_put(self.params, shardings))
+                elif level == 2:
+                    self._on_host = []
+                self.params = []
+                self.blocks.drop()
+                self.rows.drop()
+            case WakeUp(tags):
+                if "weights" in tags and not self.params:
+                    if not self._on_host:
+                        raise ValueError(
+                            "wake_up: the parameters were dropped (level 2); pass new ones to update_params"
+                        )
+                    shardings = [leaf.sharding for leaf in self.tree.expected.values()]
+                    self.params, self._on_host = jax.device_put(self._on_host, shardings), []
+                if "kv_cache" in tags:
+                    with self._exhaustion():
+                        self.recover()
 
     def recover(self) -> None:
         """Allocate the KV pool and the rows again, empty, if a failed step has lost them.

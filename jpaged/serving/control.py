@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 from aiohttp import web
 
-from jpaged.engine.engine import TAGS, PauseMode
+from jpaged.core.commands import PARTS, Pause, PauseMode, ResetPrefixCache, Resume, Sleep, WakeUp
 from jpaged.serving.errors import ApiError
 from jpaged.serving.prepare import load_weights
 from jpaged.serving.service import SERVICE, Service
@@ -19,16 +19,16 @@ async def pause(request: web.Request) -> web.Response:
     service, query = _query(request, {"mode", "clear_cache"})
     mode = _choice("mode", query.get("mode", ["abort"]), get_args(PauseMode))
     clear = FLAGS[_choice("clear_cache", query.get("clear_cache", ["true"]), FLAGS)]
-    await service.engine.pause(mode)
+    await service.engine.control(Pause(mode))
     if clear:
-        await service.engine.reset_prefix_cache()
+        await service.engine.control(ResetPrefixCache())
     return web.json_response({"status": "paused"})
 
 
 async def resume(request: web.Request) -> web.Response:
     """End a pause."""
     service, _ = _query(request, set())
-    await service.engine.resume()
+    await service.engine.control(Resume())
     return web.json_response({"status": "resumed"})
 
 
@@ -41,9 +41,9 @@ async def update_weights(request: web.Request) -> web.Response:
     """Load parameters from a directory of the server's machine, and serve them."""
     service, _ = _query(request, set())
     data = await request.read()
-    source, in_flight = await asyncio.to_thread(load_weights, service, data)
+    update = await asyncio.to_thread(load_weights, service, data)
     try:
-        await service.engine.update_params(source, in_flight)
+        await service.engine.control(update)
     except ValueError as error:
         raise ApiError(400, str(error), "path") from error
     return web.json_response({"status": "updated"})
@@ -54,7 +54,7 @@ async def sleep(request: web.Request) -> web.Response:
     service, query = _query(request, {"level"})
     level = int(_choice("level", query.get("level", ["1"]), ("1", "2")))
     try:
-        await service.engine.sleep(level)
+        await service.engine.control(Sleep(level))
     except ValueError as error:
         raise ApiError(400, str(error)) from error
     return web.json_response({"status": "asleep"})
@@ -63,11 +63,11 @@ async def sleep(request: web.Request) -> web.Response:
 async def wake_up(request: web.Request) -> web.Response:
     """Take back what `/sleep` has freed."""
     service, query = _query(request, {"tags"})
-    tags = query.get("tags")
-    for tag in tags or ():
-        _choice("tags", [tag], sorted(TAGS))
+    tags = query.get("tags", PARTS)
+    for tag in tags:
+        _choice("tags", [tag], sorted(PARTS))
     try:
-        await service.engine.wake_up(tags)
+        await service.engine.control(WakeUp(tags))
     except ValueError as error:
         raise ApiError(400, str(error), "tags") from error
     return web.json_response({"status": "awake" if not service.engine.is_asleep else "asleep"})

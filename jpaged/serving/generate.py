@@ -12,7 +12,8 @@ from aiohttp import web
 from pydantic import BaseModel
 
 from jpaged.core.request import NON_FINITE, FinishReason
-from jpaged.engine.async_engine import Deltas
+from jpaged.engine.engine import RequestOptions
+from jpaged.engine.stream import Deltas
 from jpaged.serving.answer import Answer
 from jpaged.serving.codec import JsonObject, dumps, dumps_long
 from jpaged.serving.endpoint import Operation
@@ -65,15 +66,19 @@ async def generate(service: Service, exchange: Exchange, turn: str, tenant: str 
     """
     body, params, bad_words, answer = exchange
     with body.rename_error_fields():
-        options = {"priority": body.priority or 0, "cache_salt": body.cache_salt or "", "bad_words": bad_words}
+        options = RequestOptions(
+            priority=body.priority or 0,
+            cache_salt=body.cache_salt or "",
+            bad_words=bad_words,
+            client=tenant or answer.id,
+            tenant=tenant,
+        )
         if params.structured_outputs is not None:
             assert service.grammars is not None, "structured outputs were accepted without a tokenizer"
             work = partial(service.grammars.compile_here, params.structured_outputs)
             options["constraint"] = await service.grammar_turns.run(turn, work)
-        prompts, client = [prompt.token_ids for prompt in answer.prompts], tenant or answer.id
-        async with service.engine.generate(
-            answer.id, prompts, params, client=client, tenant=tenant, **options
-        ) as parts:
+        prompts = [prompt.token_ids for prompt in answer.prompts]
+        async with service.engine.generate(answer.id, prompts, params, **options) as parts:
             outputs = _until_failure(parts)
             if not body.stream:
                 async for deltas in outputs:

@@ -7,6 +7,7 @@ from functools import partial
 
 from aiohttp import web
 
+from jpaged.core.commands import ResetPrefixCache
 from jpaged.serving import info
 from jpaged.serving.codec import JsonObject
 from jpaged.serving.endpoint import Handler, Operation
@@ -47,7 +48,7 @@ async def one_model(request: web.Request) -> web.Response:
 
 async def reset_prefix_cache(request: web.Request) -> web.Response:
     """Forget all cached prefixes."""
-    await request.app[SERVICE].engine.reset_prefix_cache()
+    await request.app[SERVICE].engine.control(ResetPrefixCache())
     return web.Response()
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jpaged.chat import template_of
+from jpaged.core.commands import UpdateParams
 from jpaged.core.params import InvalidParameter, StructuredOutputsParams
-from jpaged.engine.engine import InFlight
 from jpaged.serving.answer import Answer, ChatAnswer, CompletionAnswer, Prompt
 from jpaged.serving.codec import dumps, dumps_long
 from jpaged.serving.conversation import Conversation, Function
@@ -111,8 +111,8 @@ def tokenize(service: Service, body: TokenizeRequest) -> bytes:
     return dumps_long(counts | {"tokens": tokens, "token_strs": texts})
 
 
-def load_weights(service: Service, data: bytes) -> tuple[Any, InFlight]:
-    """Return the parameters that a body of `/update_weights` names, and its way for requests in flight.
+def load_weights(service: Service, data: bytes) -> UpdateParams:
+    """Return the update that a body of `/update_weights` describes, with its parameters.
 
     Raises:
         ApiError: 400 if the directory holds no parameters of this model.
@@ -120,7 +120,7 @@ def load_weights(service: Service, data: bytes) -> tuple[Any, InFlight]:
     body = parse(UpdateWeightsRequest, data)
     assert service.load_params is not None
     try:
-        return service.load_params(Path(body.path)), body.in_flight
+        return UpdateParams(service.load_params(Path(body.path)), body.in_flight)
     except (OSError, ValueError) as error:
         raise invalid("path", str(error)) from error
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_o
 
 from pydantic import Field
 
+from jpaged.core.commands import InFlight
 from jpaged.core.params import (
     MAX_LOGIT_BIASES,
     BeamSearchParams,
@@ -24,7 +25,6 @@ from jpaged.core.params import (
     StructuredOutputsParams,
     shown,
 )
-from jpaged.engine.engine import InFlight
 from jpaged.serving.codec import JsonObject
 from jpaged.serving.conversation import Conversation, Function, NamedToolChoice
 from jpaged.serving.errors import ApiError, invalid
@@ -437,7 +437,7 @@ class UpdateWeightsRequest(Strict):
 
     Attributes:
         path: directory on the server's machine with the parameters, as safetensors or in Orbax's format.
-        in_flight: what becomes of started requests, as in `Engine.update_params`.
+        in_flight: treatment of started requests, as in `jpaged.core.commands.UpdateParams`.
     """
 
     path: str = Field(min_length=1)

@@ -14,9 +14,9 @@ from pydantic import BaseModel
 
 from jpaged.chat import ContentFormat, Encoder
 from jpaged.core.params import ContextLengthExceeded
-from jpaged.engine.async_engine import AsyncEngine, EngineClient
+from jpaged.engine.async_engine import AsyncEngine
 from jpaged.engine.engine import Engine
-from jpaged.engine.router import Router
+from jpaged.engine.router import EngineClient, Router
 from jpaged.serving.body_process import BodyProcess
 from jpaged.serving.live.feed import Feed
 from jpaged.serving.live.recorder import Recorder

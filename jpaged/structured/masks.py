@@ -1,6 +1,6 @@
 """Masks of a step: the allowed tokens of the samples of some rows."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -8,6 +8,8 @@ import numpy as np
 
 if TYPE_CHECKING:
     from jpaged.structured.grammar import Constraint, MaskWriter
+
+MakeMasks = Callable[[], np.ndarray]  # [M, ceil(V / 32)] uint32 for the M masked rows of a plan
 
 
 class Masks:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 
+from jpaged.core.commands import UpdateParams
 from tests.core import traffic
 from tests.core.planted import BUGS
 
@@ -84,7 +85,7 @@ class Traffic(stateful.RuleBasedStateMachine):
         """Other parameters come, which know nothing of the KV of the old ones."""
         self.in_flight.clear()
         self.scheduler.recover()
-        self.runner.update_params(None)
+        self.runner.control(UpdateParams(None))
 
     @stateful.rule()
     def hold(self):

@@ -13,13 +13,13 @@ import pytest
 from jpaged.config import Limits
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.params import InvalidParameter, SamplingParams
-from jpaged.core.scheduler import Committed, Scheduler
+from jpaged.core.scheduler import Scheduler
 from jpaged.engine.async_engine import AsyncEngine, EngineDead, QueueFull
 from jpaged.engine.engine import Engine, StepOutput
 from tests.support.fake_runner import VOCAB, FakeRunner, Flying, generate
 from tests.support.patience import PATIENCE_S
 
-NOTHING = StepOutput(None, Committed(), [], [])
+NOTHING = StepOutput()
 
 
 @pytest.fixture
@@ -198,7 +198,7 @@ async def test_a_refusal_reaches_the_caller_and_hurts_nobody(engine):
 
 async def test_many_calls_are_spread_over_several_steps(engine):
     """A step waits for the calls before it, and every stream with it."""
-    steps, seen, nothing = itertools.count(), [], StepOutput(None, Committed(), [], [])
+    steps, seen, nothing = itertools.count(), [], StepOutput()
 
     def step():
         next(steps)

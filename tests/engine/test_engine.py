@@ -8,6 +8,7 @@ import pytest
 
 from jpaged.config import Limits
 from jpaged.core.block_pool import BlockPool
+from jpaged.core.commands import Pause, Resume, UpdateParams
 from jpaged.core.params import BeamSearchParams, InvalidParameter, SamplingParams, StructuredOutputsParams
 from jpaged.core.plan import Done, Sample, StepResult
 from jpaged.core.request import FinishReason
@@ -125,7 +126,7 @@ def test_abort_leaves_nothing():
     engine.abort("0")
     assert not engine.has_work and engine.scheduler.pool.num_used == 0
     assert request.sequences[0].finish_reason == FinishReason.ABORT
-    assert engine.step().deltas == []
+    assert not engine.step().deltas
 
 
 @pytest.mark.parametrize("params", [{"logprobs": 0, "stop": "6"}, {"best_of": 3, "max_tokens": 20}])
@@ -221,13 +222,13 @@ def finish(engine):
 @pytest.mark.parametrize("updates", [0, 1])
 def test_a_pause_that_waits_starts_nothing_and_no_update_ends_it(updates):
     engine, started, add_late = started_and_late()
-    engine.pause("wait")
+    engine.control(Pause("wait"))
     for _ in range(updates):
-        engine.update_params({})
+        engine.control(UpdateParams({}))
     late = add_late()
     finish(engine)
     assert engine.is_paused and started.finished and not late.admitted
-    engine.resume()
+    engine.control(Resume())
     finish(engine)
     assert late.finished
 
@@ -235,11 +236,11 @@ def test_a_pause_that_waits_starts_nothing_and_no_update_ends_it(updates):
 @pytest.mark.parametrize("mode", ["keep", "wait"])
 def test_a_pause_does_not_end_the_wait_of_an_update(mode):
     engine, started, add_late = started_and_late()
-    engine.update_params({}, "wait")
-    engine.pause(mode)
+    engine.control(UpdateParams({}, "wait"))
+    engine.control(Pause(mode))
     assert engine.is_updating and engine.scheduler.holds_new
     late = add_late()
-    engine.resume()
+    engine.control(Resume())
     while engine.is_updating:
         assert not late.admitted
         engine.step()
@@ -250,13 +251,13 @@ def test_a_pause_does_not_end_the_wait_of_an_update(mode):
 
 def test_an_update_that_waited_does_not_end_a_pause_that_waits():
     engine, started, add_late = started_and_late()
-    engine.update_params({}, "wait")
-    engine.pause("wait")
+    engine.control(UpdateParams({}, "wait"))
+    engine.control(Pause("wait"))
     late = add_late()
     finish(engine)
     engine.step()
     assert started.finished and engine.is_paused and not engine.is_updating and not late.admitted
-    engine.resume()
+    engine.control(Resume())
     finish(engine)
     assert late.finished and not engine.scheduler.holds_new
 

@@ -9,6 +9,7 @@ import pytest
 from benchmarks.shared.server_process import ServerProcess
 from jpaged import SamplingParams
 from jpaged.config import EngineConfig
+from jpaged.core.commands import ResetPrefixCache, UpdateParams
 from jpaged.core.params import InvalidParameter
 from jpaged.engine.async_engine import AsyncEngine, EngineDead, QueueFull
 from jpaged.engine.build import load_engine, on_further_devices, prepare
@@ -147,7 +148,7 @@ async def test_an_engine_that_fails_breaks_its_own_requests_and_no_others():
         for n in range(6):
             assert len((await lab.generate(f"after {n}", [prefix(n)]))[0]) == 6
         assert lab.counts == [before[0], before[1] + 6]
-        await lab.router.reset_prefix_cache()
+        await lab.router.control(ResetPrefixCache())
         lab.inner[1].step = lambda: 1 / 0
         for n in range(2):
             with pytest.raises(EngineDead):
@@ -184,22 +185,22 @@ async def test_parameters_are_given_to_each_engine():
         given = []
         for index, engine in enumerate(lab.engines):
 
-            async def update(source, in_flight, index=index):
-                given.append((index, source, in_flight))
+            async def control(command, index=index):
+                given.append((index, command.source, command.in_flight))
 
-            engine.update_params = update
-        await lab.router.update_params(["a", "b"], "wait")
+            engine.control = control
+        await lab.router.control(UpdateParams(["a", "b"], "wait"))
         assert sorted(given) == [(0, "a", "wait"), (1, "b", "wait")]
         with pytest.raises(ValueError, match=r"^params: must be a list of 2 sources, one for each engine$"):
-            await lab.router.update_params(["a"])
+            await lab.router.control(UpdateParams(["a"]))
         await lab.engines[0].stop()
         given.clear()
-        await lab.router.update_params(["a", "b"])
-        await lab.router.update_params("c")
+        await lab.router.control(UpdateParams(["a", "b"]))
+        await lab.router.control(UpdateParams("c"))
         assert given == [(1, "b", "recompute"), (1, "c", "recompute")], "an ended engine keeps its place in the list"
         await lab.engines[1].stop()
         with pytest.raises(EngineDead):
-            await lab.router.reset_prefix_cache()
+            await lab.router.control(ResetPrefixCache())
 
 
 async def test_one_metrics_page_has_both_engines():

@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jpaged import LLM, AsyncEngine, BeamSearchParams, SamplingParams
+from jpaged.core.commands import Pause, ResetPrefixCache, Resume, Sleep, UpdateParams, WakeUp
 from jpaged.core.plan import ParamsDeleted
 from jpaged.core.request import FinishReason
 from jpaged.models.checkpoint import dummy_model
@@ -92,7 +93,7 @@ def test_no_token_after_an_update_depends_on_the_old_parameters(llm, fresh, mode
     before = [request.sequences[0].output_token_ids for request in requests]
     assert steps < 9 or all(before)
     with Compilations() as compilations:
-        engine.update_params(nnx.state(models[1]))
+        engine.control(UpdateParams(nnx.state(models[1])))
         finish(engine)
     assert compilations.count == 0
     assert pointers(engine.runner.params) == pointers(jax.tree.leaves(nnx.state(models[1])))
@@ -125,7 +126,7 @@ def test_what_has_started_may_end_first_and_nothing_else_starts_meanwhile(llm, f
     requests = start(engine)
     for _ in range(4):
         engine.step()
-    engine.update_params(models[1], "wait")
+    engine.control(UpdateParams(models[1], "wait"))
     late = engine.add("late", PROMPTS[1], PARAMS[0])
     assert engine.is_updating
     while not all(request.finished for request in requests):
@@ -143,14 +144,14 @@ def test_an_update_that_waits_is_made_when_all_that_started_is_aborted_and_repla
     requests = start(engine)
     engine.step()
     other = dummy_model(LLAMA, "float32", 2)
-    engine.update_params(other, "wait")
-    engine.update_params(models[1], "wait")
+    engine.control(UpdateParams(other, "wait"))
+    engine.control(UpdateParams(models[1], "wait"))
     for request in requests:
         engine.abort(request.request_id)
     assert engine.has_work
     finish(engine)
     assert pointers(engine.runner.params) == pointers(jax.tree.leaves(nnx.state(models[1])))
-    engine.update_params(models[0], "wait")
+    engine.control(UpdateParams(models[0], "wait"))
     assert not engine.is_updating and not engine.has_work
 
 
@@ -158,7 +159,7 @@ def test_a_step_that_fails_does_not_lose_an_update_that_waits(llm, models, monke
     engine = llm.engine
     requests = start(engine)
     engine.step()
-    engine.update_params(models[1], "wait")
+    engine.control(UpdateParams(models[1], "wait"))
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
         patch.setattr(engine.runner, "dispatch", _fail)
         finish(engine)
@@ -172,7 +173,7 @@ def test_an_update_that_was_deleted_while_it_waited_is_an_error_and_the_old_para
     engine, gone = llm.engine, dummy_model(LLAMA, "float32", 3)
     start(engine)
     engine.step()
-    engine.update_params(gone, "wait")
+    engine.control(UpdateParams(gone, "wait"))
     for leaf in jax.tree.leaves(nnx.state(gone)):
         leaf.delete()
     with pytest.raises(ValueError, match=r"^params: embed_tokens.embedding was deleted"):
@@ -215,7 +216,7 @@ def test_beams_and_forks_go_on_with_other_parameters(llm, models):
     fork = engine.add("fork", PROMPTS[2], SamplingParams(n=3, max_tokens=12, temperature=1, seed=1, ignore_eos=True))
     for _ in range(5):
         engine.step()
-    engine.update_params(models[1])
+    engine.control(UpdateParams(models[1]))
     engine.scheduler.check_invariants()
     finish(engine)
     assert [len(s.output_token_ids) for s in (*beam.outputs, *fork.outputs)] == [12] * 6
@@ -233,7 +234,7 @@ def test_samples_say_which_parameters_drew_them(llm, models, in_flight):
     requests, first = start(engine), engine.runner.params_version
     for _ in range(9):
         engine.step()
-    engine.update_params(models[1], in_flight)
+    engine.control(UpdateParams(models[1], in_flight))
     late = engine.add("late", PROMPTS[0], PARAMS[0])
     finish(engine)
     for request in requests:
@@ -251,7 +252,7 @@ def test_requests_may_keep_the_kv_of_old_parameters_and_no_later_request_finds_i
         engine.step()
     preemptions = engine.scheduler.num_preemptions
     begun = [request.sequences[0].num_computed_tokens > 0 for request in requests]
-    engine.update_params(models[1], "keep")
+    engine.control(UpdateParams(models[1], "keep"))
     finish(engine)
     assert engine.scheduler.num_preemptions == preemptions, "nothing is computed again"
     assert [request.sequences[0].num_output_tokens for request in requests] == [20] * 4
@@ -290,10 +291,10 @@ def test_a_paused_engine_keeps_its_requests_and_changes_no_token(llm):
     requests = start(engine)
     for _ in range(5):
         engine.step()
-    engine.pause()
+    engine.control(Pause())
     finish(engine)
     assert engine.is_paused and not any(request.finished for request in requests)
-    engine.resume()
+    engine.control(Resume())
     finish(engine)
     assert [request.sequences[0].output_token_ids for request in requests] == expected
 
@@ -303,12 +304,12 @@ def test_a_pause_may_wait_for_the_started_requests(llm):
     requests = start(engine)
     for _ in range(5):
         engine.step()
-    engine.pause("wait")
+    engine.control(Pause("wait"))
     late = engine.add("late", PROMPTS[0], PARAMS[0])
     assert not engine.is_paused
     finish(engine)
     assert engine.is_paused and all(request.finished for request in requests) and not late.admitted
-    engine.resume()
+    engine.control(Resume())
     finish(engine)
     assert late.finished
 
@@ -318,12 +319,12 @@ def test_a_pause_may_abort_everything(llm):
     requests = start(engine)
     for _ in range(5):
         engine.step()
-    output = engine.pause("abort")
+    output = engine.control(Pause("abort"))
     finish(engine)
     assert output.ended == requests
     assert [delta.finish_reason for delta in output.deltas] == [FinishReason.ABORT] * 4
     assert engine.scheduler.pool.num_used == 0 and not engine.scheduler.requests
-    engine.resume()
+    engine.control(Resume())
 
 
 def device_bytes():
@@ -341,9 +342,9 @@ def test_a_sleeping_engine_holds_neither_pool_nor_parameters_and_wakes_up_to_the
     requests = start(engine)
     for _ in range(5):
         engine.step()
-    engine.pause()
+    engine.control(Pause())
     finish(engine)  # the results of steps in flight are on the device too
-    engine.resume()
+    engine.control(Resume())
     del model
     params = sum(array.nbytes for array in runner.params)
     pool = sum(array.nbytes for array in jax.tree.leaves((runner.blocks.pool, runner.rows.state)))
@@ -463,7 +464,7 @@ async def test_a_trainer_that_deletes_the_engines_arrays_ends_requests_and_not_t
         for name in "ab":
             with pytest.raises(ParamsDeleted, match="update_params"):
                 await count(name)
-        await engine.update_params(models[0])
+        await engine.control(UpdateParams(models[0]))
         assert engine.alive and await count("c") == 20
         assert not served.engine.scheduler.requests
     finally:
@@ -488,20 +489,20 @@ async def test_async_engine_pauses_sleeps_and_wakes_up(llm):
         await engine.call(lambda e: limit_steps(e, 5))
         task = asyncio.create_task(reasons("a", begun))
         await begun.wait()
-        await engine.pause("abort")
+        await engine.control(Pause("abort"))
         assert engine.is_paused and await task == FinishReason.ABORT
         await engine.call(lambda e: delattr(e, "step"))
-        await engine.resume()
+        await engine.control(Resume())
         begun.clear()
         task = asyncio.create_task(reasons("b", begun))
         await begun.wait()
-        await engine.pause("wait")
+        await engine.control(Pause("wait"))
         assert await task == FinishReason.LENGTH
         task = asyncio.create_task(reasons("c"))
-        await engine.resume()
-        await engine.sleep()
+        await engine.control(Resume())
+        await engine.control(Sleep())
         assert engine.is_asleep
-        await engine.wake_up()
+        await engine.control(WakeUp())
         assert await task == FinishReason.LENGTH and not engine.is_asleep and not engine.is_paused
     finally:
         await engine.stop()
@@ -525,15 +526,15 @@ async def test_async_engine_updates_at_once_or_after_what_has_started(llm, fresh
         begun = asyncio.Event()
         first = asyncio.create_task(tokens("first", PROMPTS[0], PARAMS[0], begun))
         await begun.wait()
-        await engine.update_params(models[1], "wait")
+        await engine.control(UpdateParams(models[1], "wait"))
         assert await first != expected[0] and len(await first) == 20
         found = await asyncio.gather(*(tokens(f"{i}", p, params) for i, (p, params) in enumerate(zip(PROMPTS, PARAMS))))
         assert found == expected
         with pytest.raises(ValueError, match=r"^params: must have parameters of the model, and has none$"):
-            await engine.update_params({})
-        waiting = asyncio.create_task(engine.update_params(models[0]))
+            await engine.control(UpdateParams({}))
+        waiting = asyncio.create_task(engine.control(UpdateParams(models[0])))
         waiting.cancel()
-        await engine.update_params(models[0])
-        await engine.reset_prefix_cache()
+        await engine.control(UpdateParams(models[0]))
+        await engine.control(ResetPrefixCache())
     finally:
         await engine.stop()

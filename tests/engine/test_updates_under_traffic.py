@@ -7,6 +7,7 @@ import pytest
 
 from jpaged import BeamSearchParams, SamplingParams, StructuredOutputsParams
 from jpaged.config import EngineConfig
+from jpaged.core.commands import UpdateParams
 from jpaged.engine.build import load_engine
 from tests.support import checkpoints, models
 from tests.support.few_shapes import few_shapes
@@ -39,9 +40,9 @@ def parameters(engines):
     old = served.runner.params
     new = [jax.numpy.flip(x) for x in old]
     trees = [_tree(served, arrays) for arrays in (old, new)]
-    fresh.update_params(trees[1])
+    fresh.control(UpdateParams(trees[1]))
     yield trees
-    served.update_params(trees[0])
+    served.control(UpdateParams(trees[0]))
 
 
 def _tree(engine, arrays):
@@ -100,7 +101,7 @@ def test_tokens_after_an_update(engines, parameters, in_flight, steps):
     first = served.runner.params_version
     begun = {request.request_id: request.admitted for request in requests}
     counts = {id(s): s.num_output_tokens for request in requests for s in request.sequences}
-    served.update_params(parameters[1], in_flight)
+    served.control(UpdateParams(parameters[1], in_flight))
     served.scheduler.check_invariants()
     finish(served)
     assert served.scheduler.num_swapped_blocks > preempted, "the pool was too small"

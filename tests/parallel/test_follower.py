@@ -4,22 +4,24 @@ import os
 import socket
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from jpaged.config import Limits
 from jpaged.core.params import SamplingParams
 from jpaged.core.plan import Admitted, Done, Scheduled, StepPlan, StepResult
 from jpaged.parallel.channel import Channel
 from jpaged.parallel.follower import replay
-from jpaged.parallel.frame import Frame, FrameError, Kind, encode_frame
-from jpaged.parallel.mask_frame import encode_masks
-from jpaged.parallel.plan_frame import Sizes, encode_plan
+from jpaged.parallel.frame import HEADER, VERSION, FrameError, encode_frame
+from jpaged.parallel.messages import End, Fault, Masks, Plan, Recover, Welcome
+from jpaged.parallel.plan_message import Sizes, message_of
 from tests.support.patience import PATIENCE_S
 
 SIZES = Sizes(
-    num_rows=2, max_model_len=16, max_num_batched_tokens=8, table_width=4, vocab_size=40, num_blocks=8,
+    Limits(max_model_len=16, max_num_seqs=2, max_num_batched_tokens=8, block_size=4), vocab_size=40, num_blocks=8,
     num_host_blocks=0,
 )  # fmt: skip
 ROOT = Path(__file__).parents[2]
@@ -53,45 +55,41 @@ def plan(token: int, *, masked: bool = False) -> StepPlan:
     return StepPlan(rows=(Scheduled(0, 0, 1, 1),), admitted=(admitted,), masked=masks)
 
 
-def plan_frame(*args, **options) -> Frame:
-    return Frame(Kind.PLAN, encode_plan(plan(*args, **options)))
+def sent(token: int, *, masked: bool = False) -> Plan:
+    return message_of(plan(token, masked=masked))
 
 
-MASKS = np.array([[5, 6]], np.uint32)
-END, RECOVER = Frame(Kind.END), Frame(Kind.RECOVER)
+MASKS = np.array([[5, 6]], "<u4")
 
 
 def test_plans_and_masks_are_dispatched_in_order():
     runner = FakeRunner()
-    frames = iter(
-        [plan_frame(1), plan_frame(2, masked=True), Frame(Kind.MASKS, encode_masks(MASKS)), plan_frame(3), END]
-    )
-    replay(runner, SIZES, frames.__next__)
+    messages = iter([sent(1), sent(2, masked=True), Masks(MASKS.tobytes()), sent(3), End()])
+    replay(runner, SIZES, messages.__next__)
     assert runner.calls == [plan(1), plan(2, masked=True), MASKS.tolist(), plan(3)]
 
 
 def test_a_dropped_step_is_recovered_from():
     runner = FakeRunner()
-    frames = iter([plan_frame(1, masked=True), RECOVER, plan_frame(2), RECOVER, plan_frame(3), END])
-    replay(runner, SIZES, frames.__next__)
+    messages = iter([sent(1, masked=True), Recover(), sent(2), Recover(), sent(3), End()])
+    replay(runner, SIZES, messages.__next__)
     assert runner.calls == [plan(1, masked=True), "recover", plan(2), "recover", plan(3)]
 
 
 @pytest.mark.parametrize(
-    "frames, words, executed",
+    "messages, words, executed",
     [
-        ([Frame(Kind.PLAN, b"\0")], "plan: must have at least 4 bytes, not 1", 0),
-        ([plan_frame(1), plan_frame(40)], "admitted.token_ids: must be below 40, not 40", 1),
-        ([Frame(Kind.MASKS, encode_masks(MASKS))], "kind: must be", 0),
-        ([Frame(Kind.WELCOME, b"{}")], "kind: must be", 0),
-        ([plan_frame(1, masked=True), plan_frame(2)], "kind: must be .* after a plan with masks", 1),
-        ([plan_frame(1, masked=True), Frame(Kind.MASKS, encode_masks(MASKS[:, :1]))], "masks: must be", 1),
+        ([sent(1), sent(40)], "^admitted.token_ids: must be between 0 and 39, not 40$", 1),
+        ([Masks(MASKS.tobytes())], "^message: must be Plan or Recover or End, not Masks$", 0),
+        ([Welcome({})], "^message: must be Plan or Recover or End, not Welcome$", 0),
+        ([sent(1, masked=True), sent(2)], "^message: must be Masks, not Plan$", 1),
+        ([sent(1, masked=True), Masks(MASKS[:, :1].tobytes())], "^masks: must have 8 bytes, not 4$", 1),
     ],
 )
-def test_a_malformed_frame_is_refused_and_not_executed(frames, words, executed):
+def test_an_unexpected_message_is_refused_and_not_executed(messages, words, executed):
     runner = FakeRunner()
     with pytest.raises(FrameError, match=words):
-        replay(runner, SIZES, iter([*frames, END]).__next__)
+        replay(runner, SIZES, iter([*messages, End()]).__next__)
     assert runner.calls == [plan(1), plan(1, masked=True)][:executed] or runner.calls == [plan(1, masked=True)]
 
 
@@ -109,17 +107,21 @@ runner.dispatch = lambda *args: os.write(1, b"dispatched\\n") and dispatch(*args
 connected = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
 follower.follow(runner, None, follower.Leader(Channel(connected, "leader")))
 """
-CORRUPT = bytearray(encode_frame(plan_frame(2)))
+CORRUPT = bytearray(encode_frame(sent(2)))
 CORRUPT[-1] ^= 1
+NO_MESSAGE = b"\x91\xa6Reboot"
 
 
 @pytest.mark.parametrize(
     "data, words",
     [
         (bytes(CORRUPT), "checksum: must be 0x"),
-        (encode_frame(Frame(Kind.PLAN, b"\xff" * 8)), "plan: 4294967295 words need 17179869184 bytes, but it has 8"),
+        (
+            HEADER.pack(b"JPGD", VERSION, len(NO_MESSAGE), zlib.crc32(NO_MESSAGE)) + NO_MESSAGE,
+            "payload: Invalid value 'Reboot'",
+        ),
         (b"GET / HTTP/1.1\r\n\r\n", "magic: must be b'JPGD', not b'GET '"),
-        (b"JPGD\1\0\5\0\xff\xff\xff\xff\0\0\0\0", "payload: must have at most 268435456 bytes, not 4294967295"),
+        (b"JPGD\2\0\xff\xff\xff\xff\0\0\0\0", "payload: must have at most 268435456 bytes, not 4294967295"),
     ],
     ids=["corrupted", "malformed", "not a frame", "oversized"],
 )
@@ -131,9 +133,9 @@ def test_a_process_ends_with_its_reason_at_a_malformed_frame(data, words):
         with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as process:
             connected, _ = server.accept()
             with connected:
-                connected.sendall(encode_frame(plan_frame(1)) + data)
-                kind, payload = Channel(connected, "follower").receive(timeout_s=PATIENCE_S)
+                connected.sendall(encode_frame(sent(1)) + data)
+                fault = Channel(connected, "follower").receive(timeout_s=PATIENCE_S)
                 out, err = process.communicate(timeout=PATIENCE_S)
-    assert kind == Kind.FAULT and words in payload.decode()
+    assert isinstance(fault, Fault) and words in fault.reason
     assert process.returncode == os.EX_PROTOCOL == 76 and out in ("dispatched\n", "")
     assert err.count("\n") == 1 and "replica ended: malformed frame from the leader: " + words in err

@@ -1,22 +1,32 @@
 """Frames carry any plan unchanged, and refuse everything else with the part that is wrong."""
 
 import dataclasses
-import json
-import struct
+import io
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jpaged.config import Limits
 from jpaged.core.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 from jpaged.core.plan import Admitted, Chosen, Entry, Scheduled, StepPlan
-from jpaged.parallel.frame import HEADER, Frame, FrameError, Kind, decode_header, decode_payload, encode_frame
-from jpaged.parallel.mask_frame import decode_masks, encode_masks
-from jpaged.parallel.plan_frame import Sizes, decode_plan, encode_plan
+from jpaged.parallel.frame import HEADER, VERSION, FrameError, decode_message, encode_frame, read_frame
+from jpaged.parallel.messages import (
+    End,
+    Facts,
+    Fault,
+    Hello,
+    Masks,
+    ParamsText,
+    Plan,
+    Recover,
+    Refusal,
+    Welcome,
+)
+from jpaged.parallel.plan_message import Sizes, message_of, plan_of
 
 SIZES = Sizes(
-    num_rows=6, max_model_len=40, max_num_batched_tokens=16, table_width=5, vocab_size=50, num_blocks=20,
+    Limits(max_model_len=40, max_num_seqs=6, max_num_batched_tokens=16, block_size=8), vocab_size=50, num_blocks=20,
     num_host_blocks=9,
 )  # fmt: skip
 ROW, TOKEN, BLOCK, HOST = (st.integers(0, size - 1) for size in (6, 50, 20, 9))
@@ -82,76 +92,119 @@ PLANS = st.builds(
 )  # fmt: skip
 
 
-def decoded(data: bytes) -> Frame:
-    return decode_payload(decode_header(data[: HEADER.size]), data[HEADER.size :])
+def exactly(data: bytes):
+    """A function that reads from some bytes, and fails at their end as a closed connection does."""
+    stream = io.BytesIO(data)
+
+    def read(num_bytes: int) -> bytes:
+        found = stream.read(num_bytes)
+        if len(found) < num_bytes:
+            raise ConnectionError
+        return found
+
+    return read
+
+
+def carried(plan: StepPlan) -> StepPlan:
+    return plan_of(read_frame(exactly(encode_frame(message_of(plan)))), SIZES)
 
 
 @given(PLANS)
 def test_any_plan_is_carried_unchanged(plan):
-    kind, payload = decoded(encode_frame(Frame(Kind.PLAN, encode_plan(plan))))
-    assert kind == Kind.PLAN and decode_plan(payload, SIZES) == plan
+    found = carried(plan)
+    assert found == plan and all(type(each) is Scheduled for each in found.rows)
+
+
+MESSAGES = [
+    Hello(1, 2, {"jax": "0.1"}, {"seed": 3, "model": "demo", "quantization": None, "swap_space": 0.5}),
+    Welcome({"sizes": [1, 2], "nested": {"a": True}}), Refusal("no"), Facts({"dtype": "float32"}), Masks(b"1234"),
+    Recover(), End(), Fault("lost"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_other_messages_are_carried_unchanged(message):
+    assert read_frame(exactly(encode_frame(message))) == message
 
 
 @given(PLANS, st.data())
 def test_a_truncated_plan_is_refused(plan, data):
-    payload = encode_plan(plan)
-    cut = data.draw(st.integers(0, len(payload) - 1))
-    with pytest.raises(FrameError):
-        decode_plan(payload[:cut], SIZES)
-    with pytest.raises(FrameError, match="payload: must have"):
-        decode_payload(decode_header(encode_frame(Frame(Kind.PLAN, payload))[: HEADER.size]), payload[:cut])
+    payload = encode_frame(message_of(plan))[HEADER.size :]
+    with pytest.raises(FrameError, match=r"^payload: "):
+        decode_message(payload[: data.draw(st.integers(0, len(payload) - 1))])
 
 
 @given(PLANS, st.data())
 def test_any_changed_bit_of_a_frame_is_noticed(plan, data):
-    frame = bytearray(encode_frame(Frame(Kind.PLAN, encode_plan(plan))))
+    frame = bytearray(encode_frame(message_of(plan)))
     bit = data.draw(st.integers(0, 8 * len(frame) - 1))
     frame[bit // 8] ^= 1 << bit % 8
-    try:
-        kind, _ = decoded(bytes(frame))
-    except FrameError:
-        return
-    assert kind != Kind.PLAN, "the checksum covers the payload, and the kind decides how it is read"
+    with pytest.raises((FrameError, ConnectionError)):
+        read_frame(exactly(bytes(frame)))
 
 
 @given(PLANS, st.data())
-def test_any_changed_word_of_a_plan_gives_a_plan_or_is_refused(plan, data):
-    payload = bytearray(encode_plan(plan))
-    at = data.draw(st.integers(0, len(payload) // 4 - 1))
-    payload[4 * at : 4 * at + 4] = struct.pack("<I", data.draw(st.integers(0, 2**32 - 1) | st.integers(0, 50)))
+def test_any_changed_bytes_of_a_plan_give_a_plan_or_are_refused(plan, data):
+    payload = bytearray(encode_frame(message_of(plan))[HEADER.size :])
+    at = data.draw(st.integers(0, len(payload) - 1))
+    payload[at : at + 4] = data.draw(st.binary(min_size=1, max_size=5))
     try:
-        found = decode_plan(bytes(payload), SIZES)
+        found = plan_of(decode_message(bytes(payload)), SIZES)
     except FrameError:
         return
-    assert decode_plan(encode_plan(found), SIZES) == found
+    assert carried(found) == found
+
+
+# Lengths of 2**32 - 1 without their content, deep nesting, text that is not UTF-8, and values after the message.
+ATTACKS = {
+    "series": b"\xdd\xff\xff\xff\xff",
+    "rows": b"\x92\xa4Plan\x81\xa4rows\xdd\xff\xff\xff\xff",
+    "words": b"\x92\xa5Masks\xc6\xff\xff\xff\xff",
+    "settings": b"\x92\xa7Welcome\xdf\xff\xff\xff\xff",
+    "nesting": b"\x92\xa7Welcome\x81\xa1a" + 100_000 * b"\x91",
+    "text": b"\x92\xa5Fault\xa1\xff",
+    "rest": b"\x91\xa3End\xc0",
+    "more": b"\x92\xa3End\x01",
+    "number": b"\x95\xa5Hello\xc3\x02\x80\x80",
+    "kind": b"\x91\xa7Message",
+}
+
+
+@pytest.mark.parametrize("payload", ATTACKS.values(), ids=ATTACKS)
+def test_an_attack_is_refused(payload):
+    with pytest.raises(FrameError, match=r"^payload: "):
+        decode_message(payload)
 
 
 @given(st.binary(max_size=200))
 def test_noise_is_refused(noise):
+    with pytest.raises((FrameError, ConnectionError)):
+        read_frame(exactly(noise))
     with pytest.raises(FrameError):
-        decode_header(noise[: HEADER.size])
-    with pytest.raises(FrameError):
-        decode_plan(b"\xff" + noise, SIZES)
+        decode_message(b"\xff" + noise)
 
 
-def header(magic=b"JPGD", version=1, kind=5, num_bytes=0, checksum=0) -> bytes:
-    return HEADER.pack(magic, version, kind, num_bytes, checksum)
+def test_a_value_that_can_not_be_sent_is_refused():
+    with pytest.raises(FrameError, match=r"^Welcome: can't serialize ints"):
+        encode_frame(Welcome({"seed": 2**70}))
+
+
+def header(magic=b"JPGD", version=VERSION, num_bytes=0, checksum=0) -> bytes:
+    return HEADER.pack(magic, version, num_bytes, checksum)
 
 
 @pytest.mark.parametrize(
     "data, words",
     [
-        (header()[:-1], "header: must have 16 bytes, not 15"),
         (header(magic=b"GET "), "magic: must be b'JPGD', not b'GET '"),
-        (header(version=2), "version: must be 1, not 2; all nodes need the same version of jpaged"),
-        (header(kind=0), "kind: must be between 1 and 9, not 0"),
-        (header(kind=10), "kind: must be between 1 and 9, not 10"),
+        (header(version=1), "version: must be 2, not 1; all nodes need the same version of jpaged"),
         (header(num_bytes=101), "payload: must have at most 100 bytes, not 101"),
+        (header(checksum=1), "checksum: must be 0x00000001, not 0x00000000"),
     ],
 )
 def test_a_wrong_header_is_refused(data, words):
     with pytest.raises(FrameError) as refused:
-        decode_header(data, 100)
+        read_frame(exactly(data), 100)
     assert str(refused.value) == words
 
 
@@ -161,27 +214,29 @@ ADMITTED = Admitted(1, (3, 4), 1, SamplingParams(), 7, (2,))
 @pytest.mark.parametrize(
     "plan, words",
     [
-        (StepPlan(rows=(Scheduled(6, 0, 1, 1),)), "rows: must be below 6, not 6"),
+        (StepPlan(rows=(Scheduled(-1, 0, 1, 1),)), "rows: must be between 0 and 5, not -1"),
+        (StepPlan(rows=(Scheduled(6, 0, 1, 1),)), "rows: must be between 0 and 5, not 6"),
         (StepPlan(rows=(Scheduled(0, 39, 2, 1),)), "rows: row 0 has 2 tokens from 39 on, allowed between 1 and max_"),
         (StepPlan(rows=(Scheduled(0, 3, 0, 1),)), "rows: row 0 has 0 tokens"),
         (StepPlan(rows=(Scheduled(0, 0, 1, 1),) * 2), "rows: a row is scheduled twice"),
         (StepPlan(rows=(Scheduled(0, 0, 17, 1),)), "rows: must have at most 16 tokens, not 17"),
         (StepPlan(rows=(Scheduled(0, 0, 1, 4), Scheduled(1, 0, 1, 3))), "rows: must have at most 6 samples, not 7"),
-        (StepPlan(swap_out=(((20, 0),),)), "swap_out: must be below 20, not 20"),
+        (StepPlan(swap_out=(((20, 0),),)), "swap_out: must be between 0 and 19, not 20"),
         (StepPlan(swap_in=((0, 0),) * 10), "swap_in: must have at most 9 entries, not 10"),
         (StepPlan(released_rows=tuple(range(7))), "released_rows: must have at most 6 entries, not 7"),
-        (StepPlan(entries=(Entry(0, 5, 0),)), "entries: must be below 5, not 5"),
-        (StepPlan(chosen=(Chosen(0, 50, 0),)), "chosen: must be below 50, not 50"),
-        (StepPlan(masked=((0, frozenset([50])),)), "masked: must be below 50, not 50"),
-        (StepPlan(admitted=(dataclasses.replace(ADMITTED, token_ids=(50,)),)), "admitted.token_ids: must be below 50"),
+        (StepPlan(entries=(Entry(0, 5, 0),)), "entries: must be between 0 and 4, not 5"),
+        (StepPlan(chosen=(Chosen(0, 50, 0),)), "chosen: must be between 0 and 49, not 50"),
+        (StepPlan(masked=((0, frozenset([50])),)), "masked: must be between 0 and 49, not 50"),
+        (StepPlan(admitted=(dataclasses.replace(ADMITTED, token_ids=(50,)),)), "admitted.token_ids: must be"),
+        (StepPlan(admitted=(dataclasses.replace(ADMITTED, num_scored=-1),)), "admitted.num_scored: must be between 0"),
         (StepPlan(admitted=(dataclasses.replace(ADMITTED, token_ids=()),)), "admitted.num_prompt_tokens: must be"),
-        (StepPlan(admitted=(dataclasses.replace(ADMITTED, num_top=129),)), "admitted.num_top: must be below 130"),
+        (StepPlan(admitted=(dataclasses.replace(ADMITTED, num_top=129),)), "admitted.num_top: must be"),
         (StepPlan(admitted=(dataclasses.replace(ADMITTED, block_ids=(0,) * 6),)), "admitted.block_ids: must have"),
     ],
 )  # fmt: skip
 def test_a_plan_that_does_not_fit_the_runner_is_refused(plan, words):
     with pytest.raises(FrameError) as refused:
-        decode_plan(encode_plan(plan), SIZES)
+        carried(plan)
     assert str(refused.value).startswith(words)
 
 
@@ -199,34 +254,17 @@ def test_a_plan_that_does_not_fit_the_runner_is_refused(plan, words):
     ],
 )
 def test_other_parameters_are_refused(text, words):
-    payload = encode_plan(StepPlan(admitted=(ADMITTED,)))
-    assert payload.endswith(b"{}") and payload.count(struct.pack("<I", 2)) >= 1
-    words_of_plan = bytearray(payload[:-2])
-    at = 4 + 4 * 14  # eight lengths before the admitted rows, and seven words of the row before that of the text
-    assert struct.unpack_from("<I", words_of_plan, at) == (2,)
-    struct.pack_into("<I", words_of_plan, at, len(text))
+    message = message_of(StepPlan(admitted=(ADMITTED,)))
+    (admitted,) = message.plan.admitted
+    admitted = dataclasses.replace(admitted, params=ParamsText("SamplingParams", text))
     with pytest.raises(FrameError, match=r"admitted\.params: ") as refused:
-        decode_plan(bytes(words_of_plan) + text, SIZES)
+        plan_of(Plan(dataclasses.replace(message.plan, admitted=(admitted,))), SIZES)
     assert words in str(refused.value)
 
 
 def test_a_constraint_stays_on_the_leader():
     params = SamplingParams(structured_outputs=StructuredOutputsParams(json={"type": "object"}), temperature=0.5)
     plan = StepPlan(admitted=(dataclasses.replace(ADMITTED, params=params),))
-    (found,) = decode_plan(encode_plan(plan), SIZES).admitted
+    (found,) = carried(plan).admitted
     assert found.params == dataclasses.replace(params, structured_outputs=None)
-    assert json.dumps("object").encode() not in encode_plan(plan)
-
-
-def test_masks_are_carried_and_others_refused():
-    masks = np.arange(6, dtype=np.uint32).reshape(3, 2)
-    payload = encode_masks(masks)
-    np.testing.assert_array_equal(decode_masks(payload, 3, 50), masks)
-    for wrong, words in [
-        (payload[:7], "not cut off"), (payload[:-1], "masks: must have 24 bytes, not 23"),
-        (payload + b"\0", "masks: must have 24 bytes, not 25"),
-    ]:  # fmt: skip
-        with pytest.raises(FrameError, match=words):
-            decode_masks(wrong, 3, 50)
-    with pytest.raises(FrameError, match=r"masks: must be \[2, 2\], not \[3, 2\]"):
-        decode_masks(payload, 2, 50)
+    assert b"object" not in encode_frame(message_of(plan))

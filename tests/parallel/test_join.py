@@ -21,9 +21,10 @@ from jpaged.parallel import leader as leader_module
 from jpaged.parallel.channel import Channel
 from jpaged.parallel.cluster import cluster
 from jpaged.parallel.follower import connect
-from jpaged.parallel.frame import HEADER, Kind
-from jpaged.parallel.hello import encode_facts, join
+from jpaged.parallel.frame import HEADER, VERSION
+from jpaged.parallel.hello import join
 from jpaged.parallel.leader import Followers
+from jpaged.parallel.messages import Facts, Hello, Refusal
 from jpaged.parallel.nodes import Nodes
 from tests.parallel.test_replica import free_address
 from tests.support.patience import PATIENCE_S, until
@@ -83,7 +84,7 @@ def test_decisions_of_followers_are_compared(leader, dial):
     channels = [dial(nodes), dial(nodes)]
     for rank, channel in enumerate(channels, 1):
         join(channel, rank, 3, {})
-        channel.send(Kind.FACTS, encode_facts({"dtype": "float32", "model.hidden_size": 64 * rank}))
+        channel.send(Facts({"dtype": "float32", "model.hidden_size": 64 * rank}))
     with pytest.raises(ValueError, match=r"^node 2: model.hidden_size: must be 64 as on the leader, not 128$"):
         followers().check_facts({"dtype": "float32", "model.hidden_size": 64})
 
@@ -116,13 +117,12 @@ def test_a_rank_joins_once(leader, dial):
 def test_other_versions_are_refused(leader, dial, monkeypatch):
     nodes, _ = leader
     channel = dial(nodes)
-    greeting = {"node_rank": 1, "nnodes": 3, "settings": {}, "versions": hello.versions() | {"jax": "0.1"}}
-    channel.send(Kind.HELLO, encode_facts(greeting))
-    kind, payload = channel.receive()
-    assert kind == Kind.REFUSAL and payload.decode().startswith("version of jax: must be ")
+    channel.send(Hello(1, 3, hello.versions() | {"jax": "0.1"}, {}))
+    answer = channel.receive()
+    assert isinstance(answer, Refusal) and answer.reason.startswith("version of jax: must be ")
 
 
-@pytest.mark.parametrize("noise", [b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", b"", b"JPGD\1\0\1\0\xff\xff\xff\xff\0\0\0\0"])
+@pytest.mark.parametrize("noise", [b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", b"", b"JPGD\2\0\xff\xff\xff\xff\0\0\0\0"])
 def test_noise_does_not_disturb_the_leader(leader, dial, noise):
     nodes, followers = leader
     join(dial(nodes), 1, 3, {})
@@ -138,7 +138,7 @@ def trickling(connected: socket.socket):
     stop = threading.Event()
 
     def send():
-        data = itertools.chain(HEADER.pack(b"JPGD", 1, Kind.HELLO, 2**19, 0), itertools.repeat(0))
+        data = itertools.chain(HEADER.pack(b"JPGD", VERSION, 2**19, 0), itertools.repeat(0))
         with contextlib.suppress(OSError):
             while not stop.wait(0.01):
                 connected.sendall(bytes([next(data)]))
@@ -200,7 +200,7 @@ def test_followers_that_do_not_send_their_facts_are_named(leader, dial, monkeypa
     channels = [dial(nodes), dial(nodes)]
     for rank, channel in enumerate(channels, 1):
         join(channel, rank, 3, {})
-    channels[0].send(Kind.FACTS, encode_facts({}))
+    channels[0].send(Facts({}))
     joined = followers()
     until(lambda: not joined._facts.empty())
     monkeypatch.setattr(hello, "START_TIMEOUT_S", 0.3)

@@ -49,7 +49,7 @@ OUTSIDE = {
     "jpaged.worker": set(),
     "jpaged.core": set(),
     "jpaged.engine": {"tokenizers"},
-    "jpaged.parallel": {"jax", "numpy"},
+    "jpaged.parallel": {"jax", "msgspec", "numpy"},
     "jpaged.serving": {"aiohttp", "prometheus_client", "pydantic", "tokenizers"},
     "jpaged.serving.ray": {"prometheus_client", "ray", "starlette"},
     "jpaged.bench": {"aiohttp", "numpy", "tokenizers", "tqdm"},

@@ -14,6 +14,7 @@ from benchmarks.shared import deviceless, gpus
 from benchmarks.shared.program import Array
 from jpaged import LLM, BeamSearchParams, ModelConfig, SamplingParams
 from jpaged.config import EngineConfig, Limits
+from jpaged.core.commands import UpdateParams
 from jpaged.core.plan import Admitted, ParamsDeleted, Scheduled, StepPlan, StepResult
 from jpaged.engine import build
 from jpaged.models.checkpoint import abstract_model, dummy_model
@@ -422,15 +423,15 @@ def test_prompts_are_scored_only_where_a_logprob_is_wanted(runner, monkeypatch):
 
 def test_other_parameters_are_served_from_the_next_step_on(runner):
     before, other = list(runner.params), dummy_model(LLAMA, "float32", seed=1)
-    runner.check_params(other)
+    runner.check(UpdateParams(other))
     assert all(now is old for now, old in zip(runner.params, before, strict=True))
-    runner.update_params(other)
+    runner.control(UpdateParams(other))
     leaves = jax.tree.leaves(nnx.state(other))
     assert [x.unsafe_buffer_pointer() for x in runner.params] == [x.unsafe_buffer_pointer() for x in leaves]
     narrow = dummy_model(LLAMA, "bfloat16", seed=1)
-    for call in (runner.check_params, runner.update_params):
+    for call in (runner.check, runner.control):
         with pytest.raises(ValueError, match=r"params: .* is bfloat16, not float32"):
-            call(narrow)
+            call(UpdateParams(narrow))
     assert [x.unsafe_buffer_pointer() for x in runner.params] == [x.unsafe_buffer_pointer() for x in leaves]
 
 

@@ -13,7 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jpaged.config import EngineConfig
 from jpaged.core.block_pool import BlockPool
-from jpaged.core.scheduler import Committed, Scheduler
+from jpaged.core.commands import ResetPrefixCache
+from jpaged.core.scheduler import Scheduler
 from jpaged.engine.build import load_engine
 from jpaged.engine.engine import Engine, StepOutput
 from jpaged.engine.output import request_output
@@ -51,13 +52,13 @@ async def smaller(loaded, num_blocks=None, max_num_batched_tokens=None, *, enabl
     try:
         yield loaded._replace(engine=engine)
     finally:
-        loaded.engine.reset_prefix_cache()  # The smaller pool has overwritten the blocks.
+        loaded.engine.control(ResetPrefixCache())  # The smaller pool has overwritten the blocks.
 
 
 def do_nothing():
     """Take a step that changes nothing."""
     time.sleep(0.001)
-    return StepOutput(None, Committed(), [], [])
+    return StepOutput()
 
 
 def limit_steps(engine, steps):

@@ -12,7 +12,6 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from jpaged.core.params import SamplingParams
-from jpaged.core.scheduler import Committed
 from jpaged.engine.async_engine import AsyncEngine
 from jpaged.engine.engine import Engine, StepOutput
 from jpaged.serving.live import static
@@ -32,7 +31,7 @@ class HeldEngine(Engine):
     def step(self):
         if not self.allowed:
             time.sleep(0.002)
-            return StepOutput(None, Committed(), [], [])
+            return StepOutput()
         self.allowed -= 1
         return super().step()
 

@@ -9,6 +9,7 @@ from flax import nnx
 from jpaged.cli.main import load, parser
 from jpaged.cli.serve import server_config
 from jpaged.config import EngineConfig
+from jpaged.core.commands import ResetPrefixCache, WakeUp
 from jpaged.engine.build import load_params, prepare
 from jpaged.models.checkpoint import save_orbax, save_safetensors
 from jpaged.parallel.leader import Followers
@@ -31,9 +32,9 @@ async def trained(loaded, tiny):
         client.session.headers.update(KEY)
         yield client
         await client.idle()
-    loaded.engine.wake_up()
+    loaded.engine.control(WakeUp())
     loaded.engine.runner.params = before
-    loaded.engine.reset_prefix_cache()
+    loaded.engine.control(ResetPrefixCache())
 
 
 async def send(client, method, path, body=None, status=200):

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
+from jpaged.core.commands import UpdateParams
 from jpaged.core.params import MAX_TOP, BeamSearchParams
 from jpaged.core.plan import Admitted, Pairs, Sample, Scheduled, StepPlan, StepResult
 from jpaged.core.scheduler import Scheduler
@@ -152,10 +153,10 @@ class FakeRunner:
         self.rows.clear()
         self.in_flight.clear()
 
-    def check_params(self, state: object) -> None:
+    def check(self, command: UpdateParams) -> None:
         """All parameters are alike."""
 
-    def update_params(self, state: object) -> None:
+    def control(self, command: UpdateParams) -> None:
         """Lose all content: that of old parameters must not be read, so a reader finds nothing."""
         self.recover()
         self.version += 1

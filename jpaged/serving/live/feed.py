@@ -12,7 +12,8 @@ from functools import cached_property
 
 from aiohttp import web
 
-from jpaged.engine.async_engine import EngineClient, EngineDead
+from jpaged.engine.async_engine import EngineDead
+from jpaged.engine.router import EngineClient
 from jpaged.serving.codec import JsonObject
 from jpaged.serving.errors import ApiError
 from jpaged.serving.live.recorder import Recorder

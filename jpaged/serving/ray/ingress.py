@@ -11,6 +11,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from jpaged.core.commands import ResetPrefixCache
 from jpaged.serving.endpoint import is_open
 from jpaged.serving.endpoints import served
 from jpaged.serving.errors import ApiError, unknown_model
@@ -83,7 +84,7 @@ class Ingress:
                 merged = merged_metrics(dict(text for text in texts if not isinstance(text, BaseException)))
                 return Response(merged, media_type="text/plain; version=0.0.4; charset=utf-8")
             case "/reset_prefix_cache":
-                await self._replicas.broadcast("reset_prefix_cache").results_async()
+                await self._replicas.broadcast("control", ResetPrefixCache()).results_async()
                 return Response()
             case "/v1/models":
                 return JSONResponse((await self._describe()).models)

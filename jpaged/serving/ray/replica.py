@@ -9,6 +9,7 @@ from typing import Any
 
 from ray import serve
 
+from jpaged.core.commands import Command
 from jpaged.engine.async_engine import QueueFull
 from jpaged.serving.codec import dumps
 from jpaged.serving.endpoints import ENDPOINTS
@@ -74,9 +75,9 @@ class Replica:
         text = await asyncio.to_thread(self._service.metrics.render)
         return self._id, text.decode()
 
-    async def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes of this replica."""
-        await self._service.engine.reset_prefix_cache()
+    async def control(self, command: Command) -> None:
+        """Run a command in this replica's engine."""
+        await self._service.engine.control(command)
 
     async def respond(self, forwarded: Forwarded) -> AsyncGenerator[Head | bytes]:
         """Yield the head of the response to a request and the parts of its body.

@@ -26,11 +26,11 @@ from jpaged.bench.serve import Result, Settings, bench_server
 from jpaged.bench.tokens import PATHS
 from jpaged.bench.vllm_result import METRICS
 from jpaged.cli import workload
-from jpaged.cli.bench_flags import BENCH
 from jpaged.cli.model import API_KEYS, api_key
 from jpaged.cli.peer_flags import Object
+from jpaged.flags import Table
 
-PEERS = BENCH
+PEERS = Table.read("jpaged.cli", "bench_flags.toml")
 BACKENDS = ("openai", "openai-chat", "vllm", "vllm-chat", "sglang", "sglang-oai", "sglang-oai-chat", "lmdeploy", "tgi")
 MANY = 65_536  # connections
 

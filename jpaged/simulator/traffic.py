@@ -96,8 +96,8 @@ def _checked(call: Call) -> Call:
     return call
 
 
-class Source(Protocol):
-    """Source of the requests of a run."""
+class Arrivals(Protocol):
+    """Requests of a run in the order of their arrivals."""
 
     def due(self, now: float) -> Iterator[Call]:
         """Yield the requests that have arrived until now, each once."""
@@ -134,21 +134,24 @@ class Users:
 
     Args:
         calls: requests in the order in which users take them; their arrivals do not matter.
-        think_s: seconds from an answer to the same user's next request. The first requests come one after another
-            within this time, or within `RAMP_S`.
+        think_s: seconds from an answer to the same user's next request.
+        first: times of the users' first requests, in ascending order. None: they come one after another within
+            `think_s`, or within `RAMP_S`.
 
     Attributes:
+        sent: the requests so far, in the order of their arrivals.
         exhausted: whether a user has found no further request.
     """
 
     RAMP_S = 1.0
 
-    def __init__(self, calls: Iterable[Call], users: int, think_s: float = 0.0):
+    def __init__(self, calls: Iterable[Call], users: int, think_s: float = 0.0, first: Sequence[float] | None = None):
         if users < 1 or not 0 <= think_s < math.inf:
             raise ValueError(f"users: at least one, with at least 0 s to think, not {users} with {think_s:g} s")
         self._calls, self._think_s, self.exhausted = iter(calls), think_s, False
         ramp = max(think_s, self.RAMP_S)
-        self._free = [i * ramp / users for i in range(users)]
+        self._free = [i * ramp / users for i in range(users)] if first is None else list(first)
+        self.sent: list[Call] = []
 
     @classmethod
     def of(cls, calls: Sequence[Call], users: int, think_s: float = 0.0) -> Self:
@@ -163,7 +166,8 @@ class Users:
                 self.exhausted = True
                 self._free.clear()
                 return
-            yield call._replace(arrival=heapq.heappop(self._free))
+            self.sent.append(call._replace(arrival=heapq.heappop(self._free)))
+            yield self.sent[-1]
 
     def next_arrival(self) -> float | None:
         """Return the time of the next request; None while all users wait for answers, or after the last request."""

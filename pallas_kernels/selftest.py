@@ -278,13 +278,13 @@ def _load(path: Path, key: Mapping[str, Any], program: str) -> dict[str, Result]
         content = json.loads(path.read_text())
         if content["key"] != key:
             return {}
-        found = [
+        results = [
             Result(program, test, said["status"], said["reason"], said["tested_at"], remembered=True)
             for test, said in content["results"].items()
         ]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
-    return {result.test: result for result in found if result.test in TESTS and result.status in (PASSED, FAILED)}
+    return {result.test: result for result in results if result.test in TESTS and result.status in (PASSED, FAILED)}
 
 
 def _store(path: Path, key: Mapping[str, Any], results: Iterable[Result]) -> None:

@@ -75,6 +75,6 @@ def _repeated(values_s: Any, counts_s: Any, total: int, xp: Any) -> Any:
     """Return each value as often as its count, then any value up to `total`."""
     if xp is jnp:
         return jnp.repeat(values_s, counts_s, total_repeat_length=total)
-    repeated, found = xp.zeros(total, values_s.dtype), xp.repeat(values_s, counts_s)
-    repeated[: len(found)] = found
-    return repeated
+    repeated, padded = xp.repeat(values_s, counts_s), xp.zeros(total, values_s.dtype)
+    padded[: len(repeated)] = repeated
+    return padded

@@ -255,14 +255,14 @@ class Code:
         The order of each sum is the same at any place of the list.
         """
         lanes, step = vectors[0].llvm.type.count, 1
-        found = [*vectors, *[vectors[-1]] * (lanes - len(vectors))]
+        sums = [*vectors, *[vectors[-1]] * (lanes - len(vectors))]
         while step < lanes:
             of_b = [i // step % 2 for i in range(lanes)]
             low = [lanes + i - step if b else i for i, b in enumerate(of_b)]
             high = [lanes + i if b else i + step for i, b in enumerate(of_b)]
-            found = [self.shuffle(a, b, low) + self.shuffle(a, b, high) for a, b in zip(found[::2], found[1::2])]
+            sums = [self.shuffle(a, b, low) + self.shuffle(a, b, high) for a, b in zip(sums[::2], sums[1::2])]
             step *= 2
-        return found[0]
+        return sums[0]
 
     def highest(self, vector: Value) -> Value:
         """Return the highest lane of a vector, which may be any of the others if there is NaN."""

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from llvmlite import ir
 
 from pallas_kernels.cpu.code import F32, I32, I64, Machine, Value, Variable
-from pallas_kernels.cpu.ffi import Call, register
+from pallas_kernels.cpu.ffi import CallFrame, register
 from pallas_kernels.cpu.numbers import LOADED, loader
 
 UNIT_O, UNIT_T = 48, 128  # outputs and rows of a unit of work
@@ -55,15 +55,15 @@ def _tile() -> tuple[int, int]:
     return (6, 4) if Machine.host().registers == 32 else (4, 2)
 
 
-def _row_units(call: Call) -> Value:
+def _row_units(call: CallFrame) -> Value:
     return (call.size(0, 0) + (UNIT_T - 1)) // UNIT_T
 
 
-def _count_units(call: Call) -> Value:
+def _count_units(call: CallFrame) -> Value:
     return (call.size(1, 0) + (UNIT_O - 1)) // UNIT_O * _row_units(call)
 
 
-def _write_unit(dtype: str, call: Call, unit: Value) -> None:
+def _write_unit(dtype: str, call: CallFrame, unit: Value) -> None:
     code, lanes = call.code, Machine.host().lanes
     tile_o, tile_t = _tile()
     load = loader(dtype, lanes)
@@ -103,9 +103,9 @@ def _write_unit(dtype: str, call: Call, unit: Value) -> None:
                 code.store_vector(total.get(), partial, at)
         with code.when(end.compare(">=", depth)):
             for n in range(0, len(pairs), lanes):
-                found = code.sums([total.get() for total in sums[n : n + lanes]])
+                totals = code.sums([total.get() for total in sums[n : n + lanes]])
                 for lane, (j, i) in enumerate(pairs[n : n + lanes]):
-                    code.store(code.element(found, lane), y, at_t[j] * outputs + (o + i))
+                    code.store(code.element(totals, lane), y, at_t[j] * outputs + (o + i))
 
     def strip(o: Value, num_o: int, first: Value, stop: Value, begin: Value, end: Value, place: Value) -> None:
         """Write the sums of some outputs for the rows at the places from `first` to below `stop`."""

@@ -40,37 +40,45 @@ class RaggedWork(NamedTuple):
     decode: DecodeWork
 
 
+class WorkSizes(NamedTuple):
+    """WorkSizes that the work of a batch follows from, beside its lengths.
+
+    Attributes:
+        table_tokens: W B, tokens that a row of a block table holds.
+        window: a query sees only as many tokens; None: all.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    table_tokens: int
+    window: int | None
+
+
 def decode_work(
-    context_lens_s: Any, row_s: Any, *, num_kv_heads: int, table_tokens: int, cut: tuning.MosaicDecode,
-    window: int | None, xp: Any = jnp,
-) -> DecodeWork:  # fmt: skip
+    context_lens_s: Any, row_s: Any, sizes: WorkSizes, cut: tuning.MosaicDecode, xp: Any = jnp
+) -> DecodeWork:
     """Return the work of one query of each sequence.
 
     Args:
         context_lens_s: [S] int32; 0 for a sequence that takes no part.
-        table_tokens: W B, tokens that a row of a block table holds.
         xp: numpy or jax.numpy.
     """
-    most = max_splits(num_kv_heads, table_tokens, cut.split)
-    return DecodeWork(
-        make_splits(context_lens_s, most=most, split=cut.split, tile=cut.tile, window=window, xp=xp), row_s
-    )
+    most = max_splits(sizes.num_kv_heads, sizes.table_tokens, cut.split)
+    splits = make_splits(context_lens_s, most=most, split=cut.split, tile=cut.tile, window=sizes.window, xp=xp)
+    return DecodeWork(splits, row_s)
 
 
 def ragged_work(
-    context_lens_s: Any, cu_q_lens_s1: Any, decode_s: Any, *, num_rows: int, num_heads: int, num_kv_heads: int,
-    table_tokens: int, cut: tuning.MosaicRagged, decode_cut: tuning.MosaicDecode, window: int | None, xp: Any = jnp,
+    context_lens_s: Any, cu_q_lens_s1: Any, decode_s: Any, num_rows: int, sizes: WorkSizes,
+    cuts: tuple[tuning.MosaicRagged, tuning.MosaicDecode], xp: Any = jnp,
 ) -> RaggedWork:  # fmt: skip
     """Return the work of a mixed batch of T = `num_rows` rows; other arguments as in `decode_work`."""
-    group = num_heads // num_kv_heads
+    (cut, decode_cut), group = cuts, sizes.num_heads // sizes.num_kv_heads
     tokens = tokens_per_warpgroup(group)
     align = TMA_ROWS // math.gcd(TMA_ROWS, group) if tokens * group == WGMMA_ROWS else 1
     decode_s, row_s = decode_rows(cu_q_lens_s1, decode_s, xp)
     tiles = query_tiles(cu_q_lens_s1, decode_s, num_rows=num_rows, tile_q=cut.warpgroups * tokens, align=align, xp=xp)
-    decode = decode_work(
-        xp.where(decode_s, context_lens_s, 0), row_s, num_kv_heads=num_kv_heads, table_tokens=table_tokens,
-        cut=decode_cut, window=window, xp=xp,
-    )  # fmt: skip
+    decode = decode_work(xp.where(decode_s, context_lens_s, 0), row_s, sizes, decode_cut, xp)
     return RaggedWork(tiles, xp.append(context_lens_s, xp.int32(0)), decode)
 
 
@@ -100,11 +108,9 @@ def make_work(
     def cut(op: str) -> Any:
         return tiles.get(op) or tuning.find(f"mosaic.{op}", "", head_dim, pool_dtype)
 
-    shared: Any = dict(num_kv_heads=num_kv_heads, table_tokens=table_tokens, window=window, xp=xp)
+    sizes = WorkSizes(num_heads, num_kv_heads, table_tokens, window)
     if cu_q_lens_s1 is None:
         row_s = xp.arange(context_lens_s.shape[0], dtype=xp.int32)
-        return decode_work(context_lens_s, row_s, cut=cut("decode"), **shared)
-    return ragged_work(
-        context_lens_s, cu_q_lens_s1, decode_s, num_rows=num_rows, num_heads=num_heads, cut=cut("ragged"),
-        decode_cut=cut("decode"), **shared,
-    )  # fmt: skip
+        return decode_work(context_lens_s, row_s, sizes, cut("decode"), xp)
+    cuts = cut("ragged"), cut("decode")
+    return ragged_work(context_lens_s, cu_q_lens_s1, decode_s, num_rows, sizes, cuts, xp)

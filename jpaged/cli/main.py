@@ -38,10 +38,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         if (name := " ".join(words[:length])) in COMMANDS:
             return run(name, words[length:])
     of_group = {name for name in COMMANDS if name.startswith(f"{' '.join(words[:1])} ")}
-    given = words[len(words[:1]) if of_group else 0 :]
-    if not given or given[0] in ("-h", "--help"):
+    rest = words[len(words[:1]) if of_group else 0 :]
+    if not rest or rest[0] in ("-h", "--help"):
         print(overview(of_group or COMMANDS.keys()))
-        sys.exit(None if given else 2)
+        sys.exit(None if rest else 2)
     _refuse(words, of_group)
 
 
@@ -117,11 +117,11 @@ def version() -> str:
 
 
 def _refuse(words: Sequence[str], of_group: Collection[str]) -> NoReturn:
-    given = " ".join(words[: 2 if of_group else 1])
-    kind = "flag" if given.startswith("-") else "command"
-    meant = closest(given, [*(of_group or COMMANDS), "--help", "--version"])
+    command = " ".join(words[: 2 if of_group else 1])
+    kind = "flag" if command.startswith("-") else "command"
+    meant = closest(command, [*(of_group or COMMANDS), "--help", "--version"])
     hint = f"did you mean jpaged {meant}?" if meant else "jpaged --help lists the commands"
-    sys.stderr.write(f"jpaged: error: unknown {kind} {given}; {hint}\n")
+    sys.stderr.write(f"jpaged: error: unknown {kind} {command}; {hint}\n")
     sys.exit(2)
 
 

@@ -49,9 +49,9 @@ def calls_of(
     num_prefixes = 1 + max((each.prefix for each in lengths), default=0)
     calls = []
     for i, (each, arrival) in enumerate(zip(lengths, arrivals or [0.0] * len(lengths), strict=True)):
-        own, answer = num_prefixes + 2 * i, num_prefixes + 2 * i + 1
+        text, answer = num_prefixes + 2 * i, num_prefixes + 2 * i + 1
         prefix = ((each.prefix, each.prefix_tokens),) if each.prefix_tokens else ()
-        calls.append(Call(arrival, (*prefix, (own, each.prompt)), each.output, answer, width, beam))
+        calls.append(Call(arrival, (*prefix, (text, each.prompt)), each.output, answer, width, beam))
     return calls
 
 

@@ -1,6 +1,7 @@
 """Parser with suggestions for mistyped flags and errors of one line."""
 
 import argparse
+import difflib
 import re
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -15,37 +16,12 @@ UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
 def closest(word: str, known: Iterable[str]) -> str | None:
-    """Return the known name that a mistyped or abbreviated one stands for; None if there is none or several.
-
-    A typo is one wrong, missing, further or transposed letter, or two in a word of more than six letters.
-    """
+    """Return the known name that a mistyped or abbreviated one stands for; None if no name is close to it."""
     names = [name for name in known if name != word]
-    most = 1 if len(word.strip("-")) <= 6 else 2
-    near = sorted((distance, name) for name in names if (distance := _typos(word, name, most)) <= most)
-    if near:
-        return near[0][1] if len(near) == 1 or near[0][0] < near[1][0] else None
+    if matches := difflib.get_close_matches(word, names, n=1, cutoff=0.83):
+        return matches[0]
     longer = [name for name in names if len(word.strip("-")) > 3 and name.startswith(word)]
     return longer[0] if len(longer) == 1 else None
-
-
-def _typos(word: str, name: str, most: int) -> int:
-    """Return the letters to change, insert, remove or transpose to turn one text into the other (Damerau, Levenshtein).
-
-    Args:
-        most: the result is only exact up to this number.
-    """
-    if abs(len(word) - len(name)) > most:
-        return most + 1
-    before: list[int] = []
-    last = list(range(len(name) + 1))
-    for i, a in enumerate(word, 1):
-        row = [i]
-        for j, b in enumerate(name, 1):
-            row.append(min(last[j] + 1, row[-1] + 1, last[j - 1] + (a != b)))
-            if i > 1 and j > 1 and (a, word[i - 2]) == (name[j - 2], b):
-                row[-1] = min(row[-1], before[j - 2] + 1)
-        before, last = last, row
-    return last[-1]
 
 
 def count(text: str) -> int:

@@ -16,9 +16,9 @@ from collections.abc import Mapping
 from contextlib import aclosing, suppress
 from typing import Any
 
+from jpaged.cli.closest import closest
 from jpaged.cli.model import Message, Model, open_model, sampling
 from jpaged.cli.model import add_flags as add_model_flags
-from jpaged.cli.parser import closest
 from jpaged.flags import ENGINE
 
 PEERS = ENGINE

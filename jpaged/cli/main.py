@@ -7,8 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 from types import ModuleType
 from typing import NoReturn
 
+from jpaged.cli.closest import closest
 from jpaged.cli.loading import exit_on_interrupt
-from jpaged.cli.parser import Parser, closest
+from jpaged.cli.parser import Parser
 
 COMMANDS = {
     "serve": "serve a model over HTTP with the OpenAI API",
@@ -79,10 +80,7 @@ def parser(command: str, module: ModuleType, prog: str) -> Parser:
         others = {name: load(name) for name in COMMANDS if name != command}
         return {f"jpaged {name}": parser(name, other, name).flags for name, other in others.items()}
 
-    made = Parser(
-        prog=prog, usage="%(prog)s [flags]", description=module.__doc__, peers=getattr(module, "PEERS", None),
-        flags_elsewhere=flags_elsewhere,
-    )  # fmt: skip
+    made = Parser(prog, module.__doc__, getattr(module, "PEERS", None), flags_elsewhere)
     module.add_flags(made)
     return made
 

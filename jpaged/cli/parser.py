@@ -1,27 +1,19 @@
 """Parser with suggestions for mistyped flags and errors of one line."""
 
 import argparse
-import difflib
 import re
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from jpaged.cli.closest import closest
 from jpaged.cli.config_file import read_config
 from jpaged.cli.peer_flags import Translation
 from jpaged.flags import Table
 
+Flags = Mapping[str, Collection[str]]  # of each command
 UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
-
-
-def closest(word: str, known: Iterable[str]) -> str | None:
-    """Return the known name that a mistyped or abbreviated one stands for; None if no name is close to it."""
-    names = [name for name in known if name != word]
-    if matches := difflib.get_close_matches(word, names, n=1, cutoff=0.83):
-        return matches[0]
-    longer = [name for name in names if len(word.strip("-")) > 3 and name.startswith(word)]
-    return longer[0] if len(longer) == 1 else None
 
 
 def count(text: str) -> int:
@@ -79,17 +71,19 @@ class Parser(argparse.ArgumentParser):
     If --config is one of the flags, it names a YAML file with more flags. The command line takes precedence.
 
     Args:
-        peers: flags of vLLM and SGLang that are accepted; `notices` of the parsed arguments tells of those without an
-            effect.
+        prog: name of the command in messages.
+        description: help text.
+        peers: flags of vLLM and SGLang that are accepted. The parsed arguments have `notices`, one for each of these
+            flags without an effect.
         flags_elsewhere: returns the flags of the other commands, for errors about a flag of another command.
     """
 
     def __init__(
-        self, *args: Any, peers: Table | None = None,
-        flags_elsewhere: Callable[[], Mapping[str, Collection[str]]] | None = None, **options: Any,
-    ):  # fmt: skip
-        super().__init__(*args, **{"allow_abbrev": False, "formatter_class": HelpFormatter, **options})
-        self._peers, self._flags_elsewhere = peers, flags_elsewhere or dict
+        self, prog: str, description: str | None, peers: Table | None, flags_elsewhere: Callable[[], Flags] = dict
+    ):
+        usage = "%(prog)s [flags]"
+        super().__init__(prog, usage, description, allow_abbrev=False, formatter_class=HelpFormatter)
+        self._peers, self._flags_elsewhere = peers, flags_elsewhere
 
     @property
     def flags(self) -> Collection[str]:
@@ -102,7 +96,7 @@ class Parser(argparse.ArgumentParser):
         words = self._known(args or (), translation)
         if path := self._config(words):
             try:
-                words_of_file = read_config(path, self._option_string_actions, closest, self._peers)
+                words_of_file = read_config(path, self._option_string_actions, self._peers)
             except (ValueError, OSError) as error:
                 self.error(f"--config: {' '.join(str(error).split())}")
             namespace = super().parse_args(self._known(words_of_file, translation), namespace)

@@ -60,7 +60,7 @@ QUANTIZATIONS = {None: 16.0, "int8": 8.0, "fp8": 8.0, "int4": 4 + 20 / 128}
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `jpaged plan`."""
-    defaults, limits = Deployment.__dataclass_fields__, LatencyLimits()
+    defaults = Deployment.__dataclass_fields__
     add = parser.add_argument_group("deployment").add_argument
     add("--gpu", choices=tuple(GPUS), default="h100", help="kind of the GPUs")
     add("--model", default="llama-3-8b", metavar="MODEL",
@@ -86,7 +86,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", metavar="MODEL", help="tokenizer that counts the tokens of --workload file")
     parser.add_argument("--seed", type=int, default=0, help="seed of lengths and arrivals")
 
-    group = parser.add_argument_group("load")
+    _add_load_flags(parser.add_argument_group("load"))
+    add_out_flag(parser.add_argument_group("report"))
+
+
+def _add_load_flags(group: argparse._ArgumentGroup) -> None:
+    limits = LatencyLimits()
     one_of = group.add_mutually_exclusive_group().add_argument
     one_of("--users", type=_users, nargs="+", metavar="N", help="numbers of users, instead of a search")
     one_of(
@@ -101,7 +106,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="limit of the 99th percentile of time to first token")  # fmt: skip
     add("--max-tpot", type=_positive, default=limits.tpot, metavar="SECONDS",
         help="limit of the 99th percentile of time per output token")  # fmt: skip
-    add_out_flag(parser.add_argument_group("report"))
 
 
 def _users(text: str) -> int:

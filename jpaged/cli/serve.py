@@ -46,8 +46,28 @@ PEERS = ENGINE
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `jpaged serve`."""
     parser.usage = "%(prog)s [MODEL] [flags]"
-    defaults = ServerConfig()
-    add = parser.add_argument_group("server").add_argument
+    _add_server_flags(parser.add_argument_group("server"), ServerConfig())
+    _add_access_flags(parser.add_argument_group("access control"))
+    add = parser.add_argument_group("replicas").add_argument
+    add("--ray", action="store_true", help="serve with Ray Serve: needs the extra jpaged[ray]")
+    text = "number of engines behind one address, or MIN:MAX to follow the load; needs --ray (default: 1)"
+    add("--replicas", metavar="N", help=text)
+    parser.add_argument_group("trainers").add_argument(
+        "--enable-weight-updates",
+        action="store_true",
+        help="serve /pause, /resume, /update_weights, /sleep and /wake_up to clients with an API key",
+    )
+    _add_chat_flags(parser.add_argument_group("chat"))
+    add_settings(parser, EngineConfig, positional="model")
+    add_settings(parser, Nodes)
+    parser.epilog = (
+        "Flags of vLLM and SGLang are accepted too: some set a flag of this list, some are not needed (a notice says "
+        "why), and the others are refused with a reason."
+    )
+
+
+def _add_server_flags(group: argparse._ArgumentGroup, defaults: ServerConfig) -> None:
+    add = group.add_argument
     add("--config", metavar="FILE",
         help="YAML file with flags as keys, such as max-model-len: 32k; the command line takes precedence")  # fmt: skip
     add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all network interfaces")
@@ -73,7 +93,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--access-log", default="-", metavar="FILE",
         help="file for one line of JSON per request; -: standard error; none: no access log")  # fmt: skip
 
-    add = parser.add_argument_group("access control").add_argument
+
+def _add_access_flags(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
     add("--api-key", metavar="KEY", nargs="+", default=[],
         help=f"require one of these keys; the environment variable {API_KEY_VARIABLE} adds one")  # fmt: skip
     add("--api-key-file", metavar="FILE", type=existing_file, help="file with further keys, one per line")
@@ -89,18 +111,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--ssl-ca-certs", metavar="FILE", type=existing_file,
         help="require client certificates signed by one of these")  # fmt: skip
 
-    add = parser.add_argument_group("replicas").add_argument
-    add("--ray", action="store_true", help="serve with Ray Serve: needs the extra jpaged[ray]")
-    add("--replicas", metavar="N",
-        help="number of engines behind one address, or MIN:MAX to follow the load; needs --ray (default: 1)",
-    )  # fmt: skip
 
-    add = parser.add_argument_group("trainers").add_argument
-    add("--enable-weight-updates", action="store_true",
-        help="serve /pause, /resume, /update_weights, /sleep and /wake_up to clients with an API key",
-    )  # fmt: skip
-
-    add = parser.add_argument_group("chat").add_argument
+def _add_chat_flags(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
     add("--chat-template", metavar="FILE", type=existing_file, help="Jinja template instead of the model's own")
     add("--default-chat-template-kwargs", metavar="JSON", action=Object,
         help="variables of the chat template for requests that do not set them (default: none)")  # fmt: skip
@@ -113,12 +126,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="ignore unknown fields of requests instead of rejecting them")  # fmt: skip
     add("--tool-call-parser", choices=("auto", "none", *sorted(FORMATS)), default="auto",
         help="format of the model's tool calls; auto: detected from its chat template")  # fmt: skip
-    add_settings(parser, EngineConfig, positional="model")
-    add_settings(parser, Nodes)
-    parser.epilog = (
-        "Flags of vLLM and SGLang are accepted too: some set a flag of this list, some are not needed (a notice says "
-        "why), and the others are refused with a reason."
-    )
 
 
 def run(args: argparse.Namespace) -> None:

@@ -21,7 +21,7 @@ class Setting:
         low, above, below, high: the bounds of a number; `above` and `below` exclude their values.
         power_of_two: the number must be one.
         unit: the unit of a number, or the kind of a text, in upper case: a placeholder in --help.
-        flag: the name of the flag, if it is not that of the field.
+        flag: the name of the flag, if it differs from the name of the field.
     """
 
     help: str

@@ -1,10 +1,10 @@
 """The ops: their signatures, documentation and checks, in one place for all implementations.
 
-Every op is a pure function. Results have q's dtype, and depend on their own sequence only, bit for bit: neither on the
-other sequences of the batch nor on the chunks of a prompt. No slot that a sequence has not written enters a result.
+Every op is a pure function. Results have q's dtype. The bits of a sequence's result depend neither on the other
+sequences of the batch nor on the chunks of a prompt. A slot that no sequence has written never enters a result.
 
-A pool's head dim may be larger than that of q, k and v: the further columns hold zeros. This pads a head dim that a
-kernel does not have to one that it has. A pool may be float8_e4m3fn, with a scale per KV head for keys and values.
+A pool's head dim may be larger than the head dim of q, k and v: the further columns hold zeros. Thus a kernel serves
+smaller head dims than its own. A pool may be float8_e4m3fn, with a scale per KV head for keys and values.
 
 Arguments are arrays of jax or NumPy. The ops have no derivative: `jax.grad` through any of them is an error.
 
@@ -45,7 +45,7 @@ def load(module: str, tiles: Mapping[str, Tiles] | None = None) -> Implementatio
     code = importlib.import_module(module)
     decode, ragged = code.paged_decode_attention, code.ragged_paged_attention
     if tiles:
-        # Decode tokens are cut alike in decode steps and in mixed steps, because their bits must be the same.
+        # Decode steps and mixed steps cut decode tokens into the same tiles, because the bits must be the same.
         decode = partial(decode, tiles=tiles.get("decode"))
         ragged = partial(ragged, tiles=tiles.get("ragged"), decode_tiles=tiles.get("decode"))
     return Implementation(code.write_kv, code.copy_blocks, decode, ragged)

@@ -64,7 +64,7 @@ class AttentionOptions:
     Attributes:
         scale: the factor of q·k, above 0.
         soft_cap: c turns a score x = scale * q·k into c * tanh(x / c) (Gemma 2, arXiv 2408.00118).
-        window: a query sees only the last `window` tokens up to its own.
+        window: a query sees only the last `window` tokens, itself included.
         k_scale_k, v_scale_k: [K] float32, for fp8 pools only: the factors of the stored numbers.
         work: the implementation's lists of work for the batch and the window, from `Kernels.make_work`; None: the
             device makes them.

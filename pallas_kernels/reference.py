@@ -61,7 +61,7 @@ def paged_decode_attention(q_snh: jax.Array, contexts: Contexts, options: Attent
     k_pool, v_pool, block_tables_sw, context_lens_s = contexts
     num_seqs, num_heads, head_dim = q_snh.shape
     num_kv_heads, block_size, pool_head_dim = k_pool.shape[1:]
-    if num_seqs == 1:  # XLA computes products otherwise where they are not batched
+    if num_seqs == 1:  # XLA sums a product in another order if it is not batched
         q_snh, block_tables_sw, context_lens_s = (
             jnp.pad(x, [(0, 1)] + [(0, 0)] * (x.ndim - 1)) for x in (q_snh, block_tables_sw, context_lens_s)
         )
@@ -71,7 +71,7 @@ def paged_decode_attention(q_snh: jax.Array, contexts: Contexts, options: Attent
     tile_kv = blocks_per_tile * block_size
     group = num_heads // num_kv_heads
     q_skgh = pad_head_dim(q_snh[order_s], pool_head_dim).reshape(-1, num_kv_heads, group, pool_head_dim)
-    if group == 1:  # and where they have a vector in the place of a matrix
+    if group == 1:  # or if one of its matrices is a vector
         q_skgh = jnp.pad(q_skgh, ((0, 0), (0, 0), (0, 1), (0, 0)))
 
     def tile(i: jax.Array, carry: Carry) -> Carry:
@@ -128,7 +128,7 @@ def ragged_paged_attention(
             positions = jnp.where(rows < last, length - last + rows, -1)
             q = lax.dynamic_slice_in_dim(q_padded, row, TILE_Q)
             some = _attend(q, positions, pools, block_tables_sw[s], jnp.max(positions) + 1, options)
-            # Rows past the sequence get zeros here and their own result from the next sequence's tiles.
+            # Rows past the sequence get zeros here. The tiles of the next sequence overwrite them.
             return _update(out, some, row)
 
         tiles = jnp.where(decode_s[s], 0, (last - first + TILE_Q - 1) // TILE_Q)
@@ -173,7 +173,7 @@ def rotate(x_tnh: jax.Array, cos_t: jax.Array, sin_t: jax.Array) -> jax.Array:
 
 
 def quantize(x_tkh: jax.Array, dtype: Any, scale_k: jax.Array | None) -> jax.Array:
-    """Convert [T, K, H] to a pool's dtype: unchanged, or fp8 in units of its head's scale."""
+    """Convert [T, K, H] to a pool's dtype: unchanged, or to fp8 in units of the scale of each head."""
     if dtype != FP8:
         return x_tkh
     assert scale_k is not None
@@ -192,7 +192,7 @@ def _blocks(pool: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def _sum(x: jax.Array) -> jax.Array:
-    """Sum the last axis in an order that depends only on its size; that of XLA's sum depends on the others too."""
+    """Sum the last axis in an order that depends only on its size. XLA's sum depends on the other axes too."""
     while x.shape[-1] > 1:
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, x.shape[-1] % 2)])
         a, b = jnp.split(x, 2, axis=-1)

@@ -57,8 +57,8 @@ def version_number(release: str) -> int:
 def miscompilation(cuda_version: int | None) -> str | None:
     """Return why causal attention is unreliable under a CUDA version; None if it is reliable or unknown.
 
-    The bounds are those of jax's own Mosaic attention (jax/experimental/pallas/ops/gpu/attention_mgpu.py). The version
-    does not tell 12.9.0 from 12.9.1.
+    The bounds are from jax's Mosaic attention (jax/experimental/pallas/ops/gpu/attention_mgpu.py). The version does not
+    tell 12.9.0 from 12.9.1.
     """
     if cuda_version is None or not 12080 <= cuda_version < 12091:
         return None

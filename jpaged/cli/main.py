@@ -26,7 +26,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run a command line, by default that of the process.
+    """Run a command line; None: the command line of the process.
 
     Raises:
         SystemExit: status 1 for an error, 2 for a wrong command or flag, 130 after Ctrl-C.

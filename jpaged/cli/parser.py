@@ -105,7 +105,7 @@ class Parser(argparse.ArgumentParser):
         return namespace
 
     def _known(self, args: Sequence[str], translation: Translation) -> list[str]:
-        """Return the words of a command line with the command's own flags. An unknown flag is an error."""
+        """Return the words of a command line with the command's flags. An unknown flag is an error."""
         try:
             words = translation.words(args)
         except ValueError as error:

@@ -14,18 +14,18 @@ class Object(argparse.Action):
     """Action of a flag whose value is a JSON object; objects of several such flags are merged."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        """Add the object to those of earlier flags."""
+        """Merge the object with the objects of earlier flags."""
         if not isinstance(content := parsed(values), dict):
             raise argparse.ArgumentError(self, f"must be a JSON object, not {values}")
         setattr(namespace, self.dest, merged(getattr(namespace, self.dest, None) or {}, content))
 
 
 class Translation:
-    """Translation of a command line to jpaged's own flags.
+    """Translation of a command line to jpaged's flags.
 
     Args:
-        table: the other flags; None: there are none.
-        actions: actions of the command's own flags, by flag.
+        table: flags of vLLM and SGLang; None: none are accepted.
+        actions: argparse's actions of the command's flags, by flag.
 
     Attributes:
         notices: notices of the flags without an effect.
@@ -36,7 +36,7 @@ class Translation:
         self.notices: list[str] = []
 
     def words(self, args: Sequence[str]) -> list[str]:
-        """Return the words of a command line with own flags only; unknown flags stay as they are.
+        """Return the words of a command line with jpaged's flags only; unknown flags stay as they are.
 
         Raises:
             ValueError: a flag is not supported; the message has the flag, its value and the reason.
@@ -111,7 +111,7 @@ def _switch(name: str, value: str, action: argparse.Action) -> list[str]:
 
 
 def _value(flag: Flag, left: deque[str], word: str) -> Any:
-    """Return the value of a flag that follows it; that of a switch is True."""
+    """Take the value that follows a flag; the value of a switch is True."""
     if flag.nargs == 0:
         return True
     if flag.nargs == "+":

@@ -15,7 +15,7 @@ from jpaged.runtime.runner import ModelRunner
 
 
 class Rollouts(NamedTuple):
-    """Completions of prompts: B outputs of W tokens, those of a prompt one after the other.
+    """Completions of prompts: B outputs of W tokens. The outputs of one prompt follow each other.
 
     Entry i of a row belongs to its token i. A row of several turns has the prompt, then completions with observations
     between them.

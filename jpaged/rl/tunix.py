@@ -4,7 +4,7 @@
 
     cluster = RLCluster(actor=CausalModel(llama), ..., cluster_config=ClusterConfig(rollout_engine=rollout(), ...))
 
-Tunix calls `generate` with the actor's present parameters: on one mesh they are the actor's own arrays, and nothing is
+Tunix calls `generate` with the actor's present parameters. On one mesh these are the actor's arrays, and nothing is
 copied.
 """
 
@@ -45,7 +45,7 @@ class JpagedRollout(base_rollout.BaseRollout):
     Args:
         tokenizer: Tunix's adapter, for the ids of padding and of the end.
         settings: fields of `EngineConfig`.
-        engine_tokenizer: the engine's own tokenizer, a Hugging Face one or the name of one.
+        engine_tokenizer: tokenizer of the engine, a Hugging Face one or the name of one.
     """
 
     def __init__(

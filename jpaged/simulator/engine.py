@@ -78,7 +78,7 @@ class Clocked(Protocol):
 
 
 class VirtualEngine:
-    """Scheduler whose steps take the time of a cost model. No model runs: the tokens are those of the trace.
+    """Scheduler whose steps take the time of a cost model. No model runs: the tokens come from the trace.
 
     Args:
         on_plan: called during each step, with its plan scheduled and not committed.
@@ -183,7 +183,7 @@ class VirtualEngine:
 
 
 def branch(answer: int, index: int) -> int:
-    """Return the number of the text of an answer's output: that of the answer for the first output, else its own."""
+    """Return the number of the text of an output: the answer's number for the first output, a new one for others."""
     return -(answer * MAX_BRANCHES + index) if index else answer
 
 
@@ -227,8 +227,8 @@ def drive_steps(
     The id of a call's first request is "N.0" for the N-th call of the source, from 0 on.
 
     Args:
-        shares: run the outputs or beams of a request as one request, which shares blocks; otherwise each is a request
-            of its own, and the last one ends the call.
+        shares: run the outputs or beams of a call as one request, which shares blocks; otherwise each is a separate
+            request, and the last one ends the call.
         together: answers are known once no request runs any more, as in static batching.
     """
     running: dict[str, _Running] = {}

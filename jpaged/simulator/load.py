@@ -26,7 +26,7 @@ class Load(NamedTuple):
         users: users, or None for a request rate.
         tokens_per_s: sampled tokens per second.
         ttft, ttft_p99: median and 99th percentile of the time to first token.
-        tpot, tpot_p99: the same of the time per further token of output.
+        tpot, tpot_p99: median and 99th percentile of the time per further token of output.
         normalised: mean latency per token of output, of the requests that ended.
         running: mean number of running requests.
         kv_used: mean share of the KV blocks in use.
@@ -61,7 +61,7 @@ class LatencyLimits(NamedTuple):
 
 @dataclass(frozen=True)
 class Traffic:
-    """Lengths of requests, which repeat as often as necessary with texts of their own, and the users' habit.
+    """Lengths of requests, which repeat as often as necessary with new texts, and the time that users think.
 
     Attributes:
         think_s: seconds from an answer to the same user's next request.

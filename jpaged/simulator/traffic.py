@@ -22,7 +22,7 @@ class Call(NamedTuple):
         output: tokens of each output.
         answer: number of the output's text, with which a later prompt may contain it.
         width: number of outputs, or of beams.
-        beam: whether the outputs are those of a beam search.
+        beam: whether a beam search finds the outputs.
     """
 
     arrival: float
@@ -41,7 +41,7 @@ class Call(NamedTuple):
 def calls_of(
     lengths: Sequence[Lengths], arrivals: Iterable[float] | None = None, *, width: int = 1, beam: bool = False
 ) -> list[Call]:
-    """Return requests of some lengths, each with texts of its own after the prefix that it shares.
+    """Return requests of some lengths. After a shared prefix, no two requests have a text in common.
 
     Args:
         arrivals: seconds after the beginning, in ascending order; None: all at once.
@@ -110,7 +110,7 @@ class Arrivals(Protocol):
 
 
 class Schedule:
-    """Requests that arrive at their own times, whatever happens to the others (an open loop)."""
+    """Requests that arrive at fixed times, whatever happens to the others (an open loop)."""
 
     def __init__(self, calls: Sequence[Call]):
         self._calls, self._next = sorted(calls, key=lambda call: call.arrival), 0

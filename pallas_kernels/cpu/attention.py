@@ -1,8 +1,8 @@
 """Paged attention over the blocks of the pool, without copies of them.
 
-A unit of work is the queries of one KV head of a sequence: of its decode token, or of a tile of its prompt. The softmax
-is computed online over tiles of keys (arXiv 1805.02867), which lie at fixed places within a context. Therefore the
-result of a query has the same bits next to any other queries.
+A unit of work is one KV head of a sequence, with the queries of the decode token or of a tile of the prompt. The
+softmax is computed online over tiles of keys (arXiv 1805.02867), which lie at fixed places within a context. Therefore
+the result of a query has the same bits next to any other queries.
 
 Decode tokens have the numbers of a head in the lanes of a vector, and prompts have queries there.
 """
@@ -32,7 +32,7 @@ VERSION = 1  # part of the targets' names: executables on disk must not call a f
 
 
 class Spec(NamedTuple):
-    """The constants of a compiled function. `head_dim` is that of the pool, a multiple of the lanes."""
+    """The constants of a compiled function. `head_dim` is the pool's, a multiple of the lanes."""
 
     dtype: str
     num_kv_heads: int
@@ -92,7 +92,7 @@ class _Writer:
         return self.code.select(self._int(6, s).compare("!=", 0), rows * 0 + 1, (rows + (self.rows - 1)) // self.rows)
 
     def units(self) -> Value:
-        """Write the code that counts the units: those of all sequences, and one for the rows of none."""
+        """Write the code that counts the units: of all sequences, and one for the rows that no sequence owns."""
         code = self.code
         total = Variable(code.value(0, I64))
         with code.loop(0, self.call.size(4, 0)) as s:

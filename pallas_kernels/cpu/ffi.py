@@ -1,7 +1,7 @@
 """Compiled functions as targets of XLA's foreign function interface, which run on the threads of XLA's pool.
 
-The layouts are those of `xla/ffi/api/c_api.h`, whose header is part of jaxlib: version 0.x, in which fields are only
-added at the end of structures.
+The layouts are from `xla/ffi/api/c_api.h`, a header of jaxlib. In version 0.x of the interface, fields are only added
+at the end of structures.
 """
 
 import ctypes
@@ -60,7 +60,7 @@ def register(name: str, units: Callable[[CallFrame], Value], work: Callable[[Cal
 
     Args:
         units: writes the code that counts the units of a call's work.
-        work: writes the code of one unit, by its number. Units run at the same time.
+        work: writes the code of one unit, given its number. Units run at the same time.
     """
     with _lock:
         if name not in _engines:
@@ -164,7 +164,7 @@ def _leave(code: Code, job: Value) -> None:
 
 
 def _call_api(code: Code, api: Value, function: int, *fields: Value) -> Value:
-    """CallFrame a function of the interface with the structure of its arguments, and return whether it failed."""
+    """Call a function of the interface with the structure of its arguments, and return whether it failed."""
 
     def call(function: int, *fields: Value) -> Value:
         structure = code.scratch(2 + len(fields), I64)

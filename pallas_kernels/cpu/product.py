@@ -69,7 +69,7 @@ def _write_unit(dtype: str, call: CallFrame, unit: Value) -> None:
     load = loader(dtype, lanes)
     depth, outputs = call.size(0, 1), call.size(1, 0)
     x, weight, y = call.argument(0), call.argument(1), call.result(0)
-    rows = code.scratch(UNIT_T, I64)  # those of the unit that are computed
+    rows = code.scratch(UNIT_T, I64)  # the unit's rows that are computed
     partial = code.scratch(BLOCK * UNIT_O * lanes, F32)  # the sums up to a segment, [tiles, tile_t * tile_o, lanes]
 
     def tile(o: Value, num_o: int, r: Value, num_t: int, begin: Value, end: Value, place: Value) -> None:
@@ -86,7 +86,7 @@ def _write_unit(dtype: str, call: CallFrame, unit: Value) -> None:
         with code.when(begin.compare(">", 0)):
             for total, at in zip(sums, places):
                 total.set(code.load_vector(partial, at, F32, lanes))
-        # The next weights are those of the next outputs. Each tile requests other lines of them.
+        # Prefetch the weights of the next outputs. Each tile requests different cache lines.
         ahead = depth * num_o
         first = o + r // num_t * PREFETCHED % num_o
         with code.loop(begin, end, lanes) as k:

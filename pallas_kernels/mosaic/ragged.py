@@ -1,7 +1,7 @@
 """Ragged paged attention: chunks of prompts and decode tokens in one batch (Mosaic GPU, Hopper).
 
-Decode tokens take the kernels of `decode.py`, so their bits are those of a decode step. The rows of all
-others are cut into tiles of one sequence each. A thread block takes one tile and one KV head: one warpgroup copies KV
+The kernels of `decode.py` compute decode tokens, with the same bits as in a decode step. All other rows are cut into
+tiles of one sequence each. A thread block takes one tile and one KV head: one warpgroup copies KV
 blocks into a ring, each of the others computes 64 wgmma rows, which are tokens x query heads of that KV head. While
 the tensor cores multiply the weights of one tile with V and Q with the K of the next, the softmax of the next tile
 waits only for the second product (FlashAttention-3, arXiv 2407.08608, section 3.2); weights never leave the registers.
@@ -96,7 +96,7 @@ def _kernel(
         return first, end, position, key_start, key_end
 
     def own_rows(i: jax.Array, wg: jax.Array | int) -> tuple[jax.Array, ...]:
-        """Return a warpgroup's own rows [first, end), its first row of `q_smem` with a token, and the token's row."""
+        """Return the rows [first, end) of a warpgroup, its first row of `q_smem` with a token, and the token's row."""
         first, end, *_ = extent(i)
         start = tile_row_i_ref[i] + wg * tokens
         first, end = jnp.maximum(first, start), jnp.minimum(end, start + tokens)
@@ -322,7 +322,7 @@ def ragged_paged_attention(
     """Compute `Ops.ragged_paged_attention` in bfloat16 or float16.
 
     The softmax and all sums are float32. The weights are multiplied by V in q's dtype, or in float16 for an fp8 pool.
-    The temporary memory is that of `paged_decode_attention` and one copy of q.
+    Temporary memory: as much as `paged_decode_attention`, and one copy of q.
     """
     q_tnh, contexts, cu_q_lens_s1 = no_vmap("ragged_paged_attention in Mosaic", (q_tnh, contexts, cu_q_lens_s1))
     k_pool, dtype = contexts.k_pool, q_tnh.dtype

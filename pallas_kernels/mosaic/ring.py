@@ -37,8 +37,8 @@ class KVRing(NamedTuple):
     buffer, from which the filling warpgroup converts them into the ring: wgmma takes fp8 only along rows, which V's are
     not, and only for both operands.
 
-    The filling warpgroup must be the only one in its thread of the kernel and needs no barrier of its own between
-    boxes: one elected thread issues every copy, and every overwrite is ordered after the reads of the tile by `k_free`,
+    The filling warpgroup must be the only one in its thread of the kernel and needs no barrier between boxes: one
+    elected thread issues every copy, and every overwrite is ordered after the reads of the tile by `k_free`,
     `v_free` or `commit_smem`. Kernels with a ring are therefore compiled without automatic barriers.
     """
 

@@ -32,7 +32,7 @@ class RaggedWork(NamedTuple):
     """Work of all attention kernels in a mixed step.
 
     Attributes:
-        context_s1: [S + 1] int32: contexts; the last one is that of the rows after the last sequence, 0.
+        context_s1: [S + 1] int32: contexts, and a 0 for the rows after the last sequence.
     """
 
     tiles: QueryTiles
@@ -45,7 +45,7 @@ class WorkSizes(NamedTuple):
 
     Attributes:
         table_tokens: W B, tokens that a row of a block table holds.
-        window: a query sees only as many tokens; None: all.
+        window: see `AttentionOptions`.
     """
 
     num_heads: int
@@ -85,8 +85,8 @@ def ragged_work(
 def tokens_per_warpgroup(group: int) -> int:
     """Return the tokens of one warpgroup's 64 rows of the ragged kernel.
 
-    Its box of q starts at a multiple of TMA_ROWS rows. Tiles of a group that divides 64 always start there; those of
-    any other may have up to TMA_ROWS - 1 rows of an earlier token before their own.
+    A warpgroup's box of q starts at a multiple of TMA_ROWS rows. If the group divides 64, every tile starts there.
+    Otherwise a box may hold up to TMA_ROWS - 1 rows of an earlier token before the first row of the tile.
     """
     lead = 0 if WGMMA_ROWS % group == 0 else TMA_ROWS - math.gcd(TMA_ROWS, group)
     return (WGMMA_ROWS - lead) // group
@@ -97,10 +97,10 @@ def make_work(
     num_kv_heads: int, table_tokens: int, head_dim: int, pool_dtype: str, tiles: dict[str, tuning.Tiles],
     window: int | None, xp: Any,
 ) -> DecodeWork | RaggedWork:  # fmt: skip
-    """Return the work of a batch, that of a decode step if `cu_q_lens_s1` is None.
+    """Return the work of a mixed batch, or of a decode step if `cu_q_lens_s1` is None.
 
     Args:
-        tiles: configurations by "decode" and "ragged"; those of `tuning` if there are none.
+        tiles: configurations by "decode" and "ragged"; `tuning.find` gives a missing one.
         head_dim, pool_dtype: of the pools.
         xp: numpy or jax.numpy.
     """

@@ -154,7 +154,7 @@ def _oldest_key(position: jax.Array, window: int | None) -> jax.Array:
 
 
 def _widened(x_ch: jax.Array, dtype: Any) -> jax.Array:
-    """Convert pool entries to q's dtype. Bytes are fp8: their fields move to those of float16 (and NaN becomes 480)."""
+    """Convert pool entries to q's dtype. Bytes are fp8: their bit fields move to float16's (and NaN becomes 480)."""
     if x_ch.dtype != jnp.uint8:
         return x_ch
     bits_ch = x_ch.astype(jnp.uint16)

@@ -5,6 +5,7 @@ import types
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any, get_args, get_origin
 
 
@@ -17,9 +18,10 @@ class Setting:
         group: the heading in --help.
         default: the text of a default that the model or the device decides.
         choices: the allowed values of a text.
-        low, above, high: the bounds of a number; `above` excludes its value.
+        low, above, below, high: the bounds of a number; `above` and `below` exclude their values.
         power_of_two: the number must be one.
         unit: the unit of a number, or the kind of a text, in upper case: a placeholder in --help.
+        flag: the name of the flag, if it differs from the name of the field.
     """
 
     help: str
@@ -28,9 +30,11 @@ class Setting:
     choices: tuple[str, ...] | None = None
     low: float | None = None
     above: float | None = None
+    below: float | None = None
     high: float | None = None
     power_of_two: bool = False
     unit: str | None = None
+    flag: str | None = None
 
     @property
     def text(self) -> str:
@@ -45,7 +49,7 @@ class Setting:
         if self.low is not None and self.high is not None:
             bounds = f"between {self.low:g} and {self.high:g}"
         else:
-            parts = [("at least", self.low), ("above", self.above), ("at most", self.high)]
+            parts = [("at least", self.low), ("above", self.above), ("below", self.below), ("at most", self.high)]
             bounds = " and ".join(f"{words} {bound:g}" for words, bound in parts if bound is not None)
         return f"a power of two {bounds}" if self.power_of_two else bounds
 
@@ -53,10 +57,10 @@ class Setting:
         """Return whether a value of the right type is allowed."""
         if isinstance(value, str | Mapping):
             return not self.choices or value in self.choices
-        low, above, high = self.low, self.above, self.high
-        within = (low is None or value >= low) and (above is None or value > above) and (high is None or value <= high)
         finite = not isinstance(value, float) or math.isfinite(value)
-        return finite and within and not (self.power_of_two and value & (value - 1))
+        above_low = (self.low is None or value >= self.low) and (self.above is None or value > self.above)
+        below_high = (self.high is None or value <= self.high) and (self.below is None or value < self.below)
+        return finite and above_low and below_high and not (self.power_of_two and value & (value - 1))
 
 
 def setting(default: Any, help: str, *, group: str, by: str | None = None, **description: Any) -> Any:
@@ -72,26 +76,34 @@ def settings(config: type[Any]) -> Iterator[tuple[Field[Any], Setting]]:
 def kind(each: Field[Any]) -> tuple[type, bool]:
     """Return the type of a field's values, and whether None is one."""
     optional = isinstance(each.type, types.UnionType)
-    found = next(one for one in get_args(each.type) if one is not types.NoneType) if optional else each.type
-    found = get_origin(found) or found
-    assert isinstance(found, type)
-    return found, optional
+    stated = next(one for one in get_args(each.type) if one is not types.NoneType) if optional else each.type
+    expected = get_origin(stated) or stated
+    assert isinstance(expected, type)
+    return expected, optional
 
 
-KINDS = {str: "a text", bool: "true or false", int: "a whole number", float: "a number", Mapping: "a JSON object"}
+KINDS = {
+    str: "a text",
+    Path: "a path",
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    Mapping: "a JSON object",
+}
 
 
 def check(config: Any) -> None:
     """Check all settings of a dataclass. Raises ValueError with the field, the allowed values and the given one."""
     for each, description in settings(type(config)):
         value, (expected, optional) = getattr(config, each.name), kind(each)
+        name = description.flag or each.name
         if value is None and optional:
             continue
         number: Any = {int: Integral, float: Real}.get(expected)
         if not isinstance(value, number or expected) or (number and isinstance(value, bool)):
-            raise ValueError(f"{each.name}: must be {description.allowed or KINDS[expected]}, not {value!r}")
+            raise ValueError(f"{name}: must be {description.allowed or KINDS[expected]}, not {value!r}")
         if not description.allows(value):
-            raise ValueError(f"{each.name}: must be {description.allowed}, not {value!r}")
+            raise ValueError(f"{name}: must be {description.allowed}, not {value!r}")
 
 
 def merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import checkify
 
-from pallas_kernels.options import AttentionOptions, WriteOptions
+from pallas_kernels.options import AttentionOptions, Contexts, Pools, WriteOptions
 
 MAX_CONTEXT = 131_072  # tokens that a row of a block table can hold
 FP8 = jnp.dtype(jnp.float8_e4m3fn)
@@ -29,35 +29,33 @@ CPU_HEAD_DIM = 16  # head dims of pools for the CPU kernels are multiples of it
 
 def check_array(name: str, array: jax.Array, shape: Sequence[int], dtype: Any) -> None:
     """Raise ValueError unless `array` has this shape and dtype."""
-    given, expected = (array.shape, jnp.dtype(array.dtype)), (tuple(shape), jnp.dtype(dtype))
-    if given != expected:
-        raise ValueError(f"{name} is {given[1]}{list(given[0])}, expected {expected[1]}{list(expected[0])}")
+    expected = jnp.dtype(dtype)
+    if (array.shape, jnp.dtype(array.dtype)) != (tuple(shape), expected):
+        raise ValueError(f"{name} is {jnp.dtype(array.dtype)}{list(array.shape)}, expected {expected}{list(shape)}")
 
 
-def check_pools(k_pool: jax.Array, v_pool: jax.Array) -> tuple[int, int, int, int]:
+def check_pools(k_pool: jax.Array, v_pool: jax.Array) -> tuple[int, ...]:
     """Raise ValueError unless both pools are [P, K, B, H] of one shape and dtype, and return the shape."""
     if k_pool.ndim != 4 or math.prod(k_pool.shape) == 0:
         raise ValueError(f"k_pool has shape {list(k_pool.shape)}, expected [P, K, B, H] with none of them 0")
     check_array("v_pool", v_pool, k_pool.shape, k_pool.dtype)
-    p, k, b, h = k_pool.shape
-    return p, k, b, h
+    return k_pool.shape
 
 
 def check_write(
-    k_pool: jax.Array, v_pool: jax.Array, k_tkh: jax.Array, v_tkh: jax.Array, slot_mapping_t: jax.Array,
-    options: WriteOptions,
-) -> None:  # fmt: skip
+    pools: Pools, k_tkh: jax.Array, v_tkh: jax.Array, slot_mapping_t: jax.Array, options: WriteOptions
+) -> None:
     """Check the arguments of `Ops.write_kv`.
 
     Raises:
         ValueError: a shape or dtype is wrong.
     """
-    _, k, _, pool_h = check_pools(k_pool, v_pool)
+    (_, k, _, pool_h), pool_dtype = check_pools(*pools), pools[0].dtype
     if k_tkh.ndim != 3:
         raise ValueError(f"k_tkh has shape {list(k_tkh.shape)}, expected [T, K, H]")
     t, _, h = k_tkh.shape
     _check_head_dim("k_tkh", h, pool_h)
-    dtype = k_tkh.dtype if k_pool.dtype == FP8 else k_pool.dtype
+    dtype = k_tkh.dtype if pool_dtype == FP8 else pool_dtype
     check_array("k_tkh", k_tkh, (t, k, h), dtype)
     check_array("v_tkh", v_tkh, (t, k, h), dtype)
     check_array("slot_mapping_t", slot_mapping_t, (t,), jnp.int32)
@@ -76,12 +74,12 @@ def check_write(
                 f"q_tnh has shape {list(options.q_tnh.shape)}, expected [T, N, H] with N a multiple of {k}"
             )
         check_array("q_tnh", options.q_tnh, (t, options.q_tnh.shape[1], h), dtype)
-    _check_scales(k_pool.dtype, k, options)
+    _check_scales(pool_dtype, k, options)
 
 
 def check_attention(
-    q: jax.Array, k_pool: jax.Array, v_pool: jax.Array, block_tables_sw: jax.Array, context_lens_s: jax.Array,
-    cu_q_lens_s1: jax.Array | None, decode_s: jax.Array | None, options: AttentionOptions,
+    q: jax.Array, contexts: Contexts, cu_q_lens_s1: jax.Array | None, decode_s: jax.Array | None,
+    options: AttentionOptions,
 ) -> None:  # fmt: skip
     """Check the arguments of the attention ops (`cu_q_lens_s1` None: decode).
 
@@ -89,6 +87,7 @@ def check_attention(
         ValueError: a shape, a dtype or an option is wrong.
         NotImplementedError: a block table holds more than MAX_CONTEXT tokens.
     """
+    k_pool, v_pool, block_tables_sw, context_lens_s = contexts
     _, k, b, pool_h = check_pools(k_pool, v_pool)
     if q.ndim != 3:
         raise ValueError(f"q has shape {list(q.shape)}, expected [rows, N, H]")
@@ -114,6 +113,11 @@ def check_attention(
         raise NotImplementedError(
             f"block_tables_sw holds {w} blocks of {b} = {w * b} tokens, supported are {MAX_CONTEXT}"
         )
+    _check_scores(options)
+    _check_scales(k_pool.dtype, k, options)
+
+
+def _check_scores(options: AttentionOptions) -> None:
     scale, soft_cap, window = options.scale, options.soft_cap, options.window
     if isinstance(scale, (int, float)) and not (math.isfinite(scale) and scale > 0):
         raise ValueError(f"scale must be a finite number above 0, not {scale}")
@@ -121,7 +125,6 @@ def check_attention(
         raise ValueError(f"soft_cap must be a finite number above 0, not {soft_cap}")
     if window is not None and (not isinstance(window, int) or window < 1):
         raise ValueError(f"window must be a whole number of tokens from 1, not {window}")
-    _check_scales(k_pool.dtype, k, options)
 
 
 def check_copy(pool: jax.Array, sources_c: jax.Array, destinations_c: jax.Array) -> None:
@@ -215,11 +218,9 @@ def check_slots(slot_mapping_t: jax.Array, num_blocks: int, block_size: int) -> 
     checkify.check(~twice.any(), "slot_mapping_t: slot {slot} is written by two tokens", slot=jnp.asarray(slot))
 
 
-def check_batch(
-    q: jax.Array, k_pool: jax.Array, v_pool: jax.Array, block_tables_sw: jax.Array, context_lens_s: jax.Array,
-    cu_q_lens_s1: jax.Array | None,
-) -> None:  # fmt: skip
+def check_batch(q: jax.Array, contexts: Contexts, cu_q_lens_s1: jax.Array | None) -> None:
     """Raise ValueError (checkify's) for lengths that don't fit together, or a block in use outside the pool."""
+    k_pool, _, block_tables_sw, context_lens_s = contexts
     num_rows, (num_blocks, _, block_size, _) = q.shape[0], k_pool.shape
     w = block_tables_sw.shape[1]
     _check_range("context_lens_s", context_lens_s, 0, w * block_size, f"a table of {w} blocks of {block_size}")

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +65,25 @@ GROUPS = {
 ATTENTION_COST = {"triton": "expect lower throughput", "reference": "expect much lower throughput"}
 
 
+class DeviceFacts(NamedTuple):
+    """DeviceFacts as jax describes it; `capability` is None if it is unknown."""
+
+    platform: str
+    kind: str
+    capability: float | None
+
+
+class ModelSizes(NamedTuple):
+    """Sizes and dtypes of a model that decide which program can serve it: see `Subject`."""
+
+    dtype: str
+    pool_dtype: str
+    head_dim: int
+    num_heads: int
+    num_kv_heads: int
+    block_size: int
+
+
 @dataclass(frozen=True)
 class Choice:
     """Implementation of one op, and the reason for it."""
@@ -118,15 +137,13 @@ def select(
 ) -> Kernels:
     """Choose the implementation `name` for a device and the shapes of a model.
 
-    "auto" takes, on an NVIDIA GPU, the first that can serve the model of Mosaic (Hopper) and Triton (Ampere and later),
-    and on a CPU the compiled kernels if llvmlite is installed, else the reference. With a self-test, it takes for each
-    op the first that also passes its test there.
+    "auto" takes the first of Mosaic (Hopper) and Triton (from Ampere on) that can serve the model on an NVIDIA GPU, and
+    for each op that passes its self-test; on a CPU the compiled kernels if llvmlite is installed, else the reference.
 
     Args:
         name: "auto", "reference", "mosaic", "triton" or "cpu".
         platform, device_kind, compute_capability: as a jax device gives them; capability None if unknown.
-        dtype: dtype of q, k and v.
-        pool_dtype: dtype of the pools; None: `dtype`; "float8_e4m3fn" for fp8 pools.
+        dtype, pool_dtype: of q, k and v, and of the pools (None: `dtype`; "float8_e4m3fn" for fp8 pools).
         debug: the ops also check the values of tables, lengths and slots; see `Ops`.
         self_test: tests the ops on the device first. None tests nothing, for callers without the device.
 
@@ -136,16 +153,12 @@ def select(
     """
     if name not in NAMES:
         raise ValueError(f"kernels must be one of {', '.join(NAMES)}, not {name!r}")
-    model = dict(
-        dtype=dtype, pool_dtype=pool_dtype or dtype, head_dim=head_dim,
-        num_heads=num_heads, num_kv_heads=num_kv_heads, block_size=block_size,
-    )  # fmt: skip
-    if name == "reference":
-        kernels = _kernels({}, dict.fromkeys(GROUPS, "asked for"), head_dim)
-    elif name == "auto" and not _programs(platform):
-        kernels = _kernels({}, dict.fromkeys(GROUPS, f"the device is a {device_kind} ({platform})"), head_dim)
+    model = ModelSizes(dtype, pool_dtype or dtype, head_dim, num_heads, num_kv_heads, block_size)
+    if name == "reference" or (name == "auto" and not _programs(platform)):
+        reason = "asked for" if name == "reference" else f"the device is a {device_kind} ({platform})"
+        kernels = _kernels({}, dict.fromkeys(GROUPS, reason), head_dim)
     else:
-        kernels = _choose(name, platform, device_kind, compute_capability, model, self_test)
+        kernels = _choose(name, DeviceFacts(platform, device_kind, compute_capability), model, self_test)
     return replace(kernels, debug=debug)
 
 
@@ -172,14 +185,7 @@ def select_for(
         ValueError: the config lacks a field, or `name` is unknown.
         NotImplementedError: `name` can't run or failed its self-test; the message has the reason.
     """
-
-    def read(*names: str, default: Any = None) -> Any:
-        values = (model.get(name) if isinstance(model, Mapping) else getattr(model, name, None) for name in names)
-        found = next((value for value in values if value is not None), default)
-        if found is None:
-            raise ValueError(f"model: has no {' or '.join(names)}")
-        return found
-
+    read = partial(_read, model)
     num_heads = read("num_attention_heads")
     dtype = read("dtype", "torch_dtype") if dtype is None else dtype
     if str(dtype).startswith("torch."):
@@ -192,6 +198,15 @@ def select_for(
     )  # fmt: skip
 
 
+def _read(model: Any, *names: str, default: Any = None) -> Any:
+    """Return the first of some fields of a model's config that it has."""
+    values = (model.get(name) if isinstance(model, Mapping) else getattr(model, name, None) for name in names)
+    value = next((value for value in values if value is not None), default)
+    if value is None:
+        raise ValueError(f"model: has no {' or '.join(names)}")
+    return value
+
+
 def compute_capability(device: jax.Device) -> float | None:
     """Return a GPU's compute capability, such as 9.0; None for other devices."""
     try:
@@ -200,20 +215,17 @@ def compute_capability(device: jax.Device) -> float | None:
         return None
 
 
-def _choose(
-    name: str, platform: str, device_kind: str, capability: float | None, model: dict[str, Any],
-    self_test: SelfTest | None,
-) -> Kernels:  # fmt: skip
+def _choose(name: str, device: DeviceFacts, model: ModelSizes, self_test: SelfTest | None) -> Kernels:
     """Choose for each group of ops the first program that can serve the model and that passes its self-test."""
     subjects: dict[str, Subject] = {}
     chosen: dict[str, str] = {}  # group -> program
     refused: dict[str, list[str]] = {group: [] for group in GROUPS}  # the reasons against earlier programs
     tests: list[Result] = []
-    for program in _programs(platform) if name == "auto" else (name,):
-        if unsupported := _unsupported(program, platform, device_kind, capability, model):
+    for program in _programs(device.platform) if name == "auto" else (name,):
+        if unsupported := _unsupported(program, device, model):
             failures = dict.fromkeys(GROUPS, unsupported)
         else:
-            subjects[program] = _subject(program, device_kind, model)
+            subjects[program] = _subject(program, device.kind, model)
             results = self_test.run(subjects[program]) if self_test else ()
             tests += results
             failures = _failures(program, results)
@@ -228,14 +240,15 @@ def _choose(
             break
     for group, program in {**dict.fromkeys(GROUPS, "reference"), **chosen}.items():
         # Without llvmlite a CPU has no other implementation, and the reference is no surprise.
-        expected = next(iter(subjects), program if platform == "cpu" else None)
+        expected = next(iter(subjects), program if device.platform == "cpu" else None)
         if program != expected:
             label = PROGRAMS[program].label if program in PROGRAMS else "the jnp reference"
             cost = ATTENTION_COST[program] if group == "attention" else "expect slower steps"
             logger.warning("%s: running on %s, %s (%s)", group, label, cost, "; ".join(refused[group]))
-    because = "asked for" if name != "auto" else f"the device is a {device_kind}" + " (cpu)" * (platform == "cpu")
+    because = "asked for" if name != "auto" else f"the device is a {device.kind}"
+    because += " (cpu)" * (name == "auto" and device.platform == "cpu")
     reasons = {group: "; ".join([because, *refused[group]]) for group in GROUPS}
-    head_dim = next((subjects[program].pool_head_dim for program in chosen.values()), model["head_dim"])
+    head_dim = next((subjects[program].pool_head_dim for program in chosen.values()), model.head_dim)
     return _kernels({group: subjects[program] for group, program in chosen.items()}, reasons, head_dim, tests)
 
 
@@ -292,27 +305,26 @@ def _work_maker(subject: Subject) -> Callable[..., Any] | None:
     )  # fmt: skip
 
 
-def _subject(program: str, device_kind: str, model: dict[str, Any]) -> Subject:
+def _subject(program: str, device_kind: str, model: ModelSizes) -> Subject:
+    tiles: dict[str, tuning.Tiles] = {}
     if program == "cpu":
-        pool_head_dim = -(-model["head_dim"] // checks.CPU_HEAD_DIM) * checks.CPU_HEAD_DIM
-        return Subject(program, PROGRAMS[program].module, device_kind, pool_head_dim=pool_head_dim, **model)
-    pool_head_dim = next(h for h in checks.HEAD_DIMS if h >= model["head_dim"])
-    tiles = {
-        op: tuning.find(f"{program}.{op}", device_kind, pool_head_dim, model["pool_dtype"])
-        for op in ("decode", "ragged")
-    }
-    return Subject(program, PROGRAMS[program].module, device_kind, pool_head_dim=pool_head_dim, tiles=tiles, **model)
+        pool_head_dim = -(-model.head_dim // checks.CPU_HEAD_DIM) * checks.CPU_HEAD_DIM
+    else:
+        pool_head_dim = next(h for h in checks.HEAD_DIMS if h >= model.head_dim)
+        for op in ("decode", "ragged"):
+            tiles[op] = tuning.find(f"{program}.{op}", device_kind, pool_head_dim, model.pool_dtype)
+    fields = model._asdict()
+    return Subject(program, PROGRAMS[program].module, device_kind, pool_head_dim=pool_head_dim, tiles=tiles, **fields)
 
 
-def _unsupported(
-    name: str, platform: str, device_kind: str, capability: float | None, model: dict[str, Any]
-) -> str | None:
+def _unsupported(name: str, device: DeviceFacts, model: ModelSizes) -> str | None:
     """Return the reason why a program can't serve a model on a device; None if it can."""
     program = PROGRAMS[name]
-    if not program.runs_on(platform, capability):
-        return f"{program.label} kernels need {program.needs}, this is a {device_kind} ({capability or platform})"
+    if not program.runs_on(device.platform, device.capability):
+        detail = device.capability or device.platform
+        return f"{program.label} kernels need {program.needs}, this is a {device.kind} ({detail})"
     if name == "mosaic" and (miscompiled := toolchain.miscompilation(toolchain.cuda_version())):
         return miscompiled
     # Loaded only where it is used: it brings jax's GPU lowering or llvmlite with it.
-    reason: str | None = importlib.import_module(program.module).unsupported(**model)
+    reason: str | None = importlib.import_module(program.module).unsupported(**model._asdict())
     return reason

@@ -1,10 +1,10 @@
 """The ops: their signatures, documentation and checks, in one place for all implementations.
 
-Every op is a pure function. Results have q's dtype, and depend on their own sequence only, bit for bit: neither on the
-other sequences of the batch nor on the chunks of a prompt. No slot that a sequence has not written enters a result.
+Every op is a pure function. Results have q's dtype. The bits of a sequence's result depend neither on the other
+sequences of the batch nor on the chunks of a prompt. A slot that no sequence has written never enters a result.
 
-A pool's head dim may be larger than that of q, k and v: the further columns hold zeros. This pads a head dim that a
-kernel does not have to one that it has. A pool may be float8_e4m3fn, with a scale per KV head for keys and values.
+A pool's head dim may be larger than the head dim of q, k and v: the further columns hold zeros. Thus a kernel serves
+smaller head dims than its own. A pool may be float8_e4m3fn, with a scale per KV head for keys and values.
 
 Arguments are arrays of jax or NumPy. The ops have no derivative: `jax.grad` through any of them is an error.
 
@@ -14,7 +14,7 @@ implementation does not support.
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import checks
-from pallas_kernels.options import AttentionOptions, OutputAndLse, WriteOptions, Written
+from pallas_kernels.options import AttentionOptions, Contexts, OutputAndLse, Pools, WriteOptions, Written
 from pallas_kernels.transforms import no_derivative
 from pallas_kernels.tuning import Tiles
 
@@ -34,26 +34,21 @@ class Implementation(NamedTuple):
     `decode_s` before the options.
     """
 
-    write_kv: Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, WriteOptions], Written]
+    write_kv: Callable[[Pools, jax.Array, jax.Array, jax.Array, WriteOptions], Written]
     copy_blocks: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-    paged_decode_attention: Callable[
-        [jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, AttentionOptions], OutputAndLse
-    ]
-    ragged_paged_attention: Callable[
-        [jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None, AttentionOptions],
-        OutputAndLse,
-    ]
+    paged_decode_attention: Callable[[jax.Array, Contexts, AttentionOptions], OutputAndLse]
+    ragged_paged_attention: Callable[[jax.Array, Contexts, jax.Array, jax.Array | None, AttentionOptions], OutputAndLse]
 
 
 def load(module: str, tiles: Mapping[str, Tiles] | None = None) -> Implementation:
     """Import an implementation, and bind its attention functions to their tiles by "decode" and "ragged"."""
-    found = importlib.import_module(module)
-    decode, ragged = found.paged_decode_attention, found.ragged_paged_attention
+    code = importlib.import_module(module)
+    decode, ragged = code.paged_decode_attention, code.ragged_paged_attention
     if tiles:
-        # Decode tokens are cut alike in decode steps and in mixed steps, because their bits must be the same.
+        # Decode steps and mixed steps cut decode tokens into the same tiles, because the bits must be the same.
         decode = partial(decode, tiles=tiles.get("decode"))
         ragged = partial(ragged, tiles=tiles.get("ragged"), decode_tiles=tiles.get("decode"))
-    return Implementation(found.write_kv, found.copy_blocks, decode, ragged)
+    return Implementation(code.write_kv, code.copy_blocks, decode, ragged)
 
 
 @dataclass(frozen=True)
@@ -98,14 +93,14 @@ class Ops:
         Returns:
             Both pools, with `q_tnh` also the rotated queries: a GPU rotates them in the same launch.
         """
-        k_pool, v_pool, k_tkh, v_tkh, slot_mapping_t, *optional = _arrays(
-            "write_kv", k_pool, v_pool, k_tkh, v_tkh, slot_mapping_t, cos_t, sin_t, k_scale_k, v_scale_k, q_tnh
+        pools, k_tkh, v_tkh, slot_mapping_t, *optional = _arrays(
+            "write_kv", (k_pool, v_pool), k_tkh, v_tkh, slot_mapping_t, cos_t, sin_t, k_scale_k, v_scale_k, q_tnh
         )
         options = WriteOptions(*optional)
-        checks.check_write(k_pool, v_pool, k_tkh, v_tkh, slot_mapping_t, options)
+        checks.check_write(pools, k_tkh, v_tkh, slot_mapping_t, options)
         if self.debug:
-            checks.check_slots(slot_mapping_t, k_pool.shape[0], k_pool.shape[2])
-        written = self.implementation.write_kv(k_pool, v_pool, k_tkh, v_tkh, slot_mapping_t, options)
+            checks.check_slots(slot_mapping_t, pools[0].shape[0], pools[0].shape[2])
+        written = self.implementation.write_kv(pools, k_tkh, v_tkh, slot_mapping_t, options)
         return tuple(array for array in written if array is not None)
 
     def copy_blocks(self, pool: jax.Array, sources_c: jax.Array, destinations_c: jax.Array) -> jax.Array:
@@ -151,15 +146,9 @@ class Ops:
         Returns:
             [S, N, H], with `return_lse` also [S, N] float32.
         """
-        q_snh, k_pool, v_pool, block_tables_sw, context_lens_s, k_scale_k, v_scale_k = _arrays(
-            "paged_decode_attention", q_snh, k_pool, v_pool, block_tables_sw, context_lens_s, k_scale_k, v_scale_k
-        )
-        batch = k_pool, v_pool, block_tables_sw, context_lens_s
+        contexts = Contexts(k_pool, v_pool, block_tables_sw, context_lens_s)
         options = AttentionOptions(scale, soft_cap, window, k_scale_k, v_scale_k, work)
-        checks.check_attention(q_snh, *batch, None, None, options)
-        if self.debug:
-            checks.check_batch(q_snh, *batch, None)
-        out = self.implementation.paged_decode_attention(q_snh, *batch, options)
+        out = self._attend("paged_decode_attention", q_snh, contexts, (), options)
         return out if return_lse else out[0]
 
     def ragged_paged_attention(
@@ -195,17 +184,24 @@ class Ops:
         Returns:
             [T, N, H], with `return_lse` also [T, N] float32; queries that no sequence owns are 0.
         """
-        q_tnh, k_pool, v_pool, block_tables_sw, context_lens_s, cu_q_lens_s1, decode_s, k_scale_k, v_scale_k = _arrays(
-            "ragged_paged_attention",
-            q_tnh, k_pool, v_pool, block_tables_sw, context_lens_s, cu_q_lens_s1, decode_s, k_scale_k, v_scale_k,
-        )  # fmt: skip
-        batch = k_pool, v_pool, block_tables_sw, context_lens_s, cu_q_lens_s1
+        contexts = Contexts(k_pool, v_pool, block_tables_sw, context_lens_s)
         options = AttentionOptions(scale, soft_cap, window, k_scale_k, v_scale_k, work)
-        checks.check_attention(q_tnh, *batch, decode_s, options)
-        if self.debug:
-            checks.check_batch(q_tnh, *batch)
-        out = self.implementation.ragged_paged_attention(q_tnh, *batch, decode_s, options)
+        out = self._attend("ragged_paged_attention", q_tnh, contexts, (cu_q_lens_s1, decode_s), options)
         return out if return_lse else out[0]
+
+    def _attend(
+        self, op: str, q: jax.Array, contexts: Contexts, rows: tuple[Any, ...], options: AttentionOptions
+    ) -> OutputAndLse:
+        """Check the arguments of an attention op and run it; `rows` are `cu_q_lens_s1` and `decode_s`, () of decode."""
+        scales = options.k_scale_k, options.v_scale_k
+        q, contexts, rows, (k_scale_k, v_scale_k) = _arrays(op, q, contexts, rows, scales)
+        options = replace(options, k_scale_k=k_scale_k, v_scale_k=v_scale_k)
+        cu_q_lens_s1, decode_s = rows or (None, None)
+        checks.check_attention(q, contexts, cu_q_lens_s1, decode_s, options)
+        if self.debug:
+            checks.check_batch(q, contexts, cu_q_lens_s1)
+        out: OutputAndLse = getattr(self.implementation, op)(q, contexts, *rows, options)
+        return out
 
 
 def _arrays(op: str, *arrays: Any) -> tuple[Any, ...]:

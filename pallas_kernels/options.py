@@ -1,7 +1,7 @@
 """The optional arguments of the ops, as values that a wrapper checks once and every implementation takes."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -12,6 +12,26 @@ Ref = Any
 Pools = tuple[jax.Array, jax.Array]  # of keys and of values
 Written = tuple[jax.Array, jax.Array, jax.Array | None]  # pools, and rotated queries if they were given
 OutputAndLse = tuple[jax.Array, jax.Array]  # and the log-sum-exp
+
+
+class Contexts(NamedTuple):
+    """Keys and values of sequences in the blocks of pools.
+
+    Attributes:
+        k_pool, v_pool: [P, K, B, H].
+        block_tables_sw: [S, W] int32: the blocks of each sequence.
+        context_lens_s: [S] int32: tokens of each sequence; 0: padding.
+    """
+
+    k_pool: jax.Array
+    v_pool: jax.Array
+    block_tables_sw: jax.Array
+    context_lens_s: jax.Array
+
+    @property
+    def table_tokens(self) -> int:
+        """W B: the tokens that a row of a block table can hold."""
+        return self.block_tables_sw.shape[1] * self.k_pool.shape[2]
 
 
 @dataclass(frozen=True)
@@ -44,7 +64,7 @@ class AttentionOptions:
     Attributes:
         scale: the factor of q·k, above 0.
         soft_cap: c turns a score x = scale * q·k into c * tanh(x / c) (Gemma 2, arXiv 2408.00118).
-        window: a query sees only the last `window` tokens up to its own.
+        window: a query sees only the last `window` tokens, itself included.
         k_scale_k, v_scale_k: [K] float32, for fp8 pools only: the factors of the stored numbers.
         work: the implementation's lists of work for the batch and the window, from `Kernels.make_work`; None: the
             device makes them.

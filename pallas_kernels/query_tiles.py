@@ -12,7 +12,7 @@ class QueryTiles(NamedTuple):
     Attributes:
         first_row_s1, row_end_s1: [S + 1] int32: the rows of each sequence.
         seq_i: [I] int32: sequence of a tile, -1 = no tile.
-        row_i: [I] int32: first row of a tile, which may lie up to `align - 1` rows before the sequence's own.
+        row_i: [I] int32: first row of a tile, up to `align - 1` rows before the sequence's first row.
     """
 
     first_row_s1: jax.Array

@@ -1,8 +1,8 @@
 """Self-test of the ops of an implementation on the device, before anything depends on them.
 
-`SelfTest.run` starts a process that runs each op on one small case and compares it with the reference (trial.py). A
-process of its own is needed because a wrong kernel can hang, abort, or leave the device unusable for its process.
-Results are stored on disk, so a start with the same device, software and shapes costs nothing.
+`SelfTest.run` starts a process that runs each op on one small case and compares it with the reference (trial.py). The
+ops run in another process because a wrong kernel can hang, abort, or leave the device unusable for its process. Results
+are stored on disk: a second start with the same device, software and shapes runs no test.
 """
 
 import contextlib
@@ -122,7 +122,7 @@ class SelfTest:
         return cls(folder, device=device.local_hardware_id, retest=retest)
 
     def run(self, subject: Subject) -> tuple[Result, ...]:
-        """Return one result per test: the stored ones, and those of the tests that had to run."""
+        """Return one result per test. Tests without a stored result run now."""
         key = _key(subject)
         path = self.folder / f"{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]}.json"
         results = {} if self.retest else _load(path, key, subject.program)
@@ -219,7 +219,7 @@ class _Process:
                 logger.info("self-test of %s: %s, %.0f s so far (limit %g s)",
                             self._subject.module, doing, time.monotonic() - start, limit_s)  # fmt: skip
             elif not (piece := os.read(self._process.stdout.fileno(), 4096)):
-                # Not reaped yet, so that its group's number stays its own.
+                # WNOWAIT leaves the process unreaped, so that no other process can get the id of its group.
                 os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
                 status = self._end()
                 how = signal.Signals(-status).name if status < 0 else f"status {status}"
@@ -278,13 +278,13 @@ def _load(path: Path, key: Mapping[str, Any], program: str) -> dict[str, Result]
         content = json.loads(path.read_text())
         if content["key"] != key:
             return {}
-        found = [
+        results = [
             Result(program, test, said["status"], said["reason"], said["tested_at"], remembered=True)
             for test, said in content["results"].items()
         ]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
-    return {result.test: result for result in found if result.test in TESTS and result.status in (PASSED, FAILED)}
+    return {result.test: result for result in results if result.test in TESTS and result.status in (PASSED, FAILED)}
 
 
 def _store(path: Path, key: Mapping[str, Any], results: Iterable[Result]) -> None:

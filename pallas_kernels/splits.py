@@ -40,7 +40,7 @@ def max_splits(num_kv_heads: int, table_tokens: int, split: int) -> int:
 def split_size(context_lens_s: Any, split: int, most: int, xp: Any = jnp) -> Any:
     """Return the tokens of a split for each context: `split`, doubled until `most` of them hold the context.
 
-    The size depends only on the context's own length, so the order of every sum does too.
+    The size depends only on the length of the context. Therefore the order of every sum does, too.
 
     Args:
         xp: numpy or jax.numpy.
@@ -75,6 +75,6 @@ def _repeated(values_s: Any, counts_s: Any, total: int, xp: Any) -> Any:
     """Return each value as often as its count, then any value up to `total`."""
     if xp is jnp:
         return jnp.repeat(values_s, counts_s, total_repeat_length=total)
-    repeated, found = xp.zeros(total, values_s.dtype), xp.repeat(values_s, counts_s)
-    repeated[: len(found)] = found
-    return repeated
+    repeated, padded = xp.repeat(values_s, counts_s), xp.zeros(total, values_s.dtype)
+    padded[: len(repeated)] = repeated
+    return padded

@@ -1,5 +1,6 @@
 """Versions of the software that compiles and runs the kernels, and the versions known to miscompile them."""
 
+import contextlib
 import importlib.metadata
 import re
 import shutil
@@ -16,20 +17,18 @@ DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 def versions() -> dict[str, str]:
     """Return the installed packages of PACKAGES with their versions."""
-    found = {}
+    installed = {}
     for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            installed[package] = importlib.metadata.version(package)
+    return installed
 
 
 def driver_version(driver_file: Path = DRIVER_FILE) -> str | None:
     """Return the version of NVIDIA's driver, such as "580.65.06"; None if no driver answers."""
     try:
-        if found := re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)\s", driver_file.read_text()):
-            return found[1]
+        if match := re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)\s", driver_file.read_text()):
+            return match[1]
     except OSError:
         pass
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -58,8 +57,8 @@ def version_number(release: str) -> int:
 def miscompilation(cuda_version: int | None) -> str | None:
     """Return why causal attention is unreliable under a CUDA version; None if it is reliable or unknown.
 
-    The bounds are those of jax's own Mosaic attention (jax/experimental/pallas/ops/gpu/attention_mgpu.py). The version
-    does not tell 12.9.0 from 12.9.1.
+    The bounds are from jax's Mosaic attention (jax/experimental/pallas/ops/gpu/attention_mgpu.py). The version does not
+    tell 12.9.0 from 12.9.1.
     """
     if cuda_version is None or not 12080 <= cuda_version < 12091:
         return None
@@ -80,5 +79,5 @@ def ptxas_version() -> str | None:
         done = subprocess.run([ptxas or "ptxas", "--version"], capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    found = re.search(r"release ([\d.]+)", done.stdout)
-    return found[1] if found else None
+    match = re.search(r"release ([\d.]+)", done.stdout)
+    return match[1] if match else None

@@ -43,7 +43,7 @@ def no_vmap[T](op: str, arrays: T) -> T:
 def varying_like[T](x: T, like: Any) -> T:
     """Mark arrays as different on the devices of a `shard_map` along the axes where any array of `like` is.
 
-    The start of a loop needs the mark of its result.
+    The start value of a loop must have the same mark as the loop's result.
     """
     axes = frozenset[str]().union(*(jax.typeof(array).manual_axis_type.varying for array in jax.tree.leaves(like)))
 

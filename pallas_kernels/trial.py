@@ -40,7 +40,7 @@ GRACE_S = 30  # by which the process that waits has ended this one, unless it is
 
 
 @dataclasses.dataclass(frozen=True)
-class Trial:
+class OpTest:
     """Test of an op: its options, its arguments, and the expected outputs with a tolerance.
 
     Attributes:
@@ -85,7 +85,7 @@ def _compare(out: jax.Array, expected: jax.Array, rtol: float, atol: float) -> t
     return (jnp.isnan(out) != jnp.isnan(expected)).sum(), wrong.sum(), off.max()
 
 
-def make_trials(subject: Subject) -> dict[str, Callable[[], Trial]]:
+def make_trials(subject: Subject) -> dict[str, Callable[[], OpTest]]:
     """Return the tests of `selftest.TESTS`, each as a function that puts its case on the device."""
     return {
         "write_kv": lambda: _write(subject, rotated=False),
@@ -96,7 +96,7 @@ def make_trials(subject: Subject) -> dict[str, Callable[[], Trial]]:
     }
 
 
-def _write(subject: Subject, *, rotated: bool) -> Trial:
+def _write(subject: Subject, *, rotated: bool) -> OpTest:
     """Return a test that writes tokens to random slots of pools of NaN, every third of them padding."""
     num_blocks = -(-NUM_TOKENS // subject.block_size) + 2
     slots = random.Random(0).sample(range(num_blocks * subject.block_size), NUM_TOKENS)
@@ -120,10 +120,10 @@ def _write(subject: Subject, *, rotated: bool) -> Trial:
     rtol = (eps if rotated or fp8 else 0.0) + (float(jnp.finfo(FP8).eps) if fp8 else 0.0)
     # The step between fp8's smallest numbers; of a rotation, the loss where its two products cancel.
     atol = 2**-9 if fp8 else 1e-6 if rotated else 0.0
-    return Trial("write_kv", options, args, expected, donated=(0, 1), rtol=rtol, atol=atol)
+    return OpTest("write_kv", options, args, expected, donated=(0, 1), rtol=rtol, atol=atol)
 
 
-def _copy(subject: Subject) -> Trial:
+def _copy(subject: Subject) -> OpTest:
     @jax.jit
     def make(key: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
         pool = _uniform(key, 0, _pool_shape(subject, 6)).astype(subject.pool_dtype)
@@ -131,26 +131,18 @@ def _copy(subject: Subject) -> Trial:
         return args, REFERENCE.copy_blocks(*args)
 
     args, expected = make(_key())
-    return Trial("copy_blocks", {}, args, (expected,), donated=(0,))
+    return OpTest("copy_blocks", {}, args, (expected,), donated=(0,))
 
 
-def _attention(subject: Subject, q_lens: Sequence[int] | None) -> Trial:
+def _attention(subject: Subject, q_lens: Sequence[int] | None) -> OpTest:
     """Return a test of attention over CONTEXTS: one query token each, or the last `q_lens` tokens of each.
 
     The weights of V and the output are each rounded once to q's dtype, which moves a mean of V, at most 1, by half an
     eps. The tolerance is twice that sum. A missing or foreign key moves a row by much more.
     """
     op = "paged_decode_attention" if q_lens is None else "ragged_paged_attention"
-    block_size = subject.block_size
-    num_blocks = [-(-n // block_size) for n in CONTEXTS]
-    order = iter(random.Random(0).sample(range(sum(num_blocks) + 2), sum(num_blocks)))
-    tables = [[next(order) for _ in range(n)] for n in num_blocks]
-    used = [0] * (sum(num_blocks) + 2)  # tokens in each block
-    for table, n in zip(tables, CONTEXTS):
-        for i, block in enumerate(table):
-            used[block] = min(block_size, n - i * block_size)
-    width = max(num_blocks) + 1
-    lists = [[table + [-1] * (width - len(table)) for table in tables], CONTEXTS]
+    tables, used = _tables(subject.block_size)
+    lists = [tables, CONTEXTS]
     if q_lens is not None:
         lists.append([sum(q_lens[:s]) for s in range(len(q_lens) + 1)])
     rows = len(CONTEXTS) if q_lens is None else sum(q_lens) + PADDING_ROWS
@@ -158,7 +150,7 @@ def _attention(subject: Subject, q_lens: Sequence[int] | None) -> Trial:
     @jax.jit
     def make(key: jax.Array) -> tuple[dict[str, jax.Array], tuple[jax.Array, ...], jax.Array]:
         shape = _pool_shape(subject, len(used))
-        used_pb = jnp.arange(block_size) < jnp.asarray(used)[:, None]
+        used_pb = jnp.arange(subject.block_size) < jnp.asarray(used)[:, None]
         inside_h = jnp.arange(subject.pool_head_dim) < subject.head_dim
         pools = [
             jnp.where(used_pb[:, None, :, None], jnp.where(inside_h, _uniform(key, i, shape), 0), jnp.nan)
@@ -175,7 +167,21 @@ def _attention(subject: Subject, q_lens: Sequence[int] | None) -> Trial:
 
     scales, args, expected = make(_key())
     eps = 1e-4 if jnp.dtype(subject.dtype) == jnp.float32 else float(jnp.finfo(subject.dtype).eps)
-    return Trial(op, dict(scale=subject.head_dim**-0.5, **scales), args, (expected,), atol=2 * eps)
+    return OpTest(op, dict(scale=subject.head_dim**-0.5, **scales), args, (expected,), atol=2 * eps)
+
+
+def _tables(block_size: int) -> tuple[list[list[int]], list[int]]:
+    """Return block tables of CONTEXTS with blocks in random order, and the number of tokens in each block."""
+    num_blocks = [-(-n // block_size) for n in CONTEXTS]
+    order = iter(random.Random(0).sample(range(sum(num_blocks) + 2), sum(num_blocks)))
+    used = [0] * (sum(num_blocks) + 2)
+    tables = []
+    for n, blocks in zip(CONTEXTS, num_blocks):
+        table = [next(order) for _ in range(blocks)]
+        for i, block in enumerate(table):
+            used[block] = min(block_size, n - i * block_size)
+        tables.append(table + [-1] * (max(num_blocks) + 1 - blocks))
+    return tables, used
 
 
 def _pool_shape(subject: Subject, num_blocks: int) -> tuple[int, ...]:
@@ -219,7 +225,7 @@ def main() -> None:
         print(json.dumps(error_of(subject, trial)), file=answers)
 
 
-def error_of(subject: Subject, trial: Trial) -> str:
+def error_of(subject: Subject, trial: OpTest) -> str:
     """Run one test and return its error, "" for none."""
     try:
         return trial.error(Ops(ops.load(subject.module, subject.tiles))) or ""

@@ -74,7 +74,7 @@ KERNELS: dict[str, type[Tiles]] = {
     "triton.ragged": TritonRagged,
 }
 
-# Differences from the classes' own defaults: (kernel, head dim[, dtype class]) -> configuration.
+# Differences from the defaults of the classes: (kernel, head dim[, dtype class]) -> configuration.
 DEFAULTS: dict[tuple[str | int, ...], Tiles] = {
     ("mosaic.decode", 64): MosaicDecode(stages=4),
     ("mosaic.decode", 128, "fp8"): MosaicDecode(stages=2),

@@ -1,13 +1,16 @@
 """Workloads of a server: lengths of prompts and outputs from distributions, or requests from a file; and arrivals."""
 
+import functools
 import json
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any, NamedTuple
+
+from jpaged.setting import check, setting
 
 LONGEST = 1536  # maximum tokens of a prompt and of an output in the datasets
 
@@ -118,42 +121,42 @@ class Job:
     answer: str | None = None
 
 
+KINDS = ("sharegpt", "alpaca", "random", "shared-prefix", "file")
+GROUP = "workload"
+_tokens = functools.partial(setting, group=GROUP, low=1, unit="TOKENS")
+
+
 @dataclass(frozen=True)
 class Workload:
-    """Description of the requests. The same fields give the same requests.
+    """Description of the requests. The same fields give the same requests."""
 
-    Attributes:
-        kind: "sharegpt" and "alpaca" have log-normal lengths with the means of the PagedAttention paper; "random" and
-            "shared-prefix" have lengths from `input_len` and `output_len` on; "file" reads them.
-        range_ratio: lengths are uniform between (1 - range_ratio) and (1 + range_ratio) times the given ones.
-        prefix_len: tokens that all requests with the same prefix begin with, before `input_len` of their own.
-        file: JSON lines with "prompt" or "messages", and "max_tokens"; or ShareGPT's JSON.
-    """
-
-    kind: str = "sharegpt"
-    num_prompts: int = 200
+    kind: str = setting("sharegpt", "source of the requests", group=GROUP, choices=KINDS, flag="workload")
+    num_prompts: int = setting(200, "number of requests", group=GROUP, low=1, unit="N")
     seed: int = 0
-    input_len: int = 512
-    output_len: int = 128
-    range_ratio: float = 0.0
-    prefix_len: int = 256
-    num_prefixes: int = 1
-    file: Path | None = None
+    input_len: int = _tokens(512, "prompt length for random and shared-prefix")
+    output_len: int = _tokens(128, "output length for random and shared-prefix, and for lines without max_tokens")
+    range_ratio: float = setting(
+        0.0, "draw lengths between (1 - R) and (1 + R) times the given length", group=GROUP, low=0, below=1, unit="R"
+    )
+    prefix_len: int = _tokens(256, "length of each prefix for shared-prefix, in addition to --input-len")
+    num_prefixes: int = setting(1, "number of prefixes for shared-prefix", group=GROUP, low=1, unit="N")
+    file: Path | None = setting(None, "file with requests for --workload file", group=GROUP, unit="FILE")
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"workload: must be one of {', '.join(KINDS)}, not {self.kind!r}")
-        for name in ("num_prompts", "input_len", "output_len", "prefix_len", "num_prefixes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: must be at least 1, not {getattr(self, name)}")
-        if not 0 <= self.range_ratio < 1:
-            raise ValueError(f"range_ratio: must be at least 0 and below 1, not {self.range_ratio}")
+        check(self)
         if (self.kind == "file") != (self.file is not None):
             raise ValueError("file: the workload file needs one, and no other workload has one")
 
     def lengths(self) -> list[Lengths]:
         """Return the lengths of each request of a drawn workload."""
-        return DRAWN[self.kind](self)
+        match self.kind:
+            case "random":
+                return _random(self)
+            case "shared-prefix":  # the prefixes in turn
+                drawn = enumerate(_random(self))
+                return [each._replace(prefix=i % self.num_prefixes, prefix_tokens=self.prefix_len) for i, each in drawn]
+        dataset = next(dataset for name, dataset in DATASETS.items() if name.lower() == self.kind)
+        return [Lengths(*pair) for pair in dataset.lengths(self.num_prompts, seed=self.seed)]
 
     def jobs(self) -> list[Job]:
         """Return at most `num_prompts` requests of the file, in an order of the seed.
@@ -167,10 +170,6 @@ class Workload:
         return jobs[: self.num_prompts]
 
 
-def _of_dataset(name: str) -> Callable[[Workload], list[Lengths]]:
-    return lambda work: [Lengths(*pair) for pair in DATASETS[name].lengths(work.num_prompts, seed=work.seed)]
-
-
 def _random(work: Workload) -> list[Lengths]:
     rng = random.Random(work.seed)
 
@@ -180,19 +179,6 @@ def _random(work: Workload) -> list[Lengths]:
         )
 
     return [Lengths(draw(work.input_len), draw(work.output_len)) for _ in range(work.num_prompts)]
-
-
-def _shared_prefix(work: Workload) -> list[Lengths]:
-    """Return lengths that use each prefix in turn."""
-    drawn = enumerate(_random(work))
-    return [each._replace(prefix=i % work.num_prefixes, prefix_tokens=work.prefix_len) for i, each in drawn]
-
-
-DRAWN: dict[str, Callable[[Workload], list[Lengths]]] = {
-    "sharegpt": _of_dataset("ShareGPT"), "alpaca": _of_dataset("Alpaca"), "random": _random,
-    "shared-prefix": _shared_prefix,
-}  # fmt: skip
-KINDS = (*DRAWN, "file")
 
 
 def fit(drawn: Sequence[Lengths], room: int | None, least: int = 1) -> tuple[list[Lengths], int]:

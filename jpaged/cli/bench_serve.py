@@ -13,25 +13,23 @@ their number. The exit status is 1 if any request failed.
 
 import argparse
 import asyncio
-import json
 import math
 import sys
-from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 from jpaged.bench import measure
 from jpaged.bench.serve import Result, Settings, bench_server
 from jpaged.bench.tokens import PATHS
 from jpaged.bench.vllm_result import METRICS
 from jpaged.cli import workload
-from jpaged.cli.bench_flags import BENCH
 from jpaged.cli.model import API_KEYS, api_key
 from jpaged.cli.peer_flags import Object
+from jpaged.cli.report_file import add_out_flag, write_report
+from jpaged.flags import Table
 from jpaged.serving.listen import allow_many_connections
 
-PEERS = BENCH
+PEERS = Table.read("jpaged.cli", "bench_flags.toml")
 BACKENDS = ("openai", "openai-chat", "vllm", "vllm-chat", "sglang", "sglang-oai", "sglang-oai-chat", "lmdeploy", "tgi")
 
 
@@ -49,7 +47,21 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--endpoint", choices=tuple(PATHS), default="completions", help="endpoint of the requests")
     add("--api-key", metavar="KEY", help=f"key of the server (default: the environment's {' or '.join(API_KEYS)})")
     workload.add_flags(parser)
+    _add_load_flags(parser)
+    _add_request_flags(parser)
+    group = parser.add_argument_group("report")
+    group.add_argument(
+        "--goodput", nargs="+", type=limit, default=[], metavar="NAME:MS",
+        help=f"count requests within latencies, such as ttft:200 tpot:50; of {', '.join(measure.LIMITED)}",
+    )  # fmt: skip
+    add_out_flag(group)
+    group.add_argument(
+        "--per-request", action="store_true", help="include the times of each request and chunk in the file"
+    )
+    _add_result_flags(parser)
 
+
+def _add_load_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("load").add_argument
     add("--request-rate", dest="rates", type=float, nargs="+", default=[math.inf], metavar="R",
         help="requests per second; inf: all at once; several rates: one run each (default: inf)")  # fmt: skip
@@ -61,6 +73,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--num-warmups", type=int, default=1, metavar="N", help="requests before the measurement")
     add("--timeout", type=float, default=600.0, metavar="SECONDS", help="maximum time of a request")
 
+
+def _add_request_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("requests").add_argument
     add("--ignore-eos", action=argparse.BooleanOptionalAction,
         help="generate the full output length; a vLLM field that jpaged and SGLang accept and OpenAI's API rejects "
@@ -70,12 +84,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--extra-body", metavar="JSON", action=Object, help="further fields of each request (default: none)")
     add("--tokenizer", metavar="MODEL", help="directory or hub id of a tokenizer that counts tokens in this process")
 
-    add = parser.add_argument_group("report").add_argument
-    add("--goodput", nargs="+", type=limit, default=[], metavar="NAME:MS",
-        help=f"count requests within latencies, such as ttft:200 tpot:50; of {', '.join(measure.LIMITED)}")  # fmt: skip
-    add("--out", type=Path, metavar="FILE", help="also write the report to this file, as JSON")
-    add("--per-request", action="store_true", help="include the times of each request and chunk in the file")
 
+def _add_result_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("results as of `vllm bench serve`").add_argument
     add("--save-result", action="store_true", help="write a file with its keys for each rate")
     add("--save-detailed", action="store_true", help="include the values of each request")
@@ -111,10 +121,10 @@ def metrics(text: str) -> list[str]:
 
 def percentiles(text: str) -> list[float]:
     """Parse percentiles, separated by commas."""
-    found = [float(part) for part in text.split(",")]
-    if not all(0 <= each <= 100 for each in found):
+    numbers = [float(part) for part in text.split(",")]
+    if not all(0 <= number <= 100 for number in numbers):
         raise argparse.ArgumentTypeError(f"must be between 0 and 100, not {text}")
-    return found
+    return numbers
 
 
 def run(args: argparse.Namespace) -> None:
@@ -139,12 +149,12 @@ def run(args: argparse.Namespace) -> None:
     result = asyncio.run(bench(url, api_key(args), settings))
     print(report.text(result, settings))
     if args.out:
-        _write(args.out, report.document(result, settings, url, per_request=args.per_request))
+        write_report(args.out, report.document(result, settings, url, per_request=args.per_request))
     if args.save_result:
         _save_results(args, result, settings)
-    found = [run.measurement for run in result.runs]
-    if failed := sum(each.requests - each.completed for each in found):
-        raise ConnectionError(f"{failed} of {sum(each.requests for each in found)} requests failed")
+    measurements = [run.measurement for run in result.runs]
+    if failed := sum(each.requests - each.completed for each in measurements):
+        raise ConnectionError(f"{failed} of {sum(each.requests for each in measurements)} requests failed")
 
 
 def _save_results(args: argparse.Namespace, result: Result, settings: Settings) -> None:
@@ -160,12 +170,7 @@ def _save_results(args: argparse.Namespace, result: Result, settings: Settings) 
         name = (
             f"{args.label or args.backend}-{run.rate}qps{at_most}-{result.model.split('/')[-1]}-{content['date']}.json"
         )
-        _write(args.result_dir / (args.result_filename or name), content)
-
-
-def _write(path: Path, content: Mapping[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n")
+        write_report(args.result_dir / (args.result_filename or name), content)
 
 
 async def bench(url: str, api_key: str | None, settings: Settings) -> Result:

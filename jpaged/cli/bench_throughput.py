@@ -9,13 +9,13 @@ model's length are shortened, and a note gives their number. The time excludes l
 """
 
 import argparse
-import json
 from dataclasses import asdict
-from pathlib import Path
 
 from jpaged.cli import workload
 from jpaged.cli.loading import loading
-from jpaged.cli.serve import add_engine_flags, engine_config
+from jpaged.cli.report_file import add_out_flag, write_report
+from jpaged.cli.setting_flags import add_settings, config_of
+from jpaged.config import EngineConfig
 from jpaged.flags import ENGINE
 
 PEERS = ENGINE
@@ -24,31 +24,31 @@ PEERS = ENGINE
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `jpaged bench throughput`."""
     workload.add_flags(parser)
-    parser.add_argument_group("report").add_argument(
-        "--out", type=Path, metavar="FILE", help="also write the report to this file, as JSON"
-    )
-    add_engine_flags(parser)
+    add_out_flag(parser.add_argument_group("report"))
+    add_settings(parser, EngineConfig)
 
 
 def run(args: argparse.Namespace) -> None:
     """Run `jpaged bench throughput`."""
-    config, requests = engine_config(args), workload.workload(args)
+    config, requests = config_of(args, EngineConfig), workload.workload(args)
     with loading() as bars:
         from jpaged.bench.throughput import bench_engine  # it loads jax
         from jpaged.llm import LLM
 
         llm = LLM(**asdict(config), progress=bars)
-    found = bench_engine(llm, requests, progress=bars)
-    for note in found.notes:
+    result = bench_engine(llm, requests, progress=bars)
+    for note in result.notes:
         print(f"Note: {note}.")
-    print(f"{requests.kind}: {found.requests} requests, {found.prompt_tokens} tokens in, {found.output_tokens} out, "
-          f"in {found.duration:.2f} s")  # fmt: skip
-    per_second = {
-        "requests/s": found.requests, "output tokens/s": found.output_tokens,
-        "tokens/s in and out": found.prompt_tokens + found.output_tokens,
-    }  # fmt: skip
-    print("throughput:", ", ".join(f"{amount / found.duration:.2f} {name}" for name, amount in per_second.items()))
+    print(
+        f"{requests.kind}: {result.requests} requests, {result.prompt_tokens} tokens in, "
+        f"{result.output_tokens} out, in {result.duration:.2f} s"
+    )
+    amounts = {
+        "requests/s": result.requests,
+        "output tokens/s": result.output_tokens,
+        "tokens/s in and out": result.prompt_tokens + result.output_tokens,
+    }
+    print("throughput:", ", ".join(f"{amount / result.duration:.2f} {name}" for name, amount in amounts.items()))
     if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
         settings = {"engine": asdict(config), "workload": asdict(requests)}
-        args.out.write_text(json.dumps({"settings": settings, **asdict(found)}, indent=1, default=str) + "\n")
+        write_report(args.out, {"settings": settings, **asdict(result)})

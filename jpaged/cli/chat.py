@@ -16,9 +16,9 @@ from collections.abc import Mapping
 from contextlib import aclosing, suppress
 from typing import Any
 
+from jpaged.cli.closest import closest
 from jpaged.cli.model import Message, Model, open_model, sampling
 from jpaged.cli.model import add_flags as add_model_flags
-from jpaged.cli.parser import closest
 from jpaged.flags import ENGINE
 
 PEERS = ENGINE
@@ -102,13 +102,13 @@ def talk(runner: asyncio.Runner, conversation: Conversation) -> None:
             print(f"error: {error}", file=sys.stderr)
 
 
-def command(given: str, conversation: Conversation) -> str:
+def command(text: str, conversation: Conversation) -> str:
     """Execute a command, and return its message."""
-    match given:
+    match text:
         case "/reset":
             conversation.reset()
             return "A new conversation."
         case "/help":
-            return "\n".join(f"{name}  {text}" for name, text in COMMANDS.items())
-    meant = closest(given, COMMANDS)
-    return f"unknown command {given}; {f'did you mean {meant}?' if meant else '/help lists them'}"
+            return "\n".join(f"{name}  {about}" for name, about in COMMANDS.items())
+    meant = closest(text, COMMANDS)
+    return f"unknown command {text}; {f'did you mean {meant}?' if meant else '/help lists them'}"

@@ -2,25 +2,22 @@
 
 import argparse
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from jpaged.cli.closest import closest
 from jpaged.cli.peer_flags import Object
 from jpaged.flags import Table, as_text
 
 
-def read_config(
-    path: str, actions: Mapping[str, argparse.Action], closest: Callable[[str, Collection[str]], str | None],
-    peers: Table | None = None,
-) -> list[str]:  # fmt: skip
+def read_config(path: str, actions: Mapping[str, argparse.Action], peers: Table | None = None) -> list[str]:
     """Return a file's flags as words of a command line.
 
     Args:
         actions: the actions of the command's flags, by name with dashes.
-        closest: function that returns the most similar known name.
         peers: flags of vLLM and SGLang that are accepted too.
 
     Raises:

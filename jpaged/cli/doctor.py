@@ -18,7 +18,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from jpaged.cli.loading import exit_on_interrupt
-from jpaged.cli.serve import add_engine_flags, engine_config
+from jpaged.cli.setting_flags import add_settings, config_of
+from jpaged.config import EngineConfig
 from jpaged.flags import ENGINE
 
 if TYPE_CHECKING:
@@ -33,12 +34,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("report").add_argument
     add("--json", action="store_true", help="print the report as JSON")
     add("--retest", action="store_true", help="test the kernels again instead of using stored results")
-    add_engine_flags(parser)
+    add_settings(parser, EngineConfig)
 
 
 def run(args: argparse.Namespace) -> None:
     """Run `jpaged doctor`."""
-    config = engine_config(args)
+    config = config_of(args, EngineConfig)
     # The tests run in a process of their own, which needs the memory that jax would take for this one.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     logging.basicConfig(format="%(message)s")

@@ -7,8 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 from types import ModuleType
 from typing import NoReturn
 
+from jpaged.cli.closest import closest
 from jpaged.cli.loading import exit_on_interrupt
-from jpaged.cli.parser import Parser, closest
+from jpaged.cli.parser import Parser
 
 COMMANDS = {
     "serve": "serve a model over HTTP with the OpenAI API",
@@ -25,7 +26,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run a command line, by default that of the process.
+    """Run a command line; None: the command line of the process.
 
     Raises:
         SystemExit: status 1 for an error, 2 for a wrong command or flag, 130 after Ctrl-C.
@@ -38,10 +39,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         if (name := " ".join(words[:length])) in COMMANDS:
             return run(name, words[length:])
     of_group = {name for name in COMMANDS if name.startswith(f"{' '.join(words[:1])} ")}
-    given = words[len(words[:1]) if of_group else 0 :]
-    if not given or given[0] in ("-h", "--help"):
+    rest = words[len(words[:1]) if of_group else 0 :]
+    if not rest or rest[0] in ("-h", "--help"):
         print(overview(of_group or COMMANDS.keys()))
-        sys.exit(None if given else 2)
+        sys.exit(None if rest else 2)
     _refuse(words, of_group)
 
 
@@ -79,10 +80,7 @@ def parser(command: str, module: ModuleType, prog: str) -> Parser:
         others = {name: load(name) for name in COMMANDS if name != command}
         return {f"jpaged {name}": parser(name, other, name).flags for name, other in others.items()}
 
-    made = Parser(
-        prog=prog, usage="%(prog)s [flags]", description=module.__doc__, peers=getattr(module, "PEERS", None),
-        flags_elsewhere=flags_elsewhere,
-    )  # fmt: skip
+    made = Parser(prog, module.__doc__, getattr(module, "PEERS", None), flags_elsewhere)
     module.add_flags(made)
     return made
 
@@ -117,11 +115,11 @@ def version() -> str:
 
 
 def _refuse(words: Sequence[str], of_group: Collection[str]) -> NoReturn:
-    given = " ".join(words[: 2 if of_group else 1])
-    kind = "flag" if given.startswith("-") else "command"
-    meant = closest(given, [*(of_group or COMMANDS), "--help", "--version"])
+    command = " ".join(words[: 2 if of_group else 1])
+    kind = "flag" if command.startswith("-") else "command"
+    meant = closest(command, [*(of_group or COMMANDS), "--help", "--version"])
     hint = f"did you mean jpaged {meant}?" if meant else "jpaged --help lists the commands"
-    sys.stderr.write(f"jpaged: error: unknown {kind} {given}; {hint}\n")
+    sys.stderr.write(f"jpaged: error: unknown {kind} {command}; {hint}\n")
     sys.exit(2)
 
 

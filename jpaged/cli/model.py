@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from jpaged.bench.client import Client
 from jpaged.cli.loading import loading
 from jpaged.cli.parser import existing_file
-from jpaged.cli.serve import add_engine_flags, engine_config
+from jpaged.cli.setting_flags import add_settings, config_of
 from jpaged.config import EngineConfig
 
 API_KEYS = ("JPAGED_API_KEY", "OPENAI_API_KEY")
@@ -50,7 +50,7 @@ def add_flags(parser: argparse.ArgumentParser, *, max_tokens: int | None = None)
     add("--max-tokens", type=int, default=max_tokens, metavar="TOKENS", help="maximum output tokens")
     add("--stop", action="append", metavar="TEXT", help="stop before this text; can be repeated")
     add("--chat-template", metavar="FILE", type=existing_file, help="Jinja template instead of the model's own")
-    add_engine_flags(parser)
+    add_settings(parser, EngineConfig)
     parser.set_defaults(model=None, seed=None)
 
 
@@ -114,7 +114,7 @@ class LocalModel:
     """Model in this process."""
 
     def __init__(self, args: argparse.Namespace):
-        config = engine_config(args)
+        config = config_of(args, EngineConfig)
         if config.max_num_seqs is None:
             config = replace(config, max_num_seqs=min(MAX_NUM_SEQS, config.max_num_batched_tokens or MAX_NUM_SEQS))
         self._chat_template = args.chat_template.read_text() if args.chat_template else None

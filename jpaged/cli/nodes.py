@@ -1,6 +1,5 @@
-"""Flags of a model that several hosts share, and the contexts of its leader and its followers."""
+"""Contexts of the leader and the followers of a model that several hosts share."""
 
-import argparse
 import contextlib
 import dataclasses
 import json
@@ -9,32 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from jpaged.config import EngineConfig
 from jpaged.parallel.ending import end_after_error, wait_for_cause, words_of
-from jpaged.parallel.nodes import GROUP, Nodes
-from jpaged.setting import kind, settings
+from jpaged.parallel.nodes import Nodes
 
 if TYPE_CHECKING:
     from jpaged.engine.build import Prepared
     from jpaged.parallel.follower import Leader
     from jpaged.parallel.leader import Followers
-
-
-def add_node_flags(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for each field of Nodes."""
-    group = parser.add_argument_group(GROUP)
-    for each, setting in settings(Nodes):
-        group.add_argument(
-            "--" + each.name.replace("_", "-"), metavar=setting.unit, type=kind(each)[0], default=each.default,
-            help=setting.text,
-        )  # fmt: skip
-
-
-def nodes_of(args: argparse.Namespace) -> Nodes:
-    """Return the processes that the flags name.
-
-    Raises:
-        ValueError: a value is invalid.
-    """
-    return Nodes(**{each.name: getattr(args, each.name) for each in dataclasses.fields(Nodes)})
 
 
 @contextlib.contextmanager

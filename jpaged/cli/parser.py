@@ -3,49 +3,17 @@
 import argparse
 import re
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from jpaged.cli.closest import closest
 from jpaged.cli.config_file import read_config
 from jpaged.cli.peer_flags import Translation
 from jpaged.flags import Table
 
+Flags = Mapping[str, Collection[str]]  # of each command
 UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
-
-
-def closest(given: str, known: Iterable[str]) -> str | None:
-    """Return the known name that a mistyped or abbreviated one stands for; None if there is none or several.
-
-    A typo is one wrong, missing, further or transposed letter, or two in a word of more than six letters.
-    """
-    names = [name for name in known if name != given]
-    most = 1 if len(given.strip("-")) <= 6 else 2
-    near = sorted((distance, name) for name in names if (distance := _typos(given, name, most)) <= most)
-    if near:
-        return near[0][1] if len(near) == 1 or near[0][0] < near[1][0] else None
-    longer = [name for name in names if len(given.strip("-")) > 3 and name.startswith(given)]
-    return longer[0] if len(longer) == 1 else None
-
-
-def _typos(given: str, name: str, most: int) -> int:
-    """Return the letters to change, insert, remove or transpose to turn one text into the other (Damerau, Levenshtein).
-
-    Args:
-        most: the result is only exact up to this number.
-    """
-    if abs(len(given) - len(name)) > most:
-        return most + 1
-    before: list[int] = []
-    last = list(range(len(name) + 1))
-    for i, a in enumerate(given, 1):
-        row = [i]
-        for j, b in enumerate(name, 1):
-            row.append(min(last[j] + 1, row[-1] + 1, last[j - 1] + (a != b)))
-            if i > 1 and j > 1 and (a, given[i - 2]) == (name[j - 2], b):
-                row[-1] = min(row[-1], before[j - 2] + 1)
-        before, last = last, row
-    return last[-1]
 
 
 def count(text: str) -> int:
@@ -103,17 +71,19 @@ class Parser(argparse.ArgumentParser):
     If --config is one of the flags, it names a YAML file with more flags. The command line takes precedence.
 
     Args:
-        peers: flags of vLLM and SGLang that are accepted; `notices` of the parsed arguments tells of those without an
-            effect.
+        prog: name of the command in messages.
+        description: help text.
+        peers: flags of vLLM and SGLang that are accepted. The parsed arguments have `notices`, one for each of these
+            flags without an effect.
         flags_elsewhere: returns the flags of the other commands, for errors about a flag of another command.
     """
 
     def __init__(
-        self, *args: Any, peers: Table | None = None,
-        flags_elsewhere: Callable[[], Mapping[str, Collection[str]]] | None = None, **options: Any,
-    ):  # fmt: skip
-        super().__init__(*args, **{"allow_abbrev": False, "formatter_class": HelpFormatter, **options})
-        self._peers, self._flags_elsewhere = peers, flags_elsewhere or dict
+        self, prog: str, description: str | None, peers: Table | None, flags_elsewhere: Callable[[], Flags] = dict
+    ):
+        usage = "%(prog)s [flags]"
+        super().__init__(prog, usage, description, allow_abbrev=False, formatter_class=HelpFormatter)
+        self._peers, self._flags_elsewhere = peers, flags_elsewhere
 
     @property
     def flags(self) -> Collection[str]:
@@ -126,7 +96,7 @@ class Parser(argparse.ArgumentParser):
         words = self._known(args or (), translation)
         if path := self._config(words):
             try:
-                words_of_file = read_config(path, self._option_string_actions, closest, self._peers)
+                words_of_file = read_config(path, self._option_string_actions, self._peers)
             except (ValueError, OSError) as error:
                 self.error(f"--config: {' '.join(str(error).split())}")
             namespace = super().parse_args(self._known(words_of_file, translation), namespace)
@@ -135,13 +105,13 @@ class Parser(argparse.ArgumentParser):
         return namespace
 
     def _known(self, args: Sequence[str], translation: Translation) -> list[str]:
-        """Return the words of a command line with the command's own flags. An unknown flag is an error."""
+        """Return the words of a command line with the command's flags. An unknown flag is an error."""
         try:
             words = translation.words(args)
         except ValueError as error:
             self.error(str(error))
-        for given in words:
-            flag = given.partition("=")[0]
+        for word in words:
+            flag = word.partition("=")[0]
             if flag == "--":
                 break
             if flag.startswith("--") and " " not in flag and flag not in self.flags:

@@ -14,18 +14,18 @@ class Object(argparse.Action):
     """Action of a flag whose value is a JSON object; objects of several such flags are merged."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        """Add the object to those of earlier flags."""
-        if not isinstance(given := parsed(values), dict):
+        """Merge the object with the objects of earlier flags."""
+        if not isinstance(content := parsed(values), dict):
             raise argparse.ArgumentError(self, f"must be a JSON object, not {values}")
-        setattr(namespace, self.dest, merged(getattr(namespace, self.dest, None) or {}, given))
+        setattr(namespace, self.dest, merged(getattr(namespace, self.dest, None) or {}, content))
 
 
 class Translation:
-    """Translation of a command line to jpaged's own flags.
+    """Translation of a command line to jpaged's flags.
 
     Args:
-        table: the other flags; None: there are none.
-        actions: actions of the command's own flags, by flag.
+        table: flags of vLLM and SGLang; None: none are accepted.
+        actions: argparse's actions of the command's flags, by flag.
 
     Attributes:
         notices: notices of the flags without an effect.
@@ -35,13 +35,13 @@ class Translation:
         self._table, self._actions = table or Table(()), actions
         self.notices: list[str] = []
 
-    def words(self, given: Sequence[str]) -> list[str]:
-        """Return the words of a command line with own flags only; unknown flags stay as they are.
+    def words(self, args: Sequence[str]) -> list[str]:
+        """Return the words of a command line with jpaged's flags only; unknown flags stay as they are.
 
         Raises:
             ValueError: a flag is not supported; the message has the flag, its value and the reason.
         """
-        left = deque(given)
+        left = deque(args)
         out: list[str] = []
         while left:
             if (word := left.popleft()) == "--":
@@ -53,18 +53,18 @@ class Translation:
         name, equals, value = _split(word)
         if not name.startswith("-") or " " in name:  # a value or a text
             return [word]
-        own, (base, dot, path) = self._actions.get(name), name.partition(".")
+        action, (base, dot, path) = self._actions.get(name), name.partition(".")
         flag = self._table.find(name)
-        if own and not (flag and flag.ours == name):
-            return _switch(name, value, own) if equals and own.nargs == 0 else [name + equals + value]
+        if action and not (flag and flag.ours == name):
+            return _switch(name, value, action) if equals and action.nargs == 0 else [name + equals + value]
         if dot and isinstance(self._actions.get(base), Object):
             text = value if equals else _next(left, word)
             return [f"{base}={json.dumps(_nested(path.split('.'), parsed(text)))}"]
         if flag:
-            given = value if equals else _value(flag, left, word)
+            content = value if equals else _value(flag, left, word)
             if dot and flag.ours:
-                return self._applied(base, _nested(path.split("."), parsed(given)))
-            return self._applied(name, given)
+                return self._applied(base, _nested(path.split("."), parsed(content)))
+            return self._applied(name, content)
         positive = f"--{name.removeprefix('--no-')}" if name.startswith("--no-") and not equals else ""
         if isinstance(self._actions.get(positive), argparse._StoreTrueAction):
             return []
@@ -77,8 +77,8 @@ class Translation:
         try:
             effects = list(self._table.effects(name, value))
         except ValueError as error:
-            told = "" if isinstance(value, bool) else f" {as_text(value)}"
-            raise ValueError(f"{name}{told}: {error}") from None
+            text = "" if isinstance(value, bool) else f" {as_text(value)}"
+            raise ValueError(f"{name}{text}: {error}") from None
         words: list[str] = []
         for ours, result, notice in effects:
             if ours is None:
@@ -111,7 +111,7 @@ def _switch(name: str, value: str, action: argparse.Action) -> list[str]:
 
 
 def _value(flag: Flag, left: deque[str], word: str) -> Any:
-    """Return the value of a flag that follows it; that of a switch is True."""
+    """Take the value that follows a flag; the value of a switch is True."""
     if flag.nargs == 0:
         return True
     if flag.nargs == "+":

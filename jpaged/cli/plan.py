@@ -18,7 +18,6 @@ Results are predictions, not measurements.
 
 import argparse
 import asyncio
-import json
 import math
 import os
 import sys
@@ -36,6 +35,7 @@ from jpaged.bench.tokens import load_tokenizer
 from jpaged.bench.workload import Lengths, Workload, arrivals, fit
 from jpaged.cli import workload
 from jpaged.cli.parser import count
+from jpaged.cli.report_file import add_out_flag, write_report
 from jpaged.progress import track
 from jpaged.simulator.capacity import best, estimate, search
 from jpaged.simulator.cost import CostTable
@@ -60,7 +60,7 @@ QUANTIZATIONS = {None: 16.0, "int8": 8.0, "fp8": 8.0, "int4": 4 + 20 / 128}
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `jpaged plan`."""
-    defaults, limits = Deployment.__dataclass_fields__, LatencyLimits()
+    defaults = Deployment.__dataclass_fields__
     add = parser.add_argument_group("deployment").add_argument
     add("--gpu", choices=tuple(GPUS), default="h100", help="kind of the GPUs")
     add("--model", default="llama-3-8b", metavar="MODEL",
@@ -86,7 +86,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", metavar="MODEL", help="tokenizer that counts the tokens of --workload file")
     parser.add_argument("--seed", type=int, default=0, help="seed of lengths and arrivals")
 
-    group = parser.add_argument_group("load")
+    _add_load_flags(parser.add_argument_group("load"))
+    add_out_flag(parser.add_argument_group("report"))
+
+
+def _add_load_flags(group: argparse._ArgumentGroup) -> None:
+    limits = LatencyLimits()
     one_of = group.add_mutually_exclusive_group().add_argument
     one_of("--users", type=_users, nargs="+", metavar="N", help="numbers of users, instead of a search")
     one_of(
@@ -101,9 +106,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="limit of the 99th percentile of time to first token")  # fmt: skip
     add("--max-tpot", type=_positive, default=limits.tpot, metavar="SECONDS",
         help="limit of the 99th percentile of time per output token")  # fmt: skip
-    parser.add_argument_group("report").add_argument(
-        "--out", type=Path, metavar="FILE", help="also write the report to this file, as JSON"
-    )
 
 
 def _users(text: str) -> int:
@@ -145,14 +147,13 @@ def run(args: argparse.Namespace) -> None:
             found = _found(deployment, traffic, limits)
             print(_answer(found, limits))
     if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
         content = {
             "deployment": _plain(deployment), "limits": limits._asdict(),
             "workload": str(args.trace) if args.trace else asdict(workload.workload(args)),
             "pool_tokens": deployment.pool_tokens, "costs": deployment.cost.source,
             "loads": {name or "as given": [load._asdict() for load in loads] for name, loads in found.items()},
         }  # fmt: skip
-        args.out.write_text(json.dumps(content, indent=1, default=str) + "\n")
+        write_report(args.out, content)
 
 
 def deployment_of(args: argparse.Namespace) -> Deployment:

@@ -20,18 +20,18 @@ import os
 import socket
 import ssl
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from jpaged.chat import ContentFormat, sources_of
 from jpaged.cli import serve_ray
 from jpaged.cli.loading import loading
-from jpaged.cli.nodes import add_node_flags, facts_of, leading, nodes_of
-from jpaged.cli.parser import count, existing_file
+from jpaged.cli.nodes import facts_of, leading
+from jpaged.cli.parser import existing_file
 from jpaged.cli.peer_flags import Object
-from jpaged.config import MEMORY, MODEL, SCHEDULING, EngineConfig
+from jpaged.cli.setting_flags import add_settings, config_of
+from jpaged.config import EngineConfig
 from jpaged.flags import ENGINE
 from jpaged.parallel.nodes import Nodes
 from jpaged.serving.listen import bind, bound_unix
@@ -39,17 +39,35 @@ from jpaged.serving.logs import LEVELS, logging_to
 from jpaged.serving.origins import is_loopback
 from jpaged.serving.service import API_KEY_VARIABLE, ServerConfig, Service
 from jpaged.serving.tools import FORMATS, tool_format
-from jpaged.setting import kind, settings
 
 PEERS = ENGINE
-SHORT_FLAGS = {"tensor_parallel_size": ["-tp"]}  # vLLM's
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `jpaged serve`."""
     parser.usage = "%(prog)s [MODEL] [flags]"
-    defaults = ServerConfig()
-    add = parser.add_argument_group("server").add_argument
+    _add_server_flags(parser.add_argument_group("server"), ServerConfig())
+    _add_access_flags(parser.add_argument_group("access control"))
+    add = parser.add_argument_group("replicas").add_argument
+    add("--ray", action="store_true", help="serve with Ray Serve: needs the extra jpaged[ray]")
+    text = "number of engines behind one address, or MIN:MAX to follow the load; needs --ray (default: 1)"
+    add("--replicas", metavar="N", help=text)
+    parser.add_argument_group("trainers").add_argument(
+        "--enable-weight-updates",
+        action="store_true",
+        help="serve /pause, /resume, /update_weights, /sleep and /wake_up to clients with an API key",
+    )
+    _add_chat_flags(parser.add_argument_group("chat"))
+    add_settings(parser, EngineConfig, positional="model")
+    add_settings(parser, Nodes)
+    parser.epilog = (
+        "Flags of vLLM and SGLang are accepted too: some set a flag of this list, some are not needed (a notice says "
+        "why), and the others are refused with a reason."
+    )
+
+
+def _add_server_flags(group: argparse._ArgumentGroup, defaults: ServerConfig) -> None:
+    add = group.add_argument
     add("--config", metavar="FILE",
         help="YAML file with flags as keys, such as max-model-len: 32k; the command line takes precedence")  # fmt: skip
     add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all network interfaces")
@@ -75,7 +93,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--access-log", default="-", metavar="FILE",
         help="file for one line of JSON per request; -: standard error; none: no access log")  # fmt: skip
 
-    add = parser.add_argument_group("access control").add_argument
+
+def _add_access_flags(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
     add("--api-key", metavar="KEY", nargs="+", default=[],
         help=f"require one of these keys; the environment variable {API_KEY_VARIABLE} adds one")  # fmt: skip
     add("--api-key-file", metavar="FILE", type=existing_file, help="file with further keys, one per line")
@@ -91,18 +111,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--ssl-ca-certs", metavar="FILE", type=existing_file,
         help="require client certificates signed by one of these")  # fmt: skip
 
-    add = parser.add_argument_group("replicas").add_argument
-    add("--ray", action="store_true", help="serve with Ray Serve: needs the extra jpaged[ray]")
-    add("--replicas", metavar="N",
-        help="number of engines behind one address, or MIN:MAX to follow the load; needs --ray (default: 1)",
-    )  # fmt: skip
 
-    add = parser.add_argument_group("trainers").add_argument
-    add("--enable-weight-updates", action="store_true",
-        help="serve /pause, /resume, /update_weights, /sleep and /wake_up to clients with an API key",
-    )  # fmt: skip
-
-    add = parser.add_argument_group("chat").add_argument
+def _add_chat_flags(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
     add("--chat-template", metavar="FILE", type=existing_file, help="Jinja template instead of the model's own")
     add("--default-chat-template-kwargs", metavar="JSON", action=Object,
         help="variables of the chat template for requests that do not set them (default: none)")  # fmt: skip
@@ -115,60 +126,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="ignore unknown fields of requests instead of rejecting them")  # fmt: skip
     add("--tool-call-parser", choices=("auto", "none", *sorted(FORMATS)), default="auto",
         help="format of the model's tool calls; auto: detected from its chat template")  # fmt: skip
-    add_engine_flags(parser, positional=True)
-    add_node_flags(parser)
-    parser.epilog = (
-        "Flags of vLLM and SGLang are accepted too: some set a flag of this list, some are not needed (a notice says "
-        "why), and the others are refused with a reason."
-    )
-
-
-def add_engine_flags(parser: argparse.ArgumentParser, *, positional: bool = False, defaults: bool = True) -> None:
-    """Add a flag for each field of EngineConfig, to every command that loads a model.
-
-    Args:
-        positional: accept the model without its flag, too.
-        defaults: False leaves fields without a flag out of the parsed arguments.
-    """
-    groups = {name: parser.add_argument_group(name) for name in (MODEL, MEMORY, SCHEDULING)}
-    for each, setting in settings(EngineConfig):
-        group: Any = groups[setting.group]
-        if positional and each.name == "model":
-            group = group.add_mutually_exclusive_group()
-            group.add_argument(
-                "model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help="the same as --model"
-            )
-        flag = "--" + each.name.replace("_", "-")
-        default = each.default if defaults else argparse.SUPPRESS
-        options: dict[str, Any] = dict(default=default, help=setting.text)
-        expected, _ = kind(each)
-        if expected is bool:
-            options["action"] = argparse.BooleanOptionalAction if each.default else "store_true"
-        elif setting.choices:
-            options["choices"] = setting.choices
-        elif expected is Mapping:
-            options |= dict(metavar=setting.unit, action=Object)
-        else:
-            parse: Callable[[str], Any] = count if expected is int else expected
-            is_open = setting.default and expected is not str
-            options |= dict(metavar=setting.unit, type=_or_auto(parse) if is_open else parse)
-        group.add_argument(flag, *SHORT_FLAGS.get(each.name, ()), **options)
-
-
-def _or_auto(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return a type of flags that reads "auto" as None: the model or the device decides."""
-
-    def parse_open(text: str) -> Any:
-        return None if text == "auto" else parse(text)
-
-    parse_open.__name__ = parse.__name__  # for argparse's messages
-    return parse_open
-
-
-def engine_config(args: argparse.Namespace) -> EngineConfig:
-    """Return the engine's settings from flags and defaults."""
-    names = (field.name for field in fields(EngineConfig))
-    return EngineConfig(**{name: value for name in names if (value := getattr(args, name, None)) is not None})
 
 
 def run(args: argparse.Namespace) -> None:
@@ -176,12 +133,17 @@ def run(args: argparse.Namespace) -> None:
     if args.ray:
         serve_ray.check_flags(args)
         tls_context(args)  # checks the files
-        serve_ray.run(args, engine_config(args), server_config(args))
+        serve_ray.run(args, config_of(args, EngineConfig), server_config(args))
         return
     if args.replicas is not None:
         raise ValueError("--replicas: needs --ray")
     with logging_to(sys.stderr, args.access_log, args.log_level):
-        engine, server, tls, nodes = engine_config(args), server_config(args), tls_context(args), nodes_of(args)
+        engine, server, tls, nodes = (
+            config_of(args, EngineConfig),
+            server_config(args),
+            tls_context(args),
+            config_of(args, Nodes),
+        )
         if nodes.node_rank:
             raise ValueError(f"node_rank: must be 0 for jpaged serve, not {nodes.node_rank}; use jpaged worker")
         with bound_sockets(args) as sockets:

@@ -17,8 +17,8 @@ from dataclasses import fields
 from types import FrameType
 
 from jpaged.cli.loading import loading
-from jpaged.cli.nodes import add_node_flags, facts_of, following, nodes_of
-from jpaged.cli.serve import add_engine_flags
+from jpaged.cli.nodes import facts_of, following
+from jpaged.cli.setting_flags import add_settings, config_of
 from jpaged.config import EngineConfig
 from jpaged.flags import ENGINE
 from jpaged.parallel.nodes import Nodes
@@ -32,14 +32,14 @@ logger = logging.getLogger(__name__)
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `jpaged worker`."""
     parser.usage = "%(prog)s [MODEL] --nnodes NODES --node-rank RANK --dist-init-addr HOST:PORT [flags]"
-    add_node_flags(parser)
+    add_settings(parser, Nodes)
     parser.add_argument("--log-level", choices=LEVELS, default="info", help="lowest severity of the log")
-    add_engine_flags(parser, positional=True, defaults=False)
+    add_settings(parser, EngineConfig, positional="model", defaults=False)
 
 
 def run(args: argparse.Namespace) -> None:
     """Run `jpaged worker`."""
-    nodes = nodes_of(args)
+    nodes = config_of(args, Nodes)
     if nodes.nnodes == 1:
         raise ValueError("nnodes: must be at least 2 for jpaged worker, not 1")
     if nodes.node_rank == 0:

@@ -1,6 +1,6 @@
-"""Rollouts for trainers: generation from the trainer's own arrays, as arrays.
+"""Rollouts for trainers: the engine reads the trainer's arrays, and returns what it generates as arrays.
 
-`jpaged.rl.tunix` has the same for Tunix (the extra `tunix`).
+`jpaged.rl.tunix` is the rollout engine for Tunix (the extra `tunix`).
 """
 
 from jpaged.rl.importance import sequence_weights, token_weights

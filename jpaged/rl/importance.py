@@ -1,8 +1,8 @@
 """Truncated importance weights of tokens that another policy drew, for losses under `jax.jit`.
 
-The engine draws with the probability q of its own arithmetic and of its parameters at that time; the trainer's forward
-pass gives the probability p under the present parameters. Each output's gradient is multiplied by p / q, up to a cap
-(Ionides, 2008, "Truncated importance sampling"; for language models Yao et al., 2025,
+The engine draws a token with probability q, which follows from the engine's arithmetic and from the parameters at that
+time. The trainer's forward pass gives the probability p under the present parameters. Each output's gradient is
+multiplied by p / q, up to a cap (Ionides, 2008, "Truncated importance sampling"; for language models Yao et al., 2025,
 https://fengyao.notion.site/off-policy-rl).
 """
 
@@ -37,7 +37,7 @@ def sequence_weights(
 ) -> jax.Array:
     """Return min(product of p / q over the drawn tokens, sequence_cap) of each row, [B] float32.
 
-    Arguments and errors are those of `token_weights`. The product takes the tokens of all turns.
+    For arguments and errors see `token_weights`. The product takes the tokens of all turns.
     """
     ratios_b = _log_ratios(logprobs_bw, drawn_bw, is_output_bw).sum(axis=1)
     return _truncated_exp("sequence_cap", ratios_b, sequence_cap)

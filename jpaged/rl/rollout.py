@@ -15,7 +15,7 @@ from jpaged.runtime.runner import ModelRunner
 
 
 class Rollouts(NamedTuple):
-    """Completions of prompts: B outputs of W tokens, those of a prompt one after the other.
+    """Completions of prompts: B outputs of W tokens. The outputs of one prompt follow each other.
 
     Entry i of a row belongs to its token i. A row of several turns has the prompt, then completions with observations
     between them.
@@ -77,10 +77,10 @@ class RolloutWorker:
                 anything is generated.
         """
         params = params or SamplingParams()
-        given = {index: self._read(prompt) for index, prompt in enumerate(prompts_of(prompts))}
-        found = self._complete(given, params, self.width)
-        made = _empty(sum(len(output.outputs) for output in found), self.width, self._pad_id)
-        rows = ((index, output, one) for index, output in enumerate(found) for one in output.outputs)
+        requests = {index: self._read(prompt) for index, prompt in enumerate(prompts_of(prompts))}
+        outputs = self._complete(requests, params, self.width)
+        made = _empty(sum(len(output.outputs) for output in outputs), self.width, self._pad_id)
+        rows = ((index, output, one) for index, output in enumerate(outputs) for one in output.outputs)
         for row, (index, output, one) in enumerate(rows):
             made.prompts[row] = index
             _write(made, row, output.prompt_token_ids, one)
@@ -110,15 +110,16 @@ class RolloutWorker:
                 "observations", f"must be as many as rollouts ({len(rollouts.tokens)}), not {len(observations)}"
             )
         for name, value in (("n", 1), ("truncate_prompt_tokens", None)):
-            if (found := getattr(params, name)) != value:
-                raise InvalidParameter(name, f"must be {value} in a further turn, not {found}")
-        given = {
+            if getattr(params, name) != value:
+                raise InvalidParameter(name, f"must be {value} in a further turn, not {getattr(params, name)}")
+        requests = {
             row: self._read(observation, rollouts.tokens[row, : rollouts.lengths[row]].tolist())
-            for row, observation in enumerate(observations) if observation is not None
-        }  # fmt: skip
-        outputs = self._complete(given, params, rollouts.tokens.shape[1])
+            for row, observation in enumerate(observations)
+            if observation is not None
+        }
+        outputs = self._complete(requests, params, rollouts.tokens.shape[1])
         made = copy.deepcopy(rollouts)
-        for row, output in zip(given, outputs):
+        for row, output in zip(requests, outputs):
             _write(made, row, output.prompt_token_ids, output.outputs[0])
         return made
 
@@ -127,23 +128,19 @@ class RolloutWorker:
         tokens, _, salt = self.llm.read_prompt(prompt, continues=bool(before))
         return {"prompt_token_ids": [*before, *tokens], "cache_salt": salt}
 
-    def _complete(self, given: dict[int, dict[str, Any]], params: SamplingParams, width: int) -> list[RequestOutput]:
-        """Return the outputs of prompts; their numbers are those of seeds and errors."""
+    def _complete(self, requests: dict[int, dict[str, Any]], params: SamplingParams, width: int) -> list[RequestOutput]:
+        """Return the outputs of prompts by number; seeds and errors count by these numbers."""
         limit = self.llm.engine.limits.max_model_len
         most = limit if params.max_tokens is None else params.max_tokens
-        for index, prompt in given.items():
+        for index, prompt in requests.items():
             length = len(params.truncated(prompt["prompt_token_ids"], limit))
             if (longest := min(length + most, limit)) > width:
-                raise InvalidParameter(
-                    "width", f"must be at least {longest}, for the {length} tokens of prompt {index} and max_tokens "
-                    f"({params.max_tokens}), not {width}"
-                )  # fmt: skip
-        each = [
-            dataclasses.replace(params, logprobs=params.logprobs or 0,
-                                seed=None if params.seed is None else (params.seed + index * params.n) % 2**63)
-            for index in given
-        ]  # fmt: skip
-        return self.llm.generate(list(given.values()), each, use_tqdm=False)
+                needed = f"for the {length} tokens of prompt {index} and max_tokens ({params.max_tokens})"
+                raise InvalidParameter("width", f"must be at least {longest}, {needed}, not {width}")
+        params = dataclasses.replace(params, logprobs=params.logprobs or 0)
+        seeds = [None if params.seed is None else (params.seed + index * params.n) % 2**63 for index in requests]
+        params_of_each = [dataclasses.replace(params, seed=seed) for seed in seeds]
+        return self.llm.generate(list(requests.values()), params_of_each, use_tqdm=False)
 
     def score(self, rollouts: Rollouts) -> np.ndarray:
         """Return the logprobs of the generated tokens under the present parameters, [B, W], 0 elsewhere."""
@@ -152,10 +149,10 @@ class RolloutWorker:
             for row, length, outputs in zip(rollouts.tokens, rollouts.lengths, rollouts.is_output)
         ]
         scores = self.llm.score([tokens[:start] for tokens, start in rows], [tokens[start:] for tokens, start in rows])
-        found = np.zeros(rollouts.tokens.shape, np.float32)
-        for row, (tokens, start), values in zip(found, rows, scores):
+        logprobs = np.zeros(rollouts.tokens.shape, np.float32)
+        for row, (tokens, start), values in zip(logprobs, rows, scores):
             row[start : len(tokens)] = values
-        return np.where(rollouts.is_output, found, 0)
+        return np.where(rollouts.is_output, logprobs, 0)
 
     def update(self, params: Any, in_flight: InFlight = "recompute") -> None:
         """Serve other parameters, with the arguments and errors of `LLM.update_params`."""

@@ -4,7 +4,7 @@
 
     cluster = RLCluster(actor=CausalModel(llama), ..., cluster_config=ClusterConfig(rollout_engine=rollout(), ...))
 
-Tunix calls `generate` with the actor's present parameters: on one mesh they are the actor's own arrays, and nothing is
+Tunix calls `generate` with the actor's present parameters. On one mesh these are the actor's arrays, and nothing is
 copied.
 """
 
@@ -45,7 +45,7 @@ class JpagedRollout(base_rollout.BaseRollout):
     Args:
         tokenizer: Tunix's adapter, for the ids of padding and of the end.
         settings: fields of `EngineConfig`.
-        engine_tokenizer: the engine's own tokenizer, a Hugging Face one or the name of one.
+        engine_tokenizer: tokenizer of the engine, a Hugging Face one or the name of one.
     """
 
     def __init__(
@@ -74,32 +74,27 @@ class JpagedRollout(base_rollout.BaseRollout):
             top_p=1.0 if config.top_p is None else config.top_p, top_k=config.top_k or 0,
             seed=self._num_calls * 2**32,
         )  # fmt: skip
-        given = encode_all(self.worker.llm.tokenizer, texts)
-        if (longest := max(map(len, given))) > width:
+        prompt_ids = encode_all(self.worker.llm.tokenizer, texts)
+        if (longest := max(map(len, prompt_ids))) > width:
             raise InvalidParameter("max_prompt_length", f"must be at least {longest}, not {width}")
-        found = self.worker.generate(given, params)
+        rollouts = self.worker.generate(prompt_ids, params)
         left = np.full((len(texts), width), self.pad_id(), np.int32)
-        for row, tokens in zip(left, given):
+        for row, tokens in zip(left, prompt_ids):
             row[width - len(tokens) :] = tokens
-        own = lambda values: [row[outputs] for row, outputs in zip(values, found.is_output)]
+        generated = lambda values: [row[outputs] for row, outputs in zip(values, rollouts.is_output)]
         return base_rollout.RolloutOutput(
-            text=found.texts,
+            text=rollouts.texts,
             logits=None,
-            tokens=own(found.tokens),
+            tokens=generated(rollouts.tokens),
             left_padded_prompt_tokens=left,
-            logprobs=own(found.logprobs),
+            logprobs=generated(rollouts.logprobs),
         )
 
     def get_per_token_logps(self, prompt_tokens: jax.Array, completion_tokens: jax.Array, **_: Any) -> jax.Array:
         """Return the logprobs of completions, by the trainer's forward pass."""
-        graphdef, state = nnx.split(self._model)
+        ids = {"pad_id": self.pad_id(), "eos_id": self.eos_id()}
         logprobs: jax.Array = common.compute_per_token_logps(
-            graphdef,
-            state,
-            prompt_tokens=prompt_tokens,
-            completion_tokens=completion_tokens,
-            pad_id=self.pad_id(),
-            eos_id=self.eos_id(),
+            *nnx.split(self._model), prompt_tokens=prompt_tokens, completion_tokens=completion_tokens, **ids
         )
         return logprobs
 

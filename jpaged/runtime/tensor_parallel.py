@@ -16,10 +16,11 @@ from jpaged.runtime.sampling_settings import Settings
 from jpaged.runtime.sampling_state import SamplingState
 from pallas_kernels import Kernels
 from pallas_kernels.ops import Implementation
-from pallas_kernels.options import AttentionOptions, OutputAndLse, WriteOptions, Written
+from pallas_kernels.options import Contexts, OutputAndLse, Pools, WriteOptions, Written
 
 WHOLE, COLUMNS = P(), P(None, ALL)
 POOL, KV_HEADS, SCALES = P(None, KV), P(None, KV), P(KV)
+CONTEXT_SPECS: Any = POOL, POOL, WHOLE, WHOLE
 
 
 def divide_kernels(kernels: Kernels, placement: Placement) -> Kernels:
@@ -33,49 +34,36 @@ def divide_kernels(kernels: Kernels, placement: Placement) -> Kernels:
         return jax.shard_map(op, mesh=placement.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
     def write_kv(
-        k_pool: jax.Array, v_pool: jax.Array, k_tkh: jax.Array, v_tkh: jax.Array, slots_t: jax.Array,
-        options: WriteOptions,
-    ) -> Written:  # fmt: skip
-        def op(
-            k_pool: jax.Array, v_pool: jax.Array, k_tkh: jax.Array, v_tkh: jax.Array, slots_t: jax.Array, further: Any
-        ) -> Written:
-            return inner.write_kv(k_pool, v_pool, k_tkh, v_tkh, slots_t, WriteOptions(*further))
+        pools: Pools, k_tkh: jax.Array, v_tkh: jax.Array, slots_t: jax.Array, options: WriteOptions
+    ) -> Written:
+        def op(pools: Pools, k_tkh: jax.Array, v_tkh: jax.Array, slots_t: jax.Array, further: Any) -> Written:
+            return inner.write_kv(pools, k_tkh, v_tkh, slots_t, WriteOptions(*further))
 
-        specs = POOL, POOL, KV_HEADS, KV_HEADS, WHOLE, (WHOLE, WHOLE, SCALES, SCALES, COLUMNS)
+        specs = (POOL, POOL), KV_HEADS, KV_HEADS, WHOLE, (WHOLE, WHOLE, SCALES, SCALES, COLUMNS)
         further = options.cos_t, options.sin_t, options.k_scale_k, options.v_scale_k, options.q_tnh
-        written: Written = divided(op, specs, (POOL, POOL, COLUMNS))(k_pool, v_pool, k_tkh, v_tkh, slots_t, further)
+        written: Written = divided(op, specs, (POOL, POOL, COLUMNS))(pools, k_tkh, v_tkh, slots_t, further)
         return written
 
     def copy_blocks(pool: jax.Array, sources_c: jax.Array, destinations_c: jax.Array) -> jax.Array:
         copied: jax.Array = divided(inner.copy_blocks, (POOL, WHOLE, WHOLE), POOL)(pool, sources_c, destinations_c)
         return copied
 
-    def attend(attention: Callable[..., OutputAndLse], *args: Any) -> OutputAndLse:
-        q, k_pool, v_pool, *batch, options = args
+    def attention(whole: Callable[..., OutputAndLse]) -> Callable[..., OutputAndLse]:
+        def attend(q: jax.Array, contexts: Contexts, *rows_and_options: Any) -> OutputAndLse:
+            *rows, options = rows_and_options
 
-        def op(q: jax.Array, k_pool: jax.Array, v_pool: jax.Array, batch: Any, scales: Any, work: Any) -> OutputAndLse:
-            k_scale_k, v_scale_k = scales
-            own = replace(options, k_scale_k=k_scale_k, v_scale_k=v_scale_k, work=work)
-            return attention(q, k_pool, v_pool, *batch, own)
+            def op(q: jax.Array, contexts: Contexts, rows: Any, scales: Any, work: Any) -> OutputAndLse:
+                k_scale_k, v_scale_k = scales
+                return whole(q, contexts, *rows, replace(options, k_scale_k=k_scale_k, v_scale_k=v_scale_k, work=work))
 
-        specs = COLUMNS, POOL, POOL, WHOLE, SCALES, WHOLE
-        further = batch, (options.k_scale_k, options.v_scale_k), options.work
-        output: OutputAndLse = divided(op, specs, (COLUMNS, COLUMNS))(q, k_pool, v_pool, *further)
-        return output
+            specs = COLUMNS, Contexts(*CONTEXT_SPECS), WHOLE, SCALES, WHOLE
+            further = rows, (options.k_scale_k, options.v_scale_k), options.work
+            output: OutputAndLse = divided(op, specs, (COLUMNS, COLUMNS))(q, contexts, *further)
+            return output
 
-    def decode(
-        q_snh: jax.Array, k_pool: jax.Array, v_pool: jax.Array, block_tables_sw: jax.Array, context_lens_s: jax.Array,
-        options: AttentionOptions,
-    ) -> OutputAndLse:  # fmt: skip
-        return attend(inner.paged_decode_attention, q_snh, k_pool, v_pool, block_tables_sw, context_lens_s, options)
+        return attend
 
-    def ragged(
-        q_tnh: jax.Array, k_pool: jax.Array, v_pool: jax.Array, block_tables_sw: jax.Array, context_lens_s: jax.Array,
-        cu_q_lens_s1: jax.Array, decode_s: jax.Array | None, options: AttentionOptions,
-    ) -> OutputAndLse:  # fmt: skip
-        batch = block_tables_sw, context_lens_s, cu_q_lens_s1, decode_s
-        return attend(inner.ragged_paged_attention, q_tnh, k_pool, v_pool, *batch, options)
-
+    decode, ragged = attention(inner.paged_decode_attention), attention(inner.ragged_paged_attention)
     return replace(kernels, implementation=Implementation(write_kv, copy_blocks, decode, ragged))
 
 

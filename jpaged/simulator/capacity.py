@@ -17,7 +17,7 @@ def search(deployment: Deployment, traffic: Traffic, limits: LatencyLimits, star
     """Yield the loads of a search for the most users within the limits, which is right to a tenth.
 
     Args:
-        start: a number of users near the answer; None: that of `estimate`.
+        start: a number of users near the answer; None: take `estimate`.
     """
     good, bad = 0, MAX_USERS + 1
     factors = itertools.chain([FACTOR], (FACTOR ** (2**i) for i in itertools.count()))

@@ -70,7 +70,7 @@ class Roofline:
     the embeddings.
 
     Attributes:
-        weight_bits: bits of a weight of the linear layers; operations are those of 16 bits.
+        weight_bits: bits of a weight of the linear layers; products run at the rate of 16-bit operations.
     """
 
     gpu: Gpu

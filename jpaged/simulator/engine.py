@@ -1,9 +1,11 @@
 """Engine on a virtual clock: the real scheduler and allocator, and a cost model in place of the device."""
 
 import functools
+import itertools
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from jpaged.core.params import BeamSearchParams, SamplingParams
@@ -11,7 +13,7 @@ from jpaged.core.plan import Sample, StepPlan, StepResult
 from jpaged.core.request import Request
 from jpaged.core.scheduler import Scheduler
 from jpaged.simulator.cost import StepCost, StepLoad
-from jpaged.simulator.traffic import MAX_TEXT, Call, Source
+from jpaged.simulator.traffic import MAX_TEXT, Arrivals, Call
 
 VOCAB_SIZE = MAX_TEXT  # the token of a text is its number
 MAX_BRANCHES = 2**16
@@ -36,8 +38,8 @@ class Served(NamedTuple):
         return (self.end - self.call.arrival) / self.call.output
 
 
-class Step(NamedTuple):
-    """Step of a simulated engine.
+class StepRecord(NamedTuple):
+    """Record of a step of a simulated engine.
 
     Attributes:
         seconds: its duration.
@@ -76,7 +78,7 @@ class Clocked(Protocol):
 
 
 class VirtualEngine:
-    """Scheduler whose steps take the time of a cost model. No model runs: the tokens are those of the trace.
+    """Scheduler whose steps take the time of a cost model. No model runs: the tokens come from the trace.
 
     Args:
         on_plan: called during each step, with its plan scheduled and not committed.
@@ -96,7 +98,7 @@ class VirtualEngine:
     ):
         self.scheduler, self._cost, self._on_plan = scheduler, cost, on_plan
         self.now, self.steps = 0.0, 0
-        self.last = Step(0.0, 0, 0, 0)
+        self.last = StepRecord(0.0, 0, 0, 0)
         self._answers: dict[str, list[Sample]] = {}  # one for each output
         self._samples: dict[int, Sample] = {}  # of each row
         self._widths: dict[int, int] = {}  # of each row with a beam
@@ -127,7 +129,7 @@ class VirtualEngine:
         seconds = self._cost.seconds(load)
         self.now += seconds
         self.steps += 1
-        self.last = Step(seconds, load.samples, len(scheduler.running), scheduler.pool.num_used)
+        self.last = StepRecord(seconds, load.samples, len(scheduler.running), scheduler.pool.num_used)
         self._follow_rows(plan)
         if self._on_plan:
             self._on_plan(scheduler)
@@ -170,18 +172,18 @@ class VirtualEngine:
         samples, widths = self._samples, self._widths
         if not widths and self.last.samples == len(plan.rows):
             return StepResult([samples[row] for row, _, _, _ in plan.rows])
-        found: list[Sample] = []
+        drawn: list[Sample] = []
         for row, _, _, num_samples in plan.rows:
             if num_samples == 1:
                 sample = samples[row]
-                found.append(self._candidates.of(sample.token, widths[row]) if row in widths else sample)
+                drawn.append(self._candidates.of(sample.token, widths[row]) if row in widths else sample)
             elif num_samples:  # the request forks
-                found += self._answers[self.scheduler.rows[row].request.request_id]
-        return StepResult(found)
+                drawn += self._answers[self.scheduler.rows[row].request.request_id]
+        return StepResult(drawn)
 
 
 def branch(answer: int, index: int) -> int:
-    """Return the number of the text of an answer's output: that of the answer for the first output, else its own."""
+    """Return the number of the text of an output: the answer's number for the first output, a new one for others."""
     return -(answer * MAX_BRANCHES + index) if index else answer
 
 
@@ -212,34 +214,32 @@ def _peaked(a: float, vocab_size: int, count: int) -> list[float]:
     return [-a * math.log(k) - norm for k in range(1, count + 1)]
 
 
-def drive(engine: Clocked, source: Source, *, shares: bool = True, together: bool = False) -> list[Served]:
+def drive(engine: Clocked, source: Arrivals, *, shares: bool = True, together: bool = False) -> list[Served]:
     """Run all requests of a source through an engine, and return them in the order of their ends: see `drive_steps`."""
     return [each for ended in drive_steps(engine, source, shares=shares, together=together) for each in ended]
 
 
 def drive_steps(
-    engine: Clocked, source: Source, *, shares: bool = True, together: bool = False
+    engine: Clocked, source: Arrivals, *, shares: bool = True, together: bool = False
 ) -> Iterator[Sequence[Served]]:
     """Run the requests of a source through an engine, and yield after each step the calls that have ended.
 
     The id of a call's first request is "N.0" for the N-th call of the source, from 0 on.
 
     Args:
-        shares: run the outputs or beams of a request as one request, which shares blocks; otherwise each is a request
-            of its own, and the last one ends the call.
+        shares: run the outputs or beams of a call as one request, which shares blocks; otherwise each is a separate
+            request, and the last one ends the call.
         together: answers are known once no request runs any more, as in static batching.
     """
-    parts: dict[str, tuple[Call, int]] = {}  # of each call, with the number of its requests that run
-    firsts: dict[str, float] = {}
-    answered: list[tuple[str, float]] = []
-    count = 0
+    running: dict[str, _Running] = {}
+    answered: list[_Running] = []
+    numbers = itertools.count()
     while True:
         for call in source.due(engine.now):
-            name, count = str(count), count + 1
-            requests = params_of(call.output, call.width, beam=call.beam, shares=shares)
-            parts[name] = call, len(requests)
+            requests, number = params_of(call.output, call.width, beam=call.beam, shares=shares), next(numbers)
+            running[str(number)] = _Running(call, number, len(requests))
             for i, params in enumerate(requests):
-                engine.add(f"{name}.{i}", call._replace(answer=branch(call.answer, i)), params)
+                engine.add(f"{number}.{i}", call._replace(answer=branch(call.answer, i)), params)
         if not engine.scheduler.has_work:
             if (at := source.next_arrival()) is None:
                 return
@@ -247,19 +247,32 @@ def drive_steps(
             continue
         for request in engine.step():
             name = request.request_id.partition(".")[0]
-            call, left = parts[name]
-            firsts[name] = min(firsts.get(name, math.inf), request.metrics.first_token_ts)
-            parts[name] = call, left - 1
-            if left == 1:
-                answered.append((name, firsts.pop(name)))
+            if running[name].has_ended(request):
+                answered.append(running.pop(name))
         served: list[Served] = []
-        if answered and not (together and engine.scheduler.running):
-            for name, first in answered:
-                call, _ = parts.pop(name)
-                served.append(Served(call, engine.now if together else first, engine.now, int(name)))
-                source.ended(engine.now)
+        if not (together and engine.scheduler.running):
+            now = engine.now
+            served = [Served(each.call, now if together else each.first, now, each.number) for each in answered]
+            for _ in answered:
+                source.ended(now)
             answered.clear()
         yield served
+
+
+@dataclass
+class _Running:
+    """Call with the number of its requests that run, and the time of its first token so far."""
+
+    call: Call
+    number: int
+    left: int
+    first: float = math.inf
+
+    def has_ended(self, request: Request) -> bool:
+        """Take note of the end of a request, and return whether it was the last one."""
+        self.first = min(self.first, request.metrics.first_token_ts)
+        self.left -= 1
+        return self.left == 0
 
 
 @functools.lru_cache(maxsize=4096)  # the checks of parameters take a tenth of a simulation's time

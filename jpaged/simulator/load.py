@@ -4,7 +4,7 @@ import itertools
 import math
 import sys
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from typing import NamedTuple
 from jpaged.bench.workload import Lengths
 from jpaged.simulator.cost import StepCost, StepLoad
 from jpaged.simulator.deployment import MAX_USERS, Deployment
-from jpaged.simulator.engine import Served, Step, VirtualEngine, drive_steps
+from jpaged.simulator.engine import Served, StepRecord, VirtualEngine, drive_steps
 from jpaged.simulator.traffic import Call, Schedule, Users, calls_of
 
 MEASURED = 200  # least number of measured requests
@@ -26,7 +26,7 @@ class Load(NamedTuple):
         users: users, or None for a request rate.
         tokens_per_s: sampled tokens per second.
         ttft, ttft_p99: median and 99th percentile of the time to first token.
-        tpot, tpot_p99: the same of the time per further token of output.
+        tpot, tpot_p99: median and 99th percentile of the time per further token of output.
         normalised: mean latency per token of output, of the requests that ended.
         running: mean number of running requests.
         kv_used: mean share of the KV blocks in use.
@@ -61,7 +61,7 @@ class LatencyLimits(NamedTuple):
 
 @dataclass(frozen=True)
 class Traffic:
-    """Lengths of requests, which repeat as often as necessary with texts of their own, and the users' habit.
+    """Lengths of requests, which repeat as often as necessary with new texts, and the time that users think.
 
     Attributes:
         think_s: seconds from an answer to the same user's next request.
@@ -80,14 +80,14 @@ class Traffic:
         Equally spaced tokens of all outputs are the next ones: a long output is met more often than a short one.
         """
         ends = list(itertools.accumulate(each.output for each in self.lengths))
-        found = []
+        aged = []
         for i in range(users):
             token = (2 * i + 1) * ends[-1] // (2 * users)
             at = bisect_left(ends, token + 1)
             each = self.lengths[at]
-            found.append((each.output - (ends[at] - token), each))
-        found.sort(key=lambda pair: -pair[0])
-        return [each._replace(prompt=each.prompt + age, output=each.output - age) for age, each in found]
+            aged.append((each.output - (ends[at] - token), each))
+        aged.sort(key=lambda pair: -pair[0])
+        return [each._replace(prompt=each.prompt + age, output=each.output - age) for age, each in aged]
 
 
 def load_of_users(deployment: Deployment, traffic: Traffic, users: int) -> Load:
@@ -103,9 +103,8 @@ def load_of_users(deployment: Deployment, traffic: Traffic, users: int) -> Load:
     fresh = traffic.repeated(total + users - len(underway))  # so that no user is left without
     heads = _move_prefixes_ahead(underway)
     settling = (1 if heads == users else 2) if underway else 0
-    source = _Users(calls_of([*underway, *fresh]), users, traffic.think_s)
-    if underway:
-        source.begin_at([0.0] * heads + [SETTLING_S] * (users - heads))
+    first = [0.0] * heads + [SETTLING_S] * (users - heads) if underway else None
+    source = Users(calls_of([*underway, *fresh]), users, traffic.think_s, first)
     engine = deployment.engine(users, _Settling(deployment.cost, settling))
     watch = _Watch(engine, settling)
     for ended in drive_steps(engine, source):
@@ -143,24 +142,6 @@ def percentile(ordered: Sequence[float], share: float) -> float:
     if not ordered:
         return 0.0
     return ordered[max(0, math.ceil(share * len(ordered) - 1e-9) - 1)]
-
-
-class _Users(Users):
-    """Users whose requests are recorded in the order of their arrivals."""
-
-    def __init__(self, calls: Iterable[Call], users: int, think_s: float):
-        super().__init__(calls, users, think_s)
-        self.sent: list[Call] = []
-
-    def begin_at(self, times: list[float]) -> None:
-        """Set the times of the users' first requests, in ascending order."""
-        self._free = times
-
-    def due(self, now: float) -> Iterator[Call]:
-        """Yield the requests that have arrived until now, each once."""
-        for call in super().due(now):
-            self.sent.append(call)
-            yield call
 
 
 def _move_prefixes_ahead(lengths: list[Lengths]) -> int:
@@ -204,7 +185,7 @@ class _Watch:
     def __init__(self, engine: VirtualEngine, settling: int = 0):
         self._engine, self._settling = engine, settling
         self.served: list[Served] = []
-        self._steps: list[tuple[float, Step]] = []  # with their ends
+        self._steps: list[tuple[float, StepRecord]] = []  # with their ends
         self._queries = self._hits = 0
         scheduler = engine.scheduler
         self._limits = scheduler.limits, scheduler.tokens_beside_decodes

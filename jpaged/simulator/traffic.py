@@ -22,7 +22,7 @@ class Call(NamedTuple):
         output: tokens of each output.
         answer: number of the output's text, with which a later prompt may contain it.
         width: number of outputs, or of beams.
-        beam: whether the outputs are those of a beam search.
+        beam: whether a beam search finds the outputs.
     """
 
     arrival: float
@@ -41,7 +41,7 @@ class Call(NamedTuple):
 def calls_of(
     lengths: Sequence[Lengths], arrivals: Iterable[float] | None = None, *, width: int = 1, beam: bool = False
 ) -> list[Call]:
-    """Return requests of some lengths, each with texts of its own after the prefix that it shares.
+    """Return requests of some lengths. After a shared prefix, no two requests have a text in common.
 
     Args:
         arrivals: seconds after the beginning, in ascending order; None: all at once.
@@ -49,9 +49,9 @@ def calls_of(
     num_prefixes = 1 + max((each.prefix for each in lengths), default=0)
     calls = []
     for i, (each, arrival) in enumerate(zip(lengths, arrivals or [0.0] * len(lengths), strict=True)):
-        own, answer = num_prefixes + 2 * i, num_prefixes + 2 * i + 1
+        text, answer = num_prefixes + 2 * i, num_prefixes + 2 * i + 1
         prefix = ((each.prefix, each.prefix_tokens),) if each.prefix_tokens else ()
-        calls.append(Call(arrival, (*prefix, (own, each.prompt)), each.output, answer, width, beam))
+        calls.append(Call(arrival, (*prefix, (text, each.prompt)), each.output, answer, width, beam))
     return calls
 
 
@@ -96,8 +96,8 @@ def _checked(call: Call) -> Call:
     return call
 
 
-class Source(Protocol):
-    """Source of the requests of a run."""
+class Arrivals(Protocol):
+    """Requests of a run in the order of their arrivals."""
 
     def due(self, now: float) -> Iterator[Call]:
         """Yield the requests that have arrived until now, each once."""
@@ -110,7 +110,7 @@ class Source(Protocol):
 
 
 class Schedule:
-    """Requests that arrive at their own times, whatever happens to the others (an open loop)."""
+    """Requests that arrive at fixed times, whatever happens to the others (an open loop)."""
 
     def __init__(self, calls: Sequence[Call]):
         self._calls, self._next = sorted(calls, key=lambda call: call.arrival), 0
@@ -134,21 +134,24 @@ class Users:
 
     Args:
         calls: requests in the order in which users take them; their arrivals do not matter.
-        think_s: seconds from an answer to the same user's next request. The first requests come one after another
-            within this time, or within `RAMP_S`.
+        think_s: seconds from an answer to the same user's next request.
+        first: times of the users' first requests, in ascending order. None: they come one after another within
+            `think_s`, or within `RAMP_S`.
 
     Attributes:
+        sent: the requests so far, in the order of their arrivals.
         exhausted: whether a user has found no further request.
     """
 
     RAMP_S = 1.0
 
-    def __init__(self, calls: Iterable[Call], users: int, think_s: float = 0.0):
+    def __init__(self, calls: Iterable[Call], users: int, think_s: float = 0.0, first: Sequence[float] | None = None):
         if users < 1 or not 0 <= think_s < math.inf:
             raise ValueError(f"users: at least one, with at least 0 s to think, not {users} with {think_s:g} s")
         self._calls, self._think_s, self.exhausted = iter(calls), think_s, False
         ramp = max(think_s, self.RAMP_S)
-        self._free = [i * ramp / users for i in range(users)]
+        self._free = [i * ramp / users for i in range(users)] if first is None else list(first)
+        self.sent: list[Call] = []
 
     @classmethod
     def of(cls, calls: Sequence[Call], users: int, think_s: float = 0.0) -> Self:
@@ -163,7 +166,8 @@ class Users:
                 self.exhausted = True
                 self._free.clear()
                 return
-            yield call._replace(arrival=heapq.heappop(self._free))
+            self.sent.append(call._replace(arrival=heapq.heappop(self._free)))
+            yield self.sent[-1]
 
     def next_arrival(self) -> float | None:
         """Return the time of the next request; None while all users wait for answers, or after the last request."""

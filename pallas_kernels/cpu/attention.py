@@ -1,8 +1,8 @@
 """Paged attention over the blocks of the pool, without copies of them.
 
-A unit of work is the queries of one KV head of a sequence: of its decode token, or of a tile of its prompt. The softmax
-is computed online over tiles of keys (arXiv 1805.02867), which lie at fixed places within a context. Therefore the
-result of a query has the same bits next to any other queries.
+A unit of work is one KV head of a sequence, with the queries of the decode token or of a tile of the prompt. The
+softmax is computed online over tiles of keys (arXiv 1805.02867), which lie at fixed places within a context. Therefore
+the result of a query has the same bits next to any other queries.
 
 Decode tokens have the numbers of a head in the lanes of a vector, and prompts have queries there.
 """
@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from llvmlite import ir
 
 from pallas_kernels.cpu.code import F32, I32, I64, Machine, Value, Variable
-from pallas_kernels.cpu.ffi import Call, register
+from pallas_kernels.cpu.ffi import CallFrame, register
 from pallas_kernels.cpu.numbers import exp, loader, tanh
-from pallas_kernels.options import AttentionOptions, OutputAndLse
+from pallas_kernels.options import AttentionOptions, Contexts, OutputAndLse
 from pallas_kernels.query_tiles import decode_rows
 from pallas_kernels.reference import pad_head_dim
 
@@ -32,7 +32,7 @@ VERSION = 1  # part of the targets' names: executables on disk must not call a f
 
 
 class Spec(NamedTuple):
-    """The constants of a compiled function. `head_dim` is that of the pool, a multiple of the lanes."""
+    """The constants of a compiled function. `head_dim` is the pool's, a multiple of the lanes."""
 
     dtype: str
     num_kv_heads: int
@@ -63,7 +63,7 @@ class Spec(NamedTuple):
 class _Writer:
     """Writer of the code of a call."""
 
-    def __init__(self, spec: Spec, call: Call):
+    def __init__(self, spec: Spec, call: CallFrame):
         self.spec, self.call, self.code = spec, call, call.code
         machine = Machine.host()
         self.lanes, self.registers = machine.lanes, machine.registers
@@ -92,7 +92,7 @@ class _Writer:
         return self.code.select(self._int(6, s).compare("!=", 0), rows * 0 + 1, (rows + (self.rows - 1)) // self.rows)
 
     def units(self) -> Value:
-        """Write the code that counts the units: those of all sequences, and one for the rows of none."""
+        """Write the code that counts the units: of all sequences, and one for the rows that no sequence owns."""
         code = self.code
         total = Variable(code.value(0, I64))
         with code.loop(0, self.call.size(4, 0)) as s:
@@ -210,9 +210,9 @@ class _Writer:
                     for a, b in zip(q_g[1:], k[1:]):
                         total = code.fma(a, b, total)
                     sums.append(total)
-            found = self._capped(code.sums(sums))
+            capped = self._capped(code.sums(sums))
             for place, (j, g) in enumerate((j, g) for j in range(count) for g in heads):
-                code.store(code.element(found, place), scores, c + (g * padded + j))
+                code.store(code.element(capped, place), scores, c + (g * padded + j))
 
         whole = high - (high - low) % several
         with code.loop(low, whole, several) as c:
@@ -224,14 +224,14 @@ class _Writer:
         """Write the weights of a head in the place of its scores, and scale the results of earlier tiles."""
         code, lanes, size = self.code, self.lanes, self.spec.head_dim
         places = [g * padded + i for i in range(0, padded, lanes)]
-        found = [code.load_vector(scores, place, F32, lanes) for place in places]
-        highest = functools.reduce(code.maximum, found)
+        vectors = [code.load_vector(scores, place, F32, lanes) for place in places]
+        highest = functools.reduce(code.maximum, vectors)
         top = code.load(tops, g, F32)
         new_top = code.maximum(top, code.highest(highest))
         safe = code.select(new_top.compare("==", -INFINITY), code.value(0.0, F32), new_top)
         shrink = code.element(exp(code, code.splat(top - safe, lanes)), 0)
         total = code.load_vector(totals, g * lanes, F32, lanes) * shrink
-        for place, score in zip(places, found):
+        for place, score in zip(places, vectors):
             weight = exp(code, score - safe)
             total = total + weight
             code.store_vector(weight, scores, place)
@@ -344,13 +344,15 @@ class _Writer:
                 for n in range(ROW_VECTORS):
                     sums[j][n].set(code.fma(q_n[n], k, sums[j][n].get()))
         for n in range(ROW_VECTORS):
-            own = code.load_vector(positions, n * lanes, I32, lanes)
+            position_n = code.load_vector(positions, n * lanes, I32, lanes)
             top = tops[n].get()
             for j in range(count):
                 key = code.splat(code.cast("trunc", position + c + j, I32), lanes)
-                score = code.select(key.compare("<=", own), self._capped(sums[j][n].get()), self._vector(-INFINITY))
+                score = code.select(
+                    key.compare("<=", position_n), self._capped(sums[j][n].get()), self._vector(-INFINITY)
+                )
                 if self.spec.window is not None:
-                    score = code.select(key.compare(">", own - self.spec.window), score, self._vector(-INFINITY))
+                    score = code.select(key.compare(">", position_n - self.spec.window), score, self._vector(-INFINITY))
                 top = code.maximum(top, score)
                 code.store_vector(score, weights, (c + j) * rows + n * lanes)
             tops[n].set(top)
@@ -377,44 +379,38 @@ class _Writer:
                 code.store_vector(sums[i][n].get(), o, (h + i) * rows + n * lanes)
 
 
-def paged_decode_attention(
-    q_snh: jax.Array, k_pool: jax.Array, v_pool: jax.Array, block_tables_sw: jax.Array, context_lens_s: jax.Array,
-    options: AttentionOptions,
-) -> OutputAndLse:  # fmt: skip
+def paged_decode_attention(q_snh: jax.Array, contexts: Contexts, options: AttentionOptions) -> OutputAndLse:
     """Implement `Ops.paged_decode_attention`."""
-    num_seqs = context_lens_s.shape[0]
+    num_seqs = contexts.context_lens_s.shape[0]
     rows_s1, decode_s = jnp.arange(num_seqs + 1, dtype=jnp.int32), jnp.ones(num_seqs, jnp.int32)
-    return _attend(q_snh, k_pool, v_pool, block_tables_sw, context_lens_s, rows_s1, decode_s, options)
+    return _attend(q_snh, contexts, rows_s1, decode_s, options)
 
 
 def ragged_paged_attention(
-    q_tnh: jax.Array, k_pool: jax.Array, v_pool: jax.Array, block_tables_sw: jax.Array, context_lens_s: jax.Array,
-    cu_q_lens_s1: jax.Array, decode_s: jax.Array | None, options: AttentionOptions,
-) -> OutputAndLse:  # fmt: skip
+    q_tnh: jax.Array, contexts: Contexts, cu_q_lens_s1: jax.Array, decode_s: jax.Array | None, options: AttentionOptions
+) -> OutputAndLse:
     """Implement `Ops.ragged_paged_attention`."""
     cu_q_lens_s1 = jnp.clip(cu_q_lens_s1, 0, q_tnh.shape[0])
     decode_s, _ = decode_rows(cu_q_lens_s1, decode_s)
-    batch = block_tables_sw, context_lens_s, cu_q_lens_s1, decode_s.astype(jnp.int32)
-    return _attend(q_tnh, k_pool, v_pool, *batch, options)
+    return _attend(q_tnh, contexts, cu_q_lens_s1, decode_s.astype(jnp.int32), options)
 
 
 def _attend(
-    q_tnh: jax.Array, k_pool: jax.Array, v_pool: jax.Array, block_tables_sw: jax.Array, context_lens_s: jax.Array,
-    cu_q_lens_s1: jax.Array, decode_s: jax.Array, options: AttentionOptions,
-) -> OutputAndLse:  # fmt: skip
-    _, num_kv_heads, block_size, head_dim = k_pool.shape
+    q_tnh: jax.Array, contexts: Contexts, cu_q_lens_s1: jax.Array, decode_s: jax.Array, options: AttentionOptions
+) -> OutputAndLse:
+    _, num_kv_heads, block_size, head_dim = contexts.k_pool.shape
     num_heads, size = q_tnh.shape[1:]
     group = num_heads // num_kv_heads
     lanes = Machine.host().lanes
     if q_tnh.dtype == jnp.float64 or head_dim % lanes:
         raise NotImplementedError(f"CPU kernels: {q_tnh.dtype} over pools of head dim {head_dim} is not supported")
-    spec = Spec(str(k_pool.dtype), num_kv_heads, group, head_dim, block_size, options.soft_cap, options.window)
+    spec = Spec(str(contexts.k_pool.dtype), num_kv_heads, group, head_dim, block_size, options.soft_cap, options.window)
     q = pad_head_dim(q_tnh.astype(jnp.float32) * options.scale, head_dim)
     if options.k_scale_k is not None:
         q *= jnp.repeat(options.k_scale_k, group)[:, None]
     results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (q.shape, q.shape[:2], q.shape[:2])]
     o, top_tn, total_tn = jax.ffi.ffi_call(spec.register(), results, vmap_method="sequential")(
-        q, k_pool, v_pool, block_tables_sw, context_lens_s, cu_q_lens_s1, decode_s
+        q, *contexts, cu_q_lens_s1, decode_s
     )
     if options.v_scale_k is not None:
         o *= jnp.repeat(options.v_scale_k, group)[:, None]

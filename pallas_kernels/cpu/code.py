@@ -153,7 +153,7 @@ class Code:
         return self.shuffle(Value(self, one), Value(self, undefined), [0] * lanes)
 
     def shuffle(self, a: Value, b: Value, lanes: Sequence[int]) -> Value:
-        """Return some lanes of two vectors, those of `b` counted on from those of `a`."""
+        """Return some lanes of two vectors. Lanes of `b` are counted on from the last lane of `a`."""
         mask = ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes))
         return Value(self, self.builder.shuffle_vector(a.llvm, b.llvm, mask))
 
@@ -209,7 +209,7 @@ class Code:
         self.builder.store(value.llvm, self.at(pointer, index, F32).llvm, align=4)
 
     def scratch(self, size: int, element: Any, align: int = 64) -> Value:
-        """Return an array of the function's own."""
+        """Return an array on the stack of the function."""
         with self.builder.goto_entry_block():
             place = self.builder.alloca(ir.ArrayType(element, size))
             place.align = align
@@ -244,28 +244,28 @@ class Code:
         return Value(self, self.builder.select(condition.llvm, a.llvm, b.llvm))
 
     def cast(self, name: str, x: Value, kind: Any) -> Value:
-        """Return the result of an LLVM conversion, such as "zext"; that of all elements, of a vector."""
+        """Return the result of an LLVM conversion, such as "zext". It converts all elements of a vector."""
         if isinstance(x.llvm.type, ir.VectorType):
             kind = ir.VectorType(kind, x.llvm.type.count)
         return Value(self, getattr(self.builder, name)(x.llvm, kind))
 
     def sums(self, vectors: Sequence[Value]) -> Value:
-        """Return the sum of the lanes of each vector, in a vector of at least so many lanes.
+        """Return the sum of the lanes of each vector, as one vector with at least one lane for each of them.
 
-        The order of each sum is the same at any place of the list.
+        The order of a sum does not depend on the vector's place in the list.
         """
         lanes, step = vectors[0].llvm.type.count, 1
-        found = [*vectors, *[vectors[-1]] * (lanes - len(vectors))]
+        sums = [*vectors, *[vectors[-1]] * (lanes - len(vectors))]
         while step < lanes:
             of_b = [i // step % 2 for i in range(lanes)]
             low = [lanes + i - step if b else i for i, b in enumerate(of_b)]
             high = [lanes + i if b else i + step for i, b in enumerate(of_b)]
-            found = [self.shuffle(a, b, low) + self.shuffle(a, b, high) for a, b in zip(found[::2], found[1::2])]
+            sums = [self.shuffle(a, b, low) + self.shuffle(a, b, high) for a, b in zip(sums[::2], sums[1::2])]
             step *= 2
-        return found[0]
+        return sums[0]
 
     def highest(self, vector: Value) -> Value:
-        """Return the highest lane of a vector, which may be any of the others if there is NaN."""
+        """Return the highest lane of a vector; any lane if one is NaN."""
         lanes = vector.llvm.type.count
         while lanes > 1:
             lanes //= 2

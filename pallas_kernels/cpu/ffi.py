@@ -1,7 +1,7 @@
 """Compiled functions as targets of XLA's foreign function interface, which run on the threads of XLA's pool.
 
-The layouts are those of `xla/ffi/api/c_api.h`, whose header is part of jaxlib: version 0.x, in which fields are only
-added at the end of structures.
+The layouts are from `xla/ffi/api/c_api.h`, a header of jaxlib. In version 0.x of the interface, fields are only added
+at the end of structures.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ _lock = threading.Lock()
 _engines: dict[str, Any] = {}  # target -> its code, which lives as long as the process
 
 
-class Call:
+class CallFrame:
     """The arguments and results of a call, as its function sees them."""
 
     def __init__(self, code: Code, frame: Value):
@@ -55,12 +55,12 @@ def field(structure: Value, offset: int, kind: Any) -> Value:
     return structure.code.load(structure.code.at(structure, offset, I8), 0, kind)
 
 
-def register(name: str, units: Callable[[Call], Value], work: Callable[[Call, Value], None]) -> str:
+def register(name: str, units: Callable[[CallFrame], Value], work: Callable[[CallFrame, Value], None]) -> str:
     """Make the target `name`, unless it exists, and return its name.
 
     Args:
         units: writes the code that counts the units of a call's work.
-        work: writes the code of one unit, by its number. Units run at the same time.
+        work: writes the code of one unit, given its number. Units run at the same time.
     """
     with _lock:
         if name not in _engines:
@@ -86,14 +86,14 @@ def _compile(module: ir.Module) -> tuple[Any, int]:
     return engine, engine.get_function_address("handler")
 
 
-def _module(name: str, units: Callable[[Call], Value], work: Callable[[Call, Value], None]) -> ir.Module:
+def _module(name: str, units: Callable[[CallFrame], Value], work: Callable[[CallFrame, Value], None]) -> ir.Module:
     """Return the module of a target: a handler that divides its work among threads."""
     module = ir.Module(name)
     module.triple = binding.get_default_triple()
     unit = Code(module, "unit", VOID, [POINTER, I64])
     unit.function.linkage = "internal"
     frame, number = unit.arguments
-    work(Call(unit, frame), number)
+    work(CallFrame(unit, frame), number)
     unit.ret()
     take = _take(module, unit)
     _handler(module, take, units)
@@ -118,7 +118,7 @@ def _take(module: ir.Module, unit: Code) -> Code:
     return code
 
 
-def _handler(module: ir.Module, take: Code, units: Callable[[Call], Value]) -> None:
+def _handler(module: ir.Module, take: Code, units: Callable[[CallFrame], Value]) -> None:
     code = Code(module, "handler", POINTER, [POINTER])
     (frame,) = code.arguments
     null = Value(code, ir.Constant(POINTER, None))
@@ -136,7 +136,7 @@ def _handler(module: ir.Module, take: Code, units: Callable[[Call], Value]) -> N
     threads = code.scratch(1, I64)
     code.store(code.value(1, I64), threads, 0)
     _call_api(code, api, API_NUM_THREADS, context, threads)
-    total = units(Call(code, frame))
+    total = units(CallFrame(code, frame))
     # The calling thread works too.
     helpers = code.maximum(code.value(0, I64), code.minimum(code.load(threads, 0, I64), total) - 1)
     job = code.intrinsic("malloc", code.value(8 * JOB_SIZE, I64), result=POINTER)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from llvmlite import ir
 
 from pallas_kernels.cpu.code import F32, I32, I64, Machine, Value, Variable
-from pallas_kernels.cpu.ffi import Call, register
+from pallas_kernels.cpu.ffi import CallFrame, register
 from pallas_kernels.cpu.numbers import LOADED, loader
 
 UNIT_O, UNIT_T = 48, 128  # outputs and rows of a unit of work
@@ -55,21 +55,21 @@ def _tile() -> tuple[int, int]:
     return (6, 4) if Machine.host().registers == 32 else (4, 2)
 
 
-def _row_units(call: Call) -> Value:
+def _row_units(call: CallFrame) -> Value:
     return (call.size(0, 0) + (UNIT_T - 1)) // UNIT_T
 
 
-def _count_units(call: Call) -> Value:
+def _count_units(call: CallFrame) -> Value:
     return (call.size(1, 0) + (UNIT_O - 1)) // UNIT_O * _row_units(call)
 
 
-def _write_unit(dtype: str, call: Call, unit: Value) -> None:
+def _write_unit(dtype: str, call: CallFrame, unit: Value) -> None:
     code, lanes = call.code, Machine.host().lanes
     tile_o, tile_t = _tile()
     load = loader(dtype, lanes)
     depth, outputs = call.size(0, 1), call.size(1, 0)
     x, weight, y = call.argument(0), call.argument(1), call.result(0)
-    rows = code.scratch(UNIT_T, I64)  # those of the unit that are computed
+    rows = code.scratch(UNIT_T, I64)  # the unit's rows that are computed
     partial = code.scratch(BLOCK * UNIT_O * lanes, F32)  # the sums up to a segment, [tiles, tile_t * tile_o, lanes]
 
     def tile(o: Value, num_o: int, r: Value, num_t: int, begin: Value, end: Value, place: Value) -> None:
@@ -86,7 +86,7 @@ def _write_unit(dtype: str, call: Call, unit: Value) -> None:
         with code.when(begin.compare(">", 0)):
             for total, at in zip(sums, places):
                 total.set(code.load_vector(partial, at, F32, lanes))
-        # The next weights are those of the next outputs. Each tile requests other lines of them.
+        # Prefetch the weights of the next outputs. Each tile requests different cache lines.
         ahead = depth * num_o
         first = o + r // num_t * PREFETCHED % num_o
         with code.loop(begin, end, lanes) as k:
@@ -103,9 +103,9 @@ def _write_unit(dtype: str, call: Call, unit: Value) -> None:
                 code.store_vector(total.get(), partial, at)
         with code.when(end.compare(">=", depth)):
             for n in range(0, len(pairs), lanes):
-                found = code.sums([total.get() for total in sums[n : n + lanes]])
+                totals = code.sums([total.get() for total in sums[n : n + lanes]])
                 for lane, (j, i) in enumerate(pairs[n : n + lanes]):
-                    code.store(code.element(found, lane), y, at_t[j] * outputs + (o + i))
+                    code.store(code.element(totals, lane), y, at_t[j] * outputs + (o + i))
 
     def strip(o: Value, num_o: int, first: Value, stop: Value, begin: Value, end: Value, place: Value) -> None:
         """Write the sums of some outputs for the rows at the places from `first` to below `stop`."""

@@ -27,8 +27,8 @@ from pallas_kernels.mosaic.query_rows import TMA_ROWS, QueryRows
 from pallas_kernels.mosaic.ring import KVRing
 from pallas_kernels.mosaic.softmax import NEG, capped, exponent_factor, product, scales, softmax_state
 from pallas_kernels.mosaic.support import check_grid, check_supported, compiler_params, num_sms
-from pallas_kernels.mosaic.work import DecodeWork, decode_work
-from pallas_kernels.options import AttentionOptions, OutputAndLse, Ref
+from pallas_kernels.mosaic.work import DecodeWork, WorkSizes, decode_work
+from pallas_kernels.options import AttentionOptions, Contexts, OutputAndLse, Ref
 from pallas_kernels.reference import pad_head_dim
 from pallas_kernels.transforms import no_vmap
 
@@ -151,11 +151,11 @@ def _kernel(
 
 
 def _launch(
-    q_rnh: jax.Array, k_pool: jax.Array, v_pool: jax.Array, block_tables_sw: jax.Array, work: DecodeWork,
-    rows: QueryRows, options: AttentionOptions, tiles: tuning.MosaicDecode,
+    q_rnh: jax.Array, contexts: Contexts, work: DecodeWork, rows: QueryRows, options: AttentionOptions,
+    tiles: tuning.MosaicDecode,
 ) -> list[jax.Array]:  # fmt: skip
     """Compute partial outputs [I, K, H, M] of the splits, and their log-sum-exps [I, K, LANES] of base 2."""
-    (_, n, h), k = q_rnh.shape, k_pool.shape[1]
+    (_, n, h), k = q_rnh.shape, contexts.k_pool.shape[1]
     m = pl.cdiv(n // k, TMA_ROWS) * TMA_ROWS
     splits, row_s = work
     num_splits, dtype = splits.work_i4.shape[0], q_rnh.dtype
@@ -165,18 +165,11 @@ def _launch(
     q_stages = 2 if m * h <= 1024 else 1  # where shared memory is not short
     thread_blocks = min(num_splits * k, tiles.blocks_per_sm * num_sms())
     check_grid("paged_decode", (thread_blocks,))
+    soft_cap, windowed = options.soft_cap, options.window is not None
+    float32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     partials: list[jax.Array] = plgpu.kernel(
-        functools.partial(
-            _kernel,
-            rows=rows,
-            thread_blocks=thread_blocks,
-            soft_cap=options.soft_cap,
-            windowed=options.window is not None,
-        ),
-        out_type=[
-            jax.ShapeDtypeStruct((num_splits, k, h, m), jnp.float32),
-            jax.ShapeDtypeStruct((num_splits, k, LANES), jnp.float32),
-        ],
+        functools.partial(_kernel, rows=rows, thread_blocks=thread_blocks, soft_cap=soft_cap, windowed=windowed),
+        out_type=[float32((num_splits, k, h, m)), float32((num_splits, k, LANES))],
         grid=(thread_blocks,),
         grid_names=("c",),
         num_threads=2,
@@ -188,31 +181,13 @@ def _launch(
             lse_smem=plgpu.SMEM((LANES,), jnp.float32),
             q_full=plgpu.Barrier(num_barriers=q_stages),
             q_free=plgpu.Barrier(num_barriers=q_stages),
-            ring=KVRing.scratch(
-                stages=tiles.stages,
-                tile=tiles.tile,
-                block_size=k_pool.shape[2],
-                head_dim=h,
-                v_columns=h,
-                dtype=dtype,
-                pool_dtype=k_pool.dtype,
-                consumers=1,
-            ),
+            ring=KVRing.scratch(tiles.stages, (tiles.tile, h, h), dtype, contexts.k_pool, consumers=1),
         ),
         compiler_params=compiler_params(
             approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=REDUCTION_BYTES
         ),
         kernel_name="paged_decode",
-    )(
-        q_rnh.reshape(-1, h),
-        k_pool,
-        v_pool,
-        *scales(options, k),
-        splits.work_i4,
-        splits.num_splits,
-        row_s,
-        block_tables_sw,
-    )
+    )(q_rnh.reshape(-1, h), *contexts[:2], *scales(options, k), *splits[:2], row_s, contexts.block_tables_sw)
     return partials
 
 
@@ -224,8 +199,8 @@ def decode_cut(pool: jax.Array, tiles: tuning.Tiles | None) -> tuning.MosaicDeco
 
 
 def attend_rows(
-    q_rnh: jax.Array, k_pool: jax.Array, v_pool: jax.Array, block_tables_sw: jax.Array, work: DecodeWork,
-    o_rnh_ref: Ref, options: AttentionOptions, cut: tuning.MosaicDecode,
+    q_rnh: jax.Array, contexts: Contexts, work: DecodeWork, o_rnh_ref: Ref, options: AttentionOptions,
+    cut: tuning.MosaicDecode,
 ) -> jax.Array:  # fmt: skip
     """Attend row `work.row_s[s]` of q over the context of sequence s, and write that row of the output ref.
 
@@ -236,12 +211,11 @@ def attend_rows(
     Returns:
         The natural log-sum-exps [S, N] float32 of the sequences that have a row.
     """
-    n, (s,) = q_rnh.shape[1], work.row_s.shape
-    if k_pool.dtype == FP8:
+    n, k, (s,) = q_rnh.shape[1], contexts.k_pool.shape[1], work.row_s.shape
+    if contexts.k_pool.dtype == FP8:
         q_rnh = q_rnh.astype(jnp.float16)  # holds every fp8 number exactly
-    k = k_pool.shape[1]
     rows = QueryRows.of(len(q_rnh), n, k)
-    o_ikhm, lse_ikl = _launch(q_rnh, k_pool, v_pool, block_tables_sw, work, rows, options, cut)
+    o_ikhm, lse_ikl = _launch(q_rnh, contexts, work, rows, options, cut)
     most = work.splits.work_i4.shape[0] // s
     lse_skl = combine(o_ikhm, lse_ikl, work.splits.first_s1, work.row_s, o_rnh_ref, rows=rows, max_splits=most)
     lead_sk = rows.lead(work.row_s[:, None], jnp.arange(k), k)
@@ -250,29 +224,23 @@ def attend_rows(
 
 
 def paged_decode_attention(
-    q_snh: jax.Array, k_pool: jax.Array, v_pool: jax.Array, block_tables_sw: jax.Array, context_lens_s: jax.Array,
-    options: AttentionOptions, *, tiles: tuning.MosaicDecode | None = None,
-) -> OutputAndLse:  # fmt: skip
+    q_snh: jax.Array, contexts: Contexts, options: AttentionOptions, *, tiles: tuning.MosaicDecode | None = None
+) -> OutputAndLse:
     """Compute `Ops.paged_decode_attention` in bfloat16 or float16.
 
     The softmax and all sums are float32. The weights are multiplied by V in q's dtype, or in float16 for an fp8 pool.
     Temporary memory: at most 128 S M H float32 partials, M = 8 or 16 the padded query heads of a KV head.
     """
-    q_snh, k_pool, v_pool, block_tables_sw, context_lens_s = no_vmap(
-        "paged_decode_attention in Mosaic", (q_snh, k_pool, v_pool, block_tables_sw, context_lens_s)
-    )
-    s, n, head_dim = q_snh.shape
-    check_supported(k_pool, dtype=q_snh.dtype, num_heads=n)
-    (_, k, block_size, h), cut = k_pool.shape, decode_cut(k_pool, tiles)
+    q_snh, contexts = no_vmap("paged_decode_attention in Mosaic", (q_snh, contexts))
+    (s, n, head_dim), (_, k, _, h) = q_snh.shape, contexts.k_pool.shape
+    check_supported(contexts.k_pool, dtype=q_snh.dtype, num_heads=n)
+    cut = decode_cut(contexts.k_pool, tiles)
     work = options.work
     if work is None:
         # It depends on the batch so that XLA computes it once for all layers: it launches a bare iota for each.
-        row_s = jnp.where(context_lens_s < 0, -1, jnp.arange(s, dtype=jnp.int32))
-        table_tokens = block_tables_sw.shape[1] * block_size
-        work = decode_work(
-            context_lens_s, row_s, num_kv_heads=k, table_tokens=table_tokens, cut=cut, window=options.window
-        )
+        row_s = jnp.where(contexts.context_lens_s < 0, -1, jnp.arange(s, dtype=jnp.int32))
+        work = decode_work(contexts.context_lens_s, row_s, WorkSizes(n, k, contexts.table_tokens, options.window), cut)
     o_ref = jax.empty_ref(jax.ShapeDtypeStruct((s, n, h), q_snh.dtype))
-    lse_sn = attend_rows(pad_head_dim(q_snh, h), k_pool, v_pool, block_tables_sw, work, o_ref, options, cut)
+    lse_sn = attend_rows(pad_head_dim(q_snh, h), contexts, work, o_ref, options, cut)
     o_snh = jax.freeze(o_ref)[:, :, :head_dim]
     return o_snh, lse_sn

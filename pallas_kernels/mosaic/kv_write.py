@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.checks import FP8, FP8_MAX
 from pallas_kernels.mosaic.support import check_grid, check_supported, compiler_params
-from pallas_kernels.options import Ref, WriteOptions, Written
+from pallas_kernels.options import Pools, Ref, WriteOptions, Written
 from pallas_kernels.reference import pad_head_dim, rotate, rotated_queries
 
 WARPGROUP = 128  # threads
@@ -149,7 +149,6 @@ def _launch(
     def smem(columns: int, dtype: Any, rows: int = heads) -> Any:
         return plgpu.SMEM((pl.cdiv(rows, piece) * piece, columns), dtype)
 
-    angles: Any = plgpu.SMEM((piece, half), jnp.float32)
     queries: Any = None if q_tnh is None else (smem(half, dtype, heads * group),) * 2
     grid = (k // heads, t)
     check_grid("kv_write", grid)
@@ -162,7 +161,7 @@ def _launch(
             q_smem=queries,
             k_smem=(smem(half, dtype), smem(half, dtype)),
             v_smem=smem(h, dtype),
-            angles_smem=(angles, angles) if rotated else None,
+            angles_smem=(smem(half, jnp.float32, piece),) * 2 if rotated else None,
             per_scale_smem=(smem(half, jnp.float32), smem(h, jnp.float32)) if fp8 else None,
             fp8_smem=(smem(half, FP8), smem(half, FP8), smem(h, FP8)) if fp8 else None,
             loaded=plgpu.Barrier(num_arrivals=3 + 2 * (q_tnh is not None) + 2 * piece * rotated + 2 * fp8),
@@ -174,23 +173,22 @@ def _launch(
 
 
 def write_kv(
-    k_pool: jax.Array, v_pool: jax.Array, k_tkh: jax.Array, v_tkh: jax.Array, slot_mapping_t: jax.Array,
-    options: WriteOptions,
-) -> Written:  # fmt: skip
+    pools: Pools, k_tkh: jax.Array, v_tkh: jax.Array, slot_mapping_t: jax.Array, options: WriteOptions
+) -> Written:
     """Compute `Ops.write_kv` in bfloat16 or float16.
 
     If the head dim of keys and values is smaller than the pools', XLA rotates and pads them first, and rotates the
     queries.
     """
-    h, rotated_tnh = k_pool.shape[3], None
-    check_supported(k_pool, dtype=k_tkh.dtype, num_heads=k_tkh.shape[1])
+    h, rotated_tnh = pools[0].shape[3], None
+    check_supported(pools[0], dtype=k_tkh.dtype, num_heads=k_tkh.shape[1])
     if k_tkh.shape[2] < h:
         rotated_tnh = rotated_queries(options)
         if options.angles:
             k_tkh = rotate(k_tkh, *options.angles)
             options = replace(options, cos_t=None, sin_t=None, q_tnh=None)
         k_tkh, v_tkh = pad_head_dim(k_tkh, h), pad_head_dim(v_tkh, h)
-    k_pool_ref, v_pool_ref = jax.new_ref(k_pool), jax.new_ref(v_pool)
+    k_pool_ref, v_pool_ref = map(jax.new_ref, pools)
     if slot_mapping_t.shape[0]:
         launched_tnh = _launch(k_pool_ref, v_pool_ref, k_tkh, v_tkh, slot_mapping_t, options)
         rotated_tnh = launched_tnh if rotated_tnh is None else rotated_tnh

@@ -5,15 +5,15 @@ from typing import Any
 
 from jax.experimental import pallas as pl
 
-TMA_ROWS = 8  # a box of swizzled shared memory starts at a multiple of so many rows
+TMA_ROWS = 8  # a box of swizzled shared memory starts at a multiple of this number of rows
 
 
 @dataclass(frozen=True)
 class QueryRows:
     """Rows of q [R K stride, H] that hold the heads of a KV head.
 
-    A box of M rows that starts at a multiple of 8 holds them, and heads of a neighbour, which nothing reads: each head
-    is a column of its own in all products.
+    A box of M rows that starts at a multiple of 8 holds these heads, and heads of a neighbour. Nothing reads the
+    neighbour's heads: each head is a separate column of all products.
 
     Attributes:
         stride: rows of a KV head.
@@ -38,5 +38,5 @@ class QueryRows:
         return (row * num_kv_heads + head) * self.stride
 
     def lead(self, row: Any, head: Any, num_kv_heads: int) -> Any:
-        """Return the number of rows in a box before those of a KV head."""
+        """Return the number of rows in a box before the first row of a KV head."""
         return self.first(row, head, num_kv_heads) % TMA_ROWS if self.stride % TMA_ROWS else 0 * (row + head)

@@ -1,7 +1,7 @@
 """Ragged paged attention: chunks of prompts and decode tokens in one batch (Mosaic GPU, Hopper).
 
-Decode tokens take the kernels of `decode.py`, so their bits are those of a decode step. The rows of all
-others are cut into tiles of one sequence each. A thread block takes one tile and one KV head: one warpgroup copies KV
+The kernels of `decode.py` compute decode tokens, with the same bits as in a decode step. All other rows are cut into
+tiles of one sequence each. A thread block takes one tile and one KV head: one warpgroup copies KV
 blocks into a ring, each of the others computes 64 wgmma rows, which are tokens x query heads of that KV head. While
 the tensor cores multiply the weights of one tile with V and Q with the K of the next, the softmax of the next tile
 waits only for the second product (FlashAttention-3, arXiv 2407.08608, section 3.2); weights never leave the registers.
@@ -27,8 +27,8 @@ from pallas_kernels.mosaic.query_rows import TMA_ROWS
 from pallas_kernels.mosaic.ring import WGMMA_ROWS, KVRing
 from pallas_kernels.mosaic.softmax import NEG, capped, exponent_factor, natural_lse, product, scales, softmax_state
 from pallas_kernels.mosaic.support import check_grid, check_supported, compiler_params
-from pallas_kernels.mosaic.work import RaggedWork, ragged_work, tokens_per_warpgroup
-from pallas_kernels.options import AttentionOptions, OutputAndLse, Ref
+from pallas_kernels.mosaic.work import RaggedWork, WorkSizes, ragged_work, tokens_per_warpgroup
+from pallas_kernels.options import AttentionOptions, Contexts, OutputAndLse, Ref
 from pallas_kernels.query_tiles import QueryTiles
 from pallas_kernels.reference import pad_head_dim
 from pallas_kernels.transforms import no_vmap
@@ -96,7 +96,7 @@ def _kernel(
         return first, end, position, key_start, key_end
 
     def own_rows(i: jax.Array, wg: jax.Array | int) -> tuple[jax.Array, ...]:
-        """Return a warpgroup's own rows [first, end), its first row of `q_smem` with a token, and the token's row."""
+        """Return the rows [first, end) of a warpgroup, its first row of `q_smem` with a token, and the token's row."""
         first, end, *_ = extent(i)
         start = tile_row_i_ref[i] + wg * tokens
         first, end = jnp.maximum(first, start), jnp.minimum(end, start + tokens)
@@ -279,11 +279,11 @@ def _registers(warpgroups: int, fp8: bool) -> tuple[int, int] | None:
 
 
 def _launch(
-    q_kyh: jax.Array, k_pool: jax.Array, v_pool: jax.Array, block_tables_sw: jax.Array, work: RaggedWork,
-    o_tnh_ref: Ref, options: AttentionOptions, tiles: tuning.MosaicRagged,
+    q_kyh: jax.Array, contexts: Contexts, work: RaggedWork, o_tnh_ref: Ref, options: AttentionOptions,
+    tiles: tuning.MosaicRagged,
 ) -> jax.Array:  # fmt: skip
     """Write the tiles' rows of the output ref and return their log-sum-exps [I, K, J, R]."""
-    (k, _, h), dtype, warpgroups = q_kyh.shape, q_kyh.dtype, tiles.warpgroups
+    (k, _, h), dtype, warpgroups, k_pool = q_kyh.shape, q_kyh.dtype, tiles.warpgroups, contexts.k_pool
     num_tiles, columns = work.tiles.seq_i.shape[0], min(h, MAX_COLUMNS)
     grid = (num_tiles * k * (h // columns),)
     check_grid("ragged_paged", grid)
@@ -304,38 +304,29 @@ def _launch(
             o_smem=plgpu.SMEM((warpgroups, WGMMA_ROWS, columns), o_tnh_ref.dtype),
             lse_smem=plgpu.SMEM((warpgroups, WGMMA_ROWS), jnp.float32),
             q_full=plgpu.Barrier(num_arrivals=warpgroups),
-            ring=KVRing.scratch(
-                stages=tiles.stages,
-                tile=tiles.tile,
-                block_size=k_pool.shape[2],
-                head_dim=h,
-                v_columns=columns,
-                dtype=dtype,
-                pool_dtype=k_pool.dtype,
-                consumers=warpgroups,
-            ),
+            ring=KVRing.scratch(tiles.stages, (tiles.tile, h, columns), dtype, k_pool, consumers=warpgroups),
         ),
         compiler_params=compiler_params(approx_math=True, unsafe_no_auto_barriers=True),
         kernel_name="ragged_paged",
-    )(q_kyh, k_pool, v_pool, *scales(options, k), block_tables_sw, work.context_s1, *work.tiles, o_tnh_ref)
+    )(
+        q_kyh, *contexts[:2], *scales(options, k), contexts.block_tables_sw, work.context_s1, *work.tiles, o_tnh_ref
+    )  # fmt: skip
     return lse_ikjr
 
 
 def ragged_paged_attention(
-    q_tnh: jax.Array, k_pool: jax.Array, v_pool: jax.Array, block_tables_sw: jax.Array, context_lens_s: jax.Array,
-    cu_q_lens_s1: jax.Array, decode_s: jax.Array | None, options: AttentionOptions, *,
-    tiles: tuning.MosaicRagged | None = None, decode_tiles: tuning.MosaicDecode | None = None,
+    q_tnh: jax.Array, contexts: Contexts, cu_q_lens_s1: jax.Array, decode_s: jax.Array | None,
+    options: AttentionOptions, *, tiles: tuning.MosaicRagged | None = None,
+    decode_tiles: tuning.MosaicDecode | None = None,
 ) -> OutputAndLse:  # fmt: skip
     """Compute `Ops.ragged_paged_attention` in bfloat16 or float16.
 
     The softmax and all sums are float32. The weights are multiplied by V in q's dtype, or in float16 for an fp8 pool.
-    The temporary memory is that of `paged_decode_attention` and one copy of q.
+    Temporary memory: as much as `paged_decode_attention`, and one copy of q.
     """
-    q_tnh, k_pool, v_pool, block_tables_sw, context_lens_s, cu_q_lens_s1 = no_vmap(
-        "ragged_paged_attention in Mosaic",
-        (q_tnh, k_pool, v_pool, block_tables_sw, context_lens_s, cu_q_lens_s1),
-    )
-    (t, n, head_dim), (_, k, _, h), dtype = q_tnh.shape, k_pool.shape, q_tnh.dtype
+    q_tnh, contexts, cu_q_lens_s1 = no_vmap("ragged_paged_attention in Mosaic", (q_tnh, contexts, cu_q_lens_s1))
+    k_pool, dtype = contexts.k_pool, q_tnh.dtype
+    (t, n, head_dim), (_, k, _, h) = q_tnh.shape, k_pool.shape
     check_supported(k_pool, dtype=dtype, num_heads=n)
     group = n // k
     cut = tiles or tuning.find("mosaic.ragged", "", h, k_pool.dtype)
@@ -343,11 +334,8 @@ def ragged_paged_attention(
     cut_of_decode = decode_cut(k_pool, decode_tiles)
     work = options.work
     if work is None:
-        work = ragged_work(
-            context_lens_s, cu_q_lens_s1, decode_s, num_rows=t, num_heads=n, num_kv_heads=k,
-            table_tokens=block_tables_sw.shape[1] * k_pool.shape[2], cut=cut, decode_cut=cut_of_decode,
-            window=options.window,
-        )  # fmt: skip
+        sizes = WorkSizes(n, k, contexts.table_tokens, options.window)
+        work = ragged_work(contexts.context_lens_s, cu_q_lens_s1, decode_s, t, sizes, (cut, cut_of_decode))
 
     q_tnh = pad_head_dim(q_tnh, h)
     o_ref = jax.empty_ref(jax.ShapeDtypeStruct((t, n, h), dtype))
@@ -356,8 +344,8 @@ def ragged_paged_attention(
     q_kyh = jnp.pad(q_kyh, ((0, 0), (0, -t * group % TMA_ROWS + cut.warpgroups * WGMMA_ROWS), (0, 0)))
     if k_pool.dtype == FP8:
         q_kyh = q_kyh.astype(jnp.float16)  # holds every fp8 number exactly
-    lse_ikjr = _launch(q_kyh, k_pool, v_pool, block_tables_sw, work, o_ref, options, cut)
-    lse_sn = attend_rows(q_tnh, k_pool, v_pool, block_tables_sw, work.decode, o_ref, options, cut_of_decode)
+    lse_ikjr = _launch(q_kyh, contexts, work, o_ref, options, cut)
+    lse_sn = attend_rows(q_tnh, contexts, work.decode, o_ref, options, cut_of_decode)
     o_tnh = jax.freeze(o_ref)[:, :, :head_dim]
     return o_tnh, _lse_of_rows(lse_ikjr, work.tiles, lse_sn, work.decode.row_s, t)
 

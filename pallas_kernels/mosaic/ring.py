@@ -37,8 +37,8 @@ class KVRing(NamedTuple):
     buffer, from which the filling warpgroup converts them into the ring: wgmma takes fp8 only along rows, which V's are
     not, and only for both operands.
 
-    The filling warpgroup must be the only one in its thread of the kernel and needs no barrier of its own between
-    boxes: one elected thread issues every copy, and every overwrite is ordered after the reads of the tile by `k_free`,
+    The filling warpgroup must be the only one in its thread of the kernel and needs no barrier between boxes: one
+    elected thread issues every copy, and every overwrite is ordered after the reads of the tile by `k_free`,
     `v_free` or `commit_smem`. Kernels with a ring are therefore compiled without automatic barriers.
     """
 
@@ -51,13 +51,11 @@ class KVRing(NamedTuple):
     landing: Any  # `Landing` of an fp8 pool, else None
 
     @staticmethod
-    def scratch(
-        *, stages: int, tile: int, block_size: int, head_dim: int, v_columns: int, dtype: Any, pool_dtype: Any,
-        consumers: int,
-    ) -> "KVRing":  # fmt: skip
-        """Return the scratch types of a ring."""
-        copies, landing = pl.cdiv(tile, block_size), None
-        if jnp.dtype(pool_dtype) == FP8:
+    def scratch(stages: int, shape: tuple[int, int, int], dtype: Any, pool: jax.Array, *, consumers: int) -> "KVRing":
+        """Return the scratch types of a ring for tiles of a pool; `shape`: tokens, columns of K, columns of V."""
+        tile, head_dim, v_columns = shape
+        copies, landing = pl.cdiv(tile, pool.shape[2]), None
+        if pool.dtype == FP8:
             k, v = (plgpu.SMEM((FP8_DEPTH, tile, columns), FP8) for columns in (head_dim, v_columns))
             landed = plgpu.Barrier(num_arrivals=copies, num_barriers=FP8_DEPTH)
             landing, copies = Landing(k, v, landed, landed), 1

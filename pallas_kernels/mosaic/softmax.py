@@ -36,7 +36,7 @@ def capped(x: jax.Array, scale: jax.Array, soft_cap: float | None) -> jax.Array:
     """Return q·k as it is, or as tanh(scale q·k / soft_cap), which `exponent_factor` turns into an exponent of 2.
 
     The maximum is taken before the factor, which then costs nothing: it is the multiplication of an FFMA. tanh is
-    computed as 1 - 2 / (e^2y + 1), because the hardware's own is exact to only 11 bits.
+    computed as 1 - 2 / (e^2y + 1), because the hardware's tanh is exact to only 11 bits.
     """
     return x if soft_cap is None else 1.0 - 2.0 / (jnp.exp2(x * (scale * (2 * LOG2E / soft_cap))) + 1.0)
 

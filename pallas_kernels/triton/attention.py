@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import checks, tuning
-from pallas_kernels.options import AttentionOptions, OutputAndLse, Ref
+from pallas_kernels.options import AttentionOptions, Contexts, OutputAndLse, Ref
 from pallas_kernels.query_tiles import decode_rows, query_tiles
 from pallas_kernels.splits import max_splits, split_size
 from pallas_kernels.triton.launch import as_stored, check_supported, iota, launch
@@ -154,7 +154,7 @@ def _oldest_key(position: jax.Array, window: int | None) -> jax.Array:
 
 
 def _widened(x_ch: jax.Array, dtype: Any) -> jax.Array:
-    """Convert pool entries to q's dtype. Bytes are fp8: their fields move to those of float16 (and NaN becomes 480)."""
+    """Convert pool entries to q's dtype. Bytes are fp8: their bit fields move to float16's (and NaN becomes 480)."""
     if x_ch.dtype != jnp.uint8:
         return x_ch
     bits_ch = x_ch.astype(jnp.uint16)
@@ -168,14 +168,15 @@ def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _launch(
-    name: str, q_tnh: jax.Array, k_pool: jax.Array, v_pool: jax.Array, block_tables_sw: jax.Array, *batch: jax.Array,
-    dtype: Any, rows: int, splits: int, tiles: tuning.TritonDecode | tuning.TritonRagged, options: AttentionOptions,
+    name: str, q_tnh: jax.Array, contexts: Contexts, *batch: jax.Array, dtype: Any, rows: int, splits: int,
+    tiles: tuning.TritonDecode | tuning.TritonRagged, options: AttentionOptions,
 ) -> list[jax.Array]:  # fmt: skip
-    """Run the attention kernel on `batch`, its arguments from `context_s` to `tile_row_i`.
+    """Run the attention kernel on `batch`, its arguments from `split_s` to `tile_row_i`.
 
     Returns:
         o [T, U, N, h] and lse [T, U, N].
     """
+    k_pool, v_pool, block_tables_sw, context_lens_s = contexts
     (t, n, h), k, scale, soft_cap = q_tnh.shape, k_pool.shape[1], options.scale, options.soft_cap
     score_scale_k = jnp.full((k,), scale * LOG2E if soft_cap is None else scale * 2 * LOG2E / soft_cap, jnp.float32)
     value_scale_k = jnp.ones((k,), jnp.float32)
@@ -185,7 +186,8 @@ def _launch(
     return launch(
         name,
         partial(_attention_kernel, rows=rows, tile=tiles.tile, soft_cap=soft_cap, window=options.window),
-        q_tnh, as_stored(k_pool), as_stored(v_pool), block_tables_sw, *batch, score_scale_k, value_scale_k,
+        q_tnh, as_stored(k_pool), as_stored(v_pool), block_tables_sw, context_lens_s, *batch, score_scale_k,
+        value_scale_k,
         grid=(batch[-1].shape[0], k, splits),
         out_types=[
             jax.ShapeDtypeStruct((t, splits, n, h), dtype),
@@ -207,28 +209,27 @@ def _fitted(kernel: str, tiles: Any, q: jax.Array, pool: jax.Array) -> Any:
 
 
 def paged_decode_attention(
-    q_snh: jax.Array, k_pool: jax.Array, v_pool: jax.Array, block_tables_sw: jax.Array, context_lens_s: jax.Array,
-    options: AttentionOptions, *, tiles: tuning.TritonDecode | None = None,
-) -> OutputAndLse:  # fmt: skip
+    q_snh: jax.Array, contexts: Contexts, options: AttentionOptions, *, tiles: tuning.TritonDecode | None = None
+) -> OutputAndLse:
     """Compute `Ops.paged_decode_attention`. Temporary memory: 4 S N H bytes per split, at most 32 of them.
 
     Args:
         q_snh: bfloat16, float16 or float32.
         tiles: how the work is cut; None: the default; float32 takes smaller ones.
     """
-    check_supported(q_snh, k_pool)
-    (s, n, _), (_, k, block_size, h) = q_snh.shape, k_pool.shape
-    cut: tuning.TritonDecode = _fitted("triton.decode", tiles, q_snh, k_pool)
-    most = max_splits(k, block_tables_sw.shape[1] * block_size, cut.split)
-    split_s = split_size(context_lens_s, cut.split, most)
+    check_supported(q_snh, contexts.k_pool)
+    (s, n, _), (_, k, _, h) = q_snh.shape, contexts.k_pool.shape
+    cut: tuning.TritonDecode = _fitted("triton.decode", tiles, q_snh, contexts.k_pool)
+    most = max_splits(k, contexts.table_tokens, cut.split)
+    split_s = split_size(contexts.context_lens_s, cut.split, most)
     o_sunh, lse_sun = _launch(
-        "paged_decode", q_snh, k_pool, v_pool, block_tables_sw, context_lens_s, split_s, iota(s) + 1, iota(s), iota(s),
+        "paged_decode", q_snh, contexts, split_s, iota(s) + 1, iota(s), iota(s),
         dtype=jnp.float32, rows=ROWS, splits=most, tiles=cut, options=options,
     )  # fmt: skip
     o_snh, lse_sn = launch(
         "paged_decode_combine",
         partial(_combine_kernel, columns=h, window=options.window),
-        o_sunh, lse_sun, context_lens_s, split_s,
+        o_sunh, lse_sun, contexts.context_lens_s, split_s,
         grid=(s, n),
         out_types=[jax.ShapeDtypeStruct(q_snh.shape, q_snh.dtype), jax.ShapeDtypeStruct((s, n), jnp.float32)],
         num_warps=2,
@@ -237,9 +238,9 @@ def paged_decode_attention(
 
 
 def ragged_paged_attention(
-    q_tnh: jax.Array, k_pool: jax.Array, v_pool: jax.Array, block_tables_sw: jax.Array, context_lens_s: jax.Array,
-    cu_q_lens_s1: jax.Array, decode_s: jax.Array | None, options: AttentionOptions, *,
-    tiles: tuning.TritonRagged | None = None, decode_tiles: tuning.TritonDecode | None = None,
+    q_tnh: jax.Array, contexts: Contexts, cu_q_lens_s1: jax.Array, decode_s: jax.Array | None,
+    options: AttentionOptions, *, tiles: tuning.TritonRagged | None = None,
+    decode_tiles: tuning.TritonDecode | None = None,
 ) -> OutputAndLse:  # fmt: skip
     """Compute `Ops.ragged_paged_attention`.
 
@@ -247,21 +248,22 @@ def ragged_paged_attention(
         q_tnh: bfloat16, float16 or float32.
         tiles, decode_tiles: as in `paged_decode_attention`, of prompts and of decode tokens.
     """
-    check_supported(q_tnh, k_pool)
-    (num_rows, n, _), k, s = q_tnh.shape, k_pool.shape[1], context_lens_s.shape[0]
-    cut: tuning.TritonRagged = _fitted("triton.ragged", tiles, q_tnh, k_pool)
+    check_supported(q_tnh, contexts.k_pool)
+    context_lens_s, k = contexts.context_lens_s, contexts.k_pool.shape[1]
+    (num_rows, n, _), (s,) = q_tnh.shape, context_lens_s.shape
+    cut: tuning.TritonRagged = _fitted("triton.ragged", tiles, q_tnh, contexts.k_pool)
     decode_s, row_s = decode_rows(cu_q_lens_s1, decode_s)
     query = query_tiles(cu_q_lens_s1, decode_s, num_rows=num_rows, tile_q=cut.rows // (n // k))
+    # Sequence S owns the rows that nobody owns, and has no keys.
+    with_padding = contexts._replace(context_lens_s=jnp.append(context_lens_s, jnp.int32(0)))
     o_tunh, lse_tun = _launch(
-        "ragged_paged", q_tnh, k_pool, v_pool, block_tables_sw,
-        jnp.append(context_lens_s, jnp.int32(0)),  # sequence S owns the rows that nobody owns, and has no keys
+        "ragged_paged", q_tnh, with_padding,
         jnp.full((s + 1,), checks.MAX_CONTEXT, jnp.int32), query.row_end_s1, query.seq_i, query.row_i,
         dtype=q_tnh.dtype, rows=cut.rows, splits=1, tiles=cut, options=options,
     )  # fmt: skip
     q_snh = q_tnh.at[jnp.maximum(row_s, 0)].get(mode="promise_in_bounds")
-    decoded = paged_decode_attention(
-        q_snh, k_pool, v_pool, block_tables_sw, jnp.where(decode_s, context_lens_s, 0), options, tiles=decode_tiles
-    )
+    decoding = contexts._replace(context_lens_s=jnp.where(decode_s, context_lens_s, 0))
+    decoded = paged_decode_attention(q_snh, decoding, options, tiles=decode_tiles)
     row_s = jnp.where(row_s < 0, num_rows, row_s)  # past the end: dropped
     o_tnh, lse_tn = (
         x_tu[:, 0].at[row_s].set(x_s, mode="drop") for x_tu, x_s in zip((o_tunh, lse_tun), decoded, strict=True)

@@ -7,7 +7,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import checks, reference
-from pallas_kernels.options import Ref, WriteOptions, Written
+from pallas_kernels.options import Pools, Ref, WriteOptions, Written
 from pallas_kernels.triton.launch import as_stored, check_supported, iota, launch
 
 
@@ -43,10 +43,10 @@ def _write_kernel(
 
 
 def write_kv(
-    k_pool: jax.Array, v_pool: jax.Array, k_tkh: jax.Array, v_tkh: jax.Array, slot_mapping_t: jax.Array,
-    options: WriteOptions,
-) -> Written:  # fmt: skip
+    pools: Pools, k_tkh: jax.Array, v_tkh: jax.Array, slot_mapping_t: jax.Array, options: WriteOptions
+) -> Written:
     """Compute `Ops.write_kv`. XLA rotates the queries, and rotates and rounds the keys for fp8 pools."""
+    k_pool, v_pool = pools
     check_supported(k_tkh, k_pool)
     q_tnh = reference.rotated_queries(options)
     if k_tkh.shape[0] == 0:
@@ -58,9 +58,9 @@ def write_kv(
     v_tkh = reference.quantize(v_tkh, v_pool.dtype, options.v_scale_k)
     arrays = as_stored(k_tkh), as_stored(v_tkh), slot_mapping_t, *angles
     pool_type = jax.ShapeDtypeStruct(k_pool.shape, as_stored(k_pool).dtype)
-    pools = launch(
+    stored = launch(
         "kv_write", _write_kernel, *arrays, as_stored(k_pool), as_stored(v_pool),
         grid=k_tkh.shape[:2], out_types=[pool_type] * 2, aliases={len(arrays): 0, len(arrays) + 1: 1}, num_warps=1,
     )  # fmt: skip
-    written_k, written_v = (lax.bitcast_convert_type(pool, k_pool.dtype) for pool in pools)
+    written_k, written_v = (lax.bitcast_convert_type(pool, k_pool.dtype) for pool in stored)
     return written_k, written_v, q_tnh

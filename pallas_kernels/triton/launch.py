@@ -14,7 +14,7 @@ from jax.experimental.pallas import triton as plt
 from pallas_kernels import checks
 
 DTYPES = ("bfloat16", "float16", "float32")
-MAX_KV_HEADS = 65_535  # they are an axis of the grid, of which CUDA allows so many
+MAX_KV_HEADS = 65_535  # one axis of the grid counts them, and CUDA allows no more
 
 
 unsupported = functools.partial(checks.unsupported, dtypes=DTYPES, max_kv_heads=MAX_KV_HEADS)
@@ -47,7 +47,7 @@ def launch(
     """
     whole_arrays: list[Any] = [*arrays, *out_types]
     for x in whole_arrays:
-        # Triton's offsets count elements in int32 up to 2^32 bytes: of those that have one byte, half as many as that.
+        # For arrays of up to 2^32 bytes, Triton counts elements in int32. That is too small if elements have one byte.
         if x.size > 2**31 and x.size * x.dtype.itemsize <= 2**32:
             raise NotImplementedError(
                 f"Pallas-Triton kernels: {x.dtype}{list(x.shape)} has {x.size} elements of one byte; "

@@ -70,8 +70,8 @@ def wrong_decode(options, send, device):
         kernels = choose(name, *args)
         attend = kernels.implementation.paged_decode_attention
 
-        def shorter(q, k_pool, v_pool, tables, lens, *rest):
-            return attend(q, k_pool, v_pool, tables, jnp.maximum(lens - 1, 0), *rest)
+        def shorter(q, contexts, options):
+            return attend(q, contexts._replace(context_lens_s=jnp.maximum(contexts.context_lens_s - 1, 0)), options)
 
         implementation = kernels.implementation._replace(paged_decode_attention=shorter)
         return kernels if name == "reference" else dataclasses.replace(kernels, implementation=implementation)

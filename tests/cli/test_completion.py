@@ -16,8 +16,8 @@ COMPLETED = {
     "serve --port 1 --dtype ": "auto float32 bfloat16 float16 half float",
     "bench serve --request-r": "--request-rate",
     "serve --request-r": "",
-    "serve --chat-template ": "",
-    "serve ": "",
+    "serve --chat-template /usr/bi": "/usr/bin",
+    "serve /usr/bi": "/usr/bin",
 }
 
 
@@ -30,18 +30,16 @@ def script(shell, capsys):
 def test_scripts_name_every_command_and_flag(shell, capsys):
     text = script(shell, capsys)
     assert all(word in text for name in COMMANDS for word in name.split())
-    flags = (
-        ("-l max-model-len", "-l no-enable-prefix-caching") if shell == "fish" else ("--max-model-len", "--burstiness")
-    )
+    flags = ("max-model-len", "no-enable-prefix-caching", "burstiness")
     assert all(flag in text for flag in flags) and "pipeline-parallel-size" not in text
 
 
-def test_bash_completes_commands_flags_and_choices(capsys):
+def test_bash_completes_commands_flags_choices_and_files(capsys):
     lines = [script("bash", capsys)]
     for typed in COMPLETED:
         words = " ".join(f"'{word}'" for word in typed.split(" "))
         lines.append(
-            f'COMP_WORDS=(jpaged {words}) COMP_CWORD={len(typed.split(" "))}; _jpaged; echo "${{COMPREPLY[*]}}"'
+            f'COMP_WORDS=(jpaged {words}) COMP_CWORD={len(typed.split(" "))}; _shtab_jpaged; echo "${{COMPREPLY[*]}}"'
         )
     done = subprocess.run(["bash"], input="\n".join(lines), capture_output=True, text=True)
     assert dict(zip(COMPLETED, done.stdout.splitlines())) == COMPLETED

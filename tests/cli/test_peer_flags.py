@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jpaged import llm as offline
-from jpaged.cli.bench_flags import BENCH
+from jpaged.cli.bench_serve import PEERS as BENCH
 from jpaged.cli.main import load, main, parser
 from jpaged.config import EngineConfig
 from jpaged.flags import ENGINE, as_text, parsed

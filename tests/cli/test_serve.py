@@ -11,8 +11,9 @@ from jpaged.cli import serve as cli_serve
 from jpaged.cli.main import load as load_command
 from jpaged.cli.main import main, parser
 from jpaged.cli.parser import count
-from jpaged.cli.serve import engine_config, server_config
-from jpaged.config import DTYPES
+from jpaged.cli.serve import server_config
+from jpaged.cli.setting_flags import config_of
+from jpaged.config import DTYPES, EngineConfig
 from jpaged.engine import build
 
 ROOT = Path(__file__).parents[2]
@@ -140,7 +141,7 @@ def test_flags_may_have_underscores(capsys):
 
 @pytest.mark.parametrize("given, dtype", [("half", "float16"), ("float", "float32"), ("bfloat16", "bfloat16")])
 def test_dtypes_have_vllms_names_too(given, dtype, tiny):
-    config = engine_config(parsed(str(tiny), "--dtype", given))
+    config = config_of(parsed(str(tiny), "--dtype", given), EngineConfig)
     assert build.prepare(config).dtype == dtype and dtype in DTYPES
 
 
@@ -243,10 +244,10 @@ def test_a_directory_without_a_tokenizer_is_served_with_token_ids(tmp_path, tiny
     directory.mkdir()
     for name in ("config.json", "generation_config.json"):
         (directory / name).write_bytes((tiny / name).read_bytes())
-    assert build.prepare(engine_config(parsed(str(directory)))).tokenizer is None
+    assert build.prepare(config_of(parsed(str(directory)), EngineConfig)).tokenizer is None
     assert "has no tokenizer: requests must be token ids" in caplog.text
-    assert build.prepare(engine_config(parsed(str(tiny), "--skip-tokenizer-init"))).tokenizer is None
-    other = build.prepare(engine_config(parsed(str(directory), "--tokenizer", str(tiny)))).tokenizer
+    assert build.prepare(config_of(parsed(str(tiny), "--skip-tokenizer-init"), EngineConfig)).tokenizer is None
+    other = build.prepare(config_of(parsed(str(directory), "--tokenizer", str(tiny)), EngineConfig)).tokenizer
     assert other.chat_template
     with pytest.raises(SystemExit, match="chat_template: needs a tokenizer, and the model has none"):
         template = file(tmp_path, "t.jinja", "{{ messages }}")

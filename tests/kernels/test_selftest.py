@@ -41,7 +41,7 @@ def put(patch: pytest.MonkeyPatch, **modules: str) -> None:
 
 
 @functools.cache
-def made(test: str) -> trial.Trial:
+def made(test: str) -> trial.OpTest:
     """A case that is not donated."""
     return trial.make_trials(SUBJECT)[test]()
 

@@ -14,7 +14,7 @@ import jax
 import pytest
 
 from jpaged.cli.main import main
-from jpaged.cli.nodes import add_node_flags, nodes_of
+from jpaged.cli.setting_flags import add_settings, config_of
 from jpaged.config import EngineConfig
 from jpaged.parallel import hello
 from jpaged.parallel import leader as leader_module
@@ -273,6 +273,6 @@ def test_the_heartbeat_is_a_setting(flags, seconds, monkeypatch):
     monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **options: given.update(options))
     monkeypatch.setattr(jax.distributed, "shutdown", lambda: None)
     parser = argparse.ArgumentParser()
-    add_node_flags(parser)
-    with cluster(nodes_of(parser.parse_args(["--nnodes", "2", "--dist-init-addr", "a:1", *flags]))):
+    add_settings(parser, Nodes)
+    with cluster(config_of(parser.parse_args(["--nnodes", "2", "--dist-init-addr", "a:1", *flags]), Nodes)):
         assert given["heartbeat_timeout_seconds"] == seconds

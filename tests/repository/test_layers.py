@@ -55,7 +55,7 @@ OUTSIDE = {
     "jpaged.bench": {"aiohttp", "numpy", "tokenizers", "tqdm"},
     "jpaged.rl": {"flax", "jax", "numpy", "tunix"},
     "jpaged.simulator": set(),
-    "jpaged.cli": {"aiohttp", "yaml"},
+    "jpaged.cli": {"aiohttp", "shtab", "yaml"},
     "jpaged.chat": {"jinja2", "tokenizers", "transformers"},
     "jpaged.structured": {"llguidance", "numpy", "tokenizers"},
     "jpaged.tokenizer": {"tokenizers", "transformers"},

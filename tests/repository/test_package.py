@@ -85,7 +85,8 @@ def test_the_wheel_holds_the_packages_and_their_data_alone(wheel):
     assert {name.partition("/")[0] for name in files} == {"jpaged", "pallas_kernels"}
     data = {name for name in files if not name.endswith(".py")}
     folders = {name for name in data if name.startswith(("jpaged/demo/model/", "jpaged/serving/live/page/"))}
-    assert data - folders == {"jpaged/py.typed", "pallas_kernels/py.typed", "pallas_kernels/tuned.json"}
+    tables = {"jpaged/flags.toml", "jpaged/cli/bench_flags.toml", "pallas_kernels/tuned.json"}
+    assert data - folders == {"jpaged/py.typed", "pallas_kernels/py.typed", *tables}
     assert {"jpaged/demo/model/model.safetensors", "jpaged/serving/live/page/index.html"} <= folders
     assert [name for name in files if name.startswith("jpaged/demo/") and name.endswith(".py")] == [
         "jpaged/demo/__init__.py"

@@ -215,7 +215,7 @@ def test_what_would_exceed_a_fair_share_comes_after_what_would_not():
     clock.step()
     third = clock.add("a", [2], max_tokens=9)
     third.rank = (0, -1, third.rank[2])
-    clock.scheduler.waiting = type(clock.scheduler.waiting)()
+    clock.scheduler.queues.waiting = type(clock.scheduler.waiting)()
     clock.scheduler.waiting.add(third)
     new = [clock.add("b", [1], max_tokens=9) for _ in range(2)]
     assert set(new) <= set(clock.step().served) and not third.admitted

@@ -12,7 +12,8 @@ from jpaged.config import Limits
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.params import BeamSearchParams, SamplingParams
 from jpaged.core.plan import Admitted, Sample, Scheduled, StepPlan, StepResult
-from jpaged.core.scheduler import Scheduler, _Step
+from jpaged.core.planned_step import PlannedStep
+from jpaged.core.scheduler import Scheduler
 from jpaged.runtime.batch import Bucket, Buckets, Layout, ladder, leaves, make_batch
 from jpaged.runtime.row_table import SCALARS, RowTable
 from jpaged.runtime.step import sampling_of
@@ -271,7 +272,8 @@ def test_targets_that_have_a_logprob_are_not_wanted_again():
     lab.scheduler.limits = Limits(max_model_len=32, max_num_seqs=4, max_num_batched_tokens=3)
     assert lab.schedule().targets[:3].tolist() == [2, 3, 4]
     lab.commit(prompt=[2, 3, 4])
-    lab.scheduler._preempt(lab.scheduler.running.first, _Step())
+    scheduler = lab.scheduler
+    PlannedStep(scheduler.queues, scheduler.memory, True, [scheduler.running.first]).preempt_last()
     assert lab.schedule().targets[:3].tolist() == [-1] * 3
     lab.commit()
     assert lab.schedule().targets[:2].tolist() == [5, -1]

@@ -38,7 +38,12 @@ class Capacity(NamedTuple):
 
 
 def make_request(
-    request_id: str, prompt: list[int], params: Params, seed: int, bad_words: Iterable[tuple[int, ...]], size: Capacity
+    request_id: str,
+    prompt: list[int],
+    params: Params,
+    seed: int,
+    bad_words: Iterable[tuple[int, ...]],
+    capacity: Capacity,
 ) -> Request:
     """Return a request with resolved parameters that can run on an engine.
 
@@ -50,48 +55,48 @@ def make_request(
     Raises:
         InvalidParameter: the request could never run. The message has the numbers.
     """
-    _check_tokens(prompt, params, size)
-    params = _with_counts(params, size)
-    _check_width(params, size.limits)
-    max_tokens = _max_tokens(len(prompt), params, size)
-    producible = [word for word in bad_words if all(0 <= token < size.vocab_size for token in word)]
-    endings, allowed = size.eos_token_ids.union(params.stop_token_ids), params.allowed_token_ids
-    bans = Bans(producible, endings, params.min_tokens, allowed=allowed, vocab_size=size.vocab_size)
-    eos_tokens = frozenset[int]() if params.ignore_eos else size.eos_token_ids
-    num_top = _num_top(params, size)
+    _check_tokens(prompt, params, capacity)
+    params = _with_counts(params, capacity)
+    _check_width(params, capacity.limits)
+    max_tokens = _max_tokens(len(prompt), params, capacity)
+    producible = [word for word in bad_words if all(0 <= token < capacity.vocab_size for token in word)]
+    endings, allowed = capacity.eos_token_ids.union(params.stop_token_ids), params.allowed_token_ids
+    bans = Bans(producible, endings, params.min_tokens, allowed=allowed, vocab_size=capacity.vocab_size)
+    eos_tokens = frozenset[int]() if params.ignore_eos else capacity.eos_token_ids
+    num_top = _num_top(params, capacity)
     return Request(
         request_id, list(prompt), params, seed, max_tokens, bans=bans, eos_tokens=eos_tokens, num_top=num_top
     )
 
 
-def _check_tokens(prompt: list[int], params: Params, size: Capacity) -> None:
-    bound = f"is outside the vocabulary [0, {size.vocab_size})"
+def _check_tokens(prompt: list[int], params: Params, capacity: Capacity) -> None:
+    bound = f"is outside the vocabulary [0, {capacity.vocab_size})"
     if not prompt:
         raise InvalidParameter("prompt", "must hold at least one token")
     # A prompt can be long, and the engine's other requests wait meanwhile: no loop in Python unless a token is invalid.
-    if set(map(type, prompt)) != {int} or not (min(prompt) >= 0 and max(prompt) < size.vocab_size):
-        invalid = next(x for x in prompt if type(x) is not int or not 0 <= x < size.vocab_size)
+    if set(map(type, prompt)) != {int} or not (min(prompt) >= 0 and max(prompt) < capacity.vocab_size):
+        invalid = next(x for x in prompt if type(x) is not int or not 0 <= x < capacity.vocab_size)
         raise InvalidParameter("prompt", f"token id {invalid!r} {bound}")
     for name in ("stop_token_ids", "allowed_token_ids", "logit_bias", "logprob_token_ids"):
         for token in getattr(params, name, None) or ():
-            if not 0 <= token < size.vocab_size:
+            if not 0 <= token < capacity.vocab_size:
                 raise InvalidParameter(name, f"{token} {bound}")
-    if isinstance(params, BeamSearchParams) and _num_candidates(params, size) > MAX_TOP:
+    if isinstance(params, BeamSearchParams) and _num_candidates(params, capacity) > MAX_TOP:
         sizes = f"{len(params.stop_token_ids)} and a beam_width of {params.beam_width}"
         raise InvalidParameter("stop_token_ids", f"{sizes} are more than {MAX_TOP}")
 
 
-def _with_counts(params: Params, size: Capacity) -> Params:
+def _with_counts(params: Params, capacity: Capacity) -> Params:
     """Return parameters whose numbers of logprobs are explicit: -1 stands for the whole vocabulary."""
-    logprobs = _count("logprobs", params.logprobs, size)
-    prompt_logprobs = _count("prompt_logprobs", params.prompt_logprobs, size)
+    logprobs = _count("logprobs", params.logprobs, capacity)
+    prompt_logprobs = _count("prompt_logprobs", params.prompt_logprobs, capacity)
     if -1 not in (params.logprobs, params.prompt_logprobs):
         return params
     return replace(params, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
 
 
-def _count(name: str, requested: int | None, size: Capacity) -> int | None:
-    count, limit = size.vocab_size if requested == -1 else requested, size.limits.max_logprobs
+def _count(name: str, requested: int | None, capacity: Capacity) -> int | None:
+    count, limit = capacity.vocab_size if requested == -1 else requested, capacity.limits.max_logprobs
     if count is not None and count > limit:
         raise InvalidParameter(name, f"must be at most {limit} (max_logprobs), not {requested}")
     return count
@@ -104,13 +109,13 @@ def _check_width(params: Params, limits: Limits) -> None:
         raise InvalidParameter(name, f"{width} sequences exceed the {limits.max_num_seqs} of a step (max_num_seqs)")
 
 
-def _max_tokens(prompt_len: int, params: Params, size: Capacity) -> int:
+def _max_tokens(prompt_len: int, params: Params, capacity: Capacity) -> int:
     """Return the maximum number of output tokens."""
     width = params.num_sequences
-    limit = size.max_sequence_len(prompt_len, width)
+    limit = capacity.max_sequence_len(prompt_len, width)
     max_tokens = max(1, limit - prompt_len) if params.max_tokens is None else params.max_tokens
     if prompt_len + max_tokens > limit:
-        bound = "max_model_len" if limit == size.limits.max_model_len else "the size of the KV pool"
+        bound = "max_model_len" if limit == capacity.limits.max_model_len else "the size of the KV pool"
         bound += "" if width == 1 else f", for {width} sequences"
         raise ContextLengthExceeded(
             "prompt" if prompt_len >= limit else "max_tokens",
@@ -122,14 +127,14 @@ def _max_tokens(prompt_len: int, params: Params, size: Capacity) -> int:
     return max_tokens
 
 
-def _num_top(params: Params, size: Capacity) -> int | None:
+def _num_top(params: Params, capacity: Capacity) -> int | None:
     """Return the number of tokens to list with each sample; None: neither list nor rank."""
     if isinstance(params, BeamSearchParams):
         # Any candidate may complete a stop string.
-        return max(params.logprobs or 0, MAX_TOP if params.stop else _num_candidates(params, size))
+        return max(params.logprobs or 0, MAX_TOP if params.stop else _num_candidates(params, capacity))
     return len(params.logprob_token_ids) if params.logprob_token_ids else params.logprobs
 
 
-def _num_candidates(params: BeamSearchParams, size: Capacity) -> int:
+def _num_candidates(params: BeamSearchParams, capacity: Capacity) -> int:
     """Return the number of most likely tokens that each beam needs: `beam_width` to continue, and all that may end."""
-    return params.beam_width + len(size.eos_token_ids.union(params.stop_token_ids))
+    return params.beam_width + len(capacity.eos_token_ids.union(params.stop_token_ids))

@@ -73,11 +73,6 @@ class BlockTable:
         while self.block_ids:
             self.pool.free(self.block_ids.pop())
 
-    def slot(self, position: int) -> int:
-        """Return the flat slot of the token at `position`."""
-        index, offset = divmod(position, self.pool.block_size)
-        return self.block_ids[index] * self.pool.block_size + offset
-
     def _allocate(self) -> int:
         block_id = self.pool.allocate()
         assert block_id is not None, "append counted the free blocks first"

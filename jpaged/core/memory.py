@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from jpaged.core.block_pool import BlockPool, Parent, common_length
-from jpaged.core.block_table import BlockTable, Copies, move, num_distinct, shortage
+from jpaged.core.block_table import BlockTable, move, num_distinct, shortage
 from jpaged.core.plan import Pairs
 from jpaged.core.request import Request, Sequence
 from jpaged.core.rows import Rows
@@ -15,10 +15,8 @@ class Memory:
 
     Args:
         pool: blocks on the device.
-        host_pool: room for swapped blocks, or None.
         num_rows: maximum number of running sequences.
-        preemption: "recompute", "swap" (where the host has room), or "auto", whichever costs less.
-        block_swap_cost: cost of moving one block to the host and back, in tokens that could be computed in that time.
+        host_pool, preemption, block_swap_cost: as in `Scheduler`.
 
     Attributes:
         leaving: ended sequences whose row and blocks a step in flight may still write.
@@ -101,10 +99,6 @@ class Memory:
         self.rows.change(sequence, 0, len(sequence.table.block_ids))
         return True
 
-    def swap_in(self, request: Request) -> Copies:
-        """Move the blocks of a request back from the host, and return the moves."""
-        return move([sequence.table for sequence in request.live], self.pool)
-
     def evict(self, request: Request) -> Pairs:
         """Take all blocks and rows of a running request.
 
@@ -152,8 +146,10 @@ class Memory:
             nodes.append(pool.remember(sequence.table.block_ids[index], parent, tokens))
 
     def fork(self, sequence: Sequence, index: int) -> Sequence:
-        """Return a second branch of a running sequence. Both share their blocks until one writes."""
-        child = sequence.fork(index)
+        """Return a second branch of a running sequence. Both share every block until one of them writes into it."""
+        child = sequence.branch(index)
+        child.table, child.num_computed_tokens = sequence.table.fork(), sequence.num_computed_tokens
+        child.nodes, child.epoch = list(sequence.nodes), sequence.epoch
         self.rows.fork(sequence, child)
         return child
 

@@ -223,16 +223,6 @@ class GenerationParams:
                 if getattr(self, name) not in (None, (), False):
                     raise InvalidParameter(name, "can't be combined with structured_outputs, which may leave no token")
 
-    @property
-    def num_sequences(self) -> int:
-        """Maximum number of sequences of the request."""
-        raise NotImplementedError
-
-    @property
-    def num_outputs(self) -> int:
-        """Number of sequences to return."""
-        raise NotImplementedError
-
     @cached_property
     def has_state(self) -> bool:
         """Whether a token depends on more than the logits: earlier tokens, a bias, or the tokens to list with it."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from jpaged.core.block_table import Copies, append
+from jpaged.core.block_table import Copies, append, move
 from jpaged.core.branches import next_counts
 from jpaged.core.memory import Memory
 from jpaged.core.plan import Pairs, Scheduled, StepPlan
@@ -15,13 +15,15 @@ _new = tuple.__new__  # Call it directly: the constructor of a named tuple takes
 
 @dataclass(eq=False, slots=True)
 class PlannedStep:
-    """Step whose plan is complete, or grows by the scheduler's decisions. `queues` and `memory` change at once.
+    """Step that grows by the scheduler's decisions until its plan is complete, and then waits for its commit.
+
+    Every decision changes the queues and the memory at once.
 
     Attributes:
         may_preempt: whether no other step is in flight, which could write the blocks of a preempted request.
         order: running requests; the last one is preempted first.
-        at: the request on which the planning works.
-        must_drain: whether something must be preempted once no step is in flight.
+        at: the request on which the planning works, which is to blame for an exception.
+        must_drain: whether a request must be preempted, and cannot be before the steps in flight are committed.
         sequences: sequences of `rows`, in the same order.
         unsteady: running requests except those on the steady path.
         further_branches: number of branches of requests on the steady path, without the first of each.
@@ -91,7 +93,7 @@ class PlannedStep:
 
     def resume(self, request: Request) -> None:
         """Move the blocks of a swapped request back from the host, before the tokens of the step."""
-        self.swap_in += self.memory.swap_in(request)
+        self.swap_in += move([sequence.table for sequence in request.live], self.memory.pool)
         self.resumed[request] = [(sequence, sequence.num_computed_tokens) for sequence in request.live]
 
     def admit(self, request: Request) -> None:

@@ -18,8 +18,8 @@ _rank = operator.attrgetter("rank")
 class Ranked:
     """Requests ordered by `Request.rank`.
 
-    They are in chunks of at most `MAX_CHUNK` requests, so that an insertion or a removal moves only a few of them, also
-    near the front of a long queue. No chunk is empty except the only one of an empty queue.
+    They are in chunks of at most `MAX_CHUNK` requests. An insertion or a removal therefore moves only a few requests,
+    even near the front of a long queue. No chunk is empty except the only one of an empty queue.
 
     Attributes:
         num_prompt_tokens: tokens of all prompts.
@@ -74,7 +74,7 @@ class Ranked:
 
     def _place(self, request: Request) -> tuple[int, int]:
         """Return the chunk of a request's rank, and the place there: that of the request or of the next one."""
-        # A rank behind all other chunks belongs to the last one.
+        # A rank above all others belongs to the last chunk.
         index = bisect.bisect_left(self._chunks, request.rank, hi=len(self._chunks) - 1, key=lambda c: c[-1].rank)
         return index, bisect.bisect_left(self._chunks[index], request.rank, key=_rank)
 
@@ -83,7 +83,7 @@ class RequestQueue(Ranked):
     """Requests in the order of service.
 
     Attributes:
-        tenants: the requests of each tenant that has some.
+        tenants: the requests of each tenant that has any.
     """
 
     def __init__(self) -> None:
@@ -210,7 +210,7 @@ class Turns:
         if client is None:
             return self._now
         if len(self._ends) > self._max_clients:
-            # Idle clients are forgotten. If all wait, a fixed limit would make each further call look at all of them.
+            # Forget idle clients. If no client is idle, a fixed limit would make each further call look at all of them.
             self._ends = {name: end for name, end in self._ends.items() if end > self._now}
             self._max_clients = max(MAX_IDLE_CLIENTS, 2 * len(self._ends))
         start = max(self._now, self._ends.get(client, 0))

@@ -151,13 +151,6 @@ class Sequence:
         if self.constraint is not None:
             self.constraint.take(token)
 
-    def fork(self, index: int) -> "Sequence":
-        """Return a new branch that shares every block until one of the two writes into it."""
-        child = self.branch(index)
-        child.table = self.table.fork()
-        child.num_computed_tokens, child.nodes, child.epoch = self.num_computed_tokens, list(self.nodes), self.epoch
-        return child
-
     def branch(self, index: int) -> "Sequence":
         """Return a new branch with the tokens so far and without blocks."""
         return Sequence(
@@ -220,7 +213,7 @@ class Request:
         client: the client whose turn in the queue this request takes, or None.
         tenant: the tenant whose share of steps, rows and blocks this request takes. Requests without a tenant share
             like those of one more tenant.
-        turn: number of the last turn among the tenant's requests; 0 before the first.
+        tenant_turn: number of the last turn among the tenant's requests; 0 before the first.
         cache_salt: only requests with the same salt share cached prefixes.
         bans: the tokens that the output must not have next.
         eos_tokens: the end-of-sequence tokens that end the output; none with `ignore_eos`.
@@ -245,7 +238,7 @@ class Request:
     rank: tuple[int, int, int] = (0, 0, 0)
     client: str | None = None
     tenant: str | None = None
-    turn: int = 0
+    tenant_turn: int = 0
     cache_salt: str = ""
     bans: Bans = field(default_factory=Bans)
     eos_tokens: frozenset[int] = frozenset()

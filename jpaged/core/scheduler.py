@@ -22,7 +22,7 @@ from jpaged.core.plan import StepPlan, StepResult
 from jpaged.core.planned_step import PlannedStep
 from jpaged.core.queue import Queues, RequestQueue, Turns
 from jpaged.core.request import FinishReason, Request, RequestFault, Sequence
-from jpaged.core.shares import Shares, Tenant
+from jpaged.core.shares import Ledger, Shares
 
 # The headroom of engines. In simulations of an overloaded pool (OPT-13B on an A100, ShareGPT's lengths), it cuts
 # preemptions to a quarter and raises throughput by 3 to 5 %. A headroom of 64 tokens leaves so many blocks free that
@@ -94,8 +94,7 @@ class Scheduler:
         self._turns = Turns()
         self._in_flight: deque[PlannedStep] = deque()
         self._must_drain = False  # something must be preempted before the next plan
-        self._owed: dict[Tenant, int] = {}  # tokens, by tenants to the others
-        self._request_turns = itertools.count(1)
+        self._ledger = Ledger()
         self._restarted: list[Request] = []  # by `recover`, since the last plan
 
     @property
@@ -127,11 +126,6 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether there is anything to schedule or to commit."""
         return bool(self.requests or self._in_flight)
-
-    @property
-    def leaving(self) -> Collection[Sequence]:
-        """Ended sequences whose blocks a step in flight may still write."""
-        return self.memory.leaving
 
     @property
     def capacity(self) -> Capacity:
@@ -236,17 +230,10 @@ class Scheduler:
     def _share(self, budget: int) -> Shares | None:
         """Return the shares of tenants in a step; None without several, or while no new request may start."""
         if self.holds_new or len(self.running.tenants.keys() | self.waiting.tenants.keys()) < 2:
-            self._owed.clear()
+            self._ledger.owed.clear()
             return None
-        return Shares(
-            self.queues,
-            self.memory,
-            budget=budget,
-            overhead=self.step_overhead,
-            chunk=self.tokens_beside_decodes,
-            turns=self._request_turns,
-            owed=self._owed,
-        )
+        overhead, chunk = self.step_overhead, self.tokens_beside_decodes
+        return Shares(self.queues, self.memory, self._ledger, budget=budget, overhead=overhead, chunk=chunk)
 
     def _make_room(self, step: PlannedStep, shares: Shares) -> None:
         """Preempt requests beyond the fair shares of their tenants for waiting ones within that of another tenant."""
@@ -339,7 +326,7 @@ class Scheduler:
         self.memory.clear(self.requests.values())
         for request in self.requests.values():
             if not any(sequence.num_output_tokens for sequence in request.live):
-                request.prompt_samples.clear()  # they are told all at once, and come from the same parameters
+                request.prompt_samples.clear()  # returned with the first token, so from the same parameters
 
     def release(self, requests: Iterable[Request] | None = None) -> None:
         """Let parked requests wait in the queue; None: all of them, and park no further ones."""
@@ -358,7 +345,7 @@ class Scheduler:
         assert not any(sequence.in_flight for sequence in idle), "a waiting request is part of a step in flight"
         self.memory.check_invariants(running, idle)
         counts = Counter(sequence for step in self._in_flight for sequence in step.sequences)
-        flying = {s: s.in_flight for s in (*running, *self.leaving) if s.in_flight}
+        flying = {s: s.in_flight for s in (*running, *self.memory.leaving) if s.in_flight}
         assert counts == Counter(flying), "miscounted in flight"
-        num_seats = sum(request.seats for request in self.running) + len(self.leaving)
+        num_seats = sum(request.seats for request in self.running) + len(self.memory.leaving)
         assert num_seats <= self.limits.max_num_seqs, f"{num_seats} rows may be needed"

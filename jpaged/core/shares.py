@@ -1,7 +1,9 @@
 """Shares of tenants: of the tokens of a step, and of rows and blocks."""
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 from jpaged.core.memory import Memory
 from jpaged.core.planned_step import PlannedStep
@@ -21,6 +23,19 @@ def divide[K](total: int, wants: Mapping[K, int]) -> dict[K, int]:
     return shares
 
 
+@dataclass
+class Ledger:
+    """Turns and debts of tenants, from step to step.
+
+    Attributes:
+        owed: the tokens that tenants have had beyond their shares.
+        turns: numbers of the turns of requests. Within a tenant, the request whose last turn ended first comes next.
+    """
+
+    owed: dict[Tenant, int] = field(default_factory=dict)
+    turns: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+
 class Shares:
     """Shares of the k tenants that have requests, in one step.
 
@@ -32,10 +47,9 @@ class Shares:
     ends.
 
     Args:
+        ledger: the turns and debts of earlier steps. It is updated.
         budget: maximum tokens of the step.
         chunk: tokens of a prompt after which its turn ends.
-        turns: numbers of the turns of requests. Within a tenant, the request whose last turn ended first comes next.
-        owed: the tokens of earlier steps that tenants have had beyond their shares. It is updated.
 
     Attributes:
         order: the running requests by priority, then by what the earlier requests of their tenants hold, then by rank.
@@ -44,20 +58,10 @@ class Shares:
         left: tokens of each group for its waiting requests.
     """
 
-    def __init__(
-        self,
-        queues: Queues,
-        memory: Memory,
-        *,
-        budget: int,
-        overhead: float,
-        chunk: int,
-        turns: Iterator[int],
-        owed: dict[Tenant, int],
-    ):
+    def __init__(self, queues: Queues, memory: Memory, ledger: Ledger, budget: int, overhead: float, chunk: int):
         self._waiting, self._running, self._memory = queues.waiting, queues.running, memory
         self._num_rows, self._num_blocks = memory.rows.size, memory.pool.num_blocks
-        self._chunk, self._turns, self._owed = chunk, turns, owed
+        self._chunk, self._ledger = chunk, ledger
         self._num_tenants = len(self._running.tenants.keys() | self._waiting.tenants.keys())
         self._held: Counter[Tenant] = Counter()
         self._before: dict[Request, int] = {}
@@ -155,12 +159,12 @@ class Shares:
         fewest = max(1, min(of_tenants.values()))
         total = int(min(budget, (self._num_tenants - 1) * overhead + self._num_tenants * fewest))
         for requests in self._groups.values():
-            requests.sort(key=lambda request: (request.turn, request.rank))
+            requests.sort(key=lambda request: (request.tenant_turn, request.rank))
         for priority in sorted({priority for priority, _ in wants}):
             shares = divide(total, {group: want for group, want in wants.items() if group[0] == priority})
             larger = self._larger_share(shares)
             if larger and (unit := _unit(self._groups[larger][0])) <= budget:
-                self._owed[larger[1]] = unit - shares.pop(larger)
+                self._ledger.owed[larger[1]] = unit - shares.pop(larger)
                 shares = {larger: unit, **divide(budget - unit, shares)}
             for group, share in shares.items():
                 total, budget = max(0, total - share), budget - share
@@ -168,12 +172,13 @@ class Shares:
 
     def _paid(self, tenant: Tenant, share: int) -> int:
         """Return what is left of a share once its tenant has paid what it owes; one token is always left."""
-        if tenant not in self._owed:
+        owed = self._ledger.owed
+        if tenant not in owed:
             return share
-        paid = max(0, min(self._owed[tenant], share - 1))
-        self._owed[tenant] -= paid
-        if not self._owed[tenant]:
-            del self._owed[tenant]
+        paid = max(0, min(owed[tenant], share - 1))
+        owed[tenant] -= paid
+        if not owed[tenant]:
+            del owed[tenant]
         return share - paid
 
     def _spend(self, group: Group, share: int) -> None:
@@ -185,7 +190,7 @@ class Shares:
                 self.grants[request] = tokens
                 share -= tokens
                 if self._ends_turn(request, tokens):
-                    request.turn = next(self._turns)
+                    request.tenant_turn = next(self._ledger.turns)
         self.left[group] = share
 
     def _ends_turn(self, request: Request, tokens: int) -> bool:
@@ -201,11 +206,11 @@ class Shares:
         """
         short: list[Group] = []
         for group, share in shares.items():
-            if group in self._groups and group[1] not in self._owed:
+            if group in self._groups and group[1] not in self._ledger.owed:
                 first = self._groups[group][0]
                 if share < min(_unit(first), self._wants[first]):
                     short.append(group)
-        return min(short, key=lambda group: self._groups[group][0].turn, default=None)
+        return min(short, key=lambda group: self._groups[group][0].tenant_turn, default=None)
 
     def _weight(self, request: Request) -> int:
         """Return a request's share of the rows or of the blocks, in units of 1 / (rows * blocks)."""

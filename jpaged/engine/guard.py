@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Iterable
 
-from jpaged.core.commit import Committed
 from jpaged.core.params import SamplingParams
 from jpaged.core.plan import ParamsDeleted
 from jpaged.core.request import Request

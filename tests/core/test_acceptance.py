@@ -122,6 +122,14 @@ def test_the_longest_sequence_fills_the_pool():
     assert scheduler.capacity.max_sequence_len(prompt_len=9, num_sequences=2) == 8 + 2 * 4 + 1
 
 
+def test_a_refused_request_takes_no_turn_of_its_client():
+    scheduler, _ = make()
+    with pytest.raises(InvalidParameter, match="bad_words"):
+        params = SamplingParams(allowed_token_ids=[7])
+        scheduler.add("refused", [1], params, seed=0, client="a", bad_words=[(7,)])
+    assert add(scheduler, "first", [1], client="a").rank < add(scheduler, "second", [1], client="b").rank
+
+
 def test_a_request_id_in_use_is_refused():
     scheduler, _ = make()
     add(scheduler, "a", [1])

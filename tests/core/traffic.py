@@ -19,7 +19,7 @@ class CheckedScheduler(Scheduler):
     """A scheduler that compares the claims of each step with a sum over all running requests."""
 
     def _schedule_waiting(self, budget, step, shares):
-        claims = sum(request.seats for request in self.running) + len(self.leaving), step.lack(self.running)
+        claims = sum(request.seats for request in self.running) + len(self.memory.leaving), step.lack(self.running)
         assert step.claims() == claims, "a running request is forgotten"
         super()._schedule_waiting(budget, step, shares)
 

@@ -18,6 +18,7 @@ from jpaged.runtime.batch import Bucket, Buckets, Layout, ladder, leaves, make_b
 from jpaged.runtime.row_table import SCALARS, RowTable
 from jpaged.runtime.step import sampling_of
 from jpaged.structured.masks import Masks
+from tests.support.fake_runner import slot
 
 LIMITS = Limits(max_model_len=32, max_num_seqs=4, max_num_batched_tokens=24)
 
@@ -120,7 +121,7 @@ def test_a_mixed_batch():
     row_a, row_b, row_c = (scheduled.row for scheduled in lab.plan.rows)
     assert batch.tokens.tolist() == [-1 - row_a, -1 - row_b, *range(10, 19)] + [0] * 13
     assert batch.positions.tolist() == [5, 1, *range(9)] + [0] * 13
-    assert batch.slot_mapping.tolist() == [a.slot(5), b.slot(1), *(c.slot(i) for i in range(9))] + [-1] * 13
+    assert batch.slot_mapping.tolist() == [slot(a, 5), slot(b, 1), *(slot(c, i) for i in range(9))] + [-1] * 13
     assert batch.context_lens.tolist() == [6, 2, 9, 0]
     assert batch.cu_q_lens.tolist() == [0, 1, 2, 11, 11]
     assert [batch.block_tables[i, : len(t.block_ids)].tolist() for i, t in enumerate((a, b, c))] == [

@@ -42,7 +42,7 @@ def snapshot(scheduler: Scheduler, recorder: Recorder) -> Snapshot:
     pool, running = scheduler.pool, list(scheduler.running)
     owners = array("H", bytes(2 * pool.num_blocks))
     held = branches = 0
-    for sequence in scheduler.leaving:
+    for sequence in scheduler.memory.leaving:
         for block_id in sequence.table.block_ids:
             owners[block_id] = recorder.known(sequence.request.request_id) or 0
     for request in reversed(running):  # the first one writes last

@@ -100,7 +100,7 @@ def append(spans: Sequence[Span]) -> Copies | None:
 def shortage(spans: Iterable[Span]) -> int:
     """Return the number of blocks needed to append `[start, end)` to each table of one pool, one after the other."""
     missing = 0
-    holders: dict[int, int] = {}  # of blocks that a table before has given up
+    holders: dict[int, int] = {}  # numbers of holders, of blocks that an earlier table of `spans` leaves
     for table, start, end in spans:
         pool, held = table.pool, table.block_ids
         first, stop = start // pool.block_size, -(-end // pool.block_size)

@@ -211,8 +211,8 @@ class Request:
     Attributes:
         rank: requests run in this order, and are preempted in the reverse order.
         client: the client whose turn in the queue this request takes, or None.
-        tenant: the tenant whose share of steps, rows and blocks this request takes. Requests without a tenant share
-            like those of one more tenant.
+        tenant: the tenant whose share of steps, rows and blocks this request takes. All requests without a tenant
+            together have the share of one.
         tenant_turn: number of the last turn among the tenant's requests; 0 before the first.
         cache_salt: only requests with the same salt share cached prefixes.
         bans: the tokens that the output must not have next.

@@ -1,4 +1,4 @@
-"""Choice of the tokens and sequences of the next step: who continues, who is admitted, and who is preempted.
+"""Choice of the tokens and sequences of the next step: which requests continue, are admitted, and are preempted.
 
 There is no prefill phase and no decode phase: a sequence is behind by `num_tokens - num_computed_tokens`, and each
 step's token budget is handed out in the order of the requests' ranks (the formula is vLLM V1's). Chunked prefill,

@@ -6,10 +6,8 @@ from typing import NamedTuple
 
 from jpaged.config import Limits
 from jpaged.core.bans import Bans
-from jpaged.core.params import MAX_TOP, BeamSearchParams, ContextLengthExceeded, InvalidParameter, SamplingParams
+from jpaged.core.params import MAX_TOP, BeamSearchParams, ContextLengthExceeded, InvalidParameter, Params
 from jpaged.core.request import Request
-
-Params = SamplingParams | BeamSearchParams
 
 
 class Capacity(NamedTuple):

@@ -10,7 +10,7 @@ from collections.abc import Sequence as Series
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jpaged.core.params import BeamSearchParams, SamplingParams
+from jpaged.core.params import Params
 
 Pairs = tuple[tuple[int, int], ...]  # (source, destination)
 
@@ -50,7 +50,7 @@ class Admitted:
     row: int
     token_ids: tuple[int, ...]
     num_prompt_tokens: int
-    params: SamplingParams | BeamSearchParams
+    params: Params
     seed: int
     block_ids: tuple[int, ...]
     num_top: int | None = None

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 from jpaged.core.bans import Bans
 from jpaged.core.beam import BeamSearch
 from jpaged.core.block_table import BlockTable
-from jpaged.core.params import BeamSearchParams, SamplingParams
+from jpaged.core.params import BeamSearchParams, Params
 from jpaged.core.plan import Sample
 
 
@@ -231,7 +231,7 @@ class Request:
 
     request_id: str
     prompt_token_ids: list[int]
-    params: SamplingParams | BeamSearchParams
+    params: Params
     seed: int
     max_tokens: int
     prompt: str | None = None

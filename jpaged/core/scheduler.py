@@ -12,12 +12,12 @@ from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Series
 
 from jpaged.config import Limits
-from jpaged.core.admission import Capacity, Params, make_request
+from jpaged.core.admission import Capacity, make_request
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.block_table import BlockTable
 from jpaged.core.commit import Commit, Committed, finish
 from jpaged.core.memory import Memory
-from jpaged.core.params import InvalidParameter
+from jpaged.core.params import InvalidParameter, Params
 from jpaged.core.plan import StepPlan, StepResult
 from jpaged.core.planned_step import PlannedStep
 from jpaged.core.queue import Queues, RequestQueue, Turns

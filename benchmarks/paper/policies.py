@@ -10,8 +10,10 @@ from typing import NamedTuple
 from benchmarks.paper.buddy import BuddyPool
 from jpaged.config import Limits
 from jpaged.core.block_pool import BlockPool
+from jpaged.core.planned_step import PlannedStep
 from jpaged.core.request import Request
-from jpaged.core.scheduler import HEADROOM, Scheduler, _Step
+from jpaged.core.scheduler import HEADROOM, Scheduler
+from jpaged.core.shares import Shares
 
 Reservation = Callable[[Request, Limits], int]  # tokens
 
@@ -52,11 +54,11 @@ class Static(Scheduler):
 
     _forming = True
 
-    def _schedule_waiting(self, budget: int, step: _Step) -> None:
+    def _schedule_waiting(self, budget: int, step: PlannedStep, shares: Shares | None) -> None:
         self._forming |= not self.running
         if not self._forming:
             return
-        super()._schedule_waiting(budget, step)
+        super()._schedule_waiting(budget, step, shares)
         # A step's tokens may be too few for the prompts of a batch: it is formed in several steps.
         self._forming = sum(row.num_tokens for row in step.rows) >= self.limits.max_num_batched_tokens
 

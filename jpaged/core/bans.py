@@ -7,7 +7,7 @@ from jpaged.core.params import InvalidParameter
 
 
 class Bans:
-    """Banned tokens of one request. Bad words are indexed, so that a step does not compare them one by one.
+    """Banned tokens of one request. Bad words are indexed: a step does not compare them one by one.
 
     A bad word of one token is banned at any place, by a bias on its logit. A longer one bans its last token wherever
     the output ends with the tokens before it. As in vLLM, only the output is searched.
@@ -27,9 +27,14 @@ class Bans:
     """
 
     def __init__(
-        self, words: Iterable[tuple[int, ...]] = (), endings: Iterable[int] = (), min_tokens: int = 0,
-        *, allowed: Iterable[int] | None = None, vocab_size: int = sys.maxsize,
-    ):  # fmt: skip
+        self,
+        words: Iterable[tuple[int, ...]] = (),
+        endings: Iterable[int] = (),
+        min_tokens: int = 0,
+        *,
+        allowed: Iterable[int] | None = None,
+        vocab_size: int = sys.maxsize,
+    ):
         words = set(words)
         self.single_tokens = tuple(sorted(word[0] for word in words if len(word) == 1))
         last_tokens: dict[tuple[int, ...], set[int]] = {}
@@ -75,8 +80,8 @@ class Bans:
         for length in self._lengths:
             if length > num_output_tokens:
                 break
-            if found := self._last_tokens.get(tuple(tokens[-length:])):
-                banned = banned | found if banned else found
+            if last_tokens := self._last_tokens.get(tuple(tokens[-length:])):
+                banned = banned | last_tokens if banned else last_tokens
         if num_output_tokens < self._min_tokens:
             banned = banned | self._endings if banned else self._endings
         return banned

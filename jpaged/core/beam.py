@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Literal, NamedTuple
 
-EarlyStopping = bool | Literal["never"]
-
 
 class Beam(NamedTuple):
     """Live beam: the sum of its logprobs, and its most likely next tokens with their logprobs, best first."""
@@ -47,16 +45,16 @@ class BeamSearch[T]:
     """Best `width` hypotheses so far, and whether the live beams can still improve them.
 
     Attributes:
-        early_stopping: True ends the search with the first `width` hypotheses; False ends it once the best live beam,
-            judged at its present length, can't beat the worst hypothesis; "never" judges it at the length that favours
-            it most.
+        early_stopping: True ends the search with the first `width` hypotheses. False ends it once the best live beam,
+            scored at its present length, can't beat the worst hypothesis. "never" scores the beam at the length that
+            favours it most.
         hypotheses: best first.
     """
 
     width: int
     max_tokens: int
     length_penalty: float = 1.0
-    early_stopping: EarlyStopping = False
+    early_stopping: bool | Literal["never"] = False
     hypotheses: list[Hypothesis[T]] = field(default_factory=list)
     done: bool = False
 
@@ -64,9 +62,9 @@ class BeamSearch[T]:
         """Advance the search by one token and return the surviving candidates.
 
         Args:
-            beams: the live beams, each with at least its `width` best tokens that do not end it, as far as there are so
-                many, and every better token that ends it. A token of logprob -inf is banned: it neither continues nor
-                ends a beam.
+            beams: the live beams. Each has the `width` best tokens that do not end it, or all if there are fewer, and
+                every better token that ends it. A token of logprob -inf is banned: it neither continues nor ends a
+                beam.
             length: output tokens of a candidate.
             end: return the hypothesis of a candidate that ends, or None if it continues.
 
@@ -81,7 +79,7 @@ class BeamSearch[T]:
             ended = end(candidate)
             if ended is None:
                 live.append(candidate)
-            elif place < self.width:  # lower candidates are there to keep enough beams alive
+            elif place < self.width:  # a lower candidate only keeps enough beams alive
                 self.hypotheses.append(Hypothesis(candidate.score / length**self.length_penalty, ended))
         self.hypotheses = sorted(self.hypotheses, key=lambda h: -h.score)[: self.width]
         self.done = not live or (len(self.hypotheses) == self.width and not self._can_improve(live[0].score, length))
@@ -97,7 +95,7 @@ class BeamSearch[T]:
 
 
 def _best_first(beams: Series[Beam]) -> Iterator[Candidate]:
-    """Yield the candidates of all beams, best first; of equal ones, the first beam's first.
+    """Yield the candidates of all beams, best first; of equal candidates, the one of the earlier beam first.
 
     A search takes about W of the W^2 candidates of W beams, so a heap holds only the next one of each beam.
     """

@@ -54,9 +54,9 @@ class BlockPool:
     FreeKVCacheBlockQueue does).
 
     The prefix cache is a radix tree whose edges are the tokens of whole blocks (like SGLang's, arXiv:2312.07104, but
-    split at blocks). A node's number is never reused, so a path of nodes stands for one exact text, and a hit is never
-    wrong: tokens are compared, not hashed. The children of a node are sorted by their tokens, so that a block with a
-    common beginning is found as fast as an equal one.
+    split at blocks). The number of a node is never reused: a path of nodes stands for one exact text. Tokens are
+    compared, not hashed, so a hit is never wrong. The children of a node are sorted by their tokens: the block with the
+    longest common beginning is found as fast as an equal one.
 
     Attributes:
         epoch: number of times that all content was forgotten.
@@ -141,7 +141,7 @@ class BlockPool:
         If the cache has another block with the same content, that block stays, and its node is returned.
         """
         block, tokens = self._blocks[block_id], tuple(tokens)
-        assert block.ref_count > 0, f"block {block_id} is remembered while nobody holds it"
+        assert block.ref_count > 0, f"block {block_id} is remembered while no table holds it"
         assert len(tokens) == self.block_size, f"{len(tokens)} tokens in a block of {self.block_size}"
         siblings = self._children.setdefault(parent, [])
         at = bisect.bisect_left(siblings, tokens, key=_tokens)
@@ -157,8 +157,8 @@ class BlockPool:
     def match(self, tokens: Sequence[int], salt: str = "") -> Match:
         """Return the longest cached prefix of some tokens. It changes nothing; `share` takes the blocks.
 
-        The last block may match only the beginning of the tokens, at least half a block: less is not worth the copy
-        that must precede the next write to it.
+        The last block may match only in its first tokens, at least in half of them: fewer are not worth the copy that
+        must precede the next write to the block.
         """
         block_ids: list[int] = []
         nodes: list[int] = []
@@ -174,7 +174,7 @@ class BlockPool:
                 nodes.append(block.node)
                 parent, matched = block.node, matched + size
                 continue
-            # In sorted order nothing has more in common with a text than its two neighbours.
+            # In sorted order, only the two neighbours of a text can have the most in common with it.
             common, block = max(
                 ((common_length(near.tokens, wanted), near) for near in siblings[max(at - 1, 0) : at + 1]),
                 key=lambda pair: pair[0],

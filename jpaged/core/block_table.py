@@ -73,11 +73,6 @@ class BlockTable:
         while self.block_ids:
             self.pool.free(self.block_ids.pop())
 
-    def slot(self, position: int) -> int:
-        """Return the flat slot of the token at `position`."""
-        index, offset = divmod(position, self.pool.block_size)
-        return self.block_ids[index] * self.pool.block_size + offset
-
     def _allocate(self) -> int:
         block_id = self.pool.allocate()
         assert block_id is not None, "append counted the free blocks first"
@@ -105,7 +100,7 @@ def append(spans: Sequence[Span]) -> Copies | None:
 def shortage(spans: Iterable[Span]) -> int:
     """Return the number of blocks needed to append `[start, end)` to each table of one pool, one after the other."""
     missing = 0
-    holders: dict[int, int] = {}  # of blocks that a table before has given up
+    holders: dict[int, int] = {}  # numbers of holders, of blocks that an earlier table of `spans` leaves
     for table, start, end in spans:
         pool, held = table.pool, table.block_ids
         first, stop = start // pool.block_size, -(-end // pool.block_size)

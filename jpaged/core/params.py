@@ -8,20 +8,18 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Series
 from dataclasses import dataclass, field, fields
 from functools import cached_property, wraps
-from typing import Any, Self
-
-from jpaged.core.beam import EarlyStopping
+from typing import Any, Literal, Self
 
 MAX_FLOAT = sys.float_info.max
 SIDES = ("left", "right")
-# Every step applies these to every sequence, so their number and their length bound the cost of a step.
+# Every step applies stop strings, stop tokens and bad words to every sequence. These limits bound the cost of a step.
 MAX_STOPS = 64
 MAX_STOP_TOKENS = 128
 MAX_BAD_WORDS = 1024
 MAX_WORD_LENGTH = 256  # characters of a stop string or a bad word
 MAX_LOGIT_BIASES = 4096
 MAX_BEAM_WIDTH = 64
-# Most likely tokens that a step can return of one sequence: a beam needs its width, and all that end it.
+# Most likely tokens that a step can return for one sequence. A beam needs `beam_width` tokens, and all that may end it.
 MAX_TOP = 2 * MAX_BEAM_WIDTH
 
 
@@ -46,30 +44,33 @@ class ContextLengthExceeded(InvalidParameter):
     code = "context_length_exceeded"
 
 
-def _rule(allowed: str, holds: Callable[[object], bool]) -> dict[str, Any]:
+Predicate = Callable[[object], bool]
+
+
+def _metadata(allowed: str, holds: Predicate) -> dict[str, str | Predicate]:
     return {"allowed": allowed, "holds": holds}
 
 
-def _number(low: float, high: float = math.inf) -> Callable[[object], bool]:
-    low, high = max(low, -MAX_FLOAT), min(high, MAX_FLOAT)  # comparing is exact, and no integer is too long for it
+def _rule[T](default: T, allowed: str, holds: Predicate) -> T:
+    """Return a field whose values must satisfy a predicate, which `allowed` describes."""
+    return field(default=default, metadata=_metadata(allowed, holds))
+
+
+def _number(low: float, high: float = math.inf) -> Predicate:
+    low, high = max(low, -MAX_FLOAT), min(high, MAX_FLOAT)  # comparisons are exact, with integers of any length
     return lambda x: isinstance(x, int | float) and not isinstance(x, bool) and low <= x <= high
 
 
-def _integer(low: float, high: float = math.inf) -> Callable[[object], bool]:
+def _integer(low: float, high: float = math.inf) -> Predicate:
     return lambda x: isinstance(x, int) and not isinstance(x, bool) and low <= x <= high
 
 
-def _optional(holds: Callable[[object], bool]) -> Callable[[object], bool]:
+def _optional(holds: Predicate) -> Predicate:
     return lambda x: x is None or holds(x)
 
 
-def _series(holds: Callable[[object], bool]) -> Callable[[object], bool]:
-    return lambda xs: isinstance(xs, tuple) and all(holds(x) for x in xs)
-
-
-def _texts(most: int) -> Callable[[object], bool]:
-    short = _series(lambda x: isinstance(x, str) and 0 < len(x) <= MAX_WORD_LENGTH)
-    return lambda xs: isinstance(xs, tuple) and len(xs) <= most and short(xs)
+def _series(holds: Predicate, low: int = 0, high: float = math.inf) -> Predicate:
+    return lambda xs: isinstance(xs, tuple) and low <= len(xs) <= high and all(map(holds, xs))
 
 
 def _is_flag(x: object) -> bool:
@@ -80,18 +81,31 @@ def _is_empty(x: object) -> bool:
     return isinstance(x, list | tuple | dict) and not x
 
 
-_FLAG = _rule("true or false", _is_flag)
-_LOGPROBS = _rule("at least 0, -1 for the whole vocabulary, or none", _optional(_integer(-1)))
-_PENALTY = _rule("between -2 and 2", _number(-2, 2))
-_TOKENS = _series(_integer(0))
-
-
-def _few_tokens(xs: object) -> bool:
-    return isinstance(xs, tuple) and len(xs) <= MAX_STOP_TOKENS and _TOKENS(xs)
+def _is_word(x: object) -> bool:
+    return isinstance(x, str) and 0 < len(x) <= MAX_WORD_LENGTH
 
 
 def _different_tokens(xs: object) -> bool:
-    return isinstance(xs, tuple) and 0 < len(xs) <= MAX_TOP and _TOKENS(xs) and len(set(xs)) == len(xs)
+    return _series(_TOKEN, 1, MAX_TOP)(xs) and isinstance(xs, tuple) and len(set(xs)) == len(xs)
+
+
+_TOKEN = _integer(0)
+# What a value may be, and the predicate for it.
+_FLAG = "true or false", _is_flag
+_COUNT = "a whole number of at least 1", _integer(1)
+_OPTIONAL_COUNT = "a whole number of at least 1", _optional(_integer(1))
+_LOGPROBS = "at least 0, -1 for the whole vocabulary, or none", _optional(_integer(-1))
+_PENALTY = "between -2 and 2", _number(-2, 2)
+_STOPS = (
+    f"a string of 1 to {MAX_WORD_LENGTH} characters, or up to {MAX_STOPS} of them",
+    _series(_is_word, high=MAX_STOPS),
+)
+_BAD_WORDS = (
+    f"up to {MAX_BAD_WORDS} strings of 1 to {MAX_WORD_LENGTH} characters",
+    _series(_is_word, high=MAX_BAD_WORDS),
+)
+_WIDTH = f"a whole number between 1 and {MAX_BEAM_WIDTH}", _integer(1, MAX_BEAM_WIDTH)
+_STOPPING = 'true, false or "never"', lambda x: x is True or x is False or x == "never"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,15 +133,15 @@ class StructuredOutputsParams:
     def __post_init__(self) -> None:
         _settle_arrays(self)
         kinds = ("json", "regex", "choice", "grammar", "json_object")
-        given = [name for name in kinds if getattr(self, name) not in (None, False)]
-        if len(given) != 1:
-            told = " and ".join(given) or "none"
-            raise InvalidParameter("structured_outputs", f"must have one of {', '.join(kinds)}, not {told}")
+        chosen = [name for name in kinds if getattr(self, name) not in (None, False)]
+        if len(chosen) != 1:
+            present = " and ".join(chosen) or "none"
+            raise InvalidParameter("structured_outputs", f"must have one of {', '.join(kinds)}, not {present}")
         if self.choice is not None and not (self.choice and all(isinstance(text, str) for text in self.choice)):
             raise InvalidParameter("structured_outputs", f"choice must be texts, not {shown(self.choice)}")
         spacing = [name for name in ("disable_any_whitespace", "whitespace_pattern") if getattr(self, name)]
-        if spacing and given[0] not in ("json", "json_object"):
-            raise InvalidParameter("structured_outputs", f"{spacing[0]} is allowed only for JSON, not for {given[0]}")
+        if spacing and chosen[0] not in ("json", "json_object"):
+            raise InvalidParameter("structured_outputs", f"{spacing[0]} is allowed only for JSON, not for {chosen[0]}")
         if len(spacing) > 1:
             raise InvalidParameter("structured_outputs", f"{spacing[1]} contradicts {spacing[0]}")
 
@@ -149,10 +163,10 @@ class GenerationParams:
         logit_bias: {token id: number added to its logit}.
         allowed_token_ids: the only tokens that may be chosen; None: all tokens.
         bad_words: texts that the output never contains, each with its tokens at the start of a word and inside one.
-        logprobs: number of most likely tokens to return with their logprobs, in addition to the chosen one (of the
-            model's own distribution, before temperature and the rest); -1: all tokens; None: no logprobs. The engine
-            limits it (max_logprobs).
-        prompt_logprobs: the same for each token of the prompt but the first.
+        logprobs: number of most likely tokens to return with their logprobs, in addition to the chosen one; -1: all
+            tokens; None: no logprobs. Logprobs are of the model's distribution, before temperature and the other
+            parameters. The engine limits the number (max_logprobs).
+        prompt_logprobs: the same for each token of the prompt except the first.
         truncate_prompt_tokens: number of tokens to keep of the prompt; -1: as many as max_model_len has room for.
         truncation_side: the side of the prompt that `truncate_prompt_tokens` removes, "left" or "right".
         detokenize: return text; False returns token ids with empty texts.
@@ -160,39 +174,26 @@ class GenerationParams:
         structured_outputs: the constraint of the output, up to its end-of-sequence token.
     """
 
-    max_tokens: int | None = field(default=16, metadata=_rule("a whole number of at least 1", _optional(_integer(1))))
-    min_tokens: int = field(default=0, metadata=_rule("a whole number of at least 0", _integer(0)))
-    stop: str | Series[str] = field(
-        default=(),
-        metadata=_rule(
-            f"a string of 1 to {MAX_WORD_LENGTH} characters, or up to {MAX_STOPS} of them", _texts(MAX_STOPS)
-        ),
-    )
-    stop_token_ids: Series[int] = field(
-        default=(),
-        metadata=_rule(f"up to {MAX_STOP_TOKENS} token ids", _few_tokens),
-    )
-    include_stop_str_in_output: bool = field(default=False, metadata=_FLAG)
-    ignore_eos: bool = field(default=False, metadata=_FLAG)
-    presence_penalty: float = field(default=0.0, metadata=_PENALTY)
-    frequency_penalty: float = field(default=0.0, metadata=_PENALTY)
-    repetition_penalty: float = field(default=1.0, metadata=_rule("above 0", lambda x: _number(0)(x) and x != 0))
+    max_tokens: int | None = _rule(16, *_OPTIONAL_COUNT)
+    min_tokens: int = _rule(0, "a whole number of at least 0", _integer(0))
+    stop: str | Series[str] = _rule((), *_STOPS)
+    stop_token_ids: Series[int] = _rule((), f"up to {MAX_STOP_TOKENS} token ids", _series(_TOKEN, high=MAX_STOP_TOKENS))
+    include_stop_str_in_output: bool = _rule(False, *_FLAG)
+    ignore_eos: bool = _rule(False, *_FLAG)
+    presence_penalty: float = _rule(0.0, *_PENALTY)
+    frequency_penalty: float = _rule(0.0, *_PENALTY)
+    repetition_penalty: float = _rule(1.0, "above 0", lambda x: _number(0)(x) and x != 0)
     logit_bias: Mapping[int, float] | None = None
-    allowed_token_ids: Series[int] | None = field(default=None, metadata=_rule("token ids", _optional(_TOKENS)))
-    bad_words: Series[str] = field(
-        default=(),
-        metadata=_rule(f"up to {MAX_BAD_WORDS} strings of 1 to {MAX_WORD_LENGTH} characters", _texts(MAX_BAD_WORDS)),
+    allowed_token_ids: Series[int] | None = _rule(None, "token ids", _optional(_series(_TOKEN)))
+    bad_words: Series[str] = _rule((), *_BAD_WORDS)
+    logprobs: int | None = _rule(None, *_LOGPROBS)
+    prompt_logprobs: int | None = _rule(None, *_LOGPROBS)
+    truncate_prompt_tokens: int | None = _rule(
+        None, "at least 1, or -1", lambda x: _optional(_integer(-1))(x) and x != 0
     )
-    logprobs: int | None = field(default=None, metadata=_LOGPROBS)
-    prompt_logprobs: int | None = field(default=None, metadata=_LOGPROBS)
-    truncate_prompt_tokens: int | None = field(
-        default=None, metadata=_rule("at least 1, or -1", lambda x: _optional(_integer(-1))(x) and x != 0)
-    )
-    truncation_side: str = field(
-        default="left", metadata=_rule('"left" or "right"', lambda x: isinstance(x, str) and x in SIDES)
-    )
-    detokenize: bool = field(default=True, metadata=_FLAG)
-    skip_special_tokens: bool = field(default=True, metadata=_FLAG)
+    truncation_side: str = _rule("left", '"left" or "right"', lambda x: isinstance(x, str) and x in SIDES)
+    detokenize: bool = _rule(True, *_FLAG)
+    skip_special_tokens: bool = _rule(True, *_FLAG)
     structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
@@ -222,23 +223,9 @@ class GenerationParams:
                 if getattr(self, name) not in (None, (), False):
                     raise InvalidParameter(name, "can't be combined with structured_outputs, which may leave no token")
 
-    @property
-    def num_sequences(self) -> int:
-        """Maximum number of sequences of the request."""
-        raise NotImplementedError
-
-    @property
-    def num_outputs(self) -> int:
-        """Number of sequences to return."""
-        raise NotImplementedError
-
     @cached_property
     def has_state(self) -> bool:
         """Whether a token depends on more than the logits: earlier tokens, a bias, or the tokens to list with it."""
-        return self._needs_row
-
-    @property
-    def _needs_row(self) -> bool:
         return (
             self.presence_penalty != 0
             or self.frequency_penalty != 0
@@ -261,22 +248,23 @@ class GenerationParams:
             return prompt_token_ids
         return prompt_token_ids[:keep] if self.truncation_side == "right" else prompt_token_ids[-keep:]
 
-    def _settled_bias(self, given: Mapping[int, float]) -> dict[int, float]:
-        try:  # JSON has its keys as strings
-            bias = {int(token): plain(value) for token, value in dict(given).items()}
+    def _settled_bias(self, value: Mapping[int, float]) -> dict[int, float]:
+        try:  # keys of JSON are strings
+            bias = {int(token): plain(number) for token, number in dict(value).items()}
         except (TypeError, ValueError):
             bias = {-1: 0.0}
         if len(bias) > MAX_LOGIT_BIASES:
             raise InvalidParameter("logit_bias", f"must have at most {MAX_LOGIT_BIASES} entries, not {len(bias)}")
-        if not all(_integer(0)(token) and _number(-100, 100)(value) for token, value in bias.items()):
+        if not all(_TOKEN(token) and _number(-100, 100)(number) for token, number in bias.items()):
             raise InvalidParameter(
-                "logit_bias", f"must give token ids numbers between -100 and 100, not {shown(given)}"
+                "logit_bias", f"must give token ids numbers between -100 and 100, not {shown(value)}"
             )
         return bias
 
 
-# Keywords of vLLM's SamplingParams that change nothing here: why a value is refused, and further values without effect.
-FOREIGN: Mapping[str, tuple[str, Callable[[object], bool]]] = {
+# Keywords of vLLM's SamplingParams that are accepted only without effect: the reason for refusing a value, and the
+# predicate for values, other than None, that have no effect.
+FOREIGN: Mapping[str, tuple[str, Predicate]] = {
     "spaces_between_special_tokens": ("a tokenizer puts no spaces between special tokens", _is_flag),
     "skip_clone": ("parameters are immutable and never cloned", _is_flag),
     "output_kind": ("LLM returns whole outputs, and AsyncEngine returns deltas", lambda x: False),
@@ -313,7 +301,7 @@ def _taking_foreign[T](kind: type[T]) -> type[T]:
 @_taking_foreign
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams(GenerationParams):
-    """Parameters of sampling. The keywords of vLLM in FOREIGN are also taken, at values without effect.
+    """Parameters of sampling. The keywords of vLLM in FOREIGN are accepted with values that have no effect.
 
     Attributes:
         n: number of outputs to return.
@@ -327,19 +315,15 @@ class SamplingParams(GenerationParams):
         logprob_token_ids: tokens to list with their logprobs, after the chosen one and instead of the most likely ones.
     """
 
-    n: int = field(default=1, metadata=_rule("a whole number of at least 1", _integer(1)))
-    best_of: int | None = field(default=None, metadata=_rule("a whole number of at least 1", _optional(_integer(1))))
-    temperature: float = field(default=1.0, metadata=_rule("a number of at least 0", _number(0)))
-    top_k: int = field(
-        default=0, metadata=_rule("a whole number of at least 1, or 0 or -1 for all tokens", _integer(-1))
-    )
-    top_p: float = field(default=1.0, metadata=_rule("above 0 and at most 1", lambda x: _number(0, 1)(x) and x != 0))
-    min_p: float = field(default=0.0, metadata=_rule("between 0 and 1", _number(0, 1)))
-    seed: int | None = field(
-        default=None, metadata=_rule("a whole number of at most 64 bits", _optional(_integer(-(2**63), 2**64 - 1)))
-    )
-    logprob_token_ids: Series[int] | None = field(
-        default=None, metadata=_rule(f"1 to {MAX_TOP} different token ids", _optional(_different_tokens))
+    n: int = _rule(1, *_COUNT)
+    best_of: int | None = _rule(None, *_OPTIONAL_COUNT)
+    temperature: float = _rule(1.0, "a number of at least 0", _number(0))
+    top_k: int = _rule(0, "a whole number of at least 1, or 0 or -1 for all tokens", _integer(-1))
+    top_p: float = _rule(1.0, "above 0 and at most 1", lambda x: _number(0, 1)(x) and x != 0)
+    min_p: float = _rule(0.0, "between 0 and 1", _number(0, 1))
+    seed: int | None = _rule(None, "a whole number of at most 64 bits", _optional(_integer(-(2**63), 2**64 - 1)))
+    logprob_token_ids: Series[int] | None = _rule(
+        None, f"1 to {MAX_TOP} different token ids", _optional(_different_tokens)
     )
 
     def __post_init__(self) -> None:
@@ -350,9 +334,10 @@ class SamplingParams(GenerationParams):
         if self.best_of is not None and self.best_of < self.n:
             raise InvalidParameter("best_of", f"{self.best_of} is below n ({self.n})")
 
-    @property
-    def _needs_row(self) -> bool:
-        return super()._needs_row or self.logprob_token_ids is not None
+    @cached_property
+    def has_state(self) -> bool:
+        """Whether a token depends on more than the logits: earlier tokens, a bias, or the tokens to list with it."""
+        return super().has_state or self.logprob_token_ids is not None
 
     @property
     def num_sequences(self) -> int:
@@ -375,21 +360,14 @@ class BeamSearchParams(GenerationParams):
         beam_width: number of live beams.
         n: number of best hypotheses to return; None: `beam_width`.
         length_penalty: exponent of the length by which a hypothesis's sum of logprobs is divided.
-        early_stopping: True ends with the first `beam_width` hypotheses; False ends once the best live beam, judged at
-            its present length, can't beat the worst of them; "never" judges it at the length that favours it most.
+        early_stopping: True ends with the first `beam_width` hypotheses. False ends once the best live beam, scored at
+            its present length, can't beat the worst of them. "never" scores it at the length that favours it most.
     """
 
-    beam_width: int = field(
-        metadata=_rule(f"a whole number between 1 and {MAX_BEAM_WIDTH}", _integer(1, MAX_BEAM_WIDTH))
-    )
-    n: int | None = field(default=None, metadata=_rule("a whole number of at least 1", _optional(_integer(1))))
-    length_penalty: float = field(
-        default=1.0,
-        metadata=_rule("between -16 and 16", _number(-16, 16)),  # a length to this power is a float
-    )
-    early_stopping: EarlyStopping = field(
-        default=False, metadata=_rule('true, false or "never"', lambda x: x is True or x is False or x == "never")
-    )
+    beam_width: int = field(metadata=_metadata(*_WIDTH))
+    n: int | None = _rule(None, *_OPTIONAL_COUNT)
+    length_penalty: float = _rule(1.0, "between -16 and 16", _number(-16, 16))  # a length to this power is a float
+    early_stopping: bool | Literal["never"] = _rule(False, *_STOPPING)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -413,7 +391,7 @@ Params = SamplingParams | BeamSearchParams
 def plain(value: Any) -> Any:
     """Return arrays as lists, array scalars as numbers, and any other value unchanged.
 
-    It calls `tolist`, which arrays of NumPy and JAX have in common.
+    Arrays are recognised by `tolist`, which NumPy and JAX have in common.
     """
     return value.tolist() if hasattr(value, "tolist") else value
 

@@ -1,8 +1,8 @@
 """One step as a value: the plan of the scheduler, and the result of the runner.
 
 Both consist only of numbers and tuples. They can be compared, recorded, and sent to another process, where the same
-plans drive another runner to the same tokens. A running sequence is a row: plans carry each row's state once, when the
-sequence is admitted, and only differences after that.
+plans drive another runner to the same tokens. A running sequence is a row. Plans carry the state of a row once, when
+the sequence is admitted, and only differences after that.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from collections.abc import Sequence as Series
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jpaged.core.params import BeamSearchParams, SamplingParams
+from jpaged.core.params import Params
 
 Pairs = tuple[tuple[int, int], ...]  # (source, destination)
 
@@ -42,14 +42,15 @@ class Admitted:
         seed: seed of its samples; sample i of a row that forks takes `seed + i`.
         block_ids: its block table.
         num_top: number of most likely tokens to list with each sample; None: neither list nor rank.
-        num_scored: number of tokens after the prompt's first that already have a logprob; None if none is wanted.
+        num_scored: number of prompt tokens, without the first, that already have a logprob; None: no logprobs of the
+            prompt are wanted.
         banned: tokens that no sample may be.
     """
 
     row: int
     token_ids: tuple[int, ...]
     num_prompt_tokens: int
-    params: SamplingParams | BeamSearchParams
+    params: Params
     seed: int
     block_ids: tuple[int, ...]
     num_top: int | None = None
@@ -86,8 +87,8 @@ class StepPlan:
         row_copies: forks of a sequence into another row; all are read before any is written.
         released_rows: rows that are free before this step, unless it copies or admits into them.
         entries: changed block-table entries of rows that this plan does not admit.
-        masked: rows whose samples the host restricts by a mask, each with the tokens that it bans in addition to those
-            that the sequence's grammar forbids.
+        masked: rows whose samples the host restricts by a mask, each with the banned tokens. The sequence's grammar may
+            forbid further tokens.
     """
 
     rows: tuple[Scheduled, ...] = ()
@@ -111,10 +112,10 @@ class Sample(NamedTuple):
     """Token that the device chose, or token of the prompt.
 
     Attributes:
-        logprob: natural log of its probability under the model itself, before temperature and the rest (after them, if
-            the engine's `logprobs_mode` says so, except for tokens of the prompt); NaN if the model's logits are not
-            finite.
-        rank: 1 for the model's most likely token; 0 if no logprobs were asked for.
+        logprob: natural log of the token's probability under the model, before temperature and the other sampling
+            parameters. With the engine's `logprobs_mode` "processed_logprobs", it is the probability after them, except
+            for tokens of the prompt. NaN if the model's logits are not finite.
+        rank: 1 for the model's most likely token; 0 if no logprobs were requested.
         top_tokens: the most likely tokens, best first; for a beam, those that the search compares.
         top_logprobs: their logprobs.
         version: number of parameter updates before the step that drew it.

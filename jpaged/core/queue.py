@@ -1,10 +1,10 @@
-"""Requests in the order of service, and the turns of clients."""
+"""Requests in the order of service, the queues of a scheduler, and the turns of clients."""
 
 import bisect
 import itertools
 import operator
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from jpaged.core.request import Request
 
@@ -18,8 +18,8 @@ _rank = operator.attrgetter("rank")
 class Ranked:
     """Requests ordered by `Request.rank`.
 
-    They are in chunks of at most `MAX_CHUNK` requests, so that an insertion or a removal moves only a few of them, also
-    near the front of a long queue. No chunk is empty except the only one of an empty queue.
+    They are in chunks of at most `MAX_CHUNK` requests. An insertion or a removal therefore moves only a few requests,
+    even near the front of a long queue. No chunk is empty except the only one of an empty queue.
 
     Attributes:
         num_prompt_tokens: tokens of all prompts.
@@ -74,7 +74,7 @@ class Ranked:
 
     def _place(self, request: Request) -> tuple[int, int]:
         """Return the chunk of a request's rank, and the place there: that of the request or of the next one."""
-        # A rank behind all other chunks belongs to the last one.
+        # A rank above all others belongs to the last chunk.
         index = bisect.bisect_left(self._chunks, request.rank, hi=len(self._chunks) - 1, key=lambda c: c[-1].rank)
         return index, bisect.bisect_left(self._chunks[index], request.rank, key=_rank)
 
@@ -83,7 +83,7 @@ class RequestQueue(Ranked):
     """Requests in the order of service.
 
     Attributes:
-        tenants: the requests of each tenant that has some.
+        tenants: the requests of each tenant that has any.
     """
 
     def __init__(self) -> None:
@@ -123,6 +123,75 @@ class RequestQueue(Ranked):
             del self.tenants[request.tenant]
 
 
+class Queues:
+    """All requests that have not ended. Each is in one place: waiting, running, or parked.
+
+    Attributes:
+        by_id: the requests by their ids.
+        parked: requests that are kept from `waiting` while others are tried without them; None: no trial is going on.
+    """
+
+    def __init__(self) -> None:
+        self.by_id: dict[str, Request] = {}
+        self.waiting = RequestQueue()
+        self.running = RequestQueue()
+        self.parked: dict[Request, None] | None = None
+
+    def add(self, request: Request) -> None:
+        """Let a new request wait, or park it during a trial."""
+        self._enqueue(request)
+        self.by_id[request.request_id] = request
+
+    def admit(self, request: Request) -> None:
+        """Move a waiting request to the running ones."""
+        request.admitted = True
+        self.waiting.remove(request)
+        self.running.add(request)
+
+    def preempt(self, request: Request) -> None:
+        """Move a running request back to its place among the waiting ones."""
+        self.running.remove(request)
+        self.waiting.add(request)
+
+    def drop(self, request: Request) -> None:
+        """Forget a request that has ended."""
+        if self.parked is None or self.parked.pop(request, request) is not None:
+            (self.running if request in self.running else self.waiting).remove(request)
+        del self.by_id[request.request_id]
+
+    def restart(self, tried: Collection[Request] | None) -> None:
+        """Let all requests wait that have not ended; with `tried`, park all others until `release`."""
+        self.waiting, self.running = RequestQueue(), RequestQueue()
+        self.parked = None if tried is None else {}
+        self.by_id = {name: request for name, request in self.by_id.items() if not request.finished}
+        for request in self.by_id.values():
+            if tried is not None and request in tried:
+                self.waiting.add(request)
+            else:
+                self._enqueue(request)
+
+    def release(self, requests: Iterable[Request] | None = None) -> None:
+        """Let parked requests wait; None: all of them, which ends the trial."""
+        assert self.parked is not None, "nothing is parked"
+        for request in list(self.parked) if requests is None else requests:
+            if self.parked.pop(request, request) is None:  # the request has not ended meanwhile
+                self.waiting.add(request)
+        if requests is None:
+            self.parked = None
+
+    def check_invariants(self) -> None:
+        """Check that every request is in one place."""
+        queued = [*self.waiting, *self.running, *(self.parked or ())]
+        known = self.by_id.values()
+        assert sorted(map(id, queued)) == sorted(map(id, known)), "a request is lost, or queued twice"
+
+    def _enqueue(self, request: Request) -> None:
+        if self.parked is None:
+            self.waiting.add(request)
+        else:
+            self.parked[request] = None
+
+
 class Turns:
     """Start-time fair queueing (Goyal, Vin and Cheng, 1996) over the clients' sequences.
 
@@ -141,7 +210,7 @@ class Turns:
         if client is None:
             return self._now
         if len(self._ends) > self._max_clients:
-            # Idle clients are forgotten. If all wait, a fixed limit would make each further call look at all of them.
+            # Forget idle clients. If no client is idle, a fixed limit would make each further call look at all of them.
             self._ends = {name: end for name, end in self._ends.items() if end > self._now}
             self._max_clients = max(MAX_IDLE_CLIENTS, 2 * len(self._ends))
         start = max(self._now, self._ends.get(client, 0))

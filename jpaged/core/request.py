@@ -4,12 +4,12 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 from jpaged.core.bans import Bans
 from jpaged.core.beam import BeamSearch
 from jpaged.core.block_table import BlockTable
-from jpaged.core.params import BeamSearchParams, SamplingParams
+from jpaged.core.params import BeamSearchParams, Params
 from jpaged.core.plan import Sample
 
 
@@ -22,38 +22,65 @@ class FinishReason(StrEnum):
     ERROR = "error"  # the stop reason says why: NON_FINITE, or a constraint that can't be followed any further
 
 
-NON_FINITE = "the model's logits are not finite"  # a stop reason
-NOTHING_LEFT = "no token may come next"  # likewise: bad words ban them all
+Ending = tuple[FinishReason, int | str | None]  # with the stop reason
+
+# Stop reasons.
+NON_FINITE = "the model's logits are not finite"
+NOTHING_LEFT = "no token may come next"  # bad words ban all tokens
 
 
 class RequestFault(Exception):
-    """Exception in the work on one request: its `__cause__`. Other requests go on without this one."""
+    """Exception in the work on one request, with its cause as `__cause__`. Other requests can continue."""
 
     def __init__(self, request: "Request"):
         super().__init__(request.request_id)
         self.request = request
 
 
+class Decoder(Protocol):
+    """Conversion of one sequence's output tokens to text. Copies (`copy.copy`) continue independently."""
+
+    def step(self, token: int, *, may_stop: bool = True) -> tuple[str, str | None]:
+        """Add a token; return the text that is certain now, and the stop string that ends it, if any."""
+
+    def flush(self) -> str:
+        """Return the text that was held back because it could become a stop string."""
+
+
+class Constraint(Protocol):
+    """State of one sequence's output in a grammar. Copies (`copy.copy`) continue independently."""
+
+    def take(self, token: int) -> None:
+        """Advance by a token."""
+
+    @property
+    def error(self) -> str | None:
+        """Reason why the grammar can't be followed further; None if it can."""
+
+
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """Branch of a request's generation, with its own block table: `0 <= num_computed_tokens <= num_tokens + pending`.
+    """Branch of a request's generation, with its own block table.
+
+    The order `0 <= num_computed_tokens <= num_tokens + pending` always holds.
 
     Attributes:
         tokens: prompt and output; the first `num_prompt_tokens` are the prompt.
-        index: its place among the request's choices; its seed is the request's plus this.
+        index: place among the request's choices. The seed of the sequence is the request's seed plus this.
         num_computed_tokens: number of tokens whose KV is written once the steps in flight have run.
-        in_flight: number of its scheduled steps that are not committed.
-        pending: number of tokens that these steps sample for it.
-        num_cached_tokens: number of prompt tokens from the prefix cache at its first admission.
-        nodes: nodes of its full blocks in the prefix cache, as far as they are known.
-        epoch: epoch of the prefix cache when its first token was computed; in a later one it is not remembered.
-        leader: after a preemption, another branch that computes their shared tokens first, and the number of these
-            tokens; None unless it waits for one.
-        steady_until: the position before which it continues by one token and one sample in each step, in a block of its
-            own and without a mask, for any samples.
-        row: its row on the device while it runs, or until its last step in flight is committed.
-        decoder: converts its tokens to text; None without a tokenizer. Each branch has its own.
-        constraint: the state of its constraint, or None; each branch has its own.
+        in_flight: number of scheduled steps with this sequence that are not committed.
+        pending: number of tokens that these steps sample for the sequence.
+        num_cached_tokens: number of prompt tokens from the prefix cache at the first admission.
+        nodes: nodes of the full blocks in the prefix cache, as far as they are known.
+        epoch: epoch of the prefix cache when the first token was computed. In a later epoch, no block of the sequence
+            enters the prefix cache.
+        leader: after a preemption, another branch that computes the shared tokens first, and the number of these
+            tokens; None if the sequence waits for no other.
+        steady_until: the position before which every step computes one token and samples one, whatever the samples
+            are. Until then no other table holds the last block, and no mask is needed.
+        row: row on the device while the sequence runs, or until the last of its steps in flight is committed.
+        decoder: converts the output to text; None without a tokenizer. Branches have separate decoders.
+        constraint: state in the request's grammar, or None. Branches have separate states.
         samples: one for each output token.
     """
 
@@ -70,8 +97,8 @@ class Sequence:
     leader: "tuple[Sequence, int] | None" = None
     steady_until: int = 0
     row: int | None = None
-    decoder: Any = None
-    constraint: Any = None
+    decoder: Decoder | None = None
+    constraint: Constraint | None = None
     samples: list[Sample] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     text: str = ""
@@ -100,15 +127,15 @@ class Sequence:
 
     @property
     def seed(self) -> int:
-        """Seed of its samples, of 64 bits."""
+        """Seed of the samples, of 64 bits."""
         return (self.request.seed + self.index) % 2**64
 
     @property
     def behind(self) -> int:
         """Number of tokens that can be computed next.
 
-        These are known tokens and those that steps in flight will sample, but none after a sample that the host must
-        see first or that ends the sequence.
+        Known tokens and tokens that steps in flight will sample can be computed. No token can follow a sample that ends
+        the sequence, or that the host must see first.
         """
         request, known = self.request, len(self.tokens) + self.pending
         if self.pending and (request.waits or known >= request.max_length):
@@ -117,31 +144,30 @@ class Sequence:
 
     def append(self, sample: Sample) -> None:
         """Add a sampled token."""
-        token = sample[0]  # in half the time of its name
+        token = sample[0]  # an index takes half the time of an attribute
         self.tokens.append(token)
         self.samples.append(sample)
         self.cumulative_logprob += sample[1]
         if self.constraint is not None:
             self.constraint.take(token)
 
-    def fork(self, index: int) -> "Sequence":
-        """Return a new branch that shares every block until one of the two writes into it."""
-        child = self.branch(index)
-        child.table = self.table.fork()
-        child.num_computed_tokens, child.nodes, child.epoch = self.num_computed_tokens, list(self.nodes), self.epoch
-        return child
-
     def branch(self, index: int) -> "Sequence":
         """Return a new branch with the tokens so far and without blocks."""
         return Sequence(
-            self.request, list(self.tokens), BlockTable(self.table.pool), index,
-            num_cached_tokens=self.num_cached_tokens, decoder=copy.copy(self.decoder),
-            constraint=copy.copy(self.constraint), samples=list(self.samples),
-            cumulative_logprob=self.cumulative_logprob, text=self.text,
-        )  # fmt: skip
+            self.request,
+            list(self.tokens),
+            BlockTable(self.table.pool),
+            index,
+            num_cached_tokens=self.num_cached_tokens,
+            decoder=copy.copy(self.decoder),
+            constraint=copy.copy(self.constraint),
+            samples=list(self.samples),
+            cumulative_logprob=self.cumulative_logprob,
+            text=self.text,
+        )
 
     def free(self) -> None:
-        """Free its blocks and forget their nodes."""
+        """Free the blocks and forget their nodes."""
         self.table.free()
         self.num_computed_tokens, self.nodes, self.leader = 0, [], None
 
@@ -163,7 +189,7 @@ class RequestMetrics:
         arrival_time: time of the call of `LLM` on the wall clock (`time.time`). The other times are on the engine's
             clock (`time.monotonic`).
         queued_ts: time at which the engine accepted the request.
-        scheduled_ts: dispatch of the first step that computed tokens of it.
+        scheduled_ts: dispatch of the first step that computed tokens of the request.
         first_token_latency: seconds from the call of `LLM` to the first token.
         num_generation_tokens: number of generated tokens, including those of outputs that are not returned.
     """
@@ -184,51 +210,58 @@ class Request:
 
     Attributes:
         rank: requests run in this order, and are preempted in the reverse order.
+        client: the client whose turn in the queue this request takes, or None.
+        tenant: the tenant whose share of steps, rows and blocks this request takes. All requests without a tenant
+            together have the share of one.
+        tenant_turn: number of the last turn among the tenant's requests; 0 before the first.
         cache_salt: only requests with the same salt share cached prefixes.
-        client: the client whose turns it takes in the queue; None for none.
-        tenant: the tenant that shares steps, rows and blocks with the others; those without one are one more tenant.
-        turn: the number of its last turn among its tenant's requests; 0 before the first.
-        bans: the tokens that its output must not have next.
-        end_tokens: the tokens that end its output.
+        bans: the tokens that the output must not have next.
+        eos_tokens: the end-of-sequence tokens that end the output; none with `ignore_eos`.
         num_top: number of most likely tokens to list with each sample; None: neither list nor rank.
-        admitted: whether it has run; True for a preempted request.
-        beam: the state of a beam search, or None; its live beams are `sequences`, and at the end its best hypotheses.
-        find_stop: returns the stop string that the text of a sequence contains once a token is added; None for none.
-        prompt_samples: logprobs of the prompt's tokens but the first, as far as they are computed.
-        num_sequences: number of its sequences once its prompt is computed.
+        admitted: whether the request has run; True for a preempted request.
+        find_stop: returns the stop string that the text of a sequence contains once a token is added; None: there are
+            no stop strings to find.
+        prompt_samples: logprobs of the prompt's tokens except the first, as far as they are computed.
+        num_sequences: number of sequences once the prompt is computed.
         max_length: number of tokens of prompt and output at which a sequence ends.
+        end_tokens: all tokens that end the output.
+        beam: state of a beam search, or None. The live beams are `sequences`, which hold the best hypotheses once the
+            search has ended.
     """
 
     request_id: str
     prompt_token_ids: list[int]
-    params: SamplingParams | BeamSearchParams
+    params: Params
     seed: int
     max_tokens: int
     prompt: str | None = None
     rank: tuple[int, int, int] = (0, 0, 0)
     client: str | None = None
     tenant: str | None = None
-    turn: int = 0
+    tenant_turn: int = 0
     cache_salt: str = ""
     bans: Bans = field(default_factory=Bans)
-    end_tokens: frozenset[int] = frozenset()
+    eos_tokens: frozenset[int] = frozenset()
     num_top: int | None = None
     admitted: bool = False
-    beam: BeamSearch[Sequence] | None = None
     find_stop: Callable[[Sequence, int], str | None] | None = None
     sequences: list[Sequence] = field(default_factory=list)
     prompt_samples: list[Sample] = field(default_factory=list)
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     num_sequences: int = field(init=False)
     max_length: int = field(init=False)
+    end_tokens: frozenset[int] = field(init=False)
+    beam: BeamSearch[Sequence] | None = field(init=False, default=None)
     _host_bound: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.num_sequences = self.params.num_sequences
+        params = self.params
+        self.num_sequences = params.num_sequences
         self.max_length = len(self.prompt_token_ids) + self.max_tokens
-        self._host_bound = (
-            self.beam is not None or self.params.structured_outputs is not None or self.bans.follow_output
-        )
+        self.end_tokens = self.eos_tokens.union(params.stop_token_ids)
+        if isinstance(params, BeamSearchParams):
+            self.beam = BeamSearch(params.beam_width, self.max_tokens, params.length_penalty, params.early_stopping)
+        self._host_bound = self.beam is not None or params.structured_outputs is not None or self.bans.follow_output
 
     @property
     def live(self) -> list[Sequence]:
@@ -244,7 +277,7 @@ class Request:
 
     @property
     def unforked(self) -> bool:
-        """Whether all its sequences are still one, and will be drawn from the same logits."""
+        """Whether one sequence still stands for several, whose first tokens will be drawn from the same logits."""
         return self.beam is None and len(self.sequences) < self.num_sequences
 
     @property
@@ -257,13 +290,24 @@ class Request:
 
     @property
     def seats(self) -> int:
-        """Number of sequences of a step that it may need."""
+        """Number of sequences of a step that the request may need."""
         return self.num_sequences if self.beam or self.unforked else len(self.live)
 
     @property
+    def wants_prompt_samples(self) -> bool:
+        """Whether logprobs of prompt tokens were requested and are not yet computed."""
+        return self.params.prompt_logprobs is not None and len(self.prompt_samples) < len(self.prompt_token_ids) - 1
+
+    @property
     def streams(self) -> bool:
-        """Whether its outputs are known as they grow, and not only after all have ended."""
+        """Whether the outputs are known while they grow, and not only after all have ended."""
         return self.beam is None and self.num_sequences == self.params.num_outputs
+
+    def ending(self, token: int, num_output_tokens: int) -> Ending | None:
+        """Return how an output of some tokens ends with the last of them; None if it continues."""
+        if token in self.end_tokens:
+            return FinishReason.STOP, None if token in self.eos_tokens else token
+        return (FinishReason.LENGTH, None) if num_output_tokens >= self.max_tokens else None
 
     @property
     def outputs(self) -> list[Sequence]:
@@ -278,8 +322,8 @@ class OutputDelta(NamedTuple):
     """Addition of one step to one output of a request.
 
     Attributes:
-        prompt_samples: logprobs of the prompt's tokens but the first, in the first delta of each output, if they were
-            asked for.
+        prompt_samples: logprobs of the prompt's tokens except the first, if requested, in the first delta of each
+            output.
         num_cached_tokens: number of prompt tokens from the prefix cache.
     """
 
@@ -312,7 +356,7 @@ class CompletionOutput:
     """One finished sequence.
 
     Attributes:
-        logprobs: {token id: Logprob} for each token, if asked for.
+        logprobs: {token id: Logprob} for each token, if requested.
         versions: number of parameter updates before each token was drawn.
     """
 
@@ -330,7 +374,7 @@ class CompletionOutput:
 class RequestOutput:
     """Finished request, with vLLM's field names.
 
-    `prompt_logprobs`, if asked for, begins with None for the first token.
+    `prompt_logprobs`, if requested, begins with None for the first token.
     """
 
     request_id: str

@@ -1,10 +1,20 @@
 """Rows of running sequences, and the differences that the next plan contains."""
 
 import itertools
-from typing import Any
+from typing import TypedDict
 
-from jpaged.core.plan import Admitted, Chosen, Entry
+from jpaged.core.plan import Admitted, Chosen, Entry, Pairs
 from jpaged.core.request import Sequence
+
+
+class RowDifferences(TypedDict):
+    """Fields of a `StepPlan` that describe rows."""
+
+    released_rows: tuple[int, ...]
+    row_copies: Pairs
+    admitted: tuple[Admitted, ...]
+    chosen: tuple[Chosen, ...]
+    entries: tuple[Entry, ...]
 
 
 class Rows:
@@ -44,14 +54,20 @@ class Rows:
         return sequence
 
     def admit(self, sequence: Sequence) -> None:
-        """Give a sequence a row, and add all of its state to the next plan."""
+        """Give a sequence a row, and add its whole state to the next plan."""
         row, request = self._take(sequence), sequence.request
         wants = request.params.prompt_logprobs is not None
         self._admitted[row] = Admitted(
-            row, tuple(sequence.tokens), sequence.num_prompt_tokens, request.params, sequence.seed,
-            tuple(sequence.table.block_ids), request.num_top, len(request.prompt_samples) if wants else None,
-            request.bans.single_tokens,
-        )  # fmt: skip
+            row,
+            tuple(sequence.tokens),
+            sequence.num_prompt_tokens,
+            request.params,
+            sequence.seed,
+            tuple(sequence.table.block_ids),
+            request.num_top,
+            num_scored=len(request.prompt_samples) if wants else None,
+            banned=request.bans.single_tokens,
+        )
 
     def fork(self, sequence: Sequence, child: Sequence) -> None:
         """Give a branch a row with the state of its parent."""
@@ -83,16 +99,17 @@ class Rows:
         self._admitted.pop(row, None)
         self._entries.pop(row, None)
 
-    def differences(self) -> dict[str, Any]:
+    def differences(self) -> RowDifferences:
         """Return the fields of the next plan that describe rows, and reset them."""
-        found = {
-            "released_rows": tuple(self._released), "admitted": tuple(self._admitted.values()),
-            "row_copies": tuple((source, row) for row, source in self._copies.items()),
-            "chosen": tuple(self._chosen.values()),
-            "entries": tuple(itertools.chain.from_iterable(self._entries.values())),
-        }  # fmt: skip
+        differences = RowDifferences(
+            released_rows=tuple(self._released),
+            row_copies=tuple((source, row) for row, source in self._copies.items()),
+            admitted=tuple(self._admitted.values()),
+            chosen=tuple(self._chosen.values()),
+            entries=tuple(itertools.chain.from_iterable(self._entries.values())),
+        )
         self._copies, self._admitted, self._chosen, self._entries, self._released = {}, {}, {}, {}, {}
-        return found
+        return differences
 
     def _take(self, sequence: Sequence) -> int:
         row = sequence.row = self._free.pop()

@@ -1,10 +1,13 @@
 """Shares of tenants: of the tokens of a step, and of rows and blocks."""
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
-from jpaged.core.block_pool import BlockPool
-from jpaged.core.queue import RequestQueue
+from jpaged.core.memory import Memory
+from jpaged.core.planned_step import PlannedStep
+from jpaged.core.queue import Queues
 from jpaged.core.request import Request
 
 Tenant = str | None
@@ -12,7 +15,7 @@ Group = tuple[int, Tenant]  # the requests of a tenant with one priority
 
 
 def divide[K](total: int, wants: Mapping[K, int]) -> dict[K, int]:
-    """Return max-min fair shares: who wants less than an equal share gets that, and the others divide the rest."""
+    """Return max-min fair shares: a want below an equal share is met, and the other keys divide the rest."""
     shares: dict[K, int] = {}
     for place, key in enumerate(sorted(wants, key=wants.__getitem__)):
         shares[key] = min(wants[key], total // (len(wants) - place))
@@ -20,20 +23,33 @@ def divide[K](total: int, wants: Mapping[K, int]) -> dict[K, int]:
     return shares
 
 
+@dataclass
+class Ledger:
+    """Turns and debts of tenants, from step to step.
+
+    Attributes:
+        owed: the tokens that tenants have had beyond their shares.
+        turns: numbers of the turns of requests. Within a tenant, the request whose last turn ended first comes next.
+    """
+
+    owed: dict[Tenant, int] = field(default_factory=dict)
+    turns: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+
 class Shares:
     """Shares of the k tenants that have requests, in one step.
 
-    A step of n tokens costs `overhead + n`. It costs at most k times what the tenant with the fewest tokens would pay
-    for a step alone, so that each tenant advances at least at 1/k of its speed alone.
+    A step of n tokens costs `overhead + n`. It costs at most k times the cost of a step with only the tokens of the
+    tenant that wants the fewest. Each tenant therefore advances at 1/k of its speed without the others, or faster.
 
-    The share of a request in rows and blocks is the larger one of its two fractions. A tenant's fair share is 1/k. Its
-    first running request has its place in any case, and so the first request of all continues until it ends.
+    The share of a request in rows and blocks is the larger one of its two fractions. A tenant's fair share is 1/k. The
+    first running request of a tenant keeps its place whatever it holds, so the first request of all continues until it
+    ends.
 
     Args:
+        ledger: the turns and debts of earlier steps. It is updated.
         budget: maximum tokens of the step.
         chunk: tokens of a prompt after which its turn ends.
-        turns: numbers of the turns of requests: within a tenant, the one whose last turn ended first comes next.
-        owed: the tokens of earlier steps that tenants have had beyond their shares; it is updated.
 
     Attributes:
         order: the running requests by priority, then by what the earlier requests of their tenants hold, then by rank.
@@ -42,55 +58,70 @@ class Shares:
         left: tokens of each group for its waiting requests.
     """
 
-    def __init__(
-        self, running: RequestQueue, waiting: RequestQueue, pool: BlockPool, num_rows: int,
-        *, budget: int, overhead: float, chunk: int, turns: Iterator[int], owed: dict[Tenant, int],
-    ):  # fmt: skip
-        self._pool, self._num_rows, self._chunk, self._turns = pool, num_rows, chunk, turns
-        self._num_tenants = len(running.tenants.keys() | waiting.tenants.keys())
+    def __init__(self, queues: Queues, memory: Memory, ledger: Ledger, budget: int, overhead: float, chunk: int):
+        self._waiting, self._running, self._memory = queues.waiting, queues.running, memory
+        self._num_rows, self._num_blocks = memory.rows.size, memory.pool.num_blocks
+        self._chunk, self._ledger = chunk, ledger
+        self._num_tenants = len(self._running.tenants.keys() | self._waiting.tenants.keys())
         self._held: Counter[Tenant] = Counter()
         self._before: dict[Request, int] = {}
         self._wants: dict[Request, int] = {}
-        groups: dict[Group, list[Request]] = {}
-        for request in running:
+        self._groups: dict[Group, list[Request]] = {}
+        for request in self._running:
             self._wants[request] = sum(sequence.behind for sequence in request.live)
-            groups.setdefault(_group(request), []).append(request)
+            self._groups.setdefault(_group(request), []).append(request)
             self._before[request] = self._held[request.tenant]
             self._held[request.tenant] += self._weight(request)
-        self.order = sorted(running, key=lambda request: (request.rank[0], self._before[request], request.rank))
-        wants = {group: sum(map(self._wants.__getitem__, requests)) for group, requests in groups.items()}
-        for requests in waiting.tenants.values():
-            group = _group(requests.first)
-            wants[group] = wants.get(group, 0) + requests.num_prompt_tokens
-        of_tenants: Counter[Tenant] = Counter()
-        for (_, tenant), want in wants.items():
-            of_tenants[tenant] += want
-        fewest = max(1, min(of_tenants.values()))
-        total = min(budget, (self._num_tenants - 1) * overhead + self._num_tenants * fewest)
+        self.order = sorted(self._running, key=lambda request: (request.rank[0], self._before[request], request.rank))
         self.grants: dict[Request, int] = {}
         self.left: dict[Group, int] = {}
-        self._grant(int(total), budget, wants, groups, owed)
+        self._grant(budget, overhead)
 
     def is_over(self, request: Request) -> bool:
         """Return whether a waiting request would extend what its tenant holds beyond a fair share."""
         held = self._held[request.tenant]
         return held > 0 and self._is_unfair(held + self._weight(request))
 
-    def entitled(self, waiting: RequestQueue) -> list[Request]:
+    def num_victims(self, step: PlannedStep, headroom: int) -> int:
+        """Return how many of the last running requests must yield to waiting ones within their tenant's fair share.
+
+        Args:
+            headroom: tokens of each running sequence for which blocks must stay free.
+        """
+        entitled = self._entitled()
+        if not entitled:
+            return 0
+        most, size, number = self._num_yielding(entitled[0]), self._memory.pool.block_size, 0
+        seats = sum(request.seats for request in self._running)
+        blocks = self._memory.pool.num_free - step.lack(self._running)
+        for request in entitled:
+            blocks -= self._memory.num_held(request) + step.lack([request])
+            victims = number
+            while seats + request.seats > self._num_rows or blocks < seats * headroom // size:
+                if victims == most:
+                    return number
+                victims += 1
+                victim = self.order[-victims]
+                seats -= victim.seats
+                blocks += self._memory.num_held(victim) + step.lack([victim])
+            seats, number = seats + request.seats, victims
+        return number
+
+    def _entitled(self) -> list[Request]:
         """Return the waiting requests of the next tenant that are within its fair share, as far as it has tokens."""
-        first, found = self.next_waiting(waiting), []
+        first, entitled = self.next_waiting(), list[Request]()
         if first is not None and not self.is_over(first):
             held, left = self._held[first.tenant], self.room(first)
-            for request in waiting.tenants[first.tenant]:
+            for request in self._waiting.tenants[first.tenant]:
                 weight = self._weight(request)
                 if left <= 0 or request.rank[0] > first.rank[0] or (held and self._is_unfair(held + weight)):
                     break
-                found.append(request)
+                entitled.append(request)
                 held, left = held + weight, left - len(request.prompt_token_ids)
-        return found
+        return entitled
 
-    def num_yielding(self, request: Request) -> int:
-        """Return how many of the last requests in `order` yield to a waiting one: those beyond fair shares."""
+    def _num_yielding(self, request: Request) -> int:
+        """Return how many of the last requests in `order` yield to a waiting one, because they exceed fair shares."""
         held, number = self._held.copy(), 0
         for victim in reversed(self.order):
             is_equal = victim.rank[0] >= request.rank[0]
@@ -101,7 +132,7 @@ class Shares:
         return number
 
     def admit(self, request: Request, num_tokens: int) -> None:
-        """Record that a waiting request runs, and has so many tokens in the step."""
+        """Record that a waiting request runs, with `num_tokens` in the step."""
         self._held[request.tenant] += self._weight(request)
         self.left[_group(request)] = self.left.get(_group(request), 0) - num_tokens
 
@@ -110,41 +141,57 @@ class Shares:
         left = self.left.get(_group(request), 0)
         return max(left, _unit(request)) if left > 0 else 0
 
-    def next_waiting(self, waiting: RequestQueue) -> Request | None:
-        """Return the request to admit next: by priority, those beyond a fair share last, then by rank."""
-        firsts = [requests.first for requests in waiting.tenants.values()]
+    def next_waiting(self) -> Request | None:
+        """Return the request to admit next: by priority, then requests within a fair share, then by rank."""
+        firsts = [requests.first for requests in self._waiting.tenants.values()]
         firsts = [request for request in firsts if self.room(request)]
         return min(firsts, key=lambda request: (request.rank[0], self.is_over(request), request.rank), default=None)
 
-    def _grant(
-        self, total: int, budget: int, wants: Mapping[Group, int], groups: Mapping[Group, list[Request]],
-        owed: dict[Tenant, int],
-    ) -> None:  # fmt: skip
-        """Divide the tokens, by priority, then equally; within a group, by turns."""
-        for requests in groups.values():
-            requests.sort(key=lambda request: (request.turn, request.rank))
+    def _grant(self, budget: int, overhead: float) -> None:
+        """Divide the tokens of the step, by priority, then equally; within a group, by turns."""
+        wants = {group: sum(map(self._wants.__getitem__, requests)) for group, requests in self._groups.items()}
+        for waiting in self._waiting.tenants.values():
+            group = _group(waiting.first)
+            wants[group] = wants.get(group, 0) + waiting.num_prompt_tokens
+        of_tenants: Counter[Tenant] = Counter()
+        for (_, tenant), want in wants.items():
+            of_tenants[tenant] += want
+        fewest = max(1, min(of_tenants.values()))
+        total = int(min(budget, (self._num_tenants - 1) * overhead + self._num_tenants * fewest))
+        for requests in self._groups.values():
+            requests.sort(key=lambda request: (request.tenant_turn, request.rank))
         for priority in sorted({priority for priority, _ in wants}):
             shares = divide(total, {group: want for group, want in wants.items() if group[0] == priority})
-            larger = self._larger_share(shares, groups, owed)
-            if larger and (unit := _unit(groups[larger][0])) <= budget:
-                owed[larger[1]] = unit - shares.pop(larger)
+            larger = self._larger_share(shares)
+            if larger and (unit := _unit(self._groups[larger][0])) <= budget:
+                self._ledger.owed[larger[1]] = unit - shares.pop(larger)
                 shares = {larger: unit, **divide(budget - unit, shares)}
             for group, share in shares.items():
                 total, budget = max(0, total - share), budget - share
-                if group != larger and group[1] in owed:
-                    paid = max(0, min(owed[group[1]], share - 1))
-                    share, owed[group[1]] = share - paid, owed[group[1]] - paid
-                    if not owed[group[1]]:
-                        del owed[group[1]]
-                for request in groups.get(group, ()):
-                    want = self._wants[request]
-                    tokens = min(want, share)
-                    if tokens > 0 and (tokens == want or tokens >= _unit(request)):
-                        self.grants[request] = tokens
-                        share -= tokens
-                        if self._ends_turn(request, tokens):
-                            request.turn = next(self._turns)
-                self.left[group] = share
+                self._spend(group, share if group == larger else self._paid(group[1], share))
+
+    def _paid(self, tenant: Tenant, share: int) -> int:
+        """Return what is left of a share once its tenant has paid what it owes; one token is always left."""
+        owed = self._ledger.owed
+        if tenant not in owed:
+            return share
+        paid = max(0, min(owed[tenant], share - 1))
+        owed[tenant] -= paid
+        if not owed[tenant]:
+            del owed[tenant]
+        return share - paid
+
+    def _spend(self, group: Group, share: int) -> None:
+        """Grant the tokens of a group to its running requests, and leave the rest to its waiting ones."""
+        for request in self._groups.get(group, ()):
+            want = self._wants[request]
+            tokens = min(want, share)
+            if tokens > 0 and (tokens == want or tokens >= _unit(request)):
+                self.grants[request] = tokens
+                share -= tokens
+                if self._ends_turn(request, tokens):
+                    request.tenant_turn = next(self._ledger.turns)
+        self.left[group] = share
 
     def _ends_turn(self, request: Request, tokens: int) -> bool:
         if tokens == self._wants[request] or len(request.sequences) > 1:
@@ -152,27 +199,27 @@ class Shares:
         start = request.sequences[0].num_computed_tokens
         return (start + tokens) // self._chunk > start // self._chunk
 
-    def _larger_share(
-        self, shares: Mapping[Group, int], groups: Mapping[Group, list[Request]], owed: Mapping[Tenant, int]
-    ) -> Group | None:
-        """Return a group whose next request has more sequences than its share has tokens, and which owes none.
+    def _larger_share(self, shares: Mapping[Group, int]) -> Group | None:
+        """Return a group whose next request has more sequences than its share has tokens, and whose tenant owes none.
 
-        Branches of a request advance together, so it gets them at once, and its tenant has fewer in the next steps.
+        Branches of a request advance together. The group gets a token for each at once, and fewer in the next steps.
         """
-        found = [
-            group for group, share in shares.items()
-            if group in groups and group[1] not in owed
-            and share < min(_unit(groups[group][0]), self._wants[groups[group][0]])
-        ]  # fmt: skip
-        return min(found, key=lambda group: groups[group][0].turn, default=None)
+        short: list[Group] = []
+        for group, share in shares.items():
+            if group in self._groups and group[1] not in self._ledger.owed:
+                first = self._groups[group][0]
+                if share < min(_unit(first), self._wants[first]):
+                    short.append(group)
+        return min(short, key=lambda group: self._groups[group][0].tenant_turn, default=None)
 
     def _weight(self, request: Request) -> int:
         """Return a request's share of the rows or of the blocks, in units of 1 / (rows * blocks)."""
-        num_blocks = sum(-(-len(sequence.tokens) // self._pool.block_size) for sequence in request.live)
-        return max(num_blocks * self._num_rows, request.seats * self._pool.num_blocks)
+        size = self._memory.pool.block_size
+        num_blocks = sum(-(-len(sequence.tokens) // size) for sequence in request.live)
+        return max(num_blocks * self._num_rows, request.seats * self._num_blocks)
 
     def _is_unfair(self, weight: int) -> bool:
-        return weight * self._num_tenants > self._num_rows * self._pool.num_blocks
+        return weight * self._num_tenants > self._num_rows * self._num_blocks
 
 
 def _group(request: Request) -> Group:

@@ -8,16 +8,17 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Series
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypedDict, Unpack
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypedDict, Unpack, cast
 
 from tokenizers import Tokenizer
 
 from jpaged.config import Limits
 from jpaged.core.commands import PARTS, Command, Pause, ResetPrefixCache, Resume, Sleep, UpdateParams, WakeUp
+from jpaged.core.commit import Committed
 from jpaged.core.params import InvalidParameter, Params, SamplingParams
 from jpaged.core.plan import StepPlan, StepResult
 from jpaged.core.request import NON_FINITE, FinishReason, OutputDelta, Request, RequestFault, Sequence
-from jpaged.core.scheduler import Committed, Scheduler
+from jpaged.core.scheduler import Scheduler
 from jpaged.engine.output import last_deltas, newest_delta, whole_deltas
 from jpaged.structured.compiler import GrammarCompiler
 from jpaged.structured.masks import MakeMasks, Masks
@@ -466,7 +467,7 @@ class Engine:
         """Return a function that computes a plan's masks while the device works: they do not depend on its results."""
         if not plan.masked:
             return None
-        rows = [(self.scheduler.rows[row].constraint, banned) for row, banned in plan.masked]
+        rows = [(cast("Constraint | None", self.scheduler.rows[row].constraint), banned) for row, banned in plan.masked]
         return lambda: self._masks.write(rows)
 
     def _read(self, sequence: Sequence) -> str:
@@ -501,5 +502,6 @@ class Engine:
 def _find_stop(sequence: Sequence, token: int) -> str | None:
     """Return the stop string that a token would complete, without adding the token."""
     may_stop = sequence.num_output_tokens + 1 > sequence.request.params.min_tokens
-    stop: str | None = copy.copy(sequence.decoder).step(token, may_stop=may_stop).stop
+    assert sequence.decoder is not None, "stop strings need text"
+    _, stop = copy.copy(sequence.decoder).step(token, may_stop=may_stop)
     return stop

@@ -4,6 +4,7 @@ import dataclasses
 
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.block_table import BlockTable
+from jpaged.core.memory import Memory
 from jpaged.core.rows import Rows
 from jpaged.core.scheduler import Scheduler
 
@@ -68,16 +69,16 @@ def _missed_swap(patch):
 
 def _early_release(patch):
     """The blocks of a sequence that ends are free while a step in flight still writes them."""
-    release = Scheduler._release
+    release = Memory.release
 
-    def hasty(scheduler, sequence):
+    def hasty(memory, sequence):
         if sequence.in_flight:
-            scheduler._leaving.add(sequence)
+            memory.leaving.add(sequence)
             sequence.table.free()
         else:
-            release(scheduler, sequence)
+            release(memory, sequence)
 
-    patch.setattr(Scheduler, "_release", hasty)
+    patch.setattr(Memory, "release", hasty)
 
 
 def _stale_epoch(patch):

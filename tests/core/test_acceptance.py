@@ -98,7 +98,7 @@ def test_beams_list_as_many_tokens_as_may_end_or_go_on(options, num_top):
 
 
 def test_beams_and_all_that_end_them_have_a_limit(monkeypatch):
-    monkeypatch.setattr("jpaged.core.scheduler.MAX_TOP", 64 + 49)
+    monkeypatch.setattr("jpaged.core.admission.MAX_TOP", 64 + 49)
     scheduler, _ = make(seqs=64, tokens=64, blocks=900, eos=[0, 1])
     params = BeamSearchParams(beam_width=64, stop_token_ids=range(1, 49), max_tokens=4)
     scheduler.add("fits", [1], params, seed=0)
@@ -118,8 +118,16 @@ def test_the_pool_limits_a_sequence_too():
 
 def test_the_longest_sequence_fills_the_pool():
     scheduler, _ = make(blocks=6, size=4, length=64)
-    assert scheduler.max_sequence_len() == 25
-    assert scheduler.max_sequence_len(prompt_len=9, num_sequences=2) == 8 + 2 * 4 + 1
+    assert scheduler.capacity.max_sequence_len() == 25
+    assert scheduler.capacity.max_sequence_len(prompt_len=9, num_sequences=2) == 8 + 2 * 4 + 1
+
+
+def test_a_refused_request_takes_no_turn_of_its_client():
+    scheduler, _ = make()
+    with pytest.raises(InvalidParameter, match="bad_words"):
+        params = SamplingParams(allowed_token_ids=[7])
+        scheduler.add("refused", [1], params, seed=0, client="a", bad_words=[(7,)])
+    assert add(scheduler, "first", [1], client="a").rank < add(scheduler, "second", [1], client="b").rank
 
 
 def test_a_request_id_in_use_is_refused():

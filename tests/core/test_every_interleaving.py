@@ -14,7 +14,7 @@ import pytest
 from jpaged.core.params import BeamSearchParams, GenerationParams, SamplingParams
 from tests.core import traffic
 from tests.core.planted import BUGS
-from tests.support.fake_runner import digests
+from tests.support.fake_runner import digests, slot
 
 Event = str | int  # a number aborts that request
 
@@ -125,7 +125,7 @@ class World:
             for sequence in request.live:
                 memory = runner.memory if sequence.table.pool is scheduler.pool else runner.host
                 text = digests(sequence.tokens[: sequence.num_computed_tokens])
-                assert [memory[sequence.table.slot(i)] for i in range(len(text))] == text, "it is not what was written"
+                assert [memory[slot(sequence.table, i)] for i in range(len(text))] == text, "it is not what was written"
         remembered = [("", [])]
         for parent, text in remembered:
             for block in scheduler.pool._children.get(parent, ()):

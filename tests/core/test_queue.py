@@ -5,9 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jpaged.core import queue
+from jpaged.core.block_pool import BlockPool
+from jpaged.core.block_table import BlockTable
 from jpaged.core.params import SamplingParams
-from jpaged.core.queue import MAX_IDLE_CLIENTS, RequestQueue, Turns
-from jpaged.core.request import Request
+from jpaged.core.queue import MAX_IDLE_CLIENTS, Queues, RequestQueue, Turns
+from jpaged.core.request import Request, Sequence
 
 
 def waiting(number, rank, client=None, admitted=False):
@@ -71,6 +73,28 @@ def test_a_long_queue_stays_in_small_chunks(takes_last):
     while found:
         found.remove(found.last if takes_last else found.first)
     assert found._chunks == [[]]
+
+
+def test_during_a_trial_other_requests_are_parked_until_their_release():
+    queues, requests = Queues(), [waiting(number, (0, 0, number)) for number in range(4)]
+    for request in requests:
+        request.sequences.append(Sequence(request, [1], BlockTable(BlockPool(1, 1))))
+    for request in requests[:3]:
+        queues.add(request)
+    queues.admit(requests[0])
+    queues.restart(tried=[requests[1]])
+    queues.add(requests[3])
+    assert list(queues.waiting) == [requests[1]] and list(queues.parked) == [requests[0], *requests[2:]]
+    queues.check_invariants()
+    queues.drop(requests[2])
+    queues.release([requests[2], requests[3]])
+    assert list(queues.waiting) == [requests[1], requests[3]], "an ended request is not released"
+    queues.release()
+    assert list(queues.waiting) == [requests[0], requests[1], requests[3]] and queues.parked is None
+    queues.check_invariants()
+    queues.running.add(requests[0])
+    with pytest.raises(AssertionError, match="queued twice"):
+        queues.check_invariants()
 
 
 def test_idle_clients_are_forgotten_and_waiting_ones_are_not():

@@ -235,7 +235,7 @@ def test_admission_leaves_the_blocks_that_resumed_requests_lack():
             late = add(scheduler, "late", [1] * 5, max_tokens=3)
         if young in done.resumed:
             # Its next token opens a block, and all others that are free would be those of the late request.
-            assert scheduler._lack(young) == 1 and late in scheduler.waiting
+            assert scheduler.memory.lack(young) == 1 and late in scheduler.waiting
     assert preempted == [young]
 
 
@@ -576,9 +576,9 @@ def diverged(n, prompt, length, **options):
 
 def test_branches_that_wait_for_each_other_lack_what_they_do_not_share():
     scheduler, _, request = diverged(3, [1, 2, 3, 4, 5], 9, blocks=30)
-    scheduler._share_prefixes(request)
+    scheduler.memory.share_prefixes(request)
     assert [s.leader[1] for s in request.live if s.leader] == [5, 5]
-    assert scheduler._lack(request) == 5 + 3 + 3, "blocks of two tokens; the third one is copied"
+    assert scheduler.memory.lack(request) == 5 + 3 + 3, "blocks of two tokens; the third one is copied"
 
 
 @pytest.mark.parametrize("more", [0, 1, 2])
@@ -590,7 +590,7 @@ def test_a_branch_with_the_text_of_another_waits_for_what_that_computes_only(mor
     second.tokens = [*first.tokens, *range(more)]
     for _ in range(more):
         second.samples.append(second.samples[-1])
-    scheduler._share_prefixes(request)
+    scheduler.memory.share_prefixes(request)
     assert [s.leader and s.leader[1] for s in (first, second)] == [None, 6]
     for sequence in request.sequences:
         sequence.free()
@@ -636,7 +636,7 @@ def test_a_request_comes_back_from_the_host_if_it_fits_to_the_block():
         done = step(scheduler, runner)
     assert done.preempted == [young] and list(scheduler.requests) == ["young"]
     done = step(scheduler, runner)
-    assert done.resumed == [young] and scheduler.pool.num_used + scheduler._lack(young) == 4
+    assert done.resumed == [young] and scheduler.pool.num_used + scheduler.memory.lack(young) == 4
 
 
 def test_prefix_hits_add_up():

@@ -111,7 +111,7 @@ def test_branches_that_advance_together_are_paid_for_later(kind):
     assert total <= 2 * (OVERHEAD + 9 + 39 * (OVERHEAD + 1)) + clock.largest
     assert any(not request.finished for request in many)
     drain(clock.scheduler, clock.runner)
-    assert not clock.scheduler._owed, "alone, a tenant owes nothing"
+    assert not clock.scheduler._ledger.owed, "alone, a tenant owes nothing"
     for request in many:
         assert_as_alone(request)
 
@@ -215,7 +215,7 @@ def test_what_would_exceed_a_fair_share_comes_after_what_would_not():
     clock.step()
     third = clock.add("a", [2], max_tokens=9)
     third.rank = (0, -1, third.rank[2])
-    clock.scheduler.waiting = type(clock.scheduler.waiting)()
+    clock.scheduler.queues.waiting = type(clock.scheduler.waiting)()
     clock.scheduler.waiting.add(third)
     new = [clock.add("b", [1], max_tokens=9) for _ in range(2)]
     assert set(new) <= set(clock.step().served) and not third.admitted

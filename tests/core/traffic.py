@@ -7,21 +7,21 @@ from typing import NamedTuple
 from jpaged.config import Limits
 from jpaged.core.beam import Beam, BeamSearch
 from jpaged.core.block_pool import BlockPool
+from jpaged.core.commit import Committed
 from jpaged.core.params import BeamSearchParams, SamplingParams
 from jpaged.core.plan import StepPlan
 from jpaged.core.request import FinishReason, Request, Sequence
-from jpaged.core.scheduler import Committed, Scheduler
+from jpaged.core.scheduler import Scheduler
 from tests.support.fake_runner import VOCAB, FakeRunner, beams, next_token, prompt_samples
 
 
 class CheckedScheduler(Scheduler):
-    """A scheduler that compares its claims with a sum over all running requests."""
+    """A scheduler that compares the claims of each step with a sum over all running requests."""
 
-    def _claims(self, step):
-        claims = super()._claims(step)
-        seats = sum(request.seats for request in self.running) + len(self._leaving)
-        assert claims == (seats, sum(self._lack(request) for request in self.running)), "a running request is forgotten"
-        return claims
+    def _schedule_waiting(self, budget, step, shares):
+        claims = sum(request.seats for request in self.running) + len(self.memory.leaving), step.lack(self.running)
+        assert step.claims() == claims, "a running request is forgotten"
+        super()._schedule_waiting(budget, step, shares)
 
 
 def make(blocks=16, size=4, *, seqs=4, tokens=16, length=64, cache=True, eos=(), host=0, **options):
@@ -113,7 +113,7 @@ def draw(rng: random.Random, scheduler: Scheduler, longest: int = 12):
     """Return any request that fits: its prompt, its parameters, and further arguments of `add`."""
     prompt = [rng.randrange(1, 3)] * rng.randrange(0, longest - 2) + [rng.randrange(VOCAB)]
     width = rng.choice([1, rng.randint(1, scheduler.limits.max_num_seqs)])
-    while (room := scheduler.max_sequence_len(len(prompt), width) - len(prompt)) < 1:
+    while (room := scheduler.capacity.max_sequence_len(len(prompt), width) - len(prompt)) < 1:
         if width > 1:
             width -= 1
         else:

@@ -6,7 +6,20 @@ import pytest
 
 from jpaged import BeamSearchParams, SamplingParams, StructuredOutputsParams
 from jpaged import tokenizer as tokenizers
-from jpaged.core import bans, beam, block_table, plan, queue, rows, scheduler
+from jpaged.core import (
+    admission,
+    bans,
+    beam,
+    block_table,
+    branches,
+    commit,
+    memory,
+    plan,
+    planned_step,
+    queue,
+    rows,
+    scheduler,
+)
 from jpaged.core import request as requests
 from jpaged.core.plan import Admitted
 from jpaged.core.request import Request, Sequence
@@ -19,8 +32,8 @@ from jpaged.structured import grammar, masks
 from tests.support.injection import Injected, functions_of, wrapped
 
 MODULES = [
-    bans, beam, block_table, plan, queue, rows, scheduler, requests, engines, output, batch, device_rows, row_table,
-    sampling_state, grammar, masks, tokenizers,
+    admission, bans, beam, block_table, branches, commit, memory, plan, planned_step, queue, rows, scheduler, requests,
+    engines, output, batch, device_rows, row_table, sampling_state, grammar, masks, tokenizers,
 ]  # fmt: skip
 PHRASE = StructuredOutputsParams(regex="(one|two|three) (cats|dogs)+")
 

@@ -75,7 +75,10 @@ SUITES = {
     "jpaged/core/queue.py": Suite(("tests/core/test_queue.py", *ALLOCATOR.tests), ALLOCATOR.select),
     "jpaged/core/request.py": ALLOCATOR,
     "jpaged/core/rows.py": Suite(("tests/core/test_rows.py", *ALLOCATOR.tests), ALLOCATOR.select),
-    "jpaged/core/scheduler.py": ALLOCATOR,
+    **{
+        f"jpaged/core/{name}.py": ALLOCATOR
+        for name in ("admission", "branches", "commit", "memory", "planned_step", "scheduler")
+    },
     "jpaged/structured/masks.py": Suite(("tests/runtime/test_batch.py",)),
     "jpaged/runtime/arrays.py": Suite(("tests/runtime/test_arrays.py",), isolation="forkserver"),
     "jpaged/runtime/batch.py": BATCH,

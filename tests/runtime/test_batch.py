@@ -12,11 +12,13 @@ from jpaged.config import Limits
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.params import BeamSearchParams, SamplingParams
 from jpaged.core.plan import Admitted, Sample, Scheduled, StepPlan, StepResult
-from jpaged.core.scheduler import Scheduler, _Step
+from jpaged.core.planned_step import PlannedStep
+from jpaged.core.scheduler import Scheduler
 from jpaged.runtime.batch import Bucket, Buckets, Layout, ladder, leaves, make_batch
 from jpaged.runtime.row_table import SCALARS, RowTable
 from jpaged.runtime.step import sampling_of
 from jpaged.structured.masks import Masks
+from tests.support.fake_runner import slot
 
 LIMITS = Limits(max_model_len=32, max_num_seqs=4, max_num_batched_tokens=24)
 
@@ -119,7 +121,7 @@ def test_a_mixed_batch():
     row_a, row_b, row_c = (scheduled.row for scheduled in lab.plan.rows)
     assert batch.tokens.tolist() == [-1 - row_a, -1 - row_b, *range(10, 19)] + [0] * 13
     assert batch.positions.tolist() == [5, 1, *range(9)] + [0] * 13
-    assert batch.slot_mapping.tolist() == [a.slot(5), b.slot(1), *(c.slot(i) for i in range(9))] + [-1] * 13
+    assert batch.slot_mapping.tolist() == [slot(a, 5), slot(b, 1), *(slot(c, i) for i in range(9))] + [-1] * 13
     assert batch.context_lens.tolist() == [6, 2, 9, 0]
     assert batch.cu_q_lens.tolist() == [0, 1, 2, 11, 11]
     assert [batch.block_tables[i, : len(t.block_ids)].tolist() for i, t in enumerate((a, b, c))] == [
@@ -271,7 +273,8 @@ def test_targets_that_have_a_logprob_are_not_wanted_again():
     lab.scheduler.limits = Limits(max_model_len=32, max_num_seqs=4, max_num_batched_tokens=3)
     assert lab.schedule().targets[:3].tolist() == [2, 3, 4]
     lab.commit(prompt=[2, 3, 4])
-    lab.scheduler._preempt(lab.scheduler.running.first, _Step())
+    scheduler = lab.scheduler
+    PlannedStep(scheduler.queues, scheduler.memory, True, [scheduler.running.first]).preempt_last()
     assert lab.schedule().targets[:3].tolist() == [-1] * 3
     lab.commit()
     assert lab.schedule().targets[:2].tolist() == [5, -1]

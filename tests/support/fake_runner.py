@@ -11,12 +11,19 @@ from collections import deque
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
+from jpaged.core.block_table import BlockTable
 from jpaged.core.commands import UpdateParams
 from jpaged.core.params import MAX_TOP, BeamSearchParams
 from jpaged.core.plan import Admitted, Pairs, Sample, Scheduled, StepPlan, StepResult
 from jpaged.core.scheduler import Scheduler
 
 VOCAB = 50
+
+
+def slot(table: BlockTable, position: int) -> int:
+    """The flat slot of the token at a position of a sequence."""
+    index, offset = divmod(position, table.pool.block_size)
+    return table.block_ids[index] * table.pool.block_size + offset
 
 
 def extend(digest: int, token: int) -> int:

@@ -73,7 +73,7 @@ def snapshot(scheduler: Scheduler, recorder: Recorder) -> Snapshot:
 def _owners(scheduler: Scheduler, recorder: Recorder) -> bytes:
     """Return the number of the first request that holds each block, in two bytes, the low one first; 0 for none."""
     owners = array("H", bytes(2 * scheduler.pool.num_blocks))
-    for sequence in scheduler.leaving:
+    for sequence in scheduler.memory.leaving:
         for block_id in sequence.table.block_ids:
             owners[block_id] = recorder.known(sequence.request.request_id) or 0
     for request in reversed(list(scheduler.running)):  # the first one writes last

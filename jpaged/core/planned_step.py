@@ -1,0 +1,209 @@
+"""One step from its planning to its commit: tokens of running requests, the blocks for them, and preemptions."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from jpaged.core.block_table import Copies, append, move
+from jpaged.core.branches import next_counts
+from jpaged.core.memory import Memory
+from jpaged.core.plan import Pairs, Scheduled, StepPlan
+from jpaged.core.queue import Queues
+from jpaged.core.request import Request, Sequence
+
+_new = tuple.__new__  # Call it directly: the constructor of a named tuple takes twice the time.
+
+
+@dataclass(eq=False, slots=True)
+class PlannedStep:
+    """Step that grows by the scheduler's decisions until its plan is complete, and then waits for its commit.
+
+    Every decision changes the queues and the memory at once.
+
+    Attributes:
+        may_preempt: whether no other step is in flight, which could write the blocks of a preempted request.
+        order: running requests; the last one is preempted first.
+        at: the request on which the planning works, which is to blame for an exception.
+        must_drain: whether a request must be preempted, and cannot be before the steps in flight are committed.
+        sequences: sequences of `rows`, in the same order.
+        unsteady: running requests except those on the steady path.
+        further_branches: number of branches of requests on the steady path, without the first of each.
+        preempted: requests that lost their blocks, each with whether the blocks were swapped out.
+        resumed: requests whose blocks were swapped in, each with the computed tokens of its sequences.
+    """
+
+    queues: Queues
+    memory: Memory
+    may_preempt: bool
+    order: list[Request] = field(default_factory=list)
+    at: Request | None = None
+    must_drain: bool = False
+    plan: StepPlan | None = None
+    rows: list[Scheduled] = field(default_factory=list)
+    sequences: list[Sequence] = field(default_factory=list)
+    unsteady: list[Request] = field(default_factory=list)
+    further_branches: int = 0
+    swap_out: list[Pairs] = field(default_factory=list)
+    block_copies: Copies = field(default_factory=list)
+    swap_in: Copies = field(default_factory=list)
+    masked: list[tuple[int, frozenset[int]]] = field(default_factory=list)
+    preempted: list[tuple[Request, bool]] = field(default_factory=list)
+    resumed: dict[Request, list[tuple[Sequence, int]]] = field(default_factory=dict)
+
+    def complete(self) -> StepPlan | None:
+        """Return the plan, with all differences of rows since the last one; None if there is nothing to do."""
+        if not (self.rows or self.swap_out or self.swap_in):
+            return None
+        self.plan = StepPlan(
+            rows=tuple(self.rows),
+            swap_out=tuple(self.swap_out),
+            block_copies=tuple(self.block_copies),
+            swap_in=tuple(self.swap_in),
+            masked=tuple(self.masked),
+            **self.memory.rows.differences(),
+        )
+        return self.plan
+
+    def claims(self) -> tuple[int, int]:
+        """Return the rows and the free blocks that are not available to waiting requests.
+
+        The rows are those in use, or needed without another admission. The blocks are those that running requests still
+        lack for their present tokens.
+        """
+        # The sequences of a request on the steady path lack nothing: no other table holds the last block of any.
+        num_steady = len(self.order) - len(self.unsteady) + self.further_branches
+        num_seats = num_steady + sum(request.seats for request in self.unsteady) + len(self.memory.leaving)
+        return num_seats, self.lack(self.unsteady)
+
+    def lack(self, requests: Iterable[Request]) -> int:
+        """Return the number of blocks that some requests still lack for their present tokens."""
+        lack = 0
+        for request in requests:
+            self.at = request
+            lack += self.memory.lack(request)
+        return lack
+
+    def preempt_last(self) -> None:
+        """Take all blocks of the last running request. It waits, in its place, to be swapped in or recomputed."""
+        request = self.at = self.order.pop()
+        moves = self.memory.evict(request)
+        if moves:
+            self.swap_out.append(moves)
+        self.queues.preempt(request)
+        self.preempted.append((request, bool(moves)))
+
+    def resume(self, request: Request) -> None:
+        """Move the blocks of a swapped request back from the host, before the tokens of the step."""
+        self.swap_in += move([sequence.table for sequence in request.live], self.memory.pool)
+        self.resumed[request] = [(sequence, sequence.num_computed_tokens) for sequence in request.live]
+
+    def admit(self, request: Request) -> None:
+        """Give a waiting request, which has its cached or swapped blocks, its rows, and let it run."""
+        for sequence in request.live:
+            self.memory.rows.admit(sequence)
+        self.queues.admit(request)
+        self.order.append(request)
+
+    def continue_running(self, budget: int) -> int:
+        """Schedule running requests in their order; return the tokens that are left."""
+        rows, sequences = self.rows, self.sequences
+        for request in self.order:  # without its end, as far as that is preempted
+            branches = request.sequences
+            if len(branches) == 1:
+                sequence = branches[0]
+                start = sequence.num_computed_tokens
+                if start < sequence.steady_until and budget > 0:  # true for most requests in most steps
+                    rows.append(_new(Scheduled, (sequence.row, start, 1, 1)))
+                    sequences.append(sequence)
+                    sequence.num_computed_tokens = start + 1
+                    sequence.in_flight += 1
+                    sequence.pending += 1
+                    budget -= 1
+                    continue
+            self.at = request
+            advance = self.schedule if len(branches) == 1 else self._continue
+            budget -= advance(request, budget)
+            if self.must_drain:
+                break
+        return budget
+
+    def continue_shared(self, budget: int, grants: dict[Request, int]) -> int:
+        """Schedule running requests with the tokens granted to each; return the tokens that are left."""
+        for request in self.order:
+            self.at = request
+            budget -= self._continue(request, min(budget, grants.get(request, 0)))
+            if self.must_drain:
+                break
+        if not (self.rows or self.must_drain):  # no grant sufficed, or its request was preempted
+            self.unsteady.clear()
+            budget = self.continue_running(budget)
+        return budget
+
+    def _continue(self, request: Request, budget: int) -> int:
+        """Schedule a running request, if the budget allows; return the tokens used.
+
+        If all branches are on the steady path, each gets its next token.
+        """
+        live = request.live
+        if len(live) > budget or any(s.num_computed_tokens >= s.steady_until for s in live):
+            return self.schedule(request, budget)
+        for sequence in live:
+            self.rows.append(_new(Scheduled, (sequence.row, sequence.num_computed_tokens, 1, 1)))
+            sequence.num_computed_tokens += 1
+            sequence.in_flight += 1
+            sequence.pending += 1
+        self.sequences += live
+        self.further_branches += len(live) - 1
+        return len(live)
+
+    def schedule(self, request: Request, budget: int) -> int:
+        """Schedule the part of a request that fits, preempting later requests if necessary; return the tokens used."""
+        self.unsteady.append(request)
+        counts = next_counts(request, budget, self.memory)
+        spans = [(s.table, s.num_computed_tokens, s.num_computed_tokens + count) for s, count in counts.items()]
+        lengths = [len(table.block_ids) for table, _, _ in spans]
+        while (copies := append(spans)) is None:
+            if not self.may_preempt:
+                self.must_drain = True
+                return 0
+            self.preempt_last()
+            if self.at is request:
+                return 0
+            self.at = request
+        self.block_copies += copies
+        size = self.memory.pool.block_size
+        for (sequence, count), (table, start, end), length in zip(counts.items(), spans, lengths):
+            if copies or len(table.block_ids) > length:
+                self.memory.rows.change(sequence, start // size, -(-end // size))
+            self._add(sequence, count)
+        return sum(counts.values())
+
+    def _add(self, sequence: Sequence, count: int) -> None:
+        """Add some tokens of a sequence that has the blocks for them."""
+        request, row = sequence.request, sequence.row
+        start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + count
+        num_samples = sequence.num_samples(end)
+        assert row is not None, "only running sequences have a row"
+        if num_samples and (request.bans or sequence.constraint is not None):
+            length = sequence.num_output_tokens + sequence.pending
+            banned = request.bans.next_tokens(sequence.tokens, length)
+            if banned or sequence.constraint is not None:
+                self.masked.append((row, banned))
+        self.rows.append(Scheduled(row, start, count, num_samples))
+        self.sequences.append(sequence)
+        sequence.num_computed_tokens = end
+        sequence.in_flight += 1
+        sequence.pending += num_samples > 0
+        sequence.steady_until = self._steady_until(sequence) if num_samples == 1 else 0
+
+    def _steady_until(self, sequence: Sequence) -> int:
+        """Return the position up to which a sequence continues by one token and one sample in each step.
+
+        This holds for any samples: up to there the sequence needs no mask, and no other table holds its last block. A
+        request forks once, and its branches are sampled only while none waits for its leader. No block of theirs
+        becomes shared meanwhile.
+        """
+        request, size = sequence.request, self.memory.pool.block_size
+        if request.waits or request.bans:
+            return 0
+        end_of_block = -(-sequence.num_computed_tokens // size) * size
+        return min(end_of_block, request.max_length - 1)

@@ -32,7 +32,7 @@ class DeviceRows:
 
     def apply(self, plan: StepPlan) -> None:
         """Apply a plan's changes of rows, on the host and on the device."""
-        stateful = self.table.scalars["stateful"]
+        stateful = self.table.sampling["stateful"]
         if copies := [(source, row) for source, row in plan.row_copies if stateful[source]]:
             self._copy_rows(copies)
         self.table.apply(plan)

@@ -11,7 +11,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jpaged.runtime.placement import ALL, KV, Placement
-from jpaged.runtime.sampler import Sampled, Sampling, count, sample
+from jpaged.runtime.sampler import Sampled, SampleOptions, count, sample
+from jpaged.runtime.sampling_row import Sampling
 from jpaged.runtime.sampling_settings import Settings
 from jpaged.runtime.sampling_state import SamplingState
 from pallas_kernels import Kernels
@@ -80,15 +81,7 @@ def divide_kernels(kernels: Kernels, placement: Placement) -> Kernels:
 
 
 def sample_divided(
-    logits_sv: jax.Array,
-    state: SamplingState,
-    sampling: Sampling,
-    num_top: int,
-    placement: Placement,
-    *,
-    processed: bool = False,
-    settings: Settings = Settings.ANY,
-    several: bool = False,
+    logits_sv: jax.Array, state: SamplingState, sampling: Sampling, options: SampleOptions, placement: Placement
 ) -> tuple[Sampled, SamplingState]:
     """Count tokens as `count` does, and return the result of `sample`, whose rows are divided among the devices.
 
@@ -102,22 +95,20 @@ def sample_divided(
     def padded(x: jax.Array) -> jax.Array:
         return jnp.pad(x, ((0, padding),) + ((0, 0),) * (x.ndim - 1)) if padding else x
 
-    def own(x: jax.Array) -> jax.Array:
+    def local(x: jax.Array) -> jax.Array:
         """Return the rows of this device."""
         rows = len(x) // size
         return lax.dynamic_slice_in_dim(x, lax.axis_index(ALL) * rows, rows) if size > 1 else x
 
     def choose(logits_sv: jax.Array, state: SamplingState, sampling: Sampling) -> tuple[Sampled, SamplingState]:
-        if settings is Settings.ANY:  # other rows have no tokens to count
+        if options.settings is Settings.ANY:  # other rows have no tokens to count
             state = count(state, sampling)
-        logits_sv, sampling = padded(logits_sv), jax.tree.map(padded, sampling)
+        logits_sv = padded(logits_sv)
         if placement.splits_vocab:
             logits_sv = lax.all_to_all(logits_sv, ALL, split_axis=0, concat_axis=1, tiled=True)
         else:
-            logits_sv = own(logits_sv)
-        own_sampling = jax.tree.map(own, sampling)
-        options: Any = dict(processed=processed, settings=settings, several=several)
-        sampled = sample(logits_sv, state, own_sampling, num_top, **options)
+            logits_sv = local(logits_sv)
+        sampled = sample(logits_sv, state, jax.tree.map(lambda x: local(padded(x)), sampling), options)
         return jax.tree.map(lambda x: x[:num_rows], _gathered(sampled) if size > 1 else sampled), state
 
     specs = (COLUMNS if placement.splits_vocab else WHOLE, WHOLE, WHOLE)

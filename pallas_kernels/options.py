@@ -1,6 +1,6 @@
 """The optional arguments of the ops, as values that a wrapper checks once and every implementation takes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ Written = tuple[jax.Array, jax.Array, jax.Array | None]  # pools, and rotated qu
 OutputAndLse = tuple[jax.Array, jax.Array]  # and the log-sum-exp
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class WriteOptions:
     """Options of `Ops.write_kv`.
@@ -37,9 +38,10 @@ class WriteOptions:
         return None if self.cos_t is None or self.sin_t is None else (self.cos_t, self.sin_t)
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class AttentionOptions:
-    """Options of the attention ops.
+    """Options of the attention ops. As a pytree it has the arrays as leaves.
 
     Attributes:
         scale: the factor of q·k, above 0.
@@ -50,9 +52,9 @@ class AttentionOptions:
             device makes them.
     """
 
-    scale: float
-    soft_cap: float | None = None
-    window: int | None = None
+    scale: float = field(metadata={"static": True})
+    soft_cap: float | None = field(default=None, metadata={"static": True})
+    window: int | None = field(default=None, metadata={"static": True})
     k_scale_k: jax.Array | None = None
     v_scale_k: jax.Array | None = None
     work: Any = None

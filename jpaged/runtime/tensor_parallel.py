@@ -1,5 +1,6 @@
 """Parts of a step that XLA can't divide among devices well: the kernels, and sampling."""
 
+import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +18,7 @@ from jpaged.runtime.sampling_settings import Settings
 from jpaged.runtime.sampling_state import SamplingState
 from pallas_kernels import Kernels
 from pallas_kernels.ops import Implementation
-from pallas_kernels.options import AttentionOptions, OutputAndLse, WriteOptions, Written
+from pallas_kernels.options import OutputAndLse, WriteOptions
 
 WHOLE, COLUMNS = P(), P(None, ALL)
 POOL, KV_HEADS, SCALES = P(None, KV), P(None, KV), P(KV)
@@ -28,56 +29,28 @@ def divide_kernels(kernels: Kernels, placement: Placement) -> Kernels:
 
     A kernel is a custom call, which XLA can only run whole.
     """
-    inner = kernels.implementation
+    divided = functools.partial(jax.shard_map, mesh=placement.mesh, check_vma=False)
+    whole = kernels.implementation
 
-    def divided(op: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        return jax.shard_map(op, mesh=placement.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    def attention(op: Callable[..., OutputAndLse]) -> Callable[..., OutputAndLse]:
+        def attend(q: jax.Array, k_pool: jax.Array, v_pool: jax.Array, *batch_and_options: Any) -> OutputAndLse:
+            *batch, options = batch_and_options
+            options_spec = replace(options, k_scale_k=SCALES, v_scale_k=SCALES, work=WHOLE)
+            specs = COLUMNS, POOL, POOL, *[WHOLE] * len(batch), options_spec
+            output: OutputAndLse = divided(op, in_specs=specs, out_specs=COLUMNS)(q, k_pool, v_pool, *batch, options)
+            return output
 
-    def write_kv(
-        k_pool: jax.Array, v_pool: jax.Array, k_tkh: jax.Array, v_tkh: jax.Array, slots_t: jax.Array,
-        options: WriteOptions,
-    ) -> Written:  # fmt: skip
-        def op(
-            k_pool: jax.Array, v_pool: jax.Array, k_tkh: jax.Array, v_tkh: jax.Array, slots_t: jax.Array, further: Any
-        ) -> Written:
-            return inner.write_kv(k_pool, v_pool, k_tkh, v_tkh, slots_t, WriteOptions(*further))
+        return attend
 
-        specs = POOL, POOL, KV_HEADS, KV_HEADS, WHOLE, (WHOLE, WHOLE, SCALES, SCALES, COLUMNS)
-        further = options.cos_t, options.sin_t, options.k_scale_k, options.v_scale_k, options.q_tnh
-        written: Written = divided(op, specs, (POOL, POOL, COLUMNS))(k_pool, v_pool, k_tkh, v_tkh, slots_t, further)
-        return written
-
-    def copy_blocks(pool: jax.Array, sources_c: jax.Array, destinations_c: jax.Array) -> jax.Array:
-        copied: jax.Array = divided(inner.copy_blocks, (POOL, WHOLE, WHOLE), POOL)(pool, sources_c, destinations_c)
-        return copied
-
-    def attend(attention: Callable[..., OutputAndLse], *args: Any) -> OutputAndLse:
-        q, k_pool, v_pool, *batch, options = args
-
-        def op(q: jax.Array, k_pool: jax.Array, v_pool: jax.Array, batch: Any, scales: Any, work: Any) -> OutputAndLse:
-            k_scale_k, v_scale_k = scales
-            own = replace(options, k_scale_k=k_scale_k, v_scale_k=v_scale_k, work=work)
-            return attention(q, k_pool, v_pool, *batch, own)
-
-        specs = COLUMNS, POOL, POOL, WHOLE, SCALES, WHOLE
-        further = batch, (options.k_scale_k, options.v_scale_k), options.work
-        output: OutputAndLse = divided(op, specs, (COLUMNS, COLUMNS))(q, k_pool, v_pool, *further)
-        return output
-
-    def decode(
-        q_snh: jax.Array, k_pool: jax.Array, v_pool: jax.Array, block_tables_sw: jax.Array, context_lens_s: jax.Array,
-        options: AttentionOptions,
-    ) -> OutputAndLse:  # fmt: skip
-        return attend(inner.paged_decode_attention, q_snh, k_pool, v_pool, block_tables_sw, context_lens_s, options)
-
-    def ragged(
-        q_tnh: jax.Array, k_pool: jax.Array, v_pool: jax.Array, block_tables_sw: jax.Array, context_lens_s: jax.Array,
-        cu_q_lens_s1: jax.Array, decode_s: jax.Array | None, options: AttentionOptions,
-    ) -> OutputAndLse:  # fmt: skip
-        batch = block_tables_sw, context_lens_s, cu_q_lens_s1, decode_s
-        return attend(inner.ragged_paged_attention, q_tnh, k_pool, v_pool, *batch, options)
-
-    return replace(kernels, implementation=Implementation(write_kv, copy_blocks, decode, ragged))
+    write_options_spec = WriteOptions(WHOLE, WHOLE, SCALES, SCALES, COLUMNS)  # type: ignore[arg-type]
+    write_specs = POOL, POOL, KV_HEADS, KV_HEADS, WHOLE, write_options_spec
+    implementation = Implementation(
+        write_kv=divided(whole.write_kv, in_specs=write_specs, out_specs=(POOL, POOL, COLUMNS)),
+        copy_blocks=divided(whole.copy_blocks, in_specs=(POOL, WHOLE, WHOLE), out_specs=POOL),
+        paged_decode_attention=attention(whole.paged_decode_attention),
+        ragged_paged_attention=attention(whole.ragged_paged_attention),
+    )
+    return replace(kernels, implementation=implementation)
 
 
 def sample_divided(

@@ -99,7 +99,7 @@ class DescribedStep:
         kernels = divide_kernels(chosen, placement)
         cache = KVCache.of(config, shape.block_size, shape.pool_dtype, kernels, model.attention_specs)
         width = -(-shape.max_model_len // shape.block_size)
-        layout = Layout(bucket, width, functools.partial(cache.make_work, width))
+        layout = Layout(bucket, width, cache.make_work)
         self.step = Step(
             graphdef, treedef, cache, {bucket: layout}, placement,
             has_quantized_weights=shape.quantization is not None,

@@ -1,6 +1,7 @@
 """Arrays of one step: a plan in one buffer, padded to one of a few fixed shapes. Imports only numpy."""
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -79,9 +80,9 @@ class Buckets:
         return next(b for b in rungs if b.num_tokens >= num_tokens and b.num_seqs >= num_seqs)
 
 
-# (bucket, context_lens, cu_q_lens, decodes) -> `Batch.work` in numpy, arrays in tuples of a form that depends on the
-# bucket only.
-MakeWork = Callable[[Bucket, np.ndarray, np.ndarray, np.ndarray], tuple[Any, ...]]
+# (batch with lengths, whether it is a decode step) -> `Batch.work` in numpy: arrays in tuples. Their form depends on the
+# shape of the step only.
+MakeWork = Callable[[Batch, bool], tuple[Any, ...]]
 
 
 def no_work(*_: Any) -> tuple[Any, ...]:
@@ -111,13 +112,13 @@ class Layout:
 
     def __init__(self, bucket: Bucket, table_width: int, make_work: MakeWork = no_work):
         t, s = bucket.num_tokens, bucket.num_seqs
-        self.shapes = Batch((), (t,), (t,), (t,), (t,), (s,), (s + 1,), (s,), (s,), (s, ROW_WORDS), (s, table_width))
-        self._bucket, self._make_work = bucket, make_work
-        self._work = make_work(bucket, *(np.zeros(n, np.int32) for n in (s, s + 1, s)))
-        shapes = [*self.shapes[:-1], *(leaf.shape for leaf in leaves(self._work))]
-        sizes = [int(np.prod(shape)) for shape in shapes]
+        shapes = Batch((), (t,), (t,), (t,), (t,), (s,), (s + 1,), (s,), (s,), (s, ROW_WORDS), (s, table_width))
+        self._decode, self._make_work = bucket.decode, make_work
+        self._work = make_work(Batch(*(np.zeros(shape, np.int32) for shape in shapes[:-1])), bucket.decode)
+        all_shapes = [*shapes[:-1], *(leaf.shape for leaf in leaves(self._work))]
+        sizes = [math.prod(shape) for shape in all_shapes]
         starts = list(itertools.accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
-        self._places = [(slice(start, start + size), shape) for start, size, shape in zip(starts, sizes, shapes)]
+        self._places = [(slice(start, start + size), shape) for start, size, shape in zip(starts, sizes, all_shapes)]
         self._padding = np.zeros(starts[-1], np.int32)
         batch = self.unpack(self._padding)
         batch.slot_mapping[:] = batch.targets[:] = -1
@@ -133,8 +134,8 @@ class Layout:
 
     def fill_work(self, batch: Batch) -> None:
         """Make the lists of work of a batch whose lengths are in place."""
-        made = self._make_work(self._bucket, batch.context_lens, batch.cu_q_lens, batch.decodes)
-        for place, array in zip(leaves(batch.work), leaves(made), strict=True):
+        work = self._make_work(batch, self._decode)
+        for place, array in zip(leaves(batch.work), leaves(work), strict=True):
             place[...] = array
 
     def empty(self) -> tuple[np.ndarray, Batch]:

@@ -41,9 +41,9 @@ def forward(
 
     def attend(layer: int, q_tnh: jax.Array, k_tkh: jax.Array, v_tkh: jax.Array, *angles: Any) -> jax.Array:
         nonlocal wanted_t
-        own_dtype = jnp.result_type(q_tnh, k_tkh, v_tkh)
+        dtype = jnp.result_type(q_tnh, k_tkh, v_tkh)
         qkv = (x.astype(cache.attention_dtype or x.dtype) for x in (q_tnh, k_tkh, v_tkh))
-        o_tnh = cache.attend(pool, layer, specs[layer], batch, decode, *qkv, *angles).astype(own_dtype)
+        o_tnh = cache.attend(pool, layer, specs[layer], batch, decode, tuple(qkv), angles).astype(dtype)
         if layer == len(specs) - 1 and not decode:
             sampled_t = jnp.zeros_like(wanted_t).at[batch.sampled_from].set(True)
             wanted_t &= sampled_t | jnp.any(batch.targets >= 0)

@@ -367,8 +367,8 @@ class Lists(NamedTuple):
     rows: tuple[np.ndarray, ...]
 
 
-def lists_of_two_windows(bucket, context_lens_s, cu_q_lens_s1, decodes_s):
-    return tuple(Lists(context_lens_s + i, (decodes_s,)) for i in range(2))
+def lists_of_two_windows(batch, decode):
+    return tuple(Lists(batch.context_lens + i, (batch.decodes,)) for i in range(2))
 
 
 def test_lists_of_work_are_those_of_the_lengths():

@@ -12,6 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jpaged.core.params import SamplingParams
+from jpaged.core.plan import Admitted
 from jpaged.runtime.sampler import (
     Sampled,
     SampleOptions,
@@ -99,7 +101,9 @@ def pack(rows: list[Row], vocab_size: int = V) -> tuple[SamplingState, Sampling]
         if row.stateful:
             sampling.stateful[i], sampling.rows[i] = True, s - i
             counted = row.output[:-1] if row.pending else row.output
-            values = host_row(vocab_size, row.prompt, counted, row.bias, None, row.banned, row.listed)
+            params = SamplingParams(logit_bias=row.bias, logprob_token_ids=row.listed or None)
+            admitted = Admitted(0, (*row.prompt, *counted, 0), len(row.prompt), params, 0, (), banned=row.banned)
+            values = host_row(admitted, vocab_size)
             for array, value in zip(state, values, strict=True):
                 array[s - i] = value
         if row.allowed is not None:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from jpaged.runtime.arrays import padded
 from jpaged.runtime.kv_cache import gather, scatter
 from jpaged.runtime.placement import Placement
 
@@ -44,8 +45,7 @@ class HostBlocks:
             pairs: (block of the pool, block of the host).
         """
         for part in _transfers(pairs):
-            sources = np.zeros(_padded(len(part)), np.int32)
-            sources[: len(part)] = [source for source, _ in part]
+            sources, _ = padded(part, TRANSFERS)  # of the padding, any block is read
             blocks = self._gather(pool, self._placement.put(sources))
             chunk = _Chunk(jax.device_put(blocks, self._host), [host for _, host in part])
             for block_id in chunk.block_ids:
@@ -83,7 +83,3 @@ class HostBlocks:
 
 def _transfers(pairs: Pairs) -> Iterator[Pairs]:
     return (pairs[i : i + TRANSFERS[-1]] for i in range(0, len(pairs), TRANSFERS[-1]))
-
-
-def _padded(count: int) -> int:
-    return next(size for size in TRANSFERS if size >= count)

@@ -10,7 +10,7 @@ import numpy as np
 from jpaged.config import Limits
 from jpaged.core.plan import StepPlan
 from jpaged.runtime.row_table import RowTable, branch_seeds
-from jpaged.runtime.sampling_row import ROW, ROW_WORDS, neutral_rows, words
+from jpaged.runtime.sampling_row import NEUTRAL, ROW, ROW_WORDS
 from jpaged.runtime.sampling_settings import Settings
 
 Array = Any  # numpy where it is made, traced jax arrays inside the step
@@ -80,8 +80,8 @@ class Buckets:
         return next(b for b in rungs if b.num_tokens >= num_tokens and b.num_seqs >= num_seqs)
 
 
-# (batch with lengths, whether it is a decode step) -> `Batch.work` in numpy: arrays in tuples. Their form depends on the
-# shape of the step only.
+# (batch with lengths, whether it is a decode step) -> `Batch.work` in numpy: arrays in tuples, whose form depends on
+# the bucket only.
 MakeWork = Callable[[Batch, bool], tuple[Any, ...]]
 
 
@@ -114,7 +114,8 @@ class Layout:
         t, s = bucket.num_tokens, bucket.num_seqs
         shapes = Batch((), (t,), (t,), (t,), (t,), (s,), (s + 1,), (s,), (s,), (s, ROW_WORDS), (s, table_width))
         self._decode, self._make_work = bucket.decode, make_work
-        self._work = make_work(Batch(*(np.zeros(shape, np.int32) for shape in shapes[:-1])), bucket.decode)
+        zeros = Batch._make([*(np.zeros(shape, np.int32) for shape in shapes[:-1]), ()])
+        self._work = make_work(zeros, bucket.decode)
         all_shapes = [*shapes[:-1], *(leaf.shape for leaf in leaves(self._work))]
         sizes = [math.prod(shape) for shape in all_shapes]
         starts = list(itertools.accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
@@ -122,7 +123,7 @@ class Layout:
         self._padding = np.zeros(starts[-1], np.int32)
         batch = self.unpack(self._padding)
         batch.slot_mapping[:] = batch.targets[:] = -1
-        batch.samples[:] = words(neutral_rows(s))
+        batch.samples.view(ROW)[:] = NEUTRAL
         batch.num_tokens[...] = t
         self.fill_work(batch)
 

@@ -95,9 +95,10 @@ class KVCache:
         """
         (q_tnh, k_tkh, v_tkh), (cos, sin), at = qkv, angles, slice(2 * layer, 2 * layer + 2)
         one_k = jnp.ones(self.num_kv_heads, jnp.float32)
-        scales = dict(k_scale_k=one_k, v_scale_k=one_k) if "float8" in self.dtype else {}
-        rotation = {} if cos is None else dict(cos_t=cos, sin_t=sin, q_tnh=q_tnh)
-        k, v, *rotated = self.kernels.write_kv(*pool[at], k_tkh, v_tkh, batch.slot_mapping, **rotation, **scales)
+        scales: dict[str, Any] = dict(k_scale_k=one_k, v_scale_k=one_k) if "float8" in self.dtype else {}
+        rotation: dict[str, Any] = {} if cos is None else dict(cos_t=cos, sin_t=sin, q_tnh=q_tnh)
+        k, v = pool[at]
+        k, v, *rotated = self.kernels.write_kv(k, v, k_tkh, v_tkh, batch.slot_mapping, **rotation, **scales)
         pool[at] = k, v
         q_tnh = rotated[0] if rotated else q_tnh
         work = dict(zip(self.windows, batch.work)).get(spec.window)

@@ -3,7 +3,7 @@
 import numpy as np
 
 from jpaged.core.plan import Admitted, StepPlan
-from jpaged.runtime.sampling_row import Value, neutral_rows, pack, words
+from jpaged.runtime.sampling_row import NEUTRAL, ROW_WORDS, Value, pack
 
 
 class RowTable:
@@ -22,13 +22,13 @@ class RowTable:
         self._block_size = block_size
         self.tokens: list[np.ndarray] = [np.empty(0, np.int32)] * num_rows
         self.block_tables = np.zeros((num_rows, table_width), np.int32)
-        self.sampling = neutral_rows(num_rows)
-        self.sampling_words = words(self.sampling)
+        self.sampling = np.full(num_rows, NEUTRAL)
+        self.sampling_words = self.sampling.view(np.int32).reshape(num_rows, ROW_WORDS)
         self.settings = np.zeros(num_rows, np.int32)
         self.num_top = np.full(num_rows, -1, np.int32)
         self.prompt_top = [-1] * num_rows
         self._num_known = np.zeros(num_rows, np.int32)  # the lengths of `tokens`
-        self._next = -1 - np.arange(num_rows, dtype=np.int32)  # a row's token after them, or where it is
+        self._next = -1 - np.arange(num_rows, dtype=np.int32)  # the token after `tokens`, or -1 - row if it is a sample
         self._num_scored = np.zeros(num_rows, np.int32)  # targets that have a logprob already
 
     @property

@@ -1,7 +1,8 @@
 """Choice of the next token, inside the step.
 
-Random bits depend only on (seed, position), so a request's tokens do not depend on its neighbours. A sort of the
-vocabulary is slow on a GPU: thresholds are found by bisection, the best tokens among the chunks that hold the best.
+Random bits depend only on (seed, position), so a request's tokens do not depend on its neighbours. Sorting the
+vocabulary is slow on a GPU. Thresholds are found by bisection instead, and the best tokens in the chunks with the
+highest maxima.
 """
 
 import functools
@@ -27,8 +28,8 @@ MIN_CHUNK = 16  # tokens; with fewer, one selection among all of them is faster 
 class Sampled(NamedTuple):
     """Chosen tokens.
 
-    Logprobs and ranks are of the model's own distribution, except for a beam's list, or of the one that tokens are
-    drawn from.
+    Logprobs and ranks are of the model's distribution, except for a beam's list, or of the distribution that tokens are
+    drawn from (`SampleOptions.processed`).
     """
 
     tokens: jax.Array  # [S] int32
@@ -78,24 +79,19 @@ def sample(logits_sv: jax.Array, state: SamplingState, sampling: Sampling, optio
     lse_s = jax.nn.logsumexp(logits_sv, axis=-1)
     if options.several:  # operations that only some executables have are not fused with these
         logits_sv, lse_s = lax.optimization_barrier((logits_sv, lse_s))
+    drawn_s = sampling.temperature > 0
     if options.settings is Settings.ANY:
         tokens, *lists = lax.cond(
-            jnp.any((sampling.temperature > 0) | (sampling.num_top > 0) | _is_processed(sampling) | sampling.beam),
+            jnp.any(drawn_s | (sampling.num_top > 0) | sampling.masked | sampling.stateful | sampling.beam),
             lambda: _choose(logits_sv, lse_s, state, sampling, k),
             lambda: (_argmax(logits_sv), *_no_lists(len(logits_sv), k)),
         )
     else:
         tokens = _argmax(logits_sv)
         if options.settings is not Settings.GREEDY:
-            tokens = jnp.where(sampling.temperature > 0, _draw(logits_sv, sampling, options.settings), tokens)
+            tokens = jnp.where(drawn_s, _draw(logits_sv, sampling, options.settings), tokens)
         lists = _no_lists(len(tokens), k)
     return Sampled(tokens, _logprobs(logits_sv, tokens, lse_s), *lists)
-
-
-def _is_processed(sampling: Sampling) -> jax.Array:
-    """Return whether the logits of each sample are changed before its token is chosen, [S] bool."""
-    is_processed_s: jax.Array = sampling.masked | sampling.stateful
-    return is_processed_s
 
 
 def _choose(
@@ -104,7 +100,8 @@ def _choose(
     """Return the tokens [S] of samples with any settings, their ranks, and the lists [S, K]."""
     drawn_s, listed_s = sampling.temperature > 0, sampling.num_top > 0
     x_sv = logits_sv - jnp.where(sampling.beam, lse_s, 0)[:, None]
-    x_sv = lax.cond(jnp.any(_is_processed(sampling)), lambda: _process(x_sv, state, sampling), lambda: x_sv)
+    is_processed = jnp.any(sampling.masked | sampling.stateful)
+    x_sv = lax.cond(is_processed, lambda: _process(x_sv, state, sampling), lambda: x_sv)
     best = _argmax(x_sv)
     tokens = lax.cond(jnp.any(drawn_s), lambda: jnp.where(drawn_s, _draw(x_sv, sampling), best), lambda: best)
 
@@ -385,9 +382,9 @@ def _no_lists(num_rows: int, k: int) -> tuple[jax.Array, jax.Array, jax.Array]:
 def _top(x_sv: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     """Return the k <= V best tokens of each row and their values, [S, k] each: best first, equal ones by id.
 
-    They lie in the k chunks of the highest maxima, the earlier of equal chunks first: any other chunk has k tokens
-    before its own. So two selections among about sqrt(k V) numbers are enough. `lax.top_k` prefers the earlier of equal
-    numbers, and takes 0 for more than -0.
+    The best tokens lie in the k chunks with the highest maxima, the earlier of equal chunks first, because k tokens
+    come before every token of another chunk. Two selections among about sqrt(k V) numbers are therefore enough.
+    `lax.top_k` prefers the earlier of equal numbers, and orders 0 before -0.
     """
     num_rows, vocab_size = x_sv.shape
     x_sv = jnp.where(x_sv == 0, 0, x_sv)

@@ -83,17 +83,8 @@ FILTERS = {name: column for name, column in COLUMNS.items() if column.settings i
 ROW = np.dtype(
     [(name, np.int32 if column.dtype is bool else column.dtype, column.shape) for name, column in COLUMNS.items()]
 )
-ROW_WORDS = ROW.itemsize // 4  # F
-
-
-def neutral_rows(num_rows: int) -> np.ndarray:
-    """Return rows [num_rows] of `ROW` without effect, as padding has."""
-    return np.full(num_rows, np.array(tuple(column.neutral for column in COLUMNS.values()), ROW))
-
-
-def words(rows: np.ndarray) -> np.ndarray:
-    """Return the words of contiguous rows of `ROW`, [R, F] int32 in the same memory."""
-    return rows.view(np.int32).reshape(len(rows), ROW_WORDS)
+ROW_WORDS = ROW.itemsize // 4  # F: a row of `ROW` is [F] int32 in the same memory
+NEUTRAL = np.array(tuple(column.neutral for column in COLUMNS.values()), ROW)  # as padding has
 
 
 def pack(
@@ -101,7 +92,7 @@ def pack(
 ) -> tuple[tuple[Value, ...], Settings]:
     """Return a sequence's values for a row of `ROW`, and the settings that an executable must be compiled for.
 
-    Beams and greedy sequences draw nothing, so they have no filters.
+    Beams and greedy sequences draw no tokens, so their temperature and filters are neutral.
 
     Args:
         computed: the values of columns without a source; others are neutral.

@@ -33,8 +33,8 @@ def forward(
 
     Args:
         decode: every sequence has one query, a decode token, and query s belongs to sequence s.
-        multiply: `Kernels.product`. It computes no padding and, after the last attention, only rows that samples or
-            logprobs come from.
+        multiply: `Kernels.product`. It skips padding and, after the last attention, the rows of tokens without a
+            sample or a logprob.
     """
     pool, specs = list(pool), model.attention_specs
     wanted_t = jnp.arange(len(batch.tokens)) < batch.num_tokens
@@ -42,15 +42,16 @@ def forward(
     def attend(layer: int, q_tnh: jax.Array, k_tkh: jax.Array, v_tkh: jax.Array, *angles: Any) -> jax.Array:
         nonlocal wanted_t
         dtype = jnp.result_type(q_tnh, k_tkh, v_tkh)
-        qkv = (x.astype(cache.attention_dtype or x.dtype) for x in (q_tnh, k_tkh, v_tkh))
-        o_tnh = cache.attend(pool, layer, specs[layer], batch, decode, tuple(qkv), angles).astype(dtype)
+        q_tnh, k_tkh, v_tkh = (x.astype(cache.attention_dtype or x.dtype) for x in (q_tnh, k_tkh, v_tkh))
+        qkv = q_tnh, k_tkh, v_tkh
+        o_tnh = cache.attend(pool, layer, specs[layer], batch, decode, qkv, angles).astype(dtype)
         if layer == len(specs) - 1 and not decode:
             sampled_t = jnp.zeros_like(wanted_t).at[batch.sampled_from].set(True)
             wanted_t &= sampled_t | jnp.any(batch.targets >= 0)
         return o_tnh
 
     def of_tokens(x_ti: jax.Array, weight_oi: jax.Array) -> jax.Array | None:
-        # The rows of a model's own product may be others, such as heads.
+        # A product inside a model may have other rows than tokens, such as heads.
         return multiply(x_ti, weight_oi, wanted_t if len(x_ti) == len(wanted_t) else None) if multiply else None
 
     with multiplying(of_tokens):

@@ -10,7 +10,7 @@ from jpaged.runtime.arrays import padded
 from jpaged.runtime.kv_cache import gather, scatter
 from jpaged.runtime.placement import Placement
 
-# Blocks of one transfer: few shapes, and so few executables; numbers in between are padded.
+# Numbers of blocks in one transfer. Other numbers are padded, because each shape needs an executable.
 TRANSFERS = (4, 16, 64)
 
 Pairs = Sequence[tuple[int, int]]
@@ -26,8 +26,8 @@ class _Chunk(NamedTuple):
 class HostBlocks:
     """Content of the host's blocks, in pinned memory, which a GPU reads and writes at full speed.
 
-    Blocks of one transfer are one array. It is dropped when they are swapped in, or when the id of any of them is
-    reused: a request's blocks are swapped together, so then none of the others is needed any more.
+    Blocks of one transfer are one array. The array is dropped when its blocks are swapped in, or when the id of any of
+    them is reused. All blocks of a request are swapped together, so the others are not needed any more either.
     """
 
     def __init__(self, placement: Placement):

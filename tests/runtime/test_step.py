@@ -15,7 +15,7 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.layers import product
 from jpaged.runtime.batch import Bucket, Layout
 from jpaged.runtime.kv_cache import KVCache
-from jpaged.runtime.sampling_row import COLUMNS, ROW, neutral_rows, words
+from jpaged.runtime.sampling_row import COLUMNS, NEUTRAL, ROW, ROW_WORDS
 from jpaged.runtime.sampling_settings import Settings
 from jpaged.runtime.sampling_state import empty_state
 from jpaged.runtime.step import Step, forward, sampling_of
@@ -149,16 +149,16 @@ def test_only_a_decode_step_uses_the_decode_op(decode):
 
 
 def test_every_setting_of_a_row_is_unpacked_with_its_dtype():
-    rows = neutral_rows(4)
+    rows = np.full(4, NEUTRAL)
     for i, (name, column) in enumerate(COLUMNS.items()):
         values = np.arange(4 * math.prod(column.shape)).reshape(4, *column.shape)
         rows[name] = values % 2 if column.dtype is bool else values + 10 * i
     bits = np.arange(8, dtype=np.uint32).reshape(4, 2)
-    sampling = sampling_of(jnp.asarray(words(rows)), bits)
+    sampling = sampling_of(jnp.asarray(rows.view(np.int32).reshape(4, ROW_WORDS)), bits)
     for name, column in COLUMNS.items():
         array = getattr(sampling, name)
         assert array.tolist() == rows[name].tolist() and array.dtype == column.dtype, name
-    assert sampling.allowed_bits is bits and ROW.itemsize == 4 * words(rows).shape[1]
+    assert sampling.allowed_bits is bits and ROW.itemsize == 4 * ROW_WORDS
 
 
 def test_samples_are_the_last_tokens_of_their_rows():
@@ -166,13 +166,14 @@ def test_samples_are_the_last_tokens_of_their_rows():
     graphdef, params = nnx.split(dummy_model(LLAMA, "float32", seed=0))
     leaves, treedef = jax.tree.flatten([params])
     step = Step(graphdef, treedef, None, {}, placement_of(LLAMA))
-    samples = neutral_rows(4)
+    samples = np.full(4, NEUTRAL)
     samples["rows"], samples["stateful"], samples["num_prompt_tokens"] = (0, 2, 3, -1), (1, 1, 1, 0), 4
     samples["positions"], samples["last_tokens"] = (5, 5, 4, 5), (7, -2, 8, 9)
     last_tokens, state = jnp.array([35, 36, 37, 38]), empty_state(4, LLAMA.vocab_size)
     x_sd = jnp.asarray(np.random.default_rng(0).normal(size=(4, LLAMA.hidden_size)), jnp.float32)
     bits = np.zeros((4, 2), np.uint32)
-    chosen, _, after, last = step.choose(leaves, state, last_tokens, x_sd, words(samples), bits, Settings.ANY)
+    rows_sf = samples.view(np.int32).reshape(4, ROW_WORDS)
+    chosen, _, after, last = step.choose(leaves, state, last_tokens, x_sd, rows_sf, bits, Settings.ANY)
     tokens = chosen[0].tolist()
     assert last.tolist() == [tokens[0], 36, *tokens[1:3]]
     assert np.argwhere(after.output_counts).tolist() == [[0, 7], [2, 36]]

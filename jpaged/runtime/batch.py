@@ -1,10 +1,11 @@
-"""Arrays of one step: a plan in one buffer, padded to one of a few fixed shapes. Imports only numpy."""
+"""Arrays of one step: a plan in one buffer, padded to one of a few fixed shapes."""
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from jpaged.config import Limits
@@ -90,19 +91,6 @@ def no_work(*_: Any) -> tuple[Any, ...]:
     return ()
 
 
-def leaves(tree: Any) -> list[Array]:
-    """Return the arrays in nested tuples, in order."""
-    return [leaf for each in tree for leaf in leaves(each)] if isinstance(tree, tuple) else [tree]
-
-
-def with_leaves(tree: Any, arrays: Iterator[Array]) -> Any:
-    """Return nested tuples of the same form with other arrays."""
-    if not isinstance(tree, tuple):
-        return next(arrays)
-    made = [with_leaves(each, arrays) for each in tree]
-    return type(tree)(*made) if hasattr(tree, "_fields") else tuple(made)
-
-
 class Layout:
     """Places of a batch's arrays in one buffer, [size] int32, for steps of one shape.
 
@@ -115,8 +103,8 @@ class Layout:
         shapes = Batch((), (t,), (t,), (t,), (t,), (s,), (s + 1,), (s,), (s,), (s, ROW_WORDS), (s, table_width))
         self._decode, self._make_work = bucket.decode, make_work
         zeros = Batch._make([*(np.zeros(shape, np.int32) for shape in shapes[:-1]), ()])
-        self._work = make_work(zeros, bucket.decode)
-        all_shapes = [*shapes[:-1], *(leaf.shape for leaf in leaves(self._work))]
+        lists, self._work_tree = jax.tree.flatten(make_work(zeros, bucket.decode))
+        all_shapes = [*shapes[:-1], *(array.shape for array in lists)]
         sizes = [math.prod(shape) for shape in all_shapes]
         starts = list(itertools.accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
         self._places = [(slice(start, start + size), shape) for start, size, shape in zip(starts, sizes, all_shapes)]
@@ -129,14 +117,14 @@ class Layout:
 
     def unpack(self, buffer: Array) -> Batch:
         """Return the arrays in a buffer: views of a NumPy array, slices of a traced one."""
-        arrays = iter([buffer[place].reshape(shape) for place, shape in self._places])
-        fixed = dict(zip(Batch._fields[:-1], arrays))
-        return Batch(**fixed, work=with_leaves(self._work, arrays))
+        arrays = [buffer[place].reshape(shape) for place, shape in self._places]
+        num_fixed = len(Batch._fields) - 1
+        return Batch._make([*arrays[:num_fixed], jax.tree.unflatten(self._work_tree, arrays[num_fixed:])])
 
     def fill_work(self, batch: Batch) -> None:
         """Make the lists of work of a batch whose lengths are in place."""
         work = self._make_work(batch, self._decode)
-        for place, array in zip(leaves(batch.work), leaves(work), strict=True):
+        for place, array in zip(jax.tree.leaves(batch.work), jax.tree.leaves(work), strict=True):
             place[...] = array
 
     def empty(self) -> tuple[np.ndarray, Batch]:

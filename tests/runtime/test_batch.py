@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from jpaged.core.block_pool import BlockPool
 from jpaged.core.params import BeamSearchParams, SamplingParams
 from jpaged.core.plan import Admitted, Sample, Scheduled, StepPlan, StepResult
 from jpaged.core.scheduler import Scheduler, _Step
-from jpaged.runtime.batch import Bucket, Buckets, Layout, ladder, leaves, make_batch
+from jpaged.runtime.batch import Bucket, Buckets, Layout, ladder, make_batch
 from jpaged.runtime.row_table import RowTable
 from jpaged.runtime.sampling_row import ROW
 from jpaged.runtime.step import sampling_of
@@ -345,12 +346,12 @@ def test_masks_of_branches_alone():
 def test_a_layout_unpacks_what_it_packs(bucket):
     layout = Layout(bucket, 8)
     buffer, batch = layout.empty()
-    assert buffer.dtype == np.int32 and all(np.shares_memory(array, buffer) for array in leaves(batch))
+    assert buffer.dtype == np.int32 and all(np.shares_memory(array, buffer) for array in jax.tree.leaves(batch))
     assert len(batch.tokens) == bucket.num_tokens and len(batch.context_lens) == bucket.num_seqs
-    for i, array in enumerate(leaves(batch)):
+    for i, array in enumerate(jax.tree.leaves(batch)):
         array[...] = i
-    found = [np.unique(array).tolist() for array in leaves(layout.unpack(buffer))]
-    assert found == [[i] for i in range(len(leaves(batch)))]
+    found = [np.unique(array).tolist() for array in jax.tree.leaves(layout.unpack(buffer))]
+    assert found == [[i] for i in range(len(jax.tree.leaves(batch)))]
     assert (layout.empty()[1].targets == -1).all(), "padding is not written over"
 
 
@@ -358,7 +359,7 @@ def test_each_array_starts_at_a_multiple_of_256_bytes():
     """Mosaic's runtime refuses others."""
     layout = Layout(Bucket(64, 7, False), 3, lists_of_two_windows)
     buffer, batch = layout.empty()
-    starts = [array.ctypes.data - buffer.ctypes.data for array in leaves(batch)]
+    starts = [array.ctypes.data - buffer.ctypes.data for array in jax.tree.leaves(batch)]
     assert not any(start % 256 for start in starts) and len(set(starts)) == len(starts) == 15
 
 

@@ -1,6 +1,6 @@
 """The optional arguments of the ops, as values that a wrapper checks once and every implementation takes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -34,6 +34,7 @@ class Contexts(NamedTuple):
         return self.block_tables_sw.shape[1] * self.k_pool.shape[2]
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class WriteOptions:
     """Options of `Ops.write_kv`.
@@ -57,9 +58,10 @@ class WriteOptions:
         return None if self.cos_t is None or self.sin_t is None else (self.cos_t, self.sin_t)
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class AttentionOptions:
-    """Options of the attention ops.
+    """Options of the attention ops. As a pytree it has the arrays as leaves.
 
     Attributes:
         scale: the factor of q·k, above 0.
@@ -70,9 +72,9 @@ class AttentionOptions:
             device makes them.
     """
 
-    scale: float
-    soft_cap: float | None = None
-    window: int | None = None
+    scale: float = field(metadata={"static": True})
+    soft_cap: float | None = field(default=None, metadata={"static": True})
+    window: int | None = field(default=None, metadata={"static": True})
     k_scale_k: jax.Array | None = None
     v_scale_k: jax.Array | None = None
     work: Any = None

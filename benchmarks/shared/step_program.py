@@ -21,7 +21,7 @@ from jpaged.models.fused import Joint, fuse, joined
 from jpaged.runtime.batch import Bucket, Layout
 from jpaged.runtime.kv_cache import KVCache
 from jpaged.runtime.placement import Placement
-from jpaged.runtime.row_table import NUM_SCALARS
+from jpaged.runtime.sampling_row import ROW_WORDS
 from jpaged.runtime.sampling_settings import Settings
 from jpaged.runtime.sampling_state import empty_state
 from jpaged.runtime.step import Step
@@ -99,7 +99,7 @@ class DescribedStep:
         kernels = divide_kernels(chosen, placement)
         cache = KVCache.of(config, shape.block_size, shape.pool_dtype, kernels, model.attention_specs)
         width = -(-shape.max_model_len // shape.block_size)
-        layout = Layout(bucket, width, functools.partial(cache.make_work, width))
+        layout = Layout(bucket, width, cache.make_work)
         self.step = Step(
             graphdef, treedef, cache, {bucket: layout}, placement,
             has_quantized_weights=shape.quantization is not None,
@@ -113,7 +113,7 @@ class DescribedStep:
         self.buffer = whole(layout.empty()[0].shape, jnp.int32)
         state = jax.eval_shape(lambda: empty_state(rows, config.vocab_size))
         self.state = jax.tree.map(lambda x: whole(x.shape, x.dtype), state)
-        self.x_sd, self.rows_sf = whole((s, config.hidden_size), jnp.bfloat16), whole((s, NUM_SCALARS + 4), jnp.int32)
+        self.x_sd, self.rows_sf = whole((s, config.hidden_size), jnp.bfloat16), whole((s, ROW_WORDS), jnp.int32)
         self.bits = whole((s, -(-config.vocab_size // 32)), jnp.uint32)
 
     def forward(self) -> Program:

@@ -1,15 +1,18 @@
-"""Arrays of one step: a plan in one buffer, padded to one of a few fixed shapes. Imports only numpy."""
+"""Arrays of one step: a plan in one buffer, padded to one of a few fixed shapes."""
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from jpaged.config import Limits
 from jpaged.core.plan import StepPlan
-from jpaged.runtime.row_table import NUM_SCALARS, RowTable
-from jpaged.runtime.sampling_settings import Settings, settings_of
+from jpaged.runtime.row_table import RowTable, branch_seeds
+from jpaged.runtime.sampling_row import NEUTRAL, ROW, ROW_WORDS
+from jpaged.runtime.sampling_settings import Settings
 
 Array = Any  # numpy where it is made, traced jax arrays inside the step
 ALIGNMENT = 64  # int32 numbers: 256 bytes
@@ -22,18 +25,16 @@ class Batch(NamedTuple):
     token below 0 is the last sample of row `-1 - token`, which only the device knows.
     """
 
-    num_tokens: Array  # [] int32, tokens before the padding; T in a batch of padding only, to cost about as a full one
+    num_tokens: Array  # [] int32, tokens before the padding; T in a batch of padding only, which costs as a full one
     tokens: Array  # [T] int32
     positions: Array  # [T] int32
     slot_mapping: Array  # [T] int32, flat slots to write, -1 = none
-    targets: Array  # [T] int32, the token that follows, where its logprob is wanted; else -1
+    targets: Array  # [T] int32, the following token where its logprob is wanted, else -1
     context_lens: Array  # [S] int32, this step's tokens included
     cu_q_lens: Array  # [S + 1] int32, first token of each sequence
-    decodes: Array  # [S] int32: its one token follows a sampled one, and is attended as in a decode step
-    sampled_from: Array  # [S] int32, the token after which sample s comes; samples are in the order of the sequences
-    sample_rows: Array  # [S] int32, the row that takes sample s, -1 = none
-    masked: Array  # [S] int32, whether sample s has a mask
-    scalars: Array  # [S, F] int32, of each sample's row: the bits of `SCALARS`
+    decodes: Array  # [S] int32, whether the sequence has one token, which follows a sampled one, as in a decode step
+    sampled_from: Array  # [S] int32, the token before sample s; samples are in the order of the sequences
+    samples: Array  # [S, F] int32, the words of sampling rows (`ROW`)
     block_tables: Array  # [S, W] int32, undefined past a sequence's blocks
     work: tuple[Any, ...] = ()  # lists of work of the attention kernels, for each window of the model
 
@@ -80,27 +81,14 @@ class Buckets:
         return next(b for b in rungs if b.num_tokens >= num_tokens and b.num_seqs >= num_seqs)
 
 
-# (bucket, context_lens, cu_q_lens, decodes) -> `Batch.work` in numpy, arrays in tuples of a form that depends on the
-# bucket only.
-MakeWork = Callable[[Bucket, np.ndarray, np.ndarray, np.ndarray], tuple[Any, ...]]
+# (batch with lengths, whether it is a decode step) -> `Batch.work` in numpy: arrays in tuples, whose form depends on
+# the bucket only.
+MakeWork = Callable[[Batch, bool], tuple[Any, ...]]
 
 
 def no_work(*_: Any) -> tuple[Any, ...]:
     """Return no lists."""
     return ()
-
-
-def leaves(tree: Any) -> list[Array]:
-    """Return the arrays in nested tuples, in order."""
-    return [leaf for each in tree for leaf in leaves(each)] if isinstance(tree, tuple) else [tree]
-
-
-def with_leaves(tree: Any, arrays: Iterator[Array]) -> Any:
-    """Return nested tuples of the same form with other arrays."""
-    if not isinstance(tree, tuple):
-        return next(arrays)
-    made = [with_leaves(each, arrays) for each in tree]
-    return type(tree)(*made) if hasattr(tree, "_fields") else tuple(made)
 
 
 class Layout:
@@ -112,33 +100,31 @@ class Layout:
 
     def __init__(self, bucket: Bucket, table_width: int, make_work: MakeWork = no_work):
         t, s = bucket.num_tokens, bucket.num_seqs
-        self.shapes = Batch(
-            (), (t,), (t,), (t,), (t,), (s,), (s + 1,), (s,), (s,), (s,), (s,), (s, NUM_SCALARS), (s, table_width)
-        )
-        self._bucket, self._make_work = bucket, make_work
-        self._work = make_work(bucket, *(np.zeros(n, np.int32) for n in (s, s + 1, s)))
-        shapes = [*self.shapes[:-1], *(leaf.shape for leaf in leaves(self._work))]
-        sizes = [int(np.prod(shape)) for shape in shapes]
+        shapes = Batch((), (t,), (t,), (t,), (t,), (s,), (s + 1,), (s,), (s,), (s, ROW_WORDS), (s, table_width))
+        self._decode, self._make_work = bucket.decode, make_work
+        zeros = Batch._make([*(np.zeros(shape, np.int32) for shape in shapes[:-1]), ()])
+        lists, self._work_tree = jax.tree.flatten(make_work(zeros, bucket.decode))
+        all_shapes = [*shapes[:-1], *(array.shape for array in lists)]
+        sizes = [math.prod(shape) for shape in all_shapes]
         starts = list(itertools.accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
-        self._places = [(slice(start, start + size), shape) for start, size, shape in zip(starts, sizes, shapes)]
+        self._places = [(slice(start, start + size), shape) for start, size, shape in zip(starts, sizes, all_shapes)]
         self._padding = np.zeros(starts[-1], np.int32)
         batch = self.unpack(self._padding)
-        for array in (batch.slot_mapping, batch.targets, batch.sample_rows):
-            array[:] = -1
-        batch.scalars[:] = RowTable.empty_scalars()
+        batch.slot_mapping[:] = batch.targets[:] = -1
+        batch.samples.view(ROW)[:] = NEUTRAL
         batch.num_tokens[...] = t
         self.fill_work(batch)
 
     def unpack(self, buffer: Array) -> Batch:
         """Return the arrays in a buffer: views of a NumPy array, slices of a traced one."""
-        arrays = iter([buffer[place].reshape(shape) for place, shape in self._places])
-        fixed = dict(zip(Batch._fields[:-1], arrays))
-        return Batch(**fixed, work=with_leaves(self._work, arrays))
+        arrays = [buffer[place].reshape(shape) for place, shape in self._places]
+        num_fixed = len(Batch._fields) - 1
+        return Batch._make([*arrays[:num_fixed], jax.tree.unflatten(self._work_tree, arrays[num_fixed:])])
 
     def fill_work(self, batch: Batch) -> None:
         """Make the lists of work of a batch whose lengths are in place."""
-        made = self._make_work(self._bucket, batch.context_lens, batch.cu_q_lens, batch.decodes)
-        for place, array in zip(leaves(batch.work), leaves(made), strict=True):
+        work = self._make_work(batch, self._decode)
+        for place, array in zip(jax.tree.leaves(batch.work), jax.tree.leaves(work), strict=True):
             place[...] = array
 
     def empty(self) -> tuple[np.ndarray, Batch]:
@@ -156,18 +142,19 @@ def make_batch(plan: StepPlan, rows: RowTable, buckets: Buckets, layouts: dict[B
     n = len(plan.rows)
     table = np.fromiter(itertools.chain.from_iterable(plan.rows), np.int32, 4 * n).reshape(n, 4)
     row_n, start_n, count_n, samples_n = table.T
-    # A prompt's token never takes the decode path, also if it is the only one of its chunk: the chunk depends on the
-    # other requests, and its bits must not.
+    # A prompt's token never takes the decode path, not even if its chunk has one token: the size of a chunk depends on
+    # the other requests, and the bits must not.
     decodes_n = (count_n == 1) & (start_n >= rows.num_prompt_tokens[row_n])
-    decode, num_tokens, num_samples = bool(decodes_n.all()), int(count_n.sum()), int(samples_n.sum())
-    bucket = buckets.fit(num_tokens, max(n, num_samples), decode)
-    layout = layouts[bucket]
-    buffer, batch = layout.empty()
+    num_tokens, num_samples = int(count_n.sum()), int(samples_n.sum())
+    bucket = buckets.fit(num_tokens, max(n, num_samples), bool(decodes_n.all()))
+    buffer, batch = layouts[bucket].empty()
     batch.num_tokens[...] = num_tokens
-    t = slice(num_tokens)
-    if decode:
+    batch.context_lens[:n] = start_n + count_n
+    batch.decodes[:n] = decodes_n
+    batch.block_tables[:n] = rows.block_tables[row_n]
+    if bucket.decode:
         row_t, position_t = row_n, start_n
-        batch.tokens[t] = rows.tokens_at(row_n, start_n)
+        batch.tokens[:num_tokens] = rows.tokens_at(row_n, start_n)
         batch.cu_q_lens[: n + 1] = np.arange(n + 1)
     else:
         row_t = np.repeat(row_n, count_n)
@@ -180,27 +167,37 @@ def make_batch(plan: StepPlan, rows: RowTable, buckets: Buckets, layouts: dict[B
             batch.tokens[at] = rows.tokens[row][start : start + count]
             batch.targets[at] = rows.targets(row, start, start + count)
     batch.cu_q_lens[n + 1 :] = num_tokens
-    batch.positions[t] = position_t
-    batch.slot_mapping[t] = rows.slots(row_t, position_t)
-    batch.context_lens[:n] = start_n + count_n
-    batch.decodes[:n] = decodes_n
-    batch.block_tables[:n] = rows.block_tables[row_n]
-    layout.fill_work(batch)
-    sample = np.repeat(np.arange(n), samples_n)  # the sequence of each sample
-    sampled_row = row_n[sample]
-    batch.sampled_from[:num_samples] = batch.cu_q_lens[1:][sample] - 1
-    batch.sample_rows[:num_samples] = sampled_row
-    batch.scalars[:num_samples] = rows.scalar_bits[sampled_row]
+    batch.positions[:num_tokens] = position_t
+    batch.slot_mapping[:num_tokens] = rows.slots(row_t, position_t)
+    layouts[bucket].fill_work(batch)
+    return Made(bucket, buffer, batch, *_fill_samples(batch, plan, rows, row_n, samples_n))
+
+
+def _fill_samples(
+    batch: Batch, plan: StepPlan, rows: RowTable, row_n: np.ndarray, samples_n: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, Settings]:
+    """Write the samples of a batch whose lengths are in place, and return the last three values of `Made`.
+
+    Args:
+        row_n, samples_n: the row and the number of samples of each sequence.
+    """
+    sequence_s = np.repeat(np.arange(len(row_n)), samples_n)
+    row_s, num_samples = row_n[sequence_s], len(sequence_s)
+    batch.sampled_from[:num_samples] = batch.cu_q_lens[1:][sequence_s] - 1
+    batch.samples[:num_samples] = rows.sampling_words[row_s]
+    samples = batch.samples.view(ROW)[:num_samples, 0]
+    samples["positions"] = batch.context_lens[sequence_s]
+    samples["last_tokens"] = batch.tokens[batch.sampled_from[:num_samples]]
     if num_samples > np.count_nonzero(samples_n):  # branches of one row
-        rows.branch_seeds(batch.scalars[:num_samples], np.arange(num_samples) - np.searchsorted(sample, sample))
-    rows.consume(row_n[samples_n > 0])
+        branch_seeds(samples, np.arange(num_samples) - np.searchsorted(sequence_s, sequence_s))
+    rows.consume(row_s)
     mask_of = np.full(num_samples, -1)
     if plan.masked:
-        place = {row: i for i, (row, _) in enumerate(plan.masked)}
-        mask_of = np.array([place.get(row, -1) for row in sampled_row.tolist()])
-        batch.masked[:num_samples] = mask_of >= 0
-    settings = settings_of(rows.scalars[sampled_row], mask_of >= 0)
-    return Made(bucket, buffer, batch, mask_of, rows.num_top[sampled_row], settings)
+        mask_of_row = {row: i for i, (row, _) in enumerate(plan.masked)}
+        mask_of[:] = [mask_of_row.get(row, -1) for row in row_s.tolist()]
+        samples["masked"] = mask_of >= 0
+    settings = Settings.ANY if (mask_of >= 0).any() else Settings(rows.settings[row_s].max(initial=0))
+    return mask_of, rows.num_top[row_s], settings
 
 
 class Made(NamedTuple):

@@ -27,7 +27,7 @@ class BlockStore:
 
     def __init__(
         self, cache: KVCache, num_blocks: int, num_host_blocks: int, copy_sizes: Sequence[int], placement: Placement
-    ):  # fmt: skip
+    ):
         self.cache, self.num_blocks, self.num_host_blocks = cache, num_blocks, num_host_blocks
         self.copy_sizes, self._placement = copy_sizes, placement
         self._copy = jax.jit(cache.copy, donate_argnums=0, out_shardings=placement.pool)

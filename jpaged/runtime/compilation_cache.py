@@ -36,9 +36,9 @@ def cache_folder() -> Path:
 
 
 def private_folder(folder: Path) -> Path | None:
-    """Return a folder in `cache_folder` that this user alone may write, and create it unless it exists.
+    """Return a folder in `cache_folder` that only this user may write, and create it unless it exists.
 
-    Another user who may write it could have this process run any native code. Root may own it.
+    Another user with write access could make this process run any native code. Root may own the folder.
 
     Returns:
         None, after one warning: it can't be created, or others may write it.
@@ -66,7 +66,7 @@ def compilation_cache() -> Iterator[None]:
     """Keep the executables compiled in the context on disk, and load existing ones.
 
     If the program has chosen a folder for jax's cache, its settings are used unchanged. Otherwise jax's settings change
-    within the context, if there is a `private_folder`. They are those of the process: functions that another thread
+    within the context, if there is a `private_folder`. They hold for the whole process: functions that another thread
     compiles meanwhile are kept too, and a second thread waits before it enters.
     """
     with _lock:
@@ -91,10 +91,10 @@ def compilation_cache() -> Iterator[None]:
 
 @contextlib.contextmanager
 def every_process_writes() -> Iterator[None]:
-    """Let jax write executables to disk in this process also if it is not process 0 of several.
+    """Let jax write executables to disk in every process of several, not only in process 0.
 
-    jax assumes that the processes share a folder, and would compile at every start of the others. Their executables
-    have keys of their own. The devices must be known before, because jax numbers them by the same variable.
+    jax assumes that the processes share a folder. The other processes would compile at every start, because their
+    executables have other keys. The devices must be known before, because jax numbers them by the same variable.
     """
     state = distributed.global_state
     rank, state.process_id = state.process_id, 0
@@ -107,8 +107,8 @@ def every_process_writes() -> Iterator[None]:
 class CheckedCache(CacheInterface):
     """Cache of jax whose entries begin with a digest of their key and their content.
 
-    An entry of another key, or one that is not whole, such as that of a process that was killed while it wrote, is
-    removed. jax would run the former, and keep the latter for ever.
+    An entry of another key is removed, because jax would run it. An entry that is not whole, such as one of a process
+    that was killed while it wrote, is removed too, because jax would keep it for ever.
     """
 
     def __init__(self, inner: CacheInterface):

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from jpaged.core.params import SamplingParams
 from jpaged.core.plan import Admitted, StepPlan
 from jpaged.runtime.arrays import padded, usable
 from jpaged.runtime.placement import Placement
@@ -32,19 +33,19 @@ class DeviceRows:
 
     def apply(self, plan: StepPlan) -> None:
         """Apply a plan's changes of rows, on the host and on the device."""
-        stateful = self.table.scalars["stateful"]
+        stateful = self.table.sampling["stateful"]
         if copies := [(source, row) for source, row in plan.row_copies if stateful[source]]:
             self._copy_rows(copies)
         self.table.apply(plan)
         for admitted in plan.admitted:
             if admitted.params.has_state:
-                self._write_row(admitted.row, *_state_row(admitted, self._vocab_size))
+                self._write_row(admitted)
 
     def warm_up(self) -> None:
         """Compile every change of rows, without changing a row."""
         for size in self.copy_sizes:
             self._copy_rows([(-1, -1)] * size)
-        self._write_row(-1, *host_row(self._vocab_size, [], []))
+        self._write_row(Admitted(-1, (), 0, SamplingParams(), 0, ()))
 
     def drop(self) -> None:
         """Let go of the sampler's state, until `recover`."""
@@ -60,9 +61,10 @@ class DeviceRows:
     def _copy_rows(self, copies: Sequence[tuple[int, int]]) -> None:
         self.state = self._copy(self.state, *self._placement.put(padded(copies, self.copy_sizes)))
 
-    def _write_row(self, row: int, *arrays: np.ndarray) -> None:
-        """Write one row of the state; -1 writes none."""
-        self.state = self._write(self.state, *self._placement.put((np.int32(row), *arrays)))
+    def _write_row(self, admitted: Admitted) -> None:
+        """Write a sequence's row of the state; row -1 writes none."""
+        row = np.int32(admitted.row), host_row(admitted, self._vocab_size)
+        self.state = self._write(self.state, *self._placement.put(row))
 
     def _empty_state(self) -> SamplingState:
         return empty_state(len(self.table.tokens), self._vocab_size, self._placement.whole)
@@ -70,15 +72,3 @@ class DeviceRows:
     def _no_tokens(self) -> jax.Array:
         tokens_r: jax.Array = self._placement.put(np.zeros(len(self.table.tokens), np.int32))
         return tokens_r
-
-
-def _state_row(admitted: Admitted, vocab_size: int) -> tuple[np.ndarray, ...]:
-    """Return a sequence's row of the sampling state.
-
-    The last token of its output is counted by the step that reads it.
-    """
-    params, length = admitted.params, admitted.num_prompt_tokens
-    return host_row(
-        vocab_size, admitted.token_ids[:length], admitted.token_ids[length:-1], params.logit_bias,
-        params.allowed_token_ids, admitted.banned, getattr(params, "logprob_token_ids", None) or (),
-    )  # fmt: skip

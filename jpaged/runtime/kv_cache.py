@@ -1,5 +1,6 @@
 """KV pool on the device: the layout of its arrays, and the ops on them."""
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -11,10 +12,12 @@ from jax.sharding import Sharding
 
 from jpaged.models.base import AttentionSpec
 from jpaged.models.config import ModelConfig
-from jpaged.runtime.batch import Batch, Bucket
+from jpaged.runtime.batch import Batch
 from pallas_kernels import Kernels
 
 Pool = list[jax.Array]  # [k of layer 0, v of layer 0, k of layer 1, ...], each [P, K, B, H]
+QKV = tuple[jax.Array, jax.Array, jax.Array]  # [T, N, H], [T, K, H], [T, K, H]
+Angles = tuple[jax.Array | None, jax.Array | None]  # cos and sin [T, H/2] that rotate queries and keys, or None
 
 
 @dataclass(frozen=True)
@@ -54,18 +57,14 @@ class KVCache:
         windows = tuple(dict.fromkeys(spec.window for spec in specs))
         return cls(layers, heads, block_size, kernels.head_dim, dtype, kernels, windows, attention_dtype)
 
-    def make_work(
-        self, table_width: int, bucket: Bucket, context_lens_s: np.ndarray, cu_q_lens_s1: np.ndarray,
-        decodes_s: np.ndarray,
-    ) -> tuple[Any, ...]:  # fmt: skip
-        """Return `Batch.work` of a batch, none if the kernels take no lists."""
+    def make_work(self, batch: Batch, decode: bool) -> tuple[Any, ...]:
+        """Return `Batch.work` of a batch with lengths: lists for each window, none if the kernels take no lists."""
         if self.kernels.make_work is None:
             return ()
-        prompts = (None, None) if bucket.decode else (cu_q_lens_s1, decodes_s != 0)
-        sizes = dict(num_rows=bucket.num_tokens, table_tokens=table_width * self.block_size)
-        return tuple(
-            self.kernels.make_work(context_lens_s, *prompts, **sizes, window=window, xp=np) for window in self.windows
-        )
+        prompts = (None, None) if decode else (batch.cu_q_lens, batch.decodes != 0)
+        sizes = dict(num_rows=len(batch.tokens), table_tokens=batch.block_tables.shape[1] * self.block_size)
+        make_work = functools.partial(self.kernels.make_work, batch.context_lens, *prompts, **sizes, xp=np)
+        return tuple(make_work(window=window) for window in self.windows)
 
     @property
     def block_bytes(self) -> int:
@@ -86,42 +85,33 @@ class KVCache:
         return [jnp.zeros(shape, self.dtype, device=sharding) for _ in range(2 * self.num_layers)]
 
     def attend(
-        self, pool: Pool, layer: int, spec: AttentionSpec, batch: Batch, decode: bool, q_tnh: jax.Array,
-        k_tkh: jax.Array, v_tkh: jax.Array, cos: jax.Array | None, sin: jax.Array | None,
-    ) -> jax.Array:  # fmt: skip
+        self, pool: Pool, layer: int, spec: AttentionSpec, batch: Batch, decode: bool, qkv: QKV, angles: Angles
+    ) -> jax.Array:
         """Write a layer's keys and values, and return the attention [T, N, H] of its queries.
 
         Args:
             pool: its arrays of this layer are replaced.
             decode: every sequence has one query, a decode token, and query s belongs to sequence s.
         """
-        k, v = pool[2 * layer : 2 * layer + 2]
-        scales = self._scales()
-        if cos is None:
-            k, v = self.kernels.write_kv(k, v, k_tkh, v_tkh, batch.slot_mapping, **scales)
-        else:
-            rotated = dict(cos_t=cos, sin_t=sin, q_tnh=q_tnh)
-            k, v, q_tnh = self.kernels.write_kv(k, v, k_tkh, v_tkh, batch.slot_mapping, **rotated, **scales)
-        pool[2 * layer : 2 * layer + 2] = k, v
+        (q_tnh, k_tkh, v_tkh), (cos, sin), at = qkv, angles, slice(2 * layer, 2 * layer + 2)
+        one_k = jnp.ones(self.num_kv_heads, jnp.float32)
+        scales: dict[str, Any] = dict(k_scale_k=one_k, v_scale_k=one_k) if "float8" in self.dtype else {}
+        rotation: dict[str, Any] = {} if cos is None else dict(cos_t=cos, sin_t=sin, q_tnh=q_tnh)
+        k, v = pool[at]
+        k, v, *rotated = self.kernels.write_kv(k, v, k_tkh, v_tkh, batch.slot_mapping, **rotation, **scales)
+        pool[at] = k, v
+        q_tnh = rotated[0] if rotated else q_tnh
         work = dict(zip(self.windows, batch.work)).get(spec.window)
         options: dict[str, Any] = spec._asdict() | scales | {"work": work}
-        tables, lens = batch.block_tables, batch.context_lens
+        layout = batch.block_tables, batch.context_lens
         if decode:
-            o_tnh = self.kernels.paged_decode_attention(q_tnh, k, v, tables, lens, **options)
-        else:
-            o_tnh = self.kernels.ragged_paged_attention(
-                q_tnh, k, v, tables, lens, batch.cu_q_lens, decode_s=batch.decodes, **options
-            )
-        return cast(jax.Array, o_tnh)
+            return cast(jax.Array, self.kernels.paged_decode_attention(q_tnh, k, v, *layout, **options))
+        options |= {"decode_s": batch.decodes}
+        return cast(jax.Array, self.kernels.ragged_paged_attention(q_tnh, k, v, *layout, batch.cu_q_lens, **options))
 
     def copy(self, pool: Pool, sources_c: jax.Array, destinations_c: jax.Array) -> Pool:
         """Copy whole blocks of all layers; destination -1 copies nothing."""
         return [self.kernels.copy_blocks(array, sources_c, destinations_c) for array in pool]
-
-    def _scales(self) -> dict[str, Any]:
-        if "float8" not in self.dtype:
-            return {}
-        return dict.fromkeys(("k_scale_k", "v_scale_k"), jnp.ones(self.num_kv_heads, jnp.float32))
 
 
 def gather(pool: Pool, sources_c: jax.Array) -> jax.Array:

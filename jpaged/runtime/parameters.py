@@ -44,8 +44,8 @@ class ParamTree:
     statistics and caches, are carried: steps take them as they are and write nothing back.
 
     Args:
-        dtype: the dtype that parameters of another floating-point dtype are cast to, and in which layers compute that
-            name none; None: each keeps its own.
+        dtype: the dtype that parameters of another floating-point dtype are cast to. Layers without a dtype compute in
+            it. None: each parameter keeps its dtype.
         allow_copy: whether parameters may be copied, or lie whole on each of several devices.
 
     Attributes:
@@ -65,11 +65,11 @@ class ParamTree:
         self._prefix = f"{model.trained_path}." if hasattr(model, "trained_path") else ""
         if not any(name.startswith(self._prefix) for name in by_name(params)):
             raise ValueError(f"trained_path: no parameter of the module lies below {model.trained_path!r}")
-        self._given = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in by_name(params).items()}
+        self._module_params = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in by_name(params).items()}
         shardings = {".".join(map(str, path)): placement.of(leaf) for path, leaf in nnx.to_flat_state(params)}
         self.expected = {
             name: jax.ShapeDtypeStruct(x.shape, _served_dtype(name, str(x.dtype), dtype), sharding=shardings[name])
-            for name, x in self._given.items()
+            for name, x in self._module_params.items()
         }
         self.joints = joints_of(model)
         self.carried = {name: jnp.asarray(leaf) for name, leaf in by_name(others).items()}
@@ -78,10 +78,10 @@ class ParamTree:
             name: leaf.sharding if leaf.sharding.device_set == devices else whole for name, leaf in self.carried.items()
         }
         self._carry(self.carried)
-        self._allow_copy, self._told = allow_copy, set[str]()
+        self._allow_copy, self._logged = allow_copy, set[str]()
         if placement.size > 1 and all(leaf.sharding.is_fully_replicated for leaf in self.expected.values()):
             once = sum(map(_nbytes, self.expected.values())) // placement.size
-            self._tell(
+            self._warn_once(
                 f"all {len(self.expected)} arrays (first: {next(iter(self.expected))}) lie whole on each of "
                 f"{placement.size} devices, {once * (placement.size - 1):,} bytes more than on one, because no axis of "
                 "theirs is named heads, kv_heads, mlp or vocab (out_sharding)"
@@ -103,46 +103,46 @@ class ParamTree:
             ValueError: a name is unknown, a parameter is missing, a shape or a dtype differs, an array was deleted, or
                 one must be copied and `allow_copy` is False. The message has the first difference.
         """
-        found, others = self._read(source)
-        if not found:
+        params, others = self._read(source)
+        if not params:
             raise ValueError("params: must have parameters of the model, and has none")
-        wanted = dict(self._given)
+        wanted = dict(self._module_params)
         for name, joint in self.joints.items():
             dtype = wanted[name].dtype
             wanted |= {each: jax.ShapeDtypeStruct(shape, dtype) for each, shape in zip(joint.names, joint.shapes)}
         kept = {name for name, array in zip(self.expected, present) if not array.is_deleted()}
         for name in self.expected:
             parts = self.joints[name].names if name in self.joints else ()
-            needed = parts if found.keys() & set(parts) else (name,)
-            if missing := [each for each in needed if each not in found and each not in kept]:
+            needed = parts if params.keys() & set(parts) else (name,)
+            if missing := [each for each in needed if each not in params and each not in kept]:
                 raise ValueError(f"params: {missing[0]} is missing")
-        for name, leaf in found.items():
+        for name, leaf in params.items():
             if problem := _problem(leaf, wanted.get(name)):
                 raise ValueError(f"params: {name} {problem}")
-        if copied := [name for name, leaf in found.items() if not _lies_as(leaf, self.expected.get(name))]:
-            size = sum(_nbytes(self.expected.get(name, found[name])) for name in copied)
-            self._tell(
+        if copied := [name for name, leaf in params.items() if not _lies_as(leaf, self.expected.get(name))]:
+            size = sum(_nbytes(self.expected.get(name, params[name])) for name in copied)
+            self._warn_once(
                 f"{len(copied)} of {len(self.expected)} arrays (first: {copied[0]}) are copied, {size:,} bytes, as the "
                 "engine has them in another layout or dtype, or on other devices"
             )
-        return found, others
+        return params, others
 
     def place(self, source: Any, present: Sequence[jax.Array] = ()) -> list[jax.Array]:
         """Return parameters in the order of `expected`, and carry the other variables; arguments and errors of `check`.
 
-        They share the memory of the source's arrays wherever these lie in the same way, under any mesh. An executable
-        is compiled for one form of a sharding, and for arrays that are bound to their devices or are not. Fused leaves
-        are made in new memory. Parameters that are cast take the memory of the present ones, which are deleted.
+        Arrays of the source with the expected placement, under any mesh, share their memory with the result. They get
+        the expected form of the sharding, because an executable is compiled for one form. Fused leaves are made in new
+        memory. Parameters that are cast take the memory of the present ones, which are deleted.
         """
-        found, others = self.check(source, present)
+        params, others = self.check(source, present)
         self._carry(others)
         for name, joint in self.joints.items():
-            if name not in found and joint.names[0] in found:
-                replaced = [found.pop(each) for each in joint.names]
-                found[name] = joiner(joint._replace(names=()), self.expected[name].sharding)(replaced)
+            if name not in params and joint.names[0] in params:
+                replaced = [params.pop(each) for each in joint.names]
+                params[name] = joiner(joint._replace(names=()), self.expected[name].sharding)(replaced)
         kept = dict(zip(self.expected, present))
         places = {name: leaf.sharding for name, leaf in self.expected.items()}
-        arrays = kept | found
+        arrays = kept | params
         placed = dict(zip(places, jax.device_put([arrays[name] for name in places], list(places.values()))))
         if cast := {name: leaf for name, leaf in self.expected.items() if placed[name].dtype != leaf.dtype}:
             buffers = [
@@ -156,30 +156,30 @@ class ParamTree:
     def _read(self, source: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the parameters of a source and its other variables, by the module's names as far as it has them."""
         source = nnx.state(source) if isinstance(source, nnx.Module) else source
-        found = by_name(source)
-        others = {name: found.pop(name) for name in _others(source)}
-        if not found.keys() & self._given.keys():
-            found, others = ({self._prefix + name: leaf for name, leaf in each.items()} for each in (found, others))
-        return found, others | {name: found.pop(name) for name in self.carried.keys() & found.keys()}
+        params = by_name(source)
+        others = {name: params.pop(name) for name in _others(source)}
+        if not params.keys() & self._module_params.keys():
+            params, others = ({self._prefix + name: leaf for name, leaf in each.items()} for each in (params, others))
+        return params, others | {name: params.pop(name) for name in self.carried.keys() & params.keys()}
 
     def _carry(self, others: Mapping[str, Any]) -> None:
         """Take the variables of the same form as the carried ones."""
         for name, leaf in others.items():
-            own, new = self.carried.get(name), jnp.asarray(leaf)
-            if own is not None and (own.shape, own.dtype) == (new.shape, new.dtype) and not new.is_deleted():
+            old, new = self.carried.get(name), jnp.asarray(leaf)
+            if old is not None and (old.shape, old.dtype) == (new.shape, new.dtype) and not new.is_deleted():
                 self.carried[name] = jax.device_put(new, self._places[name])
 
-    def _tell(self, text: str) -> None:
-        """Log a line, once.
+    def _warn_once(self, text: str) -> None:
+        """Log a warning about copied parameters, once.
 
         Raises:
             ValueError: `allow_copy` is False.
         """
         if not self._allow_copy:
             raise ValueError(f"params: {text}; allow_copy=False forbids that")
-        if text not in self._told:
+        if text not in self._logged:
             logger.warning("params: %s", text)
-            self._told.add(text)
+            self._logged.add(text)
 
 
 @cache
@@ -253,9 +253,9 @@ def _embedding_in(dtype: str, model: Any) -> Any:
     return copied
 
 
-def _served_dtype(name: str, own: str, dtype: str | None) -> str:
+def _served_dtype(name: str, module_dtype: str, dtype: str | None) -> str:
     """Return the dtype of a parameter in steps, which is `dtype` unless it belongs to a quantized weight."""
-    return dtype if dtype and own in DTYPES and name.rpartition(".")[2] != SCALE else own
+    return dtype if dtype and module_dtype in DTYPES and name.rpartition(".")[2] != SCALE else module_dtype
 
 
 def _lies_as(leaf: Any, expected: jax.ShapeDtypeStruct | None) -> bool:

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 import jax
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from jpaged.core.plan import Sample, StepPlan, StepResult
 
 
+@dataclass(eq=False)
 class PendingStep:
     """Dispatched step. Its result is copied to the host as soon as the device has it.
 
@@ -23,47 +25,49 @@ class PendingStep:
         late: array that is computed shortly before the others; None: the next step should be dispatched at once.
     """
 
-    def __init__(
-        self, plan: StepPlan, chosen: jax.Array, listed: jax.Array, num_top: np.ndarray,
-        prompt: tuple[jax.Array, jax.Array] | None, targets: np.ndarray, prompt_top: list[int],
-        version: int = 0, late: jax.Array | None = None,
-    ):  # fmt: skip
-        self._plan, self._num_top, self._targets, self._prompt_top = plan, num_top, targets, prompt_top
-        self._version, self._late = version, late
-        self._most = int(num_top.max(initial=-1))
-        self._arrays = [chosen, *([listed] if self._most >= 0 else []), *(prompt or ())]
-        self._has_prompt = prompt is not None
+    plan: StepPlan
+    chosen: jax.Array
+    listed: jax.Array
+    num_top: np.ndarray
+    prompt: tuple[jax.Array, jax.Array] | None
+    targets: np.ndarray
+    prompt_top: list[int]
+    version: int = 0
+    late: jax.Array | None = None
+
+    def __post_init__(self) -> None:
+        self._lists = bool((self.num_top >= 0).any())
+        self._arrays = [self.chosen, *([self.listed] if self._lists else []), *(self.prompt or ())]
         for array in self._arrays:
             array.copy_to_host_async()
 
     def wait(self) -> None:
         """Wait until the next step should be dispatched."""
-        if self._late is not None:
-            self._late.block_until_ready()
+        if self.late is not None:
+            self.late.block_until_ready()
 
     def result(self) -> StepResult:
         """Wait for the step's tokens and return its result."""
         arrays = jax.device_get(self._arrays)
-        if self._most < 0:
-            tokens, _, bits = arrays[0][:, : len(self._num_top)]
-            pairs = zip(tokens.tolist(), bits.view(np.float32).tolist())
-            version = self._version
-            samples = [Sample(token, logprob, 0, (), (), version) for token, logprob in pairs]
+        if self._lists:
+            samples = list(_samples(arrays[0], arrays[1], self.num_top.tolist(), self.version))
         else:
-            samples = list(_samples(arrays[0], arrays[1], self._num_top.tolist(), self._version))
-        return StepResult(samples, self._prompt_samples(*arrays[-2:]) if self._has_prompt else {})
+            tokens, _, bits = arrays[0][:, : len(self.num_top)]
+            pairs, version = zip(tokens.tolist(), bits.view(np.float32).tolist()), self.version
+            samples = [Sample(token, logprob, 0, (), (), version) for token, logprob in pairs]
+        return StepResult(samples, self._prompt_samples(*arrays[-2:]) if self.prompt else {})
 
     def _prompt_samples(self, chosen: np.ndarray, listed: np.ndarray) -> Mapping[int, list[Sample]]:
         """Return the samples of the prompts' own tokens, by row of the plan."""
-        found: dict[int, list[Sample]] = {}
+        samples: dict[int, list[Sample]] = {}
         start = 0
-        for index, (_, _, count, _) in enumerate(self._plan.rows):
-            at = start + np.flatnonzero(self._targets[start : start + count] >= 0)
+        for index, (_, _, count, _) in enumerate(self.plan.rows):
+            at = start + np.flatnonzero(self.targets[start : start + count] >= 0)
             if len(at):
-                top = itertools.repeat(self._prompt_top[index], len(at))
-                found[index] = list(_samples(chosen[:, at], listed[:, at], top, self._version))
+                top = itertools.repeat(self.prompt_top[index], len(at))
+                samples[index] = list(_samples(chosen[:, at], listed[:, at], top, self.version))
             start += count
-        return found
+        return samples
 
 
 def _samples(chosen: np.ndarray, listed: np.ndarray, num_top: Iterable[int], version: int) -> Iterator[Sample]:

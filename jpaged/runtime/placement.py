@@ -31,7 +31,8 @@ class Placement:
 
     Attributes:
         mesh: its axes are partitioned by XLA (`AxisType.Auto`), so the model and its caller need no context.
-        splits_vocab: whether the vocabulary is divided too; it is whole on each device if its size does not allow it.
+        splits_vocab: whether the vocabulary is divided too. A vocabulary that the number of devices does not divide is
+            whole on each device.
     """
 
     mesh: Mesh
@@ -48,9 +49,9 @@ class Placement:
         sizes = {name: getattr(model, name) for name in ("num_attention_heads", "intermediate_size")}
         if model.variation.experts is not None:
             sizes["moe_intermediate_size"] = model.variation.experts.intermediate_size
-        for name, found in sizes.items():
-            if found % size:
-                raise ValueError(f"tensor_parallel_size: must divide {name} ({found}) of the model, not {size}")
+        for name, number in sizes.items():
+            if number % size:
+                raise ValueError(f"tensor_parallel_size: must divide {name} ({number}) of the model, not {size}")
         if num_kv_heads % size and size % num_kv_heads:
             raise ValueError(
                 f"tensor_parallel_size: must divide num_key_value_heads ({num_kv_heads}) of the model or be a multiple "
@@ -120,7 +121,7 @@ class Placement:
     def put(self, values: Any) -> Any:
         """Copy a tree of host arrays to every device, and return it as jax arrays.
 
-        Processes that share the mesh pass the same values. `device_put` would compare them in a collective.
+        Processes that share the mesh pass the same values. `device_put` would compare the values in a collective.
         """
         if not self.mesh.is_multi_process:
             return jax.device_put(values, self.whole)
@@ -136,7 +137,7 @@ def shard(model: Model, devices: Sequence[jax.Device]) -> Model:
     """Return a model with its parameters divided among devices, as an engine serves it on them.
 
     Parameters are divided along the axes that `out_sharding` names "heads", "kv_heads", "mlp" or "vocab", and are whole
-    on each device without such a name. Parameters that lie so already are the same arrays.
+    on each device without such a name. Parameters with this placement are not copied.
 
     Raises:
         ValueError: this number of devices can't share the model.

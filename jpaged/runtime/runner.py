@@ -102,8 +102,7 @@ class ModelRunner:
         self._costs_key = repr((jax.__version__, device, *described))
         given = given_num_blocks(config, block_bytes, available_memory(devices))
         table_width = -(-limits.max_model_len // limits.block_size)
-        make_work = functools.partial(cache.make_work, table_width)
-        self.shapes = Shapes(Buckets(limits), table_width, llama.vocab_size, self.placement, make_work)
+        self.shapes = Shapes(Buckets(limits), table_width, llama.vocab_size, self.placement, cache.make_work)
         self._late = set() if config.warm_up else set(self.shapes.buckets.all)  # compiled when first needed
         multiply = self.kernels.product if self.placement.size == 1 else None
         self.pads = multiply is None or quantized  # XLA multiplies weights of 8 bits
@@ -268,7 +267,7 @@ class ModelRunner:
         if make_masks is not None:
             masks = np.zeros(bits.shape, np.uint32)
             masks[np.flatnonzero(made.mask_of >= 0)] = make_masks()[made.mask_of[made.mask_of >= 0]]
-            # Committed as those are that stand for no bits at all, for else it would be another executable.
+            # Commit the masks to the device like the all-zero ones. Uncommitted ones would need a second executable.
             bits = self.placement.put(masks)
         chosen, listed = self._choose(computed, bits, self.step.settings_for(made.settings))
         prompt, targets = None, made.batch.targets

@@ -1,19 +1,21 @@
 """Choice of the next token, inside the step.
 
-Random bits depend only on (seed, position), so a request's tokens do not depend on its neighbours. A sort of the
-vocabulary is slow on a GPU: thresholds are found by bisection, the best tokens among the chunks that hold the best.
+Random bits depend only on (seed, position), so a request's tokens do not depend on its neighbours. Sorting the
+vocabulary is slow on a GPU. Thresholds are found by bisection instead, and the best tokens in the chunks with the
+highest maxima.
 """
 
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jpaged.runtime.sampling_row import Sampling
 from jpaged.runtime.sampling_settings import Settings
 from jpaged.runtime.sampling_state import SamplingState, count_tokens
 
@@ -22,53 +24,45 @@ SHORT_LISTS = (20, 72, 128)
 NUM_LIKELY = 72  # number of the likeliest tokens; the filters search among these first
 MIN_CHUNK = 16  # tokens; with fewer, one selection among all of them is faster than two
 
-Array = Any  # traced jax arrays inside the step, numpy in tests
-
-
-class Sampling(NamedTuple):
-    """Sampling settings of S tokens. A setting that no row uses costs no pass over the logits."""
-
-    temperature: Array  # [S] float32, 0 = greedy
-    top_k: Array  # [S] int32, 0 = all
-    top_p: Array  # [S] float32, 1 = all
-    min_p: Array  # [S] float32, 0 = all
-    seeds: Array  # [S, 2] uint32
-    positions: Array  # [S] int32, where in the sequence the token will stand
-    presence: Array  # [S] float32, 0 = none
-    frequency: Array  # [S] float32, 0 = none
-    repetition: Array  # [S] float32, 1 = none
-    rows: Array  # [S] int32, the sequence's row of the state; not looked at unless stateful
-    stateful: Array  # [S] bool, whether bias and penalties apply
-    counted: Array  # [S] int32, the sequence's last token if it is output not counted yet, -1 = none
-    beam: Array  # [S] bool, process log-probabilities, as beam search does, and list the processed ones
-    masked: Array  # [S] bool, whether allowed_bits apply
-    allowed_bits: Array  # [S, ceil(V / 32)] uint32, bit t % 32 of word t // 32 = token t is allowed
-    num_top: Array  # [S] int32, how many of the best tokens, or of its own, to list; 0 = none, and no rank either
-
 
 class Sampled(NamedTuple):
     """Chosen tokens.
 
-    Logprobs and ranks are of the model's own distribution, except for a beam's list, or of the one that tokens are
-    drawn from.
+    Logprobs and ranks are of the model's distribution, except for a beam's list, or of the distribution that tokens are
+    drawn from (`SampleOptions.processed`).
     """
 
-    tokens: Array  # [S] int32
-    logprobs: Array  # [S] float32; NaN where the logits are not finite
-    ranks: Array  # [S] int32, 1 = no token is likelier; 0 where no list is wanted
-    top_tokens: Array  # [S, K] int32, best first, equal ones by id, or those of the state; -1 past num_top
-    top_logprobs: Array  # [S, K] float32; -inf past num_top
+    tokens: jax.Array  # [S] int32
+    logprobs: jax.Array  # [S] float32; NaN where the logits are not finite
+    ranks: jax.Array  # [S] int32, 1: no token is likelier; 0 where no list is wanted
+    top_tokens: jax.Array  # [S, K] int32, best first, equal ones by id, or those of the state; -1 past num_top
+    top_logprobs: jax.Array  # [S, K] float32; -inf past num_top
+
+
+class SampleOptions(NamedTuple):
+    """Static arguments of `sample`.
+
+    Attributes:
+        num_top: K, the longest list of best tokens that a sample may ask for; V if that is less.
+        processed: describe the distribution after masks, bias, penalties, temperature and filters, instead of the
+            model's own. That costs a search of the vocabulary for the samples with filters.
+        settings: the settings that samples use at most; `ANY` if `processed`.
+        several: whether there are executables for several settings, whose results must have the same bits.
+    """
+
+    num_top: int
+    processed: bool = False
+    settings: Settings = Settings.ANY
+    several: bool = False
 
 
 def count(state: SamplingState, sampling: Sampling) -> SamplingState:
-    """Return the state with the tokens that are `counted`; it is to be donated by the jitted caller."""
-    return count_tokens(state, sampling.rows, jnp.where(sampling.stateful, sampling.counted, -1))
+    """Return the state with the tokens before the samples counted if they are output. Jitted callers donate it."""
+    counted_s = sampling.stateful & (sampling.positions > sampling.num_prompt_tokens)
+    return count_tokens(state, sampling.rows, jnp.where(counted_s, sampling.last_tokens, -1))
 
 
-def sample(
-    logits_sv: jax.Array, state: SamplingState, sampling: Sampling, num_top: int, *, processed: bool = False,
-    settings: Settings = Settings.ANY, several: bool = False,
-) -> Sampled:  # fmt: skip
+def sample(logits_sv: jax.Array, state: SamplingState, sampling: Sampling, options: SampleOptions) -> Sampled:
     """Return the next token of each row.
 
     The order is vLLM's: mask, bias, penalties, then greedy, or temperature, min-p, top-k, top-p and a draw. A row that
@@ -78,46 +72,46 @@ def sample(
         logits_sv: [S, V] float32.
         state: the result of `count`.
         sampling: arrays for S samples.
-        num_top: K, static: the longest list of best tokens that a row may ask for; V if that is less.
-        processed: static: describe the distribution after masks, bias, penalties, temperature and filters, instead of
-            the model's own. That costs a search of the vocabulary for the rows with filters.
-        settings: static: the settings that the rows use at most; all of them if `processed`.
-        several: static: whether there are executables for several settings, whose results must have the same bits.
     """
-    k = min(num_top, logits_sv.shape[1])
-    if processed:
+    k = min(options.num_top, logits_sv.shape[1])
+    if options.processed:
         return _sample_processed(logits_sv, state, sampling, k)
     lse_s = jax.nn.logsumexp(logits_sv, axis=-1)
-    if several:  # nothing that only some of them compute is fused with these
+    if options.several:  # operations that only some executables have are not fused with these
         logits_sv, lse_s = lax.optimization_barrier((logits_sv, lse_s))
-    drawn_s, listed_s = sampling.temperature > 0, sampling.num_top > 0
-    if settings is not Settings.ANY:
+    drawn_s = sampling.temperature > 0
+    if options.settings is Settings.ANY:
+        tokens, *lists = lax.cond(
+            jnp.any(drawn_s | (sampling.num_top > 0) | sampling.masked | sampling.stateful | sampling.beam),
+            lambda: _choose(logits_sv, lse_s, state, sampling, k),
+            lambda: (_argmax(logits_sv), *_no_lists(len(logits_sv), k)),
+        )
+    else:
         tokens = _argmax(logits_sv)
-        if settings is not Settings.GREEDY:
-            tokens = jnp.where(drawn_s, _draw(logits_sv, sampling, settings is Settings.FILTERED), tokens)
-        return Sampled(tokens, _logprobs(logits_sv, tokens, lse_s), *_no_descriptions(len(tokens), k))
-    processed_s = sampling.masked | sampling.stateful
+        if options.settings is not Settings.GREEDY:
+            tokens = jnp.where(drawn_s, _draw(logits_sv, sampling, options.settings), tokens)
+        lists = _no_lists(len(tokens), k)
+    return Sampled(tokens, _logprobs(logits_sv, tokens, lse_s), *lists)
 
-    def choose() -> tuple[jax.Array, ...]:
-        x_sv = logits_sv - jnp.where(sampling.beam, lse_s, 0)[:, None]
-        x_sv = lax.cond(jnp.any(processed_s), lambda: _process(x_sv, state, sampling), lambda: x_sv)
-        best = _argmax(x_sv)
-        tokens = lax.cond(jnp.any(drawn_s), lambda: jnp.where(drawn_s, _draw(x_sv, sampling), best), lambda: best)
 
-        def describe() -> tuple[jax.Array, ...]:
-            ranks = jnp.where(listed_s, _ranks(logits_sv, tokens), 0)
-            values_sv = jnp.where(sampling.beam[:, None], x_sv, logits_sv)
-            offset_s = jnp.where(sampling.beam, 0, lse_s)
-            return ranks, *_list(values_sv, offset_s, state, sampling, k)
+def _choose(
+    logits_sv: jax.Array, lse_s: jax.Array, state: SamplingState, sampling: Sampling, k: int
+) -> tuple[jax.Array, ...]:
+    """Return the tokens [S] of samples with any settings, their ranks, and the lists [S, K]."""
+    drawn_s, listed_s = sampling.temperature > 0, sampling.num_top > 0
+    x_sv = logits_sv - jnp.where(sampling.beam, lse_s, 0)[:, None]
+    is_processed = jnp.any(sampling.masked | sampling.stateful)
+    x_sv = lax.cond(is_processed, lambda: _process(x_sv, state, sampling), lambda: x_sv)
+    best = _argmax(x_sv)
+    tokens = lax.cond(jnp.any(drawn_s), lambda: jnp.where(drawn_s, _draw(x_sv, sampling), best), lambda: best)
 
-        return tokens, *lax.cond(jnp.any(listed_s), describe, lambda: _no_descriptions(len(tokens), k))
+    def describe() -> tuple[jax.Array, ...]:
+        ranks = jnp.where(listed_s, _ranks(logits_sv, tokens), 0)
+        values_sv = jnp.where(sampling.beam[:, None], x_sv, logits_sv)
+        offset_s = jnp.where(sampling.beam, 0, lse_s)
+        return ranks, *_list(values_sv, offset_s, state, sampling, k)
 
-    tokens, *described = lax.cond(
-        jnp.any(drawn_s | listed_s | processed_s | sampling.beam),
-        choose,
-        lambda: (_argmax(logits_sv), *_no_descriptions(len(logits_sv), k)),
-    )
-    return Sampled(tokens, _logprobs(logits_sv, tokens, lse_s), *described)
+    return tokens, *lax.cond(jnp.any(listed_s), describe, lambda: _no_lists(len(tokens), k))
 
 
 def _sample_processed(logits_sv: jax.Array, state: SamplingState, sampling: Sampling, k: int) -> Sampled:
@@ -125,7 +119,7 @@ def _sample_processed(logits_sv: jax.Array, state: SamplingState, sampling: Samp
     lse_s = jax.nn.logsumexp(logits_sv, axis=-1)
     x_sv = _process(logits_sv - jnp.where(sampling.beam, lse_s, 0)[:, None], state, sampling)
     drawn_s = sampling.temperature > 0
-    kept_sv = _keep_likely(_cooled(x_sv, sampling.temperature), *sampling[1:4])
+    kept_sv = _keep_likely(_cooled(x_sv, sampling.temperature), sampling)
     z_sv = jnp.where(drawn_s[:, None], kept_sv, x_sv)
     tokens = jnp.where(drawn_s, _draw(x_sv, sampling), _argmax(x_sv))
     # A beam's list is that of `sample`. A row that allows no token has no distribution.
@@ -164,7 +158,7 @@ def token_logprobs(
         return Sampled(targets_t, logprobs, ranks, *_list_top(logits_tv, lse_t, jnp.where(wanted_t, k, 0), k))
 
     def skip(x_td: jax.Array, targets_t: jax.Array) -> Sampled:
-        return Sampled(targets_t, jnp.zeros(tile, jnp.float32), *_no_descriptions(tile, k))
+        return Sampled(targets_t, jnp.zeros(tile, jnp.float32), *_no_lists(tile, k))
 
     x_ntd = jnp.pad(x_td, ((0, padding), (0, 0))).reshape(-1, tile, width)
     targets_nt = jnp.pad(targets_t, (0, padding), constant_values=-1).reshape(-1, tile)
@@ -220,52 +214,55 @@ def _cooled(x_sv: jax.Array, temperature_s: jax.Array) -> jax.Array:
     return x_sv / jnp.where(temperature_s > 0, temperature_s, 1)[:, None]
 
 
-def _draw(x_sv: jax.Array, sampling: Sampling, filtered: bool | None = None) -> jax.Array:
+def _draw(x_sv: jax.Array, sampling: Sampling, settings: Settings = Settings.ANY) -> jax.Array:
     """Return tokens [S] int32 drawn from softmax(x / temperature) of the tokens that the filters keep.
 
-    The filters usually keep fewer tokens than the list of the best has. Such a row is drawn from the list only. The
-    whole vocabulary is searched and given noise only if another row needs it, which changes no token of this one.
-
     Args:
-        filtered: whether a row has filters; None: the device finds out.
+        settings: DRAWN: no row has filters; FILTERED: some row has filters; ANY: the device finds out.
     """
-    temperature_s, *filters = sampling[:4]
-    x_sv = _cooled(x_sv, temperature_s)
-    drawn_s, filtered_s = temperature_s > 0, (filters[0] > 0) | (filters[1] < 1) | (filters[2] > 0)
-    filtered_s &= drawn_s
+    x_sv = _cooled(x_sv, sampling.temperature)
+    if settings is Settings.DRAWN:
+        return _draw_any(x_sv, sampling)
+    if settings is Settings.FILTERED:
+        return _draw_filtered(x_sv, sampling)
+    tokens_s: jax.Array = lax.cond(
+        jnp.any(sampling.filtered), lambda: _draw_filtered(x_sv, sampling), lambda: _draw_any(x_sv, sampling)
+    )
+    return tokens_s
 
-    def draw(x_sv: jax.Array) -> jax.Array:
-        ids_sv = jnp.broadcast_to(jnp.arange(x_sv.shape[1], dtype=jnp.int32), x_sv.shape)
-        # argmax(x + Gumbel noise) is a draw from softmax(x).
-        return _argmax(x_sv + _gumbel(sampling.seeds, sampling.positions, ids_sv))
 
-    def filter_and_draw() -> jax.Array:
-        # Without the barrier, XLA makes a sort of the vocabulary of the selection, for the sake of the slices after it.
-        tokens_sk, x_sk = lax.optimization_barrier(_top(x_sv, min(NUM_LIKELY, x_sv.shape[1])))
-        threshold_s1 = _threshold_of_list(x_sv, x_sk, *filters)
-        kept_sk = (x_sk >= threshold_s1) & (x_sk > -jnp.inf)
-        listed_s = ~kept_sk[:, -1] | (x_sk.shape == x_sv.shape)
+def _draw_any(x_sv: jax.Array, sampling: Sampling) -> jax.Array:
+    """Return tokens [S] int32 drawn from softmax(x): argmax(x + Gumbel noise) is such a draw."""
+    ids_sv = jnp.broadcast_to(jnp.arange(x_sv.shape[1], dtype=jnp.int32), x_sv.shape)
+    return _argmax(x_sv + _gumbel(sampling.seeds, sampling.positions, ids_sv))
 
-        def draw_listed() -> jax.Array:
-            noise_sk = _gumbel(sampling.seeds, sampling.positions, tokens_sk)
-            places_s = _argmax(jnp.where(kept_sk, x_sk, -jnp.inf) + noise_sk)
-            return _at(tokens_sk, places_s)
 
-        def draw_others() -> jax.Array:
-            listed_sv = jnp.where(x_sv >= threshold_s1, x_sv, -jnp.inf)
-            kept_sv = lax.cond(
-                jnp.any(filtered_s & ~listed_s),
-                lambda: jnp.where(listed_s[:, None], listed_sv, _keep_likely(x_sv, *filters)),
-                lambda: listed_sv,
-            )
-            return draw(kept_sv)
+def _draw_filtered(x_sv: jax.Array, sampling: Sampling) -> jax.Array:
+    """Return tokens [S] int32 drawn from softmax(x) of the tokens that the filters keep.
 
-        tokens_s: jax.Array = lax.cond(jnp.any(drawn_s & ~listed_s), draw_others, draw_listed)
-        return tokens_s
+    The filters usually keep fewer tokens than the list of the best has. Such a row is drawn from the list only. The
+    whole vocabulary is searched and given noise only if another row needs it, which does not change this row's token.
+    """
+    # XLA would turn this selection into a sort of the whole vocabulary, because slices follow it.
+    tokens_sk, x_sk = lax.optimization_barrier(_top(x_sv, min(NUM_LIKELY, x_sv.shape[1])))
+    threshold_s1 = _threshold_of_list(x_sv, x_sk, sampling)
+    kept_sk = (x_sk >= threshold_s1) & (x_sk > -jnp.inf)
+    listed_s = ~kept_sk[:, -1] | (x_sk.shape == x_sv.shape)
 
-    if filtered is not None:
-        return filter_and_draw() if filtered else draw(x_sv)
-    tokens_s: jax.Array = lax.cond(jnp.any(filtered_s), filter_and_draw, lambda: draw(x_sv))
+    def draw_listed() -> jax.Array:
+        noise_sk = _gumbel(sampling.seeds, sampling.positions, tokens_sk)
+        return _at(tokens_sk, _argmax(jnp.where(kept_sk, x_sk, -jnp.inf) + noise_sk))
+
+    def draw_others() -> jax.Array:
+        listed_sv = jnp.where(x_sv >= threshold_s1, x_sv, -jnp.inf)
+        kept_sv = lax.cond(
+            jnp.any(sampling.filtered & ~listed_s),
+            lambda: jnp.where(listed_s[:, None], listed_sv, _keep_likely(x_sv, sampling)),
+            lambda: listed_sv,
+        )
+        return _draw_any(kept_sv, sampling)
+
+    tokens_s: jax.Array = lax.cond(jnp.any((sampling.temperature > 0) & ~listed_s), draw_others, draw_listed)
     return tokens_s
 
 
@@ -285,9 +282,7 @@ def _gumbel(seeds_s2: jax.Array, positions_s: jax.Array, tokens_sk: jax.Array) -
     return jax.vmap(row)(seeds_s2, positions_s, tokens_sk)
 
 
-def _threshold_of_list(
-    x_sv: jax.Array, x_sk: jax.Array, top_k_s: jax.Array, top_p_s: jax.Array, min_p_s: jax.Array
-) -> jax.Array:
+def _threshold_of_list(x_sv: jax.Array, x_sk: jax.Array, sampling: Sampling) -> jax.Array:
     """Return the least value [S, 1] of a token that min-p, then top-k, then top-p keep, as far as a list can tell.
 
     It is too low only if it keeps the list's last token.
@@ -295,13 +290,13 @@ def _threshold_of_list(
     Args:
         x_sk: the best of `x_sv`, best first.
     """
-    size, best_s1 = x_sk.shape[1], x_sk[:, :1]
-    top_k_s = jnp.where(top_k_s < x_sv.shape[1], top_k_s, 0)
+    size, best_s1, top_p_s = x_sk.shape[1], x_sk[:, :1], sampling.top_p
+    top_k_s = jnp.where(sampling.top_k < x_sv.shape[1], sampling.top_k, 0)
     at_k_s = jnp.where((top_k_s > 0) & (top_k_s <= size), _at(x_sk, jnp.clip(top_k_s, 1, size) - 1), -jnp.inf)
-    least_s1 = jnp.maximum(best_s1 + jnp.log(min_p_s)[:, None], at_k_s[:, None])
+    least_s1 = jnp.maximum(best_s1 + jnp.log(sampling.min_p)[:, None], at_k_s[:, None])
     total_s1 = jnp.where(x_sv >= least_s1, jnp.exp(x_sv - best_s1), 0).sum(-1, keepdims=True)
     weight_sk = jnp.where(x_sk >= least_s1, jnp.exp(x_sk - best_s1), 0)
-    # A token is in the nucleus if those before it have less than top_p of the total weight.
+    # A token is in the nucleus if the tokens before it have less than top_p of the total weight.
     in_nucleus_sk = jnp.cumsum(weight_sk, -1) - weight_sk < top_p_s[:, None] * total_s1
     last_s = jnp.maximum(in_nucleus_sk.sum(-1, dtype=jnp.int32), 1) - 1
     # The total is that of the tokens kept by top-k only if the list has all of them.
@@ -310,18 +305,18 @@ def _threshold_of_list(
     return jnp.maximum(least_s1, nucleus_s[:, None])
 
 
-def _keep_likely(x_sv: jax.Array, top_k_s: jax.Array, top_p_s: jax.Array, min_p_s: jax.Array) -> jax.Array:
+def _keep_likely(x_sv: jax.Array, sampling: Sampling) -> jax.Array:
     """Return the logits of the tokens kept by min-p, top-k and top-p, in this order, and -inf for all other tokens.
 
     Tokens of equal logits stay together.
     """
-    x_sv = jnp.where(x_sv >= x_sv.max(-1, keepdims=True) + jnp.log(min_p_s)[:, None], x_sv, -jnp.inf)
+    x_sv = jnp.where(x_sv >= x_sv.max(-1, keepdims=True) + jnp.log(sampling.min_p)[:, None], x_sv, -jnp.inf)
     order_sv = _order(x_sv)
-    size = jnp.where(top_k_s > 0, top_k_s, x_sv.shape[1]).astype(jnp.float32)
+    size = jnp.where(sampling.top_k > 0, sampling.top_k, x_sv.shape[1]).astype(jnp.float32)
     kept = order_sv >= _threshold(order_sv, jnp.ones_like(x_sv), size)
     p_sv = jax.nn.softmax(jnp.where(kept, x_sv, -jnp.inf), axis=-1)
-    nucleus = order_sv >= _threshold(order_sv, p_sv, top_p_s)
-    return jnp.where(kept & (nucleus | (top_p_s >= 1)[:, None]), x_sv, -jnp.inf)
+    nucleus = order_sv >= _threshold(order_sv, p_sv, sampling.top_p)
+    return jnp.where(kept & (nucleus | (sampling.top_p >= 1)[:, None]), x_sv, -jnp.inf)
 
 
 def _order(x: jax.Array) -> jax.Array:
@@ -349,16 +344,16 @@ def _ranks(logits_sv: jax.Array, tokens_s: jax.Array) -> jax.Array:
 def _list(
     values_sv: jax.Array, offset_s: jax.Array, state: SamplingState, sampling: Sampling, k: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the tokens that each row lists, its own or the best ones, as `_list_top` does."""
+    """Return the tokens that each row lists, as `_list_top` does: the best, or those that the state names."""
     tokens_sk, best_sk = _list_top(values_sv, offset_s, sampling.num_top, k)
-    own_sm = state.listed[sampling.rows, :k]
-    values_sm = jnp.take_along_axis(values_sv, jnp.maximum(own_sm, 0), axis=1) - offset_s[:, None]
-    own_sk, values_sk = (jnp.pad(x_sm, ((0, 0), (0, k - x_sm.shape[1]))) for x_sm in (own_sm, values_sm))
-    has_own_s1 = (sampling.stateful & jnp.any(own_sm >= 0, axis=1))[:, None]
+    named_sm = state.listed[sampling.rows, :k]
+    values_sm = jnp.take_along_axis(values_sv, jnp.maximum(named_sm, 0), axis=1) - offset_s[:, None]
+    named_sk, values_sk = (jnp.pad(x_sm, ((0, 0), (0, k - x_sm.shape[1]))) for x_sm in (named_sm, values_sm))
+    is_named_s1 = (sampling.stateful & jnp.any(named_sm >= 0, axis=1))[:, None]
     listed_sk = jnp.arange(k) < sampling.num_top[:, None]
     return (
-        jnp.where(has_own_s1, jnp.where(listed_sk, own_sk, -1), tokens_sk),
-        jnp.where(has_own_s1, jnp.where(listed_sk, values_sk, -jnp.inf), best_sk),
+        jnp.where(is_named_s1, jnp.where(listed_sk, named_sk, -1), tokens_sk),
+        jnp.where(is_named_s1, jnp.where(listed_sk, values_sk, -jnp.inf), best_sk),
     )
 
 
@@ -378,7 +373,7 @@ def _list_top(values_sv: jax.Array, offset_s: jax.Array, num_top_s: jax.Array, k
     return jnp.where(listed_sk, tokens_sk, -1), jnp.where(listed_sk, best_sk - offset_s[:, None], -jnp.inf)
 
 
-def _no_descriptions(num_rows: int, k: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _no_lists(num_rows: int, k: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return ranks, top tokens and their logprobs of rows that want none."""
     tops = jnp.full((num_rows, k), -1, jnp.int32), jnp.full((num_rows, k), -jnp.inf, jnp.float32)
     return jnp.zeros(num_rows, jnp.int32), *tops
@@ -387,9 +382,9 @@ def _no_descriptions(num_rows: int, k: int) -> tuple[jax.Array, jax.Array, jax.A
 def _top(x_sv: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     """Return the k <= V best tokens of each row and their values, [S, k] each: best first, equal ones by id.
 
-    They lie in the k chunks of the highest maxima, the earlier of equal chunks first: any other chunk has k tokens
-    before its own. So two selections among about sqrt(k V) numbers are enough. `lax.top_k` prefers the earlier of equal
-    numbers, and takes 0 for more than -0.
+    The best tokens lie in the k chunks with the highest maxima, the earlier of equal chunks first, because k tokens
+    come before every token of another chunk. Two selections among about sqrt(k V) numbers are therefore enough.
+    `lax.top_k` prefers the earlier of equal numbers, and orders 0 before -0.
     """
     num_rows, vocab_size = x_sv.shape
     x_sv = jnp.where(x_sv == 0, 0, x_sv)

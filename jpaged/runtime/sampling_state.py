@@ -1,6 +1,6 @@
 """Sampling state of running sequences on the device: one row per sequence."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection
 from typing import NamedTuple
 
 import jax
@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
-from jpaged.core.params import MAX_TOP
+from jpaged.core.params import MAX_TOP, SamplingParams
+from jpaged.core.plan import Admitted
 
 
 class SamplingState(NamedTuple):
@@ -26,43 +27,37 @@ def empty_state(num_rows: int, vocab_size: int, sharding: Sharding | None = None
     return SamplingState(*(jnp.zeros((num_rows, n), dtype, device=sharding) for n, dtype in zip(widths, dtypes)))
 
 
-def host_row(
-    vocab_size: int,
-    prompt_token_ids: Iterable[int],
-    output_token_ids: Iterable[int],
-    bias: Mapping[int, float] | None = None,
-    allowed_token_ids: Iterable[int] | None = None,
-    banned_tokens: Iterable[int] = (),
-    listed_tokens: Sequence[int] = (),
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return one row of the state: ([V] int32, [V] bool, [V] float32, [M] int32).
+def host_row(admitted: Admitted, vocab_size: int) -> tuple[np.ndarray, ...]:
+    """Return a sequence's row of the state: [V] int32, [V] bool, [V] float32, [M] int32.
 
-    A bias never allows a forbidden token.
+    The step that reads the last token of the output counts it. A bias never allows a forbidden token.
     """
-    counts_v = np.bincount(_ids(output_token_ids), minlength=vocab_size).astype(np.int32)
+    params, prompt_length = admitted.params, admitted.num_prompt_tokens
+    counts_v = np.bincount(_ids(admitted.token_ids[prompt_length:-1]), minlength=vocab_size).astype(np.int32)
     in_prompt_v = np.zeros(vocab_size, np.bool)
-    in_prompt_v[_ids(prompt_token_ids)] = True
+    in_prompt_v[_ids(admitted.token_ids[:prompt_length])] = True
     bias_v = np.zeros(vocab_size, np.float32)
-    if allowed_token_ids is not None:
+    if params.allowed_token_ids is not None:
         bias_v[:] = -np.inf
-        bias_v[_ids(allowed_token_ids)] = 0
-    if bias:
-        bias_v[_ids(bias)] += np.fromiter(bias.values(), np.float32)
-    bias_v[_ids(banned_tokens)] = -np.inf
+        bias_v[_ids(params.allowed_token_ids)] = 0
+    if params.logit_bias:
+        bias_v[_ids(params.logit_bias)] += np.fromiter(params.logit_bias.values(), np.float32)
+    bias_v[_ids(admitted.banned)] = -np.inf
     listed_m = np.full(min(MAX_TOP, vocab_size), -1, np.int32)
-    listed_m[: len(listed_tokens)] = listed_tokens
+    if isinstance(params, SamplingParams) and params.logprob_token_ids:
+        listed_m[: len(params.logprob_token_ids)] = params.logprob_token_ids
     return counts_v, in_prompt_v, bias_v, listed_m
 
 
-def write_row(
-    state: SamplingState, row: jax.Array, counts_v: jax.Array, in_prompt_v: jax.Array, bias_v: jax.Array,
-    listed_m: jax.Array,
-) -> SamplingState:  # fmt: skip
-    """Return the state with one row replaced; row -1 replaces nothing. `row` is an int32 scalar."""
+def write_row(state: SamplingState, row: jax.Array, values: tuple[jax.Array, ...]) -> SamplingState:
+    """Return the state with one row replaced; row -1 replaces nothing.
+
+    Args:
+        row: int32 scalar.
+        values: the arrays of `host_row`.
+    """
     at = _or_past_the_end(row, state)
-    values = SamplingState(counts_v, in_prompt_v, bias_v, listed_m)
-    written: SamplingState = jax.tree.map(lambda array, value: array.at[at].set(value, mode="drop"), state, values)
-    return written
+    return SamplingState(*(array.at[at].set(value, mode="drop") for array, value in zip(state, values, strict=True)))
 
 
 def copy_rows(state: SamplingState, sources_c: jax.Array, destinations_c: jax.Array) -> SamplingState:
@@ -87,8 +82,8 @@ def count_tokens(state: SamplingState, rows_s: jax.Array, tokens_s: jax.Array) -
     return state._replace(output_counts=state.output_counts.at[at_s, tokens_s].add(1, mode="drop"))
 
 
-def _ids(tokens: Iterable[int]) -> np.ndarray:
-    return np.fromiter(tokens, np.int64)
+def _ids(tokens: Collection[int]) -> np.ndarray:
+    return np.fromiter(tokens, np.int64, len(tokens))
 
 
 def _or_past_the_end(rows: jax.Array, state: SamplingState) -> jax.Array:

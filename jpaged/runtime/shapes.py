@@ -9,7 +9,7 @@ from jax.sharding import Sharding
 from jpaged.runtime.batch import Bucket, Buckets, Layout, MakeWork, no_work
 from jpaged.runtime.memory import temporaries
 from jpaged.runtime.placement import Placement
-from jpaged.runtime.row_table import NUM_SCALARS
+from jpaged.runtime.sampling_row import ROW_WORDS
 from jpaged.runtime.sampling_settings import Settings
 from jpaged.runtime.sampling_state import SamplingState
 from jpaged.runtime.step import Step
@@ -71,7 +71,7 @@ class Shapes:
         lowered = []
         for bucket in self._largest:
             x_sd = self.on_devices((bucket.num_seqs, hidden_size), dtype)
-            rows_sf = self.on_devices((bucket.num_seqs, NUM_SCALARS + 4), "int32")
+            rows_sf = self.on_devices((bucket.num_seqs, ROW_WORDS), "int32")
             bits = self.no_bits[bucket.num_seqs]
             lowered.append(step.choose.lower(params, state, last_tokens_r, x_sd, rows_sf, bits, Settings.ANY))
             if not bucket.decode:

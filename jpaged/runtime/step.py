@@ -1,5 +1,7 @@
 """One step of the engine as functions of arrays: embed, attend over the pool, sample."""
 
+import math
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,8 +18,8 @@ from jpaged.runtime.batch import Batch, Bucket, Layout
 from jpaged.runtime.compiler_options import model_options, sampling_options
 from jpaged.runtime.kv_cache import KVCache, Pool
 from jpaged.runtime.placement import Placement
-from jpaged.runtime.row_table import SCALARS
-from jpaged.runtime.sampler import Sampled, Sampling, token_logprobs
+from jpaged.runtime.sampler import Sampled, SampleOptions, token_logprobs
+from jpaged.runtime.sampling_row import COLUMNS, Sampling
 from jpaged.runtime.sampling_settings import Settings
 from jpaged.runtime.sampling_state import SamplingState
 from jpaged.runtime.tensor_parallel import sample_divided, whole_logits
@@ -31,24 +33,25 @@ def forward(
 
     Args:
         decode: every sequence has one query, a decode token, and query s belongs to sequence s.
-        multiply: `Kernels.product`. It computes no padding and, after the last attention, only rows that samples or
-            logprobs come from.
+        multiply: `Kernels.product`. It skips padding and, after the last attention, the rows of tokens without a
+            sample or a logprob.
     """
     pool, specs = list(pool), model.attention_specs
     wanted_t = jnp.arange(len(batch.tokens)) < batch.num_tokens
 
     def attend(layer: int, q_tnh: jax.Array, k_tkh: jax.Array, v_tkh: jax.Array, *angles: Any) -> jax.Array:
         nonlocal wanted_t
-        own_dtype = jnp.result_type(q_tnh, k_tkh, v_tkh)
-        qkv = (x.astype(cache.attention_dtype or x.dtype) for x in (q_tnh, k_tkh, v_tkh))
-        o_tnh = cache.attend(pool, layer, specs[layer], batch, decode, *qkv, *angles).astype(own_dtype)
+        dtype = jnp.result_type(q_tnh, k_tkh, v_tkh)
+        q_tnh, k_tkh, v_tkh = (x.astype(cache.attention_dtype or x.dtype) for x in (q_tnh, k_tkh, v_tkh))
+        qkv = q_tnh, k_tkh, v_tkh
+        o_tnh = cache.attend(pool, layer, specs[layer], batch, decode, qkv, angles).astype(dtype)
         if layer == len(specs) - 1 and not decode:
             sampled_t = jnp.zeros_like(wanted_t).at[batch.sampled_from].set(True)
             wanted_t &= sampled_t | jnp.any(batch.targets >= 0)
         return o_tnh
 
     def of_tokens(x_ti: jax.Array, weight_oi: jax.Array) -> jax.Array | None:
-        # The rows of a model's own product may be others, such as heads.
+        # A product inside a model may have other rows than tokens, such as heads.
         return multiply(x_ti, weight_oi, wanted_t if len(x_ti) == len(wanted_t) else None) if multiply else None
 
     with multiplying(of_tokens):
@@ -59,18 +62,18 @@ class Computed(NamedTuple):
     """Results of the model's part of a step, on the device, for the other parts."""
 
     x_sd: jax.Array  # hidden states that samples are drawn from
-    rows_sf: jax.Array  # int32, how: `sampling_of` has the columns
+    rows_sf: jax.Array  # int32, the words of their sampling rows
     x_td: jax.Array | None  # all hidden states; None in a decode step
-    targets_t: jax.Array | None  # likewise, int32: the batch's
+    targets_t: jax.Array | None  # int32, the targets of the batch; None in a decode step
 
 
+@dataclass(eq=False)
 class Step:
     """Jitted functions of a step, dispatched one after the other.
 
-    Each is compiled only for the shapes that it depends on. `params` is the flat list of the model's leaves:
-    dispatching a model or a state costs many times more on the host. Leaves that no result depends on are not used, and
-    may have been deleted. The pool is returned in the order of the argument,
-    so that XLA can alias all of its buffers.
+    Each is compiled only for the shapes that it depends on. `params` is the flat list of the model's leaves, because
+    dispatching a model or a state costs many times more on the host. Leaves that no result depends on are not used and
+    may have been deleted. The pool is returned in the order of the argument, so that XLA can alias all of its buffers.
 
     Args:
         graphdef, treedef: of the model; the treedef is that of the list of its states.
@@ -89,88 +92,103 @@ class Step:
             logprobs; listed: [2, S, K] int32, the most likely tokens, and the bits of their logprobs. `bits` are masks,
             [S, ceil(V / 32)] uint32.
         score: (params, x_td, targets_t) -> (chosen, listed) of the prompt's own tokens.
-        settings: those that `choose` is compiled for, in ascending order.
+        settings: the settings that `choose` is compiled for, in ascending order.
     """
 
-    def __init__(
-        self, graphdef: nnx.GraphDef[Any], treedef: jax.tree_util.PyTreeDef, cache: KVCache,
-        layouts: dict[Bucket, Layout], placement: Placement, *, max_logprobs: int = Limits.max_logprobs,
-        processed_logprobs: bool = False, multiply: RowProduct | None = None, has_quantized_weights: bool = False,
-    ):  # fmt: skip
-        def merged(params: list[jax.Array]) -> Model:
-            model: Model = nnx.merge(graphdef, *jax.tree.unflatten(treedef, params))
-            return model
+    graphdef: nnx.GraphDef[Model]
+    treedef: jax.tree_util.PyTreeDef
+    cache: KVCache
+    layouts: dict[Bucket, Layout]
+    placement: Placement
+    _: KW_ONLY
+    max_logprobs: int = Limits.max_logprobs
+    processed_logprobs: bool = False
+    multiply: RowProduct | None = None
+    has_quantized_weights: bool = False
 
-        def of_all_rows(x_ti: jax.Array, weight_oi: jax.Array) -> jax.Array | None:
-            return multiply(x_ti, weight_oi, None) if multiply else None
-
-        def run(
-            params: list[jax.Array], pool: list[jax.Array], last_tokens_r: jax.Array, buffer: jax.Array, bucket: Bucket
-        ) -> tuple[Computed, Pool]:
-            batch = layouts[bucket].unpack(buffer)
-            tokens = jnp.where(batch.tokens < 0, last_tokens_r[-1 - batch.tokens], batch.tokens)
-            batch = batch._replace(tokens=tokens, decodes=batch.decodes != 0)
-            x_td, pool = forward(merged(params), cache, pool, batch, decode=bucket.decode, multiply=multiply)
-            at_s = batch.sampled_from
-            added = [batch.sample_rows, batch.masked, batch.positions[at_s] + 1, tokens[at_s]]
-            rows_sf = jnp.concatenate([batch.scalars, jnp.stack(added, axis=1)], axis=1)
-            scored = (None, None) if bucket.decode else (x_td, batch.targets)
-            return Computed(x_td[at_s], rows_sf, *scored), pool
-
-        @multiplying(of_all_rows)
-        def choose(
-            params: list[jax.Array], state: SamplingState, last_tokens_r: jax.Array, x_sd: jax.Array,
-            rows_sf: jax.Array, bits: jax.Array, settings: Settings,
-        ) -> tuple[jax.Array, jax.Array, SamplingState, jax.Array]:  # fmt: skip
-            sampling = sampling_of(rows_sf, bits)
-            sampled, state = sample_divided(
-                merged(params).logits(x_sd), state, sampling, max(MAX_TOP, max_logprobs), placement,
-                processed=processed_logprobs, settings=settings, several=len(self.settings) > 1,
-            )  # fmt: skip
-            at_s = jnp.where(sampling.rows < 0, len(last_tokens_r), sampling.rows)  # past the end: dropped
-            return *_packed(sampled), state, last_tokens_r.at[at_s].set(sampled.tokens, mode="drop")
-
-        @multiplying(of_all_rows)
-        def score(params: list[jax.Array], x_td: jax.Array, targets_t: jax.Array) -> tuple[jax.Array, jax.Array]:
-            model = merged(params)
-            logits_of = lambda x_td: whole_logits(model.logits(x_td), placement)
-            return _packed(token_logprobs(logits_of, x_td, targets_t, max(1, max_logprobs)))
-
-        # Results that lay elsewhere than the arguments of the next step would need further executables.
-        whole, platform = placement.whole, placement.platform
-        self.settings = (Settings.ANY,) if platform == "cpu" or processed_logprobs else tuple(Settings)
+    def __post_init__(self) -> None:
+        whole, platform = self.placement.whole, self.placement.platform
+        self.settings = (Settings.ANY,) if platform == "cpu" or self.processed_logprobs else tuple(Settings)
+        # Results on other devices than the arguments of the next step would need further executables.
+        forward = model_options(platform, has_quantized_weights=self.has_quantized_weights)
         self.forward = jax.jit(
-            run, static_argnums=4, donate_argnums=1, out_shardings=(whole, placement.pool),
-            compiler_options=model_options(platform, has_quantized_weights=has_quantized_weights),
-        )  # fmt: skip
-        sampling: Any = dict(out_shardings=whole, compiler_options=sampling_options(platform))
-        self.choose = jax.jit(choose, static_argnums=6, donate_argnums=(1, 2), **sampling)
-        self.score = jax.jit(score, **sampling)
+            self._forward,
+            static_argnums=4,
+            donate_argnums=1,
+            out_shardings=(whole, self.placement.pool),
+            compiler_options=forward,
+        )
+        jit = partial(jax.jit, out_shardings=whole, compiler_options=sampling_options(platform))
+        self.choose = jit(self._choose, static_argnums=6, donate_argnums=(1, 2))
+        self.score = jit(self._score)
 
     def settings_for(self, used: Settings) -> Settings:
         """Return the settings of the executable for a step."""
         return used if used in self.settings else Settings.ANY
 
+    def _merged(self, params: list[jax.Array]) -> Model:
+        model: Model = nnx.merge(self.graphdef, *jax.tree.unflatten(self.treedef, params))
+        return model
+
+    def _multiply_all(self, x_ti: jax.Array, weight_oi: jax.Array) -> jax.Array | None:
+        return self.multiply(x_ti, weight_oi, None) if self.multiply else None
+
+    def _forward(
+        self, params: list[jax.Array], pool: Pool, last_tokens_r: jax.Array, buffer: jax.Array, bucket: Bucket
+    ) -> tuple[Computed, Pool]:
+        batch = self.layouts[bucket].unpack(buffer)
+        batch = batch._replace(tokens=_known(batch.tokens, last_tokens_r), decodes=batch.decodes != 0)
+        model, decode = self._merged(params), bucket.decode
+        x_td, pool = forward(model, self.cache, pool, batch, decode=decode, multiply=self.multiply)
+        scored = (None, None) if bucket.decode else (x_td, batch.targets)
+        return Computed(x_td[batch.sampled_from], batch.samples, *scored), pool
+
+    def _choose(
+        self,
+        params: list[jax.Array],
+        state: SamplingState,
+        last_tokens_r: jax.Array,
+        x_sd: jax.Array,
+        rows_sf: jax.Array,
+        bits: jax.Array,
+        settings: Settings,
+    ) -> tuple[jax.Array, jax.Array, SamplingState, jax.Array]:
+        sampling = sampling_of(rows_sf, bits)
+        sampling = sampling._replace(last_tokens=_known(sampling.last_tokens, last_tokens_r))
+        num_top, several = max(MAX_TOP, self.max_logprobs), len(self.settings) > 1
+        options = SampleOptions(num_top, self.processed_logprobs, settings, several)
+        with multiplying(self._multiply_all):
+            logits_sv = self._merged(params).logits(x_sd)
+        sampled, state = sample_divided(logits_sv, state, sampling, options, self.placement)
+        at_s = jnp.where(sampling.rows < 0, len(last_tokens_r), sampling.rows)  # past the end: dropped
+        return *_packed(sampled), state, last_tokens_r.at[at_s].set(sampled.tokens, mode="drop")
+
+    def _score(self, params: list[jax.Array], x_td: jax.Array, targets_t: jax.Array) -> tuple[jax.Array, jax.Array]:
+        model = self._merged(params)
+        logits_of = lambda x_td: whole_logits(model.logits(x_td), self.placement)
+        with multiplying(self._multiply_all):
+            return _packed(token_logprobs(logits_of, x_td, targets_t, max(1, self.max_logprobs)))
+
 
 def sampling_of(rows_sf: jax.Array, allowed_bits: jax.Array) -> Sampling:
-    """Return the sampling settings of a step.
+    """Return the sampling settings of samples.
 
     Args:
-        rows_sf: int32, the bits of `SCALARS`, then a column each of rows, of masked, of positions and of the tokens
-            before the samples.
+        rows_sf: int32, the words of sampling rows.
         allowed_bits: [S, ceil(V / 32)] uint32.
     """
-    names = SCALARS.names or ()
-    scalars = {name: lax.bitcast_convert_type(rows_sf[:, i], SCALARS[name]) for i, name in enumerate(names)}
-    rows_s, masked_s, positions_s, tokens_s = rows_sf[:, len(names) :].T
-    is_output = positions_s > scalars["num_prompt_tokens"]
-    return Sampling(
-        temperature=scalars["temperature"], top_k=scalars["top_k"], top_p=scalars["top_p"], min_p=scalars["min_p"],
-        seeds=jnp.stack([scalars["seed_high"], scalars["seed_low"]], axis=1), positions=positions_s,
-        presence=scalars["presence"], frequency=scalars["frequency"], repetition=scalars["repetition"], rows=rows_s,
-        stateful=scalars["stateful"] != 0, counted=jnp.where(is_output, tokens_s, -1), beam=scalars["beam"] != 0,
-        masked=masked_s != 0, allowed_bits=allowed_bits, num_top=scalars["num_top"],
-    )  # fmt: skip
+    settings, start = {}, 0
+    for name, column in COLUMNS.items():
+        end = start + math.prod(column.shape)
+        words = rows_sf[:, start:end].reshape(len(rows_sf), *column.shape)
+        settings[name] = words != 0 if column.dtype is bool else lax.bitcast_convert_type(words, column.dtype)
+        start = end
+    return Sampling(**settings, allowed_bits=allowed_bits)
+
+
+def _known(tokens: jax.Array, last_tokens_r: jax.Array) -> jax.Array:
+    """Return tokens in which `-1 - row` is replaced by the last sample of the row."""
+    return jnp.where(tokens < 0, last_tokens_r[-1 - tokens], tokens)
 
 
 def _packed(sampled: Sampled) -> tuple[jax.Array, jax.Array]:

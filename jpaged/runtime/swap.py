@@ -6,10 +6,11 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from jpaged.runtime.arrays import padded
 from jpaged.runtime.kv_cache import gather, scatter
 from jpaged.runtime.placement import Placement
 
-# Blocks of one transfer: few shapes, and so few executables; numbers in between are padded.
+# Numbers of blocks in one transfer. Other numbers are padded, because each shape needs an executable.
 TRANSFERS = (4, 16, 64)
 
 Pairs = Sequence[tuple[int, int]]
@@ -25,8 +26,8 @@ class _Chunk(NamedTuple):
 class HostBlocks:
     """Content of the host's blocks, in pinned memory, which a GPU reads and writes at full speed.
 
-    Blocks of one transfer are one array. It is dropped when they are swapped in, or when the id of any of them is
-    reused: a request's blocks are swapped together, so then none of the others is needed any more.
+    Blocks of one transfer are one array. The array is dropped when its blocks are swapped in, or when the id of any of
+    them is reused. All blocks of a request are swapped together, so the others are not needed any more either.
     """
 
     def __init__(self, placement: Placement):
@@ -44,8 +45,7 @@ class HostBlocks:
             pairs: (block of the pool, block of the host).
         """
         for part in _transfers(pairs):
-            sources = np.zeros(_padded(len(part)), np.int32)
-            sources[: len(part)] = [source for source, _ in part]
+            sources, _ = padded(part, TRANSFERS)  # of the padding, any block is read
             blocks = self._gather(pool, self._placement.put(sources))
             chunk = _Chunk(jax.device_put(blocks, self._host), [host for _, host in part])
             for block_id in chunk.block_ids:
@@ -83,7 +83,3 @@ class HostBlocks:
 
 def _transfers(pairs: Pairs) -> Iterator[Pairs]:
     return (pairs[i : i + TRANSFERS[-1]] for i in range(0, len(pairs), TRANSFERS[-1]))
-
-
-def _padded(count: int) -> int:
-    return next(size for size in TRANSFERS if size >= count)

@@ -1,5 +1,6 @@
 """Parts of a step that XLA can't divide among devices well: the kernels, and sampling."""
 
+import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,12 +12,13 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jpaged.runtime.placement import ALL, KV, Placement
-from jpaged.runtime.sampler import Sampled, Sampling, count, sample
+from jpaged.runtime.sampler import Sampled, SampleOptions, count, sample
+from jpaged.runtime.sampling_row import Sampling
 from jpaged.runtime.sampling_settings import Settings
 from jpaged.runtime.sampling_state import SamplingState
 from pallas_kernels import Kernels
 from pallas_kernels.ops import Implementation
-from pallas_kernels.options import Contexts, OutputAndLse, Pools, WriteOptions, Written
+from pallas_kernels.options import Contexts, OutputAndLse, WriteOptions
 
 WHOLE, COLUMNS = P(), P(None, ALL)
 POOL, KV_HEADS, SCALES = P(None, KV), P(None, KV), P(KV)
@@ -28,55 +30,32 @@ def divide_kernels(kernels: Kernels, placement: Placement) -> Kernels:
 
     A kernel is a custom call, which XLA can only run whole.
     """
-    inner = kernels.implementation
+    divided = functools.partial(jax.shard_map, mesh=placement.mesh, check_vma=False)
+    whole = kernels.implementation
 
-    def divided(op: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        return jax.shard_map(op, mesh=placement.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-
-    def write_kv(
-        pools: Pools, k_tkh: jax.Array, v_tkh: jax.Array, slots_t: jax.Array, options: WriteOptions
-    ) -> Written:
-        def op(pools: Pools, k_tkh: jax.Array, v_tkh: jax.Array, slots_t: jax.Array, further: Any) -> Written:
-            return inner.write_kv(pools, k_tkh, v_tkh, slots_t, WriteOptions(*further))
-
-        specs = (POOL, POOL), KV_HEADS, KV_HEADS, WHOLE, (WHOLE, WHOLE, SCALES, SCALES, COLUMNS)
-        further = options.cos_t, options.sin_t, options.k_scale_k, options.v_scale_k, options.q_tnh
-        written: Written = divided(op, specs, (POOL, POOL, COLUMNS))(pools, k_tkh, v_tkh, slots_t, further)
-        return written
-
-    def copy_blocks(pool: jax.Array, sources_c: jax.Array, destinations_c: jax.Array) -> jax.Array:
-        copied: jax.Array = divided(inner.copy_blocks, (POOL, WHOLE, WHOLE), POOL)(pool, sources_c, destinations_c)
-        return copied
-
-    def attention(whole: Callable[..., OutputAndLse]) -> Callable[..., OutputAndLse]:
+    def attention(op: Callable[..., OutputAndLse]) -> Callable[..., OutputAndLse]:
         def attend(q: jax.Array, contexts: Contexts, *rows_and_options: Any) -> OutputAndLse:
             *rows, options = rows_and_options
-
-            def op(q: jax.Array, contexts: Contexts, rows: Any, scales: Any, work: Any) -> OutputAndLse:
-                k_scale_k, v_scale_k = scales
-                return whole(q, contexts, *rows, replace(options, k_scale_k=k_scale_k, v_scale_k=v_scale_k, work=work))
-
-            specs = COLUMNS, Contexts(*CONTEXT_SPECS), WHOLE, SCALES, WHOLE
-            further = rows, (options.k_scale_k, options.v_scale_k), options.work
-            output: OutputAndLse = divided(op, specs, (COLUMNS, COLUMNS))(q, contexts, *further)
+            options_spec = replace(options, k_scale_k=SCALES, v_scale_k=SCALES, work=WHOLE)
+            specs = COLUMNS, Contexts(*CONTEXT_SPECS), *[WHOLE] * len(rows), options_spec
+            output: OutputAndLse = divided(op, in_specs=specs, out_specs=COLUMNS)(q, contexts, *rows, options)
             return output
 
         return attend
 
-    decode, ragged = attention(inner.paged_decode_attention), attention(inner.ragged_paged_attention)
-    return replace(kernels, implementation=Implementation(write_kv, copy_blocks, decode, ragged))
+    write_options_spec = WriteOptions(WHOLE, WHOLE, SCALES, SCALES, COLUMNS)  # type: ignore[arg-type]
+    write_specs = (POOL, POOL), KV_HEADS, KV_HEADS, WHOLE, write_options_spec
+    implementation = Implementation(
+        write_kv=divided(whole.write_kv, in_specs=write_specs, out_specs=(POOL, POOL, COLUMNS)),
+        copy_blocks=divided(whole.copy_blocks, in_specs=(POOL, WHOLE, WHOLE), out_specs=POOL),
+        paged_decode_attention=attention(whole.paged_decode_attention),
+        ragged_paged_attention=attention(whole.ragged_paged_attention),
+    )
+    return replace(kernels, implementation=implementation)
 
 
 def sample_divided(
-    logits_sv: jax.Array,
-    state: SamplingState,
-    sampling: Sampling,
-    num_top: int,
-    placement: Placement,
-    *,
-    processed: bool = False,
-    settings: Settings = Settings.ANY,
-    several: bool = False,
+    logits_sv: jax.Array, state: SamplingState, sampling: Sampling, options: SampleOptions, placement: Placement
 ) -> tuple[Sampled, SamplingState]:
     """Count tokens as `count` does, and return the result of `sample`, whose rows are divided among the devices.
 
@@ -90,22 +69,20 @@ def sample_divided(
     def padded(x: jax.Array) -> jax.Array:
         return jnp.pad(x, ((0, padding),) + ((0, 0),) * (x.ndim - 1)) if padding else x
 
-    def own(x: jax.Array) -> jax.Array:
+    def local(x: jax.Array) -> jax.Array:
         """Return the rows of this device."""
         rows = len(x) // size
         return lax.dynamic_slice_in_dim(x, lax.axis_index(ALL) * rows, rows) if size > 1 else x
 
     def choose(logits_sv: jax.Array, state: SamplingState, sampling: Sampling) -> tuple[Sampled, SamplingState]:
-        if settings is Settings.ANY:  # other rows have no tokens to count
+        if options.settings is Settings.ANY:  # other rows have no tokens to count
             state = count(state, sampling)
-        logits_sv, sampling = padded(logits_sv), jax.tree.map(padded, sampling)
+        logits_sv = padded(logits_sv)
         if placement.splits_vocab:
             logits_sv = lax.all_to_all(logits_sv, ALL, split_axis=0, concat_axis=1, tiled=True)
         else:
-            logits_sv = own(logits_sv)
-        own_sampling = jax.tree.map(own, sampling)
-        options: Any = dict(processed=processed, settings=settings, several=several)
-        sampled = sample(logits_sv, state, own_sampling, num_top, **options)
+            logits_sv = local(logits_sv)
+        sampled = sample(logits_sv, state, jax.tree.map(lambda x: local(padded(x)), sampling), options)
         return jax.tree.map(lambda x: x[:num_rows], _gathered(sampled) if size > 1 else sampled), state
 
     specs = (COLUMNS if placement.splits_vocab else WHOLE, WHOLE, WHOLE)

@@ -29,8 +29,8 @@ from jpaged.models.checkpoint import abstract_model, dummy_model
 from jpaged.runtime.batch import Bucket, Layout
 from jpaged.runtime.kv_cache import KVCache
 from jpaged.runtime.placement import GROUP, KV, Placement, shard
-from jpaged.runtime.row_table import NUM_SCALARS
 from jpaged.runtime.runner import ModelRunner
+from jpaged.runtime.sampling_row import ROW_WORDS
 from jpaged.runtime.sampling_settings import Settings
 from jpaged.runtime.sampling_state import empty_state
 from jpaged.runtime.step import Step
@@ -204,7 +204,7 @@ def step_on(devices, config: ModelConfig, bucket: Bucket, *, kernels: str, dtype
     last = whole((rows,), jnp.int32)
     state = avals(jax.eval_shape(lambda: empty_state(rows, config.vocab_size)), placement.whole)
     x_sd, bits = whole((bucket.num_seqs, config.hidden_size), dtype), -(-config.vocab_size // 32)
-    rows_sf = whole((bucket.num_seqs, NUM_SCALARS + 4), jnp.int32)
+    rows_sf = whole((bucket.num_seqs, ROW_WORDS), jnp.int32)
     forward = step.forward, (params, pool, last, avals(layout.empty()[0], placement.whole), bucket)
     taken = params, state, last, x_sd, rows_sf, whole((bucket.num_seqs, bits), jnp.uint32), Settings.ANY
     return forward, (step.choose, taken), blocks * cache.block_bytes // placement.kv_size

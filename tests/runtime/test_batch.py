@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,8 +15,9 @@ from jpaged.core.params import BeamSearchParams, SamplingParams
 from jpaged.core.plan import Admitted, Sample, Scheduled, StepPlan, StepResult
 from jpaged.core.planned_step import PlannedStep
 from jpaged.core.scheduler import Scheduler
-from jpaged.runtime.batch import Bucket, Buckets, Layout, ladder, leaves, make_batch
-from jpaged.runtime.row_table import SCALARS, RowTable
+from jpaged.runtime.batch import Bucket, Buckets, Layout, ladder, make_batch
+from jpaged.runtime.row_table import RowTable
+from jpaged.runtime.sampling_row import ROW
 from jpaged.runtime.step import sampling_of
 from jpaged.structured.masks import Masks
 from tests.support.fake_runner import slot
@@ -27,7 +29,8 @@ class Lab:
     """A scheduler, and a table of rows that its plans change.
 
     Attributes:
-        plan, bucket, batch: of the last step; `scalars` are of its samples, and `sampling` is their form on the device.
+        plan, bucket, batch: of the last step; `samples` are its sampling rows, and `sampling` is their form on the
+            device.
     """
 
     def __init__(self, limits: Limits = LIMITS, **options):
@@ -43,11 +46,9 @@ class Lab:
         self.rows.apply(self.plan)
         self.made = make_batch(self.plan, self.rows, self.buckets, self.layouts)
         self.bucket, self.batch = self.made.bucket, self.made.batch
-        self.scalars = self.batch.scalars.view(SCALARS)[:, 0]
-        batch, at = self.batch, self.batch.sampled_from
-        added = [batch.sample_rows, batch.masked, batch.positions[at] + 1, batch.tokens[at]]
-        self.sampling = sampling_of(jnp.hstack([batch.scalars, np.stack(added, axis=1)]), None)
-        return batch
+        self.samples = self.batch.samples.view(ROW)[:, 0]
+        self.sampling = sampling_of(jnp.asarray(self.batch.samples), None)
+        return self.batch
 
     def commit(self, *tokens, prompt=()):
         samples = [Sample(token, -1.0) for token in tokens]
@@ -127,18 +128,18 @@ def test_a_mixed_batch():
     assert [batch.block_tables[i, : len(t.block_ids)].tolist() for i, t in enumerate((a, b, c))] == [
         t.block_ids for t in (a, b, c)
     ]
-    assert batch.sampled_from.tolist() == [0, 1, 10, 0] and batch.sample_rows.tolist() == [row_a, row_b, row_c, -1]
-    sampling, scalars = lab.sampling, lab.scalars
+    sampling, samples = lab.sampling, lab.samples
+    assert batch.sampled_from.tolist() == [0, 1, 10, 0] and samples["rows"].tolist() == [row_a, row_b, row_c, -1]
     assert sampling.positions[:3].tolist() == [6, 2, 9]
-    assert scalars["temperature"].tolist() == [0.5, 0.0, 1.0, 0.0] and scalars["top_k"].tolist() == [7, 0, 0, 0]
-    np.testing.assert_allclose(scalars["top_p"], [0.9, 1, 1, 1])
-    np.testing.assert_allclose(scalars["min_p"], [0.1, 0, 0, 0])
-    assert sampling.seeds.tolist() == [[2, 5], [0, 0], [2**32 - 1, 2**32 - 1], [0, 0]]
-    assert not any(scalars[name].any() for name in ("stateful", "beam", "num_top")) and not batch.masked.any()
+    assert samples["temperature"].tolist() == [0.5, 0.0, 1.0, 0.0] and samples["top_k"].tolist() == [7, 0, 0, 0]
+    np.testing.assert_allclose(samples["top_p"], [0.9, 1, 1, 1])
+    np.testing.assert_allclose(samples["min_p"], [0.1, 0, 0, 0])
+    assert sampling.seeds.tolist() == [[2, 5], *[[2**32 - 1, 2**32 - 1]] * 2, [0, 0]]
+    assert not any(samples[name].any() for name in ("stateful", "beam", "num_top", "masked"))
 
 
 def test_the_device_reads_what_the_host_wrote():
-    """Each scalar in its own column, with its own dtype."""
+    """Each setting in its column, with its dtype."""
     lab = Lab()
     params = SamplingParams(
         temperature=0.5, top_k=7, top_p=0.25, min_p=0.125, presence_penalty=0.5, frequency_penalty=-1.0,
@@ -150,8 +151,8 @@ def test_the_device_reads_what_the_host_wrote():
     row = lab.plan.rows[0].row
     assert first == {
         "temperature": 0.5, "top_k": 7, "top_p": 0.25, "min_p": 0.125, "seeds": [2, 5], "positions": 3,
-        "presence": 0.5, "frequency": -1.0, "repetition": 1.5, "rows": row, "stateful": True, "counted": -1,
-        "beam": False, "masked": False, "num_top": 3,
+        "presence": 0.5, "frequency": -1.0, "repetition": 1.5, "rows": row, "stateful": True,
+        "beam": False, "masked": False, "num_top": 3, "num_prompt_tokens": 3, "last_tokens": 3,
     }  # fmt: skip
     padding = {name: np.asarray(x)[1].tolist() for name, x in lab.sampling._asdict().items() if x is not None}
     assert padding["rows"] == -1 and padding["temperature"] == 0 and padding["repetition"] == padding["top_p"] == 1
@@ -166,9 +167,9 @@ def test_several_samples_of_one_prompt():
     assert lab.bucket == Bucket(24, 4, False)
     assert batch.sampled_from.tolist() == [2, 2, 2, 3] and lab.sampling.positions.tolist() == [3, 3, 3, 1]
     assert lab.sampling.seeds[:3].tolist() == [[2**32 - 1, 2**32 - 1], [0, 0], [0, 1]]
-    assert lab.scalars["num_top"].tolist() == [1, 1, 1, 3], "a beam brings one that goes on beside two that may end it"
+    assert lab.samples["num_top"].tolist() == [1, 1, 1, 3], "a beam brings one that goes on beside two that may end it"
     assert lab.made.num_top.tolist() == [0, 0, 0, 3]
-    assert lab.scalars["beam"].tolist() == [0, 0, 0, 1]
+    assert lab.samples["beam"].tolist() == [0, 0, 0, 1]
 
 
 def test_a_prompt_row_is_never_a_decode_row():
@@ -247,8 +248,8 @@ def test_state_masks_and_targets():
         batch = lab.schedule()
         assert lab.bucket.decode == (not targets)
         assert batch.targets[batch.targets >= 0].tolist() == targets
-        assert (int(lab.sampling.counted[0]) == -1) != is_output, "the token that it takes in, if that is output"
-        assert lab.scalars["stateful"][0] and batch.masked.tolist() == [1] + [0] * (len(batch.masked) - 1)
+        assert (lab.sampling.positions[0] > 3) == is_output, "the token that it takes in is counted if that is output"
+        assert lab.samples["stateful"][0] and lab.samples["masked"].tolist() == [1] + [0] * (len(lab.samples) - 1)
         assert lab.plan.masked == ((lab.plan.rows[0].row, forbidden),) and lab.made.mask_of.tolist() == [0]
         lab.commit(8, prompt=prompt)
         prompt = []
@@ -294,8 +295,8 @@ def test_top_k_beyond_int32_keeps_every_token(top_k, expected):
     lab = Lab()
     lab.add("a", [1], SamplingParams(temperature=1e-5, top_k=top_k))
     lab.schedule()
-    assert lab.scalars["top_k"][0] == expected
-    assert lab.scalars["temperature"][0] == np.float32(1e-5), "it is drawn, not greedy"
+    assert lab.samples["top_k"][0] == expected
+    assert lab.samples["temperature"][0] == np.float32(1e-5), "it is drawn, not greedy"
 
 
 class Writer:
@@ -339,8 +340,8 @@ def test_masks_of_branches_alone():
     late = {"min_tokens": 2, "stop_token_ids": [40], "max_tokens": 3}
     for name, params in (("before", {}), ("pair", {"n": 2, **late}), ("after", {}), ("last", late)):
         lab.add(name, [1], SamplingParams(**params))
-    batch = lab.schedule()
-    assert batch.masked.tolist() == [0, 1, 1, 0, 1, 0] and lab.made.mask_of.tolist() == [-1, 0, 0, -1, 1]
+    lab.schedule()
+    assert lab.samples["masked"].tolist() == [0, 1, 1, 0, 1, 0] and lab.made.mask_of.tolist() == [-1, 0, 0, -1, 1]
     assert [row for row, _ in lab.plan.masked] == [lab.plan.rows[1].row, lab.plan.rows[3].row]
 
 
@@ -348,12 +349,12 @@ def test_masks_of_branches_alone():
 def test_a_layout_unpacks_what_it_packs(bucket):
     layout = Layout(bucket, 8)
     buffer, batch = layout.empty()
-    assert buffer.dtype == np.int32 and all(np.shares_memory(array, buffer) for array in leaves(batch))
+    assert buffer.dtype == np.int32 and all(np.shares_memory(array, buffer) for array in jax.tree.leaves(batch))
     assert len(batch.tokens) == bucket.num_tokens and len(batch.context_lens) == bucket.num_seqs
-    for i, array in enumerate(leaves(batch)):
+    for i, array in enumerate(jax.tree.leaves(batch)):
         array[...] = i
-    found = [np.unique(array).tolist() for array in leaves(layout.unpack(buffer))]
-    assert found == [[i] for i in range(len(leaves(batch)))]
+    found = [np.unique(array).tolist() for array in jax.tree.leaves(layout.unpack(buffer))]
+    assert found == [[i] for i in range(len(jax.tree.leaves(batch)))]
     assert (layout.empty()[1].targets == -1).all(), "padding is not written over"
 
 
@@ -361,8 +362,8 @@ def test_each_array_starts_at_a_multiple_of_256_bytes():
     """Mosaic's runtime refuses others."""
     layout = Layout(Bucket(64, 7, False), 3, lists_of_two_windows)
     buffer, batch = layout.empty()
-    starts = [array.ctypes.data - buffer.ctypes.data for array in leaves(batch)]
-    assert not any(start % 256 for start in starts) and len(set(starts)) == len(starts) == 17
+    starts = [array.ctypes.data - buffer.ctypes.data for array in jax.tree.leaves(batch)]
+    assert not any(start % 256 for start in starts) and len(set(starts)) == len(starts) == 15
 
 
 class Lists(NamedTuple):
@@ -370,8 +371,8 @@ class Lists(NamedTuple):
     rows: tuple[np.ndarray, ...]
 
 
-def lists_of_two_windows(bucket, context_lens_s, cu_q_lens_s1, decodes_s):
-    return tuple(Lists(context_lens_s + i, (decodes_s,)) for i in range(2))
+def lists_of_two_windows(batch, decode):
+    return tuple(Lists(batch.context_lens + i, (batch.decodes,)) for i in range(2))
 
 
 def test_lists_of_work_are_those_of_the_lengths():

@@ -58,7 +58,7 @@ def test_the_ops_are_told_scales_of_an_fp8_pool_and_angles_of_keys_that_are_to_b
     )  # fmt: skip
     pool, angles = ["k0", "v0", "k1", "v1"], ("cos", "sin") if rotated else (None, None)
     spec = AttentionSpec(0.5, window=7)
-    assert cache.attend(pool, 1, spec, batch, decode, "q", "k", "v", *angles) == "attention"
+    assert cache.attend(pool, 1, spec, batch, decode, ("q", "k", "v"), angles) == "attention"
     assert pool == ["k0", "v0", "new k", "new v"]
     writing, (attending, options) = calls["write"], calls["decode" if decode else "ragged"]
     assert writing[0] == ("k1", "v1", "k", "v", "slots") and len(calls) == 2

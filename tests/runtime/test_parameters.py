@@ -198,7 +198,7 @@ def test_arrays_of_another_mesh_share_memory_if_they_lie_in_the_same_way(
 
 @pytest.mark.parametrize("dtype, quantization", [(jnp.int8, "int8"), (jnp.float8_e4m3fn, "fp8")])
 def test_what_is_to_be_quantized_is_told(leaves, tree, dtype, quantization):
-    tree._given[NORM] = jax.ShapeDtypeStruct((64,), dtype)
+    tree._module_params[NORM] = jax.ShapeDtypeStruct((64,), dtype)
     told = rf": pass the model through jpaged\.quantize\(model, '{quantization}'\)$"
     with pytest.raises(ValueError, match=f"^params: {NORM} is float32, not {jnp.dtype(dtype)}{told}"):
         tree.check(nested(leaves))

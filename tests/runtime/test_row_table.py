@@ -7,6 +7,7 @@ from jpaged.core.params import BeamSearchParams, SamplingParams
 from jpaged.core.plan import Admitted, Chosen, Entry, Scheduled, StepPlan
 from jpaged.runtime.batch import Buckets, Layout, make_batch
 from jpaged.runtime.row_table import RowTable
+from jpaged.runtime.sampling_row import COLUMNS, ROW, ROW_WORDS
 from jpaged.runtime.sampling_settings import Settings
 
 LIMITS = Limits(32, 4, 16)
@@ -31,8 +32,8 @@ def tokens_at(rows: RowTable, *places: tuple[int, int]) -> list[int]:
     return found.tolist()
 
 
-def seeds(scalars: np.ndarray) -> list[int]:
-    return [int(high) << 32 | int(low) for high, low in zip(scalars["seed_high"], scalars["seed_low"])]
+def seeds(sampling: np.ndarray) -> list[int]:
+    return [high << 32 | low for high, low in sampling["seeds"].tolist()]
 
 
 def test_everything_is_int32():
@@ -41,7 +42,7 @@ def test_everything_is_int32():
         np.dtype("i4")
     }
     assert rows.targets(1, 0, 2).dtype == rows.num_prompt_tokens.dtype == np.int32
-    assert rows.scalar_bits.shape[0] == 4 and np.shares_memory(rows.scalar_bits, rows.scalars)
+    assert rows.sampling_words.shape == (4, ROW_WORDS) and np.shares_memory(rows.sampling_words, rows.sampling)
 
 
 def test_the_token_after_the_known_ones_is_the_rows_last_sample():
@@ -67,26 +68,41 @@ def test_lists_are_as_long_as_was_asked_for():
         admission(2, SamplingParams(prompt_logprobs=0), num_top=5, num_scored=1),
     )  # fmt: skip
     assert rows.num_top.tolist()[:3] == [-1, 0, 5] and rows.prompt_top[:3] == [-1, 3, 0]
-    assert rows.scalars["num_top"][:3].tolist() == [0, 1, 5]
+    assert rows.sampling["num_top"][:3].tolist() == [0, 1, 5]
     assert [rows.targets(row, 0, 3).tolist() for row in range(3)] == [[-1] * 3, [8, 9, -1], [-1, 9, -1]]
 
 
-def test_only_drawn_rows_have_seeds():
+def test_a_row_has_the_seed_of_its_last_token_that_the_host_has_chosen():
     seed = 2**40 + 5
-    greedy, beams = SamplingParams(temperature=0), BeamSearchParams(beam_width=2)
-    rows = table(admission(0, greedy, seed=seed), admission(1, seed=seed), admission(2, beams, seed=seed))
-    rows.apply(StepPlan(chosen=(Chosen(0, 1, seed), Chosen(1, 1, seed + 1), Chosen(2, 1, seed))))
-    assert seeds(rows.scalars[:3]) == [0, seed + 1, 0]
+    rows = table(admission(0, seed=seed), admission(1, seed=seed))
+    rows.apply(StepPlan(chosen=(Chosen(1, 1, seed + 1),)))
+    assert seeds(rows.sampling[:2]) == [seed, seed + 1]
+
+
+def test_beams_and_greedy_rows_have_no_filters():
+    filtered = dict(top_p=0.5, top_k=3, min_p=0.1)
+    cold, warm = (SamplingParams(temperature=temperature, **filtered) for temperature in (1e-6, 1.0))
+    rows = table(admission(0, cold), admission(1, warm), admission(2, BeamSearchParams(beam_width=2, max_tokens=3)))
+    assert rows.settings[:3].tolist() == [Settings.GREEDY, Settings.FILTERED, Settings.ANY]
+    for name in ("temperature", *filtered):
+        neutral = COLUMNS[name].neutral
+        assert (rows.sampling[name][:3] != neutral).tolist() == [False, True, False], name
+
+
+def test_a_copied_row_has_the_settings_of_its_source():
+    rows = table(admission(1, SamplingParams(min_p=0.25)))
+    rows.apply(StepPlan(row_copies=((1, 3),)))
+    assert rows.settings.tolist() == [0, Settings.FILTERED, 0, Settings.FILTERED]
+    assert rows.sampling["min_p"].tolist() == [0, 0.25, 0, 0.25] and rows.sampling["rows"].tolist() == [-1, 1, -1, 3]
 
 
 def test_branches_add_to_the_seeds_of_their_own_row():
-    """Also across the lower half of the seed, and not where tokens are not drawn."""
-    first, greedy = 2**32 - 1, SamplingParams(temperature=0)
-    rows = table(admission(0, seed=first), admission(1, seed=50), admission(2, greedy, seed=9))
+    """Also across the lower half of the seed."""
+    first = 2**32 - 1
+    rows = table(admission(0, seed=first), admission(1, seed=50), admission(2, seed=9))
     plan = StepPlan((Scheduled(0, 0, 3, 2), Scheduled(1, 0, 3, 1), Scheduled(2, 0, 3, 1)))
     made = make_batch(plan, rows, BUCKETS, LAYOUTS)
-    scalars = made.batch.scalars.view(rows.scalars.dtype)[:4, 0]
-    assert seeds(scalars) == [first, first + 1, 50, 0]
+    assert seeds(made.batch.samples.view(ROW)[:4, 0]) == [first, first + 1, 50, 9]
 
 
 def test_a_batch_lies_in_its_buffer_and_has_no_masks_unless_the_plan_has():

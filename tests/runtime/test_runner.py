@@ -24,8 +24,8 @@ from jpaged.runtime.batch import Bucket, Layout
 from jpaged.runtime.compilation_cache import cache_folder
 from jpaged.runtime.kernel_choice import select_kernels
 from jpaged.runtime.kv_cache import KVCache
-from jpaged.runtime.row_table import NUM_SCALARS
 from jpaged.runtime.runner import ModelRunner
+from jpaged.runtime.sampling_row import ROW_WORDS
 from jpaged.runtime.sampling_settings import Settings
 from jpaged.runtime.sampling_state import empty_state
 from jpaged.runtime.shapes import Shapes
@@ -201,7 +201,7 @@ def step_avals(llama: ModelConfig, dtype: str, bucket: Bucket):
 def samples_of(bucket: Bucket, hidden) -> tuple:
     """Return the arguments of `choose` except its parameters and the arrays that it changes."""
     bits = jax.ShapeDtypeStruct((bucket.num_seqs, -(-LLAMA.vocab_size // 32)), jnp.uint32)
-    return hidden, jax.ShapeDtypeStruct((bucket.num_seqs, NUM_SCALARS + 4), jnp.int32), bits
+    return hidden, jax.ShapeDtypeStruct((bucket.num_seqs, ROW_WORDS), jnp.int32), bits
 
 
 def nbytes(tree) -> int:

@@ -12,9 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jpaged.core.params import SamplingParams
+from jpaged.core.plan import Admitted
 from jpaged.runtime.sampler import (
     Sampled,
-    Sampling,
+    SampleOptions,
     _gumbel,
     _keep_likely,
     _process,
@@ -24,12 +26,13 @@ from jpaged.runtime.sampler import (
     sample,
     token_logprobs,
 )
+from jpaged.runtime.sampling_row import COLUMNS, FILTERS, Sampling
 from jpaged.runtime.sampling_state import SamplingState, empty_state, host_row
 
 
 def count_and_sample(logits, state, sampling, num_top, processed=False):
     state = count(state, sampling)
-    return sample(logits, state, sampling, num_top, processed=processed), state
+    return sample(logits, state, sampling, SampleOptions(num_top, processed)), state
 
 
 SAMPLE = jax.jit(count_and_sample, static_argnums=(3, 4))
@@ -66,25 +69,16 @@ class Row:
 
 def empty_sampling(num_samples: int, vocab_size: int) -> Sampling:
     """Return arrays for greedy samples, without filters or state."""
-    s = num_samples
-    return Sampling(
-        temperature=np.zeros(s, np.float32),
-        top_k=np.zeros(s, np.int32),
-        top_p=np.ones(s, np.float32),
-        min_p=np.zeros(s, np.float32),
-        seeds=np.zeros((s, 2), np.uint32),
-        positions=np.zeros(s, np.int32),
-        presence=np.zeros(s, np.float32),
-        frequency=np.zeros(s, np.float32),
-        repetition=np.ones(s, np.float32),
-        rows=np.full(s, -1, np.int32),
-        stateful=np.zeros(s, np.bool),
-        counted=np.full(s, -1, np.int32),
-        beam=np.zeros(s, np.bool),
-        masked=np.zeros(s, np.bool),
-        allowed_bits=np.zeros((s, -(-vocab_size // 32)), np.uint32),
-        num_top=np.zeros(s, np.int32),
-    )
+    columns = {
+        name: np.full((num_samples, *column.shape), column.neutral, column.dtype) for name, column in COLUMNS.items()
+    }
+    return Sampling(**columns, allowed_bits=np.zeros((num_samples, -(-vocab_size // 32)), np.uint32))
+
+
+def filters(top_k, top_p, min_p) -> Sampling:
+    """Return settings of which the filters alone are looked at."""
+    columns = np.asarray(top_k, np.int32), np.asarray(top_p, np.float32), np.asarray(min_p, np.float32)
+    return empty_sampling(len(columns[0]), 1)._replace(**dict(zip(FILTERS, columns, strict=True)))
 
 
 def pack(rows: list[Row], vocab_size: int = V) -> tuple[SamplingState, Sampling]:
@@ -101,12 +95,15 @@ def pack(rows: list[Row], vocab_size: int = V) -> tuple[SamplingState, Sampling]
         sampling.seeds[i] = row.seed >> 32, row.seed & 0xFFFFFFFF
         sampling.positions[i] = row.position
         sampling.beam[i], sampling.num_top[i] = row.beam, row.num_top
-        if row.pending and row.output:
-            sampling.counted[i] = row.output[-1]
+        is_pending = row.pending and bool(row.output)
+        sampling.num_prompt_tokens[i] = row.position - 1 if is_pending else np.iinfo(np.int32).max
+        sampling.last_tokens[i] = row.output[-1] if is_pending else 0
         if row.stateful:
             sampling.stateful[i], sampling.rows[i] = True, s - i
             counted = row.output[:-1] if row.pending else row.output
-            values = host_row(vocab_size, row.prompt, counted, row.bias, None, row.banned, row.listed)
+            params = SamplingParams(logit_bias=row.bias, logprob_token_ids=row.listed or None)
+            admitted = Admitted(0, (*row.prompt, *counted, 0), len(row.prompt), params, 0, (), banned=row.banned)
+            values = host_row(admitted, vocab_size)
             for array, value in zip(state, values, strict=True):
                 array[s - i] = value
         if row.allowed is not None:
@@ -329,17 +326,17 @@ def test_filters_that_keep_more_or_fewer_tokens_than_the_list_of_the_likely_has(
 @pytest.mark.parametrize("size", [8, 40])
 def test_the_threshold_of_a_list_is_that_of_the_vocabulary_if_the_list_has_all_that_is_kept(size):
     """Every combination of filters, on values of which many are equal."""
-    filters = list(itertools.product([0, 1, 2, 3, 7, 8, 9, 40, 1000], [1.0, 0.99, 0.7, 0.3, 0.05], [0, 0.1, 0.5, 1]))
-    columns = [np.asarray(column, dtype) for column, dtype in zip(zip(*filters), (np.int32, np.float32, np.float32))]
+    kinds = list(itertools.product([0, 1, 2, 3, 7, 8, 9, 40, 1000], [1.0, 0.99, 0.7, 0.3, 0.05], [0, 0.1, 0.5, 1]))
+    sampling = filters(*zip(*kinds))
     rng, decided = np.random.default_rng(1), 0
     with_ties = [np.round(2 * rng.normal(0, 1.5, 40)) / 2 for _ in range(4)]
     one_less_than_the_list = np.where(np.arange(40) < 7, -0.1 * np.arange(40), -20)
     almost_certain = np.where(np.arange(40) < 1, 0, -30.0 - np.arange(40))
     for values in (*with_ties, one_less_than_the_list, almost_certain):
-        x = np.tile(np.float32(values), (len(filters), 1))
+        x = np.tile(np.float32(values), (len(kinds), 1))
         best = -np.sort(-x, axis=-1)[:, :size]
-        thresholds = _threshold_of_list(x, best, *columns)[:, 0]
-        for x_v, threshold, (top_k, top_p, min_p) in zip(x, thresholds, filters):
+        thresholds = _threshold_of_list(x, best, sampling)[:, 0]
+        for x_v, threshold, (top_k, top_p, min_p) in zip(x, thresholds, kinds):
             expected = kept(x_v, top_k, top_p, min_p)
             # The share of top-p is that of all that top-k keeps.
             is_total = top_k <= size or top_k >= 40 or kept(x_v, top_k, 1.0, min_p).sum() < size
@@ -528,7 +525,7 @@ def test_the_best_tokens_of_vocabularies_large_and_small(vocab_size, k):
 )
 def test_the_tokens_kept_are_those_a_sort_would_keep(seed, top_k, top_p, min_p, grid):
     x = logits_of(seed, 1, grid=grid, vocab_size=50)
-    got = np.isfinite(KEEP(x, np.int32([top_k]), np.float32([top_p]), np.float32([min_p])))[0]
+    got = np.isfinite(KEEP(x, filters([top_k], [top_p], [min_p])))[0]
     # float32 sums may end the nucleus a token early or late.
     options = [kept(x[0], top_k, p, min_p).tolist() for p in (top_p, top_p - 1e-7, min(top_p + 1e-7, 1))]
     assert got.tolist() in options
@@ -537,21 +534,21 @@ def test_the_tokens_kept_are_those_a_sort_would_keep(seed, top_k, top_p, min_p, 
 @pytest.mark.parametrize("top_k, top_p", [(2, 1.0), (0, 0.5)])
 def test_ties_stay_together(top_k, top_p):
     x = np.asarray([[1.0, 2.0, 2.0, 2.0, -5.0], [-1.0, 0.0, -0.0, 0.0, -5.0]], np.float32)
-    got = KEEP(x, np.int32([top_k] * 2), np.float32([top_p] * 2), np.zeros(2, np.float32))
+    got = KEEP(x, filters([top_k] * 2, [top_p] * 2, [0, 0]))
     assert np.isfinite(got).tolist() == [[False, True, True, True, False]] * 2
 
 
 @pytest.mark.parametrize("low", np.nextafter(np.float32([1.0, 1.0, -1.0, -1.0]), np.float32([1.0, 2.0, -1.0, -2.0])))
 def test_adjacent_numbers_are_told_apart(low):
     x = np.float32([[low, np.nextafter(low, np.float32(9))]])
-    got = KEEP(x, np.int32([1]), np.float32([1]), np.float32([0]))
+    got = KEEP(x, filters([1], [1], [0]))
     assert np.isfinite(got).tolist() == [[False, True]]
 
 
 def test_no_nucleus_is_taken_where_top_p_is_1():
     """The first token alone has a probability of 1 in float32."""
     x = np.float32([[0.0, -30.0, -60.0]])
-    assert np.isfinite(KEEP(x, np.int32([0]), np.float32([1.0]), np.zeros(1, np.float32))).all()
+    assert np.isfinite(KEEP(x, filters([0], [1], [0]))).all()
 
 
 DRAWS = 20000

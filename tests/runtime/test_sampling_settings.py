@@ -9,39 +9,34 @@ import pytest
 from jpaged import BeamSearchParams, SamplingParams
 from jpaged.llm import LLM
 from jpaged.models.checkpoint import dummy_model
-from jpaged.runtime.row_table import SCALARS
-from jpaged.runtime.sampler import Sampling, sample
-from jpaged.runtime.sampling_settings import Settings, settings_of
+from jpaged.runtime.sampler import SampleOptions, sample
+from jpaged.runtime.sampling_row import Sampling
+from jpaged.runtime.sampling_row import pack as pack_row
+from jpaged.runtime.sampling_settings import Settings
 from jpaged.runtime.sampling_state import empty_state
 from tests.runtime.test_runner import LIMITS, LLAMA
+from tests.runtime.test_sampler import empty_sampling
 from tests.support.few_shapes import few_shapes
 
 ROWS, VOCAB = 6, 500
 
 
-def scalars_of(**columns) -> np.ndarray:
-    scalars = np.zeros(3, SCALARS)
-    scalars["top_p"] = scalars["repetition"] = 1
-    for name, values in columns.items():
-        scalars[name] = values
-    return scalars
-
-
 @pytest.mark.parametrize(
-    ("columns", "expected"),
+    ("params", "expected"),
     [
-        ({}, Settings.GREEDY),
-        (dict(top_p=0.5, top_k=3), Settings.GREEDY),  # nothing is drawn
-        (dict(temperature=[0, 1, 0]), Settings.DRAWN),
-        (dict(temperature=[0, 1, 0], top_p=[0.5, 1, 1]), Settings.DRAWN),
-        *((dict(temperature=1) | each, Settings.FILTERED) for each in ({"top_p": 0.9}, {"top_k": 4}, {"min_p": 0.1})),
-        *(({name: [0, 0, 1]}, Settings.ANY) for name in ("stateful", "beam", "num_top")),
+        (SamplingParams(temperature=0), Settings.GREEDY),
+        (SamplingParams(temperature=0, top_p=0.5, top_k=3), Settings.GREEDY),  # nothing is drawn
+        (SamplingParams(), Settings.DRAWN),
+        (SamplingParams(top_k=-1), Settings.DRAWN),
+        *((SamplingParams(**each), Settings.FILTERED) for each in ({"top_p": 0.9}, {"top_k": 4}, {"min_p": 0.1})),
+        (SamplingParams(temperature=0, presence_penalty=1), Settings.ANY),
+        (SamplingParams(temperature=0, logit_bias={1: 2.0}), Settings.ANY),
+        (BeamSearchParams(beam_width=2), Settings.ANY),
     ],
-)  # fmt: skip
-def test_settings_are_those_that_a_row_uses(columns, expected):
-    scalars = scalars_of(**columns)
-    assert settings_of(scalars, np.zeros(3, bool)) is expected
-    assert settings_of(scalars, np.array([False, False, True])) is Settings.ANY
+)
+def test_settings_are_those_that_a_row_uses(params, expected):
+    assert pack_row(params, {})[1] is expected
+    assert pack_row(params, {"num_top": 1})[1] is Settings.ANY
 
 
 def sampling_with(settings: Settings, seed: int) -> Sampling:
@@ -49,31 +44,28 @@ def sampling_with(settings: Settings, seed: int) -> Sampling:
     rng = np.random.default_rng(seed)
     temperature = np.where(np.arange(ROWS) % 3 == 0, 0, rng.uniform(0.3, 2, ROWS)) * (settings >= Settings.DRAWN)
     filtered = settings >= Settings.FILTERED
-    flat = np.zeros(ROWS, np.float32)
-    return Sampling(
+    return empty_sampling(ROWS, VOCAB)._replace(
         temperature=temperature.astype(np.float32),
         top_k=(rng.choice([0, 1, 5, 200], ROWS) * filtered).astype(np.int32),
         top_p=np.where(filtered, rng.choice([1, 0.5, 0.99], ROWS), 1).astype(np.float32),
         min_p=(rng.choice([0, 0.05], ROWS) * filtered).astype(np.float32),
-        seeds=rng.integers(0, 2**32, (ROWS, 2), np.uint32), positions=rng.integers(0, 99, ROWS).astype(np.int32),
-        presence=flat, frequency=flat, repetition=flat + 1, rows=np.arange(ROWS, dtype=np.int32),
-        stateful=flat > 0, counted=np.full(ROWS, -1, np.int32), beam=flat > 0, masked=flat > 0,
-        allowed_bits=np.zeros((ROWS, -(-VOCAB // 32)), np.uint32), num_top=np.zeros(ROWS, np.int32),
-    )  # fmt: skip
+        seeds=rng.integers(0, 2**32, (ROWS, 2), np.uint32),
+        positions=rng.integers(0, 99, ROWS).astype(np.int32),
+    )
 
 
 @pytest.mark.parametrize("settings", [Settings.GREEDY, Settings.DRAWN, Settings.FILTERED])
 def test_each_executable_chooses_as_the_one_for_all_settings(settings):
-    run = jax.jit(sample, static_argnums=(3,), static_argnames=("settings",))
-    state = empty_state(ROWS, VOCAB)
+    run = jax.jit(sample, static_argnums=3)
+    state, options = empty_state(ROWS, VOCAB), lambda settings: SampleOptions(20, settings=settings)
     for seed in range(3):
         logits = (np.random.default_rng(seed).standard_normal((ROWS, VOCAB)) * (1 + seed)).astype(np.float32)
         sampling = sampling_with(settings, seed)
-        found, expected = (run(logits, state, sampling, 20, settings=each) for each in (settings, Settings.ANY))
+        found, expected = (run(logits, state, sampling, options(each)) for each in (settings, Settings.ANY))
         for name in found._fields:
             np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), err_msg=name)
     if settings is not Settings.GREEDY:
-        greedy = run(logits, state, sampling, 20, settings=Settings.GREEDY)
+        greedy = run(logits, state, sampling, options(Settings.GREEDY))
         assert (np.asarray(greedy.tokens) != np.asarray(expected.tokens)).any(), "the settings make a difference"
 
 

@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jpaged.core.params import SamplingParams
+from jpaged.core.plan import Admitted
 from jpaged.runtime.sampling_state import SamplingState, copy_rows, count_tokens, empty_state, host_row, write_row
 
 R, V = 5, 37
@@ -40,7 +42,7 @@ def test_write_row_writes_that_row_alone(row):
     if row >= 0:
         for array, value in zip(expected, values):
             array[row] = value
-    assert_same(FUNCTIONS[write_row](before, np.int32(row), *values), expected)
+    assert_same(FUNCTIONS[write_row](before, np.int32(row), tuple(values)), expected)
 
 
 @settings(max_examples=60)
@@ -68,7 +70,7 @@ def test_count_tokens_counts_each_and_no_padding():
 def test_padding_writes_nothing_where_there_are_more_rows_than_tokens():
     before = random_rows(np.random.default_rng(0), 7, 3)
     padding = {
-        write_row: (np.int32(-1), *random_rows(np.random.default_rng(1), 3)),
+        write_row: (np.int32(-1), tuple(random_rows(np.random.default_rng(1), 3))),
         copy_rows: (np.int32([0, -1]), np.int32([-1, 4])),
         count_tokens: (np.int32([-1, 4]), np.int32([2, -1])),
     }
@@ -81,7 +83,7 @@ def test_a_donated_state_is_changed_in_place(function):
     num_rows, vocab_size = 64, 1000
     state = empty_state(num_rows, vocab_size)
     arguments = {
-        write_row: (np.int32(1), *(array[0] for array in state)),
+        write_row: (np.int32(1), tuple(array[0] for array in state)),
         copy_rows: (np.zeros(4, np.int32), np.zeros(4, np.int32)),
         count_tokens: (np.zeros(4, np.int32), np.zeros(4, np.int32)),
     }[function]
@@ -91,10 +93,12 @@ def test_a_donated_state_is_changed_in_place(function):
 
 
 def test_the_row_of_a_sequence():
-    counts, in_prompt, bias, listed = host_row(
-        8, (1, 1, 3), (2, 7, 2), bias={0: 1.5, 4: -100, 5: 3, 6: 2}, allowed_token_ids=(0, 4, 6, 7), banned_tokens=(6,),
-        listed_tokens=(7, 2),
-    )  # fmt: skip
+    """The last token of its output is not counted."""
+    params = SamplingParams(
+        logit_bias={0: 1.5, 4: -100, 5: 3, 6: 2}, allowed_token_ids=(0, 4, 6, 7), logprob_token_ids=(7, 2)
+    )
+    admitted = Admitted(0, (1, 1, 3, 2, 7, 2, 5), 3, params, 0, (), banned=(6,))
+    counts, in_prompt, bias, listed = host_row(admitted, 8)
     inf = np.inf
     assert (counts.dtype, in_prompt.dtype, bias.dtype) == (np.int32, np.bool, np.float32)
     assert counts.tolist() == [0, 0, 2, 0, 0, 0, 0, 1]
@@ -104,7 +108,8 @@ def test_the_row_of_a_sequence():
 
 
 def test_the_row_of_a_sequence_that_asks_for_nothing():
-    counts, in_prompt, bias, listed = host_row(4, (), ())
+    admitted = Admitted(0, (), 0, SamplingParams(), 0, ())
+    counts, in_prompt, bias, listed = host_row(admitted, 4)
     assert counts.shape == in_prompt.shape == bias.shape == (4,) and listed.tolist() == [-1] * 4
-    assert len(host_row(1000, (), ())[-1]) == 128
+    assert len(host_row(admitted, 1000)[-1]) == 128
     assert not counts.any() and not in_prompt.any() and not bias.any()

@@ -10,7 +10,7 @@ from jpaged.config import Limits
 from jpaged.models.config import ModelConfig
 from jpaged.runtime import shapes as shapes_module
 from jpaged.runtime.batch import Bucket, Buckets
-from jpaged.runtime.row_table import NUM_SCALARS
+from jpaged.runtime.sampling_row import ROW_WORDS
 from jpaged.runtime.shapes import Shapes
 from tests.runtime.caches import placement_of
 
@@ -85,7 +85,7 @@ def test_the_largest_steps_are_measured(shapes, monkeypatch):
     assert shapes.sampling_temporaries(step, params, state, last, 64, "bfloat16") == 12345
     for call in step.choose.calls:
         assert call[:3] == (params, state, last)
-        assert list(map(described, call[3:5])) == [((4, 64), "bfloat16"), ((4, NUM_SCALARS + 4), "int32")]
+        assert list(map(described, call[3:5])) == [((4, 64), "bfloat16"), ((4, ROW_WORDS), "int32")]
         assert call[5] is shapes.no_bits[4]
     (scored,) = step.score.calls
     assert scored[0] is params

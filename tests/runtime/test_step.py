@@ -1,6 +1,7 @@
 """How a step calls the ops: with each layer's own arrays, and the batch's layout unchanged."""
 
 import functools
+import math
 import types
 
 import jax
@@ -14,7 +15,7 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.layers import product
 from jpaged.runtime.batch import Bucket, Layout
 from jpaged.runtime.kv_cache import KVCache
-from jpaged.runtime.row_table import NUM_SCALARS, SCALARS
+from jpaged.runtime.sampling_row import COLUMNS, NEUTRAL, ROW, ROW_WORDS
 from jpaged.runtime.sampling_settings import Settings
 from jpaged.runtime.sampling_state import empty_state
 from jpaged.runtime.step import Step, forward, sampling_of
@@ -133,12 +134,10 @@ def test_only_a_decode_step_uses_the_decode_op(decode):
     batch.tokens[:3] = 5, -2, -1  # the last samples of rows 1 and 0
     batch.positions[:3] = 7, 8, 9
     batch.sampled_from[:] = 1, 0, 2, 3
-    batch.sample_rows[:3], batch.masked[:] = (0, 3, 1), (1, 0, 0, 1)
     batch.decodes[:] = 0, 1, 1, 1
     step = Step(graphdef, treedef, KVCache.of(LLAMA, 4, "float32", kernels), layouts, placement_of(LLAMA))
     (x_sd, rows_sf, x_td, targets_t), pool = step.forward(leaves, pool, jnp.array([30, 31]), buffer, bucket)
-    assert rows_sf[:, :-4].tolist() == batch.scalars.tolist()
-    assert rows_sf[:, -4:].T.tolist() == [[0, 3, 1, -1], [1, 0, 0, 1], [9, 8, 10, 1], [31, 5, 30, 0]]
+    assert rows_sf.tolist() == batch.samples.tolist()
     assert targets_t is None if decode else targets_t.tolist() == batch.targets.tolist()
     assert called == ["decode" if decode else "ragged"] * 3
     assert x_sd.shape == (4, LLAMA.hidden_size) and len(pool) == 6
@@ -149,37 +148,33 @@ def test_only_a_decode_step_uses_the_decode_op(decode):
         assert jnp.isnan(x_sd).all()
 
 
-def test_samples_are_chosen_as_their_rows_say():
-    """The token before a sample is counted if it is output: past the prompt of 3 tokens."""
-    scalars = np.zeros(4, SCALARS)
-    for i, name in enumerate(SCALARS.names):
-        scalars[name] = np.arange(4) + 10 * i
-    scalars["stateful"], scalars["beam"], scalars["num_prompt_tokens"] = (0, 1, 0, 1), (1, 0, 0, 1), 3
-    columns = np.int32([(2, -1, 0, 3), (0, 1, 0, 1), (3, 4, 9, 2), (7, 8, 9, 6)]).T
-    rows_sf = np.concatenate([scalars.view(np.int32).reshape(4, NUM_SCALARS), columns], axis=1)
+def test_every_setting_of_a_row_is_unpacked_with_its_dtype():
+    rows = np.full(4, NEUTRAL)
+    for i, (name, column) in enumerate(COLUMNS.items()):
+        values = np.arange(4 * math.prod(column.shape)).reshape(4, *column.shape)
+        rows[name] = values % 2 if column.dtype is bool else values + 10 * i
     bits = np.arange(8, dtype=np.uint32).reshape(4, 2)
-    found = sampling_of(jnp.asarray(rows_sf), bits)
-    for name in ("temperature", "top_k", "top_p", "min_p", "presence", "frequency", "repetition", "num_top"):
-        array = getattr(found, name)
-        assert array.tolist() == scalars[name].tolist() and array.dtype == scalars[name].dtype, name
-    seeds = np.stack([scalars["seed_high"], scalars["seed_low"]], axis=1)
-    assert found.seeds.tolist() == seeds.tolist() and found.seeds.dtype == np.uint32
-    assert found.stateful.tolist() == [False, True, False, True] and found.beam.tolist() == [True, False, False, True]
-    assert found.masked.tolist() == [False, True, False, True] and found.allowed_bits is bits
-    assert found.rows.tolist() == [2, -1, 0, 3] and found.positions.tolist() == [3, 4, 9, 2]
-    assert found.counted.tolist() == [-1, 8, 9, -1]
+    sampling = sampling_of(jnp.asarray(rows.view(np.int32).reshape(4, ROW_WORDS)), bits)
+    for name, column in COLUMNS.items():
+        array = getattr(sampling, name)
+        assert array.tolist() == rows[name].tolist() and array.dtype == column.dtype, name
+    assert sampling.allowed_bits is bits and ROW.itemsize == 4 * ROW_WORDS
 
 
 def test_samples_are_the_last_tokens_of_their_rows():
+    """The token before a sample is counted if it is output; a negative one is the last sample of a row."""
     graphdef, params = nnx.split(dummy_model(LLAMA, "float32", seed=0))
     leaves, treedef = jax.tree.flatten([params])
-    layout = Layout(Bucket(8, 4, True), 2)
     step = Step(graphdef, treedef, None, {}, placement_of(LLAMA))
-    rows_sf = np.concatenate([layout.empty()[1].scalars, np.int32([(0, 2, -1, -1)] + [(0,) * 4] * 3).T], axis=1)
-    last_tokens, state = jnp.full(4, 39), empty_state(4, LLAMA.vocab_size)
+    samples = np.full(4, NEUTRAL)
+    samples["rows"], samples["stateful"], samples["num_prompt_tokens"] = (0, 2, 3, -1), (1, 1, 1, 0), 4
+    samples["positions"], samples["last_tokens"] = (5, 5, 4, 5), (7, -2, 8, 9)
+    last_tokens, state = jnp.array([35, 36, 37, 38]), empty_state(4, LLAMA.vocab_size)
     x_sd = jnp.asarray(np.random.default_rng(0).normal(size=(4, LLAMA.hidden_size)), jnp.float32)
     bits = np.zeros((4, 2), np.uint32)
-    chosen, _, _, last = step.choose(leaves, state, last_tokens, x_sd, rows_sf, bits, Settings.ANY)
+    rows_sf = samples.view(np.int32).reshape(4, ROW_WORDS)
+    chosen, _, after, last = step.choose(leaves, state, last_tokens, x_sd, rows_sf, bits, Settings.ANY)
     tokens = chosen[0].tolist()
-    assert last.tolist() == [tokens[0], 39, tokens[1], 39] and 39 not in tokens[:2]
+    assert last.tolist() == [tokens[0], 36, *tokens[1:3]]
+    assert np.argwhere(after.output_counts).tolist() == [[0, 7], [2, 36]]
     assert last_tokens.is_deleted() and all(array.is_deleted() for array in state)

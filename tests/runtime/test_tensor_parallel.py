@@ -10,7 +10,7 @@ import pytest
 from jpaged.models.config import ModelConfig
 from jpaged.runtime import tensor_parallel
 from jpaged.runtime.placement import ALL, GROUP, KV, Placement
-from jpaged.runtime.sampler import Sampled
+from jpaged.runtime.sampler import Sampled, SampleOptions
 from jpaged.runtime.sampling_settings import Settings
 from jpaged.runtime.tensor_parallel import divide_kernels, sample_divided, whole_logits
 from pallas_kernels import select
@@ -31,32 +31,28 @@ def placement_of(vocab_size: int, num_devices: int = 4) -> Placement:
 
 
 @pytest.fixture
-def options(monkeypatch):
-    """The static arguments of `sample`, for which a function stands in that soon compiles and reads whole rows."""
-    found = {}
+def quick_sample(monkeypatch):
+    """A function in place of `sample` that soon compiles and reads whole rows."""
 
-    def sample(logits, state, sampling, num_top, **options):
-        found.update(options)
-        values, tokens = jax.lax.top_k(logits + state.output_counts[sampling.rows], num_top)
+    def sample(logits, state, sampling, options):
+        values, tokens = jax.lax.top_k(logits + state.output_counts[sampling.rows], options.num_top)
         return Sampled(sampling.positions, values[:, 0] + sampling.temperature, sampling.num_top, tokens, -values)
 
     monkeypatch.setattr(tensor_parallel, "sample", sample)
-    return found
 
 
 @pytest.mark.parametrize("settings", [Settings.ANY, Settings.DRAWN])
 @pytest.mark.parametrize("vocab_size, num_devices", [(96, 4), (97, 4), (96, 1)])
-def test_divided_samples_are_those_of_one_device(options, vocab_size, num_devices, settings):
+def test_divided_samples_are_those_of_one_device(quick_sample, vocab_size, num_devices, settings):
     """Of a vocabulary that the devices can divide, and of one that they can't. Tokens are counted for `ANY` only."""
     placement, logits = placement_of(vocab_size, num_devices), logits_of(3, len(ROWS), vocab_size=vocab_size)
     assert placement.splits_vocab == (vocab_size == 96 and num_devices == 4)
     state, sampling = pack(ROWS, vocab_size)
-    run = lambda *args: sample_divided(*args, NUM_TOP, placement, settings=settings, processed=True, several=True)
+    run = lambda *args: sample_divided(*args, SampleOptions(NUM_TOP, settings=settings), placement)
     sampled, after = jax.jit(run)(logits, state, sampling)
-    assert options == {"settings": settings, "processed": True, "several": True}
     counts = state.output_counts.copy()
     if settings is Settings.ANY:
-        counts[sampling.rows, sampling.counted] += 1
+        counts[sampling.rows, sampling.last_tokens] += 1
     np.testing.assert_array_equal(after.output_counts, counts)
     values = logits + counts[sampling.rows].astype(np.float32)
     best = np.argsort(-values, axis=1, kind="stable")[:, :NUM_TOP]
@@ -65,12 +61,6 @@ def test_divided_samples_are_those_of_one_device(options, vocab_size, num_device
     for array, other, kind in zip(sampled, expected, "ifiif", strict=True):
         np.testing.assert_array_equal(array, other)
         assert array.dtype.kind == kind
-
-
-def test_samples_have_no_settings_by_default(options):
-    run = lambda *args: sample_divided(*args, NUM_TOP, placement_of(96, 1))
-    jax.eval_shape(run, logits_of(3, len(ROWS), vocab_size=96), *pack(ROWS, 96))
-    assert options == {"settings": Settings.ANY, "processed": False, "several": False}
 
 
 @pytest.mark.parametrize("vocab_size", [96, 97])

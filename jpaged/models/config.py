@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 from jpaged.config import DTYPES
-from jpaged.models.field_types import MAX_SIZE, check_types
+from jpaged.models.field_types import MAX_SIZE, Hf, check_types
 from jpaged.models.rope_config import EXTENDING, RopeConfig
 from jpaged.models.variation import Variation
 
@@ -46,7 +46,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 MAX_LAYERS = 512
 
 
-def _check_layers(count: Any) -> None:
+def _check_layers(count: object) -> None:
     if type(count) is not int:
         raise ValueError(f"num_hidden_layers: must be a whole number, not {reprlib.repr(count)}")
     if count > MAX_LAYERS:
@@ -57,13 +57,13 @@ def _check_layers(count: Any) -> None:
 class ModelConfig:
     """Configuration of a dense Llama, with the field names of its Hugging Face `config.json`.
 
-    Configurations of other architectures derive from it: they name their `defaults` of missing fields, the further
-    fields that they read (`reads`, names in `NEUTRAL`), and return their `variation_of` Llama's decoder.
+    Configurations of other architectures derive from it. They have `defaults` for missing fields, list further fields
+    that they read (`reads`, names in `NEUTRAL`), and return their `variation_of` Llama's decoder.
     """
 
     architecture: ClassVar[str] = "LlamaForCausalLM"  # as `architectures` names it
     model_type: ClassVar[str] = "llama"
-    defaults: ClassVar[dict[str, Any]] = {}
+    defaults: ClassVar[Hf] = {}
     reads: ClassVar[frozenset[str]] = frozenset()
     mlp_matrices: ClassVar[int] = 3  # with the gate
 
@@ -137,15 +137,14 @@ class ModelConfig:
         return replace(self, rope=replace(self.rope, is_long=is_long))
 
     @classmethod
-    def describes(cls, hf: dict[str, Any]) -> bool:
+    def describes(cls, hf: Hf) -> bool:
         """Return whether the content of a config.json is that of this architecture."""
         names = hf.get("architectures") or [hf.get("model_type")]
-        own = {cls.architecture, cls.model_type}
-        named = isinstance(names, list) and any(isinstance(name, str) and name in own for name in names)
+        named = isinstance(names, list) and (cls.architecture in names or cls.model_type in names)
         return named and hf.get("model_type", cls.model_type) == cls.model_type
 
     @classmethod
-    def from_hf(cls, hf: dict[str, Any], generation: dict[str, Any] | None = None) -> Self:
+    def from_hf(cls, hf: Hf, generation: Hf | None = None) -> Self:
         """Return the config of config.json's content; end-of-sequence ids of generation_config.json take precedence.
 
         Raises:
@@ -154,7 +153,7 @@ class ModelConfig:
         return cls(**cls.fields_of(hf, generation or {}))
 
     @classmethod
-    def fields_of(cls, hf: dict[str, Any], generation: dict[str, Any]) -> dict[str, Any]:
+    def fields_of(cls, hf: Hf, generation: Hf) -> Hf:
         """Return the values of the fields. An architecture with more fields adds their values."""
         hf = cls.defaults | hf
         required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -192,6 +191,6 @@ class ModelConfig:
         )
 
     @classmethod
-    def variation_of(cls, hf: dict[str, Any]) -> Variation:
+    def variation_of(cls, hf: Hf) -> Variation:
         """Return the differences from Llama's decoder, by config.json's content with the defaults."""
         return Variation()

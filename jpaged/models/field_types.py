@@ -8,6 +8,8 @@ from typing import Any
 
 MAX_SIZE = 2**31 - 1
 
+Hf = dict[str, Any]  # the content of a config.json
+
 
 def check_types(config: Any) -> None:
     """Check the values that a file gives to a dataclass's fields.

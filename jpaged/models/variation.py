@@ -2,9 +2,8 @@
 
 import reprlib
 from dataclasses import dataclass
-from typing import Any
 
-from jpaged.models.field_types import check_types
+from jpaged.models.field_types import Hf, check_types
 from jpaged.models.rope_config import RopeConfig
 
 MAX_EXPERTS = 4096
@@ -58,12 +57,13 @@ class Variation:
         qk_norm: None; "head": queries and keys are normed per head; "projection": over all heads.
         unit_offset: whether norms multiply by 1 + weight.
         output_bias: whether the attention's output has a bias if `attention_bias` is set.
-        windows: number of tokens up to its own that a query of each layer sees, None: all; (): all in every layer.
-        local_rope: rotary embedding of the layers with a window, if they have another one.
+        windows: number of tokens that a query of each layer sees, including the query's token; None: all tokens; ():
+            all tokens in every layer.
+        local_rope: rotary embedding of the layers with a window; None: that of the other layers.
         no_rope: layers without rotary embedding.
         scale: factor on q·k; None: head_dim ** -0.5.
         soft_cap: c where attention scores x become c * tanh(x / c).
-        final_soft_cap: likewise for logits.
+        final_soft_cap: soft cap of logits.
         embedding_multiplier: factor on embeddings.
         residual_multiplier: factor on the outputs of attention and MLP.
         logits_divisor: divisor of logits.
@@ -98,7 +98,7 @@ class Variation:
                 raise ValueError(f"{name}: must be above 0, not {value}")
 
 
-def windows_of(hf: dict[str, Any], layer_types: list[str]) -> tuple[int | None, ...]:
+def windows_of(hf: Hf, layer_types: list[str]) -> tuple[int | None, ...]:
     """Return the window of each layer: `sliding_window` where its type is "sliding_attention".
 
     Args:
@@ -107,14 +107,14 @@ def windows_of(hf: dict[str, Any], layer_types: list[str]) -> tuple[int | None, 
     Raises:
         ValueError: a type is unknown, their number is not that of the layers, or the window is missing.
     """
-    found = hf.get("layer_types") or layer_types
+    kinds = hf.get("layer_types") or layer_types
     types = {"full_attention": None, "sliding_attention": hf.get("sliding_window")}
-    if not isinstance(found, list) or not all(isinstance(name, str) and name in types for name in found):
-        raise ValueError(f"layer_types: {reprlib.repr(found)} is not supported; supported: {', '.join(types)}")
-    if len(found) != hf["num_hidden_layers"]:
+    if not isinstance(kinds, list) or not all(isinstance(name, str) and name in types for name in kinds):
+        raise ValueError(f"layer_types: {reprlib.repr(kinds)} is not supported; supported: {', '.join(types)}")
+    if len(kinds) != hf["num_hidden_layers"]:
         raise ValueError(
-            f"layer_types: must name num_hidden_layers ({hf['num_hidden_layers']}) layers, not {len(found)}"
+            f"layer_types: must name num_hidden_layers ({hf['num_hidden_layers']}) layers, not {len(kinds)}"
         )
-    if "sliding_attention" in found and types["sliding_attention"] is None:
+    if "sliding_attention" in kinds and types["sliding_attention"] is None:
         raise ValueError("sliding_window: must be a number of tokens for layers of sliding_attention, not null")
-    return tuple(types[name] for name in found)
+    return tuple(types[name] for name in kinds)

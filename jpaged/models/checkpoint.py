@@ -264,10 +264,10 @@ def save_safetensors(model: Model, directory: Path, *, max_shard_bytes: int = MA
     leaves = exact_leaves(model)
     uses, shapes = tensors_of(model.config, leaves)
     itemsize = next(iter(leaves.values())).dtype.itemsize
+    num_bytes = lambda shape: itemsize * math.prod(shape)
     split = split_state_dict_into_shards_factory(
-        shapes, get_storage_size=lambda shape: itemsize * math.prod(shape),
-        filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_bytes,
-    )  # fmt: skip
+        shapes, get_storage_size=num_bytes, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_bytes
+    )
     for file, names in split.filename_to_tensors.items():
         tensors = {name: _tensor(uses[name], shapes[name], leaves) for name in names}
         save_file(tensors, directory / file, {"format": "pt"})

@@ -145,10 +145,8 @@ class Decoder(nnx.Module):
     def __init__(self, config: ModelConfig, *, dtype: str = "float32", rngs: nnx.Rngs):
         self.config = config
         d, v = config.hidden_size, config.vocab_size
-        self.embed_tokens = nnx.Embed(
-            v, d, param_dtype=dtype, rngs=rngs, embedding_metadata=axes("vocab", None),
-            embedding_init=nnx.initializers.normal(0.02),
-        )  # fmt: skip
+        embed = partial(nnx.Embed, param_dtype=dtype, rngs=rngs, embedding_init=nnx.initializers.normal(0.02))
+        self.embed_tokens = embed(v, d, embedding_metadata=axes("vocab", None))
         self.layers = nnx.List([Layer(config, i, dtype, rngs) for i in range(config.num_hidden_layers)])
         self.norm = norm_of(config, d, dtype, rngs)
         if not config.tie_word_embeddings:

@@ -6,7 +6,7 @@ from jpaged.models import base
 from jpaged.models.base import Architecture, LeafPath, LeafSource, same_name
 from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import Decoder
-from jpaged.models.field_types import Hf
+from jpaged.models.field_types import Hf, require
 from jpaged.models.rope_config import RopeConfig
 from jpaged.models.variation import ALL_NORMS, Variation, windows_of
 
@@ -39,8 +39,7 @@ class Gemma2Config(ModelConfig):
     def variation_of(cls, hf: Hf) -> Variation:
         """Return windows, norms, caps and factors."""
         pattern, layers = hf["sliding_window_pattern"], range(1, hf["num_hidden_layers"] + 1)
-        if type(pattern) is not int or pattern < 1:
-            raise ValueError(f"sliding_window_pattern: must be at least 1, not {pattern!r}")
+        require(type(pattern) is int and pattern >= 1, "sliding_window_pattern", "at least 1", repr(pattern))
         types = ["sliding_attention" if layer % pattern else "full_attention" for layer in layers]
         return Variation(
             norms=ALL_NORMS, unit_offset=True, windows=windows_of(hf, types), scale=hf["query_pre_attn_scalar"] ** -0.5,

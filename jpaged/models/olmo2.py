@@ -22,7 +22,9 @@ class Olmo2Config(ModelConfig):
 
 ARCHITECTURES = (
     Architecture(
-        Olmo2Config, Decoder, examples=("allenai/OLMo-2-1124-7B-Instruct", "allenai/OLMo-2-0425-1B"),
+        Olmo2Config,
+        Decoder,
+        examples=("allenai/OLMo-2-1124-7B-Instruct", "allenai/OLMo-2-0425-1B"),
         features="norms after attention and MLP, norms of all queries and keys",
     ),
-)  # fmt: skip
+)

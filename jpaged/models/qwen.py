@@ -5,7 +5,7 @@ from dataclasses import replace
 from jpaged.models.base import Architecture, LeafPath, LeafSource, Part, same_name
 from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import Decoder
-from jpaged.models.field_types import Hf
+from jpaged.models.field_types import Hf, require
 from jpaged.models.variation import Experts, Variation, windows_of
 
 
@@ -67,8 +67,7 @@ class Qwen3MoeConfig(Qwen3Config):
     def variation_of(cls, hf: Hf) -> Variation:
         """Return the windows, the norms of heads and the experts."""
         step, only = hf["decoder_sparse_step"], hf["mlp_only_layers"] or []
-        if type(step) is not int or step < 1:
-            raise ValueError(f"decoder_sparse_step: must be at least 1, not {step!r}")
+        require(type(step) is int and step >= 1, "decoder_sparse_step", "at least 1", repr(step))
         dense = tuple(i for i in range(hf["num_hidden_layers"]) if i in only or (i + 1) % step)
         count = hf.get("num_local_experts") or hf["num_experts"]  # the name in files of transformers 5, and before
         sizes = count, hf["num_experts_per_tok"], hf["moe_intermediate_size"], hf["norm_topk_prob"]

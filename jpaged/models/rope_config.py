@@ -4,7 +4,7 @@ import math
 import reprlib
 from dataclasses import dataclass, fields
 
-from jpaged.models.field_types import Hf, check_types
+from jpaged.models.field_types import Hf, check_types, require
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 DEFAULT_ROPE_THETA = 10000.0
@@ -36,13 +36,11 @@ class RopeConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
-        if not 0 < self.partial_rotary_factor <= 1:
-            raise ValueError(
-                f"partial_rotary_factor: must be above 0 and at most 1, not {self.partial_rotary_factor:g}"
-            )
-        for name in FACTORS:
-            if not all(type(factor) in (int, float) and 0 < factor < math.inf for factor in getattr(self, name)):
-                raise ValueError(f"{name}: must be numbers above 0, not {reprlib.repr(getattr(self, name))}")
+        share = self.partial_rotary_factor
+        require(0 < share <= 1, "partial_rotary_factor", "above 0 and at most 1", f"{share:g}")
+        for name, factors in (("short_factor", self.short_factor), ("long_factor", self.long_factor)):
+            fits = all(type(factor) in (int, float) and 0 < factor < math.inf for factor in factors)
+            require(fits, name, "numbers above 0", reprlib.repr(factors))
         if not (self.theta > 1 and self.factor > 0 and self.beta_fast > 0 and self.beta_slow > 0):
             raise ValueError(
                 "rope_scaling: rope_theta must be above 1, and factor, beta_fast and beta_slow above 0, not "
@@ -53,10 +51,8 @@ class RopeConfig:
                 f"high_freq_factor: must exceed low_freq_factor ({self.low_freq_factor:g}), "
                 f"not {self.high_freq_factor:g}"
             )
-        if self.original_max_position_embeddings < (self.type != "default"):
-            raise ValueError(
-                f"original_max_position_embeddings: must be at least 1, not {self.original_max_position_embeddings}"
-            )
+        original = self.original_max_position_embeddings
+        require(original >= (self.type != "default"), "original_max_position_embeddings", "at least 1", original)
 
     @classmethod
     def from_hf(cls, hf: Hf) -> "RopeConfig":

@@ -3,7 +3,7 @@
 import reprlib
 from dataclasses import dataclass
 
-from jpaged.models.field_types import Hf, check_types
+from jpaged.models.field_types import Hf, check_types, require
 from jpaged.models.rope_config import RopeConfig
 
 MAX_EXPERTS = 4096
@@ -37,15 +37,10 @@ class Experts:
 
     def __post_init__(self) -> None:
         check_types(self)
-        if self.num_experts > MAX_EXPERTS:
-            raise ValueError(f"num_experts: must be at most {MAX_EXPERTS}, not {self.num_experts}")
-        if self.intermediate_size < 1:
-            raise ValueError(f"moe_intermediate_size: must be at least 1, not {self.intermediate_size}")
-        if not 1 <= self.num_experts_per_tok <= self.num_experts:
-            raise ValueError(
-                f"num_experts_per_tok: must be between 1 and the number of experts ({self.num_experts}), "
-                f"not {self.num_experts_per_tok}"
-            )
+        count, used = self.num_experts, self.num_experts_per_tok
+        require(count <= MAX_EXPERTS, "num_experts", f"at most {MAX_EXPERTS}", count)
+        require(self.intermediate_size >= 1, "moe_intermediate_size", "at least 1", self.intermediate_size)
+        require(1 <= used <= count, "num_experts_per_tok", f"between 1 and the number of experts ({count})", used)
 
 
 @dataclass(frozen=True)
@@ -87,15 +82,11 @@ class Variation:
 
     def __post_init__(self) -> None:
         check_types(self)
-        if not all(window is None or (type(window) is int and window > 0) for window in self.windows):
-            raise ValueError(f"sliding_window: must be at least 1, not {reprlib.repr(self.windows)}")
-        positive = {
-            "attention_multiplier": self.scale, "attn_logit_softcapping": self.soft_cap,
-            "final_logit_softcapping": self.final_soft_cap, "logits_scaling": self.logits_divisor,
-        }  # fmt: skip
-        for name, value in positive.items():
-            if value is not None and not value > 0:
-                raise ValueError(f"{name}: must be above 0, not {value}")
+        fits = all(window is None or (type(window) is int and window > 0) for window in self.windows)
+        require(fits, "sliding_window", "at least 1", reprlib.repr(self.windows))
+        names = ("attention_multiplier", "attn_logit_softcapping", "final_logit_softcapping", "logits_scaling")
+        for name, value in zip(names, (self.scale, self.soft_cap, self.final_soft_cap, self.logits_divisor)):
+            require(value is None or value > 0, name, "above 0", value)
 
 
 def windows_of(hf: Hf, layer_types: list[str]) -> tuple[int | None, ...]:

@@ -18,8 +18,7 @@ OPTIONS = {
     "conversations", "messages", "tools", "documents", "chat_template", "return_assistant_tokens_mask",
     "continue_final_message", "add_generation_prompt",
 }  # fmt: skip
-# A text of so few characters, without white space, may stand in a prompt by chance.
-SHORT = 8
+SHORT = 8  # a text of fewer characters without white space may be in a prompt by chance
 PRINTED_PART = "{'type': 'text', "
 PRIVATE = range(0x10F000, 0x10FFFD)  # characters for private use, which a tokenizer has no tokens for
 ANCHOR = "\U0010fffd"
@@ -38,13 +37,14 @@ class Template(NamedTuple):
 
 
 def template_of(tokenizer: Any, source: str | None = None, *, with_tools: bool = False) -> Template:
-    """Return a tokenizer's chat template, the one for tools where there are several.
+    """Return the chat template of a tokenizer.
 
     Args:
-        source: replaces the tokenizer's own.
+        source: a chat template in Jinja that replaces the tokenizer's.
+        with_tools: prefer the template for tools, if the tokenizer has several templates.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no template.
     """
     sources = sources_of(tokenizer) if source is None else {"default": source}
     source = sources.get("tool_use" if with_tools else "default", sources.get("default"))
@@ -55,15 +55,15 @@ def template_of(tokenizer: Any, source: str | None = None, *, with_tools: bool =
 
 def sources_of(tokenizer: Any) -> Mapping[str, str]:
     """Return the chat templates of a tokenizer by name; a single one is the "default"."""
-    found = getattr(tokenizer, "chat_template", None) or {}
-    return {"default": found} if isinstance(found, str) else found
+    template = getattr(tokenizer, "chat_template", None) or {}
+    return {"default": template} if isinstance(template, str) else template
 
 
 def check_template(tokenizer: Any, source: str) -> None:
     """Check the syntax of a chat template.
 
     Raises:
-        ValueError: it is wrong, or there is no tokenizer to use the template.
+        ValueError: the syntax is wrong, or the model has no tokenizer, which templates need.
     """
     from jinja2 import Environment, TemplateSyntaxError
 
@@ -90,12 +90,12 @@ def render(
 
     Args:
         messages: in the form of the OpenAI API; content is text.
-        tools: as in the OpenAI API; templates may print them or not.
+        tools: as in the OpenAI API; some templates do not print them.
         add_generation_prompt: end the text with the beginning of the assistant's message.
         continue_final_message: leave the last message open, to be continued.
         variables: more variables for the template.
-        content_format: give the template content as text ("string"), as a list of one part ("openai"), or as such a
-            list only if the text is missing in the prompt otherwise ("auto").
+        content_format: form of a message's content for the template: "string": text; "openai": a list of one part;
+            "auto": text, and if the prompt would lack it, a list.
 
     Raises:
         ValueError: the template rejects the conversation, or leaves out the text of a message.
@@ -108,32 +108,39 @@ def render(
         **template.variables, **(variables or {}), "tools": tools and list(tools),
         "add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message,
     }  # fmt: skip
-    forms = {"string": (_as_text,), "openai": (_as_parts,)}.get(content_format, (_as_text, _as_parts))
-    problems: list[str] = []
-    for form in forms:
-
-        def run(given: Sequence[Message], form: Callable[[Any], Any] = form) -> str:
-            return _run(template.source, [{**each, "content": form(each["content"])} for each in given], options)
-
-        try:
-            text = run(messages)
-        except MemoryError:
-            raise ValueError("the chat template needs too much memory") from None
-        except Exception as error:  # templates raise any type
-            problems.append(f"the chat template refuses these messages: {error}")
-            continue
-        missing = _left_out(messages, text, run)
-        if missing is not None:
-            role = messages[missing]["role"]
-            problems.append(f"the chat template leaves out the text of message {missing}, of the role {role!r}")
-        elif form is _as_parts and PRINTED_PART in text:
-            problems.append("the chat template prints the parts of a message's content, and not their texts")
-        else:
+    faults: list[str] = []
+    for form in {"string": (_as_text,), "openai": (_as_parts,)}.get(content_format, (_as_text, _as_parts)):
+        text, fault = _attempt(template.source, messages, options, form)
+        if fault is None:
             return text
-    raise ValueError(problems[0])
+        faults.append(fault)
+    raise ValueError(faults[0])
 
 
-def _run(source: str, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
+def _attempt(
+    source: str, messages: Sequence[Message], options: Mapping[str, Any], form: Callable[[str], Any]
+) -> tuple[str, str | None]:
+    """Return the text of a conversation whose contents have a form, and its fault; None if it has none."""
+
+    def run(messages: Sequence[Message]) -> str:
+        return _run(source, [{**message, "content": form(message["content"])} for message in messages], options)
+
+    try:
+        text = run(messages)
+    except MemoryError:
+        raise ValueError("the chat template needs too much memory") from None
+    except Exception as error:  # templates raise any type
+        return "", f"the chat template refuses these messages: {error}"
+    missing = _left_out(messages, text, run)
+    if missing is not None:
+        role = messages[missing]["role"]
+        return text, f"the chat template leaves out the text of message {missing}, of the role {role!r}"
+    if form is _as_parts and PRINTED_PART in text:
+        return text, "the chat template prints the parts of a message's content, and not their texts"
+    return text, None
+
+
+def _run(source: str, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     texts, _ = render_jinja_template(conversations=[messages], chat_template=source, **options)
@@ -150,10 +157,10 @@ def _as_parts(content: str) -> list[dict[str, str]]:
 
 
 def _left_out(messages: Sequence[Message], text: str, again: Callable[[Sequence[Message]], str]) -> int | None:
-    """Return the index of the first message whose text a prompt lacks; None if there is none.
+    """Return the index of the first message whose text a prompt lacks; None if it has all texts.
 
-    Templates may drop parts of the assistant's own messages, such as earlier reasoning. White space may differ, and
-    text may be escaped as in JSON.
+    Messages of the assistant are not checked: templates may drop parts of them, such as earlier reasoning. White space
+    may differ, and text may be escaped as in JSON.
 
     Args:
         again: renders other messages.
@@ -164,10 +171,10 @@ def _left_out(messages: Sequence[Message], text: str, again: Callable[[Sequence[
             continue
         content = message["content"]
         wanted = _squeezed(content)
-        found = prompt.find(wanted, at)
-        if found < 0 and not any(_squeezed(form) in prompt for form in (content, *_in_json(content))):
+        place = prompt.find(wanted, at)
+        if place < 0 and not any(_squeezed(form) in prompt for form in (content, *_in_json(content))):
             return index
-        at = max(at, found)
+        at = max(at, place)
         if 0 < len(wanted) < SHORT:
             short.append(index)
     if not short:
@@ -175,7 +182,7 @@ def _left_out(messages: Sequence[Message], text: str, again: Callable[[Sequence[
     words = {index: f"zqx{index}xqz" for index in short}
     try:
         marked = again([{**m, "content": words[i]} if i in words else m for i, m in enumerate(messages)]).casefold()
-    except Exception:  # it wants certain words there, so it reads them
+    except Exception:  # the template accepts only certain words there, and therefore reads them
         return None
     return next((index for index, word in words.items() if word not in marked), None)
 
@@ -191,8 +198,8 @@ def _in_json(text: str) -> tuple[str, str]:
 class Encoder:
     """Encoder of rendered conversations.
 
-    A text of a special token inside a message is encoded as plain text. `protect` puts a character for private use in
-    its place before the conversation is rendered, and `encode` puts it back among the tokens of the template.
+    The text of a special token in a message is encoded as plain text: `protect` replaces it by a character for private
+    use before the conversation is rendered, and `encode` restores it between the tokens of the template.
     """
 
     def __init__(self, tokenizer: Any):
@@ -205,7 +212,10 @@ class Encoder:
         self._normalizes = self._tokenizer.normalizer is not None and any(token.normalized for token in special)
 
     def protect[Value](self, value: Value) -> tuple[Value, dict[str, str]]:
-        """Return JSON values without the texts of special tokens, and these texts by the characters in their places.
+        """Replace the texts of special tokens in JSON values by characters for private use.
+
+        Returns:
+            The new values, and the replaced texts by character.
 
         Raises:
             ValueError: a text becomes that of a special token when the tokenizer normalizes it.
@@ -213,14 +223,14 @@ class Encoder:
         pattern, whole = self._pattern, "\0".join(_strings(value))
         if pattern is None:
             return value, {}
-        found = list(dict.fromkeys(pattern.findall(whole)))
+        texts = list(dict.fromkeys(pattern.findall(whole)))
         if self._normalizes:
             assert self._tokenizer.normalizer is not None
             if again := pattern.search(self._tokenizer.normalizer.normalize_str(pattern.sub("\0", whole))):
                 raise ValueError(f"the tokenizer would read a part of the text as the special token {again[0]!r}")
-        if not found:
+        if not texts:
             return value, {}
-        stand_ins = dict(zip(found, (chr(code) for code in PRIVATE if chr(code) not in whole)))
+        stand_ins = dict(zip(texts, (chr(code) for code in PRIVATE if chr(code) not in whole)))
         protected: Value = _replaced(value, lambda text: pattern.sub(lambda match: stand_ins[match[0]], text))
         return protected, {stand_in: text for text, stand_in in stand_ins.items()}
 
@@ -300,8 +310,8 @@ def prompt_of(
 
     Args:
         source: a chat template that replaces the tokenizer's own.
-        encoder: that of the tokenizer, for several conversations; None: a new one.
-        options: those of `render`.
+        encoder: the tokenizer's encoder, to be used for several conversations; None: a new one.
+        options: further arguments of `render`.
 
     Raises:
         ValueError: as `render`.

@@ -1,6 +1,6 @@
 """Checks of a checkpoint's files before they are opened.
 
-Checkpoints are data of others: a FIFO would block its reader, and a link would lead to files of this machine.
+Checkpoints come from others: reading a FIFO would block, and a link could lead to other files of this machine.
 """
 
 import json
@@ -36,13 +36,13 @@ def check_file(path: Path, max_bytes: int | None = None, *, root: Path | None = 
 
 
 def check_folder(folder: Path, small: Collection[str] = (), *, field: str = "model") -> None:
-    """Check the files in a folder, but not those in folders below it, for a library that opens the ones it knows.
+    """Check the files in a folder, without its subfolders, before a library opens some of them.
 
     Args:
         small: names of files that may have `MAX_TOKENIZER_BYTES`.
 
     Raises:
-        ValueError: one of them may not be opened.
+        ValueError: a file may not be opened.
     """
     for path in sorted(folder.glob("*")):
         if path.exists() and not path.is_dir():
@@ -50,7 +50,7 @@ def check_folder(folder: Path, small: Collection[str] = (), *, field: str = "mod
 
 
 def check_tree(folder: Path, *, field: str = "model") -> None:
-    """Check a folder of a checkpoint's folder with all files in it, as `check_folder` does."""
+    """Check a subfolder of a checkpoint with all files below it. Raises ValueError if one may not be opened."""
     for path in (folder, *sorted(folder.rglob("*"))):
         if path.is_dir():
             _check_place(path, folder.parent, field)
@@ -59,7 +59,7 @@ def check_tree(folder: Path, *, field: str = "model") -> None:
 
 
 def read_file(path: Path, max_bytes: int) -> bytes:
-    """Return the content of a file, after `check_file`. A FIFO that has taken its place meanwhile does not block."""
+    """Check and read a file. If a FIFO has replaced the file since the check, opening it does not block."""
     check_file(path, max_bytes)
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as content:
         return content.read(max_bytes)

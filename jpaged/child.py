@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 START_TIMEOUT_S = 60.0
-# A question that takes longer than this runs at the lowest priority. Most take a millisecond.
+# A question that takes longer than this runs at the lowest priority. Most questions take a millisecond.
 RENICE_AFTER_S = 0.1
 LOWEST_PRIORITY = 19
 CHUNK_BYTES = 64 * 2**10
@@ -51,7 +51,7 @@ class Child:
         self._input, self._output = process.stdin.fileno(), process.stdout.fileno()
         os.set_blocking(self._input, False)
         begin = setup.encode() + b"\n"
-        # It gets ready meanwhile, if the pipe has room for all of this.
+        # If the pipe has room for all of this, the process gets ready while its parent goes on.
         self._setup: bytes | None = begin[os.write(self._input, begin[:CHUNK_BYTES]) :]
 
     def ask(self, question: str, timeout_s: float) -> str:
@@ -108,7 +108,7 @@ class Child:
         return answer.decode()
 
     def _set_priority(self, priority: int) -> None:
-        with contextlib.suppress(OSError):  # raising it again needs a privilege
+        with contextlib.suppress(OSError):  # restoring a priority needs a privilege
             threads = f"/proc/{self._process.pid}/task"
             for thread in os.listdir(threads) if os.path.isdir(threads) else [self._process.pid]:
                 os.setpriority(os.PRIO_PROCESS, int(thread), priority)
@@ -120,7 +120,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 class Children:
-    """Processes of one module, as many as questions are asked at once. They end with this object.
+    """Processes of one module, one for each question that is asked at the same time. They end with this object.
 
     Args:
         module: as in `Child`.

@@ -4,10 +4,13 @@ import shutil
 from pathlib import Path
 
 from jpaged.checkpoint_files import check_file
+from jpaged.config import DTYPES
 from jpaged.engine.build import find_model, load_model
-from jpaged.models.checkpoint import INDEX, save_orbax, save_safetensors, stored_dtype
+from jpaged.models.checkpoint import save_safetensors
+from jpaged.models.orbax_checkpoint import ORBAX, save_orbax, stored_arrays
 from jpaged.models.quantized_checkpoint import read_scheme
 from jpaged.models.registry import read_config
+from jpaged.models.safetensors_files import FLOATS, INDEX, open_tensors
 
 SAVE = {"orbax": save_orbax, "safetensors": save_safetensors}
 
@@ -42,3 +45,16 @@ def convert(source: str, target: Path, to: str) -> str:
         shutil.copy(file, target)
     SAVE[to](model, target)
     return dtype
+
+
+def stored_dtype(directory: Path) -> str:
+    """Return the dtype that holds every parameter of a checkpoint exactly, regardless of its config."""
+    if (directory / ORBAX).is_dir():
+        dtypes = {str(array.dtype) for array in stored_arrays(directory).values()}
+    else:
+        with open_tensors(directory) as tensors:
+            stored = {tensor.get_dtype() for tensor in tensors.values()}
+        dtypes = {FLOATS.get(dtype, dtype) for dtype in stored}
+    if unknown := dtypes - set(DTYPES):
+        raise ValueError(f"model: {directory} holds {', '.join(sorted(unknown))}; supported: {', '.join(DTYPES)}")
+    return dtypes.pop() if len(dtypes) == 1 else "float32"

@@ -40,12 +40,14 @@ def load_tokenizer(directory: Path) -> Any:
     Code in the directory is not run, whatever its files ask for.
 
     Raises:
-        ValueError: it has none, none in Rust, or one that needs its own code; or a file may not be opened.
+        ValueError: there is no tokenizer, it has no implementation in Rust, it needs code of the checkpoint, or a file
+            may not be opened.
     """
     check_folder(directory, (*TOKENIZER_FILES, *OTHER_FILES), field="tokenizer")
     if (directory / TEMPLATES).is_dir():
         check_tree(directory / TEMPLATES, field="tokenizer")
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would miss torch, which nothing here needs
+    # transformers would warn that torch is missing; jpaged does not need it.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     if missing := _missing_packages(directory):
         file = directory / SENTENCEPIECE
         raise ValueError(f"tokenizer: {file} needs packages that are not installed: pip install {' '.join(missing)}")
@@ -54,22 +56,22 @@ def load_tokenizer(directory: Path) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         inner = backend(tokenizer)
-        # tokenizer.json may ask for them; prompts are never cut nor filled up.
+        # tokenizer.json may ask for truncation and padding; prompts are never truncated or padded.
         inner.no_truncation()
         inner.no_padding()
         inner.decode(inner.encode("Once upon a time").ids)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a broken tokenizer raises anything, also a panic in Rust
-        told = str(error)[:1000]
-        if "trust_remote_code" in told:
-            told = "it needs code of the checkpoint (auto_map in tokenizer_config.json), which is not run"
-        raise ValueError(f"tokenizer: the tokenizer of {directory} can't be loaded: {told}") from error
+        reason = str(error)[:1000]
+        if "trust_remote_code" in reason:
+            reason = "it needs code of the checkpoint (auto_map in tokenizer_config.json), which is not run"
+        raise ValueError(f"tokenizer: the tokenizer of {directory} can't be loaded: {reason}") from error
     return tokenizer
 
 
 def _missing_packages(directory: Path) -> list[str]:
-    """Return the missing packages that a tokenizer.model needs. transformers names tiktoken for any."""
+    """Return the missing packages that a tokenizer.model needs: the error of transformers always names tiktoken."""
     file = directory / SENTENCEPIECE
     if (directory / "tokenizer.json").is_file() or not file.is_file():
         return []
@@ -121,7 +123,7 @@ class _Each[Value](dict[int, Value]):
 class Vocabulary:
     """Single tokens, as text and as bytes. Without a tokenizer their text is `token_id:ID`, as in vLLM.
 
-    They are what a token adds behind other text, so the bytes of a sequence's tokens join to its text. Only at the
+    Both are what a token adds after other text: the bytes of a sequence's tokens, joined, are its text. Only at the
     start of a text may the tokenizer leave out the first token's space.
 
     Attributes:
@@ -146,7 +148,7 @@ class Vocabulary:
         return self.bytes(token) if REPLACEMENT in text else text.encode()
 
     def bytes(self, token: int) -> bytes:
-        """Return a token's bytes, also those of a part of a character; none without a tokenizer."""
+        """Return a token's bytes, which may be a part of a character; no bytes without a tokenizer."""
         return self._bytes[token]
 
     @cached_property
@@ -171,7 +173,12 @@ def _bytes(tokenizer: Tokenizer, token: int) -> bytes:
 
 
 def _exact(tokenizer: Tokenizer, token: int, first: str, both: str) -> bytes:
-    """Return the bytes of a token that follows others, from its text at a beginning, and behind itself there."""
+    """Return the bytes of a token that follows others.
+
+    Args:
+        first: text of the token at the start of a text.
+        both: text of the token twice, at the start of a text.
+    """
     if REPLACEMENT in both:
         piece = tokenizer.id_to_token(token) or ""
         if byte := BYTE_PIECE.fullmatch(piece):
@@ -187,7 +194,7 @@ def _decode(tokenizer: Tokenizer, *tokens: int) -> str:
 
 
 class TokenDecoder:
-    """Incremental decoder of one sequence's tokens. It never returns half a character: bytes wait until it is complete.
+    """Incremental decoder of one sequence's tokens. Bytes of an incomplete character wait until it is complete.
 
     Bytes that can't be text become U+FFFD, as by `bytes.decode(errors="replace")`.
 
@@ -221,7 +228,7 @@ class TokenDecoder:
 
 
 class Decoded(NamedTuple):
-    """Certain text, and the stop string that ended it, if there is one."""
+    """Text that no later token changes, and the stop string that ended it, if there is one."""
 
     text: str
     stop: str | None = None
@@ -233,7 +240,7 @@ class StopStrings:
     def __init__(self, strings: Sequence[str]):
         self._strings = tuple(strings)
         self._longest = max(map(len, self._strings), default=1) - 1
-        # By the last character: most tokens hold none of these, so most texts are compared with no string.
+        # By the last character. Most tokens contain none of them, and are then compared with no string.
         self._ending_in = {last: tuple(s for s in strings if s[-1] == last) for last in {s[-1] for s in strings}}
 
     def find(self, text: str, known: int = 0) -> tuple[int, str] | None:
@@ -264,23 +271,12 @@ class StopStrings:
 class Detokenizer:
     """Incremental decoder of one sequence's tokens up to a stop string.
 
-    It never returns a part of a stop string: text that could still become one waits until it can't.
+    Text that may still become a stop string is held back, and a part of one is never returned.
     """
 
-    def __init__(
-        self,
-        vocabulary: Vocabulary,
-        prompt_token_ids: Sequence[int],
-        *,
-        stop: Sequence[str] = (),
-        include_stop: bool = False,
-        skip_special_tokens: bool = True,
-        keeps_first_space: bool = False,
-    ):
-        self._decoder = TokenDecoder(
-            vocabulary, prompt_token_ids, skip_special_tokens=skip_special_tokens, keeps_first_space=keeps_first_space
-        )
-        self._stop = StopStrings(stop)  # which the copies share
+    def __init__(self, decoder: TokenDecoder, *, stop: Sequence[str] = (), include_stop: bool = False):
+        self._decoder = decoder
+        self._stop = StopStrings(stop)  # shared by copies
         self._include_stop = include_stop
         self._held = ""
 
@@ -291,7 +287,7 @@ class Detokenizer:
         return other
 
     def step(self, token: int, *, may_stop: bool = True) -> Decoded:
-        """Add one token and return the text that is certain now."""
+        """Add one token and return the text that no later token changes."""
         known = len(self._held)
         self._held += self._decoder.step(token)
         if not may_stop:

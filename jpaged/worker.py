@@ -18,8 +18,8 @@ class Worker:
     """
 
     def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        self._interludes: queue.SimpleQueue[_Call] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._interludes: queue.SimpleQueue[_Task] = queue.SimpleQueue()
         threading.Thread(target=_run, args=(self._calls,), name="worker", daemon=True).start()
         weakref.finalize(self, self._calls.put, None)
 
@@ -29,17 +29,17 @@ class Worker:
         An interrupt of the caller sets `stop`, and is raised once the function has returned. A second interrupt is
         raised at once; later calls still wait for the function.
         """
-        result: T = self._finish(_Call(function), self._calls.put)
+        result: T = self._finish(_Task(function), self._calls.put)
         return result
 
     def interlude[T](self, function: Callable[[], T]) -> T:
         """Run a function between two steps of the running call, or at once if none runs; otherwise as `run` does."""
 
-        def put(call: _Call) -> None:
+        def put(call: _Task) -> None:
             self._interludes.put(call)
-            self._calls.put(_Call(lambda stop: self.run_interludes()))  # in case that no call takes it
+            self._calls.put(_Task(lambda stop: self.run_interludes()))  # if no running call takes it
 
-        result: T = self._finish(_Call(lambda stop: function()), put)
+        result: T = self._finish(_Task(lambda stop: function()), put)
         return result
 
     def run_interludes(self, timeout: float = 0.0) -> None:
@@ -55,14 +55,14 @@ class Worker:
         except queue.Empty:
             pass
 
-    def _finish(self, call: "_Call", put: "Callable[[_Call], None]") -> Any:
+    def _finish(self, call: "_Task", put: "Callable[[_Task], None]") -> Any:
         try:
             put(call)
             result, error = call.wait()
         except BaseException:
             call.stop.set()
             if call.begun:
-                put(call)  # If the result was already taken, there will be another.
+                put(call)  # The result may have been taken already. The task, run again, puts another.
                 call.wait()
             raise
         if error is None:
@@ -70,10 +70,10 @@ class Worker:
         try:
             raise error
         finally:
-            del error  # Its traceback holds this frame.
+            del error  # The traceback of the error holds this frame.
 
 
-class _Call:
+class _Task:
     """Function, and the queue for its result or exception. It has no effect once `stop` is set.
 
     An interrupt can leave the lock of an Event, a Condition or a Future locked (python/cpython#74174), so the two
@@ -102,7 +102,7 @@ class _Call:
                 pass
 
 
-def _run(calls: "queue.SimpleQueue[_Call | None]") -> None:
+def _run(calls: "queue.SimpleQueue[_Task | None]") -> None:
     while (call := calls.get()) is not None:
         call()
-        del call  # Its function may hold the owner of the Worker.
+        del call  # The function may hold the owner of the Worker.

@@ -28,10 +28,11 @@ from tests.support.models import EOS, SPECIAL, byte_tokenizer
 TOKENIZER = byte_tokenizer()
 
 
-def stream(text: str | list[int], **options) -> tuple[list[str], str | None]:
+def stream(text: str | list[int], *, skip_special_tokens: bool = True, **options) -> tuple[list[str], str | None]:
     """The pieces that come out, and the stop string that ended them."""
     tokens = TOKENIZER.encode(text).ids if isinstance(text, str) else text
-    detokenizer, pieces = Detokenizer(Vocabulary(TOKENIZER), [], **options), []
+    decoder = TokenDecoder(Vocabulary(TOKENIZER), [], skip_special_tokens=skip_special_tokens)
+    detokenizer, pieces = Detokenizer(decoder, **options), []
     for token in tokens:
         piece, stop = detokenizer.step(token)
         pieces.append(piece)
@@ -89,7 +90,7 @@ def test_no_sequence_of_tokens_breaks_it(tokens):
 
 def test_a_space_at_the_start_of_the_output_is_kept(tiny):
     tokenizer = backend(load_tokenizer(tiny))
-    detokenizer = Detokenizer(Vocabulary(tokenizer), tokenizer.encode("Once").ids)
+    detokenizer = Detokenizer(TokenDecoder(Vocabulary(tokenizer), tokenizer.encode("Once").ids))
     assert "".join(detokenizer.step(t).text for t in tokenizer.encode(" upon").ids) == " upon"
 
 
@@ -112,7 +113,7 @@ def test_a_sentencepiece_model_encodes_as_sentencepiece_does(tmp_path):
     for text in [*texts, "a new héllo 🙂", "two  spaces"]:
         bos, *tokens = encode(tokenizer, text)
         assert bos == 1 and tokens == processor.encode(text)
-        detokenizer = Detokenizer(Vocabulary(backend(tokenizer)), [bos])
+        detokenizer = Detokenizer(TokenDecoder(Vocabulary(backend(tokenizer)), [bos]))
         assert "".join(detokenizer.step(token).text for token in tokens).strip() == text
 
 
@@ -182,7 +183,7 @@ def sentencepiece_like() -> Tokenizer:
 @given(st.text("abch loupn世é🙂", min_size=1, max_size=20))
 def test_a_tokenizer_with_byte_fallback(text):
     tokenizer = sentencepiece_like()
-    detokenizer = Detokenizer(Vocabulary(tokenizer), tokenizer.encode("once").ids)
+    detokenizer = Detokenizer(TokenDecoder(Vocabulary(tokenizer), tokenizer.encode("once").ids))
     pieces = [detokenizer.step(token).text for token in tokenizer.encode(text).ids]
     assert "".join(pieces) == " " + text and not any("\ufffd" in piece for piece in pieces)
 
@@ -336,7 +337,7 @@ def test_tags_of_tool_calls_are_text_even_as_special_tokens():
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in ("<tool_call>", "</tool_call>", "<|x|>")])
     vocabulary = Vocabulary(tokenizer)
-    detokenizer = Detokenizer(vocabulary, [])
+    detokenizer = Detokenizer(TokenDecoder(vocabulary, []))
     tokens = tokenizer.encode("a<|x|><tool_call>b</tool_call>").ids
     assert "".join(detokenizer.step(token).text for token in tokens) == "a<tool_call>b</tool_call>"
     assert vocabulary.special == {tokenizer.token_to_id(text) for text in (*SPECIAL, "<|x|>")}
@@ -352,7 +353,10 @@ def test_bad_words_have_the_tokens_of_a_beginning_and_of_the_middle_of_a_text():
 
 def test_a_copied_detokenizer_goes_on_by_itself_and_holds_nothing_of_the_tokenizers_library():
     """Branches of a request are copies, and `tokenizers.decoders.DecodeStream` can't be copied before 0.23."""
-    detokenizer, (first, *rest) = Detokenizer(Vocabulary(TOKENIZER), [], stop=["éz"]), TOKENIZER.encode("é!").ids
+    detokenizer, (first, *rest) = (
+        Detokenizer(TokenDecoder(Vocabulary(TOKENIZER), []), stop=["éz"]),
+        TOKENIZER.encode("é!").ids,
+    )
     detokenizer.step(first)
     branch = copy.copy(detokenizer)
     assert "".join(branch.step(token).text for token in rest) == "é!"

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from jpaged.worker import Worker, _Call
+from jpaged.worker import Worker, _Task
 from tests.support.patience import PATIENCE_S, until
 
 
@@ -92,7 +92,7 @@ def test_interrupt_before_its_turn_raises_at_once_and_never_runs():
 def interrupted_at(instruction: int, function) -> bool:
     """Call a function, raising KeyboardInterrupt before the n-th instruction of the caller's side; whether there was
     one."""
-    count, tool, codes = 0, 4, (Worker.run.__code__, _Call.wait.__code__)
+    count, tool, codes = 0, 4, (Worker.run.__code__, _Task.wait.__code__)
 
     def before_instruction(code, offset):
         nonlocal count

@@ -79,7 +79,7 @@ def timed(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
     return {name: statistics.median(each) for name, each in samples.items()}
 
 
-def calls_of(runner: ModelRunner, llama: Llama, case: Case) -> dict[str, Callable[[], Any]]:
+def calls_of(runner: ModelRunner, model: Llama, case: Case) -> dict[str, Callable[[], Any]]:
     """Return a step, its parts, and the ceilings of the machine, as calls."""
     admission, plan = case.plans(runner.blocks.num_blocks)
     runner.dispatch(admission).result()
@@ -87,7 +87,7 @@ def calls_of(runner: ModelRunner, llama: Llama, case: Case) -> dict[str, Callabl
     made = make_batch(plan, runner.rows.table, shapes.buckets, shapes.layouts)
     buffer, bits = jax.device_put(made.buffer), shapes.no_bits[made.bucket.num_seqs]
     computed = runner._forward(buffer, made.bucket)
-    graphdef, state = nnx.split(llama)
+    graphdef, state = nnx.split(model)
     positions = jnp.arange(rows)
     own = multiplying(runner.kernels.product)
     layers = jax.jit(own(lambda state: nnx.merge(graphdef, state)(positions, positions, lambda layer, q, *_: q)))
@@ -106,9 +106,9 @@ def calls_of(runner: ModelRunner, llama: Llama, case: Case) -> dict[str, Callabl
     }
 
 
-def rows_of(seconds: dict[str, float], llama: Llama, case: Case, num_samples: int) -> list[dict[str, Any]]:
+def rows_of(seconds: dict[str, float], model: Llama, case: Case, num_samples: int) -> list[dict[str, Any]]:
     """Return the parts of a step with their floors, in milliseconds."""
-    config = llama.config
+    config = model.config
     second_of_byte, second_of_flop = seconds["read"] / READ_BYTES, seconds["multiply"] / (2 * LARGE**3)
 
     def part(name: str, time: float, num_bytes: int = 0, flops: int = 0) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def rows_of(seconds: dict[str, float], llama: Llama, case: Case, num_samples: in
         over = time / floor if floor else None
         return {"part": name, "ms": 1e3 * time, "floor_ms": floor and 1e3 * floor, "over_floor": over}
 
-    layers = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(llama.layers)))
+    layers = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model.layers)))
     vocabulary = config.vocab_size * config.hidden_size
     keys = case.decodes * case.context + case.chunk
     attended = case.decodes * case.context + case.chunk * (case.chunk + 1) // 2
@@ -153,16 +153,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     report = Report(args.out / "results.json", environment(open_device(tiny=True), args.tiny))
     cases = (Case(3, 64, 13),) if args.tiny else CASES
     config = ModelConfig.from_hf(CONFIG | ({"num_hidden_layers": 1, "vocab_size": 1024} if args.tiny else {}))
-    llama = random_model(config, "float32")
+    model = random_model(config, "float32")
     width = max(case.context for case in cases) // BLOCK_SIZE + 1
     limits = Limits(config.max_position_embeddings, 4 if args.tiny else CONCURRENCY, MAX_TOKENS, BLOCK_SIZE)
     for case in cases:
         blocks = EngineConfig(num_gpu_blocks_override=(CONCURRENCY + 1) * width, swap_space=0, kernels=args.kernels)
-        calls = calls_of(ModelRunner(llama, blocks, limits), llama, case)
+        calls = calls_of(ModelRunner(model, blocks, limits), model, case)
         seconds = timed(calls, args.rounds)
         name = f"{case.decodes} decodes behind {case.context} tokens" + f", a chunk of {case.chunk}" * bool(case.chunk)
         rates = {"read_gb_s": READ_BYTES / seconds["read"] / 1e9, "gflop_s": 2 * LARGE**3 / seconds["multiply"] / 1e9}
-        for row in rows_of(seconds, llama, case, case.decodes + bool(case.chunk)):
+        for row in rows_of(seconds, model, case, case.decodes + bool(case.chunk)):
             report.add(experiment="cpu step", step=name, **row, **rates)
     report.publish(
         "The parts of a step on a CPU",

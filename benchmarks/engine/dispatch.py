@@ -51,11 +51,11 @@ def measured(num_devices: int, repeats: int) -> dict[str, float]:
     from jpaged.runtime.batch import Bucket, Layout
     from jpaged.runtime.placement import ALL, Placement
 
-    llama = ModelConfig(
+    config = ModelConfig(
         vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=LAYERS, num_attention_heads=32,
         num_key_value_heads=8, head_dim=128,
     )  # fmt: skip
-    placement = Placement.on(jax.devices()[:num_devices], llama)
+    placement = Placement.on(jax.devices()[:num_devices], config)
     layout = Layout(Bucket(SEQUENCES, SEQUENCES, True), 64)
     buffer, batch = layout.empty()
     divided = NamedSharding(placement.mesh, P(ALL))

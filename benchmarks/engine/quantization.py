@@ -27,7 +27,7 @@ from jpaged import ModelConfig, quantize
 from jpaged.config import QUANTIZATIONS
 from jpaged.demo import DIRECTORY as DEMO
 from jpaged.models.base import Model
-from jpaged.models.checkpoint import dummy_model, load_safetensors
+from jpaged.models.checkpoint import Form, dummy_model, load_safetensors
 from jpaged.models.registry import read_config
 from jpaged.rl.causal import logits
 from jpaged.runtime.parameters import by_name
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
              "num_key_value_heads": 1, "head_dim": 32}  # fmt: skip
     config = ModelConfig.from_hf(CONFIG | (small if args.tiny else {}))
     random_tokens = np.random.default_rng(0).integers(0, config.vocab_size, (ROWS, WIDTH)).astype(np.int32)
-    demo = load_safetensors(DEMO, read_config(DEMO), "float32", progress=False)
+    demo = load_safetensors(DEMO, read_config(DEMO), Form("float32"), progress=False)
     cases = {
         "demo": (demo, demo_tokens(ROWS if args.tiny else args.rows)),
         "random": (dummy_model(config, "float32", 0), random_tokens),

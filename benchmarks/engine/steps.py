@@ -67,17 +67,17 @@ def step(
     max_model_len, max_seqs = max(contexts) + block_size, max(batches)
     limits = Limits(max_model_len, max_seqs, max(2048, max_seqs), block_size)
     dtype = bench.sized("bfloat16", "float32")
-    llama = random_model(config, dtype)
+    module = random_model(config, dtype)
     if bench.device.platform in FUSING:
-        fuse(llama, on_one_device)
-    parameters = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(llama)))
+        fuse(module, on_one_device)
+    parameters = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(module)))
     itemsize = jnp.dtype(dtype).itemsize
     token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * itemsize
     room = 0.85 * bench.device.memory_bytes - parameters
     cases = [(batch, context) for context in contexts for batch in batches]
     blocks = {case: case[0] * -(-case[1] // block_size) for case in cases}
     fitting = [count for count in blocks.values() if count * block_size * token_bytes <= room]
-    runner = ModelRunner(llama, EngineConfig(num_gpu_blocks_override=max(fitting), kernels=kernels), limits)
+    runner = ModelRunner(module, EngineConfig(num_gpu_blocks_override=max(fitting), kernels=kernels), limits)
     # Zeros could be read faster than numbers.
     for i, zeros in enumerate(runner.blocks.pool):  # one by one: two pools would not fit
         runner.blocks.pool[i] = random_array(zeros.shape, str(zeros.dtype), i)

@@ -15,12 +15,14 @@ from jpaged.core.params import SamplingParams
 from jpaged.core.scheduler import HEADROOM, Scheduler
 from jpaged.demo import DIRECTORY as DEMO
 from jpaged.engine.engine import Engine, Runner
-from jpaged.models.base import Model
-from jpaged.models.checkpoint import ORBAX, Place, dummy_model, load_orbax, load_safetensors, on_one_device
+from jpaged.models.base import Model, Place
+from jpaged.models.checkpoint import Form, dummy_model, load_safetensors, on_one_device
 from jpaged.models.config import ModelConfig
 from jpaged.models.config_file import GENERATION, SAMPLING, sampling_defaults
 from jpaged.models.fused import fuse
-from jpaged.models.quantized_checkpoint import Scheme, read_scheme
+from jpaged.models.orbax_checkpoint import ORBAX, load_orbax
+from jpaged.models.quantized_checkpoint import read_scheme
+from jpaged.models.quantized_formats import Scheme
 from jpaged.models.registry import read_config
 from jpaged.runtime.compilation_cache import compilation_cache, every_process_writes
 from jpaged.runtime.kernel_choice import select_kernels
@@ -81,8 +83,8 @@ def load_model(
     if load_format == "dummy":
         return dummy_model(config, dtype, seed, place, quantization=quantization)
     if load_format == "orbax" or (load_format == "auto" and (directory / ORBAX).is_dir()):
-        return load_orbax(directory, config, dtype, place, quantization=quantization, progress=progress)
-    return load_safetensors(directory, config, dtype, place, quantization=quantization, progress=progress)
+        return load_orbax(directory, config, Form(dtype, place, quantization), progress=progress)
+    return load_safetensors(directory, config, Form(dtype, place, quantization), progress=progress)
 
 
 def choose_devices(tensor_parallel_size: int, data_parallel_size: int = 1) -> list[list[jax.Device]]:

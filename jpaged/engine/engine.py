@@ -22,7 +22,7 @@ from jpaged.core.scheduler import Scheduler
 from jpaged.engine.output import last_deltas, newest_delta, whole_deltas
 from jpaged.structured.compiler import GrammarCompiler
 from jpaged.structured.masks import MakeMasks, Masks
-from jpaged.tokenizer import Detokenizer, Vocabulary, tokenize_bad_words
+from jpaged.tokenizer import Detokenizer, TokenDecoder, Vocabulary, tokenize_bad_words
 
 if TYPE_CHECKING:
     from jpaged.structured.grammar import Constraint
@@ -282,11 +282,9 @@ class Engine:
         (sequence,), params = request.sequences, request.params
         sequence.constraint = copy.copy(constraint)
         if self.vocabulary is not None and params.detokenize:
-            sequence.decoder = Detokenizer(
-                self.vocabulary, request.prompt_token_ids, stop=params.stop,
-                include_stop=params.include_stop_str_in_output, skip_special_tokens=params.skip_special_tokens,
-                keeps_first_space=constraint is not None,
-            )  # fmt: skip
+            options = {"skip_special_tokens": params.skip_special_tokens, "keeps_first_space": constraint is not None}
+            decoder = TokenDecoder(self.vocabulary, request.prompt_token_ids, **options)
+            sequence.decoder = Detokenizer(decoder, stop=params.stop, include_stop=params.include_stop_str_in_output)
         if request.beam and params.stop:
             request.find_stop = _find_stop
 

@@ -1,14 +1,16 @@
 """Contract between a model and the engine: the model's call and its attributes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
+from flax import nnx
+from jax.sharding import Sharding
 
 from jpaged.models.config import ModelConfig
 
-# attend(layer, q [T, N, H], k [T, K, H], v [T, K, H], cos, sin [T, H/2] or None) -> [T, N, H]. It rotates q and k by
-# cos and sin, if they are given.
+# attend(layer, q [T, N, H], k [T, K, H], v [T, K, H], cos, sin [T, H/2] or None) -> [T, N, H]. Unless cos and sin are
+# None, it rotates q and k by them.
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None], jax.Array]
 
 
@@ -17,7 +19,7 @@ class AttentionSpec(NamedTuple):
 
     Attributes:
         scale: factor on q·k.
-        window: number of tokens up to its own that a query sees; None: all.
+        window: number of tokens that a query sees, including the query's token; None: all tokens.
         soft_cap: c where scores x become c * tanh(x / c); None: no cap.
     """
 
@@ -30,8 +32,9 @@ class AttentionSpec(NamedTuple):
 class Model(Protocol):
     """Interface of an `nnx.Module` that the engine can serve.
 
-    It needs no cache: attention is an argument. A module that wraps the one that is trained may have the attribute
-    `trained_path`, the path of that one in it, such as "gpt": `update_params` then accepts the state of `self.gpt` too.
+    A model needs no cache, because attention is an argument. A module that wraps the trained module may have the
+    attribute `trained_path`, the trained module's path in the wrapper, such as "gpt": `update_params` then also accepts
+    the state of `self.gpt`.
     """
 
     config: ModelConfig
@@ -61,32 +64,36 @@ class Part(NamedTuple):
     rows: int | None = None
 
 
-class Source(NamedTuple):
+class LeafSource(NamedTuple):
     """Place of a leaf in a checkpoint.
 
     Attributes:
         parts: one after another along the first axis.
-        stacked: each part is a whole tensor, and they lie on a new first axis.
+        stacked: whether each part is a whole tensor, which becomes one row of the leaf along a new first axis.
     """
 
     parts: tuple[Part, ...]
     stacked: bool = False
 
 
+Graph = nnx.GraphDef[Any]  # of a module, without its leaves
+Leaf = nnx.Variable[Any]
 LeafPath = tuple[Any, ...]  # of a leaf in an NNX state, e.g. ("layers", 0, "mlp", "up_proj", "weight")
+Leaves = Mapping[LeafPath, Leaf]
+Place = Callable[[Leaf], Sharding]  # of a parameter; its metadata names its axes
 
 LEAVES = {"embedding": "weight", "scale": "weight"}  # Flax's names of leaves, and Hugging Face's
 
 
-def same_name(path: LeafPath, config: ModelConfig) -> Source:
-    """Return the tensor with the leaf's own name, below `model.` except for the head, as Hugging Face names it."""
+def same_name(path: LeafPath, config: ModelConfig) -> LeafSource:
+    """Return the tensor with the leaf's name, below `model.` except for the head, as Hugging Face names it."""
     *parents, leaf = map(str, path)
     prefix = [] if parents[0] == "lm_head" else ["model"]
-    return Source((Part(".".join([*prefix, *parents, LEAVES.get(leaf, leaf)])),))
+    return LeafSource((Part(".".join([*prefix, *parents, LEAVES.get(leaf, leaf)])),))
 
 
 def is_derived(name: str, config: ModelConfig) -> bool:
-    """Return whether a tensor follows from the config or from other tensors, as some in checkpoints do."""
+    """Return whether a tensor, which some checkpoints hold, follows from the config or from other tensors."""
     return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
 
 
@@ -97,15 +104,15 @@ class Architecture(NamedTuple):
         config: type that reads config.json.
         module: (config, dtype=..., rngs=...) -> the module.
         source: (path of a leaf, config) -> its place in a Hugging Face checkpoint.
-        is_derived: (name of a tensor, config) -> whether a checkpoint may hold it in addition to the leaves' own.
-        rename: (name of a tensor in a file) -> its name for `source` and `is_derived`, where checkpoints differ.
+        is_derived: (name of a tensor, config) -> whether a checkpoint may hold it though no leaf uses it.
+        rename: (name of a tensor in a file) -> the name that `source` and `is_derived` use, where checkpoints differ.
         examples: ids of checkpoints on the Hugging Face hub.
-        features: its variations, for the documentation.
+        features: differences from Llama, for the documentation.
     """
 
     config: type[ModelConfig]
     module: Callable[..., Model]
-    source: Callable[[LeafPath, ModelConfig], Source] = same_name
+    source: Callable[[LeafPath, ModelConfig], LeafSource] = same_name
     is_derived: Callable[[str, ModelConfig], bool] = is_derived
     rename: Callable[[str], str] = str
     examples: tuple[str, ...] = ()

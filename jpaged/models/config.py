@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 from jpaged.config import DTYPES
-from jpaged.models.field_types import MAX_SIZE, check_types
-from jpaged.models.rope_config import EXTENDING, RopeConfig
+from jpaged.models.field_types import MAX_SIZE, Hf, check_types, require
+from jpaged.models.rope_config import EXTENDING, FACTORS, RopeConfig
 from jpaged.models.variation import Variation
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
@@ -42,28 +42,30 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "num_local_experts": (None, 0),
     "n_routed_experts": (None, 0),
 }
+# Fields of config.json with the defaults of `ModelConfig`.
+OPTIONAL = (
+    "max_position_embeddings", "rms_norm_eps", "hidden_act", "tie_word_embeddings", "attention_bias", "mlp_bias",
+)  # fmt: skip
 # A model is traced layer by layer before its tensors are compared.
 MAX_LAYERS = 512
 
 
-def _check_layers(count: Any) -> None:
-    if type(count) is not int:
-        raise ValueError(f"num_hidden_layers: must be a whole number, not {reprlib.repr(count)}")
-    if count > MAX_LAYERS:
-        raise ValueError(f"num_hidden_layers: must be at most {MAX_LAYERS}, not {count}")
+def _check_layers(count: object) -> None:
+    require(type(count) is int, "num_hidden_layers", "a whole number", reprlib.repr(count))
+    require(isinstance(count, int) and count <= MAX_LAYERS, "num_hidden_layers", f"at most {MAX_LAYERS}", count)
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """Configuration of a dense Llama, with the field names of its Hugging Face `config.json`.
 
-    Configurations of other architectures derive from it: they name their `defaults` of missing fields, the further
-    fields that they read (`reads`, names in `NEUTRAL`), and return their `variation_of` Llama's decoder.
+    Configurations of other architectures derive from it. They have `defaults` for missing fields, list further fields
+    that they read (`reads`, names in `NEUTRAL`), and return their `variation_of` Llama's decoder.
     """
 
     architecture: ClassVar[str] = "LlamaForCausalLM"  # as `architectures` names it
     model_type: ClassVar[str] = "llama"
-    defaults: ClassVar[dict[str, Any]] = {}
+    defaults: ClassVar[Hf] = {}
     reads: ClassVar[frozenset[str]] = frozenset()
     mlp_matrices: ClassVar[int] = 3  # with the gate
 
@@ -89,35 +91,27 @@ class ModelConfig:
         check_types(self)
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
         for name in (*sizes, "num_key_value_heads", "head_dim", "max_position_embeddings"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: must be at least 1, not {getattr(self, name)}")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_attention_heads: must be a multiple of num_key_value_heads ({self.num_key_value_heads}), "
-                f"not {self.num_attention_heads}"
-            )
+            require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        require(not heads % kv_heads, "num_attention_heads", f"a multiple of num_key_value_heads ({kv_heads})", heads)
         _check_layers(self.num_hidden_layers)
-        if self.rms_norm_eps < 0:
-            raise ValueError(f"rms_norm_eps: must be at least 0, not {self.rms_norm_eps}")
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim: must be even for rotary embeddings, not {self.head_dim}")
+        require(self.rms_norm_eps >= 0, "rms_norm_eps", "at least 0", self.rms_norm_eps)
+        require(not self.head_dim % 2, "head_dim", "even for rotary embeddings", self.head_dim)
         if self.hidden_act not in ACTIVATIONS:
             raise ValueError(
                 f"hidden_act: {reprlib.repr(self.hidden_act)} is not supported; supported: {', '.join(ACTIVATIONS)}"
             )
-        if not all(type(token) is int and token >= 0 for token in self.eos_token_ids):
-            raise ValueError(f"eos_token_id: must be token ids, not {reprlib.repr(self.eos_token_ids)}")
+        fits = all(type(token) is int and token >= 0 for token in self.eos_token_ids)
+        require(fits, "eos_token_id", "token ids", reprlib.repr(self.eos_token_ids))
         if (rotary_dim := int(self.head_dim * self.rope.partial_rotary_factor)) % 2:
             raise ValueError(
                 f"partial_rotary_factor: {self.rope.partial_rotary_factor:g} of head_dim ({self.head_dim}) must be "
                 f"even, not {rotary_dim}"
             )
-        for name in ("short_factor", "long_factor") if self.rope.type == "longrope" else ():
-            if len(getattr(self.rope, name)) != rotary_dim // 2:
-                raise ValueError(
-                    f"{name}: must be {rotary_dim // 2} numbers, half of the rotary dim, "
-                    f"not {len(getattr(self.rope, name))}"
-                )
+        rule = f"{rotary_dim // 2} numbers, half of the rotary dim"
+        for name in FACTORS if self.rope.type == "longrope" else ():
+            length = len(getattr(self.rope, name))
+            require(length == rotary_dim // 2, name, rule, length)
 
     @property
     def context_length(self) -> int:
@@ -137,15 +131,14 @@ class ModelConfig:
         return replace(self, rope=replace(self.rope, is_long=is_long))
 
     @classmethod
-    def describes(cls, hf: dict[str, Any]) -> bool:
+    def describes(cls, hf: Hf) -> bool:
         """Return whether the content of a config.json is that of this architecture."""
         names = hf.get("architectures") or [hf.get("model_type")]
-        own = {cls.architecture, cls.model_type}
-        named = isinstance(names, list) and any(isinstance(name, str) and name in own for name in names)
+        named = isinstance(names, list) and (cls.architecture in names or cls.model_type in names)
         return named and hf.get("model_type", cls.model_type) == cls.model_type
 
     @classmethod
-    def from_hf(cls, hf: dict[str, Any], generation: dict[str, Any] | None = None) -> Self:
+    def from_hf(cls, hf: Hf, generation: Hf | None = None) -> Self:
         """Return the config of config.json's content; end-of-sequence ids of generation_config.json take precedence.
 
         Raises:
@@ -154,7 +147,7 @@ class ModelConfig:
         return cls(**cls.fields_of(hf, generation or {}))
 
     @classmethod
-    def fields_of(cls, hf: dict[str, Any], generation: dict[str, Any]) -> dict[str, Any]:
+    def fields_of(cls, hf: Hf, generation: Hf) -> Hf:
         """Return the values of the fields. An architecture with more fields adds their values."""
         hf = cls.defaults | hf
         required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -179,12 +172,7 @@ class ModelConfig:
             **{name: hf[name] for name in required},
             num_key_value_heads=hf.get("num_key_value_heads") or heads,
             head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
-            max_position_embeddings=hf.get("max_position_embeddings", 2048),
-            rms_norm_eps=hf.get("rms_norm_eps", 1e-6),
-            hidden_act=hf.get("hidden_act", "silu"),
-            tie_word_embeddings=hf.get("tie_word_embeddings", False),
-            attention_bias=hf.get("attention_bias", False),
-            mlp_bias=hf.get("mlp_bias", False),
+            **{name: hf[name] for name in OPTIONAL if name in hf},
             rope=rope,
             dtype=dtype if dtype in DTYPES else "float32",
             eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
@@ -192,6 +180,6 @@ class ModelConfig:
         )
 
     @classmethod
-    def variation_of(cls, hf: dict[str, Any]) -> Variation:
+    def variation_of(cls, hf: Hf) -> Variation:
         """Return the differences from Llama's decoder, by config.json's content with the defaults."""
         return Variation()

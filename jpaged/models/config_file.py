@@ -8,19 +8,20 @@ from typing import Any
 
 from jpaged.checkpoint_files import read_json
 from jpaged.models.config import NEUTRAL, ModelConfig
+from jpaged.models.field_types import Hf
 from jpaged.models.rope_config import DEFAULT_ROPE_THETA, ROPE
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # the latter's sampling parameters
 
 
-def sampling_defaults(directory: Path) -> dict[str, Any]:
+def sampling_defaults(directory: Path) -> Hf:
     """Return generation_config.json's sampling parameters, the defaults of requests to the server."""
     generation = read_json(directory / GENERATION, missing_ok=True)
     return {name: generation[name] for name in SAMPLING if generation.get(name) is not None}
 
 
-def read_hf(directory: Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def read_hf(directory: Path, overrides: Mapping[str, Any] | None = None) -> Hf:
     """Return the content of config.json with the overrides of `EngineConfig.hf_overrides`.
 
     An override of `rope_scaling` or `rope_parameters` replaces both. Of `text_config`, the named fields are replaced.
@@ -32,9 +33,9 @@ def read_hf(directory: Path, overrides: Mapping[str, Any] | None = None) -> dict
     return _overridden(hf, overrides, "hf_overrides") if overrides else hf
 
 
-def _overridden(hf: dict[str, Any], overrides: Mapping[str, Any], where: str) -> dict[str, Any]:
-    known = set(hf) - {"quantization_config", "compression_config"}  # which belong to the tensors
-    if "text_config" not in hf:  # it has the fields of the model
+def _overridden(hf: Hf, overrides: Mapping[str, Any], where: str) -> Hf:
+    known = set(hf) - {"quantization_config", "compression_config"}  # these describe the tensors
+    if "text_config" not in hf:  # otherwise text_config has the fields of the model
         known |= {each.name for each in fields(ModelConfig)} | set(NEUTRAL) | set(ROPE)
         known |= {"architectures", "model_type", "eos_token_id", "original_max_position_embeddings"}
     for name in overrides:
@@ -48,6 +49,7 @@ def _overridden(hf: dict[str, Any], overrides: Mapping[str, Any], where: str) ->
         kept["rope_parameters"] = {name: value for name, value in rope.items() if name != "rope_theta"}
     if {"rope_scaling", "rope_parameters"} & overrides.keys():
         kept = {name: value for name, value in kept.items() if name not in ("rope_scaling", "rope_parameters")}
-    if isinstance(text := hf.get("text_config"), dict) and isinstance(given := overrides.get("text_config"), Mapping):
-        new["text_config"] = _overridden(text, given, f"{where}.text_config")
+    text, new_text = hf.get("text_config"), overrides.get("text_config")
+    if isinstance(text, dict) and isinstance(new_text, Mapping):
+        new["text_config"] = _overridden(text, new_text, f"{where}.text_config")
     return kept | new

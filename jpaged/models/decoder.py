@@ -1,9 +1,10 @@
 """Decoder of most architectures in Flax NNX, as a config and its `Variation` describe it.
 
-It holds parameters and no cache: attention is an argument.
+The module holds parameters and no cache, because attention is an argument.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,9 +12,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jpaged.models.base import Attend, AttentionSpec
+from jpaged.models.base import Attend, AttentionSpec, Place
 from jpaged.models.config import ModelConfig
-from jpaged.models.fused import Join, Place, fuse_linears
+from jpaged.models.fused import Join, fuse_linears
 from jpaged.models.layers import ACTIVATIONS, Linear, UnitOffsetNorm, axes, product, rms_norm
 from jpaged.models.moe import MixtureOfExperts
 from jpaged.models.rope import angles, inverse_frequencies
@@ -28,16 +29,14 @@ class Attention(nnx.Module):
 
     def __init__(self, config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs):
         d, h, variation = config.hidden_size, config.head_dim, config.variation
-        options: Any = dict(bias=config.attention_bias, dtype=dtype, rngs=rngs)
+        linear = partial(Linear, bias=config.attention_bias, dtype=dtype, rngs=rngs)
         n, k = config.num_attention_heads * h, config.num_key_value_heads * h
         self.head_dim = h
         self.qk_norm = variation.qk_norm
-        self.q_proj = Linear(d, n, ("heads", None), **options)
-        self.k_proj = Linear(d, k, ("kv_heads", None), **options)
-        self.v_proj = Linear(d, k, ("kv_heads", None), **options)
-        self.o_proj = Linear(
-            n, d, (None, "heads"), **options | {"bias": config.attention_bias and variation.output_bias}
-        )
+        self.q_proj = linear(d, n, ("heads", None))
+        self.k_proj = linear(d, k, ("kv_heads", None))
+        self.v_proj = linear(d, k, ("kv_heads", None))
+        self.o_proj = linear(n, d, (None, "heads"), bias=config.attention_bias and variation.output_bias)
         if self.qk_norm == "head":
             self.q_norm, self.k_norm = (norm_of(config, h, dtype, rngs) for _ in range(2))
         elif self.qk_norm == "projection":
@@ -53,7 +52,7 @@ class Attention(nnx.Module):
         if rotation is not None:
             if 2 * rotation[0].shape[1] == self.head_dim:
                 cos, sin = rotation
-            else:  # the cache rotates whole heads only
+            else:  # `attend` rotates only whole heads
                 q_tnh, k_tkh = (_rotate_first(x, *rotation) for x in (q_tnh, k_tkh))
         return self.o_proj(attend(layer, q_tnh, k_tkh, v_tkh, cos, sin).reshape(t, -1))
 
@@ -83,11 +82,11 @@ class Mlp(nnx.Module):
 
     def __init__(self, config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs):
         d, f = config.hidden_size, config.intermediate_size
-        options: Any = dict(bias=config.mlp_bias, dtype=dtype, rngs=rngs)
+        linear = partial(Linear, bias=config.mlp_bias, dtype=dtype, rngs=rngs)
         self.activation, self.size = config.hidden_act, f
-        self.gate_proj = Linear(d, f, ("mlp", None), **options)
-        self.up_proj = Linear(d, f, ("mlp", None), **options)
-        self.down_proj = Linear(f, d, (None, "mlp"), **options)
+        self.gate_proj = linear(d, f, ("mlp", None))
+        self.up_proj = linear(d, f, ("mlp", None))
+        self.down_proj = linear(f, d, (None, "mlp"))
 
     def __call__(self, x_td: jax.Array) -> jax.Array:
         """Return the output [T, D] of hidden states [T, D]."""
@@ -139,17 +138,15 @@ class Layer(nnx.Module):
 class Decoder(nnx.Module):
     """Decoder that a config describes.
 
-    `dtype` ("float32", "bfloat16" or "float16") is that of parameters, and activations have that of the parameters;
-    norms, angles, routing and logits are float32 inside. Attributes are named as in Hugging Face checkpoints.
+    `dtype` ("float32", "bfloat16" or "float16") is the dtype of parameters, and thereby of activations. Norms, angles,
+    routing and logits are computed in float32. Attributes are named as in Hugging Face checkpoints.
     """
 
     def __init__(self, config: ModelConfig, *, dtype: str = "float32", rngs: nnx.Rngs):
         self.config = config
         d, v = config.hidden_size, config.vocab_size
-        self.embed_tokens = nnx.Embed(
-            v, d, param_dtype=dtype, rngs=rngs, embedding_metadata=axes("vocab", None),
-            embedding_init=nnx.initializers.normal(0.02),
-        )  # fmt: skip
+        embed = partial(nnx.Embed, param_dtype=dtype, rngs=rngs, embedding_init=nnx.initializers.normal(0.02))
+        self.embed_tokens = embed(v, d, embedding_metadata=axes("vocab", None))
         self.layers = nnx.List([Layer(config, i, dtype, rngs) for i in range(config.num_hidden_layers)])
         self.norm = norm_of(config, d, dtype, rngs)
         if not config.tie_word_embeddings:
@@ -177,8 +174,8 @@ class Decoder(nnx.Module):
             # In the dtype of the embedding: Gemma was trained with the factor rounded to it.
             x_td = x_td * jnp.asarray(variation.embedding_multiplier, x_td.dtype)
         for index, (layer, spec) in enumerate(zip(self.layers, self.attention_specs, strict=True)):
-            own = rotation if spec.window is None else local
-            x_td = layer(x_td, None if index in variation.no_rope else own, index, attend)
+            rotation_of_layer = rotation if spec.window is None else local
+            x_td = layer(x_td, None if index in variation.no_rope else rotation_of_layer, index, attend)
         normed_td: jax.Array = self.norm(x_td)
         return normed_td
 

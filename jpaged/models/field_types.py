@@ -8,6 +8,14 @@ from typing import Any
 
 MAX_SIZE = 2**31 - 1
 
+Hf = dict[str, Any]  # the content of a config.json
+
+
+def require(fits: bool, name: str, rule: str, value: object) -> None:
+    """Raise ValueError if a value does not fit; the message has the field's name, its rule and the value."""
+    if not fits:
+        raise ValueError(f"{name}: must be {rule}, not {value}")
+
 
 def check_types(config: Any) -> None:
     """Check the values that a file gives to a dataclass's fields.
@@ -27,5 +35,6 @@ def check_types(config: Any) -> None:
             if value is None:
                 continue
             hint = float
-        if hint in kinds and not kinds[hint][1](value):
-            raise ValueError(f"{each.name}: must be {kinds[hint][0]}, not {reprlib.repr(value)}")
+        if hint in kinds:
+            rule, fits = kinds[hint]
+            require(fits(value), each.name, rule, reprlib.repr(value))

@@ -1,7 +1,8 @@
-"""Weights as a GPU's products want them: layers of one input are one product, and experts need no transposition.
+"""Weights in the form of a GPU's products: layers with the same input are one product, and experts are transposed.
 
-One product launches less, and XLA need not concatenate weights for it. Rows of different layers lie one after another,
-on several devices those of each device: [q of device 0, k of device 0, v of device 0, q of device 1, ...].
+One product needs fewer launches, and XLA does not concatenate weights in each step. Rows of different layers lie one
+after another, on several devices within the rows of each device: [q of device 0, k of device 0, v of device 0, q of
+device 1, ...].
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,12 +14,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Sharding
 
-from jpaged.models.base import Model
-from jpaged.models.layers import Linear, axes, product
+from jpaged.models.base import Leaf, Model, Place
+from jpaged.models.layers import Epilogue, Linear, axes, product
 
 LEAVES = ("weight", "bias", "weight_scale")
 
-Place = Callable[[nnx.Variable[Any]], Sharding]  # of a parameter
 # (leaves, their joint, sharding of the leaf that replaces them) -> that leaf
 Join = Callable[[Sequence[Any], "Joint", Sharding], Any]
 
@@ -59,9 +59,9 @@ class Fusable(Protocol):
 class FusedLinear(nnx.Module):
     """Linear layers of one input; its leaves are those of `Linear`."""
 
-    weight: nnx.Variable[Any]
+    weight: Leaf
 
-    def __init__(self, leaves: Mapping[str, nnx.Variable[Any]], joints: dict[str, Joint]):
+    def __init__(self, leaves: Mapping[str, Leaf], joints: dict[str, Joint]):
         self.joints = joints
         for name, leaf in leaves.items():
             setattr(self, name, leaf)
@@ -76,9 +76,7 @@ class FusedLinear(nnx.Module):
 
         The results are slices of one array along one axis, so that XLA can put them together again without a copy.
         """
-        bias_o = self.bias[...] if hasattr(self, "bias") else None
-        scale_o = self.weight_scale[...] if hasattr(self, "weight_scale") else None
-        y_to = product(x_ti, self.weight[...], scale_o=scale_o, bias_o=bias_o)
+        y_to = product(x_ti, self.weight[...], epilogue=Epilogue.of(self))
         t, parts = len(x_ti), self.parts
         counts = [rows // (parts * width) for rows, *_ in self.joints["weight"].shapes]
         shape, axis = ((t, -1, width), 1) if parts == 1 else ((t, parts, -1, width), 2)
@@ -87,11 +85,11 @@ class FusedLinear(nnx.Module):
 
 
 def fuse(model: Model, place: Place, join: Join | None = None) -> None:
-    """Fuse layers of a model in place, one after another, so that little memory is needed twice.
+    """Fuse layers of a model in place, one after another: only the weights of one layer are in memory twice.
 
     Args:
         place: sharding of a parameter.
-        join: makes each leaf; None: `joined`, compiled. A model without memory needs another one.
+        join: function that makes a leaf; None: `joined`, compiled, which a model without memory can't use.
     """
     modules: list[tuple[Any, Any]] = list(nnx.iter_modules(cast(nnx.Module, model)))
     for _, module in modules:
@@ -100,34 +98,34 @@ def fuse(model: Model, place: Place, join: Join | None = None) -> None:
 
 
 def joints_of(model: Model) -> dict[str, Joint]:
-    """Return the form of each leaf that replaces others, by its name; the joints have the whole names, too."""
+    """Return the form of each leaf that replaces others, by the leaf's whole name. The joints have whole names, too."""
     modules: list[tuple[Any, Any]] = list(nnx.iter_modules(cast(nnx.Module, model)))
-    found = {}
+    joints = {}
     for path, module in modules:
         if isinstance(module, Fused):
-            own, parent = ".".join(map(str, path)), ".".join(map(str, path[:-1]))
+            prefix, parent = ".".join(map(str, path)), ".".join(map(str, path[:-1]))
             for name, joint in module.joints.items():
-                found[f"{own}.{name}"] = joint._replace(names=tuple(f"{parent}.{each}" for each in joint.names))
-    return found
+                joints[f"{prefix}.{name}"] = joint._replace(names=tuple(f"{parent}.{each}" for each in joint.names))
+    return joints
 
 
 def fuse_linears(module: nnx.Module, name: str, members: Sequence[str], place: Place, join: Join) -> None:
-    """Replace linear layers of a module by one with another name.
+    """Replace linear layers of a module by one layer called `name`.
 
-    They stay as they are if their weights differ in dtype, or are not divided among equally many devices.
+    Nothing changes if their weights differ in dtype, or are not divided among equally many devices.
     """
     layers = [getattr(module, member, None) for member in members]
     if not all(isinstance(layer, Linear) for layer in layers):
         return
-    found = [{leaf: getattr(layer, leaf) for leaf in LEAVES if hasattr(layer, leaf)} for layer in layers]
-    weights = [leaves["weight"] for leaves in found]
+    separate = [{leaf: getattr(layer, leaf) for leaf in LEAVES if hasattr(layer, leaf)} for layer in layers]
+    weights = [leaves["weight"] for leaves in separate]
     parts = {weight.shape[0] // place(weight).shard_shape(weight.shape)[0] for weight in weights}
-    kinds = {(*leaves, str(weight.dtype)) for leaves, weight in zip(found, weights)}
+    kinds = {(*leaves, str(weight.dtype)) for leaves, weight in zip(separate, weights)}
     if len(parts) > 1 or len(kinds) > 1:
         return
     names, leaves, joints = weights[0].get_metadata()["out_sharding"], {}, {}
-    for leaf in found[0]:
-        variables = [each[leaf] for each in found]
+    for leaf in separate[0]:
+        variables = [each[leaf] for each in separate]
         shapes = tuple(variable.shape for variable in variables)
         joints[leaf] = Joint(tuple(f"{member}.{leaf}" for member in members), shapes, *parts)
         leaves[leaf] = join_variables(variables, joints[leaf], names[: len(shapes[0])], place, join)
@@ -137,11 +135,11 @@ def fuse_linears(module: nnx.Module, name: str, members: Sequence[str], place: P
 
 
 def join_variables(
-    variables: Sequence[nnx.Variable[Any]], joint: Joint, names: Sequence[str | None], place: Place, join: Join
-) -> nnx.Variable[Any]:
+    variables: Sequence[Leaf], joint: Joint, names: Sequence[str | None], place: Place, join: Join
+) -> Leaf:
     """Return a variable that replaces others, with these names of its axes."""
     arrays = [variable.get_value() for variable in variables]
-    replacing: nnx.Variable[Any] = nnx.Param(arrays[0], **axes(*names))
+    replacing: Leaf = nnx.Param(arrays[0], **axes(*names))
     return replacing.replace(join(arrays, joint, place(replacing)))
 
 

@@ -1,12 +1,12 @@
 """Gemma 2 and 3: windows in most layers, capped or normed scores, four norms in a layer, scaled embeddings."""
 
 from dataclasses import replace
-from typing import Any
 
 from jpaged.models import base
-from jpaged.models.base import Architecture, LeafPath, Source, same_name
+from jpaged.models.base import Architecture, LeafPath, LeafSource, same_name
 from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import Decoder
+from jpaged.models.field_types import Hf, require
 from jpaged.models.rope_config import RopeConfig
 from jpaged.models.variation import ALL_NORMS, Variation, windows_of
 
@@ -30,17 +30,16 @@ class Gemma2Config(ModelConfig):
     })  # fmt: skip
 
     @classmethod
-    def fields_of(cls, hf: dict[str, Any], generation: dict[str, Any]) -> dict[str, Any]:
+    def fields_of(cls, hf: Hf, generation: Hf) -> Hf:
         """Return the values of the fields."""
         activation = hf.get("hidden_activation") or cls.defaults["hidden_activation"]
         return super().fields_of(hf | {"hidden_act": activation}, generation)
 
     @classmethod
-    def variation_of(cls, hf: dict[str, Any]) -> Variation:
+    def variation_of(cls, hf: Hf) -> Variation:
         """Return windows, norms, caps and factors."""
         pattern, layers = hf["sliding_window_pattern"], range(1, hf["num_hidden_layers"] + 1)
-        if type(pattern) is not int or pattern < 1:
-            raise ValueError(f"sliding_window_pattern: must be at least 1, not {pattern!r}")
+        require(type(pattern) is int and pattern >= 1, "sliding_window_pattern", "at least 1", repr(pattern))
         types = ["sliding_attention" if layer % pattern else "full_attention" for layer in layers]
         return Variation(
             norms=ALL_NORMS, unit_offset=True, windows=windows_of(hf, types), scale=hf["query_pre_attn_scalar"] ** -0.5,
@@ -50,7 +49,7 @@ class Gemma2Config(ModelConfig):
 
 
 class Gemma3Config(Gemma2Config):
-    """Layers with a window have a rotary embedding of their own, and queries and keys are normed per head."""
+    """Layers with a window have another rotary embedding, and queries and keys are normed per head."""
 
     architecture = "Gemma3ForCausalLM"
     model_type = "gemma3_text"
@@ -65,7 +64,7 @@ class Gemma3Config(Gemma2Config):
         return self.max_position_embeddings
 
     @classmethod
-    def fields_of(cls, hf: dict[str, Any], generation: dict[str, Any]) -> dict[str, Any]:
+    def fields_of(cls, hf: Hf, generation: Hf) -> Hf:
         """Return the values of the fields."""
         # Newer files have the two rotary embeddings in `rope_parameters`, by the type of layer.
         parameters = hf.get("rope_parameters") or {}
@@ -75,8 +74,8 @@ class Gemma3Config(Gemma2Config):
         return super().fields_of(hf, generation)
 
     @classmethod
-    def variation_of(cls, hf: dict[str, Any]) -> Variation:
-        """Return Gemma 2's, the rotary embedding of layers with a window, and the norms of heads."""
+    def variation_of(cls, hf: Hf) -> Variation:
+        """Return Gemma 2's variation with the rotary embedding of layers with a window and norms of heads."""
         parameters = {"rope_theta": hf["rope_local_base_freq"]} | hf.get("local_rope_parameters", {})
         local = RopeConfig.from_hf({"rope_parameters": parameters})
         return replace(super().variation_of(hf), qk_norm="head", local_rope=local)
@@ -89,7 +88,7 @@ class Gemma3TextPartConfig(Gemma3Config):
     model_type = "gemma3"
 
     @classmethod
-    def fields_of(cls, hf: dict[str, Any], generation: dict[str, Any]) -> dict[str, Any]:
+    def fields_of(cls, hf: Hf, generation: Hf) -> Hf:
         """Return the values of the fields, from `text_config`."""
         text = hf.get("text_config")
         if not isinstance(text, dict):
@@ -98,10 +97,10 @@ class Gemma3TextPartConfig(Gemma3Config):
         return super().fields_of({name: hf[name] for name in names if name in hf} | text, generation)
 
 
-def text_part_source(path: LeafPath, config: ModelConfig) -> Source:
+def text_part_source(path: LeafPath, config: ModelConfig) -> LeafSource:
     """Return the place of a leaf of the text part."""
     (part,), _ = same_name(path, config)
-    return Source((part._replace(name=PREFIX + part.name),))
+    return LeafSource((part._replace(name=PREFIX + part.name),))
 
 
 def text_part_name(name: str) -> str:

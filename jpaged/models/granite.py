@@ -1,10 +1,9 @@
 """Granite 3: factors on embeddings, scores, residuals and logits."""
 
-from typing import Any
-
 from jpaged.models.base import Architecture
 from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import Decoder
+from jpaged.models.field_types import Hf
 from jpaged.models.variation import Variation
 
 
@@ -20,7 +19,7 @@ class GraniteConfig(ModelConfig):
     reads = frozenset({"embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"})
 
     @classmethod
-    def variation_of(cls, hf: dict[str, Any]) -> Variation:
+    def variation_of(cls, hf: Hf) -> Variation:
         """Return the factors."""
         return Variation(
             scale=hf["attention_multiplier"], embedding_multiplier=hf["embedding_multiplier"],

@@ -1,9 +1,9 @@
-"""Common parts of models. Parameters name their axes, which a mesh maps to its own."""
+"""Common parts of models. Parameters name their axes, which `Placement` maps to axes of a mesh."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 
 MANY_ROWS = 256  # from here on both forms of a product take the same time on a CPU
 
+Names = tuple[str | None, str | None]  # of the axes of a matrix
 Activation = Callable[[jax.Array], jax.Array]
 Product = Callable[[jax.Array, jax.Array], jax.Array | None]
 
@@ -47,6 +48,41 @@ def axes(*names: str | None) -> dict[str, Any]:
     return {"out_sharding": names, "eager_sharding": False}
 
 
+class Epilogue(NamedTuple):
+    """Operations on the sums of a product.
+
+    Attributes:
+        scale_o: factors [out] float32 of a quantized weight. The weight is converted to the dtype of the other operand,
+            and sums are scaled in float32.
+        bias_o: added numbers [out].
+        activation: function of single elements.
+    """
+
+    scale_o: jax.Array | None = None
+    bias_o: jax.Array | None = None
+    activation: Activation | None = None
+
+    @classmethod
+    def of(cls, layer: nnx.Module, activation: Activation | None = None) -> Self:
+        """Return the operations with the scale and the bias of a layer, if it has them."""
+        names = ("weight_scale", "bias")
+        scale_o, bias_o = (getattr(layer, name)[...] if hasattr(layer, name) else None for name in names)
+        return cls(scale_o, bias_o, activation)
+
+    def __call__(self, y: jax.Array, dtype: DTypeLike, axis: int = 1) -> jax.Array:
+        """Return the result in `dtype` of the sums y, whose outputs are along `axis`."""
+
+        def along(vector_o: jax.Array) -> jax.Array:
+            return vector_o[:, None] if axis == 0 else vector_o
+
+        y = y if self.scale_o is None else (y * along(self.scale_o)).astype(dtype)
+        y = y if self.bias_o is None else y + along(self.bias_o)
+        return self.activation(y) if self.activation else y
+
+
+PLAIN = Epilogue()
+
+
 class Linear(nnx.Module):
     """Linear layer y = x W^T + b, with a weight [out, in], as Hugging Face stores it.
 
@@ -57,10 +93,7 @@ class Linear(nnx.Module):
         names: names of the weight's axes.
     """
 
-    def __init__(
-        self, fan_in: int, fan_out: int, names: tuple[str | None, str | None], *, bias: bool, dtype: DTypeLike,
-        rngs: nnx.Rngs,
-    ):  # fmt: skip
+    def __init__(self, fan_in: int, fan_out: int, names: Names, *, bias: bool, dtype: DTypeLike, rngs: nnx.Rngs):
         init = nnx.initializers.lecun_normal(in_axis=-1, out_axis=-2)
         self.weight = nnx.Param(init(rngs.params(), (fan_out, fan_in), dtype), **axes(*names))
         if bias:
@@ -68,9 +101,7 @@ class Linear(nnx.Module):
 
     def __call__(self, x_ti: jax.Array, activation: Activation | None = None) -> jax.Array:
         """Return y, or activation(y), [T, out] in the dtype of x."""
-        bias_o = self.bias[...] if hasattr(self, "bias") else None
-        scale_o = self.weight_scale[...] if hasattr(self, "weight_scale") else None
-        return product(x_ti, self.weight[...], scale_o=scale_o, bias_o=bias_o, activation=activation)
+        return product(x_ti, self.weight[...], epilogue=Epilogue.of(self, activation))
 
 
 def rms_norm(size: int, epsilon: float, *, dtype: DTypeLike, rngs: nnx.Rngs, name: str | None = None) -> nnx.RMSNorm:
@@ -93,35 +124,22 @@ class UnitOffsetNorm(nnx.Module):
 
 
 def product(
-    x_ti: jax.Array, weight_oi: jax.Array, dtype: DTypeLike | None = None, *, scale_o: jax.Array | None = None,
-    bias_o: jax.Array | None = None, activation: Activation | None = None,
-) -> jax.Array:  # fmt: skip
-    """Return activation(x W^T * scale + b) [T, out], in `dtype` or else in that of x.
-
-    Args:
-        scale_o: float32, if the weight is quantized. The weight is then converted to the dtype of x, and the product is
-            scaled in float32.
-        activation: function of single elements, or None.
-    """
-    result_dtype = dtype or x_ti.dtype
-    sum_dtype = dtype if scale_o is None else jnp.float32
-
-    def finished(y: jax.Array, along: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        """Return the result from a sum; `along` gives a vector [out] the sum's axes."""
-        y = y if scale_o is None else (y * along(scale_o)).astype(result_dtype)
-        y = y if bias_o is None else y + along(bias_o)
-        return activation(y) if activation else y
+    x_ti: jax.Array, weight_oi: jax.Array, dtype: DTypeLike | None = None, epilogue: Epilogue = PLAIN
+) -> jax.Array:
+    """Return epilogue(x W^T) [T, out], in `dtype` or else in that of x."""
+    result_dtype, is_scaled = dtype or x_ti.dtype, epilogue.scale_o is not None
+    sum_dtype = jnp.float32 if is_scaled else dtype
 
     def converted(weight_oi: jax.Array) -> jax.Array:
-        return weight_oi if scale_o is None else weight_oi.astype(x_ti.dtype)
+        return weight_oi.astype(x_ti.dtype) if is_scaled else weight_oi
 
     def elsewhere(x_ti: jax.Array, weight_oi: jax.Array) -> jax.Array:
         y_to = jnp.einsum("ti,oi->to", x_ti, converted(weight_oi), preferred_element_type=sum_dtype)
-        return finished(y_to, lambda vector_o: vector_o)
+        return epilogue(y_to, result_dtype)
 
     multiply = _product.get()
     if multiply and (multiplied_to := multiply(x_ti, weight_oi)) is not None:
-        return finished(multiplied_to.astype(sum_dtype or x_ti.dtype), lambda vector_o: vector_o)
+        return epilogue(multiplied_to.astype(sum_dtype or x_ti.dtype), result_dtype)
 
     def on_cpu(x_ti: jax.Array, weight_oi: jax.Array) -> jax.Array:
         # XLA multiplies W x^T up to twice as fast as x W^T if there are few rows, unless it is free to swap the two. A
@@ -133,8 +151,7 @@ def product(
         if rows == 1 and x_ti.dtype != jnp.float32:
             x_ti = jnp.pad(x_ti, ((0, 1), (0, 0)))
         y_ot = jnp.einsum("oi,ti->ot", converted(weight_oi), x_ti, preferred_element_type=sum_dtype)
-        y_ot = finished(y_ot, lambda vector_o: vector_o[:, None])
-        y_to: jax.Array = lax.optimization_barrier(y_ot)[:, :rows].T
+        y_to: jax.Array = lax.optimization_barrier(epilogue(y_ot, result_dtype, axis=0))[:, :rows].T
         return y_to
 
     y_to: jax.Array = lax.platform_dependent(x_ti, weight_oi, cpu=on_cpu, default=elsewhere)

@@ -11,8 +11,9 @@ class Llama(Decoder):
 
 ARCHITECTURES = (
     Architecture(
-        ModelConfig, Llama,
+        ModelConfig,
+        Llama,
         examples=("meta-llama/Llama-3.2-1B-Instruct", "TinyLlama/TinyLlama-1.1B-Chat-v1.0"),
         features="biases, RoPE scaled by linear, llama3, yarn or longrope",
     ),
-)  # fmt: skip
+)

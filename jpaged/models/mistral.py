@@ -1,10 +1,9 @@
 """Mistral and Mixtral: a window in every layer, and a mixture of experts."""
 
-from typing import Any
-
-from jpaged.models.base import Architecture, LeafPath, Part, Source, same_name
+from jpaged.models.base import Architecture, LeafPath, LeafSource, Part, same_name
 from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import Decoder
+from jpaged.models.field_types import Hf
 from jpaged.models.variation import Experts, Variation, windows_of
 
 
@@ -17,7 +16,7 @@ class MistralConfig(ModelConfig):
     reads = frozenset({"sliding_window", "layer_types"})
 
     @classmethod
-    def variation_of(cls, hf: dict[str, Any]) -> Variation:
+    def variation_of(cls, hf: Hf) -> Variation:
         """Return the windows."""
         kind = "full_attention" if hf.get("sliding_window") is None else "sliding_attention"
         if set(hf.get("layer_types") or [kind]) != {kind}:
@@ -37,7 +36,7 @@ class MixtralConfig(MistralConfig):
     reads = MistralConfig.reads | {"num_local_experts"}
 
     @classmethod
-    def variation_of(cls, hf: dict[str, Any]) -> Variation:
+    def variation_of(cls, hf: Hf) -> Variation:
         """Return the windows and the experts."""
         windows = super().variation_of(hf).windows
         sizes = hf["num_local_experts"], hf["num_experts_per_tok"], hf["intermediate_size"]
@@ -48,17 +47,17 @@ class MixtralConfig(MistralConfig):
 MATRICES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
-def mixtral_source(path: LeafPath, config: ModelConfig) -> Source:
+def mixtral_source(path: LeafPath, config: ModelConfig) -> LeafSource:
     """Return the place of a leaf: experts are separate tensors."""
     if "mlp" not in path:
         return same_name(path, config)
     block = f"model.layers.{path[1]}.block_sparse_moe"
     if "gate" in path:
-        return Source((Part(f"{block}.gate.weight"),))
+        return LeafSource((Part(f"{block}.gate.weight"),))
     assert config.variation.experts is not None
     matrix = MATRICES[path[-1]]
     names = [f"{block}.experts.{i}.{matrix}.weight" for i in range(config.variation.experts.num_experts)]
-    return Source(tuple(map(Part, names)), stacked=True)
+    return LeafSource(tuple(map(Part, names)), stacked=True)
 
 
 ARCHITECTURES = (

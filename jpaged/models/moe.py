@@ -8,8 +8,9 @@ from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 
+from jpaged.models.base import Place
 from jpaged.models.config import ModelConfig
-from jpaged.models.fused import Join, Joint, Place, join_variables
+from jpaged.models.fused import Join, Joint, join_variables
 from jpaged.models.layers import ACTIVATIONS, Linear, axes, product
 from jpaged.models.variation import Experts
 
@@ -64,9 +65,9 @@ class ExpertMlps(nnx.Module):
 
 
 class FusedExperts(nnx.Module):
-    """The same with weights [E, in, out], gate and up in one, as XLA's grouped product on a GPU needs them.
+    """Gated MLPs of E experts, with weights [E, in, out], gate and up in one.
 
-    It transposes weights [E, out, in] in every step.
+    XLA's grouped product on a GPU would transpose weights [E, out, in] in every step.
     """
 
     def __init__(self, experts: ExpertMlps, place: Place, join: Join):
@@ -98,12 +99,12 @@ class MixtureOfExperts(nnx.Module):
         self.experts: Any = ExpertMlps(d, f, e, config.hidden_act, dtype, rngs)
 
     def fuse(self, place: Place, join: Join) -> None:
-        """Take the weights of the experts as a GPU wants them."""
+        """Fuse the weights of the experts."""
         if isinstance(self.experts, ExpertMlps):
             self.experts = FusedExperts(self.experts, place, join)
 
     def __call__(self, x_td: jax.Array) -> jax.Array:
-        """Return the output [T, D] of hidden states [T, D]: those of each token's experts, weighted by probability."""
+        """Return the output [T, D] of hidden states [T, D]: the sum over each token's experts, by their probability."""
         probabilities_te = jax.nn.softmax(product(x_td, self.gate.weight[...], jnp.float32), axis=-1)
         weights_tk, chosen_tk = lax.top_k(probabilities_te, self.top_k)
         if self.normalizes:

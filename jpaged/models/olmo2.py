@@ -1,10 +1,9 @@
 """OLMo 2: norms after attention and MLP, and of all queries and keys of a token."""
 
-from typing import Any
-
 from jpaged.models.base import Architecture
 from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import Decoder
+from jpaged.models.field_types import Hf
 from jpaged.models.variation import POST_NORMS, Variation
 
 
@@ -16,14 +15,16 @@ class Olmo2Config(ModelConfig):
     defaults = {"rms_norm_eps": 1e-5, "eos_token_id": 50279}
 
     @classmethod
-    def variation_of(cls, hf: dict[str, Any]) -> Variation:
+    def variation_of(cls, hf: Hf) -> Variation:
         """Return the norms."""
         return Variation(norms=POST_NORMS, qk_norm="projection")
 
 
 ARCHITECTURES = (
     Architecture(
-        Olmo2Config, Decoder, examples=("allenai/OLMo-2-1124-7B-Instruct", "allenai/OLMo-2-0425-1B"),
+        Olmo2Config,
+        Decoder,
+        examples=("allenai/OLMo-2-1124-7B-Instruct", "allenai/OLMo-2-0425-1B"),
         features="norms after attention and MLP, norms of all queries and keys",
     ),
-)  # fmt: skip
+)

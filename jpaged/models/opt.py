@@ -1,15 +1,17 @@
 """OPT in Flax NNX: LayerNorm, learned positions, an MLP without a gate, biases."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import partial
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jpaged.models.base import Architecture, Attend, AttentionSpec, LeafPath, Source, same_name
+from jpaged.models.base import Architecture, Attend, AttentionSpec, LeafPath, LeafSource, same_name
 from jpaged.models.config import ModelConfig
+from jpaged.models.field_types import Hf
 from jpaged.models.layers import ACTIVATIONS, Linear, axes, product
 
 POSITION_OFFSET = 2  # rows before that of position 0
@@ -29,7 +31,7 @@ class OPTConfig(ModelConfig):
     architecture: ClassVar[str] = "OPTForCausalLM"
     model_type: ClassVar[str] = "opt"
     mlp_matrices: ClassVar[int] = 2
-    defaults: ClassVar[dict[str, Any]] = {
+    defaults: ClassVar[Hf] = {
         "vocab_size": 50272, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "ffn_dim": 3072,
         "tie_word_embeddings": True, "activation_function": "relu", "enable_bias": True, "do_layer_norm_before": True,
         "eos_token_id": 2,
@@ -40,7 +42,7 @@ class OPTConfig(ModelConfig):
     embedding_size: int = 0
 
     @classmethod
-    def fields_of(cls, hf: dict[str, Any], generation: dict[str, Any]) -> dict[str, Any]:
+    def fields_of(cls, hf: Hf, generation: Hf) -> Hf:
         """Return the values of the fields."""
         hf = cls.defaults | hf
         if not hf.get("layer_norm_elementwise_affine", True):
@@ -62,12 +64,12 @@ class Attention(nnx.Module):
 
     def __init__(self, config: OPTConfig, dtype: DTypeLike, rngs: nnx.Rngs):
         d = config.hidden_size
-        options: Any = dict(bias=config.attention_bias, dtype=dtype, rngs=rngs)
+        linear = partial(Linear, bias=config.attention_bias, dtype=dtype, rngs=rngs)
         self.head_dim = config.head_dim
-        self.q_proj = Linear(d, d, ("heads", None), **options)
-        self.k_proj = Linear(d, d, ("kv_heads", None), **options)
-        self.v_proj = Linear(d, d, ("kv_heads", None), **options)
-        self.out_proj = Linear(d, d, (None, "heads"), **options)
+        self.q_proj = linear(d, d, ("heads", None))
+        self.k_proj = linear(d, d, ("kv_heads", None))
+        self.v_proj = linear(d, d, ("kv_heads", None))
+        self.out_proj = linear(d, d, (None, "heads"))
 
     def __call__(self, x_td: jax.Array, layer: int, attend: Attend) -> jax.Array:
         """Return the output [T, D] of hidden states [T, D]."""
@@ -83,12 +85,12 @@ class Layer(nnx.Module):
 
     def __init__(self, config: OPTConfig, dtype: DTypeLike, rngs: nnx.Rngs):
         d, f = config.hidden_size, config.intermediate_size
-        options: Any = dict(bias=config.mlp_bias, dtype=dtype, rngs=rngs)
+        linear = partial(Linear, bias=config.mlp_bias, dtype=dtype, rngs=rngs)
         self.norm_before, self.activation = config.norm_before, config.hidden_act
         self.self_attn = Attention(config, dtype, rngs)
         self.self_attn_layer_norm = layer_norm(d, dtype, rngs)
-        self.fc1 = Linear(d, f, ("mlp", None), **options)
-        self.fc2 = Linear(f, d, (None, "mlp"), **options)
+        self.fc1 = linear(d, f, ("mlp", None))
+        self.fc2 = linear(f, d, (None, "mlp"))
         self.final_layer_norm = layer_norm(d, dtype, rngs)
 
     def __call__(self, x_td: jax.Array, layer: int, attend: Attend) -> jax.Array:
@@ -105,18 +107,17 @@ class Layer(nnx.Module):
 class OPT(nnx.Module):
     """OPT (arXiv 2205.01068), the model of the PagedAttention paper.
 
-    `dtype` is that of parameters, and activations have that of the parameters. Attributes are named as in Hugging Face
-    checkpoints.
+    `dtype` is the dtype of parameters, and thereby of activations. Attributes are named as in Hugging Face checkpoints.
     """
 
     def __init__(self, config: OPTConfig, *, dtype: str = "float32", rngs: nnx.Rngs):
         self.config: ModelConfig = config
         self.has_final_norm, self.projects = config.final_norm, config.embedding_size != config.hidden_size
         d, e = config.hidden_size, config.embedding_size
-        options: Any = dict(param_dtype=dtype, rngs=rngs, embedding_init=nnx.initializers.normal(0.02))
-        self.embed_tokens = nnx.Embed(config.vocab_size, e, embedding_metadata=axes("vocab", None), **options)
+        embed = partial(nnx.Embed, param_dtype=dtype, rngs=rngs, embedding_init=nnx.initializers.normal(0.02))
+        self.embed_tokens = embed(config.vocab_size, e, embedding_metadata=axes("vocab", None))
         rows = config.max_position_embeddings + POSITION_OFFSET
-        self.embed_positions = nnx.Embed(rows, d, embedding_metadata=axes(None, None), **options)
+        self.embed_positions = embed(rows, d, embedding_metadata=axes(None, None))
         if self.projects:
             self.project_in = Linear(e, d, (None, None), bias=False, dtype=dtype, rngs=rngs)
             self.project_out = Linear(d, e, (None, None), bias=False, dtype=dtype, rngs=rngs)
@@ -157,10 +158,10 @@ def layer_norm(size: int, dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.LayerNorm:
     )
 
 
-def source(path: LeafPath, config: ModelConfig) -> Source:
+def source(path: LeafPath, config: ModelConfig) -> LeafSource:
     """Return the place of a leaf, below `model.decoder.` except for the head."""
     (part,), _ = same_name(path, config)
-    return Source((part._replace(name=part.name.replace("model.", "model.decoder.", 1)),))
+    return LeafSource((part._replace(name=part.name.replace("model.", "model.decoder.", 1)),))
 
 
 def full_name(name: str) -> str:

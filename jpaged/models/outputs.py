@@ -1,6 +1,6 @@
 """Shapes and dtypes that a module computes, found by tracing it before anything is compiled."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,7 @@ class Outputs(NamedTuple):
     """Outputs of a module.
 
     Attributes:
-        attention_dtype: dtype that all queries, keys and values are promoted to, which is that of the KV pool.
+        attention_dtype: dtype that all queries, keys and values are promoted to, and the KV pool has.
         hidden_size, hidden_dtype: D and dtype of the hidden states [T, D].
     """
 
@@ -44,7 +44,7 @@ def outputs_of(make: Callable[[Any], Model], leaves: Any, config: ModelConfig) -
                 f"model: must call attend once for each of its layers (0 to {config.num_hidden_layers - 1}), not "
                 f"{'twice ' * (layer in dtypes)}for layer {layer}"
             )
-        _check_attention(config, *arguments)
+        _check_attention(config, arguments[:3], arguments[3:])
         dtypes[layer] = jnp.result_type(*arguments[:3])
         return jnp.zeros(arguments[0].shape, dtypes[layer])
 
@@ -63,19 +63,16 @@ def outputs_of(make: Callable[[Any], Model], leaves: Any, config: ModelConfig) -
     return Outputs(str(attention_dtype), x_td.shape[1], str(x_td.dtype))
 
 
-def _check_attention(
-    config: ModelConfig, q_tnh: jax.Array, k_tkh: jax.Array, v_tkh: jax.Array, cos: jax.Array | None,
-    sin: jax.Array | None,
-) -> None:  # fmt: skip
-    """Check the arguments of `attend` after the layer.
+def _check_attention(config: ModelConfig, heads: Sequence[jax.Array], angles: Sequence[jax.Array | None]) -> None:
+    """Check the arguments of `attend` after the layer: q, k and v, then cos and sin.
 
     Raises:
         ValueError: a shape or dtype is not that of the config.
     """
-    heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads, "v": config.num_key_value_heads}
-    for (name, count), array in zip(heads.items(), (q_tnh, k_tkh, v_tkh)):
+    counts = {"q": config.num_attention_heads, "k": config.num_key_value_heads, "v": config.num_key_value_heads}
+    for (name, count), array in zip(counts.items(), heads):
         _check(name, array, (TOKENS, count, config.head_dim), DTYPES)
-    for name, angle in zip(("cos", "sin"), (cos, sin)):
+    for name, angle in zip(("cos", "sin"), angles):
         if angle is not None:
             _check(name, angle, (TOKENS, config.head_dim // 2), ("float32",))
 

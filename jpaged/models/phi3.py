@@ -1,10 +1,9 @@
 """Phi-3 and Phi-4-mini: fused tensors in the checkpoint, partial rotary embedding and longrope."""
 
-from typing import Any
-
-from jpaged.models.base import Architecture, LeafPath, Part, Source, same_name
+from jpaged.models.base import Architecture, LeafPath, LeafSource, Part, same_name
 from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import Decoder
+from jpaged.models.field_types import Hf
 from jpaged.models.variation import Variation, windows_of
 
 
@@ -20,7 +19,7 @@ class Phi3Config(ModelConfig):
     reads = frozenset({"sliding_window", "layer_types", "partial_rotary_factor"})
 
     @classmethod
-    def fields_of(cls, hf: dict[str, Any], generation: dict[str, Any]) -> dict[str, Any]:
+    def fields_of(cls, hf: Hf, generation: Hf) -> Hf:
         """Return the values of the fields."""
         scaling = hf.get("rope_scaling")
         if isinstance(scaling, dict) and scaling.get("type") in ("su", "yarn"):  # earlier names
@@ -28,13 +27,13 @@ class Phi3Config(ModelConfig):
         return super().fields_of(hf, generation)
 
     @classmethod
-    def variation_of(cls, hf: dict[str, Any]) -> Variation:
+    def variation_of(cls, hf: Hf) -> Variation:
         """Return the windows."""
         kind = "full_attention" if hf.get("sliding_window") is None else "sliding_attention"
         return Variation(windows=windows_of(hf, [kind] * hf["num_hidden_layers"]))
 
 
-def source(path: LeafPath, config: ModelConfig) -> Source:
+def source(path: LeafPath, config: ModelConfig) -> LeafSource:
     """Return the place of a leaf: queries, keys and values are one tensor, and gate and up are another one."""
     *_, name, leaf = path
     q, k = (config.head_dim * heads for heads in (config.num_attention_heads, config.num_key_value_heads))
@@ -49,7 +48,7 @@ def source(path: LeafPath, config: ModelConfig) -> Source:
     if name not in places:
         return same_name(path, config)
     fused, start, rows = places[name]
-    return Source((Part(f"model.layers.{path[1]}.{fused}.{leaf}", start, rows),))
+    return LeafSource((Part(f"model.layers.{path[1]}.{fused}.{leaf}", start, rows),))
 
 
 ARCHITECTURES = (

@@ -1,11 +1,11 @@
 """Qwen 2, 2.5 and 3: biases of queries, keys and values, norms of heads, and a mixture of experts."""
 
 from dataclasses import replace
-from typing import Any
 
-from jpaged.models.base import Architecture, LeafPath, Part, Source, same_name
+from jpaged.models.base import Architecture, LeafPath, LeafSource, Part, same_name
 from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import Decoder
+from jpaged.models.field_types import Hf, require
 from jpaged.models.variation import Experts, Variation, windows_of
 
 
@@ -20,12 +20,12 @@ class Qwen2Config(ModelConfig):
     reads = frozenset({"sliding_window", "use_sliding_window", "layer_types"})
 
     @classmethod
-    def fields_of(cls, hf: dict[str, Any], generation: dict[str, Any]) -> dict[str, Any]:
+    def fields_of(cls, hf: Hf, generation: Hf) -> Hf:
         """Return the values of the fields."""
         return super().fields_of(hf, generation) | {"attention_bias": True}
 
     @classmethod
-    def variation_of(cls, hf: dict[str, Any]) -> Variation:
+    def variation_of(cls, hf: Hf) -> Variation:
         """Return the windows, with biases except for the attention's output."""
         hf = hf if hf.get("use_sliding_window") else hf | {"sliding_window": None}
         full = hf["num_hidden_layers"] if hf["sliding_window"] is None else hf["max_window_layers"]
@@ -41,12 +41,12 @@ class Qwen3Config(Qwen2Config):
     defaults = Qwen2Config.defaults | {"head_dim": 128}
 
     @classmethod
-    def fields_of(cls, hf: dict[str, Any], generation: dict[str, Any]) -> dict[str, Any]:
+    def fields_of(cls, hf: Hf, generation: Hf) -> Hf:
         """Return the values of the fields."""
         return super().fields_of(hf, generation) | {"attention_bias": hf.get("attention_bias", False)}
 
     @classmethod
-    def variation_of(cls, hf: dict[str, Any]) -> Variation:
+    def variation_of(cls, hf: Hf) -> Variation:
         """Return the windows and the norms of heads."""
         return replace(super().variation_of(hf), output_bias=True, qk_norm="head")
 
@@ -64,11 +64,10 @@ class Qwen3MoeConfig(Qwen3Config):
     reads = (Qwen3Config.reads - {"layer_types"}) | {"num_experts", "num_local_experts"}
 
     @classmethod
-    def variation_of(cls, hf: dict[str, Any]) -> Variation:
+    def variation_of(cls, hf: Hf) -> Variation:
         """Return the windows, the norms of heads and the experts."""
         step, only = hf["decoder_sparse_step"], hf["mlp_only_layers"] or []
-        if type(step) is not int or step < 1:
-            raise ValueError(f"decoder_sparse_step: must be at least 1, not {step!r}")
+        require(type(step) is int and step >= 1, "decoder_sparse_step", "at least 1", repr(step))
         dense = tuple(i for i in range(hf["num_hidden_layers"]) if i in only or (i + 1) % step)
         count = hf.get("num_local_experts") or hf["num_experts"]  # the name in files of transformers 5, and before
         sizes = count, hf["num_experts_per_tok"], hf["moe_intermediate_size"], hf["norm_topk_prob"]
@@ -76,14 +75,14 @@ class Qwen3MoeConfig(Qwen3Config):
         return replace(super().variation_of(hf | {"max_window_layers": 0}), experts=Experts(*sizes, dense))
 
 
-def moe_source(path: LeafPath, config: ModelConfig) -> Source:
+def moe_source(path: LeafPath, config: ModelConfig) -> LeafSource:
     """Return the place of a leaf: experts are separate tensors."""
     if "experts" not in path:
         return same_name(path, config)
     assert config.variation.experts is not None
     block = f"model.layers.{path[1]}.mlp.experts"
     names = [f"{block}.{i}.{path[-1]}.weight" for i in range(config.variation.experts.num_experts)]
-    return Source(tuple(map(Part, names)), stacked=True)
+    return LeafSource(tuple(map(Part, names)), stacked=True)
 
 
 ARCHITECTURES = (

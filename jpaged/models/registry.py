@@ -10,13 +10,12 @@ from jpaged.models import gemma, granite, llama, mistral, olmo2, opt, phi3, qwen
 from jpaged.models.base import Architecture
 from jpaged.models.config import ModelConfig
 from jpaged.models.config_file import CONFIG, GENERATION, read_hf
+from jpaged.models.field_types import Hf
 
 FAMILIES = (llama, mistral, qwen, gemma, phi3, olmo2, granite, smollm3, opt)
 _ARCHITECTURES: dict[str, Architecture] = {
     architecture.config.architecture: architecture for family in FAMILIES for architecture in family.ARCHITECTURES
 }
-
-
 MULTIMODAL = ("vision_config", "audio_config", "thinker_config")  # fields of configs with several parts
 
 
@@ -34,7 +33,7 @@ def architecture_of(config: ModelConfig) -> Architecture:
     """Return the architecture of a model's config.
 
     Raises:
-        ValueError: none is registered for it.
+        ValueError: the config's architecture is not registered.
     """
     if config.architecture not in _ARCHITECTURES:
         raise ValueError(_unsupported(config.architecture))
@@ -48,7 +47,7 @@ def read_config(directory: Path, overrides: Mapping[str, Any] | None = None) -> 
         overrides: as `EngineConfig.hf_overrides`.
 
     Raises:
-        ValueError: the architecture is not registered, or a value is not possible; the message has the file's path.
+        ValueError: the architecture is not registered, or a value is not supported; the message has the file's path.
     """
     path = directory / CONFIG
     if not path.exists():
@@ -62,15 +61,15 @@ def read_config(directory: Path, overrides: Mapping[str, Any] | None = None) -> 
             except (ValueError, TypeError, ArithmeticError) as error:
                 where = f"{path}{', ' + GENERATION if generation else ''}{', hf_overrides' if overrides else ''}"
                 raise ValueError(f"{where}: {error}") from error
-    told = hf.get("architectures") or [hf.get("model_type")]
-    named = ", ".join(map(str, told)) if isinstance(told, list) else str(told)
-    raise ValueError(f"{path}: {_unsupported(named, hf)}")
+    names = hf.get("architectures") or [hf.get("model_type")]
+    name = ", ".join(map(str, names)) if isinstance(names, list) else str(names)
+    raise ValueError(f"{path}: {_unsupported(name, hf)}")
 
 
-def _unsupported(name: str, hf: dict[str, Any] | None = None) -> str:
+def _unsupported(name: str, hf: Hf | None = None) -> str:
     """Return the error of an architecture that is not registered, with the one whose name is most similar."""
     (closest,) = difflib.get_close_matches(name[:200], _ARCHITECTURES, n=1, cutoff=0)
-    told = f"architecture {name:.200} is not supported; supported: {', '.join(_ARCHITECTURES)}; closest: {closest}"
+    error = f"architecture {name:.200} is not supported; supported: {', '.join(_ARCHITECTURES)}; closest: {closest}"
     if any(field in (hf or {}) for field in MULTIMODAL):
-        told += "; of multimodal models, only the text part of Gemma 3 is supported"
-    return told
+        error += "; of multimodal models, only the text part of Gemma 3 is supported"
+    return error

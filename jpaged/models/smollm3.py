@@ -1,10 +1,9 @@
 """SmolLM3: layers without rotary embedding."""
 
-from typing import Any
-
 from jpaged.models.base import Architecture
 from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import Decoder
+from jpaged.models.field_types import Hf
 from jpaged.models.variation import Variation, windows_of
 
 
@@ -20,8 +19,8 @@ class SmolLM3Config(ModelConfig):
     reads = frozenset({"sliding_window", "use_sliding_window", "layer_types", "no_rope_layers"})
 
     @classmethod
-    def variation_of(cls, hf: dict[str, Any]) -> Variation:
-        """Return the layers without rotary embedding, which alone have windows if any layer has."""
+    def variation_of(cls, hf: Hf) -> Variation:
+        """Return the layers without rotary embedding. If the model has windows, only these layers have them."""
         count, interval = hf["num_hidden_layers"], hf["no_rope_layer_interval"]
         has_rope = hf.get("no_rope_layers")
         if has_rope is None:

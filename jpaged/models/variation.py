@@ -2,9 +2,8 @@
 
 import reprlib
 from dataclasses import dataclass
-from typing import Any
 
-from jpaged.models.field_types import check_types
+from jpaged.models.field_types import Hf, check_types, require
 from jpaged.models.rope_config import RopeConfig
 
 MAX_EXPERTS = 4096
@@ -38,15 +37,10 @@ class Experts:
 
     def __post_init__(self) -> None:
         check_types(self)
-        if self.num_experts > MAX_EXPERTS:
-            raise ValueError(f"num_experts: must be at most {MAX_EXPERTS}, not {self.num_experts}")
-        if self.intermediate_size < 1:
-            raise ValueError(f"moe_intermediate_size: must be at least 1, not {self.intermediate_size}")
-        if not 1 <= self.num_experts_per_tok <= self.num_experts:
-            raise ValueError(
-                f"num_experts_per_tok: must be between 1 and the number of experts ({self.num_experts}), "
-                f"not {self.num_experts_per_tok}"
-            )
+        count, used = self.num_experts, self.num_experts_per_tok
+        require(count <= MAX_EXPERTS, "num_experts", f"at most {MAX_EXPERTS}", count)
+        require(self.intermediate_size >= 1, "moe_intermediate_size", "at least 1", self.intermediate_size)
+        require(1 <= used <= count, "num_experts_per_tok", f"between 1 and the number of experts ({count})", used)
 
 
 @dataclass(frozen=True)
@@ -58,12 +52,13 @@ class Variation:
         qk_norm: None; "head": queries and keys are normed per head; "projection": over all heads.
         unit_offset: whether norms multiply by 1 + weight.
         output_bias: whether the attention's output has a bias if `attention_bias` is set.
-        windows: number of tokens up to its own that a query of each layer sees, None: all; (): all in every layer.
-        local_rope: rotary embedding of the layers with a window, if they have another one.
+        windows: number of tokens that a query of each layer sees, including the query's token; None: all tokens; ():
+            all tokens in every layer.
+        local_rope: rotary embedding of the layers with a window; None: that of the other layers.
         no_rope: layers without rotary embedding.
         scale: factor on q·k; None: head_dim ** -0.5.
         soft_cap: c where attention scores x become c * tanh(x / c).
-        final_soft_cap: likewise for logits.
+        final_soft_cap: soft cap of logits.
         embedding_multiplier: factor on embeddings.
         residual_multiplier: factor on the outputs of attention and MLP.
         logits_divisor: divisor of logits.
@@ -87,18 +82,14 @@ class Variation:
 
     def __post_init__(self) -> None:
         check_types(self)
-        if not all(window is None or (type(window) is int and window > 0) for window in self.windows):
-            raise ValueError(f"sliding_window: must be at least 1, not {reprlib.repr(self.windows)}")
-        positive = {
-            "attention_multiplier": self.scale, "attn_logit_softcapping": self.soft_cap,
-            "final_logit_softcapping": self.final_soft_cap, "logits_scaling": self.logits_divisor,
-        }  # fmt: skip
-        for name, value in positive.items():
-            if value is not None and not value > 0:
-                raise ValueError(f"{name}: must be above 0, not {value}")
+        fits = all(window is None or (type(window) is int and window > 0) for window in self.windows)
+        require(fits, "sliding_window", "at least 1", reprlib.repr(self.windows))
+        names = ("attention_multiplier", "attn_logit_softcapping", "final_logit_softcapping", "logits_scaling")
+        for name, value in zip(names, (self.scale, self.soft_cap, self.final_soft_cap, self.logits_divisor)):
+            require(value is None or value > 0, name, "above 0", value)
 
 
-def windows_of(hf: dict[str, Any], layer_types: list[str]) -> tuple[int | None, ...]:
+def windows_of(hf: Hf, layer_types: list[str]) -> tuple[int | None, ...]:
     """Return the window of each layer: `sliding_window` where its type is "sliding_attention".
 
     Args:
@@ -107,14 +98,14 @@ def windows_of(hf: dict[str, Any], layer_types: list[str]) -> tuple[int | None, 
     Raises:
         ValueError: a type is unknown, their number is not that of the layers, or the window is missing.
     """
-    found = hf.get("layer_types") or layer_types
+    kinds = hf.get("layer_types") or layer_types
     types = {"full_attention": None, "sliding_attention": hf.get("sliding_window")}
-    if not isinstance(found, list) or not all(isinstance(name, str) and name in types for name in found):
-        raise ValueError(f"layer_types: {reprlib.repr(found)} is not supported; supported: {', '.join(types)}")
-    if len(found) != hf["num_hidden_layers"]:
+    if not isinstance(kinds, list) or not all(isinstance(name, str) and name in types for name in kinds):
+        raise ValueError(f"layer_types: {reprlib.repr(kinds)} is not supported; supported: {', '.join(types)}")
+    if len(kinds) != hf["num_hidden_layers"]:
         raise ValueError(
-            f"layer_types: must name num_hidden_layers ({hf['num_hidden_layers']}) layers, not {len(found)}"
+            f"layer_types: must name num_hidden_layers ({hf['num_hidden_layers']}) layers, not {len(kinds)}"
         )
-    if "sliding_attention" in found and types["sliding_attention"] is None:
+    if "sliding_attention" in kinds and types["sliding_attention"] is None:
         raise ValueError("sliding_window: must be a number of tokens for layers of sliding_attention, not null")
-    return tuple(types[name] for name in found)
+    return tuple(types[name] for name in kinds)

@@ -1,4 +1,4 @@
-"""Compiler of structured outputs, each only once."""
+"""Compiler of structured outputs, with a cache."""
 
 import copy
 import threading
@@ -15,22 +15,22 @@ from jpaged.core.params import InvalidParameter, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from jpaged.structured.grammar import Compiler, Constraint
-    from jpaged.structured.trial import Trial
+    from jpaged.structured.grammar_check import GrammarCheck
 
 MAX_GRAMMAR_BYTES = 128 * 2**10
-NUM_THREADS = 2  # so that a slow grammar of one client leaves a thread to others
+NUM_THREADS = 2  # one more than a slow grammar occupies
 # llguidance recurses along chains of rules. A stack of this size takes the longest one that MAX_GRAMMAR_BYTES can hold;
 # memory is used only as far as a grammar needs it.
 STACK_BYTES = 512 * 2**20
 
 
 class GrammarCompiler:
-    """Compiler of constraints on threads of its own. llguidance is loaded by the first grammar.
+    """Compiler of constraints, on `threads`. The first grammar loads llguidance.
 
     Args:
         vocab_size: size of the model's vocabulary.
         eos_token_ids: the tokens that end a complete text.
-        max_cached: the number of grammars that are kept, compiled or with their faults.
+        max_cached: maximum number of cached results, which are constraints or faults of grammars.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Iterable[int], *, max_cached: int = 64):
@@ -58,17 +58,17 @@ class GrammarCompiler:
         except (ValueError, TypeError) as error:
             raise InvalidParameter("structured_outputs", str(error)) from error
         with self._lock:
-            found = self._cache.get(grammar)
-        if found is None:
-            found = self._compiled(grammar)
+            compiled = self._cache.get(grammar)
+        if compiled is None:
+            compiled = self._compiled(grammar)
         with self._lock:
-            self._cache[grammar] = found
+            self._cache[grammar] = compiled
             self._cache.move_to_end(grammar)
             if len(self._cache) > self._max_cached:
                 self._cache.popitem(last=False)
-        if isinstance(found, str):
-            raise InvalidParameter("structured_outputs", found)
-        return copy.copy(found)
+        if isinstance(compiled, str):
+            raise InvalidParameter("structured_outputs", compiled)
+        return copy.copy(compiled)
 
     @cached_property
     def threads(self) -> ThreadPoolExecutor:
@@ -83,7 +83,7 @@ class GrammarCompiler:
         """Return a constraint, or the fault of the grammar."""
         from jpaged.structured.grammar import Constraint
 
-        if fault := self._trial(grammar):
+        if fault := self._check(grammar):
             return fault
         try:
             return Constraint(self._compiler.matcher(grammar))
@@ -97,10 +97,10 @@ class GrammarCompiler:
         return Compiler(*self._model)
 
     @cached_property
-    def _trial(self) -> "Trial":
-        from jpaged.structured.trial import Trial
+    def _check(self) -> "GrammarCheck":
+        from jpaged.structured.grammar_check import GrammarCheck
 
-        return Trial(*self._model)
+        return GrammarCheck(*self._model)
 
 
 @contextmanager

@@ -12,8 +12,8 @@ RULE = re.compile(r"^[?!]?([A-Za-z_]\w*+)[^\n:]*+:", re.MULTILINE)
 def forces_little(grammar: str) -> bool:
     """Return whether no part without alternatives can be longer than MAX_FORCED characters.
 
-    This is certain if it returns True: everything in the grammar is counted as such text, repetitions and references
-    multiply it.
+    True is certain, and False is not: the whole grammar is counted as such text, multiplied by all repetitions and
+    references.
 
     Args:
         grammar: in llguidance's dialect of Lark.

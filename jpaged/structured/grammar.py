@@ -8,8 +8,7 @@ from collections.abc import Iterable
 from functools import cached_property
 from typing import Any, cast
 
-import numpy as np
-from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper, grammar_from
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper, grammar_from
 from tokenizers import Tokenizer
 
 from jpaged.core.params import StructuredOutputsParams
@@ -17,8 +16,9 @@ from jpaged.structured.forcing import forces_little
 from jpaged.structured.sound import WHITE_SPACE, sound_schema
 from jpaged.structured.vocabulary import GrammarVocabulary
 
-# Where only one text is possible, masks allow only the tokens that the tokenizer has for it: fewer than a model might
-# choose. Each step finds all of this text, so that a long one would keep the engine busy. Then all tokens are allowed.
+# Where a grammar allows only one text, llguidance's masks allow only the tokens that the tokenizer has for this text.
+# Every step searches the whole text, and a long one would keep the engine busy. With this option, masks allow all
+# tokens that fit the grammar.
 UNFORCED = '%llguidance {"no_forcing": true}'
 
 
@@ -62,14 +62,14 @@ class Compiler:
         """
         matcher = LLMatcher(self.tokenizer, grammar, log_level=0)
         if not matcher.is_error():
-            matcher.compute_bitmask()  # a grammar that fails at once should fail here
+            matcher.compute_bitmask()  # a grammar whose first mask fails should fail here
         if matcher.is_error():
             raise ValueError(" ".join(matcher.get_error().partition("\n<state>")[0].split())[:500])
         return matcher
 
     @cached_property
     def tokenizer(self) -> LLTokenizer:
-        """Tokens of the model, which take a second for a large vocabulary."""
+        """Tokens of the model. Preparing them takes a second for a large vocabulary."""
         if not self._eos_token_ids:
             raise ValueError("the model has no end-of-sequence token, so no text could be complete")
         try:
@@ -77,19 +77,6 @@ class Compiler:
             return LLTokenizer(vocabulary, n_vocab=self._vocab_size, eos_token=self._eos_token_ids)
         except ValueError as error:
             raise ValueError(f"this model's tokenizer can't be constrained: {error}") from error
-
-
-class MaskWriter:
-    """Writer of the masks of many constraints at once, on threads of its own."""
-
-    def __init__(self) -> None:
-        self._executor = LLExecutor()
-
-    def write(self, rows: Iterable[tuple[Constraint, int]], bits: np.ndarray) -> None:
-        """Write the allowed next tokens of each constraint into its row of `bits`, [S, ceil(V / 32)] uint32."""
-        matchers = [(constraint.matcher, row) for constraint, row in rows]
-        assert bits.dtype == np.uint32 and bits.flags.c_contiguous, f"{bits.dtype}, {bits.flags}"
-        self._executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, bits.strides[0], len(bits))
 
 
 def native_grammar(wanted: StructuredOutputsParams) -> str:

@@ -1,13 +1,15 @@
 """Masks of a step: the allowed tokens of the samples of some rows."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from jpaged.structured.grammar import Constraint, MaskWriter
+    from llguidance import LLExecutor
+
+    from jpaged.structured.grammar import Constraint
 
 MakeMasks = Callable[[], np.ndarray]  # [M, ceil(V / 32)] uint32 for the M masked rows of a plan
 
@@ -20,10 +22,11 @@ class Masks:
         self._all_w = np.packbits(np.arange(32 * words) < vocab_size, bitorder="little").view(np.uint32)
 
     @cached_property
-    def _writer(self) -> "MaskWriter":
-        from jpaged.structured.grammar import MaskWriter  # loads llguidance: not for those who have no use for it
+    def _executor(self) -> "LLExecutor":
+        """Threads that compute the masks of many constraints at once."""
+        from llguidance import LLExecutor  # here: an engine without constraints does not need it
 
-        return MaskWriter()
+        return LLExecutor()
 
     def write(self, rows: Iterable[tuple["Constraint | None", frozenset[int]]]) -> np.ndarray:
         """Return the masks, [M, W] uint32, of some constraints and of additional banned tokens.
@@ -32,9 +35,8 @@ class Masks:
         """
         rows = list(rows)
         masks = np.empty((len(rows), len(self._all_w)), np.uint32)
-        constrained = [(constraint, m) for m, (constraint, _) in enumerate(rows) if constraint is not None]
-        if constrained:
-            self._writer.write(constrained, masks)
+        if constrained := [(constraint, m) for m, (constraint, _) in enumerate(rows) if constraint is not None]:
+            self._write(constrained, masks)
         without: dict[int, np.ndarray] = {}  # by the identity of a set: branches often ban the same one
         for m, (constraint, banned) in enumerate(rows):
             if constraint is None:
@@ -44,6 +46,12 @@ class Masks:
             elif banned and (left := _without(masks[m], banned)).any():
                 masks[m] = left
         return masks
+
+    def _write(self, constrained: Sequence[tuple["Constraint", int]], masks: np.ndarray) -> None:
+        """Write the masks of constraints into their rows."""
+        matchers = [(constraint.matcher, row) for constraint, row in constrained]
+        assert masks.dtype == np.uint32 and masks.flags.c_contiguous, f"{masks.dtype}, {masks.flags}"
+        self._executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks.strides[0], len(masks))
 
 
 def _without(bits_w: np.ndarray, tokens: frozenset[int]) -> np.ndarray:

@@ -4,11 +4,9 @@ llguidance 1.9 accepts an exclusive whole bound itself if the other bound lies w
 accepts 0 for 0 < x <= 0.5. It rounds bounds from 2**53 on, and has no numbers beyond 64 bits.
 """
 
-import json
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
-
-from jpaged.structured.subschemas import subschemas
 
 EXACT = 2**53
 LARGEST = 2**63 - 1024  # the largest float within 64 bits
@@ -32,29 +30,23 @@ class _Bound(NamedTuple):
     is_exclusive: bool
 
 
-def sound_numbers(schema: Any) -> Any:
-    """Return a schema with inclusive bounds where llguidance would not keep the given ones.
+def tighten_bounds(schemas: Sequence[dict[str, Any]]) -> None:
+    """Make the bounds of schemas inclusive, in place, where llguidance would not keep them.
 
-    They differ from the given ones by a few units in the last place of a float. Bounds beyond 64 bits become the
-    largest numbers within.
+    The new bounds differ from the old ones by a few units in the last place of a float. Bounds beyond 64 bits become
+    the largest numbers within.
 
     Args:
-        schema: the schema, or its JSON; invalid JSON is returned as it is.
+        schemas: all schemas within one: bounds of a number may stand in several, as with allOf or $ref.
 
     Raises:
         ValueError: a bound can't be kept.
     """
-    text = schema if isinstance(schema, str) else json.dumps(schema)
-    try:
-        root = json.loads(text)
-    except (ValueError, RecursionError):
-        return schema
-    nodes = list(subschemas(root))
-    # Bounds of one number may stand in several schemas, as with allOf or $ref.
-    lower, upper = ([bound.value for node in nodes for bound in _bounds(node, side)] for side in SIDES)
+    lower, upper = ([bound.value for schema in schemas for bound in _bounds(schema, side)] for side in SIDES)
     closest = _closest(upper, 1), _closest(lower, -1)
-    changes = [_tighten(node, side, others) for node in nodes for side, others in zip(SIDES, closest)]
-    return root if any(changes) else schema
+    for schema in schemas:
+        for side, others in zip(SIDES, closest):
+            _tighten(schema, side, others)
 
 
 def _closest(others: list[float], sign: int) -> dict[int, float]:
@@ -70,9 +62,8 @@ def _bounds(schema: dict[str, Any], side: _Side) -> list[_Bound]:
     return [bound for bound in bounds if type(bound.value) in (int, float)]
 
 
-def _tighten(schema: dict[str, Any], side: _Side, closest: dict[int, float]) -> bool:
-    """Replace the bounds of a side that llguidance would not keep beside the others; return whether it did."""
-    changed = False
+def _tighten(schema: dict[str, Any], side: _Side, closest: dict[int, float]) -> None:
+    """Replace the bounds of a side that llguidance would not keep together with the others."""
     for bound in _bounds(schema, side):
         other = closest.get(side.sign * bound.value) if bound.is_exclusive else None
         if other is None and abs(bound.value) < EXACT:
@@ -80,14 +71,12 @@ def _tighten(schema: dict[str, Any], side: _Side, closest: dict[int, float]) -> 
         if other is not None and bound.value == 0 and other < LEAST:
             raise ValueError(f"{bound.name}: 0 must be at least {LEAST} from the other bound")
         inside = _inside(bound, side.sign)
-        given: Any = schema.get(side.inclusive)
-        if bound.name == side.exclusive and type(given) in (int, float):
-            inside = side.sign * max(side.sign * given, side.sign * inside)
+        inclusive: Any = schema.get(side.inclusive)
+        if bound.name == side.exclusive and type(inclusive) in (int, float):
+            inside = side.sign * max(side.sign * inclusive, side.sign * inside)
         if bound.is_exclusive:
             del schema[side.exclusive]
         schema[side.inclusive] = inside
-        changed = True
-    return changed
 
 
 def _inside(bound: _Bound, sign: int) -> float:

@@ -4,30 +4,17 @@ Where a class of characters has all control characters, llguidance 1.9 accepts t
 backslash, too: it accepts a quotation mark for [^"].
 """
 
-import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from jpaged.structured.subschemas import subschemas
 
-
-def sound_patterns(schema: Any) -> Any:
-    """Return a schema in whose patterns no class of characters contains NUL, which is of no use in texts.
-
-    Args:
-        schema: the schema, or its JSON; invalid JSON is returned as it is.
-    """
-    text = schema if isinstance(schema, str) else json.dumps(schema)
-    try:
-        root = json.loads(text)
-    except (ValueError, RecursionError):
-        return schema
-    for node in subschemas(root):
-        if isinstance(pattern := node.get("pattern"), str):
-            node["pattern"] = without_nul(pattern)
-        if isinstance(named := node.get("patternProperties"), dict):
-            node["patternProperties"] = {without_nul(name): value for name, value in named.items()}
-    return root
+def strip_nul(schemas: Iterable[dict[str, Any]]) -> None:
+    """Take NUL, which is of no use in texts, out of the classes of characters in the patterns of schemas, in place."""
+    for schema in schemas:
+        if isinstance(pattern := schema.get("pattern"), str):
+            schema["pattern"] = without_nul(pattern)
+        if isinstance(named := schema.get("patternProperties"), dict):
+            schema["patternProperties"] = {without_nul(name): value for name, value in named.items()}
 
 
 def without_nul(pattern: str) -> str:

@@ -14,9 +14,9 @@ BEFORE = "\x02"
 class GrammarVocabulary:
     """Tokenizer in the form of llguidance's `TokenizerWrapper`.
 
-    The tokens of a text have exactly the text's bytes, whatever the tokenizer's normalizer does. They are those of the
-    tokenizer wherever these have the bytes. By itself, llguidance would treat every added token like <this> as a
-    special one, and never allow it in a text, not even the tags around a tool call.
+    The tokens of a text have exactly the text's bytes, even if the tokenizer's normalizer would change the text: they
+    are the tokenizer's tokens if these have the bytes. llguidance's own wrapper would treat every added token like
+    <this> as a special one, and never allow it in a text, not even the tags around a tool call.
 
     Args:
         vocab_size: size of the model's vocabulary. Tokens of the tokenizer beyond it are left out.

@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 from benchmarks.shared.deviceless import OPTIMIZED
 from jpaged.core import beam
 from jpaged.core.beam import Beam, BeamSearch, Candidate
-from jpaged.models.checkpoint import load_safetensors
+from jpaged.models.checkpoint import Form, load_safetensors
 from jpaged.models.registry import read_config
 from pallas_kernels import rotate
 from tests.oracle import make_beam_fixtures
@@ -108,7 +108,7 @@ def log_probs(tmp_path_factory):
         config, directory = checkpoints.CASES[name], tmp_path_factory.mktemp(name)
         checkpoints.write(directory, config)
         save_file(make_beam_fixtures.sharpen(checkpoints.tensors(config, seed)), directory / "model.safetensors")
-        model = load_safetensors(directory, read_config(directory), "float32", progress=False)
+        model = load_safetensors(directory, read_config(directory), Form("float32"), progress=False)
         forward_of.setdefault(name, dense(model))
         return jax.tree.leaves(nnx.split(model)[1])
 

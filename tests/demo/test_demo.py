@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from jpaged import LLM, SamplingParams
 from jpaged.demo import DIRECTORY
-from jpaged.models.checkpoint import load_safetensors
+from jpaged.models.checkpoint import Form, load_safetensors
 from jpaged.models.config import ModelConfig
 from jpaged.models.llama import Llama
 from jpaged.models.registry import read_config
@@ -338,7 +338,7 @@ def test_the_directory_is_small_and_fits_the_kernels():
 
 def test_the_model_expects_text_that_it_has_not_seen():
     plain = Tokenizer.from_file(str(DIRECTORY / "tokenizer.json"))
-    model = load_safetensors(DIRECTORY, read_config(DIRECTORY), "float32", progress=False)
+    model = load_safetensors(DIRECTORY, read_config(DIRECTORY), Form("float32"), progress=False)
     assert train.held_out_loss(train.Recipe(), plain, model, count=4) < MAX_HELD_OUT_LOSS
 
 

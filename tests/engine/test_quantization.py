@@ -11,9 +11,10 @@ from jpaged import LLM, Llama, SamplingParams, quantize
 from jpaged.config import EngineConfig
 from jpaged.engine.build import load_model
 from jpaged.models import registry
-from jpaged.models.checkpoint import abstract_model, dummy_model, load_safetensors, save_orbax, save_safetensors
+from jpaged.models.checkpoint import Form, abstract_model, dummy_model, load_safetensors, save_safetensors
 from jpaged.models.config import ModelConfig
-from jpaged.models.layers import MANY_ROWS, product
+from jpaged.models.layers import MANY_ROWS, Epilogue, product
+from jpaged.models.orbax_checkpoint import save_orbax
 from jpaged.models.quantized import round_weight
 from jpaged.rl.causal import logits
 from jpaged.runtime.parameters import ParamTree, by_name
@@ -97,7 +98,7 @@ def test_a_product_is_scaled_before_the_bias_and_the_activation(quantization, ro
     rng = np.random.default_rng(rows)
     x, bias = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in ((rows, 24), (40,)))
     weight, scale = round_weight(jnp.asarray(rng.standard_normal((40, 24))), np.dtype(STORED[quantization]).name)
-    y = jax.jit(lambda *a: product(a[0], a[1], scale_o=a[2], bias_o=a[3], activation=nnx.relu))(x, weight, scale, bias)
+    y = jax.jit(lambda *a: product(a[0], a[1], epilogue=Epilogue(a[2], a[3], nnx.relu)))(x, weight, scale, bias)
     plain = np.asarray(x, float) @ (np.asarray(weight, float) * np.asarray(scale)[:, None]).T
     expected = np.maximum(plain + np.asarray(bias, float), 0)
     assert y.dtype == dtype
@@ -107,7 +108,7 @@ def test_a_product_is_scaled_before_the_bias_and_the_activation(quantization, ro
 
 @pytest.mark.parametrize("quantization", STORED)
 def test_linear_layers_are_quantized_and_nothing_else(directory, quantization):
-    model = load_safetensors(directory, CONFIG, "float32", quantization=quantization, progress=False)
+    model = load_safetensors(directory, CONFIG, Form("float32", quantization=quantization), progress=False)
     tensors, leaves = checkpoints.tensors(HF), {name: np.asarray(leaf) for name, leaf in by_name(model).items()}
     for name in PROJECTIONS:
         part = "mlp" if name in PROJECTIONS[4:] else "self_attn"
@@ -123,7 +124,7 @@ def test_linear_layers_are_quantized_and_nothing_else(directory, quantization):
 @pytest.mark.parametrize("quantization", ["int8", "fp8"])
 def test_every_format_gives_the_same_arrays_on_one_device_and_on_four(directory, quantization):
     options = dict(dtype="float32", seed=0, progress=False, quantization=quantization)
-    float_model = load_safetensors(directory, CONFIG, "float32", progress=False)
+    float_model = load_safetensors(directory, CONFIG, Form("float32"), progress=False)
     model = load_model(directory, CONFIG, load_format="safetensors", **options)
     assert_same(quantize(float_model, quantization), model)
     save_orbax(float_model, directory)
@@ -153,8 +154,8 @@ def test_scales_are_divided_as_the_rows_of_their_weights():
 def test_a_quantized_model_is_served_as_its_numbers_say(served):
     """The tokens and logprobs are those of a model without quantization that has the quantized numbers as weights."""
     llm, directory, quantization = served
-    model = load_safetensors(directory, CONFIG, "float32", progress=False)
-    numbers = exact(load_safetensors(directory, CONFIG, "float32", quantization=quantization, progress=False))
+    model = load_safetensors(directory, CONFIG, Form("float32"), progress=False)
+    numbers = exact(load_safetensors(directory, CONFIG, Form("float32", quantization=quantization), progress=False))
     state = nnx.state(model)
     for path, leaf in nnx.to_flat_state(state):
         leaf[...] = jnp.asarray(numbers[".".join(map(str, path))])
@@ -181,12 +182,12 @@ def test_other_parameters_are_served_once_they_are_quantized(served, tmp_path):
     assert changed != [each.token_ids for each in before]
     with few_shapes():
         assert [each.token_ids for each in outputs(LLM(quantize(other, quantization), **ENGINE))] == changed
-    llm.update_params(load_safetensors(directory, CONFIG, "float32", quantization=quantization, progress=False))
+    llm.update_params(load_safetensors(directory, CONFIG, Form("float32", quantization=quantization), progress=False))
     assert [each.token_ids for each in outputs(llm)] == [each.token_ids for each in before]
 
 
 def test_a_copy_is_quantized_and_the_module_stays(directory):
-    model = load_safetensors(directory, CONFIG, "float32", progress=False)
+    model = load_safetensors(directory, CONFIG, Form("float32"), progress=False)
     quantized, leaves = by_name(quantize(model, "int8")), by_name(model)
     assert {str(leaf.dtype) for leaf in leaves.values()} == {"float32"}
     assert all(quantized[name] is leaf for name, leaf in leaves.items() if quantized[name].dtype == np.float32)

@@ -16,7 +16,7 @@ from jpaged.core.block_pool import BlockPool
 from jpaged.core.params import BeamSearchParams, SamplingParams
 from jpaged.core.scheduler import Scheduler
 from jpaged.engine.engine import Engine
-from jpaged.models.checkpoint import load_safetensors
+from jpaged.models.checkpoint import Form, load_safetensors
 from jpaged.models.registry import read_config
 from jpaged.runtime.batch import Bucket, Buckets
 from jpaged.runtime.runner import ModelRunner
@@ -39,7 +39,7 @@ def runner_of(tmp_path_factory):
         config, directory = checkpoints.CASES[name], tmp_path_factory.mktemp(name)
         checkpoints.write(directory, config)
         save_file(make_beam_fixtures.sharpen(checkpoints.tensors(config, seed)), directory / "model.safetensors")
-        return load_safetensors(directory, read_config(directory), "float32", progress=False)
+        return load_safetensors(directory, read_config(directory), Form("float32"), progress=False)
 
     @functools.cache
     def runner(name: str) -> ModelRunner:

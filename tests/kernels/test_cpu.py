@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jpaged.models.layers import multiplying, product
+from jpaged.models.layers import Epilogue, multiplying, product
 from pallas_kernels import cpu, select
 from pallas_kernels.cpu import attention, code, ffi
 from pallas_kernels.cpu.product import BLOCK, SEGMENT, UNIT_T, WHOLE
@@ -78,7 +78,7 @@ class TestProduct:
         x_ti, bias_o = x_ti.astype(dtype), jnp.arange(24, dtype=dtype)
 
         def layer(x_ti):
-            return product(x_ti, weight_oi, bias_o=bias_o, activation=nnx.silu)
+            return product(x_ti, weight_oi, epilogue=Epilogue(bias_o=bias_o, activation=nnx.silu))
 
         own, xla = jax.jit(multiplying(cpu.product)(layer)), jax.jit(lambda x_ti: layer(x_ti))
         assert "jpaged_product" in own.lower(x_ti).as_text() and "jpaged_product" not in xla.lower(x_ti).as_text()

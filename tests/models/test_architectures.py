@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from jpaged.config import Limits
 from jpaged.models import registry
-from jpaged.models.checkpoint import abstract_model, load_safetensors, save_safetensors, tensors_of
+from jpaged.models.checkpoint import Form, abstract_model, load_safetensors, save_safetensors, tensors_of
 from jpaged.models.rope_config import RopeConfig
 from jpaged.rl.causal import logits as causal_logits
 from jpaged.runtime.batch import Bucket, Buckets
@@ -59,7 +59,7 @@ def case(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp(name)
     tensors = write(directory, CASES[name])
     config = registry.read_config(directory).for_length(LENGTH)
-    model = load_safetensors(directory, config, "float32", progress=False)
+    model = load_safetensors(directory, config, Form("float32"), progress=False)
     return model, tensors, FIXTURES[f"{name}/tokens"].tolist(), FIXTURES[f"{name}/logits"]
 
 
@@ -179,7 +179,7 @@ def test_logits_on_four_devices_equal_transformers(case, tmp_path):
     model, tensors, tokens, expected = case
     save_file(tensors, tmp_path / "model.safetensors")
     placement = Placement.on(jax.devices()[:4], model.config)
-    divided = load_safetensors(tmp_path, model.config, "float32", placement.of, progress=False)
+    divided = load_safetensors(tmp_path, model.config, Form("float32", placement.of), progress=False)
     compiled = jax.jit(lambda model: whole_logits(model, tokens)).lower(divided).compile()
     np.testing.assert_allclose(compiled(divided), expected, atol=TOLERANCE, rtol=0)
     layers, norms = model.config.num_hidden_layers, model.config.variation.qk_norm == "projection"
@@ -220,5 +220,5 @@ def test_tensors_of_a_multimodal_checkpoint_have_either_form_of_names(tmp_path):
     assert not renamed.keys() & tensors.keys()
     config, further = registry.read_config(tmp_path), {"model.vision_tower.x.weight": np.zeros(3, np.float32)}
     save_file(renamed | further, tmp_path / "model.safetensors")
-    model = load_safetensors(tmp_path, config, "float32", progress=False)
+    model = load_safetensors(tmp_path, config, Form("float32"), progress=False)
     np.testing.assert_array_equal(model.norm.scale[...], tensors["language_model.model.norm.weight"])

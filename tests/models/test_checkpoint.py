@@ -20,19 +20,18 @@ from safetensors.numpy import load_file, save_file
 
 from jpaged import checkpoint_files, progress
 from jpaged.config import EngineConfig
-from jpaged.convert import convert
+from jpaged.convert import convert, stored_dtype
 from jpaged.demo import DIRECTORY
 from jpaged.engine.build import find_model, load_model, prepare
-from jpaged.models import checkpoint
+from jpaged.models import checkpoint, safetensors_files
 from jpaged.models.checkpoint import (
+    Form,
     dummy_model,
-    load_orbax,
     load_safetensors,
-    save_orbax,
     save_safetensors,
-    stored_dtype,
 )
 from jpaged.models.config import ModelConfig
+from jpaged.models.orbax_checkpoint import load_orbax, save_orbax
 from jpaged.models.registry import read_config
 from jpaged.runtime.placement import Placement
 from tests.support import checkpoints, models
@@ -60,14 +59,14 @@ def directory(tmp_path):
 def test_loading_without_a_bar_is_logged(directory, monkeypatch, caplog):
     monkeypatch.setattr(progress, "FIRST_LINE_S", 0.0)
     caplog.set_level(logging.INFO, logger="jpaged")
-    load_safetensors(directory, CONFIG, "float32", progress=False)
+    load_safetensors(directory, CONFIG, Form("float32"), progress=False)
     assert [message.partition(",")[0] for message in caplog.messages] == [
         f"loaded 1 of {len(checkpoints.tensors(HF))} parameters"
     ]
 
 
 def test_every_parameter_comes_from_its_tensor(directory):
-    model = load_safetensors(directory, CONFIG, "float32", progress=False)
+    model = load_safetensors(directory, CONFIG, Form("float32"), progress=False)
     tensors, layer = checkpoints.tensors(HF), model.layers[1]
     np.testing.assert_array_equal(layer.mlp.up_proj.weight[...], tensors["model.layers.1.mlp.up_proj.weight"])
     np.testing.assert_array_equal(layer.self_attn.q_proj.bias[...], tensors["model.layers.1.self_attn.q_proj.bias"])
@@ -81,7 +80,7 @@ def test_every_parameter_comes_from_its_tensor(directory):
 )
 def test_dtypes(tmp_path, stored, dtype):
     directory = checkpoints.write(tmp_path, HF, dtype=stored)
-    for array in leaves(load_safetensors(directory, CONFIG, dtype, progress=False)).values():
+    for array in leaves(load_safetensors(directory, CONFIG, Form(dtype), progress=False)).values():
         assert array.dtype == dtype
 
 
@@ -90,14 +89,14 @@ def test_shards_and_orbax_give_back_the_very_same_bits(tmp_path, dtype):
     model = dummy_model(CONFIG, dtype, seed=3)
     save_safetensors(model, tmp_path, max_shard_bytes=20_000)
     assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 3
-    assert_same(load_safetensors(tmp_path, CONFIG, dtype, progress=False), model)
+    assert_same(load_safetensors(tmp_path, CONFIG, Form(dtype), progress=False), model)
     save_orbax(model, tmp_path)
-    assert_same(load_orbax(tmp_path, CONFIG, dtype), model)
+    assert_same(load_orbax(tmp_path, CONFIG, Form(dtype)), model)
     assert_same(load_model(tmp_path, CONFIG, dtype=dtype, load_format="auto", seed=0, progress=False), model)
 
 
 def test_a_written_checkpoint_is_what_transformers_would_have_written(directory, tmp_path):
-    save_safetensors(load_safetensors(directory, CONFIG, "float32", progress=False), tmp_path)
+    save_safetensors(load_safetensors(directory, CONFIG, Form("float32"), progress=False), tmp_path)
     written, original = load_file(tmp_path / "model.safetensors"), load_file(directory / "model.safetensors")
     assert written.keys() == original.keys()
     assert all(np.array_equal(written[name], original[name]) for name in original)
@@ -111,7 +110,7 @@ def test_one_error_lists_every_missing_unexpected_and_misshapen_tensor(directory
     tensors["lm_head.weight"] = tensors["lm_head.weight"].T.copy()
     save_file(tensors, file)
     with pytest.raises(ValueError) as error:
-        load_safetensors(directory, CONFIG, "float32", progress=False)
+        load_safetensors(directory, CONFIG, Form("float32"), progress=False)
     for words in (
         "missing model.norm.weight [64]", "missing model.layers.0.mlp.up_proj.bias [112]", "unexpected extra.one [2]",
         "unexpected extra.two [3]", "lm_head.weight has shape [64, 96], expected [96, 64]",
@@ -126,7 +125,7 @@ def test_orbax_is_strict_too(tmp_path):
     with pytest.raises(
         ValueError, match=r"missing layers\.2\.input_layernorm.*unexpected layers\.0\.mlp\.down_proj\.bias"
     ):
-        load_orbax(tmp_path, other, "float32")
+        load_orbax(tmp_path, other, Form("float32"))
 
 
 def test_tensors_that_follow_from_others_are_passed_over(tmp_path):
@@ -136,21 +135,21 @@ def test_tensors_that_follow_from_others_are_passed_over(tmp_path):
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(8, np.float32)
     save_file(tensors, directory / "model.safetensors")
-    load_safetensors(directory, ModelConfig.from_hf(hf), "float32", progress=False)
+    load_safetensors(directory, ModelConfig.from_hf(hf), Form("float32"), progress=False)
 
 
 def test_missing_and_broken_files(directory, tmp_path):
-    (directory / checkpoint.INDEX).write_text(
+    (directory / safetensors_files.INDEX).write_text(
         json.dumps({"weight_map": {"a": "x-1.safetensors", "b": "x-2.safetensors"}})
     )
     with pytest.raises(ValueError, match=r"lacks x-1\.safetensors, x-2\.safetensors, named in"):
-        load_safetensors(directory, CONFIG, "float32", progress=False)
-    (directory / checkpoint.INDEX).unlink()
+        load_safetensors(directory, CONFIG, Form("float32"), progress=False)
+    (directory / safetensors_files.INDEX).unlink()
     (directory / "model.safetensors").write_bytes(b"not a checkpoint")
     with pytest.raises(ValueError, match=r"model\.safetensors can't be read"):
-        load_safetensors(directory, CONFIG, "float32", progress=False)
+        load_safetensors(directory, CONFIG, Form("float32"), progress=False)
     with pytest.raises(ValueError, match=r"has no safetensors file; .* \(\*\.bin, \*\.pth\) are not read"):
-        load_safetensors(tmp_path, CONFIG, "float32", progress=False)
+        load_safetensors(tmp_path, CONFIG, Form("float32"), progress=False)
 
 
 @pytest.fixture
@@ -168,7 +167,7 @@ def test_a_fifo_in_place_of_parameters_is_not_opened(directory, fifo, name):
     fifo.rename(directory / name)
     words = rf"^model: {directory / name} must be a regular file, not a folder, FIFO, socket or device$"
     for load in (
-        lambda: load_safetensors(directory, CONFIG, "float32", progress=False),
+        lambda: load_safetensors(directory, CONFIG, Form("float32"), progress=False),
         lambda: stored_dtype(directory),
     ):
         with pytest.raises(ValueError, match=words):
@@ -181,13 +180,13 @@ def test_links_out_of_the_folder_are_refused(directory, tmp_path):
     link.symlink_to(target)
     told = f"^model: {link} must not be a link out of the checkpoint's folder, to {target}$"
     with pytest.raises(ValueError, match=told):
-        load_safetensors(directory, CONFIG, "float32", progress=False)
+        load_safetensors(directory, CONFIG, Form("float32"), progress=False)
     link.unlink()
     target.rename(directory / "part.safetensors")
     link.symlink_to("part.safetensors")
-    load_safetensors(directory, CONFIG, "float32", progress=False)
+    load_safetensors(directory, CONFIG, Form("float32"), progress=False)
     (tmp_path / "alias").symlink_to(directory)
-    load_safetensors(tmp_path / "alias", CONFIG, "float32", progress=False)
+    load_safetensors(tmp_path / "alias", CONFIG, Form("float32"), progress=False)
 
 
 def test_links_of_the_hubs_cache_lead_to_blobs_of_the_same_model(directory, tmp_path):
@@ -198,18 +197,18 @@ def test_links_of_the_hubs_cache_lead_to_blobs_of_the_same_model(directory, tmp_
     for file in directory.iterdir():
         file.rename(blobs / file.name)
         (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
-    load_safetensors(snapshot, read_config(snapshot), "float32", progress=False)
+    load_safetensors(snapshot, read_config(snapshot), Form("float32"), progress=False)
     blobs.rename(tmp_path / "blobs")
     for file in snapshot.iterdir():
         file.unlink()
         file.symlink_to(tmp_path / "blobs" / file.name)
     with pytest.raises(ValueError, match="must not be a link out of"):
-        load_safetensors(snapshot, CONFIG, "float32", progress=False)
+        load_safetensors(snapshot, CONFIG, Form("float32"), progress=False)
 
 
 def test_orbax_checkpoints_hold_files_alone_and_their_own(directory, tmp_path, fifo):
-    save_orbax(load_safetensors(directory, CONFIG, "float32", progress=False), directory)
-    load = functools.partial(load_orbax, directory, CONFIG, "float32", progress=False)
+    save_orbax(load_safetensors(directory, CONFIG, Form("float32"), progress=False), directory)
+    load = functools.partial(load_orbax, directory, CONFIG, Form("float32"), progress=False)
     load()
     orbax = directory / "orbax"
     stranger = orbax / "d" / "x"
@@ -227,7 +226,7 @@ def test_orbax_checkpoints_hold_files_alone_and_their_own(directory, tmp_path, f
 def test_files_of_json_are_regular_and_of_bounded_size(directory, tmp_path, name):
     def load():
         read_config(directory)
-        load_safetensors(directory, CONFIG, "float32", progress=False)
+        load_safetensors(directory, CONFIG, Form("float32"), progress=False)
 
     file = directory / name
     file.unlink(missing_ok=True)
@@ -262,9 +261,9 @@ def test_conversion_copies_no_file_of_another_folder(directory, tmp_path):
 
 @pytest.mark.parametrize("name", [5, "", "../x.safetensors", "/dev/zero", ".", "a\0b"])
 def test_an_index_must_name_files_beside_it(directory, name):
-    (directory / checkpoint.INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
+    (directory / safetensors_files.INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(ValueError, match=r"index\.json must lead from tensors to names of files"):
-        load_safetensors(directory, CONFIG, "float32", progress=False)
+        load_safetensors(directory, CONFIG, Form("float32"), progress=False)
 
 
 def test_parameters_of_another_dtype_are_refused_by_name(directory):
@@ -272,14 +271,14 @@ def test_parameters_of_another_dtype_are_refused_by_name(directory):
     tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(np.int32)
     save_file(tensors, directory / "model.safetensors")
     with pytest.raises(ValueError, match=r"tensors in F32, BF16, F16: model\.norm\.weight as I32$"):
-        load_safetensors(directory, CONFIG, "float32", progress=False)
+        load_safetensors(directory, CONFIG, Form("float32"), progress=False)
 
 
 def test_more_layers_than_there_are_tensors_are_refused_before_they_are_traced(directory, monkeypatch):
     monkeypatch.setattr(checkpoint, "abstract_model", None)
     other = ModelConfig.from_hf(HF | {"num_hidden_layers": 500})
     with pytest.raises(ValueError, match=r"\d+ tensors for the 500 layers of config\.json"):
-        load_safetensors(directory, other, "float32", progress=False)
+        load_safetensors(directory, other, Form("float32"), progress=False)
 
 
 def test_a_long_list_of_problems_is_cut(tmp_path):
@@ -289,7 +288,7 @@ def test_a_long_list_of_problems_is_cut(tmp_path):
 
 def test_other_formats_beside_the_checkpoint_are_passed_over(directory):
     save_file({"tok_embeddings.weight": np.zeros((2, 2), np.float32)}, directory / "consolidated.safetensors")
-    load_safetensors(directory, CONFIG, "float32", progress=False)
+    load_safetensors(directory, CONFIG, Form("float32"), progress=False)
 
 
 def test_a_missing_orbax_checkpoint(directory):
@@ -304,13 +303,13 @@ def test_parameters_in_pytorchs_format_are_refused_with_the_command_that_convert
         f"T.from_pretrained('{tmp_path}').save_pretrained('{tmp_path}-safetensors')\""
     )
     with pytest.raises(ValueError, match=rf"has no safetensors file; .*{re.escape(told)}$"):
-        load_safetensors(tmp_path, CONFIG, "float32", progress=False)
+        load_safetensors(tmp_path, CONFIG, Form("float32"), progress=False)
     cached = tmp_path / "models--someone--tiny" / "snapshots" / "0123"
     cached.mkdir(parents=True)
     with pytest.raises(
         ValueError, match=r"M\.from_pretrained\('someone/tiny', .*save_pretrained\('tiny-safetensors'\)"
     ):
-        load_safetensors(cached, CONFIG, "float32", progress=False)
+        load_safetensors(cached, CONFIG, Form("float32"), progress=False)
 
 
 class Watched(np.ndarray):
@@ -343,13 +342,13 @@ def read(monkeypatch):
         with safe_open(file, "numpy") as tensors:
             yield types.SimpleNamespace(keys=tensors.keys, get_slice=lambda name: Slice(tensors.get_slice(name), parts))
 
-    monkeypatch.setattr(checkpoint, "_open", opened)
+    monkeypatch.setattr(safetensors_files, "_open", opened)
     return parts
 
 
 def test_tensors_are_streamed(directory, read):
     """Never more than one tensor on the host: each is on the device before the next is read."""
-    load_safetensors(directory, CONFIG, "float32", progress=False)
+    load_safetensors(directory, CONFIG, Form("float32"), progress=False)
     assert len(read) == len(checkpoints.tensors(HF))
 
 
@@ -432,7 +431,7 @@ def test_a_hub_id_comes_from_the_hubs_cache(directory, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.file_download.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     found = find_model("someone/tiny")
     assert found == home / "snapshots" / commit
-    load_safetensors(found, read_config(found), "float32", progress=False)
+    load_safetensors(found, read_config(found), Form("float32"), progress=False)
 
 
 @pytest.mark.parametrize("temperature", [-1, "hot", 10**400], ids=["negative", "text", "huge"])

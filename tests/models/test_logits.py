@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from jpaged.config import Limits
-from jpaged.models.checkpoint import load_safetensors
+from jpaged.models.checkpoint import Form, load_safetensors
 from jpaged.models.registry import read_config
 from jpaged.models.rope_config import RopeConfig
 from jpaged.runtime.batch import Buckets
@@ -34,7 +34,7 @@ WAYS = [
 def case(request, tmp_path_factory):
     config = checkpoints.CASES[request.param]
     directory = checkpoints.write(tmp_path_factory.mktemp(request.param), config)
-    model = load_safetensors(directory, read_config(directory), "float32", progress=False)
+    model = load_safetensors(directory, read_config(directory), Form("float32"), progress=False)
     return model, FIXTURES[f"{request.param}/tokens"].tolist(), FIXTURES[f"{request.param}/logits"]
 
 
@@ -63,8 +63,8 @@ def test_logits_without_a_cache_equal_transformers(case):
         o = jax.nn.dot_product_attention(q_tnh[None], k_tkh[None], v_tkh[None], is_causal=True)
         return o[0]
 
-    def error(llama):
-        logits = llama.logits(llama(jnp.asarray(tokens), jnp.arange(t), attend))
+    def error(model):
+        logits = model.logits(model(jnp.asarray(tokens), jnp.arange(t), attend))
         return np.abs(np.asarray(logits) - expected).max()
 
     assert error(model) < 1e-4

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jpaged.models.layers import MANY_ROWS, Linear, product
+from jpaged.models.layers import MANY_ROWS, Epilogue, Linear, product
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 
@@ -21,7 +21,9 @@ def arrays(rows: int, dtype: str) -> tuple[np.ndarray, ...]:
 @pytest.mark.parametrize("rows", [1, 2, MANY_ROWS - 1, MANY_ROWS])
 def test_bias_and_activation(rows, dtype):
     x_ti, weight_oi, bias_o = arrays(rows, dtype)
-    got = jax.jit(lambda x, w, b: product(x, w, bias_o=b, activation=nnx.silu))(x_ti, weight_oi, bias_o)
+    got = jax.jit(lambda x, w, b: product(x, w, epilogue=Epilogue(bias_o=b, activation=nnx.silu)))(
+        x_ti, weight_oi, bias_o
+    )
     exact = x_ti.astype(float) @ weight_oi.astype(float).T + bias_o.astype(float)
     expected = exact / (1 + np.exp(-exact))
     assert (got.shape, str(got.dtype)) == ((rows, 40), dtype)

@@ -13,10 +13,13 @@ from safetensors.numpy import load_file, save_file
 from jpaged.config import QUANTIZED_CHECKPOINTS, EngineConfig
 from jpaged.convert import convert
 from jpaged.engine.build import prepare
-from jpaged.models import quantized_checkpoint
-from jpaged.models.checkpoint import load_safetensors
-from jpaged.models.quantized_checkpoint import Float8, Lazy, Scheme, dequantized, float8_tensors, read_scheme
+from jpaged.models import quantized_weight
+from jpaged.models.checkpoint import Form, load_safetensors, on_one_device
+from jpaged.models.quantized_checkpoint import dequantized, read_scheme, scheme_of
+from jpaged.models.quantized_formats import FORMATS
+from jpaged.models.quantized_weight import QuantizedWeight
 from jpaged.models.registry import read_config
+from jpaged.models.safetensors_files import DerivedTensor, float8_tensors
 from jpaged.runtime.parameters import by_name
 from jpaged.runtime.placement import Placement
 from tests.engine.test_quantization import exact, rounded
@@ -35,9 +38,8 @@ def case(request, tmp_path_factory):
 
 
 def load(directory, quantization=None, place=None):
-    options = {} if place is None else {"place": place}
-    config = read_config(directory)
-    return load_safetensors(directory, config, "float32", quantization=quantization, progress=False, **options)
+    form = Form("float32", place or on_one_device, quantization)
+    return load_safetensors(directory, read_config(directory), form, progress=False)
 
 
 def test_weights_are_those_that_the_stored_numbers_stand_for(case):
@@ -68,11 +70,19 @@ def test_the_checkpoints_own_method_may_be_named_and_another_one_is_refused(case
                 prepare(config)
 
 
-class Stored(Lazy):
-    """Array with the interface of a slice of safetensors."""
+DTYPES = {"int8": "I8", "int32": "I32", "int64": "I64", "float16": "F16", "float32": "F32", "float8_e4m3fn": "F8_E4M3"}
 
-    def get_dtype(self):
-        return {"int8": "I8", "int32": "I32", "int64": "I64", "float32": "F32"}[str(self[()].dtype)]
+
+def stored(parts: dict[str, np.ndarray]) -> dict[str, DerivedTensor]:
+    return {
+        f"layer.{name}": DerivedTensor(array.shape, DTYPES[str(array.dtype)], array.__getitem__)
+        for name, array in parts.items()
+    }
+
+
+def weight_of(parts: dict[str, np.ndarray], method: str, **options) -> QuantizedWeight:
+    """The weight of a layer with these tensors."""
+    return dequantized(stored(parts), scheme_of({"quant_method": method, **options}), ())["layer.weight"]
 
 
 @pytest.mark.parametrize("name", sorted({name.partition("/")[0] for name in FIXTURES}))
@@ -80,33 +90,24 @@ def test_weights_are_those_that_other_libraries_read(name):
     """compressed-tensors and transformers; `tests/oracle/make_quantized_fixtures.py` writes the fixtures."""
     arrays = {key.partition("/")[2]: FIXTURES[key] for key in FIXTURES if key.startswith(f"{name}/")}
     expected = arrays.pop("expected")
-    tensors = {
-        "layer." + key: Float8(array.view(ml_dtypes.float8_e4m3fn))
-        if array.dtype == np.uint8
-        else Stored(array.shape, array.__getitem__)
-        for key, array in arrays.items()
-    }
-    is_block = name == "fp8-block"
-    scheme = Scheme("fp8" if is_block else "compressed-tensors", block=(16, 32) if is_block else None)
-    weight = dequantized(tensors, scheme, ())["layer.weight"]
+    parts = {n: a.view(ml_dtypes.float8_e4m3fn) if a.dtype == np.uint8 else a for n, a in arrays.items()}
+    if name == "fp8-block":
+        weight = weight_of(parts, "fp8", weight_block_size=[16, 32])
+    else:
+        weight = weight_of(parts, "compressed-tensors")
     assert weight.get_shape() == [48, 64]
     np.testing.assert_allclose(weight[slice(0, 48), slice(0, 64)], expected, rtol=1e-6)
     np.testing.assert_allclose(weight[slice(5, 23), slice(17, 50)], expected[5:23, 17:50], rtol=1e-6)
 
 
-def stored(parts: dict[str, np.ndarray]) -> dict[str, Stored]:
-    return {f"layer.{name}": Stored(array.shape, array.__getitem__) for name, array in parts.items()}
-
-
 @pytest.mark.parametrize("name", ["awq", "gptq-8", "gptq-act-order", "packed-4-asymmetric", "packed-4-act-order"])
 def test_parts_of_a_weight_are_read_in_chunks_of_rows(monkeypatch, name):
     """A part begins and ends within chunks, within words and within groups."""
-    monkeypatch.setattr(quantized_checkpoint, "CHUNK_ROWS", 5)
+    monkeypatch.setattr(quantized_weight, "CHUNK_ROWS", 5)
     described, make, options, _ = quantized.CASES[name]
     parts, expected = make((24, 96), np.random.default_rng(1), **options)
     parts = {leaf: np.float32(array) if array.dtype.kind in "fV" else array for leaf, array in parts.items()}
-    scheme = Scheme(described["quant_method"], described.get("bits", 4), zero_offset=1)
-    weight = dequantized(stored(parts), scheme, ())["layer.weight"]
+    weight = dequantized(stored(parts), scheme_of(described), ())["layer.weight"]
     for rows, columns in (((0, 24), (0, 96)), ((3, 22), (13, 75)), ((9, 10), (95, 96)), ((4, 4), (0, 96))):
         np.testing.assert_array_equal(weight[slice(*rows), slice(*columns)], expected[slice(*rows), slice(*columns)])
 
@@ -114,7 +115,7 @@ def test_parts_of_a_weight_are_read_in_chunks_of_rows(monkeypatch, name):
 def test_scales_of_rows_are_read_in_parts():
     parts, _ = quantized.pack_quantized((24, 32), np.random.default_rng(1), bits=8)
     scales = parts["weight_scale"] = np.float32(parts["weight_scale"])
-    weight = dequantized(stored(parts), Scheme("compressed-tensors"), ())["layer.weight"]
+    weight = weight_of(parts, "compressed-tensors")
     assert weight.row_scales.get_shape() == [24] and weight.stored.get_shape() == [24, 32]
     np.testing.assert_array_equal(weight.row_scales[(slice(5, 9),)], scales[5:9, 0])
 
@@ -124,8 +125,8 @@ def test_zero_points_of_gptq_may_exceed_the_stored_numbers(bits):
     """The first version stores one less, in as many bits."""
     parts, _ = quantized.gptq((8, 32), np.random.default_rng(1), bits=bits)
     parts["qzeros"], parts["scales"] = np.full_like(parts["qzeros"], -1), np.ones((1, 8), np.float32)
-    weights = [dequantized(stored(parts), Scheme("gptq", bits, zero_offset=offset), ()) for offset in (0, 1)]
-    v2, v1 = (each["layer.weight"][slice(0, 8), slice(0, 32)] for each in weights)
+    weights = [weight_of(parts, "gptq", bits=bits, checkpoint_format=version) for version in ("gptq_v2", "gptq")]
+    v2, v1 = (weight[slice(0, 8), slice(0, 32)] for weight in weights)
     assert -(2**bits) < v2.min() < v2.max() <= 0 and (v1 == v2 - 1).all()
 
 
@@ -133,14 +134,14 @@ def test_zero_points_of_gptq_may_exceed_the_stored_numbers(bits):
 def test_the_last_word_of_a_row_may_have_fewer_numbers(size):
     parts, expected = quantized.pack_quantized((8, size), np.random.default_rng(1), bits=4)
     parts["weight_scale"] = np.float32(parts["weight_scale"])
-    weight = dequantized(stored(parts), Scheme("compressed-tensors"), ())["layer.weight"]
+    weight = weight_of(parts, "compressed-tensors")
     np.testing.assert_array_equal(weight[slice(0, 8), slice(0, size)], expected)
 
 
 def test_the_last_word_of_zero_points_may_have_fewer_numbers():
     parts, expected = quantized.gptq((12, 32), np.random.default_rng(1))
     parts["scales"] = np.float32(parts["scales"])
-    weight = dequantized(stored(parts), Scheme("gptq", zero_offset=1), ())["layer.weight"]
+    weight = weight_of(parts, "gptq")
     np.testing.assert_array_equal(weight[slice(0, 12), slice(0, 32)], expected)
 
 
@@ -151,7 +152,8 @@ def eight_bits(scales: tuple[int, ...], block=None, **further):
     """A weight [6, 60] of 3 with scales 1, 2, ... of a shape."""
     grid = np.arange(1, np.prod(scales) + 1, dtype=np.float32).reshape(scales)
     parts = {"weight": np.full(SIZE, 3, np.int8), "weight_scale": grid, **further}
-    return dequantized(stored(parts), Scheme("compressed-tensors", block=block), ())["layer.weight"]
+    groups = {"all": {"format": "int-quantized", "weights": {"num_bits": 8, "block_structure": block}}}
+    return weight_of(parts, "compressed-tensors", config_groups=groups)
 
 
 @pytest.mark.parametrize(
@@ -208,21 +210,21 @@ def test_the_shape_of_a_packed_weight_must_be_that_of_its_words():
     parts["weight_scale"] = np.float32(parts["weight_scale"])
     for shape in ([9, 32], [8, 33], [8, 24], [8]):
         with pytest.raises(ValueError, match=r"weight_packed has shape \[8, 4\], and layer\.weight_shape \["):
-            dequantized(stored(parts | {"weight_shape": np.array(shape)}), Scheme("compressed-tensors"), ())
+            weight_of(parts | {"weight_shape": np.array(shape)}, "compressed-tensors")
 
 
 @pytest.mark.parametrize("bias, expected, is_left", [(0, False, False), (1, False, True), (0, True, True)])
 def test_zeros_as_bias_are_left_out_of_a_model_without_it(bias, expected, is_left):
     parts, _ = quantized.gptq((8, 32), np.random.default_rng(1))
     parts = parts | {"scales": np.float32(parts["scales"]), "bias": np.full(8, bias, np.float32)}
-    found = dequantized(stored(parts), Scheme("gptq"), {"layer.bias"} if expected else ())
-    assert found.keys() == {"layer.weight"} | ({"layer.bias"} if is_left else set())
+    tensors = dequantized(stored(parts), scheme_of({"quant_method": "gptq"}), {"layer.bias"} if expected else ())
+    assert tensors.keys() == {"layer.weight"} | ({"layer.bias"} if is_left else set())
 
 
 def test_numbers_of_activations_and_of_the_cache_are_left_out():
     names = ("input_scale", "output_scale", "q_scale", "k_scale", "v_scale", "kv_scale", "k_zero_point")
     tensors = stored(dict.fromkeys(names, np.ones(1, np.float32)) | {"norm": np.ones(4, np.float32)})
-    assert dequantized(tensors, Scheme("fp8"), ()).keys() == {"layer.norm"}
+    assert dequantized(tensors, scheme_of({"quant_method": "fp8"}), ()).keys() == {"layer.norm"}
 
 
 def test_numbers_of_8_bits_are_copied_from_their_file(tmp_path):
@@ -335,23 +337,26 @@ def test_a_checkpoint_without_quantization_has_no_scheme(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "described, scheme",
+    "described, options",
     [
-        ({"quant_method": "gptq", "bits": 8}, Scheme("gptq", 8, zero_offset=1)),
-        ({"quant_method": "gptq", "checkpoint_format": "gptq_v2"}, Scheme("gptq", 4, zero_offset=0)),
-        ({"quant_method": "fp8", "weight_block_size": [1, 1]}, Scheme("fp8", block=(1, 1))),
-        (quantized.compressed("float-quantized", 8, "float", block_structure="128x64"),
-         Scheme("compressed-tensors", block=(128, 64))),
-        (quantized.compressed("int-quantized", 8, "int") | {"sparsity_config": {"format": "dense"}},
-         Scheme("compressed-tensors")),
+        ({"quant_method": "gptq", "bits": 8}, {"axis": 0, "bits": 8, "zero_offset": 1}),
+        ({"quant_method": "gptq", "checkpoint_format": "gptq_v2"}, {"axis": 0, "bits": 4, "zero_offset": 0}),
+        ({"quant_method": "fp8", "weight_block_size": [1, 1]}, {"block": (1, 1)}),
+        (quantized.compressed("float-quantized", 8, "float", block_structure="128x64"), {"block": (128, 64)}),
+        (quantized.compressed("int-quantized", 8, "int") | {"sparsity_config": {"format": "dense"}}, {"block": None}),
         ({"quant_method": "compressed-tensors", "config_groups": {"a": {"format": "int-quantized", "weights": {}}}},
-         Scheme("compressed-tensors")),
+         {"block": None}),
     ],
 )  # fmt: skip
-def test_schemes_are_read_from_either_field(tmp_path, described, scheme):
+def test_schemes_are_read_from_either_field(tmp_path, described, options):
     for field in ("quantization_config", "compression_config"):
         (tmp_path / "config.json").write_text(json.dumps({field: described}))
-        assert read_scheme(tmp_path) == scheme
+        scheme = read_scheme(tmp_path)
+        assert scheme.method == described["quant_method"] and scheme.read.keywords == options
+
+
+def test_the_flag_accepts_the_names_of_all_formats():
+    assert tuple(FORMATS) == QUANTIZED_CHECKPOINTS
 
 
 def test_groups_with_different_blocks_are_refused(tmp_path):

@@ -8,8 +8,8 @@ from safetensors.numpy import load_file, save_file
 
 from jpaged import LLM, SamplingParams
 from jpaged.models import registry
-from jpaged.models.base import Model, Part, Source
-from jpaged.models.checkpoint import dummy_model, load_safetensors, save_safetensors
+from jpaged.models.base import LeafSource, Model, Part
+from jpaged.models.checkpoint import Form, dummy_model, load_safetensors, save_safetensors
 from tests.models import toy
 from tests.support.few_shapes import few_shapes
 
@@ -67,7 +67,7 @@ def test_a_module_in_hand_is_served_and_its_parameters_updated(directory):
 
 def test_fused_separate_and_stacked_tensors_are_loaded_and_written_back(directory, tmp_path):
     config = registry.read_config(directory)
-    model, tensors = load_safetensors(directory, config, "float32", progress=False), toy.tensors()
+    model, tensors = load_safetensors(directory, config, Form("float32"), progress=False), toy.tensors()
     layer = model.layers[2]
     fused = np.concatenate([tensors[f"model.layers.2.{name}.weight"] for name in "qkv"])
     np.testing.assert_array_equal(layer.qkv.weight[...], fused)
@@ -91,18 +91,18 @@ def test_a_missing_or_misshapen_part_is_named(directory, tmp_path, name, told):
     tensors[name] = tensors[name][1:]
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=rf"{name} has shape .*, expected {told}"):
-        load_safetensors(tmp_path, config, "float32", progress=False)
+        load_safetensors(tmp_path, config, Form("float32"), progress=False)
     del tensors[name]
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=f"missing {name} {told}"):
-        load_safetensors(tmp_path, config, "float32", progress=False)
+        load_safetensors(tmp_path, config, Form("float32"), progress=False)
 
 
 def test_parts_that_do_not_make_up_a_leaf_are_refused(directory, monkeypatch):
-    short = toy.ARCHITECTURE._replace(source=lambda path, config: Source((Part(".".join(map(str, path)), 0, 3),)))
+    short = toy.ARCHITECTURE._replace(source=lambda path, config: LeafSource((Part(".".join(map(str, path)), 0, 3),)))
     monkeypatch.setitem(registry._ARCHITECTURES, "ToyForCausalLM", short)
     with pytest.raises(AssertionError, match="and its parts have 3"):
-        load_safetensors(directory, registry.read_config(directory), "float32", progress=False)
+        load_safetensors(directory, registry.read_config(directory), Form("float32"), progress=False)
 
 
 def test_an_architecture_that_is_not_registered_is_refused():

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jpaged.models.base import Architecture, AttentionSpec, Part, Source, same_name
+from jpaged.models.base import Architecture, AttentionSpec, LeafSource, Part, same_name
 from jpaged.models.config import ModelConfig
 from jpaged.models.layers import Linear, product
 from jpaged.models.rope import angles, inverse_frequencies
@@ -74,18 +74,18 @@ class Toy(nnx.Module):
         return product(x_sd, self.embed.embedding[...], jnp.float32)
 
 
-def source(path, config) -> Source:
+def source(path, config) -> LeafSource:
     """Queries, keys and values come from three tensors, gate and up from one, and the experts are stacked."""
     *_, last = path
     prefix = f"model.layers.{path[1]}."
     if "qkv" in path:
         rows = [config.head_dim * heads for heads in (config.num_attention_heads, *[config.num_key_value_heads] * 2)]
-        return Source(tuple(Part(f"{prefix}{name}.weight", 0, count) for name, count in zip("qkv", rows)))
+        return LeafSource(tuple(Part(f"{prefix}{name}.weight", 0, count) for name, count in zip("qkv", rows)))
     if "gate" in path or "up" in path:
         size = config.intermediate_size
-        return Source((Part(f"{prefix}gate_up.weight", size * ("up" in path), size),))
+        return LeafSource((Part(f"{prefix}gate_up.weight", size * ("up" in path), size),))
     if last == "experts":
-        return Source(tuple(Part(f"{prefix}experts.{i}.down.weight") for i in range(2)), stacked=True)
+        return LeafSource(tuple(Part(f"{prefix}experts.{i}.down.weight") for i in range(2)), stacked=True)
     return same_name(path, config)
 
 

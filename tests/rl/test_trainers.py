@@ -60,11 +60,11 @@ def own_logits(module, tokens_bw):
     return causal.logits(module, tokens_bw, positions_bw, seen)
 
 
-def maxtext_tree(llama) -> dict:
+def maxtext_tree(model) -> dict:
     """The parameters of a Llama in MaxText's form."""
-    config = llama.config
+    config = model.config
     n, k, h, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.hidden_size
-    stack = lambda leaf_of: jnp.stack([leaf_of(layer) for layer in llama.layers], axis=1)
+    stack = lambda leaf_of: jnp.stack([leaf_of(layer) for layer in model.layers], axis=1)
     kernel = lambda part, name: {"kernel": stack(lambda layer: getattr(getattr(layer, part), name).weight[...].T)}
     heads = lambda name, count, scale=1.0: {
         "kernel": kernel("self_attn", name)["kernel"].reshape(d, -1, count, h) * scale
@@ -79,16 +79,16 @@ def maxtext_tree(llama) -> dict:
         },
         "mlp": {"wi_0": kernel("mlp", "gate_proj"), "wi_1": kernel("mlp", "up_proj"), "wo": kernel("mlp", "down_proj")},
     }  # fmt: skip
-    decoder = {"layers": layers, "decoder_norm": {"scale": llama.norm.scale[...]}}
-    decoder["logits_dense"] = {"kernel": llama.lm_head.weight[...].T}
-    return {"params": {"token_embedder": {"embedding": llama.embed_tokens.embedding[...]}, "decoder": decoder}}
+    decoder = {"layers": layers, "decoder_norm": {"scale": model.norm.scale[...]}}
+    decoder["logits_dense"] = {"kernel": model.lm_head.weight[...].T}
+    return {"params": {"token_embedder": {"embedding": model.embed_tokens.embedding[...]}, "decoder": decoder}}
 
 
 def recipe(page, name):
     """A recipe's wrapper, and a function that returns the same logits in another way."""
     if name == "tree":
-        llama = dummy_model(page["config"], "float32", 0)
-        return page["ServedTree"](maxtext_tree(llama), page["config"]), partial(nnx.jit(own_logits), llama)
+        model = dummy_model(page["config"], "float32", 0)
+        return page["ServedTree"](maxtext_tree(model), page["config"]), partial(nnx.jit(own_logits), model)
     module = page["Served"](page[name], page["config"]) if name == "separate" else page[name]
     gpt = page["scanned"].gpt if name == "separate" else module.gpt
     return module, partial(nnx.jit(lambda gpt, tokens_bw: gpt(tokens_bw)), gpt)

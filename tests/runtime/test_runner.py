@@ -188,13 +188,13 @@ def test_tokens_with_a_seed_do_not_depend_on_the_batch(llm):
 POOL_BLOCKS, BLOCK = 512, 16
 
 
-def step_avals(llama: ModelConfig, dtype: str, bucket: Bucket):
-    graphdef, leaves = abstract_model(llama, dtype)
+def step_avals(config: ModelConfig, dtype: str, bucket: Bucket):
+    graphdef, leaves = abstract_model(config, dtype)
     params, treedef = jax.tree.flatten([nnx.from_flat_state(leaves)])
-    shape = (POOL_BLOCKS, llama.num_key_value_heads, BLOCK, llama.head_dim)
-    pool = [jax.ShapeDtypeStruct(shape, dtype)] * (2 * llama.num_hidden_layers)
+    shape = (POOL_BLOCKS, config.num_key_value_heads, BLOCK, config.head_dim)
+    pool = [jax.ShapeDtypeStruct(shape, dtype)] * (2 * config.num_hidden_layers)
     rows = bucket.num_seqs + 3  # no array of samples is like one of rows
-    state = jax.eval_shape(lambda: empty_state(rows, llama.vocab_size)), jax.ShapeDtypeStruct((rows,), jnp.int32)
+    state = jax.eval_shape(lambda: empty_state(rows, config.vocab_size)), jax.ShapeDtypeStruct((rows,), jnp.int32)
     return graphdef, treedef, params, pool, state, Layout(bucket, 8)
 
 

@@ -11,7 +11,8 @@ from jpaged.cli.serve import server_config
 from jpaged.config import EngineConfig
 from jpaged.core.commands import ResetPrefixCache, WakeUp
 from jpaged.engine.build import load_params, prepare
-from jpaged.models.checkpoint import save_orbax, save_safetensors
+from jpaged.models.checkpoint import save_safetensors
+from jpaged.models.orbax_checkpoint import save_orbax
 from jpaged.parallel.leader import Followers
 from tests.serving.client import MAX_LEN, Client
 

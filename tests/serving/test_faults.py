@@ -29,13 +29,13 @@ from jpaged.serving import (
     tools,
     turns,
 )  # fmt: skip
-from jpaged.structured import compiler, grammar, trial
+from jpaged.structured import compiler, grammar, grammar_check
 from tests.serving.client import Client
 from tests.support.injection import Injected, functions_of, wrapped
 
 MODULES = [
     answer, app, async_engine, body_process, chat, codec, compiler, conversation, engine, errors, generate, grammar,
-    handlers, middleware, output, parse, prepare, protocol, service, template_process, tokenizers, tools, trial, turns,
+    handlers, middleware, output, parse, prepare, protocol, service, template_process, tokenizers, tools, grammar_check, turns,
 ]  # fmt: skip
 MARK = "victim"  # in the texts of one request
 # Functions that handle the requests of all clients, and none in particular.

@@ -8,7 +8,8 @@ import pytest
 
 from jpaged.core.params import StructuredOutputsParams
 from jpaged.structured.grammar import Compiler, native_grammar
-from jpaged.structured.patterns import sound_patterns, without_nul
+from jpaged.structured.patterns import without_nul
+from jpaged.structured.sound import sound_schema
 from tests.support import tokenizer_kinds
 
 PATTERNS = (
@@ -71,4 +72,4 @@ def test_classes_are_found(pattern, expected):
 
 @pytest.mark.parametrize("schema", ["{", "[" * 100_000, {"pattern": 5}, {"patternProperties": ["[a]"]}])
 def test_what_is_no_schema_stays_for_llguidance_to_refuse(schema):
-    assert sound_patterns(schema) == schema
+    assert sound_schema(schema) == schema

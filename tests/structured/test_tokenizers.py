@@ -14,9 +14,10 @@ from tokenizers import Tokenizer
 
 from jpaged.core.params import StructuredOutputsParams
 from jpaged.structured.forcing import forces_little
-from jpaged.structured.grammar import Compiler, Constraint, MaskWriter, native_grammar
+from jpaged.structured.grammar import Compiler, Constraint, native_grammar
+from jpaged.structured.masks import Masks
 from jpaged.structured.vocabulary import GrammarVocabulary
-from jpaged.tokenizer import Detokenizer, Vocabulary
+from jpaged.tokenizer import Detokenizer, TokenDecoder, Vocabulary
 from tests.support import real_tokenizers, schemas, tokenizer_kinds
 
 PROMPTS = ["", "Hello", "Answer: ", "größe ["]
@@ -57,7 +58,7 @@ class Walker:
         self.tokenizer, self.eos = tokenizer, eos
         self.vocab_size = vocab_size or tokenizer.get_vocab_size()
         self.compiler = Compiler(tokenizer, self.vocab_size, [eos])
-        self.writer = MaskWriter()
+        self.masks = Masks(self.vocab_size)
         self.vocabulary = Vocabulary(tokenizer)
         texts = [tokenizer.decode([token]) for token in range(self.vocab_size)]
         self.closing = frozenset(token for token, text in enumerate(texts) if text[:1] in ('"', "}", "]"))
@@ -66,7 +67,7 @@ class Walker:
         """The text of a walk; None if it is not complete after MAX_TOKENS."""
         state = Constraint(self.compiler.matcher(native_grammar(wanted)))
         prompt = self.tokenizer.encode(rng.choice(PROMPTS)).ids
-        decoder, text = Detokenizer(self.vocabulary, prompt, keeps_first_space=True), ""
+        decoder, text = Detokenizer(TokenDecoder(self.vocabulary, prompt, keeps_first_space=True)), ""
         for length in range(MAX_TOKENS):
             allowed = self.allowed(state)
             assert allowed, f"nothing is allowed after {text!r}: {state.error}"
@@ -82,8 +83,7 @@ class Walker:
         return None
 
     def allowed(self, state: Constraint) -> list[int]:
-        bits = np.zeros((1, -(-self.vocab_size // 32)), np.uint32)
-        self.writer.write([(state, 0)], bits)
+        bits = self.masks.write([(state, frozenset())])
         return np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")[: self.vocab_size]).tolist()
 
 

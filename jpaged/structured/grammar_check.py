@@ -1,6 +1,6 @@
-"""Compilation of grammars in processes of their own, before the server compiles them.
+"""Check of grammars: a child process compiles each before the server does.
 
-llguidance is a native library. A grammar that crashes it, or keeps it busy forever, must affect only itself.
+llguidance is a native library. A grammar that crashes it, or keeps it busy for ever, must not affect other requests.
 """
 
 import json
@@ -19,11 +19,13 @@ COMPILE_TIMEOUT_S = 10.0
 MAX_MEMORY_BYTES = 4 * 2**30
 
 
-class Trial:
-    """Handle of the processes in their parent."""
+class GrammarCheck:
+    """Check of grammars in child processes of this one."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Iterable[int]):
-        self._children = Children("jpaged.structured.trial", [tokenizer.to_str(), vocab_size, sorted(eos_token_ids)])
+        self._children = Children(
+            "jpaged.structured.grammar_check", [tokenizer.to_str(), vocab_size, sorted(eos_token_ids)]
+        )
 
     def __call__(self, grammar: str) -> str | None:
         """Return the fault of a grammar; None if it can be compiled in this process, too."""
@@ -37,8 +39,8 @@ class Trial:
 def _setup(model: list[Any]) -> Callable[[str], str | None]:
     tokenizer, vocab_size, eos_token_ids = model
     compiler = Compiler(Tokenizer.from_str(tokenizer), vocab_size, eos_token_ids)
-    with suppress(ValueError):  # the first grammar has this error
-        compiler.tokenizer  # noqa: B018  # it is made before any grammar's time runs
+    with suppress(ValueError):  # the first grammar reports this error
+        compiler.tokenizer  # noqa: B018  # made here, it does not count as the time of a grammar
 
     def fault(grammar: str) -> str | None:
         try:

@@ -1,0 +1,146 @@
+"""Files of safetensors in a checkpoint's directory, and the tensors in them."""
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import ml_dtypes
+import numpy as np
+from safetensors import safe_open
+
+from jpaged.checkpoint_files import MAX_INDEX_BYTES, check_file, read_json
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+FLOAT8 = "F8_E4M3"  # safetensors' name
+FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # safetensors' names of the dtypes of parameters
+
+
+class StoredTensor(Protocol):
+    """Tensor whose elements are read part by part: the interface of a slice of safetensors."""
+
+    def get_shape(self) -> list[int]:
+        """Return the shape."""
+
+    def get_dtype(self) -> str:
+        """Return safetensors' name of the dtype."""
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        """Return a part."""
+
+
+StoredTensors = Mapping[str, StoredTensor]  # by name
+
+
+@dataclass(frozen=True)
+class DerivedTensor:
+    """A `StoredTensor` that is computed when it is read."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    read: Callable[[Any], np.ndarray]
+
+    def get_shape(self) -> list[int]:
+        """Return the shape."""
+        return list(self.shape)
+
+    def get_dtype(self) -> str:
+        """Return safetensors' name of the dtype."""
+        return self.dtype
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        """Return a part."""
+        return self.read(index)
+
+
+@contextlib.contextmanager
+def open_tensors(directory: Path) -> Iterator[dict[str, StoredTensor]]:
+    """Open the files of a checkpoint, and give its tensors by name.
+
+    Raises:
+        ValueError: a file is missing or broken.
+    """
+    with contextlib.ExitStack() as stack:
+        tensors: dict[str, StoredTensor] = {}
+        files = safetensors_files(directory)
+        for file in files:
+            opened = stack.enter_context(_open(file))
+            tensors |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+        if any(tensor.get_dtype() == FLOAT8 for tensor in tensors.values()):
+            for file in files:
+                tensors |= float8_tensors(file)
+        yield tensors
+
+
+def safetensors_files(directory: Path) -> list[Path]:
+    """Return the files of a checkpoint, by its index if it has one.
+
+    Raises:
+        ValueError: a file is missing.
+    """
+    if (directory / INDEX).exists():
+        weight_map = read_json(directory / INDEX, max_bytes=MAX_INDEX_BYTES).get("weight_map", {})
+        if not isinstance(weight_map, dict) or not all(map(_is_file_name, weight_map.values())):
+            raise ValueError(
+                f"model: weight_map of {directory / INDEX} must lead from tensors to names of files beside it"
+            )
+        names = sorted(set(weight_map.values()))
+        if missing := [name for name in names if not (directory / name).exists()]:
+            raise ValueError(f"model: {directory} lacks {', '.join(missing)}, named in {INDEX}")
+        files = [directory / name for name in names]
+    elif (directory / SINGLE).exists():
+        files = [directory / SINGLE]  # further files may hold the same parameters in another form
+    else:
+        files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"model: {directory} has no safetensors file; {_conversion(directory)}")
+    return files
+
+
+def float8_tensors(file: Path) -> dict[str, DerivedTensor]:
+    """Return the tensors of float8_e4m3fn in a file, which safetensors 0.8 can't read for numpy.
+
+    The file must have been opened, and thereby checked, by safetensors. It begins with the length of a JSON header, in
+    8 bytes; offsets count from the header's end.
+    """
+    with file.open("rb") as content:
+        length = int.from_bytes(content.read(8), "little")
+        header = json.loads(content.read(length))
+    data = np.memmap(file, np.uint8, "r", offset=8 + length) if file.stat().st_size > 8 + length else np.empty(0)
+
+    def tensor(shape: list[int], offsets: list[int]) -> DerivedTensor:
+        numbers = data[slice(*offsets)].view(ml_dtypes.float8_e4m3fn).reshape(shape)
+        return DerivedTensor(tuple(shape), FLOAT8, lambda index: np.array(numbers[index]))  # a copy
+
+    entries = {name: entry for name, entry in header.items() if entry.get("dtype") == FLOAT8}
+    return {name: tensor(entry["shape"], entry["data_offsets"]) for name, entry in entries.items()}
+
+
+def _conversion(directory: Path) -> str:
+    """Return the command that converts parameters in PyTorch's format, which can run code when they are read."""
+    # The hub's cache keeps a model in models--org--name/snapshots/COMMIT.
+    cached = next((each.name for each in directory.parents if each.name.startswith("models--")), None)
+    source = "/".join(cached.split("--")[1:]) if cached else str(directory)
+    target = (cached.split("--")[-1] if cached else source) + "-safetensors"
+    load = f"from_pretrained({source!r}"
+    save = f"save_pretrained({target!r})"
+    program = f"M.{load}, dtype='auto').{save}; T.{load}).{save}"
+    return (
+        "parameters in PyTorch's format (*.bin, *.pth) are not read; convert them where torch and transformers are "
+        f'installed: python -c "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; {program}"'
+    )
+
+
+def _is_file_name(name: Any) -> bool:
+    return isinstance(name, str) and 0 < len(name) < 256 and name == Path(name).name and "\0" not in name
+
+
+def _open(file: Path) -> Any:
+    check_file(file)  # the library holds Python's lock while it opens
+    try:
+        return safe_open(file, "numpy")
+    except Exception as error:  # the library raises its own type, and OSError for paths that are no files
+        raise ValueError(f"model: {file} can't be read: {error}") from error

@@ -159,12 +159,11 @@ def run(args: argparse.Namespace) -> None:
 def deployment_of(args: argparse.Namespace) -> Deployment:
     """Return the deployment of the flags."""
     shape = shape_of(args.model)
-    max_model_len = shape.context if args.max_model_len is None else args.max_model_len
     return Deployment(
         GPUS[args.gpu], shape, args.tensor_parallel_size, KV_DTYPES[args.kv_cache_dtype], args.block_size,
-        max_model_len, args.max_num_seqs, args.max_num_batched_tokens,
-        args.gpu_memory_utilization, args.enable_prefix_caching, CostTable.load(args.costs) if args.costs else None,
-        QUANTIZATIONS[args.quantization],
+        args.max_num_seqs, args.max_num_batched_tokens, args.gpu_memory_utilization, args.enable_prefix_caching,
+        CostTable.load(args.costs) if args.costs else None, QUANTIZATIONS[args.quantization],
+        max_model_len=shape.context if args.max_model_len is None else args.max_model_len,
     )  # fmt: skip
 
 

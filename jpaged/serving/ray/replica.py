@@ -9,6 +9,7 @@ from typing import Any
 
 from ray import serve
 
+from jpaged.config import CPU, GPU
 from jpaged.core.commands import Command
 from jpaged.engine.async_engine import QueueFull
 from jpaged.serving.codec import dumps
@@ -141,7 +142,7 @@ def deployment_options(config: RayConfig, num_gpus: int) -> dict[str, Any]:
     Args:
         num_gpus: GPUs of each replica.
     """
-    seqs = config.engine.max_num_seqs or (256 if num_gpus else 64)  # as `engine.build` chooses it
+    seqs = config.engine.num_seqs((GPU if num_gpus else CPU).max_num_seqs)
     scaling: dict[str, Any] = {"num_replicas": config.max_replicas}
     if config.min_replicas != config.max_replicas:
         bounds = {"min_replicas": config.min_replicas, "max_replicas": config.max_replicas}

@@ -4,10 +4,11 @@ import shutil
 from pathlib import Path
 
 from jpaged.checkpoint_files import check_file
-from jpaged.engine.build import find_model, load_model
 from jpaged.models.checkpoint import INDEX, save_orbax, save_safetensors, stored_dtype
 from jpaged.models.quantized_checkpoint import read_scheme
 from jpaged.models.registry import read_config
+from jpaged.start.find import find_model
+from jpaged.start.load import load_model
 
 SAVE = {"orbax": save_orbax, "safetensors": save_safetensors}
 

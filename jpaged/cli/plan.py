@@ -171,8 +171,8 @@ def shape_of(name: str) -> ModelShape:
     """Return the sizes of a known model, or of one in a directory or under a hub id."""
     if name in SHAPES:
         return SHAPES[name]
-    from jpaged.engine.build import find_model  # it loads jax
-    from jpaged.models.registry import read_config
+    from jpaged.models.registry import read_config  # it loads jax
+    from jpaged.start.find import find_model
 
     return ModelShape.of(read_config(find_model(name, weights=False)), name)
 

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from jpaged.models.config import ModelConfig
     from jpaged.models.llama import Llama
     from jpaged.models.quantized import quantize
-    from jpaged.module import load
     from jpaged.runtime.placement import shard
+    from jpaged.start.load import load
 
 _HOME = {
     "LLM": "jpaged.llm",
@@ -30,7 +30,7 @@ _HOME = {
     "RequestMetrics": "jpaged.core.request",
     "RequestOutput": "jpaged.core.request",
     "CompletionOutput": "jpaged.core.request",
-    "load": "jpaged.module",
+    "load": "jpaged.start.load",
     "quantize": "jpaged.models.quantized",
     "shard": "jpaged.runtime.placement",
 }

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from jpaged.setting import check, documentation, setting
 
@@ -16,6 +16,34 @@ KV_CACHE_DTYPES = {"auto": None, "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m
 QUANTIZATIONS = {"int8": "int8", "fp8": "float8_e4m3fn"}  # dtypes of the weights of linear layers
 QUANTIZED_CHECKPOINTS = ("awq", "gptq", "fp8", "compressed-tensors")  # as config.json names their methods
 KERNELS = ("auto", "reference", "mosaic", "triton", "cpu")
+BLOCK_SIZE = 16
+# A CPU gathers long contexts faster in large blocks (0.7 of the time of attention over 512 tokens).
+CPU_LONG_BLOCK_SIZE, CPU_LONG = 64, 2048
+
+
+class PlatformDefaults(NamedTuple):
+    """Defaults that depend on the platform of the device.
+
+    Attributes:
+        max_chunk_cost: maximum cost of a step with a chunk of a prompt, in decode steps, both on empty contexts.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_chunk_cost: float
+
+
+# A CPU computes 256 tokens about as efficiently as more, and decodes wait for a step with a prompt in it. It computes a
+# prompt's tokens at about the same rate in any step: smaller chunks would delay first tokens by half, because each step
+# with a chunk of a prompt also decodes.
+CPU = PlatformDefaults(max_num_seqs=64, max_num_batched_tokens=256, max_chunk_cost=6)
+# Chunks attend to a context many times. With contexts, inter-token latencies stay within three times their median.
+GPU = PlatformDefaults(max_num_seqs=256, max_num_batched_tokens=2048, max_chunk_cost=2.5)
+
+
+def platform_defaults(platform: str) -> PlatformDefaults:
+    """Return the defaults on one of jax's platforms."""
+    return CPU if platform == "cpu" else GPU
 
 
 @dataclass(frozen=True)
@@ -25,8 +53,13 @@ class Limits:
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
-    block_size: int = 16
+    block_size: int = BLOCK_SIZE
     max_logprobs: int = 20
+
+    @property
+    def blocks_per_seq(self) -> int:
+        """Maximum KV blocks of a sequence."""
+        return -(-self.max_model_len // self.block_size)
 
 
 MODEL, MEMORY, SCHEDULING = "model", "memory", "scheduling"  # the groups of settings
@@ -99,8 +132,8 @@ class EngineConfig:
         unit="BYTES",
     )  # fmt: skip
     block_size: int | None = setting(
-        None, "tokens of a KV block", by="16; 64 on a CPU for sequences of 2,048 tokens and more", group=MEMORY,
-        low=1, high=256, power_of_two=True, unit="TOKENS",
+        None, "tokens of a KV block", by=f"{BLOCK_SIZE}; {CPU_LONG_BLOCK_SIZE} on a CPU for sequences of {CPU_LONG:,} "
+        "tokens and more", group=MEMORY, low=1, high=256, power_of_two=True, unit="TOKENS",
     )  # fmt: skip
     enable_prefix_caching: bool = setting(True, "reuse the KV blocks of prompts with a common prefix", group=MEMORY)
     swap_space: float = setting(
@@ -108,20 +141,22 @@ class EngineConfig:
     )
 
     max_num_seqs: int | None = setting(
-        None, "maximum sequences in a step", by="64 on a CPU, 256 on a GPU", group=SCHEDULING, low=1, unit="SEQS"
-    )
+        None, "maximum sequences in a step", by=f"{CPU.max_num_seqs} on a CPU, {GPU.max_num_seqs} on a GPU",
+        group=SCHEDULING, low=1, unit="SEQS",
+    )  # fmt: skip
     max_num_batched_tokens: int | None = setting(
-        None, "maximum tokens in a step; longer prompts are computed in chunks", by="256 on a CPU, 2,048 on a GPU; "
-        "fewer in steps with decodes if a step of that size takes more than 2.5 decode steps (3.5 on a CPU)",
-        group=SCHEDULING, low=1, unit="TOKENS",
+        None, "maximum tokens in a step; longer prompts are computed in chunks",
+        by=f"{CPU.max_num_batched_tokens} on a CPU, {GPU.max_num_batched_tokens:,} on a GPU; fewer in steps with "
+        f"decodes if a step of that size takes more than {GPU.max_chunk_cost:g} decode steps "
+        f"({CPU.max_chunk_cost:g} on a CPU)", group=SCHEDULING, low=1, unit="TOKENS",
     )  # fmt: skip
     warm_up: bool = setting(
         True, "compile every shape of a step before the first request; otherwise each one when it is first needed, for "
         "short starts while a program is debugged", group=SCHEDULING,
     )  # fmt: skip
     max_logprobs: int = setting(
-        20, "maximum logprobs and prompt_logprobs of a request; -1: the whole vocabulary. Every step has room for so "
-        "many for each sample", group=SCHEDULING, low=-1, unit="TOKENS",
+        Limits.max_logprobs, "maximum logprobs and prompt_logprobs of a request; -1: the whole vocabulary. Every step "
+        "has room for so many for each sample", group=SCHEDULING, low=-1, unit="TOKENS",
     )  # fmt: skip
     async_scheduling: bool = setting(
         True, "dispatch a step before the tokens of the previous one are known", group=SCHEDULING
@@ -146,6 +181,10 @@ class EngineConfig:
                 f"max_num_batched_tokens: must be at least max_num_seqs ({self.max_num_seqs}), "
                 f"not {self.max_num_batched_tokens}"
             )
+
+    def num_seqs(self, default: int) -> int:
+        """Return `max_num_seqs`, or a default that `max_num_batched_tokens` may lower."""
+        return self.max_num_seqs or min(default, self.max_num_batched_tokens or default)
 
     def pool_dtype(self, dtype: str) -> str:
         """Return the dtype of the KV pool for parameters of `dtype`."""

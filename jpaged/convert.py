@@ -5,12 +5,13 @@ from pathlib import Path
 
 from jpaged.checkpoint_files import check_file
 from jpaged.config import DTYPES
-from jpaged.engine.build import find_model, load_model
 from jpaged.models.checkpoint import save_safetensors
 from jpaged.models.orbax_checkpoint import ORBAX, save_orbax, stored_arrays
 from jpaged.models.quantized_checkpoint import read_scheme
 from jpaged.models.registry import read_config
 from jpaged.models.safetensors_files import FLOATS, INDEX, open_tensors
+from jpaged.start.find import find_model
+from jpaged.start.load import load_model
 
 SAVE = {"orbax": save_orbax, "safetensors": save_safetensors}
 

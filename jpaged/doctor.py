@@ -11,27 +11,17 @@ from pathlib import Path
 import jax
 
 from jpaged.config import EngineConfig
-from jpaged.engine.build import dtype_of, find_model, limits_of
-from jpaged.models.registry import read_config
 from jpaged.runtime.compilation_cache import executables_folder
-from jpaged.runtime.kernel_choice import select_kernels
-from jpaged.runtime.memory import available_host_memory
 from jpaged.runtime.placement import Placement
-from pallas_kernels import Kernels, compute_capability, toolchain
+from jpaged.start.pool import available_host_memory
+from jpaged.start.resolve import Device, Resolved, SettingChoice
+from jpaged.start.setup import device_of, resolve_checkpoint, select_kernels
+from pallas_kernels import Kernels, toolchain
 from pallas_kernels.dispatch import Choice
 from pallas_kernels.selftest import FAILED, UNTESTED, Result
 
 PACKAGES = ("jpaged", "flax", "transformers")
 MIB = 2**20
-
-
-@dataclass(frozen=True)
-class Device:
-    """Device as jax sees it."""
-
-    kind: str
-    platform: str
-    compute_capability: float | None
 
 
 @dataclass(frozen=True)
@@ -68,6 +58,7 @@ class Report:
     Attributes:
         versions: by package; "driver", "cuda" and "ptxas" where they are known.
         model: the shape class that kernels were chosen for, in words.
+        settings: the settings that may be left open, with their values.
         self_test: the reason why there are no tests; "" if there are.
         warnings: remarks on a machine that works.
         problems: failed tests, and reasons why nothing can run; empty if the machine works.
@@ -77,6 +68,7 @@ class Report:
     cards: tuple[Card, ...]
     versions: dict[str, str]
     model: str
+    settings: tuple[SettingChoice, ...]
     ops: tuple[Choice, ...]
     tests: tuple[Result, ...]
     self_test: str
@@ -95,37 +87,29 @@ def examine(config: EngineConfig, *, retest: bool = False) -> Report:
     Raises:
         ValueError: the model is missing or broken.
     """
-    model = read_config(find_model(config.model, revision=config.revision, weights=False), config.hf_overrides)
-    problems, kernels, shapes = [], None, ""
+    problems, kernels, resolved = [], None, None
     try:
         devices = jax.devices()
     except RuntimeError as error:
         devices = []
         problems.append(f"jax has no device: {error}")
     if devices:
-        platform = devices[0].platform
-        dtype, block_size = dtype_of(config, model, platform), limits_of(config, model, platform).block_size
-        shapes = (
-            f"{config.model}, {dtype}, head dim {model.head_dim}, {model.num_attention_heads} heads over "
-            f"{model.num_key_value_heads}, blocks of {block_size}"
-        )
-        placement = Placement.on(devices[: config.tensor_parallel_size or 1], model)
+        _, resolved = resolve_checkpoint(config, devices[0])
+        placement = Placement.on(devices[: config.tensor_parallel_size or 1], resolved.model)
         try:
-            kernels = select_kernels(config, model, block_size, dtype, placement, retest=retest)
+            kernels = select_kernels(resolved, placement, retest=retest)
         except NotImplementedError as error:
             problems.append(str(error))
     tests = kernels.tests if kernels else ()
-    problems += [
-        f"{result.program}: {result.test} failed its self-test: {result.reason}"
-        for result in tests
-        if result.status == FAILED
-    ]
+    failed = [each for each in tests if each.status == FAILED]
+    problems += [f"{each.program}: {each.test} failed its self-test: {each.reason}" for each in failed]
     cards, cache = _cards(), _cache()
     return Report(
-        devices=tuple(Device(d.device_kind, d.platform, compute_capability(d)) for d in devices),
+        devices=tuple(map(device_of, devices)),
         cards=cards,
         versions=_versions(),
-        model=shapes,
+        model=_shapes(resolved) if resolved else "",
+        settings=resolved.choices if resolved else (),
         ops=kernels.account if kernels else (),
         tests=tests,
         self_test=_why_no_tests(kernels),
@@ -136,6 +120,15 @@ def examine(config: EngineConfig, *, retest: bool = False) -> Report:
     )
 
 
+def _shapes(resolved: Resolved) -> str:
+    """Return the shape class that kernels are chosen for, in words."""
+    model = resolved.model
+    return (
+        f"{resolved.config.model}, {resolved.dtype}, head dim {model.head_dim}, {model.num_attention_heads} heads over "
+        f"{model.num_key_value_heads}, blocks of {resolved.limits.block_size}"
+    )
+
+
 def _why_no_tests(kernels: Kernels | None) -> str:
     if kernels is None:
         return "not listed: no kernels were chosen"
@@ -143,26 +136,26 @@ def _why_no_tests(kernels: Kernels | None) -> str:
 
 
 def _warnings(platforms: list[str], cards: tuple[Card, ...], tests: tuple[Result, ...], cache: Cache) -> list[str]:
-    found = []
+    warnings = []
     if cards and "gpu" not in platforms:
-        found.append("there is an NVIDIA GPU, but jax does not use it: pip install 'jpaged[cuda]'")
+        warnings.append("there is an NVIDIA GPU, but jax does not use it: pip install 'jpaged[cuda]'")
     ptxas = toolchain.ptxas_version()
     compilers = [toolchain.cuda_version(), toolchain.version_number(ptxas) if ptxas else None]
     if "gpu" in platforms and (wrong := next(filter(None, map(toolchain.miscompilation, compilers)), None)):
-        found.append(wrong)
-    found += [
+        warnings.append(wrong)
+    warnings += [
         f"{result.program}: {result.test} is untested: {result.reason}" for result in tests if result.status == UNTESTED
     ]
     if not cache.writable:
-        found.append(f"the compilation cache can't be written, so every start compiles everything: {cache.path}")
-    return found
+        warnings.append(f"the compilation cache can't be written, so every start compiles everything: {cache.path}")
+    return warnings
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
     cuda = toolchain.cuda_version()
@@ -171,7 +164,7 @@ def _versions() -> dict[str, str]:
         "cuda": f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else None,
         "ptxas": toolchain.ptxas_version(),
     }
-    return found | toolchain.versions() | {name: version for name, version in known.items() if version}
+    return versions | toolchain.versions() | {name: version for name, version in known.items() if version}
 
 
 def _cards() -> tuple[Card, ...]:

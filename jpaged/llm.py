@@ -32,13 +32,13 @@ from jpaged.core.commands import (
 )
 from jpaged.core.params import BeamSearchParams, InvalidParameter, Params, SamplingParams, plain, shown
 from jpaged.core.request import Request, RequestOutput
-from jpaged.engine.build import load_engine
 from jpaged.engine.engine import Placing
 from jpaged.engine.guard import Guard
 from jpaged.engine.output import request_output
 from jpaged.flags import engine_settings
 from jpaged.models.base import Model
 from jpaged.runtime.parameters import ModuleArrays
+from jpaged.start.assemble import load_engine
 from jpaged.tokenizer import encode
 from jpaged.worker import POLL_S, Worker
 
@@ -81,11 +81,11 @@ class LLM:
             accepted = '"demo", a directory, a hub id or a module such as jpaged.models.llama.Llama'
             raise TypeError(f"model: must be {accepted}, not {type(model).__name__}")
         name, module = ("module", model) if isinstance(model, Model) else (os.fspath(model), None)
-        found, notices = engine_settings(config)
+        settings, notices = engine_settings(config)
         for notice in notices:
             logger.warning(notice)
         self.engine, self.tokenizer, self._sampling_defaults = load_engine(
-            EngineConfig(**{"model": name, **found}), model=module, tokenizer=tokenizer, progress=progress,
+            EngineConfig(**{"model": name, **settings}), model=module, tokenizer=tokenizer, progress=progress,
             allow_copy=allow_copy,
         )  # fmt: skip
         self._module = None if module is None else ModuleArrays(module)

@@ -28,6 +28,7 @@ from benchmarks.engine.steps import decode_plans, random_model
 from benchmarks.kernels.workloads import random_array
 from benchmarks.shared.device import environment, open_device, prepare_environment
 from benchmarks.shared.results import Report, script_parser, table
+from benchmarks.shared.runners import runner_of
 from jpaged.config import EngineConfig, Limits
 from jpaged.core.params import SamplingParams
 from jpaged.core.plan import Admitted, Scheduled, StepPlan
@@ -158,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     limits = Limits(config.max_position_embeddings, 4 if args.tiny else CONCURRENCY, MAX_TOKENS, BLOCK_SIZE)
     for case in cases:
         blocks = EngineConfig(num_gpu_blocks_override=(CONCURRENCY + 1) * width, swap_space=0, kernels=args.kernels)
-        calls = calls_of(ModelRunner(model, blocks, limits), model, case)
+        calls = calls_of(runner_of(model, blocks, limits), model, case)
         seconds = timed(calls, args.rounds)
         name = f"{case.decodes} decodes behind {case.context} tokens" + f", a chunk of {case.chunk}" * bool(case.chunk)
         rates = {"read_gb_s": READ_BYTES / seconds["read"] / 1e9, "gflop_s": 2 * LARGE**3 / seconds["multiply"] / 1e9}

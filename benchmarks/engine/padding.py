@@ -27,11 +27,11 @@ from jpaged.core.params import SamplingParams
 from jpaged.core.plan import Sample, StepResult
 from jpaged.core.scheduler import Scheduler
 from jpaged.demo import DIRECTORY as DEMO
-from jpaged.engine.build import limits_of
 from jpaged.models.registry import read_config
 from jpaged.runtime.batch import Buckets, Layout, make_batch
 from jpaged.runtime.row_table import RowTable
-from jpaged.runtime.step_costs import further_shapes
+from jpaged.start.resolve import Device, resolve
+from jpaged.start.step_costs import further_shapes
 
 MAX_WASTE = 0.25  # of the tokens that are computed
 CONTEXT, BLOCK_SIZE = 2048, 16
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     report = Report(args.out / "results.json", environment(open_device(tiny=True), tiny=False))
     model = replace(read_config(DEMO), max_position_embeddings=CONTEXT)
-    limits = limits_of(EngineConfig(model=str(DEMO)), model, "cuda")
+    limits = resolve(EngineConfig(model=str(DEMO)), model, Device("any", "cuda")).limits
     for at_once in AT_ONCE:
         for name, dataset in DATASETS.items():
             counts = count_tokens(limits, dataset.lengths(args.rounds * at_once), at_once)

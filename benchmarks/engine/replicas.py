@@ -38,13 +38,14 @@ def clients(num_engines: int) -> list[Any]:
     """Return engines that have compiled their steps, each on a device of its own."""
     from jpaged.config import EngineConfig
     from jpaged.engine.async_engine import AsyncEngine
-    from jpaged.engine.build import load_engine, on_further_devices, prepare
+    from jpaged.start.assemble import start_engine
+    from jpaged.start.setup import on_further_devices, prepare
 
     config = EngineConfig(
         max_num_seqs=16, max_num_batched_tokens=64, max_model_len=512, num_gpu_blocks_override=600 // num_engines
     )
     replicas = on_further_devices(prepare(config), num_engines)
-    return [AsyncEngine(load_engine(config, prepared=each, progress=False).engine) for each in replicas]
+    return [AsyncEngine(start_engine(each, progress=False)) for each in replicas]
 
 
 async def seconds(client: Any, round_number: int) -> float:

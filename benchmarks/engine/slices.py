@@ -13,6 +13,7 @@ from benchmarks.kernels.expected import TOLERANCES, WrongOutput
 from benchmarks.kernels.implementations import Unsuitable, choose
 from benchmarks.kernels.workloads import Shape
 from benchmarks.shared.models import MODELS, cut
+from benchmarks.shared.runners import runner_of
 from jpaged.config import EngineConfig, Limits
 from jpaged.core.params import SamplingParams
 from jpaged.core.plan import Admitted, Chosen, Sample, Scheduled, StepPlan
@@ -67,7 +68,7 @@ def check(
         return
     model = random_model(cut_config, dtype)
     fuse(model, on_one_device)  # as on a GPU
-    runners = [Observer(ModelRunner(model, settings, limits, each)) for each in kernels]
+    runners = [Observer(runner_of(model, settings, limits, each)) for each in kernels]
     comparison, chosen = Comparison(*runners, TOLERANCES[pool_dtype]), ()
     end = dict(status="ok")
     try:

@@ -17,18 +17,19 @@ from benchmarks.kernels.bench import Bench
 from benchmarks.kernels.workloads import random_array
 from benchmarks.shared.models import MODELS
 from benchmarks.shared.results import with_floor
+from benchmarks.shared.runners import runner_of
 from benchmarks.shared.timing import Timing, summarize
 from jpaged.bench.throughput import measure
 from jpaged.config import EngineConfig, Limits
 from jpaged.core.params import SamplingParams
 from jpaged.core.plan import Admitted, Scheduled, StepPlan
-from jpaged.engine.build import FUSING
 from jpaged.llm import LLM
 from jpaged.models.base import Model
 from jpaged.models.checkpoint import abstract_model, on_one_device
 from jpaged.models.config import ModelConfig
 from jpaged.models.fused import fuse
 from jpaged.runtime.runner import ModelRunner
+from jpaged.start.load import FUSING
 
 TEMPERATURE = 0.6  # of nano-vllm's benchmark
 SHARPNESS = 3.0  # of random queries, relative to keys
@@ -77,7 +78,7 @@ def step(
     cases = [(batch, context) for context in contexts for batch in batches]
     blocks = {case: case[0] * -(-case[1] // block_size) for case in cases}
     fitting = [count for count in blocks.values() if count * block_size * token_bytes <= room]
-    runner = ModelRunner(module, EngineConfig(num_gpu_blocks_override=max(fitting), kernels=kernels), limits)
+    runner = runner_of(module, EngineConfig(num_gpu_blocks_override=max(fitting), kernels=kernels), limits)
     # Zeros could be read faster than numbers.
     for i, zeros in enumerate(runner.blocks.pool):  # one by one: two pools would not fit
         runner.blocks.pool[i] = random_array(zeros.shape, str(zeros.dtype), i)

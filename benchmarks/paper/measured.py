@@ -37,14 +37,15 @@ from benchmarks.paper.policies import POLICIES, limits_of
 from benchmarks.paper.traces import CONTEXT, WORKLOADS
 from benchmarks.shared.device import environment, open_device, prepare_environment
 from benchmarks.shared.results import Report, Row, script_parser, table
+from benchmarks.shared.runners import runner_of
 from jpaged.config import EngineConfig, Limits
 from jpaged.core.params import SamplingParams
-from jpaged.engine.build import dtype_of, find_model, load_model
 from jpaged.engine.engine import Engine
-from jpaged.models.registry import read_config
 from jpaged.runtime.runner import ModelRunner
 from jpaged.simulator.engine import VOCAB_SIZE, Served, VirtualEngine, drive
 from jpaged.simulator.traffic import Call, Schedule
+from jpaged.start.load import load
+from jpaged.start.measure import warm_up
 
 SCALE = 0.25
 POOL_TOKENS = round(SCALE * 15_700)
@@ -63,10 +64,7 @@ class Lab:
 
     def __init__(self, report: Report, seconds: float):
         self.report, self.seconds = report, seconds
-        directory = find_model("demo")
-        config = read_config(directory)
-        dtype = dtype_of(EngineConfig(), config, "cpu")
-        self._model = load_model(directory, config, dtype=dtype, load_format="auto", seed=0, progress=False)
+        self._model = load("demo", progress=False)
         self._runners: dict[int, ModelRunner] = {}
         self._saturation: dict[str, float] = {}
 
@@ -78,8 +76,8 @@ class Lab:
 
     def new_runner(self, block_size: int) -> ModelRunner:
         limits = dataclasses.replace(LIMITS, block_size=block_size)
-        runner = ModelRunner(self._model, EngineConfig(num_gpu_blocks_override=POOL_TOKENS // block_size), limits)
-        runner.warm_up(progress=False)
+        runner = runner_of(self._model, EngineConfig(num_gpu_blocks_override=POOL_TOKENS // block_size), limits)
+        warm_up(runner, limits, progress=False)
         return runner
 
     def forget(self) -> None:

@@ -31,6 +31,7 @@ import numpy as np
 from benchmarks.shared.device import environment, open_device, prepare_environment
 from benchmarks.shared.plots import plot
 from benchmarks.shared.results import Report, script_parser, table
+from benchmarks.shared.runners import runner_of
 from benchmarks.shared.timing import ratio, summarize
 from jpaged.bench.workload import DATASETS, Dataset
 from jpaged.config import EngineConfig, Limits
@@ -38,10 +39,10 @@ from jpaged.core.block_pool import BlockPool
 from jpaged.core.params import SamplingParams
 from jpaged.core.plan import Admitted, Scheduled, StepPlan
 from jpaged.core.scheduler import Scheduler
-from jpaged.engine.build import dtype_of, find_model, load_model
 from jpaged.engine.engine import Engine
-from jpaged.models.registry import read_config
 from jpaged.runtime.runner import ModelRunner
+from jpaged.start.load import load
+from jpaged.start.measure import block_swap_cost, warm_up
 
 MODES = ("recompute", "swap", "auto")
 
@@ -128,11 +129,10 @@ def serve(engine: Engine, requests: Sequence[tuple[list[int], int]], clients: in
 
 
 def end_to_end(
-    report: Report, runners: dict[int, ModelRunner], modes: Sequence[str], limits: Limits, *, pool_tokens: int,
-    requests: Sequence[tuple[list[int], int]], clients: int, rounds: int,
+    report: Report, runners: dict[int, ModelRunner], costs: dict[int, float], modes: Sequence[str], limits: Limits, *,
+    pool_tokens: int, requests: Sequence[tuple[list[int], int]], clients: int, rounds: int,
 ) -> None:  # fmt: skip
     """Each round runs every mode at every block size, after a run that warms up."""
-    costs = {size: runner.block_swap_cost() if "auto" in modes else 0.0 for size, runner in runners.items()}
     cases = list(itertools.product(runners, modes))
     latencies: dict[tuple[int, str], list[list[float]]] = {case: [] for case in cases}
     schedulers: dict[tuple[int, str], Scheduler] = {}
@@ -197,26 +197,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     device = open_device(tiny=True)  # a CPU is enough: the results say so
     report = Report(args.out / "results.json", environment(device, args.tiny) | {"model": args.model})
-    directory = find_model(args.model)
-    config = read_config(directory)
-    limits = Limits(min(args.tokens, config.max_position_embeddings), args.clients, args.chunk)
-    dtype = dtype_of(EngineConfig(), config, device.platform)
-    model = load_model(directory, config, dtype=dtype, load_format=args.load_format, seed=0, progress=False)
-    runners = {}
+    model = load(args.model, load_format=args.load_format, progress=False)
+    limits = Limits(min(args.tokens, model.config.max_position_embeddings), args.clients, args.chunk)
+    runners, costs = {}, {}
     for size in args.block_sizes:
         blocks = max(args.pool_tokens, limits.max_model_len) // size
-        sized = EngineConfig(num_gpu_blocks_override=blocks), dataclasses.replace(limits, block_size=size)
-        runners[size] = ModelRunner(model, *sized)
-        runners[size].warm_up(progress=False)
+        sized = dataclasses.replace(limits, block_size=size)
+        runners[size] = runner_of(model, EngineConfig(num_gpu_blocks_override=blocks), sized)
+        costs[size] = block_swap_cost(runners[size], warm_up(runners[size], sized, progress=False))
         report.say(f"block size {size} is compiled")
     micro(report, runners, limits.max_model_len, args.chunk, 5 * args.rounds)
     means = DATASETS["ShareGPT"]
     dataset = Dataset(args.scale * means.prompt, args.scale * means.output)
     half = min(limits.max_model_len, args.pool_tokens) // 2
-    requests = requests_of(dataset, args.requests, (half, half), config.vocab_size)
+    requests = requests_of(dataset, args.requests, (half, half), model.config.vocab_size)
     end_to_end(
-        report, runners, args.modes, limits, pool_tokens=args.pool_tokens, requests=requests, clients=args.clients,
-        rounds=args.rounds,
+        report, runners, costs, args.modes, limits, pool_tokens=args.pool_tokens, requests=requests,
+        clients=args.clients, rounds=args.rounds,
     )  # fmt: skip
     of = lambda name: [row for row in report.rows if row["experiment"] == name]
     tables = [f"## {name}\n\n{table(of(name), columns)}" for name, columns in COLUMNS.items()]

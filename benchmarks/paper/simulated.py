@@ -112,8 +112,9 @@ def cases() -> list[Case]:
 
 
 def pool_tokens(model: str) -> int:
-    setup = SETUPS[model]
-    return setup.pool_tokens or Deployment(GPUS[setup.gpu], SHAPES[model], setup.num_gpus).pool_tokens
+    setup, shape = SETUPS[model], SHAPES[model]
+    deployment = Deployment(GPUS[setup.gpu], shape, setup.num_gpus, max_model_len=shape.context)
+    return setup.pool_tokens or deployment.pool_tokens
 
 
 def cost_of(model: str) -> Roofline:

@@ -57,6 +57,8 @@ def lines(report: "Report") -> Iterator[str]:
     """Yield the lines of a report as text."""
     yield from _section("devices", _devices(report))
     yield from _section("versions", (f"{name:20} {version}" for name, version in report.versions.items()))
+    settings = (f"{each.setting:24} {each.value!s:10} {each.reason}" for each in report.settings)
+    yield from _section("settings", settings)
     ops = (f"{op.op:24} {op.implementation:10} {op.reason}" for op in report.ops)
     yield from _section(f"kernels for {report.model}" if report.model else "kernels", ops)
     yield from _section("self-test", _tests(report))

@@ -115,21 +115,19 @@ class LocalModel:
 
     def __init__(self, args: argparse.Namespace):
         config = config_of(args, EngineConfig)
-        if config.max_num_seqs is None:
-            config = replace(config, max_num_seqs=min(MAX_NUM_SEQS, config.max_num_batched_tokens or MAX_NUM_SEQS))
+        config = replace(config, max_num_seqs=config.num_seqs(MAX_NUM_SEQS))
         self._chat_template = args.chat_template.read_text() if args.chat_template else None
         with loading() as bars:
-            from jpaged.engine.async_engine import (
-                AsyncEngine,  # these load jax, which a server's user may not have time for
-            )
-            from jpaged.engine.build import load_engine, prepare
+            # Loading jax takes seconds, which a user of a server need not wait.
+            from jpaged.engine.async_engine import AsyncEngine
+            from jpaged.start.assemble import start_engine
+            from jpaged.start.setup import prepare
 
-            prepared = prepare(config, chat_template=self._chat_template)
-            if prepared.tokenizer is None:
+            setup = prepare(config, chat_template=self._chat_template)
+            if setup.tokenizer is None:
                 raise ValueError(f"tokenizer: {config.model} has none, and texts need one; name one with --tokenizer")
-            loaded = load_engine(config, prepared=prepared, progress=bars)
-        self._tokenizer, self._defaults = loaded.tokenizer, loaded.sampling_defaults
-        self._engine = AsyncEngine(loaded.engine)
+            self._engine = AsyncEngine(start_engine(setup, progress=bars))
+        self._tokenizer, self._defaults = setup.tokenizer, setup.sampling_defaults
         self._engine.start()
         self._request_ids = itertools.count()
 

@@ -11,9 +11,9 @@ from jpaged.parallel.ending import end_after_error, wait_for_cause, words_of
 from jpaged.parallel.nodes import Nodes
 
 if TYPE_CHECKING:
-    from jpaged.engine.build import Prepared
     from jpaged.parallel.follower import Leader
     from jpaged.parallel.leader import Followers
+    from jpaged.start.setup import Setup
 
 
 @contextlib.contextmanager
@@ -64,9 +64,11 @@ def following(nodes: Nodes, given: Mapping[str, Any]) -> Iterator[tuple["Leader"
         end_after_error(error)
 
 
-def facts_of(prepared: "Prepared") -> dict[str, Any]:
+def facts_of(setup: "Setup") -> dict[str, Any]:
     """Return the decisions of a process that must be the same in all processes of a replica, as JSON values."""
-    facts = {f"model.{name}": value for name, value in dataclasses.asdict(prepared.model).items()}
-    facts |= dataclasses.asdict(prepared.limits) | {"dtype": prepared.dtype, "kernels": prepared.kernels.name}
+    resolved = setup.resolved
+    facts = {f"model.{name}": value for name, value in dataclasses.asdict(resolved.model).items()}
+    facts |= dataclasses.asdict(resolved.limits) | {"dtype": resolved.dtype}
+    facts |= {"kernels": setup.kernels and setup.kernels.name}
     found: dict[str, Any] = json.loads(json.dumps(facts))
     return found

@@ -159,12 +159,11 @@ def run(args: argparse.Namespace) -> None:
 def deployment_of(args: argparse.Namespace) -> Deployment:
     """Return the deployment of the flags."""
     shape = shape_of(args.model)
-    max_model_len = shape.context if args.max_model_len is None else args.max_model_len
     return Deployment(
         GPUS[args.gpu], shape, args.tensor_parallel_size, KV_DTYPES[args.kv_cache_dtype], args.block_size,
-        max_model_len, args.max_num_seqs, args.max_num_batched_tokens,
-        args.gpu_memory_utilization, args.enable_prefix_caching, CostTable.load(args.costs) if args.costs else None,
-        QUANTIZATIONS[args.quantization],
+        args.max_num_seqs, args.max_num_batched_tokens, args.gpu_memory_utilization, args.enable_prefix_caching,
+        CostTable.load(args.costs) if args.costs else None, QUANTIZATIONS[args.quantization],
+        max_model_len=shape.context if args.max_model_len is None else args.max_model_len,
     )  # fmt: skip
 
 
@@ -172,8 +171,8 @@ def shape_of(name: str) -> ModelShape:
     """Return the sizes of a known model, or of one in a directory or under a hub id."""
     if name in SHAPES:
         return SHAPES[name]
-    from jpaged.engine.build import find_model  # it loads jax
-    from jpaged.models.registry import read_config
+    from jpaged.models.registry import read_config  # it loads jax
+    from jpaged.start.find import find_model
 
     return ModelShape.of(read_config(find_model(name, weights=False)), name)
 

@@ -22,7 +22,7 @@ import ssl
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from jpaged.chat import ContentFormat, sources_of
 from jpaged.cli import serve_ray
@@ -39,6 +39,9 @@ from jpaged.serving.logs import LEVELS, logging_to
 from jpaged.serving.origins import is_loopback
 from jpaged.serving.service import API_KEY_VARIABLE, ServerConfig, Service
 from jpaged.serving.tools import FORMATS, tool_format
+
+if TYPE_CHECKING:
+    from jpaged.start.resolve import Resolved
 
 PEERS = ENGINE
 
@@ -161,38 +164,40 @@ def _serve(
     with contextlib.ExitStack() as stack:
         with loading() as bars:
             followers = stack.enter_context(leading(nodes, engine_config))
-            from jpaged.engine.build import (  # jax takes seconds to load: not for --help, nor for a bad flag
-                load_engine,
-                load_params,
-                on_further_devices,
-                prepare,
-            )
+            # Loading jax takes seconds. --help and a bad flag do not need it.
             from jpaged.serving.serve import serve
+            from jpaged.start.assemble import start_engine
+            from jpaged.start.load import load_params
+            from jpaged.start.setup import on_further_devices, prepare
 
-            prepared = prepare(engine_config, chat_template=config.chat_template, nnodes=nodes.nnodes)
+            setup = prepare(engine_config, chat_template=config.chat_template, nnodes=nodes.nnodes)
             if followers is not None:
-                followers.check_facts(facts_of(prepared))
+                followers.check_facts(facts_of(setup))
             lead = followers.lead if followers else None
-            read_params = followers.refuse_params if followers else functools.partial(load_params, prepared)
-            loaded = [
-                load_engine(engine_config, prepared=each, progress=bars, lead=lead)
-                for each in on_further_devices(prepared, args.data_parallel_size)
-            ]
-        _, tokenizer, sampling_defaults = loaded[0]
+            read_params = followers.refuse_params if followers else functools.partial(load_params, setup)
+            setups = on_further_devices(setup, args.data_parallel_size)
+            engines = [start_engine(each, progress=bars, lead=lead) for each in setups]
+        tokenizer = setup.tokenizer
         service = Service(
-            [each.engine for each in loaded], tokenizer, (args.served_model_name or [args.model])[0], config,
-            sampling_defaults=sampling_defaults,
+            engines, tokenizer, (args.served_model_name or [args.model])[0], config,
+            sampling_defaults=setup.sampling_defaults,
             tool_format=tool_format(args.tool_call_parser, tokenizer, config.chat_template),
-            model_facts={
-                "model_path": args.model, "tokenizer_path": engine_config.tokenizer or args.model,
-                "model_type": prepared.model.model_type, "architectures": [prepared.model.architecture],
-                "vocab_size": prepared.model.vocab_size, "tp_size": prepared.placement.size,
-            },
+            model_facts=model_facts(args.model, setup.resolved),
             load_params=read_params if config.enable_weight_updates else None,
         )  # fmt: skip
         if config.chat_template or (tokenizer is not None and sources_of(tokenizer)):
             service.templates.start()  # which takes seconds
         asyncio.run(serve(service, sockets, tls))
+
+
+def model_facts(path: str, resolved: "Resolved") -> dict[str, Any]:
+    """Return the facts of a model for `/model_info`, with SGLang's names."""
+    model = resolved.model
+    return {
+        "model_path": path, "tokenizer_path": resolved.config.tokenizer or path, "model_type": model.model_type,
+        "architectures": [model.architecture], "vocab_size": model.vocab_size,
+        "tp_size": resolved.mesh.size,
+    }  # fmt: skip
 
 
 @contextlib.contextmanager

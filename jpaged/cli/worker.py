@@ -54,15 +54,16 @@ def _follow(args: argparse.Namespace, nodes: Nodes) -> None:
     with contextlib.ExitStack() as stack:
         with loading() as bars:
             leader, config = stack.enter_context(following(nodes, given))
-            from jpaged.engine.build import load_follower, prepare
             from jpaged.parallel.follower import follow
+            from jpaged.start.assemble import start_follower
+            from jpaged.start.setup import prepare
 
-            prepared = prepare(config, nnodes=nodes.nnodes)
-            leader.send_facts(facts_of(prepared))
-            runner = load_follower(config, prepared, progress=bars)
+            setup = prepare(config, nnodes=nodes.nnodes)
+            leader.send_facts(facts_of(setup))
+            runner = start_follower(setup, progress=bars)
         _leave_the_end_to_the_leader()
         logger.info("ready: node %d of %d", nodes.node_rank, nodes.nnodes)
-        follow(runner, prepared.limits, leader)
+        follow(runner, setup.resolved.limits, leader)
     logger.info("stopped: the leader has ended")
 
 

@@ -1,6 +1,7 @@
 """KV blocks of an engine, on the device and on the host, and their moves between steps."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import jax
 
@@ -15,24 +16,62 @@ class BlockStore:
     """Owner of the KV pool. The step takes `pool` donated, and its caller stores the new one here.
 
     Args:
-        num_host_blocks: room on the host; 0: no swapping.
         copy_sizes: numbers of blocks that are copied at once; a sequence writes into at most one shared block in a
             step.
 
     Attributes:
         cache: the layout of the pool.
+        num_blocks: blocks of the pool; 0 before `allocate`.
+        num_host_blocks: room on the host; 0: no swapping.
         pool: the keys and values of each layer.
         host: blocks of preempted requests, in the memory of the host.
     """
 
-    def __init__(
-        self, cache: KVCache, num_blocks: int, num_host_blocks: int, copy_sizes: Sequence[int], placement: Placement
-    ):
-        self.cache, self.num_blocks, self.num_host_blocks = cache, num_blocks, num_host_blocks
-        self.copy_sizes, self._placement = copy_sizes, placement
+    def __init__(self, cache: KVCache, copy_sizes: Sequence[int], placement: Placement):
+        self.cache, self.copy_sizes, self._placement = cache, copy_sizes, placement
+        self.num_blocks = self.num_host_blocks = 0
+        self._sized_by = ""
         self._copy = jax.jit(cache.copy, donate_argnums=0, out_shardings=placement.pool)
-        self.pool: Pool = cache.allocate(num_blocks, placement.pool)
+        self.pool: Pool = []
         self.host = HostBlocks(placement)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block on each device."""
+        return self.cache.block_bytes // self._placement.kv_size
+
+    @property
+    def size(self) -> str:
+        """Size of the pool in words."""
+        gib = self.num_blocks * self.block_bytes / 2**30
+        return f"{gib:.2f} GiB" + " on each device" * (len(self._placement.local_devices) > 1)
+
+    def allocate(self, num_blocks: int, num_host_blocks: int, sized_by: str) -> None:
+        """Allocate the pool.
+
+        Args:
+            sized_by: the setting to change if it is too large.
+
+        Raises:
+            ValueError: there is no memory for it.
+        """
+        self.num_blocks, self.num_host_blocks, self._sized_by = num_blocks, num_host_blocks, sized_by
+        with self.exhaustion():
+            self.recover()
+
+    @contextlib.contextmanager
+    def exhaustion(self) -> Iterator[None]:
+        """Convert the exhaustion of the device's memory to a ValueError with the setting to change."""
+        try:
+            yield
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            reason = str(error).splitlines()[0]
+            pool = f"{self.num_blocks} blocks ({self.size})"
+            raise ValueError(
+                f"{self._sized_by}: no memory is left with a KV pool of {pool}; use less ({reason})"
+            ) from error
 
     def apply(self, plan: StepPlan) -> None:
         """Move the blocks of a plan.

@@ -1,6 +1,5 @@
 """Places of an engine's arrays on one device or on a mesh of several, which share the model by its heads."""
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jpaged.models.base import Model
 from jpaged.models.config import ModelConfig
+from jpaged.runtime.mesh import mesh_shape
 
 KV, GROUP = "kv", "group"  # axes of the mesh
 ALL = (KV, GROUP)
@@ -45,21 +45,9 @@ class Placement:
         Raises:
             ValueError: this number of devices can't share the model; the message has the sizes.
         """
-        size, num_kv_heads = len(devices), model.num_key_value_heads
-        sizes = {name: getattr(model, name) for name in ("num_attention_heads", "intermediate_size")}
-        if model.variation.experts is not None:
-            sizes["moe_intermediate_size"] = model.variation.experts.intermediate_size
-        for name, number in sizes.items():
-            if number % size:
-                raise ValueError(f"tensor_parallel_size: must divide {name} ({number}) of the model, not {size}")
-        if num_kv_heads % size and size % num_kv_heads:
-            raise ValueError(
-                f"tensor_parallel_size: must divide num_key_value_heads ({num_kv_heads}) of the model or be a multiple "
-                f"of it, not {size}"
-            )
-        shape = math.gcd(num_kv_heads, size), size // math.gcd(num_kv_heads, size)
+        shape = mesh_shape(model, len(devices))
         mesh = Mesh(np.asarray(devices).reshape(shape), ALL, axis_types=(AxisType.Auto,) * 2)
-        return cls(mesh, size > 1 and model.vocab_size % size == 0)
+        return cls(mesh, mesh.size > 1 and model.vocab_size % mesh.size == 0)
 
     @property
     def devices(self) -> list[jax.Device]:

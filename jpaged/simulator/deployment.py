@@ -1,9 +1,10 @@
 """Model on GPUs: its memory, and engines on a virtual clock."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from jpaged.config import EngineConfig, Limits
+from jpaged.config import BLOCK_SIZE, EngineConfig, Limits
+from jpaged.config import GPU as GPU_DEFAULTS
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.scheduler import HEADROOM, Scheduler
 from jpaged.simulator.cost import Roofline, StepCost
@@ -29,14 +30,14 @@ class Deployment:
     shape: ModelShape
     num_gpus: int = 1
     kv_dtype_bytes: int = 2
-    block_size: int = 16
-    max_model_len: int = 8192
+    block_size: int = BLOCK_SIZE
     max_num_seqs: int | None = None
-    max_num_batched_tokens: int = 2048
-    gpu_memory_utilization: float = 0.92
-    enable_prefix_caching: bool = True
+    max_num_batched_tokens: int = GPU_DEFAULTS.max_num_batched_tokens
+    gpu_memory_utilization: float = EngineConfig.gpu_memory_utilization
+    enable_prefix_caching: bool = EngineConfig.enable_prefix_caching
     costs: StepCost | None = None
     weight_bits: float = 16
+    max_model_len: int = field(kw_only=True)
 
     def __post_init__(self) -> None:
         shape, gpus = self.shape, self.num_gpus

@@ -36,13 +36,14 @@ def answer(directory: str) -> dict[str, Any]:
 
 def _load(directory: Path) -> None:
     from jpaged.config import EngineConfig
-    from jpaged.engine.build import load_model, prepare
+    from jpaged.start.load import load_checkpoint
+    from jpaged.start.setup import prepare
     from jpaged.tokenizer import encode
 
-    prepared = prepare(EngineConfig(model=str(directory)))
-    load_model(directory, prepared.model, dtype=prepared.dtype, load_format="auto", seed=0, progress=False)
-    if prepared.tokenizer is not None:
-        encode(prepared.tokenizer, "Once upon a time")
+    setup = prepare(EngineConfig(model=str(directory)))
+    load_checkpoint(setup, progress=False)
+    if setup.tokenizer is not None:
+        encode(setup.tokenizer, "Once upon a time")
 
 
 def _memory_mib(name: str) -> float:

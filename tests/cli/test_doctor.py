@@ -69,6 +69,7 @@ def test_on_a_cpu_all_is_well_and_nothing_is_tested(capsys):
     main(["doctor"])
     text = capsys.readouterr().out
     assert "devices\n  cpu (cpu)\n" in text and text.endswith("\nall is well\n")
+    assert "settings\n  dtype                    float32    the fastest and most exact dtype on a CPU\n" in text
     assert "kernels for demo, float32, head dim 64, 4 heads over 2, blocks of 16\n" in text
     assert "self-test\n  not needed on this device\n" in text
     assert all(f"  {op} " in text for op in OPS) and text.count(" cpu        the device is a cpu (cpu)\n") == len(OPS)
@@ -82,6 +83,7 @@ def test_json_has_the_whole_report(tiny, capsys, tmp_path):
     assert found["devices"] == [{"kind": "cpu", "platform": "cpu", "compute_capability": None}] * jax.device_count()
     assert {op["op"]: op["implementation"] for op in found["ops"]} == dict.fromkeys(OPS, "cpu")
     assert found["model"].startswith(f"{tiny}, bfloat16") and "blocks of 32" in found["model"]
+    assert ["block_size", 32, "set"] in found["settings"]
     assert found["versions"]["jax"] == jax.__version__ and "python" in found["versions"]
     assert found["host"]["memory_available_bytes"] > 0 and found["host"]["disk_free_bytes"] > 0
     folder = str(tmp_path / "jpaged" / "xla")

@@ -14,7 +14,8 @@ from jpaged.cli.parser import count
 from jpaged.cli.serve import server_config
 from jpaged.cli.setting_flags import config_of
 from jpaged.config import DTYPES, EngineConfig
-from jpaged.engine import build
+from jpaged.start import assemble, load
+from jpaged.start.setup import prepare
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,7 +38,7 @@ def nothing_loads(monkeypatch):
     def load_model(*_, **__):
         raise AssertionError("weights are loaded")
 
-    monkeypatch.setattr(build, "load_model", load_model)
+    monkeypatch.setattr(load, "load_model", load_model)
 
 
 @pytest.fixture
@@ -142,7 +143,7 @@ def test_flags_may_have_underscores(capsys):
 @pytest.mark.parametrize("given, dtype", [("half", "float16"), ("float", "float32"), ("bfloat16", "bfloat16")])
 def test_dtypes_have_vllms_names_too(given, dtype, tiny):
     config = config_of(parsed(str(tiny), "--dtype", given), EngineConfig)
-    assert build.prepare(config).dtype == dtype and dtype in DTYPES
+    assert prepare(config).resolved.dtype == dtype and dtype in DTYPES
 
 
 def test_several_served_names():
@@ -213,12 +214,9 @@ def test_default_sampling_parameters_come_from_the_model_and_overrides(monkeypat
         given.append(sampling_defaults)
         raise ValueError("enough")
 
-    def load_engine(_, prepared, **__):
-        return build.Loaded(None, None, prepared.sampling_defaults)
-
     model = copy_of(tiny, tmp_path / "model")
     (model / "generation_config.json").write_text('{"temperature": 0.7, "top_k": 5}')
-    monkeypatch.setattr(build, "load_engine", load_engine)
+    monkeypatch.setattr(assemble, "start_engine", lambda *_, **__: None)
     monkeypatch.setattr(cli_serve, "Service", service)
     override = ["--override-generation-config", '{"min_p": 0.1}', "--override-generation-config.top_k", "7"]
     for flags in ([], ["--generation-config", "vllm"], override, ["--sampling-defaults", "openai", *override]):
@@ -244,10 +242,10 @@ def test_a_directory_without_a_tokenizer_is_served_with_token_ids(tmp_path, tiny
     directory.mkdir()
     for name in ("config.json", "generation_config.json"):
         (directory / name).write_bytes((tiny / name).read_bytes())
-    assert build.prepare(config_of(parsed(str(directory)), EngineConfig)).tokenizer is None
+    assert prepare(config_of(parsed(str(directory)), EngineConfig)).tokenizer is None
     assert "has no tokenizer: requests must be token ids" in caplog.text
-    assert build.prepare(config_of(parsed(str(tiny), "--skip-tokenizer-init"), EngineConfig)).tokenizer is None
-    other = build.prepare(config_of(parsed(str(directory), "--tokenizer", str(tiny)), EngineConfig)).tokenizer
+    assert prepare(config_of(parsed(str(tiny), "--skip-tokenizer-init"), EngineConfig)).tokenizer is None
+    other = prepare(config_of(parsed(str(directory), "--tokenizer", str(tiny)), EngineConfig)).tokenizer
     assert other.chat_template
     with pytest.raises(SystemExit, match="chat_template: needs a tokenizer, and the model has none"):
         template = file(tmp_path, "t.jinja", "{{ messages }}")
@@ -282,7 +280,7 @@ def test_a_hub_id_is_checked_before_its_weights_are_downloaded(tiny, monkeypatch
     with pytest.raises(SystemExit, match="max_model_len"):
         main(["serve", "org/name", "--revision", "v1", "--max-model-len", "1m", "--port", "0"])
     assert asked == [("org/name", "v1", False)]
-    monkeypatch.setattr(build, "load_model", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(load, "load_model", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main(["serve", "org/name", "--revision", "v1", "--port", "0"])
     assert asked[1:] == [("org/name", "v1", False), ("org/name", "v1", True)]

@@ -9,7 +9,6 @@ from flax import nnx
 
 from jpaged import LLM, Llama, SamplingParams, quantize
 from jpaged.config import EngineConfig
-from jpaged.engine.build import load_model
 from jpaged.models import registry
 from jpaged.models.checkpoint import Form, abstract_model, dummy_model, load_safetensors, save_safetensors
 from jpaged.models.config import ModelConfig
@@ -19,6 +18,7 @@ from jpaged.models.quantized import round_weight
 from jpaged.rl.causal import logits
 from jpaged.runtime.parameters import ParamTree, by_name
 from jpaged.runtime.placement import Placement, shard
+from jpaged.start.load import load_model
 from tests.support import architectures, checkpoints
 from tests.support.few_shapes import few_shapes
 

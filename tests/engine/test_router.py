@@ -12,8 +12,9 @@ from jpaged.config import EngineConfig
 from jpaged.core.commands import ResetPrefixCache, UpdateParams
 from jpaged.core.params import InvalidParameter
 from jpaged.engine.async_engine import AsyncEngine, EngineDead, QueueFull
-from jpaged.engine.build import load_engine, on_further_devices, prepare
 from jpaged.engine.router import Router
+from jpaged.start.assemble import start_engine
+from jpaged.start.setup import on_further_devices, prepare
 from tests.serving import scripted
 from tests.serving.client import Client, do_nothing
 from tests.support.patience import PATIENCE_S
@@ -230,10 +231,10 @@ def texts(demo) -> list[str]:
 
 async def test_two_engines_on_devices_of_their_own_equal_one(demo):
     config = EngineConfig(max_num_seqs=1, max_num_batched_tokens=16, max_model_len=256, num_gpu_blocks_override=64)
-    prepared = on_further_devices(prepare(config), 2)
-    loaded = [load_engine(config, prepared=each, progress=False) for each in prepared]
-    assert len({each.engine.runner.placement.device for each in loaded}) == 2
-    async with Client(tuple(each.engine for each in loaded), loaded[0].tokenizer, model_name="demo") as client:
+    setups = on_further_devices(prepare(config), 2)
+    engines = tuple(start_engine(each, progress=False) for each in setups)
+    assert len({each.runner.placement.device for each in engines}) == 2
+    async with Client(engines, setups[0].tokenizer, model_name="demo") as client:
         body = await client.complete(PROMPTS, max_tokens=16)
         async with client.session.get("/metrics") as response:
             tokens = GENERATED.findall(await response.text())

@@ -21,7 +21,7 @@ from jpaged.models.registry import read_config
 from jpaged.runtime.batch import Bucket, Buckets
 from jpaged.runtime.runner import ModelRunner
 from tests.oracle import make_beam_fixtures
-from tests.support import checkpoints
+from tests.support import checkpoints, runners
 from tests.support.models import byte_tokenizer
 
 FIXTURES = json.loads(make_beam_fixtures.FIXTURE.read_text())
@@ -44,7 +44,7 @@ def runner_of(tmp_path_factory):
     @functools.cache
     def runner(name: str) -> ModelRunner:
         config = EngineConfig(num_gpu_blocks_override=ROOM, swap_space=1.0)
-        runner = ModelRunner(load(name, 0), config, LIMITS)
+        runner = runners.runner_of(load(name, 0), config, LIMITS)
         buckets = runner.shapes.buckets
         buckets.decode, buckets.mixed = (Bucket(64, 64, True),), (Bucket(64, 64, False),)  # soon compiled
         return runner

@@ -22,8 +22,6 @@ from jpaged import LLM, BeamSearchParams, ModelConfig, SamplingParams, Structure
 from jpaged.config import EngineConfig, Limits
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.scheduler import Scheduler
-from jpaged.demo import DIRECTORY as DEMO
-from jpaged.engine.build import choose_devices, load_model, prepare
 from jpaged.engine.engine import Engine
 from jpaged.models.checkpoint import abstract_model, dummy_model
 from jpaged.runtime.batch import Bucket, Layout
@@ -35,11 +33,15 @@ from jpaged.runtime.sampling_settings import Settings
 from jpaged.runtime.sampling_state import empty_state
 from jpaged.runtime.step import Step
 from jpaged.runtime.tensor_parallel import divide_kernels
+from jpaged.start.load import load_checkpoint
+from jpaged.start.measure import warm_up
+from jpaged.start.setup import choose_devices, prepare
 from jpaged.tokenizer import backend
 from pallas_kernels import select
 from tests.runtime.caches import placement_of
 from tests.runtime.test_runner import Compilations, any_params, copies
 from tests.support.few_shapes import few_shapes
+from tests.support.runners import runner_of
 
 BLOCK, ROOM = 8, 300
 LIMITS = Limits(max_model_len=256, max_num_seqs=16, max_num_batched_tokens=32, block_size=BLOCK)
@@ -55,14 +57,12 @@ POOLS = {"room": (ROOM, "recompute"), "swap": (30, "swap"), "recompute": (30, "r
 def demo_on(num_devices: int) -> tuple[ModelRunner, object]:
     """The demo model, which has two KV heads, and its tokenizer."""
     config = EngineConfig(num_gpu_blocks_override=ROOM, swap_space=1.0, tensor_parallel_size=num_devices, block_size=8)
-    prepared = prepare(config)
-    model = load_model(
-        DEMO, prepared.model, dtype="float32", load_format="auto", seed=0, progress=False, place=prepared.placement.of
-    )
+    setup = prepare(config)
+    model = load_checkpoint(setup, progress=False)
     with few_shapes():
-        runner = ModelRunner(model, config, LIMITS)
-    runner.warm_up(progress=False)
-    return runner, backend(prepared.tokenizer)
+        runner = runner_of(model, config, LIMITS)
+    warm_up(runner, LIMITS, progress=False)
+    return runner, backend(setup.tokenizer)
 
 
 def engine_on(runner: ModelRunner, pool: str, tokenizer=None) -> Engine:
@@ -162,7 +162,7 @@ def test_models_of_other_shapes(name):
         model = dummy_model(config, "float32", 0, placement.of)
         settings = EngineConfig(num_gpu_blocks_override=ROOM, swap_space=0, kv_cache_dtype="fp8")
         with few_shapes():
-            engine = engine_on(ModelRunner(model, settings, LIMITS), "room")
+            engine = engine_on(runner_of(model, settings, LIMITS), "room")
         rng = random.Random(7)
         added = [
             engine.add(str(i), [rng.randrange(257) for _ in range(rng.randint(1, 40))], any_params(rng))
@@ -353,19 +353,20 @@ def test_the_pool_and_the_host_memory_are_counted_per_device():
     sizes = {}
     for num_devices in (1, 4):
         model = dummy_model(config, "float32", 0, placement_of(config, jax.devices()[:num_devices]).of)
-        settings = EngineConfig(num_gpu_blocks_override=4, swap_space=2**-10)
-        runner = ModelRunner(model, settings, LIMITS)
+        settings = EngineConfig(num_gpu_blocks_override=16, swap_space=2**-10)
+        runner = runner_of(model, settings, LIMITS)
         sizes[num_devices] = runner.blocks.num_host_blocks, runner.blocks.pool[0].addressable_shards[0].data.nbytes
     block_bytes = 2 * 2 * 2 * BLOCK * 16 * 4
-    assert sizes[1] == (2**20 // block_bytes, 4 * block_bytes // 4)
+    assert sizes[1] == (2**20 // block_bytes, 16 * block_bytes // 4)
     # Half of the KV heads on each device, and each half on two of them.
-    assert sizes[4] == (2**20 // (2 * block_bytes), 2 * block_bytes // 4)
+    assert sizes[4] == (2**20 // (2 * block_bytes), 8 * block_bytes // 4)
     np.testing.assert_array_equal(runner.placement.mesh.devices.shape, (2, 2))
 
 
 COMMAND_BUFFERS = """
 import collections, pathlib, re, sys
 from tests.engine import test_tensor_parallel as tests
+from tests.support.runners import runner_of
 (forward, args), _, _ = tests.step_on(
     tests.deviceless.h200s("1x1x4"), tests.LLAMA_8B, tests.Bucket(64, 64, True), kernels="mosaic", dtype="bfloat16",
     blocks=4096, width=512,

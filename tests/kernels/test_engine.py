@@ -26,13 +26,12 @@ from jpaged.engine.engine import Engine
 from jpaged.models.checkpoint import dummy_model
 from jpaged.models.config import ModelConfig
 from jpaged.models.llama import Llama
-from jpaged.runtime import runner as runner_module
 from jpaged.runtime.batch import Bucket
-from jpaged.runtime.runner import ModelRunner
 from jpaged.runtime.sampler import _gumbel
 from pallas_kernels import Kernels, mosaic, reference, triton
 from tests.kernels import mosaic_interpreter, triton_interpreter
 from tests.kernels.implementations import kernels_of
+from tests.support.runners import runner_of
 
 VOCAB, BLOCK = 16, 8  # a list of logprobs holds the whole vocabulary
 LLAMA = ModelConfig(
@@ -87,10 +86,9 @@ def generate(model: Llama, implementation: Implementation, workload: dict, block
     kernels = dataclasses.replace(kernels, head_dim=LLAMA.head_dim, make_work=make_work or None)
     beam_margins: list[float] = []
     with pytest.MonkeyPatch.context() as patch, interpreting():
-        patch.setattr(runner_module, "select_kernels", lambda *args: kernels)
         patch.setattr(BeamSearch, "advance", _watched(BeamSearch.advance, beam_margins))
         config = EngineConfig(num_gpu_blocks_override=blocks, swap_space=0.1)
-        runner = ModelRunner(model, config, LIMITS)
+        runner = runner_of(model, config, LIMITS, kernels)
         buckets = runner.shapes.buckets
         buckets.decode, buckets.mixed = (Bucket(4, 4, True),), (Bucket(16, 4, False),)  # soon compiled
         host = BlockPool(host_blocks, BLOCK, enable_prefix_caching=False) if host_blocks else None

@@ -22,7 +22,6 @@ from jpaged import checkpoint_files, progress
 from jpaged.config import EngineConfig
 from jpaged.convert import convert, stored_dtype
 from jpaged.demo import DIRECTORY
-from jpaged.engine.build import find_model, load_model, prepare
 from jpaged.models import checkpoint, safetensors_files
 from jpaged.models.checkpoint import (
     Form,
@@ -34,6 +33,9 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.orbax_checkpoint import load_orbax, save_orbax
 from jpaged.models.registry import read_config
 from jpaged.runtime.placement import Placement
+from jpaged.start.find import find_model
+from jpaged.start.load import load_model
+from jpaged.start.setup import prepare
 from tests.support import checkpoints, models
 
 HF = checkpoints.CASES["biases"]

@@ -10,7 +10,6 @@ from flax import nnx
 
 from jpaged import LLM, SamplingParams, quantize
 from jpaged.config import EngineConfig, Limits
-from jpaged.engine import build
 from jpaged.models.checkpoint import dummy_model, on_one_device
 from jpaged.models.fused import FusedLinear, fuse, joints_of
 from jpaged.models.moe import ExpertMlps, FusedExperts, cost_of
@@ -18,9 +17,10 @@ from jpaged.models.registry import architectures as registered
 from jpaged.rl.causal import logits
 from jpaged.runtime.parameters import by_name
 from jpaged.runtime.placement import Placement, shard
-from jpaged.runtime.runner import ModelRunner
+from jpaged.start import load
 from tests.support import architectures
 from tests.support.few_shapes import few_shapes
+from tests.support.runners import runner_of
 
 TOKENS = np.arange(24).reshape(2, 12) * 7 % 96
 ENGINE = dict(block_size=8, max_num_seqs=4, max_num_batched_tokens=32, num_gpu_blocks_override=40, progress=False)
@@ -162,8 +162,8 @@ def test_joints_have_the_names_of_a_checkpoints_leaves():
 def test_models_are_fused_on_gpus_only(monkeypatch):
     """The CPU stands in for one here, so that a loaded model is fused, served, and updated from a checkpoint."""
     tokens = []
-    for platforms in (build.FUSING, ("cpu",)):
-        monkeypatch.setattr(build, "FUSING", platforms)
+    for platforms in (load.FUSING, ("cpu",)):
+        monkeypatch.setattr(load, "FUSING", platforms)
         with few_shapes():
             loaded = LLM("demo", **ENGINE | dict(max_model_len=128))
         fused = bool(loaded.engine.runner.tree.joints)
@@ -173,7 +173,7 @@ def test_models_are_fused_on_gpus_only(monkeypatch):
 
 
 def test_the_start_tells_the_cost_of_experts(caplog):
-    ModelRunner(model_of(MOE), EngineConfig(num_gpu_blocks_override=4), Limits(64, 2, 4096, 16))
+    runner_of(model_of(MOE), EngineConfig(num_gpu_blocks_override=4), Limits(64, 2, 4096, 16))
     (told,) = [record.message for record in caplog.records if "mixture of experts" in record.message]
     assert "multiplies each token 2 times by all 4 experts, 4 times the operations of a grouped product" in told
     assert "about 0.0039 GiB" in told and "a step of 4096 tokens (max_num_batched_tokens" in told

@@ -12,7 +12,6 @@ from safetensors.numpy import load_file, save_file
 
 from jpaged.config import QUANTIZED_CHECKPOINTS, EngineConfig
 from jpaged.convert import convert
-from jpaged.engine.build import prepare
 from jpaged.models import quantized_weight
 from jpaged.models.checkpoint import Form, load_safetensors, on_one_device
 from jpaged.models.quantized_checkpoint import dequantized, read_scheme, scheme_of
@@ -22,6 +21,7 @@ from jpaged.models.registry import read_config
 from jpaged.models.safetensors_files import DerivedTensor, float8_tensors
 from jpaged.runtime.parameters import by_name
 from jpaged.runtime.placement import Placement
+from jpaged.start.setup import prepare
 from tests.engine.test_quantization import exact, rounded
 from tests.support import checkpoints
 from tests.support import quantized_checkpoints as quantized
@@ -64,7 +64,7 @@ def test_the_checkpoints_own_method_may_be_named_and_another_one_is_refused(case
     for name in QUANTIZED_CHECKPOINTS:
         config = EngineConfig(model=str(directory), quantization=name)
         if name in (own, "fp8"):
-            assert prepare(config).quantization == ("fp8" if name == "fp8" else None)
+            assert prepare(config).resolved.quantization == ("fp8" if name == "fp8" else None)
         else:
             with pytest.raises(ValueError, match=rf"^quantization: the checkpoint is quantized by {own}, .*'{name}'$"):
                 prepare(config)

@@ -19,12 +19,13 @@ def main(model: str, address: str, *, run: bool) -> None:
     settings = config(model)
     nodes = Nodes(nnodes=2, dist_init_addr=address)
     with leading(nodes, settings) as followers:
-        from jpaged.engine.build import load_engine, prepare
+        from jpaged.start.assemble import start_engine
+        from jpaged.start.setup import prepare
         from tests.runtime.test_runner import Compilations
 
-        prepared = prepare(settings, nnodes=2)
-        followers.check_facts(facts_of(prepared))
-        engine = load_engine(settings, prepared=prepared, progress=False, lead=followers.lead).engine
+        setup = prepare(settings, nnodes=2)
+        followers.check_facts(facts_of(setup))
+        engine = start_engine(setup, progress=False, lead=followers.lead)
         (channel,) = followers.channels.values()
         told = {}
         if run:

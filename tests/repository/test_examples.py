@@ -1,7 +1,6 @@
 """The examples run as they stand."""
 
 import asyncio
-import dataclasses
 import json
 import runpy
 from pathlib import Path
@@ -9,10 +8,9 @@ from pathlib import Path
 import pytest
 
 import jpaged
-from jpaged.engine import build
-from jpaged.engine.build import limits_of
+from jpaged.start import setup
 from tests.serving.client import Client
-from tests.support.few_shapes import few_shapes
+from tests.support.few_shapes import few_shapes, limiting
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -35,8 +33,8 @@ def test_offline_batch(demo, capsys, monkeypatch):
 
 @pytest.mark.deep  # the README has the same module
 def test_nnx_module(capsys, monkeypatch):
-    few = lambda *args: dataclasses.replace(limits_of(*args), max_num_batched_tokens=32)
-    monkeypatch.setattr(build, "limits_of", few)  # fewer shapes to compile
+    few = limiting(setup.resolve, max_num_batched_tokens=32)
+    monkeypatch.setattr(setup, "resolve", few)  # fewer shapes to compile
     with few_shapes():
         before, after = lines_of("nnx_module.py", capsys)
     assert before.split(" ", 1)[1] != after.split("  ", 1)[1]

@@ -1,7 +1,6 @@
 """The Python of the README and of the other pages runs as it stands, and their commands exist."""
 
 import asyncio
-import dataclasses
 import re
 import subprocess
 from pathlib import Path
@@ -9,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from jpaged.cli.main import COMMANDS, load, parser
-from jpaged.engine import build
-from jpaged.engine.build import limits_of
 from jpaged.serving.protocol import ChatRequest, CompletionRequest
 from jpaged.serving.tools import FORMATS
+from jpaged.start import setup
 from tests.serving.client import Client
-from tests.support.few_shapes import few_shapes
+from tests.support.few_shapes import few_shapes, limiting
 from tools import routes_table
 
 ROOT = Path(__file__).parents[2]
@@ -31,10 +29,8 @@ NAMES = ["offline", "module", "kernels", "sharing"]
 @pytest.mark.parametrize("block", [b for b in BLOCKS if "OpenAI" not in b], ids=NAMES)
 def test_python(block, capsys, monkeypatch):
     # Few shapes to compile, and for the demo model those of the fixture `demo`.
-    few = lambda *args: dataclasses.replace(
-        limits_of(*args), max_num_seqs=16, max_num_batched_tokens=32, max_model_len=512
-    )
-    monkeypatch.setattr(build, "limits_of", few)
+    few = limiting(setup.resolve, max_num_seqs=16, max_num_batched_tokens=32, max_model_len=512)
+    monkeypatch.setattr(setup, "resolve", few)
     with few_shapes():
         exec(block, {})
     assert capsys.readouterr().out.strip()

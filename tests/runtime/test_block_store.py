@@ -1,5 +1,7 @@
 """The KV blocks of an engine: the order of their moves, donation, and recovery."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +21,8 @@ LLAMA = ModelConfig(
 
 def numbered(num_host_blocks: int = 4, copy_sizes: tuple[int, ...] = (2, 8)) -> BlockStore:
     """Return a store of four blocks, each full of its own number."""
-    store = BlockStore(cache_of(LLAMA, 8, "float32"), 4, num_host_blocks, copy_sizes, placement_of(LLAMA))
+    store = BlockStore(cache_of(LLAMA, 8, "float32"), copy_sizes, placement_of(LLAMA))
+    store.allocate(4, num_host_blocks, "seats")
     store.pool = [
         jax.device_put(jnp.full(x.shape, jnp.arange(4.0)[:, None, None, None]), x.sharding) for x in store.pool
     ]
@@ -45,7 +48,8 @@ def test_a_step_swaps_out_then_copies_then_swaps_in():
 
 
 def test_the_pool_begins_empty_on_its_device():
-    store = BlockStore(cache_of(LLAMA, 8, "float32"), 4, 4, (2, 8), placement_of(LLAMA))
+    store = BlockStore(cache_of(LLAMA, 8, "float32"), (2, 8), placement_of(LLAMA))
+    store.allocate(4, 4, "seats")
     assert numbers(store) == [0, 0, 0, 0]
     assert all(x.devices() == {jax.devices()[0]} and x.committed for x in store.pool)
 
@@ -114,3 +118,20 @@ def test_recovery_allocates_the_pool_only_if_it_is_lost():
         (store.cache.shape(4), jnp.float32, {jax.devices()[0]}, True)
     ] * (2 * LLAMA.num_hidden_layers)
     store.apply(StepPlan(swap_out=(((2, 5),),), swap_in=((5, 0),)))
+
+
+def test_exhaustion_names_the_setting_and_the_pool():
+    store, error = numbered(), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nat a buffer")
+    words = (
+        "seats: no memory is left with a KV pool of 4 blocks (0.00 GiB); use less (RESOURCE_EXHAUSTED: Out of memory)"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(words)}$") as caught, store.exhaustion():
+        raise error
+    assert caught.value.__cause__ is error
+
+
+@pytest.mark.parametrize("error", [jax.errors.JaxRuntimeError("INTERNAL: a fault"), RuntimeError("RESOURCE_EXHAUSTED")])
+def test_other_errors_pass_unchanged(error):
+    with pytest.raises(type(error)) as caught, numbered().exhaustion():
+        raise error
+    assert caught.value is error

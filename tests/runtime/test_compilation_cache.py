@@ -16,10 +16,10 @@ from jpaged.config import EngineConfig, Limits
 from jpaged.models.checkpoint import dummy_model
 from jpaged.models.config import ModelConfig
 from jpaged.runtime.compilation_cache import _warn_once, cache_folder, compilation_cache
-from jpaged.runtime.runner import ModelRunner
-from jpaged.runtime.shapes import Shapes
 from jpaged.runtime.swap import TRANSFERS
+from jpaged.start import pool
 from tests.runtime.caches import cache_of
+from tests.support.runners import runner_of
 
 FOLDER = "jax_compilation_cache_dir"
 
@@ -286,13 +286,13 @@ def test_a_second_start_compiles_nothing_where_the_pool_is_measured(measured, mo
 def test_the_pool_leaves_room_for_the_part_of_a_step_that_needs_most(
     measured, model, monkeypatch, sampling, model_part, swap_space, most
 ):
-    monkeypatch.setattr(Shapes, "sampling_temporaries", lambda *_: sampling)
-    monkeypatch.setattr(Shapes, "model_temporaries", lambda *_: model_part)
+    monkeypatch.setattr(pool, "sampling_temporaries", lambda *_: sampling)
+    monkeypatch.setattr(pool, "model_temporaries", lambda *_: model_part)
     config = EngineConfig(swap_space=swap_space, gpu_memory_utilization=0.75)
-    assert ModelRunner(model, config, LIMITS).blocks.num_blocks == (12 * 2**20 - 2**20 - most) // BLOCK_BYTES
+    assert runner_of(model, config, LIMITS).blocks.num_blocks == (12 * 2**20 - 2**20 - most) // BLOCK_BYTES
 
 
 def test_pool_of_a_device_without_figures_holds_every_sequence_whole(model):
     """The device reports no memory, as a CPU does; the model is small enough for all blocks that could be in use."""
-    runner = ModelRunner(model, EngineConfig(swap_space=0.0), LIMITS)
+    runner = runner_of(model, EngineConfig(swap_space=0.0), LIMITS)
     assert runner.blocks.num_blocks == LIMITS.max_num_seqs * LIMITS.max_model_len // 8

@@ -1,6 +1,7 @@
 """The device side: the pool is aliased and never copied, nothing compiles after warm-up, block copies are real."""
 
 import dataclasses
+import math
 import random
 import types
 
@@ -16,24 +17,22 @@ from jpaged import LLM, BeamSearchParams, ModelConfig, SamplingParams
 from jpaged.config import EngineConfig, Limits
 from jpaged.core.commands import UpdateParams
 from jpaged.core.plan import Admitted, ParamsDeleted, Scheduled, StepPlan, StepResult
-from jpaged.engine import build
 from jpaged.models.checkpoint import abstract_model, dummy_model
-from jpaged.runtime import kernel_choice, memory
-from jpaged.runtime import runner as runner_module
 from jpaged.runtime.batch import Bucket, Layout
 from jpaged.runtime.compilation_cache import cache_folder
-from jpaged.runtime.kernel_choice import select_kernels
 from jpaged.runtime.kv_cache import KVCache
 from jpaged.runtime.runner import ModelRunner
 from jpaged.runtime.sampling_row import ROW_WORDS
 from jpaged.runtime.sampling_settings import Settings
 from jpaged.runtime.sampling_state import empty_state
-from jpaged.runtime.shapes import Shapes
 from jpaged.runtime.step import Step
 from jpaged.runtime.swap import TRANSFERS
+from jpaged.start import measure, pool, setup
+from jpaged.start.resolve import resolve
 from pallas_kernels import SelfTest, select
 from tests.runtime.caches import cache_of, placement_of
-from tests.support.few_shapes import few_shapes
+from tests.support.few_shapes import few_shapes, limiting
+from tests.support.runners import runner_of
 
 LLAMA = ModelConfig(
     vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
@@ -229,7 +228,7 @@ def test_kernels_may_want_a_wider_pool_than_the_model(llm, model, monkeypatch):
         return llm.engine.runner.blocks.pool[0].shape[3], [output.outputs[0].token_ids for output in outputs]
 
     wide = lambda *args, **shapes: dataclasses.replace(select(*args, **shapes), head_dim=96)
-    monkeypatch.setattr(kernel_choice, "select", wide)
+    monkeypatch.setattr(setup, "select", wide)
     limits = dict(max_num_seqs=1, max_num_batched_tokens=16, num_gpu_blocks_override=20)
     width, tokens = generated(LLM(model, block_size=8, progress=False, **limits))
     assert (width, generated(llm)) == (96, (64, tokens))
@@ -320,12 +319,12 @@ def test_gpu_memory_utilization_sizes_the_pool(model, monkeypatch):
     stats = {"bytes_limit": 2 * gib, "bytes_in_use": gib // 4}
     sizes = {}
     monkeypatch.setattr(type(jax.devices()[0]), "memory_stats", lambda device: stats)
-    monkeypatch.setattr(Shapes, "sampling_temporaries", lambda *args: gib // 4)
-    monkeypatch.setattr(Shapes, "model_temporaries", lambda *args: gib // 8)
+    monkeypatch.setattr(pool, "sampling_temporaries", lambda *args: gib // 4)
+    monkeypatch.setattr(pool, "model_temporaries", lambda *args: gib // 8)
     monkeypatch.setattr(KVCache, "allocate", lambda *args: [])
     for utilization in (0.5, 0.75):
         config = EngineConfig(gpu_memory_utilization=utilization, swap_space=0.0)
-        sizes[utilization] = ModelRunner(model, config, Limits(128, 8, 32, 8)).blocks.num_blocks
+        sizes[utilization] = runner_of(model, config, Limits(128, 8, 32, 8)).blocks.num_blocks
     bytes_per_block = cache_of(LLAMA, 8, "float32").block_bytes
     assert sizes == {0.5: gib // 2 // bytes_per_block, 0.75: gib // bytes_per_block}
 
@@ -334,12 +333,12 @@ def test_the_cost_of_a_swap_is_in_tokens_per_block(llm, monkeypatch):
     runner = llm.engine.runner
     largest, blocks = runner.shapes.buckets.mixed[-1], TRANSFERS[-1]
     tokens = largest.num_tokens
-    monkeypatch.setattr(runner_module, "_seconds", lambda run: run())
-    monkeypatch.setattr(runner, "costs", {largest: 0.25 * tokens})  # a quarter of a second for each token
+    monkeypatch.setattr(measure, "_seconds", lambda run: run())
+    costs = {largest: 0.25 * tokens}  # a quarter of a second for each token
     monkeypatch.setattr(runner.blocks, "swap_round_trip", lambda count: 2.0 * count)  # two seconds for each block
-    assert blocks != tokens and runner.block_swap_cost() == 8.0
+    assert blocks != tokens and measure.block_swap_cost(runner, costs) == 8.0
     monkeypatch.setattr(runner.blocks, "swap_round_trip", lambda count: 2.0 if count == blocks else 0.0)
-    assert runner.block_swap_cost() == 8.0 / blocks, "of the largest transfer"
+    assert measure.block_swap_cost(runner, costs) == 8.0 / blocks, "of the largest transfer"
     assert llm.engine.scheduler.memory.block_swap_cost > 0, "the scheduler is given the measured cost"
 
 
@@ -347,12 +346,10 @@ def test_steep_costs_add_shapes_and_shorten_chunks(llm, monkeypatch):
     """The shapes that are added are compiled before the first request."""
     model = dummy_model(dataclasses.replace(LLAMA, num_hidden_layers=1), "float32", seed=0)
     cost = lambda bucket: bucket.num_tokens / (5 if bucket.decode else 10)
-    monkeypatch.setattr(runner_module, "stored_costs", lambda _, key, buckets, *__: {b: cost(b) for b in buckets})
-    settled = build.limits_of
-    fewer_shapes = lambda *args: dataclasses.replace(settled(*args), max_num_batched_tokens=64)
-    monkeypatch.setattr(build, "limits_of", fewer_shapes)
+    monkeypatch.setattr(measure, "stored_costs", lambda _, key, buckets, *__: {b: cost(b) for b in buckets})
+    monkeypatch.setattr(setup, "resolve", limiting(setup.resolve, max_num_batched_tokens=64))
     compiled = []
-    monkeypatch.setattr(ModelRunner, "_run_padding", lambda self, bucket, everything=False: compiled.append(bucket))
+    monkeypatch.setattr(ModelRunner, "run_padding", lambda self, bucket, everything=False: compiled.append(bucket))
     options = dict(max_num_seqs=4, block_size=8, num_gpu_blocks_override=20, swap_space=0, progress=False)
     steep = LLM(model, kernels="reference", **options)
     assert steep.engine.scheduler.tokens_beside_decodes == 48 < steep.engine.scheduler.limits.max_num_batched_tokens
@@ -366,28 +363,28 @@ def test_steep_costs_add_shapes_and_shorten_chunks(llm, monkeypatch):
 def test_costs_are_measured_once(model, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     measured = []
-    monkeypatch.setattr(runner_module, "_seconds", lambda run: measured.append(run()) or 0.001)
-    monkeypatch.setattr(ModelRunner, "_run_padding", lambda self, bucket, everything=False: bucket)  # compiles nothing
+    monkeypatch.setattr(measure, "_seconds", lambda run: measured.append(run()) or 0.001)
+    monkeypatch.setattr(ModelRunner, "run_padding", lambda self, bucket, everything=False: bucket)  # compiles nothing
     settings = EngineConfig(num_gpu_blocks_override=4)
     costs = []
     other = type("Other", (type(model),), {})(LLAMA, rngs=nnx.Rngs(0))
     for each, block_size in ((model, 8), (model, 8), (model, 4), (other, 4)):
-        runner = ModelRunner(each, settings, Limits(16, 2, 8, block_size))
-        runner.warm_up(progress=False)
-        costs.append((len(measured), runner.costs))
+        limits = Limits(16, 2, 8, block_size)
+        runner = runner_of(each, settings, limits)
+        costs.append((measure.warm_up(runner, limits, progress=False), len(measured)))
     assert measured == [Bucket(1, 1, True), Bucket(2, 2, True), Bucket(16, 2, False)] * 3, "block sizes and classes"
-    assert [count for count, _ in costs] == [3, 3, 6, 9]
-    assert costs[0][1] == costs[1][1] == dict.fromkeys(runner.shapes.buckets.all, 0.001)
+    assert [count for _, count in costs] == [3, 3, 6, 9]
+    assert costs[0][0] == costs[1][0] == dict.fromkeys(runner.shapes.buckets.all, 0.001)
 
 
 def test_without_a_warm_up_shapes_compile_when_first_needed(model, llm, monkeypatch):
     compiled = []
-    run = ModelRunner._run_padding
+    run = ModelRunner.run_padding
     monkeypatch.setattr(
-        ModelRunner, "_run_padding", lambda self, bucket, **how: compiled.append(bucket) or run(self, bucket, **how)
+        ModelRunner, "run_padding", lambda self, bucket, **how: compiled.append(bucket) or run(self, bucket, **how)
     )
     late = LLM(model, block_size=8, num_gpu_blocks_override=20, progress=False, warm_up=False, max_num_seqs=8)
-    assert compiled == [] and late.engine.runner.costs == {}
+    assert compiled == [] and late.engine.scheduler.step_overhead == math.inf
     assert late.engine.scheduler.tokens_beside_decodes == late.engine.scheduler.limits.max_num_batched_tokens
     params = SamplingParams(max_tokens=6, temperature=0.8, seed=3, logprobs=1)
     answers = [
@@ -400,7 +397,7 @@ def test_without_a_warm_up_shapes_compile_when_first_needed(model, llm, monkeypa
 @pytest.fixture
 def runner(model):
     """A runner of 4 blocks and 2 rows that is not warmed up."""
-    return ModelRunner(model, EngineConfig(num_gpu_blocks_override=4, swap_space=1.0), Limits(16, 2, 8, 8))
+    return runner_of(model, EngineConfig(num_gpu_blocks_override=4, swap_space=1.0), Limits(16, 2, 8, 8))
 
 
 def test_a_plan_without_rows_has_an_empty_result(runner):
@@ -436,7 +433,7 @@ def test_other_parameters_are_served_from_the_next_step_on(runner):
 
 
 def test_deleted_parameters_are_named():
-    runner = ModelRunner(
+    runner = runner_of(
         dummy_model(LLAMA, "float32", seed=1), EngineConfig(num_gpu_blocks_override=4), Limits(16, 2, 8, 8)
     )
     runner.params[3].delete()
@@ -453,26 +450,26 @@ def test_a_time_is_the_shortest_of_three_until_the_result_is_there(monkeypatch):
             Result.waits += 1
 
     clock = iter([10.0, 13.0, 20.0, 21.5, 30.0, 32.0])
-    monkeypatch.setattr(runner_module, "time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
-    assert runner_module._seconds(Result) == 1.5 and Result.waits == 3
+    monkeypatch.setattr(measure, "time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
+    assert measure._seconds(Result) == 1.5 and Result.waits == 3
 
 
 @pytest.mark.parametrize("blocks, expected", [(0, 0), (2.75, 2), (4, 4), (100, 4)])
 def test_the_host_has_room_for_all_blocks_of_all_sequences_at_most(model, blocks, expected):
     bytes_per_block = cache_of(LLAMA, 8, "float32").block_bytes
     config = EngineConfig(num_gpu_blocks_override=4, swap_space=blocks * bytes_per_block / 2**30)
-    assert ModelRunner(model, config, Limits(16, 2, 8, 8)).blocks.num_host_blocks == expected
+    assert runner_of(model, config, Limits(16, 2, 8, 8)).blocks.num_host_blocks == expected
 
 
 def test_a_pool_in_bytes_has_the_blocks_that_fit(model):
     config = EngineConfig(kv_cache_memory_bytes=5 * cache_of(LLAMA, 8, "float32").block_bytes + 1)
-    assert ModelRunner(model, config, Limits(16, 2, 8, 8)).blocks.num_blocks == 5
+    assert runner_of(model, config, Limits(16, 2, 8, 8)).blocks.num_blocks == 5
 
 
 @pytest.mark.parametrize("most, sizes", [(2, (8,)), (8, (8,)), (32, (8, 32)), (64, (16, 64))])
 def test_copies_are_padded_to_few_sizes(model, most, sizes):
-    config = EngineConfig(num_gpu_blocks_override=4)
-    runner = ModelRunner(model, config, Limits(16, most, most, 8))
+    config = EngineConfig(num_gpu_blocks_override=64)
+    runner = runner_of(model, config, Limits(16, most, most, 8))
     assert runner.blocks.copy_sizes == runner.rows.copy_sizes == sizes
 
 
@@ -483,9 +480,9 @@ def test_kernels_are_chosen_for_the_model_and_its_device(model, monkeypatch):
         chosen.update(options, args=args)
         return select(*args, **options)
 
-    monkeypatch.setattr(kernel_choice, "select", watched)
+    monkeypatch.setattr(setup, "select", watched)
     config = EngineConfig(num_gpu_blocks_override=4, kernels="reference", kv_cache_dtype="fp8")
-    ModelRunner(model, config, Limits(16, 2, 8, 8))
+    runner_of(model, config, Limits(16, 2, 8, 8))
     assert chosen == {
         "self_test": None, "args": ("reference",), "platform": "cpu", "device_kind": jax.devices()[0].device_kind,
         "compute_capability": None, "dtype": "float32", "pool_dtype": "float8_e4m3fn", "head_dim": 64, "num_heads": 4,
@@ -505,31 +502,29 @@ def test_recovery_makes_what_a_failed_step_has_lost(runner):
 @pytest.mark.parametrize("options", [{}, {"retest": True}])
 def test_kernels_of_a_gpu_are_tested_first(options, monkeypatch):
     chosen = {}
-    monkeypatch.setattr(kernel_choice, "select", lambda *_, **given: chosen.update(given))
+    monkeypatch.setattr(setup, "select", lambda *_, **given: chosen.update(given))
     device = types.SimpleNamespace(
         platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0", local_hardware_id=3
     )
-    placement = types.SimpleNamespace(device=device, size=4, kv_size=1)
-    select_kernels(EngineConfig(), LLAMA, 32, "bfloat16", placement, **options)
+    placement = types.SimpleNamespace(device=device)
+    resolved = resolve(EngineConfig(block_size=32, tensor_parallel_size=4), LLAMA, setup.device_of(device))
+    setup.select_kernels(resolved, placement, **options)
     retest = options.get("retest", False)
     assert chosen["self_test"] == SelfTest(cache_folder() / "selftest", device=3, retest=retest)
     assert (chosen["platform"], chosen["device_kind"], chosen["compute_capability"]) == ("gpu", "NVIDIA H200", 9.0)
     assert chosen["dtype"] == chosen["pool_dtype"] == "bfloat16" and chosen["block_size"] == 32
-    assert (chosen["num_heads"], chosen["num_kv_heads"]) == (LLAMA.num_attention_heads // 4, LLAMA.num_key_value_heads)
+    assert (chosen["num_heads"], chosen["num_kv_heads"]) == (
+        LLAMA.num_attention_heads // 4,
+        LLAMA.num_key_value_heads // 2,
+    )
 
 
 def test_temporaries_are_xlas_own_account(llm):
     runner = llm.engine.runner
-    small, large = (
-        [jax.ShapeDtypeStruct((blocks, *x.shape[1:]), x.dtype) for x in runner.blocks.pool] for blocks in (64, 4096)
-    )
     hidden = 4 * LLAMA.hidden_size * LIMITS["max_num_batched_tokens"]
-    args, last_tokens = (runner.step, runner.params), runner.rows.last_tokens
-    of_model = [runner.shapes.model_temporaries(*args, pool, last_tokens) for pool in (small, large)]
+    of_model = [pool.model_temporaries(runner, num_blocks) for num_blocks in (64, 4096)]
     assert hidden <= of_model[0] == of_model[1]
-    logits = 4 * LLAMA.vocab_size * len(last_tokens)
-    state = runner.rows.state
-    assert logits <= runner.shapes.sampling_temporaries(*args, state, last_tokens, LLAMA.hidden_size, "float32")
+    assert 4 * LLAMA.vocab_size * len(runner.rows.last_tokens) <= pool.sampling_temporaries(runner)
 
 
 @pytest.mark.parametrize(
@@ -543,22 +538,22 @@ def test_temporaries_are_xlas_own_account(llm):
 def test_an_error_for_want_of_memory_names_the_field_that_sized_the_pool(model, monkeypatch, override, platform, name):
     pools = []
 
-    monkeypatch.setattr(runner_module, "pool_size", lambda *_, **__: 10**5)
+    monkeypatch.setattr(pool, "fill_memory", lambda *_, **__: 10**5)
     monkeypatch.setattr(type(jax.devices()[0]), "platform", platform)
-    monkeypatch.setattr(runner_module, "available_memory", lambda device: 2**40)
+    monkeypatch.setattr(pool, "available_memory", lambda device: 2**40)
     monkeypatch.setattr(KVCache, "allocate", lambda *args: pools.append(args) or [])
-    runner = ModelRunner(model, EngineConfig(num_gpu_blocks_override=override), Limits(16, 2, 8, 8))
+    runner = runner_of(model, EngineConfig(num_gpu_blocks_override=override), Limits(16, 2, 8, 8))
     assert pools == [(runner.blocks.cache, 10**5, runner.placement.pool)]
     size = 10**5 * cache_of(LLAMA, 8, "float32").block_bytes / 2**30
     words = rf"^{name}: no memory is left with a KV pool of 100000 blocks \({size:.2f} GiB\)"
-    with pytest.raises(ValueError, match=words), runner._exhaustion():
+    with pytest.raises(ValueError, match=words), runner.blocks.exhaustion():
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
 
 
 @pytest.mark.parametrize("stats", [None, {"bytes_limit": 2**30, "bytes_in_use": 2**29}], ids=["cpu", "gpu"])
 def test_a_pool_beyond_the_memory_is_an_error_with_the_flag_and_the_numbers(model, monkeypatch, stats):
     monkeypatch.setattr(type(jax.devices()[0]), "memory_stats", lambda device: stats)
-    monkeypatch.setattr(memory, "available_host_memory", lambda: 2**29)
+    monkeypatch.setattr(pool, "available_host_memory", lambda: 2**29)
     block = cache_of(LLAMA, 8, "float32").block_bytes
     words = (
         rf"num_gpu_blocks_override: {10**6} blocks take {10**6 * block / 2**30:.2f} GiB, more than the 0.50 GiB of "
@@ -569,7 +564,7 @@ def test_a_pool_beyond_the_memory_is_an_error_with_the_flag_and_the_numbers(mode
 
 
 def test_a_pool_that_cannot_be_allocated_is_an_error_in_one_line(model, monkeypatch):
-    monkeypatch.setattr(runner_module, "available_memory", lambda device: 2**80)  # more than there is
+    monkeypatch.setattr(pool, "available_memory", lambda device: 2**80)  # more than there is
     with pytest.raises(ValueError, match=r"num_gpu_blocks_override: .* \(RESOURCE_EXHAUSTED: Out of memory") as error:
         LLM(model, block_size=8, num_gpu_blocks_override=10**12, progress=False, **LIMITS)
     assert "\n" not in str(error.value)
@@ -580,9 +575,9 @@ def test_a_step_without_room_beside_the_pool_is_an_error_in_one_line(llm, monkey
     def run(*_, **__):
         raise jax.errors.JaxRuntimeError(message)
 
-    monkeypatch.setattr(llm.engine.runner, "_run_padding", run)
+    monkeypatch.setattr(llm.engine.runner, "run_padding", run)
     expected = (jax.errors.JaxRuntimeError, "^INTERNAL: a fault$") if "INTERNAL" in message else (
         ValueError, r"^num_gpu_blocks_override: .* \(RESOURCE_EXHAUSTED: Out of memory\)$"
     )  # fmt: skip
     with pytest.raises(expected[0], match=expected[1]):
-        llm.engine.runner.warm_up(progress=False)
+        measure.warm_up(llm.engine.runner, llm.engine.limits, progress=False)

@@ -1,6 +1,4 @@
-"""The shapes of steps, and the executables whose memory is measured."""
-
-import types
+"""The shapes of steps."""
 
 import jax
 import numpy as np
@@ -8,9 +6,7 @@ import pytest
 
 from jpaged.config import Limits
 from jpaged.models.config import ModelConfig
-from jpaged.runtime import shapes as shapes_module
 from jpaged.runtime.batch import Bucket, Buckets
-from jpaged.runtime.sampling_row import ROW_WORDS
 from jpaged.runtime.shapes import Shapes
 from tests.runtime.caches import placement_of
 
@@ -25,22 +21,6 @@ LIMITS = Limits(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=32)
 @pytest.fixture
 def shapes() -> Shapes:
     return Shapes(Buckets(LIMITS), 8, V, placement_of(LLAMA))
-
-
-class Lowered:
-    """A jitted function that records the arguments of `lower`."""
-
-    def __init__(self):
-        self.calls = []
-
-    def lower(self, *args):
-        self.calls.append(args)
-        return "lowered", len(self.calls)
-
-
-def described(array) -> tuple:
-    assert array.sharding.device_set == {jax.devices()[0]}
-    return array.shape, str(array.dtype)
 
 
 def test_every_bucket_has_a_layout_and_masks_of_its_samples(shapes):
@@ -66,29 +46,3 @@ def test_padding_is_an_empty_batch(shapes):
         buffer = shapes.padding(bucket)
         np.testing.assert_array_equal(buffer, shapes.layouts[bucket].empty()[0])
         assert buffer.devices() == {jax.devices()[0]} and buffer.committed
-
-
-def test_the_largest_steps_are_measured(shapes, monkeypatch):
-    """One decode step and one with prompts; only the latter scores its prompts."""
-    measured = []
-    monkeypatch.setattr(shapes_module, "temporaries", lambda steps: measured.append(list(steps)) or 12345)
-    step = types.SimpleNamespace(forward=Lowered(), choose=Lowered(), score=Lowered())
-    params, pool, last, state = [object()], [object()], object(), object()
-    decode, mixed = Bucket(4, 4, True), Bucket(32, 4, False)
-    assert {decode, mixed} <= set(shapes.buckets.all)
-
-    assert shapes.model_temporaries(step, params, pool, last) == 12345
-    for bucket, call in zip((decode, mixed), step.forward.calls, strict=True):
-        assert call[:3] == (params, pool, last) and call[4] == bucket
-        np.testing.assert_array_equal(call[3], shapes.padding(bucket))
-
-    assert shapes.sampling_temporaries(step, params, state, last, 64, "bfloat16") == 12345
-    for call in step.choose.calls:
-        assert call[:3] == (params, state, last)
-        assert list(map(described, call[3:5])) == [((4, 64), "bfloat16"), ((4, ROW_WORDS), "int32")]
-        assert call[5] is shapes.no_bits[4]
-    (scored,) = step.score.calls
-    assert scored[0] is params
-    assert list(map(described, scored[1:])) == [((32, 64), "bfloat16"), ((32,), "int32")]
-    assert len(step.choose.calls) == 2 and [len(steps) for steps in measured] == [2, 3]
-    assert all(lowered[0] == "lowered" for steps in measured for lowered in steps)

@@ -15,13 +15,13 @@ from jpaged.config import EngineConfig
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.commands import ResetPrefixCache
 from jpaged.core.scheduler import Scheduler
-from jpaged.engine.build import load_engine
 from jpaged.engine.engine import Engine, StepOutput
 from jpaged.engine.output import request_output
 from jpaged.serving.app import make_app
 from jpaged.serving.body_process import BodyProcess
 from jpaged.serving.service import ServerConfig, Service
 from jpaged.serving.template_process import TemplateProcess
+from jpaged.start.assemble import load_engine
 from tests.support.few_shapes import few_shapes
 from tests.support.patience import PATIENCE_S
 

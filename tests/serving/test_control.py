@@ -10,10 +10,11 @@ from jpaged.cli.main import load, parser
 from jpaged.cli.serve import server_config
 from jpaged.config import EngineConfig
 from jpaged.core.commands import ResetPrefixCache, WakeUp
-from jpaged.engine.build import load_params, prepare
 from jpaged.models.checkpoint import save_safetensors
 from jpaged.models.orbax_checkpoint import save_orbax
 from jpaged.parallel.leader import Followers
+from jpaged.start.load import load_params
+from jpaged.start.setup import prepare
 from tests.serving.client import MAX_LEN, Client
 
 ROUTES = (
@@ -28,8 +29,8 @@ async def trained(loaded, tiny):
     """A server that a trainer may use, and the parameters that it has at first."""
     before = loaded.engine.runner.params
     async with Client(*loaded, api_keys=("sesame",), enable_weight_updates=True) as client:
-        prepared = prepare(EngineConfig(model=str(tiny), max_model_len=MAX_LEN, block_size=8))
-        client.service.load_params = lambda directory: load_params(prepared, directory)
+        setup = prepare(EngineConfig(model=str(tiny), max_model_len=MAX_LEN, block_size=8))
+        client.service.load_params = lambda directory: load_params(setup, directory)
         client.session.headers.update(KEY)
         yield client
         await client.idle()

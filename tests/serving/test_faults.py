@@ -35,7 +35,8 @@ from tests.support.injection import Injected, functions_of, wrapped
 
 MODULES = [
     answer, app, async_engine, body_process, chat, codec, compiler, conversation, engine, errors, generate, grammar,
-    handlers, middleware, output, parse, prepare, protocol, service, template_process, tokenizers, tools, grammar_check, turns,
+    handlers, middleware, output, parse, prepare, protocol, service, template_process, tokenizers, tools,
+    grammar_check, turns,
 ]  # fmt: skip
 MARK = "victim"  # in the texts of one request
 # Functions that handle the requests of all clients, and none in particular.

@@ -11,7 +11,7 @@ from jpaged.simulator.load import LatencyLimits, Load, Traffic
 from jpaged.simulator.shape import SHAPES
 
 LIMITS = LatencyLimits()
-H100 = Deployment(GPUS["h100"], SHAPES["llama-3-8b"])
+H100 = Deployment(GPUS["h100"], SHAPES["llama-3-8b"], max_model_len=8192)
 OPT = Deployment(GPUS["a100-40gb"], SHAPES["opt-13b"], max_model_len=2048)
 SHAREGPT = Traffic(Workload().lengths())
 

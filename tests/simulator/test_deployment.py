@@ -10,7 +10,7 @@ from jpaged.simulator.gpu import GPUS
 from jpaged.simulator.shape import SHAPES
 
 GIB = 2**30
-H100 = Deployment(GPUS["h100"], SHAPES["llama-3-8b"])
+H100 = Deployment(GPUS["h100"], SHAPES["llama-3-8b"], max_model_len=8192)
 PARAMETERS = 2 * 8_029_995_008  # bytes
 
 
@@ -88,7 +88,7 @@ def test_the_pool_has_whole_blocks():
 
 
 def test_a_model_that_fits_more_gpus_is_served_by_them():
-    assert Deployment(GPUS["h100"], SHAPES["llama-3-70b"], num_gpus=4).pool_tokens > 8192
+    assert Deployment(GPUS["h100"], SHAPES["llama-3-70b"], num_gpus=4, max_model_len=8192).pool_tokens > 8192
 
 
 def test_fewer_bits_leave_more_memory_for_kv():
@@ -98,7 +98,7 @@ def test_fewer_bits_leave_more_memory_for_kv():
 
 
 def test_a_mixture_needs_memory_for_the_repeated_inputs_of_its_experts():
-    mixture = Deployment(GPUS["b200"], SHAPES["qwen3-30b-a3b"], max_num_batched_tokens=2048)
+    mixture = Deployment(GPUS["b200"], SHAPES["qwen3-30b-a3b"], max_model_len=8192)
     left = 0.92 * 183_359 * 2**20 - 2 * GIB - 8 * GIB - 2 * 30_531_911_680
     assert mixture.pool_tokens == int(left / mixture.shape.kv_bytes(2))
     with pytest.raises(ValueError, match=r"^tensor_parallel_size: 5 GPUs can't share"):

@@ -3,9 +3,11 @@
 python -m tests.support.few_shapes worker --nnodes 2 ...
 """
 
+import dataclasses
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 PROGRAM = (sys.executable, "-m", "tests.support.few_shapes")
 
@@ -30,6 +32,16 @@ def few_shapes() -> Iterator[None]:
         yield
     finally:
         runner.Buckets = Buckets
+
+
+def limiting(resolve: Callable[..., Any], **limits: int) -> Callable[..., Any]:
+    """Return a `resolve` with other limits than those of the config."""
+
+    def resolve_less(*args: Any, **options: Any) -> Any:
+        resolved = resolve(*args, **options)
+        return dataclasses.replace(resolved, limits=dataclasses.replace(resolved.limits, **limits))
+
+    return resolve_less
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from typing import Any
 
 from ray import serve
 
+from jpaged.config import CPU, GPU
 from jpaged.core.commands import Command
 from jpaged.engine.async_engine import QueueFull
 from jpaged.serving.codec import dumps
@@ -40,14 +41,14 @@ class Replica:
             os.environ.setdefault("JAX_PLATFORMS", "cpu")
         # jax would take three quarters of a GPU's memory; a replica has it to itself.
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
-        from jpaged.engine.build import load_engine, prepare  # imports jax, which reads the variables
+        from jpaged.start.assemble import start_engine  # imports jax, which reads the variables
+        from jpaged.start.setup import prepare
 
-        prepared = prepare(config.engine, chat_template=config.server.chat_template)
-        engine, tokenizer, defaults = load_engine(config.engine, prepared=prepared, progress=False)
+        setup = prepare(config.engine, chat_template=config.server.chat_template)
         self._service = Service(
-            [engine], tokenizer, config.model_name, config.server,
-            sampling_defaults=defaults,
-            tool_format=tool_format(config.tool_call_parser, tokenizer, config.server.chat_template),
+            [start_engine(setup, progress=False)], setup.tokenizer, config.model_name, config.server,
+            sampling_defaults=setup.sampling_defaults,
+            tool_format=tool_format(config.tool_call_parser, setup.tokenizer, config.server.chat_template),
         )  # fmt: skip
         self._id = serve.get_replica_context().replica_id.unique_id
         tune_interpreter()
@@ -141,7 +142,7 @@ def deployment_options(config: RayConfig, num_gpus: int) -> dict[str, Any]:
     Args:
         num_gpus: GPUs of each replica.
     """
-    seqs = config.engine.max_num_seqs or (256 if num_gpus else 64)  # as `engine.build` chooses it
+    seqs = config.engine.num_seqs((GPU if num_gpus else CPU).max_num_seqs)
     scaling: dict[str, Any] = {"num_replicas": config.max_replicas}
     if config.min_replicas != config.max_replicas:
         bounds = {"min_replicas": config.min_replicas, "max_replicas": config.max_replicas}

@@ -19,14 +19,9 @@ logger = logging.getLogger(__name__)
 
 StepCosts = Mapping[Bucket, float]  # seconds, on empty contexts
 
-# A shape between two others pays for its compilation if the larger one costs this many times the smaller, and so long.
+# A shape between two others is worth its compilation if the larger one takes more than STEEP times the time of the
+# smaller one, and more than LONG_S seconds.
 STEEP, LONG_S = 1.5, 0.02
-# A step with a prompt's chunk may cost as much as so many decode steps, both on empty contexts. With contexts, which
-# chunks attend to many times, inter-token latencies stay within three times their median.
-STALL = 2.5
-# A CPU computes a prompt's tokens at about the same rate in any step: chunks that keep that limit would delay first
-# tokens by half, as each step with a part of a prompt also decodes.
-CPU_STALL = 6
 # Seconds in which a CPU schedules, decodes and sends one token of a stream, about as measured by
 # `benchmarks/engine/isolation.py`.
 CPU_TOKEN_S = 150e-6
@@ -40,42 +35,42 @@ def further_shapes(costs: StepCosts) -> StepCosts:
     ladders: dict[int | None, list[Bucket]] = {}
     for bucket in sorted(costs):
         ladders.setdefault(None if bucket.decode else bucket.num_seqs, []).append(bucket)
-    found = {}
+    further = {}
     for rungs in ladders.values():
         for low, high in itertools.pairwise(rungs):
             middle = (low.num_tokens + high.num_tokens) // 2
             if costs[high] > max(LONG_S, STEEP * costs[low]) and low.num_tokens < middle:
                 rung = Bucket(middle, middle if high.decode else high.num_seqs, high.decode)
-                found[rung] = (costs[low] + costs[high]) / 2
-    return found
+                further[rung] = (costs[low] + costs[high]) / 2
+    return further
 
 
-def tokens_beside_decodes(costs: StepCosts, platform: str, *, padded: bool = True) -> int:
-    """Return the maximum number of tokens for steps in which sequences decode on a jax platform.
+def tokens_beside_decodes(costs: StepCosts, max_cost: float, *, padded: bool = True) -> int:
+    """Return the maximum number of tokens for steps in which sequences decode.
 
-    It is at least twice the number of sequences, so that their own tokens leave room for prompts, if a step has that
-    room.
+    The number is at least twice the number of sequences, if a step has that room. The tokens of decodes then leave room
+    for prompts.
 
     Args:
+        max_cost: maximum cost of such a step, in decode steps.
         padded: whether a step costs as much as its whole shape, so that the number is that of a shape. Otherwise costs
             between two shapes are interpolated.
     """
-    stall = CPU_STALL if platform == "cpu" else STALL
     costs = {**costs, **further_shapes(costs)} if padded else costs
     decode = max(bucket for bucket in costs if bucket.decode)
     mixed = sorted(bucket for bucket in costs if not bucket.decode and bucket.num_seqs == decode.num_seqs)
     shapes, seconds = [bucket.num_tokens for bucket in mixed], [costs[bucket] for bucket in mixed]
     sizes = shapes if padded else range(shapes[0], shapes[-1] + 1)
     roomy = [size for size in sizes if size >= 2 * decode.num_seqs] or sizes[-1:]
-    cheap = [size for size in roomy if np.interp(size, shapes, seconds) <= stall * costs[decode]]
+    cheap = [size for size in roomy if np.interp(size, shapes, seconds) <= max_cost * costs[decode]]
     return cheap[-1] if cheap else roomy[0]
 
 
 def step_overhead(costs: StepCosts, platform: str) -> float:
     """Return the cost of a step without its tokens, in tokens that cost as much; inf if unknown or tokens cost nothing.
 
-    The costs are fitted by a line, with equal relative errors for short and long steps. A CPU's own work on a token is
-    added to them; beside a GPU it overlaps with the device's.
+    The costs are fitted by a line, with equal relative errors for short and long steps. On a CPU the
+    time that the host spends on a token is added. Beside a GPU this work overlaps with that of the device.
     """
     tokens, seconds = [bucket.num_tokens for bucket in costs], np.array([*costs.values()])
     if len(set(tokens)) <= 1:
@@ -102,9 +97,9 @@ def stored_costs(
     wanted = tuple(buckets)
     stored = _read(path, key) if path else {}
     known = stored.keys() == set(wanted)
-    found = agree([stored[bucket] if known else 0.0 for bucket in wanted])
-    if all(found):
-        return dict(zip(wanted, found, strict=True))
+    seconds = agree([stored[bucket] if known else 0.0 for bucket in wanted])
+    if all(seconds):
+        return dict(zip(wanted, seconds, strict=True))
     costs = dict(zip(wanted, agree([measure(bucket) for bucket in wanted]), strict=True))
     if path:
         _write(path, key, costs)

@@ -6,11 +6,17 @@ import re
 import types
 
 import jax
+import numpy as np
 import pytest
 
-from jpaged.config import EngineConfig
+from jpaged.config import EngineConfig, Limits
 from jpaged.models.config import ModelConfig
-from jpaged.runtime import memory as sizing
+from jpaged.models.outputs import Outputs
+from jpaged.runtime.batch import Bucket, Buckets
+from jpaged.runtime.sampling_row import ROW_WORDS
+from jpaged.runtime.shapes import Shapes
+from jpaged.start import pool as sizing
+from tests.runtime.caches import cache_of, placement_of
 
 GIB = 2**30
 LLAMA = ModelConfig(
@@ -66,16 +72,16 @@ def test_a_pool_on_a_cpu_takes_a_quarter_of_the_memory_and_at_most_4_gib(memory)
 def test_an_override_may_take_all_that_is_free(num_blocks):
     words = "num_gpu_blocks_override: 6 blocks take 3.00 GiB, more than the 2.50 GiB of free memory (at most 5 blocks)"
     with pytest.raises(ValueError, match=f"^{re.escape(words)}$") if num_blocks > 5 else contextlib.nullcontext():
-        sizing.given_num_blocks(EngineConfig(num_gpu_blocks_override=num_blocks), GIB // 2, 5 * GIB // 2)
+        sizing.configured_num_blocks(EngineConfig(num_gpu_blocks_override=num_blocks), GIB // 2, 5 * GIB // 2)
 
 
 def test_a_pool_in_bytes_has_the_blocks_that_fit():
-    assert sizing.given_num_blocks(EngineConfig(), 100, 1000) is None
-    assert sizing.given_num_blocks(EngineConfig(kv_cache_memory_bytes=999), 100, 1000) == 9
+    assert sizing.configured_num_blocks(EngineConfig(), 100, 1000) is None
+    assert sizing.configured_num_blocks(EngineConfig(kv_cache_memory_bytes=999), 100, 1000) == 9
     with pytest.raises(ValueError, match=r"^kv_cache_memory_bytes: must be at least 100, .* not 99$"):
-        sizing.given_num_blocks(EngineConfig(kv_cache_memory_bytes=99), 100, 1000)
+        sizing.configured_num_blocks(EngineConfig(kv_cache_memory_bytes=99), 100, 1000)
     with pytest.raises(ValueError, match=r"^kv_cache_memory_bytes: 11 blocks take .* \(at most 10 blocks\)$"):
-        sizing.given_num_blocks(EngineConfig(kv_cache_memory_bytes=1100), 100, 1000)
+        sizing.configured_num_blocks(EngineConfig(kv_cache_memory_bytes=1100), 100, 1000)
 
 
 @pytest.mark.parametrize(
@@ -99,49 +105,40 @@ def test_available_host_memory_in_bytes(memory, monkeypatch, tmp_path):
     assert sizing.available_host_memory() == 500 * 1024
 
 
-def test_exhaustion_names_the_field_and_the_pool():
-    error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nat a buffer")
-    words = "seats: no memory is left with a KV pool of 7 blocks; use less (RESOURCE_EXHAUSTED: Out of memory)"
-    with (
-        pytest.raises(ValueError, match=f"^{re.escape(words)}$") as caught,
-        sizing.explain_exhaustion("seats", "7 blocks"),
-    ):
-        raise error
-    assert caught.value.__cause__ is error
-
-
-@pytest.mark.parametrize("error", [jax.errors.JaxRuntimeError("INTERNAL: a fault"), RuntimeError("RESOURCE_EXHAUSTED")])
-def test_other_errors_pass_unchanged(error):
-    with pytest.raises(type(error)) as caught, sizing.explain_exhaustion("seats", "7 blocks"):
-        raise error
-    assert caught.value is error
-
-
 def device_of(stats: dict[str, int] | None) -> types.SimpleNamespace:
     return types.SimpleNamespace(memory_stats=lambda: stats)
+
+
+def runner_on(devices: list[types.SimpleNamespace]) -> types.SimpleNamespace:
+    """The parts of a runner with blocks of 10 bytes that the size of its pool depends on."""
+    placement = types.SimpleNamespace(local_devices=devices, num_processes=1)
+    return types.SimpleNamespace(placement=placement, blocks=types.SimpleNamespace(block_bytes=10))
 
 
 @pytest.mark.parametrize(
     "sampling, model, expected, asked", [(40, 30, 5, [5]), (40, 40, 5, [5]), (40, 60, 3, [5]), (0, 0, 9, [9])]
 )
-def test_a_pool_leaves_room_on_every_device_for_the_part_of_a_step_that_needs_more(sampling, model, expected, asked):
-    pools = []
+def test_a_pool_leaves_room_on_every_device_for_the_part_of_a_step_that_needs_more(
+    sampling, model, expected, asked, monkeypatch
+):
+    asked_for = []
 
-    def of_model(num_blocks: int) -> int:
-        pools.append(num_blocks)
+    def of_model(runner: object, num_blocks: int) -> int:
+        asked_for.append(num_blocks)
         return model
 
+    monkeypatch.setattr(sizing, "sampling_temporaries", lambda runner: sampling)
+    monkeypatch.setattr(sizing, "model_temporaries", of_model)
     devices = [device_of({"bytes_limit": 200, "bytes_in_use": used}) for used in (0, 10, 5)]
-    sizes = {"utilization": 0.5, "block_bytes": 10, "wanted": 1000}
-    found = sizing.pool_size(devices, sampling=lambda: sampling, model=of_model, **sizes)
-    assert (found, pools) == (expected, asked)
+    assert sizing.fill_memory(runner_on(devices), 0.5, wanted=1000, moved_bytes=0) == expected
+    assert asked_for == asked
 
 
 @pytest.mark.parametrize("stats", [None, {}, {"bytes_in_use": 10}])
 def test_a_device_without_figures_has_a_modest_pool_and_compiles_nothing(stats, monkeypatch):
     monkeypatch.setattr(sizing, "cpu_num_blocks", lambda *args: args)
-    sizes = {"wanted": 7, "utilization": 0.5, "block_bytes": 10}
-    assert sizing.pool_size([device_of(stats)] * 2, sampling=lambda: 1 // 0, model=lambda _: 1 // 0, **sizes) == (7, 20)
+    runner = runner_on([device_of(stats)] * 2)
+    assert sizing.fill_memory(runner, 0.5, wanted=7, moved_bytes=0) == (7, 20)
 
 
 def test_temporaries_are_those_of_the_step_that_needs_most():
@@ -150,3 +147,52 @@ def test_temporaries_are_those_of_the_step_that_needs_most():
         return types.SimpleNamespace(compile=lambda: types.SimpleNamespace(memory_analysis=lambda: analysis))
 
     assert sizing.temporaries(map(lowered, (3, 9, None, 5))) == 9
+
+
+class Lowered:
+    """A jitted function that records the arguments of `lower`."""
+
+    def __init__(self):
+        self.calls = []
+
+    def lower(self, *args):
+        self.calls.append(args)
+        return "lowered", len(self.calls)
+
+
+def described(array) -> tuple:
+    assert array.sharding.device_set == {jax.devices()[0]}
+    return array.shape, str(array.dtype)
+
+
+def test_the_largest_steps_are_measured(monkeypatch):
+    """One decode step and one with prompts; only the latter scores its prompts."""
+    measured = []
+    monkeypatch.setattr(sizing, "temporaries", lambda steps: measured.append(list(steps)) or 12345)
+    placement = placement_of(LLAMA)
+    step = types.SimpleNamespace(forward=Lowered(), choose=Lowered(), score=Lowered())
+    shapes = Shapes(Buckets(Limits(64, 4, 32)), 8, LLAMA.vocab_size, placement)
+    rows = types.SimpleNamespace(state=object(), last_tokens=object())
+    blocks = types.SimpleNamespace(cache=cache_of(LLAMA, 8, "float32"))
+    runner = types.SimpleNamespace(
+        step=step, shapes=shapes, rows=rows, blocks=blocks, placement=placement, leaves=[object()],
+        outputs=Outputs("float32", 64, "bfloat16"),
+    )  # fmt: skip
+    decode, mixed = Bucket(4, 4, True), Bucket(32, 4, False)
+
+    assert sizing.model_temporaries(runner, 7) == 12345
+    for bucket, (leaves, pool, last, buffer, shape) in zip((decode, mixed), step.forward.calls, strict=True):
+        assert leaves is runner.leaves and last is rows.last_tokens and shape == bucket
+        assert [described(array) for array in pool] == [((7, 2, 8, 64), "float32")] * 6
+        np.testing.assert_array_equal(buffer, shapes.padding(bucket))
+
+    assert sizing.sampling_temporaries(runner) == 12345
+    for call in step.choose.calls:
+        assert call[:3] == (runner.leaves, rows.state, rows.last_tokens)
+        assert list(map(described, call[3:5])) == [((4, 64), "bfloat16"), ((4, ROW_WORDS), "int32")]
+        assert call[5] is shapes.no_bits[4]
+    (scored,) = step.score.calls
+    assert scored[0] is runner.leaves
+    assert list(map(described, scored[1:])) == [((32, 64), "bfloat16"), ((32,), "int32")]
+    assert len(step.choose.calls) == 2 and [len(steps) for steps in measured] == [2, 3]
+    assert all(lowered[0] == "lowered" for steps in measured for lowered in steps)

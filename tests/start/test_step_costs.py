@@ -6,8 +6,9 @@ import math
 
 import pytest
 
+from jpaged.config import CPU, GPU
 from jpaged.runtime.batch import Bucket
-from jpaged.runtime.step_costs import CPU_TOKEN_S, further_shapes, step_overhead, stored_costs, tokens_beside_decodes
+from jpaged.start.step_costs import CPU_TOKEN_S, further_shapes, step_overhead, stored_costs, tokens_beside_decodes
 
 
 def costs_of(decode: dict[int, float], mixed: dict[int, float], seqs: tuple[int, ...] = ()) -> dict[Bucket, float]:
@@ -48,7 +49,7 @@ def test_nothing_lies_between_one_and_two():
     ],
 )
 def test_a_chunk_costs_at_most_two_and_a_half_decode_steps(mixed, expected):
-    assert tokens_beside_decodes(costs_of({8: 0.02, 16: 0.025}, mixed), "gpu") == expected
+    assert tokens_beside_decodes(costs_of({8: 0.02, 16: 0.025}, mixed), GPU.max_chunk_cost) == expected
 
 
 @pytest.mark.parametrize(
@@ -58,18 +59,18 @@ def test_a_chunk_costs_at_most_two_and_a_half_decode_steps(mixed, expected):
 def test_a_chunk_costs_at_most_six_decode_steps_on_a_cpu(largest, shape, between):
     """Without padding it may have a size between two shapes."""
     costs = costs_of({8: 0.02, 16: 0.025}, {32: 0.03, 64: 0.04, 128: largest})
-    assert tokens_beside_decodes(costs, "cpu") == shape
-    assert tokens_beside_decodes(costs, "cpu", padded=False) == between
+    assert tokens_beside_decodes(costs, CPU.max_chunk_cost) == shape
+    assert tokens_beside_decodes(costs, CPU.max_chunk_cost, padded=False) == between
 
 
 def test_a_chunk_without_padding_leaves_room_for_prompts():
-    assert tokens_beside_decodes(costs_of({16: 0.025}, {32: 9.0, 64: 9.0}), "cpu", padded=False) == 32
-    assert tokens_beside_decodes(costs_of({16: 0.025}, {16: 0.1, 24: 9.0}), "cpu", padded=False) == 24
+    assert tokens_beside_decodes(costs_of({16: 0.025}, {32: 9.0, 64: 9.0}), CPU.max_chunk_cost, padded=False) == 32
+    assert tokens_beside_decodes(costs_of({16: 0.025}, {16: 0.1, 24: 9.0}), CPU.max_chunk_cost, padded=False) == 24
 
 
 def test_the_dearest_step_with_a_chunk_counts():
     costs = costs_of({64: 0.025}, {128: 0.06, 256: 0.2}, (16, 64)) | {Bucket(256, 16, False): 0.06}
-    assert tokens_beside_decodes(costs, "gpu") == 128
+    assert tokens_beside_decodes(costs, GPU.max_chunk_cost) == 128
 
 
 def test_the_overhead_of_a_step_is_told_in_tokens():

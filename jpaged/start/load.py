@@ -1,0 +1,122 @@
+"""Loading of a model onto devices, for an engine or for a trainer."""
+
+import logging
+import os
+from pathlib import Path
+
+from jpaged.config import EngineConfig
+from jpaged.models.base import Model, Place
+from jpaged.models.checkpoint import Form, dummy_model, load_safetensors, on_one_device
+from jpaged.models.config import ModelConfig
+from jpaged.models.fused import fuse
+from jpaged.models.moe import cost_of
+from jpaged.models.orbax_checkpoint import ORBAX, load_orbax
+from jpaged.runtime.compilation_cache import compilation_cache
+from jpaged.runtime.placement import Placement
+from jpaged.runtime.runner import ModelRunner
+from jpaged.start.find import find_model
+from jpaged.start.pool import check_pool
+from jpaged.start.setup import Setup, choose_devices, resolve_checkpoint, select_kernels
+from pallas_kernels import Kernels
+
+logger = logging.getLogger(__name__)
+
+FUSING = ("gpu", "cuda")  # platforms on which fewer products take less time
+
+
+def load(
+    model: str | os.PathLike[str] = "demo", *, revision: str | None = None, load_format: str = "auto",
+    dtype: str = "auto", quantization: str | None = None, max_model_len: int | None = None, seed: int = 0,
+    tensor_parallel_size: int | None = None, progress: bool = True,
+) -> Model:  # fmt: skip
+    """Load a checkpoint as the NNX module that `LLM` would serve, for a trainer, which may then pass it to `LLM`.
+
+    Its layers are separate ones, as in the checkpoint, also on a GPU, where `LLM` fuses some of those that it loads.
+
+    Args:
+        model: "demo", a directory or a hub id.
+        revision, load_format, dtype, quantization, max_model_len, seed: as in `EngineConfig`. A few models choose their
+            rotary embedding by `max_model_len`.
+        tensor_parallel_size: number of devices among which the parameters are divided; None: they lie on one.
+        progress: show a progress bar.
+
+    Raises:
+        OSError, ValueError: there is no such model, or the model or the device does not allow a setting.
+    """
+    config = EngineConfig(
+        model=os.fspath(model), revision=revision, load_format=load_format, dtype=dtype, quantization=quantization,
+        max_model_len=max_model_len, seed=seed, tensor_parallel_size=tensor_parallel_size,
+    )  # fmt: skip
+    devices = choose_devices(tensor_parallel_size or 1)[0]
+    _, resolved = resolve_checkpoint(config, devices[0])
+    place = on_one_device if tensor_parallel_size is None else Placement.on(devices, resolved.model).of
+    directory = find_model(config.model, revision=revision, weights=load_format != "dummy")
+    with compilation_cache():
+        return load_model(
+            directory, resolved.model, dtype=str(resolved.dtype), load_format=load_format, seed=seed, progress=progress,
+            place=place, quantization=resolved.quantization,
+        )  # fmt: skip
+
+
+def load_checkpoint(setup: Setup, *, progress: bool = True) -> Model:
+    """Return the model with the parameters of the config's checkpoint, on its devices."""
+    config = setup.resolved.config
+    directory = find_model(config.model, revision=config.revision, weights=config.load_format != "dummy")
+    logger.info("loading %s as %s", config.model, setup.resolved.dtype)
+    with compilation_cache():
+        return _load(setup, directory, load_format=config.load_format, seed=config.seed, progress=progress)
+
+
+def load_params(setup: Setup, directory: Path) -> Model:
+    """Return a model with other parameters for a running engine, in its dtype and on its devices.
+
+    Raises:
+        OSError, ValueError: the directory does not hold parameters of this model.
+    """
+    return _load(setup, directory, load_format="auto", seed=0, progress=False)
+
+
+def load_model(
+    directory: Path, config: ModelConfig, *, dtype: str, load_format: str, seed: int, progress: bool,
+    place: Place = on_one_device, quantization: str | None = None,
+) -> Model:  # fmt: skip
+    """Load the parameters, in `dtype`, by `load_format`; "auto" takes the Orbax checkpoint if it exists."""
+    if load_format == "dummy":
+        return dummy_model(config, dtype, seed, place, quantization=quantization)
+    if load_format == "orbax" or (load_format == "auto" and (directory / ORBAX).is_dir()):
+        return load_orbax(directory, config, Form(dtype, place, quantization), progress=progress)
+    return load_safetensors(directory, config, Form(dtype, place, quantization), progress=progress)
+
+
+def _load(setup: Setup, directory: Path, *, load_format: str, seed: int, progress: bool) -> Model:
+    """Load a model as its device wants it."""
+    resolved, place = setup.resolved, setup.placement.of
+    model = load_model(
+        directory, resolved.model, dtype=str(resolved.dtype), load_format=load_format, seed=seed, progress=progress,
+        place=place, quantization=resolved.quantization,
+    )  # fmt: skip
+    if resolved.device.platform in FUSING:
+        fuse(model, place)
+    return model
+
+
+def place(model: Model, setup: Setup, *, allow_copy: bool = True) -> ModelRunner:
+    """Return a runner with a model's parameters on its devices. Nothing is compiled, and there is no KV pool yet.
+
+    Args and errors are those of `ModelRunner`.
+    """
+    resolved, placement = setup.resolved, setup.placement
+    config, max_tokens = resolved.config, resolved.limits.max_num_batched_tokens
+    if cost := cost_of(model.config, max_tokens):
+        logger.warning("mixture of experts: %s (max_num_batched_tokens shortens steps)", cost)
+
+    def choose_kernels(dtype: str) -> Kernels:
+        kernels = setup.kernels or select_kernels(resolved, placement, dtype)
+        check_pool(resolved, placement, kernels, dtype)
+        return kernels
+
+    return ModelRunner(
+        model, placement, resolved.limits, choose_kernels, config.pool_dtype,
+        dtype=None if config.dtype == "auto" else resolved.dtype,
+        processed_logprobs=config.logprobs_mode == "processed_logprobs", allow_copy=allow_copy,
+    )  # fmt: skip

@@ -1,0 +1,204 @@
+"""Size of the KV pool: the blocks that fit into the memory of the devices and of the host."""
+
+import logging
+import math
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import jax
+
+from jpaged.config import EngineConfig
+from jpaged.runtime.batch import Bucket
+from jpaged.runtime.kv_cache import KVCache
+from jpaged.runtime.placement import Placement
+from jpaged.runtime.runner import ModelRunner
+from jpaged.runtime.sampling_row import ROW_WORDS
+from jpaged.runtime.sampling_settings import Settings
+from jpaged.runtime.swap import TRANSFERS
+from jpaged.start.agreement import least
+from jpaged.start.resolve import Resolved, check_num_blocks
+from pallas_kernels import Kernels
+
+logger = logging.getLogger(__name__)
+
+# On a CPU the pool shares the memory with everything else, so it stays modest unless it is given a size.
+MAX_CPU_POOL_BYTES = 4 * 2**30
+MAX_CPU_MEMORY_SHARE = 0.25
+
+
+def allocate(runner: ModelRunner, resolved: Resolved) -> None:
+    """Allocate a runner's KV pool: of the size that the config sets, else the largest that leaves room for steps.
+
+    All processes that share the devices call it, and get the same number of blocks.
+
+    Raises:
+        ValueError: the pool does not fit, or has fewer blocks than there are sequences.
+    """
+    config, limits, blocks = resolved.config, resolved.limits, runner.blocks
+    devices = runner.placement.local_devices
+    wanted = limits.max_num_seqs * limits.blocks_per_seq
+    num_host_blocks = min(int(config.swap_space * 2**30 // (blocks.block_bytes * len(devices))), wanted)
+    num_blocks = configured_num_blocks(config, blocks.block_bytes, available_memory(devices))
+    sized_by = "kv_cache_memory_bytes" if config.kv_cache_memory_bytes else "num_gpu_blocks_override"
+    if num_blocks is None:
+        moved_bytes = 2 * TRANSFERS[-1] * blocks.block_bytes if num_host_blocks else 0
+        num_blocks = fill_memory(runner, config.gpu_memory_utilization, wanted=wanted, moved_bytes=moved_bytes)
+        if resolved.device.platform != "cpu":
+            sized_by = "gpu_memory_utilization"
+    check_num_blocks(limits, num_blocks)
+    blocks.allocate(num_blocks, num_host_blocks, sized_by)
+    logger.info(
+        "KV pool: %d blocks of %d tokens (%s, %s)", num_blocks, limits.block_size, blocks.size, blocks.cache.dtype
+    )
+
+
+def check_pool(resolved: Resolved, placement: Placement, kernels: Kernels, dtype: str) -> None:
+    """Check a size of the pool that the config sets, before anything is loaded or compiled.
+
+    Args:
+        dtype: dtype of keys.
+
+    Raises:
+        ValueError: the pool does not fit, or has fewer blocks than there are sequences.
+    """
+    config, limits = resolved.config, resolved.limits
+    cache = KVCache.of(resolved.model, limits.block_size, config.pool_dtype(dtype), kernels)
+    memory = available_memory(placement.local_devices)
+    if num_blocks := configured_num_blocks(config, cache.block_bytes // placement.kv_size, memory):
+        check_num_blocks(limits, num_blocks)
+
+
+def fill_memory(runner: ModelRunner, utilization: float, *, wanted: int, moved_bytes: int) -> int:
+    """Return the number of blocks that fit into every device's memory with the temporaries of the largest steps.
+
+    The steps are compiled as the warm-up will need them. Sampling does not depend on the pool, and usually needs more
+    memory than the model's part of a step. If it needs less, that part is compiled again for a smaller pool.
+
+    Args:
+        wanted: maximum number of blocks that could ever be used; it limits only the pool on a CPU.
+        moved_bytes: bytes that swapping needs.
+    """
+    placement, block_bytes = runner.placement, runner.blocks.block_bytes
+    stats = [device.memory_stats() for device in placement.local_devices]
+    if not all(each and "bytes_limit" in each for each in stats):
+        return least(cpu_num_blocks(wanted, block_bytes * len(stats)), placement)
+
+    def fitting(temporaries: int) -> int:
+        return min(
+            fitting_blocks(
+                limit=each["bytes_limit"], in_use=each["bytes_in_use"], utilization=utilization,
+                bytes_per_block=block_bytes, temporaries=temporaries,
+            )
+            for each in stats
+        )  # fmt: skip
+
+    logger.info("compiling the largest steps, to measure the memory that they leave for the KV pool")
+    beside = max(moved_bytes, sampling_temporaries(runner))
+    num_blocks = least(fitting(beside), placement)  # XLA's autotuning expects the same shapes in all processes
+    inside = model_temporaries(runner, num_blocks)
+    return least(num_blocks if inside <= beside else fitting(inside), placement)
+
+
+def model_temporaries(runner: ModelRunner, num_blocks: int) -> int:
+    """Return the bytes that the model's part of the largest steps needs in addition to parameters and pool."""
+    cache, whole = runner.blocks.cache, runner.placement.pool
+    array = jax.ShapeDtypeStruct(cache.shape(num_blocks), cache.dtype, sharding=whole)
+    pool, last_tokens = [array] * (2 * cache.num_layers), runner.rows.last_tokens
+    return temporaries(
+        runner.step.forward.lower(runner.leaves, pool, last_tokens, runner.shapes.padding(bucket), bucket)
+        for bucket in _largest(runner)
+    )
+
+
+def sampling_temporaries(runner: ModelRunner) -> int:
+    """Return the bytes that the largest steps need for samples and prompt logprobs."""
+    step, rows, outputs, leaves = runner.step, runner.rows, runner.outputs, runner.leaves
+    lowered = []
+    for bucket in _largest(runner):
+        x_sd = _whole(runner, (bucket.num_seqs, outputs.hidden_size), outputs.hidden_dtype)
+        rows_sf = _whole(runner, (bucket.num_seqs, ROW_WORDS), "int32")
+        bits = runner.shapes.no_bits[bucket.num_seqs]
+        lowered.append(step.choose.lower(leaves, rows.state, rows.last_tokens, x_sd, rows_sf, bits, Settings.ANY))
+        if not bucket.decode:
+            x_td = _whole(runner, (bucket.num_tokens, outputs.hidden_size), outputs.hidden_dtype)
+            lowered.append(step.score.lower(leaves, x_td, _whole(runner, (bucket.num_tokens,), "int32")))
+    return temporaries(lowered)
+
+
+def _largest(runner: ModelRunner) -> tuple[Bucket, Bucket]:
+    """Return the largest decode step and the largest step with a prompt."""
+    return runner.shapes.buckets.decode[-1], runner.shapes.buckets.mixed[-1]
+
+
+def _whole(runner: ModelRunner, shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
+    """Return the description of an array that every device has whole."""
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=runner.placement.whole)
+
+
+def temporaries(steps: Iterable[jax.stages.Lowered]) -> int:
+    """Return the maximum bytes that one of several steps needs for temporaries, as XLA reports them."""
+    analyses = [step.compile().memory_analysis() for step in steps]
+    most: int = max(analysis.temp_size_in_bytes for analysis in analyses if analysis)
+    return most
+
+
+def fitting_blocks(*, limit: int, in_use: int, temporaries: int, utilization: float, bytes_per_block: int) -> int:
+    """Return the blocks that fit into `utilization` of `limit` bytes with the memory in use and a step's temporaries.
+
+    Raises:
+        ValueError: not one block fits; the message has the numbers.
+    """
+    available = math.floor(limit * utilization) - in_use - temporaries
+    if available < bytes_per_block:
+        raise ValueError(
+            f"gpu_memory_utilization: {utilization} of {limit / 2**30:.2f} GiB leaves no memory for the KV pool after "
+            f"{in_use / 2**30:.2f} GiB in use and {temporaries / 2**30:.2f} GiB of temporaries; a block takes "
+            f"{bytes_per_block / 2**20:.2f} MiB"
+        )
+    return available // bytes_per_block
+
+
+def cpu_num_blocks(wanted: int, bytes_per_block: int) -> int:
+    """Return the blocks of a pool on a CPU: the wanted number, within a modest share of the machine's memory."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    room = min(MAX_CPU_POOL_BYTES, math.floor(memory * MAX_CPU_MEMORY_SHARE))
+    return max(1, min(wanted, room // bytes_per_block))
+
+
+def configured_num_blocks(config: EngineConfig, bytes_per_block: int, available: int) -> int | None:
+    """Return the number of KV blocks that the config sets, as a number or in bytes; None if it sets neither.
+
+    Raises:
+        ValueError: not one block fits into the configured bytes, or the blocks take more than the `available` bytes.
+    """
+    num_blocks, pool_bytes = config.num_gpu_blocks_override, config.kv_cache_memory_bytes
+    field = "num_gpu_blocks_override"
+    if pool_bytes is not None:
+        field, num_blocks = "kv_cache_memory_bytes", pool_bytes // bytes_per_block
+        if not num_blocks:
+            raise ValueError(f"{field}: must be at least {bytes_per_block}, the bytes of one block, not {pool_bytes}")
+    if num_blocks and (wanted := num_blocks * bytes_per_block) > available:
+        raise ValueError(
+            f"{field}: {num_blocks} blocks take {wanted / 2**30:.2f} GiB, more than the "
+            f"{available / 2**30:.2f} GiB of free memory (at most {available // bytes_per_block} blocks)"
+        )
+    return num_blocks
+
+
+def available_memory(devices: Sequence[jax.Device]) -> int:
+    """Return the free bytes of the device with the fewest; CPUs share those of the host."""
+    stats = [device.memory_stats() for device in devices]
+    if not all(each and "bytes_limit" in each for each in stats):
+        return available_host_memory() // len(devices)
+    least: int = min(each["bytes_limit"] - each["bytes_in_use"] for each in stats)
+    return least
+
+
+def available_host_memory() -> int:
+    """Return the bytes of the host's memory that programs can allocate without swapping."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:  # not Linux
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))

@@ -1,0 +1,187 @@
+"""Resolution of the settings that a config leaves to the model and the device, before either is used."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from jpaged.config import (
+    BLOCK_SIZE,
+    CPU_LONG,
+    CPU_LONG_BLOCK_SIZE,
+    DTYPE_ALIASES,
+    QUANTIZATIONS,
+    EngineConfig,
+    Limits,
+    platform_defaults,
+)
+from jpaged.models.config import ModelConfig
+from jpaged.runtime.mesh import MeshShape, mesh_shape
+
+
+@dataclass(frozen=True)
+class Device:
+    """Device as jax describes it."""
+
+    kind: str
+    platform: str
+    compute_capability: float | None = None
+
+
+class SettingChoice(NamedTuple):
+    """Value of a setting, and the reason for it."""
+
+    setting: str
+    value: Any
+    reason: str
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """Settings of an engine for one model and one kind of device; none of them is open.
+
+    Attributes:
+        config: the config, for the settings that need no resolution.
+        model: the model's config, for sequences of at most `limits.max_model_len` tokens.
+        device: a device that holds the model or a part of it.
+        dtype: dtype of parameters and activations; None: a module keeps the dtypes of its arrays.
+        quantization: method of quantizing weights while they are loaded; None: they stay as they are.
+        mesh: shape of the mesh of devices.
+        choices: the settings that a config may leave open.
+    """
+
+    config: EngineConfig
+    model: ModelConfig
+    device: Device
+    limits: Limits
+    dtype: str | None
+    quantization: str | None
+    mesh: MeshShape
+    choices: tuple[SettingChoice, ...]
+
+
+def resolve(
+    config: EngineConfig,
+    model: ModelConfig,
+    device: Device,
+    *,
+    stored_method: str | None = None,
+    module_size: int | None = None,
+) -> Resolved:
+    """Resolve the open settings of a config.
+
+    Args:
+        stored_method: method by which the checkpoint is quantized; None: it is not.
+        module_size: number of devices that hold a loaded module; None: the model is a checkpoint.
+
+    Raises:
+        ValueError: the model does not support a value, or there are more sequences than blocks in the KV pool.
+    """
+    choices = _Choices(config)
+    dtype: str | None
+    if module_size is None:
+        dtype = choices.choose("dtype", *_default_dtype(model, device))
+        size = choices.choose("tensor_parallel_size", 1, "the default")
+        quantization = _quantization(choices, stored_method)
+    else:
+        dtype = choices.choose("dtype", None, "each array of the module keeps its dtype")
+        size = choices.choose("tensor_parallel_size", module_size, "the module lies on these devices")
+        quantization = None
+    dtype = DTYPE_ALIASES.get(dtype, dtype) if dtype else None
+    choices.choose("kv_cache_dtype", dtype, "the dtype of the keys")
+    limits = _limits(choices, model, device.platform)
+    model = model.for_length(limits.max_model_len) if module_size is None else model
+    mesh = mesh_shape(model, size)
+    return Resolved(config, model, device, limits, dtype, quantization, mesh, tuple(choices.made))
+
+
+def check_num_blocks(limits: Limits, num_blocks: int) -> None:
+    """Check that the KV pool has a block for each sequence.
+
+    Raises:
+        ValueError: it has fewer.
+    """
+    if limits.max_num_seqs > num_blocks:
+        raise ValueError(
+            f"max_num_seqs: {limits.max_num_seqs} exceeds the {num_blocks} blocks of the KV pool, "
+            "and each sequence needs at least one"
+        )
+
+
+class _Choices:
+    """Record of the choices for one config."""
+
+    def __init__(self, config: EngineConfig):
+        self.config = config
+        self.made: list[SettingChoice] = []
+
+    def choose[T](self, setting: str, default: T, reason: str) -> T:
+        """Return the value that the config sets, else the default."""
+        value = getattr(self.config, setting)
+        if value in (None, "auto"):
+            value = default
+        else:
+            reason = "set"
+        self.made.append(SettingChoice(setting, value, reason))
+        chosen: T = value
+        return chosen
+
+
+def _default_dtype(model: ModelConfig, device: Device) -> tuple[str, str]:
+    """Return the dtype of "auto", and the reason."""
+    if device.platform == "cpu":
+        return "float32", "the fastest and most exact dtype on a CPU"
+    if model.dtype == "float32":
+        return "bfloat16", "the checkpoint has float32, and a GPU computes 16 bits faster"
+    return model.dtype, "the dtype of the checkpoint"
+
+
+def _quantization(choices: _Choices, stored_method: str | None) -> str | None:
+    """Return the method to apply while loading: None if the config names the method of the checkpoint.
+
+    Raises:
+        ValueError: the config names another method, which can't be applied.
+    """
+    reason = "the method of the checkpoint" if stored_method else "the checkpoint is not quantized"
+    method = choices.choose("quantization", stored_method, reason)
+    if method in QUANTIZATIONS and choices.config.quantization:
+        return method
+    if method != stored_method:
+        state = f"is quantized by {stored_method}" if stored_method else "is not quantized"
+        raise ValueError(
+            f"quantization: the checkpoint {state}, so it can be {stored_method or 'None'} or one of "
+            f"{', '.join(QUANTIZATIONS)}, not {method!r}"
+        )
+    return None
+
+
+def _limits(choices: _Choices, model: ModelConfig, platform: str) -> Limits:
+    """Return the limits.
+
+    Raises:
+        ValueError: the model does not support a value, or there are more sequences than blocks in the KV pool.
+    """
+    config, defaults, choose = choices.config, platform_defaults(platform), choices.choose
+    usual = f"the default on a {'CPU' if platform == 'cpu' else 'GPU'}"
+    longest = model.context_length
+    max_model_len = choose("max_model_len", longest, "the longest context of the model")
+    if max_model_len > longest:
+        scaled = "" if longest == model.max_position_embeddings else f" as {model.rope.type} rope_scaling extends them"
+        raise ValueError(
+            f"max_model_len: {max_model_len} exceeds the model's max_position_embeddings{scaled} ({longest})"
+        )
+    seqs = config.num_seqs(defaults.max_num_seqs)
+    lowered = seqs < defaults.max_num_seqs
+    max_num_seqs = choose("max_num_seqs", seqs, "as many as max_num_batched_tokens" if lowered else usual)
+    tokens = max(defaults.max_num_batched_tokens, max_num_seqs)
+    raised = tokens > defaults.max_num_batched_tokens
+    tokens = choose("max_num_batched_tokens", tokens, "as many as max_num_seqs" if raised else usual)
+    is_long = platform == "cpu" and max_model_len >= CPU_LONG
+    block_size = (
+        choose("block_size", CPU_LONG_BLOCK_SIZE, "a CPU gathers long contexts faster in large blocks")
+        if is_long
+        else choose("block_size", BLOCK_SIZE, "the default")
+    )
+    max_logprobs = model.vocab_size if config.max_logprobs == -1 else config.max_logprobs
+    limits = Limits(max_model_len, max_num_seqs, tokens, block_size, max_logprobs)
+    if config.num_gpu_blocks_override is not None:
+        check_num_blocks(limits, config.num_gpu_blocks_override)
+    return limits

@@ -1,0 +1,202 @@
+"""Setup of an engine: its settings, devices, kernels and tokenizer, checked before parameters are loaded."""
+
+import logging
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+
+from jpaged.chat import check_template
+from jpaged.config import EngineConfig
+from jpaged.models.base import Model
+from jpaged.runtime.compilation_cache import cache_folder
+from jpaged.runtime.parameters import by_name
+from jpaged.runtime.placement import Placement, devices_of
+from jpaged.start.find import default_sampling, find_model, find_tokenizer, read_checkpoint
+from jpaged.start.pool import check_pool
+from jpaged.start.resolve import Device, Resolved, resolve
+from pallas_kernels import Kernels, SelfTest, compute_capability, select
+
+logger = logging.getLogger(__name__)
+
+
+class Setup(NamedTuple):
+    """Checked settings and devices of an engine before its parameters are loaded; nothing large is in memory yet.
+
+    Attributes:
+        placement: the places of parameters and KV pool.
+        kernels: the kernels, tested on the device; None: they depend on the dtype that a module computes attention in.
+        tokenizer: a Hugging Face tokenizer or a `tokenizers.Tokenizer`; None if there is none.
+        sampling_defaults: default sampling parameters of the model and the config.
+    """
+
+    resolved: Resolved
+    placement: Placement
+    kernels: Kernels | None
+    tokenizer: Any
+    sampling_defaults: dict[str, Any]
+
+
+def prepare(config: EngineConfig, *, tokenizer: Any = None, chat_template: str | None = None, nnodes: int = 1) -> Setup:
+    """Check all settings of a model before its parameters are loaded, which takes minutes for large ones.
+
+    Args:
+        tokenizer: a tokenizer, or the name of a directory or hub id, instead of the config's.
+        chat_template: a chat template in place of the tokenizer's; its syntax is checked.
+        nnodes: number of processes of `jax.distributed` that share the model.
+
+    Raises:
+        ValueError: the model or the device does not allow a setting, or a file is missing or broken.
+        NotImplementedError: the device does not have the requested kernels.
+    """
+    size = config.tensor_parallel_size or 1
+    devices = devices_of_nodes(size, nnodes) if nnodes > 1 else choose_devices(size)[0]
+    directory, resolved = resolve_checkpoint(config, devices[0])
+    placement = Placement.on(devices, resolved.model)
+    defaults = default_sampling(
+        directory if config.generation_config == "auto" else None, config.override_generation_config
+    )
+    if config.skip_tokenizer_init:
+        tokenizer = None
+    elif (tokenizer := find_tokenizer(tokenizer or config.tokenizer, directory)) is None:
+        logger.warning("%s has no tokenizer: requests must be token ids, and answers have no text", config.model)
+    if chat_template is not None:
+        check_template(tokenizer, chat_template)
+    kernels = select_kernels(resolved, placement)  # may test them, which takes minutes
+    check_pool(resolved, placement, kernels, str(resolved.dtype))
+    return Setup(resolved, placement, kernels, tokenizer, defaults)
+
+
+def resolve_checkpoint(config: EngineConfig, device: jax.Device) -> tuple[Path, Resolved]:
+    """Return the directory of a checkpoint and the settings for it. Weights on the hub are not downloaded.
+
+    Args:
+        device: one of the devices that will hold the model.
+
+    Raises:
+        ValueError: there is no such model, or it does not allow a setting.
+    """
+    directory = find_model(config.model, revision=config.revision, weights=False)
+    model, method = read_checkpoint(directory, config.hf_overrides, has_weights=config.load_format != "dummy")
+    return directory, resolve(config, model, device_of(device), stored_method=method)
+
+
+def prepare_module(config: EngineConfig, module: Model, tokenizer: Any = None) -> Setup:
+    """Check all settings of a loaded module.
+
+    Args:
+        tokenizer: a tokenizer, or the name of a directory or hub id; None: there is none.
+
+    Raises:
+        ValueError: the module or its devices do not allow a setting.
+    """
+    devices = _check_module(config, module)
+    resolved = resolve(config, module.config, device_of(devices[0]), module_size=len(devices))
+    placement = Placement.on(devices[: config.tensor_parallel_size], module.config)
+    defaults = default_sampling(None, config.override_generation_config)
+    return Setup(resolved, placement, None, find_tokenizer(tokenizer), defaults)
+
+
+def on_further_devices(setup: Setup, data_parallel_size: int) -> list[Setup]:
+    """Return the setups of several engines of a model, each on different devices. The first is `setup`.
+
+    Raises:
+        ValueError: there are too few devices.
+    """
+    if data_parallel_size == 1:
+        return [setup]
+    groups = choose_devices(setup.placement.size, data_parallel_size)
+    return [setup._replace(placement=Placement.on(group, setup.resolved.model)) for group in groups]
+
+
+def _check_module(config: EngineConfig, model: Model) -> list[jax.Device]:
+    """Return the devices of a module.
+
+    Raises:
+        ValueError: it can't be served with these settings.
+    """
+    if config.load_format != "auto":
+        raise ValueError(f"load_format: must be auto for a module, which is not loaded, not {config.load_format!r}")
+    if config.hf_overrides:
+        raise ValueError("hf_overrides: can't be applied to a module, which has its config")
+    if config.quantization is not None:
+        raise ValueError(
+            "quantization: can't be applied to a module, whose arrays are served as they are, not copied; pass "
+            f"jpaged.quantize(module, {config.quantization!r}) instead"
+        )
+    leaves = by_name(nnx.state(model, nnx.Param))
+    if not leaves:
+        raise ValueError("model: must have parameters, variables of the type nnx.Param")
+    if other := next((name for name, leaf in leaves.items() if not isinstance(leaf, jax.Array)), None):
+        raise ValueError(f"model: {other} must be a jax.Array, not {type(leaves[other]).__name__}")
+    devices = devices_of(leaves.values())
+    if (config.tensor_parallel_size or 1) > len(devices):
+        raise ValueError(
+            f"tensor_parallel_size: must be at most the number of devices ({len(devices)}) on which the module's "
+            f"parameters lie, not {config.tensor_parallel_size}; jpaged.shard(module, devices) divides a module"
+        )
+    return devices
+
+
+def select_kernels(
+    resolved: Resolved, placement: Placement, dtype: str | None = None, *, retest: bool = False
+) -> Kernels:
+    """Choose the kernels for a model, with the heads that each device holds.
+
+    On a GPU each op is tested first, on one device, unless a result is stored.
+
+    Args:
+        dtype: dtype of queries, keys and values; None: the resolved one.
+        retest: ignore stored results.
+    """
+    config, model, device = resolved.config, resolved.model, resolved.device
+    dtype = dtype or str(resolved.dtype)
+    return select(
+        config.kernels, platform=device.platform, device_kind=device.kind,
+        compute_capability=device.compute_capability, dtype=dtype, pool_dtype=config.pool_dtype(dtype),
+        head_dim=model.head_dim, num_heads=model.num_attention_heads // resolved.mesh.size,
+        num_kv_heads=model.num_key_value_heads // resolved.mesh.kv, block_size=resolved.limits.block_size,
+        self_test=SelfTest.on(placement.device, cache_folder() / "selftest", retest=retest),
+    )  # fmt: skip
+
+
+def device_of(device: jax.Device) -> Device:
+    """Return the description of one of jax's devices."""
+    return Device(device.device_kind, device.platform, compute_capability(device))
+
+
+def choose_devices(tensor_parallel_size: int, data_parallel_size: int = 1) -> list[list[jax.Device]]:
+    """Return the devices of each of several engines: jax's default device, and further ones of this process.
+
+    Raises:
+        ValueError: there are fewer.
+    """
+    (first,) = jax.device_put(0).devices()
+    devices = [first, *(device for device in jax.local_devices(backend=first.platform) if device != first)]
+    if len(devices) < tensor_parallel_size * data_parallel_size:
+        name, most, size = "tensor_parallel_size", len(devices), tensor_parallel_size
+        if size <= most:
+            name, most, size = "data_parallel_size", len(devices) // size, data_parallel_size
+        hint = "; JAX_NUM_CPU_DEVICES sets the number of CPU devices" if first.platform == "cpu" else ""
+        count = f"{len(devices)} device" + "s" * (len(devices) > 1)
+        raise ValueError(f"{name}: must be at most {most}, as jax has {count}, not {size}{hint}")
+    starts = range(0, tensor_parallel_size * data_parallel_size, tensor_parallel_size)
+    return [devices[start : start + tensor_parallel_size] for start in starts]
+
+
+def devices_of_nodes(size: int, nnodes: int) -> list[jax.Device]:
+    """Return the devices that several processes share, equally many of each.
+
+    Raises:
+        ValueError: a process has fewer, or the processes can't have equally many.
+    """
+    if size % nnodes:
+        raise ValueError(f"tensor_parallel_size: must be a multiple of nnodes ({nnodes}), not {size}")
+    devices = [jax.local_devices(process_index=node)[: size // nnodes] for node in range(nnodes)]
+    if short := [node for node, local in enumerate(devices) if len(local) < size // nnodes]:
+        raise ValueError(
+            f"tensor_parallel_size: node {short[0]} has {len(devices[short[0]])} devices, and {size} devices on "
+            f"{nnodes} nodes need {size // nnodes} on each"
+        )
+    return [device for local in devices for device in local]

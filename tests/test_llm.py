@@ -22,6 +22,8 @@ from tests.support import models
 from tests.support.few_shapes import few_shapes
 from tests.support.patience import PATIENCE_S
 
+pytestmark = pytest.mark.slow
+
 SMALL = {"block_size": 8, "max_num_seqs": 4, "max_num_batched_tokens": 32, "progress": False}
 
 

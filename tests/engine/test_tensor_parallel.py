@@ -41,6 +41,8 @@ from tests.runtime.caches import placement_of
 from tests.runtime.test_runner import Compilations, any_params, copies
 from tests.support.few_shapes import few_shapes
 
+pytestmark = pytest.mark.slow
+
 BLOCK, ROOM = 8, 300
 LIMITS = Limits(max_model_len=256, max_num_seqs=16, max_num_batched_tokens=32, block_size=BLOCK)
 SHAPES = dict(

@@ -14,6 +14,8 @@ from jpaged.engine.build import limits_of
 from tests.serving.client import Client
 from tests.support.few_shapes import few_shapes
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 

@@ -14,6 +14,8 @@ import pytest
 
 from benchmarks.shared.server_process import ServerProcess
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 MIB = 2**20
 BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_{}(sys.argv[1]))"

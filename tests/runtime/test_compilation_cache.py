@@ -21,6 +21,8 @@ from jpaged.runtime.shapes import Shapes
 from jpaged.runtime.swap import TRANSFERS
 from tests.runtime.caches import cache_of
 
+pytestmark = pytest.mark.slow
+
 FOLDER = "jax_compilation_cache_dir"
 
 

@@ -35,6 +35,8 @@ from pallas_kernels import SelfTest, select
 from tests.runtime.caches import cache_of, placement_of
 from tests.support.few_shapes import few_shapes
 
+pytestmark = pytest.mark.slow
+
 LLAMA = ModelConfig(
     vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, head_dim=64, max_position_embeddings=128,

@@ -24,6 +24,8 @@ from jpaged.structured.numbers import LARGEST, sound_numbers
 from jpaged.tokenizer import backend, encode, load_tokenizer
 from tests.support import schemas
 
+pytestmark = pytest.mark.slow
+
 PERSON = {
     "type": "object",
     "properties": {

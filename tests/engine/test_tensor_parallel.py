@@ -373,7 +373,7 @@ from tests.engine import test_tensor_parallel as tests
     blocks=4096, width=512,
 )
 folder = pathlib.Path(sys.argv[1])
-with tests.deviceless.abstract_h200():
+with tests.deviceless.abstract(tests.H200):
     lowered = forward.trace(*args).lower()
 lowered.compile({"xla_dump_to": str(folder), **tests.deviceless.OPTIMIZED})
 thunks = max(folder.glob("*thunk_sequence*"), key=lambda path: path.stat().st_size).read_text()

@@ -259,9 +259,8 @@ def test_the_step_aliases_the_pool_and_copies_none_of_it_on_a_cpu(bucket):
     assert all(copies(compiled.as_text(), x.shape, name) == 0 for x, name in zip(state, ("s32", "pred", "f32")))
 
 
-@pytest.mark.parametrize(
-    "bucket", [pytest.param(BUCKETS[0], id="decode", marks=pytest.mark.deep), pytest.param(BUCKETS[1], id="mixed")]
-)
+@pytest.mark.deep  # tests/kernels/test_compiled_step.py expects the same of a mixed step of a real model
+@pytest.mark.parametrize("bucket", BUCKETS, ids=["decode", "mixed"])
 def test_the_step_aliases_the_pool_and_copies_none_of_it_on_an_h200(bucket):
     if reason := deviceless.why_not():
         pytest.skip(reason)

@@ -6,7 +6,7 @@
 # make docs: build the API reference into build/api
 # make dist REPOSITORY=https://github.com/owner/jpaged builds the distributions of the last commit into dist
 # make bench: the paper's evaluation on this machine and in the simulator, 20 minutes; writes docs/benchmarks.md
-# make mutate [ARGS="jpaged/core/beam.py"] counts the small changes of a module that its quick tests notice.
+# make mutate [ARGS="'jpaged.core.beam.*'"] runs mutmut, which shows the small changes of a module that tests miss.
 # Needs git, make and a Python from 3.12 on: python3, python3.12.., a pyenv version, or uv. All goes into .venv.
 
 VENV := .venv
@@ -66,15 +66,17 @@ dist: $(VENV)/test.done
 bench: $(VENV)/test.done
 	$(CPU) $(BIN)/python benchmarks/paper/evaluate.py $(ARGS)
 
+# A mutant changes one computation of many: jax compiles the others once, for all mutants.
 mutate: $(VENV)/test.done
-	$(BIN)/python -m tests.repository.mutate $(ARGS)
+	JAX_COMPILATION_CACHE_DIR=$(CURDIR)/mutants/compiled JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
+	JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1 $(BIN)/python -m mutmut run $(ARGS)
 
 format: $(VENV)/test.done
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist mutants *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # uv takes a sixth of pip's time. pip follows where uv fails, for example because the index is named in pip.conf alone.
 define install

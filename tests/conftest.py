@@ -4,7 +4,6 @@ import gc
 import os
 import signal
 import sys
-from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # the CUDA plugin is here to compile, not to run
@@ -33,25 +32,6 @@ settings.register_profile("jpaged", deadline=None, derandomize="CI" in os.enviro
 # A mutant is dead at the first failure; the smallest one would take many times as long to find.
 settings.register_profile("mutation", deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
 settings.load_profile("jpaged")
-
-
-# Tests that start processes, serve over HTTP, compile GPU kernels or whole engines, or search exhaustively:
-# `make test-fast` leaves them out.
-SLOW = (
-    "bench/test_engines.py", "benchmarks/", "cli/", "clients/", "core/test_every_interleaving.py",
-    "core/test_state_machine.py", "demo/", "engine/test_kv_cache_dtype.py", "engine/test_quantization.py",
-    "engine/test_sharing.py", "engine/test_tensor_parallel.py", "engine/test_update_params.py",
-    "engine/test_updates_under_traffic.py", "kernels/", "models/test_architecture_serving.py",
-    "models/test_registry.py", "parallel/", "repository/test_examples.py", "repository/test_package.py",
-    "repository/test_readme.py", "rl/test_trainers.py", "runtime/test_compilation_cache.py", "runtime/test_plan.py",
-    "runtime/test_runner.py", "serving/", "structured/test_constraints.py", "test_llm.py",
-)  # fmt: skip
-
-
-def pytest_collection_modifyitems(items):
-    for item in items:
-        if item.path.relative_to(Path(__file__).parent).as_posix().startswith(SLOW):
-            item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish():

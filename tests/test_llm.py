@@ -22,6 +22,8 @@ from tests.support import models
 from tests.support.few_shapes import few_shapes
 from tests.support.patience import PATIENCE_S
 
+pytestmark = pytest.mark.slow
+
 SMALL = {"block_size": 8, "max_num_seqs": 4, "max_num_batched_tokens": 32, "progress": False}
 
 
@@ -430,7 +432,7 @@ def test_reset_prefix_cache_waits_for_a_generation(llm, expected, monkeypatch):
 
 def test_a_module_without_a_tokenizer(random_module):
     with few_shapes():
-        llm = LLM(random_module, **SMALL | {"max_num_seqs": 2, "max_num_batched_tokens": 16})
+        llm = LLM(random_module, num_gpu_blocks_override=12, **SMALL)
     (output,) = llm.generate([1, 2, 3], SamplingParams(max_tokens=3), use_tqdm=False)
     assert output.outputs[0].text == "" and len(output.outputs[0].token_ids) == 3
     with pytest.raises(ValueError, match="no tokenizer, so prompts must be token ids"):

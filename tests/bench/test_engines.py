@@ -12,6 +12,8 @@ from jpaged.llm import LLM
 from tests.serving.client import MAX_LEN, Client
 from tests.support.few_shapes import few_shapes
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     "endpoint, token_ids",

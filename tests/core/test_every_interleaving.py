@@ -16,6 +16,8 @@ from tests.core import traffic
 from tests.core.planted import BUGS
 from tests.support.fake_runner import digests, slot
 
+pytestmark = pytest.mark.slow
+
 Event = str | int  # a number aborts that request
 
 

@@ -14,6 +14,8 @@ from jpaged.core.commands import UpdateParams
 from tests.core import traffic
 from tests.core.planted import BUGS
 
+pytestmark = pytest.mark.slow
+
 EOS = frozenset([0])
 
 

@@ -7,6 +7,8 @@ from jpaged import LLM, SamplingParams
 from jpaged.config import EngineConfig
 from tests.support.few_shapes import few_shapes
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = ["Once upon a time", "The little fox", "What is a block table?", "One day, a girl named"]
 SHAPES = {"max_num_seqs": 16, "max_num_batched_tokens": 32, "max_model_len": 512}  # of the fixture `demo`
 GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)

@@ -22,6 +22,8 @@ from jpaged.start.load import load_model
 from tests.support import architectures, checkpoints
 from tests.support.few_shapes import few_shapes
 
+pytestmark = pytest.mark.slow
+
 HF = checkpoints.CASES["biases"] | {"vocab_size": 256}
 CONFIG = ModelConfig.from_hf(HF)
 STORED = {"int8": np.int8, "fp8": ml_dtypes.float8_e4m3fn}

@@ -24,6 +24,8 @@ from tests.oracle import make_beam_fixtures
 from tests.support import checkpoints, runners
 from tests.support.models import byte_tokenizer
 
+pytestmark = pytest.mark.slow
+
 FIXTURES = json.loads(make_beam_fixtures.FIXTURE.read_text())
 BLOCK, ROOM, HOST = 4, 640, 300
 LIMITS = Limits(max_model_len=96, max_num_seqs=64, max_num_batched_tokens=64, block_size=BLOCK)

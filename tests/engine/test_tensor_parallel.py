@@ -43,6 +43,8 @@ from tests.runtime.test_runner import Compilations, any_params, copies
 from tests.support.few_shapes import few_shapes
 from tests.support.runners import runner_of
 
+pytestmark = pytest.mark.slow
+
 BLOCK, ROOM = 8, 300
 LIMITS = Limits(max_model_len=256, max_num_seqs=16, max_num_batched_tokens=32, block_size=BLOCK)
 SHAPES = dict(
@@ -372,7 +374,7 @@ from tests.support.runners import runner_of
     blocks=4096, width=512,
 )
 folder = pathlib.Path(sys.argv[1])
-with tests.deviceless.abstract_h200():
+with tests.deviceless.abstract(tests.H200):
     lowered = forward.trace(*args).lower()
 lowered.compile({"xla_dump_to": str(folder), **tests.deviceless.OPTIMIZED})
 thunks = max(folder.glob("*thunk_sequence*"), key=lambda path: path.stat().st_size).read_text()

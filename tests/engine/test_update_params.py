@@ -21,6 +21,8 @@ from tests.runtime.test_runner import LIMITS, LLAMA, Compilations
 from tests.serving.client import limit_steps
 from tests.support.few_shapes import few_shapes
 
+pytestmark = pytest.mark.slow
+
 ENGINE = {"block_size": 8, "num_gpu_blocks_override": 40, "progress": False} | LIMITS
 PROMPTS = [[*range(seed, seed + length)] for seed, length in ((3, 5), (40, 30), (90, 17), (7, 50))]
 PARAMS = [

@@ -12,6 +12,8 @@ from jpaged.start.assemble import load_engine
 from tests.support import checkpoints, models
 from tests.support.few_shapes import few_shapes
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = dict(
     max_num_seqs=8, max_num_batched_tokens=32, max_model_len=128, num_gpu_blocks_override=24, block_size=8,
     preemption_mode="swap", swap_space=0.01,

@@ -9,10 +9,9 @@ import sys
 
 from tqdm import tqdm
 
-from benchmarks.shared import deviceless
 from benchmarks.shared.gpus import GPUS, Gpu
 from pallas_kernels import select
-from tests.kernels import figures
+from tests.kernels import figures, gpu_compiler
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "kernels.md"
 BEGIN, END = "<!-- made by tests/kernels/devices.py -->", "<!-- end -->"
@@ -36,7 +35,7 @@ def compiled(gpu: Gpu) -> str:
         program = implementation(gpu, head_dim, pool_dtype)
         case = figures.Case(program, head_dim, pool_dtype, 16, 4)
         ops = figures._ops(figures.PROGRAMS[program][0], case, {})
-        kernels = deviceless.compile_for(gpu, ops, *figures._avals(case), donate_argnums=(3, 4)).kernels.values()
+        kernels = gpu_compiler.compile_for(gpu, ops, *figures._avals(case), donate_argnums=(3, 4)).kernels.values()
         spills = max(spills, *(kernel.spill_bytes for kernel in kernels))
         shared = max(shared, *(kernel.shared_memory for kernel in kernels))
     assert shared <= gpu.shared_memory, f"{gpu.kind}: {shared} bytes of shared memory"

@@ -19,6 +19,7 @@ from tqdm import tqdm
 from benchmarks.shared import deviceless
 from benchmarks.shared.gpus import A100, H200
 from pallas_kernels import checks, mosaic, triton, tuning
+from tests.kernels import gpu_compiler
 from tests.kernels.implementations import ops_of
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "kernel-figures.md"
@@ -47,10 +48,10 @@ CASES = [
 
 
 @functools.cache
-def compiled(case: Case, **options: object) -> dict[str, deviceless.KernelFigures]:
+def compiled(case: Case, **options: object) -> dict[str, gpu_compiler.KernelFigures]:
     """All ops in one function, their kernels by name; `options` are those of the attention ops."""
     module, device = PROGRAMS[case.program]
-    return deviceless.compile_for(device, _ops(module, case, options), *_avals(case), donate_argnums=(3, 4)).kernels
+    return gpu_compiler.compile_for(device, _ops(module, case, options), *_avals(case), donate_argnums=(3, 4)).kernels
 
 
 def _ops(module: types.ModuleType, case: Case, options: dict):
@@ -99,7 +100,7 @@ No figure on this page is a speed.
 
 def table() -> str:
     """Return the page in Markdown."""
-    rows: dict[tuple, list[deviceless.KernelFigures]] = {}
+    rows: dict[tuple, list[gpu_compiler.KernelFigures]] = {}
     for case in tqdm(CASES, file=sys.stderr):
         for kernel, figures in compiled(case).items():
             rows.setdefault((case.program, case.head_dim, case.pool_dtype, kernel), []).append(figures)
@@ -114,7 +115,7 @@ def table() -> str:
         )
     ]
     for (program, head_dim, pool_dtype, kernel), seen in sorted(rows.items()):
-        worst, tiles = deviceless._worst(seen), configuration(program, kernel, head_dim, pool_dtype)
+        worst, tiles = gpu_compiler.worst(seen), configuration(program, kernel, head_dim, pool_dtype)
         shape = f"{program} | {kernel} | {head_dim} | {pool_dtype} | {tiles}"
         numbers = f"{worst.threads} | {worst.registers} | {worst.spill_bytes} | {worst.shared_memory:,}"
         lines.append(f"| {shape} | {numbers} |")

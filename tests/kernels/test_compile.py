@@ -11,7 +11,7 @@ import pytest
 from benchmarks.shared import deviceless
 from benchmarks.shared.gpus import H200
 from pallas_kernels import mosaic
-from tests.kernels import figures
+from tests.kernels import figures, gpu_compiler
 from tests.kernels.implementations import ops_of
 
 pytestmark = pytest.mark.skipif(deviceless.why_not() is not None, reason=str(deviceless.why_not()))
@@ -25,7 +25,7 @@ USUAL = [(64, "bfloat16", 16)]
 CASES = [case if case[1:4] in USUAL else pytest.param(case, marks=pytest.mark.deep) for case in MOSAIC]
 
 
-def check(case: figures.Case, kernels: dict[str, deviceless.KernelFigures]) -> None:
+def check(case: figures.Case, kernels: dict[str, gpu_compiler.KernelFigures]) -> None:
     device = figures.PROGRAMS[case.program][1]
     for name, seen in kernels.items():
         assert seen.spill_bytes == 0, (name, seen)
@@ -113,7 +113,7 @@ def step(k, v, slots, pools, cos, sin, *, order=None):
 
 
 def test_donated_pools_are_written_in_place():
-    result = deviceless.compile_for_h200(step, *STEP_ARGS, donate_argnums=3, figures=False)
+    result = gpu_compiler.compile_for_h200(step, *STEP_ARGS, donate_argnums=3, figures=False)
     assert result.aliased_bytes == 8 * POOL_BYTES
     assert result.copies_of(POOL, jnp.bfloat16) == 0
     assert result.temp_bytes < POOL_BYTES / 10
@@ -122,7 +122,7 @@ def test_donated_pools_are_written_in_place():
 def test_copies_would_be_seen():
     """Results in another order than the donated arguments: XLA aliases all bytes, and copies pools all the same."""
     fn = functools.partial(step, order=[0, 2, 4, 6, 1, 3, 5, 7])
-    result = deviceless.compile_for_h200(fn, *STEP_ARGS, donate_argnums=3, figures=False)
+    result = gpu_compiler.compile_for_h200(fn, *STEP_ARGS, donate_argnums=3, figures=False)
     assert result.aliased_bytes == 8 * POOL_BYTES
     assert result.copies_of(POOL, jnp.bfloat16) > 0
     assert result.temp_bytes >= POOL_BYTES
@@ -131,7 +131,7 @@ def test_copies_would_be_seen():
 def test_blocks_are_copied_in_place():
     """Through a copy of those blocks, and of no more."""
     indices = S((16,), jnp.int32)
-    result = deviceless.compile_for_h200(
+    result = gpu_compiler.compile_for_h200(
         ops_of(mosaic).copy_blocks, S(POOL, jnp.bfloat16), indices, indices, donate_argnums=0, figures=False
     )
     assert result.aliased_bytes == POOL_BYTES
@@ -144,7 +144,7 @@ def test_compiling_leaves_nothing_behind(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     x = S((1, 1, 64), jnp.bfloat16)
     pool = S((2, 1, 8, 64), jnp.bfloat16)
-    result = deviceless.compile_for_h200(ops_of(mosaic).write_kv, pool, pool, x, x, S((1,), jnp.int32))
+    result = gpu_compiler.compile_for_h200(ops_of(mosaic).write_kv, pool, pool, x, x, S((1,), jnp.int32))
     assert len(result.kernels) == 1
     assert not list(pathlib.Path(tmp_path).iterdir())
     assert not [name for name in os.environ if name.startswith("MOSAIC_GPU_DUMP")]

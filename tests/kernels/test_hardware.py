@@ -13,7 +13,7 @@ from benchmarks.shared import deviceless
 from benchmarks.shared.gpus import H200
 from pallas_kernels import mosaic, tuning
 from pallas_kernels.mosaic import combine, decode, kv_write, ring, support
-from tests.kernels import mosaic_program
+from tests.kernels import gpu_compiler, mosaic_program
 from tests.kernels.implementations import ops_of
 
 pytestmark = pytest.mark.skipif(deviceless.why_not() is not None, reason=str(deviceless.why_not()))
@@ -32,7 +32,7 @@ def faults(fn, *avals) -> dict[str, list[str]]:
     Decode is meant to have two thread blocks on a multiprocessor: one computes while the other waits for memory.
     """
     device, found = H200, dict[str, list[str]]()
-    for dump in deviceless.lowered_for_h200(fn, *avals):
+    for dump in gpu_compiler.lowered_for_h200(fn, *avals):
         program = mosaic_program.parse(*dump)
         found[program.name] = program.faults(shared_memory=device.shared_memory)
         two = 2 * (program.shared_memory + RESERVED)
@@ -252,7 +252,7 @@ class TestPlantedFaults:
             plgpu.copy_smem_to_gmem(smem, o_ref)
             plgpu.wait_smem_to_gmem(0)
 
-        [(name, text)] = deviceless.lowered_for_h200(
+        [(name, text)] = gpu_compiler.lowered_for_h200(
             plgpu.kernel(
                 kernel, out_type=S((256, 64), jnp.bfloat16), kernel_name="rows",
                 scratch_types=[plgpu.SMEM((256, 64), jnp.bfloat16), plgpu.Barrier()],
@@ -270,7 +270,7 @@ class TestPlantedFaults:
 def dumps(pool_dtype: str) -> list[tuple[str, str]]:
     """The three attention kernels as they are."""
     found: list[tuple[str, str]] = []
-    original = deviceless.lowered_for_h200
+    original = gpu_compiler.lowered_for_h200
 
     def keep(*args):
         found.extend(original(*args))

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.shared import deviceless
 from pallas_kernels import mosaic, rotate
 from pallas_kernels.mosaic import ragged
-from tests.kernels import mosaic_program, sass
+from tests.kernels import gpu_compiler, mosaic_program, sass
 from tests.kernels.implementations import ops_of
 
 pytestmark = pytest.mark.skipif(
@@ -29,14 +29,14 @@ def code(kernel: str, head_dim: int = 128) -> tuple[str, ...]:
 
 
 @functools.cache
-def compiled(head_dim: int, **options: float) -> dict[str, deviceless.KernelFigures]:
+def compiled(head_dim: int, **options: float) -> dict[str, gpu_compiler.KernelFigures]:
     pool, ints = S((999, 8, 16, head_dim), jnp.bfloat16), [S((n,), jnp.int32) for n in (SEQS, SEQS + 1)]
 
     def attend(q, pool, table, contexts, cu):
         return ops_of(mosaic).ragged_paged_attention(q, pool, pool, table, contexts, cu, scale=0.1, **options)
 
     q, table = S((T, 32, head_dim), jnp.bfloat16), S((SEQS, 500), jnp.int32)
-    return deviceless.compile_for_h200(attend, q, pool, table, *ints, sass=True).kernels
+    return gpu_compiler.compile_for_h200(attend, q, pool, table, *ints, sass=True).kernels
 
 
 @pytest.mark.parametrize("head_dim", [pytest.param(64, marks=pytest.mark.deep), 128])
@@ -111,7 +111,7 @@ def test_kv_write_fetches_angles_once_for_all_heads(head_dim, copies):
         S((9, 8, head_dim), jnp.bfloat16),
         S((9, head_dim // 2), jnp.float32),
     )
-    [(name, text)] = deviceless.lowered_for_h200(
+    [(name, text)] = gpu_compiler.lowered_for_h200(
         lambda pool, k, slots, angles: ops_of(mosaic).write_kv(pool, pool, k, k, slots, cos_t=angles, sin_t=angles),
         pool, k, S((9,), jnp.int32), angles,
     )  # fmt: skip
@@ -147,6 +147,6 @@ def layers(number: int, mixed: bool):
     seqs = SEQS if mixed else t
     pool, angles = S((77, k, 16, h), jnp.bfloat16), S((t, h // 2), jnp.float32)
     ints = S((t,), jnp.int32), S((seqs, 500), jnp.int32), S((seqs,), jnp.int32), S((seqs + 1,), jnp.int32)
-    return deviceless.compile_for_h200(
+    return gpu_compiler.compile_for_h200(
         layer, S((t, d), jnp.bfloat16), [(pool, pool)] * number, *ints, angles, angles, donate_argnums=1, figures=False
     ).launches

@@ -12,7 +12,7 @@ from benchmarks.shared.gpus import A100, H200, Gpu
 from pallas_kernels import checks, triton
 from pallas_kernels.triton import attention
 from pallas_kernels.tuning import TritonDecode, TritonRagged
-from tests.kernels import cases
+from tests.kernels import cases, gpu_compiler
 from tests.kernels.implementations import TRITON, ops_of
 from tests.kernels.triton_interpreter import interpreted
 
@@ -84,7 +84,7 @@ needs_compilers = pytest.mark.skipif(deviceless.why_not() is not None, reason=st
 
 
 @functools.lru_cache(maxsize=3)
-def compiled(device: Gpu, head_dim: int, dtype, pool_dtype) -> deviceless.Compiled:
+def compiled(device: Gpu, head_dim: int, dtype, pool_dtype) -> gpu_compiler.Compiled:
     """All ops of a model with 8 KV heads in one function, its pools donated, at the default tiles."""
     t, s, w, n, k = 512, 16, 512, 32, 8
     q, kv, pool = S((t, n, head_dim), dtype), S((t, k, head_dim), dtype), S((4096, k, 16, head_dim), pool_dtype)
@@ -101,7 +101,7 @@ def compiled(device: Gpu, head_dim: int, dtype, pool_dtype) -> deviceless.Compil
         return pools, o, ops_of(triton).paged_decode_attention(q[:s], *pools, tables, contexts, **options)
 
     args = q, kv, kv, (pool, pool), ints, (angles, angles), (scales, scales)
-    return deviceless.compile_for(device, ops, *args, donate_argnums=3)
+    return gpu_compiler.compile_for(device, ops, *args, donate_argnums=3)
 
 
 # The usual tier has each head dim and each dtype, but not all of these together.

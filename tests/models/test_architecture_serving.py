@@ -8,6 +8,8 @@ from tests.models.test_architectures import write
 from tests.support.architectures import CASES
 from tests.support.few_shapes import few_shapes
 
+pytestmark = pytest.mark.slow
+
 ENGINE = dict(
     block_size=4, max_num_seqs=16, max_num_batched_tokens=32, max_model_len=112, num_gpu_blocks_override=36,
     skip_tokenizer_init=True, progress=False,

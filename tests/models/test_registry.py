@@ -13,6 +13,8 @@ from jpaged.models.checkpoint import Form, dummy_model, load_safetensors, save_s
 from tests.models import toy
 from tests.support.few_shapes import few_shapes
 
+pytestmark = pytest.mark.slow
+
 ENGINE = dict(
     block_size=4, max_num_seqs=4, max_num_batched_tokens=16, num_gpu_blocks_override=64, skip_tokenizer_init=True,
     progress=False,

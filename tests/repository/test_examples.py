@@ -12,6 +12,8 @@ from jpaged.start import setup
 from tests.serving.client import Client
 from tests.support.few_shapes import few_shapes, limiting
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 

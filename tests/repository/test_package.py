@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.shared.server_process import ServerProcess
+from benchmarks.shared.server_process import SMALL, ServerProcess
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 MIB = 2**20
@@ -115,8 +117,7 @@ def test_the_installed_wheel_completes_and_serves(wheel, tmp_path):
     assert run(python, "-c", find, cwd=tmp_path) == "[]\n"
     jpaged = python.with_name("jpaged")
     assert run(jpaged, "--version", cwd=tmp_path).strip()
-    limits = ("--max-num-seqs", "2", "--max-num-batched-tokens", "32", "--max-model-len", "128")
-    with ServerProcess(*limits, program=(str(jpaged), "serve")) as server:
+    with ServerProcess(*SMALL, program=(str(jpaged), "serve")) as server:
         text = run(jpaged, "complete", "Once upon a time", "--max-tokens", "8", "--url", server.url, cwd=tmp_path)
         assert len(text.split()) > 3
         body = json.dumps({"prompt": "Once upon a time", "max_tokens": 4}).encode()

@@ -15,6 +15,8 @@ from tests.serving.client import Client
 from tests.support.few_shapes import few_shapes, limiting
 from tools import routes_table
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 KERNELS, SHARING, SERVER = ((ROOT / "docs" / page).read_text() for page in ("kernels.md", "sharing.md", "server.md"))

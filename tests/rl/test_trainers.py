@@ -23,6 +23,8 @@ from jpaged.runtime.placement import Placement
 from tests.runtime.test_runner import Compilations
 from tests.support.few_shapes import few_shapes
 
+pytestmark = pytest.mark.slow
+
 PAGE = Path(__file__).parents[2] / "docs" / "adding-a-model.md"
 ENGINE = dict(max_num_seqs=8, max_num_batched_tokens=16, num_gpu_blocks_override=40, progress=False)
 GROUP, WIDTH = 4, 24

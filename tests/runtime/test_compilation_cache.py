@@ -21,6 +21,8 @@ from jpaged.start import pool
 from tests.runtime.caches import cache_of
 from tests.support.runners import runner_of
 
+pytestmark = pytest.mark.slow
+
 FOLDER = "jax_compilation_cache_dir"
 
 

@@ -16,6 +16,8 @@ from jpaged.engine.engine import Engine
 from tests.runtime.replay import BLOCK_SIZE, LIMITS, LLAMA, NUM_BLOCKS, Recorded, make_runner
 from tests.support.models import byte_tokenizer
 
+pytestmark = pytest.mark.slow
+
 
 class Recorder:
     """A runner that keeps every plan, the masks of its rows, and its result."""

@@ -34,6 +34,8 @@ from tests.runtime.caches import cache_of, placement_of
 from tests.support.few_shapes import few_shapes, limiting
 from tests.support.runners import runner_of
 
+pytestmark = pytest.mark.slow
+
 LLAMA = ModelConfig(
     vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, head_dim=64, max_position_embeddings=128,
@@ -256,9 +258,8 @@ def test_the_step_aliases_the_pool_and_copies_none_of_it_on_a_cpu(bucket):
     assert all(copies(compiled.as_text(), x.shape, name) == 0 for x, name in zip(state, ("s32", "pred", "f32")))
 
 
-@pytest.mark.parametrize(
-    "bucket", [pytest.param(BUCKETS[0], id="decode", marks=pytest.mark.deep), pytest.param(BUCKETS[1], id="mixed")]
-)
+@pytest.mark.deep  # tests/kernels/test_compiled_step.py expects the same of a mixed step of a real model
+@pytest.mark.parametrize("bucket", BUCKETS, ids=["decode", "mixed"])
 def test_the_step_aliases_the_pool_and_copies_none_of_it_on_an_h200(bucket):
     if reason := deviceless.why_not():
         pytest.skip(reason)

@@ -42,6 +42,11 @@ TEMPLATE = """
 STEP_S = 0.001  # A stream then has more than one chunk.
 
 
+def pytest_itemcollected(item):
+    """Mark all tests of this folder: `make test-fast` leaves them out."""
+    item.add_marker("slow")
+
+
 @pytest.fixture
 async def client(loaded):
     async with Client(*loaded) as client:

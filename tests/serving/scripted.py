@@ -8,11 +8,13 @@ token, the runner ends the text, closes a string or an object, or takes the firs
 
 import argparse
 import asyncio
+import json
 import re
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,7 +33,7 @@ from jpaged.serving.logs import logging_to
 from jpaged.serving.serve import serve
 from jpaged.serving.service import Service
 from jpaged.serving.tools import FORMATS
-from jpaged.tokenizer import backend, load_tokenizer
+from jpaged.tokenizer import backend
 
 SAY, OR, DONE, FAIL = "<<say>>", "<<or>>", "<<done>>", "<<fail>>"
 BLOCK_SIZE = 16
@@ -151,10 +153,20 @@ def _sample(admitted: Admitted, token: int) -> Sample:
     return Sample(token, logprob(token), 1, [token, *others][:count], logprobs[:count])
 
 
+def demo_tokenizer() -> SimpleNamespace:
+    """Return the demo model's tokenizer as the server uses it, without transformers, whose import takes a second."""
+    config = json.loads((DIRECTORY / "tokenizer_config.json").read_text())
+    special = {name: config[name] for name in ("bos_token", "eos_token", "pad_token")}
+    return SimpleNamespace(
+        backend_tokenizer=Tokenizer.from_file(str(DIRECTORY / "tokenizer.json")),
+        chat_template=config["chat_template"], special_tokens_map=special,
+    )  # fmt: skip
+
+
 def load(step_seconds: float = 0.0, *, enable_prefix_caching: bool = True, **limits: int) -> tuple[Engine, Any]:
     """Return an engine with scripted answers, and its tokenizer. `limits` replace those of LIMITS."""
     limits = LIMITS | limits
-    model, tokenizer = ModelConfig.from_hf(read_hf(DIRECTORY)), load_tokenizer(DIRECTORY)
+    model, tokenizer = ModelConfig.from_hf(read_hf(DIRECTORY)), demo_tokenizer()
     scheduler = Scheduler(
         BlockPool(limits["num_gpu_blocks_override"], BLOCK_SIZE, enable_prefix_caching=enable_prefix_caching),
         Limits(limits["max_model_len"], limits["max_num_seqs"], limits["max_num_batched_tokens"], BLOCK_SIZE),

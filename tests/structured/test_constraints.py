@@ -25,6 +25,8 @@ from jpaged.structured.sound import sound_schema
 from jpaged.tokenizer import backend, encode, load_tokenizer
 from tests.support import schemas
 
+pytestmark = pytest.mark.slow
+
 PERSON = {
     "type": "object",
     "properties": {

@@ -1,0 +1,5 @@
+"""All tests of this folder are slow: `make test-fast` leaves them out."""
+
+
+def pytest_itemcollected(item):
+    item.add_marker("slow")

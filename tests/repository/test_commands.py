@@ -34,6 +34,7 @@ RUN = {
     "python -m jpaged": "repository/test_package.py",
     "python server.py": "serving/test_shutdown.py",
     "python -m tools.models_page": "models/test_architectures.py",
+    "python -m tools.routes_table": "repository/test_readme.py",
     "python benchmarks/gpu_suite.py": "benchmarks/test_gpu_suite.py",
     "python benchmarks/kernels/ops.py": "benchmarks/test_benchmarks.py",
     "python benchmarks/kernels/tune.py": "benchmarks/test_benchmarks.py",

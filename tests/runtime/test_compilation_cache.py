@@ -270,7 +270,7 @@ def test_a_second_start_compiles_nothing_where_the_pool_is_measured(measured, mo
     assert loads.loaded > 0 and loads.compiled == 0
     assert pools[0] == pools[1] > 1000
     # Each of the three shapes once: the measurement shares them with the warm-up.
-    assert [len(entries(folder, name)) for name in ("run", "choose", "score")] == [3, 2, 1]
+    assert [len(entries(folder, name)) for name in ("_forward", "_choose", "_score")] == [3, 2, 1]
     assert any(message.startswith("compiled 1 of 3 shapes, about ") for message in caplog.messages)
     assert any(re.fullmatch(r"compiled in \d+\.\d seconds", message) for message in caplog.messages)
 

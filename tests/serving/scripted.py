@@ -159,7 +159,7 @@ def demo_tokenizer() -> SimpleNamespace:
     special = {name: config[name] for name in ("bos_token", "eos_token", "pad_token")}
     return SimpleNamespace(
         backend_tokenizer=Tokenizer.from_file(str(DIRECTORY / "tokenizer.json")),
-        chat_template=config["chat_template"], special_tokens_map=special,
+        chat_template=config["chat_template"], special_tokens_map=special, init_kwargs=config,
     )  # fmt: skip
 
 

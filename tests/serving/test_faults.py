@@ -124,7 +124,7 @@ async def test_exception_in_any_function_ends_one_request_of_eight(loaded, victi
         called: dict[str, None] = {}
         with wrapped(functions, lambda name, args: called.update({name: None}) if any(map(marked, args)) else None):
             await outcomes(client, victim)
-        assert len(called) > 8, called
+        assert len(called) > 5, called
         for name in called:
 
             def fail(_, args, name=name):

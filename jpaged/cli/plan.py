@@ -70,8 +70,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="weights of linear layers; jpaged serve has none of 4 bits yet (default: 16 bits)")  # fmt: skip
     add("--kv-cache-dtype", choices=tuple(KV_DTYPES), default="auto", help="dtype of the KV pool; auto: 16 bits")
     add("--block-size", type=int, default=defaults["block_size"].default, metavar="TOKENS", help="tokens of a block")
-    add("--max-model-len", type=count, metavar="TOKENS",
-        help="maximum tokens of a sequence (default: the model's)")  # fmt: skip
+    add("--max-model-len", type=count, metavar="TOKENS", help="maximum tokens of a sequence (default: the model's)")
     add("--max-num-seqs", type=count, metavar="SEQUENCES",
         help="maximum sequences of a step (default: one for each user)")  # fmt: skip
     add("--max-num-batched-tokens", type=count, default=defaults["max_num_batched_tokens"].default, metavar="TOKENS",

@@ -111,8 +111,7 @@ def _add_access_flags(group: argparse._ArgumentGroup) -> None:
     add("--ssl-certfile", metavar="FILE", type=existing_file, help="serve HTTPS with this certificate chain")
     add("--ssl-keyfile", metavar="FILE", type=existing_file,
         help="private key of the certificate, if in a separate file")  # fmt: skip
-    add("--ssl-ca-certs", metavar="FILE", type=existing_file,
-        help="require client certificates signed by one of these")  # fmt: skip
+    add("--ssl-ca-certs", metavar="FILE", type=existing_file, help="require client certificates signed by one of these")
 
 
 def _add_chat_flags(group: argparse._ArgumentGroup) -> None:

@@ -1,16 +1,18 @@
-"""Parser with suggestions for mistyped flags and errors of one line."""
+"""Parser with suggestions for mistyped flags, errors of one line, and a config file with flags as keys."""
 
 import argparse
+import difflib
+import json
 import re
 import textwrap
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jpaged.cli.closest import closest
-from jpaged.cli.config_file import read_config
-from jpaged.cli.peer_flags import Translation
-from jpaged.flags import Table
+import yaml
+
+from jpaged.cli.peer_flags import Object, Translation
+from jpaged.flags import Table, as_text
 
 Flags = Mapping[str, Collection[str]]  # of each command
 UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
@@ -81,8 +83,9 @@ class Parser(argparse.ArgumentParser):
     def __init__(
         self, prog: str, description: str | None, peers: Table | None, flags_elsewhere: Callable[[], Flags] = dict
     ):
-        usage = "%(prog)s [flags]"
-        super().__init__(prog, usage, description, allow_abbrev=False, formatter_class=HelpFormatter)
+        super().__init__(
+            prog, "%(prog)s [flags]", description, allow_abbrev=False, formatter_class=HelpFormatter
+        )  # fmt: skip
         self._peers, self._flags_elsewhere = peers, flags_elsewhere
 
     @property
@@ -140,3 +143,73 @@ class Parser(argparse.ArgumentParser):
         if homes := [command for command, flags in self._flags_elsewhere().items() if flag in flags]:
             return f"; it is one of {', '.join(homes)}"
         return f"; {self.prog} --help lists them"
+
+
+def read_config(path: str, actions: Mapping[str, argparse.Action], peers: Table | None = None) -> list[str]:
+    """Return a file's flags as words of a command line.
+
+    Args:
+        actions: the actions of the command's flags, by name with dashes.
+        peers: flags of vLLM and SGLang that are accepted too.
+
+    Raises:
+        ValueError: the file is not such a mapping, a key is not a flag, or a value is invalid for its flag.
+        OSError: the file can't be read.
+    """
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must have flags as keys, such as port: 8000")
+    names = [
+        flag.removeprefix("--") for flag in actions if flag.startswith("--") and flag not in ("--help", "--config")
+    ]
+    words: list[str] = []
+    for key, value in content.items():
+        name = str(key).replace("_", "-")
+        if peers and name not in names and peers.find(f"--{name}"):
+            words.append(f"--{name}={as_text(value)}")
+            continue
+        if name not in names:
+            hint = closest(name, names)
+            raise ValueError(f"{path}: unknown key {key}" + (f"; did you mean {hint}?" if hint else ""))
+        try:
+            words += _words(name, actions[f"--{name}"], value)
+        except ValueError as error:
+            raise ValueError(f"{path}: {key}: {error}") from error
+    return words
+
+
+def _words(name: str, action: argparse.Action, value: Any) -> Iterator[str]:
+    if isinstance(action, Object) and isinstance(value, dict):
+        yield f"--{name}={json.dumps(value)}"
+        return
+    if value is None or isinstance(value, dict):
+        raise ValueError("a value is missing" if value is None else "a mapping is no value of a flag")
+    values = value if isinstance(value, list) else [value]
+    if action.nargs == 0:
+        if not isinstance(value, bool):
+            raise ValueError(f"must be true or false, not {value!r}")
+        if isinstance(action, argparse.BooleanOptionalAction):
+            positive = name.removeprefix("no-")
+            yield f"--{positive}" if value == (name == positive) else f"--no-{positive}"
+        elif value:
+            yield f"--{name}"
+    elif any(isinstance(each, bool | list | dict | None) for each in values):
+        raise ValueError(f"{value!r} is no value of this flag; quote a text such as 'yes' or 'none'")
+    elif action.nargs in ("+", "*"):
+        yield from (f"--{name}", *map(str, values))
+    elif isinstance(value, list):
+        raise ValueError("takes one value, not a list")
+    else:
+        yield f"--{name}={value}"
+
+
+def closest(word: str, known: Iterable[str]) -> str | None:
+    """Return the known name that a mistyped or abbreviated one stands for; None if no name is close to it."""
+    names = [name for name in known if name != word]
+    if matches := difflib.get_close_matches(word, names, n=1, cutoff=0.83):
+        return matches[0]
+    longer = [name for name in names if len(word.strip("-")) > 3 and name.startswith(word)]
+    return longer[0] if len(longer) == 1 else None

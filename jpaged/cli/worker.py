@@ -49,6 +49,12 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _follow(args: argparse.Namespace, nodes: Nodes) -> None:
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        # The first signal is ignored, because the leader still needs this process for its running requests.
+        logger.info("waiting for the end of the leader; a second signal ends this process at once")
+        for each in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(each, signal.SIG_DFL)
+
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")  # as in `jpaged serve`
     given = {each.name: getattr(args, each.name) for each in fields(EngineConfig) if hasattr(args, each.name)}
     with contextlib.ExitStack() as stack:
@@ -61,19 +67,8 @@ def _follow(args: argparse.Namespace, nodes: Nodes) -> None:
             setup = prepare(config, nnodes=nodes.nnodes)
             leader.send_facts(facts_of(setup))
             runner = start_follower(setup, progress=bars)
-        _leave_the_end_to_the_leader()
+        for each in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(each, on_signal)
         logger.info("ready: node %d of %d", nodes.node_rank, nodes.nnodes)
         follow(runner, setup.resolved.limits, leader)
     logger.info("stopped: the leader has ended")
-
-
-def _leave_the_end_to_the_leader() -> None:
-    """Ignore the first signal, because the leader still needs this process for its running requests."""
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        logger.info("waiting for the end of the leader; a second signal ends this process at once")
-        for each in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(each, signal.SIG_DFL)
-
-    for each in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(each, on_signal)

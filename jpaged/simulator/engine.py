@@ -198,8 +198,7 @@ def drive_steps(
     The id of a call's first request is "N.0" for the N-th call of the source, from 0 on.
 
     Args:
-        shares: run the outputs or beams of a call as one request, which shares blocks; otherwise each is a separate
-            request, and the last one ends the call.
+        shares: run the outputs or beams of a call as one request, which shares blocks, not each as one of its own.
         together: answers are known once no request runs any more, as in static batching.
     """
     running: dict[str, _Running] = {}
@@ -217,8 +216,7 @@ def drive_steps(
             engine.wait(at)
             continue
         for request in engine.step():
-            name = request.request_id.partition(".")[0]
-            each = running[name]
+            each = running[name := request.request_id.partition(".")[0]]
             each.first = min(each.first, request.metrics.first_token_ts)
             each.left -= 1
             if not each.left:

@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import functools
 import json
 import re
 import textwrap
@@ -14,7 +15,6 @@ import yaml
 from jpaged.cli.peer_flags import Object, Translation
 from jpaged.flags import Table, as_text
 
-Flags = Mapping[str, Collection[str]]  # of each command
 UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
@@ -41,9 +41,6 @@ def existing_file(text: str) -> Path:
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Formatter of help texts: it keeps examples as they are, and adds defaults to flags where they are informative."""
 
-    def __init__(self, prog: str, **options: Any):
-        super().__init__(prog, **{"max_help_position": 32, **options})
-
     def _get_help_string(self, action: argparse.Action) -> str | None:
         silent = action.default is False or action.default in (None, [], argparse.SUPPRESS)
         if silent or not action.option_strings or not action.help or "default" in action.help:
@@ -55,14 +52,11 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         """Wrap paragraphs at the terminal's width; indented ones stay as they are."""
-        paragraphs = text.strip().split("\n\n")
         filled = [
-            "\n".join(indent + line for line in paragraph.splitlines())
-            if paragraph.startswith(" ")
-            else textwrap.fill(
-                paragraph, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
-            )
-            for paragraph in paragraphs
+            "\n".join(indent + line for line in part.splitlines())
+            if part.startswith(" ")
+            else textwrap.fill(part, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+            for part in text.strip().split("\n\n")
         ]
         return "\n\n".join(filled)
 
@@ -77,15 +71,15 @@ class Parser(argparse.ArgumentParser):
         description: help text.
         peers: flags of vLLM and SGLang that are accepted. The parsed arguments have `notices`, one for each of these
             flags without an effect.
-        flags_elsewhere: returns the flags of the other commands, for errors about a flag of another command.
+        flags_elsewhere: returns the flags of each other command, for errors about a flag of another command.
     """
 
     def __init__(
-        self, prog: str, description: str | None, peers: Table | None, flags_elsewhere: Callable[[], Flags] = dict
-    ):
-        super().__init__(
-            prog, "%(prog)s [flags]", description, allow_abbrev=False, formatter_class=HelpFormatter
-        )  # fmt: skip
+        self, prog: str, description: str | None, peers: Table | None,
+        flags_elsewhere: Callable[[], Mapping[str, Collection[str]]],
+    ):  # fmt: skip
+        formatter = functools.partial(HelpFormatter, max_help_position=32)
+        super().__init__(prog, "%(prog)s [flags]", description, allow_abbrev=False, formatter_class=formatter)
         self._peers, self._flags_elsewhere = peers, flags_elsewhere
 
     @property
@@ -118,7 +112,11 @@ class Parser(argparse.ArgumentParser):
             if flag == "--":
                 break
             if flag.startswith("--") and " " not in flag and flag not in self.flags:
-                self.error(f"unknown flag {flag}{self._hint(flag)}")
+                if meant := closest(flag.replace("_", "-"), {*self.flags, *(self._peers.names if self._peers else ())}):
+                    self.error(f"unknown flag {flag}; did you mean {meant}?")
+                if homes := [command for command, flags in self._flags_elsewhere().items() if flag in flags]:
+                    self.error(f"unknown flag {flag}; it is one of {', '.join(homes)}")
+                self.error(f"unknown flag {flag}; {self.prog} --help lists them")
         return words
 
     def _config(self, words: Sequence[str]) -> str | None:
@@ -136,13 +134,6 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Exit with status 2 and a message of one line."""
         self.exit(2, f"{self.prog}: error: {message}\n")
-
-    def _hint(self, flag: str) -> str:
-        if meant := closest(flag.replace("_", "-"), {*self.flags, *(self._peers.names if self._peers else ())}):
-            return f"; did you mean {meant}?"
-        if homes := [command for command, flags in self._flags_elsewhere().items() if flag in flags]:
-            return f"; it is one of {', '.join(homes)}"
-        return f"; {self.prog} --help lists them"
 
 
 def read_config(path: str, actions: Mapping[str, argparse.Action], peers: Table | None = None) -> list[str]:
@@ -162,9 +153,7 @@ def read_config(path: str, actions: Mapping[str, argparse.Action], peers: Table 
         raise ValueError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} must have flags as keys, such as port: 8000")
-    names = [
-        flag.removeprefix("--") for flag in actions if flag.startswith("--") and flag not in ("--help", "--config")
-    ]
+    names = [flag[2:] for flag in actions if flag.startswith("--") and flag not in ("--help", "--config")]
     words: list[str] = []
     for key, value in content.items():
         name = str(key).replace("_", "-")

@@ -21,7 +21,7 @@ import asyncio
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -127,7 +127,7 @@ def run(args: argparse.Namespace) -> None:
         found = {"": [load_of_trace(deployment, calls)]}
         print(_table(found[""], "requests", [str(len(calls))]))
     else:
-        traffic = Traffic(lengths_of(args, deployment.max_model_len), args.think_time)
+        traffic = Traffic(asyncio.run(_lengths(args, deployment.max_model_len)), args.think_time)
         print(_facts(deployment, [(each.prefix_tokens + each.prompt, each.output) for each in traffic.lengths]))
         if given := args.users or args.request_rate:
             number = max(args.num_prompts, 2 * MEASURED)
@@ -171,7 +171,7 @@ def deployment_of(args: argparse.Namespace) -> Deployment:
     )  # fmt: skip
 
 
-def lengths_of(args: argparse.Namespace, room: int) -> list[Lengths]:
+async def _lengths(args: argparse.Namespace, room: int) -> list[Lengths]:
     """Return the lengths of the workload's requests, of at most `room` tokens."""
     work = config_of(args, Workload)
     if work.file is None:
@@ -179,11 +179,7 @@ def lengths_of(args: argparse.Namespace, room: int) -> list[Lengths]:
         if shortened:
             print(f"Note: {shortened} of {len(lengths)} requests were shortened to {room} tokens.")
         return lengths
-    return asyncio.run(_lengths_of_file(work, args.tokenizer or args.model, room))
-
-
-async def _lengths_of_file(work: Workload, tokenizer: str, room: int) -> list[Lengths]:
-    if tokenizer in SHAPES:
+    if (tokenizer := args.tokenizer or args.model) in SHAPES:
         raise ValueError("tokenizer: --workload file needs one, to count the tokens of its texts")
     tokens = _Tokens(tokenizer)
     source = await open_file(work, tokens, room)
@@ -200,8 +196,7 @@ class _Tokens:
 
     async def ids(self, text: str) -> list[int]:
         """Return the text's token ids, without special tokens."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     async def count(self, text: str) -> int:
         """Return the number of tokens of `ids`."""
@@ -239,30 +234,17 @@ def _found(deployment: Deployment, traffic: Traffic, limits: LatencyLimits) -> d
     # The estimate errs alike for all.
     factor = ((load.users if load else None) or 1) / estimate(deployment, traffic, limits)
     cases = variants(deployment)
-    searches = _search_all(cases, traffic, limits, factor)
-    others = dict(track(searches, len(cases), "searched", "deployment", bar=sys.stderr.isatty()))
-    return {"": own} | {name: others[name] for name in cases}
-
-
-def _search_all(
-    cases: Mapping[str, Deployment], traffic: Traffic, limits: LatencyLimits, factor: float
-) -> Iterator[tuple[str, list[Load]]]:
-    """Yield the loads of each case in the order of their ends; the cases run in several processes.
-
-    Args:
-        factor: capacity of a similar deployment divided by its estimate.
-    """
-    if not cases:
-        return
-    with ProcessPoolExecutor(min(len(cases), os.cpu_count() or 1), get_context("spawn")) as pool:
+    with ProcessPoolExecutor(min(len(cases) or 1, os.cpu_count() or 1), get_context("spawn")) as pool:
         runs = [pool.submit(_search, name, case, traffic, limits, factor) for name, case in cases.items()]
-        for done in as_completed(runs):
-            yield done.result()
+        searches = (done.result() for done in as_completed(runs))
+        others = dict(track(searches, len(cases), "searched", "deployment", bar=sys.stderr.isatty()))
+    return {"": own} | {name: others[name] for name in cases}
 
 
 def _search(
     name: str, deployment: Deployment, traffic: Traffic, limits: LatencyLimits, factor: float
 ) -> tuple[str, list[Load]]:
+    """Return the loads of a search; `factor` is the capacity of a similar deployment divided by its estimate."""
     start = max(1, round(factor * estimate(deployment, traffic, limits)))
     return name, list(search(deployment, traffic, limits, start))
 

@@ -5,7 +5,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 from jpaged.bench.workload import Lengths
 
@@ -140,11 +140,6 @@ class Users:
         ramp = max(think_s, self.RAMP_S)
         self._free = [i * ramp / users for i in range(users)] if first is None else list(first)
         self.sent: list[Call] = []
-
-    @classmethod
-    def of(cls, calls: Sequence[Call], users: int, think_s: float = 0.0) -> Self:
-        """Return at most as many users as there are requests."""
-        return cls(calls, min(users, len(calls)), think_s)
 
     def due(self, now: float) -> Iterator[Call]:
         """Yield the requests that have arrived until now, each once."""

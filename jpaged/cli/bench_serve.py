@@ -22,10 +22,11 @@ from jpaged.bench import measure
 from jpaged.bench.serve import Result, Settings, bench_server
 from jpaged.bench.tokens import PATHS
 from jpaged.bench.vllm_result import METRICS
+from jpaged.bench.workload import Workload
 from jpaged.cli import workload
 from jpaged.cli.model import API_KEYS, api_key
 from jpaged.cli.peer_flags import Object
-from jpaged.cli.report_file import add_out_flag, write_report
+from jpaged.cli.setting_flags import config_of
 from jpaged.flags import Table
 from jpaged.serving.listen import allow_many_connections
 
@@ -47,21 +48,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--endpoint", choices=tuple(PATHS), default="completions", help="endpoint of the requests")
     add("--api-key", metavar="KEY", help=f"key of the server (default: the environment's {' or '.join(API_KEYS)})")
     workload.add_flags(parser)
-    _add_load_flags(parser)
-    _add_request_flags(parser)
-    group = parser.add_argument_group("report")
-    group.add_argument(
-        "--goodput", nargs="+", type=limit, default=[], metavar="NAME:MS",
-        help=f"count requests within latencies, such as ttft:200 tpot:50; of {', '.join(measure.LIMITED)}",
-    )  # fmt: skip
-    add_out_flag(group)
-    group.add_argument(
-        "--per-request", action="store_true", help="include the times of each request and chunk in the file"
-    )
-    _add_result_flags(parser)
-
-
-def _add_load_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("load").add_argument
     add("--request-rate", dest="rates", type=float, nargs="+", default=[math.inf], metavar="R",
         help="requests per second; inf: all at once; several rates: one run each (default: inf)")  # fmt: skip
@@ -72,9 +58,11 @@ def _add_load_flags(parser: argparse.ArgumentParser) -> None:
         "a prefix cache remembers the prompts")  # fmt: skip
     add("--num-warmups", type=int, default=1, metavar="N", help="requests before the measurement")
     add("--timeout", type=float, default=600.0, metavar="SECONDS", help="maximum time of a request")
+    _add_request_flags(parser)
 
 
 def _add_request_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags for the fields of requests, and for reports."""
     add = parser.add_argument_group("requests").add_argument
     add("--ignore-eos", action=argparse.BooleanOptionalAction,
         help="generate the full output length; a vLLM field that jpaged and SGLang accept and OpenAI's API rejects "
@@ -83,9 +71,12 @@ def _add_request_flags(parser: argparse.ArgumentParser) -> None:
     add("--token-ids", action="store_true", help="send prompts as token ids of exactly the drawn length")
     add("--extra-body", metavar="JSON", action=Object, help="further fields of each request (default: none)")
     add("--tokenizer", metavar="MODEL", help="directory or hub id of a tokenizer that counts tokens in this process")
-
-
-def _add_result_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("report")
+    group.add_argument("--goodput", nargs="+", type=limit, default=[], metavar="NAME:MS",
+        help=f"count requests within latencies, such as ttft:200 tpot:50; of {', '.join(measure.LIMITED)}")  # fmt: skip
+    workload.add_out_flag(group)
+    text = "include the times of each request and chunk in the file"
+    group.add_argument("--per-request", action="store_true", help=text)
     add = parser.add_argument_group("results as of `vllm bench serve`").add_argument
     add("--save-result", action="store_true", help="write a file with its keys for each rate")
     add("--save-detailed", action="store_true", help="include the values of each request")
@@ -137,7 +128,7 @@ def run(args: argparse.Namespace) -> None:
 
     if args.file and args.kind == "sharegpt":  # as vLLM names its file
         args.kind = "file"
-    args.workload, args.goodput = workload.workload(args), dict(args.goodput)
+    args.workload, args.goodput = config_of(args, Workload), dict(args.goodput)
     args.model = args.served_model_name or args.model
     if args.backend.endswith("-chat"):
         args.endpoint = "chat"
@@ -149,7 +140,7 @@ def run(args: argparse.Namespace) -> None:
     result = asyncio.run(bench(url, api_key(args), settings))
     print(report.text(result, settings))
     if args.out:
-        write_report(args.out, report.document(result, settings, url, per_request=args.per_request))
+        workload.write_report(args.out, report.document(result, settings, url, per_request=args.per_request))
     if args.save_result:
         _save_results(args, result, settings)
     measurements = [run.measurement for run in result.runs]
@@ -167,10 +158,8 @@ def _save_results(args: argparse.Namespace, result: Result, settings: Settings) 
             metrics=args.percentile_metrics, percentiles=args.metric_percentiles, detailed=args.save_detailed,
         )  # fmt: skip
         at_most = f"-concurrency{args.concurrency}" if args.concurrency else ""
-        name = (
-            f"{args.label or args.backend}-{run.rate}qps{at_most}-{result.model.split('/')[-1]}-{content['date']}.json"
-        )
-        write_report(args.result_dir / (args.result_filename or name), content)
+        name = f"{args.label or args.backend}-{run.rate}qps{at_most}-{result.model.split('/')[-1]}-{content['date']}"
+        workload.write_report(args.result_dir / (args.result_filename or f"{name}.json"), content)
 
 
 async def bench(url: str, api_key: str | None, settings: Settings) -> Result:

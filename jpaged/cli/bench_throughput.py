@@ -11,9 +11,9 @@ model's length are shortened, and a note gives their number. The time excludes l
 import argparse
 from dataclasses import asdict
 
+from jpaged.bench.workload import Workload
 from jpaged.cli import workload
 from jpaged.cli.loading import loading
-from jpaged.cli.report_file import add_out_flag, write_report
 from jpaged.cli.setting_flags import add_settings, config_of
 from jpaged.config import EngineConfig
 from jpaged.flags import ENGINE
@@ -24,13 +24,13 @@ PEERS = ENGINE
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `jpaged bench throughput`."""
     workload.add_flags(parser)
-    add_out_flag(parser.add_argument_group("report"))
+    workload.add_out_flag(parser.add_argument_group("report"))
     add_settings(parser, EngineConfig)
 
 
 def run(args: argparse.Namespace) -> None:
     """Run `jpaged bench throughput`."""
-    config, requests = config_of(args, EngineConfig), workload.workload(args)
+    config, requests = config_of(args, EngineConfig), config_of(args, Workload)
     with loading() as bars:
         from jpaged.bench.throughput import bench_engine  # it loads jax
         from jpaged.llm import LLM
@@ -51,4 +51,4 @@ def run(args: argparse.Namespace) -> None:
     print("throughput:", ", ".join(f"{amount / result.duration:.2f} {name}" for name, amount in amounts.items()))
     if args.out:
         settings = {"engine": asdict(config), "workload": asdict(requests)}
-        write_report(args.out, {"settings": settings, **asdict(result)})
+        workload.write_report(args.out, {"settings": settings, **asdict(result)})

@@ -16,9 +16,9 @@ from collections.abc import Mapping
 from contextlib import aclosing, suppress
 from typing import Any
 
-from jpaged.cli.closest import closest
 from jpaged.cli.model import Message, Model, open_model, sampling
 from jpaged.cli.model import add_flags as add_model_flags
+from jpaged.cli.parser import closest
 from jpaged.flags import ENGINE
 
 PEERS = ENGINE
@@ -89,8 +89,14 @@ def talk(runner: asyncio.Runner, conversation: Conversation) -> None:
     while True:
         try:
             message = input("> ").strip()
-            if message.startswith("/"):
-                print(command(message, conversation))
+            if message == "/reset":
+                conversation.reset()
+                print("A new conversation.")
+            elif message == "/help":
+                print("\n".join(f"{name}  {about}" for name, about in COMMANDS.items()))
+            elif message.startswith("/"):
+                meant = closest(message, COMMANDS)
+                print(f"unknown command {message}; {f'did you mean {meant}?' if meant else '/help lists them'}")
             elif message:
                 runner.run(conversation.say(message))
         except EOFError:
@@ -100,15 +106,3 @@ def talk(runner: asyncio.Runner, conversation: Conversation) -> None:
             print()
         except (ValueError, OSError) as error:
             print(f"error: {error}", file=sys.stderr)
-
-
-def command(text: str, conversation: Conversation) -> str:
-    """Execute a command, and return its message."""
-    match text:
-        case "/reset":
-            conversation.reset()
-            return "A new conversation."
-        case "/help":
-            return "\n".join(f"{name}  {about}" for name, about in COMMANDS.items())
-    meant = closest(text, COMMANDS)
-    return f"unknown command {text}; {f'did you mean {meant}?' if meant else '/help lists them'}"

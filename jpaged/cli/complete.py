@@ -20,7 +20,6 @@ from jpaged.cli.model import add_flags as add_model_flags
 from jpaged.flags import ENGINE
 
 PEERS = ENGINE
-MAX_TOKENS = 128
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +27,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [PROMPT ...] [flags]"
     parser.add_argument("prompts", metavar="PROMPT", nargs="*", help="text to complete (default: standard input)")
     parser.add_argument("--n", type=int, default=1, help="completions of each prompt")
-    add_model_flags(parser, max_tokens=MAX_TOKENS)
+    add_model_flags(parser, max_tokens=128)
 
 
 def run(args: argparse.Namespace) -> None:

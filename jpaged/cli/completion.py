@@ -19,14 +19,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run `jpaged completion`."""
-    import shtab
-
-    print(shtab.complete(tree(), args.shell))
-
-
-def tree() -> argparse.ArgumentParser:
-    """Return one parser with all commands below it. Values of flags without choices are completed as files."""
+    """Run `jpaged completion`: the script is of one parser with all commands below it."""
     import shtab
 
     from jpaged.cli.main import COMMANDS, load
@@ -42,4 +35,4 @@ def tree() -> argparse.ArgumentParser:
         for action in command._actions:
             if action.nargs != 0 and not action.choices:
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
-    return root
+    print(shtab.complete(root, args.shell))

@@ -54,23 +54,26 @@ def run(args: argparse.Namespace) -> None:
 
 
 def lines(report: "Report") -> Iterator[str]:
-    """Yield the lines of a report as text."""
-    yield from _section("devices", _devices(report))
-    yield from _section("versions", (f"{name:20} {version}" for name, version in report.versions.items()))
-    settings = (f"{each.setting:24} {each.value!s:10} {each.reason}" for each in report.settings)
-    yield from _section("settings", settings)
-    ops = (f"{op.op:24} {op.implementation:10} {op.reason}" for op in report.ops)
-    yield from _section(f"kernels for {report.model}" if report.model else "kernels", ops)
-    yield from _section("self-test", _tests(report))
+    """Yield the lines of a report as text; a section without lines is left out."""
     cache, host = report.cache, report.host
     state = "writable" if cache.writable else "not writable"
-    yield from _section(
-        "compilation cache", [f"{cache.path}: {cache.entries} files, {cache.size_bytes / MIB:.1f} MiB, {state}"]
-    )
     memory, disk = host.memory_available_bytes / GIB, host.disk_free_bytes / GIB
-    yield from _section("host", [f"{memory:.1f} GiB of memory available, {disk:.1f} GiB of disk free"])
-    yield from _section("warnings", report.warnings)
-    yield from _section("problems", report.problems)
+    sections: dict[str, Iterable[str]] = {
+        "devices": _devices(report),
+        "versions": (f"{name:20} {version}" for name, version in report.versions.items()),
+        "settings": (f"{each.setting:24} {each.value!s:10} {each.reason}" for each in report.settings),
+        f"kernels for {report.model}" if report.model else "kernels": (
+            f"{op.op:24} {op.implementation:10} {op.reason}" for op in report.ops
+        ),
+        "self-test": _tests(report),
+        "compilation cache": [f"{cache.path}: {cache.entries} files, {cache.size_bytes / MIB:.1f} MiB, {state}"],
+        "host": [f"{memory:.1f} GiB of memory available, {disk:.1f} GiB of disk free"],
+        "warnings": report.warnings,
+        "problems": report.problems,
+    }
+    for title, rows in sections.items():
+        if indented := [f"  {row}" for row in rows]:
+            yield from (title, *indented)
     yield "" if report.problems else "all is well"
 
 
@@ -90,9 +93,3 @@ def _tests(report: "Report") -> Iterator[str]:
         when = f"stored on {result.tested_at}" if result.remembered else "just now"
         said = f": {result.reason}" if result.reason else ""
         yield f"{result.program:10} {result.test:24} {result.status} ({when}){said}"
-
-
-def _section(title: str, rows: Iterable[str]) -> list[str]:
-    """Return a heading and its rows; empty without rows."""
-    indented = [f"  {row}" for row in rows]
-    return [title, *indented] if indented else []

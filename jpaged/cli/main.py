@@ -5,11 +5,9 @@ import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from types import ModuleType
-from typing import NoReturn
 
-from jpaged.cli.closest import closest
 from jpaged.cli.loading import exit_on_interrupt
-from jpaged.cli.parser import Parser
+from jpaged.cli.parser import Parser, closest
 
 COMMANDS = {
     "serve": "serve a model over HTTP with the OpenAI API",
@@ -33,8 +31,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] in (["--version"], ["version"]):
-        print(f"jpaged {version()}")
-        return
+        try:
+            version = importlib.metadata.version("jpaged")
+        except importlib.metadata.PackageNotFoundError:
+            version = "(not installed)"
+        return print(f"jpaged {version}")
     for length in (2, 1):
         if (name := " ".join(words[:length])) in COMMANDS:
             return run(name, words[length:])
@@ -43,7 +44,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not rest or rest[0] in ("-h", "--help"):
         print(overview(of_group or COMMANDS.keys()))
         sys.exit(None if rest else 2)
-    _refuse(words, of_group)
+    command = " ".join(words[: 2 if of_group else 1])
+    kind = "flag" if command.startswith("-") else "command"
+    meant = closest(command, [*(of_group or COMMANDS), "--help", "--version"])
+    hint = f"did you mean jpaged {meant}?" if meant else "jpaged --help lists the commands"
+    sys.stderr.write(f"jpaged: error: unknown {kind} {command}; {hint}\n")
+    sys.exit(2)
 
 
 def run(command: str, argv: Sequence[str], prog: str | None = None) -> None:
@@ -88,39 +94,18 @@ def parser(command: str, module: ModuleType, prog: str) -> Parser:
 def overview(names: Collection[str]) -> str:
     """Return the help text of `jpaged`, with these commands."""
     width = max(map(len, names))
-    lines = [f"  {name:{width}}  {text}" for name, text in COMMANDS.items() if name in names]
-    return "\n".join(
-        [
-            "usage: jpaged COMMAND [flags]",
-            "",
-            "A paged LLM engine for JAX.",
-            "",
-            *lines,
-            "",
-            "`jpaged COMMAND --help` explains a command and its flags. To begin with:",
-            "",
-            '  jpaged complete "Once upon a time"   the demo model, nothing to download',
-            "  jpaged serve --port 8000             the same on http://127.0.0.1:8000",
-            "  jpaged chat --url http://127.0.0.1:8000",
-        ]
-    )
+    lines = "\n".join(f"  {name:{width}}  {text}" for name, text in COMMANDS.items() if name in names)
+    return f"""usage: jpaged COMMAND [flags]
 
+A paged LLM engine for JAX.
 
-def version() -> str:
-    """Return the version of the installed package."""
-    try:
-        return importlib.metadata.version("jpaged")
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"
+{lines}
 
+`jpaged COMMAND --help` explains a command and its flags. To begin with:
 
-def _refuse(words: Sequence[str], of_group: Collection[str]) -> NoReturn:
-    command = " ".join(words[: 2 if of_group else 1])
-    kind = "flag" if command.startswith("-") else "command"
-    meant = closest(command, [*(of_group or COMMANDS), "--help", "--version"])
-    hint = f"did you mean jpaged {meant}?" if meant else "jpaged --help lists the commands"
-    sys.stderr.write(f"jpaged: error: unknown {kind} {command}; {hint}\n")
-    sys.exit(2)
+  jpaged complete "Once upon a time"   the demo model, nothing to download
+  jpaged serve --port 8000             the same on http://127.0.0.1:8000
+  jpaged chat --url http://127.0.0.1:8000"""
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import os
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import fields, replace
-from typing import Any, Protocol
+from typing import Any
 
 from jpaged.bench.client import Client
 from jpaged.cli.loading import loading
@@ -23,17 +23,7 @@ Fields = Mapping[str, Any]  # sampling parameters, by their names in SamplingPar
 Pieces = AsyncGenerator[tuple[int, str]]  # of an answer: the index of a choice, and the text that it goes on with
 
 
-class Model(Protocol):
-    """Model that generates text."""
-
-    def chat(self, messages: Sequence[Message], sampling: Fields) -> Pieces:
-        """Yield pieces of the assistant's next message."""
-
-    def complete(self, prompt: str, sampling: Fields) -> Pieces:
-        """Yield pieces of the completion of a text."""
-
-    async def close(self) -> None:
-        """Release the model or the connection."""
+type Model = RemoteModel | LocalModel
 
 
 def add_flags(parser: argparse.ArgumentParser, *, max_tokens: int | None = None) -> None:

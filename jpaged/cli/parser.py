@@ -1,18 +1,20 @@
-"""Parser with suggestions for mistyped flags and errors of one line."""
+"""Parser with suggestions for mistyped flags, errors of one line, and a config file with flags as keys."""
 
 import argparse
+import difflib
+import functools
+import json
 import re
 import textwrap
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jpaged.cli.closest import closest
-from jpaged.cli.config_file import read_config
-from jpaged.cli.peer_flags import Translation
-from jpaged.flags import Table
+import yaml
 
-Flags = Mapping[str, Collection[str]]  # of each command
+from jpaged.cli.peer_flags import Object, Translation
+from jpaged.flags import Table, as_text
+
 UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
@@ -39,9 +41,6 @@ def existing_file(text: str) -> Path:
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Formatter of help texts: it keeps examples as they are, and adds defaults to flags where they are informative."""
 
-    def __init__(self, prog: str, **options: Any):
-        super().__init__(prog, **{"max_help_position": 32, **options})
-
     def _get_help_string(self, action: argparse.Action) -> str | None:
         silent = action.default is False or action.default in (None, [], argparse.SUPPRESS)
         if silent or not action.option_strings or not action.help or "default" in action.help:
@@ -53,14 +52,11 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         """Wrap paragraphs at the terminal's width; indented ones stay as they are."""
-        paragraphs = text.strip().split("\n\n")
         filled = [
-            "\n".join(indent + line for line in paragraph.splitlines())
-            if paragraph.startswith(" ")
-            else textwrap.fill(
-                paragraph, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
-            )
-            for paragraph in paragraphs
+            "\n".join(indent + line for line in part.splitlines())
+            if part.startswith(" ")
+            else textwrap.fill(part, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+            for part in text.strip().split("\n\n")
         ]
         return "\n\n".join(filled)
 
@@ -75,14 +71,15 @@ class Parser(argparse.ArgumentParser):
         description: help text.
         peers: flags of vLLM and SGLang that are accepted. The parsed arguments have `notices`, one for each of these
             flags without an effect.
-        flags_elsewhere: returns the flags of the other commands, for errors about a flag of another command.
+        flags_elsewhere: returns the flags of each other command, for errors about a flag of another command.
     """
 
     def __init__(
-        self, prog: str, description: str | None, peers: Table | None, flags_elsewhere: Callable[[], Flags] = dict
-    ):
-        usage = "%(prog)s [flags]"
-        super().__init__(prog, usage, description, allow_abbrev=False, formatter_class=HelpFormatter)
+        self, prog: str, description: str | None, peers: Table | None,
+        flags_elsewhere: Callable[[], Mapping[str, Collection[str]]],
+    ):  # fmt: skip
+        formatter = functools.partial(HelpFormatter, max_help_position=32)
+        super().__init__(prog, "%(prog)s [flags]", description, allow_abbrev=False, formatter_class=formatter)
         self._peers, self._flags_elsewhere = peers, flags_elsewhere
 
     @property
@@ -115,7 +112,11 @@ class Parser(argparse.ArgumentParser):
             if flag == "--":
                 break
             if flag.startswith("--") and " " not in flag and flag not in self.flags:
-                self.error(f"unknown flag {flag}{self._hint(flag)}")
+                if meant := closest(flag.replace("_", "-"), {*self.flags, *(self._peers.names if self._peers else ())}):
+                    self.error(f"unknown flag {flag}; did you mean {meant}?")
+                if homes := [command for command, flags in self._flags_elsewhere().items() if flag in flags]:
+                    self.error(f"unknown flag {flag}; it is one of {', '.join(homes)}")
+                self.error(f"unknown flag {flag}; {self.prog} --help lists them")
         return words
 
     def _config(self, words: Sequence[str]) -> str | None:
@@ -134,9 +135,70 @@ class Parser(argparse.ArgumentParser):
         """Exit with status 2 and a message of one line."""
         self.exit(2, f"{self.prog}: error: {message}\n")
 
-    def _hint(self, flag: str) -> str:
-        if meant := closest(flag.replace("_", "-"), {*self.flags, *(self._peers.names if self._peers else ())}):
-            return f"; did you mean {meant}?"
-        if homes := [command for command, flags in self._flags_elsewhere().items() if flag in flags]:
-            return f"; it is one of {', '.join(homes)}"
-        return f"; {self.prog} --help lists them"
+
+def read_config(path: str, actions: Mapping[str, argparse.Action], peers: Table | None = None) -> list[str]:
+    """Return a file's flags as words of a command line.
+
+    Args:
+        actions: the actions of the command's flags, by name with dashes.
+        peers: flags of vLLM and SGLang that are accepted too.
+
+    Raises:
+        ValueError: the file is not such a mapping, a key is not a flag, or a value is invalid for its flag.
+        OSError: the file can't be read.
+    """
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must have flags as keys, such as port: 8000")
+    names = [flag[2:] for flag in actions if flag.startswith("--") and flag not in ("--help", "--config")]
+    words: list[str] = []
+    for key, value in content.items():
+        name = str(key).replace("_", "-")
+        if peers and name not in names and peers.find(f"--{name}"):
+            words.append(f"--{name}={as_text(value)}")
+            continue
+        if name not in names:
+            hint = closest(name, names)
+            raise ValueError(f"{path}: unknown key {key}" + (f"; did you mean {hint}?" if hint else ""))
+        try:
+            words += _words(name, actions[f"--{name}"], value)
+        except ValueError as error:
+            raise ValueError(f"{path}: {key}: {error}") from error
+    return words
+
+
+def _words(name: str, action: argparse.Action, value: Any) -> Iterator[str]:
+    if isinstance(action, Object) and isinstance(value, dict):
+        yield f"--{name}={json.dumps(value)}"
+        return
+    if value is None or isinstance(value, dict):
+        raise ValueError("a value is missing" if value is None else "a mapping is no value of a flag")
+    values = value if isinstance(value, list) else [value]
+    if action.nargs == 0:
+        if not isinstance(value, bool):
+            raise ValueError(f"must be true or false, not {value!r}")
+        if isinstance(action, argparse.BooleanOptionalAction):
+            positive = name.removeprefix("no-")
+            yield f"--{positive}" if value == (name == positive) else f"--no-{positive}"
+        elif value:
+            yield f"--{name}"
+    elif any(isinstance(each, bool | list | dict | None) for each in values):
+        raise ValueError(f"{value!r} is no value of this flag; quote a text such as 'yes' or 'none'")
+    elif action.nargs in ("+", "*"):
+        yield from (f"--{name}", *map(str, values))
+    elif isinstance(value, list):
+        raise ValueError("takes one value, not a list")
+    else:
+        yield f"--{name}={value}"
+
+
+def closest(word: str, known: Iterable[str]) -> str | None:
+    """Return the known name that a mistyped or abbreviated one stands for; None if no name is close to it."""
+    names = [name for name in known if name != word]
+    if matches := difflib.get_close_matches(word, names, n=1, cutoff=0.83):
+        return matches[0]
+    longer = [name for name in names if len(word.strip("-")) > 3 and name.startswith(word)]
+    return longer[0] if len(longer) == 1 else None

@@ -21,8 +21,9 @@ import asyncio
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import asdict, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -35,21 +36,13 @@ from jpaged.bench.tokens import load_tokenizer
 from jpaged.bench.workload import Lengths, Workload, arrivals, fit
 from jpaged.cli import workload
 from jpaged.cli.parser import count
-from jpaged.cli.report_file import add_out_flag, write_report
+from jpaged.cli.setting_flags import config_of
 from jpaged.progress import track
 from jpaged.simulator.capacity import best, estimate, search
 from jpaged.simulator.cost import CostTable
 from jpaged.simulator.deployment import MAX_USERS, Deployment
 from jpaged.simulator.gpu import GPUS
-from jpaged.simulator.load import (
-    MEASURED,
-    LatencyLimits,
-    Load,
-    Traffic,
-    load_of_rate,
-    load_of_trace,
-    load_of_users,
-)
+from jpaged.simulator.load import MEASURED, LatencyLimits, Load, Traffic, load_of_rate, load_of_trace, load_of_users
 from jpaged.simulator.shape import SHAPES, ModelShape
 from jpaged.simulator.traffic import load_trace
 
@@ -70,8 +63,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="weights of linear layers; jpaged serve has none of 4 bits yet (default: 16 bits)")  # fmt: skip
     add("--kv-cache-dtype", choices=tuple(KV_DTYPES), default="auto", help="dtype of the KV pool; auto: 16 bits")
     add("--block-size", type=int, default=defaults["block_size"].default, metavar="TOKENS", help="tokens of a block")
-    add("--max-model-len", type=count, metavar="TOKENS",
-        help="maximum tokens of a sequence (default: the model's)")  # fmt: skip
+    add("--max-model-len", type=count, metavar="TOKENS", help="maximum tokens of a sequence (default: the model's)")
     add("--max-num-seqs", type=count, metavar="SEQUENCES",
         help="maximum sequences of a step (default: one for each user)")  # fmt: skip
     add("--max-num-batched-tokens", type=count, default=defaults["max_num_batched_tokens"].default, metavar="TOKENS",
@@ -87,16 +79,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of lengths and arrivals")
 
     _add_load_flags(parser.add_argument_group("load"))
-    add_out_flag(parser.add_argument_group("report"))
+    workload.add_out_flag(parser.add_argument_group("report"))
 
 
 def _add_load_flags(group: argparse._ArgumentGroup) -> None:
     limits = LatencyLimits()
     one_of = group.add_mutually_exclusive_group().add_argument
     one_of("--users", type=_users, nargs="+", metavar="N", help="numbers of users, instead of a search")
-    one_of(
-        "--request-rate", type=_positive, nargs="+", metavar="R", help="Poisson arrivals per second, instead of users"
-    )
+    one_of("--request-rate", type=_positive, nargs="+", metavar="R",
+        help="Poisson arrivals per second, instead of users")  # fmt: skip
     one_of("--trace", type=Path, metavar="FILE",
         help="requests with their arrivals as JSON lines, instead of a workload (docs/planning.md)")  # fmt: skip
     add = group.add_argument
@@ -136,11 +127,17 @@ def run(args: argparse.Namespace) -> None:
         found = {"": [load_of_trace(deployment, calls)]}
         print(_table(found[""], "requests", [str(len(calls))]))
     else:
-        traffic = Traffic(lengths_of(args, deployment.max_model_len), args.think_time)
+        traffic = Traffic(asyncio.run(_lengths(args, deployment.max_model_len)), args.think_time)
         print(_facts(deployment, [(each.prefix_tokens + each.prompt, each.output) for each in traffic.lengths]))
-        if args.users or args.request_rate:
-            loads = _loads(args, deployment, traffic)
-            found = {"": list(track(loads, len(args.users or args.request_rate), "simulated", "load", bar=_bar()))}
+        if given := args.users or args.request_rate:
+            number = max(args.num_prompts, 2 * MEASURED)
+            loads = (
+                load_of_users(deployment, traffic, each)
+                if args.users
+                else load_of_rate(deployment, traffic, arrivals(number, each, seed=args.seed))
+                for each in given
+            )
+            found = {"": list(track(loads, len(given), "simulated", "load", bar=sys.stderr.isatty()))}
             rates = [f"{rate:g}" for rate in args.request_rate or ()]
             print(_table(found[""], "rate", rates) if rates else _table(found[""]))
         else:
@@ -148,17 +145,24 @@ def run(args: argparse.Namespace) -> None:
             print(_answer(found, limits))
     if args.out:
         content = {
-            "deployment": _plain(deployment), "limits": limits._asdict(),
-            "workload": str(args.trace) if args.trace else asdict(workload.workload(args)),
+            "deployment": asdict(replace(deployment, costs=None))
+            | {"gpu": deployment.gpu.name, "shape": deployment.shape.name},
+            "limits": limits._asdict(),
+            "workload": str(args.trace) if args.trace else asdict(config_of(args, Workload)),
             "pool_tokens": deployment.pool_tokens, "costs": deployment.cost.source,
             "loads": {name or "as given": [load._asdict() for load in loads] for name, loads in found.items()},
         }  # fmt: skip
-        write_report(args.out, content)
+        workload.write_report(args.out, content)
 
 
 def deployment_of(args: argparse.Namespace) -> Deployment:
     """Return the deployment of the flags."""
-    shape = shape_of(args.model)
+    shape = SHAPES.get(args.model)
+    if shape is None:  # it is in a directory or under a hub id
+        from jpaged.models.registry import read_config  # it loads jax
+        from jpaged.start.find import find_model
+
+        shape = ModelShape.of(read_config(find_model(args.model, weights=False)), args.model)
     return Deployment(
         GPUS[args.gpu], shape, args.tensor_parallel_size, KV_DTYPES[args.kv_cache_dtype], args.block_size,
         args.max_num_seqs, args.max_num_batched_tokens, args.gpu_memory_utilization, args.enable_prefix_caching,
@@ -167,29 +171,15 @@ def deployment_of(args: argparse.Namespace) -> Deployment:
     )  # fmt: skip
 
 
-def shape_of(name: str) -> ModelShape:
-    """Return the sizes of a known model, or of one in a directory or under a hub id."""
-    if name in SHAPES:
-        return SHAPES[name]
-    from jpaged.models.registry import read_config  # it loads jax
-    from jpaged.start.find import find_model
-
-    return ModelShape.of(read_config(find_model(name, weights=False)), name)
-
-
-def lengths_of(args: argparse.Namespace, room: int) -> list[Lengths]:
+async def _lengths(args: argparse.Namespace, room: int) -> list[Lengths]:
     """Return the lengths of the workload's requests, of at most `room` tokens."""
-    work = workload.workload(args)
+    work = config_of(args, Workload)
     if work.file is None:
         lengths, shortened = fit(work.lengths(), room)
         if shortened:
             print(f"Note: {shortened} of {len(lengths)} requests were shortened to {room} tokens.")
         return lengths
-    return asyncio.run(_lengths_of_file(work, args.tokenizer or args.model, room))
-
-
-async def _lengths_of_file(work: Workload, tokenizer: str, room: int) -> list[Lengths]:
-    if tokenizer in SHAPES:
+    if (tokenizer := args.tokenizer or args.model) in SHAPES:
         raise ValueError("tokenizer: --workload file needs one, to count the tokens of its texts")
     tokens = _Tokens(tokenizer)
     source = await open_file(work, tokens, room)
@@ -206,8 +196,7 @@ class _Tokens:
 
     async def ids(self, text: str) -> list[int]:
         """Return the text's token ids, without special tokens."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     async def count(self, text: str) -> int:
         """Return the number of tokens of `ids`."""
@@ -224,67 +213,40 @@ class _Tokens:
 
 def variants(deployment: Deployment) -> dict[str, Deployment]:
     """Return deployments with one change each, as far as they are possible."""
-    changes: dict[str, dict[str, Any]] = {}
-    if deployment.kv_dtype_bytes > 1 and deployment.costs is None:
-        changes["--kv-cache-dtype fp8"] = {"kv_dtype_bytes": 1}
+    gpus, size = 2 * deployment.num_gpus, 4 * deployment.block_size
+    changes: dict[str, dict[str, Any]] = {f"--block-size {size}": {"block_size": size}}
     if deployment.costs is None:
-        size = 2 * deployment.num_gpus
-        changes[f"--tensor-parallel-size {size}"] = {"num_gpus": size}
-    size = 4 * deployment.block_size
-    changes[f"--block-size {size}"] = {"block_size": size}
+        changes = {f"--tensor-parallel-size {gpus}": {"num_gpus": gpus}} | changes
+        if deployment.kv_dtype_bytes > 1:
+            changes = {"--kv-cache-dtype fp8": {"kv_dtype_bytes": 1}} | changes
     found = {}
     for name, change in changes.items():
-        try:
+        with suppress(ValueError):  # the heads do not divide, for example
             found[name] = replace(deployment, **change)
-        except ValueError:
-            continue  # the heads do not divide, for example
     return found
 
 
 def _found(deployment: Deployment, traffic: Traffic, limits: LatencyLimits) -> dict[str, list[Load]]:
     """Return the loads of the searches for a deployment and its variants, and print those of the deployment."""
-    own = sorted(track(search(deployment, traffic, limits), None, "simulated", "load", bar=_bar()))
+    own = sorted(track(search(deployment, traffic, limits), None, "simulated", "load", bar=sys.stderr.isatty()))
     print(_table(own))
     load = best(own, limits)
     # The estimate errs alike for all.
     factor = ((load.users if load else None) or 1) / estimate(deployment, traffic, limits)
     cases = variants(deployment)
-    others = dict(track(_search_all(cases, traffic, limits, factor), len(cases), "searched", "deployment", bar=_bar()))
-    return {"": own} | {name: others[name] for name in cases}
-
-
-def _search_all(
-    cases: Mapping[str, Deployment], traffic: Traffic, limits: LatencyLimits, factor: float
-) -> Iterator[tuple[str, list[Load]]]:
-    """Yield the loads of each case in the order of their ends; the cases run in several processes.
-
-    Args:
-        factor: capacity of a similar deployment divided by its estimate.
-    """
-    if not cases:
-        return
-    with ProcessPoolExecutor(min(len(cases), os.cpu_count() or 1), get_context("spawn")) as pool:
+    with ProcessPoolExecutor(min(len(cases) or 1, os.cpu_count() or 1), get_context("spawn")) as pool:
         runs = [pool.submit(_search, name, case, traffic, limits, factor) for name, case in cases.items()]
-        for done in as_completed(runs):
-            yield done.result()
+        searches = (done.result() for done in as_completed(runs))
+        others = dict(track(searches, len(cases), "searched", "deployment", bar=sys.stderr.isatty()))
+    return {"": own} | {name: others[name] for name in cases}
 
 
 def _search(
     name: str, deployment: Deployment, traffic: Traffic, limits: LatencyLimits, factor: float
 ) -> tuple[str, list[Load]]:
+    """Return the loads of a search; `factor` is the capacity of a similar deployment divided by its estimate."""
     start = max(1, round(factor * estimate(deployment, traffic, limits)))
     return name, list(search(deployment, traffic, limits, start))
-
-
-def _loads(args: argparse.Namespace, deployment: Deployment, traffic: Traffic) -> Iterator[Load]:
-    for users in args.users or ():
-        yield load_of_users(deployment, traffic, users)
-    for rate in args.request_rate or ():
-        yield load_of_rate(deployment, traffic, arrivals(max(args.num_prompts, 2 * MEASURED), rate, seed=args.seed))
-
-
-def _bar() -> bool:
-    return sys.stderr.isatty()
 
 
 def _facts(deployment: Deployment, lengths: Sequence[tuple[int, int]]) -> str:
@@ -292,32 +254,26 @@ def _facts(deployment: Deployment, lengths: Sequence[tuple[int, int]]) -> str:
     shape, tokens = deployment.shape, deployment.pool_tokens
     kv_bytes = shape.kv_bytes(deployment.kv_dtype_bytes, deployment.num_gpus)
     inputs, outputs = (fmean(column) for column in zip(*lengths))
-    return "\n".join(
-        [
-            f"{shape.name}: {shape.num_params / 1e9:.2f}e9 parameters, "
-            f"{deployment.param_bytes / 2**30:.1f} GiB"
-            + (
-                " in 16 bits" if deployment.weight_bits == 16 else f", linear layers in {deployment.weight_bits:g} bits"
-            ),
-            f"KV pool: {tokens:,} tokens of {kv_bytes / 1024:.0f} KiB, {tokens * kv_bytes / 2**30:.1f} GiB",
-            f"requests: {inputs:.0f} tokens in, {outputs:.0f} out on average",
-            f"predicted, not measured; duration of a step: {deployment.cost.source}",
-            "",
-        ]
+    bits = deployment.weight_bits
+    return (
+        f"{shape.name}: {shape.num_params / 1e9:.2f}e9 parameters, {deployment.param_bytes / 2**30:.1f} GiB"
+        f"{' in 16 bits' if bits == 16 else f', linear layers in {bits:g} bits'}\n"
+        f"KV pool: {tokens:,} tokens of {kv_bytes / 1024:.0f} KiB, {tokens * kv_bytes / 2**30:.1f} GiB\n"
+        f"requests: {inputs:.0f} tokens in, {outputs:.0f} out on average\n"
+        f"predicted, not measured; duration of a step: {deployment.cost.source}\n"
     )
 
 
 def _table(loads: Sequence[Load], title: str = "users", names: Sequence[str] | None = None) -> str:
     head = [title, "requests/s", "output tok/s", "ttft p50 ms", "p99", "tpot p50 ms", "p99",
             "running", "KV used", "preempted", "cached"]  # fmt: skip
-    rows = [head]
-    for name, load in zip(names or [str(load.users) for load in loads], loads, strict=True):
-        rows.append(
-            [name, f"{load.requests_per_s:.2f}", f"{load.tokens_per_s:.0f}",
-             *(f"{1e3 * seconds:.1f}" for seconds in (load.ttft, load.ttft_p99, load.tpot, load.tpot_p99)),
-             f"{load.running:.0f}", f"{load.kv_used:.0%}", f"{load.preemptions:.0%}", f"{load.cached:.0%}"]
-        )  # fmt: skip
-    return table(rows)
+    rows = [
+        [name, f"{load.requests_per_s:.2f}", f"{load.tokens_per_s:.0f}",
+         *(f"{1e3 * seconds:.1f}" for seconds in (load.ttft, load.ttft_p99, load.tpot, load.tpot_p99)),
+         f"{load.running:.0f}", f"{load.kv_used:.0%}", f"{load.preemptions:.0%}", f"{load.cached:.0%}"]
+        for name, load in zip(names or [str(load.users) for load in loads], loads, strict=True)
+    ]  # fmt: skip
+    return table([head, *rows])
 
 
 def _answer(found: Mapping[str, Sequence[Load]], limits: LatencyLimits) -> str:
@@ -333,8 +289,3 @@ def _answer(found: Mapping[str, Sequence[Load]], limits: LatencyLimits) -> str:
     title = "most users with 99 % of the requests within "
     title += f"{limits.ttft:g} s to the first token and {1e3 * limits.tpot:g} ms per token"
     return f"\n{title}:\n\n{table(rows)}"
-
-
-def _plain(deployment: Deployment) -> dict[str, Any]:
-    content = asdict(replace(deployment, costs=None))
-    return content | {"gpu": deployment.gpu.name, "shape": deployment.shape.name}

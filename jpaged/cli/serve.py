@@ -15,17 +15,21 @@ import argparse
 import asyncio
 import contextlib
 import functools
+import importlib.util
 import json
+import logging
 import os
+import signal
 import socket
 import ssl
 import sys
+import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from jpaged.chat import ContentFormat, sources_of
-from jpaged.cli import serve_ray
 from jpaged.cli.loading import loading
 from jpaged.cli.nodes import facts_of, leading
 from jpaged.cli.parser import existing_file
@@ -37,29 +41,49 @@ from jpaged.parallel.nodes import Nodes
 from jpaged.serving.listen import bind, bound_unix
 from jpaged.serving.logs import LEVELS, logging_to
 from jpaged.serving.origins import is_loopback
+from jpaged.serving.ray.config import RayConfig, parse_replicas
 from jpaged.serving.service import API_KEY_VARIABLE, ServerConfig, Service
 from jpaged.serving.tools import FORMATS, tool_format
 
-if TYPE_CHECKING:
-    from jpaged.start.resolve import Resolved
-
 PEERS = ENGINE
+
+logger = logging.getLogger("jpaged.ray")
+
+# Flags that Ray Serve can't apply, with their defaults and the reasons.
+WITHOUT_RAY: dict[str, tuple[Any, str]] = {
+    "uds": (None, "Ray Serve listens on a host and a port"),
+    "access_log": ("-", "Ray Serve writes a log of requests of its own"),
+    "log_level": ("info", "Ray Serve has a log level of its own"),
+    "ssl_ca_certs": (None, "Ray Serve does not check client certificates"),
+    "data_parallel_size": (1, "see --replicas"),
+    "nnodes": (1, "a replica runs on one host"),
+}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `jpaged serve`."""
     parser.usage = "%(prog)s [MODEL] [flags]"
-    _add_server_flags(parser.add_argument_group("server"), ServerConfig())
-    _add_access_flags(parser.add_argument_group("access control"))
+    _add_server_flags(parser)
+    add = parser.add_argument_group("access control").add_argument
+    add("--api-key", metavar="KEY", nargs="+", default=[],
+        help=f"require one of these keys; the environment variable {API_KEY_VARIABLE} adds one")  # fmt: skip
+    add("--api-key-file", metavar="FILE", type=existing_file, help="file with further keys, one per line")
+    add("--allowed-origins", metavar="ORIGIN", nargs="+", default=[],
+        help="origins of web pages that may send requests, such as https://chat.example.org; *: all "
+        "(default: none)")  # fmt: skip
+    add("--allowed-hosts", metavar="NAME", nargs="+", default=[],
+        help="allowed names in the Host header, in addition to localhost (default: all; none if --host is a "
+        "loopback address and no key is set)")  # fmt: skip
+    add("--ssl-certfile", metavar="FILE", type=existing_file, help="serve HTTPS with this certificate chain")
+    add("--ssl-keyfile", metavar="FILE", type=existing_file,
+        help="private key of the certificate, if in a separate file")  # fmt: skip
+    add("--ssl-ca-certs", metavar="FILE", type=existing_file, help="require client certificates signed by one of these")
     add = parser.add_argument_group("replicas").add_argument
     add("--ray", action="store_true", help="serve with Ray Serve: needs the extra jpaged[ray]")
     text = "number of engines behind one address, or MIN:MAX to follow the load; needs --ray (default: 1)"
     add("--replicas", metavar="N", help=text)
-    parser.add_argument_group("trainers").add_argument(
-        "--enable-weight-updates",
-        action="store_true",
-        help="serve /pause, /resume, /update_weights, /sleep and /wake_up to clients with an API key",
-    )
+    parser.add_argument_group("trainers").add_argument("--enable-weight-updates", action="store_true",
+        help="serve /pause, /resume, /update_weights, /sleep and /wake_up to clients with an API key")  # fmt: skip
     _add_chat_flags(parser.add_argument_group("chat"))
     add_settings(parser, EngineConfig, positional="model")
     add_settings(parser, Nodes)
@@ -69,8 +93,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_server_flags(group: argparse._ArgumentGroup, defaults: ServerConfig) -> None:
-    add = group.add_argument
+def _add_server_flags(parser: argparse.ArgumentParser) -> None:
+    defaults, add = ServerConfig(), parser.add_argument_group("server").add_argument
     add("--config", metavar="FILE",
         help="YAML file with flags as keys, such as max-model-len: 32k; the command line takes precedence")  # fmt: skip
     add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all network interfaces")
@@ -97,24 +121,6 @@ def _add_server_flags(group: argparse._ArgumentGroup, defaults: ServerConfig) ->
         help="file for one line of JSON per request; -: standard error; none: no access log")  # fmt: skip
 
 
-def _add_access_flags(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--api-key", metavar="KEY", nargs="+", default=[],
-        help=f"require one of these keys; the environment variable {API_KEY_VARIABLE} adds one")  # fmt: skip
-    add("--api-key-file", metavar="FILE", type=existing_file, help="file with further keys, one per line")
-    add("--allowed-origins", metavar="ORIGIN", nargs="+", default=[],
-        help="origins of web pages that may send requests, such as https://chat.example.org; *: all "
-        "(default: none)")  # fmt: skip
-    add("--allowed-hosts", metavar="NAME", nargs="+", default=[],
-        help="allowed names in the Host header, in addition to localhost (default: all; none if --host is a "
-        "loopback address and no key is set)")  # fmt: skip
-    add("--ssl-certfile", metavar="FILE", type=existing_file, help="serve HTTPS with this certificate chain")
-    add("--ssl-keyfile", metavar="FILE", type=existing_file,
-        help="private key of the certificate, if in a separate file")  # fmt: skip
-    add("--ssl-ca-certs", metavar="FILE", type=existing_file,
-        help="require client certificates signed by one of these")  # fmt: skip
-
-
 def _add_chat_flags(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--chat-template", metavar="FILE", type=existing_file, help="Jinja template instead of the model's own")
@@ -134,19 +140,19 @@ def _add_chat_flags(group: argparse._ArgumentGroup) -> None:
 def run(args: argparse.Namespace) -> None:
     """Run `jpaged serve`."""
     if args.ray:
-        serve_ray.check_flags(args)
+        for name, (default, reason) in WITHOUT_RAY.items():
+            if getattr(args, name) != default:
+                raise ValueError(f"--{name.replace('_', '-')}: can't be combined with --ray: {reason}")
+        if args.port == 0:
+            raise ValueError("--port: must be a port, not 0, with --ray")
         tls_context(args)  # checks the files
-        serve_ray.run(args, config_of(args, EngineConfig), server_config(args))
-        return
+        return _serve_with_ray(args, config_of(args, EngineConfig), server_config(args))
     if args.replicas is not None:
         raise ValueError("--replicas: needs --ray")
     with logging_to(sys.stderr, args.access_log, args.log_level):
         engine, server, tls, nodes = (
-            config_of(args, EngineConfig),
-            server_config(args),
-            tls_context(args),
-            config_of(args, Nodes),
-        )
+            config_of(args, EngineConfig), server_config(args), tls_context(args), config_of(args, Nodes)
+        )  # fmt: skip
         if nodes.node_rank:
             raise ValueError(f"node_rank: must be 0 for jpaged serve, not {nodes.node_rank}; use jpaged worker")
         with bound_sockets(args) as sockets:
@@ -173,16 +179,20 @@ def _serve(
             setup = prepare(engine_config, chat_template=config.chat_template, nnodes=nodes.nnodes)
             if followers is not None:
                 followers.check_facts(facts_of(setup))
-            lead = followers.lead if followers else None
             read_params = followers.refuse_params if followers else functools.partial(load_params, setup)
+            lead = followers.lead if followers else None
             setups = on_further_devices(setup, args.data_parallel_size)
             engines = [start_engine(each, progress=bars, lead=lead) for each in setups]
-        tokenizer = setup.tokenizer
+        tokenizer, resolved, model = setup.tokenizer, setup.resolved, setup.resolved.model
         service = Service(
             engines, tokenizer, (args.served_model_name or [args.model])[0], config,
             sampling_defaults=setup.sampling_defaults,
             tool_format=tool_format(args.tool_call_parser, tokenizer, config.chat_template),
-            model_facts=model_facts(args.model, setup.resolved),
+            model_facts={  # of /model_info, with SGLang's names
+                "model_path": args.model, "tokenizer_path": resolved.config.tokenizer or args.model,
+                "model_type": model.model_type, "architectures": [model.architecture],
+                "vocab_size": model.vocab_size, "tp_size": resolved.mesh.size,
+            },
             load_params=read_params if config.enable_weight_updates else None,
         )  # fmt: skip
         if config.chat_template or (tokenizer is not None and sources_of(tokenizer)):
@@ -190,14 +200,34 @@ def _serve(
         asyncio.run(serve(service, sockets, tls))
 
 
-def model_facts(path: str, resolved: "Resolved") -> dict[str, Any]:
-    """Return the facts of a model for `/model_info`, with SGLang's names."""
-    model = resolved.model
-    return {
-        "model_path": path, "tokenizer_path": resolved.config.tokenizer or path, "model_type": model.model_type,
-        "architectures": [model.architecture], "vocab_size": model.vocab_size,
-        "tp_size": resolved.mesh.size,
+def _serve_with_ray(args: argparse.Namespace, engine: EngineConfig, server: ServerConfig) -> None:
+    """Serve with Ray Serve until SIGTERM or SIGINT; then running requests finish."""
+    low, high = parse_replicas(args.replicas or "1")
+    config = RayConfig(
+        engine=engine, server=server, served_model_name=args.served_model_name[0] if args.served_model_name else None,
+        tool_call_parser=args.tool_call_parser, min_replicas=low, max_replicas=high,
+    )  # fmt: skip
+    if importlib.util.find_spec("ray") is None:
+        raise ValueError("--ray: Ray is not installed: pip install 'jpaged[ray]'")
+    for each in bind(args.host, args.port):  # Ray Serve would report an address in use only in a log
+        each.close()
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    from jpaged.serving.ray.application import cluster, deployed  # imports Ray, which takes seconds
+
+    http = {
+        "host": args.host, "port": args.port, "ssl_certfile": args.ssl_certfile and str(args.ssl_certfile),
+        "ssl_keyfile": args.ssl_keyfile and str(args.ssl_keyfile),
     }  # fmt: skip
+    with logging_to(sys.stderr, "none", args.log_level), cluster(config.num_cpus * high), deployed(config, http):
+        ended = threading.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: ended.set())
+        scheme = "https" if args.ssl_certfile else "http"
+        logger.info("ready: model %s at %s://%s:%d", config.model_name, scheme, args.host, args.port)
+        while not ended.wait(1.0):  # an untimed wait would not let signals be handled
+            pass
+        logger.info("shutting down: finishing requests")
+    logger.info("stopped")
 
 
 @contextlib.contextmanager
@@ -207,15 +237,12 @@ def bound_sockets(args: argparse.Namespace) -> Iterator[Sequence[socket.socket]]
     Raises:
         OSError: an address is invalid or in use.
     """
-    flag = "--uds" if args.uds else "--host, --port"
     with contextlib.ExitStack() as stack:
         try:
-            if args.uds:
-                sockets = [stack.enter_context(bound_unix(args.uds))]
-            else:
-                sockets = [stack.enter_context(each) for each in bind(args.host, args.port)]
+            bound = [bound_unix(args.uds)] if args.uds else bind(args.host, args.port)
+            sockets = [stack.enter_context(each) for each in bound]
         except (OSError, OverflowError) as error:  # OverflowError: a port above 65535
-            raise OSError(f"{flag}: {error}") from error
+            raise OSError(f"{'--uds' if args.uds else '--host, --port'}: {error}") from error
         yield sockets
 
 
@@ -237,38 +264,29 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
         if not found:
             raise ValueError(f"--api-key-file: {args.api_key_file} holds no key")
         keys += found
+    origins = args.allowed_origins
+    if len(origins) == 1 and origins[0].startswith("["):  # a JSON list, as in vLLM
+        try:
+            origins = json.loads(origins[0])
+        except ValueError as error:
+            raise ValueError(f"--allowed-origins: {origins[0]} is not valid JSON: {error}") from error
     # A site whose name leads to this machine (DNS rebinding) can't know a key, nor reach a Unix domain socket.
     only_loopback = is_loopback(args.host) and not (keys or args.uds)
-    return ServerConfig(
-        api_keys=tuple(keys), chat_template=args.chat_template.read_text() if args.chat_template else None,
-        chat_template_content_format=args.chat_template_content_format,
-        default_chat_template_kwargs=args.default_chat_template_kwargs or {},
-        trust_request_chat_template=args.trust_request_chat_template,
-        allow_special_tokens_in_content=args.allow_special_tokens_in_content,
-        ignore_unknown_fields=args.ignore_unknown_fields,
-        enable_weight_updates=args.enable_weight_updates, max_queue=args.max_queue,
-        max_body_size=None if args.max_body_size is None else int(args.max_body_size * 2**20),
-        request_timeout=args.request_timeout, drain_timeout=args.drain_timeout,
-        allowed_origins=_origins(args.allowed_origins),
-        allowed_hosts=tuple(args.allowed_hosts) if args.allowed_hosts or only_loopback else None,
-        root_path=args.root_path, aliases=tuple(args.served_model_name[1:]),
-    )  # fmt: skip
+    given = {each.name: getattr(args, each.name) for each in fields(ServerConfig) if hasattr(args, each.name)}
+    return ServerConfig(**given | {
+        "api_keys": tuple(keys), "chat_template": args.chat_template.read_text() if args.chat_template else None,
+        "default_chat_template_kwargs": args.default_chat_template_kwargs or {},
+        "max_body_size": None if args.max_body_size is None else int(args.max_body_size * 2**20),
+        "allowed_origins": tuple(map(str, origins)),
+        "allowed_hosts": tuple(args.allowed_hosts) if args.allowed_hosts or only_loopback else None,
+        "aliases": tuple(args.served_model_name[1:]),
+    })  # fmt: skip
 
 
 def _at_least_one(text: str) -> int:
     if (value := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
     return value
-
-
-def _origins(given: Sequence[str]) -> tuple[str, ...]:
-    """Return the values of --allowed-origins, which may be a JSON list as in vLLM."""
-    if len(given) == 1 and given[0].startswith("["):
-        try:
-            given = json.loads(given[0])
-        except ValueError as error:
-            raise ValueError(f"--allowed-origins: {given[0]} is not valid JSON: {error}") from error
-    return tuple(map(str, given))
 
 
 def tls_context(args: argparse.Namespace) -> ssl.SSLContext | None:

@@ -55,15 +55,10 @@ def _values(each: Field[Any], setting: Setting) -> dict[str, Any]:
     if expected is Mapping:
         return {"metavar": setting.unit, "action": Object}
     parse: Callable[[str], Any] = count if expected is int else expected
-    is_open = setting.default and expected is not str
-    return {"metavar": setting.unit, "type": _or_auto(parse) if is_open else parse}
-
-
-def _or_auto(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return a type of flags that reads "auto" as None: the model or the device decides."""
 
     def parse_open(text: str) -> Any:
-        return None if text == "auto" else parse(text)
+        return None if text == "auto" else parse(text)  # None: the model or the device decides
 
     parse_open.__name__ = parse.__name__  # for argparse's messages
-    return parse_open
+    is_open = setting.default and expected is not str
+    return {"metavar": setting.unit, "type": parse_open if is_open else parse}

@@ -44,36 +44,28 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError("nnodes: must be at least 2 for jpaged worker, not 1")
     if nodes.node_rank == 0:
         raise ValueError(f"node_rank: must be between 1 and nnodes - 1 ({nodes.nnodes - 1}); jpaged serve is node 0")
-    with logging_to(sys.stderr, "none", args.log_level):
-        _follow(args, nodes)
-
-
-def _follow(args: argparse.Namespace, nodes: Nodes) -> None:
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")  # as in `jpaged serve`
-    given = {each.name: getattr(args, each.name) for each in fields(EngineConfig) if hasattr(args, each.name)}
-    with contextlib.ExitStack() as stack:
-        with loading() as bars:
-            leader, config = stack.enter_context(following(nodes, given))
-            from jpaged.parallel.follower import follow
-            from jpaged.start.assemble import start_follower
-            from jpaged.start.setup import prepare
-
-            setup = prepare(config, nnodes=nodes.nnodes)
-            leader.send_facts(facts_of(setup))
-            runner = start_follower(setup, progress=bars)
-        _leave_the_end_to_the_leader()
-        logger.info("ready: node %d of %d", nodes.node_rank, nodes.nnodes)
-        follow(runner, setup.resolved.limits, leader)
-    logger.info("stopped: the leader has ended")
-
-
-def _leave_the_end_to_the_leader() -> None:
-    """Ignore the first signal, because the leader still needs this process for its running requests."""
 
     def on_signal(number: int, frame: FrameType | None) -> None:
+        # The first signal is ignored, because the leader still needs this process for its running requests.
         logger.info("waiting for the end of the leader; a second signal ends this process at once")
         for each in (signal.SIGTERM, signal.SIGINT):
             signal.signal(each, signal.SIG_DFL)
 
-    for each in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(each, on_signal)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")  # as in `jpaged serve`
+    given = {each.name: getattr(args, each.name) for each in fields(EngineConfig) if hasattr(args, each.name)}
+    with logging_to(sys.stderr, "none", args.log_level):
+        with contextlib.ExitStack() as stack:
+            with loading() as bars:
+                leader, config = stack.enter_context(following(nodes, given))
+                from jpaged.parallel.follower import follow
+                from jpaged.start.assemble import start_follower
+                from jpaged.start.setup import prepare
+
+                setup = prepare(config, nnodes=nodes.nnodes)
+                leader.send_facts(facts_of(setup))
+                runner = start_follower(setup, progress=bars)
+            for each in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(each, on_signal)
+            logger.info("ready: node %d of %d", nodes.node_rank, nodes.nnodes)
+            follow(runner, setup.resolved.limits, leader)
+        logger.info("stopped: the leader has ended")

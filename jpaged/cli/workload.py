@@ -1,9 +1,13 @@
-"""Flags for the workload of a benchmark."""
+"""Flags of benchmarks: their workload, and the file of their report."""
 
 import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from jpaged.bench.workload import DATASETS, Workload
-from jpaged.cli.setting_flags import add_settings, config_of
+from jpaged.cli.setting_flags import add_settings
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -18,6 +22,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def workload(args: argparse.Namespace) -> Workload:
-    """Return the workload of the flags."""
-    return config_of(args, Workload)
+def add_out_flag(group: argparse._ArgumentGroup) -> None:
+    """Add the flag that names the file of the report."""
+    group.add_argument("--out", type=Path, metavar="FILE", help="also write the report to this file, as JSON")
+
+
+def write_report(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a file, and the directories above it. Other values than JSON's are written as texts."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1, default=str) + "\n")

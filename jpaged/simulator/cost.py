@@ -15,7 +15,6 @@ from jpaged.simulator.shape import ModelShape
 # Shares of the data sheets that good kernels reach: in decode steps 0.69 to 0.78 of the bandwidth (gpt-fast on an A100,
 # Hazy Research's megakernel on an H100), in prompts 0.55 to 0.75 of the operations (FlashAttention-3 on an H100).
 BANDWIDTH_SHARE, FLOPS_SHARE = 0.75, 0.6
-LAUNCH_S = 0.0005  # of a step outside the GPU's work
 ALL_REDUCE_S = 15e-6  # latency of an all-reduce within a host; there are two in each layer
 
 
@@ -53,10 +52,6 @@ class StepLoad(NamedTuple):
 class StepCost(Protocol):
     """Cost model of a step."""
 
-    @property
-    def source(self) -> str:
-        """Origin of the costs, for the heading of a table."""
-
     def seconds(self, load: StepLoad) -> float:
         """Return the duration of a step."""
 
@@ -80,11 +75,11 @@ class Roofline:
     kv_dtype_bytes: int = 2
     bandwidth_share: float = BANDWIDTH_SHARE
     flops_share: float = FLOPS_SHARE
-    launch_s: float = LAUNCH_S
+    launch_s: float = 0.0005  # of a step outside the GPU's work
 
     @property
     def source(self) -> str:
-        """Description of the cost model."""
+        """Origin of the costs, for the heading of a table."""
         gpus = self.gpu.name if self.num_gpus == 1 else f"{self.num_gpus} x {self.gpu.name}"
         return (
             f"roofline of {gpus}: {self.bandwidth_share:.0%} of {self.gpu.bandwidth / 1e12:g} TB/s and "
@@ -103,14 +98,11 @@ class Roofline:
             shape.kv_bytes(self.kv_dtype_bytes, gpus) * load.context / bandwidth,
             4 * shape.num_layers * shape.num_heads * shape.head_dim * load.pairs / flops,
         )
-        return self.launch_s + matrices + attention + self._all_reduces(load.tokens)
-
-    def _all_reduces(self, tokens: int) -> float:
-        """Return the time of the activations' all-reduces, of which each GPU sends and receives about two copies."""
-        if self.num_gpus == 1:
-            return 0.0
-        sent = 2 * (self.num_gpus - 1) / self.num_gpus * tokens * self.shape.hidden_size * 2
-        return (2 * self.shape.num_layers + 1) * (ALL_REDUCE_S + sent / self.gpu.link_bandwidth)
+        reduces = 0.0
+        if gpus > 1:  # all-reduces of the activations, of which each GPU sends and receives about two copies
+            sent = 2 * (gpus - 1) / gpus * load.tokens * shape.hidden_size * 2
+            reduces = (2 * shape.num_layers + 1) * (ALL_REDUCE_S + sent / self.gpu.link_bandwidth)
+        return self.launch_s + matrices + attention + reduces
 
 
 class MeasuredStep(NamedTuple):

@@ -7,7 +7,7 @@ from jpaged.config import BLOCK_SIZE, EngineConfig, Limits
 from jpaged.config import GPU as GPU_DEFAULTS
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.scheduler import HEADROOM, Scheduler
-from jpaged.simulator.cost import Roofline, StepCost
+from jpaged.simulator.cost import CostTable, Roofline, StepCost
 from jpaged.simulator.engine import VOCAB_SIZE, VirtualEngine
 from jpaged.simulator.gpu import Gpu
 from jpaged.simulator.shape import ModelShape
@@ -35,7 +35,7 @@ class Deployment:
     max_num_batched_tokens: int = GPU_DEFAULTS.max_num_batched_tokens
     gpu_memory_utilization: float = EngineConfig.gpu_memory_utilization
     enable_prefix_caching: bool = EngineConfig.enable_prefix_caching
-    costs: StepCost | None = None
+    costs: CostTable | None = None
     weight_bits: float = 16
     max_model_len: int = field(kw_only=True)
 
@@ -46,11 +46,10 @@ class Deployment:
             max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.max_num_batched_tokens,
             gpu_memory_utilization=self.gpu_memory_utilization,
         )  # fmt: skip
+        larger, smaller = max(gpus, shape.num_kv_heads), min(gpus, shape.num_kv_heads)
         if (
-            shape.num_heads % gpus
-            or shape.intermediate_size % gpus
-            or shape.expert_size % gpus
-            or max(gpus, shape.num_kv_heads) % min(gpus, shape.num_kv_heads)
+            any(size % gpus for size in (shape.num_heads, shape.intermediate_size, shape.expert_size))
+            or larger % smaller
         ):
             raise ValueError(
                 f"tensor_parallel_size: {gpus} GPUs can't share the {shape.num_heads} heads and {shape.num_kv_heads} "
@@ -80,7 +79,7 @@ class Deployment:
         return max(0, math.floor(left / self.shape.kv_bytes(self.kv_dtype_bytes, self.num_gpus)))
 
     @property
-    def cost(self) -> StepCost:
+    def cost(self) -> CostTable | Roofline:
         """Cost model of a step."""
         return self.costs or Roofline(self.gpu, self.shape, self.num_gpus, self.weight_bits, self.kv_dtype_bytes)
 
@@ -88,8 +87,7 @@ class Deployment:
         """Return a new engine with empty memory; `cost` replaces the cost model."""
         most = min(users, MAX_USERS, self.max_num_batched_tokens)  # each sequence needs a token of a step
         limits = Limits(self.max_model_len, self.max_num_seqs or most, self.max_num_batched_tokens, self.block_size)
-        pool = BlockPool(
-            self.pool_tokens // self.block_size, self.block_size, enable_prefix_caching=self.enable_prefix_caching
-        )
+        num_blocks = self.pool_tokens // self.block_size
+        pool = BlockPool(num_blocks, self.block_size, enable_prefix_caching=self.enable_prefix_caching)
         scheduler = Scheduler(pool, limits, vocab_size=VOCAB_SIZE, preemption="recompute", headroom=HEADROOM)
         return VirtualEngine(scheduler, cost or self.cost)

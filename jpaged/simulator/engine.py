@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 from jpaged.core.params import BeamSearchParams, SamplingParams
 from jpaged.core.plan import Sample, StepPlan, StepResult
@@ -54,29 +54,6 @@ class StepRecord(NamedTuple):
     used: int
 
 
-class Clocked(Protocol):
-    """Engine with a clock.
-
-    Attributes:
-        now: seconds from the beginning.
-    """
-
-    scheduler: Scheduler
-
-    @property
-    def now(self) -> float:
-        """Seconds from the beginning."""
-
-    def add(self, request_id: str, call: Call, params: SamplingParams | BeamSearchParams) -> None:
-        """Queue a request."""
-
-    def step(self) -> Iterable[Request]:
-        """Run a step and return the requests that it ends, with their times."""
-
-    def wait(self, until: float) -> None:
-        """Let time pass without work."""
-
-
 class VirtualEngine:
     """Scheduler whose steps take the time of a cost model. No model runs: the tokens come from the trace.
 
@@ -89,13 +66,9 @@ class VirtualEngine:
     """
 
     def __init__(
-        self,
-        scheduler: Scheduler,
-        cost: StepCost,
-        *,
-        seed: int = 0,
+        self, scheduler: Scheduler, cost: StepCost, *, seed: int = 0,
         on_plan: Callable[[Scheduler], object] | None = None,
-    ):
+    ):  # fmt: skip
         self.scheduler, self._cost, self._on_plan = scheduler, cost, on_plan
         self.now, self.steps = 0.0, 0
         self.last = StepRecord(0.0, 0, 0, 0)
@@ -160,12 +133,10 @@ class VirtualEngine:
 
     def _follow_row(self, row: int) -> Request:
         sequence = self.scheduler.rows[row]
-        request = sequence.request
+        request, index = sequence.request, sequence.index
         if isinstance(request.params, BeamSearchParams):
-            self._samples[row] = self._answers[request.request_id][0]
-            self._widths[row] = request.params.beam_width
-        else:
-            self._samples[row] = self._answers[request.request_id][sequence.index]
+            self._widths[row], index = request.params.beam_width, 0
+        self._samples[row] = self._answers[request.request_id][index]
         return request
 
     def _result(self, plan: StepPlan) -> StepResult:
@@ -214,21 +185,20 @@ def _peaked(a: float, vocab_size: int, count: int) -> list[float]:
     return [-a * math.log(k) - norm for k in range(1, count + 1)]
 
 
-def drive(engine: Clocked, source: Arrivals, *, shares: bool = True, together: bool = False) -> list[Served]:
+def drive(engine: VirtualEngine, source: Arrivals, *, shares: bool = True, together: bool = False) -> list[Served]:
     """Run all requests of a source through an engine, and return them in the order of their ends: see `drive_steps`."""
     return [each for ended in drive_steps(engine, source, shares=shares, together=together) for each in ended]
 
 
 def drive_steps(
-    engine: Clocked, source: Arrivals, *, shares: bool = True, together: bool = False
+    engine: VirtualEngine, source: Arrivals, *, shares: bool = True, together: bool = False
 ) -> Iterator[Sequence[Served]]:
     """Run the requests of a source through an engine, and yield after each step the calls that have ended.
 
     The id of a call's first request is "N.0" for the N-th call of the source, from 0 on.
 
     Args:
-        shares: run the outputs or beams of a call as one request, which shares blocks; otherwise each is a separate
-            request, and the last one ends the call.
+        shares: run the outputs or beams of a call as one request, which shares blocks, not each as one of its own.
         together: answers are known once no request runs any more, as in static batching.
     """
     running: dict[str, _Running] = {}
@@ -246,16 +216,19 @@ def drive_steps(
             engine.wait(at)
             continue
         for request in engine.step():
-            name = request.request_id.partition(".")[0]
-            if running[name].has_ended(request):
+            each = running[name := request.request_id.partition(".")[0]]
+            each.first = min(each.first, request.metrics.first_token_ts)
+            each.left -= 1
+            if not each.left:
                 answered.append(running.pop(name))
-        served: list[Served] = []
-        if not (together and engine.scheduler.running):
-            now = engine.now
-            served = [Served(each.call, now if together else each.first, now, each.number) for each in answered]
-            for _ in answered:
-                source.ended(now)
-            answered.clear()
+        if together and engine.scheduler.running:
+            yield ()
+            continue
+        now = engine.now
+        served = [Served(each.call, now if together else each.first, now, each.number) for each in answered]
+        for _ in answered:
+            source.ended(now)
+        answered.clear()
         yield served
 
 
@@ -268,12 +241,6 @@ class _Running:
     left: int
     first: float = math.inf
 
-    def has_ended(self, request: Request) -> bool:
-        """Take note of the end of a request, and return whether it was the last one."""
-        self.first = min(self.first, request.metrics.first_token_ts)
-        self.left -= 1
-        return self.left == 0
-
 
 @functools.lru_cache(maxsize=4096)  # the checks of parameters take a tenth of a simulation's time
 def params_of(output: int, width: int, *, beam: bool, shares: bool) -> tuple[SamplingParams | BeamSearchParams, ...]:
@@ -284,9 +251,7 @@ def params_of(output: int, width: int, *, beam: bool, shares: bool) -> tuple[Sam
         width: number of outputs or beams.
         shares: whether they share one request.
     """
-    common: dict[str, Any] = dict(max_tokens=output, ignore_eos=True)
     if beam and shares:
-        return (BeamSearchParams(beam_width=width, **common),)
-    if shares:
-        return (SamplingParams(n=width, temperature=1.0, **common),)
-    return (SamplingParams(temperature=1.0, **common),) * width
+        return (BeamSearchParams(beam_width=width, max_tokens=output, ignore_eos=True),)
+    params = SamplingParams(n=width if shares else 1, temperature=1.0, max_tokens=output, ignore_eos=True)
+    return (params,) * (1 if shares else width)

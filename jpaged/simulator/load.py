@@ -10,9 +10,9 @@ from statistics import fmean
 from typing import NamedTuple
 
 from jpaged.bench.workload import Lengths
-from jpaged.simulator.cost import StepCost, StepLoad
+from jpaged.simulator.cost import StepLoad
 from jpaged.simulator.deployment import MAX_USERS, Deployment
-from jpaged.simulator.engine import Served, StepRecord, VirtualEngine, drive_steps
+from jpaged.simulator.engine import Served, StepRecord, drive_steps
 from jpaged.simulator.traffic import Call, Schedule, Users, calls_of
 
 MEASURED = 200  # least number of measured requests
@@ -84,8 +84,7 @@ class Traffic:
         for i in range(users):
             token = (2 * i + 1) * ends[-1] // (2 * users)
             at = bisect_left(ends, token + 1)
-            each = self.lengths[at]
-            aged.append((each.output - (ends[at] - token), each))
+            aged.append((self.lengths[at].output - (ends[at] - token), self.lengths[at]))
         aged.sort(key=lambda pair: -pair[0])
         return [each._replace(prompt=each.prompt + age, output=each.output - age) for age, each in aged]
 
@@ -105,13 +104,12 @@ def load_of_users(deployment: Deployment, traffic: Traffic, users: int) -> Load:
     settling = (1 if heads == users else 2) if underway else 0
     first = [0.0] * heads + [SETTLING_S] * (users - heads) if underway else None
     source = Users(calls_of([*underway, *fresh]), users, traffic.think_s, first)
-    engine = deployment.engine(users, _Settling(deployment.cost, settling))
-    watch = _Watch(engine, settling)
-    for ended in drive_steps(engine, source):
+    watch = _Watch(deployment, users, settling)
+    for ended in drive_steps(watch.engine, source):
         watch.record(ended)
         if len(source.sent) >= total:
             break
-    window = source.sent[skipped].arrival, engine.now
+    window = source.sent[skipped].arrival, watch.engine.now
     return watch.load(users, source.sent, range(skipped, skipped + counted), window)
 
 
@@ -127,9 +125,8 @@ def load_of_trace(deployment: Deployment, calls: Sequence[Call]) -> Load:
     once, the whole run counts.
     """
     calls = sorted(calls, key=lambda call: call.arrival)
-    engine = deployment.engine(MAX_USERS)
-    watch = _Watch(engine)
-    for ended in drive_steps(engine, Schedule(calls)):
+    watch = _Watch(deployment, MAX_USERS)
+    for ended in drive_steps(watch.engine, Schedule(calls)):
         watch.record(ended)
     quarter = len(calls) // 4 if calls[0].arrival < calls[-1].arrival else 0
     measured = range(quarter, len(calls) - quarter)
@@ -139,9 +136,7 @@ def load_of_trace(deployment: Deployment, calls: Sequence[Call]) -> Load:
 
 def percentile(ordered: Sequence[float], share: float) -> float:
     """Return the smallest of sorted values that a share of them does not exceed; 0 without values."""
-    if not ordered:
-        return 0.0
-    return ordered[max(0, math.ceil(share * len(ordered) - 1e-9) - 1)]
+    return ordered[max(0, math.ceil(share * len(ordered) - 1e-9) - 1)] if ordered else 0.0
 
 
 def _move_prefixes_ahead(lengths: list[Lengths]) -> int:
@@ -158,48 +153,36 @@ def _move_prefixes_ahead(lengths: list[Lengths]) -> int:
     return len(first) or len(lengths)
 
 
-class _Settling:
-    """Cost model whose first steps take nearly no time."""
-
-    def __init__(self, cost: StepCost, steps: int):
-        self._cost, self._steps = cost, steps
-
-    @property
-    def source(self) -> str:
-        """Origin of the costs."""
-        return self._cost.source
-
-    def seconds(self, load: StepLoad) -> float:
-        """Return the duration of a step."""
-        self._steps -= 1
-        return SETTLING_S if self._steps >= 0 else self._cost.seconds(load)
-
-
 class _Watch:
-    """Record of the steps of an engine, after those in which it settles. These may have any number of tokens.
+    """Engine with a record of its steps, after those in which it settles: they take nearly no time for any tokens.
 
     Attributes:
         served: calls that have ended.
     """
 
-    def __init__(self, engine: VirtualEngine, settling: int = 0):
-        self._engine, self._settling = engine, settling
+    def __init__(self, deployment: Deployment, users: int, settling: int = 0):
+        self._cost, self._settling = deployment.cost, settling
+        self.engine = deployment.engine(users, self)
         self.served: list[Served] = []
         self._steps: list[tuple[float, StepRecord]] = []  # with their ends
         self._queries = self._hits = 0
-        scheduler = engine.scheduler
+        scheduler = self.engine.scheduler
         self._limits = scheduler.limits, scheduler.tokens_beside_decodes
         if settling:
             scheduler.tokens_beside_decodes = sys.maxsize
             scheduler.limits = replace(scheduler.limits, max_num_batched_tokens=sys.maxsize)
 
+    def seconds(self, load: StepLoad) -> float:
+        """Return the duration of a step."""
+        return SETTLING_S if self.engine.steps < self._settling else self._cost.seconds(load)
+
     def record(self, ended: Sequence[Served]) -> None:
         """Record the last step and the calls that it has ended."""
         self.served += ended
-        if self._engine.steps > self._settling:
-            self._steps.append((self._engine.now, self._engine.last))
-        elif self._engine.steps == self._settling:
-            scheduler = self._engine.scheduler
+        if self.engine.steps > self._settling:
+            self._steps.append((self.engine.now, self.engine.last))
+        elif self.engine.steps == self._settling:
+            scheduler = self.engine.scheduler
             scheduler.limits, scheduler.tokens_beside_decodes = self._limits
             self._queries, self._hits = scheduler.prefix_queries, scheduler.prefix_hits
 
@@ -210,7 +193,7 @@ class _Watch:
 
         A request that has not ended counts with its time and its tokens so far.
         """
-        engine, scheduler, (start, stop) = self._engine, self._engine.scheduler, window
+        engine, scheduler, (start, stop) = self.engine, self.engine.scheduler, window
         times = {each.number: (each.first, each.end, each.call.output) for each in self.served}
         ttft, tpot, normalised = [], [], []
         for i in measured:

@@ -66,11 +66,6 @@ class ModelShape:
         return layers * self.num_experts * self.mlp_matrices * self.hidden_size * self.expert_size
 
     @property
-    def layer_params(self) -> int:
-        """Parameters of the weight matrices of all layers."""
-        return self.linear_params + self.expert_params
-
-    @property
     def layer_products(self) -> int:
         """Multiplications of one token in the matrices of all layers.
 
@@ -86,7 +81,7 @@ class ModelShape:
     @property
     def num_params(self) -> int:
         """Number of parameters, without norms and biases."""
-        return self.layer_params + self.output_params * (1 if self.tied else 2)
+        return self.linear_params + self.expert_params + self.output_params * (1 if self.tied else 2)
 
     def param_bytes(self, weight_bits: float) -> float:
         """Return the bytes of all parameters: linear layers in `weight_bits`, the others in 16 bits, as jpaged does."""
@@ -114,35 +109,15 @@ SHAPES = {
     "llama-3.1-8b": ModelShape("Llama-3.1-8B", 32, 4096, 14_336, 32, 8, 128, 128_256, context=131_072),
     "llama-3.1-70b": ModelShape("Llama-3.1-70B", 80, 8192, 28_672, 64, 8, 128, 128_256, context=131_072),
     "mixtral-8x7b": ModelShape(
-        "Mixtral-8x7B",
-        32,
-        4096,
-        14_336,
-        32,
-        8,
-        128,
-        32_000,
-        context=32_768,
-        num_experts=8,
-        num_experts_per_tok=2,
-        expert_size=14_336,
+        "Mixtral-8x7B", 32, 4096, 14_336, 32, 8, 128, 32_000, context=32_768,
+        num_experts=8, num_experts_per_tok=2, expert_size=14_336,
     ),
     "qwen3-30b-a3b": ModelShape(
-        "Qwen3-30B-A3B",
-        48,
-        2048,
-        6144,
-        32,
-        4,
-        128,
-        151_936,
-        context=40_960,
-        num_experts=128,
-        num_experts_per_tok=8,
-        expert_size=768,
+        "Qwen3-30B-A3B", 48, 2048, 6144, 32, 4, 128, 151_936, context=40_960,
+        num_experts=128, num_experts_per_tok=8, expert_size=768,
     ),
     "llama-13b": ModelShape("LLaMA-13B", 40, 5120, 13_824, 40, 40, 128, 32_000),
     "opt-13b": _opt("OPT-13B", 40, 5120),
     "opt-66b": _opt("OPT-66B", 64, 9216),
     "opt-175b": _opt("OPT-175B", 96, 12_288),
-}
+}  # fmt: skip

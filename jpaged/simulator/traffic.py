@@ -5,7 +5,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple
 
 from jpaged.bench.workload import Lengths
 
@@ -71,7 +71,9 @@ def load_trace(path: Path) -> list[Call]:
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
             call = Call(**json.loads(line))
-            calls.append(_checked(call._replace(prompt=tuple((text, tokens) for text, tokens in call.prompt))))
+            call = call._replace(prompt=tuple((text, tokens) for text, tokens in call.prompt))
+            _check(call)
+            calls.append(call)
         except (TypeError, ValueError) as error:
             raise ValueError(f"trace: {path}, line {number} is no request: {error}") from error
     if not calls:
@@ -79,7 +81,7 @@ def load_trace(path: Path) -> list[Call]:
     return calls
 
 
-def _checked(call: Call) -> Call:
+def _check(call: Call) -> None:
     lengths = [("prompt", tokens) for _, tokens in call.prompt]
     for name, number in [("output", call.output), ("width", call.width), *lengths]:
         if type(number) is not int or number < 1:
@@ -93,20 +95,6 @@ def _checked(call: Call) -> Call:
         raise ValueError(f"arrival: must be at least 0 s, not {call.arrival!r}")
     if type(call.beam) is not bool:
         raise ValueError(f"beam: must be true or false, not {call.beam!r}")
-    return call
-
-
-class Arrivals(Protocol):
-    """Requests of a run in the order of their arrivals."""
-
-    def due(self, now: float) -> Iterator[Call]:
-        """Yield the requests that have arrived until now, each once."""
-
-    def next_arrival(self) -> float | None:
-        """Return the time of the next request; None if no further one comes before a running one ends."""
-
-    def ended(self, now: float) -> None:
-        """Take note of the end of a request."""
 
 
 class Schedule:
@@ -153,11 +141,6 @@ class Users:
         self._free = [i * ramp / users for i in range(users)] if first is None else list(first)
         self.sent: list[Call] = []
 
-    @classmethod
-    def of(cls, calls: Sequence[Call], users: int, think_s: float = 0.0) -> Self:
-        """Return at most as many users as there are requests."""
-        return cls(calls, min(users, len(calls)), think_s)
-
     def due(self, now: float) -> Iterator[Call]:
         """Yield the requests that have arrived until now, each once."""
         while self._free and self._free[0] <= now:
@@ -177,3 +160,6 @@ class Users:
         """Let a user think, and then send the next request."""
         if not self.exhausted:
             heapq.heappush(self._free, now + self._think_s)
+
+
+Arrivals = Schedule | Users

@@ -18,7 +18,7 @@ def test_llama_3_8b_has_the_parameters_of_its_checkpoint():
     shape = SHAPES["llama-3-8b"]
     norms = 65 * 4096
     assert shape.num_params + norms == 8_030_261_248  # the checkpoint's
-    assert shape.layer_params == 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14_336)
+    assert shape.linear_params == 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14_336)
     assert shape.kv_bytes(2) == 2 * 32 * 8 * 128 * 2 == 128 * 1024
     assert shape.kv_bytes(1) == 64 * 1024
 
@@ -43,7 +43,7 @@ def test_shape_of_a_config_equals_the_known_one(tmp_path):
 
 def test_tied_matrices_are_counted_once():
     shape = SHAPES["llama-3.2-1b"]
-    assert shape.num_params == shape.layer_params + 128_256 * 2048
+    assert shape.num_params == shape.linear_params + 128_256 * 2048
     assert 1.23e9 < shape.num_params < 1.24e9
 
 
@@ -84,5 +84,5 @@ def test_some_layers_of_a_mixture_may_be_dense(tmp_path):
 def test_only_linear_layers_have_fewer_bits():
     dense, mixture = SHAPES["llama-3-8b"], SHAPES["mixtral-8x7b"]
     assert dense.param_bytes(16) == 2 * dense.num_params
-    assert dense.param_bytes(8) == dense.layer_params + 4 * dense.output_params
+    assert dense.param_bytes(8) == dense.linear_params + 4 * dense.output_params
     assert mixture.param_bytes(4) == mixture.linear_params / 2 + 2 * mixture.expert_params + 4 * mixture.output_params

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from jpaged.cli import serve, serve_ray
+from jpaged.cli import serve
 from jpaged.cli.main import load, parser
 from jpaged.config import EngineConfig
 from jpaged.engine.prefix_table import PrefixTable
@@ -138,6 +138,6 @@ def test_flags_that_ray_serve_can_not_apply_are_rejected(flags, message):
 
 
 def test_without_ray_the_extra_is_named(monkeypatch):
-    monkeypatch.setattr(serve_ray.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"--ray: Ray is not installed: pip install 'jpaged\[ray\]'"):
         serve.run(parser("serve", load("serve"), "jpaged serve").parse_args(["--ray"]))

@@ -2,6 +2,7 @@
 
 import bisect
 import itertools
+import operator
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -41,8 +42,7 @@ class _Block:
         self.next: _Block = self
 
 
-def _tokens(block: _Block) -> tuple[int, ...]:
-    return block.tokens
+_tokens = operator.attrgetter("tokens")
 
 
 class BlockPool:
@@ -102,12 +102,7 @@ class BlockPool:
 
     def states(self) -> bytes:
         """Return one byte for each block: its references, at most 127, plus 128 if it is cached."""
-        return bytes(
-            [
-                (block.ref_count if block.ref_count < 127 else 127) + 128 * (block.node is not None)
-                for block in self._blocks
-            ]
-        )
+        return bytes([(b.ref_count if b.ref_count < 127 else 127) + 128 * (b.node is not None) for b in self._blocks])
 
     def allocate(self) -> int | None:
         """Return a free block with one reference and without its old content; None if no block is free."""
@@ -175,10 +170,8 @@ class BlockPool:
                 parent, matched = block.node, matched + size
                 continue
             # In sorted order, only the two neighbours of a text can have the most in common with it.
-            common, block = max(
-                ((common_length(near.tokens, wanted), near) for near in siblings[max(at - 1, 0) : at + 1]),
-                key=lambda pair: pair[0],
-            )
+            block = max(siblings[max(at - 1, 0) : at + 1], key=lambda near: common_length(near.tokens, wanted))
+            common = common_length(block.tokens, wanted)
             if 2 * common >= size:
                 block_ids.append(block.block_id)
                 matched += common

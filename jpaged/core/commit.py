@@ -6,7 +6,7 @@ from collections.abc import Sequence as Series
 from types import MappingProxyType
 from typing import NamedTuple
 
-from jpaged.core.branches import advance_beams, fork
+from jpaged.core.beam import Beam, Candidate
 from jpaged.core.memory import Memory
 from jpaged.core.plan import Sample, StepResult
 from jpaged.core.planned_step import PlannedStep
@@ -70,7 +70,8 @@ class Commit:
                     served.append(request)
                 prompt = prompts.get(index, ()) if prompts else ()
                 # All samples of a sequence are drawn from the same logits. NaN is unequal to itself.
-                if (num_samples and samples[first][1] != samples[first][1]) or (prompt and _has_nan(prompt)):
+                is_invalid = num_samples and samples[first][1] != samples[first][1]
+                if is_invalid or (prompt and any(math.isnan(sample.logprob) for sample in prompt)):
                     self._fail(request)
                     continue
                 if caching and (start + count) // size > len(sequence.nodes):
@@ -114,7 +115,8 @@ class Commit:
         if request.beam:
             self.samples_of_beams.setdefault(request, []).append(samples[0])
             return
-        branches = fork(sequence, len(samples), self.memory)
+        branches = [sequence, *(self.memory.fork(sequence, index) for index in range(1, len(samples)))]
+        request.sequences = branches
         for branch, sample in zip(branches, samples, strict=True):
             self._take(branch, sample)
             if not branch.finish_reason:
@@ -139,7 +141,7 @@ class Commit:
         """Advance the beam searches, and return all changes."""
         for request, samples in self.samples_of_beams.items():
             try:
-                self.advanced += advance_beams(request, samples, self.memory)
+                self.advanced += _advance_beams(request, samples, self.memory)
                 if request.finished:
                     self.queues.drop(request)
             except Exception as error:
@@ -161,5 +163,56 @@ def finish(
         queues.drop(sequence.request)
 
 
-def _has_nan(samples: Series[Sample]) -> bool:
-    return any(math.isnan(sample.logprob) for sample in samples)
+def _advance_beams(request: Request, samples: list[Sample], memory: Memory) -> list[Sequence]:
+    """Extend the live beams of a request by their samples of one step, through tables and reference counts.
+
+    Returns:
+        The live beams, or the outputs of the request if the search has ended.
+    """
+    search, parents = request.beam, request.live
+    assert search is not None and len(samples) == len(parents), f"{len(samples)} of {len(parents)} beams were run"
+    beams = [Beam(parent.cumulative_logprob, s.top_tokens, s.top_logprobs) for parent, s in zip(parents, samples)]
+    live = search.advance(
+        beams, parents[0].num_output_tokens + 1, lambda c: _hypothesis(parents[c.beam], c, samples[c.beam])
+    )
+    for beam in set(range(len(parents))) - {candidate.beam for candidate in live}:
+        memory.release(parents[beam])
+    if search.done:
+        # Where every token is forbidden, the beams end as they are.
+        request.sequences = [beam for _, beam in search.hypotheses] or parents
+        for index, sequence in enumerate(request.sequences):
+            sequence.index, sequence.finish_reason = index, sequence.finish_reason or FinishReason.STOP
+        return request.outputs
+    children: list[Sequence] = []
+    for index, candidate in enumerate(live):
+        parent = parents[candidate.beam]
+        children.append(memory.fork(parent, index) if parent in children else parent)
+    for index, (child, candidate) in enumerate(zip(children, live)):
+        child.index = index
+        child.append(_sample(candidate, samples[candidate.beam], request))
+        memory.rows.choose(child)
+    request.sequences = children
+    return children
+
+
+def _sample(candidate: Candidate, sample: Sample, request: Request) -> Sample:
+    """Return the sample of a candidate, whose beam got `sample`, with as many alternatives as were requested."""
+    _, _, token, logprob, rank = candidate
+    *_, tokens, logprobs, version = sample
+    num_listed = request.params.logprobs or 0
+    return Sample(token, logprob, rank, tokens[:num_listed], logprobs[:num_listed], version)
+
+
+def _hypothesis(parent: Sequence, candidate: Candidate, sample: Sample) -> Sequence | None:
+    """Return the sequence of a candidate that ends; None if it continues."""
+    request, token = parent.request, candidate.token
+    ending = request.ending(token, parent.num_output_tokens + 1)
+    if (ending is None or ending[0] == FinishReason.LENGTH) and request.find_stop:
+        stop = request.find_stop(parent, token)
+        ending = (FinishReason.STOP, stop) if stop is not None else ending
+    if ending is None:
+        return None
+    hypothesis = parent.branch(0)
+    hypothesis.append(_sample(candidate, sample, request))
+    hypothesis.finish_reason, hypothesis.stop_reason = ending
+    return hypothesis

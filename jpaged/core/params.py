@@ -44,16 +44,12 @@ class ContextLengthExceeded(InvalidParameter):
     code = "context_length_exceeded"
 
 
-Predicate = Callable[[object], bool]
-
-
-def _metadata(allowed: str, holds: Predicate) -> dict[str, str | Predicate]:
-    return {"allowed": allowed, "holds": holds}
+Predicate = Callable[[Any], bool]
 
 
 def _rule[T](default: T, allowed: str, holds: Predicate) -> T:
     """Return a field whose values must satisfy a predicate, which `allowed` describes."""
-    return field(default=default, metadata=_metadata(allowed, holds))
+    return field(default=default, metadata={"allowed": allowed, "holds": holds})
 
 
 def _number(low: float, high: float = math.inf) -> Predicate:
@@ -81,31 +77,19 @@ def _is_empty(x: object) -> bool:
     return isinstance(x, list | tuple | dict) and not x
 
 
-def _is_word(x: object) -> bool:
-    return isinstance(x, str) and 0 < len(x) <= MAX_WORD_LENGTH
-
-
-def _different_tokens(xs: object) -> bool:
-    return _series(_TOKEN, 1, MAX_TOP)(xs) and isinstance(xs, tuple) and len(set(xs)) == len(xs)
+def _words(high: int) -> Predicate:
+    return _series(lambda x: isinstance(x, str) and 0 < len(x) <= MAX_WORD_LENGTH, high=high)
 
 
 _TOKEN = _integer(0)
 # What a value may be, and the predicate for it.
 _FLAG = "true or false", _is_flag
-_COUNT = "a whole number of at least 1", _integer(1)
 _OPTIONAL_COUNT = "a whole number of at least 1", _optional(_integer(1))
 _LOGPROBS = "at least 0, -1 for the whole vocabulary, or none", _optional(_integer(-1))
 _PENALTY = "between -2 and 2", _number(-2, 2)
-_STOPS = (
-    f"a string of 1 to {MAX_WORD_LENGTH} characters, or up to {MAX_STOPS} of them",
-    _series(_is_word, high=MAX_STOPS),
-)
-_BAD_WORDS = (
-    f"up to {MAX_BAD_WORDS} strings of 1 to {MAX_WORD_LENGTH} characters",
-    _series(_is_word, high=MAX_BAD_WORDS),
-)
-_WIDTH = f"a whole number between 1 and {MAX_BEAM_WIDTH}", _integer(1, MAX_BEAM_WIDTH)
-_STOPPING = 'true, false or "never"', lambda x: x is True or x is False or x == "never"
+_STOPS = f"a string of 1 to {MAX_WORD_LENGTH} characters, or up to {MAX_STOPS} of them", _words(MAX_STOPS)
+_BAD_WORDS = f"up to {MAX_BAD_WORDS} strings of 1 to {MAX_WORD_LENGTH} characters", _words(MAX_BAD_WORDS)
+_WIDTH = {"allowed": f"a whole number between 1 and {MAX_BEAM_WIDTH}", "holds": _integer(1, MAX_BEAM_WIDTH)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,8 +186,8 @@ class GenerationParams:
 
         _settle_arrays(self)
         settle("stop", (self.stop,) if isinstance(self.stop, str) else _tuple(self.stop or ()))
-        settle("bad_words", _tuple(self.bad_words or ()))
-        settle("stop_token_ids", _tuple(self.stop_token_ids or ()))
+        for name in ("bad_words", "stop_token_ids"):
+            settle(name, _tuple(getattr(self, name) or ()))
         if self.allowed_token_ids is not None:
             settle("allowed_token_ids", _tuple(self.allowed_token_ids))
         if self.logit_bias is not None:
@@ -315,7 +299,7 @@ class SamplingParams(GenerationParams):
         logprob_token_ids: tokens to list with their logprobs, after the chosen one and instead of the most likely ones.
     """
 
-    n: int = _rule(1, *_COUNT)
+    n: int = _rule(1, "a whole number of at least 1", _integer(1))
     best_of: int | None = _rule(None, *_OPTIONAL_COUNT)
     temperature: float = _rule(1.0, "a number of at least 0", _number(0))
     top_k: int = _rule(0, "a whole number of at least 1, or 0 or -1 for all tokens", _integer(-1))
@@ -323,7 +307,9 @@ class SamplingParams(GenerationParams):
     min_p: float = _rule(0.0, "between 0 and 1", _number(0, 1))
     seed: int | None = _rule(None, "a whole number of at most 64 bits", _optional(_integer(-(2**63), 2**64 - 1)))
     logprob_token_ids: Series[int] | None = _rule(
-        None, f"1 to {MAX_TOP} different token ids", _optional(_different_tokens)
+        None,
+        f"1 to {MAX_TOP} different token ids",
+        _optional(lambda xs: _series(_TOKEN, 1, MAX_TOP)(xs) and len(set(xs)) == len(xs)),
     )
 
     def __post_init__(self) -> None:
@@ -364,10 +350,12 @@ class BeamSearchParams(GenerationParams):
             its present length, can't beat the worst of them. "never" scores it at the length that favours it most.
     """
 
-    beam_width: int = field(metadata=_metadata(*_WIDTH))
+    beam_width: int = field(metadata=_WIDTH)
     n: int | None = _rule(None, *_OPTIONAL_COUNT)
     length_penalty: float = _rule(1.0, "between -16 and 16", _number(-16, 16))  # a length to this power is a float
-    early_stopping: bool | Literal["never"] = _rule(False, *_STOPPING)
+    early_stopping: bool | Literal["never"] = _rule(
+        False, 'true, false or "never"', lambda x: x is True or x is False or x == "never"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -408,8 +396,5 @@ def _tuple(value: object) -> object:
 
 def shown(value: object) -> str:
     """Return a value, or its beginning, for a message."""
-    text = _REPR.repr(value)
+    text = reprlib.Repr(maxstring=60, maxother=60, maxlong=60).repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-_REPR = reprlib.Repr(maxstring=60, maxother=60, maxlong=60)

@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from jpaged.core.block_table import Copies, append, move
-from jpaged.core.branches import next_counts
 from jpaged.core.memory import Memory
 from jpaged.core.plan import Pairs, Scheduled, StepPlan
 from jpaged.core.queue import Queues
@@ -158,7 +157,7 @@ class PlannedStep:
     def schedule(self, request: Request, budget: int) -> int:
         """Schedule the part of a request that fits, preempting later requests if necessary; return the tokens used."""
         self.unsteady.append(request)
-        counts = next_counts(request, budget, self.memory)
+        counts = _next_counts(request, budget, self.memory)
         spans = [(s.table, s.num_computed_tokens, s.num_computed_tokens + count) for s, count in counts.items()]
         lengths = [len(table.block_ids) for table, _, _ in spans]
         while (copies := append(spans)) is None:
@@ -181,7 +180,8 @@ class PlannedStep:
         """Add some tokens of a sequence that has the blocks for them."""
         request, row = sequence.request, sequence.row
         start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + count
-        num_samples = sequence.num_samples(end)
+        # No token is drawn inside the prompt, and one for each branch at its end.
+        num_samples = 0 if end < len(sequence.tokens) else request.num_sequences if request.unforked else 1
         assert row is not None, "only running sequences have a row"
         if num_samples and (request.bans or sequence.constraint is not None):
             length = sequence.num_output_tokens + sequence.pending
@@ -193,17 +193,37 @@ class PlannedStep:
         sequence.num_computed_tokens = end
         sequence.in_flight += 1
         sequence.pending += num_samples > 0
-        sequence.steady_until = self._steady_until(sequence) if num_samples == 1 else 0
+        sequence.steady_until = 0
+        # A request forks once, and its branches are sampled only while none waits for its leader. No block of theirs
+        # becomes shared meanwhile.
+        if num_samples == 1 and not (request.waits or request.bans):
+            size = self.memory.pool.block_size
+            sequence.steady_until = min(-(-end // size) * size, request.max_length - 1)
 
-    def _steady_until(self, sequence: Sequence) -> int:
-        """Return the position up to which a sequence continues by one token and one sample in each step.
 
-        This holds for any samples: up to there the sequence needs no mask, and no other table holds its last block. A
-        request forks once, and its branches are sampled only while none waits for its leader. No block of theirs
-        becomes shared meanwhile.
-        """
-        request, size = sequence.request, self.memory.pool.block_size
-        if request.waits or request.bans:
-            return 0
-        end_of_block = -(-sequence.num_computed_tokens // size) * size
-        return min(end_of_block, request.max_length - 1)
+def _next_counts(request: Request, budget: int, memory: Memory) -> dict[Sequence, int]:
+    """Return the number of next tokens of each sequence of a running request, within the budget.
+
+    The last token of each sequence waits until all sequences have their blocks. The last tokens of beams are computed
+    in one step, because they are compared with each other.
+    """
+    live = request.live
+    if len(live) == 1:
+        (sequence,) = live
+        count = min(sequence.behind, budget)
+        return {sequence: count} if count > 0 else {}
+    while any(memory.follow(sequence) for sequence in live):
+        pass  # a sequence that has started may lead another
+    together = request.beam is not None
+    held_back = together or any(sequence.leader for sequence in live)
+    counts: dict[Sequence, int] = {}
+    for sequence in live:
+        behind = sequence.behind - held_back
+        count = min(behind, budget) if sequence.leader is None else 0
+        if count > 0:
+            counts[sequence] = count
+            budget -= count
+    at_their_last = all(s.behind - counts.get(s, 0) == 1 for s in live)
+    if together and at_their_last and budget >= len(live):
+        counts = {sequence: counts.get(sequence, 0) + 1 for sequence in live}
+    return counts

@@ -3,7 +3,7 @@
 import bisect
 import itertools
 import operator
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator
 
 from jpaged.core.request import Request
@@ -45,11 +45,6 @@ class Ranked:
         """First request."""
         return self._chunks[0][0]
 
-    @property
-    def last(self) -> Request:
-        """Last request."""
-        return self._chunks[-1][-1]
-
     def add(self, request: Request) -> None:
         """Insert a request at its rank."""
         index, at = self._place(request)
@@ -90,7 +85,7 @@ class RequestQueue(Ranked):
         super().__init__()
         self._admitted: set[Request] = set()
         self._of_client: Counter[str | None] = Counter()
-        self.tenants: dict[str | None, Ranked] = {}
+        self.tenants: dict[str | None, Ranked] = defaultdict(Ranked)
 
     @property
     def first_admitted(self) -> Request | None:
@@ -107,8 +102,6 @@ class RequestQueue(Ranked):
         if request.admitted:
             self._admitted.add(request)
         self._of_client[request.client] += 1
-        if request.tenant not in self.tenants:
-            self.tenants[request.tenant] = Ranked()
         self.tenants[request.tenant].add(request)
 
     def remove(self, request: Request) -> None:

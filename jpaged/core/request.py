@@ -171,15 +171,6 @@ class Sequence:
         self.table.free()
         self.num_computed_tokens, self.nodes, self.leader = 0, [], None
 
-    def num_samples(self, end: int) -> int:
-        """Return the number of tokens sampled once the tokens before position `end` are computed.
-
-        It is 0 inside the prompt, and one for each branch at the prompt's end.
-        """
-        if end < len(self.tokens):
-            return 0
-        return self.request.num_sequences if self.request.unforked else 1
-
 
 @dataclass
 class RequestMetrics:
@@ -294,11 +285,6 @@ class Request:
         return self.num_sequences if self.beam or self.unforked else len(self.live)
 
     @property
-    def wants_prompt_samples(self) -> bool:
-        """Whether logprobs of prompt tokens were requested and are not yet computed."""
-        return self.params.prompt_logprobs is not None and len(self.prompt_samples) < len(self.prompt_token_ids) - 1
-
-    @property
     def streams(self) -> bool:
         """Whether the outputs are known while they grow, and not only after all have ended."""
         return self.beam is None and self.num_sequences == self.params.num_outputs
@@ -312,10 +298,10 @@ class Request:
     @property
     def outputs(self) -> list[Sequence]:
         """Sequences of a finished request to return, best first if there is a choice."""
+        outputs = self.sequences
         if self.beam is None and not self.streams:
-            best = sorted(self.sequences, key=lambda s: -s.cumulative_logprob / max(1, s.num_output_tokens))
-            return best[: self.params.num_outputs]
-        return self.sequences[: self.params.num_outputs]
+            outputs = sorted(outputs, key=lambda s: -s.cumulative_logprob / max(1, s.num_output_tokens))
+        return outputs[: self.params.num_outputs]
 
 
 class OutputDelta(NamedTuple):

@@ -213,36 +213,25 @@ class Scheduler:
         budget = self.limits.max_num_batched_tokens
         if any(request.sequences[0].num_computed_tokens >= len(request.prompt_token_ids) for request in self.running):
             budget = min(budget, self.tokens_beside_decodes)
-        shares = self._share(budget)
-        if shares is None:
-            step.order, num_yielded = list(self.running), 0
+        shares, num_yielded = None, 0
+        if self.holds_new or len(self.running.tenants.keys() | self.waiting.tenants.keys()) < 2:
+            self._ledger.owed.clear()
+            step.order = list(self.running)
             budget = step.continue_running(budget)
         else:
+            overhead, chunk = self.step_overhead, self.tokens_beside_decodes
+            shares = Shares(self.queues, self.memory, self._ledger, budget=budget, overhead=overhead, chunk=chunk)
             step.order = shares.order
-            self._make_room(step, shares)
-            if step.must_drain:
+            # Requests beyond the fair shares of their tenants yield to waiting ones within that of another tenant.
+            num_yielded = shares.num_victims(step, self.headroom) if self.waiting else 0
+            if num_yielded and not step.may_preempt:
+                step.must_drain = True
                 return
-            num_yielded = len(step.preempted)
+            for _ in range(num_yielded):
+                step.preempt_last()
             budget = step.continue_shared(budget, shares.grants)
         if not (len(step.preempted) > num_yielded or step.must_drain):
             self._schedule_waiting(budget, step, shares)
-
-    def _share(self, budget: int) -> Shares | None:
-        """Return the shares of tenants in a step; None without several, or while no new request may start."""
-        if self.holds_new or len(self.running.tenants.keys() | self.waiting.tenants.keys()) < 2:
-            self._ledger.owed.clear()
-            return None
-        overhead, chunk = self.step_overhead, self.tokens_beside_decodes
-        return Shares(self.queues, self.memory, self._ledger, budget=budget, overhead=overhead, chunk=chunk)
-
-    def _make_room(self, step: PlannedStep, shares: Shares) -> None:
-        """Preempt requests beyond the fair shares of their tenants for waiting ones within that of another tenant."""
-        number = shares.num_victims(step, self.headroom) if self.waiting else 0
-        if number and not step.may_preempt:
-            step.must_drain = True
-            return
-        for _ in range(number):
-            step.preempt_last()
 
     def _schedule_waiting(self, budget: int, step: PlannedStep, shares: Shares | None) -> None:
         """Admit waiting requests in their order, as far as rows, blocks and the budget allow."""

@@ -172,13 +172,10 @@ class Shares:
 
     def _paid(self, tenant: Tenant, share: int) -> int:
         """Return what is left of a share once its tenant has paid what it owes; one token is always left."""
-        owed = self._ledger.owed
-        if tenant not in owed:
-            return share
-        paid = max(0, min(owed[tenant], share - 1))
-        owed[tenant] -= paid
-        if not owed[tenant]:
-            del owed[tenant]
+        owed = self._ledger.owed.pop(tenant, 0)
+        paid = max(0, min(owed, share - 1))
+        if owed > paid:
+            self._ledger.owed[tenant] = owed - paid
         return share - paid
 
     def _spend(self, group: Group, share: int) -> None:
@@ -189,15 +186,10 @@ class Shares:
             if tokens > 0 and (tokens == want or tokens >= _unit(request)):
                 self.grants[request] = tokens
                 share -= tokens
-                if self._ends_turn(request, tokens):
+                start, chunk = request.sequences[0].num_computed_tokens, self._chunk
+                if tokens == want or len(request.sequences) > 1 or (start + tokens) // chunk > start // chunk:
                     request.tenant_turn = next(self._ledger.turns)
         self.left[group] = share
-
-    def _ends_turn(self, request: Request, tokens: int) -> bool:
-        if tokens == self._wants[request] or len(request.sequences) > 1:
-            return True
-        start = request.sequences[0].num_computed_tokens
-        return (start + tokens) // self._chunk > start // self._chunk
 
     def _larger_share(self, shares: Mapping[Group, int]) -> Group | None:
         """Return a group whose next request has more sequences than its share has tokens, and whose tenant owes none.

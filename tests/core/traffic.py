@@ -174,7 +174,7 @@ def _beam_search(prompt, params, max_tokens, ends, forbidden):
         live, scores = [[*live[c.beam], c.token] for c in chosen], [c.score for c in chosen]
         if search.done:
             break
-    return [hypothesis.beam for hypothesis in search.hypotheses]
+    return [beam for _, beam in search.hypotheses]
 
 
 def assert_as_alone(request: Request, eos: frozenset[int] = frozenset()) -> None:

@@ -100,7 +100,6 @@ def _with_counts(params: Params, capacity: Capacity) -> Params:
 
 
 def _max_tokens(prompt_len: int, params: Params, capacity: Capacity) -> int:
-    """Return the maximum number of output tokens."""
     width = params.num_sequences
     limit = capacity.max_sequence_len(prompt_len, width)
     max_tokens = max(1, limit - prompt_len) if params.max_tokens is None else params.max_tokens

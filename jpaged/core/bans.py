@@ -16,7 +16,6 @@ class Bans:
         words: the token sequences that the output must not contain.
         endings: tokens that end the text, banned before `min_tokens`.
         allowed: the only tokens that the output may have; None: all of the vocabulary.
-        vocab_size: number of tokens of the vocabulary.
 
     Attributes:
         single_tokens: the words of one token.

@@ -53,7 +53,7 @@ class BeamSearch[T]:
     done: bool = False
 
     def advance(self, beams: Series[Beam], length: int, end: Callable[[Candidate], T | None]) -> list[Candidate]:
-        """Advance the search by one token and return the surviving candidates.
+        """Advance the search by one token; return at most `width` survivors, best first, none once it is `done`.
 
         Args:
             beams: the live beams. Each has the `width` best tokens that do not end it, or all if there are fewer, and
@@ -61,9 +61,6 @@ class BeamSearch[T]:
                 beam.
             length: output tokens of a candidate.
             end: return the hypothesis of a candidate that ends, or None if it continues.
-
-        Returns:
-            The surviving candidates, best first, at most `width`; none once the search is `done`.
         """
         live: list[Candidate] = []
         most = self.width if length >= self.max_tokens else None  # at full length every candidate ends

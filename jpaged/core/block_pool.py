@@ -192,11 +192,7 @@ class BlockPool:
             self._forget(block)
 
     def check_invariants(self, tables: Iterable[Sequence[int]] | None = None) -> None:
-        """Recompute everything from scratch and compare.
-
-        Args:
-            tables: block ids of all live tables, to check the reference counts too.
-        """
+        """Recompute everything from scratch and compare, with the reference counts if all `tables` are given."""
         free: list[int] = []
         block = self._head.next
         while block is not self._head:

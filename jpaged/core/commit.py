@@ -124,10 +124,7 @@ class Commit:
         self.advanced += branches
 
     def _fail(self, request: Request) -> None:
-        """End a request whose logits are not finite.
-
-        The prefix cache forgets its blocks, whose KV may be invalid too.
-        """
+        """End a request whose logits are not finite. The cache forgets its blocks, whose KV may be invalid too."""
         self.samples_of_beams.pop(request, None)
         ended = request.live
         for sequence in ended:
@@ -138,7 +135,6 @@ class Commit:
         self.advanced += [sequence for sequence in ended if sequence not in self.advanced]
 
     def _finish(self, step: PlannedStep) -> Committed:
-        """Advance the beam searches, and return all changes."""
         for request, samples in self.samples_of_beams.items():
             try:
                 self.advanced += _advance_beams(request, samples, self.memory)
@@ -164,11 +160,7 @@ def finish(
 
 
 def _advance_beams(request: Request, samples: list[Sample], memory: Memory) -> list[Sequence]:
-    """Extend the live beams of a request by their samples of one step, through tables and reference counts.
-
-    Returns:
-        The live beams, or the outputs of the request if the search has ended.
-    """
+    """Extend the live beams of a request by their samples of one step; return them, or the outputs if it has ended."""
     search, parents = request.beam, request.live
     assert search is not None and len(samples) == len(parents), f"{len(samples)} of {len(parents)} beams were run"
     beams = [Beam(parent.cumulative_logprob, s.top_tokens, s.top_logprobs) for parent, s in zip(parents, samples)]

@@ -12,11 +12,7 @@ from jpaged.core.request import Request, Sequence
 
 
 class Rows:
-    """Rows of running sequences. A sequence has one row, on the host and on the device, from admission to release.
-
-    Args:
-        size: maximum number of running sequences.
-    """
+    """Rows of `size` sequences. A running sequence has one, on the host and on the device, from admission to release."""
 
     def __init__(self, size: int):
         self.size = size
@@ -31,11 +27,6 @@ class Rows:
         self._chosen: dict[int, Chosen] = {}
         self._entries: dict[int, list[Entry]] = {}  # by row
         self._released: dict[int, None] = {}
-
-    @property
-    def num_free(self) -> int:
-        """Number of free rows."""
-        return len(self.free)
 
     def __getitem__(self, row: int) -> Sequence:
         sequence = self._sequences[row]
@@ -131,8 +122,7 @@ class Memory:
     def clear(self, requests: Iterable[Request]) -> None:
         """Free all blocks and rows and forget their content, also on the host, whatever their state.
 
-        Args:
-            requests: the requests that continue. They lose every computed token.
+        The requests that continue lose every computed token.
         """
         for pool in (self.pool, self.host_pool):
             if pool is not None:
@@ -198,11 +188,7 @@ class Memory:
         return True
 
     def evict(self, request: Request) -> Pairs:
-        """Take all blocks and rows of a running request.
-
-        Returns:
-            The moves of its blocks to the host; empty if they were freed.
-        """
+        """Take a running request's blocks and rows; return the blocks' moves to the host, none if they were freed."""
         live, moves = request.live, Pairs()
         if self._should_swap(request):
             assert self.host_pool is not None

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Series
 from dataclasses import dataclass, field, fields
-from functools import cached_property, wraps
+from functools import cached_property, partial, wraps
 from typing import Any, Literal, Self
 
 MAX_FLOAT = sys.float_info.max
@@ -27,7 +27,6 @@ class InvalidParameter(ValueError):
     """Invalid parameter of a request. The message names the value and the limit.
 
     Attributes:
-        field: name of the invalid parameter.
         code: error code for programs, if this kind of error has one.
     """
 
@@ -181,9 +180,7 @@ class GenerationParams:
     structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
-        def settle(name: str, value: object) -> None:
-            object.__setattr__(self, name, value)
-
+        settle = partial(object.__setattr__, self)
         _settle_arrays(self)
         settle("stop", (self.stop,) if isinstance(self.stop, str) else _tuple(self.stop or ()))
         for name in ("bad_words", "stop_token_ids"):
@@ -191,7 +188,7 @@ class GenerationParams:
         if self.allowed_token_ids is not None:
             settle("allowed_token_ids", _tuple(self.allowed_token_ids))
         if self.logit_bias is not None:
-            settle("logit_bias", self._settled_bias(self.logit_bias))
+            settle("logit_bias", _settled_bias(self.logit_bias))
         for each in fields(self):
             holds, value = each.metadata.get("holds"), getattr(self, each.name)
             if holds is not None and not holds(value):
@@ -217,6 +214,7 @@ class GenerationParams:
             or bool(self.logit_bias)
             or self.allowed_token_ids is not None
             or bool(self.bad_words)
+            or getattr(self, "logprob_token_ids", None) is not None
         )
 
     def clone(self) -> Self:
@@ -231,19 +229,6 @@ class GenerationParams:
         if keep is None:
             return prompt_token_ids
         return prompt_token_ids[:keep] if self.truncation_side == "right" else prompt_token_ids[-keep:]
-
-    def _settled_bias(self, value: Mapping[int, float]) -> dict[int, float]:
-        try:  # keys of JSON are strings
-            bias = {int(token): plain(number) for token, number in dict(value).items()}
-        except (TypeError, ValueError):
-            bias = {-1: 0.0}
-        if len(bias) > MAX_LOGIT_BIASES:
-            raise InvalidParameter("logit_bias", f"must have at most {MAX_LOGIT_BIASES} entries, not {len(bias)}")
-        if not all(_TOKEN(token) and _number(-100, 100)(number) for token, number in bias.items()):
-            raise InvalidParameter(
-                "logit_bias", f"must give token ids numbers between -100 and 100, not {shown(value)}"
-            )
-        return bias
 
 
 # Keywords of vLLM's SamplingParams that are accepted only without effect: the reason for refusing a value, and the
@@ -263,11 +248,7 @@ FOREIGN: Mapping[str, tuple[str, Predicate]] = {
 
 
 def _taking_foreign[T](kind: type[T]) -> type[T]:
-    """Let a class take the keywords of FOREIGN, and drop values without effect.
-
-    Raises:
-        InvalidParameter: from the class, for a value that would have an effect.
-    """
+    """Let a class take the keywords of FOREIGN, drop values without effect, and raise InvalidParameter for others."""
     init: Any = kind.__init__
 
     @wraps(init)
@@ -319,11 +300,6 @@ class SamplingParams(GenerationParams):
             object.__setattr__(self, "logprobs", 0)
         if self.best_of is not None and self.best_of < self.n:
             raise InvalidParameter("best_of", f"{self.best_of} is below n ({self.n})")
-
-    @cached_property
-    def has_state(self) -> bool:
-        """Whether a token depends on more than the logits: earlier tokens, a bias, or the tokens to list with it."""
-        return super().has_state or self.logprob_token_ids is not None
 
     @property
     def num_sequences(self) -> int:
@@ -387,6 +363,18 @@ def plain(value: Any) -> Any:
 def _settle_arrays(params: "StructuredOutputsParams | GenerationParams") -> None:
     for each in fields(params):
         object.__setattr__(params, each.name, plain(getattr(params, each.name)))
+
+
+def _settled_bias(value: Mapping[int, float]) -> dict[int, float]:
+    try:  # keys of JSON are strings
+        bias = {int(token): plain(number) for token, number in dict(value).items()}
+    except (TypeError, ValueError):
+        bias = {-1: 0.0}
+    if len(bias) > MAX_LOGIT_BIASES:
+        raise InvalidParameter("logit_bias", f"must have at most {MAX_LOGIT_BIASES} entries, not {len(bias)}")
+    if not all(_TOKEN(token) and _number(-100, 100)(number) for token, number in bias.items()):
+        raise InvalidParameter("logit_bias", f"must give token ids numbers between -100 and 100, not {shown(value)}")
+    return bias
 
 
 def _tuple(value: object) -> object:

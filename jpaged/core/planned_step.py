@@ -138,10 +138,7 @@ class PlannedStep:
         return budget
 
     def _continue(self, request: Request, budget: int) -> int:
-        """Schedule a running request, if the budget allows; return the tokens used.
-
-        If all branches are on the steady path, each gets its next token.
-        """
+        """Schedule a running request: the next token of each branch if all are steady; return the tokens used."""
         live = request.live
         if len(live) > budget or any(s.num_computed_tokens >= s.steady_until for s in live):
             return self.schedule(request, budget)
@@ -177,7 +174,6 @@ class PlannedStep:
         return sum(counts.values())
 
     def _add(self, sequence: Sequence, count: int) -> None:
-        """Add some tokens of a sequence that has the blocks for them."""
         request, row = sequence.request, sequence.row
         start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + count
         # No token is drawn inside the prompt, and one for each branch at its end.

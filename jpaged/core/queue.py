@@ -11,7 +11,6 @@ from jpaged.core.request import Request
 MAX_CHUNK = 512
 MAX_IDLE_CLIENTS = 1024
 
-
 _rank = operator.attrgetter("rank")
 
 
@@ -20,9 +19,6 @@ class Ranked:
 
     They are in chunks of at most `MAX_CHUNK` requests. An insertion or a removal therefore moves only a few requests,
     even near the front of a long queue. No chunk is empty except the only one of an empty queue.
-
-    Attributes:
-        num_prompt_tokens: tokens of all prompts.
     """
 
     def __init__(self) -> None:
@@ -120,15 +116,18 @@ class Queues:
     """All requests that have not ended. Each is in one place: waiting, running, or parked.
 
     Attributes:
-        by_id: the requests by their ids.
         parked: requests that are kept from `waiting` while others are tried without them; None: no trial is going on.
+        owed: the tokens that tenants have had beyond their shares.
+        tenant_turns: numbers of the turns of requests. Within a tenant, the request whose last turn ended first comes
+            next.
     """
 
     def __init__(self) -> None:
         self.by_id: dict[str, Request] = {}
-        self.waiting = RequestQueue()
-        self.running = RequestQueue()
+        self.waiting, self.running = RequestQueue(), RequestQueue()
         self.parked: dict[Request, None] | None = None
+        self.owed: dict[str | None, int] = {}
+        self.tenant_turns = itertools.count(1)
 
     def add(self, request: Request) -> None:
         """Let a new request wait, or park it during a trial."""

@@ -206,7 +206,6 @@ class Request:
             together have the share of one.
         tenant_turn: number of the last turn among the tenant's requests; 0 before the first.
         cache_salt: only requests with the same salt share cached prefixes.
-        bans: the tokens that the output must not have next.
         eos_tokens: the end-of-sequence tokens that end the output; none with `ignore_eos`.
         num_top: number of most likely tokens to list with each sample; None: neither list nor rank.
         admitted: whether the request has run; True for a preempted request.
@@ -215,7 +214,6 @@ class Request:
         prompt_samples: logprobs of the prompt's tokens except the first, as far as they are computed.
         num_sequences: number of sequences once the prompt is computed.
         max_length: number of tokens of prompt and output at which a sequence ends.
-        end_tokens: all tokens that end the output.
         beam: state of a beam search, or None. The live beams are `sequences`, which hold the best hypotheses once the
             search has ended.
     """
@@ -310,7 +308,6 @@ class OutputDelta(NamedTuple):
     Attributes:
         prompt_samples: logprobs of the prompt's tokens except the first, if requested, in the first delta of each
             output.
-        num_cached_tokens: number of prompt tokens from the prefix cache.
     """
 
     request_id: str

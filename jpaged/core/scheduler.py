@@ -22,7 +22,7 @@ from jpaged.core.plan import StepPlan, StepResult
 from jpaged.core.planned_step import PlannedStep
 from jpaged.core.queue import Queues, RequestQueue, Turns
 from jpaged.core.request import FinishReason, Request, RequestFault, Sequence
-from jpaged.core.shares import Ledger, Shares
+from jpaged.core.shares import Shares
 
 # The headroom of engines. In simulations of an overloaded pool (OPT-13B on an A100, ShareGPT's lengths), it cuts
 # preemptions to a quarter and raises throughput by 3 to 5 %. A headroom of 64 tokens leaves so many blocks free that
@@ -94,7 +94,6 @@ class Scheduler:
         self._turns = Turns()
         self._in_flight: deque[PlannedStep] = deque()
         self._must_drain = False  # something must be preempted before the next plan
-        self._ledger = Ledger()
         self._restarted: list[Request] = []  # by `recover`, since the last plan
 
     @property
@@ -146,12 +145,7 @@ class Scheduler:
         cache_salt: str = "",
         bad_words: Iterable[tuple[int, ...]] = (),
     ) -> Request:
-        """Queue a request.
-
-        Args:
-            client: the client whose turn in the queue the request takes; None: the order of arrival.
-            tenant: the tenant whose share of steps, rows and blocks the request takes.
-            bad_words: token ids of each text that the output must not contain.
+        """Queue a request. The arguments are as in `make_request` and `Request`.
 
         Raises:
             InvalidParameter: the request could never run; the message has the numbers.
@@ -215,12 +209,12 @@ class Scheduler:
             budget = min(budget, self.tokens_beside_decodes)
         shares, num_yielded = None, 0
         if self.holds_new or len(self.running.tenants.keys() | self.waiting.tenants.keys()) < 2:
-            self._ledger.owed.clear()
+            self.queues.owed.clear()
             step.order = list(self.running)
             budget = step.continue_running(budget)
         else:
             overhead, chunk = self.step_overhead, self.tokens_beside_decodes
-            shares = Shares(self.queues, self.memory, self._ledger, budget=budget, overhead=overhead, chunk=chunk)
+            shares = Shares(self.queues, self.memory, budget=budget, overhead=overhead, chunk=chunk)
             step.order = shares.order
             # Requests beyond the fair shares of their tenants yield to waiting ones within that of another tenant.
             num_yielded = shares.num_victims(step, self.headroom) if self.waiting else 0
@@ -235,7 +229,7 @@ class Scheduler:
 
     def _schedule_waiting(self, budget: int, step: PlannedStep, shares: Shares | None) -> None:
         """Admit waiting requests in their order, as far as rows, blocks and the budget allow."""
-        if not (self.waiting and self.rows.num_free):
+        if not (self.waiting and self.rows.free):
             return
         num_seats, reserved = step.claims()
         while budget > 0 and (request := self._next_waiting(shares)):
@@ -253,7 +247,6 @@ class Scheduler:
                 shares.admit(request, count)
 
     def _next_waiting(self, shares: Shares | None) -> Request | None:
-        """Return the first waiting request that may be admitted."""
         if self.holds_new:
             return self.waiting.first_admitted
         if shares:

@@ -70,8 +70,7 @@ class Commit:
                     served.append(request)
                 prompt = prompts.get(index, ()) if prompts else ()
                 # All samples of a sequence are drawn from the same logits. NaN is unequal to itself.
-                is_invalid = num_samples and samples[first][1] != samples[first][1]
-                if is_invalid or (prompt and any(math.isnan(sample.logprob) for sample in prompt)):
+                if (num_samples and samples[first][1] != samples[first][1]) or (prompt and _has_nan(prompt)):
                     self._fail(request)
                     continue
                 if caching and (start + count) // size > len(sequence.nodes):
@@ -157,6 +156,10 @@ def finish(
     memory.release(sequence)
     if sequence.request.finished:
         queues.drop(sequence.request)
+
+
+def _has_nan(samples: Series[Sample]) -> bool:
+    return any(math.isnan(sample.logprob) for sample in samples)
 
 
 def _advance_beams(request: Request, samples: list[Sample], memory: Memory) -> list[Sequence]:

@@ -12,7 +12,7 @@ from jpaged.core.request import Request, Sequence
 
 
 class Rows:
-    """Rows of `size` sequences. A running sequence has one, on the host and on the device, from admission to release."""
+    """Rows of `size` sequences. A running sequence has one, on host and device, from admission to release."""
 
     def __init__(self, size: int):
         self.size = size
@@ -36,7 +36,6 @@ class Rows:
     def admit(self, sequence: Sequence) -> None:
         """Give a sequence a row, and add its whole state to the next plan."""
         row, request = self._take(sequence), sequence.request
-        wants = request.params.prompt_logprobs is not None
         self._admitted[row] = Admitted(
             row,
             tuple(sequence.tokens),
@@ -45,7 +44,7 @@ class Rows:
             sequence.seed,
             tuple(sequence.table.block_ids),
             request.num_top,
-            num_scored=len(request.prompt_samples) if wants else None,
+            num_scored=None if request.params.prompt_logprobs is None else len(request.prompt_samples),
             banned=request.bans.single_tokens,
         )
 
@@ -112,11 +111,8 @@ class Memory:
     def __init__(
         self, pool: BlockPool, host_pool: BlockPool | None, num_rows: int, preemption: str, block_swap_cost: float
     ):
-        self.pool = pool
-        self.host_pool = host_pool
-        self.rows = Rows(num_rows)
-        self.preemption = preemption
-        self.block_swap_cost = block_swap_cost
+        self.pool, self.host_pool, self.rows = pool, host_pool, Rows(num_rows)
+        self.preemption, self.block_swap_cost = preemption, block_swap_cost
         self.leaving: set[Sequence] = set()
 
     def clear(self, requests: Iterable[Request]) -> None:

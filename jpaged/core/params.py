@@ -10,8 +10,6 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property, partial, wraps
 from typing import Any, Literal, Self
 
-MAX_FLOAT = sys.float_info.max
-SIDES = ("left", "right")
 # Every step applies stop strings, stop tokens and bad words to every sequence. These limits bound the cost of a step.
 MAX_STOPS = 64
 MAX_STOP_TOKENS = 128
@@ -52,7 +50,8 @@ def _rule[T](default: T, allowed: str, holds: Predicate) -> T:
 
 
 def _number(low: float, high: float = math.inf) -> Predicate:
-    low, high = max(low, -MAX_FLOAT), min(high, MAX_FLOAT)  # comparisons are exact, with integers of any length
+    largest = sys.float_info.max
+    low, high = max(low, -largest), min(high, largest)  # comparisons are exact, with integers of any length
     return lambda x: isinstance(x, int | float) and not isinstance(x, bool) and low <= x <= high
 
 
@@ -174,7 +173,7 @@ class GenerationParams:
     truncate_prompt_tokens: int | None = _rule(
         None, "at least 1, or -1", lambda x: _optional(_integer(-1))(x) and x != 0
     )
-    truncation_side: str = _rule("left", '"left" or "right"', lambda x: isinstance(x, str) and x in SIDES)
+    truncation_side: str = _rule("left", '"left" or "right"', lambda x: x in ("left", "right"))
     detokenize: bool = _rule(True, *_FLAG)
     skip_special_tokens: bool = _rule(True, *_FLAG)
     structured_outputs: StructuredOutputsParams | None = None

@@ -180,8 +180,7 @@ class PlannedStep:
         num_samples = 0 if end < len(sequence.tokens) else request.num_sequences if request.unforked else 1
         assert row is not None, "only running sequences have a row"
         if num_samples and (request.bans or sequence.constraint is not None):
-            length = sequence.num_output_tokens + sequence.pending
-            banned = request.bans.next_tokens(sequence.tokens, length)
+            banned = request.bans.next_tokens(sequence.tokens, sequence.num_output_tokens + sequence.pending)
             if banned or sequence.constraint is not None:
                 self.masked.append((row, banned))
         self.rows.append(Scheduled(row, start, count, num_samples))
@@ -214,8 +213,7 @@ def _next_counts(request: Request, budget: int, memory: Memory) -> dict[Sequence
     held_back = together or any(sequence.leader for sequence in live)
     counts: dict[Sequence, int] = {}
     for sequence in live:
-        behind = sequence.behind - held_back
-        count = min(behind, budget) if sequence.leader is None else 0
+        count = 0 if sequence.leader else min(sequence.behind - held_back, budget)
         if count > 0:
             counts[sequence] = count
             budget -= count

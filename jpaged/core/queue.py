@@ -131,7 +131,10 @@ class Queues:
 
     def add(self, request: Request) -> None:
         """Let a new request wait, or park it during a trial."""
-        self._enqueue(request)
+        if self.parked is None:
+            self.waiting.add(request)
+        else:
+            self.parked[request] = None
         self.by_id[request.request_id] = request
 
     def admit(self, request: Request) -> None:
@@ -153,14 +156,14 @@ class Queues:
 
     def restart(self, tried: Collection[Request] | None) -> None:
         """Let all requests wait that have not ended; with `tried`, park all others until `release`."""
-        self.waiting, self.running = RequestQueue(), RequestQueue()
-        self.parked = None if tried is None else {}
+        self.waiting, self.running, parked = RequestQueue(), RequestQueue(), dict[Request, None]()
         self.by_id = {name: request for name, request in self.by_id.items() if not request.finished}
         for request in self.by_id.values():
-            if tried is not None and request in tried:
+            if tried is None or request in tried:
                 self.waiting.add(request)
             else:
-                self._enqueue(request)
+                parked[request] = None
+        self.parked = None if tried is None else parked
 
     def release(self, requests: Iterable[Request] | None = None) -> None:
         """Let parked requests wait; None: all of them, which ends the trial."""
@@ -174,14 +177,7 @@ class Queues:
     def check_invariants(self) -> None:
         """Check that every request is in one place."""
         queued = [*self.waiting, *self.running, *(self.parked or ())]
-        known = self.by_id.values()
-        assert sorted(map(id, queued)) == sorted(map(id, known)), "a request is lost, or queued twice"
-
-    def _enqueue(self, request: Request) -> None:
-        if self.parked is None:
-            self.waiting.add(request)
-        else:
-            self.parked[request] = None
+        assert sorted(map(id, queued)) == sorted(map(id, self.by_id.values())), "a request is lost, or queued twice"
 
 
 class Turns:

@@ -76,14 +76,11 @@ class Scheduler:
         step_overhead: float = math.inf,
         headroom: int = 0,
     ):
-        self.limits = limits
-        self.vocab_size = vocab_size
+        self.limits, self.vocab_size, self.policy = limits, vocab_size, policy
         # A tokenizer may know tokens that the model can't produce.
         self.eos_token_ids = frozenset(token for token in eos_token_ids if 0 <= token < vocab_size)
-        self.policy = policy
         self.tokens_beside_decodes = tokens_beside_decodes or limits.max_num_batched_tokens
-        self.step_overhead = step_overhead
-        self.headroom = headroom
+        self.step_overhead, self.headroom = step_overhead, headroom
         self.memory = Memory(pool, host_pool, limits.max_num_seqs, preemption, block_swap_cost)
         self.pool, self.host_pool, self.rows = pool, host_pool, self.memory.rows
         self.queues = Queues()

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Series
 from types import MappingProxyType
 from typing import NamedTuple
 
-from jpaged.core.beam import Beam, Candidate
+from jpaged.core.branches import advance_beams
 from jpaged.core.memory import Memory
 from jpaged.core.plan import Sample, StepResult
 from jpaged.core.planned_step import PlannedStep
@@ -136,7 +136,7 @@ class Commit:
     def _finish(self, step: PlannedStep) -> Committed:
         for request, samples in self.samples_of_beams.items():
             try:
-                self.advanced += _advance_beams(request, samples, self.memory)
+                self.advanced += advance_beams(request, samples, self.memory)
                 if request.finished:
                     self.queues.drop(request)
             except Exception as error:
@@ -160,54 +160,3 @@ def finish(
 
 def _has_nan(samples: Series[Sample]) -> bool:
     return any(math.isnan(sample.logprob) for sample in samples)
-
-
-def _advance_beams(request: Request, samples: list[Sample], memory: Memory) -> list[Sequence]:
-    """Extend the live beams of a request by their samples of one step; return them, or the outputs if it has ended."""
-    search, parents = request.beam, request.live
-    assert search is not None and len(samples) == len(parents), f"{len(samples)} of {len(parents)} beams were run"
-    beams = [Beam(parent.cumulative_logprob, s.top_tokens, s.top_logprobs) for parent, s in zip(parents, samples)]
-    live = search.advance(
-        beams, parents[0].num_output_tokens + 1, lambda c: _hypothesis(parents[c.beam], c, samples[c.beam])
-    )
-    for beam in set(range(len(parents))) - {candidate.beam for candidate in live}:
-        memory.release(parents[beam])
-    if search.done:
-        # Where every token is forbidden, the beams end as they are.
-        request.sequences = [beam for _, beam in search.hypotheses] or parents
-        for index, sequence in enumerate(request.sequences):
-            sequence.index, sequence.finish_reason = index, sequence.finish_reason or FinishReason.STOP
-        return request.outputs
-    children: list[Sequence] = []
-    for index, candidate in enumerate(live):
-        parent = parents[candidate.beam]
-        children.append(memory.fork(parent, index) if parent in children else parent)
-    for index, (child, candidate) in enumerate(zip(children, live)):
-        child.index = index
-        child.append(_sample(candidate, samples[candidate.beam], request))
-        memory.rows.choose(child)
-    request.sequences = children
-    return children
-
-
-def _sample(candidate: Candidate, sample: Sample, request: Request) -> Sample:
-    """Return the sample of a candidate, whose beam got `sample`, with as many alternatives as were requested."""
-    _, _, token, logprob, rank = candidate
-    *_, tokens, logprobs, version = sample
-    num_listed = request.params.logprobs or 0
-    return Sample(token, logprob, rank, tokens[:num_listed], logprobs[:num_listed], version)
-
-
-def _hypothesis(parent: Sequence, candidate: Candidate, sample: Sample) -> Sequence | None:
-    """Return the sequence of a candidate that ends; None if it continues."""
-    request, token = parent.request, candidate.token
-    ending = request.ending(token, parent.num_output_tokens + 1)
-    if (ending is None or ending[0] == FinishReason.LENGTH) and request.find_stop:
-        stop = request.find_stop(parent, token)
-        ending = (FinishReason.STOP, stop) if stop is not None else ending
-    if ending is None:
-        return None
-    hypothesis = parent.branch(0)
-    hypothesis.append(_sample(candidate, sample, request))
-    hypothesis.finish_reason, hypothesis.stop_reason = ending
-    return hypothesis

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from jpaged.core.block_table import Copies, append, move
+from jpaged.core.branches import next_counts
 from jpaged.core.memory import Memory
 from jpaged.core.plan import Pairs, Scheduled, StepPlan
 from jpaged.core.queue import Queues
@@ -154,7 +155,7 @@ class PlannedStep:
     def schedule(self, request: Request, budget: int) -> int:
         """Schedule the part of a request that fits, preempting later requests if necessary; return the tokens used."""
         self.unsteady.append(request)
-        counts = _next_counts(request, budget, self.memory)
+        counts = next_counts(request, budget, self.memory)
         spans = [(s.table, s.num_computed_tokens, s.num_computed_tokens + count) for s, count in counts.items()]
         lengths = [len(table.block_ids) for table, _, _ in spans]
         while (copies := append(spans)) is None:
@@ -194,30 +195,3 @@ class PlannedStep:
         if num_samples == 1 and not (request.waits or request.bans):
             size = self.memory.pool.block_size
             sequence.steady_until = min(-(-end // size) * size, request.max_length - 1)
-
-
-def _next_counts(request: Request, budget: int, memory: Memory) -> dict[Sequence, int]:
-    """Return the number of next tokens of each sequence of a running request, within the budget.
-
-    The last token of each sequence waits until all sequences have their blocks. The last tokens of beams are computed
-    in one step, because they are compared with each other.
-    """
-    live = request.live
-    if len(live) == 1:
-        (sequence,) = live
-        count = min(sequence.behind, budget)
-        return {sequence: count} if count > 0 else {}
-    while any(memory.follow(sequence) for sequence in live):
-        pass  # a sequence that has started may lead another
-    together = request.beam is not None
-    held_back = together or any(sequence.leader for sequence in live)
-    counts: dict[Sequence, int] = {}
-    for sequence in live:
-        count = 0 if sequence.leader else min(sequence.behind - held_back, budget)
-        if count > 0:
-            counts[sequence] = count
-            budget -= count
-    at_their_last = all(s.behind - counts.get(s, 0) == 1 for s in live)
-    if together and at_their_last and budget >= len(live):
-        counts = {sequence: counts.get(sequence, 0) + 1 for sequence in live}
-    return counts

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jpaged.config import Limits
 from jpaged.core.bans import Bans
@@ -54,8 +54,10 @@ def make_request(
         InvalidParameter: the request could never run. The message has the numbers.
     """
     _check_tokens(prompt, params, capacity)
-    params = _with_counts(params, capacity)
-    _check_width(params, capacity.limits)
+    params, width, limit = _with_counts(params, capacity), params.num_sequences, capacity.limits.max_num_seqs
+    if width > limit:
+        name = "beam_width" if isinstance(params, BeamSearchParams) else "best_of" if params.best_of else "n"
+        raise InvalidParameter(name, f"{width} sequences exceed the {limit} of a step (max_num_seqs)")
     max_tokens = _max_tokens(len(prompt), params, capacity)
     producible = [word for word in bad_words if all(0 <= token < capacity.vocab_size for token in word)]
     endings, allowed = capacity.eos_token_ids.union(params.stop_token_ids), params.allowed_token_ids
@@ -86,29 +88,18 @@ def _check_tokens(prompt: list[int], params: Params, capacity: Capacity) -> None
 
 def _with_counts(params: Params, capacity: Capacity) -> Params:
     """Return parameters whose numbers of logprobs are explicit: -1 stands for the whole vocabulary."""
-    logprobs = _count("logprobs", params.logprobs, capacity)
-    prompt_logprobs = _count("prompt_logprobs", params.prompt_logprobs, capacity)
-    if -1 not in (params.logprobs, params.prompt_logprobs):
-        return params
-    return replace(params, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
-
-
-def _count(name: str, requested: int | None, capacity: Capacity) -> int | None:
-    count, limit = capacity.vocab_size if requested == -1 else requested, capacity.limits.max_logprobs
-    if count is not None and count > limit:
-        raise InvalidParameter(name, f"must be at most {limit} (max_logprobs), not {requested}")
-    return count
-
-
-def _check_width(params: Params, limits: Limits) -> None:
-    width = params.num_sequences
-    if width > limits.max_num_seqs:
-        name = "beam_width" if isinstance(params, BeamSearchParams) else "best_of" if params.best_of else "n"
-        raise InvalidParameter(name, f"{width} sequences exceed the {limits.max_num_seqs} of a step (max_num_seqs)")
+    limit, explicit = capacity.limits.max_logprobs, dict[str, Any]()
+    for name in ("logprobs", "prompt_logprobs"):
+        requested = getattr(params, name)
+        count = capacity.vocab_size if requested == -1 else requested
+        if count is not None and count > limit:
+            raise InvalidParameter(name, f"must be at most {limit} (max_logprobs), not {requested}")
+        if count != requested:
+            explicit[name] = count
+    return replace(params, **explicit) if explicit else params
 
 
 def _max_tokens(prompt_len: int, params: Params, capacity: Capacity) -> int:
-    """Return the maximum number of output tokens."""
     width = params.num_sequences
     limit = capacity.max_sequence_len(prompt_len, width)
     max_tokens = max(1, limit - prompt_len) if params.max_tokens is None else params.max_tokens

@@ -16,7 +16,6 @@ class Bans:
         words: the token sequences that the output must not contain.
         endings: tokens that end the text, banned before `min_tokens`.
         allowed: the only tokens that the output may have; None: all of the vocabulary.
-        vocab_size: number of tokens of the vocabulary.
 
     Attributes:
         single_tokens: the words of one token.
@@ -49,7 +48,7 @@ class Bans:
         self._num_left = vocab_size - len(self.single_tokens) if self._allowed is None else len(self._allowed)
         if not self._num_left:
             raise InvalidParameter("bad_words", "ban all of the allowed tokens")
-        if min_tokens and self._leaves_none(self._endings):
+        if min_tokens and self.leave_none((), 0):
             raise InvalidParameter("min_tokens", "must be 0, because each of the allowed tokens ends the text")
 
     def __bool__(self) -> bool:
@@ -58,9 +57,7 @@ class Bans:
 
     def leave_none(self, tokens: Sequence[int], num_output_tokens: int) -> bool:
         """Return whether no token is left that may come next, with the arguments of `next_tokens`."""
-        return self._leaves_none(self.next_tokens(tokens, num_output_tokens))
-
-    def _leaves_none(self, banned: frozenset[int]) -> bool:
+        banned = self.next_tokens(tokens, num_output_tokens)
         if len(banned) < self._num_left:
             return False
         if self._allowed is not None:

@@ -33,13 +33,6 @@ class Candidate(NamedTuple):
     rank: int
 
 
-class Hypothesis[T](NamedTuple):
-    """Finished beam. `score` is the sum of its logprobs over its length to the power of the length penalty."""
-
-    score: float
-    beam: T
-
-
 @dataclass(eq=False)
 class BeamSearch[T]:
     """Best `width` hypotheses so far, and whether the live beams can still improve them.
@@ -48,18 +41,19 @@ class BeamSearch[T]:
         early_stopping: True ends the search with the first `width` hypotheses. False ends it once the best live beam,
             scored at its present length, can't beat the worst hypothesis. "never" scores the beam at the length that
             favours it most.
-        hypotheses: best first.
+        hypotheses: finished beams, best first, each after its score: the sum of its logprobs over its length to the
+            power of the length penalty.
     """
 
     width: int
     max_tokens: int
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
-    hypotheses: list[Hypothesis[T]] = field(default_factory=list)
+    hypotheses: list[tuple[float, T]] = field(default_factory=list)
     done: bool = False
 
     def advance(self, beams: Series[Beam], length: int, end: Callable[[Candidate], T | None]) -> list[Candidate]:
-        """Advance the search by one token and return the surviving candidates.
+        """Advance the search by one token; return at most `width` survivors, best first, none once it is `done`.
 
         Args:
             beams: the live beams. Each has the `width` best tokens that do not end it, or all if there are fewer, and
@@ -67,9 +61,6 @@ class BeamSearch[T]:
                 beam.
             length: output tokens of a candidate.
             end: return the hypothesis of a candidate that ends, or None if it continues.
-
-        Returns:
-            The surviving candidates, best first, at most `width`; none once the search is `done`.
         """
         live: list[Candidate] = []
         most = self.width if length >= self.max_tokens else None  # at full length every candidate ends
@@ -80,8 +71,8 @@ class BeamSearch[T]:
             if ended is None:
                 live.append(candidate)
             elif place < self.width:  # a lower candidate only keeps enough beams alive
-                self.hypotheses.append(Hypothesis(candidate.score / length**self.length_penalty, ended))
-        self.hypotheses = sorted(self.hypotheses, key=lambda h: -h.score)[: self.width]
+                self.hypotheses.append((candidate.score / length**self.length_penalty, ended))
+        self.hypotheses = sorted(self.hypotheses, key=lambda hypothesis: -hypothesis[0])[: self.width]
         self.done = not live or (len(self.hypotheses) == self.width and not self._can_improve(live[0].score, length))
         return [] if self.done else live
 
@@ -90,7 +81,7 @@ class BeamSearch[T]:
             return False
         if self.early_stopping == "never" and self.length_penalty > 0:
             length = self.max_tokens
-        improves: bool = best / length**self.length_penalty > self.hypotheses[-1].score
+        improves: bool = best / length**self.length_penalty > self.hypotheses[-1][0]
         return improves
 
 

@@ -2,6 +2,7 @@
 
 import bisect
 import itertools
+import operator
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -41,8 +42,7 @@ class _Block:
         self.next: _Block = self
 
 
-def _tokens(block: _Block) -> tuple[int, ...]:
-    return block.tokens
+_tokens = operator.attrgetter("tokens")
 
 
 class BlockPool:
@@ -65,8 +65,7 @@ class BlockPool:
     def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True):
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"a pool needs at least one block of one token, not {num_blocks} blocks of {block_size}")
-        self.num_blocks = num_blocks
-        self.block_size = block_size
+        self.num_blocks, self.block_size = num_blocks, block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.epoch = 0
         self._nodes = itertools.count()
@@ -102,12 +101,7 @@ class BlockPool:
 
     def states(self) -> bytes:
         """Return one byte for each block: its references, at most 127, plus 128 if it is cached."""
-        return bytes(
-            [
-                (block.ref_count if block.ref_count < 127 else 127) + 128 * (block.node is not None)
-                for block in self._blocks
-            ]
-        )
+        return bytes([(b.ref_count if b.ref_count < 127 else 127) + 128 * (b.node is not None) for b in self._blocks])
 
     def allocate(self) -> int | None:
         """Return a free block with one reference and without its old content; None if no block is free."""
@@ -175,10 +169,8 @@ class BlockPool:
                 parent, matched = block.node, matched + size
                 continue
             # In sorted order, only the two neighbours of a text can have the most in common with it.
-            common, block = max(
-                ((common_length(near.tokens, wanted), near) for near in siblings[max(at - 1, 0) : at + 1]),
-                key=lambda pair: pair[0],
-            )
+            block = max(siblings[max(at - 1, 0) : at + 1], key=lambda near: common_length(near.tokens, wanted))
+            common = common_length(block.tokens, wanted)
             if 2 * common >= size:
                 block_ids.append(block.block_id)
                 matched += common
@@ -199,11 +191,7 @@ class BlockPool:
             self._forget(block)
 
     def check_invariants(self, tables: Iterable[Sequence[int]] | None = None) -> None:
-        """Recompute everything from scratch and compare.
-
-        Args:
-            tables: block ids of all live tables, to check the reference counts too.
-        """
+        """Recompute everything from scratch and compare, with the reference counts if all `tables` are given."""
         free: list[int] = []
         block = self._head.next
         while block is not self._head:

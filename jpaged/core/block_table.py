@@ -31,29 +31,25 @@ class BlockTable:
         """
         pool, size = self.pool, self.pool.block_size
         first, stop = start // size, -(-end // size)
-        if stop == first + 1 and self.is_writable(start):
+        held = self.block_ids
+        if stop == first + 1 and first < len(held) and pool.is_private(held[first]):
             return []
         spare = pool.num_free - shortage([(self, start, end)])
         if spare < 0:
             return None
         copies = []
         for index in range(first, stop):
-            if index == len(self.block_ids):
-                self.block_ids.append(self._allocate())
+            if index == len(held):
+                held.append(self._allocate())
                 continue
-            source = self.block_ids[index]
+            source = held[index]
             if pool.ref_count(source) > 1 or (pool.is_cached(source) and spare):
-                self.block_ids[index] = self._allocate()
+                held[index] = self._allocate()
                 pool.free(source)
-                copies.append((source, self.block_ids[index]))
+                copies.append((source, held[index]))
             else:
                 pool.forget(source)
         return copies
-
-    def is_writable(self, position: int) -> bool:
-        """Return whether a token has a slot in a block of this sequence only."""
-        index = position // self.pool.block_size
-        return index < len(self.block_ids) and self.pool.is_private(self.block_ids[index])
 
     def share(self, block_ids: Iterable[int]) -> None:
         """Fill an empty table with blocks that are in use or cached."""
@@ -61,12 +57,6 @@ class BlockTable:
         for block_id in block_ids:
             self.pool.share(block_id)
             self.block_ids.append(block_id)
-
-    def fork(self) -> "BlockTable":
-        """Return a table that shares every block with this one."""
-        table = BlockTable(self.pool)
-        table.share(self.block_ids)
-        return table
 
     def free(self) -> None:
         """Free every block, the last first: the end of a prefix is evicted before its beginning."""
@@ -116,10 +106,7 @@ def shortage(spans: Iterable[Span]) -> int:
 def move(tables: Iterable[BlockTable], to: BlockPool) -> Copies:
     """Move tables that share blocks into another pool, where they share them as before: each block moves once.
 
-    The pool must have `num_distinct(tables)` free blocks.
-
-    Returns:
-        Source and destination of each block.
+    The pool must have a free block for each. The result is the source and the destination of each.
     """
     moved: dict[int, int] = {}
     for table in tables:
@@ -135,8 +122,3 @@ def move(tables: Iterable[BlockTable], to: BlockPool) -> Copies:
                 moved[block_id] = destination
             table.block_ids.append(moved[block_id])
     return list(moved.items())
-
-
-def num_distinct(tables: Iterable[BlockTable]) -> int:
-    """Return the number of distinct blocks in some tables."""
-    return len({block_id for table in tables for block_id in table.block_ids})

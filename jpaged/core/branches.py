@@ -1,4 +1,4 @@
-"""Branches of one request: parallel samples and beams, from their common prompt to their ends."""
+"""Branches of one request: their next tokens, and the beams of a search from one step to the next."""
 
 from jpaged.core.beam import Beam, Candidate
 from jpaged.core.memory import Memory
@@ -23,8 +23,7 @@ def next_counts(request: Request, budget: int, memory: Memory) -> dict[Sequence,
     held_back = together or any(sequence.leader for sequence in live)
     counts: dict[Sequence, int] = {}
     for sequence in live:
-        behind = sequence.behind - held_back
-        count = min(behind, budget) if sequence.leader is None else 0
+        count = 0 if sequence.leader else min(sequence.behind - held_back, budget)
         if count > 0:
             counts[sequence] = count
             budget -= count
@@ -34,35 +33,19 @@ def next_counts(request: Request, budget: int, memory: Memory) -> dict[Sequence,
     return counts
 
 
-def fork(sequence: Sequence, num_branches: int, memory: Memory) -> list[Sequence]:
-    """Return the branches of a request at the end of its prompt; the first one is the sequence itself."""
-    branches = [sequence, *(memory.fork(sequence, index) for index in range(1, num_branches))]
-    sequence.request.sequences = branches
-    return branches
-
-
 def advance_beams(request: Request, samples: list[Sample], memory: Memory) -> list[Sequence]:
-    """Extend the live beams of a request by their samples of one step, through tables and reference counts.
-
-    Returns:
-        The live beams, or the outputs of the request if the search has ended.
-    """
+    """Extend the live beams of a request by their samples of one step; return them, or the outputs if it has ended."""
     search, parents = request.beam, request.live
     assert search is not None and len(samples) == len(parents), f"{len(samples)} of {len(parents)} beams were run"
-    beams = [
-        Beam(parent.cumulative_logprob, sample.top_tokens, sample.top_logprobs)
-        for parent, sample in zip(parents, samples)
-    ]
-
-    def end(candidate: Candidate) -> Sequence | None:
-        return _hypothesis(parents[candidate.beam], candidate, samples[candidate.beam])
-
-    live = search.advance(beams, parents[0].num_output_tokens + 1, end)
+    beams = [Beam(parent.cumulative_logprob, s.top_tokens, s.top_logprobs) for parent, s in zip(parents, samples)]
+    live = search.advance(
+        beams, parents[0].num_output_tokens + 1, lambda c: _hypothesis(parents[c.beam], c, samples[c.beam])
+    )
     for beam in set(range(len(parents))) - {candidate.beam for candidate in live}:
         memory.release(parents[beam])
     if search.done:
         # Where every token is forbidden, the beams end as they are.
-        request.sequences = [hypothesis.beam for hypothesis in search.hypotheses] or parents
+        request.sequences = [beam for _, beam in search.hypotheses] or parents
         for index, sequence in enumerate(request.sequences):
             sequence.index, sequence.finish_reason = index, sequence.finish_reason or FinishReason.STOP
         return request.outputs

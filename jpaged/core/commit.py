@@ -6,7 +6,7 @@ from collections.abc import Sequence as Series
 from types import MappingProxyType
 from typing import NamedTuple
 
-from jpaged.core.branches import advance_beams, fork
+from jpaged.core.branches import advance_beams
 from jpaged.core.memory import Memory
 from jpaged.core.plan import Sample, StepResult
 from jpaged.core.planned_step import PlannedStep
@@ -114,7 +114,8 @@ class Commit:
         if request.beam:
             self.samples_of_beams.setdefault(request, []).append(samples[0])
             return
-        branches = fork(sequence, len(samples), self.memory)
+        branches = [sequence, *(self.memory.fork(sequence, index) for index in range(1, len(samples)))]
+        request.sequences = branches
         for branch, sample in zip(branches, samples, strict=True):
             self._take(branch, sample)
             if not branch.finish_reason:
@@ -122,10 +123,7 @@ class Commit:
         self.advanced += branches
 
     def _fail(self, request: Request) -> None:
-        """End a request whose logits are not finite.
-
-        The prefix cache forgets its blocks, whose KV may be invalid too.
-        """
+        """End a request whose logits are not finite. The cache forgets its blocks, whose KV may be invalid too."""
         self.samples_of_beams.pop(request, None)
         ended = request.live
         for sequence in ended:
@@ -136,7 +134,6 @@ class Commit:
         self.advanced += [sequence for sequence in ended if sequence not in self.advanced]
 
     def _finish(self, step: PlannedStep) -> Committed:
-        """Advance the beam searches, and return all changes."""
         for request, samples in self.samples_of_beams.items():
             try:
                 self.advanced += advance_beams(request, samples, self.memory)

@@ -1,13 +1,99 @@
 """Memory of all sequences: KV blocks on the device and on the host, and the rows of running sequences."""
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
 from jpaged.core.block_pool import BlockPool, Parent, common_length
-from jpaged.core.block_table import BlockTable, move, num_distinct, shortage
-from jpaged.core.plan import Pairs
+from jpaged.core.block_table import BlockTable, move, shortage
+from jpaged.core.plan import Admitted, Chosen, Entry, Pairs
 from jpaged.core.request import Request, Sequence
-from jpaged.core.rows import Rows
+
+
+class Rows:
+    """Rows of `size` sequences. A running sequence has one, on host and device, from admission to release."""
+
+    def __init__(self, size: int):
+        self.size = size
+        self.clear()
+
+    def clear(self) -> None:
+        """Release every row and drop all differences."""
+        self._sequences: list[Sequence | None] = [None] * self.size
+        self.free = list(range(self.size))
+        self._copies: dict[int, int] = {}  # {destination: source}: a later copy replaces an earlier one
+        self._admitted: dict[int, Admitted] = {}
+        self._chosen: dict[int, Chosen] = {}
+        self._entries: dict[int, list[Entry]] = {}  # by row
+        self._released: dict[int, None] = {}
+
+    def __getitem__(self, row: int) -> Sequence:
+        sequence = self._sequences[row]
+        assert sequence is not None, f"row {row} is free"
+        return sequence
+
+    def admit(self, sequence: Sequence) -> None:
+        """Give a sequence a row, and add its whole state to the next plan."""
+        row, request = self._take(sequence), sequence.request
+        self._admitted[row] = Admitted(
+            row,
+            tuple(sequence.tokens),
+            sequence.num_prompt_tokens,
+            request.params,
+            sequence.seed,
+            tuple(sequence.table.block_ids),
+            request.num_top,
+            num_scored=None if request.params.prompt_logprobs is None else len(request.prompt_samples),
+            banned=request.bans.single_tokens,
+        )
+
+    def fork(self, sequence: Sequence, child: Sequence) -> None:
+        """Give a branch a row with the state of its parent."""
+        assert sequence.row is not None
+        self._copies[self._take(child)] = sequence.row
+
+    def choose(self, sequence: Sequence) -> None:
+        """Add the last token of a sequence, which the host has chosen, to the next plan."""
+        assert sequence.row is not None
+        self._chosen[sequence.row] = Chosen(sequence.row, sequence.tokens[-1], sequence.seed)
+
+    def change(self, sequence: Sequence, first: int, stop: int) -> None:
+        """Add the entries [first, stop) of a sequence's block table to the next plan."""
+        row, block_ids = sequence.row, sequence.table.block_ids
+        assert row is not None
+        changed = self._entries.setdefault(row, [])
+        changed += [Entry(row, index, block_ids[index]) for index in range(first, stop)]
+
+    def release(self, sequence: Sequence) -> None:
+        """Release a sequence's row, if it has one."""
+        row = sequence.row
+        if row is None:
+            return
+        sequence.row, sequence.steady_until, self._sequences[row] = None, 0, None
+        self.free.append(row)
+        self._released[row] = None
+        self._copies.pop(row, None)
+        self._chosen.pop(row, None)
+        self._admitted.pop(row, None)
+        self._entries.pop(row, None)
+
+    def differences(self) -> dict[str, tuple[Any, ...]]:
+        """Return the fields of the next `StepPlan` that describe rows, and reset them."""
+        differences: dict[str, tuple[Any, ...]] = dict(
+            released_rows=tuple(self._released),
+            row_copies=tuple((source, row) for row, source in self._copies.items()),
+            admitted=tuple(self._admitted.values()),
+            chosen=tuple(self._chosen.values()),
+            entries=tuple(itertools.chain.from_iterable(self._entries.values())),
+        )
+        self._copies, self._admitted, self._chosen, self._entries, self._released = {}, {}, {}, {}, {}
+        return differences
+
+    def _take(self, sequence: Sequence) -> int:
+        row = sequence.row = self.free.pop()
+        self._sequences[row] = sequence
+        return row
 
 
 class Memory:
@@ -25,18 +111,14 @@ class Memory:
     def __init__(
         self, pool: BlockPool, host_pool: BlockPool | None, num_rows: int, preemption: str, block_swap_cost: float
     ):
-        self.pool = pool
-        self.host_pool = host_pool
-        self.rows = Rows(num_rows)
-        self.preemption = preemption
-        self.block_swap_cost = block_swap_cost
+        self.pool, self.host_pool, self.rows = pool, host_pool, Rows(num_rows)
+        self.preemption, self.block_swap_cost = preemption, block_swap_cost
         self.leaving: set[Sequence] = set()
 
     def clear(self, requests: Iterable[Request]) -> None:
         """Free all blocks and rows and forget their content, also on the host, whatever their state.
 
-        Args:
-            requests: the requests that continue. They lose every computed token.
+        The requests that continue lose every computed token.
         """
         for pool in (self.pool, self.host_pool):
             if pool is not None:
@@ -61,7 +143,7 @@ class Memory:
 
     def num_held(self, request: Request) -> int:
         """Return the number of blocks that a request holds."""
-        return num_distinct(sequence.table for sequence in request.live)
+        return len({block_id for sequence in request.live for block_id in sequence.table.block_ids})
 
     def share_prefixes(self, request: Request) -> None:
         """Start each sequence of a waiting request with its blocks in the prefix cache.
@@ -69,13 +151,15 @@ class Memory:
         A sequence that has more in common with another one of the request waits for that one instead.
         """
         before: Sequence | None = None
+        num_wanted = 0 if request.params.prompt_logprobs is None else len(request.prompt_token_ids) - 1
+        lacks = len(request.prompt_samples) < num_wanted  # logprobs of the prompt, which cached tokens do not give
         # In sorted order, no sequence has more in common with a sequence than the one before it.
         for sequence in sorted(request.live, key=lambda s: s.tokens):
             sequence.epoch = self.pool.epoch
             # The last token is always computed: the next token is sampled from its hidden state.
             limit = sequence.num_tokens - 1
             match = self.pool.match(sequence.tokens[:limit], request.cache_salt)
-            cached = 0 if request.wants_prompt_samples else match.num_tokens
+            cached = 0 if lacks else match.num_tokens
             if before:
                 shared = min(common_length(before.tokens, sequence.tokens), before.num_tokens - 1)
                 if shared > cached:
@@ -100,11 +184,7 @@ class Memory:
         return True
 
     def evict(self, request: Request) -> Pairs:
-        """Take all blocks and rows of a running request.
-
-        Returns:
-            The moves of its blocks to the host; empty if they were freed.
-        """
+        """Take a running request's blocks and rows; return the blocks' moves to the host, none if they were freed."""
         live, moves = request.live, Pairs()
         if self._should_swap(request):
             assert self.host_pool is not None
@@ -148,8 +228,9 @@ class Memory:
     def fork(self, sequence: Sequence, index: int) -> Sequence:
         """Return a second branch of a running sequence. Both share every block until one of them writes into it."""
         child = sequence.branch(index)
-        child.table, child.num_computed_tokens = sequence.table.fork(), sequence.num_computed_tokens
-        child.nodes, child.epoch = list(sequence.nodes), sequence.epoch
+        child.table.share(sequence.table.block_ids)
+        child.num_computed_tokens, child.nodes = sequence.num_computed_tokens, list(sequence.nodes)
+        child.epoch = sequence.epoch
         self.rows.fork(sequence, child)
         return child
 

@@ -7,11 +7,9 @@ import sys
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Series
 from dataclasses import dataclass, field, fields
-from functools import cached_property, wraps
+from functools import cached_property, partial, wraps
 from typing import Any, Literal, Self
 
-MAX_FLOAT = sys.float_info.max
-SIDES = ("left", "right")
 # Every step applies stop strings, stop tokens and bad words to every sequence. These limits bound the cost of a step.
 MAX_STOPS = 64
 MAX_STOP_TOKENS = 128
@@ -27,7 +25,6 @@ class InvalidParameter(ValueError):
     """Invalid parameter of a request. The message names the value and the limit.
 
     Attributes:
-        field: name of the invalid parameter.
         code: error code for programs, if this kind of error has one.
     """
 
@@ -44,20 +41,17 @@ class ContextLengthExceeded(InvalidParameter):
     code = "context_length_exceeded"
 
 
-Predicate = Callable[[object], bool]
-
-
-def _metadata(allowed: str, holds: Predicate) -> dict[str, str | Predicate]:
-    return {"allowed": allowed, "holds": holds}
+Predicate = Callable[[Any], bool]
 
 
 def _rule[T](default: T, allowed: str, holds: Predicate) -> T:
     """Return a field whose values must satisfy a predicate, which `allowed` describes."""
-    return field(default=default, metadata=_metadata(allowed, holds))
+    return field(default=default, metadata={"allowed": allowed, "holds": holds})
 
 
 def _number(low: float, high: float = math.inf) -> Predicate:
-    low, high = max(low, -MAX_FLOAT), min(high, MAX_FLOAT)  # comparisons are exact, with integers of any length
+    largest = sys.float_info.max
+    low, high = max(low, -largest), min(high, largest)  # comparisons are exact, with integers of any length
     return lambda x: isinstance(x, int | float) and not isinstance(x, bool) and low <= x <= high
 
 
@@ -81,31 +75,19 @@ def _is_empty(x: object) -> bool:
     return isinstance(x, list | tuple | dict) and not x
 
 
-def _is_word(x: object) -> bool:
-    return isinstance(x, str) and 0 < len(x) <= MAX_WORD_LENGTH
-
-
-def _different_tokens(xs: object) -> bool:
-    return _series(_TOKEN, 1, MAX_TOP)(xs) and isinstance(xs, tuple) and len(set(xs)) == len(xs)
+def _words(high: int) -> Predicate:
+    return _series(lambda x: isinstance(x, str) and 0 < len(x) <= MAX_WORD_LENGTH, high=high)
 
 
 _TOKEN = _integer(0)
 # What a value may be, and the predicate for it.
 _FLAG = "true or false", _is_flag
-_COUNT = "a whole number of at least 1", _integer(1)
 _OPTIONAL_COUNT = "a whole number of at least 1", _optional(_integer(1))
 _LOGPROBS = "at least 0, -1 for the whole vocabulary, or none", _optional(_integer(-1))
 _PENALTY = "between -2 and 2", _number(-2, 2)
-_STOPS = (
-    f"a string of 1 to {MAX_WORD_LENGTH} characters, or up to {MAX_STOPS} of them",
-    _series(_is_word, high=MAX_STOPS),
-)
-_BAD_WORDS = (
-    f"up to {MAX_BAD_WORDS} strings of 1 to {MAX_WORD_LENGTH} characters",
-    _series(_is_word, high=MAX_BAD_WORDS),
-)
-_WIDTH = f"a whole number between 1 and {MAX_BEAM_WIDTH}", _integer(1, MAX_BEAM_WIDTH)
-_STOPPING = 'true, false or "never"', lambda x: x is True or x is False or x == "never"
+_STOPS = f"a string of 1 to {MAX_WORD_LENGTH} characters, or up to {MAX_STOPS} of them", _words(MAX_STOPS)
+_BAD_WORDS = f"up to {MAX_BAD_WORDS} strings of 1 to {MAX_WORD_LENGTH} characters", _words(MAX_BAD_WORDS)
+_WIDTH = {"allowed": f"a whole number between 1 and {MAX_BEAM_WIDTH}", "holds": _integer(1, MAX_BEAM_WIDTH)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,23 +173,21 @@ class GenerationParams:
     truncate_prompt_tokens: int | None = _rule(
         None, "at least 1, or -1", lambda x: _optional(_integer(-1))(x) and x != 0
     )
-    truncation_side: str = _rule("left", '"left" or "right"', lambda x: isinstance(x, str) and x in SIDES)
+    truncation_side: str = _rule("left", '"left" or "right"', lambda x: x in ("left", "right"))
     detokenize: bool = _rule(True, *_FLAG)
     skip_special_tokens: bool = _rule(True, *_FLAG)
     structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
-        def settle(name: str, value: object) -> None:
-            object.__setattr__(self, name, value)
-
+        settle = partial(object.__setattr__, self)
         _settle_arrays(self)
         settle("stop", (self.stop,) if isinstance(self.stop, str) else _tuple(self.stop or ()))
-        settle("bad_words", _tuple(self.bad_words or ()))
-        settle("stop_token_ids", _tuple(self.stop_token_ids or ()))
+        for name in ("bad_words", "stop_token_ids"):
+            settle(name, _tuple(getattr(self, name) or ()))
         if self.allowed_token_ids is not None:
             settle("allowed_token_ids", _tuple(self.allowed_token_ids))
         if self.logit_bias is not None:
-            settle("logit_bias", self._settled_bias(self.logit_bias))
+            settle("logit_bias", _settled_bias(self.logit_bias))
         for each in fields(self):
             holds, value = each.metadata.get("holds"), getattr(self, each.name)
             if holds is not None and not holds(value):
@@ -233,6 +213,7 @@ class GenerationParams:
             or bool(self.logit_bias)
             or self.allowed_token_ids is not None
             or bool(self.bad_words)
+            or getattr(self, "logprob_token_ids", None) is not None
         )
 
     def clone(self) -> Self:
@@ -247,19 +228,6 @@ class GenerationParams:
         if keep is None:
             return prompt_token_ids
         return prompt_token_ids[:keep] if self.truncation_side == "right" else prompt_token_ids[-keep:]
-
-    def _settled_bias(self, value: Mapping[int, float]) -> dict[int, float]:
-        try:  # keys of JSON are strings
-            bias = {int(token): plain(number) for token, number in dict(value).items()}
-        except (TypeError, ValueError):
-            bias = {-1: 0.0}
-        if len(bias) > MAX_LOGIT_BIASES:
-            raise InvalidParameter("logit_bias", f"must have at most {MAX_LOGIT_BIASES} entries, not {len(bias)}")
-        if not all(_TOKEN(token) and _number(-100, 100)(number) for token, number in bias.items()):
-            raise InvalidParameter(
-                "logit_bias", f"must give token ids numbers between -100 and 100, not {shown(value)}"
-            )
-        return bias
 
 
 # Keywords of vLLM's SamplingParams that are accepted only without effect: the reason for refusing a value, and the
@@ -279,11 +247,7 @@ FOREIGN: Mapping[str, tuple[str, Predicate]] = {
 
 
 def _taking_foreign[T](kind: type[T]) -> type[T]:
-    """Let a class take the keywords of FOREIGN, and drop values without effect.
-
-    Raises:
-        InvalidParameter: from the class, for a value that would have an effect.
-    """
+    """Let a class take the keywords of FOREIGN, drop values without effect, and raise InvalidParameter for others."""
     init: Any = kind.__init__
 
     @wraps(init)
@@ -315,7 +279,7 @@ class SamplingParams(GenerationParams):
         logprob_token_ids: tokens to list with their logprobs, after the chosen one and instead of the most likely ones.
     """
 
-    n: int = _rule(1, *_COUNT)
+    n: int = _rule(1, "a whole number of at least 1", _integer(1))
     best_of: int | None = _rule(None, *_OPTIONAL_COUNT)
     temperature: float = _rule(1.0, "a number of at least 0", _number(0))
     top_k: int = _rule(0, "a whole number of at least 1, or 0 or -1 for all tokens", _integer(-1))
@@ -323,7 +287,9 @@ class SamplingParams(GenerationParams):
     min_p: float = _rule(0.0, "between 0 and 1", _number(0, 1))
     seed: int | None = _rule(None, "a whole number of at most 64 bits", _optional(_integer(-(2**63), 2**64 - 1)))
     logprob_token_ids: Series[int] | None = _rule(
-        None, f"1 to {MAX_TOP} different token ids", _optional(_different_tokens)
+        None,
+        f"1 to {MAX_TOP} different token ids",
+        _optional(lambda xs: _series(_TOKEN, 1, MAX_TOP)(xs) and len(set(xs)) == len(xs)),
     )
 
     def __post_init__(self) -> None:
@@ -333,11 +299,6 @@ class SamplingParams(GenerationParams):
             object.__setattr__(self, "logprobs", 0)
         if self.best_of is not None and self.best_of < self.n:
             raise InvalidParameter("best_of", f"{self.best_of} is below n ({self.n})")
-
-    @cached_property
-    def has_state(self) -> bool:
-        """Whether a token depends on more than the logits: earlier tokens, a bias, or the tokens to list with it."""
-        return super().has_state or self.logprob_token_ids is not None
 
     @property
     def num_sequences(self) -> int:
@@ -364,10 +325,12 @@ class BeamSearchParams(GenerationParams):
             its present length, can't beat the worst of them. "never" scores it at the length that favours it most.
     """
 
-    beam_width: int = field(metadata=_metadata(*_WIDTH))
+    beam_width: int = field(metadata=_WIDTH)
     n: int | None = _rule(None, *_OPTIONAL_COUNT)
     length_penalty: float = _rule(1.0, "between -16 and 16", _number(-16, 16))  # a length to this power is a float
-    early_stopping: bool | Literal["never"] = _rule(False, *_STOPPING)
+    early_stopping: bool | Literal["never"] = _rule(
+        False, 'true, false or "never"', lambda x: x is True or x is False or x == "never"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -401,6 +364,18 @@ def _settle_arrays(params: "StructuredOutputsParams | GenerationParams") -> None
         object.__setattr__(params, each.name, plain(getattr(params, each.name)))
 
 
+def _settled_bias(value: Mapping[int, float]) -> dict[int, float]:
+    try:  # keys of JSON are strings
+        bias = {int(token): plain(number) for token, number in dict(value).items()}
+    except (TypeError, ValueError):
+        bias = {-1: 0.0}
+    if len(bias) > MAX_LOGIT_BIASES:
+        raise InvalidParameter("logit_bias", f"must have at most {MAX_LOGIT_BIASES} entries, not {len(bias)}")
+    if not all(_TOKEN(token) and _number(-100, 100)(number) for token, number in bias.items()):
+        raise InvalidParameter("logit_bias", f"must give token ids numbers between -100 and 100, not {shown(value)}")
+    return bias
+
+
 def _tuple(value: object) -> object:
     """Return a tuple of any series; other values are returned unchanged, and their field's rule rejects them."""
     return tuple(map(plain, value)) if isinstance(value, Series) and not isinstance(value, str) else value
@@ -408,8 +383,5 @@ def _tuple(value: object) -> object:
 
 def shown(value: object) -> str:
     """Return a value, or its beginning, for a message."""
-    text = _REPR.repr(value)
+    text = reprlib.Repr(maxstring=60, maxother=60, maxlong=60).repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-_REPR = reprlib.Repr(maxstring=60, maxother=60, maxlong=60)

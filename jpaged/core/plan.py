@@ -117,7 +117,6 @@ class Sample(NamedTuple):
             for tokens of the prompt. NaN if the model's logits are not finite.
         rank: 1 for the model's most likely token; 0 if no logprobs were requested.
         top_tokens: the most likely tokens, best first; for a beam, those that the search compares.
-        top_logprobs: their logprobs.
         version: number of parameter updates before the step that drew it.
     """
 

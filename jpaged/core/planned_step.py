@@ -139,10 +139,7 @@ class PlannedStep:
         return budget
 
     def _continue(self, request: Request, budget: int) -> int:
-        """Schedule a running request, if the budget allows; return the tokens used.
-
-        If all branches are on the steady path, each gets its next token.
-        """
+        """Schedule a running request: the next token of each branch if all are steady; return the tokens used."""
         live = request.live
         if len(live) > budget or any(s.num_computed_tokens >= s.steady_until for s in live):
             return self.schedule(request, budget)
@@ -178,14 +175,13 @@ class PlannedStep:
         return sum(counts.values())
 
     def _add(self, sequence: Sequence, count: int) -> None:
-        """Add some tokens of a sequence that has the blocks for them."""
         request, row = sequence.request, sequence.row
         start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + count
-        num_samples = sequence.num_samples(end)
+        # No token is drawn inside the prompt, and one for each branch at its end.
+        num_samples = 0 if end < len(sequence.tokens) else request.num_sequences if request.unforked else 1
         assert row is not None, "only running sequences have a row"
         if num_samples and (request.bans or sequence.constraint is not None):
-            length = sequence.num_output_tokens + sequence.pending
-            banned = request.bans.next_tokens(sequence.tokens, length)
+            banned = request.bans.next_tokens(sequence.tokens, sequence.num_output_tokens + sequence.pending)
             if banned or sequence.constraint is not None:
                 self.masked.append((row, banned))
         self.rows.append(Scheduled(row, start, count, num_samples))
@@ -193,17 +189,9 @@ class PlannedStep:
         sequence.num_computed_tokens = end
         sequence.in_flight += 1
         sequence.pending += num_samples > 0
-        sequence.steady_until = self._steady_until(sequence) if num_samples == 1 else 0
-
-    def _steady_until(self, sequence: Sequence) -> int:
-        """Return the position up to which a sequence continues by one token and one sample in each step.
-
-        This holds for any samples: up to there the sequence needs no mask, and no other table holds its last block. A
-        request forks once, and its branches are sampled only while none waits for its leader. No block of theirs
-        becomes shared meanwhile.
-        """
-        request, size = sequence.request, self.memory.pool.block_size
-        if request.waits or request.bans:
-            return 0
-        end_of_block = -(-sequence.num_computed_tokens // size) * size
-        return min(end_of_block, request.max_length - 1)
+        sequence.steady_until = 0
+        # A request forks once, and its branches are sampled only while none waits for its leader. No block of theirs
+        # becomes shared meanwhile.
+        if num_samples == 1 and not (request.waits or request.bans):
+            size = self.memory.pool.block_size
+            sequence.steady_until = min(-(-end // size) * size, request.max_length - 1)

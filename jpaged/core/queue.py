@@ -3,14 +3,13 @@
 import bisect
 import itertools
 import operator
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator
 
 from jpaged.core.request import Request
 
 MAX_CHUNK = 512
 MAX_IDLE_CLIENTS = 1024
-
 
 _rank = operator.attrgetter("rank")
 
@@ -20,9 +19,6 @@ class Ranked:
 
     They are in chunks of at most `MAX_CHUNK` requests. An insertion or a removal therefore moves only a few requests,
     even near the front of a long queue. No chunk is empty except the only one of an empty queue.
-
-    Attributes:
-        num_prompt_tokens: tokens of all prompts.
     """
 
     def __init__(self) -> None:
@@ -44,11 +40,6 @@ class Ranked:
     def first(self) -> Request:
         """First request."""
         return self._chunks[0][0]
-
-    @property
-    def last(self) -> Request:
-        """Last request."""
-        return self._chunks[-1][-1]
 
     def add(self, request: Request) -> None:
         """Insert a request at its rank."""
@@ -90,7 +81,7 @@ class RequestQueue(Ranked):
         super().__init__()
         self._admitted: set[Request] = set()
         self._of_client: Counter[str | None] = Counter()
-        self.tenants: dict[str | None, Ranked] = {}
+        self.tenants: dict[str | None, Ranked] = defaultdict(Ranked)
 
     @property
     def first_admitted(self) -> Request | None:
@@ -107,8 +98,6 @@ class RequestQueue(Ranked):
         if request.admitted:
             self._admitted.add(request)
         self._of_client[request.client] += 1
-        if request.tenant not in self.tenants:
-            self.tenants[request.tenant] = Ranked()
         self.tenants[request.tenant].add(request)
 
     def remove(self, request: Request) -> None:
@@ -127,19 +116,25 @@ class Queues:
     """All requests that have not ended. Each is in one place: waiting, running, or parked.
 
     Attributes:
-        by_id: the requests by their ids.
         parked: requests that are kept from `waiting` while others are tried without them; None: no trial is going on.
+        owed: the tokens that tenants have had beyond their shares.
+        tenant_turns: numbers of the turns of requests. Within a tenant, the request whose last turn ended first comes
+            next.
     """
 
     def __init__(self) -> None:
         self.by_id: dict[str, Request] = {}
-        self.waiting = RequestQueue()
-        self.running = RequestQueue()
+        self.waiting, self.running = RequestQueue(), RequestQueue()
         self.parked: dict[Request, None] | None = None
+        self.owed: dict[str | None, int] = {}
+        self.tenant_turns = itertools.count(1)
 
     def add(self, request: Request) -> None:
         """Let a new request wait, or park it during a trial."""
-        self._enqueue(request)
+        if self.parked is None:
+            self.waiting.add(request)
+        else:
+            self.parked[request] = None
         self.by_id[request.request_id] = request
 
     def admit(self, request: Request) -> None:
@@ -161,14 +156,14 @@ class Queues:
 
     def restart(self, tried: Collection[Request] | None) -> None:
         """Let all requests wait that have not ended; with `tried`, park all others until `release`."""
-        self.waiting, self.running = RequestQueue(), RequestQueue()
-        self.parked = None if tried is None else {}
+        self.waiting, self.running, parked = RequestQueue(), RequestQueue(), dict[Request, None]()
         self.by_id = {name: request for name, request in self.by_id.items() if not request.finished}
         for request in self.by_id.values():
-            if tried is not None and request in tried:
+            if tried is None or request in tried:
                 self.waiting.add(request)
             else:
-                self._enqueue(request)
+                parked[request] = None
+        self.parked = None if tried is None else parked
 
     def release(self, requests: Iterable[Request] | None = None) -> None:
         """Let parked requests wait; None: all of them, which ends the trial."""
@@ -182,14 +177,7 @@ class Queues:
     def check_invariants(self) -> None:
         """Check that every request is in one place."""
         queued = [*self.waiting, *self.running, *(self.parked or ())]
-        known = self.by_id.values()
-        assert sorted(map(id, queued)) == sorted(map(id, known)), "a request is lost, or queued twice"
-
-    def _enqueue(self, request: Request) -> None:
-        if self.parked is None:
-            self.waiting.add(request)
-        else:
-            self.parked[request] = None
+        assert sorted(map(id, queued)) == sorted(map(id, self.by_id.values())), "a request is lost, or queued twice"
 
 
 class Turns:

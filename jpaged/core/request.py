@@ -171,15 +171,6 @@ class Sequence:
         self.table.free()
         self.num_computed_tokens, self.nodes, self.leader = 0, [], None
 
-    def num_samples(self, end: int) -> int:
-        """Return the number of tokens sampled once the tokens before position `end` are computed.
-
-        It is 0 inside the prompt, and one for each branch at the prompt's end.
-        """
-        if end < len(self.tokens):
-            return 0
-        return self.request.num_sequences if self.request.unforked else 1
-
 
 @dataclass
 class RequestMetrics:
@@ -215,7 +206,6 @@ class Request:
             together have the share of one.
         tenant_turn: number of the last turn among the tenant's requests; 0 before the first.
         cache_salt: only requests with the same salt share cached prefixes.
-        bans: the tokens that the output must not have next.
         eos_tokens: the end-of-sequence tokens that end the output; none with `ignore_eos`.
         num_top: number of most likely tokens to list with each sample; None: neither list nor rank.
         admitted: whether the request has run; True for a preempted request.
@@ -224,7 +214,6 @@ class Request:
         prompt_samples: logprobs of the prompt's tokens except the first, as far as they are computed.
         num_sequences: number of sequences once the prompt is computed.
         max_length: number of tokens of prompt and output at which a sequence ends.
-        end_tokens: all tokens that end the output.
         beam: state of a beam search, or None. The live beams are `sequences`, which hold the best hypotheses once the
             search has ended.
     """
@@ -294,11 +283,6 @@ class Request:
         return self.num_sequences if self.beam or self.unforked else len(self.live)
 
     @property
-    def wants_prompt_samples(self) -> bool:
-        """Whether logprobs of prompt tokens were requested and are not yet computed."""
-        return self.params.prompt_logprobs is not None and len(self.prompt_samples) < len(self.prompt_token_ids) - 1
-
-    @property
     def streams(self) -> bool:
         """Whether the outputs are known while they grow, and not only after all have ended."""
         return self.beam is None and self.num_sequences == self.params.num_outputs
@@ -312,10 +296,10 @@ class Request:
     @property
     def outputs(self) -> list[Sequence]:
         """Sequences of a finished request to return, best first if there is a choice."""
+        outputs = self.sequences
         if self.beam is None and not self.streams:
-            best = sorted(self.sequences, key=lambda s: -s.cumulative_logprob / max(1, s.num_output_tokens))
-            return best[: self.params.num_outputs]
-        return self.sequences[: self.params.num_outputs]
+            outputs = sorted(outputs, key=lambda s: -s.cumulative_logprob / max(1, s.num_output_tokens))
+        return outputs[: self.params.num_outputs]
 
 
 class OutputDelta(NamedTuple):
@@ -324,7 +308,6 @@ class OutputDelta(NamedTuple):
     Attributes:
         prompt_samples: logprobs of the prompt's tokens except the first, if requested, in the first delta of each
             output.
-        num_cached_tokens: number of prompt tokens from the prefix cache.
     """
 
     request_id: str

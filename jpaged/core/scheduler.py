@@ -22,7 +22,7 @@ from jpaged.core.plan import StepPlan, StepResult
 from jpaged.core.planned_step import PlannedStep
 from jpaged.core.queue import Queues, RequestQueue, Turns
 from jpaged.core.request import FinishReason, Request, RequestFault, Sequence
-from jpaged.core.shares import Ledger, Shares
+from jpaged.core.shares import Shares
 
 # The headroom of engines. In simulations of an overloaded pool (OPT-13B on an A100, ShareGPT's lengths), it cuts
 # preemptions to a quarter and raises throughput by 3 to 5 %. A headroom of 64 tokens leaves so many blocks free that
@@ -76,14 +76,11 @@ class Scheduler:
         step_overhead: float = math.inf,
         headroom: int = 0,
     ):
-        self.limits = limits
-        self.vocab_size = vocab_size
+        self.limits, self.vocab_size, self.policy = limits, vocab_size, policy
         # A tokenizer may know tokens that the model can't produce.
         self.eos_token_ids = frozenset(token for token in eos_token_ids if 0 <= token < vocab_size)
-        self.policy = policy
         self.tokens_beside_decodes = tokens_beside_decodes or limits.max_num_batched_tokens
-        self.step_overhead = step_overhead
-        self.headroom = headroom
+        self.step_overhead, self.headroom = step_overhead, headroom
         self.memory = Memory(pool, host_pool, limits.max_num_seqs, preemption, block_swap_cost)
         self.pool, self.host_pool, self.rows = pool, host_pool, self.memory.rows
         self.queues = Queues()
@@ -94,7 +91,6 @@ class Scheduler:
         self._turns = Turns()
         self._in_flight: deque[PlannedStep] = deque()
         self._must_drain = False  # something must be preempted before the next plan
-        self._ledger = Ledger()
         self._restarted: list[Request] = []  # by `recover`, since the last plan
 
     @property
@@ -146,12 +142,7 @@ class Scheduler:
         cache_salt: str = "",
         bad_words: Iterable[tuple[int, ...]] = (),
     ) -> Request:
-        """Queue a request.
-
-        Args:
-            client: the client whose turn in the queue the request takes; None: the order of arrival.
-            tenant: the tenant whose share of steps, rows and blocks the request takes.
-            bad_words: token ids of each text that the output must not contain.
+        """Queue a request. The arguments are as in `make_request` and `Request`.
 
         Raises:
             InvalidParameter: the request could never run; the message has the numbers.
@@ -213,40 +204,29 @@ class Scheduler:
         budget = self.limits.max_num_batched_tokens
         if any(request.sequences[0].num_computed_tokens >= len(request.prompt_token_ids) for request in self.running):
             budget = min(budget, self.tokens_beside_decodes)
-        shares = self._share(budget)
-        if shares is None:
-            step.order, num_yielded = list(self.running), 0
+        shares, num_yielded = None, 0
+        if self.holds_new or len(self.running.tenants.keys() | self.waiting.tenants.keys()) < 2:
+            self.queues.owed.clear()
+            step.order = list(self.running)
             budget = step.continue_running(budget)
         else:
+            overhead, chunk = self.step_overhead, self.tokens_beside_decodes
+            shares = Shares(self.queues, self.memory, budget=budget, overhead=overhead, chunk=chunk)
             step.order = shares.order
-            self._make_room(step, shares)
-            if step.must_drain:
+            # Requests beyond the fair shares of their tenants yield to waiting ones within that of another tenant.
+            num_yielded = shares.num_victims(step, self.headroom) if self.waiting else 0
+            if num_yielded and not step.may_preempt:
+                step.must_drain = True
                 return
-            num_yielded = len(step.preempted)
+            for _ in range(num_yielded):
+                step.preempt_last()
             budget = step.continue_shared(budget, shares.grants)
         if not (len(step.preempted) > num_yielded or step.must_drain):
             self._schedule_waiting(budget, step, shares)
 
-    def _share(self, budget: int) -> Shares | None:
-        """Return the shares of tenants in a step; None without several, or while no new request may start."""
-        if self.holds_new or len(self.running.tenants.keys() | self.waiting.tenants.keys()) < 2:
-            self._ledger.owed.clear()
-            return None
-        overhead, chunk = self.step_overhead, self.tokens_beside_decodes
-        return Shares(self.queues, self.memory, self._ledger, budget=budget, overhead=overhead, chunk=chunk)
-
-    def _make_room(self, step: PlannedStep, shares: Shares) -> None:
-        """Preempt requests beyond the fair shares of their tenants for waiting ones within that of another tenant."""
-        number = shares.num_victims(step, self.headroom) if self.waiting else 0
-        if number and not step.may_preempt:
-            step.must_drain = True
-            return
-        for _ in range(number):
-            step.preempt_last()
-
     def _schedule_waiting(self, budget: int, step: PlannedStep, shares: Shares | None) -> None:
         """Admit waiting requests in their order, as far as rows, blocks and the budget allow."""
-        if not (self.waiting and self.rows.num_free):
+        if not (self.waiting and self.rows.free):
             return
         num_seats, reserved = step.claims()
         while budget > 0 and (request := self._next_waiting(shares)):
@@ -264,7 +244,6 @@ class Scheduler:
                 shares.admit(request, count)
 
     def _next_waiting(self, shares: Shares | None) -> Request | None:
-        """Return the first waiting request that may be admitted."""
         if self.holds_new:
             return self.waiting.first_admitted
         if shares:

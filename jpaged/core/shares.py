@@ -1,9 +1,7 @@
 """Shares of tenants: of the tokens of a step, and of rows and blocks."""
 
-import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 
 from jpaged.core.memory import Memory
 from jpaged.core.planned_step import PlannedStep
@@ -23,19 +21,6 @@ def divide[K](total: int, wants: Mapping[K, int]) -> dict[K, int]:
     return shares
 
 
-@dataclass
-class Ledger:
-    """Turns and debts of tenants, from step to step.
-
-    Attributes:
-        owed: the tokens that tenants have had beyond their shares.
-        turns: numbers of the turns of requests. Within a tenant, the request whose last turn ended first comes next.
-    """
-
-    owed: dict[Tenant, int] = field(default_factory=dict)
-    turns: Iterator[int] = field(default_factory=lambda: itertools.count(1))
-
-
 class Shares:
     """Shares of the k tenants that have requests, in one step.
 
@@ -47,7 +32,7 @@ class Shares:
     ends.
 
     Args:
-        ledger: the turns and debts of earlier steps. It is updated.
+        queues: the requests. The turns and debts of their tenants are updated.
         budget: maximum tokens of the step.
         chunk: tokens of a prompt after which its turn ends.
 
@@ -58,10 +43,10 @@ class Shares:
         left: tokens of each group for its waiting requests.
     """
 
-    def __init__(self, queues: Queues, memory: Memory, ledger: Ledger, budget: int, overhead: float, chunk: int):
-        self._waiting, self._running, self._memory = queues.waiting, queues.running, memory
+    def __init__(self, queues: Queues, memory: Memory, budget: int, overhead: float, chunk: int):
+        self._queues, self._waiting, self._running, self._memory = queues, queues.waiting, queues.running, memory
         self._num_rows, self._num_blocks = memory.rows.size, memory.pool.num_blocks
-        self._chunk, self._ledger = chunk, ledger
+        self._chunk = chunk
         self._num_tenants = len(self._running.tenants.keys() | self._waiting.tenants.keys())
         self._held: Counter[Tenant] = Counter()
         self._before: dict[Request, int] = {}
@@ -164,7 +149,7 @@ class Shares:
             shares = divide(total, {group: want for group, want in wants.items() if group[0] == priority})
             larger = self._larger_share(shares)
             if larger and (unit := _unit(self._groups[larger][0])) <= budget:
-                self._ledger.owed[larger[1]] = unit - shares.pop(larger)
+                self._queues.owed[larger[1]] = unit - shares.pop(larger)
                 shares = {larger: unit, **divide(budget - unit, shares)}
             for group, share in shares.items():
                 total, budget = max(0, total - share), budget - share
@@ -172,13 +157,10 @@ class Shares:
 
     def _paid(self, tenant: Tenant, share: int) -> int:
         """Return what is left of a share once its tenant has paid what it owes; one token is always left."""
-        owed = self._ledger.owed
-        if tenant not in owed:
-            return share
-        paid = max(0, min(owed[tenant], share - 1))
-        owed[tenant] -= paid
-        if not owed[tenant]:
-            del owed[tenant]
+        owed = self._queues.owed.pop(tenant, 0)
+        paid = max(0, min(owed, share - 1))
+        if owed > paid:
+            self._queues.owed[tenant] = owed - paid
         return share - paid
 
     def _spend(self, group: Group, share: int) -> None:
@@ -189,15 +171,10 @@ class Shares:
             if tokens > 0 and (tokens == want or tokens >= _unit(request)):
                 self.grants[request] = tokens
                 share -= tokens
-                if self._ends_turn(request, tokens):
-                    request.tenant_turn = next(self._ledger.turns)
+                start, chunk = request.sequences[0].num_computed_tokens, self._chunk
+                if tokens == want or len(request.sequences) > 1 or (start + tokens) // chunk > start // chunk:
+                    request.tenant_turn = next(self._queues.tenant_turns)
         self.left[group] = share
-
-    def _ends_turn(self, request: Request, tokens: int) -> bool:
-        if tokens == self._wants[request] or len(request.sequences) > 1:
-            return True
-        start = request.sequences[0].num_computed_tokens
-        return (start + tokens) // self._chunk > start // self._chunk
 
     def _larger_share(self, shares: Mapping[Group, int]) -> Group | None:
         """Return a group whose next request has more sequences than its share has tokens, and whose tenant owes none.
@@ -206,7 +183,7 @@ class Shares:
         """
         short: list[Group] = []
         for group, share in shares.items():
-            if group in self._groups and group[1] not in self._ledger.owed:
+            if group in self._groups and group[1] not in self._queues.owed:
                 first = self._groups[group][0]
                 if share < min(_unit(first), self._wants[first]):
                     short.append(group)

@@ -58,7 +58,7 @@ def steps(
         next_live = search.advance(beams, length, lambda c: grown(c) if ends(c.token) else None)
         live = [(grown(c), c.score) for c in next_live]
         assert len(live) <= search.width and len(search.hypotheses) <= search.width
-        assert search.hypotheses == sorted(search.hypotheses, key=lambda h: -h.score)
+        assert search.hypotheses == sorted(search.hypotheses, key=lambda h: -h[0])
         assert search.done == (not live)
         open_scores = [beam.score + logprob for beam in beams for token, logprob in zip(*beam[1:]) if not ends(token)]
         yield length, max(open_scores, default=-np.inf)
@@ -147,8 +147,8 @@ def differs(kind: type[BeamSearch], case: dict, log_probs) -> bool:
 
     search = kind(options["num_beams"], options["max_new_tokens"], options["length_penalty"], options["early_stopping"])
     found, expected = run(search, rows, options.get("eos_token_id", [])), case["hypotheses"]
-    return [list(h.beam) for h in found] != [tokens for _, tokens in expected] or not np.allclose(
-        [h.score for h in found], [score for score, _ in expected], atol=1e-4, rtol=0
+    return [list(tokens) for _, tokens in found] != [tokens for _, tokens in expected] or not np.allclose(
+        [score for score, _ in found], [score for score, _ in expected], atol=1e-4, rtol=0
     )
 
 
@@ -198,7 +198,7 @@ def test_a_candidate_that_ends_counts_only_above_the_width():
     beam = Beam(-1.0, range(4), [-0.5, -1.0, -1.5, -2.0])
     live = search.advance([beam], 1, lambda c: c.token if c.token in (0, 2) else None)
     assert live == [Candidate(-2.0, 0, 1, -1.0, 2), Candidate(-3.0, 0, 3, -2.0, 4)]
-    assert [h.beam for h in search.hypotheses] == [0]
+    assert [beam for _, beam in search.hypotheses] == [0]
 
 
 def test_at_full_length_only_the_best_candidates_are_looked_at():
@@ -206,7 +206,7 @@ def test_at_full_length_only_the_best_candidates_are_looked_at():
     beams = [Beam(0.0, range(10), [-1.0 - token for token in range(10)])] * 4
     assert search.advance(beams, 1, lambda candidate: seen.append(candidate) or len(seen)) == []
     assert [(candidate.beam, candidate.token) for candidate in seen] == [(0, 0), (1, 0), (2, 0), (3, 0)]
-    assert search.done and [hypothesis.beam for hypothesis in search.hypotheses] == [1, 2, 3, 4]
+    assert search.done and [beam for _, beam in search.hypotheses] == [1, 2, 3, 4]
 
 
 def test_a_live_beam_that_can_only_draw_level_ends_the_search():
@@ -278,7 +278,7 @@ def test_as_wide_as_all_outputs_it_finds_them_all(table, max_tokens, eos, length
     search = BeamSearch(table.vocab_size**max_tokens, max_tokens, length_penalty, early_stopping)
     found = run(search, table, eos)
     scores = {tokens: score / len(tokens) ** length_penalty for tokens, score in table.outputs(max_tokens, eos)}
-    assert {h.beam: h.score for h in found} == pytest.approx(scores)
+    assert {beam: score for score, beam in found} == pytest.approx(scores)
     assert len(found) == len(scores)
 
 
@@ -288,7 +288,7 @@ def test_it_is_done_when_and_only_when_early_stopping_says(search, table, eos):
         favoured = search.max_tokens if search.early_stopping == "never" and search.length_penalty > 0 else length
         judged = -np.inf if search.early_stopping is True else best / favoured**search.length_penalty
         full = len(search.hypotheses) == search.width
-        assert search.done == (best == -np.inf or (full and judged <= search.hypotheses[-1].score))
+        assert search.done == (best == -np.inf or (full and judged <= search.hypotheses[-1][0]))
 
 
 @given(searches(BeamSearch, early_stopping=("never",)), TABLES, EOS)
@@ -302,7 +302,7 @@ def test_a_width_of_one_is_greedy(search, table, eos):
     tokens: Tokens = ()
     while len(tokens) < search.max_tokens and not {*tokens} & {*eos}:
         tokens += (int(table.row(tokens).argmax()),)
-    assert [h.beam for h in run(search, table, eos)] == [tokens]
+    assert [beam for _, beam in run(search, table, eos)] == [tokens]
 
 
 @given(searches(BeamSearch), TABLES, EOS, st.randoms(use_true_random=False))

@@ -8,7 +8,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from jpaged.core.block_pool import BlockPool, Match
-from jpaged.core.block_table import BlockTable, append, move, num_distinct, shortage
+from jpaged.core.block_table import BlockTable, append, move, shortage
 from tests.core.planted import BUGS
 from tests.support.fake_runner import slot
 
@@ -25,6 +25,16 @@ def remembering(pool: BlockPool, *texts: list[int], salt: str = "") -> list[int]
     for block_id in reversed(block_ids):
         pool.free(block_id)
     return block_ids
+
+
+def forked(table: BlockTable) -> BlockTable:
+    child = BlockTable(table.pool)
+    child.share(table.block_ids)
+    return child
+
+
+def num_distinct(tables) -> int:
+    return len({block_id for table in tables for block_id in table.block_ids})
 
 
 def test_blocks_are_taken_in_order_and_run_out():
@@ -136,7 +146,7 @@ def test_fork_shares_and_the_first_writer_copies():
     pool = BlockPool(4, 4)
     table = BlockTable(pool)
     assert table.append(0, 6) == []
-    child = table.fork()
+    child = forked(table)
     assert child.block_ids == table.block_ids and pool.num_used == 2
     (copy,) = child.append(6, 7)
     assert copy == (table.block_ids[1], child.block_ids[1]) and child.block_ids[0] == table.block_ids[0]
@@ -171,7 +181,7 @@ def test_blocks_that_are_shared_by_several_writers_cost_all_but_one_of_them_a_co
     pool = BlockPool(8, 4)
     table = BlockTable(pool)
     table.append(0, 3)
-    spans = [(each, 3, 5) for each in (table, table.fork(), table.fork())]
+    spans = [(each, 3, 5) for each in (table, forked(table), forked(table))]
     lacking, free = shortage(spans), pool.num_free
     assert len(append(spans)) == 2 and lacking == free - pool.num_free == 2 + 3
     before = [list(each.block_ids) for each, _, _ in spans]
@@ -185,10 +195,10 @@ def test_tables_move_between_pools_and_share_as_before():
     parent, stranger = BlockTable(pool), BlockTable(pool)
     stranger.append(0, 1)
     parent.append(0, 5)
-    child = parent.fork()
+    child = forked(parent)
     child.append(5, 6)
     parent.free()
-    twin = child.fork()
+    twin = forked(child)
     before = list(child.block_ids)
     assert num_distinct([child, twin]) == 3
     moved = move([child, twin], host)
@@ -353,7 +363,7 @@ class TablesAgainstContent(stateful.RuleBasedStateMachine):
     @stateful.rule(data=st.data())
     def fork(self, data):
         parent = data.draw(st.sampled_from(self.writers))
-        self.writers.append(Writer(parent.table.fork(), parent.salt, list(parent.content), list(parent.nodes)))
+        self.writers.append(Writer(forked(parent.table), parent.salt, list(parent.content), list(parent.nodes)))
 
     @stateful.precondition(lambda self: self.writers)
     @stateful.rule(data=st.data())

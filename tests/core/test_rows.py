@@ -4,10 +4,10 @@ import pytest
 
 from jpaged.config import Limits
 from jpaged.core.block_pool import BlockPool
+from jpaged.core.memory import Rows
 from jpaged.core.params import SamplingParams
 from jpaged.core.plan import Chosen, Entry
 from jpaged.core.request import Request, Sequence
-from jpaged.core.rows import Rows
 from jpaged.core.scheduler import Scheduler
 
 LIMITS = Limits(64, 4, 64)
@@ -30,7 +30,7 @@ def test_an_admitted_sequence_is_told_with_all_of_its_state():
     (sequence,) = running(SamplingParams(logprobs=2, prompt_logprobs=1), words=((5,), (3,), (1, 2)))
     rows.admit(sequence)
     (told,) = rows.differences()["admitted"]
-    assert told.row == sequence.row and rows[told.row] is sequence and rows.num_free == 3
+    assert told.row == sequence.row and rows[told.row] is sequence and len(rows.free) == 3
     assert told.token_ids == (7, 8, 9) and told.num_prompt_tokens == 3
     assert told.block_ids == tuple(sequence.table.block_ids) and len(told.block_ids) == 2
     assert (told.seed, told.num_top, told.num_scored, told.banned) == (0, 2, 0, (3, 5))
@@ -66,7 +66,7 @@ def test_nothing_is_told_of_a_row_that_is_released_before_the_plan(change):
     row = other.row
     rows.release(other)
     told = rows.differences()
-    assert told["released_rows"] == (row,) and other.row is None and rows.num_free == 3
+    assert told["released_rows"] == (row,) and other.row is None and len(rows.free) == 3
     expected = {
         "admitted": (stays.row,) if change == "admitted" else (), "row_copies": (),
         "chosen": (Chosen(stays.row, 9, 0),) if change == "chosen" else (),

@@ -111,7 +111,7 @@ def test_branches_that_advance_together_are_paid_for_later(kind):
     assert total <= 2 * (OVERHEAD + 9 + 39 * (OVERHEAD + 1)) + clock.largest
     assert any(not request.finished for request in many)
     drain(clock.scheduler, clock.runner)
-    assert not clock.scheduler._ledger.owed, "alone, a tenant owes nothing"
+    assert not clock.scheduler.queues.owed, "alone, a tenant owes nothing"
     for request in many:
         assert_as_alone(request)
 

@@ -106,7 +106,7 @@ def assert_nothing_leaked(scheduler: Scheduler) -> None:
     scheduler.check_invariants()
     for pool in (scheduler.pool, scheduler.host_pool):
         assert pool is None or pool.num_used == 0, f"{pool.num_used} blocks are never given back"
-    assert scheduler.rows.num_free == scheduler.limits.max_num_seqs
+    assert len(scheduler.rows.free) == scheduler.limits.max_num_seqs
 
 
 def draw(rng: random.Random, scheduler: Scheduler, longest: int = 12):
@@ -174,7 +174,7 @@ def _beam_search(prompt, params, max_tokens, ends, forbidden):
         live, scores = [[*live[c.beam], c.token] for c in chosen], [c.score for c in chosen]
         if search.done:
             break
-    return [hypothesis.beam for hypothesis in search.hypotheses]
+    return [beam for _, beam in search.hypotheses]
 
 
 def assert_as_alone(request: Request, eos: frozenset[int] = frozenset()) -> None:

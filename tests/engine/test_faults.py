@@ -17,7 +17,6 @@ from jpaged.core import (
     plan,
     planned_step,
     queue,
-    rows,
     scheduler,
 )
 from jpaged.core import request as requests
@@ -32,7 +31,7 @@ from jpaged.structured import grammar, masks
 from tests.support.injection import Injected, functions_of, wrapped
 
 MODULES = [
-    admission, bans, beam, block_table, branches, commit, memory, plan, planned_step, queue, rows, scheduler, requests,
+    admission, bans, beam, block_table, branches, commit, memory, plan, planned_step, queue, scheduler, requests,
     engines, output, batch, device_rows, row_table, sampling_row, sampling_state, grammar, masks, tokenizers,
 ]  # fmt: skip
 PHRASE = StructuredOutputsParams(regex="(one|two|three) (cats|dogs)+")

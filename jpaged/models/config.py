@@ -6,42 +6,23 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 from jpaged.config import DTYPES
-from jpaged.models.field_types import MAX_SIZE, Hf, check_types, require
-from jpaged.models.rope_config import EXTENDING, FACTORS, RopeConfig
-from jpaged.models.variation import Variation
+from jpaged.models.variation import EXTENDING, FACTORS, MAX_SIZE, Hf, RopeConfig, Variation, check_types, require
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 # Fields that change the computation of some architecture, with the values that change nothing. A config refuses other
 # values unless its architecture reads the field.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "sliding_window": (None,),
-    "use_sliding_window": (None, False),
-    "layer_types": (None, "full_attention"),
-    "no_rope_layers": (None, 1, True),
-    "partial_rotary_factor": (None, 1),
-    "use_bidirectional_attention": (None, False),
-    "attn_logit_softcapping": (None,),
-    "final_logit_softcapping": (None,),
-    "query_pre_attn_scalar": (None,),
-    "embedding_multiplier": (None, 1),
-    "residual_multiplier": (None, 1),
-    "attention_multiplier": (None,),
-    "logits_scaling": (None, 1),
-    "logit_scale": (None, 1),
-    "scale_emb": (None, 1),
-    "scale_depth": (None,),
-    "clip_qkv": (None,),
-    "use_qk_norm": (None, False),
-    "qk_layernorm": (None, False),
-    "attention_chunk_size": (None,),
-    "use_parallel_residual": (None, False),
-    "parallel_attn": (None, False),
-    "alibi": (None, False),
-    "use_mrope": (None, False),
-    "num_experts": (None, 0),
-    "num_local_experts": (None, 0),
+    "sliding_window": (None,), "use_sliding_window": (None, False), "layer_types": (None, "full_attention"),
+    "no_rope_layers": (None, 1, True), "partial_rotary_factor": (None, 1),
+    "use_bidirectional_attention": (None, False), "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,), "query_pre_attn_scalar": (None,), "embedding_multiplier": (None, 1),
+    "residual_multiplier": (None, 1), "attention_multiplier": (None,), "logits_scaling": (None, 1),
+    "logit_scale": (None, 1), "scale_emb": (None, 1), "scale_depth": (None,), "clip_qkv": (None,),
+    "use_qk_norm": (None, False), "qk_layernorm": (None, False), "attention_chunk_size": (None,),
+    "use_parallel_residual": (None, False), "parallel_attn": (None, False), "alibi": (None, False),
+    "use_mrope": (None, False), "num_experts": (None, 0), "num_local_experts": (None, 0),
     "n_routed_experts": (None, 0),
-}
+}  # fmt: skip
 # Fields of config.json with the defaults of `ModelConfig`.
 OPTIONAL = (
     "max_position_embeddings", "rms_norm_eps", "hidden_act", "tie_word_embeddings", "attention_bias", "mlp_bias",

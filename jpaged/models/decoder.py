@@ -18,7 +18,7 @@ from jpaged.models.fused import Join, fuse_linears
 from jpaged.models.layers import ACTIVATIONS, Linear, UnitOffsetNorm, axes, product, rms_norm
 from jpaged.models.moe import MixtureOfExperts
 from jpaged.models.rope import angles, inverse_frequencies
-from jpaged.models.rope_config import RopeConfig
+from jpaged.models.variation import RopeConfig
 from pallas_kernels import rotate
 
 Rotation = tuple[jax.Array, jax.Array]  # cos and sin [T, R/2] of the rotary dim R

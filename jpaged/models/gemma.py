@@ -3,12 +3,9 @@
 from dataclasses import replace
 
 from jpaged.models import base
-from jpaged.models.base import Architecture, LeafPath, LeafSource, same_name
+from jpaged.models.base import LeafPath, LeafSource, same_name
 from jpaged.models.config import ModelConfig
-from jpaged.models.decoder import Decoder
-from jpaged.models.field_types import Hf, require
-from jpaged.models.rope_config import RopeConfig
-from jpaged.models.variation import ALL_NORMS, Variation, windows_of
+from jpaged.models.variation import ALL_NORMS, Hf, RopeConfig, Variation, require, windows_of
 
 PREFIX = "language_model."  # of the text part's tensors in a multimodal checkpoint
 
@@ -114,19 +111,3 @@ def is_derived(name: str, config: ModelConfig) -> bool:
     """Return whether a tensor is not used: it belongs to the images' part, or follows from others."""
     parts = ("vision_tower.", "multi_modal_projector.")
     return name.removeprefix("model.").startswith(parts) or base.is_derived(name.removeprefix(PREFIX), config)
-
-
-ARCHITECTURES = (
-    Architecture(
-        Gemma2Config, Decoder, examples=("google/gemma-2-2b-it", "google/gemma-2-9b-it"),
-        features="windows in every second layer, soft caps of scores and logits",
-    ),
-    Architecture(
-        Gemma3Config, Decoder, examples=("google/gemma-3-1b-it",),
-        features="windows in most layers, a rotary embedding of their own, norms of heads",
-    ),
-    Architecture(
-        Gemma3TextPartConfig, Decoder, text_part_source, is_derived, text_part_name,
-        examples=("google/gemma-3-4b-it", "google/gemma-3-27b-it"), features="the text part; no images",
-    ),
-)  # fmt: skip

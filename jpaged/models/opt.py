@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jpaged.models.base import Architecture, Attend, AttentionSpec, LeafPath, LeafSource, same_name
+from jpaged.models.base import Attend, AttentionSpec, LeafPath, LeafSource, same_name
 from jpaged.models.config import ModelConfig
-from jpaged.models.field_types import Hf
 from jpaged.models.layers import ACTIVATIONS, Linear, axes, product
+from jpaged.models.variation import Hf
 
 POSITION_OFFSET = 2  # rows before that of position 0
 EPSILON = 1e-5
@@ -167,11 +167,3 @@ def source(path: LeafPath, config: ModelConfig) -> LeafSource:
 def full_name(name: str) -> str:
     """Return the present name of a tensor; early checkpoints leave `model.` out."""
     return f"model.{name}" if name.startswith("decoder.") else name
-
-
-ARCHITECTURES = (
-    Architecture(
-        OPTConfig, OPT, source, rename=full_name, examples=("facebook/opt-125m", "facebook/opt-13b"),
-        features="norms before or after attention and MLP, projected embeddings (opt-350m)",
-    ),
-)  # fmt: skip

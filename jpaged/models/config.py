@@ -79,20 +79,16 @@ class ModelConfig:
         require(self.rms_norm_eps >= 0, "rms_norm_eps", "at least 0", self.rms_norm_eps)
         require(not self.head_dim % 2, "head_dim", "even for rotary embeddings", self.head_dim)
         if self.hidden_act not in ACTIVATIONS:
-            raise ValueError(
-                f"hidden_act: {reprlib.repr(self.hidden_act)} is not supported; supported: {', '.join(ACTIVATIONS)}"
-            )
+            act = reprlib.repr(self.hidden_act)
+            raise ValueError(f"hidden_act: {act} is not supported; supported: {', '.join(ACTIVATIONS)}")
         fits = all(type(token) is int and token >= 0 for token in self.eos_token_ids)
         require(fits, "eos_token_id", "token ids", reprlib.repr(self.eos_token_ids))
         if (rotary_dim := int(self.head_dim * self.rope.partial_rotary_factor)) % 2:
-            raise ValueError(
-                f"partial_rotary_factor: {self.rope.partial_rotary_factor:g} of head_dim ({self.head_dim}) must be "
-                f"even, not {rotary_dim}"
-            )
-        rule = f"{rotary_dim // 2} numbers, half of the rotary dim"
+            share = f"{self.rope.partial_rotary_factor:g} of head_dim ({self.head_dim})"
+            raise ValueError(f"partial_rotary_factor: {share} must be even, not {rotary_dim}")
         for name in FACTORS if self.rope.type == "longrope" else ():
-            length = len(getattr(self.rope, name))
-            require(length == rotary_dim // 2, name, rule, length)
+            length, half = len(getattr(self.rope, name)), rotary_dim // 2
+            require(length == half, name, f"{half} numbers, half of the rotary dim", length)
 
     @property
     def context_length(self) -> int:
@@ -122,8 +118,7 @@ class ModelConfig:
     def from_hf(cls, hf: Hf, generation: Hf | None = None) -> Self:
         """Return the config of config.json's content; end-of-sequence ids of generation_config.json take precedence.
 
-        Raises:
-            ValueError: the architecture does not support a value.
+        Raises ValueError for a value that the architecture does not support.
         """
         return cls(**cls.fields_of(hf, generation or {}))
 
@@ -138,10 +133,8 @@ class ModelConfig:
         for name, accepted in NEUTRAL.items():
             values = hf[name] if isinstance(hf.get(name), list) else [hf.get(name)]
             if name not in cls.reads and not all(value in accepted for value in values):
-                raise ValueError(
-                    f"{name}: {reprlib.repr(hf[name])} is not supported by {cls.architecture}; "
-                    f"supported: {', '.join(map(json.dumps, accepted))}"
-                )
+                error = f"{name}: {reprlib.repr(hf[name])} is not supported by {cls.architecture}"
+                raise ValueError(f"{error}; supported: {', '.join(map(json.dumps, accepted))}")
         rope = RopeConfig.from_hf(hf)
         if rope.partial_rotary_factor != 1 and "partial_rotary_factor" not in cls.reads:
             raise ValueError(f"partial_rotary_factor: only 1.0 is supported by {cls.architecture}")

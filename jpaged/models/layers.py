@@ -71,10 +71,7 @@ class Epilogue(NamedTuple):
 
     def __call__(self, y: jax.Array, dtype: DTypeLike, axis: int = 1) -> jax.Array:
         """Return the result in `dtype` of the sums y, whose outputs are along `axis`."""
-
-        def along(vector_o: jax.Array) -> jax.Array:
-            return vector_o[:, None] if axis == 0 else vector_o
-
+        along: Callable[[jax.Array], jax.Array] = lambda vector_o: vector_o[:, None] if axis == 0 else vector_o
         y = y if self.scale_o is None else (y * along(self.scale_o)).astype(dtype)
         y = y if self.bias_o is None else y + along(self.bias_o)
         return self.activation(y) if self.activation else y
@@ -104,11 +101,6 @@ class Linear(nnx.Module):
         return product(x_ti, self.weight[...], epilogue=Epilogue.of(self, activation))
 
 
-def rms_norm(size: int, epsilon: float, *, dtype: DTypeLike, rngs: nnx.Rngs, name: str | None = None) -> nnx.RMSNorm:
-    """Return a root-mean-square norm of the last axis, whose name is `name`."""
-    return nnx.RMSNorm(size, epsilon=epsilon, param_dtype=dtype, rngs=rngs, scale_metadata=axes(name))
-
-
 class UnitOffsetNorm(nnx.Module):
     """Root-mean-square norm of the last axis that multiplies by 1 + weight, in float32 inside."""
 
@@ -129,9 +121,7 @@ def product(
     """Return epilogue(x W^T) [T, out], in `dtype` or else in that of x."""
     result_dtype, is_scaled = dtype or x_ti.dtype, epilogue.scale_o is not None
     sum_dtype = jnp.float32 if is_scaled else dtype
-
-    def converted(weight_oi: jax.Array) -> jax.Array:
-        return weight_oi.astype(x_ti.dtype) if is_scaled else weight_oi
+    converted: Callable[[jax.Array], jax.Array] = lambda w_oi: w_oi.astype(x_ti.dtype) if is_scaled else w_oi
 
     def elsewhere(x_ti: jax.Array, weight_oi: jax.Array) -> jax.Array:
         y_to = jnp.einsum("ti,oi->to", x_ti, converted(weight_oi), preferred_element_type=sum_dtype)

@@ -44,13 +44,10 @@ def rounder(dtype: str, shardings: tuple[Sharding, Sharding] | None = None) -> C
     return jax.jit(partial(round_weight, dtype=dtype), out_shardings=shardings)
 
 
-def quantizable(module: nnx.Module) -> list[LeafPath]:
-    """Return the paths of the weights of a module that `quantization` applies to."""
-    return [
-        (*path, WEIGHT)
-        for path, layer in nnx.iter_modules(module)
-        if isinstance(layer, Linear) and not set(path) & set(UNQUANTIZED)
-    ]
+def quantizable(model: Model) -> list[LeafPath]:
+    """Return the paths of the weights of a model that `quantization` applies to."""
+    linear = [path for path, layer in nnx.iter_modules(cast(nnx.Module, model)) if isinstance(layer, Linear)]
+    return [(*path, WEIGHT) for path in linear if not set(path) & set(UNQUANTIZED)]
 
 
 def quantize_weights(
@@ -84,7 +81,7 @@ def quantize(model: Model, quantization: str) -> Model:
         raise ValueError(f"quantization: must be one of {', '.join(QUANTIZATIONS)}, not {quantization!r}")
     if is_quantized(model):
         raise ValueError("quantization: the model is quantized already")
-    copied = nnx.merge(*nnx.split(cast(nnx.Module, model)))
+    copied: Any = nnx.merge(*nnx.split(cast(nnx.Module, model)))
     dtypes = dict.fromkeys(quantizable(copied), QUANTIZATIONS[quantization])
     quantize_weights(copied, dtypes, lambda weight, dtype: rounder(dtype)(weight))
     return cast(Model, copied)

@@ -74,9 +74,8 @@ class LayerTensors:
     def group_size(self, name: str, size: int, groups: int) -> int:
         """Return the number of inputs in a group, for a weight of `size` inputs with these scales."""
         if not groups or size % groups:
-            raise ValueError(
-                f"model: {self.prefix}{name} has {groups} groups, which do not divide the weight's {size} inputs"
-            )
+            error = f"{self.prefix}{name} has {groups} groups, which do not divide the weight's {size} inputs"
+            raise ValueError(f"model: {error}")
         return size // groups
 
     def group_of_inputs(self, name: str, size: int, groups: int) -> Callable[[], np.ndarray] | None:
@@ -228,9 +227,7 @@ def grouped_weight(
     layer.check_shape("qzeros", groups, -(-out // per_word))
     order = layer.group_of_inputs("g_idx", size, groups) if axis == 0 else None
     columns = size if order else layer.group_size("scales", size, groups)
-
-    def numbers(rows: Bounds, within: Bounds) -> np.ndarray:
-        return unpacked(qweight, bits, axis, (within, rows), shifts).T
+    numbers = lambda rows, within: unpacked(qweight, bits, axis, (within, rows), shifts).T
 
     def grid() -> Grid:
         zeros = _float32(unpacked(qzeros, bits, 1, ((0, groups), (0, out)), shifts)) + zero_offset
@@ -247,10 +244,7 @@ def scaled_weight(layer: LayerTensors, *, block: Block | None = None) -> Quantiz
     zeros = layer.tensor("weight_zero_point", (FLOAT8, "I8", *FLOATS)) if has_zeros else None
     grid, is_of_rows = _grid(layer, name, (out, size), block, zeros)
     dtype = "int8" if weight.get_dtype() == "I8" else "float8_e4m3fn"
-
-    def numbers(rows: Bounds, columns: Bounds) -> np.ndarray:
-        return weight[slice(*rows), slice(*columns)]
-
+    numbers = lambda rows, columns: weight[slice(*rows), slice(*columns)]
     return QuantizedWeight((out, size), numbers, grid, dtype if is_of_rows else None)
 
 
@@ -292,9 +286,8 @@ def _grid(
         (rows, columns), grid_shape = block, (-(-out // block[0]), -(-size // block[1]))
         layer.check_shape(name, *grid_shape)
     else:
-        raise ValueError(
-            f"model: {layer.prefix}{name} has shape {stored}, which does not fit a weight of shape {list(shape)}"
-        )
+        error = f"{layer.prefix}{name} has shape {stored}, which does not fit a weight of shape {list(shape)}"
+        raise ValueError(f"model: {error}")
     order = layer.group_of_inputs("weight_g_idx", size, grid_shape[1])
 
     def read() -> Grid:

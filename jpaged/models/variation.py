@@ -33,11 +33,7 @@ def require(fits: bool, name: str, rule: str, value: object) -> None:
 
 
 def check_types(config: Any) -> None:
-    """Check the values that a file gives to a dataclass's fields.
-
-    Raises:
-        ValueError: a value has the wrong type.
-    """
+    """Check the types of the values that a file gives to a dataclass's fields. Raises ValueError."""
     kinds: dict[Any, tuple[str, Callable[[Any], bool]]] = {
         int: ("a whole number", lambda x: type(x) is int and abs(x) <= MAX_SIZE),
         float: ("a finite number", lambda x: type(x) in (int, float) and abs(x) <= sys.float_info.max),
@@ -84,25 +80,18 @@ class RopeConfig:
             fits = all(type(factor) in (int, float) and 0 < factor < math.inf for factor in factors)
             require(fits, name, "numbers above 0", reprlib.repr(factors))
         if not (self.theta > 1 and self.factor > 0 and self.beta_fast > 0 and self.beta_slow > 0):
-            raise ValueError(
-                "rope_scaling: rope_theta must be above 1, and factor, beta_fast and beta_slow above 0, not "
-                f"{self.theta:g}, {self.factor:g}, {self.beta_fast:g} and {self.beta_slow:g}"
-            )
-        if self.type == "llama3" and not self.high_freq_factor > self.low_freq_factor:
-            raise ValueError(
-                f"high_freq_factor: must exceed low_freq_factor ({self.low_freq_factor:g}), "
-                f"not {self.high_freq_factor:g}"
-            )
+            values = f"{self.theta:g}, {self.factor:g}, {self.beta_fast:g} and {self.beta_slow:g}"
+            rule = "rope_theta must be above 1, and factor, beta_fast and beta_slow above 0"
+            raise ValueError(f"rope_scaling: {rule}, not {values}")
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if self.type == "llama3" and not high > low:
+            raise ValueError(f"high_freq_factor: must exceed low_freq_factor ({low:g}), not {high:g}")
         original = self.original_max_position_embeddings
         require(original >= (self.type != "default"), "original_max_position_embeddings", "at least 1", original)
 
     @classmethod
     def from_hf(cls, hf: Hf) -> "RopeConfig":
-        """Return the rotary embedding of a config.json's content.
-
-        Raises:
-            ValueError: the rope type is not supported, or a value is invalid.
-        """
+        """Return the rotary embedding of a config.json's content. Raises ValueError."""
         parameters = _parameters(hf)
         kind = parameters.get("rope_type", parameters.get("type", "default"))
         if kind == "dynamic":
@@ -139,11 +128,8 @@ def _parameters(hf: Hf) -> Hf:
     if any(isinstance(value, dict) for value in parameters.values()) or parameters.get("mrope_section"):
         raise ValueError("rope_parameters: only one rotary embedding of whole positions is supported")
     names = ("partial_rotary_factor", "original_max_position_embeddings")
-    return {
-        "rope_theta": hf.get("rope_theta", DEFAULT_ROPE_THETA),
-        **{name: hf.get(name) for name in names},
-        **parameters,
-    }
+    outer = {"rope_theta": hf.get("rope_theta", DEFAULT_ROPE_THETA)} | {name: hf.get(name) for name in names}
+    return outer | parameters
 
 
 @dataclass(frozen=True)
@@ -231,10 +217,8 @@ def windows_of(hf: Hf, layer_types: list[str]) -> tuple[int | None, ...]:
     types = {"full_attention": None, "sliding_attention": hf.get("sliding_window")}
     if not isinstance(kinds, list) or not all(isinstance(name, str) and name in types for name in kinds):
         raise ValueError(f"layer_types: {reprlib.repr(kinds)} is not supported; supported: {', '.join(types)}")
-    if len(kinds) != hf["num_hidden_layers"]:
-        raise ValueError(
-            f"layer_types: must name num_hidden_layers ({hf['num_hidden_layers']}) layers, not {len(kinds)}"
-        )
+    if len(kinds) != (count := hf["num_hidden_layers"]):
+        raise ValueError(f"layer_types: must name num_hidden_layers ({count}) layers, not {len(kinds)}")
     if "sliding_attention" in kinds and types["sliding_attention"] is None:
         raise ValueError("sliding_window: must be a number of tokens for layers of sliding_attention, not null")
     return tuple(types[name] for name in kinds)

@@ -149,11 +149,7 @@ def tensors_of(config: ModelConfig, leaves: Mapping[LeafPath, Any]) -> tuple[dic
 
 
 def check_names(expected: Shapes, stored: Shapes, where: Path) -> None:
-    """Check the names and shapes of the tensors of a checkpoint.
-
-    Raises:
-        ValueError: the message lists every missing, unexpected and misshapen tensor.
-    """
+    """Check the tensors of a checkpoint. The ValueError lists every missing, unexpected and misshapen one."""
     problems = [f"missing {name} {list(expected[name])}" for name in expected if name not in stored]
     problems += [f"unexpected {name} {list(stored[name])}" for name in stored if name not in expected]
     misshapen = [name for name in expected if name in stored and stored[name] != expected[name]]
@@ -246,11 +242,7 @@ def save_safetensors(model: Model, directory: Path, *, max_shard_bytes: int = 5 
 
 
 def exact_leaves(model: Model) -> dict[LeafPath, jax.Array]:
-    """Return the parameters of a model by path.
-
-    Raises:
-        ValueError: they are quantized.
-    """
+    """Return the parameters of a model by path. Raises ValueError if they are quantized."""
     if is_quantized(model):
         raise ValueError("model: its weights are quantized, and no format of checkpoints holds them without loss")
     return {path: leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model))}

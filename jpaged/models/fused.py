@@ -67,9 +67,7 @@ class FusedLinear(nnx.Module):
 def fuse(model: Model, place: Place, join: Join | None = None) -> None:
     """Call `fuse` of a model's modules, one after another: only the weights of one layer are in memory twice.
 
-    Args:
-        place: sharding of a parameter.
-        join: function that makes a leaf; None: `joined`, compiled, which a model without memory can't use.
+    A leaf is made by `join`; None: `joined`, compiled, which a model without memory can't use.
     """
     # One executable for all layers.
     join = join or (lambda arrays, joint, sharding: joiner(joint._replace(names=()), sharding)(arrays))

@@ -5,7 +5,7 @@ from dataclasses import replace
 from jpaged.models import base
 from jpaged.models.base import LeafPath, LeafSource, same_name
 from jpaged.models.config import ModelConfig
-from jpaged.models.variation import ALL_NORMS, Hf, RopeConfig, Variation, require, windows_of
+from jpaged.models.variation import Hf, RopeConfig, Variation, require, windows_of
 
 PREFIX = "language_model."  # of the text part's tensors in a multimodal checkpoint
 
@@ -38,8 +38,9 @@ class Gemma2Config(ModelConfig):
         pattern, layers = hf["sliding_window_pattern"], range(1, hf["num_hidden_layers"] + 1)
         require(type(pattern) is int and pattern >= 1, "sliding_window_pattern", "at least 1", repr(pattern))
         types = ["sliding_attention" if layer % pattern else "full_attention" for layer in layers]
+        norms = "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
         return Variation(
-            norms=ALL_NORMS, unit_offset=True, windows=windows_of(hf, types), scale=hf["query_pre_attn_scalar"] ** -0.5,
+            norms=norms, unit_offset=True, windows=windows_of(hf, types), scale=hf["query_pre_attn_scalar"] ** -0.5,
             soft_cap=hf["attn_logit_softcapping"], final_soft_cap=hf["final_logit_softcapping"],
             embedding_multiplier=hf["hidden_size"] ** 0.5,
         )  # fmt: skip

@@ -81,13 +81,10 @@ PLAIN = Epilogue()
 
 
 class Linear(nnx.Module):
-    """Linear layer y = x W^T + b, with a weight [out, in], as Hugging Face stores it.
+    """Linear layer y = x W^T + b, with a weight [out, in], as Hugging Face stores it, whose axes have these names.
 
     `jpaged.models.quantized` may replace the weight by one of 8 bits, and add `weight_scale` [out] float32, a factor on
     each of its rows.
-
-    Args:
-        names: names of the weight's axes.
     """
 
     def __init__(self, fan_in: int, fan_out: int, names: Names, *, bias: bool, dtype: DTypeLike, rngs: nnx.Rngs):

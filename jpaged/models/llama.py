@@ -3,7 +3,7 @@
 from jpaged.models.base import LeafPath, LeafSource, Part, same_name
 from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import Decoder
-from jpaged.models.variation import POST_NORMS, Experts, Hf, Variation, windows_of
+from jpaged.models.variation import Experts, Hf, Variation, windows_of
 
 
 class Llama(Decoder):
@@ -20,7 +20,8 @@ class Olmo2Config(ModelConfig):
     @classmethod
     def variation_of(cls, hf: Hf) -> Variation:
         """Return the norms."""
-        return Variation(norms=POST_NORMS, qk_norm="projection")
+        norms = None, "post_attention_layernorm", None, "post_feedforward_layernorm"
+        return Variation(norms=norms, qk_norm="projection")
 
 
 class GraniteConfig(ModelConfig):

@@ -17,13 +17,10 @@ from jpaged.models.variation import Experts
 
 
 def cost_of(config: ModelConfig, num_tokens: int) -> str | None:
-    """Return the cost of a mixture of experts in words; None for a model without experts.
+    """Return the cost of a mixture of experts, with at most `num_tokens` in a step, in words; None without experts.
 
     XLA has no grouped product on CPUs and NVIDIA GPUs: it multiplies every row, one for each token and each of the
     token's experts, by every expert.
-
-    Args:
-        num_tokens: of the largest step.
     """
     experts = config.variation.experts
     if experts is None:

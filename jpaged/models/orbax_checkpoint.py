@@ -58,11 +58,7 @@ def save_orbax(model: Model, directory: Path) -> None:
 
 
 def stored_arrays(directory: Path) -> dict[str, Any]:
-    """Return the shapes and dtypes of the arrays of a directory's Orbax checkpoint, by name.
-
-    Raises:
-        ValueError: there is none, or a file of it may not be opened.
-    """
+    """Return shapes and dtypes of the arrays of an Orbax checkpoint. Raises ValueError if it may not be opened."""
     if not (directory / ORBAX).is_dir():
         raise ValueError(f"model: {directory} has no Orbax checkpoint: no folder {ORBAX} in it")
     check_tree(directory / ORBAX)

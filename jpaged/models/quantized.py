@@ -53,12 +53,7 @@ def quantizable(model: Model) -> list[LeafPath]:
 def quantize_weights(
     module: nnx.Module, dtypes: Mapping[LeafPath, str], convert: Callable[..., Any] = round_weight
 ) -> None:
-    """Replace weights of a module in place.
-
-    Args:
-        dtypes: the dtypes of weights by path.
-        convert: (weight, dtype) -> (weight, scale).
-    """
+    """Replace the weights at these paths of a module in place by weight and scale of convert(weight, dtype)."""
     layers: list[tuple[LeafPath, Any]] = list(nnx.iter_modules(module))
     for path, layer in layers:
         if dtype := dtypes.get((*path, WEIGHT)):

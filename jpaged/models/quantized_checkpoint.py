@@ -20,7 +20,6 @@ from jpaged.models.quantized_weight import Bounds, Grid, QuantizedWeight, unpack
 from jpaged.models.safetensors_files import FLOAT8, DerivedTensor, StoredTensor, StoredTensors
 
 WORDS, INTEGERS, FLOATS = ("I32",), ("I32", "I64"), ("F32", "F16", "BF16")
-AWQ_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)  # bits below each of the 8 numbers of a word
 COMPRESSED_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
 # Tensors about activations and the KV cache, which are not quantized as a checkpoint describes.
 UNUSED = (
@@ -113,7 +112,7 @@ def awq(described: Described) -> Scheme:
     _check(described, "bits", 4)
     _check(described, "version", "gemm", "GEMM")
     _check(described, "zero_point", True)
-    return Scheme("awq", ("qweight",), partial(grouped_weight, axis=1, shifts=AWQ_SHIFTS))
+    return Scheme("awq", ("qweight",), partial(grouped_weight, axis=1, shifts=(0, 16, 4, 20, 8, 24, 12, 28)))
 
 
 def gptq(described: Described) -> Scheme:
@@ -164,10 +163,8 @@ def read_scheme(directory: Path) -> Scheme | None:
     """
     hf = read_json(directory / CONFIG, missing_ok=True)
     described = hf.get("quantization_config") or hf.get("compression_config")
-    if not described:
-        return None
     try:
-        return scheme_of(described)
+        return scheme_of(described) if described else None
     except ValueError as error:
         raise ValueError(f"{directory / CONFIG}: quantization_config: {error}") from error
 

@@ -75,7 +75,6 @@ _ARCHITECTURES: dict[str, Architecture] = {each.config.architecture: each for ea
         features="norms before or after attention and MLP, projected embeddings (opt-350m)",
     ),
 )}  # fmt: skip
-MULTIMODAL = ("vision_config", "audio_config", "thinker_config")  # fields of configs with several parts
 
 
 def architectures() -> Iterator[Architecture]:
@@ -100,10 +99,7 @@ def architecture_of(config: ModelConfig) -> Architecture:
 
 
 def read_config(directory: Path, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
-    """Read the config of a model, by its architecture.
-
-    Args:
-        overrides: as `EngineConfig.hf_overrides`.
+    """Read the config of a model, by its architecture, with the overrides of `EngineConfig.hf_overrides`.
 
     Raises:
         ValueError: the architecture is not registered, or a value is not supported; the message has the file's path.
@@ -129,6 +125,6 @@ def _unsupported(name: str, hf: Hf | None = None) -> str:
     """Return the error of an architecture that is not registered, with the one whose name is most similar."""
     (closest,) = difflib.get_close_matches(name[:200], _ARCHITECTURES, n=1, cutoff=0)
     error = f"architecture {name:.200} is not supported; supported: {', '.join(_ARCHITECTURES)}; closest: {closest}"
-    if any(field in (hf or {}) for field in MULTIMODAL):
+    if any(field in (hf or {}) for field in ("vision_config", "audio_config", "thinker_config")):
         error += "; of multimodal models, only the text part of Gemma 3 is supported"
     return error

@@ -19,11 +19,6 @@ MAX_EXPERTS = 4096
 
 # Names of a layer's norms before attention, after attention, before the MLP and after the MLP; None: no norm there.
 Norms = tuple[str | None, str | None, str | None, str | None]
-PRE_NORMS: Norms = ("input_layernorm", None, "post_attention_layernorm", None)
-POST_NORMS: Norms = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
-ALL_NORMS: Norms = (
-    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
-)  # fmt: skip
 
 
 def require(fits: bool, name: str, rule: str, value: object) -> None:
@@ -180,7 +175,7 @@ class Variation:
         experts: mixture of experts.
     """
 
-    norms: Norms = PRE_NORMS
+    norms: Norms = ("input_layernorm", None, "post_attention_layernorm", None)
     qk_norm: str | None = None
     unit_offset: bool = False
     output_bias: bool = True
@@ -207,8 +202,7 @@ class Variation:
 def windows_of(hf: Hf, layer_types: list[str]) -> tuple[int | None, ...]:
     """Return the window of each layer: `sliding_window` where its type is "sliding_attention".
 
-    Args:
-        hf: content of a config.json; its `layer_types` take precedence over the argument.
+    The `layer_types` of a config.json, `hf`, take precedence over the argument.
 
     Raises:
         ValueError: a type is unknown, their number is not that of the layers, or the window is missing.

@@ -6,7 +6,7 @@ from typing import Any
 from jpaged.models.config import ModelConfig
 from jpaged.models.gemma import Gemma2Config, Gemma3Config
 from jpaged.models.qwen import Qwen2Config, Qwen3Config, Qwen3MoeConfig
-from jpaged.models.rope_config import RopeConfig
+from jpaged.models.variation import RopeConfig
 
 
 def _llama3(factor: float) -> RopeConfig:

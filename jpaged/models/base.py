@@ -82,14 +82,13 @@ LeafPath = tuple[Any, ...]  # of a leaf in an NNX state, e.g. ("layers", 0, "mlp
 Leaves = Mapping[LeafPath, Leaf]
 Place = Callable[[Leaf], Sharding]  # of a parameter; its metadata names its axes
 
-LEAVES = {"embedding": "weight", "scale": "weight"}  # Flax's names of leaves, and Hugging Face's
-
 
 def same_name(path: LeafPath, config: ModelConfig) -> LeafSource:
     """Return the tensor with the leaf's name, below `model.` except for the head, as Hugging Face names it."""
     *parents, leaf = map(str, path)
     prefix = [] if parents[0] == "lm_head" else ["model"]
-    return LeafSource((Part(".".join([*prefix, *parents, LEAVES.get(leaf, leaf)])),))
+    leaf = {"embedding": "weight", "scale": "weight"}.get(leaf, leaf)  # Flax's names, and Hugging Face's
+    return LeafSource((Part(".".join([*prefix, *parents, leaf])),))
 
 
 def is_derived(name: str, config: ModelConfig) -> bool:

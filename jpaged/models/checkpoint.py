@@ -25,7 +25,6 @@ from jpaged.models.registry import architecture_of
 from jpaged.models.safetensors_files import FLOATS, INDEX, StoredTensor, StoredTensors, open_tensors
 from jpaged.progress import track
 
-MAX_SHARD_BYTES = 5 * 10**9
 MAX_PROBLEMS = 50  # tensors named in an error
 
 Shapes = dict[str, tuple[int, ...]]  # of tensors by name
@@ -76,11 +75,7 @@ class Form(NamedTuple):
 def abstract_model(
     config: ModelConfig, dtype: str, quantized: Dtypes | None = None
 ) -> tuple[Graph, dict[LeafPath, Leaf]]:
-    """Return a model without memory: its graph, and its leaves by path, with shapes and dtypes only.
-
-    Args:
-        quantized: the dtypes of quantized weights by path.
-    """
+    """Return a model without memory: its graph, and its leaves by path, with shapes and dtypes only."""
     graphdef, state = nnx.split(nnx.eval_shape(lambda: _random_model(config, dtype, 0, quantized or {})))
     return graphdef, dict(nnx.to_flat_state(state))
 
@@ -100,18 +95,12 @@ def dtypes_of_weights(graphdef: Graph, leaves: Leaves, quantization: str | None)
     """Return the dtypes of the weights that `quantization` applies to, by path."""
     if quantization is None:
         return {}
-    return dict.fromkeys(quantizable_paths(graphdef, leaves), QUANTIZATIONS[quantization])
-
-
-def quantizable_paths(graphdef: Graph, leaves: Leaves) -> list[LeafPath]:
-    """Return the paths of the weights of a model without memory that `quantization` applies to."""
-    return quantizable(nnx.merge(graphdef, nnx.from_flat_state(leaves)))
+    return dict.fromkeys(quantizable(merged(graphdef, leaves)), QUANTIZATIONS[quantization])
 
 
 def merged(graphdef: Graph, leaves: Leaves) -> Model:
     """Return the model with these leaves."""
-    model: Model = nnx.merge(graphdef, nnx.from_flat_state(leaves))
-    return model
+    return cast(Model, nnx.merge(graphdef, nnx.from_flat_state(leaves)))
 
 
 def filled(
@@ -143,11 +132,7 @@ def scale_path(path: LeafPath) -> LeafPath:
 
 
 def tensors_of(config: ModelConfig, leaves: Mapping[LeafPath, Any]) -> tuple[dict[str, list[Use]], Shapes]:
-    """Return the uses of each tensor of a checkpoint, and the tensors' shapes.
-
-    Args:
-        leaves: leaves of the model by path; only their shapes are used.
-    """
+    """Return the uses of each tensor of a checkpoint by leaves of these shapes, and the tensors' shapes."""
     source = architecture_of(config).source
     uses: dict[str, list[Use]] = {}
     shapes: Shapes = {}
@@ -164,18 +149,11 @@ def tensors_of(config: ModelConfig, leaves: Mapping[LeafPath, Any]) -> tuple[dic
 
 
 def check_names(expected: Shapes, stored: Shapes, where: Path) -> None:
-    """Check the names and shapes of the tensors of a checkpoint.
-
-    Raises:
-        ValueError: the message lists every missing, unexpected and misshapen tensor.
-    """
+    """Check the tensors of a checkpoint. The ValueError lists every missing, unexpected and misshapen one."""
     problems = [f"missing {name} {list(expected[name])}" for name in expected if name not in stored]
     problems += [f"unexpected {name} {list(stored[name])}" for name in stored if name not in expected]
-    problems += [
-        f"{name} has shape {list(stored[name])}, expected {list(expected[name])}"
-        for name in expected
-        if name in stored and stored[name] != expected[name]
-    ]
+    misshapen = [name for name in expected if name in stored and stored[name] != expected[name]]
+    problems += [f"{name} has shape {list(stored[name])}, expected {list(expected[name])}" for name in misshapen]
     if problems:
         listed, further = "; ".join(problems[:MAX_PROBLEMS]), len(problems) - MAX_PROBLEMS
         more = f"; and {further} more" if further > 0 else ""
@@ -197,32 +175,24 @@ def load_safetensors(directory: Path, config: ModelConfig, form: Form, *, progre
         if config.num_hidden_layers > len(tensors):  # tracing hundreds of layers that are missing takes minutes
             number = f"{len(tensors)} tensors for the {config.num_hidden_layers} layers of {CONFIG}"
             raise ValueError(f"{directory} does not hold this model's tensors: {number}")
-        return _load(tensors, directory, config, form, progress=progress)
-
-
-def _load(tensors: StoredTensors, directory: Path, config: ModelConfig, form: Form, *, progress: bool) -> Model:
-    """Load a model from opened safetensors."""
-    graphdef, leaves = abstract_model(config, form.dtype)
-    uses, expected = tensors_of(config, leaves)
-    if scheme := read_scheme(directory):
-        tensors = dequantized(tensors, scheme, expected)
-    _check_tensors(tensors, config, expected, directory)
-    pieces: dict[LeafPath, Pieces] = {path: [] for path in leaves}
-    for name, uses_of_tensor in uses.items():
-        for use in uses_of_tensor:
-            pieces[use.path].append((tensors[name], use))
-    rounded = dtypes_of_weights(graphdef, leaves, form.quantization)
-    kept = _kept_weights(pieces, quantizable_paths(graphdef, leaves), rounded)
-    rounded = {path: dtype for path, dtype in rounded.items() if path not in kept}
-    dtypes = kept | {scale_path(path): "float32" for path in kept}
-    for path in rounded:
-        stored = {FLOATS[tensor.get_dtype()] for tensor, _ in pieces[path]}
-        dtypes[path] = stored.pop() if len(stored) == 1 else form.dtype
-
-    def read(path: LeafPath, leaf: Leaf) -> jax.Array:
-        return _read(pieces[path], leaf.shape, dtypes.get(path, form.dtype), form.place(leaf))
-
-    return filled(config, form, read, rounded, kept, progress=progress)
+        graphdef, leaves = abstract_model(config, form.dtype)
+        uses, expected = tensors_of(config, leaves)
+        if scheme := read_scheme(directory):
+            tensors = dequantized(tensors, scheme, expected)
+        _check_tensors(tensors, config, expected, directory)
+        pieces: dict[LeafPath, Pieces] = {path: [] for path in leaves}
+        for name, uses_of_tensor in uses.items():
+            for use in uses_of_tensor:
+                pieces[use.path].append((tensors[name], use))
+        rounded = dtypes_of_weights(graphdef, leaves, form.quantization)
+        kept = _kept_weights(pieces, quantizable(merged(graphdef, leaves)), rounded)
+        rounded = {path: dtype for path, dtype in rounded.items() if path not in kept}
+        dtypes = kept | {scale_path(path): "float32" for path in kept}
+        for path in rounded:
+            kinds = {FLOATS[tensor.get_dtype()] for tensor, _ in pieces[path]}
+            dtypes[path] = kinds.pop() if len(kinds) == 1 else form.dtype
+        read = lambda path, leaf: _read(pieces[path], leaf.shape, dtypes.get(path, form.dtype), form.place(leaf))
+        return filled(config, form, read, rounded, kept, progress=progress)
 
 
 def _check_tensors(tensors: StoredTensors, config: ModelConfig, expected: Shapes, directory: Path) -> None:
@@ -253,18 +223,13 @@ def _kept_weights(pieces: dict[LeafPath, Pieces], weights: Iterable[LeafPath], r
     return kept
 
 
-def save_safetensors(model: Model, directory: Path, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
-    """Write the parameters as a Hugging Face checkpoint: one file, or shards with an index.
-
-    Raises:
-        ValueError: they are quantized.
-    """
+def save_safetensors(model: Model, directory: Path, *, max_shard_bytes: int = 5 * 10**9) -> None:
+    """Write the parameters, as `exact_leaves`, as a Hugging Face checkpoint: one file, or shards with an index."""
     from huggingface_hub import split_state_dict_into_shards_factory
 
     leaves = exact_leaves(model)
     uses, shapes = tensors_of(model.config, leaves)
-    itemsize = next(iter(leaves.values())).dtype.itemsize
-    num_bytes = lambda shape: itemsize * math.prod(shape)
+    num_bytes = lambda shape: next(iter(leaves.values())).dtype.itemsize * math.prod(shape)
     split = split_state_dict_into_shards_factory(
         shapes, get_storage_size=num_bytes, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_bytes
     )
@@ -277,11 +242,7 @@ def save_safetensors(model: Model, directory: Path, *, max_shard_bytes: int = MA
 
 
 def exact_leaves(model: Model) -> dict[LeafPath, jax.Array]:
-    """Return the parameters of a model by path.
-
-    Raises:
-        ValueError: they are quantized.
-    """
+    """Return the parameters of a model by path. Raises ValueError if they are quantized."""
     if is_quantized(model):
         raise ValueError("model: its weights are quantized, and no format of checkpoints holds them without loss")
     return {path: leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model))}
@@ -302,9 +263,9 @@ def _drawing(
 
 def _random_model(config: ModelConfig, dtype: str, seed: int | jax.Array, quantized: Dtypes) -> Model:
     """Return a model with random parameters, with quantized weights where `quantized` has a dtype."""
-    model: Any = architecture_of(config).module(config, dtype=dtype, rngs=nnx.Rngs(seed))
-    quantize_weights(model, quantized)
-    return cast(Model, model)
+    model = architecture_of(config).module(config, dtype=dtype, rngs=nnx.Rngs(seed))
+    quantize_weights(cast(nnx.Module, model), quantized)
+    return model
 
 
 def _read(pieces: Pieces, shape: tuple[int, ...], dtype: str, sharding: Sharding) -> jax.Array:

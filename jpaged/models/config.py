@@ -6,42 +6,23 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 from jpaged.config import DTYPES
-from jpaged.models.field_types import MAX_SIZE, Hf, check_types, require
-from jpaged.models.rope_config import EXTENDING, FACTORS, RopeConfig
-from jpaged.models.variation import Variation
+from jpaged.models.variation import EXTENDING, FACTORS, MAX_SIZE, Hf, RopeConfig, Variation, check_types, require
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 # Fields that change the computation of some architecture, with the values that change nothing. A config refuses other
 # values unless its architecture reads the field.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "sliding_window": (None,),
-    "use_sliding_window": (None, False),
-    "layer_types": (None, "full_attention"),
-    "no_rope_layers": (None, 1, True),
-    "partial_rotary_factor": (None, 1),
-    "use_bidirectional_attention": (None, False),
-    "attn_logit_softcapping": (None,),
-    "final_logit_softcapping": (None,),
-    "query_pre_attn_scalar": (None,),
-    "embedding_multiplier": (None, 1),
-    "residual_multiplier": (None, 1),
-    "attention_multiplier": (None,),
-    "logits_scaling": (None, 1),
-    "logit_scale": (None, 1),
-    "scale_emb": (None, 1),
-    "scale_depth": (None,),
-    "clip_qkv": (None,),
-    "use_qk_norm": (None, False),
-    "qk_layernorm": (None, False),
-    "attention_chunk_size": (None,),
-    "use_parallel_residual": (None, False),
-    "parallel_attn": (None, False),
-    "alibi": (None, False),
-    "use_mrope": (None, False),
-    "num_experts": (None, 0),
-    "num_local_experts": (None, 0),
+    "sliding_window": (None,), "use_sliding_window": (None, False), "layer_types": (None, "full_attention"),
+    "no_rope_layers": (None, 1, True), "partial_rotary_factor": (None, 1),
+    "use_bidirectional_attention": (None, False), "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,), "query_pre_attn_scalar": (None,), "embedding_multiplier": (None, 1),
+    "residual_multiplier": (None, 1), "attention_multiplier": (None,), "logits_scaling": (None, 1),
+    "logit_scale": (None, 1), "scale_emb": (None, 1), "scale_depth": (None,), "clip_qkv": (None,),
+    "use_qk_norm": (None, False), "qk_layernorm": (None, False), "attention_chunk_size": (None,),
+    "use_parallel_residual": (None, False), "parallel_attn": (None, False), "alibi": (None, False),
+    "use_mrope": (None, False), "num_experts": (None, 0), "num_local_experts": (None, 0),
     "n_routed_experts": (None, 0),
-}
+}  # fmt: skip
 # Fields of config.json with the defaults of `ModelConfig`.
 OPTIONAL = (
     "max_position_embeddings", "rms_norm_eps", "hidden_act", "tie_word_embeddings", "attention_bias", "mlp_bias",
@@ -98,20 +79,16 @@ class ModelConfig:
         require(self.rms_norm_eps >= 0, "rms_norm_eps", "at least 0", self.rms_norm_eps)
         require(not self.head_dim % 2, "head_dim", "even for rotary embeddings", self.head_dim)
         if self.hidden_act not in ACTIVATIONS:
-            raise ValueError(
-                f"hidden_act: {reprlib.repr(self.hidden_act)} is not supported; supported: {', '.join(ACTIVATIONS)}"
-            )
+            act = reprlib.repr(self.hidden_act)
+            raise ValueError(f"hidden_act: {act} is not supported; supported: {', '.join(ACTIVATIONS)}")
         fits = all(type(token) is int and token >= 0 for token in self.eos_token_ids)
         require(fits, "eos_token_id", "token ids", reprlib.repr(self.eos_token_ids))
         if (rotary_dim := int(self.head_dim * self.rope.partial_rotary_factor)) % 2:
-            raise ValueError(
-                f"partial_rotary_factor: {self.rope.partial_rotary_factor:g} of head_dim ({self.head_dim}) must be "
-                f"even, not {rotary_dim}"
-            )
-        rule = f"{rotary_dim // 2} numbers, half of the rotary dim"
+            share = f"{self.rope.partial_rotary_factor:g} of head_dim ({self.head_dim})"
+            raise ValueError(f"partial_rotary_factor: {share} must be even, not {rotary_dim}")
         for name in FACTORS if self.rope.type == "longrope" else ():
-            length = len(getattr(self.rope, name))
-            require(length == rotary_dim // 2, name, rule, length)
+            length, half = len(getattr(self.rope, name)), rotary_dim // 2
+            require(length == half, name, f"{half} numbers, half of the rotary dim", length)
 
     @property
     def context_length(self) -> int:
@@ -141,8 +118,7 @@ class ModelConfig:
     def from_hf(cls, hf: Hf, generation: Hf | None = None) -> Self:
         """Return the config of config.json's content; end-of-sequence ids of generation_config.json take precedence.
 
-        Raises:
-            ValueError: the architecture does not support a value.
+        Raises ValueError for a value that the architecture does not support.
         """
         return cls(**cls.fields_of(hf, generation or {}))
 
@@ -157,10 +133,8 @@ class ModelConfig:
         for name, accepted in NEUTRAL.items():
             values = hf[name] if isinstance(hf.get(name), list) else [hf.get(name)]
             if name not in cls.reads and not all(value in accepted for value in values):
-                raise ValueError(
-                    f"{name}: {reprlib.repr(hf[name])} is not supported by {cls.architecture}; "
-                    f"supported: {', '.join(map(json.dumps, accepted))}"
-                )
+                error = f"{name}: {reprlib.repr(hf[name])} is not supported by {cls.architecture}"
+                raise ValueError(f"{error}; supported: {', '.join(map(json.dumps, accepted))}")
         rope = RopeConfig.from_hf(hf)
         if rope.partial_rotary_factor != 1 and "partial_rotary_factor" not in cls.reads:
             raise ValueError(f"partial_rotary_factor: only 1.0 is supported by {cls.architecture}")

@@ -8,8 +8,7 @@ from typing import Any
 
 from jpaged.checkpoint_files import read_json
 from jpaged.models.config import NEUTRAL, ModelConfig
-from jpaged.models.field_types import Hf
-from jpaged.models.rope_config import DEFAULT_ROPE_THETA, ROPE
+from jpaged.models.variation import DEFAULT_ROPE_THETA, ROPE, Hf
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # the latter's sampling parameters

@@ -5,7 +5,7 @@ The module holds parameters and no cache, because attention is an argument.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +15,13 @@ from jax.typing import DTypeLike
 from jpaged.models.base import Attend, AttentionSpec, Place
 from jpaged.models.config import ModelConfig
 from jpaged.models.fused import Join, fuse_linears
-from jpaged.models.layers import ACTIVATIONS, Linear, UnitOffsetNorm, axes, product, rms_norm
+from jpaged.models.layers import ACTIVATIONS, Linear, UnitOffsetNorm, axes, product
 from jpaged.models.moe import MixtureOfExperts
 from jpaged.models.rope import angles, inverse_frequencies
-from jpaged.models.rope_config import RopeConfig
 from pallas_kernels import rotate
 
 Rotation = tuple[jax.Array, jax.Array]  # cos and sin [T, R/2] of the rotary dim R
+Norm = Callable[[jax.Array], jax.Array]
 
 
 class Attention(nnx.Module):
@@ -46,8 +46,13 @@ class Attention(nnx.Module):
     def __call__(self, x_td: jax.Array, rotation: Rotation | None, layer: int, attend: Attend) -> jax.Array:
         """Return the output [T, D] of hidden states [T, D]."""
         t = x_td.shape[0]
-        q_tnh, k_tkh, v_tkh = self._projections(x_td)
-        q_tnh, k_tkh = self._normed(q_tnh, "q_norm"), self._normed(k_tkh, "k_norm")
+        if hasattr(self, "qkv_proj"):
+            q_tnh, k_tkh, v_tkh = self.qkv_proj(x_td, self.head_dim)
+        else:
+            projections = self.q_proj, self.k_proj, self.v_proj
+            q_tnh, k_tkh, v_tkh = (projection(x_td).reshape(t, -1, self.head_dim) for projection in projections)
+        if self.qk_norm is not None:
+            q_tnh, k_tkh = self._normed(q_tnh, self.q_norm), self._normed(k_tkh, self.k_norm)
         cos = sin = None
         if rotation is not None:
             if 2 * rotation[0].shape[1] == self.head_dim:
@@ -60,21 +65,10 @@ class Attention(nnx.Module):
         """Fuse the projections of queries, keys and values."""
         fuse_linears(self, "qkv_proj", ("q_proj", "k_proj", "v_proj"), place, join)
 
-    def _projections(self, x_td: jax.Array) -> list[jax.Array]:
-        """Return queries [T, N, H], keys and values [T, K, H]."""
-        if hasattr(self, "qkv_proj"):
-            heads: list[jax.Array] = self.qkv_proj(x_td, self.head_dim)
-            return heads
-        projections = self.q_proj, self.k_proj, self.v_proj
-        return [projection(x_td).reshape(len(x_td), -1, self.head_dim) for projection in projections]
-
-    def _normed(self, x_tnh: jax.Array, name: str) -> jax.Array:
+    def _normed(self, x_tnh: jax.Array, norm: Norm) -> jax.Array:
         """Return heads [T, N, H], normed."""
-        if self.qk_norm is None:
-            return x_tnh
         shape = x_tnh.shape if self.qk_norm == "head" else (len(x_tnh), -1)
-        normed: jax.Array = getattr(self, name)(x_tnh.reshape(shape)).reshape(x_tnh.shape)
-        return normed
+        return norm(x_tnh.reshape(shape)).reshape(x_tnh.shape)
 
 
 class Mlp(nnx.Module):
@@ -93,7 +87,7 @@ class Mlp(nnx.Module):
         activation = ACTIVATIONS[self.activation]
         if not hasattr(self, "gate_up_proj"):
             return self.down_proj(self.gate_proj(x_td, activation) * self.up_proj(x_td))
-        gate, up = self.gate_up_proj(x_td, self.size // self.gate_up_proj.parts)
+        gate, up = self.gate_up_proj(x_td, self.size // self.gate_up_proj.joints["weight"].parts)
         return self.down_proj((activation(gate) * up).reshape(len(x_td), -1))
 
     def fuse(self, place: Place, join: Join) -> None:
@@ -105,9 +99,8 @@ class Layer(nnx.Module):
     """Decoder layer: attention and MLP with their norms, each with a residual connection."""
 
     def __init__(self, config: ModelConfig, layer: int, dtype: DTypeLike, rngs: nnx.Rngs):
-        experts = config.variation.experts
-        self.norms = config.variation.norms
-        self.multiplier = config.variation.residual_multiplier
+        variation, experts = config.variation, config.variation.experts
+        self.norms, self.multiplier = variation.norms, variation.residual_multiplier
 
         def add_norm(place: int) -> None:
             if (name := self.norms[place]) is not None:
@@ -163,12 +156,9 @@ class Decoder(nnx.Module):
     def __call__(self, tokens_t: jax.Array, positions_t: jax.Array, attend: Attend) -> jax.Array:
         """Return the final hidden states [T, D] of tokens [T] int32 at positions [T] int32."""
         config, variation = self.config, self.config.variation
-
-        def rotation_of(rope: RopeConfig) -> Rotation:
-            return angles(positions_t, *inverse_frequencies(rope, config.head_dim))
-
-        rotation = rotation_of(config.rope)
-        local = rotation if variation.local_rope is None else rotation_of(variation.local_rope)
+        frequencies = partial(inverse_frequencies, head_dim=config.head_dim)
+        rotation = angles(positions_t, *frequencies(config.rope))
+        local = rotation if variation.local_rope is None else angles(positions_t, *frequencies(variation.local_rope))
         x_td = self.embed_tokens(tokens_t)
         if variation.embedding_multiplier != 1:
             # In the dtype of the embedding: Gemma was trained with the factor rounded to it.
@@ -191,21 +181,17 @@ class Decoder(nnx.Module):
         return logits_sv
 
 
-def norm_of(
-    config: ModelConfig, size: int, dtype: DTypeLike, rngs: nnx.Rngs, name: str | None = None
-) -> Callable[[jax.Array], jax.Array]:
-    """Return the config's kind of norm of the last axis, whose name is `name`."""
+def norm_of(config: ModelConfig, size: int, dtype: DTypeLike, rngs: nnx.Rngs, name: str | None = None) -> Norm:
+    """Return the config's kind of root-mean-square norm of the last axis, whose name is `name`."""
+    epsilon = config.rms_norm_eps
     if config.variation.unit_offset:
-        return UnitOffsetNorm(size, config.rms_norm_eps, dtype=dtype)
-    norm: Callable[[jax.Array], jax.Array] = rms_norm(size, config.rms_norm_eps, dtype=dtype, rngs=rngs, name=name)
-    return norm
+        return UnitOffsetNorm(size, epsilon, dtype=dtype)
+    return cast(Norm, nnx.RMSNorm(size, epsilon=epsilon, param_dtype=dtype, rngs=rngs, scale_metadata=axes(name)))
 
 
 def _rotate_first(x_tnh: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Rotate the first R dims of each head by cos and sin [T, R/2], half against half."""
     rotary_dim = 2 * cos.shape[1]
-    if rotary_dim == x_tnh.shape[2]:
-        return rotate(x_tnh, cos, sin)
     return jnp.concatenate([rotate(x_tnh[..., :rotary_dim], cos, sin), x_tnh[..., rotary_dim:]], axis=-1)
 
 

@@ -7,7 +7,7 @@ device 1, ...].
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -41,23 +41,8 @@ class Joint(NamedTuple):
     swaps: bool = False
 
 
-@runtime_checkable
-class Fused(Protocol):
-    """Module whose leaves replace others. `joints` has the form of each, by its name."""
-
-    joints: dict[str, Joint]
-
-
-@runtime_checkable
-class Fusable(Protocol):
-    """Module with layers that can be fused."""
-
-    def fuse(self, place: Place, join: Join) -> None:
-        """Fuse layers in place."""
-
-
 class FusedLinear(nnx.Module):
-    """Linear layers of one input; its leaves are those of `Linear`."""
+    """Linear layers of one input; its leaves are those of `Linear`. `joints` has the form of each, by its name."""
 
     weight: Leaf
 
@@ -66,18 +51,13 @@ class FusedLinear(nnx.Module):
         for name, leaf in leaves.items():
             setattr(self, name, leaf)
 
-    @property
-    def parts(self) -> int:
-        """Number of devices among which the rows are divided."""
-        return self.joints["weight"].parts
-
     def __call__(self, x_ti: jax.Array, width: int) -> list[jax.Array]:
         """Return the result of each layer, [T, rows / width, width] in the dtype of x.
 
         The results are slices of one array along one axis, so that XLA can put them together again without a copy.
         """
         y_to = product(x_ti, self.weight[...], epilogue=Epilogue.of(self))
-        t, parts = len(x_ti), self.parts
+        t, parts = len(x_ti), self.joints["weight"].parts
         counts = [rows // (parts * width) for rows, *_ in self.joints["weight"].shapes]
         shape, axis = ((t, -1, width), 1) if parts == 1 else ((t, parts, -1, width), 2)
         starts = [sum(counts[:i]) for i in range(1, len(counts))]
@@ -85,16 +65,16 @@ class FusedLinear(nnx.Module):
 
 
 def fuse(model: Model, place: Place, join: Join | None = None) -> None:
-    """Fuse layers of a model in place, one after another: only the weights of one layer are in memory twice.
+    """Call `fuse` of a model's modules, one after another: only the weights of one layer are in memory twice.
 
-    Args:
-        place: sharding of a parameter.
-        join: function that makes a leaf; None: `joined`, compiled, which a model without memory can't use.
+    A leaf is made by `join`; None: `joined`, compiled, which a model without memory can't use.
     """
+    # One executable for all layers.
+    join = join or (lambda arrays, joint, sharding: joiner(joint._replace(names=()), sharding)(arrays))
     modules: list[tuple[Any, Any]] = list(nnx.iter_modules(cast(nnx.Module, model)))
     for _, module in modules:
-        if isinstance(module, Fusable):
-            module.fuse(place, join or _joined_on_devices)
+        if hasattr(module, "fuse"):
+            module.fuse(place, join)
 
 
 def joints_of(model: Model) -> dict[str, Joint]:
@@ -102,10 +82,9 @@ def joints_of(model: Model) -> dict[str, Joint]:
     modules: list[tuple[Any, Any]] = list(nnx.iter_modules(cast(nnx.Module, model)))
     joints = {}
     for path, module in modules:
-        if isinstance(module, Fused):
-            prefix, parent = ".".join(map(str, path)), ".".join(map(str, path[:-1]))
-            for name, joint in module.joints.items():
-                joints[f"{prefix}.{name}"] = joint._replace(names=tuple(f"{parent}.{each}" for each in joint.names))
+        prefix, parent = ".".join(map(str, path)), ".".join(map(str, path[:-1]))
+        for name, joint in getattr(module, "joints", {}).items():
+            joints[f"{prefix}.{name}"] = joint._replace(names=tuple(f"{parent}.{each}" for each in joint.names))
     return joints
 
 
@@ -157,7 +136,3 @@ def joined(arrays: Sequence[jax.Array], joint: Joint) -> jax.Array:
 def joiner(joint: Joint, sharding: Sharding) -> Callable[[Sequence[jax.Array]], jax.Array]:
     """Return `joined`, compiled, with its result in this place."""
     return jax.jit(partial(joined, joint=joint), out_shardings=sharding)
-
-
-def _joined_on_devices(arrays: Sequence[jax.Array], joint: Joint, sharding: Sharding) -> jax.Array:
-    return joiner(joint._replace(names=()), sharding)(arrays)  # one executable for all layers

@@ -3,12 +3,9 @@
 from dataclasses import replace
 
 from jpaged.models import base
-from jpaged.models.base import Architecture, LeafPath, LeafSource, same_name
+from jpaged.models.base import LeafPath, LeafSource, same_name
 from jpaged.models.config import ModelConfig
-from jpaged.models.decoder import Decoder
-from jpaged.models.field_types import Hf, require
-from jpaged.models.rope_config import RopeConfig
-from jpaged.models.variation import ALL_NORMS, Variation, windows_of
+from jpaged.models.variation import Hf, RopeConfig, Variation, require, windows_of
 
 PREFIX = "language_model."  # of the text part's tensors in a multimodal checkpoint
 
@@ -41,8 +38,9 @@ class Gemma2Config(ModelConfig):
         pattern, layers = hf["sliding_window_pattern"], range(1, hf["num_hidden_layers"] + 1)
         require(type(pattern) is int and pattern >= 1, "sliding_window_pattern", "at least 1", repr(pattern))
         types = ["sliding_attention" if layer % pattern else "full_attention" for layer in layers]
+        norms = "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
         return Variation(
-            norms=ALL_NORMS, unit_offset=True, windows=windows_of(hf, types), scale=hf["query_pre_attn_scalar"] ** -0.5,
+            norms=norms, unit_offset=True, windows=windows_of(hf, types), scale=hf["query_pre_attn_scalar"] ** -0.5,
             soft_cap=hf["attn_logit_softcapping"], final_soft_cap=hf["final_logit_softcapping"],
             embedding_multiplier=hf["hidden_size"] ** 0.5,
         )  # fmt: skip
@@ -114,19 +112,3 @@ def is_derived(name: str, config: ModelConfig) -> bool:
     """Return whether a tensor is not used: it belongs to the images' part, or follows from others."""
     parts = ("vision_tower.", "multi_modal_projector.")
     return name.removeprefix("model.").startswith(parts) or base.is_derived(name.removeprefix(PREFIX), config)
-
-
-ARCHITECTURES = (
-    Architecture(
-        Gemma2Config, Decoder, examples=("google/gemma-2-2b-it", "google/gemma-2-9b-it"),
-        features="windows in every second layer, soft caps of scores and logits",
-    ),
-    Architecture(
-        Gemma3Config, Decoder, examples=("google/gemma-3-1b-it",),
-        features="windows in most layers, a rotary embedding of their own, norms of heads",
-    ),
-    Architecture(
-        Gemma3TextPartConfig, Decoder, text_part_source, is_derived, text_part_name,
-        examples=("google/gemma-3-4b-it", "google/gemma-3-27b-it"), features="the text part; no images",
-    ),
-)  # fmt: skip

@@ -71,10 +71,7 @@ class Epilogue(NamedTuple):
 
     def __call__(self, y: jax.Array, dtype: DTypeLike, axis: int = 1) -> jax.Array:
         """Return the result in `dtype` of the sums y, whose outputs are along `axis`."""
-
-        def along(vector_o: jax.Array) -> jax.Array:
-            return vector_o[:, None] if axis == 0 else vector_o
-
+        along: Callable[[jax.Array], jax.Array] = lambda vector_o: vector_o[:, None] if axis == 0 else vector_o
         y = y if self.scale_o is None else (y * along(self.scale_o)).astype(dtype)
         y = y if self.bias_o is None else y + along(self.bias_o)
         return self.activation(y) if self.activation else y
@@ -84,13 +81,10 @@ PLAIN = Epilogue()
 
 
 class Linear(nnx.Module):
-    """Linear layer y = x W^T + b, with a weight [out, in], as Hugging Face stores it.
+    """Linear layer y = x W^T + b, with a weight [out, in], as Hugging Face stores it, whose axes have these names.
 
     `jpaged.models.quantized` may replace the weight by one of 8 bits, and add `weight_scale` [out] float32, a factor on
     each of its rows.
-
-    Args:
-        names: names of the weight's axes.
     """
 
     def __init__(self, fan_in: int, fan_out: int, names: Names, *, bias: bool, dtype: DTypeLike, rngs: nnx.Rngs):
@@ -102,11 +96,6 @@ class Linear(nnx.Module):
     def __call__(self, x_ti: jax.Array, activation: Activation | None = None) -> jax.Array:
         """Return y, or activation(y), [T, out] in the dtype of x."""
         return product(x_ti, self.weight[...], epilogue=Epilogue.of(self, activation))
-
-
-def rms_norm(size: int, epsilon: float, *, dtype: DTypeLike, rngs: nnx.Rngs, name: str | None = None) -> nnx.RMSNorm:
-    """Return a root-mean-square norm of the last axis, whose name is `name`."""
-    return nnx.RMSNorm(size, epsilon=epsilon, param_dtype=dtype, rngs=rngs, scale_metadata=axes(name))
 
 
 class UnitOffsetNorm(nnx.Module):
@@ -129,9 +118,7 @@ def product(
     """Return epilogue(x W^T) [T, out], in `dtype` or else in that of x."""
     result_dtype, is_scaled = dtype or x_ti.dtype, epilogue.scale_o is not None
     sum_dtype = jnp.float32 if is_scaled else dtype
-
-    def converted(weight_oi: jax.Array) -> jax.Array:
-        return weight_oi.astype(x_ti.dtype) if is_scaled else weight_oi
+    converted: Callable[[jax.Array], jax.Array] = lambda w_oi: w_oi.astype(x_ti.dtype) if is_scaled else w_oi
 
     def elsewhere(x_ti: jax.Array, weight_oi: jax.Array) -> jax.Array:
         y_to = jnp.einsum("ti,oi->to", x_ti, converted(weight_oi), preferred_element_type=sum_dtype)

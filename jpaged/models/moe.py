@@ -1,5 +1,6 @@
 """Mixture of experts: every token is computed by its most probable experts, and none is dropped."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,20 +15,12 @@ from jpaged.models.fused import Join, Joint, join_variables
 from jpaged.models.layers import ACTIVATIONS, Linear, axes, product
 from jpaged.models.variation import Experts
 
-# x [M, I] times weights [E, O, I]: row m is multiplied by the matrix of its group.
-_BY_GROUP = lax.RaggedDotDimensionNumbers(
-    dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=(0,), rhs_group_dimensions=(0,)
-)
-
 
 def cost_of(config: ModelConfig, num_tokens: int) -> str | None:
-    """Return the cost of a mixture of experts in words; None for a model without experts.
+    """Return the cost of a mixture of experts, with at most `num_tokens` in a step, in words; None without experts.
 
     XLA has no grouped product on CPUs and NVIDIA GPUs: it multiplies every row, one for each token and each of the
     token's experts, by every expert.
-
-    Args:
-        num_tokens: of the largest step.
     """
     experts = config.variation.experts
     if experts is None:
@@ -56,12 +49,11 @@ class ExpertMlps(nnx.Module):
 
     def __call__(self, x_md: jax.Array, sizes_e: jax.Array) -> jax.Array:
         """Return the outputs [M, D] of rows [M, D], sorted by expert, of which expert e has `sizes_e[e]`."""
-
-        def times(x_mi: jax.Array, weight: Any) -> jax.Array:
-            return lax.ragged_dot_general(x_mi, weight[...], sizes_e, _BY_GROUP)
-
-        gate_mf = ACTIVATIONS[self.activation](times(x_md, self.gate_proj))
-        return times(gate_mf * times(x_md, self.up_proj), self.down_proj)
+        # x [M, I] times weights [E, O, I]: row m is multiplied by the matrix of its group.
+        by_group = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), (0,), (0,))
+        times = partial(lax.ragged_dot_general, group_sizes=sizes_e, ragged_dot_dimension_numbers=by_group)
+        gate_mf = ACTIVATIONS[self.activation](times(x_md, self.gate_proj[...]))
+        return times(gate_mf * times(x_md, self.up_proj[...]), self.down_proj[...])
 
 
 class FusedExperts(nnx.Module):

@@ -9,13 +9,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jpaged.models.base import Architecture, Attend, AttentionSpec, LeafPath, LeafSource, same_name
+from jpaged.models.base import Attend, AttentionSpec, LeafPath, LeafSource, same_name
 from jpaged.models.config import ModelConfig
-from jpaged.models.field_types import Hf
 from jpaged.models.layers import ACTIVATIONS, Linear, axes, product
+from jpaged.models.variation import Hf
 
 POSITION_OFFSET = 2  # rows before that of position 0
-EPSILON = 1e-5
 
 
 @dataclass(frozen=True)
@@ -47,16 +46,14 @@ class OPTConfig(ModelConfig):
         hf = cls.defaults | hf
         if not hf.get("layer_norm_elementwise_affine", True):
             raise ValueError("layer_norm_elementwise_affine: only true is supported")
-        before = hf["do_layer_norm_before"]
         same = {
             "intermediate_size": hf["ffn_dim"], "hidden_act": hf["activation_function"],
             "attention_bias": hf["enable_bias"], "mlp_bias": hf["enable_bias"],
         }  # fmt: skip
-        return super().fields_of(hf | same, generation) | {
-            "norm_before": before,
-            "final_norm": before and not hf.get("_remove_final_layer_norm"),
-            "embedding_size": hf.get("word_embed_proj_dim") or hf["hidden_size"],
-        }
+        before, size = hf["do_layer_norm_before"], hf.get("word_embed_proj_dim") or hf["hidden_size"]
+        final = before and not hf.get("_remove_final_layer_norm")
+        own = {"norm_before": before, "final_norm": final, "embedding_size": size}
+        return super().fields_of(hf | same, generation) | own
 
 
 class Attention(nnx.Module):
@@ -73,10 +70,8 @@ class Attention(nnx.Module):
 
     def __call__(self, x_td: jax.Array, layer: int, attend: Attend) -> jax.Array:
         """Return the output [T, D] of hidden states [T, D]."""
-        t = x_td.shape[0]
-        q_tnh, k_tnh, v_tnh = (
-            projection(x_td).reshape(t, -1, self.head_dim) for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        t, projections = x_td.shape[0], (self.q_proj, self.k_proj, self.v_proj)
+        q_tnh, k_tnh, v_tnh = (projection(x_td).reshape(t, -1, self.head_dim) for projection in projections)
         return self.out_proj(attend(layer, q_tnh, k_tnh, v_tnh, None, None).reshape(t, -1))
 
 
@@ -154,7 +149,7 @@ class OPT(nnx.Module):
 def layer_norm(size: int, dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.LayerNorm:
     """Return a norm of the last axis with weight and bias."""
     return nnx.LayerNorm(
-        size, epsilon=EPSILON, param_dtype=dtype, rngs=rngs, scale_metadata=axes(None), bias_metadata=axes(None)
+        size, epsilon=1e-5, param_dtype=dtype, rngs=rngs, scale_metadata=axes(None), bias_metadata=axes(None)
     )
 
 
@@ -167,11 +162,3 @@ def source(path: LeafPath, config: ModelConfig) -> LeafSource:
 def full_name(name: str) -> str:
     """Return the present name of a tensor; early checkpoints leave `model.` out."""
     return f"model.{name}" if name.startswith("decoder.") else name
-
-
-ARCHITECTURES = (
-    Architecture(
-        OPTConfig, OPT, source, rename=full_name, examples=("facebook/opt-125m", "facebook/opt-13b"),
-        features="norms before or after attention and MLP, projected embeddings (opt-350m)",
-    ),
-)  # fmt: skip

@@ -4,7 +4,7 @@ Orbax is imported by the functions that need it: it takes a fifth of a second, a
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -38,52 +38,38 @@ def load_orbax(directory: Path, config: ModelConfig, form: Form, *, progress: bo
     rounded = dtypes_of_weights(graphdef, leaves, form.quantization)
 
     def read(path: LeafPath, leaf: Leaf) -> jax.Array:
+        import orbax.checkpoint as ocp
+
         dtype = str(stored[names[path]].dtype) if path in rounded else form.dtype
-        return _restore_one(folder, names[path], _described(leaf, dtype, form.place))
+        item = {names[path]: _described(leaf, dtype, form.place)}
+        as_stored = ocp.checkpoint_utils.construct_restore_args(item)
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            restored = checkpointer.restore(folder, ocp.args.PyTreeRestore(item, as_stored, partial_restore=True))
+        return cast(jax.Array, restored[names[path]])
 
     return filled(config, form, read, rounded, progress=progress)
 
 
 def save_orbax(model: Model, directory: Path) -> None:
-    """Write the parameters as an Orbax checkpoint, in a new folder `orbax` of a directory.
-
-    Raises:
-        ValueError: they are quantized.
-    """
+    """Write the parameters, as `exact_leaves`, as an Orbax checkpoint in a new folder `orbax` of a directory."""
     arrays = {".".join(map(str, path)): array for path, array in exact_leaves(model).items()}
     with _checkpointer() as checkpointer:
         checkpointer.save((directory / ORBAX).absolute(), arrays)
 
 
 def stored_arrays(directory: Path) -> dict[str, Any]:
-    """Return the shapes and dtypes of the arrays of a directory's Orbax checkpoint, by name.
-
-    Raises:
-        ValueError: there is none, or a file of it may not be opened.
-    """
+    """Return shapes and dtypes of the arrays of an Orbax checkpoint. Raises ValueError if it may not be opened."""
     if not (directory / ORBAX).is_dir():
         raise ValueError(f"model: {directory} has no Orbax checkpoint: no folder {ORBAX} in it")
     check_tree(directory / ORBAX)
     with _checkpointer() as checkpointer:
-        arrays: dict[str, Any] = checkpointer.metadata((directory / ORBAX).absolute()).item_metadata.tree
-    return arrays
+        return cast(dict[str, Any], checkpointer.metadata((directory / ORBAX).absolute()).item_metadata.tree)
 
 
 def _checkpointer() -> Any:
     import orbax.checkpoint as ocp
 
     return ocp.StandardCheckpointer()
-
-
-def _restore_one(directory: Path, name: str, target: jax.ShapeDtypeStruct) -> jax.Array:
-    """Return one array of an Orbax checkpoint."""
-    import orbax.checkpoint as ocp
-
-    item = {name: target}
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        options = ocp.args.PyTreeRestore(item, ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True)
-        array: jax.Array = checkpointer.restore(directory, options)[name]
-    return array
 
 
 def _described(leaf: Leaf, dtype: str, place: Place) -> jax.ShapeDtypeStruct:

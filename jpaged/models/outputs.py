@@ -1,6 +1,6 @@
 """Shapes and dtypes that a module computes, found by tracing it before anything is compiled."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -27,11 +27,7 @@ class Outputs(NamedTuple):
 
 
 def outputs_of(make: Callable[[Any], Model], leaves: Any, config: ModelConfig) -> Outputs:
-    """Trace a module's call and its logits.
-
-    Args:
-        make: return the module that holds these leaves.
-        leaves: shapes and dtypes of the module's arrays, or the arrays.
+    """Trace the call and the logits of make(leaves), whose leaves are arrays, or shapes and dtypes.
 
     Raises:
         ValueError: the module does not compute what `Model` says; the message has the shapes and dtypes.
@@ -44,7 +40,12 @@ def outputs_of(make: Callable[[Any], Model], leaves: Any, config: ModelConfig) -
                 f"model: must call attend once for each of its layers (0 to {config.num_hidden_layers - 1}), not "
                 f"{'twice ' * (layer in dtypes)}for layer {layer}"
             )
-        _check_attention(config, arguments[:3], arguments[3:])
+        heads = config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads
+        for name, count, array in zip("qkv", heads, arguments[:3]):
+            _check(name, array, (TOKENS, count, config.head_dim), DTYPES)
+        for name, angle in zip(("cos", "sin"), arguments[3:]):
+            if angle is not None:
+                _check(name, angle, (TOKENS, config.head_dim // 2), ("float32",))
         dtypes[layer] = jnp.result_type(*arguments[:3])
         return jnp.zeros(arguments[0].shape, dtypes[layer])
 
@@ -59,22 +60,7 @@ def outputs_of(make: Callable[[Any], Model], leaves: Any, config: ModelConfig) -
     if x_td.ndim != 2 or len(x_td) != TOKENS:
         raise ValueError(f"model: its hidden states must be [T, D] ([{TOKENS}, D]), not {list(x_td.shape)}")
     _check("logits", logits_tv, (TOKENS, config.vocab_size), ("float32",))
-    attention_dtype = jnp.result_type(*dtypes.values())
-    return Outputs(str(attention_dtype), x_td.shape[1], str(x_td.dtype))
-
-
-def _check_attention(config: ModelConfig, heads: Sequence[jax.Array], angles: Sequence[jax.Array | None]) -> None:
-    """Check the arguments of `attend` after the layer: q, k and v, then cos and sin.
-
-    Raises:
-        ValueError: a shape or dtype is not that of the config.
-    """
-    counts = {"q": config.num_attention_heads, "k": config.num_key_value_heads, "v": config.num_key_value_heads}
-    for (name, count), array in zip(counts.items(), heads):
-        _check(name, array, (TOKENS, count, config.head_dim), DTYPES)
-    for name, angle in zip(("cos", "sin"), angles):
-        if angle is not None:
-            _check(name, angle, (TOKENS, config.head_dim // 2), ("float32",))
+    return Outputs(str(jnp.result_type(*dtypes.values())), x_td.shape[1], str(x_td.dtype))
 
 
 def _check(name: str, array: jax.Array, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> None:

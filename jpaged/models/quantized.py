@@ -44,24 +44,16 @@ def rounder(dtype: str, shardings: tuple[Sharding, Sharding] | None = None) -> C
     return jax.jit(partial(round_weight, dtype=dtype), out_shardings=shardings)
 
 
-def quantizable(module: nnx.Module) -> list[LeafPath]:
-    """Return the paths of the weights of a module that `quantization` applies to."""
-    return [
-        (*path, WEIGHT)
-        for path, layer in nnx.iter_modules(module)
-        if isinstance(layer, Linear) and not set(path) & set(UNQUANTIZED)
-    ]
+def quantizable(model: Model) -> list[LeafPath]:
+    """Return the paths of the weights of a model that `quantization` applies to."""
+    linear = [path for path, layer in nnx.iter_modules(cast(nnx.Module, model)) if isinstance(layer, Linear)]
+    return [(*path, WEIGHT) for path in linear if not set(path) & set(UNQUANTIZED)]
 
 
 def quantize_weights(
     module: nnx.Module, dtypes: Mapping[LeafPath, str], convert: Callable[..., Any] = round_weight
 ) -> None:
-    """Replace weights of a module in place.
-
-    Args:
-        dtypes: the dtypes of weights by path.
-        convert: (weight, dtype) -> (weight, scale).
-    """
+    """Replace the weights at these paths of a module in place by weight and scale of convert(weight, dtype)."""
     layers: list[tuple[LeafPath, Any]] = list(nnx.iter_modules(module))
     for path, layer in layers:
         if dtype := dtypes.get((*path, WEIGHT)):
@@ -84,7 +76,7 @@ def quantize(model: Model, quantization: str) -> Model:
         raise ValueError(f"quantization: must be one of {', '.join(QUANTIZATIONS)}, not {quantization!r}")
     if is_quantized(model):
         raise ValueError("quantization: the model is quantized already")
-    copied = nnx.merge(*nnx.split(cast(nnx.Module, model)))
+    copied: Any = nnx.merge(*nnx.split(cast(nnx.Module, model)))
     dtypes = dict.fromkeys(quantizable(copied), QUANTIZATIONS[quantization])
     quantize_weights(copied, dtypes, lambda weight, dtype: rounder(dtype)(weight))
     return cast(Model, copied)

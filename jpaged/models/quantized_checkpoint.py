@@ -1,21 +1,158 @@
 """Quantized checkpoints of the hub: weights are computed in float32 from the stored numbers when they are read.
 
-The quantization of activations and of the KV cache that a checkpoint may describe is not applied.
+The quantization of activations and of the KV cache that a checkpoint may describe is not applied. The function of a
+format reads `quantization_config`, and returns the function that reads a layer. The former raises ValueError with the
+name of a field whose value is not supported, the latter with that of a tensor that does not fit.
 """
 
-from collections.abc import Collection
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
 
 from jpaged.checkpoint_files import read_json
 from jpaged.models.config_file import CONFIG
-from jpaged.models.quantized_formats import FORMATS, LayerTensors, Scheme
-from jpaged.models.safetensors_files import StoredTensor, StoredTensors
+from jpaged.models.quantized_weight import Bounds, Grid, QuantizedWeight, unpacked
+from jpaged.models.safetensors_files import FLOAT8, DerivedTensor, StoredTensor, StoredTensors
 
+WORDS, INTEGERS, FLOATS = ("I32",), ("I32", "I64"), ("F32", "F16", "BF16")
+COMPRESSED_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
 # Tensors about activations and the KV cache, which are not quantized as a checkpoint describes.
 UNUSED = (
     ".input_scale", ".input_zero_point", ".output_scale", ".output_zero_point", ".q_scale", ".k_scale", ".v_scale",
     ".kv_scale", ".k_zero_point", ".v_zero_point",
 )  # fmt: skip
+
+Described = Mapping[str, object]  # the content of `quantization_config`
+Block = tuple[int, int]  # rows and columns of a block with one scale
+
+
+@dataclass(frozen=True)
+class LayerTensors:
+    """Tensors of a layer, by the last part of their names. A tensor that does not fit is a ValueError.
+
+    Attributes:
+        tensors: all tensors of the checkpoint.
+        prefix: the part of a name before the last one, with the dot.
+        used: names of the tensors that were read; methods add to it.
+    """
+
+    tensors: StoredTensors
+    prefix: str
+    used: set[str]
+
+    def __contains__(self, name: str) -> bool:
+        return self.prefix + name in self.tensors
+
+    def tensor(self, name: str, dtypes: Collection[str]) -> StoredTensor:
+        """Return a tensor of one of the dtypes."""
+        name = self.prefix + name
+        if name not in self.tensors:
+            raise ValueError(f"model: the quantized checkpoint lacks {name}")
+        self.used.add(name)
+        if (dtype := self.tensors[name].get_dtype()) not in dtypes:
+            raise ValueError(f"model: {name} is {dtype}, and must be {' or '.join(dtypes)}")
+        return self.tensors[name]
+
+    def matrix(self, name: str, dtypes: Collection[str]) -> tuple[StoredTensor, int, int]:
+        """Return a matrix of one of the dtypes, and its numbers of rows and columns."""
+        tensor = self.tensor(name, dtypes)
+        if len(shape := tensor.get_shape()) != 2:
+            raise ValueError(f"model: {self.prefix}{name} has shape {shape}, and must be a matrix")
+        return tensor, shape[0], shape[1]
+
+    def check_shape(self, name: str, *expected: int) -> None:
+        """Check the shape of a tensor."""
+        if (shape := self.tensors[self.prefix + name].get_shape()) != [*expected]:
+            raise ValueError(f"model: {self.prefix}{name} has shape {shape}, expected {[*expected]}")
+
+    def group_size(self, name: str, size: int, groups: int) -> int:
+        """Return the number of inputs in a group, for a weight of `size` inputs with these scales."""
+        if not groups or size % groups:
+            error = f"{self.prefix}{name} has {groups} groups, which do not divide the weight's {size} inputs"
+            raise ValueError(f"model: {error}")
+        return size // groups
+
+    def group_of_inputs(self, name: str, size: int, groups: int) -> Callable[[], np.ndarray] | None:
+        """Return a function that reads the group of each of `size` inputs; None without this tensor."""
+        if name not in self:
+            return None
+        tensor = self.tensor(name, INTEGERS)
+        self.check_shape(name, size)
+
+        def read() -> np.ndarray:
+            order = tensor[()]
+            if order.size and not 0 <= order.min() <= order.max() < groups:
+                raise ValueError(f"model: {self.prefix}{name} must be between 0 and {groups - 1}")
+            return order
+
+        return read
+
+
+class Scheme(NamedTuple):
+    """Quantization of a checkpoint.
+
+    Attributes:
+        method: its name in config.json, one of `jpaged.config.QUANTIZED_CHECKPOINTS`.
+        marks: names of tensors that only quantized layers have; each of these layers has one of them.
+        read: return the weight of a layer.
+    """
+
+    method: str
+    marks: tuple[str, ...]
+    read: Callable[[LayerTensors], QuantizedWeight]
+
+
+def awq(described: Described) -> Scheme:
+    """AWQ: numbers of 4 bits, eight of which are a word along the outputs (gemm)."""
+    _check(described, "bits", 4)
+    _check(described, "version", "gemm", "GEMM")
+    _check(described, "zero_point", True)
+    return Scheme("awq", ("qweight",), partial(grouped_weight, axis=1, shifts=(0, 16, 4, 20, 8, 24, 12, 28)))
+
+
+def gptq(described: Described) -> Scheme:
+    """GPTQ: numbers of 4 or 8 bits in words along the inputs; the first version stores zero points less 1."""
+    _check(described, "bits", 4, 8)
+    _check(described, "checkpoint_format", "gptq", "gptq_v2")
+    bits, zero_offset = 8 if described.get("bits") == 8 else 4, int(described.get("checkpoint_format") != "gptq_v2")
+    return Scheme("gptq", ("qweight",), partial(grouped_weight, axis=0, bits=bits, zero_offset=zero_offset))
+
+
+def fp8(described: Described) -> Scheme:
+    """FP8: numbers of float8_e4m3fn with scales of the tensor, of rows or of blocks."""
+    _check(described, "fmt", "e4m3")
+    block = _block_of("weight_block_size", described.get("weight_block_size"))
+    return Scheme("fp8", ("weight_scale", "weight_scale_inv"), partial(scaled_weight, block=block))
+
+
+def compressed_tensors(described: Described) -> Scheme:
+    """compressed-tensors, as LLM Compressor writes them: numbers of 8 bits, and packed integers of 4 or 8 bits."""
+    groups = described.get("config_groups") or {}
+    if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
+        raise ValueError(f"config_groups must be JSON objects, not {groups!r:.100}")
+    formats = [group.get("format") or described.get("format") for group in groups.values()]
+    if unknown := [name for name in formats if name not in COMPRESSED_FORMATS]:
+        raise ValueError(f"format {unknown[0]!r:.100} is not supported; supported: {', '.join(COMPRESSED_FORMATS)}")
+    for name in ("sparsity_config", "transform_config"):
+        inner = described.get(name)
+        if inner and not (isinstance(inner, dict) and inner.get("format") == "dense"):
+            raise ValueError(f"{name} is not supported")
+    weights = [group["weights"] for group in groups.values() if isinstance(group.get("weights"), dict)]
+    for each in weights:
+        _check(each, "num_bits", *((8,) if each.get("type", "int") == "float" else (4, 8)))
+    blocks = {_block_of("block_structure", each["block_structure"]) for each in weights if each.get("block_structure")}
+    if len(blocks) > 1:
+        raise ValueError("config_groups with different block_structures are not supported")
+    read = partial(compressed_weight, block=blocks.pop() if blocks else None)
+    return Scheme("compressed-tensors", ("weight_scale",), read)
+
+
+FORMATS = {"awq": awq, "gptq": gptq, "fp8": fp8, "compressed-tensors": compressed_tensors}  # by `quant_method`
 
 
 def read_scheme(directory: Path) -> Scheme | None:
@@ -26,10 +163,8 @@ def read_scheme(directory: Path) -> Scheme | None:
     """
     hf = read_json(directory / CONFIG, missing_ok=True)
     described = hf.get("quantization_config") or hf.get("compression_config")
-    if not described:
-        return None
     try:
-        return scheme_of(described)
+        return scheme_of(described) if described else None
     except ValueError as error:
         raise ValueError(f"{directory / CONFIG}: quantization_config: {error}") from error
 
@@ -66,3 +201,119 @@ def dequantized(tensors: StoredTensors, scheme: Scheme, expected: Collection[str
             if bias in tensors and bias not in expected and not tensors[bias][:].any():
                 used.add(bias)
     return {name: tensor for name, tensor in tensors.items() if name not in used} | weights
+
+
+def grouped_weight(
+    layer: LayerTensors, *, axis: int, bits: int = 4, shifts: Sequence[int] | None = None, zero_offset: int = 0
+) -> QuantizedWeight:
+    """Return a weight of integers with scales and zero points of groups of inputs.
+
+    Words of 32 bits hold b bits of each number: qweight [in * b / 32, out] (axis 0) or [in, out * b / 32] (axis 1),
+    and qzeros [in / g, out * b / 32]. Scales are [in / g, out]. With axis 0, inputs may be in any order of groups.
+
+    Args:
+        shifts: as in `unpacked`.
+        zero_offset: number to add to zero points.
+    """
+    per_word = 32 // bits
+    qweight, *sizes = layer.matrix("qweight", WORDS)
+    qzeros, *_ = layer.matrix("qzeros", WORDS)
+    scales, groups, _ = layer.matrix("scales", FLOATS)
+    size, out = (per_word * n if i == axis else n for i, n in enumerate(sizes))
+    layer.check_shape("scales", groups, out)
+    layer.check_shape("qzeros", groups, -(-out // per_word))
+    order = layer.group_of_inputs("g_idx", size, groups) if axis == 0 else None
+    columns = size if order else layer.group_size("scales", size, groups)
+    numbers = lambda rows, within: unpacked(qweight, bits, axis, (within, rows), shifts).T
+
+    def grid() -> Grid:
+        zeros = _float32(unpacked(qzeros, bits, 1, ((0, groups), (0, out)), shifts)) + zero_offset
+        return Grid(_float32(scales[:]).T, zeros.T, 1, columns, order() if order else None)
+
+    return QuantizedWeight((out, size), numbers, grid)
+
+
+def scaled_weight(layer: LayerTensors, *, block: Block | None = None) -> QuantizedWeight:
+    """Return a weight [out, in] of numbers of 8 bits, with scales of the tensor, of rows, of groups or of blocks."""
+    weight, out, size = layer.matrix("weight", (FLOAT8, "I8"))
+    name = "weight_scale" if "weight_scale" in layer else "weight_scale_inv"
+    has_zeros = "weight_zero_point" in layer
+    zeros = layer.tensor("weight_zero_point", (FLOAT8, "I8", *FLOATS)) if has_zeros else None
+    grid, is_of_rows = _grid(layer, name, (out, size), block, zeros)
+    dtype = "int8" if weight.get_dtype() == "I8" else "float8_e4m3fn"
+    numbers = lambda rows, columns: weight[slice(*rows), slice(*columns)]
+    return QuantizedWeight((out, size), numbers, grid, dtype if is_of_rows else None)
+
+
+def compressed_weight(layer: LayerTensors, *, block: Block | None = None) -> QuantizedWeight:
+    """Return a weight of 8 bits, or of integers in words along the inputs, with zero points along the outputs."""
+    if "weight_packed" not in layer:
+        return scaled_weight(layer, block=block)
+    packed, out, words = layer.matrix("weight_packed", WORDS)
+    sizes, prefix = layer.tensor("weight_shape", INTEGERS), layer.prefix
+    shape = sizes[()].tolist() if sizes.get_shape() == [2] else []
+    bits = next((b for b in (4, 8) if len(shape) == 2 and shape[0] == out and -(-shape[1] * b // 32) == words), 0)
+    if not bits:
+        raise ValueError(f"model: {prefix}weight_packed has shape {[out, words]}, and {prefix}weight_shape {shape}")
+    middle, zeros = 1 << (bits - 1), None
+    if "weight_zero_point" in layer:
+        points = layer.tensor("weight_zero_point", WORDS)
+        whole = (0, out), (0, points.get_shape()[-1])
+        zeros = DerivedTensor((), "", lambda _: unpacked(points, bits, 0, whole).astype(np.int16) - middle)
+    grid, is_of_rows = _grid(layer, "weight_scale", (out, shape[1]), block, zeros)
+
+    def numbers(rows: Bounds, columns: Bounds) -> np.ndarray:
+        return (unpacked(packed, bits, 1, (rows, columns)).astype(np.int16) - middle).astype(np.int8)
+
+    return QuantizedWeight((out, shape[1]), numbers, grid, "int8" if bits == 8 and is_of_rows else None)
+
+
+def _grid(
+    layer: LayerTensors, name: str, shape: tuple[int, int], block: Block | None, zeros: StoredTensor | None
+) -> tuple[Callable[[], Grid], bool]:
+    """Return a function that reads the scales of a weight, and whether each row has one scale and no zero point."""
+    scales, (out, size) = layer.tensor(name, FLOATS), shape
+    stored = scales.get_shape()
+    if math.prod(stored) == 1:
+        rows, columns, grid_shape = out, size, (1, 1)
+    elif stored[0] == out and len(stored) <= 2 and not (block and len(stored) == 2 and stored[1] > 1):
+        groups = stored[1] if len(stored) == 2 else 1
+        rows, columns, grid_shape = 1, layer.group_size(name, size, groups), (out, groups)
+    elif block:
+        (rows, columns), grid_shape = block, (-(-out // block[0]), -(-size // block[1]))
+        layer.check_shape(name, *grid_shape)
+    else:
+        error = f"{layer.prefix}{name} has shape {stored}, which does not fit a weight of shape {list(shape)}"
+        raise ValueError(f"model: {error}")
+    order = layer.group_of_inputs("weight_g_idx", size, grid_shape[1])
+
+    def read() -> Grid:
+        points = _float32(zeros[()]).reshape(grid_shape) if zeros else None
+        return Grid(_float32(scales[()]).reshape(grid_shape), points, rows, columns, order() if order else None)
+
+    return read, not zeros and not order and grid_shape[1] == 1 and rows in (1, out)
+
+
+def _check(described: Described, name: str, *allowed: object) -> None:
+    """Check that a field has an allowed value; the first of them is its default. Raises ValueError."""
+    value = described.get(name, allowed[0])
+    if type(value) is not type(allowed[0]) or value not in allowed:
+        raise ValueError(f"{name} {value!r:.100} is not supported; supported: {', '.join(map(str, allowed))}")
+
+
+def _block_of(name: str, value: object) -> Block | None:
+    """Return the block in a field, a list or a text like 128x128; None if it is null. Raises ValueError."""
+    if value is None:
+        return None
+    sizes = value.split("x") if isinstance(value, str) else value
+    try:
+        rows, columns = map(int, sizes)  # type: ignore[call-overload]
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{name} must be two numbers, not {value!r:.100}") from error
+    if min(rows, columns) < 1:
+        raise ValueError(f"{name} must be at least 1, not {value!r:.100}")
+    return rows, columns
+
+
+def _float32(array: np.ndarray) -> np.ndarray:
+    return np.asarray(array).astype(np.float32)

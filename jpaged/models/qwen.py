@@ -2,11 +2,9 @@
 
 from dataclasses import replace
 
-from jpaged.models.base import Architecture, LeafPath, LeafSource, Part, same_name
+from jpaged.models.base import LeafPath, LeafSource, Part, same_name
 from jpaged.models.config import ModelConfig
-from jpaged.models.decoder import Decoder
-from jpaged.models.field_types import Hf, require
-from jpaged.models.variation import Experts, Variation, windows_of
+from jpaged.models.variation import Experts, Hf, Variation, require, windows_of
 
 
 class Qwen2Config(ModelConfig):
@@ -83,16 +81,3 @@ def moe_source(path: LeafPath, config: ModelConfig) -> LeafSource:
     block = f"model.layers.{path[1]}.mlp.experts"
     names = [f"{block}.{i}.{path[-1]}.weight" for i in range(config.variation.experts.num_experts)]
     return LeafSource(tuple(map(Part, names)), stacked=True)
-
-
-ARCHITECTURES = (
-    Architecture(
-        Qwen2Config, Decoder, examples=("Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2-0.5B"),
-        features="biases of queries, keys and values; sliding windows",
-    ),
-    Architecture(Qwen3Config, Decoder, examples=("Qwen/Qwen3-8B",), features="norms of heads, sliding windows"),
-    Architecture(
-        Qwen3MoeConfig, Decoder, moe_source, examples=("Qwen/Qwen3-30B-A3B",),
-        features="mixture of experts, also in some layers only; norms of heads",
-    ),
-)  # fmt: skip

@@ -6,17 +6,75 @@ from pathlib import Path
 from typing import Any
 
 from jpaged.checkpoint_files import read_json
-from jpaged.models import gemma, granite, llama, mistral, olmo2, opt, phi3, qwen, smollm3
+from jpaged.models import gemma, llama, opt, qwen
 from jpaged.models.base import Architecture
 from jpaged.models.config import ModelConfig
 from jpaged.models.config_file import CONFIG, GENERATION, read_hf
-from jpaged.models.field_types import Hf
+from jpaged.models.decoder import Decoder
+from jpaged.models.variation import Hf
 
-FAMILIES = (llama, mistral, qwen, gemma, phi3, olmo2, granite, smollm3, opt)
-_ARCHITECTURES: dict[str, Architecture] = {
-    architecture.config.architecture: architecture for family in FAMILIES for architecture in family.ARCHITECTURES
-}
-MULTIMODAL = ("vision_config", "audio_config", "thinker_config")  # fields of configs with several parts
+# In the order of messages and documents.
+_ARCHITECTURES: dict[str, Architecture] = {each.config.architecture: each for each in (
+    Architecture(
+        ModelConfig, llama.Llama,
+        examples=("meta-llama/Llama-3.2-1B-Instruct", "TinyLlama/TinyLlama-1.1B-Chat-v1.0"),
+        features="biases, RoPE scaled by linear, llama3, yarn or longrope",
+    ),
+    Architecture(
+        llama.MistralConfig, Decoder,
+        examples=("mistralai/Mistral-7B-Instruct-v0.3", "mistralai/Mistral-Nemo-Instruct-2407"),
+        features="sliding window",
+    ),
+    Architecture(
+        llama.MixtralConfig, Decoder, llama.mixtral_source, examples=("mistralai/Mixtral-8x7B-Instruct-v0.1",),
+        features="mixture of experts, sliding window",
+    ),
+    Architecture(
+        qwen.Qwen2Config, Decoder, examples=("Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2-0.5B"),
+        features="biases of queries, keys and values; sliding windows",
+    ),
+    Architecture(
+        qwen.Qwen3Config, Decoder, examples=("Qwen/Qwen3-8B",), features="norms of heads, sliding windows",
+    ),
+    Architecture(
+        qwen.Qwen3MoeConfig, Decoder, qwen.moe_source, examples=("Qwen/Qwen3-30B-A3B",),
+        features="mixture of experts, also in some layers only; norms of heads",
+    ),
+    Architecture(
+        gemma.Gemma2Config, Decoder, examples=("google/gemma-2-2b-it", "google/gemma-2-9b-it"),
+        features="windows in every second layer, soft caps of scores and logits",
+    ),
+    Architecture(
+        gemma.Gemma3Config, Decoder, examples=("google/gemma-3-1b-it",),
+        features="windows in most layers, a rotary embedding of their own, norms of heads",
+    ),
+    Architecture(
+        gemma.Gemma3TextPartConfig, Decoder, gemma.text_part_source, gemma.is_derived, gemma.text_part_name,
+        examples=("google/gemma-3-4b-it", "google/gemma-3-27b-it"), features="the text part; no images",
+    ),
+    Architecture(
+        llama.Phi3Config, Decoder, llama.phi3_source,
+        examples=("microsoft/Phi-3.5-mini-instruct", "microsoft/Phi-4-mini-instruct", "microsoft/phi-4"),
+        features="longrope, partial rotary embedding, sliding window",
+    ),
+    Architecture(
+        llama.Olmo2Config, Decoder, examples=("allenai/OLMo-2-1124-7B-Instruct", "allenai/OLMo-2-0425-1B"),
+        features="norms after attention and MLP, norms of all queries and keys",
+    ),
+    Architecture(
+        llama.GraniteConfig, Decoder,
+        examples=("ibm-granite/granite-3.3-2b-instruct", "ibm-granite/granite-3.3-8b-instruct"),
+        features="factors on embeddings, scores, residuals and logits",
+    ),
+    Architecture(
+        llama.SmolLM3Config, Decoder, examples=("HuggingFaceTB/SmolLM3-3B",),
+        features="layers without rotary embedding, sliding windows",
+    ),
+    Architecture(
+        opt.OPTConfig, opt.OPT, opt.source, rename=opt.full_name, examples=("facebook/opt-125m", "facebook/opt-13b"),
+        features="norms before or after attention and MLP, projected embeddings (opt-350m)",
+    ),
+)}  # fmt: skip
 
 
 def architectures() -> Iterator[Architecture]:
@@ -41,10 +99,7 @@ def architecture_of(config: ModelConfig) -> Architecture:
 
 
 def read_config(directory: Path, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
-    """Read the config of a model, by its architecture.
-
-    Args:
-        overrides: as `EngineConfig.hf_overrides`.
+    """Read the config of a model, by its architecture, with the overrides of `EngineConfig.hf_overrides`.
 
     Raises:
         ValueError: the architecture is not registered, or a value is not supported; the message has the file's path.
@@ -70,6 +125,6 @@ def _unsupported(name: str, hf: Hf | None = None) -> str:
     """Return the error of an architecture that is not registered, with the one whose name is most similar."""
     (closest,) = difflib.get_close_matches(name[:200], _ARCHITECTURES, n=1, cutoff=0)
     error = f"architecture {name:.200} is not supported; supported: {', '.join(_ARCHITECTURES)}; closest: {closest}"
-    if any(field in (hf or {}) for field in MULTIMODAL):
+    if any(field in (hf or {}) for field in ("vision_config", "audio_config", "thinker_config")):
         error += "; of multimodal models, only the text part of Gemma 3 is supported"
     return error

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpaged.models.rope_config import RopeConfig
+from jpaged.models.variation import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
@@ -26,10 +26,10 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, fl
     if rope.type == "llama3":
         return _llama3(rope, frequencies), 1.0
     if rope.type == "yarn":
-        return _yarn(rope, frequencies, rotary_dim), _yarn_attention_factor(rope)
+        return _yarn(rope, frequencies, rotary_dim), _attention_factor(rope)
     if rope.type == "longrope":
         factors = np.asarray(rope.long_factor if rope.is_long else rope.short_factor, np.float32)
-        return (1.0 / (factors * wavelengths)).astype(np.float32), _longrope_attention_factor(rope)
+        return (1.0 / (factors * wavelengths)).astype(np.float32), _attention_factor(rope)
     return frequencies, 1.0
 
 
@@ -38,48 +38,31 @@ def _llama3(rope: RopeConfig, frequencies: np.ndarray) -> np.ndarray:
     turns = np.float32(rope.original_max_position_embeddings) * frequencies / np.float32(2 * math.pi)
     keep = (turns - np.float32(rope.low_freq_factor)) / np.float32(rope.high_freq_factor - rope.low_freq_factor)
     keep = np.clip(keep, 0.0, 1.0)
-    scaled: np.ndarray = ((1 - keep) * frequencies / np.float32(rope.factor) + keep * frequencies).astype(np.float32)
-    return scaled
+    return np.asarray((1 - keep) * frequencies / np.float32(rope.factor) + keep * frequencies, np.float32)
 
 
 def _yarn(rope: RopeConfig, frequencies: np.ndarray, head_dim: int) -> np.ndarray:
     """Keep dimensions that turn over `beta_fast` times within the original context; stretch those under `beta_slow`."""
-
-    def dimension(turns: float) -> float:
-        return (
-            head_dim
-            * math.log(rope.original_max_position_embeddings / (turns * 2 * math.pi))
-            / (2 * math.log(rope.theta))
-        )
-
-    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    original, ends = rope.original_max_position_embeddings, (rope.beta_fast, rope.beta_slow)
+    waves = [math.log(original / (turns * 2 * math.pi)) for turns in ends]
+    low, high = (head_dim * wave / (2 * math.log(rope.theta)) for wave in waves)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     span = np.float32(high - low if high != low else 0.001)
     stretch = np.clip((np.arange(head_dim // 2, dtype=np.float32) - np.float32(low)) / span, 0.0, 1.0)
-    scaled: np.ndarray = (stretch * frequencies / np.float32(rope.factor) + (1 - stretch) * frequencies).astype(
-        np.float32
-    )
-    return scaled
+    return np.asarray(stretch * frequencies / np.float32(rope.factor) + (1 - stretch) * frequencies, np.float32)
 
 
-def _yarn_attention_factor(rope: RopeConfig) -> float:
+def _attention_factor(rope: RopeConfig) -> float:
     if rope.attention_factor is not None:
         return rope.attention_factor
-
-    def mscale(weight: float) -> float:
-        return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0
-
+    stretched = math.log(max(rope.factor, 1.0))
+    if rope.type == "longrope":
+        return math.sqrt(1 + stretched / math.log(rope.original_max_position_embeddings))
     if rope.mscale and rope.mscale_all_dim:
-        return mscale(rope.mscale) / mscale(rope.mscale_all_dim)
-    return mscale(1.0)
-
-
-def _longrope_attention_factor(rope: RopeConfig) -> float:
-    if rope.attention_factor is not None:
-        return rope.attention_factor
-    return math.sqrt(1 + math.log(max(rope.factor, 1.0)) / math.log(rope.original_max_position_embeddings))
+        return (0.1 * rope.mscale * stretched + 1.0) / (0.1 * rope.mscale_all_dim * stretched + 1.0)
+    return 0.1 * stretched + 1.0
 
 
 def angles(positions_t: jax.Array, frequencies: np.ndarray, factor: float) -> tuple[jax.Array, jax.Array]:

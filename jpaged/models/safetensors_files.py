@@ -13,7 +13,6 @@ from safetensors import safe_open
 
 from jpaged.checkpoint_files import MAX_INDEX_BYTES, check_file, read_json
 
-SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 FLOAT8 = "F8_E4M3"  # safetensors' name
 FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # safetensors' names of the dtypes of parameters
@@ -58,11 +57,7 @@ class DerivedTensor:
 
 @contextlib.contextmanager
 def open_tensors(directory: Path) -> Iterator[dict[str, StoredTensor]]:
-    """Open the files of a checkpoint, and give its tensors by name.
-
-    Raises:
-        ValueError: a file is missing or broken.
-    """
+    """Open the files of a checkpoint, and give its tensors by name. Raises ValueError if one is missing or broken."""
     with contextlib.ExitStack() as stack:
         tensors: dict[str, StoredTensor] = {}
         files = safetensors_files(directory)
@@ -76,28 +71,35 @@ def open_tensors(directory: Path) -> Iterator[dict[str, StoredTensor]]:
 
 
 def safetensors_files(directory: Path) -> list[Path]:
-    """Return the files of a checkpoint, by its index if it has one.
-
-    Raises:
-        ValueError: a file is missing.
-    """
+    """Return the files of a checkpoint, by its index if it has one. Raises ValueError if one is missing."""
     if (directory / INDEX).exists():
         weight_map = read_json(directory / INDEX, max_bytes=MAX_INDEX_BYTES).get("weight_map", {})
-        if not isinstance(weight_map, dict) or not all(map(_is_file_name, weight_map.values())):
-            raise ValueError(
-                f"model: weight_map of {directory / INDEX} must lead from tensors to names of files beside it"
-            )
+        fits = lambda x: isinstance(x, str) and 0 < len(x) < 256 and x == Path(x).name and "\0" not in x
+        if not isinstance(weight_map, dict) or not all(map(fits, weight_map.values())):
+            where = f"weight_map of {directory / INDEX}"
+            raise ValueError(f"model: {where} must lead from tensors to names of files beside it")
         names = sorted(set(weight_map.values()))
         if missing := [name for name in names if not (directory / name).exists()]:
             raise ValueError(f"model: {directory} lacks {', '.join(missing)}, named in {INDEX}")
         files = [directory / name for name in names]
-    elif (directory / SINGLE).exists():
-        files = [directory / SINGLE]  # further files may hold the same parameters in another form
+    elif (single := directory / "model.safetensors").exists():
+        files = [single]  # further files may hold the same parameters in another form
     else:
         files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"model: {directory} has no safetensors file; {_conversion(directory)}")
-    return files
+    if files:
+        return files
+    # Parameters in PyTorch's format can run code when they are read. The hub's cache keeps a model in
+    # models--org--name/snapshots/COMMIT.
+    cached = next((each.name for each in directory.parents if each.name.startswith("models--")), None)
+    source = "/".join(cached.split("--")[1:]) if cached else str(directory)
+    target = (cached.split("--")[-1] if cached else source) + "-safetensors"
+    load, save = f"from_pretrained({source!r}", f"save_pretrained({target!r})"
+    program = f"M.{load}, dtype='auto').{save}; T.{load}).{save}"
+    raise ValueError(
+        f"model: {directory} has no safetensors file; parameters in PyTorch's format (*.bin, *.pth) are not read; "
+        "convert them where torch and transformers are installed: python -c "
+        f'"from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; {program}"'
+    )
 
 
 def float8_tensors(file: Path) -> dict[str, DerivedTensor]:
@@ -117,25 +119,6 @@ def float8_tensors(file: Path) -> dict[str, DerivedTensor]:
 
     entries = {name: entry for name, entry in header.items() if entry.get("dtype") == FLOAT8}
     return {name: tensor(entry["shape"], entry["data_offsets"]) for name, entry in entries.items()}
-
-
-def _conversion(directory: Path) -> str:
-    """Return the command that converts parameters in PyTorch's format, which can run code when they are read."""
-    # The hub's cache keeps a model in models--org--name/snapshots/COMMIT.
-    cached = next((each.name for each in directory.parents if each.name.startswith("models--")), None)
-    source = "/".join(cached.split("--")[1:]) if cached else str(directory)
-    target = (cached.split("--")[-1] if cached else source) + "-safetensors"
-    load = f"from_pretrained({source!r}"
-    save = f"save_pretrained({target!r})"
-    program = f"M.{load}, dtype='auto').{save}; T.{load}).{save}"
-    return (
-        "parameters in PyTorch's format (*.bin, *.pth) are not read; convert them where torch and transformers are "
-        f'installed: python -c "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; {program}"'
-    )
-
-
-def _is_file_name(name: Any) -> bool:
-    return isinstance(name, str) and 0 < len(name) < 256 and name == Path(name).name and "\0" not in name
 
 
 def _open(file: Path) -> Any:

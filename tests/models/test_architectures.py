@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from jpaged.config import Limits
 from jpaged.models import registry
 from jpaged.models.checkpoint import Form, abstract_model, load_safetensors, save_safetensors, tensors_of
-from jpaged.models.rope_config import RopeConfig
+from jpaged.models.variation import RopeConfig
 from jpaged.rl.causal import logits as causal_logits
 from jpaged.runtime.batch import Bucket, Buckets
 from jpaged.runtime.placement import AXES, Placement

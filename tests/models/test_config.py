@@ -10,7 +10,7 @@ from jpaged.config import EngineConfig
 from jpaged.models.config import ModelConfig
 from jpaged.models.config_file import sampling_defaults
 from jpaged.models.registry import read_config
-from jpaged.models.rope_config import RopeConfig
+from jpaged.models.variation import RopeConfig
 from tests.support.architectures import CASES
 from tests.support.checkpoints import BASE, LLAMA3
 

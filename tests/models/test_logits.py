@@ -12,7 +12,7 @@ from flax import nnx
 from jpaged.config import Limits
 from jpaged.models.checkpoint import Form, load_safetensors
 from jpaged.models.registry import read_config
-from jpaged.models.rope_config import RopeConfig
+from jpaged.models.variation import RopeConfig
 from jpaged.runtime.batch import Buckets
 from pallas_kernels import rotate
 from tests.models.logits_runner import LogitsRunner, generate

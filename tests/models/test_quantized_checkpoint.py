@@ -14,8 +14,7 @@ from jpaged.config import QUANTIZED_CHECKPOINTS, EngineConfig
 from jpaged.convert import convert
 from jpaged.models import quantized_weight
 from jpaged.models.checkpoint import Form, load_safetensors, on_one_device
-from jpaged.models.quantized_checkpoint import dequantized, read_scheme, scheme_of
-from jpaged.models.quantized_formats import FORMATS
+from jpaged.models.quantized_checkpoint import FORMATS, dequantized, read_scheme, scheme_of
 from jpaged.models.quantized_weight import QuantizedWeight
 from jpaged.models.registry import read_config
 from jpaged.models.safetensors_files import DerivedTensor, float8_tensors

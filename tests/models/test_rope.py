@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jpaged.models.rope import angles, inverse_frequencies
-from jpaged.models.rope_config import RopeConfig
+from jpaged.models.variation import RopeConfig
 
 HEAD_DIM = 32
 

@@ -6,7 +6,7 @@ import pytest
 
 from jpaged.config import CPU, GPU, EngineConfig, Limits
 from jpaged.models.config import ModelConfig
-from jpaged.models.rope_config import RopeConfig
+from jpaged.models.variation import RopeConfig
 from jpaged.setting import settings
 from jpaged.start.resolve import Device, Resolved, resolve
 

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 import jax
 
 from jpaged.core.plan import StepPlan
-from jpaged.runtime.arrays import padded, usable
 from jpaged.runtime.kv_cache import KVCache, Pool
-from jpaged.runtime.placement import Placement
+from jpaged.runtime.placement import Placement, padded, usable
 from jpaged.runtime.swap import TRANSFERS, HostBlocks
 
 

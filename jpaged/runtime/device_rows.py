@@ -1,14 +1,14 @@
 """Rows of running sequences, on the host and on the device."""
 
 from collections.abc import Sequence
+from typing import cast
 
 import jax
 import numpy as np
 
 from jpaged.core.params import SamplingParams
 from jpaged.core.plan import Admitted, StepPlan
-from jpaged.runtime.arrays import padded, usable
-from jpaged.runtime.placement import Placement
+from jpaged.runtime.placement import Placement, padded, usable
 from jpaged.runtime.row_table import RowTable
 from jpaged.runtime.sampling_state import SamplingState, copy_rows, empty_state, host_row, write_row
 
@@ -70,5 +70,4 @@ class DeviceRows:
         return empty_state(len(self.table.tokens), self._vocab_size, self._placement.whole)
 
     def _no_tokens(self) -> jax.Array:
-        tokens_r: jax.Array = self._placement.put(np.zeros(len(self.table.tokens), np.int32))
-        return tokens_r
+        return cast(jax.Array, self._placement.put(np.zeros(len(self.table.tokens), np.int32)))

@@ -16,8 +16,6 @@ from jpaged.runtime.batch import Batch
 from pallas_kernels import Kernels
 
 Pool = list[jax.Array]  # [k of layer 0, v of layer 0, k of layer 1, ...], each [P, K, B, H]
-QKV = tuple[jax.Array, jax.Array, jax.Array]  # [T, N, H], [T, K, H], [T, K, H]
-Angles = tuple[jax.Array | None, jax.Array | None]  # cos and sin [T, H/2] that rotate queries and keys, or None
 
 
 @dataclass(frozen=True)
@@ -85,13 +83,16 @@ class KVCache:
         return [jnp.zeros(shape, self.dtype, device=sharding) for _ in range(2 * self.num_layers)]
 
     def attend(
-        self, pool: Pool, layer: int, spec: AttentionSpec, batch: Batch, decode: bool, qkv: QKV, angles: Angles
-    ) -> jax.Array:
+        self, pool: Pool, layer: int, spec: AttentionSpec, batch: Batch, decode: bool,
+        qkv: tuple[jax.Array, ...], angles: tuple[jax.Array | None, ...],
+    ) -> jax.Array:  # fmt: skip
         """Write a layer's keys and values, and return the attention [T, N, H] of its queries.
 
         Args:
             pool: its arrays of this layer are replaced.
             decode: every sequence has one query, a decode token, and query s belongs to sequence s.
+            qkv: [T, N, H], [T, K, H], [T, K, H].
+            angles: cos and sin [T, H/2] that rotate queries and keys, or None.
         """
         (q_tnh, k_tkh, v_tkh), (cos, sin), at = qkv, angles, slice(2 * layer, 2 * layer + 2)
         one_k = jnp.ones(self.num_kv_heads, jnp.float32)

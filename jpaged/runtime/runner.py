@@ -14,7 +14,7 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.outputs import Outputs, outputs_of
 from jpaged.models.quantized import is_quantized
 from jpaged.progress import track
-from jpaged.runtime.batch import Bucket, Buckets, ladder, make_batch
+from jpaged.runtime.batch import Bucket, Buckets, Shapes, ladder, make_batch
 from jpaged.runtime.block_store import BlockStore
 from jpaged.runtime.compilation_cache import compilation_cache
 from jpaged.runtime.device_rows import DeviceRows
@@ -24,7 +24,6 @@ from jpaged.runtime.pending import PendingStep
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.row_table import RowTable
 from jpaged.runtime.sampling_settings import Settings
-from jpaged.runtime.shapes import Shapes
 from jpaged.runtime.step import Computed, Step
 from jpaged.runtime.tensor_parallel import divide_kernels
 from pallas_kernels import Kernels

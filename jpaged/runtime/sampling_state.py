@@ -72,8 +72,7 @@ def copy_rows(state: SamplingState, sources_c: jax.Array, destinations_c: jax.Ar
         values_cv = jax.lax.optimization_barrier(array[jnp.maximum(sources_c, 0)])
         return array.at[at_c].set(values_cv, mode="drop")
 
-    copied: SamplingState = jax.tree.map(copy, state)
-    return copied
+    return SamplingState(*map(copy, state))
 
 
 def count_tokens(state: SamplingState, rows_s: jax.Array, tokens_s: jax.Array) -> SamplingState:

@@ -1,14 +1,14 @@
 """KV blocks in the host's memory, and their transfers in both directions, many blocks in one transfer."""
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from jpaged.runtime.arrays import padded
 from jpaged.runtime.kv_cache import gather, scatter
-from jpaged.runtime.placement import Placement
+from jpaged.runtime.placement import Placement, padded
 
 # Numbers of blocks in one transfer. Other numbers are padded, because each shape needs an executable.
 TRANSFERS = (4, 16, 64)
@@ -44,7 +44,7 @@ class HostBlocks:
         Args:
             pairs: (block of the pool, block of the host).
         """
-        for part in _transfers(pairs):
+        for part in itertools.batched(pairs, TRANSFERS[-1]):
             sources, _ = padded(part, TRANSFERS)  # of the padding, any block is read
             blocks = self._gather(pool, self._placement.put(sources))
             chunk = _Chunk(jax.device_put(blocks, self._host), [host for _, host in part])
@@ -79,7 +79,3 @@ class HostBlocks:
         if block_id in self._chunks:
             for other in self._chunks[block_id].block_ids:
                 del self._chunks[other]
-
-
-def _transfers(pairs: Pairs) -> Iterator[Pairs]:
-    return (pairs[i : i + TRANSFERS[-1]] for i in range(0, len(pairs), TRANSFERS[-1]))

@@ -25,15 +25,10 @@ ANCHOR = "\U0010fffd"
 
 
 class Template(NamedTuple):
-    """Chat template.
+    """Chat template."""
 
-    Attributes:
-        source: in Jinja.
-        variables: the names and texts of the tokenizer's special tokens.
-    """
-
-    source: str
-    variables: Mapping[str, str]
+    source: str  # in Jinja
+    variables: Mapping[str, str]  # the names and texts of the tokenizer's special tokens
 
 
 def template_of(tokenizer: Any, source: str | None = None, *, with_tools: bool = False) -> Template:
@@ -155,10 +150,7 @@ def _left_out(messages: Sequence[Message], text: str, again: Callable[[Sequence[
     """Return the index of the first message whose text a prompt lacks; None if it has all texts.
 
     Messages of the assistant are not checked: templates may drop parts of them, such as earlier reasoning. White space
-    may differ, and text may be escaped as in JSON.
-
-    Args:
-        again: renders other messages.
+    may differ, and text may be escaped as in JSON. `again` renders other messages.
     """
     prompt, at, short = _squeezed(text), 0, []
     for index, message in enumerate(messages):

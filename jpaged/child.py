@@ -112,8 +112,7 @@ class Children:
     """Processes of one module, one for each question that is asked at the same time. They end with this object.
 
     Args:
-        module: as in `Child`.
-        setup: as in `Child`, as a JSON value.
+        module, setup: as in `Child`; the setup is a JSON value.
     """
 
     def __init__(self, module: str, setup: object):

@@ -19,15 +19,11 @@ CPU_LONG_BLOCK_SIZE, CPU_LONG = 64, 2048
 
 
 class PlatformDefaults(NamedTuple):
-    """Defaults that depend on the platform of the device.
-
-    Attributes:
-        max_chunk_cost: maximum cost of a step with a chunk of a prompt, in decode steps, both on empty contexts.
-    """
+    """Defaults that depend on the platform of the device."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
-    max_chunk_cost: float
+    max_chunk_cost: float  # of a step with a chunk of a prompt, in decode steps, both on empty contexts
 
 
 # A CPU computes 256 tokens about as efficiently as more, and decodes wait for a step with a prompt in it. It computes a

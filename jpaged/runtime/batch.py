@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -143,13 +143,9 @@ class Shapes:
     """
 
     def __init__(
-        self,
-        buckets: Buckets,
-        table_width: int,
-        vocab_size: int,
-        placement: Placement,
+        self, buckets: Buckets, table_width: int, vocab_size: int, placement: Placement,
         make_work: MakeWork = lambda *_: (),
-    ):
+    ):  # fmt: skip
         self.buckets, self._placement = buckets, placement
         self._table_width, self._num_words, self._make_work = table_width, -(-vocab_size // 32), make_work
         self.layouts: dict[Bucket, Layout] = {}
@@ -167,8 +163,7 @@ class Shapes:
 
     def padding(self, bucket: Bucket) -> jax.Array:
         """Return the buffer of a batch of padding only."""
-        buffer: jax.Array = self._placement.put(self.layouts[bucket].empty()[0])
-        return buffer
+        return cast(jax.Array, self._placement.put(self.layouts[bucket].empty()[0]))
 
 
 def make_batch(plan: StepPlan, rows: RowTable, buckets: Buckets, layouts: dict[Bucket, Layout]) -> "Made":
@@ -216,8 +211,7 @@ def _fill_samples(
 ) -> tuple[np.ndarray, np.ndarray, Settings]:
     """Write the samples of a batch whose lengths are in place, and return the last three values of `Made`.
 
-    Args:
-        row_n, samples_n: the row and the number of samples of each sequence.
+    `row_n` and `samples_n` are the row and the number of samples of each sequence.
     """
     sequence_s = np.repeat(np.arange(len(row_n)), samples_n)
     row_s, num_samples = row_n[sequence_s], len(sequence_s)

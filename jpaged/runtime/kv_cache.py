@@ -46,11 +46,7 @@ class KVCache:
         cls, model: ModelConfig, block_size: int, dtype: str, kernels: Kernels,
         specs: Iterable[AttentionSpec] = (), *, attention_dtype: str | None = None,
     ) -> "KVCache":  # fmt: skip
-        """Return the layout for a model, with the head dim that the kernels take.
-
-        Args:
-            specs: the model's, for the lists of work of the layers' windows.
-        """
+        """Return the layout for a model, with the head dim that the kernels take, and the windows of its `specs`."""
         layers, heads = model.num_hidden_layers, model.num_key_value_heads
         windows = tuple(dict.fromkeys(spec.window for spec in specs))
         return cls(layers, heads, block_size, kernels.head_dim, dtype, kernels, windows, attention_dtype)
@@ -79,8 +75,7 @@ class KVCache:
 
         It is not left uninitialised because an attention kernel may load a block's unwritten rows, and 0 * NaN is NaN.
         """
-        shape = self.shape(num_blocks)
-        return [jnp.zeros(shape, self.dtype, device=sharding) for _ in range(2 * self.num_layers)]
+        return [jnp.zeros(self.shape(num_blocks), self.dtype, device=sharding) for _ in range(2 * self.num_layers)]
 
     def attend(
         self, pool: Pool, layer: int, spec: AttentionSpec, batch: Batch, decode: bool,

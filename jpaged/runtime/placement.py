@@ -39,11 +39,7 @@ class Placement:
 
     @classmethod
     def on(cls, devices: Sequence[jax.Device], model: ModelConfig) -> Self:
-        """Return the placement of a model on devices.
-
-        Raises:
-            ValueError: this number of devices can't share the model; the message has the sizes.
-        """
+        """Return the placement of a model on devices; errors are those of `mesh_shape`."""
         grid = np.asarray(devices).reshape(mesh_shape(model, len(devices)))
         mesh = Mesh(grid, ALL, axis_types=(AxisType.Auto,) * 2)
         return cls(mesh, mesh.size > 1 and model.vocab_size % mesh.size == 0)
@@ -131,8 +127,7 @@ def shard(model: Model, devices: Sequence[jax.Device]) -> Model:
         (path, leaf.replace(jax.device_put(leaf.get_value(), placement.of(leaf))))
         for path, leaf in nnx.to_flat_state(state)
     ]
-    sharded: Model = nnx.merge(graphdef, nnx.from_flat_state(leaves))
-    return sharded
+    return nnx.merge(graphdef, nnx.from_flat_state(leaves))
 
 
 def padded(pairs: Sequence[tuple[int, int]], sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:

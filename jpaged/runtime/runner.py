@@ -206,8 +206,7 @@ class ModelRunner:
     def compile(self, buckets: Sequence[Bucket], *, progress: bool) -> None:
         """Compile shapes of steps, or load them from jax's cache on disk, by running them on padding.
 
-        Args:
-            progress: show a progress bar on stderr instead of lines in the log.
+        `progress`: show a progress bar on stderr instead of lines in the log.
         """
         logger.info("compiling %d shapes of a step, or loading them", len(buckets))
         for bucket in track(buckets, len(buckets), "compiled", "shape", bar=progress):
@@ -224,11 +223,7 @@ class ModelRunner:
 
 
 def _outputs(tree: ParamTree, config: ModelConfig, dtype: str | None) -> Outputs:
-    """Return what a module computes.
-
-    Raises:
-        ValueError: it does not compute what its config says, or attention in another dtype than `dtype`.
-    """
+    """Return what a module computes; a ValueError if that is not what its config and `dtype` say."""
     outputs = outputs_of(tree.merge, [*tree.expected.values(), *tree.carried.values()], config)
     if dtype not in (None, outputs.attention_dtype):
         raise ValueError(

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jpaged.runtime.device_rows import SamplingState, count_tokens
 from jpaged.runtime.sampling_row import Sampling
 from jpaged.runtime.sampling_settings import Settings
-from jpaged.runtime.sampling_state import SamplingState, count_tokens
 
 # Shorter lists are found in less time: 20 is the most logprobs, 72 the widest beam search with 8 ending tokens.
 SHORT_LISTS = (20, 72, 128)
@@ -161,8 +161,7 @@ def token_logprobs(
     x_ntd = jnp.pad(x_td, ((0, padding), (0, 0))).reshape(-1, tile, width)
     targets_nt = jnp.pad(targets_t, (0, padding), constant_values=-1).reshape(-1, tile)
     tiles = lax.map(lambda xs: lax.cond(jnp.any(xs[1] >= 0), compute, skip, *xs), (x_ntd, targets_nt))
-    sampled: Sampled = jax.tree.map(lambda y: y.reshape(num_tokens + padding, *y.shape[2:])[:num_tokens], tiles)
-    return sampled
+    return cast(Sampled, jax.tree.map(lambda y: y.reshape(num_tokens + padding, *y.shape[2:])[:num_tokens], tiles))
 
 
 def _argmax(x_sv: jax.Array) -> jax.Array:
@@ -215,8 +214,7 @@ def _cooled(x_sv: jax.Array, temperature_s: jax.Array) -> jax.Array:
 def _draw(x_sv: jax.Array, sampling: Sampling, settings: Settings = Settings.ANY) -> jax.Array:
     """Return tokens [S] int32 drawn from softmax(x / temperature) of the tokens that the filters keep.
 
-    Args:
-        settings: DRAWN: no row has filters; FILTERED: some row has filters; ANY: the device finds out.
+    DRAWN: no row has filters; FILTERED: some row has filters; ANY: the device finds out.
     """
     x_sv = _cooled(x_sv, sampling.temperature)
     if settings is Settings.DRAWN:
@@ -280,10 +278,7 @@ def _gumbel(seeds_s2: jax.Array, positions_s: jax.Array, tokens_sk: jax.Array) -
 def _threshold_of_list(x_sv: jax.Array, x_sk: jax.Array, sampling: Sampling) -> jax.Array:
     """Return the least value [S, 1] of a token that min-p, then top-k, then top-p keep, as far as a list can tell.
 
-    It is too low only if it keeps the list's last token.
-
-    Args:
-        x_sk: the best of `x_sv`, best first.
+    The list `x_sk` is the best of `x_sv`, best first. The value is too low only if it keeps the list's last token.
     """
     size, best_s1, top_p_s = x_sk.shape[1], x_sk[:, :1], sampling.top_p
     top_k_s = jnp.where(sampling.top_k < x_sv.shape[1], sampling.top_k, 0)

@@ -15,12 +15,12 @@ from jpaged.core.params import MAX_TOP
 from jpaged.models.base import Model
 from jpaged.models.layers import multiplying
 from jpaged.runtime.batch import Batch, Bucket, Layout
+from jpaged.runtime.device_rows import SamplingState
 from jpaged.runtime.kv_cache import KVCache, Pool
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.sampler import Sampled, SampleOptions, token_logprobs
 from jpaged.runtime.sampling_row import COLUMNS, Sampling
 from jpaged.runtime.sampling_settings import Settings
-from jpaged.runtime.sampling_state import SamplingState
 from jpaged.runtime.tensor_parallel import sample_divided, whole_logits
 from pallas_kernels.dispatch import RowProduct
 
@@ -45,8 +45,7 @@ def forward(
     def attend(layer: int, q_tnh: jax.Array, k_tkh: jax.Array, v_tkh: jax.Array, *angles: Any) -> jax.Array:
         nonlocal wanted_t
         dtype = jnp.result_type(q_tnh, k_tkh, v_tkh)
-        q_tnh, k_tkh, v_tkh = (x.astype(cache.attention_dtype or x.dtype) for x in (q_tnh, k_tkh, v_tkh))
-        qkv = q_tnh, k_tkh, v_tkh
+        qkv = tuple(x.astype(cache.attention_dtype or x.dtype) for x in (q_tnh, k_tkh, v_tkh))
         o_tnh = cache.attend(pool, layer, specs[layer], batch, decode, qkv, angles).astype(dtype)
         if layer == len(specs) - 1 and not decode:
             sampled_t = jnp.zeros_like(wanted_t).at[batch.sampled_from].set(True)
@@ -146,8 +145,7 @@ class Step:
         return used if used in self.settings else Settings.ANY
 
     def _merged(self, params: list[jax.Array]) -> Model:
-        model: Model = nnx.merge(self.graphdef, *jax.tree.unflatten(self.treedef, params))
-        return model
+        return nnx.merge(self.graphdef, *jax.tree.unflatten(self.treedef, params))
 
     def _multiply_all(self, x_ti: jax.Array, weight_oi: jax.Array) -> jax.Array | None:
         return self.multiply(x_ti, weight_oi, None) if self.multiply else None
@@ -184,12 +182,7 @@ class Step:
 
 
 def sampling_of(rows_sf: jax.Array, allowed_bits: jax.Array) -> Sampling:
-    """Return the sampling settings of samples.
-
-    Args:
-        rows_sf: int32, the words of sampling rows.
-        allowed_bits: [S, ceil(V / 32)] uint32.
-    """
+    """Return the sampling settings of samples; `rows_sf` int32: the words of their rows, `allowed_bits` uint32."""
     settings, start = {}, 0
     for name, column in COLUMNS.items():
         end = start + math.prod(column.shape)

@@ -39,11 +39,7 @@ class HostBlocks:
         self._chunks: dict[int, _Chunk] = {}
 
     def swap_out(self, pool: list[jax.Array], pairs: Pairs) -> None:
-        """Copy a request's blocks to the host.
-
-        Args:
-            pairs: (block of the pool, block of the host).
-        """
+        """Copy a request's blocks to the host; `pairs` are (block of the pool, block of the host)."""
         for part in itertools.batched(pairs, TRANSFERS[-1]):
             sources, _ = padded(part, TRANSFERS)  # of the padding, any block is read
             blocks = self._gather(pool, self._placement.put(sources))
@@ -55,8 +51,7 @@ class HostBlocks:
     def swap_in(self, pool: list[jax.Array], pairs: Pairs) -> list[jax.Array]:
         """Copy blocks from the host, which then drops them, into the donated pool, and return the pool.
 
-        Args:
-            pairs: (block of the host, block of the pool).
+        `pairs` are (block of the host, block of the pool).
         """
         wanted = dict(pairs)
         while wanted:

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jpaged.runtime.device_rows import SamplingState
 from jpaged.runtime.placement import ALL, KV, Placement
 from jpaged.runtime.sampler import Sampled, SampleOptions, count, sample
 from jpaged.runtime.sampling_row import Sampling
 from jpaged.runtime.sampling_settings import Settings
-from jpaged.runtime.sampling_state import SamplingState
 from pallas_kernels import Kernels
 from pallas_kernels.ops import Implementation
 from pallas_kernels.options import Contexts, OutputAndLse, WriteOptions

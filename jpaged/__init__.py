@@ -16,50 +16,33 @@ if TYPE_CHECKING:
     from jpaged.runtime.placement import shard
     from jpaged.start.load import load
 
-_HOME = {
-    "LLM": "jpaged.llm",
-    "AsyncEngine": "jpaged.engine.async_engine",
-    "Engine": "jpaged.engine.engine",
-    "Llama": "jpaged.models.llama",
-    "EngineConfig": "jpaged.config",
-    "ModelConfig": "jpaged.models.config",
-    "BeamSearchParams": "jpaged.core.params",
-    "InvalidParameter": "jpaged.core.params",
-    "SamplingParams": "jpaged.core.params",
-    "StructuredOutputsParams": "jpaged.core.params",
-    "RequestMetrics": "jpaged.core.request",
-    "RequestOutput": "jpaged.core.request",
-    "CompletionOutput": "jpaged.core.request",
-    "load": "jpaged.start.load",
-    "quantize": "jpaged.models.quantized",
-    "shard": "jpaged.runtime.placement",
+_HOMES = {
+    "config": ("EngineConfig",),
+    "core.params": ("BeamSearchParams", "InvalidParameter", "SamplingParams", "StructuredOutputsParams"),
+    "core.request": ("CompletionOutput", "RequestMetrics", "RequestOutput"),
+    "engine.async_engine": ("AsyncEngine",),
+    "engine.engine": ("Engine",),
+    "llm": ("LLM",),
+    "models.config": ("ModelConfig",),
+    "models.llama": ("Llama",),
+    "models.quantized": ("quantize",),
+    "runtime.placement": ("shard",),
+    "start.load": ("load",),
 }
 __all__ = [
-    "LLM",
-    "AsyncEngine",
-    "BeamSearchParams",
-    "CompletionOutput",
-    "Engine",
-    "EngineConfig",
-    "InvalidParameter",
-    "Llama",
-    "ModelConfig",
-    "RequestMetrics",
-    "RequestOutput",
-    "SamplingParams",
-    "StructuredOutputsParams",
-    "load",
-    "quantize",
+    "LLM", "AsyncEngine", "BeamSearchParams", "CompletionOutput", "Engine", "EngineConfig", "InvalidParameter", "Llama",
+    "ModelConfig", "RequestMetrics", "RequestOutput", "SamplingParams", "StructuredOutputsParams", "load", "quantize",
     "shard",
-]
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> object:
     if name == "__version__":
         return import_module("importlib.metadata").version("jpaged")
-    if name not in _HOME:
-        raise AttributeError(f"module 'jpaged' has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"jpaged.{module}"), name)
+    raise AttributeError(f"module 'jpaged' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -25,15 +25,10 @@ ANCHOR = "\U0010fffd"
 
 
 class Template(NamedTuple):
-    """Chat template.
+    """Chat template."""
 
-    Attributes:
-        source: in Jinja.
-        variables: the names and texts of the tokenizer's special tokens.
-    """
-
-    source: str
-    variables: Mapping[str, str]
+    source: str  # in Jinja
+    variables: Mapping[str, str]  # the names and texts of the tokenizer's special tokens
 
 
 def template_of(tokenizer: Any, source: str | None = None, *, with_tools: bool = False) -> Template:
@@ -121,9 +116,12 @@ def _attempt(
     source: str, messages: Sequence[Message], options: Mapping[str, Any], form: Callable[[str], Any]
 ) -> tuple[str, str | None]:
     """Return the text of a conversation whose contents have a form, and its fault; None if it has none."""
+    from transformers.utils.chat_template_utils import render_jinja_template
 
     def run(messages: Sequence[Message]) -> str:
-        return _run(source, [{**message, "content": form(message["content"])} for message in messages], options)
+        talk = [{**message, "content": form(message["content"])} for message in messages]
+        texts, _ = render_jinja_template(conversations=[talk], chat_template=source, **options)
+        return str(texts[0])
 
     try:
         text = run(messages)
@@ -140,14 +138,6 @@ def _attempt(
     return text, None
 
 
-def _run(source: str, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    texts, _ = render_jinja_template(conversations=[messages], chat_template=source, **options)
-    text: str = texts[0]
-    return text
-
-
 def _as_text(content: str) -> str:
     return content
 
@@ -160,10 +150,7 @@ def _left_out(messages: Sequence[Message], text: str, again: Callable[[Sequence[
     """Return the index of the first message whose text a prompt lacks; None if it has all texts.
 
     Messages of the assistant are not checked: templates may drop parts of them, such as earlier reasoning. White space
-    may differ, and text may be escaped as in JSON.
-
-    Args:
-        again: renders other messages.
+    may differ, and text may be escaped as in JSON. `again` renders other messages.
     """
     prompt, at, short = _squeezed(text), 0, []
     for index, message in enumerate(messages):
@@ -204,10 +191,8 @@ class Encoder:
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = backend(tokenizer)
-        added = self._tokenizer.get_added_tokens_decoder()
-        self._added = frozenset(added)
-        special = [token for token in added.values() if token.special]
-        self._special_ids = frozenset(token for token, text in added.items() if text.special)
+        self._added = self._tokenizer.get_added_tokens_decoder()
+        special = [token for token in self._added.values() if token.special]
         self._pattern = re.compile("|".join(re.escape(token.content) for token in special)) if special else None
         self._normalizes = self._tokenizer.normalizer is not None and any(token.normalized for token in special)
 
@@ -253,12 +238,8 @@ class Encoder:
             if token >= 0 and token not in self._added:
                 run.append(token)
                 continue
-            piece = text[begin:start]
-            tokens += (
-                self._plain_tokens(stands.sub(lambda m: stand_ins[m[0]], piece), begin > 0)
-                if stands.search(piece)
-                else run
-            )
+            piece, count = stands.subn(lambda m: stand_ins[m[0]], text[begin:start])
+            tokens += self._plain_tokens(piece, begin > 0) if count else run
             tokens += [token] if token >= 0 else []
             begin, run = end, []
         return tokens
@@ -267,7 +248,7 @@ class Encoder:
         """Return the tokens of a piece of text without any special token."""
         encoding = self._plain.encode(ANCHOR * is_inside + text, add_special_tokens=False)
         tokens: list[int] = encoding.ids[is_inside:]
-        if self._special_ids.intersection(tokens):
+        if any(token in self._added and self._added[token].special for token in tokens):
             raise ValueError("the tokenizer can't encode the text of a special token as plain text")
         return tokens
 

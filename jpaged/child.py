@@ -18,7 +18,6 @@ from typing import Any
 START_TIMEOUT_S = 60.0
 # A question that takes longer than this runs at the lowest priority. Most questions take a millisecond.
 RENICE_AFTER_S = 0.1
-LOWEST_PRIORITY = 19
 CHUNK_BYTES = 64 * 2**10
 
 
@@ -46,7 +45,7 @@ class Child:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         weakref.finalize(self, _end, process)
-        self._process = process
+        self.process = process
         assert process.stdin is not None and process.stdout is not None
         self._input, self._output = process.stdin.fileno(), process.stdout.fileno()
         os.set_blocking(self._input, False)
@@ -66,15 +65,6 @@ class Child:
             self._setup = None
         return self._exchange(question.encode() + b"\n", timeout_s, renice_after_s=RENICE_AFTER_S)
 
-    def kill(self) -> None:
-        """Kill the process, without waiting for its end."""
-        self._process.kill()
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the process has ended."""
-        return self._process.poll() is not None
-
     def _exchange(self, data: bytes, timeout_s: float, renice_after_s: float = START_TIMEOUT_S) -> str:
         """Write to the process, and return the line that it answers."""
         begin = time.monotonic()
@@ -86,7 +76,7 @@ class Child:
                 raise TimeoutError
             if not is_late and now >= renice_at:
                 is_late = True
-                self._set_priority(LOWEST_PRIORITY)
+                self._set_priority(19)  # the lowest
             until = deadline if is_late else min(deadline, renice_at)
             poll = select.poll()
             poll.register(self._output, select.POLLIN)
@@ -97,8 +87,7 @@ class Child:
                 if self._input in ready:
                     to_write = to_write[os.write(self._input, to_write[:CHUNK_BYTES]) :]
                 if self._output in ready:
-                    chunk = os.read(self._output, CHUNK_BYTES)
-                    if not chunk:
+                    if not (chunk := os.read(self._output, CHUNK_BYTES)):
                         raise _Ended
                     answer += chunk
             except BrokenPipeError:
@@ -109,8 +98,8 @@ class Child:
 
     def _set_priority(self, priority: int) -> None:
         with contextlib.suppress(OSError):  # restoring a priority needs a privilege
-            threads = f"/proc/{self._process.pid}/task"
-            for thread in os.listdir(threads) if os.path.isdir(threads) else [self._process.pid]:
+            threads = f"/proc/{self.process.pid}/task"
+            for thread in os.listdir(threads) if os.path.isdir(threads) else [self.process.pid]:
                 os.setpriority(os.PRIO_PROCESS, int(thread), priority)
 
 
@@ -123,8 +112,7 @@ class Children:
     """Processes of one module, one for each question that is asked at the same time. They end with this object.
 
     Args:
-        module: as in `Child`.
-        setup: as in `Child`, as a JSON value.
+        module, setup: as in `Child`; the setup is a JSON value.
     """
 
     def __init__(self, module: str, setup: object):
@@ -149,13 +137,13 @@ class Children:
         for _ in range(2):
             with self._lock:
                 child = self._idle.pop() if self._idle else Child(self._module, self._setup)
-                self._killed = [each for each in self._killed if not each.has_ended]
+                self._killed = [each for each in self._killed if each.process.poll() is None]
             try:
                 answer = child.ask(question, timeout_s)
             except _Ended:
                 continue
             except TimeoutError:
-                child.kill()
+                child.process.kill()
                 with self._lock:
                     self._killed.append(child)
                 break

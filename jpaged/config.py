@@ -2,16 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from jpaged.setting import check, documentation, setting
 
 DTYPES = ("float32", "bfloat16", "float16")
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
-LOAD_FORMATS = ("auto", "safetensors", "orbax", "dummy")
-SCHEDULING_POLICIES = ("fcfs", "priority")
-LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
-PREEMPTION_MODES = ("auto", "recompute", "swap")
 KV_CACHE_DTYPES = {"auto": None, "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
 QUANTIZATIONS = {"int8": "int8", "fp8": "float8_e4m3fn"}  # dtypes of the weights of linear layers
 QUANTIZED_CHECKPOINTS = ("awq", "gptq", "fp8", "compressed-tensors")  # as config.json names their methods
@@ -22,15 +19,11 @@ CPU_LONG_BLOCK_SIZE, CPU_LONG = 64, 2048
 
 
 class PlatformDefaults(NamedTuple):
-    """Defaults that depend on the platform of the device.
-
-    Attributes:
-        max_chunk_cost: maximum cost of a step with a chunk of a prompt, in decode steps, both on empty contexts.
-    """
+    """Defaults that depend on the platform of the device."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
-    max_chunk_cost: float
+    max_chunk_cost: float  # of a step with a chunk of a prompt, in decode steps, both on empty contexts
 
 
 # A CPU computes 256 tokens about as efficiently as more, and decodes wait for a step with a prompt in it. It computes a
@@ -62,112 +55,101 @@ class Limits:
         return -(-self.max_model_len // self.block_size)
 
 
-MODEL, MEMORY, SCHEDULING = "model", "memory", "scheduling"  # the groups of settings
+_model, _memory, _scheduling = (partial(setting, group=group) for group in ("model", "memory", "scheduling"))
 
 
 @dataclass(frozen=True)
 class EngineConfig:
     """The settings of an engine. None means that the model and the device decide when the engine is built."""
 
-    model: str = setting("demo", "a directory, a Hugging Face hub id, or demo", group=MODEL, unit="MODEL")
-    revision: str | None = setting(None, "branch, tag or commit of a hub id", by="main", group=MODEL, unit="NAME")
-    tokenizer: str | None = setting(
-        None, "directory or hub id of a tokenizer", by="the model's", group=MODEL, unit="MODEL"
+    model: str = _model("demo", "a directory, a Hugging Face hub id, or demo", unit="MODEL")
+    revision: str | None = _model(None, "branch, tag or commit of a hub id", by="main", unit="NAME")
+    tokenizer: str | None = _model(None, "directory or hub id of a tokenizer", by="the model's", unit="MODEL")
+    skip_tokenizer_init: bool = _model(False, "load no tokenizer; requests and responses then hold token ids")
+    load_format: str = _model(
+        "auto", "format of the checkpoint; dummy: random weights", choices=("auto", "safetensors", "orbax", "dummy")
     )
-    skip_tokenizer_init: bool = setting(
-        False, "load no tokenizer; requests and responses then hold token ids", group=MODEL
-    )
-    load_format: str = setting(
-        "auto", "format of the checkpoint; dummy: random weights", group=MODEL, choices=LOAD_FORMATS
-    )
-    dtype: str = setting(
+    dtype: str = _model(
         "auto", "dtype of parameters and activations; auto: float32 on a CPU, otherwise the checkpoint's (bfloat16 for "
-        "float32)", group=MODEL, choices=("auto", *DTYPES, *DTYPE_ALIASES),
+        "float32)", choices=("auto", *DTYPES, *DTYPE_ALIASES),
     )  # fmt: skip
-    hf_overrides: Mapping[str, Any] | None = setting(
-        None, "fields that replace those of the model's config.json", by="none", group=MODEL, unit="JSON"
+    hf_overrides: Mapping[str, Any] | None = _model(
+        None, "fields that replace those of the model's config.json", by="none", unit="JSON"
     )
-    generation_config: str = setting(
-        "auto", "source of default sampling parameters; auto: the model's files; vllm: the API", group=MODEL,
+    generation_config: str = _model(
+        "auto", "source of default sampling parameters; auto: the model's files; vllm: the API",
         choices=("auto", "vllm"),
     )  # fmt: skip
-    override_generation_config: Mapping[str, Any] | None = setting(
-        None, "default sampling parameters in place of those of generation_config", by="none", group=MODEL, unit="JSON"
+    override_generation_config: Mapping[str, Any] | None = _model(
+        None, "default sampling parameters in place of those of generation_config", by="none", unit="JSON"
     )
-    quantization: str | None = setting(
+    quantization: str | None = _model(
         None, "int8, fp8: weights of linear layers in 8 bits, quantized while they are loaded; other methods are "
         "accepted for checkpoints that are quantized so, which need no setting", by="as in the checkpoint",
-        group=MODEL, choices=tuple(dict.fromkeys((*QUANTIZATIONS, *QUANTIZED_CHECKPOINTS))),
+        choices=tuple(dict.fromkeys((*QUANTIZATIONS, *QUANTIZED_CHECKPOINTS))),
     )  # fmt: skip
-    kv_cache_dtype: str = setting(
+    kv_cache_dtype: str = _model(
         "auto", "dtype of the KV pool; auto: that of the keys; fp8 holds twice as many tokens as 16 bits, less exactly",
-        group=MODEL, choices=tuple(KV_CACHE_DTYPES),
+        choices=tuple(KV_CACHE_DTYPES),
     )  # fmt: skip
-    logprobs_mode: str = setting(
+    logprobs_mode: str = _model(
         "raw_logprobs", "logprobs of samples: the model's own, or those after masks, penalties, temperature and "
-        "filters", group=MODEL, choices=LOGPROBS_MODES,
+        "filters", choices=("raw_logprobs", "processed_logprobs"),
     )  # fmt: skip
-    max_model_len: int | None = setting(
-        None, "maximum tokens of a sequence, prompt and output", by="the model's", group=MODEL, low=2, unit="TOKENS"
+    max_model_len: int | None = _model(
+        None, "maximum tokens of a sequence, prompt and output", by="the model's", low=2, unit="TOKENS"
     )
-    seed: int = setting(0, "seed of requests without a seed, and of dummy weights", group=MODEL, unit="SEED")
-    tensor_parallel_size: int | None = setting(
+    seed: int = _model(0, "seed of requests without a seed, and of dummy weights", unit="SEED")
+    tensor_parallel_size: int | None = _model(
         None, "number of devices that share the model, its heads and the KV pool", by="1; for a module, the number of "
-        "its devices", group=MODEL, low=1, unit="DEVICES",
+        "its devices", low=1, unit="DEVICES",
     )  # fmt: skip
-    kernels: str = setting(
-        "auto", "attention kernels; auto: the fastest that the device and the model allow", group=MODEL,
-        choices=KERNELS,
-    )  # fmt: skip
+    kernels: str = _model(
+        "auto", "attention kernels; auto: the fastest that the device and the model allow", choices=KERNELS
+    )
 
-    gpu_memory_utilization: float = setting(
+    gpu_memory_utilization: float = _memory(
         0.92, "share of jax's memory on the device (XLA_PYTHON_CLIENT_MEM_FRACTION) for parameters, KV pool and "
-        "temporaries", group=MEMORY, above=0, high=1, unit="SHARE",
+        "temporaries", above=0, high=1, unit="SHARE",
     )  # fmt: skip
-    num_gpu_blocks_override: int | None = setting(
-        None, "number of KV blocks, instead of measuring memory", group=MEMORY, low=1, unit="BLOCKS"
+    num_gpu_blocks_override: int | None = _memory(
+        None, "number of KV blocks, instead of measuring memory", low=1, unit="BLOCKS"
     )
-    kv_cache_memory_bytes: int | None = setting(
-        None, "bytes of the KV pool on each device, such as 1G, instead of measuring memory", group=MEMORY, low=1,
-        unit="BYTES",
-    )  # fmt: skip
-    block_size: int | None = setting(
+    kv_cache_memory_bytes: int | None = _memory(
+        None, "bytes of the KV pool on each device, such as 1G, instead of measuring memory", low=1, unit="BYTES"
+    )
+    block_size: int | None = _memory(
         None, "tokens of a KV block", by=f"{BLOCK_SIZE}; {CPU_LONG_BLOCK_SIZE} on a CPU for sequences of {CPU_LONG:,} "
-        "tokens and more", group=MEMORY, low=1, high=256, power_of_two=True, unit="TOKENS",
+        "tokens and more", low=1, high=256, power_of_two=True, unit="TOKENS",
     )  # fmt: skip
-    enable_prefix_caching: bool = setting(True, "reuse the KV blocks of prompts with a common prefix", group=MEMORY)
-    swap_space: float = setting(
-        4.0, "host memory for KV blocks of preempted requests, in GiB", group=MEMORY, low=0, unit="GIB"
-    )
+    enable_prefix_caching: bool = _memory(True, "reuse the KV blocks of prompts with a common prefix")
+    swap_space: float = _memory(4.0, "host memory for KV blocks of preempted requests, in GiB", low=0, unit="GIB")
 
-    max_num_seqs: int | None = setting(
-        None, "maximum sequences in a step", by=f"{CPU.max_num_seqs} on a CPU, {GPU.max_num_seqs} on a GPU",
-        group=SCHEDULING, low=1, unit="SEQS",
+    max_num_seqs: int | None = _scheduling(
+        None, "maximum sequences in a step", by=f"{CPU.max_num_seqs} on a CPU, {GPU.max_num_seqs} on a GPU", low=1,
+        unit="SEQS",
     )  # fmt: skip
-    max_num_batched_tokens: int | None = setting(
+    max_num_batched_tokens: int | None = _scheduling(
         None, "maximum tokens in a step; longer prompts are computed in chunks",
         by=f"{CPU.max_num_batched_tokens} on a CPU, {GPU.max_num_batched_tokens:,} on a GPU; fewer in steps with "
         f"decodes if a step of that size takes more than {GPU.max_chunk_cost:g} decode steps "
-        f"({CPU.max_chunk_cost:g} on a CPU)", group=SCHEDULING, low=1, unit="TOKENS",
+        f"({CPU.max_chunk_cost:g} on a CPU)", low=1, unit="TOKENS",
     )  # fmt: skip
-    warm_up: bool = setting(
+    warm_up: bool = _scheduling(
         True, "compile every shape of a step before the first request; otherwise each one when it is first needed, for "
-        "short starts while a program is debugged", group=SCHEDULING,
+        "short starts while a program is debugged",
     )  # fmt: skip
-    max_logprobs: int = setting(
+    max_logprobs: int = _scheduling(
         Limits.max_logprobs, "maximum logprobs and prompt_logprobs of a request; -1: the whole vocabulary. Every step "
-        "has room for so many for each sample", group=SCHEDULING, low=-1, unit="TOKENS",
+        "has room for so many for each sample", low=-1, unit="TOKENS",
     )  # fmt: skip
-    async_scheduling: bool = setting(
-        True, "dispatch a step before the tokens of the previous one are known", group=SCHEDULING
+    async_scheduling: bool = _scheduling(True, "dispatch a step before the tokens of the previous one are known")
+    scheduling_policy: str = _scheduling(
+        "fcfs", "order of waiting requests; priority: lower priorities first", choices=("fcfs", "priority")
     )
-    scheduling_policy: str = setting(
-        "fcfs", "order of waiting requests; priority: lower priorities first", group=SCHEDULING,
-        choices=SCHEDULING_POLICIES,
-    )  # fmt: skip
-    preemption_mode: str = setting(
+    preemption_mode: str = _scheduling(
         "auto", "treatment of a preempted request's KV blocks: compute them again, or swap them to the host; auto: the "
-        "cheaper one by the measured speed of the device", group=SCHEDULING, choices=PREEMPTION_MODES,
+        "cheaper one by the measured speed of the device", choices=("auto", "recompute", "swap"),
     )  # fmt: skip
 
     def __post_init__(self) -> None:

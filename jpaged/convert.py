@@ -54,8 +54,7 @@ def stored_dtype(directory: Path) -> str:
         dtypes = {str(array.dtype) for array in stored_arrays(directory).values()}
     else:
         with open_tensors(directory) as tensors:
-            stored = {tensor.get_dtype() for tensor in tensors.values()}
-        dtypes = {FLOATS.get(dtype, dtype) for dtype in stored}
+            dtypes = {FLOATS.get(dtype, dtype) for dtype in (tensor.get_dtype() for tensor in tensors.values())}
     if unknown := dtypes - set(DTYPES):
         raise ValueError(f"model: {directory} holds {', '.join(sorted(unknown))}; supported: {', '.join(DTYPES)}")
     return dtypes.pop() if len(dtypes) == 1 else "float32"

@@ -1,12 +1,12 @@
 """Examination of a machine: devices and software, the kernels for a model, their self-test, and the caches."""
 
+import contextlib
 import importlib.metadata
 import os
 import platform
 import shutil
 import subprocess
 from dataclasses import dataclass
-from pathlib import Path
 
 import jax
 
@@ -16,11 +16,10 @@ from jpaged.runtime.placement import Placement
 from jpaged.start.pool import available_host_memory
 from jpaged.start.resolve import Device, Resolved, SettingChoice
 from jpaged.start.setup import device_of, resolve_checkpoint, select_kernels
-from pallas_kernels import Kernels, toolchain
+from pallas_kernels import toolchain
 from pallas_kernels.dispatch import Choice
 from pallas_kernels.selftest import FAILED, UNTESTED, Result
 
-PACKAGES = ("jpaged", "flax", "transformers")
 MIB = 2**20
 
 
@@ -103,7 +102,7 @@ def examine(config: EngineConfig, *, retest: bool = False) -> Report:
     tests = kernels.tests if kernels else ()
     failed = [each for each in tests if each.status == FAILED]
     problems += [f"{each.program}: {each.test} failed its self-test: {each.reason}" for each in failed]
-    cards, cache = _cards(), _cache()
+    cards, (cache, host) = _cards(), _cache_and_host()
     return Report(
         devices=tuple(map(device_of, devices)),
         cards=cards,
@@ -112,9 +111,9 @@ def examine(config: EngineConfig, *, retest: bool = False) -> Report:
         settings=resolved.choices if resolved else (),
         ops=kernels.account if kernels else (),
         tests=tests,
-        self_test=_why_no_tests(kernels),
+        self_test="not listed: no kernels were chosen" if not kernels else "" if tests else "not needed on this device",
         cache=cache,
-        host=Host(available_host_memory(), shutil.disk_usage(_existing(Path(cache.path))).free),
+        host=host,
         warnings=tuple(_warnings([device.platform for device in devices], cards, tests, cache)),
         problems=tuple(problems),
     )
@@ -127,12 +126,6 @@ def _shapes(resolved: Resolved) -> str:
         f"{resolved.config.model}, {resolved.dtype}, head dim {model.head_dim}, {model.num_attention_heads} heads over "
         f"{model.num_key_value_heads}, blocks of {resolved.limits.block_size}"
     )
-
-
-def _why_no_tests(kernels: Kernels | None) -> str:
-    if kernels is None:
-        return "not listed: no kernels were chosen"
-    return "" if kernels.tests else "not needed on this device"
 
 
 def _warnings(platforms: list[str], cards: tuple[Card, ...], tests: tuple[Result, ...], cache: Cache) -> list[str]:
@@ -153,11 +146,9 @@ def _warnings(platforms: list[str], cards: tuple[Card, ...], tests: tuple[Result
 
 def _versions() -> dict[str, str]:
     versions = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
+    for package in ("jpaged", "flax", "transformers"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     cuda = toolchain.cuda_version()
     known = {
         "driver": toolchain.driver_version(),
@@ -165,6 +156,14 @@ def _versions() -> dict[str, str]:
         "ptxas": toolchain.ptxas_version(),
     }
     return versions | toolchain.versions() | {name: version for name, version in known.items() if version}
+
+
+def _cache_and_host() -> tuple[Cache, Host]:
+    path = executables_folder()
+    existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    sizes = [file.stat().st_size for file in path.rglob("*") if file.is_file()]
+    cache = Cache(str(path), len(sizes), sum(sizes), os.access(existing, os.W_OK))
+    return cache, Host(available_host_memory(), shutil.disk_usage(existing).free)
 
 
 def _cards() -> tuple[Card, ...]:
@@ -177,15 +176,3 @@ def _cards() -> tuple[Card, ...]:
     return tuple(
         Card(name, int(free) * MIB, int(total) * MIB) for name, free, total in rows if (free + total).isdigit()
     )
-
-
-def _cache() -> Cache:
-    path = executables_folder()
-    files = [file for file in path.rglob("*") if file.is_file()]
-    size = sum(file.stat().st_size for file in files)
-    return Cache(str(path), len(files), size, os.access(_existing(path), os.W_OK))
-
-
-def _existing(path: Path) -> Path:
-    """Return the path, or the nearest folder above it that exists."""
-    return next(folder for folder in (path, *path.absolute().parents) if folder.exists())

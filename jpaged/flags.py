@@ -7,7 +7,7 @@ needed (a notice says why), or it is refused (an error says why). `flags.toml` i
 import difflib
 import json
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from importlib import resources
@@ -18,7 +18,6 @@ from jpaged.setting import kind, merged, settings
 
 OFF = frozenset({"", "0", "false", "none", "null", "{}", "[]"})  # values that leave a feature unused
 
-Names = tuple[str, ...]
 Nargs = int | str  # as in argparse; 0: a switch
 NARGS: dict[str, Nargs] = {"switches": 0, "values": 1, "options": "?", "lists": "+"}
 
@@ -38,7 +37,7 @@ class Flag:
         refusal: the error for other values.
     """
 
-    names: Names
+    names: tuple[str, ...]
     nargs: Nargs
     ours: str | None = None
     field: str = ""
@@ -128,38 +127,26 @@ class Table:
             raise ValueError(flag.refusal)
 
 
-def _sets(key: str, names: Names, nargs: Nargs, convert: Mapping[str, Any] | None = None, refusal: str = "") -> Flag:
-    ours, _, field = key.partition(".")
-    return Flag(names, nargs, ours, field, convert, refusal=refusal)
-
-
-def _needless(reason: str, names: Names, nargs: Nargs) -> Flag:
-    return Flag(names, nargs, harmless=None, reason=f"not needed, {reason}")
-
-
-def _refused(
-    refusal: str, names: Names, nargs: Nargs, harmless: Iterable[str] = (), reason: str = "the default"
-) -> Flag:
-    unused = OFF if nargs == NARGS["options"] else ()
-    return Flag(names, nargs, harmless=frozenset({*harmless, *unused}), reason=reason, refusal=refusal)
-
-
-# For each section of a table: what a text alone lists, and the function that makes a flag of an entry.
-SECTIONS: dict[str, tuple[str, Callable[..., Flag]]] = {
-    "sets": ("values", _sets),
-    "needless": ("switches", _needless),
-    "refused": ("options", _refused),
-}
+# For each section of a table, what a text alone lists.
+SECTIONS = {"sets": "values", "needless": "switches", "refused": "options"}
 
 
 def _flags(content: Mapping[str, Mapping[str, Any]]) -> Iterator[Flag]:
     """Yield the flags of a table as TOML has it."""
-    for section, (alone, make) in SECTIONS.items():
+    for section, alone in SECTIONS.items():
         for key, entry in content[section].items():
             rules = {alone: entry} if isinstance(entry, str) else dict(entry)
-            lists = {nargs: rules.pop(name) for name, nargs in NARGS.items() if name in rules}
+            lists = {nargs: tuple(rules.pop(name).split()) for name, nargs in NARGS.items() if name in rules}
             for nargs, names in lists.items():
-                yield make(key, tuple(names.split()), nargs, **rules)
+                if section == "sets":
+                    ours, _, field = key.partition(".")
+                    yield Flag(names, nargs, ours, field, **rules)
+                elif section == "needless":
+                    yield Flag(names, nargs, harmless=None, reason=f"not needed, {key}", **rules)
+                else:
+                    unused = OFF if nargs == NARGS["options"] else frozenset()
+                    harmless, reason = unused.union(rules.get("harmless", ())), rules.get("reason", "the default")
+                    yield Flag(names, nargs, harmless=harmless, reason=reason, refusal=key)
 
 
 ENGINE = Table.read("jpaged", "flags.toml")

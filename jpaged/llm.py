@@ -10,26 +10,15 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from numbers import Integral
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from tqdm import tqdm
 
 from jpaged.chat import Encoder, prompt_of
 from jpaged.config import EngineConfig
-from jpaged.core.commands import (
-    PARTS,
-    Command,
-    InFlight,
-    Pause,
-    PauseMode,
-    ResetPrefixCache,
-    Resume,
-    Sleep,
-    UpdateParams,
-    WakeUp,
-)
+from jpaged.core import commands
+from jpaged.core.commands import Command, InFlight, PauseMode, Sleep, UpdateParams, WakeUp
 from jpaged.core.params import BeamSearchParams, InvalidParameter, Params, SamplingParams, plain, shown
 from jpaged.core.request import Request, RequestOutput
 from jpaged.engine.engine import Placing
@@ -47,6 +36,7 @@ logger = logging.getLogger(__name__)
 # A text, token ids (an array or a list), or {"prompt": text or "prompt_token_ids": ids, "cache_salt": text}.
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
+_Job = tuple[list[int], Params, Placing]  # the token ids of a request that has not been added yet, and the rest
 BINARY = (bytes, bytearray, memoryview)  # no prompts, although they are sequences of integers
 
 
@@ -97,13 +87,9 @@ class LLM:
         self._worker = Worker()
 
     def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: Params | Sequence[Params] | None = None,
-        *,
-        use_tqdm: bool = True,
-        priority: int | Sequence[int] = 0,
-    ) -> list[RequestOutput]:
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params | Sequence[Params] | None = None, *,
+        use_tqdm: bool = True, priority: int | Sequence[int] = 0,
+    ) -> list[RequestOutput]:  # fmt: skip
         """Generate for each prompt and return the results in the order of the prompts.
 
         Args:
@@ -128,7 +114,10 @@ class LLM:
                 )
         if wrong := [shown(one) for one in each if not isinstance(one, Params)]:
             raise InvalidParameter("sampling_params", f"must be SamplingParams or BeamSearchParams, not {wrong[0]}")
-        jobs = [self._job(*values) for values in zip(prompt_list, each, ranks)]
+        jobs: list[_Job] = []
+        for prompt, one, rank in zip(prompt_list, each, ranks):
+            token_ids, text, salt = self.read_prompt(prompt)
+            jobs.append((token_ids, one, {"prompt": text, "cache_salt": salt, "priority": rank}))
         requests = self._worker.run(lambda stop: self._run(jobs, stop, use_tqdm))
         for metrics in (request.metrics for request in requests):
             metrics.arrival_time = arrival_time
@@ -170,17 +159,11 @@ class LLM:
         return scores
 
     def chat(
-        self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling_params: Params | Sequence[Params] | None = None,
-        use_tqdm: bool = True,
-        *,
-        chat_template: str | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Sequence[dict[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[RequestOutput]:
+        self, messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: Params | Sequence[Params] | None = None, use_tqdm: bool = True, *,
+        chat_template: str | None = None, add_generation_prompt: bool = True, continue_final_message: bool = False,
+        tools: Sequence[dict[str, Any]] | None = None, chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:  # fmt: skip
         """Generate the next message of one conversation or of several, through the model's chat template.
 
         Args:
@@ -195,26 +178,19 @@ class LLM:
         Raises:
             ValueError: the template rejects the messages, or a parameter is invalid as in `generate`.
         """
-        self._check_template(chat_template)
-        single = any(isinstance(each, Mapping) for each in messages)
-        conversations = cast(Sequence[Sequence[Message]], [messages] if single else messages)
-        render = functools.partial(
-            prompt_of,
-            source=chat_template,
-            tools=tools,
-            encoder=Encoder(self.tokenizer),
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            variables=chat_template_kwargs,
-        )
-        prompts = [render(self.tokenizer, [_for_template(each) for each in talk]) for talk in conversations]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
-
-    def _check_template(self, chat_template: str | None) -> None:
         if not hasattr(self.tokenizer, "apply_chat_template"):
             raise InvalidParameter("messages", "this engine has no tokenizer with chat templates")
         if chat_template is None and getattr(self.tokenizer, "chat_template", None) is None:
             raise InvalidParameter("chat_template", "must be passed, because the model has none")
+        single = any(isinstance(each, Mapping) for each in messages)
+        render = functools.partial(
+            prompt_of, source=chat_template, tools=tools, encoder=Encoder(self.tokenizer),
+            add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
+            variables=chat_template_kwargs,
+        )  # fmt: skip
+        conversations = cast(Sequence[Sequence[Message]], [messages] if single else messages)
+        prompts = [render(self.tokenizer, list(map(_for_template, talk))) for talk in conversations]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the default sampling parameters of the model's files, `generation_config` and its overrides."""
@@ -226,7 +202,7 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes, once the calls before this one have ended."""
-        self._worker.run(lambda stop: self._control(ResetPrefixCache()))
+        self._worker.run(lambda stop: self._control(commands.ResetPrefixCache()))
 
     def update_params(self, source: Any, in_flight: InFlight = "recompute") -> None:
         """Serve other parameters, with the arguments and errors of `jpaged.core.commands.UpdateParams`.
@@ -240,11 +216,11 @@ class LLM:
 
         A call whose requests are aborted returns their outputs up to then.
         """
-        self._interlude(Pause(mode))
+        self._interlude(commands.Pause(mode))
 
     def resume(self) -> None:
         """End a pause."""
-        self._interlude(Resume())
+        self._interlude(commands.Resume())
 
     def sleep(self, level: int = 1) -> None:
         """Free the memory of the KV pool and of the parameters, as `jpaged.core.commands.Sleep` describes.
@@ -260,7 +236,7 @@ class LLM:
         engine served the module's arrays before or the module has new ones. Others have to be passed to
         `update_params`.
         """
-        self._interlude(WakeUp(PARTS if tags is None else frozenset(tags)))
+        self._interlude(WakeUp(commands.PARTS if tags is None else frozenset(tags)))
 
     def _interlude(self, command: Command) -> None:
         """Run a command between two steps of a call in another thread, or at once if there is none."""
@@ -314,11 +290,7 @@ class LLM:
             raise InvalidParameter("prompts", f"must not hold half a surrogate pair, as {shown(prompt)}") from None
         return encode(self.tokenizer, prompt, add_special_tokens=not continues), prompt, salt
 
-    def _job(self, prompt: Any, params: Params, priority: int) -> "_Job":
-        token_ids, text, salt = self.read_prompt(prompt)
-        return _Job(token_ids, params, {"prompt": text, "cache_salt": salt, "priority": priority})
-
-    def _run(self, jobs: "list[_Job]", stop: threading.Event, use_tqdm: bool) -> list[Request]:
+    def _run(self, jobs: list[_Job], stop: threading.Event, use_tqdm: bool) -> list[Request]:
         """Run requests to their end, or until `stop`; afterwards the engine holds none of them."""
         requests: list[Request] = []
         if self.engine.asleep:
@@ -326,8 +298,11 @@ class LLM:
         if self._module and self._module.has_changed:
             self._control(UpdateParams(self._module.module))
         try:
-            for job in jobs:
-                requests.append(self._add(job))
+            for tokens, params, placing in jobs:
+                wanted = params.structured_outputs
+                constraint = self._grammars.compile(wanted) if wanted and self._grammars else None
+                name = str(next(self._request_ids))
+                requests.append(self.engine.add(name, tokens, params, constraint=constraint, **placing))
             self._generate(requests, stop, use_tqdm)
         finally:
             for request in requests:
@@ -335,12 +310,6 @@ class LLM:
             while self.engine.has_work:
                 self.engine.step()  # which commits the plans in flight
         return requests
-
-    def _add(self, job: "_Job") -> Request:
-        wanted = job.params.structured_outputs
-        constraint = self._grammars.compile(wanted) if wanted and self._grammars else None
-        name = str(next(self._request_ids))
-        return self.engine.add(name, job.token_ids, job.params, constraint=constraint, **job.placing)
 
     def _generate(self, requests: list[Request], stop: threading.Event, use_tqdm: bool) -> None:
         tokens = 0
@@ -352,14 +321,6 @@ class LLM:
                 bar.update(len(output.ended) + len(output.faults))
                 elapsed = bar.format_dict["elapsed"]
                 bar.set_postfix_str(f"{tokens / elapsed:.0f} tokens/s" if elapsed else "", refresh=False)
-
-
-class _Job(NamedTuple):
-    """Request that has not been added yet."""
-
-    token_ids: list[int]
-    params: Params
-    placing: Placing
 
 
 def prompts_of(value: Any) -> list[Any]:
@@ -402,6 +363,6 @@ def _text(part: Any) -> str:
 def _arguments(function: Mapping[str, Any]) -> Any:
     """Return the arguments of a tool call as an object, or as they are if a model was cut off while it wrote them."""
     arguments = function.get("arguments") or {}
-    with suppress(ValueError):
+    with contextlib.suppress(ValueError):
         return json.loads(arguments) if isinstance(arguments, str) else arguments
     return arguments

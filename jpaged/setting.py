@@ -83,13 +83,9 @@ def kind(each: Field[Any]) -> tuple[type, bool]:
 
 
 KINDS = {
-    str: "a text",
-    Path: "a path",
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
+    str: "a text", Path: "a path", bool: "true or false", int: "a whole number", float: "a number",
     Mapping: "a JSON object",
-}
+}  # fmt: skip
 
 
 def check(config: Any) -> None:

@@ -133,8 +133,9 @@ class Vocabulary:
 
     def __init__(self, tokenizer: Tokenizer | None):
         self.tokenizer = tokenizer
-        self.texts = _Each(self._text)
-        self._bytes = _Each(lambda token: _bytes(tokenizer, token) if tokenizer else b"")
+        self.texts = _Each(lambda t: self.bytes(t).decode(errors="replace") if tokenizer else f"token_id:{t}")
+        bytes_of = lambda t: _exact(tokenizer, t, _decode(tokenizer, t), _decode(tokenizer, t, t)) if tokenizer else b""
+        self._bytes = _Each(bytes_of)
         added = tokenizer.get_added_tokens_decoder() if tokenizer else {}
         self.special = frozenset(t for t, text in added.items() if text.special and text.content not in CALL_TAGS)
 
@@ -157,19 +158,12 @@ class Vocabulary:
         assert self.tokenizer is not None, "there are texts only with a tokenizer"
         return max(map(len, self.tokenizer.get_vocab()))
 
-    def _text(self, token: int) -> str:
-        return f"token_id:{token}" if self.tokenizer is None else self.bytes(token).decode(errors="replace")
-
 
 def all_bytes(tokenizer: Tokenizer, num_tokens: int) -> list[bytes]:
     """Return the bytes of the first tokens, as `Vocabulary.bytes` does, in a fraction of the time."""
     once = tokenizer.decode_batch([[token] for token in range(num_tokens)], skip_special_tokens=False)
     twice = tokenizer.decode_batch([[token, token] for token in range(num_tokens)], skip_special_tokens=False)
     return [_exact(tokenizer, token, *texts) for token, texts in enumerate(zip(once, twice))]
-
-
-def _bytes(tokenizer: Tokenizer, token: int) -> bytes:
-    return _exact(tokenizer, token, _decode(tokenizer, token), _decode(tokenizer, token, token))
 
 
 def _exact(tokenizer: Tokenizer, token: int, first: str, both: str) -> bytes:
@@ -189,8 +183,7 @@ def _exact(tokenizer: Tokenizer, token: int, first: str, both: str) -> bytes:
 
 
 def _decode(tokenizer: Tokenizer, *tokens: int) -> str:
-    text: str = tokenizer.decode(tokens, skip_special_tokens=False)
-    return text
+    return str(tokenizer.decode(tokens, skip_special_tokens=False))
 
 
 class TokenDecoder:
@@ -258,10 +251,8 @@ class StopStrings:
 
     def begun(self, text: str) -> int:
         """Return the length of the longest end of a text that begins a stop string."""
-        for length in range(min(self._longest, len(text)), 0, -1):
-            if text[-length:] in self._prefixes:
-                return length
-        return 0
+        lengths = range(min(self._longest, len(text)), 0, -1)
+        return next((length for length in lengths if text[-length:] in self._prefixes), 0)
 
     @cached_property
     def _prefixes(self) -> frozenset[str]:

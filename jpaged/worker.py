@@ -4,7 +4,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 # A signal that arrives just before a thread blocks does not wake it, and is noticed only when it runs again.
 POLL_S = 0.2
@@ -29,8 +29,7 @@ class Worker:
         An interrupt of the caller sets `stop`, and is raised once the function has returned. A second interrupt is
         raised at once; later calls still wait for the function.
         """
-        result: T = self._finish(_Task(function), self._calls.put)
-        return result
+        return cast(T, self._finish(_Task(function), self._calls.put))
 
     def interlude[T](self, function: Callable[[], T]) -> T:
         """Run a function between two steps of the running call, or at once if none runs; otherwise as `run` does."""
@@ -39,15 +38,10 @@ class Worker:
             self._interludes.put(call)
             self._calls.put(_Task(lambda stop: self.run_interludes()))  # if no running call takes it
 
-        result: T = self._finish(_Task(lambda stop: function()), put)
-        return result
+        return cast(T, self._finish(_Task(lambda stop: function()), put))
 
     def run_interludes(self, timeout: float = 0.0) -> None:
-        """Run the interludes that wait. A call does so on the thread between its steps.
-
-        Args:
-            timeout: seconds to wait for a first one.
-        """
+        """Run the interludes that wait, as a call does between its steps; wait `timeout` seconds for a first one."""
         try:
             while True:
                 self._interludes.get(timeout > 0, timeout or None)()

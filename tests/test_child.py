@@ -72,7 +72,7 @@ def test_a_question_without_an_answer_in_time_fails_and_its_process_is_killed(ch
     _, other, seen, _ = ask(children)
     assert other != pid and seen == 1
     (killed,) = children._killed or [None]
-    assert killed is None or killed._process.wait(PATIENCE_S) == -signal.SIGKILL
+    assert killed is None or killed.process.wait(PATIENCE_S) == -signal.SIGKILL
     ask(children)
     assert not children._killed
 
@@ -101,7 +101,7 @@ def test_started_processes_are_used(children):
     children.start()
     children.start()
     (started,) = children._idle
-    assert ask(children)[1] == started._process.pid
+    assert ask(children)[1] == started.process.pid
 
 
 def test_a_slow_question_has_the_lowest_priority(children, monkeypatch):

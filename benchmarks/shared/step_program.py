@@ -19,11 +19,11 @@ from jpaged.models.checkpoint import abstract_model, dtypes_of_weights
 from jpaged.models.config import ModelConfig
 from jpaged.models.fused import Joint, fuse, joined
 from jpaged.runtime.batch import Bucket, Layout
+from jpaged.runtime.device_rows import empty_state
 from jpaged.runtime.kv_cache import KVCache
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.sampling_row import ROW_WORDS
 from jpaged.runtime.sampling_settings import Settings
-from jpaged.runtime.sampling_state import empty_state
 from jpaged.runtime.step import Step
 from jpaged.runtime.tensor_parallel import divide_kernels
 from pallas_kernels import select

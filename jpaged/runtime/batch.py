@@ -3,13 +3,14 @@
 import itertools
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
 
 from jpaged.config import Limits
 from jpaged.core.plan import StepPlan
+from jpaged.runtime.placement import Placement
 from jpaged.runtime.row_table import RowTable, branch_seeds
 from jpaged.runtime.sampling_row import NEUTRAL, ROW, ROW_WORDS
 from jpaged.runtime.sampling_settings import Settings
@@ -86,11 +87,6 @@ class Buckets:
 MakeWork = Callable[[Batch, bool], tuple[Any, ...]]
 
 
-def no_work(*_: Any) -> tuple[Any, ...]:
-    """Return no lists."""
-    return ()
-
-
 class Layout:
     """Places of a batch's arrays in one buffer, [size] int32, for steps of one shape.
 
@@ -98,7 +94,7 @@ class Layout:
     an array, and Mosaic's runtime takes no other pointers.
     """
 
-    def __init__(self, bucket: Bucket, table_width: int, make_work: MakeWork = no_work):
+    def __init__(self, bucket: Bucket, table_width: int, make_work: MakeWork = lambda *_: ()):
         t, s = bucket.num_tokens, bucket.num_seqs
         shapes = Batch((), (t,), (t,), (t,), (t,), (s,), (s + 1,), (s,), (s,), (s, ROW_WORDS), (s, table_width))
         self._decode, self._make_work = bucket.decode, make_work
@@ -131,6 +127,43 @@ class Layout:
         """Return a new buffer and its arrays, with padding only: it computes nothing and writes nothing."""
         buffer = self._padding.copy()
         return buffer, self.unpack(buffer)
+
+
+class Shapes:
+    """Shapes of all steps.
+
+    Args:
+        table_width: W, the maximum blocks of a sequence.
+        make_work: makes the lists of work of the attention kernels.
+
+    Attributes:
+        layouts: layouts of the batches of each bucket.
+        no_bits: by the number of samples, masks that no sample uses. They stay on the device: they are large, and most
+            steps have no others.
+    """
+
+    def __init__(
+        self, buckets: Buckets, table_width: int, vocab_size: int, placement: Placement,
+        make_work: MakeWork = lambda *_: (),
+    ):  # fmt: skip
+        self.buckets, self._placement = buckets, placement
+        self._table_width, self._num_words, self._make_work = table_width, -(-vocab_size // 32), make_work
+        self.layouts: dict[Bucket, Layout] = {}
+        self.no_bits: dict[int, jax.Array] = {}
+        self.add(buckets.all)
+
+    def add(self, buckets: Iterable[Bucket]) -> None:
+        """Add shapes of steps."""
+        self.buckets.add(buckets)
+        for bucket in buckets:
+            self.layouts[bucket] = Layout(bucket, self._table_width, self._make_work)
+            if bucket.num_seqs not in self.no_bits:
+                bits = np.zeros((bucket.num_seqs, self._num_words), np.uint32)
+                self.no_bits[bucket.num_seqs] = self._placement.put(bits)
+
+    def padding(self, bucket: Bucket) -> jax.Array:
+        """Return the buffer of a batch of padding only."""
+        return cast(jax.Array, self._placement.put(self.layouts[bucket].empty()[0]))
 
 
 def make_batch(plan: StepPlan, rows: RowTable, buckets: Buckets, layouts: dict[Bucket, Layout]) -> "Made":
@@ -178,8 +211,7 @@ def _fill_samples(
 ) -> tuple[np.ndarray, np.ndarray, Settings]:
     """Write the samples of a batch whose lengths are in place, and return the last three values of `Made`.
 
-    Args:
-        row_n, samples_n: the row and the number of samples of each sequence.
+    `row_n` and `samples_n` are the row and the number of samples of each sequence.
     """
     sequence_s = np.repeat(np.arange(len(row_n)), samples_n)
     row_s, num_samples = row_n[sequence_s], len(sequence_s)

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 import jax
 
 from jpaged.core.plan import StepPlan
-from jpaged.runtime.arrays import padded, usable
 from jpaged.runtime.kv_cache import KVCache, Pool
-from jpaged.runtime.placement import Placement
+from jpaged.runtime.placement import Placement, padded, usable
 from jpaged.runtime.swap import TRANSFERS, HostBlocks
 
 
@@ -67,11 +66,8 @@ class BlockStore:
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            reason = str(error).splitlines()[0]
-            pool = f"{self.num_blocks} blocks ({self.size})"
-            raise ValueError(
-                f"{self._sized_by}: no memory is left with a KV pool of {pool}; use less ({reason})"
-            ) from error
+            problem = f"no memory is left with a KV pool of {self.num_blocks} blocks ({self.size}); use less"
+            raise ValueError(f"{self._sized_by}: {problem} ({str(error).splitlines()[0]})") from error
 
     def apply(self, plan: StepPlan) -> None:
         """Move the blocks of a plan.
@@ -104,10 +100,7 @@ class BlockStore:
         self.host.clear()
 
     def recover(self) -> None:
-        """Allocate the pool again, empty, if it was dropped or a failed step has lost it; drop the blocks on the host.
-
-        An error of the allocation is passed on; the call can then be repeated.
-        """
+        """Allocate the pool again, empty, if it was dropped or a failed step has lost it; drop those on the host."""
         if not (self.pool and usable(self.pool)):
             for array in self.pool:
                 array.delete()  # The new pool may need the memory of the old one.

@@ -5,6 +5,7 @@ import functools
 import hashlib
 import logging
 import os
+import stat
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -20,7 +21,6 @@ logger = logging.getLogger(__name__)
 
 NAME = "-jpaged"  # after a key in a file's name: jax reads other entries in a folder of the program
 DIGEST_BYTES = 32
-OTHERS_WRITE = 0o022  # bits of a mode: the group or others may write
 
 _lock = threading.RLock()  # the settings are those of the process
 
@@ -47,7 +47,7 @@ def private_folder(folder: Path) -> Path | None:
         for each in (folder.parent, folder):
             each.mkdir(0o700, parents=True, exist_ok=True)
             status = each.stat()
-            if status.st_uid not in (0, os.geteuid()) or status.st_mode & OTHERS_WRITE:
+            if status.st_uid not in (0, os.geteuid()) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                 owned = f"user {status.st_uid} owns it, and its mode is {status.st_mode & 0o7777:o}"
                 raise PermissionError(f"{each} may be written by others: {owned}")
     except OSError as error:
@@ -83,7 +83,12 @@ def compilation_cache() -> Iterator[None]:
         programs = {name: getattr(jax.config, name) for name in ours}
         try:
             _configure(ours)
-            _check_entries()
+            try:
+                jax_cache._initialize_cache()
+            except OSError as error:
+                _warn_once(f"not used: {error}")
+            if jax_cache._cache is not None:
+                jax_cache._cache = CheckedCache(jax_cache._cache)
             yield
         finally:
             _configure(programs)
@@ -142,35 +147,19 @@ def _digest(key: str, content: bytes) -> bytes:
     return hashlib.sha256(key.encode() + b"\0" + content).digest()
 
 
-def _check_entries() -> None:
-    """Let jax open its cache, and check each entry."""
-    try:
-        jax_cache._initialize_cache()
-    except OSError as error:
-        _warn_once(f"not used: {error}")
-    if jax_cache._cache is not None:
-        jax_cache._cache = CheckedCache(jax_cache._cache)
-
-
 def _configure(settings: dict[str, Any]) -> None:
     for name, value in settings.items():
         jax.config.update(name, value)
     # jax opens its cache once, at the first compilation with a folder, and then stays with it.
-    with _level("jax._src.compilation_cache", logging.WARNING):
+    log = logging.getLogger("jax._src.compilation_cache")
+    level = log.level
+    log.setLevel(logging.WARNING)
+    try:
         jax_cache.reset_cache()
+    finally:
+        log.setLevel(level)
 
 
 @functools.cache
 def _warn_once(problem: str) -> None:
     logger.warning("cache: %s", problem)
-
-
-@contextlib.contextmanager
-def _level(name: str, level: int) -> Iterator[None]:
-    changed = logging.getLogger(name)
-    before = changed.level
-    changed.setLevel(level)
-    try:
-        yield
-    finally:
-        changed.setLevel(before)

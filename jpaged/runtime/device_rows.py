@@ -1,16 +1,90 @@
-"""Rows of running sequences, on the host and on the device."""
+"""Rows of running sequences, on the host and on the device, where they hold the sampling state."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import NamedTuple, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
 
-from jpaged.core.params import SamplingParams
+from jpaged.core.params import MAX_TOP, SamplingParams
 from jpaged.core.plan import Admitted, StepPlan
-from jpaged.runtime.arrays import padded, usable
-from jpaged.runtime.placement import Placement
+from jpaged.runtime.placement import Placement, padded, usable
 from jpaged.runtime.row_table import RowTable
-from jpaged.runtime.sampling_state import SamplingState, copy_rows, empty_state, host_row, write_row
+
+
+class SamplingState(NamedTuple):
+    """Sampling state of R rows over a vocabulary of V. Jitted functions take it donated and change it in place."""
+
+    output_counts: jax.Array  # [R, V] int32, how often the output holds the token
+    in_prompt: jax.Array  # [R, V] bool
+    bias: jax.Array  # [R, V] float32, added to the logit; -inf forbids the token
+    listed: jax.Array  # [R, M] int32, tokens to list instead of the best ones, then -1; M = MAX_TOP, or V if less
+
+
+def empty_state(num_rows: int, vocab_size: int, sharding: Sharding | None = None) -> SamplingState:
+    """Return a state of empty rows: no token seen, none biased."""
+    dtypes, widths = (jnp.int32, jnp.bool, jnp.float32, jnp.int32), [vocab_size] * 3 + [min(MAX_TOP, vocab_size)]
+    return SamplingState(*(jnp.zeros((num_rows, n), dtype, device=sharding) for n, dtype in zip(widths, dtypes)))
+
+
+def host_row(admitted: Admitted, vocab_size: int) -> tuple[np.ndarray, ...]:
+    """Return a sequence's row of the state: [V] int32, [V] bool, [V] float32, [M] int32.
+
+    The step that reads the last token of the output counts it. A bias never allows a forbidden token.
+    """
+    params, prompt_length = admitted.params, admitted.num_prompt_tokens
+    counts_v = np.bincount(_ids(admitted.token_ids[prompt_length:-1]), minlength=vocab_size).astype(np.int32)
+    in_prompt_v = np.zeros(vocab_size, np.bool)
+    in_prompt_v[_ids(admitted.token_ids[:prompt_length])] = True
+    bias_v = np.zeros(vocab_size, np.float32)
+    if params.allowed_token_ids is not None:
+        bias_v[:] = -np.inf
+        bias_v[_ids(params.allowed_token_ids)] = 0
+    if params.logit_bias:
+        bias_v[_ids(params.logit_bias)] += np.fromiter(params.logit_bias.values(), np.float32)
+    bias_v[_ids(admitted.banned)] = -np.inf
+    listed_m = np.full(min(MAX_TOP, vocab_size), -1, np.int32)
+    if isinstance(params, SamplingParams) and params.logprob_token_ids:
+        listed_m[: len(params.logprob_token_ids)] = params.logprob_token_ids
+    return counts_v, in_prompt_v, bias_v, listed_m
+
+
+def write_row(state: SamplingState, row: jax.Array, values: tuple[jax.Array, ...]) -> SamplingState:
+    """Return the state with one row, an int32 scalar, replaced by `host_row`'s arrays; row -1 replaces nothing."""
+    at = _or_past_the_end(row, state)
+    return SamplingState(*(array.at[at].set(value, mode="drop") for array, value in zip(state, values, strict=True)))
+
+
+def copy_rows(state: SamplingState, sources_c: jax.Array, destinations_c: jax.Array) -> SamplingState:
+    """Return the state with rows copied, all of them read before any is written.
+
+    Sources and destinations are [C] int32 each, -1 in either = padding.
+    """
+    at_c = _or_past_the_end(jnp.where(sources_c < 0, -1, destinations_c), state)
+
+    def copy(array: jax.Array) -> jax.Array:
+        # Read apart from the writing, or XLA may find that the writing needs a copy of the whole array.
+        values_cv = jax.lax.optimization_barrier(array[jnp.maximum(sources_c, 0)])
+        return array.at[at_c].set(values_cv, mode="drop")
+
+    return SamplingState(*map(copy, state))
+
+
+def count_tokens(state: SamplingState, rows_s: jax.Array, tokens_s: jax.Array) -> SamplingState:
+    """Return the state with token s counted as output of its row s, both [S] int32; -1 in either counts nothing."""
+    at_s = _or_past_the_end(jnp.where(tokens_s < 0, -1, rows_s), state)
+    return state._replace(output_counts=state.output_counts.at[at_s, tokens_s].add(1, mode="drop"))
+
+
+def _ids(tokens: Collection[int]) -> np.ndarray:
+    return np.fromiter(tokens, np.int64, len(tokens))
+
+
+def _or_past_the_end(rows: jax.Array, state: SamplingState) -> jax.Array:
+    """Move negative rows to where writes are dropped: an index of -1 would be the last row."""
+    return jnp.where(rows < 0, state.output_counts.shape[0], rows)
 
 
 class DeviceRows:
@@ -70,5 +144,4 @@ class DeviceRows:
         return empty_state(len(self.table.tokens), self._vocab_size, self._placement.whole)
 
     def _no_tokens(self) -> jax.Array:
-        tokens_r: jax.Array = self._placement.put(np.zeros(len(self.table.tokens), np.int32))
-        return tokens_r
+        return cast(jax.Array, self._placement.put(np.zeros(len(self.table.tokens), np.int32)))

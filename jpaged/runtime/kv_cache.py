@@ -16,8 +16,6 @@ from jpaged.runtime.batch import Batch
 from pallas_kernels import Kernels
 
 Pool = list[jax.Array]  # [k of layer 0, v of layer 0, k of layer 1, ...], each [P, K, B, H]
-QKV = tuple[jax.Array, jax.Array, jax.Array]  # [T, N, H], [T, K, H], [T, K, H]
-Angles = tuple[jax.Array | None, jax.Array | None]  # cos and sin [T, H/2] that rotate queries and keys, or None
 
 
 @dataclass(frozen=True)
@@ -48,11 +46,7 @@ class KVCache:
         cls, model: ModelConfig, block_size: int, dtype: str, kernels: Kernels,
         specs: Iterable[AttentionSpec] = (), *, attention_dtype: str | None = None,
     ) -> "KVCache":  # fmt: skip
-        """Return the layout for a model, with the head dim that the kernels take.
-
-        Args:
-            specs: the model's, for the lists of work of the layers' windows.
-        """
+        """Return the layout for a model, with the head dim that the kernels take, and the windows of its `specs`."""
         layers, heads = model.num_hidden_layers, model.num_key_value_heads
         windows = tuple(dict.fromkeys(spec.window for spec in specs))
         return cls(layers, heads, block_size, kernels.head_dim, dtype, kernels, windows, attention_dtype)
@@ -81,17 +75,19 @@ class KVCache:
 
         It is not left uninitialised because an attention kernel may load a block's unwritten rows, and 0 * NaN is NaN.
         """
-        shape = self.shape(num_blocks)
-        return [jnp.zeros(shape, self.dtype, device=sharding) for _ in range(2 * self.num_layers)]
+        return [jnp.zeros(self.shape(num_blocks), self.dtype, device=sharding) for _ in range(2 * self.num_layers)]
 
     def attend(
-        self, pool: Pool, layer: int, spec: AttentionSpec, batch: Batch, decode: bool, qkv: QKV, angles: Angles
-    ) -> jax.Array:
+        self, pool: Pool, layer: int, spec: AttentionSpec, batch: Batch, decode: bool,
+        qkv: tuple[jax.Array, ...], angles: tuple[jax.Array | None, ...],
+    ) -> jax.Array:  # fmt: skip
         """Write a layer's keys and values, and return the attention [T, N, H] of its queries.
 
         Args:
             pool: its arrays of this layer are replaced.
             decode: every sequence has one query, a decode token, and query s belongs to sequence s.
+            qkv: [T, N, H], [T, K, H], [T, K, H].
+            angles: cos and sin [T, H/2] that rotate queries and keys, or None.
         """
         (q_tnh, k_tkh, v_tkh), (cos, sin), at = qkv, angles, slice(2 * layer, 2 * layer + 2)
         one_k = jnp.ones(self.num_kv_heads, jnp.float32)

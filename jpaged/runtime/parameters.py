@@ -32,7 +32,8 @@ def by_name(state: Any) -> dict[str, Any]:
         state = nnx.state(state)
     if isinstance(state, nnx.State):
         state = nnx.to_pure_dict(state)
-    state = jax.tree.map(_value, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    value = lambda leaf: leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
+    state = jax.tree.map(value, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
     leaves = jax.tree_util.tree_leaves_with_path(state)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
@@ -157,7 +158,12 @@ class ParamTree:
         """Return the parameters of a source and its other variables, by the module's names as far as it has them."""
         source = nnx.state(source) if isinstance(source, nnx.Module) else source
         params = by_name(source)
-        others = {name: params.pop(name) for name in _others(source)}
+        leaves = nnx.to_flat_state(source) if isinstance(source, nnx.State) else ()
+        others = {}
+        for path, leaf in leaves:
+            if isinstance(leaf, nnx.Variable) and not isinstance(leaf, nnx.Param):
+                name = ".".join(map(str, path))
+                others[name] = params.pop(name)
         if not params.keys() & self._module_params.keys():
             params, others = ({self._prefix + name: leaf for name, leaf in each.items()} for each in (params, others))
         return params, others | {name: params.pop(name) for name in self.carried.keys() & params.keys()}
@@ -213,12 +219,6 @@ class ModuleArrays:
         return any(variable.get_value() is not seen() for variable, seen in zip(self._variables, self._seen))
 
 
-WAYS_OUT = (
-    "params: the engine's arrays were deleted, as by a train step that donates them; pass the new arrays to "
-    "update_params, or write them into the module that the engine was built from, or train without donation"
-)
-
-
 @contextlib.contextmanager
 def explain_deletion(params: Iterable[jax.Array]) -> Iterator[None]:
     """Raise ParamsDeleted if a computation fails because an array of the module was deleted."""
@@ -227,18 +227,10 @@ def explain_deletion(params: Iterable[jax.Array]) -> Iterator[None]:
     except RuntimeError as error:
         if "deleted" not in str(error) or not any(array.is_deleted() for array in params):
             raise
-        raise ParamsDeleted(WAYS_OUT) from error
-
-
-def _value(leaf: Any) -> Any:
-    return leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
-
-
-def _others(state: Any) -> list[str]:
-    """Return the names of the variables of an `nnx.State` that are no parameters."""
-    leaves = nnx.to_flat_state(state) if isinstance(state, nnx.State) else ()
-    variables = ((path, leaf) for path, leaf in leaves if isinstance(leaf, nnx.Variable))
-    return [".".join(map(str, path)) for path, leaf in variables if not isinstance(leaf, nnx.Param)]
+        raise ParamsDeleted(
+            "params: the engine's arrays were deleted, as by a train step that donates them; pass the new arrays to "
+            "update_params, or write them into the module that the engine was built from, or train without donation"
+        ) from error
 
 
 def _embedding_in(dtype: str, model: Any) -> Any:
@@ -262,8 +254,7 @@ def _lies_as(leaf: Any, expected: jax.ShapeDtypeStruct | None) -> bool:
     """Return whether an array has this form and place; None has none."""
     if leaf is None or expected is None or leaf.dtype != expected.dtype:
         return False
-    equal: bool = leaf.sharding.is_equivalent_to(expected.sharding, leaf.ndim)
-    return equal and not leaf.is_deleted()
+    return bool(leaf.sharding.is_equivalent_to(expected.sharding, leaf.ndim)) and not leaf.is_deleted()
 
 
 def _nbytes(leaf: Any) -> int:

@@ -1,7 +1,7 @@
 """Dispatched step, and its result once the device has computed it."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import jax
@@ -55,19 +55,15 @@ class PendingStep:
             tokens, _, bits = arrays[0][:, : len(self.num_top)]
             pairs, version = zip(tokens.tolist(), bits.view(np.float32).tolist()), self.version
             samples = [Sample(token, logprob, 0, (), (), version) for token, logprob in pairs]
-        return StepResult(samples, self._prompt_samples(*arrays[-2:]) if self.prompt else {})
-
-    def _prompt_samples(self, chosen: np.ndarray, listed: np.ndarray) -> Mapping[int, list[Sample]]:
-        """Return the samples of the prompts' own tokens, by row of the plan."""
-        samples: dict[int, list[Sample]] = {}
+        prompt_samples: dict[int, list[Sample]] = {}
         start = 0
-        for index, (_, _, count, _) in enumerate(self.plan.rows):
+        for index, (_, _, count, _) in enumerate(self.plan.rows if self.prompt else ()):
             at = start + np.flatnonzero(self.targets[start : start + count] >= 0)
             if len(at):
                 top = itertools.repeat(self.prompt_top[index], len(at))
-                samples[index] = list(_samples(chosen[:, at], listed[:, at], top, self.version))
+                prompt_samples[index] = list(_samples(arrays[-2][:, at], arrays[-1][:, at], top, self.version))
             start += count
-        return samples
+        return StepResult(samples, prompt_samples)
 
 
 def _samples(chosen: np.ndarray, listed: np.ndarray, num_top: Iterable[int], version: int) -> Iterator[Sample]:

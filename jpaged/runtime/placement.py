@@ -15,8 +15,7 @@ from jpaged.models.base import Model
 from jpaged.models.config import ModelConfig
 from jpaged.runtime.mesh import mesh_shape
 
-KV, GROUP = "kv", "group"  # axes of the mesh
-ALL = (KV, GROUP)
+ALL = KV, GROUP = "kv", "group"  # axes of the mesh
 # Axes of the mesh by the names of parameters' axes; a parameter is whole along the others.
 AXES: dict[str | None, Any] = {"heads": ALL, "kv_heads": KV, "mlp": ALL, "vocab": ALL}
 
@@ -40,13 +39,9 @@ class Placement:
 
     @classmethod
     def on(cls, devices: Sequence[jax.Device], model: ModelConfig) -> Self:
-        """Return the placement of a model on devices.
-
-        Raises:
-            ValueError: this number of devices can't share the model; the message has the sizes.
-        """
-        shape = mesh_shape(model, len(devices))
-        mesh = Mesh(np.asarray(devices).reshape(shape), ALL, axis_types=(AxisType.Auto,) * 2)
+        """Return the placement of a model on devices; errors are those of `mesh_shape`."""
+        grid = np.asarray(devices).reshape(mesh_shape(model, len(devices)))
+        mesh = Mesh(grid, ALL, axis_types=(AxisType.Auto,) * 2)
         return cls(mesh, mesh.size > 1 and model.vocab_size % mesh.size == 0)
 
     @property
@@ -67,8 +62,7 @@ class Placement:
     @property
     def platform(self) -> str:
         """The platform of the devices, such as "cpu"."""
-        platform: str = self.devices[0].platform
-        return platform
+        return str(self.devices[0].platform)
 
     @property
     def num_processes(self) -> int:
@@ -113,12 +107,9 @@ class Placement:
         """
         if not self.mesh.is_multi_process:
             return jax.device_put(values, self.whole)
-        return jax.tree.map(self._put_local, values)
-
-    def _put_local(self, value: Any) -> jax.Array:
-        """Copy a host array to the devices of this process."""
-        array = np.asarray(value)
-        return jax.make_array_from_callback(array.shape, self.whole, lambda index: array[index])
+        from_array = jax.make_array_from_callback
+        arrays = jax.tree.map(np.asarray, values)
+        return jax.tree.map(lambda array: from_array(array.shape, self.whole, array.__getitem__), arrays)
 
 
 def shard(model: Model, devices: Sequence[jax.Device]) -> Model:
@@ -136,8 +127,25 @@ def shard(model: Model, devices: Sequence[jax.Device]) -> Model:
         (path, leaf.replace(jax.device_put(leaf.get_value(), placement.of(leaf))))
         for path, leaf in nnx.to_flat_state(state)
     ]
-    sharded: Model = nnx.merge(graphdef, nnx.from_flat_state(leaves))
-    return sharded
+    return nnx.merge(graphdef, nnx.from_flat_state(leaves))
+
+
+def padded(pairs: Sequence[tuple[int, int]], sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Return sources and destinations, [C] int32 each, C the smallest sufficient one of `sizes`, -1 past the pairs."""
+    size = next(size for size in sizes if size >= len(pairs))
+    array = np.full((2, size), -1, np.int32)
+    array[:, : len(pairs)] = np.asarray(pairs, np.int32).T
+    return array[0], array[1]
+
+
+def usable(arrays: Iterable[jax.Array]) -> bool:
+    """Return whether no array was donated, and none is the result of a computation that failed on the device."""
+    try:
+        for array in arrays:
+            array.block_until_ready()
+    except RuntimeError:  # jax.errors.JaxRuntimeError in both cases
+        return False
+    return True
 
 
 def devices_of(arrays: Iterable[jax.Array]) -> list[jax.Device]:

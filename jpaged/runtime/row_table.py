@@ -87,8 +87,7 @@ class RowTable:
         self.block_tables[row, : len(admitted.block_ids)] = admitted.block_ids
         self._num_known[row], self._next[row] = len(admitted.token_ids), -1 - row
         self._num_scored[row] = len(admitted.token_ids) if admitted.num_scored is None else admitted.num_scored
-        prompt_top = params.prompt_logprobs
-        self.prompt_top[row] = -1 if prompt_top is None else prompt_top
+        self.prompt_top[row] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
         self.num_top[row] = -1 if admitted.num_top is None else admitted.num_top
         computed: dict[str, Value] = {
             "rows": row,

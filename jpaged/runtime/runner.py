@@ -14,7 +14,7 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.outputs import Outputs, outputs_of
 from jpaged.models.quantized import is_quantized
 from jpaged.progress import track
-from jpaged.runtime.batch import Bucket, Buckets, ladder, make_batch
+from jpaged.runtime.batch import Bucket, Buckets, Shapes, ladder, make_batch
 from jpaged.runtime.block_store import BlockStore
 from jpaged.runtime.compilation_cache import compilation_cache
 from jpaged.runtime.device_rows import DeviceRows
@@ -24,7 +24,6 @@ from jpaged.runtime.pending import PendingStep
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.row_table import RowTable
 from jpaged.runtime.sampling_settings import Settings
-from jpaged.runtime.shapes import Shapes
 from jpaged.runtime.step import Computed, Step
 from jpaged.runtime.tensor_parallel import divide_kernels
 from pallas_kernels import Kernels
@@ -207,8 +206,7 @@ class ModelRunner:
     def compile(self, buckets: Sequence[Bucket], *, progress: bool) -> None:
         """Compile shapes of steps, or load them from jax's cache on disk, by running them on padding.
 
-        Args:
-            progress: show a progress bar on stderr instead of lines in the log.
+        `progress`: show a progress bar on stderr instead of lines in the log.
         """
         logger.info("compiling %d shapes of a step, or loading them", len(buckets))
         for bucket in track(buckets, len(buckets), "compiled", "shape", bar=progress):
@@ -225,11 +223,7 @@ class ModelRunner:
 
 
 def _outputs(tree: ParamTree, config: ModelConfig, dtype: str | None) -> Outputs:
-    """Return what a module computes.
-
-    Raises:
-        ValueError: it does not compute what its config says, or attention in another dtype than `dtype`.
-    """
+    """Return what a module computes; a ValueError if that is not what its config and `dtype` say."""
     outputs = outputs_of(tree.merge, [*tree.expected.values(), *tree.carried.values()], config)
     if dtype not in (None, outputs.attention_dtype):
         raise ValueError(

@@ -8,16 +8,16 @@ highest maxima.
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jpaged.runtime.device_rows import SamplingState, count_tokens
 from jpaged.runtime.sampling_row import Sampling
 from jpaged.runtime.sampling_settings import Settings
-from jpaged.runtime.sampling_state import SamplingState, count_tokens
 
 # Shorter lists are found in less time: 20 is the most logprobs, 72 the widest beam search with 8 ending tokens.
 SHORT_LISTS = (20, 72, 128)
@@ -157,14 +157,11 @@ def token_logprobs(
         ranks = jnp.where(wanted_t, _ranks(logits_tv, tokens_t), 0)
         return Sampled(targets_t, logprobs, ranks, *_list_top(logits_tv, lse_t, jnp.where(wanted_t, k, 0), k))
 
-    def skip(x_td: jax.Array, targets_t: jax.Array) -> Sampled:
-        return Sampled(targets_t, jnp.zeros(tile, jnp.float32), *_no_lists(tile, k))
-
+    skip = lambda x_td, targets_t: Sampled(targets_t, jnp.zeros(tile, jnp.float32), *_no_lists(tile, k))
     x_ntd = jnp.pad(x_td, ((0, padding), (0, 0))).reshape(-1, tile, width)
     targets_nt = jnp.pad(targets_t, (0, padding), constant_values=-1).reshape(-1, tile)
     tiles = lax.map(lambda xs: lax.cond(jnp.any(xs[1] >= 0), compute, skip, *xs), (x_ntd, targets_nt))
-    sampled: Sampled = jax.tree.map(lambda y: y.reshape(num_tokens + padding, *y.shape[2:])[:num_tokens], tiles)
-    return sampled
+    return cast(Sampled, jax.tree.map(lambda y: y.reshape(num_tokens + padding, *y.shape[2:])[:num_tokens], tiles))
 
 
 def _argmax(x_sv: jax.Array) -> jax.Array:
@@ -217,18 +214,15 @@ def _cooled(x_sv: jax.Array, temperature_s: jax.Array) -> jax.Array:
 def _draw(x_sv: jax.Array, sampling: Sampling, settings: Settings = Settings.ANY) -> jax.Array:
     """Return tokens [S] int32 drawn from softmax(x / temperature) of the tokens that the filters keep.
 
-    Args:
-        settings: DRAWN: no row has filters; FILTERED: some row has filters; ANY: the device finds out.
+    DRAWN: no row has filters; FILTERED: some row has filters; ANY: the device finds out.
     """
     x_sv = _cooled(x_sv, sampling.temperature)
     if settings is Settings.DRAWN:
         return _draw_any(x_sv, sampling)
     if settings is Settings.FILTERED:
         return _draw_filtered(x_sv, sampling)
-    tokens_s: jax.Array = lax.cond(
-        jnp.any(sampling.filtered), lambda: _draw_filtered(x_sv, sampling), lambda: _draw_any(x_sv, sampling)
-    )
-    return tokens_s
+    draws = [functools.partial(draw, x_sv, sampling) for draw in (_draw_filtered, _draw_any)]
+    return cast(jax.Array, lax.cond(jnp.any(sampling.filtered), *draws))
 
 
 def _draw_any(x_sv: jax.Array, sampling: Sampling) -> jax.Array:
@@ -262,8 +256,7 @@ def _draw_filtered(x_sv: jax.Array, sampling: Sampling) -> jax.Array:
         )
         return _draw_any(kept_sv, sampling)
 
-    tokens_s: jax.Array = lax.cond(jnp.any((sampling.temperature > 0) & ~listed_s), draw_others, draw_listed)
-    return tokens_s
+    return cast(jax.Array, lax.cond(jnp.any((sampling.temperature > 0) & ~listed_s), draw_others, draw_listed))
 
 
 def _gumbel(seeds_s2: jax.Array, positions_s: jax.Array, tokens_sk: jax.Array) -> jax.Array:
@@ -285,10 +278,7 @@ def _gumbel(seeds_s2: jax.Array, positions_s: jax.Array, tokens_sk: jax.Array) -
 def _threshold_of_list(x_sv: jax.Array, x_sk: jax.Array, sampling: Sampling) -> jax.Array:
     """Return the least value [S, 1] of a token that min-p, then top-k, then top-p keep, as far as a list can tell.
 
-    It is too low only if it keeps the list's last token.
-
-    Args:
-        x_sk: the best of `x_sv`, best first.
+    The list `x_sk` is the best of `x_sv`, best first. The value is too low only if it keeps the list's last token.
     """
     size, best_s1, top_p_s = x_sk.shape[1], x_sk[:, :1], sampling.top_p
     top_k_s = jnp.where(sampling.top_k < x_sv.shape[1], sampling.top_k, 0)
@@ -311,18 +301,14 @@ def _keep_likely(x_sv: jax.Array, sampling: Sampling) -> jax.Array:
     Tokens of equal logits stay together.
     """
     x_sv = jnp.where(x_sv >= x_sv.max(-1, keepdims=True) + jnp.log(sampling.min_p)[:, None], x_sv, -jnp.inf)
-    order_sv = _order(x_sv)
+    # As uint32 they compare as the float32 do, -0 like 0.
+    bits_sv = lax.bitcast_convert_type(jnp.where(x_sv == 0, jnp.float32(0), x_sv), jnp.uint32)
+    order_sv = jnp.where(bits_sv >> 31 == 1, ~bits_sv, bits_sv | jnp.uint32(0x80000000))
     size = jnp.where(sampling.top_k > 0, sampling.top_k, x_sv.shape[1]).astype(jnp.float32)
     kept = order_sv >= _threshold(order_sv, jnp.ones_like(x_sv), size)
     p_sv = jax.nn.softmax(jnp.where(kept, x_sv, -jnp.inf), axis=-1)
     nucleus = order_sv >= _threshold(order_sv, p_sv, sampling.top_p)
     return jnp.where(kept & (nucleus | (sampling.top_p >= 1)[:, None]), x_sv, -jnp.inf)
-
-
-def _order(x: jax.Array) -> jax.Array:
-    """Return uint32 that compare as the float32 do, -0 like 0."""
-    bits = lax.bitcast_convert_type(jnp.where(x == 0, jnp.float32(0), x), jnp.uint32)
-    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(0x80000000))
 
 
 def _threshold(order_sv: jax.Array, weight_sv: jax.Array, target_s: jax.Array) -> jax.Array:
@@ -333,8 +319,7 @@ def _threshold(order_sv: jax.Array, weight_sv: jax.Array, target_s: jax.Array) -
         weight = jnp.sum(jnp.where(order_sv >= higher[:, None], weight_sv, 0), -1)
         return jnp.where(weight >= target_s, higher, t)
 
-    threshold_s1: jax.Array = lax.fori_loop(0, 32, bit, jnp.zeros(order_sv.shape[0], jnp.uint32))[:, None]
-    return threshold_s1
+    return cast(jax.Array, lax.fori_loop(0, 32, bit, jnp.zeros(order_sv.shape[0], jnp.uint32))[:, None])
 
 
 def _ranks(logits_sv: jax.Array, tokens_s: jax.Array) -> jax.Array:
@@ -361,11 +346,8 @@ def _list_top(values_sv: jax.Array, offset_s: jax.Array, num_top_s: jax.Array, k
     """Return the `num_top` best tokens of each row and their values above `offset`, [S, k], padded with -1 and -inf."""
     sizes = [*(size for size in SHORT_LISTS if size < k), k]
 
-    def padded(size: int) -> tuple[jax.Array, jax.Array]:
-        both: tuple[jax.Array, jax.Array] = jax.tree.map(
-            lambda y_sk: jnp.pad(y_sk, ((0, 0), (0, k - size))), _top(values_sv, size)
-        )
-        return both
+    def padded(size: int) -> list[jax.Array]:
+        return [jnp.pad(y_sk, ((0, 0), (0, k - size))) for y_sk in _top(values_sv, size)]
 
     level = jnp.searchsorted(np.asarray(sizes, np.int32), num_top_s.max())
     tokens_sk, best_sk = lax.switch(level, [functools.partial(padded, size) for size in sizes])

@@ -15,15 +15,18 @@ from jpaged.core.params import MAX_TOP
 from jpaged.models.base import Model
 from jpaged.models.layers import multiplying
 from jpaged.runtime.batch import Batch, Bucket, Layout
-from jpaged.runtime.compiler_options import model_options, sampling_options
+from jpaged.runtime.device_rows import SamplingState
 from jpaged.runtime.kv_cache import KVCache, Pool
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.sampler import Sampled, SampleOptions, token_logprobs
 from jpaged.runtime.sampling_row import COLUMNS, Sampling
 from jpaged.runtime.sampling_settings import Settings
-from jpaged.runtime.sampling_state import SamplingState
 from jpaged.runtime.tensor_parallel import sample_divided, whole_logits
 from pallas_kernels.dispatch import RowProduct
+
+# Command buffers (CUDA graphs) with conditions and loops: outside a command buffer the host waits for their predicates.
+# XLA's own list lacks loops. An older driver leaves conditions out; the host then waits.
+COMMAND_BUFFERS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
 
 
 def forward(
@@ -42,8 +45,7 @@ def forward(
     def attend(layer: int, q_tnh: jax.Array, k_tkh: jax.Array, v_tkh: jax.Array, *angles: Any) -> jax.Array:
         nonlocal wanted_t
         dtype = jnp.result_type(q_tnh, k_tkh, v_tkh)
-        q_tnh, k_tkh, v_tkh = (x.astype(cache.attention_dtype or x.dtype) for x in (q_tnh, k_tkh, v_tkh))
-        qkv = q_tnh, k_tkh, v_tkh
+        qkv = tuple(x.astype(cache.attention_dtype or x.dtype) for x in (q_tnh, k_tkh, v_tkh))
         o_tnh = cache.attend(pool, layer, specs[layer], batch, decode, qkv, angles).astype(dtype)
         if layer == len(specs) - 1 and not decode:
             sampled_t = jnp.zeros_like(wanted_t).at[batch.sampled_from].set(True)
@@ -56,6 +58,26 @@ def forward(
 
     with multiplying(of_tokens):
         return model(batch.tokens, batch.positions, attend), pool
+
+
+def model_options(platform: str, *, has_quantized_weights: bool) -> dict[str, Any] | None:
+    """Return the options of the model's part of a step, None for XLA's own."""
+    if platform == "cpu":
+        return None
+    return {
+        # XLA would hand a kernel a pointer to a slice, wherever it starts in its array: Mosaic's runtime refuses
+        # pointers off a multiple of 256 bytes (openxla/xla pull request 43831 made this the default).
+        "xla_gpu_enable_dynamic_slice_fusion": False,
+        # XLA would concatenate the weights of several products of one array in every step.
+        "xla_gpu_dot_merger_threshold_mb": 0,
+        # cuBLAS takes no weights of 8 bits: they would be converted, into memory, in every step.
+        **({"xla_gpu_cublas_fallback": False} if has_quantized_weights else {}),
+    }
+
+
+def sampling_options(platform: str) -> dict[str, Any] | None:
+    """Return the options of sampling and of the logprobs of prompts, None for XLA's own."""
+    return None if platform == "cpu" else {"xla_gpu_enable_command_buffer": COMMAND_BUFFERS}
 
 
 class Computed(NamedTuple):
@@ -110,14 +132,10 @@ class Step:
         whole, platform = self.placement.whole, self.placement.platform
         self.settings = (Settings.ANY,) if platform == "cpu" or self.processed_logprobs else tuple(Settings)
         # Results on other devices than the arguments of the next step would need further executables.
-        forward = model_options(platform, has_quantized_weights=self.has_quantized_weights)
         self.forward = jax.jit(
-            self._forward,
-            static_argnums=4,
-            donate_argnums=1,
-            out_shardings=(whole, self.placement.pool),
-            compiler_options=forward,
-        )
+            self._forward, static_argnums=4, donate_argnums=1, out_shardings=(whole, self.placement.pool),
+            compiler_options=model_options(platform, has_quantized_weights=self.has_quantized_weights),
+        )  # fmt: skip
         jit = partial(jax.jit, out_shardings=whole, compiler_options=sampling_options(platform))
         self.choose = jit(self._choose, static_argnums=6, donate_argnums=(1, 2))
         self.score = jit(self._score)
@@ -127,8 +145,7 @@ class Step:
         return used if used in self.settings else Settings.ANY
 
     def _merged(self, params: list[jax.Array]) -> Model:
-        model: Model = nnx.merge(self.graphdef, *jax.tree.unflatten(self.treedef, params))
-        return model
+        return nnx.merge(self.graphdef, *jax.tree.unflatten(self.treedef, params))
 
     def _multiply_all(self, x_ti: jax.Array, weight_oi: jax.Array) -> jax.Array | None:
         return self.multiply(x_ti, weight_oi, None) if self.multiply else None
@@ -138,21 +155,15 @@ class Step:
     ) -> tuple[Computed, Pool]:
         batch = self.layouts[bucket].unpack(buffer)
         batch = batch._replace(tokens=_known(batch.tokens, last_tokens_r), decodes=batch.decodes != 0)
-        model, decode = self._merged(params), bucket.decode
-        x_td, pool = forward(model, self.cache, pool, batch, decode=decode, multiply=self.multiply)
+        model = self._merged(params)
+        x_td, pool = forward(model, self.cache, pool, batch, decode=bucket.decode, multiply=self.multiply)
         scored = (None, None) if bucket.decode else (x_td, batch.targets)
         return Computed(x_td[batch.sampled_from], batch.samples, *scored), pool
 
     def _choose(
-        self,
-        params: list[jax.Array],
-        state: SamplingState,
-        last_tokens_r: jax.Array,
-        x_sd: jax.Array,
-        rows_sf: jax.Array,
-        bits: jax.Array,
-        settings: Settings,
-    ) -> tuple[jax.Array, jax.Array, SamplingState, jax.Array]:
+        self, params: list[jax.Array], state: SamplingState, last_tokens_r: jax.Array, x_sd: jax.Array,
+        rows_sf: jax.Array, bits: jax.Array, settings: Settings,
+    ) -> tuple[jax.Array, jax.Array, SamplingState, jax.Array]:  # fmt: skip
         sampling = sampling_of(rows_sf, bits)
         sampling = sampling._replace(last_tokens=_known(sampling.last_tokens, last_tokens_r))
         num_top, several = max(MAX_TOP, self.max_logprobs), len(self.settings) > 1
@@ -171,12 +182,7 @@ class Step:
 
 
 def sampling_of(rows_sf: jax.Array, allowed_bits: jax.Array) -> Sampling:
-    """Return the sampling settings of samples.
-
-    Args:
-        rows_sf: int32, the words of sampling rows.
-        allowed_bits: [S, ceil(V / 32)] uint32.
-    """
+    """Return the sampling settings of samples; `rows_sf` int32: the words of their rows, `allowed_bits` uint32."""
     settings, start = {}, 0
     for name, column in COLUMNS.items():
         end = start + math.prod(column.shape)

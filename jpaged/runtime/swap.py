@@ -1,14 +1,14 @@
 """KV blocks in the host's memory, and their transfers in both directions, many blocks in one transfer."""
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from jpaged.runtime.arrays import padded
 from jpaged.runtime.kv_cache import gather, scatter
-from jpaged.runtime.placement import Placement
+from jpaged.runtime.placement import Placement, padded
 
 # Numbers of blocks in one transfer. Other numbers are padded, because each shape needs an executable.
 TRANSFERS = (4, 16, 64)
@@ -39,12 +39,8 @@ class HostBlocks:
         self._chunks: dict[int, _Chunk] = {}
 
     def swap_out(self, pool: list[jax.Array], pairs: Pairs) -> None:
-        """Copy a request's blocks to the host.
-
-        Args:
-            pairs: (block of the pool, block of the host).
-        """
-        for part in _transfers(pairs):
+        """Copy a request's blocks to the host; `pairs` are (block of the pool, block of the host)."""
+        for part in itertools.batched(pairs, TRANSFERS[-1]):
             sources, _ = padded(part, TRANSFERS)  # of the padding, any block is read
             blocks = self._gather(pool, self._placement.put(sources))
             chunk = _Chunk(jax.device_put(blocks, self._host), [host for _, host in part])
@@ -55,8 +51,7 @@ class HostBlocks:
     def swap_in(self, pool: list[jax.Array], pairs: Pairs) -> list[jax.Array]:
         """Copy blocks from the host, which then drops them, into the donated pool, and return the pool.
 
-        Args:
-            pairs: (block of the host, block of the pool).
+        `pairs` are (block of the host, block of the pool).
         """
         wanted = dict(pairs)
         while wanted:
@@ -79,7 +74,3 @@ class HostBlocks:
         if block_id in self._chunks:
             for other in self._chunks[block_id].block_ids:
                 del self._chunks[other]
-
-
-def _transfers(pairs: Pairs) -> Iterator[Pairs]:
-    return (pairs[i : i + TRANSFERS[-1]] for i in range(0, len(pairs), TRANSFERS[-1]))

@@ -4,18 +4,18 @@ import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jpaged.runtime.device_rows import SamplingState
 from jpaged.runtime.placement import ALL, KV, Placement
 from jpaged.runtime.sampler import Sampled, SampleOptions, count, sample
 from jpaged.runtime.sampling_row import Sampling
 from jpaged.runtime.sampling_settings import Settings
-from jpaged.runtime.sampling_state import SamplingState
 from pallas_kernels import Kernels
 from pallas_kernels.ops import Implementation
 from pallas_kernels.options import Contexts, OutputAndLse, WriteOptions
@@ -38,8 +38,7 @@ def divide_kernels(kernels: Kernels, placement: Placement) -> Kernels:
             *rows, options = rows_and_options
             options_spec = replace(options, k_scale_k=SCALES, v_scale_k=SCALES, work=WHOLE)
             specs = COLUMNS, Contexts(*CONTEXT_SPECS), *[WHOLE] * len(rows), options_spec
-            output: OutputAndLse = divided(op, in_specs=specs, out_specs=COLUMNS)(q, contexts, *rows, options)
-            return output
+            return cast(OutputAndLse, divided(op, in_specs=specs, out_specs=COLUMNS)(q, contexts, *rows, options))
 
         return attend
 
@@ -87,8 +86,7 @@ def sample_divided(
 
     specs = (COLUMNS if placement.splits_vocab else WHOLE, WHOLE, WHOLE)
     divided = jax.shard_map(choose, mesh=placement.mesh, in_specs=specs, out_specs=WHOLE, check_vma=False)
-    result: tuple[Sampled, SamplingState] = divided(logits_sv, state, sampling)
-    return result
+    return divided(logits_sv, state, sampling)
 
 
 def _gathered(sampled: Sampled) -> Sampled:
@@ -107,11 +105,6 @@ def whole_logits(logits_sv: jax.Array, placement: Placement) -> jax.Array:
     if not placement.splits_vocab:
         return logits_sv
 
-    def gather(logits_sv: jax.Array) -> jax.Array:
-        gathered: jax.Array = lax.all_gather(logits_sv, ALL, axis=1, tiled=True)
-        return gathered
-
-    gathered: jax.Array = jax.shard_map(
-        gather, mesh=placement.mesh, in_specs=COLUMNS, out_specs=WHOLE, check_vma=False
-    )(logits_sv)
-    return gathered
+    gather = functools.partial(lax.all_gather, axis_name=ALL, axis=1, tiled=True)
+    gathered = jax.shard_map(gather, mesh=placement.mesh, in_specs=COLUMNS, out_specs=WHOLE, check_vma=False)
+    return cast(jax.Array, gathered(logits_sv))

@@ -26,13 +26,13 @@ from jpaged.engine import engine as engines
 from jpaged.engine import output
 from jpaged.engine.engine import Engine
 from jpaged.engine.guard import Guard
-from jpaged.runtime import batch, device_rows, row_table, sampling_row, sampling_state
+from jpaged.runtime import batch, device_rows, row_table, sampling_row
 from jpaged.structured import grammar, masks
 from tests.support.injection import Injected, functions_of, wrapped
 
 MODULES = [
     admission, bans, beam, block_table, branches, commit, memory, plan, planned_step, queue, scheduler, requests,
-    engines, output, batch, device_rows, row_table, sampling_row, sampling_state, grammar, masks, tokenizers,
+    engines, output, batch, device_rows, row_table, sampling_row, grammar, masks, tokenizers,
 ]  # fmt: skip
 PHRASE = StructuredOutputsParams(regex="(one|two|three) (cats|dogs)+")
 

@@ -25,12 +25,12 @@ from jpaged.core.scheduler import Scheduler
 from jpaged.engine.engine import Engine
 from jpaged.models.checkpoint import abstract_model, dummy_model
 from jpaged.runtime.batch import Bucket, Layout
+from jpaged.runtime.device_rows import empty_state
 from jpaged.runtime.kv_cache import KVCache
 from jpaged.runtime.placement import GROUP, KV, Placement, shard
 from jpaged.runtime.runner import ModelRunner
 from jpaged.runtime.sampling_row import ROW_WORDS
 from jpaged.runtime.sampling_settings import Settings
-from jpaged.runtime.sampling_state import empty_state
 from jpaged.runtime.step import Step
 from jpaged.runtime.tensor_parallel import divide_kernels
 from jpaged.start.load import load_checkpoint

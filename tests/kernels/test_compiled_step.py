@@ -19,7 +19,7 @@ from benchmarks.shared.gpus import H200
 from benchmarks.shared.models import MODELS
 from benchmarks.shared.program import Instruction, Program
 from benchmarks.shared.step_program import DescribedStep, StepShape
-from jpaged.runtime import batch, compiler_options, step
+from jpaged.runtime import batch, step
 from jpaged.runtime.sampling_settings import Settings
 
 pytestmark = pytest.mark.skipif(deviceless.why_not() is not None, reason=str(deviceless.why_not()))
@@ -212,10 +212,10 @@ def test_it_finds_a_copied_pool():
 
 
 def test_weights_of_8_bits_stay_with_triton():
-    options = compiler_options.model_options("gpu", has_quantized_weights=True)
+    options = step.model_options("gpu", has_quantized_weights=True)
     assert options is not None and options["xla_gpu_cublas_fallback"] is False
-    assert "xla_gpu_cublas_fallback" not in (compiler_options.model_options("gpu", has_quantized_weights=False) or {})
-    assert compiler_options.model_options("cpu", has_quantized_weights=True) is None
+    assert "xla_gpu_cublas_fallback" not in (step.model_options("gpu", has_quantized_weights=False) or {})
+    assert step.model_options("cpu", has_quantized_weights=True) is None
 
 
 @pytest.mark.deep

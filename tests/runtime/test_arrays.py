@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.runtime.arrays import padded, usable
+from jpaged.runtime.placement import padded, usable
 
 
 @pytest.mark.parametrize("count, size", [(0, 2), (1, 2), (2, 2), (3, 8), (8, 8)])

@@ -7,9 +7,8 @@ import numpy as np
 from jpaged import SamplingParams
 from jpaged.core.plan import Admitted, StepPlan
 from jpaged.models.config import ModelConfig
-from jpaged.runtime.device_rows import DeviceRows
+from jpaged.runtime.device_rows import DeviceRows, empty_state
 from jpaged.runtime.row_table import RowTable
-from jpaged.runtime.sampling_state import empty_state
 from tests.runtime.caches import placement_of
 
 V, R = 37, 3

@@ -20,11 +20,11 @@ from jpaged.core.plan import Admitted, ParamsDeleted, Scheduled, StepPlan, StepR
 from jpaged.models.checkpoint import abstract_model, dummy_model
 from jpaged.runtime.batch import Bucket, Layout
 from jpaged.runtime.compilation_cache import cache_folder
+from jpaged.runtime.device_rows import empty_state
 from jpaged.runtime.kv_cache import KVCache
 from jpaged.runtime.runner import ModelRunner
 from jpaged.runtime.sampling_row import ROW_WORDS
 from jpaged.runtime.sampling_settings import Settings
-from jpaged.runtime.sampling_state import empty_state
 from jpaged.runtime.step import Step
 from jpaged.runtime.swap import TRANSFERS
 from jpaged.start import measure, pool, setup

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from jpaged.core.params import SamplingParams
 from jpaged.core.plan import Admitted
+from jpaged.runtime.device_rows import SamplingState, empty_state, host_row
 from jpaged.runtime.sampler import (
     Sampled,
     SampleOptions,
@@ -27,7 +28,6 @@ from jpaged.runtime.sampler import (
     token_logprobs,
 )
 from jpaged.runtime.sampling_row import COLUMNS, FILTERS, Sampling
-from jpaged.runtime.sampling_state import SamplingState, empty_state, host_row
 
 
 def count_and_sample(logits, state, sampling, num_top, processed=False):

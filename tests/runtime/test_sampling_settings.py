@@ -9,11 +9,11 @@ import pytest
 from jpaged import BeamSearchParams, SamplingParams
 from jpaged.llm import LLM
 from jpaged.models.checkpoint import dummy_model
+from jpaged.runtime.device_rows import empty_state
 from jpaged.runtime.sampler import SampleOptions, sample
 from jpaged.runtime.sampling_row import Sampling
 from jpaged.runtime.sampling_row import pack as pack_row
 from jpaged.runtime.sampling_settings import Settings
-from jpaged.runtime.sampling_state import empty_state
 from tests.runtime.test_runner import LIMITS, LLAMA
 from tests.runtime.test_sampler import empty_sampling
 from tests.support.few_shapes import few_shapes

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from jpaged.core.params import SamplingParams
 from jpaged.core.plan import Admitted
-from jpaged.runtime.sampling_state import SamplingState, copy_rows, count_tokens, empty_state, host_row, write_row
+from jpaged.runtime.device_rows import SamplingState, copy_rows, count_tokens, empty_state, host_row, write_row
 
 R, V = 5, 37
 FUNCTIONS = {f: jax.jit(f) for f in (write_row, copy_rows, count_tokens)}

@@ -6,8 +6,7 @@ import pytest
 
 from jpaged.config import Limits
 from jpaged.models.config import ModelConfig
-from jpaged.runtime.batch import Bucket, Buckets
-from jpaged.runtime.shapes import Shapes
+from jpaged.runtime.batch import Bucket, Buckets, Shapes
 from tests.runtime.caches import placement_of
 
 V = 97  # four words of masks

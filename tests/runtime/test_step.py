@@ -14,10 +14,10 @@ from jpaged.models.checkpoint import dummy_model
 from jpaged.models.config import ModelConfig
 from jpaged.models.layers import product
 from jpaged.runtime.batch import Bucket, Layout
+from jpaged.runtime.device_rows import empty_state
 from jpaged.runtime.kv_cache import KVCache
 from jpaged.runtime.sampling_row import COLUMNS, NEUTRAL, ROW, ROW_WORDS
 from jpaged.runtime.sampling_settings import Settings
-from jpaged.runtime.sampling_state import empty_state
 from jpaged.runtime.step import Step, forward, sampling_of
 from tests.runtime.caches import placement_of
 

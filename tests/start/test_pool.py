@@ -12,9 +12,8 @@ import pytest
 from jpaged.config import EngineConfig, Limits
 from jpaged.models.config import ModelConfig
 from jpaged.models.outputs import Outputs
-from jpaged.runtime.batch import Bucket, Buckets
+from jpaged.runtime.batch import Bucket, Buckets, Shapes
 from jpaged.runtime.sampling_row import ROW_WORDS
-from jpaged.runtime.shapes import Shapes
 from jpaged.start import pool as sizing
 from tests.runtime.caches import cache_of, placement_of
 

@@ -194,7 +194,7 @@ def test_a_grammar_that_takes_too_long_is_given_up(compiler, monkeypatch):
 def test_the_process_that_tries_grammars_ends_with_its_compiler():
     compiler = made_compiler()
     compiler.compile(StructuredOutputsParams(regex="a"))
-    (process,) = (child._process for child in compiler._check._children._idle)
+    (process,) = (child.process for child in compiler._check._children._idle)
     assert process.poll() is None
     del compiler
     gc.collect()

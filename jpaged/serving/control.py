@@ -8,10 +8,15 @@ from aiohttp import web
 
 from jpaged.core.commands import PARTS, Pause, PauseMode, ResetPrefixCache, Resume, Sleep, WakeUp
 from jpaged.serving.errors import ApiError
+from jpaged.serving.handlers import showing
 from jpaged.serving.prepare import load_weights
 from jpaged.serving.service import SERVICE, Service
 
 FLAGS = {"true": True, "1": True, "false": False, "0": False}
+
+
+is_paused = showing(lambda service: {"is_paused": service.engine.is_paused})
+is_sleeping = showing(lambda service: {"is_sleeping": service.engine.is_asleep})
 
 
 async def pause(request: web.Request) -> web.Response:
@@ -30,11 +35,6 @@ async def resume(request: web.Request) -> web.Response:
     service, _ = _query(request, set())
     await service.engine.control(Resume())
     return web.json_response({"status": "resumed"})
-
-
-async def is_paused(request: web.Request) -> web.Response:
-    """Return whether no step begins until `/resume`."""
-    return web.json_response({"is_paused": request.app[SERVICE].engine.is_paused})
 
 
 async def update_weights(request: web.Request) -> web.Response:
@@ -71,11 +71,6 @@ async def wake_up(request: web.Request) -> web.Response:
     except ValueError as error:
         raise ApiError(400, str(error), "tags") from error
     return web.json_response({"status": "awake" if not service.engine.is_asleep else "asleep"})
-
-
-async def is_sleeping(request: web.Request) -> web.Response:
-    """Return whether no step begins until `/wake_up`."""
-    return web.json_response({"is_sleeping": request.app[SERVICE].engine.is_asleep})
 
 
 def _query(request: web.Request, known: set[str]) -> tuple[Service, dict[str, list[str]]]:

@@ -22,17 +22,11 @@ class ApiError(Exception):
     Args:
         param: name of the field that is wrong.
         code: error code for programs; None: that of the status.
-        retry_after: seconds.
+        retry_after: seconds; 0: unknown.
     """
 
     def __init__(
-        self,
-        status: int,
-        message: str,
-        param: str | None = None,
-        *,
-        code: str | None = None,
-        retry_after: int | None = None,
+        self, status: int, message: str, param: str | None = None, *, code: str | None = None, retry_after: int = 0
     ):
         super().__init__(message)
         self.status, self.message, self.param, self.retry_after = status, message, param, retry_after

@@ -45,16 +45,6 @@ def model_card(service: Service, name: str) -> JsonObject:
     }
 
 
-def server_version(service: Service) -> JsonObject:
-    """Return the version of the package."""
-    return {"version": version("jpaged")}
-
-
-def load(service: Service) -> JsonObject:
-    """Return the number of requests that are being answered."""
-    return {"server_load": len(service.in_flight)}
-
-
 def model_info(service: Service) -> JsonObject:
     """Return the facts about the model."""
     return {

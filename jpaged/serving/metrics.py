@@ -59,28 +59,18 @@ TOTALS: dict[str, Number] = {
 }
 
 
-class _Families:
-    """Families of the engines' metrics, by name."""
-
-    def __init__(self, registry: CollectorRegistry):
-        self.counters = {
-            name: Counter(f"vllm:{name}", text, LABELS, registry=registry) for name, text in COUNTERS.items()
-        }
-        self.histograms = {
-            name: Histogram(f"vllm:{name}", text, LABELS, buckets=buckets, registry=registry)
-            for name, (text, buckets) in HISTOGRAMS.items()
-        }
-        text = "Finished choices, by finish reason"
-        self.success = Counter("vllm:request_success", text, [*LABELS, "finished_reason"], registry=registry)
-
-
 class EngineMetrics:
-    """Observer of an engine that counts."""
+    """Observer of an engine that counts.
 
-    def __init__(self, families: _Families, model_name: str, engine: str):
-        self._success, self._labels = families.success, (model_name, engine)
-        self._counters = {name: family.labels(*self._labels) for name, family in families.counters.items()}
-        self._histograms = {name: family.labels(*self._labels) for name, family in families.histograms.items()}
+    Args:
+        counters: those of COUNTERS, and `request_success`, by name.
+        labels: values of LABELS.
+    """
+
+    def __init__(self, counters: dict[str, Counter], histograms: dict[str, Histogram], labels: tuple[str, str]):
+        self._success, self._labels = counters["request_success"], labels
+        self._counters = {name: counters[name].labels(*labels) for name in COUNTERS}
+        self._histograms = {name: family.labels(*labels) for name, family in histograms.items()}
 
     def added(self, request: Request) -> None:
         """Count a new request."""
@@ -125,7 +115,7 @@ class EngineMetrics:
         self._histograms[name].observe(value)
 
 
-class Metrics:
+class Metrics(Collector):
     """Metrics of a server: those of its engines, with the model's name and the engine's number, and those of HTTP.
 
     Args:
@@ -133,21 +123,29 @@ class Metrics:
 
     Attributes:
         engines: an observer of each engine.
+        rejected: the requests that found the queue full.
     """
 
     def __init__(self, model_name: str, stats: Sequence[Callable[[], EngineStats]]):
-        self._registry = CollectorRegistry()
-        self._registry.register(_EngineCollector(model_name, stats))
-        ProcessCollector(registry=self._registry)
-        families = _Families(self._registry)
-        self.engines = [EngineMetrics(families, model_name, str(index)) for index in range(len(stats))]
+        self._model_name, self._stats = model_name, stats
+        self._registry = registry = CollectorRegistry()
+        registry.register(self)
+        ProcessCollector(registry=registry)
+        counters = {name: Counter(f"vllm:{name}", text, LABELS, registry=registry) for name, text in COUNTERS.items()}
+        text, labels = "Finished choices, by finish reason", [*LABELS, "finished_reason"]
+        counters["request_success"] = Counter("vllm:request_success", text, labels, registry=registry)
+        histograms = {
+            name: Histogram(f"vllm:{name}", text, LABELS, buckets=buckets, registry=registry)
+            for name, (text, buckets) in HISTOGRAMS.items()
+        }
+        self.engines = [EngineMetrics(counters, histograms, (model_name, str(index))) for index in range(len(stats))]
         text = "Requests rejected because the queue was full"
-        rejected = Counter("vllm:num_requests_rejected", text, ["model_name"], registry=self._registry)
-        self._rejected = rejected.labels(model_name)
+        rejected = Counter("vllm:num_requests_rejected", text, ["model_name"], registry=registry)
+        self.rejected = rejected.labels(model_name)
         labels = ["method", "handler"]
-        self._http = Counter("http_requests", "HTTP responses", [*labels, "status"], registry=self._registry)
+        self._http = Counter("http_requests", "HTTP responses", [*labels, "status"], registry=registry)
         name, text = "http_request_duration_seconds", "Seconds from the headers of a request to the end of its response"
-        self._http_seconds = Histogram(name, text, labels, buckets=REQUEST_SECONDS, registry=self._registry)
+        self._http_seconds = Histogram(name, text, labels, buckets=REQUEST_SECONDS, registry=registry)
 
     def render(self) -> bytes:
         """Return all metrics in Prometheus's text format."""
@@ -162,19 +160,8 @@ class Metrics:
         self._http.labels(method, handler, str(status)).inc()
         self._http_seconds.labels(method, handler).observe(seconds)
 
-    def rejected(self) -> None:
-        """Count a request that found the queue full."""
-        self._rejected.inc()
-
-
-class _EngineCollector(Collector):
-    """Collector of numbers that the engines hold, and that are read when Prometheus asks."""
-
-    def __init__(self, model_name: str, stats: Sequence[Callable[[], EngineStats]]):
-        self._model_name = model_name
-        self._stats = stats
-
     def collect(self) -> Iterator[Metric]:
+        """Yield the numbers that the engines hold, which are read when Prometheus asks."""
         stats = [each() for each in self._stats]
         for family, numbers in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, TOTALS)):
             for name, (text, value) in numbers.items():

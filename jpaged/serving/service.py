@@ -215,31 +215,30 @@ class Service:
     @cached_property
     def chat_turns(self) -> ClientTurns:
         """Turns at the preparation of conversations, which waits for their templates."""
-        threads = ThreadPoolExecutor(NUM_THREADS, "chats")
-        max_waiting, rest = self.config.max_prompts, self._rest(REST_OF_KEYS)
-        return ClientTurns("chat templates", threads.submit, NUM_THREADS, max_waiting, rest)
+        return self._turns("chat templates")
 
     @cached_property
     def grammar_turns(self) -> ClientTurns:
         """Turns at the compilation of grammars."""
         assert self.grammars is not None, "there are grammars only with a tokenizer"
-        submit, max_waiting = self.grammars.threads.submit, self.config.max_prompts
-        return ClientTurns("grammars", submit, NUM_THREADS, max_waiting, self._rest(REST_OF_KEYS))
-
-    def _rest(self, multiple: float) -> float:
-        """Return the rest of clients, which only keys tell apart."""
-        return multiple if len(self.config.api_keys) > 1 else 0
+        return self._turns("grammars", threads=self.grammars.threads)
 
     @cached_property
     def _body_turns(self) -> ClientTurns:
-        threads, max_waiting = ThreadPoolExecutor(NUM_THREADS, "large bodies"), self.config.max_prompts
-        rest = self._rest(REST_OF_BODIES)
-        return ClientTurns("large bodies", threads.submit, NUM_THREADS, max_waiting, rest, counts_waits=True)
+        return self._turns("large bodies", rest=REST_OF_BODIES, counts_waits=True)
 
     @cached_property
     def _large_turns(self) -> ClientTurns:
-        threads = ThreadPoolExecutor(1, "large requests")
-        return ClientTurns("large requests", threads.submit, 1, self.config.max_prompts, self._rest(REST_OF_KEYS))
+        return self._turns("large requests", 1)
+
+    def _turns(
+        self, name: str, num_threads: int = NUM_THREADS, *, threads: ThreadPoolExecutor | None = None,
+        rest: float = REST_OF_KEYS, counts_waits: bool = False,
+    ) -> ClientTurns:  # fmt: skip
+        """Return turns at some work. Clients rest only where keys tell them apart."""
+        submit = (threads or ThreadPoolExecutor(num_threads, name)).submit
+        rest = rest if len(self.config.api_keys) > 1 else 0
+        return ClientTurns(name, submit, num_threads, self.config.max_prompts, rest, counts_waits)
 
 
 SERVICE = web.AppKey("service", Service)

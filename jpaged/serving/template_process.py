@@ -3,8 +3,8 @@
 A template of forty bytes, of a request or of a checkpoint, can fill the memory or loop forever.
 """
 
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jpaged.chat import Template, render
@@ -13,7 +13,6 @@ from jpaged.serving.codec import dumps
 
 RENDER_TIMEOUT_S = 5.0
 MAX_MEMORY_BYTES = 2 * 2**30
-MAX_REMEMBERED = 256
 
 
 class TooLong(Exception):
@@ -33,7 +32,7 @@ class TemplateProcess:
 
     def __init__(self) -> None:
         self._children = Children("jpaged.serving.template_process", None)
-        self._slow: OrderedDict[int, None] = OrderedDict()  # hashes of questions that took too long
+        self._slow: deque[int] = deque(maxlen=256)  # hashes of questions that took too long
 
     def start(self) -> None:
         """Start a process before the first conversation, without waiting for it."""
@@ -56,9 +55,7 @@ class TemplateProcess:
         try:
             text, length, fault = self._children.ask(question, RENDER_TIMEOUT_S)
         except ChildFailed:
-            self._slow[hash(question)] = None
-            if len(self._slow) > MAX_REMEMBERED:
-                self._slow.popitem(last=False)
+            self._slow.append(hash(question))
             raise ValueError(late) from None
         if fault is not None:
             raise ValueError(fault)
@@ -67,19 +64,16 @@ class TemplateProcess:
         return text
 
 
-def _setup(_: None) -> Callable[[list[Any]], tuple[str, int, str | None]]:
-    def answer(question: list[Any]) -> tuple[str, int, str | None]:
-        template, messages, max_characters, options = question
-        try:
-            text = render(Template(*template), messages, **options)
-        except ValueError as error:
-            return "", 0, str(error)
-        return text[:max_characters], len(text), None
-
-    render(Template("", {}), [{"role": "user", "content": ""}])  # imports transformers
-    return answer
+def _answer(question: list[Any]) -> tuple[str, int, str | None]:
+    template, messages, max_characters, options = question
+    try:
+        text = render(Template(*template), messages, **options)
+    except ValueError as error:
+        return "", 0, str(error)
+    return text[:max_characters], len(text), None
 
 
 if __name__ == "__main__":
     confine(MAX_MEMORY_BYTES)
-    serve(_setup)
+    render(Template("", {}), [{"role": "user", "content": ""}])  # imports transformers
+    serve(lambda _: _answer)

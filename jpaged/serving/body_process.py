@@ -28,11 +28,9 @@ class BodyProcess:
         self._children = Children("jpaged.serving.body_process", None)
 
     def text_length(self, kind: type[BaseModel], data: bytes, ignore_unknown: bool) -> tuple[int, str]:
-        """Return the `text_length` of a body, and the field with the text; the length is 0 if the process fails.
+        """Return the `text_length` of a body, whose kind is a class of `protocol`, and the field with the text.
 
-        Args:
-            kind: class of `protocol`.
-            ignore_unknown: ignore unknown fields.
+        The length is 0 if the process fails.
 
         Raises:
             ApiError: 400, as `parse`.

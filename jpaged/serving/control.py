@@ -2,18 +2,19 @@
 
 import asyncio
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any, get_args
 
 from aiohttp import web
 
-from jpaged.core.commands import PARTS, Pause, PauseMode, ResetPrefixCache, Resume, Sleep, WakeUp
-from jpaged.serving.errors import ApiError
+from jpaged.core.commands import PARTS, Pause, PauseMode, ResetPrefixCache, Resume, Sleep, UpdateParams, WakeUp
+from jpaged.serving.errors import ApiError, invalid
 from jpaged.serving.handlers import showing
-from jpaged.serving.prepare import load_weights
+from jpaged.serving.parse import parse
+from jpaged.serving.protocol import UpdateWeightsRequest
 from jpaged.serving.service import SERVICE, Service
 
 FLAGS = {"true": True, "1": True, "false": False, "0": False}
-
 
 is_paused = showing(lambda service: {"is_paused": service.engine.is_paused})
 is_sleeping = showing(lambda service: {"is_sleeping": service.engine.is_asleep})
@@ -40,10 +41,14 @@ async def resume(request: web.Request) -> web.Response:
 async def update_weights(request: web.Request) -> web.Response:
     """Load parameters from a directory of the server's machine, and serve them."""
     service, _ = _query(request, set())
-    data = await request.read()
-    update = await asyncio.to_thread(load_weights, service, data)
+    body = await asyncio.to_thread(parse, UpdateWeightsRequest, await request.read())
+    assert service.load_params is not None
     try:
-        await service.engine.control(update)
+        params = await asyncio.to_thread(service.load_params, Path(body.path))
+    except (OSError, ValueError) as error:
+        raise invalid("path", str(error)) from error
+    try:
+        await service.engine.control(UpdateParams(params, body.in_flight))
     except ValueError as error:
         raise ApiError(400, str(error), "path") from error
     return web.json_response({"status": "updated"})

@@ -38,9 +38,7 @@ def in_turns[B: BaseModel](kind: type[B], work: Work[B], *, renders: bool = True
     """
 
     async def operate(service: Service, data: bytes, turn: str) -> Exchange | bytes:
-        def parse_and_work() -> Exchange | bytes:
-            return work(service, parse(kind, data, ignore_unknown=service.config.ignore_unknown_fields))
-
+        parse_and_work = lambda: work(service, parse(kind, data, ignore_unknown=service.config.ignore_unknown_fields))
         await service.check_body(kind, data, turn)
         if renders:
             return await service.chat_turns.run(turn, parse_and_work)

@@ -74,23 +74,23 @@ class EngineMetrics:
 
     def added(self, request: Request) -> None:
         """Count a new request."""
-        self._observe("request_params_n", request.params.num_outputs)
-        self._observe("request_params_max_tokens", request.max_tokens)
+        self._histograms["request_params_n"].observe(request.params.num_outputs)
+        self._histograms["request_params_max_tokens"].observe(request.max_tokens)
 
     def stepped(self, scheduler: Scheduler, output: StepOutput) -> None:
         """Count the tokens of a step, and observe the latencies of its requests."""
         if output.plan is not None and output.plan.rows:
-            self._observe("iteration_tokens_total", output.plan.num_tokens)
+            self._histograms["iteration_tokens_total"].observe(output.plan.num_tokens)
         self._counters["generation_tokens"].inc(sum(progress.tokens for progress in output.progress))
         for request, _, gap in output.progress:
             times = request.metrics
             if gap is None:
-                self._observe("request_queue_time_seconds", times.scheduled_ts - times.queued_ts)
-                self._observe("time_to_first_token_seconds", times.first_token_ts - times.queued_ts)
-                self._observe("request_prefill_time_seconds", times.first_token_ts - times.scheduled_ts)
+                self._histograms["request_queue_time_seconds"].observe(times.scheduled_ts - times.queued_ts)
+                self._histograms["time_to_first_token_seconds"].observe(times.first_token_ts - times.queued_ts)
+                self._histograms["request_prefill_time_seconds"].observe(times.first_token_ts - times.scheduled_ts)
                 self._counters["prompt_tokens"].inc(len(request.prompt_token_ids))
             else:
-                self._observe("inter_token_latency_seconds", gap)
+                self._histograms["inter_token_latency_seconds"].observe(gap)
 
     def ended(self, request: Request) -> None:
         """Count an ended request and its choices, and observe its latencies."""
@@ -99,20 +99,17 @@ class EngineMetrics:
             self._counters["corrupted_requests"].inc()
         for sequence in request.outputs:
             self._success.labels(*self._labels, str(sequence.finish_reason)).inc()
-        self._observe("e2e_request_latency_seconds", times.finished_ts - times.queued_ts)
-        self._observe("request_prompt_tokens", len(request.prompt_token_ids))
-        self._observe("request_generation_tokens", times.num_generation_tokens)
+        self._histograms["e2e_request_latency_seconds"].observe(times.finished_ts - times.queued_ts)
+        self._histograms["request_prompt_tokens"].observe(len(request.prompt_token_ids))
+        self._histograms["request_generation_tokens"].observe(times.num_generation_tokens)
         longest = max(sequence.num_output_tokens for sequence in request.sequences)
-        self._observe("request_max_num_generation_tokens", longest)
+        self._histograms["request_max_num_generation_tokens"].observe(longest)
         if times.num_generation_tokens:
-            self._observe("request_inference_time_seconds", times.last_token_ts - times.scheduled_ts)
-            self._observe("request_decode_time_seconds", times.last_token_ts - times.first_token_ts)
+            self._histograms["request_inference_time_seconds"].observe(times.last_token_ts - times.scheduled_ts)
+            self._histograms["request_decode_time_seconds"].observe(times.last_token_ts - times.first_token_ts)
         if longest > 1:
             mean = (times.last_token_ts - times.first_token_ts) / (longest - 1)
-            self._observe("request_time_per_output_token_seconds", mean)
-
-    def _observe(self, name: str, value: float) -> None:
-        self._histograms[name].observe(value)
+            self._histograms["request_time_per_output_token_seconds"].observe(mean)
 
 
 class Metrics(Collector):
@@ -152,11 +149,7 @@ class Metrics(Collector):
         return generate_latest(self._registry)
 
     def answered(self, method: str, handler: str, status: int, seconds: float) -> None:
-        """Count an answered HTTP request.
-
-        Args:
-            handler: path of the request's route, which has a limited number of values.
-        """
+        """Count an answered HTTP request; `handler` is the path of its route, of which there are a limited number."""
         self._http.labels(method, handler, str(status)).inc()
         self._http_seconds.labels(method, handler).observe(seconds)
 

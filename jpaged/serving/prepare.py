@@ -8,21 +8,17 @@ import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from jpaged.chat import template_of
-from jpaged.core.commands import UpdateParams
 from jpaged.core.params import InvalidParameter, StructuredOutputsParams
 from jpaged.serving import protocol
 from jpaged.serving.answer import Answer, ChatAnswer, CompletionAnswer, Prompt
 from jpaged.serving.codec import dumps, dumps_long
 from jpaged.serving.conversation import Conversation, Function
 from jpaged.serving.errors import ApiError, invalid, unknown_model
-from jpaged.serving.parse import parse
 from jpaged.serving.protocol import GenerationRequest, Params
 from jpaged.serving.service import Service
-from jpaged.serving.template_process import TooLong
 from jpaged.serving.tools import ToolFormat
 from jpaged.tokenizer import backend, encode, encode_all, tokenize_bad_words
 
@@ -90,20 +86,6 @@ def tokenize(service: Service, body: protocol.TokenizeRequest) -> bytes:
     texts = [id_to_token(token) for token in tokens] if body.return_token_strs else None
     counts = {"count": len(tokens), "max_model_len": service.max_model_len}
     return dumps_long(counts | {"tokens": tokens, "token_strs": texts})
-
-
-def load_weights(service: Service, data: bytes) -> UpdateParams:
-    """Return the update that a body of `/update_weights` describes, with its parameters.
-
-    Raises:
-        ApiError: 400 if the directory holds no parameters of this model.
-    """
-    body = parse(protocol.UpdateWeightsRequest, data)
-    assert service.load_params is not None
-    try:
-        return UpdateParams(service.load_params(Path(body.path)), body.in_flight)
-    except (OSError, ValueError) as error:
-        raise invalid("path", str(error)) from error
 
 
 def detokenize(service: Service, body: protocol.DetokenizeRequest) -> bytes:
@@ -181,11 +163,9 @@ def _render(service: Service, body: Conversation) -> list[int]:
         stand_ins: dict[str, str] = {}
         if not config.allow_special_tokens_in_content:
             (messages, options["tools"]), stand_ins = service.encoder.protect((messages, options["tools"]))
-        text = service.templates.render(template, messages, service.max_prompt_characters, **options)
+        text, length = service.templates.render(template, messages, service.max_prompt_characters, **options)
+        service.check_length(length, "messages")
         return service.encoder.encode(text, stand_ins)
-    except TooLong as error:
-        service.check_length(error.length, "messages")
-        raise
     except InvalidParameter:
         raise
     except ValueError as error:

@@ -64,10 +64,7 @@ async def _expect(request: web.Request) -> None:
 async def serve(service: Service, sockets: Sequence[socket.socket], tls: ssl.SSLContext | None = None) -> None:
     """Listen on bound sockets and serve until SIGTERM or SIGINT, then drain; a second signal ends at once."""
     loop, signalled, hurried = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
-
-    def on_signal() -> None:
-        (hurried if signalled.is_set() else signalled).set()
-
+    on_signal = lambda: (hurried if signalled.is_set() else signalled).set()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
     limit_accept_reports(loop)

@@ -108,13 +108,10 @@ class Service:
         tool_format: the model's format of tool calls; None if it has none.
         model_facts: further facts for `/model_info`.
         load_params: return the parameters of a directory; set if `config.enable_weight_updates`.
-        templates: renders chat templates.
-        bodies: checks large bodies.
         draining: finish running requests and reject new ones.
         in_flight: tasks of the POST requests that are being answered.
         engine: client of all engines.
         vocabulary: texts and bytes of single tokens.
-        metrics: observers of the engines.
         grammars: compiler of structured outputs; None without a tokenizer.
         feed: sender of the page's map.
     """
@@ -182,10 +179,6 @@ class Service:
 
     async def check_body(self, kind: type[BaseModel], data: bytes, client: str) -> None:
         """Check the JSON and the length of the texts of a large body in another process.
-
-        Args:
-            kind: class of `protocol`.
-            client: identity for the turns at long work.
 
         Raises:
             ApiError: 400, as `parse`.

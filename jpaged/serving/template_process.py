@@ -15,18 +15,6 @@ RENDER_TIMEOUT_S = 5.0
 MAX_MEMORY_BYTES = 2 * 2**30
 
 
-class TooLong(Exception):
-    """Rendering of more characters than a prompt can have.
-
-    Attributes:
-        length: number of its characters.
-    """
-
-    def __init__(self, length: int):
-        super().__init__(f"{length} characters")
-        self.length = length
-
-
 class TemplateProcess:
     """Handle of the processes in their parent. They start with the first conversations, one for each caller."""
 
@@ -40,18 +28,18 @@ class TemplateProcess:
 
     def render(
         self, template: Template, messages: Sequence[Mapping[str, Any]], max_characters: int, **options: Any
-    ) -> str:
-        """Return the text of a conversation, with the options of `chat.render`.
+    ) -> tuple[str, int]:
+        """Return the text of a conversation up to `max_characters`, and its length, with the options of `chat.render`.
 
         Raises:
             ValueError: the template rejects the conversation, or takes too much time.
-            TooLong: the text has more than `max_characters`.
         """
         question = dumps([template, messages, max_characters, options]).decode()
         late = f"the chat template was not rendered within {RENDER_TIMEOUT_S:g} seconds"
         if self._slow and hash(question) in self._slow:
             raise ValueError(late)
         text: str
+        length: int
         try:
             text, length, fault = self._children.ask(question, RENDER_TIMEOUT_S)
         except ChildFailed:
@@ -59,9 +47,7 @@ class TemplateProcess:
             raise ValueError(late) from None
         if fault is not None:
             raise ValueError(fault)
-        if length > max_characters:
-            raise TooLong(length)
-        return text
+        return text, length
 
 
 def _answer(question: list[Any]) -> tuple[str, int, str | None]:

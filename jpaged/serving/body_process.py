@@ -35,7 +35,6 @@ class BodyProcess:
         Raises:
             ApiError: 400, as `parse`.
         """
-        fault: Fault | None
         question = dumps([kind.__name__, data.decode("latin-1"), ignore_unknown]).decode()
         try:
             length, field, fault = self._children.ask(question, TIMEOUT_S)

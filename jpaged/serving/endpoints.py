@@ -4,7 +4,7 @@ from importlib.metadata import version
 
 from pydantic import BaseModel
 
-from jpaged.serving import control, handlers, info, protocol
+from jpaged.serving import handlers, info, protocol
 from jpaged.serving.endpoint import EVENTS, JSON, TEXT, Endpoint, Handler
 from jpaged.serving.generate import Work, in_turns
 from jpaged.serving.handlers import answering, showing
@@ -77,13 +77,13 @@ ENDPOINTS = (
     *(_page(path, "the page", static.sender(name), is_open=True) for path, name in static.PAGE_FILES.items()),
     _page("/live", "the page's event stream", handlers.live),
     _page("/live/requests/{request_id}", "the number of a request on the map", handlers.live_number),
-    _control("/pause", "begin no step", control.pause),
-    _control("/resume", "end a pause", control.resume),
-    _control("/is_paused", "whether steps wait for `/resume`", control.is_paused, "GET"),
-    _control("/update_weights", "serve other parameters", control.update_weights),
-    _control("/sleep", "free the device's memory", control.sleep),
-    _control("/wake_up", "take the memory back", control.wake_up),
-    _control("/is_sleeping", "whether steps wait for `/wake_up`", control.is_sleeping, "GET"),
+    _control("/pause", "begin no step", handlers.pause),
+    _control("/resume", "end a pause", handlers.resume),
+    _control("/is_paused", "whether steps wait for `/resume`", handlers.is_paused, "GET"),
+    _control("/update_weights", "serve other parameters", handlers.update_weights),
+    _control("/sleep", "free the device's memory", handlers.sleep),
+    _control("/wake_up", "take the memory back", handlers.wake_up),
+    _control("/is_sleeping", "whether steps wait for `/wake_up`", handlers.is_sleeping, "GET"),
 )  # fmt: skip
 
 

@@ -16,11 +16,7 @@ def model_list(service: Service) -> JsonObject:
 
 
 def model_card(service: Service, name: str) -> JsonObject:
-    """Return the description of a model in the form of the OpenAI API.
-
-    Raises:
-        ApiError: 404 for the name of another model.
-    """
+    """Return the description of a model in the form of the OpenAI API; ApiError 404, as `check_model`."""
     check_model(service, name)
     allowed = ("allow_sampling", "allow_logprobs", "allow_view")
     refused = ("is_blocking", "allow_create_engine", "allow_search_indices", "allow_fine_tuning")
@@ -73,13 +69,8 @@ def server_info(service: Service) -> JsonObject:
 
 
 def tokenizer_config(service: Service) -> JsonObject:
-    """Return the tokenizer's configuration, as in tokenizer_config.json, with the chat template that is used.
-
-    Raises:
-        ApiError: 404 without a tokenizer.
-    """
-    tokenizer = service.tokenizer
-    if tokenizer is None:
+    """Return tokenizer_config.json with the chat template that is used; ApiError 404 without a tokenizer."""
+    if (tokenizer := service.tokenizer) is None:
         raise ApiError(404, "this server has no tokenizer")
     config = {name: value for name, value in tokenizer.init_kwargs.items() if name not in TOKENIZER_FILES}
     template = service.config.chat_template or tokenizer.chat_template

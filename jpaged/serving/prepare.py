@@ -101,21 +101,13 @@ def detokenize(service: Service, body: protocol.DetokenizeRequest) -> bytes:
 
 
 def check_model(service: Service, name: str | None) -> None:
-    """Check the name of the model in a request.
-
-    Raises:
-        ApiError: 404 for the name of another model.
-    """
+    """Check the name of the model in a request; ApiError 404 for another one."""
     if name is not None and name not in service.model_names:
         raise unknown_model(name, service.model_name)
 
 
 def _tokenizer(service: Service, field: str) -> Any:
-    """Return the tokenizer.
-
-    Raises:
-        InvalidParameter: there is none, but `field` needs one.
-    """
+    """Return the tokenizer; InvalidParameter if there is none, but `field` needs one."""
     if service.tokenizer is None:
         raise InvalidParameter(field, "needs a tokenizer, and this server has none: send prompts as token ids")
     return service.tokenizer

@@ -308,11 +308,7 @@ class CompletionRequest(GenerationRequest, _InCompletions):
         return max((len(prompt) for prompt in prompts if isinstance(prompt, str)), default=0)
 
     def prompts(self) -> list[str | list[int]]:
-        """Return the prompts, one for each set of choices.
-
-        Raises:
-            InvalidParameter: a prompt is empty.
-        """
+        """Return the prompts, one for each set of choices; InvalidParameter if one is empty."""
         single = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
         prompts = cast(list[str | list[int]], [self.prompt] if single else list(self.prompt))
         if not prompts or not all(prompts):  # also for an empty text, which some tokenizers turn into one special token
@@ -333,11 +329,7 @@ class ChatRequest(GenerationRequest, Conversation, _InChats):
 
     @property
     def offered_functions(self) -> list[Function]:
-        """Functions that the model may call; only one if it is chosen by name.
-
-        Raises:
-            ApiError: the choice is not possible.
-        """
+        """Functions that the model may call; only one if it is chosen by name. ApiError 400 if it is impossible."""
         functions = [tool.function for tool in self.tools or ()]
         names = [each.name for each in functions]
         if repeated := {name for name in names if names.count(name) > 1}:

@@ -178,12 +178,7 @@ class Service:
             raise ContextLengthExceeded(param, f"{limit}. However, you sent {length} characters, {most}.")
 
     async def check_body(self, kind: type[BaseModel], data: bytes, client: str) -> None:
-        """Check the JSON and the length of the texts of a large body in another process.
-
-        Raises:
-            ApiError: 400, as `parse`.
-            ContextLengthExceeded: as `check_length`.
-        """
+        """Check a large body in another process: its JSON, as `parse`, and its texts, as `check_length`."""
         if len(data) > LARGE_BYTES:
             work = partial(self.bodies.text_length, kind, data, self.config.ignore_unknown_fields)
             length, param = await self._body_turns.run(client, work)

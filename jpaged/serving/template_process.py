@@ -38,8 +38,6 @@ class TemplateProcess:
         late = f"the chat template was not rendered within {RENDER_TIMEOUT_S:g} seconds"
         if self._slow and hash(question) in self._slow:
             raise ValueError(late)
-        text: str
-        length: int
         try:
             text, length, fault = self._children.ask(question, RENDER_TIMEOUT_S)
         except ChildFailed:

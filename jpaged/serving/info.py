@@ -18,16 +18,14 @@ def model_list(service: Service) -> JsonObject:
 def model_card(service: Service, name: str) -> JsonObject:
     """Return the description of a model in the form of the OpenAI API; ApiError 404, as `check_model`."""
     check_model(service, name)
-    allowed = ("allow_sampling", "allow_logprobs", "allow_view")
-    refused = ("is_blocking", "allow_create_engine", "allow_search_indices", "allow_fine_tuning")
     permission = {
         "id": f"modelperm-{name}",
         "object": "model_permission",
         "created": service.created,
         "organization": "*",
         "group": None,
-        **dict.fromkeys(allowed, True),
-        **dict.fromkeys(refused, False),
+        **dict.fromkeys(("allow_sampling", "allow_logprobs", "allow_view"), True),
+        **dict.fromkeys(("is_blocking", "allow_create_engine", "allow_search_indices", "allow_fine_tuning"), False),
     }
     return {
         "id": name,

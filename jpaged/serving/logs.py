@@ -80,8 +80,7 @@ def logging_to(stream: TextIO, access_log: str, level: str = "info") -> Iterator
     entry.addFilter(_shorten_client_errors)
     logging.getLogger("jpaged.access").setLevel(logging.INFO)
     logging.basicConfig(level=level.upper(), format="%(message)s", handlers=[entry], force=True)
-    # No report of a line that can't be written, nor of one that finds the queue full.
-    reports, logging.raiseExceptions = logging.raiseExceptions, False
+    reports, logging.raiseExceptions = logging.raiseExceptions, False  # no report of a line that is lost
     listener = QueueListener(waiting, log, access)
     listener.start()
     try:

@@ -66,8 +66,7 @@ def description(endpoints: Sequence[Endpoint]) -> JsonObject:
 
 def _item(endpoint: Endpoint, path: str) -> JsonObject:
     """Return the description of all methods of a path."""
-    summary = endpoint.summary if path == endpoint.path else f"the same as {endpoint.path}"
-    operation: JsonObject = {"summary": summary}
+    operation: JsonObject = {"summary": endpoint.summary if path == endpoint.path else f"the same as {endpoint.path}"}
     if endpoint.bodies:
         refs = [{"$ref": REF.format(model=model.__name__)} for model in endpoint.bodies]
         schema = refs[0] if len(refs) == 1 else {"anyOf": refs}

@@ -35,7 +35,7 @@ from jpaged.core.params import BeamSearchParams, SamplingParams
 from jpaged.core.plan import StepResult
 from jpaged.engine.engine import Engine
 from jpaged.llm import LLM
-from jpaged.serving.app import make_app
+from jpaged.serving.serve import make_app
 from jpaged.serving.service import ServerConfig, Service
 
 LIMIT = 1.3  # times a step of sampling

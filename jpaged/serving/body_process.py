@@ -4,7 +4,6 @@ Parsing a mebibyte that holds no valid request takes up to 20 ms with the GIL, f
 """
 
 import os
-from collections.abc import Callable
 
 from pydantic import BaseModel
 
@@ -29,16 +28,13 @@ class BodyProcess:
         self._children = Children("jpaged.serving.body_process", None)
 
     def text_length(self, kind: type[BaseModel], data: bytes, ignore_unknown: bool) -> tuple[int, str]:
-        """Return the `text_length` of a body, and the field with the text; the length is 0 if the process fails.
+        """Return the `text_length` of a body, whose kind is a class of `protocol`, and the field with the text.
 
-        Args:
-            kind: class of `protocol`.
-            ignore_unknown: ignore unknown fields.
+        The length is 0 if the process fails.
 
         Raises:
             ApiError: 400, as `parse`.
         """
-        fault: Fault | None
         question = dumps([kind.__name__, data.decode("latin-1"), ignore_unknown]).decode()
         try:
             length, field, fault = self._children.ask(question, TIMEOUT_S)
@@ -50,19 +46,16 @@ class BodyProcess:
         return length, field
 
 
-def _setup(_: None) -> Callable[[tuple[str, str, bool]], tuple[int, str, Fault | None]]:
-    def answer(question: tuple[str, str, bool]) -> tuple[int, str, Fault | None]:
-        kind, data, ignore_unknown = question
-        try:
-            body = parse(getattr(protocol, kind), data.encode("latin-1"), ignore_unknown=ignore_unknown)
-        except ApiError as error:
-            return 0, "", (error.status, error.message, error.param, error.code)
-        return getattr(body, "text_length", 0), "messages" if isinstance(body, Conversation) else "prompt", None
-
-    return answer
+def _answer(question: tuple[str, str, bool]) -> tuple[int, str, Fault | None]:
+    kind, data, ignore_unknown = question
+    try:
+        body = parse(getattr(protocol, kind), data.encode("latin-1"), ignore_unknown=ignore_unknown)
+    except ApiError as error:
+        return 0, "", (error.status, error.message, error.param, error.code)
+    return getattr(body, "text_length", 0), "messages" if isinstance(body, Conversation) else "prompt", None
 
 
 if __name__ == "__main__":
     os.nice(NICENESS)
     confine(MAX_MEMORY_BYTES)
-    serve(_setup)
+    serve(lambda _: _answer)

@@ -35,9 +35,8 @@ def dumps_long(value: Any, depth: int = 4) -> bytes:
     """
     if depth and isinstance(value, dict):
         return b"{%b}" % b",".join(b"%b:%b" % (dumps(key), dumps_long(item, depth - 1)) for key, item in value.items())
-    if depth and isinstance(value, list) and len(value) <= PART:
-        return b"[%b]" % b",".join(dumps_long(item, depth - 1) for item in value)
     if isinstance(value, list) and len(value) > PART:
-        parts = (value[start : start + PART] for start in range(0, len(value), PART))
-        return b"[%b]" % b",".join(dumps(part)[1:-1] for part in parts)
+        return b"[%b]" % b",".join(dumps(value[start : start + PART])[1:-1] for start in range(0, len(value), PART))
+    if depth and isinstance(value, list):
+        return b"[%b]" % b",".join(dumps_long(item, depth - 1) for item in value)
     return dumps(value)

@@ -46,8 +46,7 @@ class ToolCall(Open):
         arguments: Any = self.function.arguments
         with suppress(ValueError):
             arguments = loads(arguments or "{}")
-        function = {"name": self.function.name, "arguments": arguments}
-        return {"id": self.id, "type": self.type, "function": function}
+        return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
 
 
 class ChatMessage(Open):
@@ -150,11 +149,7 @@ class Conversation(Strict):
         return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
 
     def template_options(self) -> JsonObject:
-        """Return the options of `chat.render`.
-
-        Raises:
-            ApiError: the options contradict each other.
-        """
+        """Return the options of `chat.render`; ApiError 400 if they contradict each other."""
         going_on = bool(self.continue_final_message)
         if going_on and self.add_generation_prompt:
             raise invalid("continue_final_message", "contradicts add_generation_prompt: true")

@@ -1,29 +1,27 @@
 """All endpoints. Routes, keys, the OpenAPI document, Ray's ingress and the table in docs/server.md follow from them."""
 
+from importlib.metadata import version
+
 from pydantic import BaseModel
 
-from jpaged.serving import control, handlers, info
-from jpaged.serving.endpoint import EVENTS, JSON, TEXT, Endpoint, Handler, Operation
-from jpaged.serving.generate import in_turns
+from jpaged.serving import handlers, info, protocol
+from jpaged.serving.endpoint import EVENTS, JSON, TEXT, Endpoint, Handler
+from jpaged.serving.generate import Work, in_turns
 from jpaged.serving.handlers import answering, showing
 from jpaged.serving.live import static
 from jpaged.serving.openapi import REFUSALS, show_openapi
 from jpaged.serving.prepare import detokenize, prepare_chat, prepare_completion, tokenize
-from jpaged.serving.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeChatRequest,
-    TokenizeCompletionRequest,
-    TokenizeRequest,
-)
 from jpaged.serving.service import ServerConfig
 
 
-def _operation(
-    path: str, summary: str, operation: Operation, *bodies: type[BaseModel], contents: tuple[str, ...] = (JSON,)
+def _operation[B: BaseModel](
+    path: str, summary: str, kind: type[B], work: Work[B], *, bodies: tuple[type[B], ...] = (), renders: bool = True
 ) -> Endpoint:
-    return Endpoint(path, summary, answering(operation), operation, ("POST",), bodies=bodies, contents=contents)
+    """Return the endpoint of some work on a body of a kind, which is one of `bodies` if there are several."""
+    operation = in_turns(kind, work, renders=renders)
+    contents = (JSON, EVENTS) if issubclass(kind, protocol.GenerationRequest) else (JSON,)
+    handler = answering(operation)
+    return Endpoint(path, summary, handler, operation, ("POST",), bodies=bodies or (kind,), contents=contents)
 
 
 def _health(path: str, summary: str, *methods: str) -> Endpoint:
@@ -41,67 +39,52 @@ def _control(path: str, summary: str, handler: Handler, method: str = "POST") ->
 
 ENDPOINTS = (
     _operation(
-        "/v1/completions",
-        "complete a prompt: a text, token ids, or a list of either",
-        in_turns(CompletionRequest, prepare_completion, renders=False),
-        CompletionRequest,
-        contents=(JSON, EVENTS),
+        "/v1/completions", "complete a prompt: a text, token ids, or a list of either",
+        protocol.CompletionRequest, prepare_completion, renders=False,
     ),
     _operation(
-        "/v1/chat/completions",
-        "answer text messages of any role that the chat template renders",
-        in_turns(ChatRequest, prepare_chat),
-        ChatRequest,
-        contents=(JSON, EVENTS),
+        "/v1/chat/completions", "answer text messages of any role that the chat template renders",
+        protocol.ChatRequest, prepare_chat,
     ),
     Endpoint("/v1/models", "every served name of the model, with `max_model_len` and `root`", showing(info.model_list)),
     Endpoint("/v1/models/{model}", "the entry of one name", handlers.one_model, refusals={"404": REFUSALS["404"]}),
     _operation(
-        "/tokenize",
-        "convert `prompt` or `messages` to tokens",
-        in_turns(TokenizeRequest, tokenize),
-        TokenizeCompletionRequest,
-        TokenizeChatRequest,
+        "/tokenize", "convert `prompt` or `messages` to tokens", protocol.TokenizeRequest, tokenize,
+        bodies=(protocol.TokenizeCompletionRequest, protocol.TokenizeChatRequest),
     ),
-    _operation("/detokenize", "convert tokens to text", in_turns(DetokenizeRequest, detokenize), DetokenizeRequest),
+    _operation("/detokenize", "convert tokens to text", protocol.DetokenizeRequest, detokenize),
     Endpoint(
         "/reset_prefix_cache", "drop all cached prefixes", handlers.reset_prefix_cache, methods=("POST",), contents=()
     ),
     _health("/health", "200, or 503 after the engine has failed and during shutdown", "GET"),
     _health("/ping", "the same as `/health`", "GET", "POST"),
-    Endpoint("/version", "the version of the server", showing(info.server_version), is_open=True),
-    Endpoint("/load", "the number of requests in progress", showing(info.load)),
+    Endpoint("/version", "the version of the server", showing(lambda _: {"version": version("jpaged")}), is_open=True),
+    Endpoint("/load", "the number of requests in progress", showing(lambda each: {"server_load": len(each.in_flight)})),
     Endpoint(
-        "/tokenizer_info",
-        "the tokenizer's configuration with its chat template",
-        showing(info.tokenizer_config),
+        "/tokenizer_info", "the tokenizer's configuration with its chat template", showing(info.tokenizer_config),
         refusals={"404": "the server has no tokenizer"},
     ),
     Endpoint(
-        "/model_info",
-        "facts about the model under SGLang's names, for routers",
-        showing(info.model_info),
+        "/model_info", "facts about the model under SGLang's names, for routers", showing(info.model_info),
         aliases=("/get_model_info",),
     ),
     Endpoint(
-        "/server_info",
-        "facts about the model and the server under SGLang's names, for routers",
-        showing(info.server_info),
-        aliases=("/get_server_info",),
+        "/server_info", "facts about the model and the server under SGLang's names, for routers",
+        showing(info.server_info), aliases=("/get_server_info",),
     ),
     Endpoint("/metrics", "metrics for Prometheus", handlers.metrics, contents=(TEXT,), is_open=True),
     _page("/openapi.json", "the schema, generated from the models that validate requests", show_openapi, is_open=True),
     *(_page(path, "the page", static.sender(name), is_open=True) for path, name in static.PAGE_FILES.items()),
     _page("/live", "the page's event stream", handlers.live),
     _page("/live/requests/{request_id}", "the number of a request on the map", handlers.live_number),
-    _control("/pause", "begin no step", control.pause),
-    _control("/resume", "end a pause", control.resume),
-    _control("/is_paused", "whether steps wait for `/resume`", control.is_paused, "GET"),
-    _control("/update_weights", "serve other parameters", control.update_weights),
-    _control("/sleep", "free the device's memory", control.sleep),
-    _control("/wake_up", "take the memory back", control.wake_up),
-    _control("/is_sleeping", "whether steps wait for `/wake_up`", control.is_sleeping, "GET"),
-)
+    _control("/pause", "begin no step", handlers.pause),
+    _control("/resume", "end a pause", handlers.resume),
+    _control("/is_paused", "whether steps wait for `/resume`", handlers.is_paused, "GET"),
+    _control("/update_weights", "serve other parameters", handlers.update_weights),
+    _control("/sleep", "free the device's memory", handlers.sleep),
+    _control("/wake_up", "take the memory back", handlers.wake_up),
+    _control("/is_sleeping", "whether steps wait for `/wake_up`", handlers.is_sleeping, "GET"),
+)  # fmt: skip
 
 
 def served(config: ServerConfig) -> tuple[Endpoint, ...]:

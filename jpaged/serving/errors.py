@@ -1,7 +1,5 @@
 """Errors of the API."""
 
-from typing import Any
-
 # The code for programs and the type in OpenAI's API of an error, by its HTTP status.
 STATUSES = {
     400: ("invalid_value", "BadRequestError"),
@@ -22,27 +20,20 @@ class ApiError(Exception):
     Args:
         param: name of the field that is wrong.
         code: error code for programs; None: that of the status.
-        retry_after: seconds.
+        retry_after: seconds; 0: unknown.
+
+    Attributes:
+        body: JSON body of the response.
     """
 
     def __init__(
-        self,
-        status: int,
-        message: str,
-        param: str | None = None,
-        *,
-        code: str | None = None,
-        retry_after: int | None = None,
+        self, status: int, message: str, param: str | None = None, *, code: str | None = None, retry_after: int = 0
     ):
         super().__init__(message)
         self.status, self.message, self.param, self.retry_after = status, message, param, retry_after
-        default, self._type = STATUSES.get(status, CLIENTS_FAULT if status < 500 else SERVERS_FAULT)
+        default, kind = STATUSES.get(status, CLIENTS_FAULT if status < 500 else SERVERS_FAULT)
         self.code = code or default
-
-    @property
-    def body(self) -> dict[str, Any]:
-        """JSON body of the response."""
-        return {"error": {"message": self.message, "type": self._type, "param": self.param, "code": self.code}}
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": self.code}}
 
 
 def invalid(field: str, message: str, *, code: str | None = None) -> ApiError:

@@ -59,13 +59,8 @@ UNSERVED_IN_CHATS = {
 
 
 def optional_fields(name: str, types: Mapping[str, tuple[Any, str | None]]) -> type[Strict]:
-    """Return a base class with fields that a request may omit or set to null.
-
-    Args:
-        types: type and description of each field, by its name.
-    """
+    """Return a base class with fields that a request may omit or set to null, from their types and descriptions."""
     fields: dict[str, Any] = {
-        field: (kind | None, Field(default=None, description=description))
-        for field, (kind, description) in types.items()
+        field: (kind | None, Field(default=None, description=text)) for field, (kind, text) in types.items()
     }
     return create_model(name, __base__=Strict, **fields)

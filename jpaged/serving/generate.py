@@ -27,11 +27,10 @@ SMALL_BYTES = 128 * 2**10  # about a millisecond of work
 EVENT_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
 DONE = b"data: [DONE]\n\n"
 ERROR_FLUSH_TIMEOUT_S = 5.0  # seconds that a client has to take the error that ends its stream
+type Work[B] = Callable[[Service, B], Exchange | bytes]
 
 
-def in_turns[B: BaseModel](
-    kind: type[B], work: Callable[[Service, B], Exchange | bytes], *, renders: bool = True
-) -> Operation:
+def in_turns[B: BaseModel](kind: type[B], work: Work[B], *, renders: bool = True) -> Operation:
     """Return the operation that parses bodies of a kind and does some work on them, in the turns of clients.
 
     Args:
@@ -39,9 +38,7 @@ def in_turns[B: BaseModel](
     """
 
     async def operate(service: Service, data: bytes, turn: str) -> Exchange | bytes:
-        def parse_and_work() -> Exchange | bytes:
-            return work(service, parse(kind, data, ignore_unknown=service.config.ignore_unknown_fields))
-
+        parse_and_work = lambda: work(service, parse(kind, data, ignore_unknown=service.config.ignore_unknown_fields))
         await service.check_body(kind, data, turn)
         if renders:
             return await service.chat_turns.run(turn, parse_and_work)
@@ -66,13 +63,8 @@ async def generate(service: Service, exchange: Exchange, turn: str, tenant: str 
     """
     body, params, bad_words, answer = exchange
     with body.rename_error_fields():
-        options = RequestOptions(
-            priority=body.priority or 0,
-            cache_salt=body.cache_salt or "",
-            bad_words=bad_words,
-            client=tenant or answer.id,
-            tenant=tenant,
-        )
+        options = RequestOptions(bad_words=bad_words, client=tenant or answer.id, tenant=tenant)
+        options |= {"priority": body.priority or 0, "cache_salt": body.cache_salt or ""}
         if params.structured_outputs is not None:
             assert service.grammars is not None, "structured outputs were accepted without a tokenizer"
             work = partial(service.grammars.compile_here, params.structured_outputs)
@@ -82,12 +74,12 @@ async def generate(service: Service, exchange: Exchange, turn: str, tenant: str 
             outputs = _until_failure(parts)
             if not body.stream:
                 async for deltas in outputs:
-                    await _run(service, partial(_add, answer, deltas), _size(deltas), turn)
+                    await _run(service, partial(_add, answer, deltas), deltas, turn)
                 yield await service.run(lambda: dumps_long(answer.whole()), answer.size, turn)
                 return
             yield _events(answer.opening())
             async for deltas in outputs:
-                if events := await _run(service, partial(_chunks, answer, deltas), _size(deltas), turn):
+                if events := await _run(service, partial(_chunks, answer, deltas), deltas, turn):
                     yield events
         usage = [answer.usage_chunk()] if body.stream_options and body.stream_options.include_usage else []
         yield _events(usage) + DONE
@@ -137,11 +129,10 @@ async def respond(request: web.Request, exchange: Exchange) -> web.StreamRespons
     return response
 
 
-async def _run[T](service: Service, work: Callable[[], T], size: int, turn: str) -> T:
-    """Return the result of some work on the answer.
-
-    It runs on a worker thread only if that costs less than the work.
-    """
+async def _run[T](service: Service, work: Callable[[], T], deltas: Deltas, turn: str) -> T:
+    """Return the result of some work on deltas, on a worker thread only if that costs less than the work."""
+    samples = (sample for _, delta in deltas for sample in (*delta.samples, *(delta.prompt_samples or ())))
+    size = 64 * sum(1 + len(sample.top_tokens) for sample in samples)  # approximate bytes of their JSON
     return await service.run(work, size, turn) if size > SMALL_BYTES else work()
 
 
@@ -152,12 +143,6 @@ def _add(answer: Answer, deltas: Deltas) -> dict[int, None]:
 
 def _chunks(answer: Answer, deltas: Deltas) -> bytes:
     return _events(chunk for index in _add(answer, deltas) if (chunk := answer.chunk(index)))
-
-
-def _size(deltas: Deltas) -> int:
-    """Return the approximate bytes of JSON of some deltas."""
-    samples = (sample for _, delta in deltas for sample in (*delta.samples, *(delta.prompt_samples or ())))
-    return 64 * sum(1 + len(sample.top_tokens) for sample in samples)
 
 
 def _events(chunks: Iterable[JsonObject]) -> bytes:
@@ -182,20 +167,14 @@ async def _end(request: web.Request, response: web.StreamResponse, error: ApiErr
     await response.write_eof()
 
 
-def _failure(reason: int | str | None) -> ApiError:
-    if reason == NON_FINITE:
-        return ApiError(500, f"{reason}; the server's log has more")
-    return invalid("structured_outputs", str(reason))
-
-
 async def _until_failure(parts: AsyncIterator[Deltas]) -> AsyncIterator[Deltas]:
     """Yield deltas up to the first failure, and raise that."""
     async for deltas in parts:
-        failures = (place for place, (_, delta) in enumerate(deltas) if delta.finish_reason == FinishReason.ERROR)
-        place = next(failures, None)
-        if place is None:
-            yield deltas
-        else:
-            if place:
-                yield deltas[:place]
-            raise _failure(deltas[place][1].stop_reason)
+        for place, (_, delta) in enumerate(deltas):
+            if delta.finish_reason == FinishReason.ERROR:
+                if place:
+                    yield deltas[:place]
+                if delta.stop_reason == NON_FINITE:
+                    raise ApiError(500, f"{delta.stop_reason}; the server's log has more")
+                raise invalid("structured_outputs", str(delta.stop_reason))
+        yield deltas

@@ -16,22 +16,16 @@ def model_list(service: Service) -> JsonObject:
 
 
 def model_card(service: Service, name: str) -> JsonObject:
-    """Return the description of a model in the form of the OpenAI API.
-
-    Raises:
-        ApiError: 404 for the name of another model.
-    """
+    """Return the description of a model in the form of the OpenAI API; ApiError 404, as `check_model`."""
     check_model(service, name)
-    allowed = ("allow_sampling", "allow_logprobs", "allow_view")
-    refused = ("is_blocking", "allow_create_engine", "allow_search_indices", "allow_fine_tuning")
     permission = {
         "id": f"modelperm-{name}",
         "object": "model_permission",
         "created": service.created,
         "organization": "*",
         "group": None,
-        **dict.fromkeys(allowed, True),
-        **dict.fromkeys(refused, False),
+        **dict.fromkeys(("allow_sampling", "allow_logprobs", "allow_view"), True),
+        **dict.fromkeys(("is_blocking", "allow_create_engine", "allow_search_indices", "allow_fine_tuning"), False),
     }
     return {
         "id": name,
@@ -43,16 +37,6 @@ def model_card(service: Service, name: str) -> JsonObject:
         "max_model_len": service.max_model_len,
         "permission": [permission],
     }
-
-
-def server_version(service: Service) -> JsonObject:
-    """Return the version of the package."""
-    return {"version": version("jpaged")}
-
-
-def load(service: Service) -> JsonObject:
-    """Return the number of requests that are being answered."""
-    return {"server_load": len(service.in_flight)}
 
 
 def model_info(service: Service) -> JsonObject:
@@ -83,13 +67,8 @@ def server_info(service: Service) -> JsonObject:
 
 
 def tokenizer_config(service: Service) -> JsonObject:
-    """Return the tokenizer's configuration, as in tokenizer_config.json, with the chat template that is used.
-
-    Raises:
-        ApiError: 404 without a tokenizer.
-    """
-    tokenizer = service.tokenizer
-    if tokenizer is None:
+    """Return tokenizer_config.json with the chat template that is used; ApiError 404 without a tokenizer."""
+    if (tokenizer := service.tokenizer) is None:
         raise ApiError(404, "this server has no tokenizer")
     config = {name: value for name, value in tokenizer.init_kwargs.items() if name not in TOKENIZER_FILES}
     template = service.config.chat_template or tokenizer.chat_template

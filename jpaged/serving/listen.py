@@ -85,8 +85,8 @@ def bound_unix(path: Path) -> Iterator[socket.socket]:
         OSError: another server listens at the path, or there is another file.
     """
     with socket.socket(socket.AF_UNIX) as bound:
-        with contextlib.suppress(FileNotFoundError):
-            if stat.S_ISSOCK(path.stat().st_mode) and not _listens(path):
+        with contextlib.suppress(FileNotFoundError), socket.socket(socket.AF_UNIX) as client:
+            if stat.S_ISSOCK(path.stat().st_mode) and client.connect_ex(str(path)):
                 path.unlink()
         bound.bind(str(path))
         created = path.stat()
@@ -96,11 +96,6 @@ def bound_unix(path: Path) -> Iterator[socket.socket]:
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(path.stat(), created):
                     path.unlink()
-
-
-def _listens(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX) as client:
-        return client.connect_ex(str(path)) == 0
 
 
 def url(bound: socket.socket, scheme: str) -> str:

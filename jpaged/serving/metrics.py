@@ -59,48 +59,38 @@ TOTALS: dict[str, Number] = {
 }
 
 
-class _Families:
-    """Families of the engines' metrics, by name."""
-
-    def __init__(self, registry: CollectorRegistry):
-        self.counters = {
-            name: Counter(f"vllm:{name}", text, LABELS, registry=registry) for name, text in COUNTERS.items()
-        }
-        self.histograms = {
-            name: Histogram(f"vllm:{name}", text, LABELS, buckets=buckets, registry=registry)
-            for name, (text, buckets) in HISTOGRAMS.items()
-        }
-        text = "Finished choices, by finish reason"
-        self.success = Counter("vllm:request_success", text, [*LABELS, "finished_reason"], registry=registry)
-
-
 class EngineMetrics:
-    """Observer of an engine that counts."""
+    """Observer of an engine that counts.
 
-    def __init__(self, families: _Families, model_name: str, engine: str):
-        self._success, self._labels = families.success, (model_name, engine)
-        self._counters = {name: family.labels(*self._labels) for name, family in families.counters.items()}
-        self._histograms = {name: family.labels(*self._labels) for name, family in families.histograms.items()}
+    Args:
+        counters: those of COUNTERS, and `request_success`, by name.
+        labels: values of LABELS.
+    """
+
+    def __init__(self, counters: dict[str, Counter], histograms: dict[str, Histogram], labels: tuple[str, str]):
+        self._success, self._labels = counters["request_success"], labels
+        self._counters = {name: counters[name].labels(*labels) for name in COUNTERS}
+        self._histograms = {name: family.labels(*labels) for name, family in histograms.items()}
 
     def added(self, request: Request) -> None:
         """Count a new request."""
-        self._observe("request_params_n", request.params.num_outputs)
-        self._observe("request_params_max_tokens", request.max_tokens)
+        self._histograms["request_params_n"].observe(request.params.num_outputs)
+        self._histograms["request_params_max_tokens"].observe(request.max_tokens)
 
     def stepped(self, scheduler: Scheduler, output: StepOutput) -> None:
         """Count the tokens of a step, and observe the latencies of its requests."""
         if output.plan is not None and output.plan.rows:
-            self._observe("iteration_tokens_total", output.plan.num_tokens)
+            self._histograms["iteration_tokens_total"].observe(output.plan.num_tokens)
         self._counters["generation_tokens"].inc(sum(progress.tokens for progress in output.progress))
         for request, _, gap in output.progress:
             times = request.metrics
             if gap is None:
-                self._observe("request_queue_time_seconds", times.scheduled_ts - times.queued_ts)
-                self._observe("time_to_first_token_seconds", times.first_token_ts - times.queued_ts)
-                self._observe("request_prefill_time_seconds", times.first_token_ts - times.scheduled_ts)
+                self._histograms["request_queue_time_seconds"].observe(times.scheduled_ts - times.queued_ts)
+                self._histograms["time_to_first_token_seconds"].observe(times.first_token_ts - times.queued_ts)
+                self._histograms["request_prefill_time_seconds"].observe(times.first_token_ts - times.scheduled_ts)
                 self._counters["prompt_tokens"].inc(len(request.prompt_token_ids))
             else:
-                self._observe("inter_token_latency_seconds", gap)
+                self._histograms["inter_token_latency_seconds"].observe(gap)
 
     def ended(self, request: Request) -> None:
         """Count an ended request and its choices, and observe its latencies."""
@@ -109,23 +99,20 @@ class EngineMetrics:
             self._counters["corrupted_requests"].inc()
         for sequence in request.outputs:
             self._success.labels(*self._labels, str(sequence.finish_reason)).inc()
-        self._observe("e2e_request_latency_seconds", times.finished_ts - times.queued_ts)
-        self._observe("request_prompt_tokens", len(request.prompt_token_ids))
-        self._observe("request_generation_tokens", times.num_generation_tokens)
+        self._histograms["e2e_request_latency_seconds"].observe(times.finished_ts - times.queued_ts)
+        self._histograms["request_prompt_tokens"].observe(len(request.prompt_token_ids))
+        self._histograms["request_generation_tokens"].observe(times.num_generation_tokens)
         longest = max(sequence.num_output_tokens for sequence in request.sequences)
-        self._observe("request_max_num_generation_tokens", longest)
+        self._histograms["request_max_num_generation_tokens"].observe(longest)
         if times.num_generation_tokens:
-            self._observe("request_inference_time_seconds", times.last_token_ts - times.scheduled_ts)
-            self._observe("request_decode_time_seconds", times.last_token_ts - times.first_token_ts)
+            self._histograms["request_inference_time_seconds"].observe(times.last_token_ts - times.scheduled_ts)
+            self._histograms["request_decode_time_seconds"].observe(times.last_token_ts - times.first_token_ts)
         if longest > 1:
             mean = (times.last_token_ts - times.first_token_ts) / (longest - 1)
-            self._observe("request_time_per_output_token_seconds", mean)
-
-    def _observe(self, name: str, value: float) -> None:
-        self._histograms[name].observe(value)
+            self._histograms["request_time_per_output_token_seconds"].observe(mean)
 
 
-class Metrics:
+class Metrics(Collector):
     """Metrics of a server: those of its engines, with the model's name and the engine's number, and those of HTTP.
 
     Args:
@@ -133,48 +120,41 @@ class Metrics:
 
     Attributes:
         engines: an observer of each engine.
+        rejected: the requests that found the queue full.
     """
 
     def __init__(self, model_name: str, stats: Sequence[Callable[[], EngineStats]]):
-        self._registry = CollectorRegistry()
-        self._registry.register(_EngineCollector(model_name, stats))
-        ProcessCollector(registry=self._registry)
-        families = _Families(self._registry)
-        self.engines = [EngineMetrics(families, model_name, str(index)) for index in range(len(stats))]
+        self._model_name, self._stats = model_name, stats
+        self._registry = registry = CollectorRegistry()
+        registry.register(self)
+        ProcessCollector(registry=registry)
+        counters = {name: Counter(f"vllm:{name}", text, LABELS, registry=registry) for name, text in COUNTERS.items()}
+        text, labels = "Finished choices, by finish reason", [*LABELS, "finished_reason"]
+        counters["request_success"] = Counter("vllm:request_success", text, labels, registry=registry)
+        histograms = {
+            name: Histogram(f"vllm:{name}", text, LABELS, buckets=buckets, registry=registry)
+            for name, (text, buckets) in HISTOGRAMS.items()
+        }
+        self.engines = [EngineMetrics(counters, histograms, (model_name, str(index))) for index in range(len(stats))]
         text = "Requests rejected because the queue was full"
-        rejected = Counter("vllm:num_requests_rejected", text, ["model_name"], registry=self._registry)
-        self._rejected = rejected.labels(model_name)
+        rejected = Counter("vllm:num_requests_rejected", text, ["model_name"], registry=registry)
+        self.rejected = rejected.labels(model_name)
         labels = ["method", "handler"]
-        self._http = Counter("http_requests", "HTTP responses", [*labels, "status"], registry=self._registry)
+        self._http = Counter("http_requests", "HTTP responses", [*labels, "status"], registry=registry)
         name, text = "http_request_duration_seconds", "Seconds from the headers of a request to the end of its response"
-        self._http_seconds = Histogram(name, text, labels, buckets=REQUEST_SECONDS, registry=self._registry)
+        self._http_seconds = Histogram(name, text, labels, buckets=REQUEST_SECONDS, registry=registry)
 
     def render(self) -> bytes:
         """Return all metrics in Prometheus's text format."""
         return generate_latest(self._registry)
 
     def answered(self, method: str, handler: str, status: int, seconds: float) -> None:
-        """Count an answered HTTP request.
-
-        Args:
-            handler: path of the request's route, which has a limited number of values.
-        """
+        """Count an answered HTTP request; `handler` is the path of its route, of which there are a limited number."""
         self._http.labels(method, handler, str(status)).inc()
         self._http_seconds.labels(method, handler).observe(seconds)
 
-    def rejected(self) -> None:
-        """Count a request that found the queue full."""
-        self._rejected.inc()
-
-
-class _EngineCollector(Collector):
-    """Collector of numbers that the engines hold, and that are read when Prometheus asks."""
-
-    def __init__(self, model_name: str, stats: Sequence[Callable[[], EngineStats]]):
-        self._model_name = model_name
-        self._stats = stats
-
     def collect(self) -> Iterator[Metric]:
+        """Yield the numbers that the engines hold, which are read when Prometheus asks."""
         stats = [each() for each in self._stats]
         for family, numbers in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, TOTALS)):
             for name, (text, value) in numbers.items():

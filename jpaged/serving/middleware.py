@@ -41,8 +41,7 @@ async def record(request: web.Request, handler: Handler) -> web.StreamResponse:
         status = response.status
         return response
     finally:
-        seconds = time.monotonic() - start
-        route = request.match_info.route.resource
+        seconds, route = time.monotonic() - start, request.match_info.route.resource
         path = route.canonical if route else "unknown"
         request.app[SERVICE].metrics.answered(request.method, path, status, seconds)
         line: dict[str, object] = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "client": request.remote}
@@ -68,7 +67,7 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         if isinstance(failure, web.HTTPNotFound):
             error = ApiError(404, f"{request.path} is not served here; /openapi.json lists the routes")
         if isinstance(failure, QueueFull):
-            request.app[SERVICE].metrics.rejected()
+            request.app[SERVICE].metrics.rejected.inc()
         headers = error_headers(error)
         if isinstance(failure, web.HTTPMethodNotAllowed):
             headers["Allow"] = failure.headers["Allow"]
@@ -96,17 +95,16 @@ def as_api_error(error: Exception) -> ApiError:
 
 def error_headers(error: ApiError) -> dict[str, str]:
     """Return the headers of a response with an error."""
-    headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
+    headers = {"Retry-After": str(error.retry_after)} if error.retry_after else {}
     return headers | {"WWW-Authenticate": "Bearer"} if error.status == 401 else headers
 
 
 @web.middleware
 async def authorize(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Reject requests without a valid API key."""
-    config = request.app[SERVICE].config
-    authorization, endpoints = request.headers.get("Authorization", ""), request.app[SERVED]
+    config, endpoints = request.app[SERVICE].config, request.app[SERVED]
     needs_key = not is_open(endpoints, request.path.removeprefix(config.root_path))
-    if needs_key and (client := check_key(config.api_keys, authorization)):
+    if needs_key and (client := check_key(config.api_keys, request.headers.get("Authorization", ""))):
         request[CLIENT] = client
     return await handler(request)
 

@@ -1,6 +1,7 @@
 """OpenAPI document, generated from the endpoints and from the models that check requests."""
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import fields
 from functools import cache
 from importlib.metadata import version
@@ -24,6 +25,13 @@ REFUSALS = {
     "503": "the queue is full (come again after Retry-After seconds), or the server is shutting down or broken",
     "504": "the answer was not complete in time",
 }
+STRING: JsonObject = {"type": "string"}
+PARAM = {"type": ["string", "null"], "description": "the field that is wrong"}
+ERROR = {
+    "type": "object",
+    "properties": {"message": STRING, "type": STRING, "param": PARAM, "code": STRING},
+    "required": ["message", "type", "param", "code"],
+}
 
 
 async def show_openapi(request: web.Request) -> web.Response:
@@ -40,9 +48,11 @@ def description(endpoints: Sequence[Endpoint]) -> JsonObject:
     models = dict.fromkeys(body for endpoint in described for body in endpoint.bodies)
     _, definitions = models_json_schema([(model, "validation") for model in models], ref_template=REF)
     schemas = definitions["$defs"]
-    for schema in schemas.values():
-        _add_ranges(schema.get("properties", {}))
-    schemas["Error"] = _error_schema()
+    for schema in schemas.values():  # only the engine knows the allowed values of its parameters
+        for each in (*fields(BeamSearchParams), *fields(SamplingParams)):
+            if each.name in schema.get("properties", {}) and "allowed" in each.metadata:
+                schema["properties"][each.name].setdefault("description", each.metadata["allowed"])
+    schemas["Error"] = {"type": "object", "properties": {"error": ERROR}, "required": ["error"]}
     return {
         "openapi": "3.1.0",
         "info": {"title": "jpaged", "version": version("jpaged"), "description": "An OpenAI-compatible server."},
@@ -56,8 +66,7 @@ def description(endpoints: Sequence[Endpoint]) -> JsonObject:
 
 def _item(endpoint: Endpoint, path: str) -> JsonObject:
     """Return the description of all methods of a path."""
-    summary = endpoint.summary if path == endpoint.path else f"the same as {endpoint.path}"
-    operation: JsonObject = {"summary": summary}
+    operation: JsonObject = {"summary": endpoint.summary if path == endpoint.path else f"the same as {endpoint.path}"}
     if endpoint.bodies:
         refs = [{"$ref": REF.format(model=model.__name__)} for model in endpoint.bodies]
         schema = refs[0] if len(refs) == 1 else {"anyOf": refs}
@@ -65,35 +74,12 @@ def _item(endpoint: Endpoint, path: str) -> JsonObject:
     refusals = {"401": REFUSALS["401"], **endpoint.refusals}
     if "GET" not in endpoint.methods:
         operation["security"], refusals = [{"key": []}, {}], REFUSALS
-    string = {"type": "string", "minLength": 1}
-    names = [part.strip("{}") for part in path.split("/") if part.startswith("{")]
-    if names:
-        operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": string} for name in names]
-    operation["responses"] = _responses(refusals, endpoint.contents)
-    return {method.lower(): operation for method in endpoint.methods}
-
-
-def _responses(refusals: dict[str, str], contents: Iterable[str]) -> JsonObject:
-    content: JsonObject = {name: {} for name in contents}
+    if names := re.findall("{(.+?)}", path):
+        text = STRING | {"minLength": 1}
+        operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": text} for name in names]
+    content: JsonObject = {name: {} for name in endpoint.contents}
     error = {"application/json": {"schema": {"$ref": REF.format(model="Error")}}}
-    done = {"description": "done"} | ({"content": content} if content else {})
-    return {"200": done} | {status: {"description": text, "content": error} for status, text in refusals.items()}
-
-
-def _add_ranges(properties: JsonObject) -> None:
-    """Add the allowed values of the engine's parameters, which only the engine knows."""
-    for kind in (BeamSearchParams, SamplingParams):
-        for each in fields(kind):
-            if each.name in properties and "allowed" in each.metadata:
-                properties[each.name].setdefault("description", each.metadata["allowed"])
-
-
-def _error_schema() -> JsonObject:
-    content = {
-        "message": {"type": "string"},
-        "type": {"type": "string"},
-        "param": {"type": ["string", "null"], "description": "the field that is wrong"},
-        "code": {"type": "string"},
-    }
-    error = {"type": "object", "properties": content, "required": list(content)}
-    return {"type": "object", "properties": {"error": error}, "required": ["error"]}
+    done = {"200": {"description": "done"} | ({"content": content} if content else {})}
+    failed = {status: {"description": text, "content": error} for status, text in refusals.items()}
+    operation["responses"] = done | failed
+    return {method.lower(): operation for method in endpoint.methods}

@@ -55,7 +55,14 @@ def preflight_headers(config: ServerConfig, method: str, headers: Mapping[str, s
     if config.allowed_hosts is not None and not (not host or is_loopback(name) or name in config.allowed_hosts):
         # A site whose name leads to 127.0.0.1 has the same origin as this server (DNS rebinding).
         raise ApiError(403, f"Host: {name!r} is not a name of this server (--allowed-hosts)")
-    if origin is None or _is_own(headers, origin, host):
+    if origin is None:
+        return None
+    try:
+        # Behind a proxy, Host may not be the name that the browser knows, but pages can't set Sec-Fetch-Site.
+        is_own = headers.get("Sec-Fetch-Site") == "same-origin" or urlsplit(origin).netloc.lower() == host.lower()
+    except ValueError:  # such as "http://["
+        is_own = False
+    if is_own:
         return None
     if not _is_allowed(config, origin):
         raise ApiError(403, f"Origin: pages of {origin!r} may not use this server (--allowed-origins)")
@@ -78,16 +85,6 @@ def origin_headers(config: ServerConfig, origin: str | None) -> dict[str, str]:
     if origin and _is_allowed(config, origin):
         headers = {"Access-Control-Allow-Origin": origin, "Access-Control-Expose-Headers": EXPOSED_HEADERS}
     return headers | {"Vary": "Origin"} if config.allowed_origins else headers
-
-
-def _is_own(headers: Mapping[str, str], origin: str, host: str) -> bool:
-    # Behind a proxy, Host may not be the name that the browser knows, but pages can't set Sec-Fetch-Site.
-    if headers.get("Sec-Fetch-Site") == "same-origin":
-        return True
-    try:
-        return urlsplit(origin).netloc.lower() == host.lower()
-    except ValueError:  # such as "http://["
-        return False
 
 
 def _is_allowed(config: ServerConfig, origin: str) -> bool:

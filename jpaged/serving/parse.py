@@ -24,7 +24,6 @@ def parse[R: BaseModel](model: type[R], body: bytes, *, ignore_unknown: bool = F
 
     Args:
         model: type of the request; TokenizeRequest stands for both of its kinds.
-        ignore_unknown: ignore unknown fields.
 
     Raises:
         ApiError: 400 with the first invalid field and its allowed values.

@@ -1,36 +1,24 @@
 """Work on the body of a request: check, render and tokenize it for the engine, or answer it.
 
-These functions take time in proportion to the body, so they run on worker threads (`Service.run`).
+These functions take time in proportion to the body, so they run on worker threads (`Service.run`). They raise ApiError
+400 or 404.
 """
 
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from jpaged.chat import template_of
-from jpaged.core.commands import UpdateParams
 from jpaged.core.params import InvalidParameter, StructuredOutputsParams
+from jpaged.serving import protocol
 from jpaged.serving.answer import Answer, ChatAnswer, CompletionAnswer, Prompt
 from jpaged.serving.codec import dumps, dumps_long
 from jpaged.serving.conversation import Conversation, Function
 from jpaged.serving.errors import ApiError, invalid, unknown_model
-from jpaged.serving.parse import parse
-from jpaged.serving.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    GenerationRequest,
-    Params,
-    TokenizeChatRequest,
-    TokenizeCompletionRequest,
-    TokenizeRequest,
-    UpdateWeightsRequest,
-)
+from jpaged.serving.protocol import GenerationRequest, Params
 from jpaged.serving.service import Service
-from jpaged.serving.template_process import TooLong
 from jpaged.serving.tools import ToolFormat
 from jpaged.tokenizer import backend, encode, encode_all, tokenize_bad_words
 
@@ -48,18 +36,14 @@ class Exchange(NamedTuple):
     answer: Answer
 
 
-def prepare_completion(service: Service, body: CompletionRequest) -> Exchange:
-    """Return the request of a body.
-
-    Raises:
-        ApiError: 400 or 404.
-    """
+def prepare_completion(service: Service, body: protocol.CompletionRequest) -> Exchange:
+    """Return the request of a body."""
     with body.rename_error_fields():
         params, sources, most = body.params(service.sampling_defaults), body.prompts(), service.config.max_prompts
         _check(service, body)
         if len(sources) > most:
-            message = f"{len(sources)} prompts exceed {most}, one request's share of the queue (--max-queue)"
-            raise invalid("prompt", message)
+            share = "one request's share of the queue (--max-queue)"
+            raise invalid("prompt", f"{len(sources)} prompts exceed {most}, {share}")
         prompts = _prompts(service, body, sources, params)
         if params.stop or params.structured_outputs:
             _tokenizer(service, "stop" if params.stop else "structured_outputs")
@@ -67,70 +51,45 @@ def prepare_completion(service: Service, body: CompletionRequest) -> Exchange:
         return Exchange(body, params, _bad_words(service, params), answer)
 
 
-def prepare_chat(service: Service, body: ChatRequest) -> Exchange:
-    """Return the request of a body.
-
-    Raises:
-        ApiError: 400 or 404.
-    """
+def prepare_chat(service: Service, body: protocol.ChatRequest) -> Exchange:
+    """Return the request of a body."""
     with body.rename_error_fields():
         _tokenizer(service, "messages")
         params = body.params(service.sampling_defaults)
         _check(service, body)
-        offered = body.offered_functions
         new_parser = None
-        if offered:
-            tool_format = _tool_format(service, body)
+        if offered := body.offered_functions:
+            if (form := service.tool_format) is None:
+                raise invalid("tools", "no tool-call format detected for this model; set --tool-call-parser")
+            if body.constraints not in ([], ["response_format"]):
+                raise invalid(body.constraints[0], "can't be combined with tools; use response_format")
             with_answer = params.structured_outputs is not None and not body.must_call
-            params = replace(params, structured_outputs=_call_grammar(body, params, tool_format, offered))
+            params = replace(params, structured_outputs=_call_grammar(body, params, form, offered))
             names, parallel = {each.name for each in offered}, body.parallel_tool_calls is not False
             new_id = lambda: f"call_{uuid.uuid4().hex}"
-            new_parser = partial(tool_format.parser, names, new_id, parallel, with_answer)
+            new_parser = partial(form.parser, names, new_id, parallel, with_answer)
         prompt = Prompt(params.truncated(_render(service, body), service.max_model_len))
         answer = ChatAnswer(service.model_name, service.vocabulary, body, prompt, new_parser)
         return Exchange(body, params, _bad_words(service, params), answer)
 
 
-def tokenize(service: Service, body: TokenizeRequest) -> bytes:
-    """Return the response to a body of `/tokenize`.
-
-    Raises:
-        ApiError: 400 or 404.
-    """
+def tokenize(service: Service, body: protocol.TokenizeRequest) -> bytes:
+    """Return the response to a body of `/tokenize`."""
     check_model(service, body.model)
-    if isinstance(body, TokenizeChatRequest):
-        tokens = _render(service, body)
-    else:
-        assert isinstance(body, TokenizeCompletionRequest)
+    if isinstance(body, protocol.TokenizeCompletionRequest):
         tokenizer = _tokenizer(service, "prompt")
         service.check_length(body.text_length, "prompt")
         tokens = encode(tokenizer, body.prompt, add_special_tokens=body.add_special_tokens)
+    else:
+        tokens = _render(service, cast(protocol.TokenizeChatRequest, body))
     id_to_token = backend(service.tokenizer).id_to_token
     texts = [id_to_token(token) for token in tokens] if body.return_token_strs else None
     counts = {"count": len(tokens), "max_model_len": service.max_model_len}
     return dumps_long(counts | {"tokens": tokens, "token_strs": texts})
 
 
-def load_weights(service: Service, data: bytes) -> UpdateParams:
-    """Return the update that a body of `/update_weights` describes, with its parameters.
-
-    Raises:
-        ApiError: 400 if the directory holds no parameters of this model.
-    """
-    body = parse(UpdateWeightsRequest, data)
-    assert service.load_params is not None
-    try:
-        return UpdateParams(service.load_params(Path(body.path)), body.in_flight)
-    except (OSError, ValueError) as error:
-        raise invalid("path", str(error)) from error
-
-
-def detokenize(service: Service, body: DetokenizeRequest) -> bytes:
-    """Return the response to a body of `/detokenize`.
-
-    Raises:
-        ApiError: 400 or 404.
-    """
+def detokenize(service: Service, body: protocol.DetokenizeRequest) -> bytes:
+    """Return the response to a body of `/detokenize`."""
     check_model(service, body.model)
     tokenizer = backend(_tokenizer(service, "tokens"))
     size = tokenizer.get_vocab_size()
@@ -142,21 +101,13 @@ def detokenize(service: Service, body: DetokenizeRequest) -> bytes:
 
 
 def check_model(service: Service, name: str | None) -> None:
-    """Check the name of the model in a request.
-
-    Raises:
-        ApiError: 404 for the name of another model.
-    """
+    """Check the name of the model in a request; ApiError 404 for another one."""
     if name is not None and name not in service.model_names:
         raise unknown_model(name, service.model_name)
 
 
 def _tokenizer(service: Service, field: str) -> Any:
-    """Return the tokenizer.
-
-    Raises:
-        InvalidParameter: there is none, but `field` needs one.
-    """
+    """Return the tokenizer; InvalidParameter if there is none, but `field` needs one."""
     if service.tokenizer is None:
         raise InvalidParameter(field, "needs a tokenizer, and this server has none: send prompts as token ids")
     return service.tokenizer
@@ -173,7 +124,7 @@ def _check(service: Service, body: GenerationRequest) -> None:
 
 
 def _prompts(
-    service: Service, body: CompletionRequest, sources: Sequence[str | list[int]], params: Params
+    service: Service, body: protocol.CompletionRequest, sources: Sequence[str | list[int]], params: Params
 ) -> list[Prompt]:
     texts = [prompt for prompt in sources if isinstance(prompt, str)]
     tokenized: Iterator[list[int]] = iter(())
@@ -186,8 +137,7 @@ def _prompts(
     for prompt in sources:
         token_ids = next(tokenized) if isinstance(prompt, str) else prompt
         kept = params.truncated(token_ids, service.max_model_len)
-        shown = prompt if isinstance(prompt, str) and len(kept) == len(token_ids) else None
-        prompts.append(Prompt(kept, shown))
+        prompts.append(Prompt(kept, prompt if isinstance(prompt, str) and len(kept) == len(token_ids) else None))
     return prompts
 
 
@@ -205,27 +155,17 @@ def _render(service: Service, body: Conversation) -> list[int]:
         stand_ins: dict[str, str] = {}
         if not config.allow_special_tokens_in_content:
             (messages, options["tools"]), stand_ins = service.encoder.protect((messages, options["tools"]))
-        text = service.templates.render(template, messages, service.max_prompt_characters, **options)
+        text, length = service.templates.render(template, messages, service.max_prompt_characters, **options)
+        service.check_length(length, "messages")
         return service.encoder.encode(text, stand_ins)
-    except TooLong as error:
-        service.check_length(error.length, "messages")
-        raise
     except InvalidParameter:
         raise
     except ValueError as error:
         raise invalid("messages", str(error)) from error
 
 
-def _tool_format(service: Service, body: ChatRequest) -> ToolFormat:
-    if service.tool_format is None:
-        raise invalid("tools", "no tool-call format detected for this model; set --tool-call-parser")
-    if body.constraints not in ([], ["response_format"]):
-        raise invalid(body.constraints[0], "can't be combined with tools; use response_format")
-    return service.tool_format
-
-
 def _call_grammar(
-    body: ChatRequest, params: Params, tool_format: ToolFormat, functions: list[Function]
+    body: protocol.ChatRequest, params: Params, tool_format: ToolFormat, functions: list[Function]
 ) -> StructuredOutputsParams | None:
     """Return the grammar of an answer that must call a tool, or whose calls must fit the tools' schemas.
 

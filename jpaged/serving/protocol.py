@@ -28,14 +28,7 @@ from jpaged.core.params import (
 from jpaged.serving.codec import JsonObject
 from jpaged.serving.conversation import Conversation, Function, NamedToolChoice
 from jpaged.serving.errors import ApiError, invalid
-from jpaged.serving.fields import (
-    UNSERVED,
-    UNSERVED_IN_CHATS,
-    UNSERVED_IN_COMPLETIONS,
-    Items,
-    Strict,
-    optional_fields,
-)
+from jpaged.serving.fields import UNSERVED, UNSERVED_IN_CHATS, UNSERVED_IN_COMPLETIONS, Items, Strict, optional_fields
 
 DEFAULT_COMPLETION_TOKENS = 16
 
@@ -63,10 +56,6 @@ class StructuredOutputs(Strict):
     json_object: bool | None = None
     disable_any_whitespace: bool = False
     whitespace_pattern: str | None = None
-
-    def params(self) -> StructuredOutputsParams:
-        """Return the engine's parameters."""
-        return StructuredOutputsParams(**self.model_dump(by_alias=True))
 
 
 class JsonSchema(Strict):
@@ -215,9 +204,8 @@ class GenerationRequest(_Common):
             value = getattr(self, name)
             if value is not None and value not in neutral:
                 allowed = " or ".join(["absent", *(repr(int(x) if type(x) is float else x) for x in neutral)])
-                raise InvalidParameter(
-                    name, f"must be {allowed} with{'' if beams else 'out'} use_beam_search, not {value!r}"
-                )
+                condition = "with use_beam_search" if beams else "without use_beam_search"
+                raise InvalidParameter(name, f"must be {allowed} {condition}, not {value!r}")
         if self.logprob_token_ids is not None and self.num_top_logprobs is None:
             raise invalid("logprob_token_ids", "needs logprobs")
         if self.stream and self.prompt_logprobs is not None:
@@ -225,9 +213,8 @@ class GenerationRequest(_Common):
         kind: type[Params] = BeamSearchParams if beams else SamplingParams
         known = {field.name for field in fields(kind)}
         values = {name: value for name, value in defaults.items() if name in known}
-        for name in known & type(self).model_fields.keys():
-            if getattr(self, name) is not None:
-                values[name] = getattr(self, name)
+        given = {name: getattr(self, name) for name in known & type(self).model_fields.keys()}
+        values |= {name: value for name, value in given.items() if value is not None}
         values |= {"max_tokens": self._max_tokens(), "logprobs": self.num_top_logprobs}
         values["structured_outputs"] = self._structured_outputs()
         if beams:
@@ -258,7 +245,7 @@ class GenerationRequest(_Common):
         if isinstance(wanted, JsonObjectFormat):
             return StructuredOutputsParams(json_object=True)
         if self.structured_outputs is not None:
-            return self.structured_outputs.params()
+            return StructuredOutputsParams(**self.structured_outputs.model_dump(by_alias=True))
         if self.ebnf is not None and "::=" not in self.ebnf:
             raise InvalidParameter("ebnf", f'must have rules such as "root ::= ...", not {shown(self.ebnf)}')
         return StructuredOutputsParams(regex=self.regex, grammar=self.ebnf)
@@ -301,9 +288,8 @@ class CompletionRequest(GenerationRequest, _InCompletions):
         if self.only_echo and (self.min_tokens or 0) > 0:
             raise InvalidParameter("min_tokens", f"{self.min_tokens} exceeds max_tokens (0)")
         if self.echo and self.logprob_token_ids is not None:
-            raise InvalidParameter(
-                "logprob_token_ids", "can't be combined with echo, which lists the most likely tokens"
-            )
+            message = "can't be combined with echo, which lists the most likely tokens"
+            raise InvalidParameter("logprob_token_ids", message)
         params = super().params(defaults)
         if self.echo and self.logprobs is not None:
             counts = self.logprobs, self.prompt_logprobs or 0
@@ -322,11 +308,7 @@ class CompletionRequest(GenerationRequest, _InCompletions):
         return max((len(prompt) for prompt in prompts if isinstance(prompt, str)), default=0)
 
     def prompts(self) -> list[str | list[int]]:
-        """Return the prompts, one for each set of choices.
-
-        Raises:
-            InvalidParameter: a prompt is empty.
-        """
+        """Return the prompts, one for each set of choices; InvalidParameter if one is empty."""
         single = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
         prompts = cast(list[str | list[int]], [self.prompt] if single else list(self.prompt))
         if not prompts or not all(prompts):  # also for an empty text, which some tokenizers turn into one special token
@@ -347,11 +329,7 @@ class ChatRequest(GenerationRequest, Conversation, _InChats):
 
     @property
     def offered_functions(self) -> list[Function]:
-        """Functions that the model may call; only one if it is chosen by name.
-
-        Raises:
-            ApiError: the choice is not possible.
-        """
+        """Functions that the model may call; only one if it is chosen by name. ApiError 400 if it is impossible."""
         functions = [tool.function for tool in self.tools or ()]
         names = [each.name for each in functions]
         if repeated := {name for name in names if names.count(name) > 1}:
@@ -383,12 +361,7 @@ class ChatRequest(GenerationRequest, Conversation, _InChats):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def params(self, defaults: Mapping[str, Any]) -> Params:
-        """Return the request's parameters.
-
-        Raises:
-            InvalidParameter: a value is not allowed.
-            ApiError: top_logprobs without logprobs.
-        """
+        """Return the request's parameters; top_logprobs without logprobs is an ApiError."""
         if self.top_logprobs and not self.logprobs:
             raise invalid("top_logprobs", f"{self.top_logprobs} needs logprobs: true")
         return super().params(defaults)

@@ -108,13 +108,10 @@ class Service:
         tool_format: the model's format of tool calls; None if it has none.
         model_facts: further facts for `/model_info`.
         load_params: return the parameters of a directory; set if `config.enable_weight_updates`.
-        templates: renders chat templates.
-        bodies: checks large bodies.
         draining: finish running requests and reject new ones.
         in_flight: tasks of the POST requests that are being answered.
         engine: client of all engines.
         vocabulary: texts and bytes of single tokens.
-        metrics: observers of the engines.
         grammars: compiler of structured outputs; None without a tokenizer.
         feed: sender of the page's map.
     """
@@ -181,16 +178,7 @@ class Service:
             raise ContextLengthExceeded(param, f"{limit}. However, you sent {length} characters, {most}.")
 
     async def check_body(self, kind: type[BaseModel], data: bytes, client: str) -> None:
-        """Check the JSON and the length of the texts of a large body in another process.
-
-        Args:
-            kind: class of `protocol`.
-            client: identity for the turns at long work.
-
-        Raises:
-            ApiError: 400, as `parse`.
-            ContextLengthExceeded: as `check_length`.
-        """
+        """Check a large body in another process: its JSON, as `parse`, and its texts, as `check_length`."""
         if len(data) > LARGE_BYTES:
             work = partial(self.bodies.text_length, kind, data, self.config.ignore_unknown_fields)
             length, param = await self._body_turns.run(client, work)
@@ -215,31 +203,30 @@ class Service:
     @cached_property
     def chat_turns(self) -> ClientTurns:
         """Turns at the preparation of conversations, which waits for their templates."""
-        threads = ThreadPoolExecutor(NUM_THREADS, "chats")
-        max_waiting, rest = self.config.max_prompts, self._rest(REST_OF_KEYS)
-        return ClientTurns("chat templates", threads.submit, NUM_THREADS, max_waiting, rest)
+        return self._turns("chat templates")
 
     @cached_property
     def grammar_turns(self) -> ClientTurns:
         """Turns at the compilation of grammars."""
         assert self.grammars is not None, "there are grammars only with a tokenizer"
-        submit, max_waiting = self.grammars.threads.submit, self.config.max_prompts
-        return ClientTurns("grammars", submit, NUM_THREADS, max_waiting, self._rest(REST_OF_KEYS))
-
-    def _rest(self, multiple: float) -> float:
-        """Return the rest of clients, which only keys tell apart."""
-        return multiple if len(self.config.api_keys) > 1 else 0
+        return self._turns("grammars", threads=self.grammars.threads)
 
     @cached_property
     def _body_turns(self) -> ClientTurns:
-        threads, max_waiting = ThreadPoolExecutor(NUM_THREADS, "large bodies"), self.config.max_prompts
-        rest = self._rest(REST_OF_BODIES)
-        return ClientTurns("large bodies", threads.submit, NUM_THREADS, max_waiting, rest, counts_waits=True)
+        return self._turns("large bodies", rest=REST_OF_BODIES, counts_waits=True)
 
     @cached_property
     def _large_turns(self) -> ClientTurns:
-        threads = ThreadPoolExecutor(1, "large requests")
-        return ClientTurns("large requests", threads.submit, 1, self.config.max_prompts, self._rest(REST_OF_KEYS))
+        return self._turns("large requests", 1)
+
+    def _turns(
+        self, name: str, num_threads: int = NUM_THREADS, *, threads: ThreadPoolExecutor | None = None,
+        rest: float = REST_OF_KEYS, counts_waits: bool = False,
+    ) -> ClientTurns:  # fmt: skip
+        """Return turns at some work. Clients rest only where keys tell them apart."""
+        submit = (threads or ThreadPoolExecutor(num_threads, name)).submit
+        rest = rest if len(self.config.api_keys) > 1 else 0
+        return ClientTurns(name, submit, num_threads, self.config.max_prompts, rest, counts_waits)
 
 
 SERVICE = web.AppKey("service", Service)

@@ -3,8 +3,8 @@
 A template of forty bytes, of a request or of a checkpoint, can fill the memory or loop forever.
 """
 
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jpaged.chat import Template, render
@@ -13,19 +13,6 @@ from jpaged.serving.codec import dumps
 
 RENDER_TIMEOUT_S = 5.0
 MAX_MEMORY_BYTES = 2 * 2**30
-MAX_REMEMBERED = 256
-
-
-class TooLong(Exception):
-    """Rendering of more characters than a prompt can have.
-
-    Attributes:
-        length: number of its characters.
-    """
-
-    def __init__(self, length: int):
-        super().__init__(f"{length} characters")
-        self.length = length
 
 
 class TemplateProcess:
@@ -33,7 +20,7 @@ class TemplateProcess:
 
     def __init__(self) -> None:
         self._children = Children("jpaged.serving.template_process", None)
-        self._slow: OrderedDict[int, None] = OrderedDict()  # hashes of questions that took too long
+        self._slow: deque[int] = deque(maxlen=256)  # hashes of questions that took too long
 
     def start(self) -> None:
         """Start a process before the first conversation, without waiting for it."""
@@ -41,45 +28,36 @@ class TemplateProcess:
 
     def render(
         self, template: Template, messages: Sequence[Mapping[str, Any]], max_characters: int, **options: Any
-    ) -> str:
-        """Return the text of a conversation, with the options of `chat.render`.
+    ) -> tuple[str, int]:
+        """Return the text of a conversation up to `max_characters`, and its length, with the options of `chat.render`.
 
         Raises:
             ValueError: the template rejects the conversation, or takes too much time.
-            TooLong: the text has more than `max_characters`.
         """
         question = dumps([template, messages, max_characters, options]).decode()
         late = f"the chat template was not rendered within {RENDER_TIMEOUT_S:g} seconds"
         if self._slow and hash(question) in self._slow:
             raise ValueError(late)
-        text: str
         try:
             text, length, fault = self._children.ask(question, RENDER_TIMEOUT_S)
         except ChildFailed:
-            self._slow[hash(question)] = None
-            if len(self._slow) > MAX_REMEMBERED:
-                self._slow.popitem(last=False)
+            self._slow.append(hash(question))
             raise ValueError(late) from None
         if fault is not None:
             raise ValueError(fault)
-        if length > max_characters:
-            raise TooLong(length)
-        return text
+        return text, length
 
 
-def _setup(_: None) -> Callable[[list[Any]], tuple[str, int, str | None]]:
-    def answer(question: list[Any]) -> tuple[str, int, str | None]:
-        template, messages, max_characters, options = question
-        try:
-            text = render(Template(*template), messages, **options)
-        except ValueError as error:
-            return "", 0, str(error)
-        return text[:max_characters], len(text), None
-
-    render(Template("", {}), [{"role": "user", "content": ""}])  # imports transformers
-    return answer
+def _answer(question: list[Any]) -> tuple[str, int, str | None]:
+    template, messages, max_characters, options = question
+    try:
+        text = render(Template(*template), messages, **options)
+    except ValueError as error:
+        return "", 0, str(error)
+    return text[:max_characters], len(text), None
 
 
 if __name__ == "__main__":
     confine(MAX_MEMORY_BYTES)
-    serve(_setup)
+    render(Template("", {}), [{"role": "user", "content": ""}])  # imports transformers
+    serve(lambda _: _answer)

@@ -33,11 +33,8 @@ class ClientTurns:
     def __init__(
         self, name: str, submit: Submit, num_threads: int, max_waiting: int, rest: float = 0, counts_waits: bool = False
     ):
-        self._name = name
-        self._submit = submit
-        self._num_free = num_threads
-        self._max_waiting = max_waiting
-        self._rest = rest
+        self._name, self._submit, self._num_free = name, submit, num_threads
+        self._max_waiting, self._rest = max_waiting, rest
         self._clock = time.perf_counter if counts_waits else time.thread_time
         self._waiting: OrderedDict[str, deque[tuple[Work, asyncio.Future[Any]]]] = OrderedDict()
         self._busy: set[str] = set()  # clients that run or rest
@@ -69,7 +66,7 @@ class ClientTurns:
                 self._busy.add(client)
                 self._num_free -= 1
                 spent: list[float] = []
-                running = asyncio.wrap_future(self._submit(_timed(work, self._clock, spent)))
+                running = asyncio.wrap_future(self._submit(partial(self._timed, work, spent)))
                 running.add_done_callback(partial(self._end, client, spent, done))
             else:
                 del self._waiting[client]
@@ -96,15 +93,10 @@ class ClientTurns:
         self._busy.discard(client)
         self._start()
 
-
-def _timed(work: Work, clock: Callable[[], float], spent: list[float]) -> Work:
-    """Return work that appends its time to `spent`."""
-
-    def run() -> Any:
-        start = clock()
+    def _timed(self, work: Work, spent: list[float]) -> Any:
+        """Return the result of some work, and append its time to `spent`."""
+        start = self._clock()
         try:
             return work()
         finally:
-            spent.append(clock() - start)
-
-    return run
+            spent.append(self._clock() - start)

@@ -17,8 +17,8 @@ from jpaged.core.commands import ResetPrefixCache
 from jpaged.core.scheduler import Scheduler
 from jpaged.engine.engine import Engine, StepOutput
 from jpaged.engine.output import request_output
-from jpaged.serving.app import make_app
 from jpaged.serving.body_process import BodyProcess
+from jpaged.serving.serve import make_app
 from jpaged.serving.service import ServerConfig, Service
 from jpaged.serving.template_process import TemplateProcess
 from jpaged.start.assemble import load_engine

@@ -12,7 +12,6 @@ from jpaged.core.params import SamplingParams, StructuredOutputsParams
 from jpaged.engine import async_engine, engine, output
 from jpaged.serving import (
     answer,
-    app,
     body_process,
     codec,
     conversation,
@@ -24,6 +23,7 @@ from jpaged.serving import (
     parse,
     prepare,
     protocol,
+    serve,
     service,
     template_process,
     tools,
@@ -34,8 +34,8 @@ from tests.serving.client import Client
 from tests.support.injection import Injected, functions_of, wrapped
 
 MODULES = [
-    answer, app, async_engine, body_process, chat, codec, compiler, conversation, engine, errors, generate, grammar,
-    handlers, middleware, output, parse, prepare, protocol, service, template_process, tokenizers, tools,
+    answer, async_engine, body_process, chat, codec, compiler, conversation, engine, errors, generate, grammar,
+    handlers, middleware, output, parse, prepare, protocol, serve, service, template_process, tokenizers, tools,
     grammar_check, turns,
 ]  # fmt: skip
 MARK = "victim"  # in the texts of one request

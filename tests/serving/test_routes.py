@@ -7,8 +7,8 @@ import pytest
 import schemathesis.openapi
 from yarl import URL
 
-from jpaged.serving.app import make_app
 from jpaged.serving.endpoints import served
+from jpaged.serving.serve import make_app
 from jpaged.serving.service import ServerConfig
 from tests.serving import scripted
 from tests.serving.client import Client, Connection, request

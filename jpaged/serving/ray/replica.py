@@ -99,7 +99,7 @@ class Replica:
                 yield stream_end(error)
                 return
             if isinstance(failure, QueueFull):
-                self._service.metrics.rejected()
+                self._service.metrics.rejected.inc()
             status = error.status
             yield Head(status, JSON | error_headers(error))
             yield dumps(error.body)

@@ -116,9 +116,8 @@ def _curve(runs: Sequence[Run]) -> str:
 
 
 def _document(run: Run, per_request: bool) -> dict[str, Any]:
-    latencies = {name: spread and spread._asdict() for name, spread in run.measurement.latencies.items()}
     body = {"request_rate": _number(run.rate), "output_tokens_asked": run.asked, **asdict(run.measurement)}
-    body["latencies"] = latencies
+    body["latencies"] = {name: spread and spread._asdict() for name, spread in run.measurement.latencies.items()}
     if per_request:
         start = min(record.due for record in run.records)
         body["per_request"] = [_record(record, start) for record in run.records]

@@ -50,7 +50,9 @@ class MapFrame:
         """The changes since the previous frame as a server-sent event."""
         last = self.before.events[-1]["serial"] if self.before.events else 0
         events = [event for event in self.now.events if event["serial"] > last]
-        return self._encoded(_exclusive_or(self.now.blocks, self.before.blocks), events, whole=False)
+        blocks = self.now.blocks
+        changed = int.from_bytes(blocks) ^ int.from_bytes(self.before.blocks)
+        return self._encoded(changed.to_bytes(len(blocks)), events, whole=False)
 
     def _encoded(self, blocks: bytes, events: list[JsonObject], *, whole: bool) -> bytes:
         facts = {"frame": self.index, "whole": whole, "time": round(self.now.time, 3), **self.now.facts}
@@ -60,10 +62,6 @@ class MapFrame:
 
 def _event(facts: JsonObject) -> bytes:
     return b"data: " + json.dumps(facts, separators=(",", ":")).encode() + b"\n\n"
-
-
-def _exclusive_or(a: bytes, b: bytes) -> bytes:
-    return (int.from_bytes(a) ^ int.from_bytes(b)).to_bytes(len(a))
 
 
 class Feed:

@@ -16,14 +16,14 @@ from jpaged.serving.ray.replica import Replica, deployment_options, drain_timeou
 from jpaged.serving.ray.router import PrefixRouter
 
 APP_NAME = "jpaged"
-INGRESS_REQUESTS = 10_000  # requests that the ingress handles at once
 
 
 def build(config: RayConfig) -> Application:
     """Return the application of a configuration."""
     num_gpus = config.num_gpus
     if num_gpus is None:
-        num_gpus = (config.engine.tensor_parallel_size or 1) if _cluster_has_gpus() else 0
+        has_gpus = ray.is_initialized() and ray.cluster_resources().get("GPU", 0)
+        num_gpus = (config.engine.tensor_parallel_size or 1) if has_gpus else 0
     options = deployment_options(config, num_gpus)
     if config.router == "prefix":
         options["request_router_config"] = RequestRouterConfig(
@@ -34,15 +34,11 @@ def build(config: RayConfig) -> Application:
     ingress = serve.deployment(
         Ingress,
         num_replicas=1,
-        max_ongoing_requests=INGRESS_REQUESTS,
+        max_ongoing_requests=10_000,
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=drain_timeout(config.server),
     )
     return ingress.bind(replicas, config.server)
-
-
-def _cluster_has_gpus() -> bool:
-    return bool(ray.is_initialized() and ray.cluster_resources().get("GPU", 0))
 
 
 @contextlib.contextmanager

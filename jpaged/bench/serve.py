@@ -123,27 +123,19 @@ def bodies(model: str, settings: Settings, jobs: Sequence[Job]) -> list[dict[str
     ignore_eos = settings.workload.kind != "file" if settings.ignore_eos is None else settings.ignore_eos
     common = {"model": model, "temperature": settings.temperature}
     common |= {"stream": True, "stream_options": {"include_usage": True}} | ({"ignore_eos": True} if ignore_eos else {})
-    further = dict(settings.extra_body or {})
-    return [
-        common | prompt_fields(settings.endpoint, job.content) | {"max_tokens": job.max_tokens} | further
-        for job in jobs
-    ]
+    fields = ((prompt_fields(settings.endpoint, job.content), job.max_tokens) for job in jobs)
+    return [common | prompt | {"max_tokens": most} | dict(settings.extra_body or {}) for prompt, most in fields]
 
 
 async def drive(
-    client: Client,
-    path: str,
-    bodies: Sequence[dict[str, Any]],
-    due: Sequence[float],
-    concurrency: int | None = None,
-    ended: Callable[[], object] = lambda: None,
-) -> list[Record]:
+    client: Client, path: str, bodies: Sequence[dict[str, Any]], due: Sequence[float], concurrency: int | None,
+    ended: Callable[[], object],
+) -> list[Record]:  # fmt: skip
     """Send each body at its due time and return a record for each, in order.
 
     While `concurrency` requests run, the next one waits until one of them ends. `ended` is called after each request.
     """
-    room = asyncio.Semaphore(concurrency or len(bodies))
-    start = time.perf_counter()
+    room, start = asyncio.Semaphore(concurrency or len(bodies)), time.perf_counter()
 
     async def one(body: dict[str, Any], at: float) -> Record:
         async with room:

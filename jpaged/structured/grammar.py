@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Any, cast
 
@@ -117,7 +117,17 @@ class GrammarVocabulary:
         tokens = self._encode(BEFORE + text)
         if tokens[:length] == self._before and self._are(tokens[length:], wanted):
             return tokens[length:]
-        return list(self._greedy(wanted))
+        # The longest token at each place, up to a byte that no token begins with.
+        found: list[int] = []
+        at = 0
+        while at < len(wanted):
+            ends = range(min(at + self._longest, len(wanted)), at, -1)
+            end = next((end for end in ends if wanted[at:end] in self._ids), None)
+            if end is None:
+                break
+            found.append(self._ids[wanted[at:end]])
+            at = end
+        return found
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -128,17 +138,6 @@ class GrammarVocabulary:
             return False
         return text == b"".join(map(self.tokens.__getitem__, tokens))
 
-    def _greedy(self, text: bytes) -> Iterator[int]:
-        """Yield the longest token at each place, up to a byte that no token begins with."""
-        at = 0
-        while at < len(text):
-            ends = range(min(at + self._longest, len(text)), at, -1)
-            end = next((end for end in ends if text[at:end] in self._ids), None)
-            if end is None:
-                return
-            yield self._ids[text[at:end]]
-            at = end
-
 
 def native_grammar(wanted: StructuredOutputsParams) -> str:
     """Return structured outputs as a grammar in Lark's form, as llguidance extends it.
@@ -147,25 +146,21 @@ def native_grammar(wanted: StructuredOutputsParams) -> str:
         ValueError: a value is invalid.
         TypeError: a value has an invalid type.
     """
-    lark = _lark(wanted)
-    return lark if forces_little(lark) else f"{lark}\n{UNFORCED}"
-
-
-def _lark(wanted: StructuredOutputsParams) -> str:
     if wanted.regex is not None:
         lark: str = json.loads(grammar_from("regex", wanted.regex))["grammars"][0]["lark_grammar"]
-        return lark
-    if wanted.choice is not None:
-        return grammar_from("choice", json.dumps(wanted.choice))
-    if wanted.grammar is not None:
-        return grammar_from("grammar", wanted.grammar)
-    schema = sound_schema(wanted.json) if wanted.json is not None else {"type": "object"}
-    options: dict[str, Any] = {"whitespace_pattern": wanted.whitespace_pattern or WHITE_SPACE}
-    if wanted.disable_any_whitespace:
-        options = {"whitespace_flexible": False}
-    text = schema if isinstance(schema, str) else json.dumps(schema)
-    made = json.loads(LLMatcher.grammar_from_json_schema(text, overrides=cast(Any, options)))
-    return f"start: %json {json.dumps(made['grammars'][0]['json_schema'])}"
+    elif wanted.choice is not None:
+        lark = grammar_from("choice", json.dumps(wanted.choice))
+    elif wanted.grammar is not None:
+        lark = grammar_from("grammar", wanted.grammar)
+    else:
+        schema = sound_schema(wanted.json) if wanted.json is not None else {"type": "object"}
+        options: dict[str, Any] = {"whitespace_pattern": wanted.whitespace_pattern or WHITE_SPACE}
+        if wanted.disable_any_whitespace:
+            options = {"whitespace_flexible": False}
+        text = schema if isinstance(schema, str) else json.dumps(schema)
+        made = json.loads(LLMatcher.grammar_from_json_schema(text, overrides=cast(Any, options)))
+        lark = f"start: %json {json.dumps(made['grammars'][0]['json_schema'])}"
+    return lark if forces_little(lark) else f"{lark}\n{UNFORCED}"
 
 
 def forces_little(grammar: str) -> bool:

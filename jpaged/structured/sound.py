@@ -8,7 +8,7 @@ quotation mark for [^"].
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 # Of JSON: without a bound a model may go on indenting for ever.
@@ -35,7 +35,11 @@ def sound_schema(schema: Any) -> Any:
         return schema
     schemas = list(subschemas(root))
     tighten_bounds(schemas)
-    strip_nul(schemas)
+    for schema in schemas:
+        if isinstance(pattern := schema.get("pattern"), str):
+            schema["pattern"] = without_nul(pattern)
+        if isinstance(named := schema.get("patternProperties"), dict):
+            schema["patternProperties"] = {without_nul(name): value for name, value in named.items()}
     return root
 
 
@@ -137,17 +141,8 @@ def _inside(bound: _Bound, sign: int) -> float:
     return sign * (int(inside) if inside.is_integer() else inside)
 
 
-def strip_nul(schemas: Iterable[dict[str, Any]]) -> None:
-    """Take NUL, which is of no use in texts, out of the classes of characters in the patterns of schemas, in place."""
-    for schema in schemas:
-        if isinstance(pattern := schema.get("pattern"), str):
-            schema["pattern"] = without_nul(pattern)
-        if isinstance(named := schema.get("patternProperties"), dict):
-            schema["patternProperties"] = {without_nul(name): value for name, value in named.items()}
-
-
 def without_nul(pattern: str) -> str:
-    """Return a regular expression without NUL in its classes of characters."""
+    """Return a regular expression without NUL, which is of no use in texts, in its classes of characters."""
     return "".join(f"[{part}&&[^\\x00]]" if part[0] == "[" and part[-1] == "]" else part for part in _parts(pattern))
 
 

@@ -42,14 +42,9 @@ class Tokens(Protocol):
 
 
 class JobSource(NamedTuple):
-    """Source of jobs that all fit the model.
+    """Source of jobs that all fit the model. `notes` are the changes that this needed."""
 
-    Attributes:
-        jobs: return the jobs of a run, given its name.
-        notes: the changes that fitting the jobs needed.
-    """
-
-    jobs: Callable[[str], list[Job]]
+    jobs: Callable[[str], list[Job]]  # by the name of a run
     notes: list[str]
 
 

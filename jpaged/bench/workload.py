@@ -93,17 +93,11 @@ class Lengths(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """One request.
+    """One request."""
 
-    Attributes:
-        content: a text, token ids, or the messages of a conversation.
-        max_tokens: None if unspecified.
-        answer: the file's answer, which sets the length of the output.
-    """
-
-    content: str | list[int] | list[dict[str, Any]]
+    content: str | list[int] | list[dict[str, Any]]  # a text, token ids, or the messages of a conversation
     max_tokens: int | None = None
-    answer: str | None = None
+    answer: str | None = None  # in a file; it sets the length of the output
 
 
 KINDS = ("sharegpt", "alpaca", "random", "shared-prefix", "file")

@@ -184,11 +184,7 @@ def group_advantages(rewards: np.ndarray, size: int) -> np.ndarray:
 
 
 def staleness(rollouts: Rollouts, version: int) -> np.ndarray:
-    """Return the number of updates between each row's oldest generated token and `version`, [B]; 0 without tokens.
-
-    Args:
-        version: `RolloutWorker.version`.
-    """
+    """Return the updates from each row's oldest generated token to a `RolloutWorker.version`, [B]; 0 without tokens."""
     updates: np.ndarray = version - np.where(rollouts.is_output, rollouts.versions, version).min(axis=1)
     return updates
 
@@ -197,7 +193,6 @@ def mask_stale(rollouts: Rollouts, version: int, *, max_staleness: int) -> Rollo
     """Return the rollouts without the outputs of stale rows, in the same shape: their `is_output` is False.
 
     Args:
-        version: `RolloutWorker.version`.
         max_staleness: the largest `staleness` of a row that is kept; 0: on-policy rows only.
     """
     kept = staleness(rollouts, version) <= max_staleness

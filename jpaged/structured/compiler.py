@@ -28,7 +28,6 @@ class GrammarCompiler:
     """Compiler of constraints, on `threads`. The first grammar loads llguidance.
 
     Args:
-        vocab_size: size of the model's vocabulary.
         eos_token_ids: the tokens that end a complete text.
         max_cached: maximum number of cached results, which are constraints or faults of grammars.
     """

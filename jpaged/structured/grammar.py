@@ -50,12 +50,7 @@ class Constraint:
 
 
 class Compiler:
-    """Compiler of grammars to matchers for one model.
-
-    Args:
-        vocab_size: size of the model's vocabulary.
-        eos_token_ids: tokens that end a complete text.
-    """
+    """Compiler of grammars to matchers for one model, with the arguments of `GrammarCompiler`."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Iterable[int]):
         self._source = tokenizer
@@ -92,11 +87,8 @@ class GrammarVocabulary:
 
     The tokens of a text have exactly the text's bytes, even if the tokenizer's normalizer would change the text: they
     are the tokenizer's tokens if these have the bytes. llguidance's own wrapper would treat every added token like
-    <this> as a special one, and never allow it in a text, not even the tags around a tool call.
-
-    Args:
-        vocab_size: size of the model's vocabulary. Tokens of the tokenizer beyond it are left out.
-        eos_token_ids: tokens that end a complete text.
+    <this> as a special one, and never allow it in a text, not even the tags around a tool call. Tokens of the tokenizer
+    beyond the model's `vocab_size` are left out.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: list[int]):
@@ -115,8 +107,10 @@ class GrammarVocabulary:
         """Return the tokens of a text that follows another one."""
         wanted, length = text.encode(), len(self._before)
         tokens = self._encode(BEFORE + text)
-        if tokens[:length] == self._before and self._are(tokens[length:], wanted):
-            return tokens[length:]
+        own = tokens[length:]
+        plain = all(token < len(self.tokens) and token not in self._special for token in own)
+        if tokens[:length] == self._before and plain and wanted == b"".join(map(self.tokens.__getitem__, own)):
+            return own
         # The longest token at each place, up to a byte that no token begins with.
         found: list[int] = []
         at = 0
@@ -131,12 +125,6 @@ class GrammarVocabulary:
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
-
-    def _are(self, tokens: list[int], text: bytes) -> bool:
-        size = len(self.tokens)
-        if any(token >= size or token in self._special for token in tokens):
-            return False
-        return text == b"".join(map(self.tokens.__getitem__, tokens))
 
 
 def native_grammar(wanted: StructuredOutputsParams) -> str:

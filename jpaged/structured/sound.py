@@ -84,9 +84,6 @@ def tighten_bounds(schemas: Sequence[dict[str, Any]]) -> None:
 
     Args:
         schemas: all schemas within one: bounds of a number may stand in several, as with allOf or $ref.
-
-    Raises:
-        ValueError: a bound can't be kept.
     """
     lower, upper = ([bound.value for schema in schemas for bound in _bounds(schema, side)] for side in SIDES)
     closest = _closest(upper, 1), _closest(lower, -1)

@@ -45,10 +45,7 @@ def build(config: RayConfig) -> Application:
 def cluster(num_cpus: float) -> Iterator[None]:
     """Enter a context with a connection to a Ray cluster: that of RAY_ADDRESS, or a running one of this machine.
 
-    If there is none, one is started on this machine, and ended with the context.
-
-    Args:
-        num_cpus: least number of CPUs of a cluster that is started.
+    If there is none, one with at least `num_cpus` is started on this machine, and ended with the context.
     """
     options = {"logging_level": "error", "log_to_driver": True}
     address = os.environ.get("RAY_ADDRESS") or "auto"
@@ -70,9 +67,6 @@ def cluster(num_cpus: float) -> Iterator[None]:
 @contextlib.contextmanager
 def deployed(config: RayConfig, http_options: Mapping[str, Any]) -> Iterator[None]:
     """Enter a context in which the application is served; running requests finish before it ends.
-
-    Args:
-        http_options: options of Ray Serve's HTTP proxies.
 
     Raises:
         ValueError: Ray Serve already runs on this cluster, or the replicas don't start.

@@ -28,11 +28,7 @@ STATUS_AGE_S = 1.0
 
 
 class Ingress:
-    """HTTP server in front of the replicas: checks of requests, routes and streams.
-
-    Args:
-        replicas: handle of the replicas.
-    """
+    """HTTP server in front of the replicas: checks of requests, routes and streams."""
 
     def __init__(self, replicas: DeploymentHandle, config: ServerConfig):
         self._replicas, self._config = replicas, config

@@ -37,12 +37,7 @@ class Head(NamedTuple):
 
 
 class Description(NamedTuple):
-    """Description of a served model.
-
-    Attributes:
-        models: response of `/v1/models`.
-        max_body_size: maximum bytes of a request.
-    """
+    """Description of a served model: the response of `/v1/models`, and the maximum bytes of a request."""
 
     models: JsonObject
     max_body_size: int
@@ -79,11 +74,7 @@ def prefix_of(body: bytes) -> Prefix | None:
 
 
 def merged_metrics(texts: Mapping[str, str]) -> bytes:
-    """Return the metrics of all replicas in Prometheus's text format, each with a label `replica`.
-
-    Args:
-        texts: metrics in the same format, by the replica's id.
-    """
+    """Return metrics in Prometheus's text format, by their replicas' ids, as one text with a label `replica`."""
     families: dict[str, Metric] = {}
     for replica, text in texts.items():
         for family in text_string_to_metric_families(text):

@@ -35,7 +35,7 @@ from benchmarks.shared.device import environment, open_device, prepare_environme
 from benchmarks.shared.results import Report, script_parser, table
 from jpaged.bench.client import Client
 from jpaged.bench.serve import Settings, bench_server
-from jpaged.bench.text import WORDS
+from jpaged.bench.source import WORDS
 from jpaged.bench.workload import Workload
 
 ROOT = Path(__file__).parents[2]

@@ -150,6 +150,9 @@ def measure(records: Sequence[Record], limits: Mapping[str, float] | None = None
     duration = max(record.ended for record in records) - min(record.sent for record in records)
     prompt_tokens = sum(record.prompt_tokens or 0 for record in done)
     output_tokens = sum(record.tokens for record in done)
+    # A missing latency, such as a one-token response's time per token, is within any limit.
+    bounds = (limits or {}).items()
+    good = sum(all((getattr(record, name) or 0.0) <= limit for name, limit in bounds) for record in done)
 
     def per_second(amount: float) -> float:
         return amount / duration if duration > 0 else 0.0
@@ -166,14 +169,6 @@ def measure(records: Sequence[Record], limits: Mapping[str, float] | None = None
         request_throughput=per_second(len(done)),
         output_throughput=per_second(output_tokens),
         total_throughput=per_second(prompt_tokens + output_tokens),
-        goodput=per_second(sum(_good(record, limits) for record in done)) if limits else None,
+        goodput=per_second(good) if limits else None,
         latencies={name: spread(latencies(name, done)) for name in LATENCIES},
     )
-
-
-def _good(record: Record, limits: Mapping[str, float]) -> bool:
-    """Return whether a request is within all limits.
-
-    A missing latency, such as a one-token response's time per token, is within any limit.
-    """
-    return all((getattr(record, name) or 0.0) <= limit for name, limit in limits.items())

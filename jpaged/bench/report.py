@@ -9,7 +9,6 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
 
-from jpaged.bench.measure import Record
 from jpaged.bench.serve import Result, Run, Settings
 
 # Name, title, and unit of each latency, and the number of these units in a second.
@@ -116,18 +115,17 @@ def _curve(runs: Sequence[Run]) -> str:
 
 
 def _document(run: Run, per_request: bool) -> dict[str, Any]:
-    latencies = {name: spread and spread._asdict() for name, spread in run.measurement.latencies.items()}
     body = {"request_rate": _number(run.rate), "output_tokens_asked": run.asked, **asdict(run.measurement)}
-    body["latencies"] = latencies
+    body["latencies"] = {name: spread and spread._asdict() for name, spread in run.measurement.latencies.items()}
     if per_request:
         start = min(record.due for record in run.records)
-        body["per_request"] = [_record(record, start) for record in run.records]
+        body["per_request"] = [
+            asdict(record)
+            | {name: getattr(record, name) - start for name in ("due", "sent", "ended")}
+            | {"chunks": [at - start for at in record.chunks]}
+            for record in run.records
+        ]
     return body
-
-
-def _record(record: Record, start: float) -> dict[str, Any]:
-    times = {name: getattr(record, name) - start for name in ("due", "sent", "ended")}
-    return asdict(record) | times | {"chunks": [at - start for at in record.chunks]}
 
 
 def _number(value: float) -> float | str:

@@ -1,7 +1,10 @@
 """Load test of a server: find its model, create the requests of a workload, and send them once for each rate."""
 
+import asyncio
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +14,6 @@ from jpaged.bench.client import Client, ServerError
 from jpaged.bench.measure import LIMITED, Measurement, Record, measure
 from jpaged.bench.source import draw, open_file
 from jpaged.bench.tokens import PATHS, ServerTokens, prompt_fields
-from jpaged.bench.traffic import drive, send
 from jpaged.bench.workload import Job, Workload, arrivals
 
 
@@ -22,7 +24,7 @@ class Settings:
     Attributes:
         model: None: the first model that the server lists.
         rates: requests per second, one run for each; infinite: all at once.
-        burstiness: see `traffic.arrivals`.
+        burstiness: see `workload.arrivals`.
         concurrency: maximum requests at a time; None: no limit.
         token_ids: send prompts as token ids, not as text.
         ignore_eos: generate up to the last requested token, by vLLM's field of that name; None: for drawn lengths only.
@@ -121,8 +123,56 @@ def bodies(model: str, settings: Settings, jobs: Sequence[Job]) -> list[dict[str
     ignore_eos = settings.workload.kind != "file" if settings.ignore_eos is None else settings.ignore_eos
     common = {"model": model, "temperature": settings.temperature}
     common |= {"stream": True, "stream_options": {"include_usage": True}} | ({"ignore_eos": True} if ignore_eos else {})
-    further = dict(settings.extra_body or {})
-    return [
-        common | prompt_fields(settings.endpoint, job.content) | {"max_tokens": job.max_tokens} | further
-        for job in jobs
-    ]
+    fields = ((prompt_fields(settings.endpoint, job.content), job.max_tokens) for job in jobs)
+    return [common | prompt | {"max_tokens": most} | dict(settings.extra_body or {}) for prompt, most in fields]
+
+
+async def drive(
+    client: Client, path: str, bodies: Sequence[dict[str, Any]], due: Sequence[float], concurrency: int | None,
+    ended: Callable[[], object],
+) -> list[Record]:  # fmt: skip
+    """Send each body at its due time and return a record for each, in order.
+
+    While `concurrency` requests run, the next one waits until one of them ends. `ended` is called after each request.
+    """
+    room, start = asyncio.Semaphore(concurrency or len(bodies)), time.perf_counter()
+
+    async def one(body: dict[str, Any], at: float) -> Record:
+        async with room:
+            record = await send(client, path, body, at)
+        ended()
+        return record
+
+    async with asyncio.TaskGroup() as group:
+        tasks = []
+        for body, offset in zip(bodies, due):
+            if (wait := start + offset - time.perf_counter()) > 0:
+                await asyncio.sleep(wait)
+            tasks.append(group.create_task(one(body, start + offset)))
+    return [task.result() for task in tasks]
+
+
+async def send(client: Client, path: str, body: dict[str, Any], due: float) -> Record:
+    """Send a request now and read its response to the end. A failure is part of the record."""
+    record = Record(due, sent=time.perf_counter())
+    try:
+        async with aclosing(client.stream(path, body)) as events:
+            async for at, event in events:
+                if _has_text(event):
+                    record.chunks.append(at)
+                if usage := event.get("usage"):
+                    record.prompt_tokens = usage.get("prompt_tokens")
+                    record.output_tokens = usage.get("completion_tokens")
+    except ServerError as error:
+        record.failure, record.detail = error.kind, error.detail
+    record.ended = time.perf_counter()
+    return record
+
+
+def _has_text(event: dict[str, Any]) -> bool:
+    """Return whether a chunk carries text of the model, and not only a role or a finish reason."""
+    said = ("content", "reasoning_content", "reasoning", "tool_calls")
+    return any(
+        choice.get("text") if (delta := choice.get("delta")) is None else any(map(delta.get, said))
+        for choice in event.get("choices") or ()
+    )

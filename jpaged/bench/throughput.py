@@ -16,17 +16,12 @@ from jpaged.tokenizer import backend, encode
 
 @dataclass(frozen=True)
 class Throughput:
-    """Measurement of a workload.
-
-    Attributes:
-        duration: seconds.
-        notes: changes of the workload that the model required.
-    """
+    """Measurement of a workload. `notes` are changes of the workload that the model required."""
 
     requests: int
     prompt_tokens: int
     output_tokens: int
-    duration: float
+    duration: float  # seconds
     notes: Sequence[str] = ()
 
 
@@ -70,8 +65,7 @@ class EngineTokens:
 def bench_engine(llm: LLM, workload: Workload, *, progress: bool = True) -> Throughput:
     """Measure greedy generation for a workload. If lengths are drawn, no output ends before its length."""
     tokens, room = EngineTokens(llm), llm.engine.limits.max_model_len
-    making = open_file(workload, tokens, room) if workload.file else draw(workload, tokens, room, token_ids=True)
-    source = asyncio.run(making)
+    source = asyncio.run(open_file(workload, tokens, room) if workload.file else draw(workload, tokens, room, True))
     jobs = source.jobs("run 0")
     prompts = [tokens.prompt(job.content) for job in jobs]
     ignore_eos = workload.file is None

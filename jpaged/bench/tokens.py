@@ -83,5 +83,4 @@ class ServerTokens:
         usage = (await self._client.post(PATHS[self._endpoint], body)).get("usage")
         if not usage:
             raise ServerError("no usage", f"{PATHS[self._endpoint]} does not say how many tokens a prompt has")
-        tokens: int = usage["prompt_tokens"]
-        return tokens
+        return int(usage["prompt_tokens"])

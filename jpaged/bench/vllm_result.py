@@ -22,16 +22,13 @@ def document(
     Args:
         backend: kind of the server, a name for readers only.
         metadata: further keys.
-        metrics: latencies of METRICS to include.
-        percentiles: numbers between 0 and 100.
+        percentiles: of the latencies `metrics`, numbers between 0 and 100.
         detailed: include the lengths, latencies (in seconds) and errors of each request.
     """
-    summary = run.measurement
-    done = [record for record in run.records if record.failure is None]
+    summary, done = run.measurement, [record for record in run.records if record.failure is None]
     facts = {
         "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
-        "endpoint_type": backend,
-        "backend": backend,
+        **dict.fromkeys(("endpoint_type", "backend"), backend),
         "label": label,
         "model_id": result.model,
         "tokenizer_id": settings.tokenizer or result.model,
@@ -51,16 +48,11 @@ def document(
         "total_token_throughput": summary.total_throughput,
     }
     for name in metrics:
-        facts |= _spread(name, latencies(name, done), percentiles)
+        milliseconds = np.asarray(latencies(name, done) or [0.0]) * 1000  # 0 without any, as in vLLM
+        spread = {"mean": np.mean(milliseconds), "median": np.median(milliseconds), "std": np.std(milliseconds)}
+        spread |= {f"p{each:g}": np.percentile(milliseconds, each) for each in percentiles}
+        facts |= {f"{kind}_{name}_ms": float(value) for kind, value in spread.items()}
     return facts | (_requests(run.records) if detailed else {})
-
-
-def _spread(name: str, values: Sequence[float], percentiles: Sequence[float]) -> dict[str, float]:
-    """Return the distribution of latencies in milliseconds; 0 without any, as in vLLM."""
-    milliseconds = np.asarray(values or [0.0]) * 1000
-    spread = {"mean": np.mean(milliseconds), "median": np.median(milliseconds), "std": np.std(milliseconds)}
-    spread |= {f"p{each:g}": np.percentile(milliseconds, each) for each in percentiles}
-    return {f"{kind}_{name}_ms": float(value) for kind, value in spread.items()}
 
 
 def _requests(records: Sequence[Record]) -> dict[str, list[Any]]:

@@ -90,57 +90,36 @@ class Lengths(NamedTuple):
     prefix: int = 0
     prefix_tokens: int = 0
 
-    def fitted(self, room: int, least: int) -> "Lengths":
-        """Return lengths of at most `room` tokens: the prompt is shortened first, but not below `least` tokens.
-
-        Raises:
-            ValueError: the prefix leaves less than that.
-        """
-        left = room - self.prefix_tokens
-        if left <= least:
-            raise ValueError(
-                f"a prefix of {self.prefix_tokens} tokens and the {least} of the shortest prompt leave no room in the "
-                f"model's {room}"
-            )
-        output = min(self.output, left - least)
-        return self._replace(output=output, prompt=min(self.prompt, left - output))
-
 
 @dataclass(frozen=True)
 class Job:
-    """One request.
+    """One request."""
 
-    Attributes:
-        content: a text, token ids, or the messages of a conversation.
-        max_tokens: None if unspecified.
-        answer: the file's answer, which sets the length of the output.
-    """
-
-    content: str | list[int] | list[dict[str, Any]]
+    content: str | list[int] | list[dict[str, Any]]  # a text, token ids, or the messages of a conversation
     max_tokens: int | None = None
-    answer: str | None = None
+    answer: str | None = None  # in a file; it sets the length of the output
 
 
 KINDS = ("sharegpt", "alpaca", "random", "shared-prefix", "file")
-GROUP = "workload"
-_tokens = functools.partial(setting, group=GROUP, low=1, unit="TOKENS")
+_setting = functools.partial(setting, group="workload")
+_tokens = functools.partial(_setting, low=1, unit="TOKENS")
 
 
 @dataclass(frozen=True)
 class Workload:
     """Description of the requests. The same fields give the same requests."""
 
-    kind: str = setting("sharegpt", "source of the requests", group=GROUP, choices=KINDS, flag="workload")
-    num_prompts: int = setting(200, "number of requests", group=GROUP, low=1, unit="N")
+    kind: str = _setting("sharegpt", "source of the requests", choices=KINDS, flag="workload")
+    num_prompts: int = _setting(200, "number of requests", low=1, unit="N")
     seed: int = 0
     input_len: int = _tokens(512, "prompt length for random and shared-prefix")
     output_len: int = _tokens(128, "output length for random and shared-prefix, and for lines without max_tokens")
-    range_ratio: float = setting(
-        0.0, "draw lengths between (1 - R) and (1 + R) times the given length", group=GROUP, low=0, below=1, unit="R"
+    range_ratio: float = _setting(
+        0.0, "draw lengths between (1 - R) and (1 + R) times the given length", low=0, below=1, unit="R"
     )
     prefix_len: int = _tokens(256, "length of each prefix for shared-prefix, in addition to --input-len")
-    num_prefixes: int = setting(1, "number of prefixes for shared-prefix", group=GROUP, low=1, unit="N")
-    file: Path | None = setting(None, "file with requests for --workload file", group=GROUP, unit="FILE")
+    num_prefixes: int = _setting(1, "number of prefixes for shared-prefix", low=1, unit="N")
+    file: Path | None = setting(None, "file with requests for --workload file", group="workload", unit="FILE")
 
     def __post_init__(self) -> None:
         check(self)
@@ -149,47 +128,44 @@ class Workload:
 
     def lengths(self) -> list[Lengths]:
         """Return the lengths of each request of a drawn workload."""
-        match self.kind:
-            case "random":
-                return _random(self)
-            case "shared-prefix":  # the prefixes in turn
-                drawn = enumerate(_random(self))
-                return [each._replace(prefix=i % self.num_prefixes, prefix_tokens=self.prefix_len) for i, each in drawn]
-        dataset = next(dataset for name, dataset in DATASETS.items() if name.lower() == self.kind)
-        return [Lengths(*pair) for pair in dataset.lengths(self.num_prompts, seed=self.seed)]
+        if dataset := next((dataset for name, dataset in DATASETS.items() if name.lower() == self.kind), None):
+            return [Lengths(*pair) for pair in dataset.lengths(self.num_prompts, seed=self.seed)]
+        rng, low, high = random.Random(self.seed), 1 - self.range_ratio, 1 + self.range_ratio
+
+        def draw(length: int) -> int:
+            return max(1, rng.randint(math.floor(length * low), math.ceil(length * high)))
+
+        drawn = [Lengths(draw(self.input_len), draw(self.output_len)) for _ in range(self.num_prompts)]
+        if self.kind == "random":
+            return drawn
+        prefixed = enumerate(drawn)  # the prefixes in turn
+        return [each._replace(prefix=i % self.num_prefixes, prefix_tokens=self.prefix_len) for i, each in prefixed]
 
     def jobs(self) -> list[Job]:
-        """Return at most `num_prompts` requests of the file, in an order of the seed.
-
-        Raises:
-            ValueError: the file is unreadable; the message names the place.
-        """
+        """Return at most `num_prompts` requests of the file, in an order of the seed; see `read_jobs`."""
         assert self.file is not None
         jobs = read_jobs(self.file)
         random.Random(self.seed).shuffle(jobs)
         return jobs[: self.num_prompts]
 
 
-def _random(work: Workload) -> list[Lengths]:
-    rng = random.Random(work.seed)
-
-    def draw(length: int) -> int:
-        return max(
-            1, rng.randint(math.floor(length * (1 - work.range_ratio)), math.ceil(length * (1 + work.range_ratio)))
-        )
-
-    return [Lengths(draw(work.input_len), draw(work.output_len)) for _ in range(work.num_prompts)]
-
-
 def fit(drawn: Sequence[Lengths], room: int | None, least: int = 1) -> tuple[list[Lengths], int]:
     """Return lengths that fit into `room` tokens (None: any number), and the number of shortened ones.
 
-    Args:
-        least: tokens of the shortest possible prompt.
+    A prompt is shortened before its output, but not below `least` tokens.
+
+    Raises:
+        ValueError: a prefix leaves less than that.
     """
     if room is None:
         return list(drawn), 0
-    fitted = [each.fitted(room, least) for each in drawn]
+    fitted = []
+    for each in drawn:
+        if (left := room - each.prefix_tokens) <= least:
+            shortest = f"a prefix of {each.prefix_tokens} tokens and the {least} of the shortest prompt"
+            raise ValueError(f"{shortest} leave no room in the model's {room}")
+        output = min(each.output, left - least)
+        fitted.append(each._replace(output=output, prompt=min(each.prompt, left - output)))
     return fitted, sum(a != b for a, b in zip(drawn, fitted))
 
 
@@ -197,6 +173,9 @@ def read_jobs(path: Path) -> list[Job]:
     """Return the requests of a file of JSON lines, or of one JSON list.
 
     Conversations that don't begin with a question and its answer are left out.
+
+    Raises:
+        ValueError: the file is unreadable; the message names the place.
     """
     text = path.read_text(encoding="utf-8")
     if text.lstrip().startswith("["):

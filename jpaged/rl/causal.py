@@ -65,18 +65,12 @@ def _differentiate(
     return multiplied_to, dot(tangents[0], primals[1]) + dot(primals[0], tangents[1])
 
 
-def _scores(q_bqkgh: jax.Array, k_bskh: jax.Array) -> jax.Array:
-    """Return the products of queries and keys, [B, K, G, Q, S] float32."""
-    parts = PARTS if jax.default_backend() == "cpu" else 1
-    pairs = zip(*(jnp.array_split(x, parts, axis=-1) for x in (q_bqkgh, k_bskh)), strict=True)
-    dot = partial(jnp.einsum, "bqkgh,bskh->bkgqs", preferred_element_type=jnp.float32)
-    return sum((dot(q, k) for q, k in pairs), start=jnp.float32(0))
-
-
 def _attend(model: Model, positions_bw: jax.Array, mask_bww: jax.Array) -> Attend:
     """Return attention with the scale, window and cap of each layer."""
     batch, width = positions_bw.shape
     distance_bww = positions_bw[:, :, None] - positions_bw[:, None, :]
+    parts = PARTS if jax.default_backend() == "cpu" else 1
+    dot = partial(jnp.einsum, "bqkgh,bskh->bkgqs", preferred_element_type=jnp.float32)
 
     def attend(
         layer: int, q_tnh: jax.Array, k_tkh: jax.Array, v_tkh: jax.Array, cos: jax.Array | None, sin: jax.Array | None
@@ -86,7 +80,8 @@ def _attend(model: Model, positions_bw: jax.Array, mask_bww: jax.Array) -> Atten
             q_tnh, k_tkh = (rotate(x, cos, sin) for x in (q_tnh, k_tkh))
         q_bwkgh = q_tnh.reshape(batch, width, k_tkh.shape[1], -1, q_tnh.shape[2])
         k_bwkh, v_bwkh = (x.reshape(batch, width, *x.shape[1:]) for x in (k_tkh, v_tkh))
-        scores = spec.scale * _scores(q_bwkgh, k_bwkh)
+        pairs = zip(*(jnp.array_split(x, parts, axis=-1) for x in (q_bwkgh, k_bwkh)), strict=True)
+        scores = spec.scale * sum((dot(q, k) for q, k in pairs), start=jnp.float32(0))
         if spec.soft_cap is not None:
             scores = spec.soft_cap * jnp.tanh(scores / spec.soft_cap)
         seen_bww = mask_bww if spec.window is None else mask_bww & (distance_bww < spec.window)

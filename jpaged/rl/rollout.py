@@ -79,8 +79,13 @@ class RolloutWorker:
         params = params or SamplingParams()
         requests = {index: self._read(prompt) for index, prompt in enumerate(prompts_of(prompts))}
         outputs = self._complete(requests, params, self.width)
-        made = _empty(sum(len(output.outputs) for output in outputs), self.width, self._pad_id)
-        rows = ((index, output, one) for index, output in enumerate(outputs) for one in output.outputs)
+        rows = [(index, output, one) for index, output in enumerate(outputs) for one in output.outputs]
+        batch, shape = len(rows), (len(rows), self.width)
+        made = Rollouts(
+            np.full(shape, self._pad_id, np.int32), np.zeros(batch, np.int32), np.zeros(shape, bool),
+            np.zeros(shape, np.float32), np.full(shape, -1, np.int32), np.zeros(batch, np.int32),
+            [""] * batch, [""] * batch,
+        )  # fmt: skip
         for row, (index, output, one) in enumerate(rows):
             made.prompts[row] = index
             _write(made, row, output.prompt_token_ids, one)
@@ -179,13 +184,8 @@ def group_advantages(rewards: np.ndarray, size: int) -> np.ndarray:
 
 
 def staleness(rollouts: Rollouts, version: int) -> np.ndarray:
-    """Return the number of updates between each row's oldest generated token and `version`, [B]; 0 without tokens.
-
-    Args:
-        version: `RolloutWorker.version`.
-    """
-    oldest = np.where(rollouts.is_output, rollouts.versions, version).min(axis=1)
-    updates: np.ndarray = version - oldest
+    """Return the updates from each row's oldest generated token to a `RolloutWorker.version`, [B]; 0 without tokens."""
+    updates: np.ndarray = version - np.where(rollouts.is_output, rollouts.versions, version).min(axis=1)
     return updates
 
 
@@ -193,19 +193,10 @@ def mask_stale(rollouts: Rollouts, version: int, *, max_staleness: int) -> Rollo
     """Return the rollouts without the outputs of stale rows, in the same shape: their `is_output` is False.
 
     Args:
-        version: `RolloutWorker.version`.
         max_staleness: the largest `staleness` of a row that is kept; 0: on-policy rows only.
     """
     kept = staleness(rollouts, version) <= max_staleness
     return rollouts._replace(is_output=rollouts.is_output & kept[:, None])
-
-
-def _empty(batch: int, width: int, pad_id: int) -> Rollouts:
-    shape, texts = (batch, width), [""] * batch
-    return Rollouts(
-        np.full(shape, pad_id, np.int32), np.zeros(batch, np.int32), np.zeros(shape, bool),
-        np.zeros(shape, np.float32), np.full(shape, -1, np.int32), np.zeros(batch, np.int32), texts, [*texts],
-    )  # fmt: skip
 
 
 def _write(made: Rollouts, row: int, prompt: Sequence[int], one: CompletionOutput) -> None:

@@ -61,10 +61,6 @@ class _Choice:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
-    @property
-    def pending(self) -> bool:
-        return bool(self.text or self.tokens or self.token_ids or self.calls or self.finish_reason)
-
 
 class Answer:
     """Collector of deltas into choices; subclasses implement the forms of the two endpoints.
@@ -99,8 +95,11 @@ class Answer:
         self._completion_tokens += len(delta.samples)
         self._cached_tokens[prompt] = delta.num_cached_tokens
         self._add_text(choice, delta)
-        if self._num_top is not None:
-            self._add_tokens(choice, delta.samples)
+        for sample in delta.samples if self._num_top is not None else ():
+            text = choice.decoder.step(sample.token) if choice.decoder else ""
+            start = choice.length + _bytes_before(text, self._vocabulary.text(sample.token))
+            choice.tokens.append(_Token(sample.token, start, sample))
+            choice.length += len(text)
         if self._with_ids:
             choice.token_ids += delta.token_ids
         choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
@@ -129,7 +128,7 @@ class Answer:
     def chunk(self, index: int) -> JsonObject | None:
         """Return the additions to a choice since its last chunk, or None if there are none to show."""
         choice = self._choices[index]
-        if not choice.pending:
+        if not (choice.text or choice.tokens or choice.token_ids or choice.calls or choice.finish_reason):
             return None
         part = self._part(index, choice) | self._ids(index, choice) | self._end(choice)
         choice.text, choice.tokens, choice.token_ids, choice.calls, choice.opened = "", [], [], {}, True
@@ -164,7 +163,19 @@ class Answer:
         return chunk
 
     def _add_text(self, choice: _Choice, delta: OutputDelta) -> None:
-        choice.text += delta.text
+        if choice.parser is None:
+            choice.text += delta.text
+            return
+        parts = [choice.parser.feed(delta.text)]
+        if delta.finish_reason:
+            parts.append(choice.parser.finish())
+        for part in parts:
+            choice.text += part.content
+            for call in part.calls:  # one addition to each call in a chunk: some clients read only the first
+                if call.index in choice.calls:
+                    choice.calls[call.index].arguments += call.arguments
+                else:
+                    choice.calls[call.index] = call
 
     def _ids(self, index: int, choice: _Choice) -> JsonObject:
         return {"token_ids": choice.token_ids} if self._with_ids else {}
@@ -175,13 +186,6 @@ class Answer:
         if self._prompt_top is not None:
             choice.prompt_logprobs = [None, *(self._logprobs_by_id(sample, self._prompt_top) for sample in samples)]
         return choice
-
-    def _add_tokens(self, choice: _Choice, samples: Iterable[Sample]) -> None:
-        for sample in samples:
-            text = choice.decoder.step(sample.token) if choice.decoder else ""
-            start = choice.length + _bytes_before(text, self._vocabulary.text(sample.token))
-            choice.tokens.append(_Token(sample.token, start, sample))
-            choice.length += len(text)
 
     def _logprobs_by_id(self, sample: Sample, num_top: int) -> JsonObject:
         """Return logprobs in vLLM's form: the prompt's own token first, then the most likely ones."""
@@ -222,7 +226,9 @@ class CompletionAnswer(Answer):
     def _opened(self, prompt: Prompt, samples: Sequence[Sample]) -> _Choice:
         choice = super()._opened(prompt, samples)
         if self._echo:
-            choice.text = self._prompt_text(prompt)
+            if (text := prompt.text) is None and (tokenizer := self._vocabulary.tokenizer):
+                text = tokenizer.decode(prompt.token_ids, skip_special_tokens=self._skip_special_tokens)
+            choice.text = text or ""
             if self._num_top is not None:
                 skips = self._skip_special_tokens or prompt.text is not None
                 offsets = _offsets(choice.text, prompt.token_ids, self._vocabulary, skips)
@@ -230,13 +236,6 @@ class CompletionAnswer(Answer):
                 choice.length = len(choice.text)
         choice.decoder = TokenDecoder(self._vocabulary, prompt.token_ids, skip_special_tokens=self._skip_special_tokens)
         return choice
-
-    def _prompt_text(self, prompt: Prompt) -> str:
-        if prompt.text is not None:
-            return prompt.text
-        if (tokenizer := self._vocabulary.tokenizer) is None:
-            return ""
-        return tokenizer.decode(prompt.token_ids, skip_special_tokens=self._skip_special_tokens)
 
     def _ids(self, index: int, choice: _Choice) -> JsonObject:
         """Return the token ids of a chunk; a choice's first chunk includes the prompt's."""
@@ -305,21 +304,6 @@ class ChatAnswer(Answer):
         choice.parser = self._new_parser and self._new_parser()
         choice.text = self._echo
         return choice
-
-    def _add_text(self, choice: _Choice, delta: OutputDelta) -> None:
-        if choice.parser is None:
-            super()._add_text(choice, delta)
-            return
-        parts = [choice.parser.feed(delta.text)]
-        if delta.finish_reason:
-            parts.append(choice.parser.finish())
-        for part in parts:
-            choice.text += part.content
-            for call in part.calls:  # one addition to each call in a chunk: some clients read only the first
-                if call.index in choice.calls:
-                    choice.calls[call.index].arguments += call.arguments
-                else:
-                    choice.calls[call.index] = call
 
     def _end(self, choice: _Choice) -> JsonObject:
         end = super()._end(choice)

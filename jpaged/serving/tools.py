@@ -8,13 +8,15 @@ from typing import Any, NamedTuple
 
 from jpaged.chat import sources_of
 from jpaged.core.params import shown
-from jpaged.serving.codec import JsonObject, loads
+from jpaged.serving.codec import loads
 from jpaged.serving.conversation import Function
 from jpaged.structured.sound import WHITE_SPACE, sound_schema
 from jpaged.tokenizer import CALL_TAGS
 
 SPACE = " \t\r\n"
 ARGUMENTS = ("arguments", "parameters")  # both words are accepted in either format
+# Of the arguments in a grammar: without a bound, a weak model may write white space without end.
+SPACING = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 
 
 @dataclass
@@ -99,9 +101,8 @@ class ToolParser:
         return self._parsed()
 
     def _parsed(self) -> Parsed:
-        parsed = Parsed(self._content, list(self._calls.values()))
-        self._content, self._calls = "", {}
-        return parsed
+        content, calls, self._content, self._calls = self._content, self._calls, "", {}
+        return Parsed(content, [call for call in calls.values() if self._parallel or call.index == 0])
 
     def _read_all(self) -> _Reading[None]:
         try:
@@ -178,17 +179,12 @@ class ToolParser:
         """Open a call and drop the text up to here."""
         self._take()
         index, self._num_calls = self._num_calls, self._num_calls + 1
-        if self._wanted:
-            self._calls[index] = ToolCallDelta(index, self._new_id(), name)
+        self._calls[index] = ToolCallDelta(index, self._new_id(), name)
 
     def _append(self, arguments: str) -> None:
-        index = self._num_calls - 1
-        if self._wanted and arguments:
+        if arguments:
+            index = self._num_calls - 1
             self._calls.setdefault(index, ToolCallDelta(index)).arguments += arguments
-
-    @property
-    def _wanted(self) -> bool:
-        return self._parallel or self._num_calls == 1
 
     # JSON. Inside an array or an object, strings and depth are all that matters; arguments are as valid as the model
     # makes them.
@@ -208,8 +204,9 @@ class ToolParser:
             elif depth:
                 self._at += 1
                 continue
-            else:
-                yield from self._scalar()
+            else:  # a number, null, true, false, or invalid text in their place
+                while (yield from self._peek()) not in ",:]}" + SPACE:
+                    self._at += 1
             if not depth:
                 return
 
@@ -221,11 +218,6 @@ class ToolParser:
                 yield from self._peek()
                 self._at += 1
         self._at += 1
-
-    def _scalar(self) -> _Reading[None]:
-        """Read a number, null, true, false, or invalid text in their place."""
-        while (yield from self._peek()) not in ",:]}" + SPACE:
-            self._at += 1
 
     # Text
 
@@ -286,20 +278,17 @@ class HermesParser(ToolParser):
     def _up_to_opening(self) -> _Reading[None]:
         """Emit content up to the next call and the white space in front of it; skip both."""
         while (start := self._text.find(self.OPENING)) < 0:
-            at_last = self._ended and not (self.called and self._text.isspace())
-            self._at = len(self._text) if at_last else self._num_certain()
+            self._at = len(self._text)
+            if not self._ended or (self.called and self._text.isspace()):  # the last characters may belong to a call
+                last = self._text.rfind(self.OPENING[0])
+                begun = last >= 0 and self.OPENING.startswith(self._text[last:])
+                self._at = len((self._text[:last] if begun else self._text).rstrip())
             self._content += self._take()
             yield from self._more()
         self._at = len(self._text[:start].rstrip())
         spaces = start - self._at
         self._content += self._take()
         self._at = spaces + len(self.OPENING)
-
-    def _num_certain(self) -> int:
-        """Return the number of characters of the text that can't belong to a call."""
-        start = self._text.rfind(self.OPENING[0])
-        begun = start >= 0 and self.OPENING.startswith(self._text[start:])
-        return len((self._text[:start] if begun else self._text).rstrip())
 
 
 class HermesOrAnswerParser(HermesParser):
@@ -373,16 +362,20 @@ class ToolFormat:
         raise NotImplementedError
 
     def _series(self, parallel: bool) -> str:
-        return f"call ({_literal(self._separator)} call)*" if parallel else "call"
+        return f"call ({json.dumps(self._separator)} call)*" if parallel else "call"
 
     def _rules(self, functions: Sequence[Function], opening: str) -> str:
-        """Return the rule `call`, in which each call begins with `opening`."""
+        """Return the rule `call`, in which each call begins with `opening`. A string of Lark is one of JSON."""
         assert functions, "no functions, no calls"
         rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(functions)))]
         for i, function in enumerate(functions):
             head = f'{opening}{{"name": {json.dumps(function.name, ensure_ascii=False)}, "{self._arguments}": '
-            schema = json.dumps(sound_schema(_schema(function)))
-            rules.append(f"call_{i}: {_literal(head)} %json {schema} {_literal('}' + self._closing)}")
+            parameters = {"type": "object"} | (function.parameters or {})
+            if (kind := parameters["type"]) != "object":
+                name = shown(function.name)
+                raise ValueError(f'tools: the parameters of {name} must have the type "object", not {shown(kind)}')
+            schema = json.dumps(sound_schema(parameters | {"x-guidance": SPACING}))
+            rules.append(f"call_{i}: {json.dumps(head)} %json {schema} {json.dumps('}' + self._closing)}")
         return "\n".join(rules) + "\n"
 
 
@@ -393,7 +386,7 @@ class _Hermes(ToolFormat):
 
     def lazy_grammar(self, functions: Sequence[Function], parallel: bool) -> str:
         start = "(before call)* TEXT" if parallel else "TEXT | before call"
-        before = f"before[lazy]: TEXT {_literal(HermesParser.OPENING)}\nTEXT: /(?s:.*)/\n"
+        before = f"before[lazy]: TEXT {json.dumps(HermesParser.OPENING)}\nTEXT: /(?s:.*)/\n"
         return f"start: {start}\n{before}" + self._rules(functions, self._opening.removeprefix(HermesParser.OPENING))
 
 
@@ -410,22 +403,18 @@ class _Llama3Json(ToolFormat):
 
 FORMATS: Mapping[str, ToolFormat] = {each.name: each for each in (_Llama3Json(), _Hermes())}
 
-# Other formats use the same outer tag.
-_OTHER_TAGS = ("<function=", "<arg_key>")
-# A call has "parameters" right after "name". A tool's definition has "description" between them.
-_LLAMA_CALL = re.compile(r'"name\\?":[^,]*,[^,"]*"parameters')
-
 
 def detect(chat_template: str) -> str | None:
     """Return the name of a chat template's format, or None if it is none of FORMATS."""
-    if HermesParser.OPENING in chat_template:
-        return None if any(tag in chat_template for tag in _OTHER_TAGS) else "hermes"
-    if "python_tag" in chat_template or _LLAMA_CALL.search(chat_template):
+    if HermesParser.OPENING in chat_template:  # other formats use the same outer tag
+        return None if "<function=" in chat_template or "<arg_key>" in chat_template else "hermes"
+    # A call has "parameters" right after "name". A tool's definition has "description" between them.
+    if "python_tag" in chat_template or re.search(r'"name\\?":[^,]*,[^,"]*"parameters', chat_template):
         return "llama3_json"
     return None
 
 
-def tool_format(name: str, tokenizer: Any, chat_template: str | None = None) -> "ToolFormat | None":
+def tool_format(name: str, tokenizer: Any, chat_template: str | None = None) -> ToolFormat | None:
     """Return the format of a model's tool calls; None if it has none.
 
     Args:
@@ -436,21 +425,6 @@ def tool_format(name: str, tokenizer: Any, chat_template: str | None = None) -> 
         sources = [chat_template] if chat_template else sources_of(tokenizer).values()
         name = next(filter(None, map(detect, sources)), "none")
     return FORMATS.get(name)
-
-
-def _schema(function: Function) -> JsonObject:
-    parameters = {"type": "object"} | (function.parameters or {})
-    if (kind := parameters["type"]) != "object":
-        name = shown(function.name)
-        raise ValueError(f'tools: the parameters of {name} must have the type "object", not {shown(kind)}')
-    # Without a bound, a weak model may write white space without end.
-    spacing = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-    return parameters | {"x-guidance": spacing}
-
-
-def _literal(text: str) -> str:
-    """Return a string of a Lark grammar."""
-    return json.dumps(text)
 
 
 def _decoded(text: str) -> Any:

@@ -28,7 +28,6 @@ class GrammarCompiler:
     """Compiler of constraints, on `threads`. The first grammar loads llguidance.
 
     Args:
-        vocab_size: size of the model's vocabulary.
         eos_token_ids: the tokens that end a complete text.
         max_cached: maximum number of cached results, which are constraints or faults of grammars.
     """
@@ -49,7 +48,7 @@ class GrammarCompiler:
 
     def compile_here(self, wanted: StructuredOutputsParams) -> "Constraint":
         """Compile as `compile` does, on one of `threads`."""
-        from jpaged.structured.grammar import native_grammar
+        from jpaged.structured.grammar import Constraint, native_grammar
 
         try:
             grammar = native_grammar(wanted)
@@ -60,7 +59,11 @@ class GrammarCompiler:
         with self._lock:
             compiled = self._cache.get(grammar)
         if compiled is None:
-            compiled = self._compiled(grammar)
+            check, compiler = self._check_and_compiler
+            try:
+                compiled = check(grammar) or Constraint(compiler.matcher(grammar))
+            except ValueError as error:
+                compiled = str(error)
         with self._lock:
             self._cache[grammar] = compiled
             self._cache.move_to_end(grammar)
@@ -79,28 +82,12 @@ class GrammarCompiler:
                 future.result()
         return executor
 
-    def _compiled(self, grammar: str) -> "Constraint | str":
-        """Return a constraint, or the fault of the grammar."""
-        from jpaged.structured.grammar import Constraint
-
-        if fault := self._check(grammar):
-            return fault
-        try:
-            return Constraint(self._compiler.matcher(grammar))
-        except ValueError as error:
-            return str(error)
-
     @cached_property
-    def _compiler(self) -> "Compiler":
+    def _check_and_compiler(self) -> "tuple[GrammarCheck, Compiler]":
         from jpaged.structured.grammar import Compiler
-
-        return Compiler(*self._model)
-
-    @cached_property
-    def _check(self) -> "GrammarCheck":
         from jpaged.structured.grammar_check import GrammarCheck
 
-        return GrammarCheck(*self._model)
+        return GrammarCheck(*self._model), Compiler(*self._model)
 
 
 @contextmanager

@@ -1,11 +1,12 @@
 """Texts and token ids have the requested lengths by every counter."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 from tokenizers import Tokenizer
 
-from jpaged.bench.text import COMMON, WORDS, TokenWriter, WordWriter, measured, write_jobs
+from jpaged.bench.source import COMMON, WORDS, TokenWriter, WordWriter, measured, write_jobs
 from jpaged.bench.tokens import load_tokenizer
 from jpaged.bench.workload import Lengths
 from tests.support.models import byte_tokenizer
@@ -25,7 +26,7 @@ async def test_texts_have_exactly_the_length_where_words_are_tokens():
         def encode(self, text):
             return type("Encoding", (), {"ids": text.split()})
 
-    writer = await measured(counting(Words()), counting(Words(), added=3))
+    writer = await measured(SimpleNamespace(count=counting(Words()), of_prompt=counting(Words(), added=3)))
     for each in SHORT:
         text = writer.write(random.Random(0), random.Random(0), each)
         assert len(text.split()) + 3 == max(4, each.prompt)  # at least one word
@@ -35,7 +36,7 @@ async def test_texts_have_exactly_the_length_where_words_are_tokens():
 @pytest.mark.parametrize("tokenizer, wrong_by", [(load_tokenizer("demo"), 0), (byte_tokenizer(), 1)])
 async def test_texts_for_real_tokenizers(tokenizer, wrong_by):
     """A letter and its space are the least that the byte tokenizer can have of words."""
-    writer = await measured(counting(tokenizer), counting(tokenizer))
+    writer = await measured(SimpleNamespace(count=counting(tokenizer), of_prompt=counting(tokenizer)))
     for each in [*SHORT[4:], Lengths(300, 5)]:
         text = writer.write(random.Random(0), random.Random(each.prompt), each)
         assert abs(len(tokenizer.encode(text).ids) - each.prompt) <= wrong_by, text

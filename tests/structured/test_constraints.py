@@ -20,8 +20,7 @@ from jpaged.engine.engine import Engine
 from jpaged.structured import grammar_check
 from jpaged.structured.compiler import MAX_GRAMMAR_BYTES, GrammarCompiler
 from jpaged.structured.grammar import Compiler, native_grammar
-from jpaged.structured.numbers import LARGEST
-from jpaged.structured.sound import sound_schema
+from jpaged.structured.sound import LARGEST, sound_schema
 from jpaged.tokenizer import backend, encode, load_tokenizer
 from tests.support import schemas
 
@@ -194,7 +193,7 @@ def test_a_grammar_that_takes_too_long_is_given_up(compiler, monkeypatch):
 def test_the_process_that_tries_grammars_ends_with_its_compiler():
     compiler = made_compiler()
     compiler.compile(StructuredOutputsParams(regex="a"))
-    (process,) = (child.process for child in compiler._check._children._idle)
+    (process,) = (child.process for child in compiler._check_and_compiler[0]._children._idle)
     assert process.poll() is None
     del compiler
     gc.collect()

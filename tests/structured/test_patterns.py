@@ -8,8 +8,7 @@ import pytest
 
 from jpaged.core.params import StructuredOutputsParams
 from jpaged.structured.grammar import Compiler, native_grammar
-from jpaged.structured.patterns import without_nul
-from jpaged.structured.sound import sound_schema
+from jpaged.structured.sound import sound_schema, without_nul
 from tests.support import tokenizer_kinds
 
 PATTERNS = (

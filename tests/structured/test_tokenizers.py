@@ -13,10 +13,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from jpaged.core.params import StructuredOutputsParams
-from jpaged.structured.forcing import forces_little
-from jpaged.structured.grammar import Compiler, Constraint, native_grammar
+from jpaged.structured.grammar import Compiler, Constraint, GrammarVocabulary, forces_little, native_grammar
 from jpaged.structured.masks import Masks
-from jpaged.structured.vocabulary import GrammarVocabulary
 from jpaged.tokenizer import Detokenizer, TokenDecoder, Vocabulary
 from tests.support import real_tokenizers, schemas, tokenizer_kinds
 

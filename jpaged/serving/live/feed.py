@@ -50,7 +50,9 @@ class MapFrame:
         """The changes since the previous frame as a server-sent event."""
         last = self.before.events[-1]["serial"] if self.before.events else 0
         events = [event for event in self.now.events if event["serial"] > last]
-        return self._encoded(_exclusive_or(self.now.blocks, self.before.blocks), events, whole=False)
+        blocks = self.now.blocks
+        changed = int.from_bytes(blocks) ^ int.from_bytes(self.before.blocks)
+        return self._encoded(changed.to_bytes(len(blocks)), events, whole=False)
 
     def _encoded(self, blocks: bytes, events: list[JsonObject], *, whole: bool) -> bytes:
         facts = {"frame": self.index, "whole": whole, "time": round(self.now.time, 3), **self.now.facts}
@@ -60,10 +62,6 @@ class MapFrame:
 
 def _event(facts: JsonObject) -> bytes:
     return b"data: " + json.dumps(facts, separators=(",", ":")).encode() + b"\n\n"
-
-
-def _exclusive_or(a: bytes, b: bytes) -> bytes:
-    return (int.from_bytes(a) ^ int.from_bytes(b)).to_bytes(len(a))
 
 
 class Feed:
@@ -99,7 +97,19 @@ class Feed:
             if self._sampler is None or self._sampler.done():
                 self._sampler = asyncio.create_task(self._sample())
             await response.prepare(request)
-            await self._send_frames(request, response, viewer)
+            last: int | None = None
+            while (frame := await viewer.get()) is not None:
+                data = await asyncio.to_thread(getattr, frame, "change" if frame.index - 1 == last else "whole")
+                last = frame.index
+                try:
+                    async with asyncio.timeout(FRAME_TIMEOUT_S):
+                        await response.write(data)
+                except TimeoutError as error:
+                    if request.transport is not None:
+                        request.transport.abort()
+                    raise ConnectionResetError("a viewer does not read") from error
+            if not self._engine.alive:
+                await response.write(_event({"dead": True}))
             return response
         finally:
             self._viewers.discard(viewer)
@@ -110,24 +120,6 @@ class Feed:
         if number is None:
             raise ApiError(404, "no request has this id, or it ended long ago")
         return web.json_response({"number": number})
-
-    async def _send_frames(
-        self, request: web.Request, response: web.StreamResponse, viewer: asyncio.Queue[MapFrame | None]
-    ) -> None:
-        last: int | None = None
-        while (frame := await viewer.get()) is not None:
-            follows = frame.index - 1 == last
-            data = await asyncio.to_thread(getattr, frame, "change" if follows else "whole")
-            last = frame.index
-            try:
-                async with asyncio.timeout(FRAME_TIMEOUT_S):
-                    await response.write(data)
-            except TimeoutError as error:
-                if request.transport is not None:
-                    request.transport.abort()
-                raise ConnectionResetError("a viewer does not read") from error
-        if not self._engine.alive:
-            await response.write(_event({"dead": True}))
 
     async def _sample(self) -> None:
         try:

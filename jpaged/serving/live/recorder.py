@@ -41,7 +41,9 @@ class Recorder:
 
     def number(self, request: Request) -> int:
         """Return the number of a live request; a request that was not seen on arrival gets one now."""
-        return self._numbers.get(request) or self._count(request)
+        if request not in self._numbers:
+            self.added(request)
+        return self._numbers[request]
 
     def known(self, request_id: str) -> int | None:
         """Return the number of a request that runs or ran recently, for callers that know its id."""
@@ -49,7 +51,11 @@ class Recorder:
 
     def added(self, request: Request) -> None:
         """Give an accepted request a number."""
-        self._count(request)
+        number = 1 + next(self._arrivals) % MAX_NUMBER
+        self._numbers[request], self._expected[request] = number, "admit"
+        self._known[request.request_id] = number
+        if len(self._known) > MAX_KNOWN:
+            del self._known[next(iter(self._known))]
 
     def stepped(self, scheduler: Scheduler, output: StepOutput) -> None:
         """Record the tokens and events of a step."""
@@ -92,14 +98,6 @@ class Recorder:
         if number := self._numbers.pop(request, None):
             tokens = sum(sequence.num_output_tokens for sequence in request.sequences)
             self._tell("end", number=number, tokens=tokens, reason=request.sequences[0].finish_reason)
-
-    def _count(self, request: Request) -> int:
-        number = 1 + next(self._arrivals) % MAX_NUMBER
-        self._numbers[request], self._expected[request] = number, "admit"
-        self._known[request.request_id] = number
-        if len(self._known) > MAX_KNOWN:
-            del self._known[next(iter(self._known))]
-        return number
 
     def _started(self, request: Request, event: str) -> None:
         """Record the first step of a request after its admission or its preemption."""

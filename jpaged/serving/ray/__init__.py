@@ -6,13 +6,7 @@ from typing import Any
 def app(args: dict[str, Any]) -> Any:
     """Return the application of a Serve config file with `import_path: jpaged.serving.ray:app`.
 
-    The environment variable JPAGED_API_KEY adds an API key.
-
-    Args:
-        args: see `RayConfig.from_args`.
-
-    Raises:
-        ValueError: a key is unknown or a value is invalid.
+    For arguments and errors see `RayConfig.from_args`. The environment variable JPAGED_API_KEY adds an API key.
     """
     from jpaged.serving.ray.application import build
     from jpaged.serving.ray.config import RayConfig

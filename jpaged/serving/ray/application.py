@@ -16,14 +16,14 @@ from jpaged.serving.ray.replica import Replica, deployment_options, drain_timeou
 from jpaged.serving.ray.router import PrefixRouter
 
 APP_NAME = "jpaged"
-INGRESS_REQUESTS = 10_000  # requests that the ingress handles at once
 
 
 def build(config: RayConfig) -> Application:
     """Return the application of a configuration."""
     num_gpus = config.num_gpus
     if num_gpus is None:
-        num_gpus = (config.engine.tensor_parallel_size or 1) if _cluster_has_gpus() else 0
+        has_gpus = ray.is_initialized() and ray.cluster_resources().get("GPU", 0)
+        num_gpus = (config.engine.tensor_parallel_size or 1) if has_gpus else 0
     options = deployment_options(config, num_gpus)
     if config.router == "prefix":
         options["request_router_config"] = RequestRouterConfig(
@@ -34,25 +34,18 @@ def build(config: RayConfig) -> Application:
     ingress = serve.deployment(
         Ingress,
         num_replicas=1,
-        max_ongoing_requests=INGRESS_REQUESTS,
+        max_ongoing_requests=10_000,
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=drain_timeout(config.server),
     )
     return ingress.bind(replicas, config.server)
 
 
-def _cluster_has_gpus() -> bool:
-    return bool(ray.is_initialized() and ray.cluster_resources().get("GPU", 0))
-
-
 @contextlib.contextmanager
 def cluster(num_cpus: float) -> Iterator[None]:
     """Enter a context with a connection to a Ray cluster: that of RAY_ADDRESS, or a running one of this machine.
 
-    If there is none, one is started on this machine, and ended with the context.
-
-    Args:
-        num_cpus: least number of CPUs of a cluster that is started.
+    If there is none, one with at least `num_cpus` is started on this machine, and ended with the context.
     """
     options = {"logging_level": "error", "log_to_driver": True}
     address = os.environ.get("RAY_ADDRESS") or "auto"
@@ -74,9 +67,6 @@ def cluster(num_cpus: float) -> Iterator[None]:
 @contextlib.contextmanager
 def deployed(config: RayConfig, http_options: Mapping[str, Any]) -> Iterator[None]:
     """Enter a context in which the application is served; running requests finish before it ends.
-
-    Args:
-        http_options: options of Ray Serve's HTTP proxies.
 
     Raises:
         ValueError: Ray Serve already runs on this cluster, or the replicas don't start.

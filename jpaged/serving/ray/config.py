@@ -11,8 +11,6 @@ from jpaged.serving.service import API_KEY_VARIABLE, ServerConfig
 from jpaged.setting import check, documentation, setting
 
 ROUTERS = ("prefix", "default")
-
-
 _setting = partial(setting, group="replicas")
 
 
@@ -85,11 +83,7 @@ RayConfig.__doc__ = f"{RayConfig.__doc__}\n{documentation(RayConfig)}"
 
 
 def parse_replicas(text: str) -> tuple[int, int]:
-    """Return the bounds of "N" or "MIN:MAX".
-
-    Raises:
-        ValueError: the text is of neither form.
-    """
+    """Return the bounds of "N" or "MIN:MAX"; ValueError for any other text."""
     low, colon, high = text.partition(":")
     try:
         return int(low), int(high if colon else low)
@@ -103,8 +97,7 @@ def _of(kind: type[Any], values: Any, where: str) -> Any:
     known = {each.name for each in fields(kind)}
     if unknown := sorted(map(str, values.keys() - known)):
         raise ValueError(f"{where}{unknown[0]}: is not a known field")
-    # Lists of YAML for tuples.
-    try:
+    try:  # lists of YAML for tuples
         return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
     except ValueError as error:
         raise ValueError(f"{where}{error}") from error

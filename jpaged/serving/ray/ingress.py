@@ -18,8 +18,7 @@ from jpaged.serving.errors import ApiError, unknown_model
 from jpaged.serving.generate import stream_end
 from jpaged.serving.middleware import as_api_error, check_key, error_headers
 from jpaged.serving.origins import origin_headers, preflight_headers
-from jpaged.serving.ray.messages import Description, Forwarded, prefix_of
-from jpaged.serving.ray.metrics import merged_metrics
+from jpaged.serving.ray.messages import Description, Forwarded, merged_metrics, prefix_of
 from jpaged.serving.service import LARGE_BYTES, ServerConfig
 
 REPLICA = "Replica"  # name of the replicas' deployment
@@ -29,11 +28,7 @@ STATUS_AGE_S = 1.0
 
 
 class Ingress:
-    """HTTP server in front of the replicas: checks of requests, routes and streams.
-
-    Args:
-        replicas: handle of the replicas.
-    """
+    """HTTP server in front of the replicas: checks of requests, routes and streams."""
 
     def __init__(self, replicas: DeploymentHandle, config: ServerConfig):
         self._replicas, self._config = replicas, config
@@ -116,11 +111,7 @@ class Ingress:
         raise AssertionError("each attempt returns or raises")
 
     async def _body(self, request: Request) -> bytes:
-        """Return the body of a request.
-
-        Raises:
-            ApiError: 413 if it is too long.
-        """
+        """Return the body of a request, or raise ApiError (413) if it is too long."""
         limit, parts, size = (await self._describe()).max_body_size, [], 0
         async for part in request.stream():
             parts.append(part)

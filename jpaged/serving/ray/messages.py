@@ -1,7 +1,13 @@
 """Values that travel between the ingress and a replica."""
 
-from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
+
+from prometheus_client import generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
 from jpaged.serving.codec import JsonObject, dumps, loads
 
@@ -31,12 +37,7 @@ class Head(NamedTuple):
 
 
 class Description(NamedTuple):
-    """Description of a served model.
-
-    Attributes:
-        models: response of `/v1/models`.
-        max_body_size: maximum bytes of a request.
-    """
+    """Description of a served model: the response of `/v1/models`, and the maximum bytes of a request."""
 
     models: JsonObject
     max_body_size: int
@@ -67,8 +68,18 @@ def prefix_of(body: bytes) -> Prefix | None:
     prompt = values.get("prompt")
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], list | str):
         prompt = prompt[0]
-    if isinstance(prompt, str):
-        return Prefix(prompt, salt)
-    if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
+    if isinstance(prompt, str) or (isinstance(prompt, list) and all(isinstance(token, int) for token in prompt)):
         return Prefix(prompt, salt)
     return None
+
+
+def merged_metrics(texts: Mapping[str, str]) -> bytes:
+    """Return metrics in Prometheus's text format, by their replicas' ids, as one text with a label `replica`."""
+    families: dict[str, Metric] = {}
+    for replica, text in texts.items():
+        for family in text_string_to_metric_families(text):
+            merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            merged.samples += [
+                sample._replace(labels=sample.labels | {"replica": replica}) for sample in family.samples
+            ]
+    return generate_latest(cast(Collector, SimpleNamespace(collect=families.values)))

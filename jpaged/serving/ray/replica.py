@@ -26,7 +26,6 @@ from jpaged.serving.tools import tool_format
 OPERATIONS = {endpoint.path: endpoint.operation for endpoint in ENDPOINTS if endpoint.operation is not None}
 REPLICA_ID = "X-Replica-Id"  # header of a generated response
 JSON = {"Content-Type": "application/json"}
-NO_LIMIT_S = 7 * 86_400.0
 
 
 class Replica:
@@ -85,8 +84,7 @@ class Replica:
 
         Failures are responses, too; one in the middle of a stream is the last event of the stream.
         """
-        start, status = time.monotonic(), 499  # as nginx calls it: the client did not wait for the answer
-        begun = False
+        start, begun, status = time.monotonic(), False, 499  # nginx's status: the client did not wait for the answer
         try:
             async with aclosing(self._response(forwarded)) as parts:
                 async for part in parts:
@@ -117,7 +115,11 @@ class Replica:
         kind = EVENT_HEADERS if result.body.stream else JSON
         head: Head | None = Head(200, kind | {REPLICA_ID: self._id})
         async with aclosing(generate(service, result, turn, forwarded.client)) as parts:
-            while (part := await _next(parts, deadline)) is not None:
+            while True:
+                async with asyncio.timeout_at(deadline):  # around a `yield` it would interrupt the consumer instead
+                    part = await anext(parts, None)
+                if part is None:
+                    return
                 if head is not None:
                     yield head
                     head = None
@@ -125,23 +127,13 @@ class Replica:
                     yield part
 
 
-async def _next(parts: AsyncGenerator[bytes], deadline: float | None) -> bytes | None:
-    # A time limit that spans a `yield` would interrupt the consumer instead.
-    async with asyncio.timeout_at(deadline):
-        return await anext(parts, None)
-
-
 def drain_timeout(config: ServerConfig) -> float:
     """Return the seconds that running requests have to finish before a replica ends."""
-    return NO_LIMIT_S if config.drain_timeout is None else config.drain_timeout
+    return 7 * 86_400.0 if config.drain_timeout is None else config.drain_timeout  # without a limit: a week
 
 
 def deployment_options(config: RayConfig, num_gpus: int) -> dict[str, Any]:
-    """Return the options of the replicas' deployment.
-
-    Args:
-        num_gpus: GPUs of each replica.
-    """
+    """Return the options of the replicas' deployment, with `num_gpus` GPUs each."""
     seqs = config.engine.num_seqs((GPU if num_gpus else CPU).max_num_seqs)
     scaling: dict[str, Any] = {"num_replicas": config.max_replicas}
     if config.min_replicas != config.max_replicas:

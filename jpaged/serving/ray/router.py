@@ -33,12 +33,16 @@ class PrefixRouter(RequestRouter):
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         """Return the chosen replica, and then all replicas by their loads, in case the chosen one is full."""
-        self._drop_cancelled()
+        limit = time.monotonic() - CHOICE_TIMEOUT_S  # Ray reports no request that was cancelled before it was sent
+        while self._chosen and (oldest := next(iter(self._chosen.items())))[1][1] < limit:
+            self._drop_chosen(oldest[0])
         if pending_request is not None:
             self._drop_chosen(pending_request.metadata.internal_request_id)  # of an earlier attempt
         replicas = {replica.replica_id: replica for replica in candidate_replicas}
-        loads = {each: self._load(each) for each in sorted(replicas, key=str)}
-        by_load = sorted(loads, key=lambda each: loads[each])
+        # Ray's count includes the requests of other routers, but expires some seconds after the last report.
+        reported, own = self.replica_queue_len_cache, self._num_requests
+        loads = {each: max(reported.get(each) or 0, own[each]) for each in sorted(replicas, key=str)}
+        by_load = sorted(loads, key=loads.__getitem__)
         if pending_request is None or not by_load:
             return [[replicas[each]] for each in by_load]
         prefix, chosen = _prefix(pending_request), by_load[0]
@@ -73,20 +77,10 @@ class PrefixRouter(RequestRouter):
         self._known = present
         super().update_replicas(replicas)
 
-    def _load(self, replica: ReplicaID) -> int:
-        # Ray's count includes the requests of other routers, but expires some seconds after the last report.
-        return max(self.replica_queue_len_cache.get(replica) or 0, self._num_requests[replica])
-
     def _drop_chosen(self, request_id: str) -> None:
         if request_id in self._chosen:
             replica, _ = self._chosen.pop(request_id)
             self._num_requests[replica] -= 1
-
-    def _drop_cancelled(self) -> None:
-        """Drop the choices for requests that were cancelled before they were sent; Ray reports no such request."""
-        limit = time.monotonic() - CHOICE_TIMEOUT_S
-        while self._chosen and (oldest := next(iter(self._chosen.items())))[1][1] < limit:
-            self._drop_chosen(oldest[0])
 
 
 def _prefix(request: PendingRequest | None) -> Prefix | None:

@@ -11,8 +11,7 @@ from jpaged.cli.main import load, parser
 from jpaged.config import EngineConfig
 from jpaged.engine.prefix_table import PrefixTable
 from jpaged.serving.ray.config import RayConfig
-from jpaged.serving.ray.messages import Forwarded, Prefix, prefix_of
-from jpaged.serving.ray.metrics import merged_metrics
+from jpaged.serving.ray.messages import Forwarded, Prefix, merged_metrics, prefix_of
 from jpaged.serving.service import ServerConfig
 
 ROOT = Path(__file__).parents[3]

@@ -22,6 +22,12 @@ FLUSH_TIMEOUT_S = 2.0  # seconds for the last lines, and for the reader of a pip
 PIECE = select.PIPE_BUF // 4  # characters of up to four bytes; a pipe that poll reports as ready takes this many
 
 
+class _Dropping(QueueHandler):
+    def enqueue(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(queue.Full):
+            self.queue.put_nowait(record)
+
+
 def _shorten_client_errors(record: logging.LogRecord) -> logging.LogRecord:
     """Return a record in one line, without its traceback, if a client sent no HTTP or a bad body, or disconnected."""
     error = record.exc_info[1] if record.exc_info else None
@@ -76,11 +82,10 @@ def logging_to(stream: TextIO, access_log: str, level: str = "info") -> Iterator
     access.addFilter(lambda record: record.name == "jpaged.access")
     waiting: queue.Queue[logging.LogRecord] = queue.Queue(MAX_WAITING)
     # Only the message is queued: the handlers of the listener add the time and the name of the logger.
-    entry = QueueHandler(waiting)
+    entry = _Dropping(waiting)
     entry.addFilter(_shorten_client_errors)
     logging.getLogger("jpaged.access").setLevel(logging.INFO)
     logging.basicConfig(level=level.upper(), format="%(message)s", handlers=[entry], force=True)
-    reports, logging.raiseExceptions = logging.raiseExceptions, False  # no report of a line that is lost
     listener = QueueListener(waiting, log, access)
     listener.start()
     try:
@@ -89,7 +94,6 @@ def logging_to(stream: TextIO, access_log: str, level: str = "info") -> Iterator
         last = threading.Thread(target=listener.stop, daemon=True)
         last.start()
         last.join(FLUSH_TIMEOUT_S)
-        logging.raiseExceptions = reports
         try:
             stream.flush()
         except OSError:

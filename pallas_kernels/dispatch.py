@@ -33,26 +33,16 @@ class Program:
     label: str
     module: str
     needs: str
-    low: float
-    high: float
+    low: float = 0.0
+    high: float = float("inf")
     platforms: tuple[str, ...] = ("gpu", "cuda")
-
-    def runs_on(self, platform: str, capability: float | None) -> bool:
-        """Return whether a device has the platform and the compute capability."""
-        if platform == "cpu" or platform not in self.platforms:
-            return platform in self.platforms
-        return capability is not None and self.low <= capability < self.high
 
 
 # The fastest first.
 PROGRAMS = {
-    "mosaic": Program(
-        "Mosaic GPU", "pallas_kernels.mosaic", "a Hopper GPU (compute capability 9.x)", low=9.0, high=10.0
-    ),
-    "triton": Program(
-        "Pallas-Triton", "pallas_kernels.triton", "an NVIDIA GPU from Ampere on (8.0)", low=8.0, high=float("inf")
-    ),
-    "cpu": Program("CPU", "pallas_kernels.cpu", "a CPU", low=0.0, high=0.0, platforms=("cpu",)),
+    "mosaic": Program("Mosaic GPU", "pallas_kernels.mosaic", "a Hopper GPU (compute capability 9.x)", low=9, high=10),
+    "triton": Program("Pallas-Triton", "pallas_kernels.triton", "an NVIDIA GPU from Ampere on (8.0)", low=8),
+    "cpu": Program("CPU", "pallas_kernels.cpu", "a CPU", platforms=("cpu",)),
 }
 
 # Ops that are chosen together. A request's attention has the same bits in decode steps and in mixed steps, which holds
@@ -284,6 +274,13 @@ def _kernels(
             loaded = ops.load(subject.module, subject.tiles)._asdict()
             implementation = implementation._replace(**{op: loaded[op] for op in names})
         account += [Choice(op, subject.program if subject else "reference", reasons[group]) for op in names]
+    module = importlib.import_module(attention.module) if attention else None
+    make_work = getattr(module, "make_work", None)
+    if attention and make_work:
+        make_work = partial(
+            make_work, num_heads=attention.num_heads, num_kv_heads=attention.num_kv_heads,
+            head_dim=attention.pool_head_dim, pool_dtype=attention.pool_dtype, tiles=attention.tiles,
+        )  # fmt: skip
     return Kernels(
         implementation,
         name=account[0].implementation,
@@ -291,18 +288,9 @@ def _kernels(
         head_dim=head_dim,
         account=tuple(account),
         tests=tuple(tests),
-        product=importlib.import_module(attention.module).product if attention and attention.program == "cpu" else None,
-        make_work=_work_maker(attention) if attention else None,
+        product=getattr(module, "product", None),
+        make_work=make_work,
     )
-
-
-def _work_maker(subject: Subject) -> Callable[..., Any] | None:
-    """Return the `make_work` of an implementation for a model; None if its ops take no lists."""
-    make_work = getattr(importlib.import_module(subject.module), "make_work", None)
-    return make_work and partial(
-        make_work, num_heads=subject.num_heads, num_kv_heads=subject.num_kv_heads, head_dim=subject.pool_head_dim,
-        pool_dtype=subject.pool_dtype, tiles=subject.tiles,
-    )  # fmt: skip
 
 
 def _subject(program: str, device_kind: str, model: ModelSizes) -> Subject:
@@ -320,7 +308,7 @@ def _subject(program: str, device_kind: str, model: ModelSizes) -> Subject:
 def _unsupported(name: str, device: DeviceFacts, model: ModelSizes) -> str | None:
     """Return the reason why a program can't serve a model on a device; None if it can."""
     program = PROGRAMS[name]
-    if not program.runs_on(device.platform, device.capability):
+    if device.platform not in program.platforms or not program.low <= (device.capability or 0) < program.high:
         detail = device.capability or device.platform
         return f"{program.label} kernels need {program.needs}, this is a {device.kind} ({detail})"
     if name == "mosaic" and (miscompiled := toolchain.miscompilation(toolchain.cuda_version())):

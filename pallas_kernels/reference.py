@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.checks import FP8, FP8_MAX
+from pallas_kernels.cuts import decode_rows
 from pallas_kernels.options import AttentionOptions, Contexts, OutputAndLse, Pools, WriteOptions, Written
-from pallas_kernels.query_tiles import decode_rows
 from pallas_kernels.transforms import varying_like
 
 Carry = tuple[jax.Array, jax.Array, jax.Array]  # unscaled outputs, maxima and sums of the softmax so far

@@ -1,7 +1,7 @@
 """Vectors of float32: conversions from the dtypes of parameters and pools, exp and tanh."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from llvmlite import ir
 
@@ -10,23 +10,8 @@ from pallas_kernels.cpu.code import F16, F32, I8, I16, I32, Code, Value
 LOADED = ("float32", "bfloat16", "float16", "float8_e4m3fn")
 
 
-class Loader(NamedTuple):
-    """Writer of loads of a vector of float32 from an array of another dtype.
-
-    Attributes:
-        element: LLVM's type of the array's elements.
-    """
-
-    element: Any
-    write: Callable[[Code, Value, Value], Value]
-
-    def __call__(self, code: Code, array: Value, index: Value) -> Value:
-        """Write the load of the numbers from an index on."""
-        return self.write(code, array, index)
-
-
-def loader(dtype: str, lanes: int) -> Loader:
-    """Return the loader for arrays of a dtype, one of `LOADED`."""
+def loader(dtype: str, lanes: int) -> tuple[Any, Callable[[Code, Value, Value], Value]]:
+    """Return LLVM's type of a dtype, one of `LOADED`, and the writer of a load of float32 from an array."""
 
     def float32(code: Code, array: Value, index: Value) -> Value:
         return code.load_vector(array, index, F32, lanes)
@@ -41,14 +26,13 @@ def loader(dtype: str, lanes: int) -> Loader:
         # The bits of float16, whose exponent is 8 more: 0 and subnormal numbers become right too.
         bits = code.cast("zext", code.load_vector(array, index, I8, lanes), I16)
         half = (bits & 0x7F) << 7 | (bits & 0x80) << 8
-        number = (
-            code.cast("fpext", Value(code, code.builder.bitcast(half.llvm, ir.VectorType(F16, lanes))), F32) * 256.0
-        )
+        halves = Value(code, code.builder.bitcast(half.llvm, ir.VectorType(F16, lanes)))
+        number = code.cast("fpext", halves, F32) * 256.0
         nan = code.value(float("nan"), ir.VectorType(F32, lanes))
         return code.select((bits & 0x7F).compare("==", 0x7F), nan, number)
 
     kinds = (F32, float32), (I16, bfloat16), (F16, float16), (I8, float8_e4m3fn)
-    return Loader(*dict(zip(LOADED, kinds, strict=True))[dtype])
+    return dict(zip(LOADED, kinds, strict=True))[dtype]
 
 
 def as_float(code: Code, bits: Value) -> Value:

@@ -22,9 +22,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import tuning
 from pallas_kernels.checks import FP8
-from pallas_kernels.mosaic.combine import LANES, combine
-from pallas_kernels.mosaic.query_rows import TMA_ROWS, QueryRows
-from pallas_kernels.mosaic.ring import KVRing
+from pallas_kernels.mosaic.combine import LANES, QueryRows, combine
+from pallas_kernels.mosaic.ring import TMA_ROWS, KVRing
 from pallas_kernels.mosaic.softmax import NEG, capped, exponent_factor, product, scales, softmax_state
 from pallas_kernels.mosaic.support import check_grid, check_supported, compiler_params, num_sms
 from pallas_kernels.mosaic.work import DecodeWork, WorkSizes, decode_work

@@ -66,21 +66,17 @@ def make_splits(context_lens_s: Any, *, most: int, split: int, tile: int, window
     counts_s = pl.cdiv(context_lens_s, size_s) - seen_s // size_s
     first_s1 = xp.concatenate([xp.zeros(1, xp.int32), xp.cumsum(counts_s, dtype=xp.int32)])
     i = xp.arange(s * most, dtype=xp.int32)
-    seq_i = _repeated(xp.arange(s, dtype=xp.int32), counts_s, len(i), xp)
+    each_s = xp.arange(s, dtype=xp.int32)
+    if xp is jnp:
+        seq_i = jnp.repeat(each_s, counts_s, total_repeat_length=len(i))
+    else:
+        seq_i = xp.zeros_like(i)
+        seq_i[: counts_s.sum()] = xp.repeat(each_s, counts_s)
     size_i, seen_i = size_s[seq_i], seen_s[seq_i]
     start_i = (seen_i // size_i + i - first_s1[seq_i]) * size_i
     end_i = xp.minimum(start_i + size_i, context_lens_s[seq_i])
     start_i = xp.maximum(start_i, seen_i // tile * tile)
     return Splits(xp.stack([seq_i, start_i, end_i, seen_i], axis=1), first_s1[-1:], first_s1)
-
-
-def _repeated(values_s: Any, counts_s: Any, total: int, xp: Any) -> Any:
-    """Return each value as often as its count, then any value up to `total`."""
-    if xp is jnp:
-        return jnp.repeat(values_s, counts_s, total_repeat_length=total)
-    repeated, padded = xp.repeat(values_s, counts_s), xp.zeros(total, values_s.dtype)
-    padded[: len(repeated)] = repeated
-    return padded
 
 
 class QueryTiles(NamedTuple):

@@ -12,13 +12,15 @@ import jax.numpy as jnp
 
 from pallas_kernels import checks, ops, toolchain, tuning
 from pallas_kernels.ops import Ops
-from pallas_kernels.selftest import FAILED, UNTESTED, Result, SelfTest, Subject
+from pallas_kernels.selftest import FAILED, TESTS, UNTESTED, Result, SelfTest, Subject
 
 logger = logging.getLogger(__name__)
 
 NAMES = ("auto", "reference", "mosaic", "triton", "cpu")
 REFERENCE = "pallas_kernels.reference"
 
+MODEL = ("dtype", "pool_dtype", "head_dim", "num_heads", "num_kv_heads", "block_size")  # see `Subject`
+Model = dict[str, Any]  # values by the names of MODEL
 RowProduct = Callable[[jax.Array, jax.Array, jax.Array | None], jax.Array | None]
 
 
@@ -61,17 +63,6 @@ class DeviceFacts(NamedTuple):
     platform: str
     kind: str
     capability: float | None
-
-
-class ModelSizes(NamedTuple):
-    """Sizes and dtypes of a model that decide which program can serve it: see `Subject`."""
-
-    dtype: str
-    pool_dtype: str
-    head_dim: int
-    num_heads: int
-    num_kv_heads: int
-    block_size: int
 
 
 @dataclass(frozen=True)
@@ -125,13 +116,12 @@ def select(
     debug: bool = False,
     self_test: SelfTest | None = None,
 ) -> Kernels:
-    """Choose the implementation `name` for a device and the shapes of a model.
+    """Choose the implementation `name` ("auto", "reference", "mosaic", "triton" or "cpu") for a device and a model.
 
     "auto" takes the first of Mosaic (Hopper) and Triton (from Ampere on) that can serve the model on an NVIDIA GPU, and
     for each op that passes its self-test; on a CPU the compiled kernels if llvmlite is installed, else the reference.
 
     Args:
-        name: "auto", "reference", "mosaic", "triton" or "cpu".
         platform, device_kind, compute_capability: as a jax device gives them; capability None if unknown.
         dtype, pool_dtype: of q, k and v, and of the pools (None: `dtype`; "float8_e4m3fn" for fp8 pools).
         debug: the ops also check the values of tables, lengths and slots; see `Ops`.
@@ -143,12 +133,13 @@ def select(
     """
     if name not in NAMES:
         raise ValueError(f"kernels must be one of {', '.join(NAMES)}, not {name!r}")
-    model = ModelSizes(dtype, pool_dtype or dtype, head_dim, num_heads, num_kv_heads, block_size)
-    if name == "reference" or (name == "auto" and not _programs(platform)):
-        reason = "asked for" if name == "reference" else f"the device is a {device_kind} ({platform})"
-        kernels = _kernels({}, dict.fromkeys(GROUPS, reason), head_dim)
-    else:
-        kernels = _choose(name, DeviceFacts(platform, device_kind, compute_capability), model, self_test)
+    programs = [key for key, it in PROGRAMS.items() if key == name or (name == "auto" and platform in it.platforms)]
+    reason = "asked for" if name == "reference" else f"the device is a {device_kind} ({platform})"
+    kernels = _kernels({}, dict.fromkeys(GROUPS, reason), head_dim)
+    if programs:
+        model = dict(zip(MODEL, (dtype, pool_dtype or dtype, head_dim, num_heads, num_kv_heads, block_size)))
+        device = DeviceFacts(platform, device_kind, compute_capability)
+        kernels = _choose(programs, name == "auto", device, model, self_test)
     return replace(kernels, debug=debug)
 
 
@@ -205,13 +196,15 @@ def compute_capability(device: jax.Device) -> float | None:
         return None
 
 
-def _choose(name: str, device: DeviceFacts, model: ModelSizes, self_test: SelfTest | None) -> Kernels:
+def _choose(
+    programs: Sequence[str], auto: bool, device: DeviceFacts, model: Model, self_test: SelfTest | None
+) -> Kernels:
     """Choose for each group of ops the first program that can serve the model and that passes its self-test."""
     subjects: dict[str, Subject] = {}
     chosen: dict[str, str] = {}  # group -> program
     refused: dict[str, list[str]] = {group: [] for group in GROUPS}  # the reasons against earlier programs
     tests: list[Result] = []
-    for program in _programs(device.platform) if name == "auto" else (name,):
+    for program in programs:
         if unsupported := _unsupported(program, device, model):
             failures = dict.fromkeys(GROUPS, unsupported)
         else:
@@ -219,8 +212,8 @@ def _choose(name: str, device: DeviceFacts, model: ModelSizes, self_test: SelfTe
             results = self_test.run(subjects[program]) if self_test else ()
             tests += results
             failures = _failures(program, results)
-        if failures and name == program:
-            raise NotImplementedError(f"kernels {name!r}: {next(iter(failures.values()))}")
+        if failures and not auto:
+            raise NotImplementedError(f"kernels {program!r}: {next(iter(failures.values()))}")
         for group in [group for group in GROUPS if group not in chosen]:
             if group in failures:
                 refused[group].append(f"not {program}: {failures[group]}")
@@ -235,16 +228,10 @@ def _choose(name: str, device: DeviceFacts, model: ModelSizes, self_test: SelfTe
             label = PROGRAMS[program].label if program in PROGRAMS else "the jnp reference"
             cost = ATTENTION_COST[program] if group == "attention" else "expect slower steps"
             logger.warning("%s: running on %s, %s (%s)", group, label, cost, "; ".join(refused[group]))
-    because = "asked for" if name != "auto" else f"the device is a {device.kind}"
-    because += " (cpu)" * (name == "auto" and device.platform == "cpu")
+    because = f"the device is a {device.kind}" + " (cpu)" * (device.platform == "cpu") if auto else "asked for"
     reasons = {group: "; ".join([because, *refused[group]]) for group in GROUPS}
-    head_dim = next((subjects[program].pool_head_dim for program in chosen.values()), model.head_dim)
+    head_dim = next((subjects[program].pool_head_dim for program in chosen.values()), model["head_dim"])
     return _kernels({group: subjects[program] for group, program in chosen.items()}, reasons, head_dim, tests)
-
-
-def _programs(platform: str) -> list[str]:
-    """Return the programs for a platform, the fastest first."""
-    return [name for name, program in PROGRAMS.items() if platform in program.platforms]
 
 
 def _failures(program: str, results: Sequence[Result]) -> dict[str, str]:
@@ -252,7 +239,7 @@ def _failures(program: str, results: Sequence[Result]) -> dict[str, str]:
     failures: dict[str, str] = {}
     for group, names in GROUPS.items():
         for result in results:
-            if result.op in names and result.status == FAILED:
+            if TESTS[result.test] in names and result.status == FAILED:
                 when = f" on {result.tested_at[:10]}" if result.remembered else ""
                 failures.setdefault(group, f"{result.test} failed its self-test{when}: {result.reason}")
     if untested := [result for result in results if result.status == UNTESTED]:
@@ -293,19 +280,18 @@ def _kernels(
     )
 
 
-def _subject(program: str, device_kind: str, model: ModelSizes) -> Subject:
+def _subject(program: str, device_kind: str, model: Model) -> Subject:
     tiles: dict[str, tuning.Tiles] = {}
     if program == "cpu":
-        pool_head_dim = -(-model.head_dim // checks.CPU_HEAD_DIM) * checks.CPU_HEAD_DIM
+        pool_head_dim = -(-model["head_dim"] // checks.CPU_HEAD_DIM) * checks.CPU_HEAD_DIM
     else:
-        pool_head_dim = next(h for h in checks.HEAD_DIMS if h >= model.head_dim)
+        pool_head_dim = next(h for h in checks.HEAD_DIMS if h >= model["head_dim"])
         for op in ("decode", "ragged"):
-            tiles[op] = tuning.find(f"{program}.{op}", device_kind, pool_head_dim, model.pool_dtype)
-    fields = model._asdict()
-    return Subject(program, PROGRAMS[program].module, device_kind, pool_head_dim=pool_head_dim, tiles=tiles, **fields)
+            tiles[op] = tuning.find(f"{program}.{op}", device_kind, pool_head_dim, model["pool_dtype"])
+    return Subject(program, PROGRAMS[program].module, device_kind, pool_head_dim=pool_head_dim, tiles=tiles, **model)
 
 
-def _unsupported(name: str, device: DeviceFacts, model: ModelSizes) -> str | None:
+def _unsupported(name: str, device: DeviceFacts, model: Model) -> str | None:
     """Return the reason why a program can't serve a model on a device; None if it can."""
     program = PROGRAMS[name]
     if device.platform not in program.platforms or not program.low <= (device.capability or 0) < program.high:
@@ -314,5 +300,5 @@ def _unsupported(name: str, device: DeviceFacts, model: ModelSizes) -> str | Non
     if name == "mosaic" and (miscompiled := toolchain.miscompilation(toolchain.cuda_version())):
         return miscompiled
     # Loaded only where it is used: it brings jax's GPU lowering or llvmlite with it.
-    reason: str | None = importlib.import_module(program.module).unsupported(**model._asdict())
+    reason: str | None = importlib.import_module(program.module).unsupported(**model)
     return reason

@@ -90,11 +90,6 @@ class Result:
     tested_at: str
     remembered: bool = False
 
-    @property
-    def op(self) -> str:
-        """Op of the test."""
-        return TESTS[self.test]
-
 
 @dataclasses.dataclass(frozen=True)
 class SelfTest:

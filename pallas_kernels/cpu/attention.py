@@ -42,11 +42,6 @@ class Spec(NamedTuple):
     soft_cap: float | None
     window: int | None
 
-    @property
-    def tile(self) -> int:
-        """Keys of a tile, which lie in one block."""
-        return max(size for size in range(1, MAX_TILE + 1) if self.block_size % size == 0)
-
 
 class _Writer:
     """Writer of the code of a call.
@@ -61,6 +56,8 @@ class _Writer:
         machine = Machine.host()
         self.lanes = machine.lanes
         self.rows = ROW_VECTORS * self.lanes  # of a tile of a prompt: queries x heads of a group
+        # Keys of a tile, which lie in one block.
+        self.tile = max(size for size in range(1, MAX_TILE + 1) if spec.block_size % size == 0)
         _, self.load = loader(spec.dtype, self.lanes)
         self.heads = spec.num_kv_heads * spec.group
         # The heads of a decode token are computed in parts, whose outputs fill half of the registers.
@@ -125,7 +122,7 @@ class _Writer:
         `body` takes the position of the tile's first key, the first and the last key within it, and the number of the
         tile's first key among all keys of the pool.
         """
-        code, tile, block_size = self.code, self.spec.tile, self.spec.block_size
+        code, tile, block_size = self.code, self.tile, self.spec.block_size
         width = self.call.size(3, 1)
         with code.loop(first // tile * tile, stop, tile) as position:
             block = self._clamped(self._int(3, s * width + position // block_size), self.call.size(1, 0) - 1)
@@ -141,7 +138,7 @@ class _Writer:
 
     def _decode(self, s: Value, k_head: Value) -> None:
         code, lanes = self.code, self.lanes
-        group, size, tile = self.spec.group, self.spec.head_dim, self.spec.tile
+        group, size, tile = self.spec.group, self.spec.head_dim, self.tile
         padded = -(-tile // lanes) * lanes
         row, length = self._int(5, s), self._length(s)
         head = row * self.heads + k_head * group
@@ -239,7 +236,7 @@ class _Writer:
 
     def _prompt(self, s: Value, k_head: Value, number: Value) -> None:
         code, spec, lanes, rows = self.code, self.spec, self.lanes, self.rows
-        group, size, tile = spec.group, spec.head_dim, spec.tile
+        group, size, tile = spec.group, spec.head_dim, self.tile
         first_row, last_row, length = self._int(5, s), self._int(5, s + 1), self._length(s)
         first = number * rows
         stop = code.minimum(first + rows, (last_row - first_row) * group)

@@ -33,8 +33,6 @@ from pallas_kernels.transforms import no_vmap
 
 Carry = tuple[jax.Array, jax.Array, jax.Array]  # output, maxima and sums of the softmax so far
 
-REDUCTION_BYTES = 1024  # of scratch, the least; more would leave no room for two thread blocks with 16 query heads
-
 
 def _kernel(
     q_nh_ref: Ref,  # [R K stride, H]
@@ -182,9 +180,8 @@ def _launch(
             q_free=plgpu.Barrier(num_barriers=q_stages),
             ring=KVRing.scratch(tiles.stages, (tiles.tile, h, h), dtype, contexts.k_pool, consumers=1),
         ),
-        compiler_params=compiler_params(
-            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=REDUCTION_BYTES
-        ),
+        # The least bytes of scratch: more would leave no room for two thread blocks with 16 query heads.
+        compiler_params=compiler_params(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=1024),
         kernel_name="paged_decode",
     )(q_rnh.reshape(-1, h), *contexts[:2], *scales(options, k), *splits[:2], row_s, contexts.block_tables_sw)
     return partials

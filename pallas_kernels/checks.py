@@ -45,11 +45,7 @@ def check_pools(k_pool: jax.Array, v_pool: jax.Array) -> tuple[int, ...]:
 def check_write(
     pools: Pools, k_tkh: jax.Array, v_tkh: jax.Array, slot_mapping_t: jax.Array, options: WriteOptions
 ) -> None:
-    """Check the arguments of `Ops.write_kv`.
-
-    Raises:
-        ValueError: a shape or dtype is wrong.
-    """
+    """Raise ValueError for a wrong shape or dtype of the arguments of `Ops.write_kv`."""
     (_, k, _, pool_h), pool_dtype = check_pools(*pools), pools[0].dtype
     if k_tkh.ndim != 3:
         raise ValueError(f"k_tkh has shape {list(k_tkh.shape)}, expected [T, K, H]")
@@ -66,14 +62,12 @@ def check_write(
             raise ValueError(f"k_tkh has head dim {h}: rotating it needs an even one")
         for name, angle_t in zip(("cos_t", "sin_t"), options.angles):
             check_array(name, angle_t, (t, h // 2), jnp.float32)
-    if options.q_tnh is not None:
+    if (q_tnh := options.q_tnh) is not None:
         if options.angles is None:
             raise ValueError("q_tnh needs cos_t and sin_t: it is given to be rotated")
-        if options.q_tnh.ndim != 3 or options.q_tnh.shape[1] % k:
-            raise ValueError(
-                f"q_tnh has shape {list(options.q_tnh.shape)}, expected [T, N, H] with N a multiple of {k}"
-            )
-        check_array("q_tnh", options.q_tnh, (t, options.q_tnh.shape[1], h), dtype)
+        if q_tnh.ndim != 3 or q_tnh.shape[1] % k:
+            raise ValueError(f"q_tnh has shape {list(q_tnh.shape)}, expected [T, N, H] with N a multiple of {k}")
+        check_array("q_tnh", q_tnh, (t, q_tnh.shape[1], h), dtype)
     _check_scales(pool_dtype, k, options)
 
 
@@ -81,11 +75,9 @@ def check_attention(
     q: jax.Array, contexts: Contexts, cu_q_lens_s1: jax.Array | None, decode_s: jax.Array | None,
     options: AttentionOptions,
 ) -> None:  # fmt: skip
-    """Check the arguments of the attention ops (`cu_q_lens_s1` None: decode).
+    """Raise ValueError for a wrong shape, dtype or option of an attention op (`cu_q_lens_s1` None: decode).
 
-    Raises:
-        ValueError: a shape, a dtype or an option is wrong.
-        NotImplementedError: a block table holds more than MAX_CONTEXT tokens.
+    A block table of more than MAX_CONTEXT tokens is a NotImplementedError.
     """
     k_pool, v_pool, block_tables_sw, context_lens_s = contexts
     _, k, b, pool_h = check_pools(k_pool, v_pool)
@@ -128,11 +120,7 @@ def _check_scores(options: AttentionOptions) -> None:
 
 
 def check_copy(pool: jax.Array, sources_c: jax.Array, destinations_c: jax.Array) -> None:
-    """Check the arguments of `Ops.copy_blocks`.
-
-    Raises:
-        ValueError: a shape or dtype is wrong.
-    """
+    """Raise ValueError for a wrong shape or dtype of the arguments of `Ops.copy_blocks`."""
     if pool.ndim < 1 or math.prod(pool.shape) == 0:
         raise ValueError(f"pool has shape {list(pool.shape)}, expected [P, ...] with none of them 0")
     if sources_c.ndim != 1:
@@ -246,10 +234,9 @@ def check_batch(q: jax.Array, contexts: Contexts, cu_q_lens_s1: jax.Array | None
 
 def check_copies(sources_c: jax.Array, destinations_c: jax.Array, num_blocks: int) -> None:
     """Raise ValueError (checkify's) for a block outside the pool; -1 as destination copies nothing."""
-    _check_range("destinations_c", destinations_c, -1, num_blocks - 1, f"a pool of {num_blocks} blocks")
-    _check_range(
-        "sources_c", jnp.where(destinations_c < 0, 0, sources_c), 0, num_blocks - 1, f"a pool of {num_blocks} blocks"
-    )
+    sources_c, pool = jnp.where(destinations_c < 0, 0, sources_c), f"a pool of {num_blocks} blocks"
+    _check_range("destinations_c", destinations_c, -1, num_blocks - 1, pool)
+    _check_range("sources_c", sources_c, 0, num_blocks - 1, pool)
 
 
 def _check_range(name: str, array: jax.Array, low: int, high: int, reason: str) -> None:

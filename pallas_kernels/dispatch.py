@@ -12,13 +12,15 @@ import jax.numpy as jnp
 
 from pallas_kernels import checks, ops, toolchain, tuning
 from pallas_kernels.ops import Ops
-from pallas_kernels.selftest import FAILED, UNTESTED, Result, SelfTest, Subject
+from pallas_kernels.selftest import FAILED, TESTS, UNTESTED, Result, SelfTest, Subject
 
 logger = logging.getLogger(__name__)
 
 NAMES = ("auto", "reference", "mosaic", "triton", "cpu")
 REFERENCE = "pallas_kernels.reference"
 
+MODEL = ("dtype", "pool_dtype", "head_dim", "num_heads", "num_kv_heads", "block_size")  # see `Subject`
+Model = dict[str, Any]  # values by the names of MODEL
 RowProduct = Callable[[jax.Array, jax.Array, jax.Array | None], jax.Array | None]
 
 
@@ -33,26 +35,16 @@ class Program:
     label: str
     module: str
     needs: str
-    low: float
-    high: float
+    low: float = 0.0
+    high: float = float("inf")
     platforms: tuple[str, ...] = ("gpu", "cuda")
-
-    def runs_on(self, platform: str, capability: float | None) -> bool:
-        """Return whether a device has the platform and the compute capability."""
-        if platform == "cpu" or platform not in self.platforms:
-            return platform in self.platforms
-        return capability is not None and self.low <= capability < self.high
 
 
 # The fastest first.
 PROGRAMS = {
-    "mosaic": Program(
-        "Mosaic GPU", "pallas_kernels.mosaic", "a Hopper GPU (compute capability 9.x)", low=9.0, high=10.0
-    ),
-    "triton": Program(
-        "Pallas-Triton", "pallas_kernels.triton", "an NVIDIA GPU from Ampere on (8.0)", low=8.0, high=float("inf")
-    ),
-    "cpu": Program("CPU", "pallas_kernels.cpu", "a CPU", low=0.0, high=0.0, platforms=("cpu",)),
+    "mosaic": Program("Mosaic GPU", "pallas_kernels.mosaic", "a Hopper GPU (compute capability 9.x)", low=9, high=10),
+    "triton": Program("Pallas-Triton", "pallas_kernels.triton", "an NVIDIA GPU from Ampere on (8.0)", low=8),
+    "cpu": Program("CPU", "pallas_kernels.cpu", "a CPU", platforms=("cpu",)),
 }
 
 # Ops that are chosen together. A request's attention has the same bits in decode steps and in mixed steps, which holds
@@ -71,17 +63,6 @@ class DeviceFacts(NamedTuple):
     platform: str
     kind: str
     capability: float | None
-
-
-class ModelSizes(NamedTuple):
-    """Sizes and dtypes of a model that decide which program can serve it: see `Subject`."""
-
-    dtype: str
-    pool_dtype: str
-    head_dim: int
-    num_heads: int
-    num_kv_heads: int
-    block_size: int
 
 
 @dataclass(frozen=True)
@@ -135,13 +116,12 @@ def select(
     debug: bool = False,
     self_test: SelfTest | None = None,
 ) -> Kernels:
-    """Choose the implementation `name` for a device and the shapes of a model.
+    """Choose the implementation `name` ("auto", "reference", "mosaic", "triton" or "cpu") for a device and a model.
 
     "auto" takes the first of Mosaic (Hopper) and Triton (from Ampere on) that can serve the model on an NVIDIA GPU, and
     for each op that passes its self-test; on a CPU the compiled kernels if llvmlite is installed, else the reference.
 
     Args:
-        name: "auto", "reference", "mosaic", "triton" or "cpu".
         platform, device_kind, compute_capability: as a jax device gives them; capability None if unknown.
         dtype, pool_dtype: of q, k and v, and of the pools (None: `dtype`; "float8_e4m3fn" for fp8 pools).
         debug: the ops also check the values of tables, lengths and slots; see `Ops`.
@@ -153,12 +133,13 @@ def select(
     """
     if name not in NAMES:
         raise ValueError(f"kernels must be one of {', '.join(NAMES)}, not {name!r}")
-    model = ModelSizes(dtype, pool_dtype or dtype, head_dim, num_heads, num_kv_heads, block_size)
-    if name == "reference" or (name == "auto" and not _programs(platform)):
-        reason = "asked for" if name == "reference" else f"the device is a {device_kind} ({platform})"
-        kernels = _kernels({}, dict.fromkeys(GROUPS, reason), head_dim)
-    else:
-        kernels = _choose(name, DeviceFacts(platform, device_kind, compute_capability), model, self_test)
+    programs = [key for key, it in PROGRAMS.items() if key == name or (name == "auto" and platform in it.platforms)]
+    reason = "asked for" if name == "reference" else f"the device is a {device_kind} ({platform})"
+    kernels = _kernels({}, dict.fromkeys(GROUPS, reason), head_dim)
+    if programs:
+        model = dict(zip(MODEL, (dtype, pool_dtype or dtype, head_dim, num_heads, num_kv_heads, block_size)))
+        device = DeviceFacts(platform, device_kind, compute_capability)
+        kernels = _choose(programs, name == "auto", device, model, self_test)
     return replace(kernels, debug=debug)
 
 
@@ -215,13 +196,15 @@ def compute_capability(device: jax.Device) -> float | None:
         return None
 
 
-def _choose(name: str, device: DeviceFacts, model: ModelSizes, self_test: SelfTest | None) -> Kernels:
+def _choose(
+    programs: Sequence[str], auto: bool, device: DeviceFacts, model: Model, self_test: SelfTest | None
+) -> Kernels:
     """Choose for each group of ops the first program that can serve the model and that passes its self-test."""
     subjects: dict[str, Subject] = {}
     chosen: dict[str, str] = {}  # group -> program
     refused: dict[str, list[str]] = {group: [] for group in GROUPS}  # the reasons against earlier programs
     tests: list[Result] = []
-    for program in _programs(device.platform) if name == "auto" else (name,):
+    for program in programs:
         if unsupported := _unsupported(program, device, model):
             failures = dict.fromkeys(GROUPS, unsupported)
         else:
@@ -229,8 +212,8 @@ def _choose(name: str, device: DeviceFacts, model: ModelSizes, self_test: SelfTe
             results = self_test.run(subjects[program]) if self_test else ()
             tests += results
             failures = _failures(program, results)
-        if failures and name == program:
-            raise NotImplementedError(f"kernels {name!r}: {next(iter(failures.values()))}")
+        if failures and not auto:
+            raise NotImplementedError(f"kernels {program!r}: {next(iter(failures.values()))}")
         for group in [group for group in GROUPS if group not in chosen]:
             if group in failures:
                 refused[group].append(f"not {program}: {failures[group]}")
@@ -245,16 +228,10 @@ def _choose(name: str, device: DeviceFacts, model: ModelSizes, self_test: SelfTe
             label = PROGRAMS[program].label if program in PROGRAMS else "the jnp reference"
             cost = ATTENTION_COST[program] if group == "attention" else "expect slower steps"
             logger.warning("%s: running on %s, %s (%s)", group, label, cost, "; ".join(refused[group]))
-    because = "asked for" if name != "auto" else f"the device is a {device.kind}"
-    because += " (cpu)" * (name == "auto" and device.platform == "cpu")
+    because = f"the device is a {device.kind}" + " (cpu)" * (device.platform == "cpu") if auto else "asked for"
     reasons = {group: "; ".join([because, *refused[group]]) for group in GROUPS}
-    head_dim = next((subjects[program].pool_head_dim for program in chosen.values()), model.head_dim)
+    head_dim = next((subjects[program].pool_head_dim for program in chosen.values()), model["head_dim"])
     return _kernels({group: subjects[program] for group, program in chosen.items()}, reasons, head_dim, tests)
-
-
-def _programs(platform: str) -> list[str]:
-    """Return the programs for a platform, the fastest first."""
-    return [name for name, program in PROGRAMS.items() if platform in program.platforms]
 
 
 def _failures(program: str, results: Sequence[Result]) -> dict[str, str]:
@@ -262,7 +239,7 @@ def _failures(program: str, results: Sequence[Result]) -> dict[str, str]:
     failures: dict[str, str] = {}
     for group, names in GROUPS.items():
         for result in results:
-            if result.op in names and result.status == FAILED:
+            if TESTS[result.test] in names and result.status == FAILED:
                 when = f" on {result.tested_at[:10]}" if result.remembered else ""
                 failures.setdefault(group, f"{result.test} failed its self-test{when}: {result.reason}")
     if untested := [result for result in results if result.status == UNTESTED]:
@@ -284,6 +261,13 @@ def _kernels(
             loaded = ops.load(subject.module, subject.tiles)._asdict()
             implementation = implementation._replace(**{op: loaded[op] for op in names})
         account += [Choice(op, subject.program if subject else "reference", reasons[group]) for op in names]
+    module = importlib.import_module(attention.module) if attention else None
+    make_work = getattr(module, "make_work", None)
+    if attention and make_work:
+        make_work = partial(
+            make_work, num_heads=attention.num_heads, num_kv_heads=attention.num_kv_heads,
+            head_dim=attention.pool_head_dim, pool_dtype=attention.pool_dtype, tiles=attention.tiles,
+        )  # fmt: skip
     return Kernels(
         implementation,
         name=account[0].implementation,
@@ -291,40 +275,30 @@ def _kernels(
         head_dim=head_dim,
         account=tuple(account),
         tests=tuple(tests),
-        product=importlib.import_module(attention.module).product if attention and attention.program == "cpu" else None,
-        make_work=_work_maker(attention) if attention else None,
+        product=getattr(module, "product", None),
+        make_work=make_work,
     )
 
 
-def _work_maker(subject: Subject) -> Callable[..., Any] | None:
-    """Return the `make_work` of an implementation for a model; None if its ops take no lists."""
-    make_work = getattr(importlib.import_module(subject.module), "make_work", None)
-    return make_work and partial(
-        make_work, num_heads=subject.num_heads, num_kv_heads=subject.num_kv_heads, head_dim=subject.pool_head_dim,
-        pool_dtype=subject.pool_dtype, tiles=subject.tiles,
-    )  # fmt: skip
-
-
-def _subject(program: str, device_kind: str, model: ModelSizes) -> Subject:
+def _subject(program: str, device_kind: str, model: Model) -> Subject:
     tiles: dict[str, tuning.Tiles] = {}
     if program == "cpu":
-        pool_head_dim = -(-model.head_dim // checks.CPU_HEAD_DIM) * checks.CPU_HEAD_DIM
+        pool_head_dim = -(-model["head_dim"] // checks.CPU_HEAD_DIM) * checks.CPU_HEAD_DIM
     else:
-        pool_head_dim = next(h for h in checks.HEAD_DIMS if h >= model.head_dim)
+        pool_head_dim = next(h for h in checks.HEAD_DIMS if h >= model["head_dim"])
         for op in ("decode", "ragged"):
-            tiles[op] = tuning.find(f"{program}.{op}", device_kind, pool_head_dim, model.pool_dtype)
-    fields = model._asdict()
-    return Subject(program, PROGRAMS[program].module, device_kind, pool_head_dim=pool_head_dim, tiles=tiles, **fields)
+            tiles[op] = tuning.find(f"{program}.{op}", device_kind, pool_head_dim, model["pool_dtype"])
+    return Subject(program, PROGRAMS[program].module, device_kind, pool_head_dim=pool_head_dim, tiles=tiles, **model)
 
 
-def _unsupported(name: str, device: DeviceFacts, model: ModelSizes) -> str | None:
+def _unsupported(name: str, device: DeviceFacts, model: Model) -> str | None:
     """Return the reason why a program can't serve a model on a device; None if it can."""
     program = PROGRAMS[name]
-    if not program.runs_on(device.platform, device.capability):
+    if device.platform not in program.platforms or not program.low <= (device.capability or 0) < program.high:
         detail = device.capability or device.platform
         return f"{program.label} kernels need {program.needs}, this is a {device.kind} ({detail})"
     if name == "mosaic" and (miscompiled := toolchain.miscompilation(toolchain.cuda_version())):
         return miscompiled
     # Loaded only where it is used: it brings jax's GPU lowering or llvmlite with it.
-    reason: str | None = importlib.import_module(program.module).unsupported(**model._asdict())
+    reason: str | None = importlib.import_module(program.module).unsupported(**model)
     return reason

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.checks import FP8, FP8_MAX
+from pallas_kernels.cuts import decode_rows
 from pallas_kernels.options import AttentionOptions, Contexts, OutputAndLse, Pools, WriteOptions, Written
-from pallas_kernels.query_tiles import decode_rows
 from pallas_kernels.transforms import varying_like
 
 Carry = tuple[jax.Array, jax.Array, jax.Array]  # unscaled outputs, maxima and sums of the softmax so far
@@ -137,7 +137,8 @@ def ragged_paged_attention(
 
     q_padded = jnp.pad(q_tnh, ((0, TILE_Q), (0, 0), (0, 0)))  # a last tile may hang over
     arrays = q_tnh, contexts, cu_q_lens_s1, decode_s, options.k_scale_k, options.v_scale_k
-    out = varying_like(_empty(q_padded), arrays)
+    out = jnp.zeros_like(q_padded), jnp.full(q_padded.shape[:2], -jnp.inf, _accumulated(q_tnh.dtype))
+    out = varying_like(out, arrays)
     out = lax.fori_loop(0, context_lens_s.shape[0], sequence, out)
     out = jax.tree.map(lambda x: x[: q_tnh.shape[0]], out)
     at_s = jnp.where(decode_s, cu_q_lens_s1[:-1], q_tnh.shape[0])  # past the end: dropped
@@ -198,10 +199,6 @@ def _sum(x: jax.Array) -> jax.Array:
         a, b = jnp.split(x, 2, axis=-1)
         x = a + b
     return x[..., 0]
-
-
-def _empty(q_qnh: jax.Array) -> OutputAndLse:
-    return jnp.zeros_like(q_qnh), jnp.full(q_qnh.shape[:2], -jnp.inf, _accumulated(q_qnh.dtype))
 
 
 def _update[T](out: T, part: T, row: jax.Array | int) -> T:

@@ -22,7 +22,6 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -91,11 +90,6 @@ class Result:
     tested_at: str
     remembered: bool = False
 
-    @property
-    def op(self) -> str:
-        """Op of the test."""
-        return TESTS[self.test]
-
 
 @dataclasses.dataclass(frozen=True)
 class SelfTest:
@@ -123,7 +117,13 @@ class SelfTest:
 
     def run(self, subject: Subject) -> tuple[Result, ...]:
         """Return one result per test. Tests without a stored result run now."""
-        key = _key(subject)
+        key = {  # everything that a result may depend on
+            "subject": dataclasses.asdict(subject),
+            "driver": toolchain.driver_version(),
+            "cuda": toolchain.cuda_version(),
+            "versions": toolchain.versions(),
+            "source": _source_digest(subject.module),
+        }
         path = self.folder / f"{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]}.json"
         results = {} if self.retest else _load(path, key, subject.program)
         missing = [test for test in TESTS if test not in results]
@@ -136,7 +136,7 @@ class SelfTest:
         """Run tests in order. After one that does not pass, the rest run in a fresh process."""
         waiting = list(tests)
         while waiting:
-            with _Process(self, subject, waiting) as process:
+            with contextlib.closing(_Process(self, subject, waiting)) as process:
                 if error := process.wait_until_ready():
                     yield from (_result(subject, test, UNTESTED, error) for test in waiting)
                     return
@@ -155,12 +155,13 @@ def status_of(error: str) -> str:
 
 
 class _Process:
-    """Process that runs tests in order. It ends with the `with` block."""
+    """Process that runs tests in order, until `close`."""
 
     def __init__(self, place: SelfTest, subject: Subject, tests: Sequence[str]):
-        self._subject = subject
+        self._subject, self._error, self._unread = subject, "", b""
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - until `close`
         self._request = pickle.dumps((subject, tuple(tests), place.device, place.limit_s))
-        self._environment = {
+        environment = {
             # The next process, after a failure or at another start, does not compile the reference again.
             "JAX_COMPILATION_CACHE_DIR": str(place.folder / "xla"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -172,23 +173,17 @@ class _Process:
             # The same code as in this process, wherever it was started.
             "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
         }
-
-    def __enter__(self) -> "_Process":
-        self._stderr = tempfile.TemporaryFile()
-        self._error, self._unread = "", b""
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", "from pallas_kernels import trial; trial.main()"],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr, env=self._environment, bufsize=0,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr, env=environment, bufsize=0,
                 start_new_session=True,  # so that it can be killed together with its children (ptxas)
             )  # fmt: skip
         except OSError as error:
             self._error = f"the test process did not start: {error}"
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """End the process."""
         if not self._error:
             self._end()
             assert self._process.stdin and self._process.stdout
@@ -227,8 +222,7 @@ class _Process:
             else:
                 self._unread += piece
         line, _, self._unread = self._unread.partition(b"\n")
-        answer: str = json.loads(line)
-        return answer
+        return str(json.loads(line))
 
     def _tail(self) -> str:
         """Return the last lines that the process wrote to stderr, on one line."""
@@ -249,17 +243,6 @@ def _result(subject: Subject, test: str, status: str, reason: str) -> Result:
     return Result(subject.program, test, status, reason, now)
 
 
-def _key(subject: Subject) -> dict[str, Any]:
-    """Return everything that a result may depend on."""
-    return {
-        "subject": dataclasses.asdict(subject),
-        "driver": toolchain.driver_version(),
-        "cuda": toolchain.cuda_version(),
-        "versions": toolchain.versions(),
-        "source": _source_digest(subject.module),
-    }
-
-
 def _source_digest(module: str) -> str:
     """Return a digest of the source of this package and of an implementation outside it."""
     files = set(Path(__file__).parent.rglob("*.py"))
@@ -278,13 +261,13 @@ def _load(path: Path, key: Mapping[str, Any], program: str) -> dict[str, Result]
         content = json.loads(path.read_text())
         if content["key"] != key:
             return {}
-        results = [
-            Result(program, test, said["status"], said["reason"], said["tested_at"], remembered=True)
+        return {
+            test: Result(program, test, said["status"], said["reason"], said["tested_at"], remembered=True)
             for test, said in content["results"].items()
-        ]
+            if test in TESTS and said["status"] in (PASSED, FAILED)
+        }
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
-    return {result.test: result for result in results if result.test in TESTS and result.status in (PASSED, FAILED)}
 
 
 def _store(path: Path, key: Mapping[str, Any], results: Iterable[Result]) -> None:

@@ -9,11 +9,7 @@ from jax import lax
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def no_derivative[T](op: str, arrays: T) -> T:
-    """Return `arrays` unchanged.
-
-    Raises:
-        NotImplementedError: `jax.grad`, `jax.jvp` or the like differentiates by one of them.
-    """
+    """Return `arrays` unchanged; NotImplementedError if `jax.grad`, `jax.jvp` or the like differentiates by one."""
     return arrays
 
 
@@ -25,11 +21,7 @@ def _refuse_derivative(op: str, primals: Any, tangents: Any) -> Any:
 
 
 def no_vmap[T](op: str, arrays: T) -> T:
-    """Return `arrays` unchanged.
-
-    Raises:
-        NotImplementedError: `jax.vmap` maps over one of them.
-    """
+    """Return `arrays` unchanged; NotImplementedError if `jax.vmap` maps over one of them."""
     unchanged = jax.custom_batching.custom_vmap(lambda arrays: arrays)
 
     @unchanged.def_vmap

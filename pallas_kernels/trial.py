@@ -152,11 +152,8 @@ def _attention(subject: Subject, q_lens: Sequence[int] | None) -> OpTest:
         shape = _pool_shape(subject, len(used))
         used_pb = jnp.arange(subject.block_size) < jnp.asarray(used)[:, None]
         inside_h = jnp.arange(subject.pool_head_dim) < subject.head_dim
-        pools = [
-            jnp.where(used_pb[:, None, :, None], jnp.where(inside_h, _uniform(key, i, shape), 0), jnp.nan)
-            for i in range(2)
-        ]
-        pools = [pool.astype(subject.pool_dtype) for pool in pools]
+        pools = [jnp.where(inside_h, _uniform(key, i, shape), 0) for i in range(2)]
+        pools = [jnp.where(used_pb[:, None, :, None], pool, jnp.nan).astype(subject.pool_dtype) for pool in pools]
         q = (3.5 * _uniform(key, 2, (rows, subject.num_heads, subject.head_dim))).astype(subject.dtype)
         args = [jnp.asarray(numbers, jnp.int32) for numbers in lists]
         scales = _scales(subject, key)

@@ -100,7 +100,10 @@ _CHOICES: dict[str, dict[str, tuple[int, ...]]] = {
 
 def find(kernel: str, device_kind: str, head_dim: int, pool_dtype: Any) -> Tiles:
     """Return the configuration of a kernel ("mosaic.decode", ...) on a device, for pools of a head dim and a dtype."""
-    dtype_class = _dtype_class(pool_dtype)
+    dtype = jnp.dtype(pool_dtype)
+    dtype_class = (
+        "fp8" if dtype == FP8 else f"{8 * dtype.itemsize} bit"
+    )  # bfloat16 and float16 are equal to the kernels
     default = DEFAULTS.get((kernel, head_dim), KERNELS[kernel]())
     default = DEFAULTS.get((kernel, head_dim, dtype_class), default)
     return _tuned().get((kernel, device_kind, head_dim, dtype_class), default)
@@ -111,12 +114,6 @@ def candidates(kernel: str) -> Iterator[Tiles]:
     choices = _CHOICES[kernel]
     for values in itertools.product(*choices.values()):
         yield KERNELS[kernel](**dict(zip(choices, values)))
-
-
-def _dtype_class(dtype: Any) -> str:
-    """Return the class of a dtype; bfloat16 and float16 are equal to the kernels."""
-    dtype = jnp.dtype(dtype)
-    return "fp8" if dtype == FP8 else f"{8 * dtype.itemsize} bit"
 
 
 @functools.cache

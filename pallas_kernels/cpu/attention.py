@@ -19,8 +19,8 @@ from llvmlite import ir
 from pallas_kernels.cpu.code import F32, I32, I64, Machine, Value, Variable
 from pallas_kernels.cpu.ffi import CallFrame, register
 from pallas_kernels.cpu.numbers import exp, loader, tanh
+from pallas_kernels.cuts import decode_rows
 from pallas_kernels.options import AttentionOptions, Contexts, OutputAndLse
-from pallas_kernels.query_tiles import decode_rows
 from pallas_kernels.reference import pad_head_dim
 
 MAX_TILE = 64  # keys of a tile
@@ -42,34 +42,27 @@ class Spec(NamedTuple):
     soft_cap: float | None
     window: int | None
 
-    @property
-    def tile(self) -> int:
-        """Keys of a tile, which lie in one block."""
-        return max(size for size in range(1, MAX_TILE + 1) if self.block_size % size == 0)
-
-    def register(self) -> str:
-        """Make the target, and return its name.
-
-        Its arguments are q [T, N, H] float32, which is scaled, the pools, the block tables [S, W], the lengths of
-        contexts [S], the first rows of sequences [S + 1] and whether each is a decode token [S], int32. Its results are
-        the output [T, N, H], and the maxima and the sums of the softmax [T, N].
-        """
-        name = f"jpaged_attention_{hashlib.sha256(repr((self, VERSION)).encode()).hexdigest()[:16]}"
-        return register(
-            name, lambda call: _Writer(self, call).units(), lambda call, unit: _Writer(self, call).work(unit)
-        )
-
 
 class _Writer:
-    """Writer of the code of a call."""
+    """Writer of the code of a call.
+
+    Its arguments are q [T, N, H] float32, which is scaled, the pools, the block tables [S, W], the lengths of contexts
+    [S], the first rows of sequences [S + 1] and whether each is a decode token [S], int32. Its results are the output
+    [T, N, H], and the maxima and the sums of the softmax [T, N].
+    """
 
     def __init__(self, spec: Spec, call: CallFrame):
         self.spec, self.call, self.code = spec, call, call.code
         machine = Machine.host()
-        self.lanes, self.registers = machine.lanes, machine.registers
+        self.lanes = machine.lanes
         self.rows = ROW_VECTORS * self.lanes  # of a tile of a prompt: queries x heads of a group
-        self.load = loader(spec.dtype, self.lanes)
+        # Keys of a tile, which lie in one block.
+        self.tile = max(size for size in range(1, MAX_TILE + 1) if spec.block_size % size == 0)
+        _, self.load = loader(spec.dtype, self.lanes)
         self.heads = spec.num_kv_heads * spec.group
+        # The heads of a decode token are computed in parts, whose outputs fill half of the registers.
+        most = min(self.lanes, max(1, machine.registers // 2 * self.lanes // spec.head_dim))
+        self.part = max(heads for heads in range(1, most + 1) if spec.group % heads == 0)
 
     # Arguments.
 
@@ -112,20 +105,13 @@ class _Writer:
                 with code.when(self._int(6, s).compare("==", 0)):
                     self._prompt(s, k_head, at)
             left.set(at - tiles)
-        with code.when(left.get().compare("==", 0)):
-            self._clear(self._int(5, sequences))
-
-    def _clear(self, first: Value) -> None:
-        """Write the results of rows that no sequence owns."""
-        code, stop = self.code, self.call.size(0, 0)
-        zero = self._vector(0.0)
-        with code.loop(
-            first * (self.heads * self.spec.head_dim), stop * (self.heads * self.spec.head_dim), self.lanes
-        ) as i:
-            code.store_vector(zero, self.call.result(0), i)
-        with code.loop(first * self.heads, stop * self.heads) as i:
-            code.store(code.value(-INFINITY, F32), self.call.result(1), i)
-            code.store(code.value(0.0, F32), self.call.result(2), i)
+        with code.when(left.get().compare("==", 0)):  # the results of rows that no sequence owns
+            first, stop, row = self._int(5, sequences), self.call.size(0, 0), self.heads * self.spec.head_dim
+            with code.loop(first * row, stop * row, self.lanes) as i:
+                code.store_vector(self._vector(0.0), self.call.result(0), i)
+            with code.loop(first * self.heads, stop * self.heads) as i:
+                code.store(code.value(-INFINITY, F32), self.call.result(1), i)
+                code.store(code.value(0.0, F32), self.call.result(2), i)
 
     def _vector(self, number: float) -> Value:
         return self.code.value(number, ir.VectorType(F32, self.lanes))
@@ -136,7 +122,7 @@ class _Writer:
         `body` takes the position of the tile's first key, the first and the last key within it, and the number of the
         tile's first key among all keys of the pool.
         """
-        code, tile, block_size = self.code, self.spec.tile, self.spec.block_size
+        code, tile, block_size = self.code, self.tile, self.spec.block_size
         width = self.call.size(3, 1)
         with code.loop(first // tile * tile, stop, tile) as position:
             block = self._clamped(self._int(3, s * width + position // block_size), self.call.size(1, 0) - 1)
@@ -148,17 +134,11 @@ class _Writer:
         cap = self.spec.soft_cap
         return score if cap is None else tanh(self.code, score * (1 / cap)) * cap
 
-    # A decode token. Its heads are computed in parts, whose outputs fill half of the registers.
-
-    @property
-    def _part(self) -> int:
-        """Heads of a part."""
-        most = min(self.lanes, max(1, self.registers // 2 * self.lanes // self.spec.head_dim))
-        return max(heads for heads in range(1, most + 1) if self.spec.group % heads == 0)
+    # A decode token.
 
     def _decode(self, s: Value, k_head: Value) -> None:
         code, lanes = self.code, self.lanes
-        group, size, tile = self.spec.group, self.spec.head_dim, self.spec.tile
+        group, size, tile = self.spec.group, self.spec.head_dim, self.tile
         padded = -(-tile // lanes) * lanes
         row, length = self._int(5, s), self._length(s)
         head = row * self.heads + k_head * group
@@ -174,11 +154,11 @@ class _Writer:
         def body(position: Value, low: Value, high: Value, at: Value) -> None:
             with code.loop(0, group * padded, lanes) as i:
                 code.store_vector(self._vector(-INFINITY), scores, i)
-            with code.loop(0, group, self._part) as g:
+            with code.loop(0, group, self.part) as g:
                 self._decode_scores(code.at(q, g * size, F32), code.at(scores, g * padded, F32), padded, low, high, at)
             with code.loop(0, group) as g:
                 self._decode_softmax(scores, padded, tops, totals, o, g)
-            with code.loop(0, group, self._part) as g:
+            with code.loop(0, group, self.part) as g:
                 self._decode_output(code.at(scores, g * padded, F32), padded, low, high, at, code.at(o, g * size, F32))
 
         first = length * 0
@@ -195,7 +175,7 @@ class _Writer:
     def _decode_scores(self, q: Value, scores: Value, padded: int, low: Value, high: Value, at: Value) -> None:
         """Write the scores [G, tile] of the heads of a part."""
         code, lanes, size = self.code, self.lanes, self.spec.head_dim
-        keys, heads = self.call.argument(1), range(self._part)
+        keys, heads = self.call.argument(1), range(self.part)
         several = max(1, min(lanes, UNROLLED * lanes // size) // len(heads))
 
         def step(c: Value, count: int) -> None:
@@ -203,9 +183,7 @@ class _Writer:
             for j in range(count):
                 k = [self.load(code, keys, (at + c + j) * size + i) for i in range(0, size, lanes)]
                 for g in heads:
-                    q_g = [
-                        code.load_vector(q, code.value(g * size + i, I64), F32, lanes) for i in range(0, size, lanes)
-                    ]
+                    q_g = [code.load_vector(q, g * size + i, F32, lanes) for i in range(0, size, lanes)]
                     total = q_g[0] * k[0]
                     for a, b in zip(q_g[1:], k[1:]):
                         total = code.fma(a, b, total)
@@ -243,22 +221,22 @@ class _Writer:
     def _decode_output(self, weights: Value, padded: int, low: Value, high: Value, at: Value, o: Value) -> None:
         """Add the values of a tile to the outputs of the heads of a part."""
         code, lanes, size = self.code, self.lanes, self.spec.head_dim
-        values, heads = self.call.argument(2), range(self._part)
+        values, heads = self.call.argument(2), range(self.part)
         places = [(g, i) for g in heads for i in range(0, size, lanes)]
-        sums = [Variable(code.load_vector(o, code.value(g * size + i, I64), F32, lanes)) for g, i in places]
+        sums = [Variable(code.load_vector(o, g * size + i, F32, lanes)) for g, i in places]
         with code.loop(low, high) as c:
             v = {i: self.load(code, values, (at + c) * size + i) for i in range(0, size, lanes)}
             weight = [code.splat(code.load(weights, c + g * padded, F32), lanes) for g in heads]
             for (g, i), total in zip(places, sums):
                 total.set(code.fma(weight[g], v[i], total.get()))
         for (g, i), total in zip(places, sums):
-            code.store_vector(total.get(), o, code.value(g * size + i, I64))
+            code.store_vector(total.get(), o, g * size + i)
 
     # A tile of a prompt: row r holds head r % G of query r // G.
 
     def _prompt(self, s: Value, k_head: Value, number: Value) -> None:
         code, spec, lanes, rows = self.code, self.spec, self.lanes, self.rows
-        group, size, tile = spec.group, spec.head_dim, spec.tile
+        group, size, tile = spec.group, spec.head_dim, self.tile
         first_row, last_row, length = self._int(5, s), self._int(5, s + 1), self._length(s)
         first = number * rows
         stop = code.minimum(first + rows, (last_row - first_row) * group)
@@ -348,9 +326,8 @@ class _Writer:
             top = tops[n].get()
             for j in range(count):
                 key = code.splat(code.cast("trunc", position + c + j, I32), lanes)
-                score = code.select(
-                    key.compare("<=", position_n), self._capped(sums[j][n].get()), self._vector(-INFINITY)
-                )
+                seen = key.compare("<=", position_n)
+                score = code.select(seen, self._capped(sums[j][n].get()), self._vector(-INFINITY))
                 if self.spec.window is not None:
                     score = code.select(key.compare(">", position_n - self.spec.window), score, self._vector(-INFINITY))
                 top = code.maximum(top, score)
@@ -362,21 +339,19 @@ class _Writer:
     ) -> None:
         """Add the values of a tile to some numbers of the outputs [H, rows]."""
         code, lanes, rows, size = self.code, self.lanes, self.rows, self.spec.head_dim
-        sums = [
-            [
-                Variable(code.load_vector(o, (h + i) * rows + n * lanes, F32, lanes) * shrinks[n])
-                for n in range(ROW_VECTORS)
-            ] for i in range(KEYS)
-        ]  # fmt: skip
+        places = [(i, n) for i in range(KEYS) for n in range(ROW_VECTORS)]
+        sums = {
+            (i, n): Variable(code.load_vector(o, (h + i) * rows + n * lanes, F32, lanes) * shrinks[n])
+            for i, n in places
+        }
         with code.loop(low, high) as c:
             weight = [code.load_vector(weights, c * rows + n * lanes, F32, lanes) for n in range(ROW_VECTORS)]
             for i in range(KEYS):
                 v = code.splat(code.load(values, c * size + h + i, F32), lanes)
                 for n in range(ROW_VECTORS):
-                    sums[i][n].set(code.fma(weight[n], v, sums[i][n].get()))
-        for i in range(KEYS):
-            for n in range(ROW_VECTORS):
-                code.store_vector(sums[i][n].get(), o, (h + i) * rows + n * lanes)
+                    sums[i, n].set(code.fma(weight[n], v, sums[i, n].get()))
+        for i, n in places:
+            code.store_vector(sums[i, n].get(), o, (h + i) * rows + n * lanes)
 
 
 def paged_decode_attention(q_snh: jax.Array, contexts: Contexts, options: AttentionOptions) -> OutputAndLse:
@@ -399,19 +374,18 @@ def _attend(
     q_tnh: jax.Array, contexts: Contexts, cu_q_lens_s1: jax.Array, decode_s: jax.Array, options: AttentionOptions
 ) -> OutputAndLse:
     _, num_kv_heads, block_size, head_dim = contexts.k_pool.shape
-    num_heads, size = q_tnh.shape[1:]
-    group = num_heads // num_kv_heads
-    lanes = Machine.host().lanes
-    if q_tnh.dtype == jnp.float64 or head_dim % lanes:
+    group = q_tnh.shape[1] // num_kv_heads
+    if q_tnh.dtype == jnp.float64 or head_dim % Machine.host().lanes:
         raise NotImplementedError(f"CPU kernels: {q_tnh.dtype} over pools of head dim {head_dim} is not supported")
     spec = Spec(str(contexts.k_pool.dtype), num_kv_heads, group, head_dim, block_size, options.soft_cap, options.window)
     q = pad_head_dim(q_tnh.astype(jnp.float32) * options.scale, head_dim)
     if options.k_scale_k is not None:
         q *= jnp.repeat(options.k_scale_k, group)[:, None]
     results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (q.shape, q.shape[:2], q.shape[:2])]
-    o, top_tn, total_tn = jax.ffi.ffi_call(spec.register(), results, vmap_method="sequential")(
-        q, *contexts, cu_q_lens_s1, decode_s
-    )
+    name = f"jpaged_attention_{hashlib.sha256(repr((spec, VERSION)).encode()).hexdigest()[:16]}"
+    target = register(name, lambda call: _Writer(spec, call).units(), lambda call, unit: _Writer(spec, call).work(unit))
+    attend = jax.ffi.ffi_call(target, results, vmap_method="sequential")
+    o, top_tn, total_tn = attend(q, *contexts, cu_q_lens_s1, decode_s)
     if options.v_scale_k is not None:
         o *= jnp.repeat(options.v_scale_k, group)[:, None]
-    return o[..., :size].astype(q_tnh.dtype), top_tn + jnp.log(total_tn)
+    return o[..., : q_tnh.shape[2]].astype(q_tnh.dtype), top_tn + jnp.log(total_tn)

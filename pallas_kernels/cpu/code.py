@@ -5,7 +5,7 @@ Vector operations are explicit. LLVM turns them into AVX-512, AVX2, NEON or any 
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 from llvmlite import binding, ir
@@ -41,67 +41,39 @@ class Machine(NamedTuple):
         return cls(binding.get_host_cpu_name(), has.flatten(), lanes, registers)
 
 
+def _operator(integer: str, real: str, *, swap: bool = False) -> Callable[["Value", Number], "Value"]:
+    """Return the method of an operator, by LLVM's instructions for whole and for real numbers."""
+
+    def method(self: "Value", other: Number) -> "Value":
+        kind = self.llvm.type
+        a, b = self.llvm, self.code.value(other, kind).llvm
+        name = integer if isinstance(getattr(kind, "element", kind), ir.IntType) else real
+        flags = {"flags": ("contract",)} if name.startswith("f") else {}
+        return Value(self.code, getattr(self.code.builder, name)(*((b, a) if swap else (a, b)), **flags))
+
+    return method
+
+
 class Value:
     """A value of the function that `code` writes."""
 
     def __init__(self, code: "Code", llvm: Any):
         self.code, self.llvm = code, llvm
 
-    def _binary(self, other: Number, integer: str, real: str, *, swap: bool = False) -> "Value":
-        kind = self.llvm.type
-        a, b = self.llvm, self.code.value(other, kind).llvm
-        scalar = kind.element if isinstance(kind, ir.VectorType) else kind
-        name = integer if isinstance(scalar, ir.IntType) else real
-        build = getattr(self.code.builder, name)
-        flags = {"flags": ("contract",)} if name.startswith("f") else {}
-        return Value(self.code, build(*((b, a) if swap else (a, b)), **flags))
-
-    def __add__(self, other: Number) -> "Value":
-        return self._binary(other, "add", "fadd")
-
-    def __radd__(self, other: Number) -> "Value":
-        return self + other
-
-    def __sub__(self, other: Number) -> "Value":
-        return self._binary(other, "sub", "fsub")
-
-    def __rsub__(self, other: Number) -> "Value":
-        return self._binary(other, "sub", "fsub", swap=True)
-
-    def __mul__(self, other: Number) -> "Value":
-        return self._binary(other, "mul", "fmul")
-
-    def __rmul__(self, other: Number) -> "Value":
-        return self * other
-
-    def __truediv__(self, other: Number) -> "Value":
-        return self._binary(other, "sdiv", "fdiv")
-
-    def __rtruediv__(self, other: Number) -> "Value":
-        return self._binary(other, "sdiv", "fdiv", swap=True)
-
-    def __floordiv__(self, other: Number) -> "Value":
-        return self._binary(other, "sdiv", "fdiv")
-
-    def __mod__(self, other: Number) -> "Value":
-        return self._binary(other, "srem", "frem")
-
-    def __lshift__(self, other: Number) -> "Value":
-        return self._binary(other, "shl", "shl")
-
-    def __and__(self, other: Number) -> "Value":
-        return self._binary(other, "and_", "and_")
-
-    def __or__(self, other: Number) -> "Value":
-        return self._binary(other, "or_", "or_")
+    __add__ = __radd__ = _operator("add", "fadd")
+    __sub__, __rsub__ = _operator("sub", "fsub"), _operator("sub", "fsub", swap=True)
+    __mul__ = __rmul__ = _operator("mul", "fmul")
+    __truediv__ = __floordiv__ = _operator("sdiv", "fdiv")
+    __rtruediv__ = _operator("sdiv", "fdiv", swap=True)
+    __mod__ = _operator("srem", "frem")
+    __lshift__, __and__, __or__ = _operator("shl", "shl"), _operator("and_", "and_"), _operator("or_", "or_")
 
     def compare(self, operator: str, other: Number) -> "Value":
         """Return the result of a signed or ordered comparison."""
-        b = self.code.value(other, self.llvm.type).llvm
-        scalar = self.llvm.type.element if isinstance(self.llvm.type, ir.VectorType) else self.llvm.type
-        build = self.code.builder
-        compare = build.icmp_signed if isinstance(scalar, ir.IntType) else build.fcmp_ordered
-        return Value(self.code, compare(operator, self.llvm, b))
+        kind, build = self.llvm.type, self.code.builder
+        whole = isinstance(getattr(kind, "element", kind), ir.IntType)
+        compare = build.icmp_signed if whole else build.fcmp_ordered
+        return Value(self.code, compare(operator, self.llvm, self.code.value(other, kind).llvm))
 
 
 class Variable:
@@ -138,13 +110,10 @@ class Code:
 
     def value(self, number: Number, kind: Any) -> Value:
         """Return a number as a value; a scalar is repeated in each lane of a vector."""
+        vector = isinstance(kind, ir.VectorType)
         if not isinstance(number, Value):
-            if isinstance(kind, ir.VectorType):
-                return Value(self, ir.Constant(kind, [number] * kind.count))
-            return Value(self, ir.Constant(kind, number))
-        if isinstance(kind, ir.VectorType) and not isinstance(number.llvm.type, ir.VectorType):
-            return self.splat(number, kind.count)
-        return number
+            return Value(self, ir.Constant(kind, [number] * kind.count if vector else number))
+        return self.splat(number, kind.count) if vector and not isinstance(number.llvm.type, ir.VectorType) else number
 
     def splat(self, x: Value, lanes: int) -> Value:
         """Return a vector of one number."""
@@ -178,21 +147,18 @@ class Code:
         self.builder.branch(head)
         self.builder.position_at_end(end)
 
-    @contextmanager
-    def when(self, condition: Value) -> Iterator[None]:
+    def when(self, condition: Value) -> AbstractContextManager[Any]:
         """Run the block if a condition holds."""
-        with self.builder.if_then(condition.llvm):
-            yield
+        block: AbstractContextManager[Any] = self.builder.if_then(condition.llvm)
+        return block
 
     def at(self, pointer: Value, index: Number, kind: Any) -> Value:
         """Return the address of an element of an array."""
-        index = self.value(index, I64)
-        return Value(self, self.builder.gep(pointer.llvm, [index.llvm], source_etype=kind))
+        return Value(self, self.builder.gep(pointer.llvm, [self.value(index, I64).llvm], source_etype=kind))
 
     def load(self, pointer: Value, index: Number, kind: Any) -> Value:
         """Return an element of an array."""
-        address = self.at(pointer, index, kind)
-        return Value(self, self.builder.load(address.llvm, typ=kind))
+        return Value(self, self.builder.load(self.at(pointer, index, kind).llvm, typ=kind))
 
     def store(self, value: Value, pointer: Value, index: Number) -> None:
         """Change an element of an array."""
@@ -208,12 +174,11 @@ class Code:
         """Change the float32 elements of an array from `index` on."""
         self.builder.store(value.llvm, self.at(pointer, index, F32).llvm, align=4)
 
-    def scratch(self, size: int, element: Any, align: int = 64) -> Value:
+    def scratch(self, size: int, element: Any) -> Value:
         """Return an array on the stack of the function."""
         with self.builder.goto_entry_block():
             place = self.builder.alloca(ir.ArrayType(element, size))
-            place.align = align
-            place.type = POINTER
+            place.align, place.type = 64, POINTER
         return Value(self, place)
 
     def intrinsic(self, name: str, *arguments: Value, result: Any = None) -> Value:
@@ -221,11 +186,6 @@ class Code:
         kind = ir.FunctionType(result or arguments[0].llvm.type, [argument.llvm.type for argument in arguments])
         function = self.module.globals.get(name) or ir.Function(self.module, kind, name)
         return Value(self, self.builder.call(function, [argument.llvm for argument in arguments]))
-
-    def prefetch(self, address: Value) -> None:
-        """Request a cache line into the second cache. Requests into the first one would delay loads."""
-        options = [self.value(number, I32) for number in (0, 2, 1)]
-        self.intrinsic("llvm.prefetch.p0", address, *options, result=VOID)
 
     def fma(self, a: Value, b: Value, c: Value) -> Value:
         """Return a b + c of float32 vectors, rounded once where the machine can."""
@@ -280,20 +240,6 @@ class Code:
     def call(self, function: Value, kind: ir.FunctionType, *arguments: Value) -> Value:
         """Call a function by its address."""
         typed = self.builder.bitcast(function.llvm, POINTER)
-        typed.type = _Function(kind)
+        typed.type = ir.PointerType()
+        typed.type.pointee = kind  # for llvmlite: LLVM's own pointers have no further type
         return Value(self, self.builder.call(typed, [argument.llvm for argument in arguments]))
-
-    def ret(self, value: Value | None = None) -> None:
-        """End the function."""
-        if value is None:
-            self.builder.ret_void()
-        else:
-            self.builder.ret(value.llvm)
-
-
-class _Function(ir.PointerType):  # type: ignore[misc]
-    """Type of the address of a function, for llvmlite: LLVM's own pointers have no further type."""
-
-    def __init__(self, kind: ir.FunctionType):
-        super().__init__()
-        self.pointee = kind

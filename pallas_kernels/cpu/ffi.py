@@ -63,27 +63,24 @@ def register(name: str, units: Callable[[CallFrame], Value], work: Callable[[Cal
         work: writes the code of one unit, given its number. Units run at the same time.
     """
     with _lock:
-        if name not in _engines:
-            engine, handler = _compile(_module(name, units, work))
-            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(ctypes.c_void_p(handler)), platform="cpu")
-            _engines[name] = engine
+        if name in _engines:
+            return name
+        module = _module(name, units, work)
+        binding.initialize_native_target()
+        binding.initialize_native_asmprinter()
+        machine = Machine.host()
+        parsed = binding.parse_assembly(str(module))
+        target = binding.Target.from_default_triple().create_target_machine(
+            cpu=machine.cpu, features=machine.features, opt=3, jit=True
+        )
+        builder = binding.create_pass_builder(target, binding.create_pipeline_tuning_options(speed_level=2))
+        builder.getModulePassManager().run(parsed, builder)
+        engine = binding.create_mcjit_compiler(parsed, target)
+        engine.finalize_object()
+        handler = ctypes.c_void_p(engine.get_function_address("handler"))
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform="cpu")
+        _engines[name] = engine
     return name
-
-
-def _compile(module: ir.Module) -> tuple[Any, int]:
-    """Compile a module for this machine, and return its owner and the address of its function "handler"."""
-    binding.initialize_native_target()
-    binding.initialize_native_asmprinter()
-    machine = Machine.host()
-    parsed = binding.parse_assembly(str(module))
-    target = binding.Target.from_default_triple().create_target_machine(
-        cpu=machine.cpu, features=machine.features, opt=3, jit=True
-    )
-    builder = binding.create_pass_builder(target, binding.create_pipeline_tuning_options(speed_level=2))
-    builder.getModulePassManager().run(parsed, builder)
-    engine = binding.create_mcjit_compiler(parsed, target)
-    engine.finalize_object()
-    return engine, engine.get_function_address("handler")
 
 
 def _module(name: str, units: Callable[[CallFrame], Value], work: Callable[[CallFrame, Value], None]) -> ir.Module:
@@ -92,36 +89,31 @@ def _module(name: str, units: Callable[[CallFrame], Value], work: Callable[[Call
     module.triple = binding.get_default_triple()
     unit = Code(module, "unit", VOID, [POINTER, I64])
     unit.function.linkage = "internal"
-    frame, number = unit.arguments
-    work(CallFrame(unit, frame), number)
-    unit.ret()
-    take = _take(module, unit)
-    _handler(module, take, units)
-    return module
+    work(CallFrame(unit, unit.arguments[0]), unit.arguments[1])
+    unit.builder.ret_void()
 
-
-def _take(module: ir.Module, unit: Code) -> Code:
-    """Write the function of a thread: it works on units as long as there are any, and leaves the job."""
-    code = Code(module, "take", VOID, [POINTER])
-    (job,) = code.arguments
-    number = Variable(code.value(0, I64))
+    # The function of a thread works on units as long as there are any, and leaves the job.
+    take = Code(module, "take", VOID, [POINTER])
+    (job,) = take.arguments
+    number = Variable(take.value(0, I64))
 
     def next_unit() -> Value:
-        number.set(_add(code, job, NEXT, 1))
-        return number.get().compare("<", code.load(job, UNITS, I64))
+        number.set(_add(take, job, NEXT, 1))
+        return number.get().compare("<", take.load(job, UNITS, I64))
 
-    with code.as_long_as(next_unit):
-        code.builder.call(unit.function, [code.load(job, FRAME, POINTER).llvm, number.get().llvm])
-        _add(code, job, DONE, 1)
-    _leave(code, job)
-    code.ret()
-    return code
+    with take.as_long_as(next_unit):
+        take.builder.call(unit.function, [take.load(job, FRAME, POINTER).llvm, number.get().llvm])
+        _add(take, job, DONE, 1)
+    _leave(take, job)
+    take.builder.ret_void()
+    _handler(module, take, units)
+    return module
 
 
 def _handler(module: ir.Module, take: Code, units: Callable[[CallFrame], Value]) -> None:
     code = Code(module, "handler", POINTER, [POINTER])
     (frame,) = code.arguments
-    null = Value(code, ir.Constant(POINTER, None))
+    null = ir.Constant(POINTER, None)
     # At registration XLA asks for the version of the interface.
     extension = field(frame, FRAME_EXTENSION, POINTER)
     with (
@@ -131,7 +123,7 @@ def _handler(module: ir.Module, take: Code, units: Callable[[CallFrame], Value])
         metadata = field(extension, EXTENSION_METADATA, POINTER)
         for offset, number in ((METADATA_MAJOR, 0), (METADATA_MINOR, 1)):
             code.store(code.value(number, I32), code.at(metadata, offset, I8), 0)
-        code.ret(null)
+        code.builder.ret(null)
     api, context = field(frame, FRAME_API, POINTER), field(frame, FRAME_CONTEXT, POINTER)
     threads = code.scratch(1, I64)
     code.store(code.value(1, I64), threads, 0)
@@ -148,13 +140,12 @@ def _handler(module: ir.Module, take: Code, units: Callable[[CallFrame], Value])
     # Other threads may be in their last units. Threads that have not begun find none, and the caller does not wait.
     done = code.at(job, DONE, I64).llvm
 
-    def some_left() -> Value:
-        return Value(code, code.builder.load_atomic(done, "acquire", 8, typ=I64)).compare("<", total)
-
-    with code.as_long_as(some_left):
+    with code.as_long_as(
+        lambda: Value(code, code.builder.load_atomic(done, "acquire", 8, typ=I64)).compare("<", total)
+    ):
         code.intrinsic("sched_yield", result=I32)
     _leave(code, job)
-    code.ret(null)
+    code.builder.ret(null)
 
 
 def _leave(code: Code, job: Value) -> None:
@@ -182,8 +173,7 @@ def _call_api(code: Code, api: Value, function: int, *fields: Value) -> Value:
 
 def _is_set(pointer: Value) -> Value:
     """Return whether a pointer is not null."""
-    null = ir.Constant(POINTER, None)
-    return Value(pointer.code, pointer.code.builder.icmp_unsigned("!=", pointer.llvm, null))
+    return Value(pointer.code, pointer.code.builder.icmp_unsigned("!=", pointer.llvm, ir.Constant(POINTER, None)))
 
 
 def _add(code: Code, job: Value, index: int, number: int) -> Value:

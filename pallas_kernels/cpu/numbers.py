@@ -1,7 +1,7 @@
 """Vectors of float32: conversions from the dtypes of parameters and pools, exp and tanh."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from llvmlite import ir
 
@@ -10,50 +10,26 @@ from pallas_kernels.cpu.code import F16, F32, I8, I16, I32, Code, Value
 LOADED = ("float32", "bfloat16", "float16", "float8_e4m3fn")
 
 
-class Loader(NamedTuple):
-    """Writer of loads of a vector of float32 from an array of another dtype.
+def loader(dtype: str, lanes: int) -> tuple[Any, Callable[[Code, Value, Value], Value]]:
+    """Return LLVM's type of a dtype, one of `LOADED`, and the writer of a load of float32 from an array."""
+    element = dict(zip(LOADED, (F32, I16, F16, I8), strict=True))[dtype]
 
-    Attributes:
-        element: LLVM's type of the array's elements.
-    """
-
-    element: Any
-    write: Callable[[Code, Value, Value], Value]
-
-    def __call__(self, code: Code, array: Value, index: Value) -> Value:
-        """Write the load of the numbers from an index on."""
-        return self.write(code, array, index)
-
-
-def loader(dtype: str, lanes: int) -> Loader:
-    """Return the loader for arrays of a dtype, one of `LOADED`."""
-
-    def float32(code: Code, array: Value, index: Value) -> Value:
-        return code.load_vector(array, index, F32, lanes)
-
-    def float16(code: Code, array: Value, index: Value) -> Value:
-        return code.cast("fpext", code.load_vector(array, index, F16, lanes), F32)
-
-    def bfloat16(code: Code, array: Value, index: Value) -> Value:
-        return as_float(code, code.cast("zext", code.load_vector(array, index, I16, lanes), I32) << 16)
-
-    def float8_e4m3fn(code: Code, array: Value, index: Value) -> Value:
+    def load(code: Code, array: Value, index: Value) -> Value:
+        x = code.load_vector(array, index, element, lanes)
+        if dtype == "float32":
+            return x
+        if dtype == "float16":
+            return code.cast("fpext", x, F32)
+        if dtype == "bfloat16":
+            return code.cast("bitcast", code.cast("zext", x, I32) << 16, F32)
         # The bits of float16, whose exponent is 8 more: 0 and subnormal numbers become right too.
-        bits = code.cast("zext", code.load_vector(array, index, I8, lanes), I16)
-        half = (bits & 0x7F) << 7 | (bits & 0x80) << 8
-        number = (
-            code.cast("fpext", Value(code, code.builder.bitcast(half.llvm, ir.VectorType(F16, lanes))), F32) * 256.0
-        )
+        bits = code.cast("zext", x, I16)
+        half = code.cast("bitcast", (bits & 0x7F) << 7 | (bits & 0x80) << 8, F16)
+        number = code.cast("fpext", half, F32) * 256.0
         nan = code.value(float("nan"), ir.VectorType(F32, lanes))
         return code.select((bits & 0x7F).compare("==", 0x7F), nan, number)
 
-    kinds = (F32, float32), (I16, bfloat16), (F16, float16), (I8, float8_e4m3fn)
-    return Loader(*dict(zip(LOADED, kinds, strict=True))[dtype])
-
-
-def as_float(code: Code, bits: Value) -> Value:
-    """Return the float32 numbers with the given bits."""
-    return Value(code, code.builder.bitcast(bits.llvm, ir.VectorType(F32, bits.llvm.type.count)))
+    return element, load
 
 
 def exp(code: Code, x: Value) -> Value:
@@ -61,7 +37,6 @@ def exp(code: Code, x: Value) -> Value:
 
     It is 0 below -87, and NaN for NaN.
     """
-    lanes = x.llvm.type.count
     magic = 12582912.0  # added to a number, it leaves the nearest whole number in the lowest bits
     shifted = x * 1.4426950408889634 + magic
     whole = shifted - magic
@@ -70,8 +45,7 @@ def exp(code: Code, x: Value) -> Value:
     y = code.value(1 / 5040, x.llvm.type)
     for factorial in (720, 120, 24, 6, 2, 1, 1):
         y = code.fma(y, r, code.value(1 / factorial, x.llvm.type))
-    bits = Value(code, code.builder.bitcast(shifted.llvm, ir.VectorType(I32, lanes)))
-    power = as_float(code, (bits << 23) + 0x3F800000)
+    power = code.cast("bitcast", (code.cast("bitcast", shifted, I32) << 23) + 0x3F800000, F32)
     return code.select(x.compare("<", -87.0), code.value(0.0, x.llvm.type), y * power)
 
 

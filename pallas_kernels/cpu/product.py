@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from llvmlite import ir
 
-from pallas_kernels.cpu.code import F32, I32, I64, Machine, Value, Variable
+from pallas_kernels.cpu.code import F32, I32, I64, VOID, Machine, Value, Variable
 from pallas_kernels.cpu.ffi import CallFrame, register
 from pallas_kernels.cpu.numbers import LOADED, loader
 
@@ -47,26 +47,22 @@ def target(dtype: str) -> str:
 
     Its arguments are x [T, I] float32, W [O, I], and whether each row is computed, [T] int32.
     """
-    return register(f"jpaged_product_3_{dtype}", _count_units, lambda call, unit: _write_unit(dtype, call, unit))
-
-
-def _tile() -> tuple[int, int]:
-    """Return the outputs and the rows of x that are computed at once: one sum in each of most registers."""
-    return (6, 4) if Machine.host().registers == 32 else (4, 2)
+    return register(
+        f"jpaged_product_3_{dtype}",
+        lambda call: (call.size(1, 0) + (UNIT_O - 1)) // UNIT_O * _row_units(call),
+        lambda call, unit: _write_unit(dtype, call, unit),
+    )
 
 
 def _row_units(call: CallFrame) -> Value:
     return (call.size(0, 0) + (UNIT_T - 1)) // UNIT_T
 
 
-def _count_units(call: CallFrame) -> Value:
-    return (call.size(1, 0) + (UNIT_O - 1)) // UNIT_O * _row_units(call)
-
-
 def _write_unit(dtype: str, call: CallFrame, unit: Value) -> None:
     code, lanes = call.code, Machine.host().lanes
-    tile_o, tile_t = _tile()
-    load = loader(dtype, lanes)
+    # The outputs and the rows of x that are computed at once: one sum in each of most registers.
+    tile_o, tile_t = (6, 4) if Machine.host().registers == 32 else (4, 2)
+    element, load = loader(dtype, lanes)
     depth, outputs = call.size(0, 1), call.size(1, 0)
     x, weight, y = call.argument(0), call.argument(1), call.result(0)
     rows = code.scratch(UNIT_T, I64)  # the unit's rows that are computed
@@ -86,12 +82,14 @@ def _write_unit(dtype: str, call: CallFrame, unit: Value) -> None:
         with code.when(begin.compare(">", 0)):
             for total, at in zip(sums, places):
                 total.set(code.load_vector(partial, at, F32, lanes))
-        # Prefetch the weights of the next outputs. Each tile requests different cache lines.
-        ahead = depth * num_o
+        # Prefetch the weights of the next outputs. Each tile requests different cache lines, into the second cache:
+        # requests into the first one would delay loads.
+        ahead, options = depth * num_o, [code.value(number, I32) for number in (0, 2, 1)]
         first = o + r // num_t * PREFETCHED % num_o
         with code.loop(begin, end, lanes) as k:
             for line in range(PREFETCHED):
-                code.prefetch(code.at(weight, (first + line) * depth + (k + ahead), load.element))
+                line_at = code.at(weight, (first + line) * depth + (k + ahead), element)
+                code.intrinsic("llvm.prefetch.p0", line_at, *options, result=VOID)
             w = [load(code, weight, (o + i) * depth + k) for i in range(num_o)]
             for j in range(num_t):
                 x_j = code.load_vector(x, at_t[j] * depth + k, F32, lanes)

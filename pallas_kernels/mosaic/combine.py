@@ -5,6 +5,8 @@ of one KV head padded to wgmma's N, X output columns of one thread block.
 """
 
 import functools
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic.query_rows import QueryRows
+from pallas_kernels.mosaic.ring import TMA_ROWS
 from pallas_kernels.mosaic.softmax import natural_lse, softmax_state
 from pallas_kernels.mosaic.support import check_grid, compiler_params, store_transposed
 from pallas_kernels.options import Ref
@@ -21,6 +23,40 @@ Carry = tuple[jax.Array, jax.Array, jax.Array]  # output, maximum and sum of the
 
 LANES = 32  # log-sum-exps of one split, padded: a TMA box of shared memory starts at a multiple of 128 bytes
 COLUMNS = 64  # X
+
+
+@dataclass(frozen=True)
+class QueryRows:
+    """Rows of q [R K stride, H] that hold the heads of a KV head.
+
+    A box of M rows that starts at a multiple of 8 holds these heads, and heads of a neighbour. Nothing reads the
+    neighbour's heads: each head is a separate column of all products.
+
+    Attributes:
+        stride: rows of a KV head.
+        direct: whether q is taken as it is, with `stride` the query heads of a KV head. Otherwise it has a row for each
+            sequence, padded so that a box holds one KV head.
+    """
+
+    stride: int
+    direct: bool
+
+    @classmethod
+    def of(cls, num_rows: int, num_heads: int, num_kv_heads: int) -> "QueryRows":
+        """Return the places for q [R, N, H]."""
+        group = num_heads // num_kv_heads
+        fits = TMA_ROWS % group == 0 or group % TMA_ROWS == 0
+        if fits and num_rows * num_heads % TMA_ROWS == 0:
+            return cls(group, True)
+        return cls(pl.cdiv(group, TMA_ROWS) * TMA_ROWS, False)
+
+    def first(self, row: Any, head: Any, num_kv_heads: int) -> Any:
+        """Return the first row of a KV head."""
+        return (row * num_kv_heads + head) * self.stride
+
+    def lead(self, row: Any, head: Any, num_kv_heads: int) -> Any:
+        """Return the number of rows in a box before the first row of a KV head."""
+        return self.first(row, head, num_kv_heads) % TMA_ROWS if self.stride % TMA_ROWS else 0 * (row + head)
 
 
 def _kernel(

@@ -22,9 +22,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import tuning
 from pallas_kernels.checks import FP8
-from pallas_kernels.mosaic.combine import LANES, combine
-from pallas_kernels.mosaic.query_rows import TMA_ROWS, QueryRows
-from pallas_kernels.mosaic.ring import KVRing
+from pallas_kernels.mosaic.combine import LANES, QueryRows, combine
+from pallas_kernels.mosaic.ring import TMA_ROWS, KVRing
 from pallas_kernels.mosaic.softmax import NEG, capped, exponent_factor, product, scales, softmax_state
 from pallas_kernels.mosaic.support import check_grid, check_supported, compiler_params, num_sms
 from pallas_kernels.mosaic.work import DecodeWork, WorkSizes, decode_work
@@ -33,8 +32,6 @@ from pallas_kernels.reference import pad_head_dim
 from pallas_kernels.transforms import no_vmap
 
 Carry = tuple[jax.Array, jax.Array, jax.Array]  # output, maxima and sums of the softmax so far
-
-REDUCTION_BYTES = 1024  # of scratch, the least; more would leave no room for two thread blocks with 16 query heads
 
 
 def _kernel(
@@ -183,9 +180,8 @@ def _launch(
             q_free=plgpu.Barrier(num_barriers=q_stages),
             ring=KVRing.scratch(tiles.stages, (tiles.tile, h, h), dtype, contexts.k_pool, consumers=1),
         ),
-        compiler_params=compiler_params(
-            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=REDUCTION_BYTES
-        ),
+        # The least bytes of scratch: more would leave no room for two thread blocks with 16 query heads.
+        compiler_params=compiler_params(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=1024),
         kernel_name="paged_decode",
     )(q_rnh.reshape(-1, h), *contexts[:2], *scales(options, k), *splits[:2], row_s, contexts.block_tables_sw)
     return partials

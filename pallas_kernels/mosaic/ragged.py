@@ -22,14 +22,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import tuning
 from pallas_kernels.checks import FP8
+from pallas_kernels.cuts import QueryTiles
 from pallas_kernels.mosaic.decode import attend_rows, decode_cut
-from pallas_kernels.mosaic.query_rows import TMA_ROWS
-from pallas_kernels.mosaic.ring import WGMMA_ROWS, KVRing
+from pallas_kernels.mosaic.ring import TMA_ROWS, WGMMA_ROWS, KVRing
 from pallas_kernels.mosaic.softmax import NEG, capped, exponent_factor, natural_lse, product, scales, softmax_state
 from pallas_kernels.mosaic.support import check_grid, check_supported, compiler_params
 from pallas_kernels.mosaic.work import RaggedWork, WorkSizes, ragged_work, tokens_per_warpgroup
 from pallas_kernels.options import AttentionOptions, Contexts, OutputAndLse, Ref
-from pallas_kernels.query_tiles import QueryTiles
 from pallas_kernels.reference import pad_head_dim
 from pallas_kernels.transforms import no_vmap
 
@@ -267,17 +266,6 @@ def wait_for_keys(ring: KVRing, t: jax.Array, tiles: jax.Array) -> None:
     pl.when(t < tiles)(lambda: plgpu.barrier_wait(ring.k_full.at[lax.rem(t, ring.k.shape[0])]))
 
 
-def _registers(warpgroups: int, fp8: bool) -> tuple[int, int] | None:
-    """Return the registers per thread of a computing and of the copying warpgroup, of 512 that the warpgroups share.
-
-    None leaves them as the compiler distributes them, which is enough for one computing warpgroup.
-    """
-    if warpgroups == 1:
-        return None
-    copying = 72 if fp8 else 40
-    return (504 - copying) // warpgroups // 8 * 8, copying
-
-
 def _launch(
     q_kyh: jax.Array, contexts: Contexts, work: RaggedWork, o_tnh_ref: Ref, options: AttentionOptions,
     tiles: tuning.MosaicRagged,
@@ -287,13 +275,12 @@ def _launch(
     num_tiles, columns = work.tiles.seq_i.shape[0], min(h, MAX_COLUMNS)
     grid = (num_tiles * k * (h // columns),)
     check_grid("ragged_paged", grid)
+    # Per thread of a computing and of the copying warpgroup, of 512 that the warpgroups share. The compiler's own
+    # distribution is enough for one computing warpgroup.
+    copying = 72 if k_pool.dtype == FP8 else 40
+    registers = None if warpgroups == 1 else ((504 - copying) // warpgroups // 8 * 8, copying)
     lse_ikjr: jax.Array = plgpu.kernel(
-        functools.partial(
-            _kernel,
-            soft_cap=options.soft_cap,
-            window=options.window,
-            registers=_registers(warpgroups, k_pool.dtype == FP8),
-        ),
+        functools.partial(_kernel, soft_cap=options.soft_cap, window=options.window, registers=registers),
         out_type=jax.ShapeDtypeStruct((num_tiles, k, warpgroups, WGMMA_ROWS), jnp.float32),
         grid=grid,
         grid_names=("c",),

@@ -17,6 +17,7 @@ from pallas_kernels.options import Ref
 Box = tuple[int, jax.Array, jax.Array | int]  # row in a tile, block, first row in the block
 
 WGMMA_ROWS = 64
+TMA_ROWS = 8  # a box of swizzled shared memory starts at a multiple of this number of rows
 FP8_DEPTH = 2  # fp8 tiles in flight
 MAX_BOXES_KEPT = 8  # addresses of one tile: the copying warpgroup has few registers
 

@@ -11,10 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import tuning
-from pallas_kernels.mosaic.query_rows import TMA_ROWS
-from pallas_kernels.mosaic.ring import WGMMA_ROWS
-from pallas_kernels.query_tiles import QueryTiles, decode_rows, query_tiles
-from pallas_kernels.splits import Splits, make_splits, max_splits
+from pallas_kernels.cuts import QueryTiles, Splits, decode_rows, make_splits, max_splits, query_tiles
+from pallas_kernels.mosaic.ring import TMA_ROWS, WGMMA_ROWS
 
 
 class DecodeWork(NamedTuple):

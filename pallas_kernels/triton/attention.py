@@ -20,9 +20,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import checks, tuning
+from pallas_kernels.cuts import decode_rows, max_splits, query_tiles, split_size
 from pallas_kernels.options import AttentionOptions, Contexts, OutputAndLse, Ref
-from pallas_kernels.query_tiles import decode_rows, query_tiles
-from pallas_kernels.splits import max_splits, split_size
 from pallas_kernels.triton.launch import as_stored, check_supported, iota, launch
 
 Carry = tuple[jax.Array, jax.Array, jax.Array]  # output, maximum and sum of the softmax so far
@@ -189,10 +188,7 @@ def _launch(
         q_tnh, as_stored(k_pool), as_stored(v_pool), block_tables_sw, context_lens_s, *batch, score_scale_k,
         value_scale_k,
         grid=(batch[-1].shape[0], k, splits),
-        out_types=[
-            jax.ShapeDtypeStruct((t, splits, n, h), dtype),
-            jax.ShapeDtypeStruct((t, splits, n), jnp.float32),
-        ],
+        out_types=[jax.ShapeDtypeStruct((t, splits, n, h), dtype), jax.ShapeDtypeStruct((t, splits, n), jnp.float32)],
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )  # fmt: skip

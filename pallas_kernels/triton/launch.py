@@ -13,11 +13,8 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import checks
 
-DTYPES = ("bfloat16", "float16", "float32")
-MAX_KV_HEADS = 65_535  # one axis of the grid counts them, and CUDA allows no more
-
-
-unsupported = functools.partial(checks.unsupported, dtypes=DTYPES, max_kv_heads=MAX_KV_HEADS)
+# One axis of the grid counts KV heads, and CUDA allows no more.
+unsupported = functools.partial(checks.unsupported, dtypes=("bfloat16", "float16", "float32"), max_kv_heads=65_535)
 
 
 def check_supported(x: jax.Array, pool: jax.Array) -> None:

@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from benchmarks.shared import deviceless
 from benchmarks.shared.gpus import H200
 from pallas_kernels import mosaic, tuning
-from pallas_kernels.mosaic import combine, decode, kv_write, ring, support
+from pallas_kernels.mosaic import combine, decode, ring, support, writes
 from tests.kernels import gpu_compiler, mosaic_program
 from tests.kernels.implementations import ops_of
 
@@ -198,13 +198,13 @@ class TestPlantedFaults:
         assert all("a multiple of 64 bytes, not of 128" in fault for fault in found)
 
     def test_tokens_on_y(self, monkeypatch):
-        monkeypatch.setattr(kv_write, "check_grid", lambda name, grid: None)
+        monkeypatch.setattr(writes, "check_grid", lambda name, grid: None)
         original = plgpu.kernel
 
         def turned(body, *, grid, grid_names, **options):
             return original(body, grid=grid[::-1], grid_names=grid_names[::-1], **options)
 
-        monkeypatch.setattr(kv_write.plgpu, "kernel", turned)
+        monkeypatch.setattr(writes.plgpu, "kernel", turned)
         k = S((70_000, 1, 64), jnp.bfloat16)
         found = faults(ops_of(mosaic).write_kv, *[pool(64, "bfloat16", 1)] * 2, k, k, S((70_000,), jnp.int32))
         assert found["kv_write"] == ["70000 thread blocks along y, at most 65535"]

@@ -11,9 +11,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.mosaic import decode as decode_module
 from pallas_kernels.mosaic import ragged as ragged_module
-from pallas_kernels.mosaic import ring
+from pallas_kernels.mosaic import ring, work
 from tests.kernels import cases
 from tests.kernels.implementations import MOSAIC, ops_of
 from tests.kernels.mosaic_interpreter import interpreted
@@ -71,13 +70,13 @@ class TestTheChecks:
 
     @pytest.mark.parametrize("off", [-1, 1])
     def test_a_split_that_ends_one_token_off_is_noticed(self, monkeypatch, off):
-        make_splits = decode_module.make_splits
+        make_splits = work.make_splits
 
         def wrong(*args, **options):
             splits = make_splits(*args, **options)
             return splits._replace(work_i4=splits.work_i4.at[:, 2].add(off))
 
-        monkeypatch.setattr(decode_module, "make_splits", wrong)
+        monkeypatch.setattr(work, "make_splits", wrong)
         batch = cases.make_batch([20], num_kv_heads=1)
         with pytest.raises(AssertionError):
             batch.check(batch.run(decode))

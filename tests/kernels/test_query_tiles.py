@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.query_tiles import decode_rows, query_tiles
+from pallas_kernels.cuts import decode_rows, query_tiles
 
 
 def check(tiled, q_lens, marked, *, num_rows: int, tile_q: int, align: int) -> None:

@@ -226,7 +226,7 @@ class TestFallback:
         }  # fmt: skip
         assert kernels.name == "triton" and f"not mosaic: {wrong} failed its self-test: wrong" in kernels.reason
         assert kernels.implementation.paged_decode_attention.func.__module__ == "pallas_kernels.triton.attention"
-        assert kernels.implementation.write_kv.__module__ == "pallas_kernels.mosaic.kv_write"
+        assert kernels.implementation.write_kv.__module__ == "pallas_kernels.mosaic.writes"
 
     @pytest.mark.parametrize("wrong", ["write_kv", "write_kv with rope"])
     def test_a_write_falls_back_alone(self, wrong):

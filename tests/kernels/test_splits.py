@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import splits
+from pallas_kernels import cuts
 
 SPLIT, TILE = 512, 64
 
@@ -28,7 +28,7 @@ def test_splits_cover_the_keys_of_each_query(window, most):
             if u * tokens < n and (u + 1) * tokens > seen
         ]
         first.append(len(expected))
-    work = splits.make_splits(jnp.array(lens), most=most, split=SPLIT, tile=TILE, window=window)
+    work = cuts.make_splits(jnp.array(lens), most=most, split=SPLIT, tile=TILE, window=window)
     assert int(work.num_splits[0]) == len(expected) and work.first_s1.tolist() == first
     np.testing.assert_array_equal(work.work_i4[: len(expected)], expected)
     assert len(work.work_i4) == most * len(lens)
@@ -37,15 +37,15 @@ def test_splits_cover_the_keys_of_each_query(window, most):
 def test_split_size_is_the_smallest_that_holds_the_context():
     lens = np.unique(np.concatenate([2 ** np.arange(17) + d for d in (-1, 0, 1)]))
     for most in (1, 3, 16, 32):
-        seen = splits.split_size(jnp.asarray(lens, jnp.int32), SPLIT, most)
+        seen = cuts.split_size(jnp.asarray(lens, jnp.int32), SPLIT, most)
         assert seen.tolist() == [size(int(n), most) for n in lens]
 
 
 def test_partials_of_the_largest_shapes_are_bounded():
     """256 sequences of 131,072 tokens, each split leaving 8 padded query heads of 128 float32 per KV head."""
     for num_kv_heads in (1, 2, 3, 5, 7, 8, 32, 128):
-        most = splits.max_splits(num_kv_heads, 131_072, SPLIT)
+        most = cuts.max_splits(num_kv_heads, 131_072, SPLIT)
         assert 1 <= most <= 32 and most * num_kv_heads >= min(128, 32 * num_kv_heads)
         assert 256 * most * num_kv_heads * 8 * (128 + 4) * 4 <= 160e6
-    assert splits.max_splits(8, 131_072, SPLIT) == 16
-    assert splits.max_splits(1, 600, SPLIT) == 2
+    assert cuts.max_splits(8, 131_072, SPLIT) == 16
+    assert cuts.max_splits(1, 600, SPLIT) == 2

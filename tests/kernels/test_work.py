@@ -9,7 +9,8 @@ import pytest
 
 from pallas_kernels import mosaic, select
 from pallas_kernels.checks import MAX_CONTEXT
-from pallas_kernels.mosaic.query_rows import TMA_ROWS, QueryRows
+from pallas_kernels.mosaic.combine import QueryRows
+from pallas_kernels.mosaic.ring import TMA_ROWS
 from pallas_kernels.mosaic.work import DecodeWork
 from tests.kernels import cases
 from tests.kernels.implementations import MOSAIC

@@ -1,4 +1,4 @@
-"""KV write: each token's key, rotated if asked, and value into its slot, in place (Pallas-Triton)."""
+"""Writes into the pool, in place (Pallas-Triton): keys and values of tokens, and copies of blocks."""
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,8 @@ from jax.experimental.pallas import triton as plt
 from pallas_kernels import checks, reference
 from pallas_kernels.options import Pools, Ref, WriteOptions, Written
 from pallas_kernels.triton.launch import as_stored, check_supported, iota, launch
+
+PIECE = 2048  # elements that one program copies
 
 
 def _write_kernel(
@@ -64,3 +66,30 @@ def write_kv(
     )  # fmt: skip
     written_k, written_v = (lax.bitcast_convert_type(pool, k_pool.dtype) for pool in stored)
     return written_k, written_v, q_tnh
+
+
+def _copy_kernel(
+    blocks_ce_ref: Ref,  # [C, E]
+    destination_c_ref: Ref,  # [C]
+    _pool_pe_ref: Ref,  # [P, E]
+    pool_pe_ref: Ref,  # [P, E], in its place
+) -> None:
+    c, piece = pl.program_id(0), pl.program_id(1)
+    destination = destination_c_ref[c]
+    e = piece * PIECE + iota(PIECE)
+    mask = (e < pool_pe_ref.shape[1]) & (destination >= 0)
+    plt.store(pool_pe_ref.at[destination, e], plt.load(blocks_ce_ref.at[c, e], mask=mask, other=0), mask=mask)
+
+
+def copy_blocks(pool: jax.Array, sources_c: jax.Array, destinations_c: jax.Array) -> jax.Array:
+    """Compute `Ops.copy_blocks`. Temporary memory: the C blocks, which are all read before any is overwritten."""
+    if sources_c.shape[0] == 0:
+        return pool
+    pool_pe = as_stored(pool).reshape(pool.shape[0], -1)
+    blocks_ce = pool_pe.at[sources_c].get(mode="clip")  # a source of no destination may be anything
+    [pool_pe] = launch(
+        "copy_blocks", _copy_kernel, blocks_ce, destinations_c, pool_pe,
+        grid=(blocks_ce.shape[0], pl.cdiv(blocks_ce.shape[1], PIECE)),
+        out_types=[jax.ShapeDtypeStruct(pool_pe.shape, pool_pe.dtype)], aliases={2: 0}, num_warps=4,
+    )  # fmt: skip
+    return lax.bitcast_convert_type(pool_pe, pool.dtype).reshape(pool.shape)

@@ -172,7 +172,7 @@ def shape_of(name: str) -> ModelShape:
     if name in SHAPES:
         return SHAPES[name]
     from jpaged.models.registry import read_config  # it loads jax
-    from jpaged.start.find import find_model
+    from jpaged.start.setup import find_model
 
     return ModelShape.of(read_config(find_model(name, weights=False)), name)
 

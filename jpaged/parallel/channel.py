@@ -6,20 +6,16 @@ import socket
 import threading
 import time
 
-from jpaged.parallel.frame import MAX_PAYLOAD_BYTES, encode_frame, read_frame
-from jpaged.parallel.messages import Message
+from jpaged.parallel.messages import MAX_PAYLOAD_BYTES, Message, encode_frame, read_frame
 
 logger = logging.getLogger(__name__)
 
 # A host that has lost its power or its network is noticed after KEEPALIVE_IDLE_S + 3 * KEEPALIVE_INTERVAL_S.
-KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_COUNT = 2, 2, 3
+KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S = 2, 2
 TCP_OPTIONS = {
-    "TCP_NODELAY": 1,
-    "TCP_KEEPIDLE": KEEPALIVE_IDLE_S,
-    "TCP_KEEPINTVL": KEEPALIVE_INTERVAL_S,
-    "TCP_KEEPCNT": KEEPALIVE_COUNT,
-    "TCP_USER_TIMEOUT": 1000 * (KEEPALIVE_IDLE_S + KEEPALIVE_INTERVAL_S * KEEPALIVE_COUNT),
-}
+    "TCP_NODELAY": 1, "TCP_KEEPIDLE": KEEPALIVE_IDLE_S, "TCP_KEEPINTVL": KEEPALIVE_INTERVAL_S, "TCP_KEEPCNT": 3,
+    "TCP_USER_TIMEOUT": 1000 * (KEEPALIVE_IDLE_S + 3 * KEEPALIVE_INTERVAL_S),
+}  # fmt: skip
 
 
 class Channel:

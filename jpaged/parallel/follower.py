@@ -18,9 +18,8 @@ from jpaged.config import Limits
 from jpaged.core.plan import Done
 from jpaged.parallel.channel import Channel
 from jpaged.parallel.ending import FAILED, LOST, MALFORMED, end_process, wait_for_cause, words_of
-from jpaged.parallel.frame import FrameError, unexpected
 from jpaged.parallel.hello import Values, deadline
-from jpaged.parallel.messages import End, Facts, Fault, Masks, Message, Plan, Recover
+from jpaged.parallel.messages import End, Facts, Fault, FrameError, Masks, Message, Plan, Recover, unexpected
 from jpaged.parallel.nodes import Nodes
 from jpaged.parallel.plan_message import Sizes, plan_of
 from jpaged.runtime.pending import PendingStep
@@ -124,23 +123,18 @@ def replay(runner: ModelRunner, sizes: Sizes, receive: Callable[[], Message]) ->
         FrameError: a message is malformed or unexpected; the runner has dispatched only the plans before it.
     """
     pending: deque[PendingStep | Done] = deque()
-
-    def recover() -> None:
-        pending.clear()
-        runner.recover()
-
     while not isinstance(message := receive(), End):
-        if isinstance(message, Recover):
-            recover()
-            continue
-        if not isinstance(message, Plan):
-            raise unexpected(message, Plan, Recover, End)
-        plan = plan_of(message, sizes)
-        shape = len(plan.masked), -(-sizes.vocab_size // 32)
         try:
-            pending.append(runner.dispatch(plan, functools.partial(_masks, receive, shape) if plan.masked else None))
+            if isinstance(message, Recover):
+                raise _Dropped
+            if not isinstance(message, Plan):
+                raise unexpected(message, Plan, Recover, End)
+            plan = plan_of(message, sizes)
+            masks = functools.partial(_masks, receive, (len(plan.masked), -(-sizes.vocab_size // 32)))
+            pending.append(runner.dispatch(plan, masks if plan.masked else None))
         except _Dropped:
-            recover()
+            pending.clear()
+            runner.recover()
         if len(pending) > MAX_PENDING:
             pending.popleft().result()  # raises the error of a failed step
     jax.block_until_ready((runner.blocks.pool, runner.rows.state))

@@ -3,13 +3,11 @@
 import importlib.metadata
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import fields
 from typing import Any
 
 from jpaged.config import EngineConfig
 from jpaged.parallel.channel import Channel
-from jpaged.parallel.frame import MAX_HELLO_BYTES, FrameError, unexpected
-from jpaged.parallel.messages import Hello, Message, Refusal, Welcome
+from jpaged.parallel.messages import MAX_HELLO_BYTES, FrameError, Hello, Message, Refusal, Welcome, unexpected
 
 HELLO_TIMEOUT_S = 10.0
 START_TIMEOUT_S = 300.0  # for all processes to join
@@ -35,11 +33,6 @@ def difference(theirs: Values, ours: Values) -> str | None:
         if name not in ours or value != ours[name]:
             return f"{name}: must be {ours.get(name)!r} as on the leader, not {value!r}"
     return None
-
-
-def settings_of(config: EngineConfig) -> dict[str, Any]:
-    """Return the settings of a config by name."""
-    return {each.name: getattr(config, each.name) for each in fields(config)}
 
 
 def join(channel: Channel, rank: int, nnodes: int, given: Values, end: float | None = None) -> EngineConfig:

@@ -8,8 +8,7 @@ from typing import NamedTuple
 from jpaged.config import Limits
 from jpaged.core.params import MAX_TOP, BeamSearchParams, Params, SamplingParams
 from jpaged.core.plan import Admitted, StepPlan
-from jpaged.parallel.frame import FrameError
-from jpaged.parallel.messages import ParamsText, Plan, SentAdmitted, SentPlan
+from jpaged.parallel.messages import FrameError, ParamsText, Plan, SentAdmitted, SentPlan
 
 KINDS: dict[str, type[Params]] = {kind.__name__: kind for kind in (SamplingParams, BeamSearchParams)}
 HOST_ONLY = "structured_outputs"  # a field that only the leader's host uses, which sends masks
@@ -29,11 +28,6 @@ class Sizes(NamedTuple):
     vocab_size: int
     num_blocks: int
     num_host_blocks: int
-
-    @property
-    def table_width(self) -> int:
-        """Maximum blocks of a sequence."""
-        return -(-self.limits.max_model_len // self.limits.block_size)
 
 
 def message_of(plan: StepPlan) -> Plan:
@@ -65,7 +59,7 @@ def _as[T](kind: type[T], value: Admitted | StepPlan, **changes: object) -> T:
 def _check_numbers(plan: StepPlan, sizes: Sizes) -> None:
     """Check the numbers outside the admitted sequences."""
     limits, tokens, blocks, host = sizes
-    rows, length, width = limits.max_num_seqs, limits.max_model_len, sizes.table_width
+    rows, length, width = limits.max_num_seqs, limits.max_model_len, limits.blocks_per_seq
     _check("rows", plan.rows, rows, (rows, length, length + 1, rows + 1))
     _check_length("swap_out", plan.swap_out, rows)
     for pairs in plan.swap_out:
@@ -104,7 +98,7 @@ def _check_rows(plan: StepPlan, limits: Limits) -> None:
 def _check_admitted(admitted: SentAdmitted, sizes: Sizes) -> None:
     length, tokens = sizes.limits.max_model_len, sizes.vocab_size
     _check_series("admitted.token_ids", admitted.token_ids, length, tokens)
-    _check_series("admitted.block_ids", admitted.block_ids, sizes.table_width, sizes.num_blocks)
+    _check_series("admitted.block_ids", admitted.block_ids, sizes.limits.blocks_per_seq, sizes.num_blocks)
     _check_series("admitted.banned", admitted.banned, tokens, tokens)
     _check_series("admitted.seed", [admitted.seed], 1, 2**64)
     _check_series("admitted.num_top", [admitted.num_top or 0], 1, max(MAX_TOP, tokens) + 1)
@@ -137,8 +131,7 @@ def _check_length(name: str, series: Collection[object], most: int) -> None:
 
 def _text_of(params: Params) -> ParamsText:
     kind = type(params).__name__
-    values = {name: getattr(params, name) for name in DEFAULTS[kind]}
-    changed = {name: value for name, value in values.items() if value != DEFAULTS[kind][name]}
+    changed = {name: value for name, default in DEFAULTS[kind].items() if (value := getattr(params, name)) != default}
     return ParamsText(kind, json.dumps(changed, allow_nan=False, separators=(",", ":")).encode())
 
 

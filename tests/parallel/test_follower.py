@@ -15,8 +15,18 @@ from jpaged.core.params import SamplingParams
 from jpaged.core.plan import Admitted, Done, Scheduled, StepPlan, StepResult
 from jpaged.parallel.channel import Channel
 from jpaged.parallel.follower import replay
-from jpaged.parallel.frame import HEADER, VERSION, FrameError, encode_frame
-from jpaged.parallel.messages import End, Fault, Masks, Plan, Recover, Welcome
+from jpaged.parallel.messages import (
+    HEADER,
+    VERSION,
+    End,
+    Fault,
+    FrameError,
+    Masks,
+    Plan,
+    Recover,
+    Welcome,
+    encode_frame,
+)
 from jpaged.parallel.plan_message import Sizes, message_of
 from tests.support.patience import PATIENCE_S
 

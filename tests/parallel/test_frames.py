@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 from jpaged.config import Limits
 from jpaged.core.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 from jpaged.core.plan import Admitted, Chosen, Entry, Scheduled, StepPlan
-from jpaged.parallel.frame import HEADER, VERSION, FrameError, decode_message, encode_frame, read_frame
 from jpaged.parallel.messages import (
+    HEADER,
+    VERSION,
     End,
     Facts,
     Fault,
+    FrameError,
     Hello,
     Masks,
     ParamsText,
@@ -22,6 +24,9 @@ from jpaged.parallel.messages import (
     Recover,
     Refusal,
     Welcome,
+    decode_message,
+    encode_frame,
+    read_frame,
 )
 from jpaged.parallel.plan_message import Sizes, message_of, plan_of
 

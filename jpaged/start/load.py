@@ -102,12 +102,9 @@ def start_follower(setup: Setup, *, progress: bool = True) -> ModelRunner:
 def start_runner(
     model: Model, setup: Setup, *, progress: bool = True, allow_copy: bool = True
 ) -> tuple[ModelRunner, Measured]:
-    """Return a runner that is ready to step, and its measurement.
+    """Return a runner that is ready to step, and its measurement, with the arguments of `start_engine`.
 
     All processes that share the devices run these programs, in this order.
-
-    Args:
-        allow_copy: as in `load_engine`.
     """
     with compilation_cache(), every_process_writes():
         runner = place(model, setup, allow_copy=allow_copy)
@@ -184,9 +181,9 @@ def load_model(
     """Load the parameters, in `dtype`, by `load_format`; "auto" takes the Orbax checkpoint if it exists."""
     if load_format == "dummy":
         return dummy_model(config, dtype, seed, place, quantization=quantization)
-    if load_format == "orbax" or (load_format == "auto" and (directory / ORBAX).is_dir()):
-        return load_orbax(directory, config, Form(dtype, place, quantization), progress=progress)
-    return load_safetensors(directory, config, Form(dtype, place, quantization), progress=progress)
+    is_orbax = load_format == "orbax" or (load_format == "auto" and (directory / ORBAX).is_dir())
+    read = load_orbax if is_orbax else load_safetensors
+    return read(directory, config, Form(dtype, place, quantization), progress=progress)
 
 
 def _load(setup: Setup, directory: Path, *, load_format: str, seed: int, progress: bool) -> Model:

@@ -100,7 +100,7 @@ def warm_up(runner: ModelRunner, limits: Limits, *, progress: bool = True) -> St
         rows.warm_up()
         jax.block_until_ready((blocks.pool, rows.state, rows.last_tokens))
         costs = stored_costs(
-            cache_folder() / "step_costs", costs_key(runner, limits), ladders,
+            cache_folder() / "step_costs", _costs_key(runner, limits), ladders,
             lambda bucket: _seconds(lambda: runner.run_padding(bucket)),
             lambda seconds: _leaders(seconds, runner.placement),
         )  # fmt: skip
@@ -118,7 +118,7 @@ def _leaders(seconds: Sequence[float], placement: Placement) -> Sequence[float]:
     return [float(each) for each in multihost_utils.broadcast_one_to_all(np.array(seconds, np.float32))]
 
 
-def costs_key(runner: ModelRunner, limits: Limits) -> str:
+def _costs_key(runner: ModelRunner, limits: Limits) -> str:
     """Return a text of everything that the costs of steps depend on."""
     placement = runner.placement
     processes = (placement.num_processes,) if placement.num_processes > 1 else ()
@@ -220,8 +220,15 @@ def stored_costs(
     if all(seconds):
         return dict(zip(wanted, seconds, strict=True))
     costs = dict(zip(wanted, agree([measure(bucket) for bucket in wanted]), strict=True))
-    if path:
-        _write(path, key, costs)
+    if not path:
+        return costs
+    content = {"key": key, "seconds": [[*bucket, seconds] for bucket, seconds in costs.items()]}
+    try:
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            json.dump(content, file)
+        os.replace(file.name, path)
+    except OSError as error:
+        logger.warning("the costs of steps are not stored: %s", error)
     return costs
 
 
@@ -233,13 +240,3 @@ def _read(path: Path, key: str) -> dict[Bucket, float]:
         return costs if content["key"] == key and all(seconds > 0 for seconds in costs.values()) else {}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
-
-
-def _write(path: Path, key: str, costs: StepCosts) -> None:
-    content = {"key": key, "seconds": [[*bucket, seconds] for bucket, seconds in costs.items()]}
-    try:
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump(content, file)
-        os.replace(file.name, path)
-    except OSError as error:
-        logger.warning("the costs of steps are not stored: %s", error)

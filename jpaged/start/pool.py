@@ -23,10 +23,6 @@ from pallas_kernels import Kernels
 
 logger = logging.getLogger(__name__)
 
-# On a CPU the pool shares the memory with everything else, so it stays modest unless it is given a size.
-MAX_CPU_POOL_BYTES = 4 * 2**30
-MAX_CPU_MEMORY_SHARE = 0.25
-
 
 def allocate(runner: ModelRunner, resolved: Resolved) -> None:
     """Allocate a runner's KV pool: of the size that the config sets, else the largest that leaves room for steps.
@@ -159,10 +155,12 @@ def fitting_blocks(*, limit: int, in_use: int, temporaries: int, utilization: fl
 
 
 def cpu_num_blocks(wanted: int, bytes_per_block: int) -> int:
-    """Return the blocks of a pool on a CPU: the wanted number, within a modest share of the machine's memory."""
+    """Return the blocks of a pool on a CPU: the wanted number, in a quarter of the memory and at most 4 GiB.
+
+    The pool shares the memory with everything else, so it stays modest unless it is given a size.
+    """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    room = min(MAX_CPU_POOL_BYTES, math.floor(memory * MAX_CPU_MEMORY_SHARE))
-    return max(1, min(wanted, room // bytes_per_block))
+    return max(1, min(wanted, min(4 * 2**30, memory // 4) // bytes_per_block))
 
 
 def configured_num_blocks(config: EngineConfig, bytes_per_block: int, available: int) -> int | None:

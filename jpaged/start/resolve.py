@@ -125,11 +125,7 @@ def _default_dtype(model: ModelConfig, device: Device) -> tuple[str, str]:
 
 
 def _quantization(choices: _Choices, stored_method: str | None) -> str | None:
-    """Return the method to apply while loading: None if the config names the method of the checkpoint.
-
-    Raises:
-        ValueError: the config names another method, which can't be applied.
-    """
+    """Return the method to apply while loading: None if the config names the method of the checkpoint."""
     reason = "the method of the checkpoint" if stored_method else "the checkpoint is not quantized"
     method = choices.choose("quantization", stored_method, reason)
     if method in QUANTIZATIONS and choices.config.quantization:

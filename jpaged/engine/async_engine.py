@@ -65,7 +65,7 @@ class Part:
 
 
 class Stream:
-    """Output that the task has not read yet. Only the event loop that made the stream may use it, except for `_send`."""
+    """Output that the task has not read yet. Only the event loop that made the stream uses it, but for `loop`."""
 
     def __init__(self, num_prompts: int):
         self.loop = asyncio.get_running_loop()

@@ -10,9 +10,7 @@ from jpaged.tokenizer import Vocabulary
 
 def whole_deltas(request: Request) -> list[OutputDelta]:
     """Return each output of a request that has ended, as one delta."""
-    return [
-        delta_of(sequence, index, sequence.text, sequence.samples) for index, sequence in enumerate(request.outputs)
-    ]
+    return [delta_of(each, index, each.text, each.samples) for index, each in enumerate(request.outputs)]
 
 
 def delta_of(sequence: Sequence, index: int, text: str, samples: list[Sample]) -> OutputDelta:

@@ -6,7 +6,8 @@ import socket
 import threading
 import time
 
-from jpaged.parallel.messages import MAX_PAYLOAD_BYTES, Message, encode_frame, read_frame
+from jpaged.parallel.frame import MAX_PAYLOAD_BYTES, encode_frame, read_frame
+from jpaged.parallel.messages import Message
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from jpaged.config import EngineConfig
 from jpaged.parallel.channel import Channel
-from jpaged.parallel.messages import MAX_HELLO_BYTES, FrameError, Hello, Message, Refusal, Welcome, unexpected
+from jpaged.parallel.frame import MAX_HELLO_BYTES, FrameError, unexpected
+from jpaged.parallel.messages import Hello, Message, Refusal, Welcome
 
 HELLO_TIMEOUT_S = 10.0
 START_TIMEOUT_S = 300.0  # for all processes to join

@@ -19,23 +19,10 @@ from jpaged.core.commands import Command, Sleep, UpdateParams
 from jpaged.core.plan import Done, StepPlan, StepResult
 from jpaged.parallel.channel import Channel
 from jpaged.parallel.ending import CAUSE_TIMEOUT_S, LOST, MALFORMED, end_after_failure, end_process
+from jpaged.parallel.frame import MAX_HELLO_BYTES, FrameError, encode_frame, message_of, unexpected
 from jpaged.parallel.hello import HELLO_TIMEOUT_S, START_TIMEOUT_S, Values, check_hello, deadline, difference
-from jpaged.parallel.messages import (
-    MAX_HELLO_BYTES,
-    End,
-    Facts,
-    Fault,
-    FrameError,
-    Masks,
-    Message,
-    Recover,
-    Refusal,
-    Welcome,
-    encode_frame,
-    unexpected,
-)
+from jpaged.parallel.messages import End, Facts, Fault, Masks, Message, Recover, Refusal, Welcome
 from jpaged.parallel.nodes import Nodes
-from jpaged.parallel.plan_message import message_of
 from jpaged.runtime.pending import PendingStep
 from jpaged.runtime.runner import ModelRunner
 

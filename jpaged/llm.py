@@ -27,7 +27,7 @@ from jpaged.engine.output import request_output
 from jpaged.flags import engine_settings
 from jpaged.models.base import Model
 from jpaged.runtime.parameters import ModuleArrays
-from jpaged.start.assemble import load_engine
+from jpaged.start.load import load_engine
 from jpaged.tokenizer import encode
 from jpaged.worker import POLL_S, Worker
 

@@ -30,8 +30,8 @@ from jpaged.demo import DIRECTORY as DEMO
 from jpaged.models.registry import read_config
 from jpaged.runtime.batch import Buckets, Layout, make_batch
 from jpaged.runtime.row_table import RowTable
+from jpaged.start.measure import further_shapes
 from jpaged.start.resolve import Device, resolve
-from jpaged.start.step_costs import further_shapes
 
 MAX_WASTE = 0.25  # of the tokens that are computed
 CONTEXT, BLOCK_SIZE = 2048, 16

@@ -38,7 +38,7 @@ def clients(num_engines: int) -> list[Any]:
     """Return engines that have compiled their steps, each on a device of its own."""
     from jpaged.config import EngineConfig
     from jpaged.engine.async_engine import AsyncEngine
-    from jpaged.start.assemble import start_engine
+    from jpaged.start.load import start_engine
     from jpaged.start.setup import on_further_devices, prepare
 
     config = EngineConfig(

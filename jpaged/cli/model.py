@@ -110,7 +110,7 @@ class LocalModel:
         with loading() as bars:
             # Loading jax takes seconds, which a user of a server need not wait.
             from jpaged.engine.async_engine import AsyncEngine
-            from jpaged.start.assemble import start_engine
+            from jpaged.start.load import start_engine
             from jpaged.start.setup import prepare
 
             setup = prepare(config, chat_template=self._chat_template)

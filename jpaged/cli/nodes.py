@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from jpaged.config import EngineConfig
 from jpaged.parallel.ending import end_after_error, wait_for_cause, words_of
-from jpaged.parallel.nodes import Nodes
+from jpaged.parallel.nodes import Nodes, cluster
 
 if TYPE_CHECKING:
     from jpaged.parallel.follower import Leader
@@ -22,7 +22,6 @@ def leading(nodes: Nodes, config: EngineConfig) -> Iterator["Followers | None"]:
     if nodes.nnodes == 1:
         yield None
         return
-    from jpaged.parallel.cluster import cluster  # these import jax, which takes seconds
     from jpaged.parallel.leader import Followers
 
     followers = Followers.accept(nodes, config)
@@ -47,7 +46,6 @@ def following(nodes: Nodes, given: Mapping[str, Any]) -> Iterator[tuple["Leader"
         ValueError: the leader has other settings.
         OSError: the leader does not answer.
     """
-    from jpaged.parallel.cluster import cluster  # these import jax, which takes seconds
     from jpaged.parallel.follower import Leader, connect
     from jpaged.parallel.hello import deadline, join
 

@@ -172,8 +172,7 @@ def _serve(
             followers = stack.enter_context(leading(nodes, engine_config))
             # Loading jax takes seconds. --help and a bad flag do not need it.
             from jpaged.serving.serve import serve
-            from jpaged.start.assemble import start_engine
-            from jpaged.start.load import load_params
+            from jpaged.start.load import load_params, start_engine
             from jpaged.start.setup import on_further_devices, prepare
 
             setup = prepare(engine_config, chat_template=config.chat_template, nnodes=nodes.nnodes)

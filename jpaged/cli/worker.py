@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> None:
             with loading() as bars:
                 leader, config = stack.enter_context(following(nodes, given))
                 from jpaged.parallel.follower import follow
-                from jpaged.start.assemble import start_follower
+                from jpaged.start.load import start_follower
                 from jpaged.start.setup import prepare
 
                 setup = prepare(config, nnodes=nodes.nnodes)

@@ -2,29 +2,32 @@
 
 import asyncio
 import functools
+import itertools
 import logging
 import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any, Protocol, Unpack
 
 from jpaged.core.commands import Command
 from jpaged.core.params import Params
 from jpaged.core.plan import ParamsDeleted
-from jpaged.core.request import Request
+from jpaged.core.request import OutputDelta, Request
 from jpaged.core.scheduler import Scheduler
 from jpaged.engine.engine import Engine, EngineStats, RequestOptions, StepOutput
 from jpaged.engine.guard import Guard
-from jpaged.engine.stream import Deltas, Part, Stream, send
 
 logger = logging.getLogger(__name__)
 
 CALLS_TIMEOUT_S = 0.005  # of each step
 BATCH = 32  # prompts that are begun, or ended, at once: other streams have their turn between two batches
+
+Deltas = list[tuple[int, OutputDelta]]  # each with the index of its prompt
 
 
 class EngineDead(RuntimeError):
@@ -52,6 +55,45 @@ class QueueFull(RuntimeError):
     """Request rejected because the maximum number of requests is waiting."""
 
 
+@dataclass
+class Part:
+    """New output: deltas in their order, the number of prompts that end after them, and an error that ends the rest."""
+
+    deltas: Deltas = field(default_factory=list)
+    num_ended: int = 0
+    error: Exception | None = None
+
+
+class Stream:
+    """Output that the task has not read yet. Only the event loop that made the stream uses it, but for `loop`."""
+
+    def __init__(self, num_prompts: int):
+        self.loop = asyncio.get_running_loop()
+        self._num_running = num_prompts
+        self._deltas: Deltas = []
+        self._error: Exception | None = None
+        self._has_news = asyncio.Event()
+
+    def put(self, part: Part) -> None:
+        """Add new output."""
+        self._deltas += part.deltas
+        self._num_running -= part.num_ended
+        self._error = self._error or part.error
+        self._has_news.set()
+
+    async def read(self) -> AsyncIterator[Deltas]:
+        """Yield the new deltas together, until all prompts have ended. An error comes after them."""
+        while self._deltas or (self._num_running and self._error is None):
+            if self._deltas:
+                deltas, self._deltas = self._deltas, []
+                yield deltas
+            else:
+                await self._has_news.wait()
+                self._has_news.clear()
+        if self._error is not None:
+            raise self._error
+
+
 class AsyncEngine:
     """Engine on a separate thread. After `start`, only this object may use the Engine.
 
@@ -64,10 +106,8 @@ class AsyncEngine:
     """
 
     def __init__(self, engine: Engine, observers: Iterable[Observer] = (), *, max_queue: int | None = None):
-        self._engine = engine
-        self._guard = Guard(engine)
-        self._max_queue = max_queue
-        self._observers = tuple(observers)
+        self._engine, self._guard = engine, Guard(engine)
+        self._max_queue, self._observers = max_queue, tuple(observers)
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         # Only the engine's thread uses these two: the stream of each request with the index of its prompt, and the
         # commands that are not in effect yet.
@@ -156,15 +196,15 @@ class AsyncEngine:
             self._streams[ids[index]] = stream, index
 
         try:
-            for batch in _batches(len(ids)):
-                begun = batch.stop
+            for batch in itertools.batched(range(len(ids)), BATCH):
+                begun += len(batch)
                 calls = [asyncio.wrap_future(self._submit(functools.partial(add, index))) for index in batch]
                 await asyncio.gather(*calls)
             yield stream.read()
         finally:
-            for batch in _batches(begun):
+            for names in itertools.batched(ids[:begun], BATCH):
                 # These calls follow every `add`, so that they also end a request whose caller did not wait for it.
-                self._submit(functools.partial(self._abort, stream, ids[batch.start : batch.stop]))
+                self._submit(functools.partial(self._abort, stream, names))
 
     def _check_room(self, client: str | None) -> None:
         """Raise QueueFull if a client may not queue another request."""
@@ -178,7 +218,7 @@ class AsyncEngine:
                 f"{self._max_queue}): retry later"
             )
 
-    def _abort(self, stream: Stream, ids: list[str]) -> None:
+    def _abort(self, stream: Stream, ids: Iterable[str]) -> None:
         """End the requests of a stream that have not ended. Another stream may have taken the id of an ended one."""
         for name in ids:
             if self._streams.get(name, (None,))[0] is stream:
@@ -200,24 +240,22 @@ class AsyncEngine:
             while not self._stopping:
                 self._engine.wait()
                 self._handle_calls()
-                if self._engine.has_work and not self._stopping:
-                    self._step()
+                if not self._engine.has_work or self._stopping:
+                    continue
+                try:
+                    self._deliver(self._guard.step())
+                except ParamsDeleted as error:  # no step is possible until the next update of the parameters
+                    logger.error("%s", error)
+                    self._fail_requests(error)
+                self._tell_waits()
             self._die(EngineDead("the engine was stopped"))
         except BaseException as error:
             logger.exception("the engine has failed")
             self._die(EngineDead(f"the engine has failed: {error}"))
 
-    def _step(self) -> None:
-        try:
-            self._deliver(self._guard.step())
-        except ParamsDeleted as error:  # no step is possible until the next update of the parameters
-            logger.error("%s", error)
-            self._fail_requests(error)
-        self._tell_waits()
-
     def _fail_requests(self, error: Exception) -> None:
         """End all requests with an error."""
-        send({stream: Part(error=error) for stream, _ in self._streams.values()})
+        _send({stream: Part(error=error) for stream, _ in self._streams.values()})
         for name in self._streams:
             if request := self._engine.abort(name):
                 self._tell_ended([request])
@@ -256,7 +294,7 @@ class AsyncEngine:
             stream, _ = self._streams.pop(request.request_id)
             parts[stream].error = RequestFailed("internal error; the server's log has more")
         self._tell_ended(output.faults)
-        send(parts)
+        _send(parts)
 
     def _tell_waits(self) -> None:
         waits, self._waits = self._waits, []
@@ -290,6 +328,15 @@ class AsyncEngine:
                 item[1].set_exception(error)
 
 
-def _batches(end: int) -> Iterator[range]:
-    """Yield the numbers below `end` in ranges of at most BATCH."""
-    return (range(start, min(start + BATCH, end)) for start in range(0, end, BATCH))
+def _send(parts: Mapping[Stream, Part]) -> None:
+    """Give streams their new output, from any thread. Each event loop is woken once, however many streams it has."""
+    for loop in {stream.loop for stream in parts}:
+        try:
+            loop.call_soon_threadsafe(_put, [(stream, part) for stream, part in parts.items() if stream.loop is loop])
+        except RuntimeError:  # the loop is closed, and its tasks have ended
+            logger.debug("output for a closed event loop was dropped")
+
+
+def _put(parts: Iterable[tuple[Stream, Part]]) -> None:
+    for stream, part in parts:
+        stream.put(part)

@@ -1,6 +1,7 @@
 """Single-threaded engine: it queues requests, runs steps, and returns text. The runner is an argument."""
 
 import copy
+import functools
 import logging
 import random
 import time
@@ -12,14 +13,13 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypedDict, Unpack, cast
 
 from tokenizers import Tokenizer
 
-from jpaged.config import Limits
 from jpaged.core.commands import PARTS, Command, Pause, ResetPrefixCache, Resume, Sleep, UpdateParams, WakeUp
 from jpaged.core.commit import Committed
 from jpaged.core.params import InvalidParameter, Params, SamplingParams
 from jpaged.core.plan import StepPlan, StepResult
 from jpaged.core.request import NON_FINITE, FinishReason, OutputDelta, Request, RequestFault, Sequence
 from jpaged.core.scheduler import Scheduler
-from jpaged.engine.output import last_deltas, newest_delta, whole_deltas
+from jpaged.engine.output import delta_of, whole_deltas
 from jpaged.structured.compiler import GrammarCompiler
 from jpaged.structured.masks import MakeMasks, Masks
 from jpaged.tokenizer import Detokenizer, TokenDecoder, Vocabulary, tokenize_bad_words
@@ -160,13 +160,17 @@ class Engine:
         seed: seed of the seeds of requests without one.
         max_in_flight: number of steps that may be dispatched before the host sees the first one's tokens.
         clock: returns the present time in seconds, for the times of requests.
+
+    Attributes:
+        limits: maximum sizes of sequences and steps.
+        asleep: the parts whose memory `Sleep` has freed, "weights" or "kv_cache". Until they return, no step begins.
     """
 
     def __init__(
         self, scheduler: Scheduler, runner: Runner, tokenizer: Tokenizer | None = None, *, seed: int = 0,
         max_in_flight: int = 1, clock: Callable[[], float] = time.monotonic,
     ):  # fmt: skip
-        self.scheduler = scheduler
+        self.scheduler, self.limits = scheduler, scheduler.limits
         self.runner = runner
         self.tokenizer = tokenizer
         self.vocabulary = Vocabulary(tokenizer) if tokenizer else None
@@ -178,7 +182,7 @@ class Engine:
         self._in_flight: deque[tuple[StepPlan, float, Pending]] = deque()  # with the times of their dispatch
         self._next_params: UpdateParams | None = None  # waits until the started requests have ended
         self._paused: str | None = None  # the mode of `Pause`
-        self._asleep: frozenset[str] = frozenset()
+        self.asleep: frozenset[str] = frozenset()
 
     @property
     def has_work(self) -> bool:
@@ -193,38 +197,23 @@ class Engine:
         return self._paused is not None and not (self._paused == "wait" and self.scheduler.has_started)
 
     @property
-    def asleep(self) -> frozenset[str]:
-        """The parts whose memory `Sleep` has freed, of "weights" and "kv_cache". Until they return, no step begins."""
-        return self._asleep
-
-    @property
     def _may_begin(self) -> bool:
-        return not (self.is_paused or self._asleep)
+        return not (self.is_paused or self.asleep)
 
     @property
     def _has_room(self) -> bool:
         """Whether another step may be dispatched now."""
         return len(self._in_flight) < self._max_in_flight and self._may_begin
 
-    @property
-    def limits(self) -> Limits:
-        """Maximum sizes of sequences and steps."""
-        return self.scheduler.limits
-
     def stats(self) -> EngineStats:
         """Return numbers; any thread may call it at any time."""
         scheduler, pool = self.scheduler, self.scheduler.pool
         return EngineStats(
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
-            num_blocks=pool.num_blocks,
-            num_used_blocks=pool.num_used,
-            block_size=pool.block_size,
-            num_preemptions=scheduler.num_preemptions,
-            num_swapped_blocks=scheduler.num_swapped_blocks,
-            prefix_queries=scheduler.prefix_queries,
+            num_running=len(scheduler.running), num_waiting=len(scheduler.waiting), num_blocks=pool.num_blocks,
+            num_used_blocks=pool.num_used, block_size=pool.block_size, num_preemptions=scheduler.num_preemptions,
+            num_swapped_blocks=scheduler.num_swapped_blocks, prefix_queries=scheduler.prefix_queries,
             prefix_hits=scheduler.prefix_hits,
-        )
+        )  # fmt: skip
 
     @property
     def is_updating(self) -> bool:
@@ -238,24 +227,24 @@ class Engine:
         return GrammarCompiler(self.tokenizer, self.scheduler.vocab_size, self.scheduler.eos_token_ids)
 
     def add(
-        self,
-        request_id: str,
-        prompt_token_ids: list[int],
-        params: Params,
-        *,
-        constraint: "Constraint | None" = None,
-        bad_words: tuple[tuple[int, ...], ...] | None = None,
-        **placing: Unpack[Placing],
-    ) -> Request:
+        self, request_id: str, prompt_token_ids: list[int], params: Params, *, constraint: "Constraint | None" = None,
+        bad_words: tuple[tuple[int, ...], ...] | None = None, **placing: Unpack[Placing],
+    ) -> Request:  # fmt: skip
         """Queue a request, with the options of `RequestOptions`.
 
         Raises:
             InvalidParameter: the request could never run.
         """
-        self._check_tokenizer(params, constraint)
+        for name in ("stop", "bad_words", "structured_outputs"):
+            if getattr(params, name) and self.tokenizer is None:
+                raise InvalidParameter(name, "needs a tokenizer, and this engine has none")
+        if params.structured_outputs and constraint is None:
+            raise InvalidParameter(
+                "structured_outputs", "the engine takes constraints that a GrammarCompiler has compiled"
+            )
         if bad_words is None:
             bad_words = tokenize_bad_words(self.tokenizer, params.bad_words) if params.bad_words else ()
-        tokens = params.truncated(prompt_token_ids, self.scheduler.limits.max_model_len)
+        tokens = params.truncated(prompt_token_ids, self.limits.max_model_len)
         seed = params.seed if isinstance(params, SamplingParams) else 0
         seed = self._seeds.getrandbits(64) if seed is None else seed
         request = self.scheduler.add(request_id, tokens, params, seed=seed, bad_words=bad_words, **placing)
@@ -266,16 +255,6 @@ class Engine:
             self.abort(request_id)
             raise
         return request
-
-    def _check_tokenizer(self, params: Params, constraint: "Constraint | None") -> None:
-        """Check that the engine has the tokenizer and the constraint that parameters need."""
-        for name in ("stop", "bad_words", "structured_outputs"):
-            if getattr(params, name) and self.tokenizer is None:
-                raise InvalidParameter(name, "needs a tokenizer, and this engine has none")
-        if params.structured_outputs and constraint is None:
-            raise InvalidParameter(
-                "structured_outputs", "the engine takes constraints that a GrammarCompiler has compiled"
-            )
 
     def _equip(self, request: Request, constraint: "Constraint | None") -> None:
         """Give a new request a decoder and the state of its constraint."""
@@ -316,10 +295,10 @@ class Engine:
             case Sleep():
                 self.runner.control(command)
                 self.restart()
-                self._asleep = PARTS
+                self.asleep = PARTS
             case WakeUp(tags):
-                self.runner.control(WakeUp(self._asleep.intersection(tags)))
-                self._asleep = self._asleep.difference(tags)
+                self.runner.control(WakeUp(self.asleep.intersection(tags)))
+                self.asleep = self.asleep.difference(tags)
             case UpdateParams(in_flight=in_flight):
                 self.runner.check(command)
                 if in_flight == "wait" and self.scheduler.has_started:
@@ -342,11 +321,14 @@ class Engine:
     def _pause(self, pause: Pause) -> StepOutput:
         self._paused, self.scheduler.holds_new = pause.mode, self.is_updating or pause.mode == "wait"
         ended = list(self.scheduler.requests.values()) if pause.mode == "abort" else []
-        deltas = []
+        deltas: list[OutputDelta] = []
         for request in ended:
             texts = [s.decoder.flush() if s.decoder and not s.finish_reason else "" for s in request.sequences]
             self.abort(request.request_id)
-            deltas += last_deltas(request, texts)
+            if request.streams:
+                deltas += [delta_of(s, s.index, text, []) for s, text in zip(request.sequences, texts)]
+            else:
+                deltas += whole_deltas(request)
         return StepOutput(deltas=deltas, ended=ended)
 
     def wait(self) -> None:
@@ -384,7 +366,10 @@ class Engine:
         if self._next_params is not None and not self.scheduler.has_started:
             self._exchange(self._next_params)
         while self._has_room and (plan := self.scheduler.schedule()):
-            self._in_flight.append((plan, self._clock(), self.runner.dispatch(plan, self._make_masks(plan))))
+            # Masks do not depend on the device's results, and are made while it works.
+            rows = [(cast("Constraint | None", self.scheduler.rows[row].constraint), bans) for row, bans in plan.masked]
+            make_masks = functools.partial(self._masks.write, rows) if rows else None
+            self._in_flight.append((plan, self._clock(), self.runner.dispatch(plan, make_masks)))
 
     def _output(self, plan: StepPlan, committed: Committed, dispatched_at: float) -> StepOutput:
         """Return the output of a committed step, after the work on its texts and metrics."""
@@ -413,7 +398,8 @@ class Engine:
             try:
                 text = self._read(sequence)
                 if request.streams:
-                    deltas.append(newest_delta(sequence, text))
+                    samples = [] if sequence.stop_reason == NON_FINITE else sequence.samples[-1:]
+                    deltas.append(delta_of(sequence, sequence.index, text, samples))
                 else:
                     others[request] = None
             except Exception as error:
@@ -459,14 +445,7 @@ class Engine:
         else:
             self.restart()
         self.runner.control(update)
-        self._asleep -= {"weights"}
-
-    def _make_masks(self, plan: StepPlan) -> MakeMasks | None:
-        """Return a function that computes a plan's masks while the device works: they do not depend on its results."""
-        if not plan.masked:
-            return None
-        rows = [(cast("Constraint | None", self.scheduler.rows[row].constraint), banned) for row, banned in plan.masked]
-        return lambda: self._masks.write(rows)
+        self.asleep -= {"weights"}
 
     def _read(self, sequence: Sequence) -> str:
         """Return the text that the sequence's last token adds; a stop string in it ends the sequence."""

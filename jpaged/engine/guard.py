@@ -40,9 +40,9 @@ class Guard:
         except ParamsDeleted:
             raise
         except Exception as error:
-            return self._search(error)
+            output = self._search(error)
         for request, cause in output.faults.items():
-            _log(request, cause)
+            logger.error("request %s ended by a fault of its own", request.request_id, exc_info=cause)
         return output
 
     def _go_on(self) -> None:
@@ -73,7 +73,9 @@ class Guard:
             self._is_trying = True
             self._engine.restart(tried=self._groups[-1])
         elif suspects and self._is_sound():
-            return self._expel(suspects[0], error)
+            self._groups, self._is_trying = [], False
+            self._engine.restart(expelled=suspects)
+            return StepOutput(faults={suspects[0]: error})
         else:
             raise error
         return StepOutput()
@@ -92,12 +94,6 @@ class Guard:
             engine.abort(PROBE)
         return bool(probe.sequences[0].samples)
 
-    def _expel(self, request: Request, error: Exception) -> StepOutput:
-        _log(request, error)
-        self._groups, self._is_trying = [], False
-        self._engine.restart(expelled=[request])
-        return StepOutput(faults={request: error})
-
 
 def _num_tokens(request: Request) -> int:
     return sum(len(sequence.samples) for sequence in request.sequences)
@@ -105,7 +101,3 @@ def _num_tokens(request: Request) -> int:
 
 def _progress(requests: list[Request]) -> dict[Request, int]:
     return {request: _num_tokens(request) for request in requests}
-
-
-def _log(request: Request, error: Exception) -> None:
-    logger.error("request %s ended by a fault of its own", request.request_id, exc_info=error)

@@ -4,36 +4,17 @@ from collections.abc import Iterable
 
 from jpaged.core.params import SamplingParams
 from jpaged.core.plan import Sample
-from jpaged.core.request import (
-    NON_FINITE,
-    CompletionOutput,
-    Logprob,
-    OutputDelta,
-    Request,
-    RequestOutput,
-    Sequence,
-)
+from jpaged.core.request import CompletionOutput, Logprob, OutputDelta, Request, RequestOutput, Sequence
 from jpaged.tokenizer import Vocabulary
-
-
-def newest_delta(sequence: Sequence, text: str) -> OutputDelta:
-    """Return the samples of a sequence's last step: one, or none if its logits were not finite."""
-    return _delta(sequence, sequence.index, text, [] if sequence.stop_reason == NON_FINITE else sequence.samples[-1:])
-
-
-def last_deltas(request: Request, texts: Iterable[str]) -> list[OutputDelta]:
-    """Return the ends of the outputs of a request that was aborted, with their last texts."""
-    if not request.streams:
-        return whole_deltas(request)
-    return [_delta(sequence, sequence.index, text, []) for sequence, text in zip(request.sequences, texts)]
 
 
 def whole_deltas(request: Request) -> list[OutputDelta]:
     """Return each output of a request that has ended, as one delta."""
-    return [_delta(sequence, index, sequence.text, sequence.samples) for index, sequence in enumerate(request.outputs)]
+    return [delta_of(each, index, each.text, each.samples) for index, each in enumerate(request.outputs)]
 
 
-def _delta(sequence: Sequence, index: int, text: str, samples: list[Sample]) -> OutputDelta:
+def delta_of(sequence: Sequence, index: int, text: str, samples: list[Sample]) -> OutputDelta:
+    """Return an addition to one of the outputs of a request. The first one has the samples of the prompt."""
     request = sequence.request
     first = len(samples) == sequence.num_output_tokens and request.params.prompt_logprobs is not None
     return OutputDelta(
@@ -48,29 +29,19 @@ def request_output(request: Request, vocabulary: Vocabulary | None) -> RequestOu
     ranked = not (isinstance(params, SamplingParams) and params.logprob_token_ids)
     if params.prompt_logprobs is not None:
         prompt_logprobs = [None, *_logprobs(request.prompt_samples, vocabulary)]
-    outputs = [
-        CompletionOutput(
-            index,
-            sequence.text,
-            sequence.output_token_ids,
-            sequence.cumulative_logprob,
-            _logprobs(sequence.samples, vocabulary, ranked=ranked) if params.logprobs is not None else None,
-            sequence.finish_reason,
-            sequence.stop_reason,
-            [sample.version for sample in sequence.samples],
-        )
-        for index, sequence in enumerate(request.outputs)
-    ]
+    outputs = []
+    for index, sequence in enumerate(request.outputs):
+        logprobs = _logprobs(sequence.samples, vocabulary, ranked=ranked) if params.logprobs is not None else None
+        output = CompletionOutput(
+            index, sequence.text, sequence.output_token_ids, sequence.cumulative_logprob, logprobs,
+            sequence.finish_reason, sequence.stop_reason, [sample.version for sample in sequence.samples],
+        )  # fmt: skip
+        outputs.append(output)
     cached = max(sequence.num_cached_tokens for sequence in request.sequences)
     return RequestOutput(
-        request.request_id,
-        request.prompt,
-        request.prompt_token_ids,
-        outputs,
-        cached,
-        prompt_logprobs,
+        request.request_id, request.prompt, request.prompt_token_ids, outputs, cached, prompt_logprobs,
         metrics=request.metrics,
-    )
+    )  # fmt: skip
 
 
 def _logprobs(

@@ -79,10 +79,6 @@ class PrefixTable[Replica: Hashable]:
             del self._owners[prefix]
         del self._num_prefixes[replica]
 
-    def num_prefixes(self, replica: Replica) -> int:
-        """Return the number of stored prefixes that a replica was last given."""
-        return self._num_prefixes[replica]
-
     def _count(self, replica: Replica, change: int) -> None:
         self._num_prefixes[replica] += change
         if not self._num_prefixes[replica]:

@@ -8,10 +8,9 @@ from typing import Unpack
 
 from jpaged.core.commands import Command, ResetPrefixCache, Sleep, UpdateParams
 from jpaged.core.params import Params
-from jpaged.engine.async_engine import AsyncEngine, EngineDead, QueueFull
+from jpaged.engine.async_engine import AsyncEngine, Deltas, EngineDead, QueueFull
 from jpaged.engine.engine import EngineStats, RequestOptions
 from jpaged.engine.prefix_table import PrefixTable
-from jpaged.engine.stream import Deltas
 
 Context = AbstractAsyncContextManager[AsyncIterator[Deltas]]  # of one call of `generate`
 

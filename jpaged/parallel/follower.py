@@ -18,11 +18,10 @@ from jpaged.config import Limits
 from jpaged.core.plan import Done
 from jpaged.parallel.channel import Channel
 from jpaged.parallel.ending import FAILED, LOST, MALFORMED, end_process, wait_for_cause, words_of
-from jpaged.parallel.frame import FrameError, unexpected
+from jpaged.parallel.frame import FrameError, Sizes, plan_of, unexpected
 from jpaged.parallel.hello import Values, deadline
 from jpaged.parallel.messages import End, Facts, Fault, Masks, Message, Plan, Recover
 from jpaged.parallel.nodes import Nodes
-from jpaged.parallel.plan_message import Sizes, plan_of
 from jpaged.runtime.pending import PendingStep
 from jpaged.runtime.runner import ModelRunner
 
@@ -97,18 +96,14 @@ def connect(nodes: Nodes, end: float | None = None) -> Channel:
         time.sleep(CONNECT_INTERVAL_S)
 
 
-def sizes_of(runner: ModelRunner, limits: Limits) -> Sizes:
-    """Return the sizes that bound the numbers of a runner's plans."""
-    return Sizes(limits, runner.vocab_size, runner.blocks.num_blocks, runner.blocks.num_host_blocks)
-
-
 def follow(runner: ModelRunner, limits: Limits, leader: Leader) -> None:
     """Dispatch the leader's plans until it ends the replica.
 
     Any error ends the process: the other processes wait for its part of the step.
     """
+    sizes = Sizes(limits, runner.vocab_size, runner.blocks.num_blocks, runner.blocks.num_host_blocks)
     try:
-        replay(runner, sizes_of(runner, limits), leader.receive)
+        replay(runner, sizes, leader.receive)
     except FrameError as error:
         leader.fail(f"malformed frame from the leader: {error}", MALFORMED)
     except Exception as error:
@@ -124,23 +119,18 @@ def replay(runner: ModelRunner, sizes: Sizes, receive: Callable[[], Message]) ->
         FrameError: a message is malformed or unexpected; the runner has dispatched only the plans before it.
     """
     pending: deque[PendingStep | Done] = deque()
-
-    def recover() -> None:
-        pending.clear()
-        runner.recover()
-
     while not isinstance(message := receive(), End):
-        if isinstance(message, Recover):
-            recover()
-            continue
-        if not isinstance(message, Plan):
-            raise unexpected(message, Plan, Recover, End)
-        plan = plan_of(message, sizes)
-        shape = len(plan.masked), -(-sizes.vocab_size // 32)
         try:
-            pending.append(runner.dispatch(plan, functools.partial(_masks, receive, shape) if plan.masked else None))
+            if isinstance(message, Recover):
+                raise _Dropped
+            if not isinstance(message, Plan):
+                raise unexpected(message, Plan, Recover, End)
+            plan = plan_of(message, sizes)
+            masks = functools.partial(_masks, receive, (len(plan.masked), -(-sizes.vocab_size // 32)))
+            pending.append(runner.dispatch(plan, masks if plan.masked else None))
         except _Dropped:
-            recover()
+            pending.clear()
+            runner.recover()
         if len(pending) > MAX_PENDING:
             pending.popleft().result()  # raises the error of a failed step
     jax.block_until_ready((runner.blocks.pool, runner.rows.state))

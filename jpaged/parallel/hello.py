@@ -3,7 +3,6 @@
 import importlib.metadata
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import fields
 from typing import Any
 
 from jpaged.config import EngineConfig
@@ -35,11 +34,6 @@ def difference(theirs: Values, ours: Values) -> str | None:
         if name not in ours or value != ours[name]:
             return f"{name}: must be {ours.get(name)!r} as on the leader, not {value!r}"
     return None
-
-
-def settings_of(config: EngineConfig) -> dict[str, Any]:
-    """Return the settings of a config by name."""
-    return {each.name: getattr(config, each.name) for each in fields(config)}
 
 
 def join(channel: Channel, rank: int, nnodes: int, given: Values, end: float | None = None) -> EngineConfig:

@@ -1,6 +1,7 @@
 """Leader of a replica: it sends each plan to the other processes before it dispatches the plan itself."""
 
 import contextlib
+import dataclasses
 import logging
 import queue
 import socket
@@ -18,19 +19,10 @@ from jpaged.core.commands import Command, Sleep, UpdateParams
 from jpaged.core.plan import Done, StepPlan, StepResult
 from jpaged.parallel.channel import Channel
 from jpaged.parallel.ending import CAUSE_TIMEOUT_S, LOST, MALFORMED, end_after_failure, end_process
-from jpaged.parallel.frame import MAX_HELLO_BYTES, FrameError, encode_frame, unexpected
-from jpaged.parallel.hello import (
-    HELLO_TIMEOUT_S,
-    START_TIMEOUT_S,
-    Values,
-    check_hello,
-    deadline,
-    difference,
-    settings_of,
-)
+from jpaged.parallel.frame import MAX_HELLO_BYTES, FrameError, encode_frame, message_of, unexpected
+from jpaged.parallel.hello import HELLO_TIMEOUT_S, START_TIMEOUT_S, Values, check_hello, deadline, difference
 from jpaged.parallel.messages import End, Facts, Fault, Masks, Message, Recover, Refusal, Welcome
 from jpaged.parallel.nodes import Nodes
-from jpaged.parallel.plan_message import message_of
 from jpaged.runtime.pending import PendingStep
 from jpaged.runtime.runner import ModelRunner
 
@@ -63,8 +55,9 @@ class Followers:
             OSError: the address is invalid or in use.
         """
         channels: dict[int, Channel] = {}
-        settings, end = settings_of(config), deadline()
-        with _listen(nodes) as server:
+        settings, end = dataclasses.asdict(config), deadline()
+        _bound(nodes.coordinator_address).close()  # jax would crash at an address in use
+        with _bound(nodes.channel_address) as server:
             logger.info("waiting for %d more nodes at %s:%d", nodes.nnodes - 1, *nodes.channel_address)
             while len(channels) < nodes.nnodes - 1:
                 try:
@@ -108,7 +101,7 @@ class Followers:
                 channel.send_frame(frame)
             except OSError as error:
                 time.sleep(CAUSE_TIMEOUT_S)  # the last message of the follower, if there is one, has the reason
-                end_process(_lost(rank, channel, error), LOST)
+                end_process(f"node {rank} ({channel.peer}) is lost: {error}", LOST)
 
     def end(self, fault: str | None = None) -> None:
         """End the followers, without an error or with the reason why this process ends."""
@@ -129,22 +122,19 @@ class Followers:
         with contextlib.closing(channel):
             while True:
                 try:
-                    self._handle(rank, channel, channel.receive(MAX_HELLO_BYTES))
+                    match message := channel.receive(MAX_HELLO_BYTES):
+                        case Facts(facts):
+                            self._facts.put((rank, facts))
+                        case Fault(reason):
+                            end_process(f"node {rank} ({channel.peer}): {reason}", LOST)
+                        case _:
+                            raise unexpected(message, Facts, Fault)
                 except FrameError as error:
                     end_process(f"malformed frame from node {rank} ({channel.peer}): {error}", MALFORMED)
                 except OSError as error:
                     if self._ended.is_set():
                         return
-                    end_process(_lost(rank, channel, error), LOST)
-
-    def _handle(self, rank: int, channel: Channel, message: Message) -> None:
-        match message:
-            case Facts(facts):
-                self._facts.put((rank, facts))
-            case Fault(reason):
-                end_process(f"node {rank} ({channel.peer}): {reason}", LOST)
-            case _:
-                raise unexpected(message, Facts, Fault)
+                    end_process(f"node {rank} ({channel.peer}) is lost: {error}", LOST)
 
 
 class LeaderRunner:
@@ -181,9 +171,7 @@ class LeaderRunner:
         if isinstance(command, UpdateParams):
             raise ValueError(f"params: {FIXED_PARAMS}")
 
-    def control(self, command: Command) -> None:
-        """Raise a ValueError as `check` does. `WakeUp` has no effect, because the runner never sleeps."""
-        self.check(command)
+    control = check  # `WakeUp` has no effect, because the runner never sleeps
 
     def recover(self) -> None:
         """Make all runners usable after an error of this host in a step."""
@@ -207,11 +195,6 @@ class LeaderStep:
             return self._inner.result()
         except jax.errors.JaxRuntimeError as error:
             end_after_failure(error)
-
-
-def _listen(nodes: Nodes) -> socket.socket:
-    _bound(nodes.coordinator_address).close()  # jax would crash at an address in use
-    return _bound(nodes.channel_address)
 
 
 def _bound(address: tuple[str, int]) -> socket.socket:
@@ -238,7 +221,3 @@ def _welcome(
         return {}
     logger.info("node %d has joined from %s", rank, channel.peer)
     return {rank: channel}
-
-
-def _lost(rank: int, channel: Channel, error: OSError) -> str:
-    return f"node {rank} ({channel.peer}) is lost: {error}"

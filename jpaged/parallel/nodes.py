@@ -1,10 +1,13 @@
 """Processes that share one model, with the flags' names of SGLang."""
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from jpaged.setting import check, setting
 
 GROUP = "several hosts"
+HEARTBEAT_TIMEOUT_S = SHUTDOWN_TIMEOUT_S = 10
 
 
 @dataclass(frozen=True)
@@ -49,3 +52,25 @@ class Nodes:
         """Host and port on which the leader accepts its followers."""
         host, port = self.coordinator_address
         return host, port + 1
+
+
+@contextlib.contextmanager
+def cluster(nodes: Nodes) -> Iterator[None]:
+    """Connect this process with the others of a replica, in the context.
+
+    Raises:
+        RuntimeError: the others can't be reached in time.
+    """
+    import jax  # takes seconds
+
+    # A lost process is noticed by its connection at once. If not, jax aborts the others (SIGABRT) after the heartbeat's
+    # timeout. It would also handle SIGTERM, to tell programs that save checkpoints.
+    jax.config.update("jax_enable_preemption_service", False)
+    jax.distributed.initialize(
+        nodes.dist_init_addr, nodes.nnodes, nodes.node_rank, cluster_detection_method="deactivate",
+        heartbeat_timeout_seconds=nodes.heartbeat_timeout or HEARTBEAT_TIMEOUT_S,
+        shutdown_timeout_seconds=SHUTDOWN_TIMEOUT_S,
+        coordinator_bind_address=nodes.dist_init_addr if nodes.node_rank == 0 else None,
+    )  # fmt: skip
+    yield
+    jax.distributed.shutdown()

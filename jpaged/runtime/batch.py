@@ -59,7 +59,7 @@ def ladder(low: int, high: int, factor: int) -> tuple[int, ...]:
 class Buckets:
     """All shapes of steps, known before the first step runs.
 
-    Both ladders double, and have further shapes if their costs justify them (`step_costs`). A step with a prompt pays
+    Both ladders double, and have further shapes if their costs justify them (`measure`). A step with a prompt pays
     for `num_seqs` only in logits. `benchmarks/engine/padding.py` counts the padding.
     """
 

@@ -12,8 +12,8 @@ from aiohttp import web
 from pydantic import BaseModel
 
 from jpaged.core.request import NON_FINITE, FinishReason
+from jpaged.engine.async_engine import Deltas
 from jpaged.engine.engine import RequestOptions
-from jpaged.engine.stream import Deltas
 from jpaged.serving.answer import Answer
 from jpaged.serving.codec import JsonObject, dumps, dumps_long
 from jpaged.serving.endpoint import Operation

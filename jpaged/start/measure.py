@@ -1,34 +1,48 @@
-"""Measurement of a model on its devices: it compiles and runs steps."""
+"""Measurement of a model on its devices: it compiles and runs steps. The times give shapes and sizes of chunks."""
 
+import hashlib
+import itertools
+import json
 import logging
+import math
 import os
+import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Self
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from jpaged.config import Limits, platform_defaults
-from jpaged.runtime.compilation_cache import cache_folder
+from jpaged.runtime.batch import Bucket
+from jpaged.runtime.compilation_cache import cache_folder, private_folder
+from jpaged.runtime.placement import Placement
 from jpaged.runtime.runner import ModelRunner
 from jpaged.runtime.swap import TRANSFERS
-from jpaged.start.agreement import leaders_values
 from jpaged.start.pool import allocate
 from jpaged.start.resolve import Resolved
-from jpaged.start.step_costs import StepCosts, further_shapes, step_overhead, stored_costs, tokens_beside_decodes
 
 logger = logging.getLogger(__name__)
 
+StepCosts = Mapping[Bucket, float]  # seconds, on empty contexts
 
-@dataclass(frozen=True)
-class Measured:
+# A shape between two others is worth its compilation if the larger one takes more than STEEP times the time of the
+# smaller one, and more than LONG_S seconds.
+STEEP, LONG_S = 1.5, 0.02
+# Seconds in which a CPU schedules, decodes and sends one token of a stream, about as measured by
+# `benchmarks/engine/isolation.py`.
+CPU_TOKEN_S = 150e-6
+
+
+class Measured(NamedTuple):
     """Measured numbers of an engine.
 
     Attributes:
         num_blocks: KV blocks on the devices.
         num_host_blocks: KV blocks on the host that preempted requests may be swapped to; 0: they are not swapped.
-        costs: seconds of steps of the shapes that doubling gives; empty without a warm-up.
         tokens_beside_decodes: maximum tokens of a step with decodes; None: the limit of all steps.
         step_overhead: cost of a step without its tokens, in tokens; inf if it is unknown.
         block_swap_cost: cost of moving one block to the host and back, in tokens; 0 if it is not needed or unknown.
@@ -36,24 +50,9 @@ class Measured:
 
     num_blocks: int
     num_host_blocks: int
-    costs: StepCosts
     tokens_beside_decodes: int | None
     step_overhead: float
     block_swap_cost: float
-
-    @classmethod
-    def of(cls, runner: ModelRunner, resolved: Resolved, costs: StepCosts) -> Self:
-        """Return the numbers that follow from a runner and its costs, and measure the cost of swapping if needed."""
-        config, platform = resolved.config, resolved.device.platform
-        num_host_blocks = 0 if config.preemption_mode == "recompute" else runner.blocks.num_host_blocks
-        chunk, swap_cost = None, 0.0
-        if costs and not config.max_num_batched_tokens:
-            max_cost = platform_defaults(platform).max_chunk_cost
-            chunk = tokens_beside_decodes(costs, max_cost, padded=runner.pads)
-        if costs and num_host_blocks and config.preemption_mode == "auto":
-            swap_cost = block_swap_cost(runner, costs)
-        overhead = step_overhead(costs, platform)
-        return cls(runner.blocks.num_blocks, num_host_blocks, costs, chunk, overhead, swap_cost)
 
 
 def measure(runner: ModelRunner, resolved: Resolved, *, progress: bool = True) -> Measured:
@@ -68,10 +67,19 @@ def measure(runner: ModelRunner, resolved: Resolved, *, progress: bool = True) -
         ValueError: there is no memory for the pool, or for a step beside it.
     """
     allocate(runner, resolved)
-    if resolved.config.warm_up:
-        return Measured.of(runner, resolved, warm_up(runner, resolved.limits, progress=progress))
-    runner.late = set(runner.shapes.buckets.all)
-    return Measured.of(runner, resolved, {})
+    config, platform = resolved.config, resolved.device.platform
+    costs: StepCosts = {}
+    if config.warm_up:
+        costs = warm_up(runner, resolved.limits, progress=progress)
+    else:
+        runner.late = set(runner.shapes.buckets.all)
+    num_host_blocks = 0 if config.preemption_mode == "recompute" else runner.blocks.num_host_blocks
+    chunk, swap_cost = None, 0.0
+    if costs and not config.max_num_batched_tokens:
+        chunk = tokens_beside_decodes(costs, platform_defaults(platform).max_chunk_cost, padded=runner.pads)
+    if costs and num_host_blocks and config.preemption_mode == "auto":
+        swap_cost = block_swap_cost(runner, costs)
+    return Measured(runner.blocks.num_blocks, num_host_blocks, chunk, step_overhead(costs, platform), swap_cost)
 
 
 def warm_up(runner: ModelRunner, limits: Limits, *, progress: bool = True) -> StepCosts:
@@ -92,9 +100,9 @@ def warm_up(runner: ModelRunner, limits: Limits, *, progress: bool = True) -> St
         rows.warm_up()
         jax.block_until_ready((blocks.pool, rows.state, rows.last_tokens))
         costs = stored_costs(
-            cache_folder() / "step_costs", costs_key(runner, limits), ladders,
+            cache_folder() / "step_costs", _costs_key(runner, limits), ladders,
             lambda bucket: _seconds(lambda: runner.run_padding(bucket)),
-            lambda seconds: leaders_values(seconds, runner.placement),
+            lambda seconds: _leaders(seconds, runner.placement),
         )  # fmt: skip
         if runner.pads and (further := further_shapes(costs)):
             runner.shapes.add(further)
@@ -103,7 +111,14 @@ def warm_up(runner: ModelRunner, limits: Limits, *, progress: bool = True) -> St
     return costs
 
 
-def costs_key(runner: ModelRunner, limits: Limits) -> str:
+def _leaders(seconds: Sequence[float], placement: Placement) -> Sequence[float]:
+    """Return the seconds of process 0, as float32, in all processes that share a mesh. All of them must call it."""
+    if placement.num_processes == 1:
+        return seconds
+    return [float(each) for each in multihost_utils.broadcast_one_to_all(np.array(seconds, np.float32))]
+
+
+def _costs_key(runner: ModelRunner, limits: Limits) -> str:
     """Return a text of everything that the costs of steps depend on."""
     placement = runner.placement
     processes = (placement.num_processes,) if placement.num_processes > 1 else ()
@@ -123,10 +138,105 @@ def block_swap_cost(runner: ModelRunner, costs: StepCosts) -> float:
 
 def _seconds(run: Callable[[], Any], repeats: int = 3) -> float:
     """Return the time of the shortest of a few runs."""
-
-    def once() -> float:
+    times = []
+    for _ in range(repeats):
         start = time.perf_counter()
         jax.block_until_ready(run())
-        return time.perf_counter() - start
+        times.append(time.perf_counter() - start)
+    return min(times)
 
-    return min(once() for _ in range(repeats))
+
+def further_shapes(costs: StepCosts) -> StepCosts:
+    """Return the shapes halfway between two neighbours of the ladders if the larger one is much more expensive.
+
+    Their costs are assumed to be halfway, too.
+    """
+    ladders: dict[int | None, list[Bucket]] = {}
+    for bucket in sorted(costs):
+        ladders.setdefault(None if bucket.decode else bucket.num_seqs, []).append(bucket)
+    further = {}
+    for rungs in ladders.values():
+        for low, high in itertools.pairwise(rungs):
+            middle = (low.num_tokens + high.num_tokens) // 2
+            if costs[high] > max(LONG_S, STEEP * costs[low]) and low.num_tokens < middle:
+                rung = Bucket(middle, middle if high.decode else high.num_seqs, high.decode)
+                further[rung] = (costs[low] + costs[high]) / 2
+    return further
+
+
+def tokens_beside_decodes(costs: StepCosts, max_cost: float, *, padded: bool = True) -> int:
+    """Return the maximum number of tokens for steps in which sequences decode.
+
+    The number is at least twice the number of sequences, if a step has that room. The tokens of decodes then leave room
+    for prompts.
+
+    Args:
+        max_cost: maximum cost of such a step, in decode steps.
+        padded: whether a step costs as much as its whole shape, so that the number is that of a shape. Otherwise costs
+            between two shapes are interpolated.
+    """
+    costs = {**costs, **further_shapes(costs)} if padded else costs
+    decode = max(bucket for bucket in costs if bucket.decode)
+    mixed = sorted(bucket for bucket in costs if not bucket.decode and bucket.num_seqs == decode.num_seqs)
+    shapes, seconds = [bucket.num_tokens for bucket in mixed], [costs[bucket] for bucket in mixed]
+    sizes = shapes if padded else range(shapes[0], shapes[-1] + 1)
+    roomy = [size for size in sizes if size >= 2 * decode.num_seqs] or sizes[-1:]
+    cheap = [size for size in roomy if np.interp(size, shapes, seconds) <= max_cost * costs[decode]]
+    return cheap[-1] if cheap else roomy[0]
+
+
+def step_overhead(costs: StepCosts, platform: str) -> float:
+    """Return the cost of a step without its tokens, in tokens that cost as much; inf if unknown or tokens cost nothing.
+
+    The costs are fitted by a line, with equal relative errors for short and long steps. On a CPU the
+    time that the host spends on a token is added. Beside a GPU this work overlaps with that of the device.
+    """
+    tokens, seconds = [bucket.num_tokens for bucket in costs], np.array([*costs.values()])
+    if len(set(tokens)) <= 1:
+        return math.inf
+    slope, start = np.polyfit(tokens, seconds, 1, w=1 / seconds)
+    slope = max(slope, 0.0) + (CPU_TOKEN_S if platform == "cpu" else 0.0)
+    return max(0.0, float(start / slope)) if slope > 0 else math.inf
+
+
+def stored_costs(
+    folder: Path, key: str, buckets: Iterable[Bucket], measure: Callable[[Bucket], float],
+    agree: Callable[[Sequence[float]], Sequence[float]] = lambda seconds: seconds,
+) -> StepCosts:  # fmt: skip
+    """Return the costs of all shapes from a file, or else measure them and write it.
+
+    Args:
+        folder: it is used if it is a `private_folder`.
+        key: identifies everything that the costs depend on.
+        agree: return the seconds of the process whose costs hold for all processes that share the device mesh. They
+            measure together, if that process has no file.
+    """
+    usable = private_folder(folder)
+    path = usable and usable / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+    wanted = tuple(buckets)
+    stored = _read(path, key) if path else {}
+    known = stored.keys() == set(wanted)
+    seconds = agree([stored[bucket] if known else 0.0 for bucket in wanted])
+    if all(seconds):
+        return dict(zip(wanted, seconds, strict=True))
+    costs = dict(zip(wanted, agree([measure(bucket) for bucket in wanted]), strict=True))
+    if not path:
+        return costs
+    content = {"key": key, "seconds": [[*bucket, seconds] for bucket, seconds in costs.items()]}
+    try:
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            json.dump(content, file)
+        os.replace(file.name, path)
+    except OSError as error:
+        logger.warning("the costs of steps are not stored: %s", error)
+    return costs
+
+
+def _read(path: Path, key: str) -> dict[Bucket, float]:
+    """Return the costs in a file; none if the file is missing, broken, or has another key."""
+    try:
+        content = json.loads(path.read_text())
+        costs = {Bucket(int(t), int(s), bool(d)): float(seconds) for t, s, d, seconds in content["seconds"]}
+        return costs if content["key"] == key and all(seconds > 0 for seconds in costs.values()) else {}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}

@@ -1,5 +1,6 @@
 """Size of the KV pool: the blocks that fit into the memory of the devices and of the host."""
 
+import functools
 import logging
 import math
 import os
@@ -7,24 +8,20 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from jpaged.config import EngineConfig
-from jpaged.runtime.batch import Bucket
 from jpaged.runtime.kv_cache import KVCache
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.runner import ModelRunner
 from jpaged.runtime.sampling_row import ROW_WORDS
 from jpaged.runtime.sampling_settings import Settings
 from jpaged.runtime.swap import TRANSFERS
-from jpaged.start.agreement import least
 from jpaged.start.resolve import Resolved, check_num_blocks
 from pallas_kernels import Kernels
 
 logger = logging.getLogger(__name__)
-
-# On a CPU the pool shares the memory with everything else, so it stays modest unless it is given a size.
-MAX_CPU_POOL_BYTES = 4 * 2**30
-MAX_CPU_MEMORY_SHARE = 0.25
 
 
 def allocate(runner: ModelRunner, resolved: Resolved) -> None:
@@ -82,7 +79,7 @@ def fill_memory(runner: ModelRunner, utilization: float, *, wanted: int, moved_b
     placement, block_bytes = runner.placement, runner.blocks.block_bytes
     stats = [device.memory_stats() for device in placement.local_devices]
     if not all(each and "bytes_limit" in each for each in stats):
-        return least(cpu_num_blocks(wanted, block_bytes * len(stats)), placement)
+        return _least(cpu_num_blocks(wanted, block_bytes * len(stats)), placement)
 
     def fitting(temporaries: int) -> int:
         return min(
@@ -95,45 +92,43 @@ def fill_memory(runner: ModelRunner, utilization: float, *, wanted: int, moved_b
 
     logger.info("compiling the largest steps, to measure the memory that they leave for the KV pool")
     beside = max(moved_bytes, sampling_temporaries(runner))
-    num_blocks = least(fitting(beside), placement)  # XLA's autotuning expects the same shapes in all processes
+    num_blocks = _least(fitting(beside), placement)  # XLA's autotuning expects the same shapes in all processes
     inside = model_temporaries(runner, num_blocks)
-    return least(num_blocks if inside <= beside else fitting(inside), placement)
+    return _least(num_blocks if inside <= beside else fitting(inside), placement)
+
+
+def _least(number: int, placement: Placement) -> int:
+    """Return the least number of all processes that share a mesh. All of them must call it."""
+    if placement.num_processes == 1:
+        return number
+    return int(multihost_utils.process_allgather(np.int32(number)).min())
 
 
 def model_temporaries(runner: ModelRunner, num_blocks: int) -> int:
     """Return the bytes that the model's part of the largest steps needs in addition to parameters and pool."""
     cache, whole = runner.blocks.cache, runner.placement.pool
     array = jax.ShapeDtypeStruct(cache.shape(num_blocks), cache.dtype, sharding=whole)
-    pool, last_tokens = [array] * (2 * cache.num_layers), runner.rows.last_tokens
+    pool, last_tokens, buckets = [array] * (2 * cache.num_layers), runner.rows.last_tokens, runner.shapes.buckets
     return temporaries(
         runner.step.forward.lower(runner.leaves, pool, last_tokens, runner.shapes.padding(bucket), bucket)
-        for bucket in _largest(runner)
+        for bucket in (buckets.decode[-1], buckets.mixed[-1])
     )
 
 
 def sampling_temporaries(runner: ModelRunner) -> int:
     """Return the bytes that the largest steps need for samples and prompt logprobs."""
     step, rows, outputs, leaves = runner.step, runner.rows, runner.outputs, runner.leaves
+    whole = functools.partial(jax.ShapeDtypeStruct, sharding=runner.placement.whole)
     lowered = []
-    for bucket in _largest(runner):
-        x_sd = _whole(runner, (bucket.num_seqs, outputs.hidden_size), outputs.hidden_dtype)
-        rows_sf = _whole(runner, (bucket.num_seqs, ROW_WORDS), "int32")
+    for bucket in (runner.shapes.buckets.decode[-1], runner.shapes.buckets.mixed[-1]):
+        x_sd = whole((bucket.num_seqs, outputs.hidden_size), outputs.hidden_dtype)
+        rows_sf = whole((bucket.num_seqs, ROW_WORDS), "int32")
         bits = runner.shapes.no_bits[bucket.num_seqs]
         lowered.append(step.choose.lower(leaves, rows.state, rows.last_tokens, x_sd, rows_sf, bits, Settings.ANY))
         if not bucket.decode:
-            x_td = _whole(runner, (bucket.num_tokens, outputs.hidden_size), outputs.hidden_dtype)
-            lowered.append(step.score.lower(leaves, x_td, _whole(runner, (bucket.num_tokens,), "int32")))
+            x_td = whole((bucket.num_tokens, outputs.hidden_size), outputs.hidden_dtype)
+            lowered.append(step.score.lower(leaves, x_td, whole((bucket.num_tokens,), "int32")))
     return temporaries(lowered)
-
-
-def _largest(runner: ModelRunner) -> tuple[Bucket, Bucket]:
-    """Return the largest decode step and the largest step with a prompt."""
-    return runner.shapes.buckets.decode[-1], runner.shapes.buckets.mixed[-1]
-
-
-def _whole(runner: ModelRunner, shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
-    """Return the description of an array that every device has whole."""
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=runner.placement.whole)
 
 
 def temporaries(steps: Iterable[jax.stages.Lowered]) -> int:
@@ -160,10 +155,12 @@ def fitting_blocks(*, limit: int, in_use: int, temporaries: int, utilization: fl
 
 
 def cpu_num_blocks(wanted: int, bytes_per_block: int) -> int:
-    """Return the blocks of a pool on a CPU: the wanted number, within a modest share of the machine's memory."""
+    """Return the blocks of a pool on a CPU: the wanted number, in a quarter of the memory and at most 4 GiB.
+
+    The pool shares the memory with everything else, so it stays modest unless it is given a size.
+    """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    room = min(MAX_CPU_POOL_BYTES, math.floor(memory * MAX_CPU_MEMORY_SHARE))
-    return max(1, min(wanted, room // bytes_per_block))
+    return max(1, min(wanted, min(4 * 2**30, memory // 4) // bytes_per_block))
 
 
 def configured_num_blocks(config: EngineConfig, bytes_per_block: int, available: int) -> int | None:

@@ -59,13 +59,9 @@ class Resolved:
 
 
 def resolve(
-    config: EngineConfig,
-    model: ModelConfig,
-    device: Device,
-    *,
-    stored_method: str | None = None,
+    config: EngineConfig, model: ModelConfig, device: Device, *, stored_method: str | None = None,
     module_size: int | None = None,
-) -> Resolved:
+) -> Resolved:  # fmt: skip
     """Resolve the open settings of a config.
 
     Args:
@@ -75,7 +71,7 @@ def resolve(
     Raises:
         ValueError: the model does not support a value, or there are more sequences than blocks in the KV pool.
     """
-    choices = _Choices(config)
+    choices, quantization = _Choices(config), None
     dtype: str | None
     if module_size is None:
         dtype = choices.choose("dtype", *_default_dtype(model, device))
@@ -84,13 +80,11 @@ def resolve(
     else:
         dtype = choices.choose("dtype", None, "each array of the module keeps its dtype")
         size = choices.choose("tensor_parallel_size", module_size, "the module lies on these devices")
-        quantization = None
     dtype = DTYPE_ALIASES.get(dtype, dtype) if dtype else None
     choices.choose("kv_cache_dtype", dtype, "the dtype of the keys")
     limits = _limits(choices, model, device.platform)
     model = model.for_length(limits.max_model_len) if module_size is None else model
-    mesh = mesh_shape(model, size)
-    return Resolved(config, model, device, limits, dtype, quantization, mesh, tuple(choices.made))
+    return Resolved(config, model, device, limits, dtype, quantization, mesh_shape(model, size), tuple(choices.made))
 
 
 def check_num_blocks(limits: Limits, num_blocks: int) -> None:
@@ -115,14 +109,10 @@ class _Choices:
 
     def choose[T](self, setting: str, default: T, reason: str) -> T:
         """Return the value that the config sets, else the default."""
-        value = getattr(self.config, setting)
-        if value in (None, "auto"):
-            value = default
-        else:
-            reason = "set"
+        value: T = getattr(self.config, setting)
+        value, reason = (default, reason) if value in (None, "auto") else (value, "set")
         self.made.append(SettingChoice(setting, value, reason))
-        chosen: T = value
-        return chosen
+        return value
 
 
 def _default_dtype(model: ModelConfig, device: Device) -> tuple[str, str]:
@@ -135,11 +125,7 @@ def _default_dtype(model: ModelConfig, device: Device) -> tuple[str, str]:
 
 
 def _quantization(choices: _Choices, stored_method: str | None) -> str | None:
-    """Return the method to apply while loading: None if the config names the method of the checkpoint.
-
-    Raises:
-        ValueError: the config names another method, which can't be applied.
-    """
+    """Return the method to apply while loading: None if the config names the method of the checkpoint."""
     reason = "the method of the checkpoint" if stored_method else "the checkpoint is not quantized"
     method = choices.choose("quantization", stored_method, reason)
     if method in QUANTIZATIONS and choices.config.quantization:
@@ -154,11 +140,7 @@ def _quantization(choices: _Choices, stored_method: str | None) -> str | None:
 
 
 def _limits(choices: _Choices, model: ModelConfig, platform: str) -> Limits:
-    """Return the limits.
-
-    Raises:
-        ValueError: the model does not support a value, or there are more sequences than blocks in the KV pool.
-    """
+    """Return the limits, with the errors of `resolve`."""
     config, defaults, choose = choices.config, platform_defaults(platform), choices.choose
     usual = f"the default on a {'CPU' if platform == 'cpu' else 'GPU'}"
     longest = model.context_length
@@ -168,20 +150,17 @@ def _limits(choices: _Choices, model: ModelConfig, platform: str) -> Limits:
         raise ValueError(
             f"max_model_len: {max_model_len} exceeds the model's max_position_embeddings{scaled} ({longest})"
         )
-    seqs = config.num_seqs(defaults.max_num_seqs)
-    lowered = seqs < defaults.max_num_seqs
-    max_num_seqs = choose("max_num_seqs", seqs, "as many as max_num_batched_tokens" if lowered else usual)
-    tokens = max(defaults.max_num_batched_tokens, max_num_seqs)
-    raised = tokens > defaults.max_num_batched_tokens
-    tokens = choose("max_num_batched_tokens", tokens, "as many as max_num_seqs" if raised else usual)
-    is_long = platform == "cpu" and max_model_len >= CPU_LONG
-    block_size = (
-        choose("block_size", CPU_LONG_BLOCK_SIZE, "a CPU gathers long contexts faster in large blocks")
-        if is_long
-        else choose("block_size", BLOCK_SIZE, "the default")
-    )
+    seqs, tokens = config.num_seqs(defaults.max_num_seqs), defaults.max_num_batched_tokens
+    reason = "as many as max_num_batched_tokens" if seqs < defaults.max_num_seqs else usual
+    seqs = choose("max_num_seqs", seqs, reason)
+    reason = "as many as max_num_seqs" if seqs > tokens else usual
+    tokens = choose("max_num_batched_tokens", max(tokens, seqs), reason)
+    block_size, reason = BLOCK_SIZE, "the default"
+    if platform == "cpu" and max_model_len >= CPU_LONG:
+        block_size, reason = CPU_LONG_BLOCK_SIZE, "a CPU gathers long contexts faster in large blocks"
+    block_size = choose("block_size", block_size, reason)
     max_logprobs = model.vocab_size if config.max_logprobs == -1 else config.max_logprobs
-    limits = Limits(max_model_len, max_num_seqs, tokens, block_size, max_logprobs)
+    limits = Limits(max_model_len, seqs, tokens, block_size, max_logprobs)
     if config.num_gpu_blocks_override is not None:
         check_num_blocks(limits, config.num_gpu_blocks_override)
     return limits

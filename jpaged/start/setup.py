@@ -1,6 +1,7 @@
-"""Setup of an engine: its settings, devices, kernels and tokenizer, checked before parameters are loaded."""
+"""Setup of an engine: its files, settings, devices, kernels and tokenizer, checked before parameters are loaded."""
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,16 +10,25 @@ from flax import nnx
 
 from jpaged.chat import check_template
 from jpaged.config import EngineConfig
+from jpaged.core.params import SamplingParams
+from jpaged.demo import DIRECTORY as DEMO
 from jpaged.models.base import Model
+from jpaged.models.config import ModelConfig
+from jpaged.models.config_file import GENERATION, SAMPLING, sampling_defaults
+from jpaged.models.quantized_checkpoint import read_scheme
+from jpaged.models.registry import read_config
 from jpaged.runtime.compilation_cache import cache_folder
 from jpaged.runtime.parameters import by_name
 from jpaged.runtime.placement import Placement, devices_of
-from jpaged.start.find import default_sampling, find_model, find_tokenizer, read_checkpoint
 from jpaged.start.pool import check_pool
 from jpaged.start.resolve import Device, Resolved, resolve
+from jpaged.tokenizer import TOKENIZER_FILES, has_tokenizer, load_tokenizer
 from pallas_kernels import Kernels, SelfTest, compute_capability, select
 
 logger = logging.getLogger(__name__)
+
+SECOND_COPIES = ["consolidated*"]  # the same weights under Mistral's own names
+SMALL_FILES = ["*.json", "*.model", "*.jinja", *TOKENIZER_FILES]  # config, tokenizer and chat templates
 
 
 class Setup(NamedTuple):
@@ -75,11 +85,20 @@ def resolve_checkpoint(config: EngineConfig, device: jax.Device) -> tuple[Path, 
         device: one of the devices that will hold the model.
 
     Raises:
-        ValueError: there is no such model, or it does not allow a setting.
+        ValueError: there is no such model, or a file of it is missing or invalid, or it does not allow a setting.
     """
     directory = find_model(config.model, revision=config.revision, weights=False)
-    model, method = read_checkpoint(directory, config.hf_overrides, has_weights=config.load_format != "dummy")
+    model, method = _read_checkpoint(directory, config.hf_overrides, config.load_format != "dummy")
     return directory, resolve(config, model, device_of(device), stored_method=method)
+
+
+def _read_checkpoint(
+    directory: Path, overrides: Mapping[str, Any] | None, has_weights: bool
+) -> tuple[ModelConfig, str | None]:
+    """Return the config of a checkpoint, and the method by which its weights are quantized; None: they are not."""
+    model = read_config(directory, overrides)
+    scheme = read_scheme(directory) if has_weights else None
+    return model, scheme.method if scheme else None
 
 
 def prepare_module(config: EngineConfig, module: Model, tokenizer: Any = None) -> Setup:
@@ -91,7 +110,26 @@ def prepare_module(config: EngineConfig, module: Model, tokenizer: Any = None) -
     Raises:
         ValueError: the module or its devices do not allow a setting.
     """
-    devices = _check_module(config, module)
+    if config.load_format != "auto":
+        raise ValueError(f"load_format: must be auto for a module, which is not loaded, not {config.load_format!r}")
+    if config.hf_overrides:
+        raise ValueError("hf_overrides: can't be applied to a module, which has its config")
+    if config.quantization is not None:
+        raise ValueError(
+            "quantization: can't be applied to a module, whose arrays are served as they are, not copied; pass "
+            f"jpaged.quantize(module, {config.quantization!r}) instead"
+        )
+    leaves = by_name(nnx.state(module, nnx.Param))
+    if not leaves:
+        raise ValueError("model: must have parameters, variables of the type nnx.Param")
+    if other := next((name for name, leaf in leaves.items() if not isinstance(leaf, jax.Array)), None):
+        raise ValueError(f"model: {other} must be a jax.Array, not {type(leaves[other]).__name__}")
+    devices = devices_of(leaves.values())
+    if (config.tensor_parallel_size or 1) > len(devices):
+        raise ValueError(
+            f"tensor_parallel_size: must be at most the number of devices ({len(devices)}) on which the module's "
+            f"parameters lie, not {config.tensor_parallel_size}; jpaged.shard(module, devices) divides a module"
+        )
     resolved = resolve(config, module.config, device_of(devices[0]), module_size=len(devices))
     placement = Placement.on(devices[: config.tensor_parallel_size], module.config)
     defaults = default_sampling(None, config.override_generation_config)
@@ -108,35 +146,6 @@ def on_further_devices(setup: Setup, data_parallel_size: int) -> list[Setup]:
         return [setup]
     groups = choose_devices(setup.placement.size, data_parallel_size)
     return [setup._replace(placement=Placement.on(group, setup.resolved.model)) for group in groups]
-
-
-def _check_module(config: EngineConfig, model: Model) -> list[jax.Device]:
-    """Return the devices of a module.
-
-    Raises:
-        ValueError: it can't be served with these settings.
-    """
-    if config.load_format != "auto":
-        raise ValueError(f"load_format: must be auto for a module, which is not loaded, not {config.load_format!r}")
-    if config.hf_overrides:
-        raise ValueError("hf_overrides: can't be applied to a module, which has its config")
-    if config.quantization is not None:
-        raise ValueError(
-            "quantization: can't be applied to a module, whose arrays are served as they are, not copied; pass "
-            f"jpaged.quantize(module, {config.quantization!r}) instead"
-        )
-    leaves = by_name(nnx.state(model, nnx.Param))
-    if not leaves:
-        raise ValueError("model: must have parameters, variables of the type nnx.Param")
-    if other := next((name for name, leaf in leaves.items() if not isinstance(leaf, jax.Array)), None):
-        raise ValueError(f"model: {other} must be a jax.Array, not {type(leaves[other]).__name__}")
-    devices = devices_of(leaves.values())
-    if (config.tensor_parallel_size or 1) > len(devices):
-        raise ValueError(
-            f"tensor_parallel_size: must be at most the number of devices ({len(devices)}) on which the module's "
-            f"parameters lie, not {config.tensor_parallel_size}; jpaged.shard(module, devices) divides a module"
-        )
-    return devices
 
 
 def select_kernels(
@@ -200,3 +209,72 @@ def devices_of_nodes(size: int, nnodes: int) -> list[jax.Device]:
             f"{nnodes} nodes need {size // nnodes} on each"
         )
     return [device for local in devices for device in local]
+
+
+def find_model(name: str, *, revision: str | None = None, weights: bool = True) -> Path:
+    """Return the directory of a model: "demo", a path, or a hub id.
+
+    A model that is not in the hub's cache is downloaded.
+
+    Args:
+        revision: a branch, tag or commit of a hub id.
+        weights: False leaves the weights of a hub id out: its config and its tokenizer can be checked before a long
+            download.
+
+    Raises:
+        ValueError: there is no such model.
+    """
+    if revision is not None and (name == "demo" or Path(name).expanduser().is_dir()):
+        raise ValueError(f"revision: only a hub id has revisions, and {name} is a directory")
+    if name == "demo":
+        return DEMO
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists() or name.count("/") != 1 or name.startswith((".", "~", "/")):
+        raise ValueError(f"model: {name} is not a directory")
+    from huggingface_hub import snapshot_download
+
+    try:
+        patterns = [*SMALL_FILES, *(["*.safetensors"] if weights else [])]
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=SECOND_COPIES))
+    except Exception as error:  # the hub's library has a dozen ways to say no
+        raise ValueError(f"model: {name} is neither a directory nor a model on the hub: {error}") from error
+
+
+def find_tokenizer(tokenizer: Any, directory: Path | None = None) -> Any:
+    """Return a tokenizer; None if there is none.
+
+    Args:
+        tokenizer: a tokenizer, or the name of a directory or hub id; None: that of the model.
+        directory: the directory of the model.
+    """
+    if isinstance(tokenizer, str):
+        return load_tokenizer(find_model(tokenizer, weights=False))
+    if tokenizer is not None or directory is None:
+        return tokenizer
+    return load_tokenizer(directory) if has_tokenizer(directory) else None
+
+
+def default_sampling(directory: Path | None, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return default sampling parameters: those in a model's directory, and the overrides.
+
+    Args:
+        directory: None: use no parameters of the model.
+        overrides: as `EngineConfig.override_generation_config`.
+
+    Raises:
+        ValueError: a value is invalid, or an override is not one of these parameters.
+    """
+    defaults, overrides = {} if directory is None else sampling_defaults(directory), overrides or {}
+    if unknown := overrides.keys() - set(SAMPLING):
+        raise ValueError(
+            f"override_generation_config: {', '.join(sorted(unknown))} is not supported; "
+            f"supported: {', '.join(SAMPLING)}"
+        )
+    for values, source in (defaults, f"{directory}/{GENERATION}"), (overrides, "override_generation_config"):
+        try:
+            SamplingParams(**values)
+        except ValueError as error:
+            raise ValueError(f"{source}: {error}") from error
+    return {**defaults, **overrides}

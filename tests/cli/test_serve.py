@@ -14,7 +14,7 @@ from jpaged.cli.parser import count
 from jpaged.cli.serve import server_config
 from jpaged.cli.setting_flags import config_of
 from jpaged.config import DTYPES, EngineConfig
-from jpaged.start import assemble, load
+from jpaged.start import load
 from jpaged.start.setup import prepare
 
 ROOT = Path(__file__).parents[2]
@@ -216,7 +216,7 @@ def test_default_sampling_parameters_come_from_the_model_and_overrides(monkeypat
 
     model = copy_of(tiny, tmp_path / "model")
     (model / "generation_config.json").write_text('{"temperature": 0.7, "top_k": 5}')
-    monkeypatch.setattr(assemble, "start_engine", lambda *_, **__: None)
+    monkeypatch.setattr(load, "start_engine", lambda *_, **__: None)
     monkeypatch.setattr(cli_serve, "Service", service)
     override = ["--override-generation-config", '{"min_p": 0.1}', "--override-generation-config.top_k", "7"]
     for flags in ([], ["--generation-config", "vllm"], override, ["--sampling-defaults", "openai", *override]):

@@ -30,7 +30,7 @@ def test_choose_the_longest_prefix_takes_precedence():
 def test_choose_accepts_texts_bytes_and_token_ids(prompt):
     table = PrefixTable(step=16)
     table.remember(prompt, "b")
-    assert len(table) == table.num_prefixes("b") == 4
+    assert len(table) == table._num_prefixes["b"] == 4
     assert table.choose(prompt, IDLE) == "b"
     assert table.choose(prompt[:16], IDLE) == "b"
     assert table.choose(prompt[:15], IDLE) == "a"
@@ -74,11 +74,11 @@ def test_remember_drops_the_longest_of_the_oldest_prefixes_first():
     table = PrefixTable(capacity=5, step=1)
     table.remember("abc", "b")
     table.remember("xyz", "c")
-    assert len(table) == 5 and table.num_prefixes("b") == 2
+    assert len(table) == 5 and table._num_prefixes["b"] == 2
     loads = dict.fromkeys("acb", 0)
     assert table.choose("abc", loads) == "b"
     table.remember("pqrstuvw", "a")
-    assert len(table) == 5 and table.num_prefixes("b") == table.num_prefixes("c") == 0
+    assert len(table) == 5 and table._num_prefixes["b"] == table._num_prefixes["c"] == 0
     assert table.choose("pqrstuvw", loads) == "a"
 
 
@@ -87,7 +87,7 @@ def test_forget_drops_all_prefixes_of_a_replica():
     table.remember("the cat sat", "b")
     table.remember("the dog sat on it", "a")
     table.forget("a")
-    assert len(table) == table.num_prefixes("b") == 1 and table.num_prefixes("a") == 0
+    assert len(table) == table._num_prefixes["b"] == 1 and table._num_prefixes["a"] == 0
     assert table.choose("the cat sat", {"b": 0, "a": 0}) == "b"
     table.forget("nobody")
 
@@ -114,7 +114,7 @@ def test_random_prompts_agree_with_a_search_of_all_prefixes():
         allowed = [last[each] for each in known if loads.get(last[each], 9) <= min(loads.values()) + 1]
         chosen = table.choose(prompt, loads)
         counts = {owner: list(last.values()).count(owner) for owner in owners}
-        assert counts == {owner: table.num_prefixes(owner) for owner in owners}
+        assert counts == {owner: table._num_prefixes[owner] for owner in owners}
         expected = allowed[-1] if allowed else min(loads, key=lambda owner: (loads[owner], counts[owner]))
         assert chosen == expected
         table.remember(prompt, chosen)

@@ -13,7 +13,7 @@ from jpaged.core.commands import ResetPrefixCache, UpdateParams
 from jpaged.core.params import InvalidParameter
 from jpaged.engine.async_engine import AsyncEngine, EngineDead, QueueFull
 from jpaged.engine.router import Router
-from jpaged.start.assemble import start_engine
+from jpaged.start.load import start_engine
 from jpaged.start.setup import on_further_devices, prepare
 from tests.serving import scripted
 from tests.serving.client import Client, do_nothing

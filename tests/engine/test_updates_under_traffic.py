@@ -8,7 +8,7 @@ import pytest
 from jpaged import BeamSearchParams, SamplingParams, StructuredOutputsParams
 from jpaged.config import EngineConfig
 from jpaged.core.commands import UpdateParams
-from jpaged.start.assemble import load_engine
+from jpaged.start.load import load_engine
 from tests.support import checkpoints, models
 from tests.support.few_shapes import few_shapes
 

@@ -33,9 +33,8 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.orbax_checkpoint import load_orbax, save_orbax
 from jpaged.models.registry import read_config
 from jpaged.runtime.placement import Placement
-from jpaged.start.find import find_model
 from jpaged.start.load import load_model
-from jpaged.start.setup import prepare
+from jpaged.start.setup import find_model, prepare
 from tests.support import checkpoints, models
 
 HF = checkpoints.CASES["biases"]

@@ -19,7 +19,7 @@ def main(model: str, address: str, *, run: bool) -> None:
     settings = config(model)
     nodes = Nodes(nnodes=2, dist_init_addr=address)
     with leading(nodes, settings) as followers:
-        from jpaged.start.assemble import start_engine
+        from jpaged.start.load import start_engine
         from jpaged.start.setup import prepare
         from tests.runtime.test_runner import Compilations
 

@@ -15,9 +15,8 @@ from jpaged.core.params import SamplingParams
 from jpaged.core.plan import Admitted, Done, Scheduled, StepPlan, StepResult
 from jpaged.parallel.channel import Channel
 from jpaged.parallel.follower import replay
-from jpaged.parallel.frame import HEADER, VERSION, FrameError, encode_frame
+from jpaged.parallel.frame import HEADER, VERSION, FrameError, Sizes, encode_frame, message_of
 from jpaged.parallel.messages import End, Fault, Masks, Plan, Recover, Welcome
-from jpaged.parallel.plan_message import Sizes, message_of
 from tests.support.patience import PATIENCE_S
 
 SIZES = Sizes(
@@ -30,8 +29,10 @@ ROOT = Path(__file__).parents[2]
 class FakeRunner:
     """It keeps the plans and the masks that it is given."""
 
+    vocab_size = SIZES.vocab_size
+
     class blocks:
-        pool = ()
+        pool, num_blocks, num_host_blocks = (), SIZES.num_blocks, SIZES.num_host_blocks
 
     class rows:
         state = ()
@@ -100,12 +101,11 @@ from jpaged.parallel import follower
 from jpaged.parallel.channel import Channel
 from tests.parallel.test_follower import SIZES, FakeRunner
 
-follower.sizes_of = lambda *_: SIZES
 runner = FakeRunner()
 dispatch = runner.dispatch
 runner.dispatch = lambda *args: os.write(1, b"dispatched\\n") and dispatch(*args)
 connected = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
-follower.follow(runner, None, follower.Leader(Channel(connected, "leader")))
+follower.follow(runner, SIZES.limits, follower.Leader(Channel(connected, "leader")))
 """
 CORRUPT = bytearray(encode_frame(sent(2)))
 CORRUPT[-1] ^= 1

@@ -10,20 +10,18 @@ from hypothesis import strategies as st
 from jpaged.config import Limits
 from jpaged.core.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 from jpaged.core.plan import Admitted, Chosen, Entry, Scheduled, StepPlan
-from jpaged.parallel.frame import HEADER, VERSION, FrameError, decode_message, encode_frame, read_frame
-from jpaged.parallel.messages import (
-    End,
-    Facts,
-    Fault,
-    Hello,
-    Masks,
-    ParamsText,
-    Plan,
-    Recover,
-    Refusal,
-    Welcome,
+from jpaged.parallel.frame import (
+    HEADER,
+    VERSION,
+    FrameError,
+    Sizes,
+    decode_message,
+    encode_frame,
+    message_of,
+    plan_of,
+    read_frame,
 )
-from jpaged.parallel.plan_message import Sizes, message_of, plan_of
+from jpaged.parallel.messages import End, Facts, Fault, Hello, Masks, ParamsText, Plan, Recover, Refusal, Welcome
 
 SIZES = Sizes(
     Limits(max_model_len=40, max_num_seqs=6, max_num_batched_tokens=16, block_size=8), vocab_size=50, num_blocks=20,

@@ -19,13 +19,12 @@ from jpaged.config import EngineConfig
 from jpaged.parallel import hello
 from jpaged.parallel import leader as leader_module
 from jpaged.parallel.channel import Channel
-from jpaged.parallel.cluster import cluster
 from jpaged.parallel.follower import connect
 from jpaged.parallel.frame import HEADER, VERSION
 from jpaged.parallel.hello import join
 from jpaged.parallel.leader import Followers
 from jpaged.parallel.messages import Facts, Hello, Refusal
-from jpaged.parallel.nodes import Nodes
+from jpaged.parallel.nodes import Nodes, cluster
 from tests.parallel.test_replica import free_address
 from tests.support.patience import PATIENCE_S, until
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from jpaged.start.assemble import load_engine
+from jpaged.start.load import load_engine
 from tests.parallel.traffic import config, generate
 from tests.support import checkpoints, models
 from tests.support.few_shapes import few_shapes

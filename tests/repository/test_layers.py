@@ -137,7 +137,7 @@ def test_imports_point_down(path):
         ("pallas_kernels.reference", "import flax"),
         ("pallas_kernels.reference", "from jpaged.config import EngineConfig"),
         ("jpaged.engine.engine", "import jax.numpy as jnp"),
-        ("jpaged.engine.async_engine", "from jpaged.start.assemble import load_engine"),
+        ("jpaged.engine.async_engine", "from jpaged.start.load import load_engine"),
         ("jpaged.llm", "from jpaged.doctor import examine"),
         ("jpaged.brand_new", "import os"),
     ],

@@ -21,7 +21,7 @@ from jpaged.serving.body_process import BodyProcess
 from jpaged.serving.serve import make_app
 from jpaged.serving.service import ServerConfig, Service
 from jpaged.serving.template_process import TemplateProcess
-from jpaged.start.assemble import load_engine
+from jpaged.start.load import load_engine
 from tests.support.few_shapes import few_shapes
 from tests.support.patience import PATIENCE_S
 

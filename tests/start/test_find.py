@@ -3,7 +3,7 @@
 import pytest
 from huggingface_hub.utils import filter_repo_objects
 
-from jpaged.start.find import find_model
+from jpaged.start.setup import find_model
 
 
 @pytest.mark.parametrize("weights", [True, False])

@@ -1,6 +1,8 @@
-"""A checkpoint as a module, without an engine."""
+"""A checkpoint as a module, and parts of an engine."""
 
+import dataclasses
 import json
+import types
 
 import jax
 import numpy as np
@@ -9,7 +11,9 @@ from flax import nnx
 
 import jpaged
 from jpaged.models.registry import read_config
+from jpaged.start.load import eos_token_ids
 from tests.models.test_checkpoint import assert_same
+from tests.start.test_resolve import MODEL
 from tests.support import architectures
 
 
@@ -58,3 +62,10 @@ def test_settings_that_are_not_possible_are_refused(tiny, settings, told):
         jpaged.load(tiny, progress=False, **settings)
     with pytest.raises(ValueError, match=r"^model: nowhere is not a directory"):
         jpaged.load("nowhere")
+
+
+@pytest.mark.parametrize("own, expected", [(None, (2, 3)), (3, (2, 3)), (5, (2, 3, 5)), (128, (2, 3))])
+def test_texts_end_with_the_tokenizers_own_token_too(own, expected):
+    model = dataclasses.replace(MODEL, eos_token_ids=(2, 3))
+    assert eos_token_ids(model, types.SimpleNamespace(eos_token_id=own)) == expected
+    assert eos_token_ids(model, None) == (2, 3)

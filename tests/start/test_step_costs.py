@@ -8,7 +8,7 @@ import pytest
 
 from jpaged.config import CPU, GPU
 from jpaged.runtime.batch import Bucket
-from jpaged.start.step_costs import CPU_TOKEN_S, further_shapes, step_overhead, stored_costs, tokens_beside_decodes
+from jpaged.start.measure import CPU_TOKEN_S, further_shapes, step_overhead, stored_costs, tokens_beside_decodes
 
 
 def costs_of(decode: dict[int, float], mixed: dict[int, float], seqs: tuple[int, ...] = ()) -> dict[Bucket, float]:

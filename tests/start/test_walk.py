@@ -16,7 +16,7 @@ from jpaged.runtime.block_store import BlockStore
 from jpaged.runtime.device_rows import DeviceRows
 from jpaged.runtime.runner import ModelRunner
 from jpaged.start import measure
-from jpaged.start.assemble import load_engine
+from jpaged.start.load import load_engine
 from jpaged.start.measure import Measured
 from jpaged.start.resolve import Resolved
 from jpaged.start.setup import Setup
@@ -95,4 +95,4 @@ def test_the_configuration_is_followed_through_few_files(tiny, monkeypatch):
     monkeypatch.setattr(measure, "stored_costs", lambda _, key, buckets, *__: dict.fromkeys(buckets, 1.0))
     config = EngineConfig(model=str(tiny), max_num_seqs=2, max_num_batched_tokens=8, swap_space=0)
     walk = walk_of(lambda: load_engine(config, progress=False))
-    assert len(walk.files) <= 22 and len(walk.stays) <= 36 and walk.climbs <= 10, walk.stays
+    assert len(walk.files) <= 19 and len(walk.stays) <= 30 and walk.climbs <= 10, walk.stays

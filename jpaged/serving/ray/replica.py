@@ -40,7 +40,7 @@ class Replica:
             os.environ.setdefault("JAX_PLATFORMS", "cpu")
         # jax would take three quarters of a GPU's memory; a replica has it to itself.
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
-        from jpaged.start.assemble import start_engine  # imports jax, which reads the variables
+        from jpaged.start.load import start_engine  # imports jax, which reads the variables
         from jpaged.start.setup import prepare
 
         setup = prepare(config.engine, chat_template=config.server.chat_template)

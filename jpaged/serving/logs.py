@@ -86,6 +86,7 @@ def logging_to(stream: TextIO, access_log: str, level: str = "info") -> Iterator
     entry.addFilter(_shorten_client_errors)
     logging.getLogger("jpaged.access").setLevel(logging.INFO)
     logging.basicConfig(level=level.upper(), format="%(message)s", handlers=[entry], force=True)
+    reports, logging.raiseExceptions = logging.raiseExceptions, False  # no report of a line that can't be written
     listener = QueueListener(waiting, log, access)
     listener.start()
     try:
@@ -94,6 +95,7 @@ def logging_to(stream: TextIO, access_log: str, level: str = "info") -> Iterator
         last = threading.Thread(target=listener.stop, daemon=True)
         last.start()
         last.join(FLUSH_TIMEOUT_S)
+        logging.raiseExceptions = reports
         try:
             stream.flush()
         except OSError:

@@ -95,4 +95,5 @@ def test_the_configuration_is_followed_through_few_files(tiny, monkeypatch):
     monkeypatch.setattr(measure, "stored_costs", lambda _, key, buckets, *__: dict.fromkeys(buckets, 1.0))
     config = EngineConfig(model=str(tiny), max_num_seqs=2, max_num_batched_tokens=8, swap_space=0)
     walk = walk_of(lambda: load_engine(config, progress=False))
-    assert len(walk.files) <= 19 and len(walk.stays) <= 30 and walk.climbs <= 10, walk.stays
+    # Alone 19 files. Which functions run also depends on caches that earlier tests of the process have filled.
+    assert len(walk.files) <= 20 and len(walk.stays) <= 30 and walk.climbs <= 10, walk.stays

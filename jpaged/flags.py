@@ -127,7 +127,7 @@ class Table:
             raise ValueError(flag.refusal)
 
 
-# For each section of a table, what a text alone lists.
+# The meaning of an entry that is only a text, by section of a table.
 SECTIONS = {"sets": "values", "needless": "switches", "refused": "options"}
 
 

@@ -116,7 +116,7 @@ class Memory:
         self.leaving: set[Sequence] = set()
 
     def clear(self, requests: Iterable[Request]) -> None:
-        """Free all blocks and rows and forget their content, also on the host, whatever their state.
+        """Free all blocks and rows in any state, and forget their content, also on the host.
 
         The requests that continue lose every computed token.
         """

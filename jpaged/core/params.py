@@ -80,7 +80,7 @@ def _words(high: int) -> Predicate:
 
 
 _TOKEN = _integer(0)
-# What a value may be, and the predicate for it.
+# The allowed values in words, and their predicate.
 _FLAG = "true or false", _is_flag
 _OPTIONAL_COUNT = "a whole number of at least 1", _optional(_integer(1))
 _LOGPROBS = "at least 0, -1 for the whole vocabulary, or none", _optional(_integer(-1))

@@ -156,7 +156,7 @@ class Shares:
                 self._spend(group, share if group == larger else self._paid(group[1], share))
 
     def _paid(self, tenant: Tenant, share: int) -> int:
-        """Return what is left of a share once its tenant has paid what it owes; one token is always left."""
+        """Return the rest of a share after the debt of its tenant, at least one token."""
         owed = self._queues.owed.pop(tenant, 0)
         paid = max(0, min(owed, share - 1))
         if owed > paid:

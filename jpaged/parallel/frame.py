@@ -84,7 +84,7 @@ def decode_message(payload: bytes) -> Message:
 
 
 def unexpected(message: Message, *expected: type[Message]) -> FrameError:
-    """Return the error for a message of another kind than those that are expected now."""
+    """Return the error for a message of an unexpected kind."""
     kinds = " or ".join(kind.__name__ for kind in expected)
     return FrameError(f"message: must be {kinds}, not {type(message).__name__}")
 

@@ -1,4 +1,4 @@
-"""Rollouts for trainers: the engine reads the trainer's arrays, and returns what it generates as arrays.
+"""Rollouts for trainers: the engine reads the trainer's arrays, and returns its outputs as arrays.
 
 `jpaged.rl.tunix` is the rollout engine for Tunix (the extra `tunix`).
 """

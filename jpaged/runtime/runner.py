@@ -223,7 +223,7 @@ class ModelRunner:
 
 
 def _outputs(tree: ParamTree, config: ModelConfig, dtype: str | None) -> Outputs:
-    """Return what a module computes; a ValueError if that is not what its config and `dtype` say."""
+    """Return the dtypes and the size of a module's outputs; ValueError if its config or `dtype` differ."""
     outputs = outputs_of(tree.merge, [*tree.expected.values(), *tree.carried.values()], config)
     if dtype not in (None, outputs.attention_dtype):
         raise ValueError(

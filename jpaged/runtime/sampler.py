@@ -329,7 +329,7 @@ def _ranks(logits_sv: jax.Array, tokens_s: jax.Array) -> jax.Array:
 def _list(
     values_sv: jax.Array, offset_s: jax.Array, state: SamplingState, sampling: Sampling, k: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the tokens that each row lists, as `_list_top` does: the best, or those that the state names."""
+    """Return the listed tokens of each row, as `_list_top` does: the best tokens, or the state's."""
     tokens_sk, best_sk = _list_top(values_sv, offset_s, sampling.num_top, k)
     named_sm = state.listed[sampling.rows, :k]
     values_sm = jnp.take_along_axis(values_sv, jnp.maximum(named_sm, 0), axis=1) - offset_s[:, None]

@@ -117,7 +117,7 @@ async def respond(request: web.Request, exchange: Exchange) -> web.StreamRespons
                     await response.write(part)
             await response.write_eof()
     except ConnectionResetError:
-        raise  # nobody reads an answer
+        raise  # the client has disconnected
     except Exception as failure:
         if isinstance(failure, TimeoutError):
             failure = timed_out(service)

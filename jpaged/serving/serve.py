@@ -90,7 +90,7 @@ def tune_interpreter() -> None:
     # When a step needs the GIL, a worker thread that prepares a large request keeps it for this interval.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     # A full garbage collection delays every stream. After `freeze`, collections skip the modules and the engine.
-    # Reference counts free what a request leaves, so that few collections are needed.
+    # Reference counts free the objects of a request. Few collections are therefore needed.
     gc.collect()
     gc.freeze()
     gc.set_threshold(700, 10, 100)

@@ -166,20 +166,29 @@ def quantized(source: Path, kind: str, folder: Path, program: Path) -> Path:
 
 
 async def rounds(report: Report, kind: str, servers: dict[str, Running], columns: Sequence[str], count: int) -> None:
-    """Measure both servers in turn; the first round is not counted."""
-    timeout = aiohttp.ClientTimeout(total=None)
-    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
-        for number in range(count + 1):
+    """Measure both servers in turn, after a few requests that are not counted."""
+    # A server may close an idle connection at the moment in which the client uses it again.
+    connector, timeout = aiohttp.TCPConnector(limit=0, force_close=True), aiohttp.ClientTimeout(total=None)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+        for name, server in servers.items():
+            warm_up = Bench(session, name, server.url, (0, 0))
+            await warm_up.decode(CHAT, CHAT)
+            await warm_up.chats()
+        for number in range(1, count + 1):
             for index, column in enumerate(columns):
                 for name in list(servers) if number % 2 else reversed(servers):
                     bench = Bench(session, name, servers[name].url, (number, index))
                     value = await MEASURES[column](bench)
-                    if number:
-                        report.add(kind=kind, column=column, server=name, round=number, value=value)
+                    report.add(kind=kind, column=column, server=name, round=number, value=value)
 
 
-def measure(report: Report, kind: str, commands: dict[str, str], args: argparse.Namespace, **values: object) -> None:
-    """Start both servers, one after the other, as often as there are rounds, and measure those started last."""
+def measure(report: Report, commands: dict[str, str], args: argparse.Namespace, values: dict[str, Any]) -> None:
+    """Start both servers, one after the other, as often as there are rounds, and measure those started last.
+
+    Args:
+        values: for the commands, with the kind of the weights.
+    """
+    kind = values["kind"]
     columns = [column for column in args.only if column in MEASURES]
     starts = args.rounds if "start" in args.only else 1
     with contextlib.ExitStack() as kept:
@@ -270,8 +279,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         file = quantized(args.model.resolve(), kind, folder.resolve(), quantize)
         report.say(f"{kind}: {file.stat().st_size / 2**20:.0f} MiB")
         commands = {"jpaged": args.jpaged, "llama.cpp": LLAMA}
-        values = {"program": program, "model": file, "threads": args.threads, "kind": kind}
-        measure(report, kind, commands, args, dtype=DTYPES.get(kind, "auto"), **values)
+        dtype = DTYPES.get(kind, "auto")
+        values = {"program": program, "model": file, "threads": args.threads, "kind": kind, "dtype": dtype}
+        measure(report, commands, args, values)
         publish(report)
     return 0
 

@@ -11,7 +11,8 @@ from flax import nnx
 
 from jpaged.models.base import Architecture, AttentionSpec, LeafSource, Part, same_name
 from jpaged.models.config import ModelConfig
-from jpaged.models.layers import Linear, product
+from jpaged.models.layers import Linear
+from pallas_kernels import Weight, product
 from jpaged.models.rope import angles, inverse_frequencies
 
 SOFT_CAP = 20.0
@@ -49,7 +50,7 @@ class ToyLayer(nnx.Module):
         q, k, v = jnp.split(qkv, [n, n + k], axis=1)
         x_td = x_td + self.out(attend(layer, q, k, v, cos, sin).reshape(t, -1))
         inner = jax.nn.silu(self.gate(x_td)) * self.up(x_td)
-        return x_td + sum(product(inner, expert) for expert in self.experts[...])
+        return x_td + sum(product(inner, Weight(expert)) for expert in self.experts[...])
 
 
 class Toy(nnx.Module):

@@ -210,9 +210,13 @@ class _Writer:
         for matrix, sums_to in zip(matrices, sums):
             self._multiply(matrix, expert * matrix.outputs + start_o, stop_o - start_o, rows, count, sums_to)
         self._finish(matrices, sums, expert, (start_o, stop_o), y, rows, count)
-        with code.loop(start_t, stop_t) as t, code.when(self._int(WANTED, t).compare("==", 0)):
-            with code.loop(start_o, stop_o) as o:
-                code.store(code.value(0.0, F32), y, t * matrices[0].outputs + o)
+        with code.loop(start_t, stop_t) as t:
+            first = t * matrices[0].outputs
+            with (
+                code.when(self._int(WANTED, t).compare("==", 0)),
+                code.loop(first + start_o, first + stop_o) as at,
+            ):
+                code.store(code.value(0.0, F32), y, at)
 
     def _matrix(self, number: Value) -> Matrix:
         form, bias = self.spec.form, self.spec.bias

@@ -66,6 +66,7 @@ class Value:
     __truediv__ = __floordiv__ = _operator("sdiv", "fdiv")
     __rtruediv__ = _operator("sdiv", "fdiv", swap=True)
     __mod__ = _operator("srem", "frem")
+    __rshift__ = _operator("lshr", "lshr")
     __lshift__, __and__, __or__ = _operator("shl", "shl"), _operator("and_", "and_"), _operator("or_", "or_")
 
     def compare(self, operator: str, other: Number) -> "Value":
@@ -121,6 +122,14 @@ class Code:
         one = self.builder.insert_element(undefined, x.llvm, ir.Constant(I32, 0))
         return self.shuffle(Value(self, one), Value(self, undefined), [0] * lanes)
 
+    def vector(self, numbers: Sequence[float]) -> Value:
+        """Return a vector of float32 numbers."""
+        return Value(self, ir.Constant(ir.VectorType(F32, len(numbers)), [float(number) for number in numbers]))
+
+    def look_up(self, table: Value, index: Value) -> Value:
+        """Return elements of a vector of 16 float32 numbers, by the lowest 4 bits of an index. It needs AVX-512."""
+        return self.intrinsic("llvm.x86.avx512.permvar.sf.512", table, index)
+
     def shuffle(self, a: Value, b: Value, lanes: Sequence[int]) -> Value:
         """Return some lanes of two vectors. Lanes of `b` are counted on from the last lane of `a`."""
         mask = ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes))
@@ -173,6 +182,22 @@ class Code:
     def store_vector(self, value: Value, pointer: Value, index: Number) -> None:
         """Change the float32 elements of an array from `index` on."""
         self.builder.store(value.llvm, self.at(pointer, index, F32).llvm, align=4)
+
+    def load_part(self, pointer: Value, index: Number, element: Any, lanes: int, count: Value) -> Value:
+        """Return the first `count` elements of an array from `index` on, and zeros after them."""
+        place = self.scratch(lanes, element)
+        zero = ir.Constant(ir.VectorType(element, lanes), None)
+        self.builder.store(zero, place.llvm)
+        with self.loop(0, count) as i:
+            self.store(self.load(pointer, index + i, element), place, i)
+        return self.load_vector(place, 0, element, lanes)
+
+    def store_part(self, value: Value, pointer: Value, index: Number, count: Value) -> None:
+        """Change `count` float32 elements of an array from `index` on to the first ones of a vector."""
+        place = self.scratch(value.llvm.type.count, F32)
+        self.store_vector(value, place, 0)
+        with self.loop(0, count) as i:
+            self.store(self.load(place, i, F32), pointer, index + i)
 
     def scratch(self, size: int, element: Any) -> Value:
         """Return an array on the stack of the function."""

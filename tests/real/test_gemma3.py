@@ -13,6 +13,8 @@ from tests.support.few_shapes import few_shapes
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 
 WANTED = expected("gemma3")
+# Nats by which logprobs may differ: Q5_0 and Q6_K, for which there are no kernels, become groups of 8 bits.
+NEAR = 0.05
 
 
 @pytest.fixture(scope="module")
@@ -30,11 +32,11 @@ def test_text_has_the_ids_of_transformers(llm, at):
 
 
 def test_greedy_tokens_are_those_of_transformers(llm):
-    check_greedy(llm, WANTED["greedy"])
+    check_greedy(llm, WANTED["greedy"], NEAR)
 
 
 def test_perplexity_is_that_of_transformers(llm):
-    assert perplexity(llm, WANTED["windows"]) == pytest.approx(WANTED["perplexity"], rel=1e-4)
+    assert perplexity(llm, WANTED["windows"]) == pytest.approx(WANTED["perplexity"], rel=1e-3)
 
 
 def test_chat_needs_a_template_which_the_file_lacks(llm):

@@ -72,7 +72,7 @@ class Toy(nnx.Module):
         return x_td
 
     def logits(self, x_sd):
-        return product(x_sd, self.embed.embedding[...], jnp.float32)
+        return product(x_sd, Weight(self.embed.embedding[...]), dtype=jnp.float32)
 
 
 def source(path, config) -> LeafSource:

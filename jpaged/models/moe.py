@@ -23,8 +23,8 @@ EXPERT_WEIGHTS = ("gate_proj", "up_proj", "down_proj")
 def cost_of(config: ModelConfig, num_tokens: int) -> str | None:
     """Return the cost of a mixture of experts, with at most `num_tokens` in a step, in words; None without experts.
 
-    XLA has no grouped product on CPUs and NVIDIA GPUs: it multiplies every row, one for each token and each of the
-    token's experts, by every expert.
+    It is that of XLA's products, which are not grouped on CPUs and NVIDIA GPUs: every row, one for each token and each
+    of the token's experts, is multiplied by every expert. The kernels for CPUs compute grouped products.
     """
     experts = config.variation.experts
     if experts is None:

@@ -262,6 +262,28 @@ class Code:
         """Return a lane of a vector."""
         return Value(self, self.builder.extract_element(vector.llvm, ir.Constant(I64, lane)))
 
+    def both(self, a: Value, b: Value) -> Value:
+        """Return whether two conditions hold."""
+        return Value(self, self.builder.and_(a.llvm, b.llvm))
+
+    def invert(self, condition: Value) -> Value:
+        """Return whether a condition does not hold."""
+        return Value(self, self.builder.not_(condition.llvm))
+
+    def add(self, counters: Value, index: int, number: int) -> Value:
+        """Add to an int64 that threads share, and return its value before."""
+        address = self.at(counters, index, I64).llvm
+        return Value(self, self.builder.atomic_rmw("add", address, ir.Constant(I64, number), "seq_cst"))
+
+    def exchange(self, counters: Value, index: int, value: Value) -> Value:
+        """Change an int64 that threads share, and return its value before."""
+        address = self.at(counters, index, I64).llvm
+        return Value(self, self.builder.atomic_rmw("xchg", address, value.llvm, "seq_cst"))
+
+    def load_atomic(self, counters: Value, index: int) -> Value:
+        """Return an int64 that threads share."""
+        return Value(self, self.builder.load_atomic(self.at(counters, index, I64).llvm, "seq_cst", 8, typ=I64))
+
     def call(self, function: Value, kind: ir.FunctionType, *arguments: Value) -> Value:
         """Call a function by its address."""
         typed = self.builder.bitcast(function.llvm, POINTER)

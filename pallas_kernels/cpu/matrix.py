@@ -9,7 +9,7 @@ from pallas_kernels.cpu.numbers import LOADED, loader
 from pallas_kernels.weights import MIDDLE, PACKED, Format, Weight
 
 CACHE_LINE = 64
-AHEAD = 4096
+AHEAD, MOST_AHEAD = 4096, 16384  # bytes
 TABLE = 16  # numbers that 4 bits can be, and float32 numbers of a vector of AVX-512
 MAX_GROUPS = 80  # groups of the inputs that are multiplied together, and one vector more
 
@@ -151,11 +151,12 @@ class Matrix:
         """Request the weights of a row from k on."""
         self._request(self._values, (row * self.inputs + k) // self.inputs_of_line * CACHE_LINE)
 
-    def prefetch_block(self, row: Value, num_rows: Value) -> None:
+    def prefetch_block(self, row: Value, num_rows: int, strip: int) -> None:
         """Request the first weights of some rows, which `rows_ahead` leaves out, and all of their scales and minima."""
         code = self.code
         first = row * self.inputs // self.inputs_of_line * CACHE_LINE
-        with code.loop(first, first + AHEAD, CACHE_LINE) as at:
+        size = self.rows_ahead(strip) * self.inputs // self.inputs_of_line * CACHE_LINE
+        with code.loop(first, first + code.minimum(size, code.value(MOST_AHEAD, I64)), CACHE_LINE) as at:
             self._request(self._values, at)
         if self.form.group is None:
             return

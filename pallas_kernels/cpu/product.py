@@ -212,7 +212,8 @@ class _Writer:
         with code.when(count.compare("<=", self.tile_t)):
             # The thread's next block, if all threads proceed alike.
             for matrix in matrices:
-                matrix.prefetch_block(expert * matrix.outputs + start_o + num_threads() * UNIT_O, start_o * 0 + UNIT_O)
+                first_o = expert * matrix.outputs + start_o + num_threads() * UNIT_O
+                matrix.prefetch_block(first_o, UNIT_O, self.tile_o)
         for matrix, sums_to in zip(matrices, sums):
             self._multiply(matrix, expert * matrix.outputs + start_o, stop_o - start_o, rows, count, sums_to)
         self._finish(matrices, sums, expert, (start_o, stop_o), y, rows, count)

@@ -3,9 +3,10 @@
 import math
 from typing import NamedTuple
 
+import jax.numpy as jnp
 from llvmlite import ir
 
-from pallas_kernels.cpu.code import F32, I8, I32, I64, Machine, Value
+from pallas_kernels.cpu.code import F32, I8, I32, I64, VOID, Machine, Value
 from pallas_kernels.cpu.ffi import CallFrame
 from pallas_kernels.cpu.numbers import loader, storer, tanh
 
@@ -14,6 +15,7 @@ from pallas_kernels.cpu.numbers import loader, storer, tanh
 Q, K_POOL, V_POOL, TABLES, LENGTHS, STARTS, DECODES, K_SCALES, V_SCALES = range(9)
 # Results: the output [T, N, H] in q's dtype, and the maxima and the sums of the softmax [T, N] float32.
 OUTPUT, TOPS, TOTALS = range(3)
+LINE_BYTES = 64  # of a cache, at least
 INFINITY = float("inf")
 
 
@@ -43,6 +45,7 @@ class ContextsFrame:
         self.machine = Machine.host()
         self.lanes = self.machine.lanes
         self.heads = spec.num_kv_heads * spec.group
+        self.itemsize = jnp.dtype(spec.pool_dtype).itemsize
         self.pool_element, self.load = loader(spec.pool_dtype, self.lanes)
         _, self.load_query = loader(spec.dtype, self.lanes)
         self._store_output = storer(spec.dtype, self.lanes)
@@ -79,6 +82,14 @@ class ContextsFrame:
         block_size, width = self.spec.block_size, self.call.size(TABLES, 1)
         block = self._clamped(self.integer(TABLES, s * width + position // block_size), self.call.size(K_POOL, 0) - 1)
         return (block * self.spec.num_kv_heads + k_head) * block_size + position % block_size
+
+    def prefetch(self, argument: int, row: Value) -> None:
+        """Request a key or value before it is read. A processor's own prefetcher stops at the end of a page."""
+        code, size = self.code, self.spec.head_dim
+        options = [code.value(number, I32) for number in (0, 3, 1)]
+        for i in range(0, size, LINE_BYTES // self.itemsize):
+            place = code.at(self.call.argument(argument), row * size + i, self.pool_element)
+            code.intrinsic("llvm.prefetch.p0", place, *options, result=VOID)
 
     def vector(self, number: float) -> Value:
         """Return a vector of one number."""

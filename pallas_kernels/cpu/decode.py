@@ -7,16 +7,13 @@ merged in order.
 import functools
 from collections.abc import Callable
 
-import jax.numpy as jnp
-
-from pallas_kernels.cpu.code import F32, I32, VOID, Value, Variable
+from pallas_kernels.cpu.code import F32, Value, Variable
 from pallas_kernels.cpu.contexts import INFINITY, K_POOL, V_POOL, ContextsFrame, Q, Spec
 from pallas_kernels.cpu.ffi import CallFrame
 from pallas_kernels.cpu.numbers import exp2
 
 PART = 256  # tokens of a part of a context
 MAX_TILE = 64  # keys of a tile, which lie in one block
-LINE_BYTES = 64  # of a cache, at least
 UNROLLED = 64  # vectors of keys and queries in a turn of the loop over the keys
 
 
@@ -30,7 +27,6 @@ class DecodeWriter(ContextsFrame):
         super().__init__(spec, call)
         self.part_size = spec.head_dim + 2
         self.tile = max(size for size in range(1, MAX_TILE + 1) if spec.block_size % size == 0)
-        self.itemsize = jnp.dtype(spec.pool_dtype).itemsize
         self.padded = -(-self.tile // self.lanes) * self.lanes
         # The heads of a group are computed together, as far as their outputs fill half of the registers.
         registers = self.machine.registers
@@ -137,14 +133,6 @@ class DecodeWriter(ContextsFrame):
             following = code.select((position + tile).compare("<", stop), position + tile, position)
             body(low, high, self.key_row(s, k_head, position), self.key_row(s, k_head, following))
 
-    def _prefetch(self, argument: int, row: Value) -> None:
-        """Request a key or value of the next tile. A processor's own prefetcher stops at the end of a page."""
-        code, size = self.code, self.spec.head_dim
-        options = [code.value(number, I32) for number in (0, 3, 1)]
-        for i in range(0, size, LINE_BYTES // self.itemsize):
-            place = code.at(self.call.argument(argument), row * size + i, self.pool_element)
-            code.intrinsic("llvm.prefetch.p0", place, *options, result=VOID)
-
     def _scores(self, q: Value, scores: Value, low: Value, high: Value, at: Value, ahead: Value) -> None:
         """Write the scores [G, tile] of the heads that are computed together."""
         code, lanes, size = self.code, self.lanes, self.spec.head_dim
@@ -154,7 +142,7 @@ class DecodeWriter(ContextsFrame):
         def step(c: Value, count: int) -> None:
             sums = []
             for j in range(count):
-                self._prefetch(K_POOL, ahead + c + j)
+                self.prefetch(K_POOL, ahead + c + j)
                 k = [self.load(code, keys, (at + c + j) * size + i) for i in range(0, size, lanes)]
                 for g in heads:
                     q_g = [code.load_vector(q, g * size + i, F32, lanes) for i in range(0, size, lanes)]
@@ -199,7 +187,7 @@ class DecodeWriter(ContextsFrame):
         places = [(g, i) for g in heads for i in range(0, size, lanes)]
         sums = [Variable(code.load_vector(o, g * size + i, F32, lanes)) for g, i in places]
         with code.loop(low, high) as c:
-            self._prefetch(V_POOL, ahead + c)
+            self.prefetch(V_POOL, ahead + c)
             v = {i: self.load(code, values, (at + c) * size + i) for i in range(0, size, lanes)}
             weight = [code.splat(code.load(weights, c + g * self.padded, F32), lanes) for g in heads]
             for (g, i), total in zip(places, sums):

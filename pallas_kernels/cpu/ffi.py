@@ -28,7 +28,9 @@ API_DESTROY_ERROR, API_SCHEDULE, API_NUM_THREADS = 64, 136, 144
 NEXT, DONE, USERS, UNITS, FRAME, SCRATCH, SLEEPS, JOB_SIZE = range(8)
 
 SPINS = 5000  # looks at the number of finished units before the calling thread sleeps: about 50 microseconds
-PAUSE = "llvm.x86.sse2.pause" if platform.machine() in ("x86_64", "AMD64") else None  # leaves a core to its other thread
+PAUSE = (
+    "llvm.x86.sse2.pause" if platform.machine() in ("x86_64", "AMD64") else None
+)  # leaves a core to its other thread
 FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine()) if sys.platform == "linux" else None  # a system call
 FUTEX_WAIT, FUTEX_WAKE = 128, 129  # of one process
 WORTH_A_THREAD_NS = 5000  # work for which a thread is asked to help

@@ -19,7 +19,8 @@ from pallas_kernels.cpu.numbers import bfloat16_bits, exp2
 
 TILE = 64  # keys of a tile, a multiple of the keys in registers
 VECTORS = 3  # of rows whose sums are in registers
-STATE = 12288  # numbers of the output of a unit: a quarter of a second cache holds them with their queries
+UNIT = 192  # rows of a unit at most
+STATE = 24576  # numbers of its output at most: they stay in a second cache with the queries
 
 
 class Rows(NamedTuple):
@@ -55,7 +56,7 @@ class PromptWriter(ContextsFrame):
         super().__init__(spec, call)
         size, machine = spec.head_dim, self.machine
         self.width = VECTORS * self.lanes
-        self.unit = max(1, STATE // (self.width * size)) * self.width
+        self.unit = max(1, min(UNIT, STATE // size) // self.width) * self.width
         self.sums = 8 if machine.registers == 32 else 4  # keys, or numbers of a head, whose sums are in registers
         self.dot = machine.has_bf16_dot and spec.dtype == "bfloat16" and size % (2 * self.lanes) == 0
         self.step = 2 if self.dot else 1  # numbers in an element
@@ -85,6 +86,11 @@ class PromptWriter(ContextsFrame):
             tile = KeyTile(position, load_keys(position, low, high), load_values(position, low, high))
             with code.loop(0, stop - first, self.width) as r:
                 self._add(rows_of(r), tile, factor)
+                # Meanwhile a part of the next tile comes from memory.
+                ends = [position + TILE + (r + rows) * TILE // self.unit for rows in (0, self.width)]
+                with code.loop(ends[0], code.minimum(ends[1], stop_key)) as following:
+                    for pool in (K_POOL, V_POOL):
+                        self.prefetch(pool, self.key_row(s, k_head, following))
         with code.loop(0, stop - first, self.width) as r:
             self._finish(rows_of(r), k_head, stop - first - r)
 

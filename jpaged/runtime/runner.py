@@ -78,11 +78,11 @@ class ModelRunner:
             divide_kernels(kernels, placement), model.attention_specs, attention_dtype=self.outputs.attention_dtype,
         )  # fmt: skip
         self.shapes = Shapes(Buckets(limits), limits.blocks_per_seq, self.vocab_size, placement, cache.make_work)
-        multiply = kernels.product if placement.size == 1 else None
-        self.pads = multiply is None or quantized  # XLA multiplies weights of 8 bits
+        skips = placement.size == 1 and kernels.skips_rows
+        self.pads = not skips
         self.step = Step(
             self.tree.graphdef, self.tree.treedef, cache, self.shapes.layouts, placement,
-            max_logprobs=limits.max_logprobs, processed_logprobs=processed_logprobs, multiply=multiply,
+            max_logprobs=limits.max_logprobs, processed_logprobs=processed_logprobs, kernels=kernels if skips else None,
             has_quantized_weights=quantized,
         )  # fmt: skip
         copy_sizes = ladder(8, max(8, limits.max_num_seqs), 4)

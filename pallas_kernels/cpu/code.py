@@ -15,7 +15,7 @@ F16, F32 = ir.HalfType(), ir.FloatType()
 POINTER, VOID = ir.PointerType(), ir.VoidType()
 
 
-class _BFloatType(ir.Type):
+class _BFloatType(ir.Type):  # type: ignore[misc]
     """LLVM's bfloat, which llvmlite lacks."""
 
     def _to_string(self) -> str:
@@ -134,6 +134,14 @@ class Code:
         one = self.builder.insert_element(undefined, x.llvm, ir.Constant(I32, 0))
         return self.shuffle(Value(self, one), Value(self, undefined), [0] * lanes)
 
+    def vector(self, numbers: Sequence[float]) -> Value:
+        """Return a vector of float32 numbers."""
+        return Value(self, ir.Constant(ir.VectorType(F32, len(numbers)), [float(number) for number in numbers]))
+
+    def look_up(self, table: Value, index: Value) -> Value:
+        """Return elements of a vector of 16 float32 numbers, by the lowest 4 bits of an index. It needs AVX-512."""
+        return self.intrinsic("llvm.x86.avx512.permvar.sf.512", table, index)
+
     def shuffle(self, a: Value, b: Value, lanes: Sequence[int]) -> Value:
         """Return some lanes of two vectors. Lanes of `b` are counted on from the last lane of `a`."""
         mask = ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes))
@@ -186,6 +194,22 @@ class Code:
         """Change the elements of an array from `index` on; they lie at any address."""
         element = value.llvm.type.element
         self.builder.store(value.llvm, self.at(pointer, index, element).llvm, align=_size(element))
+
+    def load_part(self, pointer: Value, index: Number, element: Any, lanes: int, count: Value) -> Value:
+        """Return the first `count` elements of an array from `index` on, and zeros after them."""
+        place = self.scratch(lanes, element)
+        zero = ir.Constant(ir.VectorType(element, lanes), None)
+        self.builder.store(zero, place.llvm)
+        with self.loop(0, count) as i:
+            self.store(self.load(pointer, index + i, element), place, i)
+        return self.load_vector(place, 0, element, lanes)
+
+    def store_part(self, value: Value, pointer: Value, index: Number, count: Value) -> None:
+        """Change `count` float32 elements of an array from `index` on to the first ones of a vector."""
+        place = self.scratch(value.llvm.type.count, F32)
+        self.store_vector(value, place, 0)
+        with self.loop(0, count) as i:
+            self.store(self.load(place, i, F32), pointer, index + i)
 
     def scratch(self, size: int, element: Any) -> Value:
         """Return an array on the stack of the function."""

@@ -28,9 +28,8 @@ API_DESTROY_ERROR, API_SCHEDULE, API_NUM_THREADS = 64, 136, 144
 NEXT, DONE, USERS, UNITS, FRAME, SCRATCH, SLEEPS, JOB_SIZE = range(8)
 
 SPINS = 5000  # looks at the number of finished units before the calling thread sleeps: about 50 microseconds
-PAUSE = (
-    "llvm.x86.sse2.pause" if platform.machine() in ("x86_64", "AMD64") else None
-)  # leaves a core to its other thread
+# Between two looks: leaves a core to its other thread.
+PAUSE = "llvm.x86.sse2.pause" if platform.machine() in ("x86_64", "AMD64") else None
 FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine()) if sys.platform == "linux" else None  # a system call
 FUTEX_WAIT, FUTEX_WAKE = 128, 129  # of one process
 WORTH_A_THREAD_NS = 5000  # work for which a thread is asked to help
@@ -47,18 +46,18 @@ class CallFrame:
     def __init__(self, code: Code, job: Value):
         self.code, self._job, self.frame = code, job, code.load(job, FRAME, POINTER)
 
-    def _buffer(self, offset: int, index: int) -> Value:
+    def _buffer(self, offset: int, index: Number) -> Value:
         return self.code.load(field(self.frame, offset, POINTER), index, POINTER)
 
-    def argument(self, index: int) -> Value:
+    def argument(self, index: Number) -> Value:
         """Return the address of an argument's numbers."""
         return field(self._buffer(FRAME_ARGUMENTS, index), BUFFER_DATA, POINTER)
 
-    def result(self, index: int) -> Value:
+    def result(self, index: Number) -> Value:
         """Return the address of a result's numbers."""
         return field(self._buffer(FRAME_RESULTS, index), BUFFER_DATA, POINTER)
 
-    def size(self, index: int, axis: int) -> Value:
+    def size(self, index: Number, axis: int) -> Value:
         """Return the size of an argument's axis."""
         return self.code.load(field(self._buffer(FRAME_ARGUMENTS, index), BUFFER_DIMS, POINTER), axis, I64)
 

@@ -8,15 +8,23 @@ from llvmlite import ir
 
 from pallas_kernels.cpu.code import F16, F32, I8, I16, I32, Code, Value
 
-LOADED = ("float32", "bfloat16", "float16", "float8_e4m3fn")
+LOADED = ("float32", "bfloat16", "float16", "float8_e4m3fn", "int8")
 
 
-def loader(dtype: str, lanes: int) -> tuple[Any, Callable[[Code, Value, Value], Value]]:
-    """Return LLVM's type of a dtype, one of `LOADED`, and the writer of a load of float32 from an array."""
-    element = dict(zip(LOADED, (F32, I16, F16, I8), strict=True))[dtype]
+def loader(
+    dtype: str, lanes: int, load_vector: Callable[..., Value] | None = None
+) -> tuple[Any, Callable[[Code, Value, Value], Value]]:
+    """Return LLVM's type of a dtype, one of `LOADED`, and the writer of a load of float32 from an array.
+
+    Args:
+        load_vector: as `Code.load_vector`, the default.
+    """
+    element = dict(zip(LOADED, (F32, I16, F16, I8, I8), strict=True))[dtype]
 
     def load(code: Code, array: Value, index: Value) -> Value:
-        x = code.load_vector(array, index, element, lanes)
+        x = (load_vector or code.load_vector)(array, index, element, lanes)
+        if dtype == "int8":
+            return code.cast("sitofp", code.cast("sext", x, I32), F32)
         if dtype == "float32":
             return x
         if dtype == "float16":
@@ -24,8 +32,8 @@ def loader(dtype: str, lanes: int) -> tuple[Any, Callable[[Code, Value, Value], 
         if dtype == "bfloat16":
             return code.cast("bitcast", code.cast("zext", x, I32) << 16, F32)
         # The bits of float16, whose exponent is 8 more: 0 and subnormal numbers become right too.
-        bits = code.cast("zext", x, I16)
-        half = code.cast("bitcast", (bits & 0x7F) << 7 | (bits & 0x80) << 8, F16)
+        bits = code.cast("sext", x, I16)
+        half = code.cast("bitcast", bits << 7 & 0xBFFF, F16)
         number = code.cast("fpext", half, F32) * 256.0
         nan = code.value(float("nan"), ir.VectorType(F32, lanes))
         return code.select((bits & 0x7F).compare("==", 0x7F), nan, number)
@@ -34,7 +42,7 @@ def loader(dtype: str, lanes: int) -> tuple[Any, Callable[[Code, Value, Value], 
 
 
 def storer(dtype: str, lanes: int) -> Callable[[Code, Value, Value, Value], None]:
-    """Return the writer of a store of float32 into an array of a dtype, one of `LOADED`, to the nearest number.
+    """Return the writer of a store of float32 into an array of one of the first dtypes of `LOADED`, to the nearest.
 
     Numbers past 448 become 448 in float8_e4m3fn.
     """

@@ -132,7 +132,7 @@ def write_kv(
         str(k_tkh.dtype), str(pools[0].dtype), num_kv_heads, 0 if options.q_tnh is None else options.q_tnh.shape[1],
         head_dim, pool_head_dim, block_size, options.angles is not None,
     )  # fmt: skip
-    if not {spec.dtype, spec.pool_dtype} <= set(LOADED):
+    if not {spec.dtype, spec.pool_dtype} <= set(LOADED[:4]):
         raise NotImplementedError(f"CPU kernels: {spec.dtype} into pools of {spec.pool_dtype} is not supported")
     scales = (options.k_scale_k, options.v_scale_k) if pools[0].dtype == FP8 else ()
     arguments = [*pools, k_tkh, v_tkh, slot_mapping_t, *(options.angles or ())]

@@ -131,8 +131,8 @@ class PromptWriter(ContextsFrame):
                 vectors = [load(code.load(rows.places, n + r, I64) * size + h) for r in range(lanes)]
                 for i, vector in enumerate(code.transposed(vectors)):
                     code.store_vector(vector, rows.q, (h // step + i) * self.width + n)
-        with code.loop(0, size * self.width, lanes) as i:
-            code.store_vector(self.vector(0.0), rows.o, i)
+        with code.loop(0, size * self.width, lanes) as place:
+            code.store_vector(self.vector(0.0), rows.o, place)
 
     # The keys and values of a tile, where they lie or converted.
 
@@ -307,6 +307,6 @@ class PromptWriter(ContextsFrame):
                 for r, vector in enumerate(code.transposed(columns)):
                     with code.when((n + r).compare("<", count)):
                         self.store_output(vector, code.load(rows.places, n + r, I64) * size + h)
-        with code.loop(0, code.minimum(count, count * 0 + self.width)) as r:
-            top, total = code.load(rows.tops, r, F32), code.load(rows.totals, r, F32)
-            self.store_softmax(code.load(rows.places, r, I64), top, total)
+        with code.loop(0, code.minimum(count, count * 0 + self.width)) as row:
+            top, total = code.load(rows.tops, row, F32), code.load(rows.totals, row, F32)
+            self.store_softmax(code.load(rows.places, row, I64), top, total)

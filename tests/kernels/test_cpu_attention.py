@@ -21,7 +21,12 @@ KINDS = {
     "fp8": dict(dtype=jnp.bfloat16, fp8=True),
     "float16, window, capped": dict(dtype=jnp.float16, window=PART + 44, soft_cap=2.0),
 }
-every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+
+
+def kinds(*usual):
+    """Each kind of arrays, and those that are not named in the deep tier."""
+    marks = {name: [] if name in usual else [pytest.mark.deep] for name in KINDS}
+    return pytest.mark.parametrize("kind", [pytest.param(KINDS[name], id=name, marks=marks[name]) for name in KINDS])
 
 
 @pytest.fixture
@@ -52,13 +57,13 @@ def rows_of(batch: cases.Batch, first: int, stop: int, context: int) -> cases.Ba
 class TestParts:
     """The context of a decode token is cut into parts."""
 
-    @every_kind
+    @kinds("float32", "fp8")
     def test_contexts_at_the_edges_of_parts(self, kind):
         contexts = [0, 1, PART - 1, PART, PART + 1, 2 * PART + 40, 3 * PART]
         batch = cases.make_batch(contexts, group=3, block_size=16, return_lse=True, **kind)
         batch.check(batch.run(CPU.paged_decode_attention))
 
-    @every_kind
+    @kinds("bfloat16", "float16, window, capped")
     def test_a_decode_token_has_the_same_bits_in_a_mixed_step(self, kind):
         context = 2 * PART + 7
         batch = cases.make_batch([context], group=3, **kind)
@@ -85,7 +90,7 @@ class TestParts:
 class TestPrompts:
     """Queries of prompts are computed in units of several hundred rows."""
 
-    @every_kind
+    @kinds(*KINDS)
     def test_a_query_has_the_same_bits_in_any_chunk(self, kind):
         length = 410
         batch = cases.make_batch([length], q_lens=[length], num_kv_heads=1, group=3, block_size=16, **kind)
@@ -96,7 +101,7 @@ class TestPrompts:
             found = chunk.run(CPU.ragged_paged_attention, decode_s=jnp.array([False]))
             np.testing.assert_array_equal(found, whole[first:stop])
 
-    @every_kind
+    @kinds("bfloat16", "float16, window, capped")
     def test_a_query_has_the_same_bits_whatever_the_size_of_blocks(self, kind):
         """Tiles of keys lie in one block or in several."""
         batch = cases.make_batch([200], q_lens=[150], num_kv_heads=1, group=3, block_size=64, **kind)

@@ -71,12 +71,12 @@ def offer(code: Code, job: Value, work: Callable[[], None]) -> None:
         code.add(state, OFFERS, 1)
         if FUTEX:
             with code.when(code.load_atomic(state, SLEEPING).compare(">", 0)):
-                _futex(code, state, FUTEX_WAKE, code.value(2**30, I64))
+                futex(code, state, OFFERS, FUTEX_WAKE, code.value(2**30, I64))
     work()
     with code.when(is_ours):
         code.exchange(state, OFFERED, code.value(0, I64))
         with code.as_long_as(lambda: code.load_atomic(state, TAKING).compare(">", 0)):  # for some nanoseconds
-            _pause(code)
+            pause(code)
         code.exchange(state, IN_USE, code.value(0, I64))
 
 
@@ -90,11 +90,11 @@ def _write_thread(module: ir.Module, join: Callable[[Code, Value], None]) -> Non
         is_new = lambda: code.load_atomic(state, OFFERS).compare("!=", seen.get())
         with code.as_long_as(lambda: code.both(spins.get().compare("<", SPINS), code.invert(is_new()))):
             spins.set(spins.get() + 1)
-            _pause(code)
+            pause(code)
         with code.when(spins.get().compare(">=", SPINS)):
             if FUTEX:
                 code.add(state, SLEEPING, 1)
-                _futex(code, state, FUTEX_WAIT, seen.get())
+                futex(code, state, OFFERS, FUTEX_WAIT, seen.get())
                 code.add(state, SLEEPING, -1)
             else:
                 code.intrinsic("usleep", code.value(NAP_US, I32), result=I32)
@@ -118,15 +118,16 @@ def _state_of(code: Code) -> Value:
     return Value(code, ir.Constant(I64, aligned).inttoptr(POINTER))
 
 
-def _pause(code: Code) -> None:
+def pause(code: Code) -> None:
+    """Write a pause between two looks at a number, which leaves the core to its other thread."""
     if PAUSE:
         code.intrinsic(PAUSE, result=VOID)
 
 
-def _futex(code: Code, state: Value, operation: int, value: Value) -> None:
-    """Write a system call: sleep while the number of offers is `value`, or wake sleeping threads."""
+def futex(code: Code, counters: Value, index: int, operation: int, value: Value) -> None:
+    """Write a system call: sleep while a number that threads share is `value`, or wake `value` sleeping threads."""
     kind = ir.FunctionType(I64, [I64], var_arg=True)
     function = code.module.globals.get("syscall") or ir.Function(code.module, kind, "syscall")
     numbers = [code.value(number, I64).llvm for number in (operation, value, 0, 0, 0)]
     assert FUTEX
-    code.builder.call(function, [code.value(FUTEX, I64).llvm, code.at(state, OFFERS, I64).llvm, *numbers])
+    code.builder.call(function, [code.value(FUTEX, I64).llvm, code.at(counters, index, I64).llvm, *numbers])

@@ -28,9 +28,8 @@ from jpaged.models.quantized import (
     weights_of,
 )
 from jpaged.models.quantized_checkpoint import dequantized, read_scheme
-from jpaged.models.quantized_weight import QuantizedWeight
 from jpaged.models.registry import architecture_of
-from jpaged.models.safetensors_files import FLOATS, INDEX, StoredTensor, StoredTensors, open_tensors
+from jpaged.models.safetensors_files import FLOATS, INDEX, KeptTensor, StoredTensor, StoredTensors, open_tensors
 from jpaged.progress import track
 from pallas_kernels.weights import Format
 
@@ -38,6 +37,7 @@ MAX_PROBLEMS = 50  # tensors named in an error
 
 Shapes = dict[str, tuple[int, ...]]  # of tensors by name
 Read = Callable[[LeafPath, Leaf], jax.Array]  # returns a parameter, in its place
+Find = Callable[[Shapes], StoredTensors]  # returns the tensors of a checkpoint, for those that are expected
 
 
 class Use(NamedTuple):
@@ -175,24 +175,34 @@ def load_safetensors(directory: Path, config: ModelConfig, form: Form, *, progre
         if config.num_hidden_layers > len(tensors):  # tracing hundreds of layers that are missing takes minutes
             number = f"{len(tensors)} tensors for the {config.num_hidden_layers} layers of {CONFIG}"
             raise ValueError(f"{directory} does not hold this model's tensors: {number}")
-        graphdef, leaves = abstract_model(config, form.dtype)
-        uses, expected = tensors_of(config, leaves)
-        if scheme := read_scheme(directory):
-            tensors = dequantized(tensors, scheme, expected)
-        _check_tensors(tensors, config, expected, directory)
-        pieces: dict[LeafPath, Pieces] = {path: [] for path in leaves}
-        for name, uses_of_tensor in uses.items():
-            for use in uses_of_tensor:
-                pieces[use.path].append((tensors[name], use))
-        model = merged(graphdef, leaves)
-        rounded = formats_of(model, form.quantization)
-        kept, dtypes = _kept_weights(pieces, [path for path, *_ in weights_of(model)], rounded, form.keeps_groups)
-        rounded = {path: each for path, each in rounded.items() if path not in kept}
-        for path in rounded:
-            kinds = {FLOATS[tensor.get_dtype()] for tensor, _ in pieces[path]}
-            dtypes[path] = kinds.pop() if len(kinds) == 1 else form.dtype
-        read = lambda path, leaf: _read(pieces[path], leaf.shape, dtypes.get(path, form.dtype), form.place(leaf))
-        return filled(config, form, read, rounded, kept, progress=progress)
+        scheme = read_scheme(directory)
+        find: Find = lambda expected: dequantized(tensors, scheme, expected) if scheme else tensors
+        return load_tensors(find, directory, config, form, progress=progress)
+
+
+def load_tensors(find: Find, where: Path, config: ModelConfig, form: Form, *, progress: bool) -> Model:
+    """Load a model from the tensors that `find` returns for the shapes of the model's, in Hugging Face's form.
+
+    Raises:
+        ValueError: a tensor is missing, unexpected or misshapen.
+    """
+    graphdef, leaves = abstract_model(config, form.dtype)
+    uses, expected = tensors_of(config, leaves)
+    tensors = find(expected)
+    _check_tensors(tensors, config, expected, where)
+    pieces: dict[LeafPath, Pieces] = {path: [] for path in leaves}
+    for name, uses_of_tensor in uses.items():
+        for use in uses_of_tensor:
+            pieces[use.path].append((tensors[name], use))
+    model = merged(graphdef, leaves)
+    rounded = formats_of(model, form.quantization)
+    kept, dtypes = _kept_weights(pieces, [path for path, *_ in weights_of(model)], rounded, form.keeps_groups)
+    rounded = {path: each for path, each in rounded.items() if path not in kept}
+    for path in rounded:
+        kinds = {FLOATS[tensor.get_dtype()] for tensor, _ in pieces[path]}
+        dtypes[path] = kinds.pop() if len(kinds) == 1 else form.dtype
+    read = lambda path, leaf: _read(pieces[path], leaf.shape, dtypes.get(path, form.dtype), form.place(leaf))
+    return filled(config, form, read, rounded, kept, progress=progress)
 
 
 def _check_tensors(tensors: StoredTensors, config: ModelConfig, expected: Shapes, directory: Path) -> None:
@@ -216,7 +226,7 @@ def _kept_weights(
     kept: dict[LeafPath, Format] = {}
     dtypes: dict[LeafPath, str] = {}
     for path in weights:
-        quantized = [(tensor, use) for tensor, use in pieces[path] if isinstance(tensor, QuantizedWeight)]
+        quantized = [(tensor, use) for tensor, use in pieces[path] if isinstance(tensor, KeptTensor)]
         stored = {tensor.kept for tensor, _ in quantized} if len(quantized) == len(pieces[path]) else set()
         form = stored.pop() if len(stored) == 1 else None
         if form is None or (form.group and not keeps_groups) or form != rounded.get(path, form):

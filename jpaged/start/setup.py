@@ -11,7 +11,8 @@ from flax import nnx
 from jpaged.chat import check_template
 from jpaged.config import EngineConfig
 from jpaged.core.params import SamplingParams
-from jpaged.demo import DIRECTORY as DEMO
+from jpaged.gguf_file import open_gguf
+from jpaged.gguf_tokenizer import load_gguf_tokenizer
 from jpaged.models.base import Model
 from jpaged.models.config import ModelConfig
 from jpaged.models.config_file import GENERATION, SAMPLING, sampling_defaults
@@ -20,15 +21,13 @@ from jpaged.models.registry import read_config
 from jpaged.runtime.compilation_cache import cache_folder
 from jpaged.runtime.parameters import by_name
 from jpaged.runtime.placement import Placement, devices_of
+from jpaged.start.find import find_model
 from jpaged.start.pool import check_pool
 from jpaged.start.resolve import Device, Resolved, resolve
-from jpaged.tokenizer import TOKENIZER_FILES, has_tokenizer, load_tokenizer
+from jpaged.tokenizer import has_tokenizer, load_tokenizer
 from pallas_kernels import Kernels, SelfTest, compute_capability, select
 
 logger = logging.getLogger(__name__)
-
-SECOND_COPIES = ["consolidated*"]  # the same weights under Mistral's own names
-SMALL_FILES = ["*.json", "*.model", "*.jinja", *TOKENIZER_FILES]  # config, tokenizer and chat templates
 
 
 class Setup(NamedTuple):
@@ -211,37 +210,6 @@ def devices_of_nodes(size: int, nnodes: int) -> list[jax.Device]:
     return [device for local in devices for device in local]
 
 
-def find_model(name: str, *, revision: str | None = None, weights: bool = True) -> Path:
-    """Return the directory of a model: "demo", a path, or a hub id.
-
-    A model that is not in the hub's cache is downloaded.
-
-    Args:
-        revision: a branch, tag or commit of a hub id.
-        weights: False leaves the weights of a hub id out: its config and its tokenizer can be checked before a long
-            download.
-
-    Raises:
-        ValueError: there is no such model.
-    """
-    if revision is not None and (name == "demo" or Path(name).expanduser().is_dir()):
-        raise ValueError(f"revision: only a hub id has revisions, and {name} is a directory")
-    if name == "demo":
-        return DEMO
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists() or name.count("/") != 1 or name.startswith((".", "~", "/")):
-        raise ValueError(f"model: {name} is not a directory")
-    from huggingface_hub import snapshot_download
-
-    try:
-        patterns = [*SMALL_FILES, *(["*.safetensors"] if weights else [])]
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=SECOND_COPIES))
-    except Exception as error:  # the hub's library has a dozen ways to say no
-        raise ValueError(f"model: {name} is neither a directory nor a model on the hub: {error}") from error
-
-
 def find_tokenizer(tokenizer: Any, directory: Path | None = None) -> Any:
     """Return a tokenizer; None if there is none.
 
@@ -250,9 +218,13 @@ def find_tokenizer(tokenizer: Any, directory: Path | None = None) -> Any:
         directory: the directory of the model.
     """
     if isinstance(tokenizer, str):
-        return load_tokenizer(find_model(tokenizer, weights=False))
+        directory, tokenizer = find_model(tokenizer, weights=False), None
+        if not directory.is_file():
+            return load_tokenizer(directory)
     if tokenizer is not None or directory is None:
         return tokenizer
+    if directory.is_file():
+        return load_gguf_tokenizer(open_gguf(directory))
     return load_tokenizer(directory) if has_tokenizer(directory) else None
 
 

@@ -88,6 +88,11 @@ class GgufFile:
             sizes[tensor.kind.name] = sizes.get(tensor.kind.name, 0) + tensor.data.nbytes
         return dict(sorted(sizes.items(), key=lambda each: -each[1]))
 
+    @property
+    def summary(self) -> str:
+        """Return the kinds of tensors with their sizes, in words."""
+        return ", ".join(f"{kind} {size / 1e6:.1f} MB" for kind, size in self.kinds.items())
+
     def text(self, name: str, default: str | None = None) -> str | None:
         """Return a text of the metadata. Raises ValueError if it is missing without a default, or no text."""
         value = self.fields.get(name, default)

@@ -179,7 +179,7 @@ def load_model(
     directory: Path, config: ModelConfig, *, dtype: str, load_format: str, seed: int, progress: bool,
     place: Place = on_one_device, quantization: str | None = None, keeps_groups: bool = False,
 ) -> Model:  # fmt: skip
-    """Load the parameters, in `dtype`, by `load_format`; "auto" takes the Orbax checkpoint of a directory if it exists."""
+    """Load the parameters in `dtype`, by `load_format`; "auto" takes a directory's Orbax checkpoint if it exists."""
     if load_format == "dummy":
         return dummy_model(config, dtype, seed, place, quantization=quantization)
     if directory.is_file():

@@ -9,12 +9,11 @@ import jax
 from flax import nnx
 
 from jpaged.chat import check_template
-from jpaged.config import EngineConfig
+from jpaged.config import GGUF, EngineConfig
 from jpaged.core.params import SamplingParams
 from jpaged.gguf_file import open_gguf
 from jpaged.gguf_tokenizer import load_gguf_tokenizer
 from jpaged.models.base import Model
-from jpaged.models.config import ModelConfig
 from jpaged.models.config_file import GENERATION, SAMPLING, sampling_defaults
 from jpaged.models.quantized_checkpoint import read_scheme
 from jpaged.models.registry import read_config
@@ -87,17 +86,17 @@ def resolve_checkpoint(config: EngineConfig, device: jax.Device) -> tuple[Path, 
         ValueError: there is no such model, or a file of it is missing or invalid, or it does not allow a setting.
     """
     directory = find_model(config.model, revision=config.revision, weights=False)
-    model, method = _read_checkpoint(directory, config.hf_overrides, config.load_format != "dummy")
-    return directory, resolve(config, model, device_of(device), stored_method=method)
+    model = read_config(directory, config.hf_overrides)
+    method, form = (None, "") if config.load_format == "dummy" else _stored_form(directory)
+    return directory, resolve(config, model, device_of(device), stored_method=method, stored_form=form)
 
 
-def _read_checkpoint(
-    directory: Path, overrides: Mapping[str, Any] | None, has_weights: bool
-) -> tuple[ModelConfig, str | None]:
-    """Return the config of a checkpoint, and the method by which its weights are quantized; None: they are not."""
-    model = read_config(directory, overrides)
-    scheme = read_scheme(directory) if has_weights else None
-    return model, scheme.method if scheme else None
+def _stored_form(directory: Path) -> tuple[str | None, str]:
+    """Return the method by which the weights of a checkpoint are quantized, None if they are not, and their form."""
+    if directory.is_file():
+        return GGUF, open_gguf(directory).summary
+    scheme = read_scheme(directory)
+    return (scheme.method, "the method of the checkpoint") if scheme else (None, "the checkpoint is not quantized")
 
 
 def prepare_module(config: EngineConfig, module: Model, tokenizer: Any = None) -> Setup:

@@ -90,8 +90,9 @@ def test_logits_are_those_of_the_safetensors(case):
         load(path, config, Form("float32"), progress=False)
         for load, path, config in zip((load_safetensors, load_gguf), (directory, file), configs)
     ]
-    prompt = np.asarray([architectures.prompt()], np.int32)
-    expected, found = (np.asarray(causal_logits(model, prompt)) for model in models)
+    tokens = np.asarray([architectures.prompt()], np.int32)
+    places, mask = np.arange(tokens.size)[None], np.tril(np.ones((1, tokens.size, tokens.size), bool))
+    expected, found = (np.asarray(causal_logits(model, tokens, places, mask)) for model in models)
     np.testing.assert_allclose(found, expected, atol=2e-5, rtol=2e-5)
 
 

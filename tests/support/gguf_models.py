@@ -1,5 +1,6 @@
 """Models of Hugging Face's form written as files in GGUF, under the names and conventions of llama.cpp's converter."""
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -8,6 +9,9 @@ from typing import Any
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Kind
+from safetensors import safe_open
+
+from jpaged.demo import DIRECTORY
 
 ARCHITECTURES = {
     "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
@@ -189,3 +193,52 @@ def write(
     writer.write_tensors_to_file()
     writer.close()
     return written
+
+
+def add_tokenizer(writer: gguf.GGUFWriter, model: str, tokens: list[str], kinds: list[int], **fields: Any) -> None:
+    """Metadata of a tokenizer; fields below `tokenizer.ggml.` by their types."""
+    writer.add_tokenizer_model(model)
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    for name, value in fields.items():
+        key = f"tokenizer.ggml.{name}"
+        if isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, int):
+            writer.add_uint32(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        else:
+            writer.add_array(key, value)
+
+
+def add_byte_level(writer: gguf.GGUFWriter, folder: Path, pre: str) -> None:
+    """Metadata of the byte-level tokenizer in a folder, with its chat template."""
+    content = json.loads((folder / "tokenizer.json").read_text())
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    ids = content["model"]["vocab"] | {each["content"]: each["id"] for each in content["added_tokens"]}
+    special = {each["id"]: 3 if each["special"] else 4 for each in content["added_tokens"]}
+    tokens = sorted(ids, key=ids.__getitem__)
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in content["model"]["merges"]]
+    marked = {"bos": "bos_token", "eos": "eos_token", "padding": "pad_token"}
+    numbers = {f"{ours}_token_id": ids[settings[name]] for ours, name in marked.items() if settings.get(name)}
+    kinds = [special.get(ids[token], 1) for token in tokens]
+    add_tokenizer(writer, "gpt2", tokens, kinds, pre=pre, merges=merges, **numbers)
+    if "chat_template" in settings:
+        writer.add_chat_template(settings["chat_template"])
+
+
+def write_demo(path: Path, kind: Kind = Kind.F32, more: Callable[[gguf.GGUFWriter], None] | None = None) -> Path:
+    """The demo model, with its tokenizer, which cuts digits like SmolLM's."""
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        add_byte_level(writer, DIRECTORY, "smollm")
+        writer.add_add_bos_token(True)
+        if more:
+            more(writer)
+
+    hf = json.loads((DIRECTORY / "config.json").read_text())
+    with safe_open(DIRECTORY / "model.safetensors", "numpy") as file:
+        tensors = {name: file.get_tensor(name).astype(np.float32) for name in file.keys()}  # noqa: SIM118
+    write(path, hf, tensors, kind=kind, more=add)
+    return path

@@ -265,8 +265,6 @@ def _kernels(
     if attention and hasattr(module, "product"):
         implementation = implementation._replace(product=module.product)
         account.append(Choice("product", attention.program, reasons["attention"]))
-    else:
-        account.append(Choice("product", "reference", "XLA multiplies"))
     make_work = getattr(module, "make_work", None)
     if attention and make_work:
         make_work = partial(

@@ -122,6 +122,14 @@ class Code:
         one = self.builder.insert_element(undefined, x.llvm, ir.Constant(I32, 0))
         return self.shuffle(Value(self, one), Value(self, undefined), [0] * lanes)
 
+    def vector(self, numbers: Sequence[float]) -> Value:
+        """Return a vector of float32 numbers."""
+        return Value(self, ir.Constant(ir.VectorType(F32, len(numbers)), [float(number) for number in numbers]))
+
+    def look_up(self, table: Value, index: Value) -> Value:
+        """Return elements of a vector of 16 float32 numbers, by the lowest 4 bits of an index. It needs AVX-512."""
+        return self.intrinsic("llvm.x86.avx512.permvar.sf.512", table, index)
+
     def shuffle(self, a: Value, b: Value, lanes: Sequence[int]) -> Value:
         """Return some lanes of two vectors. Lanes of `b` are counted on from the last lane of `a`."""
         mask = ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes))

@@ -12,8 +12,8 @@ from flax import nnx
 from jpaged.models.base import Architecture, AttentionSpec, LeafSource, Part, same_name
 from jpaged.models.config import ModelConfig
 from jpaged.models.layers import Linear
-from pallas_kernels import Weight, product
 from jpaged.models.rope import angles, inverse_frequencies
+from pallas_kernels import Weight, product
 
 SOFT_CAP = 20.0
 
@@ -72,7 +72,7 @@ class Toy(nnx.Module):
         return x_td
 
     def logits(self, x_sd):
-        return product(x_sd, self.embed.embedding[...], jnp.float32)
+        return product(x_sd, Weight(self.embed.embedding[...]), dtype=jnp.float32)
 
 
 def source(path, config) -> LeafSource:

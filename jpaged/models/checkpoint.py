@@ -17,6 +17,7 @@ from safetensors.numpy import save_file
 from jpaged.models.base import Graph, Leaf, LeafPath, Leaves, Model, Place
 from jpaged.models.config import ModelConfig
 from jpaged.models.config_file import CONFIG
+from jpaged.models.layers import Embedding
 from jpaged.models.quantized import (
     Formats,
     dense_leaf,
@@ -201,6 +202,11 @@ def load_tensors(find: Find, where: Path, config: ModelConfig, form: Form, *, pr
     for path in rounded:
         kinds = {FLOATS[tensor.get_dtype()] for tensor, _ in pieces[path]}
         dtypes[path] = kinds.pop() if len(kinds) == 1 else form.dtype
+    if form.keeps_groups:
+        dtypes = (
+            _kept_dtypes(pieces, [path for path, module, _ in weights_of(model) if type(module) is not Embedding])
+            | dtypes
+        )
     read = lambda path, leaf: _read(pieces[path], leaf.shape, dtypes.get(path, form.dtype), form.place(leaf))
     return filled(config, form, read, rounded, kept, progress=progress)
 
@@ -236,6 +242,14 @@ def _kept_weights(
             dtypes[leaf] = form.dtype if field == "values" else getattr(form, field)
             pieces[leaf] = [(tensor.leaf(field), use) for tensor, use in quantized]
     return kept, dtypes
+
+
+def _kept_dtypes(pieces: dict[LeafPath, Pieces], weights: Iterable[LeafPath]) -> dict[LeafPath, str]:
+    """Return the dtypes of 16 bits in which weights of a file in GGUF stay: activations may have another dtype."""
+    stored = {
+        path: {FLOATS[t.get_dtype()] if isinstance(t, KeptTensor) else "" for t, _ in pieces[path]} for path in weights
+    }
+    return {path: dtype for path, dtypes in stored.items() for dtype in ("float16", "bfloat16") if dtypes == {dtype}}
 
 
 def save_safetensors(model: Model, directory: Path, *, max_shard_bytes: int = 5 * 10**9) -> None:

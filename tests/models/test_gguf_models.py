@@ -128,7 +128,12 @@ def test_weights_of_every_kind_stay_as_they_are_stored(kind, hf, tmp_path):
         assert form.minima == ("float16" if minima else None)
         assert form.group == (16 if kind.name in ("Q2_K", "Q3_K", "Q6_K") else 32)
     else:
-        assert {form.dtype for form in forms} == {"float32"}
+        embedding = str(kept.embed_tokens.embedding.dtype)
+        assert {form.dtype for form in forms} - {embedding} == {FLOAT_DTYPES[kind]} - {embedding}
+        assert embedding == "float32" and {weight.format.dtype for weight in weights(dense).values()} == {"float32"}
+
+
+FLOAT_DTYPES = {Kind.F32: "float32", Kind.F16: "float16", Kind.BF16: "bfloat16"}
 
 
 def stored(tensor: np.ndarray, kind: Kind) -> np.ndarray:

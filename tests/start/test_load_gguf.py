@@ -58,9 +58,9 @@ def test_settings_name_the_kinds_of_the_file(quantized_file, capsys):
 
 def test_the_files_own_method_may_be_named(quantized_file):
     assert prepare(EngineConfig(model=str(quantized_file), quantization="gguf")).resolved.quantization is None
-    with pytest.raises(ValueError, match="quantization: the checkpoint is quantized by gguf, .* not 'awq'"):
+    with pytest.raises(ValueError, match=r"quantization: the checkpoint is quantized by gguf, .* not 'awq'"):
         prepare(EngineConfig(model=str(quantized_file), quantization="awq"))
-    with pytest.raises(ValueError, match="quantization: the checkpoint is not quantized, .* not 'gguf'"):
+    with pytest.raises(ValueError, match=r"quantization: the checkpoint is not quantized, .* not 'gguf'"):
         prepare(EngineConfig(model="demo", quantization="gguf"))
 
 

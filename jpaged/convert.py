@@ -5,9 +5,11 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from gguf.constants import GGMLQuantizationType as Kind
+
 from jpaged.checkpoint_files import check_file
 from jpaged.config import DTYPES
-from jpaged.gguf_file import Kind, open_gguf
+from jpaged.gguf_file import open_gguf
 from jpaged.gguf_tokenizer import load_gguf_tokenizer
 from jpaged.models.checkpoint import save_safetensors
 from jpaged.models.config_file import CONFIG

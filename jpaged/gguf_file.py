@@ -57,7 +57,7 @@ class _List(NamedTuple):
     """List in the metadata: the type of its items, their number, and the place of the first."""
 
     type: GGUFValueType
-    count: int
+    length: int
     start: int
 
 
@@ -78,7 +78,7 @@ class GgufFile:
     @property
     def architecture(self) -> str:
         """Return llama.cpp's name of the model's architecture."""
-        return str(self.text("general.architecture"))
+        return self.text("general.architecture")
 
     @property
     def kinds(self) -> dict[str, int]:
@@ -93,10 +93,10 @@ class GgufFile:
         """Return the kinds of tensors with their sizes, in words."""
         return ", ".join(f"{kind} {size / 1e6:.1f} MB" for kind, size in self.kinds.items())
 
-    def text(self, name: str, default: str | None = None) -> str | None:
+    def text(self, name: str, default: str | None = None) -> str:
         """Return a text of the metadata. Raises ValueError if it is missing without a default, or no text."""
         value = self.fields.get(name, default)
-        if not isinstance(value, str) and (name in self.fields or default is None):
+        if not isinstance(value, str):
             self.fail(name, f"must be a text, not {value!r:.100}")
         return value
 
@@ -114,6 +114,11 @@ class GgufFile:
             self.fail(name, f"must be true or false, not {value!r:.100}")
         return value
 
+    def length(self, name: str) -> int | None:
+        """Return the number of items of a list of the metadata; None if there is no such list."""
+        value = self.fields.get(name)
+        return value.length if isinstance(value, _List) else None
+
     def items(self, name: str) -> list[Any] | None:
         """Return a list of the metadata; None if it is missing. Raises ValueError if it is no list."""
         if name not in self.fields:
@@ -123,10 +128,10 @@ class GgufFile:
             self.fail(name, "must be a list")
         if place.type != GGUFValueType.STRING:
             dtype = np.dtype(NUMBERS[place.type])
-            values: list[Any] = self.data[place.start :][: place.count * dtype.itemsize].view(dtype).tolist()
+            values: list[Any] = self.data[place.start :][: place.length * dtype.itemsize].view(dtype).tolist()
             return values
         buffer, at, texts = memoryview(self.data), place.start, []
-        for _ in range(place.count):
+        for _ in range(place.length):
             (length,) = struct.unpack_from("<Q", buffer, at)
             texts.append(bytes(buffer[at + 8 : at + 8 + length]))
             at += 8 + length

@@ -8,7 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jpaged.gguf_file import GgufFile, Kind, open_gguf
+from gguf.constants import GGMLQuantizationType as Kind
+
+from jpaged.gguf_file import GgufFile, open_gguf
 from jpaged.models.variation import MAX_SIZE, Hf
 
 # Fields below the architecture's name, and the fields of a config.json that they are.
@@ -62,7 +64,7 @@ def read_gguf_config(path: Path) -> Hf:
 def _value(file: GgufFile, name: str, default: float | None = None) -> Any:
     """Return a number below the architecture's name; of a list, the number that all its items are."""
     full = f"{file.architecture}.{name}"
-    if isinstance(file.fields.get(full), tuple):
+    if file.length(full) is not None:
         values = set(file.items(full) or ())
         if len(values) != 1 or not isinstance(value := values.pop(), int | float):
             file.fail(full, "must be the same number for all layers")
@@ -81,8 +83,7 @@ def _common(file: GgufFile) -> Hf:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         file.fail("tensor token_embd.weight", "must be a matrix" if embedding else "is missing")
-    tokens = file.fields.get("tokenizer.ggml.tokens")
-    if isinstance(tokens, tuple) and tokens.count > embedding.shape[0]:
+    if (file.length("tokenizer.ggml.tokens") or 0) > embedding.shape[0]:
         file.fail("tokenizer.ggml.tokens", f"must be at most {embedding.shape[0]}, the rows of the embedding")
     for name, ours in COMMON.items():
         if not ours.endswith(("eps", "theta")) and type(_value(file, name, 1)) is not int:
@@ -104,7 +105,7 @@ def _common(file: GgufFile) -> Hf:
 def _dtype(file: GgufFile) -> str:
     """Return the dtype that computes a model best: that of its matrices, or 16 bits of a wide range."""
     kinds = {tensor.kind for tensor in file.tensors.values() if len(tensor.shape) > 1}
-    return {(Kind.F32,): "float32", (Kind.F16,): "float16"}.get(tuple(kinds), "bfloat16")
+    return {Kind.F32: "float32", Kind.F16: "float16"}.get(kinds.pop(), "bfloat16") if len(kinds) == 1 else "bfloat16"
 
 
 def end_tokens(file: GgufFile) -> list[int]:
@@ -189,17 +190,17 @@ def _gemma2(file: GgufFile, hf: Hf) -> Hf:
 
 def _gemma3(file: GgufFile, hf: Hf) -> Hf:
     """Gemma 3. Layers with a window have an unscaled rotary embedding with a base of their own."""
-    layers, pattern = hf["num_hidden_layers"], file.fields.get("gemma3.attention.sliding_window_pattern", 6)
-    local = {"query_pre_attn_scalar": _scalar(file, hf, 62), "rope_local_base_freq": 1e4}
+    layers, pattern = hf["num_hidden_layers"], "gemma3.attention.sliding_window_pattern"
+    local: Hf = {"query_pre_attn_scalar": _scalar(file, hf, 62), "rope_local_base_freq": 1e4}
     if (base := _value(file, "rope.freq_base_swa")) is not None:
         local["rope_local_base_freq"] = base
     if "sliding_window" not in hf:
         local |= {"sliding_window": MAX_SIZE, "layer_types": ["full_attention"] * min(layers, MAX_LAYER_TYPES)}
-    elif isinstance(pattern, tuple):
-        windowed = file.items("gemma3.attention.sliding_window_pattern") or []
+    elif file.length(pattern) is not None:
+        windowed = file.items(pattern) or []
         local["layer_types"] = ["sliding_attention" if each else "full_attention" for each in windowed]
     else:
-        local["sliding_window_pattern"] = pattern
+        local["sliding_window_pattern"] = file.number(pattern, 6)
     return _named("Gemma3ForCausalLM", "gemma3_text")(file, hf | local)
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import ml_dtypes
 import numpy as np
@@ -89,6 +89,7 @@ class GgufWeight:
             for at in range(low, high, CHUNK_ROWS):
                 rows = self._rows(slice(at, min(high, at + CHUNK_ROWS)))
                 part = LAYOUTS[self.stored.kind].parts(blocks_of(rows, self.stored.kind))[place]
+                assert part is not None, "only kinds with minima have them in their form"
                 found[at - low :][: len(rows)] = part.reshape(len(rows), width)
             return found[:, *index[1:]]
 
@@ -102,7 +103,7 @@ class GgufWeight:
     def _dense(self, rows: np.ndarray) -> np.ndarray:
         """Return the elements of rows of bytes."""
         if (layout := LAYOUTS.get(self.stored.kind)) is None:
-            exact = np.ascontiguousarray(rows).view(FLOATS[self.stored.kind][1])
+            exact: np.ndarray = np.ascontiguousarray(rows).view(FLOATS[self.stored.kind][1])
             return exact.astype(np.float32) + np.float32(self.offset) if self.offset else exact
-        values, scales, minima = layout.parts(blocks_of(rows, self.stored.kind))
-        return np.asarray(Weight(values, scales, minima).dense(np)).reshape(len(rows), -1) + np.float32(self.offset)
+        weight = Weight(*cast(Any, layout.parts(blocks_of(rows, self.stored.kind))))
+        return np.asarray(weight.dense(np)).reshape(len(rows), -1) + np.float32(self.offset)

@@ -182,6 +182,7 @@ def load_model(
     """Load the parameters in `dtype`, by `load_format`; "auto" takes a directory's Orbax checkpoint if it exists."""
     if load_format == "dummy":
         return dummy_model(config, dtype, seed, place, quantization=quantization)
+    read: Callable[..., Model]
     if directory.is_file():
         if load_format != "auto":
             raise ValueError(f"load_format: must be auto or dummy for a file in GGUF, not {load_format!r}")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import ml_dtypes
 import numpy as np
 from gguf import GGMLQuantizationType as Kind
 from safetensors import safe_open
@@ -240,5 +241,6 @@ def write_demo(path: Path, kind: Kind = Kind.F32, more: Callable[[gguf.GGUFWrite
     hf = json.loads((DIRECTORY / "config.json").read_text())
     with safe_open(DIRECTORY / "model.safetensors", "numpy") as file:
         tensors = {name: file.get_tensor(name).astype(np.float32) for name in file.keys()}  # noqa: SIM118
+    assert ml_dtypes.bfloat16, "numpy knows the dtype of the file once this is imported"
     write(path, hf, tensors, kind=kind, more=add)
     return path

@@ -145,14 +145,6 @@ class GgufFile:
         raise ValueError(f"model: {self.path}: {field}: {problem}")
 
 
-def is_gguf(path: Path) -> bool:
-    """Return whether a path is that of a file in GGUF, by its first bytes."""
-    if not path.is_file():
-        return False
-    with path.open("rb") as content:
-        return content.read(len(MAGIC)) == MAGIC
-
-
 def open_gguf(path: Path) -> GgufFile:
     """Open and check a file. Its data is mapped into memory, and read when it is used.
 

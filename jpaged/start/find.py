@@ -53,8 +53,7 @@ def find_local(name: str, *, revision: str | None = None) -> Path | None:
     elif path.is_file():
         check_gguf(found := path)
     elif path.exists() or name.startswith((".", "~", "/")) or not (FILE_ON_HUB.fullmatch(name) or _is_hub_id(name)):
-        missing = "a file or a directory" if path.suffix == ".gguf" else "a directory"
-        raise ValueError(f"model: {name} is not {missing}")
+        raise ValueError(f"model: {name} is not a directory or a file in GGUF")
     else:
         return None
     if revision is not None:
@@ -68,7 +67,7 @@ def check_gguf(path: Path) -> None:
     """Check the first bytes of a file. Raises ValueError if it is not in GGUF."""
     with path.open("rb") as content:
         if content.read(len(MAGIC)) != MAGIC:
-            raise ValueError(f"model: {path} is not in GGUF; a model is a directory, a file in GGUF, or a hub id")
+            raise ValueError(f"model: {path} is not a directory or a file in GGUF")
 
 
 def _is_hub_id(name: str) -> bool:

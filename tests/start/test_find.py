@@ -55,9 +55,9 @@ def test_a_file_on_the_hub_is_downloaded_alone(folder, monkeypatch):
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("missing.gguf", r"model: .*missing\.gguf is not a file or a directory"),
-        ("missing/missing.gguf", "is not a file or a directory"),
-        ("notes.txt", r"notes\.txt is not in GGUF; a model is a directory, a file in GGUF, or a hub id"),
+        ("missing.gguf", r"model: .*missing\.gguf is not a directory or a file in GGUF"),
+        ("missing/missing.gguf", "is not a directory or a file in GGUF"),
+        ("notes.txt", r"notes\.txt is not a directory or a file in GGUF"),
         ("several", r"several has 2 files in GGUF, a\.gguf, b\.gguf; name the file"),
         ("linked", r"must not be a link out of the checkpoint's folder"),
     ],
@@ -74,7 +74,7 @@ def test_what_is_no_model_is_refused(name, message, folder):
 
 
 def test_a_relative_name_that_ends_in_gguf_is_no_hub_id():
-    with pytest.raises(ValueError, match=r"model: models/model\.gguf is not a file or a directory"):
+    with pytest.raises(ValueError, match=r"model: models/model\.gguf is not a directory or a file in GGUF"):
         find_model("models/model.gguf")
 
 

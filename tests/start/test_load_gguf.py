@@ -97,7 +97,7 @@ def test_a_wrong_path_is_refused_before_jax_is_loaded():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-2:] == [
-        "jpaged serve: error: model: missing.gguf is not a file or a directory", "False",
+        "jpaged serve: error: model: missing.gguf is not a directory or a file in GGUF", "False",
     ]  # fmt: skip
 
 

@@ -11,6 +11,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 KV_CACHE_DTYPES = {"auto": None, "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
 QUANTIZATIONS = ("int8", "fp8", "int4")  # of the weights of linear layers
+GGUF = "gguf"  # method of quantization of a file in GGUF
 QUANTIZED_CHECKPOINTS = ("awq", "gptq", "fp8", "compressed-tensors")  # as config.json names their methods
 KERNELS = ("auto", "reference", "mosaic", "triton", "cpu")
 BLOCK_SIZE = 16
@@ -87,7 +88,7 @@ class EngineConfig:
     quantization: str | None = _model(
         None, "int8, fp8, int4: weights of linear layers in 8 or 4 bits, quantized while they are loaded; other "
         "methods are accepted for checkpoints that are quantized so, which need no setting", by="as in the checkpoint",
-        choices=tuple(dict.fromkeys((*QUANTIZATIONS, *QUANTIZED_CHECKPOINTS))),
+        choices=tuple(dict.fromkeys((*QUANTIZATIONS, *QUANTIZED_CHECKPOINTS, GGUF))),
     )  # fmt: skip
     kv_cache_dtype: str = _model(
         "auto", "dtype of the KV pool; auto: that of the keys; fp8 holds twice as many tokens as 16 bits, less exactly",

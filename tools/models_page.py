@@ -10,7 +10,8 @@ HEAD = """# Models
 
 `jpaged serve MODEL` takes a directory or a Hugging Face hub id whose `config.json` names one of these architectures,
 with parameters in safetensors of float32, bfloat16 or float16, in Orbax (`jpaged convert`), or quantized
-([quantization.md](quantization.md)). This page is generated from the registry (`python -m tools.models_page`).
+([quantization.md](quantization.md)); or a file in GGUF ([gguf.md](gguf.md)). This page is generated from the registry
+(`python -m tools.models_page`).
 
 | architecture | checkpoints, for example | supported in addition to a Llama's features |
 |---|---|---|
@@ -32,8 +33,9 @@ Every architecture is compared with transformers in float32 on random checkpoint
   Transformers chooses by the length of each sequence. The results are equal for sequences past the original context,
   and for all sequences if `--max-model-len` is at most the original context.
 - **Windows.** Attention reads only the window, but the blocks before it stay allocated until the request ends.
-- **Mixtures of experts** compute each token with its own experts and drop none. Routing is in float32. XLA (jax 0.12)
-  expands the grouped product (`ragged_dot`) on CPUs and GPUs: it multiplies a token's row for each of its experts by
+- **Mixtures of experts** compute each token with its own experts and drop none. Routing is in float32. On one
+  CPU, kernels multiply the rows of an expert by that expert's matrices, and read no others. Elsewhere XLA (jax 0.12)
+  expands the grouped product (`ragged_dot`): it multiplies a token's row for each of its experts by
   the matrices of all experts and masks the results, so the operations and the temporary memory of a step grow with
   the number of experts.
   `jpaged plan` predicts that.

@@ -57,15 +57,21 @@ class Resolved:
     mesh: MeshShape
     choices: tuple[SettingChoice, ...]
 
+    @property
+    def weights(self) -> str:
+        """Return the form of the weights in words: how they are quantized, and in a file in GGUF their kinds."""
+        return next((f"{c.value or 'none'}: {c.reason}" for c in self.choices if c.setting == "quantization"), "none")
+
 
 def resolve(
     config: EngineConfig, model: ModelConfig, device: Device, *, stored_method: str | None = None,
-    module_size: int | None = None,
+    stored_form: str = "the checkpoint is not quantized", module_size: int | None = None,
 ) -> Resolved:  # fmt: skip
     """Resolve the open settings of a config.
 
     Args:
         stored_method: method by which the checkpoint is quantized; None: it is not.
+        stored_form: form of the checkpoint's weights, in words.
         module_size: number of devices that hold a loaded module; None: the model is a checkpoint.
 
     Raises:
@@ -76,7 +82,7 @@ def resolve(
     if module_size is None:
         dtype = choices.choose("dtype", *_default_dtype(model, device))
         size = choices.choose("tensor_parallel_size", 1, "the default")
-        quantization = _quantization(choices, stored_method)
+        quantization = _quantization(choices, stored_method, stored_form)
     else:
         dtype = choices.choose("dtype", None, "each array of the module keeps its dtype")
         size = choices.choose("tensor_parallel_size", module_size, "the module lies on these devices")
@@ -124,10 +130,9 @@ def _default_dtype(model: ModelConfig, device: Device) -> tuple[str, str]:
     return model.dtype, "the dtype of the checkpoint"
 
 
-def _quantization(choices: _Choices, stored_method: str | None) -> str | None:
+def _quantization(choices: _Choices, stored_method: str | None, stored_form: str) -> str | None:
     """Return the method to apply while loading: None if the config names the method of the checkpoint."""
-    reason = "the method of the checkpoint" if stored_method else "the checkpoint is not quantized"
-    method = choices.choose("quantization", stored_method, reason)
+    method = choices.choose("quantization", stored_method, stored_form)
     if method in QUANTIZATIONS and choices.config.quantization:
         return method
     if method != stored_method:

@@ -1,7 +1,7 @@
 """Kernels for CPUs, which LLVM compiles on the machine where they run. They need llvmlite.
 
-They are attention over the blocks of the pool, and products with weights. XLA writes keys and values and copies blocks
-as fast as memory allows.
+They are attention over the blocks of the pool, writes into it, and products with weights. XLA copies blocks as fast as
+memory allows.
 """
 
 import importlib.util
@@ -10,13 +10,14 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_kernels.checks import FP8
-from pallas_kernels.reference import copy_blocks, write_kv
+from pallas_kernels.reference import copy_blocks
 
 DTYPES = ("float32", "bfloat16", "float16")
 
 if importlib.util.find_spec("llvmlite"):
     from pallas_kernels.cpu.attention import paged_decode_attention, ragged_paged_attention
     from pallas_kernels.cpu.product import product, usual_target
+    from pallas_kernels.cpu.writes import write_kv
 
 
 def unsupported(*, dtype: Any, pool_dtype: Any, **shapes: int) -> str | None:

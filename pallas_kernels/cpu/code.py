@@ -14,6 +14,16 @@ I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F16, F32 = ir.HalfType(), ir.FloatType()
 POINTER, VOID = ir.PointerType(), ir.VoidType()
 
+
+class _BFloatType(ir.Type):  # type: ignore[misc]
+    """LLVM's bfloat, which llvmlite lacks."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+
+BF16 = _BFloatType()
+
 type Number = Value | int | float
 
 
@@ -23,12 +33,14 @@ class Machine(NamedTuple):
     Attributes:
         lanes: float32 numbers in a vector register.
         registers: number of vector registers.
+        has_bf16_dot: whether an instruction adds products of pairs of bfloat16 numbers (AVX-512 BF16).
     """
 
     cpu: str
     features: str
     lanes: int
     registers: int
+    has_bf16_dot: bool = False
 
     @classmethod
     @functools.cache
@@ -38,7 +50,7 @@ class Machine(NamedTuple):
         wide = bool(has.get("avx512f") and has.get("avx512vl"))
         lanes = 16 if wide else 8 if has.get("avx2") else 4
         registers = 16 if has.get("sse2") and not wide else 32
-        return cls(binding.get_host_cpu_name(), has.flatten(), lanes, registers)
+        return cls(binding.get_host_cpu_name(), has.flatten(), lanes, registers, bool(wide and has.get("avx512bf16")))
 
 
 def _operator(integer: str, real: str, *, swap: bool = False) -> Callable[["Value", Number], "Value"]:
@@ -176,12 +188,12 @@ class Code:
     def load_vector(self, pointer: Value, index: Number, element: Any, lanes: int) -> Value:
         """Return the elements of an array from `index` on; they lie at any address."""
         kind = ir.VectorType(element, lanes)
-        size = 4 if element == F32 else element.width // 8 if isinstance(element, ir.IntType) else 2
-        return Value(self, self.builder.load(self.at(pointer, index, element).llvm, align=size, typ=kind))
+        return Value(self, self.builder.load(self.at(pointer, index, element).llvm, align=_size(element), typ=kind))
 
     def store_vector(self, value: Value, pointer: Value, index: Number) -> None:
-        """Change the float32 elements of an array from `index` on."""
-        self.builder.store(value.llvm, self.at(pointer, index, F32).llvm, align=4)
+        """Change the elements of an array from `index` on; they lie at any address."""
+        element = value.llvm.type.element
+        self.builder.store(value.llvm, self.at(pointer, index, element).llvm, align=_size(element))
 
     def load_part(self, pointer: Value, index: Number, element: Any, lanes: int, count: Value) -> Value:
         """Return the first `count` elements of an array from `index` on, and zeros after them."""
@@ -216,6 +228,15 @@ class Code:
         """Return a b + c of float32 vectors, rounded once where the machine can."""
         return self.intrinsic(f"llvm.fmuladd.v{a.llvm.type.count}f32", a, b, c)
 
+    def dot_bf16(self, a: Value, b: Value, c: Value) -> Value:
+        """Return a b + c, summed over pairs of bfloat16 numbers, for int32 vectors a and b whose lanes hold pairs.
+
+        For machines with `has_bf16_dot`. Subnormal numbers count as 0.
+        """
+        lanes = c.llvm.type.count
+        pairs = (Value(self, self.builder.bitcast(x.llvm, ir.VectorType(BF16, 2 * lanes))) for x in (a, b))
+        return self.intrinsic(f"llvm.x86.avx512bf16.dpbf16ps.{32 * lanes}", c, *pairs)
+
     def maximum(self, a: Value, b: Value) -> Value:
         """Return the greater one, elementwise."""
         return self.select(a.compare(">", b), a, b)
@@ -249,6 +270,19 @@ class Code:
             step *= 2
         return sums[0]
 
+    def transposed(self, vectors: Sequence[Value]) -> list[Value]:
+        """Return the columns of a square matrix of vectors, by exchanging ever smaller halves."""
+        rows, lanes = list(vectors), len(vectors)
+        step = lanes // 2
+        while step:
+            low = [i if i // step % 2 == 0 else lanes + i - step for i in range(lanes)]
+            high = [i + step if i // step % 2 == 0 else lanes + i for i in range(lanes)]
+            for i in (i for i in range(lanes) if i // step % 2 == 0):
+                a, b = rows[i], rows[i + step]
+                rows[i], rows[i + step] = self.shuffle(a, b, low), self.shuffle(a, b, high)
+            step //= 2
+        return rows
+
     def highest(self, vector: Value) -> Value:
         """Return the highest lane of a vector; any lane if one is NaN."""
         lanes = vector.llvm.type.count
@@ -262,9 +296,36 @@ class Code:
         """Return a lane of a vector."""
         return Value(self, self.builder.extract_element(vector.llvm, ir.Constant(I64, lane)))
 
+    def both(self, a: Value, b: Value) -> Value:
+        """Return whether two conditions hold."""
+        return Value(self, self.builder.and_(a.llvm, b.llvm))
+
+    def invert(self, condition: Value) -> Value:
+        """Return whether a condition does not hold."""
+        return Value(self, self.builder.not_(condition.llvm))
+
+    def add(self, counters: Value, index: int, number: int) -> Value:
+        """Add to an int64 that threads share, and return its value before."""
+        address = self.at(counters, index, I64).llvm
+        return Value(self, self.builder.atomic_rmw("add", address, ir.Constant(I64, number), "seq_cst"))
+
+    def exchange(self, counters: Value, index: int, value: Value) -> Value:
+        """Change an int64 that threads share, and return its value before."""
+        address = self.at(counters, index, I64).llvm
+        return Value(self, self.builder.atomic_rmw("xchg", address, value.llvm, "seq_cst"))
+
+    def load_atomic(self, counters: Value, index: int) -> Value:
+        """Return an int64 that threads share."""
+        return Value(self, self.builder.load_atomic(self.at(counters, index, I64).llvm, "seq_cst", 8, typ=I64))
+
     def call(self, function: Value, kind: ir.FunctionType, *arguments: Value) -> Value:
         """Call a function by its address."""
         typed = self.builder.bitcast(function.llvm, POINTER)
         typed.type = ir.PointerType()
         typed.type.pointee = kind  # for llvmlite: LLVM's own pointers have no further type
         return Value(self, self.builder.call(typed, [argument.llvm for argument in arguments]))
+
+
+def _size(element: Any) -> int:
+    """Return the bytes of an element."""
+    return 4 if element == F32 else element.width // 8 if isinstance(element, ir.IntType) else 2

@@ -1,4 +1,4 @@
-"""Compiled functions as targets of XLA's foreign function interface, which run on the threads of XLA's pool.
+"""Compiled functions as targets of XLA's foreign function interface, whose work the threads of a team share.
 
 The layouts are from `xla/ffi/api/c_api.h`, a header of jaxlib. In version 0.x of the interface, fields are only added
 at the end of structures.
@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from llvmlite import binding, ir
 
+from pallas_kernels.cpu import team
 from pallas_kernels.cpu.code import I8, I32, I64, POINTER, VOID, Code, Machine, Number, Value, Variable
 
 # Offsets in bytes.
@@ -19,20 +20,26 @@ FRAME_EXTENSION, FRAME_API, FRAME_CONTEXT, FRAME_ARGUMENTS, FRAME_RESULTS = 8, 1
 BUFFER_DATA, BUFFER_DIMS = 24, 40
 EXTENSION_KIND, EXTENSION_METADATA, METADATA_MAJOR, METADATA_MINOR = 8, 24, 24, 28
 METADATA_KIND = 1
-API_DESTROY_ERROR, API_SCHEDULE, API_NUM_THREADS = 64, 136, 144
 
-# A call's job: the next unit, the finished units, the threads that may still look at it, and the call.
-NEXT, DONE, USERS, UNITS, FRAME, JOB_SIZE = 0, 1, 2, 3, 4, 5
+# A call's job: the next unit, the finished units, the threads that may still look at it, the units, the call, the
+# memory that the units share, whether the calling thread sleeps until the last unit is finished, and the function of a
+# thread that works on it.
+NEXT, DONE, USERS, UNITS, FRAME, SCRATCH, SLEEPS, TAKE, JOB_SIZE = range(9)
+
+SPINS = 5000  # looks at the number of finished units before the calling thread sleeps: about 50 microseconds
+WORTH_A_THREAD_NS = 5000  # work for which a thread is asked to help
 
 _lock = threading.Lock()
 _engines: dict[str, Any] = {}  # target -> its code, which lives as long as the process
+
+Writer = Callable[["CallFrame"], Value]
 
 
 class CallFrame:
     """The arguments and results of a call, as its function sees them."""
 
-    def __init__(self, code: Code, frame: Value):
-        self.code, self.frame = code, frame
+    def __init__(self, code: Code, job: Value):
+        self.code, self._job, self.frame = code, job, code.load(job, FRAME, POINTER)
 
     def _buffer(self, offset: int, index: Number) -> Value:
         return self.code.load(field(self.frame, offset, POINTER), index, POINTER)
@@ -49,68 +56,110 @@ class CallFrame:
         """Return the size of an argument's axis."""
         return self.code.load(field(self._buffer(FRAME_ARGUMENTS, index), BUFFER_DIMS, POINTER), axis, I64)
 
+    def allocate(self, num_bytes: Value) -> Value:
+        """Return the address of memory for the units of the call, which `scratch` returns in them."""
+        memory = self.code.intrinsic("malloc", num_bytes, result=POINTER)
+        self.code.store(memory, self._job, SCRATCH)
+        return memory
+
+    @property
+    def scratch(self) -> Value:
+        """The address of the memory that the counting of the units has allocated."""
+        return self.code.load(self._job, SCRATCH, POINTER)
+
 
 def field(structure: Value, offset: int, kind: Any) -> Value:
     """Return a field of a structure."""
     return structure.code.load(structure.code.at(structure, offset, I8), 0, kind)
 
 
-def register(name: str, units: Callable[[CallFrame], Value], work: Callable[[CallFrame, Value], None]) -> str:
+def register(
+    name: str,
+    units: Writer,
+    work: Callable[[CallFrame, Value], None],
+    *,
+    nanoseconds: Writer | None = None,
+    finish: Callable[[CallFrame], None] | None = None,
+) -> str:
     """Make the target `name`, unless it exists, and return its name.
 
     Args:
         units: writes the code that counts the units of a call's work.
         work: writes the code of one unit, given its number. Units run at the same time.
+        nanoseconds: writes the code that estimates the time of all units on one thread, after `units`. Little work
+            stays on the calling thread. None: there is much.
+        finish: writes code that runs once, after all units.
     """
     with _lock:
         if name in _engines:
             return name
-        module = _module(name, units, work)
+        module = ir.Module(name)
+        module.triple = binding.get_default_triple()
+        unit = Code(module, "unit", VOID, [POINTER, I64])
+        unit.function.linkage = "internal"
+        work(CallFrame(unit, unit.arguments[0]), unit.arguments[1])
+        unit.builder.ret_void()
+        _handler(module, _take(module, unit), units, nanoseconds, finish)
         binding.initialize_native_target()
         binding.initialize_native_asmprinter()
-        machine = Machine.host()
-        parsed = binding.parse_assembly(str(module))
-        target = binding.Target.from_default_triple().create_target_machine(
-            cpu=machine.cpu, features=machine.features, opt=3, jit=True
-        )
-        builder = binding.create_pass_builder(target, binding.create_pipeline_tuning_options(speed_level=2))
-        builder.getModulePassManager().run(parsed, builder)
-        engine = binding.create_mcjit_compiler(parsed, target)
-        engine.finalize_object()
+        team.start(_compiled, _join)
+        engine = _compiled(module)
         handler = ctypes.c_void_p(engine.get_function_address("handler"))
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform="cpu")
         _engines[name] = engine
     return name
 
 
-def _module(name: str, units: Callable[[CallFrame], Value], work: Callable[[CallFrame, Value], None]) -> ir.Module:
-    """Return the module of a target: a handler that divides its work among threads."""
-    module = ir.Module(name)
-    module.triple = binding.get_default_triple()
-    unit = Code(module, "unit", VOID, [POINTER, I64])
-    unit.function.linkage = "internal"
-    work(CallFrame(unit, unit.arguments[0]), unit.arguments[1])
-    unit.builder.ret_void()
+def _compiled(module: ir.Module) -> Any:
+    """Return the engine of a module for this machine."""
+    machine = Machine.host()
+    parsed = binding.parse_assembly(str(module))
+    target = binding.Target.from_default_triple().create_target_machine(
+        cpu=machine.cpu, features=machine.features, opt=3, jit=True
+    )
+    builder = binding.create_pass_builder(target, binding.create_pipeline_tuning_options(speed_level=2))
+    builder.getModulePassManager().run(parsed, builder)
+    engine = binding.create_mcjit_compiler(parsed, target)
+    engine.finalize_object()
+    return engine
 
-    # The function of a thread works on units as long as there are any, and leaves the job.
-    take = Code(module, "take", VOID, [POINTER])
-    (job,) = take.arguments
-    number = Variable(take.value(0, I64))
+
+def _join(code: Code, job: Value) -> None:
+    """Write the work of another thread of the team on a job."""
+    code.add(job, USERS, 1)
+    team.taken(code)
+    code.call(code.load(job, TAKE, POINTER), ir.FunctionType(VOID, [POINTER]), job)
+
+
+def _take(module: ir.Module, unit: Code) -> Code:
+    """Write the function of a thread, which works on units as long as there are any, and leaves the job."""
+    code = Code(module, "take", VOID, [POINTER])
+    (job,) = code.arguments
+    number = Variable(code.value(0, I64))
 
     def next_unit() -> Value:
-        number.set(_add(take, job, NEXT, 1))
-        return number.get().compare("<", take.load(job, UNITS, I64))
+        number.set(code.add(job, NEXT, 1))
+        return number.get().compare("<", code.load(job, UNITS, I64))
 
-    with take.as_long_as(next_unit):
-        take.builder.call(unit.function, [take.load(job, FRAME, POINTER).llvm, number.get().llvm])
-        _add(take, job, DONE, 1)
-    _leave(take, job)
-    take.builder.ret_void()
-    _handler(module, take, units)
-    return module
+    with code.as_long_as(next_unit):
+        code.builder.call(unit.function, [job.llvm, number.get().llvm])
+        done = code.add(job, DONE, 1) + 1
+        if team.FUTEX:
+            with (
+                code.when(done.compare("==", code.load(job, UNITS, I64))),
+                code.when(code.load_atomic(job, SLEEPS).compare("!=", 0)),
+            ):
+                team.futex(code, job, DONE, team.FUTEX_WAKE, code.value(1, I64))
+    _leave(code, job)
+    code.builder.ret_void()
+    return code
 
 
-def _handler(module: ir.Module, take: Code, units: Callable[[CallFrame], Value]) -> None:
+def _handler(
+    module: ir.Module, take: Code, units: Writer, nanoseconds: Writer | None,
+    finish: Callable[[CallFrame], None] | None,
+) -> None:  # fmt: skip
+    """Write the handler of a target, which divides its work among threads."""
     code = Code(module, "handler", POINTER, [POINTER])
     (frame,) = code.arguments
     null = ir.Constant(POINTER, None)
@@ -124,59 +173,57 @@ def _handler(module: ir.Module, take: Code, units: Callable[[CallFrame], Value])
         for offset, number in ((METADATA_MAJOR, 0), (METADATA_MINOR, 1)):
             code.store(code.value(number, I32), code.at(metadata, offset, I8), 0)
         code.builder.ret(null)
-    api, context = field(frame, FRAME_API, POINTER), field(frame, FRAME_CONTEXT, POINTER)
-    threads = code.scratch(1, I64)
-    code.store(code.value(1, I64), threads, 0)
-    _call_api(code, api, API_NUM_THREADS, context, threads)
-    total = units(CallFrame(code, frame))
-    # The calling thread works too.
-    helpers = code.maximum(code.value(0, I64), code.minimum(code.load(threads, 0, I64), total) - 1)
     job = code.intrinsic("malloc", code.value(8 * JOB_SIZE, I64), result=POINTER)
-    for index, value in ((NEXT, 0), (DONE, 0), (USERS, helpers + 2), (UNITS, total), (FRAME, frame)):
+    for index, value in ((NEXT, 0), (DONE, 0), (FRAME, frame), (SCRATCH, 0), (SLEEPS, 0)):
         code.store(code.value(value, I64), job, index)
-    with code.loop(0, helpers), code.when(_call_api(code, api, API_SCHEDULE, context, Value(code, take.function), job)):
-        _add(code, job, USERS, -1)
-    code.builder.call(take.function, [job.llvm])
+    call = CallFrame(code, job)
+    total = units(call)
+    code.store(total, job, UNITS)
+    code.store(code.value(2, I64), job, USERS)
+    code.store(Value(code, take.function), job, TAKE)
+    work = lambda: code.builder.call(take.function, [job.llvm])
+    is_shared = total.compare(">", 1)
+    if nanoseconds:
+        is_shared = code.both(is_shared, nanoseconds(call).compare(">=", WORTH_A_THREAD_NS))
+    with code.when(is_shared):
+        team.offer(code, job, work)
+    with code.when(code.invert(is_shared)):
+        work()
     # Other threads may be in their last units. Threads that have not begun find none, and the caller does not wait.
-    done = code.at(job, DONE, I64).llvm
-
-    with code.as_long_as(
-        lambda: Value(code, code.builder.load_atomic(done, "acquire", 8, typ=I64)).compare("<", total)
-    ):
-        code.intrinsic("sched_yield", result=I32)
+    _wait(code, job, total)
+    if finish:
+        finish(call)
     _leave(code, job)
     code.builder.ret(null)
 
 
+def _wait(code: Code, job: Value, total: Value) -> None:
+    """Write the calling thread's wait for the last units.
+
+    After a while it sleeps: another thread may have lost its core to another process, and takes this one then.
+    """
+    spins = Variable(code.value(0, I64))
+
+    with code.as_long_as(lambda: code.load_atomic(job, DONE).compare("<", total)):
+        spins.set(spins.get() + 1)
+        team.pause(code)
+        with code.when(spins.get().compare(">=", SPINS)):
+            if team.FUTEX:
+                code.add(job, SLEEPS, 1)
+                seen = code.load_atomic(job, DONE)
+                with code.when(seen.compare("<", total)):
+                    team.futex(code, job, DONE, team.FUTEX_WAIT, seen)
+            else:
+                code.intrinsic("sched_yield", result=I32)
+
+
 def _leave(code: Code, job: Value) -> None:
     """Write a thread's last look at a job, which the last thread frees."""
-    with code.when(_add(code, job, USERS, -1).compare("==", 1)):
-        code.intrinsic("free", job, result=VOID)
-
-
-def _call_api(code: Code, api: Value, function: int, *fields: Value) -> Value:
-    """Call a function of the interface with the structure of its arguments, and return whether it failed."""
-
-    def call(function: int, *fields: Value) -> Value:
-        structure = code.scratch(2 + len(fields), I64)
-        values: tuple[Number, ...] = (8 * (2 + len(fields)), 0, *fields)
-        for index, value in enumerate(values):
-            code.store(code.value(value, I64), structure, index)
-        return code.call(field(api, function, POINTER), ir.FunctionType(POINTER, [POINTER]), structure)
-
-    error = call(function, *fields)
-    failed = _is_set(error)
-    with code.when(failed):
-        call(API_DESTROY_ERROR, error)
-    return failed
+    with code.when(code.add(job, USERS, -1).compare("==", 1)):
+        for memory in (code.load(job, SCRATCH, POINTER), job):
+            code.intrinsic("free", memory, result=VOID)
 
 
 def _is_set(pointer: Value) -> Value:
     """Return whether a pointer is not null."""
     return Value(pointer.code, pointer.code.builder.icmp_unsigned("!=", pointer.llvm, ir.Constant(POINTER, None)))
-
-
-def _add(code: Code, job: Value, index: int, number: int) -> Value:
-    """Add to a counter that threads share, and return its value before."""
-    address = code.at(job, index, I64).llvm
-    return Value(code, code.builder.atomic_rmw("add", address, ir.Constant(I64, number), "acq_rel"))

@@ -8,14 +8,13 @@ from pallas_kernels.cpu.ffi import CallFrame
 from pallas_kernels.cpu.numbers import LOADED, loader
 from pallas_kernels.weights import MIDDLE, PACKED, Format, Weight
 
-
 CACHE_LINE = 64
-AHEAD = 4096
+AHEAD, MOST_AHEAD = 4096, 16384  # bytes
 TABLE = 16  # numbers that 4 bits can be, and float32 numbers of a vector of AVX-512
 MAX_GROUPS = 80  # groups of the inputs that are multiplied together, and one vector more
 
-# (row, input, left) -> the weights of `step` inputs from this one on. Of a row that ends before, `left` is the number of
-# its inputs, and the other weights are 0.
+# (row, input, left) -> the weights of `step` inputs from this one on. Of a row that ends before, `left` is the number
+# of its inputs, and the other weights are 0.
 Load = Callable[..., list[Value]]
 
 
@@ -144,12 +143,31 @@ class Matrix:
         return CACHE_LINE * 2 if self.form.is_packed else CACHE_LINE // sizes.get(self.form.dtype, 1)
 
     def rows_ahead(self, num_rows: int) -> Value:
-        """Return the distance in rows at which weights are requested: a multiple of `num_rows`, of AHEAD bytes or more."""
+        """Return the distance in rows at which weights are requested: AHEAD bytes or more, a multiple of `num_rows`."""
         of_rows = (self.inputs * num_rows) // self.inputs_of_line * CACHE_LINE
         return (self.code.value(AHEAD, I64) // (of_rows + 1) + 1) * num_rows
 
     def prefetch(self, row: Value, k: Value) -> None:
-        """Request the weights of a row from k on, into the second cache: requests into the first would delay loads."""
-        code, options = self.code, [self.code.value(number, I32) for number in (0, 2, 1)]
-        at = (row * self.inputs + k) // self.inputs_of_line * CACHE_LINE
-        code.intrinsic("llvm.prefetch.p0", code.at(self._values, at, I8), *options, result=VOID)
+        """Request the weights of a row from k on."""
+        self._request(self._values, (row * self.inputs + k) // self.inputs_of_line * CACHE_LINE)
+
+    def prefetch_block(self, row: Value, num_rows: int, strip: int) -> None:
+        """Request the first weights of some rows, which `rows_ahead` leaves out, and all of their scales and minima."""
+        code = self.code
+        first = row * self.inputs // self.inputs_of_line * CACHE_LINE
+        size = self.rows_ahead(strip) * self.inputs // self.inputs_of_line * CACHE_LINE
+        with code.loop(first, first + code.minimum(size, code.value(MOST_AHEAD, I64)), CACHE_LINE) as at:
+            self._request(self._values, at)
+        if self.form.group is None:
+            return
+        groups = self.inputs // self.form.group
+        for name in ("scales", "minima"):
+            if name in self._arrays:
+                size = 2 if self._dtypes[name] == "float16" else 4
+                with code.loop(row * groups * size, (row + num_rows) * groups * size, CACHE_LINE) as at:
+                    self._request(self._arrays[name], at)
+
+    def _request(self, array: Value, at: Value) -> None:
+        """Request a cache line into the second cache: requests into the first would delay loads."""
+        options = [self.code.value(number, I32) for number in (0, 2, 1)]
+        self.code.intrinsic("llvm.prefetch.p0", self.code.at(array, at, I8), *options, result=VOID)

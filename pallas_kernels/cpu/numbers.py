@@ -1,5 +1,6 @@
 """Vectors of float32: conversions from the dtypes of parameters and pools, exp and tanh."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +39,65 @@ def loader(
         return code.select((bits & 0x7F).compare("==", 0x7F), nan, number)
 
     return element, load
+
+
+def storer(dtype: str, lanes: int) -> Callable[[Code, Value, Value, Value], None]:
+    """Return the writer of a store of float32 into an array of one of the first dtypes of `LOADED`, to the nearest.
+
+    Numbers past 448 become 448 in float8_e4m3fn.
+    """
+
+    def store(code: Code, x: Value, array: Value, index: Value) -> None:
+        if dtype == "float16":
+            x = code.cast("fptrunc", x, F16)
+        elif dtype == "bfloat16":
+            x = code.cast("trunc", bfloat16_bits(code, x), I16)
+        elif dtype != "float32":
+            x = code.cast("trunc", _fp8_bits(code, x), I8)
+        code.store_vector(x, array, index)
+
+    return store
+
+
+def _bits(code: Code, x: Value) -> Value:
+    return code.cast("bitcast", x, I32)
+
+
+def bfloat16_bits(code: Code, x: Value) -> Value:
+    """Return the nearest bfloat16 numbers of a vector of float32, in the lower halves of int32."""
+    bits = _bits(code, x)
+    rounded = (bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16
+    return code.select(x.compare("==", x), rounded, code.value(0x7FC0, rounded.llvm.type))
+
+
+def _fp8_bits(code: Code, x: Value) -> Value:
+    """Return the nearest float8_e4m3fn numbers of a vector of float32, in the lowest bytes of int32."""
+    bits = _bits(code, x)
+    sign, size = (bits >> 24) & 0x80, code.cast("bitcast", bits & 0x7FFFFFFF, F32)
+    highest = code.value(448.0, x.llvm.type)
+    size = code.select(size.compare(">", highest), highest, size)
+    # The exponent is 120 less. The 20 lowest of 23 bits are rounded off, to even.
+    number = _bits(code, size)
+    normal = (number + (((number >> 20) & 1) + 0x7FFFF) >> 20) - (120 << 3)
+    # Below 2^-6 the numbers are multiples of 2^-9, which the lowest bits of 2^14 + x count.
+    subnormal = _bits(code, size + 2.0**14) & 0xFF
+    result = code.select(size.compare("<", 2.0**-6), subnormal, normal)
+    return code.select(x.compare("==", x), result, code.value(0x7F, result.llvm.type)) | sign
+
+
+def exp2(code: Code, x: Value) -> Value:
+    """Return 2^x of a vector of float32 up to 127, as 2^n 2^r with |r| <= 1/2, by the series for 2^r.
+
+    It is 1 at 0, 0 below -126, and NaN for NaN.
+    """
+    magic = 12582912.0  # added to a number, it leaves the nearest whole number in the lowest bits
+    shifted = x + magic
+    r = x - (shifted - magic)
+    y = code.value(math.log(2) ** 6 / 720, x.llvm.type)
+    for power in range(5, -1, -1):
+        y = code.fma(y, r, code.value(math.log(2) ** power / math.factorial(power), x.llvm.type))
+    power_of_two = code.cast("bitcast", _bits(code, y) + (_bits(code, shifted) << 23), F32)
+    return code.select(x.compare("<", -126.0), code.value(0.0, x.llvm.type), power_of_two)
 
 
 def exp(code: Code, x: Value) -> Value:

@@ -19,6 +19,7 @@ from pallas_kernels.cpu.code import F32, I32, I64, Machine, Value, Variable
 from pallas_kernels.cpu.epilogue import ACTIVATIONS
 from pallas_kernels.cpu.ffi import CallFrame, register
 from pallas_kernels.cpu.matrix import Matrix, has_code, num_arrays
+from pallas_kernels.cpu.team import num_threads
 from pallas_kernels.options import ProductOptions
 from pallas_kernels.weights import Format, Weight
 
@@ -208,6 +209,11 @@ class _Writer:
         start_o, y = left.get() * UNIT_O, self.call.result(number.get())
         stop_o = code.minimum(start_o + UNIT_O, matrices[0].outputs)
         sums = [code.scratch(UNIT_T * UNIT_O, F32) for _ in matrices]
+        with code.when(count.compare("<=", self.tile_t)):
+            # The thread's next block, if all threads proceed alike.
+            for matrix in matrices:
+                first_o = expert * matrix.outputs + start_o + num_threads() * UNIT_O
+                matrix.prefetch_block(first_o, UNIT_O, self.tile_o)
         for matrix, sums_to in zip(matrices, sums):
             self._multiply(matrix, expert * matrix.outputs + start_o, stop_o - start_o, rows, count, sums_to)
         self._finish(matrices, sums, expert, (start_o, stop_o), y, rows, count)

@@ -62,7 +62,7 @@ def test_vectors_of_other_machines(lanes, registers, monkeypatch):
     host = code.Machine.host()._replace(lanes=lanes, registers=registers)
     monkeypatch.setattr(code.Machine, "host", lambda: host)
     register = ffi.register
-    named = lambda name, *writers: register(f"{name}_{lanes}_{registers}", *writers)
+    named = lambda name, *writers, **options: register(f"{name}_{lanes}_{registers}", *writers, **options)
     for module in (attention, sys.modules["pallas_kernels.cpu.product"]):
         monkeypatch.setattr(module, "register", named)
     for q_lens in (None, [1, 3, 100]):

@@ -147,8 +147,10 @@ class Step:
     def _merged(self, params: list[jax.Array]) -> Model:
         return nnx.merge(self.graphdef, *jax.tree.unflatten(self.treedef, params))
 
-    def _multiply_all(self, x_ti: jax.Array, weight_oi: jax.Array) -> jax.Array | None:
-        return self.multiply(x_ti, weight_oi, None) if self.multiply else None
+    def _multiply(
+        self, x_ti: jax.Array, weight_oi: jax.Array, wanted_t: jax.Array | None = None
+    ) -> jax.Array | None:
+        return self.multiply(x_ti, weight_oi, wanted_t) if self.multiply else None
 
     def _forward(
         self, params: list[jax.Array], pool: Pool, last_tokens_r: jax.Array, buffer: jax.Array, bucket: Bucket
@@ -168,7 +170,8 @@ class Step:
         sampling = sampling._replace(last_tokens=_known(sampling.last_tokens, last_tokens_r))
         num_top, several = max(MAX_TOP, self.max_logprobs), len(self.settings) > 1
         options = SampleOptions(num_top, self.processed_logprobs, settings, several)
-        with multiplying(self._multiply_all):
+        of_samples = partial(self._multiply, wanted_t=sampling.rows >= 0)
+        with multiplying(of_samples):
             logits_sv = self._merged(params).logits(x_sd)
         sampled, state = sample_divided(logits_sv, state, sampling, options, self.placement)
         at_s = jnp.where(sampling.rows < 0, len(last_tokens_r), sampling.rows)  # past the end: dropped
@@ -177,7 +180,7 @@ class Step:
     def _score(self, params: list[jax.Array], x_td: jax.Array, targets_t: jax.Array) -> tuple[jax.Array, jax.Array]:
         model = self._merged(params)
         logits_of = lambda x_td: whole_logits(model.logits(x_td), self.placement)
-        with multiplying(self._multiply_all):
+        with multiplying(self._multiply):
             return _packed(token_logprobs(logits_of, x_td, targets_t, max(1, self.max_logprobs)))
 
 

@@ -40,12 +40,12 @@ def divide_kernels(kernels: Kernels, placement: Placement) -> Kernels:
             specs = COLUMNS, Contexts(*CONTEXT_SPECS), *[WHOLE] * len(rows), options_spec
             return cast(OutputAndLse, divided(op, in_specs=specs, out_specs=COLUMNS)(q, contexts, *rows, options))
 
-        return attend
+        return jax.jit(attend)
 
     write_options_spec = WriteOptions(WHOLE, WHOLE, SCALES, SCALES, COLUMNS)  # type: ignore[arg-type]
     write_specs = (POOL, POOL), KV_HEADS, KV_HEADS, WHOLE, write_options_spec
     implementation = Implementation(
-        write_kv=divided(whole.write_kv, in_specs=write_specs, out_specs=(POOL, POOL, COLUMNS)),
+        write_kv=jax.jit(divided(whole.write_kv, in_specs=write_specs, out_specs=(POOL, POOL, COLUMNS))),
         copy_blocks=divided(whole.copy_blocks, in_specs=(POOL, WHOLE, WHOLE), out_specs=POOL),
         paged_decode_attention=attention(whole.paged_decode_attention),
         ragged_paged_attention=attention(whole.ragged_paged_attention),

@@ -17,6 +17,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 if importlib.util.find_spec("llvmlite"):
     from pallas_kernels.cpu.attention import paged_decode_attention, ragged_paged_attention
     from pallas_kernels.cpu.product import product, target
+    from pallas_kernels.cpu.zeros import zeros
 
 
 def unsupported(*, dtype: Any, pool_dtype: Any, **shapes: int) -> str | None:
@@ -35,4 +36,7 @@ def unsupported(*, dtype: Any, pool_dtype: Any, **shapes: int) -> str | None:
     return None
 
 
-__all__ = ["copy_blocks", "paged_decode_attention", "product", "ragged_paged_attention", "unsupported", "write_kv"]
+__all__ = [
+    "copy_blocks", "paged_decode_attention", "product", "ragged_paged_attention", "unsupported",
+    "write_kv", "zeros",
+]  # fmt: skip

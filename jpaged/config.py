@@ -135,9 +135,10 @@ class EngineConfig:
         f"decodes if a step of that size takes more than {GPU.max_chunk_cost:g} decode steps "
         f"({CPU.max_chunk_cost:g} on a CPU)", low=1, unit="TOKENS",
     )  # fmt: skip
-    warm_up: bool = _scheduling(
-        True, "compile every shape of a step before the first request; otherwise each one when it is first needed, for "
-        "short starts while a program is debugged",
+    warm_up: bool | None = _scheduling(
+        None, "compile every shape of a step before the first request; otherwise each one when it is first needed, for "
+        "short starts while a program is debugged", by="every shape; on a CPU whose kernels skip padding the largest "
+        "one, and the others beside the first requests",
     )  # fmt: skip
     max_logprobs: int = _scheduling(
         Limits.max_logprobs, "maximum logprobs and prompt_logprobs of a request; -1: the whole vocabulary. Every step "

@@ -147,9 +147,7 @@ class Step:
     def _merged(self, params: list[jax.Array]) -> Model:
         return nnx.merge(self.graphdef, *jax.tree.unflatten(self.treedef, params))
 
-    def _multiply(
-        self, x_ti: jax.Array, weight_oi: jax.Array, wanted_t: jax.Array | None = None
-    ) -> jax.Array | None:
+    def _multiply(self, x_ti: jax.Array, weight_oi: jax.Array, wanted_t: jax.Array | None = None) -> jax.Array | None:
         return self.multiply(x_ti, weight_oi, wanted_t) if self.multiply else None
 
     def _forward(

@@ -83,6 +83,8 @@ def resolve(
     dtype = DTYPE_ALIASES.get(dtype, dtype) if dtype else None
     choices.choose("kv_cache_dtype", dtype, "the dtype of the keys")
     limits = _limits(choices, model, device.platform)
+    first = device.platform == "cpu" and size == 1
+    choices.choose("warm_up", True, "the largest shape, then the others beside requests" if first else "the default")
     model = model.for_length(limits.max_model_len) if module_size is None else model
     return Resolved(config, model, device, limits, dtype, quantization, mesh_shape(model, size), tuple(choices.made))
 

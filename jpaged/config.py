@@ -70,8 +70,8 @@ class EngineConfig:
         "auto", "format of the checkpoint; dummy: random weights", choices=("auto", "safetensors", "orbax", "dummy")
     )
     dtype: str = _model(
-        "auto", "dtype of parameters and activations; auto: float32 on a CPU, otherwise the checkpoint's (bfloat16 for "
-        "float32)", choices=("auto", *DTYPES, *DTYPE_ALIASES),
+        "auto", "dtype of parameters and activations; auto: the checkpoint's, but bfloat16 for float32 on a GPU, and "
+        "float32 on a CPU where that is faster", choices=("auto", *DTYPES, *DTYPE_ALIASES),
     )  # fmt: skip
     hf_overrides: Mapping[str, Any] | None = _model(
         None, "fields that replace those of the model's config.json", by="none", unit="JSON"

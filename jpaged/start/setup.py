@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -172,7 +173,12 @@ def select_kernels(
 
 def device_of(device: jax.Device) -> Device:
     """Return the description of one of jax's devices."""
-    return Device(device.device_kind, device.platform, compute_capability(device))
+    described = Device(device.device_kind, device.platform, compute_capability(device))
+    if device.platform != "cpu":
+        return described
+    from pallas_kernels import cpu  # brings llvmlite with it
+
+    return replace(described, reads_bfloat16=cpu.reads_bfloat16())
 
 
 def choose_devices(tensor_parallel_size: int, data_parallel_size: int = 1) -> list[list[jax.Device]]:

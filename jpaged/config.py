@@ -10,7 +10,7 @@ from jpaged.setting import check, documentation, setting
 DTYPES = ("float32", "bfloat16", "float16")
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 KV_CACHE_DTYPES = {"auto": None, "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
-QUANTIZATIONS = {"int8": "int8", "fp8": "float8_e4m3fn"}  # dtypes of the weights of linear layers
+QUANTIZATIONS = ("int8", "fp8", "int4")  # of the weights of linear layers
 QUANTIZED_CHECKPOINTS = ("awq", "gptq", "fp8", "compressed-tensors")  # as config.json names their methods
 KERNELS = ("auto", "reference", "mosaic", "triton", "cpu")
 BLOCK_SIZE = 16
@@ -84,8 +84,8 @@ class EngineConfig:
         None, "default sampling parameters in place of those of generation_config", by="none", unit="JSON"
     )
     quantization: str | None = _model(
-        None, "int8, fp8: weights of linear layers in 8 bits, quantized while they are loaded; other methods are "
-        "accepted for checkpoints that are quantized so, which need no setting", by="as in the checkpoint",
+        None, "int8, fp8, int4: weights of linear layers in 8 or 4 bits, quantized while they are loaded; other "
+        "methods are accepted for checkpoints that are quantized so, which need no setting", by="as in the checkpoint",
         choices=tuple(dict.fromkeys((*QUANTIZATIONS, *QUANTIZED_CHECKPOINTS))),
     )  # fmt: skip
     kv_cache_dtype: str = _model(

@@ -16,20 +16,25 @@ from pallas_kernels.dispatch import REFERENCE, Kernels, compute_capability, sele
 from pallas_kernels.ops import Ops, load
 from pallas_kernels.reference import merge_attention, rotate
 from pallas_kernels.selftest import SelfTest
+from pallas_kernels.weights import Weight
 
 _reference = Ops(load(REFERENCE))
 write_kv, copy_blocks = _reference.write_kv, _reference.copy_blocks
 paged_decode_attention, ragged_paged_attention = _reference.paged_decode_attention, _reference.ragged_paged_attention
+product, products = _reference.product, _reference.products
 
 __all__ = [
     "Kernels",
     "Ops",
     "SelfTest",
+    "Weight",
     "compute_capability",
     "copy_blocks",
     "load",
     "merge_attention",
     "paged_decode_attention",
+    "product",
+    "products",
     "ragged_paged_attention",
     "rotate",
     "select",

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import checkify
 
-from pallas_kernels.options import AttentionOptions, Contexts, Pools, WriteOptions
+from pallas_kernels.options import AttentionOptions, Contexts, Pools, ProductOptions, WriteOptions
+from pallas_kernels.weights import PACKED, Weight
 
 MAX_CONTEXT = 131_072  # tokens that a row of a block table can hold
 FP8 = jnp.dtype(jnp.float8_e4m3fn)
@@ -69,6 +70,44 @@ def check_write(
             raise ValueError(f"q_tnh has shape {list(q_tnh.shape)}, expected [T, N, H] with N a multiple of {k}")
         check_array("q_tnh", q_tnh, (t, q_tnh.shape[1], h), dtype)
     _check_scales(pool_dtype, k, options)
+
+
+def check_product(x_ti: jax.Array, weights: tuple[Weight, ...], options: ProductOptions) -> None:
+    """Raise ValueError for a wrong shape, dtype or option of the arguments of `Ops.product`."""
+    if x_ti.ndim != 2 or not jnp.issubdtype(x_ti.dtype, jnp.floating):
+        raise ValueError(f"x_ti is {x_ti.dtype}{list(x_ti.shape)}, expected floating-point numbers [T, I]")
+    for weight in weights:
+        _check_weight(weight, x_ti.shape[1], options.sizes_e)
+    rows = len(x_ti)
+    if options.gated and weights[0].shape != weights[1].shape:
+        raise ValueError(f"weights: of {[*weights[0].shape]} and {[*weights[1].shape]}, expected one shape")
+    if (tokens_m := options.tokens_m) is not None:
+        check_array("tokens_m", tokens_m, (rows,), jnp.int32)
+    if (wanted_t := options.wanted_t) is not None:
+        check_array("wanted_t", wanted_t, (rows,) if tokens_m is None else wanted_t.shape, jnp.bool_)
+
+
+def _check_weight(weight: Weight, inputs: int, sizes_e: jax.Array | None) -> None:
+    """Check the shapes and dtypes of one weight of a product with this number of inputs."""
+    values, (outputs, own_inputs) = weight.values, weight.shape
+    experts = () if sizes_e is None else (len(sizes_e),)
+    if values.ndim != 2 + len(experts) or values.shape[: len(experts)] != experts or own_inputs != inputs:
+        name = "[O, I]" if sizes_e is None else f"[{len(sizes_e)}, O, I]"
+        raise ValueError(f"weight: its values are {[*values.shape]}, expected {name} with {inputs} inputs")
+    if weight.is_packed and ((weight.format.group or 1) % PACKED):
+        raise ValueError(f"weight: of 4 bits needs scales of groups of a multiple of {PACKED} inputs")
+    for name, array in (("scales", weight.scales), ("minima", weight.minima)):
+        if array is None:
+            continue
+        grouped = array.ndim == values.ndim and array.shape[-1] and inputs % array.shape[-1] == 0
+        if array.shape[: len(experts) + 1] != (*experts, outputs) or not (grouped or array.ndim == values.ndim - 1):
+            raise ValueError(f"weight: its {name} are {[*array.shape]}, which do not fit {[*values.shape]}")
+        if array.dtype not in (jnp.float32, jnp.float16):
+            raise ValueError(f"weight: its {name} are {array.dtype}, expected float32 or float16")
+    if weight.minima is not None and (weight.scales is None or weight.minima.shape != weight.scales.shape):
+        raise ValueError("weight: minima need scales of the same shape")
+    if weight.bias is not None and weight.bias.shape != (outputs,):
+        raise ValueError(f"weight: its bias is {[*weight.bias.shape]}, expected [{outputs}]")
 
 
 def check_attention(

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import checks, ops, toolchain, tuning
+from pallas_kernels import checks, ops, reference, toolchain, tuning
 from pallas_kernels.ops import Ops
 from pallas_kernels.selftest import FAILED, TESTS, UNTESTED, Result, SelfTest, Subject
 
@@ -21,7 +21,6 @@ REFERENCE = "pallas_kernels.reference"
 
 MODEL = ("dtype", "pool_dtype", "head_dim", "num_heads", "num_kv_heads", "block_size")  # see `Subject`
 Model = dict[str, Any]  # values by the names of MODEL
-RowProduct = Callable[[jax.Array, jax.Array, jax.Array | None], jax.Array | None]
 
 
 @dataclass(frozen=True)
@@ -84,9 +83,6 @@ class Kernels(Ops):
         head_dim: head dim of the pools that the ops take, the model's or more.
         account: one choice for each op.
         tests: results of all self-tests behind these choices.
-        product: a function of x [T, I], W [O, I] and the wanted rows [T] bool, None for all, that returns x W^T [T, O]
-            float32, the other rows 0, or None if XLA should compute the product. It runs on one device. None: XLA
-            should compute all products.
         make_work: a function that makes the lists of work of a batch for the attention ops' argument `work`, on the
             host: (context_lens_s, cu_q_lens_s1, decode_s, num_rows=, table_tokens=, window=, xp=numpy) -> lists, those
             of a decode step if `cu_q_lens_s1` is None. None: the ops take none.
@@ -99,9 +95,13 @@ class Kernels(Ops):
     head_dim: int
     account: tuple[Choice, ...] = ()
     tests: tuple[Result, ...] = ()
-    product: RowProduct | None = None
     make_work: Callable[..., Any] | None = None
     zeros: Callable[[tuple[int, ...], str], jax.Array] | None = None
+
+    @property
+    def skips_rows(self) -> bool:
+        """Whether products do not compute the rows that `wanted_t` leaves out."""
+        return self.implementation.product is not reference.product
 
 
 def select(
@@ -265,6 +265,9 @@ def _kernels(
             implementation = implementation._replace(**{op: loaded[op] for op in names})
         account += [Choice(op, subject.program if subject else "reference", reasons[group]) for op in names]
     module = importlib.import_module(attention.module) if attention else None
+    if attention and hasattr(module, "product"):
+        implementation = implementation._replace(product=module.product)
+        account.append(Choice("product", attention.program, reasons["attention"]))
     make_work = getattr(module, "make_work", None)
     if attention and make_work:
         make_work = partial(
@@ -278,7 +281,6 @@ def _kernels(
         head_dim=head_dim,
         account=tuple(account),
         tests=tuple(tests),
-        product=getattr(module, "product", None),
         make_work=make_work,
         zeros=getattr(module, "zeros", None),
     )

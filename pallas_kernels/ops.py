@@ -6,7 +6,7 @@ sequences of the batch nor on the chunks of a prompt. A slot that no sequence ha
 A pool's head dim may be larger than the head dim of q, k and v: the further columns hold zeros. Thus a kernel serves
 smaller head dims than its own. A pool may be float8_e4m3fn, with a scale per KV head for keys and values.
 
-Arguments are arrays of jax or NumPy. The ops have no derivative: `jax.grad` through any of them is an error.
+Arguments are arrays of jax or NumPy. Only `product` has derivatives: `jax.grad` through any other op is an error.
 
 All ops raise ValueError for shapes and dtypes that do not fit together, and NotImplementedError for arguments that the
 implementation does not support.
@@ -20,15 +20,25 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
-from pallas_kernels import checks
-from pallas_kernels.options import AttentionOptions, Contexts, OutputAndLse, Pools, WriteOptions, Written
+from pallas_kernels import checks, reference
+from pallas_kernels.options import (
+    AttentionOptions,
+    Contexts,
+    OutputAndLse,
+    Pools,
+    ProductOptions,
+    WriteOptions,
+    Written,
+)
 from pallas_kernels.transforms import no_derivative
 from pallas_kernels.tuning import Tiles
+from pallas_kernels.weights import Weight
 
 
 class Implementation(NamedTuple):
-    """Four functions that compute the ops of `Ops` on arguments whose shapes and dtypes have been checked.
+    """Five functions that compute the ops of `Ops` on arguments whose shapes and dtypes have been checked.
 
     The attention functions return the output and the log-sum-exp. `ragged_paged_attention` takes `cu_q_lens_s1` and
     `decode_s` before the options.
@@ -38,6 +48,7 @@ class Implementation(NamedTuple):
     copy_blocks: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
     paged_decode_attention: Callable[[jax.Array, Contexts, AttentionOptions], OutputAndLse]
     ragged_paged_attention: Callable[[jax.Array, Contexts, jax.Array, jax.Array | None, AttentionOptions], OutputAndLse]
+    product: Callable[[jax.Array, tuple[Weight, ...], ProductOptions], tuple[jax.Array, ...]] = reference.product
 
 
 def load(module: str, tiles: Mapping[str, Tiles] | None = None) -> Implementation:
@@ -48,7 +59,8 @@ def load(module: str, tiles: Mapping[str, Tiles] | None = None) -> Implementatio
         # Decode steps and mixed steps cut decode tokens into the same tiles, because the bits must be the same.
         decode = partial(decode, tiles=tiles.get("decode"))
         ragged = partial(ragged, tiles=tiles.get("ragged"), decode_tiles=tiles.get("decode"))
-    return Implementation(code.write_kv, code.copy_blocks, decode, ragged)
+    multiply = getattr(code, "product", reference.product)
+    return Implementation(code.write_kv, code.copy_blocks, decode, ragged, multiply)
 
 
 @dataclass(frozen=True)
@@ -188,6 +200,44 @@ class Ops:
         options = AttentionOptions(scale, soft_cap, window, k_scale_k, v_scale_k, work)
         out = self._attend("ragged_paged_attention", q_tnh, contexts, (cu_q_lens_s1, decode_s), options)
         return out if return_lse else out[0]
+
+    def product(
+        self,
+        x_ti: jax.Array,
+        weight: Weight,
+        *,
+        up: Weight | None = None,
+        activation: str | None = None,
+        dtype: DTypeLike | None = None,
+        wanted_t: jax.Array | None = None,
+        sizes_e: jax.Array | None = None,
+        tokens_m: jax.Array | None = None,
+    ) -> jax.Array:
+        """Compute the product of rows with a weight, f(x W^T + b), or gated f(x W^T + b) * (x U^T + c).
+
+        Sums, bias, activation and gate are computed in float32 and rounded once, to the dtype of the result.
+
+        Args:
+            x_ti: [T, I], float32, bfloat16 or float16.
+            up: the weight U of a gated product; None: it is not gated.
+            activation, dtype, wanted_t, sizes_e, tokens_m: see `ProductOptions`.
+
+        Returns:
+            [T, O].
+        """
+        options = ProductOptions(activation, up is not None, dtype, wanted_t, sizes_e, tokens_m)
+        (y_to,) = self._multiply(x_ti, (weight,) if up is None else (weight, up), options)
+        return y_to
+
+    def products(
+        self, x_ti: jax.Array, *weights: Weight, dtype: DTypeLike | None = None, wanted_t: jax.Array | None = None
+    ) -> tuple[jax.Array, ...]:
+        """Compute the products of the same rows with several weights, as `product` does, in one pass."""
+        return self._multiply(x_ti, weights, ProductOptions(dtype=dtype, wanted_t=wanted_t))
+
+    def _multiply(self, x_ti: jax.Array, weights: tuple[Weight, ...], options: ProductOptions) -> tuple[jax.Array, ...]:
+        checks.check_product(x_ti, weights, options)
+        return self.implementation.product(x_ti, weights, options)
 
     def _attend(
         self, op: str, q: jax.Array, contexts: Contexts, rows: tuple[Any, ...], options: AttentionOptions

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
+from jax.typing import DTypeLike
 
 # A reference to an array in a GPU's memory inside a kernel, or to shared memory, a barrier, an accumulator. jax has no
 # public type with the members that kernels use (`at`, `T`).
@@ -78,3 +79,27 @@ class AttentionOptions:
     k_scale_k: jax.Array | None = None
     v_scale_k: jax.Array | None = None
     work: Any = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ProductOptions:
+    """Options of `Ops.product`. As a pytree it has the arrays as leaves.
+
+    Attributes:
+        activation: one of `reference.ACTIVATIONS`, applied to the sums with their bias; None: none.
+        gated: there are two weights, and one result: that of the first one times that of the second one, which has no
+            activation.
+        dtype: dtype of the result; None: that of x.
+        wanted_t: [T] bool, the rows that are needed; the others may be 0. None: all rows.
+        sizes_e: [E] int32, number of rows of each expert; rows are sorted by expert, and rows past the last expert's
+            may be 0. None: the weights are no experts'.
+        tokens_m: [M] int32, the element of `wanted_t` that a row of x belongs to; None: that of its own number.
+    """
+
+    activation: str | None = field(default=None, metadata={"static": True})
+    gated: bool = field(default=False, metadata={"static": True})
+    dtype: DTypeLike | None = field(default=None, metadata={"static": True})
+    wanted_t: jax.Array | None = None
+    sizes_e: jax.Array | None = None
+    tokens_m: jax.Array | None = None

@@ -7,20 +7,37 @@ The functions of `Implementation` expect arguments that `Ops` has checked.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from pallas_kernels.checks import FP8, FP8_MAX
 from pallas_kernels.cuts import decode_rows
-from pallas_kernels.options import AttentionOptions, Contexts, OutputAndLse, Pools, WriteOptions, Written
+from pallas_kernels.options import (
+    AttentionOptions,
+    Contexts,
+    OutputAndLse,
+    Pools,
+    ProductOptions,
+    WriteOptions,
+    Written,
+)
 from pallas_kernels.transforms import varying_like
+from pallas_kernels.weights import Weight
 
 Carry = tuple[jax.Array, jax.Array, jax.Array]  # unscaled outputs, maxima and sums of the softmax so far
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
+    "relu": jax.nn.relu,
+}
 
 TILE_Q = 64  # query rows attended at once
 TILE_KV = 128  # keys gathered at once: small enough to stay in a core's cache
@@ -54,6 +71,38 @@ def copy_blocks(pool: jax.Array, sources_c: jax.Array, destinations_c: jax.Array
     """Define `Ops.copy_blocks`."""
     destinations_c = jnp.where(destinations_c < 0, pool.shape[0], destinations_c)
     return pool.at[destinations_c].set(_blocks(pool, sources_c), mode="drop")
+
+
+def product(x_ti: jax.Array, weights: tuple[Weight, ...], options: ProductOptions) -> tuple[jax.Array, ...]:
+    """Define `Ops.product` and `Ops.products`: the result of each weight, or one result if they are gated."""
+    return finished([sums(x_ti, weight, options.sizes_e) for weight in weights], weights, options, x_ti.dtype)
+
+
+def sums(x_ti: jax.Array, weight: Weight, sizes_e: jax.Array | None) -> jax.Array:
+    """Return x W^T [T, O], in float32 (float64 of float64), without bias."""
+    in_rows = weight.scales is not None and not weight.has_groups  # the scale is a factor of the sum
+    matrix = weight.values.astype(x_ti.dtype) if in_rows else weight.dense()
+    dtype = jnp.promote_types(jnp.float32, jnp.result_type(x_ti, matrix))
+    if sizes_e is None:
+        y_to = jnp.einsum("ti,oi->to", x_ti, matrix, preferred_element_type=dtype)
+        return y_to * weight.scales if in_rows else y_to
+    # Row t is multiplied by the matrix of its group.
+    by_group = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), (0,), (0,))
+    y_to = lax.ragged_dot_general(x_ti, matrix, sizes_e, by_group, preferred_element_type=dtype)
+    if in_rows:
+        of_rows = jnp.repeat(jnp.arange(len(sizes_e)), sizes_e, total_repeat_length=len(x_ti))
+        y_to = y_to * weight.scales[of_rows]
+    return y_to
+
+
+def finished(
+    sums: Sequence[jax.Array], weights: Sequence[Weight], options: ProductOptions, x_dtype: DTypeLike
+) -> tuple[jax.Array, ...]:
+    """Return the results of a product from the sums of its weights."""
+    ys = [y if weight.bias is None else y + weight.bias.astype(y.dtype) for y, weight in zip(sums, weights)]
+    activation = ACTIVATIONS[options.activation] if options.activation else lambda y: y
+    ys = [activation(ys[0]) * ys[1]] if options.gated else [activation(y) for y in ys]
+    return tuple(y.astype(options.dtype or x_dtype) for y in ys)
 
 
 def paged_decode_attention(q_snh: jax.Array, contexts: Contexts, options: AttentionOptions) -> OutputAndLse:

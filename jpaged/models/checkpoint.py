@@ -14,21 +14,29 @@ from flax import nnx
 from jax.sharding import Sharding, SingleDeviceSharding
 from safetensors.numpy import save_file
 
-from jpaged.config import QUANTIZATIONS
 from jpaged.models.base import Graph, Leaf, LeafPath, Leaves, Model, Place
 from jpaged.models.config import ModelConfig
 from jpaged.models.config_file import CONFIG
-from jpaged.models.quantized import SCALE, is_quantized, quantizable, quantize_weights, rounder
+from jpaged.models.quantized import (
+    Formats,
+    dense_leaf,
+    formats_of,
+    is_quantized,
+    leaf_paths,
+    quantize_weights,
+    quantizer,
+    weights_of,
+)
 from jpaged.models.quantized_checkpoint import dequantized, read_scheme
 from jpaged.models.quantized_weight import QuantizedWeight
 from jpaged.models.registry import architecture_of
 from jpaged.models.safetensors_files import FLOATS, INDEX, StoredTensor, StoredTensors, open_tensors
 from jpaged.progress import track
+from pallas_kernels.weights import Format
 
 MAX_PROBLEMS = 50  # tensors named in an error
 
 Shapes = dict[str, tuple[int, ...]]  # of tensors by name
-Dtypes = Mapping[LeafPath, str]  # of quantized weights
 Read = Callable[[LeafPath, Leaf], jax.Array]  # returns a parameter, in its place
 
 
@@ -65,15 +73,18 @@ class Form(NamedTuple):
         dtype: dtype of parameters that are not quantized.
         place: sharding of a parameter.
         quantization: quantization to apply, as `EngineConfig.quantization`; None: none.
+        keeps_groups: whether weights that are stored in 8 or 4 bits with scales of groups stay so; otherwise they
+            become `dtype`.
     """
 
     dtype: str
     place: Place = on_one_device
     quantization: str | None = None
+    keeps_groups: bool = False
 
 
 def abstract_model(
-    config: ModelConfig, dtype: str, quantized: Dtypes | None = None
+    config: ModelConfig, dtype: str, quantized: Formats | None = None
 ) -> tuple[Graph, dict[LeafPath, Leaf]]:
     """Return a model without memory: its graph, and its leaves by path, with shapes and dtypes only."""
     graphdef, state = nnx.split(nnx.eval_shape(lambda: _random_model(config, dtype, 0, quantized or {})))
@@ -84,18 +95,11 @@ def dummy_model(
     config: ModelConfig, dtype: str, seed: int, place: Place = on_one_device, *, quantization: str | None = None
 ) -> Model:
     """Return a model with random parameters."""
-    quantized = dtypes_of_weights(*abstract_model(config, dtype), quantization)
+    quantized = formats_of(merged(*abstract_model(config, dtype)), quantization)
     graphdef, leaves = abstract_model(config, dtype, quantized)
     shardings = tuple((path, place(leaf)) for path, leaf in leaves.items())
     arrays = _drawing(config, dtype, tuple(quantized.items()), shardings)(jax.random.key(seed))
     return merged(graphdef, {path: leaf.replace(arrays[path]) for path, leaf in leaves.items()})
-
-
-def dtypes_of_weights(graphdef: Graph, leaves: Leaves, quantization: str | None) -> dict[LeafPath, str]:
-    """Return the dtypes of the weights that `quantization` applies to, by path."""
-    if quantization is None:
-        return {}
-    return dict.fromkeys(quantizable(merged(graphdef, leaves)), QUANTIZATIONS[quantization])
 
 
 def merged(graphdef: Graph, leaves: Leaves) -> Model:
@@ -104,31 +108,27 @@ def merged(graphdef: Graph, leaves: Leaves) -> Model:
 
 
 def filled(
-    config: ModelConfig, form: Form, read: Read, rounded: Dtypes, kept: Dtypes | None = None, *, progress: bool
+    config: ModelConfig, form: Form, read: Read, rounded: Formats, kept: Formats | None = None, *, progress: bool
 ) -> Model:
     """Return a model whose parameters are read one after the other.
 
     Args:
         rounded: weights that are quantized once they are read.
-        kept: weights that are stored quantized, and read like their scales.
+        kept: weights that are stored quantized, and read like their scales and minima.
     """
     graphdef, leaves = abstract_model(config, form.dtype, {**rounded, **(kept or {})})
-    made = {scale_path(path) for path in rounded}
-    paths = [path for path in leaves if path not in made]
+    made = {leaf for path, each in rounded.items() for leaf in leaf_paths(path, each).values()}
+    paths = [path for path in leaves if path in rounded or path not in made]
     for path in track(paths, len(paths), "loaded", "parameter", bar=progress):
         if path in rounded:
-            both = path, scale_path(path)
-            weight, scale = (form.place(leaves[one]) for one in both)
-            arrays = jax.block_until_ready(rounder(rounded[path], (weight, scale))(read(path, leaves[path])))
-            leaves |= {one: leaves[one].replace(array) for one, array in zip(both, arrays)}
+            of_weight = leaf_paths(path, rounded[path])
+            places = tuple(form.place(leaves[each]) for each in of_weight.values())
+            dense = leaves[path].replace(dense_leaf(leaves[path].get_value(), rounded[path]))
+            weight = jax.block_until_ready(quantizer(rounded[path], places)(read(path, dense)))
+            leaves |= {each: leaves[each].replace(getattr(weight, field)) for field, each in of_weight.items()}
         else:
             leaves[path] = leaves[path].replace(read(path, leaves[path]))
     return merged(graphdef, leaves)
-
-
-def scale_path(path: LeafPath) -> LeafPath:
-    """Return the path of a quantized weight's scales."""
-    return (*path[:-1], SCALE)
 
 
 def tensors_of(config: ModelConfig, leaves: Mapping[LeafPath, Any]) -> tuple[dict[str, list[Use]], Shapes]:
@@ -164,7 +164,7 @@ def load_safetensors(directory: Path, config: ModelConfig, form: Form, *, progre
     """Load a model from the safetensors of a directory, in one file or in shards.
 
     Each device's part of a parameter is read from the files and converted to the dtype there. A weight to be quantized
-    is read in its stored dtype, and converted to 8 bits on the devices.
+    is read in its stored dtype, and quantized on the devices.
 
     Raises:
         ValueError: a file or shard is missing, or a tensor is missing, unexpected or misshapen.
@@ -184,10 +184,10 @@ def load_safetensors(directory: Path, config: ModelConfig, form: Form, *, progre
         for name, uses_of_tensor in uses.items():
             for use in uses_of_tensor:
                 pieces[use.path].append((tensors[name], use))
-        rounded = dtypes_of_weights(graphdef, leaves, form.quantization)
-        kept = _kept_weights(pieces, quantizable(merged(graphdef, leaves)), rounded)
-        rounded = {path: dtype for path, dtype in rounded.items() if path not in kept}
-        dtypes = kept | {scale_path(path): "float32" for path in kept}
+        model = merged(graphdef, leaves)
+        rounded = formats_of(model, form.quantization)
+        kept, dtypes = _kept_weights(pieces, [path for path, *_ in weights_of(model)], rounded, form.keeps_groups)
+        rounded = {path: each for path, each in rounded.items() if path not in kept}
         for path in rounded:
             kinds = {FLOATS[tensor.get_dtype()] for tensor, _ in pieces[path]}
             dtypes[path] = kinds.pop() if len(kinds) == 1 else form.dtype
@@ -206,21 +206,26 @@ def _check_tensors(tensors: StoredTensors, config: ModelConfig, expected: Shapes
         raise ValueError(f"{directory} does not hold this model's tensors in {', '.join(FLOATS)}: {listed}")
 
 
-def _kept_weights(pieces: dict[LeafPath, Pieces], weights: Iterable[LeafPath], rounded: Dtypes) -> dict[LeafPath, str]:
-    """Return the dtypes of weights that are stored as the model holds them.
+def _kept_weights(
+    pieces: dict[LeafPath, Pieces], weights: Iterable[LeafPath], rounded: Formats, keeps_groups: bool
+) -> tuple[dict[LeafPath, Format], dict[LeafPath, str]]:
+    """Return the forms of weights that are stored as the model can hold them, and the dtypes of their leaves.
 
-    Their pieces are replaced by the stored numbers, and those of their scales are added.
+    Their pieces are replaced by the stored numbers, and those of their scales and minima are added.
     """
-    kept: dict[LeafPath, str] = {}
+    kept: dict[LeafPath, Format] = {}
+    dtypes: dict[LeafPath, str] = {}
     for path in weights:
         quantized = [(tensor, use) for tensor, use in pieces[path] if isinstance(tensor, QuantizedWeight)]
         stored = {tensor.kept for tensor, _ in quantized} if len(quantized) == len(pieces[path]) else set()
-        dtype = stored.pop() if len(stored) == 1 else None
-        if dtype is not None and dtype == rounded.get(path, dtype):
-            kept[path] = dtype
-            pieces[path] = [(tensor.stored, use) for tensor, use in quantized]
-            pieces[scale_path(path)] = [(tensor.row_scales, use) for tensor, use in quantized]
-    return kept
+        form = stored.pop() if len(stored) == 1 else None
+        if form is None or (form.group and not keeps_groups) or form != rounded.get(path, form):
+            continue
+        kept[path] = form
+        for field, leaf in leaf_paths(path, form).items():
+            dtypes[leaf] = form.dtype if field == "values" else getattr(form, field)
+            pieces[leaf] = [(tensor.leaf(field), use) for tensor, use in quantized]
+    return kept, dtypes
 
 
 def save_safetensors(model: Model, directory: Path, *, max_shard_bytes: int = 5 * 10**9) -> None:
@@ -250,7 +255,7 @@ def exact_leaves(model: Model) -> dict[LeafPath, jax.Array]:
 
 @functools.lru_cache(maxsize=8)
 def _drawing(
-    config: ModelConfig, dtype: str, quantized: Items[str], shardings: Items[Sharding]
+    config: ModelConfig, dtype: str, quantized: Items[Format], shardings: Items[Sharding]
 ) -> Callable[[jax.Array], dict[LeafPath, jax.Array]]:
     """Return a compiled function from a random key to the parameters of a model, by path."""
 
@@ -261,7 +266,7 @@ def _drawing(
     return jax.jit(arrays, out_shardings=dict(shardings))
 
 
-def _random_model(config: ModelConfig, dtype: str, seed: int | jax.Array, quantized: Dtypes) -> Model:
+def _random_model(config: ModelConfig, dtype: str, seed: int | jax.Array, quantized: Formats) -> Model:
     """Return a model with random parameters, with quantized weights where `quantized` has a dtype."""
     model = architecture_of(config).module(config, dtype=dtype, rngs=nnx.Rngs(seed))
     quantize_weights(cast(nnx.Module, model), quantized)

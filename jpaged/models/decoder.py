@@ -15,10 +15,11 @@ from jax.typing import DTypeLike
 from jpaged.models.base import Attend, AttentionSpec, Place
 from jpaged.models.config import ModelConfig
 from jpaged.models.fused import Join, fuse_linears
-from jpaged.models.layers import ACTIVATIONS, Linear, UnitOffsetNorm, axes, product
+from jpaged.models.layers import Embedding, Linear, UnitOffsetNorm, axes
 from jpaged.models.moe import MixtureOfExperts
 from jpaged.models.rope import angles, inverse_frequencies
 from pallas_kernels import rotate
+from pallas_kernels.reference import ACTIVATIONS
 
 Rotation = tuple[jax.Array, jax.Array]  # cos and sin [T, R/2] of the rotary dim R
 Norm = Callable[[jax.Array], jax.Array]
@@ -49,8 +50,8 @@ class Attention(nnx.Module):
         if hasattr(self, "qkv_proj"):
             q_tnh, k_tkh, v_tkh = self.qkv_proj(x_td, self.head_dim)
         else:
-            projections = self.q_proj, self.k_proj, self.v_proj
-            q_tnh, k_tkh, v_tkh = (projection(x_td).reshape(t, -1, self.head_dim) for projection in projections)
+            projected = self.q_proj.together(x_td, self.k_proj, self.v_proj)
+            q_tnh, k_tkh, v_tkh = (y_to.reshape(t, -1, self.head_dim) for y_to in projected)
         if self.qk_norm is not None:
             q_tnh, k_tkh = self._normed(q_tnh, self.q_norm), self._normed(k_tkh, self.k_norm)
         cos = sin = None
@@ -84,11 +85,10 @@ class Mlp(nnx.Module):
 
     def __call__(self, x_td: jax.Array) -> jax.Array:
         """Return the output [T, D] of hidden states [T, D]."""
-        activation = ACTIVATIONS[self.activation]
         if not hasattr(self, "gate_up_proj"):
-            return self.down_proj(self.gate_proj(x_td, activation) * self.up_proj(x_td))
+            return self.down_proj(self.gate_proj(x_td, self.activation, up=self.up_proj))
         gate, up = self.gate_up_proj(x_td, self.size // self.gate_up_proj.joints["weight"].parts)
-        return self.down_proj((activation(gate) * up).reshape(len(x_td), -1))
+        return self.down_proj((ACTIVATIONS[self.activation](gate) * up).reshape(len(x_td), -1))
 
     def fuse(self, place: Place, join: Join) -> None:
         """Fuse gate and up."""
@@ -138,8 +138,7 @@ class Decoder(nnx.Module):
     def __init__(self, config: ModelConfig, *, dtype: str = "float32", rngs: nnx.Rngs):
         self.config = config
         d, v = config.hidden_size, config.vocab_size
-        embed = partial(nnx.Embed, param_dtype=dtype, rngs=rngs, embedding_init=nnx.initializers.normal(0.02))
-        self.embed_tokens = embed(v, d, embedding_metadata=axes("vocab", None))
+        self.embed_tokens = Embedding(v, d, "vocab", dtype=dtype, rngs=rngs)
         self.layers = nnx.List([Layer(config, i, dtype, rngs) for i in range(config.num_hidden_layers)])
         self.norm = norm_of(config, d, dtype, rngs)
         if not config.tie_word_embeddings:
@@ -172,8 +171,7 @@ class Decoder(nnx.Module):
     def logits(self, x_sd: jax.Array) -> jax.Array:
         """Return the logits [S, V] float32 of hidden states [S, D]."""
         variation, tied = self.config.variation, self.config.tie_word_embeddings
-        weight_vd = self.embed_tokens.embedding[...] if tied else self.lm_head.weight[...]
-        logits_sv = product(x_sd, weight_vd, jnp.float32)
+        logits_sv = self.embed_tokens.logits(x_sd) if tied else self.lm_head(x_sd, dtype=jnp.float32)
         if variation.logits_divisor != 1:
             logits_sv = logits_sv / variation.logits_divisor
         if variation.final_soft_cap is not None:

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Sharding
 
+import pallas_kernels
 from jpaged.models.base import Leaf, Model, Place
-from jpaged.models.layers import Epilogue, Linear, axes, product
+from jpaged.models.layers import Linear, Product, axes, weight_of
 
 LEAVES = ("weight", "bias", "weight_scale")
 
@@ -45,6 +46,7 @@ class FusedLinear(nnx.Module):
     """Linear layers of one input; its leaves are those of `Linear`. `joints` has the form of each, by its name."""
 
     weight: Leaf
+    product: Product = staticmethod(pallas_kernels.product)
 
     def __init__(self, leaves: Mapping[str, Leaf], joints: dict[str, Joint]):
         self.joints = joints
@@ -56,7 +58,7 @@ class FusedLinear(nnx.Module):
 
         The results are slices of one array along one axis, so that XLA can put them together again without a copy.
         """
-        y_to = product(x_ti, self.weight[...], epilogue=Epilogue.of(self))
+        y_to = self.product(x_ti, weight_of(self))
         t, parts = len(x_ti), self.joints["weight"].parts
         counts = [rows // (parts * width) for rows, *_ in self.joints["weight"].shapes]
         shape, axis = ((t, -1, width), 1) if parts == 1 else ((t, parts, -1, width), 2)

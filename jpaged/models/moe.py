@@ -9,11 +9,15 @@ from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 
+import pallas_kernels
 from jpaged.models.base import Place
 from jpaged.models.config import ModelConfig
 from jpaged.models.fused import Join, Joint, join_variables
-from jpaged.models.layers import ACTIVATIONS, Linear, axes, product
+from jpaged.models.layers import Linear, Product, axes, weight_of
 from jpaged.models.variation import Experts
+from pallas_kernels.reference import ACTIVATIONS
+
+EXPERT_WEIGHTS = ("gate_proj", "up_proj", "down_proj")
 
 
 def cost_of(config: ModelConfig, num_tokens: int) -> str | None:
@@ -34,7 +38,9 @@ def cost_of(config: ModelConfig, num_tokens: int) -> str | None:
 
 
 class ExpertMlps(nnx.Module):
-    """Gated MLPs of E experts, with weights [E, out, in]."""
+    """Gated MLPs of E experts, with weights [E, out, in], which may be quantized like those of `Linear`."""
+
+    product: Product = staticmethod(pallas_kernels.product)
 
     def __init__(self, d: int, f: int, num_experts: int, activation: str, dtype: DTypeLike, rngs: nnx.Rngs):
         init = nnx.initializers.lecun_normal(in_axis=-1, out_axis=-2, batch_axis=0)
@@ -47,13 +53,16 @@ class ExpertMlps(nnx.Module):
         self.up_proj = weight(d, f, "mlp", None)
         self.down_proj = weight(f, d, None, "mlp")
 
-    def __call__(self, x_md: jax.Array, sizes_e: jax.Array) -> jax.Array:
-        """Return the outputs [M, D] of rows [M, D], sorted by expert, of which expert e has `sizes_e[e]`."""
-        # x [M, I] times weights [E, O, I]: row m is multiplied by the matrix of its group.
-        by_group = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), (0,), (0,))
-        times = partial(lax.ragged_dot_general, group_sizes=sizes_e, ragged_dot_dimension_numbers=by_group)
-        gate_mf = ACTIVATIONS[self.activation](times(x_md, self.gate_proj[...]))
-        return times(gate_mf * times(x_md, self.up_proj[...]), self.down_proj[...])
+    def __call__(self, x_md: jax.Array, sizes_e: jax.Array, tokens_m: jax.Array) -> jax.Array:
+        """Return the outputs [M, D] of rows [M, D], sorted by expert.
+
+        Args:
+            sizes_e: [E] int32, number of rows of each expert.
+            tokens_m: [M] int32, the token of each row.
+        """
+        gate, up, down = (weight_of(self, name, bias=None) for name in EXPERT_WEIGHTS)
+        multiply = partial(self.product, sizes_e=sizes_e, tokens_m=tokens_m)
+        return multiply(multiply(x_md, gate, up=up, activation=self.activation), down)
 
 
 class FusedExperts(nnx.Module):
@@ -73,7 +82,7 @@ class FusedExperts(nnx.Module):
         self.gate_up = join_variables([gate, experts.up_proj], up, (None, None, "mlp"), place, join)
         self.down = join_variables([down], out, (None, "mlp", None), place, join)
 
-    def __call__(self, x_md: jax.Array, sizes_e: jax.Array) -> jax.Array:
+    def __call__(self, x_md: jax.Array, sizes_e: jax.Array, tokens_m: jax.Array) -> jax.Array:
         """Return the outputs [M, D] as `ExpertMlps` does."""
         parts = self.joints["gate_up"].parts
         both_mpf = lax.ragged_dot(x_md, self.gate_up[...], sizes_e).reshape(len(x_md), parts, 2, -1)
@@ -97,14 +106,15 @@ class MixtureOfExperts(nnx.Module):
 
     def __call__(self, x_td: jax.Array) -> jax.Array:
         """Return the output [T, D] of hidden states [T, D]: the sum over each token's experts, by their probability."""
-        probabilities_te = jax.nn.softmax(product(x_td, self.gate.weight[...], jnp.float32), axis=-1)
+        probabilities_te = jax.nn.softmax(self.gate(x_td, dtype=jnp.float32), axis=-1)
         weights_tk, chosen_tk = lax.top_k(probabilities_te, self.top_k)
         if self.normalizes:
             weights_tk = weights_tk / weights_tk.sum(axis=-1, keepdims=True)
         expert_m = chosen_tk.reshape(-1)
         order_m = jnp.argsort(expert_m, stable=True)
         sizes_e = jnp.bincount(expert_m, length=self.num_experts).astype(jnp.int32)
-        y_md = self.experts(x_td[order_m // self.top_k], sizes_e)
+        tokens_m = (order_m // self.top_k).astype(jnp.int32)
+        y_md = self.experts(x_td[tokens_m], sizes_e, tokens_m)
         # The rows are put back in order and added up in a fixed order: a scatter would add in any order on a GPU.
         y_tkd = y_md[jnp.argsort(order_m)].reshape(*chosen_tk.shape, -1)
         weighted_td = jnp.einsum("tkd,tk->td", y_tkd, weights_tk, preferred_element_type=jnp.float32)

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from jpaged.models.base import Attend, AttentionSpec, LeafPath, LeafSource, same_name
 from jpaged.models.config import ModelConfig
-from jpaged.models.layers import ACTIVATIONS, Linear, axes, product
+from jpaged.models.layers import Embedding, Linear, axes
 from jpaged.models.variation import Hf
 
 POSITION_OFFSET = 2  # rows before that of position 0
@@ -70,9 +70,9 @@ class Attention(nnx.Module):
 
     def __call__(self, x_td: jax.Array, layer: int, attend: Attend) -> jax.Array:
         """Return the output [T, D] of hidden states [T, D]."""
-        t, projections = x_td.shape[0], (self.q_proj, self.k_proj, self.v_proj)
-        q_tnh, k_tnh, v_tnh = (projection(x_td).reshape(t, -1, self.head_dim) for projection in projections)
-        return self.out_proj(attend(layer, q_tnh, k_tnh, v_tnh, None, None).reshape(t, -1))
+        projected = self.q_proj.together(x_td, self.k_proj, self.v_proj)
+        q_tnh, k_tnh, v_tnh = (y_to.reshape(len(x_td), -1, self.head_dim) for y_to in projected)
+        return self.out_proj(attend(layer, q_tnh, k_tnh, v_tnh, None, None).reshape(len(x_td), -1))
 
 
 class Layer(nnx.Module):
@@ -90,12 +90,11 @@ class Layer(nnx.Module):
 
     def __call__(self, x_td: jax.Array, layer: int, attend: Attend) -> jax.Array:
         """Return the hidden states [T, D] after the layer."""
-        activation = ACTIVATIONS[self.activation]
         if self.norm_before:
             x_td = x_td + self.self_attn(self.self_attn_layer_norm(x_td), layer, attend)
-            return x_td + self.fc2(self.fc1(self.final_layer_norm(x_td), activation))
+            return x_td + self.fc2(self.fc1(self.final_layer_norm(x_td), self.activation))
         x_td = self.self_attn_layer_norm(x_td + self.self_attn(x_td, layer, attend))
-        normed_td: jax.Array = self.final_layer_norm(x_td + self.fc2(self.fc1(x_td, activation)))
+        normed_td: jax.Array = self.final_layer_norm(x_td + self.fc2(self.fc1(x_td, self.activation)))
         return normed_td
 
 
@@ -109,10 +108,9 @@ class OPT(nnx.Module):
         self.config: ModelConfig = config
         self.has_final_norm, self.projects = config.final_norm, config.embedding_size != config.hidden_size
         d, e = config.hidden_size, config.embedding_size
-        embed = partial(nnx.Embed, param_dtype=dtype, rngs=rngs, embedding_init=nnx.initializers.normal(0.02))
-        self.embed_tokens = embed(config.vocab_size, e, embedding_metadata=axes("vocab", None))
+        self.embed_tokens = Embedding(config.vocab_size, e, "vocab", dtype=dtype, rngs=rngs)
         rows = config.max_position_embeddings + POSITION_OFFSET
-        self.embed_positions = embed(rows, d, embedding_metadata=axes(None, None))
+        self.embed_positions = Embedding(rows, d, None, dtype=dtype, rngs=rngs)
         if self.projects:
             self.project_in = Linear(e, d, (None, None), bias=False, dtype=dtype, rngs=rngs)
             self.project_out = Linear(d, e, (None, None), bias=False, dtype=dtype, rngs=rngs)
@@ -142,8 +140,7 @@ class OPT(nnx.Module):
     def logits(self, x_se: jax.Array) -> jax.Array:
         """Return the logits [S, V] float32 of final hidden states [S, E]."""
         tied = self.config.tie_word_embeddings
-        weight_ve = self.embed_tokens.embedding[...] if tied else self.lm_head.weight[...]
-        return product(x_se, weight_ve, jnp.float32)
+        return self.embed_tokens.logits(x_se) if tied else self.lm_head(x_se, dtype=jnp.float32)
 
 
 def layer_norm(size: int, dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.LayerNorm:

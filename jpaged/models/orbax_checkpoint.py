@@ -11,8 +11,9 @@ import jax.numpy as jnp
 
 from jpaged.checkpoint_files import check_tree
 from jpaged.models.base import Leaf, LeafPath, Model, Place
-from jpaged.models.checkpoint import Form, abstract_model, check_names, dtypes_of_weights, exact_leaves, filled, merged
+from jpaged.models.checkpoint import Form, abstract_model, check_names, exact_leaves, filled, merged
 from jpaged.models.config import ModelConfig
+from jpaged.models.quantized import formats_of
 
 ORBAX = "orbax"
 
@@ -35,7 +36,7 @@ def load_orbax(directory: Path, config: ModelConfig, form: Form, *, progress: bo
         with _checkpointer() as checkpointer:
             arrays = checkpointer.restore(folder, target)
         return merged(graphdef, {path: leaf.replace(arrays[names[path]]) for path, leaf in leaves.items()})
-    rounded = dtypes_of_weights(graphdef, leaves, form.quantization)
+    rounded = formats_of(merged(graphdef, leaves), form.quantization)
 
     def read(path: LeafPath, leaf: Leaf) -> jax.Array:
         import orbax.checkpoint as ocp

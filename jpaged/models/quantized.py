@@ -1,87 +1,122 @@
-"""Weights of linear layers in 8 bits: number formats, the conversion to them, and modules that hold them.
+"""Quantized weights of modules: their forms, the conversion to them, and the leaves that hold them.
 
-A quantized weight [out, in] is int8 or float8_e4m3fn, with a factor for each row: W = weight * weight_scale[:, None].
-Activations are not quantized: a product converts the weight to the dtype of its other operand (`layers.product`).
-Embeddings, the head and norms stay as they are.
+A quantized weight `w` of a module has the leaves `w`, `w_scale` and, if its form has minima, `w_min` (see
+`pallas_kernels.Weight`). Activations are not quantized. Norms, routers, the head and embeddings stay as they are,
+unless a checkpoint has the latter two in a quantized form.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Sharding
 
 from jpaged.config import QUANTIZATIONS
 from jpaged.models.base import LeafPath, Model
-from jpaged.models.layers import Linear, axes
+from jpaged.models.layers import MINIMUM, SCALE, Embedding, Linear, axes
+from jpaged.models.moe import EXPERT_WEIGHTS, ExpertMlps
+from pallas_kernels.weights import Format, Weight
+from pallas_kernels.weights import quantize as quantize_weight
 
-WEIGHT, SCALE = "weight", "weight_scale"  # leaves of a quantized layer
-LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}  # number of a dtype that the largest of a row is mapped to
-SMALLEST = 1e-30  # rows with smaller numbers become zeros; the reciprocals of their scales would overflow
+FORMATS = {
+    "int8": Format("int8", "float32"),
+    "fp8": Format("float8_e4m3fn", "float32"),
+    "int4": Format("uint8", "float16", "float16", 32),
+}
+assert tuple(FORMATS) == QUANTIZATIONS
 UNQUANTIZED = ("lm_head", "gate")  # the head and the routers of experts: layers that `quantization` leaves as they are
 
-
-def round_weight(weight_oi: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
-    """Return a weight [out, in] in "int8" or "float8_e4m3fn", and its scale [out] float32.
-
-    The scale maps the largest magnitude of a row to the largest number of the dtype. Numbers are rounded to the nearest
-    one, ties to even.
-    """
-    exact_oi = weight_oi.astype(jnp.float32)
-    largest_o = jnp.max(jnp.abs(exact_oi), axis=1)
-    # Products with reciprocals, because XLA turns some divisions into these, depending on the context.
-    scale_o = jnp.where(largest_o > SMALLEST, largest_o * (1 / LARGEST[dtype]), 1.0)
-    scaled_oi = jnp.clip(exact_oi * (1 / scale_o)[:, None], -LARGEST[dtype], LARGEST[dtype])
-    return (jnp.round(scaled_oi) if dtype == "int8" else scaled_oi).astype(dtype), scale_o
+Formats = Mapping[LeafPath, Format]  # of quantized weights by path
+Convert = Callable[[jax.Array, Format], Weight]
 
 
 @cache
-def rounder(dtype: str, shardings: tuple[Sharding, Sharding] | None = None) -> Callable[..., Any]:
-    """Return `round_weight` to a dtype, compiled, with results in these places (None: those of the argument)."""
-    return jax.jit(partial(round_weight, dtype=dtype), out_shardings=shardings)
+def quantizer(form: Format, shardings: tuple[Sharding, ...] | None = None) -> Callable[[jax.Array], Weight]:
+    """Return a compiled conversion to a form, with the arrays of its result in these places (None: the argument's)."""
+    places = None if shardings is None else Weight(*shardings)
+    return jax.jit(partial(quantize_weight, form=form), out_shardings=places)
+
+
+def leaf_paths(path: LeafPath, form: Format) -> dict[str, LeafPath]:
+    """Return the paths of a quantized weight's leaves, by the names of the fields of `Weight`."""
+    *parents, name = path
+    ends = {"values": "", "scales": SCALE, "minima": MINIMUM if form.minima else None}
+    return {field: (*parents, f"{name}{end}") for field, end in ends.items() if end is not None}
+
+
+def dense_leaf(values: Any, form: Format) -> jax.ShapeDtypeStruct:
+    """Return the shape of a weight before it is quantized to these numbers."""
+    *outer, inputs = values.shape
+    return jax.ShapeDtypeStruct((*outer, inputs * (1 + form.is_packed)), values.dtype)
+
+
+def weights_of(model: Any) -> Iterator[tuple[LeafPath, nnx.Module, str]]:
+    """Return the weights of a model that may be quantized: path, module and name of each."""
+    names = {Linear: ("weight",), Embedding: ("embedding",), ExpertMlps: EXPERT_WEIGHTS}
+    for path, module in nnx.iter_modules(model):
+        for name in names.get(type(module), ()):
+            yield (*path, name), module, name
 
 
 def quantizable(model: Model) -> list[LeafPath]:
     """Return the paths of the weights of a model that `quantization` applies to."""
-    linear = [path for path, layer in nnx.iter_modules(cast(nnx.Module, model)) if isinstance(layer, Linear)]
-    return [(*path, WEIGHT) for path in linear if not set(path) & set(UNQUANTIZED)]
+    paths = [path for path, module, _ in weights_of(model) if not isinstance(module, Embedding)]
+    return [path for path in paths if not set(path) & set(UNQUANTIZED)]
 
 
-def quantize_weights(
-    module: nnx.Module, dtypes: Mapping[LeafPath, str], convert: Callable[..., Any] = round_weight
-) -> None:
-    """Replace the weights at these paths of a module in place by weight and scale of convert(weight, dtype)."""
-    layers: list[tuple[LeafPath, Any]] = list(nnx.iter_modules(module))
-    for path, layer in layers:
-        if dtype := dtypes.get((*path, WEIGHT)):
-            weight = layer.weight
-            values, scale = convert(weight[...], dtype)
-            layer.weight = weight.replace(values)
-            layer.weight_scale = nnx.Param(scale, **axes((weight.get_metadata().get("out_sharding") or (None,))[0]))
+def quantize_weights(model: Any, formats: Formats, convert: Convert = quantize_weight) -> None:
+    """Replace the weights at these paths of a module in place by the leaves of convert(weight, form)."""
+    for path, module, name in list(weights_of(model)):
+        if (form := formats.get(path)) is None:
+            continue
+        leaf = getattr(module, name)
+        weight = convert(leaf[...], form)
+        names = leaf.get_metadata().get("out_sharding") or (None,) * leaf.ndim
+        setattr(module, name, leaf.replace(weight.values))
+        for end, array in ((SCALE, weight.scales), (MINIMUM, weight.minima)):
+            if array is not None:
+                setattr(module, name + end, nnx.Param(array, **axes(*names[: array.ndim])))
 
 
 def quantize(model: Model, quantization: str) -> Model:
-    """Return a model whose linear layers have weights of 8 bits; its other arrays are those of the given model.
+    """Return a model whose linear layers and experts have quantized weights; its other arrays are those of the model.
 
     Args:
-        quantization: "int8" or "fp8", as `EngineConfig.quantization`.
+        quantization: "int8", "fp8" or "int4", as `EngineConfig.quantization`.
 
     Raises:
-        ValueError: the model is quantized already, or there is no such quantization.
+        ValueError: the model is quantized already, there is no such quantization, or a weight has no whole groups.
     """
-    if quantization not in QUANTIZATIONS:
-        raise ValueError(f"quantization: must be one of {', '.join(QUANTIZATIONS)}, not {quantization!r}")
+    if quantization not in FORMATS:
+        raise ValueError(f"quantization: must be one of {', '.join(FORMATS)}, not {quantization!r}")
     if is_quantized(model):
         raise ValueError("quantization: the model is quantized already")
     copied: Any = nnx.merge(*nnx.split(cast(nnx.Module, model)))
-    dtypes = dict.fromkeys(quantizable(copied), QUANTIZATIONS[quantization])
-    quantize_weights(copied, dtypes, lambda weight, dtype: rounder(dtype)(weight))
+    quantize_weights(copied, formats_of(copied, quantization), lambda weight, form: quantizer(form)(weight))
     return cast(Model, copied)
 
 
+def formats_of(model: Any, quantization: str | None) -> dict[LeafPath, Format]:
+    """Return the forms of the weights that `quantization` applies to, by path.
+
+    Raises:
+        ValueError: the inputs of a weight are not whole groups.
+    """
+    if quantization is None:
+        return {}
+    form, quantized = FORMATS[quantization], set(quantizable(model))
+    for path, module, name in weights_of(model):
+        inputs = getattr(module, name).shape[-1]
+        if path in quantized and form.group and inputs % form.group:
+            where = ".".join(map(str, path))
+            raise ValueError(
+                f"quantization: {quantization} has groups of {form.group} inputs, and {where} has {inputs} inputs"
+            )
+    return dict.fromkeys(quantized, form)
+
+
 def is_quantized(model: Model) -> bool:
-    """Return whether a model has weights of 8 bits."""
-    return any(path[-1] == SCALE for path, _ in nnx.to_flat_state(nnx.state(model)))
+    """Return whether a model has quantized weights."""
+    return any(str(path[-1]).endswith(SCALE) for path, _ in nnx.to_flat_state(nnx.state(model)))

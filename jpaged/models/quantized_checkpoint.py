@@ -18,6 +18,7 @@ from jpaged.checkpoint_files import read_json
 from jpaged.models.config_file import CONFIG
 from jpaged.models.quantized_weight import Bounds, Grid, QuantizedWeight, unpacked
 from jpaged.models.safetensors_files import FLOAT8, DerivedTensor, StoredTensor, StoredTensors
+from pallas_kernels.weights import Format
 
 WORDS, INTEGERS, FLOATS = ("I32",), ("I32", "I64"), ("F32", "F16", "BF16")
 COMPRESSED_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
@@ -242,7 +243,7 @@ def scaled_weight(layer: LayerTensors, *, block: Block | None = None) -> Quantiz
     grid, is_of_rows = _grid(layer, name, (out, size), block, zeros)
     dtype = "int8" if weight.get_dtype() == "I8" else "float8_e4m3fn"
     numbers = lambda rows, columns: weight[slice(*rows), slice(*columns)]
-    return QuantizedWeight((out, size), numbers, grid, dtype if is_of_rows else None)
+    return QuantizedWeight((out, size), numbers, grid, Format(dtype, "float32") if is_of_rows else None)
 
 
 def compressed_weight(layer: LayerTensors, *, block: Block | None = None) -> QuantizedWeight:
@@ -265,7 +266,8 @@ def compressed_weight(layer: LayerTensors, *, block: Block | None = None) -> Qua
     def numbers(rows: Bounds, columns: Bounds) -> np.ndarray:
         return (unpacked(packed, bits, 1, (rows, columns)).astype(np.int16) - middle).astype(np.int8)
 
-    return QuantizedWeight((out, shape[1]), numbers, grid, "int8" if bits == 8 and is_of_rows else None)
+    kept = Format("int8", "float32") if bits == 8 and is_of_rows else None
+    return QuantizedWeight((out, shape[1]), numbers, grid, kept)
 
 
 def _grid(

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jpaged.models.safetensors_files import DerivedTensor, StoredTensor
+from pallas_kernels.weights import Format
 
 CHUNK_ROWS = 1024  # rows that are dequantized at a time
 
@@ -38,14 +39,13 @@ class QuantizedWeight:
         shape: [out, in].
         numbers: return the stored numbers between bounds of rows and of columns.
         grid: return the scales.
-        kept: "int8" or "float8_e4m3fn" if the numbers have this dtype and each row has one scale and no zero point;
-            the weight can then stay as it is.
+        kept: the form in which the weight can stay as it is; None: it can't.
     """
 
     shape: tuple[int, int]
     numbers: Callable[[Bounds, Bounds], np.ndarray]
     grid: Callable[[], Grid]
-    kept: str | None = None
+    kept: Format | None = None
 
     def get_shape(self) -> list[int]:
         """Return [out, in]."""
@@ -70,14 +70,10 @@ class QuantizedWeight:
             chunk *= grid.scales[at]
         return values
 
-    @property
-    def stored(self) -> DerivedTensor:
-        """The numbers [out, in] of a weight that can be kept."""
-        return DerivedTensor(self.shape, "", lambda index: self.numbers(*_bounds(index, self.shape)))
-
-    @property
-    def row_scales(self) -> DerivedTensor:
-        """The scales [out] of a weight that can be kept."""
+    def leaf(self, field: str) -> DerivedTensor:
+        """Return an array of a weight that can be kept, by its name in `pallas_kernels.Weight`."""
+        if field == "values":
+            return DerivedTensor(self.shape, "", lambda index: self.numbers(*_bounds(index, self.shape)))
         out = self.shape[:1]
         return DerivedTensor(out, "F32", lambda index: np.broadcast_to(self.grid().scales[:, 0], out)[index[0]])
 

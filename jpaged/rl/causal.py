@@ -5,13 +5,15 @@ On a CPU, XLA adds the terms of a product one after the other, which rounds more
 """
 
 from functools import partial
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from jpaged.models.base import Attend, Model
-from jpaged.models.layers import multiplying
-from pallas_kernels import cpu, rotate
+from jpaged.models.layers import set_products
+from pallas_kernels import Ops, cpu, load, rotate
 
 PARTS = 8  # of the sum of a score on a CPU
 
@@ -27,8 +29,7 @@ def token_logprobs(model: Model, tokens_bw: jax.Array) -> jax.Array:
     width = tokens_bw.shape[1]
     mask_bww = jnp.broadcast_to(jnp.tril(jnp.ones((width, width), bool)), (len(tokens_bw), width, width))
     positions_bw = jnp.broadcast_to(jnp.arange(width), tokens_bw.shape)
-    with multiplying(_multiply):
-        logits_bwv = logits(model, tokens_bw, positions_bw, mask_bww)
+    logits_bwv = logits(_with_kernels(model), tokens_bw, positions_bw, mask_bww)
     logprobs_bwv = jax.nn.log_softmax(logits_bwv[:, :-1], axis=-1)
     chosen_bw = jnp.take_along_axis(logprobs_bwv, tokens_bw[:, 1:, None], axis=2)[..., 0]
     return jnp.pad(chosen_bw, ((0, 0), (1, 0)))
@@ -45,24 +46,14 @@ def logits(model: Model, tokens_bw: jax.Array, positions_bw: jax.Array, mask_bww
     return model.logits(x_td).reshape(*tokens_bw.shape, -1)
 
 
-@jax.custom_jvp
-def _multiply(x_ti: jax.Array, weight_oi: jax.Array) -> jax.Array | None:
-    """Return x W^T [T, O] float32 by the CPU's kernel, as the engine computes it; None if XLA should compute it."""
-    dtype = weight_oi.dtype
-    if jax.default_backend() != "cpu" or cpu.unsupported(dtype=dtype, pool_dtype=dtype):
-        return None
-    return cpu.product(x_ti, weight_oi)
-
-
-@_multiply.defjvp
-def _differentiate(
-    primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
-) -> tuple[jax.Array | None, jax.Array | None]:
-    multiplied_to = _multiply(*primals)
-    if multiplied_to is None:
-        return None, None
-    dot = partial(jnp.einsum, "ti,oi->to", preferred_element_type=jnp.float32)
-    return multiplied_to, dot(tangents[0], primals[1]) + dot(primals[0], tangents[1])
+def _with_kernels(model: Model) -> Model:
+    """Return a model with the same arrays whose products are those of the engine on a CPU."""
+    if jax.default_backend() != "cpu" or cpu.unsupported(dtype="float32", pool_dtype="float32"):
+        return model
+    ops = Ops(load(cpu.__name__))
+    copied: Any = nnx.merge(*nnx.split(cast(nnx.Module, model)))
+    set_products(copied, ops.product, ops.products)
+    return cast(Model, copied)
 
 
 def _attend(model: Model, positions_bw: jax.Array, mask_bww: jax.Array) -> Attend:

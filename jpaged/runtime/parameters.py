@@ -13,10 +13,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Sharding
 
-from jpaged.config import DTYPES, QUANTIZATIONS
+from jpaged.config import DTYPES
 from jpaged.core.plan import ParamsDeleted
 from jpaged.models.fused import joiner, joints_of
-from jpaged.models.quantized import SCALE
+from jpaged.models.layers import MINIMUM, SCALE, Embedding
+from jpaged.models.quantized import FORMATS
 from jpaged.runtime.placement import Placement
 
 logger = logging.getLogger(__name__)
@@ -234,20 +235,21 @@ def explain_deletion(params: Iterable[jax.Array]) -> Iterator[None]:
 
 
 def _embedding_in(dtype: str, model: Any) -> Any:
-    """Return a module with the same arrays whose `nnx.Embed`s compute in a dtype, unless they were given another one.
+    """Return a module with the same arrays whose embeddings are in a dtype, unless they were given another one.
 
     Without a dtype, an `nnx.Embed` takes that of its parameter when it is made. Other layers have None.
     """
     copied = nnx.merge(*nnx.split(model))
     for _, layer in nnx.iter_modules(copied):
-        if isinstance(layer, nnx.Embed) and layer.dtype == layer.embedding.dtype:
+        is_default = isinstance(layer, nnx.Embed) and layer.dtype == layer.embedding.dtype
+        if is_default or isinstance(layer, Embedding):
             layer.dtype = jnp.dtype(dtype)
     return copied
 
 
 def _served_dtype(name: str, module_dtype: str, dtype: str | None) -> str:
     """Return the dtype of a parameter in steps, which is `dtype` unless it belongs to a quantized weight."""
-    return dtype if dtype and module_dtype in DTYPES and name.rpartition(".")[2] != SCALE else module_dtype
+    return dtype if dtype and module_dtype in DTYPES and not name.endswith((SCALE, MINIMUM)) else module_dtype
 
 
 def _lies_as(leaf: Any, expected: jax.ShapeDtypeStruct | None) -> bool:
@@ -272,7 +274,7 @@ def _problem(leaf: Any, expected: jax.ShapeDtypeStruct | None) -> str | None:
     if leaf.shape != expected.shape:
         return f"has the shape {list(leaf.shape)}, not {list(expected.shape)}"
     if leaf.dtype != expected.dtype:
-        quantization = {dtype: name for name, dtype in QUANTIZATIONS.items()}.get(str(expected.dtype))
+        quantization = {form.dtype: name for name, form in FORMATS.items()}.get(str(expected.dtype))
         hint = f": pass the model through jpaged.quantize(model, {quantization!r})" if quantization else ""
         return f"is {leaf.dtype}, not {expected.dtype}{hint}"
     if leaf.is_deleted():

@@ -83,13 +83,13 @@ class ModelRunner:
             self.config, limits.block_size, pool_dtype(self.outputs.attention_dtype),
             divide_kernels(kernels, placement), model.attention_specs, attention_dtype=self.outputs.attention_dtype,
         )  # fmt: skip
-        multiply = kernels.product if placement.size == 1 else None
-        self.pads = multiply is None or quantized  # XLA multiplies weights of 8 bits
+        skips = placement.size == 1 and kernels.skips_rows
+        self.pads = not skips
         buckets = Buckets(limits, padded=self.pads)
         self.shapes = Shapes(buckets, limits.blocks_per_seq, self.vocab_size, placement, cache.make_work)
         self.step = Step(
             self.tree.graphdef, self.tree.treedef, cache, self.shapes.layouts, placement,
-            max_logprobs=limits.max_logprobs, processed_logprobs=processed_logprobs, multiply=multiply,
+            max_logprobs=limits.max_logprobs, processed_logprobs=processed_logprobs, kernels=kernels if skips else None,
             has_quantized_weights=quantized,
         )  # fmt: skip
         copy_sizes = ladder(8, max(8, limits.max_num_seqs), 4)

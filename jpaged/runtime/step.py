@@ -1,6 +1,7 @@
 """One step of the engine as functions of arrays: embed, attend over the pool, sample."""
 
 import math
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from jax import lax
 from jpaged.config import Limits
 from jpaged.core.params import MAX_TOP
 from jpaged.models.base import Model
-from jpaged.models.layers import multiplying
+from jpaged.models.layers import set_products
 from jpaged.runtime.batch import Batch, Bucket, Layout
 from jpaged.runtime.device_rows import SamplingState
 from jpaged.runtime.kv_cache import KVCache, Pool
@@ -22,7 +23,7 @@ from jpaged.runtime.sampler import Sampled, SampleOptions, token_logprobs
 from jpaged.runtime.sampling_row import COLUMNS, Sampling
 from jpaged.runtime.sampling_settings import Settings
 from jpaged.runtime.tensor_parallel import sample_divided, whole_logits
-from pallas_kernels.dispatch import RowProduct
+from pallas_kernels import Kernels, Weight
 
 # Command buffers (CUDA graphs) with conditions and loops: outside a command buffer the host waits for their predicates.
 # XLA's own list lacks loops. An older driver leaves conditions out; the host then waits.
@@ -30,14 +31,14 @@ COMMAND_BUFFERS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION
 
 
 def forward(
-    model: Model, cache: KVCache, pool: Pool, batch: Batch, *, decode: bool, multiply: RowProduct | None = None
+    model: Model, cache: KVCache, pool: Pool, batch: Batch, *, decode: bool, kernels: Kernels | None = None
 ) -> tuple[jax.Array, Pool]:
     """Return the hidden states [T, D] of a batch, and the pool with its keys and values written.
 
     Args:
         decode: every sequence has one query, a decode token, and query s belongs to sequence s.
-        multiply: `Kernels.product`. It skips padding and, after the last attention, the rows of tokens without a
-            sample or a logprob.
+        kernels: the model's products are changed to theirs, without padding and, after the last attention, without
+            the rows of tokens that have neither a sample nor a logprob.
     """
     pool, specs = list(pool), model.attention_specs
     wanted_t = jnp.arange(len(batch.tokens)) < batch.num_tokens
@@ -52,12 +53,12 @@ def forward(
             wanted_t &= sampled_t | jnp.any(batch.targets >= 0)
         return o_tnh
 
-    def of_tokens(x_ti: jax.Array, weight_oi: jax.Array) -> jax.Array | None:
-        # A product inside a model may have other rows than tokens, such as heads.
-        return multiply(x_ti, weight_oi, wanted_t if len(x_ti) == len(wanted_t) else None) if multiply else None
+    def of_tokens(op: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        return _of_rows(wanted_t, op, *args, **options)
 
-    with multiplying(of_tokens):
-        return model(batch.tokens, batch.positions, attend), pool
+    if kernels is not None:
+        set_products(model, partial(of_tokens, kernels.product), partial(of_tokens, kernels.products))
+    return model(batch.tokens, batch.positions, attend), pool
 
 
 def model_options(platform: str, *, has_quantized_weights: bool) -> dict[str, Any] | None:
@@ -103,7 +104,7 @@ class Step:
         layouts: layouts of the batches of each bucket.
         placement: the places of all arrays. Results other than the pool are whole on every device.
         processed_logprobs: whether the logprobs of samples are those after temperature, filters and the rest.
-        multiply: `Kernels.product`.
+        kernels: the kernels of products; None: XLA's.
         has_quantized_weights: whether weights have 8 bits.
 
     Attributes:
@@ -125,7 +126,7 @@ class Step:
     _: KW_ONLY
     max_logprobs: int = Limits.max_logprobs
     processed_logprobs: bool = False
-    multiply: RowProduct | None = None
+    kernels: Kernels | None = None
     has_quantized_weights: bool = False
 
     def __post_init__(self) -> None:
@@ -145,10 +146,10 @@ class Step:
         return used if used in self.settings else Settings.ANY
 
     def _merged(self, params: list[jax.Array]) -> Model:
-        return nnx.merge(self.graphdef, *jax.tree.unflatten(self.treedef, params))
-
-    def _multiply(self, x_ti: jax.Array, weight_oi: jax.Array, wanted_t: jax.Array | None = None) -> jax.Array | None:
-        return self.multiply(x_ti, weight_oi, wanted_t) if self.multiply else None
+        model: Model = nnx.merge(self.graphdef, *jax.tree.unflatten(self.treedef, params))
+        if self.kernels is not None:
+            set_products(model, self.kernels.product, self.kernels.products)
+        return model
 
     def _forward(
         self, params: list[jax.Array], pool: Pool, last_tokens_r: jax.Array, buffer: jax.Array, bucket: Bucket
@@ -156,7 +157,7 @@ class Step:
         batch = self.layouts[bucket].unpack(buffer)
         batch = batch._replace(tokens=_known(batch.tokens, last_tokens_r), decodes=batch.decodes != 0)
         model = self._merged(params)
-        x_td, pool = forward(model, self.cache, pool, batch, decode=bucket.decode, multiply=self.multiply)
+        x_td, pool = forward(model, self.cache, pool, batch, decode=bucket.decode, kernels=self.kernels)
         scored = (None, None) if bucket.decode else (x_td, batch.targets)
         return Computed(x_td[batch.sampled_from], batch.samples, *scored), pool
 
@@ -168,9 +169,11 @@ class Step:
         sampling = sampling._replace(last_tokens=_known(sampling.last_tokens, last_tokens_r))
         num_top, several = max(MAX_TOP, self.max_logprobs), len(self.settings) > 1
         options = SampleOptions(num_top, self.processed_logprobs, settings, several)
-        of_samples = partial(self._multiply, wanted_t=sampling.rows >= 0)
-        with multiplying(of_samples):
-            logits_sv = self._merged(params).logits(x_sd)
+        model = self._merged(params)
+        if self.kernels is not None:
+            of_samples = partial(_of_rows, sampling.rows >= 0)
+            set_products(model, partial(of_samples, self.kernels.product), partial(of_samples, self.kernels.products))
+        logits_sv = model.logits(x_sd)
         sampled, state = sample_divided(logits_sv, state, sampling, options, self.placement)
         at_s = jnp.where(sampling.rows < 0, len(last_tokens_r), sampling.rows)  # past the end: dropped
         return *_packed(sampled), state, last_tokens_r.at[at_s].set(sampled.tokens, mode="drop")
@@ -178,8 +181,7 @@ class Step:
     def _score(self, params: list[jax.Array], x_td: jax.Array, targets_t: jax.Array) -> tuple[jax.Array, jax.Array]:
         model = self._merged(params)
         logits_of = lambda x_td: whole_logits(model.logits(x_td), self.placement)
-        with multiplying(self._multiply):
-            return _packed(token_logprobs(logits_of, x_td, targets_t, max(1, self.max_logprobs)))
+        return _packed(token_logprobs(logits_of, x_td, targets_t, max(1, self.max_logprobs)))
 
 
 def sampling_of(rows_sf: jax.Array, allowed_bits: jax.Array) -> Sampling:
@@ -191,6 +193,12 @@ def sampling_of(rows_sf: jax.Array, allowed_bits: jax.Array) -> Sampling:
         settings[name] = words != 0 if column.dtype is bool else lax.bitcast_convert_type(words, column.dtype)
         start = end
     return Sampling(**settings, allowed_bits=allowed_bits)
+
+
+def _of_rows(wanted_t: jax.Array, op: Callable[..., Any], x_ti: jax.Array, *weights: Weight, **options: Any) -> Any:
+    """Call a product without the rows that are not wanted, unless its rows are others, such as heads."""
+    is_of_rows = len(x_ti) == len(wanted_t) or options.get("tokens_m") is not None
+    return op(x_ti, *weights, **options, wanted_t=wanted_t if is_of_rows else None)
 
 
 def _known(tokens: jax.Array, last_tokens_r: jax.Array) -> jax.Array:

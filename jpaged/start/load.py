@@ -176,14 +176,14 @@ def load_params(setup: Setup, directory: Path) -> Model:
 
 def load_model(
     directory: Path, config: ModelConfig, *, dtype: str, load_format: str, seed: int, progress: bool,
-    place: Place = on_one_device, quantization: str | None = None,
+    place: Place = on_one_device, quantization: str | None = None, keeps_groups: bool = False,
 ) -> Model:  # fmt: skip
     """Load the parameters, in `dtype`, by `load_format`; "auto" takes the Orbax checkpoint if it exists."""
     if load_format == "dummy":
         return dummy_model(config, dtype, seed, place, quantization=quantization)
     is_orbax = load_format == "orbax" or (load_format == "auto" and (directory / ORBAX).is_dir())
     read = load_orbax if is_orbax else load_safetensors
-    return read(directory, config, Form(dtype, place, quantization), progress=progress)
+    return read(directory, config, Form(dtype, place, quantization, keeps_groups), progress=progress)
 
 
 def _load(setup: Setup, directory: Path, *, load_format: str, seed: int, progress: bool) -> Model:
@@ -192,6 +192,7 @@ def _load(setup: Setup, directory: Path, *, load_format: str, seed: int, progres
     model = load_model(
         directory, resolved.model, dtype=str(resolved.dtype), load_format=load_format, seed=seed, progress=progress,
         place=place, quantization=resolved.quantization,
+        keeps_groups=resolved.device.platform == "cpu" and setup.placement.size == 1,  # others have no kernels for them
     )  # fmt: skip
     if resolved.device.platform in FUSING:
         fuse(model, place)

@@ -17,7 +17,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 if importlib.util.find_spec("llvmlite"):
     from pallas_kernels.cpu.attention import paged_decode_attention, ragged_paged_attention
     from pallas_kernels.cpu.code import Machine
-    from pallas_kernels.cpu.product import product, target
+    from pallas_kernels.cpu.product import product, usual_target
     from pallas_kernels.cpu.zeros import zeros
 
 
@@ -31,7 +31,7 @@ def unsupported(*, dtype: Any, pool_dtype: Any, **shapes: int) -> str | None:
     if pool_dtype.name != dtype and pool_dtype != FP8:
         return f"pools of {pool_dtype.name} are not supported, only {dtype} or {FP8.name}"
     try:
-        target(dtype)
+        usual_target(dtype)
     except Exception as error:
         return f"they do not compile on this machine: {error!r}"
     return None

@@ -66,6 +66,7 @@ class Value:
     __truediv__ = __floordiv__ = _operator("sdiv", "fdiv")
     __rtruediv__ = _operator("sdiv", "fdiv", swap=True)
     __mod__ = _operator("srem", "frem")
+    __rshift__ = _operator("lshr", "lshr")
     __lshift__, __and__, __or__ = _operator("shl", "shl"), _operator("and_", "and_"), _operator("or_", "or_")
 
     def compare(self, operator: str, other: Number) -> "Value":
@@ -173,6 +174,22 @@ class Code:
     def store_vector(self, value: Value, pointer: Value, index: Number) -> None:
         """Change the float32 elements of an array from `index` on."""
         self.builder.store(value.llvm, self.at(pointer, index, F32).llvm, align=4)
+
+    def load_part(self, pointer: Value, index: Number, element: Any, lanes: int, count: Value) -> Value:
+        """Return the first `count` elements of an array from `index` on, and zeros after them."""
+        place = self.scratch(lanes, element)
+        zero = ir.Constant(ir.VectorType(element, lanes), None)
+        self.builder.store(zero, place.llvm)
+        with self.loop(0, count) as i:
+            self.store(self.load(pointer, index + i, element), place, i)
+        return self.load_vector(place, 0, element, lanes)
+
+    def store_part(self, value: Value, pointer: Value, index: Number, count: Value) -> None:
+        """Change `count` float32 elements of an array from `index` on to the first ones of a vector."""
+        place = self.scratch(value.llvm.type.count, F32)
+        self.store_vector(value, place, 0)
+        with self.loop(0, count) as i:
+            self.store(self.load(place, i, F32), pointer, index + i)
 
     def scratch(self, size: int, element: Any) -> Value:
         """Return an array on the stack of the function."""

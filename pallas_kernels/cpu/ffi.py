@@ -34,18 +34,18 @@ class CallFrame:
     def __init__(self, code: Code, frame: Value):
         self.code, self.frame = code, frame
 
-    def _buffer(self, offset: int, index: int) -> Value:
+    def _buffer(self, offset: int, index: Number) -> Value:
         return self.code.load(field(self.frame, offset, POINTER), index, POINTER)
 
-    def argument(self, index: int) -> Value:
+    def argument(self, index: Number) -> Value:
         """Return the address of an argument's numbers."""
         return field(self._buffer(FRAME_ARGUMENTS, index), BUFFER_DATA, POINTER)
 
-    def result(self, index: int) -> Value:
+    def result(self, index: Number) -> Value:
         """Return the address of a result's numbers."""
         return field(self._buffer(FRAME_RESULTS, index), BUFFER_DATA, POINTER)
 
-    def size(self, index: int, axis: int) -> Value:
+    def size(self, index: Number, axis: int) -> Value:
         """Return the size of an argument's axis."""
         return self.code.load(field(self._buffer(FRAME_ARGUMENTS, index), BUFFER_DIMS, POINTER), axis, I64)
 

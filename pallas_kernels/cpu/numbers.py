@@ -7,15 +7,23 @@ from llvmlite import ir
 
 from pallas_kernels.cpu.code import F16, F32, I8, I16, I32, Code, Value
 
-LOADED = ("float32", "bfloat16", "float16", "float8_e4m3fn")
+LOADED = ("float32", "bfloat16", "float16", "float8_e4m3fn", "int8")
 
 
-def loader(dtype: str, lanes: int) -> tuple[Any, Callable[[Code, Value, Value], Value]]:
-    """Return LLVM's type of a dtype, one of `LOADED`, and the writer of a load of float32 from an array."""
-    element = dict(zip(LOADED, (F32, I16, F16, I8), strict=True))[dtype]
+def loader(
+    dtype: str, lanes: int, load_vector: Callable[..., Value] | None = None
+) -> tuple[Any, Callable[[Code, Value, Value], Value]]:
+    """Return LLVM's type of a dtype, one of `LOADED`, and the writer of a load of float32 from an array.
+
+    Args:
+        load_vector: as `Code.load_vector`, the default.
+    """
+    element = dict(zip(LOADED, (F32, I16, F16, I8, I8), strict=True))[dtype]
 
     def load(code: Code, array: Value, index: Value) -> Value:
-        x = code.load_vector(array, index, element, lanes)
+        x = (load_vector or code.load_vector)(array, index, element, lanes)
+        if dtype == "int8":
+            return code.cast("sitofp", code.cast("sext", x, I32), F32)
         if dtype == "float32":
             return x
         if dtype == "float16":

@@ -1,134 +1,368 @@
-"""Products of the rows of a step with a weight matrix, which is read from memory once and in order.
+"""Products of the rows of a step with weights, which are read from memory once and in order.
 
 The numbers of a row lie in the lanes of vectors, along which the sums run. The order of a sum depends on its length
-only, so that a row has the same result next to any other rows.
+only, so that a row has the same result next to any other rows. Weights become float32 in registers for a few rows, and
+in the first cache for many.
 """
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from llvmlite import ir
 
-from pallas_kernels.cpu.code import F32, I32, I64, VOID, Machine, Value, Variable
+from pallas_kernels import reference
+from pallas_kernels.cpu.code import F32, I32, I64, Machine, Value, Variable
+from pallas_kernels.cpu.epilogue import ACTIVATIONS
 from pallas_kernels.cpu.ffi import CallFrame, register
-from pallas_kernels.cpu.numbers import LOADED, loader
+from pallas_kernels.cpu.matrix import Matrix, has_code, num_arrays
+from pallas_kernels.options import ProductOptions
+from pallas_kernels.weights import Format, Weight
 
 UNIT_O, UNIT_T = 48, 128  # outputs and rows of a unit of work
 BLOCK = 64  # rows of x that stay in the second cache together with their sums
 WHOLE, SEGMENT = 1024, 512  # a sum of more numbers than WHOLE runs in segments, whose weights stay in the first cache
-PREFETCHED = 3  # cache lines of the next weights that are requested in each turn of the loop
+VERSION = 4  # part of the targets' names: executables on disk must not call a function of other arguments
+X, WANTED, STARTS = range(3)  # arguments of a call, before the arrays of its weights
 
 
-def product(x_ti: jax.Array, weight_oi: jax.Array, wanted_t: jax.Array | None = None) -> jax.Array | None:
-    """Return x W^T [T, O] float32 of float32 numbers; None if only XLA can compute it.
+class Spec(NamedTuple):
+    """The constants of a compiled function.
 
-    Args:
-        weight_oi: float32, bfloat16 or float16.
-        wanted_t: bool, the rows that are computed; the others are 0. None: all rows.
-
-    Raises:
-        ValueError: `wanted_t` has another length than x.
+    Attributes:
+        form: that of all weights.
+        bias: dtype of their biases; None: they have none.
+        num_weights: number of weights, each with a result, unless they are gated.
+        has_experts: whether rows are sorted by expert.
     """
-    rows, depth = x_ti.shape
-    if wanted_t is not None and wanted_t.shape != (rows,):
-        raise ValueError(f"wanted_t: must have shape ({rows},), not {wanted_t.shape}")
-    if not (rows > 0 and depth > 0 and depth % Machine.host().lanes == 0):
-        return None
-    if str(weight_oi.dtype) not in LOADED[:3] or x_ti.dtype == jnp.float64:
-        return None
-    wanted_t = jnp.ones(rows, jnp.int32) if wanted_t is None else wanted_t.astype(jnp.int32)
-    shape = jax.ShapeDtypeStruct((rows, weight_oi.shape[0]), jnp.float32)
-    multiply = jax.ffi.ffi_call(target(str(weight_oi.dtype)), shape, vmap_method="sequential")
-    y_to: jax.Array = multiply(x_ti.astype(jnp.float32), weight_oi, wanted_t)
-    return y_to
+
+    form: Format
+    bias: str | None
+    num_weights: int
+    activation: str | None
+    gated: bool
+    has_experts: bool
 
 
-def target(dtype: str) -> str:
-    """Make the target for weights of a dtype, and return its name.
+def product(x_ti: jax.Array, weights: tuple[Weight, ...], options: ProductOptions) -> tuple[jax.Array, ...]:
+    """Implement `Ops.product` and `Ops.products`. Derivatives are those of the reference."""
+    empty = 0 in (*x_ti.shape, *(weight.shape[0] for weight in weights))
+    if x_ti.dtype == jnp.float64 or empty or not all(map(has_code, weights)):
+        return reference.product(x_ti, weights, options)
+    if len({(weight.format, _bias_dtype(weight)) for weight in weights}) == 1 and options.activation in ACTIVATIONS:
+        return tuple(y_to.astype(options.dtype or x_ti.dtype) for y_to in _call(x_ti, weights, options))
+    plain = ProductOptions(dtype=jnp.float32, **_rows_of(options))
+    sums = [_call(x_ti, (weight._replace(bias=None),), plain)[0] for weight in weights]
+    return reference.finished(sums, weights, options, x_ti.dtype)
 
-    Its arguments are x [T, I] float32, W [O, I], and whether each row is computed, [T] int32.
+
+def _bias_dtype(weight: Weight) -> str | None:
+    return None if weight.bias is None else str(weight.bias.dtype)
+
+
+def _rows_of(options: ProductOptions) -> dict[str, Any]:
+    return {name: getattr(options, name) for name in ("wanted_t", "sizes_e", "tokens_m")}
+
+
+@jax.custom_jvp
+def _call(x_ti: jax.Array, weights: tuple[Weight, ...], options: ProductOptions) -> tuple[jax.Array, ...]:
+    """Return the results [T, O] float32 of weights of one form."""
+    form, bias, has_experts = weights[0].format, _bias_dtype(weights[0]), options.sizes_e is not None
+    spec = Spec(form, bias, len(weights), options.activation, options.gated, has_experts)
+    shapes = [(len(x_ti), weight.shape[0]) for weight in weights[: 1 if options.gated else None]]
+    results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    multiply = jax.ffi.ffi_call(target(spec), results, vmap_method="sequential")
+    arrays = [array for weight in weights for array in weight if array is not None]
+    return tuple(multiply(x_ti.astype(jnp.float32), _wanted(len(x_ti), options), *_starts(options), *arrays))
+
+
+@_call.defjvp
+def _differentiate(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+    x_ti, weights, options = primals
+    options = replace(options, dtype=jnp.float32)
+    _, tangents_to = jax.jvp(lambda *arrays: reference.product(*arrays, options), (x_ti, weights), tangents[:2])
+    return _call(*primals), tangents_to
+
+
+def _wanted(rows: int, options: ProductOptions) -> jax.Array:
+    """Return whether each row is computed, [T] int32."""
+    wanted_t = options.wanted_t
+    if wanted_t is None:
+        return jnp.ones(rows, jnp.int32)
+    return (wanted_t if options.tokens_m is None else wanted_t[options.tokens_m]).astype(jnp.int32)
+
+
+def _starts(options: ProductOptions) -> list[jax.Array]:
+    """Return the first row of each expert and the number of all rows, [E + 1] int32, in a list, or none."""
+    return [] if options.sizes_e is None else [jnp.pad(jnp.cumsum(options.sizes_e, dtype=jnp.int32), (1, 0))]
+
+
+def target(spec: Spec) -> str:
+    """Make the target of a function, and return its name.
+
+    Its arguments are x [T, I] float32, whether each row is computed, [T] int32, with experts their first rows [E + 1]
+    int32, and the arrays of each weight.
     """
-    return register(
-        f"jpaged_product_3_{dtype}",
-        lambda call: (call.size(1, 0) + (UNIT_O - 1)) // UNIT_O * _row_units(call),
-        lambda call, unit: _write_unit(dtype, call, unit),
-    )
+    name = f"jpaged_product_{hashlib.sha256(repr((spec, VERSION)).encode()).hexdigest()[:16]}"
+    return register(name, lambda call: _Writer(spec, call).units(), lambda call, unit: _Writer(spec, call).work(unit))
 
 
-def _row_units(call: CallFrame) -> Value:
-    return (call.size(0, 0) + (UNIT_T - 1)) // UNIT_T
+def usual_target(dtype: str) -> str:
+    """Make the target for one weight of a dtype, and return its name."""
+    return target(Spec(Format(dtype), None, 1, None, gated=False, has_experts=False))
 
 
-def _write_unit(dtype: str, call: CallFrame, unit: Value) -> None:
-    code, lanes = call.code, Machine.host().lanes
-    # The outputs and the rows of x that are computed at once: one sum in each of most registers.
-    tile_o, tile_t = (6, 4) if Machine.host().registers == 32 else (4, 2)
-    element, load = loader(dtype, lanes)
-    depth, outputs = call.size(0, 1), call.size(1, 0)
-    x, weight, y = call.argument(0), call.argument(1), call.result(0)
-    rows = code.scratch(UNIT_T, I64)  # the unit's rows that are computed
-    partial = code.scratch(BLOCK * UNIT_O * lanes, F32)  # the sums up to a segment, [tiles, tile_t * tile_o, lanes]
+class _Writer:
+    """Writer of the code of a call."""
 
-    def tile(o: Value, num_o: int, r: Value, num_t: int, begin: Value, end: Value, place: Value) -> None:
-        """Write the sums of a tile over the inputs from `begin` to below `end`.
+    def __init__(self, spec: Spec, call: CallFrame):
+        self.spec, self.call, self.code = spec, call, call.code
+        machine = Machine.host()
+        self.lanes = machine.lanes
+        # The outputs and the rows of x that are computed at once: one sum in each of most registers.
+        self.tile_o, self.tile_t = (6, 4) if machine.registers == 32 else (4, 2)
+        self.first = STARTS + spec.has_experts  # argument of the first weight
 
-        Args:
-            r: place of the first row in `rows`.
-            place: place of the partial sums.
-        """
-        at_t = [code.load(rows, r + j, I64) for j in range(num_t)]
-        pairs = [(j, i) for j in range(num_t) for i in range(num_o)]
-        places = [(place + (j * num_o + i)) * lanes for j, i in pairs]
-        sums = [Variable(code.value(0.0, ir.VectorType(F32, lanes))) for _ in pairs]
-        with code.when(begin.compare(">", 0)):
-            for total, at in zip(sums, places):
-                total.set(code.load_vector(partial, at, F32, lanes))
-        # Prefetch the weights of the next outputs. Each tile requests different cache lines, into the second cache:
-        # requests into the first one would delay loads.
-        ahead, options = depth * num_o, [code.value(number, I32) for number in (0, 2, 1)]
-        first = o + r // num_t * PREFETCHED % num_o
-        with code.loop(begin, end, lanes) as k:
-            for line in range(PREFETCHED):
-                line_at = code.at(weight, (first + line) * depth + (k + ahead), element)
-                code.intrinsic("llvm.prefetch.p0", line_at, *options, result=VOID)
-            w = [load(code, weight, (o + i) * depth + k) for i in range(num_o)]
-            for j in range(num_t):
-                x_j = code.load_vector(x, at_t[j] * depth + k, F32, lanes)
-                for i in range(num_o):
-                    total = sums[j * num_o + i]
-                    total.set(code.fma(w[i], x_j, total.get()))
-        with code.when(end.compare("<", depth)):
-            for total, at in zip(sums, places):
-                code.store_vector(total.get(), partial, at)
-        with code.when(end.compare(">=", depth)):
-            for n in range(0, len(pairs), lanes):
-                totals = code.sums([total.get() for total in sums[n : n + lanes]])
-                for lane, (j, i) in enumerate(pairs[n : n + lanes]):
-                    code.store(code.element(totals, lane), y, at_t[j] * outputs + (o + i))
+    # The outputs of a call are divided into blocks of UNIT_O, and its rows into blocks of UNIT_T of one expert.
 
-    def strip(o: Value, num_o: int, first: Value, stop: Value, begin: Value, end: Value, place: Value) -> None:
-        """Write the sums of some outputs for the rows at the places from `first` to below `stop`."""
-        left = (stop - first) % tile_t
-        with code.loop(first, stop - left, tile_t) as r:
-            tile(o, num_o, r, tile_t, begin, end, place + (r - first) * num_o)
-        for num_t in range(1, tile_t):
-            with code.when(left.compare("==", num_t)):
-                tile(o, num_o, stop - left, num_t, begin, end, place + (stop - left - first) * num_o)
+    def _outputs(self, weight: int) -> Value:
+        argument = self.first + weight * num_arrays(self.spec.form, self.spec.bias)
+        return self.call.size(argument, int(self.spec.has_experts))
 
-    row_units = _row_units(call)
-    start_o, start_t = unit // row_units * UNIT_O, unit % row_units * UNIT_T
-    stop_o, stop_t = code.minimum(start_o + UNIT_O, outputs), code.minimum(start_t + UNIT_T, call.size(0, 0))
-    last_o, count = stop_o - (stop_o - start_o) % tile_o, Variable(code.value(0, I64))
-    with code.loop(start_t, stop_t) as t:
-        wanted = code.load(call.argument(2), t, I32)
-        with code.when(wanted.compare("!=", 0)):
+    def _weights(self) -> range:
+        """Return the numbers of the weights that units are divided among."""
+        return range(1 if self.spec.gated else self.spec.num_weights)
+
+    def units(self) -> Value:
+        """Write the code that counts the units; with experts, the last one is of the rows that belong to none."""
+        code = self.code
+        blocks = Variable(code.value(0, I64))
+        for weight in self._weights():
+            blocks.set(blocks.get() + (self._outputs(weight) + (UNIT_O - 1)) // UNIT_O)
+        if not self.spec.has_experts:
+            return blocks.get() * ((self.call.size(X, 0) + (UNIT_T - 1)) // UNIT_T)
+        total = Variable(code.value(0, I64))
+        with code.loop(0, self.call.size(STARTS, 0) - 1) as expert:
+            first, stop = self._rows_of(expert)
+            total.set(total.get() + (stop - first + (UNIT_T - 1)) // UNIT_T)
+        return total.get() * blocks.get() + 1
+
+    def _rows_of(self, expert: Value) -> tuple[Value, Value]:
+        """Return the first row of an expert and the row after its last one, within the array."""
+        code, rows = self.code, self.call.size(X, 0)
+        clamped = lambda index: code.minimum(code.maximum(self._int(STARTS, index), rows * 0), rows)
+        return clamped(expert), code.maximum(clamped(expert), clamped(expert + 1))
+
+    def _int(self, argument: int, index: Value) -> Value:
+        code = self.code
+        return code.cast("sext", code.load(self.call.argument(argument), index, I32), I64)
+
+    def work(self, unit: Value) -> None:
+        """Write the code of a unit."""
+        code = self.code
+        if not self.spec.has_experts:
+            row_units = (self.call.size(X, 0) + (UNIT_T - 1)) // UNIT_T
+            first = unit % row_units * UNIT_T
+            self._block(unit // row_units, unit * 0, first, code.minimum(first + UNIT_T, self.call.size(X, 0)))
+            return
+        blocks = Variable(code.value(0, I64))
+        for weight in self._weights():
+            blocks.set(blocks.get() + (self._outputs(weight) + (UNIT_O - 1)) // UNIT_O)
+        left, chosen = Variable(unit // blocks.get()), Variable(code.value(-1, I64))
+        start, end = Variable(code.value(0, I64)), Variable(code.value(0, I64))
+        experts = self.call.size(STARTS, 0) - 1
+        with code.loop(0, experts) as expert:
+            first, stop = self._rows_of(expert)
+            count, at = (stop - first + (UNIT_T - 1)) // UNIT_T, left.get()
+            with code.when(at.compare(">=", 0)), code.when(at.compare("<", count)):
+                chosen.set(expert)
+                start.set(first + at * UNIT_T)
+                end.set(code.minimum(first + (at + 1) * UNIT_T, stop))
+            left.set(at - count)
+        with code.when(chosen.get().compare(">=", 0)):
+            self._block(unit % blocks.get(), chosen.get(), start.get(), end.get())
+        with code.when(chosen.get().compare("<", 0)):
+            rows = self.call.size(X, 0)
+            for weight in self._weights():
+                width = self._outputs(weight)
+                with code.loop(self._rows_of(experts - 1)[1] * width, rows * width) as i:
+                    code.store(code.value(0.0, F32), self.call.result(weight), i)
+
+    def _block(self, block: Value, expert: Value, start_t: Value, stop_t: Value) -> None:
+        """Write a block of outputs for the rows from `start_t` to below `stop_t`."""
+        code = self.code
+        number, left = Variable(block * 0), Variable(block)
+        for weight in self._weights()[:-1]:
+            outputs = self._outputs(weight)
+            blocks = (outputs + (UNIT_O - 1)) // UNIT_O
+            with code.when(number.get().compare("==", weight)), code.when(left.get().compare(">=", blocks)):
+                left.set(left.get() - blocks)
+                number.set(number.get() + 1)
+        rows = code.scratch(UNIT_T, I64)  # the rows that are computed
+        count = self._choose_rows(rows, start_t, stop_t)
+        matrices = [self._matrix(number.get() + i) for i in range(1 + self.spec.gated)]
+        start_o, y = left.get() * UNIT_O, self.call.result(number.get())
+        stop_o = code.minimum(start_o + UNIT_O, matrices[0].outputs)
+        sums = [code.scratch(UNIT_T * UNIT_O, F32) for _ in matrices]
+        for matrix, sums_to in zip(matrices, sums):
+            self._multiply(matrix, expert * matrix.outputs + start_o, stop_o - start_o, rows, count, sums_to)
+        self._finish(matrices, sums, expert, (start_o, stop_o), y, rows, count)
+        with code.loop(start_t, stop_t) as t:
+            first = t * matrices[0].outputs
+            with (
+                code.when(self._int(WANTED, t).compare("==", 0)),
+                code.loop(first + start_o, first + stop_o) as at,
+            ):
+                code.store(code.value(0.0, F32), y, at)
+
+    def _matrix(self, number: Value) -> Matrix:
+        form, bias = self.spec.form, self.spec.bias
+        return Matrix(form, bias, self.call, self.first + number * num_arrays(form, bias), self.spec.has_experts)
+
+    def _choose_rows(self, rows: Value, start_t: Value, stop_t: Value) -> Value:
+        """Write the numbers of the rows that are computed, and return their number."""
+        code, count = self.code, Variable(self.code.value(0, I64))
+        with code.loop(start_t, stop_t) as t, code.when(self._int(WANTED, t).compare("!=", 0)):
             code.store(t, rows, count.get())
             count.set(count.get() + 1)
-        with code.when(wanted.compare("==", 0)), code.loop(start_o, stop_o) as o:
-            code.store(code.value(0.0, F32), y, t * outputs + o)
-    segment = code.select(depth.compare("<=", WHOLE), depth, code.value(SEGMENT, I64))
-    with code.loop(0, count.get(), BLOCK) as first, code.loop(0, depth, segment) as begin:
-        stop, end = code.minimum(first + BLOCK, count.get()), code.minimum(begin + segment, depth)
-        with code.loop(start_o, last_o, tile_o) as o:
-            strip(o, tile_o, first, stop, begin, end, (o - start_o) * BLOCK)
-        with code.loop(last_o, stop_o) as o:
-            strip(o, 1, first, stop, begin, end, (o - start_o) * BLOCK)
+        return count.get()
+
+    def _multiply(
+        self, matrix: Matrix, first_o: Value, num_o: Value, rows: Value, count: Value, sums_to: Value
+    ) -> None:
+        """Write the sums [UNIT_T, UNIT_O] of rows of a matrix from `first_o` on."""
+        code, depth, tile_o = self.code, matrix.inputs, self.tile_o
+        partial = code.scratch(BLOCK * UNIT_O * self.lanes, F32)  # the sums up to a segment
+        converted = None if matrix.is_float32 else code.scratch(tile_o * (WHOLE + matrix.step), F32)
+        segment = code.select(depth.compare("<=", WHOLE), depth, code.value(SEGMENT, I64))
+        last_o = num_o - num_o % tile_o
+        with code.loop(0, count, BLOCK) as first, code.loop(0, depth, segment) as begin:
+            stop, end = code.minimum(first + BLOCK, count), code.minimum(begin + segment, depth)
+            part = _Part(matrix, rows, sums_to, partial, converted, first_o, first, stop, begin, end)
+            with code.loop(0, last_o, tile_o) as o:
+                self._strip(part, o, tile_o)
+            with code.loop(last_o, num_o) as o:
+                self._strip(part, o, 1)
+
+    def _strip(self, part: "_Part", o: Value, num_o: int) -> None:
+        """Write the sums of some outputs for the rows of a part."""
+        code, tile_t, few = self.code, self.tile_t, (part.stop - part.first).compare("<=", self.tile_t)
+
+        def tiles(load: Callable[..., list[Value]], step: int) -> None:
+            left = (part.stop - part.first) % tile_t
+            with code.loop(part.first, part.stop - left, tile_t) as r:
+                self._tile(part, o, num_o, r, tile_t, load, step)
+            for num_t in range(1, tile_t):
+                with code.when(left.compare("==", num_t)):
+                    self._tile(part, o, num_o, part.stop - left, num_t, load, step)
+
+        matrix, converted = part.matrix, part.converted
+        direct = lambda i, k: matrix.load(part.first_o + o + i, k)
+        if converted is None:
+            tiles(direct, matrix.step)
+            return
+        with code.when(few):
+            for num_t in range(1, tile_t + 1):
+                with code.when((part.stop - part.first).compare("==", num_t)):
+                    self._tile(part, o, num_o, part.first, num_t, direct, matrix.step)
+        with code.when((part.stop - part.first).compare(">", tile_t)):
+            with code.loop(0, num_o) as i, code.loop(part.begin, part.end, matrix.step) as k:
+                for n, vector in enumerate(matrix.load(part.first_o + o + i, k)):
+                    code.store_vector(vector, converted, i * (WHOLE + matrix.step) + (k - part.begin) + n * self.lanes)
+            tiles(
+                lambda i, k: [
+                    code.load_vector(converted, i * (WHOLE + matrix.step) + (k - part.begin), F32, self.lanes)
+                ],
+                self.lanes,
+            )
+
+    def _tile(
+        self, part: "_Part", o: Value, num_o: int, r: Value, num_t: int, load: Callable[..., list[Value]], step: int
+    ) -> None:
+        """Write the sums of a tile over the inputs of a part; `load` gives the weights of `step` inputs."""
+        code, lanes, x, depth = self.code, self.lanes, self.call.argument(X), part.matrix.inputs
+        at_t = [code.load(part.rows, r + j, I64) for j in range(num_t)]
+        pairs = [(j, i) for j in range(num_t) for i in range(num_o)]
+        place = (o * BLOCK + (r - part.first) * num_o) * lanes  # of the sums up to the segment
+        sums = {pair: Variable(code.value(0.0, ir.VectorType(F32, lanes))) for pair in pairs}
+        with code.when(part.begin.compare(">", 0)):
+            for n, pair in enumerate(pairs):
+                sums[pair].set(code.load_vector(part.partial, place + n * lanes, F32, lanes))
+
+        def add(k: Value, load_x: Callable[[Value], Value]) -> None:
+            w = [load(i, k) for i in range(num_o)]
+            for n in range(step // lanes):
+                for j in range(num_t):
+                    x_j = load_x(at_t[j] * depth + k + n * lanes)
+                    for i in range(num_o):
+                        sums[j, i].set(code.fma(w[i][n], x_j, sums[j, i].get()))
+
+        whole = part.end - part.end % step
+        with code.loop(part.begin, whole, step) as k:
+            part.matrix.prefetch(part.first_o + o, num_o, k)
+            add(k, lambda at: code.load_vector(x, at, F32, lanes))
+        if not part.matrix.form.group:  # groups end with steps
+            with code.when(whole.compare("<", part.end)):
+                add(whole, lambda at: code.load_part(x, at, F32, lanes, part.end - whole))
+        with code.when(part.end.compare("<", depth)):
+            for n, pair in enumerate(pairs):
+                code.store_vector(sums[pair].get(), part.partial, place + n * lanes)
+        with code.when(part.end.compare(">=", depth)):
+            for n in range(0, len(pairs), lanes):
+                several = pairs[n : n + lanes]
+                totals = code.sums([sums[pair].get() for pair in several])
+                for lane, (j, i) in enumerate(several):
+                    code.store(code.element(totals, lane), part.sums_to, (r + j) * UNIT_O + (o + i))
+
+    def _finish(
+        self, matrices: list[Matrix], sums: list[Value], expert: Value, bounds: tuple[Value, Value], y: Value,
+        rows: Value, count: Value,
+    ) -> None:  # fmt: skip
+        """Write the results of a block: sums with scales of rows, bias, activation and gate."""
+        code, lanes, (start, stop) = self.code, self.lanes, bounds
+        activation, width = ACTIVATIONS[self.spec.activation], matrices[0].outputs
+        last = stop - (stop - start) % lanes
+
+        def result(r: Value, o: Value, load: Callable[..., Value]) -> Value:
+            values = []
+            for matrix, sums_to in zip(matrices, sums):
+                value = code.load_vector(sums_to, r * UNIT_O + (o - start), F32, lanes)
+                values.append(matrix.finish(value, expert * matrix.outputs + o, o, load))
+            gate = activation(code, values[0])
+            return gate * values[1] if self.spec.gated else gate
+
+        with code.loop(0, count) as r:
+            at = code.load(rows, r, I64) * width
+            with code.loop(start, last, lanes) as o:
+                code.store_vector(result(r, o, code.load_vector), y, at + o)
+            with code.when(last.compare("<", stop)):
+                left = stop - last
+                vector = result(r, last, lambda *where: code.load_part(*where, left))
+                code.store_part(vector, y, at + last, left)
+
+
+class _Part(NamedTuple):
+    """Rows and inputs of a block that are multiplied together.
+
+    Attributes:
+        rows: numbers of the rows, of which those from `first` to below `stop` belong to the part.
+        sums_to: whole sums [UNIT_T, UNIT_O].
+        partial: sums up to a segment.
+        converted: memory for float32 weights of a strip; None: weights are float32.
+        first_o: the matrix's row of the block's first output.
+        begin, end: inputs.
+    """
+
+    matrix: Matrix
+    rows: Value
+    sums_to: Value
+    partial: Value
+    converted: Value | None
+    first_o: Value
+    first: Value
+    stop: Value
+    begin: Value
+    end: Value

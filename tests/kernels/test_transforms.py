@@ -8,7 +8,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
-from pallas_kernels import cpu, merge_attention, mosaic, reference, rotate
+from pallas_kernels import Weight, cpu, merge_attention, mosaic, reference, rotate
 from tests.kernels import cases
 from tests.kernels.implementations import ops_of
 
@@ -81,8 +81,9 @@ def test_vmap(ops, q_lens):
 
 
 def test_vmap_of_a_product():
-    x_bti, w_oi = jnp.ones((3, 4, 64)), jnp.ones((8, 64))
-    np.testing.assert_array_equal(jax.vmap(cpu.product, in_axes=(0, None))(x_bti, w_oi), jnp.full((3, 4, 8), 64.0))
+    x_bti, weight = jnp.ones((3, 4, 64)), Weight(jnp.ones((8, 64)))
+    found = jax.vmap(ops_of(cpu).product, in_axes=(0, None))(x_bti, weight)
+    np.testing.assert_array_equal(found, jnp.full((3, 4, 8), 64.0))
 
 
 @kinds

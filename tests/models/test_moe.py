@@ -15,6 +15,7 @@ from jpaged.runtime.placement import Placement
 
 D, F, E = 8, 12, 5
 SIZES = np.array([3, 0, 4, 1, 0])  # rows of each expert
+TOKENS = jnp.arange(8, dtype=jnp.int32)
 CONFIG = ModelConfig(
     vocab_size=96, hidden_size=D, intermediate_size=F, num_hidden_layers=1, num_attention_heads=2,
     num_key_value_heads=2, head_dim=8, max_position_embeddings=64, hidden_act="gelu_pytorch_tanh",
@@ -35,7 +36,7 @@ def test_rows_are_multiplied_by_the_matrices_of_their_expert():
     for x, expert in zip(x_md, np.repeat(np.arange(E), SIZES), strict=True):
         gate, up, down = (np.asarray(weight[expert]) for weight in (mlps.gate_proj, mlps.up_proj, mlps.down_proj))
         rows.append(down @ (np.asarray(jax.nn.gelu(gate @ x, approximate=True)) * (up @ x)))
-    np.testing.assert_allclose(mlps(x_md, jnp.asarray(SIZES)), np.stack(rows), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(mlps(x_md, jnp.asarray(SIZES), TOKENS), np.stack(rows), rtol=1e-5, atol=1e-6)
     wide = ExpertMlps(16, 400, 2, "silu", "float32", nnx.Rngs(0))
     for weight, fan_in in ((wide.gate_proj, 16), (wide.up_proj, 16), (wide.down_proj, 400)):
         assert weight.shape[2] == fan_in and np.std(weight[...]) == pytest.approx(fan_in**-0.5, rel=0.1)
@@ -46,20 +47,20 @@ def test_fused_experts_compute_the_same_and_are_fused_once(num_devices):
     """On two devices the rows of gate and up lie in parts."""
     placement = Placement.on(jax.devices()[:num_devices], CONFIG)
     fused, x_md = mixture(), normal(8, D)
-    expected = fused.experts(x_md, jnp.asarray(SIZES))
+    expected = fused.experts(x_md, jnp.asarray(SIZES), TOKENS)
     place = placement.of if num_devices > 1 else on_one_device
     fuse(fused, place)
     experts = fused.experts
     fuse(fused, place)
     assert fused.experts is experts and experts.joints["gate_up"].parts == num_devices
-    found = jax.jit(experts)(x_md, jnp.asarray(SIZES))
+    found = jax.jit(experts)(x_md, jnp.asarray(SIZES), TOKENS)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 class Multiples(nnx.Module):
     """Expert e returns its inputs times e + 1."""
 
-    def __call__(self, x_md, sizes_e):
+    def __call__(self, x_md, sizes_e, tokens_m):
         factors = jnp.arange(1, E + 1, dtype=x_md.dtype)
         return x_md * jnp.repeat(factors, sizes_e, total_repeat_length=len(x_md))[:, None]
 

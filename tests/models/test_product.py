@@ -1,57 +1,58 @@
-"""The product of every linear layer, in both of its forms on a CPU."""
+"""Layers with products."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from jpaged.models.layers import MANY_ROWS, Epilogue, Linear, product
-
-TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
+from jpaged.models.layers import Embedding, Linear, set_products
 
 
-def arrays(rows: int, dtype: str) -> tuple[np.ndarray, ...]:
-    rng = np.random.default_rng(rows)
-    shapes = ((rows, 24), (40, 24), (40,))
-    return tuple(np.asarray(jnp.asarray(rng.standard_normal(s), dtype)) for s in shapes)
+def linear(bias: bool, seed: int = 0) -> Linear:
+    layer = Linear(24, 40, (None, None), bias=bias, dtype=jnp.float32, rngs=nnx.Rngs(seed))
+    if bias:
+        layer.bias[...] = jnp.linspace(-1, 1, 40)
+    return layer
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("rows", [1, 2, MANY_ROWS - 1, MANY_ROWS])
-def test_bias_and_activation(rows, dtype):
-    x_ti, weight_oi, bias_o = arrays(rows, dtype)
-    got = jax.jit(lambda x, w, b: product(x, w, epilogue=Epilogue(bias_o=b, activation=nnx.silu)))(
-        x_ti, weight_oi, bias_o
-    )
-    exact = x_ti.astype(float) @ weight_oi.astype(float).T + bias_o.astype(float)
-    expected = exact / (1 + np.exp(-exact))
-    assert (got.shape, str(got.dtype)) == ((rows, 40), dtype)
-    np.testing.assert_allclose(got.astype(float), expected, rtol=TOLERANCE[dtype], atol=4 * TOLERANCE[dtype])
+def exact(layer: Linear, x_ti: np.ndarray) -> np.ndarray:
+    y_to = x_ti @ np.asarray(layer.weight[...], float).T
+    return y_to + np.asarray(layer.bias[...]) if hasattr(layer, "bias") else y_to
 
 
-@pytest.mark.parametrize("rows", [1, 3, MANY_ROWS])
-def test_another_dtype_of_the_result(rows):
-    x_ti, weight_oi, _ = arrays(rows, "bfloat16")
-    got = jax.jit(lambda x, w: product(x, w, jnp.float32))(x_ti, weight_oi)
-    assert (got.shape, got.dtype) == ((rows, 40), np.float32)
-    exact = x_ti.astype(float) @ weight_oi.astype(float).T
-    np.testing.assert_allclose(got, exact, rtol=1e-5, atol=1e-5)  # bfloat16 operands, no rounding after them
+X = np.random.default_rng(0).standard_normal((5, 24)).astype(np.float32)
 
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_linear(bias):
-    layer = Linear(24, 40, (None, None), bias=bias, dtype=jnp.float32, rngs=nnx.Rngs(0))
-    x_ti, _, bias_o = arrays(5, "float32")
-    if bias:
-        layer.bias[...] = bias_o
-    plain = x_ti @ np.asarray(layer.weight[...]).T + (bias_o if bias else 0)
-    np.testing.assert_allclose(layer(x_ti), plain, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(layer(x_ti, nnx.relu), np.maximum(plain, 0), rtol=1e-5, atol=1e-5)
+    layer, other = linear(bias), linear(bias, 1)
+    plain = exact(layer, X)
+    np.testing.assert_allclose(layer(X), plain, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(layer(X, "relu"), np.maximum(plain, 0), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(layer(X, "relu", up=other), np.maximum(plain, 0) * exact(other, X), rtol=1e-4, atol=1e-4)
+    for found, each in zip(layer.together(X, other), (layer, other), strict=True):
+        np.testing.assert_allclose(found, exact(each, X), rtol=1e-5, atol=1e-5)
 
 
-def test_a_single_row_of_bfloat16_is_never_multiplied_alone():
-    """XLA's product of one such row takes ten times as long as that of two on a CPU."""
-    x_ti, weight_oi, _ = arrays(1, "bfloat16")
-    compiled = jax.jit(product).lower(x_ti, weight_oi).compile().as_text()
-    assert "[40,2]" in compiled
+def test_another_dtype_of_the_result():
+    layer = Linear(24, 40, (None, None), bias=False, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    x_ti = jnp.asarray(X, jnp.bfloat16)
+    assert layer(x_ti).dtype == jnp.bfloat16
+    found = layer(x_ti, dtype=jnp.float32)
+    np.testing.assert_allclose(found, exact(layer, np.asarray(x_ti, float)), rtol=1e-5, atol=1e-5)
+
+
+def test_an_embedding():
+    embedding = Embedding(11, 24, "vocab", dtype=jnp.float32, rngs=nnx.Rngs(0))
+    table = np.asarray(embedding.embedding[...])
+    np.testing.assert_array_equal(embedding(jnp.array([3, 10])), table[[3, 10]])
+    np.testing.assert_allclose(embedding.logits(jnp.asarray(X)), X @ table.T, rtol=1e-5, atol=1e-6)
+
+
+def test_modules_use_the_products_that_they_are_given():
+    module = nnx.List([linear(True), Embedding(11, 24, "vocab", dtype=jnp.float32, rngs=nnx.Rngs(0))])
+    set_products(module, lambda x_ti, weight, **options: ("product", options), lambda x_ti, *weights: len(weights))
+    assert module[0](X, "relu")[1]["activation"] == "relu"
+    assert module[0].together(X, module[0], module[0]) == 3
+    assert module[1].logits(X)[0] == "product"
+    assert linear(True)(X).shape == (5, 40), "other modules are not changed"

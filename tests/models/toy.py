@@ -11,8 +11,9 @@ from flax import nnx
 
 from jpaged.models.base import Architecture, AttentionSpec, LeafSource, Part, same_name
 from jpaged.models.config import ModelConfig
-from jpaged.models.layers import Linear, product
+from jpaged.models.layers import Linear
 from jpaged.models.rope import angles, inverse_frequencies
+from pallas_kernels import Weight, product
 
 SOFT_CAP = 20.0
 
@@ -49,7 +50,7 @@ class ToyLayer(nnx.Module):
         q, k, v = jnp.split(qkv, [n, n + k], axis=1)
         x_td = x_td + self.out(attend(layer, q, k, v, cos, sin).reshape(t, -1))
         inner = jax.nn.silu(self.gate(x_td)) * self.up(x_td)
-        return x_td + sum(product(inner, expert) for expert in self.experts[...])
+        return x_td + sum(product(inner, Weight(expert)) for expert in self.experts[...])
 
 
 class Toy(nnx.Module):
@@ -71,7 +72,7 @@ class Toy(nnx.Module):
         return x_td
 
     def logits(self, x_sd):
-        return product(x_sd, self.embed.embedding[...], jnp.float32)
+        return product(x_sd, Weight(self.embed.embedding[...]), dtype=jnp.float32)
 
 
 def source(path, config) -> LeafSource:

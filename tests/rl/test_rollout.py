@@ -26,7 +26,6 @@ from jpaged.rl import (
     staleness,
     token_weights,
 )
-from jpaged.rl.causal import _multiply as multiply
 from jpaged.rl.causal import logits, token_logprobs
 from tests.engine.test_update_params import device_bytes
 from tests.runtime.test_runner import LIMITS, LLAMA, Compilations
@@ -201,11 +200,6 @@ def test_gradients_of_the_trainers_logprobs_are_those_of_products_by_xla(dtype, 
     for found, expected in zip(*(jax.tree.leaves(gradients(function)) for function in (token_logprobs, by_xla))):
         largest = float(jnp.abs(expected).max())
         np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (found, expected)), atol=tolerance * largest)
-
-
-def test_a_product_that_the_kernels_do_not_compute_is_left_to_xla():
-    x_ti, weight_oi = jnp.ones((3, 7)), jnp.ones((2, 7))  # 7 is no multiple of the lanes
-    assert jax.jvp(multiply, (x_ti, weight_oi), (x_ti, weight_oi)) == (None, None)
 
 
 def test_an_output_without_tokens_has_no_score(worker):

@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import pallas_kernels
 from jpaged.models.checkpoint import dummy_model
 from jpaged.models.config import ModelConfig
-from jpaged.models.layers import product
 from jpaged.runtime.batch import Bucket, Layout
 from jpaged.runtime.device_rows import empty_state
 from jpaged.runtime.kv_cache import KVCache
 from jpaged.runtime.sampling_row import COLUMNS, NEUTRAL, ROW, ROW_WORDS
 from jpaged.runtime.sampling_settings import Settings
 from jpaged.runtime.step import Step, forward, sampling_of
+from pallas_kernels import Weight
 from tests.runtime.caches import placement_of
 
 LLAMA = ModelConfig(
@@ -52,36 +53,49 @@ class Ops:
         return jnp.zeros_like(q_tnh)
 
 
+class RecordingProducts:
+    """Products of the reference that record the rows they are asked for."""
+
+    def __init__(self):
+        self.wanted = []
+
+    def product(self, *arguments, wanted_t, **options):
+        self.wanted.append(wanted_t)
+        return pallas_kernels.product(*arguments, **options)
+
+    def products(self, *arguments, wanted_t):
+        self.wanted.append(wanted_t)
+        return pallas_kernels.products(*arguments)
+
+
 @pytest.mark.parametrize(
     "decode, targets, last",
     [(False, [], [2, 5]), (False, [3], [0, 1, 2, 3, 4, 5]), (True, [], [0, 1, 2, 3, 4, 5])],
     ids=["samples", "logprobs of a prompt", "decode"],
 )
 def test_products_have_no_padding_and_after_the_last_attention_only_wanted_rows(decode, targets, last):
-    seen = []
-
-    def multiply(x_ti, weight_oi, wanted_t):
-        seen.append(np.flatnonzero(wanted_t).tolist())
-        return x_ti @ weight_oi.T
-
+    kernels = RecordingProducts()
     _, batch = Layout(Bucket(8, 2, decode), 2).empty()
     batch.num_tokens[...], batch.sampled_from[:], batch.targets[targets] = 6, [2, 5], 1
     model = dummy_model(LLAMA, "float32", seed=0)
     pool = [jnp.zeros((2, 1, 4, LLAMA.head_dim))] * 6
-    forward(model, KVCache.of(LLAMA, 4, "float32", Ops().kernels()), pool, batch, decode=decode, multiply=multiply)
-    assert len(seen) == 3 * 7, "q, k, v, o, gate, up, down"
-    assert seen[:-4] == [[0, 1, 2, 3, 4, 5]] * 17 and seen[-4:] == [last] * 4
+    forward(model, KVCache.of(LLAMA, 4, "float32", Ops().kernels()), pool, batch, decode=decode, kernels=kernels)
+    seen = [np.flatnonzero(wanted_t).tolist() for wanted_t in kernels.wanted]
+    assert len(seen) == 3 * 4, "q with k and v, o, gate with up, down"
+    assert seen[:-3] == [[0, 1, 2, 3, 4, 5]] * 9 and seen[-3:] == [last] * 3
 
 
 def test_a_product_of_other_rows_than_tokens_is_computed_whole():
-    def model(tokens, positions, attend):
-        return product(jnp.ones((2 * len(tokens), 4)), jnp.ones((3, 4)))
+    class Other(nnx.Module):
+        product, attention_specs = staticmethod(pallas_kernels.product), ()
 
-    model.attention_specs = ()
+        def __call__(self, tokens, positions, attend):
+            return self.product(jnp.ones((2 * len(tokens), 4)), Weight(jnp.ones((3, 4))))
+
+    kernels = RecordingProducts()
     _, batch = Layout(Bucket(8, 2, False), 2).empty()
-    seen = []
-    forward(model, None, [], batch, decode=False, multiply=lambda *args: seen.append(args[2]))
-    assert seen == [None]
+    forward(Other(), None, [], batch, decode=False, kernels=kernels)
+    assert kernels.wanted == [None]
 
 
 @pytest.mark.parametrize("decode", [True, False])

@@ -57,22 +57,26 @@ def ladder(low: int, high: int, factor: int) -> tuple[int, ...]:
     return tuple(rungs)
 
 
+# Factor of the ladder of decode steps, and least tokens of other steps, by whether padding costs as much as tokens.
+LADDERS = {True: (2, 32), False: (4, 64)}
+
+
 class Buckets:
     """All shapes of steps, known before the first step runs.
 
-    Both ladders double, and have further shapes if their costs justify them (`measure`). Without the cost of padding
-    they quadruple. A step with a prompt pays for `num_seqs` only in logits. `benchmarks/engine/padding.py` counts the
-    padding.
+    Both ladders double, and have further shapes if their costs justify them (`measure`). Where padding costs little,
+    decode steps have a ladder that quadruples, and the other one begins higher. A step with a prompt pays for
+    `num_seqs` only in logits. `benchmarks/engine/padding.py` counts the padding.
 
     Args:
         padded: whether a step costs as much as its whole shape.
     """
 
     def __init__(self, limits: Limits, *, padded: bool = True):
-        max_seqs, max_tokens, factor = limits.max_num_seqs, limits.max_num_batched_tokens, 2 if padded else 4
+        max_seqs, max_tokens, factor, least = limits.max_num_seqs, limits.max_num_batched_tokens, *LADDERS[padded]
         self.decode = tuple(Bucket(s, s, True) for s in ladder(1, max_seqs, factor))
         seqs = (16, max_seqs) if max_seqs > 16 else (max_seqs,)
-        self.mixed = tuple(Bucket(t, s, False) for t in ladder(32, max(16, max_tokens), factor) for s in seqs)
+        self.mixed = tuple(Bucket(t, s, False) for t in ladder(least, max(16, max_tokens), 2) for s in seqs)
         self.all = self.decode + self.mixed
 
     def add(self, buckets: Iterable[Bucket]) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 import jax
 from llvmlite import binding, ir
 
-from pallas_kernels.cpu.code import I8, I32, I64, POINTER, VOID, Code, Machine, Number, Value, Variable
+from pallas_kernels.cpu.code import I8, I32, I64, POINTER, VOID, Code, Number, Value, Variable
+from pallas_kernels.cpu.objects import engine_of
 
 # Offsets in bytes.
 FRAME_EXTENSION, FRAME_API, FRAME_CONTEXT, FRAME_ARGUMENTS, FRAME_RESULTS = 8, 16, 24, 72, 112
@@ -65,18 +66,7 @@ def register(name: str, units: Callable[[CallFrame], Value], work: Callable[[Cal
     with _lock:
         if name in _engines:
             return name
-        module = _module(name, units, work)
-        binding.initialize_native_target()
-        binding.initialize_native_asmprinter()
-        machine = Machine.host()
-        parsed = binding.parse_assembly(str(module))
-        target = binding.Target.from_default_triple().create_target_machine(
-            cpu=machine.cpu, features=machine.features, opt=3, jit=True
-        )
-        builder = binding.create_pass_builder(target, binding.create_pipeline_tuning_options(speed_level=2))
-        builder.getModulePassManager().run(parsed, builder)
-        engine = binding.create_mcjit_compiler(parsed, target)
-        engine.finalize_object()
+        engine = engine_of(str(_module(name, units, work)))
         handler = ctypes.c_void_p(engine.get_function_address("handler"))
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform="cpu")
         _engines[name] = engine

@@ -122,6 +122,14 @@ class Code:
         one = self.builder.insert_element(undefined, x.llvm, ir.Constant(I32, 0))
         return self.shuffle(Value(self, one), Value(self, undefined), [0] * lanes)
 
+    def vector(self, numbers: Sequence[float]) -> Value:
+        """Return a vector of float32 numbers."""
+        return Value(self, ir.Constant(ir.VectorType(F32, len(numbers)), [float(number) for number in numbers]))
+
+    def look_up(self, table: Value, index: Value) -> Value:
+        """Return elements of a vector of 16 float32 numbers, by the lowest 4 bits of an index. It needs AVX-512."""
+        return self.intrinsic("llvm.x86.avx512.permvar.sf.512", table, index)
+
     def shuffle(self, a: Value, b: Value, lanes: Sequence[int]) -> Value:
         """Return some lanes of two vectors. Lanes of `b` are counted on from the last lane of `a`."""
         mask = ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes))
@@ -253,6 +261,28 @@ class Code:
     def element(self, vector: Value, lane: int) -> Value:
         """Return a lane of a vector."""
         return Value(self, self.builder.extract_element(vector.llvm, ir.Constant(I64, lane)))
+
+    def both(self, a: Value, b: Value) -> Value:
+        """Return whether two conditions hold."""
+        return Value(self, self.builder.and_(a.llvm, b.llvm))
+
+    def invert(self, condition: Value) -> Value:
+        """Return whether a condition does not hold."""
+        return Value(self, self.builder.not_(condition.llvm))
+
+    def add(self, counters: Value, index: int, number: int) -> Value:
+        """Add to an int64 that threads share, and return its value before."""
+        address = self.at(counters, index, I64).llvm
+        return Value(self, self.builder.atomic_rmw("add", address, ir.Constant(I64, number), "seq_cst"))
+
+    def exchange(self, counters: Value, index: int, value: Value) -> Value:
+        """Change an int64 that threads share, and return its value before."""
+        address = self.at(counters, index, I64).llvm
+        return Value(self, self.builder.atomic_rmw("xchg", address, value.llvm, "seq_cst"))
+
+    def load_atomic(self, counters: Value, index: int) -> Value:
+        """Return an int64 that threads share."""
+        return Value(self, self.builder.load_atomic(self.at(counters, index, I64).llvm, "seq_cst", 8, typ=I64))
 
     def call(self, function: Value, kind: ir.FunctionType, *arguments: Value) -> Value:
         """Call a function by its address."""

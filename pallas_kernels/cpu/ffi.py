@@ -1,4 +1,4 @@
-"""Compiled functions as targets of XLA's foreign function interface, which run on the threads of XLA's pool.
+"""Compiled functions as targets of XLA's foreign function interface, whose work is shared by the threads of a team.
 
 The layouts are from `xla/ffi/api/c_api.h`, a header of jaxlib. In version 0.x of the interface, fields are only added
 at the end of structures.
@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from llvmlite import binding, ir
 
+from pallas_kernels.cpu import team
 from pallas_kernels.cpu.code import I8, I32, I64, POINTER, VOID, Code, Number, Value, Variable
 from pallas_kernels.cpu.objects import engine_of
 
@@ -20,10 +21,10 @@ FRAME_EXTENSION, FRAME_API, FRAME_CONTEXT, FRAME_ARGUMENTS, FRAME_RESULTS = 8, 1
 BUFFER_DATA, BUFFER_DIMS = 24, 40
 EXTENSION_KIND, EXTENSION_METADATA, METADATA_MAJOR, METADATA_MINOR = 8, 24, 24, 28
 METADATA_KIND = 1
-API_DESTROY_ERROR, API_SCHEDULE, API_NUM_THREADS = 64, 136, 144
 
-# A call's job: the next unit, the finished units, the threads that may still look at it, and the call.
-NEXT, DONE, USERS, UNITS, FRAME, JOB_SIZE = 0, 1, 2, 3, 4, 5
+# A call's job: the next unit, the finished units, the threads that may still look at it, their number of units, the
+# call, and the function that works on it.
+NEXT, DONE, USERS, UNITS, FRAME, TAKE, JOB_SIZE = range(7)
 
 _lock = threading.Lock()
 _engines: dict[str, Any] = {}  # target -> its code, which lives as long as the process
@@ -66,11 +67,19 @@ def register(name: str, units: Callable[[CallFrame], Value], work: Callable[[Cal
     with _lock:
         if name in _engines:
             return name
-        engine = engine_of(str(_module(name, units, work)))
+        team.start(engine_of, _join)
+        engine = engine_of(_module(name, units, work))
         handler = ctypes.c_void_p(engine.get_function_address("handler"))
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform="cpu")
         _engines[name] = engine
     return name
+
+
+def _join(code: Code, job: Value) -> None:
+    """Write the work of another thread on a job."""
+    code.add(job, USERS, 1)
+    team.taken(code)
+    code.call(code.load(job, TAKE, POINTER), ir.FunctionType(VOID, [POINTER]), job)
 
 
 def _module(name: str, units: Callable[[CallFrame], Value], work: Callable[[CallFrame, Value], None]) -> ir.Module:
@@ -88,12 +97,12 @@ def _module(name: str, units: Callable[[CallFrame], Value], work: Callable[[Call
     number = Variable(take.value(0, I64))
 
     def next_unit() -> Value:
-        number.set(_add(take, job, NEXT, 1))
+        number.set(take.add(job, NEXT, 1))
         return number.get().compare("<", take.load(job, UNITS, I64))
 
     with take.as_long_as(next_unit):
         take.builder.call(unit.function, [take.load(job, FRAME, POINTER).llvm, number.get().llvm])
-        _add(take, job, DONE, 1)
+        take.add(job, DONE, 1)
     _leave(take, job)
     take.builder.ret_void()
     _handler(module, take, units)
@@ -114,25 +123,18 @@ def _handler(module: ir.Module, take: Code, units: Callable[[CallFrame], Value])
         for offset, number in ((METADATA_MAJOR, 0), (METADATA_MINOR, 1)):
             code.store(code.value(number, I32), code.at(metadata, offset, I8), 0)
         code.builder.ret(null)
-    api, context = field(frame, FRAME_API, POINTER), field(frame, FRAME_CONTEXT, POINTER)
-    threads = code.scratch(1, I64)
-    code.store(code.value(1, I64), threads, 0)
-    _call_api(code, api, API_NUM_THREADS, context, threads)
     total = units(CallFrame(code, frame))
-    # The calling thread works too.
-    helpers = code.maximum(code.value(0, I64), code.minimum(code.load(threads, 0, I64), total) - 1)
     job = code.intrinsic("malloc", code.value(8 * JOB_SIZE, I64), result=POINTER)
-    for index, value in ((NEXT, 0), (DONE, 0), (USERS, helpers + 2), (UNITS, total), (FRAME, frame)):
+    for index, value in ((NEXT, 0), (DONE, 0), (USERS, 2), (UNITS, total), (FRAME, frame)):
         code.store(code.value(value, I64), job, index)
-    with code.loop(0, helpers), code.when(_call_api(code, api, API_SCHEDULE, context, Value(code, take.function), job)):
-        _add(code, job, USERS, -1)
-    code.builder.call(take.function, [job.llvm])
+    code.store(Value(code, take.function), job, TAKE)
+    work = lambda: code.builder.call(take.function, [job.llvm])
+    with code.when(total.compare("<=", 1)):
+        work()
+    with code.when(total.compare(">", 1)):
+        team.offer(code, job, work)
     # Other threads may be in their last units. Threads that have not begun find none, and the caller does not wait.
-    done = code.at(job, DONE, I64).llvm
-
-    with code.as_long_as(
-        lambda: Value(code, code.builder.load_atomic(done, "acquire", 8, typ=I64)).compare("<", total)
-    ):
+    with code.as_long_as(lambda: code.load_atomic(job, DONE).compare("<", total)):
         code.intrinsic("sched_yield", result=I32)
     _leave(code, job)
     code.builder.ret(null)
@@ -140,33 +142,10 @@ def _handler(module: ir.Module, take: Code, units: Callable[[CallFrame], Value])
 
 def _leave(code: Code, job: Value) -> None:
     """Write a thread's last look at a job, which the last thread frees."""
-    with code.when(_add(code, job, USERS, -1).compare("==", 1)):
+    with code.when(code.add(job, USERS, -1).compare("==", 1)):
         code.intrinsic("free", job, result=VOID)
-
-
-def _call_api(code: Code, api: Value, function: int, *fields: Value) -> Value:
-    """Call a function of the interface with the structure of its arguments, and return whether it failed."""
-
-    def call(function: int, *fields: Value) -> Value:
-        structure = code.scratch(2 + len(fields), I64)
-        values: tuple[Number, ...] = (8 * (2 + len(fields)), 0, *fields)
-        for index, value in enumerate(values):
-            code.store(code.value(value, I64), structure, index)
-        return code.call(field(api, function, POINTER), ir.FunctionType(POINTER, [POINTER]), structure)
-
-    error = call(function, *fields)
-    failed = _is_set(error)
-    with code.when(failed):
-        call(API_DESTROY_ERROR, error)
-    return failed
 
 
 def _is_set(pointer: Value) -> Value:
     """Return whether a pointer is not null."""
     return Value(pointer.code, pointer.code.builder.icmp_unsigned("!=", pointer.llvm, ir.Constant(POINTER, None)))
-
-
-def _add(code: Code, job: Value, index: int, number: int) -> Value:
-    """Add to a counter that threads share, and return its value before."""
-    address = code.at(job, index, I64).llvm
-    return Value(code, code.builder.atomic_rmw("add", address, ir.Constant(I64, number), "acq_rel"))

@@ -31,8 +31,8 @@ def loader(
         if dtype == "bfloat16":
             return code.cast("bitcast", code.cast("zext", x, I32) << 16, F32)
         # The bits of float16, whose exponent is 8 more: 0 and subnormal numbers become right too.
-        bits = code.cast("zext", x, I16)
-        half = code.cast("bitcast", (bits & 0x7F) << 7 | (bits & 0x80) << 8, F16)
+        bits = code.cast("sext", x, I16)
+        half = code.cast("bitcast", bits << 7 & 0xBFFF, F16)
         number = code.cast("fpext", half, F32) * 256.0
         nan = code.value(float("nan"), ir.VectorType(F32, lanes))
         return code.select((bits & 0x7F).compare("==", 0x7F), nan, number)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from llvmlite import binding
+from llvmlite import binding, ir
 
 from pallas_kernels.cpu.code import Machine
 
@@ -17,14 +17,15 @@ logger = logging.getLogger(__name__)
 DIGEST_BYTES = 32
 
 
-def engine_of(text: str) -> Any:
-    """Return an engine with the compiled functions of a module in LLVM's language.
+def engine_of(module: ir.Module) -> Any:
+    """Return an engine with the compiled functions of a module, for this machine.
 
-    The code is loaded from jax's cache (`jax_compilation_cache_dir`) if it is there, and written otherwise.
+    The code is loaded from jax's cache (`jax_compilation_cache_dir`) if it is there, and written otherwise. A module
+    must therefore name what is at other addresses in another process (`binding.add_symbol`).
     """
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
-    machine = Machine.host()
+    machine, text = Machine.host(), str(module)
     target = binding.Target.from_default_triple().create_target_machine(
         cpu=machine.cpu, features=machine.features, opt=3, jit=True
     )

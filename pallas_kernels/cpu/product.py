@@ -19,11 +19,13 @@ from pallas_kernels.cpu.code import F32, I32, I64, Machine, Value, Variable
 from pallas_kernels.cpu.epilogue import ACTIVATIONS
 from pallas_kernels.cpu.ffi import CallFrame, register
 from pallas_kernels.cpu.matrix import Matrix, has_code, num_arrays
+from pallas_kernels.cpu.team import num_threads
 from pallas_kernels.options import ProductOptions
 from pallas_kernels.weights import Format, Weight
 
 UNIT_O, UNIT_T = 48, 128  # outputs and rows of a unit of work
 BLOCK = 64  # rows of x that stay in the second cache together with their sums
+PREFETCHED = 3  # cache lines of the next weights that are requested in each turn of the loop
 WHOLE, SEGMENT = 1024, 512  # a sum of more numbers than WHOLE runs in segments, whose weights stay in the first cache
 VERSION = 4  # part of the targets' names: executables on disk must not call a function of other arguments
 X, WANTED, STARTS = range(3)  # arguments of a call, before the arrays of its weights
@@ -207,6 +209,10 @@ class _Writer:
         start_o, y = left.get() * UNIT_O, self.call.result(number.get())
         stop_o = code.minimum(start_o + UNIT_O, matrices[0].outputs)
         sums = [code.scratch(UNIT_T * UNIT_O, F32) for _ in matrices]
+        with code.when(count.compare("<=", self.tile_t)):
+            # The thread's next block, if all threads proceed alike.
+            for matrix in matrices:
+                matrix.prefetch_block(expert * matrix.outputs + start_o + num_threads() * UNIT_O, start_o * 0 + UNIT_O)
         for matrix, sums_to in zip(matrices, sums):
             self._multiply(matrix, expert * matrix.outputs + start_o, stop_o - start_o, rows, count, sums_to)
         self._finish(matrices, sums, expert, (start_o, stop_o), y, rows, count)
@@ -260,7 +266,7 @@ class _Writer:
                     self._tile(part, o, num_o, part.stop - left, num_t, load, step)
 
         matrix, converted = part.matrix, part.converted
-        direct = lambda i, k: matrix.load(part.first_o + o + i, k)
+        direct = matrix.loads(part.first_o + o, num_o, part.begin, part.end)
         if converted is None:
             tiles(direct, matrix.step)
             return
@@ -269,15 +275,21 @@ class _Writer:
                 with code.when((part.stop - part.first).compare("==", num_t)):
                     self._tile(part, o, num_o, part.first, num_t, direct, matrix.step)
         with code.when((part.stop - part.first).compare(">", tile_t)):
-            with code.loop(0, num_o) as i, code.loop(part.begin, part.end, matrix.step) as k:
-                for n, vector in enumerate(matrix.load(part.first_o + o + i, k)):
-                    code.store_vector(vector, converted, i * (WHOLE + matrix.step) + (k - part.begin) + n * self.lanes)
-            tiles(
-                lambda i, k: [
-                    code.load_vector(converted, i * (WHOLE + matrix.step) + (k - part.begin), F32, self.lanes)
-                ],
-                self.lanes,
-            )
+            width = WHOLE + matrix.step
+            whole = part.end - part.end % matrix.step
+
+            def convert(i: Value, k: Value, left: Value | None = None) -> None:
+                for n, vector in enumerate(direct(i, k, left)):
+                    code.store_vector(vector, converted, i * width + (k - part.begin) + n * self.lanes)
+
+            with code.loop(0, num_o) as i:
+                with code.loop(part.begin, whole, matrix.step) as k:
+                    convert(i, k)
+                if not matrix.form.group:  # groups end with steps
+                    with code.when(whole.compare("<", part.end)):
+                        convert(i, whole, part.end - whole)
+            load = lambda i, k, _=None: [code.load_vector(converted, i * width + (k - part.begin), F32, self.lanes)]
+            tiles(load, self.lanes)
 
     def _tile(
         self, part: "_Part", o: Value, num_o: int, r: Value, num_t: int, load: Callable[..., list[Value]], step: int
@@ -292,21 +304,27 @@ class _Writer:
             for n, pair in enumerate(pairs):
                 sums[pair].set(code.load_vector(part.partial, place + n * lanes, F32, lanes))
 
-        def add(k: Value, load_x: Callable[[Value], Value]) -> None:
-            w = [load(i, k) for i in range(num_o)]
+        def add(k: Value, load_x: Callable[[Value], Value], left: Value | None = None) -> None:
+            w = [load(i, k, left) for i in range(num_o)]
             for n in range(step // lanes):
                 for j in range(num_t):
                     x_j = load_x(at_t[j] * depth + k + n * lanes)
                     for i in range(num_o):
                         sums[j, i].set(code.fma(w[i][n], x_j, sums[j, i].get()))
 
-        whole = part.end - part.end % step
-        with code.loop(part.begin, whole, step) as k:
-            part.matrix.prefetch(part.first_o + o, num_o, k)
-            add(k, lambda at: code.load_vector(x, at, F32, lanes))
+        whole, line = part.end - part.end % step, max(step, part.matrix.inputs_of_line)
+        # Each tile of many requests other cache lines of the weights of later outputs.
+        prefetched = num_o if num_t < self.tile_t else PREFETCHED
+        ahead = part.first_o + o + part.matrix.rows_ahead(num_o) + (r - part.first) // num_t * prefetched % num_o
+        with code.loop(part.begin, whole, line) as first_k:
+            for n in range(prefetched):
+                part.matrix.prefetch(ahead + n, first_k)
+            with code.loop(first_k, code.minimum(first_k + line, whole), step) as k:
+                add(k, lambda at: code.load_vector(x, at, F32, lanes))
         if not part.matrix.form.group:  # groups end with steps
             with code.when(whole.compare("<", part.end)):
-                add(whole, lambda at: code.load_part(x, at, F32, lanes, part.end - whole))
+                left = part.end - whole
+                add(whole, lambda at: code.load_part(x, at, F32, lanes, left), left)
         with code.when(part.end.compare("<", depth)):
             for n, pair in enumerate(pairs):
                 code.store_vector(sums[pair].get(), part.partial, place + n * lanes)

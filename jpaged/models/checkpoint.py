@@ -31,6 +31,7 @@ from jpaged.models.quantized import (
     weights_of,
 )
 from jpaged.models.quantized_checkpoint import dequantized, read_scheme
+from jpaged.models.quantized_weight import QuantizedWeight
 from jpaged.models.registry import architecture_of
 from jpaged.models.safetensors_files import FLOATS, INDEX, KeptTensor, StoredTensor, StoredTensors, open_tensors
 from jpaged.progress import track

@@ -41,8 +41,10 @@ class KeptTensor(StoredTensor, Protocol):
         """Form in which a model can hold the weight as it is; None: there is none."""
 
     def leaf(self, field: str, form: Format) -> StoredTensor:
-        """Return an array of the weight in a form, `kept` or the same with minima, by its name in
-        `pallas_kernels.Weight`.
+        """Return an array of the weight in a form, by its name in `pallas_kernels.Weight`.
+
+        Args:
+            form: `kept`, or the same with minima.
         """
 
 

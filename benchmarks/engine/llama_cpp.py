@@ -171,6 +171,7 @@ async def rounds(report: Report, kind: str, servers: dict[str, Running], columns
     connector, timeout = aiohttp.TCPConnector(limit=0, force_close=True), aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
         for name, server in servers.items():
+            server.wait_until_idle()
             warm_up = Bench(session, name, server.url, (0, 0))
             await warm_up.decode(CHAT, CHAT)
             await warm_up.chats()
@@ -193,9 +194,8 @@ def measure(report: Report, commands: dict[str, str], args: argparse.Namespace, 
     starts = args.rounds if "start" in args.only else 1
     with contextlib.ExitStack() as kept:
         servers: dict[str, Running] = {}
-        if "start" in args.only:  # the first start fills caches
-            with serving("jpaged", commands["jpaged"], path="/health", **values) as server:
-                report.say(f"{kind}: the first start of jpaged takes {server.start_s:.1f} s")
+        with serving("jpaged", f"{commands['jpaged']} --warm-up", path="/health", **values) as server:
+            report.say(f"{kind}: jpaged has compiled, or loaded, all shapes after {server.start_s:.1f} s")
         for number in range(1, starts + 1):
             for name, command in commands.items():
                 with contextlib.ExitStack() as running:

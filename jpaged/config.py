@@ -15,7 +15,8 @@ GGUF = "gguf"  # method of quantization of a file in GGUF
 QUANTIZED_CHECKPOINTS = ("awq", "gptq", "fp8", "compressed-tensors")  # as config.json names their methods
 KERNELS = ("auto", "reference", "mosaic", "triton", "cpu")
 BLOCK_SIZE = 16
-# A CPU gathers long contexts faster in large blocks (0.7 of the time of attention over 512 tokens).
+# A CPU reads long contexts faster in large blocks: behind 4,000 tokens, a decode step of SmolLM2-135M in float32 takes
+# 35.4 ms with blocks of 16 tokens, 33.4 with 32, 30.0 with 64, and 28.9 with 128, whose copies take 7 times as long.
 CPU_LONG_BLOCK_SIZE, CPU_LONG = 64, 2048
 
 

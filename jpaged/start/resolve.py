@@ -174,7 +174,7 @@ def _limits(choices: _Choices, model: ModelConfig, platform: str) -> Limits:
     tokens = choose("max_num_batched_tokens", max(tokens, seqs), reason)
     block_size, reason = BLOCK_SIZE, "the default"
     if platform == "cpu" and max_model_len >= CPU_LONG:
-        block_size, reason = CPU_LONG_BLOCK_SIZE, "a CPU gathers long contexts faster in large blocks"
+        block_size, reason = CPU_LONG_BLOCK_SIZE, "a CPU reads long contexts faster in large blocks"
     block_size = choose("block_size", block_size, reason)
     max_logprobs = model.vocab_size if config.max_logprobs == -1 else config.max_logprobs
     limits = Limits(max_model_len, seqs, tokens, block_size, max_logprobs)

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jpaged.models.base import Model
 from jpaged.models.config import ModelConfig
+from jpaged.models.quantized import check_groups
 from jpaged.runtime.mesh import mesh_shape
 
 ALL = KV, GROUP = "kv", "group"  # axes of the mesh
@@ -123,6 +124,7 @@ def shard(model: Model, devices: Sequence[jax.Device]) -> Model:
     """
     placement = Placement.on(devices, model.config)
     graphdef, state = nnx.split(model)
+    check_groups(dict(nnx.to_flat_state(state)), placement.of)
     leaves = [
         (path, leaf.replace(jax.device_put(leaf.get_value(), placement.of(leaf))))
         for path, leaf in nnx.to_flat_state(state)

@@ -4,8 +4,8 @@
 
 The model is that of `cpu_serving.py`. Parts are measured alone or by leaving them out, all in turn in each round: the
 layers without attention, writes and attention, logits, sampling, and the host's part. The floor of a part is the longer
-of two times, measured in the same rounds: that of reading its parameters or its keys and values, and that of its
-multiplications at the speed of a product of large matrices.
+of two times, measured in the same rounds: that of reading its parameters or its keys and values as fast as all threads
+read an array, and that of its multiplications at the speed of a product of large matrices.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from flax import nnx
 from benchmarks.engine.cpu_serving import CONCURRENCY, CONFIG
 from benchmarks.engine.steps import decode_plans, random_model
 from benchmarks.kernels.workloads import random_array
+from benchmarks.shared.bandwidth import read
 from benchmarks.shared.device import environment, open_device, prepare_environment
 from benchmarks.shared.results import Report, script_parser, table
 from benchmarks.shared.runners import runner_of
@@ -33,13 +34,14 @@ from jpaged.config import EngineConfig, Limits
 from jpaged.core.params import SamplingParams
 from jpaged.core.plan import Admitted, Scheduled, StepPlan
 from jpaged.models.config import ModelConfig
-from jpaged.models.layers import multiplying, product
+from jpaged.models.layers import set_products
 from jpaged.models.llama import Llama
 from jpaged.runtime.batch import make_batch
 from jpaged.runtime.runner import ModelRunner
+from pallas_kernels import Weight
 
 BLOCK_SIZE, MAX_TOKENS = 64, 128
-READ_BYTES, LARGE = 2**28, 2048
+READ_BYTES, LARGE = 2**29, 2048
 
 
 class Case(NamedTuple):
@@ -89,44 +91,63 @@ def calls_of(runner: ModelRunner, model: Llama, case: Case) -> dict[str, Callabl
     buffer, bits = jax.device_put(made.buffer), shapes.no_bits[made.bucket.num_seqs]
     computed = runner._forward(buffer, made.bucket)
     graphdef, state = nnx.split(model)
-    positions = jnp.arange(rows)
-    own = multiplying(runner.kernels.product)
-    layers = jax.jit(own(lambda state: nnx.merge(graphdef, state)(positions, positions, lambda layer, q, *_: q)))
-    logits = jax.jit(own(lambda state, x_sd: nnx.merge(graphdef, state).logits(x_sd)))
-    large, small = random_array((LARGE, LARGE), "float32", 2), random_array((1, LARGE), "float32", 3)
-    read = random_array((READ_BYTES // (4 * LARGE), LARGE), "float32", 4)
-    multiply = jax.jit(product)
+    positions, kernels = jnp.arange(rows), runner.kernels
+
+    def with_products(state):
+        merged = nnx.merge(graphdef, state)
+        set_products(merged, kernels.product, kernels.products)
+        return merged
+
+    layers = jax.jit(lambda state: with_products(state)(positions, positions, lambda layer, q, *_: q))
+    logits = jax.jit(lambda state, x_sd: with_products(state).logits(x_sd))
+    large, array = random_array((LARGE, LARGE), "float32", 2), jnp.arange(READ_BYTES // 4, dtype=jnp.int32)
+    multiply, read_all = jax.jit(lambda x, w: kernels.product(x, Weight(w))), jax.jit(read)
     return {
         "step": lambda: runner.dispatch(plan).result().samples,
         "forward": lambda: runner._forward(buffer, made.bucket),
         "choose": lambda: runner._choose(computed, bits, runner.step.settings_for(made.settings)),
         "layers": lambda: layers(state),
         "logits": lambda: logits(state, computed.x_sd),
-        "read": lambda: multiply(small, read),
+        "read": lambda: read_all(array),
         "multiply": lambda: multiply(large, large),
     }
 
 
-def rows_of(seconds: dict[str, float], model: Llama, case: Case, num_samples: int) -> list[dict[str, Any]]:
+def num_bytes(leaves: Sequence[jax.Array]) -> int:
+    """Return the bytes of arrays."""
+    return sum(leaf.nbytes for leaf in leaves)
+
+
+def num_products(config: ModelConfig) -> int:
+    """Return the multiplications of a token in the layers of a dense decoder with gated MLPs."""
+    heads = 2 * (config.num_attention_heads + config.num_key_value_heads) * config.head_dim
+    return config.num_hidden_layers * config.hidden_size * (heads + 3 * config.intermediate_size)
+
+
+def rows_of(
+    seconds: dict[str, float], model: Llama, case: Case, num_samples: int, pool_itemsize: int = 4
+) -> list[dict[str, Any]]:
     """Return the parts of a step with their floors, in milliseconds."""
     config = model.config
     second_of_byte, second_of_flop = seconds["read"] / READ_BYTES, seconds["multiply"] / (2 * LARGE**3)
 
-    def part(name: str, time: float, num_bytes: int = 0, flops: int = 0) -> dict[str, Any]:
-        floor = max(num_bytes * second_of_byte, flops * second_of_flop) or None
+    def part(name: str, time: float, size: int = 0, flops: int = 0) -> dict[str, Any]:
+        floor = max(size * second_of_byte, flops * second_of_flop) or None
         over = time / floor if floor else None
-        return {"part": name, "ms": 1e3 * time, "floor_ms": floor and 1e3 * floor, "over_floor": over}
+        return {"part": name, "ms": 1e3 * time, "bytes": size, "floor_ms": floor and 1e3 * floor, "over_floor": over}
 
-    layers = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model.layers)))
+    leaves = jax.tree.leaves(nnx.state(model.layers))
+    head = nnx.state(model.embed_tokens if config.tie_word_embeddings else model.lm_head)
     vocabulary = config.vocab_size * config.hidden_size
+    products = num_products(config)
     keys = case.decodes * case.context + case.chunk
     attended = case.decodes * case.context + case.chunk * (case.chunk + 1) // 2
-    token_bytes = 8 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    token_bytes = 2 * pool_itemsize * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     per_key = 4 * config.num_hidden_layers * config.num_attention_heads * config.head_dim
     parts = [
-        part("layers without attention", seconds["layers"], 4 * layers, 2 * layers * case.num_tokens),
+        part("layers without attention", seconds["layers"], num_bytes(leaves), 2 * products * case.num_tokens),
         part("writes and attention", seconds["forward"] - seconds["layers"], keys * token_bytes, attended * per_key),
-        part("logits", seconds["logits"], 4 * vocabulary, 2 * vocabulary * num_samples),
+        part("logits", seconds["logits"], num_bytes(jax.tree.leaves(head)), 2 * vocabulary * num_samples),
         part("sampling", seconds["choose"] - seconds["logits"]),
         part("host", seconds["step"] - seconds["forward"] - seconds["choose"]),
     ]
@@ -134,6 +155,7 @@ def rows_of(seconds: dict[str, float], model: Llama, case: Case, num_samples: in
     whole = {
         "part": "step",
         "ms": 1e3 * seconds["step"],
+        "bytes": sum(each["bytes"] for each in parts),
         "floor_ms": floor,
         "over_floor": 1e3 * seconds["step"] / floor,
     }
@@ -169,8 +191,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "The parts of a step on a CPU",
         f"A Llama of {config.num_hidden_layers} layers and hidden size {config.hidden_size}, float32, KV blocks of "
         f"{BLOCK_SIZE} tokens in random order. The floor of a part is the time of reading its parameters or keys "
-        "and values, or that of its multiplications, whichever is longer, at the rates of the same rounds: a "
-        f"product of one row (GB/s) and of {LARGE} x {LARGE} matrices (GFLOP/s). Medians of {args.rounds} rounds.",
+        "and values, or that of its multiplications, whichever is longer, at the rates of the same rounds: all "
+        f"threads read an array (GB/s), and a product of {LARGE} x {LARGE} matrices (GFLOP/s). Medians of "
+        f"{args.rounds} rounds.",
         table(report.rows, ("step", "part", "ms", "floor_ms", "over_floor", "read_gb_s", "gflop_s")),
     )  # fmt: skip
     return 0

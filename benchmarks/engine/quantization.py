@@ -28,6 +28,7 @@ from jpaged.config import QUANTIZATIONS
 from jpaged.demo import DIRECTORY as DEMO
 from jpaged.models.base import Model
 from jpaged.models.checkpoint import Form, dummy_model, load_safetensors
+from jpaged.models.layers import MINIMUM, SCALE
 from jpaged.models.registry import read_config
 from jpaged.rl.causal import logits
 from jpaged.runtime.parameters import by_name
@@ -64,7 +65,7 @@ def distributions(model: Model, tokens_bw: np.ndarray) -> list[np.ndarray]:
 def num_bytes(model: Model) -> int:
     """Return the bytes of a model whose parameters have 16 bits, unless they are quantized."""
     leaves = by_name(model)
-    small = {name for name, leaf in leaves.items() if leaf.dtype.itemsize == 1 or name.endswith("weight_scale")}
+    small = {name for name, leaf in leaves.items() if leaf.dtype.itemsize == 1 or name.endswith((SCALE, MINIMUM))}
     return sum(leaf.size * (leaf.dtype.itemsize if name in small else 2) for name, leaf in leaves.items())
 
 

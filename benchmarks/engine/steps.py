@@ -24,33 +24,51 @@ from jpaged.config import EngineConfig, Limits
 from jpaged.core.params import SamplingParams
 from jpaged.core.plan import Admitted, Scheduled, StepPlan
 from jpaged.llm import LLM
-from jpaged.models.base import Model
-from jpaged.models.checkpoint import abstract_model, on_one_device
+from jpaged.models.base import Leaf, LeafPath, Model
+from jpaged.models.checkpoint import abstract_model, merged, on_one_device
 from jpaged.models.config import ModelConfig
 from jpaged.models.fused import fuse
+from jpaged.models.layers import MINIMUM, SCALE
+from jpaged.models.quantized import formats_of
 from jpaged.runtime.runner import ModelRunner
 from jpaged.start.load import FUSING
+from pallas_kernels.weights import Format
 
 TEMPERATURE = 0.6  # of nano-vllm's benchmark
 SHARPNESS = 3.0  # of random queries, relative to keys
 
 
-def random_model(config: ModelConfig, dtype: str) -> Model:
+def random_model(config: ModelConfig, dtype: str, quantization: str | None = None) -> Model:
     """Return a model with parameters drawn on the device, and matrices scaled to keep the size of activations.
 
     Queries are longer: as in a trained model, attention looks at a few tokens, and one wrong key changes its output.
     """
-    graphdef, leaves = abstract_model(config, dtype)
+    formats = formats_of(merged(*abstract_model(config, dtype)), quantization)
+    graphdef, leaves = abstract_model(config, dtype, formats)
     filled = {}
     for seed, (path, leaf) in enumerate(leaves.items()):
         factor = SHARPNESS if {"q_proj", "q_norm"} & set(path) else 1.0
+        of_weight = (*path[:-1], str(path[-1]).removesuffix(SCALE).removesuffix(MINIMUM))
         if path[-1] == "scale":
             array = jnp.full(leaf.shape, factor, dtype)
+        elif of_weight in formats:
+            array = _quantized_leaf(leaf, path, formats[of_weight], factor * config.hidden_size**-0.5, seed)
         else:
             factor *= 0.02 if path[-1] == "embedding" else leaf.shape[-1] ** -0.5
             array = random_array(leaf.shape, dtype, seed) * jnp.asarray(factor, dtype)
         filled[path] = leaf.replace(array)
     return nnx.merge(graphdef, nnx.from_flat_state(filled))
+
+
+def _quantized_leaf(leaf: Leaf, path: LeafPath, form: Format, size: float, seed: int) -> jax.Array:
+    """Return a leaf of a quantized weight whose elements have about this size."""
+    if path[-1].endswith(MINIMUM):
+        return jnp.full(leaf.shape, -2 * size, leaf.dtype)
+    if path[-1].endswith(SCALE):
+        return jnp.full(leaf.shape, size * (4 / 15 if form.is_packed else 1 / 40), leaf.dtype)
+    if form.is_packed:
+        return jax.random.bits(jax.random.key(seed, impl="unsafe_rbg"), leaf.shape, jnp.uint8)
+    return (40 * random_array(leaf.shape, "bfloat16", seed)).astype(leaf.dtype)
 
 
 def step(

@@ -25,6 +25,7 @@ from benchmarks.shared.models import MODELS
 from benchmarks.shared.program import Program
 from benchmarks.shared.results import Row, table
 from benchmarks.shared.step_program import DescribedStep, StepShape
+from jpaged.config import QUANTIZATIONS
 
 # Rates of the estimate, as parts of the data sheet's bandwidth: a kernel that only reads; products of few rows, which
 # read their weights; a good decode kernel.
@@ -169,7 +170,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="GPUs that share the model")
     parser.add_argument("--block-size", type=int, default=16, metavar="B")
     parser.add_argument("--max-model-len", type=int, default=8192, metavar="TOKENS", help="that a block table holds")
-    parser.add_argument("--quantization", choices=("int8", "fp8"))
+    parser.add_argument("--quantization", choices=QUANTIZATIONS)
     parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto")
     parser.add_argument("--separate", action="store_true", help="weights of a module in hand, which are not fused")
     parser.add_argument("--cublas", action="store_true", help="products as calls of cuBLAS")

@@ -30,7 +30,11 @@ No figure on this page was measured on a GPU. `make bench` runs the evaluation a
 [measured and simulated](../benchmarks/results/evaluation/results.json),
 [sharing](../benchmarks/results/sharing/report.md) (`benchmarks/paper/sharing.py`),
 [preemption](../benchmarks/results/preemption/report.md). The time of the scheduler itself has
-[a report of its own](../benchmarks/results/scheduler/report.md)."""
+[a report of its own](../benchmarks/results/scheduler/report.md).
+
+On a CPU, `benchmarks/engine/cpu_step.py` divides the time of a step into parts, `cpu_bytes.py` measures the share of
+the read bandwidth that a decode step of one row reaches for each kind of weights, and `experts.py` compares the grouped
+products of a mixture of experts with XLA's."""
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

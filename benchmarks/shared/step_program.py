@@ -15,9 +15,10 @@ from benchmarks.shared.gpus import Gpu
 from benchmarks.shared.models import cut
 from benchmarks.shared.program import Array, Program
 from jpaged.config import KV_CACHE_DTYPES
-from jpaged.models.checkpoint import abstract_model, dtypes_of_weights
+from jpaged.models.checkpoint import abstract_model, merged
 from jpaged.models.config import ModelConfig
 from jpaged.models.fused import Joint, fuse, joined
+from jpaged.models.quantized import formats_of
 from jpaged.runtime.batch import Bucket, Layout
 from jpaged.runtime.device_rows import empty_state
 from jpaged.runtime.kv_cache import KVCache
@@ -80,7 +81,10 @@ class DescribedStep:
         self.gpu, self.shape = gpu, shape
         config, bucket = shape.config, shape.bucket
         placement = Placement.on(deviceless.gpus(gpu, shape.devices), config)
-        graphdef, leaves = abstract_model(config, "bfloat16", _quantized(config, shape.quantization))
+        graphdef, leaves = abstract_model(config, "bfloat16")
+        if shape.quantization is not None:
+            formats = formats_of(merged(graphdef, leaves), shape.quantization)
+            graphdef, leaves = abstract_model(config, "bfloat16", formats)
         model = nnx.merge(graphdef, nnx.from_flat_state(leaves))
         if shape.fused:
             fuse(model, placement.of, _described)
@@ -140,9 +144,3 @@ class DescribedStep:
 
 def _described(arrays: Sequence[jax.ShapeDtypeStruct], joint: Joint, sharding: Any) -> jax.ShapeDtypeStruct:
     return jax.eval_shape(functools.partial(joined, joint=joint), arrays)
-
-
-def _quantized(config: ModelConfig, quantization: str | None) -> dict[Any, str] | None:
-    if quantization is None:
-        return None
-    return dtypes_of_weights(*abstract_model(config, "bfloat16"), quantization)

@@ -13,6 +13,7 @@ or of a table of measured steps (--costs). Each user sends a request, waits for 
 one. Without --users, --request-rate and --trace, the command searches for the largest number of users of which 99 % of
 the requests are within --max-ttft and --max-tpot, and repeats the search with another KV dtype, block size and number
 of GPUs.
+A CPU (--gpu ryzen-9-7950x) reads and multiplies only the experts that a step's tokens take; a GPU all of them.
 Results are predictions, not measurements.
 """
 
@@ -41,26 +42,34 @@ from jpaged.progress import track
 from jpaged.simulator.capacity import best, estimate, search
 from jpaged.simulator.cost import CostTable
 from jpaged.simulator.deployment import MAX_USERS, Deployment
-from jpaged.simulator.gpu import GPUS
+from jpaged.simulator.gpu import CPUS, GPUS
 from jpaged.simulator.load import MEASURED, LatencyLimits, Load, Traffic, load_of_rate, load_of_trace, load_of_users
 from jpaged.simulator.shape import SHAPES, ModelShape
 from jpaged.simulator.traffic import load_trace
 
 KV_DTYPES = {"auto": 2, "fp8": 1}  # bytes
-# Bits of a weight. 128 weights of 4 bits share a scale of 16 bits and a zero of 4 bits, as usual in AWQ and GPTQ.
-QUANTIZATIONS = {None: 16.0, "int8": 8.0, "fp8": 8.0, "int4": 4 + 20 / 128}
+# Bits of a weight of linear layers and experts, and of one of the embedding and the output matrix, as an engine holds
+# them: groups of 32 or 128 weights share a scale of 16 bits and, by kind, a minimum of 16 or 32 bits.
+QUANTIZATIONS = {
+    None: (16.0, 16.0), "int8": (8.0, 16.0), "fp8": (8.0, 16.0), "int4": (4 + 32 / 32, 16.0),
+    "awq": (4 + 48 / 128, 16.0), "gptq": (4 + 48 / 128, 16.0),
+    "q8_0": (8 + 16 / 32, 8 + 16 / 32), "q4_0": (4 + 16 / 32, 8 + 16 / 32), "q4_1": (4 + 32 / 32, 8 + 16 / 32),
+}  # fmt: skip
+CPU_QUANTIZATIONS = ("awq", "gptq", "q8_0", "q4_0", "q4_1")  # GPUs have no products for weights as these are stored
+DEVICES = GPUS | CPUS
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `jpaged plan`."""
     defaults = Deployment.__dataclass_fields__
     add = parser.add_argument_group("deployment").add_argument
-    add("--gpu", choices=tuple(GPUS), default="h100", help="kind of the GPUs")
+    add("--gpu", choices=tuple(DEVICES), default="h100", help="kind of the GPUs, or a CPU")
     add("--model", default="llama-3-8b", metavar="MODEL",
         help=f"a directory or hub id with a config.json, or one of {', '.join(SHAPES)}")  # fmt: skip
     add("--tensor-parallel-size", "-tp", type=int, default=1, metavar="GPUS", help="number of GPUs of one engine")
     add("--quantization", choices=tuple(filter(None, QUANTIZATIONS)),
-        help="weights of linear layers; jpaged serve has none of 4 bits yet (default: 16 bits)")  # fmt: skip
+        help="kind of the weights of linear layers and experts (default: 16 bits); of a CPU only: "
+        f"{', '.join(CPU_QUANTIZATIONS)}")  # fmt: skip
     add("--kv-cache-dtype", choices=tuple(KV_DTYPES), default="auto", help="dtype of the KV pool; auto: 16 bits")
     add("--block-size", type=int, default=defaults["block_size"].default, metavar="TOKENS", help="tokens of a block")
     add("--max-model-len", type=count, metavar="TOKENS", help="maximum tokens of a sequence (default: the model's)")
@@ -163,10 +172,12 @@ def deployment_of(args: argparse.Namespace) -> Deployment:
         from jpaged.start.find import find_model
 
         shape = ModelShape.of(read_config(find_model(args.model, weights=False)), args.model)
+    if args.quantization in CPU_QUANTIZATIONS and args.gpu not in CPUS:
+        raise ValueError(f"quantization: {args.quantization} is kept on a CPU only: {args.gpu} has int8, fp8 and int4")
     return Deployment(
-        GPUS[args.gpu], shape, args.tensor_parallel_size, KV_DTYPES[args.kv_cache_dtype], args.block_size,
+        DEVICES[args.gpu], shape, args.tensor_parallel_size, KV_DTYPES[args.kv_cache_dtype], args.block_size,
         args.max_num_seqs, args.max_num_batched_tokens, args.gpu_memory_utilization, args.enable_prefix_caching,
-        CostTable.load(args.costs) if args.costs else None, QUANTIZATIONS[args.quantization],
+        CostTable.load(args.costs) if args.costs else None, *QUANTIZATIONS[args.quantization],
         max_model_len=shape.context if args.max_model_len is None else args.max_model_len,
     )  # fmt: skip
 
@@ -254,12 +265,14 @@ def _facts(deployment: Deployment, lengths: Sequence[tuple[int, int]]) -> str:
     shape, tokens = deployment.shape, deployment.pool_tokens
     kv_bytes = shape.kv_bytes(deployment.kv_dtype_bytes, deployment.num_gpus)
     inputs, outputs = (fmean(column) for column in zip(*lengths))
-    bits = deployment.weight_bits
+    bits, grouped = deployment.weight_bits, deployment.gpu.groups_experts
+    read = ", ".join(f"{shape.experts_read(tokens, grouped):.0f} of {tokens}" for tokens in (1, 8, 64))
+    experts = f"experts of a layer that a step reads, by tokens: {read}\n" if shape.num_experts and grouped else ""
     return (
         f"{shape.name}: {shape.num_params / 1e9:.2f}e9 parameters, {deployment.param_bytes / 2**30:.1f} GiB"
-        f"{' in 16 bits' if bits == 16 else f', linear layers in {bits:g} bits'}\n"
+        f"{' in 16 bits' if bits == 16 else f', weights of layers in {bits:g} bits'}\n"
         f"KV pool: {tokens:,} tokens of {kv_bytes / 1024:.0f} KiB, {tokens * kv_bytes / 2**30:.1f} GiB\n"
-        f"requests: {inputs:.0f} tokens in, {outputs:.0f} out on average\n"
+        f"{experts}requests: {inputs:.0f} tokens in, {outputs:.0f} out on average\n"
         f"predicted, not measured; duration of a step: {deployment.cost.source}\n"
     )
 

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from jpaged.models.config_file import CONFIG
 from jpaged.models.layers import Embedding
 from jpaged.models.quantized import (
     Formats,
+    check_groups,
     dense_leaf,
     formats_of,
     is_quantized,
@@ -29,10 +31,13 @@ from jpaged.models.quantized import (
     weights_of,
 )
 from jpaged.models.quantized_checkpoint import dequantized, read_scheme
+from jpaged.models.quantized_weight import QuantizedWeight
 from jpaged.models.registry import architecture_of
 from jpaged.models.safetensors_files import FLOATS, INDEX, KeptTensor, StoredTensor, StoredTensors, open_tensors
 from jpaged.progress import track
 from pallas_kernels.weights import Format
+
+logger = logging.getLogger(__name__)
 
 MAX_PROBLEMS = 50  # tensors named in an error
 
@@ -98,6 +103,7 @@ def dummy_model(
     """Return a model with random parameters."""
     quantized = formats_of(merged(*abstract_model(config, dtype)), quantization)
     graphdef, leaves = abstract_model(config, dtype, quantized)
+    check_groups(leaves, place)
     shardings = tuple((path, place(leaf)) for path, leaf in leaves.items())
     arrays = _drawing(config, dtype, tuple(quantized.items()), shardings)(jax.random.key(seed))
     return merged(graphdef, {path: leaf.replace(arrays[path]) for path, leaf in leaves.items()})
@@ -118,6 +124,7 @@ def filled(
         kept: weights that are stored quantized, and read like their scales and minima.
     """
     graphdef, leaves = abstract_model(config, form.dtype, {**rounded, **(kept or {})})
+    check_groups(leaves, form.place)
     made = {leaf for path, each in rounded.items() for leaf in leaf_paths(path, each).values()}
     paths = [path for path in leaves if path in rounded or path not in made]
     for path in track(paths, len(paths), "loaded", "parameter", bar=progress):
@@ -197,7 +204,7 @@ def load_tensors(find: Find, where: Path, config: ModelConfig, form: Form, *, pr
             pieces[use.path].append((tensors[name], use))
     model = merged(graphdef, leaves)
     rounded = formats_of(model, form.quantization)
-    kept, dtypes = _kept_weights(pieces, [path for path, *_ in weights_of(model)], rounded, form.keeps_groups)
+    kept, dtypes = _kept_weights(pieces, [path for path, *_ in weights_of(model)], rounded, form)
     rounded = {path: each for path, each in rounded.items() if path not in kept}
     for path in rounded:
         kinds = {FLOATS[tensor.get_dtype()] for tensor, _ in pieces[path]}
@@ -223,7 +230,7 @@ def _check_tensors(tensors: StoredTensors, config: ModelConfig, expected: Shapes
 
 
 def _kept_weights(
-    pieces: dict[LeafPath, Pieces], weights: Iterable[LeafPath], rounded: Formats, keeps_groups: bool
+    pieces: dict[LeafPath, Pieces], weights: Iterable[LeafPath], rounded: Formats, form: Form
 ) -> tuple[dict[LeafPath, Format], dict[LeafPath, str]]:
     """Return the forms of weights that are stored as the model can hold them, and the dtypes of their leaves.
 
@@ -231,17 +238,34 @@ def _kept_weights(
     """
     kept: dict[LeafPath, Format] = {}
     dtypes: dict[LeafPath, str] = {}
+    expanded: list[LeafPath] = []
     for path in weights:
         quantized = [(tensor, use) for tensor, use in pieces[path] if isinstance(tensor, KeptTensor)]
-        stored = {tensor.kept for tensor, _ in quantized} if len(quantized) == len(pieces[path]) else set()
-        form = stored.pop() if len(stored) == 1 else None
-        if form is None or (form.group and not keeps_groups) or form != rounded.get(path, form):
+        if not any(isinstance(tensor, QuantizedWeight) or tensor.kept for tensor, _ in quantized):
             continue
-        kept[path] = form
-        for field, leaf in leaf_paths(path, form).items():
-            dtypes[leaf] = form.dtype if field == "values" else getattr(form, field)
-            pieces[leaf] = [(tensor.leaf(field), use) for tensor, use in quantized]
+        stored = common_form([tensor.kept for tensor, _ in quantized]) if len(quantized) == len(pieces[path]) else None
+        if stored is None or (stored.group and not form.keeps_groups) or stored != rounded.get(path, stored):
+            expanded += [path] * (path not in rounded)
+            continue
+        kept[path] = stored
+        for field, leaf in leaf_paths(path, stored).items():
+            dtypes[leaf] = stored.dtype if field == "values" else getattr(stored, field)
+            pieces[leaf] = [(tensor.leaf(field, stored), use) for tensor, use in quantized]
+    if expanded:
+        size = sum(use.rows * tensor.get_shape()[1] for path in expanded for tensor, use in pieces[path])
+        logger.warning(
+            "quantization: %d weights (first: %s) become %s, %s bytes, because %s", len(expanded),
+            ".".join(map(str, expanded[0])), form.dtype, f"{size * jnp.dtype(form.dtype).itemsize:,}",
+            "products have no code for their groups" if form.keeps_groups else "their groups are kept on one CPU only",
+        )  # fmt: skip
     return kept, dtypes
+
+
+def common_form(forms: Sequence[Format | None]) -> Format | None:
+    """Return the form of a weight whose parts are stored in these; None if they do not fit together."""
+    with_minima = next((form for form in forms if form and form.minima), None)
+    common = {form and form._replace(minima=with_minima.minima) if with_minima else form for form in forms}
+    return common.pop() if len(common) == 1 else None
 
 
 def _kept_dtypes(pieces: dict[LeafPath, Pieces], weights: Iterable[LeafPath]) -> dict[LeafPath, str]:

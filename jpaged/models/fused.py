@@ -16,9 +16,9 @@ from jax.sharding import Sharding
 
 import pallas_kernels
 from jpaged.models.base import Leaf, Model, Place
-from jpaged.models.layers import Linear, Product, axes, weight_of
+from jpaged.models.layers import MINIMUM, SCALE, Linear, Product, axes, weight_of
 
-LEAVES = ("weight", "bias", "weight_scale")
+LEAVES = ("weight", "bias", "weight" + SCALE, "weight" + MINIMUM)
 
 # (leaves, their joint, sharding of the leaf that replaces them) -> that leaf
 Join = Callable[[Sequence[Any], "Joint", Sharding], Any]
@@ -93,7 +93,7 @@ def joints_of(model: Model) -> dict[str, Joint]:
 def fuse_linears(module: nnx.Module, name: str, members: Sequence[str], place: Place, join: Join) -> None:
     """Replace linear layers of a module by one layer called `name`.
 
-    Nothing changes if their weights differ in dtype, or are not divided among equally many devices.
+    Nothing changes if their weights differ in form, or are not divided among equally many devices.
     """
     layers = [getattr(module, member, None) for member in members]
     if not all(isinstance(layer, Linear) for layer in layers):

@@ -11,7 +11,7 @@ from gguf.constants import GGMLQuantizationType as Kind
 from jpaged.gguf_file import GgufTensor
 from jpaged.models.gguf_blocks import LAYOUTS, blocks_of
 from jpaged.models.safetensors_files import DerivedTensor
-from pallas_kernels.weights import Format, Weight
+from pallas_kernels.weights import MIDDLE, Format, Weight
 
 CHUNK_ROWS = 1024  # rows that are converted at a time
 FLOATS = {Kind.F32: ("F32", np.float32), Kind.F16: ("F16", np.float16), Kind.BF16: ("BF16", ml_dtypes.bfloat16)}
@@ -76,10 +76,14 @@ class GgufWeight:
             "uint8" if layout.is_packed else "int8", dtype, dtype if layout.has_minima else None, layout.group
         )
 
-    def leaf(self, field: str) -> DerivedTensor:
-        """Return an array of a weight that can be kept, by its name in `pallas_kernels.Weight`."""
-        form, (outputs, inputs), place = self.kept, self.get_shape(), Weight._fields.index(field)
-        assert form is not None and form.group is not None, "this weight is not quantized"
+    def leaf(self, field: str, form: Format) -> DerivedTensor:
+        """Return an array of the weight in a form, by its name in `pallas_kernels.Weight`.
+
+        Args:
+            form: `kept`, or the same with minima.
+        """
+        (outputs, inputs), place = self.get_shape(), Weight._fields.index(field)
+        assert form.group is not None, "this weight is not quantized"
         width = inputs // (1 + form.is_packed) if field == "values" else inputs // form.group
         dtype = form.dtype if field == "values" else getattr(form, field)
 
@@ -88,8 +92,10 @@ class GgufWeight:
             found = np.empty((high - low, width), dtype)
             for at in range(low, high, CHUNK_ROWS):
                 rows = self._rows(slice(at, min(high, at + CHUNK_ROWS)))
-                part = LAYOUTS[self.stored.kind].parts(blocks_of(rows, self.stored.kind))[place]
-                assert part is not None, "only kinds with minima have them in their form"
+                parts = LAYOUTS[self.stored.kind].parts(blocks_of(rows, self.stored.kind))
+                part = parts[place]
+                if part is None:  # minima of a kind without them
+                    part = parts[1] * -float(MIDDLE * form.is_packed)
                 found[at - low :][: len(rows)] = part.reshape(len(rows), width)
             return found[:, *index[1:]]
 

@@ -13,7 +13,7 @@ import pallas_kernels
 from jpaged.models.base import Place
 from jpaged.models.config import ModelConfig
 from jpaged.models.fused import Join, Joint, join_variables
-from jpaged.models.layers import Linear, Product, axes, weight_of
+from jpaged.models.layers import SCALE, Linear, Product, axes, weight_of
 from jpaged.models.variation import Experts
 from pallas_kernels.reference import ACTIVATIONS
 
@@ -23,8 +23,8 @@ EXPERT_WEIGHTS = ("gate_proj", "up_proj", "down_proj")
 def cost_of(config: ModelConfig, num_tokens: int) -> str | None:
     """Return the cost of a mixture of experts, with at most `num_tokens` in a step, in words; None without experts.
 
-    XLA has no grouped product on CPUs and NVIDIA GPUs: it multiplies every row, one for each token and each of the
-    token's experts, by every expert.
+    It is that of XLA's products, which are not grouped on CPUs and NVIDIA GPUs: every row, one for each token and each
+    of the token's experts, is multiplied by every expert. The kernels for CPUs compute grouped products.
     """
     experts = config.variation.experts
     if experts is None:
@@ -100,8 +100,8 @@ class MixtureOfExperts(nnx.Module):
         self.experts: Any = ExpertMlps(d, f, e, config.hidden_act, dtype, rngs)
 
     def fuse(self, place: Place, join: Join) -> None:
-        """Fuse the weights of the experts."""
-        if isinstance(self.experts, ExpertMlps):
+        """Fuse the weights of the experts, unless they are quantized: packed numbers can't be transposed."""
+        if isinstance(self.experts, ExpertMlps) and not hasattr(self.experts, "gate_proj" + SCALE):
             self.experts = FusedExperts(self.experts, place, join)
 
     def __call__(self, x_td: jax.Array) -> jax.Array:

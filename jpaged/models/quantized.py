@@ -14,8 +14,8 @@ from flax import nnx
 from jax.sharding import Sharding
 
 from jpaged.config import QUANTIZATIONS
-from jpaged.models.base import LeafPath, Model
-from jpaged.models.layers import MINIMUM, SCALE, Embedding, Linear, axes
+from jpaged.models.base import LeafPath, Model, Place
+from jpaged.models.layers import MINIMUM, SCALE, Embedding, Linear, axes, weight_of
 from jpaged.models.moe import EXPERT_WEIGHTS, ExpertMlps
 from pallas_kernels.weights import Format, Weight
 from pallas_kernels.weights import quantize as quantize_weight
@@ -117,6 +117,35 @@ def formats_of(model: Any, quantization: str | None) -> dict[LeafPath, Format]:
     return dict.fromkeys(quantized, form)
 
 
+def check_groups(leaves: Mapping[LeafPath, Any], place: Place) -> None:
+    """Check that each device gets whole groups of each quantized weight. Raises ValueError with the weight's name."""
+    for path, leaf in leaves.items():
+        if not str(path[-1]).endswith(SCALE):
+            continue
+        try:
+            place(leaf).shard_shape(leaf.shape)
+        except ValueError as error:
+            name = ".".join(map(str, path)).removesuffix(SCALE)
+            raise ValueError(
+                f"quantization: {name} has {leaf.shape[-1]} groups of inputs, which {place(leaf).num_devices} devices "
+                "do not divide"
+            ) from error
+
+
 def is_quantized(model: Model) -> bool:
     """Return whether a model has quantized weights."""
     return any(str(path[-1]).endswith(SCALE) for path, _ in nnx.to_flat_state(nnx.state(model)))
+
+
+def has_groups(model: Model) -> bool:
+    """Return whether a model has quantized weights with scales of groups of inputs."""
+    return any(weight_of(module, name).has_groups for _, module, name in weights_of(model))
+
+
+def described(model: Model) -> str:
+    """Return the bytes of a model's parameters by dtype, in words."""
+    sizes: dict[str, int] = {}
+    for leaf in jax.tree.leaves(nnx.state(cast(nnx.Module, model), nnx.Param)):
+        sizes[str(leaf.dtype)] = sizes.get(str(leaf.dtype), 0) + leaf.nbytes
+    parts = ", ".join(f"{size:,} of {dtype}" for dtype, size in sorted(sizes.items()))
+    return f"{sum(sizes.values()):,} bytes ({parts})"

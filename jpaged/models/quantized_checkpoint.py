@@ -1,4 +1,4 @@
-"""Quantized checkpoints of the hub: weights are computed in float32 from the stored numbers when they are read.
+"""Quantized checkpoints of the hub: weights are kept as they are stored, or computed in float32 when they are read.
 
 The quantization of activations and of the KV cache that a checkpoint may describe is not applied. The function of a
 format reads `quantization_config`, and returns the function that reads a layer. The former raises ValueError with the
@@ -18,7 +18,6 @@ from jpaged.checkpoint_files import read_json
 from jpaged.models.config_file import CONFIG
 from jpaged.models.quantized_weight import Bounds, Grid, QuantizedWeight, unpacked
 from jpaged.models.safetensors_files import FLOAT8, DerivedTensor, StoredTensor, StoredTensors
-from pallas_kernels.weights import Format
 
 WORDS, INTEGERS, FLOATS = ("I32",), ("I32", "I64"), ("F32", "F16", "BF16")
 COMPRESSED_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
@@ -216,7 +215,7 @@ def grouped_weight(
         shifts: as in `unpacked`.
         zero_offset: number to add to zero points.
     """
-    per_word = 32 // bits
+    per_word, middle = 32 // bits, 1 << (bits - 1)
     qweight, *sizes = layer.matrix("qweight", WORDS)
     qzeros, *_ = layer.matrix("qzeros", WORDS)
     scales, groups, _ = layer.matrix("scales", FLOATS)
@@ -224,14 +223,17 @@ def grouped_weight(
     layer.check_shape("scales", groups, out)
     layer.check_shape("qzeros", groups, -(-out // per_word))
     order = layer.group_of_inputs("g_idx", size, groups) if axis == 0 else None
-    columns = size if order else layer.group_size("scales", size, groups)
-    numbers = lambda rows, within: unpacked(qweight, bits, axis, (within, rows), shifts).T
+    columns = size if order and size % groups else layer.group_size("scales", size, groups)
 
-    def grid() -> Grid:
-        zeros = _float32(unpacked(qzeros, bits, 1, ((0, groups), (0, out)), shifts)) + zero_offset
-        return Grid(_float32(scales[:]).T, zeros.T, 1, columns, order() if order else None)
+    def numbers(rows: Bounds, within: Bounds) -> np.ndarray:
+        return _centered(unpacked(qweight, bits, axis, (within, rows), shifts).T, middle)
 
-    return QuantizedWeight((out, size), numbers, grid)
+    def zeros() -> np.ndarray:
+        stored = unpacked(qzeros, bits, 1, ((0, groups), (0, out)), shifts)
+        return _float32(stored).T + (zero_offset - middle)
+
+    grid = Grid(lambda: _float32(scales[:]).T, _kept_dtype(scales), zeros, 1, columns, order)
+    return QuantizedWeight((out, size), "uint8" if bits == 4 else "int8", numbers, grid)
 
 
 def scaled_weight(layer: LayerTensors, *, block: Block | None = None) -> QuantizedWeight:
@@ -240,10 +242,9 @@ def scaled_weight(layer: LayerTensors, *, block: Block | None = None) -> Quantiz
     name = "weight_scale" if "weight_scale" in layer else "weight_scale_inv"
     has_zeros = "weight_zero_point" in layer
     zeros = layer.tensor("weight_zero_point", (FLOAT8, "I8", *FLOATS)) if has_zeros else None
-    grid, is_of_rows = _grid(layer, name, (out, size), block, zeros)
     dtype = "int8" if weight.get_dtype() == "I8" else "float8_e4m3fn"
     numbers = lambda rows, columns: weight[slice(*rows), slice(*columns)]
-    return QuantizedWeight((out, size), numbers, grid, Format(dtype, "float32") if is_of_rows else None)
+    return QuantizedWeight((out, size), dtype, numbers, _grid(layer, name, (out, size), block, zeros))
 
 
 def compressed_weight(layer: LayerTensors, *, block: Block | None = None) -> QuantizedWeight:
@@ -260,20 +261,16 @@ def compressed_weight(layer: LayerTensors, *, block: Block | None = None) -> Qua
     if "weight_zero_point" in layer:
         points = layer.tensor("weight_zero_point", WORDS)
         whole = (0, out), (0, points.get_shape()[-1])
-        zeros = DerivedTensor((), "", lambda _: unpacked(points, bits, 0, whole).astype(np.int16) - middle)
-    grid, is_of_rows = _grid(layer, "weight_scale", (out, shape[1]), block, zeros)
-
-    def numbers(rows: Bounds, columns: Bounds) -> np.ndarray:
-        return (unpacked(packed, bits, 1, (rows, columns)).astype(np.int16) - middle).astype(np.int8)
-
-    kept = Format("int8", "float32") if bits == 8 and is_of_rows else None
-    return QuantizedWeight((out, shape[1]), numbers, grid, kept)
+        zeros = DerivedTensor((), "", lambda _: _centered(unpacked(points, bits, 0, whole), middle))
+    grid = _grid(layer, "weight_scale", (out, shape[1]), block, zeros)
+    numbers = lambda rows, columns: _centered(unpacked(packed, bits, 1, (rows, columns)), middle)
+    return QuantizedWeight((out, shape[1]), "uint8" if bits == 4 else "int8", numbers, grid)
 
 
 def _grid(
     layer: LayerTensors, name: str, shape: tuple[int, int], block: Block | None, zeros: StoredTensor | None
-) -> tuple[Callable[[], Grid], bool]:
-    """Return a function that reads the scales of a weight, and whether each row has one scale and no zero point."""
+) -> Grid:
+    """Return the scales of a weight."""
     scales, (out, size) = layer.tensor(name, FLOATS), shape
     stored = scales.get_shape()
     if math.prod(stored) == 1:
@@ -288,12 +285,20 @@ def _grid(
         error = f"{layer.prefix}{name} has shape {stored}, which does not fit a weight of shape {list(shape)}"
         raise ValueError(f"model: {error}")
     order = layer.group_of_inputs("weight_g_idx", size, grid_shape[1])
+    read, points = (
+        tensor and (lambda tensor=tensor: _float32(tensor[()]).reshape(grid_shape)) for tensor in (scales, zeros)
+    )
+    return Grid(read, _kept_dtype(scales), points, rows, columns, order)
 
-    def read() -> Grid:
-        points = _float32(zeros[()]).reshape(grid_shape) if zeros else None
-        return Grid(_float32(scales[()]).reshape(grid_shape), points, rows, columns, order() if order else None)
 
-    return read, not zeros and not order and grid_shape[1] == 1 and rows in (1, out)
+def _centered(numbers: np.ndarray, middle: int) -> np.ndarray:
+    """Return numbers of 4 or 8 bits less their middle, int8."""
+    return (numbers - np.uint8(middle)).view(np.int8)
+
+
+def _kept_dtype(scales: StoredTensor) -> str:
+    """Return the dtype of kept scales of groups: that of the stored ones, if products have code for it."""
+    return "float16" if scales.get_dtype() == "F16" else "float32"
 
 
 def _check(described: Described, name: str, *allowed: object) -> None:

@@ -1,34 +1,39 @@
-"""Weight of a quantized checkpoint, computed in float32 from its stored numbers and their scales when it is read."""
+"""Weight of a quantized checkpoint, read in float32 from its stored numbers and their scales, or in a kept form."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
 
 from jpaged.models.safetensors_files import DerivedTensor, StoredTensor
-from pallas_kernels.weights import Format
+from pallas_kernels.weights import MIDDLE, PACKED, Format, pack
 
 CHUNK_ROWS = 1024  # rows that are dequantized at a time
+
+PACKED_DTYPE = "uint8"  # of numbers of 4 bits
 
 Bounds = tuple[int, int]
 
 
 class Grid(NamedTuple):
-    """Scales of a weight, each of a block.
+    """Scales of a weight, each of a block; they are read when they are needed.
 
     Attributes:
-        scales: [R, C] float32.
-        zeros: [R, C] float32, subtracted from the numbers; None: 0.
+        scales: return [R, C] float32.
+        dtype: the dtype in which they are kept.
+        zeros: return [R, C] float32, subtracted from the numbers; None: 0.
         rows, columns: size of a block.
-        groups: [in] column of the grid for each column of the weight; None: they follow from `columns`.
+        groups: return [in], the column of the grid for each column of the weight; None: they follow from `columns`.
     """
 
-    scales: np.ndarray
-    zeros: np.ndarray | None
+    scales: Callable[[], np.ndarray]
+    dtype: str
+    zeros: Callable[[], np.ndarray] | None
     rows: int
     columns: int
-    groups: np.ndarray | None = None
+    groups: Callable[[], np.ndarray] | None = None
 
 
 @dataclass(frozen=True)
@@ -37,15 +42,15 @@ class QuantizedWeight:
 
     Attributes:
         shape: [out, in].
-        numbers: return the stored numbers between bounds of rows and of columns.
-        grid: return the scales.
-        kept: the form in which the weight can stay as it is; None: it can't.
+        dtype: the dtype of its numbers if they are kept, as in `Format`.
+        numbers: return the numbers between bounds of rows and of columns; those of 4 bits are from -8 to 7.
+        grid: its scales.
     """
 
     shape: tuple[int, int]
+    dtype: str
     numbers: Callable[[Bounds, Bounds], np.ndarray]
-    grid: Callable[[], Grid]
-    kept: Format | None = None
+    grid: Grid
 
     def get_shape(self) -> list[int]:
         """Return [out, in]."""
@@ -57,25 +62,70 @@ class QuantizedWeight:
 
     def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
         """Return a part of the weight in float32."""
-        (low, high), columns = _bounds(index, self.shape)
-        grid, values = self.grid(), np.empty((high - low, columns[1] - columns[0]), np.float32)
-        along = np.arange(*columns) // grid.columns if grid.groups is None else grid.groups[slice(*columns)]
+        ((low, high), columns), grid = _bounds(index, self.shape), self.grid
+        scales, zeros = grid.scales(), grid.zeros() if grid.zeros else None
+        along = np.arange(*columns) // grid.columns if grid.groups is None else grid.groups()[slice(*columns)]
+        values = np.empty((high - low, columns[1] - columns[0]), np.float32)
         for start in range(low, high, CHUNK_ROWS):
             stop = min(high, start + CHUNK_ROWS)
             at = np.ix_(np.arange(start, stop) // grid.rows, along)
             chunk = values[start - low : stop - low]
             chunk[:] = self.numbers((start, stop), columns)
-            if grid.zeros is not None:
-                chunk -= grid.zeros[at]
-            chunk *= grid.scales[at]
+            if zeros is not None:
+                chunk -= zeros[at]
+            chunk *= scales[at]
         return values
 
-    def leaf(self, field: str) -> DerivedTensor:
-        """Return an array of a weight that can be kept, by its name in `pallas_kernels.Weight`."""
+    @cached_property
+    def kept(self) -> Format | None:
+        """The form in which the weight can stay as it is; None: it can't."""
+        grid, (_, size) = self.grid, self.shape
+        if grid.groups is not None and not np.array_equal(grid.groups(), np.arange(size) // grid.columns):
+            return None  # the inputs of a group do not lie one after another
+        has_zeros = grid.zeros is not None and bool(grid.zeros().any())
+        if grid.columns >= size and not has_zeros and self.dtype != PACKED_DTYPE:
+            return Format(self.dtype, "float32")
+        group = min(grid.columns, size)
+        if size % group or group % PACKED:
+            return None
+        return Format(self.dtype, grid.dtype, "float32" if has_zeros else None, group)
+
+    def leaf(self, field: str, form: Format) -> DerivedTensor:
+        """Return an array of the weight in a form, by its name in `pallas_kernels.Weight`.
+
+        Args:
+            form: `kept`, or the same with minima.
+        """
+        (out, size), read = self.shape, partial(self._scales, field, form)
         if field == "values":
-            return DerivedTensor(self.shape, "", lambda index: self.numbers(*_bounds(index, self.shape)))
-        out = self.shape[:1]
-        return DerivedTensor(out, "F32", lambda index: np.broadcast_to(self.grid().scales[:, 0], out)[index[0]])
+            shape, read = (out, size // 2 if form.is_packed else size), self._packed if form.is_packed else self._values
+        else:
+            shape = (out, size // form.group) if form.group else (out,)
+        return DerivedTensor(shape, "", read)
+
+    def _values(self, index: tuple[slice, ...]) -> np.ndarray:
+        return self.numbers(*_bounds(index, self.shape))
+
+    def _packed(self, index: tuple[slice, ...]) -> np.ndarray:
+        """Return a part of the numbers, packed, in chunks of rows."""
+        out, size = self.shape
+        (low, high), columns = _bounds(index, (out, size // 2))
+        values = np.empty((high - low, columns[1] - columns[0]), np.uint8)
+        for start in range(low, high, CHUNK_ROWS):
+            stop = min(high, start + CHUNK_ROWS)
+            numbers = self.numbers((start, stop), (0, size)) + np.int8(MIDDLE)
+            values[start - low : stop - low] = pack(numbers, np)[:, slice(*columns)]
+        return values
+
+    def _scales(self, field: str, form: Format, index: tuple[slice, ...]) -> np.ndarray:
+        """Return a part of the scales or of the minima, -scale * zero, of a form."""
+        grid, (low, high) = self.grid, index[0].indices(self.shape[0])[:2]
+        rows = np.arange(low, high) // grid.rows
+        scales = grid.scales()[rows]
+        if field == "minima":
+            zeros = grid.zeros()[rows] if grid.zeros else np.float32(0)
+            scales = -scales * (zeros + MIDDLE if form.is_packed else zeros)
+        return scales[(slice(None), *index[1:])] if form.group else scales[:, 0]
 
 
 def unpacked(

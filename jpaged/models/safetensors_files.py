@@ -40,8 +40,12 @@ class KeptTensor(StoredTensor, Protocol):
     def kept(self) -> Format | None:
         """Form in which a model can hold the weight as it is; None: there is none."""
 
-    def leaf(self, field: str) -> StoredTensor:
-        """Return an array of a weight that can be kept, by its name in `pallas_kernels.Weight`."""
+    def leaf(self, field: str, form: Format) -> StoredTensor:
+        """Return an array of the weight in a form, by its name in `pallas_kernels.Weight`.
+
+        Args:
+            form: `kept`, or the same with minima.
+        """
 
 
 StoredTensors = Mapping[str, StoredTensor]  # by name

@@ -17,7 +17,7 @@ from jpaged.config import DTYPES
 from jpaged.core.plan import ParamsDeleted
 from jpaged.models.fused import joiner, joints_of
 from jpaged.models.layers import MINIMUM, SCALE, Embedding
-from jpaged.models.quantized import FORMATS
+from jpaged.models.quantized import FORMATS, check_groups
 from jpaged.runtime.placement import Placement
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,9 @@ class ParamTree:
         if not any(name.startswith(self._prefix) for name in by_name(params)):
             raise ValueError(f"trained_path: no parameter of the module lies below {model.trained_path!r}")
         self._module_params = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in by_name(params).items()}
-        shardings = {".".join(map(str, path)): placement.of(leaf) for path, leaf in nnx.to_flat_state(params)}
+        leaves = dict(nnx.to_flat_state(params))
+        check_groups(leaves, placement.of)
+        shardings = {".".join(map(str, path)): placement.of(leaf) for path, leaf in leaves.items()}
         self.expected = {
             name: jax.ShapeDtypeStruct(x.shape, _served_dtype(name, str(x.dtype), dtype), sharding=shardings[name])
             for name, x in self._module_params.items()
@@ -271,11 +273,14 @@ def _problem(leaf: Any, expected: jax.ShapeDtypeStruct | None) -> str | None:
         return "is not a parameter of the model"
     if not isinstance(leaf, jax.Array):
         return f"must be a jax.Array, not {type(leaf).__name__}"
+    quantization = {form.dtype: name for name, form in FORMATS.items()}.get(str(expected.dtype))
+    if leaf.dtype == expected.dtype or quantization is None:
+        hint = ""
+    else:
+        hint = f": pass the model through jpaged.quantize(model, {quantization!r})"
     if leaf.shape != expected.shape:
-        return f"has the shape {list(leaf.shape)}, not {list(expected.shape)}"
+        return f"has the shape {list(leaf.shape)}, not {list(expected.shape)}{hint}"
     if leaf.dtype != expected.dtype:
-        quantization = {form.dtype: name for name, form in FORMATS.items()}.get(str(expected.dtype))
-        hint = f": pass the model through jpaged.quantize(model, {quantization!r})" if quantization else ""
         return f"is {leaf.dtype}, not {expected.dtype}{hint}"
     if leaf.is_deleted():
         return "was deleted, as a train step deletes its donated arguments: pass the new arrays"

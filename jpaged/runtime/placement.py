@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jpaged.models.base import Model
 from jpaged.models.config import ModelConfig
+from jpaged.models.quantized import check_groups
 from jpaged.runtime.mesh import mesh_shape
 
 ALL = KV, GROUP = "kv", "group"  # axes of the mesh
@@ -123,6 +124,7 @@ def shard(model: Model, devices: Sequence[jax.Device]) -> Model:
     """
     placement = Placement.on(devices, model.config)
     graphdef, state = nnx.split(model)
+    check_groups(dict(nnx.to_flat_state(state)), placement.of)
     leaves = [
         (path, leaf.replace(jax.device_put(leaf.get_value(), placement.of(leaf))))
         for path, leaf in nnx.to_flat_state(state)
@@ -136,6 +138,11 @@ def padded(pairs: Sequence[tuple[int, int]], sizes: Sequence[int]) -> tuple[np.n
     array = np.full((2, size), -1, np.int32)
     array[:, : len(pairs)] = np.asarray(pairs, np.int32).T
     return array[0], array[1]
+
+
+def form_of(array: jax.Array) -> jax.ShapeDtypeStruct:
+    """Return the shape, the dtype and the place of an array."""
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
 
 
 def usable(arrays: Iterable[jax.Array]) -> bool:

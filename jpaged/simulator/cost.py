@@ -65,7 +65,9 @@ class Roofline:
     the embeddings.
 
     Attributes:
-        weight_bits: bits of a weight of the linear layers; products run at the rate of 16-bit operations.
+        weight_bits: bits of a weight of the linear layers and experts, with its share of scales. Products of all kinds
+            run at the rate of 16-bit operations, because weights are converted and activations are not quantized.
+        embedding_bits: the same of the embedding and the output matrix.
     """
 
     gpu: Gpu
@@ -76,6 +78,7 @@ class Roofline:
     bandwidth_share: float = BANDWIDTH_SHARE
     flops_share: float = FLOPS_SHARE
     launch_s: float = 0.0005  # of a step outside the GPU's work
+    embedding_bits: float = 16
 
     @property
     def source(self) -> str:
@@ -90,10 +93,11 @@ class Roofline:
         """Return the duration of a step."""
         shape, gpus = self.shape, self.num_gpus
         bandwidth, flops = self.gpu.bandwidth * self.bandwidth_share * gpus, self.gpu.flops * self.flops_share * gpus
-        matrices = max(
-            (shape.linear_params * self.weight_bits / 8 + 2 * (shape.expert_params + shape.output_params)) / bandwidth,
-            2 * (shape.layer_products * load.tokens + shape.output_params * load.samples) / flops,
-        )
+        grouped = self.gpu.groups_experts
+        experts = shape.expert_params * shape.experts_read(load.tokens, grouped) / max(1, shape.num_experts)
+        read = (shape.linear_params + experts) * self.weight_bits + shape.output_params * self.embedding_bits
+        products = shape.layer_products(grouped) * load.tokens + shape.output_params * load.samples
+        matrices = max(read / 8 / bandwidth, 2 * products / flops)
         attention = max(
             shape.kv_bytes(self.kv_dtype_bytes, gpus) * load.context / bandwidth,
             4 * shape.num_layers * shape.num_heads * shape.head_dim * load.pairs / flops,

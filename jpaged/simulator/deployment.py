@@ -23,7 +23,8 @@ class Deployment:
     Attributes:
         max_num_seqs: None: one for each user, at most `MAX_USERS` and `max_num_batched_tokens`.
         costs: measured costs of a step; None: the roofline of the GPUs.
-        weight_bits: bits of a weight of the linear layers, with its share of a scale.
+        weight_bits: bits of a weight of the linear layers and experts, with its share of scales.
+        embedding_bits: the same of the embedding and the output matrix.
     """
 
     gpu: Gpu
@@ -37,6 +38,7 @@ class Deployment:
     enable_prefix_caching: bool = EngineConfig.enable_prefix_caching
     costs: CostTable | None = None
     weight_bits: float = 16
+    embedding_bits: float = 16
     max_model_len: int = field(kw_only=True)
 
     def __post_init__(self) -> None:
@@ -46,6 +48,8 @@ class Deployment:
             max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.max_num_batched_tokens,
             gpu_memory_utilization=self.gpu_memory_utilization,
         )  # fmt: skip
+        if gpus > 1 and not self.gpu.link_bandwidth:
+            raise ValueError(f"tensor_parallel_size: must be 1 on {self.gpu.name}, not {gpus}")
         larger, smaller = max(gpus, shape.num_kv_heads), min(gpus, shape.num_kv_heads)
         if (
             any(size % gpus for size in (shape.num_heads, shape.intermediate_size, shape.expert_size))
@@ -68,12 +72,14 @@ class Deployment:
     @property
     def param_bytes(self) -> float:
         """Bytes of the parameters on all GPUs."""
-        return self.shape.param_bytes(self.weight_bits)
+        return self.shape.param_bytes(self.weight_bits, self.embedding_bits)
 
     @property
     def pool_tokens(self) -> int:
         """Tokens of KV that fit into the memory beside the parameters."""
-        temporaries = TEMPORARIES_BYTES + self.shape.expanded_bytes(self.max_num_batched_tokens)
+        temporaries = TEMPORARIES_BYTES + self.shape.expanded_bytes(
+            self.max_num_batched_tokens, self.gpu.groups_experts
+        )
         per_gpu = self.gpu.memory_bytes * self.gpu_memory_utilization - temporaries
         left = per_gpu * self.num_gpus - self.param_bytes
         return max(0, math.floor(left / self.shape.kv_bytes(self.kv_dtype_bytes, self.num_gpus)))
@@ -81,7 +87,10 @@ class Deployment:
     @property
     def cost(self) -> CostTable | Roofline:
         """Cost model of a step."""
-        return self.costs or Roofline(self.gpu, self.shape, self.num_gpus, self.weight_bits, self.kv_dtype_bytes)
+        return self.costs or Roofline(
+            self.gpu, self.shape, self.num_gpus, self.weight_bits, self.kv_dtype_bytes,
+            embedding_bits=self.embedding_bits,
+        )  # fmt: skip
 
     def engine(self, users: int, cost: StepCost | None = None) -> VirtualEngine:
         """Return a new engine with empty memory; `cost` replaces the cost model."""

@@ -1,17 +1,18 @@
-"""GPUs by their data sheets."""
+"""GPUs and CPUs by their data sheets."""
 
 from typing import NamedTuple
 
 
 class Gpu(NamedTuple):
-    """GPU of a simulation.
+    """Device of a simulation.
 
     Attributes:
         name: name for people.
         memory_bytes: memory as the driver reports it.
         bandwidth: bytes per second between memory and cores.
         flops: dense 16-bit operations of the tensor cores per second.
-        link_bandwidth: bytes per second to the other GPUs of a host, in one direction.
+        link_bandwidth: bytes per second to the other GPUs of a host, in one direction; 0: it serves a model alone.
+        groups_experts: whether its kernels multiply the rows of an expert by that expert's weights only.
     """
 
     name: str
@@ -19,6 +20,7 @@ class Gpu(NamedTuple):
     bandwidth: float
     flops: float
     link_bandwidth: float
+    groups_experts: bool = False
 
 
 # NVIDIA's data sheets of the SXM modules: A100 (2021), H100 (2022), H200 (2024), and HGX B200 (2025).
@@ -36,4 +38,12 @@ GPUS = {
     "rtx-5090": Gpu("RTX 5090 32GB", 32_607 * 2**20, 1.792e12, 209.5e12, 64e9),
     "rtx-6000-ada": Gpu("RTX 6000 Ada 48GB", 49_140 * 2**20, 0.96e12, 364.2e12, 32e9),
     "rtx-pro-6000": Gpu("RTX PRO 6000 96GB", 97_887 * 2**20, 1.792e12, 503.8e12, 64e9),
+}
+
+# Data sheets of AMD and Intel: channels of DDR5 memory at their rate, and float32 operations of all cores at the base
+# clock (32 per cycle of Zen 4, 64 of Sapphire Rapids). The memory is that of a usual machine.
+CPUS = {
+    "ryzen-9-7950x": Gpu("Ryzen 9 7950X", 64 * 2**30, 83.2e9, 2.3e12, 0, groups_experts=True),
+    "epyc-9654": Gpu("EPYC 9654", 384 * 2**30, 460.8e9, 7.37e12, 0, groups_experts=True),
+    "xeon-8480+": Gpu("Xeon Platinum 8480+", 256 * 2**30, 307.2e9, 7.17e12, 0, groups_experts=True),
 }

@@ -65,13 +65,25 @@ class ModelShape:
         layers = self.num_layers - self.num_dense_layers
         return layers * self.num_experts * self.mlp_matrices * self.hidden_size * self.expert_size
 
-    @property
-    def layer_products(self) -> int:
-        """Multiplications of one token in the matrices of all layers.
+    def layer_products(self, grouped: bool) -> int:
+        """Return the multiplications of one token in the matrices of all layers.
 
-        XLA multiplies each of a token's `num_experts_per_tok` rows by the matrices of all experts (docs/models.md).
+        Without grouped products, XLA multiplies each of a token's `num_experts_per_tok` rows by the matrices of all
+        experts (docs/models.md).
         """
-        return self.linear_params + self.expert_params * self.num_experts_per_tok
+        if not grouped:
+            return self.linear_params + self.expert_params * self.num_experts_per_tok
+        return self.linear_params + self.expert_params * self.num_experts_per_tok // max(1, self.num_experts)
+
+    def experts_read(self, num_tokens: int, grouped: bool) -> float:
+        """Return the expected number of distinct experts in a layer whose weights a step of some tokens reads.
+
+        E (1 - (1 - k / E)^T): each token takes k of E experts, all alike and independently. Without grouped products
+        they are all read.
+        """
+        if not grouped or not self.num_experts:
+            return self.num_experts
+        return self.num_experts * (1 - (1 - self.num_experts_per_tok / self.num_experts) ** num_tokens)
 
     @property
     def output_params(self) -> int:
@@ -83,13 +95,14 @@ class ModelShape:
         """Number of parameters, without norms and biases."""
         return self.linear_params + self.expert_params + self.output_params * (1 if self.tied else 2)
 
-    def param_bytes(self, weight_bits: float) -> float:
-        """Return the bytes of all parameters: linear layers in `weight_bits`, the others in 16 bits, as jpaged does."""
-        return self.linear_params * weight_bits / 8 + 2 * (self.num_params - self.linear_params)
+    def param_bytes(self, weight_bits: float, embedding_bits: float = 16) -> float:
+        """Return the bytes of all parameters: of linear layers and experts, and of embedding and output matrix."""
+        in_layers = self.linear_params + self.expert_params
+        return (in_layers * weight_bits + (self.num_params - in_layers) * embedding_bits) / 8
 
-    def expanded_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of a step's inputs of experts, which XLA repeats for each expert."""
-        return self.num_experts * self.num_experts_per_tok * num_tokens * self.hidden_size * 2
+    def expanded_bytes(self, num_tokens: int, grouped: bool) -> int:
+        """Return the bytes of a step's inputs of experts, which XLA repeats for each expert unless they are grouped."""
+        return 0 if grouped else self.num_experts * self.num_experts_per_tok * num_tokens * self.hidden_size * 2
 
     def kv_bytes(self, dtype_bytes: int, num_gpus: int = 1) -> int:
         """Return the bytes of keys and values of one token on all GPUs; each GPU holds at least one KV head."""

@@ -17,6 +17,7 @@ from jpaged.models.fused import fuse
 from jpaged.models.gguf_checkpoint import load_gguf
 from jpaged.models.moe import cost_of
 from jpaged.models.orbax_checkpoint import ORBAX, load_orbax
+from jpaged.models.quantized import described, has_groups
 from jpaged.runtime.compilation_cache import compilation_cache, every_process_writes
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.runner import ModelRunner
@@ -203,6 +204,7 @@ def _load(setup: Setup, directory: Path, *, load_format: str, seed: int, progres
     )  # fmt: skip
     if resolved.device.platform in FUSING:
         fuse(model, place)
+    logger.info("parameters: %s", described(model))
     return model
 
 
@@ -213,12 +215,16 @@ def place(model: Model, setup: Setup, *, allow_copy: bool = True) -> ModelRunner
     """
     resolved, placement = setup.resolved, setup.placement
     config, max_tokens = resolved.config, resolved.limits.max_num_batched_tokens
-    if cost := cost_of(model.config, max_tokens):
-        logger.warning("mixture of experts: %s (max_num_batched_tokens shortens steps)", cost)
 
     def choose_kernels(dtype: str) -> Kernels:
         kernels = setup.kernels or select_kernels(resolved, placement, dtype)
         check_pool(resolved, placement, kernels, dtype)
+        if placement.size == 1 and kernels.skips_rows:
+            return kernels
+        if cost := cost_of(model.config, max_tokens):
+            logger.warning("mixture of experts: %s (max_num_batched_tokens shortens steps)", cost)
+        if has_groups(model):
+            logger.warning("quantization: XLA expands weights with groups in every step, which takes time and memory")
         return kernels
 
     return ModelRunner(

@@ -19,11 +19,16 @@ from jpaged.runtime.mesh import MeshShape, mesh_shape
 
 @dataclass(frozen=True)
 class Device:
-    """Device as jax describes it."""
+    """Device as jax describes it.
+
+    Attributes:
+        reads_bfloat16: whether a CPU has kernels that multiply weights of bfloat16 as fast as they are read.
+    """
 
     kind: str
     platform: str
     compute_capability: float | None = None
+    reads_bfloat16: bool = False
 
 
 class SettingChoice(NamedTuple):
@@ -80,15 +85,20 @@ def resolve(
     choices, quantization = _Choices(config), None
     dtype: str | None
     if module_size is None:
-        dtype = choices.choose("dtype", *_default_dtype(model, device))
         size = choices.choose("tensor_parallel_size", 1, "the default")
         quantization = _quantization(choices, stored_method, stored_form)
+        is_plain = size == 1 and not (config.quantization or stored_method)
+        dtype = choices.choose(
+            "dtype", *_default_dtype(model, device, reads_bfloat16=is_plain and device.reads_bfloat16)
+        )
     else:
         dtype = choices.choose("dtype", None, "each array of the module keeps its dtype")
         size = choices.choose("tensor_parallel_size", module_size, "the module lies on these devices")
     dtype = DTYPE_ALIASES.get(dtype, dtype) if dtype else None
     choices.choose("kv_cache_dtype", dtype, "the dtype of the keys")
     limits = _limits(choices, model, device.platform)
+    first = device.platform == "cpu" and size == 1
+    choices.choose("warm_up", True, "the largest shape, then the others beside requests" if first else "the default")
     model = model.for_length(limits.max_model_len) if module_size is None else model
     return Resolved(config, model, device, limits, dtype, quantization, mesh_shape(model, size), tuple(choices.made))
 
@@ -121,9 +131,11 @@ class _Choices:
         return value
 
 
-def _default_dtype(model: ModelConfig, device: Device) -> tuple[str, str]:
-    """Return the dtype of "auto", and the reason."""
+def _default_dtype(model: ModelConfig, device: Device, *, reads_bfloat16: bool) -> tuple[str, str]:
+    """Return the dtype of "auto", and the reason. `reads_bfloat16`: as in `Device`, for all weights of the model."""
     if device.platform == "cpu":
+        if model.dtype == "bfloat16" and reads_bfloat16:
+            return "bfloat16", "the dtype of the checkpoint; a step reads half the bytes of float32"
         return "float32", "the fastest and most exact dtype on a CPU"
     if model.dtype == "float32":
         return "bfloat16", "the checkpoint has float32, and a GPU computes 16 bits faster"
@@ -162,7 +174,7 @@ def _limits(choices: _Choices, model: ModelConfig, platform: str) -> Limits:
     tokens = choose("max_num_batched_tokens", max(tokens, seqs), reason)
     block_size, reason = BLOCK_SIZE, "the default"
     if platform == "cpu" and max_model_len >= CPU_LONG:
-        block_size, reason = CPU_LONG_BLOCK_SIZE, "a CPU gathers long contexts faster in large blocks"
+        block_size, reason = CPU_LONG_BLOCK_SIZE, "a CPU reads long contexts faster in large blocks"
     block_size = choose("block_size", block_size, reason)
     max_logprobs = model.vocab_size if config.max_logprobs == -1 else config.max_logprobs
     limits = Limits(max_model_len, seqs, tokens, block_size, max_logprobs)

@@ -2,6 +2,8 @@
 
 import logging
 from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +19,7 @@ from jpaged.models.base import Model
 from jpaged.models.config_file import GENERATION, SAMPLING, sampling_defaults
 from jpaged.models.quantized_checkpoint import read_scheme
 from jpaged.models.registry import read_config
-from jpaged.runtime.compilation_cache import cache_folder
+from jpaged.runtime.compilation_cache import cache_folder, compilation_cache
 from jpaged.runtime.parameters import by_name
 from jpaged.runtime.placement import Placement, devices_of
 from jpaged.start.find import find_model
@@ -159,18 +161,25 @@ def select_kernels(
     """
     config, model, device = resolved.config, resolved.model, resolved.device
     dtype = dtype or str(resolved.dtype)
-    return select(
-        config.kernels, platform=device.platform, device_kind=device.kind,
-        compute_capability=device.compute_capability, dtype=dtype, pool_dtype=config.pool_dtype(dtype),
-        head_dim=model.head_dim, num_heads=model.num_attention_heads // resolved.mesh.size,
-        num_kv_heads=model.num_key_value_heads // resolved.mesh.kv, block_size=resolved.limits.block_size,
-        self_test=SelfTest.on(placement.device, cache_folder() / "selftest", retest=retest),
-    )  # fmt: skip
+    # A CPU's kernels are compiled to be chosen, and are kept. On a GPU tests should not depend on the cache.
+    with compilation_cache() if device.platform == "cpu" else nullcontext():
+        return select(
+            config.kernels, platform=device.platform, device_kind=device.kind,
+            compute_capability=device.compute_capability, dtype=dtype, pool_dtype=config.pool_dtype(dtype),
+            head_dim=model.head_dim, num_heads=model.num_attention_heads // resolved.mesh.size,
+            num_kv_heads=model.num_key_value_heads // resolved.mesh.kv, block_size=resolved.limits.block_size,
+            self_test=SelfTest.on(placement.device, cache_folder() / "selftest", retest=retest),
+        )  # fmt: skip
 
 
 def device_of(device: jax.Device) -> Device:
     """Return the description of one of jax's devices."""
-    return Device(device.device_kind, device.platform, compute_capability(device))
+    described = Device(device.device_kind, device.platform, compute_capability(device))
+    if device.platform != "cpu":
+        return described
+    from pallas_kernels import cpu  # brings llvmlite with it
+
+    return replace(described, reads_bfloat16=cpu.reads_bfloat16())
 
 
 def choose_devices(tensor_parallel_size: int, data_parallel_size: int = 1) -> list[list[jax.Device]]:

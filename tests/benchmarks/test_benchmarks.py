@@ -108,9 +108,34 @@ def test_the_parts_of_a_step_on_a_cpu_add_up(tmp_path):
     # and 3 x 64 + 13 x 14 / 2 pairs of a query and a key of 12 heads of 64.
     layer, keys, pairs = 768 * (2 * 768 + 2 * 256 + 3 * 3072) + 2 * 768, 3 * 64 + 13, 3 * 64 + 13 * 7
     floor = lambda num_bytes, flops: max(num_bytes / step["read_gb_s"], flops / step["gflop_s"]) / 1e6
-    assert math.isclose(floors["layers without attention"], floor(4 * layer, 2 * 16 * layer))
+    assert math.isclose(floors["layers without attention"], floor(4 * layer, 2 * 16 * (layer - 2 * 768)))
     assert math.isclose(floors["writes and attention"], floor(keys * 2 * 4 * 256, pairs * 4 * 12 * 64))
     assert "its times mean nothing" in (tmp_path / "report.md").read_text()
+
+
+@pytest.mark.deep
+def test_the_bytes_of_a_decode_step_follow_from_the_kinds_of_weights(tmp_path):
+    done = run("engine/cpu_bytes.py", "--tiny", "--rounds", "1", "--kinds", "bfloat16", "int4", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    sizes = {kind: {row["part"]: row["mb"] for row in rows if row["kind"] == kind} for kind in ("bfloat16", "int4")}
+    # One layer of 256 x (2 x 256 + 2 x 128 + 3 x 512) weights with two norms, and an embedding of 512 rows of 256.
+    weights, norms, vocabulary = 256 * (2 * 256 + 2 * 128 + 3 * 512), 2 * 2 * 256, 2 * 512 * 256
+    for kind, bits in (("bfloat16", 16), ("int4", 5)):
+        assert math.isclose(sizes[kind]["layers without attention"], (weights * bits / 8 + norms) / 1e6)
+        assert math.isclose(sizes[kind]["logits"], vocabulary / 1e6)
+        assert math.isclose(sizes[kind]["step"], sum(mb for part, mb in sizes[kind].items() if part != "step"))
+
+
+@pytest.mark.deep
+def test_grouped_experts_are_computed_as_routed(tmp_path):
+    done = run("engine/experts.py", "--tiny", "--rounds", "1", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    for row in json.loads((tmp_path / "results.json").read_text())["rows"]:
+        assert math.isclose(row["grouped_gflop"], 2 * row["tokens"] * 2 * 3 * 64 * 64 / 1e9)
+        assert (row["dense_gflop"] > 3.9 * row["grouped_gflop"] and row["ratio"] is None) or row["ratio"] > 0
+        assert math.isclose(row["grouped_mb"] * 4, row["dense_mb"] * row["experts_read"])
+        assert row["experts_read"] == (2 if row["tokens"] == 1 else 4)
 
 
 def test_the_cost_of_a_shared_step_follows_from_bytes_products_and_reductions():

@@ -127,11 +127,21 @@ def test_long_contexts_mixtures_and_fewer_bits(capsys, tmp_path):
     model = ["--model", "llama-3.1-8b", "--quantization", "int4"]
     main(["plan", *lengths, *model, "--gpu", "rtx-pro-6000", "--users", "2", "--out", str(path)])
     text = capsys.readouterr().out
-    assert "8.03e9 parameters, 5.3 GiB, linear layers in 4.15625 bits" in text and "30000 tokens in" in text
+    assert "8.03e9 parameters, 6.0 GiB, weights of layers in 5 bits" in text and "30000 tokens in" in text
     report = json.loads(path.read_text())["deployment"]
-    assert (report["max_model_len"], report["weight_bits"]) == (131_072, 4.15625)
+    assert (report["max_model_len"], report["weight_bits"]) == (131_072, 5)
     main([*SHORT, "--gpu", "b200", "--model", "qwen3-30b-a3b", "--users", "1", "--quantization", "fp8"])
-    assert "Qwen3-30B-A3B: 30.53e9 parameters, 56.0 GiB, linear layers in 8 bits" in capsys.readouterr().out
+    assert "Qwen3-30B-A3B: 30.53e9 parameters, 29.0 GiB, weights of layers in 8 bits" in capsys.readouterr().out
+
+
+def test_kinds_of_weights_on_a_cpu(capsys):
+    model = ["--model", "qwen3-30b-a3b", "--users", "1", "--max-model-len", "8192"]
+    main([*SHORT, *model, "--gpu", "epyc-9654", "--quantization", "q4_0"])
+    text = capsys.readouterr().out
+    assert "weights of layers in 4.5 bits" in text and "roofline of EPYC 9654" in text
+    assert "experts of a layer that a step reads, by tokens: 8 of 1, 52 of 8, 126 of 64" in text
+    with pytest.raises(SystemExit, match=r"quantization: awq is kept on a CPU only: h200 has int8, fp8 and int4$"):
+        main([*SHORT, *model, "--gpu", "h200", "--quantization", "awq"])
 
 
 def test_model_of_a_directory(capsys):

@@ -32,8 +32,8 @@ deep = pytest.mark.deep
 NAMES = ["qwen2", MOE, *(pytest.param(name, marks=deep) for name in ("mistral", "qwen3", "gemma3", "opt"))]
 
 
-def model_of(name: str, seed: int = 0):
-    hf = architectures.CASES[name]
+def model_of(name: str, seed: int = 0, **sizes):
+    hf = architectures.CASES[name] | sizes
     config = next(each.config for each in registered() if each.config.describes(hf)).from_hf(hf)
     return dummy_model(config, "float32", seed)
 
@@ -67,13 +67,23 @@ def test_a_fused_model_computes_the_same_logits(name):
     assert size(fused) == size(model)
 
 
-@pytest.mark.parametrize("quantization", ["int8", pytest.param("fp8", marks=deep)])
+@pytest.mark.parametrize("quantization", ["int8", pytest.param("fp8", marks=deep), "int4"])
 def test_quantized_layers_are_fused_with_their_scales(quantization):
-    model = quantize(model_of("qwen2"), quantization)
+    model = quantize(model_of("qwen2", intermediate_size=96), quantization)
     fused = fused_copy(model)
     layer = fused.layers[0].self_attn.qkv_proj
     assert layer.weight.shape[0] == layer.weight_scale.shape[0] == layer.bias.shape[0]
+    assert not hasattr(layer, "weight_min") or layer.weight_min.shape == layer.weight_scale.shape
+    assert hasattr(layer, "weight_min") == (quantization == "int4")
     assert layer.weight.dtype == model.layers[0].self_attn.q_proj.weight.dtype
+    np.testing.assert_allclose(computed(fused), computed(model), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantized_experts_stay_separate(quantization):
+    model = quantize(model_of(MOE, moe_intermediate_size=32, intermediate_size=96, head_dim=16), quantization)
+    fused = fused_copy(model)
+    assert kinds(fused) == LINEAR
     np.testing.assert_allclose(computed(fused), computed(model), rtol=0, atol=1e-5)
 
 
@@ -172,9 +182,16 @@ def test_models_are_fused_on_gpus_only(monkeypatch, demo):
     assert generated(demo) == generated(loaded)
 
 
-def test_the_start_tells_the_cost_of_experts(caplog):
-    runner_of(model_of(MOE), EngineConfig(num_gpu_blocks_override=4), Limits(64, 2, 4096, 16))
-    (told,) = [record.message for record in caplog.records if "mixture of experts" in record.message]
-    assert "multiplies each token 2 times by all 4 experts, 4 times the operations of a grouped product" in told
-    assert "about 0.0039 GiB" in told and "a step of 4096 tokens (max_num_batched_tokens" in told
+def test_the_start_tells_the_cost_of_experts_without_grouped_products(caplog):
+    """The CPU's kernels group the rows of an expert; XLA multiplies all rows by all experts."""
+
+    def told(**settings) -> list[str]:
+        caplog.clear()
+        runner_of(model_of(MOE), EngineConfig(num_gpu_blocks_override=4, **settings), Limits(64, 2, 4096, 16))
+        return [record.message for record in caplog.records if "mixture of experts" in record.message]
+
+    assert told() == []
+    (message,) = told(kernels="reference")
+    assert "multiplies each token 2 times by all 4 experts, 4 times the operations of a grouped product" in message
+    assert "about 0.0039 GiB" in message and "a step of 4096 tokens (max_num_batched_tokens" in message
     assert cost_of(model_of("qwen2").config, 4096) is None

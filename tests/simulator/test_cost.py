@@ -7,7 +7,7 @@ import pytest
 
 from jpaged.core.plan import Scheduled, StepPlan
 from jpaged.simulator.cost import CostTable, MeasuredStep, Roofline, StepLoad
-from jpaged.simulator.gpu import GPUS
+from jpaged.simulator.gpu import CPUS, GPUS
 from jpaged.simulator.shape import SHAPES
 
 H100 = Roofline(GPUS["h100"], SHAPES["llama-3-8b"])
@@ -84,6 +84,17 @@ def test_a_mixture_reads_all_experts_and_computes_them_for_each_row_of_a_token()
     assert mixtral.seconds(StepLoad(1, 1, 1, 0, 0)) == pytest.approx(2 * (experts + others + output) / BANDWIDTH)
     prompt = mixtral.seconds(StepLoad(1, 2048, 1, 0, 0))
     assert prompt == pytest.approx(2 * (2048 * (2 * experts + others) + output) / FLOPS)
+
+
+def test_grouped_products_read_and_compute_only_the_experts_of_the_tokens():
+    """One token reads its own experts; many tokens read all, and compute each row once."""
+    cpu = Roofline(CPUS["epyc-9654"], SHAPES["mixtral-8x7b"], launch_s=0, weight_bits=5, embedding_bits=8.5)
+    expert, others, output = 32 * 3 * 4096 * 14_336, 32 * (4096 * 128 * 80 + 8 * 4096), 32_000 * 4096
+    for tokens, experts in ((1, 2), (2, 8 * (1 - 0.75**2)), (4, 8 * (1 - 0.75**4))):
+        bits = 5 * (experts * expert + others) + 8.5 * output
+        assert cpu.seconds(StepLoad(tokens, tokens, 1, 0, 0)) == pytest.approx(bits / 8 / (0.75 * 460.8e9))
+    prompt = cpu.seconds(StepLoad(1, 2048, 1, 0, 0))
+    assert prompt == pytest.approx(2 * (2048 * (2 * expert + others) + output) / (0.6 * 7.37e12))
 
 
 TABLE = CostTable(

@@ -6,7 +6,7 @@ import pytest
 
 from jpaged.simulator.cost import CostTable, MeasuredStep, StepLoad
 from jpaged.simulator.deployment import MAX_USERS, Deployment
-from jpaged.simulator.gpu import GPUS
+from jpaged.simulator.gpu import CPUS, GPUS
 from jpaged.simulator.shape import SHAPES
 
 GIB = 2**30
@@ -109,3 +109,12 @@ def test_a_mixture_needs_memory_for_the_repeated_inputs_of_its_experts():
 def test_every_gpu_serves_a_small_model_with_a_long_context(gpu):
     made = Deployment(GPUS[gpu], SHAPES["llama-3.2-1b"], max_model_len=131_072)
     assert made.pool_tokens > 131_072 and made.cost.seconds(StepLoad(1, 1, 1, 131_072, 131_072)) < 0.02
+
+
+@pytest.mark.parametrize("cpu", CPUS)
+def test_every_cpu_serves_a_mixture_by_itself(cpu):
+    made = Deployment(CPUS[cpu], SHAPES["qwen3-30b-a3b"], max_model_len=8192, weight_bits=5, embedding_bits=8.5)
+    assert made.pool_tokens > 8192 and made.cost.embedding_bits == 8.5
+    assert made.param_bytes == made.shape.param_bytes(5, 8.5)
+    with pytest.raises(ValueError, match=r"^tensor_parallel_size: must be 1 on .*, not 2$"):
+        replace(made, num_gpus=2)

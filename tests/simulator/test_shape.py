@@ -1,6 +1,8 @@
 """The sizes of models, against published ones."""
 
 import json
+import random
+from statistics import fmean
 
 import pytest
 
@@ -70,7 +72,21 @@ def test_mixtures_have_the_parameters_of_their_checkpoints():
     assert mixtral.num_params + 65 * 4096 == 46_702_792_704
     assert qwen.num_params + 97 * 2048 + 2 * 48 * 128 == 30_532_122_624
     assert mixtral.expert_params == 32 * 8 * 3 * 4096 * 14_336
-    assert mixtral.layer_products == mixtral.linear_params + 2 * mixtral.expert_params, "as XLA expands the product"
+    expanded, routed = (mixtral.layer_products(grouped) - mixtral.linear_params for grouped in (False, True))
+    assert expanded == 2 * mixtral.expert_params, "as XLA expands the product"
+    assert routed == mixtral.expert_params // 4
+    assert SHAPES["llama-3-8b"].layer_products(True) == SHAPES["llama-3-8b"].layer_products(False)
+
+
+def test_the_experts_of_a_step_are_counted_once():
+    """Beside the mean of drawn routes; all of them are read where they are not grouped."""
+    qwen, rng = SHAPES["qwen3-30b-a3b"], random.Random(0)
+    for tokens in (1, 8, 64):
+        drawn = [len({e for _ in range(tokens) for e in rng.sample(range(128), 8)}) for _ in range(300)]
+        assert qwen.experts_read(tokens, grouped=True) == pytest.approx(fmean(drawn), rel=0.02)
+        assert qwen.experts_read(tokens, grouped=False) == 128
+    assert SHAPES["llama-3-8b"].experts_read(5, grouped=True) == 0
+    assert qwen.expanded_bytes(16, grouped=True) == 0 < qwen.expanded_bytes(16, grouped=False)
 
 
 def test_some_layers_of_a_mixture_may_be_dense(tmp_path):
@@ -81,8 +97,10 @@ def test_some_layers_of_a_mixture_may_be_dense(tmp_path):
     assert shape.linear_params == attention + 2 * 3 * 2048 * 6144 + 46 * 128 * 2048
 
 
-def test_only_linear_layers_have_fewer_bits():
+def test_embeddings_have_bits_of_their_own():
     dense, mixture = SHAPES["llama-3-8b"], SHAPES["mixtral-8x7b"]
     assert dense.param_bytes(16) == 2 * dense.num_params
     assert dense.param_bytes(8) == dense.linear_params + 4 * dense.output_params
-    assert mixture.param_bytes(4) == mixture.linear_params / 2 + 2 * mixture.expert_params + 4 * mixture.output_params
+    in_layers = mixture.linear_params + mixture.expert_params
+    assert mixture.param_bytes(4) == in_layers / 2 + 4 * mixture.output_params
+    assert mixture.param_bytes(4, 8) == in_layers / 2 + 2 * mixture.output_params

@@ -7,6 +7,7 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
+from pallas_kernels.weights import Format
 from tests.support import checkpoints
 
 # All sizes are multiples of the groups and of the numbers in a word.
@@ -113,39 +114,45 @@ def compressed(format, num_bits, type, **further):
 
 
 CHANNEL, TENSOR = (lambda shape: (shape[0], 1)), (lambda shape: (1,))
-BLOCK = (48, 40)
-BLOCKS = lambda shape: tuple(-(-size // each) for size, each in zip(shape, BLOCK))
+BLOCK, ODD_BLOCK = (48, 32), (48, 40)  # inputs are no multiple of 40
+BLOCKS, ODD_BLOCKS = (
+    lambda shape, block=block: tuple(-(-size // each) for size, each in zip(shape, block))
+    for block in (BLOCK, ODD_BLOCK)
+)
 GROUPS = lambda shape: (shape[0], shape[1] // GROUP)
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 
-# The quantization_config, the function that makes a layer, its options, and the dtype in which the weight is kept.
+INT4 = Format("uint8", "float16", "float32", GROUP)
+FP8_ROWS, INT8_ROWS = Format("float8_e4m3fn", "float32"), Format("int8", "float32")
+
+# The quantization_config, the function that makes a layer, its options, and the form that is kept; None: none.
 CASES = {
-    "awq": (AWQ, awq, {}, None),
-    "gptq": (GPTQ, gptq, {}, None),
-    "gptq-8": (GPTQ | {"bits": 8}, gptq, {"bits": 8}, None),
+    "awq": (AWQ, awq, {}, INT4),
+    "gptq": (GPTQ, gptq, {}, INT4),
+    "gptq-8": (GPTQ | {"bits": 8}, gptq, {"bits": 8}, INT4._replace(dtype="int8")),
     "gptq-act-order": (GPTQ | {"desc_act": True}, gptq, {"order": True}, None),
-    "gptq-v2": (GPTQ | {"checkpoint_format": "gptq_v2"}, gptq, {"version": 2}, None),
-    "fp8-tensor": (FP8 | {"activation_scheme": "static"}, scaled,
-                   {"stored": FLOAT8, "scales": TENSOR}, "float8_e4m3fn"),
+    "gptq-v2": (GPTQ | {"checkpoint_format": "gptq_v2"}, gptq, {"version": 2}, INT4),
+    "fp8-tensor": (FP8 | {"activation_scheme": "static"}, scaled, {"stored": FLOAT8, "scales": TENSOR}, FP8_ROWS),
     "fp8-block": (FP8 | {"weight_block_size": list(BLOCK)}, scaled,
-                  {"stored": FLOAT8, "scales": BLOCKS, "name": "weight_scale_inv", "block": BLOCK}, None),
+                  {"stored": FLOAT8, "scales": BLOCKS, "name": "weight_scale_inv", "block": BLOCK},
+                  FP8_ROWS._replace(group=BLOCK[1])),
     "float-channel": (compressed("float-quantized", 8, "float", strategy="channel"), scaled,
-                      {"stored": FLOAT8, "scales": CHANNEL}, "float8_e4m3fn"),
-    "float-block": (compressed("float-quantized", 8, "float", strategy="block", block_structure=list(BLOCK)), scaled,
-                    {"stored": FLOAT8, "scales": BLOCKS, "block": BLOCK}, None),
+                      {"stored": FLOAT8, "scales": CHANNEL}, FP8_ROWS),
+    "float-block": (compressed("float-quantized", 8, "float", strategy="block", block_structure=list(ODD_BLOCK)),
+                    scaled, {"stored": FLOAT8, "scales": ODD_BLOCKS, "block": ODD_BLOCK}, None),
     "int-channel": (compressed("int-quantized", 8, "int", strategy="channel"), scaled,
-                    {"stored": np.int8, "scales": CHANNEL}, "int8"),
+                    {"stored": np.int8, "scales": CHANNEL}, INT8_ROWS),
     "naive-group": (compressed("naive-quantized", 8, "int", strategy="group", group_size=GROUP), scaled,
-                    {"stored": np.int8, "scales": GROUPS}, None),
+                    {"stored": np.int8, "scales": GROUPS}, INT8_ROWS._replace(group=GROUP)),
     "packed-4": (compressed("pack-quantized", 4, "int", strategy="group", group_size=GROUP), pack_quantized,
-                 {"bits": 4, "group": GROUP}, None),
+                 {"bits": 4, "group": GROUP}, INT4._replace(scales="float32", minima=None)),
     "packed-4-asymmetric": (compressed("pack-quantized", 4, "int", strategy="group", group_size=GROUP), pack_quantized,
-                            {"bits": 4, "group": GROUP, "asymmetric": True}, None),
+                            {"bits": 4, "group": GROUP, "asymmetric": True}, INT4._replace(scales="float32")),
     "packed-4-act-order": (compressed("pack-quantized", 4, "int", strategy="group", actorder="group"), pack_quantized,
                            {"bits": 4, "group": GROUP, "order": True}, None),
-    "packed-8": (compressed("pack-quantized", 8, "int", strategy="channel"), pack_quantized, {"bits": 8}, "int8"),
+    "packed-8": (compressed("pack-quantized", 8, "int", strategy="channel"), pack_quantized, {"bits": 8}, INT8_ROWS),
 }  # fmt: skip
 
 

@@ -21,12 +21,12 @@ from jpaged.models.quantized import described, has_groups
 from jpaged.runtime.compilation_cache import compilation_cache, every_process_writes
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.runner import ModelRunner
-from jpaged.start.find import find_model
 from jpaged.start.measure import Measured, measure
 from jpaged.start.pool import check_pool
 from jpaged.start.setup import (
     Setup,
     choose_devices,
+    find_model,
     prepare,
     prepare_module,
     resolve_checkpoint,

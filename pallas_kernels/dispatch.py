@@ -265,7 +265,7 @@ def _kernels(
             implementation = implementation._replace(**{op: loaded[op] for op in names})
         account += [Choice(op, subject.program if subject else "reference", reasons[group]) for op in names]
     module = importlib.import_module(attention.module) if attention else None
-    if attention and hasattr(module, "product"):
+    if attention and module and hasattr(module, "product"):
         implementation = implementation._replace(product=module.product)
         account.append(Choice("product", attention.program, reasons["attention"]))
     make_work = getattr(module, "make_work", None)

@@ -96,12 +96,13 @@ class QuantizedWeight:
         Args:
             form: `kept`, or the same with minima.
         """
-        (out, size), read = self.shape, partial(self._scales, field, form)
+        out, size = self.shape
         if field == "values":
-            shape, read = (out, size // 2 if form.is_packed else size), self._packed if form.is_packed else self._values
-        else:
-            shape = (out, size // form.group) if form.group else (out,)
-        return DerivedTensor(shape, "", read)
+            width, values = (size // 2, self._packed) if form.is_packed else (size, self._values)
+            return DerivedTensor((out, width), "", values)
+        return DerivedTensor(
+            (out, size // form.group) if form.group else (out,), "", partial(self._scales, field, form)
+        )
 
     def _values(self, index: tuple[slice, ...]) -> np.ndarray:
         return self.numbers(*_bounds(index, self.shape))

@@ -254,9 +254,10 @@ class ModelRunner:
 
     def lowering(self) -> Lowering:
         """Return the functions of a step with the forms of this runner's arrays; it must be awake."""
-        forms = jax.tree.map(form_of, (self.leaves, self.rows.state, self.rows.last_tokens))
+        leaves, state, last_tokens = jax.tree.map(form_of, (self.leaves, self.rows.state, self.rows.last_tokens))
         hidden = self.outputs.hidden_size, self.outputs.hidden_dtype
-        return Lowering(self.step, self.shapes, self.blocks.cache, self.placement, *forms, hidden)
+        parts = self.step, self.shapes, self.blocks.cache, self.placement
+        return Lowering(*parts, leaves, state, last_tokens, hidden)
 
 
 def _outputs(tree: ParamTree, config: ModelConfig, dtype: str | None) -> Outputs:

@@ -113,8 +113,8 @@ def warm_up(runner: ModelRunner, limits: Limits, *, later: bool = False, progres
         blocks.warm_up(swaps=not later)
         rows.warm_up()
         jax.block_until_ready((blocks.pool, rows.state, rows.last_tokens))
-        run = lambda bucket: lambda: runner.run_padding(buckets.fit(*bucket), bucket.num_tokens)
-        costs = _stored(runner, limits, "steps", {bucket: run(bucket) for bucket in ladders})
+        run: Callable[[Bucket], Any] = lambda bucket: runner.run_padding(buckets.fit(*bucket), bucket.num_tokens)
+        costs = _stored(runner, limits, "steps", {bucket: partial(run, bucket) for bucket in ladders})
         if runner.pads and (further := further_shapes(costs)):
             runner.shapes.add(further)
             runner.compile(list(further), progress=progress)

@@ -16,6 +16,8 @@ from jpaged.config import (
 from jpaged.models.config import ModelConfig
 from jpaged.runtime.mesh import MeshShape, mesh_shape
 
+CPU_CACHE_BYTES = 64 * 2**20  # weights that the caches of processors may hold are not read from memory in each step
+
 
 @dataclass(frozen=True)
 class Device:
@@ -132,9 +134,13 @@ class _Choices:
 
 
 def _default_dtype(model: ModelConfig, device: Device, *, reads_bfloat16: bool) -> tuple[str, str]:
-    """Return the dtype of "auto", and the reason. `reads_bfloat16`: as in `Device`, for all weights of the model."""
+    """Return the dtype of "auto", and the reason. `reads_bfloat16`: as in `Device`, for the weights of this model."""
     if device.platform == "cpu":
-        if model.dtype == "bfloat16" and reads_bfloat16:
+        size = model.num_hidden_layers * model.hidden_size * (
+            2 * (model.num_attention_heads + model.num_key_value_heads) * model.head_dim
+            + model.mlp_matrices * model.intermediate_size
+        )  # fmt: skip
+        if model.dtype == "bfloat16" and reads_bfloat16 and 4 * size > CPU_CACHE_BYTES:
             return "bfloat16", "the dtype of the checkpoint; a step reads half the bytes of float32"
         return "float32", "the fastest and most exact dtype on a CPU"
     if model.dtype == "float32":

@@ -166,7 +166,10 @@ def _handler(
     code.store(total, job, UNITS)
     code.store(code.value(2, I64), job, USERS)
     code.store(Value(code, take.function), job, TAKE)
-    work = lambda: code.builder.call(take.function, [job.llvm])
+
+    def work() -> None:
+        code.builder.call(take.function, [job.llvm])
+
     is_shared = total.compare(">", 1)
     if nanoseconds:
         is_shared = code.both(is_shared, nanoseconds(call).compare(">=", WORTH_A_THREAD_NS))

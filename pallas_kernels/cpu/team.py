@@ -88,8 +88,11 @@ def _write_thread(module: ir.Module, join: Callable[[Code, Value], None]) -> Non
     seen, spins = Variable(code.value(0, I64)), Variable(code.value(0, I64))
     with code.as_long_as(lambda: code.value(0, I64).compare("==", 0)):
         spins.set(code.value(0, I64))
-        is_new = lambda: code.load_atomic(state, OFFERS).compare("!=", seen.get())
-        with code.as_long_as(lambda: code.both(spins.get().compare("<", SPINS), code.invert(is_new()))):
+        with code.as_long_as(
+            lambda: code.both(
+                spins.get().compare("<", SPINS), code.load_atomic(state, OFFERS).compare("==", seen.get())
+            )
+        ):
             spins.set(spins.get() + 1)
             pause(code)
         with code.when(spins.get().compare(">=", SPINS)):

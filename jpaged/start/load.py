@@ -134,7 +134,7 @@ def load(
     Its layers are separate ones, as in the checkpoint, also on a GPU, where `LLM` fuses some of those that it loads.
 
     Args:
-        model: "demo", a directory or a hub id.
+        model: "demo", a directory, a file in GGUF or a hub id.
         revision, load_format, dtype, quantization, max_model_len, seed: as in `EngineConfig`. A few models choose their
             rotary embedding by `max_model_len`.
         tensor_parallel_size: number of devices among which the parameters are divided; None: they lie on one.

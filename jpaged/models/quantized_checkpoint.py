@@ -285,10 +285,8 @@ def _grid(
         error = f"{layer.prefix}{name} has shape {stored}, which does not fit a weight of shape {list(shape)}"
         raise ValueError(f"model: {error}")
     order = layer.group_of_inputs("weight_g_idx", size, grid_shape[1])
-    read, points = (
-        tensor and (lambda tensor=tensor: _float32(tensor[()]).reshape(grid_shape)) for tensor in (scales, zeros)
-    )
-    return Grid(read, _kept_dtype(scales), points, rows, columns, order)
+    read = lambda tensor: lambda: _float32(tensor[()]).reshape(grid_shape)
+    return Grid(read(scales), _kept_dtype(scales), read(zeros) if zeros else None, rows, columns, order)
 
 
 def _centered(numbers: np.ndarray, middle: int) -> np.ndarray:

@@ -96,11 +96,11 @@ class QuantizedWeight:
         Args:
             form: `kept`, or the same with minima.
         """
-        (out, size), read = self.shape, partial(self._scales, field, form)
+        out, size = self.shape
+        read: Callable[..., np.ndarray] = partial(self._scales, field, form)
+        shape: tuple[int, ...] = (out, size // form.group) if form.group else (out,)
         if field == "values":
-            shape, read = (out, size // 2 if form.is_packed else size), self._packed if form.is_packed else self._values
-        else:
-            shape = (out, size // form.group) if form.group else (out,)
+            shape, read = ((out, size // 2), self._packed) if form.is_packed else (self.shape, self._values)
         return DerivedTensor(shape, "", read)
 
     def _values(self, index: tuple[slice, ...]) -> np.ndarray:

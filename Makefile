@@ -2,6 +2,7 @@
 # make test-fast leaves out servers, commands, whole engines and GPU compilers; make test-deep runs the exhaustive tests.
 # make test-ray installs Ray and tests `jpaged serve --ray`; make test-tunix installs Tunix and runs its learner.
 # make test-clients drives the server by client packages, which uv and npm install (20 GB); see tests/clients/README.md.
+# make test-real downloads two small models and compares their answers with those of transformers.
 # make test-extras resolves the requirements of every extra, and installs none.
 # make docs: build the API reference into build/api
 # make dist REPOSITORY=https://github.com/owner/jpaged builds the distributions of the last commit into dist
@@ -16,7 +17,7 @@ SERVE_EXTRAS := $(if $(NVIDIA),[cuda],[cpu])
 # Without an NVIDIA driver jax should not look for one.
 CPU := $(if $(NVIDIA),,JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu})
 
-.PHONY: serve test test-fast test-deep test-ray test-tunix test-clients test-extras lint docs dist bench mutate format clean
+.PHONY: serve test test-fast test-deep test-ray test-tunix test-clients test-real test-extras lint docs dist bench mutate format clean
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/serve.done
@@ -46,6 +47,10 @@ test-tunix: $(VENV)/test.done
 test-clients: $(VENV)/test.done
 	$(PIP) uv
 	$(BIN)/python -m pytest tests/clients -m "" -v $(ARGS)
+
+# Real models need optimized code.
+test-real: $(VENV)/test.done
+	XLA_FLAGS= $(BIN)/python -m pytest tests/real -m real -v $(ARGS)
 
 test-extras: $(VENV)/test.done
 	$(PIP) uv

@@ -86,6 +86,8 @@ class Kernels(Ops):
         make_work: a function that makes the lists of work of a batch for the attention ops' argument `work`, on the
             host: (context_lens_s, cu_q_lens_s1, decode_s, num_rows=, table_tokens=, window=, xp=numpy) -> lists, those
             of a decode step if `cu_q_lens_s1` is None. None: the ops take none.
+        zeros: a function of a shape and a dtype that returns zeros on one device, which take no memory before they are
+            used. None: there is no such function.
     """
 
     name: str
@@ -94,6 +96,7 @@ class Kernels(Ops):
     account: tuple[Choice, ...] = ()
     tests: tuple[Result, ...] = ()
     make_work: Callable[..., Any] | None = None
+    zeros: Callable[[tuple[int, ...], str], jax.Array] | None = None
 
     @property
     def skips_rows(self) -> bool:
@@ -262,7 +265,7 @@ def _kernels(
             implementation = implementation._replace(**{op: loaded[op] for op in names})
         account += [Choice(op, subject.program if subject else "reference", reasons[group]) for op in names]
     module = importlib.import_module(attention.module) if attention else None
-    if attention and hasattr(module, "product"):
+    if attention and module and hasattr(module, "product"):
         implementation = implementation._replace(product=module.product)
         account.append(Choice("product", attention.program, reasons["attention"]))
     make_work = getattr(module, "make_work", None)
@@ -279,6 +282,7 @@ def _kernels(
         account=tuple(account),
         tests=tuple(tests),
         make_work=make_work,
+        zeros=getattr(module, "zeros", None),
     )
 
 

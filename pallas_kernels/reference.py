@@ -80,18 +80,18 @@ def product(x_ti: jax.Array, weights: tuple[Weight, ...], options: ProductOption
 
 def sums(x_ti: jax.Array, weight: Weight, sizes_e: jax.Array | None) -> jax.Array:
     """Return x W^T [T, O], in float32 (float64 of float64), without bias."""
-    in_rows = weight.scales is not None and not weight.has_groups  # the scale is a factor of the sum
-    matrix = weight.values.astype(x_ti.dtype) if in_rows else weight.dense()
+    row_scales = None if weight.has_groups else weight.scales  # factors of the sums
+    matrix = weight.dense() if row_scales is None else weight.values.astype(x_ti.dtype)
     dtype = jnp.promote_types(jnp.float32, jnp.result_type(x_ti, matrix))
     if sizes_e is None:
         y_to = jnp.einsum("ti,oi->to", x_ti, matrix, preferred_element_type=dtype)
-        return y_to * weight.scales if in_rows else y_to
+        return y_to if row_scales is None else y_to * row_scales
     # Row t is multiplied by the matrix of its group.
     by_group = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), (0,), (0,))
     y_to = lax.ragged_dot_general(x_ti, matrix, sizes_e, by_group, preferred_element_type=dtype)
-    if in_rows:
+    if row_scales is not None:
         of_rows = jnp.repeat(jnp.arange(len(sizes_e)), sizes_e, total_repeat_length=len(x_ti))
-        y_to = y_to * weight.scales[of_rows]
+        y_to = y_to * row_scales[of_rows]
     return y_to
 
 

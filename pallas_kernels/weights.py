@@ -80,7 +80,7 @@ class Weight(NamedTuple):
         """Return the stored numbers [..., O, I], float32 if they are packed."""
         if not self.is_packed:
             return self.values
-        numbers = unpack(self.values, xp).astype(xp.float32)
+        numbers: jax.Array = unpack(self.values, xp).astype(xp.float32)
         return numbers - MIDDLE if self.minima is None else numbers
 
     def dense(self, xp: Any = jnp) -> jax.Array:

@@ -10,7 +10,8 @@ HEAD = """# Models
 
 `jpaged serve MODEL` takes a directory or a Hugging Face hub id whose `config.json` names one of these architectures,
 with parameters in safetensors of float32, bfloat16 or float16, in Orbax (`jpaged convert`), or quantized
-([quantization.md](quantization.md)). This page is generated from the registry (`python -m tools.models_page`).
+([quantization.md](quantization.md)); or a file in GGUF ([gguf.md](gguf.md)). This page is generated from the registry
+(`python -m tools.models_page`).
 
 | architecture | checkpoints, for example | supported in addition to a Llama's features |
 |---|---|---|

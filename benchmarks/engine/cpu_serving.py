@@ -14,16 +14,10 @@ import asyncio
 import contextlib
 import itertools
 import json
-import os
-import signal
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
-import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 if __package__ in (None, ""):
@@ -31,6 +25,7 @@ if __package__ in (None, ""):
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from benchmarks.shared.command_server import serving
 from benchmarks.shared.device import environment, open_device, prepare_environment
 from benchmarks.shared.results import Report, script_parser, table
 from jpaged.bench.client import Client
@@ -50,7 +45,6 @@ OWN = (
     f"{sys.executable} {ROOT / 'server.py'} --model {{model}} --port {{port}} --load-format dummy --dtype float32 "
     f"--max-num-seqs {CONCURRENCY}"
 )
-START_S = 600.0
 
 
 def write_model(directory: Path) -> Path:
@@ -67,42 +61,6 @@ def write_model(directory: Path) -> Path:
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "w0", "eos_token": "w2", "bos_token": "w1"}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
     return directory
-
-
-@contextlib.contextmanager
-def serving(name: str, command: str, model: Path, report: Report) -> Iterator[str]:
-    """Run a server until the block ends, and yield its URL once it answers."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    url, start = f"http://127.0.0.1:{port}", time.monotonic()
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(
-            command.format(model=model, port=port), shell=True, stdout=log, stderr=log, start_new_session=True,
-            env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        )  # fmt: skip
-        try:
-            while not _answers(url):
-                if process.poll() is not None or time.monotonic() - start > START_S:
-                    log.seek(0)
-                    raise RuntimeError(f"{name} does not serve: {log.read()[-2000:].decode(errors='replace')}")
-                time.sleep(0.5)
-            report.say(f"{name} serves after {time.monotonic() - start:.0f} s")
-            yield url
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(30)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-
-
-def _answers(url: str) -> bool:
-    try:
-        return urllib.request.urlopen(f"{url}/v1/models", timeout=2).status == 200
-    except OSError:
-        return False
 
 
 def workloads(scale: float, number: int) -> dict[str, Settings]:
@@ -184,7 +142,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     report.environment["servers"] = list(servers)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as running:
         model = write_model(Path(folder))
-        urls = {name: running.enter_context(serving(name, command, model, report)) for name, command in servers.items()}
+        urls = {}
+        for name, command in servers.items():
+            server = running.enter_context(serving(name, command, model=model))
+            report.say(f"{name} serves after {server.start_s:.0f} s")
+            urls[name] = server.url
         for number in range(args.rounds):
             for kind, settings in workloads(args.scale, number).items():
                 for name in list(urls) if number % 2 == 0 else list(reversed(urls)):

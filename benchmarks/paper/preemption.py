@@ -204,7 +204,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         blocks = max(args.pool_tokens, limits.max_model_len) // size
         sized = dataclasses.replace(limits, block_size=size)
         runners[size] = runner_of(model, EngineConfig(num_gpu_blocks_override=blocks), sized)
-        costs[size] = block_swap_cost(runners[size], warm_up(runners[size], sized, progress=False))
+        costs[size] = block_swap_cost(runners[size], sized, warm_up(runners[size], sized, progress=False))
         report.say(f"block size {size} is compiled")
     micro(report, runners, limits.max_model_len, args.chunk, 5 * args.rounds)
     means = DATASETS["ShareGPT"]

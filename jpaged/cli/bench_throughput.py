@@ -17,6 +17,7 @@ from jpaged.cli.loading import loading
 from jpaged.cli.setting_flags import add_settings, config_of
 from jpaged.config import EngineConfig
 from jpaged.flags import ENGINE
+from jpaged.start.find import find_local
 
 PEERS = ENGINE
 
@@ -31,6 +32,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Run `jpaged bench throughput`."""
     config, requests = config_of(args, EngineConfig), config_of(args, Workload)
+    find_local(config.model, revision=config.revision)
     with loading() as bars:
         from jpaged.bench.throughput import bench_engine  # it loads jax
         from jpaged.llm import LLM

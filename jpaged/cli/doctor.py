@@ -21,6 +21,7 @@ from jpaged.cli.loading import exit_on_interrupt
 from jpaged.cli.setting_flags import add_settings, config_of
 from jpaged.config import EngineConfig
 from jpaged.flags import ENGINE
+from jpaged.start.find import find_local
 
 if TYPE_CHECKING:
     from jpaged.doctor import Report
@@ -40,6 +41,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Run `jpaged doctor`."""
     config = config_of(args, EngineConfig)
+    find_local(config.model, revision=config.revision)
     # The tests run in a process of their own, which needs the memory that jax would take for this one.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     logging.basicConfig(format="%(message)s")

@@ -13,6 +13,7 @@ from jpaged.cli.loading import loading
 from jpaged.cli.parser import existing_file
 from jpaged.cli.setting_flags import add_settings, config_of
 from jpaged.config import EngineConfig
+from jpaged.start.find import find_local
 
 API_KEYS = ("JPAGED_API_KEY", "OPENAI_API_KEY")
 MAX_NUM_SEQS = 8  # enough for one user, and far less to compile than for a server
@@ -105,6 +106,7 @@ class LocalModel:
 
     def __init__(self, args: argparse.Namespace):
         config = config_of(args, EngineConfig)
+        find_local(config.model, revision=config.revision)
         config = replace(config, max_num_seqs=config.num_seqs(MAX_NUM_SEQS))
         self._chat_template = args.chat_template.read_text() if args.chat_template else None
         with loading() as bars:

@@ -44,6 +44,7 @@ from jpaged.serving.origins import is_loopback
 from jpaged.serving.ray.config import RayConfig, parse_replicas
 from jpaged.serving.service import API_KEY_VARIABLE, ServerConfig, Service
 from jpaged.serving.tools import FORMATS, tool_format
+from jpaged.start.find import find_local
 
 PEERS = ENGINE
 
@@ -153,6 +154,7 @@ def run(args: argparse.Namespace) -> None:
         engine, server, tls, nodes = (
             config_of(args, EngineConfig), server_config(args), tls_context(args), config_of(args, Nodes)
         )  # fmt: skip
+        find_local(engine.model, revision=engine.revision)  # an error before jax is loaded, which takes seconds
         if nodes.node_rank:
             raise ValueError(f"node_rank: must be 0 for jpaged serve, not {nodes.node_rank}; use jpaged worker")
         with bound_sockets(args) as sockets:
@@ -191,6 +193,7 @@ def _serve(
                 "model_path": args.model, "tokenizer_path": resolved.config.tokenizer or args.model,
                 "model_type": model.model_type, "architectures": [model.architecture],
                 "vocab_size": model.vocab_size, "tp_size": resolved.mesh.size,
+                "quantization": resolved.weights,
             },
             load_params=read_params if config.enable_weight_updates else None,
         )  # fmt: skip

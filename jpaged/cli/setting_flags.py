@@ -49,7 +49,7 @@ def _values(each: Field[Any], setting: Setting) -> dict[str, Any]:
     """Return argparse's options for the values of a field."""
     expected, _ = kind(each)
     if expected is bool:
-        return {"action": argparse.BooleanOptionalAction if each.default else "store_true"}
+        return {"action": "store_true" if each.default is False else argparse.BooleanOptionalAction}
     if setting.choices:
         return {"choices": setting.choices}
     if expected is Mapping:

@@ -44,6 +44,10 @@ class _Block:
 
 _tokens = operator.attrgetter("tokens")
 
+# Tokens from which on the common beginning of a block is shared, or half of a smaller block: a copy of the block must
+# precede the next write to it. On a CPU, a copy of 64 tokens takes as long as the computation of one.
+MIN_SHARED = 8
+
 
 class BlockPool:
     """Reference-counted blocks with a prefix cache.
@@ -56,10 +60,12 @@ class BlockPool:
     The prefix cache is a radix tree whose edges are the tokens of whole blocks (like SGLang's, arXiv:2312.07104, but
     split at blocks). The number of a node is never reused: a path of nodes stands for one exact text. Tokens are
     compared, not hashed, so a hit is never wrong. The children of a node are sorted by their tokens: the block with the
-    longest common beginning is found as fast as an equal one.
+    longest common beginning is found as fast as an equal one. A block that is only partly filled is a leaf. No child of
+    a node is the beginning of another one.
 
     Attributes:
         epoch: number of times that all content was forgotten.
+        min_shared: number of tokens from which on the common beginning of a block is shared.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True):
@@ -67,6 +73,7 @@ class BlockPool:
             raise ValueError(f"a pool needs at least one block of one token, not {num_blocks} blocks of {block_size}")
         self.num_blocks, self.block_size = num_blocks, block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self.min_shared = min(-(-block_size // 2), MIN_SHARED)
         self.epoch = 0
         self._nodes = itertools.count()
         self.clear()
@@ -134,25 +141,24 @@ class BlockPool:
 
         If the cache has another block with the same content, that block stays, and its node is returned.
         """
-        block, tokens = self._blocks[block_id], tuple(tokens)
-        assert block.ref_count > 0, f"block {block_id} is remembered while no table holds it"
         assert len(tokens) == self.block_size, f"{len(tokens)} tokens in a block of {self.block_size}"
-        siblings = self._children.setdefault(parent, [])
-        at = bisect.bisect_left(siblings, tokens, key=_tokens)
-        if at < len(siblings) and siblings[at].tokens == tokens:
-            node = siblings[at].node
-            assert node is not None
-            return node
-        assert block.node is None, f"block {block_id} was written while the prefix cache offered it"
-        block.node, block.parent, block.tokens = next(self._nodes), parent, tokens
-        siblings.insert(at, block)
-        return block.node
+        node = self._remember(block_id, parent, tuple(tokens)).node
+        assert node is not None
+        return node
+
+    def remember_beginning(self, block_id: int, parent: Parent, tokens: Sequence[int]) -> None:
+        """Add the first tokens of a block to the prefix cache, if a match with them can be worth a copy.
+
+        The rest of the block is not offered, and no table may write there while the block is cached.
+        """
+        assert 0 < len(tokens) < self.block_size, f"{len(tokens)} tokens in a block of {self.block_size}"
+        if len(tokens) >= self.min_shared:
+            self._remember(block_id, parent, tuple(tokens))
 
     def match(self, tokens: Sequence[int], salt: str = "") -> Match:
         """Return the longest cached prefix of some tokens. It changes nothing; `share` takes the blocks.
 
-        The last block may match only in its first tokens, at least in half of them: fewer are not worth the copy that
-        must precede the next write to the block.
+        The last block may match only in its first tokens, at least in `min_shared` of them.
         """
         block_ids: list[int] = []
         nodes: list[int] = []
@@ -161,7 +167,7 @@ class BlockPool:
         while siblings := self._children.get(parent):
             wanted = tuple(tokens[matched : matched + size])
             at = bisect.bisect_left(siblings, wanted, key=_tokens)
-            if at < len(siblings) and siblings[at].tokens == wanted:
+            if len(wanted) == size and at < len(siblings) and siblings[at].tokens == wanted:
                 block = siblings[at]
                 assert block.node is not None
                 block_ids.append(block.block_id)
@@ -171,7 +177,7 @@ class BlockPool:
             # In sorted order, only the two neighbours of a text can have the most in common with it.
             block = max(siblings[max(at - 1, 0) : at + 1], key=lambda near: common_length(near.tokens, wanted))
             common = common_length(block.tokens, wanted)
-            if 2 * common >= size:
+            if common >= self.min_shared:
                 block_ids.append(block.block_id)
                 matched += common
             break
@@ -211,11 +217,39 @@ class BlockPool:
         for parent, siblings in self._children.items():
             texts = [block.tokens for block in siblings]
             assert texts and texts == sorted(set(texts)), f"the children of {parent!r} are out of order"
+            repeated = any(common_length(a, b) == len(a) for a, b in itertools.pairwise(texts))
+            assert not repeated, f"a child of {parent!r} is the beginning of the next: {texts}"
             assert all(block.parent == parent for block in siblings), f"a child of {parent!r} has another parent"
+        for block in self._blocks:
+            if block.node is not None and len(block.tokens) < self.block_size:
+                assert len(block.tokens) >= self.min_shared, f"block {block.block_id} offers {len(block.tokens)} tokens"
+                assert block.node not in self._children, f"block {block.block_id} is not full and has children"
         if tables is not None:
             held = Counter(block_id for table in tables for block_id in table)
             counted = Counter({block.block_id: block.ref_count for block in self._blocks if block.ref_count})
             assert held == counted, f"references held {held}, counted {counted}"
+
+    def _remember(self, block_id: int, parent: Parent, tokens: tuple[int, ...]) -> _Block:
+        """Return the block that offers some tokens under a parent: one that did before, or else the given one."""
+        block, siblings = self._blocks[block_id], self._children.setdefault(parent, [])
+        assert block.ref_count > 0, f"block {block_id} is remembered while no table holds it"
+        at = bisect.bisect_left(siblings, tokens, key=_tokens)
+        if at < len(siblings) and siblings[at].tokens[: len(tokens)] == tokens:
+            return siblings[at]
+        assert block.node is None, f"block {block_id} was written while the prefix cache offered it"
+        block.node, block.parent, block.tokens = next(self._nodes), parent, tokens
+        siblings.insert(at, block)
+        # The beginning of these tokens, of which no more than one is cached, comes directly before them.
+        if at and tokens[: len(siblings[at - 1].tokens)] == siblings[at - 1].tokens:
+            self._replace(siblings[at - 1])
+        return block
+
+    def _replace(self, block: _Block) -> None:
+        """Forget a block whose content another one offers. It is allocated next if it is free."""
+        self._forget(block)
+        if block.ref_count == 0:
+            self._unlink(block)
+            self._link(block, before=self._head.next)
 
     def _forget(self, block: _Block) -> None:
         if block.node is None:

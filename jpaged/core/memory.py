@@ -8,7 +8,7 @@ from typing import Any
 from jpaged.core.block_pool import BlockPool, Parent, common_length
 from jpaged.core.block_table import BlockTable, move, shortage
 from jpaged.core.plan import Admitted, Chosen, Entry, Pairs
-from jpaged.core.request import Request, Sequence
+from jpaged.core.request import FinishReason, Request, Sequence
 
 
 class Rows:
@@ -211,8 +211,8 @@ class Memory:
             return False
         return self.preemption == "swap" or len(filled) * self.block_swap_cost < sum(filled.values())
 
-    def remember(self, sequence: Sequence, num_computed_tokens: int) -> None:
-        """Add the blocks that are full of computed tokens to the prefix cache.
+    def remember(self, sequence: Sequence, num_computed_tokens: int, *, ended: bool = False) -> None:
+        """Add the blocks that are full of computed tokens to the prefix cache, and the last one of an ended sequence.
 
         Tokens computed before a reset of the prefix cache, or from such tokens, are never added.
         """
@@ -220,10 +220,14 @@ class Memory:
         size = pool.block_size
         if not pool.enable_prefix_caching or sequence.epoch != pool.epoch:
             return
-        for index in range(len(nodes), num_computed_tokens // size):
+        stop = num_computed_tokens // size
+        for index in range(len(nodes), stop):
             parent: Parent = nodes[-1] if nodes else sequence.request.cache_salt
             tokens = sequence.tokens[index * size : (index + 1) * size]
             nodes.append(pool.remember(sequence.table.block_ids[index], parent, tokens))
+        if ended and (tokens := sequence.tokens[stop * size : num_computed_tokens]):
+            parent = nodes[-1] if nodes else sequence.request.cache_salt
+            pool.remember_beginning(sequence.table.block_ids[stop], parent, tokens)
 
     def fork(self, sequence: Sequence, index: int) -> Sequence:
         """Return a second branch of a running sequence. Both share every block until one of them writes into it."""
@@ -240,6 +244,10 @@ class Memory:
             self.leaving.add(sequence)
             return
         self.leaving.discard(sequence)
+        # Without an output token no sample has shown yet that the KV is finite. Beams that are dropped have no reason.
+        valid = sequence.finish_reason not in (None, FinishReason.ERROR) and sequence.num_output_tokens > 0
+        if valid and sequence.table.pool is self.pool:
+            self.remember(sequence, min(sequence.num_computed_tokens, sequence.num_tokens - 1), ended=True)
         sequence.free()
         self.rows.release(sequence)
 

@@ -18,6 +18,7 @@ from safetensors.numpy import save_file
 from jpaged.models.base import Graph, Leaf, LeafPath, Leaves, Model, Place
 from jpaged.models.config import ModelConfig
 from jpaged.models.config_file import CONFIG
+from jpaged.models.layers import Embedding
 from jpaged.models.quantized import (
     Formats,
     check_groups,
@@ -32,7 +33,7 @@ from jpaged.models.quantized import (
 from jpaged.models.quantized_checkpoint import dequantized, read_scheme
 from jpaged.models.quantized_weight import QuantizedWeight
 from jpaged.models.registry import architecture_of
-from jpaged.models.safetensors_files import FLOATS, INDEX, StoredTensor, StoredTensors, open_tensors
+from jpaged.models.safetensors_files import FLOATS, INDEX, KeptTensor, StoredTensor, StoredTensors, open_tensors
 from jpaged.progress import track
 from pallas_kernels.weights import Format
 
@@ -42,6 +43,7 @@ MAX_PROBLEMS = 50  # tensors named in an error
 
 Shapes = dict[str, tuple[int, ...]]  # of tensors by name
 Read = Callable[[LeafPath, Leaf], jax.Array]  # returns a parameter, in its place
+Find = Callable[[Shapes], StoredTensors]  # returns the tensors of a checkpoint, for those that are expected
 
 
 class Use(NamedTuple):
@@ -181,24 +183,39 @@ def load_safetensors(directory: Path, config: ModelConfig, form: Form, *, progre
         if config.num_hidden_layers > len(tensors):  # tracing hundreds of layers that are missing takes minutes
             number = f"{len(tensors)} tensors for the {config.num_hidden_layers} layers of {CONFIG}"
             raise ValueError(f"{directory} does not hold this model's tensors: {number}")
-        graphdef, leaves = abstract_model(config, form.dtype)
-        uses, expected = tensors_of(config, leaves)
-        if scheme := read_scheme(directory):
-            tensors = dequantized(tensors, scheme, expected)
-        _check_tensors(tensors, config, expected, directory)
-        pieces: dict[LeafPath, Pieces] = {path: [] for path in leaves}
-        for name, uses_of_tensor in uses.items():
-            for use in uses_of_tensor:
-                pieces[use.path].append((tensors[name], use))
-        model = merged(graphdef, leaves)
-        rounded = formats_of(model, form.quantization)
-        kept, dtypes = _kept_weights(pieces, [path for path, *_ in weights_of(model)], rounded, form)
-        rounded = {path: each for path, each in rounded.items() if path not in kept}
-        for path in rounded:
-            kinds = {FLOATS[tensor.get_dtype()] for tensor, _ in pieces[path]}
-            dtypes[path] = kinds.pop() if len(kinds) == 1 else form.dtype
-        read = lambda path, leaf: _read(pieces[path], leaf.shape, dtypes.get(path, form.dtype), form.place(leaf))
-        return filled(config, form, read, rounded, kept, progress=progress)
+        scheme = read_scheme(directory)
+        find: Find = lambda expected: dequantized(tensors, scheme, expected) if scheme else tensors
+        return load_tensors(find, directory, config, form, progress=progress)
+
+
+def load_tensors(find: Find, where: Path, config: ModelConfig, form: Form, *, progress: bool) -> Model:
+    """Load a model from the tensors that `find` returns for the shapes of the model's, in Hugging Face's form.
+
+    Raises:
+        ValueError: a tensor is missing, unexpected or misshapen.
+    """
+    graphdef, leaves = abstract_model(config, form.dtype)
+    uses, expected = tensors_of(config, leaves)
+    tensors = find(expected)
+    _check_tensors(tensors, config, expected, where)
+    pieces: dict[LeafPath, Pieces] = {path: [] for path in leaves}
+    for name, uses_of_tensor in uses.items():
+        for use in uses_of_tensor:
+            pieces[use.path].append((tensors[name], use))
+    model = merged(graphdef, leaves)
+    rounded = formats_of(model, form.quantization)
+    kept, dtypes = _kept_weights(pieces, [path for path, *_ in weights_of(model)], rounded, form)
+    rounded = {path: each for path, each in rounded.items() if path not in kept}
+    for path in rounded:
+        kinds = {FLOATS[tensor.get_dtype()] for tensor, _ in pieces[path]}
+        dtypes[path] = kinds.pop() if len(kinds) == 1 else form.dtype
+    if form.keeps_groups:
+        dtypes = (
+            _kept_dtypes(pieces, [path for path, module, _ in weights_of(model) if type(module) is not Embedding])
+            | dtypes
+        )
+    read = lambda path, leaf: _read(pieces[path], leaf.shape, dtypes.get(path, form.dtype), form.place(leaf))
+    return filled(config, form, read, rounded, kept, progress=progress)
 
 
 def _check_tensors(tensors: StoredTensors, config: ModelConfig, expected: Shapes, directory: Path) -> None:
@@ -223,8 +240,8 @@ def _kept_weights(
     dtypes: dict[LeafPath, str] = {}
     expanded: list[LeafPath] = []
     for path in weights:
-        quantized = [(tensor, use) for tensor, use in pieces[path] if isinstance(tensor, QuantizedWeight)]
-        if not quantized:
+        quantized = [(tensor, use) for tensor, use in pieces[path] if isinstance(tensor, KeptTensor)]
+        if not any(isinstance(tensor, QuantizedWeight) or tensor.kept for tensor, _ in quantized):
             continue
         stored = common_form([tensor.kept for tensor, _ in quantized]) if len(quantized) == len(pieces[path]) else None
         if stored is None or (stored.group and not form.keeps_groups) or stored != rounded.get(path, stored):
@@ -249,6 +266,14 @@ def common_form(forms: Sequence[Format | None]) -> Format | None:
     with_minima = next((form for form in forms if form and form.minima), None)
     common = {form and form._replace(minima=with_minima.minima) if with_minima else form for form in forms}
     return common.pop() if len(common) == 1 else None
+
+
+def _kept_dtypes(pieces: dict[LeafPath, Pieces], weights: Iterable[LeafPath]) -> dict[LeafPath, str]:
+    """Return the dtypes of 16 bits in which weights of a file in GGUF stay: activations may have another dtype."""
+    stored = {
+        path: {FLOATS[t.get_dtype()] if isinstance(t, KeptTensor) else "" for t, _ in pieces[path]} for path in weights
+    }
+    return {path: dtype for path, dtypes in stored.items() for dtype in ("float16", "bfloat16") if dtypes == {dtype}}
 
 
 def save_safetensors(model: Model, directory: Path, *, max_shard_bytes: int = 5 * 10**9) -> None:

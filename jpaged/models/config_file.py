@@ -23,12 +23,19 @@ def sampling_defaults(directory: Path) -> Hf:
 def read_hf(directory: Path, overrides: Mapping[str, Any] | None = None) -> Hf:
     """Return the content of config.json with the overrides of `EngineConfig.hf_overrides`.
 
+    A file in GGUF instead of a directory has the content in its metadata.
+
     An override of `rope_scaling` or `rope_parameters` replaces both. Of `text_config`, the named fields are replaced.
 
     Raises:
         ValueError: the file is invalid, or an override is not a field of such a file.
     """
-    hf = read_json(directory / CONFIG)
+    if directory.is_file():
+        from jpaged.models.gguf_config import read_gguf_config  # it loads numpy
+
+        hf = read_gguf_config(directory)
+    else:
+        hf = read_json(directory / CONFIG)
     return _overridden(hf, overrides, "hf_overrides") if overrides else hf
 
 

@@ -40,7 +40,7 @@ def weight_of(module: nnx.Module, name: str = "weight", *, bias: str | None = "b
     """Return a weight of a module from its leaves, the scales and the minima of a quantized one included."""
     names = (name, name + SCALE, name + MINIMUM, bias)
     leaves = [getattr(module, each)[...] if each and hasattr(module, each) else None for each in names]
-    return Weight(*leaves)
+    return Weight._make(leaves)
 
 
 class Linear(nnx.Module):
@@ -93,7 +93,7 @@ class Embedding(nnx.Module):
     def __call__(self, tokens_t: jax.Array) -> jax.Array:
         """Return the rows [T, D] of tokens [T] int32."""
         weight = weight_of(self, "embedding")
-        rows = Weight(*(None if leaf is None else leaf[tokens_t] for leaf in weight))
+        rows = Weight._make(None if leaf is None else leaf[tokens_t] for leaf in weight)
         return rows.values if rows.scales is None else rows.dense().astype(self.dtype)
 
     def logits(self, x_sd: jax.Array) -> jax.Array:

@@ -35,7 +35,7 @@ Convert = Callable[[jax.Array, Format], Weight]
 @cache
 def quantizer(form: Format, shardings: tuple[Sharding, ...] | None = None) -> Callable[[jax.Array], Weight]:
     """Return a compiled conversion to a form, with the arrays of its result in these places (None: the argument's)."""
-    places = None if shardings is None else Weight(*shardings)
+    places = None if shardings is None else Weight._make((*shardings, *[None] * (4 - len(shardings))))
     return jax.jit(partial(quantize_weight, form=form), out_shardings=places)
 
 

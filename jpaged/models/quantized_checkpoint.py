@@ -285,7 +285,9 @@ def _grid(
         error = f"{layer.prefix}{name} has shape {stored}, which does not fit a weight of shape {list(shape)}"
         raise ValueError(f"model: {error}")
     order = layer.group_of_inputs("weight_g_idx", size, grid_shape[1])
-    read = lambda tensor: lambda: _float32(tensor[()]).reshape(grid_shape)
+    read: Callable[[StoredTensor], Callable[[], np.ndarray]] = lambda tensor: (
+        lambda: _float32(tensor[()]).reshape(grid_shape)
+    )
     return Grid(read(scales), _kept_dtype(scales), read(zeros) if zeros else None, rows, columns, order)
 
 

@@ -97,11 +97,12 @@ class QuantizedWeight:
             form: `kept`, or the same with minima.
         """
         out, size = self.shape
-        read: Callable[..., np.ndarray] = partial(self._scales, field, form)
-        shape: tuple[int, ...] = (out, size // form.group) if form.group else (out,)
         if field == "values":
-            shape, read = ((out, size // 2), self._packed) if form.is_packed else (self.shape, self._values)
-        return DerivedTensor(shape, "", read)
+            width, values = (size // 2, self._packed) if form.is_packed else (size, self._values)
+            return DerivedTensor((out, width), "", values)
+        return DerivedTensor(
+            (out, size // form.group) if form.group else (out,), "", partial(self._scales, field, form)
+        )
 
     def _values(self, index: tuple[slice, ...]) -> np.ndarray:
         return self.numbers(*_bounds(index, self.shape))

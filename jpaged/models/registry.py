@@ -101,10 +101,13 @@ def architecture_of(config: ModelConfig) -> Architecture:
 def read_config(directory: Path, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
     """Read the config of a model, by its architecture, with the overrides of `EngineConfig.hf_overrides`.
 
+    Args:
+        directory: the model's directory, or its file in GGUF.
+
     Raises:
         ValueError: the architecture is not registered, or a value is not supported; the message has the file's path.
     """
-    path = directory / CONFIG
+    path = directory if directory.is_file() else directory / CONFIG
     if not path.exists():
         raise ValueError(f"model: {directory} has no {CONFIG}")
     hf, generation = read_hf(directory, overrides), read_json(directory / GENERATION, missing_ok=True)

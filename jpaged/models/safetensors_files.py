@@ -5,13 +5,14 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import ml_dtypes
 import numpy as np
 from safetensors import safe_open
 
 from jpaged.checkpoint_files import MAX_INDEX_BYTES, check_file, read_json
+from pallas_kernels.weights import Format
 
 INDEX = "model.safetensors.index.json"
 FLOAT8 = "F8_E4M3"  # safetensors' name
@@ -29,6 +30,22 @@ class StoredTensor(Protocol):
 
     def __getitem__(self, index: Any) -> np.ndarray:
         """Return a part."""
+
+
+@runtime_checkable
+class KeptTensor(StoredTensor, Protocol):
+    """Quantized weight of a checkpoint, which is read dense, or as it is stored."""
+
+    @property
+    def kept(self) -> Format | None:
+        """Form in which a model can hold the weight as it is; None: there is none."""
+
+    def leaf(self, field: str, form: Format) -> StoredTensor:
+        """Return an array of the weight in a form, by its name in `pallas_kernels.Weight`.
+
+        Args:
+            form: `kept`, or the same with minima.
+        """
 
 
 StoredTensors = Mapping[str, StoredTensor]  # by name

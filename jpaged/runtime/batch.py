@@ -17,6 +17,7 @@ from jpaged.runtime.sampling_settings import Settings
 
 Array = Any  # numpy where it is made, traced jax arrays inside the step
 ALIGNMENT = 64  # int32 numbers: 256 bytes
+NO_ROW = np.iinfo(np.int32).max  # of samples that are computed, and written nowhere
 
 
 class Batch(NamedTuple):
@@ -56,29 +57,44 @@ def ladder(low: int, high: int, factor: int) -> tuple[int, ...]:
     return tuple(rungs)
 
 
+# Factor of the ladder of decode steps, and least tokens of other steps, by whether padding costs as much as tokens.
+LADDERS = {True: (2, 32), False: (4, 64)}
+
+
 class Buckets:
     """All shapes of steps, known before the first step runs.
 
-    Both ladders double, and have further shapes if their costs justify them (`measure`). A step with a prompt pays
-    for `num_seqs` only in logits. `benchmarks/engine/padding.py` counts the padding.
+    Both ladders double, and have further shapes if their costs justify them (`measure`). Where padding costs little,
+    decode steps have a ladder that quadruples, and the other one begins higher. A step with a prompt pays for
+    `num_seqs` only in logits. `benchmarks/engine/padding.py` counts the padding.
+
+    Args:
+        padded: whether a step costs as much as its whole shape.
     """
 
-    def __init__(self, limits: Limits):
-        max_seqs, max_tokens = limits.max_num_seqs, limits.max_num_batched_tokens
-        self.decode = tuple(Bucket(s, s, True) for s in ladder(1, max_seqs, 2))
+    def __init__(self, limits: Limits, *, padded: bool = True):
+        max_seqs, max_tokens, factor, least = limits.max_num_seqs, limits.max_num_batched_tokens, *LADDERS[padded]
+        self.decode = tuple(Bucket(s, s, True) for s in ladder(1, max_seqs, factor))
         seqs = (16, max_seqs) if max_seqs > 16 else (max_seqs,)
-        self.mixed = tuple(Bucket(t, s, False) for t in ladder(32, max(16, max_tokens), 2) for s in seqs)
+        self.mixed = tuple(Bucket(t, s, False) for t in ladder(least, max(16, max_tokens), 2) for s in seqs)
         self.all = self.decode + self.mixed
 
     def add(self, buckets: Iterable[Bucket]) -> None:
         """Add shapes between the shapes of the ladders."""
-        self.all = tuple(sorted({*self.all, *buckets}))
+        self.keep({*self.all, *buckets})
+
+    def keep(self, buckets: Iterable[Bucket]) -> None:
+        """Have these shapes only. The largest one with prompts must be among them: it serves any step."""
+        self.all = tuple(sorted(buckets))
         self.decode = tuple(bucket for bucket in self.all if bucket.decode)
         self.mixed = tuple(bucket for bucket in self.all if not bucket.decode)
 
     def fit(self, num_tokens: int, num_seqs: int, decode: bool) -> Bucket:
-        """Return the smallest shape for a step with this many tokens, and this many sequences and samples."""
-        rungs = self.decode if decode else self.mixed
+        """Return the smallest shape for a step with this many tokens, and this many sequences and samples.
+
+        Decode steps run in a shape for prompts where no shape of their own is large enough.
+        """
+        rungs = self.decode + self.mixed if decode else self.mixed
         return next(b for b in rungs if b.num_tokens >= num_tokens and b.num_seqs >= num_seqs)
 
 
@@ -88,7 +104,7 @@ MakeWork = Callable[[Batch, bool], tuple[Any, ...]]
 
 
 class Layout:
-    """Places of a batch's arrays in one buffer, [size] int32, for steps of one shape.
+    """Places of a batch's arrays in one buffer, [`size`] int32, for steps of one shape.
 
     Each array starts at a multiple of 256 bytes: XLA may hand a kernel a pointer into the buffer instead of a copy of
     an array, and Mosaic's runtime takes no other pointers.
@@ -104,7 +120,8 @@ class Layout:
         sizes = [math.prod(shape) for shape in all_shapes]
         starts = list(itertools.accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
         self._places = [(slice(start, start + size), shape) for start, size, shape in zip(starts, sizes, all_shapes)]
-        self._padding = np.zeros(starts[-1], np.int32)
+        self.size = starts[-1]
+        self._padding = np.zeros(self.size, np.int32)
         batch = self.unpack(self._padding)
         batch.slot_mapping[:] = batch.targets[:] = -1
         batch.samples.view(ROW)[:] = NEUTRAL
@@ -153,17 +170,29 @@ class Shapes:
         self.add(buckets.all)
 
     def add(self, buckets: Iterable[Bucket]) -> None:
-        """Add shapes of steps."""
-        self.buckets.add(buckets)
+        """Add shapes of steps, which may run as soon as their arrays exist: another thread may be making batches."""
         for bucket in buckets:
-            self.layouts[bucket] = Layout(bucket, self._table_width, self._make_work)
+            if bucket not in self.layouts:
+                self.layouts[bucket] = Layout(bucket, self._table_width, self._make_work)
             if bucket.num_seqs not in self.no_bits:
                 bits = np.zeros((bucket.num_seqs, self._num_words), np.uint32)
                 self.no_bits[bucket.num_seqs] = self._placement.put(bits)
+        self.buckets.add(buckets)
 
-    def padding(self, bucket: Bucket) -> jax.Array:
-        """Return the buffer of a batch of padding only."""
-        return cast(jax.Array, self._placement.put(self.layouts[bucket].empty()[0]))
+    def padding(self, bucket: Bucket, num_tokens: int | None = None) -> jax.Array:
+        """Return the buffer of a batch of padding only.
+
+        Args:
+            num_tokens: number of tokens that the step computes nevertheless where products skip padding. It samples
+                from as many of them as it has room for, and the samples belong to no row. None: all, without samples.
+        """
+        buffer, batch = self.layouts[bucket].empty()
+        if num_tokens is not None:
+            num_samples = min(num_tokens, bucket.num_seqs)
+            batch.num_tokens[...] = num_tokens
+            batch.sampled_from[:num_samples] = np.arange(num_samples)
+            batch.samples.view(ROW)[:num_samples]["rows"] = NO_ROW
+        return cast(jax.Array, self._placement.put(buffer))
 
 
 def make_batch(plan: StepPlan, rows: RowTable, buckets: Buckets, layouts: dict[Bucket, Layout]) -> "Made":

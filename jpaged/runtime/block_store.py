@@ -1,13 +1,15 @@
 """KV blocks of an engine, on the device and on the host, and their moves between steps."""
 
 import contextlib
+import sys
 from collections.abc import Iterator, Sequence
 
 import jax
+from jax.stages import Lowered
 
 from jpaged.core.plan import StepPlan
 from jpaged.runtime.kv_cache import KVCache, Pool
-from jpaged.runtime.placement import Placement, padded, usable
+from jpaged.runtime.placement import Placement, form_of, padded, usable
 from jpaged.runtime.swap import TRANSFERS, HostBlocks
 
 
@@ -38,6 +40,11 @@ class BlockStore:
     def block_bytes(self) -> int:
         """Bytes of a block on each device."""
         return self.cache.block_bytes // self._placement.kv_size
+
+    @property
+    def is_lazy(self) -> bool:
+        """Whether a block takes memory once it is used, not from the beginning."""
+        return self.cache.zeros_on(self._placement.pool) is not None and sys.platform == "linux"
 
     @property
     def size(self) -> str:
@@ -81,12 +88,16 @@ class BlockStore:
         if plan.swap_in:
             self.pool = self.host.swap_in(self.pool, plan.swap_in)
 
-    def warm_up(self) -> None:
-        """Compile every move, without moving a block."""
+    def warm_up(self, *, swaps: bool = True) -> None:
+        """Compile every move, without moving a block. `swaps`: those to the host and back, too."""
         for size in self.copy_sizes:
             self._copy_blocks([(-1, -1)] * size)
-        for size in TRANSFERS if self.num_host_blocks else ():
+        for size in TRANSFERS if swaps and self.num_host_blocks else ():
             self.swap_round_trip(size)
+
+    def lowered_swaps(self) -> Iterator[Lowered]:
+        """Yield the functions of swaps as jax lowers them; none without room on the host."""
+        return self.host.lowered([form_of(array) for array in self.pool]) if self.num_host_blocks else iter(())
 
     def swap_round_trip(self, count: int) -> Pool:
         """Move block 0 to the host and back `count` times, which leaves it unchanged. The pool must not be in use."""

@@ -1,7 +1,7 @@
 """KV pool on the device: the layout of its arrays, and the ops on them."""
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -75,7 +75,13 @@ class KVCache:
 
         It is not left uninitialised because an attention kernel may load a block's unwritten rows, and 0 * NaN is NaN.
         """
-        return [jnp.zeros(self.shape(num_blocks), self.dtype, device=sharding) for _ in range(2 * self.num_layers)]
+        zeros = self.zeros_on(sharding) or jnp.zeros
+        make = jax.jit(lambda: zeros(self.shape(num_blocks), self.dtype), out_shardings=sharding)
+        return [make() for _ in range(2 * self.num_layers)]
+
+    def zeros_on(self, sharding: Sharding) -> Callable[[tuple[int, ...], str], jax.Array] | None:
+        """Return `Kernels.zeros`, which run on one device; None on several."""
+        return self.kernels.zeros if sharding.num_devices == 1 else None
 
     def attend(
         self, pool: Pool, layer: int, spec: AttentionSpec, batch: Batch, decode: bool,

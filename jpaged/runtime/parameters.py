@@ -242,7 +242,8 @@ def _embedding_in(dtype: str, model: Any) -> Any:
     Without a dtype, an `nnx.Embed` takes that of its parameter when it is made. Other layers have None.
     """
     copied = nnx.merge(*nnx.split(model))
-    for _, layer in nnx.iter_modules(copied):
+    modules: list[tuple[Any, Any]] = list(nnx.iter_modules(copied))
+    for _, layer in modules:
         is_default = isinstance(layer, nnx.Embed) and layer.dtype == layer.embedding.dtype
         if is_default or isinstance(layer, Embedding):
             layer.dtype = jnp.dtype(dtype)

@@ -1,7 +1,7 @@
 """Dispatched step, and its result once the device has computed it."""
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import jax
@@ -23,6 +23,7 @@ class PendingStep:
         prompt_top: for each of the plan's rows, the length of the lists of its prompt's tokens.
         version: number of parameter updates before the step.
         late: array that is computed shortly before the others; None: the next step should be dispatched at once.
+        end: called when the device has computed the step.
     """
 
     plan: StepPlan
@@ -34,6 +35,7 @@ class PendingStep:
     prompt_top: list[int]
     version: int = 0
     late: jax.Array | None = None
+    end: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
         self._lists = bool((self.num_top >= 0).any())
@@ -49,6 +51,8 @@ class PendingStep:
     def result(self) -> StepResult:
         """Wait for the step's tokens and return its result."""
         arrays = jax.device_get(self._arrays)
+        if self.end:
+            self.end()
         if self._lists:
             samples = list(_samples(arrays[0], arrays[1], self.num_top.tolist(), self.version))
         else:

@@ -140,6 +140,11 @@ def padded(pairs: Sequence[tuple[int, int]], sizes: Sequence[int]) -> tuple[np.n
     return array[0], array[1]
 
 
+def form_of(array: jax.Array) -> jax.ShapeDtypeStruct:
+    """Return the shape, the dtype and the place of an array."""
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+
+
 def usable(arrays: Iterable[jax.Array]) -> bool:
     """Return whether no array was donated, and none is the result of a computation that failed on the device."""
     try:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax
 import numpy as np
@@ -14,17 +15,20 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.outputs import Outputs, outputs_of
 from jpaged.models.quantized import is_quantized
 from jpaged.progress import track
+from jpaged.runtime.background import Background
 from jpaged.runtime.batch import Bucket, Buckets, Shapes, ladder, make_batch
 from jpaged.runtime.block_store import BlockStore
 from jpaged.runtime.compilation_cache import compilation_cache
 from jpaged.runtime.device_rows import DeviceRows
 from jpaged.runtime.kv_cache import KVCache
+from jpaged.runtime.lowering import Lowering
 from jpaged.runtime.parameters import ParamTree, explain_deletion
 from jpaged.runtime.pending import PendingStep
-from jpaged.runtime.placement import Placement
+from jpaged.runtime.placement import Placement, form_of
 from jpaged.runtime.row_table import RowTable
 from jpaged.runtime.sampling_settings import Settings
 from jpaged.runtime.step import Computed, Step
+from jpaged.runtime.step_watch import StepWatch
 from jpaged.runtime.tensor_parallel import divide_kernels
 from pallas_kernels import Kernels
 
@@ -51,6 +55,8 @@ class ModelRunner:
         rows: the rows of running sequences.
         blocks: the KV pool, and its moves.
         late: shapes that are compiled when they are first needed.
+        watch: compares the steps with their measured costs; None: there are none.
+        background: compiles further shapes; None: all are compiled, or late.
         pads: whether a step costs as much as its whole shape.
         params_version: number of parameter updates so far.
 
@@ -77,9 +83,10 @@ class ModelRunner:
             self.config, limits.block_size, pool_dtype(self.outputs.attention_dtype),
             divide_kernels(kernels, placement), model.attention_specs, attention_dtype=self.outputs.attention_dtype,
         )  # fmt: skip
-        self.shapes = Shapes(Buckets(limits), limits.blocks_per_seq, self.vocab_size, placement, cache.make_work)
         skips = placement.size == 1 and kernels.skips_rows
         self.pads = not skips
+        buckets = Buckets(limits, padded=self.pads)
+        self.shapes = Shapes(buckets, limits.blocks_per_seq, self.vocab_size, placement, cache.make_work)
         self.step = Step(
             self.tree.graphdef, self.tree.treedef, cache, self.shapes.layouts, placement,
             max_logprobs=limits.max_logprobs, processed_logprobs=processed_logprobs, kernels=kernels if skips else None,
@@ -89,6 +96,8 @@ class ModelRunner:
         table = RowTable(limits.max_num_seqs, limits.blocks_per_seq, limits.block_size)
         self.rows = DeviceRows(table, self.vocab_size, copy_sizes, placement)
         self.blocks, self.late = BlockStore(cache, copy_sizes, placement), set[Bucket]()
+        self.background: Background | None = None
+        self.watch: StepWatch | None = None
 
     def dispatch(self, plan: StepPlan, make_masks: Callable[[], np.ndarray] | None = None) -> PendingStep | Done:
         """Start a step: blocks to the host, block copies, blocks from the host, changes of rows, then the tokens.
@@ -171,6 +180,7 @@ class ModelRunner:
             with compilation_cache(), self.blocks.exhaustion():
                 self.compile([made.bucket], progress=False)
             self.late.remove(made.bucket)
+        end = self.watch.begin(made.bucket, int(made.batch.num_tokens)) if self.watch else None
         computed = self._forward(self.placement.put(made.buffer), made.bucket)
         bits = shapes.no_bits[made.bucket.num_seqs]
         if make_masks is not None:
@@ -185,8 +195,9 @@ class ModelRunner:
         prompt_top = [table.prompt_top[row] for row, *_ in plan.rows] if prompt else []
         late = computed.x_sd if self.placement.device.platform == "cpu" else None
         return PendingStep(
-            plan, chosen, listed, made.num_top, prompt, targets, prompt_top, version=self.params_version, late=late
-        )
+            plan, chosen, listed, made.num_top, prompt, targets, prompt_top, version=self.params_version, late=late,
+            end=end,
+        )  # fmt: skip
 
     def _forward(self, buffer: jax.Array, bucket: Bucket) -> Computed:
         """Dispatch the model's part of a step."""
@@ -212,14 +223,41 @@ class ModelRunner:
         for bucket in track(buckets, len(buckets), "compiled", "shape", bar=progress):
             self.run_padding(bucket, everything=True)
 
-    def run_padding(self, bucket: Bucket, *, everything: bool = False) -> jax.Array:
-        """Run a step of padding with the simplest sampling, or with every sampling and the scores of prompts."""
-        computed = self._forward(self.shapes.padding(bucket), bucket)
+    def compile_later(self, buckets: Sequence[Bucket]) -> None:
+        """Compile further shapes and swaps in the background. Steps have each shape as soon as it is compiled."""
+        lowering, shapes, num_blocks = self.lowering(), self.shapes, self.blocks.num_blocks
+        swaps = self.blocks.lowered_swaps()
+
+        def compile_shape(bucket: Bucket) -> None:
+            for lowered in lowering.all(bucket, num_blocks):
+                lowered.compile()
+            shapes.add([bucket])
+
+        def compile_swaps() -> None:
+            for lowered in swaps:
+                lowered.compile()
+
+        self.background = Background(self, [*(partial(compile_shape, bucket) for bucket in buckets), compile_swaps])
+
+    def run_padding(self, bucket: Bucket, num_tokens: int = 1, *, everything: bool = False) -> jax.Array:
+        """Run a step of padding with the simplest sampling, or with every sampling and the scores of prompts.
+
+        Args:
+            num_tokens: number of tokens to compute, where a step costs less than its whole shape.
+        """
+        computed = self._forward(self.shapes.padding(bucket, None if self.pads else num_tokens), bucket)
         for settings in self.step.settings if everything else self.step.settings[:1]:
             chosen, _ = self._choose(computed, self.shapes.no_bits[bucket.num_seqs], settings)
         if everything and computed.x_td is not None:
             self.step.score(self.leaves, computed.x_td, computed.targets_t)
         return chosen
+
+    def lowering(self) -> Lowering:
+        """Return the functions of a step with the forms of this runner's arrays; it must be awake."""
+        leaves, state, last_tokens = jax.tree.map(form_of, (self.leaves, self.rows.state, self.rows.last_tokens))
+        hidden = self.outputs.hidden_size, self.outputs.hidden_dtype
+        parts = self.step, self.shapes, self.blocks.cache, self.placement
+        return Lowering(*parts, leaves, state, last_tokens, hidden)
 
 
 def _outputs(tree: ParamTree, config: ModelConfig, dtype: str | None) -> Outputs:

@@ -53,10 +53,8 @@ def forward(
             wanted_t &= sampled_t | jnp.any(batch.targets >= 0)
         return o_tnh
 
-    def of_tokens(op: Callable[..., Any], x_ti: jax.Array, *weights: Weight, **options: Any) -> Any:
-        # A product inside a model may have other rows than tokens, such as heads.
-        is_of_tokens = len(x_ti) == len(wanted_t) or options.get("tokens_m") is not None
-        return op(x_ti, *weights, **options, wanted_t=wanted_t if is_of_tokens else None)
+    def of_tokens(op: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        return _of_rows(wanted_t, op, *args, **options)
 
     if kernels is not None:
         set_products(model, partial(of_tokens, kernels.product), partial(of_tokens, kernels.products))
@@ -171,7 +169,11 @@ class Step:
         sampling = sampling._replace(last_tokens=_known(sampling.last_tokens, last_tokens_r))
         num_top, several = max(MAX_TOP, self.max_logprobs), len(self.settings) > 1
         options = SampleOptions(num_top, self.processed_logprobs, settings, several)
-        logits_sv = self._merged(params).logits(x_sd)
+        model = self._merged(params)
+        if self.kernels is not None:
+            of_samples = partial(_of_rows, sampling.rows >= 0)
+            set_products(model, partial(of_samples, self.kernels.product), partial(of_samples, self.kernels.products))
+        logits_sv = model.logits(x_sd)
         sampled, state = sample_divided(logits_sv, state, sampling, options, self.placement)
         at_s = jnp.where(sampling.rows < 0, len(last_tokens_r), sampling.rows)  # past the end: dropped
         return *_packed(sampled), state, last_tokens_r.at[at_s].set(sampled.tokens, mode="drop")
@@ -191,6 +193,12 @@ def sampling_of(rows_sf: jax.Array, allowed_bits: jax.Array) -> Sampling:
         settings[name] = words != 0 if column.dtype is bool else lax.bitcast_convert_type(words, column.dtype)
         start = end
     return Sampling(**settings, allowed_bits=allowed_bits)
+
+
+def _of_rows(wanted_t: jax.Array, op: Callable[..., Any], x_ti: jax.Array, *weights: Weight, **options: Any) -> Any:
+    """Call a product without the rows that are not wanted, unless its rows are others, such as heads."""
+    is_of_rows = len(x_ti) == len(wanted_t) or options.get("tokens_m") is not None
+    return op(x_ti, *weights, **options, wanted_t=wanted_t if is_of_rows else None)
 
 
 def _known(tokens: jax.Array, last_tokens_r: jax.Array) -> jax.Array:

@@ -1,11 +1,12 @@
 """KV blocks in the host's memory, and their transfers in both directions, many blocks in one transfer."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
+from jax.stages import Lowered
 
 from jpaged.runtime.kv_cache import gather, scatter
 from jpaged.runtime.placement import Placement, padded
@@ -62,6 +63,15 @@ class HostBlocks:
             pool = self._scatter(pool, blocks, self._placement.put(destinations))
             self._drop(chunk.block_ids[0])
         return pool
+
+    def lowered(self, pool: list[jax.ShapeDtypeStruct]) -> Iterator[Lowered]:
+        """Yield the functions of all transfers as jax lowers them for a pool of these forms."""
+        for size in TRANSFERS:
+            ids_c = jax.ShapeDtypeStruct((size,), "int32", sharding=self._placement.whole)
+            _, *shape = pool[0].shape
+            blocks = jax.ShapeDtypeStruct((len(pool), size, *shape), pool[0].dtype, sharding=self._placement.blocks)
+            yield self._gather.lower(pool, ids_c)
+            yield self._scatter.lower(pool, blocks, ids_c)
 
     def clear(self) -> None:
         """Drop all blocks."""

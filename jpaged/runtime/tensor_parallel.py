@@ -28,7 +28,7 @@ CONTEXT_SPECS: Any = POOL, POOL, WHOLE, WHOLE
 def divide_kernels(kernels: Kernels, placement: Placement) -> Kernels:
     """Return kernels whose ops run on each device with the heads that it holds.
 
-    A kernel is a custom call, which XLA can only run whole.
+    A kernel is a custom call, which XLA can only run whole. Ops are jitted, so that layers of one form share a trace.
     """
     divided = functools.partial(jax.shard_map, mesh=placement.mesh, check_vma=False)
     whole = kernels.implementation
@@ -40,13 +40,13 @@ def divide_kernels(kernels: Kernels, placement: Placement) -> Kernels:
             specs = COLUMNS, Contexts(*CONTEXT_SPECS), *[WHOLE] * len(rows), options_spec
             return cast(OutputAndLse, divided(op, in_specs=specs, out_specs=COLUMNS)(q, contexts, *rows, options))
 
-        return attend
+        return jax.jit(attend)
 
     write_options_spec = WriteOptions(WHOLE, WHOLE, SCALES, SCALES, COLUMNS)  # type: ignore[arg-type]
     write_specs = (POOL, POOL), KV_HEADS, KV_HEADS, WHOLE, write_options_spec
     implementation = Implementation(
-        write_kv=divided(whole.write_kv, in_specs=write_specs, out_specs=(POOL, POOL, COLUMNS)),
-        copy_blocks=divided(whole.copy_blocks, in_specs=(POOL, WHOLE, WHOLE), out_specs=POOL),
+        write_kv=jax.jit(divided(whole.write_kv, in_specs=write_specs, out_specs=(POOL, POOL, COLUMNS))),
+        copy_blocks=jax.jit(divided(whole.copy_blocks, in_specs=(POOL, WHOLE, WHOLE), out_specs=POOL)),
         paged_decode_attention=attention(whole.paged_decode_attention),
         ragged_paged_attention=attention(whole.ragged_paged_attention),
     )

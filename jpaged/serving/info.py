@@ -34,6 +34,7 @@ def model_card(service: Service, name: str) -> JsonObject:
         "owned_by": "jpaged",
         "root": service.model_facts.get("model_path", service.model_name),
         "parent": None,
+        "quantization": service.model_facts.get("quantization"),
         "max_model_len": service.max_model_len,
         "permission": [permission],
     }

@@ -14,18 +14,19 @@ from jpaged.models.base import Model, Place
 from jpaged.models.checkpoint import Form, dummy_model, load_safetensors, on_one_device
 from jpaged.models.config import ModelConfig
 from jpaged.models.fused import fuse
+from jpaged.models.gguf_checkpoint import load_gguf
 from jpaged.models.moe import cost_of
 from jpaged.models.orbax_checkpoint import ORBAX, load_orbax
 from jpaged.models.quantized import described, has_groups
 from jpaged.runtime.compilation_cache import compilation_cache, every_process_writes
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.runner import ModelRunner
+from jpaged.start.find import find_model
 from jpaged.start.measure import Measured, measure
 from jpaged.start.pool import check_pool
 from jpaged.start.setup import (
     Setup,
     choose_devices,
-    find_model,
     prepare,
     prepare_module,
     resolve_checkpoint,
@@ -179,11 +180,17 @@ def load_model(
     directory: Path, config: ModelConfig, *, dtype: str, load_format: str, seed: int, progress: bool,
     place: Place = on_one_device, quantization: str | None = None, keeps_groups: bool = False,
 ) -> Model:  # fmt: skip
-    """Load the parameters, in `dtype`, by `load_format`; "auto" takes the Orbax checkpoint if it exists."""
+    """Load the parameters in `dtype`, by `load_format`; "auto" takes a directory's Orbax checkpoint if it exists."""
     if load_format == "dummy":
         return dummy_model(config, dtype, seed, place, quantization=quantization)
-    is_orbax = load_format == "orbax" or (load_format == "auto" and (directory / ORBAX).is_dir())
-    read = load_orbax if is_orbax else load_safetensors
+    read: Callable[..., Model]
+    if directory.is_file():
+        if load_format != "auto":
+            raise ValueError(f"load_format: must be auto or dummy for a file in GGUF, not {load_format!r}")
+        read = load_gguf
+    else:
+        is_orbax = load_format == "orbax" or (load_format == "auto" and (directory / ORBAX).is_dir())
+        read = load_orbax if is_orbax else load_safetensors
     return read(directory, config, Form(dtype, place, quantization, keeps_groups), progress=progress)
 
 

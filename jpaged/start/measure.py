@@ -8,7 +8,8 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from jpaged.runtime.batch import Bucket
 from jpaged.runtime.compilation_cache import cache_folder, private_folder
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.runner import ModelRunner
+from jpaged.runtime.step_watch import StepWatch
 from jpaged.runtime.swap import TRANSFERS
 from jpaged.start.pool import allocate
 from jpaged.start.resolve import Resolved
@@ -35,6 +37,7 @@ STEEP, LONG_S = 1.5, 0.02
 # Seconds in which a CPU schedules, decodes and sends one token of a stream, about as measured by
 # `benchmarks/engine/isolation.py`.
 CPU_TOKEN_S = 150e-6
+VERSION = 2  # of the way in which costs are measured
 
 
 class Measured(NamedTuple):
@@ -67,25 +70,33 @@ def measure(runner: ModelRunner, resolved: Resolved, *, progress: bool = True) -
         ValueError: there is no memory for the pool, or for a step beside it.
     """
     allocate(runner, resolved)
-    config, platform = resolved.config, resolved.device.platform
+    config, limits, platform = resolved.config, resolved.limits, resolved.device.platform
+    ladders = runner.shapes.buckets.all
     costs: StepCosts = {}
-    if config.warm_up:
-        costs = warm_up(runner, resolved.limits, progress=progress)
+    if config.warm_up is False:
+        runner.late = set(ladders)
     else:
-        runner.late = set(runner.shapes.buckets.all)
+        # Processes that share the devices must have the same shapes in every step.
+        later = config.warm_up is None and not runner.pads and runner.placement.num_processes == 1
+        costs = warm_up(runner, limits, later=later, progress=progress)
     num_host_blocks = 0 if config.preemption_mode == "recompute" else runner.blocks.num_host_blocks
     chunk, swap_cost = None, 0.0
     if costs and not config.max_num_batched_tokens:
         chunk = tokens_beside_decodes(costs, platform_defaults(platform).max_chunk_cost, padded=runner.pads)
     if costs and num_host_blocks and config.preemption_mode == "auto":
-        swap_cost = block_swap_cost(runner, costs)
+        swap_cost = block_swap_cost(runner, limits, costs)
+    if costs and (further := [bucket for bucket in ladders if bucket not in runner.shapes.buckets.all]):
+        runner.compile_later(further)
     return Measured(runner.blocks.num_blocks, num_host_blocks, chunk, step_overhead(costs, platform), swap_cost)
 
 
-def warm_up(runner: ModelRunner, limits: Limits, *, progress: bool = True) -> StepCosts:
+def warm_up(runner: ModelRunner, limits: Limits, *, later: bool = False, progress: bool = True) -> StepCosts:
     """Compile every executable, or load it from jax's cache on disk, by running it on padding.
 
     Then the costs of steps are measured, unless they are stored, and worthwhile shapes are added.
+
+    Args:
+        later: compile the shape that serves any step, and the others in the background, beside traffic.
 
     Returns:
         The costs of steps of the shapes that doubling gives.
@@ -93,22 +104,47 @@ def warm_up(runner: ModelRunner, limits: Limits, *, progress: bool = True) -> St
     Raises:
         ValueError: a step needs more memory than the pool leaves.
     """
-    start, ladders, rows, blocks = time.monotonic(), runner.shapes.buckets.all, runner.rows, runner.blocks
+    start, buckets, rows, blocks = time.monotonic(), runner.shapes.buckets, runner.rows, runner.blocks
+    ladders = buckets.all
+    if later:
+        buckets.keep(buckets.mixed[-1:])
     with blocks.exhaustion():
-        runner.compile(ladders, progress=progress)
-        blocks.warm_up()
+        runner.compile(buckets.all, progress=progress)
+        blocks.warm_up(swaps=not later)
         rows.warm_up()
         jax.block_until_ready((blocks.pool, rows.state, rows.last_tokens))
-        costs = stored_costs(
-            cache_folder() / "step_costs", _costs_key(runner, limits), ladders,
-            lambda bucket: _seconds(lambda: runner.run_padding(bucket)),
-            lambda seconds: _leaders(seconds, runner.placement),
-        )  # fmt: skip
+        run: Callable[[Bucket], Any] = lambda bucket: runner.run_padding(buckets.fit(*bucket), bucket.num_tokens)
+        costs = _stored(runner, limits, "steps", {bucket: partial(run, bucket) for bucket in ladders})
         if runner.pads and (further := further_shapes(costs)):
             runner.shapes.add(further)
             runner.compile(list(further), progress=progress)
+    forget = partial(forget_costs, _costs_folder(), _costs_key(runner, limits, "steps"))
+    runner.watch = StepWatch(costs, forget, padded=runner.pads)
     logger.info("compiled in %.1f seconds", time.monotonic() - start)
     return costs
+
+
+def _stored(runner: ModelRunner, limits: Limits, name: str, runs: Mapping[Bucket, Callable[[], Any]]) -> StepCosts:
+    """Return the costs of some runs, which are measured once."""
+    return stored_costs(
+        _costs_folder(), _costs_key(runner, limits, name), tuple(runs), lambda: fastest([*runs.values()]),
+        lambda seconds: _leaders(seconds, runner.placement),
+    )  # fmt: skip
+
+
+def _costs_folder() -> Path:
+    return cache_folder() / "step_costs"
+
+
+def _costs_key(runner: ModelRunner, limits: Limits, name: str) -> str:
+    """Return a text of everything that the costs of steps depend on."""
+    placement = runner.placement
+    processes = (placement.num_processes,) if placement.num_processes > 1 else ()
+    device = placement.platform, placement.device.device_kind, placement.size, os.cpu_count(), *processes
+    stored = sorted({str(leaf.dtype) for leaf in runner.tree.expected.values()})
+    dtype = runner.outputs.attention_dtype
+    described = runner.kind, runner.config, dtype, stored, limits, runner.kernels.name, runner.blocks.cache.dtype
+    return repr((name, VERSION, jax.__version__, device, *described))
 
 
 def _leaders(seconds: Sequence[float], placement: Placement) -> Sequence[float]:
@@ -118,32 +154,28 @@ def _leaders(seconds: Sequence[float], placement: Placement) -> Sequence[float]:
     return [float(each) for each in multihost_utils.broadcast_one_to_all(np.array(seconds, np.float32))]
 
 
-def _costs_key(runner: ModelRunner, limits: Limits) -> str:
-    """Return a text of everything that the costs of steps depend on."""
-    placement = runner.placement
-    processes = (placement.num_processes,) if placement.num_processes > 1 else ()
-    device = placement.platform, placement.device.device_kind, placement.size, os.cpu_count(), *processes
-    stored = sorted({str(leaf.dtype) for leaf in runner.tree.expected.values()})
-    dtype = runner.outputs.attention_dtype
-    described = runner.kind, runner.config, dtype, stored, limits, runner.kernels.name, runner.blocks.cache.dtype
-    return repr((jax.__version__, device, *described))
-
-
-def block_swap_cost(runner: ModelRunner, costs: StepCosts) -> float:
+def block_swap_cost(runner: ModelRunner, limits: Limits, costs: StepCosts) -> float:
     """Return the number of tokens that could be computed while one block moves to the host and back."""
-    bucket, size = runner.shapes.buckets.mixed[-1], TRANSFERS[-1]
-    block = _seconds(lambda: runner.blocks.swap_round_trip(size))
-    return (block / size) / (costs[bucket] / bucket.num_tokens)
+    largest, size = max(bucket for bucket in costs if not bucket.decode), TRANSFERS[-1]
+    swap = Bucket(size, 0, False)  # stands for the transfer in the file
+    seconds = _stored(runner, limits, "swap", {swap: lambda: runner.blocks.swap_round_trip(size)})[swap]
+    return (seconds / size) / (costs[largest] / largest.num_tokens)
 
 
-def _seconds(run: Callable[[], Any], repeats: int = 3) -> float:
-    """Return the time of the shortest of a few runs."""
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(run())
-        times.append(time.perf_counter() - start)
-    return min(times)
+def fastest(runs: Sequence[Callable[[], Any]], repeats: int = 5) -> list[float]:
+    """Return the time of the shortest of a few calls of each run.
+
+    They take turns: a machine that is busy for a moment would delay all calls of one run.
+    """
+    times = [[_seconds(run) for run in runs] for _ in range(repeats)]
+    return [min(each) for each in zip(*times, strict=True)]
+
+
+def _seconds(run: Callable[[], Any]) -> float:
+    """Return the time of a call until its result is there."""
+    start = time.perf_counter()
+    jax.block_until_ready(run())
+    return time.perf_counter() - start
 
 
 def further_shapes(costs: StepCosts) -> StepCosts:
@@ -199,8 +231,20 @@ def step_overhead(costs: StepCosts, platform: str) -> float:
     return max(0.0, float(start / slope)) if slope > 0 else math.inf
 
 
+def costs_file(folder: Path, key: str) -> Path | None:
+    """Return the file of the costs of a key; None if the folder is not a `private_folder`."""
+    usable = private_folder(folder)
+    return usable and usable / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+
+
+def forget_costs(folder: Path, key: str) -> None:
+    """Let the next start measure the costs of a key again."""
+    if path := costs_file(folder, key):
+        path.unlink(missing_ok=True)
+
+
 def stored_costs(
-    folder: Path, key: str, buckets: Iterable[Bucket], measure: Callable[[Bucket], float],
+    folder: Path, key: str, buckets: Sequence[Bucket], measure: Callable[[], Sequence[float]],
     agree: Callable[[Sequence[float]], Sequence[float]] = lambda seconds: seconds,
 ) -> StepCosts:  # fmt: skip
     """Return the costs of all shapes from a file, or else measure them and write it.
@@ -208,20 +252,23 @@ def stored_costs(
     Args:
         folder: it is used if it is a `private_folder`.
         key: identifies everything that the costs depend on.
+        measure: return the seconds of all shapes.
         agree: return the seconds of the process whose costs hold for all processes that share the device mesh. They
             measure together, if that process has no file.
     """
-    usable = private_folder(folder)
-    path = usable and usable / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
-    wanted = tuple(buckets)
+    path = costs_file(folder, key)
     stored = _read(path, key) if path else {}
-    known = stored.keys() == set(wanted)
-    seconds = agree([stored[bucket] if known else 0.0 for bucket in wanted])
+    known = stored.keys() == set(buckets)
+    seconds = agree([stored[bucket] if known else 0.0 for bucket in buckets])
     if all(seconds):
-        return dict(zip(wanted, seconds, strict=True))
-    costs = dict(zip(wanted, agree([measure(bucket) for bucket in wanted]), strict=True))
-    if not path:
-        return costs
+        return dict(zip(buckets, seconds, strict=True))
+    costs = dict(zip(buckets, agree(measure()), strict=True))
+    if path:
+        _write(path, key, costs)
+    return costs
+
+
+def _write(path: Path, key: str, costs: StepCosts) -> None:
     content = {"key": key, "seconds": [[*bucket, seconds] for bucket, seconds in costs.items()]}
     try:
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
@@ -229,7 +276,6 @@ def stored_costs(
         os.replace(file.name, path)
     except OSError as error:
         logger.warning("the costs of steps are not stored: %s", error)
-    return costs
 
 
 def _read(path: Path, key: str) -> dict[Bucket, float]:

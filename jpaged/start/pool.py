@@ -1,6 +1,5 @@
 """Size of the KV pool: the blocks that fit into the memory of the devices and of the host."""
 
-import functools
 import logging
 import math
 import os
@@ -15,7 +14,6 @@ from jpaged.config import EngineConfig
 from jpaged.runtime.kv_cache import KVCache
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.runner import ModelRunner
-from jpaged.runtime.sampling_row import ROW_WORDS
 from jpaged.runtime.sampling_settings import Settings
 from jpaged.runtime.swap import TRANSFERS
 from jpaged.start.resolve import Resolved, check_num_blocks
@@ -37,17 +35,21 @@ def allocate(runner: ModelRunner, resolved: Resolved) -> None:
     wanted = limits.max_num_seqs * limits.blocks_per_seq
     num_host_blocks = min(int(config.swap_space * 2**30 // (blocks.block_bytes * len(devices))), wanted)
     num_blocks = configured_num_blocks(config, blocks.block_bytes, available_memory(devices))
-    sized_by = "kv_cache_memory_bytes" if config.kv_cache_memory_bytes else "num_gpu_blocks_override"
+    reason = sized_by = "kv_cache_memory_bytes" if config.kv_cache_memory_bytes else "num_gpu_blocks_override"
     if num_blocks is None:
         moved_bytes = 2 * TRANSFERS[-1] * blocks.block_bytes if num_host_blocks else 0
         num_blocks = fill_memory(runner, config.gpu_memory_utilization, wanted=wanted, moved_bytes=moved_bytes)
         if resolved.device.platform != "cpu":
-            sized_by = "gpu_memory_utilization"
+            reason = sized_by = "gpu_memory_utilization"
+        else:
+            reason = "enough for all sequences" if num_blocks == wanted else "a quarter of the memory, at most 4 GiB"
     check_num_blocks(limits, num_blocks)
     blocks.allocate(num_blocks, num_host_blocks, sized_by)
+    used = "; a block takes memory once it is used" if blocks.is_lazy else ""
     logger.info(
-        "KV pool: %d blocks of %d tokens (%s, %s)", num_blocks, limits.block_size, blocks.size, blocks.cache.dtype
-    )
+        "KV pool: %d blocks of %d tokens (%s, %s): %s%s", num_blocks, limits.block_size, blocks.size,
+        blocks.cache.dtype, reason, used,
+    )  # fmt: skip
 
 
 def check_pool(resolved: Resolved, placement: Placement, kernels: Kernels, dtype: str) -> None:
@@ -106,29 +108,15 @@ def _least(number: int, placement: Placement) -> int:
 
 def model_temporaries(runner: ModelRunner, num_blocks: int) -> int:
     """Return the bytes that the model's part of the largest steps needs in addition to parameters and pool."""
-    cache, whole = runner.blocks.cache, runner.placement.pool
-    array = jax.ShapeDtypeStruct(cache.shape(num_blocks), cache.dtype, sharding=whole)
-    pool, last_tokens, buckets = [array] * (2 * cache.num_layers), runner.rows.last_tokens, runner.shapes.buckets
-    return temporaries(
-        runner.step.forward.lower(runner.leaves, pool, last_tokens, runner.shapes.padding(bucket), bucket)
-        for bucket in (buckets.decode[-1], buckets.mixed[-1])
-    )
+    lowering, buckets = runner.lowering(), runner.shapes.buckets
+    return temporaries(lowering.forward(bucket, num_blocks) for bucket in (buckets.decode[-1], buckets.mixed[-1]))
 
 
 def sampling_temporaries(runner: ModelRunner) -> int:
     """Return the bytes that the largest steps need for samples and prompt logprobs."""
-    step, rows, outputs, leaves = runner.step, runner.rows, runner.outputs, runner.leaves
-    whole = functools.partial(jax.ShapeDtypeStruct, sharding=runner.placement.whole)
-    lowered = []
-    for bucket in (runner.shapes.buckets.decode[-1], runner.shapes.buckets.mixed[-1]):
-        x_sd = whole((bucket.num_seqs, outputs.hidden_size), outputs.hidden_dtype)
-        rows_sf = whole((bucket.num_seqs, ROW_WORDS), "int32")
-        bits = runner.shapes.no_bits[bucket.num_seqs]
-        lowered.append(step.choose.lower(leaves, rows.state, rows.last_tokens, x_sd, rows_sf, bits, Settings.ANY))
-        if not bucket.decode:
-            x_td = whole((bucket.num_tokens, outputs.hidden_size), outputs.hidden_dtype)
-            lowered.append(step.score.lower(leaves, x_td, whole((bucket.num_tokens,), "int32")))
-    return temporaries(lowered)
+    lowering, buckets = runner.lowering(), runner.shapes.buckets
+    samplings = [lowering.sampling(bucket, Settings.ANY) for bucket in (buckets.decode[-1], buckets.mixed[-1])]
+    return temporaries([*samplings, lowering.scores(buckets.mixed[-1])])
 
 
 def temporaries(steps: Iterable[jax.stages.Lowered]) -> int:

@@ -16,14 +16,21 @@ from jpaged.config import (
 from jpaged.models.config import ModelConfig
 from jpaged.runtime.mesh import MeshShape, mesh_shape
 
+CPU_CACHE_BYTES = 64 * 2**20  # weights that the caches of processors may hold are not read from memory in each step
+
 
 @dataclass(frozen=True)
 class Device:
-    """Device as jax describes it."""
+    """Device as jax describes it.
+
+    Attributes:
+        reads_bfloat16: whether a CPU has kernels that multiply weights of bfloat16 as fast as they are read.
+    """
 
     kind: str
     platform: str
     compute_capability: float | None = None
+    reads_bfloat16: bool = False
 
 
 class SettingChoice(NamedTuple):
@@ -57,15 +64,21 @@ class Resolved:
     mesh: MeshShape
     choices: tuple[SettingChoice, ...]
 
+    @property
+    def weights(self) -> str:
+        """Return the form of the weights in words: how they are quantized, and in a file in GGUF their kinds."""
+        return next((f"{c.value or 'none'}: {c.reason}" for c in self.choices if c.setting == "quantization"), "none")
+
 
 def resolve(
     config: EngineConfig, model: ModelConfig, device: Device, *, stored_method: str | None = None,
-    module_size: int | None = None,
+    stored_form: str = "the checkpoint is not quantized", module_size: int | None = None,
 ) -> Resolved:  # fmt: skip
     """Resolve the open settings of a config.
 
     Args:
         stored_method: method by which the checkpoint is quantized; None: it is not.
+        stored_form: form of the checkpoint's weights, in words.
         module_size: number of devices that hold a loaded module; None: the model is a checkpoint.
 
     Raises:
@@ -74,15 +87,20 @@ def resolve(
     choices, quantization = _Choices(config), None
     dtype: str | None
     if module_size is None:
-        dtype = choices.choose("dtype", *_default_dtype(model, device))
         size = choices.choose("tensor_parallel_size", 1, "the default")
-        quantization = _quantization(choices, stored_method)
+        quantization = _quantization(choices, stored_method, stored_form)
+        is_plain = size == 1 and not (config.quantization or stored_method)
+        dtype = choices.choose(
+            "dtype", *_default_dtype(model, device, reads_bfloat16=is_plain and device.reads_bfloat16)
+        )
     else:
         dtype = choices.choose("dtype", None, "each array of the module keeps its dtype")
         size = choices.choose("tensor_parallel_size", module_size, "the module lies on these devices")
     dtype = DTYPE_ALIASES.get(dtype, dtype) if dtype else None
     choices.choose("kv_cache_dtype", dtype, "the dtype of the keys")
     limits = _limits(choices, model, device.platform)
+    first = device.platform == "cpu" and size == 1
+    choices.choose("warm_up", True, "the largest shape, then the others beside requests" if first else "the default")
     model = model.for_length(limits.max_model_len) if module_size is None else model
     return Resolved(config, model, device, limits, dtype, quantization, mesh_shape(model, size), tuple(choices.made))
 
@@ -115,19 +133,24 @@ class _Choices:
         return value
 
 
-def _default_dtype(model: ModelConfig, device: Device) -> tuple[str, str]:
-    """Return the dtype of "auto", and the reason."""
+def _default_dtype(model: ModelConfig, device: Device, *, reads_bfloat16: bool) -> tuple[str, str]:
+    """Return the dtype of "auto", and the reason. `reads_bfloat16`: as in `Device`, for the weights of this model."""
     if device.platform == "cpu":
+        size = model.num_hidden_layers * model.hidden_size * (
+            2 * (model.num_attention_heads + model.num_key_value_heads) * model.head_dim
+            + model.mlp_matrices * model.intermediate_size
+        )  # fmt: skip
+        if model.dtype == "bfloat16" and reads_bfloat16 and 4 * size > CPU_CACHE_BYTES:
+            return "bfloat16", "the dtype of the checkpoint; a step reads half the bytes of float32"
         return "float32", "the fastest and most exact dtype on a CPU"
     if model.dtype == "float32":
         return "bfloat16", "the checkpoint has float32, and a GPU computes 16 bits faster"
     return model.dtype, "the dtype of the checkpoint"
 
 
-def _quantization(choices: _Choices, stored_method: str | None) -> str | None:
+def _quantization(choices: _Choices, stored_method: str | None, stored_form: str) -> str | None:
     """Return the method to apply while loading: None if the config names the method of the checkpoint."""
-    reason = "the method of the checkpoint" if stored_method else "the checkpoint is not quantized"
-    method = choices.choose("quantization", stored_method, reason)
+    method = choices.choose("quantization", stored_method, stored_form)
     if method in QUANTIZATIONS and choices.config.quantization:
         return method
     if method != stored_method:
@@ -157,7 +180,7 @@ def _limits(choices: _Choices, model: ModelConfig, platform: str) -> Limits:
     tokens = choose("max_num_batched_tokens", max(tokens, seqs), reason)
     block_size, reason = BLOCK_SIZE, "the default"
     if platform == "cpu" and max_model_len >= CPU_LONG:
-        block_size, reason = CPU_LONG_BLOCK_SIZE, "a CPU gathers long contexts faster in large blocks"
+        block_size, reason = CPU_LONG_BLOCK_SIZE, "a CPU reads long contexts faster in large blocks"
     block_size = choose("block_size", block_size, reason)
     max_logprobs = model.vocab_size if config.max_logprobs == -1 else config.max_logprobs
     limits = Limits(max_model_len, seqs, tokens, block_size, max_logprobs)

@@ -2,6 +2,8 @@
 
 import logging
 from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,26 +11,24 @@ import jax
 from flax import nnx
 
 from jpaged.chat import check_template
-from jpaged.config import EngineConfig
+from jpaged.config import GGUF, EngineConfig
 from jpaged.core.params import SamplingParams
-from jpaged.demo import DIRECTORY as DEMO
+from jpaged.gguf_file import open_gguf
+from jpaged.gguf_tokenizer import load_gguf_tokenizer
 from jpaged.models.base import Model
-from jpaged.models.config import ModelConfig
 from jpaged.models.config_file import GENERATION, SAMPLING, sampling_defaults
 from jpaged.models.quantized_checkpoint import read_scheme
 from jpaged.models.registry import read_config
-from jpaged.runtime.compilation_cache import cache_folder
+from jpaged.runtime.compilation_cache import cache_folder, compilation_cache
 from jpaged.runtime.parameters import by_name
 from jpaged.runtime.placement import Placement, devices_of
+from jpaged.start.find import find_model
 from jpaged.start.pool import check_pool
 from jpaged.start.resolve import Device, Resolved, resolve
-from jpaged.tokenizer import TOKENIZER_FILES, has_tokenizer, load_tokenizer
+from jpaged.tokenizer import has_tokenizer, load_tokenizer
 from pallas_kernels import Kernels, SelfTest, compute_capability, select
 
 logger = logging.getLogger(__name__)
-
-SECOND_COPIES = ["consolidated*"]  # the same weights under Mistral's own names
-SMALL_FILES = ["*.json", "*.model", "*.jinja", *TOKENIZER_FILES]  # config, tokenizer and chat templates
 
 
 class Setup(NamedTuple):
@@ -88,17 +88,17 @@ def resolve_checkpoint(config: EngineConfig, device: jax.Device) -> tuple[Path, 
         ValueError: there is no such model, or a file of it is missing or invalid, or it does not allow a setting.
     """
     directory = find_model(config.model, revision=config.revision, weights=False)
-    model, method = _read_checkpoint(directory, config.hf_overrides, config.load_format != "dummy")
-    return directory, resolve(config, model, device_of(device), stored_method=method)
+    model = read_config(directory, config.hf_overrides)
+    method, form = (None, "") if config.load_format == "dummy" else _stored_form(directory)
+    return directory, resolve(config, model, device_of(device), stored_method=method, stored_form=form)
 
 
-def _read_checkpoint(
-    directory: Path, overrides: Mapping[str, Any] | None, has_weights: bool
-) -> tuple[ModelConfig, str | None]:
-    """Return the config of a checkpoint, and the method by which its weights are quantized; None: they are not."""
-    model = read_config(directory, overrides)
-    scheme = read_scheme(directory) if has_weights else None
-    return model, scheme.method if scheme else None
+def _stored_form(directory: Path) -> tuple[str | None, str]:
+    """Return the method by which the weights of a checkpoint are quantized, None if they are not, and their form."""
+    if directory.is_file():
+        return GGUF, open_gguf(directory).summary
+    scheme = read_scheme(directory)
+    return (scheme.method, "the method of the checkpoint") if scheme else (None, "the checkpoint is not quantized")
 
 
 def prepare_module(config: EngineConfig, module: Model, tokenizer: Any = None) -> Setup:
@@ -161,18 +161,25 @@ def select_kernels(
     """
     config, model, device = resolved.config, resolved.model, resolved.device
     dtype = dtype or str(resolved.dtype)
-    return select(
-        config.kernels, platform=device.platform, device_kind=device.kind,
-        compute_capability=device.compute_capability, dtype=dtype, pool_dtype=config.pool_dtype(dtype),
-        head_dim=model.head_dim, num_heads=model.num_attention_heads // resolved.mesh.size,
-        num_kv_heads=model.num_key_value_heads // resolved.mesh.kv, block_size=resolved.limits.block_size,
-        self_test=SelfTest.on(placement.device, cache_folder() / "selftest", retest=retest),
-    )  # fmt: skip
+    # A CPU's kernels are compiled to be chosen, and are kept. On a GPU tests should not depend on the cache.
+    with compilation_cache() if device.platform == "cpu" else nullcontext():
+        return select(
+            config.kernels, platform=device.platform, device_kind=device.kind,
+            compute_capability=device.compute_capability, dtype=dtype, pool_dtype=config.pool_dtype(dtype),
+            head_dim=model.head_dim, num_heads=model.num_attention_heads // resolved.mesh.size,
+            num_kv_heads=model.num_key_value_heads // resolved.mesh.kv, block_size=resolved.limits.block_size,
+            self_test=SelfTest.on(placement.device, cache_folder() / "selftest", retest=retest),
+        )  # fmt: skip
 
 
 def device_of(device: jax.Device) -> Device:
     """Return the description of one of jax's devices."""
-    return Device(device.device_kind, device.platform, compute_capability(device))
+    described = Device(device.device_kind, device.platform, compute_capability(device))
+    if device.platform != "cpu":
+        return described
+    from pallas_kernels import cpu  # brings llvmlite with it
+
+    return replace(described, reads_bfloat16=cpu.reads_bfloat16())
 
 
 def choose_devices(tensor_parallel_size: int, data_parallel_size: int = 1) -> list[list[jax.Device]]:
@@ -211,37 +218,6 @@ def devices_of_nodes(size: int, nnodes: int) -> list[jax.Device]:
     return [device for local in devices for device in local]
 
 
-def find_model(name: str, *, revision: str | None = None, weights: bool = True) -> Path:
-    """Return the directory of a model: "demo", a path, or a hub id.
-
-    A model that is not in the hub's cache is downloaded.
-
-    Args:
-        revision: a branch, tag or commit of a hub id.
-        weights: False leaves the weights of a hub id out: its config and its tokenizer can be checked before a long
-            download.
-
-    Raises:
-        ValueError: there is no such model.
-    """
-    if revision is not None and (name == "demo" or Path(name).expanduser().is_dir()):
-        raise ValueError(f"revision: only a hub id has revisions, and {name} is a directory")
-    if name == "demo":
-        return DEMO
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists() or name.count("/") != 1 or name.startswith((".", "~", "/")):
-        raise ValueError(f"model: {name} is not a directory")
-    from huggingface_hub import snapshot_download
-
-    try:
-        patterns = [*SMALL_FILES, *(["*.safetensors"] if weights else [])]
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=SECOND_COPIES))
-    except Exception as error:  # the hub's library has a dozen ways to say no
-        raise ValueError(f"model: {name} is neither a directory nor a model on the hub: {error}") from error
-
-
 def find_tokenizer(tokenizer: Any, directory: Path | None = None) -> Any:
     """Return a tokenizer; None if there is none.
 
@@ -250,9 +226,13 @@ def find_tokenizer(tokenizer: Any, directory: Path | None = None) -> Any:
         directory: the directory of the model.
     """
     if isinstance(tokenizer, str):
-        return load_tokenizer(find_model(tokenizer, weights=False))
+        directory, tokenizer = find_model(tokenizer, weights=False), None
+        if not directory.is_file():
+            return load_tokenizer(directory)
     if tokenizer is not None or directory is None:
         return tokenizer
+    if directory.is_file():
+        return load_gguf_tokenizer(open_gguf(directory))
     return load_tokenizer(directory) if has_tokenizer(directory) else None
 
 

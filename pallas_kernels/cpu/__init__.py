@@ -16,8 +16,10 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 if importlib.util.find_spec("llvmlite"):
     from pallas_kernels.cpu.attention import paged_decode_attention, ragged_paged_attention
+    from pallas_kernels.cpu.code import Machine
     from pallas_kernels.cpu.product import product, usual_target
     from pallas_kernels.cpu.writes import write_kv
+    from pallas_kernels.cpu.zeros import zeros
 
 
 def unsupported(*, dtype: Any, pool_dtype: Any, **shapes: int) -> str | None:
@@ -36,4 +38,12 @@ def unsupported(*, dtype: Any, pool_dtype: Any, **shapes: int) -> str | None:
     return None
 
 
-__all__ = ["copy_blocks", "paged_decode_attention", "product", "ragged_paged_attention", "unsupported", "write_kv"]
+def reads_bfloat16() -> bool:
+    """Return whether products of bfloat16 weights take the time of reading them, not of converting them."""
+    return importlib.util.find_spec("llvmlite") is not None and Machine.host().lanes >= 8  # AVX2 and AVX-512
+
+
+__all__ = [
+    "copy_blocks", "paged_decode_attention", "product", "ragged_paged_attention", "reads_bfloat16", "unsupported",
+    "write_kv", "zeros",
+]  # fmt: skip

@@ -13,7 +13,8 @@ import jax
 from llvmlite import binding, ir
 
 from pallas_kernels.cpu import team
-from pallas_kernels.cpu.code import I8, I32, I64, POINTER, VOID, Code, Machine, Number, Value, Variable
+from pallas_kernels.cpu.code import I8, I32, I64, POINTER, VOID, Code, Number, Value, Variable
+from pallas_kernels.cpu.objects import engine_of
 
 # Offsets in bytes.
 FRAME_EXTENSION, FRAME_API, FRAME_CONTEXT, FRAME_ARGUMENTS, FRAME_RESULTS = 8, 16, 24, 72, 112
@@ -100,28 +101,12 @@ def register(
         work(CallFrame(unit, unit.arguments[0]), unit.arguments[1])
         unit.builder.ret_void()
         _handler(module, _take(module, unit), units, nanoseconds, finish)
-        binding.initialize_native_target()
-        binding.initialize_native_asmprinter()
-        team.start(_compiled, _join)
-        engine = _compiled(module)
+        team.start(engine_of, _join)
+        engine = engine_of(module)
         handler = ctypes.c_void_p(engine.get_function_address("handler"))
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform="cpu")
         _engines[name] = engine
     return name
-
-
-def _compiled(module: ir.Module) -> Any:
-    """Return the engine of a module for this machine."""
-    machine = Machine.host()
-    parsed = binding.parse_assembly(str(module))
-    target = binding.Target.from_default_triple().create_target_machine(
-        cpu=machine.cpu, features=machine.features, opt=3, jit=True
-    )
-    builder = binding.create_pass_builder(target, binding.create_pipeline_tuning_options(speed_level=2))
-    builder.getModulePassManager().run(parsed, builder)
-    engine = binding.create_mcjit_compiler(parsed, target)
-    engine.finalize_object()
-    return engine
 
 
 def _join(code: Code, job: Value) -> None:
@@ -181,7 +166,10 @@ def _handler(
     code.store(total, job, UNITS)
     code.store(code.value(2, I64), job, USERS)
     code.store(Value(code, take.function), job, TAKE)
-    work = lambda: code.builder.call(take.function, [job.llvm])
+
+    def work() -> None:
+        code.builder.call(take.function, [job.llvm])
+
     is_shared = total.compare(">", 1)
     if nanoseconds:
         is_shared = code.both(is_shared, nanoseconds(call).compare(">=", WORTH_A_THREAD_NS))

@@ -104,6 +104,7 @@ class Matrix:
         if not self.form.is_packed:
             numbers = self._numbers(row, k)
             return [number * scale if minimum is None else code.fma(number, scale, minimum) for number in numbers]
+        assert minimum is not None, "numbers of 4 bits are from 0 to 15"
         pairs = self._pairs(row, k)
         if self.lanes == TABLE:  # the 16 weights that a group can have are computed once
             table = code.fma(code.vector(range(TABLE)), scale, minimum)
@@ -113,7 +114,7 @@ class Matrix:
 
     def _numbers(self, row: Value, k: Value, left: Value | None = None) -> list[Value]:
         code = self.code
-        load_part = None if left is None else lambda *where: code.load_part(*where, left)
+        load_part = None if left is None else functools.partial(code.load_part, count=left)
         _, load = loader(self.form.dtype, self.lanes, load_part)
         at = row * self.inputs + k
         return [load(code, self._values, at + n) for n in range(0, self.step, self.lanes)]
@@ -163,8 +164,8 @@ class Matrix:
         groups = self.inputs // self.form.group
         for name in ("scales", "minima"):
             if name in self._arrays:
-                size = 2 if self._dtypes[name] == "float16" else 4
-                with code.loop(row * groups * size, (row + num_rows) * groups * size, CACHE_LINE) as at:
+                width = groups * (2 if self._dtypes[name] == "float16" else 4)
+                with code.loop(row * width, (row + num_rows) * width, CACHE_LINE) as at:
                     self._request(self._arrays[name], at)
 
     def _request(self, array: Value, at: Value) -> None:

@@ -8,6 +8,7 @@ in the first cache for many.
 import hashlib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -85,7 +86,8 @@ def _call(x_ti: jax.Array, weights: tuple[Weight, ...], options: ProductOptions)
 def _differentiate(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
     x_ti, weights, options = primals
     options = replace(options, dtype=jnp.float32)
-    _, tangents_to = jax.jvp(lambda *arrays: reference.product(*arrays, options), (x_ti, weights), tangents[:2])
+    define = lambda x_ti, weights: reference.product(x_ti, weights, options)
+    _, tangents_to = jax.jvp(define, (x_ti, weights), tangents[:2])
     return _call(*primals), tangents_to
 
 
@@ -155,8 +157,10 @@ class _Writer:
     def _rows_of(self, expert: Value) -> tuple[Value, Value]:
         """Return the first row of an expert and the row after its last one, within the array."""
         code, rows = self.code, self.call.size(X, 0)
-        clamped = lambda index: code.minimum(code.maximum(self._int(STARTS, index), rows * 0), rows)
-        return clamped(expert), code.maximum(clamped(expert), clamped(expert + 1))
+        first, stop = (
+            code.minimum(code.maximum(self._int(STARTS, index), rows * 0), rows) for index in (expert, expert + 1)
+        )
+        return first, code.maximum(first, stop)
 
     def _int(self, argument: int, index: Value) -> Value:
         code = self.code
@@ -242,13 +246,13 @@ class _Writer:
     ) -> None:
         """Write the sums [UNIT_T, UNIT_O] of rows of a matrix from `first_o` on."""
         code, depth, tile_o = self.code, matrix.inputs, self.tile_o
-        partial = code.scratch(BLOCK * UNIT_O * self.lanes, F32)  # the sums up to a segment
+        so_far = code.scratch(BLOCK * UNIT_O * self.lanes, F32)  # the sums up to a segment
         converted = None if matrix.is_float32 else code.scratch(tile_o * (WHOLE + matrix.step), F32)
         segment = code.select(depth.compare("<=", WHOLE), depth, code.value(SEGMENT, I64))
         last_o = num_o - num_o % tile_o
         with code.loop(0, count, BLOCK) as first, code.loop(0, depth, segment) as begin:
             stop, end = code.minimum(first + BLOCK, count), code.minimum(begin + segment, depth)
-            part = _Part(matrix, rows, sums_to, partial, converted, first_o, first, stop, begin, end)
+            part = _Part(matrix, rows, sums_to, so_far, converted, first_o, first, stop, begin, end)
             with code.loop(0, last_o, tile_o) as o:
                 self._strip(part, o, tile_o)
             with code.loop(last_o, num_o) as o:
@@ -303,7 +307,7 @@ class _Writer:
         sums = {pair: Variable(code.value(0.0, ir.VectorType(F32, lanes))) for pair in pairs}
         with code.when(part.begin.compare(">", 0)):
             for n, pair in enumerate(pairs):
-                sums[pair].set(code.load_vector(part.partial, place + n * lanes, F32, lanes))
+                sums[pair].set(code.load_vector(part.so_far, place + n * lanes, F32, lanes))
 
         def add(k: Value, load_x: Callable[[Value], Value], left: Value | None = None) -> None:
             w = [load(i, k, left) for i in range(num_o)]
@@ -328,7 +332,7 @@ class _Writer:
                 add(whole, lambda at: code.load_part(x, at, F32, lanes, left), left)
         with code.when(part.end.compare("<", depth)):
             for n, pair in enumerate(pairs):
-                code.store_vector(sums[pair].get(), part.partial, place + n * lanes)
+                code.store_vector(sums[pair].get(), part.so_far, place + n * lanes)
         with code.when(part.end.compare(">=", depth)):
             for n in range(0, len(pairs), lanes):
                 several = pairs[n : n + lanes]
@@ -359,7 +363,7 @@ class _Writer:
                 code.store_vector(result(r, o, code.load_vector), y, at + o)
             with code.when(last.compare("<", stop)):
                 left = stop - last
-                vector = result(r, last, lambda *where: code.load_part(*where, left))
+                vector = result(r, last, partial(code.load_part, count=left))
                 code.store_part(vector, y, at + last, left)
 
 
@@ -369,7 +373,7 @@ class _Part(NamedTuple):
     Attributes:
         rows: numbers of the rows, of which those from `first` to below `stop` belong to the part.
         sums_to: whole sums [UNIT_T, UNIT_O].
-        partial: sums up to a segment.
+        so_far: sums up to a segment.
         converted: memory for float32 weights of a strip; None: weights are float32.
         first_o: the matrix's row of the block's first output.
         begin, end: inputs.
@@ -378,7 +382,7 @@ class _Part(NamedTuple):
     matrix: Matrix
     rows: Value
     sums_to: Value
-    partial: Value
+    so_far: Value
     converted: Value | None
     first_o: Value
     first: Value

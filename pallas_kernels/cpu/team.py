@@ -19,7 +19,7 @@ from pallas_kernels.cpu.code import I32, I64, POINTER, VOID, Code, Value, Variab
 # The state that all threads share, each number in a cache line of its own: whether a call has the threads, the job that
 # it offers or 0, the threads that are about to take it, the number of offers, and the sleeping threads.
 IN_USE, OFFERED, TAKING, OFFERS, SLEEPING = range(0, 40, 8)
-STATE_BYTES = 5 * 64
+STATE, STATE_BYTES = "jpaged_team", 5 * 64  # a symbol: compiled code is kept, and its address is another one next time
 SPINS = 20_000  # looks for an offer before a thread sleeps: about half a millisecond
 PAUSE = "llvm.x86.sse2.pause" if platform.machine() in ("x86_64", "AMD64") else None  # leaves the core to others
 FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine()) if sys.platform == "linux" else None  # a system call
@@ -49,6 +49,7 @@ def start(compile: Callable[[ir.Module], Any], join: Callable[[Code, Value], Non
         module = ir.Module("team")
         module.triple = binding.get_default_triple()
         _write_thread(module, join)
+        binding.add_symbol(STATE, (ctypes.addressof(_state) + 63) // 64 * 64)
         _engines.append(compile(module))
         for kept in (_engines[0], _state):  # the threads still run when the interpreter ends
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
@@ -87,8 +88,11 @@ def _write_thread(module: ir.Module, join: Callable[[Code, Value], None]) -> Non
     seen, spins = Variable(code.value(0, I64)), Variable(code.value(0, I64))
     with code.as_long_as(lambda: code.value(0, I64).compare("==", 0)):
         spins.set(code.value(0, I64))
-        is_new = lambda: code.load_atomic(state, OFFERS).compare("!=", seen.get())
-        with code.as_long_as(lambda: code.both(spins.get().compare("<", SPINS), code.invert(is_new()))):
+        with code.as_long_as(
+            lambda: code.both(
+                spins.get().compare("<", SPINS), code.load_atomic(state, OFFERS).compare("==", seen.get())
+            )
+        ):
             spins.set(spins.get() + 1)
             pause(code)
         with code.when(spins.get().compare(">=", SPINS)):
@@ -114,8 +118,9 @@ def taken(code: Code) -> None:
 
 
 def _state_of(code: Code) -> Value:
-    aligned = (ctypes.addressof(_state) + 63) // 64 * 64
-    return Value(code, ir.Constant(I64, aligned).inttoptr(POINTER))
+    kind = ir.ArrayType(I64, STATE_BYTES // 8)
+    state = code.module.globals.get(STATE) or ir.GlobalVariable(code.module, kind, STATE)
+    return Value(code, state.bitcast(POINTER))
 
 
 def pause(code: Code) -> None:

@@ -1,5 +1,5 @@
-"""Loads hostile checkpoints: the demo model with one file changed. A load must succeed, or end in a ValueError that
-names the file or its directory, in bounded time and memory.
+"""Loads hostile checkpoints: the demo model with one file changed, and the demo model in GGUF. A load must succeed, or
+end in a ValueError that names the file or its directory, in bounded time and memory.
 
     python tests/attack/fuzz_checkpoints.py --out results         1,000 checkpoints, some minutes
     python tests/attack/fuzz_checkpoints.py --checkpoints 100 --seed 7
@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from gguf import GGMLQuantizationType as Kind
 from tqdm import tqdm
 
 if __package__ in (None, ""):
@@ -27,10 +28,12 @@ from benchmarks.shared.results import Report, Row, script_parser, table
 from jpaged.child import ChildFailed, Children
 from jpaged.demo import DIRECTORY
 from tests.attack.fuzz_fields import FLOATS, INTEGERS, anything
+from tests.support import gguf_models
 
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
 TOKENIZER_CONFIG, WEIGHTS, INDEX = "tokenizer_config.json", "model.safetensors", "model.safetensors.index.json"
-FILES = (CONFIG, CONFIG, CONFIG, GENERATION, TOKENIZER, TOKENIZER_CONFIG, WEIGHTS, WEIGHTS, INDEX)
+GGUF = "model.gguf"
+FILES = (CONFIG, CONFIG, CONFIG, GENERATION, TOKENIZER, TOKENIZER_CONFIG, WEIGHTS, WEIGHTS, INDEX, GGUF, GGUF)
 TIMEOUT_S = 120.0
 MAX_MIB = 256.0  # beyond the start of a load; the demo model has 3
 KEPT = 20
@@ -47,6 +50,26 @@ def _header(data: bytes, **tensors: Any) -> bytes:
     (length,) = struct.unpack("<Q", data[:8])
     header = json.dumps(json.loads(data[8 : 8 + length]) | tensors).encode()
     return struct.pack("<Q", len(header)) + header + data[8 + length :]
+
+
+def _field(name: str, kind: int, form: str, *values: Any) -> Callable[[bytes], bytes]:
+    """GGUF with one more field, before the others; the same name is there twice, unless the file has none."""
+
+    def change(data: bytes) -> bytes:
+        (count,) = struct.unpack_from("<Q", data, 16)
+        key = name.encode()
+        added = struct.pack("<Q", len(key)) + key + struct.pack("<I", kind) + struct.pack(form, *values)
+        start = data.find(key)
+        if start > 0:  # replace the old key by another one
+            data = data[:start] + b"x" * len(key) + data[start + len(key) :]
+        return data[:16] + struct.pack("<Q", count + 1) + added + data[24:]
+
+    return change
+
+
+def _number(at: int, value: int, form: str = "<Q") -> Callable[[bytes], bytes]:
+    """GGUF with another number at a place."""
+    return lambda data: data[:at] + struct.pack(form, value) + data[at + struct.calcsize(form) :]
 
 
 NORM = "model.norm.weight"
@@ -102,7 +125,28 @@ CRAFTED: list[tuple[str, Callable[[bytes], bytes]]] = [
         ("post_processor", {"type": "TemplateProcessing", "single": [], "pair": [], "special_tokens": {}}),
         ("model", {}), ("model", {"type": "BPE", "vocab": {"a": 2**32 - 1}, "merges": []}),
         ("model", {"type": "BPE", "vocab": {"a": 0}, "merges": ["a b"]}), ("model", {"type": "Unigram", "vocab": []}))),
-    *((name, lambda _, data=data: data) for name in (CONFIG, GENERATION, TOKENIZER, TOKENIZER_CONFIG, WEIGHTS, INDEX)
+    *((GGUF, _number(at, value)) for at in (8, 16, 24) for value in (0, 1, 40, 4096, 2**16, 2**32, 2**63, 2**64 - 1)),
+    *((GGUF, _number(4, value, "<I")) for value in (0, 1, 2, 4, 3 << 24, 2**32 - 1)),
+    *((GGUF, _field(f"llama.{name}", 4, "<I", value))
+      for name in ("block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size",
+                   "attention.head_count", "attention.head_count_kv", "attention.key_length",
+                   "attention.value_length", "rope.dimension_count", "attention.sliding_window", "expert_count",
+                   "expert_used_count")
+      for value in (0, 1, 3, 2**16, 2**31, 2**32 - 1)),
+    *((GGUF, _field(f"llama.{name}", 6, "<f", value))
+      for name in ("rope.freq_base", "rope.scaling.factor", "attention.layer_norm_rms_epsilon", "block_count",
+                   "attention.head_count", "rope.scale_linear", "embedding_scale")
+      for value in (0.0, -1.0, float("nan"), float("inf"), 1e38, 2.5)),
+    *((GGUF, _field(name, 9, "<IQ", inner, count))
+      for name in ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.token_type",
+                   "llama.attention.head_count")
+      for inner, count in ((4, 0), (8, 0), (4, 2**62), (8, 2**62), (8, 2**20), (9, 1), (99, 1), (0, 2**20))),
+    *((GGUF, _field(name, 8, "<Q", 2**40)) for name in ("tokenizer.chat_template", "general.architecture")),
+    *((GGUF, _field(name, 4, "<I", value)) for value in (0, 3, 2**31, 2**32 - 1)
+      for name in ("general.alignment", "tokenizer.ggml.bos_token_id", "tokenizer.ggml.eos_token_id", "split.count",
+                   "tokenizer.ggml.eot_token_id", "tokenizer.ggml.add_bos_token")),
+    *((name, lambda _, data=data: data)
+      for name in (CONFIG, GENERATION, TOKENIZER, TOKENIZER_CONFIG, WEIGHTS, INDEX, GGUF)
       for data in (b"", b"\0", b"{", b"[]", b"null", b"5", b"\xff\xfe", b"[" * 10**6, b'{"a":' * 10**6, b"9" * 10**6)),
 ]  # fmt: skip
 
@@ -146,13 +190,28 @@ def _another_header(data: bytes, rng: random.Random) -> bytes:
     return struct.pack("<Q", len(header)) + header + data[8 + length :]
 
 
-CHANGES: dict[str, tuple[Change, ...]] = {WEIGHTS: (_another_header, _another_header, _another_header, _flip, _cut)}
+def _another_number(data: bytes, rng: random.Random) -> bytes:
+    """GGUF with other numbers in the places of its tensors, which follow its metadata."""
+    start, changed = data.rfind(b"output_norm.weight"), bytearray(data)
+    for _ in range(rng.choice((1, 1, 2))):
+        form = rng.choice(("<I", "<Q"))
+        value = rng.choice((0, 1, 2**31, 2**32 - 1, rng.randrange(64))) if form == "<I" else rng.randrange(2**64)
+        struct.pack_into(form, changed, start + rng.randrange(-1500, 60), value)
+    return bytes(changed)
+
+
+CHANGES: dict[str, tuple[Change, ...]] = {
+    WEIGHTS: (_another_header, _another_header, _another_header, _flip, _cut),
+    GGUF: (_another_number, _another_number, _flip, _flip, _cut),
+}
 JSON_CHANGES: tuple[Change, ...] = (_another_value, _another_value, _another_value, _another_value, _flip, _cut)
 
 
 def cases(count: int, seed: int) -> Iterator[tuple[str, bytes]]:
     """Yield files with their hostile content: first the crafted ones, shuffled, then others at random."""
-    original = {name: (DIRECTORY / name).read_bytes() for name in set(FILES) - {INDEX}}
+    original = {name: (DIRECTORY / name).read_bytes() for name in set(FILES) - {INDEX, GGUF}}
+    with tempfile.TemporaryDirectory() as folder:
+        original[GGUF] = gguf_models.write_demo(Path(folder) / GGUF, Kind.Q8_0).read_bytes()
     original[INDEX] = json.dumps({"metadata": {"total_size": 1}, "weight_map": {NORM: WEIGHTS, "a": WEIGHTS}}).encode()
     for name, change in random.Random(seed).sample(CRAFTED, min(count, len(CRAFTED))):
         yield name, change(original[name])
@@ -182,7 +241,10 @@ def load_all(count: int, seed: int, *, progress: bool = True) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder) / "model"
         for name, data in tqdm(cases(count, seed), total=count, unit="checkpoint", disable=not progress):
-            shutil.copytree(DIRECTORY, directory)
+            if name == GGUF:
+                directory.mkdir()
+            else:
+                shutil.copytree(DIRECTORY, directory)
             (directory / name).write_bytes(data)
             try:
                 end = child.ask(json.dumps(str(directory)), TIMEOUT_S)

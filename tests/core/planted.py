@@ -92,6 +92,17 @@ def _stale_epoch(patch):
     patch.setattr(BlockPool, "reset_prefix_cache", forgetful)
 
 
+def _unwritten_offer(patch):
+    """An ended sequence offers its last token, whose KV was never computed."""
+    remember = Memory.remember
+
+    def eager(memory, sequence, num_computed_tokens, *, ended=False):
+        room = len(sequence.table.block_ids) * memory.pool.block_size
+        remember(memory, sequence, min(num_computed_tokens + ended, room), ended=ended)
+
+    patch.setattr(Memory, "remember", eager)
+
+
 BUGS = {
     "leak": _leak,
     "double free": _double_free,
@@ -101,4 +112,5 @@ BUGS = {
     "missed swap": _missed_swap,
     "early release": _early_release,
     "stale epoch": _stale_epoch,
+    "unwritten offer": _unwritten_offer,
 }

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from jpaged.core.block_pool import BlockPool, Match
+from jpaged.core.block_pool import MIN_SHARED, BlockPool, Match
 from jpaged.core.block_table import BlockTable, append, move, shortage
 from tests.core.planted import BUGS
 from tests.support.fake_runner import slot
@@ -105,6 +105,54 @@ def test_a_last_block_may_begin_alike():
     assert pool.match([1, 2, 3, 4, 5, 0])[::2] == ([a], 4), "less than half a block is not worth a copy"
     assert pool.match([1, 2, 3, 5])[::2] == ([a], 3), "of two that begin alike, the one with more in common"
     assert len(pool.match([1, 2, 3, 4, 5, 6, 7]).nodes) == 1, "what comes next is remembered under whole blocks alone"
+
+
+def test_large_blocks_are_shared_from_a_few_common_tokens_on():
+    pool = BlockPool(2, 64)
+    remembering(pool, list(range(64)))
+    assert pool.match([*range(MIN_SHARED), 99])[::2] == ([0], MIN_SHARED)
+    assert pool.match([*range(MIN_SHARED - 1), 99]) == Match([], [], 0)
+
+
+def beginning(pool: BlockPool, tokens: list[int], parent: int | str = "") -> int:
+    """Writes the beginning of a block, and lets go of it. Returns the block id."""
+    block_id = pool.allocate()
+    pool.remember_beginning(block_id, parent, tokens)
+    pool.free(block_id)
+    return block_id
+
+
+def test_the_beginning_of_a_block_matches_and_is_no_whole_block():
+    pool = BlockPool(4, 4)
+    part = beginning(pool, [1, 2, 3])
+    pool.check_invariants([])
+    for wanted in ([1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 9, 9]):
+        assert pool.match(wanted) == Match([part], [], 3), "nothing can follow it"
+    assert pool.match([1, 2]) == Match([part], [], 2) and pool.match([1, 9]) == Match([], [], 0)
+    table = BlockTable(pool)
+    table.share([part])
+    assert table.append(3, 4) == [(part, table.block_ids[0])], "it is copied before another token is written"
+    assert pool.match([1, 2, 3]).block_ids == [part]
+
+
+def test_too_short_a_beginning_is_not_remembered():
+    pool = BlockPool(4, 4)
+    part = beginning(pool, [1])
+    assert not pool.is_cached(part) and pool.allocate() == part
+    pool.check_invariants([[part]])
+
+
+def test_a_longer_text_replaces_its_beginning_whose_block_is_then_allocated_first():
+    pool = BlockPool(5, 4)
+    (other,) = remembering(pool, [9, 9, 9, 9])
+    short = beginning(pool, [1, 2])
+    longer = beginning(pool, [1, 2, 3])
+    assert not pool.is_cached(short) and pool.match([1, 2]).block_ids == [longer]
+    (whole,) = remembering(pool, [1, 2, 3, 4])
+    assert whole == short and not pool.is_cached(longer) and pool.match([1, 2, 3]).block_ids == [whole]
+    assert beginning(pool, [1, 2, 3]) == longer and not pool.is_cached(longer), "the whole block offers it already"
+    assert pool.is_cached(other)
+    pool.check_invariants([])
 
 
 def test_a_salt_keeps_texts_apart():
@@ -226,11 +274,14 @@ def test_a_pool_of_nothing_is_refused(blocks, size):
         lambda pool: pool._children[""].reverse(),
         lambda pool: pool._children[""].pop(),
         lambda pool: pool._children.update({5: []}),
+        lambda pool: setattr(pool._blocks[2], "tokens", (5,)),
+        lambda pool: setattr(pool._blocks[2], "tokens", (1, 2, 3, 4, 5)),
+        lambda pool: setattr(pool._blocks[0], "tokens", (1, 2)),
     ],
 )
 def test_check_invariants_can_fail(break_it):
-    pool = BlockPool(4, 2)
-    remembering(pool, [1, 2], [3, 4])
+    pool = BlockPool(4, 4)
+    remembering(pool, [1, 2, 3, 4, 1, 2, 3, 4], [5, 6, 7, 8])
     pool.check_invariants([])
     break_it(pool)
     with pytest.raises(AssertionError):
@@ -238,12 +289,17 @@ def test_check_invariants_can_fail(break_it):
 
 
 @given(
-    texts=st.lists(st.lists(st.integers(0, 2), min_size=3, max_size=3), max_size=12),
+    texts=st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=3), max_size=12),
     wanted=st.lists(st.integers(0, 2), min_size=1, max_size=4),
 )
 def test_the_children_of_a_node_are_searched_as_if_one_by_one(texts, wanted):
     pool = BlockPool(12, 3)
-    remembering(pool, *texts)
+    held = [pool.allocate() for _ in texts]
+    for block_id, text in zip(held, texts):
+        remember = pool.remember if len(text) == 3 else pool.remember_beginning
+        remember(block_id, "", text)
+    for block_id in held:
+        pool.free(block_id)
     pool.check_invariants([])
     match = pool.match(wanted)
     most = max((common(text, wanted) for text in texts), default=0)
@@ -299,7 +355,7 @@ class TablesAgainstContent(stateful.RuleBasedStateMachine):
         while True:
             wanted = tokens[at : at + self.size]
             children = [(text, node) for node, (under, text, _) in self.remembered.items() if under == parent]
-            whole = [node for text, node in children if text == wanted]
+            whole = [node for text, node in children if text == wanted and len(text) == self.size]
             if not whole:
                 most = max((common(text, wanted) for text, _ in children), default=0)
                 return nodes, at + (most if 2 * most >= self.size else 0)
@@ -345,8 +401,16 @@ class TablesAgainstContent(stateful.RuleBasedStateMachine):
             same = [node for node, entry in self.remembered.items() if entry[:2] == (parent, text)]
             node = self.pool.remember(block_id, parent, text)
             assert same == [node] if same else all(node not in other.nodes for other in self.writers)
-            self.remembered.setdefault(node, (parent, text, block_id))
+            if not same:
+                self.offer(node, parent, text, block_id)
             nodes.append(node)
+
+    def offer(self, node, parent, text, block_id):
+        """A text replaces its beginnings."""
+        for other, (under, short, _) in list(self.remembered.items()):
+            if under == parent and short == text[: len(short)]:
+                del self.remembered[other]
+        self.remembered[node] = parent, text, block_id
 
     def copy(self, pairs, source, destination):
         before, size = list(self.memory[source]), self.size
@@ -369,6 +433,20 @@ class TablesAgainstContent(stateful.RuleBasedStateMachine):
     @stateful.rule(data=st.data())
     def free(self, data):
         self.writers.pop(data.draw(st.integers(0, len(self.writers) - 1))).table.free()
+
+    @stateful.precondition(lambda self: self.writers)
+    @stateful.rule(data=st.data())
+    def end(self, data):
+        """As `free`, but the beginning of the last block is remembered."""
+        writer = self.writers.pop(data.draw(st.integers(0, len(self.writers) - 1)))
+        parent, index = writer.nodes[-1] if writer.nodes else writer.salt, len(writer.content) // self.size
+        text = writer.content[index * self.size :]
+        if text and len(writer.nodes) == index:
+            block_id, texts = writer.table.block_ids[index], [t for p, t, _ in self.remembered.values() if p == parent]
+            self.pool.remember_beginning(block_id, parent, text)
+            if 2 * len(text) >= self.size and not any(t[: len(text)] == text for t in texts):
+                self.offer(self.pool._blocks[block_id].node, parent, text, block_id)
+        writer.table.free()
 
     @stateful.rule()
     def reset(self):
@@ -416,8 +494,9 @@ class TablesAgainstContent(stateful.RuleBasedStateMachine):
         for block_id in range(self.pool.num_blocks):
             assert self.pool.is_cached(block_id) == (block_id in offered)
             if block_id in offered:
-                _, text = self.memory[self.pool][(block_id + 1) * self.size - 1]
-                assert text[-self.size :] == offered[block_id], "the cache offers what the block doesn't hold"
+                count = len(offered[block_id])
+                _, text = self.memory[self.pool][block_id * self.size + count - 1]
+                assert text[-count:] == offered[block_id], "the cache offers what the block doesn't hold"
 
 
 TestTablesAgainstContent = TablesAgainstContent.TestCase

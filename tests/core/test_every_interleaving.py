@@ -132,8 +132,9 @@ class World:
         for parent, text in remembered:
             for block in scheduler.pool._children.get(parent, ()):
                 longer = [*text, *block.tokens]
-                slots = slice(block.block_id * size, (block.block_id + 1) * size)
-                assert runner.memory[slots] == digests(longer)[-size:], "the cache offers something else"
+                count = len(block.tokens)
+                slots = slice(block.block_id * size, block.block_id * size + count)
+                assert runner.memory[slots] == digests(longer)[-count:], "the cache offers something else"
                 assert set(runner.versions[slots]) == {runner.version}, "the cache offers what is out of date"
                 remembered.append((block.node, longer))
         for request in self.requests:

@@ -95,6 +95,54 @@ def test_generated_tokens_are_cached_too():
     assert follow_up.sequences[0].num_cached_tokens == 8, "all but the last token's KV was written"
 
 
+def test_the_second_turn_of_a_short_chat_reuses_the_first_in_a_block_that_was_never_full():
+    scheduler, runner = make(size=64, length=128)
+    first = add(scheduler, "first", list(range(20)), max_tokens=8)
+    drain(scheduler, runner)
+    assert scheduler.pool.num_free == scheduler.pool.num_blocks and sum(scheduler.pool.states()) == 128
+    chat = [*first.sequences[0].tokens, *range(10)]
+    second, other = add(scheduler, "second", chat, max_tokens=4), add(scheduler, "other", chat[:24], max_tokens=1)
+    done = step(scheduler, runner)
+    assert [request.sequences[0].num_cached_tokens for request in (second, other)] == [27, 23]
+    assert (scheduler.prefix_queries, scheduler.prefix_hits) == (20 + 38 + 24, 27 + 23)
+    assert done.counts == [11, 1] and len(done.plan.block_copies) == 2
+    drain(scheduler, runner)
+    assert second.sequences[0].output_token_ids == generate(chat, 4)
+    assert sum(map(bool, scheduler.pool.states())) == 1, "the second turn offers all that the others did"
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_an_aborted_request_leaves_its_last_block_once_a_token_was_drawn(drawn):
+    scheduler, runner = make(size=64, tokens=16, length=128)
+    prompt = list(range(24))
+    add(scheduler, "aborted", prompt, max_tokens=8)
+    for _ in range(1 + 2 * drawn):
+        step(scheduler, runner)
+    scheduler.abort("aborted")
+    scheduler.check_invariants()
+    assert scheduler.pool.match(prompt).num_tokens == 24 * drawn
+
+
+def test_a_swapped_request_that_is_aborted_leaves_nothing():
+    scheduler, runner = make(blocks=4, size=4, host=8, preemption="swap")
+    requests = [add(scheduler, i, [i] * 6, max_tokens=9) for i in (1, 2)]
+    while not (swapped := [request for request in step(scheduler, runner).preempted]):
+        pass
+    assert swapped == requests[1:] and scheduler.host_pool.num_used
+    scheduler.abort("2")
+    scheduler.check_invariants()
+    assert scheduler.host_pool.num_used == 0
+    drain(scheduler, runner)
+
+
+def test_beams_that_are_dropped_leave_their_full_blocks_alone():
+    scheduler, runner = make(size=4)
+    scheduler.add("0", [1] * 6, BeamSearchParams(beam_width=3, max_tokens=7), seed=0)
+    drain(scheduler, runner)
+    cached = [block for block in scheduler.pool._blocks if block.node is not None]
+    assert cached and all(len(block.tokens) == 4 for block in cached)
+
+
 def test_without_a_cache_everything_is_computed():
     scheduler, runner = make(cache=False)
     for i in range(2):
@@ -720,7 +768,7 @@ def test_a_block_that_was_partly_filled_at_a_reset_is_never_remembered():
     assert scheduler.pool.match(request.sequences[0].tokens).num_tokens == 0
     add(scheduler, "new", [1, 2, 3], max_tokens=9)
     drain(scheduler, runner)
-    assert scheduler.pool.match(request.sequences[0].tokens).num_tokens == 8, "the same text, begun after the reset"
+    assert scheduler.pool.match(request.sequences[0].tokens).num_tokens == 11, "the same text, begun after the reset"
 
 
 def test_blocks_that_were_on_the_host_at_a_reset_are_never_remembered():

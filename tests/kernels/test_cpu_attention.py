@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import cpu, reference
-from pallas_kernels.cpu import attention, code, decode, ffi, prompt, writes
+from pallas_kernels.cpu import attention, code, decode, ffi, prompt, team, writes
 from tests.kernels import cases
 from tests.kernels.implementations import CPU, ops_of
 
@@ -218,7 +218,7 @@ def test_the_calling_thread_waits_for_the_others(spins, has_futex, fresh_ops, mo
     monkeypatch.setattr(ffi, "SPINS", spins)
     monkeypatch.setattr(ffi, "WORTH_A_THREAD_NS", 1)
     if not has_futex:
-        monkeypatch.setattr(ffi, "FUTEX", None)
+        monkeypatch.setattr(team, "FUTEX", None)
     batch = cases.make_batch([600] * 3, group=3)
     attend = jax.jit(functools.partial(fresh_ops().paged_decode_attention, **batch.options))
     expected = batch.run(CPU.paged_decode_attention)

@@ -16,6 +16,7 @@ LAYERS = [
         "pallas_kernels",
         "jpaged.setting",
         "jpaged.checkpoint_files",
+        "jpaged.gguf_file",
         "jpaged.child",
         "jpaged.progress",
         "jpaged.worker",
@@ -23,7 +24,7 @@ LAYERS = [
     ["jpaged.config"],
     ["jpaged.flags"],
     ["jpaged.core"],
-    ["jpaged.models", "jpaged.tokenizer"],
+    ["jpaged.models", "jpaged.tokenizer", "jpaged.gguf_tokenizer"],
     ["jpaged.chat", "jpaged.structured"],
     ["jpaged.runtime", "jpaged.demo"],
     ["jpaged.engine", "jpaged.parallel"],
@@ -42,6 +43,7 @@ OUTSIDE = {
     "jpaged": set(),
     "jpaged.setting": set(),
     "jpaged.checkpoint_files": set(),
+    "jpaged.gguf_file": {"gguf", "numpy"},
     "jpaged.config": set(),
     "jpaged.flags": set(),
     "jpaged.child": set(),
@@ -60,6 +62,7 @@ OUTSIDE = {
     "jpaged.chat": {"jinja2", "tokenizers", "transformers"},
     "jpaged.structured": {"llguidance", "numpy", "tokenizers"},
     "jpaged.tokenizer": {"tokenizers", "transformers"},
+    "jpaged.gguf_tokenizer": {"tokenizers", "transformers"},
     "server": set(),
 }
 WITHOUT_JAX = [
@@ -71,12 +74,13 @@ WITHOUT_JAX = [
     "jpaged.serving.serve",
     "jpaged.simulator.capacity",
     "jpaged.start.resolve",
+    "jpaged.start.find",
     "jpaged.demo",
     "server",
 ]
 # Without constraints llguidance is not needed, for example by a benchmark in a small environment.
 WITHOUT_LLGUIDANCE = ["jpaged.llm", "jpaged.structured.compiler", "benchmarks.gpu_suite"]
-WITHOUT_NUMPY = ["jpaged", "jpaged.models.config_file", "jpaged.core.scheduler"]
+WITHOUT_NUMPY = ["jpaged", "jpaged.models.config_file", "jpaged.core.scheduler", "jpaged.start.find"]
 
 
 def module_name(path: Path) -> str:

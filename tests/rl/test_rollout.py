@@ -101,7 +101,7 @@ def test_a_further_turn_is_an_observation_and_an_output_behind_the_tokens_so_far
     worker.llm.reset_prefix_cache()
     first = worker.generate(PROMPTS, PARAMS)
     found = worker.extend(first, OBSERVATIONS, TURN)
-    assert cached_tokens == [24, 24, 48, 16], "the whole blocks of 24, 24, 49 and 20 tokens with KV"
+    assert cached_tokens == [24, 24, 48, 20], "all of 24, 24 and 20 tokens with KV; of 49, one is alone in its block"
     assert found.prompts.tolist() == [0, 0, 1, 1, 2, 2] and found.finish_reasons == ["length"] * 6
     extended = [row for row, observation in enumerate(OBSERVATIONS) if observation is not None]
     starts = [int(first.lengths[row]) + len(OBSERVATIONS[row]) for row in extended]

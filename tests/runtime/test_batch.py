@@ -100,6 +100,30 @@ def test_the_ladders(seqs, tokens, decode, mixed):
     assert buckets.mixed == tuple(Bucket(t, s, False) for t, s in mixed)
 
 
+@pytest.mark.parametrize(
+    "seqs, tokens, decode, mixed",
+    [
+        (1, 1, [1], [(16, 1)]),
+        (8, 64, [1, 2, 8], [(64, 8)]),
+        (17, 256, [1, 2, 5, 17], [(t, s) for t in (64, 128, 256) for s in (16, 17)]),
+        (64, 64, [1, 4, 16, 64], [(64, 16), (64, 64)]),
+    ],
+)
+def test_the_ladders_where_padding_costs_little(seqs, tokens, decode, mixed):
+    buckets = Buckets(Limits(10**6, seqs, tokens), padded=False)
+    assert buckets.decode == tuple(Bucket(s, s, True) for s in decode)
+    assert buckets.mixed == tuple(Bucket(t, s, False) for t, s in mixed)
+
+
+def test_the_smallest_shape_that_exists_serves_a_step():
+    buckets = Buckets(Limits(10**6, 8, 128), padded=False)
+    buckets.keep(buckets.mixed[-1:])
+    assert buckets.all == (largest := Bucket(128, 8, False),)
+    assert buckets.fit(1, 1, True) == buckets.fit(8, 8, True) == buckets.fit(3, 1, False) == largest
+    buckets.add([two := Bucket(2, 2, True)])
+    assert buckets.fit(2, 2, True) == two and buckets.fit(3, 3, True) == largest
+
+
 def test_shapes_between_those_of_the_ladders():
     buckets = Buckets(Limits(10**6, 8, 64))
     buckets.add([Bucket(48, 8, False), Bucket(6, 6, True)])

@@ -263,7 +263,10 @@ def test_a_second_start_compiles_nothing_where_the_pool_is_measured(measured, mo
     pools, settings = [], dict(jax.config.values)
     for _ in range(2):
         with Loads() as loads:
-            llm = LLM(model, block_size=8, swap_space=0, progress=False, max_num_seqs=2, max_num_batched_tokens=16)
+            llm = LLM(
+                model, block_size=8, swap_space=0, progress=False, max_num_seqs=2, max_num_batched_tokens=16,
+                warm_up=True,
+            )  # fmt: skip
         pools.append(llm.engine.runner.blocks.num_blocks)
         assert jax.config.values == settings
         forget_cache()

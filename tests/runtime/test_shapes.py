@@ -6,7 +6,8 @@ import pytest
 
 from jpaged.config import Limits
 from jpaged.models.config import ModelConfig
-from jpaged.runtime.batch import Bucket, Buckets, Shapes
+from jpaged.runtime.batch import NO_ROW, Bucket, Buckets, Shapes
+from jpaged.runtime.sampling_row import ROW
 from tests.runtime.caches import placement_of
 
 V = 97  # four words of masks
@@ -38,6 +39,21 @@ def test_shapes_between_others_are_added(shapes):
     assert [shapes.buckets.fit(n, n, True).num_tokens for n in (2, 3, 4)] == [2, 3, 4]
     assert [shapes.buckets.fit(n, 1, False).num_tokens for n in (16, 24, 25)] == [24, 24, 32]
     assert len(shapes.layouts[added[0]].empty()[1].context_lens) == 3
+
+
+@pytest.mark.parametrize("bucket, num_tokens", [(Bucket(4, 4, True), 3), (Bucket(32, 4, False), 9)])
+def test_padding_may_compute_some_tokens_and_writes_nothing(shapes, bucket, num_tokens):
+    buffer, layout = shapes.padding(bucket, num_tokens), shapes.layouts[bucket]
+    batch, empty = layout.unpack(np.asarray(buffer)), layout.empty()[1]
+    num_samples = min(num_tokens, 4)
+    assert batch.num_tokens == num_tokens and batch.sampled_from.tolist() == [*range(num_samples)] + [0] * (
+        4 - num_samples
+    )
+    rows = batch.samples.view(ROW)["rows"][:, 0].tolist()
+    assert rows == [NO_ROW] * num_samples + [-1] * (4 - num_samples)
+    assert (batch.slot_mapping == -1).all()
+    for name in ("tokens", "positions", "context_lens", "cu_q_lens", "decodes"):
+        np.testing.assert_array_equal(getattr(batch, name), getattr(empty, name))
 
 
 def test_padding_is_an_empty_batch(shapes):

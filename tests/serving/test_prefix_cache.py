@@ -10,7 +10,7 @@ async def test_prefix_is_shared_only_by_requests_with_the_same_salt(client):
         return found
 
     await client.reset_prefix_cache()
-    assert [await hits(cache_salt=salt) for salt in ("x", "x", "y")] == [0, 24, 0]
-    assert [await hits(), await hits(), await hits(cache_salt="x")] == [0, 24, 24]
+    assert [await hits(cache_salt=salt) for salt in ("x", "x", "y")] == [0, 30, 0]
+    assert [await hits(), await hits(), await hits(cache_salt="x")] == [0, 30, 30]
     await client.reset_prefix_cache()
     assert await hits() == 0

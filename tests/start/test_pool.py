@@ -6,13 +6,12 @@ import re
 import types
 
 import jax
-import numpy as np
 import pytest
 
 from jpaged.config import EngineConfig, Limits
 from jpaged.models.config import ModelConfig
-from jpaged.models.outputs import Outputs
 from jpaged.runtime.batch import Bucket, Buckets, Shapes
+from jpaged.runtime.lowering import Lowering
 from jpaged.runtime.sampling_row import ROW_WORDS
 from jpaged.start import pool as sizing
 from tests.runtime.caches import cache_of, placement_of
@@ -159,9 +158,9 @@ class Lowered:
         return "lowered", len(self.calls)
 
 
-def described(array) -> tuple:
-    assert array.sharding.device_set == {jax.devices()[0]}
-    return array.shape, str(array.dtype)
+def described(form) -> tuple:
+    assert form.sharding.device_set == {jax.devices()[0]}
+    return form.shape, str(form.dtype)
 
 
 def test_the_largest_steps_are_measured(monkeypatch):
@@ -171,27 +170,24 @@ def test_the_largest_steps_are_measured(monkeypatch):
     placement = placement_of(LLAMA)
     step = types.SimpleNamespace(forward=Lowered(), choose=Lowered(), score=Lowered())
     shapes = Shapes(Buckets(Limits(64, 4, 32)), 8, LLAMA.vocab_size, placement)
-    rows = types.SimpleNamespace(state=object(), last_tokens=object())
-    blocks = types.SimpleNamespace(cache=cache_of(LLAMA, 8, "float32"))
-    runner = types.SimpleNamespace(
-        step=step, shapes=shapes, rows=rows, blocks=blocks, placement=placement, leaves=[object()],
-        outputs=Outputs("float32", 64, "bfloat16"),
-    )  # fmt: skip
+    arguments = leaves, state, last_tokens = [object()], object(), object()
+    lowering = Lowering(step, shapes, cache_of(LLAMA, 8, "float32"), placement, *arguments, (64, "bfloat16"))
+    runner = types.SimpleNamespace(shapes=shapes, lowering=lambda: lowering)
     decode, mixed = Bucket(4, 4, True), Bucket(32, 4, False)
 
     assert sizing.model_temporaries(runner, 7) == 12345
-    for bucket, (leaves, pool, last, buffer, shape) in zip((decode, mixed), step.forward.calls, strict=True):
-        assert leaves is runner.leaves and last is rows.last_tokens and shape == bucket
+    for bucket, (params, pool, last, buffer, shape) in zip((decode, mixed), step.forward.calls, strict=True):
+        assert params is leaves and last is last_tokens and shape == bucket
         assert [described(array) for array in pool] == [((7, 2, 8, 64), "float32")] * 6
-        np.testing.assert_array_equal(buffer, shapes.padding(bucket))
+        assert described(buffer) == described(shapes.padding(bucket))
 
     assert sizing.sampling_temporaries(runner) == 12345
     for call in step.choose.calls:
-        assert call[:3] == (runner.leaves, rows.state, rows.last_tokens)
+        assert call[:3] == (leaves, state, last_tokens)
         assert list(map(described, call[3:5])) == [((4, 64), "bfloat16"), ((4, ROW_WORDS), "int32")]
-        assert call[5] is shapes.no_bits[4]
+        assert described(call[5]) == described(shapes.no_bits[4])
     (scored,) = step.score.calls
-    assert scored[0] is runner.leaves
+    assert scored[0] is leaves
     assert list(map(described, scored[1:])) == [((32, 64), "bfloat16"), ((32,), "int32")]
     assert len(step.choose.calls) == 2 and [len(steps) for steps in measured] == [2, 3]
     assert all(lowered[0] == "lowered" for steps in measured for lowered in steps)

@@ -3,12 +3,22 @@
 import json
 import logging
 import math
+import types
 
 import pytest
 
 from jpaged.config import CPU, GPU
 from jpaged.runtime.batch import Bucket
-from jpaged.start.measure import CPU_TOKEN_S, further_shapes, step_overhead, stored_costs, tokens_beside_decodes
+from jpaged.start import measure
+from jpaged.start.measure import (
+    CPU_TOKEN_S,
+    fastest,
+    forget_costs,
+    further_shapes,
+    step_overhead,
+    stored_costs,
+    tokens_beside_decodes,
+)
 
 
 def costs_of(decode: dict[int, float], mixed: dict[int, float], seqs: tuple[int, ...] = ()) -> dict[Bucket, float]:
@@ -105,18 +115,35 @@ def test_the_overhead_is_bounded(decode, mixed, overhead):
     assert step_overhead(costs_of(decode, mixed), "gpu") == overhead
 
 
+def test_a_time_is_the_shortest_of_several_until_the_result_is_there(monkeypatch):
+    """The runs take turns."""
+    turns, waits = [], []
+    clock = iter([10.0, 13.0, 20.0, 21.5, 30.0, 32.0, 40.0, 41.0])
+
+    class Result:
+        def block_until_ready(self):
+            waits.append(len(turns))
+
+    def run(name):
+        return lambda: turns.append(name) or Result()
+
+    monkeypatch.setattr(measure, "time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
+    assert fastest([run("a"), run("b")], repeats=2) == [2.0, 1.0]
+    assert turns == ["a", "b", "a", "b"] and waits == [1, 2, 3, 4]
+
+
 BUCKETS = (Bucket(2, 2, True), Bucket(16, 2, False))
 
 
 class Clock:
     """Measures steps: each takes a quarter of a second for each of its tokens."""
 
-    def __init__(self):
-        self.asked = []
+    def __init__(self, buckets=BUCKETS):
+        self.buckets, self.asked = buckets, []
 
-    def __call__(self, bucket: Bucket) -> float:
-        self.asked.append(bucket)
-        return bucket.num_tokens / 4
+    def __call__(self) -> list[float]:
+        self.asked += self.buckets
+        return [bucket.num_tokens / 4 for bucket in self.buckets]
 
 
 EXPECTED = {bucket: bucket.num_tokens / 4 for bucket in BUCKETS}
@@ -130,11 +157,22 @@ def test_costs_are_remembered_by_their_key(tmp_path):
     assert len(list((tmp_path / "new" / "costs").iterdir())) == 2
 
 
+def test_forgotten_costs_are_measured_again(tmp_path):
+    clock = Clock()
+    for key in ("a", "b"):
+        stored_costs(tmp_path, key, BUCKETS, clock)
+    forget_costs(tmp_path, "a")
+    forget_costs(tmp_path, "never measured")
+    for key in ("a", "b"):
+        assert stored_costs(tmp_path, key, BUCKETS, clock) == EXPECTED
+    assert clock.asked == [*BUCKETS] * 3
+
+
 def test_other_shapes_are_measured_again(tmp_path):
     clock = Clock()
-    stored_costs(tmp_path, "a", BUCKETS[:1], clock)
+    stored_costs(tmp_path, "a", BUCKETS[:1], Clock(BUCKETS[:1]))
     assert stored_costs(tmp_path, "a", BUCKETS, clock) == stored_costs(tmp_path, "a", BUCKETS, clock) == EXPECTED
-    assert clock.asked == [BUCKETS[0], *BUCKETS]
+    assert clock.asked == [*BUCKETS]
 
 
 @pytest.mark.parametrize(

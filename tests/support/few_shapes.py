@@ -22,8 +22,8 @@ def few_shapes() -> Iterator[None]:
     from jpaged.runtime.batch import Buckets
 
     class FewBuckets(Buckets):
-        def __init__(self, limits):
-            super().__init__(limits)
+        def __init__(self, limits, **options):
+            super().__init__(limits, **options)
             self.decode, self.mixed = self.decode[-1:], self.mixed[-1:]
             self.all = self.decode + self.mixed
 

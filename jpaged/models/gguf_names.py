@@ -1,0 +1,77 @@
+"""Tensors of a file in GGUF by Hugging Face's names, in Hugging Face's order of rows.
+
+Names are those of llama.cpp's `tensor_mapping.py`, in the package `gguf`.
+"""
+
+import re
+from collections.abc import Mapping
+
+import numpy as np
+from gguf.constants import MODEL_ARCH_NAMES
+from gguf.tensor_mapping import TensorNameMap, get_tensor_name_map
+
+from jpaged.gguf_file import GgufFile, GgufTensor
+from jpaged.models.config import ModelConfig
+from jpaged.models.gguf_tensor import GgufWeight, Scales
+from jpaged.models.safetensors_files import StoredTensor
+
+# Architectures whose rotary embedding turns adjacent dims in llama.cpp: rows of queries and keys lie in that order.
+ADJACENT = ("llama", "granite", "smollm3")
+WITH_OFFSET = ("gemma2", "gemma3")  # their norms are stored as the factor 1 + weight
+EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+\.weight)")
+QUERIES_OR_KEYS = re.compile(r"\.self_attn\.([qk])_proj\.(weight|bias)$")
+DERIVED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # read with the config
+
+
+def named_tensors(
+    file: GgufFile, config: ModelConfig, expected: Mapping[str, tuple[int, ...]]
+) -> dict[str, StoredTensor]:
+    """Return the tensors of a model by Hugging Face's names, and those that it does not have by their own.
+
+    Args:
+        expected: shapes of the model's tensors. A tensor of another shape is returned with its own.
+    """
+    (architecture,) = [each for each, name in MODEL_ARCH_NAMES.items() if name == file.architecture]
+    names, used = get_tensor_name_map(architecture, config.num_hidden_layers), set(DERIVED)
+    named: dict[str, StoredTensor] = {}
+    scales = {name: Scales(tensor) for name, tensor in file.tensors.items()}
+    for name, shape in expected.items():
+        own, tensor = _find(file, names, name)
+        if tensor is None:
+            continue
+        used.add(own)
+        offset = -1.0 if file.architecture in WITH_OFFSET and name.endswith("norm.weight") else 0.0
+        named[name] = GgufWeight(tensor, scales[own], _order(file, config, name, tensor, shape), offset)
+    others = {name: GgufWeight(tensor, scales[name]) for name, tensor in file.tensors.items() if name not in used}
+    return named | others
+
+
+def _find(file: GgufFile, names: TensorNameMap, name: str) -> tuple[str, GgufTensor | None]:
+    """Return the name and the tensor, or the matrix of an expert within it, that has one of Hugging Face's names."""
+    expert = EXPERT.fullmatch(name)
+    own = names.get_name(f"{expert[1]}.{expert[3]}" if expert else name, try_suffixes=(".weight", ".bias")) or ""
+    tensor = file.tensors.get(own)
+    if not expert:
+        return own, tensor
+    index = int(expert[2])
+    if tensor is None:  # files of 2024 have a tensor for each expert
+        own = own.replace("_exps.", f".{index}.")
+        return own, file.tensors.get(own)
+    if len(tensor.shape) == 3 and index < tensor.shape[0]:
+        tensor = GgufTensor(tensor.kind, tensor.shape[1:], tensor.data[index])
+    return own, tensor
+
+
+def _order(
+    file: GgufFile, config: ModelConfig, name: str, tensor: GgufTensor, shape: tuple[int, ...]
+) -> np.ndarray | None:
+    """Return the rows of a tensor in Hugging Face's order, the two halves of each head; None: they are in it.
+
+    Row 2 j + i of a head is row j of half i.
+    """
+    found = QUERIES_OR_KEYS.search(name)
+    if found is None or file.architecture not in ADJACENT or tensor.shape[0] != shape[0]:
+        return None
+    heads = config.num_attention_heads if found[1] == "q" else config.num_key_value_heads
+    order: np.ndarray = np.arange(shape[0]).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
+    return order

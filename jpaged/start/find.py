@@ -1,0 +1,90 @@
+"""Search for a model: a directory, a file in GGUF, or an id on the hub. Local ones are found without jax and numpy."""
+
+import re
+from pathlib import Path
+
+from jpaged.checkpoint_files import check_file
+from jpaged.demo import DIRECTORY as DEMO
+from jpaged.models.config_file import CONFIG
+
+SECOND_COPIES = ["consolidated*"]  # the same weights under Mistral's own names
+MAGIC = b"GGUF"
+FILE_ON_HUB = re.compile(r"([\w.-]+/[\w.-]+):([^:]+\.gguf)")
+
+
+def find_model(name: str, *, revision: str | None = None, weights: bool = True) -> Path:
+    """Return the directory of a model, or its file in GGUF: "demo", a path, a hub id, or a hub id with :FILE.gguf.
+
+    A model that is not in the hub's cache is downloaded.
+
+    Args:
+        revision: a branch, tag or commit of a hub id.
+        weights: False leaves the weights of a hub id out: its config and its tokenizer can be checked before a long
+            download. A file in GGUF has them inside, and is always downloaded.
+
+    Raises:
+        ValueError: there is no such model.
+    """
+    if (path := find_local(name, revision=revision)) is not None:
+        return path
+    from huggingface_hub import hf_hub_download, snapshot_download
+
+    from jpaged.tokenizer import TOKENIZER_FILES
+
+    try:
+        if on_hub := FILE_ON_HUB.fullmatch(name):
+            return Path(hf_hub_download(on_hub[1], on_hub[2], revision=revision))
+        small = ["*.json", "*.model", "*.jinja", *TOKENIZER_FILES]  # config, tokenizer and chat templates
+        patterns = [*small, *(["*.safetensors"] if weights else [])]
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=SECOND_COPIES))
+    except Exception as error:  # the hub's library has a dozen ways to say no
+        raise ValueError(f"model: {name} is neither a directory nor a model on the hub: {error}") from error
+
+
+def find_local(name: str, *, revision: str | None = None) -> Path | None:
+    """Return the directory of a local model, or its file in GGUF; None for the name of a model on the hub.
+
+    Raises:
+        ValueError: there is no such model, or a local one has a revision.
+    """
+    path = DEMO if name == "demo" else Path(name).expanduser()
+    if path.is_dir():
+        found = path if (path / CONFIG).exists() else _only_gguf(path)
+    elif path.is_file():
+        check_gguf(found := path)
+    elif path.exists() or name.startswith((".", "~", "/")) or not (FILE_ON_HUB.fullmatch(name) or _is_hub_id(name)):
+        raise ValueError(f"model: {name} is not a directory or a file in GGUF")
+    else:
+        return None
+    if revision is not None:
+        raise ValueError(
+            f"revision: only a hub id has revisions, and {name} is a {'directory' if path.is_dir() else 'file'}"
+        )
+    return found
+
+
+def check_gguf(path: Path) -> None:
+    """Check the first bytes of a file. Raises ValueError if it is not in GGUF."""
+    with path.open("rb") as content:
+        if content.read(len(MAGIC)) != MAGIC:
+            raise ValueError(f"model: {path} is not a directory or a file in GGUF")
+
+
+def _is_hub_id(name: str) -> bool:
+    return name.count("/") == 1 and not name.endswith(".gguf")
+
+
+def _only_gguf(directory: Path) -> Path:
+    """Return the only file in GGUF of a directory; the directory itself if it has none.
+
+    Raises:
+        ValueError: there are several, or the file is a link out of the directory.
+    """
+    files = sorted(directory.glob("*.gguf"))
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files[:10])
+        raise ValueError(f"model: {directory} has {len(files)} files in GGUF, {names}; name the file")
+    for file in files:
+        check_file(file)
+        check_gguf(file)
+    return files[0] if files else directory

@@ -1,0 +1,230 @@
+"""Models in GGUF against the same models in safetensors: every architecture, and every kind of tensors."""
+
+import json
+from dataclasses import replace
+
+import gguf
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Kind
+from safetensors.numpy import save_file
+
+from jpaged.gguf_file import FLOATS, QUANTIZED, open_gguf
+from jpaged.models import registry
+from jpaged.models.checkpoint import Form, abstract_model, load_safetensors, tensors_of
+from jpaged.models.gguf_checkpoint import load_gguf
+from jpaged.models.layers import weight_of
+from jpaged.models.rope import inverse_frequencies
+from jpaged.rl.causal import logits as causal_logits
+from jpaged.runtime.parameters import by_name
+from tests.support import architectures, checkpoints, gguf_models
+
+LLAMA3 = ("llama3", "llama3-new")
+# Cases that a file in GGUF can describe. Windows of Mistral and Qwen and layers of Qwen 3 without experts are none.
+CASES = {
+    **{name: checkpoints.CASES[name] for name in ("llama2", "gqa-tied", "biases", "linear", "yarn", *LLAMA3)},
+    **{name: architectures.CASES[name] for name in (
+        "mistral", "qwen2", "qwen3", "phi3-short", "phi3-long", "phi3-window", "olmo2", "granite", "qwen3-moe",
+    )},
+    "mixtral": architectures.CASES["mixtral"] | {"rope_theta": 1e6},
+    # The size of heads is the scalar, except in models of 27B.
+    **{name: architectures.CASES[name] | {"query_pre_attn_scalar": 32} for name in (
+        "gemma2", "gemma3", "gemma3-types",
+    )},
+    "smollm3": architectures.CASES["smollm3"] | {"no_rope_layer_interval": 4, "rope_theta": 2e6},
+}  # fmt: skip
+
+
+def write(directory, hf) -> dict[str, np.ndarray]:
+    """Write a model in Hugging Face's form, and return its tensors."""
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(hf))
+    config = registry.read_config(directory)
+    _, shapes = tensors_of(config, abstract_model(config, "float32")[1])
+    tensors = {name: architectures.tensor(name, shape, hf) for name, shape in shapes.items()}
+    save_file(tensors, directory / "model.safetensors")
+    return tensors
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request, tmp_path_factory):
+    """A directory in Hugging Face's form, and a file in GGUF with the same model."""
+    directory, hf = tmp_path_factory.mktemp(request.param), CASES[request.param]
+    tensors = write(directory / "hf", hf)
+    gguf_models.write(directory / "model.gguf", hf, tensors)
+    return directory / "hf", directory / "model.gguf"
+
+
+def test_every_architecture_but_opt_is_written():
+    written = {hf["architectures"][0] for hf in CASES.values()}
+    others = {"OPTForCausalLM", "Gemma3ForConditionalGeneration"}  # the latter is Gemma3ForCausalLM in GGUF
+    assert {each.config.architecture for each in registry.architectures()} == written | others
+
+
+def test_config_and_parameters_are_those_of_the_safetensors(case):
+    directory, file = case
+    expected, config = registry.read_config(directory), registry.read_config(file)
+    for length in (32, 256):
+        ropes = [each.for_length(length) for each in (expected, config)]
+        frequencies, factors = zip(*(inverse_frequencies(each.rope, each.head_dim) for each in ropes))
+        np.testing.assert_allclose(*frequencies, rtol=3e-7)
+        np.testing.assert_allclose(*factors, rtol=1e-7)
+    same = {name: getattr(expected, name) for name in ("rope", "dtype", "eos_token_ids")}
+    if config.architecture == "LlamaForCausalLM":  # Mistral without a window
+        expected = type(config)(**{**vars(expected), "variation": replace(expected.variation, windows=())})
+    assert replace(config, **same) == expected
+    assert config.context_length == expected.context_length
+    ours = by_name(load_gguf(file, config, Form("float32"), progress=False))
+    theirs = by_name(load_safetensors(directory, registry.read_config(directory), Form("float32"), progress=False))
+    assert ours.keys() == theirs.keys()
+    for name, leaf in theirs.items():
+        is_shifted = "norm" in name and "gemma" in config.model_type  # the file has 1 + weight in float32
+        np.testing.assert_allclose(ours[name], leaf, rtol=0, atol=5e-7 * is_shifted, err_msg=name)
+
+
+@pytest.mark.deep
+def test_logits_are_those_of_the_safetensors(case):
+    directory, file = case
+    configs = [registry.read_config(path).for_length(256) for path in (directory, file)]
+    models = [
+        load(path, config, Form("float32"), progress=False)
+        for load, path, config in zip((load_safetensors, load_gguf), (directory, file), configs)
+    ]
+    tokens = np.asarray([architectures.prompt()], np.int32)
+    places, mask = np.arange(tokens.size)[None], np.tril(np.ones((1, tokens.size, tokens.size), bool))
+    expected, found = (np.asarray(causal_logits(model, tokens, places, mask)) for model in models)
+    np.testing.assert_allclose(found, expected, atol=2e-5, rtol=2e-5)
+
+
+WIDE = checkpoints.BASE | {"hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 2, "head_dim": 64}
+MIXTURE = architectures.CASES["mixtral"] | {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
+
+
+@pytest.mark.parametrize("kind", [*FLOATS, *QUANTIZED], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("hf", [WIDE, MIXTURE], ids=["dense", "experts"])
+def test_weights_of_every_kind_stay_as_they_are_stored(kind, hf, tmp_path):
+    written = gguf_models.write(tmp_path / "model.gguf", hf, write(tmp_path / "hf", hf), kind=kind)
+    exact = {name: stored(tensor, kind) for name, tensor in written.items()}
+    config = registry.read_config(tmp_path / "model.gguf")
+    kept = load_gguf(tmp_path / "model.gguf", config, Form("float32", keeps_groups=True), progress=False)
+    dense = load_gguf(tmp_path / "model.gguf", config, Form("float32"), progress=False)
+    # In the K kinds, scales and minima are rounded to float16.
+    tolerance = 2**-11 if kind.name.endswith("_K") else 0
+    for model, rtol in ((kept, tolerance), (dense, 0)):
+        for name, weight in weights(model).items():
+            expected = exact[name]
+            if name.startswith("blk") and name.split(".")[2] in ("attn_q", "attn_k"):
+                heads = config.num_attention_heads if "attn_q" in name else config.num_key_value_heads
+                expected = unpermuted(expected, heads)
+            np.testing.assert_allclose(
+                np.asarray(weight.dense(np), np.float32), expected, rtol=0, atol=2 * rtol * np.abs(expected).max(),
+                err_msg=name,
+            )  # fmt: skip
+    forms = {weight.format for weight in weights(kept).values()}
+    if kind in QUANTIZED:
+        (form,) = forms
+        packed, minima = kind.name in ("Q4_0", "Q4_1", "Q4_K"), kind.name in ("Q4_1", "Q5_1", "Q2_K", "Q4_K", "Q5_K")
+        assert (form.dtype, form.scales) == ("uint8" if packed else "int8", "float16")
+        assert form.minima == ("float16" if minima else None)
+        assert form.group == (16 if kind.name in ("Q2_K", "Q3_K", "Q6_K") else 32)
+    else:
+        embedding = str(kept.embed_tokens.embedding.dtype)
+        assert {form.dtype for form in forms} - {embedding} == {FLOAT_DTYPES[kind]} - {embedding}
+        assert embedding == "float32" and {weight.format.dtype for weight in weights(dense).values()} == {"float32"}
+
+
+FLOAT_DTYPES = {Kind.F32: "float32", Kind.F16: "float16", Kind.BF16: "bfloat16"}
+
+
+def stored(tensor: np.ndarray, kind: Kind) -> np.ndarray:
+    """The numbers that a tensor has in a file, by the package `gguf`."""
+    if tensor.ndim == 1:
+        return tensor
+    return gguf.dequantize(gguf_models.quantized(tensor, kind), kind).reshape(tensor.shape)
+
+
+def unpermuted(rows: np.ndarray, heads: int) -> np.ndarray:
+    places = gguf_models.permuted(np.arange(len(rows)), heads)
+    return rows[np.argsort(places)]
+
+
+def weights(model) -> dict:
+    """The weights of a model by their names in GGUF."""
+    found = {"token_embd.weight": weight_of(model.embed_tokens, "embedding"), "output.weight": weight_of(model.lm_head)}
+    for i, layer in enumerate(model.layers):
+        attention = {"q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output"}
+        for ours, name in attention.items():
+            found[f"blk.{i}.{name}.weight"] = weight_of(getattr(layer.self_attn, f"{ours}_proj"))
+        experts = hasattr(layer.mlp, "experts")
+        for part in ("gate", "up", "down"):
+            name = f"blk.{i}.ffn_{part}{'_exps' * experts}.weight"
+            module = layer.mlp.experts if experts else getattr(layer.mlp, f"{part}_proj")
+            found[name] = weight_of(module, f"{part}_proj", bias=None) if experts else weight_of(module)
+        if experts:
+            found[f"blk.{i}.ffn_gate_inp.weight"] = weight_of(layer.mlp.gate)
+    return found
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e3, 1e-8])
+def test_scales_beyond_float16_are_float32(scale, tmp_path):
+    """A block's scale is float16, and that of a group is up to 63 times as large."""
+    written: dict[str, np.ndarray] = {}
+
+    def more(writer):
+        blocks = gguf_models.random_blocks((96, 256), Kind.Q4_K, np.random.default_rng(0), scale * 60)
+        written["embedding"] = gguf.dequantize(blocks, Kind.Q4_K)
+        writer.add_tensor("token_embd.weight", blocks, raw_dtype=Kind.Q4_K)
+
+    hf = WIDE | {"num_hidden_layers": 1}
+    tensors = write(tmp_path / "hf", hf)
+    del tensors["model.embed_tokens.weight"]
+    gguf_models.write(tmp_path / "model.gguf", hf, tensors, more=more)
+    config = registry.read_config(tmp_path / "model.gguf")
+    model = load_gguf(tmp_path / "model.gguf", config, Form("float32", keeps_groups=True), progress=False)
+    weight = weight_of(model.embed_tokens, "embedding")
+    assert weight.format.scales == weight.format.minima == ("float16" if scale == 1 else "float32")
+    largest = np.abs(written["embedding"]).max()
+    assert np.isfinite(largest) and largest > 0
+    np.testing.assert_allclose(weight.dense(np), written["embedding"], rtol=0, atol=largest * 2**-10 * (scale == 1))
+
+
+def test_experts_in_tensors_of_their_own_are_read(tmp_path):
+    """Files of the first months of 2024 have them."""
+    hf = MIXTURE
+    tensors, path = write(tmp_path / "hf", hf), tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    gguf_models.add_fields(writer, hf)
+    for name, tensor in gguf_models.renamed(hf, tensors).items():
+        for index, matrix in enumerate(tensor) if "_exps" in name else [(None, tensor)]:
+            writer.add_tensor(
+                name if index is None else name.replace("_exps", f".{index}"), np.ascontiguousarray(matrix)
+            )
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    ours = by_name(load_gguf(path, registry.read_config(path), Form("float32"), progress=False))
+    theirs = by_name(
+        load_safetensors(tmp_path / "hf", registry.read_config(tmp_path / "hf"), Form("float32"), progress=False)
+    )
+    for name, leaf in theirs.items():
+        np.testing.assert_array_equal(ours[name], leaf, err_msg=name)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantization_applies_to_dense_files_and_replaces_stored_forms(quantization, tmp_path):
+    tensors = write(tmp_path / "hf", WIDE)
+    for kind in (Kind.F32, Kind.Q4_0):
+        gguf_models.write(tmp_path / "model.gguf", WIDE, tensors, kind=kind)
+        config = registry.read_config(tmp_path / "model.gguf")
+        form = Form("float32", quantization=quantization, keeps_groups=True)
+        model = load_gguf(tmp_path / "model.gguf", config, form, progress=False)
+        dtype = {"int8": "int8", "int4": "uint8"}[quantization]
+        assert weight_of(model.layers[0].mlp.up_proj).format.dtype == dtype
+        assert weight_of(model.layers[0].mlp.up_proj).format.group == {"int8": None, "int4": 32}[quantization]
+
+
+def test_files_have_bytes_of_each_kind(tmp_path):
+    gguf_models.write(tmp_path / "model.gguf", WIDE, write(tmp_path / "hf", WIDE), kind=Kind.Q8_0)
+    kinds = open_gguf(tmp_path / "model.gguf").kinds
+    assert list(kinds) == ["Q8_0", "F32"] and kinds["F32"] == 5 * 256 * 4

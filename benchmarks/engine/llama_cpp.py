@@ -5,8 +5,9 @@
 
 `llama-quantize`, which lies beside `llama-server`, makes a file of each kind from the given one. Both servers of a kind
 run at the same time, and only one of them works: each figure is measured in both in turn, in an order that alternates
-from round to round. Figures are medians over the rounds. Prompts are random token ids, and new ones in each round, so
-that the caches of both servers know only the prefix that the column `cached` shares. Outputs are greedy and do not end.
+from round to round. Figures are medians over the rounds. Prompts are ids of random words, and new ones in each round,
+so that the caches of both servers know only the prefix that the column `cached` shares. Outputs are greedy and do not
+end.
 """
 
 import argparse
@@ -31,11 +32,10 @@ import numpy as np
 from benchmarks.shared.command_server import Running, serving
 from benchmarks.shared.device import environment, open_device, prepare_environment
 from benchmarks.shared.results import Report, Row, script_parser, table
+from jpaged.bench.source import WORDS
 
 ROOT = Path(__file__).parents[2]
 CONTEXT, NUM_CHATS, CHAT = 8192, 8, 64
-# Ids of ordinary tokens in vocabularies of 32,000 tokens and more.
-FIRST_ID, LAST_ID = 1000, 30_000
 # The dtype of jpaged's activations, where the weights are not quantized.
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 JPAGED = (
@@ -53,7 +53,8 @@ class Api(NamedTuple):
 
     Attributes:
         fields: of the body, beside the prompt and the number of tokens.
-        count: the number of tokens in an event of a stream.
+        count: the number of tokens in an event of a stream. llama.cpp sends no tokens while their text ends inside a
+            character, but states the number of all tokens in the last event.
     """
 
     path: str
@@ -89,7 +90,7 @@ async def stream(session: aiohttp.ClientSession, name: str, url: str, ids: list[
     Raises:
         RuntimeError: the server refuses the request or returns fewer tokens.
     """
-    api, seen = APIS[name], []
+    api, seen, stated = APIS[name], [], 0
     body = {"prompt": ids, api.length: length, "stream": True, **api.fields}
     start = time.perf_counter()
     async with session.post(url + api.path, json=body) as response:
@@ -97,23 +98,33 @@ async def stream(session: aiohttp.ClientSession, name: str, url: str, ids: list[
             raise RuntimeError(f"{name}: HTTP {response.status}, {(await response.text())[:500]}")
         async for line in response.content:
             data = line.removeprefix(b"data:").strip()
-            if line.startswith(b"data:") and data != b"[DONE]" and (count := api.count(json.loads(data))):
-                seen.append((time.perf_counter() - start, count))
-    total = sum(count for _, count in seen)
+            if line.startswith(b"data:") and data != b"[DONE]":
+                event = json.loads(data)
+                stated = event.get("tokens_predicted", 0)
+                if (count := api.count(event)) or stated == length:
+                    seen.append((time.perf_counter() - start, count))
+    total = max(stated, sum(count for _, count in seen))
     if total != length:
         raise RuntimeError(f"{name}: {total} tokens instead of {length}")
     return Streamed(seen[0][0], seen[-1][0], seen[0][1], total)
 
 
-class Bench:
-    """The measurements of one server in one round. Both servers get the same prompts, which `seed` draws."""
+async def word_ids(session: aiohttp.ClientSession, url: str) -> list[int]:
+    """Return the ids of some words, from jpaged."""
+    body = {"prompt": " ".join(WORDS), "add_special_tokens": False}
+    async with session.post(f"{url}/tokenize", json=body) as response:
+        return sorted(set((await response.json())["tokens"]))
 
-    def __init__(self, session: aiohttp.ClientSession, name: str, url: str, seed: Sequence[int]):
+
+class Bench:
+    """The measurements of one server in one round. Both servers get the same prompts, which `seed` draws of `words`."""
+
+    def __init__(self, session: aiohttp.ClientSession, name: str, url: str, words: list[int], seed: Sequence[int]):
         self.session, self.name, self.url = session, name, url
-        self._rng = np.random.default_rng(seed)
+        self._words, self._rng = words, np.random.default_rng(seed)
 
     def ids(self, count: int) -> list[int]:
-        return self._rng.integers(FIRST_ID, LAST_ID, count).tolist()
+        return self._rng.choice(self._words, count).tolist()
 
     async def run(self, ids: list[int], length: int) -> Streamed:
         return await stream(self.session, self.name, self.url, ids, length)
@@ -170,14 +181,16 @@ async def rounds(report: Report, kind: str, servers: dict[str, Running], columns
     # A server may close an idle connection at the moment in which the client uses it again.
     connector, timeout = aiohttp.TCPConnector(limit=0, force_close=True), aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+        words = await word_ids(session, servers["jpaged"].url)
         for name, server in servers.items():
-            warm_up = Bench(session, name, server.url, (0, 0))
+            server.wait_until_idle()
+            warm_up = Bench(session, name, server.url, words, (0, 0))
             await warm_up.decode(CHAT, CHAT)
             await warm_up.chats()
         for number in range(1, count + 1):
             for index, column in enumerate(columns):
                 for name in list(servers) if number % 2 else reversed(servers):
-                    bench = Bench(session, name, servers[name].url, (number, index))
+                    bench = Bench(session, name, servers[name].url, words, (number, index))
                     value = await MEASURES[column](bench)
                     report.add(kind=kind, column=column, server=name, round=number, value=value)
 
@@ -193,9 +206,8 @@ def measure(report: Report, commands: dict[str, str], args: argparse.Namespace, 
     starts = args.rounds if "start" in args.only else 1
     with contextlib.ExitStack() as kept:
         servers: dict[str, Running] = {}
-        if "start" in args.only:  # the first start fills caches
-            with serving("jpaged", commands["jpaged"], path="/health", **values) as server:
-                report.say(f"{kind}: the first start of jpaged takes {server.start_s:.1f} s")
+        with serving("jpaged", f"{commands['jpaged']} --warm-up", path="/health", **values) as server:
+            report.say(f"{kind}: jpaged has compiled, or loaded, all shapes after {server.start_s:.1f} s")
         for number in range(1, starts + 1):
             for name, command in commands.items():
                 with contextlib.ExitStack() as running:

@@ -1,6 +1,8 @@
 """A server of any kind, started by a command of the shell."""
 
 import contextlib
+import itertools
+import math
 import os
 import signal
 import socket
@@ -30,13 +32,29 @@ class Running(NamedTuple):
     @property
     def resident_bytes(self) -> int:
         """Resident memory of all processes of the server; pages that several share count once."""
-        found = 0
+        lines = [line for text in self._read("smaps_rollup") for line in text.splitlines()]
+        return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+
+    @property
+    def cpu_s(self) -> float:
+        """CPU seconds of all processes of the server."""
+        ticks = [text.rpartition(")")[2].split()[11:13] for text in self._read("stat")]
+        return sum(map(int, itertools.chain.from_iterable(ticks))) / os.sysconf("SC_CLK_TCK")
+
+    def wait_until_idle(self) -> None:
+        """Wait until the server uses less than a twentieth of a CPU, for example after a start that goes on behind."""
+        deadline, before = time.monotonic() + START_S, -math.inf
+        while (now := self.cpu_s) - before > 0.05:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{self.url} is still busy after {START_S:g} seconds")
+            before = now
+            time.sleep(1)
+
+    def _read(self, name: str) -> Iterator[str]:
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 if os.getpgid(int(folder.name)) == self.group:
-                    lines = (folder / "smaps_rollup").read_text().splitlines()
-                    found += sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
-        return found
+                    yield (folder / name).read_text()
 
 
 @contextlib.contextmanager

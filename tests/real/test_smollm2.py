@@ -90,8 +90,9 @@ def test_perplexity_with_fewer_bits_of_activations_or_kv(make_llm, smollm2, opti
 @pytest.fixture(scope="module")
 def converted(smollm2, tmp_path_factory):
     """The same weights as a float32 checkpoint in the form of Hugging Face, which is quantized while it is loaded."""
-    folder = tmp_path_factory.mktemp("converted")
-    subprocess.run([sys.executable, "-m", "jpaged.cli.main", "convert", str(smollm2), str(folder)], check=True)
+    folder = tmp_path_factory.mktemp("checkpoint") / "converted"
+    command = [sys.executable, "-m", "jpaged.cli.main", "convert", str(smollm2), str(folder), "--to", "safetensors"]
+    subprocess.run(command, check=True)
     return folder
 
 

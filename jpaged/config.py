@@ -64,7 +64,7 @@ _model, _memory, _scheduling = (partial(setting, group=group) for group in ("mod
 class EngineConfig:
     """The settings of an engine. None means that the model and the device decide when the engine is built."""
 
-    model: str = _model("demo", "a directory, a Hugging Face hub id, or demo", unit="MODEL")
+    model: str = _model("demo", "a directory, a file in GGUF, a Hugging Face hub id, or demo", unit="MODEL")
     revision: str | None = _model(None, "branch, tag or commit of a hub id", by="main", unit="NAME")
     tokenizer: str | None = _model(None, "directory or hub id of a tokenizer", by="the model's", unit="MODEL")
     skip_tokenizer_init: bool = _model(False, "load no tokenizer; requests and responses then hold token ids")

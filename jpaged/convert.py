@@ -18,8 +18,8 @@ from jpaged.models.orbax_checkpoint import ORBAX, save_orbax, stored_arrays
 from jpaged.models.quantized_checkpoint import read_scheme
 from jpaged.models.registry import read_config
 from jpaged.models.safetensors_files import FLOATS, INDEX, open_tensors
-from jpaged.start.find import find_model
 from jpaged.start.load import load_model
+from jpaged.start.setup import find_model
 
 SAVE = {"orbax": save_orbax, "safetensors": save_safetensors}
 

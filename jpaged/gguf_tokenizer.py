@@ -48,7 +48,7 @@ WORDS = {
     **dict.fromkeys(("smollm", "refact", "starcoder", "command-r", "codeshell", "exaone", "minerva-7b"), _DIGITS),
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2"), Words((LLAMA3,), True, True)),
     **dict.fromkeys(("dbrx", "smaug-bpe"), Words((LLAMA3,))),
-    **dict.fromkeys(("qwen2", "qwen3"), Words((QWEN2,), nfc=True)),
+    "qwen2": Words((QWEN2,), nfc=True),
     **dict.fromkeys(("stablelm2", "deepseek-r1-qwen", "megrez", "hunyuan", "solar-open"), Words((QWEN2,))),
     "tekken": Words((TEKKEN,), True, True),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), Words((GPT4O,))),

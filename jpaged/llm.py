@@ -47,9 +47,9 @@ class LLM:
     take turns, and JAX's context managers around a call have no effect on it.
 
     Args:
-        model: "demo", a directory, a hub id, or a loaded module (`jpaged.models.base.Model`), whose arrays are used
-            without a copy if they lie as the engine's and `dtype` is "auto" or theirs. `generate` takes the module's
-            new parameters, if it has some since the last call.
+        model: "demo", a directory, a file in GGUF, a hub id, or a loaded module (`jpaged.models.base.Model`), whose
+            arrays are used without a copy if they lie as the engine's and `dtype` is "auto" or theirs. `generate` takes
+            the module's new parameters, if it has some since the last call.
         tokenizer: replaces the model's own. A loaded module without this argument has no tokenizer, and then accepts
             and returns only token ids.
         progress: show progress bars while loading and compiling.

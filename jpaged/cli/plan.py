@@ -169,7 +169,7 @@ def deployment_of(args: argparse.Namespace) -> Deployment:
     shape = SHAPES.get(args.model)
     if shape is None:  # it is in a directory or under a hub id
         from jpaged.models.registry import read_config  # it loads jax
-        from jpaged.start.find import find_model
+        from jpaged.start.setup import find_model
 
         shape = ModelShape.of(read_config(find_model(args.model, weights=False)), args.model)
     if args.quantization in CPU_QUANTIZATIONS and args.gpu not in CPUS:

@@ -93,8 +93,10 @@ def _common(file: GgufFile) -> Hf:
     hf: Hf = {"vocab_size": embedding.shape[0], "dtype": _dtype(file), "tie_word_embeddings": True}
     hf |= {"eos_token_id": end_tokens(file)}
     hf |= {ours: value for name, ours in COMMON.items() if (value := _value(file, name)) is not None}
+    heads = max(hf["num_attention_heads"], 1)
+    hf = {"num_key_value_heads": heads, "head_dim": hf["hidden_size"] // heads, "rope_theta": 10000.0} | hf
     hf |= {ours: value for name, ours in OPTIONAL.items() if (value := _value(file, name, 0))}
-    if (length := _value(file, "attention.value_length")) not in (None, hf.get("head_dim", length)):
+    if (length := _value(file, "attention.value_length")) not in (None, hf["head_dim"]):
         file.fail(f"{file.architecture}.attention.value_length", f"must be the key length, not {length}")
     hf["tie_word_embeddings"] = "output.weight" not in file.tensors
     hf["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
@@ -121,9 +123,8 @@ def _rope(file: GgufFile, hf: Hf) -> Hf | None:
     """Return the scaling of the rotary embedding; None: there is none. Adds the rotary part of heads to `hf`."""
     scaling = f"{file.architecture}.rope.scaling."
     get: Callable[..., Any] = lambda name, default=None: file.number(scaling + name, default)
-    head_dim = hf.get("head_dim") or hf["hidden_size"] // max(hf["num_attention_heads"], 1)
-    if (rotary := _value(file, "rope.dimension_count", head_dim)) != head_dim and head_dim:
-        hf["partial_rotary_factor"] = rotary / head_dim
+    if (rotary := _value(file, "rope.dimension_count", hf["head_dim"])) != hf["head_dim"] and hf["head_dim"]:
+        hf["partial_rotary_factor"] = rotary / hf["head_dim"]
     kind = file.text(scaling + "type", "none")
     factor = get("factor") or _value(file, "rope.scale_linear", 0) or 1.0
     length = get("original_context_length") or hf["max_position_embeddings"]
@@ -207,7 +208,7 @@ def _gemma3(file: GgufFile, hf: Hf) -> Hf:
 def _scalar(file: GgufFile, hf: Hf, layers_of_27b: int) -> float:
     """Return the number whose root divides scores in Gemma: that of the size of heads, except in models of 27B."""
     sizes = hf["hidden_size"] // max(hf["num_attention_heads"], 1)
-    scalar: float = sizes if hf["num_hidden_layers"] == layers_of_27b else hf.get("head_dim", sizes)
+    scalar: float = sizes if hf["num_hidden_layers"] == layers_of_27b else hf["head_dim"]
     return scalar
 
 
@@ -218,8 +219,7 @@ def _phi3(file: GgufFile, hf: Hf) -> Hf:
 def _granite(file: GgufFile, hf: Hf) -> Hf:
     if not file.flag("granite.rope.scaling.finetuned", True):
         file.fail("granite.rope.scaling.finetuned", "must be true: models without rotary embedding are not supported")
-    head_dim = hf.get("head_dim") or hf["hidden_size"] // max(hf["num_attention_heads"], 1)
-    neutral = {"attention_multiplier": max(head_dim, 1) ** -0.5, "residual_multiplier": 1.0}
+    neutral = {"attention_multiplier": max(hf["head_dim"], 1) ** -0.5, "residual_multiplier": 1.0}
     return _named("GraniteForCausalLM", "granite")(file, neutral | hf)
 
 

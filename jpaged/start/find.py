@@ -1,4 +1,4 @@
-"""Search for a model: a directory, a file in GGUF, or an id on the hub. Local ones are found without jax and numpy."""
+"""Search for a local model, a directory or a file in GGUF. Commands do so before they load jax."""
 
 import re
 from pathlib import Path
@@ -7,38 +7,8 @@ from jpaged.checkpoint_files import check_file
 from jpaged.demo import DIRECTORY as DEMO
 from jpaged.models.config_file import CONFIG
 
-SECOND_COPIES = ["consolidated*"]  # the same weights under Mistral's own names
 MAGIC = b"GGUF"
 FILE_ON_HUB = re.compile(r"([\w.-]+/[\w.-]+):([^:]+\.gguf)")
-
-
-def find_model(name: str, *, revision: str | None = None, weights: bool = True) -> Path:
-    """Return the directory of a model, or its file in GGUF: "demo", a path, a hub id, or a hub id with :FILE.gguf.
-
-    A model that is not in the hub's cache is downloaded.
-
-    Args:
-        revision: a branch, tag or commit of a hub id.
-        weights: False leaves the weights of a hub id out: its config and its tokenizer can be checked before a long
-            download. A file in GGUF has them inside, and is always downloaded.
-
-    Raises:
-        ValueError: there is no such model.
-    """
-    if (path := find_local(name, revision=revision)) is not None:
-        return path
-    from huggingface_hub import hf_hub_download, snapshot_download
-
-    from jpaged.tokenizer import TOKENIZER_FILES
-
-    try:
-        if on_hub := FILE_ON_HUB.fullmatch(name):
-            return Path(hf_hub_download(on_hub[1], on_hub[2], revision=revision))
-        small = ["*.json", "*.model", "*.jinja", *TOKENIZER_FILES]  # config, tokenizer and chat templates
-        patterns = [*small, *(["*.safetensors"] if weights else [])]
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=SECOND_COPIES))
-    except Exception as error:  # the hub's library has a dozen ways to say no
-        raise ValueError(f"model: {name} is neither a directory nor a model on the hub: {error}") from error
 
 
 def find_local(name: str, *, revision: str | None = None) -> Path | None:

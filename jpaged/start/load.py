@@ -21,12 +21,12 @@ from jpaged.models.quantized import described, has_groups
 from jpaged.runtime.compilation_cache import compilation_cache, every_process_writes
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.runner import ModelRunner
-from jpaged.start.find import find_model
 from jpaged.start.measure import Measured, measure
 from jpaged.start.pool import check_pool
 from jpaged.start.setup import (
     Setup,
     choose_devices,
+    find_model,
     prepare,
     prepare_module,
     resolve_checkpoint,
@@ -134,7 +134,7 @@ def load(
     Its layers are separate ones, as in the checkpoint, also on a GPU, where `LLM` fuses some of those that it loads.
 
     Args:
-        model: "demo", a directory or a hub id.
+        model: "demo", a directory, a file in GGUF or a hub id.
         revision, load_format, dtype, quantization, max_model_len, seed: as in `EngineConfig`. A few models choose their
             rotary embedding by `max_model_len`.
         tensor_parallel_size: number of devices among which the parameters are divided; None: they lie on one.

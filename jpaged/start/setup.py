@@ -16,19 +16,23 @@ from jpaged.core.params import SamplingParams
 from jpaged.gguf_file import open_gguf
 from jpaged.gguf_tokenizer import load_gguf_tokenizer
 from jpaged.models.base import Model
+from jpaged.models.config import ModelConfig
 from jpaged.models.config_file import GENERATION, SAMPLING, sampling_defaults
 from jpaged.models.quantized_checkpoint import read_scheme
 from jpaged.models.registry import read_config
 from jpaged.runtime.compilation_cache import cache_folder, compilation_cache
 from jpaged.runtime.parameters import by_name
 from jpaged.runtime.placement import Placement, devices_of
-from jpaged.start.find import find_model
+from jpaged.start.find import FILE_ON_HUB, find_local
 from jpaged.start.pool import check_pool
 from jpaged.start.resolve import Device, Resolved, resolve
-from jpaged.tokenizer import has_tokenizer, load_tokenizer
+from jpaged.tokenizer import TOKENIZER_FILES, has_tokenizer, load_tokenizer
 from pallas_kernels import Kernels, SelfTest, compute_capability, select
 
 logger = logging.getLogger(__name__)
+
+SECOND_COPIES = ["consolidated*"]  # the same weights under Mistral's own names
+SMALL_FILES = ["*.json", "*.model", "*.jinja", *TOKENIZER_FILES]  # config, tokenizer and chat templates
 
 
 class Setup(NamedTuple):
@@ -88,17 +92,20 @@ def resolve_checkpoint(config: EngineConfig, device: jax.Device) -> tuple[Path, 
         ValueError: there is no such model, or a file of it is missing or invalid, or it does not allow a setting.
     """
     directory = find_model(config.model, revision=config.revision, weights=False)
-    model = read_config(directory, config.hf_overrides)
-    method, form = (None, "") if config.load_format == "dummy" else _stored_form(directory)
+    model, method, form = _read_checkpoint(directory, config.hf_overrides, config.load_format != "dummy")
     return directory, resolve(config, model, device_of(device), stored_method=method, stored_form=form)
 
 
-def _stored_form(directory: Path) -> tuple[str | None, str]:
-    """Return the method by which the weights of a checkpoint are quantized, None if they are not, and their form."""
-    if directory.is_file():
-        return GGUF, open_gguf(directory).summary
-    scheme = read_scheme(directory)
-    return (scheme.method, "the method of the checkpoint") if scheme else (None, "the checkpoint is not quantized")
+def _read_checkpoint(
+    directory: Path, overrides: Mapping[str, Any] | None, has_weights: bool
+) -> tuple[ModelConfig, str | None, str]:
+    """Return a checkpoint's config, the method by which its weights are quantized, None: none, and words for that."""
+    model = read_config(directory, overrides)
+    if has_weights and directory.is_file():
+        return model, GGUF, open_gguf(directory).summary
+    if has_weights and (scheme := read_scheme(directory)):
+        return model, scheme.method, "the method of the checkpoint"
+    return model, None, "the checkpoint is not quantized"
 
 
 def prepare_module(config: EngineConfig, module: Model, tokenizer: Any = None) -> Setup:
@@ -216,6 +223,32 @@ def devices_of_nodes(size: int, nnodes: int) -> list[jax.Device]:
             f"{nnodes} nodes need {size // nnodes} on each"
         )
     return [device for local in devices for device in local]
+
+
+def find_model(name: str, *, revision: str | None = None, weights: bool = True) -> Path:
+    """Return the directory of a model, or its file in GGUF: "demo", a path, a hub id, or a hub id with :FILE.gguf.
+
+    A model that is not in the hub's cache is downloaded.
+
+    Args:
+        revision: a branch, tag or commit of a hub id.
+        weights: False leaves the weights of a hub id out: its config and its tokenizer can be checked before a long
+            download. A file in GGUF has them inside, and is always downloaded.
+
+    Raises:
+        ValueError: there is no such model.
+    """
+    if (path := find_local(name, revision=revision)) is not None:
+        return path
+    from huggingface_hub import hf_hub_download, snapshot_download
+
+    try:
+        if on_hub := FILE_ON_HUB.fullmatch(name):
+            return Path(hf_hub_download(on_hub[1], on_hub[2], revision=revision))
+        patterns = [*SMALL_FILES, *(["*.safetensors"] if weights else [])]
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=SECOND_COPIES))
+    except Exception as error:  # the hub's library has a dozen ways to say no
+        raise ValueError(f"model: {name} is neither a directory nor a model on the hub: {error}") from error
 
 
 def find_tokenizer(tokenizer: Any, directory: Path | None = None) -> Any:

@@ -9,7 +9,6 @@ import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels.cpu.code import F32, I64, Machine, Value, Variable
 from pallas_kernels.cpu.contexts import INFINITY, ContextsFrame, Q, Spec
@@ -119,7 +118,8 @@ class _Schedule(ContextsFrame):
 
 def paged_decode_attention(q_snh: jax.Array, contexts: Contexts, options: AttentionOptions) -> OutputAndLse:
     """Implement `Ops.paged_decode_attention`."""
-    rows_s1 = jnp.asarray(np.arange(contexts.context_lens_s.shape[0] + 1, dtype=np.int32))  # one constant of all layers
+    # One constant of all layers, where jnp.arange would be an operation of each.
+    rows_s1 = jnp.array(list(range(contexts.context_lens_s.shape[0] + 1)), jnp.int32)
     return ragged_paged_attention(q_snh, contexts, rows_s1, None, options)
 
 

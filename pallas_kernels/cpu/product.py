@@ -6,7 +6,7 @@ in the first cache for many.
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,16 +19,18 @@ from pallas_kernels import reference
 from pallas_kernels.cpu.code import F32, I32, I64, Machine, Value, Variable
 from pallas_kernels.cpu.epilogue import ACTIVATIONS
 from pallas_kernels.cpu.ffi import CallFrame, register
-from pallas_kernels.cpu.matrix import Matrix, has_code, num_arrays
+from pallas_kernels.cpu.matrix import Load, Matrix, has_code, num_arrays
 from pallas_kernels.cpu.team import num_threads
 from pallas_kernels.options import ProductOptions
 from pallas_kernels.weights import Format, Weight
 
 UNIT_O, UNIT_T = 48, 128  # outputs and rows of a unit of work
+SMALL_T, SMALL_O, LEAST_O = 16, 192, 24  # rows of a small call; outputs of its units, at most and at least
+BLOCKS_OF_THREAD = 3  # blocks of a small call's weight for each thread
 BLOCK = 64  # rows of x that stay in the second cache together with their sums
 PREFETCHED = 3  # cache lines of the next weights that are requested in each turn of the loop
 WHOLE, SEGMENT = 1024, 512  # a sum of more numbers than WHOLE runs in segments, whose weights stay in the first cache
-VERSION = 4  # part of the targets' names: executables on disk must not call a function of other arguments
+VERSION = 5  # part of the targets' names: executables on disk must not call a function of other arguments
 X, WANTED, STARTS = range(3)  # arguments of a call, before the arrays of its weights
 
 
@@ -130,7 +132,24 @@ class _Writer:
         self.tile_o, self.tile_t = (6, 4) if machine.registers == 32 else (4, 2)
         self.first = STARTS + spec.has_experts  # argument of the first weight
 
-    # The outputs of a call are divided into blocks of UNIT_O, and its rows into blocks of UNIT_T of one expert.
+    # The outputs of a call are divided into blocks of UNIT_O, and its rows into blocks of UNIT_T of one expert. A call
+    # of a few rows has larger blocks, some for each thread, because weights are read fastest where they lie in a row.
+
+    def _is_small(self) -> Value:
+        return self.call.size(X, 0).compare("<=", SMALL_T)
+
+    def _block_size(self, outputs: Value) -> Value:
+        """Return the number of outputs of a block."""
+        code, parts = self.code, BLOCKS_OF_THREAD * num_threads() * self.tile_o
+        size = (outputs + (parts - 1)) // parts * self.tile_o
+        size = code.minimum(code.maximum(size, outputs * 0 + LEAST_O), outputs * 0 + SMALL_O)
+        return code.select(self._is_small(), size, outputs * 0 + UNIT_O)
+
+    def _blocks(self, weight: int) -> Value:
+        """Return the number of blocks of a weight."""
+        outputs = self._outputs(weight)
+        size = self._block_size(outputs)
+        return (outputs + size - 1) // size
 
     def _outputs(self, weight: int) -> Value:
         argument = self.first + weight * num_arrays(self.spec.form, self.spec.bias)
@@ -145,7 +164,7 @@ class _Writer:
         code = self.code
         blocks = Variable(code.value(0, I64))
         for weight in self._weights():
-            blocks.set(blocks.get() + (self._outputs(weight) + (UNIT_O - 1)) // UNIT_O)
+            blocks.set(blocks.get() + self._blocks(weight))
         if not self.spec.has_experts:
             return blocks.get() * ((self.call.size(X, 0) + (UNIT_T - 1)) // UNIT_T)
         total = Variable(code.value(0, I64))
@@ -176,7 +195,7 @@ class _Writer:
             return
         blocks = Variable(code.value(0, I64))
         for weight in self._weights():
-            blocks.set(blocks.get() + (self._outputs(weight) + (UNIT_O - 1)) // UNIT_O)
+            blocks.set(blocks.get() + self._blocks(weight))
         left, chosen = Variable(unit // blocks.get()), Variable(code.value(-1, I64))
         start, end = Variable(code.value(0, I64)), Variable(code.value(0, I64))
         experts = self.call.size(STARTS, 0) - 1
@@ -202,24 +221,25 @@ class _Writer:
         code = self.code
         number, left = Variable(block * 0), Variable(block)
         for weight in self._weights()[:-1]:
-            outputs = self._outputs(weight)
-            blocks = (outputs + (UNIT_O - 1)) // UNIT_O
+            blocks = self._blocks(weight)
             with code.when(number.get().compare("==", weight)), code.when(left.get().compare(">=", blocks)):
                 left.set(left.get() - blocks)
                 number.set(number.get() + 1)
         rows = code.scratch(UNIT_T, I64)  # the rows that are computed
         count = self._choose_rows(rows, start_t, stop_t)
         matrices = [self._matrix(number.get() + i) for i in range(1 + self.spec.gated)]
-        start_o, y = left.get() * UNIT_O, self.call.result(number.get())
-        stop_o = code.minimum(start_o + UNIT_O, matrices[0].outputs)
+        width, y = self._block_size(matrices[0].outputs), self.call.result(number.get())
+        start_o = left.get() * width
+        stop_o = code.minimum(start_o + width, matrices[0].outputs)
         sums = [code.scratch(UNIT_T * UNIT_O, F32) for _ in matrices]
         with code.when(count.compare("<=", self.tile_t)):
             # The thread's next block, if all threads proceed alike.
             for matrix in matrices:
-                first_o = expert * matrix.outputs + start_o + num_threads() * UNIT_O
+                first_o = expert * matrix.outputs + start_o + width * num_threads()
                 matrix.prefetch_block(first_o, UNIT_O, self.tile_o)
         for matrix, sums_to in zip(matrices, sums):
-            self._multiply(matrix, expert * matrix.outputs + start_o, stop_o - start_o, rows, count, sums_to)
+            block = _Block(matrix, rows, count, sums_to, width, expert * matrix.outputs + start_o)
+            self._multiply(block, stop_o - start_o)
         self._finish(matrices, sums, expert, (start_o, stop_o), y, rows, count)
         with code.loop(start_t, stop_t) as t:
             first = t * matrices[0].outputs
@@ -241,69 +261,82 @@ class _Writer:
             count.set(count.get() + 1)
         return count.get()
 
-    def _multiply(
-        self, matrix: Matrix, first_o: Value, num_o: Value, rows: Value, count: Value, sums_to: Value
-    ) -> None:
-        """Write the sums [UNIT_T, UNIT_O] of rows of a matrix from `first_o` on."""
-        code, depth, tile_o = self.code, matrix.inputs, self.tile_o
-        so_far = code.scratch(BLOCK * UNIT_O * self.lanes, F32)  # the sums up to a segment
+    def _multiply(self, block: "_Block", num_o: Value) -> None:
+        """Write the sums of a block."""
+        code, matrix, tile_o = self.code, block.matrix, self.tile_o
+        so_far = code.scratch(BLOCK * UNIT_O * self.lanes, F32)
         converted = None if matrix.is_float32 else code.scratch(tile_o * (WHOLE + matrix.step), F32)
+        depth, last_o = matrix.inputs, num_o - num_o % tile_o
         segment = code.select(depth.compare("<=", WHOLE), depth, code.value(SEGMENT, I64))
-        last_o = num_o - num_o % tile_o
-        with code.loop(0, count, BLOCK) as first, code.loop(0, depth, segment) as begin:
-            stop, end = code.minimum(first + BLOCK, count), code.minimum(begin + segment, depth)
-            part = _Part(matrix, rows, sums_to, so_far, converted, first_o, first, stop, begin, end)
+        is_few = block.count.compare("<=", self.tile_t)
+
+        def part(first: Value, begin: Value) -> "_Part":
+            stop, end = code.minimum(first + BLOCK, block.count), code.minimum(begin + segment, depth)
+            return _Part(block, so_far, converted, first, stop, begin, end)
+
+        def strips() -> Iterator[tuple[Value, int]]:
             with code.loop(0, last_o, tile_o) as o:
-                self._strip(part, o, tile_o)
+                yield o, tile_o
             with code.loop(last_o, num_o) as o:
-                self._strip(part, o, 1)
+                yield o, 1
+
+        with code.when(is_few):
+            for o, several in strips():
+                with code.loop(0, depth, segment) as begin:
+                    self._strip_of_few(part(begin * 0, begin), o, several)
+        with (
+            code.when(code.invert(is_few)),
+            code.loop(0, block.count, BLOCK) as first,
+            code.loop(0, depth, segment) as begin,
+        ):
+            for o, several in strips():
+                self._strip(part(first, begin), o, several)
+
+    def _strip_of_few(self, part: "_Part", o: Value, num_o: int) -> None:
+        """Write the sums of some outputs for a few rows, with weights in registers."""
+        load = part.block.matrix.loads(part.block.first_o + o, num_o, part.begin, part.end)
+        for num_t in range(1, self.tile_t + 1):
+            with self.code.when(part.block.count.compare("==", num_t)):
+                self._tile(part, o, num_o, part.first, num_t, load, part.block.matrix.step)
 
     def _strip(self, part: "_Part", o: Value, num_o: int) -> None:
-        """Write the sums of some outputs for the rows of a part."""
-        code, tile_t, few = self.code, self.tile_t, (part.stop - part.first).compare("<=", self.tile_t)
+        """Write the sums of some outputs for many rows, with weights that are converted once."""
+        code, tile_t, matrix, converted = self.code, self.tile_t, part.block.matrix, part.converted
+        load, step = matrix.loads(part.block.first_o + o, num_o, part.begin, part.end), matrix.step
+        if converted is not None:
+            load, step = self._convert(part, load, num_o, converted), self.lanes
+        left = (part.stop - part.first) % tile_t
+        with code.loop(part.first, part.stop - left, tile_t) as r:
+            self._tile(part, o, num_o, r, tile_t, load, step)
+        for num_t in range(1, tile_t):
+            with code.when(left.compare("==", num_t)):
+                self._tile(part, o, num_o, part.stop - left, num_t, load, step)
 
-        def tiles(load: Callable[..., list[Value]], step: int) -> None:
-            left = (part.stop - part.first) % tile_t
-            with code.loop(part.first, part.stop - left, tile_t) as r:
-                self._tile(part, o, num_o, r, tile_t, load, step)
-            for num_t in range(1, tile_t):
-                with code.when(left.compare("==", num_t)):
-                    self._tile(part, o, num_o, part.stop - left, num_t, load, step)
+    def _convert(self, part: "_Part", load: Load, num_o: int, converted: Value) -> Load:
+        """Write the weights of a strip as float32, and return their load."""
+        code, step, matrix = self.code, part.block.matrix.step, part.block.matrix
+        width, whole = WHOLE + step, part.end - part.end % step
 
-        matrix, converted = part.matrix, part.converted
-        direct = matrix.loads(part.first_o + o, num_o, part.begin, part.end)
-        if converted is None:
-            tiles(direct, matrix.step)
-            return
-        with code.when(few):
-            for num_t in range(1, tile_t + 1):
-                with code.when((part.stop - part.first).compare("==", num_t)):
-                    self._tile(part, o, num_o, part.first, num_t, direct, matrix.step)
-        with code.when((part.stop - part.first).compare(">", tile_t)):
-            width = WHOLE + matrix.step
-            whole = part.end - part.end % matrix.step
+        def convert(i: Value, k: Value, left: Value | None = None) -> None:
+            for n, vector in enumerate(load(i, k, left)):
+                code.store_vector(vector, converted, i * width + (k - part.begin) + n * self.lanes)
 
-            def convert(i: Value, k: Value, left: Value | None = None) -> None:
-                for n, vector in enumerate(direct(i, k, left)):
-                    code.store_vector(vector, converted, i * width + (k - part.begin) + n * self.lanes)
+        with code.loop(0, num_o) as i:
+            with code.loop(part.begin, whole, step) as k:
+                convert(i, k)
+            if not matrix.form.group:  # groups end with steps
+                with code.when(whole.compare("<", part.end)):
+                    convert(i, whole, part.end - whole)
+        return lambda i, k, left=None: [code.load_vector(converted, i * width + (k - part.begin), F32, self.lanes)]
 
-            with code.loop(0, num_o) as i:
-                with code.loop(part.begin, whole, matrix.step) as k:
-                    convert(i, k)
-                if not matrix.form.group:  # groups end with steps
-                    with code.when(whole.compare("<", part.end)):
-                        convert(i, whole, part.end - whole)
-            load = lambda i, k, _=None: [code.load_vector(converted, i * width + (k - part.begin), F32, self.lanes)]
-            tiles(load, self.lanes)
-
-    def _tile(
-        self, part: "_Part", o: Value, num_o: int, r: Value, num_t: int, load: Callable[..., list[Value]], step: int
-    ) -> None:
+    def _tile(self, part: "_Part", o: Value, num_o: int, r: Value, num_t: int, load: Load, step: int) -> None:
         """Write the sums of a tile over the inputs of a part; `load` gives the weights of `step` inputs."""
-        code, lanes, x, depth = self.code, self.lanes, self.call.argument(X), part.matrix.inputs
-        at_t = [code.load(part.rows, r + j, I64) for j in range(num_t)]
+        code, lanes, x, block = self.code, self.lanes, self.call.argument(X), part.block
+        matrix, depth = block.matrix, block.matrix.inputs
+        at_t = [code.load(block.rows, r + j, I64) for j in range(num_t)]
         pairs = [(j, i) for j in range(num_t) for i in range(num_o)]
-        place = (o * BLOCK + (r - part.first) * num_o) * lanes  # of the sums up to the segment
+        rows = code.select(self._is_small(), code.value(SMALL_T, I64), code.value(BLOCK, I64))
+        place = (o * rows + (r - part.first) * num_o) * lanes  # of the sums up to the segment
         sums = {pair: Variable(code.value(0.0, ir.VectorType(F32, lanes))) for pair in pairs}
         with code.when(part.begin.compare(">", 0)):
             for n, pair in enumerate(pairs):
@@ -317,16 +350,16 @@ class _Writer:
                     for i in range(num_o):
                         sums[j, i].set(code.fma(w[i][n], x_j, sums[j, i].get()))
 
-        whole, line = part.end - part.end % step, max(step, part.matrix.inputs_of_line)
+        whole, line = part.end - part.end % step, max(step, matrix.inputs_of_line)
         # Each tile of many requests other cache lines of the weights of later outputs.
         prefetched = num_o if num_t < self.tile_t else PREFETCHED
-        ahead = part.first_o + o + part.matrix.rows_ahead(num_o) + (r - part.first) // num_t * prefetched % num_o
+        ahead = block.first_o + o + matrix.rows_ahead(num_o) + (r - part.first) // num_t * prefetched % num_o
         with code.loop(part.begin, whole, line) as first_k:
             for n in range(prefetched):
-                part.matrix.prefetch(ahead + n, first_k)
+                matrix.prefetch(ahead + n, first_k)
             with code.loop(first_k, code.minimum(first_k + line, whole), step) as k:
                 add(k, lambda at: code.load_vector(x, at, F32, lanes))
-        if not part.matrix.form.group:  # groups end with steps
+        if not matrix.form.group:  # groups end with steps
             with code.when(whole.compare("<", part.end)):
                 left = part.end - whole
                 add(whole, lambda at: code.load_part(x, at, F32, lanes, left), left)
@@ -338,7 +371,7 @@ class _Writer:
                 several = pairs[n : n + lanes]
                 totals = code.sums([sums[pair].get() for pair in several])
                 for lane, (j, i) in enumerate(several):
-                    code.store(code.element(totals, lane), part.sums_to, (r + j) * UNIT_O + (o + i))
+                    code.store(code.element(totals, lane), block.sums_to, block.width * (r + j) + (o + i))
 
     def _finish(
         self, matrices: list[Matrix], sums: list[Value], expert: Value, bounds: tuple[Value, Value], y: Value,
@@ -347,12 +380,13 @@ class _Writer:
         """Write the results of a block: sums with scales of rows, bias, activation and gate."""
         code, lanes, (start, stop) = self.code, self.lanes, bounds
         activation, width = ACTIVATIONS[self.spec.activation], matrices[0].outputs
+        block_width = self._block_size(width)
         last = stop - (stop - start) % lanes
 
         def result(r: Value, o: Value, load: Callable[..., Value]) -> Value:
             values = []
             for matrix, sums_to in zip(matrices, sums):
-                value = code.load_vector(sums_to, r * UNIT_O + (o - start), F32, lanes)
+                value = code.load_vector(sums_to, r * block_width + (o - start), F32, lanes)
                 values.append(matrix.finish(value, expert * matrix.outputs + o, o, load))
             gate = activation(code, values[0])
             return gate * values[1] if self.spec.gated else gate
@@ -367,24 +401,36 @@ class _Writer:
                 code.store_part(vector, y, at + last, left)
 
 
-class _Part(NamedTuple):
-    """Rows and inputs of a block that are multiplied together.
+class _Block(NamedTuple):
+    """Outputs of a matrix, and the rows for which they are computed.
 
     Attributes:
-        rows: numbers of the rows, of which those from `first` to below `stop` belong to the part.
-        sums_to: whole sums [UNIT_T, UNIT_O].
-        so_far: sums up to a segment.
-        converted: memory for float32 weights of a strip; None: weights are float32.
-        first_o: the matrix's row of the block's first output.
-        begin, end: inputs.
+        rows, count: the numbers of the rows, and how many they are.
+        sums_to: memory for the sums [count, width].
+        first_o: the matrix's row of the first output.
     """
 
     matrix: Matrix
     rows: Value
+    count: Value
     sums_to: Value
+    width: Value
+    first_o: Value
+
+
+class _Part(NamedTuple):
+    """Rows and inputs of a block that are multiplied together.
+
+    Attributes:
+        so_far: memory for sums up to a segment.
+        converted: memory for float32 weights of a strip; None: weights are float32.
+        first, stop: places of the rows among those of the block.
+        begin, end: inputs.
+    """
+
+    block: _Block
     so_far: Value
     converted: Value | None
-    first_o: Value
     first: Value
     stop: Value
     begin: Value

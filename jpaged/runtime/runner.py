@@ -219,7 +219,7 @@ class ModelRunner:
 
         `progress`: show a progress bar on stderr instead of lines in the log.
         """
-        logger.info("compiling %d shapes of a step, or loading them", len(buckets))
+        logger.info("compiling or loading steps of %d shape%s", len(buckets), "s" * (len(buckets) != 1))
         for bucket in track(buckets, len(buckets), "compiled", "shape", bar=progress):
             self.run_padding(bucket, everything=True)
 

@@ -13,7 +13,7 @@ from pallas_kernels import SelfTest, toolchain
 from pallas_kernels.selftest import FAILED, PASSED, TESTS, UNTESTED, Result
 from tests.kernels.test_selftest import put
 
-OPS = {"write_kv", "copy_blocks", "paged_decode_attention", "ragged_paged_attention"}
+OPS = {"write_kv", "copy_blocks", "paged_decode_attention", "ragged_paged_attention", "product"}
 
 
 class H200:

@@ -87,12 +87,12 @@ def resolve(
     choices, quantization = _Choices(config), None
     dtype: str | None
     if module_size is None:
+        # Products on several devices, and those of weights that are quantized, take other ways.
+        is_plain = config.tensor_parallel_size in (None, 1) and not (config.quantization or stored_method)
+        reads_bfloat16 = is_plain and device.reads_bfloat16
+        dtype = choices.choose("dtype", *_default_dtype(model, device, reads_bfloat16=reads_bfloat16))
         size = choices.choose("tensor_parallel_size", 1, "the default")
         quantization = _quantization(choices, stored_method, stored_form)
-        is_plain = size == 1 and not (config.quantization or stored_method)
-        dtype = choices.choose(
-            "dtype", *_default_dtype(model, device, reads_bfloat16=is_plain and device.reads_bfloat16)
-        )
     else:
         dtype = choices.choose("dtype", None, "each array of the module keeps its dtype")
         size = choices.choose("tensor_parallel_size", module_size, "the module lies on these devices")

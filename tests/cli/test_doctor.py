@@ -89,7 +89,9 @@ def test_json_has_the_whole_report(tiny, capsys, tmp_path):
     assert found["versions"]["jax"] == jax.__version__ and "python" in found["versions"]
     assert found["host"]["memory_available_bytes"] > 0 and found["host"]["disk_free_bytes"] > 0
     folder = str(tmp_path / "jpaged" / "xla")
-    assert found["cache"] == {"path": folder, "entries": 1, "size_bytes": 100, "writable": True}
+    sizes = [file.stat().st_size for file in (tmp_path / "jpaged" / "xla").iterdir()]  # the code of kernels may join
+    assert 100 in sizes
+    assert found["cache"] == {"path": folder, "entries": len(sizes), "size_bytes": sum(sizes), "writable": True}
     assert found["tests"] == found["problems"] == []
 
 
@@ -170,5 +172,7 @@ def test_without_a_device_nothing_can_run(monkeypatch, capsys):
 
 
 def test_a_model_that_is_not_there_is_an_error():
-    with pytest.raises(SystemExit, match=r"^jpaged doctor: error: model: /no/where is not a directory$"):
+    with pytest.raises(
+        SystemExit, match=r"^jpaged doctor: error: model: /no/where is not a directory or a file in GGUF$"
+    ):
         main(["doctor", "--model", "/no/where"])

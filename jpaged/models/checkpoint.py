@@ -18,7 +18,6 @@ from safetensors.numpy import save_file
 from jpaged.models.base import Graph, Leaf, LeafPath, Leaves, Model, Place
 from jpaged.models.config import ModelConfig
 from jpaged.models.config_file import CONFIG
-from jpaged.models.layers import Embedding
 from jpaged.models.quantized import (
     Formats,
     check_groups,
@@ -210,10 +209,7 @@ def load_tensors(find: Find, where: Path, config: ModelConfig, form: Form, *, pr
         kinds = {FLOATS[tensor.get_dtype()] for tensor, _ in pieces[path]}
         dtypes[path] = kinds.pop() if len(kinds) == 1 else form.dtype
     if form.keeps_groups:
-        dtypes = (
-            _kept_dtypes(pieces, [path for path, module, _ in weights_of(model) if type(module) is not Embedding])
-            | dtypes
-        )
+        dtypes = _kept_dtypes(pieces, [path for path, *_ in weights_of(model)]) | dtypes
     read = lambda path, leaf: _read(pieces[path], leaf.shape, dtypes.get(path, form.dtype), form.place(leaf))
     return filled(config, form, read, rounded, kept, progress=progress)
 

@@ -80,7 +80,7 @@ class Embedding(nnx.Module):
     """Embedding of a vocabulary, with a leaf `embedding` [V, D], which may be quantized like a weight.
 
     Attributes:
-        dtype: dtype of the rows of a quantized embedding; that of other rows is the leaf's.
+        dtype: dtype of the rows that a call returns; the leaf may have another one.
     """
 
     product: Product = staticmethod(pallas_kernels.product)
@@ -94,7 +94,7 @@ class Embedding(nnx.Module):
         """Return the rows [T, D] of tokens [T] int32."""
         weight = weight_of(self, "embedding")
         rows = Weight._make(None if leaf is None else leaf[tokens_t] for leaf in weight)
-        return rows.values if rows.scales is None else rows.dense().astype(self.dtype)
+        return rows.dense().astype(self.dtype)
 
     def logits(self, x_sd: jax.Array) -> jax.Array:
         """Return the products of hidden states [S, D] with all rows, [S, V] float32."""

@@ -238,8 +238,8 @@ class _Writer:
                 first_o = expert * matrix.outputs + start_o + width * num_threads()
                 matrix.prefetch_block(first_o, UNIT_O, self.tile_o)
         for matrix, sums_to in zip(matrices, sums):
-            block = _Block(matrix, rows, count, sums_to, width, expert * matrix.outputs + start_o)
-            self._multiply(block, stop_o - start_o)
+            of_matrix = _Block(matrix, rows, count, sums_to, width, expert * matrix.outputs + start_o)
+            self._multiply(of_matrix, stop_o - start_o)
         self._finish(matrices, sums, expert, (start_o, stop_o), y, rows, count)
         with code.loop(start_t, stop_t) as t:
             first = t * matrices[0].outputs
@@ -268,10 +268,10 @@ class _Writer:
         converted = None if matrix.is_float32 else code.scratch(tile_o * (WHOLE + matrix.step), F32)
         depth, last_o = matrix.inputs, num_o - num_o % tile_o
         segment = code.select(depth.compare("<=", WHOLE), depth, code.value(SEGMENT, I64))
-        is_few = block.count.compare("<=", self.tile_t)
+        is_few = block.num_rows.compare("<=", self.tile_t)
 
         def part(first: Value, begin: Value) -> "_Part":
-            stop, end = code.minimum(first + BLOCK, block.count), code.minimum(begin + segment, depth)
+            stop, end = code.minimum(first + BLOCK, block.num_rows), code.minimum(begin + segment, depth)
             return _Part(block, so_far, converted, first, stop, begin, end)
 
         def strips() -> Iterator[tuple[Value, int]]:
@@ -286,7 +286,7 @@ class _Writer:
                     self._strip_of_few(part(begin * 0, begin), o, several)
         with (
             code.when(code.invert(is_few)),
-            code.loop(0, block.count, BLOCK) as first,
+            code.loop(0, block.num_rows, BLOCK) as first,
             code.loop(0, depth, segment) as begin,
         ):
             for o, several in strips():
@@ -296,7 +296,7 @@ class _Writer:
         """Write the sums of some outputs for a few rows, with weights in registers."""
         load = part.block.matrix.loads(part.block.first_o + o, num_o, part.begin, part.end)
         for num_t in range(1, self.tile_t + 1):
-            with self.code.when(part.block.count.compare("==", num_t)):
+            with self.code.when(part.block.num_rows.compare("==", num_t)):
                 self._tile(part, o, num_o, part.first, num_t, load, part.block.matrix.step)
 
     def _strip(self, part: "_Part", o: Value, num_o: int) -> None:
@@ -405,14 +405,14 @@ class _Block(NamedTuple):
     """Outputs of a matrix, and the rows for which they are computed.
 
     Attributes:
-        rows, count: the numbers of the rows, and how many they are.
-        sums_to: memory for the sums [count, width].
+        rows, num_rows: the numbers of the rows, and how many they are.
+        sums_to: memory for the sums [num_rows, width].
         first_o: the matrix's row of the first output.
     """
 
     matrix: Matrix
     rows: Value
-    count: Value
+    num_rows: Value
     sums_to: Value
     width: Value
     first_o: Value

@@ -37,13 +37,15 @@ class Matrix:
     Args:
         bias: dtype of its bias; None: it has none.
         argument: number of its first array among the arguments.
+        dots: whether its numbers are bfloat16, and loaded as int32 pairs of them.
 
     Attributes:
         step: number of inputs of a load.
         outputs, inputs: their numbers.
+        is_direct: whether many rows are multiplied by its numbers as they are, too.
     """
 
-    def __init__(self, form: Format, bias: str | None, call: CallFrame, argument: Value, has_experts: bool):
+    def __init__(self, form: Format, bias: str | None, call: CallFrame, argument: Value, has_experts: bool, dots: bool):
         self.form, self.bias, self.lanes, self.code = form, bias, Machine.host().lanes, call.code
         dtypes = {"scales": form.scales, "minima": form.minima, "bias": bias}
         self._dtypes = {name: dtype for name, dtype in dtypes.items() if dtype is not None}
@@ -54,8 +56,9 @@ class Matrix:
         self._stored_inputs = call.size(argument, 1 + has_experts)
         self.inputs = self._stored_inputs * (1 + form.is_packed)
         whole_steps = form.is_packed or (form.group and form.group % PACKED == 0)
-        self.step = PACKED if whole_steps else self.lanes
-        self.is_float32 = form.dtype == "float32" and form.group is None
+        self.step = 2 * self.lanes if dots else PACKED if whole_steps else self.lanes
+        self._dots = dots
+        self.is_direct = dots or (form.dtype == "float32" and form.group is None)
 
     def loads(self, row: Value, num_rows: int, begin: Value, end: Value) -> Load:
         """Write what the loads of some rows from input `begin` to below `end` need, and return them.
@@ -114,6 +117,8 @@ class Matrix:
 
     def _numbers(self, row: Value, k: Value, left: Value | None = None) -> list[Value]:
         code = self.code
+        if self._dots:
+            return [code.load_vector(self._values, (row * self.inputs + k) // 2, I32, self.lanes)]
         load_part = None if left is None else functools.partial(code.load_part, count=left)
         _, load = loader(self.form.dtype, self.lanes, load_part)
         at = row * self.inputs + k

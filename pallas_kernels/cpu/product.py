@@ -30,7 +30,7 @@ BLOCKS_OF_THREAD = 3  # blocks of a small call's weight for each thread
 BLOCK = 64  # rows of x that stay in the second cache together with their sums
 PREFETCHED = 3  # cache lines of the next weights that are requested in each turn of the loop
 WHOLE, SEGMENT = 1024, 512  # a sum of more numbers than WHOLE runs in segments, whose weights stay in the first cache
-VERSION = 5  # part of the targets' names: executables on disk must not call a function of other arguments
+VERSION = 6  # part of the targets' names: executables on disk must not call a function of other arguments
 X, WANTED, STARTS = range(3)  # arguments of a call, before the arrays of its weights
 
 
@@ -42,6 +42,7 @@ class Spec(NamedTuple):
         bias: dtype of their biases; None: they have none.
         num_weights: number of weights, each with a result, unless they are gated.
         has_experts: whether rows are sorted by expert.
+        dots: whether x and weights are bfloat16, and multiplied so. Otherwise x is float32.
     """
 
     form: Format
@@ -50,6 +51,7 @@ class Spec(NamedTuple):
     activation: str | None
     gated: bool
     has_experts: bool
+    dots: bool = False
 
 
 def product(x_ti: jax.Array, weights: tuple[Weight, ...], options: ProductOptions) -> tuple[jax.Array, ...]:
@@ -76,12 +78,15 @@ def _rows_of(options: ProductOptions) -> dict[str, Any]:
 def _call(x_ti: jax.Array, weights: tuple[Weight, ...], options: ProductOptions) -> tuple[jax.Array, ...]:
     """Return the results [T, O] float32 of weights of one form."""
     form, bias, has_experts = weights[0].format, _bias_dtype(weights[0]), options.sizes_e is not None
-    spec = Spec(form, bias, len(weights), options.activation, options.gated, has_experts)
+    machine = Machine.host()
+    dots = machine.has_bf16_dot and x_ti.dtype == form.dtype == "bfloat16" and x_ti.shape[1] % (2 * machine.lanes) == 0
+    spec = Spec(form, bias, len(weights), options.activation, options.gated, has_experts, dots)
     shapes = [(len(x_ti), weight.shape[0]) for weight in weights[: 1 if options.gated else None]]
     results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     multiply = jax.ffi.ffi_call(target(spec), results, vmap_method="sequential")
     arrays = [array for weight in weights for array in weight if array is not None]
-    return tuple(multiply(x_ti.astype(jnp.float32), _wanted(len(x_ti), options), *_starts(options), *arrays))
+    x_ti = x_ti if dots else x_ti.astype(jnp.float32)
+    return tuple(multiply(x_ti, _wanted(len(x_ti), options), *_starts(options), *arrays))
 
 
 @_call.defjvp
@@ -109,8 +114,8 @@ def _starts(options: ProductOptions) -> list[jax.Array]:
 def target(spec: Spec) -> str:
     """Make the target of a function, and return its name.
 
-    Its arguments are x [T, I] float32, whether each row is computed, [T] int32, with experts their first rows [E + 1]
-    int32, and the arrays of each weight.
+    Its arguments are x [T, I] float32 or bfloat16, whether each row is computed, [T] int32, with experts their first
+    rows [E + 1] int32, and the arrays of each weight.
     """
     name = f"jpaged_product_{hashlib.sha256(repr((spec, VERSION)).encode()).hexdigest()[:16]}"
     return register(name, lambda call: _Writer(spec, call).units(), lambda call, unit: _Writer(spec, call).work(unit))
@@ -251,7 +256,8 @@ class _Writer:
 
     def _matrix(self, number: Value) -> Matrix:
         form, bias = self.spec.form, self.spec.bias
-        return Matrix(form, bias, self.call, self.first + number * num_arrays(form, bias), self.spec.has_experts)
+        argument = self.first + number * num_arrays(form, bias)
+        return Matrix(form, bias, self.call, argument, self.spec.has_experts, self.spec.dots)
 
     def _choose_rows(self, rows: Value, start_t: Value, stop_t: Value) -> Value:
         """Write the numbers of the rows that are computed, and return their number."""
@@ -265,7 +271,7 @@ class _Writer:
         """Write the sums of a block."""
         code, matrix, tile_o = self.code, block.matrix, self.tile_o
         so_far = code.scratch(BLOCK * UNIT_O * self.lanes, F32)
-        converted = None if matrix.is_float32 else code.scratch(tile_o * (WHOLE + matrix.step), F32)
+        converted = None if matrix.is_direct else code.scratch(tile_o * (WHOLE + matrix.step), F32)
         depth, last_o = matrix.inputs, num_o - num_o % tile_o
         segment = code.select(depth.compare("<=", WHOLE), depth, code.value(SEGMENT, I64))
         is_few = block.num_rows.compare("<=", self.tile_t)
@@ -344,11 +350,12 @@ class _Writer:
 
         def add(k: Value, load_x: Callable[[Value], Value], left: Value | None = None) -> None:
             w = [load(i, k, left) for i in range(num_o)]
-            for n in range(step // lanes):
+            multiply = code.dot_bf16 if self.spec.dots else code.fma
+            for n in range(len(w[0])):
                 for j in range(num_t):
                     x_j = load_x(at_t[j] * depth + k + n * lanes)
                     for i in range(num_o):
-                        sums[j, i].set(code.fma(w[i][n], x_j, sums[j, i].get()))
+                        sums[j, i].set(multiply(w[i][n], x_j, sums[j, i].get()))
 
         whole, line = part.end - part.end % step, max(step, matrix.inputs_of_line)
         # Each tile of many requests other cache lines of the weights of later outputs.
@@ -358,8 +365,11 @@ class _Writer:
             for n in range(prefetched):
                 matrix.prefetch(ahead + n, first_k)
             with code.loop(first_k, code.minimum(first_k + line, whole), step) as k:
-                add(k, lambda at: code.load_vector(x, at, F32, lanes))
-        if not matrix.form.group:  # groups end with steps
+                if self.spec.dots:
+                    add(k, lambda at: code.load_vector(x, at // 2, I32, lanes))
+                else:
+                    add(k, lambda at: code.load_vector(x, at, F32, lanes))
+        if not (matrix.form.group or self.spec.dots):  # these end with steps
             with code.when(whole.compare("<", part.end)):
                 left = part.end - whole
                 add(whole, lambda at: code.load_part(x, at, F32, lanes, left), left)
@@ -423,7 +433,7 @@ class _Part(NamedTuple):
 
     Attributes:
         so_far: memory for sums up to a segment.
-        converted: memory for float32 weights of a strip; None: weights are float32.
+        converted: memory for float32 weights of a strip; None: weights are multiplied as they are.
         first, stop: places of the rows among those of the block.
         begin, end: inputs.
     """

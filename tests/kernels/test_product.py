@@ -49,6 +49,15 @@ def test_it_is_that_of_float64(name, implementation, rows, outputs, depth):
     assert_product(jax.jit(OPS[implementation].product)(x_ti, weight), exact, depth)
 
 
+@pytest.mark.parametrize("rows", [1, 7, MANY])
+@pytest.mark.parametrize("depth", [64, 72, WHOLE + 128])
+def test_products_of_bfloat16(rows, depth):
+    """By instructions for pairs of them where the machine has some."""
+    x_ti, weight = x_of(rows, depth, "bfloat16"), weight_in(FORMS["bfloat16"], 50, depth)
+    exact = np.asarray(x_ti, np.float64) @ exact_matrix(weight).T
+    assert_product(OPS["cpu"].product(x_ti, weight, dtype=jnp.float32), exact, depth)
+
+
 @pytest.mark.parametrize("depth", [20, 50, WHOLE + 7])
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "int8", "fp8"])
 def test_the_end_of_a_row_that_is_no_whole_vector(name, depth):

@@ -75,8 +75,7 @@ class KVCache:
 
         It is not left uninitialised because an attention kernel may load a block's unwritten rows, and 0 * NaN is NaN.
         """
-        zeros = self.zeros_on(sharding) or jnp.zeros
-        make = jax.jit(lambda: zeros(self.shape(num_blocks), self.dtype), out_shardings=sharding)
+        make = _maker(self.zeros_on(sharding) or jnp.zeros, self.shape(num_blocks), self.dtype, sharding)
         return [make() for _ in range(2 * self.num_layers)]
 
     def zeros_on(self, sharding: Sharding) -> Callable[[tuple[int, ...], str], jax.Array] | None:
@@ -126,3 +125,11 @@ def scatter(pool: Pool, blocks: jax.Array, destinations_c: jax.Array) -> Pool:
     # A negative index would be the last block; one past the end is dropped.
     at_c = jnp.where(destinations_c < 0, pool[0].shape[0], destinations_c)
     return [array.at[at_c].set(block, mode="drop") for array, block in zip(pool, blocks, strict=True)]
+
+
+@functools.cache  # a pool that is allocated again compiles nothing
+def _maker(
+    zeros: Callable[..., jax.Array], shape: tuple[int, ...], dtype: str, sharding: Sharding
+) -> Callable[[], jax.Array]:
+    """Return a compiled function that makes one array of a pool."""
+    return jax.jit(functools.partial(zeros, shape, dtype), out_shardings=sharding)

@@ -23,7 +23,7 @@ from tests.support.few_shapes import few_shapes
 
 pytestmark = pytest.mark.slow
 
-ENGINE = {"block_size": 8, "num_gpu_blocks_override": 40, "progress": False} | LIMITS
+ENGINE = {"block_size": 8, "num_gpu_blocks_override": 40, "progress": False, "warm_up": True} | LIMITS
 PROMPTS = [[*range(seed, seed + length)] for seed, length in ((3, 5), (40, 30), (90, 17), (7, 50))]
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=20, logprobs=2, ignore_eos=True),

@@ -130,7 +130,9 @@ def test_weights_of_every_kind_stay_as_they_are_stored(kind, hf, tmp_path):
     else:
         embedding = str(kept.embed_tokens.embedding.dtype)
         assert {form.dtype for form in forms} - {embedding} == {FLOAT_DTYPES[kind]} - {embedding}
-        assert embedding == "float32" and {weight.format.dtype for weight in weights(dense).values()} == {"float32"}
+        assert embedding == FLOAT_DTYPES[kind] and {weight.format.dtype for weight in weights(dense).values()} == {
+            "float32"
+        }
 
 
 FLOAT_DTYPES = {Kind.F32: "float32", Kind.F16: "float16", Kind.BF16: "bfloat16"}

@@ -26,7 +26,7 @@ from tests.support.few_shapes import few_shapes
 pytestmark = pytest.mark.slow
 
 PAGE = Path(__file__).parents[2] / "docs" / "adding-a-model.md"
-ENGINE = dict(max_num_seqs=8, max_num_batched_tokens=16, num_gpu_blocks_override=40, progress=False)
+ENGINE = dict(max_num_seqs=8, max_num_batched_tokens=16, num_gpu_blocks_override=40, progress=False, warm_up=True)
 GROUP, WIDTH = 4, 24
 PROMPTS = [[3, 4, 5], [*range(40, 50)]]
 

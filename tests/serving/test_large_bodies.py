@@ -89,6 +89,7 @@ async def test_too_long_text_is_refused_by_its_characters(client, unparsed, path
 @pytest.mark.parametrize("path", list(VALID))
 async def test_valid_large_body_has_the_answer_of_a_small_one(client, path):
     small = json.dumps(VALID[path]).encode()
+    await client.post(path, small)  # both of the others find its tokens in the prefix cache
     expected, found = await client.post(path, small), await client.post(path, small.ljust(ENOUGH))
     assert {**found, **{name: expected[name] for name in VARYING & found.keys()}} == expected
 

@@ -93,7 +93,10 @@ def test_missing_directory_ends_the_process_with_status_1(tmp_path):
     command = [sys.executable, "server.py", "--model", str(tmp_path / "nowhere")]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ)
     assert run.returncode == 1
-    assert run.stderr.splitlines()[-1] == f"server.py: error: model: {tmp_path}/nowhere is not a directory"
+    assert (
+        run.stderr.splitlines()[-1]
+        == f"server.py: error: model: {tmp_path}/nowhere is not a directory or a file in GGUF"
+    )
     assert "Traceback" not in run.stderr
 
 

@@ -66,9 +66,8 @@ def test_the_end_of_a_row_that_is_no_whole_vector(name, depth):
     assert_product(OPS["cpu"].product(x_ti, weight), exact, depth)
 
 
-@every_form
 @pytest.mark.parametrize("depth", [128, pytest.param(3 * SEGMENT, marks=pytest.mark.deep)])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name, dtype", [*((name, "float32") for name in FORMS), ("bfloat16", "bfloat16")])
 def test_a_row_has_the_same_bits_next_to_any_others(name, depth, dtype):
     x_ti, weight = x_of(1000, depth, dtype), weight_in(FORMS[name], 50, depth)
     multiply = jax.jit(lambda x_ti: OPS["cpu"].product(x_ti, weight, dtype=jnp.float32))
@@ -120,15 +119,20 @@ def test_rows_that_nobody_wants_are_zero(wanted, depth):
     np.testing.assert_array_equal(jax.jit(OPS["cpu"].product)(with_nan, weight, wanted_t=wanted_t), whole)
 
 
+USUAL_FORMS = ("float32", "int8", "int4 in groups of 32")
 SIZES = {"one": [0, 9, 0, 0], "all": [3, 2, 1, 3], "many": [0, 150, 1, 40], "some rows of none": [2, 0, 3, 1]}
 
 
 @pytest.mark.parametrize("implementation", OPS)
-@every_form
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(
+    "name, sizes",
+    [
+        pytest.param(name, sizes, marks=[] if name in USUAL_FORMS or (sizes == "all" and "int4" in name) else
+                     [pytest.mark.deep])
+        for name in FORMS for sizes in SIZES
+    ],
+)  # fmt: skip
 def test_experts(name, implementation, sizes):
-    if name in ("bfloat16", "int8 in groups of 16", "fp8 in groups of 128") and sizes != "all":
-        pytest.skip("one case for each of the similar forms")
     sizes_e = np.array(SIZES[sizes], np.int32)
     rows = max(9, sizes_e.sum())
     x_ti, weight = x_of(rows, 128), weight_in(FORMS[name], 4, 50, 128)

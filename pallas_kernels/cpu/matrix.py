@@ -61,7 +61,7 @@ class Matrix:
         self.is_direct = dots or (form.dtype == "float32" and form.group is None)
 
     def loads(self, row: Value, num_rows: int, begin: Value, end: Value) -> Load:
-        """Write what the loads of some rows from input `begin` to below `end` need, and return them.
+        """Prepare the loads of some rows from input `begin` to below `end`, and return them.
 
         Weights are without the scale of a whole row. The scales and minima of groups are converted once.
         """

@@ -1,4 +1,4 @@
-"""Files in GGUF: what is read from them, and the errors of broken and hostile ones."""
+"""Files in GGUF: their content, and the errors of broken and hostile files."""
 
 import os
 import struct

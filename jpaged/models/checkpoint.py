@@ -42,7 +42,7 @@ MAX_PROBLEMS = 50  # tensors named in an error
 
 Shapes = dict[str, tuple[int, ...]]  # of tensors by name
 Read = Callable[[LeafPath, Leaf], jax.Array]  # returns a parameter, in its place
-Find = Callable[[Shapes], StoredTensors]  # returns the tensors of a checkpoint, for those that are expected
+Find = Callable[[Shapes], StoredTensors]  # from the shapes of a model's tensors to the tensors of a checkpoint
 
 
 class Use(NamedTuple):

@@ -1,6 +1,6 @@
 """Metadata of a file in GGUF as the content of a config.json, which configurations read.
 
-Fields are those that llama.cpp's `conversion` writes and its `src/models` read, with their defaults.
+Fields and defaults follow llama.cpp: its `conversion` writes them, and its `src/models` read them.
 """
 
 import math
@@ -111,7 +111,7 @@ def _dtype(file: GgufFile) -> str:
 
 
 def end_tokens(file: GgufFile) -> list[int]:
-    """Return the tokens that end an answer: those that the metadata names, and control tokens by their texts."""
+    """Return the tokens that end an answer: end tokens of the metadata, and control tokens by their texts."""
     tokens, kinds = file.items("tokenizer.ggml.tokens") or [], file.items("tokenizer.ggml.token_type") or []
     named = [file.number(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     known = {token: id_ for id_, (token, kind) in enumerate(zip(tokens, kinds)) if kind == CONTROL}

@@ -26,7 +26,7 @@ DERIVED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.
 def named_tensors(
     file: GgufFile, config: ModelConfig, expected: Mapping[str, tuple[int, ...]]
 ) -> dict[str, StoredTensor]:
-    """Return the tensors of a model by Hugging Face's names, and those that it does not have by their own.
+    """Return the tensors of a model by Hugging Face's names, and unknown tensors by their names in the file.
 
     Args:
         expected: shapes of the model's tensors. A tensor of another shape is returned with its own.

@@ -24,10 +24,13 @@ Products = Callable[..., tuple[jax.Array, ...]]  # as `pallas_kernels.Ops.produc
 
 
 def set_products(model: Any, product: Product, products: Products) -> None:
-    """Let all modules of a model use these functions for their products."""
+    """Let the modules of a model use these functions for their products, in place of the definition.
+
+    An attribute of the same name with another value is not changed.
+    """
     for _, module in nnx.iter_modules(model):
         for name, function in (("product", product), ("products", products)):
-            if hasattr(module, name):
+            if getattr(module, name, None) is getattr(pallas_kernels, name):
                 setattr(module, name, function)
 
 

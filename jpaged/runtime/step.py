@@ -146,10 +146,7 @@ class Step:
         return used if used in self.settings else Settings.ANY
 
     def _merged(self, params: list[jax.Array]) -> Model:
-        model: Model = nnx.merge(self.graphdef, *jax.tree.unflatten(self.treedef, params))
-        if self.kernels is not None:
-            set_products(model, self.kernels.product, self.kernels.products)
-        return model
+        return nnx.merge(self.graphdef, *jax.tree.unflatten(self.treedef, params))
 
     def _forward(
         self, params: list[jax.Array], pool: Pool, last_tokens_r: jax.Array, buffer: jax.Array, bucket: Bucket
@@ -180,6 +177,8 @@ class Step:
 
     def _score(self, params: list[jax.Array], x_td: jax.Array, targets_t: jax.Array) -> tuple[jax.Array, jax.Array]:
         model = self._merged(params)
+        if self.kernels is not None:
+            set_products(model, self.kernels.product, self.kernels.products)
         logits_of = lambda x_td: whole_logits(model.logits(x_td), self.placement)
         return _packed(token_logprobs(logits_of, x_td, targets_t, max(1, self.max_logprobs)))
 

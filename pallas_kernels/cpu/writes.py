@@ -17,8 +17,8 @@ from pallas_kernels.options import Pools, WriteOptions, Written
 VERSION = 1  # part of the targets' names: executables on disk must not call a function of other arguments
 TOKENS = 16  # of a unit
 NUMBERS_PER_NS = 4  # of one thread, about
-# Arguments: both pools, keys and values [T, K, H], slots [T] int32, and those that the spec names. Results: both pools,
-# and the rotated queries.
+# Arguments: both pools, keys and values [T, K, H], slots [T] int32, and the optional ones of the spec. Results: both
+# pools, and the rotated queries.
 K_POOL, V_POOL, KEYS, VALUES, SLOTS = range(5)
 ROTATED = 2
 

@@ -24,14 +24,14 @@ KINDS = {
 
 
 def kinds(*usual):
-    """Each kind of arrays, and those that are not named in the deep tier."""
+    """Each kind of arrays; unnamed kinds are in the deep tier."""
     marks = {name: [] if name in usual else [pytest.mark.deep] for name in KINDS}
     return pytest.mark.parametrize("kind", [pytest.param(KINDS[name], id=name, marks=marks[name]) for name in KINDS])
 
 
 @pytest.fixture
 def fresh_ops(monkeypatch):
-    """Return a function that gives ops whose code is written anew, with what a test has replaced."""
+    """Return a function that gives ops whose code is written anew, with the replacements of a test."""
     numbers, register = itertools.count(), ffi.register
 
     def fresh():

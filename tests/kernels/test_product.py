@@ -1,7 +1,5 @@
 """The op of products: every form of a weight in every implementation, and planted faults."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -246,7 +244,3 @@ def test_quantized_numbers_are_the_nearest(name):
 def test_wrong_arguments(arguments, error):
     with pytest.raises(ValueError, match=error):
         OPS["reference"].product(**{"x_ti": jnp.ones((2, 4)), "weight": Weight(jnp.ones((8, 4)))} | arguments)
-
-
-def test_forms_of_the_table_are_all_different():
-    assert not any(one == other for one, other in itertools.combinations(FORMS.values(), 2))

@@ -56,3 +56,12 @@ def test_modules_use_the_products_that_they_are_given():
     assert module[0].together(X, module[0], module[0]) == 3
     assert module[1].logits(X)[0] == "product"
     assert linear(True)(X).shape == (5, 40), "other modules are not changed"
+
+
+def test_an_attribute_of_the_same_name_is_not_replaced():
+    class Other(nnx.Module):
+        product = 3
+
+    other = Other()
+    set_products(other, lambda *_: 0, lambda *_: 0)
+    assert other.product == 3

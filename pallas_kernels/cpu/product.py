@@ -16,21 +16,24 @@ import jax.numpy as jnp
 from llvmlite import ir
 
 from pallas_kernels import reference
+from pallas_kernels.cpu import stream
 from pallas_kernels.cpu.code import F32, I32, I64, Machine, Value, Variable
 from pallas_kernels.cpu.epilogue import ACTIVATIONS
 from pallas_kernels.cpu.ffi import CallFrame, register
-from pallas_kernels.cpu.matrix import Load, Matrix, has_code, num_arrays
+from pallas_kernels.cpu.matrix import MOST_GROUPS, Load, Matrix, has_code, num_arrays
+from pallas_kernels.cpu.stream import Block
 from pallas_kernels.cpu.team import num_threads
 from pallas_kernels.options import ProductOptions
 from pallas_kernels.weights import Format, Weight
 
 UNIT_O, UNIT_T = 48, 128  # outputs and rows of a unit of work
-SMALL_T, SMALL_O, LEAST_O = 16, 192, 24  # rows of a small call; outputs of its units, at most and at least
-BLOCKS_OF_THREAD = 3  # blocks of a small call's weight for each thread
+SMALL_T = 16  # rows of a small call
+LEAST_O, STEP_O = 24, 12  # outputs of its blocks: at least, and in steps of
+SMALL_BLOCKS = 16  # its small blocks have the outputs of a thread divided by this
 BLOCK = 64  # rows of x that stay in the second cache together with their sums
 PREFETCHED = 1  # cache lines of later weights that a tile of many requests in each turn of the loop
 WHOLE, SEGMENT = 1024, 512  # a sum of more numbers than WHOLE runs in segments, whose weights stay in the first cache
-VERSION = 6  # part of the targets' names: executables on disk must not call a function of other arguments
+VERSION = 7  # part of the targets' names: executables on disk must not call a function of other arguments
 X, WANTED, STARTS = range(3)  # arguments of a call, before the arrays of its weights
 
 
@@ -137,24 +140,35 @@ class _Writer:
         self.tile_o, self.tile_t = (6, 4) if machine.registers == 32 else (4, 2)
         self.first = STARTS + spec.has_experts  # argument of the first weight
 
-    # The outputs of a call are divided into blocks of UNIT_O, and its rows into blocks of UNIT_T of one expert. A call
-    # of a few rows has larger blocks, some for each thread, because weights are read fastest where they lie in a row.
+    # The outputs of a call are divided into blocks of UNIT_O, and its rows into blocks of UNIT_T of one expert. In a
+    # call of a few rows each thread first has a large block of outputs, because weights are read fastest where they lie
+    # in a row. The rest of the outputs are small blocks, so that all threads end at about the same time.
 
     def _is_small(self) -> Value:
         return self.call.size(X, 0).compare("<=", SMALL_T)
 
-    def _block_size(self, outputs: Value) -> Value:
-        """Return the number of outputs of a block."""
-        code, parts = self.code, BLOCKS_OF_THREAD * num_threads() * self.tile_o
-        size = (outputs + (parts - 1)) // parts * self.tile_o
-        size = code.minimum(code.maximum(size, outputs * 0 + LEAST_O), outputs * 0 + SMALL_O)
-        return code.select(self._is_small(), size, outputs * 0 + UNIT_O)
+    def _sizes(self, outputs: Value) -> tuple[Value, Value, Value]:
+        """Return the number of large blocks, and the sizes of large and of small blocks."""
+        code, threads = self.code, num_threads()
+        small = code.maximum(outputs // (SMALL_BLOCKS * threads * STEP_O) * STEP_O, outputs * 0 + LEAST_O)
+        large = outputs * 3 // (4 * threads * STEP_O) * STEP_O  # three quarters of all outputs
+        of_few, of_many = (outputs * 0 + threads, large, small), (outputs * 0, outputs * 0, outputs * 0 + UNIT_O)
+        count, large, small = (code.select(self._is_small(), a, b) for a, b in zip(of_few, of_many))
+        return count, large, small
 
     def _blocks(self, weight: int) -> Value:
         """Return the number of blocks of a weight."""
         outputs = self._outputs(weight)
-        size = self._block_size(outputs)
-        return (outputs + size - 1) // size
+        count, large, small = self._sizes(outputs)
+        return count + (outputs - count * large + (small - 1)) // small
+
+    def _bounds(self, block: Value, outputs: Value) -> tuple[Value, Value]:
+        """Return the first output of a block, and the output after its last one."""
+        code = self.code
+        count, large, small = self._sizes(outputs)
+        is_large = block.compare("<", count)
+        first = code.select(is_large, block * large, count * large + (block - count) * small)
+        return first, code.minimum(first + code.select(is_large, large, small), outputs)
 
     def _outputs(self, weight: int) -> Value:
         argument = self.first + weight * num_arrays(self.spec.form, self.spec.bias)
@@ -233,19 +247,14 @@ class _Writer:
         rows = code.scratch(UNIT_T, I64)  # the rows that are computed
         count = self._choose_rows(rows, start_t, stop_t)
         matrices = [self._matrix(number.get() + i) for i in range(1 + self.spec.gated)]
-        width, y = self._block_size(matrices[0].outputs), self.call.result(number.get())
-        start_o = left.get() * width
-        stop_o = code.minimum(start_o + width, matrices[0].outputs)
-        sums = [code.scratch(UNIT_T * UNIT_O, F32) for _ in matrices]
-        with code.when(count.compare("<=", self.tile_t)):
-            # The thread's next block, if all threads proceed alike.
-            for matrix in matrices:
-                first_o = expert * matrix.outputs + start_o + width * num_threads()
-                matrix.prefetch_block(first_o, UNIT_O, self.tile_o)
-        for matrix, sums_to in zip(matrices, sums):
-            of_matrix = _Block(matrix, rows, count, sums_to, width, expert * matrix.outputs + start_o)
-            self._multiply(of_matrix, stop_o - start_o)
-        self._finish(matrices, sums, expert, (start_o, stop_o), y, rows, count)
+        y, sums = self.call.result(number.get()), [code.scratch(UNIT_T * UNIT_O, F32) for _ in matrices]
+        start_o, stop_o = self._bounds(left.get(), matrices[0].outputs)
+        with code.loop(start_o, stop_o, UNIT_O) as o:
+            end_o = code.minimum(o + UNIT_O, stop_o)
+            for matrix, sums_to in zip(matrices, sums):
+                first_o = expert * matrix.outputs
+                self._multiply(Block(matrix, rows, count, sums_to, UNIT_O, first_o + o, first_o + stop_o), end_o - o)
+            self._finish(matrices, sums, expert, (o, end_o), y, rows, count)
         with code.loop(start_t, stop_t) as t:
             first = t * matrices[0].outputs
             with (
@@ -267,14 +276,14 @@ class _Writer:
             count.set(count.get() + 1)
         return count.get()
 
-    def _multiply(self, block: "_Block", num_o: Value) -> None:
+    def _multiply(self, block: Block, num_o: Value) -> None:
         """Write the sums of a block."""
         code, matrix, tile_o = self.code, block.matrix, self.tile_o
         so_far = code.scratch(BLOCK * UNIT_O * self.lanes, F32)
         converted = None if matrix.is_direct else code.scratch(tile_o * (WHOLE + matrix.step), F32)
         depth, last_o = matrix.inputs, num_o - num_o % tile_o
         segment = code.select(depth.compare("<=", WHOLE), depth, code.value(SEGMENT, I64))
-        is_few = block.num_rows.compare("<=", self.tile_t)
+        is_few = code.both(block.num_rows.compare("<=", self.tile_t), matrix.num_groups.compare("<=", MOST_GROUPS))
 
         def part(first: Value, begin: Value) -> "_Part":
             stop, end = code.minimum(first + BLOCK, block.num_rows), code.minimum(begin + segment, depth)
@@ -287,9 +296,7 @@ class _Writer:
                 yield o, 1
 
         with code.when(is_few):
-            for o, several in strips():
-                with code.loop(0, depth, segment) as begin:
-                    self._strip_of_few(part(begin * 0, begin), o, several)
+            stream.write_sums(block, self.call.argument(X), num_o, self.tile_t)
         with (
             code.when(code.invert(is_few)),
             code.loop(0, block.num_rows, BLOCK) as first,
@@ -297,13 +304,6 @@ class _Writer:
         ):
             for o, several in strips():
                 self._strip(part(first, begin), o, several)
-
-    def _strip_of_few(self, part: "_Part", o: Value, num_o: int) -> None:
-        """Write the sums of some outputs for a few rows, with weights in registers."""
-        load = part.block.matrix.loads(part.block.first_o + o, num_o, part.begin, part.end)
-        for num_t in range(1, self.tile_t + 1):
-            with self.code.when(part.block.num_rows.compare("==", num_t)):
-                self._tile(part, o, num_o, part.first, num_t, load, part.block.matrix.step)
 
     def _strip(self, part: "_Part", o: Value, num_o: int) -> None:
         """Write the sums of some outputs for many rows, with weights that are converted once."""
@@ -341,8 +341,7 @@ class _Writer:
         matrix, depth = block.matrix, block.matrix.inputs
         at_t = [code.load(block.rows, r + j, I64) for j in range(num_t)]
         pairs = [(j, i) for j in range(num_t) for i in range(num_o)]
-        rows = code.select(self._is_small(), code.value(SMALL_T, I64), code.value(BLOCK, I64))
-        place = (o * rows + (r - part.first) * num_o) * lanes  # of the sums up to the segment
+        place = (o * BLOCK + (r - part.first) * num_o) * lanes  # of the sums up to the segment
         sums = {pair: Variable(code.value(0.0, ir.VectorType(F32, lanes))) for pair in pairs}
         with code.when(part.begin.compare(">", 0)):
             for n, pair in enumerate(pairs):
@@ -381,7 +380,7 @@ class _Writer:
                 several = pairs[n : n + lanes]
                 totals = code.sums([sums[pair].get() for pair in several])
                 for lane, (j, i) in enumerate(several):
-                    code.store(code.element(totals, lane), block.sums_to, block.width * (r + j) + (o + i))
+                    code.store(code.element(totals, lane), block.sums_to, UNIT_O * (r + j) + (o + i))
 
     def _finish(
         self, matrices: list[Matrix], sums: list[Value], expert: Value, bounds: tuple[Value, Value], y: Value,
@@ -390,13 +389,12 @@ class _Writer:
         """Write the results of a block: sums with scales of rows, bias, activation and gate."""
         code, lanes, (start, stop) = self.code, self.lanes, bounds
         activation, width = ACTIVATIONS[self.spec.activation], matrices[0].outputs
-        block_width = self._block_size(width)
         last = stop - (stop - start) % lanes
 
         def result(r: Value, o: Value, load: Callable[..., Value]) -> Value:
             values = []
             for matrix, sums_to in zip(matrices, sums):
-                value = code.load_vector(sums_to, r * block_width + (o - start), F32, lanes)
+                value = code.load_vector(sums_to, r * UNIT_O + (o - start), F32, lanes)
                 values.append(matrix.finish(value, expert * matrix.outputs + o, o, load))
             gate = activation(code, values[0])
             return gate * values[1] if self.spec.gated else gate
@@ -411,23 +409,6 @@ class _Writer:
                 code.store_part(vector, y, at + last, left)
 
 
-class _Block(NamedTuple):
-    """Outputs of a matrix, and the rows for which they are computed.
-
-    Attributes:
-        rows, num_rows: the numbers of the rows, and how many they are.
-        sums_to: memory for the sums [num_rows, width].
-        first_o: the matrix's row of the first output.
-    """
-
-    matrix: Matrix
-    rows: Value
-    num_rows: Value
-    sums_to: Value
-    width: Value
-    first_o: Value
-
-
 class _Part(NamedTuple):
     """Rows and inputs of a block that are multiplied together.
 
@@ -438,7 +419,7 @@ class _Part(NamedTuple):
         begin, end: inputs.
     """
 
-    block: _Block
+    block: Block
     so_far: Value
     converted: Value | None
     first: Value

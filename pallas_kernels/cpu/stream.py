@@ -1,0 +1,121 @@
+"""Sums of products of a few rows, for which weights are read from memory once, in the order in which they lie there."""
+
+from typing import NamedTuple
+
+from llvmlite import ir
+
+from pallas_kernels.cpu.code import F32, I8, I32, I64, Value, Variable
+from pallas_kernels.cpu.matrix import CACHE_LINE, Matrix
+
+OUTPUTS = 4  # that are computed together
+UNROLLED, MOST_UNROLLED = 4, 8  # loads of a turn of the loop without groups; most loads of a group without a loop
+AHEAD = 2048  # bytes between the weights that are multiplied and those that are requested
+
+
+class Block(NamedTuple):
+    """Outputs of a matrix, and the rows for which they are computed.
+
+    Attributes:
+        rows, num_rows: the numbers of the rows, and how many they are.
+        sums_to: memory for the sums [num_rows, width].
+        first_o: the matrix's row of the first output.
+        stop_o: the row after the last one that the unit of the block reads.
+    """
+
+    matrix: Matrix
+    rows: Value
+    num_rows: Value
+    sums_to: Value
+    width: int
+    first_o: Value
+    stop_o: Value
+
+
+def write_sums(block: Block, x: Value, num_o: Value, most_t: int) -> None:
+    """Write the sums of a block of `num_o` outputs for 1 to `most_t` rows of x."""
+    code = block.matrix.code
+    whole = num_o - num_o % OUTPUTS
+    for num_t in range(1, most_t + 1):
+        with code.when(block.num_rows.compare("==", num_t)):
+            with code.loop(0, whole, OUTPUTS) as o:
+                _Stream(block, x, o, OUTPUTS, num_t).write()
+            with code.loop(whole, num_o) as o:
+                _Stream(block, x, o, 1, num_t).write()
+
+
+class _Stream:
+    """Writer of the sums of some outputs for some rows."""
+
+    def __init__(self, block: Block, x: Value, o: Value, num_o: int, num_t: int):
+        self.block, self.matrix, self.o, self.num_o, self.num_t = block, block.matrix, o, num_o, num_t
+        matrix, self.code = self.matrix, self.matrix.code
+        self.row = block.first_o + o
+        row_bytes = matrix.inputs * (2 if matrix.dots else 4)
+        numbers = [self.code.load(block.rows, self.code.value(t, I64), I64) for t in range(num_t)]
+        self.x = [self.code.at(x, number * row_bytes, I8) for number in numbers]
+        self.weights = [matrix.address(self.row + i) for i in range(num_o)]
+        zero = self.code.value(0.0, ir.VectorType(F32, matrix.lanes))
+        self.sums = {(t, i): Variable(zero) for t in range(num_t) for i in range(num_o)}
+
+    def write(self) -> None:
+        """Write the sums and their store."""
+        code, matrix, num_o = self.code, self.matrix, self.num_o
+        self.factors = matrix.factors(self.row, num_o)
+        # Narrow weights take more instructions for each byte, which those of several outputs overlap. Wide ones are
+        # read fastest in one stream.
+        together = num_o if matrix.is_narrow else 1
+        for first in range(0, num_o, together):
+            self._add_all(range(first, first + together))
+        pairs, lanes = list(self.sums), matrix.lanes
+        for n in range(0, len(pairs), lanes):
+            several = pairs[n : n + lanes]
+            totals = code.sums([self.sums[pair].get() for pair in several])
+            for lane, (t, i) in enumerate(several):
+                code.store(code.element(totals, lane), self.block.sums_to, self.block.width * t + (self.o + i))
+
+    def _add_all(self, outputs: range) -> None:
+        """Add the products of all inputs to the sums of some outputs."""
+        code, matrix = self.code, self.matrix
+        step, depth = matrix.step, matrix.inputs
+        turn = matrix.form.group or UNROLLED * step
+        size, turns = matrix.num_bytes(turn) * len(outputs), depth // turn
+        # Outputs that are multiplied together are read side by side: the requests are for the next ones.
+        ahead = len(outputs) if len(outputs) > 1 else 0
+        first = (self.row + (outputs[0] + ahead)) * matrix.row_bytes + AHEAD
+        last = self.block.stop_o * matrix.row_bytes - CACHE_LINE
+        with code.loop(0, turns) as n:
+            for line in range(0, size, CACHE_LINE):
+                matrix.prefetch_once(code.minimum(first + (n * size + line), last))
+            if turn <= MOST_UNROLLED * step:
+                for part in range(0, turn, step):
+                    self._add(outputs, n * turn + part, n)
+            else:
+                with code.loop(n * turn, (n + 1) * turn, step) as k:
+                    self._add(outputs, k, n)
+        if matrix.form.group:
+            return
+        whole = depth - depth % step
+        with code.loop(turns * turn, whole, step) as k:
+            self._add(outputs, k, k)
+        if not matrix.dots:
+            with code.when(whole.compare("<", depth)):
+                self._add(outputs, whole, whole, depth - whole)
+
+    def _add(self, outputs: range, k: Value, group: Value, left: Value | None = None) -> None:
+        """Add the products of `step` inputs from k on, or of the `left` last ones."""
+        code, matrix, lanes = self.code, self.matrix, self.matrix.lanes
+        multiply = code.dot_bf16 if matrix.dots else code.fma
+        places = {i: group + matrix.num_groups * i for i in outputs}
+        weights = [matrix.weights(self.weights[i], k, left, self.factors, places[i]) for i in outputs]
+        for n in range(len(weights[0])):
+            at = k + n * lanes
+            for t, x in enumerate(self.x):
+                if matrix.dots:
+                    numbers = code.load_vector(x, at >> 1, I32, lanes)
+                elif left is None:
+                    numbers = code.load_vector(x, at, F32, lanes)
+                else:
+                    numbers = code.load_part(x, at, F32, lanes, left)
+                for weight, i in zip(weights, outputs):
+                    total = self.sums[t, i]
+                    total.set(multiply(weight[n], numbers, total.get()))

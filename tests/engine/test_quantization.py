@@ -98,9 +98,14 @@ def directory(tmp_path):
     return checkpoints.write(tmp_path / "model", HF)
 
 
-@pytest.fixture(scope="module", params=["int4", "int8", pytest.param("fp8", marks=pytest.mark.deep)])
+@pytest.fixture(
+    scope="module", params=["int4", *(pytest.param(name, marks=pytest.mark.deep) for name in ("int8", "fp8"))]
+)
 def served(request, tmp_path_factory):
-    """An engine with a quantized model, and the directory of the model's checkpoint."""
+    """An engine with a quantized model, and the directory of the model's checkpoint.
+
+    Products with weights of 8 bits are compared with float64 in tests/kernels/test_product.py.
+    """
     directory = checkpoints.write(tmp_path_factory.mktemp("served"), HF)
     with few_shapes():
         return LLM(str(directory), quantization=request.param, **ENGINE), directory, request.param

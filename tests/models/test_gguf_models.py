@@ -100,8 +100,21 @@ WIDE = checkpoints.BASE | {"hidden_size": 256, "intermediate_size": 512, "num_ke
 MIXTURE = architectures.CASES["mixtral"] | {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
 
 
-@pytest.mark.parametrize("kind", [*FLOATS, *QUANTIZED], ids=lambda kind: kind.name)
-@pytest.mark.parametrize("hf", [WIDE, MIXTURE], ids=["dense", "experts"])
+# Kinds in the usual tier as stacked matrices: of floats, with rows of one and of both scales, and in smaller groups.
+STACKED = (Kind.BF16, Kind.Q8_0, Kind.Q4_K, Kind.Q6_K)
+
+
+@pytest.mark.parametrize(
+    ("hf", "kind"),
+    [
+        pytest.param(
+            hf, kind, id=f"{name}-{kind.name}",
+            marks=[pytest.mark.deep] if name == "experts" and kind not in STACKED else [],
+        )
+        for name, hf in (("dense", WIDE), ("experts", MIXTURE))
+        for kind in (*FLOATS, *QUANTIZED)
+    ],
+)  # fmt: skip
 def test_weights_of_every_kind_stay_as_they_are_stored(kind, hf, tmp_path):
     written = gguf_models.write(tmp_path / "model.gguf", hf, write(tmp_path / "hf", hf), kind=kind)
     exact = {name: stored(tensor, kind) for name, tensor in written.items()}

@@ -16,7 +16,6 @@ from jpaged.runtime.placement import Placement
 D, F, E = 8, 12, 5
 SIZES = np.array([3, 0, 4, 1, 0])  # rows of each expert
 TOKENS = jnp.arange(8, dtype=jnp.int32)  # of the rows
-TOKENS = jnp.arange(8, dtype=jnp.int32)
 CONFIG = ModelConfig(
     vocab_size=96, hidden_size=D, intermediate_size=F, num_hidden_layers=1, num_attention_heads=2,
     num_key_value_heads=2, head_dim=8, max_position_embeddings=64, hidden_act="gelu_pytorch_tanh",

@@ -35,6 +35,11 @@ FIXTURES = np.load(Path(__file__).parents[1] / "fixtures" / "quantized.npz")
 NAMES = {"awq": "awq", "gptq": "gptq", "fp8": "fp8-tensor", "compressed-tensors": "packed-4"}
 
 
+# A case of each form in which weights are kept is divided in the usual tier, the others in the deep one.
+FORMS = {str(kept): name for name, (*_, kept) in quantized.CASES.items()}
+DIVIDED = [pytest.param(name, marks=[] if name in FORMS.values() else pytest.mark.deep) for name in quantized.CASES]
+
+
 @pytest.fixture(scope="module", params=quantized.CASES)
 def case(request, tmp_path_factory):
     """A checkpoint's directory, the weights it stands for, and the form in which one CPU keeps them."""
@@ -362,6 +367,7 @@ def test_numbers_of_8_bits_are_copied_from_their_file(tmp_path):
     assert float8_tensors(tmp_path / "none.safetensors") == {}
 
 
+@pytest.mark.parametrize("case", DIVIDED, indirect=True)
 def test_each_device_gets_its_part(case):
     directory, _, _ = case
     placement = Placement.on(jax.devices()[:4], read_config(directory))

@@ -120,10 +120,14 @@ NO_MESSAGE = b"\x91\xa6Reboot"
             HEADER.pack(b"JPGD", VERSION, len(NO_MESSAGE), zlib.crc32(NO_MESSAGE)) + NO_MESSAGE,
             "payload: Invalid value 'Reboot'",
         ),
-        (b"GET / HTTP/1.1\r\n\r\n", "magic: must be b'JPGD', not b'GET '"),
-        (b"JPGD\2\0\xff\xff\xff\xff\0\0\0\0", "payload: must have at most 268435456 bytes, not 4294967295"),
+        pytest.param(b"GET / HTTP/1.1\r\n\r\n", "magic: must be b'JPGD', not b'GET '", marks=pytest.mark.deep),
+        pytest.param(
+            b"JPGD\2\0\xff\xff\xff\xff\0\0\0\0",
+            "payload: must have at most 268435456 bytes, not 4294967295",
+            marks=pytest.mark.deep,
+        ),
     ],
-    ids=["corrupted", "malformed", "not a frame", "oversized"],
+    ids=["corrupted", "malformed", "not a frame", "oversized"],  # test_frames.py has the words of every wrong header
 )
 def test_a_process_ends_with_its_reason_at_a_malformed_frame(data, words):
     """It tells the leader, too, and has executed the plans before the frame only."""

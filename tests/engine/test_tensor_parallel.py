@@ -121,14 +121,24 @@ def assert_same(outputs, expected, atol: float = 1e-4) -> None:
                 assert a.logprob == pytest.approx(b.logprob, abs=atol) and a.top_tokens == b.top_tokens
 
 
-@pytest.mark.parametrize("num_devices", [pytest.param(2, marks=pytest.mark.deep), 4])
-def test_the_tokens_are_those_of_one_device(num_devices):
-    """In pools with room, with swaps and with recomputation. With four devices, each KV head is on two of them."""
+@pytest.mark.parametrize(
+    ("num_devices", "pools"),
+    [
+        pytest.param(2, POOLS, id="2", marks=pytest.mark.deep),
+        pytest.param(4, ["swap"], id="4"),
+        pytest.param(4, ["room", "recompute"], id="4, other pools", marks=pytest.mark.deep),
+    ],
+)
+def test_the_tokens_are_those_of_one_device(num_devices, pools):
+    """In pools with room, with swaps and with recomputation. With four devices, each KV head is on two of them.
+
+    Only swaps have executables of their own.
+    """
     runner, tokenizer = demo_on(num_devices)
     assert runner.placement.mesh.shape == {KV: 2, GROUP: num_devices // 2}
     one_device, tokenizer = demo_on(1)
     expected = run(engine_on(one_device, "room", tokenizer))
-    for pool in POOLS:
+    for pool in pools:
         engine = engine_on(runner, pool, tokenizer)
         with Compilations() as compilations:
             found = run(engine)

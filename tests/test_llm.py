@@ -488,7 +488,7 @@ def test_a_module_in_hand_is_not_loaded(random_module):
 def test_dummy_weights_and_bfloat16(tiny):
     few = SMALL | {"max_num_seqs": 2, "max_num_batched_tokens": 16}
     with few_shapes():
-        llm = LLM(str(tiny), load_format="dummy", dtype="bfloat16", **few)
+        llm = LLM(str(tiny), load_format="dummy", dtype="bfloat16", kernels="reference", **few)
     assert {str(x.dtype) for x in llm.engine.runner.params + llm.engine.runner.blocks.pool} == {"bfloat16"}
     assert len(llm.generate("Hello", SamplingParams(max_tokens=4, ignore_eos=True))[0].outputs[0].token_ids) == 4
 

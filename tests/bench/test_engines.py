@@ -39,7 +39,7 @@ async def test_a_run_against_the_server(loaded, endpoint, token_ids):
 def test_a_run_without_a_server(tiny, tmp_path):
     with few_shapes():
         llm = LLM(
-            str(tiny), progress=False, max_model_len=MAX_LEN, block_size=8, max_num_seqs=2, max_num_batched_tokens=16
+            str(tiny), progress=False, max_model_len=MAX_LEN, block_size=8, max_num_seqs=16, max_num_batched_tokens=64
         )
     workload = Workload("sharegpt", num_prompts=4)
     found = bench_engine(llm, workload, progress=False)

@@ -254,6 +254,8 @@ def test_the_step_aliases_the_pool_and_copies_none_of_it_on_a_cpu(bucket):
     assert copies(compiled.as_text(), pool[0].shape, "f32") == 0
     taken = samples_of(bucket, lowered.out_info[0].x_sd)
     assert lowered.out_info[0].rows_sf.shape == taken[1].shape
+    if not bucket.decode:  # sampling depends on the number of samples only
+        return
     compiled = step.choose.lower(params, state, last, *taken, Settings.ANY).compile()
     assert compiled.memory_analysis().alias_size_in_bytes == nbytes((state, last))
     assert all(copies(compiled.as_text(), x.shape, name) == 0 for x, name in zip(state, ("s32", "pred", "f32")))

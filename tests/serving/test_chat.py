@@ -266,10 +266,10 @@ async def test_template_that_never_ends_for_one_message_leaves_other_clients_alo
             async with client.session.post("/v1/chat/completions", json=body, headers=headers) as response:
                 return response.status
 
-        slow = [asyncio.create_task(ask("a", f"boom {number}")) for number in range(3)]
+        slow = [asyncio.create_task(ask("a", f"boom {number}")) for number in range(2)]
         assert await ask("b", "Hi") == 200
         assert not any(task.done() for task in slow[1:])
-        assert await asyncio.gather(*slow) == [400] * 3
+        assert await asyncio.gather(*slow) == [400] * 2
 
 
 async def test_text_of_a_special_token_is_plain_text_unless_the_server_allows_it(loaded):

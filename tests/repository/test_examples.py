@@ -51,7 +51,7 @@ async def test_client(demo, capsys):
     async with Client(demo.engine, demo.tokenizer, model_name="demo") as client:
         lines = await asyncio.to_thread(lines_of, "client.py", capsys, client.url)
     story, brace, person = "\n".join(lines).partition("{")
-    assert len(story.split()) > 10 and json.loads(brace + person).keys() == {"name", "age"}
+    assert story.strip() and json.loads(brace + person).keys() == {"name", "age"}
 
 
 @pytest.mark.deep

@@ -63,9 +63,9 @@ def test_the_code_of_another_module_is_not_used(folder):
     assert result(5) == 35
 
 
-def test_without_a_folder_nothing_is_kept(compiled):
-    assert jax.config.jax_compilation_cache_dir is None
-    assert [result(3), result(3)] == [21, 21] and len(compiled) == 2
+def test_without_a_folder_nothing_is_kept(folder, compiled):
+    jax.config.update("jax_compilation_cache_dir", None)
+    assert [result(3), result(3)] == [21, 21] and len(compiled) == 2 and not list(folder.iterdir())
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(folder, compiled):

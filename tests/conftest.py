@@ -22,6 +22,7 @@ from hypothesis import Phase, settings
 
 from tests.support import checkpoints, models
 from tests.support.few_shapes import few_shapes
+from tests.support.kernel_code import unoptimized
 
 # A shell's background job starts with SIGINT ignored, and so do its children: nothing could be interrupted.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -49,6 +50,13 @@ def compilation_cache(tmp_path_factory):
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
     os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def code_of_kernels():
+    """Kernels run a few times on few numbers, as XLA's code does; tests/kernels optimizes them."""
+    with unoptimized():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,9 @@ from jpaged.setting import check, documentation, setting
 
 DTYPES = ("float32", "bfloat16", "float16")
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
-KV_CACHE_DTYPES = {"auto": None, "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
+KV_CACHE_DTYPES = {
+    "auto": None, "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "float16": "float16", "bfloat16": "bfloat16",
+}  # fmt: skip
 QUANTIZATIONS = ("int8", "fp8", "int4")  # of the weights of linear layers
 GGUF = "gguf"  # method of quantization of a file in GGUF
 QUANTIZED_CHECKPOINTS = ("awq", "gptq", "fp8", "compressed-tensors")  # as config.json names their methods
@@ -91,7 +93,8 @@ class EngineConfig:
         choices=tuple(dict.fromkeys((*QUANTIZATIONS, *QUANTIZED_CHECKPOINTS, GGUF))),
     )  # fmt: skip
     kv_cache_dtype: str = _model(
-        "auto", "dtype of the KV pool; auto: that of the keys; fp8 holds twice as many tokens as 16 bits, less exactly",
+        "auto", "dtype of the KV pool; auto: that of the keys; fp8 holds twice as many tokens as 16 bits, less "
+        "exactly; 16 bits of float32 keys need a CPU",
         choices=tuple(KV_CACHE_DTYPES),
     )  # fmt: skip
     logprobs_mode: str = _model(

@@ -52,7 +52,7 @@ def check_write(
         raise ValueError(f"k_tkh has shape {list(k_tkh.shape)}, expected [T, K, H]")
     t, _, h = k_tkh.shape
     _check_head_dim("k_tkh", h, pool_h)
-    dtype = k_tkh.dtype if pool_dtype == FP8 else pool_dtype
+    dtype = _dtype_over(pool_dtype, k_tkh.dtype)
     check_array("k_tkh", k_tkh, (t, k, h), dtype)
     check_array("v_tkh", v_tkh, (t, k, h), dtype)
     check_array("slot_mapping_t", slot_mapping_t, (t,), jnp.int32)
@@ -124,7 +124,7 @@ def check_attention(
         raise ValueError(f"q has shape {list(q.shape)}, expected [rows, N, H]")
     rows, n, h = q.shape
     _check_head_dim("q", h, pool_h)
-    check_array("q", q, q.shape, q.dtype if k_pool.dtype == FP8 else k_pool.dtype)
+    check_array("q", q, q.shape, _dtype_over(k_pool.dtype, q.dtype))
     if n == 0 or n % k:
         raise ValueError(f"q has {n} heads, expected a multiple of the pools' {k} KV heads")
     if block_tables_sw.ndim != 2:
@@ -171,6 +171,12 @@ def check_copy(pool: jax.Array, sources_c: jax.Array, destinations_c: jax.Array)
 def _check_head_dim(name: str, head_dim: int, pool_head_dim: int) -> None:
     if not 1 <= head_dim <= pool_head_dim:
         raise ValueError(f"{name} has head dim {head_dim}, expected 1 to the pools' {pool_head_dim}")
+
+
+def _dtype_over(pool_dtype: Any, dtype: Any) -> Any:
+    """Return the dtype that queries, keys and values of this one must have with a pool."""
+    is_narrower = dtype == jnp.float32 and pool_dtype in (jnp.float16, jnp.bfloat16)
+    return dtype if pool_dtype == FP8 or is_narrower else pool_dtype
 
 
 def _check_scales(pool_dtype: Any, k: int, options: WriteOptions | AttentionOptions) -> None:

@@ -95,7 +95,8 @@ class Ops:
         copies them first. Numbers past ±448 scales are cut off in an fp8 pool.
 
         Args:
-            k_tkh, v_tkh: [T, K, H], the pools' dtype; any float dtype for fp8 pools.
+            k_tkh, v_tkh: [T, K, H], the pools' dtype; any float dtype for fp8 pools; float32 also for
+                pools of 16 bits.
             slot_mapping_t: [T] int32, `block_id * B + offset`; no two tokens may name the same one.
             cos_t, sin_t: [T, H/2] float32; keys are rotated by them before the write (half against half, RoFormer,
                 arXiv 2104.09864). Without them keys are written unchanged.
@@ -147,8 +148,8 @@ class Ops:
 
         Args:
             q_snh: [S, N, H].
-            k_pool, v_pool: [P, K, B, H] with N a multiple of K, q's dtype or fp8; they already hold the query tokens'
-                own keys and values.
+            k_pool, v_pool: [P, K, B, H] with N a multiple of K, q's dtype or fp8, for a float32 q also 16 bits; they
+                already hold the query tokens' own keys and values.
             block_tables_sw: [S, W] int32; entries past a context are never read. W B is at most 131,072.
             context_lens_s: [S] int32, the query token included; 0 marks padding, whose result is 0.
             scale, soft_cap, window, k_scale_k, v_scale_k, work: see `AttentionOptions`.

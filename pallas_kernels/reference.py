@@ -223,9 +223,9 @@ def rotate(x_tnh: jax.Array, cos_t: jax.Array, sin_t: jax.Array) -> jax.Array:
 
 
 def quantize(x_tkh: jax.Array, dtype: Any, scale_k: jax.Array | None) -> jax.Array:
-    """Convert [T, K, H] to a pool's dtype: unchanged, or to fp8 in units of the scale of each head."""
+    """Convert [T, K, H] to a pool's dtype: to the nearest number, for fp8 in units of the scale of each head."""
     if dtype != FP8:
-        return x_tkh
+        return x_tkh.astype(dtype)
     assert scale_k is not None
     scaled = x_tkh.astype(jnp.float32) * (1 / scale_k)[:, None]
     return jnp.clip(scaled, -FP8_MAX, FP8_MAX).astype(FP8)

@@ -40,7 +40,7 @@ CONTEXT, NUM_CHATS, CHAT = 8192, 8, 64
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 JPAGED = (
     f"{sys.executable} {ROOT / 'server.py'} --model {{model}} --port {{port}} --dtype {{dtype}} "
-    f"--max-model-len {CONTEXT} --max-num-seqs {NUM_CHATS}"
+    f"--kv-cache-dtype {{kv_dtype}} --max-model-len {CONTEXT} --max-num-seqs {NUM_CHATS}"
 )
 LLAMA = (
     "{program} -m {model} --host 127.0.0.1 --port {port} --no-webui -t {threads} -tb {threads} "
@@ -270,7 +270,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="how often each figure is measured")
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="threads of each server")
     parser.add_argument("--jpaged", default=JPAGED, metavar="COMMAND",
-        help="jpaged's command, by the shell; {model}, {port}, {dtype} and {kind} are replaced")  # fmt: skip
+        help="jpaged's command, by the shell; {model}, {port}, {dtype}, {kv_dtype}, {kind} are filled in")  # fmt: skip
     return parser.parse_args(argv)
 
 
@@ -292,7 +292,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         report.say(f"{kind}: {file.stat().st_size / 2**20:.0f} MiB")
         commands = {"jpaged": args.jpaged, "llama.cpp": LLAMA}
         dtype = DTYPES.get(kind, "auto")
-        values = {"program": program, "model": file, "threads": args.threads, "kind": kind, "dtype": dtype}
+        # llama.cpp's cache has float16 by default.
+        values = {
+            "program": program, "model": file, "threads": args.threads, "kind": kind, "dtype": dtype,
+            "kv_dtype": "auto" if kind in ("F16", "BF16") else "float16",
+        }  # fmt: skip
         measure(report, commands, args, values)
         publish(report)
     return 0

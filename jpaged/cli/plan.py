@@ -47,7 +47,7 @@ from jpaged.simulator.load import MEASURED, LatencyLimits, Load, Traffic, load_o
 from jpaged.simulator.shape import SHAPES, ModelShape
 from jpaged.simulator.traffic import load_trace
 
-KV_DTYPES = {"auto": 2, "fp8": 1}  # bytes
+KV_DTYPES = {"auto": 2, "fp8": 1, "float16": 2, "bfloat16": 2}  # bytes
 # Bits of a weight of linear layers and experts, and of one of the embedding and the output matrix, as an engine holds
 # them: groups of 32 or 128 weights share a scale of 16 bits and, by kind, a minimum of 16 or 32 bits.
 QUANTIZATIONS = {

@@ -29,8 +29,9 @@ def unsupported(*, dtype: Any, pool_dtype: Any, **shapes: int) -> str | None:
         return "llvmlite is not installed (pip install llvmlite)"
     if dtype not in DTYPES:
         return f"dtype {dtype} is not supported, only {', '.join(DTYPES)}"
-    if pool_dtype.name != dtype and pool_dtype != FP8:
-        return f"pools of {pool_dtype.name} are not supported, only {dtype} or {FP8.name}"
+    pool_dtypes = (*(DTYPES if dtype == "float32" else (dtype,)), FP8.name)
+    if pool_dtype.name not in pool_dtypes:
+        return f"pools of {pool_dtype.name} are not supported, only {' or '.join(pool_dtypes)}"
     try:
         usual_target(dtype)
     except Exception as error:

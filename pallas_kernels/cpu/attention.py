@@ -49,9 +49,7 @@ class _Schedule(ContextsFrame):
             parts.set(parts.get() + self._parts(s))
         words = self.call.allocate(self.num_words * 8 + parts.get() * part_bytes)
         unit, time = (Variable(code.value(0, I64)) for _ in range(2))
-        token = (
-            spec.num_kv_heads * spec.head_dim * (1 if "float8" in spec.pool_dtype else jnp.dtype(spec.dtype).itemsize)
-        )
+        token = spec.num_kv_heads * spec.head_dim * self.itemsize
         parts.set(sequences * 0)
         with code.loop(0, sequences) as s:
             code.store(unit.get(), words, s + 1)

@@ -283,7 +283,8 @@ class _Writer:
         converted = None if matrix.is_direct else code.scratch(tile_o * (WHOLE + matrix.step), F32)
         depth, last_o = matrix.inputs, num_o - num_o % tile_o
         segment = code.select(depth.compare("<=", WHOLE), depth, code.value(SEGMENT, I64))
-        is_few = code.both(block.num_rows.compare("<=", self.tile_t), matrix.num_groups.compare("<=", MOST_GROUPS))
+        most_t = stream.most_rows(matrix, self.tile_t)
+        is_few = code.both(block.num_rows.compare("<=", most_t), matrix.num_groups.compare("<=", MOST_GROUPS))
 
         def part(first: Value, begin: Value) -> "_Part":
             stop, end = code.minimum(first + BLOCK, block.num_rows), code.minimum(begin + segment, depth)
@@ -296,7 +297,7 @@ class _Writer:
                 yield o, 1
 
         with code.when(is_few):
-            stream.write_sums(block, self.call.argument(X), num_o, self.tile_t)
+            stream.write_sums(block, self.call.argument(X), num_o, most_t)
         with (
             code.when(code.invert(is_few)),
             code.loop(0, block.num_rows, BLOCK) as first,

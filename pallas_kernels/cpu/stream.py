@@ -31,6 +31,11 @@ class Block(NamedTuple):
     stop_o: Value
 
 
+def most_rows(matrix: Matrix, usual: int) -> int:
+    """Return the number of rows of a stream, twice the usual one for weights that are multiplied as they are."""
+    return 2 * usual if matrix.is_direct and not matrix.is_narrow else usual
+
+
 def write_sums(block: Block, x: Value, num_o: Value, most_t: int) -> None:
     """Write the sums of a block of `num_o` outputs for 1 to `most_t` rows of x."""
     code = block.matrix.code

@@ -47,6 +47,17 @@ def test_preemption_swaps_and_forks_keep_the_numbers(fp8):
     assert fp8.engine.scheduler.num_swapped_blocks > 0
 
 
+def test_a_pool_of_16_bits_holds_half_the_bytes_of_float32(demo):
+    with few_shapes():
+        half = LLM(progress=False, num_gpu_blocks_override=64, kv_cache_dtype="float16", **SHAPES)
+    assert 2 * half.engine.runner.blocks.cache.block_bytes == demo.engine.runner.blocks.cache.block_bytes
+    texts = [o.prompt_token_ids + o.outputs[0].token_ids for o in demo.generate(PROMPTS, GREEDY, use_tqdm=False)]
+    difference = np.abs(prompt_logprobs(half, texts) - prompt_logprobs(demo, texts))
+    assert 0 < difference.mean() < 1e-4  # docs/operation.md
+
+
 def test_other_dtypes_are_refused():
-    with pytest.raises(ValueError, match=r"^kv_cache_dtype: must be one of auto, fp8, fp8_e4m3, not 'int8'$"):
+    with pytest.raises(
+        ValueError, match=r"^kv_cache_dtype: must be one of auto, fp8, fp8_e4m3, float16, bfloat16, not 'int8'$"
+    ):
         EngineConfig(kv_cache_dtype="int8")

@@ -6,13 +6,14 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import Weight, cpu, select
+from pallas_kernels import Weight, cpu, reference, select
 from pallas_kernels.cpu import attention, code, ffi
 from pallas_kernels.cpu.product import SEGMENT
 from tests.kernels import cases
@@ -52,6 +53,36 @@ def test_any_block_size_and_group(block_size, group):
         batch = cases.make_batch([1, 70, 150], q_lens=q_lens, group=group, block_size=block_size, dtype=jnp.float32)
         op = CPU.paged_decode_attention if q_lens is None else CPU.ragged_paged_attention
         batch.check(batch.run(op))
+
+
+@pytest.mark.parametrize("pool_dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("q_lens", [None, [1, 3, 150]], ids=["decode", "ragged"])
+@pytest.mark.parametrize("name", ["cpu", "reference"])
+def test_narrow_pools_are_read_as_their_float32_numbers(name, q_lens, pool_dtype):
+    """Keys are multiplied one half after the other or all at once, in one order or another: within rounding."""
+    ops, options = (CPU if name == "cpu" else ops_of(reference)), dict(q_lens=q_lens, group=3, block_size=64)
+    batch = cases.make_batch([1, 70, 700], dtype=jnp.float32, window=300, **options)
+    op = ops.paged_decode_attention if q_lens is None else ops.ragged_paged_attention
+    narrow = replace(batch, k_pool=batch.k_pool.astype(pool_dtype), v_pool=batch.v_pool.astype(pool_dtype))
+    wide = replace(batch, k_pool=narrow.k_pool.astype("float32"), v_pool=narrow.v_pool.astype("float32"))
+    np.testing.assert_allclose(narrow.run(op), wide.run(op), rtol=1e-5, atol=1e-6)
+    assert np.abs(np.nan_to_num(narrow.run(op) - batch.run(op))).max() > 1e-5
+
+
+@pytest.mark.parametrize("pool_dtype", ["float16", "bfloat16"])
+def test_writes_round_to_narrow_pools(pool_dtype):
+    keys, values = (jax.random.normal(jax.random.key(i), (5, 2, 64)) for i in range(2))
+    slots = jnp.array([3, -1, 70, 9, 127], jnp.int32)
+    pools = [jnp.zeros((2, 2, 64, 64), pool_dtype) for _ in range(2)]
+    for ops in (CPU, ops_of(reference)):
+        for pool, x_tkh in zip(ops.write_kv(*pools, keys, values, slots), (keys, values)):
+            rows = pool.swapaxes(1, 2).reshape(128, 2, 64)
+            expected = (
+                jnp.zeros_like(rows)
+                .at[slots[jnp.array([0, 2, 3, 4])]]
+                .set(x_tkh[jnp.array([0, 2, 3, 4])].astype(pool_dtype))
+            )
+            np.testing.assert_array_equal(rows, expected)
 
 
 @pytest.mark.parametrize(

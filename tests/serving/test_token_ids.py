@@ -41,13 +41,17 @@ async def test_server_without_tokenizer_returns_token_ids_and_no_text(without, l
     assert streamed == choice["token_ids"]
 
 
-async def test_server_without_tokenizer_generates_the_same_token_ids(without, client):
+async def test_server_without_tokenizer_generates_the_same_token_ids(loaded):
+    """Two engines share a scheduler, one after the other: the thread of a server that has ended takes no step."""
     fields = {"max_tokens": 5, "return_token_ids": True, "ignore_eos": True}
-    ids = (await client.complete(IDS, **fields))["choices"][0]["token_ids"]
-    await client.idle()  # The two engines share a scheduler: only one of them may step.
-    for size in (0, LARGE_BYTES + 1):
-        body = json.dumps({"prompt": IDS, "temperature": 0} | fields).encode().ljust(size)
-        assert (await without.post("/v1/completions", body))["choices"][0]["token_ids"] == ids
+    async with Client(*loaded) as client:
+        ids = (await client.complete(IDS, **fields))["choices"][0]["token_ids"]
+        await client.idle()
+    async with Client(Engine(loaded.engine.scheduler, loaded.engine.runner), None) as without:
+        for size in (0, LARGE_BYTES + 1):
+            body = json.dumps({"prompt": IDS, "temperature": 0} | fields).encode().ljust(size)
+            assert (await without.post("/v1/completions", body))["choices"][0]["token_ids"] == ids
+        await without.idle()
 
 
 @pytest.mark.parametrize(

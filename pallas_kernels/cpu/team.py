@@ -20,7 +20,7 @@ from pallas_kernels.cpu.code import I32, I64, POINTER, VOID, Code, Value, Variab
 # it offers or 0, the threads that are about to take it, the number of offers, and the sleeping threads.
 IN_USE, OFFERED, TAKING, OFFERS, SLEEPING = range(0, 40, 8)
 STATE, STATE_BYTES = "jpaged_team", 5 * 64  # a symbol: compiled code is kept, and its address is another one next time
-SPINS = 20_000  # looks for an offer before a thread sleeps: about half a millisecond
+SPINS = 1000  # looks for an offer before a thread sleeps: about 25 microseconds, more than XLA needs between two calls
 PAUSE = "llvm.x86.sse2.pause" if platform.machine() in ("x86_64", "AMD64") else None  # leaves the core to others
 FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine()) if sys.platform == "linux" else None  # a system call
 FUTEX_WAIT, FUTEX_WAKE = 128, 129  # within one process

@@ -85,10 +85,20 @@ def test_writes_round_to_narrow_pools(pool_dtype):
             np.testing.assert_array_equal(rows, expected)
 
 
+FEW_FORMS = {name: FORMS[name] for name in ("float32", "fp8", "int4 in groups of 32")}
+
+
+# All forms on machines of 4 lanes are in the deep tier.
 @pytest.mark.parametrize(
-    "lanes, registers", [(8, 16), (4, 32), (4, 16)], ids=["AVX2", "NEON", "SSE"]
+    "lanes, registers, forms",
+    [
+        pytest.param(8, 16, FORMS, id="AVX2"), pytest.param(4, 32, FEW_FORMS, id="NEON, few forms"),
+        pytest.param(4, 16, FEW_FORMS, id="SSE, few forms"),
+        pytest.param(4, 32, FORMS, id="NEON", marks=pytest.mark.deep),
+        pytest.param(4, 16, FORMS, id="SSE", marks=pytest.mark.deep),
+    ],
 )  # fmt: skip
-def test_vectors_of_other_machines(lanes, registers, monkeypatch):
+def test_vectors_of_other_machines(lanes, registers, forms, monkeypatch):
     """Their code runs here too, on this machine's registers."""
     host = code.Machine.host()._replace(lanes=lanes, registers=registers)
     monkeypatch.setattr(code.Machine, "host", lambda: host)
@@ -101,7 +111,7 @@ def test_vectors_of_other_machines(lanes, registers, monkeypatch):
         ops = ops_of(cpu)
         batch.check(batch.run(ops.paged_decode_attention if q_lens is None else ops.ragged_paged_attention))
     for rows in (1, 5, 70):
-        for name, form in FORMS.items():
+        for name, form in forms.items():
             x_ti, weight = x_of(rows, 3 * SEGMENT), weight_in(form, 50, 3 * SEGMENT)
             exact = np.asarray(x_ti, np.float64) @ exact_matrix(weight).T
             np.testing.assert_allclose(OPS.product(x_ti, weight), exact, rtol=1e-4, atol=1e-3, err_msg=name)

@@ -33,7 +33,7 @@ class Block(NamedTuple):
 
 def most_rows(matrix: Matrix, usual: int) -> int:
     """Return the number of rows of a stream, twice the usual one for weights that are multiplied as they are."""
-    return 2 * usual if matrix.is_direct and not matrix.is_narrow else usual
+    return 2 * usual if matrix.is_direct else usual
 
 
 def write_sums(block: Block, x: Value, num_o: Value, most_t: int) -> None:

@@ -223,9 +223,15 @@ def rotate(x_tnh: jax.Array, cos_t: jax.Array, sin_t: jax.Array) -> jax.Array:
 
 
 def quantize(x_tkh: jax.Array, dtype: Any, scale_k: jax.Array | None) -> jax.Array:
-    """Convert [T, K, H] to a pool's dtype: to the nearest number, for fp8 in units of the scale of each head."""
+    """Convert [T, K, H] to a pool's dtype: to the nearest finite number, for fp8 in units of the scale of each head.
+
+    Numbers of the pool's own dtype are unchanged.
+    """
+    if dtype == x_tkh.dtype:
+        return x_tkh
     if dtype != FP8:
-        return x_tkh.astype(dtype)
+        largest = float(jnp.finfo(dtype).max)
+        return jnp.clip(x_tkh, -largest, largest).astype(dtype)
     assert scale_k is not None
     scaled = x_tkh.astype(jnp.float32) * (1 / scale_k)[:, None]
     return jnp.clip(scaled, -FP8_MAX, FP8_MAX).astype(FP8)

@@ -10,7 +10,7 @@ from pallas_kernels.cpu.numbers import LOADED, loader
 from pallas_kernels.weights import MIDDLE, PACKED, Format, Weight
 
 CACHE_LINE = 64
-AHEAD = 4096  # bytes between the weights that are multiplied for many rows and those that are requested
+AHEAD = 4096  # prefetch distance of products with many rows, in bytes
 TABLE = 16  # numbers that 4 bits can be, and float32 numbers of a vector of AVX-512
 MAX_GROUPS = 80  # groups of the inputs that are multiplied together, and one vector more
 MOST_GROUPS = 512  # groups of an output whose sums for a few rows have code

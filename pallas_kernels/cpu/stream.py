@@ -9,7 +9,7 @@ from pallas_kernels.cpu.matrix import CACHE_LINE, Matrix
 
 OUTPUTS = 4  # that are computed together
 UNROLLED, MOST_UNROLLED = 4, 8  # loads of a turn of the loop without groups; most loads of a group without a loop
-AHEAD = 2048  # bytes between the weights that are multiplied and those that are requested
+AHEAD = 2048  # prefetch distance in bytes
 
 
 class Block(NamedTuple):

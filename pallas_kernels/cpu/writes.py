@@ -85,11 +85,18 @@ class _Writer:
                 code.store(code.value(0, I8), call.result(pool), i)
 
     def _scaled(self, scales: str, k: Value) -> Convert:
-        """Return the writer of the division by a head's scale."""
+        """Return the writer of the division by a head's scale, or of the cut at the largest number of the pool."""
         if scales not in self.arguments:
-            return lambda x: x
+            return self._cut if self.spec.pool_dtype != self.spec.dtype else lambda x: x
         factor = 1.0 / self.code.load(self.arguments[scales], k, F32)
         return lambda x: x * factor
+
+    def _cut(self, x: Value) -> Value:
+        """Return numbers within the finite ones of the pool; NaN stays."""
+        high, low = (
+            self.code.value(sign * float(jnp.finfo(self.spec.pool_dtype).max), x.llvm.type) for sign in (1, -1)
+        )
+        return self.code.maximum(low, self.code.minimum(high, x))
 
     def _widths(self, size: int) -> list[tuple[int, int, int]]:
         """Return the parts of some numbers: first and end, and the lanes of vectors that hold them."""

@@ -3,11 +3,11 @@
 Needs jax, flax, transformers and numpy, and no network. Other missing packages cost the cells that need them. Parts:
 
     model      the engine's step on two layers of real models, compared with the reference implementation
+    demo       greedy tokens of the demo model, compared with a CPU's, offline and over HTTP
     ceilings   read bandwidth, copies, matrix products
+    step       the decode step of a Llama-3.1-8B with random parameters, and its kernels
     anchors    attention at the shapes of published figures: decode, prefill, mixed steps
     peers      the anchors by FlashInfer, torch and jax, where they are installed
-    step       the decode step of a Llama-3.1-8B with random parameters
-    demo       greedy tokens of the demo model, compared with a CPU's, offline and over HTTP
     check, sweep, tune, throughput     with --all: all checks, whole grids, the kernels' configurations, a workload
 
 Each cell of a part is a process: a fault, a hang or a wrong number costs one cell. Cells that measure run alone, others

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from benchmarks.engine.trace import idle_between
+from benchmarks.engine.trace import busiest, idle_between, trace
 from benchmarks.kernels.bench import Bench
 from benchmarks.kernels.workloads import random_array
 from benchmarks.shared.models import MODELS
@@ -79,8 +79,8 @@ def step(
     `step_ms` is one step alone: arrays made on the host, dispatch, the device, sampled tokens back on the host.
     `device_ms` is the same step dispatched many times before anything is waited for. `floor_ms` is the time that
     reading the parameters and the keys and values takes at this run's read ceiling. `compile_s` is the first step, most
-    of which is compilation. A row of its own has `gap_us`, the idle time of the device between two steps back to back,
-    under a profiler.
+    of which is compilation. Rows of their own, under a profiler, have `gap_us`, the idle time of the device between two
+    steps back to back, and the kernels that take most of a step.
     """
     config = MODELS[model]
     max_model_len, max_seqs = max(contexts) + block_size, max(batches)
@@ -124,7 +124,8 @@ def step(
             compile_s=compile_s, status="ok",
         )  # fmt: skip
         bench.report.add(**with_floor(row, bench.read_gb_per_s))
-        bench.report.add(**case | dict(experiment="gap"), **_gap(partial(runner.dispatch, plan), bench.sized(20, 3)))
+        for found in _traced(partial(runner.dispatch, plan), bench.sized(20, 3)):
+            bench.report.add(**case | found)
     del runner
     gc.collect()
 
@@ -141,15 +142,16 @@ def decode_plans(batch: int, context: int, num_blocks: int, block_size: int) -> 
     return StepPlan(admitted=admitted), StepPlan(tuple(Scheduled(s, context - 1, 1, 1) for s in range(batch)))
 
 
-def _gap(dispatch: Callable[[], Any], steps: int) -> dict[str, Any]:
-    """Return the fields of a row with the idle time between steps, or the reason why it is not known."""
+def _traced(dispatch: Callable[[], Any], steps: int) -> list[dict[str, Any]]:
+    """Return the fields of rows with the idle time between steps and their kernels, or the reason why none is known."""
     try:
-        gap_s = idle_between(dispatch, steps)
+        events = trace(dispatch, steps)
     except Exception as error:  # a profiler may be missing or not allowed
-        return dict(status="skipped", reason=f"{type(error).__name__}: {error}"[:300])
-    if gap_s is None:
-        return dict(status="skipped", reason="the trace does not show where a step starts")
-    return dict(gap_us=1e6 * gap_s, status="ok")
+        return [dict(experiment="gap", status="skipped", reason=f"{type(error).__name__}: {error}"[:300])]
+    gap_s, unknown = idle_between(events, steps), "the trace does not show where a step starts"
+    gap = dict(status="skipped", reason=unknown) if gap_s is None else dict(gap_us=1e6 * gap_s, status="ok")
+    kernels = [dict(experiment="step kernels", **each, status="ok") for each in busiest(events, steps)]
+    return [dict(experiment="gap", **gap), *kernels]
 
 
 def _time_step(bench: Bench, runner: ModelRunner, plan: StepPlan) -> tuple[Timing, Timing]:

@@ -1,8 +1,10 @@
-"""The time of a device between two steps, from a trace of jax's profiler."""
+"""The kernels of steps back to back, from a trace of jax's profiler: their times, and the idle time between steps."""
 
+import re
 import statistics
 import tempfile
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,17 +18,11 @@ class Event(NamedTuple):
     start_ns: float
     end_ns: float
     module: str | None
+    name: str = ""
 
 
-def idle_between(dispatch: Callable[[], Any], steps: int) -> float | None:
-    """Return the seconds from a step's last kernel to the next one's first: the median over steps back to back.
-
-    Args:
-        dispatch: start a step and return it pending; all steps are equal.
-
-    Returns:
-        None if the trace does not show where a step starts.
-    """
+def trace(dispatch: Callable[[], Any], steps: int) -> list[Event]:
+    """Return the kernels of equal steps back to back, in order; `dispatch` starts a step and returns it pending."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # it would slow the host down
     with tempfile.TemporaryDirectory() as folder:
@@ -34,9 +30,26 @@ def idle_between(dispatch: Callable[[], Any], steps: int) -> float | None:
             for pending in [dispatch() for _ in range(steps)]:
                 pending.result()
         paths = list(Path(folder).rglob("*.xplane.pb"))
-        events = sorted(_events(jax.profiler.ProfileData.from_file(str(paths[0])))) if paths else []
+        return sorted(_events(jax.profiler.ProfileData.from_file(str(paths[0])))) if paths else []
+
+
+def idle_between(events: Sequence[Event], steps: int) -> float | None:
+    """Return the median of the seconds from a step's last kernel to the next one's first, None if it is not known."""
     found = gaps(events, steps)
     return statistics.median(found) * 1e-9 if found else None
+
+
+def busiest(events: Sequence[Event], steps: int, most: int = 16) -> list[dict[str, Any]]:
+    """Return the kernels that take most of a step: name without numbers at its end, launches and microseconds."""
+    times, launches = Counter[str](), Counter[str]()
+    for event in events:
+        name = re.sub(r"[_.]\d+$", "", event.name)[:80]
+        times[name] += event.end_ns - event.start_ns
+        launches[name] += 1
+    return [
+        dict(kernel=name, launches=launches[name] / steps, us=1e-3 * time_ns / steps)
+        for name, time_ns in times.most_common(most)
+    ]
 
 
 def gaps(events: Sequence[Event], steps: int) -> list[float]:
@@ -63,7 +76,7 @@ def _events(data: Any) -> Iterator[Event]:
             for event in line.events:
                 module = _module(event)
                 if (device or module) and not event.name.lower().startswith(("memcpy", "memset")):
-                    yield Event(event.start_ns, event.start_ns + event.duration_ns, module)
+                    yield Event(event.start_ns, event.start_ns + event.duration_ns, module, event.name)
 
 
 def _module(event: Any) -> str | None:

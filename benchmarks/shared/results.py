@@ -147,6 +147,7 @@ COLUMNS: dict[str, Sequence[str]] = {
     "step": ("model", "kernels", "variant", "batch", "context", "step_ms", "step_ms_low", "step_ms_high", "device_ms",
              "floor_ms", "of_floor", "tokens_per_s", "compile_s", "status", "reason"),
     "gap": ("model", "kernels", "batch", "context", "gap_us", "status", "reason"),
+    "step kernels": ("model", "kernels", "batch", "context", "kernel", "launches", "us"),
     "throughput": ("model", "kernels", "variant", "requests", "input_tokens", "output_tokens", "seconds",
                    "output_tokens_per_s", "tokens_per_s", "preemptions", "status", "reason"),
     "tuning": ("kernel", "head_dim", "pool_dtype", "tiles", "us", "over_default", "status", "reason"),

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-FIRST = ("model", "ceilings", "anchors", "peers", "step", "demo")  # parts, the most important first
+FIRST = ("model", "demo", "ceilings", "step", "anchors", "peers")  # parts, the most important first
 PARTS = (*FIRST, "check", "sweep", "tune", "throughput")
 
 # The most common models first; the fields are arguments of `slices.check`.

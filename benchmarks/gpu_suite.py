@@ -19,6 +19,7 @@ import argparse
 import dataclasses
 import importlib.util
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -124,6 +125,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--out", type=Path, default=CACHE / "gpu_suite", help="folder for results")
     add("--parts", type=lambda text: text.split(","), default=FIRST, metavar="NAME,...", help="default: the first six")
     add("--all", action="store_const", const=PARTS, dest="parts", help="all parts")
+    add("--cells", type=re.compile, default="", metavar="REGEX", help="only cells whose names match")
     add("--tiny", action="store_true", help="small shapes and one sample, on any device")
     add(
         "--budget",
@@ -140,7 +142,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    return Suite(args).run([cell for part in PARTS if part in args.parts for cell in cells(part, args.tiny)])
+    wanted = (cell for part in PARTS if part in args.parts for cell in cells(part, args.tiny))
+    return Suite(args).run([cell for cell in wanted if re.search(args.cells, cell.name)])
 
 
 if __name__ == "__main__":

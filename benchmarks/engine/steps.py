@@ -50,7 +50,7 @@ def random_model(config: ModelConfig, dtype: str, quantization: str | None = Non
         factor = SHARPNESS if {"q_proj", "q_norm"} & set(path) else 1.0
         of_weight = (*path[:-1], str(path[-1]).removesuffix(SCALE).removesuffix(MINIMUM))
         if path[-1] == "scale":
-            array = jnp.full(leaf.shape, factor, dtype)
+            array = jnp.full(leaf.shape, factor - config.variation.unit_offset, dtype)
         elif of_weight in formats:
             array = _quantized_leaf(leaf, path, formats[of_weight], factor * config.hidden_size**-0.5, seed)
         else:
@@ -77,7 +77,7 @@ def step(
     """Time of one decode step over batch and context.
 
     `step_ms` is one step alone: arrays made on the host, dispatch, the device, sampled tokens back on the host.
-    `device_ms` is the same step dispatched many times before anything is waited for. `floor_ms` is the time that
+    `dispatch_ms` is the host's part of it, before the wait. `device_ms` is the same step dispatched many times before anything is waited for. `floor_ms` is the time that
     reading the parameters and the keys and values takes at this run's read ceiling. `compile_s` is the first step, most
     of which is compilation. Rows of their own, under a profiler, have `gap_us`, the idle time of the device between two
     steps back to back, and the kernels that take most of a step.
@@ -114,13 +114,13 @@ def step(
         runner.dispatch(plan).result()
         compile_s = time.monotonic() - start
         bench.report.say(f"{model} at batch {batch} compiled in {compile_s:.0f} s")
-        timing, device = _time_step(bench, runner, plan)
+        timing, dispatch, device = _time_step(bench, runner, plan)
         read = parameters + batch * context * token_bytes
         if not config.tie_word_embeddings:
             read -= config.vocab_size * config.hidden_size * itemsize  # looked up, not read
         row = case | dict(
             step_ms=1e3 * timing.median, step_ms_low=1e3 * timing.low, step_ms_high=1e3 * timing.high,
-            device_ms=1e3 * device.median, bytes=read, tokens_per_s=batch / timing.median, block_size=block_size,
+            dispatch_ms=1e3 * dispatch.median, device_ms=1e3 * device.median, bytes=read, tokens_per_s=batch / timing.median, block_size=block_size,
             compile_s=compile_s, status="ok",
         )  # fmt: skip
         bench.report.add(**with_floor(row, bench.read_gb_per_s))
@@ -154,14 +154,16 @@ def _traced(dispatch: Callable[[], Any], steps: int) -> list[dict[str, Any]]:
     return [dict(experiment="gap", **gap), *kernels]
 
 
-def _time_step(bench: Bench, runner: ModelRunner, plan: StepPlan) -> tuple[Timing, Timing]:
-    """Of a step with the host in it, and of steps enqueued back to back."""
+def _time_step(bench: Bench, runner: ModelRunner, plan: StepPlan) -> tuple[Timing, Timing, Timing]:
+    """Return times of a step with the host in it, of its dispatch, and of steps enqueued back to back."""
     steps = bench.sized(20, 2)
 
-    def alone() -> float:
+    def alone() -> tuple[float, float]:
         start = time.perf_counter()
-        runner.dispatch(plan).result()
-        return time.perf_counter() - start
+        pending = runner.dispatch(plan)
+        dispatched = time.perf_counter()
+        pending.result()
+        return time.perf_counter() - start, dispatched - start
 
     def enqueued() -> float:
         start = time.perf_counter()
@@ -172,8 +174,13 @@ def _time_step(bench: Bench, runner: ModelRunner, plan: StepPlan) -> tuple[Timin
 
     for _ in range(3):
         alone()
-    rounds = [([alone() for _ in range(steps)], [enqueued()]) for _ in range(bench.effort.rounds)]
-    return summarize([each for each, _ in rounds]), summarize([each for _, each in rounds])
+    whole, dispatches, queued = [], [], []
+    for _ in range(bench.effort.rounds):
+        times, before = zip(*(alone() for _ in range(steps)))
+        whole.append(times)
+        dispatches.append(before)
+        queued.append([enqueued()])
+    return summarize(whole), summarize(dispatches), summarize(queued)
 
 
 def throughput(bench: Bench, *, model: str, requests: int, low: int, high: int, block_size: int) -> None:

@@ -55,8 +55,9 @@ def program_of(device: Gpu, jitted: Any, *args: Any, options: dict[str, Any] | N
             lowered = jitted.trace(*args).lower()
         dumped = {"xla_dump_to": folder, "xla_dump_emitter_re": "none"}
         executable = lowered.compile(OPTIMIZED | dumped | (options or {}))
-        paths = pathlib.Path(folder).glob("*.thunk_sequence_after_thunk_passes.txt")
-        thunks = max(paths, key=lambda path: path.stat().st_size).read_text()
+        # XLA leaves out the dump after the passes if they change nothing: then there is no command buffer.
+        paths = pathlib.Path(folder).glob("*.thunk_sequence*.txt")
+        thunks = max(paths, key=lambda path: ("after" in path.name, path.stat().st_size)).read_text()
     memory = executable.memory_analysis()
     return Program(executable.as_text() or "", thunks, memory.temp_size_in_bytes, memory.alias_size_in_bytes)
 

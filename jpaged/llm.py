@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 from tqdm import tqdm
 
@@ -26,6 +26,7 @@ from jpaged.engine.guard import Guard
 from jpaged.engine.output import request_output
 from jpaged.flags import engine_settings
 from jpaged.models.base import Model
+from jpaged.replay.comparison import Identity, Replay, replay
 from jpaged.runtime.parameters import ModuleArrays
 from jpaged.start.load import load_engine
 from jpaged.tokenizer import encode
@@ -122,7 +123,7 @@ class LLM:
         for metrics in (request.metrics for request in requests):
             metrics.arrival_time = arrival_time
             metrics.first_token_latency = metrics.first_token_ts - arrival_ts
-        return [request_output(request, self.engine.vocabulary) for request in requests]
+        return self._outputs(requests)
 
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = True
@@ -157,6 +158,24 @@ class LLM:
             logprobs = (output.prompt_logprobs or [])[len(tokens) :]
             scores.append([ranked[token].logprob for ranked, token in zip(logprobs, more) if ranked is not None])
         return scores
+
+    def replay(self, outputs: RequestOutput | Iterable[RequestOutput], *, use_tqdm: bool = True) -> list[Replay]:
+        """Compute certified outputs again, and compare tokens, bits of logprobs and finish reasons.
+
+        The outputs may come from any batch or schedule, or from a file (`jpaged.replay.load`).
+
+        Returns:
+            The result of each output: equal, the first difference, or why it can't be computed again.
+        """
+
+        def work(stop: threading.Event) -> list[Replay]:
+            self._prepare()
+            runner, requests = self.engine.runner, [outputs] if isinstance(outputs, RequestOutput) else outputs
+            check = lambda tokens, params: self.engine.abort(self._add(tokens, params).request_id)
+            generate = lambda jobs: self._outputs(self._run([(*job, {}) for job in jobs], stop, use_tqdm))
+            return replay(requests, Identity(runner.numerics, runner.fingerprint()), check, generate)
+
+        return self._worker.run(work)
 
     def chat(
         self, messages: Sequence[Message] | Sequence[Sequence[Message]],
@@ -293,16 +312,10 @@ class LLM:
     def _run(self, jobs: list[_Job], stop: threading.Event, use_tqdm: bool) -> list[Request]:
         """Run requests to their end, or until `stop`; afterwards the engine holds none of them."""
         requests: list[Request] = []
-        if self.engine.asleep:
-            raise RuntimeError(f"the engine is asleep ({', '.join(sorted(self.engine.asleep))}): call wake_up first")
-        if self._module and self._module.has_changed:
-            self._control(UpdateParams(self._module.module))
+        self._prepare()
         try:
             for tokens, params, placing in jobs:
-                wanted = params.structured_outputs
-                constraint = self._grammars.compile(wanted) if wanted and self._grammars else None
-                name = str(next(self._request_ids))
-                requests.append(self.engine.add(name, tokens, params, constraint=constraint, **placing))
+                requests.append(self._add(tokens, params, **placing))
             self._generate(requests, stop, use_tqdm)
         finally:
             for request in requests:
@@ -310,6 +323,22 @@ class LLM:
             while self.engine.has_work:
                 self.engine.step()  # which commits the plans in flight
         return requests
+
+    def _prepare(self) -> None:
+        """Serve the module's present parameters. Raises RuntimeError if the engine is asleep."""
+        if self.engine.asleep:
+            raise RuntimeError(f"the engine is asleep ({', '.join(sorted(self.engine.asleep))}): call wake_up first")
+        if self._module and self._module.has_changed:
+            self._control(UpdateParams(self._module.module))
+
+    def _add(self, tokens: list[int], params: Params, **placing: Unpack[Placing]) -> Request:
+        """Queue a request."""
+        wanted = params.structured_outputs
+        constraint = self._grammars.compile(wanted) if wanted and self._grammars else None
+        return self.engine.add(str(next(self._request_ids)), tokens, params, constraint=constraint, **placing)
+
+    def _outputs(self, requests: Iterable[Request]) -> list[RequestOutput]:
+        return [request_output(request, self.engine.vocabulary) for request in requests]
 
     def _generate(self, requests: list[Request], stop: threading.Event, use_tqdm: bool) -> None:
         tokens = 0

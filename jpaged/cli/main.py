@@ -18,6 +18,7 @@ COMMANDS = {
     "bench throughput": "measure an engine without a server",
     "plan": "predict the users that a GPU holds, and their latencies",
     "doctor": "report on this machine and test the kernels",
+    "verify": "compute certified outputs again, and compare them to the bit",
     "convert": "convert a model's parameters to another format",
     "completion": "print a completion script for a shell",
 }

@@ -154,6 +154,7 @@ class GenerationParams:
         detokenize: return text; False returns token ids with empty texts.
         skip_special_tokens: leave special tokens out of the text.
         structured_outputs: the constraint of the output, up to its end-of-sequence token.
+        certificate: return a `Certificate` with each output, by which `LLM.replay` can check it.
     """
 
     max_tokens: int | None = _rule(16, *_OPTIONAL_COUNT)
@@ -177,6 +178,7 @@ class GenerationParams:
     detokenize: bool = _rule(True, *_FLAG)
     skip_special_tokens: bool = _rule(True, *_FLAG)
     structured_outputs: StructuredOutputsParams | None = None
+    certificate: bool = _rule(False, *_FLAG)
 
     def __post_init__(self) -> None:
         settle = partial(object.__setattr__, self)

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 from jpaged.core.bans import Bans
 from jpaged.core.beam import BeamSearch
 from jpaged.core.block_table import BlockTable
+from jpaged.core.certificate import Certificate
 from jpaged.core.params import BeamSearchParams, Params
 from jpaged.core.plan import Sample
 
@@ -82,6 +83,7 @@ class Sequence:
         decoder: converts the output to text; None without a tokenizer. Branches have separate decoders.
         constraint: state in the request's grammar, or None. Branches have separate states.
         samples: one for each output token.
+        certificate: that of the finished output, if the request wants one.
     """
 
     request: "Request"
@@ -104,6 +106,7 @@ class Sequence:
     text: str = ""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    certificate: Certificate | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -212,6 +215,7 @@ class Request:
         find_stop: returns the stop string that the text of a sequence contains once a token is added; None: there are
             no stop strings to find.
         prompt_samples: logprobs of the prompt's tokens except the first, as far as they are computed.
+        fingerprints: fingerprints of the parameters that have computed the request, if it wants certificates.
         num_sequences: number of sequences once the prompt is computed.
         max_length: number of tokens of prompt and output at which a sequence ends.
         beam: state of a beam search, or None. The live beams are `sequences`, which hold the best hypotheses once the
@@ -237,6 +241,7 @@ class Request:
     sequences: list[Sequence] = field(default_factory=list)
     prompt_samples: list[Sample] = field(default_factory=list)
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    fingerprints: tuple[str, ...] = ()
     num_sequences: int = field(init=False)
     max_length: int = field(init=False)
     end_tokens: frozenset[int] = field(init=False)
@@ -308,6 +313,7 @@ class OutputDelta(NamedTuple):
     Attributes:
         prompt_samples: logprobs of the prompt's tokens except the first, if requested, in the first delta of each
             output.
+        certificate: that of the whole output, if requested, in its last delta.
     """
 
     request_id: str
@@ -318,6 +324,7 @@ class OutputDelta(NamedTuple):
     stop_reason: int | str | None = None
     prompt_samples: list[Sample] | None = None
     num_cached_tokens: int = 0
+    certificate: Certificate | None = None
 
     @property
     def token_ids(self) -> list[int]:
@@ -341,6 +348,7 @@ class CompletionOutput:
     Attributes:
         logprobs: {token id: Logprob} for each token, if requested.
         versions: number of parameter updates before each token was drawn.
+        certificate: if requested, unless an abort or an error ended the output.
     """
 
     index: int
@@ -351,6 +359,7 @@ class CompletionOutput:
     finish_reason: str | None
     stop_reason: int | str | None
     versions: list[int] = field(default_factory=list)
+    certificate: Certificate | None = None
 
 
 @dataclass(frozen=True)

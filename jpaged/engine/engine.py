@@ -19,6 +19,7 @@ from jpaged.core.params import InvalidParameter, Params, SamplingParams
 from jpaged.core.plan import StepPlan, StepResult
 from jpaged.core.request import NON_FINITE, FinishReason, OutputDelta, Request, RequestFault, Sequence
 from jpaged.core.scheduler import Scheduler
+from jpaged.engine import certify
 from jpaged.engine.output import delta_of, whole_deltas
 from jpaged.structured.compiler import GrammarCompiler
 from jpaged.structured.masks import MakeMasks, Masks
@@ -41,7 +42,7 @@ class Pending(Protocol):
         """Wait for the step's tokens and return its result."""
 
 
-class Runner(Protocol):
+class Runner(certify.Identified, Protocol):
     """Interface of the device side to the engine."""
 
     def dispatch(self, plan: StepPlan, make_masks: MakeMasks | None = None) -> Pending:
@@ -234,6 +235,7 @@ class Engine:
 
         Raises:
             InvalidParameter: the request could never run.
+            ParamsDeleted: it wants certificates, and the arrays of the parameters were deleted.
         """
         for name in ("stop", "bad_words", "structured_outputs"):
             if getattr(params, name) and self.tokenizer is None:
@@ -251,6 +253,7 @@ class Engine:
         request.metrics.queued_ts = self._clock()
         try:
             self._equip(request, constraint)
+            certify.begin(request, self.runner)
         except BaseException:
             self.abort(request_id)
             raise
@@ -397,6 +400,7 @@ class Engine:
             request = sequence.request
             try:
                 text = self._read(sequence)
+                certify.certify(sequence, self.runner)
                 if request.streams:
                     samples = [] if sequence.stop_reason == NON_FINITE else sequence.samples[-1:]
                     deltas.append(delta_of(sequence, sequence.index, text, samples))
@@ -446,6 +450,7 @@ class Engine:
             self.restart()
         self.runner.control(update)
         self.asleep -= {"weights"}
+        certify.follow(self.scheduler.requests.values(), self.runner, update.in_flight)
 
     def _read(self, sequence: Sequence) -> str:
         """Return the text that the sequence's last token adds; a stop string in it ends the sequence."""

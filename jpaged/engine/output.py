@@ -19,7 +19,7 @@ def delta_of(sequence: Sequence, index: int, text: str, samples: list[Sample]) -
     first = len(samples) == sequence.num_output_tokens and request.params.prompt_logprobs is not None
     return OutputDelta(
         request.request_id, index, text, samples, sequence.finish_reason, sequence.stop_reason,
-        request.prompt_samples if first else None, sequence.num_cached_tokens,
+        request.prompt_samples if first else None, sequence.num_cached_tokens, sequence.certificate,
     )  # fmt: skip
 
 
@@ -35,6 +35,7 @@ def request_output(request: Request, vocabulary: Vocabulary | None) -> RequestOu
         output = CompletionOutput(
             index, sequence.text, sequence.output_token_ids, sequence.cumulative_logprob, logprobs,
             sequence.finish_reason, sequence.stop_reason, [sample.version for sample in sequence.samples],
+            sequence.certificate,
         )  # fmt: skip
         outputs.append(output)
     cached = max(sequence.num_cached_tokens for sequence in request.sequences)

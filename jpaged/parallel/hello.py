@@ -1,6 +1,5 @@
 """First messages of a connection: a follower joins, and takes over the leader's settings."""
 
-import importlib.metadata
 import time
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -9,23 +8,13 @@ from jpaged.config import EngineConfig
 from jpaged.parallel.channel import Channel
 from jpaged.parallel.frame import MAX_HELLO_BYTES, FrameError, unexpected
 from jpaged.parallel.messages import Hello, Message, Refusal, Welcome
+from jpaged.runtime.identity import versions
 
 HELLO_TIMEOUT_S = 10.0
 START_TIMEOUT_S = 300.0  # for all processes to join
 LOCAL = ("model", "revision", "tokenizer", "skip_tokenizer_init")  # settings that may differ between processes
 
 Values = Mapping[str, Any]  # settings, or decisions, by name
-
-
-def versions() -> dict[str, str]:
-    """Return the versions that must be the same in all processes."""
-    installed = {}
-    for name in ("jpaged", "jax", "jaxlib"):
-        try:
-            installed[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            installed[name] = "not installed"
-    return installed
 
 
 def difference(theirs: Values, ours: Values) -> str | None:

@@ -16,6 +16,7 @@ import numpy as np
 
 from jpaged.config import EngineConfig
 from jpaged.core.commands import Command, Sleep, UpdateParams
+from jpaged.core.params import InvalidParameter
 from jpaged.core.plan import Done, StepPlan, StepResult
 from jpaged.parallel.channel import Channel
 from jpaged.parallel.ending import CAUSE_TIMEOUT_S, LOST, MALFORMED, end_after_failure, end_process
@@ -170,6 +171,15 @@ class LeaderRunner:
             raise ValueError("sleep: not possible while several hosts share the model")
         if isinstance(command, UpdateParams):
             raise ValueError(f"params: {FIXED_PARAMS}")
+
+    @property
+    def numerics(self) -> dict[str, str | int]:
+        """Settings that bits depend on, as of the runner of this process."""
+        return self._runner.numerics
+
+    def fingerprint(self) -> NoReturn:
+        """Raise an InvalidParameter: this process does not hold all arrays of the model."""
+        raise InvalidParameter("certificate", "not possible while several hosts share the model")
 
     control = check  # `WakeUp` has no effect, because the runner never sleeps
 

@@ -20,6 +20,7 @@ from jpaged.runtime.batch import Bucket, Buckets, Shapes, ladder, make_batch
 from jpaged.runtime.block_store import BlockStore
 from jpaged.runtime.compilation_cache import compilation_cache
 from jpaged.runtime.device_rows import DeviceRows
+from jpaged.runtime.identity import hash_arrays, numerics_of
 from jpaged.runtime.kv_cache import KVCache
 from jpaged.runtime.lowering import Lowering
 from jpaged.runtime.parameters import ParamTree, explain_deletion
@@ -59,6 +60,7 @@ class ModelRunner:
         background: compiles further shapes; None: all are compiled, or late.
         pads: whether a step costs as much as its whole shape.
         params_version: number of parameter updates so far.
+        numerics: by name, the versions, dtypes, kernels and sizes that the bits of an output depend on.
 
     Raises:
         ValueError: the module does not compute what its config says, or parameters would be copied.
@@ -77,6 +79,7 @@ class ModelRunner:
         self.outputs = _outputs(self.tree, self.config, dtype)
         self.params, self.params_version = self.tree.place(model), 0
         self._on_host: list[jax.Array] = []  # the parameters of a sleeping runner
+        self._fingerprint: tuple[int, str] | None = None  # with the version of the parameters
         self.kernels = kernels = choose_kernels(self.outputs.attention_dtype)
         logger.info("attention kernels: %s (%s)", kernels.name, kernels.reason)
         cache = KVCache.of(
@@ -98,6 +101,9 @@ class ModelRunner:
         self.blocks, self.late = BlockStore(cache, copy_sizes, placement), set[Bucket]()
         self.background: Background | None = None
         self.watch: StepWatch | None = None
+        self.numerics = numerics_of(self.kind, self.tree.expected, kernels, cache, placement) | {
+            "logprobs_mode": "processed_logprobs" if processed_logprobs else "raw_logprobs"
+        }
 
     def dispatch(self, plan: StepPlan, make_masks: Callable[[], np.ndarray] | None = None) -> PendingStep | Done:
         """Start a step: blocks to the host, block copies, blocks from the host, changes of rows, then the tokens.
@@ -163,6 +169,23 @@ class ModelRunner:
         """
         self.blocks.recover()
         self.rows.recover()
+
+    def fingerprint(self) -> str | None:
+        """Return the hash of the model's config and present arrays, or None without parameters.
+
+        It is computed once after each update.
+
+        Raises:
+            ParamsDeleted: the arrays of the parameters were deleted.
+        """
+        params = self.params or self._on_host
+        if not params:
+            return None
+        if self._fingerprint is None or self._fingerprint[0] != self.params_version:
+            with explain_deletion(params):
+                arrays = dict(zip(self.tree.expected, params, strict=True)) | self.tree.carried
+                self._fingerprint = self.params_version, hash_arrays(repr(self.config), arrays)
+        return self._fingerprint[1]
 
     @property
     def leaves(self) -> list[jax.Array]:

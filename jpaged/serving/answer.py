@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from jpaged.core.certificate import Certificate
 from jpaged.core.plan import Sample
 from jpaged.core.request import FinishReason, OutputDelta
 from jpaged.serving.codec import JsonObject
@@ -60,6 +61,7 @@ class _Choice:
     opened: bool = False
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    certificate: Certificate | None = None
 
 
 class Answer:
@@ -103,6 +105,7 @@ class Answer:
         if self._with_ids:
             choice.token_ids += delta.token_ids
         choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
+        choice.certificate = delta.certificate
         return index
 
     def whole(self) -> JsonObject:
@@ -198,7 +201,8 @@ class Answer:
         }
 
     def _end(self, choice: _Choice) -> JsonObject:
-        return {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+        end: JsonObject = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+        return end | ({"certificate": choice.certificate.as_json()} if choice.certificate else {})
 
     def _finished(self, index: int, choice: _Choice) -> JsonObject:
         raise NotImplementedError
@@ -220,7 +224,8 @@ class CompletionAnswer(Answer):
     def add(self, prompt: int, delta: OutputDelta) -> int:
         """Add a delta to its choice and return the choice's index; a prompt that is only echoed gets no text."""
         if self._only_echo:
-            delta = delta._replace(text="", samples=[], finish_reason=FinishReason.LENGTH, stop_reason=None)
+            ended = {"finish_reason": FinishReason.LENGTH, "stop_reason": None, "certificate": None}
+            delta = delta._replace(text="", samples=[], **ended)
         return super().add(prompt, delta)
 
     def _opened(self, prompt: Prompt, samples: Sequence[Sample]) -> _Choice:

@@ -25,6 +25,7 @@ from jpaged.parallel.hello import join
 from jpaged.parallel.leader import Followers
 from jpaged.parallel.messages import Facts, Hello, Refusal
 from jpaged.parallel.nodes import Nodes, cluster
+from jpaged.runtime.identity import versions
 from tests.parallel.test_replica import free_address
 from tests.support.patience import PATIENCE_S, until
 
@@ -116,7 +117,7 @@ def test_a_rank_joins_once(leader, dial):
 def test_other_versions_are_refused(leader, dial, monkeypatch):
     nodes, _ = leader
     channel = dial(nodes)
-    channel.send(Hello(1, 3, hello.versions() | {"jax": "0.1"}, {}))
+    channel.send(Hello(1, 3, versions() | {"jax": "0.1"}, {}))
     answer = channel.receive()
     assert isinstance(answer, Refusal) and answer.reason.startswith("version of jax: must be ")
 

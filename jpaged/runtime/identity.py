@@ -1,0 +1,75 @@
+"""Identity of a runner's computations: the settings that bits depend on, and a hash of the parameters."""
+
+import hashlib
+import importlib.metadata
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jpaged.models.layers import SCALE
+from jpaged.progress import track
+from jpaged.runtime.kv_cache import KVCache
+from jpaged.runtime.placement import Placement
+from pallas_kernels import Kernels
+
+logger = logging.getLogger(__name__)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that must be the same wherever the same bits are computed."""
+    installed = {}
+    for name in ("jpaged", "jax", "jaxlib"):
+        try:
+            installed[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            installed[name] = "not installed"
+    return installed
+
+
+def numerics_of(
+    kind: str, leaves: Mapping[str, Any], kernels: Kernels, cache: KVCache, placement: Placement
+) -> dict[str, str | int]:
+    """Return the settings that the bits of an output depend on, by name.
+
+    Args:
+        kind: name of the module's class.
+        leaves: shapes and dtypes of the parameters by name.
+    """
+    quantized = {str(leaves[name.removesuffix(SCALE)].dtype) for name in leaves if name.endswith(SCALE)}
+    return versions() | {
+        "model": kind, "device": _device(placement, kernels.name), "dtype": str(cache.attention_dtype),
+        "quantization": ", ".join(sorted(quantized)) or "none", "kv_cache_dtype": cache.dtype, "kernels": kernels.name,
+        "block_size": cache.block_size, "tensor_parallel_size": placement.size,
+    }  # fmt: skip
+
+
+def hash_arrays(described: str, arrays: Mapping[str, jax.Array]) -> str:
+    """Return a hash of the names, shapes, dtypes and bits of arrays, 16 bytes in hexadecimal digits.
+
+    The arrays are copied to the host one after the other. A processor core hashes about 1 GB/s.
+
+    Args:
+        described: a text on which the computation depends, too.
+    """
+    start, total = time.monotonic(), hashlib.blake2b(described.encode(), digest_size=16)
+    for name, array in track(arrays.items(), len(arrays), "hashed", "array", bar=False):
+        if jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key):
+            array = jax.random.key_data(array)
+        total.update(f"\n{name} {array.dtype} {array.shape}\n".encode())
+        host = np.ascontiguousarray(jax.device_get(array))
+        total.update(host.reshape(-1).view(np.uint8).data)
+    logger.info("hashed the parameters in %.1f seconds", time.monotonic() - start)
+    return total.hexdigest()
+
+
+def _device(placement: Placement, kernels: str) -> str:
+    """Return the kind of the devices; for compiled CPU kernels, the processor that they are compiled for."""
+    if kernels != "cpu":
+        return str(placement.device.device_kind)
+    from pallas_kernels.cpu.code import Machine
+
+    return Machine.host().cpu

@@ -14,7 +14,6 @@ import sys
 from dataclasses import asdict
 
 from jpaged.cli.loading import loading
-from jpaged.cli.parser import existing_file
 from jpaged.cli.setting_flags import add_settings, config_of
 from jpaged.config import EngineConfig
 from jpaged.flags import ENGINE
@@ -27,9 +26,7 @@ PEERS = ENGINE
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `jpaged verify`."""
     parser.usage = "%(prog)s FILE [flags]"
-    parser.add_argument(
-        "file", metavar="FILE", type=existing_file, help="certified outputs, a line of JSON for each request"
-    )
+    parser.add_argument("file", metavar="FILE", help="certified outputs, a line of JSON for each request")
     add_settings(parser, EngineConfig)
 
 

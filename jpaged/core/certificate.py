@@ -13,11 +13,11 @@ from jpaged.core.params import BeamSearchParams, Params, SamplingParams, Structu
 
 CHECK_DIGITS = 8  # of the hash of each part
 # Parameters that choose what is returned, and not the tokens of one output.
-_LISTING = {
+_LISTING: dict[str, Any] = {
     "logprobs": None, "prompt_logprobs": None, "truncate_prompt_tokens": None, "truncation_side": "left",
     "certificate": False,
 }  # fmt: skip
-_OF_ONE = {"n": 1, "best_of": None, "seed": None, "logprob_token_ids": None}  # those of sampling alone
+_OF_ONE: dict[str, Any] = {"n": 1, "best_of": None, "seed": None, "logprob_token_ids": None}  # those of sampling alone
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class Certificate:
     @property
     def request_params(self) -> Params:
         """Parameters of a request that computes the output again, and certifies it."""
-        seed = {"seed": self.seed} if isinstance(self.params, SamplingParams) else {}
-        return replace(self.params, certificate=True, **seed)
+        seeds: dict[str, Any] = {"seed": self.seed} if isinstance(self.params, SamplingParams) else {}
+        return replace(self.params, certificate=True, **seeds)
 
     def as_json(self) -> dict[str, Any]:
         """Return the certificate as a JSON object. It lists the parameters that differ from their defaults."""

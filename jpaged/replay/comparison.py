@@ -116,7 +116,7 @@ class _Certified:
         for name in self.changed:
             if name in GIVEN:
                 return self.result(name, CHANGED, replayed=False)
-        for name in certificate.numerics | identity.numerics:
+        for name in {**certificate.numerics, **identity.numerics}:
             stated, here = certificate.numerics.get(name), identity.numerics.get(name)
             if stated != here:
                 return self.result(name, f"{stated} in the certificate, {here} in this engine", replayed=False)

@@ -11,7 +11,6 @@ from jpaged.core.params import shown
 from jpaged.core.request import CompletionOutput, RequestOutput
 
 FIELDS = ("index", "text", "token_ids", "finish_reason", "stop_reason", "versions")  # of an output, as it is
-TOLD_AS = {"tool_calls": "stop"}  # finish reasons of the server in those of the engine
 
 
 def save(outputs: Iterable[RequestOutput], path: str | os.PathLike[str]) -> None:
@@ -75,7 +74,7 @@ def _output(record: Any) -> CompletionOutput:
     certificate, ended = record.get("certificate"), record.get("finish_reason")
     return CompletionOutput(
         _field(record, "index", int), record.get("text") or "", _tokens(record, "token_ids"), 0.0, None,
-        TOLD_AS.get(ended, ended), record.get("stop_reason"), record.get("versions") or [],
+        "stop" if ended == "tool_calls" else ended, record.get("stop_reason"), record.get("versions") or [],
         None if certificate is None else Certificate.from_json(certificate),
     )  # fmt: skip
 

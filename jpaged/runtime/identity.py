@@ -39,9 +39,10 @@ def numerics_of(
         kind: name of the module's class.
         leaves: shapes and dtypes of the parameters by name.
     """
-    quantized = {str(leaves[name.removesuffix(SCALE)].dtype) for name in leaves if name.endswith(SCALE)}
-    return versions() | {
-        "model": kind, "device": _device(placement, kernels.name), "dtype": str(cache.attention_dtype),
+    weights = (leaves.get(name.removesuffix(SCALE)) for name in leaves if name.endswith(SCALE))
+    quantized = {str(weight.dtype) for weight in weights if weight is not None}
+    return {
+        **versions(), "model": kind, "device": _device(placement, kernels.name), "dtype": str(cache.attention_dtype),
         "quantization": ", ".join(sorted(quantized)) or "none", "kv_cache_dtype": cache.dtype, "kernels": kernels.name,
         "block_size": cache.block_size, "tensor_parallel_size": placement.size,
     }  # fmt: skip

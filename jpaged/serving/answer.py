@@ -224,8 +224,8 @@ class CompletionAnswer(Answer):
     def add(self, prompt: int, delta: OutputDelta) -> int:
         """Add a delta to its choice and return the choice's index; a prompt that is only echoed gets no text."""
         if self._only_echo:
-            ended = {"finish_reason": FinishReason.LENGTH, "stop_reason": None, "certificate": None}
-            delta = delta._replace(text="", samples=[], **ended)
+            delta = delta._replace(text="", samples=[], certificate=None)
+            delta = delta._replace(finish_reason=FinishReason.LENGTH, stop_reason=None)
         return super().add(prompt, delta)
 
     def _opened(self, prompt: Prompt, samples: Sequence[Sample]) -> _Choice:

@@ -39,6 +39,7 @@ SAMPLING = {
     "ignore_eos": ([True, False], [0, "true"], FLAG),
     "skip_special_tokens": ([True, False], [0, None], FLAG),
     "detokenize": ([True, False], [0, None], FLAG),
+    "certificate": ([True, False], [1, None], FLAG),
     "truncation_side": (["left", "right"], ["middle", None, ["left"]], 'must be "left" or "right"'),
     "presence_penalty": ([-2, 2, 0.5], [-2.01, 2.01, math.nan, True, None], PENALTY),
     "frequency_penalty": ([-2, 2, 0.5], [-2.01, 2.01, math.inf, "1"], PENALTY),

@@ -29,6 +29,7 @@ RUN = {
     "jpaged bench": "cli/test_bench.py",
     "jpaged plan": "cli/test_plan.py",
     "jpaged doctor": "cli/test_doctor.py",
+    "jpaged verify": "cli/test_verify.py",
     "jpaged convert": "cli/test_convert.py",
     "jpaged completion": "cli/test_completion.py",
     "python -m jpaged": "repository/test_package.py",

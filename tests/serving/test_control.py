@@ -130,7 +130,7 @@ async def test_a_sleeping_server_wakes_up_to_the_same_tokens(trained, tiny):
         assert (await waiting)["choices"] == before["choices"]
 
 
-async def test_several_hosts_neither_sleep_nor_exchange_parameters(trained, tiny, monkeypatch):
+async def test_several_hosts_neither_sleep_nor_exchange_parameters_nor_certify(trained, tiny, monkeypatch):
     followers = Followers({})
     monkeypatch.setattr(trained.engine, "runner", followers.lead(trained.engine.runner))
     monkeypatch.setattr(trained.engine.scheduler, "recover", lambda: pytest.fail("the steps in flight were dropped"))
@@ -146,6 +146,8 @@ async def test_several_hosts_neither_sleep_nor_exchange_parameters(trained, tiny
             error = (await send(trained, "POST", path, body, status=400))["error"]
             assert error["message"].startswith(message)
         assert await send(trained, "POST", "/wake_up") == {"status": "awake"}
+    error = (await trained.complete("the fox", 400, certificate=True))["error"]
+    assert error["message"] == "certificate: not possible while several hosts share the model"
     assert await send(trained, "GET", "/is_sleeping") == {"is_sleeping": False}
     assert (await running)["usage"]["completion_tokens"] == 60
 

@@ -6,7 +6,7 @@ import json
 import struct
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Series
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 from jpaged.core.params import BeamSearchParams, Params, SamplingParams, StructuredOutputsParams, shown
@@ -121,11 +121,7 @@ def _hash(part: Any) -> str:
 
 
 def _params_as_json(params: Params) -> dict[str, Any]:
-    values = {
-        each.name: value
-        for each in fields(params)
-        if (value := getattr(params, each.name)) != each.default or each.default is MISSING
-    }
+    values = {each.name: value for each in fields(params) if (value := getattr(params, each.name)) != each.default}
     if (wanted := params.structured_outputs) is not None:
         spec = {each.name: getattr(wanted, each.name) for each in fields(wanted)}
         spec = {name: value for name, value in spec.items() if value not in (None, False)}

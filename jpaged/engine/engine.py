@@ -400,7 +400,8 @@ class Engine:
             request = sequence.request
             try:
                 text = self._read(sequence)
-                certify.certify(sequence, self.runner)
+                if sequence.finish_reason:
+                    certify.certify(sequence, self.runner)
                 if request.streams:
                     samples = [] if sequence.stop_reason == NON_FINITE else sequence.samples[-1:]
                     deltas.append(delta_of(sequence, sequence.index, text, samples))

@@ -68,7 +68,7 @@ def replay(
     results = {one: result for one in each if (result := one.refusal(identity))}
     jobs: dict[Any, Job] = {}
     for one in each:
-        if one not in results and one.job_key not in jobs:
+        if one not in results:
             prompt, params = one.request.prompt_token_ids, one.certificate.request_params
             try:
                 check(prompt, params)

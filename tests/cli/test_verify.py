@@ -1,52 +1,53 @@
 """`jpaged verify` as a command: its table, its exit status, and the settings of its engine."""
 
-import dataclasses
-
 import pytest
 
-from jpaged import SamplingParams
 from jpaged.cli.main import main
-from jpaged.replay import save
+from jpaged.replay import Replay, save
+from tests.replay.test_file import OUTPUTS
 
 
 @pytest.fixture
-def engine(demo, monkeypatch):
-    """Let the command take the engine that tests share. Returns its settings."""
-    given = {}
-
-    def llm(**settings):
-        given.update(settings)
-        return demo
-
-    monkeypatch.setattr("jpaged.llm.LLM", llm)
-    return given
+def path(tmp_path):
+    save(OUTPUTS, tmp_path / "outputs.jsonl")
+    return tmp_path / "outputs.jsonl"
 
 
 @pytest.fixture
-def outputs(demo):
-    return demo.generate(["One day", "The fox"], SamplingParams(n=2, max_tokens=4, certificate=True), use_tqdm=False)
+def engine(monkeypatch):
+    """Let the command take an engine with known results. Returns its settings and results."""
+
+    class Engine:
+        results = (Replay("7", 0, True),)
+
+        def __init__(self, **settings):
+            Engine.settings = settings
+
+        def replay(self, outputs, *, use_tqdm):
+            assert outputs == OUTPUTS
+            return self.results
+
+    monkeypatch.setattr("jpaged.llm.LLM", Engine)
+    return Engine
 
 
-def test_equal_outputs_are_counted(engine, outputs, tmp_path, capsys):
-    save(outputs, path := tmp_path / "outputs.jsonl")
+def test_equal_outputs_are_counted(engine, path, capsys):
     main(["verify", str(path), "--dtype", "float32", "--max-num-seqs", "4"])
-    assert capsys.readouterr().out.split() == ["equal", "4", "different", "0", "not", "replayed", "0"]
-    assert (engine["model"], engine["dtype"], engine["max_num_seqs"]) == ("demo", "float32", 4)
+    assert capsys.readouterr().out.split() == ["equal", "1", "different", "0", "not", "replayed", "0"]
+    assert [engine.settings[name] for name in ("model", "dtype", "max_num_seqs")] == ["demo", "float32", 4]
 
 
-def test_others_are_listed_and_the_status_is_1(engine, outputs, tmp_path, capsys):
-    first, second = outputs[0].outputs
-    changed = dataclasses.replace(first, token_ids=[first.token_ids[0], 1, *first.token_ids[2:]])
-    without = dataclasses.replace(second, certificate=None)
-    mixed = [dataclasses.replace(outputs[0], outputs=[changed, without]), outputs[1]]
-    save(mixed, path := tmp_path / "outputs.jsonl")
+def test_others_are_listed_and_the_status_is_1(engine, path, capsys):
+    engine.results = [
+        Replay("7", 0, True), Replay("7", 1, False, "token", 3, "1 in the output, 2 in the replay"),
+        Replay("8", 0, False, "seed", reason="was changed", replayed=False), Replay("8", 1, True),
+    ]  # fmt: skip
     with pytest.raises(SystemExit) as ended:
         main(["verify", str(path)])
     assert ended.value.code == 1
-    name = outputs[0].request_id
     assert capsys.readouterr().out.splitlines() == [
-        f"request {name}, output 0: token 1: 1 in the output, {first.token_ids[1]} in the replay",
-        f"request {name}, output 1: not replayed, certificate: missing; set certificate=True in the parameters",
+        "request 7, output 1: token 3: 1 in the output, 2 in the replay",
+        "request 8, output 0: not replayed, seed: was changed",
         "equal             2",
         "different         1",
         "not replayed      1",

@@ -16,16 +16,23 @@ def certificate(token_ids, seed=5):
     return Certificate(numerics, ("ab",), ((0, len(token_ids)),), params, seed, bits).sealed([1, 2], token_ids)
 
 
-OUTPUT = CompletionOutput(1, "ab", [3, 4], 0.0, None, "stop", "b", [0, 0], certificate([3, 4]))
+OUTPUTS = [
+    RequestOutput(
+        "7", "é", [1, 2],
+        [
+            CompletionOutput(1, "ab", [3, 4], 0.0, None, "stop", "b", [0, 0], certificate([3, 4])),
+            CompletionOutput(0, "", [], 0.0, None, "abort", None),
+        ],
+    ),
+    RequestOutput("8", None, [1, 2], []),
+]  # fmt: skip
 
 
 def test_outputs_are_read_as_they_were_written(tmp_path):
     path = tmp_path / "outputs.jsonl"
-    aborted = CompletionOutput(0, "", [], 0.0, None, "abort", None)
-    outputs = [RequestOutput("7", "é", [1, 2], [OUTPUT, aborted]), RequestOutput("8", None, [1, 2], [])]
-    save(outputs, path)
+    save(OUTPUTS, path)
     path.write_text(path.read_text() + "\n")
-    assert load(path) == outputs and len(path.read_text().splitlines()) == 3
+    assert load(path) == OUTPUTS and len(path.read_text().splitlines()) == 3
 
 
 @pytest.mark.parametrize("kind", ["text_completion", "chat.completion"])

@@ -16,7 +16,7 @@ from tests.runtime.test_runner import LIMITS, LLAMA
 from tests.support.few_shapes import few_shapes
 from tests.support.models import EOS, byte_tokenizer
 
-SETTINGS = {"block_size": 8, "num_gpu_blocks_override": 100, "progress": False} | LIMITS
+SETTINGS = {"block_size": 8, "num_gpu_blocks_override": 100, "progress": False, "warm_up": True} | LIMITS
 PROMPTS = [
     "Once upon a time",
     "A prompt that is longer than one step, so that it is computed in chunks",

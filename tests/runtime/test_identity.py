@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from jpaged.config import EngineConfig, Limits
 from jpaged.core.commands import Sleep, UpdateParams, WakeUp
@@ -61,6 +62,15 @@ def test_a_fingerprint_is_computed_once_after_each_update(model, monkeypatch):
     assert first != second == served.fingerprint() and len(hashed) == 2
     served.control(UpdateParams(dummy_model(LLAMA, "float32", 0)))
     assert served.fingerprint() == first
+
+
+def test_other_variables_of_a_module_count():
+    def fingerprint_with(value):
+        model = dummy_model(LLAMA, "float32", 0)
+        model.statistics = nnx.BatchStat(jnp.full(3, value))
+        return runner(model).fingerprint()
+
+    assert fingerprint_with(0.0) == fingerprint_with(0.0) != fingerprint_with(1.0)
 
 
 def test_a_sleeping_runner_has_the_fingerprint_of_its_copy_or_none(model):

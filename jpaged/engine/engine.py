@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 import logging
 import random
 import time
@@ -11,6 +12,7 @@ from collections.abc import Sequence as Series
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypedDict, Unpack, cast
 
+import numpy as np
 from tokenizers import Tokenizer
 
 from jpaged.core.commands import PARTS, Command, Pause, ResetPrefixCache, Resume, Sleep, UpdateParams, WakeUp
@@ -367,9 +369,24 @@ class Engine:
             self._exchange(self._next_params)
         while self._has_room and (plan := self.scheduler.schedule()):
             # Masks do not depend on the device's results, and are made while it works.
-            rows = [(cast("Constraint | None", self.scheduler.rows[row].constraint), bans) for row, bans in plan.masked]
-            make_masks = functools.partial(self._masks.write, rows) if rows else None
+            make_masks = functools.partial(self._write_masks, plan) if plan.masked else None
             self._in_flight.append((plan, self._clock(), self.runner.dispatch(plan, make_masks)))
+
+    def _write_masks(self, plan: StepPlan) -> np.ndarray:
+        """Return the masks of a plan; those of drafts follow the drafts before them."""
+        drafts: dict[int, list[int]] = {}
+        for index, token in plan.drafts:
+            drafts.setdefault(plan.rows[index].row, []).append(token)
+        rows: list[tuple[Constraint | None, frozenset[int]]] = []
+        for row, entries in itertools.groupby(plan.masked, key=lambda each: each[0]):
+            constraint = cast("Constraint | None", self.scheduler.rows[row].constraint)
+            rows.append((constraint, next(entries)[1]))
+            for token, (_, banned) in zip(drafts.get(row, ()), entries):
+                if constraint is not None:
+                    constraint = copy.copy(constraint)
+                    constraint.take(token)
+                rows.append((constraint, banned))
+        return self._masks.write(rows)
 
     def _output(self, plan: StepPlan, committed: Committed, dispatched_at: float) -> StepOutput:
         """Return the output of a committed step, after the work on its texts and metrics."""
@@ -396,9 +413,10 @@ class Engine:
         for sequence in advanced:
             request = sequence.request
             try:
+                first = sequence.num_read
                 text = self._read(sequence)
                 if request.streams:
-                    samples = [] if sequence.stop_reason == NON_FINITE else sequence.samples[-1:]
+                    samples = sequence.samples[first:]
                     deltas.append(delta_of(sequence, sequence.index, text, samples))
                 else:
                     others[request] = None
@@ -448,24 +466,36 @@ class Engine:
         self.asleep -= {"weights"}
 
     def _read(self, sequence: Sequence) -> str:
-        """Return the text that the sequence's last token adds; a stop string in it ends the sequence."""
+        """Return the text that the sequence's new tokens add; a stop string in it ends the sequence there."""
         decoder, text = sequence.decoder, ""
         if sequence.stop_reason == NON_FINITE:
             return text
         if sequence.constraint is not None and (error := sequence.constraint.error):
             self._finish(sequence, FinishReason.ERROR, error)
-        if decoder is None:
-            return text
-        # A token that ends the text is not part of it.
-        params, is_stop_string = sequence.request.params, isinstance(sequence.stop_reason, str)
-        if sequence.finish_reason != FinishReason.STOP or params.include_stop_str_in_output or is_stop_string:
-            text, stop = decoder.step(sequence.tokens[-1], may_stop=sequence.num_output_tokens > params.min_tokens)
-            if stop is not None and sequence.finish_reason != FinishReason.ERROR:
-                self._finish(sequence, FinishReason.STOP, stop)
-        if sequence.finish_reason:
+        while sequence.num_read < sequence.num_output_tokens:
+            sequence.num_read += 1
+            if decoder is not None:
+                text += self._read_token(sequence, decoder)
+        if decoder is not None and sequence.finish_reason:
             text += decoder.flush()
             sequence.decoder = None
         sequence.text += text
+        return text
+
+    def _read_token(self, sequence: Sequence, decoder: Detokenizer) -> str:
+        """Return the text of the token that was read last."""
+        params, read = sequence.request.params, sequence.num_read
+        is_last = read == sequence.num_output_tokens
+        is_stop_string = isinstance(sequence.stop_reason, str)
+        # A token that ends the text is not part of it.
+        ends = is_last and sequence.finish_reason == FinishReason.STOP and not is_stop_string
+        if ends and not params.include_stop_str_in_output:
+            return ""
+        token = sequence.tokens[sequence.num_prompt_tokens + read - 1]
+        text, stop = decoder.step(token, may_stop=read > params.min_tokens)
+        if stop is not None and sequence.finish_reason != FinishReason.ERROR:
+            self._finish(sequence, FinishReason.STOP, stop)
+            sequence.cut(read)
         return text
 
     def _finish(self, sequence: Sequence, reason: FinishReason, stop_reason: str) -> None:

@@ -201,7 +201,7 @@ class FakeRunner:
 
     def _check_versions(self, plan: StepPlan) -> None:
         """Check that blocks from the prefix cache were computed with the present parameters."""
-        start = {scheduled.row: scheduled.start for scheduled in plan.rows}
+        start = {scheduled.row: scheduled.start for scheduled in reversed(plan.rows)}  # drafts come last
         swapped = {block for _, block in plan.swap_in}
         for admitted in plan.admitted:
             if not swapped.intersection(admitted.block_ids):

@@ -81,7 +81,7 @@ class Drafter:
         Args:
             forced: the next tokens as far as a grammar allows no others. They are certain.
             most: maximum number of drafts; 0: the step has no room.
-            others: number of other tokens in the step.
+            others: number of other sequences that run.
         """
         most = max(0, min(most, self._settings.num_tokens))
         if forced:
@@ -95,8 +95,8 @@ class Drafter:
         return drafts
 
     def _best(self, most: int, others: int) -> int:
-        """Return the number of drafts with the most expected tokens per cost of the step."""
-        expected, power, best, count = 1.0, 1.0, 0.0, 0
+        """Return the number of drafts with which the step is expected to give the most tokens for its cost."""
+        expected, power, best, count = others + 1.0, 1.0, 0.0, 0
         for drafts in range(most + 1):
             cost = 1.0 if math.isinf(self._overhead) else self._overhead + others + 1 + drafts
             if expected / cost > best:

@@ -189,7 +189,7 @@ class PlannedStep:
     def _drafts(self, counts: dict[Sequence, int], budget: int) -> dict[Sequence, list[int]]:
         """Return the drafts of the sequences that compute their last token, if it is part of the output."""
         found: dict[Sequence, list[int]] = {}
-        room, others = min(self.room, budget), len(self.rows)
+        room, others = min(self.room, budget), max(len(self.rows), len(self.order)) - 1
         for sequence, count in counts.items():
             drafter, start = sequence.drafter, sequence.num_computed_tokens
             if drafter is None or count > 1 or start < sequence.num_prompt_tokens or sequence.pending:

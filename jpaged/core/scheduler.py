@@ -60,8 +60,8 @@ class Scheduler:
         touched: the requests on which the step before the last `recover` may have worked.
         prefix_queries: number of prompt tokens that were looked up in the prefix cache.
         prefix_hits: number of prompt tokens that came from the prefix cache.
-        num_drafted: number of sequences of steps that had drafts.
-        num_verified, num_kept: for each place of a draft, how many were computed, and how many of them were kept.
+        num_drafted: number of times that a sequence had drafts in a step.
+        num_drafts, num_kept: number of drafts, and of those that were kept.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Scheduler:
         self.holds_new = False
         self.touched: list[Request] = []
         self.num_preemptions = self.num_swapped_blocks = self.prefix_queries = self.prefix_hits = 0
-        self.num_drafted, self.num_verified, self.num_kept = 0, Counter[int](), Counter[int]()
+        self.num_drafted = self.num_drafts = self.num_kept = 0
         self._arrivals = itertools.count()
         self._turns = Turns()
         self._in_flight: deque[PlannedStep] = deque()
@@ -289,8 +289,8 @@ class Scheduler:
         committed = Commit(self.queues, self.memory).run(step, result)
         for drafts, kept in committed.verified:
             self.num_drafted += 1
-            self.num_verified.update(range(drafts))
-            self.num_kept.update(range(kept))
+            self.num_drafts += drafts
+            self.num_kept += kept
         return committed
 
     def recover(self, *, expelled: Collection[Request] = (), tried: Collection[Request] | None = None) -> None:

@@ -111,6 +111,8 @@ class EngineStats(NamedTuple):
     Attributes:
         prefix_queries: prompt tokens that were looked up in the prefix cache.
         prefix_hits: tokens among them that were in it.
+        num_drafted: times that a sequence had drafts in a step.
+        num_drafts, num_kept: drafts, and those that became output.
     """
 
     num_running: int
@@ -122,6 +124,9 @@ class EngineStats(NamedTuple):
     num_swapped_blocks: int
     prefix_queries: int
     prefix_hits: int
+    num_drafted: int = 0
+    num_drafts: int = 0
+    num_kept: int = 0
 
 
 class Placing(TypedDict, total=False):
@@ -214,7 +219,8 @@ class Engine:
             num_running=len(scheduler.running), num_waiting=len(scheduler.waiting), num_blocks=pool.num_blocks,
             num_used_blocks=pool.num_used, block_size=pool.block_size, num_preemptions=scheduler.num_preemptions,
             num_swapped_blocks=scheduler.num_swapped_blocks, prefix_queries=scheduler.prefix_queries,
-            prefix_hits=scheduler.prefix_hits,
+            prefix_hits=scheduler.prefix_hits, num_drafted=scheduler.num_drafted, num_drafts=scheduler.num_drafts,
+            num_kept=scheduler.num_kept,
         )  # fmt: skip
 
     @property

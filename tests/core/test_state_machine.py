@@ -141,9 +141,8 @@ class Traffic(stateful.RuleBasedStateMachine):
         self.seen["preemption"] += self.scheduler.num_preemptions
         self.seen["swap"] += self.scheduler.num_swapped_blocks
         self.seen["copy"] += self.runner.num_copies
-        kept = self.scheduler.num_kept.total()
-        self.seen["draft kept"] += kept
-        self.seen["draft dropped"] += self.scheduler.num_verified.total() - kept
+        self.seen["draft kept"] += self.scheduler.num_kept
+        self.seen["draft dropped"] += self.scheduler.num_drafts - self.scheduler.num_kept
 
 
 def attack(mode: str, **options) -> Counter[str]:

@@ -6,8 +6,8 @@ was drawn in its place (greedy verification of the sequence's own keyed sampler,
 """
 
 import copy
-import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from jpaged.config import Speculation
 
@@ -15,6 +15,27 @@ START_RATE, MEMORY = 0.7, 0.2  # share of kept drafts at first, and weight of th
 MAX_REST = 16  # tokens without a search for drafts
 INDEXED_AT_ONCE = 4096  # tokens: the index of a long prompt grows in several steps
 PLACES = 4  # that are kept of equal tokens
+
+
+class DecodeCosts(NamedTuple):
+    """Measured seconds of a step with decode tokens only.
+
+    Attributes:
+        seconds: by the number of tokens, on empty contexts; empty: unknown.
+        context: seconds for each token and each token of its context.
+    """
+
+    seconds: Sequence[float] = ()
+    context: float = 0.0
+
+    def of(self, tokens: int, context: int) -> float:
+        """Return the cost of a step with some tokens; the same for any number if it is unknown."""
+        if not self.seconds:
+            return 1.0
+        return self.seconds[min(tokens, len(self.seconds) - 1)] + tokens * context * self.context
+
+
+UNKNOWN = DecodeCosts()
 
 
 class Lookup:
@@ -57,20 +78,21 @@ class Drafter:
     """Source of the drafts of one sequence, which learns how many pay. Copies continue independently.
 
     Args:
-        overhead: cost of a step without its tokens, in tokens; inf: tokens cost nothing.
+        most: maximum drafts in a step, if it is below that of the settings.
 
     Attributes:
         rests_until: position before which no drafts are looked for, because some were not found or did not pay.
     """
 
-    def __init__(self, settings: Speculation, overhead: float):
-        self._settings, self._overhead = settings, overhead
+    def __init__(self, settings: Speculation, costs: DecodeCosts, most: int | None = None):
+        self._settings, self._costs = settings, costs
+        self._most = settings.num_tokens if most is None else min(most, settings.num_tokens)
         self._lookup = Lookup(settings.longest, settings.shortest)
         self._rate, self._rest = START_RATE, 1
         self.rests_until = 0
 
     def __copy__(self) -> "Drafter":
-        other = Drafter(self._settings, self._overhead)
+        other = Drafter(self._settings, self._costs, self._most)
         other._lookup, other.rests_until = copy.copy(self._lookup), self.rests_until
         other._rate, other._rest = self._rate, self._rest
         return other
@@ -83,22 +105,24 @@ class Drafter:
             most: maximum number of drafts; 0: the step has no room.
             others: number of other sequences that run.
         """
-        most = max(0, min(most, self._settings.num_tokens))
+        most = max(0, min(most, self._most))
         if forced:
             return list(forced[:most])
+        if len(tokens) <= self.rests_until:
+            return []
         found = self._lookup.following(tokens, most) if most else []
-        drafts = found[: self._best(len(found), others)]
+        drafts = found[: self._best(len(found), others, len(tokens))]
         self._rest = 0 if drafts else min(MAX_REST, 2 * self._rest + 1)
         self.rests_until = len(tokens) + self._rest - 1 if self._rest else 0
         if found and not drafts:
             self._rate = START_RATE  # after the rest the odds are taken to be those of a new text
         return drafts
 
-    def _best(self, most: int, others: int) -> int:
+    def _best(self, most: int, others: int, context: int) -> int:
         """Return the number of drafts with which the step is expected to give the most tokens for its cost."""
         expected, power, best, count = others + 1.0, 1.0, 0.0, 0
         for drafts in range(most + 1):
-            cost = 1.0 if math.isinf(self._overhead) else self._overhead + others + 1 + drafts
+            cost = self._costs.of(others + 1 + drafts, context)
             if expected / cost > best:
                 best, count = expected / cost, drafts
             power *= self._rate

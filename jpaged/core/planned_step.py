@@ -194,7 +194,7 @@ class PlannedStep:
             drafter, start = sequence.drafter, sequence.num_computed_tokens
             if drafter is None or count > 1 or start < sequence.num_prompt_tokens or sequence.pending:
                 continue
-            if start + 1 < sequence.num_tokens or start < drafter.rests_until:
+            if start + 1 < sequence.num_tokens or (start < drafter.rests_until and sequence.constraint is None):
                 continue
             # The sample after the last draft is not beyond the maximum length.
             request, constraint = sequence.request, sequence.constraint

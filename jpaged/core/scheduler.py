@@ -16,7 +16,7 @@ from jpaged.core.admission import Capacity, make_request
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.block_table import BlockTable
 from jpaged.core.commit import Commit, Committed, finish
-from jpaged.core.drafts import Drafter
+from jpaged.core.drafts import UNKNOWN, DecodeCosts, Drafter
 from jpaged.core.memory import Memory
 from jpaged.core.params import InvalidParameter, Params
 from jpaged.core.plan import StepPlan, StepResult
@@ -54,6 +54,7 @@ class Scheduler:
             tokens of a step for several tenants; inf: no limit.
         headroom: tokens of each running sequence for which blocks stay free when another request is admitted. Without
             it, a full pool preempts the new request after a few steps, and all its work is lost.
+        decode_costs: costs of steps, for the number of drafts.
 
     Attributes:
         holds_new: admit no request for the first time, so that only started requests continue.
@@ -78,6 +79,7 @@ class Scheduler:
         tokens_beside_decodes: int | None = None,
         step_overhead: float = math.inf,
         headroom: int = 0,
+        decode_costs: DecodeCosts = UNKNOWN,
     ):
         self.limits, self.vocab_size, self.policy = limits, vocab_size, policy
         # A tokenizer may know tokens that the model can't produce.
@@ -85,6 +87,7 @@ class Scheduler:
         self.tokens_beside_decodes = tokens_beside_decodes or limits.max_num_batched_tokens
         self.step_overhead, self.headroom = step_overhead, headroom
         self._speculation, self._max_drafts = Speculation.of(limits.speculative_config), limits.max_num_drafts
+        self._decode_costs = decode_costs
         self.memory = Memory(pool, host_pool, limits.max_num_seqs, preemption, block_swap_cost)
         self.pool, self.host_pool, self.rows = pool, host_pool, self.memory.rows
         self.queues = Queues()
@@ -161,7 +164,8 @@ class Scheduler:
         request.rank = priority, self._turns.take(client, request.num_sequences), next(self._arrivals)
         request.sequences.append(Sequence(request, list(prompt_token_ids), BlockTable(self.pool)))
         if self._speculation is not None and request.may_have_drafts:
-            request.sequences[0].drafter = Drafter(self._speculation, self.step_overhead)
+            most = getattr(params, "num_speculative_tokens", None)
+            request.sequences[0].drafter = Drafter(self._speculation, self._decode_costs, most)
         self.queues.add(request)
         return request
 

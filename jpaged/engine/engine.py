@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import itertools
 import logging
 import random
 import time
@@ -12,14 +11,13 @@ from collections.abc import Sequence as Series
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypedDict, Unpack, cast
 
-import numpy as np
 from tokenizers import Tokenizer
 
 from jpaged.core.commands import PARTS, Command, Pause, ResetPrefixCache, Resume, Sleep, UpdateParams, WakeUp
 from jpaged.core.commit import Committed
 from jpaged.core.params import InvalidParameter, Params, SamplingParams
 from jpaged.core.plan import StepPlan, StepResult
-from jpaged.core.request import NON_FINITE, FinishReason, OutputDelta, Request, RequestFault, Sequence
+from jpaged.core.request import NON_FINITE, Decoder, FinishReason, OutputDelta, Request, RequestFault, Sequence
 from jpaged.core.scheduler import Scheduler
 from jpaged.engine.output import delta_of, whole_deltas
 from jpaged.structured.compiler import GrammarCompiler
@@ -375,24 +373,11 @@ class Engine:
             self._exchange(self._next_params)
         while self._has_room and (plan := self.scheduler.schedule()):
             # Masks do not depend on the device's results, and are made while it works.
-            make_masks = functools.partial(self._write_masks, plan) if plan.masked else None
+            make_masks = functools.partial(self._masks.of_plan, plan, self._constraint) if plan.masked else None
             self._in_flight.append((plan, self._clock(), self.runner.dispatch(plan, make_masks)))
 
-    def _write_masks(self, plan: StepPlan) -> np.ndarray:
-        """Return the masks of a plan; those of drafts follow the drafts before them."""
-        drafts: dict[int, list[int]] = {}
-        for index, token in plan.drafts:
-            drafts.setdefault(plan.rows[index].row, []).append(token)
-        rows: list[tuple[Constraint | None, frozenset[int]]] = []
-        for row, entries in itertools.groupby(plan.masked, key=lambda each: each[0]):
-            constraint = cast("Constraint | None", self.scheduler.rows[row].constraint)
-            rows.append((constraint, next(entries)[1]))
-            for token, (_, banned) in zip(drafts.get(row, ()), entries):
-                if constraint is not None:
-                    constraint = copy.copy(constraint)
-                    constraint.take(token)
-                rows.append((constraint, banned))
-        return self._masks.write(rows)
+    def _constraint(self, row: int) -> "Constraint | None":
+        return cast("Constraint | None", self.scheduler.rows[row].constraint)
 
     def _output(self, plan: StepPlan, committed: Committed, dispatched_at: float) -> StepOutput:
         """Return the output of a committed step, after the work on its texts and metrics."""
@@ -488,7 +473,7 @@ class Engine:
         sequence.text += text
         return text
 
-    def _read_token(self, sequence: Sequence, decoder: Detokenizer) -> str:
+    def _read_token(self, sequence: Sequence, decoder: Decoder) -> str:
         """Return the text of the token that was read last."""
         params, read = sequence.request.params, sequence.num_read
         is_last = read == sequence.num_output_tokens

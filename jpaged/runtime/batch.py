@@ -215,8 +215,8 @@ def make_batch(plan: StepPlan, rows: RowTable, buckets: Buckets, layouts: dict[B
     batch.decodes[:n] = decodes_n
     batch.block_tables[:n] = rows.block_tables[row_n]
     decoded_n = rows.tokens_at(row_n, start_n)
-    for i, token in plan.drafts:
-        decoded_n[i] = token
+    for entry, token in plan.drafts:
+        decoded_n[entry] = token
     if bucket.decode:
         row_t, position_t = row_n, start_n
         batch.tokens[:num_tokens] = decoded_n

@@ -1,16 +1,16 @@
 """Where drafts come from, and how many of them are computed."""
 
 import copy
-import math
 
 import pytest
 
 from jpaged.config import EngineConfig, Speculation
-from jpaged.core.drafts import INDEXED_AT_ONCE, MAX_REST, Drafter, Lookup
+from jpaged.core.drafts import INDEXED_AT_ONCE, MAX_REST, UNKNOWN, DecodeCosts, Drafter, Lookup
 from jpaged.core.params import BeamSearchParams, SamplingParams
 from tests.core import traffic
 
 SETTINGS = Speculation(num_tokens=4, longest=8, shortest=2)
+COSTS = DecodeCosts([3.0 + tokens for tokens in range(64)])
 
 
 def test_a_continuation_follows_the_longest_match_and_the_latest_of_equal_ones():
@@ -40,7 +40,7 @@ def test_a_long_prompt_is_indexed_in_several_steps():
 
 
 def test_copies_of_a_drafter_continue_independently():
-    one = Drafter(SETTINGS, math.inf)
+    one = Drafter(SETTINGS, UNKNOWN)
     one.propose([1, 2, 3, 1, 2], (), 4, 0)
     other = copy.copy(one)
     assert one.propose([1, 2, 3, 1, 2, 9, 9, 9], (), 4, 0) == [9] * 4
@@ -48,10 +48,10 @@ def test_copies_of_a_drafter_continue_independently():
 
 
 def test_more_drafts_are_kept_where_more_were_right():
-    drafter, tokens = Drafter(SETTINGS, 3.0), [1, 2, 3, 4, 5, 6, 1, 2]
+    drafter, tokens = Drafter(SETTINGS, COSTS), [1, 2, 3, 4, 5, 6, 1, 2]
     counts = [len(drafter.propose(tokens, (), 4, others)) for others in (0, 40)]
     assert counts[0] == 2 and counts[1] == 0, "beside many other tokens a step costs what its tokens cost"
-    drafter = Drafter(SETTINGS, 3.0)
+    drafter = Drafter(SETTINGS, COSTS)
     for _ in range(10):
         drafter.learn(2, 2)
     assert len(drafter.propose(tokens, (), 4, 0)) == 4
@@ -61,21 +61,33 @@ def test_more_drafts_are_kept_where_more_were_right():
 
 
 def test_where_tokens_cost_nothing_all_drafts_are_computed():
-    assert len(Drafter(SETTINGS, math.inf).propose([1, 2, 3, 4, 5, 6, 1, 2], (), 9, 100)) == SETTINGS.num_tokens
+    assert len(Drafter(SETTINGS, UNKNOWN).propose([1, 2, 3, 4, 5, 6, 1, 2], (), 9, 100)) == SETTINGS.num_tokens
 
 
 def test_a_search_without_success_rests_longer_each_time():
-    drafter, tokens, rests = Drafter(SETTINGS, 3.0), list(range(10)), []
+    drafter, tokens, rests = Drafter(SETTINGS, COSTS), list(range(10)), []
     for _ in range(6):
         assert drafter.propose(tokens, (), 4, 0) == []
         rests.append(drafter.rests_until - len(tokens) + 1)
         tokens += range(len(tokens), drafter.rests_until + 1)
     assert rests == [3, 7, 15, MAX_REST, MAX_REST, MAX_REST]
+    assert drafter.propose([1, 2, 3, 4, 1, 2], (), 4, 0) == [], "it still rests"
     assert drafter.propose([*tokens, 1, 2], (), 4, 0) == [3, 4] and drafter.rests_until == 0
 
 
+def test_long_contexts_make_drafts_cost_more():
+    costs = DecodeCosts(COSTS.seconds, context=0.01)
+    tokens = [*range(6), *range(-5000, 0), 0, 1]
+    assert len(Drafter(SETTINGS, COSTS).propose(tokens, (), 4, 0)) == 0, "the index is not complete yet"
+    one, other = Drafter(SETTINGS, COSTS), Drafter(SETTINGS, costs)
+    for drafter in (one, other):
+        drafter.propose(tokens, (), 4, 0)
+    longer = [*tokens, 9, 9, 9, 0, 1]
+    assert len(one.propose(longer, (), 4, 0)) == 2 and other.propose(longer, (), 4, 0) == []
+
+
 def test_tokens_that_a_grammar_forces_are_drafts_whatever_the_odds():
-    drafter = Drafter(SETTINGS, 0.0)
+    drafter = Drafter(SETTINGS, COSTS)
     drafter.learn(4, 0)
     assert drafter.propose([1, 2, 3], [7, 8, 9, 7, 8], 4, 30) == [7, 8, 9, 7]
 
@@ -90,6 +102,16 @@ def test_sequences_with_penalties_and_beams_have_no_drafts(params, expected):
     scheduler, _ = traffic.make(drafts=2)
     request = scheduler.add("0", [1, 2], params, seed=0)
     assert (request.sequences[0].drafter is not None) == expected
+
+
+def test_a_request_may_have_fewer_drafts():
+    scheduler, _ = traffic.make()
+    scheduler._speculation = SETTINGS
+    limited, none = (scheduler.add(str(i), [1, 2], SamplingParams(num_speculative_tokens=i), seed=0) for i in (2, 0))
+    assert none.sequences[0].drafter is None
+    assert len(Drafter(SETTINGS, UNKNOWN, 2).propose([1, 2, 3, 1, 2], (), 9, 0)) == 2
+    assert len(copy.copy(Drafter(SETTINGS, UNKNOWN, 2)).propose([1, 2, 3, 1, 2], (), 9, 0)) == 2
+    assert limited.sequences[0].drafter is not None
 
 
 def test_a_step_has_room_for_the_drafts_of_eight_sequences_and_preempts_nothing_for_them():

@@ -22,6 +22,12 @@ BLOCK_SIZE = 16
 CPU_LONG_BLOCK_SIZE, CPU_LONG = 64, 2048
 
 
+MAX_DRAFTS, MAX_MATCH = 32, 64  # drafts of a sequence in a step, and tokens that are compared to find them
+DRAFTING_SEQS = 8  # a step has room for the drafts of so many sequences
+# The keys of vLLM's speculative_config, and the fields of `Speculation`.
+DRAFT_FIELDS = {"num_speculative_tokens": "num_tokens", "prompt_lookup_max": "longest", "prompt_lookup_min": "shortest"}
+
+
 class PlatformDefaults(NamedTuple):
     """Defaults that depend on the platform of the device."""
 
@@ -44,6 +50,51 @@ def platform_defaults(platform: str) -> PlatformDefaults:
 
 
 @dataclass(frozen=True)
+class Speculation:
+    """Settings of drafts, tokens that are likely to come next.
+
+    Attributes:
+        num_tokens: maximum drafts of a sequence in a step.
+        longest, shortest: the last tokens of a sequence are looked up among its earlier ones; the place with the most
+            equal tokens is taken. Fewer than `shortest` are no match, and more than `longest` are not compared.
+    """
+
+    num_tokens: int = 4
+    longest: int = 8
+    shortest: int = 2
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any] | None) -> "Speculation | None":
+        """Return the settings of a `speculative_config`, None if there is none.
+
+        Raises:
+            ValueError: the config is invalid.
+        """
+        if config is None:
+            return None
+        name = "speculative_config"
+        if unknown := config.keys() - {"method", *DRAFT_FIELDS}:
+            raise ValueError(
+                f"{name}: unknown {', '.join(sorted(unknown))} (allowed method, {', '.join(DRAFT_FIELDS)})"
+            )
+        if (method := config.get("method", "ngram")) != "ngram":
+            raise ValueError(f"{name}.method: must be ngram, not {method!r}: other sources of drafts are not supported")
+        given = {DRAFT_FIELDS[key]: value for key, value in config.items() if key in DRAFT_FIELDS and value is not None}
+        for key, field in DRAFT_FIELDS.items():
+            value, most = given.get(field, 1), MAX_DRAFTS if field == "num_tokens" else MAX_MATCH
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+                raise ValueError(f"{name}.{key}: must be a whole number between 1 and {most}, not {value!r}")
+        if "longest" in given and "shortest" not in given:
+            given["shortest"] = min(cls.shortest, given["longest"])
+        made = cls(**given)
+        if made.shortest > made.longest:
+            raise ValueError(
+                f"{name}.prompt_lookup_min: must be at most prompt_lookup_max ({made.longest}), not {made.shortest}"
+            )
+        return made
+
+
+@dataclass(frozen=True)
 class Limits:
     """Maximum sizes of a sequence, a step, a KV block and a list of logprobs, after all None are resolved."""
 
@@ -52,6 +103,18 @@ class Limits:
     max_num_batched_tokens: int
     block_size: int = BLOCK_SIZE
     max_logprobs: int = 20
+    speculative_config: Mapping[str, Any] | None = None  # as in `EngineConfig`
+
+    @property
+    def max_num_drafts(self) -> int:
+        """Maximum drafts of a step."""
+        drafts = Speculation.of(self.speculative_config)
+        return drafts.num_tokens * min(self.max_num_seqs, DRAFTING_SEQS) if drafts else 0
+
+    @property
+    def max_num_decodes(self) -> int:
+        """Maximum decode tokens of a step: one of each sequence, and the drafts."""
+        return self.max_num_seqs + self.max_num_drafts
 
     @property
     def blocks_per_seq(self) -> int:
@@ -149,6 +212,11 @@ class EngineConfig:
         Limits.max_logprobs, "maximum logprobs and prompt_logprobs of a request; -1: the whole vocabulary. Every step "
         "has room for so many for each sample", low=-1, unit="TOKENS",
     )  # fmt: skip
+    speculative_config: Mapping[str, Any] | None = _scheduling(
+        None, "draft tokens from a sequence's own text and its grammar, and compute several in a step; outputs stay "
+        'the same: {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 8, "prompt_lookup_min": 2}',
+        by="none", unit="JSON",
+    )  # fmt: skip
     async_scheduling: bool = _scheduling(True, "dispatch a step before the tokens of the previous one are known")
     scheduling_policy: str = _scheduling(
         "fcfs", "order of waiting requests; priority: lower priorities first", choices=("fcfs", "priority")
@@ -162,6 +230,7 @@ class EngineConfig:
         check(self)
         if self.skip_tokenizer_init and self.tokenizer:
             raise ValueError(f"skip_tokenizer_init: can't be combined with tokenizer ({self.tokenizer!r})")
+        Speculation.of(self.speculative_config)
         if self.kv_cache_memory_bytes and self.num_gpu_blocks_override:
             raise ValueError("kv_cache_memory_bytes: can't be combined with num_gpu_blocks_override")
         if self.max_num_seqs and self.max_num_batched_tokens and self.max_num_batched_tokens < self.max_num_seqs:

@@ -77,10 +77,11 @@ def step(
     """Time of one decode step over batch and context.
 
     `step_ms` is one step alone: arrays made on the host, dispatch, the device, sampled tokens back on the host.
-    `dispatch_ms` is the host's part of it, before the wait. `device_ms` is the same step dispatched many times before anything is waited for. `floor_ms` is the time that
-    reading the parameters and the keys and values takes at this run's read ceiling. `compile_s` is the first step, most
-    of which is compilation. Rows of their own, under a profiler, have `gap_us`, the idle time of the device between two
-    steps back to back, and the kernels that take most of a step.
+    `dispatch_ms` is the host's part of it, before the wait. `device_ms` is the same step dispatched many times before
+    anything is waited for. `floor_ms` is the time that reading the parameters and the keys and values takes at this
+    run's read ceiling. `compile_s` is the first step, most of which is compilation. Rows of their own, under a
+    profiler, have `gap_us`, the idle time of the device between two steps back to back, and the kernels that take most
+    of a step.
     """
     config = MODELS[model]
     max_model_len, max_seqs = max(contexts) + block_size, max(batches)
@@ -120,8 +121,8 @@ def step(
             read -= config.vocab_size * config.hidden_size * itemsize  # looked up, not read
         row = case | dict(
             step_ms=1e3 * timing.median, step_ms_low=1e3 * timing.low, step_ms_high=1e3 * timing.high,
-            dispatch_ms=1e3 * dispatch.median, device_ms=1e3 * device.median, bytes=read, tokens_per_s=batch / timing.median, block_size=block_size,
-            compile_s=compile_s, status="ok",
+            dispatch_ms=1e3 * dispatch.median, device_ms=1e3 * device.median, bytes=read,
+            tokens_per_s=batch / timing.median, block_size=block_size, compile_s=compile_s, status="ok",
         )  # fmt: skip
         bench.report.add(**with_floor(row, bench.read_gb_per_s))
         for found in _traced(partial(runner.dispatch, plan), bench.sized(20, 3)):

@@ -174,6 +174,8 @@ def _words(name: str, action: argparse.Action, value: Any) -> Iterator[str]:
     if isinstance(action, Object) and isinstance(value, dict):
         yield f"--{name}={json.dumps(value)}"
         return
+    if isinstance(action, Object) and value is None:  # as vLLM writes an object that is not set
+        return
     if value is None or isinstance(value, dict):
         raise ValueError("a value is missing" if value is None else "a mapping is no value of a flag")
     values = value if isinstance(value, list) else [value]

@@ -17,7 +17,9 @@ _LISTING: dict[str, Any] = {
     "logprobs": None, "prompt_logprobs": None, "truncate_prompt_tokens": None, "truncation_side": "left",
     "certificate": False,
 }  # fmt: skip
-_OF_ONE: dict[str, Any] = {"n": 1, "best_of": None, "seed": None, "logprob_token_ids": None}  # those of sampling alone
+_OF_ONE: dict[str, Any] = {  # those of sampling alone
+    "n": 1, "best_of": None, "seed": None, "logprob_token_ids": None, "num_speculative_tokens": None,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,11 @@ class Certificate:
         sealed = self.sealed(prompt_token_ids, token_ids)
         changed = [name for name, check in sealed.checks.items() if self.checks.get(name) != check]
         return changed or ([] if sealed.digest == self.digest else ["digest"])
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of the output."""
+        return len(self.logprobs) // 8
 
     @property
     def request_params(self) -> Params:

@@ -1,6 +1,7 @@
 """Commit of a step's results: tokens, endings, forks and beams."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Sequence as Series
 from types import MappingProxyType
@@ -23,6 +24,7 @@ class Committed(NamedTuple):
         served: the requests with computed tokens in the step, without requests that have ended meanwhile.
         preempted: the requests that lost their blocks for this step, each with whether the blocks were swapped out.
         resumed: the requests whose blocks were swapped in.
+        verified: for each sequence with drafts, the numbers of drafts and of those that were kept.
         faults: the requests whose commit raised an exception. They must be expelled (`Scheduler.recover`).
     """
 
@@ -30,6 +32,7 @@ class Committed(NamedTuple):
     served: Series[Request] = ()
     preempted: Series[tuple[Request, bool]] = ()
     resumed: Series[Request] = ()
+    verified: Series[tuple[int, int]] = ()
     faults: Mapping[Request, Exception] = MappingProxyType({})
 
 
@@ -38,6 +41,7 @@ class Commit:
 
     Attributes:
         samples_of_beams: samples of each beam search, which advances after all rows of the step.
+        kept: number of drafts of each sequence that are now part of its output.
     """
 
     def __init__(self, queues: Queues, memory: Memory):
@@ -45,6 +49,7 @@ class Commit:
         self.advanced: list[Sequence] = []
         self.served: list[Request] = []  # the rows of a request are next to each other
         self.samples_of_beams: dict[Request, list[Sample]] = {}
+        self.kept: Counter[Sequence] = Counter()
         self.faults: dict[Request, Exception] = {}
 
     def run(self, step: PlannedStep, result: StepResult) -> Committed:
@@ -53,7 +58,7 @@ class Commit:
         self._remember_resumed(step)
         advanced, served, faults, memory = self.advanced, self.served, self.faults, self.memory
         at, samples, prompts, size = 0, result.samples, result.prompt, memory.pool.block_size
-        caching, rows = memory.pool.enable_prefix_caching, step.plan.rows
+        caching, rows, drafts = memory.pool.enable_prefix_caching, step.plan.rows, dict(step.plan.drafts)
         for index, (sequence, (_, start, count, num_samples)) in enumerate(zip(step.sequences, rows, strict=True)):
             request, first, at = sequence.request, at, at + num_samples
             sequence.in_flight -= 1
@@ -66,6 +71,10 @@ class Commit:
                     if not sequence.in_flight:
                         memory.release(sequence)
                     continue
+                if index in drafts:
+                    if sequence.tokens[start:] != [drafts[index]]:  # another token, or an earlier draft, was not kept
+                        continue
+                    self.kept[sequence] += 1
                 if not served or served[-1] is not request:
                     served.append(request)
                 prompt = prompts.get(index, ()) if prompts else ()
@@ -79,7 +88,8 @@ class Commit:
                     request.prompt_samples.extend(prompt)
                 if num_samples == 1 and not request.beam:
                     self._take(sequence, samples[first])
-                    advanced.append(sequence)
+                    if index not in drafts:
+                        advanced.append(sequence)
                 elif num_samples:
                     self._branch(sequence, samples[first:at])
             except Exception as error:
@@ -141,11 +151,22 @@ class Commit:
                     self.queues.drop(request)
             except Exception as error:
                 self.faults[request] = error
+        verified = [self._settle(*each) for each in Counter(step.sequences[i] for i, _ in step.drafts).items()]
         advanced, served = self.advanced, self.served
         if self.faults:
             advanced = [sequence for sequence in advanced if sequence.request not in self.faults]
             served = [request for request in served if request not in self.faults]
-        return Committed(advanced, served, step.preempted, list(step.resumed), self.faults)
+        return Committed(advanced, served, step.preempted, list(step.resumed), verified, self.faults)
+
+    def _settle(self, sequence: Sequence, drafts: int) -> tuple[int, int]:
+        """Let a sequence continue after its last token, without the drafts that were not kept; return both numbers."""
+        kept = self.kept[sequence]
+        if not sequence.finish_reason and sequence.request not in self.faults:
+            assert sequence.drafter is not None, "nobody proposed the drafts"
+            sequence.drafter.learn(drafts, kept)
+            sequence.num_computed_tokens = sequence.num_tokens - 1
+            self.memory.rows.choose(sequence)
+        return drafts, kept
 
 
 def finish(

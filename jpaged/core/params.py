@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property, partial, wraps
 from typing import Any, Literal, Self
 
+from jpaged.config import MAX_DRAFTS
+
 # Every step applies stop strings, stop tokens and bad words to every sequence. These limits bound the cost of a step.
 MAX_STOPS = 64
 MAX_STOP_TOKENS = 128
@@ -279,6 +281,7 @@ class SamplingParams(GenerationParams):
         seed: makes a request's tokens repeatable, independent of other requests; choice i equals a single choice with
             seed + i. None: draw from the engine's seed.
         logprob_token_ids: tokens to list with their logprobs, after the chosen one and instead of the most likely ones.
+        num_speculative_tokens: maximum drafts of each output in a step; 0: none; None: as the engine is set.
     """
 
     n: int = _rule(1, "a whole number of at least 1", _integer(1))
@@ -292,6 +295,9 @@ class SamplingParams(GenerationParams):
         None,
         f"1 to {MAX_TOP} different token ids",
         _optional(lambda xs: _series(_TOKEN, 1, MAX_TOP)(xs) and len(set(xs)) == len(xs)),
+    )
+    num_speculative_tokens: int | None = _rule(
+        None, f"a whole number between 0 and {MAX_DRAFTS}", _optional(_integer(0, MAX_DRAFTS))
     )
 
     def __post_init__(self) -> None:

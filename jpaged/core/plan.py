@@ -25,6 +25,8 @@ class Scheduled(NamedTuple):
     Attributes:
         num_samples: number of tokens drawn after the last one: 0 inside a prompt, 1 for most rows, and one for each
             branch where a request forks.
+
+    A row with drafts has an entry for its last token and for each draft: all are decode tokens, with a sample each.
     """
 
     row: int
@@ -88,7 +90,8 @@ class StepPlan:
         released_rows: rows that are free before this step, unless it copies or admits into them.
         entries: changed block-table entries of rows that this plan does not admit.
         masked: rows whose samples the host restricts by a mask, each with the banned tokens. The sequence's grammar may
-            forbid further tokens.
+            forbid further tokens. A row with drafts has one for each of its entries, in their order.
+        drafts: (index in `rows`, token) of the entries whose token is a draft.
     """
 
     rows: tuple[Scheduled, ...] = ()
@@ -101,6 +104,7 @@ class StepPlan:
     chosen: tuple[Chosen, ...] = ()
     entries: tuple[Entry, ...] = ()
     masked: tuple[tuple[int, frozenset[int]], ...] = ()
+    drafts: Pairs = ()
 
     @property
     def num_tokens(self) -> int:

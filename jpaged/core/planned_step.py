@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from jpaged.core.block_table import Copies, append, move
+from jpaged.core.block_table import Copies, append, move, shortage
 from jpaged.core.branches import next_counts
 from jpaged.core.memory import Memory
 from jpaged.core.plan import Pairs, Scheduled, StepPlan
@@ -23,6 +23,7 @@ class PlannedStep:
         may_preempt: whether no other step is in flight, which could write the blocks of a preempted request.
         order: running requests; the last one is preempted first.
         at: the request on which the planning works, which is to blame for an exception.
+        room: number of drafts that the step still has room for.
         must_drain: whether a request must be preempted, and cannot be before the steps in flight are committed.
         sequences: sequences of `rows`, in the same order.
         unsteady: running requests except those on the steady path.
@@ -37,6 +38,7 @@ class PlannedStep:
     order: list[Request] = field(default_factory=list)
     at: Request | None = None
     must_drain: bool = False
+    room: int = 0
     plan: StepPlan | None = None
     rows: list[Scheduled] = field(default_factory=list)
     sequences: list[Sequence] = field(default_factory=list)
@@ -46,6 +48,7 @@ class PlannedStep:
     block_copies: Copies = field(default_factory=list)
     swap_in: Copies = field(default_factory=list)
     masked: list[tuple[int, frozenset[int]]] = field(default_factory=list)
+    drafts: list[tuple[int, int]] = field(default_factory=list)
     preempted: list[tuple[Request, bool]] = field(default_factory=list)
     resumed: dict[Request, list[tuple[Sequence, int]]] = field(default_factory=dict)
 
@@ -59,6 +62,7 @@ class PlannedStep:
             block_copies=tuple(self.block_copies),
             swap_in=tuple(self.swap_in),
             masked=tuple(self.masked),
+            drafts=tuple(self.drafts),
             **self.memory.rows.differences(),
         )
         return self.plan
@@ -156,7 +160,13 @@ class PlannedStep:
         """Schedule the part of a request that fits, preempting later requests if necessary; return the tokens used."""
         self.unsteady.append(request)
         counts = next_counts(request, budget, self.memory)
-        spans = [(s.table, s.num_computed_tokens, s.num_computed_tokens + count) for s, count in counts.items()]
+        drafts = self._drafts(counts, budget - sum(counts.values()))
+        spans = [
+            (s.table, s.num_computed_tokens, s.num_computed_tokens + count + len(drafts.get(s, ())))
+            for s, count in counts.items()
+        ]
+        if drafts and shortage(spans) > self.memory.pool.num_free:  # nothing is preempted for drafts
+            drafts, spans = {}, [(s.table, start, start + counts[s]) for s, (_, start, _) in zip(counts, spans)]
         lengths = [len(table.block_ids) for table, _, _ in spans]
         while (copies := append(spans)) is None:
             if not self.may_preempt:
@@ -172,7 +182,54 @@ class PlannedStep:
             if copies or len(table.block_ids) > length:
                 self.memory.rows.change(sequence, start // size, -(-end // size))
             self._add(sequence, count)
-        return sum(counts.values())
+            if sequence in drafts:
+                self._add_drafts(sequence, drafts[sequence])
+        return sum(counts.values()) + sum(map(len, drafts.values()))
+
+    def _drafts(self, counts: dict[Sequence, int], budget: int) -> dict[Sequence, list[int]]:
+        """Return the drafts of the sequences that compute their last token, if it is part of the output."""
+        found: dict[Sequence, list[int]] = {}
+        room, others = min(self.room, budget), max(len(self.rows), len(self.order)) - 1
+        for sequence, count in counts.items():
+            drafter, start = sequence.drafter, sequence.num_computed_tokens
+            if drafter is None or count > 1 or start < sequence.num_prompt_tokens or sequence.pending:
+                continue
+            if start + 1 < sequence.num_tokens or (start < drafter.rests_until and sequence.constraint is None):
+                continue
+            # The sample after the last draft is not beyond the maximum length.
+            request, constraint = sequence.request, sequence.constraint
+            most = min(room, request.max_length - sequence.num_tokens - 1)
+            forced = constraint.forced() if constraint is not None and most > 0 else []
+            drafts = drafter.propose(sequence.tokens, forced, most, others)
+            end = next((i for i, token in enumerate(drafts) if token in request.end_tokens), len(drafts))
+            drafts = drafts[:end]
+            if constraint is not None and drafts:
+                drafts = drafts[: constraint.allowed(drafts)]
+            if drafts:
+                found[sequence] = drafts
+                room -= len(drafts)
+        return found
+
+    def _add_drafts(self, sequence: Sequence, drafts: list[int]) -> None:
+        """Schedule drafts of a sequence whose last token is scheduled, each with a sample after it."""
+        request, row, start = sequence.request, sequence.row, sequence.num_computed_tokens
+        assert row is not None, "only running sequences have a row"
+        for place, token in enumerate(drafts):
+            self.drafts.append((len(self.rows), token))
+            self.rows.append(Scheduled(row, start + place, 1, 1))
+        self.sequences += [sequence] * len(drafts)
+        self.room -= len(drafts)
+        if request.bans or sequence.constraint is not None:
+            known = [*sequence.tokens, *drafts]
+            banned = [
+                request.bans.next_tokens(known[: start + place], start + place - sequence.num_prompt_tokens)
+                for place in range(len(drafts) + 1)
+            ]
+            if any(banned) or sequence.constraint is not None:
+                self.masked = [each for each in self.masked if each[0] != row] + [(row, each) for each in banned]
+        sequence.num_computed_tokens += len(drafts)
+        sequence.in_flight += len(drafts)
+        sequence.pending += len(drafts)
 
     def _add(self, sequence: Sequence, count: int) -> None:
         request, row = sequence.request, sequence.row
@@ -192,6 +249,8 @@ class PlannedStep:
         sequence.steady_until = 0
         # A request forks once, and its branches are sampled only while none waits for its leader. No block of theirs
         # becomes shared meanwhile.
-        if num_samples == 1 and not (request.waits or request.bans):
-            size = self.memory.pool.block_size
+        if num_samples == 1 and not (sequence.waits or request.bans):
+            size, drafter = self.memory.pool.block_size, sequence.drafter
             sequence.steady_until = min(-(-end // size) * size, request.max_length - 1)
+            if drafter is not None:
+                sequence.steady_until = min(sequence.steady_until, drafter.rests_until)

@@ -1,6 +1,7 @@
 """Requests, their sequences, and their results, without device, clock or randomness."""
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -10,7 +11,8 @@ from jpaged.core.bans import Bans
 from jpaged.core.beam import BeamSearch
 from jpaged.core.block_table import BlockTable
 from jpaged.core.certificate import Certificate
-from jpaged.core.params import BeamSearchParams, Params
+from jpaged.core.drafts import Drafter
+from jpaged.core.params import BeamSearchParams, Params, SamplingParams
 from jpaged.core.plan import Sample
 
 
@@ -54,6 +56,12 @@ class Constraint(Protocol):
     def take(self, token: int) -> None:
         """Advance by a token."""
 
+    def forced(self) -> list[int]:
+        """Return the next tokens as far as the grammar allows no others."""
+
+    def allowed(self, tokens: list[int]) -> int:
+        """Return how many of some tokens the grammar allows next, one after the other."""
+
     @property
     def error(self) -> str | None:
         """Reason why the grammar can't be followed further; None if it can."""
@@ -80,6 +88,8 @@ class Sequence:
         steady_until: the position before which every step computes one token and samples one, whatever the samples
             are. Until then no other table holds the last block, and no mask is needed.
         row: row on the device while the sequence runs, or until the last of its steps in flight is committed.
+        drafter: proposes next tokens, or None. Branches have separate ones.
+        num_read: number of output tokens that have been read for the text and the client.
         decoder: converts the output to text; None without a tokenizer. Branches have separate decoders.
         constraint: state in the request's grammar, or None. Branches have separate states.
         samples: one for each output token.
@@ -99,6 +109,8 @@ class Sequence:
     leader: "tuple[Sequence, int] | None" = None
     steady_until: int = 0
     row: int | None = None
+    drafter: Drafter | None = None
+    num_read: int = 0
     decoder: Decoder | None = None
     constraint: Constraint | None = None
     samples: list[Sample] = field(default_factory=list)
@@ -140,10 +152,16 @@ class Sequence:
         Known tokens and tokens that steps in flight will sample can be computed. No token can follow a sample that ends
         the sequence, or that the host must see first.
         """
-        request, known = self.request, len(self.tokens) + self.pending
-        if self.pending and (request.waits or known >= request.max_length):
+        known = len(self.tokens) + self.pending
+        if self.pending and (self.waits or known >= self.request.max_length):
             return 0
         return known - self.num_computed_tokens
+
+    @property
+    def waits(self) -> bool:
+        """Whether the host must see the last sample before the next step, for the request or for a draft."""
+        drafter = self.drafter
+        return self.request.waits or (drafter is not None and self.num_computed_tokens >= drafter.rests_until)
 
     def append(self, sample: Sample) -> None:
         """Add a sampled token."""
@@ -154,6 +172,11 @@ class Sequence:
         if self.constraint is not None:
             self.constraint.take(token)
 
+    def cut(self, num_output_tokens: int) -> None:
+        """Drop the output after its first tokens. The sequence has ended there."""
+        del self.tokens[self.num_prompt_tokens + num_output_tokens :], self.samples[num_output_tokens:]
+        self.cumulative_logprob = math.fsum(sample.logprob for sample in self.samples)
+
     def branch(self, index: int) -> "Sequence":
         """Return a new branch with the tokens so far and without blocks."""
         return Sequence(
@@ -162,6 +185,8 @@ class Sequence:
             BlockTable(self.table.pool),
             index,
             num_cached_tokens=self.num_cached_tokens,
+            drafter=copy.copy(self.drafter),
+            num_read=self.num_read,
             decoder=copy.copy(self.decoder),
             constraint=copy.copy(self.constraint),
             samples=list(self.samples),
@@ -281,6 +306,14 @@ class Request:
         The host chooses among candidates, forks, or creates a mask that depends on the token.
         """
         return self._host_bound or len(self.sequences) < self.num_sequences
+
+    @property
+    def may_have_drafts(self) -> bool:
+        """Whether its sequences may have drafts. Penalties count the tokens on the device; beams compare candidates."""
+        params = self.params
+        if not isinstance(params, SamplingParams) or params.num_speculative_tokens == 0:
+            return False
+        return not (params.presence_penalty or params.frequency_penalty) and params.repetition_penalty == 1
 
     @property
     def seats(self) -> int:

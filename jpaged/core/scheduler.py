@@ -11,11 +11,12 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Series
 
-from jpaged.config import Limits
+from jpaged.config import Limits, Speculation
 from jpaged.core.admission import Capacity, make_request
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.block_table import BlockTable
 from jpaged.core.commit import Commit, Committed, finish
+from jpaged.core.drafts import UNKNOWN, DecodeCosts, Drafter
 from jpaged.core.memory import Memory
 from jpaged.core.params import InvalidParameter, Params
 from jpaged.core.plan import StepPlan, StepResult
@@ -53,12 +54,15 @@ class Scheduler:
             tokens of a step for several tenants; inf: no limit.
         headroom: tokens of each running sequence for which blocks stay free when another request is admitted. Without
             it, a full pool preempts the new request after a few steps, and all its work is lost.
+        decode_costs: costs of steps, for the number of drafts.
 
     Attributes:
         holds_new: admit no request for the first time, so that only started requests continue.
         touched: the requests on which the step before the last `recover` may have worked.
         prefix_queries: number of prompt tokens that were looked up in the prefix cache.
         prefix_hits: number of prompt tokens that came from the prefix cache.
+        num_drafted: number of times that a sequence had drafts in a step.
+        num_drafts, num_kept: number of drafts, and of those that were kept.
     """
 
     def __init__(
@@ -75,18 +79,22 @@ class Scheduler:
         tokens_beside_decodes: int | None = None,
         step_overhead: float = math.inf,
         headroom: int = 0,
+        decode_costs: DecodeCosts = UNKNOWN,
     ):
         self.limits, self.vocab_size, self.policy = limits, vocab_size, policy
         # A tokenizer may know tokens that the model can't produce.
         self.eos_token_ids = frozenset(token for token in eos_token_ids if 0 <= token < vocab_size)
         self.tokens_beside_decodes = tokens_beside_decodes or limits.max_num_batched_tokens
         self.step_overhead, self.headroom = step_overhead, headroom
+        self._speculation, self._max_drafts = Speculation.of(limits.speculative_config), limits.max_num_drafts
+        self._decode_costs = decode_costs
         self.memory = Memory(pool, host_pool, limits.max_num_seqs, preemption, block_swap_cost)
         self.pool, self.host_pool, self.rows = pool, host_pool, self.memory.rows
         self.queues = Queues()
         self.holds_new = False
         self.touched: list[Request] = []
         self.num_preemptions = self.num_swapped_blocks = self.prefix_queries = self.prefix_hits = 0
+        self.num_drafted = self.num_drafts = self.num_kept = 0
         self._arrivals = itertools.count()
         self._turns = Turns()
         self._in_flight: deque[PlannedStep] = deque()
@@ -155,6 +163,9 @@ class Scheduler:
         request.prompt, request.client, request.tenant, request.cache_salt = prompt, client, tenant, cache_salt
         request.rank = priority, self._turns.take(client, request.num_sequences), next(self._arrivals)
         request.sequences.append(Sequence(request, list(prompt_token_ids), BlockTable(self.pool)))
+        if self._speculation is not None and request.may_have_drafts:
+            most = getattr(params, "num_speculative_tokens", None)
+            request.sequences[0].drafter = Drafter(self._speculation, self._decode_costs, most)
         self.queues.add(request)
         return request
 
@@ -181,7 +192,7 @@ class Scheduler:
         """
         if self._in_flight and self._must_drain:
             return None
-        step = PlannedStep(self.queues, self.memory, may_preempt=not self._in_flight)
+        step = PlannedStep(self.queues, self.memory, may_preempt=not self._in_flight, room=self._max_drafts)
         try:
             self._fill(step)
         except Exception as error:
@@ -279,7 +290,12 @@ class Scheduler:
         """Commit the oldest plan in flight. Only this method commits tokens, forks and endings by a token."""
         step = self._in_flight.popleft()
         assert step.plan is plan, "plans are committed in their order"
-        return Commit(self.queues, self.memory).run(step, result)
+        committed = Commit(self.queues, self.memory).run(step, result)
+        for drafts, kept in committed.verified:
+            self.num_drafted += 1
+            self.num_drafts += drafts
+            self.num_kept += kept
+        return committed
 
     def recover(self, *, expelled: Collection[Request] = (), tried: Collection[Request] | None = None) -> None:
         """Restore a consistent state after a step that failed at any point, or for other parameters.

@@ -17,7 +17,7 @@ from jpaged.core.commands import PARTS, Command, Pause, ResetPrefixCache, Resume
 from jpaged.core.commit import Committed
 from jpaged.core.params import InvalidParameter, Params, SamplingParams
 from jpaged.core.plan import StepPlan, StepResult
-from jpaged.core.request import NON_FINITE, FinishReason, OutputDelta, Request, RequestFault, Sequence
+from jpaged.core.request import NON_FINITE, Decoder, FinishReason, OutputDelta, Request, RequestFault, Sequence
 from jpaged.core.scheduler import Scheduler
 from jpaged.engine import certify
 from jpaged.engine.output import delta_of, whole_deltas
@@ -110,6 +110,8 @@ class EngineStats(NamedTuple):
     Attributes:
         prefix_queries: prompt tokens that were looked up in the prefix cache.
         prefix_hits: tokens among them that were in it.
+        num_drafted: times that a sequence had drafts in a step.
+        num_drafts, num_kept: drafts, and those that became output.
     """
 
     num_running: int
@@ -121,6 +123,9 @@ class EngineStats(NamedTuple):
     num_swapped_blocks: int
     prefix_queries: int
     prefix_hits: int
+    num_drafted: int = 0
+    num_drafts: int = 0
+    num_kept: int = 0
 
 
 class Placing(TypedDict, total=False):
@@ -213,7 +218,8 @@ class Engine:
             num_running=len(scheduler.running), num_waiting=len(scheduler.waiting), num_blocks=pool.num_blocks,
             num_used_blocks=pool.num_used, block_size=pool.block_size, num_preemptions=scheduler.num_preemptions,
             num_swapped_blocks=scheduler.num_swapped_blocks, prefix_queries=scheduler.prefix_queries,
-            prefix_hits=scheduler.prefix_hits,
+            prefix_hits=scheduler.prefix_hits, num_drafted=scheduler.num_drafted, num_drafts=scheduler.num_drafts,
+            num_kept=scheduler.num_kept,
         )  # fmt: skip
 
     @property
@@ -370,9 +376,11 @@ class Engine:
             self._exchange(self._next_params)
         while self._has_room and (plan := self.scheduler.schedule()):
             # Masks do not depend on the device's results, and are made while it works.
-            rows = [(cast("Constraint | None", self.scheduler.rows[row].constraint), bans) for row, bans in plan.masked]
-            make_masks = functools.partial(self._masks.write, rows) if rows else None
+            make_masks = functools.partial(self._masks.of_plan, plan, self._constraint) if plan.masked else None
             self._in_flight.append((plan, self._clock(), self.runner.dispatch(plan, make_masks)))
+
+    def _constraint(self, row: int) -> "Constraint | None":
+        return cast("Constraint | None", self.scheduler.rows[row].constraint)
 
     def _output(self, plan: StepPlan, committed: Committed, dispatched_at: float) -> StepOutput:
         """Return the output of a committed step, after the work on its texts and metrics."""
@@ -399,11 +407,12 @@ class Engine:
         for sequence in advanced:
             request = sequence.request
             try:
+                first = sequence.num_read
                 text = self._read(sequence)
                 if sequence.finish_reason:
                     certify.certify(sequence, self.runner)
                 if request.streams:
-                    samples = [] if sequence.stop_reason == NON_FINITE else sequence.samples[-1:]
+                    samples = sequence.samples[first:]
                     deltas.append(delta_of(sequence, sequence.index, text, samples))
                 else:
                     others[request] = None
@@ -454,24 +463,36 @@ class Engine:
         certify.follow(self.scheduler.requests.values(), self.runner, update.in_flight)
 
     def _read(self, sequence: Sequence) -> str:
-        """Return the text that the sequence's last token adds; a stop string in it ends the sequence."""
+        """Return the text that the sequence's new tokens add; a stop string in it ends the sequence there."""
         decoder, text = sequence.decoder, ""
         if sequence.stop_reason == NON_FINITE:
             return text
         if sequence.constraint is not None and (error := sequence.constraint.error):
             self._finish(sequence, FinishReason.ERROR, error)
-        if decoder is None:
-            return text
-        # A token that ends the text is not part of it.
-        params, is_stop_string = sequence.request.params, isinstance(sequence.stop_reason, str)
-        if sequence.finish_reason != FinishReason.STOP or params.include_stop_str_in_output or is_stop_string:
-            text, stop = decoder.step(sequence.tokens[-1], may_stop=sequence.num_output_tokens > params.min_tokens)
-            if stop is not None and sequence.finish_reason != FinishReason.ERROR:
-                self._finish(sequence, FinishReason.STOP, stop)
-        if sequence.finish_reason:
+        while sequence.num_read < sequence.num_output_tokens:
+            sequence.num_read += 1
+            if decoder is not None:
+                text += self._read_token(sequence, decoder)
+        if decoder is not None and sequence.finish_reason:
             text += decoder.flush()
             sequence.decoder = None
         sequence.text += text
+        return text
+
+    def _read_token(self, sequence: Sequence, decoder: Decoder) -> str:
+        """Return the text of the token that was read last."""
+        params, read = sequence.request.params, sequence.num_read
+        is_last = read == sequence.num_output_tokens
+        is_stop_string = isinstance(sequence.stop_reason, str)
+        # A token that ends the text is not part of it.
+        ends = is_last and sequence.finish_reason == FinishReason.STOP and not is_stop_string
+        if ends and not params.include_stop_str_in_output:
+            return ""
+        token = sequence.tokens[sequence.num_prompt_tokens + read - 1]
+        text, stop = decoder.step(token, may_stop=read > params.min_tokens)
+        if stop is not None and sequence.finish_reason != FinishReason.ERROR:
+            self._finish(sequence, FinishReason.STOP, stop)
+            sequence.cut(read)
         return text
 
     def _finish(self, sequence: Sequence, reason: FinishReason, stop_reason: str) -> None:

@@ -137,7 +137,8 @@ def _check_numbers(plan: StepPlan, sizes: Sizes) -> None:
     """Check the numbers outside the admitted sequences."""
     limits, tokens, blocks, host = sizes
     rows, length, width = limits.max_num_seqs, limits.max_model_len, limits.blocks_per_seq
-    _check("rows", plan.rows, rows, (rows, length, length + 1, rows + 1))
+    _check("rows", plan.rows, limits.max_num_decodes, (rows, length, length + 1, rows + 1))
+    _check("drafts", plan.drafts, limits.max_num_drafts, (len(plan.rows), tokens))
     _check_length("swap_out", plan.swap_out, rows)
     for pairs in plan.swap_out:
         _check("swap_out", pairs, host, (blocks, host))
@@ -148,7 +149,7 @@ def _check_numbers(plan: StepPlan, sizes: Sizes) -> None:
     _check_series("admitted.row", [each.row for each in plan.admitted], rows, rows)
     _check("chosen", plan.chosen, rows, (rows, tokens, 2**64))
     _check("entries", plan.entries, rows * width, (rows, width, blocks))
-    _check_series("masked", [row for row, _ in plan.masked], rows, rows)
+    _check_series("masked", [row for row, _ in plan.masked], limits.max_num_decodes, rows)
     for _, banned in plan.masked:
         _check_series("masked", banned, tokens, tokens)
 
@@ -164,12 +165,13 @@ def _check_rows(plan: StepPlan, limits: Limits) -> None:
                 f"rows: row {row} has {count} tokens from {start} on, allowed between 1 and max_model_len "
                 f"({limits.max_model_len})"
             )
-    if len(set(rows)) < len(rows):
+    own = [row for index, row in enumerate(rows) if index not in dict(plan.drafts)]
+    if len(set(own)) < len(own):
         raise FrameError("rows: a row is scheduled twice")
     if sum(counts) > limits.max_num_batched_tokens:
         raise FrameError(f"rows: must have at most {limits.max_num_batched_tokens} tokens, not {sum(counts)}")
-    if sum(samples) > limits.max_num_seqs:
-        raise FrameError(f"rows: must have at most {limits.max_num_seqs} samples, not {sum(samples)}")
+    if sum(samples) > limits.max_num_decodes:
+        raise FrameError(f"rows: must have at most {limits.max_num_decodes} samples, not {sum(samples)}")
 
 
 def _check_admitted(admitted: SentAdmitted, sizes: Sizes) -> None:

@@ -73,7 +73,7 @@ class Buckets:
     """
 
     def __init__(self, limits: Limits, *, padded: bool = True):
-        max_seqs, max_tokens, factor, least = limits.max_num_seqs, limits.max_num_batched_tokens, *LADDERS[padded]
+        max_seqs, max_tokens, factor, least = limits.max_num_decodes, limits.max_num_batched_tokens, *LADDERS[padded]
         self.decode = tuple(Bucket(s, s, True) for s in ladder(1, max_seqs, factor))
         seqs = (16, max_seqs) if max_seqs > 16 else (max_seqs,)
         self.mixed = tuple(Bucket(t, s, False) for t in ladder(least, max(16, max_tokens), 2) for s in seqs)
@@ -196,7 +196,7 @@ class Shapes:
 
 
 def make_batch(plan: StepPlan, rows: RowTable, buckets: Buckets, layouts: dict[Bucket, Layout]) -> "Made":
-    """Lay out a plan's tokens; sequence i of the batch is the plan's i-th row.
+    """Lay out a plan's tokens; sequence i of the batch is the plan's i-th entry: a row, or one draft of it.
 
     Args:
         rows: table with the plan's differences applied; this call consumes the tokens of the plan.
@@ -214,15 +214,18 @@ def make_batch(plan: StepPlan, rows: RowTable, buckets: Buckets, layouts: dict[B
     batch.context_lens[:n] = start_n + count_n
     batch.decodes[:n] = decodes_n
     batch.block_tables[:n] = rows.block_tables[row_n]
+    decoded_n = rows.tokens_at(row_n, start_n)
+    for entry, token in plan.drafts:
+        decoded_n[entry] = token
     if bucket.decode:
         row_t, position_t = row_n, start_n
-        batch.tokens[:num_tokens] = rows.tokens_at(row_n, start_n)
+        batch.tokens[:num_tokens] = decoded_n
         batch.cu_q_lens[: n + 1] = np.arange(n + 1)
     else:
         row_t = np.repeat(row_n, count_n)
         batch.cu_q_lens[1 : n + 1] = np.cumsum(count_n)
         position_t = np.arange(num_tokens) + np.repeat(start_n - batch.cu_q_lens[:n], count_n)
-        batch.tokens[batch.cu_q_lens[:n][decodes_n]] = rows.tokens_at(row_n[decodes_n], start_n[decodes_n])
+        batch.tokens[batch.cu_q_lens[:n][decodes_n]] = decoded_n[decodes_n]
         for i in np.flatnonzero(~decodes_n):
             row, start, count, _ = plan.rows[i]
             at = slice(batch.cu_q_lens[i], batch.cu_q_lens[i + 1])
@@ -254,11 +257,18 @@ def _fill_samples(
     rows.consume(row_s)
     mask_of = np.full(num_samples, -1)
     if plan.masked:
-        mask_of_row = {row: i for i, (row, _) in enumerate(plan.masked)}
-        mask_of[:] = [mask_of_row.get(row, -1) for row in row_s.tolist()]
+        mask_of[:] = np.array(_masks_of(plan))[sequence_s]
         samples["masked"] = mask_of >= 0
     settings = Settings.ANY if (mask_of >= 0).any() else Settings(rows.settings[row_s].max(initial=0))
     return mask_of, rows.num_top[row_s], settings
+
+
+def _masks_of(plan: StepPlan) -> list[int]:
+    """Return the index of each entry's mask, -1 for none; the masks of a row are in the order of its entries."""
+    masks: dict[int, list[int]] = {}
+    for index, (row, _) in reversed([*enumerate(plan.masked)]):
+        masks.setdefault(row, []).append(index)
+    return [masks[each.row].pop() if each.num_samples and masks.get(each.row) else -1 for each in plan.rows]
 
 
 class Made(NamedTuple):

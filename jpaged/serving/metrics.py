@@ -56,6 +56,9 @@ TOTALS: dict[str, Number] = {
     "num_swapped_blocks": ("KV blocks swapped to the host", lambda s: s.num_swapped_blocks),
     "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache", lambda s: s.prefix_queries),
     "prefix_cache_hits": ("Prompt tokens found in the prefix cache", lambda s: s.prefix_hits),
+    "spec_decode_num_drafts": ("Sequences of steps with draft tokens", lambda s: s.num_drafted),
+    "spec_decode_num_draft_tokens": ("Draft tokens", lambda s: s.num_drafts),
+    "spec_decode_num_accepted_tokens": ("Draft tokens that became output", lambda s: s.num_kept),
 }
 
 
@@ -63,12 +66,13 @@ class EngineMetrics:
     """Observer of an engine that counts.
 
     Args:
-        counters: those of COUNTERS, and `request_success`, by name.
+        counters: those of COUNTERS, `request_success` and `spec_decode_num_accepted_tokens_per_pos`, by name.
         labels: values of LABELS.
     """
 
     def __init__(self, counters: dict[str, Counter], histograms: dict[str, Histogram], labels: tuple[str, str]):
         self._success, self._labels = counters["request_success"], labels
+        self._kept_at = counters["spec_decode_num_accepted_tokens_per_pos"]
         self._counters = {name: counters[name].labels(*labels) for name in COUNTERS}
         self._histograms = {name: family.labels(*labels) for name, family in histograms.items()}
 
@@ -82,6 +86,9 @@ class EngineMetrics:
         if output.plan is not None and output.plan.rows:
             self._histograms["iteration_tokens_total"].observe(output.plan.num_tokens)
         self._counters["generation_tokens"].inc(sum(progress.tokens for progress in output.progress))
+        for _, kept in output.committed.verified:
+            for position in range(kept):
+                self._kept_at.labels(*self._labels, str(position)).inc()
         for request, _, gap in output.progress:
             times = request.metrics
             if gap is None:
@@ -131,6 +138,8 @@ class Metrics(Collector):
         counters = {name: Counter(f"vllm:{name}", text, LABELS, registry=registry) for name, text in COUNTERS.items()}
         text, labels = "Finished choices, by finish reason", [*LABELS, "finished_reason"]
         counters["request_success"] = Counter("vllm:request_success", text, labels, registry=registry)
+        name, text = "spec_decode_num_accepted_tokens_per_pos", "Draft tokens that became output, by their position"
+        counters[name] = Counter(f"vllm:{name}", text, [*LABELS, "position"], registry=registry)
         histograms = {
             name: Histogram(f"vllm:{name}", text, LABELS, buckets=buckets, registry=registry)
             for name, (text, buckets) in HISTOGRAMS.items()

@@ -91,6 +91,7 @@ def start_engine(
         vocab_size=resolved.model.vocab_size, eos_token_ids=eos, host_pool=host_pool, policy=config.scheduling_policy,
         preemption=config.preemption_mode, block_swap_cost=measured.block_swap_cost,
         tokens_beside_decodes=measured.tokens_beside_decodes, step_overhead=measured.step_overhead, headroom=HEADROOM,
+        decode_costs=measured.decode_costs,
     )  # fmt: skip
     max_in_flight = 2 if config.async_scheduling else 1
     return Engine(scheduler, lead(runner) if lead else runner, inner, seed=config.seed, max_in_flight=max_in_flight)

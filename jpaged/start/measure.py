@@ -17,7 +17,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jpaged.config import Limits, platform_defaults
+from jpaged.config import Limits, Speculation, platform_defaults
+from jpaged.core.drafts import UNKNOWN, DecodeCosts
 from jpaged.runtime.batch import Bucket
 from jpaged.runtime.compilation_cache import cache_folder, private_folder
 from jpaged.runtime.placement import Placement
@@ -49,6 +50,7 @@ class Measured(NamedTuple):
         tokens_beside_decodes: maximum tokens of a step with decodes; None: the limit of all steps.
         step_overhead: cost of a step without its tokens, in tokens; inf if it is unknown.
         block_swap_cost: cost of moving one block to the host and back, in tokens; 0 if it is not needed or unknown.
+        decode_costs: costs of decode steps; unknown without drafts.
     """
 
     num_blocks: int
@@ -56,6 +58,7 @@ class Measured(NamedTuple):
     tokens_beside_decodes: int | None
     step_overhead: float
     block_swap_cost: float
+    decode_costs: DecodeCosts
 
 
 def measure(runner: ModelRunner, resolved: Resolved, *, progress: bool = True) -> Measured:
@@ -87,7 +90,8 @@ def measure(runner: ModelRunner, resolved: Resolved, *, progress: bool = True) -
         swap_cost = block_swap_cost(runner, limits, costs)
     if costs and (further := [bucket for bucket in ladders if bucket not in runner.shapes.buckets.all]):
         runner.compile_later(further)
-    return Measured(runner.blocks.num_blocks, num_host_blocks, chunk, step_overhead(costs, platform), swap_cost)
+    overhead, decodes = step_overhead(costs, platform), decode_costs(runner, limits, costs)
+    return Measured(runner.blocks.num_blocks, num_host_blocks, chunk, overhead, swap_cost, decodes)
 
 
 def warm_up(runner: ModelRunner, limits: Limits, *, later: bool = False, progress: bool = True) -> StepCosts:
@@ -229,6 +233,31 @@ def step_overhead(costs: StepCosts, platform: str) -> float:
     slope, start = np.polyfit(tokens, seconds, 1, w=1 / seconds)
     slope = max(slope, 0.0) + (CPU_TOKEN_S if platform == "cpu" else 0.0)
     return max(0.0, float(start / slope)) if slope > 0 else math.inf
+
+
+def decode_costs(runner: ModelRunner, limits: Limits, costs: StepCosts) -> DecodeCosts:
+    """Return the costs of decode steps with drafts. A context costs what reading it takes, at the rate of the weights.
+
+    Where padding costs nothing, the steps of one sequence with drafts are measured, too, and costs between measured
+    numbers of tokens are interpolated. Otherwise a step costs what its shape does.
+    """
+    drafts = Speculation.of(limits.speculative_config)
+    known = {bucket.num_tokens: seconds for bucket, seconds in costs.items() if bucket.decode}
+    if drafts is None or not known:
+        return UNKNOWN
+    if not runner.pads:
+        fit = runner.shapes.buckets.fit
+        runs = {
+            Bucket(count, count, True): partial(runner.run_padding, fit(count, count, True), count)
+            for count in range(1, drafts.num_tokens + 2)
+        }
+        known |= {bucket.num_tokens: seconds for bucket, seconds in _stored(runner, limits, "drafts", runs).items()}
+    counts, seconds = np.array(sorted(known.items())).T
+    sizes = np.arange(limits.max_num_decodes + 1)
+    every = seconds[np.searchsorted(counts, sizes)] if runner.pads else np.interp(sizes, counts, seconds)
+    weights = sum(leaf.nbytes for leaf in runner.leaves)
+    token_bytes = runner.blocks.cache.block_bytes / limits.block_size
+    return DecodeCosts(tuple(every.tolist()), float(seconds[0] * token_bytes / weights))
 
 
 def costs_file(folder: Path, key: str) -> Path | None:

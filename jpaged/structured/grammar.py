@@ -43,6 +43,14 @@ class Constraint:
         """Advance by a token."""
         self.matcher.consume_token(token)
 
+    def forced(self) -> list[int]:
+        """Return the next tokens as far as the grammar allows no others."""
+        return self.matcher.compute_ff_tokens()
+
+    def allowed(self, tokens: list[int]) -> int:
+        """Return how many of some tokens the grammar allows next, one after the other."""
+        return self.matcher.validate_tokens(tokens)
+
     @property
     def error(self) -> str | None:
         """Reason why the grammar can't be followed further, such as too much ambiguity; None if there is none."""

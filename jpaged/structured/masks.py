@@ -1,10 +1,14 @@
 """Masks of a step: the allowed tokens of the samples of some rows."""
 
+import copy
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from jpaged.core.plan import StepPlan
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor
@@ -46,6 +50,22 @@ class Masks:
             elif banned and (left := _without(masks[m], banned)).any():
                 masks[m] = left
         return masks
+
+    def of_plan(self, plan: StepPlan, constraint_of: Callable[[int], "Constraint | None"]) -> np.ndarray:
+        """Return the masks of a plan's rows, [M, W] uint32; those of drafts follow the drafts before them."""
+        drafts: dict[int, list[int]] = {}
+        for index, token in plan.drafts:
+            drafts.setdefault(plan.rows[index].row, []).append(token)
+        rows: list[tuple[Constraint | None, frozenset[int]]] = []
+        for row, entries in itertools.groupby(plan.masked, key=lambda each: each[0]):
+            constraint = constraint_of(row)
+            rows.append((constraint, next(entries)[1]))
+            for token, (_, banned) in zip(drafts.get(row, ()), entries):
+                if constraint is not None:
+                    constraint = copy.copy(constraint)
+                    constraint.take(token)
+                rows.append((constraint, banned))
+        return self.write(rows)
 
     def _write(self, constrained: Sequence[tuple["Constraint", int]], masks: np.ndarray) -> None:
         """Write the masks of constraints into their rows."""

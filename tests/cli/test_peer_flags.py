@@ -221,7 +221,7 @@ def test_keys_of_a_config_file_may_be_those_of_vllm(tmp_path, capsys):
     )
     args = PARSER.parse_args(["--config", str(path), "--tp", "2"])
     assert (args.max_model_len, args.tensor_parallel_size, args.enable_prefix_caching) == (32000, 2, True)
-    assert args.hf_overrides == {"rope_scaling": {"rope_type": "yarn"}, "rope_theta": 5} and len(args.notices) == 3
+    assert args.hf_overrides == {"rope_scaling": {"rope_type": "yarn"}, "rope_theta": 5} and len(args.notices) == 2
     path.write_text("enable-lora: true\n")
     with pytest.raises(SystemExit):
         PARSER.parse_args(["--config", str(path)])

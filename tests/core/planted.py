@@ -4,6 +4,7 @@ import dataclasses
 
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.block_table import BlockTable
+from jpaged.core.commit import Commit
 from jpaged.core.memory import Memory, Rows
 from jpaged.core.scheduler import Scheduler
 
@@ -103,6 +104,54 @@ def _unwritten_offer(patch):
     patch.setattr(Memory, "remember", eager)
 
 
+def _kept_position(patch):
+    """The next step goes on after a draft that was not kept."""
+    settle = Commit._settle
+
+    def forgetful(commit, sequence, drafts):
+        computed = sequence.num_computed_tokens
+        result = settle(commit, sequence, drafts)
+        sequence.num_computed_tokens = min(computed, sequence.num_tokens)
+        return result
+
+    patch.setattr(Commit, "_settle", forgetful)
+
+
+def _silent_host(patch):
+    """The runner is not told after which of the drafts the sequence goes on."""
+    choose = Rows.choose
+    patch.setattr(Rows, "choose", lambda rows, s: None if s.drafter and not s.request.unforked else choose(rows, s))
+
+
+def _credulous(patch):
+    """The tokens after a wrong draft are kept."""
+    run = Commit.run
+
+    def trusting(commit, step, result):
+        samples = list(result.samples)
+        for index, token in step.plan.drafts:
+            samples[index - 1] = samples[index - 1]._replace(token=token)
+        return run(commit, step, result._replace(samples=samples))
+
+    patch.setattr(Commit, "run", trusting)
+
+
+def _unwritten_draft(patch):
+    """The blocks of drafts are taken, and the runner does not learn of them."""
+    change = Rows.change
+
+    def short(rows, sequence, first, stop):
+        change(rows, sequence, first, min(stop, first + 1))
+
+    patch.setattr(Rows, "change", short)
+
+
+DRAFT_BUGS = {
+    "kept position": _kept_position,
+    "silent host": _silent_host,
+    "credulous": _credulous,
+    "unwritten draft": _unwritten_draft,
+}
 BUGS = {
     "leak": _leak,
     "double free": _double_free,

@@ -27,6 +27,7 @@ KINDS: dict[str, GenerationParams] = {
     "pair": SamplingParams(max_tokens=None, n=2, presence_penalty=1),
     "beam": BeamSearchParams(max_tokens=None, beam_width=2, presence_penalty=1),
     "told": SamplingParams(max_tokens=None, prompt_logprobs=0),
+    "fork": SamplingParams(max_tokens=None, n=2),
 }
 
 
@@ -37,6 +38,7 @@ class Scenario(NamedTuple):
         distinct: each request has a text of its own; otherwise all share one.
         policy: under "priority" each request goes before all that came earlier.
         depth: how many steps may be in flight.
+        drafts: how many drafts a sequence may have in a step.
     """
 
     blocks: int
@@ -48,10 +50,12 @@ class Scenario(NamedTuple):
     distinct: bool = False
     policy: str = "fcfs"
     depth: int = 2
+    drafts: int = 0
 
 
 MODES = "recompute", "swap"
 SMALL = [
+    *(Scenario(4, 2, mode, ("one", "fork"), drafts=2) for mode in MODES),
     *(Scenario(*shape) for shape in itertools.product((2, 3), (1, 2), ("swap",))),
     *(Scenario(*shape) for shape in ((2, 2, "recompute"), (3, 1, "recompute"), (4, 1, "recompute"))),
     Scenario(3, 2, "auto", distinct=True),
@@ -79,7 +83,7 @@ class World:
         self.scheduler, self.runner = traffic.make(
             scenario.blocks, scenario.size, seqs=4, tokens=4, cache=scenario.cache,
             host=scenario.blocks * (scenario.mode != "recompute"), preemption=scenario.mode, policy=scenario.policy,
-            block_swap_cost=1.0,  # "auto" swaps only if some block holds more than one token
+            drafts=scenario.drafts, block_swap_cost=1.0,  # "auto" swaps only if some block holds more than one token
         )  # fmt: skip
         self.requests = []
         self.in_flight = deque()
@@ -156,12 +160,13 @@ class World:
             row = None
             if sequence.row is not None and sequence.row in self.runner.rows:
                 told = self.runner.rows[sequence.row]
-                row = name("row", sequence.row), tuple(told.tokens), tuple(told.counted or ())
+                row = name("row", sequence.row), tuple(told.tokens), tuple(told.counted or ()), repr(told.verified)
             leader = sequence.leader and (request.sequences.index(sequence.leader[0]), sequence.leader[1])
             return (
                 tuple(sequence.tokens), sequence.num_computed_tokens, sequence.finish_reason, leader, kind, row,
                 tuple(name(kind, i) for i in sequence.table.block_ids), tuple(name("node", n) for n in sequence.nodes),
                 sequence.in_flight, sequence.pending, sequence.epoch == pool.epoch,
+                sequence.drafter and sequence.drafter.rests_until,
             )  # fmt: skip
 
         def ended(request):
@@ -258,7 +263,7 @@ def test_what_counts_as_one_state_has_one_future():
 def test_it_finds_a_planted_bug(bug, monkeypatch):
     BUGS[bug](monkeypatch)
     with pytest.raises(AssertionError):
-        for scenario in (SMALL[1], SMALL[-1]):  # each bug shows in one of these
+        for scenario in (SMALL[3], SMALL[-1]):  # each bug shows in one of these
             explore(scenario)
 
 

@@ -56,6 +56,7 @@ SAMPLING = {
         [None, [5], range(128), np.array([1, 2])], [[], [1, 1], [-1], range(129), [True], 5],
         "must be 1 to 128 different token ids",
     ),
+    "num_speculative_tokens": ([None, 0, 32], [-1, 33, 1.0, True], "must be a whole number between 0 and 32"),
     "n": ([1, 1000], [0, 1.0, True, None], WHOLE),
     "best_of": ([None, 1, 1000], [0, True], WHOLE),
     "temperature": (

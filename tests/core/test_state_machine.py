@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jpaged.core.commands import UpdateParams
 from tests.core import traffic
-from tests.core.planted import BUGS
+from tests.core.planted import BUGS, DRAFT_BUGS
 
 pytestmark = pytest.mark.slow
 
@@ -38,12 +38,13 @@ class Traffic(stateful.RuleBasedStateMachine):
         headroom=st.sampled_from([0, 0, 5]),
         tenants=st.sampled_from([[None], ["a", "b"], ["a", "b", None]]),
         overhead=st.sampled_from([0, 2.5, math.inf]),
+        drafts=st.sampled_from([0, 1, 3]),
     )
-    def start(self, blocks, size, seqs, tokens, host, cache, policy, cost, beside, headroom, tenants, overhead):
+    def start(self, blocks, size, seqs, tokens, host, cache, policy, cost, beside, headroom, tenants, overhead, drafts):
         self.scheduler, self.runner = traffic.make(
             blocks, size, seqs=seqs, tokens=tokens, length=24, host=host, cache=cache, eos=EOS, policy=policy,
             preemption=self.mode, block_swap_cost=cost, tokens_beside_decodes=max(seqs, beside), headroom=headroom,
-            step_overhead=overhead,
+            step_overhead=overhead, drafts=drafts,
         )  # fmt: skip
         self.tenants = tenants
         self.requests = []
@@ -140,6 +141,8 @@ class Traffic(stateful.RuleBasedStateMachine):
         self.seen["preemption"] += self.scheduler.num_preemptions
         self.seen["swap"] += self.scheduler.num_swapped_blocks
         self.seen["copy"] += self.runner.num_copies
+        self.seen["draft kept"] += self.scheduler.num_kept
+        self.seen["draft dropped"] += self.scheduler.num_drafts - self.scheduler.num_kept
 
 
 def attack(mode: str, **options) -> Counter[str]:
@@ -152,11 +155,19 @@ def attack(mode: str, **options) -> Counter[str]:
 @pytest.mark.parametrize("mode", ["recompute", pytest.param("swap", marks=pytest.mark.deep), "auto"])
 def test_whatever_happens_every_request_gives_what_it_gives_alone(mode):
     wanted = {"copy", "preemption", "abort in a step", "two steps in flight", "some held back"}
+    wanted |= {"draft kept", "draft dropped"}
     wanted |= {"swap"} if mode != "recompute" else set()
     seen = attack(mode, max_examples=120)
     if not wanted <= (+seen).keys():  # chance may leave one of them out, but not twice
         seen += attack(mode, max_examples=360)
     assert wanted <= (+seen).keys() and (mode != "recompute" or not seen["swap"])
+
+
+@pytest.mark.parametrize("bug", DRAFT_BUGS)
+def test_it_finds_a_planted_bug_of_drafts(bug, monkeypatch):
+    DRAFT_BUGS[bug](monkeypatch)
+    with pytest.raises((AssertionError, LookupError)):
+        attack("swap", max_examples=300, phases=[Phase.generate], database=None)
 
 
 @pytest.mark.deep

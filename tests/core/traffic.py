@@ -8,15 +8,44 @@ from jpaged.config import Limits
 from jpaged.core.beam import Beam, BeamSearch
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.commit import Committed
+from jpaged.core.drafts import Drafter
 from jpaged.core.params import BeamSearchParams, SamplingParams
 from jpaged.core.plan import StepPlan
 from jpaged.core.request import FinishReason, Request, Sequence
 from jpaged.core.scheduler import Scheduler
-from tests.support.fake_runner import VOCAB, FakeRunner, beams, next_token, prompt_samples
+from tests.support.fake_runner import VOCAB, FakeRunner, beams, digests, next_token, prompt_samples
+
+
+class Oracle(Drafter):
+    """A drafter that knows most of the next tokens of a request, and rests at times."""
+
+    def __init__(self, request: Request):
+        self._request, self.rests_until = request, 0
+
+    def __copy__(self):
+        return Oracle(self._request)
+
+    def propose(self, tokens, forced, most, others):
+        rng = random.Random(digests(list(tokens))[-1])
+        drafts: list[int] = []
+        for _ in range(rng.randint(0, most) if most > 0 else 0):
+            seed = self._request.seed + rng.randrange(self._request.num_sequences)
+            drafts.append(next_token([*tokens, *drafts], seed) if rng.random() < 0.75 else rng.randrange(VOCAB))
+        self.rests_until = 0 if drafts else len(tokens) + rng.randint(0, 3)
+        return drafts
+
+    def learn(self, drafts, kept):
+        assert 0 <= kept <= drafts > 0
 
 
 class CheckedScheduler(Scheduler):
     """A scheduler that compares the claims of each step with a sum over all running requests."""
+
+    def add(self, *args, **options):
+        request = super().add(*args, **options)
+        if request.sequences[0].drafter is not None:
+            request.sequences[0].drafter = Oracle(request)
+        return request
 
     def _schedule_waiting(self, budget, step, shares):
         claims = sum(request.seats for request in self.running) + len(self.memory.leaving), step.lack(self.running)
@@ -24,10 +53,10 @@ class CheckedScheduler(Scheduler):
         super()._schedule_waiting(budget, step, shares)
 
 
-def make(blocks=16, size=4, *, seqs=4, tokens=16, length=64, cache=True, eos=(), host=0, **options):
+def make(blocks=16, size=4, *, seqs=4, tokens=16, length=64, cache=True, eos=(), host=0, drafts=0, **options):
     pool = BlockPool(blocks, size, enable_prefix_caching=cache)
     host_pool = BlockPool(host, size, enable_prefix_caching=False) if host else None
-    limits = Limits(length, seqs, tokens)
+    limits = Limits(length, seqs, tokens, speculative_config={"num_speculative_tokens": drafts} if drafts else None)
     scheduler = CheckedScheduler(pool, limits, vocab_size=VOCAB, eos_token_ids=eos, host_pool=host_pool, **options)
     return scheduler, FakeRunner(blocks, size, host, scheduler=scheduler)
 
@@ -41,7 +70,8 @@ def schedule(scheduler: Scheduler) -> StepPlan | None:
         assert in_flight or idle, "there is work, and none of it is scheduled"
         return None
     assert plan.num_tokens <= scheduler.limits.max_num_batched_tokens
-    assert len(plan.rows) <= scheduler.limits.max_num_seqs
+    assert len(plan.rows) - len(plan.drafts) <= scheduler.limits.max_num_seqs
+    assert len(plan.drafts) <= scheduler.limits.max_num_drafts
     assert all(scheduled.num_tokens > 0 for scheduled in plan.rows)
     assert pickle.loads(pickle.dumps(plan)) == plan
     return plan

@@ -77,6 +77,8 @@ class Row:
     Attributes:
         tokens: those computed, and the next one if it is known.
         counted: the tokens that its sampling state has counted; None if it has no state.
+        verified: the samples of its last step, if that had drafts, and the drafts. The host has yet to say where the
+            sequence goes on.
     """
 
     def __init__(self, admitted: Admitted, salt: str):
@@ -86,6 +88,17 @@ class Row:
         # The last token of output is counted by the step that takes it in.
         has_output = len(self.tokens) > self.num_prompt
         self.counted = self.tokens[: len(self.tokens) - has_output] if self.params.has_state else None
+        self.verified: tuple[list[int], list[int]] | None = None
+
+    def take(self, token: int) -> None:
+        """Take in the token that the host says is the last."""
+        new = [token]
+        if self.verified is not None:
+            samples, drafts = self.verified
+            kept = next((i for i, (a, b) in enumerate(zip(samples, drafts)) if a != b), len(drafts))
+            new, self.verified = samples[: kept + 1], None
+            assert new[-1] == token, f"the output goes on with {token} after {new}"
+        self.tokens += new
 
     def copy(self) -> "Row":
         other = copy.copy(self)
@@ -133,10 +146,16 @@ class FakeRunner:
         self._change_rows(plan)
         self._check_versions(plan)
         written: dict[int, int] = {}
-        texts = {}
-        for row, start, count, _ in plan.rows:
-            assert row not in texts, f"row {row} is scheduled twice"
-            texts[row] = digests(self.rows[row].tokens, self.rows[row].salt)
+        texts: dict[int, list[int]] = {}
+        drafts, drafted = dict(plan.drafts), {}
+        for index, (row, start, count, _) in enumerate(plan.rows):
+            if index in drafts:
+                assert plan.rows[index - 1][:3] == (row, start - 1, 1), "a draft follows no token"
+                drafted.setdefault(row, []).append(drafts[index])
+            else:
+                assert row not in texts, f"row {row} is scheduled twice"
+            known = self.rows[row].tokens + drafted.get(row, [])
+            texts[row] = digests(known, self.rows[row].salt)
             for position in range(start, start + count):
                 slot = self._slot(row, position)
                 pool, block = self.scheduler.pool, slot // self.block_size
@@ -145,10 +164,18 @@ class FakeRunner:
                 assert not pool.is_cached(block), f"slot {slot} is in a cached block"
                 written[slot] = row
                 self.memory[slot], self.versions[slot] = texts[row][position], self.version
-        forbidden, samples, prompt = dict(plan.masked), [], {}
+        forbidden: dict[int, list] = {}
+        for row, banned in plan.masked:
+            forbidden.setdefault(row, []).append(banned)
+        samples, prompt = [], {}
         for index, scheduled in enumerate(plan.rows):
-            row = scheduled.row
-            samples += self._sample(scheduled, texts[row], forbidden.get(row, ()))
+            row, banned = scheduled.row, ()
+            if scheduled.num_samples and forbidden.get(row):
+                banned = forbidden[row].pop(0)
+            if row in drafted:
+                samples.append(self._verify(scheduled, texts[row], drafted[row], banned))
+            else:
+                samples += self._sample(scheduled, texts[row], banned)
             if told := self._prompt(scheduled):
                 prompt[index] = told
         self.in_flight.append((plan, {slot // self.block_size: row for slot, row in written.items()}))
@@ -174,7 +201,7 @@ class FakeRunner:
 
     def _check_versions(self, plan: StepPlan) -> None:
         """Check that blocks from the prefix cache were computed with the present parameters."""
-        start = {scheduled.row: scheduled.start for scheduled in plan.rows}
+        start = {scheduled.row: scheduled.start for scheduled in reversed(plan.rows)}  # drafts come last
         swapped = {block for _, block in plan.swap_in}
         for admitted in plan.admitted:
             if not swapped.intersection(admitted.block_ids):
@@ -207,7 +234,7 @@ class FakeRunner:
             salt = self.scheduler.rows[admitted.row].request.cache_salt
             self.rows[admitted.row] = Row(admitted, salt)
         for row, token, seed in plan.chosen:
-            self.rows[row].tokens.append(token)
+            self.rows[row].take(token)
             self.rows[row].seed = seed
         for row, column, block in plan.entries:
             table = self.rows[row].table
@@ -234,6 +261,21 @@ class FakeRunner:
         if number == 1:
             row.tokens.append(tokens[0])
         return [Sample(token, -float(token)) for token in tokens]
+
+    def _verify(self, scheduled: Scheduled, text: list[int], drafts: list[int], forbidden: Collection[int]) -> Sample:
+        """Return the sample after the last token of a row or after one of its drafts."""
+        _, start, count, number = scheduled
+        row = self.rows[scheduled.row]
+        assert (count, number) == (1, 1) and start >= row.num_prompt, "drafts follow a token of the output"
+        assert not isinstance(row.params, BeamSearchParams) and not row.params.presence_penalty, "drafts are counted"
+        assert [self.memory[self._slot(scheduled.row, i)] for i in range(start + 1)] == text[: start + 1]
+        if row.verified is None:
+            assert start + 1 == len(row.tokens), f"it samples after {start + 1} of {len(row.tokens)} tokens"
+            row.verified, row.counted = ([], drafts), None
+        samples = row.verified[0]
+        assert start + 1 == len(row.tokens) + len(samples), "a draft is missing"
+        samples.append(next_token(row.tokens + drafts[: len(samples)], row.seed, forbidden))
+        return Sample(samples[-1], -float(samples[-1]))
 
     def _prompt(self, scheduled: Scheduled) -> list[Sample]:
         _, start, count, _ = scheduled

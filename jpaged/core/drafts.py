@@ -1,0 +1,135 @@
+"""Drafts: tokens that are likely to come next. A step computes them together with the token before them.
+
+The step draws a token after each draft as if the draft were part of the output. A draft is kept if it is the token that
+was drawn in its place (greedy verification of the sequence's own keyed sampler, not rejection sampling as in arXiv
+2211.17192). The output is therefore that of a sequence without drafts, token by token.
+"""
+
+import copy
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jpaged.config import Speculation
+
+START_RATE, MEMORY = 0.7, 0.2  # share of kept drafts at first, and weight of the newest one
+MAX_REST = 16  # tokens without a search for drafts
+INDEXED_AT_ONCE = 4096  # tokens: the index of a long prompt grows in several steps
+PLACES = 4  # that are kept of equal tokens
+
+
+class DecodeCosts(NamedTuple):
+    """Measured seconds of a step with decode tokens only.
+
+    Attributes:
+        seconds: by the number of tokens, on empty contexts; empty: unknown.
+        context: seconds for each token and each token of its context.
+    """
+
+    seconds: Sequence[float] = ()
+    context: float = 0.0
+
+    def of(self, tokens: int, context: int) -> float:
+        """Return the cost of a step with some tokens; the same for any number if it is unknown."""
+        if not self.seconds:
+            return 1.0
+        return self.seconds[min(tokens, len(self.seconds) - 1)] + tokens * context * self.context
+
+
+UNKNOWN = DecodeCosts()
+
+
+class Lookup:
+    """Index of the tokens of one sequence, which only grows. Copies continue independently."""
+
+    def __init__(self, longest: int, shortest: int):
+        self._longest, self._shortest = longest, shortest
+        self._places: dict[tuple[int, ...], tuple[int, ...]] = {}  # of the tokens after equal ones, the latest last
+        self._known = shortest
+
+    def __copy__(self) -> "Lookup":
+        other = Lookup(self._longest, self._shortest)
+        other._places, other._known = dict(self._places), self._known
+        return other
+
+    def following(self, tokens: Sequence[int], most: int) -> list[int]:
+        """Return the tokens that followed the best match of the last tokens, at most `most`; none without a match.
+
+        A continuation that reaches the end of the sequence repeats itself.
+        """
+        stop = min(len(tokens), self._known + INDEXED_AT_ONCE)
+        for place in range(self._known, stop):
+            key = tuple(tokens[place - self._shortest : place])
+            self._places[key] = (*self._places.get(key, ())[1 - PLACES :], place)
+        self._known = max(self._known, stop)
+        places = self._places.get(tuple(tokens[-self._shortest :]), ()) if stop == len(tokens) else ()
+        if not places:
+            return []
+        place = max(places, key=lambda place: (self._equal(tokens, place), place))
+        period = len(tokens) - place
+        return [tokens[place + i % period] for i in range(most)]
+
+    def _equal(self, tokens: Sequence[int], place: int) -> int:
+        """Return the number of equal tokens before a place and at the end, at most `longest`."""
+        most = min(self._longest, place)
+        return next((n for n in range(most) if tokens[place - 1 - n] != tokens[-1 - n]), most)
+
+
+class Drafter:
+    """Source of the drafts of one sequence, which learns how many pay. Copies continue independently.
+
+    Args:
+        most: maximum drafts in a step, if it is below that of the settings.
+
+    Attributes:
+        rests_until: position before which no drafts are looked for, because some were not found or did not pay.
+    """
+
+    def __init__(self, settings: Speculation, costs: DecodeCosts, most: int | None = None):
+        self._settings, self._costs = settings, costs
+        self._most = settings.num_tokens if most is None else min(most, settings.num_tokens)
+        self._lookup = Lookup(settings.longest, settings.shortest)
+        self._rate, self._rest = START_RATE, 1
+        self.rests_until = 0
+
+    def __copy__(self) -> "Drafter":
+        other = Drafter(self._settings, self._costs, self._most)
+        other._lookup, other.rests_until = copy.copy(self._lookup), self.rests_until
+        other._rate, other._rest = self._rate, self._rest
+        return other
+
+    def propose(self, tokens: Sequence[int], forced: Sequence[int], most: int, others: int) -> list[int]:
+        """Return the drafts after some tokens that are expected to pay; without any, the search rests.
+
+        Args:
+            forced: the next tokens as far as a grammar allows no others. They are certain.
+            most: maximum number of drafts; 0: the step has no room.
+            others: number of other sequences that run.
+        """
+        most = max(0, min(most, self._most))
+        if forced:
+            return list(forced[:most])
+        if len(tokens) <= self.rests_until:
+            return []
+        found = self._lookup.following(tokens, most) if most else []
+        drafts = found[: self._best(len(found), others, len(tokens))]
+        self._rest = 0 if drafts else min(MAX_REST, 2 * self._rest + 1)
+        self.rests_until = len(tokens) + self._rest - 1 if self._rest else 0
+        if found and not drafts:
+            self._rate = START_RATE  # after the rest the odds are taken to be those of a new text
+        return drafts
+
+    def _best(self, most: int, others: int, context: int) -> int:
+        """Return the number of drafts with which the step is expected to give the most tokens for its cost."""
+        expected, power, best, count = others + 1.0, 1.0, 0.0, 0
+        for drafts in range(most + 1):
+            cost = self._costs.of(others + 1 + drafts, context)
+            if expected / cost > best:
+                best, count = expected / cost, drafts
+            power *= self._rate
+            expected += power
+        return count
+
+    def learn(self, drafts: int, kept: int) -> None:
+        """Take note of the drafts of a step that were kept."""
+        for is_kept in [True] * kept + [False] * (kept < drafts):
+            self._rate += MEMORY * (is_kept - self._rate)

@@ -1,0 +1,152 @@
+"""Where drafts come from, and how many of them are computed."""
+
+import copy
+
+import pytest
+
+from jpaged.config import EngineConfig, Speculation
+from jpaged.core.drafts import INDEXED_AT_ONCE, MAX_REST, UNKNOWN, DecodeCosts, Drafter, Lookup
+from jpaged.core.params import BeamSearchParams, SamplingParams
+from tests.core import traffic
+
+SETTINGS = Speculation(num_tokens=4, longest=8, shortest=2)
+COSTS = DecodeCosts([3.0 + tokens for tokens in range(64)])
+
+
+def test_a_continuation_follows_the_longest_match_and_the_latest_of_equal_ones():
+    lookup = Lookup(longest=8, shortest=2)
+    assert lookup.following([1, 2, 3, 7, 2, 3], 2) == [7, 2]
+    assert lookup.following([1, 2, 3, 7, 2, 3, 8, 2, 3], 1) == [8], "the latest"
+    assert lookup.following([1, 2, 3, 7, 2, 3, 8, 2, 3, 1, 2, 3], 1) == [7], "the longest"
+    assert lookup.following([1, 2, 3, 7, 2, 3, 8, 2, 3, 1, 2, 3, 9], 1) == []
+
+
+def test_a_continuation_that_reaches_the_end_repeats_itself():
+    assert Lookup(4, 2).following([5, 6, 5, 6], 5) == [5, 6, 5, 6, 5]
+    assert Lookup(4, 2).following([5, 5, 5], 3) == [5, 5, 5]
+
+
+@pytest.mark.parametrize("shortest", [1, 2, 3])
+def test_fewer_equal_tokens_are_no_match(shortest):
+    tokens = [1, 2, 3, 9, 8, 2, 3]
+    assert Lookup(8, shortest).following(tokens, 1) == ([9] if shortest <= 2 else [])
+    assert Lookup(8, shortest).following(tokens[:shortest], 1) == [], "a text that is too short"
+
+
+def test_a_long_prompt_is_indexed_in_several_steps():
+    tokens = [*range(INDEXED_AT_ONCE + 10), 0, 1]
+    lookup = Lookup(8, 2)
+    assert lookup.following(tokens, 1) == [] and lookup.following(tokens, 1) == [2]
+
+
+def test_copies_of_a_drafter_continue_independently():
+    one = Drafter(SETTINGS, UNKNOWN)
+    one.propose([1, 2, 3, 1, 2], (), 4, 0)
+    other = copy.copy(one)
+    assert one.propose([1, 2, 3, 1, 2, 9, 9, 9], (), 4, 0) == [9] * 4
+    assert other.propose([1, 2, 3, 1, 2, 3, 1], (), 2, 0) == [2, 3]
+
+
+def test_more_drafts_are_kept_where_more_were_right():
+    drafter, tokens = Drafter(SETTINGS, COSTS), [1, 2, 3, 4, 5, 6, 1, 2]
+    counts = [len(drafter.propose(tokens, (), 4, others)) for others in (0, 40)]
+    assert counts[0] == 2 and counts[1] == 0, "beside many other tokens a step costs what its tokens cost"
+    drafter = Drafter(SETTINGS, COSTS)
+    for _ in range(10):
+        drafter.learn(2, 2)
+    assert len(drafter.propose(tokens, (), 4, 0)) == 4
+    for _ in range(10):
+        drafter.learn(2, 0)
+    assert drafter.propose(tokens, (), 4, 0) == []
+
+
+def test_where_tokens_cost_nothing_all_drafts_are_computed():
+    assert len(Drafter(SETTINGS, UNKNOWN).propose([1, 2, 3, 4, 5, 6, 1, 2], (), 9, 100)) == SETTINGS.num_tokens
+
+
+def test_a_search_without_success_rests_longer_each_time():
+    drafter, tokens, rests = Drafter(SETTINGS, COSTS), list(range(10)), []
+    for _ in range(6):
+        assert drafter.propose(tokens, (), 4, 0) == []
+        rests.append(drafter.rests_until - len(tokens) + 1)
+        tokens += range(len(tokens), drafter.rests_until + 1)
+    assert rests == [3, 7, 15, MAX_REST, MAX_REST, MAX_REST]
+    assert drafter.propose([1, 2, 3, 4, 1, 2], (), 4, 0) == [], "it still rests"
+    assert drafter.propose([*tokens, 1, 2], (), 4, 0) == [3, 4] and drafter.rests_until == 0
+
+
+def test_long_contexts_make_drafts_cost_more():
+    costs = DecodeCosts(COSTS.seconds, context=0.01)
+    tokens = [*range(6), *range(-5000, 0), 0, 1]
+    assert len(Drafter(SETTINGS, COSTS).propose(tokens, (), 4, 0)) == 0, "the index is not complete yet"
+    one, other = Drafter(SETTINGS, COSTS), Drafter(SETTINGS, costs)
+    for drafter in (one, other):
+        drafter.propose(tokens, (), 4, 0)
+    longer = [*tokens, 9, 9, 9, 0, 1]
+    assert len(one.propose(longer, (), 4, 0)) == 2 and other.propose(longer, (), 4, 0) == []
+
+
+def test_tokens_that_a_grammar_forces_are_drafts_whatever_the_odds():
+    drafter = Drafter(SETTINGS, COSTS)
+    drafter.learn(4, 0)
+    assert drafter.propose([1, 2, 3], [7, 8, 9, 7, 8], 4, 30) == [7, 8, 9, 7]
+
+
+@pytest.mark.parametrize(
+    "params, expected",
+    [(SamplingParams(), True), (SamplingParams(n=2, logit_bias={1: 2.0}), True),
+     (BeamSearchParams(beam_width=2), False), (SamplingParams(presence_penalty=0.5), False),
+     (SamplingParams(frequency_penalty=0.5), False), (SamplingParams(repetition_penalty=1.1), False)],
+)  # fmt: skip
+def test_sequences_with_penalties_and_beams_have_no_drafts(params, expected):
+    scheduler, _ = traffic.make(drafts=2)
+    request = scheduler.add("0", [1, 2], params, seed=0)
+    assert (request.sequences[0].drafter is not None) == expected
+
+
+def test_a_request_may_have_fewer_drafts():
+    scheduler, _ = traffic.make()
+    scheduler._speculation = SETTINGS
+    limited, none = (scheduler.add(str(i), [1, 2], SamplingParams(num_speculative_tokens=i), seed=0) for i in (2, 0))
+    assert none.sequences[0].drafter is None
+    assert len(Drafter(SETTINGS, UNKNOWN, 2).propose([1, 2, 3, 1, 2], (), 9, 0)) == 2
+    assert len(copy.copy(Drafter(SETTINGS, UNKNOWN, 2)).propose([1, 2, 3, 1, 2], (), 9, 0)) == 2
+    assert limited.sequences[0].drafter is not None
+
+
+def test_a_step_has_room_for_the_drafts_of_eight_sequences_and_preempts_nothing_for_them():
+    scheduler, runner = traffic.make(blocks=200, seqs=20, tokens=200, drafts=3)
+    for i in range(20):
+        traffic.add(scheduler, i, [1, 2, i], max_tokens=30)
+    most = 0
+    while scheduler.has_work:
+        most = max(most, len(traffic.step(scheduler, runner).plan.drafts))
+    assert 12 < most <= scheduler.limits.max_num_drafts == 24
+    scheduler, runner = traffic.make(blocks=2, size=4, seqs=2, drafts=4, cache=False)
+    for i in range(2):
+        traffic.add(scheduler, i, [1, 2], max_tokens=2)
+    traffic.drain(scheduler, runner)
+    assert scheduler.num_preemptions == 0
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        ({"method": "eagle3"}, "speculative_config.method: must be ngram, not 'eagle3': other sources of drafts are"),
+        ({"num_speculative_tokens": 0}, "num_speculative_tokens: must be a whole number between 1 and"),
+        ({"num_speculative_tokens": 33}, "between 1 and 32, not 33"),
+        ({"prompt_lookup_max": 1.5}, "speculative_config.prompt_lookup_max: must be a whole number between 1 and 64"),
+        ({"prompt_lookup_min": 5, "prompt_lookup_max": 3}, "prompt_lookup_min: must be at most prompt_lookup_max .3."),
+        ({"draft_model": "x"}, "speculative_config: unknown draft_model .allowed method, num_speculative_tokens,"),
+    ],
+)  # fmt: skip
+def test_errors_name_the_key(config, message):
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(speculative_config=config)
+
+
+def test_settings_have_the_names_of_vllm():
+    config = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 3}
+    assert Speculation.of(config) == Speculation(5, 4, 3)
+    assert Speculation.of({}) == Speculation() and Speculation.of(None) is None
+    assert Speculation.of({"prompt_lookup_max": 1}) == Speculation(longest=1, shortest=1)

@@ -1,0 +1,209 @@
+"""Drafts on a real model: the outputs are those without drafts, to the bit, and come in fewer steps."""
+
+import dataclasses
+import functools
+import operator
+
+import numpy as np
+import pytest
+
+from jpaged.config import EngineConfig, Limits
+from jpaged.core.block_pool import BlockPool
+from jpaged.core.commands import UpdateParams
+from jpaged.core.params import SamplingParams, StructuredOutputsParams
+from jpaged.core.plan import Done, Sample, StepResult
+from jpaged.core.scheduler import Scheduler
+from jpaged.engine.engine import Engine
+from jpaged.engine.output import request_output
+from jpaged.serving.metrics import Metrics
+from jpaged.start.load import load_engine
+from jpaged.tokenizer import Vocabulary
+from tests.core import traffic
+from tests.support import checkpoints, models
+from tests.support.few_shapes import few_shapes
+
+TOKENIZER = models.byte_tokenizer()
+CONFIG = {"method": "ngram", "num_speculative_tokens": 3}
+STORY = "one two three one two "
+
+
+class Speller:
+    """A runner that gives every sequence the tokens of a fixed text."""
+
+    def __init__(self, text: str):
+        self.tokens, self.num_prompt, self.num_steps = [*TOKENIZER.encode(text).ids, models.EOS], {}, 0
+
+    def dispatch(self, plan, make_masks=None):
+        self.num_steps += 1
+        self.num_prompt |= {row: self.num_prompt[source] for source, row in plan.row_copies}
+        self.num_prompt |= {admitted.row: admitted.num_prompt_tokens for admitted in plan.admitted}
+        places = [r.start + r.num_tokens - self.num_prompt[r.row] for r in plan.rows for _ in range(r.num_samples)]
+        return Done(StepResult([Sample(self.tokens[min(n, len(self.tokens) - 1)], -0.5 - n, 1) for n in places]))
+
+
+def spell(text: str, *, depth: int = 1, drafts: bool = True, **params):
+    """Return the output, the deltas and the number of steps of a request that gets a fixed text."""
+    limits = Limits(96, 4, 16, speculative_config=CONFIG if drafts else None)
+    scheduler, runner = (
+        Scheduler(BlockPool(48, 4), limits, vocab_size=models.VOCAB, eos_token_ids=[models.EOS]),
+        Speller(text),
+    )
+    engine, deltas = Engine(scheduler, runner, TOKENIZER, max_in_flight=depth), []
+    request = engine.add("0", TOKENIZER.encode("ask").ids, SamplingParams(**{"max_tokens": 60} | params))
+    while engine.has_work:
+        deltas += engine.step().deltas
+        scheduler.check_invariants()
+    assert scheduler.pool.num_used == 0
+    return request_output(request, Vocabulary(TOKENIZER)).outputs, deltas, runner.num_steps
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(
+    "params",
+    [{}, {"stop": ["two o"]}, {"stop": ["two o"], "include_stop_str_in_output": True},
+     {"stop": ["e o"], "min_tokens": 30},
+     {"max_tokens": 41}, {"stop_token_ids": TOKENIZER.encode("#").ids}, {"n": 2, "logprobs": 0}, {"best_of": 3},
+     {"bad_words": ["zz"]}, {"min_tokens": 20}, {"ignore_eos": True}],
+    ids=str,
+)  # fmt: skip
+def test_text_ends_where_it_ends_without_drafts(params, depth):
+    text = "one two three " * 3 + "# one two"
+    outputs, deltas, steps = spell(text, depth=depth, **params)
+    expected, plain_deltas, plain_steps = spell(text, drafts=False, **params)
+    assert outputs == expected and steps < plain_steps
+    for index in range(len(outputs)):
+        for part in ("text", "token_ids"):
+            ours, theirs = ([getattr(d, part) for d in each if d.index == index] for each in (deltas, plain_deltas))
+            assert functools.reduce(operator.add, ours) == functools.reduce(operator.add, theirs)
+    assert [d.finish_reason for d in deltas if d.finish_reason] == [
+        d.finish_reason for d in plain_deltas if d.finish_reason
+    ]
+
+
+def test_metrics_count_drafts_under_vllms_names():
+    scheduler, runner = traffic.make(blocks=64, drafts=3)
+    engine = Engine(scheduler, runner)
+    page = Metrics("m", [engine.stats])
+    engine.add(
+        "0",
+        [1, 2],
+        SamplingParams(max_tokens=40),
+    )
+    kept = []
+    while engine.has_work:
+        output = engine.step()
+        page.engines[0].stepped(scheduler, output)
+        kept += [number for _, number in output.committed.verified]
+    lines = dict(line.rsplit(" ", 1) for line in page.render().decode().splitlines() if "spec_decode" in line)
+    labels = 'engine="0",model_name="m"'
+    assert float(lines[f"vllm:spec_decode_num_drafts_total{{{labels}}}"]) == len(kept) > 5
+    assert float(lines[f"vllm:spec_decode_num_accepted_tokens_total{{{labels}}}"]) == sum(kept) > 5
+    assert float(lines[f"vllm:spec_decode_num_draft_tokens_total{{{labels}}}"]) > sum(kept)
+    first = f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{labels},position="0"}}'
+    assert float(lines[first]) == sum(number > 0 for number in kept)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    """An engine with drafts, of a model whose tokens are characters."""
+    directory = tmp_path_factory.mktemp("model")
+    checkpoints.write(directory, models.TINY, generation={"eos_token_id": models.EOS})
+    models.write_tokenizer(directory)
+    config = EngineConfig(
+        model=str(directory), max_num_seqs=8, max_num_batched_tokens=48, max_model_len=160, block_size=8,
+        num_gpu_blocks_override=200, speculative_config=CONFIG,
+    )  # fmt: skip
+    with few_shapes():
+        return load_engine(config, progress=False).engine
+
+
+def run(engine: Engine, requests, *, drafts: bool = True, blocks: int = 200, mode: str = "recompute", depth: int = 1):
+    """Return what the requests get on the engine's runner: tokens, text, endings, logprob bits; and the scheduler."""
+    limits = dataclasses.replace(engine.limits, speculative_config=CONFIG if drafts else None)
+    host = BlockPool(40, 8, enable_prefix_caching=False) if mode == "swap" else None
+    scheduler = Scheduler(
+        BlockPool(blocks, 8), limits, vocab_size=models.VOCAB, eos_token_ids=[models.EOS], host_pool=host,
+        preemption=mode,
+    )  # fmt: skip
+    other = Engine(scheduler, engine.runner, engine.tokenizer, max_in_flight=depth)
+    compiler = other.grammar_compiler()
+    added = []
+    for i, (prompt, params) in enumerate(requests):
+        grammar = compiler.compile(params.structured_outputs) if params.structured_outputs else None
+        added.append(other.add(str(i), TOKENIZER.encode(prompt).ids, params, constraint=grammar))
+    while other.has_work:
+        other.step()
+        scheduler.check_invariants()
+    found = [
+        [
+            (s.tokens, s.text, s.finish_reason, s.stop_reason, [_bits(each) for each in s.samples])
+            for s in request.outputs
+        ]
+        for request in added
+    ]
+    return found, scheduler
+
+
+def _bits(sample: Sample) -> tuple:
+    return sample.token, *(np.float32([sample.logprob, *sample.top_logprobs]).tobytes(), sample.rank, sample.top_tokens)
+
+
+def mixed() -> list[tuple[str, SamplingParams]]:
+    """Return requests of every kind, with texts that repeat themselves."""
+    phrase = StructuredOutputsParams(regex="(yes yes no ){6}")
+    schema = StructuredOutputsParams(json={"type": "object", "properties": {"long name": {"const": "a b"}},
+                                           "required": ["long name"], "additionalProperties": False})  # fmt: skip
+    kinds = [
+        dict(temperature=0), dict(temperature=0, logprobs=2), dict(temperature=0.4),
+        dict(temperature=1.0, top_k=5, n=2),
+        dict(temperature=0, structured_outputs=phrase), dict(temperature=0.7, structured_outputs=schema),
+        dict(temperature=0, presence_penalty=0.5), dict(temperature=0, logit_bias={101: 3.0}, logprobs=0),
+        dict(temperature=0.5, bad_words=["on", "ttt"]), dict(temperature=0, min_tokens=20),
+        dict(temperature=0, stop=["ee"]), dict(temperature=0, prompt_logprobs=1),
+    ]  # fmt: skip
+    return [(STORY * (1 + i % 3), SamplingParams(max_tokens=40, seed=i, **kind)) for i, kind in enumerate(kinds)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [dict(), dict(depth=2), dict(blocks=40, mode="swap"), dict(blocks=40, mode="swap", depth=2)], ids=str
+)
+def test_drafts_change_no_bit(engine, options):
+    requests = mixed()
+    expected, plain = run(engine, requests, drafts=False)
+    found, scheduler = run(engine, requests, **options)
+    assert found == expected
+    assert scheduler.num_kept > 50 and scheduler.num_drafts > scheduler.num_kept and plain.num_drafts == 0
+    assert (scheduler.num_swapped_blocks > 0) == ("mode" in options)
+    alone = [run(engine, [request], **options)[0][0] for request in requests[:6]]
+    assert alone == expected[:6]
+
+
+@pytest.mark.slow
+def test_tokens_that_a_grammar_forces_come_in_fewer_steps(engine):
+    requests = [mixed()[4]]
+    _, scheduler = run(engine, requests)
+    assert scheduler.num_kept == scheduler.num_drafts >= 25
+
+
+@pytest.mark.slow
+def test_an_update_of_parameters_between_drafts_and_their_result(engine):
+    """The drafts of a step that is lost are computed again, with the new parameters."""
+    engine.add("0", TOKENIZER.encode(STORY).ids, SamplingParams(max_tokens=30, temperature=0))
+    for _ in range(5):
+        engine.step()
+    tree = dict(zip(engine.runner.tree.expected, engine.runner.params, strict=True))
+    nested: dict = {}
+    for name, array in tree.items():
+        *parents, last = name.split(".")
+        at = nested
+        for parent in parents:
+            at = at.setdefault(int(parent) if parent.isdigit() else parent, {})
+        at[last] = array
+    engine.control(UpdateParams(nested))
+    request = engine.scheduler.requests["0"]
+    while engine.has_work:
+        engine.step()
+        engine.scheduler.check_invariants()
+    expected, _ = run(engine, [(STORY, SamplingParams(max_tokens=30, temperature=0))], drafts=False)
+    assert request.sequences[0].tokens == expected[0][0][0]

@@ -142,9 +142,8 @@ class _Certified:
             for bits in (stated.bits, stated.listed_bits):
                 if bits is not None and bits != new.bits:
                     return self.result("logprob", _both(_shown(bits), _shown(new.bits)), position)
-        for name in ("finish_reason", "stop_reason"):
-            if (stated_reason := getattr(output, name)) != (reason := getattr(again, name)):
-                return self.result(name, _both(stated_reason, reason))
+        if output.finish_reason != again.finish_reason:
+            return self.result("finish_reason", _both(output.finish_reason, again.finish_reason))
         if self.changed:
             return self.result(self.changed[0], CHANGED)
         return Replay(self.request.request_id, output.index, True)

@@ -7,10 +7,12 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
+from jpaged.core.certificate import Certificate
 from jpaged.core.commands import InFlight
 from jpaged.core.params import InvalidParameter, SamplingParams
-from jpaged.core.request import CompletionOutput, RequestOutput
+from jpaged.core.request import CompletionOutput, Logprob, RequestOutput
 from jpaged.llm import LLM, Prompt, prompts_of
+from jpaged.replay import Replay
 from jpaged.runtime.runner import ModelRunner
 
 
@@ -29,6 +31,7 @@ class Rollouts(NamedTuple):
         prompts: [B] int32, the index of each output's prompt.
         texts: the completions of the last turn as texts; empty without a tokenizer.
         finish_reasons: "stop" or "length", or "abort", of the last turn.
+        certificates: those of the last turn, for parameters with `certificate=True`; else None.
     """
 
     tokens: np.ndarray
@@ -39,6 +42,7 @@ class Rollouts(NamedTuple):
     prompts: np.ndarray
     texts: list[str]
     finish_reasons: list[str]
+    certificates: list[Certificate | None]
 
 
 class RolloutWorker:
@@ -84,7 +88,7 @@ class RolloutWorker:
         made = Rollouts(
             np.full(shape, self._pad_id, np.int32), np.zeros(batch, np.int32), np.zeros(shape, bool),
             np.zeros(shape, np.float32), np.full(shape, -1, np.int32), np.zeros(batch, np.int32),
-            [""] * batch, [""] * batch,
+            [""] * batch, [""] * batch, [None] * batch,
         )  # fmt: skip
         for row, (index, output, one) in enumerate(rows):
             made.prompts[row] = index
@@ -159,6 +163,14 @@ class RolloutWorker:
             row[start : len(tokens)] = values
         return np.where(rollouts.is_output, logprobs, 0)
 
+    def replay(self, rollouts: Rollouts) -> list[Replay]:
+        """Compute the certified outputs of the last turn again; return the result of each row, as `LLM.replay` does.
+
+        The tokens and the logprobs of the arrays are compared. `Replay.request_id` is the row.
+        """
+        requests = [_certified(rollouts, row) for row in range(len(rollouts.tokens))]
+        return self.llm.replay(requests, use_tqdm=False)
+
     def update(self, params: Any, in_flight: InFlight = "recompute") -> None:
         """Serve other parameters, with the arguments and errors of `LLM.update_params`."""
         self.llm.update_params(params, in_flight)
@@ -208,3 +220,17 @@ def _write(made: Rollouts, row: int, prompt: Sequence[int], one: CompletionOutpu
         of[token].logprob for token, of in zip(one.token_ids, one.logprobs or (), strict=True)
     ]
     made.texts[row], made.finish_reasons[row] = one.text, str(one.finish_reason)
+    made.certificates[row] = one.certificate
+
+
+def _certified(rollouts: Rollouts, row: int) -> RequestOutput:
+    """Return the last turn of a row as a request and its output."""
+    certificate, end = rollouts.certificates[row], int(rollouts.lengths[row])
+    start = end - (certificate.num_tokens if certificate else 0)
+    tokens, output = rollouts.tokens[row].tolist(), slice(start, end)
+    one = CompletionOutput(
+        0, rollouts.texts[row], tokens[output], 0.0,
+        [{token: Logprob(float(logprob))} for token, logprob in zip(tokens[output], rollouts.logprobs[row, output])],
+        rollouts.finish_reasons[row], None, rollouts.versions[row, output].tolist(), certificate,
+    )  # fmt: skip
+    return RequestOutput(str(row), None, tokens[:start], [one])

@@ -143,7 +143,6 @@ HASH = "does not fit the hash; it was changed after the output was certified"
         ({"certificate": {"digest": "0" * 32}}, f"digest: {HASH}"),
         ({"versions": [0] * 11 + [1]}, f"versions: {HASH}"),
         ({"finish_reason": "stop"}, "finish_reason: stop in the output, length in the replay"),
-        ({"stop_reason": 5}, "stop_reason: 5 in the output, None in the replay"),
         ({"certificate": None}, "not replayed, certificate: missing; set certificate=True in the parameters"),
     ],
 )  # fmt: skip

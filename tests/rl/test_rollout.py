@@ -33,7 +33,7 @@ from tests.support.few_shapes import few_shapes
 from tests.support.models import EOS, byte_tokenizer
 
 ROOT = Path(__file__).parents[2]
-SETTINGS = {"block_size": 8, "num_gpu_blocks_override": 40, "progress": False} | LIMITS
+SETTINGS = {"block_size": 8, "num_gpu_blocks_override": 40, "progress": False, "warm_up": True} | LIMITS
 PROMPTS = [[3, 4, 5, 6, 7], [*range(40, 70)], [9]]
 PARAMS = SamplingParams(n=2, temperature=1.0, max_tokens=20, seed=4, ignore_eos=True)
 
@@ -331,3 +331,22 @@ def test_importance_weights_are_truncated_ratios_without_gradients():
 def test_a_cap_that_is_not_positive_is_refused(weights, name):
     with pytest.raises(InvalidParameter, match=rf"^{name}: must be positive, not 0$"):
         weights(jnp.zeros((3, 4)), jnp.zeros((3, 4)), MASK, **{name: 0})
+
+
+def test_certified_rollouts_can_be_replayed_from_their_arrays(worker, monkeypatch):
+    worker.llm.reset_prefix_cache()  # generated tokens in it would round as decode tokens
+    monkeypatch.setattr(worker.llm.engine.scheduler.pool, "enable_prefix_caching", False)
+    params = dataclasses.replace(PARAMS, certificate=True)
+    found = worker.generate(PROMPTS, params)
+    assert {str(result) for result in worker.replay(found)} == {"equal"}
+    turned = worker.extend(found, OBSERVATIONS, dataclasses.replace(TURN, certificate=True))
+    assert [str(result) for result in worker.replay(turned)] == ["equal"] * 6, "rows without a turn are as before"
+    row, position = 3, int(turned.lengths[3]) - 2
+    turned.logprobs[row, position] = np.nextafter(turned.logprobs[row, position], np.float32(-9))
+    results = worker.replay(turned)
+    assert [result.equal for result in results] == [True] * 3 + [False] + [True] * 2
+    assert (results[3].request_id, results[3].field, results[3].position) == ("3", "logprob", 4)
+    turned.tokens[row, 0] += 1
+    assert worker.replay(turned)[3].field == "prompt_token_ids"
+    without = worker.replay(worker.generate(PROMPTS, PARAMS))
+    assert {(result.field, result.replayed) for result in without} == {("certificate", False)}

@@ -23,6 +23,7 @@ class PlannedStep:
         may_preempt: whether no other step is in flight, which could write the blocks of a preempted request.
         order: running requests; the last one is preempted first.
         at: the request on which the planning works, which is to blame for an exception.
+        num_further: number of entries beyond one of each sequence, without drafts.
         room: number of drafts that the step still has room for.
         must_drain: whether a request must be preempted, and cannot be before the steps in flight are committed.
         sequences: sequences of `rows`, in the same order.
@@ -38,6 +39,7 @@ class PlannedStep:
     order: list[Request] = field(default_factory=list)
     at: Request | None = None
     must_drain: bool = False
+    num_further: int = 0
     room: int = 0
     plan: StepPlan | None = None
     rows: list[Scheduled] = field(default_factory=list)
@@ -159,7 +161,7 @@ class PlannedStep:
     def schedule(self, request: Request, budget: int) -> int:
         """Schedule the part of a request that fits, preempting later requests if necessary; return the tokens used."""
         self.unsteady.append(request)
-        counts = next_counts(request, budget, self.memory)
+        counts = next_counts(request, budget, self.memory, self._spare(request))
         drafts = self._drafts(counts, budget - sum(counts.values()))
         spans = [
             (s.table, s.num_computed_tokens, s.num_computed_tokens + count + len(drafts.get(s, ())))
@@ -185,6 +187,13 @@ class PlannedStep:
             if sequence in drafts:
                 self._add_drafts(sequence, drafts[sequence])
         return sum(counts.values()) + sum(map(len, drafts.values()))
+
+    def _spare(self, request: Request) -> int:
+        """Return how many entries a request may have beyond one of each of its sequences."""
+        if all(sequence.behind <= 1 for sequence in request.live):
+            return 0
+        num_seats = sum(each.seats for each in self.order) + len(self.memory.leaving) + self.num_further
+        return max(0, self.memory.rows.size - num_seats)
 
     def _drafts(self, counts: dict[Sequence, int], budget: int) -> dict[Sequence, list[int]]:
         """Return the drafts of the sequences that compute their last token, if it is part of the output."""
@@ -241,10 +250,14 @@ class PlannedStep:
             banned = request.bans.next_tokens(sequence.tokens, sequence.num_output_tokens + sequence.pending)
             if banned or sequence.constraint is not None:
                 self.masked.append((row, banned))
-        self.rows.append(Scheduled(row, start, count, num_samples))
-        self.sequences.append(sequence)
+        entries, output = sequence.entries(count), max(start, min(end, sequence.num_prompt_tokens))
+        if start < output:
+            self.rows.append(Scheduled(row, start, output - start, num_samples if output == end else 0))
+        self.rows += [Scheduled(row, place, 1, num_samples if place == end - 1 else 0) for place in range(output, end)]
+        self.sequences += [sequence] * entries
+        self.num_further += entries - 1
         sequence.num_computed_tokens = end
-        sequence.in_flight += 1
+        sequence.in_flight += entries
         sequence.pending += num_samples > 0
         sequence.steady_until = 0
         # A request forks once, and its branches are sampled only while none waits for its leader. No block of theirs

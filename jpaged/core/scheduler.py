@@ -244,7 +244,9 @@ class Scheduler:
             step.at = request
             growth = num_seats * self.headroom // self.pool.block_size
             num_seats += request.seats
-            if num_seats > self.limits.max_num_seqs or not self._admit(request, reserved + growth, step):
+            if num_seats + step.num_further > self.limits.max_num_seqs:
+                break
+            if not self._admit(request, reserved + growth, step):
                 break
             count = 0
             if request not in step.resumed:

@@ -165,9 +165,13 @@ def _check_rows(plan: StepPlan, limits: Limits) -> None:
                 f"rows: row {row} has {count} tokens from {start} on, allowed between 1 and max_model_len "
                 f"({limits.max_model_len})"
             )
-    own = [row for index, row in enumerate(rows) if index not in dict(plan.drafts)]
-    if len(set(own)) < len(own):
-        raise FrameError("rows: a row is scheduled twice")
+    seen: set[int] = set()
+    for (row, start, count), before in zip(zip(rows, starts, counts), [None, *plan.rows]):
+        # Tokens of an output, and drafts, have entries of their own, which follow each other.
+        follows = before is not None and (row, start, count) == (before[0], before[1] + before[2], 1)
+        if row in seen and not follows:
+            raise FrameError("rows: a row is scheduled twice")
+        seen.add(row)
     if sum(counts) > limits.max_num_batched_tokens:
         raise FrameError(f"rows: must have at most {limits.max_num_batched_tokens} tokens, not {sum(counts)}")
     if sum(samples) > limits.max_num_decodes:

@@ -656,7 +656,7 @@ def test_branches_are_admitted_if_they_fit_to_the_block(free, admitted):
 
 @pytest.mark.parametrize("token", [1, 5, 8])
 def test_beams_that_are_computed_again_lose_no_step(token):
-    scheduler, runner = make(size=2, cache=False, tokens=30)
+    scheduler, runner = make(size=2, cache=False, tokens=30, seqs=16)
     params = BeamSearchParams(beam_width=3, max_tokens=8, ignore_eos=True)
     request = scheduler.add("a", [token] * 5, params, seed=0)
     for _ in range(5):

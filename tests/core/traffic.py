@@ -48,8 +48,8 @@ class CheckedScheduler(Scheduler):
         return request
 
     def _schedule_waiting(self, budget, step, shares):
-        claims = sum(request.seats for request in self.running) + len(self.memory.leaving), step.lack(self.running)
-        assert step.claims() == claims, "a running request is forgotten"
+        num_seats = sum(request.seats for request in self.running) + len(self.memory.leaving)
+        assert step.claims() == (num_seats, step.lack(self.running)), "a running request is forgotten"
         super()._schedule_waiting(budget, step, shares)
 
 

@@ -166,17 +166,33 @@ def mixed() -> list[tuple[str, SamplingParams]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [dict(), dict(depth=2), dict(blocks=40, mode="swap"), dict(blocks=40, mode="swap", depth=2)], ids=str
-)
+    "options",
+    [
+        dict(), dict(depth=2), dict(blocks=40, mode="swap"), dict(blocks=40, mode="swap", depth=2),
+        dict(blocks=40, mode="recompute"), dict(blocks=40, mode="recompute", depth=2),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_drafts_change_no_bit(engine, options):
     requests = mixed()
     expected, plain = run(engine, requests, drafts=False)
     found, scheduler = run(engine, requests, **options)
     assert found == expected
     assert scheduler.num_kept > 50 and scheduler.num_drafts > scheduler.num_kept and plain.num_drafts == 0
-    assert (scheduler.num_swapped_blocks > 0) == ("mode" in options)
+    assert (scheduler.num_swapped_blocks > 0) == (options.get("mode") == "swap")
+    assert (scheduler.num_preemptions > 0) == ("mode" in options)
     alone = [run(engine, [request], **options)[0][0] for request in requests[:6]]
     assert alone == expected[:6]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_preemption_by_recompute_changes_no_bit(engine, depth):
+    """Tokens of outputs are computed again as decode tokens, and those of prompts as tokens of prompts."""
+    requests = mixed()
+    expected, _ = run(engine, requests, drafts=False)
+    found, scheduler = run(engine, requests, drafts=False, blocks=30, depth=depth)
+    assert found == expected and scheduler.num_preemptions > 5 and not scheduler.num_swapped_blocks
 
 
 @pytest.mark.slow

@@ -149,11 +149,14 @@ class FakeRunner:
         texts: dict[int, list[int]] = {}
         drafts, drafted = dict(plan.drafts), {}
         for index, (row, start, count, _) in enumerate(plan.rows):
+            before = plan.rows[index - 1] if index else None
+            follows = before is not None and (before.row, before.start + before.num_tokens) == (row, start)
+            assert row not in texts or (follows and count == 1), f"row {row} is scheduled twice"
+            told = self.rows[row]
+            assert start + count <= told.num_prompt or count == 1, "tokens of the output are computed one by one"
             if index in drafts:
-                assert plan.rows[index - 1][:3] == (row, start - 1, 1), "a draft follows no token"
+                assert row in texts, "a draft follows no token"
                 drafted.setdefault(row, []).append(drafts[index])
-            else:
-                assert row not in texts, f"row {row} is scheduled twice"
             known = self.rows[row].tokens + drafted.get(row, [])
             texts[row] = digests(known, self.rows[row].salt)
             for position in range(start, start + count):

@@ -104,6 +104,7 @@ class Limits:
     block_size: int = BLOCK_SIZE
     max_logprobs: int = 20
     speculative_config: Mapping[str, Any] | None = None  # as in `EngineConfig`
+    exact: bool = False  # as in `EngineConfig`
 
     @property
     def max_num_drafts(self) -> int:
@@ -211,6 +212,10 @@ class EngineConfig:
     max_logprobs: int = _scheduling(
         Limits.max_logprobs, "maximum logprobs and prompt_logprobs of a request; -1: the whole vocabulary. Every step "
         "has room for so many for each sample", low=-1, unit="TOKENS",
+    )  # fmt: skip
+    exact: bool = _scheduling(
+        False, "compute tokens of outputs one by one also after a preemption by recompute, and keep none of them in "
+        "the prefix cache, so that neither changes a bit of an output"
     )  # fmt: skip
     speculative_config: Mapping[str, Any] | None = _scheduling(
         None, "draft tokens from a sequence's own text and its grammar, and compute several in a step; outputs stay "

@@ -13,13 +13,12 @@ def next_counts(request: Request, budget: int, memory: Memory, spare: int) -> di
     in one step, because they are compared with each other.
 
     Args:
-        spare: maximum entries of the plan beyond one of each sequence. A part of a prompt is one entry, and so is each
-            token of the output, also after a preemption: its bits are then those of its first computation.
+        spare: maximum entries of the plan beyond one of each sequence.
     """
     live = request.live
     if len(live) == 1:
         (sequence,) = live
-        count = min(sequence.behind, budget, _most(sequence, spare))
+        count = min(sequence.behind, budget, memory.most(sequence, spare))
         return {sequence: count} if count > 0 else {}
     while any(memory.follow(sequence) for sequence in live):
         pass  # a sequence that has started may lead another
@@ -27,20 +26,15 @@ def next_counts(request: Request, budget: int, memory: Memory, spare: int) -> di
     held_back = together or any(sequence.leader for sequence in live)
     counts: dict[Sequence, int] = {}
     for sequence in live:
-        count = 0 if sequence.leader else min(sequence.behind - held_back, budget, _most(sequence, spare))
+        count = 0 if sequence.leader else min(sequence.behind - held_back, budget, memory.most(sequence, spare))
         if count > 0:
             counts[sequence] = count
             budget -= count
-            spare -= sequence.entries(count) - 1
+            spare -= len(memory.parts(sequence, count)) - 1
     at_their_last = all(s.behind - counts.get(s, 0) == 1 for s in live)
-    if together and at_their_last and budget >= len(live) and len(counts) <= spare:
+    if together and at_their_last and budget >= len(live) and (len(counts) <= spare or not memory.exact):
         counts = {sequence: counts.get(sequence, 0) + 1 for sequence in live}
     return counts
-
-
-def _most(sequence: Sequence, spare: int) -> int:
-    """Return the maximum next tokens of a sequence with this many further entries."""
-    return sequence.behind_in_prompt + (not sequence.behind_in_prompt) + spare
 
 
 def advance_beams(request: Request, samples: list[Sample], memory: Memory) -> list[Sequence]:

@@ -103,16 +103,19 @@ class Memory:
         pool: blocks on the device.
         num_rows: maximum number of running sequences.
         host_pool, preemption, block_swap_cost: as in `Scheduler`.
+        exact: tokens of outputs are computed one by one, also after a preemption, and are not in the prefix cache: they
+            are attended in another order than tokens of prompts, which the same text may be later.
 
     Attributes:
         leaving: ended sequences whose row and blocks a step in flight may still write.
     """
 
     def __init__(
-        self, pool: BlockPool, host_pool: BlockPool | None, num_rows: int, preemption: str, block_swap_cost: float
-    ):
+        self, pool: BlockPool, host_pool: BlockPool | None, num_rows: int, preemption: str, block_swap_cost: float,
+        exact: bool = False,
+    ):  # fmt: skip
         self.pool, self.host_pool, self.rows = pool, host_pool, Rows(num_rows)
-        self.preemption, self.block_swap_cost = preemption, block_swap_cost
+        self.preemption, self.block_swap_cost, self.exact = preemption, block_swap_cost, exact
         self.leaving: set[Sequence] = set()
 
     def clear(self, requests: Iterable[Request]) -> None:
@@ -140,6 +143,19 @@ class Memory:
             else:
                 spans.append((sequence.table, sequence.num_computed_tokens, sequence.num_tokens))
         return lack + shortage(spans)
+
+    def parts(self, sequence: Sequence, count: int) -> list[int]:
+        """Return the numbers of tokens of a plan's entries for the next `count` tokens of a sequence."""
+        in_prompt = min(count, sequence.behind_in_prompt)
+        if not self.exact or in_prompt == count:
+            return [count]
+        return [in_prompt] * (in_prompt > 0) + [1] * (count - in_prompt)
+
+    def most(self, sequence: Sequence, spare: int) -> int:
+        """Return the maximum next tokens of a sequence with `spare` entries beyond one."""
+        if not self.exact:
+            return sequence.behind
+        return sequence.behind_in_prompt + (not sequence.behind_in_prompt) + spare
 
     def num_held(self, request: Request) -> int:
         """Return the number of blocks that a request holds."""
@@ -220,6 +236,8 @@ class Memory:
         size = pool.block_size
         if not pool.enable_prefix_caching or sequence.epoch != pool.epoch:
             return
+        if self.exact:
+            num_computed_tokens = min(num_computed_tokens, sequence.num_prompt_tokens)
         stop = num_computed_tokens // size
         for index in range(len(nodes), stop):
             parent: Parent = nodes[-1] if nodes else sequence.request.cache_salt

@@ -190,7 +190,7 @@ class PlannedStep:
 
     def _spare(self, request: Request) -> int:
         """Return how many entries a request may have beyond one of each of its sequences."""
-        if all(sequence.behind <= 1 for sequence in request.live):
+        if not self.memory.exact or all(sequence.behind <= 1 for sequence in request.live):
             return 0
         num_seats = sum(each.seats for each in self.order) + len(self.memory.leaving) + self.num_further
         return max(0, self.memory.rows.size - num_seats)
@@ -250,14 +250,14 @@ class PlannedStep:
             banned = request.bans.next_tokens(sequence.tokens, sequence.num_output_tokens + sequence.pending)
             if banned or sequence.constraint is not None:
                 self.masked.append((row, banned))
-        entries, output = sequence.entries(count), max(start, min(end, sequence.num_prompt_tokens))
-        if start < output:
-            self.rows.append(Scheduled(row, start, output - start, num_samples if output == end else 0))
-        self.rows += [Scheduled(row, place, 1, num_samples if place == end - 1 else 0) for place in range(output, end)]
-        self.sequences += [sequence] * entries
-        self.num_further += entries - 1
+        parts, at = self.memory.parts(sequence, count), start
+        for part in parts:
+            self.rows.append(Scheduled(row, at, part, num_samples if at + part == end else 0))
+            at += part
+        self.sequences += [sequence] * len(parts)
+        self.num_further += len(parts) - 1
         sequence.num_computed_tokens = end
-        sequence.in_flight += entries
+        sequence.in_flight += len(parts)
         sequence.pending += num_samples > 0
         sequence.steady_until = 0
         # A request forks once, and its branches are sampled only while none waits for its leader. No block of theirs

@@ -162,11 +162,6 @@ class Sequence:
         """Number of tokens of the prompt that are not computed."""
         return max(0, len(self.request.prompt_token_ids) - self.num_computed_tokens)
 
-    def entries(self, count: int) -> int:
-        """Return the number of a plan's entries for the next `count` tokens: one of the prompt, one of each other."""
-        in_prompt = min(count, self.behind_in_prompt)
-        return count - in_prompt + (in_prompt > 0)
-
     @property
     def waits(self) -> bool:
         """Whether the host must see the last sample before the next step, for the request or for a draft."""

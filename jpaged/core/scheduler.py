@@ -88,7 +88,7 @@ class Scheduler:
         self.step_overhead, self.headroom = step_overhead, headroom
         self._speculation, self._max_drafts = Speculation.of(limits.speculative_config), limits.max_num_drafts
         self._decode_costs = decode_costs
-        self.memory = Memory(pool, host_pool, limits.max_num_seqs, preemption, block_swap_cost)
+        self.memory = Memory(pool, host_pool, limits.max_num_seqs, preemption, block_swap_cost, limits.exact)
         self.pool, self.host_pool, self.rows = pool, host_pool, self.memory.rows
         self.queues = Queues()
         self.holds_new = False

@@ -183,7 +183,7 @@ def _limits(choices: _Choices, model: ModelConfig, platform: str) -> Limits:
         block_size, reason = CPU_LONG_BLOCK_SIZE, "a CPU reads long contexts faster in large blocks"
     block_size = choose("block_size", block_size, reason)
     max_logprobs = model.vocab_size if config.max_logprobs == -1 else config.max_logprobs
-    limits = Limits(max_model_len, seqs, tokens, block_size, max_logprobs, config.speculative_config)
+    limits = Limits(max_model_len, seqs, tokens, block_size, max_logprobs, config.speculative_config, config.exact)
     if config.num_gpu_blocks_override is not None:
         check_num_blocks(limits, config.num_gpu_blocks_override)
     return limits

@@ -39,12 +39,15 @@ class Traffic(stateful.RuleBasedStateMachine):
         tenants=st.sampled_from([[None], ["a", "b"], ["a", "b", None]]),
         overhead=st.sampled_from([0, 2.5, math.inf]),
         drafts=st.sampled_from([0, 1, 3]),
+        exact=st.booleans(),
     )
-    def start(self, blocks, size, seqs, tokens, host, cache, policy, cost, beside, headroom, tenants, overhead, drafts):
+    def start(
+        self, blocks, size, seqs, tokens, host, cache, policy, cost, beside, headroom, tenants, overhead, drafts, exact
+    ):
         self.scheduler, self.runner = traffic.make(
             blocks, size, seqs=seqs, tokens=tokens, length=24, host=host, cache=cache, eos=EOS, policy=policy,
             preemption=self.mode, block_swap_cost=cost, tokens_beside_decodes=max(seqs, beside), headroom=headroom,
-            step_overhead=overhead, drafts=drafts,
+            step_overhead=overhead, drafts=drafts, exact=exact,
         )  # fmt: skip
         self.tenants = tenants
         self.requests = []

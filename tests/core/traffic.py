@@ -53,10 +53,13 @@ class CheckedScheduler(Scheduler):
         super()._schedule_waiting(budget, step, shares)
 
 
-def make(blocks=16, size=4, *, seqs=4, tokens=16, length=64, cache=True, eos=(), host=0, drafts=0, **options):
+def make(
+    blocks=16, size=4, *, seqs=4, tokens=16, length=64, cache=True, eos=(), host=0, drafts=0, exact=False, **options
+):
     pool = BlockPool(blocks, size, enable_prefix_caching=cache)
     host_pool = BlockPool(host, size, enable_prefix_caching=False) if host else None
-    limits = Limits(length, seqs, tokens, speculative_config={"num_speculative_tokens": drafts} if drafts else None)
+    speculative_config = {"num_speculative_tokens": drafts} if drafts else None
+    limits = Limits(length, seqs, tokens, speculative_config=speculative_config, exact=exact)
     scheduler = CheckedScheduler(pool, limits, vocab_size=VOCAB, eos_token_ids=eos, host_pool=host_pool, **options)
     return scheduler, FakeRunner(blocks, size, host, scheduler=scheduler)
 

@@ -117,9 +117,12 @@ def engine(tmp_path_factory):
         return load_engine(config, progress=False).engine
 
 
-def run(engine: Engine, requests, *, drafts: bool = True, blocks: int = 200, mode: str = "recompute", depth: int = 1):
+def run(
+    engine: Engine, requests, *, drafts: bool = True, exact: bool = True, blocks: int = 200, mode: str = "recompute",
+    depth: int = 1,
+):  # fmt: skip
     """Return what the requests get on the engine's runner: tokens, text, endings, logprob bits; and the scheduler."""
-    limits = dataclasses.replace(engine.limits, speculative_config=CONFIG if drafts else None)
+    limits = dataclasses.replace(engine.limits, speculative_config=CONFIG if drafts else None, exact=exact)
     host = BlockPool(40, 8, enable_prefix_caching=False) if mode == "swap" else None
     scheduler = Scheduler(
         BlockPool(blocks, 8), limits, vocab_size=models.VOCAB, eos_token_ids=[models.EOS], host_pool=host,
@@ -187,12 +190,32 @@ def test_drafts_change_no_bit(engine, options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_preemption_by_recompute_changes_no_bit(engine, depth):
+def test_an_exact_preemption_by_recompute_changes_no_bit(engine, depth):
     """Tokens of outputs are computed again as decode tokens, and those of prompts as tokens of prompts."""
     requests = mixed()
     expected, _ = run(engine, requests, drafts=False)
     found, scheduler = run(engine, requests, drafts=False, blocks=30, depth=depth)
     assert found == expected and scheduler.num_preemptions > 5 and not scheduler.num_swapped_blocks
+    others, _ = run(engine, requests, drafts=False, exact=False, blocks=30, depth=depth)
+    assert others != expected, "chunks of outputs have other bits, so that this test would find them"
+
+
+@pytest.mark.slow
+def test_a_chat_that_goes_on_has_the_bits_of_a_new_one(engine):
+    """With `exact`, an answer in the prompt of the next turn is a prompt's text, and not that of an earlier output."""
+    params = SamplingParams(max_tokens=30, temperature=0)
+    answer = run(engine, [(STORY, params)])[0][0][0][1]
+    limits = dataclasses.replace(engine.limits, speculative_config=None, exact=True)
+    found = []
+    for turns in ([STORY, STORY + answer + STORY], [STORY + answer + STORY]):
+        scheduler = Scheduler(BlockPool(200, 8), limits, vocab_size=models.VOCAB, eos_token_ids=[models.EOS])
+        other = Engine(scheduler, engine.runner, engine.tokenizer)
+        for i, prompt in enumerate(turns):
+            request = other.add(str(i), TOKENIZER.encode(prompt).ids, params)
+            while other.has_work:
+                other.step()
+        found.append([_bits(each) for each in request.sequences[0].samples])
+    assert found[0] == found[1]
 
 
 @pytest.mark.slow

@@ -125,6 +125,9 @@ class FakeRunner:
         self.rows: dict[int, Row] = {}
         self.in_flight: deque[tuple[StepPlan, dict[int, int]]] = deque()  # with {block: the row that writes it}
         self.num_steps = self.num_copies = 0
+        # Whether the token in a slot was computed as part of an output.
+        self.of_output = [False] * (num_blocks * block_size)
+        self.host_of_output = [False] * (num_host_blocks * block_size)
         self.version = 0  # of the parameters: who changes it resets the prefix cache
         self.versions: list[int | None] = [None] * (num_blocks * block_size)
         self.host_versions: list[int | None] = [None] * (num_host_blocks * block_size)
@@ -138,11 +141,14 @@ class FakeRunner:
         for pairs in plan.swap_out:
             self._copy(pairs, self.memory, self.host)
             self._copy(pairs, self.versions, self.host_versions)
+            self._copy(pairs, self.of_output, self.host_of_output)
         self._copy(plan.block_copies, self.memory, self.memory)
         self._copy(plan.block_copies, self.versions, self.versions)
+        self._copy(plan.block_copies, self.of_output, self.of_output)
         self.num_copies += len(plan.block_copies)
         self._copy(plan.swap_in, self.host, self.memory)
         self._copy(plan.swap_in, self.host_versions, self.versions)
+        self._copy(plan.swap_in, self.host_of_output, self.of_output)
         self._change_rows(plan)
         self._check_versions(plan)
         written: dict[int, int] = {}
@@ -152,8 +158,8 @@ class FakeRunner:
             before = plan.rows[index - 1] if index else None
             follows = before is not None and (before.row, before.start + before.num_tokens) == (row, start)
             assert row not in texts or (follows and count == 1), f"row {row} is scheduled twice"
-            told = self.rows[row]
-            assert start + count <= told.num_prompt or count == 1, "tokens of the output are computed one by one"
+            one_by_one = start + count <= self.rows[row].num_prompt or count == 1
+            assert one_by_one or not self.scheduler.limits.exact, "tokens of the output are computed one by one"
             if index in drafts:
                 assert row in texts, "a draft follows no token"
                 drafted.setdefault(row, []).append(drafts[index])
@@ -167,6 +173,7 @@ class FakeRunner:
                 assert not pool.is_cached(block), f"slot {slot} is in a cached block"
                 written[slot] = row
                 self.memory[slot], self.versions[slot] = texts[row][position], self.version
+                self.of_output[slot] = position >= self.rows[row].num_prompt
         forbidden: dict[int, list] = {}
         for row, banned in plan.masked:
             forbidden.setdefault(row, []).append(banned)
@@ -247,9 +254,12 @@ class FakeRunner:
     def _sample(self, scheduled: Scheduled, text: list[int], forbidden: Collection[int]) -> list[Sample]:
         _, start, count, number = scheduled
         row, end = self.rows[scheduled.row], start + count
-        assert [self.memory[self._slot(scheduled.row, i)] for i in range(end)] == text[:end], (
-            "it reads what it did not write"
-        )
+        slots = [self._slot(scheduled.row, i) for i in range(end)]
+        assert [self.memory[slot] for slot in slots] == text[:end], "it reads what it did not write"
+        if self.scheduler.limits.exact:
+            assert not any(self.of_output[slot] for slot in slots[: row.num_prompt]), (
+                "a token of a prompt was computed as one of an output"
+            )
         if not number:
             return []
         assert end == len(row.tokens), f"it samples after {end} of {len(row.tokens)} tokens"

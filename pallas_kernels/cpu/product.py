@@ -283,7 +283,7 @@ class _Writer:
         converted = None if matrix.is_direct else code.scratch(tile_o * (WHOLE + matrix.step), F32)
         depth, last_o = matrix.inputs, num_o - num_o % tile_o
         segment = code.select(depth.compare("<=", WHOLE), depth, code.value(SEGMENT, I64))
-        most_t = stream.most_rows(matrix, self.tile_t)
+        most_t = 2 * self.tile_t  # rows of a stream
         is_few = code.both(block.num_rows.compare("<=", most_t), matrix.num_groups.compare("<=", MOST_GROUPS))
 
         def part(first: Value, begin: Value) -> "_Part":

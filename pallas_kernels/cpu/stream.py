@@ -4,10 +4,11 @@ from typing import NamedTuple
 
 from llvmlite import ir
 
-from pallas_kernels.cpu.code import F32, I8, I32, I64, Value, Variable
+from pallas_kernels.cpu.code import F32, I8, I32, I64, Machine, Value, Variable
 from pallas_kernels.cpu.matrix import CACHE_LINE, Matrix
 
 OUTPUTS = 4  # that are computed together
+SUMS = 8
 UNROLLED, MOST_UNROLLED = 4, 8  # loads of a turn of the loop without groups; most loads of a group without a loop
 AHEAD = 2048  # prefetch distance in bytes
 
@@ -29,11 +30,6 @@ class Block(NamedTuple):
     width: int
     first_o: Value
     stop_o: Value
-
-
-def most_rows(matrix: Matrix, usual: int) -> int:
-    """Return the number of rows of a stream, twice the usual one for weights that are multiplied as they are."""
-    return 2 * usual if matrix.is_direct else usual
 
 
 def write_sums(block: Block, x: Value, num_o: Value, most_t: int) -> None:
@@ -69,6 +65,8 @@ class _Stream:
         # Narrow weights take more instructions for each byte, which those of several outputs overlap. Wide ones are
         # read fastest in one stream.
         together = num_o if matrix.is_narrow else 1
+        while together > 1 and together * self.num_t > Machine.host().registers // 2:
+            together //= 2
         for first in range(0, num_o, together):
             self._add_all(range(first, first + together))
         pairs, lanes = list(self.sums), matrix.lanes

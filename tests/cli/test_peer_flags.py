@@ -78,6 +78,8 @@ def sample(name):
     if flag and isinstance(flag.convert, Mapping):
         return next(iter(flag.convert)) if flag.nargs else True
     action = OWN[flag.ours if flag else name]
+    if action.dest == "speculative_config":
+        return '{"num_speculative_tokens": 2}'
     for each, setting in settings(EngineConfig):
         if each.name == action.dest and action.nargs != 0:
             other = next((one for one in setting.choices or () if one != each.default), None)

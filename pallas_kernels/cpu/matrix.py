@@ -166,12 +166,18 @@ class Matrix:
         return [code.cast("zext", code.load_vector(address, (k >> 1) + n, I8, self.lanes), I32) for n in starts]
 
     def finish(self, sums: Value, row: Value, output: Value, load_vector: Callable[..., Value]) -> Value:
-        """Return the sums of several outputs, scaled and with their bias."""
+        """Return the sums of several outputs, scaled and with their bias.
+
+        Both in one operation: LLVM may round once or twice otherwise, which differs between parts of the code.
+        """
+        scales = bias = None
         if self.form.scales is not None and self.form.group is None:
-            sums = sums * self._vector("scales", row, load_vector)
+            scales = self._vector("scales", row, load_vector)
         if self.bias is not None:
-            sums = sums + self._vector("bias", output, load_vector)
-        return sums
+            bias = self._vector("bias", output, load_vector)
+        if scales is not None and bias is not None:
+            return self.code.fma(sums, scales, bias)
+        return sums * scales if scales is not None else sums + bias if bias is not None else sums
 
     def _vector(self, name: str, at: Value, load_vector: Callable[..., Value]) -> Value:
         _, load = loader(self._dtypes[name], self.lanes, load_vector)

@@ -14,7 +14,7 @@ pool; a slot is `block_id * B + offset`.
 
 from pallas_kernels.dispatch import REFERENCE, Kernels, compute_capability, select, select_for
 from pallas_kernels.ops import Ops, load
-from pallas_kernels.reference import merge_attention, rotate
+from pallas_kernels.reference import ROW_ORDER, merge_attention, rotate
 from pallas_kernels.selftest import SelfTest
 from pallas_kernels.weights import Weight
 
@@ -24,6 +24,7 @@ paged_decode_attention, ragged_paged_attention = _reference.paged_decode_attenti
 product, products = _reference.product, _reference.products
 
 __all__ = [
+    "ROW_ORDER",
     "Kernels",
     "Ops",
     "SelfTest",

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import checks, ops, reference, toolchain, tuning
+from pallas_kernels import checks, ops, reference, rows, toolchain, tuning
 from pallas_kernels.ops import Ops
 from pallas_kernels.selftest import FAILED, TESTS, UNTESTED, Result, SelfTest, Subject
 
@@ -143,6 +143,8 @@ def select(
         model = dict(zip(MODEL, (dtype, pool_dtype or dtype, head_dim, num_heads, num_kv_heads, block_size)))
         device = DeviceFacts(platform, device_kind, compute_capability)
         kernels = _choose(programs, name == "auto", device, model, self_test)
+    if platform == "cpu" and not kernels.skips_rows:
+        kernels = replace(kernels, implementation=kernels.implementation._replace(product=rows.product))
     return replace(kernels, debug=debug)
 
 

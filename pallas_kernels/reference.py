@@ -39,6 +39,10 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,
 }
 
+# Options for compiling programs for CPUs in which the sum of a row has one order for any number of rows. By default XLA
+# leaves sums of large arrays to YNNPACK, which adds in another order than XLA itself does in small arrays.
+ROW_ORDER = {"xla_cpu_experimental_ynn_fusion_type": ""}
+
 TILE_Q = 64  # query rows attended at once
 TILE_KV = 128  # keys gathered at once: small enough to stay in a core's cache
 TILE_DECODE = 64  # the same for each of the sequences that are decoded together

@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 
 from jpaged.runtime.device_rows import SamplingState, count_tokens
+from jpaged.runtime.reductions import row_argmax, row_logsumexp, row_max, row_sum
 from jpaged.runtime.sampling_row import Sampling
 from jpaged.runtime.sampling_settings import Settings
 
@@ -76,7 +77,7 @@ def sample(logits_sv: jax.Array, state: SamplingState, sampling: Sampling, optio
     k = min(options.num_top, logits_sv.shape[1])
     if options.processed:
         return _sample_processed(logits_sv, state, sampling, k)
-    lse_s = jax.nn.logsumexp(logits_sv, axis=-1)
+    lse_s = row_logsumexp(logits_sv)
     if options.several:  # operations that only some executables have are not fused with these
         logits_sv, lse_s = lax.optimization_barrier((logits_sv, lse_s))
     drawn_s = sampling.temperature > 0
@@ -84,10 +85,10 @@ def sample(logits_sv: jax.Array, state: SamplingState, sampling: Sampling, optio
         tokens, *lists = lax.cond(
             jnp.any(drawn_s | (sampling.num_top > 0) | sampling.masked | sampling.stateful | sampling.beam),
             lambda: _choose(logits_sv, lse_s, state, sampling, k),
-            lambda: (_argmax(logits_sv), *_no_lists(len(logits_sv), k)),
+            lambda: (row_argmax(logits_sv), *_no_lists(len(logits_sv), k)),
         )
     else:
-        tokens = _argmax(logits_sv)
+        tokens = row_argmax(logits_sv)
         if options.settings is not Settings.GREEDY:
             tokens = jnp.where(drawn_s, _draw(logits_sv, sampling, options.settings), tokens)
         lists = _no_lists(len(tokens), k)
@@ -102,7 +103,7 @@ def _choose(
     x_sv = logits_sv - jnp.where(sampling.beam, lse_s, 0)[:, None]
     is_processed = jnp.any(sampling.masked | sampling.stateful)
     x_sv = lax.cond(is_processed, lambda: _process(x_sv, state, sampling), lambda: x_sv)
-    best = _argmax(x_sv)
+    best = row_argmax(x_sv)
     tokens = lax.cond(jnp.any(drawn_s), lambda: jnp.where(drawn_s, _draw(x_sv, sampling), best), lambda: best)
 
     def describe() -> tuple[jax.Array, ...]:
@@ -116,15 +117,15 @@ def _choose(
 
 def _sample_processed(logits_sv: jax.Array, state: SamplingState, sampling: Sampling, k: int) -> Sampled:
     """Return the result of `sample` with the logprobs of the distribution that tokens are drawn from."""
-    lse_s = jax.nn.logsumexp(logits_sv, axis=-1)
+    lse_s = row_logsumexp(logits_sv)
     x_sv = _process(logits_sv - jnp.where(sampling.beam, lse_s, 0)[:, None], state, sampling)
     drawn_s = sampling.temperature > 0
     kept_sv = _keep_likely(_cooled(x_sv, sampling.temperature), sampling)
     z_sv = jnp.where(drawn_s[:, None], kept_sv, x_sv)
-    tokens = jnp.where(drawn_s, _draw(x_sv, sampling), _argmax(x_sv))
+    tokens = jnp.where(drawn_s, _draw(x_sv, sampling), row_argmax(x_sv))
     # A beam's list is that of `sample`. A row that allows no token has no distribution.
-    is_offset_s = ~sampling.beam & (z_sv.max(-1) > -jnp.inf)
-    offset_s = jnp.where(is_offset_s, jax.nn.logsumexp(z_sv, axis=-1), 0)
+    is_offset_s = ~sampling.beam & (row_max(z_sv) > -jnp.inf)
+    offset_s = jnp.where(is_offset_s, row_logsumexp(z_sv), 0)
     logprobs = jnp.where(jnp.isfinite(lse_s), _at(z_sv, tokens) - offset_s, jnp.nan)
     ranks = jnp.where(sampling.num_top > 0, _ranks(z_sv, tokens), 0)
     return Sampled(tokens, logprobs, ranks, *_list(z_sv, offset_s, state, sampling, k))
@@ -150,7 +151,7 @@ def token_logprobs(
 
     def compute(x_td: jax.Array, targets_t: jax.Array) -> Sampled:
         logits_tv = logits_of(x_td)
-        lse_t = jax.nn.logsumexp(logits_tv, axis=-1)
+        lse_t = row_logsumexp(logits_tv)
         wanted_t = targets_t >= 0
         tokens_t = jnp.where(wanted_t, targets_t, 0)
         logprobs = jnp.where(wanted_t, _logprobs(logits_tv, tokens_t, lse_t), 0)
@@ -162,16 +163,6 @@ def token_logprobs(
     targets_nt = jnp.pad(targets_t, (0, padding), constant_values=-1).reshape(-1, tile)
     tiles = lax.map(lambda xs: lax.cond(jnp.any(xs[1] >= 0), compute, skip, *xs), (x_ntd, targets_nt))
     return cast(Sampled, jax.tree.map(lambda y: y.reshape(num_tokens + padding, *y.shape[2:])[:num_tokens], tiles))
-
-
-def _argmax(x_sv: jax.Array) -> jax.Array:
-    """Return the first of the highest values of each row, [S] int32; any place in a row that holds NaN.
-
-    XLA's own argmax takes three times as long on a CPU.
-    """
-    size = x_sv.shape[1]
-    highest_sv = x_sv == x_sv.max(-1, keepdims=True)
-    return jnp.where(highest_sv, jnp.arange(size, dtype=jnp.int32), size - 1).min(-1)
 
 
 def _at(x_sv: jax.Array, tokens_s: jax.Array) -> jax.Array:
@@ -228,7 +219,7 @@ def _draw(x_sv: jax.Array, sampling: Sampling, settings: Settings = Settings.ANY
 def _draw_any(x_sv: jax.Array, sampling: Sampling) -> jax.Array:
     """Return tokens [S] int32 drawn from softmax(x): argmax(x + Gumbel noise) is such a draw."""
     ids_sv = jnp.broadcast_to(jnp.arange(x_sv.shape[1], dtype=jnp.int32), x_sv.shape)
-    return _argmax(x_sv + _gumbel(sampling.seeds, sampling.positions, ids_sv))
+    return row_argmax(x_sv + _gumbel(sampling.seeds, sampling.positions, ids_sv))
 
 
 def _draw_filtered(x_sv: jax.Array, sampling: Sampling) -> jax.Array:
@@ -245,7 +236,7 @@ def _draw_filtered(x_sv: jax.Array, sampling: Sampling) -> jax.Array:
 
     def draw_listed() -> jax.Array:
         noise_sk = _gumbel(sampling.seeds, sampling.positions, tokens_sk)
-        return _at(tokens_sk, _argmax(jnp.where(kept_sk, x_sk, -jnp.inf) + noise_sk))
+        return _at(tokens_sk, row_argmax(jnp.where(kept_sk, x_sk, -jnp.inf) + noise_sk))
 
     def draw_others() -> jax.Array:
         listed_sv = jnp.where(x_sv >= threshold_s1, x_sv, -jnp.inf)
@@ -284,7 +275,7 @@ def _threshold_of_list(x_sv: jax.Array, x_sk: jax.Array, sampling: Sampling) -> 
     top_k_s = jnp.where(sampling.top_k < x_sv.shape[1], sampling.top_k, 0)
     at_k_s = jnp.where((top_k_s > 0) & (top_k_s <= size), _at(x_sk, jnp.clip(top_k_s, 1, size) - 1), -jnp.inf)
     least_s1 = jnp.maximum(best_s1 + jnp.log(sampling.min_p)[:, None], at_k_s[:, None])
-    total_s1 = jnp.where(x_sv >= least_s1, jnp.exp(x_sv - best_s1), 0).sum(-1, keepdims=True)
+    total_s1 = row_sum(jnp.where(x_sv >= least_s1, jnp.exp(x_sv - best_s1), 0))[:, None]
     weight_sk = jnp.where(x_sk >= least_s1, jnp.exp(x_sk - best_s1), 0)
     # A token is in the nucleus if the tokens before it have less than top_p of the total weight.
     in_nucleus_sk = jnp.cumsum(weight_sk, -1) - weight_sk < top_p_s[:, None] * total_s1
@@ -300,13 +291,14 @@ def _keep_likely(x_sv: jax.Array, sampling: Sampling) -> jax.Array:
 
     Tokens of equal logits stay together.
     """
-    x_sv = jnp.where(x_sv >= x_sv.max(-1, keepdims=True) + jnp.log(sampling.min_p)[:, None], x_sv, -jnp.inf)
+    x_sv = jnp.where(x_sv >= row_max(x_sv)[:, None] + jnp.log(sampling.min_p)[:, None], x_sv, -jnp.inf)
     # As uint32 they compare as the float32 do, -0 like 0.
     bits_sv = lax.bitcast_convert_type(jnp.where(x_sv == 0, jnp.float32(0), x_sv), jnp.uint32)
     order_sv = jnp.where(bits_sv >> 31 == 1, ~bits_sv, bits_sv | jnp.uint32(0x80000000))
     size = jnp.where(sampling.top_k > 0, sampling.top_k, x_sv.shape[1]).astype(jnp.float32)
     kept = order_sv >= _threshold(order_sv, jnp.ones_like(x_sv), size)
-    p_sv = jax.nn.softmax(jnp.where(kept, x_sv, -jnp.inf), axis=-1)
+    kept_sv = jnp.where(kept, x_sv, -jnp.inf)
+    p_sv = jnp.exp(kept_sv - row_logsumexp(kept_sv)[:, None])
     nucleus = order_sv >= _threshold(order_sv, p_sv, sampling.top_p)
     return jnp.where(kept & (nucleus | (sampling.top_p >= 1)[:, None]), x_sv, -jnp.inf)
 
@@ -316,7 +308,7 @@ def _threshold(order_sv: jax.Array, weight_sv: jax.Array, target_s: jax.Array) -
 
     def bit(i: jax.Array, t: jax.Array) -> jax.Array:
         higher = t | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
-        weight = jnp.sum(jnp.where(order_sv >= higher[:, None], weight_sv, 0), -1)
+        weight = row_sum(jnp.where(order_sv >= higher[:, None], weight_sv, 0))
         return jnp.where(weight >= target_s, higher, t)
 
     return cast(jax.Array, lax.fori_loop(0, 32, bit, jnp.zeros(order_sv.shape[0], jnp.uint32))[:, None])

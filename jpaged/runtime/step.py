@@ -23,7 +23,7 @@ from jpaged.runtime.sampler import Sampled, SampleOptions, token_logprobs
 from jpaged.runtime.sampling_row import COLUMNS, Sampling
 from jpaged.runtime.sampling_settings import Settings
 from jpaged.runtime.tensor_parallel import sample_divided, whole_logits
-from pallas_kernels import Kernels, Weight
+from pallas_kernels import ROW_ORDER, Kernels, Weight
 
 # Command buffers (CUDA graphs) with conditions and loops: outside a command buffer the host waits for their predicates.
 # XLA's own list lacks loops. An older driver leaves conditions out; the host then waits.
@@ -61,10 +61,10 @@ def forward(
     return model(batch.tokens, batch.positions, attend), pool
 
 
-def model_options(platform: str, *, has_quantized_weights: bool) -> dict[str, Any] | None:
-    """Return the options of the model's part of a step, None for XLA's own."""
+def model_options(platform: str, *, has_quantized_weights: bool) -> dict[str, Any]:
+    """Return XLA's options of the model's part of a step."""
     if platform == "cpu":
-        return None
+        return ROW_ORDER
     return {
         # XLA would hand a kernel a pointer to a slice, wherever it starts in its array: Mosaic's runtime refuses
         # pointers off a multiple of 256 bytes (openxla/xla pull request 43831 made this the default).
@@ -76,9 +76,9 @@ def model_options(platform: str, *, has_quantized_weights: bool) -> dict[str, An
     }
 
 
-def sampling_options(platform: str) -> dict[str, Any] | None:
-    """Return the options of sampling and of the logprobs of prompts, None for XLA's own."""
-    return None if platform == "cpu" else {"xla_gpu_enable_command_buffer": COMMAND_BUFFERS}
+def sampling_options(platform: str) -> dict[str, Any]:
+    """Return XLA's options of sampling and of the logprobs of prompts."""
+    return ROW_ORDER if platform == "cpu" else {"xla_gpu_enable_command_buffer": COMMAND_BUFFERS}
 
 
 class Computed(NamedTuple):

@@ -212,10 +212,9 @@ def test_it_finds_a_copied_pool():
 
 
 def test_weights_of_8_bits_stay_with_triton():
-    options = step.model_options("gpu", has_quantized_weights=True)
-    assert options is not None and options["xla_gpu_cublas_fallback"] is False
-    assert "xla_gpu_cublas_fallback" not in (step.model_options("gpu", has_quantized_weights=False) or {})
-    assert step.model_options("cpu", has_quantized_weights=True) is None
+    assert step.model_options("gpu", has_quantized_weights=True)["xla_gpu_cublas_fallback"] is False
+    for platform, quantized in (("gpu", False), ("cpu", True)):
+        assert "xla_gpu_cublas_fallback" not in step.model_options(platform, has_quantized_weights=quantized)
 
 
 @pytest.mark.deep

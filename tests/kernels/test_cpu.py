@@ -16,6 +16,7 @@ import pytest
 from pallas_kernels import Weight, cpu, reference, select
 from pallas_kernels.cpu import attention, code, ffi
 from pallas_kernels.cpu.product import SEGMENT
+from pallas_kernels.rows import product as product_by_rows
 from tests.kernels import cases
 from tests.kernels.implementations import CPU, ops_of
 from tests.kernels.products import FORMS, exact_matrix, weight_in, x_of
@@ -158,7 +159,7 @@ assert not {"llvmlite", "pallas_kernels.cpu"} & sys.modules.keys()
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "llvmlite" else find(name))
         kernels = select(dtype="float32", block_size=16, **MODEL)
         assert kernels.name == "reference" and "not cpu: llvmlite is not installed" in kernels.reason
-        assert not kernels.skips_rows
+        assert kernels.implementation.product is product_by_rows
 
     def test_the_reference_serves_where_nothing_compiles(self, monkeypatch):
         def fail(dtype):
@@ -172,4 +173,5 @@ assert not {"llvmlite", "pallas_kernels.cpu"} & sys.modules.keys()
         kernels = select(dtype="bfloat16", pool_dtype="float8_e4m3fn", block_size=16, **MODEL)
         assert kernels.implementation.product is cpu.product and kernels.skips_rows
         assert (kernels.account[-1].op, kernels.account[-1].implementation) == ("product", "cpu")
-        assert not select("reference", dtype="float32", block_size=16, **MODEL).skips_rows
+        by_rows = select("reference", dtype="float32", block_size=16, **MODEL)
+        assert by_rows.implementation.product is product_by_rows and by_rows.skips_rows

@@ -29,7 +29,7 @@ from jpaged.runtime.step import Step
 from jpaged.runtime.swap import TRANSFERS
 from jpaged.start import measure, pool, setup
 from jpaged.start.resolve import resolve
-from pallas_kernels import SelfTest, select
+from pallas_kernels import Kernels, SelfTest, select
 from tests.runtime.caches import cache_of, placement_of
 from tests.support.few_shapes import few_shapes, limiting
 from tests.support.runners import runner_of
@@ -355,6 +355,7 @@ def test_steep_costs_add_shapes_and_shorten_chunks(llm, monkeypatch):
     monkeypatch.setattr(setup, "resolve", limiting(setup.resolve, max_num_batched_tokens=64))
     compiled = []
     monkeypatch.setattr(ModelRunner, "run_padding", lambda self, bucket, **how: compiled.append(bucket))
+    monkeypatch.setattr(Kernels, "skips_rows", False)  # a step costs as much as its whole shape
     options = dict(max_num_seqs=4, block_size=8, num_gpu_blocks_override=20, swap_space=0, progress=False)
     steep = LLM(model, kernels="reference", **options)
     assert steep.engine.scheduler.tokens_beside_decodes == 48 < steep.engine.scheduler.limits.max_num_batched_tokens

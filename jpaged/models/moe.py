@@ -17,6 +17,7 @@ from jpaged.models.layers import SCALE, Linear, Product, axes, weight_of
 from jpaged.models.variation import Experts
 from pallas_kernels.reference import ACTIVATIONS
 
+LEAST_SCORES = 16  # of a token in the softmax of a router
 EXPERT_WEIGHTS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -106,7 +107,11 @@ class MixtureOfExperts(nnx.Module):
 
     def __call__(self, x_td: jax.Array) -> jax.Array:
         """Return the output [T, D] of hidden states [T, D]: the sum over each token's experts, by their probability."""
-        probabilities_te = jax.nn.softmax(self.gate(x_td, dtype=jnp.float32), axis=-1)
+        scores_te = self.gate(x_td, dtype=jnp.float32)
+        # XLA computes the exponentials of fewer numbers in a row one by one on a CPU, where they round otherwise.
+        padding = max(0, LEAST_SCORES - self.num_experts)
+        scores_te = jnp.pad(scores_te, ((0, 0), (0, padding)), constant_values=-jnp.inf)
+        probabilities_te = jax.nn.softmax(scores_te, axis=-1)
         weights_tk, chosen_tk = lax.top_k(probabilities_te, self.top_k)
         if self.normalizes:
             weights_tk = weights_tk / weights_tk.sum(axis=-1, keepdims=True)
@@ -117,5 +122,5 @@ class MixtureOfExperts(nnx.Module):
         y_md = self.experts(x_td[tokens_m], sizes_e, tokens_m)
         # The rows are put back in order and added up in a fixed order: a scatter would add in any order on a GPU.
         y_tkd = y_md[jnp.argsort(order_m)].reshape(*chosen_tk.shape, -1)
-        weighted_td = jnp.einsum("tkd,tk->td", y_tkd, weights_tk, preferred_element_type=jnp.float32)
+        weighted_td: jax.Array = (y_tkd.astype(jnp.float32) * weights_tk[:, :, None]).sum(axis=1)
         return weighted_td.astype(x_td.dtype)

@@ -1,0 +1,71 @@
+"""The same requests under different schedules, on one runner."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tokenizers import Tokenizer
+
+from jpaged.config import Limits
+from jpaged.core.block_pool import BlockPool
+from jpaged.core.scheduler import Scheduler
+from jpaged.engine.engine import Engine
+from jpaged.runtime.runner import ModelRunner
+from tests.exact.asked import Asked, bits
+
+BLOCK, BLOCKS = 8, 640
+LENGTH, SEQS, TOKENS = 96, 32, 128  # limits of a runner: of a sequence, and of a step
+
+
+class Schedule(NamedTuple):
+    """How requests run; the results must not depend on it.
+
+    Attributes:
+        tokens, seqs: most tokens and sequences of a step.
+        blocks: KV blocks of the pool.
+        preemption: the mode where blocks are few.
+        caches: whether cached prefixes are used.
+        overlaps: whether a step is dispatched before the tokens of the previous one are known.
+        exact: as in `EngineConfig`.
+    """
+
+    tokens: int = TOKENS
+    seqs: int = SEQS
+    blocks: int = BLOCKS
+    preemption: str = "recompute"
+    caches: bool = True
+    overlaps: bool = True
+    exact: bool = False
+
+
+class Ran(NamedTuple):
+    """Results of requests, and the scheduler that has run them."""
+
+    bits: list[tuple]
+    scheduler: Scheduler
+
+
+def run(
+    runner: ModelRunner, tokenizer: Tokenizer | None, asked: Sequence[Asked], schedule: Schedule,
+    *, together: bool = True,
+) -> Ran:  # fmt: skip
+    """Run requests that are all there at once, or one after the other."""
+    limits = Limits(LENGTH, schedule.seqs, schedule.tokens, BLOCK, exact=schedule.exact)
+    host = BlockPool(BLOCKS, BLOCK, enable_prefix_caching=False) if schedule.preemption == "swap" else None
+    scheduler = Scheduler(
+        BlockPool(schedule.blocks, BLOCK, enable_prefix_caching=schedule.caches), limits, vocab_size=runner.vocab_size,
+        eos_token_ids=runner.config.eos_token_ids, preemption=schedule.preemption, host_pool=host,
+    )  # fmt: skip
+    engine = Engine(scheduler, runner, tokenizer, max_in_flight=2 if schedule.overlaps else 1)
+    compiler = engine.grammar_compiler()
+    requests = []
+    for i, (prompt, params) in enumerate(asked):
+        wanted = params.structured_outputs
+        constraint = compiler.compile(wanted) if wanted else None
+        requests.append(engine.add(str(i), prompt, params, constraint=constraint))
+        while engine.has_work and not together:
+            engine.step()
+    while engine.has_work:
+        engine.step()
+    scheduler.check_invariants()
+    assert scheduler.pool.num_used == 0
+    return Ran([bits(request) for request in requests], scheduler)

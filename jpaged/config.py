@@ -23,7 +23,7 @@ CPU_LONG_BLOCK_SIZE, CPU_LONG = 64, 2048
 
 
 MAX_DRAFTS, MAX_MATCH = 32, 64  # drafts of a sequence in a step, and tokens that are compared to find them
-DRAFTING_SEQS = 8  # a step has room for the drafts of so many sequences
+DRAFTING_SEQS = 4  # a step has room for the drafts of so many sequences: more pay for padding, if they pay at all
 # The keys of vLLM's speculative_config, and the fields of `Speculation`.
 DRAFT_FIELDS = {"num_speculative_tokens": "num_tokens", "prompt_lookup_max": "longest", "prompt_lookup_min": "shortest"}
 

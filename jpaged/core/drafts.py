@@ -107,25 +107,29 @@ class Drafter:
         """
         most = max(0, min(most, self._most))
         if forced:
-            return list(forced[:most])
+            return list(forced[: self._best(min(most, len(forced)), others, len(tokens), rate=1.0)])
         if len(tokens) <= self.rests_until:
             return []
         found = self._lookup.following(tokens, most) if most else []
-        drafts = found[: self._best(len(found), others, len(tokens))]
+        drafts = found[: self._best(len(found), others, len(tokens), self._rate)]
         self._rest = 0 if drafts else min(MAX_REST, 2 * self._rest + 1)
         self.rests_until = len(tokens) + self._rest - 1 if self._rest else 0
         if found and not drafts:
             self._rate = START_RATE  # after the rest the odds are taken to be those of a new text
         return drafts
 
-    def _best(self, most: int, others: int, context: int) -> int:
-        """Return the number of drafts with which the step is expected to give the most tokens for its cost."""
+    def _best(self, most: int, others: int, context: int, rate: float) -> int:
+        """Return the number of drafts with which the step is expected to give the most tokens for its cost.
+
+        Args:
+            rate: share of drafts that are kept.
+        """
         expected, power, best, count = others + 1.0, 1.0, 0.0, 0
         for drafts in range(most + 1):
             cost = self._costs.of(others + 1 + drafts, context)
             if expected / cost > best:
                 best, count = expected / cost, drafts
-            power *= self._rate
+            power *= rate
             expected += power
         return count
 

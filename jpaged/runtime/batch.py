@@ -66,16 +66,17 @@ class Buckets:
 
     Both ladders double, and have further shapes if their costs justify them (`measure`). Where padding costs little,
     decode steps have a ladder that quadruples, and the other one begins higher. A step with a prompt pays for
-    `num_seqs` only in logits. `benchmarks/engine/padding.py` counts the padding.
+    `num_seqs` only in logits. Steps with drafts may have one size more. `benchmarks/engine/padding.py` counts the padding.
 
     Args:
         padded: whether a step costs as much as its whole shape.
     """
 
     def __init__(self, limits: Limits, *, padded: bool = True):
-        max_seqs, max_tokens, factor, least = limits.max_num_decodes, limits.max_num_batched_tokens, *LADDERS[padded]
-        self.decode = tuple(Bucket(s, s, True) for s in ladder(1, max_seqs, factor))
-        seqs = (16, max_seqs) if max_seqs > 16 else (max_seqs,)
+        max_seqs, max_tokens, factor, least = limits.max_num_seqs, limits.max_num_batched_tokens, *LADDERS[padded]
+        with_drafts = (limits.max_num_decodes,) if limits.max_num_drafts else ()
+        self.decode = tuple(Bucket(s, s, True) for s in (*ladder(1, max_seqs, factor), *with_drafts))
+        seqs = (16, max_seqs, *with_drafts) if max_seqs > 16 else (max_seqs, *with_drafts)
         self.mixed = tuple(Bucket(t, s, False) for t in ladder(least, max(16, max_tokens), 2) for s in seqs)
         self.all = self.decode + self.mixed
 

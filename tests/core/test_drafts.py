@@ -90,6 +90,10 @@ def test_tokens_that_a_grammar_forces_are_drafts_whatever_the_odds():
     drafter = Drafter(SETTINGS, COSTS)
     drafter.learn(4, 0)
     assert drafter.propose([1, 2, 3], [7, 8, 9, 7, 8], 4, 30) == [7, 8, 9, 7]
+    steep = DecodeCosts([1.0] * 32 + [2.0] * 32)
+    assert Drafter(SETTINGS, steep).propose([1, 2, 3], [7, 8, 9, 7, 8], 4, 29) == [7], (
+        "a step of 32 costs twice as much"
+    )
 
 
 @pytest.mark.parametrize(
@@ -114,14 +118,14 @@ def test_a_request_may_have_fewer_drafts():
     assert limited.sequences[0].drafter is not None
 
 
-def test_a_step_has_room_for_the_drafts_of_eight_sequences_and_preempts_nothing_for_them():
+def test_a_step_has_room_for_the_drafts_of_four_sequences_and_preempts_nothing_for_them():
     scheduler, runner = traffic.make(blocks=200, seqs=20, tokens=200, drafts=3)
     for i in range(20):
         traffic.add(scheduler, i, [1, 2, i], max_tokens=30)
     most = 0
     while scheduler.has_work:
         most = max(most, len(traffic.step(scheduler, runner).plan.drafts))
-    assert 12 < most <= scheduler.limits.max_num_drafts == 24
+    assert 6 < most <= scheduler.limits.max_num_drafts == 12
     scheduler, runner = traffic.make(blocks=2, size=4, seqs=2, drafts=4, cache=False)
     for i in range(2):
         traffic.add(scheduler, i, [1, 2], max_tokens=2)

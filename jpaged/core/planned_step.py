@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from jpaged.config import DRAFTING_SEQS
 from jpaged.core.block_table import Copies, append, move, shortage
 from jpaged.core.branches import next_counts
 from jpaged.core.memory import Memory
@@ -208,6 +209,8 @@ class PlannedStep:
             # The sample after the last draft is not beyond the maximum length.
             request, constraint = sequence.request, sequence.constraint
             most = min(room, request.max_length - sequence.num_tokens - 1)
+            if constraint is not None and others >= DRAFTING_SEQS:
+                most = 0  # the sampling of many masked drafts takes longer than what they save
             forced = constraint.forced() if constraint is not None and most > 0 else []
             drafts = drafter.propose(sequence.tokens, forced, most, others)
             end = next((i for i, token in enumerate(drafts) if token in request.end_tokens), len(drafts))

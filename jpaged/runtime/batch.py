@@ -66,7 +66,8 @@ class Buckets:
 
     Both ladders double, and have further shapes if their costs justify them (`measure`). Where padding costs little,
     decode steps have a ladder that quadruples, and the other one begins higher. A step with a prompt pays for
-    `num_seqs` only in logits. Steps with drafts may have one size more. `benchmarks/engine/padding.py` counts the padding.
+    `num_seqs` only in logits. Steps with drafts may have one more size. `benchmarks/engine/padding.py` counts the
+    padding.
 
     Args:
         padded: whether a step costs as much as its whole shape.

@@ -3,6 +3,7 @@ counted in each case of benchmarks/engine/scheduler.py."""
 
 import json
 import sys
+import threading
 
 import pytest
 
@@ -14,12 +15,12 @@ STEPS = 16  # a sequence gets a block in one of them
 
 
 def count_instructions(function) -> int:
-    """Return the number of bytecode instructions that a call executes."""
-    monitoring, tool, count = sys.monitoring, sys.monitoring.PROFILER_ID, 0
+    """Return the number of bytecode instructions that a call executes, without those of other threads."""
+    monitoring, tool, count, thread = sys.monitoring, sys.monitoring.PROFILER_ID, 0, threading.get_ident()
 
     def add(code, offset):
         nonlocal count
-        count += 1
+        count += threading.get_ident() == thread
 
     monitoring.use_tool_id(tool, "instructions")
     try:

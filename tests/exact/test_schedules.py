@@ -69,6 +69,7 @@ def test_a_schedule_changes_no_bit(llama):
     check(llama, **SMALL)
 
 
+@pytest.mark.deep
 def test_a_schedule_changes_no_bit_of_the_reference(tmp_path):
     limits = SMALL | {"tokens": 64}
     check(subject_of(Case("llama", kernels="reference"), tmp_path, **limits), **limits)

@@ -52,7 +52,9 @@ FORMS = {"dense": None, "int8": Format("int8", "float32"), "int4": Format("uint8
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("activation", [None, "silu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize(
+    "activation", ["silu", *(pytest.param(each, marks=pytest.mark.deep) for each in (None, "gelu_pytorch_tanh"))]
+)
 @pytest.mark.parametrize("form", ["int8", *(pytest.param(form, marks=pytest.mark.deep) for form in ("dense", "int4"))])
 def test_a_gated_product_of_the_kernels_has_one_order(form, activation):
     """Outputs end in a part of a vector, in other parts for few rows than for many."""

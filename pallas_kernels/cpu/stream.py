@@ -1,5 +1,6 @@
 """Sums of products of a few rows, for which weights are read from memory once, in the order in which they lie there."""
 
+import itertools
 from typing import NamedTuple
 
 from llvmlite import ir
@@ -18,7 +19,7 @@ class Block(NamedTuple):
 
     Attributes:
         rows, num_rows: the numbers of the rows, and how many they are.
-        sums_to: memory for the sums [num_rows, width].
+        sums_to: memory for the sums [num_rows, width], and for one more row if the number is odd.
         first_o: the matrix's row of the first output.
         stop_o: the row after the last one that the unit of the block reads.
     """
@@ -36,8 +37,11 @@ def write_sums(block: Block, x: Value, num_o: Value, most_t: int) -> None:
     """Write the sums of a block of `num_o` outputs for 1 to `most_t` rows of x."""
     code = block.matrix.code
     whole = num_o - num_o % OUTPUTS
-    for num_t in range(1, most_t + 1):
-        with code.when(block.num_rows.compare("==", num_t)):
+    # Of more than four rows, code for even numbers: the last row stands twice for odd ones.
+    sizes = [num_t for num_t in range(1, most_t + 1) if num_t <= 4 or num_t % 2 == 0]
+    for below, num_t in itertools.pairwise([0, *sizes]):
+        is_size = code.both(block.num_rows.compare(">", below), block.num_rows.compare("<=", num_t))
+        with code.when(is_size):
             with code.loop(0, whole, OUTPUTS) as o:
                 _Stream(block, x, o, OUTPUTS, num_t).write()
             with code.loop(whole, num_o) as o:
@@ -52,7 +56,8 @@ class _Stream:
         matrix, self.code = self.matrix, self.matrix.code
         self.row = block.first_o + o
         row_bytes = matrix.inputs * (2 if matrix.dots else 4)
-        numbers = [self.code.load(block.rows, self.code.value(t, I64), I64) for t in range(num_t)]
+        last = block.num_rows - 1
+        numbers = [self.code.load(block.rows, self.code.minimum(last * 0 + t, last), I64) for t in range(num_t)]
         self.x = [self.code.at(x, number * row_bytes, I8) for number in numbers]
         self.weights = [matrix.address(self.row + i) for i in range(num_o)]
         zero = self.code.value(0.0, ir.VectorType(F32, matrix.lanes))

@@ -12,7 +12,7 @@ from typing import Any, Self
 from jpaged.core.params import BeamSearchParams, Params, SamplingParams, StructuredOutputsParams, shown
 
 CHECK_DIGITS = 8  # of the hash of each part
-# Parameters that choose what is returned, and not the tokens of one output.
+# Parameters of the form of an answer, without effect on the tokens of one output.
 _LISTING: dict[str, Any] = {
     "logprobs": None, "prompt_logprobs": None, "truncate_prompt_tokens": None, "truncation_side": "left",
     "certificate": False,
@@ -53,7 +53,7 @@ class Certificate:
         return replace(self, checks=checks, digest=_hash(hashes))
 
     def changed(self, prompt_token_ids: Series[int], token_ids: Series[int]) -> list[str]:
-        """Return the names of the parts that differ from those that were hashed."""
+        """Return the names of the parts whose hashes have changed."""
         sealed = self.sealed(prompt_token_ids, token_ids)
         changed = [name for name, check in sealed.checks.items() if self.checks.get(name) != check]
         return changed or ([] if sealed.digest == self.digest else ["digest"])

@@ -210,7 +210,7 @@ class PlannedStep:
             request, constraint = sequence.request, sequence.constraint
             most = min(room, request.max_length - sequence.num_tokens - 1)
             if constraint is not None and others >= DRAFTING_SEQS:
-                most = 0  # the sampling of many masked drafts takes longer than what they save
+                most = 0  # sampling many masked drafts takes longer than the steps that they save
             forced = constraint.forced() if constraint is not None and most > 0 else []
             drafts = drafter.propose(sequence.tokens, forced, most, others)
             end = next((i for i, token in enumerate(drafts) if token in request.end_tokens), len(drafts))

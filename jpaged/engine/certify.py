@@ -24,7 +24,7 @@ class Identified(Protocol):
 
 
 def begin(request: Request, runner: Identified) -> None:
-    """Remember the present parameters as those that compute a new request, if it wants certificates."""
+    """Record the fingerprint of the present parameters in a new request, if it wants certificates."""
     if request.params.certificate:
         request.fingerprints = _present(runner)
 

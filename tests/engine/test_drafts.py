@@ -121,7 +121,7 @@ def run(
     engine: Engine, requests, *, drafts: bool = True, exact: bool = True, blocks: int = 200, mode: str = "recompute",
     depth: int = 1,
 ):  # fmt: skip
-    """Return what the requests get on the engine's runner: tokens, text, endings, logprob bits; and the scheduler."""
+    """Return tokens, text, endings and logprob bits of the requests on the engine's runner, and the scheduler."""
     limits = dataclasses.replace(engine.limits, speculative_config=CONFIG if drafts else None, exact=exact)
     host = BlockPool(40, 8, enable_prefix_caching=False) if mode == "swap" else None
     scheduler = Scheduler(

@@ -1,5 +1,6 @@
 """Configuration of the engine: frozen, plain values, dtypes as strings, no device library."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -24,8 +25,6 @@ CPU_LONG_BLOCK_SIZE, CPU_LONG = 64, 2048
 
 MAX_DRAFTS, MAX_MATCH = 32, 64  # drafts of a sequence in a step, and tokens that are compared to find them
 DRAFTING_SEQS = 4  # a step has room for the drafts of so many sequences: more pay for padding, if they pay at all
-# The keys of vLLM's speculative_config, and the fields of `Speculation`.
-DRAFT_FIELDS = {"num_speculative_tokens": "num_tokens", "prompt_lookup_max": "longest", "prompt_lookup_min": "shortest"}
 
 
 class PlatformDefaults(NamedTuple):
@@ -49,19 +48,70 @@ def platform_defaults(platform: str) -> PlatformDefaults:
     return CPU if platform == "cpu" else GPU
 
 
+class DraftKey(NamedTuple):
+    """Key of a `speculative_config`: the field of `Speculation` that it sets, and the values that it may have."""
+
+    field: str
+    whole: bool
+    low: int
+    high: int
+
+    def check(self, name: str, value: Any) -> Any:
+        """Return a value, None for the default.
+
+        Raises:
+            ValueError: the value is not one of the key.
+        """
+        is_number = isinstance(value, int if self.whole else (int, float)) and not isinstance(value, bool)
+        if value is not None and not (is_number and self.low <= value <= self.high):
+            number = "whole number" if self.whole else "number"
+            raise ValueError(f"{name}: must be a {number} between {self.low} and {self.high}, not {value!r}")
+        return value
+
+
+# vLLM's methods, each with defaults and keys.
+NUM_DRAFTS = {"num_speculative_tokens": DraftKey("num_tokens", True, 1, MAX_DRAFTS)}
+DRAFT_METHODS: dict[str, tuple[dict[str, Any], dict[str, DraftKey]]] = {
+    "ngram": (
+        {},
+        NUM_DRAFTS
+        | {
+            "prompt_lookup_max": DraftKey("longest", True, 1, MAX_MATCH),
+            "prompt_lookup_min": DraftKey("shortest", True, 1, MAX_MATCH),
+        },
+    ),
+    "suffix": (
+        {"num_tokens": 8, "longest": 24, "outputs": 10_000, "factor": 1.0, "least_share": 0.1},
+        NUM_DRAFTS
+        | {
+            "suffix_decoding_max_tree_depth": DraftKey("longest", True, 1, MAX_MATCH),
+            "suffix_decoding_max_cached_requests": DraftKey("outputs", True, 0, 10**9),
+            "suffix_decoding_max_spec_factor": DraftKey("factor", False, 0, MAX_DRAFTS),
+            "suffix_decoding_min_token_prob": DraftKey("least_share", False, 0, 1),
+        },
+    ),
+}
+
+
 @dataclass(frozen=True)
 class Speculation:
     """Settings of drafts, tokens that are likely to come next.
 
     Attributes:
         num_tokens: maximum drafts of a sequence in a step.
-        longest, shortest: the last tokens of a sequence are looked up among its earlier ones; the place with the most
+        longest, shortest: the last tokens of a sequence are looked up among earlier ones; the place with the most
             equal tokens is taken. Fewer than `shortest` are no match, and more than `longest` are not compared.
+        outputs: number of past outputs of the engine in which they are looked up too, in addition to the sequence.
+        factor: maximum drafts for each equal token.
+        least_share: drafts in past outputs are as many as a larger share than this of the equal places continue with.
     """
 
     num_tokens: int = 4
     longest: int = 8
     shortest: int = 2
+    outputs: int = 0
+    factor: float = math.inf
+    least_share: float = 0.0
 
     @classmethod
     def of(cls, config: Mapping[str, Any] | None) -> "Speculation | None":
@@ -72,21 +122,22 @@ class Speculation:
         """
         if config is None:
             return None
-        name = "speculative_config"
-        if unknown := config.keys() - {"method", *DRAFT_FIELDS}:
+        name, method = "speculative_config", config.get("method", "ngram")
+        if method not in DRAFT_METHODS:
             raise ValueError(
-                f"{name}: unknown {', '.join(sorted(unknown))} (allowed method, {', '.join(DRAFT_FIELDS)})"
+                f"{name}.method: must be one of {', '.join(DRAFT_METHODS)}, not {method!r}: other sources of drafts "
+                "are not supported"
             )
-        if (method := config.get("method", "ngram")) != "ngram":
-            raise ValueError(f"{name}.method: must be ngram, not {method!r}: other sources of drafts are not supported")
-        given = {DRAFT_FIELDS[key]: value for key, value in config.items() if key in DRAFT_FIELDS and value is not None}
-        for key, field in DRAFT_FIELDS.items():
-            value, most = given.get(field, 1), MAX_DRAFTS if field == "num_tokens" else MAX_MATCH
-            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-                raise ValueError(f"{name}.{key}: must be a whole number between 1 and {most}, not {value!r}")
-        if "longest" in given and "shortest" not in given:
-            given["shortest"] = min(cls.shortest, given["longest"])
-        made = cls(**given)
+        defaults, keys = DRAFT_METHODS[method]
+        if unknown := config.keys() - {"method", *keys}:
+            raise ValueError(
+                f"{name}: unknown {', '.join(sorted(unknown))} (allowed with the method {method}: {', '.join(keys)})"
+            )
+        given = {key.field: key.check(f"{name}.{each}", config[each]) for each, key in keys.items() if each in config}
+        given = {field: value for field, value in given.items() if value is not None}
+        if "longest" in given:
+            given.setdefault("shortest", min(cls.shortest, given["longest"]))
+        made = cls(**defaults | given)
         if made.shortest > made.longest:
             raise ValueError(
                 f"{name}.prompt_lookup_min: must be at most prompt_lookup_max ({made.longest}), not {made.shortest}"
@@ -218,8 +269,9 @@ class EngineConfig:
         "the prefix cache, so that neither changes a bit of an output"
     )  # fmt: skip
     speculative_config: Mapping[str, Any] | None = _scheduling(
-        None, "draft tokens from a sequence's own text and its grammar, and compute several in a step; outputs stay "
-        'the same: {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 8, "prompt_lookup_min": 2}',
+        None, "draft tokens from a sequence's own text and its grammar, and with the method suffix from past outputs, "
+        "and compute several in a step; outputs stay the same: "
+        '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 8, "prompt_lookup_min": 2}',
         by="none", unit="JSON",
     )  # fmt: skip
     async_scheduling: bool = _scheduling(True, "dispatch a step before the tokens of the previous one are known")

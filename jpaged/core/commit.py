@@ -174,6 +174,8 @@ def finish(
 ) -> None:
     """End a sequence, and with its last one the request."""
     sequence.finish_reason, sequence.stop_reason = reason, stop_reason
+    if sequence.drafter is not None and reason in (FinishReason.STOP, FinishReason.LENGTH):
+        sequence.drafter.end(sequence.tokens, sequence.num_prompt_tokens)
     memory.release(sequence)
     if sequence.request.finished:
         queues.drop(sequence.request)

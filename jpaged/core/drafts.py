@@ -7,7 +7,7 @@ was drawn in its place (greedy verification of the sequence's own keyed sampler,
 
 import copy
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from jpaged.config import Speculation
 
@@ -38,8 +38,28 @@ class DecodeCosts(NamedTuple):
 UNKNOWN = DecodeCosts()
 
 
+class Found(NamedTuple):
+    """Tokens that may come next, and the number of last tokens that stand before them in another place."""
+
+    tokens: list[int]
+    matched: int
+
+
+NOTHING = Found([], 0)
+
+
+class Proposer(Protocol):
+    """Source of drafts of one sequence. Copies (`copy.copy`) continue independently."""
+
+    def following(self, tokens: Sequence[int], most: int) -> Found:
+        """Return the tokens that may follow those of the sequence, at most `most`; `NOTHING` without a match."""
+
+    def end(self, tokens: Sequence[int], num_prompt_tokens: int) -> None:
+        """Take note of the complete output."""
+
+
 class Lookup:
-    """Index of the tokens of one sequence, which only grows. Copies continue independently."""
+    """Index of the tokens of one sequence, which only grows: a proposer from its own text."""
 
     def __init__(self, longest: int, shortest: int):
         self._longest, self._shortest = longest, shortest
@@ -51,8 +71,8 @@ class Lookup:
         other._places, other._known = dict(self._places), self._known
         return other
 
-    def following(self, tokens: Sequence[int], most: int) -> list[int]:
-        """Return the tokens that followed the best match of the last tokens, at most `most`; none without a match.
+    def following(self, tokens: Sequence[int], most: int) -> Found:
+        """Return the tokens that followed the longest match of the last tokens, the latest of equal ones.
 
         A continuation that reaches the end of the sequence repeats itself.
         """
@@ -63,10 +83,13 @@ class Lookup:
         self._known = max(self._known, stop)
         places = self._places.get(tuple(tokens[-self._shortest :]), ()) if stop == len(tokens) else ()
         if not places:
-            return []
-        place = max(places, key=lambda place: (self._equal(tokens, place), place))
+            return NOTHING
+        matched, place = max((self._equal(tokens, place), place) for place in places)
         period = len(tokens) - place
-        return [tokens[place + i % period] for i in range(most)]
+        return Found([tokens[place + i % period] for i in range(most)], matched)
+
+    def end(self, tokens: Sequence[int], num_prompt_tokens: int) -> None:
+        """Do nothing: no other sequence reads the text."""
 
     def _equal(self, tokens: Sequence[int], place: int) -> int:
         """Return the number of equal tokens before a place and at the end, at most `longest`."""
@@ -78,23 +101,24 @@ class Drafter:
     """Source of the drafts of one sequence, which learns how many pay. Copies continue independently.
 
     Args:
+        proposers: the sources of drafts. The one with the longest match is taken, the first of equal ones.
         most: maximum drafts in a step, if it is below that of the settings.
 
     Attributes:
         rests_until: position before which no drafts are looked for, because some were not found or did not pay.
     """
 
-    def __init__(self, settings: Speculation, costs: DecodeCosts, most: int | None = None):
-        self._settings, self._costs = settings, costs
+    def __init__(
+        self, settings: Speculation, costs: DecodeCosts, proposers: Sequence[Proposer], most: int | None = None
+    ):
+        self._settings, self._costs, self._proposers = settings, costs, proposers
         self._most = settings.num_tokens if most is None else min(most, settings.num_tokens)
-        self._lookup = Lookup(settings.longest, settings.shortest)
         self._rate, self._rest = START_RATE, 1
         self.rests_until = 0
 
     def __copy__(self) -> "Drafter":
-        other = Drafter(self._settings, self._costs, self._most)
-        other._lookup, other.rests_until = copy.copy(self._lookup), self.rests_until
-        other._rate, other._rest = self._rate, self._rest
+        other = Drafter(self._settings, self._costs, [copy.copy(each) for each in self._proposers], self._most)
+        other._rate, other._rest, other.rests_until = self._rate, self._rest, self.rests_until
         return other
 
     def propose(self, tokens: Sequence[int], forced: Sequence[int], most: int, others: int) -> list[int]:
@@ -110,13 +134,17 @@ class Drafter:
             return list(forced[: self._best(min(most, len(forced)), others, len(tokens), rate=1.0)])
         if len(tokens) <= self.rests_until:
             return []
-        found = self._lookup.following(tokens, most) if most else []
+        found = self._search(tokens, most) if most else []
         drafts = found[: self._best(len(found), others, len(tokens), self._rate)]
         self._rest = 0 if drafts else min(MAX_REST, 2 * self._rest + 1)
         self.rests_until = len(tokens) + self._rest - 1 if self._rest else 0
         if found and not drafts:
             self._rate = START_RATE  # after the rest the odds are taken to be those of a new text
         return drafts
+
+    def _search(self, tokens: Sequence[int], most: int) -> list[int]:
+        found = max((each.following(tokens, most) for each in self._proposers), key=lambda found: found.matched)
+        return found.tokens[: int(min(most, self._settings.factor * found.matched))]
 
     def _best(self, most: int, others: int, context: int, rate: float) -> int:
         """Return the number of drafts with which the step is expected to give the most tokens for its cost.
@@ -137,3 +165,8 @@ class Drafter:
         """Take note of the drafts of a step that were kept."""
         for is_kept in [True] * kept + [False] * (kept < drafts):
             self._rate += MEMORY * (is_kept - self._rate)
+
+    def end(self, tokens: Sequence[int], num_prompt_tokens: int) -> None:
+        """Let the proposers take note of the complete output."""
+        for each in self._proposers:
+            each.end(tokens, num_prompt_tokens)

@@ -16,9 +16,10 @@ from jpaged.core.admission import Capacity, make_request
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.block_table import BlockTable
 from jpaged.core.commit import Commit, Committed, finish
-from jpaged.core.drafts import UNKNOWN, DecodeCosts, Drafter
+from jpaged.core.drafts import UNKNOWN, DecodeCosts, Drafter, Lookup, Proposer
 from jpaged.core.memory import Memory
 from jpaged.core.params import InvalidParameter, Params
+from jpaged.core.past_outputs import Past, PastOutputs
 from jpaged.core.plan import StepPlan, StepResult
 from jpaged.core.planned_step import PlannedStep
 from jpaged.core.queue import Queues, RequestQueue, Turns
@@ -88,6 +89,8 @@ class Scheduler:
         self.step_overhead, self.headroom = step_overhead, headroom
         self._speculation, self._max_drafts = Speculation.of(limits.speculative_config), limits.max_num_drafts
         self._decode_costs = decode_costs
+        has_past = self._speculation is not None and self._speculation.outputs > 0
+        self._past_outputs = PastOutputs(self._speculation, pool) if has_past else None
         self.memory = Memory(pool, host_pool, limits.max_num_seqs, preemption, block_swap_cost, limits.exact)
         self.pool, self.host_pool, self.rows = pool, host_pool, self.memory.rows
         self.queues = Queues()
@@ -164,10 +167,16 @@ class Scheduler:
         request.rank = priority, self._turns.take(client, request.num_sequences), next(self._arrivals)
         request.sequences.append(Sequence(request, list(prompt_token_ids), BlockTable(self.pool)))
         if self._speculation is not None and request.may_have_drafts:
-            most = getattr(params, "num_speculative_tokens", None)
-            request.sequences[0].drafter = Drafter(self._speculation, self._decode_costs, most)
+            request.sequences[0].drafter = self._drafter(request, self._speculation)
         self.queues.add(request)
         return request
+
+    def _drafter(self, request: Request, settings: Speculation) -> Drafter:
+        proposers: list[Proposer] = [Lookup(settings.longest, settings.shortest)]
+        if self._past_outputs is not None:
+            proposers.append(Past(self._past_outputs, request.cache_salt, self._past_outputs.epoch))
+        most = getattr(request.params, "num_speculative_tokens", None)
+        return Drafter(settings, self._decode_costs, proposers, most)
 
     def abort(self, request_id: str) -> Request | None:
         """End a request at any moment and free its blocks; return None if it is unknown or has ended."""

@@ -5,7 +5,7 @@ import copy
 import pytest
 
 from jpaged.config import EngineConfig, Speculation
-from jpaged.core.drafts import INDEXED_AT_ONCE, MAX_REST, UNKNOWN, DecodeCosts, Drafter, Lookup
+from jpaged.core.drafts import INDEXED_AT_ONCE, MAX_REST, NOTHING, UNKNOWN, DecodeCosts, Drafter, Lookup
 from jpaged.core.params import BeamSearchParams, SamplingParams
 from tests.core import traffic
 
@@ -13,34 +13,38 @@ SETTINGS = Speculation(num_tokens=4, longest=8, shortest=2)
 COSTS = DecodeCosts([3.0 + tokens for tokens in range(64)])
 
 
+def drafter_of(settings=SETTINGS, costs=COSTS, most=None):
+    return Drafter(settings, costs, [Lookup(settings.longest, settings.shortest)], most)
+
+
 def test_a_continuation_follows_the_longest_match_and_the_latest_of_equal_ones():
     lookup = Lookup(longest=8, shortest=2)
-    assert lookup.following([1, 2, 3, 7, 2, 3], 2) == [7, 2]
-    assert lookup.following([1, 2, 3, 7, 2, 3, 8, 2, 3], 1) == [8], "the latest"
-    assert lookup.following([1, 2, 3, 7, 2, 3, 8, 2, 3, 1, 2, 3], 1) == [7], "the longest"
-    assert lookup.following([1, 2, 3, 7, 2, 3, 8, 2, 3, 1, 2, 3, 9], 1) == []
+    assert lookup.following([1, 2, 3, 7, 2, 3], 2) == ([7, 2], 2)
+    assert lookup.following([1, 2, 3, 7, 2, 3, 8, 2, 3], 1) == ([8], 2), "the latest"
+    assert lookup.following([1, 2, 3, 7, 2, 3, 8, 2, 3, 1, 2, 3], 1) == ([7], 3), "the longest"
+    assert lookup.following([1, 2, 3, 7, 2, 3, 8, 2, 3, 1, 2, 3, 9], 1) == NOTHING
 
 
 def test_a_continuation_that_reaches_the_end_repeats_itself():
-    assert Lookup(4, 2).following([5, 6, 5, 6], 5) == [5, 6, 5, 6, 5]
-    assert Lookup(4, 2).following([5, 5, 5], 3) == [5, 5, 5]
+    assert Lookup(4, 2).following([5, 6, 5, 6], 5).tokens == [5, 6, 5, 6, 5]
+    assert Lookup(4, 2).following([5, 5, 5], 3).tokens == [5, 5, 5]
 
 
 @pytest.mark.parametrize("shortest", [1, 2, 3])
 def test_fewer_equal_tokens_are_no_match(shortest):
     tokens = [1, 2, 3, 9, 8, 2, 3]
-    assert Lookup(8, shortest).following(tokens, 1) == ([9] if shortest <= 2 else [])
-    assert Lookup(8, shortest).following(tokens[:shortest], 1) == [], "a text that is too short"
+    assert Lookup(8, shortest).following(tokens, 1) == (([9], 2) if shortest <= 2 else NOTHING)
+    assert Lookup(8, shortest).following(tokens[:shortest], 1) == NOTHING, "a text that is too short"
 
 
 def test_a_long_prompt_is_indexed_in_several_steps():
     tokens = [*range(INDEXED_AT_ONCE + 10), 0, 1]
     lookup = Lookup(8, 2)
-    assert lookup.following(tokens, 1) == [] and lookup.following(tokens, 1) == [2]
+    assert lookup.following(tokens, 1) == NOTHING and lookup.following(tokens, 1) == ([2], 2)
 
 
 def test_copies_of_a_drafter_continue_independently():
-    one = Drafter(SETTINGS, UNKNOWN)
+    one = drafter_of(costs=UNKNOWN)
     one.propose([1, 2, 3, 1, 2], (), 4, 0)
     other = copy.copy(one)
     assert one.propose([1, 2, 3, 1, 2, 9, 9, 9], (), 4, 0) == [9] * 4
@@ -48,10 +52,10 @@ def test_copies_of_a_drafter_continue_independently():
 
 
 def test_more_drafts_are_kept_where_more_were_right():
-    drafter, tokens = Drafter(SETTINGS, COSTS), [1, 2, 3, 4, 5, 6, 1, 2]
+    drafter, tokens = drafter_of(), [1, 2, 3, 4, 5, 6, 1, 2]
     counts = [len(drafter.propose(tokens, (), 4, others)) for others in (0, 40)]
     assert counts[0] == 2 and counts[1] == 0, "beside many other tokens a step costs what its tokens cost"
-    drafter = Drafter(SETTINGS, COSTS)
+    drafter = drafter_of()
     for _ in range(10):
         drafter.learn(2, 2)
     assert len(drafter.propose(tokens, (), 4, 0)) == 4
@@ -61,11 +65,11 @@ def test_more_drafts_are_kept_where_more_were_right():
 
 
 def test_where_tokens_cost_nothing_all_drafts_are_computed():
-    assert len(Drafter(SETTINGS, UNKNOWN).propose([1, 2, 3, 4, 5, 6, 1, 2], (), 9, 100)) == SETTINGS.num_tokens
+    assert len(drafter_of(costs=UNKNOWN).propose([1, 2, 3, 4, 5, 6, 1, 2], (), 9, 100)) == SETTINGS.num_tokens
 
 
 def test_a_search_without_success_rests_longer_each_time():
-    drafter, tokens, rests = Drafter(SETTINGS, COSTS), list(range(10)), []
+    drafter, tokens, rests = drafter_of(), list(range(10)), []
     for _ in range(6):
         assert drafter.propose(tokens, (), 4, 0) == []
         rests.append(drafter.rests_until - len(tokens) + 1)
@@ -78,8 +82,8 @@ def test_a_search_without_success_rests_longer_each_time():
 def test_long_contexts_make_drafts_cost_more():
     costs = DecodeCosts(COSTS.seconds, context=0.01)
     tokens = [*range(6), *range(-5000, 0), 0, 1]
-    assert len(Drafter(SETTINGS, COSTS).propose(tokens, (), 4, 0)) == 0, "the index is not complete yet"
-    one, other = Drafter(SETTINGS, COSTS), Drafter(SETTINGS, costs)
+    assert len(drafter_of().propose(tokens, (), 4, 0)) == 0, "the index is not complete yet"
+    one, other = drafter_of(), drafter_of(costs=costs)
     for drafter in (one, other):
         drafter.propose(tokens, (), 4, 0)
     longer = [*tokens, 9, 9, 9, 0, 1]
@@ -87,13 +91,11 @@ def test_long_contexts_make_drafts_cost_more():
 
 
 def test_tokens_that_a_grammar_forces_are_drafts_whatever_the_odds():
-    drafter = Drafter(SETTINGS, COSTS)
+    drafter = drafter_of()
     drafter.learn(4, 0)
     assert drafter.propose([1, 2, 3], [7, 8, 9, 7, 8], 4, 30) == [7, 8, 9, 7]
     steep = DecodeCosts([1.0] * 32 + [2.0] * 32)
-    assert Drafter(SETTINGS, steep).propose([1, 2, 3], [7, 8, 9, 7, 8], 4, 29) == [7], (
-        "a step of 32 costs twice as much"
-    )
+    assert drafter_of(costs=steep).propose([1, 2, 3], [7, 8, 9, 7, 8], 4, 29) == [7], "a step of 32 costs twice as much"
 
 
 @pytest.mark.parametrize(
@@ -113,8 +115,8 @@ def test_a_request_may_have_fewer_drafts():
     scheduler._speculation = SETTINGS
     limited, none = (scheduler.add(str(i), [1, 2], SamplingParams(num_speculative_tokens=i), seed=0) for i in (2, 0))
     assert none.sequences[0].drafter is None
-    assert len(Drafter(SETTINGS, UNKNOWN, 2).propose([1, 2, 3, 1, 2], (), 9, 0)) == 2
-    assert len(copy.copy(Drafter(SETTINGS, UNKNOWN, 2)).propose([1, 2, 3, 1, 2], (), 9, 0)) == 2
+    assert len(drafter_of(costs=UNKNOWN, most=2).propose([1, 2, 3, 1, 2], (), 9, 0)) == 2
+    assert len(copy.copy(drafter_of(costs=UNKNOWN, most=2)).propose([1, 2, 3, 1, 2], (), 9, 0)) == 2
     assert limited.sequences[0].drafter is not None
 
 
@@ -136,12 +138,18 @@ def test_a_step_has_room_for_the_drafts_of_four_sequences_and_preempts_nothing_f
 @pytest.mark.parametrize(
     "config, message",
     [
-        ({"method": "eagle3"}, "speculative_config.method: must be ngram, not 'eagle3': other sources of drafts are"),
+        ({"method": "eagle3"}, "speculative_config.method: must be one of ngram, suffix, not 'eagle3': other sources"),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens: must be a whole number between 1 and"),
         ({"num_speculative_tokens": 33}, "between 1 and 32, not 33"),
         ({"prompt_lookup_max": 1.5}, "speculative_config.prompt_lookup_max: must be a whole number between 1 and 64"),
         ({"prompt_lookup_min": 5, "prompt_lookup_max": 3}, "prompt_lookup_min: must be at most prompt_lookup_max .3."),
-        ({"draft_model": "x"}, "speculative_config: unknown draft_model .allowed method, num_speculative_tokens,"),
+        ({"draft_model": "x"}, "unknown draft_model .allowed with the method ngram: num_speculative_tokens, prompt_"),
+        ({"suffix_decoding_max_tree_depth": 9}, "unknown suffix_decoding_max_tree_depth .allowed with the met"),
+        ({"method": "suffix", "prompt_lookup_max": 4}, "unknown prompt_lookup_max .allowed with the method suffix: n"),
+        ({"method": "suffix", "suffix_decoding_max_tree_depth": 65}, "_depth: must be a whole number between 1 and 64"),
+        ({"method": "suffix", "suffix_decoding_max_cached_requests": -1}, "requests: must be a whole number between 0"),
+        ({"method": "suffix", "suffix_decoding_max_spec_factor": True}, "factor: must be a number between 0 and 32, n"),
+        ({"method": "suffix", "suffix_decoding_min_token_prob": 1.5}, "prob: must be a number between 0 and 1, not 1."),
     ],
 )  # fmt: skip
 def test_errors_name_the_key(config, message):
@@ -154,3 +162,7 @@ def test_settings_have_the_names_of_vllm():
     assert Speculation.of(config) == Speculation(5, 4, 3)
     assert Speculation.of({}) == Speculation() and Speculation.of(None) is None
     assert Speculation.of({"prompt_lookup_max": 1}) == Speculation(longest=1, shortest=1)
+    suffix = {"suffix_decoding_max_tree_depth": 9, "suffix_decoding_max_cached_requests": 7}
+    suffix |= {"suffix_decoding_max_spec_factor": 2, "suffix_decoding_min_token_prob": 0.5, "num_speculative_tokens": 3}
+    assert Speculation.of({"method": "suffix", **suffix}) == Speculation(3, 9, 2, 7, 2, 0.5)
+    assert Speculation.of({"method": "suffix", "num_speculative_tokens": None}) == Speculation(8, 24, 2, 10_000, 1, 0.1)

@@ -37,15 +37,49 @@ class Oracle(Drafter):
     def learn(self, drafts, kept):
         assert 0 <= kept <= drafts > 0
 
+    def end(self, tokens, num_prompt_tokens):
+        assert len(tokens) > num_prompt_tokens
+
 
 class CheckedScheduler(Scheduler):
-    """A scheduler that compares the claims of each step with a sum over all running requests."""
+    """A scheduler that compares the claims of each step with a sum over all running requests.
+
+    Attributes:
+        num_from_past: number of sequences in a step whose drafts follow no earlier place of their own text.
+    """
+
+    num_from_past = 0
 
     def add(self, *args, **options):
         request = super().add(*args, **options)
-        if request.sequences[0].drafter is not None:
+        if self._past_outputs is None and request.sequences[0].drafter is not None:
             request.sequences[0].drafter = Oracle(request)
+        self.__dict__.setdefault("arrivals", []).append((self.pool.epoch, request))
         return request
+
+    def check_origins(self, plan: StepPlan) -> None:
+        """Check that drafts continue the sequence's own text, or an output that it may know.
+
+        That has the same salt and has ended by itself, and its request came in the present epoch of the prefix cache.
+        """
+        drafts: dict[int, list[int]] = {}
+        for index, token in plan.drafts:
+            drafts.setdefault(plan.rows[index].row, []).append(token)
+        least = self._speculation.shortest
+        for row, found in drafts.items():
+            sequence = self.rows[row]
+            wanted = [*sequence.tokens[-least:], *found]
+            if _holds([*sequence.tokens, *found][:-1], wanted):
+                continue
+            self.num_from_past += 1
+            known = [
+                each.tokens[max(0, each.num_prompt_tokens - self._speculation.longest) :]
+                for epoch, request in self.arrivals
+                if epoch == self.pool.epoch and request.cache_salt == sequence.request.cache_salt
+                for each in request.sequences
+                if each.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+            ]
+            assert any(_holds(text, wanted) for text in known), f"{found} continue no output that {row} may know"
 
     def _schedule_waiting(self, budget, step, shares):
         num_seats = sum(request.seats for request in self.running) + len(self.memory.leaving)
@@ -54,11 +88,13 @@ class CheckedScheduler(Scheduler):
 
 
 def make(
-    blocks=16, size=4, *, seqs=4, tokens=16, length=64, cache=True, eos=(), host=0, drafts=0, exact=False, **options
-):
+    blocks=16, size=4, *, seqs=4, tokens=16, length=64, cache=True, eos=(), host=0, drafts=0, exact=False,
+    method="ngram", **options,
+):  # fmt: skip
+    """Return a scheduler and its fake runner. Instead of those of the method ngram, drafts are an oracle's."""
     pool = BlockPool(blocks, size, enable_prefix_caching=cache)
     host_pool = BlockPool(host, size, enable_prefix_caching=False) if host else None
-    speculative_config = {"num_speculative_tokens": drafts} if drafts else None
+    speculative_config = {"method": method, "num_speculative_tokens": drafts} if drafts else None
     limits = Limits(length, seqs, tokens, speculative_config=speculative_config, exact=exact)
     scheduler = CheckedScheduler(pool, limits, vocab_size=VOCAB, eos_token_ids=eos, host_pool=host_pool, **options)
     return scheduler, FakeRunner(blocks, size, host, scheduler=scheduler)
@@ -77,7 +113,13 @@ def schedule(scheduler: Scheduler) -> StepPlan | None:
     assert len(plan.drafts) <= scheduler.limits.max_num_drafts
     assert all(scheduled.num_tokens > 0 for scheduled in plan.rows)
     assert pickle.loads(pickle.dumps(plan)) == plan
+    if scheduler._past_outputs is not None:
+        scheduler.check_origins(plan)
     return plan
+
+
+def _holds(text: list[int], part: list[int]) -> bool:
+    return any(text[at : at + len(part)] == part for at in range(len(text) - len(part) + 1))
 
 
 class Step(NamedTuple):

@@ -1,17 +1,22 @@
 """Tokens per second with drafts and without, on the same requests, whose outputs are compared to the bit.
 
     python benchmarks/engine/speculation.py --model FILE.gguf --out results
+    python benchmarks/engine/speculation.py --model llama --tokenizer NAME       a Llama of 110 million parameters
     python benchmarks/engine/speculation.py --only edit --streams 1 --rounds 1     the demo model
 
 Workloads: `edit` writes records of the prompt again, whose first one is changed, `json` fills a schema with long fixed
-parts, `free` continues stories at a temperature, and `random` continues random tokens at a high temperature, so that no
-draft is ever right.
-Two engines take turns in each round; ratios are medians over the rounds.
+parts, `agent` writes similar code for one document after another, `free`
+continues stories at a temperature, and `random` continues random tokens at a high temperature, so that no draft is ever
+right. An engine without drafts and one for each method take turns in each round. No two rounds have a prompt in common.
+Ratios are medians over the rounds.
 """
 
+import argparse
 import json
+import random
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,18 +27,52 @@ if __package__ in (None, ""):
 
 import numpy as np
 
+from benchmarks.engine.cpu_serving import CONFIG
 from benchmarks.shared.device import environment, open_device, prepare_environment
 from benchmarks.shared.results import Report, Row, script_parser, table
 
 TOKENS, CONTEXT = 160, 2048
+PLAIN = "plain"  # the engine without drafts
 COLUMNS = (
-    "workload", "streams", "plain_tokens_per_s", "drafts_tokens_per_s", "ratio", "low", "high", "drafts_per_token",
+    "workload", "streams", "method", "plain_tokens_per_s", "tokens_per_s", "ratio", "low", "high", "drafts_per_token",
     "kept", "equal",
 )  # fmt: skip
-RECORDS = [
-    {"id": number, "name": name, "city": city, "active": bool(number % 2), "tags": ["reader", "early bird"]}
-    for number, (name, city) in enumerate([("Ada", "Riga"), ("Ben", "Lima"), ("Cleo", "Oslo"), ("Dan", "Rome")])
-]
+WORKLOADS = ("edit", "json", "agent", "free", "random")
+NAMES = (
+    "Ada",
+    "Ben",
+    "Cleo",
+    "Dan",
+    "Eve",
+    "Finn",
+    "Gus",
+    "Hal",
+    "Ida",
+    "Jon",
+    "Kim",
+    "Leo",
+    "Mia",
+    "Ned",
+    "Olga",
+    "Pia",
+)
+CITIES = (
+    "Riga",
+    "Lima",
+    "Oslo",
+    "Rome",
+    "Bonn",
+    "Cork",
+    "Doha",
+    "Graz",
+    "Kiel",
+    "Lyon",
+    "Nara",
+    "Pisa",
+    "Turku",
+    "York",
+)
+JOBS = ("teacher", "baker", "nurse", "pilot", "farmer", "judge", "tailor", "painter")
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -54,6 +93,30 @@ STORIES = (
     "One day a girl found a box.",
     "It was a dark night.",
 )
+QUESTION = "Write a Python class for such a person, with a constructor, a method that greets, and an example."
+
+
+def records(seed: int) -> list[dict[str, Any]]:
+    """Return four records that belong to a seed."""
+    rng = random.Random(seed)
+    people = zip(rng.sample(NAMES, 4), rng.sample(CITIES, 4))
+    return [
+        {
+            "id": rng.randrange(1000),
+            "name": name,
+            "city": city,
+            "active": rng.random() < 0.5,
+            "tags": ["reader", "bird"],
+        }
+        for name, city in people
+    ]
+
+
+def document(seed: int) -> str:
+    """Return a text about a person, of which only some words differ from seed to seed."""
+    rng = random.Random(seed)
+    name, city, job = rng.choice(NAMES), rng.choice(CITIES), rng.choice(JOBS)
+    return f"{name} is {rng.randint(20, 70)} years old, lives in {city} and works as a {job}."
 
 
 def requests_of(workload: str, seed: int, llm: Any) -> tuple[Any, Any]:
@@ -61,8 +124,8 @@ def requests_of(workload: str, seed: int, llm: Any) -> tuple[Any, Any]:
     from jpaged import SamplingParams, StructuredOutputsParams
 
     if workload == "edit":
-        records = RECORDS[seed % 4 :] + RECORDS[: seed % 4]
-        text, first = (json.dumps(each, indent=1) for each in (records, [records[0] | {"city": "Bern"}]))
+        made = records(seed)
+        text, first = (json.dumps(each, indent=1) for each in (made, [made[0] | {"city": "Bern"}]))
         prompt = f"{text}\n\n{first[:-2]},"  # the beginning of the edited text
         return prompt, SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=0, ignore_eos=True)
     if workload == "json":
@@ -71,6 +134,8 @@ def requests_of(workload: str, seed: int, llm: Any) -> tuple[Any, Any]:
         return _chat(llm, task), SamplingParams(
             temperature=0.7, seed=seed, max_tokens=TOKENS, logprobs=0, structured_outputs=wanted
         )
+    if workload == "agent":
+        return _chat(llm, f"{document(seed)} {QUESTION}"), SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=0)
     if workload == "free":
         prompt = f"{STORIES[seed % len(STORIES)]} "
         return prompt, SamplingParams(temperature=0.8, seed=seed, max_tokens=TOKENS, logprobs=0, ignore_eos=True)
@@ -100,54 +165,73 @@ def run(llm: Any, prompts: list[Any], params: list[Any]) -> tuple[float, list[An
     return sum(len(tokens) for tokens, _ in found) / seconds, found
 
 
-def compare(engines: dict[str, Any], workload: str, streams: int, rounds: int, say: Callable[[str], None]) -> Row:
-    """Return the row of a workload: the rates of both engines, in turn, after a round that is not counted."""
+def compare(engines: dict[str, Any], workload: str, streams: int, rounds: int, say: Callable[[str], None]) -> list[Row]:
+    """Return a row of a workload for each method. All engines run in turn, after a round that is not counted."""
     rates: dict[str, list[float]] = {name: [] for name in engines}
-    equal, before = True, engines["drafts"].engine.stats()
+    methods = [name for name in engines if name != PLAIN]
+    equal, before = set(methods), {name: engines[name].engine.stats() for name in methods}
     num_tokens = 0
     for number in range(-1, rounds):
-        made = [requests_of(workload, 100 * (number + 1) + i, engines["plain"]) for i in range(streams)]
+        made = [requests_of(workload, 100 * (number + 1) + i, engines[PLAIN]) for i in range(streams)]
         found = {}
         for name in list(engines)[:: 1 if number % 2 else -1]:
             rate, found[name] = run(engines[name], *map(list, zip(*made)))
             if number >= 0:
                 rates[name].append(rate)
-        equal &= found["plain"] == found["drafts"]
-        num_tokens += sum(len(tokens) for tokens, _ in found["drafts"])
+        equal = {name for name in equal if found[name] == found[PLAIN]}
+        num_tokens += sum(len(tokens) for tokens, _ in found[PLAIN])
         say(f"{workload}, {streams} streams, round {number + 1}")
-    after = engines["drafts"].engine.stats()
-    drafts, kept = after.num_drafts - before.num_drafts, after.num_kept - before.num_kept
-    ratios = [b / a for a, b in zip(rates["plain"], rates["drafts"])]
-    return dict(
-        workload=workload, streams=streams, plain_tokens_per_s=statistics.median(rates["plain"]),
-        drafts_tokens_per_s=statistics.median(rates["drafts"]), ratio=statistics.median(ratios), low=min(ratios),
-        high=max(ratios), drafts_per_token=drafts / num_tokens, kept=kept / drafts if drafts else None,
-        equal="yes" if equal else "no",
+    rows = []
+    for name in methods:
+        after = engines[name].engine.stats()
+        drafts, kept = after.num_drafts - before[name].num_drafts, after.num_kept - before[name].num_kept
+        ratios = [b / a for a, b in zip(rates[PLAIN], rates[name])]
+        rows.append(dict(
+            workload=workload, streams=streams, method=name, plain_tokens_per_s=statistics.median(rates[PLAIN]),
+            tokens_per_s=statistics.median(rates[name]), ratio=statistics.median(ratios), low=min(ratios),
+            high=max(ratios), drafts_per_token=drafts / num_tokens, kept=kept / drafts if drafts else None,
+            equal="yes" if name in equal else "no",
+        ))  # fmt: skip
+    return rows
+
+
+def settings_of(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Return the settings of all engines. The files of a Llama with random parameters are written to a folder."""
+    settings = dict(
+        model=args.model, dtype=args.dtype, tokenizer=args.tokenizer, max_model_len=CONTEXT, max_num_seqs=8,
+        progress=False, warm_up=True,
     )  # fmt: skip
+    if args.model == "llama":
+        (folder / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": 49_152}))
+        settings |= dict(model=str(folder), load_format="dummy", dtype="float32")
+    return settings
 
 
 def main() -> int:
     parser = script_parser(__doc__, "speculation")
     parser.add_argument("--model", default="demo")
+    parser.add_argument("--tokenizer", help="that of the model by default; llama needs one of at most 49,152 tokens")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--only", nargs="+", choices=("edit", "json", "free", "random"))
+    parser.add_argument("--only", nargs="+", choices=WORKLOADS)
+    parser.add_argument("--methods", nargs="+", choices=("ngram", "suffix"), default=["ngram", "suffix"])
     parser.add_argument("--streams", nargs="+", type=int, default=[1, 8])
-    parser.add_argument("--drafts", type=int, default=4, help="num_speculative_tokens (default 4)")
+    parser.add_argument("--drafts", type=int, help="num_speculative_tokens (default: the method's)")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     prepare_environment()
     report = Report(args.out / "results.json", environment(open_device(True), False))
     from jpaged import LLM
 
-    settings = dict(model=args.model, dtype=args.dtype, max_model_len=CONTEXT, max_num_seqs=8, progress=False)
-    config = {"method": "ngram", "num_speculative_tokens": args.drafts}
-    engines = {
-        "plain": LLM(**settings, warm_up=True),
-        "drafts": LLM(**settings, warm_up=True, speculative_config=config),
-    }
-    for workload in args.only or ("edit", "json", "free", "random"):
-        for streams in args.streams:
-            report.add(model=Path(args.model).name, **compare(engines, workload, streams, args.rounds, report.say))
+    with tempfile.TemporaryDirectory() as folder:
+        settings = settings_of(args, Path(folder))
+        engines = {PLAIN: LLM(**settings)}
+        for method in args.methods:
+            config = {"method": method, "num_speculative_tokens": args.drafts}
+            engines[method] = LLM(**settings, speculative_config=config)
+        for workload in args.only or WORKLOADS:
+            for streams in args.streams:
+                for row in compare(engines, workload, streams, args.rounds, report.say):
+                    report.add(model=Path(args.model).name, **row)
     report.publish("Drafts", table(report.rows, COLUMNS))
     return int(any(row["equal"] == "no" for row in report.rows))
 

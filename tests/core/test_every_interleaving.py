@@ -125,22 +125,14 @@ class World:
 
     def check(self) -> None:
         """Check every invariant, all blocks in use, swapped or cached, and ended requests."""
-        scheduler, runner, size = self.scheduler, self.runner, self.scenario.size
+        scheduler, runner = self.scheduler, self.runner
         scheduler.check_invariants()
         for request in scheduler.requests.values():
             for sequence in request.live:
                 memory = runner.memory if sequence.table.pool is scheduler.pool else runner.host
                 text = digests(sequence.tokens[: sequence.num_computed_tokens])
                 assert [memory[slot(sequence.table, i)] for i in range(len(text))] == text, "it is not what was written"
-        remembered = [("", [])]
-        for parent, text in remembered:
-            for block in scheduler.pool._children.get(parent, ()):
-                longer = [*text, *block.tokens]
-                count = len(block.tokens)
-                slots = slice(block.block_id * size, block.block_id * size + count)
-                assert runner.memory[slots] == digests(longer)[-count:], "the cache offers something else"
-                assert set(runner.versions[slots]) == {runner.version}, "the cache offers what is out of date"
-                remembered.append((block.node, longer))
+        traffic.assert_cache_is_true(scheduler, runner)
         for request in self.requests:
             if request.finished:
                 traffic.assert_as_alone(request)

@@ -184,6 +184,19 @@ def assert_nothing_leaked(scheduler: Scheduler) -> None:
     assert len(scheduler.rows.free) == scheduler.limits.max_num_seqs
 
 
+def assert_cache_is_true(scheduler: Scheduler, runner: FakeRunner) -> None:
+    """Check that the prefix cache offers what was computed of its texts, with the present parameters."""
+    pool, size = scheduler.pool, scheduler.pool.block_size
+    remembered = [(parent, parent, []) for parent in pool._children if isinstance(parent, str)]
+    for salt, parent, text in remembered:
+        for block in pool._children.get(parent, ()):
+            longer, count = [*text, *block.tokens], len(block.tokens)
+            slots = slice(block.block_id * size, block.block_id * size + count)
+            assert runner.memory[slots] == digests(longer, salt)[-count:], "the cache offers something else"
+            assert set(runner.versions[slots]) == {runner.version}, "the cache offers what is out of date"
+            remembered.append((salt, block.node, longer))
+
+
 def draw(rng: random.Random, scheduler: Scheduler, longest: int = 12):
     """Return any request that fits: its prompt, its parameters, and further arguments of `add`."""
     prompt = [rng.randrange(1, 3)] * rng.randrange(0, longest - 2) + [rng.randrange(VOCAB)]

@@ -1,0 +1,415 @@
+"""Compositions of everything that a schedule may do, driven by chance, and faults that show in one of them only.
+
+In a run, requests of a few kinds come again and again, in chunks, with prefix hits, forks, beams, drafts and
+preemptions. Steps overlap. Requests are aborted, the prefix cache is reset and parameters are updated at any moment.
+"""
+
+import random
+from collections import Counter, deque
+from collections.abc import Callable
+
+from jpaged.core import block_pool, memory, planned_step
+from jpaged.core.block_pool import BlockPool
+from jpaged.core.commands import UpdateParams
+from jpaged.core.commit import Commit
+from jpaged.core.memory import Memory, Rows
+from jpaged.core.params import BeamSearchParams, Params, SamplingParams
+from jpaged.core.past_outputs import PastOutputs
+from jpaged.core.planned_step import PlannedStep
+from jpaged.core.request import FinishReason, Request, Sequence
+from jpaged.core.scheduler import Scheduler
+from tests.core import planted, traffic
+
+EOS = frozenset([0])
+EVENTS = ("add",) * 10 + ("schedule",) * 30 + ("commit",) * 26 + ("abort",) * 2 + ("reset", "update")
+
+
+def _is_any(params: Params) -> bool:
+    return True
+
+
+def _branches(params: Params) -> bool:
+    return isinstance(params, SamplingParams) and params.num_sequences > 1
+
+
+def _is_beam(params: Params) -> bool:
+    return isinstance(params, BeamSearchParams) and params.num_sequences > 1
+
+
+def _may_repeat(params: Params) -> bool:
+    """Whether an output has drafts, and is long enough for some."""
+    return isinstance(params, SamplingParams) and params.max_tokens > 5 and not params.presence_penalty
+
+
+class World:
+    """A scheduler and its runner, with the events of a run."""
+
+    def __init__(self, seed: int):
+        self.rng, mode, method = random.Random(seed), _mode(seed), _method(seed)
+        rng = self.rng
+        self.scheduler, self.runner = traffic.make(
+            rng.randint(6, 14), 2, seqs=4, tokens=rng.choice([4, 7, 12]), length=24, host=12 * (mode != "recompute"),
+            eos=EOS, preemption=mode, block_swap_cost=1.0, drafts=3, method=method, exact=rng.random() < 0.3,
+        )  # fmt: skip
+        wanted = [_branches, _is_beam, _is_any, _is_any] if method == "ngram" else [_may_repeat, _may_repeat]
+        self.kinds = [self._draw(is_wanted) for is_wanted in wanted]
+        self.requests: list[Request] = []
+        self.in_flight = deque()
+
+    def _draw(self, is_wanted: Callable[[Params], bool]) -> tuple:
+        while True:
+            _, params, _ = kind = traffic.draw(self.rng, self.scheduler)
+            if is_wanted(params):
+                return kind
+
+    def apply(self, event: str) -> None:
+        rng, scheduler = self.rng, self.scheduler
+        if event == "add":
+            prompt, params, options = rng.choice(self.kinds)
+            options |= {"cache_salt": rng.choice(["", "", "a"]), "seed": rng.randrange(2)}
+            self.requests.append(scheduler.add(str(len(self.requests)), prompt, params, **options))
+        elif event == "schedule" and len(self.in_flight) < 2:
+            plan = traffic.schedule(scheduler)
+            if plan is not None:
+                self.in_flight.append((plan, self.runner.dispatch(plan)))
+        elif event == "commit" and self.in_flight:
+            plan, pending = self.in_flight.popleft()
+            committed = scheduler.commit(plan, pending.result())
+            assert not committed.faults, committed.faults
+            traffic.assert_cache_is_true(scheduler, self.runner)
+        elif event == "abort" and self.requests:
+            scheduler.abort(rng.choice(self.requests).request_id)
+        elif event == "reset":
+            scheduler.pool.reset_prefix_cache()
+            self.runner.version += 1
+        elif event == "update":
+            self.in_flight.clear()
+            scheduler.recover()
+            self.runner.control(UpdateParams(None))
+        scheduler.check_invariants()
+
+    def finish(self) -> Counter[str]:
+        while self.in_flight:
+            self.apply("commit")
+        traffic.drain(self.scheduler, self.runner)
+        for request in self.requests:
+            traffic.assert_as_alone(request, EOS)
+        scheduler = self.scheduler
+        return Counter(
+            preemptions=scheduler.num_preemptions, swapped=scheduler.num_swapped_blocks, hits=scheduler.prefix_hits,
+            copies=self.runner.num_copies, kept=scheduler.num_kept, dropped=scheduler.num_drafts - scheduler.num_kept,
+            past=scheduler.num_from_past,
+        )  # fmt: skip
+
+
+def seeds(composition: str, count: int) -> list[int]:
+    """Return those of the first seeds whose runs have what a composition needs."""
+    fit = range(count)
+    if "swap" in composition or "recompute" in composition:
+        fit = [seed for seed in fit if _mode(seed) in composition or ("swap" in composition and _mode(seed) == "auto")]
+    return [seed for seed in fit if "past outputs" not in composition or _method(seed) == "suffix"]
+
+
+def _mode(seed: int) -> str:
+    return ("recompute", "swap", "auto")[seed % 3]
+
+
+def _method(seed: int) -> str:
+    """Return the source of drafts: past outputs, or an oracle in the place of n-grams."""
+    return ("ngram", "suffix")[seed % 2]
+
+
+def run(seed: int) -> Counter[str]:
+    """Run a world to its end, and check everything; return counts of events."""
+    world = World(seed)
+    for event in world.rng.choices(EVENTS, k=150):
+        world.apply(event)
+    return world.finish()
+
+
+def _after(patch, owner, name, change):
+    """Let `change(result, *args)` follow each call of a function."""
+    inner = getattr(owner, name)
+
+    def changed(*args, **options):
+        result = inner(*args, **options)
+        change(result, *args)
+        return result
+
+    patch.setattr(owner, name, changed)
+
+
+def _skipped_token(patch):
+    def skip(_, memory, request):
+        for sequence in request.live:
+            if 0 < sequence.num_computed_tokens < len(sequence.table.block_ids) * memory.pool.block_size:
+                sequence.num_computed_tokens += 1
+
+    _after(patch, Memory, "share_prefixes", skip)
+
+
+def _steady_prompt(patch):
+    def settle(_, step, sequence, count):
+        if sequence.num_computed_tokens < sequence.num_prompt_tokens - 1:
+            sequence.steady_until = sequence.num_prompt_tokens - 1
+
+    _after(patch, PlannedStep, "_add", settle)
+
+
+def _longer_beginning(patch):
+    length = block_pool.common_length
+    patch.setattr(block_pool, "common_length", lambda a, b: min(length(a, b) + 1, len(a), len(b)))
+
+
+def _common_nodes(patch):
+    def share(child, memory, sequence, index):
+        child.nodes = sequence.nodes
+
+    _after(patch, Memory, "fork", share)
+
+
+def _rounded_leader(patch):
+    def round_up(has_started, memory, sequence):
+        if has_started:
+            room = len(sequence.table.block_ids) * memory.pool.block_size
+            sequence.num_computed_tokens = min(room, sequence.num_tokens - 1)
+
+    _after(patch, Memory, "follow", round_up)
+
+
+def _impatient_branch(patch):
+    follow = Memory.follow
+
+    def hasty(memory, sequence):
+        if sequence.leader is not None:
+            leader, shared = sequence.leader
+            sequence.leader = leader, min(shared, leader.num_computed_tokens + 1)
+        return follow(memory, sequence)
+
+    patch.setattr(Memory, "follow", hasty)
+
+
+def _longer_leader(patch):
+    length = memory.common_length
+    patch.setattr(memory, "common_length", lambda a, b: min(length(a, b) + 1, len(a), len(b)))
+
+
+def _uncounted_move(patch):
+    move = memory.move
+
+    def careless(tables, to):
+        with patch.context() as within:
+            within.setattr(BlockPool, "share", lambda pool, block_id: None)
+            return move(tables, to)
+
+    patch.setattr(memory, "move", careless)
+
+
+def _remembered_destination(patch):
+    move = planned_step.move
+
+    def careless(tables, to):
+        with patch.context() as within:
+            within.setattr(BlockPool, "_forget", lambda pool, block: None)
+            return move(tables, to)
+
+    patch.setattr(planned_step, "move", careless)
+
+
+def _whole_blocks(patch):
+    def round_up(_, step, request):
+        for sequence in request.live:
+            room = len(sequence.table.block_ids) * step.memory.pool.block_size
+            sequence.num_computed_tokens = max(sequence.num_computed_tokens, min(room, sequence.num_tokens - 1))
+
+    _after(patch, PlannedStep, "resume", round_up)
+
+
+def _exchanged_beams(patch):
+    def exchange(_, step, request):
+        if request.beam and len(request.live) > 1:
+            first, second = request.live[:2]
+            first.table, second.table = second.table, first.table
+
+    _after(patch, PlannedStep, "resume", exchange)
+
+
+def _hasty_preemption(mode):
+    def plant(patch):
+        def force(_, step, *args, **options):
+            step.may_preempt |= step.memory.preemption == mode
+
+        _after(patch, PlannedStep, "__init__", force)
+
+    return plant
+
+
+def _scored_again(patch):
+    def forget(_, rows, sequence):
+        admitted = rows._admitted[sequence.row]
+        if admitted.num_scored is not None:
+            object.__setattr__(admitted, "num_scored", 0)
+
+    _after(patch, Rows, "admit", forget)
+
+
+def _unasked_host(patch):
+    waits = Request.waits.fget
+    patch.setattr(Request, "waits", property(lambda request: request.beam is None and waits(request)))
+
+
+def _early_branches(patch):
+    patch.setattr(Request, "waits", property(lambda request: request._host_bound))
+
+
+def _dropped_beam(patch):
+    release = Memory.release
+    patch.setattr(Memory, "release", lambda memory, s: release(memory, s) if s.finish_reason else None)
+
+
+def _last_branch(patch):
+    patch.setattr(Request, "finished", property(lambda request: any(s.finish_reason for s in request.sequences)))
+
+
+def _blocks_on_host(patch):
+    release = Memory.release
+
+    def forgetful(memory, sequence):
+        if sequence.table.pool is not memory.host_pool:
+            release(memory, sequence)
+
+    patch.setattr(Memory, "release", forgetful)
+
+
+def _late_choice(patch):
+    release = Rows.release
+
+    def keep(rows, sequence):
+        row = sequence.row
+        chosen = rows._chosen.get(row)
+        release(rows, sequence)
+        if chosen is not None:
+            rows._chosen[row] = chosen
+
+    patch.setattr(Rows, "release", keep)
+
+
+def _host_kept(patch):
+    clear = Memory.clear
+
+    def half(memory, requests):
+        host, memory.host_pool = memory.host_pool, None
+        clear(memory, requests)
+        memory.host_pool = host
+
+    patch.setattr(Memory, "clear", half)
+
+
+def _still_pending(patch):
+    clear = Memory.clear
+
+    def keep(memory, requests):
+        requests = list(requests)
+        pending = [(s, s.pending) for request in requests for s in request.live]
+        clear(memory, requests)
+        for sequence, count in pending:
+            sequence.pending = count
+
+    patch.setattr(Memory, "clear", keep)
+
+
+def _other_salt(patch):
+    match = BlockPool.match
+
+    def curious(pool, tokens, salt=""):
+        return max((match(pool, tokens, each) for each in ("", "a")), key=lambda found: found.num_tokens)
+
+    patch.setattr(BlockPool, "match", curious)
+
+
+def _old_outputs(patch):
+    forget = PastOutputs._forget_all
+
+    def keep(outputs):
+        if hasattr(outputs, "_stream"):
+            outputs._epoch = outputs._pool.epoch
+        else:
+            forget(outputs)
+
+    patch.setattr(PastOutputs, "_forget_all", keep)
+
+
+def _outputs_across_an_update(patch):
+    add = PastOutputs.add
+    patch.setattr(PastOutputs, "add", lambda outputs, salt, _, *text: add(outputs, salt, outputs.epoch, *text))
+
+
+def _outputs_of_all(patch):
+    add, following = PastOutputs.add, PastOutputs.following
+    patch.setattr(PastOutputs, "add", lambda outputs, salt, *rest: add(outputs, "", *rest))
+    patch.setattr(PastOutputs, "following", lambda outputs, salt, *rest: following(outputs, "", *rest))
+
+
+def _aborted_output(patch):
+    def remember(_, scheduler, sequence, reason, *rest):
+        if reason == FinishReason.ABORT and sequence.drafter is not None:
+            sequence.drafter.end(sequence.tokens, sequence.num_prompt_tokens)
+
+    _after(patch, Scheduler, "finish", remember)
+
+
+def _seed_of_request(patch):
+    def forget(_, commit, sequence, drafts):
+        chosen = commit.memory.rows._chosen
+        if sequence.row in chosen:
+            chosen[sequence.row] = chosen[sequence.row]._replace(seed=sequence.request.seed)
+
+    _after(patch, Commit, "_settle", forget)
+
+
+def _overlapping_drafts(patch):
+    patch.setattr(Sequence, "waits", property(lambda sequence: sequence.request.waits))
+
+
+# By composition. Those of `planted` show in one, too.
+FAULTS = {
+    "chunk, prefix hit": _skipped_token,
+    "chunk, overlap": _steady_prompt,
+    "chunk, recompute": _scored_again,
+    "prefix hit, partial block": _longer_beginning,
+    "prefix hit, partial block, end": planted.BUGS["unwritten offer"],
+    "prefix hit, fork": _common_nodes,
+    "prefix hit, swap": _remembered_destination,
+    "prefix hit, update": planted.BUGS["stale epoch"],
+    "prefix hit, salt": _other_salt,
+    "prefix hit, copy": planted.BUGS["stale cache"],
+    "partial block, fork": planted.BUGS["missed copy-on-write"],
+    "partial block, swap": _whole_blocks,
+    "partial block, fork, recompute": _rounded_leader,
+    "fork, recompute": _impatient_branch,
+    "fork, swap": _uncounted_move,
+    "fork, overlap": _early_branches,
+    "fork, abort": _last_branch,
+    "fork, drafts": _seed_of_request,
+    "beams, swap": _exchanged_beams,
+    "beams, recompute": _longer_leader,
+    "beams, overlap": _unasked_host,
+    "beams, fork": _dropped_beam,
+    "swap, overlap": _hasty_preemption("swap"),
+    "swap, abort": _blocks_on_host,
+    "swap, update": _host_kept,
+    "swap, copies": planted.BUGS["missed swap"],
+    "recompute, overlap": _hasty_preemption("recompute"),
+    "overlap, abort": planted.BUGS["early release"],
+    "drafts, overlap": _overlapping_drafts,
+    "wrong drafts, recompute": planted.DRAFT_BUGS["kept position"],
+    "wrong drafts, right drafts": planted.DRAFT_BUGS["credulous"],
+    "right drafts, rows": planted.DRAFT_BUGS["silent host"],
+    "right drafts, blocks": planted.DRAFT_BUGS["unwritten draft"],
+    "drafts, update": _still_pending,
+    "drafts, abort": _late_choice,
+    "past outputs, update": _old_outputs,
+    "past outputs, update, overlap": _outputs_across_an_update,
+    "past outputs, salt": _outputs_of_all,
+    "past outputs, abort": _aborted_output,
+}

@@ -1,0 +1,39 @@
+"""Compositions of all that a schedule may do give every request what it gets alone, and a fault in any one is found."""
+
+from collections import Counter
+
+import pytest
+
+from jpaged.core.request import RequestFault
+from tests.core import compositions
+
+pytestmark = pytest.mark.slow
+
+SEEDS = 42
+PARTS = (
+    "chunk", "prefix hit", "partial block", "fork", "beams", "swap", "recompute", "overlap", "right drafts",
+    "wrong drafts", "past outputs", "update", "abort", "salt",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("count", [SEEDS, pytest.param(2000, marks=pytest.mark.deep)])
+def test_whatever_comes_together_changes_no_output(count):
+    seen = Counter()
+    for seed in range(count):
+        seen += compositions.run(seed)
+    wanted = {"preemptions", "swapped", "hits", "copies", "kept", "dropped", "past"}
+    assert {name for name, number in seen.items() if number >= count} >= wanted, seen
+
+
+def test_every_part_of_a_schedule_is_in_some_composition_with_a_fault():
+    assert len(compositions.FAULTS) >= 20 and all("," in name for name in compositions.FAULTS)
+    assert all(any(part in name for name in compositions.FAULTS) for part in PARTS)
+
+
+@pytest.mark.parametrize("composition", compositions.FAULTS)
+def test_a_fault_of_a_composition_is_found(composition, monkeypatch):
+    """By a check, or because the faulty state can't be read."""
+    compositions.FAULTS[composition](monkeypatch)
+    with pytest.raises((AssertionError, LookupError, RequestFault)):
+        for seed in compositions.seeds(composition, SEEDS):
+            compositions.run(seed)

@@ -22,9 +22,9 @@ class Subject(NamedTuple):
     def run(self, schedule: Schedule, asked: list[Asked] | None = None) -> Ran:
         return run(self.runner, self.tokenizer, self.asked if asked is None else asked, schedule)
 
-    def differing(self, schedule: Schedule) -> list[int]:
-        """Return the numbers of the requests that do not have their bits alone under a schedule."""
-        pairs = zip(self.run(schedule).bits, self.alone, strict=True)
+    def differing(self, schedule: Schedule, times: int = 1) -> list[int]:
+        """Return the numbers of the requests, each asked some times, that lack their bits alone under a schedule."""
+        pairs = zip(self.run(schedule, times * self.asked).bits, times * self.alone, strict=True)
         return [i for i, (found, expected) in enumerate(pairs) if found != expected]
 
 

@@ -1,7 +1,7 @@
 """The same requests under different schedules, on one runner."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
@@ -25,7 +25,7 @@ class Schedule(NamedTuple):
         preemption: the mode where blocks are few.
         caches: whether cached prefixes are used.
         overlaps: whether a step is dispatched before the tokens of the previous one are known.
-        exact: as in `EngineConfig`.
+        exact, speculative_config: as in `EngineConfig`. A step has at most `seqs` sequences and all their drafts.
     """
 
     tokens: int = TOKENS
@@ -35,6 +35,7 @@ class Schedule(NamedTuple):
     caches: bool = True
     overlaps: bool = True
     exact: bool = False
+    speculative_config: Mapping[str, Any] | None = None
 
 
 class Ran(NamedTuple):
@@ -49,7 +50,10 @@ def run(
     *, together: bool = True,
 ) -> Ran:  # fmt: skip
     """Run requests that are all there at once, or one after the other."""
-    limits = Limits(LENGTH, schedule.seqs, schedule.tokens, BLOCK, exact=schedule.exact)
+    limits = Limits(
+        LENGTH, schedule.seqs, schedule.tokens, BLOCK, speculative_config=schedule.speculative_config,
+        exact=schedule.exact,
+    )  # fmt: skip
     host = BlockPool(BLOCKS, BLOCK, enable_prefix_caching=False) if schedule.preemption == "swap" else None
     scheduler = Scheduler(
         BlockPool(schedule.blocks, BLOCK, enable_prefix_caching=schedule.caches), limits, vocab_size=runner.vocab_size,

@@ -1,5 +1,7 @@
 """Faults of the kinds that would let a schedule show in a result: each is found by comparing bits."""
 
+import itertools
+
 import pytest
 
 from jpaged.core.memory import Memory
@@ -15,6 +17,9 @@ pytestmark = pytest.mark.slow
 
 USUAL = Schedule(**SMALL)
 CHUNKS = Schedule(7, 7, caches=False)
+
+
+DRAFTS = USUAL._replace(seqs=4, speculative_config={"method": "suffix", "num_speculative_tokens": 1})
 
 
 def changing_batches(monkeypatch, change):
@@ -33,7 +38,7 @@ def kinds_of(numbers: list[int]) -> set[int]:
 
 
 def test_without_a_fault_nothing_differs(llama):
-    assert llama.differing(USUAL) == llama.differing(CHUNKS) == []
+    assert llama.differing(USUAL) == llama.differing(CHUNKS) == llama.differing(DRAFTS, times=2) == []
 
 
 def test_a_neighbour_s_seed_is_found(llama, monkeypatch):
@@ -132,6 +137,34 @@ def test_a_swapped_block_that_does_not_return_is_found(llama, monkeypatch):
     monkeypatch.setattr(block_store.BlockStore, "apply", forget)
     assert llama.differing(USUAL) == []
     assert llama.differing(of_few_blocks(USUAL, "swap"))
+
+
+def _places_before(made, plan):
+    """Draw after a draft with the random bits of the place before it."""
+    made.batch.samples.view(ROW)["positions"][_samples_of_drafts(plan)] -= 1
+
+
+def _masks_before(made, plan):
+    """Give a draft's sample the mask of the place before it."""
+    at = _samples_of_drafts(plan)
+    made.mask_of[at] = made.mask_of[[i - 1 for i in at]]
+
+
+def _prompt_order(made, plan):
+    """Attend a draft in the order of a prompt, in steps that have one."""
+    if not made.bucket.decode:
+        made.batch.decodes[[index for index, _ in plan.drafts]] = 0
+
+
+def _samples_of_drafts(plan):
+    before = [0, *itertools.accumulate(scheduled.num_samples for scheduled in plan.rows)]
+    return [before[index] for index, _ in plan.drafts]
+
+
+@pytest.mark.parametrize("spoil", [_places_before, _masks_before, _prompt_order], ids=lambda spoil: spoil.__name__)
+def test_a_draft_that_is_not_computed_as_the_token_would_be_is_found(llama, monkeypatch, spoil):
+    changing_batches(monkeypatch, spoil)
+    assert llama.differing(DRAFTS, times=2)
 
 
 def test_counts_of_another_request_are_found(llama, monkeypatch):

@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from jpaged.config import DRAFTING_SEQS
 from jpaged.runtime import step
 from pallas_kernels import ROW_ORDER
 from tests.exact.asked import KINDS, Asked
@@ -26,8 +27,12 @@ EVERY = [
 ]  # fmt: skip
 
 
+# Matches of single tokens, most of which are wrong, and past outputs, most of which are right.
+PROPOSERS = ({"method": "ngram", "prompt_lookup_min": 1}, {"method": "suffix"})
+
+
 def of_few_blocks(schedule: Schedule, preemption: str) -> Schedule:
-    return schedule._replace(blocks=5 * schedule.seqs // 2, preemption=preemption)
+    return schedule._replace(blocks=max(16, 5 * schedule.seqs // 2), preemption=preemption)
 
 
 def check(subject: Subject, seqs: int, tokens: int) -> None:
@@ -55,6 +60,27 @@ def check(subject: Subject, seqs: int, tokens: int) -> None:
     assert stepwise.bits == [subject.alone[i] for i in single]
 
 
+def check_drafts(subject: Subject, proposer: dict, seqs: int, tokens: int, *, every: bool) -> None:
+    """Compare the requests with drafts, each of them twice: its first output gives drafts of the second.
+
+    Steps of half the sequences have room for their drafts in the same shapes.
+    """
+    config = proposer | {"num_speculative_tokens": max(1, seqs // 2 // DRAFTING_SEQS)}
+    usual = Schedule(tokens, seqs // 2, speculative_config=config)
+    drafted = subject.run(usual, 2 * subject.asked)
+    assert drafted.bits == 2 * subject.alone
+    kept, dropped = drafted.scheduler.num_kept, drafted.scheduler.num_drafts - drafted.scheduler.num_kept
+    assert min(kept, dropped) > 0 and (kept > dropped) == (proposer["method"] == "suffix")
+    schedules = [of_few_blocks(usual, "swap")]
+    if every:
+        schedules += [of_few_blocks(usual._replace(exact=True), "recompute"), usual._replace(overlaps=False)]
+        schedules += [usual._replace(tokens=7, seqs=min(7, usual.seqs)), usual._replace(caches=False)]
+    for schedule in schedules:
+        ran = subject.run(schedule, 2 * subject.asked)
+        assert ran.bits == 2 * subject.alone and ran.scheduler.num_drafts > 0, schedule
+        assert ran.scheduler.num_preemptions > 0 or schedule.blocks == usual.blocks
+
+
 def test_requests_are_of_every_kind_and_end_for_several_reasons(llama):
     assert len(llama.asked) == 64 == 8 * len(KINDS)
     sequences = [sequence for outputs, _ in llama.alone for sequence in outputs]
@@ -69,10 +95,18 @@ def test_a_schedule_changes_no_bit(llama):
     check(llama, **SMALL)
 
 
+@pytest.mark.parametrize("proposer", PROPOSERS, ids=str)
+def test_drafts_change_no_bit(llama, proposer):
+    check_drafts(llama, proposer, **SMALL, every=False)
+
+
 @pytest.mark.deep
 def test_a_schedule_changes_no_bit_of_the_reference(tmp_path):
     limits = SMALL | {"tokens": 64}
-    check(subject_of(Case("llama", kernels="reference"), tmp_path, **limits), **limits)
+    subject = subject_of(Case("llama", kernels="reference"), tmp_path, **limits)
+    check(subject, **limits)
+    for proposer in PROPOSERS:
+        check_drafts(subject, proposer, **limits, every=True)
 
 
 @pytest.mark.xfail(strict=True, reason="without `exact`, generated tokens are computed again in a prompt's order")
@@ -95,7 +129,10 @@ def as_users_compile():
 @pytest.mark.deep
 @pytest.mark.parametrize("case", EVERY, ids=str)
 def test_a_schedule_changes_no_bit_in_optimized_code(case, as_users_compile, tmp_path):
-    check(subject_of(case, tmp_path, seqs=SEQS, tokens=TOKENS), SEQS, TOKENS)
+    subject = subject_of(case, tmp_path, seqs=SEQS, tokens=TOKENS)
+    check(subject, SEQS, TOKENS)
+    for proposer in PROPOSERS:
+        check_drafts(subject, proposer, SEQS, TOKENS, every=True)
 
 
 def test_a_prompt_that_begins_with_another_request_s_prompt_has_its_bits_alone(llama):

@@ -314,11 +314,8 @@ class Request:
 
     @property
     def may_have_drafts(self) -> bool:
-        """Whether its sequences may have drafts. Penalties count the tokens on the device; beams compare candidates."""
-        params = self.params
-        if not isinstance(params, SamplingParams) or params.num_speculative_tokens == 0:
-            return False
-        return not (params.presence_penalty or params.frequency_penalty) and params.repetition_penalty == 1
+        """Whether its sequences may have drafts. Beams have none: the host compares their candidates."""
+        return isinstance(self.params, SamplingParams) and self.params.num_speculative_tokens != 0
 
     @property
     def seats(self) -> int:

@@ -216,9 +216,9 @@ def make_batch(plan: StepPlan, rows: RowTable, buckets: Buckets, layouts: dict[B
     batch.context_lens[:n] = start_n + count_n
     batch.decodes[:n] = decodes_n
     batch.block_tables[:n] = rows.block_tables[row_n]
-    decoded_n = rows.tokens_at(row_n, start_n)
+    decoded_n, drafts_n = rows.tokens_at(row_n, start_n), np.zeros(n, np.int32)
     for entry, token in plan.drafts:
-        decoded_n[entry] = token
+        decoded_n[entry], drafts_n[entry] = token, drafts_n[entry - 1] + 1
     if bucket.decode:
         row_t, position_t = row_n, start_n
         batch.tokens[:num_tokens] = decoded_n
@@ -237,15 +237,16 @@ def make_batch(plan: StepPlan, rows: RowTable, buckets: Buckets, layouts: dict[B
     batch.positions[:num_tokens] = position_t
     batch.slot_mapping[:num_tokens] = rows.slots(row_t, position_t)
     layouts[bucket].fill_work(batch)
-    return Made(bucket, buffer, batch, *_fill_samples(batch, plan, rows, row_n, samples_n))
+    return Made(bucket, buffer, batch, *_fill_samples(batch, plan, rows, row_n, samples_n, drafts_n))
 
 
 def _fill_samples(
-    batch: Batch, plan: StepPlan, rows: RowTable, row_n: np.ndarray, samples_n: np.ndarray
+    batch: Batch, plan: StepPlan, rows: RowTable, row_n: np.ndarray, samples_n: np.ndarray, drafts_n: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, Settings]:
     """Write the samples of a batch whose lengths are in place, and return the last three values of `Made`.
 
-    `row_n` and `samples_n` are the row and the number of samples of each sequence.
+    `row_n` and `samples_n` are the row and the number of samples of each sequence, `drafts_n` the number of its drafts
+    up to this one.
     """
     sequence_s = np.repeat(np.arange(len(row_n)), samples_n)
     row_s, num_samples = row_n[sequence_s], len(sequence_s)
@@ -254,6 +255,7 @@ def _fill_samples(
     samples = batch.samples.view(ROW)[:num_samples, 0]
     samples["positions"] = batch.context_lens[sequence_s]
     samples["last_tokens"] = batch.tokens[batch.sampled_from[:num_samples]]
+    samples["num_drafts"] = drafts_n[sequence_s]
     if num_samples > np.count_nonzero(samples_n):  # branches of one row
         branch_seeds(samples, np.arange(num_samples) - np.searchsorted(sequence_s, sequence_s))
     rows.consume(row_s)

@@ -58,8 +58,24 @@ class SampleOptions(NamedTuple):
 
 
 def count(state: SamplingState, sampling: Sampling) -> SamplingState:
-    """Return the state with the tokens before the samples counted if they are output. Jitted callers donate it."""
-    counted_s = sampling.stateful & (sampling.positions > sampling.num_prompt_tokens)
+    """Return the state with the tokens before the samples counted if they are output, and no drafts.
+
+    Jitted callers donate it.
+    """
+    counted_s = sampling.stateful & (sampling.positions > sampling.num_prompt_tokens) & (sampling.num_drafts == 0)
+    return count_tokens(state, sampling.rows, jnp.where(counted_s, sampling.last_tokens, -1))
+
+
+def count_kept(state: SamplingState, sampling: Sampling, tokens_s: jax.Array) -> SamplingState:
+    """Return the state with the drafts counted that were drawn in their places, with all drafts of their rows before.
+
+    Args:
+        tokens_s: [S] int32, the tokens that were drawn.
+    """
+    is_kept_s = sampling.last_tokens == jnp.roll(tokens_s, 1)
+    before_sk = jnp.arange(len(tokens_s))[:, None] - jnp.arange(sampling.drafts.shape[1])
+    are_kept_s = jnp.all(is_kept_s[before_sk] | (sampling.drafts < 0), axis=1)
+    counted_s = sampling.stateful & (sampling.num_drafts > 0) & are_kept_s
     return count_tokens(state, sampling.rows, jnp.where(counted_s, sampling.last_tokens, -1))
 
 
@@ -187,7 +203,9 @@ def _process(x_sv: jax.Array, state: SamplingState, sampling: Sampling) -> jax.A
     x_sv = jnp.where(sampling.masked[:, None] & ~allowed_sv, -jnp.inf, x_sv)
 
     rows_s = jnp.where(sampling.stateful, sampling.rows, 0)
-    counts_sv, in_prompt_sv = state.output_counts[rows_s], state.in_prompt[rows_s]
+    at_sk = jnp.where(sampling.drafts < 0, vocab_size, sampling.drafts)  # past the end: dropped
+    counts_sv = state.output_counts[rows_s].at[jnp.arange(num_rows)[:, None], at_sk].add(1, mode="drop")
+    in_prompt_sv = state.in_prompt[rows_s]
     y_sv = x_sv + state.bias[rows_s]
     # -inf stays as it is, also where float32 makes the repetition penalty 0.
     seen_sv = (in_prompt_sv | (counts_sv > 0)) & (y_sv > -jnp.inf)

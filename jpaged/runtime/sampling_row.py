@@ -64,7 +64,9 @@ class Sampling(NamedTuple):
     rows: Annotated[Array, Column(np.int32, -1)]  # the sequence's row of the state; -1: padding
     positions: Annotated[Array, Column(np.int32, 0)]  # of the sample in its sequence
     last_tokens: Annotated[Array, Column(np.int32, 0)]  # the token before the sample, as in `Batch.tokens`
+    num_drafts: Annotated[Array, Column(np.int32, 0)]  # drafts directly before the sample, the last one included
     allowed_bits: Array  # [S, ceil(V / 32)] uint32, bit t % 32 of word t // 32: token t is allowed
+    drafts: Array  # [S, MAX_DRAFTS] int32, the drafts before the sample, -1 past them
 
     @property
     def filtered(self) -> Array:
@@ -76,7 +78,7 @@ class Sampling(NamedTuple):
 COLUMNS: dict[str, Column] = {
     name: hint.__metadata__[0]
     for name, hint in get_type_hints(Sampling, include_extras=True).items()
-    if name != "allowed_bits"
+    if name in Sampling._fields and hasattr(hint, "__metadata__")
 }
 FILTERS = {name: column for name, column in COLUMNS.items() if column.settings is Settings.FILTERED}
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jpaged.config import Limits
+from jpaged.config import MAX_DRAFTS, Limits
 from jpaged.core.params import MAX_TOP
 from jpaged.models.base import Model
 from jpaged.models.layers import set_products
@@ -191,7 +191,13 @@ def sampling_of(rows_sf: jax.Array, allowed_bits: jax.Array) -> Sampling:
         words = rows_sf[:, start:end].reshape(len(rows_sf), *column.shape)
         settings[name] = words != 0 if column.dtype is bool else lax.bitcast_convert_type(words, column.dtype)
         start = end
-    return Sampling(**settings, allowed_bits=allowed_bits)
+    return Sampling(**settings, allowed_bits=allowed_bits, drafts=_drafts(**settings))
+
+
+def _drafts(num_drafts: jax.Array, last_tokens: jax.Array, **_: jax.Array) -> jax.Array:
+    """Return the drafts before each sample, the last one first, [S, MAX_DRAFTS] int32; -1 past them."""
+    before_sk = jnp.arange(len(num_drafts))[:, None] - jnp.arange(MAX_DRAFTS)
+    return jnp.where(jnp.arange(MAX_DRAFTS) < num_drafts[:, None], last_tokens[before_sk], -1)
 
 
 def _of_rows(wanted_t: jax.Array, op: Callable[..., Any], x_ti: jax.Array, *weights: Weight, **options: Any) -> Any:

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jpaged.runtime.device_rows import SamplingState
 from jpaged.runtime.placement import ALL, KV, Placement
-from jpaged.runtime.sampler import Sampled, SampleOptions, count, sample
+from jpaged.runtime.sampler import Sampled, SampleOptions, count, count_kept, sample
 from jpaged.runtime.sampling_row import Sampling
 from jpaged.runtime.sampling_settings import Settings
 from pallas_kernels import Kernels
@@ -56,7 +56,9 @@ def divide_kernels(kernels: Kernels, placement: Placement) -> Kernels:
 def sample_divided(
     logits_sv: jax.Array, state: SamplingState, sampling: Sampling, options: SampleOptions, placement: Placement
 ) -> tuple[Sampled, SamplingState]:
-    """Count tokens as `count` does, and return the result of `sample`, whose rows are divided among the devices.
+    """Count tokens as `count` and `count_kept` do, and return the result of `sample`.
+
+    Its rows are divided among the devices.
 
     One all-to-all turns the columns [S, V/n] of each device into rows [S/n, V], and one all-gather collects the
     results. XLA would move the weights of the head instead, and divide the counting, whose results it adds up over the
@@ -82,7 +84,10 @@ def sample_divided(
         else:
             logits_sv = local(logits_sv)
         sampled = sample(logits_sv, state, jax.tree.map(lambda x: local(padded(x)), sampling), options)
-        return jax.tree.map(lambda x: x[:num_rows], _gathered(sampled) if size > 1 else sampled), state
+        sampled = jax.tree.map(lambda x: x[:num_rows], _gathered(sampled) if size > 1 else sampled)
+        if options.settings is Settings.ANY:
+            state = count_kept(state, sampling, sampled.tokens)
+        return sampled, state
 
     specs = (COLUMNS if placement.splits_vocab else WHOLE, WHOLE, WHOLE)
     divided = jax.shard_map(choose, mesh=placement.mesh, in_specs=specs, out_specs=WHOLE, check_vma=False)

@@ -38,7 +38,7 @@ def _is_beam(params: Params) -> bool:
 
 def _may_repeat(params: Params) -> bool:
     """Whether an output has drafts, and is long enough for some."""
-    return isinstance(params, SamplingParams) and params.max_tokens > 5 and not params.presence_penalty
+    return isinstance(params, SamplingParams) and params.max_tokens > 5
 
 
 class World:
@@ -48,8 +48,9 @@ class World:
         self.rng, mode, method = random.Random(seed), _mode(seed), _method(seed)
         rng = self.rng
         self.scheduler, self.runner = traffic.make(
-            rng.randint(6, 14), 2, seqs=4, tokens=rng.choice([4, 7, 12]), length=24, host=12 * (mode != "recompute"),
-            eos=EOS, preemption=mode, block_swap_cost=1.0, drafts=3, method=method, exact=rng.random() < 0.3,
+            rng.randint(8, 14), 2, seqs=4, tokens=rng.choice([4, 7, 12]), length=24, host=12 * (mode != "recompute"),
+            eos=EOS, preemption=mode, block_swap_cost=1.0, drafts=3 if method == "suffix" else rng.choice([0, 3]),
+            method=method, exact=rng.random() < 0.3,
         )  # fmt: skip
         wanted = [_branches, _is_beam, _is_any, _is_any] if method == "ngram" else [_may_repeat, _may_repeat]
         self.kinds = [self._draw(is_wanted) for is_wanted in wanted]

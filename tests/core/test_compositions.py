@@ -9,7 +9,7 @@ from tests.core import compositions
 
 pytestmark = pytest.mark.slow
 
-SEEDS = 42
+SEEDS = 60
 PARTS = (
     "chunk", "prefix hit", "partial block", "fork", "beams", "swap", "recompute", "overlap", "right drafts",
     "wrong drafts", "past outputs", "update", "abort", "salt",

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jpaged.config import Limits
+from jpaged.config import MAX_DRAFTS, Limits
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.params import BeamSearchParams, SamplingParams
 from jpaged.core.plan import Admitted, Sample, Scheduled, StepPlan, StepResult
@@ -177,6 +177,7 @@ def test_the_device_reads_what_the_host_wrote():
         "temperature": 0.5, "top_k": 7, "top_p": 0.25, "min_p": 0.125, "seeds": [2, 5], "positions": 3,
         "presence": 0.5, "frequency": -1.0, "repetition": 1.5, "rows": row, "stateful": True,
         "beam": False, "masked": False, "num_top": 3, "num_prompt_tokens": 3, "last_tokens": 3,
+        "num_drafts": 0, "drafts": [-1] * MAX_DRAFTS,
     }  # fmt: skip
     padding = {name: np.asarray(x)[1].tolist() for name, x in lab.sampling._asdict().items() if x is not None}
     assert padding["rows"] == -1 and padding["temperature"] == 0 and padding["repetition"] == padding["top_p"] == 1

@@ -12,8 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jpaged.config import MAX_DRAFTS
 from jpaged.core.params import SamplingParams
 from jpaged.core.plan import Admitted
+from jpaged.runtime import step
 from jpaged.runtime.device_rows import SamplingState, empty_state, host_row
 from jpaged.runtime.sampler import (
     Sampled,
@@ -24,6 +26,7 @@ from jpaged.runtime.sampler import (
     _threshold_of_list,
     _top,
     count,
+    count_kept,
     sample,
     token_logprobs,
 )
@@ -32,7 +35,8 @@ from jpaged.runtime.sampling_row import COLUMNS, FILTERS, Sampling
 
 def count_and_sample(logits, state, sampling, num_top, processed=False):
     state = count(state, sampling)
-    return sample(logits, state, sampling, SampleOptions(num_top, processed)), state
+    sampled = sample(logits, state, sampling, SampleOptions(num_top, processed))
+    return sampled, count_kept(state, sampling, sampled.tokens)
 
 
 SAMPLE = jax.jit(count_and_sample, static_argnums=(3, 4))
@@ -72,7 +76,8 @@ def empty_sampling(num_samples: int, vocab_size: int) -> Sampling:
     columns = {
         name: np.full((num_samples, *column.shape), column.neutral, column.dtype) for name, column in COLUMNS.items()
     }
-    return Sampling(**columns, allowed_bits=np.zeros((num_samples, -(-vocab_size // 32)), np.uint32))
+    bits, drafts = np.zeros((num_samples, -(-vocab_size // 32)), np.uint32), np.full((num_samples, MAX_DRAFTS), -1)
+    return Sampling(**columns, allowed_bits=bits, drafts=drafts.astype(np.int32))
 
 
 def filters(top_k, top_p, min_p) -> Sampling:
@@ -393,6 +398,47 @@ def test_processed_logprobs_are_those_of_the_distribution_that_tokens_are_drawn_
         assert got.ranks[i] == (1 + (logprobs > logprobs[got.tokens[i]] + 1e-9).sum() if row.num_top else 0)
         listed = got.top_tokens[i][: row.num_top]
         np.testing.assert_allclose(got.top_logprobs[i][: len(listed)], logprobs[listed], atol=1e-4)
+
+
+# A row with drafts: after its last output token 3, the drafts 5, 5 and 7 stand before its further samples.
+DRAFTED = Row(presence=0.5, frequency=0.75, repetition=1.5, prompt=(1, 2), output=(4, 4, 3), pending=True, position=6)
+DRAFTS = (5, 5, 7)
+
+
+def with_drafts(beside: Row) -> tuple[SamplingState, Sampling]:
+    """Return the arrays of another row, of a row with its drafts, and of the other row again with a draft."""
+    state, sampling = pack([beside, *[DRAFTED] * 4, beside])
+    last, counts = sampling.last_tokens, [0, 0, 1, 2, 3, 0]
+    last[2:5], sampling.rows[1:5] = DRAFTS, sampling.rows[1]
+    sampling.positions[1:5] += np.arange(4)
+    sampling.num_prompt_tokens[1:5] = DRAFTED.position - 1
+    drafts = step._drafts(np.array(counts), jnp.array(last))
+    return jax.tree.map(jnp.asarray, state), sampling._replace(
+        num_drafts=np.array(counts, np.int32), drafts=np.asarray(drafts)
+    )
+
+
+def test_a_sample_after_drafts_is_that_of_an_output_with_these_tokens():
+    other = Row(presence=1.0, frequency=0.5, output=(5, 9), pending=True, position=3)
+    state, sampling = with_drafts(other)
+    outputs = [replace(DRAFTED, output=(*DRAFTED.output, *DRAFTS[:n])) for n in range(4)]
+    logits = np.repeat(logits_of(4, 1), 6, axis=0)
+    for expected, x in zip([other, *outputs, other], np.asarray(PROCESS(logits, count(state, sampling), sampling))):
+        np.testing.assert_allclose(x, process(logits[0], expected), rtol=1e-5)
+
+
+@pytest.mark.parametrize("drawn", [[8, 8, 8], [5, 8, 7], [5, 5, 8], [5, 5, 7], [8, 5, 7]], ids=str)
+def test_drafts_are_counted_up_to_the_first_that_was_not_drawn(drawn):
+    state, sampling = with_drafts(Row(stateful=False))
+    before = count(state, sampling)
+    tokens = jnp.array([5, *drawn, 1, 5])  # sample i is drawn after token i
+    counts = np.asarray(count_kept(before, sampling, tokens).output_counts)
+    expected = np.array(before.output_counts)
+    row = sampling.rows[1]
+    assert expected[row, 3] == 1 and expected[row, 5] == 0, "no draft is counted with the last token"
+    kept = [draft for draft, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(DRAFTS, drawn))]
+    np.add.at(expected[row], kept, 1)
+    np.testing.assert_array_equal(counts, expected)
 
 
 def outputs_only(x, row):

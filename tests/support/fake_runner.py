@@ -98,6 +98,8 @@ class Row:
             kept = next((i for i, (a, b) in enumerate(zip(samples, drafts)) if a != b), len(drafts))
             new, self.verified = samples[: kept + 1], None
             assert new[-1] == token, f"the output goes on with {token} after {new}"
+            if self.counted is not None:
+                self.counted += new[:-1]
         self.tokens += new
 
     def copy(self) -> "Row":
@@ -263,9 +265,9 @@ class FakeRunner:
         if not number:
             return []
         assert end == len(row.tokens), f"it samples after {end} of {len(row.tokens)} tokens"
-        if row.counted is not None:
-            row.counted += row.tokens[-1:] if end > row.num_prompt else []
-            assert row.counted == row.tokens, f"row {scheduled.row} has counted {row.counted}, not {row.tokens}"
+        if end > row.num_prompt:
+            self._count(scheduled.row)
+        assert row.counted in (None, row.tokens), f"row {scheduled.row} has counted {row.counted}, not {row.tokens}"
         if isinstance(row.params, BeamSearchParams):
             # No more than a search needs: as many as go on, beside all that may end it (one of them the model's own).
             enough = row.params.beam_width + len(row.params.stop_token_ids) + 1
@@ -280,15 +282,23 @@ class FakeRunner:
         _, start, count, number = scheduled
         row = self.rows[scheduled.row]
         assert (count, number) == (1, 1) and start >= row.num_prompt, "drafts follow a token of the output"
-        assert not isinstance(row.params, BeamSearchParams) and not row.params.presence_penalty, "drafts are counted"
+        assert not isinstance(row.params, BeamSearchParams), "the host chooses among the candidates of beams"
         assert [self.memory[self._slot(scheduled.row, i)] for i in range(start + 1)] == text[: start + 1]
         if row.verified is None:
             assert start + 1 == len(row.tokens), f"it samples after {start + 1} of {len(row.tokens)} tokens"
-            row.verified, row.counted = ([], drafts), None
+            row.verified = [], drafts
+            self._count(scheduled.row)
         samples = row.verified[0]
         assert start + 1 == len(row.tokens) + len(samples), "a draft is missing"
         samples.append(next_token(row.tokens + drafts[: len(samples)], row.seed, forbidden))
         return Sample(samples[-1], -float(samples[-1]))
+
+    def _count(self, number: int) -> None:
+        """Count the last token of a row, if it has a sampling state. Drafts are counted once they are kept."""
+        row = self.rows[number]
+        if row.counted is not None:
+            row.counted += row.tokens[-1:]
+            assert row.counted == row.tokens, f"row {number} has counted {row.counted}, not {row.tokens}"
 
     def _prompt(self, scheduled: Scheduled) -> list[Sample]:
         _, start, count, _ = scheduled

@@ -4,11 +4,11 @@
     python benchmarks/engine/speculation.py --model llama --tokenizer NAME       a Llama of 110 million parameters
     python benchmarks/engine/speculation.py --only edit --streams 1 --rounds 1     the demo model
 
-Workloads: `edit` writes records of the prompt again, whose first one is changed, `json` fills a schema with long fixed
-parts, `agent` writes similar code for one document after another, `free`
-continues stories at a temperature, and `random` continues random tokens at a high temperature, so that no draft is ever
-right. An engine without drafts and one for each method take turns in each round. No two rounds have a prompt in common.
-Ratios are medians over the rounds.
+Workloads: `edit` writes records of the prompt again, whose first one is changed. `json` fills a schema with long fixed
+parts. `agent` writes similar code for one document after another. `free` continues stories at a temperature. `random`
+continues random tokens at a high temperature, so that no draft is ever right. An engine without drafts and one for each
+method take turns in each round. Prompts or, for stories, seeds differ from round to round. Ratios are medians over the
+rounds.
 """
 
 import argparse
@@ -38,40 +38,8 @@ COLUMNS = (
     "kept", "equal",
 )  # fmt: skip
 WORKLOADS = ("edit", "json", "agent", "free", "random")
-NAMES = (
-    "Ada",
-    "Ben",
-    "Cleo",
-    "Dan",
-    "Eve",
-    "Finn",
-    "Gus",
-    "Hal",
-    "Ida",
-    "Jon",
-    "Kim",
-    "Leo",
-    "Mia",
-    "Ned",
-    "Olga",
-    "Pia",
-)
-CITIES = (
-    "Riga",
-    "Lima",
-    "Oslo",
-    "Rome",
-    "Bonn",
-    "Cork",
-    "Doha",
-    "Graz",
-    "Kiel",
-    "Lyon",
-    "Nara",
-    "Pisa",
-    "Turku",
-    "York",
-)
+NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gus", "Hal", "Ida", "Jon", "Kim", "Leo", "Mia", "Ned", "Olga")
+CITIES = ("Riga", "Lima", "Oslo", "Rome", "Bonn", "Cork", "Doha", "Graz", "Kiel", "Lyon", "Nara", "Pisa", "Turku")
 JOBS = ("teacher", "baker", "nurse", "pilot", "farmer", "judge", "tailor", "painter")
 SCHEMA = {
     "type": "object",

@@ -238,7 +238,7 @@ class Request:
         tenant: the tenant whose share of steps, rows and blocks this request takes. All requests without a tenant
             together have the share of one.
         tenant_turn: number of the last turn among the tenant's requests; 0 before the first.
-        cache_salt: only requests with the same salt share cached prefixes.
+        cache_salt: only requests with the same salt share cached prefixes and, for drafts, past outputs.
         eos_tokens: the end-of-sequence tokens that end the output; none with `ignore_eos`.
         num_top: number of most likely tokens to list with each sample; None: neither list nor rank.
         admitted: whether the request has run; True for a preempted request.

@@ -103,7 +103,7 @@ class Speculation:
             equal tokens is taken. Fewer than `shortest` are no match, and more than `longest` are not compared.
         outputs: number of past outputs of the engine in which they are looked up too, in addition to the sequence.
         factor: maximum drafts for each equal token.
-        least_share: drafts in past outputs are as many as a larger share than this of the equal places continue with.
+        least_share: a draft from past outputs is what follows in at least this share of the equal places.
     """
 
     num_tokens: int = 4
@@ -123,7 +123,7 @@ class Speculation:
         if config is None:
             return None
         name, method = "speculative_config", config.get("method", "ngram")
-        if method not in DRAFT_METHODS:
+        if method not in [*DRAFT_METHODS]:  # it may not be hashable
             raise ValueError(
                 f"{name}.method: must be one of {', '.join(DRAFT_METHODS)}, not {method!r}: other sources of drafts "
                 "are not supported"

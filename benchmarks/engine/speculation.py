@@ -31,7 +31,7 @@ from benchmarks.engine.cpu_serving import CONFIG
 from benchmarks.shared.device import environment, open_device, prepare_environment
 from benchmarks.shared.results import Report, Row, script_parser, table
 
-TOKENS, CONTEXT = 160, 2048
+TOKENS, CONTEXT, UNCOUNTED = 160, 2048, 2  # of an output, of an engine, and rounds
 PLAIN = "plain"  # the engine without drafts
 COLUMNS = (
     "workload", "streams", "method", "plain_tokens_per_s", "tokens_per_s", "ratio", "low", "high", "drafts_per_token",
@@ -134,13 +134,13 @@ def run(llm: Any, prompts: list[Any], params: list[Any]) -> tuple[float, list[An
 
 
 def compare(engines: dict[str, Any], workload: str, streams: int, rounds: int, say: Callable[[str], None]) -> list[Row]:
-    """Return a row of a workload for each method. All engines run in turn, after a round that is not counted."""
+    """Return a row of a workload for each method. All engines run in turn, after some rounds that are not counted."""
     rates: dict[str, list[float]] = {name: [] for name in engines}
     methods = [name for name in engines if name != PLAIN]
     equal, before = set(methods), {name: engines[name].engine.stats() for name in methods}
     num_tokens = 0
-    for number in range(-1, rounds):
-        made = [requests_of(workload, 100 * (number + 1) + i, engines[PLAIN]) for i in range(streams)]
+    for number in range(-UNCOUNTED, rounds):
+        made = [requests_of(workload, 100 * (number + UNCOUNTED) + i, engines[PLAIN]) for i in range(streams)]
         found = {}
         for name in list(engines)[:: 1 if number % 2 else -1]:
             rate, found[name] = run(engines[name], *map(list, zip(*made)))
@@ -148,7 +148,7 @@ def compare(engines: dict[str, Any], workload: str, streams: int, rounds: int, s
                 rates[name].append(rate)
         equal = {name for name in equal if found[name] == found[PLAIN]}
         num_tokens += sum(len(tokens) for tokens, _ in found[PLAIN])
-        say(f"{workload}, {streams} streams, round {number + 1}")
+        say(f"{workload}, {streams} streams, round {number}")
     rows = []
     for name in methods:
         after = engines[name].engine.stats()

@@ -48,6 +48,15 @@ class PastOutputs:
         self._pool = pool
         self._forget_all()
 
+    def _forget_all(self) -> None:
+        self._epoch = self._pool.epoch
+        self._base = 0  # place of the first token in the stream
+        self._stream = [END] * self._longest  # the first output has tokens before it, too
+        self._outputs: deque[_Output] = deque()
+        self._waiting: deque[_Output] = deque()  # outputs of which tokens are not indexed
+        self._indexed = 0  # no place from this one on is indexed
+        self._places: dict[Key, list[int]] = {}
+
     @property
     def num_tokens(self) -> int:
         """Number of tokens that are kept, with an end of each output."""
@@ -130,14 +139,6 @@ class PastOutputs:
         end = self._outputs[0].start if self._outputs else self._base + len(self._stream)
         del self._stream[: end - self._longest - self._base]
         self._base = end - self._longest
-
-    def _forget_all(self) -> None:
-        self._epoch = self._pool.epoch
-        self._base, self._stream = 0, [END] * self._longest  # the first token has tokens before it, too
-        self._outputs: deque[_Output] = deque()
-        self._waiting: deque[_Output] = deque()  # outputs of which tokens are not indexed
-        self._indexed = 0  # no place from this one on is indexed
-        self._places: dict[Key, list[int]] = {}
 
     def _key(self, salt: str, place: int) -> Key:
         at = place - self._base

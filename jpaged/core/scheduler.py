@@ -89,8 +89,8 @@ class Scheduler:
         self.step_overhead, self.headroom = step_overhead, headroom
         self._speculation, self._max_drafts = Speculation.of(limits.speculative_config), limits.max_num_drafts
         self._decode_costs = decode_costs
-        has_past = self._speculation is not None and self._speculation.outputs > 0
-        self._past_outputs = PastOutputs(self._speculation, pool) if has_past else None
+        settings = self._speculation
+        self._past_outputs = PastOutputs(settings, pool) if settings is not None and settings.outputs else None
         self.memory = Memory(pool, host_pool, limits.max_num_seqs, preemption, block_swap_cost, limits.exact)
         self.pool, self.host_pool, self.rows = pool, host_pool, self.memory.rows
         self.queues = Queues()

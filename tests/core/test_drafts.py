@@ -139,6 +139,7 @@ def test_a_step_has_room_for_the_drafts_of_four_sequences_and_preempts_nothing_f
     "config, message",
     [
         ({"method": "eagle3"}, "speculative_config.method: must be one of ngram, suffix, not 'eagle3': other sources"),
+        ({"method": ["ngram"]}, "must be one of ngram, suffix, not .'ngram'."),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens: must be a whole number between 1 and"),
         ({"num_speculative_tokens": 33}, "between 1 and 32, not 33"),
         ({"prompt_lookup_max": 1.5}, "speculative_config.prompt_lookup_max: must be a whole number between 1 and 64"),

@@ -9,7 +9,7 @@ import pytest
 
 from jpaged.config import EngineConfig, Limits
 from jpaged.core.block_pool import BlockPool
-from jpaged.core.commands import UpdateParams
+from jpaged.core.commands import ResetPrefixCache, UpdateParams
 from jpaged.core.params import SamplingParams, StructuredOutputsParams
 from jpaged.core.plan import Done, Sample, StepResult
 from jpaged.core.scheduler import Scheduler
@@ -78,6 +78,34 @@ def test_text_ends_where_it_ends_without_drafts(params, depth):
     assert [d.finish_reason for d in deltas if d.finish_reason] == [
         d.finish_reason for d in plain_deltas if d.finish_reason
     ]
+
+
+def test_a_repeated_answer_comes_in_fewer_steps_until_the_prefix_cache_is_reset():
+    limits = Limits(96, 4, 16, speculative_config={"method": "suffix"})
+    scheduler = Scheduler(BlockPool(48, 4), limits, vocab_size=models.VOCAB, eos_token_ids=[models.EOS])
+    runner = Speller("a quick brown fox jumps over the lazy dog")
+    engine, steps, texts = Engine(scheduler, runner, TOKENIZER), [], set()
+
+    def ask(salt="", **params):
+        before = runner.num_steps
+        params = SamplingParams(max_tokens=60, **params)
+        request = engine.add(str(len(steps)), TOKENIZER.encode("ask").ids, params, cache_salt=salt)
+        while engine.has_work:
+            engine.step()
+        texts.add(request.sequences[0].text)
+        steps.append(runner.num_steps - before)
+
+    ask()
+    ask()
+    ask(salt="b")
+    ask(stop=["fox"])
+    ask(presence_penalty=1.0)
+    engine.control(ResetPrefixCache())
+    ask()
+    first, again, other_salt, stopped, penalized, after_reset = steps
+    assert first == other_salt == after_reset > 2 * again
+    assert again == penalized > stopped
+    assert texts == {"a quick brown fox jumps over the lazy dog", "a quick brown "}
 
 
 def test_metrics_count_drafts_under_vllms_names():

@@ -1,131 +1,14 @@
-"""Compositions of everything that a schedule may do, driven by chance, and faults that show in one of them only.
-
-In a run, requests of a few kinds come again and again, in chunks, with prefix hits, forks, beams, drafts and
-preemptions. Steps overlap. Requests are aborted, the prefix cache is reset and parameters are updated at any moment.
-"""
-
-import random
-from collections import Counter, deque
-from collections.abc import Callable
+"""Faults that show in one composition of what a schedule does. The runs of `chance` must find them."""
 
 from jpaged.core import block_pool, memory, planned_step
 from jpaged.core.block_pool import BlockPool
-from jpaged.core.commands import UpdateParams
 from jpaged.core.commit import Commit
 from jpaged.core.memory import Memory, Rows
-from jpaged.core.params import BeamSearchParams, Params, SamplingParams
 from jpaged.core.past_outputs import PastOutputs
 from jpaged.core.planned_step import PlannedStep
 from jpaged.core.request import FinishReason, Request, Sequence
 from jpaged.core.scheduler import Scheduler
-from tests.core import planted, traffic
-
-EOS = frozenset([0])
-EVENTS = ("add",) * 10 + ("schedule",) * 30 + ("commit",) * 26 + ("abort",) * 2 + ("reset", "update")
-
-
-def _is_any(params: Params) -> bool:
-    return True
-
-
-def _branches(params: Params) -> bool:
-    return isinstance(params, SamplingParams) and params.num_sequences > 1
-
-
-def _is_beam(params: Params) -> bool:
-    return isinstance(params, BeamSearchParams) and params.num_sequences > 1
-
-
-def _may_repeat(params: Params) -> bool:
-    """Whether an output has drafts, and is long enough for some."""
-    return isinstance(params, SamplingParams) and params.max_tokens > 5
-
-
-class World:
-    """A scheduler and its runner, with the events of a run."""
-
-    def __init__(self, seed: int):
-        self.rng, mode, method = random.Random(seed), _mode(seed), _method(seed)
-        rng = self.rng
-        self.scheduler, self.runner = traffic.make(
-            rng.randint(8, 14), 2, seqs=4, tokens=rng.choice([4, 7, 12]), length=24, host=12 * (mode != "recompute"),
-            eos=EOS, preemption=mode, block_swap_cost=1.0, drafts=3 if method == "suffix" else rng.choice([0, 3]),
-            method=method, exact=rng.random() < 0.3,
-        )  # fmt: skip
-        wanted = [_branches, _is_beam, _is_any, _is_any] if method == "ngram" else [_may_repeat, _may_repeat]
-        self.kinds = [self._draw(is_wanted) for is_wanted in wanted]
-        self.requests: list[Request] = []
-        self.in_flight = deque()
-
-    def _draw(self, is_wanted: Callable[[Params], bool]) -> tuple:
-        while True:
-            _, params, _ = kind = traffic.draw(self.rng, self.scheduler)
-            if is_wanted(params):
-                return kind
-
-    def apply(self, event: str) -> None:
-        rng, scheduler = self.rng, self.scheduler
-        if event == "add":
-            prompt, params, options = rng.choice(self.kinds)
-            options |= {"cache_salt": rng.choice(["", "", "a"]), "seed": rng.randrange(2)}
-            self.requests.append(scheduler.add(str(len(self.requests)), prompt, params, **options))
-        elif event == "schedule" and len(self.in_flight) < 2:
-            plan = traffic.schedule(scheduler)
-            if plan is not None:
-                self.in_flight.append((plan, self.runner.dispatch(plan)))
-        elif event == "commit" and self.in_flight:
-            plan, pending = self.in_flight.popleft()
-            committed = scheduler.commit(plan, pending.result())
-            assert not committed.faults, committed.faults
-            traffic.assert_cache_is_true(scheduler, self.runner)
-        elif event == "abort" and self.requests:
-            scheduler.abort(rng.choice(self.requests).request_id)
-        elif event == "reset":
-            scheduler.pool.reset_prefix_cache()
-            self.runner.version += 1
-        elif event == "update":
-            self.in_flight.clear()
-            scheduler.recover()
-            self.runner.control(UpdateParams(None))
-        scheduler.check_invariants()
-
-    def finish(self) -> Counter[str]:
-        while self.in_flight:
-            self.apply("commit")
-        traffic.drain(self.scheduler, self.runner)
-        for request in self.requests:
-            traffic.assert_as_alone(request, EOS)
-        scheduler = self.scheduler
-        return Counter(
-            preemptions=scheduler.num_preemptions, swapped=scheduler.num_swapped_blocks, hits=scheduler.prefix_hits,
-            copies=self.runner.num_copies, kept=scheduler.num_kept, dropped=scheduler.num_drafts - scheduler.num_kept,
-            past=scheduler.num_from_past,
-        )  # fmt: skip
-
-
-def seeds(composition: str, count: int) -> list[int]:
-    """Return those of the first seeds whose runs have what a composition needs."""
-    fit = range(count)
-    if "swap" in composition or "recompute" in composition:
-        fit = [seed for seed in fit if _mode(seed) in composition or ("swap" in composition and _mode(seed) == "auto")]
-    return [seed for seed in fit if "past outputs" not in composition or _method(seed) == "suffix"]
-
-
-def _mode(seed: int) -> str:
-    return ("recompute", "swap", "auto")[seed % 3]
-
-
-def _method(seed: int) -> str:
-    """Return the source of drafts: past outputs, or an oracle in the place of n-grams."""
-    return ("ngram", "suffix")[seed % 2]
-
-
-def run(seed: int) -> Counter[str]:
-    """Run a world to its end, and check everything; return counts of events."""
-    world = World(seed)
-    for event in world.rng.choices(EVENTS, k=150):
-        world.apply(event)
-    return world.finish()
+from tests.core import planted
 
 
 def _after(patch, owner, name, change):

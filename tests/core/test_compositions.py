@@ -5,7 +5,8 @@ from collections import Counter
 import pytest
 
 from jpaged.core.request import RequestFault
-from tests.core import compositions
+from tests.core import chance
+from tests.core.compositions import FAULTS
 
 pytestmark = pytest.mark.slow
 
@@ -20,20 +21,20 @@ PARTS = (
 def test_whatever_comes_together_changes_no_output(count):
     seen = Counter()
     for seed in range(count):
-        seen += compositions.run(seed)
+        seen += chance.run(seed)
     wanted = {"preemptions", "swapped", "hits", "copies", "kept", "dropped", "past"}
     assert {name for name, number in seen.items() if number >= count} >= wanted, seen
 
 
 def test_every_part_of_a_schedule_is_in_some_composition_with_a_fault():
-    assert len(compositions.FAULTS) >= 20 and all("," in name for name in compositions.FAULTS)
-    assert all(any(part in name for name in compositions.FAULTS) for part in PARTS)
+    assert len(FAULTS) >= 20 and all("," in name for name in FAULTS)
+    assert all(any(part in name for name in FAULTS) for part in PARTS)
 
 
-@pytest.mark.parametrize("composition", compositions.FAULTS)
+@pytest.mark.parametrize("composition", FAULTS)
 def test_a_fault_of_a_composition_is_found(composition, monkeypatch):
     """By a check, or because the faulty state can't be read."""
-    compositions.FAULTS[composition](monkeypatch)
+    FAULTS[composition](monkeypatch)
     with pytest.raises((AssertionError, LookupError, RequestFault)):
-        for seed in compositions.seeds(composition, SEEDS):
-            compositions.run(seed)
+        for seed in chance.seeds(composition, SEEDS):
+            chance.run(seed)

@@ -48,13 +48,16 @@ class CheckedScheduler(Scheduler):
         num_from_past: number of sequences in a step whose drafts follow no earlier place of their own text.
     """
 
-    num_from_past = 0
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.num_from_past = 0
+        self._arrivals_by_epoch: list[tuple[int, Request]] = []
 
     def add(self, *args, **options):
         request = super().add(*args, **options)
         if self._past_outputs is None and request.sequences[0].drafter is not None:
             request.sequences[0].drafter = Oracle(request)
-        self.__dict__.setdefault("arrivals", []).append((self.pool.epoch, request))
+        self._arrivals_by_epoch.append((self.pool.epoch, request))
         return request
 
     def check_origins(self, plan: StepPlan) -> None:
@@ -74,7 +77,7 @@ class CheckedScheduler(Scheduler):
             self.num_from_past += 1
             known = [
                 each.tokens[max(0, each.num_prompt_tokens - self._speculation.longest) :]
-                for epoch, request in self.arrivals
+                for epoch, request in self._arrivals_by_epoch
                 if epoch == self.pool.epoch and request.cache_salt == sequence.request.cache_salt
                 for each in request.sequences
                 if each.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)

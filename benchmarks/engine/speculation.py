@@ -140,7 +140,8 @@ def compare(engines: dict[str, Any], workload: str, streams: int, rounds: int, s
     equal, before = set(methods), {name: engines[name].engine.stats() for name in methods}
     num_tokens = 0
     for number in range(-UNCOUNTED, rounds):
-        made = [requests_of(workload, 100 * (number + UNCOUNTED) + i, engines[PLAIN]) for i in range(streams)]
+        first = 100 * (number + UNCOUNTED) + 10_000 * streams  # no other round has these seeds
+        made = [requests_of(workload, first + i, engines[PLAIN]) for i in range(streams)]
         found = {}
         for name in list(engines)[:: 1 if number % 2 else -1]:
             rate, found[name] = run(engines[name], *map(list, zip(*made)))

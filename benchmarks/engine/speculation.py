@@ -34,8 +34,8 @@ from benchmarks.shared.results import Report, Row, script_parser, table
 TOKENS, CONTEXT, UNCOUNTED = 160, 2048, 2  # of an output, of an engine, and rounds
 PLAIN = "plain"  # the engine without drafts
 COLUMNS = (
-    "workload", "streams", "method", "plain_tokens_per_s", "tokens_per_s", "ratio", "low", "high", "drafts_per_token",
-    "kept", "equal",
+    "model", "workload", "streams", "method", "plain_tokens_per_s", "tokens_per_s", "ratio", "low", "high",
+    "drafts_per_token", "kept", "equal",
 )  # fmt: skip
 WORKLOADS = ("edit", "json", "agent", "free", "random")
 NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gus", "Hal", "Ida", "Jon", "Kim", "Leo", "Mia", "Ned", "Olga")

@@ -121,7 +121,8 @@ def _sample_processed(logits_sv: jax.Array, state: SamplingState, sampling: Samp
     x_sv = _process(logits_sv - jnp.where(sampling.beam, lse_s, 0)[:, None], state, sampling)
     drawn_s = sampling.temperature > 0
     kept_sv = _keep_likely(_cooled(x_sv, sampling.temperature), sampling)
-    z_sv = jnp.where(drawn_s[:, None], kept_sv, x_sv)
+    # Rounded, or else a multiplication could be fused with the subtraction of the offset.
+    z_sv = lax.optimization_barrier(jnp.where(drawn_s[:, None], kept_sv, x_sv))
     tokens = jnp.where(drawn_s, _draw(x_sv, sampling), row_argmax(x_sv))
     # A beam's list is that of `sample`. A row that allows no token has no distribution.
     is_offset_s = ~sampling.beam & (row_max(z_sv) > -jnp.inf)

@@ -35,7 +35,7 @@ def request_output(request: Request, vocabulary: Vocabulary | None) -> RequestOu
         output = CompletionOutput(
             index, sequence.text, sequence.output_token_ids, sequence.cumulative_logprob, logprobs,
             sequence.finish_reason, sequence.stop_reason, [sample.version for sample in sequence.samples],
-            sequence.certificate,
+            sequence.certificate, sequence.mixed_from,
         )  # fmt: skip
         outputs.append(output)
     cached = max(sequence.num_cached_tokens for sequence in request.sequences)

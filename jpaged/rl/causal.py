@@ -1,38 +1,117 @@
 """A trainer's forward pass of a served module: whole sequences at once, without a cache, differentiable.
 
-On a CPU, XLA adds the terms of a product one after the other, which rounds more than the engine's kernels do. Therefore
-`token_logprobs` takes the kernels' products with weights, and attention scores are summed in parts.
+On a CPU its values are those of the engine, to the bit (docs/exactness.md).
 """
 
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
+from jpaged.config import BLOCK_SIZE
+from jpaged.core.params import InvalidParameter
 from jpaged.models.base import Attend, Model
 from jpaged.models.layers import set_products
-from pallas_kernels import Ops, cpu, load, rotate
+from jpaged.models.outputs import outputs_of
+from jpaged.rl.reduced import by_xla
+from jpaged.rl.sequences import causal_attention, dense_attention, paged_attention
+from jpaged.runtime.kv_cache import KVCache
+from jpaged.runtime.reductions import row_logsumexp
+from pallas_kernels import select_for
 
-PARTS = 8  # of the sum of a score on a CPU
+USED = ("kernels", "block_size", "kv_cache_dtype")  # settings that change the bits on one machine
+LOGSUMEXP = partial(jax.nn.logsumexp, axis=-1)
 
 
-def token_logprobs(model: Model, tokens_bw: jax.Array) -> jax.Array:
+def token_logprobs(
+    model: Model, tokens_bw: jax.Array, is_output_bw: jax.Array | None = None,
+    numerics: Mapping[str, str | int] | None = None, *, temperature: jax.typing.ArrayLike | None = None,
+) -> jax.Array:  # fmt: skip
     """Return the logprob of each token after those before it, [B, W] float32; 0 for the first ones.
 
-    On a CPU, parameters that are divided among several devices are gathered on each.
+    On a CPU the values have the bits of an engine on one device with these parameters and numerics, in any program.
+    Parameters that are divided among several devices are gathered on each. On other devices, attention is dense, and
+    `is_output_bw` and `numerics` have no effect.
 
     Args:
         tokens_bw: [B, W] int32, each row from its beginning. Tokens after the end of a sequence change none before.
+        is_output_bw: [B, W] bool, the tokens that the engine has generated in one turn; None: none. The engine attends
+            them in another order than tokens of prompts.
+        numerics: those of the engine (`RolloutWorker.numerics`); None: those of the default settings.
+        temperature: divides the logits, one number above 0 or [B]. None: the logprobs are those of the model.
+
+    Raises:
+        InvalidParameter: the shapes differ.
+        NotImplementedError: the device does not have the kernels of these numerics.
     """
-    width = tokens_bw.shape[1]
-    mask_bww = jnp.broadcast_to(jnp.tril(jnp.ones((width, width), bool)), (len(tokens_bw), width, width))
-    positions_bw = jnp.broadcast_to(jnp.arange(width), tokens_bw.shape)
-    logits_bwv = logits(_with_kernels(model), tokens_bw, positions_bw, mask_bww)
-    logprobs_bwv = jax.nn.log_softmax(logits_bwv[:, :-1], axis=-1)
-    chosen_bw = jnp.take_along_axis(logprobs_bwv, tokens_bw[:, 1:, None], axis=2)[..., 0]
-    return jnp.pad(chosen_bw, ((0, 0), (1, 0)))
+    if is_output_bw is None:
+        is_output_bw = jnp.zeros(tokens_bw.shape, bool)
+    if tokens_bw.ndim != 2 or is_output_bw.shape != tokens_bw.shape:
+        shapes = f"{list(is_output_bw.shape)} for {list(tokens_bw.shape)}"
+        raise InvalidParameter("is_output_bw", f"must have the shape [B, W] of tokens_bw, not {shapes}")
+    if jax.default_backend() != "cpu":
+        return _logprobs(model, tokens_bw, causal_attention(model, *tokens_bw.shape), temperature)
+    graphdef, state = nnx.split(cast(nnx.Module, model))
+    used = tuple((name, value) for name, value in (numerics or {}).items() if name in USED)
+    return cast(jax.Array, _engines_logprobs(graphdef, used, state, tokens_bw, is_output_bw, temperature))
+
+
+@partial(jax.jit, static_argnums=(0, 1))  # operations one by one would round otherwise
+def _engines_logprobs(
+    graphdef: Any, numerics: tuple[tuple[str, Any], ...], state: Any, tokens_bw: jax.Array, is_output_bw: jax.Array,
+    temperature: jax.Array | None,
+) -> jax.Array:  # fmt: skip
+    """Return the engine's logprobs, whose derivatives are those of dense attention and of XLA's products."""
+
+    def define(state: Any, tokens_bw: jax.Array, _: Any, temperature: jax.Array | None) -> jax.Array:
+        model = nnx.merge(graphdef, state)
+        return _logprobs(model, tokens_bw, causal_attention(model, *tokens_bw.shape), temperature)
+
+    def value(*args: Any) -> jax.Array:
+        # XLA fuses nothing with other operations, and knows no values.
+        state, tokens_bw, is_output_bw, temperature = lax.optimization_barrier(args)
+        model = nnx.merge(graphdef, state)
+        cache = _layout(lambda state: nnx.merge(graphdef, state), state, dict(numerics))
+        set_products(model, cache.kernels.product, cache.kernels.products)
+        attend = paged_attention(model, cache, is_output_bw)
+        return by_xla(lambda: _logprobs(model, tokens_bw, attend, temperature, row_logsumexp))
+
+    engines = jax.custom_jvp(value)
+    engines.defjvp(lambda primals, tangents: (engines(*primals), jax.jvp(define, primals, tangents)[1]))
+    return engines(state, tokens_bw, is_output_bw, temperature)
+
+
+def _layout(make: Callable[[Any], Any], state: Any, numerics: dict[str, Any]) -> KVCache:
+    """Return the layout of the pool of an engine with some numerics, with its kernels."""
+    model = make(state)
+    dtype = outputs_of(make, state, model.config).attention_dtype
+    block_size, pool_dtype = numerics.get("block_size", BLOCK_SIZE), numerics.get("kv_cache_dtype", dtype)
+    kernels = select_for(
+        jax.devices()[0], model.config, name=numerics.get("kernels", "auto"), dtype=dtype, block_size=block_size,
+        pool_dtype=pool_dtype,
+    )  # fmt: skip
+    return KVCache.of(model.config, block_size, pool_dtype, kernels, model.attention_specs, attention_dtype=dtype)
+
+
+def _logprobs(
+    model: Model, tokens_bw: jax.Array, attend: Attend, temperature: jax.typing.ArrayLike | None,
+    logsumexp: Callable[[jax.Array], jax.Array] = LOGSUMEXP,
+) -> jax.Array:  # fmt: skip
+    batch, width = tokens_bw.shape
+    positions_t = jnp.tile(jnp.arange(width, dtype=jnp.int32), batch)
+    logits_tv = model.logits(model(tokens_bw.reshape(-1), positions_t, attend))
+    if temperature is not None:
+        temperature_b = jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), batch)
+        # The quotients are rounded before they are used, as in the engine.
+        logits_tv = lax.optimization_barrier(logits_tv / jnp.repeat(temperature_b, width)[:, None])
+    following_t = jnp.roll(tokens_bw, -1, axis=1).reshape(-1)
+    chosen_t = jnp.take_along_axis(logits_tv, following_t[:, None], axis=1)[:, 0]
+    logprobs_bw = (chosen_t - logsumexp(logits_tv)).reshape(batch, width)
+    return jnp.pad(logprobs_bw[:, :-1], ((0, 0), (1, 0)))
 
 
 def logits(model: Model, tokens_bw: jax.Array, positions_bw: jax.Array, mask_bww: jax.Array) -> jax.Array:
@@ -42,42 +121,5 @@ def logits(model: Model, tokens_bw: jax.Array, positions_bw: jax.Array, mask_bww
         tokens_bw, positions_bw: [B, W] int32.
         mask_bww: [B, W, W] bool, whether a query (the second axis) sees a key (the third).
     """
-    x_td = model(tokens_bw.reshape(-1), positions_bw.reshape(-1), _attend(model, positions_bw, mask_bww))
+    x_td = model(tokens_bw.reshape(-1), positions_bw.reshape(-1), dense_attention(model, positions_bw, mask_bww))
     return model.logits(x_td).reshape(*tokens_bw.shape, -1)
-
-
-def _with_kernels(model: Model) -> Model:
-    """Return a model with the same arrays whose products are those of the engine on a CPU."""
-    if jax.default_backend() != "cpu" or cpu.unsupported(dtype="float32", pool_dtype="float32"):
-        return model
-    ops = Ops(load(cpu.__name__))
-    copied: Any = nnx.merge(*nnx.split(cast(nnx.Module, model)))
-    set_products(copied, ops.product, ops.products)
-    return cast(Model, copied)
-
-
-def _attend(model: Model, positions_bw: jax.Array, mask_bww: jax.Array) -> Attend:
-    """Return attention with the scale, window and cap of each layer."""
-    batch, width = positions_bw.shape
-    distance_bww = positions_bw[:, :, None] - positions_bw[:, None, :]
-    parts = PARTS if jax.default_backend() == "cpu" else 1
-    dot = partial(jnp.einsum, "bqkgh,bskh->bkgqs", preferred_element_type=jnp.float32)
-
-    def attend(
-        layer: int, q_tnh: jax.Array, k_tkh: jax.Array, v_tkh: jax.Array, cos: jax.Array | None, sin: jax.Array | None
-    ) -> jax.Array:
-        spec = model.attention_specs[layer]
-        if cos is not None and sin is not None:
-            q_tnh, k_tkh = (rotate(x, cos, sin) for x in (q_tnh, k_tkh))
-        q_bwkgh = q_tnh.reshape(batch, width, k_tkh.shape[1], -1, q_tnh.shape[2])
-        k_bwkh, v_bwkh = (x.reshape(batch, width, *x.shape[1:]) for x in (k_tkh, v_tkh))
-        pairs = zip(*(jnp.array_split(x, parts, axis=-1) for x in (q_bwkgh, k_bwkh)), strict=True)
-        scores = spec.scale * sum((dot(q, k) for q, k in pairs), start=jnp.float32(0))
-        if spec.soft_cap is not None:
-            scores = spec.soft_cap * jnp.tanh(scores / spec.soft_cap)
-        seen_bww = mask_bww if spec.window is None else mask_bww & (distance_bww < spec.window)
-        # A finite value, so that a row of padding that sees nothing has finite gradients.
-        weights = jax.nn.softmax(jnp.where(seen_bww[:, None, None], scores, -1e30), axis=-1).astype(v_bwkh.dtype)
-        return jnp.einsum("bkgqs,bskh->bqkgh", weights, v_bwkh).reshape(q_tnh.shape)
-
-    return attend

@@ -9,23 +9,17 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jpaged import LLM, InvalidParameter, SamplingParams
+from jpaged import InvalidParameter
 from jpaged.core.commands import UpdateParams
 from jpaged.models.checkpoint import Form, dummy_model, load_safetensors
 from jpaged.models.registry import read_config
-from jpaged.rl import RolloutWorker
 from jpaged.rl.causal import logits, token_logprobs
 from pallas_kernels import ROW_ORDER
 from tests.exact.cases import hf_of
 from tests.models.test_architectures import write
+from tests.rl.conftest import PARAMS, rolled_out
 from tests.runtime.test_runner import LLAMA
-from tests.support.few_shapes import few_shapes
 
-SETTINGS = dict(
-    max_num_seqs=8, max_num_batched_tokens=64, num_gpu_blocks_override=160, progress=False, exact=True, max_model_len=96
-)
-PARAMS = SamplingParams(n=2, temperature=1.0, max_tokens=20, seed=4, ignore_eos=True)
-LENGTHS = (5, 1, 33, 60)  # of prompts: parts of blocks, several blocks and several chunks
 # Windows, caps, other norms, experts and learned positions; dtypes of the model and of the pool; kernels.
 CASES = [
     ("llama", "float32", {}, None),
@@ -50,14 +44,6 @@ def model_of(name, dtype, directory):
     return load_safetensors(directory, read_config(directory).for_length(96), Form(dtype), progress=False)
 
 
-def rolled_out(model, **settings):
-    """Return a worker, and rollouts of random prompts."""
-    with few_shapes():
-        worker = RolloutWorker(LLM(model, **SETTINGS | {"block_size": 8} | settings), width=88)
-    rng = np.random.default_rng(0)
-    return worker, worker.generate([rng.integers(3, 60, length).tolist() for length in LENGTHS], PARAMS)
-
-
 def loss_of(graphdef, numerics, params, tokens_bw, is_output_bw, drawn_bw):
     """A loss with the logprobs among others, as a trainer has."""
     logprobs_bw = token_logprobs(nnx.merge(graphdef, params), tokens_bw, is_output_bw, numerics)
@@ -68,12 +54,6 @@ def loss_of(graphdef, numerics, params, tokens_bw, is_output_bw, drawn_bw):
 def num_differing(logprobs, rollouts) -> int:
     at = rollouts.is_output
     return int((np.asarray(logprobs)[at].view(np.uint32) != rollouts.logprobs[at].view(np.uint32)).sum())
-
-
-@pytest.fixture(scope="module")
-def llama():
-    model = dummy_model(LLAMA, "float32", 0)
-    return model, *rolled_out(model)
 
 
 @pytest.mark.parametrize("program", ["jit", "eager", "nnx.jit", "scan", "checkpoint"])

@@ -391,6 +391,8 @@ class CompletionOutput:
         logprobs: {token id: Logprob} for each token, if requested.
         versions: number of parameter updates before each token was drawn.
         certificate: if requested, unless an abort or an error ended the output.
+        kept_tokens: if requested, the tokens that each token was drawn from, ceil(V / 8) bytes: bit t % 8 of byte
+            t // 8 is 1 for token t. Masks, top-k, top-p and min-p keep them; at temperature 0 it is the token alone.
         mixed_from: number of tokens before the first one that may depend on KV of older parameters than its own, after
             an update with `in_flight="keep"`; None: there is no such token.
     """
@@ -405,6 +407,7 @@ class CompletionOutput:
     versions: list[int] = field(default_factory=list)
     certificate: Certificate | None = None
     mixed_from: int | None = None
+    kept_tokens: list[bytes] | None = None
 
 
 @dataclass(frozen=True)

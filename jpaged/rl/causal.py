@@ -5,7 +5,7 @@ On a CPU its values are those of the engine, to the bit (docs/exactness.md).
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +27,29 @@ USED = ("kernels", "block_size", "kv_cache_dtype")  # settings that change the b
 LOGSUMEXP = partial(jax.nn.logsumexp, axis=-1)
 
 
+class Truncation(NamedTuple):
+    """Differences of the distribution that tokens were drawn from, from the model's. For its fields see below."""
+
+    temperature: jax.typing.ArrayLike | None
+    kept_tokens: jax.Array | None
+
+    def applied(self, logits_tv: jax.Array, batch: int) -> jax.Array:
+        """Return the logits of the tokens that follow [B W]."""
+        if self.temperature is not None:
+            temperature_b = jnp.broadcast_to(jnp.asarray(self.temperature, jnp.float32), batch)
+            logits_tv = logits_tv / jnp.repeat(temperature_b, len(logits_tv) // batch)[:, None]
+        if self.kept_tokens is not None:
+            bits_tn = jnp.roll(self.kept_tokens, -1, axis=1).reshape(len(logits_tv), -1)
+            kept_tv = jnp.unpackbits(bits_tn, axis=1, count=logits_tv.shape[1], bitorder="little")
+            logits_tv = jnp.where(kept_tv == 1, logits_tv, -jnp.inf)
+        # They are rounded before they are used, as in the engine.
+        return logits_tv if self.temperature is self.kept_tokens is None else lax.optimization_barrier(logits_tv)
+
+
 def token_logprobs(
     model: Model, tokens_bw: jax.Array, is_output_bw: jax.Array | None = None,
     numerics: Mapping[str, str | int] | None = None, *, temperature: jax.typing.ArrayLike | None = None,
+    kept_tokens: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
     """Return the logprob of each token after those before it, [B, W] float32; 0 for the first ones.
 
@@ -43,6 +63,8 @@ def token_logprobs(
             them in another order than tokens of prompts.
         numerics: those of the engine (`RolloutWorker.numerics`); None: those of the default settings.
         temperature: divides the logits, one number above 0 or [B]. None: the logprobs are those of the model.
+        kept_tokens: [B, W, ceil(V / 8)] uint8, the tokens that a token could be (`Rollouts.kept_tokens`): the others
+            have probability 0. None: it could be any.
 
     Raises:
         InvalidParameter: the shapes differ.
@@ -53,36 +75,37 @@ def token_logprobs(
     if tokens_bw.ndim != 2 or is_output_bw.shape != tokens_bw.shape:
         shapes = f"{list(is_output_bw.shape)} for {list(tokens_bw.shape)}"
         raise InvalidParameter("is_output_bw", f"must have the shape [B, W] of tokens_bw, not {shapes}")
+    truncation = Truncation(temperature, kept_tokens)
     if jax.default_backend() != "cpu":
-        return _logprobs(model, tokens_bw, causal_attention(model, *tokens_bw.shape), temperature)
+        return _logprobs(model, tokens_bw, causal_attention(model, *tokens_bw.shape), truncation)
     graphdef, state = nnx.split(cast(nnx.Module, model))
     used = tuple((name, value) for name, value in (numerics or {}).items() if name in USED)
-    return cast(jax.Array, _engines_logprobs(graphdef, used, state, tokens_bw, is_output_bw, temperature))
+    return cast(jax.Array, _engines_logprobs(graphdef, used, state, tokens_bw, is_output_bw, truncation))
 
 
 @partial(jax.jit, static_argnums=(0, 1))  # operations one by one would round otherwise
 def _engines_logprobs(
     graphdef: Any, numerics: tuple[tuple[str, Any], ...], state: Any, tokens_bw: jax.Array, is_output_bw: jax.Array,
-    temperature: jax.Array | None,
+    truncation: Truncation,
 ) -> jax.Array:  # fmt: skip
     """Return the engine's logprobs, whose derivatives are those of dense attention and of XLA's products."""
 
-    def define(state: Any, tokens_bw: jax.Array, _: Any, temperature: jax.Array | None) -> jax.Array:
+    def define(state: Any, tokens_bw: jax.Array, _: Any, truncation: Truncation) -> jax.Array:
         model = nnx.merge(graphdef, state)
-        return _logprobs(model, tokens_bw, causal_attention(model, *tokens_bw.shape), temperature)
+        return _logprobs(model, tokens_bw, causal_attention(model, *tokens_bw.shape), truncation)
 
     def value(*args: Any) -> jax.Array:
         # XLA fuses nothing with other operations, and knows no values.
-        state, tokens_bw, is_output_bw, temperature = lax.optimization_barrier(args)
+        state, tokens_bw, is_output_bw, truncation = lax.optimization_barrier(args)
         model = nnx.merge(graphdef, state)
         cache = _layout(lambda state: nnx.merge(graphdef, state), state, dict(numerics))
         set_products(model, cache.kernels.product, cache.kernels.products)
         attend = paged_attention(model, cache, is_output_bw)
-        return by_xla(lambda: _logprobs(model, tokens_bw, attend, temperature, row_logsumexp))
+        return by_xla(lambda: _logprobs(model, tokens_bw, attend, truncation, row_logsumexp))
 
     engines = jax.custom_jvp(value)
     engines.defjvp(lambda primals, tangents: (engines(*primals), jax.jvp(define, primals, tangents)[1]))
-    return engines(state, tokens_bw, is_output_bw, temperature)
+    return engines(state, tokens_bw, is_output_bw, truncation)
 
 
 def _layout(make: Callable[[Any], Any], state: Any, numerics: dict[str, Any]) -> KVCache:
@@ -98,16 +121,12 @@ def _layout(make: Callable[[Any], Any], state: Any, numerics: dict[str, Any]) ->
 
 
 def _logprobs(
-    model: Model, tokens_bw: jax.Array, attend: Attend, temperature: jax.typing.ArrayLike | None,
+    model: Model, tokens_bw: jax.Array, attend: Attend, truncation: Truncation,
     logsumexp: Callable[[jax.Array], jax.Array] = LOGSUMEXP,
 ) -> jax.Array:  # fmt: skip
     batch, width = tokens_bw.shape
     positions_t = jnp.tile(jnp.arange(width, dtype=jnp.int32), batch)
-    logits_tv = model.logits(model(tokens_bw.reshape(-1), positions_t, attend))
-    if temperature is not None:
-        temperature_b = jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), batch)
-        # The quotients are rounded before they are used, as in the engine.
-        logits_tv = lax.optimization_barrier(logits_tv / jnp.repeat(temperature_b, width)[:, None])
+    logits_tv = truncation.applied(model.logits(model(tokens_bw.reshape(-1), positions_t, attend)), batch)
     following_t = jnp.roll(tokens_bw, -1, axis=1).reshape(-1)
     chosen_t = jnp.take_along_axis(logits_tv, following_t[:, None], axis=1)[:, 0]
     logprobs_bw = (chosen_t - logsumexp(logits_tv)).reshape(batch, width)

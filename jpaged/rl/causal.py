@@ -28,13 +28,15 @@ LOGSUMEXP = partial(jax.nn.logsumexp, axis=-1)
 
 
 class Truncation(NamedTuple):
-    """Differences of the distribution that tokens were drawn from, from the model's. For its fields see below."""
+    """Distribution that tokens are drawn from, with the fields of `token_logprobs`."""
 
     temperature: jax.typing.ArrayLike | None
     kept_tokens: jax.Array | None
 
     def applied(self, logits_tv: jax.Array, batch: int) -> jax.Array:
-        """Return the logits of the tokens that follow [B W]."""
+        """Return the logits of this distribution for those of the model, [B W, V]."""
+        if self.temperature is None and self.kept_tokens is None:
+            return logits_tv
         if self.temperature is not None:
             temperature_b = jnp.broadcast_to(jnp.asarray(self.temperature, jnp.float32), batch)
             logits_tv = logits_tv / jnp.repeat(temperature_b, len(logits_tv) // batch)[:, None]
@@ -42,8 +44,8 @@ class Truncation(NamedTuple):
             bits_tn = jnp.roll(self.kept_tokens, -1, axis=1).reshape(len(logits_tv), -1)
             kept_tv = jnp.unpackbits(bits_tn, axis=1, count=logits_tv.shape[1], bitorder="little")
             logits_tv = jnp.where(kept_tv == 1, logits_tv, -jnp.inf)
-        # They are rounded before they are used, as in the engine.
-        return logits_tv if self.temperature is self.kept_tokens is None else lax.optimization_barrier(logits_tv)
+        rounded_tv: jax.Array = lax.optimization_barrier(logits_tv)  # as in the engine
+        return rounded_tv
 
 
 def token_logprobs(
@@ -67,20 +69,25 @@ def token_logprobs(
             have probability 0. None: it could be any.
 
     Raises:
-        InvalidParameter: the shapes differ.
+        InvalidParameter: shapes do not fit together.
         NotImplementedError: the device does not have the kernels of these numerics.
     """
     if is_output_bw is None:
         is_output_bw = jnp.zeros(tokens_bw.shape, bool)
-    if tokens_bw.ndim != 2 or is_output_bw.shape != tokens_bw.shape:
-        shapes = f"{list(is_output_bw.shape)} for {list(tokens_bw.shape)}"
-        raise InvalidParameter("is_output_bw", f"must have the shape [B, W] of tokens_bw, not {shapes}")
+    _check_shape("is_output_bw", is_output_bw, tokens_bw.shape)
+    if kept_tokens is not None:
+        _check_shape("kept_tokens", kept_tokens, (*tokens_bw.shape, -(-model.config.vocab_size // 8)))
     truncation = Truncation(temperature, kept_tokens)
     if jax.default_backend() != "cpu":
         return _logprobs(model, tokens_bw, causal_attention(model, *tokens_bw.shape), truncation)
     graphdef, state = nnx.split(cast(nnx.Module, model))
     used = tuple((name, value) for name, value in (numerics or {}).items() if name in USED)
     return cast(jax.Array, _engines_logprobs(graphdef, used, state, tokens_bw, is_output_bw, truncation))
+
+
+def _check_shape(name: str, array: jax.Array, shape: tuple[int, ...]) -> None:
+    if array.shape != shape:
+        raise InvalidParameter(name, f"must have the shape {list(shape)}, not {list(array.shape)}")
 
 
 @partial(jax.jit, static_argnums=(0, 1))  # operations one by one would round otherwise
@@ -101,7 +108,7 @@ def _engines_logprobs(
         cache = _layout(lambda state: nnx.merge(graphdef, state), state, dict(numerics))
         set_products(model, cache.kernels.product, cache.kernels.products)
         attend = paged_attention(model, cache, is_output_bw)
-        return by_xla(lambda: _logprobs(model, tokens_bw, attend, truncation, row_logsumexp))
+        return cast(jax.Array, by_xla(lambda: _logprobs(model, tokens_bw, attend, truncation, row_logsumexp)))
 
     engines = jax.custom_jvp(value)
     engines.defjvp(lambda primals, tangents: (engines(*primals), jax.jvp(define, primals, tangents)[1]))

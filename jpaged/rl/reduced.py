@@ -27,7 +27,8 @@ def by_xla(function: Callable[[], Any]) -> Any:
     return jax.tree.unflatten(jax.tree.structure(shapes), _evaluate(closed))
 
 
-def _evaluate(closed: ClosedJaxpr, *args: Any) -> list[Any]:
+def _evaluate(closed: Any, *args: Any) -> list[Any]:
+    """Return the results of a `ClosedJaxpr`."""
     jaxpr = closed.jaxpr
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *args], strict=True))
     for equation in jaxpr.eqns:
@@ -36,7 +37,7 @@ def _evaluate(closed: ClosedJaxpr, *args: Any) -> list[Any]:
         if primitive is jit_p:
             results = _evaluate(equation.params["jaxpr"], *inputs)
         elif primitive in BY_XLA and jnp.issubdtype(inputs[0].dtype, jnp.floating):
-            results = [BY_XLA[primitive](*inputs, equation.params["axes"])]
+            results = [BY_XLA[primitive](inputs[0], equation.params["axes"])]
         else:
             known = {atom: values[atom] for atom in atoms if not isinstance(atom, Literal)}
             alone = jaxpr.replace(constvars=[], invars=[*known], outvars=equation.outvars, eqns=[equation])

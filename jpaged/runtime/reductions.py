@@ -69,6 +69,7 @@ def _reduced(
         y_sl = lax.reduce(lanes_snl, jnp.asarray(neutral, x_sv.dtype), combine, (1,))
         while y_sl.shape[1] > 1:  # XLA would merge two reductions into one of single rows
             y_sl = combine(*jnp.split(y_sl, 2, axis=1))
-        return y_sl[:, 0]
+        first_s: jax.Array = y_sl[:, 0]
+        return first_s
 
     return cast(jax.Array, lax.platform_dependent(x_sv, cpu=in_lanes, default=lambda x_sv: reduce(x_sv, axis=-1)))

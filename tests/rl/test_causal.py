@@ -1,6 +1,7 @@
 """The trainer's forward pass: the engine's logprobs to the bit, with derivatives, in any program."""
 
 import dataclasses
+import re
 from functools import partial
 
 import jax
@@ -165,7 +166,13 @@ def test_gradients_are_those_of_dense_attention(dtype, tolerance):
         np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (found, expected)), atol=tolerance * largest)
 
 
-def test_shapes_that_differ_are_refused(llama):
-    told = r"^is_output_bw: must have the shape \[B, W\] of tokens_bw, not \[2, 3\] for \[2, 4\]$"
-    with pytest.raises(InvalidParameter, match=told):
-        token_logprobs(llama[0], jnp.zeros((2, 4), jnp.int32), jnp.zeros((2, 3), bool))
+WIDTH = -(-LLAMA.vocab_size // 8)
+
+
+@pytest.mark.parametrize(
+    "name, shape, allowed", [("is_output_bw", (2, 3), "[2, 4]"), ("kept_tokens", (2, 4, 0), f"[2, 4, {WIDTH}]")]
+)
+def test_shapes_that_differ_are_refused(llama, name, shape, allowed):
+    told = re.escape(f"{name}: must have the shape {allowed}, not {list(shape)}")
+    with pytest.raises(InvalidParameter, match=f"^{told}$"):
+        token_logprobs(llama[0], jnp.zeros((2, 4), jnp.int32), **{name: jnp.zeros(shape, jnp.uint8)})

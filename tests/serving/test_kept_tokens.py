@@ -4,9 +4,10 @@ from base64 import b64decode
 
 import numpy as np
 
-FIELDS = {"kept_tokens": True, "return_token_ids": True, "max_tokens": 5, "temperature": 1.0, "top_k": 4, "seed": 3} | {
-    "ignore_eos": True
-}
+FIELDS = {
+    "kept_tokens": True, "return_token_ids": True, "max_tokens": 5, "temperature": 1.0, "top_k": 4, "seed": 3,
+    "ignore_eos": True,
+}  # fmt: skip
 
 
 def check(kept, token_ids) -> None:

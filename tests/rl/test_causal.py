@@ -57,7 +57,10 @@ def num_differing(logprobs, rollouts) -> int:
     return int((np.asarray(logprobs)[at].view(np.uint32) != rollouts.logprobs[at].view(np.uint32)).sum())
 
 
-@pytest.mark.parametrize("program", ["jit", "eager", "nnx.jit", "scan", "checkpoint"])
+LATER = [pytest.param(name, marks=pytest.mark.deep) for name in ("scan", "checkpoint")]
+
+
+@pytest.mark.parametrize("program", ["jit", "eager", "nnx.jit", *LATER])
 def test_a_trainer_computes_the_engines_logprobs_to_the_bit(llama, program):
     model, worker, rollouts = llama
     graphdef, params = nnx.split(model)

@@ -87,7 +87,7 @@ def draw(history: list[Step], path: Path) -> None:
     top, middle, bottom = figure.subplots(3, 1, sharex=True)
     top.plot(rewards)
     top.set(ylabel="reward", ylim=(0, 1.02))
-    middle.semilogy(mismatches)
+    middle.plot(mismatches)
     middle.set(ylabel="largest difference of\nlogprobs, engine and trainer")
     for name, seconds in zip(("rollout", "training", "update"), times):
         bottom.semilogy([1e3 * each for each in seconds], label=name)

@@ -282,6 +282,7 @@ class SamplingParams(GenerationParams):
             seed + i. None: draw from the engine's seed.
         logprob_token_ids: tokens to list with their logprobs, after the chosen one and instead of the most likely ones.
         num_speculative_tokens: maximum drafts of each output in a step; 0: none; None: as the engine is set.
+        kept_tokens: return the set of tokens that each token was drawn from (`CompletionOutput.kept_tokens`).
     """
 
     n: int = _rule(1, "a whole number of at least 1", _integer(1))
@@ -299,6 +300,7 @@ class SamplingParams(GenerationParams):
     num_speculative_tokens: int | None = _rule(
         None, f"a whole number between 0 and {MAX_DRAFTS}", _optional(_integer(0, MAX_DRAFTS))
     )
+    kept_tokens: bool = _rule(False, *_FLAG)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "logprob_token_ids", _tuple(plain(self.logprob_token_ids)))

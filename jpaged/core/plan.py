@@ -122,6 +122,7 @@ class Sample(NamedTuple):
         rank: 1 for the model's most likely token; 0 if no logprobs were requested.
         top_tokens: the most likely tokens, best first; for a beam, those that the search compares.
         version: number of parameter updates before the step that drew it.
+        kept: bit t % 8 of byte t // 8 is 1 if token t could be drawn; empty if that was not requested.
     """
 
     token: int
@@ -130,6 +131,7 @@ class Sample(NamedTuple):
     top_tokens: Series[int] = ()
     top_logprobs: Series[float] = ()
     version: int = 0
+    kept: bytes = b""
 
 
 class StepResult(NamedTuple):

@@ -93,6 +93,8 @@ class Sequence:
         decoder: converts the output to text; None without a tokenizer. Branches have separate decoders.
         constraint: state in the request's grammar, or None. Branches have separate states.
         samples: one for each output token.
+        mixed_from: number of the output tokens before the first one that may depend on KV of older parameters; None:
+            there is no such token.
         certificate: that of the finished output, if the request wants one.
     """
 
@@ -118,6 +120,7 @@ class Sequence:
     text: str = ""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    mixed_from: int | None = None
     certificate: Certificate | None = None
 
     @property
@@ -197,6 +200,7 @@ class Sequence:
             samples=list(self.samples),
             cumulative_logprob=self.cumulative_logprob,
             text=self.text,
+            mixed_from=self.mixed_from,
         )
 
     def free(self) -> None:
@@ -384,6 +388,10 @@ class CompletionOutput:
         logprobs: {token id: Logprob} for each token, if requested.
         versions: number of parameter updates before each token was drawn.
         certificate: if requested, unless an abort or an error ended the output.
+        kept_tokens: if requested, the tokens that each token was drawn from, ceil(V / 8) bytes: bit t % 8 of byte
+            t // 8 is 1 for token t. Masks, top-k, top-p and min-p keep them; at temperature 0 it is the token alone.
+        mixed_from: number of tokens before the first one that may depend on KV of older parameters than its own, after
+            an update with `in_flight="keep"`; None: there is no such token.
     """
 
     index: int
@@ -395,6 +403,8 @@ class CompletionOutput:
     stop_reason: int | str | None
     versions: list[int] = field(default_factory=list)
     certificate: Certificate | None = None
+    mixed_from: int | None = None
+    kept_tokens: list[bytes] | None = None
 
 
 @dataclass(frozen=True)

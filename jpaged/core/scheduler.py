@@ -334,6 +334,15 @@ class Scheduler:
             if not any(sequence.num_output_tokens for sequence in request.live):
                 request.prompt_samples.clear()  # returned with the first token, so from the same parameters
 
+    def keep_kv(self) -> None:
+        """Let requests continue on their KV with other parameters: what they compute from now on depends on both."""
+        self.pool.reset_prefix_cache()
+        for request in self.requests.values():
+            for sequence in request.live:
+                if sequence.mixed_from is None and (sequence.num_computed_tokens or sequence.leader):
+                    # Tokens of steps in flight, which have the old parameters, are counted as mixed, too.
+                    sequence.mixed_from = sequence.num_output_tokens
+
     def release(self, requests: Iterable[Request] | None = None) -> None:
         """Let parked requests wait in the queue; None: all of them, and park no further ones."""
         self.queues.release(requests)

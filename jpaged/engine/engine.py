@@ -455,7 +455,7 @@ class Engine:
         """Serve the parameters of an update, which replaces a waiting one."""
         self._next_params, self.scheduler.holds_new = None, self._paused == "wait"
         if update.in_flight == "keep":
-            self.scheduler.pool.reset_prefix_cache()
+            self.scheduler.keep_kv()
         else:
             self.restart()
         self.runner.control(update)

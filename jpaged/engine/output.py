@@ -29,13 +29,13 @@ def request_output(request: Request, vocabulary: Vocabulary | None) -> RequestOu
     ranked = not (isinstance(params, SamplingParams) and params.logprob_token_ids)
     if params.prompt_logprobs is not None:
         prompt_logprobs = [None, *_logprobs(request.prompt_samples, vocabulary)]
-    outputs = []
+    outputs, keeps = [], isinstance(params, SamplingParams) and params.kept_tokens
     for index, sequence in enumerate(request.outputs):
         logprobs = _logprobs(sequence.samples, vocabulary, ranked=ranked) if params.logprobs is not None else None
         output = CompletionOutput(
             index, sequence.text, sequence.output_token_ids, sequence.cumulative_logprob, logprobs,
             sequence.finish_reason, sequence.stop_reason, [sample.version for sample in sequence.samples],
-            sequence.certificate,
+            sequence.certificate, sequence.mixed_from, [each.kept for each in sequence.samples] if keeps else None,
         )  # fmt: skip
         outputs.append(output)
     cached = max(sequence.num_cached_tokens for sequence in request.sequences)

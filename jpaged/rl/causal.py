@@ -1,38 +1,143 @@
 """A trainer's forward pass of a served module: whole sequences at once, without a cache, differentiable.
 
-On a CPU, XLA adds the terms of a product one after the other, which rounds more than the engine's kernels do. Therefore
-`token_logprobs` takes the kernels' products with weights, and attention scores are summed in parts.
+On a CPU its values are those of the engine, to the bit (docs/exactness.md).
 """
 
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
+from jpaged.config import BLOCK_SIZE
+from jpaged.core.params import InvalidParameter
 from jpaged.models.base import Attend, Model
 from jpaged.models.layers import set_products
-from pallas_kernels import Ops, cpu, load, rotate
+from jpaged.models.outputs import outputs_of
+from jpaged.rl.reduced import by_xla
+from jpaged.rl.sequences import causal_attention, dense_attention, paged_attention
+from jpaged.runtime.kv_cache import KVCache
+from jpaged.runtime.reductions import row_logsumexp
+from pallas_kernels import select_for
 
-PARTS = 8  # of the sum of a score on a CPU
+USED = ("kernels", "block_size", "kv_cache_dtype")  # settings that change the bits on one machine
+LOGSUMEXP = partial(jax.nn.logsumexp, axis=-1)
 
 
-def token_logprobs(model: Model, tokens_bw: jax.Array) -> jax.Array:
+class Truncation(NamedTuple):
+    """Distribution that tokens are drawn from, with the fields of `token_logprobs`."""
+
+    temperature: jax.typing.ArrayLike | None
+    kept_tokens: jax.Array | None
+
+    def applied(self, logits_tv: jax.Array, batch: int) -> jax.Array:
+        """Return the logits of this distribution for those of the model, [B W, V]."""
+        if self.temperature is None and self.kept_tokens is None:
+            return logits_tv
+        if self.temperature is not None:
+            temperature_b = jnp.broadcast_to(jnp.asarray(self.temperature, jnp.float32), batch)
+            logits_tv = logits_tv / jnp.repeat(temperature_b, len(logits_tv) // batch)[:, None]
+        if self.kept_tokens is not None:
+            bits_tn = jnp.roll(self.kept_tokens, -1, axis=1).reshape(len(logits_tv), -1)
+            kept_tv = jnp.unpackbits(bits_tn, axis=1, count=logits_tv.shape[1], bitorder="little")
+            logits_tv = jnp.where(kept_tv == 1, logits_tv, -jnp.inf)
+        rounded_tv: jax.Array = lax.optimization_barrier(logits_tv)  # as in the engine
+        return rounded_tv
+
+
+def token_logprobs(
+    model: Model, tokens_bw: jax.Array, is_output_bw: jax.Array | None = None,
+    numerics: Mapping[str, str | int] | None = None, *, temperature: jax.typing.ArrayLike | None = None,
+    kept_tokens: jax.Array | None = None,
+) -> jax.Array:  # fmt: skip
     """Return the logprob of each token after those before it, [B, W] float32; 0 for the first ones.
 
-    On a CPU, parameters that are divided among several devices are gathered on each.
+    On a CPU the values have the bits of an engine on one device with these parameters and numerics, in any program.
+    Parameters that are divided among several devices are gathered on each. On other devices, attention is dense, and
+    `is_output_bw` and `numerics` have no effect.
 
     Args:
         tokens_bw: [B, W] int32, each row from its beginning. Tokens after the end of a sequence change none before.
+        is_output_bw: [B, W] bool, the tokens that the engine has generated in one turn; None: none. The engine attends
+            them in another order than tokens of prompts.
+        numerics: those of the engine (`RolloutWorker.numerics`); None: those of the default settings.
+        temperature: divides the logits, one number above 0 or [B]. None: the logprobs are those of the model.
+        kept_tokens: [B, W, ceil(V / 8)] uint8, the tokens that a token could be (`Rollouts.kept_tokens`): the others
+            have probability 0. None: it could be any.
+
+    Raises:
+        InvalidParameter: shapes do not fit together.
+        NotImplementedError: the device does not have the kernels of these numerics.
     """
-    width = tokens_bw.shape[1]
-    mask_bww = jnp.broadcast_to(jnp.tril(jnp.ones((width, width), bool)), (len(tokens_bw), width, width))
-    positions_bw = jnp.broadcast_to(jnp.arange(width), tokens_bw.shape)
-    logits_bwv = logits(_with_kernels(model), tokens_bw, positions_bw, mask_bww)
-    logprobs_bwv = jax.nn.log_softmax(logits_bwv[:, :-1], axis=-1)
-    chosen_bw = jnp.take_along_axis(logprobs_bwv, tokens_bw[:, 1:, None], axis=2)[..., 0]
-    return jnp.pad(chosen_bw, ((0, 0), (1, 0)))
+    if is_output_bw is None:
+        is_output_bw = jnp.zeros(tokens_bw.shape, bool)
+    _check_shape("is_output_bw", is_output_bw, tokens_bw.shape)
+    if kept_tokens is not None:
+        _check_shape("kept_tokens", kept_tokens, (*tokens_bw.shape, -(-model.config.vocab_size // 8)))
+    truncation = Truncation(temperature, kept_tokens)
+    if jax.default_backend() != "cpu":
+        return _logprobs(model, tokens_bw, causal_attention(model, *tokens_bw.shape), truncation)
+    graphdef, state = nnx.split(cast(nnx.Module, model))
+    used = tuple((name, value) for name, value in (numerics or {}).items() if name in USED)
+    return cast(jax.Array, _engines_logprobs(graphdef, used, state, tokens_bw, is_output_bw, truncation))
+
+
+def _check_shape(name: str, array: jax.Array, shape: tuple[int, ...]) -> None:
+    if array.shape != shape:
+        raise InvalidParameter(name, f"must have the shape {list(shape)}, not {list(array.shape)}")
+
+
+@partial(jax.jit, static_argnums=(0, 1))  # operations one by one would round otherwise
+def _engines_logprobs(
+    graphdef: Any, numerics: tuple[tuple[str, Any], ...], state: Any, tokens_bw: jax.Array, is_output_bw: jax.Array,
+    truncation: Truncation,
+) -> jax.Array:  # fmt: skip
+    """Return the engine's logprobs, whose derivatives are those of dense attention and of XLA's products."""
+
+    def define(state: Any, tokens_bw: jax.Array, _: Any, truncation: Truncation) -> jax.Array:
+        model = nnx.merge(graphdef, state)
+        return _logprobs(model, tokens_bw, causal_attention(model, *tokens_bw.shape), truncation)
+
+    def value(*args: Any) -> jax.Array:
+        # XLA fuses nothing with other operations, and knows no values.
+        state, tokens_bw, is_output_bw, truncation = lax.optimization_barrier(args)
+        model = nnx.merge(graphdef, state)
+        cache = _layout(lambda state: nnx.merge(graphdef, state), state, dict(numerics))
+        set_products(model, cache.kernels.product, cache.kernels.products)
+        attend = paged_attention(model, cache, is_output_bw)
+        return cast(jax.Array, by_xla(lambda: _logprobs(model, tokens_bw, attend, truncation, row_logsumexp)))
+
+    engines = jax.custom_jvp(value)
+    engines.defjvp(lambda primals, tangents: (engines(*primals), jax.jvp(define, primals, tangents)[1]))
+    return engines(state, tokens_bw, is_output_bw, truncation)
+
+
+def _layout(make: Callable[[Any], Any], state: Any, numerics: dict[str, Any]) -> KVCache:
+    """Return the layout of the pool of an engine with some numerics, with its kernels."""
+    model = make(state)
+    dtype = outputs_of(make, state, model.config).attention_dtype
+    block_size, pool_dtype = numerics.get("block_size", BLOCK_SIZE), numerics.get("kv_cache_dtype", dtype)
+    kernels = select_for(
+        jax.devices()[0], model.config, name=numerics.get("kernels", "auto"), dtype=dtype, block_size=block_size,
+        pool_dtype=pool_dtype,
+    )  # fmt: skip
+    return KVCache.of(model.config, block_size, pool_dtype, kernels, model.attention_specs, attention_dtype=dtype)
+
+
+def _logprobs(
+    model: Model, tokens_bw: jax.Array, attend: Attend, truncation: Truncation,
+    logsumexp: Callable[[jax.Array], jax.Array] = LOGSUMEXP,
+) -> jax.Array:  # fmt: skip
+    batch, width = tokens_bw.shape
+    positions_t = jnp.tile(jnp.arange(width, dtype=jnp.int32), batch)
+    logits_tv = truncation.applied(model.logits(model(tokens_bw.reshape(-1), positions_t, attend)), batch)
+    following_t = jnp.roll(tokens_bw, -1, axis=1).reshape(-1)
+    chosen_t = jnp.take_along_axis(logits_tv, following_t[:, None], axis=1)[:, 0]
+    logprobs_bw = (chosen_t - logsumexp(logits_tv)).reshape(batch, width)
+    return jnp.pad(logprobs_bw[:, :-1], ((0, 0), (1, 0)))
 
 
 def logits(model: Model, tokens_bw: jax.Array, positions_bw: jax.Array, mask_bww: jax.Array) -> jax.Array:
@@ -42,42 +147,5 @@ def logits(model: Model, tokens_bw: jax.Array, positions_bw: jax.Array, mask_bww
         tokens_bw, positions_bw: [B, W] int32.
         mask_bww: [B, W, W] bool, whether a query (the second axis) sees a key (the third).
     """
-    x_td = model(tokens_bw.reshape(-1), positions_bw.reshape(-1), _attend(model, positions_bw, mask_bww))
+    x_td = model(tokens_bw.reshape(-1), positions_bw.reshape(-1), dense_attention(model, positions_bw, mask_bww))
     return model.logits(x_td).reshape(*tokens_bw.shape, -1)
-
-
-def _with_kernels(model: Model) -> Model:
-    """Return a model with the same arrays whose products are those of the engine on a CPU."""
-    if jax.default_backend() != "cpu" or cpu.unsupported(dtype="float32", pool_dtype="float32"):
-        return model
-    ops = Ops(load(cpu.__name__))
-    copied: Any = nnx.merge(*nnx.split(cast(nnx.Module, model)))
-    set_products(copied, ops.product, ops.products)
-    return cast(Model, copied)
-
-
-def _attend(model: Model, positions_bw: jax.Array, mask_bww: jax.Array) -> Attend:
-    """Return attention with the scale, window and cap of each layer."""
-    batch, width = positions_bw.shape
-    distance_bww = positions_bw[:, :, None] - positions_bw[:, None, :]
-    parts = PARTS if jax.default_backend() == "cpu" else 1
-    dot = partial(jnp.einsum, "bqkgh,bskh->bkgqs", preferred_element_type=jnp.float32)
-
-    def attend(
-        layer: int, q_tnh: jax.Array, k_tkh: jax.Array, v_tkh: jax.Array, cos: jax.Array | None, sin: jax.Array | None
-    ) -> jax.Array:
-        spec = model.attention_specs[layer]
-        if cos is not None and sin is not None:
-            q_tnh, k_tkh = (rotate(x, cos, sin) for x in (q_tnh, k_tkh))
-        q_bwkgh = q_tnh.reshape(batch, width, k_tkh.shape[1], -1, q_tnh.shape[2])
-        k_bwkh, v_bwkh = (x.reshape(batch, width, *x.shape[1:]) for x in (k_tkh, v_tkh))
-        pairs = zip(*(jnp.array_split(x, parts, axis=-1) for x in (q_bwkgh, k_bwkh)), strict=True)
-        scores = spec.scale * sum((dot(q, k) for q, k in pairs), start=jnp.float32(0))
-        if spec.soft_cap is not None:
-            scores = spec.soft_cap * jnp.tanh(scores / spec.soft_cap)
-        seen_bww = mask_bww if spec.window is None else mask_bww & (distance_bww < spec.window)
-        # A finite value, so that a row of padding that sees nothing has finite gradients.
-        weights = jax.nn.softmax(jnp.where(seen_bww[:, None, None], scores, -1e30), axis=-1).astype(v_bwkh.dtype)
-        return jnp.einsum("bkgqs,bskh->bqkgh", weights, v_bwkh).reshape(q_tnh.shape)
-
-    return attend

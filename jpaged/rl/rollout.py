@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -28,6 +28,11 @@ class Rollouts(NamedTuple):
         is_output: [B, W] bool, whether a token was generated: the mask of the loss.
         logprobs: [B, W] float32, of the generated tokens as they were drawn; 0 elsewhere.
         versions: [B, W] int32, number of parameter updates before a token was drawn; -1 elsewhere.
+        exact_versions: [B, W] int32, the version with whose parameters `causal.token_logprobs` gives the logprob of a
+            generated token to the bit: on one CPU, with the engine's `exact`. -1 for all others, among them tokens of
+            later turns, and tokens that may depend on KV of several versions (`in_flight="keep"`).
+        kept_tokens: [B, W, ceil(V / 8)] uint8, bits of the tokens that each token was drawn from, as in
+            `CompletionOutput`; all 1 for other tokens. [B, W, 0] for parameters without `kept_tokens=True`.
         prompts: [B] int32, the index of each output's prompt.
         texts: the completions of the last turn as texts; empty without a tokenizer.
         finish_reasons: "stop" or "length", or "abort", of the last turn.
@@ -39,6 +44,8 @@ class Rollouts(NamedTuple):
     is_output: np.ndarray
     logprobs: np.ndarray
     versions: np.ndarray
+    exact_versions: np.ndarray
+    kept_tokens: np.ndarray
     prompts: np.ndarray
     texts: list[str]
     finish_reasons: list[str]
@@ -69,6 +76,18 @@ class RolloutWorker:
         """Number of parameter updates so far: the version of tokens that are drawn now."""
         return cast(ModelRunner, self.llm.engine.runner).params_version
 
+    @property
+    def numerics(self) -> Mapping[str, str | int]:
+        """Settings of the engine that bits depend on, for `token_logprobs`."""
+        return cast(ModelRunner, self.llm.engine.runner).numerics
+
+    @property
+    def _is_exact(self) -> bool:
+        """Whether a trainer's forward pass can have the bits of the engine."""
+        placement = cast(ModelRunner, self.llm.engine.runner).placement
+        is_raw = self.numerics["logprobs_mode"] == "raw_logprobs"
+        return self.llm.engine.limits.exact and placement.platform == "cpu" and placement.size == 1 and is_raw
+
     def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None) -> Rollouts:
         """Return `params.n` outputs of each prompt with their logprobs.
 
@@ -87,12 +106,15 @@ class RolloutWorker:
         batch, shape = len(rows), (len(rows), self.width)
         made = Rollouts(
             np.full(shape, self._pad_id, np.int32), np.zeros(batch, np.int32), np.zeros(shape, bool),
-            np.zeros(shape, np.float32), np.full(shape, -1, np.int32), np.zeros(batch, np.int32),
-            [""] * batch, [""] * batch, [None] * batch,
+            np.zeros(shape, np.float32), np.full(shape, -1, np.int32), np.full(shape, -1, np.int32),
+            self._all_kept(shape, params), np.zeros(batch, np.int32), [""] * batch, [""] * batch, [None] * batch,
         )  # fmt: skip
         for row, (index, output, one) in enumerate(rows):
             made.prompts[row] = index
             _write(made, row, output.prompt_token_ids, one)
+            if self._is_exact:
+                start, versions = len(output.prompt_token_ids), one.versions[: one.mixed_from]
+                made.exact_versions[row, start : start + len(versions)] = versions
         return made
 
     def extend(
@@ -128,9 +150,15 @@ class RolloutWorker:
         }
         outputs = self._complete(requests, params, rollouts.tokens.shape[1])
         made = copy.deepcopy(rollouts)
+        if params.kept_tokens and not made.kept_tokens.size:
+            made = made._replace(kept_tokens=self._all_kept(made.tokens.shape, params))
         for row, output in zip(requests, outputs):
             _write(made, row, output.prompt_token_ids, output.outputs[0])
         return made
+
+    def _all_kept(self, shape: tuple[int, ...], params: SamplingParams) -> np.ndarray:
+        size = -(-self.llm.engine.scheduler.vocab_size // 8) if params.kept_tokens else 0
+        return np.full((*shape, size), 255, np.uint8)
 
     def _read(self, prompt: Prompt, before: Sequence[int] = ()) -> dict[str, Any]:
         """Return a prompt as token ids, after the token ids that it continues."""
@@ -219,6 +247,8 @@ def _write(made: Rollouts, row: int, prompt: Sequence[int], one: CompletionOutpu
     made.logprobs[row, start:end] = [
         of[token].logprob for token, of in zip(one.token_ids, one.logprobs or (), strict=True)
     ]
+    if one.kept_tokens:
+        made.kept_tokens[row, start:end] = [np.frombuffer(bits, np.uint8) for bits in one.kept_tokens]
     made.texts[row], made.finish_reasons[row] = one.text, str(one.finish_reason)
     made.certificates[row] = one.certificate
 

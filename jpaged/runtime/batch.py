@@ -242,8 +242,8 @@ def make_batch(plan: StepPlan, rows: RowTable, buckets: Buckets, layouts: dict[B
 
 def _fill_samples(
     batch: Batch, plan: StepPlan, rows: RowTable, row_n: np.ndarray, samples_n: np.ndarray, drafts_n: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, Settings]:
-    """Write the samples of a batch whose lengths are in place, and return the last three values of `Made`.
+) -> tuple[np.ndarray, np.ndarray, Settings, np.ndarray]:
+    """Write the samples of a batch whose lengths are in place, and return the last four values of `Made`.
 
     `row_n` and `samples_n` are the row and the number of samples of each sequence, `drafts_n` the number of its drafts
     up to this one.
@@ -264,7 +264,7 @@ def _fill_samples(
         mask_of[:] = np.array(_masks_of(plan))[sequence_s]
         samples["masked"] = mask_of >= 0
     settings = Settings.ANY if (mask_of >= 0).any() else Settings(rows.settings[row_s].max(initial=0))
-    return mask_of, rows.num_top[row_s], settings
+    return mask_of, rows.num_top[row_s], settings, rows.keeps[row_s]
 
 
 def _masks_of(plan: StepPlan) -> list[int]:
@@ -283,6 +283,7 @@ class Made(NamedTuple):
         mask_of: [num_samples], index of the sample's mask in the plan; -1 for none.
         num_top: [num_samples], as `Admitted.num_top`, -1 for None.
         settings: sampling settings that the samples use.
+        keeps: [num_samples], whether to return the tokens that each sample is drawn from.
     """
 
     bucket: Bucket
@@ -291,3 +292,4 @@ class Made(NamedTuple):
     mask_of: np.ndarray
     num_top: np.ndarray
     settings: Settings
+    keeps: np.ndarray

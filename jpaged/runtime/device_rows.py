@@ -72,10 +72,14 @@ def copy_rows(state: SamplingState, sources_c: jax.Array, destinations_c: jax.Ar
     return SamplingState(*map(copy, state))
 
 
-def count_tokens(state: SamplingState, rows_s: jax.Array, tokens_s: jax.Array) -> SamplingState:
-    """Return the state with token s counted as output of its row s, both [S] int32; -1 in either counts nothing."""
+def count_tokens(state: SamplingState, rows_s: jax.Array, tokens_s: jax.Array, by: int = 1) -> SamplingState:
+    """Return the state with token s counted as output of its row s, both [S] int32; -1 in either counts nothing.
+
+    Args:
+        by: -1 to take back a count.
+    """
     at_s = _or_past_the_end(jnp.where(tokens_s < 0, -1, rows_s), state)
-    return state._replace(output_counts=state.output_counts.at[at_s, tokens_s].add(1, mode="drop"))
+    return state._replace(output_counts=state.output_counts.at[at_s, tokens_s].add(by, mode="drop"))
 
 
 def _ids(tokens: Collection[int]) -> np.ndarray:

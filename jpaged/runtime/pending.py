@@ -24,6 +24,8 @@ class PendingStep:
         version: number of parameter updates before the step.
         late: array that is computed shortly before the others; None: the next step should be dispatched at once.
         end: called when the device has computed the step.
+        kept: (array [S, ceil(V / 8)] uint8 of the tokens that samples are drawn from, [num_samples] whether they are
+            wanted); None: none are.
     """
 
     plan: StepPlan
@@ -36,6 +38,7 @@ class PendingStep:
     version: int = 0
     late: jax.Array | None = None
     end: Callable[[], None] | None = None
+    kept: tuple[jax.Array, np.ndarray] | None = None
 
     def __post_init__(self) -> None:
         self._lists = bool((self.num_top >= 0).any())
@@ -59,6 +62,9 @@ class PendingStep:
             tokens, _, bits = arrays[0][:, : len(self.num_top)]
             pairs, version = zip(tokens.tolist(), bits.view(np.float32).tolist()), self.version
             samples = [Sample(token, logprob, 0, (), (), version) for token, logprob in pairs]
+        if self.kept is not None:
+            bits, wanted = jax.device_get(self.kept[0]), self.kept[1]
+            samples = [each._replace(kept=bits[s].tobytes()) if wanted[s] else each for s, each in enumerate(samples)]
         prompt_samples: dict[int, list[Sample]] = {}
         start = 0
         for index, (_, _, count, _) in enumerate(self.plan.rows if self.prompt else ()):

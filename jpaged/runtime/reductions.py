@@ -4,7 +4,7 @@ On a CPU they run in lanes. XLA's reductions of single rows take several times a
 depend on the number of rows (`pallas_kernels.ROW_ORDER`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
@@ -21,7 +21,7 @@ def row_max(x_sv: jax.Array) -> jax.Array:
 
 def row_sum(x_sv: jax.Array) -> jax.Array:
     """Return the sum of each row, [S]."""
-    return _reduced(x_sv, jnp.sum, jnp.add, 0)
+    return _reduced(x_sv, jnp.sum, _add, 0)
 
 
 def row_logsumexp(x_sv: jax.Array) -> jax.Array:
@@ -41,6 +41,23 @@ def row_argmax(x_sv: jax.Array) -> jax.Array:
     return _reduced(jnp.where(highest_sv, jnp.arange(size, dtype=jnp.int32), size - 1), jnp.min, jnp.minimum, size - 1)
 
 
+def sum_by_xla(x: jax.Array, axes: Sequence[int]) -> jax.Array:
+    """Return the sum over some axes with the bits of `ROW_ORDER` in any program, without derivatives."""
+    summed: jax.Array = lax.reduce(x, jnp.zeros((), x.dtype), _add, axes)
+    return summed
+
+
+def max_by_xla(x: jax.Array, axes: Sequence[int]) -> jax.Array:
+    """Return the highest value over some axes, as `sum_by_xla` returns the sum."""
+    highest: jax.Array = lax.reduce(x, jnp.full((), -jnp.inf, x.dtype), lambda a, b: -lax.min(-a, -b), axes)
+    return highest
+
+
+def _add(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Return the sum of two numbers. XLA leaves a reduction to YNNPACK only if its operation is an addition."""
+    return a - (-b)
+
+
 def _reduced(
     x_sv: jax.Array, reduce: Callable[..., jax.Array], combine: Callable[..., jax.Array], neutral: Any
 ) -> jax.Array:
@@ -48,9 +65,11 @@ def _reduced(
 
     def in_lanes(x_sv: jax.Array) -> jax.Array:
         padded_sv = jnp.pad(x_sv, ((0, 0), (0, -x_sv.shape[1] % LANES)), constant_values=neutral)
-        y_sl = reduce(padded_sv.reshape(len(x_sv), -1, LANES), axis=1)
+        lanes_snl = padded_sv.reshape(len(x_sv), -1, LANES)
+        y_sl = lax.reduce(lanes_snl, jnp.asarray(neutral, x_sv.dtype), combine, (1,))
         while y_sl.shape[1] > 1:  # XLA would merge two reductions into one of single rows
             y_sl = combine(*jnp.split(y_sl, 2, axis=1))
-        return y_sl[:, 0]
+        first_s: jax.Array = y_sl[:, 0]
+        return first_s
 
     return cast(jax.Array, lax.platform_dependent(x_sv, cpu=in_lanes, default=lambda x_sv: reduce(x_sv, axis=-1)))

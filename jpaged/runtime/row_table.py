@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from jpaged.core.params import SamplingParams
 from jpaged.core.plan import Admitted, StepPlan
 from jpaged.runtime.sampling_row import NEUTRAL, ROW_WORDS, Value, pack
 
@@ -16,6 +17,7 @@ class RowTable:
         settings: [R] int32, the `Settings` of each row without a mask.
         num_top: [R], number of the most likely tokens to return with each sample; -1 for neither list nor rank.
         prompt_top: the same with each token of the prompt.
+        keeps: [R] bool, whether to return the tokens that each sample is drawn from.
     """
 
     def __init__(self, num_rows: int, table_width: int, block_size: int):
@@ -27,6 +29,7 @@ class RowTable:
         self.settings = np.zeros(num_rows, np.int32)
         self.num_top = np.full(num_rows, -1, np.int32)
         self.prompt_top = [-1] * num_rows
+        self.keeps = np.zeros(num_rows, bool)
         self._num_known = np.zeros(num_rows, np.int32)  # the lengths of `tokens`
         self._next = -1 - np.arange(num_rows, dtype=np.int32)  # the token after `tokens`, or -1 - row if it is a sample
         self._num_scored = np.zeros(num_rows, np.int32)  # targets that have a logprob already
@@ -40,8 +43,8 @@ class RowTable:
         """Apply a plan's differences."""
         if plan.row_copies:
             sources, destinations = map(list, zip(*plan.row_copies))
-            of_rows = self.block_tables, self.sampling, self.settings, self.num_top, self._num_known, self._num_scored
-            for array in of_rows:
+            of_rows = self.block_tables, self.sampling, self.settings, self.num_top, self.keeps
+            for array in (*of_rows, self._num_known, self._num_scored):
                 array[destinations] = array[sources]
             self.sampling["rows"][destinations] = destinations
             for destination, tokens in zip(destinations, [self.tokens[source] for source in sources]):
@@ -88,6 +91,7 @@ class RowTable:
         self._num_known[row], self._next[row] = len(admitted.token_ids), -1 - row
         self._num_scored[row] = len(admitted.token_ids) if admitted.num_scored is None else admitted.num_scored
         self.prompt_top[row] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
+        self.keeps[row] = isinstance(params, SamplingParams) and params.kept_tokens
         self.num_top[row] = -1 if admitted.num_top is None else admitted.num_top
         computed: dict[str, Value] = {
             "rows": row,

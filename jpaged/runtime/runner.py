@@ -212,6 +212,9 @@ class ModelRunner:
             # Commit the masks to the device like the all-zero ones. Uncommitted ones would need a second executable.
             bits = self.placement.put(masks)
         chosen, listed = self._choose(computed, bits, self.step.settings_for(made.settings))
+        kept, (x_sd, rows_sf, *_) = None, computed
+        if made.keeps.any():
+            kept = self.step.keep(self.leaves, self.rows.state, x_sd, rows_sf, bits, chosen), made.keeps
         prompt, targets = None, made.batch.targets
         if computed.x_td is not None and (targets >= 0).any():
             prompt = self.step.score(self.leaves, computed.x_td, computed.targets_t)
@@ -219,7 +222,7 @@ class ModelRunner:
         late = computed.x_sd if self.placement.device.platform == "cpu" else None
         return PendingStep(
             plan, chosen, listed, made.num_top, prompt, targets, prompt_top, version=self.params_version, late=late,
-            end=end,
+            end=end, kept=kept,
         )  # fmt: skip
 
     def _forward(self, buffer: jax.Array, bucket: Bucket) -> Computed:

@@ -66,17 +66,18 @@ def count(state: SamplingState, sampling: Sampling) -> SamplingState:
     return count_tokens(state, sampling.rows, jnp.where(counted_s, sampling.last_tokens, -1))
 
 
-def count_kept(state: SamplingState, sampling: Sampling, tokens_s: jax.Array) -> SamplingState:
+def count_kept(state: SamplingState, sampling: Sampling, tokens_s: jax.Array, by: int = 1) -> SamplingState:
     """Return the state with the drafts counted that were drawn in their places, with all drafts of their rows before.
 
     Args:
         tokens_s: [S] int32, the tokens that were drawn.
+        by: -1 to take back the counts.
     """
     is_kept_s = sampling.last_tokens == jnp.roll(tokens_s, 1)
     before_sk = jnp.arange(len(tokens_s))[:, None] - jnp.arange(sampling.drafts.shape[1])
     are_kept_s = jnp.all(is_kept_s[before_sk] | (sampling.drafts < 0), axis=1)
     counted_s = sampling.stateful & (sampling.num_drafts > 0) & are_kept_s
-    return count_tokens(state, sampling.rows, jnp.where(counted_s, sampling.last_tokens, -1))
+    return count_tokens(state, sampling.rows, jnp.where(counted_s, sampling.last_tokens, -1), by)
 
 
 def sample(logits_sv: jax.Array, state: SamplingState, sampling: Sampling, options: SampleOptions) -> Sampled:
@@ -137,7 +138,8 @@ def _sample_processed(logits_sv: jax.Array, state: SamplingState, sampling: Samp
     x_sv = _process(logits_sv - jnp.where(sampling.beam, lse_s, 0)[:, None], state, sampling)
     drawn_s = sampling.temperature > 0
     kept_sv = _keep_likely(_cooled(x_sv, sampling.temperature), sampling)
-    z_sv = jnp.where(drawn_s[:, None], kept_sv, x_sv)
+    # Rounded, or else a multiplication could be fused with the subtraction of the offset.
+    z_sv = lax.optimization_barrier(jnp.where(drawn_s[:, None], kept_sv, x_sv))
     tokens = jnp.where(drawn_s, _draw(x_sv, sampling), row_argmax(x_sv))
     # A beam's list is that of `sample`. A row that allows no token has no distribution.
     is_offset_s = ~sampling.beam & (row_max(z_sv) > -jnp.inf)
@@ -246,11 +248,7 @@ def _draw_filtered(x_sv: jax.Array, sampling: Sampling) -> jax.Array:
     The filters usually keep fewer tokens than the list of the best has. Such a row is drawn from the list only. The
     whole vocabulary is searched and given noise only if another row needs it, which does not change this row's token.
     """
-    # XLA would turn this selection into a sort of the whole vocabulary, because slices follow it.
-    tokens_sk, x_sk = lax.optimization_barrier(_top(x_sv, min(NUM_LIKELY, x_sv.shape[1])))
-    threshold_s1 = _threshold_of_list(x_sv, x_sk, sampling)
-    kept_sk = (x_sk >= threshold_s1) & (x_sk > -jnp.inf)
-    listed_s = ~kept_sk[:, -1] | (x_sk.shape == x_sv.shape)
+    tokens_sk, x_sk, threshold_s1, kept_sk, listed_s = _likely(x_sv, sampling)
 
     def draw_listed() -> jax.Array:
         noise_sk = _gumbel(sampling.seeds, sampling.positions, tokens_sk)
@@ -266,6 +264,35 @@ def _draw_filtered(x_sv: jax.Array, sampling: Sampling) -> jax.Array:
         return _draw_any(kept_sv, sampling)
 
     return cast(jax.Array, lax.cond(jnp.any((sampling.temperature > 0) & ~listed_s), draw_others, draw_listed))
+
+
+def _likely(x_sv: jax.Array, sampling: Sampling) -> tuple[jax.Array, ...]:
+    """Return a list of the likeliest tokens [S, K], and which of them the filters keep.
+
+    The results are the tokens, their values, the least value that is kept [S, 1], whether each token of the list is
+    kept, and whether no others are [S].
+    """
+    # XLA would turn this selection into a sort of the whole vocabulary, because slices follow it.
+    tokens_sk, x_sk = lax.optimization_barrier(_top(x_sv, min(NUM_LIKELY, x_sv.shape[1])))
+    threshold_s1 = _threshold_of_list(x_sv, x_sk, sampling)
+    kept_sk = (x_sk >= threshold_s1) & (x_sk > -jnp.inf)
+    return tokens_sk, x_sk, threshold_s1, kept_sk, ~kept_sk[:, -1] | (x_sk.shape == x_sv.shape)
+
+
+def kept_tokens(logits_sv: jax.Array, state: SamplingState, sampling: Sampling, tokens_s: jax.Array) -> jax.Array:
+    """Return the tokens that samples were drawn from, [S, ceil(V / 8)] uint8: bit t % 8 of byte t // 8 for token t.
+
+    A greedy sample has its token alone. Beams have no meaningful result.
+
+    Args:
+        tokens_s: the samples, which `sample` returned for these arguments.
+    """
+    x_sv = _cooled(_process(logits_sv, state, sampling), sampling.temperature)
+    _, _, threshold_s1, _, listed_s = _likely(x_sv, sampling)
+    others_sv = lax.cond(jnp.all(listed_s), lambda: x_sv, lambda: _keep_likely(x_sv, sampling))
+    kept_sv = jnp.where(listed_s[:, None], x_sv >= threshold_s1, others_sv > -jnp.inf) & (x_sv > -jnp.inf)
+    is_token_sv = jnp.arange(x_sv.shape[1]) == tokens_s[:, None]
+    return jnp.packbits((kept_sv & (sampling.temperature > 0)[:, None]) | is_token_sv, axis=1, bitorder="little")
 
 
 def _gumbel(seeds_s2: jax.Array, positions_s: jax.Array, tokens_sk: jax.Array) -> jax.Array:

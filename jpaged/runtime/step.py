@@ -19,7 +19,7 @@ from jpaged.runtime.batch import Batch, Bucket, Layout
 from jpaged.runtime.device_rows import SamplingState
 from jpaged.runtime.kv_cache import KVCache, Pool
 from jpaged.runtime.placement import Placement
-from jpaged.runtime.sampler import Sampled, SampleOptions, token_logprobs
+from jpaged.runtime.sampler import Sampled, SampleOptions, count_kept, kept_tokens, token_logprobs
 from jpaged.runtime.sampling_row import COLUMNS, Sampling
 from jpaged.runtime.sampling_settings import Settings
 from jpaged.runtime.tensor_parallel import sample_divided, whole_logits
@@ -114,6 +114,8 @@ class Step:
             last two donated, the settings static. chosen: [3, S] int32, tokens, ranks, and the bits of the float32
             logprobs; listed: [2, S, K] int32, the most likely tokens, and the bits of their logprobs. `bits` are masks,
             [S, ceil(V / 32)] uint32.
+        keep: (params, state, x_sd, rows_sf, bits, chosen) -> [S, ceil(V / 8)] uint8, the tokens that the samples of
+            `choose` were drawn from; `state` is its result. It is compiled when it is first called.
         score: (params, x_td, targets_t) -> (chosen, listed) of the prompt's own tokens.
         settings: the settings that `choose` is compiled for, in ascending order.
     """
@@ -140,6 +142,7 @@ class Step:
         jit = partial(jax.jit, out_shardings=whole, compiler_options=sampling_options(platform))
         self.choose = jit(self._choose, static_argnums=6, donate_argnums=(1, 2))
         self.score = jit(self._score)
+        self.keep = jit(self._keep)
 
     def settings_for(self, used: Settings) -> Settings:
         """Return the settings of the executable for a step."""
@@ -166,14 +169,27 @@ class Step:
         sampling = sampling._replace(last_tokens=_known(sampling.last_tokens, last_tokens_r))
         num_top, several = max(MAX_TOP, self.max_logprobs), len(self.settings) > 1
         options = SampleOptions(num_top, self.processed_logprobs, settings, several)
+        logits_sv = self._logits(params, x_sd, sampling)
+        sampled, state = sample_divided(logits_sv, state, sampling, options, self.placement)
+        at_s = jnp.where(sampling.rows < 0, len(last_tokens_r), sampling.rows)  # past the end: dropped
+        return *_packed(sampled), state, last_tokens_r.at[at_s].set(sampled.tokens, mode="drop")
+
+    def _keep(
+        self, params: list[jax.Array], state: SamplingState, x_sd: jax.Array, rows_sf: jax.Array, bits: jax.Array,
+        chosen: jax.Array,
+    ) -> jax.Array:  # fmt: skip
+        sampling = sampling_of(rows_sf, bits)
+        state = count_kept(state, sampling, chosen[0], by=-1)
+        logits_sv = whole_logits(self._logits(params, x_sd, sampling), self.placement)
+        return kept_tokens(logits_sv, state, sampling, chosen[0])
+
+    def _logits(self, params: list[jax.Array], x_sd: jax.Array, sampling: Sampling) -> jax.Array:
+        """Return the logits of samples, without those that belong to no row."""
         model = self._merged(params)
         if self.kernels is not None:
             of_samples = partial(_of_rows, sampling.rows >= 0)
             set_products(model, partial(of_samples, self.kernels.product), partial(of_samples, self.kernels.products))
-        logits_sv = model.logits(x_sd)
-        sampled, state = sample_divided(logits_sv, state, sampling, options, self.placement)
-        at_s = jnp.where(sampling.rows < 0, len(last_tokens_r), sampling.rows)  # past the end: dropped
-        return *_packed(sampled), state, last_tokens_r.at[at_s].set(sampled.tokens, mode="drop")
+        return model.logits(x_sd)
 
     def _score(self, params: list[jax.Array], x_td: jax.Array, targets_t: jax.Array) -> tuple[jax.Array, jax.Array]:
         model = self._merged(params)

@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from base64 import b64encode
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -53,6 +54,7 @@ class _Choice:
     text: str = ""
     tokens: list[_Token] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    kept_tokens: list[str] = field(default_factory=list)
     calls: dict[int, ToolCallDelta] = field(default_factory=dict)
     decoder: TokenDecoder | None = None
     length: int = 0
@@ -85,7 +87,7 @@ class Answer:
         self._num_choices = body.num_choices
         self._num_top = body.num_top_logprobs if body.logprob_token_ids is None else len(body.logprob_token_ids)
         self._prompt_top = body.prompt_logprobs
-        self._with_ids = bool(body.return_token_ids)
+        self._with_ids, self._with_kept = bool(body.return_token_ids), bool(body.kept_tokens)
         self._choices: dict[int, _Choice] = {}
 
     def add(self, prompt: int, delta: OutputDelta) -> int:
@@ -104,6 +106,8 @@ class Answer:
             choice.length += len(text)
         if self._with_ids:
             choice.token_ids += delta.token_ids
+        if self._with_kept:
+            choice.kept_tokens += [b64encode(sample.kept).decode() for sample in delta.samples]
         choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
         choice.certificate = delta.certificate
         return index
@@ -122,7 +126,8 @@ class Answer:
         """Approximate bytes of the whole body."""
         counts = self._num_top or 0, self._prompt_top or 0
         entries = 1 + (VOCABULARY if -1 in counts else max(counts))
-        return 64 * entries * (self._completion_tokens + self._prompt_tokens)
+        kept = VOCABULARY // 6 if self._with_kept else 0  # a bit of each token, in base64
+        return 64 * entries * (self._completion_tokens + self._prompt_tokens) + kept * self._completion_tokens
 
     def opening(self) -> Iterable[JsonObject]:
         """Return the chunks that precede any text."""
@@ -135,6 +140,7 @@ class Answer:
             return None
         part = self._part(index, choice) | self._ids(index, choice) | self._end(choice)
         choice.text, choice.tokens, choice.token_ids, choice.calls, choice.opened = "", [], [], {}, True
+        choice.kept_tokens = []
         return self._chunk(part)
 
     def usage_chunk(self) -> JsonObject:
@@ -202,7 +208,8 @@ class Answer:
 
     def _end(self, choice: _Choice) -> JsonObject:
         end: JsonObject = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
-        return end | ({"certificate": choice.certificate.as_json()} if choice.certificate else {})
+        kept: JsonObject = {"kept_tokens": choice.kept_tokens} if self._with_kept else {}
+        return end | kept | ({"certificate": choice.certificate.as_json()} if choice.certificate else {})
 
     def _finished(self, index: int, choice: _Choice) -> JsonObject:
         raise NotImplementedError

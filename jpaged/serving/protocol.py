@@ -148,6 +148,7 @@ class GenerationRequest(_Common):
         default=None, max_length=MAX_LOGIT_BIASES, description=f"up to {MAX_LOGIT_BIASES} numbers by token id"
     )
     logprob_token_ids: Items[int] | None = None
+    kept_tokens: bool | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
     priority: int | None = None

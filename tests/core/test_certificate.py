@@ -67,7 +67,7 @@ def test_params_of_one_output_leave_out_the_seed_and_what_is_only_listed():
     params = SamplingParams(
         n=2, best_of=3, seed=4, top_p=0.5, max_tokens=None, min_tokens=50, logprobs=2, prompt_logprobs=1,
         logprob_token_ids=[5], truncate_prompt_tokens=9, truncation_side="right", certificate=True,
-        num_speculative_tokens=0,
+        num_speculative_tokens=0, kept_tokens=True,
     )  # fmt: skip
     assert params_of_one(params, 40) == SamplingParams(top_p=0.5, max_tokens=40, min_tokens=40)
     beams = BeamSearchParams(beam_width=4, n=2, logprobs=1, certificate=True, max_tokens=5)

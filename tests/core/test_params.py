@@ -57,6 +57,7 @@ SAMPLING = {
         "must be 1 to 128 different token ids",
     ),
     "num_speculative_tokens": ([None, 0, 32], [-1, 33, 1.0, True], "must be a whole number between 0 and 32"),
+    "kept_tokens": ([True, False], [1, None], FLAG),
     "n": ([1, 1000], [0, 1.0, True, None], WHOLE),
     "best_of": ([None, 1, 1000], [0, True], WHOLE),
     "temperature": (

@@ -654,6 +654,34 @@ def test_branches_are_admitted_if_they_fit_to_the_block(free, admitted):
     assert (request in scheduler.running) == admitted
 
 
+def test_sequences_that_go_on_with_kv_of_older_parameters_are_marked():
+    scheduler, runner = make(blocks=40, seqs=4, tokens=8, size=2)
+    growing = add(scheduler, "growing", [1, 2, 3], max_tokens=9)
+    for _ in range(3):
+        step(scheduler, runner)
+    forking = add(scheduler, "forking", list(range(20)), max_tokens=4, n=2)
+    step(scheduler, runner)
+    assert forking.unforked and forking.sequences[0].num_computed_tokens
+    waiting = add(scheduler, "waiting", [1, 2, 3, 5], max_tokens=2, n=2)
+    scheduler.keep_kv()
+    later = add(scheduler, "later", [1, 2, 3, 4], max_tokens=2)
+    step(scheduler, runner)
+    scheduler.keep_kv()
+    drain(scheduler, runner)
+    marked = [[s.mixed_from for s in request.sequences] for request in (growing, forking, waiting, later)]
+    assert marked == [[4], [0, 0], [None, None], [None]], "the first update counts, and nothing old is found"
+
+
+def test_branches_that_wait_for_old_kv_of_another_are_marked():
+    scheduler, runner, request = diverged(2, [1, 2, 3, 4, 5], 9, blocks=30)
+    step(scheduler, runner)
+    first, second = sorted(request.live, key=lambda sequence: sequence.leader is not None)
+    assert first.num_computed_tokens and second.leader and not second.num_computed_tokens
+    scheduler.keep_kv()
+    assert [s.mixed_from for s in request.live] == [s.num_output_tokens for s in request.live]
+    drain(scheduler, runner)
+
+
 @pytest.mark.parametrize("token", [1, 5, 8])
 def test_beams_that_are_computed_again_lose_no_step(token):
     scheduler, runner = make(size=2, cache=False, tokens=30, seqs=16)

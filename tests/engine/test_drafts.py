@@ -176,7 +176,8 @@ def run(
 
 
 def _bits(sample: Sample) -> tuple:
-    return sample.token, *(np.float32([sample.logprob, *sample.top_logprobs]).tobytes(), sample.rank, sample.top_tokens)
+    logprobs = np.float32([sample.logprob, *sample.top_logprobs]).tobytes()
+    return sample.token, logprobs, sample.rank, sample.top_tokens, sample.kept
 
 
 def mixed() -> list[tuple[str, SamplingParams]]:
@@ -191,6 +192,7 @@ def mixed() -> list[tuple[str, SamplingParams]]:
         dict(temperature=0, presence_penalty=0.5), dict(temperature=0, logit_bias={101: 3.0}, logprobs=0),
         dict(temperature=0.5, bad_words=["on", "ttt"]), dict(temperature=0, min_tokens=20),
         dict(temperature=0, stop=["ee"]), dict(temperature=0, prompt_logprobs=1),
+        dict(temperature=0.3, top_k=9, repetition_penalty=1.2, frequency_penalty=0.3, kept_tokens=True, n=2),
     ]  # fmt: skip
     return [(STORY * (1 + i % 3), SamplingParams(max_tokens=40, seed=i, **kind)) for i, kind in enumerate(kinds)]
 

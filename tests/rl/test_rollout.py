@@ -182,26 +182,6 @@ def test_scores_and_the_trainers_logprobs_are_those_of_the_engine(worker, model)
         np.testing.assert_allclose(logprobs, found.logprobs, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "dtype, tolerance", [("float32", 1e-5), pytest.param("bfloat16", 2e-2, marks=pytest.mark.deep)]
-)
-def test_gradients_of_the_trainers_logprobs_are_those_of_products_by_xla(dtype, tolerance):
-    graphdef, params = nnx.split(dummy_model(LLAMA, dtype, 0))
-    tokens = jnp.asarray([[3, 4, 5, 6, 7], [40, 41, 42, 43, 44]])
-
-    def by_xla(model, tokens):
-        positions, mask = jnp.broadcast_to(jnp.arange(5), (2, 5)), jnp.broadcast_to(jnp.tri(5, dtype=bool), (2, 5, 5))
-        logprobs = jax.nn.log_softmax(logits(model, tokens, positions, mask)[:, :-1])
-        return jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=2)
-
-    def gradients(function):
-        return jax.jit(jax.grad(lambda params: function(nnx.merge(graphdef, params), tokens).sum()))(params)
-
-    for found, expected in zip(*(jax.tree.leaves(gradients(function)) for function in (token_logprobs, by_xla))):
-        largest = float(jnp.abs(expected).max())
-        np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (found, expected)), atol=tolerance * largest)
-
-
 def test_an_output_without_tokens_has_no_score(worker):
     """As one of a request that was aborted before its first token."""
     found = worker.generate(PROMPTS, PARAMS)
@@ -271,30 +251,54 @@ def test_parameters_of_another_process_are_pulled_and_served(worker, model, trai
     worker.update(model)
 
 
-@pytest.mark.parametrize("temperature, top_k", [(0.5, 0), (2.0, 5)])
-def test_processed_logprobs_are_those_that_tokens_are_drawn_with(model, temperature, top_k):
+FILTERS = [{"temperature": 0.7}, {"temperature": 2.0, "top_k": 5}, {"temperature": 1.3, "top_p": 0.7, "min_p": 0.05}]
+
+
+def test_processed_logprobs_are_those_that_tokens_are_drawn_with(model):
+    """A trainer has their bits with the sets of tokens that filters keep."""
     with few_shapes():
         worker = RolloutWorker(LLM(model, logprobs_mode="processed_logprobs", **SETTINGS), width=64)
-    found = worker.generate(PROMPTS, dataclasses.replace(PARAMS, temperature=temperature, top_k=top_k))
-    own = worker.score(found)
-    assert np.abs(own - found.logprobs).max() > 0.01, "scores are the model's own logprobs"
-    if not top_k:
-        rows = jnp.asarray(found.tokens)
-        cooled = np.asarray(token_logprobs(_Cooled(model, temperature), rows))
-        np.testing.assert_allclose(found.logprobs, np.where(found.is_output, cooled, 0), atol=1e-5)
+    for filters in FILTERS:
+        found = worker.generate(PROMPTS, dataclasses.replace(PARAMS, kept_tokens=True, **filters))
+        assert np.abs(worker.score(found) - found.logprobs).max() > 0.01, "scores are the model's own logprobs"
+        arrays, temperature = (found.tokens, found.is_output, worker.numerics), filters["temperature"]
+        trainer = token_logprobs(model, *arrays, temperature=temperature, kept_tokens=found.kept_tokens)
+        assert np.array_equal(found.logprobs, np.where(found.is_output, trainer, 0))
+        if len(filters) > 1:
+            cooled = token_logprobs(model, *arrays, temperature=temperature)
+            assert np.abs(np.where(found.is_output, cooled, 0) - found.logprobs).max() > 0.1, "a biased ratio"
+        else:
+            assert (found.kept_tokens[~found.is_output] == 255).all()
 
 
-class _Cooled:
-    """A model whose logits are divided by a temperature."""
+def test_the_gradient_of_a_truncated_distribution_is_that_of_its_definition(model):
+    graphdef, params = nnx.split(model)
+    tokens = jnp.asarray([[3, 4, 5, 6, 7]])
+    kept = np.zeros((1, 5, LLAMA.vocab_size), np.uint8)
+    kept[..., [2, 4, 5, 6, 7, 90]] = 1
+    bits = np.packbits(kept, axis=2, bitorder="little")
 
-    def __init__(self, model, temperature):
-        self.model, self.temperature, self.attention_specs = model, temperature, model.attention_specs
+    def found(params):
+        return token_logprobs(nnx.merge(graphdef, params), tokens, temperature=1.5, kept_tokens=bits).sum()
 
-    def __call__(self, *args):
-        return self.model(*args)
+    def defined(params):
+        positions, mask = jnp.arange(5)[None], jnp.tri(5, dtype=bool)[None]
+        logits_wv = logits(nnx.merge(graphdef, params), tokens, positions, mask)[0, :-1] / 1.5
+        return jax.nn.log_softmax(jnp.where(kept[0, 1:] == 1, logits_wv, -jnp.inf))[jnp.arange(4), tokens[0, 1:]].sum()
 
-    def logits(self, x):
-        return self.model.logits(x) / self.temperature
+    (value, gradients), (right, expected) = (jax.jit(jax.value_and_grad(each))(params) for each in (found, defined))
+    assert value == pytest.approx(float(right), abs=1e-5)
+    for x, y in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected)):
+        np.testing.assert_allclose(x, y, atol=1e-5 * float(jnp.abs(y).max()) + 1e-9)
+
+
+def test_a_further_turn_adds_the_sets_of_its_tokens(worker):
+    first = worker.generate(PROMPTS, PARAMS)
+    assert first.kept_tokens.shape == (6, 64, 0)
+    found = worker.extend(first, OBSERVATIONS, dataclasses.replace(TURN, top_k=2, kept_tokens=True))
+    counts = np.unpackbits(found.kept_tokens, axis=2).sum(2)
+    new = found.is_output & ~first.is_output
+    assert set(counts[new]) == {2} and (found.kept_tokens[~new] == 255).all()
 
 
 def test_advantages_compare_the_outputs_of_a_prompt():

@@ -1,7 +1,7 @@
 """Tokens per second with drafts and without, on the same requests, whose outputs are compared to the bit.
 
     python benchmarks/engine/speculation.py --model FILE.gguf --out results
-    python benchmarks/engine/speculation.py --model llama --tokenizer NAME       a Llama of 110 million parameters
+    python benchmarks/engine/speculation.py --model llama --tokenizer NAME       a Llama with random parameters
     python benchmarks/engine/speculation.py --only edit --streams 1 --rounds 1     the demo model
 
 Workloads: `edit` writes records of the prompt again, whose first one is changed. `json` fills a schema with long fixed

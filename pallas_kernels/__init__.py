@@ -12,7 +12,7 @@ A pool holds one layer's keys or values: [P, K, B, H]. A block table maps a sequ
 pool; a slot is `block_id * B + offset`.
 """
 
-from pallas_kernels.dispatch import REFERENCE, Kernels, compute_capability, select, select_for
+from pallas_kernels.dispatch import REFERENCE, Kernels, compute_capability, has_products, select, select_for
 from pallas_kernels.ops import Ops, load
 from pallas_kernels.reference import ROW_ORDER, merge_attention, rotate
 from pallas_kernels.selftest import SelfTest
@@ -31,6 +31,7 @@ __all__ = [
     "Weight",
     "compute_capability",
     "copy_blocks",
+    "has_products",
     "load",
     "merge_attention",
     "paged_decode_attention",

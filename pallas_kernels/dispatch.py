@@ -52,6 +52,7 @@ GROUPS = {
     "attention": ("paged_decode_attention", "ragged_paged_attention"),
     "KV writes": ("write_kv",),
     "block copies": ("copy_blocks",),
+    "products": ("product",),
 }
 ATTENTION_COST = {"triton": "expect lower throughput", "reference": "expect much lower throughput"}
 
@@ -99,9 +100,14 @@ class Kernels(Ops):
     zeros: Callable[[tuple[int, ...], str], jax.Array] | None = None
 
     @property
-    def skips_rows(self) -> bool:
-        """Whether products do not compute the rows that `wanted_t` leaves out."""
+    def multiplies(self) -> bool:
+        """Whether products are kernels, not XLA's."""
         return self.implementation.product is not reference.product
+
+    @property
+    def skips_rows(self) -> bool:
+        """Whether products cost nothing for the rows that `wanted_t` leaves out."""
+        return self.implementation.skips_rows
 
 
 def select(
@@ -144,7 +150,8 @@ def select(
         device = DeviceFacts(platform, device_kind, compute_capability)
         kernels = _choose(programs, name == "auto", device, model, self_test)
     if platform == "cpu" and not kernels.skips_rows:
-        kernels = replace(kernels, implementation=kernels.implementation._replace(product=rows.product))
+        by_rows = kernels.implementation._replace(product=rows.product, skips_rows=True)
+        kernels = replace(kernels, implementation=by_rows)
     return replace(kernels, debug=debug)
 
 
@@ -182,6 +189,13 @@ def select_for(
         num_heads=num_heads, num_kv_heads=read("num_key_value_heads", default=num_heads), block_size=block_size,
         pool_dtype=pool_dtype, debug=debug, self_test=self_test,
     )  # fmt: skip
+
+
+def has_products(name: str, platform: str, capability: float | None, dtype: str) -> bool:
+    """Return whether a GPU's products of rows in a dtype are kernels if they pass their self-test; see `select`."""
+    program = PROGRAMS["mosaic"]
+    fits = platform in program.platforms and program.low <= (capability or 0) < program.high
+    return fits and name in ("auto", "mosaic") and dtype in ("bfloat16", "float16")
 
 
 def _read(model: Any, *names: str, default: Any = None) -> Any:
@@ -226,17 +240,19 @@ def _choose(
                 chosen[group] = program
         if len(chosen) == len(GROUPS):
             break
-    for group, program in {**dict.fromkeys(GROUPS, "reference"), **chosen}.items():
-        # Without llvmlite a CPU has no other implementation, and the reference is no surprise.
-        expected = next(iter(subjects), program if device.platform == "cpu" else None)
-        if program != expected:
-            label = PROGRAMS[program].label if program in PROGRAMS else "the jnp reference"
-            cost = ATTENTION_COST[program] if group == "attention" else "expect slower steps"
-            logger.warning("%s: running on %s, %s (%s)", group, label, cost, "; ".join(refused[group]))
     because = f"the device is a {device.kind}" + " (cpu)" * (device.platform == "cpu") if auto else "asked for"
     reasons = {group: "; ".join([because, *refused[group]]) for group in GROUPS}
     head_dim = next((subjects[program].pool_head_dim for program in chosen.values()), model["head_dim"])
-    return _kernels({group: subjects[program] for group, program in chosen.items()}, reasons, head_dim, tests)
+    kernels = _kernels({group: subjects[program] for group, program in chosen.items()}, reasons, head_dim, tests)
+    used = {choice.op: choice.implementation for choice in kernels.account}
+    for group, names in GROUPS.items():
+        # Without llvmlite a CPU has no other implementation, and the reference is no surprise.
+        program = chosen.get(group, "reference")
+        if program != next(iter(subjects), program if device.platform == "cpu" else None):
+            label = PROGRAMS[used[names[0]]].label if used[names[0]] in PROGRAMS else "the jnp reference"
+            cost = ATTENTION_COST[program] if group == "attention" else "expect slower steps"
+            logger.warning("%s: running on %s, %s (%s)", group, label, cost, "; ".join(refused[group]))
+    return kernels
 
 
 def _failures(program: str, results: Sequence[Result]) -> dict[str, str]:
@@ -261,15 +277,15 @@ def _kernels(
     """Return the ops of each group's subject, or the reference's if there is none."""
     implementation, account, attention = ops.load(REFERENCE), [], subjects.get("attention")
     for group, names in GROUPS.items():
-        subject = subjects.get(group)
-        if subject:
-            loaded = ops.load(subject.module, subject.tiles)._asdict()
-            implementation = implementation._replace(**{op: loaded[op] for op in names})
-        account += [Choice(op, subject.program if subject else "reference", reasons[group]) for op in names]
+        if subject := subjects.get(group):
+            loaded = ops.load(subject.module, subject.tiles)
+            named = (*names, "skips_rows", "least_rows") if group == "products" else names
+            implementation = implementation._replace(**{op: getattr(loaded, op) for op in named})
+        for op in names:
+            has_op = subject and hasattr(importlib.import_module(subject.module), op)
+            program = subject.program if subject and has_op else "reference"
+            account.append(Choice(op, program, reasons[group]))
     module = importlib.import_module(attention.module) if attention else None
-    if attention and module and hasattr(module, "product"):
-        implementation = implementation._replace(product=module.product)
-        account.append(Choice("product", attention.program, reasons["attention"]))
     make_work = getattr(module, "make_work", None)
     if attention and make_work:
         make_work = partial(

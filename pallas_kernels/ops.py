@@ -41,7 +41,8 @@ class Implementation(NamedTuple):
     """Five functions that compute the ops of `Ops` on arguments whose shapes and dtypes have been checked.
 
     The attention functions return the output and the log-sum-exp. `ragged_paged_attention` takes `cu_q_lens_s1` and
-    `decode_s` before the options.
+    `decode_s` before the options. `skips_rows`: whether products cost nothing for single rows that `wanted_t` leaves
+    out. `least_rows`: number of rows up to which a product costs as much as that of one row.
     """
 
     write_kv: Callable[[Pools, jax.Array, jax.Array, jax.Array, WriteOptions], Written]
@@ -49,6 +50,8 @@ class Implementation(NamedTuple):
     paged_decode_attention: Callable[[jax.Array, Contexts, AttentionOptions], OutputAndLse]
     ragged_paged_attention: Callable[[jax.Array, Contexts, jax.Array, jax.Array | None, AttentionOptions], OutputAndLse]
     product: Callable[[jax.Array, tuple[Weight, ...], ProductOptions], tuple[jax.Array, ...]] = reference.product
+    skips_rows: bool = False
+    least_rows: int = 1
 
 
 def load(module: str, tiles: Mapping[str, Tiles] | None = None) -> Implementation:
@@ -60,7 +63,10 @@ def load(module: str, tiles: Mapping[str, Tiles] | None = None) -> Implementatio
         decode = partial(decode, tiles=tiles.get("decode"))
         ragged = partial(ragged, tiles=tiles.get("ragged"), decode_tiles=tiles.get("decode"))
     multiply = getattr(code, "product", reference.product)
-    return Implementation(code.write_kv, code.copy_blocks, decode, ragged, multiply)
+    return Implementation(
+        code.write_kv, code.copy_blocks, decode, ragged, multiply, getattr(code, "SKIPS_ROWS", False),
+        getattr(code, "LEAST_ROWS", 1),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,8 @@ TESTS = {
     "copy_blocks": "copy_blocks",
     "paged_decode_attention": "paged_decode_attention",
     "ragged_paged_attention": "ragged_paged_attention",
+    "product": "product",
+    "product of experts": "product",
 }
 PASSED, FAILED, UNTESTED = "passed", "failed", "untested"
 

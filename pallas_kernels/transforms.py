@@ -1,10 +1,16 @@
-"""Transformations of jax that ops refuse with an error, and the mark of arrays that `shard_map` divides."""
+"""Transformations of jax that ops refuse, derivatives of products, and the mark of arrays that `shard_map` divides."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
 from jax import lax
+
+from pallas_kernels.options import ProductOptions
+from pallas_kernels.weights import Weight
+
+Product = Callable[[jax.Array, tuple[Weight, ...], ProductOptions], tuple[jax.Array, ...]]
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -46,3 +52,22 @@ def varying_like[T](x: T, like: Any) -> T:
 
     marked: T = jax.tree.map(mark, x)
     return marked
+
+
+def with_derivatives(define: Product) -> Callable[[Product], Product]:
+    """Return a decorator that gives an implementation of `product` the derivatives of a definition."""
+
+    def decorate(multiply: Product) -> Product:
+        op = jax.custom_jvp(multiply)
+
+        @op.defjvp
+        def differentiate(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+            x_ti, weights, options = primals
+            _, tangents_to = jax.jvp(
+                lambda x_ti, weights: define(x_ti, weights, options), (x_ti, weights), tangents[:2]
+            )
+            return op(*primals), tangents_to
+
+        return op
+
+    return decorate

@@ -27,12 +27,15 @@ from pallas_kernels import dispatch, ops
 from pallas_kernels.checks import FP8
 from pallas_kernels.ops import Ops
 from pallas_kernels.selftest import MAX_REASON, START_LIMIT_S, Subject
+from pallas_kernels.weights import Weight
 
 NUM_TOKENS = 37  # of a write
 # The edges of blocks, of tiles (64, 128) and of splits (512), and a padding row.
 CONTEXTS = (530, 1, 17, 0, 128, 65)
 Q_LENS = (1, 1, 17, 0, 40, 1)  # of a mixed step: decode tokens, a whole prompt, padding, a chunk
 PADDING_ROWS = 3
+OUTPUTS, INPUTS = 192, 1024  # of a weight
+EXPERT_ROWS = (20, 0, 17)  # of a product with experts
 COPIES = ((0, 1, 2, 0, 3), (1, 0, 3, 4, -1))  # a swap, a chain, one source of two, and padding
 REFERENCE = Ops(ops.load(dispatch.REFERENCE))
 PR_SET_PDEATHSIG = 1  # of Linux's sys/prctl.h
@@ -93,6 +96,8 @@ def make_trials(subject: Subject) -> dict[str, Callable[[], OpTest]]:
         "copy_blocks": lambda: _copy(subject),
         "paged_decode_attention": lambda: _attention(subject, None),
         "ragged_paged_attention": lambda: _attention(subject, Q_LENS),
+        "product": lambda: _product(subject, None),
+        "product of experts": lambda: _product(subject, EXPERT_ROWS),
     }
 
 
@@ -165,6 +170,34 @@ def _attention(subject: Subject, q_lens: Sequence[int] | None) -> OpTest:
     scales, args, expected = make(_key())
     eps = 1e-4 if jnp.dtype(subject.dtype) == jnp.float32 else float(jnp.finfo(subject.dtype).eps)
     return OpTest(op, dict(scale=subject.head_dim**-0.5, **scales), args, (expected,), atol=2 * eps)
+
+
+def _product(subject: Subject, sizes: Sequence[int] | None) -> OpTest:
+    """Return a test of the product of 37 rows, with a weight or with gated weights of experts in 8 bits.
+
+    All numbers are small integers, so that sums are exact and a result is rounded once, a gate a few times.
+    """
+    shape = (*(() if sizes is None else (len(sizes),)), OUTPUTS, INPUTS)
+    static: dict[str, Any] = {} if sizes is None else dict(activation="silu")
+
+    @jax.jit
+    def make(key: jax.Array) -> tuple[dict[str, Any], tuple[Any, ...], jax.Array]:
+        x = jnp.round(3 * _uniform(key, 0, (NUM_TOKENS, INPUTS))).astype(subject.dtype)
+        values = [jnp.round(3 * _uniform(key, 1 + i, shape)) for i in range(2)]
+        options: dict[str, Any] = {}
+        if sizes is None:
+            weight = Weight(values[0].astype(subject.dtype), bias=_uniform(key, 3, (OUTPUTS,)))
+        else:
+            scales = (0.75 + 0.25 * _uniform(key, 4, shape[:-1])) / INPUTS
+            weight, up = (Weight(value.astype(jnp.int8), scales) for value in values)
+            options |= dict(up=up, sizes_e=jnp.asarray(sizes, jnp.int32))
+        with jax.default_matmul_precision("highest"):
+            expected = REFERENCE.product(x.astype(jnp.float32), weight, dtype=subject.dtype, **options, **static)
+        return options, (x, weight), expected
+
+    options, args, expected = make(_key())
+    eps = float(jnp.finfo(subject.dtype).eps)
+    return OpTest("product", options | static, args, (expected,), rtol=2 * eps, atol=1e-6)
 
 
 def _tables(block_size: int) -> tuple[list[list[int]], list[int]]:

@@ -47,6 +47,21 @@ class MosaicRagged:
 
 
 @dataclasses.dataclass(frozen=True)
+class MosaicProduct:
+    """Configuration of the Mosaic product kernel.
+
+    A thread block takes tiles of `rows` rows and 64 outputs for each of `warpgroups`. `depth` inputs at a time go
+    through a ring of `stages`.
+    """
+
+    rows: int = 64
+    warpgroups: int = 1
+    depth: int = 128
+    stages: int = 4
+    blocks_per_sm: int = 2
+
+
+@dataclasses.dataclass(frozen=True)
 class TritonDecode:
     """Configuration of the Triton decode kernel. A context is cut into splits, and those into tiles."""
 

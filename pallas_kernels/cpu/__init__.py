@@ -13,6 +13,7 @@ from pallas_kernels.checks import FP8
 from pallas_kernels.reference import copy_blocks
 
 DTYPES = ("float32", "bfloat16", "float16")
+SKIPS_ROWS = True  # of products, see `ops.Implementation`
 
 if importlib.util.find_spec("llvmlite"):
     from pallas_kernels.cpu.attention import paged_decode_attention, ragged_paged_attention

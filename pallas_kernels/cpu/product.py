@@ -24,6 +24,7 @@ from pallas_kernels.cpu.matrix import MOST_GROUPS, Load, Matrix, has_code, num_a
 from pallas_kernels.cpu.stream import Block
 from pallas_kernels.cpu.team import num_threads
 from pallas_kernels.options import ProductOptions
+from pallas_kernels.transforms import with_derivatives
 from pallas_kernels.weights import Format, Weight
 
 UNIT_O, UNIT_T = 48, 128  # outputs and rows of a unit of work
@@ -77,7 +78,11 @@ def _rows_of(options: ProductOptions) -> dict[str, Any]:
     return {name: getattr(options, name) for name in ("wanted_t", "sizes_e", "tokens_m")}
 
 
-@jax.custom_jvp
+def _define(x_ti: jax.Array, weights: tuple[Weight, ...], options: ProductOptions) -> tuple[jax.Array, ...]:
+    return reference.product(x_ti, weights, replace(options, dtype=jnp.float32))
+
+
+@with_derivatives(_define)
 def _call(x_ti: jax.Array, weights: tuple[Weight, ...], options: ProductOptions) -> tuple[jax.Array, ...]:
     """Return the results [T, O] float32 of weights of one form."""
     form, bias, has_experts = weights[0].format, _bias_dtype(weights[0]), options.sizes_e is not None
@@ -90,15 +95,6 @@ def _call(x_ti: jax.Array, weights: tuple[Weight, ...], options: ProductOptions)
     arrays = [array for weight in weights for array in weight if array is not None]
     x_ti = x_ti if dots else x_ti.astype(jnp.float32)
     return tuple(multiply(x_ti, _wanted(len(x_ti), options), *_starts(options), *arrays))
-
-
-@_call.defjvp
-def _differentiate(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
-    x_ti, weights, options = primals
-    options = replace(options, dtype=jnp.float32)
-    define = lambda x_ti, weights: reference.product(x_ti, weights, options)
-    _, tangents_to = jax.jvp(define, (x_ti, weights), tangents[:2])
-    return _call(*primals), tangents_to
 
 
 def _wanted(rows: int, options: ProductOptions) -> jax.Array:

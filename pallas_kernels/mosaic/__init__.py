@@ -4,9 +4,13 @@ It has the functions of `pallas_kernels.ops.Implementation`; `pallas_kernels.ref
 """
 
 from pallas_kernels.mosaic.decode import paged_decode_attention
+from pallas_kernels.mosaic.product import LEAST_ROWS, product
 from pallas_kernels.mosaic.ragged import ragged_paged_attention
 from pallas_kernels.mosaic.support import unsupported
 from pallas_kernels.mosaic.work import make_work
 from pallas_kernels.mosaic.writes import copy_blocks, write_kv
 
-__all__ = ["copy_blocks", "make_work", "paged_decode_attention", "ragged_paged_attention", "unsupported", "write_kv"]
+__all__ = [
+    "LEAST_ROWS", "copy_blocks", "make_work", "paged_decode_attention", "product", "ragged_paged_attention",
+    "unsupported", "write_kv",
+]  # fmt: skip

@@ -46,7 +46,9 @@ def num_sms() -> int:
 
 def store_transposed(ref: Any, x: Any) -> None:
     """Store x [a, b] of a WGMMA layout into shared memory [b, a] whose rows are then copied one by one."""
-    if hasattr(plgpu, "store"):  # from jax 0.12 on, which infers no layout for this store unless told to
+    if x.dtype.itemsize == 4:
+        ref.T[...] = plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED)
+    elif hasattr(plgpu, "store"):  # from jax 0.12 on, which infers no layout for this store unless told to
         plgpu.store(ref.T, x, optimized=False)
     else:
         ref.T[...] = x

@@ -33,6 +33,7 @@ class Wrapped(NamedTuple):
     copy_blocks: Callable
     paged_decode_attention: Callable
     ragged_paged_attention: Callable
+    product: Callable
 
 
 def wrapped(module, run) -> Wrapped:

@@ -1,7 +1,8 @@
 """The Mosaic GPU kernels on a CPU: Pallas's GPU interpreter, and the two operations of ours that it lacks.
 
 It has TMA copies, barriers, wgmma and warpgroups, gives uninitialised memory NaN, and tells of races. Missing, up to
-jax 0.12, are a wgmma whose left operand is in registers, and a store into an accumulator; they are added here.
+jax 0.12, are a wgmma whose left operand is in registers, and a store into an accumulator; they are added here. A wgmma
+adds products in the order of the hardware's instructions, so that the bits of a sum tell of the order of its tiles.
 """
 
 import contextlib
@@ -22,6 +23,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 _interpret = jaxpr_interpret.JaxprInterpreter.interpret
 _interpret_wgmma = jaxpr_interpret.JaxprInterpreter._interpret_wgmma_ref_p
+DEPTH_BYTES = 32  # of each row that one instruction takes
 
 
 def interpreted(op, *, num_sms: int = 132):
@@ -78,14 +80,17 @@ def _wgmma(self, eqn, token, get_invals):
     if "store" in eqn.params:
         acc, value = get_invals()
         operation, arrays = _store, arrays | dict(acc=acc, value=value)
-    elif isinstance(eqn.invars[1].aval, state_types.AbstractRef):
-        return _interpret_wgmma(self, eqn, token, get_invals)
     else:
         acc, a, b, *leaves = get_invals()
         assert eqn.params["acc_transforms_tree"] is None
-        b_transforms = jax.tree.unflatten(eqn.params["b_transforms_tree"] or jax.tree.structure(()), leaves)
+        trees = [eqn.params[f"{name}_transforms_tree"] or jax.tree.structure(()) for name in "ab"]
+        a_transforms, b_transforms = jax.tree.unflatten(jax.tree_util.treedef_tuple(trees), leaves)
+        in_registers = not isinstance(eqn.invars[1].aval, state_types.AbstractRef)
+        if not in_registers:
+            a, a_transforms = jaxpr_interpret.resolve_ref(eqn.invars[1].aval, a, a_transforms)
         b, b_transforms = jaxpr_interpret.resolve_ref(eqn.invars[2].aval, b, b_transforms)
-        operation, arrays = _multiply, arrays | dict(acc=acc, a=a, b=b, b_transforms=b_transforms)
+        operation = functools.partial(_multiply, in_registers=in_registers)
+        arrays |= dict(acc=acc, a=a, a_transforms=a_transforms, b=b, b_transforms=b_transforms)
     operation = functools.partial(operation, source_info=eqn.source_info)
     return callback.io_callback(operation, gpu_callbacks.TOKEN_SHAPE_DTYPE, **arrays), []
 
@@ -102,15 +107,29 @@ def _store(*, token, mesh_location, thread, acc, value, source_info):
 
 
 @gpu_callbacks.fail_on_exception
-def _multiply(*, token, mesh_location, thread, acc, a, b, b_transforms, source_info):
-    """acc += a @ b, with a in registers."""
+def _multiply(
+    *, token, mesh_location, thread, acc, a, a_transforms, b, b_transforms, in_registers, source_info
+):  # fmt: skip
+    """acc += a @ b"""
     shared_memory = gpu_callbacks._get_shared_memory()
     info = dict(logging_info=memory.GPULoggingInfo(mesh_location, thread, source_info))
-    acc, b = (gpu_callbacks.HostAllocationKey.from_array(key) for key in (acc, b))
-    b_transforms = jax.tree.map(int, gpu_callbacks._remove_noop_transforms(b_transforms))
-    b_value, _, _ = shared_memory.get_buffer_content(b, shared_memory.access(b, b_transforms), thread, **info)
-    access = shared_memory.access(acc, ())
-    acc_value, _, _ = shared_memory.get_buffer_content(acc, access, thread, **info)
-    result = acc_value + np.matmul(np.asarray(a), b_value, dtype=acc_value.dtype)
-    shared_memory.store_buffer_content(acc, access, result, thread, **info)
+
+    def content(key, transforms):
+        key = gpu_callbacks.HostAllocationKey.from_array(key)
+        transforms = jax.tree.map(int, gpu_callbacks._remove_noop_transforms(transforms))
+        return shared_memory.get_buffer_content(key, shared_memory.access(key, transforms), thread, **info)[0]
+
+    a_value = np.asarray(a) if in_registers else content(a, a_transforms)
+    result = _sum(content(acc, ()), a_value, content(b, b_transforms))
+    acc = gpu_callbacks.HostAllocationKey.from_array(acc)
+    shared_memory.store_buffer_content(acc, shared_memory.access(acc, ()), result, thread, **info)
     return token
+
+
+def _sum(acc, a, b):
+    """Return acc + a @ b, rounded after each instruction, whose products are added exactly."""
+    depth = DEPTH_BYTES // a.dtype.itemsize
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    for at in range(0, a.shape[1], depth):
+        acc = (acc + a[:, at : at + depth] @ b[at : at + depth]).astype(acc.dtype)
+    return acc

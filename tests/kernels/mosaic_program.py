@@ -9,7 +9,9 @@ sentence for each violation of a rule of the hardware:
   the swizzle, and strides in global memory that are multiples of 16 bytes;
 - the grid and the shared memory are within the device's limits;
 - registers written to shared memory pass a proxy fence before a wgmma, a TMA copy or another thread reads them;
-- a tile is handed back to its producer only after the wgmma that reads it has been waited for.
+- what a TMA copy brings is read after a wait for a barrier of such a copy;
+- a tile is handed back to its producer only after the wgmma that reads it has been waited for, and after all warps that
+  read it into registers have met.
 """
 
 import dataclasses
@@ -25,10 +27,14 @@ MAX_BOX, MAX_RANK = 256, 5
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """A part of a buffer in shared memory: the buffer's offset in bytes, and a number that divides the address."""
+    """A part of a buffer in shared memory: the buffer's offset in bytes, and a number that divides the address.
+
+    `index` is the value that selects the part, a stage of a ring for one.
+    """
 
     root: int
     alignment: int
+    index: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +44,8 @@ class Event:
     what: str
     views: tuple[View, ...] = ()
     barrier: int | None = None  # offset of the barriers
+    index: str = ""  # of the barrier
+    turn: int = 0  # of the loops around it: no two iterations have the same
     count: int = 0
     line: str = ""
 
@@ -59,7 +67,7 @@ class Program:
         ]
         if self.shared_memory > shared_memory:
             found.append(f"{self.shared_memory} bytes of shared memory, at most {shared_memory}")
-        checks = (_alignment, _boxes, _fences, _releases)
+        checks = (_alignment, _boxes, _fences, _arrivals, _releases)
         return list(dict.fromkeys(found + [fault for check in checks for fault in check(self.events)]))
 
 
@@ -81,9 +89,12 @@ class _Reader:
         self.views: dict[str, View] = {}
         self.types: dict[str, tuple[list[int], str]] = {}  # shape and dtype
         self.barriers: dict[str, int] = {}
+        self.indices: dict[str, str] = {}  # of barriers, and the values that integers were converted from
         self.divisors: dict[str, int] = {}
+        self.turns = 0
 
     def events(self, lines: list[str]) -> Iterator[Event]:
+        turn = self.turns
         i = 0
         while i < len(lines):
             line = lines[i]
@@ -91,11 +102,12 @@ class _Reader:
                 indent = len(line) - len(line.lstrip())
                 end = next(j for j in range(i + 1, len(lines)) if re.match(rf" {{{indent}}}\}}", lines[j]))
                 for _ in range(2):
+                    self.turns += 1
                     yield from self.events(lines[i + 1 : end])
                 i = end
             else:
                 self._define(line)
-                yield from self._event(line)
+                yield from self._event(line, turn)
             i += 1
 
     def _define(self, line: str) -> None:
@@ -103,7 +115,7 @@ class _Reader:
         if not match:
             return
         name, rest = match[1].split(":")[0], match[2]
-        for table in (self.views, self.types, self.barriers, self.divisors):
+        for table in (self.views, self.types, self.barriers, self.divisors, self.indices):
             table.pop(name, None)
         operands = re.findall(r"%[\w#]+", rest)
         self._define_divisor(name, rest, operands)
@@ -120,6 +132,9 @@ class _Reader:
         source = operands[0]
         if source in self.barriers:
             self.barriers[name] = self.barriers[source]
+            self.indices[name] = self._index(operands[-1])
+        if rest.startswith("arith.index_cast"):
+            self.indices[name] = self._index(source)
         if source in self.views and rest.startswith(("memref.", "builtin.", "mosaic_gpu.")):
             self.views[name] = self._part(rest, source)
             self.types[name] = _memref(rest.rpartition(" to ")[2] if " to " in rest else rest)
@@ -133,11 +148,16 @@ class _Reader:
                 self.divisors[name] = math.gcd(*divisors)
             case "arith.index_cast" | "arith.index_castui" | "arith.extui" | "arith.extsi":
                 self.divisors[name] = divisors[0]
+            case "mosaic_gpu.assume_multiple":
+                self.divisors[name] = math.lcm(divisors[0], int(re.findall(r", (\d+)", rest)[0])) or 1
 
     def _divisor(self, name: str) -> int:
         """Return a number that divides an integer value; 0 stands for the value 0."""
         constant = re.fullmatch(r"%c(-?\d+)(_i32|_i64)?(_\d+)?", name)
         return abs(int(constant[1])) if constant else self.divisors.get(name, 1)
+
+    def _index(self, name: str) -> str:
+        return self.indices.get(name, name)
 
     def _part(self, rest: str, source: str) -> View:
         view = self.views[source]
@@ -160,12 +180,14 @@ class _Reader:
             else:
                 by = int(offset) if offset.isdigit() else self._divisor(offset)
                 alignment = math.gcd(alignment, by * stride)
-        return View(view.root, alignment)
+        first = subview[1].split(",")[0].strip()
+        return View(view.root, alignment, view.index or self._index(first))
 
-    def _event(self, line: str) -> Iterator[Event]:
+    def _event(self, line: str, turn: int) -> Iterator[Event]:
         operands = re.findall(r"%[\w#]+", line.partition("= ")[2] if re.match(r"\s*%", line) else line)
         views = tuple(self.views[x] for x in operands if x in self.views)
-        barrier = next((self.barriers[x] for x in operands if x in self.barriers), None)
+        name = next((x for x in operands if x in self.barriers), "")
+        barrier, index = self.barriers.get(name), self.indices.get(name, "")
         for what, pattern in (
             ("load", r'"mosaic_gpu\.async_load"'),
             ("store", r'"mosaic_gpu\.async_store"'),
@@ -182,7 +204,7 @@ class _Reader:
                 if what in ("load", "store", "write", "wgmma") and not views:
                     assert what in ("write", "wgmma"), line  # registers to global memory; operands in registers
                 count = int(match[1]) if match.re.groups else 0
-                yield Event(what, views, barrier, count, line.strip())
+                yield Event(what, views, barrier, index, turn, count, line.strip())
 
 
 def _memref(text: str) -> tuple[list[int], str]:
@@ -258,6 +280,21 @@ def _fences(events: tuple[Event, ...]) -> Iterator[str]:
             yield f"the buffer at {min(written & operands)} is handed on without a proxy fence"
 
 
+def _arrivals(events: tuple[Event, ...]) -> Iterator[str]:
+    barriers: dict[int, set[int | None]] = {}  # of the copies into each buffer
+    for event in events:
+        if event.what == "load":
+            barriers.setdefault(event.views[0].root, set()).add(event.barrier)
+    waited: set[int | None] = set()
+    for event in events:
+        if event.what == "wait":
+            waited.add(event.barrier)
+        elif event.what in ("wgmma", "read"):
+            for root in {view.root for view in event.views}:
+                if root in barriers and not barriers[root] & waited:
+                    yield f"{event.what} reads the buffer at {root} before a wait for its copy"
+
+
 def _releases(events: tuple[Event, ...]) -> Iterator[str]:
     guarded: dict[int, set[int]] = {}  # barrier -> buffers that are overwritten after it
     last = None
@@ -266,14 +303,26 @@ def _releases(events: tuple[Event, ...]) -> Iterator[str]:
             last = event.barrier
         elif event.what in ("load", "write") and last is not None:
             guarded.setdefault(last, set()).update(view.root for view in event.views)
-    groups: list[set[int]] = [set()]  # buffers that wgmmas in flight read; the last group is open
+    groups: list[set[tuple[int, str, int]]] = [set()]  # what wgmmas in flight read, and when; the last group is open
+    loaded: set[int] = set()  # buffers that were read into registers
     for event in events:
         if event.what == "wgmma":
-            groups[-1] |= {view.root for view in event.views}
+            groups[-1] |= {(view.root, view.index, event.turn) for view in event.views}
         elif event.what == "wgmma commit":
             groups.append(set())
         elif event.what == "wgmma wait":
             groups = groups[len(groups) - 1 - min(event.count, len(groups) - 1) :]
+        elif event.what == "read":
+            loaded |= {view.root for view in event.views}
+        elif event.what == "fence":  # and a barrier of the warpgroup
+            loaded.clear()
         elif event.what == "arrive" and event.barrier is not None:
-            for root in guarded.get(event.barrier, set()) & set().union(*groups):
+            # Another index in the same iteration is that of another stage; in another iteration it may be the same one.
+            read = {
+                root for root, index, turn in set().union(*groups)
+                if turn != event.turn or index == event.index or "" in (index, event.index)
+            }  # fmt: skip
+            for root in guarded.get(event.barrier, set()) & read:
                 yield f"the buffer at {root} is handed back while a wgmma reads it"
+            for root in guarded.get(event.barrier, set()) & loaded:
+                yield f"the buffer at {root} is handed back while other warps may read it"

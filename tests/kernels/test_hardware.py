@@ -277,7 +277,7 @@ def dumps(pool_dtype: str) -> list[tuple[str, str]]:
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deviceless, "lowered_for_h200", keep)
+        patch.setattr(gpu_compiler, "lowered_for_h200", keep)
         attention_faults(128, pool_dtype, 4)
     return found
 

@@ -27,6 +27,9 @@ from tests.support.patience import PATIENCE_S, until
 MODEL = dict(dtype="bfloat16", head_dim=32, num_heads=4, num_kv_heads=2, block_size=16)
 H200 = dict(platform="gpu", device_kind="NVIDIA H200", compute_capability=9.0)
 HANG_S = 0.5  # the limit of a planted op, from when it hangs
+OPS = tuple(dict.fromkeys(TESTS.values()))
+PRODUCT = implementations.ops_of(reference).product
+BY_TRITON = dict.fromkeys(OPS, "triton") | {"product": "reference"}  # it has no products
 SUBJECT = Subject(
     "mosaic", f"{planted.__name__}.good", "NVIDIA H200", pool_dtype="bfloat16", pool_head_dim=64,
     tiles={"decode": None, "ragged": None}, **MODEL,
@@ -105,7 +108,8 @@ class TestProcesses:
         reasons = {result.test: result.reason for result in first.tests if result.program == "mosaic"}
         assert statuses(result for result in first.tests if result.program == "mosaic") == {
             "write_kv": PASSED, "write_kv with rope": FAILED, "copy_blocks": FAILED,
-            "paged_decode_attention": FAILED, "ragged_paged_attention": PASSED,
+            "paged_decode_attention": FAILED, "ragged_paged_attention": PASSED, "product": PASSED,
+            "product of experts": PASSED,
         }  # fmt: skip
         assert "values are off by up to" in reasons["write_kv with rope"]
         assert reasons["copy_blocks"].startswith(f"no result within {HANG_S:g} seconds")
@@ -115,7 +119,7 @@ class TestProcesses:
     def test_the_fallback_is_tested_too(self, start):
         first, _, _ = start
         assert statuses(result for result in first.tests if result.program == "triton") == dict.fromkeys(TESTS, PASSED)
-        assert first.name == "triton" and first.head_dim == 64 and set(choices(first).values()) == {"triton"}
+        assert first.name == "triton" and first.head_dim == 64 and choices(first) == BY_TRITON
 
     def test_what_a_hanging_op_started_ends_with_it(self, start):
         _, _, process = start
@@ -162,7 +166,7 @@ class TestProcesses:
         process.chmod(0o755)
         monkeypatch.setattr(sys, "executable", str(process))
         results = SelfTest(tmp_path, platform="cpu").run(SUBJECT)
-        assert [result.reason for result in results] == ["", "off", "", "off", ""]
+        assert [result.reason for result in results] == ["", "off"] * 3 + [""]
 
     def test_it_ends_by_itself_when_nobody_waits(self, compilations, tmp_path):
         """A program that is killed leaves no process behind that holds the device for ever."""
@@ -222,7 +226,7 @@ class TestFallback:
         kernels = select(**H200, **MODEL, self_test=Planned(mosaic=(wrong,)))
         assert choices(kernels) == {
             "paged_decode_attention": "triton", "ragged_paged_attention": "triton", "write_kv": "mosaic",
-            "copy_blocks": "mosaic",
+            "copy_blocks": "mosaic", "product": "mosaic",
         }  # fmt: skip
         assert kernels.name == "triton" and f"not mosaic: {wrong} failed its self-test: wrong" in kernels.reason
         assert kernels.implementation.paged_decode_attention.func.__module__ == "pallas_kernels.triton.attention"
@@ -233,6 +237,14 @@ class TestFallback:
         kernels = select(**H200, **MODEL, self_test=Planned(mosaic=(wrong,)))
         assert kernels.name == "mosaic" and choices(kernels)["write_kv"] == "triton"
         assert choices(kernels)["copy_blocks"] == "mosaic"
+
+    @pytest.mark.parametrize("wrong", ["product", "product of experts"])
+    def test_products_fall_back_to_those_of_xla(self, wrong, caplog):
+        kernels = select(**H200, **MODEL, self_test=Planned(mosaic=(wrong,)))
+        assert choices(kernels) == dict.fromkeys(OPS, "mosaic") | {"product": "reference"}
+        assert kernels.implementation.product is reference.product and not kernels.multiplies
+        (record,) = caplog.records
+        assert record.getMessage().startswith("products: running on the jnp reference, expect slower steps (not mosaic")
 
     def test_the_reference_is_last_and_takes_the_pools_of_the_rest(self, caplog):
         attention = ("paged_decode_attention",)
@@ -253,7 +265,7 @@ class TestFallback:
 
     def test_a_device_that_mosaic_does_not_know_is_no_failure(self, caplog):
         kernels = select(**H200 | dict(compute_capability=8.0), **MODEL, self_test=Planned())
-        assert set(choices(kernels).values()) == {"triton"} and not caplog.records
+        assert choices(kernels) == BY_TRITON and not kernels.multiplies and not caplog.records
 
     def test_only_a_gpu_is_tested(self, tmp_path):
         cpu = jax.devices("cpu")[0]
@@ -343,7 +355,7 @@ class TestMemory:
         assert "Mosaic GPU kernels: used without a self-test of copy_blocks, which could not run: busy" in caplog.text
         again = select(**H200, **MODEL, self_test=SelfTest(tmp_path))
         assert ["copy_blocks"] in runs and list(TESTS) not in runs
-        assert [result.remembered for result in again.tests[:5]] == [test != "copy_blocks" for test in TESTS]
+        assert [result.remembered for result in again.tests[: len(TESTS)]] == [test != "copy_blocks" for test in TESTS]
 
     def test_a_retest_runs_all_and_is_remembered(self, runs, tmp_path):
         SelfTest(tmp_path).run(SUBJECT)
@@ -408,6 +420,29 @@ class TestTrials:
                 q, k, v, tables, lens.at[2].add(-1), *rest, **o
             ),
         ),
+        "no bias": (
+            "product", lambda x, weight, **o: PRODUCT(x, weight._replace(bias=None), **o)
+        ),
+        "last inputs left out": (
+            "product", lambda x, weight, **o: PRODUCT(x.at[:, -64:].set(0), weight, **o)
+        ),
+        "the next expert": (
+            "product of experts",
+            lambda x, weight, sizes_e, **o: PRODUCT(x, weight, sizes_e=jnp.roll(sizes_e, 1), **o),
+        ),
+        "a neighbour's scale": (
+            "product of experts",
+            lambda x, weight, **o: PRODUCT(
+                x, weight._replace(scales=weight.scales[:, ::-1]), **o
+            ),
+        ),
+        "gate and up exchanged": (
+            "product of experts", lambda x, weight, up, **o: PRODUCT(x, up, up=weight, **o)
+        ),
+        "no activation": (
+            "product of experts",
+            lambda x, weight, activation, **o: PRODUCT(x, weight, **o),
+        ),
     }  # fmt: skip
 
     @pytest.mark.parametrize(
@@ -422,8 +457,14 @@ class TestTrials:
     def test_triton_passes(self, test):
         self.passes(implementations.TRITON, made(test))
 
-    @pytest.mark.deep
-    @pytest.mark.parametrize("test", ["paged_decode_attention", "ragged_paged_attention"])
+    @pytest.mark.parametrize(
+        "test",
+        [
+            *(pytest.param(f"{kind}_attention", marks=pytest.mark.deep) for kind in ("paged_decode", "ragged_paged")),
+            pytest.param("product", marks=pytest.mark.deep),
+            "product of experts",
+        ],
+    )
     def test_mosaic_passes(self, test):
         self.passes(implementations.MOSAIC, made(test))
 

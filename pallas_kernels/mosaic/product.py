@@ -1,0 +1,171 @@
+"""Products of rows with weights: their cut into tiles, and the rows of experts (Mosaic GPU, Hopper)."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import reference
+from pallas_kernels.mosaic.matmul import ACTIVATIONS, OUTPUTS, PIECE, Inputs, launch
+from pallas_kernels.mosaic.support import num_sms
+from pallas_kernels.options import ProductOptions
+from pallas_kernels.transforms import no_vmap, with_derivatives
+from pallas_kernels.tuning import MosaicProduct
+from pallas_kernels.weights import Weight
+
+NUMBERS = ("int8", "float8_e4m3fn")  # dtypes of weights besides that of the rows
+INPUTS = 64  # a number of inputs is a multiple
+LEAST_ROWS = 8  # of a tile: the least N of wgmma
+WAVE = 96  # tiles of outputs that keep a GPU of 132 multiprocessors busy
+MIN_INPUTS = 1024  # that are cut again
+MEMORY = 225 * 1024  # bytes of a multiprocessor's shared memory for operands and results
+MIN_STAGES, MAX_STAGES = 3, 8
+
+
+def product(x_ti: jax.Array, weights: tuple[Weight, ...], options: ProductOptions) -> tuple[jax.Array, ...]:
+    """Compute `Ops.product` and `Ops.products` of rows in bfloat16 or float16; the reference computes the rest.
+
+    Numbers of 8 bits become exact numbers of the rows' dtype. Sums are float32, in one order for any number of rows.
+    """
+    if unsupported_product(x_ti, weights, gated=options.gated):
+        return reference.product(x_ti, weights, options)
+    return _multiply(x_ti, weights, options)
+
+
+@with_derivatives(reference.product)
+def _multiply(x_ti: jax.Array, weights: tuple[Weight, ...], options: ProductOptions) -> tuple[jax.Array, ...]:
+    """Compute the products of weights that the kernel takes."""
+    x_ti, weights = no_vmap("product in Mosaic", (x_ti, weights))
+    if options.activation not in (None, *ACTIVATIONS):
+        plain = replace(options, activation=None, gated=False, dtype=jnp.float32)
+        sums = [_product(x_ti, (weight._replace(bias=None),), plain) for weight in weights]
+        return reference.finished(sums, weights, options, x_ti.dtype)
+    if options.gated:
+        return (_product(x_ti, weights, options),)
+    return tuple(_product(x_ti, (weight,), options) for weight in weights)
+
+
+def unsupported_product(x_ti: jax.Array, weights: Sequence[Weight], *, gated: bool = False) -> str | None:
+    """Return the reason why the kernel can't multiply rows by some weights; None if it can."""
+    if x_ti.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"rows are {x_ti.dtype}, expected bfloat16 or float16"
+    for weight in weights:
+        (outputs, inputs), dtype = weight.shape, weight.values.dtype
+        if weight.has_groups or weight.is_packed:
+            return "weights with groups of inputs are not supported"
+        if dtype != x_ti.dtype and (dtype not in NUMBERS or (dtype == "float8_e4m3fn" and x_ti.dtype != jnp.bfloat16)):
+            return f"weights are {dtype} and rows {x_ti.dtype}"
+        if 0 in (len(x_ti), outputs) or outputs % OUTPUTS or inputs % INPUTS:
+            return f"a weight has {outputs} outputs and {inputs} inputs, expected multiples of {OUTPUTS} and {INPUTS}"
+    forms = {(weight.format, weight.bias is None) for weight in weights}
+    return "a gate has weights of two forms" if gated and len(forms) > 1 else None
+
+
+class ExpertRows(NamedTuple):
+    """Rows sorted by expert, moved so that each tile of rows belongs to one expert.
+
+    Attributes:
+        expert_r: [R] int32, the expert of each tile.
+        num_tiles: [1] int32, number of tiles in use.
+        source_p: [P] int32, the row that stands at each place of the tiles; places without one repeat some row.
+        place_m: [M] int32, the place of each row.
+    """
+
+    expert_r: jax.Array
+    num_tiles: jax.Array
+    source_p: jax.Array
+    place_m: jax.Array
+
+
+def expert_rows(sizes_e: jax.Array, num_rows: int, tile: int) -> ExpertRows:
+    """Return the places of `num_rows` sorted rows of experts, [E] int32 rows each, in tiles."""
+    most = num_rows // tile + min(len(sizes_e), num_rows)
+    tiles_e = -(-sizes_e // tile)
+    last_tile_e, last_row_e = _running_sums(tiles_e), _running_sums(sizes_e)
+    first_tile_e, first_row_e = last_tile_e - tiles_e, last_row_e - sizes_e
+    expert_r = _interval_of(jnp.arange(most), last_tile_e)
+    offset_p = (jnp.arange(most)[:, None] - first_tile_e[expert_r][:, None]) * tile + jnp.arange(tile)
+    source_p = (first_row_e[expert_r][:, None] + offset_p).reshape(-1).clip(max=num_rows - 1)
+    row_m = jnp.arange(num_rows)
+    expert_m = _interval_of(row_m, last_row_e)
+    place_m = row_m - first_row_e[expert_m] + first_tile_e[expert_m] * tile
+    return ExpertRows(expert_r, last_tile_e[-1:], source_p, place_m)
+
+
+def _running_sums(x_e: jax.Array) -> jax.Array:
+    """Return cumulative sums [E], in one small kernel."""
+    earlier_ee = jnp.tril(jnp.ones((len(x_e), len(x_e)), bool))
+    return jnp.where(earlier_ee, x_e, 0).sum(axis=1)
+
+
+def _interval_of(x_n: jax.Array, ends_e: jax.Array) -> jax.Array:
+    """Return the first interval that ends after each number, [N] int32, by comparisons: a search would be a loop."""
+    return (x_n[:, None] >= ends_e).sum(axis=1, dtype=jnp.int32).clip(max=len(ends_e) - 1)
+
+
+def parts_of(weight: Weight) -> int:
+    """Return the number of parts of the inputs of a weight, which give a GPU enough tiles if there are few rows."""
+    (outputs, inputs), parts = weight.shape, 1
+    tiles = WAVE if weight.values.dtype.itemsize > 1 else 2 * WAVE  # conversions keep more warps busy
+    while outputs // OUTPUTS * parts < tiles and inputs % (2 * parts * INPUTS) == 0 and inputs // parts >= MIN_INPUTS:
+        parts *= 2
+    return parts
+
+
+def cut_of(rows: int, weights: Sequence[Weight], dtype: Any, parts: int) -> MosaicProduct:
+    """Return the cut of a product into tiles for about this number of rows, of an expert if there are several.
+
+    Timed on an H200 with a weight of 6,144 x 4,096 and with experts of 768 x 2,048; see docs/kernels.md.
+    """
+    (outputs, inputs), converts = weights[0].shape, weights[0].values.dtype != dtype
+    size = next((size for size in (LEAST_ROWS, 16, 32, 64) if size >= rows), 128)
+    warpgroups = 2 if size > 32 and outputs % (2 * OUTPUTS) == 0 else 1
+    if rows >= 1024 and warpgroups == 2 and len(weights) == parts == 1 and not converts:
+        size = 256
+    if warpgroups == 1 and len(weights) * parts > 1:  # two thread blocks share the registers
+        size = min(size, 64 // len(weights))
+    blocks_per_sm = 2 // warpgroups
+    result = 4 * OUTPUTS * warpgroups * min(size, PIECE)
+    of_input = OUTPUTS * warpgroups * len(weights) * weights[0].values.dtype.itemsize + size * jnp.dtype(dtype).itemsize
+    deepest = INPUTS if size > 64 else 4 * INPUTS if converts and size <= 32 else 2 * INPUTS
+    for depth in (4 * INPUTS, 2 * INPUTS, INPUTS):
+        stages = min(MAX_STAGES, (MEMORY // blocks_per_sm - result) // (depth * of_input))
+        if depth <= deepest and inputs // parts % depth == 0 and stages >= MIN_STAGES:
+            break
+    return MosaicProduct(size, warpgroups, depth, stages, blocks_per_sm)
+
+
+def _product(x_ti: jax.Array, weights: tuple[Weight, ...], options: ProductOptions) -> jax.Array:
+    """Compute the product with one weight, or the gated product with two."""
+    num_rows, dtype, sizes_e = len(x_ti), jnp.dtype(options.dtype or x_ti.dtype), options.sizes_e
+    inputs = _inputs(x_ti, weights, of_experts=sizes_e is not None)
+    # XLA might round the last steps of a sum otherwise than the kernel, so it takes only one of them.
+    several = bool(inputs.scales and inputs.biases) or options.gated or options.activation is not None
+    parts = 1 if several or sizes_e is not None else parts_of(weights[0])
+    cut = cut_of(num_rows if sizes_e is None else -(-num_rows // len(sizes_e)), weights, x_ti.dtype, parts)
+    if sizes_e is not None:
+        rows = expert_rows(sizes_e, num_rows, cut.rows)
+        inputs = inputs._replace(x_ti=x_ti[rows.source_p], expert_r=rows.expert_r, num_tiles=rows.num_tiles)
+        return launch(inputs, cut, dtype, activation=options.activation)[0, rows.place_m]
+    inputs = inputs._replace(x_ti=jnp.pad(x_ti, ((0, -num_rows % cut.rows), (0, 0))))
+    tiles = len(inputs.x_ti) // cut.rows * (weights[0].shape[0] // (OUTPUTS * cut.warpgroups))
+    if parts == 1 or 2 * tiles > num_sms():
+        return launch(inputs, cut, dtype, parts=parts, activation=options.activation)[0, :num_rows]
+    sums_dto = launch(Inputs(inputs.x_ti, inputs.values), cut, dtype, parts=parts, separate=True)[:, :num_rows]
+    y_to = functools.reduce(jnp.add, list(sums_dto))
+    y_to = y_to * inputs.scales[0] if inputs.scales else y_to
+    y_to = y_to + inputs.biases[0] if inputs.biases else y_to
+    return y_to.astype(dtype)
+
+
+def _inputs(x_ti: jax.Array, weights: tuple[Weight, ...], *, of_experts: bool) -> Inputs:
+    """Return the inputs of the kernel; a weight without experts is that of one."""
+
+    def arrays(name: str, dtype: Any = None) -> tuple[jax.Array, ...]:
+        found = [array for weight in weights if (array := getattr(weight, name)) is not None]
+        return tuple((array if of_experts else array[None]).astype(dtype or array.dtype) for array in found)
+
+    return Inputs(x_ti, arrays("values"), arrays("scales", jnp.float32), arrays("bias", jnp.float32))

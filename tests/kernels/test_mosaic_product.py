@@ -1,0 +1,327 @@
+"""Products of the Mosaic GPU kernel in the interpreter, and the discovery of planted errors."""
+
+import importlib
+import itertools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from benchmarks.shared.deviceless import abstract
+from benchmarks.shared.gpus import H200
+from pallas_kernels import Weight, mosaic, reference
+from pallas_kernels.mosaic import matmul
+from pallas_kernels.reference import ACTIVATIONS
+from tests.kernels.implementations import ops_of
+from tests.kernels.mosaic_interpreter import interpreting
+from tests.kernels.products import FORMS, exact_matrix, weight_in, x_of
+
+product_module = importlib.import_module("pallas_kernels.mosaic.product")  # the package has a function of this name
+product = ops_of(mosaic).product
+# Of a sum of random numbers in float32, relative to the root of their number; and of the dtypes of rows.
+TOLERANCE = {"float32": 4e-6, "bfloat16": 2**-8, "float16": 2**-10}
+ROWS = {"bfloat16": "bfloat16", "float16": "float16", "int8": "bfloat16", "fp8": "bfloat16"}  # form of the weight
+SMALLEST_NORMAL = float(jnp.finfo(jnp.float8_e4m3fn).smallest_normal)
+SIZES = ((3, 0, 12, 5, 0), (0, 0, 20, 0, 0), (1, 1, 1, 8, 9))  # of experts
+
+
+def run(op, *arguments: tuple, num_sms: int = 3) -> list[jax.Array]:
+    """Compile an op once for several arguments of the same shapes, and return its results."""
+    with interpreting(num_sms=num_sms):
+        compiled = jax.jit(lambda *args: op(*args))
+        return [jax.block_until_ready(compiled(*args)) for args in arguments]
+
+
+def weight_of(form: str, *shape: int, bias: str | None = None) -> Weight:
+    """Return a random weight without fp8's subnormal numbers.
+
+    XLA's code for CPUs, which computes the conversion here, takes them for zero; a GPU does not.
+    """
+    weight = weight_in(FORMS[form], *shape, bias=bias)
+    numbers = weight.values.astype("float32")
+    is_normal = jnp.abs(numbers) >= (SMALLEST_NORMAL if form == "fp8" else 0)
+    return weight._replace(values=jnp.where(is_normal, numbers, 0).astype(weight.values.dtype))
+
+
+def assert_near(found: jax.Array, exact: np.ndarray, inputs: int) -> None:
+    bound = TOLERANCE["float32"] * inputs**0.5 * (1 + np.abs(exact)) + TOLERANCE[str(found.dtype)] * np.abs(exact)
+    difference = np.abs(np.asarray(found, np.float64) - exact)
+    assert found.shape == exact.shape and (difference <= bound).all(), difference.max()
+
+
+def exact_sums(x_ti: jax.Array, weight: Weight) -> np.ndarray:
+    bias = 0 if weight.bias is None else np.asarray(weight.bias, np.float64)
+    return np.asarray(x_ti, np.float64) @ exact_matrix(weight).T + bias
+
+
+def activated(exact: np.ndarray, activation: str | None) -> np.ndarray:
+    with jax.enable_x64():
+        return np.asarray(ACTIVATIONS[activation](jnp.asarray(exact))) if activation else exact
+
+
+def cases(usual, *axes) -> list:
+    """All cases, the deep tier's marked."""
+    return [case if case in usual else pytest.param(*case, marks=pytest.mark.deep) for case in itertools.product(*axes)]
+
+
+@pytest.mark.parametrize(
+    ("form", "rows", "dtype"),
+    cases(
+        [("float16", 1, "float16"), ("int8", 65, "float32")],
+        ROWS, (1, 3, 64, 65, 2048), ("float32", "bfloat16", "float16"),
+    ),
+)  # fmt: skip
+def test_it_is_that_of_float64(form, rows, dtype):
+    x_ti, weight = x_of(rows, 128, ROWS[form]), weight_of(form, 128, 128, bias="float32")
+    [found] = run(lambda *args: product(*args, dtype=dtype), (x_ti, weight))
+    assert found.dtype == dtype
+    assert_near(found, exact_sums(x_ti, weight), 128)
+
+
+def test_all_numbers_of_fp8():
+    """To the bit: rows of a single 1 pick each of the 254 finite numbers; for subnormal ones see `weight_of`."""
+    bits = (np.arange(256) + 4 * np.arange(64)[:, None]) % 256
+    values = np.where(bits % 128 == 127, 0, bits).astype(np.uint8)
+    numbers = jax.lax.bitcast_convert_type(jnp.asarray(values), jnp.float8_e4m3fn)
+    x_ti = jnp.eye(4, 256, dtype="bfloat16")
+    [found] = run(lambda *args: product(*args, dtype="float32"), (x_ti, Weight(numbers)))
+    exact = np.asarray(numbers, np.float32)[:, :4].T
+    assert len(np.unique(exact)) == 253, "254 with both zeros"
+    is_normal = np.abs(exact) >= SMALLEST_NORMAL
+    np.testing.assert_array_equal(np.where(is_normal, found, 0), np.where(is_normal, exact, 0))
+    assert ((found == exact) | (found == 0))[~is_normal].all()
+
+
+@pytest.mark.parametrize(
+    ("form", "activation", "gated"),
+    cases(
+        [("bfloat16", "gelu", True), ("bfloat16", "gelu_pytorch_tanh", False)],
+        ("bfloat16", "int8", "fp8"), (None, *ACTIVATIONS), (False, True),
+    ),
+)  # fmt: skip
+def test_bias_activation_and_gate(form, activation, gated):
+    x_ti = x_of(5, 64, "bfloat16")
+    gate = weight_of(form, 64, 64, bias="bfloat16")
+    up = gate._replace(values=gate.values[::-1], bias=gate.bias[::-1])
+    exact = activated(exact_sums(x_ti, gate), activation) * (exact_sums(x_ti, up) if gated else 1)
+
+    def op(x_ti, gate, up):
+        return product(x_ti, gate, activation=activation, dtype="float32", **dict(up=up) if gated else {})
+
+    assert_near(run(op, (x_ti, gate, up))[0], exact, 64 * 100)
+
+
+@pytest.mark.parametrize("form", ["int8", pytest.param("bfloat16", marks=pytest.mark.deep)])
+def test_experts(form):
+    """Of one tile of outputs for each expert: some, all or none of the rows."""
+    x_ti = x_of(20, 64, "bfloat16")
+    gate = weight_of(form, 5, 64, 64)
+    up = gate._replace(values=gate.values[::-1], scales=None if gate.scales is None else gate.scales[::-1])
+
+    def op(x_ti, gate, up, sizes_e):
+        return product(x_ti, gate, up=up, activation="silu", sizes_e=sizes_e, dtype="float32")
+
+    found = run(op, *((x_ti, gate, up, jnp.array(sizes)) for sizes in SIZES))
+    for sizes, y_to in zip(SIZES, found, strict=True):
+        assert_near(y_to, exact_experts(x_ti, gate, up, sizes), 64 * 100)
+
+
+def exact_experts(x_ti: jax.Array, gate: Weight, up: Weight, sizes: tuple[int, ...]) -> np.ndarray:
+    exact_x, of_rows = np.asarray(x_ti, np.float64), np.repeat(np.arange(len(sizes)), sizes)
+    gates, ups = (np.einsum("ti,toi->to", exact_x, exact_matrix(each)[of_rows]) for each in (gate, up))
+    return activated(gates, "silu") * ups
+
+
+class TestBits:
+    """A row has the same bits however many others there are, and wherever its parts are added."""
+
+    @pytest.mark.parametrize("form", ["bfloat16", pytest.param("int8", marks=pytest.mark.deep)])
+    def test_parts_are_added_in_one_order(self, form):
+        """By XLA where tiles are few, else inside the kernel."""
+        x_ti, weight = x_of(3, 1024, "bfloat16"), weight_of(form, 64, 1024)
+        assert product_module.parts_of(weight) == 2
+        op = lambda *args: product(*args, dtype="float32")
+        [separate], [inside] = (run(op, (x_ti, weight), num_sms=num_sms) for num_sms in (2, 1))
+        np.testing.assert_array_equal(separate, inside)
+        assert_near(separate, exact_sums(x_ti, weight), 1024)
+
+    @pytest.mark.parametrize(
+        ("form", "inputs", "rows"),
+        [
+            ("bfloat16", 256, (1, 65)),
+            *(
+                pytest.param(form, inputs, (1, 3, 20, 64, 65, 1025), marks=pytest.mark.deep)
+                for form in ROWS for inputs in (256, 1024)
+            ),
+        ],
+    )  # fmt: skip
+    def test_a_row_is_the_same_among_any_number(self, form, inputs, rows):
+        x_ti, weight = x_of(max(rows), inputs, ROWS[form]), weight_of(form, 64, inputs)
+        op = lambda *args: product(*args, dtype="float32")
+        found = [run(op, (x_ti[:size], weight), num_sms=2)[0] for size in rows]
+        for one in found:
+            np.testing.assert_array_equal(one, found[-1][: len(one)])
+
+    @pytest.mark.parametrize("form", ["bfloat16", "int8"])
+    @pytest.mark.parametrize(
+        ("outputs", "inputs"), [(576, 1536), (6144, 4096), (4096, 14336), (128256, 4096), (64, 64)]
+    )
+    def test_no_cut_of_the_inputs_depends_on_the_rows(self, form, outputs, inputs, monkeypatch):
+        """Depths of tiles may differ: each is a whole number of instructions."""
+        seen = []
+
+        def launch(inputs_, cut, dtype, *, parts=1, separate=False, activation=None):
+            seen.append((parts, cut))
+            (t, i), (_, o, _) = inputs_.x_ti.shape, inputs_.values[0].shape
+            assert t % cut.rows == 0 and o % (matmul.OUTPUTS * cut.warpgroups) == 0 and i % (parts * cut.depth) == 0
+            return jnp.zeros((parts if separate else 1, t, o), "float32" if separate else dtype)
+
+        monkeypatch.setattr(product_module, "launch", launch)
+        values = jax.ShapeDtypeStruct((outputs, inputs), FORMS[form].dtype)
+        scales = None if form == "bfloat16" else jax.ShapeDtypeStruct((outputs,), "float32")
+        with abstract(H200):
+            for rows in (1, 3, 8, 9, 64, 65, 512, 1023, 1024, 2048, 16384):
+                x_ti = jax.ShapeDtypeStruct((rows, inputs), "bfloat16")
+                assert jax.eval_shape(product, x_ti, Weight(values, scales)).shape == (rows, outputs)
+        assert len({parts for parts, _ in seen}) == 1
+        assert len({cut for _, cut in seen}) > 1 and all(cut.depth % 32 == 0 for _, cut in seen)
+
+
+@pytest.mark.parametrize("tile", [1, 8, 128])
+@pytest.mark.parametrize("sizes", [*SIZES, (20,), (0, 0), (8, 8, 0, 4)])
+def test_places_of_experts_rows(sizes, tile):
+    num_rows = max(1, sum(sizes))
+    places = jax.jit(product_module.expert_rows, static_argnums=(1, 2))(jnp.array(sizes), num_rows, tile)
+    tiles = -(-np.array(sizes) // tile)
+    assert places.num_tiles.tolist() == [tiles.sum()] and len(places.expert_r) >= tiles.sum()
+    np.testing.assert_array_equal(places.expert_r[: tiles.sum()], np.repeat(np.arange(len(sizes)), tiles))
+    assert ((places.expert_r >= 0) & (places.expert_r < len(sizes))).all(), "tiles that are not in use read a weight"
+    if sum(sizes):
+        of_rows = np.repeat(np.arange(len(sizes)), sizes)
+        np.testing.assert_array_equal(places.source_p[places.place_m], np.arange(num_rows))
+        np.testing.assert_array_equal(places.expert_r[places.place_m // tile], of_rows)
+        assert len(np.unique(places.place_m)) == num_rows
+
+
+@pytest.mark.parametrize(
+    ("rows", "form", "shape", "reason"),
+    [
+        ("bfloat16", "int8 in groups of 32", (64, 64), "groups of inputs"),
+        ("bfloat16", "int4 in groups of 32", (64, 64), "groups of inputs"),
+        ("float32", "bfloat16", (64, 64), "rows are float32"),
+        ("bfloat16", "float32", (64, 64), "weights are float32 and rows bfloat16"),
+        ("float16", "fp8", (64, 64), "weights are float8_e4m3fn and rows float16"),
+        ("bfloat16", "bfloat16", (65, 64), "65 outputs and 64 inputs, expected multiples of 64 and 64"),
+        ("bfloat16", "int8", (64, 96), "64 outputs and 96 inputs"),
+    ],
+)
+def test_other_products_are_the_references(rows, form, shape, reason, monkeypatch):
+    monkeypatch.setattr(product_module, "launch", lambda *args, **options: pytest.fail("launched"))
+    x_ti, weight = x_of(3, shape[1], rows), weight_in(FORMS[form], *shape)
+    assert reason in product_module.unsupported_product(x_ti, (weight,))
+    np.testing.assert_array_equal(product(x_ti, weight), ops_of(reference).product(x_ti, weight))
+
+
+def test_a_gate_of_two_forms_is_the_references(monkeypatch):
+    monkeypatch.setattr(product_module, "launch", lambda *args, **options: pytest.fail("launched"))
+    x_ti, gate = x_of(3, 64, "bfloat16"), weight_in(FORMS["bfloat16"], 64, 64)
+    for up in (weight_in(FORMS["int8"], 64, 64), gate._replace(bias=jnp.ones(64, "bfloat16"))):
+        found, expected = (ops_of(each).product(x_ti, gate, up=up) for each in (mosaic, reference))
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.deep
+def test_derivatives_are_the_references():
+    x_ti, weight = x_of(3, 64, "bfloat16"), weight_of("bfloat16", 64, 64)
+    slopes = lambda op: jax.grad(lambda x_ti, values: op(x_ti, Weight(values), dtype="float32").sum(), (0, 1))
+    [found] = run(slopes(product), (x_ti, weight.values))
+    for one, expected in zip(found, slopes(ops_of(reference).product)(x_ti, weight.values), strict=True):
+        np.testing.assert_array_equal(one, expected)
+
+
+def without(name: str) -> types.SimpleNamespace:
+    """Return `plgpu` with a function that does nothing."""
+    return types.SimpleNamespace(**vars(plgpu) | {name: lambda *args, **options: None})
+
+
+@pytest.mark.deep
+class TestPlantedFaults:
+    """Each must be found by the comparisons above, or by the interpreter."""
+
+    @staticmethod
+    def launched(monkeypatch, change) -> None:
+        """Let the kernel take changed inputs."""
+        launch = product_module.launch
+        monkeypatch.setattr(
+            product_module, "launch", lambda inputs, *rest, **options: launch(change(inputs), *rest, **options)
+        )
+
+    @staticmethod
+    def filled(monkeypatch, **changes) -> None:
+        """Let the ring be filled from other places."""
+        fill = matmul.Ring.fill
+
+        def wrong(self, inputs, **where):
+            return fill(self, inputs, **where | {name: change(where[name]) for name, change in changes.items()})
+
+        monkeypatch.setattr(matmul.Ring, "fill", wrong)
+
+    @pytest.mark.parametrize(
+        "fault",
+        [
+            lambda patch: TestPlantedFaults.launched(patch, lambda i: i._replace(scales=i.scales[::-1])),
+            lambda patch: TestPlantedFaults.launched(patch, lambda i: i._replace(values=i.values[::-1])),
+            lambda patch: TestPlantedFaults.launched(patch, lambda i: i._replace(expert_r=jnp.roll(i.expert_r, 1))),
+            lambda patch: TestPlantedFaults.launched(patch, lambda i: i._replace(num_tiles=i.num_tiles - 1)),
+            lambda patch: TestPlantedFaults.filled(patch, row=lambda row: 0 * row),
+            lambda patch: TestPlantedFaults.filled(patch, expert=lambda expert: 0 * expert),
+        ],
+        ids=["scales exchanged", "weights exchanged", "another expert", "last tile left out", "another tile's rows",
+             "first expert"],
+    )  # fmt: skip
+    def test_of_experts(self, fault, monkeypatch):
+        fault(monkeypatch)
+        with pytest.raises(AssertionError):
+            test_experts("int8")
+
+    @pytest.mark.parametrize("num_sms", [1, 2], ids=["inside", "separate"])
+    def test_parts_of_the_first_inputs_only(self, num_sms, monkeypatch):
+        """Parts counted twice, and the tail left out."""
+        self.filled(monkeypatch, start=lambda start: 0 * start, depths=lambda depths: depths)
+        if num_sms == 1:  # both parts come through one call
+            sums = matmul.Ring.sums
+            monkeypatch.setattr(matmul.Ring, "sums", lambda *args: [2 * each for each in sums(*args)])
+        x_ti, weight = x_of(3, 1024, "bfloat16"), weight_of("bfloat16", 64, 1024)
+        [found] = run(product, (x_ti, weight), num_sms=num_sms)
+        with pytest.raises(AssertionError):
+            assert_near(found, exact_sums(x_ti, weight), 1024)
+
+    def test_parts_in_another_order(self, monkeypatch):
+        """Found by bits only."""
+        reduced = lambda function, items: function(items[1], items[0] * (1 + 2**-23))
+        monkeypatch.setattr(product_module, "functools", types.SimpleNamespace(reduce=reduced))
+        with pytest.raises(AssertionError):
+            TestBits().test_parts_are_added_in_one_order("bfloat16")
+
+    def test_a_number_of_parts_that_depends_on_the_rows(self, monkeypatch):
+        parts_of = product_module.parts_of
+        sizes = iter([1, 2])
+        monkeypatch.setattr(product_module, "parts_of", lambda *shape: parts_of(*shape) * next(sizes))
+        with pytest.raises(AssertionError):
+            TestBits().test_a_row_is_the_same_among_any_number("bfloat16", 256, (1, 65))
+
+    def test_a_ring_that_does_not_wait_for_room(self, monkeypatch):
+        fill = matmul.Ring.fill
+
+        def hasty(self, *args, **where):
+            with monkeypatch.context() as patch:
+                patch.setattr(matmul, "plgpu", without("barrier_wait"))
+                return fill(self, *args, **where)
+
+        monkeypatch.setattr(matmul.Ring, "fill", hasty)
+        x_ti, weight = x_of(3, 1024, "bfloat16"), weight_of("bfloat16", 64, 1024)
+        with pytest.raises(Exception, match=r"RACE DETECTED|completed|arrier"):
+            run(product, (x_ti, weight), num_sms=1)

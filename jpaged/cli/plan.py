@@ -265,7 +265,7 @@ def _facts(deployment: Deployment, lengths: Sequence[tuple[int, int]]) -> str:
     shape, tokens = deployment.shape, deployment.pool_tokens
     kv_bytes = shape.kv_bytes(deployment.kv_dtype_bytes, deployment.num_gpus)
     inputs, outputs = (fmean(column) for column in zip(*lengths))
-    bits, grouped = deployment.weight_bits, deployment.gpu.groups_experts
+    bits, grouped = deployment.weight_bits, deployment.gpu.groups(deployment.num_gpus)
     read = ", ".join(f"{shape.experts_read(tokens, grouped):.0f} of {tokens}" for tokens in (1, 8, 64))
     experts = f"experts of a layer that a step reads, by tokens: {read}\n" if shape.num_experts and grouped else ""
     return (

@@ -28,6 +28,8 @@ Norm = Callable[[jax.Array], jax.Array]
 class Attention(nnx.Module):
     """Self-attention with rotary embedding; `attend` does the attention itself."""
 
+    is_gated = False  # see `fuse`
+
     def __init__(self, config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs):
         d, h, variation = config.hidden_size, config.head_dim, config.variation
         linear = partial(Linear, bias=config.attention_bias, dtype=dtype, rngs=rngs)
@@ -74,6 +76,8 @@ class Attention(nnx.Module):
 
 class Mlp(nnx.Module):
     """Gated MLP."""
+
+    is_gated = True  # see `fuse`
 
     def __init__(self, config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs):
         d, f = config.hidden_size, config.intermediate_size

@@ -66,16 +66,18 @@ class FusedLinear(nnx.Module):
         return [y.reshape(t, -1, width) for y in jnp.split(y_to.reshape(shape), starts, axis=axis)]
 
 
-def fuse(model: Model, place: Place, join: Join | None = None) -> None:
+def fuse(model: Model, place: Place, join: Join | None = None, *, gates: bool = True) -> None:
     """Call `fuse` of a model's modules, one after another: only the weights of one layer are in memory twice.
 
-    A leaf is made by `join`; None: `joined`, compiled, which a model without memory can't use.
+    Args:
+        join: makes a leaf; None: `joined`, compiled, which a model without memory can't use.
+        gates: also fuse gates, and transpose experts. Kernels of gated and of grouped products take neither.
     """
     # One executable for all layers.
     join = join or (lambda arrays, joint, sharding: joiner(joint._replace(names=()), sharding)(arrays))
     modules: list[tuple[Any, Any]] = list(nnx.iter_modules(cast(nnx.Module, model)))
     for _, module in modules:
-        if hasattr(module, "fuse"):
+        if hasattr(module, "fuse") and (gates or not module.is_gated):
             module.fuse(place, join)
 
 

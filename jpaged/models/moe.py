@@ -25,7 +25,7 @@ def cost_of(config: ModelConfig, num_tokens: int) -> str | None:
     """Return the cost of a mixture of experts, with at most `num_tokens` in a step, in words; None without experts.
 
     It is that of XLA's products, which are not grouped on CPUs and NVIDIA GPUs: every row, one for each token and each
-    of the token's experts, is multiplied by every expert. The kernels for CPUs compute grouped products.
+    of the token's experts, is multiplied by every expert. The kernels for CPUs and Hopper compute grouped products.
     """
     experts = config.variation.experts
     if experts is None:
@@ -93,6 +93,8 @@ class FusedExperts(nnx.Module):
 
 class MixtureOfExperts(nnx.Module):
     """Experts with a linear router."""
+
+    is_gated = True  # see `fuse`
 
     def __init__(self, config: ModelConfig, experts: Experts, dtype: DTypeLike, rngs: nnx.Rngs):
         d, f, e = config.hidden_size, experts.intermediate_size, experts.num_experts

@@ -71,14 +71,18 @@ class Buckets:
 
     Args:
         padded: whether a step costs as much as its whole shape.
+        least: number of sequences up to which a decode step costs as much as that of one.
     """
 
-    def __init__(self, limits: Limits, *, padded: bool = True):
-        max_seqs, max_tokens, factor, least = limits.max_num_seqs, limits.max_num_batched_tokens, *LADDERS[padded]
+    def __init__(self, limits: Limits, *, padded: bool = True, least: int = 1):
+        max_seqs, (factor, least_tokens) = limits.max_num_seqs, LADDERS[padded]
         with_drafts = (limits.max_num_decodes,) if limits.max_num_drafts else ()
-        self.decode = tuple(Bucket(s, s, True) for s in (*ladder(1, max_seqs, factor), *with_drafts))
+        sizes = (*ladder(min(least, max_seqs), max_seqs, factor), *with_drafts)
+        self.decode = tuple(Bucket(size, size, True) for size in sizes)
         seqs = (16, max_seqs, *with_drafts) if max_seqs > 16 else (max_seqs, *with_drafts)
-        self.mixed = tuple(Bucket(t, s, False) for t in ladder(least, max(16, max_tokens), 2) for s in seqs)
+        self.mixed = tuple(
+            Bucket(t, s, False) for t in ladder(least_tokens, max(16, limits.max_num_batched_tokens), 2) for s in seqs
+        )
         self.all = self.decode + self.mixed
 
     def add(self, buckets: Iterable[Bucket]) -> None:

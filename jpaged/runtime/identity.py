@@ -39,12 +39,14 @@ def numerics_of(
         kind: name of the module's class.
         leaves: shapes and dtypes of the parameters by name.
     """
+    multiplies = placement.size == 1 and kernels.multiplies
     weights = (leaves.get(name.removesuffix(SCALE)) for name in leaves if name.endswith(SCALE))
     quantized = {str(weight.dtype) for weight in weights if weight is not None}
     return {
         **versions(), "model": kind, "device": _device(placement, kernels.name), "dtype": str(cache.attention_dtype),
         "quantization": ", ".join(sorted(quantized)) or "none", "kv_cache_dtype": cache.dtype, "kernels": kernels.name,
-        "block_size": cache.block_size, "tensor_parallel_size": placement.size,
+        "products": "kernels" if multiplies else "XLA", "block_size": cache.block_size,
+        "tensor_parallel_size": placement.size,
     }  # fmt: skip
 
 

@@ -86,14 +86,14 @@ class ModelRunner:
             self.config, limits.block_size, pool_dtype(self.outputs.attention_dtype),
             divide_kernels(kernels, placement), model.attention_specs, attention_dtype=self.outputs.attention_dtype,
         )  # fmt: skip
-        skips = placement.size == 1 and kernels.skips_rows
-        self.pads = not skips
-        buckets = Buckets(limits, padded=self.pads)
+        multiplies = placement.size == 1 and kernels.multiplies
+        self.pads = not (multiplies and kernels.skips_rows)
+        buckets = Buckets(limits, padded=self.pads, least=kernels.implementation.least_rows if multiplies else 1)
         self.shapes = Shapes(buckets, limits.blocks_per_seq, self.vocab_size, placement, cache.make_work)
         self.step = Step(
             self.tree.graphdef, self.tree.treedef, cache, self.shapes.layouts, placement,
-            max_logprobs=limits.max_logprobs, processed_logprobs=processed_logprobs, kernels=kernels if skips else None,
-            has_quantized_weights=quantized,
+            max_logprobs=limits.max_logprobs, processed_logprobs=processed_logprobs,
+            kernels=kernels if multiplies else None, has_quantized_weights=quantized,
         )  # fmt: skip
         copy_sizes = ladder(8, max(8, limits.max_num_seqs), 4)
         table = RowTable(limits.max_num_seqs, limits.blocks_per_seq, limits.block_size)

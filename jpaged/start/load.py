@@ -33,7 +33,7 @@ from jpaged.start.setup import (
     select_kernels,
 )
 from jpaged.tokenizer import backend
-from pallas_kernels import Kernels
+from pallas_kernels import Kernels, has_products
 
 logger = logging.getLogger(__name__)
 
@@ -204,7 +204,11 @@ def _load(setup: Setup, directory: Path, *, load_format: str, seed: int, progres
         keeps_groups=resolved.device.platform == "cpu" and setup.placement.size == 1,  # others have no kernels for them
     )  # fmt: skip
     if resolved.device.platform in FUSING:
-        fuse(model, place)
+        device = resolved.device
+        multiplies = setup.placement.size == 1 and has_products(
+            resolved.config.kernels, device.platform, device.compute_capability, str(resolved.dtype)
+        )
+        fuse(model, place, gates=not multiplies)
     logger.info("parameters: %s", described(model))
     return model
 
@@ -220,11 +224,10 @@ def place(model: Model, setup: Setup, *, allow_copy: bool = True) -> ModelRunner
     def choose_kernels(dtype: str) -> Kernels:
         kernels = setup.kernels or select_kernels(resolved, placement, dtype)
         check_pool(resolved, placement, kernels, dtype)
-        if placement.size == 1 and kernels.skips_rows:
-            return kernels
-        if cost := cost_of(model.config, max_tokens):
+        multiplies = placement.size == 1 and kernels.multiplies
+        if not multiplies and (cost := cost_of(model.config, max_tokens)):
             logger.warning("mixture of experts: %s (max_num_batched_tokens shortens steps)", cost)
-        if has_groups(model):
+        if has_groups(model) and not (multiplies and kernels.name in ("cpu", "reference")):
             logger.warning("quantization: XLA expands weights with groups in every step, which takes time and memory")
         return kernels
 

@@ -208,7 +208,7 @@ def test_the_start_tells_the_cost_of_experts_without_grouped_products(caplog, mo
         return [record.message for record in caplog.records if "mixture of experts" in record.message]
 
     assert told() == told(kernels="reference") == []
-    monkeypatch.setattr(Kernels, "skips_rows", False)
+    monkeypatch.setattr(Kernels, "multiplies", False)
     (message,) = told()
     assert "multiplies each token 2 times by all 4 experts, 4 times the operations of a grouped product" in message
     assert "about 0.0039 GiB" in message and "a step of 4096 tokens (max_num_batched_tokens" in message

@@ -84,6 +84,13 @@ def test_every_step_fits_a_shape_and_wastes_little(seqs, tokens, data):
         assert bucket.num_tokens < max(64, 2 * num_tokens)
 
 
+@pytest.mark.parametrize("seqs, decode", [(64, [8, 16, 32, 64]), (9, [9]), (4, [4])])
+def test_no_decode_step_is_smaller_than_one_that_costs_as_much(seqs, decode):
+    buckets = Buckets(Limits(10**6, seqs, 256), least=8)
+    assert [bucket.num_seqs for bucket in buckets.decode] == decode
+    assert buckets.fit(1, 1, True).num_seqs == decode[0]
+
+
 @pytest.mark.parametrize(
     "seqs, tokens, decode, mixed",
     [

@@ -98,6 +98,7 @@ def test_numerics_name_what_bits_depend_on(model):
     assert found == found | told | versions() and found.keys() - told.keys() - versions().keys() == {
         "device",
         "kernels",
+        "products",
     }
     other = runner(quantize(model, "int8"), logprobs_mode="processed_logprobs", kernels="reference", dtype="bfloat16",
                    kv_cache_dtype="fp8").numerics  # fmt: skip

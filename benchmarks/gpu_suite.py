@@ -3,9 +3,11 @@
 Needs jax, flax, transformers and numpy, and no network. Other missing packages cost the cells that need them. Parts:
 
     model      the engine's step on two layers of real models, compared with the reference implementation
+    exact      hidden states of sequences alone and together, to the bit
     demo       greedy tokens of the demo model, compared with a CPU's, offline and over HTTP
     ceilings   read bandwidth, copies, matrix products
     step       the decode step of a Llama-3.1-8B with random parameters, and its kernels
+    products   products of weights of real models, by kernels and by XLA
     anchors    attention at the shapes of published figures: decode, prefill, mixed steps
     peers      the anchors by FlashInfer, torch and jax, where they are installed
     check, sweep, tune, throughput     with --all: all checks, whole grids, the kernels' configurations, a workload
@@ -123,7 +125,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--out", type=Path, default=CACHE / "gpu_suite", help="folder for results")
-    add("--parts", type=lambda text: text.split(","), default=FIRST, metavar="NAME,...", help="default: the first six")
+    add(
+        "--parts", type=lambda text: text.split(","), default=FIRST, metavar="NAME,...", help="default: the first eight"
+    )
     add("--all", action="store_const", const=PARTS, dest="parts", help="all parts")
     add("--cells", type=re.compile, default="", metavar="REGEX", help="only cells whose names match")
     add("--tiny", action="store_true", help="small shapes and one sample, on any device")

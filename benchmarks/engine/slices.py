@@ -38,8 +38,8 @@ PARAMS = (
 
 
 def check(
-    bench: Bench, *, name: str, config: str, num_kv_heads: int | None = None, block_size: int = 16,
-    kv_cache_dtype: str = "auto",
+    bench: Bench, *, name: str, config: str, num_kv_heads: int | None = None, num_experts: int | None = None,
+    block_size: int = 16, kv_cache_dtype: str = "auto",
 ) -> None:  # fmt: skip
     """Compare the only implementation of a run with the reference.
 
@@ -47,10 +47,12 @@ def check(
         name: the model's name in results.
         config: a key of `models.MODELS`.
         num_kv_heads: where it is not the model's.
+        num_experts: all experts of a token, in place of the model's. Rounding would choose others of them.
     """
     row: dict[str, Any] = dict(experiment="model", model=name, kernels=bench.implementations[0])
     cut_config, dtype = cut(MODELS[config], 2), bench.sized("bfloat16", "float32")
     cut_config = dataclasses.replace(cut_config, num_key_value_heads=num_kv_heads or cut_config.num_key_value_heads)
+    cut_config = cut_config if num_experts is None else _with_experts(cut_config, num_experts)
     cut_config = bench.sized(cut_config, _shrunk(cut_config))
     prompts, chunk, batches = bench.sized(PROMPTS, TINY)
     most = len(prompts) + len(batches) + sum(prompts) // chunk  # steps, each of which may add a token
@@ -67,7 +69,7 @@ def check(
         bench.report.add(**row, status="skipped", reason=str(error))
         return
     model = random_model(cut_config, dtype)
-    fuse(model, on_one_device)  # as on a GPU
+    fuse(model, on_one_device, gates=not kernels[0].multiplies)  # as on a GPU
     runners = [Observer(runner_of(model, settings, limits, each)) for each in kernels]
     comparison, chosen = Comparison(*runners, TOLERANCES[pool_dtype]), ()
     end = dict(status="ok")
@@ -182,6 +184,14 @@ def plans(
 
 def _params(row: int) -> SamplingParams:
     return PARAMS[row % len(PARAMS)]
+
+
+def _with_experts(config: ModelConfig, count: int) -> ModelConfig:
+    """Return a config with a number of experts that compute every token."""
+    experts = config.variation.experts
+    assert experts is not None, config
+    experts = dataclasses.replace(experts, num_experts=count, num_experts_per_tok=count)
+    return dataclasses.replace(config, variation=dataclasses.replace(config.variation, experts=experts))
 
 
 def _shrunk(config: ModelConfig) -> ModelConfig:

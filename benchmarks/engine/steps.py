@@ -32,6 +32,7 @@ from jpaged.models.layers import MINIMUM, SCALE
 from jpaged.models.quantized import formats_of
 from jpaged.runtime.runner import ModelRunner
 from jpaged.start.load import FUSING
+from pallas_kernels import has_products
 from pallas_kernels.weights import Format
 
 TEMPERATURE = 0.6  # of nano-vllm's benchmark
@@ -89,7 +90,8 @@ def step(
     dtype = bench.sized("bfloat16", "float32")
     module = random_model(config, dtype)
     if bench.device.platform in FUSING:
-        fuse(module, on_one_device)
+        multiplies = has_products(kernels, bench.device.platform, bench.device.compute_capability, dtype)
+        fuse(module, on_one_device, gates=not multiplies)
     parameters = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(module)))
     itemsize = jnp.dtype(dtype).itemsize
     token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * itemsize

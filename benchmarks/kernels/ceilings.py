@@ -1,7 +1,5 @@
 """The ceilings of the device: reading, copying, multiplying. Figures of kernels are given as shares of these."""
 
-from collections.abc import Sequence
-
 import jax
 import jax.numpy as jnp
 
@@ -74,27 +72,3 @@ def matmul_ceiling(bench: Bench) -> float:
     )
     bench.matmul_tflop_per_s = rate
     return rate
-
-
-def gemm(bench: Bench, rows: Sequence[int], outputs: int = 6144, inputs: int = 4096) -> None:
-    """Time the product of the queries, keys and values of a Llama-3.1-8B, as XLA makes it, by rows of activations."""
-    outputs, inputs = bench.sized((outputs, inputs), (96, 64))
-    bytes_of_weights = 2 * outputs * inputs
-    sets = bench.sized(16, 2)  # many times the cache; each is used once, because XLA would merge equal products
-    weights = [random_array((outputs, inputs), "bfloat16", seed) for seed in range(sets)]
-
-    def call(carry, x, weight):
-        product = jax.lax.optimization_barrier(x @ weight.T)  # all of it, though one number is looked at
-        return product[0, 0].astype(jnp.float32) + 0 * carry
-
-    for count in rows:
-        case = dict(experiment="gemm", rows=count, outputs=outputs, inputs=inputs)
-        if bench.leaves_out(**case):
-            continue
-        x = random_array((count, inputs), "bfloat16", sets)
-        timing = measure({"gemm": JaxTimed(call, jnp.zeros(()), x, weights)}, bench.effort)["gemm"]
-        moved = bytes_of_weights + 2 * count * (inputs + outputs)
-        bench.report.add(
-            **case, **timing.row(), gb_per_s=moved / timing.median / 1e9,
-            tflop_per_s=2 * count * outputs * inputs / timing.median / 1e12, status="ok",
-        )  # fmt: skip

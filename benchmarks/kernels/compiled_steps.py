@@ -25,11 +25,12 @@ from benchmarks.shared.step_program import StepShape
 
 LLAMA = MODELS["llama-3.1-8b"]
 STEPS = {
-    "Llama-3.1-8B, decode 1": StepShape(LLAMA, 1),
+    "Llama-3.1-8B, decode 8": StepShape(LLAMA, 8),
     "Llama-3.1-8B, decode 16": StepShape(LLAMA, 16),
     "Llama-3.1-8B, decode 64": StepShape(LLAMA, 64),
     "Llama-3.1-8B, decode 256": StepShape(LLAMA, 256),
-    "Llama-3.1-8B, decode 64, cuBLAS": StepShape(LLAMA, 64, cublas=True),
+    "Llama-3.1-8B, decode 64, cuBLAS": StepShape(LLAMA, 64, cublas=True, products=False),
+    "Llama-3.1-8B, decode 64, Triton's products": StepShape(LLAMA, 64, products=False),
     "Llama-3.1-8B, decode 64, fp8 pool": StepShape(LLAMA, 64, kv_cache_dtype="fp8"),
     "Llama-3.1-8B, decode 64, int8": StepShape(LLAMA, 64, quantization="int8"),
     "Llama-3.1-8B, decode 64, block 64": StepShape(LLAMA, 64, block_size=64),
@@ -44,10 +45,12 @@ STEPS = {
     "Gemma-2-2B, decode 16": StepShape(MODELS["gemma-2-2b"], 16),
     "Gemma-3-4B, decode 16": StepShape(MODELS["gemma-3-4b"], 16),
     "Gemma-3-4B, mixed 512": StepShape(MODELS["gemma-3-4b"], 32, 512),
-    "SmolLM2-135M, decode 1": StepShape(MODELS["smollm2-135m"], 1),
+    "SmolLM2-135M, decode 8": StepShape(MODELS["smollm2-135m"], 8),
     "SmolLM2-135M, decode 256": StepShape(MODELS["smollm2-135m"], 256),
     "SmolLM2-135M, mixed 512": StepShape(MODELS["smollm2-135m"], 16, 512),
     "Qwen3-30B-A3B, decode 64": StepShape(MODELS["qwen3-30b-a3b"], 64),
+    "Qwen3-30B-A3B, mixed 2048": StepShape(MODELS["qwen3-30b-a3b"], 64, 2048),
+    "Qwen3-30B-A3B, decode 64, XLA's products": StepShape(MODELS["qwen3-30b-a3b"], 64, products=False),
 }
 CONTEXT = 1024  # tokens of each sequence in the estimates
 COLUMNS = {

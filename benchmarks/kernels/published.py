@@ -42,7 +42,7 @@ def published(row: Mapping[str, Any], device_kind: str) -> str | None:
     elif row["experiment"] == "prefill" and row["batch"] == 1:
         rate = PREFILL_TFLOP_PER_S.get(device, {}).get(row["context"])
         figures = rate and f"FA3 {rate} TFLOP/s"
-    elif row["experiment"] == "gemm":
+    elif row["experiment"] == "product" and row["weight"] == "qkv":
         figures = f"{GEMM_GB_PER_S[device]} GB/s" if row["rows"] <= 128 else None
         figures = f"about {GEMM_TFLOP_PER_S} TFLOP/s" if row["rows"] >= 2048 else figures
     return figures and f"{figures} ({SOURCE})"

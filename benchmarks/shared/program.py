@@ -174,7 +174,7 @@ class Program:
         bytes that they write."""
         found = []
         for each in self._working:
-            if self._multiplies(each):
+            if self._multiplies(each) or self._is_mosaic(each):
                 continue
             taken = self._taken(each).values()
             written = sum(array.nbytes for array in each.arrays if any(array.size >= p.size for p in taken))

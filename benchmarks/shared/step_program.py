@@ -45,6 +45,7 @@ class StepShape:
         fused: fused layers, as in loaded models; False: a module in hand.
         cublas: products as calls of cuBLAS. Without a device XLA chooses Triton's.
         kernels: "mosaic", "triton" or "auto".
+        products: products by kernels where they have them; False: XLA's.
     """
 
     config: ModelConfig
@@ -58,6 +59,7 @@ class StepShape:
     fused: bool = True
     cublas: bool = False
     kernels: str = "auto"
+    products: bool = True
 
     def with_layers(self, layers: int) -> "StepShape":
         """Return the same step of a model with fewer layers."""
@@ -86,27 +88,28 @@ class DescribedStep:
             formats = formats_of(merged(graphdef, leaves), shape.quantization)
             graphdef, leaves = abstract_model(config, "bfloat16", formats)
         model = nnx.merge(graphdef, nnx.from_flat_state(leaves))
-        if shape.fused:
-            fuse(model, placement.of, _described)
-        graphdef, state = nnx.split(model)
-        placed = [
-            (path, leaf.replace(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placement.of(leaf))))
-            for path, leaf in nnx.to_flat_state(state)
-        ]
-        self.params, treedef = jax.tree.flatten([nnx.from_flat_state(placed)])
         chosen = select(
             shape.kernels, platform="gpu", device_kind=gpu.kind, compute_capability=gpu.capability, dtype="bfloat16",
             pool_dtype=shape.pool_dtype, head_dim=config.head_dim,
             num_heads=config.num_attention_heads // placement.size,
             num_kv_heads=config.num_key_value_heads // placement.kv_size, block_size=shape.block_size,
         )  # fmt: skip
+        multiplies = shape.products and chosen.multiplies and placement.size == 1
+        if shape.fused:
+            fuse(model, placement.of, _described, gates=not multiplies)
+        graphdef, state = nnx.split(model)
+        placed = [
+            (path, leaf.replace(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placement.of(leaf))))
+            for path, leaf in nnx.to_flat_state(state)
+        ]
+        self.params, treedef = jax.tree.flatten([nnx.from_flat_state(placed)])
         kernels = divide_kernels(chosen, placement)
         cache = KVCache.of(config, shape.block_size, shape.pool_dtype, kernels, model.attention_specs)
         width = -(-shape.max_model_len // shape.block_size)
         layout = Layout(bucket, width, cache.make_work)
         self.step = Step(
             graphdef, treedef, cache, {bucket: layout}, placement,
-            has_quantized_weights=shape.quantization is not None,
+            has_quantized_weights=shape.quantization is not None, kernels=chosen if multiplies else None,
         )  # fmt: skip
         whole = functools.partial(jax.ShapeDtypeStruct, sharding=placement.whole)
         rows, s = bucket.num_seqs + 3, bucket.num_seqs  # no array of samples is like one of rows

@@ -5,7 +5,16 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-FIRST = ("model", "demo", "ceilings", "step", "anchors", "peers")  # parts, the most important first
+FIRST = (
+    "model",
+    "exact",
+    "demo",
+    "ceilings",
+    "step",
+    "products",
+    "anchors",
+    "peers",
+)  # parts, the most important first
 PARTS = (*FIRST, "check", "sweep", "tune", "throughput")
 
 # The most common models first; the fields are arguments of `slices.check`.
@@ -13,6 +22,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "Llama-3.1-8B": dict(config="llama-3.1-8b", block_size=64),
     "Qwen3-8B": dict(config="qwen3-8b"),
     "Gemma-3-4B (window)": dict(config="gemma-3-4b"),
+    "Qwen3-30B-A3B (8 of 8 experts)": dict(config="qwen3-30b-a3b", num_experts=8),
     "SmolLM2-135M (3 KV heads)": dict(config="smollm2-135m"),
     "Llama-3.1-8B, fp8 pool": dict(config="llama-3.1-8b", kv_cache_dtype="fp8"),
     "Gemma-2-2B (soft caps)": dict(config="gemma-2-2b"),
@@ -29,6 +39,13 @@ ANCHORS = {
     "mixed": ["--head-dims 128 --block-sizes 64"],
     "decode, block 16": [f"{line} --lengths uniform --head-dims 128 --block-sizes 16" for line in DECODE],
 }
+EXACT = ("llama-3.1-8b", "qwen3-30b-a3b")
+# Keys of `products.CASES`, and numbers of tokens.
+PRODUCTS = (
+    ("dense products", ("qkv", "gate and up", "down", "o"), (64, 1, 256, 2048, 16)),
+    ("experts", ("experts' gate and up", "experts' down", "experts' gate and up, int8"), (64, 2048)),
+    ("products of 8 bits", ("qkv, int8", "gate and up, int8", "qkv, fp8"), (64, 1, 2048)),
+)
 SWEEP = ["--block-sizes 64 16 --batches 1 16 64 256 --contexts 4096 1024 16384"]
 PEERS = {"flashinfer": ("torch", "flashinfer"), "torch": ("torch",), "jax": ()}  # with the packages that they need
 SERVER_PACKAGES = ("aiohttp", "pydantic", "prometheus_client", "jinja2", "tqdm")
@@ -71,7 +88,15 @@ def cells(part: str, tiny: bool) -> Iterator[Cell]:
                 yield experiment(f"{name}, {by}", f"{engine}.slices:check", settings, [by], **more)
     elif part == "ceilings":
         yield experiment("ceilings", f"{kernels}.ceilings:ceilings", {})
-        yield experiment("GEMM", f"{kernels}.ceilings:gemm", dict(rows=[2] if tiny else [1, 64, 256, 2048]))
+    elif part == "exact":
+        whole = ("cpu",) if tiny else ("mosaic",)
+        for config in EXACT[: 1 if tiny else None]:
+            settings, more = dict(config=config), dict(alone=False, limit_s=150)
+            yield experiment(f"{config}, exact", f"{engine}.exactness:exactness", settings, whole, **more)
+    elif part == "products":
+        for name, names, rows in PRODUCTS[: 1 if tiny else None]:
+            settings = dict(names=names, rows=rows)
+            yield experiment(name, f"{kernels}.products:products", settings, ours)
     elif part == "anchors":
         yield from (grid(name, flags, by) for by in ours for name, flags in ANCHORS.items())
     elif part == "step":

@@ -139,7 +139,7 @@ def test_tiny_run_has_every_part(tmp_path):
     parts = {
         "model",
         "ceilings",
-        "gemm",
+        "product",
         "decode",
         "prefill",
         "mixed",
@@ -195,7 +195,7 @@ def test_running_cell_is_stopped_at_the_end_of_the_time(tmp_path, monkeypatch):
 
 def test_parts_run_in_the_order_of_importance():
     parts = lambda *flags: gpu_suite.parse(flags).parts
-    assert parts() == cells.FIRST == cells.PARTS[:6] and parts("--all") == cells.PARTS
+    assert parts() == cells.FIRST == cells.PARTS[:8] and parts("--all") == cells.PARTS
     first = list(cells.cells("model", tiny=False))
     assert [each.options["implementations"][0] for each in first] == ["mosaic"] * 9 + ["triton"] * 2
     assert not any(each.alone for each in first) and all(each.alone for each in cells.cells("step", tiny=False))
@@ -250,7 +250,9 @@ def test_published_figures_stand_beside_rows_of_their_shape():
     assert "SGLang FA3 3048" in published(row, "NVIDIA H100 80GB HBM3") and "4320" in published(row, "NVIDIA H200")
     assert published(row, "NVIDIA A100") is None is published(row | dict(head_dim=64), "NVIDIA H100")
     assert published(dict(experiment="prefill", status="ok", batch=1, context=16384), "H100").startswith("FA3 664")
-    assert published(dict(experiment="gemm", status="ok", rows=64), "H200").startswith("2800-3100 GB/s")
+    assert published(dict(experiment="product", weight="qkv", status="ok", rows=64), "H200").startswith(
+        "2800-3100 GB/s"
+    )
 
 
 def test_floor_needs_a_ceiling():

@@ -32,7 +32,7 @@ PROPOSERS = ({"method": "ngram", "prompt_lookup_min": 1}, {"method": "suffix"})
 
 
 def of_few_blocks(schedule: Schedule, preemption: str) -> Schedule:
-    return schedule._replace(blocks=max(16, 5 * schedule.seqs // 2), preemption=preemption)
+    return schedule._replace(blocks=max(16, 3 * schedule.seqs // 2), preemption=preemption)
 
 
 def check(subject: Subject, seqs: int, tokens: int) -> None:

@@ -225,9 +225,11 @@ def place(model: Model, setup: Setup, *, allow_copy: bool = True) -> ModelRunner
         kernels = setup.kernels or select_kernels(resolved, placement, dtype)
         check_pool(resolved, placement, kernels, dtype)
         multiplies = placement.size == 1 and kernels.multiplies
+        if multiplies and kernels.skips_rows:  # those of a CPU, which take every form
+            return kernels
         if not multiplies and (cost := cost_of(model.config, max_tokens)):
             logger.warning("mixture of experts: %s (max_num_batched_tokens shortens steps)", cost)
-        if has_groups(model) and not (multiplies and kernels.name in ("cpu", "reference")):
+        if has_groups(model):
             logger.warning("quantization: XLA expands weights with groups in every step, which takes time and memory")
         return kernels
 

@@ -197,7 +197,7 @@ def test_parts_run_in_the_order_of_importance():
     parts = lambda *flags: gpu_suite.parse(flags).parts
     assert parts() == cells.FIRST == cells.PARTS[:8] and parts("--all") == cells.PARTS
     first = list(cells.cells("model", tiny=False))
-    assert [each.options["implementations"][0] for each in first] == ["mosaic"] * 9 + ["triton"] * 2
+    assert [each.options["implementations"][0] for each in first] == ["mosaic"] * 10 + ["triton"] * 2
     assert not any(each.alone for each in first) and all(each.alone for each in cells.cells("step", tiny=False))
     with pytest.raises(SystemExit):
         parts("--parts", "paging")

@@ -33,11 +33,11 @@ Every architecture is compared with transformers in float32 on random checkpoint
   Transformers chooses by the length of each sequence. The results are equal for sequences past the original context,
   and for all sequences if `--max-model-len` is at most the original context.
 - **Windows.** Attention reads only the window, but the blocks before it stay allocated until the request ends.
-- **Mixtures of experts** compute each token with its own experts and drop none. Routing is in float32. On one CPU and on one
-  Hopper GPU, kernels multiply the rows of an expert by that expert's matrices, and read no others. Elsewhere XLA (jax 0.12)
-  expands the grouped product (`ragged_dot`): it multiplies a token's row for each of its experts by the matrices of all
-  experts and masks the results, so the operations and the temporary memory of a step grow with the number of experts.
-  `jpaged plan` predicts that.
+- **Mixtures of experts** compute each token with its own experts and drop none. Routing is in float32. On one CPU and
+  on one Hopper GPU, kernels multiply the rows of an expert by that expert's matrices, and read no others. Elsewhere XLA
+  (jax 0.12) expands the grouped product (`ragged_dot`): it multiplies a token's row for each of its experts by the
+  matrices of all experts and masks the results, so the operations and the temporary memory of a step grow with the
+  number of experts. `jpaged plan` predicts that.
 - **Multimodal checkpoints** are refused, except Gemma 3's, of which the text part is served.
 - **PyTorch's files** (`.bin`) are refused with the command that converts them.
 - **Tensor parallelism**: the number of devices must divide the heads and the MLP sizes, also those of experts.

@@ -51,7 +51,7 @@ def exactness(bench: Bench, *, config: str) -> None:
 
 
 def _figures(runner: ModelRunner, count: int) -> dict[str, int]:
-    """Return the number of states of some sequences, and of those that differ where they run in other groups."""
+    """Return the number of states of some sequences, and the numbers that differ in other groups."""
     every, half = list(range(count)), count // 2
     together = _states(runner, [every], [every])
     alone = _states(runner, [[each] for each in reversed(every)], [every[:1], every[1:half], every[half:]])

@@ -1,9 +1,9 @@
 """Past outputs of the engine, searched for the tokens that may come next in another output.
 
-The search gives what a suffix tree gives (SuffixDecoding, arXiv:2411.04975): the places before which most of the last
-tokens stand, and what follows there. A tree would have a node for every token and every depth. Here, the places after
-the same two tokens form a list in the order of the text before them, read backwards. The places with the longest match
-are neighbours in it.
+The search has the results of a suffix tree (SuffixDecoding, arXiv:2411.04975): the places after the longest match of
+the last tokens, and the tokens that follow there. A tree would have a node for every token and every depth. Here, the
+places after the same two tokens form a list in the order of the text before them, read backwards. The places with the
+longest match are neighbours in it.
 """
 
 import bisect

@@ -335,7 +335,7 @@ class Scheduler:
                 request.prompt_samples.clear()  # returned with the first token, so from the same parameters
 
     def keep_kv(self) -> None:
-        """Let requests continue on their KV with other parameters: what they compute from now on depends on both."""
+        """Let requests continue on their KV with other parameters. Their later tokens depend on both."""
         self.pool.reset_prefix_cache()
         for request in self.requests.values():
             for sequence in request.live:

@@ -76,7 +76,7 @@ def as_step(is_output_bw: jax.Array, block_size: int) -> Batch:
     row_t, position_t = jnp.divmod(jnp.arange(num_tokens, dtype=jnp.int32), width)
     is_output_t = is_output_bw.reshape(-1)
     begins_t = is_output_t | jnp.roll(is_output_t, 1) | (position_t == 0)
-    # As many sequences as there could be; those that do not exist begin and end after the last token.
+    # The largest possible number of sequences; unused ones begin and end after the last token.
     starts_s = jnp.nonzero(begins_t, size=num_tokens + 1, fill_value=num_tokens)[0].astype(jnp.int32)
     first_s = jnp.minimum(starts_s[:-1], num_tokens - 1)
     return Batch(

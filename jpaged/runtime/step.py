@@ -184,7 +184,7 @@ class Step:
         return kept_tokens(logits_sv, state, sampling, chosen[0])
 
     def _logits(self, params: list[jax.Array], x_sd: jax.Array, sampling: Sampling) -> jax.Array:
-        """Return the logits of samples, without those that belong to no row."""
+        """Return the logits of samples; products skip samples of no row."""
         model = self._merged(params)
         if self.kernels is not None:
             of_samples = partial(_of_rows, sampling.rows >= 0)

@@ -97,7 +97,7 @@ class World:
 
 
 def seeds(composition: str, count: int) -> list[int]:
-    """Return those of the first seeds whose runs have what a composition needs."""
+    """Return the seeds below a count whose runs have the events of a composition."""
     fit = range(count)
     if "swap" in composition or "recompute" in composition:
         fit = [seed for seed in fit if _mode(seed) in composition or ("swap" in composition and _mode(seed) == "auto")]

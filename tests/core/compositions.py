@@ -1,4 +1,4 @@
-"""Faults that show in one composition of what a schedule does. The runs of `chance` must find them."""
+"""Faults that show in one composition of events of a schedule. The runs of `chance` must find them."""
 
 from jpaged.core import block_pool, memory, planned_step
 from jpaged.core.block_pool import BlockPool
@@ -78,26 +78,24 @@ def _longer_leader(patch):
     patch.setattr(memory, "common_length", lambda a, b: min(length(a, b) + 1, len(a), len(b)))
 
 
-def _uncounted_move(patch):
-    move = memory.move
+def _move_without(patch, module, method):
+    """Let the moves of a module skip a method of the pool."""
+    move = module.move
 
     def careless(tables, to):
         with patch.context() as within:
-            within.setattr(BlockPool, "share", lambda pool, block_id: None)
+            within.setattr(BlockPool, method, lambda pool, block: None)
             return move(tables, to)
 
-    patch.setattr(memory, "move", careless)
+    patch.setattr(module, "move", careless)
+
+
+def _uncounted_move(patch):
+    _move_without(patch, memory, "share")
 
 
 def _remembered_destination(patch):
-    move = planned_step.move
-
-    def careless(tables, to):
-        with patch.context() as within:
-            within.setattr(BlockPool, "_forget", lambda pool, block: None)
-            return move(tables, to)
-
-    patch.setattr(planned_step, "move", careless)
+    _move_without(patch, planned_step, "_forget")
 
 
 def _whole_blocks(patch):

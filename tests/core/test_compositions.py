@@ -1,4 +1,4 @@
-"""Compositions of all that a schedule may do give every request what it gets alone, and a fault in any one is found."""
+"""Requests have the same results in every composition of events as alone, and a fault in any composition is found."""
 
 from collections import Counter
 

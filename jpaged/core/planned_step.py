@@ -27,6 +27,7 @@ class PlannedStep:
         num_further: number of entries beyond one of each sequence, without drafts.
         room: number of drafts that the step still has room for.
         must_drain: whether a request must be preempted, and cannot be before the steps in flight are committed.
+        num_waiting: number of sequences whose next step waits for the result of this one.
         sequences: sequences of `rows`, in the same order.
         unsteady: running requests except those on the steady path.
         further_branches: number of branches of requests on the steady path, without the first of each.
@@ -40,6 +41,7 @@ class PlannedStep:
     order: list[Request] = field(default_factory=list)
     at: Request | None = None
     must_drain: bool = False
+    num_waiting: int = 0
     num_further: int = 0
     room: int = 0
     plan: StepPlan | None = None
@@ -262,6 +264,7 @@ class PlannedStep:
         sequence.num_computed_tokens = end
         sequence.in_flight += len(parts)
         sequence.pending += num_samples > 0
+        self.num_waiting += num_samples > 0 and sequence.waits
         sequence.steady_until = 0
         # A request forks once, and its branches are sampled only while none waits for its leader. No block of theirs
         # becomes shared meanwhile.

@@ -190,6 +190,18 @@ class Scheduler:
         """End a sequence, and with its last one the request."""
         finish(sequence, reason, stop_reason, self.queues, self.memory)
 
+    @property
+    def _must_wait(self) -> bool:
+        """Whether the next plan should follow the commit of the plans in flight.
+
+        Something must be preempted, or at least half of the running sequences wait for their samples. If the others
+        went on alone, both parts would take turns, and each step would have half of the sequences.
+        """
+        num_waiting = sum(step.num_waiting for step in self._in_flight)
+        if not num_waiting:
+            return self._must_drain and bool(self._in_flight)
+        return self._must_drain or 2 * num_waiting >= sum(len(request.live) for request in self.running)
+
     def schedule(self) -> StepPlan | None:
         """Hand out the token budget: to running requests first, then to waiting ones unless one was preempted.
 
@@ -199,7 +211,7 @@ class Scheduler:
         Raises:
             RequestFault: the work on one request raised an exception. `recover` is needed.
         """
-        if self._in_flight and self._must_drain:
+        if self._must_wait:
             return None
         step = PlannedStep(self.queues, self.memory, may_preempt=not self._in_flight, room=self._max_drafts)
         try:

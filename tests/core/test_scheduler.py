@@ -858,3 +858,34 @@ def test_the_fake_runner_notices_a_wrong_block():
     with pytest.raises(AssertionError, match="did not write"):
         runner.step(scheduler.schedule())
     assert next_token([1, 2]) == next_token([1, 2]) != next_token([2, 1])
+
+
+def test_sequences_that_wait_for_the_host_meet_in_one_step():
+    """They do not take turns with those of a step in flight, which wait as well."""
+    scheduler, runner = make(blocks=64, seqs=8)
+
+    def ask(name, bad_words=((7, 8),)):
+        scheduler.add(name, [1, 2, int(name)], SamplingParams(max_tokens=30), seed=0, bad_words=bad_words)
+        plan = scheduler.schedule()
+        return plan, plan and runner.dispatch(plan)
+
+    first = ask("1")
+    assert ask("2") == (None, None), "a step for the second one alone would separate them for good"
+    scheduler.commit(first[0], first[1].result())
+    both = scheduler.schedule()
+    assert len(both.rows) == 2
+    for name in ("3", "4"):
+        ask(name, bad_words=())
+    scheduler.commit(both, runner.step(both))
+    all_four = scheduler.schedule()
+    assert len(all_four.rows) == 4 and scheduler.schedule() is None, "half of them wait"
+    pending = runner.dispatch(all_four)
+    ask("5", bad_words=())
+    scheduler.commit(all_four, pending.result())
+    all_five, pending = scheduler.schedule(), None
+    pending = runner.dispatch(all_five)
+    assert len(all_five.rows) == 5
+    overlapping = scheduler.schedule()
+    assert len(overlapping.rows) == 3, "most of them go on"
+    runner.dispatch(overlapping)
+    scheduler.commit(all_five, pending.result())
